@@ -1,0 +1,62 @@
+# Two commands on a machine with Python >= 3.11, make and a C++ compiler: `make demo` and `make test`. Both build .venv first.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+PYTEST := $(BIN)/python -m pytest
+
+.PHONY: help demo test test-full lint format snapshots gpu-check train-demo bench wheel clean
+
+help: ## list the targets
+	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+
+# torch goes first and alone: whichever build of it pip is set up to find (CPU or CUDA) is then kept by everything after it.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "graphspec needs Python >= 3.11, found " + sys.version + "; set PYTHON=")'
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install -c constraints.txt torch
+	$(PIP) install -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(STAMP) ## generate with and without speculation, draw a draft tree
+	$(BIN)/graphspec demo
+
+test: $(STAMP) ## the tests that need no GPU
+	$(PYTEST)
+
+test-full: $(STAMP) ## the same, and the thorough ones
+	$(PYTEST) -m 'not gpu'
+
+lint: $(STAMP) ## ruff, mypy, the layer law
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(STAMP) ## rewrite in the house format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+snapshots: $(STAMP) ## write tests/snapshots anew from conf/experiment
+	$(BIN)/python -m tests.snapshots
+
+gpu-check: $(STAMP) ## every gpu test and the whole harness, on a CUDA machine
+	$(BIN)/python -m perf.gpu_check
+
+bench: $(STAMP) ## measure speed; results go to perf/results
+	$(BIN)/python -m perf.speed
+
+train-demo: $(STAMP) ## train the demo checkpoints anew
+	$(BIN)/python -m recipes.train_demo
+
+wheel: $(STAMP) ## build the wheel into dist/
+	$(BIN)/python -m build --wheel
+
+clean: ## remove what the other targets made
+	rm -rf $(VENV) dist build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

@@ -1,0 +1,39 @@
+"""graphspec: EAGLE-family speculative decoding as one replayable, static-shape program per batch size.
+
+Importing the package imports no torch; the public names load what they need when first touched.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .compose import load_config
+    from .config import Config
+    from .engine.llm import LLM, SamplingParams
+    from .errors import GraphspecError
+
+__version__ = "0.1.0.dev0"
+
+__all__ = ["LLM", "Config", "GraphspecError", "SamplingParams", "__version__", "load_config"]
+
+_HOMES = {
+    "LLM": ".engine.llm",
+    "SamplingParams": ".engine.llm",
+    "load_config": ".compose",
+    "Config": ".config",
+    "GraphspecError": ".errors",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
+    value = getattr(import_module(_HOMES[name], __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

@@ -1,0 +1,211 @@
+"""Static buffers: every tensor a cycle touches is a declared slot, allocated once and never moved.
+
+Letters are those of :mod:`graphspec.shapes`; ``1``-suffixed slots are scalars, ``Z`` is the ring depth, ``E`` the stop ids a row may have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from .errors import CaptureError
+from .plan import Plan
+from .shapes import MAX_WINDOW
+
+Kind = Literal["mail", "state", "lane", "ring", "kv"]
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class Status:
+    """Values of ``status_R``."""
+
+    FREE = 0
+    LIVE = 1
+    STOPPED = 2
+    """A stop id was emitted."""
+    LENGTH = 3
+    """The budget is used up."""
+    FAILED = 4
+    """The target's logits were not finite."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One static buffer.
+
+    Attributes:
+        name: with its dimension suffix.
+        dims: letters resolved by the plan, or plain numbers.
+        dtype: element type.
+        kind: ``mail`` comes from the host, ``state`` persists per row, ``lane`` lives for one cycle, ``ring`` is what the host reads, ``kv`` is a pool.
+        fill: value at start; also what padding holds.
+    """
+
+    name: str
+    dims: tuple[str | int, ...]
+    dtype: torch.dtype
+    kind: Kind
+    fill: int = 0
+
+
+def plan_sizes(plan: Plan) -> dict[str, int]:
+    """Size of each letter at the largest bucket. ``R`` includes the dummy row."""
+    shape = plan.shape
+    return {
+        "B": max(plan.buckets),
+        "R": plan.max_rows + 1,
+        "N": shape.num_draft_tokens,
+        "A": plan.accept_width,
+        "X": plan.num_words,
+        "M": max(shape.num_candidates, 1),
+        "F": plan.feature_width,
+        "V": plan.target.vocab_size,
+        "P": plan.table_width,
+        "E": plan.max_stop_ids,
+        "Z": plan.ring_depth,
+        "H": plan.draft.decoder.hidden_size if plan.draft else 0,
+    }
+
+
+def declare_slots(plan: Plan, mail_size: int) -> tuple[Slot, ...]:
+    """Every buffer of an engine with this plan, KV pools included."""
+    dtype = DTYPES[plan.dtype]
+    i64, i32, f32 = torch.int64, torch.int32, torch.float32
+    slots = [
+        Slot("mail", (mail_size,), i64, "mail"),
+        Slot("lane_row_B", ("B",), i64, "lane", plan.max_rows),
+        Slot("seq_len_R", ("R",), i64, "state"),
+        Slot("status_R", ("R",), i64, "state", Status.FREE),
+        Slot("budget_R", ("R",), i64, "state"),
+        Slot("seed_R", ("R",), i64, "state"),
+        Slot("temperature_R", ("R",), f32, "state"),
+        Slot("stop_id_RE", ("R", "E"), i64, "state", -1),
+        Slot("draft_len_R", ("R",), i64, "state"),
+        Slot("page_table_RP", ("R", "P"), i32, "state"),
+        Slot("window_token_RA", ("R", "A"), i64, "state"),
+        Slot("window_len_R", ("R",), i64, "state"),
+        Slot("node_token_BN", ("B", "N"), i64, "lane", -1),
+        Slot("node_parent_BN", ("B", "N"), i64, "lane", -1),
+        Slot("node_depth_BN", ("B", "N"), i64, "lane"),
+        Slot("node_ancestors_BNX", ("B", "N", "X"), i64, "lane"),
+        Slot("logits_BNV", ("B", "N", "V"), f32, "lane"),
+        Slot("sample_BN", ("B", "N"), i64, "lane"),
+        Slot("path_BA", ("B", "A"), i64, "lane"),
+        Slot("accept_len_B", ("B",), i64, "lane"),
+        Slot("outcome_B", ("B",), i64, "lane", Status.FREE),
+        Slot("cycle_1", (1,), i64, "state"),
+        Slot("ring_token_ZBA", ("Z", "B", "A"), i64, "ring", -1),
+        Slot("ring_len_ZB", ("Z", "B"), i64, "ring"),
+        Slot("ring_status_ZB", ("Z", "B"), i64, "ring"),
+        _pool("target_kv", plan, plan.target.num_layers, plan.target.num_kv_heads, plan.target.head_dim, dtype),
+    ]
+    if plan.feature_width:
+        slots += [Slot("window_feature_RAF", ("R", "A", "F"), dtype, "state"), Slot("feature_BNF", ("B", "N", "F"), dtype, "lane")]
+    if plan.draft:
+        draft = plan.draft.decoder
+        slots += [
+            Slot("draft_hidden_BH", ("B", "H"), dtype, "lane"),
+            Slot("candidate_score_BM", ("B", "M"), f32, "lane"),
+            Slot("candidate_token_BM", ("B", "M"), i64, "lane", -1),
+            Slot("candidate_parent_BM", ("B", "M"), i64, "lane", -1),
+            _pool("draft_kv", plan, draft.num_layers, draft.num_kv_heads, draft.head_dim, dtype),
+        ]
+    return tuple(slots)
+
+
+def _pool(name: str, plan: Plan, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> Slot:
+    return Slot(name, (layers, 2, plan.num_pages, plan.page_size, kv_heads, head_dim), dtype, "kv")
+
+
+class Views:
+    """The slots as one bucket sees them: attributes named like the slots, lane dimensions cut to the bucket."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self.names = tuple(tensors)
+        for name, tensor in tensors.items():
+            setattr(self, name, tensor)
+
+    def __getattr__(self, name: str) -> Tensor:
+        raise AttributeError(f"no slot named {name!r} in this plan")
+
+
+class Arena:
+    """Owner of all slots: allocated once at the largest bucket, sliced per bucket, at addresses that never change.
+
+    Args:
+        plan: the sizes.
+        mail_size: words of the mailbox.
+        device: where; default the plan's. Under a fake-tensor mode this may be a device the machine lacks.
+    """
+
+    def __init__(self, plan: Plan, mail_size: int, device: torch.device | str | None = None) -> None:
+        self.sizes = plan_sizes(plan)
+        self.slots = declare_slots(plan, mail_size)
+        self.device = torch.device(device or plan.device)
+        self._tensors = {s.name: torch.full(self.shape(s), s.fill, dtype=s.dtype, device=self.device) for s in self.slots}
+        self._addresses = {name: tensor.data_ptr() for name, tensor in self._tensors.items()} if self.device.type != "meta" else {}
+        self._views: dict[int, Views] = {}
+
+    def shape(self, slot: Slot) -> tuple[int, ...]:
+        """Allocated shape of a slot."""
+        return tuple(self.sizes[d] if isinstance(d, str) else d for d in slot.dims)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+    def views(self, bucket: int) -> Views:
+        """Slots cut to ``bucket`` lanes; the same object for every call with one bucket."""
+        if bucket not in self._views:
+            cut = {}
+            for slot in self.slots:
+                tensor = self._tensors[slot.name]
+                cut[slot.name] = tensor.narrow(slot.dims.index("B"), 0, bucket) if "B" in slot.dims and bucket < self.sizes["B"] else tensor
+            self._views[bucket] = Views(cut)
+        return self._views[bucket]
+
+    def check_addresses(self) -> None:
+        """Raise when a slot moved: a captured program would read the old memory.
+
+        Raises:
+            CaptureError: names the slot and both addresses.
+        """
+        for name, address in self._addresses.items():
+            if self._tensors[name].data_ptr() != address:
+                raise CaptureError(name, f"address {address:#x}", f"{self._tensors[name].data_ptr():#x}")
+
+    def reset(self) -> None:
+        """Every slot back to its fill value."""
+        for slot in self.slots:
+            self._tensors[slot.name].fill_(slot.fill)
+
+    def poison(self, kinds: tuple[Kind, ...] = ("lane",)) -> None:
+        """Fill slots of these kinds with NaN and, for integers, a value no index survives: what a cycle reads it must have written."""
+        for slot in self.slots:
+            if slot.kind in kinds:
+                tensor = self._tensors[slot.name]
+                tensor.fill_(float("nan") if tensor.is_floating_point() else POISON)
+
+    def snapshot(self, kinds: tuple[Kind, ...] = ("state", "lane", "ring", "kv")) -> dict[str, Tensor]:
+        """Copies of the slots of these kinds, by name."""
+        return {s.name: self._tensors[s.name].clone() for s in self.slots if s.kind in kinds}
+
+    def restore(self, snapshot: Mapping[str, Tensor]) -> None:
+        """Write a snapshot back in place."""
+        for name, tensor in snapshot.items():
+            self._tensors[name].copy_(tensor)
+
+    def describe(self) -> list[tuple[str, tuple[int, ...], str, int]]:
+        """``(name, shape, dtype, bytes)`` of every slot."""
+        return [
+            (s.name, tuple(t.shape), str(t.dtype).removeprefix("torch."), t.numel() * t.element_size())
+            for s in self.slots
+            for t in (self._tensors[s.name],)
+        ]
+
+
+POISON = -(2**40) - MAX_WINDOW

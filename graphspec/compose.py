@@ -1,0 +1,209 @@
+"""Hydra at the border: command-line overrides and the YAML groups become one typed, checked configuration object.
+
+Beside :mod:`graphspec.cli` the only module that imports Hydra. Nothing below ever sees a ``DictConfig``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import typing
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, is_dataclass
+from importlib import resources
+
+from hydra import compose, initialize_config_module
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from .config import RUNTIMES, Config
+from .errors import ConfigError
+
+CONFIG_MODULE = "graphspec.conf"
+CONFIG_NAME = "config"
+VERSION_BASE = "1.3"
+FORMATS = ("text", "json")
+
+
+@dataclass(kw_only=True)
+class LaunchConfig(Config):
+    """A :class:`Config` plus what only the command line needs."""
+
+    prompt: list[str] = field(default_factory=list)
+    """Prompts, word for word; on the command line ``prompt=TEXT`` for one, ``prompt='["a", "b"]'`` (JSON) for several."""
+    prompt_file: str | None = None
+    """A file that is one prompt; or, ending in ``.jsonl``, one request per line: a string, or ``{"prompt": ..., "max_tokens": ...}``."""
+    format: str = "text"
+    """text: stream to stdout; json: one document as the last line of stdout."""
+    left: str = "eager"
+    """diff: the runtime held to be right."""
+    right: str = "compiled"
+    """diff: the runtime compared with it."""
+
+    def __post_init__(self) -> None:
+        if self.format not in FORMATS:
+            raise ConfigError("format", "one of " + ", ".join(FORMATS), repr(self.format))
+        for key in ("left", "right"):
+            if getattr(self, key) not in RUNTIMES:
+                raise ConfigError(key, "one of " + ", ".join(RUNTIMES), repr(getattr(self, key)))
+        if self.prompt and self.prompt_file is not None:
+            raise ConfigError("prompt_file", "nothing beside prompt=", repr(self.prompt_file))
+
+
+def load_config(*overrides: str) -> LaunchConfig:
+    """Compose the YAML groups with Hydra overrides; equal to what the command line builds from the same words.
+
+    Works from scripts, notebooks and inside other Hydra applications, any number of times.
+
+    Args:
+        overrides: ``variant=none``, ``sampling.max_tokens=64``, ``experiment=demo_tree``, ``prompt=TEXT``, ...
+
+    Raises:
+        ConfigError: an unknown key, a value of the wrong type or out of range, a group choice that does not exist.
+    """
+    prompts, words = split_prompts(overrides)
+    for word in words:
+        if word.startswith(("+", "~")):
+            raise ConfigError(word, "an override without + or ~ (every key exists, and none can be taken away)", word)
+    try:
+        with _private_hydra():
+            composed = compose(CONFIG_NAME, overrides=words)
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        raise explain(error, words) from error
+    return to_launch_config(composed, prompts)
+
+
+def to_launch_config(composed: DictConfig, prompts: Sequence[str] = ()) -> LaunchConfig:
+    """The typed object behind a composed config; every ``__post_init__`` check runs here.
+
+    Raises:
+        ConfigError: a value out of range.
+    """
+    try:
+        config = OmegaConf.to_object(composed)
+    except OmegaConfBaseException as error:
+        raise explain(error, ()) from error
+    if not isinstance(config, LaunchConfig):
+        raise ConfigError("defaults", f"the schema of {CONFIG_MODULE}.{CONFIG_NAME} first in the list", type(config).__name__)
+    if prompts:
+        config.prompt = list(prompts)
+        config.__post_init__()
+    return config
+
+
+def split_prompts(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Take ``prompt=`` out of the words meant for Hydra, whose grammar gives meaning to brackets, commas, quotes and dollars.
+
+    Raises:
+        ConfigError: text in brackets that is not a JSON list of strings, or more than one ``prompt=``.
+    """
+    given = [word.removeprefix("prompt=") for word in words if word.startswith("prompt=")]
+    rest = [word for word in words if not word.startswith("prompt=")]
+    if len(given) > 1:
+        raise ConfigError("prompt", "prompt= once", f"{len(given)} times", 'prompt=\'["a", "b"]\' gives several')
+    if not given:
+        return [], rest
+    text = given[0]
+    if not (text.startswith("[") and text.endswith("]")):
+        return [text], rest
+    try:
+        prompts = json.loads(text)
+    except json.JSONDecodeError:
+        prompts = None
+    if not isinstance(prompts, list) or not prompts or not all(isinstance(prompt, str) for prompt in prompts):
+        raise ConfigError("prompt", 'text, or a JSON list of strings: ["a", "b"]', text, "text in brackets goes into a prompt_file")
+    return prompts, rest
+
+
+def config_groups() -> dict[str, tuple[str, ...]]:
+    """The groups under ``conf/`` and the choices of each."""
+    root = resources.files(CONFIG_MODULE)
+    groups: dict[str, tuple[str, ...]] = {}
+    for folder in sorted(root.iterdir(), key=lambda entry: entry.name):
+        if folder.is_dir():
+            choices = tuple(sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml")))
+            if choices:
+                groups[folder.name] = choices
+    return groups
+
+
+def register_schema() -> None:
+    """Put the dataclasses into Hydra's store, where ``conf/config.yaml`` finds them as ``schema``."""
+    ConfigStore.instance().store(name="schema", node=LaunchConfig, provider="graphspec")
+
+
+def explain(error: Exception, words: Sequence[str]) -> ConfigError:
+    """One message (key, expected, found) for whatever Hydra or OmegaConf raised."""
+    if isinstance(error, OverrideParseException):
+        return ConfigError(error.override, "an override such as sampling.max_tokens=64", "words Hydra can't parse", _first_line(error))
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        group, _, choice = str(error.missing_cfg_file).partition("/")
+        choices = config_groups().get(group, ())
+        hint = "a folder goes into model.path=/the/folder" if group == "model" else _closest(choice, choices)
+        return ConfigError(group, "one of " + ", ".join(choices), repr(choice.removesuffix(".yaml")), hint)
+    full_key = next((key for key in (getattr(e, "full_key", None) for e in _chain(error)) if key), None)
+    if full_key is None:
+        for group, value in (word.split("=", 1) for word in words if "=" in word):
+            choices = config_groups().get(group, (value,))
+            if value not in choices:
+                return ConfigError(group, "one of " + ", ".join(choices), repr(value))
+        return ConfigError(" ".join(words) or CONFIG_NAME, "a configuration that composes", _first_line(error))
+    found = next((word for word in words if word.startswith(full_key + "=")), full_key)
+    parent, _, leaf = full_key.rpartition(".")
+    schema = _schema_of(parent)
+    hints = typing.get_type_hints(schema) if schema else {}
+    if leaf in hints:
+        return ConfigError(full_key, _spell(hints[leaf]), found)
+    known = sorted(hints)
+    expected = "a key of the configuration" + (f", one of {', '.join(known)}" if known else "")
+    return ConfigError(full_key, expected, found, _closest(leaf, known))
+
+
+@contextmanager
+def _private_hydra() -> Iterator[None]:
+    """Hydra is a process-wide singleton: borrow it, and give back what another application had set up."""
+    register_schema()
+    instance = GlobalHydra.instance()
+    before = instance.hydra
+    instance.clear()
+    try:
+        with initialize_config_module(CONFIG_MODULE, job_name="graphspec", version_base=VERSION_BASE):
+            yield
+    finally:
+        GlobalHydra.instance().hydra = before
+
+
+def _schema_of(dotted: str) -> type | None:
+    schema: type = LaunchConfig
+    for name in filter(None, dotted.split(".")):
+        found = typing.get_type_hints(schema).get(name)
+        if not (isinstance(found, type) and is_dataclass(found)):
+            return None
+        schema = found
+    return schema if fields(schema) else None
+
+
+def _spell(annotation: object) -> str:
+    if isinstance(annotation, type) and is_dataclass(annotation):
+        return "one of its keys (" + ", ".join(f.name for f in fields(annotation)) + ") or a choice of the group"
+    text = annotation.__name__ if isinstance(annotation, type) and not typing.get_args(annotation) else str(annotation)
+    return "a value of type " + text.replace("None", "null")
+
+
+def _closest(word: str, known: Sequence[str]) -> str:
+    matches = difflib.get_close_matches(word, known, n=1)
+    return f"did you mean {matches[0]}?" if matches else ""
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)

@@ -1,0 +1,195 @@
+"""The cycle: ordered stages become programs, programs are launched, results come back through the ring."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from .buffers import Arena, Views
+from .errors import ResourceError
+from .graphs.accept import Accept, Commit, CommitState
+from .graphs.capture import Capturer
+from .graphs.compile import compile_stage, graphs_compiled
+from .graphs.draft import DraftExtend, DraftSteps
+from .graphs.mailbox import Mailbox, MailLayout, Message
+from .graphs.prefill import Prefill
+from .graphs.stage import Build, Stage, check_dataflow
+from .graphs.tree import ChainLayout, TreeBuild
+from .graphs.verify import Verify
+from .kernels.registry import KernelSet
+from .plan import Plan
+from .shapes import GraphKey
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class PrefillKey:
+    """A prefill program: chunk size, and whether it samples."""
+
+    chunk: int
+    sampling: bool
+
+
+Key = GraphKey | PrefillKey
+
+
+@dataclass(frozen=True, slots=True)
+class RingEntry:
+    """What one launch told the host, per lane: new tokens and :class:`graphspec.buffers.Status`."""
+
+    tokens: list[list[int]]
+    status: list[int]
+
+
+def cycle_stages(build: Build) -> list[Stage]:
+    """The stages of one speculative cycle in order; the structure follows from the shape alone."""
+    shape = build.shape
+    stages: list[Stage] = [Mailbox(build)]
+    if shape.num_steps >= 1:
+        stages.append(DraftExtend(build))
+    if shape.num_steps >= 2:
+        stages.append(DraftSteps(build))
+    stages.append(ChainLayout(build) if shape.is_chain else TreeBuild(build))
+    stages += [Verify(build), Accept(build)]
+    if not shape.is_chain:
+        stages.append(CommitState(build))
+    stages.append(Commit(build))
+    return stages
+
+
+class Cycle:
+    """All programs of an engine over one arena, and the two moves of the host: launch, read.
+
+    Args:
+        plan: every static number.
+        target: the target network.
+        draft: the draft network, None when the variant has none.
+        kernels: one implementation per op.
+    """
+
+    def __init__(self, plan: Plan, target: nn.Module, draft: nn.Module | None, kernels: KernelSet) -> None:
+        self.plan, self.target, self.draft, self.kernels = plan, target, draft, kernels
+        self.layout = MailLayout.of(plan)
+        self.arena = Arena(plan, self.layout.size)
+        self.programs: dict[Key, Callable[[], None]] = {}
+        self._capturer = Capturer(self.arena) if plan.captured else None
+        pinned = plan.device == "cuda"
+        # A message may still be on its way to the device while the next one is written, hence one buffer per ring slot.
+        self._mail = [torch.zeros(self.layout.size, dtype=torch.int64, pin_memory=pinned) for _ in range(plan.ring_depth)]
+        ring_shapes = [self.arena[name].shape[1:] for name in ("ring_token_ZBA", "ring_len_ZB", "ring_status_ZB")]
+        self._results = [[torch.zeros(s, dtype=torch.int64, pin_memory=pinned) for s in ring_shapes] for _ in range(plan.ring_depth)]
+        self._events: list[torch.cuda.Event | None] = [torch.cuda.Event() if pinned else None for _ in range(plan.ring_depth)]
+        self._in_flight: deque[int] = deque()
+        self._launched = 0
+
+    def stages(self, key: Key) -> list[Stage]:
+        """Fresh stages of the program behind ``key``, checked for dataflow."""
+        if isinstance(key, PrefillKey):
+            build = Build(self.plan, self.kernels, self.target, self.draft, self.plan.shape, key.sampling)
+            stages: list[Stage] = [Mailbox(build), Prefill(build, key.chunk)]
+        else:
+            stages = cycle_stages(Build(self.plan, self.kernels, self.target, self.draft, key.shape, key.sampling))
+        check_dataflow(stages, (s.name for s in self.arena.slots if s.kind in ("mail", "state", "kv")))
+        return stages
+
+    def views(self, key: Key) -> Views:
+        return self.arena.views(1 if isinstance(key, PrefillKey) else key.bucket)
+
+    def prepare(self, keys: Iterable[Key], progress: Progress | None = None) -> None:
+        """Build, compile and capture the programs that do not exist yet. Only between runs: nothing may be in flight.
+
+        Prefill stays direct under every runtime: a prompt runs through it once, compiling each chunk size costs more than it saves.
+        """
+        missing = [key for key in keys if key not in self.programs]
+        if not missing:
+            return
+        if self._in_flight:
+            raise ResourceError("cycle", "no cycle in flight while programs are built", f"{len(self._in_flight)} in flight")
+        state = self.arena.snapshot(("mail", "state", "ring"))
+        with torch.no_grad():
+            for done, key in enumerate(missing):
+                if progress:
+                    progress("compile" if self.plan.kernels == "compiled" else "build", done, len(missing))
+                self.layout.encode(Message(lanes=()), self._mail[0])
+                self.arena["mail"].copy_(self._mail[0])
+                self.programs[key] = self._build(key)
+        if progress:
+            progress("compile" if self.plan.kernels == "compiled" else "build", len(missing), len(missing))
+        self.arena.restore(state)
+
+    def _build(self, key: Key) -> Callable[[], None]:
+        views, stages = self.views(key), self.stages(key)
+        direct = isinstance(key, PrefillKey)
+        if self.plan.kernels == "compiled" and not direct:
+            calls = [compile_stage(stage, views) for stage in stages]
+        else:
+            calls = [lambda stage=stage: stage(views) for stage in stages]  # type: ignore[misc]
+
+        def program() -> None:
+            for call in calls:
+                call()
+
+        program()
+        return self._capturer.capture(program) if self._capturer and not direct else program
+
+    def launch(self, key: Key, message: Message) -> int:
+        """Send ``message``, run the program behind ``key``; returns a ticket for :meth:`read`.
+
+        Raises:
+            ResourceError: as many launches are unread as the ring can hold, or the program was not prepared.
+        """
+        if len(self._in_flight) >= self.plan.ring_depth - 1:
+            raise ResourceError("ring", f"at most {self.plan.ring_depth - 1} unread launches", len(self._in_flight))
+        if key not in self.programs:
+            raise ResourceError("cycle", "a program prepared before the run", key)
+        slot = self._launched % self.plan.ring_depth
+        with torch.no_grad(), torch.compiler.set_stance(skip_guard_eval_unsafe=True):
+            self.layout.encode(message, self._mail[slot])
+            self.arena["mail"].copy_(self._mail[slot], non_blocking=True)
+            self.programs[key]()
+            self._copy_out(slot)
+        ticket = self._launched
+        self._in_flight.append(ticket)
+        self._launched += 1
+        return ticket
+
+    def _copy_out(self, slot: int) -> None:
+        event = self._events[slot]
+        if event is None:
+            return
+        for host, name in zip(self._results[slot], ("ring_token_ZBA", "ring_len_ZB", "ring_status_ZB"), strict=True):
+            host.copy_(self.arena[name][slot], non_blocking=True)
+        event.record()
+
+    def read(self, ticket: int) -> RingEntry:
+        """Wait for a launch and return its ring entry; tickets are read in the order of launch.
+
+        Raises:
+            ResourceError: ``ticket`` is not the oldest unread one.
+        """
+        if not self._in_flight or self._in_flight[0] != ticket:
+            raise ResourceError("ring", f"the oldest unread ticket {self._in_flight[0] if self._in_flight else None}", ticket)
+        self._in_flight.popleft()
+        slot = ticket % self.plan.ring_depth
+        event = self._events[slot]
+        if event is not None:
+            event.synchronize()
+            tokens, lengths, status = self._results[slot]
+        else:
+            tokens, lengths, status = (self.arena[name][slot] for name in ("ring_token_ZBA", "ring_len_ZB", "ring_status_ZB"))
+        rows = [row[:length] for row, length in zip(tokens.tolist(), lengths.tolist(), strict=True)]
+        return RingEntry(rows, status.tolist())
+
+    @property
+    def in_flight(self) -> int:
+        """Launches whose result has not been read."""
+        return len(self._in_flight)
+
+    def compiled_graphs(self) -> int:
+        """Graphs compiled in this process; does not change after :meth:`prepare`."""
+        return graphs_compiled()

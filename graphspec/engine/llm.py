@@ -1,0 +1,280 @@
+"""The Python API: ``LLM(...).generate(...)`` and ``.stream(...)``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..buffers import DTYPES
+from ..catalog import load_object, resolve_variant
+from ..config import Config, ModelConfig, RuntimeConfig, VariantConfig
+from ..cycle import Cycle, Key, PrefillKey, Progress
+from ..errors import CheckpointError, ConfigError, RequestError
+from ..facts import read_model_facts
+from ..kernels import select_kernels
+from ..plan import Plan, make_plan
+from ..shapes import pick_bucket
+from ..weights import load_target
+from .outputs import Detokenizer, Metrics, Output, StreamEvent, TreeSnapshot, summarise
+from .request import Request, SamplingParams, check_params, check_prompt
+from .scheduler import Scheduler
+
+Prompt = str | Sequence[int]
+DEMO = "demo"
+
+
+def model_folder(path: str) -> Path:
+    """Folder of a target: ``demo`` is the one shipped with the package."""
+    return Path(str(files("graphspec"))) / "demo" / "target" if path == DEMO else Path(path).expanduser()
+
+
+class LLM:
+    """An engine for one target and one way to draft.
+
+    Args:
+        model: folder of a Hugging Face checkpoint, or ``demo``.
+        variant: an entry of the catalog (``eagle3``, ``none``).
+        draft: folder of the draft checkpoint; None for the demo model's own draft.
+        runtime: ``eager``, ``compiled`` or ``captured``.
+        config: a whole configuration instead of the arguments above.
+        progress: called as ``progress(phase, done, total)`` during load and compilation.
+        overrides: any other configuration key by its bare name (``num_steps=5, topk=4, num_draft_tokens=16, page_size=1``).
+
+    Raises:
+        ConfigError: a bad value. CheckpointError: a checkpoint that is missing, damaged or does not fit.
+    """
+
+    def __init__(
+        self,
+        model: str | Path = DEMO,
+        variant: str = "eagle3",
+        draft: str | Path | None = None,
+        runtime: str = "compiled",
+        *,
+        config: Config | None = None,
+        progress: Progress | None = None,
+        **overrides: Any,
+    ) -> None:
+        if config is None:
+            config = Config(
+                variant=VariantConfig(name=variant, draft=str(draft) if draft is not None else None),
+                model=ModelConfig(path=str(model)),
+                runtime=RuntimeConfig(name=runtime),
+            )
+        self.config = config.replaced(**overrides)
+        self.progress = progress
+        self.plan = self._plan()
+        self.cycle = self._load()
+        self.metrics: Metrics | None = None
+        self._tokenizer: Any = None
+
+    @classmethod
+    def from_config(cls, config: Config, progress: Progress | None = None) -> LLM:
+        """An engine from a whole configuration, as :func:`graphspec.load_config` gives it."""
+        return cls(config=config, progress=progress)
+
+    def _plan(self) -> Plan:
+        hardware = self.config.hardware
+        has_cuda = torch.cuda.is_available()
+        device = hardware.device if hardware.device != "auto" else ("cuda" if has_cuda else "cpu")
+        if device == "cuda" and not has_cuda:
+            raise ConfigError("hardware.device", "cpu or auto (torch sees no CUDA device)", "cuda")
+        if hardware.threads is not None:
+            torch.set_num_threads(hardware.threads)
+        if device == "cpu":
+            # Denormals make CPU kernels many times slower and carry no information here.
+            torch.set_flush_denormal(True)
+        variant = resolve_variant(self.config.variant.name)
+        folder = model_folder(self.config.model.path)
+        target = read_model_facts(folder)
+        draft = None
+        if variant.has_network:
+            draft = load_object(variant.facts)(self._draft_folder(variant.demo_draft), target)
+        elif self.config.variant.draft is not None:
+            raise ConfigError("variant.draft", f"nothing for variant {variant.name!r}, which has no draft network", self.config.variant.draft)
+        return make_plan(self.config, target, draft, device=device)
+
+    def _draft_folder(self, demo_draft: str | None) -> Path:
+        draft = self.config.variant.draft
+        if draft is not None:
+            return Path(draft).expanduser()
+        if self.config.model.path != DEMO or demo_draft is None:
+            raise ConfigError("variant.draft", f"the folder of a draft checkpoint for {self.config.model.path}", "no value")
+        return model_folder(DEMO).parent / demo_draft
+
+    def _load(self) -> Cycle:
+        plan = self.plan
+        dtype, device = DTYPES[plan.dtype], torch.device(plan.device)
+
+        def report(phase: str) -> Callable[[int, int], None] | None:
+            return (lambda done, total: self.progress(phase, done, total)) if self.progress else None  # type: ignore[misc]
+
+        kernels = select_kernels(plan.kernels, plan.attention, plan.device)
+        target = load_target(plan.target, plan.tap_layers, plan.max_positions, dtype, device, report("load target"))
+        draft = None
+        if plan.draft is not None:
+            draft = load_object(plan.variant.loader)(plan.draft, target, plan.max_positions, dtype, device, report("load draft"))
+        return Cycle(plan, target, draft, kernels)
+
+    @property
+    def tokenizer(self) -> Any:
+        """The checkpoint's tokenizer; loaded when text is first used, token ids never need it.
+
+        Raises:
+            CheckpointError: the folder has none.
+        """
+        if self._tokenizer is None:
+            from transformers import AutoTokenizer
+
+            folder = model_folder(self.config.model.path)
+            try:
+                self._tokenizer = AutoTokenizer.from_pretrained(folder)
+            except (OSError, ValueError) as error:
+                raise CheckpointError(str(folder), "tokenizer files (or pass token ids as prompts)", str(error).splitlines()[0]) from error
+        return self._tokenizer
+
+    def slots(self) -> list[tuple[str, tuple[int, ...], str, int]]:
+        """``(name, shape, dtype, bytes)`` of every static buffer."""
+        return self.cycle.arena.describe()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        progress: Progress | None = None,
+    ) -> list[Output]:
+        """Generate for every prompt; a request that can't be served comes back with ``finish_reason="error"``, the others finish.
+
+        Args:
+            prompts: a text, a list of token ids, or a list of either.
+            params: one for all prompts, or one per prompt; default greedy, 128 tokens.
+            progress: called as ``progress("generate", tokens, most tokens)``.
+
+        Raises:
+            RequestError: the single prompt of the call can't be served, or there is not one params object per prompt.
+        """
+        requests = self._requests(prompts, params)
+        most = sum(r.budget for r in requests)
+        for _ in self._run(requests):
+            if progress:
+                progress("generate", sum(len(r.output) for r in requests), most)
+        self.metrics = summarise(requests, self.plan.shape.num_steps)
+        return [
+            Output(
+                index=r.index,
+                prompt_token_ids=r.prompt,
+                token_ids=r.output,
+                text=self._decode(r.output),
+                finish_reason=r.finish_reason or "error",
+                error=r.error,
+                metrics=summarise([r], self.plan.shape.num_steps),
+            )
+            for r in requests
+        ]
+
+    def stream(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> Iterator[StreamEvent]:
+        """Like :meth:`generate`, but yields tokens as they are accepted. Closing the iterator early aborts what is left.
+
+        Raises:
+            RequestError: the single prompt of the call can't be served.
+        """
+        requests = self._requests(prompts, params)
+        texts = {r: Detokenizer(self._decode) for r in requests}
+        sent = dict.fromkeys(requests, 0)
+        for request in self._run(requests):
+            fresh = request.output[sent[request] :]
+            sent[request] = len(request.output)
+            finished = request.finish_reason is not None
+            text = texts[request].push(fresh, last=finished)
+            yield StreamEvent(request.index, text, fresh, finished, request.finish_reason)
+        self.metrics = summarise(requests, self.plan.shape.num_steps)
+
+    def _requests(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None) -> list[Request]:
+        single = _is_single(prompts)
+        many: Sequence[Prompt] = [prompts] if single else prompts  # type: ignore[list-item, assignment]
+        each = [params or SamplingParams()] * len(many) if params is None or isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(many):
+            raise RequestError("params", f"one SamplingParams, or one for each of the {len(many)} prompts", f"{len(each)} of them")
+        requests = []
+        for index, (prompt, param) in enumerate(zip(many, each, strict=True)):
+            request = Request(index=index, prompt=[], params=param, stop_ids=(), budget=0)  # type: ignore[arg-type]
+            try:
+                request.prompt = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+                request.stop_ids = check_params(request.params, self.plan, self.plan.target.eos_token_ids)
+                check_prompt(request.prompt, self.plan)
+                request.budget = min(request.params.max_tokens, self.plan.max_context - len(request.prompt))
+            except RequestError as error:
+                if single:
+                    raise
+                request.finish_reason, request.error = "error", str(error)
+            requests.append(request)
+        return requests
+
+    def _run(self, requests: Sequence[Request]) -> Iterator[Request]:
+        """Run the requests to their end; yields each one whenever its output grew or it ended."""
+        served = [r for r in requests if r.finish_reason is None]
+        yield from (r for r in requests if r.finish_reason is not None)
+        if not served:
+            return
+        sampling = any(r.params.temperature > 0 for r in served)
+        self.cycle.prepare(self._keys(len(served), sampling), self.progress)
+        scheduler = Scheduler(self.plan, self.cycle, sampling)
+        for request in served:
+            request.metrics.arrived = time.perf_counter()
+            scheduler.add(request)
+        try:
+            while scheduler.busy:
+                yield from scheduler.step()
+        finally:
+            for request in served:
+                scheduler.abort(request)
+            while scheduler.busy:
+                scheduler.step()
+
+    def _keys(self, requests: int, sampling: bool) -> list[Key]:
+        """Programs a run of so many requests can need: every bucket up to theirs, every chunk size."""
+        widest = pick_bucket(self.plan.buckets, min(requests, self.plan.max_rows))
+        cycles = [key for key in self.plan.graph_keys(sampling) if key.bucket <= widest]
+        return [*cycles, *(PrefillKey(chunk, sampling) for chunk in self.plan.prefill_chunks)]
+
+    def _decode(self, tokens: list[int]) -> str:
+        if self._tokenizer is None and not _has_tokenizer(model_folder(self.config.model.path)):
+            return ""
+        text: str = self.tokenizer.decode(tokens, skip_special_tokens=True)
+        return text
+
+    def draft_tree(self, prompt: Prompt, cycles: int = 1) -> TreeSnapshot:
+        """Run ``cycles`` cycles on ``prompt`` and return the last one's nodes, with the path that was accepted."""
+        requests = self._requests(prompt, SamplingParams(max_tokens=(cycles + 1) * self.plan.accept_width, ignore_eos=True))
+        run = self._run(requests)
+        while requests[0].metrics.cycles < cycles and next(run, None) is not None:
+            pass
+        v = self.cycle.arena.views(1)
+        nodes = [v.node_token_BN[0].tolist(), v.node_parent_BN[0].tolist(), v.node_depth_BN[0].tolist()]
+        path = set(v.path_BA[0, : int(v.accept_len_B[0])].tolist())
+        run.close()
+        token_N, parent_N, depth_N = nodes
+        used = [n for n, token in enumerate(token_N) if token >= 0]
+        place = {n: i for i, n in enumerate(used)}
+        return TreeSnapshot(
+            token_N=[token_N[n] for n in used],
+            parent_N=[place.get(parent_N[n], -1) for n in used],
+            depth_N=[depth_N[n] for n in used],
+            accepted=[n in path for n in used],
+            text_N=[self._decode([token_N[n]]) for n in used],
+        )
+
+
+def _is_single(prompts: Prompt | Sequence[Prompt]) -> bool:
+    return isinstance(prompts, str) or (len(prompts) > 0 and all(isinstance(token, int) for token in prompts))
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json"))

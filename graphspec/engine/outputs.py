@@ -1,0 +1,114 @@
+"""What a caller gets back: outputs, figures, and text that grows by whole characters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from .request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Metrics:
+    """Figures of one request, or of all requests of one call.
+
+    Attributes:
+        cycles: cycles run (a batch's cycle counts once per row in it).
+        acceptance_length: new tokens per cycle, the bonus token included, the prefill's token not counted, cycles cut short by a stop id or the
+            budget left out.
+        accepted_per_position: share of those cycles that accepted the draft token at depth 1, 2, ... S.
+        prefill_seconds: arrival to first token; for a whole call, the longest.
+        decode_seconds: first token to the end; for a whole call, wall time from the first request's first token to the end.
+        tokens_per_second: tokens after each request's first, per decode second.
+    """
+
+    cycles: int
+    acceptance_length: float
+    accepted_per_position: list[float]
+    prefill_seconds: float
+    decode_seconds: float
+    tokens_per_second: float
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """Result of one request.
+
+    Attributes:
+        index: position in the call's prompts.
+        token_ids: new tokens; a stop id that ended the request is the last one.
+        finish_reason: ``stop``, ``length``, ``memory`` (page pool too small), ``abort`` or ``error``.
+        error: the message when ``finish_reason`` is ``error``.
+    """
+
+    index: int
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    text: str
+    finish_reason: str
+    error: str | None
+    metrics: Metrics
+
+
+@dataclass(frozen=True, slots=True)
+class StreamEvent:
+    """New tokens of one request, as soon as they are accepted."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finished: bool
+    finish_reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TreeSnapshot:
+    """One cycle's draft tree as it was verified, for people to look at."""
+
+    token_N: list[int]
+    parent_N: list[int]
+    depth_N: list[int]
+    accepted: list[bool]
+    text_N: list[str] = field(default_factory=list)
+
+
+def summarise(requests: Sequence[Request], depth: int) -> Metrics:
+    """Metrics over ``requests``; ``depth`` is S."""
+    runs = [tokens for r in requests for tokens in r.metrics.whole_cycles()]
+    positions = [sum(tokens > d for tokens in runs) / len(runs) if runs else 0.0 for d in range(1, depth + 1)]
+    started = [r.metrics.first_token for r in requests if r.metrics.first_token is not None]
+    finished = [r.metrics.finished for r in requests if r.metrics.first_token is not None and r.metrics.finished is not None]
+    decode = max(finished) - min(started) if started and finished else 0.0
+    prefill = max((r.metrics.first_token - r.metrics.arrived for r in requests if r.metrics.first_token is not None), default=0.0)
+    later = sum(max(0, len(r.output) - 1) for r in requests)
+    return Metrics(
+        cycles=sum(r.metrics.cycles for r in requests),
+        acceptance_length=sum(runs) / len(runs) if runs else 0.0,
+        accepted_per_position=positions,
+        prefill_seconds=prefill,
+        decode_seconds=decode,
+        tokens_per_second=later / decode if decode > 0 else 0.0,
+    )
+
+
+class Detokenizer:
+    """Text of a growing token list: what :meth:`push` returns never has to be taken back.
+
+    A character may span several tokens, and some tokenizers decide on spaces by the token before; so the decode starts one step back and text that
+    ends inside a character is held until it is whole.
+    """
+
+    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+        self._decode = decode
+        self._tokens: list[int] = []
+        self._from, self._done = 0, 0
+
+    def push(self, tokens: Sequence[int], *, last: bool = False) -> str:
+        """Append ``tokens``; returns the text that is certain now. ``last``: nothing follows, give out what is left."""
+        self._tokens += tokens
+        before = self._decode(self._tokens[self._from : self._done])
+        after = self._decode(self._tokens[self._from :])
+        if after.endswith("\ufffd") and not last:
+            return ""
+        self._from, self._done = self._done, len(self._tokens)
+        return after[len(before) :]

@@ -1,0 +1,241 @@
+"""Scheduler: which rows run, where their pages come from, and what a result means. Host side; no tensor is touched here."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Protocol
+
+from ..buffers import Status
+from ..cycle import Key, PrefillKey, RingEntry
+from ..graphs.mailbox import Chunk, Join, Message
+from ..plan import Plan
+from ..shapes import GraphKey, pick_bucket
+from .pages import PageAllocator
+from .request import Request
+
+FINISH_REASONS = {Status.STOPPED: "stop", Status.LENGTH: "length", Status.FAILED: "error"}
+
+
+class Launcher(Protocol):
+    """What the scheduler needs of a cycle; tests put a simulator here."""
+
+    def launch(self, key: Key, message: Message) -> int: ...
+
+    def read(self, ticket: int) -> RingEntry: ...
+
+    @property
+    def in_flight(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """A launch whose result is not known yet, and the request of each of its lanes."""
+
+    number: int
+    lanes: tuple[Request, ...]
+    is_cycle: bool
+
+
+class Scheduler:
+    """Requests in, tokens out.
+
+    A launch is made on what the host knows, which is ``run_ahead`` cycles old. Pages are therefore reserved for the longest run every unread
+    cycle may still commit, and given back when the last launch that contains the row has been read.
+    """
+
+    def __init__(self, plan: Plan, launcher: Launcher, sampling: bool) -> None:
+        self.plan, self.launcher, self.sampling = plan, launcher, sampling
+        self.allocator = PageAllocator(plan.num_pages)
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self._leaving: list[Request] = []
+        self._free_rows = list(range(plan.max_rows - 1, -1, -1))
+        self._tickets: deque[Ticket] = deque()
+        self._aborts: list[int] = []
+        self._updated: list[Request] = []
+
+    def add(self, request: Request) -> None:
+        """Queue a checked request."""
+        self.waiting.append(request)
+
+    def abort(self, request: Request) -> None:
+        """End a request now; its pages come back when no launch contains it any more."""
+        if request.finish_reason is None:
+            self._finish(request, "abort")
+
+    @property
+    def busy(self) -> bool:
+        """There is something to launch or to read."""
+        return bool(self.waiting or self.running or self._tickets or self._leaving)
+
+    def step(self) -> list[Request]:
+        """Launch what can be launched, read what is due; returns the requests whose output or state changed."""
+        self._updated = []
+        self._admit()
+        lanes = [r for r in self.running if r.ready]
+        launched = bool(lanes) and self._launch_cycle(lanes)
+        while self._tickets and (len(self._tickets) > self.plan.run_ahead or not launched):
+            self._read_oldest()
+            if not launched:
+                break
+        return self._updated
+
+    def _admit(self) -> None:
+        while self.waiting and self._free_rows:
+            request = self.waiting[0]
+            tokens = [*request.prompt, *request.output[:-1]]
+            pages = self.allocator.allocate(self.plan.pages_for(len(tokens) + self.plan.window_width))
+            if pages is None:
+                if not self.running and not self._tickets:
+                    self.waiting.popleft()
+                    self._finish(request, "memory")
+                    continue
+                return
+            self.waiting.popleft()
+            request.row, request.pages = self._free_rows.pop(), pages
+            self.running.append(request)
+            self._prefill(request, tokens)
+
+    def _prefill(self, request: Request, tokens: list[int]) -> None:
+        assert request.row is not None
+        known_root = request.output[-1] if request.output else -1
+        sent = 0
+        for start, size in chunked(len(tokens), self.plan.prefill_chunks):
+            part = tokens[start : start + size]
+            message = Message(lanes=(request.row,), chunk=Chunk(part, start, len(tokens), known_root))
+            if start == 0:
+                left = request.budget - len(request.output)
+                temperature, seed = request.params.temperature, request.params.seed
+                message.join = Join(request.row, left, seed, temperature, self.plan.shape.num_steps, request.stop_ids)
+            upto = len(request.pages) if start + len(part) == len(tokens) else self.plan.pages_for(start + len(part))
+            message.pages = [(request.row, column, request.pages[column]) for column in range(sent, upto)]
+            sent = upto
+            bucket = pick_bucket(self.plan.prefill_chunks, len(part))
+            self._launch(PrefillKey(bucket, self.sampling), message, (request,), is_cycle=False)
+        request.ready = True
+
+    def _launch_cycle(self, lanes: list[Request]) -> bool:
+        lanes = lanes[: max(self.plan.buckets)]
+        message = Message(lanes=())
+        for request in list(lanes):
+            if request.finish_reason is None and request in self.running and not self._reserve(request, message):
+                return False
+        lanes = [r for r in lanes if r in self.running]
+        if not lanes:
+            return False
+        message.lanes = [r.row for r in lanes if r.row is not None]
+        key = GraphKey(pick_bucket(self.plan.buckets, len(lanes)), self.plan.shape, self.sampling)
+        self._launch(key, message, tuple(lanes), is_cycle=True)
+        return True
+
+    def _reserve(self, request: Request, message: Message) -> bool:
+        """Pages for everything the next cycle may touch in this row. False: state changed, plan the launch anew."""
+        ahead = min(request.committed + request.queued_cycles * self.plan.accept_width, len(request.prompt) + request.budget)
+        missing = self.plan.pages_for(ahead + self.plan.window_width) - len(request.pages)
+        if missing <= 0:
+            return True
+        pages = self.allocator.allocate(missing)
+        if pages is not None:
+            assert request.row is not None
+            message.pages += [(request.row, len(request.pages) + i, page) for i, page in enumerate(pages)]
+            request.pages += pages
+            return True
+        if self._tickets:
+            while self._tickets:
+                self._read_oldest()
+        else:
+            self._preempt()
+        self._unsent(message)
+        return False
+
+    def _unsent(self, message: Message) -> None:
+        """Take back page-table entries of a message that is not sent: the pages return, and the next plan asks again."""
+        by_row = {r.row: r for r in self.running}
+        for row, _, page in reversed(message.pages):
+            owner = by_row.get(row)
+            if owner is not None and owner.pages and owner.pages[-1] == page:
+                owner.pages.pop()
+                self.allocator.release([page])
+
+    def _preempt(self) -> None:
+        """Send the youngest row back to the queue; alone and still too big, it ends here."""
+        youngest = self.running[-1]
+        if len(self.running) == 1:
+            self._finish(youngest, "memory")
+            return
+        self.running.remove(youngest)
+        self._vacate(youngest)
+        youngest.ready, youngest.preempted = False, youngest.preempted + 1
+        self.waiting.appendleft(youngest)
+
+    def _launch(self, key: Key, message: Message, lanes: tuple[Request, ...], *, is_cycle: bool) -> None:
+        while self.launcher.in_flight >= self.plan.ring_depth - 1:
+            self._read_oldest()
+        rows = {r.row for r in self.running}
+        message.aborts = [row for row in self._aborts if row not in rows][: self.plan.max_rows]
+        self._aborts = []
+        number = self.launcher.launch(key, message)
+        for request in lanes:
+            request.last_ticket = number
+            request.queued_cycles += is_cycle
+        self._tickets.append(Ticket(number, lanes, is_cycle))
+
+    def _read_oldest(self) -> None:
+        ticket = self._tickets.popleft()
+        entry = self.launcher.read(ticket.number)
+        now = time.perf_counter()
+        for lane, request in enumerate(ticket.lanes):
+            request.queued_cycles -= ticket.is_cycle
+            if request.finish_reason is None:
+                self._take(request, entry.tokens[lane], entry.status[lane], ticket.is_cycle, now)
+        for request in [r for r in self._leaving if r.last_ticket <= ticket.number]:
+            self._leaving.remove(request)
+            self._vacate(request)
+
+    def _take(self, request: Request, tokens: list[int], status: int, is_cycle: bool, now: float) -> None:
+        if tokens:
+            request.output += tokens
+            metrics = request.metrics
+            metrics.first_token = metrics.first_token or now
+            if is_cycle:
+                metrics.cycles += 1
+                metrics.cycle_tokens.append(len(tokens))
+                metrics.cut = status in (Status.STOPPED, Status.LENGTH)
+            self._updated.append(request)
+        if status in FINISH_REASONS:
+            if status == Status.FAILED:
+                request.error = "logits: expected finite numbers, found nan or inf in the target's output"
+            self._finish(request, FINISH_REASONS[status])
+
+    def _finish(self, request: Request, reason: str) -> None:
+        request.finish_reason = reason
+        request.metrics.finished = time.perf_counter()
+        if request not in self._updated:
+            self._updated.append(request)
+        if request in self.waiting:
+            self.waiting.remove(request)
+        if request in self.running:
+            self.running.remove(request)
+            if any(request in ticket.lanes for ticket in self._tickets):
+                self._leaving.append(request)
+            else:
+                self._vacate(request)
+
+    def _vacate(self, request: Request) -> None:
+        assert request.row is not None
+        self._aborts.append(request.row)
+        self._free_rows.append(request.row)
+        self.allocator.release(request.pages)
+        request.row, request.pages = None, []
+
+
+def chunked(length: int, sizes: tuple[int, ...]) -> list[tuple[int, int]]:
+    """``(start, size)`` of the chunks of a prompt: the largest size as often as it fits, then the smallest that holds the rest."""
+    chunks, start = [], 0
+    while start < length:
+        size = min(sizes[-1], length - start)
+        chunks.append((start, size))
+        start += size
+    return chunks

@@ -1,0 +1,38 @@
+"""Errors of graphspec: one message each, naming the key, what was expected and what was found."""
+
+from __future__ import annotations
+
+
+class GraphspecError(Exception):
+    """Base of every error graphspec raises on purpose.
+
+    Args:
+        key: what is wrong: a config key, a tensor name, a slot, a request field.
+        expected: what would have been right.
+        found: what was there.
+        hint: what to do about it, optional.
+    """
+
+    def __init__(self, key: str, expected: object, found: object, hint: str = "") -> None:
+        self.key, self.expected, self.found, self.hint = key, expected, found, hint
+        super().__init__(f"{key}: expected {expected}, found {found}" + (f" ({hint})" if hint else ""))
+
+
+class ConfigError(GraphspecError, ValueError):
+    """A configuration value that is unknown, out of range or contradicts another one."""
+
+
+class CheckpointError(GraphspecError, ValueError):
+    """A checkpoint that is missing, damaged, of another architecture, or does not fit its partner. ``key`` names file and tensor."""
+
+
+class RequestError(GraphspecError, ValueError):
+    """A request that can't be served; it fails alone, the rest of the batch goes on."""
+
+
+class CaptureError(GraphspecError, RuntimeError):
+    """A static program that no longer matches its buffers: shape, dtype, address, or a recompilation after warm-up."""
+
+
+class ResourceError(GraphspecError, RuntimeError):
+    """A fixed resource (pages, rows, ring slots) used beyond what exists, or returned twice."""

@@ -1,0 +1,97 @@
+"""Prefill: one chunk of one prompt through target and drafter, as static as the cycle; the last chunk samples the root."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..attention import ChunkAttention
+from ..buffers import Status, Views
+from .mailbox import MailLayout
+from .sampling import sample_tokens, target_noise
+from .stage import Build, Stage
+
+
+class Prefill(Stage):
+    """Tokens ``[start, start + len)`` of a prompt of ``total`` tokens, padded to ``chunk``.
+
+    The drafter's row for token j takes the target's feature of j - 1, so the feature of a chunk's last token is carried to the next chunk in
+    entry 0 of the row's window. After the last chunk ``seq_len`` is the prompt length and the window holds one entry, the root: the first cycle
+    is no special case.
+    """
+
+    name = "prefill"
+
+    def __init__(self, build: Build, chunk: int) -> None:
+        super().__init__(build)
+        self.chunk, self.layout = chunk, MailLayout.of(build.plan)
+        self.target, self.draft = build.target, build.draft
+        self.shift = build.plan.variant.shift
+        features = ("window_feature_RAF",) if self.plan.feature_width else ()
+        drafted = ("draft_kv",) if self.draft is not None else ()
+        state = ("cycle_1", "window_token_RA", "window_len_R", "seq_len_R", "budget_R", "status_R")
+        self.reads = (
+            "mail", "lane_row_B", "page_table_RP", "temperature_R", "seed_R", "stop_id_RE", "target_kv", *state, *features, *drafted,
+        )  # fmt: skip
+        self.writes = ("target_kv", *state, *features, *drafted, "ring_token_ZBA", "ring_len_ZB", "ring_status_ZB")
+
+    def forward(self, v: Views) -> None:
+        at = self.layout
+        start_1, length_1, total_1, known_1 = v.mail[at.chunk : at.tokens].split(1)
+        row_1 = v.lane_row_B
+        entry_C = torch.arange(self.chunk, device=row_1.device)
+        valid_1C = (entry_C < length_1)[None]
+        token_1C = torch.where(valid_1C, v.mail[None, at.tokens : at.tokens + self.chunk], -1)
+        slot_1C = (start_1 + entry_C)[None]
+        length_1C = total_1[None].expand(1, self.chunk)
+        table_1P = v.page_table_RP[row_1]
+        hidden_1CH, feature_1CF = self.target(
+            token_1C, ChunkAttention(self.kernels, v.target_kv, table_1P, slot_1C, length_1C, valid_1C, slot_1C, 0)
+        )
+        last_1 = (length_1 - 1).clamp(min=0)
+        if self.plan.feature_width:
+            self._draft(v, token_1C, feature_1CF, valid_1C, slot_1C, length_1C, table_1P, last_1)
+        self._finish(v, self.target.logits(hidden_1CH.index_select(1, last_1)), start_1 + length_1 == total_1, total_1, known_1)
+
+    def _draft(
+        self, v: Views, token_1C: Tensor, feature_1CF: Tensor, valid_1C: Tensor, slot_1C: Tensor, length_1C: Tensor, table_1P: Tensor, last_1: Tensor
+    ) -> None:
+        """Draft KV of the chunk: token j with the feature of j - 1, and the last feature carried on."""
+        assert self.draft is not None
+        row_1 = v.lane_row_B
+        carried_1AF = v.window_feature_RAF[row_1]
+        valid_1C = valid_1C & (slot_1C >= self.shift)
+        before_1CF = torch.where(valid_1C[..., None], torch.cat([carried_1AF[:, :1], feature_1CF[:, :-1]], 1), 0)
+        position_1C = slot_1C - self.shift
+        attention = ChunkAttention(self.kernels, v.draft_kv, table_1P, position_1C, length_1C - self.shift, valid_1C, slot_1C, self.shift)
+        self.draft(torch.where(valid_1C, token_1C, -1), self.draft.fuse(before_1CF), attention)
+        entry_A1 = torch.arange(self.plan.accept_width, device=row_1.device)[:, None]
+        carry_1AF = torch.where(entry_A1 == 0, feature_1CF.index_select(1, last_1), torch.zeros_like(carried_1AF))
+        v.window_feature_RAF.index_copy_(0, row_1, carry_1AF)
+
+    def _finish(self, v: Views, logits_11V: Tensor, done_1: Tensor, total_1: Tensor, known_1: Tensor) -> None:
+        """On the last chunk: sample or install the root, open the row, write the ring. On the others: an empty ring entry."""
+        row_1 = v.lane_row_B
+        noise_11V = target_noise(self.kernels, v.seed_R[row_1], total_1[:, None], self.plan.target.vocab_size) if self.sampling else None
+        sampled_1 = sample_tokens(logits_11V, noise_11V, v.temperature_R[row_1])[:, 0]
+        resumed_1 = known_1 >= 0
+        root_1 = torch.where(resumed_1, known_1, sampled_1)
+        failed_1 = ~resumed_1 & ~torch.isfinite(logits_11V).all(-1)[:, 0]
+        emitted_1 = (done_1 & ~resumed_1 & ~failed_1).to(torch.int64)
+        budget_1 = v.budget_R[row_1] - emitted_1
+        stopped_1 = ~resumed_1 & (v.stop_id_RE[row_1] == root_1[:, None]).any(-1)
+        outcome_1 = torch.where(stopped_1, Status.STOPPED, torch.where(budget_1 <= 0, Status.LENGTH, Status.LIVE))
+        outcome_1 = torch.where(done_1, torch.where(failed_1, Status.FAILED, outcome_1), Status.FREE)
+
+        slot_1 = v.cycle_1 % self.plan.ring_depth
+        entry_A = torch.arange(self.plan.accept_width, device=row_1.device)
+        root_1A = torch.where(entry_A == 0, root_1[:, None], -1)
+        v.ring_token_ZBA.index_copy_(0, slot_1, torch.where(emitted_1[:, None] > 0, root_1A, -1)[None])
+        v.ring_len_ZB.index_copy_(0, slot_1, emitted_1[None])
+        v.ring_status_ZB.index_copy_(0, slot_1, outcome_1[None])
+        v.cycle_1.add_(1)
+        v.window_token_RA.index_copy_(0, row_1, root_1A)
+        v.window_len_R.index_fill_(0, row_1, 1)
+        v.seq_len_R.index_copy_(0, row_1, total_1)
+        v.budget_R.index_copy_(0, row_1, budget_1)
+        v.status_R.index_copy_(0, row_1, outcome_1)

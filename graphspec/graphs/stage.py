@@ -1,0 +1,82 @@
+"""What a stage is: a module with declared reads and writes over static buffers. Stages know nothing of capture or compilation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+from torch import Tensor, nn
+
+from ..buffers import Status, Views
+from ..errors import GraphspecError
+from ..kernels.registry import KernelSet
+from ..plan import Plan
+from ..shapes import CycleShape
+
+
+class TargetModel(Protocol):
+    """What the stages ask of a target network (:mod:`graphspec.models.llama`)."""
+
+    def __call__(self, token_BT: Tensor, attention: object) -> tuple[Tensor, Tensor | None]: ...
+
+    def logits(self, hidden: Tensor) -> Tensor: ...
+
+
+class DraftModel(Protocol):
+    """What the stages ask of a draft network (:mod:`graphspec.variants`)."""
+
+    target_token_Vd: Tensor | None
+
+    def __call__(self, token_BT: Tensor, hidden_BTH: Tensor, attention: object) -> Tensor: ...
+
+    def fuse(self, feature_BTF: Tensor) -> Tensor: ...
+
+    def logits(self, hidden: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """All a stage may know when it is built."""
+
+    plan: Plan
+    kernels: KernelSet
+    target: nn.Module
+    draft: nn.Module | None
+    shape: CycleShape
+    sampling: bool
+
+
+class Stage(nn.Module):
+    """One step of the cycle: reads and writes slots in place, returns nothing, never reads a value on the host."""
+
+    name: ClassVar[str]
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+
+    def __init__(self, build: Build) -> None:
+        super().__init__()
+        self.plan, self.kernels, self.shape, self.sampling = build.plan, build.kernels, build.shape, build.sampling
+
+    def forward(self, v: Views) -> None:
+        raise NotImplementedError
+
+    @staticmethod
+    def rows(v: Views) -> tuple[Tensor, Tensor]:
+        """``(row_B int64, live_B bool)`` of the lanes. Padded lanes point at the dummy row, which is never live."""
+        row_B = v.lane_row_B
+        return row_B, v.status_R[row_B] == Status.LIVE
+
+
+def check_dataflow(stages: Iterable[Stage], inputs: Iterable[str]) -> None:
+    """Prove that every slot a stage reads was written by an earlier one or is an input of the program.
+
+    Raises:
+        GraphspecError: names the stage and the slot.
+    """
+    known = set(inputs)
+    for stage in stages:
+        missing = sorted(set(stage.reads) - known)
+        if missing:
+            raise GraphspecError(f"stage {stage.name}", "slots written by an earlier stage", f"reads of {missing}")
+        known.update(stage.writes)

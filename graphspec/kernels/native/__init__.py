@@ -1,0 +1,205 @@
+"""C++ attention for the CPU, float32: reads lengths and page tables itself and visits visible slots only.
+
+Registered with the dispatcher as ``graphspec::*``, so ``torch.compile(fullgraph=True)`` keeps each as one opaque op. The library is built on
+import of this module, which happens when ``native`` is chosen and not before.
+
+The result of a query depends on the keys and values it sees and on nothing else, bit for bit (see ``attention.cpp``): the same token
+attends alike alone, in a tree, in a chunk, and in any batch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+import torch
+from torch import Tensor
+
+from ...errors import ConfigError
+from .build import load
+
+_native = load()
+_tree, _chunk, _write = _native.graphspec_tree_attention, _native.graphspec_chunk_attention, _native.graphspec_paged_kv_write
+_library = torch.library.Library("graphspec", "FRAGMENT")
+_float32, _int32, _int64, _bool = torch.float32, torch.int32, torch.int64, torch.bool
+
+
+@functools.lru_cache(maxsize=4096)
+def _longs(*values: int) -> tuple[int, object]:
+    """Address of a C array that lives as long as its cache entry; callers keep the second item while they use the first."""
+    array = (ctypes.c_int64 * len(values))(*values)
+    return ctypes.addressof(array), array
+
+
+def _require(name: str, tensor: Tensor, dtype: torch.dtype) -> None:
+    if tensor.dtype is not dtype:
+        hint = "the native CPU kernels are float32 only; choose kernels.attention=reference for others" if dtype is _float32 else ""
+        raise ConfigError(f"native attention: {name}", str(dtype), str(tensor.dtype), hint)
+
+
+def _pool(kv_pool: Tensor) -> Tensor:
+    _require("kv_pool", kv_pool, _float32)
+    if not kv_pool.is_contiguous():
+        raise ConfigError("native attention: kv_pool", "a contiguous pool", f"strides {kv_pool.stride()}")
+    return kv_pool
+
+
+def _queries(query: Tensor, kv_pool: Tensor) -> Tensor:
+    _require("query", query, _float32)
+    if query.shape[2] % kv_pool.shape[4] or query.shape[3] != kv_pool.shape[5]:
+        expected = f"[B, T, a multiple of {kv_pool.shape[4]}, {kv_pool.shape[5]}]"
+        raise ConfigError("native attention: query", expected, list(query.shape))
+    return query if query.stride(3) == 1 else query.contiguous()
+
+
+def _tree_attention(
+    query: Tensor, kv_pool: Tensor, layer: int, table: Tensor, begin: Tensor, end: Tensor, ancestors: Tensor, scale: float
+) -> Tensor:
+    query, kv_pool = _queries(query, kv_pool), _pool(kv_pool)
+    _require("table", table, _int32)
+    for name, tensor in (("prefix_begin", begin), ("prefix_end", end), ("ancestors", ancestors)):
+        _require(name, tensor, _int64)
+    table, begin, end, ancestors = table.contiguous(), begin.contiguous(), end.contiguous(), ancestors.contiguous()
+    lanes, tokens, heads, dim = query.shape
+    _, _, pages, page_size, groups, _ = kv_pool.shape
+    out = torch.empty((lanes, tokens, heads, dim), dtype=_float32)
+    dims, _keep = _longs(
+        lanes, tokens, heads, groups, dim, table.shape[1], page_size, pages, layer, ancestors.shape[2], *query.stride()[:3]
+    )
+    _tree(
+        out.data_ptr(),
+        query.data_ptr(),
+        kv_pool.data_ptr(),
+        table.data_ptr(),
+        begin.data_ptr(),
+        end.data_ptr(),
+        ancestors.data_ptr(),
+        dims,
+        scale,
+        torch.get_num_threads(),
+    )
+    return out
+
+
+def _chunk_attention(
+    query: Tensor, kv_pool: Tensor, layer: int, table: Tensor, begin: Tensor, slot: Tensor, valid: Tensor, scale: float
+) -> Tensor:
+    query, kv_pool = _queries(query, kv_pool), _pool(kv_pool)
+    _require("table", table, _int32)
+    _require("prefix_begin", begin, _int64)
+    _require("slot", slot, _int64)
+    _require("valid", valid, _bool)
+    table, begin, slot, valid = table.contiguous(), begin.contiguous(), slot.contiguous(), valid.contiguous()
+    lanes, tokens, heads, dim = query.shape
+    _, _, pages, page_size, groups, _ = kv_pool.shape
+    out = torch.empty((lanes, tokens, heads, dim), dtype=_float32)
+    dims, _keep = _longs(lanes, tokens, heads, groups, dim, table.shape[1], page_size, pages, layer, 0, *query.stride()[:3])
+    _chunk(
+        out.data_ptr(),
+        query.data_ptr(),
+        kv_pool.data_ptr(),
+        table.data_ptr(),
+        begin.data_ptr(),
+        slot.data_ptr(),
+        valid.data_ptr(),
+        dims,
+        scale,
+        torch.get_num_threads(),
+    )
+    return out
+
+
+def _paged_kv_write(kv_pool: Tensor, layer: int, key: Tensor, value: Tensor, table: Tensor, slot: Tensor, valid: Tensor) -> None:
+    _pool(kv_pool)
+    _require("key", key, _float32)
+    _require("value", value, _float32)
+    _require("table", table, _int32)
+    _require("slot", slot, _int64)
+    _require("valid", valid, _bool)
+    table, slot, valid = table.contiguous(), slot.contiguous(), valid.contiguous()
+    lanes, tokens, groups, dim = key.shape
+    row = (dim, 1)
+    key = key if key.stride()[2:] == row else key.contiguous()
+    value = value if value.stride()[2:] == row else value.contiguous()
+    _, _, pages, page_size, _, _ = kv_pool.shape
+    dims, _keep = _longs(
+        lanes, tokens, groups * dim, table.shape[1], page_size, pages, layer, *key.stride()[:2], *value.stride()[:2]
+    )
+    _write(kv_pool.data_ptr(), key.data_ptr(), value.data_ptr(), table.data_ptr(), slot.data_ptr(), valid.data_ptr(), dims)
+
+
+def _empty_like_query(query: Tensor, *_: object) -> Tensor:
+    return query.new_empty(query.shape)
+
+
+def _nothing(*_: object) -> None:
+    return None
+
+
+_attention = "Tensor query, Tensor kv_pool, int layer, Tensor table, Tensor prefix_begin, Tensor {}, Tensor {}, float scale"
+for _name, _arguments, _kernel, _fake in (
+    ("tree_attention", _attention.format("prefix_end", "ancestors") + ") -> Tensor", _tree_attention, _empty_like_query),
+    ("chunk_attention", _attention.format("slot", "valid") + ") -> Tensor", _chunk_attention, _empty_like_query),
+    (
+        "paged_kv_write",
+        "Tensor(a!) kv_pool, int layer, Tensor key, Tensor value, Tensor table, Tensor slot, Tensor valid) -> ()",
+        _paged_kv_write,
+        _nothing,
+    ),
+):
+    _library.define(f"{_name}({_arguments}", tags=(torch.Tag.pt2_compliant_tag,))
+    _library.impl(_name, _kernel, "CPU")
+    torch.library.register_fake(f"graphspec::{_name}", _fake, lib=_library)
+
+
+def tree_attention(
+    query_BTQD: Tensor,
+    kv_pool: Tensor,
+    layer: int,
+    table_BP: Tensor,
+    prefix_begin_BT: Tensor,
+    prefix_end_B: Tensor,
+    ancestors_BTX: Tensor,
+    scale: float,
+) -> Tensor:
+    """:func:`graphspec.kernels.tree_attention.tree_attention` in C++.
+
+    Raises:
+        ConfigError: a dtype or shape it wasn't written for.
+    """
+    out: Tensor = torch.ops.graphspec.tree_attention.default(
+        query_BTQD, kv_pool, layer, table_BP, prefix_begin_BT, prefix_end_B, ancestors_BTX, scale
+    )
+    return out
+
+
+def chunk_attention(
+    query_BTQD: Tensor,
+    kv_pool: Tensor,
+    layer: int,
+    table_BP: Tensor,
+    prefix_begin_BT: Tensor,
+    slot_BT: Tensor,
+    valid_BT: Tensor,
+    scale: float,
+) -> Tensor:
+    """:func:`graphspec.kernels.chunk_attention.chunk_attention` in C++.
+
+    Raises:
+        ConfigError: a dtype or shape it wasn't written for.
+    """
+    out: Tensor = torch.ops.graphspec.chunk_attention.default(
+        query_BTQD, kv_pool, layer, table_BP, prefix_begin_BT, slot_BT, valid_BT, scale
+    )
+    return out
+
+
+def paged_kv_write(
+    kv_pool: Tensor, layer: int, key_BTGD: Tensor, value_BTGD: Tensor, table_BP: Tensor, slot_BT: Tensor, valid_BT: Tensor
+) -> None:
+    """:func:`graphspec.kernels.paged_kv_write.paged_kv_write` in C++; invalid tokens are not written at all.
+
+    Raises:
+        ConfigError: a dtype or shape it wasn't written for.
+    """
+    torch.ops.graphspec.paged_kv_write.default(kv_pool, layer, key_BTGD, value_BTGD, table_BP, slot_BT, valid_BT)

@@ -1,0 +1,64 @@
+"""Scatter of new keys and values into the paged pool."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .op import Case, KernelOp
+
+
+def locate(table_BP: Tensor, slot_BT: Tensor, valid_BT: Tensor, page_size: int) -> tuple[Tensor, Tensor]:
+    """Page and offset of logical slots; invalid ones land on the dummy page 0. int64, shape of ``slot_BT``.
+
+    Out-of-range slots of invalid entries are clamped before the table is read.
+    """
+    slot_BT = slot_BT.clamp(0, table_BP.shape[1] * page_size - 1)
+    column_BT = torch.div(slot_BT, page_size, rounding_mode="floor")
+    page_BT = table_BP.gather(1, column_BT).to(torch.int64)
+    return torch.where(valid_BT, page_BT, 0), slot_BT % page_size
+
+
+def paged_kv_write(
+    kv_pool: Tensor, layer: int, key_BTGD: Tensor, value_BTGD: Tensor, table_BP: Tensor, slot_BT: Tensor, valid_BT: Tensor
+) -> None:
+    """Write the keys and values of one layer into their pages, in place.
+
+    Logical slot s of lane b lives on page ``table[b, s // page_size]`` at offset ``s % page_size``. Invalid tokens go to page 0, the dummy
+    page nobody reads; their slot may be out of range.
+
+    Args:
+        kv_pool: ``[layers, 2, pages, page_size, G, D]``, contiguous, written in place; index 0 of dim 1 is the key.
+        layer: static.
+        key_BTGD, value_BTGD: cast to the dtype of the pool.
+        table_BP: int32. slot_BT: int64, distinct per lane where valid. valid_BT: bool.
+    """
+    page_BT, offset_BT = locate(table_BP, slot_BT, valid_BT, kv_pool.shape[3])
+    side_211 = torch.arange(2, device=kv_pool.device)[:, None, None]
+    rows_2BTGD = torch.stack((key_BTGD, value_BTGD)).to(kv_pool.dtype)
+    # Scattering into the pool itself, not into a view of it: through a view, the compiler would copy the whole pool, twice per graph.
+    kv_pool.index_put_((torch.full_like(side_211, layer), side_211, page_BT, offset_BT), rows_2BTGD)
+
+
+def _cases(generator: torch.Generator) -> list[Case]:
+    def case(lanes: int, tokens: int, page_size: int, columns: int, heads: int, dim: int, layers: int) -> Case:
+        pages = lanes * columns + 1
+        slots = torch.stack([torch.randperm(columns * page_size, generator=generator)[:tokens] for _ in range(lanes)])
+        valid = torch.rand(lanes, tokens, generator=generator) < 0.7
+        return {
+            "kv_pool": torch.randn(layers, 2, pages, page_size, heads, dim, generator=generator),
+            "layer": layers - 1,
+            "key_BTGD": torch.randn(lanes, tokens, heads, dim, generator=generator),
+            "value_BTGD": torch.randn(lanes, tokens, heads, dim, generator=generator),
+            "table_BP": (torch.randperm(pages - 1, generator=generator) + 1).view(lanes, columns).to(torch.int32),
+            "slot_BT": torch.where(valid, slots, torch.tensor(-7)),
+            "valid_BT": valid,
+        }
+
+    return [case(1, 1, 1, 1, 1, 1, 1), case(3, 5, 1, 9, 2, 7, 2), case(2, 6, 16, 3, 3, 8, 3)]
+
+
+OP = KernelOp(
+    name="paged_kv_write", contract=paged_kv_write.__doc__ or "", reference=paged_kv_write, cases=_cases,
+    implementations={"native": "graphspec.kernels.native:paged_kv_write"}, mutates=("kv_pool",)
+)

@@ -1,0 +1,83 @@
+"""The target: decoder-only transformers of the Llama, Mistral, Qwen2 and Qwen3 families."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .layers import MLP, Embedding, Linear, RMSNorm, SelfAttention
+from .rope import RotaryEmbedding
+
+if TYPE_CHECKING:
+    from ..attention import Attention
+    from ..facts import ModelFacts
+
+
+class TargetOutput(NamedTuple):
+    """What one forward of a target gives."""
+
+    hidden_BTH: Tensor
+    """After the final norm; what :meth:`LlamaModel.logits` takes."""
+    feature_BTF: Tensor | None
+    """The tapped residual streams side by side, ascending by layer; None without taps."""
+
+
+class DecoderLayer(nn.Module):
+    """Pre-norm attention and MLP, each added to the residual stream."""
+
+    def __init__(self, facts: ModelFacts, layer: int) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(facts.hidden_size, facts.rms_norm_eps)
+        self.self_attn = SelfAttention(facts, layer)
+        self.post_attention_layernorm = RMSNorm(facts.hidden_size, facts.rms_norm_eps)
+        self.mlp = MLP(facts)
+
+    def forward(self, residual_BTH: Tensor, cos_BTD: Tensor, sin_BTD: Tensor, attention: Attention) -> Tensor:
+        """The residual stream behind this layer, ``[B, T, H]``; cos and sin are ``[B, T, D / 2]``."""
+        residual_BTH = residual_BTH + self.self_attn(self.input_layernorm(residual_BTH), cos_BTD, sin_BTD, attention)
+        out_BTH: Tensor = residual_BTH + self.mlp(self.post_attention_layernorm(residual_BTH))
+        return out_BTH
+
+
+class LlamaModel(nn.Module):
+    """A target with its language-model head. Knows nothing of pages, trees or chunks: attention is handed in.
+
+    Args:
+        facts: the checkpoint's sizes.
+        tap_layers: layers whose entering residual stream becomes the feature.
+        max_positions: positions the RoPE table covers; None: the checkpoint's ``max_position_embeddings``.
+    """
+
+    def __init__(self, facts: ModelFacts, tap_layers: tuple[int, ...] = (), max_positions: int | None = None) -> None:
+        super().__init__()
+        self.facts, self.tap_layers = facts, tap_layers
+        self.rotary = RotaryEmbedding(facts.rope, facts.head_dim, max_positions or facts.max_position_embeddings)
+        self.embed_tokens = Embedding(facts.vocab_size, facts.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(facts, layer) for layer in range(facts.num_layers))
+        self.norm = RMSNorm(facts.hidden_size, facts.rms_norm_eps)
+        self.lm_head = Linear(facts.hidden_size, facts.vocab_size)
+        if facts.tie_word_embeddings:
+            self.lm_head.weight = self.embed_tokens.weight
+
+    def embed(self, token_BT: Tensor, valid_BT: Tensor) -> Tensor:
+        """``[B, T, H]``; a token that is -1, out of range or not valid is the zero vector."""
+        hidden_BTH: Tensor = self.embed_tokens(token_BT, valid_BT)
+        return hidden_BTH
+
+    def forward(self, token_BT: Tensor, attention: Attention) -> TargetOutput:
+        """Hidden states and features of int64 tokens ``[B, T]`` at the positions, and over the KV, of ``attention``."""
+        residual_BTH = self.embed(token_BT, attention.valid_BT)
+        cos_BTD, sin_BTD = self.rotary(attention.position_BT, attention.rope_length_BT, residual_BTH.dtype)
+        taps = []
+        for index, layer in enumerate(self.layers):
+            if index in self.tap_layers:
+                taps.append(residual_BTH)
+            residual_BTH = layer(residual_BTH, cos_BTD, sin_BTD, attention)
+        return TargetOutput(self.norm(residual_BTH), torch.cat(taps, dim=-1) if taps else None)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """float32 ``[..., V]`` of hidden states after the final norm, ``[..., H]``."""
+        out: Tensor = self.lm_head(hidden)
+        return out.float()

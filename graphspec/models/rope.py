@@ -1,0 +1,105 @@
+"""Rotary position embedding: one table for every position, or frequencies per token where they depend on the length.
+
+Frequencies and cos / sin are float32 and computed in the order transformers uses, so that both agree to the last bit or nearly so.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from ..facts import RopeFacts
+
+
+def _base_frequency(theta: float, head_dim: int) -> Tensor:
+    return 1.0 / (theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim))
+
+
+def _yarn_frequency(rope: RopeFacts, head_dim: int) -> Tensor:
+    """YaRN (arXiv 2309.00071, section 3.2): interpolate long wavelengths, keep short ones, a linear ramp between."""
+
+    def dimension(rotations: float) -> float:
+        return head_dim * math.log(rope.original_max_position_embeddings / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001
+    period = rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim)
+    keep = 1 - ((torch.arange(head_dim // 2, dtype=torch.float32, device="cpu") - low) / (high - low)).clamp(0, 1)
+    return 1.0 / (rope.factor * period) * (1 - keep) + 1.0 / period * keep
+
+
+def _llama3_frequency(rope: RopeFacts, head_dim: int) -> Tensor:
+    """Llama 3.1: divide long wavelengths by the factor, keep short ones, interpolate smoothly between."""
+    frequency = _base_frequency(rope.theta, head_dim)
+    context, low, high = rope.original_max_position_embeddings, rope.low_freq_factor, rope.high_freq_factor
+    wavelength = 2 * math.pi / frequency
+    smooth = (context / wavelength - low) / (high - low)
+    medium = (1 - smooth) * frequency / rope.factor + smooth * frequency
+    scaled = torch.where(wavelength > context / low, frequency / rope.factor, frequency)
+    return torch.where((wavelength >= context / high) & (wavelength <= context / low), medium, scaled)
+
+
+def rope_frequency(rope: RopeFacts, head_dim: int) -> Tensor:
+    """Angular frequency of each rotated pair, float32 ``[D / 2]`` on the CPU; for kind "dynamic" the one of a short sequence."""
+    if rope.kind == "linear":
+        return _base_frequency(rope.theta, head_dim) / rope.factor
+    if rope.kind == "yarn":
+        return _yarn_frequency(rope, head_dim)
+    if rope.kind == "llama3":
+        return _llama3_frequency(rope, head_dim)
+    return _base_frequency(rope.theta, head_dim)
+
+
+class RotaryEmbedding(nn.Module):
+    """cos and sin of each token's position.
+
+    Args:
+        rope: kind and parameters.
+        head_dim: D.
+        max_positions: rows of the table; positions are clamped into it, which only rows nobody reads ever need.
+    """
+
+    def __init__(self, rope: RopeFacts, head_dim: int, max_positions: int) -> None:
+        super().__init__()
+        self.rope, self.head_dim, self.max_positions = rope, head_dim, max_positions
+        self.table_LD: Tensor
+        self.exponent_D: Tensor
+        if rope.kind == "dynamic":
+            exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
+            self.register_buffer("exponent_D", exponent, persistent=False)
+        else:
+            frequency = rope_frequency(rope, head_dim)
+            angle = torch.arange(max_positions, dtype=torch.float32, device="cpu")[:, None] * frequency
+            table = torch.cat((angle.cos(), angle.sin()), dim=-1) * rope.attention_factor
+            self.register_buffer("table_LD", table, persistent=False)
+
+    def forward(self, position_BT: Tensor, rope_length_BT: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """``(cos_BTD, sin_BTD)`` of width D / 2 in ``dtype``, from int64 positions and (kind "dynamic" only) int64 lengths."""
+        if self.rope.kind == "dynamic":
+            angle = position_BT[..., None].float() * self._dynamic_frequency(rope_length_BT)
+            return angle.cos().to(dtype), angle.sin().to(dtype)
+        row_BTD = self.table_LD[position_BT.clamp(0, self.max_positions - 1)].to(dtype)
+        cos_BTD, sin_BTD = row_BTD.chunk(2, dim=-1)
+        return cos_BTD, sin_BTD
+
+    def _dynamic_frequency(self, rope_length_BT: Tensor) -> Tensor:
+        """Dynamic NTK: beyond the trained context the base grows with the length the token was computed at."""
+        context, factor = self.rope.original_max_position_embeddings, self.rope.factor
+        growth_BT = factor * rope_length_BT.clamp(min=context).float() / context - (factor - 1)
+        base_BT = self.rope.theta * growth_BT ** (self.head_dim / (self.head_dim - 2))
+        return 1.0 / (base_BT[..., None] ** self.exponent_D)
+
+
+def apply_rope(x_BTQD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> Tensor:
+    """Rotate pairs ``(i, i + D/2)`` of every head; cos and sin are ``[B, T, D / 2]``."""
+    first, second = x_BTQD.chunk(2, dim=-1)
+    cos, sin = cos_BTD[:, :, None], sin_BTD[:, :, None]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

@@ -1,0 +1,1 @@
+"""Training recipes: the demo models, from nothing, with one command (`make train-demo`)."""

@@ -1,0 +1,23 @@
+"""What every test shares: fixed seeds, one CPU thread, and a patient hypothesis."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import hypothesis
+import pytest
+import torch
+
+# Compilation makes single examples slow, so time says nothing about them; the same examples everywhere make a red run repeatable.
+hypothesis.settings.register_profile("graphspec", deadline=None, derandomize=True, max_examples=50, print_blob=True, database=None)
+hypothesis.settings.load_profile("graphspec")
+
+
+@pytest.fixture(autouse=True)
+def _repeatable() -> Iterator[None]:
+    """Seeds torch, and gives back the thread count and default dtype a test may have changed."""
+    threads, dtype = torch.get_num_threads(), torch.get_default_dtype()
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(threads)
+    torch.set_default_dtype(dtype)

@@ -1,0 +1,146 @@
+"""Configuration: everything that can be chosen composes, everything that can't is refused with its key, in one message."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hypothesis import given
+from hypothesis import strategies as st
+
+from graphspec.catalog import VARIANTS
+from graphspec.compose import LaunchConfig, config_groups, load_config, split_prompts
+from graphspec.config import RUNTIMES, Config, SamplingConfig
+from graphspec.errors import ConfigError
+from tests import snapshots
+
+CHOICES = [(group, choice) for group, choices in config_groups().items() for choice in choices]
+
+
+def test_defaults_of_yaml_are_those_of_the_dataclasses():
+    assert load_config() == LaunchConfig()
+
+
+@pytest.mark.parametrize(("group", "choice"), CHOICES, ids=[f"{group}={choice}" for group, choice in CHOICES])
+def test_every_choice_composes(group, choice):
+    config = load_config(f"{group}={choice}")
+    node = getattr(config, group, None)
+    if hasattr(node, "name"):
+        assert node.name == choice
+
+
+def test_catalog_and_groups_agree():
+    groups = config_groups()
+    assert set(groups["variant"]) == {variant.name for variant in VARIANTS}
+    assert set(groups["runtime"]) == set(RUNTIMES)
+
+
+def test_overrides_reach_their_fields():
+    config = load_config(
+        "variant=none", "sampling=sample", "sampling.max_tokens=64", "model.path=/a b/c", "runtime.buckets=[2,4]", "hardware.threads=3"
+    )
+    assert (config.variant.name, config.sampling.temperature, config.sampling.max_tokens) == ("none", 1.0, 64)
+    assert (config.model.path, config.runtime.buckets, config.hardware.threads) == ("/a b/c", [2, 4], 3)
+    assert isinstance(config, Config)
+    assert isinstance(config.sampling, SamplingConfig)
+
+
+def test_an_experiment_yields_to_later_words():
+    config = load_config("experiment=demo_tree", "variant.topk=2", "hardware=auto")
+    assert (config.variant.num_steps, config.variant.topk, config.hardware.device) == (5, 2, "auto")
+
+
+@pytest.mark.parametrize("experiment", config_groups()["experiment"])
+def test_snapshot(experiment):
+    assert (snapshots.FOLDER / f"{experiment}.yaml").read_text(encoding="utf-8") == snapshots.resolved(experiment), "run `make snapshots`"
+
+
+def test_no_stale_snapshots():
+    assert {path.stem for path in snapshots.FOLDER.iterdir()} == set(config_groups()["experiment"])
+
+
+BAD = {
+    "variant=eagle9": ("variant", "one of eagle3, none", "'eagle9'", "did you mean eagle3?"),
+    "model=/some/folder": ("model", "one of demo", "'/some/folder'", "model.path=/the/folder"),
+    "variant=[nothing]": ("variant", "one of eagle3, none"),
+    "sampling=3": ("sampling", "one of greedy, sample", "'3'"),
+    "experiment=nothing": ("experiment", "demo_tree"),
+    "variant.topkk=1": ("variant.topkk", "num_draft_tokens", "topkk=1", "did you mean topk?"),
+    "topk=1": ("topk", "variant", "topk=1"),
+    "variant.topk=abc": ("variant.topk", "int | null", "abc"),
+    "sampling.temperature=null": ("sampling.temperature", "float", "null"),
+    "runtime.buckets=8": ("runtime.buckets", "list[int]", "8"),
+    "runtime.buckets=[4,1]": ("runtime.buckets", "ascending", "[4, 1]"),
+    "variant.topk=0": ("variant.topk", ">= 1", "0"),
+    "sampling.temperature=-1": ("sampling.temperature", ">= 0", "-1"),
+    "sampling.max_tokens=0": ("sampling.max_tokens", ">= 1", "0"),
+    "hardware.dtype=int8": ("hardware.dtype", "bfloat16", "'int8'"),
+    "kernels.mode=best": ("kernels.mode", "reference", "'best'"),
+    "format=xml": ("format", "text, json", "'xml'"),
+    "left=sideways": ("left", "eager", "'sideways'"),
+    "prompt=[a, b]": ("prompt", "JSON list of strings", "[a, b]"),
+    "prompt=[]": ("prompt", "JSON list of strings", "[]"),
+    "sampling.max_tokens=1,2": ("sampling.max_tokens", "Ambiguous"),
+    "+sampling.top_p=1": ("+sampling.top_p=1", "without +"),
+    "~variant": ("~variant", "without +"),
+    "sampling": ("sampling", "an override such as"),
+    "sampling.seed=${oc.env:NO_SUCH}": ("sampling.seed",),
+}
+
+
+@pytest.mark.parametrize("word", BAD)
+def test_bad_words_name_key_expected_and_found(word):
+    with pytest.raises(ConfigError) as caught:
+        load_config(word)
+    key, *parts = BAD[word]
+    assert caught.value.key.split("=")[0] == key.split("=")[0]
+    for part in parts:
+        assert part in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_prompt_and_prompt_file_exclude_each_other():
+    with pytest.raises(ConfigError, match="prompt_file"):
+        load_config("prompt=a", "prompt_file=b")
+    with pytest.raises(ConfigError, match="once"):
+        load_config("prompt=a", "prompt=b")
+
+
+@given(st.text().filter(lambda text: not (text.startswith("[") and text.endswith("]"))))
+def test_a_prompt_is_taken_word_for_word(text):
+    assert split_prompts(["variant=none", f"prompt={text}"]) == ([text], ["variant=none"])
+
+
+@pytest.mark.parametrize("text", ["def fib(n):", "${model.path}", "???", "a,b", "'quoted'", "x=1 # c\n\ty", "null", "[1, 2"])
+def test_prompts_with_meaning_elsewhere(text):
+    assert load_config(f"prompt={text}").prompt == [text]
+
+
+def test_several_prompts():
+    assert load_config('prompt=["a", "b\\n[c]"]').prompt == ["a", "b\n[c]"]
+
+
+def test_inside_another_hydra_application(tmp_path: Path):
+    (tmp_path / "theirs.yaml").write_text("answer: 42\n")
+    with initialize_config_dir(str(tmp_path), version_base="1.3"):
+        assert load_config("variant=none").variant.name == "none"
+        with pytest.raises(ConfigError):
+            load_config("variant=eagle9")
+        assert compose("theirs").answer == 42
+    assert not GlobalHydra.instance().is_initialized()
+
+
+def test_composing_writes_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    load_config("experiment=demo_chain")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_python_construction_equals_composition():
+    built = Config().replaced(num_steps=4, topk=1, num_draft_tokens=5, device="cpu", dtype="float32")
+    built.hardware.name = "cpu"
+    composed = asdict(load_config("experiment=demo_chain"))
+    assert asdict(built) == {key: composed[key] for key in asdict(built)}

@@ -1,0 +1,102 @@
+"""Rotary embedding against transformers' frequencies, positions and clamping."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from graphspec.facts import RopeFacts, read_model_facts
+from graphspec.models.rope import RotaryEmbedding, apply_rope, rope_frequency
+
+PARAMETERS: dict[str, dict[str, Any]] = {
+    "default": {"rope_type": "default"},
+    "linear": {"rope_type": "linear", "factor": 2.5},
+    "dynamic": {"rope_type": "dynamic", "factor": 3.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096},
+    "yarn-untruncated": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096, "truncate": False, "beta_fast": 16},
+    "yarn-factor": {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096, "attention_factor": 1.5},
+    "yarn-mscale": {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096, "mscale": 0.7, "mscale_all_dim": 1.0},
+}
+
+
+def read_both(tmp_path: Any, parameters: dict[str, Any], **overrides: Any) -> tuple[RopeFacts, Any]:
+    """One config as our facts and as transformers' rotary embedding."""
+    sizes = {"hidden_size": 256, "num_attention_heads": 2, "max_position_embeddings": 16384, "head_dim": 128, **overrides}
+    config = LlamaConfig(rope_parameters={"rope_theta": 500000.0, **parameters}, architectures=["LlamaForCausalLM"], **sizes)
+    config.save_pretrained(tmp_path)
+    return read_model_facts(tmp_path).rope, LlamaRotaryEmbedding(config)
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_frequencies_and_attention_factor_equal_transformers(name: str, tmp_path: Any) -> None:
+    rope, theirs = read_both(tmp_path, PARAMETERS[name])
+    assert torch.equal(rope_frequency(rope, 128), theirs.inv_freq)
+    assert rope.attention_factor == theirs.attention_scaling
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_cos_and_sin_equal_transformers_at_every_position(name: str, tmp_path: Any) -> None:
+    rope, theirs = read_both(tmp_path, PARAMETERS[name])
+    position_BT = torch.tensor([[0, 1, 2, 77, 4095], [4096, 5000, 9999, 16382, 16383]])
+    cos, sin = RotaryEmbedding(rope, 128, 16384)(position_BT, position_BT + 1, torch.float32)
+    their_cos, their_sin = theirs(torch.zeros(1), position_BT)
+    assert torch.equal(cos, their_cos[..., :64])
+    assert torch.equal(sin, their_sin[..., :64])
+
+
+def test_dynamic_grows_with_each_tokens_own_length(tmp_path: Any) -> None:
+    rope, _ = read_both(tmp_path, PARAMETERS["dynamic"], max_position_embeddings=32)
+    ours = RotaryEmbedding(rope, 128, 64)
+    position_BT, rope_length_BT = torch.tensor([[3, 40, 40, 50]]), torch.tensor([[4, 41, 60, 60]])
+    cos, sin = ours(position_BT, rope_length_BT, torch.float32)
+    for index in range(4):
+        # a fresh instance each time, for transformers' grows with what it has seen
+        _, theirs = read_both(tmp_path, PARAMETERS["dynamic"], max_position_embeddings=32)
+        whole = torch.arange(int(rope_length_BT[0, index]))[None]
+        their_cos, their_sin = theirs(torch.zeros(1), whole)
+        at = int(position_BT[0, index])
+        torch.testing.assert_close(cos[0, index], their_cos[0, at, :64], rtol=0, atol=4e-6)
+        torch.testing.assert_close(sin[0, index], their_sin[0, at, :64], rtol=0, atol=4e-6)
+    assert not torch.equal(cos[0, 1], cos[0, 2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rotation_equals_transformers_bitwise(dtype: torch.dtype) -> None:
+    rotary = RotaryEmbedding(RopeFacts(10000.0), 16, 32)
+    generator = torch.Generator().manual_seed(0)
+    query, key = torch.randn(2, 9, 5, 16, generator=generator).to(dtype), torch.randn(2, 9, 1, 16, generator=generator).to(dtype)
+    position_BT = torch.randint(0, 32, (2, 9), generator=generator)
+    cos, sin = rotary(position_BT, position_BT + 1, dtype)
+    full_cos, full_sin = torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
+    their_query, their_key = apply_rotary_pos_emb(query, key, full_cos, full_sin, unsqueeze_dim=2)
+    assert torch.equal(apply_rope(query, cos, sin), their_query)
+    assert torch.equal(apply_rope(key, cos, sin), their_key)
+
+
+def test_positions_outside_the_table_are_clamped() -> None:
+    rotary = RotaryEmbedding(RopeFacts(10000.0), 8, 4)
+    position_BT = torch.tensor([[-1, 4, 2**40]])
+    cos, _ = rotary(position_BT, position_BT + 1, torch.float32)
+    inside, _ = rotary(torch.tensor([[0, 3, 3]]), position_BT, torch.float32)
+    assert torch.equal(cos, inside)
+
+
+def test_yarn_factor_null_means_the_ratio_of_the_contexts(tmp_path: Any) -> None:
+    import json
+
+    read_both(tmp_path, PARAMETERS["yarn"])
+    values = json.loads((tmp_path / "config.json").read_text())
+    values["rope_parameters"]["factor"] = None
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert read_model_facts(tmp_path).rope.factor == 16384 / 4096
