@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .compose import load_config
     from .config import Config
-    from .engine.llm import LLM, SamplingParams
+    from .engine.llm import LLM
+    from .engine.request import SamplingParams
     from .errors import GraphspecError
 
 __version__ = "0.1.0.dev0"
@@ -20,7 +21,7 @@ __all__ = ["LLM", "Config", "GraphspecError", "SamplingParams", "__version__", "
 
 _HOMES = {
     "LLM": ".engine.llm",
-    "SamplingParams": ".engine.llm",
+    "SamplingParams": ".engine.request",
     "load_config": ".compose",
     "Config": ".config",
     "GraphspecError": ".errors",

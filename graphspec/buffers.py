@@ -148,7 +148,8 @@ class Arena:
         self.slots = declare_slots(plan, mail_size)
         self.device = torch.device(device or plan.device)
         self._tensors = {s.name: torch.full(self.shape(s), s.fill, dtype=s.dtype, device=self.device) for s in self.slots}
-        self._addresses = {name: tensor.data_ptr() for name, tensor in self._tensors.items()} if self.device.type != "meta" else {}
+        # Fake and meta tensors have no address.
+        self._addresses = {name: t.data_ptr() for name, t in self._tensors.items() if type(t) is Tensor and t.device.type != "meta"}
         self._views: dict[int, Views] = {}
 
     def shape(self, slot: Slot) -> tuple[int, ...]:
@@ -188,7 +189,7 @@ class Arena:
         for slot in self.slots:
             if slot.kind in kinds:
                 tensor = self._tensors[slot.name]
-                tensor.fill_(float("nan") if tensor.is_floating_point() else POISON)
+                tensor.fill_(float("nan") if tensor.is_floating_point() else max(POISON, torch.iinfo(tensor.dtype).min))
 
     def snapshot(self, kinds: tuple[Kind, ...] = ("state", "lane", "ring", "kv")) -> dict[str, Tensor]:
         """Copies of the slots of these kinds, by name."""

@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from .compose import LaunchConfig
-    from .engine.llm import LLM, SamplingParams
+    from .engine.llm import LLM
     from .engine.outputs import Metrics, Output
+    from .engine.request import SamplingParams
 
 DEMO_PROMPT = 'def read_lines(path):\n    """Return the lines of a text file."""\n'
 
@@ -126,7 +127,9 @@ def _completing(words: list[str]) -> bool:
         return False
     typed = line.split()
     if len(typed) > 2 or (len(typed) == 2 and line[-1:].isspace()):
-        os.environ["COMP_LINE"] = line.replace(typed[1], "", 1) if typed[1] in COMMANDS else line
+        program, rest = line.split(maxsplit=1)
+        if typed[1] in COMMANDS:
+            os.environ["COMP_LINE"] = program + rest.removeprefix(typed[1])
         return False
     prefix = typed[1] if len(typed) == 2 else ""
     print(" ".join(name for name in COMMANDS if name.startswith(prefix)))
@@ -174,24 +177,25 @@ def _print_outputs(config: LaunchConfig, requests: list[Request], outputs: list[
 
 
 def _inspect(config: LaunchConfig) -> int:
+    prompt = _one_prompt(config)
     from .engine.llm import LLM
     from .inspect import show
     from .report import progress_bars
 
     with progress_bars() as progress:
         llm = LLM.from_config(config, progress=progress)
-    show(llm, _one_prompt(config))
+    show(llm, prompt)
     return 0
 
 
 def _diff(config: LaunchConfig) -> int:
-    from .engine.llm import diff
+    from .engine.diff import diff
 
     report = diff(config, config.left, config.right, _one_prompt(config))
     if config.format == "json":
         print(json.dumps({"left": config.left, "right": config.right} | asdict(report)))
     elif report.equal:
-        print(f"{config.left} and {config.right}: every slot equal" + (f" ({report.detail})" if report.detail else ""))
+        print(f"{config.left} and {config.right}: no slot differs in {report.launches} launches")
     else:
         where = f"cycle {report.cycle}, first after stage {report.stage}, slot {report.slot}"
         print(f"{config.left} and {config.right} differ in {where}: {report.detail}")
@@ -252,7 +256,7 @@ def _parse_line(where: str, line: str) -> Request:
 
 
 def _params(config: LaunchConfig, request: Request) -> SamplingParams:
-    from .engine.llm import SamplingParams
+    from .engine.request import SamplingParams
 
     settings = asdict(config.sampling) | request.sampling
     return SamplingParams(**(settings | {"stop_token_ids": tuple(settings["stop_token_ids"])}))

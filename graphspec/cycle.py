@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -62,6 +63,31 @@ def cycle_stages(build: Build) -> list[Stage]:
     return stages
 
 
+def program_stages(plan: Plan, kernels: KernelSet, target: nn.Module, draft: nn.Module | None, key: Key) -> list[Stage]:
+    """The stages of the program behind ``key``, in order. Builds no buffer and needs no device."""
+    if isinstance(key, PrefillKey):
+        build = Build(plan, kernels, target, draft, plan.shape, key.sampling)
+        return [Mailbox(build), Prefill(build, key.chunk)]
+    return cycle_stages(Build(plan, kernels, target, draft, key.shape, key.sampling))
+
+
+class Program:
+    """One program: its stages on one bucket's views, called in order, or replayed as one captured graph."""
+
+    def __init__(self, stages: list[Stage], views: Views, *, compiled: bool) -> None:
+        self.stages = stages
+        self.steps: list[Callable[[], None]] = [compile_stage(s, views) if compiled else partial(s, views) for s in stages]
+        self.replay: Callable[[], None] | None = None
+
+    def direct(self) -> None:
+        """Run stage by stage."""
+        for step in self.steps:
+            step()
+
+    def __call__(self) -> None:
+        (self.replay or self.direct)()
+
+
 class Cycle:
     """All programs of an engine over one arena, and the two moves of the host: launch, read.
 
@@ -76,7 +102,7 @@ class Cycle:
         self.plan, self.target, self.draft, self.kernels = plan, target, draft, kernels
         self.layout = MailLayout.of(plan)
         self.arena = Arena(plan, self.layout.size)
-        self.programs: dict[Key, Callable[[], None]] = {}
+        self.programs: dict[Key, Program] = {}
         self._capturer = Capturer(self.arena) if plan.captured else None
         pinned = plan.device == "cuda"
         # A message may still be on its way to the device while the next one is written, hence one buffer per ring slot.
@@ -89,11 +115,7 @@ class Cycle:
 
     def stages(self, key: Key) -> list[Stage]:
         """Fresh stages of the program behind ``key``, checked for dataflow."""
-        if isinstance(key, PrefillKey):
-            build = Build(self.plan, self.kernels, self.target, self.draft, self.plan.shape, key.sampling)
-            stages: list[Stage] = [Mailbox(build), Prefill(build, key.chunk)]
-        else:
-            stages = cycle_stages(Build(self.plan, self.kernels, self.target, self.draft, key.shape, key.sampling))
+        stages = program_stages(self.plan, self.kernels, self.target, self.draft, key)
         check_dataflow(stages, (s.name for s in self.arena.slots if s.kind in ("mail", "state", "kv")))
         return stages
 
@@ -122,20 +144,13 @@ class Cycle:
             progress("compile" if self.plan.kernels == "compiled" else "build", len(missing), len(missing))
         self.arena.restore(state)
 
-    def _build(self, key: Key) -> Callable[[], None]:
-        views, stages = self.views(key), self.stages(key)
+    def _build(self, key: Key) -> Program:
         direct = isinstance(key, PrefillKey)
-        if self.plan.kernels == "compiled" and not direct:
-            calls = [compile_stage(stage, views) for stage in stages]
-        else:
-            calls = [lambda stage=stage: stage(views) for stage in stages]  # type: ignore[misc]
-
-        def program() -> None:
-            for call in calls:
-                call()
-
+        program = Program(self.stages(key), self.views(key), compiled=self.plan.kernels == "compiled" and not direct)
         program()
-        return self._capturer.capture(program) if self._capturer and not direct else program
+        if self._capturer and not direct:
+            program.replay = self._capturer.capture(program.direct)
+        return program
 
     def launch(self, key: Key, message: Message) -> int:
         """Send ``message``, run the program behind ``key``; returns a ticket for :meth:`read`.

@@ -22,7 +22,9 @@ from .config import Config, VariantConfig
 from .errors import ConfigError, ResourceError
 
 if TYPE_CHECKING:
-    from .engine.llm import LLM, Output, SamplingParams, TreeSnapshot
+    from .engine.llm import LLM
+    from .engine.outputs import Output, TreeSnapshot
+    from .engine.request import SamplingParams
 
 ProgressCallback = Callable[[str, int, int], None]
 DEMO_REPEATS = 3
@@ -93,7 +95,8 @@ def run_demo(config: Config, prompt: str, console: Console | None = None) -> Non
     if not resolve_variant(variant).speculates:
         raise ConfigError("variant", "one that speculates: the demo compares it with plain decoding", repr(variant))
     from .catalog import VARIANTS
-    from .engine.llm import LLM, SamplingParams
+    from .engine.llm import LLM
+    from .engine.request import SamplingParams
 
     console = console or Console()
     plain = next(entry.name for entry in VARIANTS if not entry.speculates)

@@ -251,9 +251,8 @@ def load_eagle3(
         checkpoint.read("fc.weight", (facts.decoder.hidden_size, facts.feature_size))
     token_Vd = _read_vocab_map(checkpoint, facts)
     _fill(draft, checkpoint, EAGLE3_LAYOUT, own, set(), dtype, torch.device(device), progress)
-    if token_Vd is not None:
-        draft.target_token_Vd = token_Vd
     # buffers only: moving the whole module would move what it shares with the target
     draft.rotary.to(device)
-    draft.target_token_Vd = draft.target_token_Vd.to(device)
+    if token_Vd is not None and not full_vocabulary:  # a map of the full vocabulary is the identity
+        draft.target_token_Vd = token_Vd.to(device)
     return draft.eval()

@@ -96,9 +96,7 @@ def draft_candidates(
     return torch.cat(token, -1), torch.cat(score, -1), torch.cat(parent, -1), torch.cat(level)
 
 
-def accepted_lengths(
-    token_BRM: Tensor, score_BRM: Tensor, parent_BRM: Tensor, level_M: Tensor, truth_BRS: Tensor, nodes: int
-) -> Tensor:
+def accepted_lengths(token_BRM: Tensor, score_BRM: Tensor, parent_BRM: Tensor, level_M: Tensor, truth_BRS: Tensor, nodes: int) -> Tensor:
     """Draft tokens greedy verification accepts, per row: ``[B, R]`` in ``0..S``.
 
     The ``nodes - 1`` best candidates by score are offered (ties by index); ``truth_BRS`` holds the target's next S tokens of each row.
@@ -135,9 +133,7 @@ def measure_acceptance(
         taken: list[int] = []
         for tokens_BT in text_BT.split(8):
             features, _ = target_view(target, tokens_BT, head.tap_layers)
-            token, score, parent, level = draft_candidates(
-                head, target.model.embed_tokens, features, tokens_BT, prompt - 1, depth, fan_out
-            )
+            token, score, parent, level = draft_candidates(head, target.model.embed_tokens, features, tokens_BT, prompt - 1, depth, fan_out)
             # Row r has its root at prompt + r: the S tokens after it must be known, and the one more that the cycle would emit.
             complete = length - prompt - depth - 1
             truth = torch.stack([tokens_BT[:, prompt + 1 + d : prompt + 1 + d + complete] for d in range(depth)], -1)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from .generate import text_file
-from .optim import Optimizers
+from .optim import Optimizers, phase_at
 
 
 @dataclass
@@ -34,7 +34,7 @@ class HeadConfig:
     """Training-time test: draft steps unrolled on the head's own hidden states. At least the draft depth used at inference."""
     decay: float = 0.8
     """Weight of unrolled step ``k`` is ``decay ** k``."""
-    phases: list[list[int]] = field(default_factory=lambda: [[600, 16, 256], [40, 5, 768]])
+    phases: list[list[int]] = field(default_factory=lambda: [[900, 16, 256], [40, 5, 768]])
     """``[steps, batch, sequence length]``; the length names the set of generated text."""
     lr: float = 3e-3
     warmup: int = 40
@@ -42,7 +42,6 @@ class HeadConfig:
     clip: float = 1.0
     seed: int = 2
     save_every: int = 100
-    compile: bool = True
 
 
 def rope(positions_T: Tensor, dim: int, theta: float) -> tuple[Tensor, Tensor]:
@@ -54,6 +53,7 @@ def rope(positions_T: Tensor, dim: int, theta: float) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
+    """Turn ``[.., T, D]`` by the angles of :func:`rope`."""
     low, high = x.chunk(2, -1)
     return x * cos_TD + torch.cat((-high, low), -1) * sin_TD
 
@@ -79,7 +79,8 @@ class FeedForward(nn.Module):
         self.down_proj = nn.Linear(intermediate, hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
 
 
 class MidLayer(nn.Module):
@@ -109,7 +110,8 @@ class MidLayer(nn.Module):
     def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
         """Residual, MLP, residual: the un-normed output ``[B, T, H]`` that is also the next draft step's hidden state."""
         hidden = hidden + self.self_attn.o_proj(attended)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+        out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return out
 
 
 def attend(q: Tensor, prefix_k: Tensor, prefix_v: Tensor, visible_TR: Tensor, own_k: Tensor | None, own_v: Tensor | None) -> Tensor:
@@ -159,10 +161,13 @@ class Eagle3Head(nn.Module):
         return torch.arange(len(self.d2t)) + self.d2t
 
     def rope(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+        """:func:`rope` with the head's own dimension and base."""
         return rope(positions_T, self.midlayer.dim, self.theta)
 
     def logits(self, output: Tensor) -> Tensor:
-        return self.lm_head(self.norm(output))
+        """``[.., H]`` un-normed outputs to ``[.., Vd]``."""
+        out: Tensor = self.lm_head(self.norm(output))
+        return out
 
 
 def choose_draft_vocab(counts_V: np.ndarray, size: int, always: Sequence[int]) -> np.ndarray:
@@ -238,14 +243,12 @@ def unrolled_loss(
     return (stacked * decay ** torch.arange(unroll)).sum(), stacked.detach(), torch.stack(hits)
 
 
-def train_head(
-    config: HeadConfig, target: LlamaForCausalLM, train: np.ndarray, work: Path, end_of_text: int = 0
-) -> dict[str, object]:
+def train_head(config: HeadConfig, target: LlamaForCausalLM, train: np.ndarray, work: Path, end_of_text: int = 0) -> dict[str, object]:
     """Train on the generated text, resuming from ``work/head.pt``. Returns (and writes to ``head.json``) the figures for the model card."""
     torch.set_flush_denormal(True)
     sets = {length: np.load(text_file(work, length))["tokens"] for _, _, length in config.phases}
     # Share of the generated text plus share of the training text: the first is what is drafted, the second keeps rare tokens in order.
-    written = sum(np.bincount(tokens.ravel(), minlength=target.config.vocab_size) for tokens in sets.values())
+    written = np.bincount(np.concatenate([tokens.ravel() for tokens in sets.values()]), minlength=target.config.vocab_size)
     read = np.bincount(train, minlength=target.config.vocab_size)
     draft_ids = choose_draft_vocab(written / written.sum() + read / read.sum(), config.draft_vocab_size, (end_of_text,))
     coverage = float(written[draft_ids].sum() / written.sum())
@@ -259,7 +262,6 @@ def train_head(
         head.load_state_dict(state["model"])
         optimizers.load_state_dict(state["optimizers"])
         step, rows_seen, seconds, smooth = state["step"], state["rows"], state["seconds"], state["smooth"]
-    loss_fn = torch.compile(unrolled_loss, dynamic=False) if config.compile else unrolled_loss
     target.eval()
     ids = head.target_ids()
     to_draft_V = torch.full((target.config.vocab_size,), -1).scatter(0, ids, torch.arange(len(ids)))
@@ -271,18 +273,14 @@ def train_head(
         checkpoint.with_suffix(".tmp").replace(checkpoint)
 
     while step < steps:
-        done = 0
-        for phase_steps, batch, length in config.phases:
-            done += phase_steps
-            if step < done:
-                break
+        batch, length = phase_at(config.phases, step)
         picks = np.random.default_rng(config.seed * 1_000_003 + step).integers(0, len(sets[length]), batch)
         tokens_BT = torch.from_numpy(sets[length][picks].astype(np.int64))
         features, target_logits = target_view(target, tokens_BT, head.tap_layers)
         with torch.no_grad():
             embed = target.model.embed_tokens(tokens_BT)
             soft, hard = target_logits[..., ids].softmax(-1), to_draft_V[target_logits.argmax(-1)]
-        loss, losses, hits = loss_fn(head, features, embed, soft, hard, config.unroll, config.decay)
+        loss, losses, hits = unrolled_loss(head, features, embed, soft, hard, config.unroll, config.decay)
         loss.backward()
         optimizers.step(step, config.clip)
         now = torch.stack((losses, hits))

@@ -13,6 +13,7 @@ from .eagle3 import Eagle3Head
 
 
 def write_json(path: Path, value: dict[str, object]) -> None:
+    """Indented JSON with a final newline."""
     path.write_text(json.dumps(value, indent=2) + "\n")
 
 

@@ -25,12 +25,13 @@ class TextConfig:
     seed: int = 1
 
 
-class PreallocatedLayer(DynamicLayer):
+class PreallocatedLayer(DynamicLayer):  # type: ignore[misc]
     """A cache layer of fixed capacity that hands out views: no copy of the whole cache per generated token."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__()
         self.capacity, self.length = capacity, 0
+        self.is_initialized = False
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object

@@ -6,8 +6,8 @@ import torch
 
 
 def orthogonalised(update: torch.Tensor, iterations: int = 5) -> torch.Tensor:
-    """The nearest orthogonal matrix of each ``[.., rows, columns]`` update, by the quintic Newton-Schulz iteration of Jordan et al. (2024)."""
-    x = update.mT if update.shape[-2] > update.shape[-1] else update
+    """Each ``[.., rows, columns]`` update made nearly orthogonal by the quintic Newton-Schulz iteration of Jordan et al. (2024)."""
+    x: torch.Tensor = update.mT if update.shape[-2] > update.shape[-1] else update
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     for _ in range(iterations):
         gram = x @ x.mT
@@ -18,7 +18,7 @@ def orthogonalised(update: torch.Tensor, iterations: int = 5) -> torch.Tensor:
 class Muon(torch.optim.Optimizer):
     """Momentum whose update is orthogonalised, in float32 and batched over matrices of one shape.
 
-    ``torch.optim.Muon`` iterates in bfloat16, which a CPU without bfloat16 arithmetic emulates many times slower than the whole training step.
+    ``torch.optim.Muon`` iterates in bfloat16, which a CPU without bfloat16 arithmetic emulates: many times slower than the training step.
     The learning rate is scaled by ``0.2 * sqrt(max(rows, columns))`` so that one rate serves AdamW and Muon (Liu et al. 2025).
     """
 
@@ -42,6 +42,15 @@ class Muon(torch.optim.Optimizer):
                 scale = 0.2 * max(shape) ** 0.5
                 for parameter, update in zip(parameters, orthogonalised(torch.stack(updates)), strict=True):
                     parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"] * scale)
+
+
+def phase_at(phases: list[list[int]], step: int) -> tuple[int, int]:
+    """``(batch, sequence length)`` of ``step`` under ``[steps, batch, sequence length]`` phases; past the end: the last phase's."""
+    for steps, batch, length in phases:
+        if step < steps:
+            return batch, length
+        step -= steps
+    return phases[-1][1], phases[-1][2]
 
 
 class Optimizers:

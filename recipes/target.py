@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from .optim import Optimizers
+from .optim import Optimizers, phase_at
 
 
 @dataclass
@@ -26,9 +26,9 @@ class TargetConfig:
     num_attention_heads: int = 6
     num_key_value_heads: int = 3
     max_position_embeddings: int = 1024
-    phases: list[list[int]] = field(default_factory=lambda: [[1300, 24, 256], [120, 6, 1024]])
+    phases: list[list[int]] = field(default_factory=lambda: [[660, 24, 256], [60, 6, 1024]])
     """``[steps, batch, sequence length]`` in order: short sequences first, then the full context."""
-    cooldown: int = 450
+    cooldown: int = 300
     warmup: int = 60
     lr: float = 4e-3
     clip: float = 1.0
@@ -38,6 +38,7 @@ class TargetConfig:
 
 
 def build_target(config: TargetConfig) -> LlamaForCausalLM:
+    """A fresh model; the matrices that write to the residual stream start smaller, the more so the deeper the model."""
     torch.manual_seed(config.seed)
     model = LlamaForCausalLM(
         LlamaConfig(
@@ -118,11 +119,7 @@ def train_target(config: TargetConfig, train: np.ndarray, held_out: np.ndarray, 
         checkpoint.with_suffix(".tmp").replace(checkpoint)
 
     while step < steps:
-        done = 0
-        for phase_steps, batch, length in config.phases:
-            done += phase_steps
-            if step < done:
-                break
+        batch, length = phase_at(config.phases, step)
         generator = torch.Generator().manual_seed(config.seed * 1_000_003 + step)
         starts = torch.randint(0, len(ids) - length - 1, (batch,), generator=generator)
         rows = torch.stack([ids[s : s + length + 1] for s in starts.tolist()])

@@ -33,6 +33,7 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int, out: Path) -> Tok
 def encode_documents(tokenizer: Tokenizer, documents: Iterable[str]) -> np.ndarray:
     """One stream ``[tokens]`` int64: every document followed by the end-of-text id."""
     end = tokenizer.token_to_id(END_OF_TEXT)
+    assert end is not None, "the tokenizer was trained with it"
     stream: list[int] = []
     for encoding in tokenizer.encode_batch(list(documents)):
         stream.extend(encoding.ids)

@@ -76,7 +76,7 @@ def load_config(name: str, overrides: list[str]) -> RecipeConfig:
     if not file.exists():
         raise ConfigError("config", "one of " + ", ".join(sorted(f.stem for f in file.parent.glob("*.yaml"))), name)
     merged = OmegaConf.merge(OmegaConf.structured(RecipeConfig), OmegaConf.load(file), OmegaConf.from_dotlist(overrides))
-    return cast(RecipeConfig, OmegaConf.to_object(merged))
+    return cast("RecipeConfig", OmegaConf.to_object(merged))
 
 
 class Recipe:
@@ -106,6 +106,7 @@ class Recipe:
             stage()
 
     def read(self, name: str) -> dict[str, object]:
+        """The figures a stage left behind."""
         return dict(json.loads((self.work / f"{name}.json").read_text()))
 
     def corpus(self) -> None:

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from graphspec.facts import read_model_facts
-from graphspec.models.layers import Embedding
+from graphspec.models.layers import Embedding, RMSNorm
 from graphspec.weights import load_target
 
 from ._checkpoints import VOCAB_SIZE, DenseAttention, build_hf, write_hf
@@ -126,6 +127,17 @@ def test_embedding_of_invalid_tokens_is_zero() -> None:
     assert torch.equal(embedding(token_BT, valid_BT)[0], torch.tensor([[0.0] * 3, [0.0] * 3, [7.0, 8.0, 9.0], [0.0] * 3, [0.0] * 3]))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_norm_equals_transformers_bitwise(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(4)
+    ours, theirs = RMSNorm(48, 1e-5).to(dtype), LlamaRMSNorm(48, 1e-5).to(dtype)
+    weight, x = torch.randn(48, generator=generator).to(dtype), torch.randn(9, 48, generator=generator).to(dtype)
+    with torch.no_grad():
+        ours.weight.copy_(weight)
+        theirs.weight.copy_(weight)
+        assert torch.equal(ours(x), theirs(x))
+
+
 @torch.inference_mode()
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_follows_transformers_casts(dtype: torch.dtype, tmp_path: Any) -> None:
@@ -169,4 +181,4 @@ def test_forward_is_one_graph_and_reads_nothing_back(kind: str, tmp_path: Any) -
     assert feature.shape == (1, 10, 96)
     compiled = torch.compile(step, fullgraph=True, dynamic=False, backend="aot_eager")(*arguments)
     for found, expected in zip(compiled, step(*arguments), strict=True):
-        torch.testing.assert_close(found, expected)
+        assert torch.equal(found, expected)

@@ -219,7 +219,9 @@ def test_generation_equals_transformers(pair):
     torch.manual_seed(3)
     prompt = torch.randint(1, 384, (2, 9))
     ours = continue_text(target, prompt, 40, 0.0, 0)
-    reference = target.generate(prompt, max_new_tokens=31, do_sample=False, eos_token_id=None, pad_token_id=0, attention_mask=torch.ones_like(prompt))
+    reference = target.generate(
+        prompt, max_new_tokens=31, do_sample=False, eos_token_id=None, pad_token_id=0, attention_mask=torch.ones_like(prompt)
+    )
     assert torch.equal(ours, reference)
     assert torch.equal(continue_text(target, prompt, 40, 1.0, 5), continue_text(target, prompt, 40, 1.0, 5))
     assert not torch.equal(continue_text(target, prompt, 40, 1.0, 5), continue_text(target, prompt, 40, 1.0, 6))

@@ -22,7 +22,7 @@ from ..shapes import pick_bucket
 from ..weights import load_target
 from .outputs import Detokenizer, Metrics, Output, StreamEvent, TreeSnapshot, summarise
 from .request import Request, SamplingParams, check_params, check_prompt
-from .scheduler import Scheduler
+from .scheduler import Launcher, Scheduler
 
 Prompt = str | Sequence[int]
 DEMO = "demo"
@@ -147,6 +147,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         progress: Progress | None = None,
+        launcher: Launcher | None = None,
     ) -> list[Output]:
         """Generate for every prompt; a request that can't be served comes back with ``finish_reason="error"``, the others finish.
 
@@ -154,13 +155,14 @@ class LLM:
             prompts: a text, a list of token ids, or a list of either.
             params: one for all prompts, or one per prompt; default greedy, 128 tokens.
             progress: called as ``progress("generate", tokens, most tokens)``.
+            launcher: what launches the programs, default the engine's own cycle; a comparison or a recorder may stand in front of it.
 
         Raises:
             RequestError: the single prompt of the call can't be served, or there is not one params object per prompt.
         """
         requests = self._requests(prompts, params)
         most = sum(r.budget for r in requests)
-        for _ in self._run(requests):
+        for _ in self._run(requests, launcher):
             if progress:
                 progress("generate", sum(len(r.output) for r in requests), most)
         self.metrics = summarise(requests, self.plan.shape.num_steps)
@@ -217,15 +219,15 @@ class LLM:
             requests.append(request)
         return requests
 
-    def _run(self, requests: Sequence[Request]) -> Iterator[Request]:
+    def _run(self, requests: Sequence[Request], launcher: Launcher | None = None) -> Iterator[Request]:
         """Run the requests to their end; yields each one whenever its output grew or it ended."""
         served = [r for r in requests if r.finish_reason is None]
         yield from (r for r in requests if r.finish_reason is not None)
         if not served:
             return
         sampling = any(r.params.temperature > 0 for r in served)
-        self.cycle.prepare(self._keys(len(served), sampling), self.progress)
-        scheduler = Scheduler(self.plan, self.cycle, sampling)
+        self.cycle.prepare(self.keys(len(served), sampling), self.progress)
+        scheduler = Scheduler(self.plan, launcher or self.cycle, sampling)
         for request in served:
             request.metrics.arrived = time.perf_counter()
             scheduler.add(request)
@@ -238,7 +240,7 @@ class LLM:
             while scheduler.busy:
                 scheduler.step()
 
-    def _keys(self, requests: int, sampling: bool) -> list[Key]:
+    def keys(self, requests: int, sampling: bool) -> list[Key]:
         """Programs a run of so many requests can need: every bucket up to theirs, every chunk size."""
         widest = pick_bucket(self.plan.buckets, min(requests, self.plan.max_rows))
         cycles = [key for key in self.plan.graph_keys(sampling) if key.bucket <= widest]

@@ -74,6 +74,7 @@ class Scheduler:
         """Launch what can be launched, read what is due; returns the requests whose output or state changed."""
         self._updated = []
         self._admit()
+        self._make_room()
         lanes = [r for r in self.running if r.ready]
         launched = bool(lanes) and self._launch_cycle(lanes)
         while self._tickets and (len(self._tickets) > self.plan.run_ahead or not launched):
@@ -86,7 +87,10 @@ class Scheduler:
         while self.waiting and self._free_rows:
             request = self.waiting[0]
             tokens = [*request.prompt, *request.output[:-1]]
-            pages = self.allocator.allocate(self.plan.pages_for(len(tokens) + self.plan.window_width))
+            needed = self.plan.pages_for(len(tokens) + self.plan.window_width)
+            # What the running rows need next comes first: else a row that was preempted takes back what it gave away, for ever.
+            owed = sum(self._missing(r) for r in self.running)
+            pages = self.allocator.allocate(needed) if needed + owed <= self.allocator.num_free else None
             if pages is None:
                 if not self.running and not self._tickets:
                     self.waiting.popleft()
@@ -132,9 +136,8 @@ class Scheduler:
 
     def _reserve(self, request: Request, message: Message) -> bool:
         """Pages for everything the next cycle may touch in this row. False: state changed, plan the launch anew."""
-        ahead = min(request.committed + request.queued_cycles * self.plan.accept_width, len(request.prompt) + request.budget)
-        missing = self.plan.pages_for(ahead + self.plan.window_width) - len(request.pages)
-        if missing <= 0:
+        missing = self._missing(request)
+        if missing == 0:
             return True
         pages = self.allocator.allocate(missing)
         if pages is not None:
@@ -149,6 +152,11 @@ class Scheduler:
             self._preempt()
         self._unsent(message)
         return False
+
+    def _missing(self, request: Request) -> int:
+        """Pages the row lacks for its next cycle, should every unread one commit its longest run."""
+        ahead = min(request.committed + request.queued_cycles * self.plan.accept_width, len(request.prompt) + request.budget)
+        return max(0, self.plan.pages_for(ahead + self.plan.window_width) - len(request.pages))
 
     def _unsent(self, message: Message) -> None:
         """Take back page-table entries of a message that is not sent: the pages return, and the next plan asks again."""
@@ -171,8 +179,7 @@ class Scheduler:
         self.waiting.appendleft(youngest)
 
     def _launch(self, key: Key, message: Message, lanes: tuple[Request, ...], *, is_cycle: bool) -> None:
-        while self.launcher.in_flight >= self.plan.ring_depth - 1:
-            self._read_oldest()
+        self._make_room()
         rows = {r.row for r in self.running}
         message.aborts = [row for row in self._aborts if row not in rows][: self.plan.max_rows]
         self._aborts = []
@@ -181,6 +188,11 @@ class Scheduler:
             request.last_ticket = number
             request.queued_cycles += is_cycle
         self._tickets.append(Ticket(number, lanes, is_cycle))
+
+    def _make_room(self) -> None:
+        """Read until the ring takes one more launch; before a cycle is planned, so that it has no lane whose end this reveals."""
+        while self.launcher.in_flight >= self.plan.ring_depth - 1:
+            self._read_oldest()
 
     def _read_oldest(self) -> None:
         ticket = self._tickets.popleft()
@@ -202,8 +214,8 @@ class Scheduler:
             if is_cycle:
                 metrics.cycles += 1
                 metrics.cycle_tokens.append(len(tokens))
-                metrics.cut = status in (Status.STOPPED, Status.LENGTH)
-            self._updated.append(request)
+                metrics.cut = status != Status.LIVE
+            self._report(request)
         if status in FINISH_REASONS:
             if status == Status.FAILED:
                 request.error = "logits: expected finite numbers, found nan or inf in the target's output"
@@ -212,8 +224,7 @@ class Scheduler:
     def _finish(self, request: Request, reason: str) -> None:
         request.finish_reason = reason
         request.metrics.finished = time.perf_counter()
-        if request not in self._updated:
-            self._updated.append(request)
+        self._report(request)
         if request in self.waiting:
             self.waiting.remove(request)
         if request in self.running:
@@ -222,6 +233,10 @@ class Scheduler:
                 self._leaving.append(request)
             else:
                 self._vacate(request)
+
+    def _report(self, request: Request) -> None:
+        if request not in self._updated:
+            self._updated.append(request)
 
     def _vacate(self, request: Request) -> None:
         assert request.row is not None

@@ -12,7 +12,8 @@ from .stage import Build, Stage
 class Accept(Stage):
     """Sample, then match: the emitted tokens are the target's own samples, so the output does not depend on the draft.
 
-    A row whose logits are not finite fails here, on the device; the others are not touched.
+    A run ends before the first token whose logits are not finite, and its row fails there, on the device; other rows, and nodes nobody
+    accepted, do not matter.
     """
 
     name = "accept"
@@ -37,11 +38,12 @@ class Accept(Stage):
             v.node_token_BN, v.node_parent_BN, v.node_depth_BN, v.node_ancestors_BNX, v.sample_BN, cap_B, v.budget_R[row_B],
             v.stop_id_RE[row_B], self.plan.accept_width,
         )  # fmt: skip
-        broken_BN = ~torch.isfinite(v.logits_BNV).all(-1) & (v.node_token_BN >= 0)
-        failed_B = live_B & broken_BN.any(-1)
-        keep_B = live_B & ~failed_B
-        v.path_BA.copy_(torch.where(keep_B[:, None], path_BA, 0))
-        v.accept_len_B.copy_(torch.where(keep_B, length_B, 0))
+        entry_A = torch.arange(self.plan.accept_width, device=row_B.device)
+        broken_BA = (~torch.isfinite(v.logits_BNV).all(-1)).gather(1, path_BA)
+        sound_B = torch.where(broken_BA, entry_A, self.plan.accept_width).amin(-1)
+        failed_B = live_B & (sound_B < length_B)
+        v.path_BA.copy_(torch.where(live_B[:, None], path_BA, 0))
+        v.accept_len_B.copy_(torch.where(live_B, torch.minimum(length_B, sound_B), 0))
         # tree_walk's reasons 0, 1, 2 are LIVE, STOPPED, LENGTH in this order.
         outcome_B = torch.where(failed_B, Status.FAILED, torch.where(live_B, reason_B + Status.LIVE, v.status_R[row_B]))
         v.outcome_B.copy_(outcome_B)

@@ -31,7 +31,8 @@ class Prefill(Stage):
         drafted = ("draft_kv",) if self.draft is not None else ()
         state = ("cycle_1", "window_token_RA", "window_len_R", "seq_len_R", "budget_R", "status_R")
         self.reads = (
-            "mail", "lane_row_B", "page_table_RP", "temperature_R", "seed_R", "stop_id_RE", "target_kv", *state, *features, *drafted,
+            "mail", "lane_row_B", "page_table_RP", "temperature_R", "seed_R", "stop_id_RE", "budget_R", "cycle_1", "target_kv",
+            *features, *drafted,
         )  # fmt: skip
         self.writes = ("target_kv", *state, *features, *drafted, "ring_token_ZBA", "ring_len_ZB", "ring_status_ZB")
 

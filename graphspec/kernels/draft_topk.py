@@ -16,8 +16,8 @@ def draft_topk(
 
     Keys are the logits, or ``logits + temperature * noise`` in lanes whose temperature is positive. They are ranked as they are (ties by
     lowest draft id), and the increment is their ``log_softmax``: *the keys that drew the token*, not the keys divided by the temperature
-    and not the unperturbed logits. Dividing would change no ranking inside a row but would weigh the depths against each other differently; plain
-    logits would ignore what the sampler is about to draw.
+    and not the unperturbed logits. Dividing would change no ranking inside a row but would weigh the depths against each other
+    differently; plain logits would ignore what the sampler is about to draw.
 
     Args:
         logits_BTVd: float32 over the draft vocabulary. Non-finite entries count as -inf.

@@ -59,6 +59,10 @@ def _cases(generator: torch.Generator) -> list[Case]:
 
 
 OP = KernelOp(
-    name="paged_kv_write", contract=paged_kv_write.__doc__ or "", reference=paged_kv_write, cases=_cases,
-    implementations={"native": "graphspec.kernels.native:paged_kv_write"}, mutates=("kv_pool",)
+    name="paged_kv_write",
+    contract=paged_kv_write.__doc__ or "",
+    reference=paged_kv_write,
+    cases=_cases,
+    implementations={"native": "graphspec.kernels.native:paged_kv_write"},
+    mutates=("kv_pool",),
 )

@@ -1,4 +1,4 @@
-"""Top-k with specified ties. ``torch.topk`` leaves the order of equal values open, and two runs that order them differently stop agreeing."""
+"""Top-k with specified ties: ``torch.topk`` leaves the order of equal values open, and runs that order them differently disagree."""
 
 from __future__ import annotations
 

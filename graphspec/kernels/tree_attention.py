@@ -77,7 +77,9 @@ def tree_attention(
     return masked_attention(query_BTQD, kv_pool, layer, table_BP, prefix_BTL | window_BTL, scale)
 
 
-def random_pool(generator: torch.Generator, *, lanes: int, columns: int, page_size: int, heads: int, dim: int, layers: int) -> tuple[Tensor, Tensor]:
+def random_pool(
+    generator: torch.Generator, *, lanes: int, columns: int, page_size: int, heads: int, dim: int, layers: int
+) -> tuple[Tensor, Tensor]:
     """A random pool and a shuffled page table over it."""
     pages = lanes * columns + 1
     table = (torch.randperm(pages - 1, generator=generator) + 1).view(lanes, columns).to(torch.int32)
@@ -96,7 +98,7 @@ def poison_unseen(kv_pool: Tensor, table_BP: Tensor, visible_BTL: Tensor) -> Non
 
 
 def visible_slots(prefix_begin_BT: Tensor, prefix_end_B: Tensor, ancestors_BTX: Tensor, length: int) -> Tensor:
-    """bool ``[B, T, length]`` by plain loops: the contract once more, independent of the reference."""
+    """Visibility, bool ``[B, T, length]``, by plain loops: the contract once more, independent of the reference."""
     lanes, tokens, words = ancestors_BTX.shape
     visible = torch.zeros(lanes, tokens, length, dtype=torch.bool)
     for lane in range(lanes):

@@ -20,9 +20,9 @@ def tree_build(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Select the N-1 best candidates and lay them out as a tree under the root (EAGLE-2, arXiv 2406.16858, section 4.2).
 
-    The N-1 best scores, ties by pool index and NaN as -inf, become nodes 1..N-1 in the order of their pool index. The pool is in level order, so
-    parents stand before children. Node 0 is the root. A node is *unused* when its score is -inf, its token negative, its parent no used
-    node (not selected, unused itself, out of range, or not before it), or its depth beyond ``max_depth``.
+    The N-1 best scores, ties by pool index and NaN as -inf, become nodes 1..N-1 in the order of their pool index. The pool is in level
+    order, so parents stand before children. Node 0 is the root. A node is *unused* when its score is -inf, its token negative, its
+    parent no used node (not selected, unused itself, out of range, or not before it), or its depth beyond ``max_depth``.
 
     Args:
         score_BM: float32, sum of log-probabilities along the candidate's path.

@@ -25,9 +25,9 @@ def tree_walk(
     """Sample, then match: which nodes agree with what the target sampled, and how many new tokens that makes.
 
     Node ``n >= 1`` matches when its token is not negative, equals ``sample[parent_n]``, and its depth is within ``depth_cap`` and
-    ``accept_width - 1``. It is accepted when all of its ancestors (root excluded) match. Siblings are distinct, so the accepted nodes are one
-    path of a nodes; the new tokens are ``sample[path[d]]`` for d = 0..a, the last of which is the next root. They are cut after the first
-    stop id and at the budget.
+    ``accept_width - 1``. It is accepted when all of its ancestors (root excluded) match. Siblings are distinct, so the accepted nodes are
+    one path, of depth a; the new tokens are ``sample[path[d]]`` for d = 0..a, the last of which is the next root. They are cut after the
+    first stop id and at the budget.
 
     Args:
         token_BN, parent_BN, depth_BN, ancestors_BNX: int64, as :func:`~graphspec.kernels.tree_build.tree_build` returns them.
@@ -38,15 +38,14 @@ def tree_walk(
         accept_width: A, static.
 
     Returns:
-        path ``[B, A]``: ``path[d]`` is the accepted node of depth d; ``path[0]`` is the root, and entries past the last accepted node are 0.
+        path ``[B, A]``: ``path[d]`` is the accepted node of depth d; ``path[0]`` is the root, entries past the last accepted node are 0.
         It is not shortened by a stop id or the budget.
         accept_len ``[B]``: new tokens emitted, which is also the KV rows to commit (root included), in ``1..a+1``, or 0 when the budget
         was used up before.
         reason ``[B]``: 0 live, 1 stop id, 2 budget used up; a stop id wins when both fall on the same token. All int64.
     """
-    lanes, num_nodes = token_BN.shape
     device = token_BN.device
-    node_N = torch.arange(num_nodes, device=device)
+    node_N = torch.arange(token_BN.shape[1], device=device)
     is_root_N = node_N == 0
     drawn_BN = sample_BN.gather(1, parent_BN.clamp(min=0))
     cap_B1 = depth_cap_B.clamp(max=accept_width - 1)[:, None]

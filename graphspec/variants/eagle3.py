@@ -56,13 +56,11 @@ class Eagle3Draft(nn.Module):
         self.midlayer = Eagle3Layer(decoder)
         self.norm = RMSNorm(decoder.hidden_size, decoder.rms_norm_eps)
         self.lm_head = lm_head or Linear(decoder.hidden_size, facts.draft_vocab_size)
-        self.target_token_Vd: Tensor
-        self.register_buffer("target_token_Vd", torch.arange(facts.draft_vocab_size, device="cpu"), persistent=False)
-
-    @property
-    def has_vocab_map(self) -> bool:
-        """Draft ids differ from target ids; otherwise ``target_token_Vd`` is the identity."""
-        return self.facts.draft_vocab_size != self.facts.decoder.vocab_size
+        # int64, draft id to target id; None where the vocabularies are one
+        self.target_token_Vd: Tensor | None
+        reduced = facts.draft_vocab_size != decoder.vocab_size
+        table_Vd = torch.arange(facts.draft_vocab_size, device="cpu") if reduced else None
+        self.register_buffer("target_token_Vd", table_Vd, persistent=False)
 
     def fuse(self, feature_BTF: Tensor) -> Tensor:
         """``[B, T, H]`` from the target's tapped residual streams; hidden states of the head itself skip this."""
@@ -83,6 +81,6 @@ class Eagle3Draft(nn.Module):
         return out_BTH
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """float32 ``[..., Vd]`` of un-normed hidden states; column i is target token ``target_token_Vd[i]``."""
+        """float32 ``[..., Vd]`` of un-normed hidden states; column i is target token ``target_token_Vd[i]``, or i where that is None."""
         out: Tensor = self.lm_head(self.norm(hidden))
         return out.float()

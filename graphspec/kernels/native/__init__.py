@@ -1,7 +1,7 @@
 """C++ attention for the CPU, float32: reads lengths and page tables itself and visits visible slots only.
 
-Registered with the dispatcher as ``graphspec::*``, so ``torch.compile(fullgraph=True)`` keeps each as one opaque op. The library is built on
-import of this module, which happens when ``native`` is chosen and not before.
+Registered with the dispatcher as ``graphspec::*``, so ``torch.compile(fullgraph=True)`` keeps each as one opaque op. The library is built
+on import of this module, which happens when ``native`` is chosen and not before.
 
 The result of a query depends on the keys and values it sees and on nothing else, bit for bit (see ``attention.cpp``): the same token
 attends alike alone, in a tree, in a chunk, and in any batch.
@@ -122,9 +122,7 @@ def _paged_kv_write(kv_pool: Tensor, layer: int, key: Tensor, value: Tensor, tab
     key = key if key.stride()[2:] == row else key.contiguous()
     value = value if value.stride()[2:] == row else value.contiguous()
     _, _, pages, page_size, _, _ = kv_pool.shape
-    dims, _keep = _longs(
-        lanes, tokens, groups * dim, table.shape[1], page_size, pages, layer, *key.stride()[:2], *value.stride()[:2]
-    )
+    dims, _keep = _longs(lanes, tokens, groups * dim, table.shape[1], page_size, pages, layer, *key.stride()[:2], *value.stride()[:2])
     _write(kv_pool.data_ptr(), key.data_ptr(), value.data_ptr(), table.data_ptr(), slot.data_ptr(), valid.data_ptr(), dims)
 
 

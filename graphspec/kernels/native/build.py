@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ...errors import ResourceError
 
-FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-shared", "-fPIC")
+FLAGS = ("-O3", "-march=native", "-std=c++17", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC")
 COMPILERS = ("c++", "g++")
 
 
@@ -72,7 +72,7 @@ def build(folder: Path | None = None) -> Path:
             found = f"exit code {done.returncode}: {done.stderr.strip()[-500:]}"
             raise ResourceError("kernels.attention=native", f"{compiler} to compile attention.cpp", found)
         # Atomic: another process that builds at the same time ends up with one whole file as well.
-        os.replace(built, library)
+        built.replace(library)
     return library
 
 

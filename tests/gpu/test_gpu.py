@@ -1,0 +1,201 @@
+"""What only a GPU can show: that a replayed graph does, to the bit, what its kernels do when launched one by one, and that nothing waits.
+
+Run by ``make gpu-check``.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from graphspec.cycle import Cycle, Key, PrefillKey
+from graphspec.engine.llm import LLM, model_folder
+from graphspec.engine.request import SamplingParams
+from graphspec.errors import CaptureError
+from graphspec.graphs.capture import Captured
+from graphspec.graphs.mailbox import Chunk, Join, Message
+from graphspec.kernels import select_kernels
+from graphspec.shapes import GraphKey
+from tests._tiny import SHAPES, move, same_bits, tiny_networks, tiny_plan
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Synchronization debug mode")]
+
+DEVICE = "cuda"
+KINDS = ("mail", "state", "lane", "ring", "kv")
+BUCKETS = {"reference": [1, 2, 4, 8], "compiled": [1, 4]}
+PROMPTS = [
+    "def fibonacci(n):\n    ",
+    "import os\nimport sys\n\n\ndef main():\n    parser = ",
+    "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n",
+]
+RUNTIME = "captured"
+
+
+def build(shape: str, mode: str, *, runtime: str = RUNTIME, run_ahead: int = 0) -> Cycle:
+    """A cycle of the tiny pair with three requests behind their prefill: two sampled, one greedy."""
+    plan = tiny_plan(SHAPES[shape], device=DEVICE, runtime=runtime, mode=mode, run_ahead=run_ahead, buckets=BUCKETS[mode], max_rows=BUCKETS[mode][-1])
+    networks = tiny_networks(plan)
+    move(networks.target, DEVICE)
+    move(networks.draft, DEVICE)
+    cycle = Cycle(plan, networks.target, networks.draft, select_kernels(plan.kernels, plan.attention, DEVICE))
+    prefill: Key = PrefillKey(16, True)
+    cycle.prepare([*plan.graph_keys(True), prefill])
+    for row, temperature in enumerate((0.9, 0.0, 0.6)):
+        tokens = [(7 * row + 3 * i) % 61 for i in range(9 + row)]
+        join = Join(row=row, budget=80, seed=row, temperature=temperature, draft_len=plan.shape.num_steps, stop_ids=())
+        pages = [(row, column, 1 + row * plan.table_width + column) for column in range(plan.table_width)]
+        while pages:
+            part, pages = pages[: plan.page_updates], pages[plan.page_updates :]
+            cycle.read(cycle.launch(prefill, Message(lanes=(row,), pages=part, join=join, chunk=Chunk(tokens, 0, len(tokens)))))
+    return cycle
+
+
+def contents(cycle: Cycle) -> dict[str, Tensor]:
+    """Every slot; the pools without the dummy page, where suppressed writes land in any order."""
+    return {name: tensor[:, :, 1:] if name.endswith("_kv") else tensor for name, tensor in cycle.arena.snapshot(KINDS).items()}
+
+
+def shuffled(cycle: Cycle, launches: int) -> Iterator[tuple[GraphKey, Message]]:
+    """Launches over all buckets in random order, each with a random choice of lanes."""
+    order = random.Random(0)
+    for _ in range(launches):
+        bucket = order.choice(cycle.plan.buckets)
+        rows = order.sample(range(3), order.randint(1, min(bucket, 3)))
+        yield GraphKey(bucket, cycle.plan.shape, True), Message(lanes=rows)
+
+
+@pytest.mark.parametrize("mode", BUCKETS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_captured_equals_direct_bitwise(shape: str, mode: str) -> None:
+    """The same kernels from the same state: launched one by one, then replayed. Buckets come in random order."""
+    cycle = build(shape, mode)
+    grown = 0
+    for key, message in shuffled(cycle, 12):
+        before = cycle.arena.snapshot(KINDS)
+        mail = torch.zeros(cycle.layout.size, dtype=torch.int64)
+        cycle.layout.encode(message, mail)
+        cycle.arena["mail"].copy_(mail)
+        with torch.no_grad():
+            cycle.programs[key].direct()
+        direct = contents(cycle)
+        cycle.arena.restore(before)
+        assert isinstance(cycle.programs[key].replay, Captured)
+        entry = cycle.read(cycle.launch(key, message))
+        captured = contents(cycle)
+        assert [name for name in direct if not same_bits(direct[name], captured[name])] == [], key
+        grown += sum(map(len, entry.tokens))
+    assert grown > 12
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_captured_equals_eager_tokens(shape: str) -> None:
+    """Two engines over the same kernels, one replaying, one launching; nothing shared but the weights."""
+    captured, direct = build(shape, "reference"), build(shape, "reference", runtime="eager")
+    for key, message in shuffled(captured, 12):
+        entries = [cycle.read(cycle.launch(key, message)) for cycle in (captured, direct)]
+        lanes = len(message.lanes)
+        assert entries[0].tokens[:lanes] == entries[1].tokens[:lanes]
+        assert entries[0].status[:lanes] == entries[1].status[:lanes]
+
+
+@pytest.mark.parametrize(("runtime", "mode"), [("captured", "reference"), ("captured", "compiled"), ("eager", "reference")])
+@pytest.mark.parametrize("shape", ["none", "tree"])
+def test_a_launch_never_waits_and_a_replay_never_allocates(shape: str, runtime: str, mode: str) -> None:
+    cycle = build(shape, mode, runtime=runtime, run_ahead=2)
+    launches = list(shuffled(cycle, 9))
+    tickets = []
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with pytest.raises(RuntimeError, match="synchroniz"):  # the detector detects
+            torch.ones(1, device=DEVICE).item()
+        allocated = torch.cuda.memory_stats()["allocation.all.allocated"]
+        for key, message in launches:
+            if len(tickets) == 3:
+                cycle.read(tickets.pop(0))
+            tickets.append(cycle.launch(key, message))
+        if runtime == "captured":
+            assert torch.cuda.memory_stats()["allocation.all.allocated"] == allocated
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for ticket in tickets:
+        cycle.read(ticket)
+
+
+def test_a_moved_buffer_is_noticed() -> None:
+    cycle = build("chain", "reference")
+    replay = cycle.programs[GraphKey(1, cycle.plan.shape, True)].replay
+    assert isinstance(replay, Captured)
+    replay.check()
+    cycle.arena._tensors["seq_len_R"] = cycle.arena["seq_len_R"].clone()
+    with pytest.raises(CaptureError, match="seq_len_R"):
+        replay.check()
+
+
+@pytest.mark.parametrize("run_ahead", [1, 2])
+@pytest.mark.parametrize("shape", ["none", "tree"])
+def test_cycles_queued_ahead_read_in_order(shape: str, run_ahead: int) -> None:
+    """A message and a ring entry belong to their launch, however late they are read. One bucket, so every GEMM has one shape."""
+    ahead, plain = build(shape, "reference", run_ahead=run_ahead), build(shape, "reference")
+    order, tickets, queued, read = random.Random(1), [], [], []
+    for _ in range(15):
+        key, message = GraphKey(4, plain.plan.shape, True), Message(lanes=order.sample(range(3), order.randint(1, 3)))
+        read.append(plain.read(plain.launch(key, message)))
+        if len(tickets) > run_ahead:
+            queued.append(ahead.read(tickets.pop(0)))
+        tickets.append(ahead.launch(key, message))
+    queued += [ahead.read(ticket) for ticket in tickets]
+    assert queued == read
+    assert {status for entry in read for status in entry.status} >= {1, 3}, "no row was live, or none reached its budget"
+
+
+def demo(shape: str, **keys: object) -> LLM:
+    """The demo model in float32."""
+    wanted = SHAPES[shape]
+    if wanted.num_steps:
+        keys |= {"num_steps": wanted.num_steps, "topk": wanted.topk, "num_draft_tokens": wanted.num_draft_tokens}
+    return LLM(variant="eagle3" if wanted.num_steps else "none", device=DEVICE, dtype="float32", **keys)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    """Greedy tokens by transformers on the same weights, in float32."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = model_folder("demo")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").to(DEVICE)
+    model.generation_config.eos_token_id = None
+    found = []
+    for prompt in PROMPTS:
+        tokens = torch.tensor([tokenizer.encode(prompt)], device=DEVICE)
+        out = model.generate(tokens, attention_mask=torch.ones_like(tokens), do_sample=False, max_new_tokens=64)
+        found.append(out[0, tokens.shape[1] :].tolist())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("shape", "runtime", "mode"),
+    [(shape, "captured", "reference") for shape in ("none", "chain", "tree")] + [("none", "captured", "compiled"), ("tree", "captured", "compiled")],
+)
+def test_greedy_tokens_equal_transformers(shape: str, runtime: str, mode: str, expected: list[list[int]]) -> None:
+    llm = demo(shape, runtime=runtime, mode=mode, buckets=[4], max_rows=4)
+    params = SamplingParams(max_tokens=64, ignore_eos=True)
+    for run_ahead_free in (PROMPTS, PROMPTS[::-1]):
+        outputs = llm.generate(run_ahead_free, params)
+        assert [out.token_ids for out in outputs] == (expected if run_ahead_free is PROMPTS else expected[::-1])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_run_ahead_changes_no_token(temperature: float) -> None:
+    params = [SamplingParams(max_tokens=48, temperature=temperature, seed=i, ignore_eos=True) for i in range(len(PROMPTS))]
+    tokens = []
+    for run_ahead in (0, 1):
+        llm = demo("tree", runtime="captured", mode="reference", buckets=[4], max_rows=4, run_ahead=run_ahead)
+        tokens.append([out.token_ids for out in llm.generate(PROMPTS, params)])
+    assert tokens[0] == tokens[1]
+    assert [len(t) for t in tokens[0]] == [48] * len(PROMPTS)

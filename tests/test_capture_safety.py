@@ -1,0 +1,278 @@
+"""Proof without a GPU that every program can be captured, and that stages touch what they declare and nothing else.
+
+The whole cycle and the prefill run on fake ``cuda`` tensors: a value needed on the host, a shape that depends on data, a copy to or from the CPU
+raises. ``torch.compile(fullgraph=True)`` would not show these; it compiles ``.item()`` and boolean masks without a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from graphspec.buffers import Arena, Views
+from graphspec.cycle import Cycle, Key, PrefillKey, program_stages
+from graphspec.graphs.capture import Capturer
+from graphspec.graphs.mailbox import Chunk, Join, MailLayout, Message
+from graphspec.graphs.stage import Stage
+from graphspec.kernels import select_kernels
+from graphspec.plan import Plan
+from graphspec.shapes import GraphKey
+from tests._fake_cuda import HostTrafficError, NoHostTraffic, load_cuda_guard, tensors
+from tests._tiny import SHAPES, move, same_bits, tiny_networks, tiny_plan
+
+ALL_KINDS = ("mail", "state", "lane", "ring", "kv")
+CAUGHT = (DataDependentOutputException, DynamicOutputShapeException, HostTrafficError)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cuda_guard() -> None:
+    load_cuda_guard()
+
+
+class FakeProgram:
+    """The stages of one program over fake buffers on a GPU that doesn't exist."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.arena, self.networks = plan, Arena(plan, MailLayout.of(plan).size), tiny_networks(plan)
+        move(self.networks.target, "cuda")
+        move(self.networks.draft, "cuda")
+
+    def build(self, key: Key) -> FakeProgram:
+        kernels = select_kernels("reference", "auto", "cuda")
+        self.stages = program_stages(self.plan, kernels, self.networks.target, self.networks.draft, key)
+        self.views = self.arena.views(1 if isinstance(key, PrefillKey) else key.bucket)
+        return self
+
+    def run(self) -> int:
+        """Run every stage; returns how many operations that took."""
+        with torch.no_grad(), NoHostTraffic() as traffic:
+            for stage in self.stages:
+                try:
+                    stage(self.views)
+                except Exception as error:
+                    error.add_note(f"in stage {stage.name}")
+                    raise
+        assert {slot.name for slot in self.arena.slots if self.arena[slot.name].device.type != "cuda"} == set()
+        return traffic.ops
+
+
+def fake_plan(shape: str) -> Plan:
+    return tiny_plan(SHAPES[shape], device="cuda", runtime="captured")
+
+
+@pytest.mark.parametrize("sampling", [False, True], ids=["greedy", "sampling"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_whole_cycle_needs_no_host(shape: str, sampling: bool) -> None:
+    plan = fake_plan(shape)
+    assert plan.captured and plan.buckets == (1, 2, 4, 8)
+    assert (plan.num_words > 1) == (shape == "two-words")
+    with FakeTensorMode():
+        program = FakeProgram(plan)
+        counts = [program.build(key).run() for key in plan.graph_keys(sampling)]
+    assert min(counts) > 100
+
+
+@pytest.mark.parametrize("sampling", [False, True], ids=["greedy", "sampling"])
+@pytest.mark.parametrize("shape", ["none", "tree"])
+def test_the_prefill_needs_no_host(shape: str, sampling: bool) -> None:
+    plan = fake_plan(shape)
+    with FakeTensorMode():
+        program = FakeProgram(plan)
+        assert min(program.build(PrefillKey(chunk, sampling)).run() for chunk in plan.prefill_chunks) > 50
+
+
+def _item(v: Views) -> None:
+    v.seq_len_R.add_(v.accept_len_B.sum().item())
+
+
+def _branch(v: Views) -> None:
+    if (v.accept_len_B > 0).any():
+        v.seq_len_R.add_(1)
+
+
+def _slice(v: Views) -> None:
+    v.seq_len_R[: v.accept_len_B[0]].add_(1)
+
+
+def _mask(v: Views) -> None:
+    v.sample_BN.copy_(v.node_token_BN[v.node_token_BN >= 0].sum())
+
+
+def _masked_assignment(v: Views) -> None:
+    v.sample_BN[v.node_token_BN >= 0] = v.accept_len_B[0]
+
+
+def _nonzero(v: Views) -> None:
+    v.sample_BN.add_(torch.nonzero(v.node_token_BN).shape[0])
+
+
+def _tolist(v: Views) -> None:
+    v.sample_BN.add_(len(v.accept_len_B.tolist()))
+
+
+def _to_cpu(v: Views) -> None:
+    v.sample_BN.add_(v.accept_len_B.cpu().shape[0])
+
+
+def _from_cpu(v: Views) -> None:
+    v.accept_len_B.copy_(torch.zeros(v.accept_len_B.shape[0], dtype=torch.int64))
+
+
+def _from_list(v: Views) -> None:
+    v.seq_len_R.index_fill_(0, torch.tensor([0, 1], device="cuda"), 0)
+
+
+@pytest.mark.parametrize(
+    "planted", [_item, _branch, _slice, _mask, _masked_assignment, _nonzero, _tolist, _to_cpu, _from_cpu, _from_list], ids=lambda f: f.__name__
+)
+def test_a_planted_host_read_is_caught(planted: Callable[[Views], None]) -> None:
+    """In the middle of the cycle, inside a stage that is otherwise the real one."""
+    plan = fake_plan("tree")
+    key = plan.graph_keys(False)[-1]
+    with FakeTensorMode():
+        program = FakeProgram(plan).build(key)
+        place = [stage.name for stage in program.stages].index("accept")
+        honest = type(program.stages[place])
+
+        class Planted(honest):  # type: ignore[misc, valid-type]
+            def forward(self, v: Views) -> None:
+                super().forward(v)
+                planted(v)
+
+        program.stages[place].__class__ = Planted
+        with pytest.raises(CAUGHT) as caught:
+            program.run()
+    assert caught.value.__notes__ == ["in stage accept"]
+
+
+def test_a_number_as_an_argument_is_no_host_traffic() -> None:
+    """What torch wraps into a CPU scalar reaches the kernel as an argument."""
+    with FakeTensorMode(), NoHostTraffic():
+        x = torch.zeros(3, device="cuda")
+        x[:2] = 1.0
+        x[x > 0] = 0.0
+        torch.where(x > 0, x, -1.0).masked_fill(x > 0, 2.0).mul_(3)
+
+
+def test_capture_itself_asks_for_a_gpu() -> None:
+    plan = tiny_plan(SHAPES["none"], device="cpu", runtime="eager")
+    with pytest.raises(RuntimeError, match="device: expected cuda, found cpu"):
+        Capturer(Arena(plan, 1))
+
+
+class Touched(TorchDispatchMode):
+    """Names of the slots that operations read and write, told by their storage, so views count as what they look at."""
+
+    def __init__(self, arena: Arena) -> None:
+        super().__init__()
+        self.owner = {arena[slot.name].untyped_storage().data_ptr(): slot.name for slot in arena.slots}
+        self.read: set[str] = set()
+        self.written: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view:
+            for argument, value in zip(func._schema.arguments, args, strict=False):
+                written = argument.alias_info is not None and argument.alias_info.is_write
+                names = {self.owner.get(t.untyped_storage().data_ptr()) for t in tensors(value)} - {None}
+                (self.written if written else self.read).update(names)  # type: ignore[arg-type]
+        return func(*args, **(kwargs or {}))
+
+
+def warm_cycle(shape: str) -> tuple[Cycle, GraphKey, Message]:
+    """A cycle on the CPU in the middle of three requests (one greedy), a key with one padded lane, and the next message."""
+    plan = tiny_plan(SHAPES[shape], device="cpu", runtime="eager")
+    networks = tiny_networks(plan)
+    cycle = Cycle(plan, networks.target, networks.draft, select_kernels("reference", "auto", "cpu"))
+    key = GraphKey(4, plan.shape, True)
+    cycle.prepare([key, PrefillKey(16, True)])
+    for row, temperature in enumerate((0.9, 0.0, 0.6)):
+        tokens = [(7 * row + 3 * i) % 61 for i in range(9 + row)]
+        join = Join(row=row, budget=60, seed=row, temperature=temperature, draft_len=plan.shape.num_steps, stop_ids=())
+        pages = [(row, column, 1 + row * plan.table_width + column) for column in range(plan.table_width)]
+        while pages:
+            part, pages = pages[: plan.page_updates], pages[plan.page_updates :]
+            message = Message(lanes=(row,), pages=part, join=join, chunk=Chunk(tokens, 0, len(tokens)))
+            cycle.read(cycle.launch(PrefillKey(16, True), message))
+    message = Message(lanes=(2, 0, 1))
+    for _ in range(2):
+        cycle.read(cycle.launch(key, message))
+    cycle.layout.encode(message, cycle.arena["mail"])
+    return cycle, key, message
+
+
+def stages_of(cycle: Cycle, key: Key) -> Iterator[Stage]:
+    yield from cycle.stages(key)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_stages_touch_exactly_what_they_declare(shape: str) -> None:
+    cycle, key, _ = warm_cycle(shape)
+    arena, views = cycle.arena, cycle.views(key)
+    with torch.no_grad():
+        for stage in stages_of(cycle, key):
+            before = arena.snapshot(ALL_KINDS)
+            with Touched(arena) as touched:
+                stage(views)
+            assert touched.written == set(stage.writes), stage.name
+            assert set(stage.reads) <= touched.read, stage.name
+            assert touched.read <= {*stage.reads, *stage.writes}, stage.name
+            after = arena.snapshot(ALL_KINDS)
+            changed = {name for name in after if not same_bits(before[name], after[name])}
+            assert changed <= set(stage.writes), stage.name
+
+            # The same from buffers in which everything undeclared is NaN or an index nobody survives.
+            arena.restore(before)
+            others = [slot.name for slot in arena.slots if slot.name not in {*stage.reads, *stage.writes}]
+            poisoned = Arena(cycle.plan, cycle.layout.size)
+            poisoned.poison(ALL_KINDS)
+            arena.restore({name: poisoned[name] for name in others})
+            stage(views)
+            assert [name for name in stage.writes if not same_bits(arena[name], after[name])] == [], stage.name
+            arena.restore(after)
+
+
+def test_prefill_touches_exactly_what_it_declares() -> None:
+    cycle, _, _ = warm_cycle("tree")
+    key = PrefillKey(16, True)
+    message = Message(lanes=(3,), pages=[(3, c, 70 + c) for c in range(2)], chunk=Chunk([5, 6, 7], 0, 3))
+    message.join = Join(row=3, budget=9, seed=1, temperature=1.0, draft_len=5, stop_ids=(2,))
+    cycle.layout.encode(message, cycle.arena["mail"])
+    with torch.no_grad():
+        for stage in stages_of(cycle, key):
+            with Touched(cycle.arena) as touched:
+                stage(cycle.views(key))
+            assert touched.written == set(stage.writes), stage.name
+            assert set(stage.reads) <= touched.read <= {*stage.reads, *stage.writes}, stage.name
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_nothing_but_slots_of_state_crosses_from_cycle_to_cycle(shape: str) -> None:
+    cycle, key, _ = warm_cycle(shape)
+    arena = cycle.arena
+    before, results = arena.snapshot(ALL_KINDS), []
+    with torch.no_grad():
+        for poison in (False, True):
+            arena.restore(before)
+            if poison:
+                arena.poison(("lane",))
+            cycle.programs[key]()
+            results.append(arena.snapshot(("state", "ring", "kv")))
+    assert not same_bits(before["seq_len_R"], results[0]["seq_len_R"]), "the rows did not move"
+    for name, left in results[0].items():
+        right = results[1][name]
+        if name.endswith("_kv"):  # page 0 is where suppressed writes go
+            left, right = left[:, :, 1:], right[:, :, 1:]
+        assert same_bits(left, right), name
+
+
+def test_an_undeclared_write_would_show() -> None:
+    cycle, key, _ = warm_cycle("chain")
+    with torch.no_grad(), Touched(cycle.arena) as touched:
+        view = cycle.views(key).window_token_RA[:, 1:]
+        view[0] = cycle.views(key).path_BA[0, 1:]
+    assert touched.written == {"window_token_RA"} and touched.read == {"path_BA"}

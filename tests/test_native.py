@@ -1,0 +1,202 @@
+"""The C++ attention: batch invariance, refusals, its build cache, and its place inside a compiled program."""
+
+from __future__ import annotations
+
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from graphspec.errors import ConfigError, ResourceError
+from graphspec.kernels import native, select_kernels
+from graphspec.kernels.native import build as native_build
+from graphspec.kernels.paged_kv_write import paged_kv_write
+from graphspec.kernels.tree_attention import random_pool
+
+HEADS, GROUPS, DIM = 6, 2, 20
+
+
+def pool_and_table(page_size: int, columns: int, lanes: int = 2, layers: int = 2) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(page_size)
+    return random_pool(generator, lanes=lanes, columns=columns, page_size=page_size, heads=GROUPS, dim=DIM, layers=layers)
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("length", [1, 31, 100])
+def test_a_query_attends_alike_alone_in_a_batch_and_in_a_chunk(page_size: int, length: int) -> None:
+    """Bit for bit: the sums of a query run over what it sees, in one order, whatever stands beside it."""
+    tokens = 7
+    pool, table = pool_and_table(page_size, -(-(length + tokens) // page_size))
+    query = torch.randn(2, tokens, HEADS, DIM, generator=torch.Generator().manual_seed(1))
+    begin, end = torch.zeros(2, tokens, dtype=torch.int64), torch.full((2,), length)
+    causal = ((1 << (torch.arange(tokens) + 1)) - 1)[None, :, None].expand(2, -1, -1)
+    together = native.tree_attention(query, pool, 1, table, begin, end, causal, 0.2)
+    valid = torch.ones(2, tokens, dtype=torch.bool)
+    chunk = native.chunk_attention(query, pool, 1, table, begin, end[:, None] + torch.arange(tokens), valid, 0.2)
+    assert torch.equal(together, chunk)
+    for lane in range(2):
+        for t in range(tokens):
+            one = slice(lane, lane + 1)
+            alone = native.tree_attention(query[one, t : t + 1], pool, 1, table[one], begin[one, :1], end[one] + t, causal[one, :1], 0.2)
+            assert torch.equal(alone[0, 0], together[lane, t])
+
+
+def test_a_node_attends_alike_before_and_after_its_path_is_compacted() -> None:
+    """Ancestors scattered over the window against the same keys moved to consecutive slots."""
+    pool, table = pool_and_table(4, 12)
+    path = torch.tensor([[0, 3, 8, 17], [0, 1, 5, 20]])
+    words = (torch.ones_like(path) << path).sum(-1)[:, None, None]
+    query, end = torch.randn(2, 1, HEADS, DIM), torch.tensor([9, 13])
+    begin = torch.ones(2, 1, dtype=torch.int64)
+    scattered = native.tree_attention(query, pool, 0, table, begin, end, words, 0.3)
+    select_kernels("reference", "native", "cpu").kv_move(pool, table, end, path, torch.tensor([4, 4]))
+    compact = native.tree_attention(query, pool, 0, table, begin, end, torch.full_like(words, 0b1111), 0.3)
+    assert torch.equal(scattered, compact)
+
+
+def test_threads_change_nothing() -> None:
+    pool, table = pool_and_table(16, 40)
+    query, begin = torch.randn(2, 64, HEADS, DIM), torch.zeros(2, 64, dtype=torch.int64)
+    slot, valid = 500 + torch.arange(64).expand(2, 64), torch.ones(2, 64, dtype=torch.bool)
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            results.append(native.chunk_attention(query, pool, 1, table, begin, slot, valid, 0.2))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+
+def test_strided_queries_are_read_in_place() -> None:
+    pool, table = pool_and_table(16, 3)
+    wide = torch.randn(2, 5, (HEADS + 3) * DIM)
+    query = wide[..., DIM : (HEADS + 1) * DIM].view(2, 5, HEADS, DIM)
+    begin, end = torch.zeros(2, 5, dtype=torch.int64), torch.tensor([30, 17])
+    words = torch.ones(2, 5, 1, dtype=torch.int64)
+    assert not query.is_contiguous()
+    found = native.tree_attention(query, pool, 1, table, begin, end, words, 0.2)
+    assert torch.equal(found, native.tree_attention(query.contiguous(), pool, 1, table, begin, end, words, 0.2))
+
+
+def test_a_nan_that_is_seen_comes_out_and_stays_in_its_lane() -> None:
+    pool, table = pool_and_table(16, 2)
+    pool[0, 0, table[0, 0].long(), 3] = torch.nan
+    query, begin = torch.randn(2, 1, HEADS, DIM), torch.zeros(2, 1, dtype=torch.int64)
+    out = native.tree_attention(query, pool, 0, table, begin, torch.tensor([9, 9]), torch.zeros(2, 1, 1, dtype=torch.int64), 0.2)
+    assert out[0].isnan().all() and out[1].isfinite().all()
+
+
+def test_large_scores_do_not_overflow() -> None:
+    pool, table = pool_and_table(16, 2)
+    query, begin, end = torch.randn(2, 3, HEADS, DIM) * 200, torch.zeros(2, 3, dtype=torch.int64), torch.tensor([20, 30])
+    words = torch.ones(2, 3, 1, dtype=torch.int64)
+    reference = select_kernels("reference", "reference", "cpu").tree_attention
+    found = native.tree_attention(query, pool, 1, table, begin, end, words, 1.0)
+    oracle = reference(query.double(), pool.double(), 1, table, begin, end, words, 1.0)
+    own = (reference(query, pool, 1, table, begin, end, words, 1.0) - oracle).abs().max()
+    assert (found - oracle).abs().max() <= 2 * own + torch.finfo(torch.float32).eps * oracle.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_other_dtypes_are_refused(dtype: torch.dtype) -> None:
+    pool, table = pool_and_table(16, 2)
+    query, begin = torch.randn(2, 1, HEADS, DIM), torch.zeros(2, 1, dtype=torch.int64)
+    rest = (1, table, begin, torch.tensor([9, 9]), torch.ones(2, 1, 1, dtype=torch.int64), 0.2)
+    with pytest.raises(ConfigError, match=r"query: expected torch\.float32"):
+        native.tree_attention(query.to(dtype), pool, *rest)
+    with pytest.raises(ConfigError, match=r"kv_pool: expected torch\.float32.*kernels\.attention=reference"):
+        native.tree_attention(query, pool.to(dtype), *rest)
+
+
+def test_heads_must_divide() -> None:
+    pool, table = pool_and_table(16, 2)
+    with pytest.raises(ConfigError, match="a multiple of 2"):
+        native.tree_attention(
+            torch.randn(2, 1, 5, DIM), pool, 1, table, torch.zeros(2, 1, dtype=torch.int64), torch.tensor([9, 9]),
+            torch.ones(2, 1, 1, dtype=torch.int64), 0.2,
+        )  # fmt: skip
+
+
+def test_build_is_cached_and_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = native_build.build(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [library.name]
+    written = library.stat().st_mtime_ns
+    assert native_build.build(tmp_path) == library and library.stat().st_mtime_ns == written
+    monkeypatch.setattr(native_build, "FLAGS", (*native_build.FLAGS, "-DOTHER"))
+    assert native_build.build(tmp_path) != library
+
+
+def test_no_compiler_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(ResourceError, match=r"a C\+\+ compiler.*none on PATH.*kernels\.attention=reference"):
+        native_build.build(tmp_path)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(ResourceError, match="no-such-compiler"):
+        native_build.build(tmp_path)
+
+
+def test_a_failing_compiler_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = tmp_path / "broken"
+    broken.write_text("#!/bin/sh\necho 'out of cheese' >&2\nexit 3\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CXX", str(broken))
+    with pytest.raises(ResourceError, match="exit code 3: out of cheese"):
+        native_build.build(tmp_path / "cache")
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_source_has_no_warnings(tmp_path: Path) -> None:
+    source = Path(native_build.__file__).with_name("attention.cpp")
+    command = [native_build.find_compiler(), *native_build.FLAGS, "-Wall", "-Wextra", "-Werror", "-fsyntax-only", str(source)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("write", ["reference", "native"])
+def test_compiled_write_then_attend_is_in_order_and_copies_no_pool(write: str) -> None:
+    from torch._inductor.utils import run_and_get_code
+
+    writer = {"reference": paged_kv_write, "native": native.paged_kv_write}[write]
+    kernels = replace(select_kernels("compiled", "native", "cpu"), paged_kv_write=writer)
+    layers, lanes, tokens, width = 3, 2, 3, HEADS * DIM
+    pool, table = pool_and_table(4, 9, layers=layers)
+    weight = torch.randn(layers, width, width + 2 * GROUPS * DIM) * 0.1
+    begin, end = torch.zeros(lanes, tokens, dtype=torch.int64), torch.tensor([20, 7])
+    slot, valid = end[:, None] + torch.arange(tokens), torch.tensor([[True, True, True], [True, True, False]])
+    words = torch.tensor([[[1], [3], [5]], [[1], [3], [3]]])
+    path, count = torch.tensor([[0, 2], [0, 1]]), torch.tensor([2, 1])
+
+    def step(kv_pool: Tensor, hidden: Tensor) -> Tensor:
+        for layer in range(layers):
+            query, key, value = (hidden @ weight[layer]).split((width, GROUPS * DIM, GROUPS * DIM), -1)
+            key, value = (x.unflatten(-1, (GROUPS, DIM)) for x in (key, value))
+            kernels.paged_kv_write(kv_pool, layer, key, value, table, slot, valid)
+            query = query.unflatten(-1, (HEADS, DIM))
+            out = kernels.tree_attention(query, kv_pool, layer, table, begin, end, words, DIM**-0.5)
+            hidden = hidden + out.flatten(-2)
+        kernels.kv_move(kv_pool, table, end, path, count)
+        return hidden
+
+    hidden = torch.randn(lanes, tokens, width)
+    eager_pool, compiled_pool = pool.clone(), pool.clone()
+    expected = step(eager_pool, hidden)
+    address = compiled_pool.data_ptr()
+    torch._dynamo.reset()
+    found, codes = run_and_get_code(torch.compile(step, fullgraph=True, dynamic=False), compiled_pool, hidden)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(compiled_pool[:, :, 1:], eager_pool[:, :, 1:], rtol=1e-5, atol=1e-5)
+    assert not torch.equal(compiled_pool, pool) and compiled_pool.data_ptr() == address
+    # A copy of the pool would be a buffer, or a loop, over all of its elements or over one side of one layer.
+    code = "\n".join(codes)
+    pages, size = pool.shape[2], pool.shape[3]
+    for allocation in (line for line in code.splitlines() if "= empty_strided" in line):
+        shape = [int(x) for x in allocation.split("((")[1].split(")")[0].split(",") if x.strip()]
+        assert torch.Size(shape).numel() < pool.numel(), allocation
+    for elements in (pool.numel(), pool[0].numel(), pool[0, 0].numel(), layers * 2 * pages * size):
+        assert f"static_cast<int64_t>({elements}L)" not in code
+    assert "aten.clone" not in code and "aten.copy" not in code
