@@ -17,14 +17,24 @@ from .kernels.registry import KernelSet
 class Attention(Protocol):
     """Positions of the query tokens, and attention over everything they may see, themselves included."""
 
-    position_BT: Tensor
-    """RoPE positions, int64."""
-    rope_length_BT: Tensor
-    """Length that length-dependent RoPE scalings ("dynamic") see, int64: position + 1, or the prompt length during prefill."""
-    valid_BT: Tensor
-    """bool; an invalid token has zero input, writes no KV, and nobody reads its output."""
+    @property
+    def position_BT(self) -> Tensor:
+        """RoPE positions, int64."""
+        ...
 
-    def __call__(self, layer: int, query_BTQD: Tensor, key_BTGD: Tensor, value_BTGD: Tensor, scale: float, window_left: int | None) -> Tensor:
+    @property
+    def rope_length_BT(self) -> Tensor:
+        """Length that length-dependent RoPE scalings ("dynamic") see, int64: position + 1, or the prompt length during prefill."""
+        ...
+
+    @property
+    def valid_BT(self) -> Tensor:
+        """bool; an invalid token has zero input, writes no KV, and nobody reads its output."""
+        ...
+
+    def __call__(
+        self, layer: int, query_BTQD: Tensor, key_BTGD: Tensor, value_BTGD: Tensor, scale: float, window_left: int | None
+    ) -> Tensor:
         """Write this token's KV for ``layer``, then attend; returns ``[B, T, Q, D]`` in the dtype of the query.
 
         ``window_left``: a query at position p sees positions > p - window_left only; None: all of them.
@@ -55,7 +65,9 @@ class TreeAttention:
     ancestors_BTX: Tensor
     """Bit j of a query's words: it sees slot ``prefix_end + j``; its own bit included."""
 
-    def __call__(self, layer: int, query_BTQD: Tensor, key_BTGD: Tensor, value_BTGD: Tensor, scale: float, window_left: int | None) -> Tensor:
+    def __call__(
+        self, layer: int, query_BTQD: Tensor, key_BTGD: Tensor, value_BTGD: Tensor, scale: float, window_left: int | None
+    ) -> Tensor:
         self.kernels.paged_kv_write(self.kv_pool, layer, key_BTGD, value_BTGD, self.table_BP, self.slot_BT, self.valid_BT)
         begin_BT = _visible_from(self.prefix_begin, self.position_BT, window_left)
         return self.kernels.tree_attention(
@@ -76,7 +88,9 @@ class ChunkAttention:
     slot_BT: Tensor
     prefix_begin: int
 
-    def __call__(self, layer: int, query_BTQD: Tensor, key_BTGD: Tensor, value_BTGD: Tensor, scale: float, window_left: int | None) -> Tensor:
+    def __call__(
+        self, layer: int, query_BTQD: Tensor, key_BTGD: Tensor, value_BTGD: Tensor, scale: float, window_left: int | None
+    ) -> Tensor:
         self.kernels.paged_kv_write(self.kv_pool, layer, key_BTGD, value_BTGD, self.table_BP, self.slot_BT, self.valid_BT)
         begin_BT = _visible_from(self.prefix_begin, self.position_BT, window_left)
         return self.kernels.chunk_attention(query_BTQD, self.kv_pool, layer, self.table_BP, begin_BT, self.slot_BT, self.valid_BT, scale)

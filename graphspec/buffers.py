@@ -42,7 +42,8 @@ class Slot:
         name: with its dimension suffix.
         dims: letters resolved by the plan, or plain numbers.
         dtype: element type.
-        kind: ``mail`` comes from the host, ``state`` persists per row, ``lane`` lives for one cycle, ``ring`` is what the host reads, ``kv`` is a pool.
+        kind: ``mail`` comes from the host, ``state`` persists per row, ``lane`` lives for one cycle, ``ring`` is what the host
+            reads, ``kv`` is a pool.
         fill: value at start; also what padding holds.
     """
 

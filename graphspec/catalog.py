@@ -1,7 +1,7 @@
 """The variants as data: names, capabilities and where their networks live. Imports no torch, so that ``--help`` does not either.
 
-Stages read capabilities and never a name; adding a variant means adding an entry here, a layout table and, when the network is new, a module under
-:mod:`graphspec.variants`.
+Stages read capabilities and never a name; adding a variant means adding an entry here, a layout table and, when the network is new, a
+module under :mod:`graphspec.variants`.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import nn
 
 from .buffers import Arena, Views
 from .errors import ResourceError
@@ -18,7 +17,7 @@ from .graphs.compile import compile_stage, graphs_compiled
 from .graphs.draft import DraftExtend, DraftSteps
 from .graphs.mailbox import Mailbox, MailLayout, Message
 from .graphs.prefill import Prefill
-from .graphs.stage import Build, Stage, check_dataflow
+from .graphs.stage import Build, DraftModel, Stage, TargetModel, check_dataflow
 from .graphs.tree import ChainLayout, TreeBuild
 from .graphs.verify import Verify
 from .kernels.registry import KernelSet
@@ -63,7 +62,7 @@ def cycle_stages(build: Build) -> list[Stage]:
     return stages
 
 
-def program_stages(plan: Plan, kernels: KernelSet, target: nn.Module, draft: nn.Module | None, key: Key) -> list[Stage]:
+def program_stages(plan: Plan, kernels: KernelSet, target: TargetModel, draft: DraftModel | None, key: Key) -> list[Stage]:
     """The stages of the program behind ``key``, in order. Builds no buffer and needs no device."""
     if isinstance(key, PrefillKey):
         build = Build(plan, kernels, target, draft, plan.shape, key.sampling)
@@ -98,7 +97,7 @@ class Cycle:
         kernels: one implementation per op.
     """
 
-    def __init__(self, plan: Plan, target: nn.Module, draft: nn.Module | None, kernels: KernelSet) -> None:
+    def __init__(self, plan: Plan, target: TargetModel, draft: DraftModel | None, kernels: KernelSet) -> None:
         self.plan, self.target, self.draft, self.kernels = plan, target, draft, kernels
         self.layout = MailLayout.of(plan)
         self.arena = Arena(plan, self.layout.size)

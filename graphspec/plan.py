@@ -72,7 +72,13 @@ class Plan:
         """Flat, printable view of the plan."""
         described = {k: v for k, v in asdict(self).items() if k not in ("variant", "target", "draft", "shape")}
         shape = {"num_steps": self.shape.num_steps, "topk": self.shape.topk, "num_draft_tokens": self.shape.num_draft_tokens}
-        return {"variant": self.variant.name, "target": self.target.path, "draft": self.draft.path if self.draft else None, **shape, **described}
+        return {
+            "variant": self.variant.name,
+            "target": self.target.path,
+            "draft": self.draft.path if self.draft else None,
+            **shape,
+            **described,
+        }
 
 
 def resolve_shape(variant: Variant, config: VariantConfig, architecture: str) -> CycleShape:
@@ -133,7 +139,9 @@ def make_plan(config: Config, target: ModelFacts, draft: Eagle3Facts | None, *, 
     pages = runtime.num_pages if runtime.num_pages is not None else runtime.max_rows * table_width
     least = math.ceil((1 + window) / runtime.page_size)
     if pages < least:
-        raise ConfigError("runtime.num_pages", f"at least {least} pages of {runtime.page_size} (one token and the window of {window} slots)", pages)
+        raise ConfigError(
+            "runtime.num_pages", f"at least {least} pages of {runtime.page_size} (one token and the window of {window} slots)", pages
+        )
 
     largest_chunk = runtime.prefill_chunks[-1]
     growth = largest * (math.ceil((accept + window) / runtime.page_size) + 1)

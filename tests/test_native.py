@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ from torch import Tensor
 from graphspec.errors import ConfigError, ResourceError
 from graphspec.kernels import native, select_kernels
 from graphspec.kernels.native import build as native_build
-from graphspec.kernels.paged_kv_write import paged_kv_write
 from graphspec.kernels.tree_attention import random_pool
 
 HEADS, GROUPS, DIM = 6, 2, 20
@@ -157,12 +155,10 @@ def test_source_has_no_warnings(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("write", ["reference", "native"])
-def test_compiled_write_then_attend_is_in_order_and_copies_no_pool(write: str) -> None:
+def test_compiled_write_then_attend_is_in_order_and_copies_no_pool() -> None:
     from torch._inductor.utils import run_and_get_code
 
-    writer = {"reference": paged_kv_write, "native": native.paged_kv_write}[write]
-    kernels = replace(select_kernels("compiled", "native", "cpu"), paged_kv_write=writer)
+    kernels = select_kernels("compiled", "native", "cpu")
     layers, lanes, tokens, width = 3, 2, 3, HEADS * DIM
     pool, table = pool_and_table(4, 9, layers=layers)
     weight = torch.randn(layers, width, width + 2 * GROUPS * DIM) * 0.1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -96,7 +96,9 @@ class LLM:
         if variant.has_network:
             draft = load_object(variant.facts)(self._draft_folder(variant.demo_draft), target)
         elif self.config.variant.draft is not None:
-            raise ConfigError("variant.draft", f"nothing for variant {variant.name!r}, which has no draft network", self.config.variant.draft)
+            raise ConfigError(
+                "variant.draft", f"nothing for variant {variant.name!r}, which has no draft network", self.config.variant.draft
+            )
         return make_plan(self.config, target, draft, device=device)
 
     def _draft_folder(self, demo_draft: str | None) -> Path:
@@ -206,7 +208,7 @@ class LLM:
             raise RequestError("params", f"one SamplingParams, or one for each of the {len(many)} prompts", f"{len(each)} of them")
         requests = []
         for index, (prompt, param) in enumerate(zip(many, each, strict=True)):
-            request = Request(index=index, prompt=[], params=param, stop_ids=(), budget=0)  # type: ignore[arg-type]
+            request = Request(index=index, prompt=[], params=param, stop_ids=(), budget=0)
             try:
                 request.prompt = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
                 request.stop_ids = check_params(request.params, self.plan, self.plan.target.eos_token_ids)
@@ -219,7 +221,7 @@ class LLM:
             requests.append(request)
         return requests
 
-    def _run(self, requests: Sequence[Request], launcher: Launcher | None = None) -> Iterator[Request]:
+    def _run(self, requests: Sequence[Request], launcher: Launcher | None = None) -> Generator[Request, None, None]:
         """Run the requests to their end; yields each one whenever its output grew or it ended."""
         served = [r for r in requests if r.finish_reason is None]
         yield from (r for r in requests if r.finish_reason is not None)

@@ -14,8 +14,8 @@ class Metrics:
 
     Attributes:
         cycles: cycles run (a batch's cycle counts once per row in it).
-        acceptance_length: new tokens per cycle, the bonus token included, the prefill's token not counted, cycles cut short by a stop id or the
-            budget left out.
+        acceptance_length: new tokens per cycle, the bonus token included, the prefill's token not counted, cycles cut short by a stop
+            id or the budget left out.
         accepted_per_position: share of those cycles that accepted the draft token at depth 1, 2, ... S.
         prefill_seconds: arrival to first token; for a whole call, the longest.
         decode_seconds: first token to the end; for a whole call, wall time from the first request's first token to the end.
@@ -94,8 +94,8 @@ def summarise(requests: Sequence[Request], depth: int) -> Metrics:
 class Detokenizer:
     """Text of a growing token list: what :meth:`push` returns never has to be taken back.
 
-    A character may span several tokens, and some tokenizers decide on spaces by the token before; so the decode starts one step back and text that
-    ends inside a character is held until it is whole.
+    A character may span several tokens, and some tokenizers decide on spaces by the token before; so the decode starts one step back and text
+    that ends inside a character is held until it is whole.
     """
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:

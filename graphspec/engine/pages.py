@@ -8,8 +8,8 @@ from ..errors import ResourceError
 class PageAllocator:
     """Hands out pages ``1 .. num_pages - 1``.
 
-    Pages are reference-counted so that a prefix can be shared: :meth:`retain` adds an owner, :meth:`release` removes one, and the page is free
-    again when nobody owns it.
+    Pages are reference-counted so that a prefix can be shared: :meth:`retain` adds an owner, :meth:`release` removes one, and the page is
+    free again when nobody owns it.
     """
 
     def __init__(self, num_pages: int) -> None:

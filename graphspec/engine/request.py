@@ -96,7 +96,9 @@ def check_params(params: SamplingParams, plan: Plan, eos_ids: Sequence[int]) -> 
         if not 0 <= stop < plan.target.vocab_size:
             raise RequestError("sampling.stop_token_ids", f"ids from 0 to {plan.target.vocab_size - 1}", stop)
     if len(stops) > plan.max_stop_ids:
-        raise RequestError("sampling.stop_token_ids", f"at most runtime.max_stop_ids = {plan.max_stop_ids}, end-of-text ids included", len(stops))
+        raise RequestError(
+            "sampling.stop_token_ids", f"at most runtime.max_stop_ids = {plan.max_stop_ids}, end-of-text ids included", len(stops)
+        )
     return stops
 
 
@@ -112,9 +114,13 @@ def check_prompt(prompt: Sequence[int], plan: Plan) -> None:
         if not 0 <= token < plan.target.vocab_size:
             raise RequestError(f"prompt[{position}]", f"a token id from 0 to {plan.target.vocab_size - 1}", token)
     if len(prompt) >= plan.max_context:
-        raise RequestError("prompt", f"at most {plan.max_context - 1} tokens (max_context {plan.max_context}, one of them new)", f"{len(prompt)} tokens")
+        raise RequestError(
+            "prompt", f"at most {plan.max_context - 1} tokens (max_context {plan.max_context}, one of them new)", f"{len(prompt)} tokens"
+        )
     needed, available = plan.pages_for(len(prompt) + plan.tokens_in_flight), plan.num_pages - 1
     if needed > available:
         raise RequestError(
-            "runtime.num_pages", f"{needed} pages of {plan.page_size} for a prompt of {len(prompt)} tokens and the window behind it", available
+            "runtime.num_pages",
+            f"{needed} pages of {plan.page_size} for a prompt of {len(prompt)} tokens and the window behind it",
+            available,
         )

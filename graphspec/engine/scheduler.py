@@ -41,8 +41,8 @@ class Ticket:
 class Scheduler:
     """Requests in, tokens out.
 
-    A launch is made on what the host knows, which is ``run_ahead`` cycles old. Pages are therefore reserved for the longest run every unread
-    cycle may still commit, and given back when the last launch that contains the row has been read.
+    A launch is made on what the host knows, which is ``run_ahead`` cycles old. Pages are therefore reserved for the longest run every
+    unread cycle may still commit, and given back when the last launch that contains the row has been read.
     """
 
     def __init__(self, plan: Plan, launcher: Launcher, sampling: bool) -> None:
@@ -108,7 +108,7 @@ class Scheduler:
         sent = 0
         for start, size in chunked(len(tokens), self.plan.prefill_chunks):
             part = tokens[start : start + size]
-            message = Message(lanes=(request.row,), chunk=Chunk(part, start, len(tokens), known_root))
+            message = Message(lanes=(request.row,), chunk=Chunk(part, start, len(tokens), known_root, len(request.prompt)))
             if start == 0:
                 left = request.budget - len(request.output)
                 temperature, seed = request.params.temperature, request.params.seed

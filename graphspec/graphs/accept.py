@@ -69,9 +69,9 @@ class Commit(Stage):
     def __init__(self, build: Build) -> None:
         super().__init__(build)
         features = ("feature_BNF", "window_feature_RAF") if self.plan.feature_width else ()
-        state = ("seq_len_R", "window_token_RA", "window_len_R", "budget_R", "status_R", "cycle_1")
+        state = ("seq_len_R", "window_token_RA", "window_len_R", "budget_R", "cycle_1")
         self.reads = ("lane_row_B", "sample_BN", "path_BA", "accept_len_B", "outcome_B", *state, *features)
-        self.writes = (*state, *features[1:], "ring_token_ZBA", "ring_len_ZB", "ring_status_ZB")
+        self.writes = (*state, "status_R", *features[1:], "ring_token_ZBA", "ring_len_ZB", "ring_status_ZB")
 
     def forward(self, v: Views) -> None:
         row_B, length_B = v.lane_row_B, v.accept_len_B

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import FunctionType
+from typing import Any
 
 import torch
 from torch._dynamo.utils import counters
@@ -11,14 +12,14 @@ from torch._dynamo.utils import counters
 from ..buffers import Views
 from .stage import Stage
 
-OPTIONS: dict[str, str | int | bool] = {}
+OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {}
 
 
 def isolated(stage: Stage, views: Views) -> Callable[[], None]:
     """A call of ``stage`` on ``views`` with a code object of its own.
 
-    Dynamo keeps its compiled graphs per code object and looks through all of them at every call; with one code object for all buckets the search
-    grows with their number and hits the recompilation limit.
+    Dynamo keeps its compiled graphs per code object and looks through all of them at every call; with one code object for all buckets the
+    search grows with their number and hits the recompilation limit.
     """
 
     def run() -> None:

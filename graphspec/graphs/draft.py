@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..attention import TreeAttention
 from ..buffers import Views
 from ..kernels.topk import stable_topk
 from ..shapes import WORD_BITS
 from .sampling import draft_noise
-from .stage import Build, Stage
+from .stage import Build, DraftModel, Stage
 
 
 def bit_words(bit: Tensor, num_words: int) -> Tensor:
@@ -30,7 +30,7 @@ class _DraftStage(Stage):
     def __init__(self, build: Build) -> None:
         super().__init__(build)
         assert build.draft is not None, "a draft stage needs a draft network"
-        self.draft: nn.Module = build.draft
+        self.draft: DraftModel = build.draft
         self.shift = build.plan.variant.shift
 
     def propose(self, v: Views, hidden_BTH: Tensor, position_B: Tensor) -> tuple[Tensor, Tensor]:
@@ -106,7 +106,7 @@ class DraftSteps(_DraftStage):
     name = "draft_steps"
     reads = (
         "lane_row_B", "status_R", "seq_len_R", "page_table_RP", "seed_R", "temperature_R", "draft_kv", "draft_hidden_BH",
-        "candidate_score_BM", "candidate_token_BM", "candidate_parent_BM",
+        "candidate_score_BM", "candidate_token_BM",
     )  # fmt: skip
     writes = ("draft_kv", "candidate_score_BM", "candidate_token_BM", "candidate_parent_BM")
 

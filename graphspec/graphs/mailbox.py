@@ -8,6 +8,8 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -39,6 +41,8 @@ class Chunk:
     total: int
     known_root: int = -1
     """Resuming a preempted request: the token that follows its tokens, which was sampled before and must not be sampled again."""
+    prompt: int | None = None
+    """Tokens of the request's own prompt, ``total`` unless it resumes: length-dependent RoPE saw the others one by one."""
 
 
 @dataclass(slots=True)
@@ -72,19 +76,29 @@ class MailLayout:
     dummy_row: int
 
     JOIN_WORDS = 5
-    CHUNK_WORDS = 4
+    CHUNK_WORDS = 5
 
     @classmethod
     def of(cls, plan: Plan) -> MailLayout:
         # One abort word more than rows: an unused word names the dummy row, so every launch closes it again.
         lanes, aborts, pages = max(plan.buckets), plan.max_rows + 1, plan.page_updates
-        at = [0]
-        for words in (lanes, aborts, 3 * pages, cls.JOIN_WORDS + plan.max_stop_ids, cls.CHUNK_WORDS, plan.prefill_chunks[-1]):
-            at.append(at[-1] + words)
+        sizes = (lanes, aborts, 3 * pages, cls.JOIN_WORDS + plan.max_stop_ids, cls.CHUNK_WORDS, plan.prefill_chunks[-1])
+        at = list(accumulate(sizes, initial=0))
         return cls(
-            *at, max_lanes=lanes, max_aborts=aborts - 1, max_pages=pages, max_stop_ids=plan.max_stop_ids,
-            max_tokens=plan.prefill_chunks[-1], dummy_row=plan.max_rows,
-        )  # fmt: skip
+            lanes=at[0],
+            aborts=at[1],
+            pages=at[2],
+            join=at[3],
+            chunk=at[4],
+            tokens=at[5],
+            size=at[6],
+            max_lanes=lanes,
+            max_aborts=aborts - 1,
+            max_pages=pages,
+            max_stop_ids=plan.max_stop_ids,
+            max_tokens=plan.prefill_chunks[-1],
+            dummy_row=plan.max_rows,
+        )
 
     def encode(self, message: Message, out: Tensor) -> None:
         """Write ``message`` into the int64 CPU vector ``out``; what is unused addresses the dummy row and the dummy page.
@@ -112,7 +126,8 @@ class MailLayout:
         stops = [*join.stop_ids, *[-1] * (self.max_stop_ids - len(join.stop_ids))]
         words[self.join : self.chunk] = [join.row, join.budget, seed, temperature, join.draft_len, *stops]
         chunk = message.chunk or Chunk((), 0, 0)
-        words[self.chunk : self.tokens] = [chunk.start, len(chunk.tokens), chunk.total, chunk.known_root]
+        prompt = chunk.total if chunk.prompt is None else chunk.prompt
+        words[self.chunk : self.tokens] = [chunk.start, len(chunk.tokens), chunk.total, chunk.known_root, prompt]
         words[self.tokens : self.size] = [*chunk.tokens, *[0] * (self.max_tokens - len(chunk.tokens))]
         out.copy_(torch.tensor(words, dtype=torch.int64))
 

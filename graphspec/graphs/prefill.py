@@ -9,15 +9,15 @@ from ..attention import ChunkAttention
 from ..buffers import Status, Views
 from .mailbox import MailLayout
 from .sampling import sample_tokens, target_noise
-from .stage import Build, Stage
+from .stage import Build, DraftModel, Stage, TargetModel
 
 
 class Prefill(Stage):
     """Tokens ``[start, start + len)`` of a prompt of ``total`` tokens, padded to ``chunk``.
 
-    The drafter's row for token j takes the target's feature of j - 1, so the feature of a chunk's last token is carried to the next chunk in
-    entry 0 of the row's window. After the last chunk ``seq_len`` is the prompt length and the window holds one entry, the root: the first cycle
-    is no special case.
+    The drafter's row for token j takes the target's feature of j - 1, so the feature of a chunk's last token is carried to the next chunk
+    in entry 0 of the row's window. After the last chunk ``seq_len`` is the prompt length and the window holds one entry, the root: the
+    first cycle is no special case.
     """
 
     name = "prefill"
@@ -25,7 +25,8 @@ class Prefill(Stage):
     def __init__(self, build: Build, chunk: int) -> None:
         super().__init__(build)
         self.chunk, self.layout = chunk, MailLayout.of(build.plan)
-        self.target, self.draft = build.target, build.draft
+        self.target: TargetModel = build.target
+        self.draft: DraftModel | None = build.draft
         self.shift = build.plan.variant.shift
         features = ("window_feature_RAF",) if self.plan.feature_width else ()
         drafted = ("draft_kv",) if self.draft is not None else ()
@@ -38,24 +39,32 @@ class Prefill(Stage):
 
     def forward(self, v: Views) -> None:
         at = self.layout
-        start_1, length_1, total_1, known_1 = v.mail[at.chunk : at.tokens].split(1)
+        start_1, length_1, total_1, known_1, prompt_1 = v.mail[at.chunk : at.tokens].split(1)
         row_1 = v.lane_row_B
         entry_C = torch.arange(self.chunk, device=row_1.device)
         valid_1C = (entry_C < length_1)[None]
         token_1C = torch.where(valid_1C, v.mail[None, at.tokens : at.tokens + self.chunk], -1)
         slot_1C = (start_1 + entry_C)[None]
-        length_1C = total_1[None].expand(1, self.chunk)
+        length_1C = torch.minimum(torch.maximum(prompt_1, slot_1C + 1), total_1)
         table_1P = v.page_table_RP[row_1]
         hidden_1CH, feature_1CF = self.target(
             token_1C, ChunkAttention(self.kernels, v.target_kv, table_1P, slot_1C, length_1C, valid_1C, slot_1C, 0)
         )
         last_1 = (length_1 - 1).clamp(min=0)
-        if self.plan.feature_width:
+        if feature_1CF is not None:
             self._draft(v, token_1C, feature_1CF, valid_1C, slot_1C, length_1C, table_1P, last_1)
         self._finish(v, self.target.logits(hidden_1CH.index_select(1, last_1)), start_1 + length_1 == total_1, total_1, known_1)
 
     def _draft(
-        self, v: Views, token_1C: Tensor, feature_1CF: Tensor, valid_1C: Tensor, slot_1C: Tensor, length_1C: Tensor, table_1P: Tensor, last_1: Tensor
+        self,
+        v: Views,
+        token_1C: Tensor,
+        feature_1CF: Tensor,
+        valid_1C: Tensor,
+        slot_1C: Tensor,
+        length_1C: Tensor,
+        table_1P: Tensor,
+        last_1: Tensor,
     ) -> None:
         """Draft KV of the chunk: token j with the feature of j - 1, and the last feature carried on."""
         assert self.draft is not None

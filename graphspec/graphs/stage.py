@@ -8,6 +8,7 @@ from typing import ClassVar, Protocol
 
 from torch import Tensor, nn
 
+from ..attention import Attention
 from ..buffers import Status, Views
 from ..errors import GraphspecError
 from ..kernels.registry import KernelSet
@@ -18,7 +19,7 @@ from ..shapes import CycleShape
 class TargetModel(Protocol):
     """What the stages ask of a target network (:mod:`graphspec.models.llama`)."""
 
-    def __call__(self, token_BT: Tensor, attention: object) -> tuple[Tensor, Tensor | None]: ...
+    def __call__(self, token_BT: Tensor, attention: Attention) -> tuple[Tensor, Tensor | None]: ...
 
     def logits(self, hidden: Tensor) -> Tensor: ...
 
@@ -26,9 +27,10 @@ class TargetModel(Protocol):
 class DraftModel(Protocol):
     """What the stages ask of a draft network (:mod:`graphspec.variants`)."""
 
-    target_token_Vd: Tensor | None
+    @property
+    def target_token_Vd(self) -> Tensor | None: ...
 
-    def __call__(self, token_BT: Tensor, hidden_BTH: Tensor, attention: object) -> Tensor: ...
+    def __call__(self, token_BT: Tensor, hidden_BTH: Tensor, attention: Attention) -> Tensor: ...
 
     def fuse(self, feature_BTF: Tensor) -> Tensor: ...
 
@@ -41,8 +43,8 @@ class Build:
 
     plan: Plan
     kernels: KernelSet
-    target: nn.Module
-    draft: nn.Module | None
+    target: TargetModel
+    draft: DraftModel | None
     shape: CycleShape
     sampling: bool
 

@@ -13,7 +13,7 @@ class TreeBuild(Stage):
     """The ``N - 1`` best candidates behind the root (EAGLE-2, section 4.1: rerank by cumulative log-probability)."""
 
     name = "tree_build"
-    reads = ("lane_row_B", "seq_len_R", "window_token_RA", "window_len_R", "candidate_score_BM", "candidate_token_BM", "candidate_parent_BM")
+    reads = ("lane_row_B", "window_token_RA", "window_len_R", "candidate_score_BM", "candidate_token_BM", "candidate_parent_BM")
     writes = ("node_token_BN", "node_parent_BN", "node_depth_BN", "node_ancestors_BNX")
 
     def forward(self, v: Views) -> None:
@@ -46,7 +46,9 @@ class ChainLayout(Stage):
             v.node_token_BN[:, 1:] = torch.where(v.candidate_score_BM > float("-inf"), v.candidate_token_BM, -1)
         v.node_parent_BN.copy_((node_N - 1).expand_as(v.node_parent_BN))
         v.node_depth_BN.copy_(node_N.expand_as(v.node_depth_BN))
-        v.node_ancestors_BNX.copy_(causal_words(self.shape.num_draft_tokens, self.plan.num_words, node_N.device).expand_as(v.node_ancestors_BNX))
+        v.node_ancestors_BNX.copy_(
+            causal_words(self.shape.num_draft_tokens, self.plan.num_words, node_N.device).expand_as(v.node_ancestors_BNX)
+        )
 
 
 def _root(v: Views) -> torch.Tensor:

@@ -6,7 +6,7 @@ import torch
 
 from ..attention import TreeAttention
 from ..buffers import Views
-from .stage import Build, Stage
+from .stage import Build, Stage, TargetModel
 
 
 class Verify(Stage):
@@ -16,7 +16,7 @@ class Verify(Stage):
 
     def __init__(self, build: Build) -> None:
         super().__init__(build)
-        self.target = build.target
+        self.target: TargetModel = build.target
         nodes = ("node_token_BN", "node_depth_BN", "node_ancestors_BNX")
         self.reads = ("lane_row_B", "status_R", "seq_len_R", "page_table_RP", "target_kv", *nodes)
         self.writes = ("target_kv", "logits_BNV", *(("feature_BNF",) if self.plan.feature_width else ()))
@@ -41,5 +41,5 @@ class Verify(Stage):
         )
         hidden_BNH, feature_BNF = self.target(torch.where(valid_BN, v.node_token_BN, -1), attention)
         v.logits_BNV.copy_(self.target.logits(hidden_BNH))
-        if self.plan.feature_width:
+        if feature_BNF is not None:
             v.feature_BNF.copy_(feature_BNF)

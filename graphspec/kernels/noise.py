@@ -1,8 +1,9 @@
 """Gumbel noise from a counter hash: a pure function of (seed, position, token), so every stage that asks gets the same bits.
 
 The 32-bit mixer is ``lowbias32`` of Chris Wellons' hash-prospector (public domain, https://github.com/skeeto/hash-prospector): a
-bijection found by search for the lowest avalanche bias. Seed and position are absorbed into *two* 32-bit words, in different order and from different constants (the first 64 fractional bits of the golden ratio); with one word, two positions whose states
-differ in few bits would get the same noise over the vocabulary, merely permuted.
+bijection found by search for the lowest avalanche bias. Seed and position are absorbed into *two* 32-bit words, in different order and
+from different constants (the first 64 fractional bits of the golden ratio); with one word, two positions whose states differ in few bits
+would get the same noise over the vocabulary, merely permuted.
 """
 
 from __future__ import annotations

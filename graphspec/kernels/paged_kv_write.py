@@ -63,6 +63,5 @@ OP = KernelOp(
     contract=paged_kv_write.__doc__ or "",
     reference=paged_kv_write,
     cases=_cases,
-    implementations={"native": "graphspec.kernels.native:paged_kv_write"},
     mutates=("kv_pool",),
 )

@@ -19,7 +19,7 @@ from ...errors import ConfigError
 from .build import load
 
 _native = load()
-_tree, _chunk, _write = _native.graphspec_tree_attention, _native.graphspec_chunk_attention, _native.graphspec_paged_kv_write
+_tree, _chunk = _native.graphspec_tree_attention, _native.graphspec_chunk_attention
 _library = torch.library.Library("graphspec", "FRAGMENT")
 _float32, _int32, _int64, _bool = torch.float32, torch.int32, torch.int64, torch.bool
 
@@ -109,41 +109,14 @@ def _chunk_attention(
     return out
 
 
-def _paged_kv_write(kv_pool: Tensor, layer: int, key: Tensor, value: Tensor, table: Tensor, slot: Tensor, valid: Tensor) -> None:
-    _pool(kv_pool)
-    _require("key", key, _float32)
-    _require("value", value, _float32)
-    _require("table", table, _int32)
-    _require("slot", slot, _int64)
-    _require("valid", valid, _bool)
-    table, slot, valid = table.contiguous(), slot.contiguous(), valid.contiguous()
-    lanes, tokens, groups, dim = key.shape
-    row = (dim, 1)
-    key = key if key.stride()[2:] == row else key.contiguous()
-    value = value if value.stride()[2:] == row else value.contiguous()
-    _, _, pages, page_size, _, _ = kv_pool.shape
-    dims, _keep = _longs(lanes, tokens, groups * dim, table.shape[1], page_size, pages, layer, *key.stride()[:2], *value.stride()[:2])
-    _write(kv_pool.data_ptr(), key.data_ptr(), value.data_ptr(), table.data_ptr(), slot.data_ptr(), valid.data_ptr(), dims)
-
-
 def _empty_like_query(query: Tensor, *_: object) -> Tensor:
     return query.new_empty(query.shape)
-
-
-def _nothing(*_: object) -> None:
-    return None
 
 
 _attention = "Tensor query, Tensor kv_pool, int layer, Tensor table, Tensor prefix_begin, Tensor {}, Tensor {}, float scale"
 for _name, _arguments, _kernel, _fake in (
     ("tree_attention", _attention.format("prefix_end", "ancestors") + ") -> Tensor", _tree_attention, _empty_like_query),
     ("chunk_attention", _attention.format("slot", "valid") + ") -> Tensor", _chunk_attention, _empty_like_query),
-    (
-        "paged_kv_write",
-        "Tensor(a!) kv_pool, int layer, Tensor key, Tensor value, Tensor table, Tensor slot, Tensor valid) -> ()",
-        _paged_kv_write,
-        _nothing,
-    ),
 ):
     _library.define(f"{_name}({_arguments}", tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(_name, _kernel, "CPU")
@@ -190,14 +163,3 @@ def chunk_attention(
         query_BTQD, kv_pool, layer, table_BP, prefix_begin_BT, slot_BT, valid_BT, scale
     )
     return out
-
-
-def paged_kv_write(
-    kv_pool: Tensor, layer: int, key_BTGD: Tensor, value_BTGD: Tensor, table_BP: Tensor, slot_BT: Tensor, valid_BT: Tensor
-) -> None:
-    """:func:`graphspec.kernels.paged_kv_write.paged_kv_write` in C++; invalid tokens are not written at all.
-
-    Raises:
-        ConfigError: a dtype or shape it wasn't written for.
-    """
-    torch.ops.graphspec.paged_kv_write.default(kv_pool, layer, key_BTGD, value_BTGD, table_BP, slot_BT, valid_BT)

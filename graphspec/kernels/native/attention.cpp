@@ -1,4 +1,4 @@
-// Paged attention and paged KV write for the CPU, float32. Plain C interface, no dependency but OpenMP.
+// Paged attention for the CPU, float32. Plain C interface, no dependency but OpenMP.
 //
 // Softmax in two passes: scores of every visible key, their maximum, then weights and the weighted sum. Every sum runs in one fixed order
 // (over channels for a score, over visible slots for an output), so the result of a query depends on the keys and values it sees and
@@ -365,21 +365,5 @@ void graphspec_chunk_attention(float* out, const float* query, const float* pool
       }
   }
   run(n, query, pool, table, see, static_cast<float>(scale), out, threads);
-}
-
-// dims: lanes, tokens, groups * dim, columns, page_size, pages, layer; then strides of key and value: lane, token.
-void graphspec_paged_kv_write(float* pool, const float* key, const float* value, const int32_t* table, const int64_t* slot,
-                              const uint8_t* valid, const int64_t* dims) {
-  const int64_t lanes = dims[0], tokens = dims[1], row = dims[2], columns = dims[3], page_size = dims[4], pages = dims[5], layer = dims[6];
-  const int64_t plane = pages * page_size * row;
-  for (int64_t b = 0; b < lanes; ++b)
-    for (int64_t t = 0; t < tokens; ++t) {
-      if (!valid[b * tokens + t]) continue;
-      const int64_t s = slot[b * tokens + t], column = s / page_size;
-      if (s < 0 || column >= columns) continue;
-      float* to = pool + 2 * layer * plane + (table[b * columns + column] * page_size + s % page_size) * row;
-      std::memcpy(to, key + b * dims[7] + t * dims[8], row * sizeof(float));
-      std::memcpy(to + plane, value + b * dims[9] + t * dims[10], row * sizeof(float));
-    }
 }
 }

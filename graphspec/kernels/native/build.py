@@ -83,7 +83,6 @@ def load() -> ctypes.CDLL:
     pointer, integer, real = ctypes.c_void_p, ctypes.c_int, ctypes.c_double
     library.graphspec_tree_attention.argtypes = [pointer] * 8 + [real, integer]
     library.graphspec_chunk_attention.argtypes = [pointer] * 8 + [real, integer]
-    library.graphspec_paged_kv_write.argtypes = [pointer] * 7
-    for name in ("tree_attention", "chunk_attention", "paged_kv_write"):
+    for name in ("tree_attention", "chunk_attention"):
         getattr(library, f"graphspec_{name}").restype = None
     return library

@@ -1,0 +1,1 @@
+"""Measurements and the checks that need a GPU. Not part of the installed package."""

@@ -1,0 +1,1 @@
+"""Taking the repository to a GPU machine without a network."""

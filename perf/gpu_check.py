@@ -1,0 +1,81 @@
+"""Every check that needs a GPU, in one command: ``python -m perf.gpu_check``.
+
+Runs the tests marked ``gpu`` and writes one file to ``perf/results``: where it ran, then one line for each check. On a machine without a CUDA
+device it says so and claims nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ET
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .provenance import ROOT, provenance, result_file, write_jsonl
+
+NO_DEVICE = "no CUDA device: nothing was run, nothing is claimed"
+OUTCOMES = {"failure": "failed", "error": "error", "skipped": "skipped"}
+
+
+def has_cuda() -> bool:
+    """torch is there and sees a device."""
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def read_junit(file: Path) -> list[dict[str, Any]]:
+    """One record per test of a JUnit file: ``name``, ``outcome`` (passed, failed, error, skipped), ``seconds``, ``message``."""
+    records = []
+    for case in ET.parse(file).iter("testcase"):
+        outcome, message = "passed", ""
+        for child in case:
+            if child.tag in OUTCOMES:
+                outcome = OUTCOMES[child.tag]
+                message = (child.get("message") or child.text or "").strip()[:2000]
+        name = f"{case.get('classname', '')}::{case.get('name', '')}".removeprefix("::")
+        records.append({"kind": "check", "name": name, "outcome": outcome, "seconds": float(case.get("time", 0)), "message": message})
+    return records
+
+
+def run_tests(arguments: Sequence[str]) -> tuple[int, list[dict[str, Any]]]:
+    """pytest in a process of its own over ``tests/gpu``; its exit code and the records of :func:`read_junit`.
+
+    The folder is named because collecting the others imports what a GPU machine may lack (Hydra).
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "junit.xml"
+        command = [sys.executable, "-m", "pytest", "tests/gpu", "-m", "gpu", "-p", "no:cacheprovider", f"--junitxml={report}"]
+        code = subprocess.run([*command, *arguments], cwd=ROOT, check=False).returncode
+        return code, read_junit(report) if report.is_file() else []
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code: 0 when every check passed, or when there is no device to check."""
+    parser = argparse.ArgumentParser(prog="python -m perf.gpu_check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=ROOT / "perf" / "results", help="folder of the result file (default: perf/results)")
+    parser.add_argument("pytest", nargs="*", help="further arguments for pytest, behind --")
+    options = parser.parse_args(argv)
+    if not has_cuda():
+        print(NO_DEVICE)
+        return 0
+    head, begin = provenance(), time.perf_counter()
+    code, checks = run_tests(options.pytest)
+    counts = Counter(check["outcome"] for check in checks)
+    # A run in which nothing was checked is no green run, and neither is one that skipped a check on a machine that could do it.
+    green = code == 0 and counts["passed"] == len(checks) > 0
+    summary = {"kind": "summary", "green": green, "exit_code": code, "seconds": round(time.perf_counter() - begin, 1), **counts}
+    file = result_file(options.out, "gpu-check")
+    write_jsonl(file, [head, *checks, summary])
+    print(f"{', '.join(f'{n} {outcome}' for outcome, n in sorted(counts.items())) or 'no check ran'}; written to {file}")
+    return 0 if green else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

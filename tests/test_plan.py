@@ -1,0 +1,192 @@
+"""Config and facts become numbers; what contradicts them is one message that names key, expected and found."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from graphspec.config import Config, VariantConfig
+from graphspec.errors import ConfigError
+from graphspec.graphs.mailbox import MailLayout
+from graphspec.plan import make_plan, resolve_shape
+from graphspec.catalog import resolve_variant
+from graphspec.shapes import PLAIN, CycleShape, GraphKey, pick_bucket
+
+from ._plans import draft_facts, model_facts, plan
+
+
+def refused(key: str, expected: str, found: object, make: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make()
+    error = caught.value
+    assert error.key == key
+    assert re.search(expected, str(error.expected)), str(error)
+    assert str(error.found) == str(found)
+    assert str(error).startswith(f"{key}: expected {error.expected}, found {error.found}")
+
+
+@pytest.mark.parametrize(
+    ("shape", "candidates", "accept", "window", "words"),
+    [((0, 1, 1), 0, 1, 1, 1), ((1, 1, 2), 1, 2, 2, 1), ((4, 1, 5), 4, 5, 5, 1), ((5, 4, 8), 68, 6, 17, 1), ((3, 8, 60), 136, 4, 60, 1),
+     ((5, 4, 69), 68, 6, 69, 2), ((9, 8, 4), 520, 10, 65, 2)],
+)  # fmt: skip
+def test_numbers_of_a_shape(shape: tuple[int, int, int], candidates: int, accept: int, window: int, words: int) -> None:
+    s = CycleShape(*shape)
+    assert (s.num_candidates, s.accept_width, s.window_width, s.num_words) == (candidates, accept, window, words)
+    assert s.is_chain == (shape[1] == 1)
+
+
+@given(st.integers(1, 9), st.integers(2, 9))
+def test_as_many_nodes_as_candidates_and_no_more(steps: int, topk: int) -> None:
+    most = 1 + topk + (steps - 1) * topk**2
+    if most <= 128:
+        assert CycleShape(steps, topk, most).window_width >= most
+    refused("num_draft_tokens", f"at most {most} for num_steps={steps} and topk={topk}", most + 1, lambda: CycleShape(steps, topk, most + 1))
+
+
+def test_shapes_out_of_range() -> None:
+    refused("num_steps", ">= 0", -1, lambda: CycleShape(-1, 1, 1))
+    refused("topk", ">= 1", 0, lambda: CycleShape(1, 0, 1))
+    refused("num_draft_tokens", ">= 1", 0, lambda: CycleShape(1, 1, 0))
+    refused("num_draft_tokens", "at most 5", 7, lambda: CycleShape(4, 1, 7))
+    refused("num_draft_tokens", "num_steps . 1 = 5 when topk is 1", 3, lambda: CycleShape(4, 1, 3))
+    with pytest.raises(ConfigError, match="a window of at most 128 slots, found 145 slots"):
+        CycleShape(10, 16, 9)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "shape"),
+    [("LlamaForCausalLM", (5, 4, 8)), ("Qwen3ForCausalLM", (3, 1, 4)), ("MistralForCausalLM", (3, 1, 4)), ("Qwen2ForCausalLM", (3, 1, 4))],
+)
+def test_automatic_shape(architecture: str, shape: tuple[int, int, int]) -> None:
+    assert resolve_shape(resolve_variant("eagle3"), VariantConfig(), architecture) == CycleShape(*shape)
+    assert resolve_shape(resolve_variant("none"), VariantConfig(), architecture) == PLAIN
+
+
+@pytest.mark.parametrize(
+    ("given", "missing"),
+    [
+        ({"num_steps": 4}, "variant.topk, variant.num_draft_tokens"),
+        ({"topk": 4}, "variant.num_steps, variant.num_draft_tokens"),
+        ({"num_draft_tokens": 4}, "variant.num_steps, variant.topk"),
+        ({"num_steps": 4, "topk": 2}, "variant.num_draft_tokens"),
+        ({"topk": 1, "num_draft_tokens": 4}, "variant.num_steps"),
+        ({"num_steps": 4, "num_draft_tokens": 4}, "variant.topk"),
+    ],
+)
+def test_some_of_three_settings(given: dict[str, int], missing: str) -> None:
+    refused(missing, "the others are set", "no value", lambda: resolve_shape(resolve_variant("eagle3"), VariantConfig(**given), "LlamaForCausalLM"))
+
+
+@pytest.mark.parametrize("nodes", [None, 5, 9])
+def test_a_chain_has_as_many_nodes_as_steps_and_a_root(nodes: int | None, caplog: pytest.LogCaptureFixture) -> None:
+    config = VariantConfig(num_steps=4, topk=1, num_draft_tokens=nodes)
+    with caplog.at_level(logging.WARNING):
+        assert resolve_shape(resolve_variant("eagle3"), config, "LlamaForCausalLM") == CycleShape(4, 1, 5)
+    warned = [record.getMessage() for record in caplog.records]
+    assert warned == (["topk=1 is a chain: num_draft_tokens=9 becomes num_steps + 1 = 5"] if nodes == 9 else [])
+
+
+def test_plain_decoding_takes_no_shape() -> None:
+    def resolve(**values: int) -> CycleShape:
+        return resolve_shape(resolve_variant("none"), VariantConfig(name="none", **values), "LlamaForCausalLM")
+
+    assert resolve(num_steps=0, topk=1, num_draft_tokens=1) == PLAIN
+    refused("variant.num_steps", "nothing to draft", {"num_steps": 3, "topk": None, "num_draft_tokens": None}, lambda: resolve(num_steps=3))
+    refused("variant.num_steps", "at least 1", 0, lambda: plan(shape=(0, 2, 1)))
+
+
+def test_too_many_nodes_and_unknown_variant() -> None:
+    refused("num_draft_tokens", "at most 22", 23, lambda: plan(shape=(3, 3, 23)))
+    refused("variant", "one of none, eagle3", "'medusa'", lambda: plan("medusa"))
+
+
+@pytest.mark.parametrize(
+    ("rows", "asked", "buckets"),
+    [(8, [1, 2, 4, 8], (1, 2, 4, 8)), (3, [1, 2, 4, 8], (1, 2, 4)), (1, [4, 8], (4,)), (5, [5], (5,)), (4, [1, 2, 4, 8], (1, 2, 4))],
+)
+def test_buckets_reach_the_rows_and_no_further(rows: int, asked: list[int], buckets: tuple[int, ...]) -> None:
+    made = plan(runtime={"max_rows": rows, "buckets": asked})
+    assert made.buckets == buckets
+    assert [key.bucket for key in made.graph_keys(sampling=True)] == sorted(buckets, reverse=True)
+    assert all(key == GraphKey(key.bucket, made.shape, True) for key in made.graph_keys(sampling=True))
+    assert all(pick_bucket(made.buckets, lanes) >= lanes for lanes in range(1, rows + 1))
+
+
+def test_buckets_below_the_rows_are_refused() -> None:
+    refused("runtime.buckets", "at least max_rows = 9 lanes", [1, 2, 4, 8], lambda: plan(runtime={"max_rows": 9}))
+    refused("runtime.buckets", "at least 5 lanes", [1, 4], lambda: pick_bucket((1, 4), 5))
+    for buckets in ([], [2, 1], [1, 1], [0, 4]):
+        refused("runtime.buckets", "non-empty ascending", buckets, lambda buckets=buckets: plan(runtime={"buckets": buckets}))
+
+
+@given(
+    st.sampled_from([(4, 1, 5), (3, 3, 10), (5, 4, 16), None]), st.integers(1, 32), st.integers(0, 3), st.integers(2, 64), st.integers(1, 8),
+)  # fmt: skip
+def test_sizes_hold_what_launches_touch(shape: Any, page_size: int, run_ahead: int, context: int, rows: int) -> None:
+    made = plan("eagle3" if shape else "none", shape=shape, max_context=context, runtime={"page_size": page_size, "run_ahead": run_ahead, "max_rows": rows})
+    slots = made.table_width * page_size
+    assert slots >= context + run_ahead * made.accept_width + made.window_width
+    assert slots - page_size < context + made.tokens_in_flight
+    assert made.max_positions == slots
+    assert made.num_pages == 1 + rows * made.table_width, "every row to its end, and the dummy page"
+    assert made.ring_depth >= run_ahead + 2
+    layout = MailLayout.of(made)
+    first_prefill = math.ceil((made.prefill_chunks[-1] + made.window_width) / page_size) + 1
+    growth = max(made.buckets) * math.ceil(made.accept_width / page_size)
+    assert layout.max_pages >= max(first_prefill, growth)
+    assert (layout.max_lanes, layout.dummy_row) == (max(made.buckets), rows)
+
+
+def test_pages_and_context_that_do_not_fit() -> None:
+    # window of the (3, 3, 10) tree: 10 slots, and one token
+    assert plan(shape=(3, 3, 10), runtime={"page_size": 4, "num_pages": 3}).num_pages == 4
+    refused("runtime.num_pages", "at least 3 pages of 4", 2, lambda: plan(shape=(3, 3, 10), runtime={"page_size": 4, "num_pages": 2}))
+    refused("model.max_context", "at most the checkpoint's 64", 65, lambda: plan(max_context=65))
+    assert plan(max_context=64).max_context == plan().max_context == 64
+
+
+def test_what_only_some_devices_can_do() -> None:
+    refused("runtime", "eager or compiled on this machine", "captured on cpu", lambda: plan(runtime={"name": "captured"}))
+    assert plan(runtime={"name": "captured"}, device="cuda").captured
+    assert (plan().dtype, plan(device="cuda").dtype) == ("float32", "bfloat16")
+    assert [plan(runtime={"name": name}).kernels for name in ("eager", "compiled")] == ["reference", "compiled"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("num_stepz", 5), ("name", "eager"), ("variant", "eagle3"), ("page_sizes", 1)],
+)
+def test_unknown_override(name: str, value: object) -> None:
+    refused(name, "a configuration key, one of .*num_steps.*page_size", f"{name}={value!r}", lambda: Config().replaced(**{name: value}))
+
+
+def test_override_reaches_its_group() -> None:
+    config = Config().replaced(num_steps=2, page_size=4, dtype="float16", max_context=7, attention="native", seed=5)
+    assert (config.variant.num_steps, config.runtime.page_size, config.hardware.dtype) == (2, 4, "float16")
+    assert (config.model.max_context, config.kernels.attention, config.sampling.seed) == (7, "native", 5)
+    assert Config().replaced() == Config()
+    refused("runtime.page_size", ">= 1", 0, lambda: Config().replaced(page_size=0))
+
+
+def test_draft_facts_reach_the_plan() -> None:
+    made = plan()
+    assert (made.feature_width, made.tap_layers, made.draft_context) == (32, (0, 1), 64)
+    assert (plan("none").feature_width, plan("none").tap_layers) == (0, ())
+    short = make_plan(Config(), model_facts(), draft_facts(max_position_embeddings=20), device="cpu")
+    assert (short.draft_context, short.max_context) == (20, 64)
+    described = made.describe()
+    assert (described["variant"], described["num_steps"], described["topk"], described["num_draft_tokens"]) == ("eagle3", 5, 4, 8)
+
+
+def test_planning_imports_no_torch() -> None:
+    code = "import sys, graphspec.plan, graphspec.facts, graphspec.catalog; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
