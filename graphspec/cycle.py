@@ -125,23 +125,33 @@ class Cycle:
         """Build, compile and capture the programs that do not exist yet. Only between runs: nothing may be in flight.
 
         Prefill stays direct under every runtime: a prompt runs through it once, compiling each chunk size costs more than it saves.
+
+        Raises:
+            CaptureError: a buffer moved since it was captured.
+            ResourceError: launches are unread.
         """
+        if self._capturer:
+            self.arena.check_addresses()
         missing = [key for key in keys if key not in self.programs]
         if not missing:
             return
         if self._in_flight:
             raise ResourceError("cycle", "no cycle in flight while programs are built", f"{len(self._in_flight)} in flight")
         state = self.arena.snapshot(("mail", "state", "ring"))
-        with torch.no_grad():
-            for done, key in enumerate(missing):
-                if progress:
-                    progress("compile" if self.plan.kernels == "compiled" else "build", done, len(missing))
-                self.layout.encode(Message(lanes=()), self._mail[0])
-                self.arena["mail"].copy_(self._mail[0])
-                self.programs[key] = self._build(key)
+        phase = "compile" if self.plan.kernels == "compiled" else "build"
+        try:
+            with torch.no_grad():
+                for done, key in enumerate(missing):
+                    if progress:
+                        progress(phase, done, len(missing))
+                    self.layout.encode(Message(lanes=()), self._mail[0])
+                    self.arena["mail"].copy_(self._mail[0])
+                    self.programs[key] = self._build(key)
+        finally:
+            # Building runs programs, and a failed build must not leave the ring ahead of the host.
+            self.arena.restore(state)
         if progress:
-            progress("compile" if self.plan.kernels == "compiled" else "build", len(missing), len(missing))
-        self.arena.restore(state)
+            progress(phase, len(missing), len(missing))
 
     def _build(self, key: Key) -> Program:
         direct = isinstance(key, PrefillKey)

@@ -1,7 +1,7 @@
 """Every check that needs a GPU, in one command: ``python -m perf.gpu_check``.
 
-Runs the tests marked ``gpu`` and writes one file to ``perf/results``: where it ran, then one line for each check. On a machine without a CUDA
-device it says so and claims nothing.
+Runs the tests marked ``gpu`` and writes one file to ``perf/results``: where it ran, then one line for each check. On a machine without
+a CUDA device it says so and claims nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ OUTCOMES = {"failure": "failed", "error": "error", "skipped": "skipped"}
 
 
 def has_cuda() -> bool:
-    """torch is there and sees a device."""
+    """Torch is there and sees a device."""
     import torch
 
     return torch.cuda.is_available()
@@ -45,7 +45,7 @@ def read_junit(file: Path) -> list[dict[str, Any]]:
 
 
 def run_tests(arguments: Sequence[str]) -> tuple[int, list[dict[str, Any]]]:
-    """pytest in a process of its own over ``tests/gpu``; its exit code and the records of :func:`read_junit`.
+    """Pytest in a process of its own over ``tests/gpu``; its exit code and the records of :func:`read_junit`.
 
     The folder is named because collecting the others imports what a GPU machine may lack (Hydra).
     """
@@ -58,7 +58,9 @@ def run_tests(arguments: Sequence[str]) -> tuple[int, list[dict[str, Any]]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0 when every check passed, or when there is no device to check."""
-    parser = argparse.ArgumentParser(prog="python -m perf.gpu_check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m perf.gpu_check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "perf" / "results", help="folder of the result file (default: perf/results)")
     parser.add_argument("pytest", nargs="*", help="further arguments for pytest, behind --")
     options = parser.parse_args(argv)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from graphspec.engine.outputs import Output
+    from graphspec.engine.request import Request
 
 CHAIN = {"num_steps": 4, "topk": 1, "num_draft_tokens": 5}
 TREE = {"num_steps": 3, "topk": 3, "num_draft_tokens": 10}
@@ -54,7 +55,10 @@ class Pair:
             eos = [] if ignore_eos else [model.generation_config.eos_token_id]
             model.generation_config.eos_token_id = [*eos, *stop] or None
             with torch.no_grad():
-                out = model.generate(torch.tensor([list(prompt)]), max_new_tokens=max_tokens, do_sample=False, pad_token_id=0)
+                token_BT = torch.tensor([list(prompt)])
+                # Without a mask, transformers takes token 0 of the prompt for padding.
+                mask_BT = torch.ones_like(token_BT)
+                out = model.generate(token_BT, attention_mask=mask_BT, max_new_tokens=max_tokens, do_sample=False, pad_token_id=0)
             self._greedy[key] = out[0, len(prompt) :].tolist()
         return self._greedy[key]
 
@@ -87,7 +91,7 @@ def _pointer(distance: int, rms: float) -> tuple[Tensor, Tensor]:
     return query.float(), torch.cat((size * phase.cos(), size * phase.sin())).float()
 
 
-def mirror_pair(path: Path, *, noise: float = 0.0, seed: int = 0, max_positions: int = 96, eos: int = MIRROR_VOCAB - 1) -> Pair:
+def mirror_pair(path: Path, *, noise: float = 0.0, seed: int = 1, max_positions: int = 96, eos: int = MIRROR_VOCAB - 1) -> Pair:
     """A target, and an EAGLE-3 head that computes the same function; ``noise`` on its output layer makes it miss now and then.
 
     Token t is a unit vector e_t in the first of three blocks of the residual stream. The target's first layer copies e of the token before into the
@@ -172,18 +176,49 @@ def prompts(count: int, lengths: Sequence[int] = (5, 3, 17, 8, 1, 9, 16, 24), vo
     return [torch.randint(0, vocab - 1, (lengths[i % len(lengths)],), generator=generator).tolist() for i in range(count)]
 
 
+def add_tokenizer(folder: Path) -> None:
+    """A word for every id (``w0`` to ``w43``), one space between words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(MIRROR_VOCAB)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
+
+
+def words(tokens: Sequence[int]) -> str:
+    """Text of ``tokens`` by that tokenizer."""
+    return " ".join(f"w{token}" for token in tokens)
+
+
 def ids(outputs: Sequence[Output]) -> list[list[int]]:
     return [output.token_ids for output in outputs]
 
 
-def watch_schedulers(monkeypatch: pytest.MonkeyPatch) -> list[Scheduler]:
-    """Every scheduler an engine makes from now on."""
-    made: list[Scheduler] = []
+class Watched(Scheduler):
+    """A scheduler that remembers its requests."""
 
-    class Watched(Scheduler):
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.seen: list[Request] = []
+
+    def add(self, request: Request) -> None:
+        super().add(request)
+        self.seen.append(request)
+
+    @property
+    def preempted(self) -> int:
+        return sum(request.preempted for request in self.seen)
+
+
+def watch_schedulers(monkeypatch: pytest.MonkeyPatch) -> list[Watched]:
+    """Every scheduler an engine makes from now on."""
+    made: list[Watched] = []
+
+    class Listed(Watched):
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
             made.append(self)
 
-    monkeypatch.setattr(llm_module, "Scheduler", Watched)
+    monkeypatch.setattr(llm_module, "Scheduler", Listed)
     return made

@@ -56,7 +56,7 @@ def load_cuda_guard() -> None:
             done = subprocess.run([compiler, *flags, "-o", str(built), str(GUARD), "-lc10"], capture_output=True, text=True)
             if done.returncode != 0:
                 raise RuntimeError(f"{compiler} could not compile {GUARD.name}:\n{done.stderr[-2000:]}")
-            os.replace(built, library)
+            built.replace(library)
     ctypes.CDLL(str(library))
 
 
@@ -68,8 +68,8 @@ def tensors(*values: Any) -> Iterator[Tensor]:
 class NoHostTraffic(TorchDispatchMode):
     """Refuses what a CUDA graph can't hold and fake tensors don't notice.
 
-    Copies between devices, results on the CPU, and masks that index an assignment (their positions are counted on the host). Zero-dimensional CPU
-    tensors as *arguments* pass: that is how torch hands a Python number to a kernel.
+    Copies between devices, results on the CPU, and masks that index an assignment (their positions are counted on the host).
+    Zero-dimensional CPU tensors as *arguments* pass: that is how torch hands a Python number to a kernel.
     """
 
     COPIES = (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default)
@@ -85,7 +85,7 @@ class NoHostTraffic(TorchDispatchMode):
         if func in self.COPIES and len({t.device.type for t in tensors(args, result)}) > 1:
             raise HostTrafficError(f"{func}: a copy between devices")
         if func in self.ASSIGNMENTS:
-            target, indices, value = args[:3]
+            _, indices, value = args[:3]
             masks = [i for i in indices if i is not None and i.dtype in (torch.bool, torch.uint8)]
             if masks and not (value.dim() == 0 and value.device.type == "cpu"):
                 raise HostTrafficError(f"{func}: a boolean mask on the left of an assignment")

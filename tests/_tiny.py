@@ -19,7 +19,7 @@ SHAPES = {
     "none": CycleShape(0, 1, 1),
     "chain": CycleShape(4, 1, 5),
     "tree": CycleShape(5, 4, 16),
-    "two-words": CycleShape(6, 8, 70),
+    "two-words": CycleShape(3, 6, 70),
 }
 """One shape of each structure a cycle can have; the last needs more than one ancestor word."""
 
@@ -70,7 +70,9 @@ def tiny_networks(plan: Plan) -> Networks:
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.data.copy_(1 + 0.2 * noise if "norm" in name else 0.2 * noise)
     if draft is not None:
-        draft.target_token_Vd.copy_(torch.randperm(plan.target.vocab_size, generator=generator)[: draft.facts.draft_vocab_size].sort().values)
+        draft.target_token_Vd.copy_(
+            torch.randperm(plan.target.vocab_size, generator=generator)[: draft.facts.draft_vocab_size].sort().values
+        )
     return Networks(target.eval(), draft.eval() if draft is not None else None)
 
 

@@ -1,7 +1,7 @@
 """Proof without a GPU that every program can be captured, and that stages touch what they declare and nothing else.
 
-The whole cycle and the prefill run on fake ``cuda`` tensors: a value needed on the host, a shape that depends on data, a copy to or from the CPU
-raises. ``torch.compile(fullgraph=True)`` would not show these; it compiles ``.item()`` and boolean masks without a word.
+The whole cycle and the prefill run on fake ``cuda`` tensors: a value needed on the host, a shape that depends on data, a copy to or from
+the CPU raises. ``torch.compile(fullgraph=True)`` would not show these; it compiles ``.item()`` and boolean masks without a word.
 """
 
 from __future__ import annotations
@@ -128,7 +128,9 @@ def _from_list(v: Views) -> None:
 
 
 @pytest.mark.parametrize(
-    "planted", [_item, _branch, _slice, _mask, _masked_assignment, _nonzero, _tolist, _to_cpu, _from_cpu, _from_list], ids=lambda f: f.__name__
+    "planted",
+    [_item, _branch, _slice, _mask, _masked_assignment, _nonzero, _tolist, _to_cpu, _from_cpu, _from_list],
+    ids=lambda f: f.__name__,
 )
 def test_a_planted_host_read_is_caught(planted: Callable[[Views], None]) -> None:
     """In the middle of the cycle, inside a stage that is otherwise the real one."""
@@ -276,3 +278,19 @@ def test_an_undeclared_write_would_show() -> None:
         view = cycle.views(key).window_token_RA[:, 1:]
         view[0] = cycle.views(key).path_BA[0, 1:]
     assert touched.written == {"window_token_RA"} and touched.read == {"path_BA"}
+
+
+def test_a_failed_build_leaves_the_ring_where_it_was() -> None:
+    cycle, key, message = warm_cycle("chain")
+
+    def fail(phase: str, done: int, total: int) -> None:
+        if done == 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        cycle.prepare([GraphKey(1, cycle.plan.shape, True), GraphKey(2, cycle.plan.shape, True)], fail)
+    before = [cycle.arena["seq_len_R"][row].item() for row in message.lanes]
+    entry = cycle.read(cycle.launch(key, message))
+    after = [cycle.arena["seq_len_R"][row].item() for row in message.lanes]
+    assert [b - a for a, b in zip(before, after, strict=True)] == [len(tokens) for tokens in entry.tokens[: len(message.lanes)]]
+    assert min(map(len, entry.tokens[: len(message.lanes)])) >= 1

@@ -94,8 +94,8 @@ def summarise(requests: Sequence[Request], depth: int) -> Metrics:
 class Detokenizer:
     """Text of a growing token list: what :meth:`push` returns never has to be taken back.
 
-    A character may span several tokens, and some tokenizers decide on spaces by the token before; so the decode starts one step back and text
-    that ends inside a character is held until it is whole.
+    A character may span several tokens, and some tokenizers decide on spaces by the token before; so the decode starts one step back and
+    text that ends inside a character is held until it is whole.
     """
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:

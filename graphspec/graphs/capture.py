@@ -15,19 +15,11 @@ WARM_UP_CALLS = 3
 class Captured:
     """One captured program. Replaying it is one launch; the program's tensors stay alive with it."""
 
-    def __init__(self, program: Callable[[], None], graph: torch.cuda.CUDAGraph, arena: Arena) -> None:
-        self._program, self._graph, self._arena = program, graph, arena
+    def __init__(self, program: Callable[[], None], graph: torch.cuda.CUDAGraph) -> None:
+        self._program, self._graph = program, graph
 
     def __call__(self) -> None:
         self._graph.replay()
-
-    def check(self) -> None:
-        """Raise when a buffer of the program moved since capture.
-
-        Raises:
-            CaptureError: names the slot, the captured address and the present one.
-        """
-        self._arena.check_addresses()
 
 
 class Capturer:
@@ -57,4 +49,4 @@ class Capturer:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             program()
-        return Captured(program, graph, self._arena)
+        return Captured(program, graph)

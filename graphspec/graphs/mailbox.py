@@ -75,8 +75,8 @@ class MailLayout:
     max_tokens: int
     dummy_row: int
 
-    JOIN_WORDS = 5
-    CHUNK_WORDS = 5
+    JOIN_WORDS: ClassVar[int] = 5
+    CHUNK_WORDS: ClassVar[int] = 5
 
     @classmethod
     def of(cls, plan: Plan) -> MailLayout:

@@ -31,7 +31,8 @@ INSTALL = """#!/bin/sh
 # Installs the wheels beside this script into ./site, without a network. Nothing outside this folder is touched.
 set -eu
 cd "$(dirname "$0")"
-"${PYTHON:-python3}" -c 'import sys; sys.exit(0 if sys.version_info[:2] == (@MAJOR@, @MINOR@) else "these wheels are for Python @MAJOR@.@MINOR@")'
+"${PYTHON:-python3}" -c 'import sys
+sys.exit(0 if sys.version_info[:2] == (@MAJOR@, @MINOR@) else "these wheels are for Python @MAJOR@.@MINOR@")'
 if ls wheels/*.whl >/dev/null 2>&1; then
     "${PYTHON:-python3}" -m pip install --quiet --no-index --no-deps --upgrade --target site wheels/*.whl
 fi
@@ -125,12 +126,12 @@ def check_wheels(folder: Path, target: Target) -> None:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m perf.gpu.pack", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m perf.gpu.pack", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder to write; must not exist, or be empty")
     parser.add_argument("--python", default="3.12", help="Python version there (default: 3.12)")
-    parser.add_argument(
-        "--platform", action="append", help=f"platform tag there, may be repeated (default: {' '.join(DEFAULT_PLATFORMS)})"
-    )
+    parser.add_argument("--platform", action="append", help=f"platform tag there, may be repeated (default: {' '.join(DEFAULT_PLATFORMS)})")
     parser.add_argument(
         "--requirement", action="append", help=f"a package it lacks, may be repeated (default: {' '.join(DEFAULT_REQUIREMENTS)})"
     )
@@ -146,7 +147,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--no-wheels contradicts --requirement")
     if options.out.exists() and (not options.out.is_dir() or any(options.out.iterdir())):
         parser.error(f"--out: expected a new or empty folder, found {options.out}")
-    if ROOT == options.out.resolve() or ROOT in options.out.resolve().parents:
+    if options.out.resolve() == ROOT or ROOT in options.out.resolve().parents:
         parser.error(f"--out: expected a folder outside the repository, found {options.out}")
     return options
 
