@@ -1,6 +1,7 @@
 """Static buffers: every tensor a cycle touches is a declared slot, allocated once and never moved.
 
-Letters are those of :mod:`graphspec.shapes`; ``1``-suffixed slots are scalars, ``Z`` is the ring depth, ``E`` the stop ids a row may have.
+Letters are those of :mod:`graphspec.shapes`; ``1``-suffixed slots are scalars, ``Z`` is the ring depth, ``J`` the words of a ring lane,
+``E`` the stop ids a row may have.
 """
 
 from __future__ import annotations
@@ -19,6 +20,10 @@ from .shapes import MAX_WINDOW
 Kind = Literal["mail", "state", "lane", "ring", "kv"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+RING_FIELDS = 2
+"""Words of a ring entry's lane before its A tokens: how many of them are new, and the row's status."""
 
 
 class Status:
@@ -100,9 +105,7 @@ def declare_slots(plan: Plan, mail_size: int) -> tuple[Slot, ...]:
         Slot("accept_len_B", ("B",), i64, "lane"),
         Slot("outcome_B", ("B",), i64, "lane", Status.FREE),
         Slot("cycle_1", (1,), i64, "state"),
-        Slot("ring_token_ZBA", ("Z", "B", "A"), i64, "ring", -1),
-        Slot("ring_len_ZB", ("Z", "B"), i64, "ring"),
-        Slot("ring_status_ZB", ("Z", "B"), i64, "ring"),
+        Slot("ring_ZBJ", ("Z", "B", plan.accept_width + RING_FIELDS), i64, "ring", -1),
         _pool("target_kv", plan, plan.target.num_layers, plan.target.num_kv_heads, plan.target.head_dim, dtype),
     ]
     if plan.feature_width:

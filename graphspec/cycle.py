@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from .buffers import Arena, Views
+from .buffers import RING_FIELDS, Arena, Views
 from .errors import ResourceError
 from .graphs.accept import Accept, Commit, CommitState
 from .graphs.capture import Capturer
@@ -106,8 +106,8 @@ class Cycle:
         pinned = plan.device == "cuda"
         # A message may still be on its way to the device while the next one is written, hence one buffer per ring slot.
         self._mail = [torch.zeros(self.layout.size, dtype=torch.int64, pin_memory=pinned) for _ in range(plan.ring_depth)]
-        ring_shapes = [self.arena[name].shape[1:] for name in ("ring_token_ZBA", "ring_len_ZB", "ring_status_ZB")]
-        self._results = [[torch.zeros(s, dtype=torch.int64, pin_memory=pinned) for s in ring_shapes] for _ in range(plan.ring_depth)]
+        ring_shape = self.arena["ring_ZBJ"].shape[1:]
+        self._results = [torch.zeros(ring_shape, dtype=torch.int64, pin_memory=pinned) for _ in range(plan.ring_depth)]
         self._events: list[torch.cuda.Event | None] = [torch.cuda.Event() if pinned else None for _ in range(plan.ring_depth)]
         self._in_flight: deque[int] = deque()
         self._launched = 0
@@ -186,8 +186,7 @@ class Cycle:
         event = self._events[slot]
         if event is None:
             return
-        for host, name in zip(self._results[slot], ("ring_token_ZBA", "ring_len_ZB", "ring_status_ZB"), strict=True):
-            host.copy_(self.arena[name][slot], non_blocking=True)
+        self._results[slot].copy_(self.arena["ring_ZBJ"][slot], non_blocking=True)
         event.record()
 
     def read(self, ticket: int) -> RingEntry:
@@ -203,11 +202,8 @@ class Cycle:
         event = self._events[slot]
         if event is not None:
             event.synchronize()
-            tokens, lengths, status = self._results[slot]
-        else:
-            tokens, lengths, status = (self.arena[name][slot] for name in ("ring_token_ZBA", "ring_len_ZB", "ring_status_ZB"))
-        rows = [row[:length] for row, length in zip(tokens.tolist(), lengths.tolist(), strict=True)]
-        return RingEntry(rows, status.tolist())
+        lanes = (self.arena["ring_ZBJ"][slot] if event is None else self._results[slot]).tolist()
+        return RingEntry([lane[RING_FIELDS : RING_FIELDS + lane[0]] for lane in lanes], [lane[1] for lane in lanes])
 
     @property
     def in_flight(self) -> int:

@@ -62,6 +62,8 @@ def load_cuda_guard() -> None:
 
 def tensors(*values: Any) -> Iterator[Tensor]:
     """Every tensor inside nested arguments."""
+    if len(values) == 1 and isinstance(values[0], Tensor):
+        return iter(values)
     return (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
 
 

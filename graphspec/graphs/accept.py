@@ -71,7 +71,7 @@ class Commit(Stage):
         features = ("feature_BNF", "window_feature_RAF") if self.plan.feature_width else ()
         state = ("seq_len_R", "window_token_RA", "window_len_R", "budget_R", "cycle_1")
         self.reads = ("lane_row_B", "sample_BN", "path_BA", "accept_len_B", "outcome_B", *state, *features)
-        self.writes = (*state, "status_R", *features[1:], "ring_token_ZBA", "ring_len_ZB", "ring_status_ZB")
+        self.writes = (*state, "status_R", *features[1:], "ring_ZBJ")
 
     def forward(self, v: Views) -> None:
         row_B, length_B = v.lane_row_B, v.accept_len_B
@@ -80,9 +80,7 @@ class Commit(Stage):
         token_BA = torch.where(valid_BA, v.sample_BN.gather(1, v.path_BA), -1)
 
         slot_1 = v.cycle_1 % self.plan.ring_depth
-        v.ring_token_ZBA.index_copy_(0, slot_1, token_BA[None])
-        v.ring_len_ZB.index_copy_(0, slot_1, length_B[None])
-        v.ring_status_ZB.index_copy_(0, slot_1, v.outcome_B[None])
+        v.ring_ZBJ.index_copy_(0, slot_1, torch.cat([length_B[:, None], v.outcome_B[:, None], token_BA], 1)[None])
         v.cycle_1.add_(1)
 
         # Inert lanes write back what stands there, so that lanes sharing the dummy row agree on its value.

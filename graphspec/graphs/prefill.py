@@ -35,7 +35,7 @@ class Prefill(Stage):
             "mail", "lane_row_B", "page_table_RP", "temperature_R", "seed_R", "stop_id_RE", "budget_R", "cycle_1", "target_kv",
             *features, *drafted,
         )  # fmt: skip
-        self.writes = ("target_kv", *state, *features, *drafted, "ring_token_ZBA", "ring_len_ZB", "ring_status_ZB")
+        self.writes = ("target_kv", *state, *features, *drafted, "ring_ZBJ")
 
     def forward(self, v: Views) -> None:
         at = self.layout
@@ -96,9 +96,8 @@ class Prefill(Stage):
         slot_1 = v.cycle_1 % self.plan.ring_depth
         entry_A = torch.arange(self.plan.accept_width, device=row_1.device)
         root_1A = torch.where(entry_A == 0, root_1[:, None], -1)
-        v.ring_token_ZBA.index_copy_(0, slot_1, torch.where(emitted_1[:, None] > 0, root_1A, -1)[None])
-        v.ring_len_ZB.index_copy_(0, slot_1, emitted_1[None])
-        v.ring_status_ZB.index_copy_(0, slot_1, outcome_1[None])
+        token_1A = torch.where(emitted_1[:, None] > 0, root_1A, -1)
+        v.ring_ZBJ.index_copy_(0, slot_1, torch.cat([emitted_1[:, None], outcome_1[:, None], token_1A], 1)[None])
         v.cycle_1.add_(1)
         v.window_token_RA.index_copy_(0, row_1, root_1A)
         v.window_len_R.index_fill_(0, row_1, 1)

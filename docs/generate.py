@@ -1,0 +1,58 @@
+"""Write ``docs/configuration.md`` from the docstrings of ``graphspec/config.py``: ``python docs/generate.py``."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "configuration.md"
+HEAD = """# Configuration
+
+Groups are chosen by name (`variant=none runtime=eager experiment=demo_tree`), keys are set by path (`runtime.page_size=1`). From Python
+the bare key is a keyword of `LLM` (`page_size=1`), and `graphspec.load_config("runtime=eager", "runtime.page_size=1")` gives the typed
+configuration. `null` means: derive it. `graphspec generate --cfg job` prints the result without running; an unknown key, a bad value and a
+contradiction each give one message and exit code 2.
+
+This page is written by `python docs/generate.py` from `graphspec/config.py`.
+"""
+
+
+def _groups(tree: ast.Module) -> dict[str, str]:
+    config = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "Config")
+    return {ast.unparse(f.annotation): ast.unparse(f.target) for f in config.body if isinstance(f, ast.AnnAssign)}
+
+
+def _default(value: ast.expr | None) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, ast.Call):
+        return (
+            ast.unparse(next(k.value.body for k in value.keywords if isinstance(k.value, ast.Lambda)))
+            if "lambda" in ast.unparse(value)
+            else "[]"
+        )
+    literal = ast.literal_eval(value)
+    return "null" if literal is None else str(literal).lower() if isinstance(literal, bool) else str(literal)
+
+
+def page() -> str:
+    """The page's text."""
+    tree = ast.parse((ROOT / "graphspec" / "config.py").read_text(encoding="utf-8"))
+    groups, out = _groups(tree), [HEAD]
+    for node in tree.body:
+        if not isinstance(node, ast.ClassDef) or node.name not in groups:
+            continue
+        out += [f"## {groups[node.name]}", "", ast.get_docstring(node) or "", "", "| key | default | meaning |", "|---|---|---|"]
+        body = node.body
+        for i, field in enumerate(body):
+            if isinstance(field, ast.AnnAssign):
+                after = body[i + 1] if i + 1 < len(body) else None
+                said = after.value.value if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) else ""
+                out.append(f"| `{ast.unparse(field.target)}` | `{_default(field.value)}` | {' '.join(str(said).split())} |")
+        out.append("")
+    return "\n".join(out).rstrip() + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

@@ -1,0 +1,26 @@
+"""The documents tell the truth: generated pages are current, links lead somewhere, named tests exist."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
+
+
+def test_configuration_page_is_current() -> None:
+    generate = runpy.run_path(str(ROOT / "docs" / "generate.py"))
+    assert (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8") == generate["page"](), "run python docs/generate.py"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_links_and_named_files_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    links = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link]
+    named = re.findall(r"`((?:graphspec|tests|perf|docs|recipes|conf)/[\w./]+\.\w+)`", text)
+    missing = [link for link in links if not (page.parent / link).exists()] + [name for name in named if not (ROOT / name).exists()]
+    assert not missing
