@@ -14,7 +14,7 @@ from .errors import ConfigError
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 RUNTIMES = ("eager", "compiled", "captured")
 KERNELS = ("auto", "reference", "compiled", "fused")
-ATTENTIONS = ("auto", "reference", "native")
+IMPLEMENTATIONS = ("auto", "reference", "native")
 DEVICES = ("auto", "cpu", "cuda")
 DRAFT_NOISES = ("coupled", "none")
 
@@ -106,11 +106,14 @@ class KernelsConfig:
     mode: str = "auto"
     """reference: plain torch; compiled: torch.compile; fused: hand-written kernels; auto: what the runtime preset means."""
     attention: str = "auto"
-    """reference: plain torch; native: C++ for the CPU; auto: native for a compiled CPU cycle, else reference."""
+    """reference: plain torch; native: C++ for the CPU; auto: native for a compiled float32 cycle on the CPU, else reference."""
+    linear: str = "auto"
+    """The same choice for linear layers; native ones hold their weights packed."""
 
     def __post_init__(self) -> None:
         _choice("kernels.mode", self.mode, KERNELS)
-        _choice("kernels.attention", self.attention, ATTENTIONS)
+        _choice("kernels.attention", self.attention, IMPLEMENTATIONS)
+        _choice("kernels.linear", self.linear, IMPLEMENTATIONS)
 
 
 @dataclass(kw_only=True)

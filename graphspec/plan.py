@@ -53,6 +53,7 @@ class Plan:
     dtype: str
     kernels: str
     attention: str
+    linear: str
     captured: bool
 
     @property
@@ -95,6 +96,8 @@ def resolve_shape(variant: Variant, config: VariantConfig, architecture: str) ->
         return PLAIN
     if len(missing) == len(given):
         return variant.shape_for(architecture)
+    if config.num_steps == 0:
+        raise ConfigError("variant.num_steps", "at least 1 (variant=none decodes plainly)", 0)
     if config.topk == 1 and config.num_steps is not None:
         nodes = config.num_steps + 1
         if config.num_draft_tokens not in (None, nodes):
@@ -104,8 +107,6 @@ def resolve_shape(variant: Variant, config: VariantConfig, architecture: str) ->
         raise ConfigError(
             ", ".join(f"variant.{key}" for key in missing), "a value, since the others are set (or leave all three unset)", "no value"
         )
-    if config.num_steps == 0:
-        raise ConfigError("variant.num_steps", "at least 1 (variant=none decodes plainly)", 0)
     return CycleShape(config.num_steps, config.topk, config.num_draft_tokens)
 
 
@@ -124,8 +125,12 @@ def make_plan(config: Config, target: ModelFacts, draft: Eagle3Facts | None, *, 
     variant, runtime = resolve_variant(config.variant.name), config.runtime
     shape = resolve_shape(variant, config.variant, target.architecture)
     max_context = config.model.max_context or target.max_position_embeddings
-    if max_context > target.max_position_embeddings:
-        raise ConfigError("model.max_context", f"at most the checkpoint's {target.max_position_embeddings}", max_context)
+    longest = int(target.max_position_embeddings * (target.rope.factor if target.rope.kind == "dynamic" else 1))
+    if max_context > longest:
+        raise ConfigError("model.max_context", f"at most the checkpoint's {longest}", max_context)
+    narrowest = min((window for window in target.sliding_window if window is not None), default=None)
+    if narrowest is not None and narrowest < shape.accept_width:
+        raise ConfigError("variant.num_steps", f"less than the target's sliding window of {narrowest}", shape.num_steps)
     buckets = tuple(bucket for bucket in runtime.buckets if bucket < runtime.max_rows)
     largest = min((bucket for bucket in runtime.buckets if bucket >= runtime.max_rows), default=None)
     if largest is None:
@@ -182,5 +187,6 @@ def make_plan(config: Config, target: ModelFacts, draft: Eagle3Facts | None, *, 
         dtype=dtype,
         kernels=kernels,
         attention=config.kernels.attention,
+        linear=config.kernels.linear,
         captured=captured,
     )

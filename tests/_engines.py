@@ -1,4 +1,4 @@
-"""Engines over tiny checkpoints: a pair whose draft equals its target, greedy decoding by transformers, and a scheduler that can be looked into."""
+"""Engines over tiny checkpoints: a pair whose draft equals its target, greedy decoding by transformers, and schedulers to look into."""
 
 from __future__ import annotations
 
@@ -66,7 +66,9 @@ class Pair:
 def random_pair(path: Path, model: Any, **head: Any) -> Pair:
     """``model`` as a target, and a random EAGLE-3 head that fits it."""
     config = model.config
-    tensors = eagle3_tensors(hidden_size=config.hidden_size, target_hidden_size=config.hidden_size, vocab_size=config.vocab_size, num_taps=2)
+    tensors = eagle3_tensors(
+        hidden_size=config.hidden_size, target_hidden_size=config.hidden_size, vocab_size=config.vocab_size, num_taps=2
+    )
     layers = config.num_hidden_layers
     taps = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [-1, layers - 2], "use_aux_hidden_state": True}}
     target = write_hf(model, path / "target")
@@ -94,16 +96,18 @@ def _pointer(distance: int, rms: float) -> tuple[Tensor, Tensor]:
 def mirror_pair(path: Path, *, noise: float = 0.0, seed: int = 1, max_positions: int = 96, eos: int = MIRROR_VOCAB - 1) -> Pair:
     """A target, and an EAGLE-3 head that computes the same function; ``noise`` on its output layer makes it miss now and then.
 
-    Token t is a unit vector e_t in the first of three blocks of the residual stream. The target's first layer copies e of the token before into the
-    second block and e of the one before that into the third, by attention heads that point one and two positions back; its second layer
-    adds nothing. The next token thus depends on the last three tokens. The head takes the same three from three different places: the token itself, the
-    target's feature (or its own hidden state), and its own KV two positions back. A slot, position or feature that is off by one shows as a miss.
+    Token t is a unit vector e_t in the first of three blocks of the residual stream. The target's first layer copies e of the token before
+    into the second block and e of the one before that into the third, by attention heads that point one and two positions back; its second
+    layer adds nothing. The next token thus depends on the last three tokens. The head takes the same three from three different places: the
+    token itself, the target's feature (or its own hidden state), and the feature of the token before, kept in its own KV. A slot, position
+    or feature that is off by one shows as a miss.
     """
     generator = torch.Generator().manual_seed(seed)
     eps = 1e-5
     config = LlamaConfig(
         vocab_size=MIRROR_VOCAB, hidden_size=HIDDEN, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
-        head_dim=HEAD_DIM, max_position_embeddings=max_positions, rms_norm_eps=eps, bos_token_id=0, eos_token_id=eos, tie_word_embeddings=False,
+        head_dim=HEAD_DIM, max_position_embeddings=max_positions, rms_norm_eps=eps, bos_token_id=0, eos_token_id=eos,
+        tie_word_embeddings=False,
     )  # fmt: skip
     model = LlamaForCausalLM(config).eval()
     embedding = torch.zeros(MIRROR_VOCAB, HIDDEN)
@@ -131,10 +135,10 @@ def mirror_pair(path: Path, *, noise: float = 0.0, seed: int = 1, max_positions:
             attention.o_proj.weight[(index + 1) * BLOCK : (index + 2) * BLOCK, index * HEAD_DIM : index * HEAD_DIM + BLOCK] = eye
     target = write_hf(model, path / "target")
 
-    # Heads 0 and 1 point at the token itself: 32 value channels, one per channel of the residual stream. Head 2 points two back.
+    # Heads 0 and 1 point at the token itself: 32 value channels, one per channel of the residual stream. Head 2 points one back.
     q, k, v = (torch.zeros(3 * HEAD_DIM, 2 * HIDDEN) for _ in range(3))
     o = torch.zeros(HIDDEN, 3 * HEAD_DIM)
-    for index, distance in enumerate((0, 0, 2)):
+    for index, distance in enumerate((0, 0, 1)):
         rows = slice(index * HEAD_DIM, (index + 1) * HEAD_DIM)
         q[rows, CONST], k[rows, CONST] = _pointer(distance, rms_e)
     hidden = slice(HIDDEN, HIDDEN + BLOCK)
@@ -142,7 +146,7 @@ def mirror_pair(path: Path, *, noise: float = 0.0, seed: int = 1, max_positions:
     v[BLOCK : 2 * BLOCK, hidden], v[BLOCK : 2 * BLOCK, HIDDEN + BLOCK : HIDDEN + 2 * BLOCK] = eye * rms_h, -eye * rms_h
     v[2 * BLOCK : 3 * BLOCK, HIDDEN + 2 * BLOCK : HIDDEN + 3 * BLOCK] = -eye * rms_h
     o[:, : 2 * HEAD_DIM] = torch.eye(HIDDEN)
-    v[2 * HEAD_DIM : 2 * HEAD_DIM + BLOCK, :BLOCK] = eye * rms_e
+    v[2 * HEAD_DIM : 2 * HEAD_DIM + BLOCK, hidden] = eye * rms_h
     o[2 * BLOCK : 3 * BLOCK, 2 * HEAD_DIM : 2 * HEAD_DIM + BLOCK] = eye
     kept = torch.tensor([t for t in range(MIRROR_VOCAB) if t not in EXCLUDED])
     mask = torch.zeros(MIRROR_VOCAB, dtype=torch.bool)

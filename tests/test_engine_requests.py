@@ -53,7 +53,9 @@ def test_more_requests_than_rows(pair: Pair, schedulers: list[Watched], shape: d
     lengths = [1, 2, 3, 20, 4, 9, 1, 14]
     outputs = llm.generate(asked, [SamplingParams(max_tokens=n, ignore_eos=True) for n in lengths])
     assert ids(outputs) == [pair.greedy(p, n, ignore_eos=True) for p, n in zip(asked, lengths, strict=True)]
-    assert [(o.index, o.finish_reason, o.error, o.prompt_token_ids) for o in outputs] == [(i, "length", None, p) for i, p in enumerate(asked)]
+    assert [(o.index, o.finish_reason, o.error, o.prompt_token_ids) for o in outputs] == [
+        (i, "length", None, p) for i, p in enumerate(asked)
+    ]
     for output in outputs:
         assert output.metrics.cycles <= max(0, len(output.token_ids) - 1)
     assert llm.metrics is not None
@@ -185,7 +187,9 @@ def test_a_request_alone_and_too_big(pair: Pair, schedulers: list[Watched], shap
 
 def test_a_prompt_larger_than_the_pool(pair: Pair) -> None:
     llm = pair.llm(**TREE, page_size=4, num_pages=8)
-    with pytest.raises(RequestError, match=r"^runtime\.num_pages: expected 10 pages of 4 for a prompt of 30 tokens and the window behind it, found 8"):
+    with pytest.raises(
+        RequestError, match=r"^runtime\.num_pages: expected 10 pages of 4 for a prompt of 30 tokens and the window behind it, found 8"
+    ):
         llm.generate(prompts(1, (30,))[0])
 
 
@@ -199,14 +203,21 @@ BAD: list[tuple[list[int], SamplingParams, str, str]] = [
     ([1], SamplingParams(temperature=float("nan")), "sampling.temperature", "found nan"),
     ([1], SamplingParams(seed=2**64), "sampling.seed", "a 64-bit integer"),
     ([1], SamplingParams(stop_token_ids=[MIRROR_VOCAB]), "sampling.stop_token_ids", f"found {MIRROR_VOCAB}"),
-    ([1], SamplingParams(stop_token_ids=range(8)), "sampling.stop_token_ids", "at most runtime.max_stop_ids = 8, end-of-text ids included, found 9"),
+    (
+        [1],
+        SamplingParams(stop_token_ids=range(8)),
+        "sampling.stop_token_ids",
+        "at most runtime.max_stop_ids = 8, end-of-text ids included, found 9",
+    ),
 ]
 
 
 def test_bad_requests_fail_alone(pair: Pair, schedulers: list[Watched]) -> None:
     llm = pair.llm(**CHAIN)
     good = prompts(2)
-    outputs = llm.generate([good[0], *(p for p, *_ in BAD), good[1]], [SamplingParams(max_tokens=9), *(s for _, s, *_ in BAD), SamplingParams(max_tokens=9)])
+    outputs = llm.generate(
+        [good[0], *(p for p, *_ in BAD), good[1]], [SamplingParams(max_tokens=9), *(s for _, s, *_ in BAD), SamplingParams(max_tokens=9)]
+    )
     assert [outputs[0].token_ids, outputs[-1].token_ids] == [pair.greedy(p, 9) for p in good]
     for output, (prompt, _, key, message) in zip(outputs[1:-1], BAD, strict=True):
         assert (output.finish_reason, output.token_ids, output.prompt_token_ids) == ("error", [], prompt)
@@ -280,7 +291,8 @@ def test_a_token_whose_embedding_is_not_finite(
             assert output.error == "logits: expected finite numbers, found nan or inf in the target's output"
             if shape is PLAIN:
                 assert len(output.token_ids) == reached
-    assert reasons == {"length", "error"}
+    assert "error" in reasons
+    assert "length" in reasons or shape is TREE, "a tree proposes nearly every token somewhere"
 
 
 @SHAPES

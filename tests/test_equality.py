@@ -1,4 +1,4 @@
-"""Greedy output equals transformers token for token, and sampled output equals plain decoding with the same seed: a hand-made pairwise cover.
+"""Greedy output equals transformers token for token, sampled output equals plain decoding with the same seed: a hand-made pairwise cover.
 
 The whole cross stands in ``test_equality_full.py``.
 """
@@ -154,7 +154,9 @@ def test_a_tree_holds_the_chain_of_a_draft_equal_to_its_target(twin: Pair, shape
 
 def test_the_draft_is_not_asked_beyond_its_context(tmp_path: Path) -> None:
     pair = mirror_pair(tmp_path)
-    (pair.draft / "config.json").write_text((pair.draft / "config.json").read_text().replace('"max_position_embeddings": 512', '"max_position_embeddings": 20'))
+    (pair.draft / "config.json").write_text(
+        (pair.draft / "config.json").read_text().replace('"max_position_embeddings": 512', '"max_position_embeddings": 20')
+    )
     llm = pair.llm(**CHAIN)
     prompt = prompts(1, (10,))[0]
     output = llm.generate(prompt, SamplingParams(max_tokens=40, ignore_eos=True))[0]
@@ -199,7 +201,7 @@ def test_every_family_equals_transformers(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("num_pages", [None, 16])
 def test_length_dependent_rope(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_pages: int | None) -> None:
-    """Past the trained context "dynamic" scaling depends on the length a token saw; a resumed row prefills tokens that were generated one by one."""
+    """Past the trained context "dynamic" depends on the length a token saw; a resumed row prefills what was generated one by one."""
     model = build_hf("llama", num_hidden_layers=2, max_position_embeddings=12, eos_token_id=VOCAB_SIZE - 1, rope_parameters=DYNAMIC)
     pair = random_pair(tmp_path, model)
     made = watch_schedulers(monkeypatch)

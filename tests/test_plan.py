@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from graphspec.catalog import resolve_variant
 from graphspec.config import Config, VariantConfig
 from graphspec.errors import ConfigError
 from graphspec.graphs.mailbox import MailLayout
 from graphspec.plan import make_plan, resolve_shape
-from graphspec.catalog import resolve_variant
 from graphspec.shapes import PLAIN, CycleShape, GraphKey, pick_bucket
 
 from ._plans import draft_facts, model_facts, plan
@@ -49,7 +49,9 @@ def test_as_many_nodes_as_candidates_and_no_more(steps: int, topk: int) -> None:
     most = 1 + topk + (steps - 1) * topk**2
     if most <= 128:
         assert CycleShape(steps, topk, most).window_width >= most
-    refused("num_draft_tokens", f"at most {most} for num_steps={steps} and topk={topk}", most + 1, lambda: CycleShape(steps, topk, most + 1))
+    refused(
+        "num_draft_tokens", f"at most {most} for num_steps={steps} and topk={topk}", most + 1, lambda: CycleShape(steps, topk, most + 1)
+    )
 
 
 def test_shapes_out_of_range() -> None:
@@ -83,7 +85,12 @@ def test_automatic_shape(architecture: str, shape: tuple[int, int, int]) -> None
     ],
 )
 def test_some_of_three_settings(given: dict[str, int], missing: str) -> None:
-    refused(missing, "the others are set", "no value", lambda: resolve_shape(resolve_variant("eagle3"), VariantConfig(**given), "LlamaForCausalLM"))
+    refused(
+        missing,
+        "the others are set",
+        "no value",
+        lambda: resolve_shape(resolve_variant("eagle3"), VariantConfig(**given), "LlamaForCausalLM"),
+    )
 
 
 @pytest.mark.parametrize("nodes", [None, 5, 9])
@@ -129,10 +136,19 @@ def test_buckets_below_the_rows_are_refused() -> None:
 
 
 @given(
-    st.sampled_from([(4, 1, 5), (3, 3, 10), (5, 4, 16), None]), st.integers(1, 32), st.integers(0, 3), st.integers(2, 64), st.integers(1, 8),
-)  # fmt: skip
+    st.sampled_from([(4, 1, 5), (3, 3, 10), (5, 4, 16), None]),
+    st.integers(1, 32),
+    st.integers(0, 3),
+    st.integers(2, 64),
+    st.integers(1, 8),
+)
 def test_sizes_hold_what_launches_touch(shape: Any, page_size: int, run_ahead: int, context: int, rows: int) -> None:
-    made = plan("eagle3" if shape else "none", shape=shape, max_context=context, runtime={"page_size": page_size, "run_ahead": run_ahead, "max_rows": rows})
+    made = plan(
+        "eagle3" if shape else "none",
+        shape=shape,
+        max_context=context,
+        runtime={"page_size": page_size, "run_ahead": run_ahead, "max_rows": rows},
+    )
     slots = made.table_width * page_size
     assert slots >= context + run_ahead * made.accept_width + made.window_width
     assert slots - page_size < context + made.tokens_in_flight

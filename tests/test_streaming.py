@@ -84,7 +84,9 @@ def decode_words(tokens: list[int]) -> str:
     return " ".join(f"w{token}" for token in tokens)
 
 
-@given(st.text(st.characters(exclude_characters="\ufffd", exclude_categories=("Cs",)), max_size=12), st.lists(st.integers(1, 5), min_size=1))
+@given(
+    st.text(st.characters(exclude_characters="\ufffd", exclude_categories=("Cs",)), max_size=12), st.lists(st.integers(1, 5), min_size=1)
+)
 def test_characters_split_over_tokens_come_out_whole(text: str, sizes: list[int]) -> None:
     tokens, whole = as_bytes(text), ""
     detokenizer = Detokenizer(decode_bytes)

@@ -16,7 +16,8 @@ from ..config import Config, ModelConfig, RuntimeConfig, VariantConfig
 from ..cycle import Cycle, Key, PrefillKey, Progress
 from ..errors import CheckpointError, ConfigError, RequestError
 from ..facts import read_model_facts
-from ..kernels import select_kernels
+from ..kernels import resolve, select_kernels
+from ..models.layers import Linear
 from ..plan import Plan, make_plan
 from ..shapes import pick_bucket
 from ..weights import load_target
@@ -116,11 +117,16 @@ class LLM:
         def report(phase: str) -> Callable[[int, int], None] | None:
             return (lambda done, total: self.progress(phase, done, total)) if self.progress else None  # type: ignore[misc]
 
-        kernels = select_kernels(plan.kernels, plan.attention, plan.device)
+        kernels = select_kernels(plan.kernels, plan.attention, plan.device, linear=plan.linear, dtype=plan.dtype)
         target = load_target(plan.target, plan.tap_layers, plan.max_positions, dtype, device, report("load target"))
         draft = None
         if plan.draft is not None:
             draft = load_object(plan.variant.loader)(plan.draft, target, plan.max_positions, dtype, device, report("load draft"))
+        if resolve("kernels.linear", plan.linear, plan.kernels, plan.device, plan.dtype) == "native":
+            for network in (target, draft):
+                for module in network.modules() if network is not None else ():
+                    if isinstance(module, Linear):
+                        module.pack()
         return Cycle(plan, target, draft, kernels)
 
     @property

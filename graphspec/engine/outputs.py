@@ -110,5 +110,6 @@ class Detokenizer:
         after = self._decode(self._tokens[self._from :])
         if after.endswith("\ufffd") and not last:
             return ""
-        self._from, self._done = self._done, len(self._tokens)
+        if len(self._tokens) > self._done:
+            self._from, self._done = self._done, len(self._tokens)
         return after[len(before) :]

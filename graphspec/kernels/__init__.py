@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import fields
 
 from ..errors import ConfigError
-from . import chunk_attention, draft_topk, kv_move, noise, paged_kv_write, tree_attention, tree_build, tree_walk
+from . import chunk_attention, draft_topk, kv_move, linear, noise, paged_kv_write, tree_attention, tree_build, tree_walk
 from .op import KernelOp
 from .registry import KernelSet
 
@@ -21,37 +21,68 @@ OPS: tuple[KernelOp, ...] = (
     tree_walk.OP,
     kv_move.OP,
     noise.OP,
+    linear.OP,
 )
 """Every op, in the order of :class:`~graphspec.kernels.registry.KernelSet`."""
 
 MODES = ("reference", "compiled")
-ATTENTIONS = ("auto", "reference", "native")
+CHOICES = ("auto", "reference", "native")
 
 
-def select_kernels(mode: str, attention: str, device: str) -> KernelSet:
+def resolve(key: str, choice: str, mode: str, device: str, dtype: str) -> str:
+    """``reference`` or ``native`` for one choice; ``auto`` is native for a compiled float32 cycle on the CPU.
+
+    Args:
+        key: the configuration key, for the message.
+        choice: ``reference``, ``native`` or ``auto``.
+        mode: ``reference`` or ``compiled``.
+        device: ``cpu`` or ``cuda``, with or without an index.
+        dtype: of weights and KV.
+
+    Raises:
+        ConfigError: an unknown choice, or one that doesn't exist for this device and dtype.
+    """
+    if choice not in CHOICES:
+        raise ConfigError(key, "one of " + ", ".join(CHOICES), repr(choice))
+    on_cpu = device.partition(":")[0] == "cpu"
+    if choice == "native" and not on_cpu:
+        raise ConfigError(key, f"reference or auto on {device}", "'native', which runs on the CPU only")
+    if choice == "native" and dtype != "float32":
+        raise ConfigError(key, f"reference or auto in {dtype}", "'native', which is float32 only")
+    if choice == "auto":
+        return "native" if mode == "compiled" and on_cpu and dtype == "float32" else "reference"
+    return choice
+
+
+def select_kernels(mode: str, attention: str, device: str, *, linear: str = "auto", dtype: str = "float32") -> KernelSet:
     """The implementation of every op, chosen by name; an explicit choice never falls back.
 
     Args:
-        mode: ``reference`` or ``compiled``. Both run the references, apart from attention: compiling is done by whoever compiles the cycle.
-        attention: ``reference``, ``native`` (C++, CPU, float32; built on first choice), or ``auto``: native for a compiled CPU cycle,
-            else the reference.
+        mode: ``reference`` or ``compiled``. Both run the references, apart from the native ones: compiling is done by whoever compiles the
+            cycle.
+        attention: choice for the attention ops, see :func:`resolve`; native ones are built on first choice.
         device: ``cpu`` or ``cuda``, with or without an index.
+        linear: choice for linear layers.
+        dtype: of weights and KV.
 
     Raises:
-        ConfigError: an unknown name, or an implementation that doesn't exist for this mode or device.
-        ResourceError: native attention can't be built here.
+        ConfigError: an unknown name, or an implementation that doesn't exist for this mode, device or dtype.
+        ResourceError: native kernels can't be built here.
     """
     if mode not in MODES:
         hint = "fused kernels do not exist yet" if mode == "fused" else ""
         raise ConfigError("kernels.mode", "one of " + ", ".join(MODES), repr(mode), hint)
-    if attention not in ATTENTIONS:
-        raise ConfigError("kernels.attention", "one of " + ", ".join(ATTENTIONS), repr(attention))
-    on_cpu = device.partition(":")[0] == "cpu"
-    if attention == "native" and not on_cpu:
-        raise ConfigError("kernels.attention", f"reference or auto on {device}", "'native', which runs on the CPU only")
-    native = attention == "native" or (attention == "auto" and mode == "compiled" and on_cpu)
-    chosen = {op.name: op.implementation("native" if native and "native" in op.implementations else "reference") for op in OPS}
-    return KernelSet(**{f.name: chosen[f.name] for f in fields(KernelSet)})
+    chosen = {
+        "linear": resolve("kernels.linear", linear, mode, device, dtype),
+        "attention": resolve("kernels.attention", attention, mode, device, dtype),
+    }
+
+    def implementation(op: KernelOp) -> str:
+        name = chosen["linear" if op.name == "linear" else "attention"]
+        return name if name in op.names else "reference"
+
+    callables = {op.name: op.implementation(implementation(op)) for op in OPS}
+    return KernelSet(**{f.name: callables[f.name] for f in fields(KernelSet)})
 
 
-__all__ = ["OPS", "KernelOp", "KernelSet", "select_kernels"]
+__all__ = ["OPS", "KernelOp", "KernelSet", "resolve", "select_kernels"]

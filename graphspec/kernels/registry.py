@@ -20,3 +20,4 @@ class KernelSet:
     tree_walk: Callable[..., tuple[Tensor, Tensor, Tensor]]
     kv_move: Callable[..., None]
     gumbel_noise: Callable[..., Tensor]
+    linear: Callable[[Tensor, Tensor], Tensor]

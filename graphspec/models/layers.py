@@ -25,11 +25,25 @@ class Linear(nn.Module):
     def __init__(self, in_features: int, *parts: int, bias: bool = False) -> None:
         super().__init__()
         self.parts = parts
-        self.weight = _parameter(sum(parts), in_features)
+        self.weight: nn.Parameter | None = _parameter(sum(parts), in_features)
         self.bias = _parameter(sum(parts)) if bias else None
+        self.packed: Tensor | None = None
+
+    def pack(self) -> None:
+        """Replace the weight by its packed form; from now on the native kernel multiplies. float32 on the CPU only."""
+        if self.weight is None:
+            return
+        from ..kernels import native
+
+        self.packed, self._multiply = native.pack_linear(self.weight), native.packed_linear
+        self.weight = None
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., in]`` to ``[..., out]``."""
+        if self.packed is not None:
+            out = self._multiply(x, self.packed, sum(self.parts))
+            return out if self.bias is None else out + self.bias
+        assert self.weight is not None
         return F.linear(x, self.weight, self.bias)
 
 

@@ -1,4 +1,4 @@
-"""C++ attention for the CPU, float32: reads lengths and page tables itself and visits visible slots only.
+"""C++ attention and linear layers for the CPU, float32. Attention reads lengths and page tables itself and visits visible slots only.
 
 Registered with the dispatcher as ``graphspec::*``, so ``torch.compile(fullgraph=True)`` keeps each as one opaque op. The library is built
 on import of this module, which happens when ``native`` is chosen and not before.
@@ -20,6 +20,7 @@ from .build import load
 
 _native = load()
 _tree, _chunk = _native.graphspec_tree_attention, _native.graphspec_chunk_attention
+_pack, _multiply = _native.graphspec_pack_linear, _native.graphspec_linear
 _library = torch.library.Library("graphspec", "FRAGMENT")
 _float32, _int32, _int64, _bool = torch.float32, torch.int32, torch.int64, torch.bool
 
@@ -113,10 +114,27 @@ def _empty_like_query(query: Tensor, *_: object) -> Tensor:
     return query.new_empty(query.shape)
 
 
+def _linear(x: Tensor, packed: Tensor, outputs: int) -> Tensor:
+    _require("x", x, _float32)
+    channels = packed.shape[1]
+    rows = x.reshape(-1, channels)
+    if rows.stride(1) != 1:
+        rows = rows.contiguous()
+    count = rows.shape[0]
+    out = torch.empty((*x.shape[:-1], outputs), dtype=_float32)
+    _multiply(out.data_ptr(), rows.data_ptr(), packed.data_ptr(), count, channels, outputs, rows.stride(0), torch.get_num_threads())
+    return out
+
+
+def _linear_shape(x: Tensor, packed: Tensor, outputs: int) -> Tensor:
+    return x.new_empty((*x.shape[:-1], outputs))
+
+
 _attention = "Tensor query, Tensor kv_pool, int layer, Tensor table, Tensor prefix_begin, Tensor {}, Tensor {}, float scale"
 for _name, _arguments, _kernel, _fake in (
     ("tree_attention", _attention.format("prefix_end", "ancestors") + ") -> Tensor", _tree_attention, _empty_like_query),
     ("chunk_attention", _attention.format("slot", "valid") + ") -> Tensor", _chunk_attention, _empty_like_query),
+    ("linear", "Tensor x, Tensor packed, int outputs) -> Tensor", _linear, _linear_shape),
 ):
     _library.define(f"{_name}({_arguments}", tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(_name, _kernel, "CPU")
@@ -163,3 +181,31 @@ def chunk_attention(
         query_BTQD, kv_pool, layer, table_BP, prefix_begin_BT, slot_BT, valid_BT, scale
     )
     return out
+
+
+def pack_linear(weight: Tensor) -> Tensor:
+    """``[ceil(out / 16), in, 16]`` from a float32 weight ``[out, in]``, for :func:`packed_linear`; the last block is padded with zeros.
+
+    Raises:
+        ConfigError: another dtype.
+    """
+    _require("weight", weight, _float32)
+    outputs, channels = weight.shape
+    weight, packed = weight.contiguous(), torch.empty((-(-outputs // 16), channels, 16), dtype=_float32)
+    _pack(packed.data_ptr(), weight.data_ptr(), outputs, channels)
+    return packed
+
+
+def packed_linear(x: Tensor, packed: Tensor, outputs: int) -> Tensor:
+    """``x[..., in] @ weight.T`` as float32 ``[..., outputs]``; a row's bits do not depend on the other rows.
+
+    Raises:
+        ConfigError: ``x`` is not float32.
+    """
+    out: Tensor = torch.ops.graphspec.linear.default(x, packed, outputs)
+    return out
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """:func:`graphspec.kernels.linear.linear` in C++, packing included."""
+    return packed_linear(x, pack_linear(weight), weight.shape[0])

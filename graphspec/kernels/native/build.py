@@ -15,6 +15,7 @@ from pathlib import Path
 
 from ...errors import ResourceError
 
+SOURCES = ("attention.cpp", "linear.cpp")
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC")
 COMPILERS = ("c++", "g++")
 
@@ -56,21 +57,22 @@ def build(folder: Path | None = None) -> Path:
     """
     folder = folder or cache_folder()
     compiler = find_compiler()
-    source = resources.files(__package__).joinpath("attention.cpp").read_bytes()
+    sources = {name: resources.files(__package__).joinpath(name).read_bytes() for name in SOURCES}
     version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
-    digest = hashlib.sha256(b"\0".join((source, version, " ".join(FLAGS).encode(), _cpu_flags().encode()))).hexdigest()[:20]
-    library = folder / f"attention-{digest}.so"
+    digest = hashlib.sha256(b"\0".join((*sources.values(), version, " ".join(FLAGS).encode(), _cpu_flags().encode()))).hexdigest()[:20]
+    library = folder / f"native-{digest}.so"
     if library.is_file():
         return library
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        text = Path(scratch) / "attention.cpp"
-        text.write_bytes(source)
+        for name, source in sources.items():
+            Path(scratch, name).write_bytes(source)
+        texts = [str(Path(scratch, name)) for name in sources]
         built = Path(scratch) / library.name
-        done = subprocess.run([compiler, *FLAGS, "-o", str(built), str(text)], capture_output=True, text=True, check=False)
+        done = subprocess.run([compiler, *FLAGS, "-o", str(built), *texts], capture_output=True, text=True, check=False)
         if done.returncode != 0:
             found = f"exit code {done.returncode}: {done.stderr.strip()[-500:]}"
-            raise ResourceError("kernels.attention=native", f"{compiler} to compile attention.cpp", found)
+            raise ResourceError("kernels.attention=native", f"{compiler} to compile {', '.join(SOURCES)}", found)
         # Atomic: another process that builds at the same time ends up with one whole file as well.
         built.replace(library)
     return library
@@ -83,6 +85,8 @@ def load() -> ctypes.CDLL:
     pointer, integer, real = ctypes.c_void_p, ctypes.c_int, ctypes.c_double
     library.graphspec_tree_attention.argtypes = [pointer] * 8 + [real, integer]
     library.graphspec_chunk_attention.argtypes = [pointer] * 8 + [real, integer]
-    for name in ("tree_attention", "chunk_attention"):
+    library.graphspec_pack_linear.argtypes = [pointer] * 2 + [ctypes.c_int64] * 2
+    library.graphspec_linear.argtypes = [pointer] * 3 + [ctypes.c_int64] * 4 + [integer]
+    for name in ("tree_attention", "chunk_attention", "pack_linear", "linear"):
         getattr(library, f"graphspec_{name}").restype = None
     return library
