@@ -13,7 +13,7 @@ from .buffers import RING_FIELDS, Arena, Views
 from .errors import ResourceError
 from .graphs.accept import Accept, Commit, CommitState
 from .graphs.capture import Capturer
-from .graphs.compile import compile_stage, graphs_compiled
+from .graphs.compile import compile_stages, graphs_compiled
 from .graphs.draft import DraftExtend, DraftSteps
 from .graphs.mailbox import Mailbox, MailLayout, Message
 from .graphs.prefill import Prefill
@@ -71,15 +71,19 @@ def program_stages(plan: Plan, kernels: KernelSet, target: TargetModel, draft: D
 
 
 class Program:
-    """One program: its stages on one bucket's views, called in order, or replayed as one captured graph."""
+    """One program: its stages on one bucket's views.
+
+    A launch runs ``replay`` where the program was captured, else ``direct``: stage after stage, or the whole of them as one compiled region.
+    ``steps`` run single stages, for those who want to look in between; compiled ones compile when they are first called.
+    """
 
     def __init__(self, stages: list[Stage], views: Views, *, compiled: bool) -> None:
         self.stages = stages
-        self.steps: list[Callable[[], None]] = [compile_stage(s, views) if compiled else partial(s, views) for s in stages]
+        self.steps: list[Callable[[], None]] = [compile_stages([s], views) if compiled else partial(s, views) for s in stages]
+        self.direct: Callable[[], None] = compile_stages(stages, views) if compiled else self._in_order
         self.replay: Callable[[], None] | None = None
 
-    def direct(self) -> None:
-        """Run stage by stage."""
+    def _in_order(self) -> None:
         for step in self.steps:
             step()
 

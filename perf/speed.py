@@ -164,9 +164,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     prompts = held_out_prompts(encode, args.prompts, args.prompt_tokens)
     measure(sides, prompts, args.rounds)
     records = rows(sides)
+    name = "Demo model" if args.model == "demo" else args.model
     caption = (
-        f"{'Demo model' if args.model == 'demo' else args.model}, batch 1, greedy, float32, `runtime={args.runtime}`, {torch.get_num_threads()} CPU threads, {len(prompts)} held-out prompts of "
-        f"{args.prompt_tokens} tokens, {args.max_tokens} new tokens, median of {args.rounds} rounds: `make bench`."
+        f"{name}, batch 1, greedy, float32, `runtime={args.runtime}`, {torch.get_num_threads()} CPU threads, {len(prompts)} held-out "
+        f"prompts of {args.prompt_tokens} tokens, {args.max_tokens} new tokens, median of {args.rounds} rounds: `make bench`."
     )
     print(table(records, caption))
     write_jsonl(result_file(RESULTS, f"speed-{args.runtime}"), [provenance(), {"kind": "settings", **vars(args)}, *records])

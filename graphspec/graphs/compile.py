@@ -1,10 +1,9 @@
-"""torch.compile of single stages: one graph each, static shapes, nothing shared between programs."""
+"""torch.compile of stages: one graph for each region, static shapes, nothing shared between programs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FunctionType
-from typing import Any
 
 import torch
 from torch._dynamo.utils import counters
@@ -12,25 +11,21 @@ from torch._dynamo.utils import counters
 from ..buffers import Views
 from .stage import Stage
 
-OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {}
+def compile_stages(stages: Sequence[Stage], views: Views) -> Callable[[], None]:
+    """Compile ``stages`` over ``views`` as one region; the compilation itself happens at the first call.
 
-
-def isolated(stage: Stage, views: Views) -> Callable[[], None]:
-    """A call of ``stage`` on ``views`` with a code object of its own.
-
-    Dynamo keeps its compiled graphs per code object and looks through all of them at every call; with one code object for all buckets the
-    search grows with their number and hits the recompilation limit.
+    The region has a code object of its own. Dynamo keeps its compiled graphs per code object and looks through all of them at every call; with
+    one code object for all buckets the search grows with their number and hits the recompilation limit.
     """
+    ordered = tuple(stages)
 
     def run() -> None:
-        stage(views)
+        for stage in ordered:
+            stage(views)
 
-    return FunctionType(run.__code__.replace(co_name=f"run_{stage.name}"), run.__globals__, f"run_{stage.name}", None, run.__closure__)
-
-
-def compile_stage(stage: Stage, views: Views) -> Callable[[], None]:
-    """Compile ``stage`` over ``views``; the compilation itself happens at the first call."""
-    compiled: Callable[[], None] = torch.compile(isolated(stage, views), fullgraph=True, dynamic=False, options=OPTIONS or None)
+    name = f"run_{ordered[0].name}" if len(ordered) == 1 else "run_cycle"
+    isolated = FunctionType(run.__code__.replace(co_name=name), run.__globals__, name, None, run.__closure__)
+    compiled: Callable[[], None] = torch.compile(isolated, fullgraph=True, dynamic=False)
     return compiled
 
 

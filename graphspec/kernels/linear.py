@@ -10,7 +10,9 @@ from .op import Case, KernelOp
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """``x @ weight.T``.
+    """``x @ weight.T``: every linear layer of target and drafter, projections of one input fused into one weight.
+
+    A decode cycle calls it with a handful of rows, so it streams the weights once and is bound by memory, not by arithmetic.
 
     Args:
         x: ``[..., in]``.
