@@ -46,11 +46,11 @@ format: $(STAMP) ## rewrite in the house format
 snapshots: $(STAMP) ## write tests/snapshots anew from conf/experiment
 	$(BIN)/python -m tests.snapshots
 
-gpu-check: $(STAMP) ## every gpu test and the whole harness, on a CUDA machine
+gpu-check: $(STAMP) ## every gpu test and, when green, speed; on a CUDA machine
 	$(BIN)/python -m perf.gpu_check
 
-bench: $(STAMP) ## measure speed; results go to perf/results
-	$(BIN)/python -m perf.speed
+bench: $(STAMP) ## measure speed, all sides in one run; README's table
+	$(BIN)/python -m perf.speed --readme
 
 train-demo: $(STAMP) ## train the demo checkpoints anew
 	$(BIN)/python -m recipes.train_demo

@@ -1,7 +1,8 @@
 """Every check that needs a GPU, in one command: ``python -m perf.gpu_check``.
 
-Runs the tests marked ``gpu`` and writes one file to ``perf/results``: where it ran, then one line for each check. On a machine without
-a CUDA device it says so and claims nothing.
+Runs the tests marked ``gpu`` and writes one file to ``perf/results``: where it ran, then one line for each check. When all of them are
+green, measures speed (``perf.speed --runtime captured``), which writes a file of its own. On a machine without a CUDA device it says so
+and claims nothing.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m perf.gpu_check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, default=ROOT / "perf" / "results", help="folder of the result file (default: perf/results)")
+    parser.add_argument("--no-speed", action="store_true", help="checks only")
     parser.add_argument("pytest", nargs="*", help="further arguments for pytest, behind --")
     options = parser.parse_args(argv)
     if not has_cuda():
@@ -76,7 +78,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     file = result_file(options.out, "gpu-check")
     write_jsonl(file, [head, *checks, summary])
     print(f"{', '.join(f'{n} {outcome}' for outcome, n in sorted(counts.items())) or 'no check ran'}; written to {file}")
-    return 0 if green else 1
+    if not green or options.no_speed:
+        return 0 if green else 1
+    command = [sys.executable, "-m", "perf.speed", "--runtime", "captured", "--out", str(options.out)]
+    return subprocess.run(command, cwd=ROOT, check=False).returncode
 
 
 if __name__ == "__main__":

@@ -17,7 +17,9 @@ from typing import Any
 
 import torch
 
-from graphspec.engine.llm import LLM, SamplingParams, model_folder
+from graphspec.buffers import DTYPES
+from graphspec.engine.llm import LLM, model_folder
+from graphspec.engine.request import SamplingParams
 from perf.provenance import provenance, result_file, write_jsonl
 from recipes.corpus import load_corpus
 
@@ -66,14 +68,14 @@ def graphspec_side(name: str, max_tokens: int, baseline: str, **overrides: Any) 
     return Side(name, run, baseline, acceptance=acceptance)
 
 
-def hf_sides(path: str, max_tokens: int) -> list[Side]:
+def hf_sides(path: str, max_tokens: int, device: str, dtype: torch.dtype) -> list[Side]:
     """HF transformers on the same weights: plain, and assisted by prompt lookup (it needs no second model)."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(model_folder(path), dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(model_folder(path), dtype=dtype).to(device).eval()
 
     def generate(prompt: list[int], **how: Any) -> list[int]:
-        ids = torch.tensor([prompt])
+        ids = torch.tensor([prompt], device=device)
         out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False, pad_token_id=0, **how)
         return out[0, len(prompt) :].tolist()
 
@@ -142,6 +144,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", default="demo", help="folder of the target")
     parser.add_argument("--draft", default=None, help="folder of the EAGLE-3 head")
     parser.add_argument("--runtime", default="compiled", choices=("eager", "compiled", "captured"))
+    parser.add_argument("--dtype", default="float32", help="lower precision may flip near-ties, and then a side counts as wrong")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result file")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--prompts", type=int, default=6)
     parser.add_argument("--prompt-tokens", type=int, default=64)
@@ -151,26 +155,31 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     torch.set_flush_denormal(True)
     plain = "graphspec none"
-    engine = {"model": args.model, "runtime": args.runtime}
+    engine = {"model": args.model, "runtime": args.runtime, "dtype": args.dtype}
     chain = {**engine, "draft": args.draft, "num_steps": 4, "topk": 1, "num_draft_tokens": 5}
     tree = {**engine, "draft": args.draft, "num_steps": 5, "topk": 4, "num_draft_tokens": 16}
+    probe = LLM(args.model, "none", runtime="eager", dtype=args.dtype)
+    device = probe.plan.device
     sides = [
-        *hf_sides(args.model, args.max_tokens),
+        *hf_sides(args.model, args.max_tokens, device, DTYPES[probe.plan.dtype]),
         graphspec_side(plain, args.max_tokens, "HF generate", variant="none", **engine),
         graphspec_side("graphspec eagle3, chain (4, 1, 5)", args.max_tokens, plain, **chain),
         graphspec_side("graphspec eagle3, tree (5, 4, 16)", args.max_tokens, plain, **tree),
     ]
-    encode = LLM(args.model, "none", runtime="eager").tokenizer.encode
+    encode = probe.tokenizer.encode
     prompts = held_out_prompts(encode, args.prompts, args.prompt_tokens)
     measure(sides, prompts, args.rounds)
     records = rows(sides)
+    where = torch.cuda.get_device_name() if device == "cuda" else f"{torch.get_num_threads()} CPU threads"
     name = "Demo model" if args.model == "demo" else args.model
     caption = (
-        f"{name}, batch 1, greedy, float32, `runtime={args.runtime}`, {torch.get_num_threads()} CPU threads, {len(prompts)} held-out "
+        f"{name}, batch 1, greedy, {probe.plan.dtype}, `runtime={args.runtime}`, {where}, {len(prompts)} held-out "
         f"prompts of {args.prompt_tokens} tokens, {args.max_tokens} new tokens, median of {args.rounds} rounds: `make bench`."
     )
     print(table(records, caption))
-    write_jsonl(result_file(RESULTS, f"speed-{args.runtime}"), [provenance(), {"kind": "settings", **vars(args)}, *records])
+    write_jsonl(
+        result_file(args.out, f"speed-{args.runtime}"), [provenance(), {"kind": "settings", **vars(args), "device": device}, *records]
+    )
     if args.readme:
         text = README.read_text(encoding="utf-8")
         before, _, rest = text.partition(BEGIN)

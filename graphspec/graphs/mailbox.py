@@ -5,12 +5,14 @@ The message is one vector of int64 words, so a launch costs one host-to-device c
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -115,21 +117,35 @@ class MailLayout:
         ):
             if count > most:
                 raise ResourceError(f"mailbox {key}", f"at most {most} in one launch", count)
-        words = [self.dummy_row] * self.size
+        words = out.numpy()
+        words[:] = _empty_message(self)
         words[self.lanes : self.lanes + len(message.lanes)] = message.lanes
         words[self.aborts : self.aborts + len(message.aborts)] = message.aborts
-        unused = self.max_pages - len(message.pages)
-        words[self.pages : self.join] = [word for update in (*message.pages, *[(self.dummy_row, 0, 0)] * unused) for word in update]
-        join = message.join or Join(self.dummy_row, 0, 0, 0.0, 0, ())
-        seed = join.seed - 2**64 if join.seed >= 2**63 else join.seed
-        temperature = struct.unpack("<i", struct.pack("<f", join.temperature))[0]
-        stops = [*join.stop_ids, *[-1] * (self.max_stop_ids - len(join.stop_ids))]
-        words[self.join : self.chunk] = [join.row, join.budget, seed, temperature, join.draft_len, *stops]
-        chunk = message.chunk or Chunk((), 0, 0)
-        prompt = chunk.total if chunk.prompt is None else chunk.prompt
-        words[self.chunk : self.tokens] = [chunk.start, len(chunk.tokens), chunk.total, chunk.known_root, prompt]
-        words[self.tokens : self.size] = [*chunk.tokens, *[0] * (self.max_tokens - len(chunk.tokens))]
-        out.copy_(torch.tensor(words, dtype=torch.int64))
+        if message.pages:
+            words[self.pages : self.pages + 3 * len(message.pages)] = np.asarray(message.pages, dtype=np.int64).ravel()
+        if message.join is not None:
+            join = message.join
+            seed = join.seed - 2**64 if join.seed >= 2**63 else join.seed
+            temperature = struct.unpack("<i", struct.pack("<f", join.temperature))[0]
+            values = [join.row, join.budget, seed, temperature, join.draft_len, *join.stop_ids]
+            words[self.join : self.join + len(values)] = values
+        if message.chunk is not None:
+            chunk = message.chunk
+            prompt = chunk.total if chunk.prompt is None else chunk.prompt
+            words[self.chunk : self.tokens] = [chunk.start, len(chunk.tokens), chunk.total, chunk.known_root, prompt]
+            words[self.tokens : self.tokens + len(chunk.tokens)] = chunk.tokens
+
+
+@functools.lru_cache(maxsize=16)
+def _empty_message(layout: MailLayout) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """Words of a message that changes nothing: every address in it is the dummy row, every page the dummy page."""
+    words = np.zeros(layout.size, dtype=np.int64)
+    words[layout.lanes : layout.pages] = layout.dummy_row
+    words[layout.pages : layout.join : 3] = layout.dummy_row
+    words[layout.join] = layout.dummy_row
+    words[layout.join + layout.JOIN_WORDS : layout.chunk] = -1
+    words[layout.chunk + 3] = -1
+    return words
 
 
 class Mailbox(Stage):
