@@ -145,6 +145,7 @@ def _generate(config: LaunchConfig) -> int:
     params = [_params(config, request) for request in requests]
     with progress_bars() as progress:
         llm = LLM.from_config(config, progress=progress)
+        llm.warm_up(len(requests), sampling=any(param.temperature > 0 for param in params))
         outputs = [] if streaming else llm.generate([request.prompt for request in requests], params, progress=progress)
     if streaming:
         for event in llm.stream(requests[0].prompt, params[0]):

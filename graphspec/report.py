@@ -104,11 +104,15 @@ def run_demo(config: Config, prompt: str, console: Console | None = None) -> Non
     params = SamplingParams(
         max_tokens=s.max_tokens, temperature=s.temperature, seed=s.seed, stop_token_ids=tuple(s.stop_token_ids), ignore_eos=s.ignore_eos
     )
+    if config.runtime.name != "eager":
+        Console(stderr=True).print("Building the cycles for this machine; the first time takes a minute or two.")
     with progress_bars() as progress:
         engines = {
             variant: LLM.from_config(config, progress=progress),
             plain: LLM.from_config(replace(config, variant=VariantConfig(name=plain)), progress=progress),
         }
+        for llm in engines.values():
+            llm.warm_up(sampling=params.temperature > 0)
     console.print(Text(prompt, style="bold"), end="")
     for event in engines[variant].stream(prompt, params):
         console.print(Text(event.text), end="", soft_wrap=True)

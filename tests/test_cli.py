@@ -46,6 +46,9 @@ class FakeLLM:
         progress("load", 1, 1)
         return cls(config)
 
+    def warm_up(self, requests=1, *, sampling=False):
+        self.warm = (requests, sampling)
+
     def generate(self, prompts, params, progress=None):
         prompts = [prompts] if isinstance(prompts, str) else prompts
         params = params if isinstance(params, list) else [params] * len(prompts)

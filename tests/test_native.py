@@ -1,4 +1,4 @@
-"""The C++ attention: batch invariance, refusals, its build cache, and its place inside a compiled program."""
+"""The C++ kernels: batch invariance, refusals, their build cache, and their place inside a compiled program."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from graphspec.errors import ConfigError, ResourceError
-from graphspec.kernels import native, select_kernels
+from graphspec.kernels import native, resolve, select_kernels
 from graphspec.kernels.native import build as native_build
 from graphspec.kernels.tree_attention import random_pool
+from graphspec.models.layers import Linear
 
 HEADS, GROUPS, DIM = 6, 2, 20
 
@@ -149,8 +150,8 @@ def test_a_failing_compiler_is_quoted(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_source_has_no_warnings(tmp_path: Path) -> None:
-    source = Path(native_build.__file__).with_name("attention.cpp")
-    command = [native_build.find_compiler(), *native_build.FLAGS, "-Wall", "-Wextra", "-Werror", "-fsyntax-only", str(source)]
+    sources = [str(Path(native_build.__file__).with_name(name)) for name in native_build.SOURCES]
+    command = [native_build.find_compiler(), *native_build.FLAGS, "-Wall", "-Wextra", "-Werror", "-fsyntax-only", *sources]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
@@ -196,3 +197,52 @@ def test_compiled_write_then_attend_is_in_order_and_copies_no_pool() -> None:
     for elements in (pool.numel(), pool[0].numel(), pool[0, 0].numel(), layers * 2 * pages * size):
         assert f"static_cast<int64_t>({elements}L)" not in code
     assert "aten.clone" not in code and "aten.copy" not in code
+
+
+@pytest.mark.parametrize(("channels", "outputs"), [(192, 384), (33, 17), (64, 1100), (8, 16)])
+def test_a_row_of_a_linear_layer_has_the_same_bits_alone_and_among_others(channels, outputs):
+    generator = torch.Generator().manual_seed(channels)
+    weight, x = torch.randn(outputs, channels, generator=generator), torch.randn(23, channels, generator=generator)
+    packed = native.pack_linear(weight)
+    whole = native.packed_linear(x, packed, outputs)
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        for count in (1, 2, 3, 4, 5, 6, 7, 13):
+            assert torch.equal(native.packed_linear(x[:count], packed, outputs), whole[:count])
+    assert torch.equal(native.packed_linear(x.T.contiguous().T, packed, outputs), whole), "strided rows"
+    assert native.packed_linear(x[None, :0], packed, outputs).shape == (1, 0, outputs)
+
+
+def test_packed_layers_of_a_network_multiply_as_before():
+    layer = Linear(24, 30, 10, bias=True)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    x = torch.randn(2, 3, 24, generator=torch.Generator().manual_seed(2))
+    before = layer(x)
+    layer.pack()
+    layer.pack()
+    assert layer.weight is None, "the weight is held once"
+    torch.testing.assert_close(layer(x), before)
+    with pytest.raises(ConfigError, match="float32"):
+        native.pack_linear(torch.zeros(4, 4, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("choice", "mode", "device", "dtype", "expected"),
+    [
+        ("auto", "compiled", "cpu", "float32", "native"),
+        ("auto", "compiled", "cpu", "bfloat16", "reference"),
+        ("auto", "compiled", "cuda", "float32", "reference"),
+        ("auto", "reference", "cpu", "float32", "reference"),
+        ("native", "reference", "cpu", "float32", "native"),
+    ],
+)
+def test_auto_is_native_only_where_native_works(choice, mode, device, dtype, expected):
+    assert resolve("kernels.linear", choice, mode, device, dtype) == expected
+
+
+@pytest.mark.parametrize(("device", "dtype"), [("cuda", "float32"), ("cpu", "bfloat16")])
+def test_native_is_never_replaced_silently(device, dtype):
+    with pytest.raises(ConfigError, match=r"kernels\.linear"):
+        select_kernels("compiled", "reference", device, linear="native", dtype=dtype)

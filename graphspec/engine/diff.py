@@ -125,7 +125,7 @@ def diff(config: Config, left: str, right: str, prompt: Prompt, max_tokens: int 
     sides = [LLM.from_config(replace(config, runtime=replace(config.runtime, name=name))) for name in (left, right)]
     params = SamplingParams(max_tokens=max_tokens, temperature=config.sampling.temperature, seed=config.sampling.seed)
     for side in sides:
-        side.cycle.prepare(side.keys(1, params.temperature > 0))
+        side.warm_up(sampling=params.temperature > 0)
     twin = Twin(sides[0].cycle, sides[1].cycle)
     sides[0].generate(prompt, params, launcher=twin)
     return twin.report or DiffReport(True, twin.launches)

@@ -234,7 +234,7 @@ class LLM:
         if not served:
             return
         sampling = any(r.params.temperature > 0 for r in served)
-        self.cycle.prepare(self.keys(len(served), sampling), self.progress)
+        self.warm_up(len(served), sampling=sampling)
         scheduler = Scheduler(self.plan, launcher or self.cycle, sampling)
         for request in served:
             request.metrics.arrived = time.perf_counter()
@@ -247,6 +247,15 @@ class LLM:
                 scheduler.abort(request)
             while scheduler.busy:
                 scheduler.step()
+
+    def warm_up(self, requests: int = 1, *, sampling: bool = False) -> None:
+        """Build, compile and capture now what a run of so many requests needs; else the first run does.
+
+        Args:
+            requests: how many at once.
+            sampling: some have a temperature above 0.
+        """
+        self.cycle.prepare(self.keys(requests, sampling), self.progress)
 
     def keys(self, requests: int, sampling: bool) -> list[Key]:
         """Programs a run of so many requests can need: every bucket up to theirs, every chunk size."""

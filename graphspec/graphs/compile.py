@@ -11,11 +11,12 @@ from torch._dynamo.utils import counters
 from ..buffers import Views
 from .stage import Stage
 
+
 def compile_stages(stages: Sequence[Stage], views: Views) -> Callable[[], None]:
     """Compile ``stages`` over ``views`` as one region; the compilation itself happens at the first call.
 
-    The region has a code object of its own. Dynamo keeps its compiled graphs per code object and looks through all of them at every call; with
-    one code object for all buckets the search grows with their number and hits the recompilation limit.
+    The region has a code object of its own. Dynamo keeps its compiled graphs per code object and looks through all of them at every call;
+    with one code object for all buckets the search grows with their number and hits the recompilation limit.
     """
     ordered = tuple(stages)
 
