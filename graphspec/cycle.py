@@ -73,7 +73,7 @@ def program_stages(plan: Plan, kernels: KernelSet, target: TargetModel, draft: D
 class Program:
     """One program: its stages on one bucket's views.
 
-    A launch runs ``replay`` where the program was captured, else ``direct``: stage after stage, or the whole of them as one compiled region.
+    A launch runs ``replay`` where the program was captured, else ``direct``: stage after stage, or all of them as one compiled region.
     ``steps`` run single stages, for those who want to look in between; compiled ones compile when they are first called.
     """
 
