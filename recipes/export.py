@@ -6,6 +6,7 @@ import json
 import shutil
 from pathlib import Path
 
+import torch
 from safetensors.torch import save_file
 from transformers import LlamaForCausalLM
 
@@ -15,6 +16,12 @@ from .eagle3 import Eagle3Head
 def write_json(path: Path, value: dict[str, object]) -> None:
     """Indented JSON with a final newline."""
     path.write_text(json.dumps(value, indent=2) + "\n")
+
+
+def save_weights(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    """A safetensors file that everyone may read (the writer itself leaves it to its owner)."""
+    save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(0o644)
 
 
 def llama_facts(model: LlamaForCausalLM) -> dict[str, object]:
@@ -51,7 +58,7 @@ def export_target(model: LlamaForCausalLM, tokenizer: Path, out: Path) -> None:
     ids = {"bos_token_id": model.config.bos_token_id, "eos_token_id": model.config.eos_token_id}
     write_json(out / "generation_config.json", {**ids, "do_sample": False})
     tensors = {name: p.detach().bfloat16().contiguous() for name, p in model.named_parameters() if name != "lm_head.weight"}
-    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    save_weights(tensors, out / "model.safetensors")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(tokenizer / name, out / name)
 
@@ -78,7 +85,7 @@ def export_head(head: Eagle3Head, target: LlamaForCausalLM, out: Path) -> None:
     )
     write_json(out / "config.json", facts)
     tensors = {name: (t.bfloat16() if t.is_floating_point() else t).contiguous() for name, t in head.state_dict().items()}
-    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    save_weights(tensors, out / "model.safetensors")
 
 
 def size_in_megabytes(folder: Path) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sysconfig
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from recipes.card import model_card
 from recipes.eagle3 import Eagle3Head, attend, build_head, choose_draft_vocab, load_head, target_view, unrolled_loss
 from recipes.generate import continue_text, repetition
 from recipes.target import load_target
-from recipes.train_demo import RecipeConfig, load_config, main
+from recipes.train_demo import REPOSITORY, RecipeConfig, load_config, main
 
 TRAIN = ("abc.py", "bdb.py", "cmd.py", "code.py", "contextlib.py", "copy.py", "dis.py", "enum.py", "functools.py", "glob.py", "keyword.py")
 HELD_OUT = ("bisect.py", "heapq.py", "queue.py")
@@ -271,3 +272,16 @@ def test_measured_chain_equals_running_the_cycles(toy, pair):
     assert measured["cycles"] == len(taken)
     assert measured["tokens_per_cycle"] == pytest.approx(1 + sum(taken) / len(taken), abs=1e-4)
     assert 0 < sum(taken) < 3 * len(taken), "the toy must accept some drafts and refuse some"
+
+
+def test_the_shipped_card_matches_its_figures_and_files():
+    demo = REPOSITORY / "graphspec" / "demo"
+    figures = json.loads((demo / "training.json").read_text())
+    assert (demo / "README.md").read_text() == model_card(figures)
+    tensors = load_file(demo / "eagle3" / "model.safetensors")
+    kept = sum(t.numel() for name, t in tensors.items() if name not in ("d2t", "t2d"))
+    assert kept == figures["head"]["parameters"]
+    assert tensors["lm_head.weight"].shape[0] == figures["head"]["draft_vocab_size"]
+    assert figures["config"]["head"] == asdict(load_config("demo", []).head)
+    assert figures["config"]["target"] == asdict(load_config("demo", []).target)
+    assert sum(file.stat().st_size for file in demo.rglob("*.safetensors")) <= 12e6
