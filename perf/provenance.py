@@ -32,6 +32,11 @@ def _output(*command: str) -> str | None:
     return done.stdout.strip()
 
 
+def within_repository(path: str | Path) -> str:
+    """``path`` relative to the repository where it lies in it: where a checkout stands is nobody's business."""
+    return str(path).removeprefix(f"{ROOT}{os.sep}")
+
+
 def revision() -> str | None:
     """The commit, with ``-dirty`` behind it when tracked files differ from it; None in a tree that doesn't know."""
     if (ROOT / ".git").exists():
@@ -93,7 +98,7 @@ def provenance(config: Config | None = None, plan: Mapping[str, Any] | None = No
     record: dict[str, Any] = {
         "kind": "provenance",
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": sys.argv,
+        "command": [within_repository(word) for word in sys.argv],
         "revision": revision(),
         "graphspec": __version__,
         "python": platform.python_version(),

@@ -20,7 +20,7 @@ import torch
 from graphspec.buffers import DTYPES
 from graphspec.engine.llm import LLM, model_folder
 from graphspec.engine.request import SamplingParams
-from perf.provenance import provenance, result_file, write_jsonl
+from perf.provenance import provenance, result_file, within_repository, write_jsonl
 from recipes.corpus import load_corpus
 
 RESULTS = Path(__file__).parent / "results"
@@ -178,7 +178,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     print(table(records, caption))
     write_jsonl(
-        result_file(args.out, f"speed-{args.runtime}"), [provenance(), {"kind": "settings", **vars(args), "device": device}, *records]
+        result_file(args.out, f"speed-{args.runtime}"),
+        [provenance(), {"kind": "settings", **vars(args), "out": within_repository(args.out), "device": device}, *records],
     )
     if args.readme:
         text = README.read_text(encoding="utf-8")

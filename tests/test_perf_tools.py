@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from graphspec.config import Config
-from perf import gpu_check, provenance
+from perf import gpu_check, provenance, speed
 from perf.gpu import pack
+from recipes.corpus import load_corpus
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -241,3 +242,25 @@ def test_what_is_packed_installs_offline(checkout: Path, tmp_path: Path, monkeyp
     done = subprocess.run(["sh", "-c", script], cwd=there, capture_output=True, text=True, env={**os.environ, "PYTHON": sys.executable})
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == str(there / "site" / "tinypack.py")
+
+
+def test_a_side_with_other_tokens_gets_no_figure() -> None:
+    sides = [
+        speed.Side("reference", lambda prompt: [*prompt, 1]),
+        speed.Side("same", lambda prompt: [*prompt, 1], "reference", acceptance=lambda: 2.5),
+        speed.Side("other", lambda prompt: [*prompt, 2], "reference"),
+    ]
+    speed.measure(sides, [[5], [6, 7]], rounds=3)
+    reference, same, other = speed.rows(sides)
+    assert reference["ratio"] is None and reference["tokens_per_second"] > 0
+    assert same["equal_to_hf"] and same["ratio"] > 0 and same["acceptance_length"] == 2.5 and len(same["rounds"]) == 3
+    assert not other["equal_to_hf"] and other["tokens_per_second"] is None and other["ratio"] is None
+    table = speed.table([reference, same, other], "caption")
+    assert "| other | wrong output |  |  |" in table and table.endswith("caption")
+
+
+def test_held_out_prompts_come_from_modules_no_training_step_saw() -> None:
+    prompts = speed.held_out_prompts(lambda text: list(text.encode()), 3, 40)
+    held_out = [text.encode() for text in load_corpus().held_out.values()]
+    assert len(prompts) == 3 and all(len(prompt) == 40 for prompt in prompts)
+    assert all(any(bytes(prompt) in text for text in held_out) for prompt in prompts)

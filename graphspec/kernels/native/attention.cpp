@@ -11,13 +11,10 @@
 #include <limits>
 #include <vector>
 
-#ifdef __FMA__
-#include <immintrin.h>
-#endif
+#include "simd.h"
 
 namespace {
 
-typedef float f8 __attribute__((vector_size(32)));
 typedef int32_t i8 __attribute__((vector_size(32)));
 
 constexpr int LANES = 8;
@@ -25,25 +22,7 @@ constexpr int KEYS = 32;     // keys per block: four vectors of scores
 constexpr int QUERIES = 32;  // (token, head) pairs that share one transposed block of keys
 constexpr float MINUS_INF = -std::numeric_limits<float>::infinity();
 
-inline f8 load8(const float* p) {
-  f8 v;
-  std::memcpy(&v, p, sizeof v);
-  return v;
-}
-
 inline void store8(float* p, f8 v) { std::memcpy(p, &v, sizeof v); }
-
-inline f8 splat(float x) { return f8{x, x, x, x, x, x, x, x}; }
-
-// Fused where the hardware does it, and then always: compiled with -ffp-contract=off, because a compiler that picks which products to fuse
-// picks differently for one query and for two.
-inline f8 fma8(f8 a, f8 b, f8 c) {
-#ifdef __FMA__
-  return reinterpret_cast<f8>(_mm256_fmadd_ps(reinterpret_cast<__m256>(a), reinterpret_cast<__m256>(b), reinterpret_cast<__m256>(c)));
-#else
-  return a * b + c;
-#endif
-}
 
 inline float fma1(float a, float b, float c) {
 #ifdef __FMA__

@@ -16,6 +16,7 @@ from pathlib import Path
 from ...errors import ResourceError
 
 SOURCES = ("attention.cpp", "linear.cpp")
+HEADERS = ("simd.h",)
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC")
 COMPILERS = ("c++", "g++")
 
@@ -57,7 +58,7 @@ def build(folder: Path | None = None) -> Path:
     """
     folder = folder or cache_folder()
     compiler = find_compiler()
-    sources = {name: resources.files(__package__).joinpath(name).read_bytes() for name in SOURCES}
+    sources = {name: resources.files(__package__).joinpath(name).read_bytes() for name in (*SOURCES, *HEADERS)}
     version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
     digest = hashlib.sha256(b"\0".join((*sources.values(), version, " ".join(FLAGS).encode(), _cpu_flags().encode()))).hexdigest()[:20]
     library = folder / f"native-{digest}.so"
@@ -67,7 +68,7 @@ def build(folder: Path | None = None) -> Path:
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         for name, source in sources.items():
             Path(scratch, name).write_bytes(source)
-        texts = [str(Path(scratch, name)) for name in sources]
+        texts = [str(Path(scratch, name)) for name in SOURCES]
         built = Path(scratch) / library.name
         done = subprocess.run([compiler, *FLAGS, "-o", str(built), *texts], capture_output=True, text=True, check=False)
         if done.returncode != 0:

@@ -7,32 +7,12 @@
 #include <cstdint>
 #include <cstring>
 
-#ifdef __FMA__
-#include <immintrin.h>
-#endif
+#include "simd.h"
 
 namespace {
 
-typedef float f8 __attribute__((vector_size(32)));
-
 constexpr int64_t BLOCK = 16;              // outputs per packed block: two vectors
 constexpr int64_t PARALLEL_FROM = 1 << 16;  // multiply-adds below which a second thread costs more than it does
-
-inline f8 load8(const float* p) {
-  f8 v;
-  std::memcpy(&v, p, sizeof v);
-  return v;
-}
-
-inline f8 splat(float x) { return f8{x, x, x, x, x, x, x, x}; }
-
-inline f8 fma8(f8 a, f8 b, f8 c) {
-#ifdef __FMA__
-  return reinterpret_cast<f8>(_mm256_fmadd_ps(reinterpret_cast<__m256>(a), reinterpret_cast<__m256>(b), reinterpret_cast<__m256>(c)));
-#else
-  return a * b + c;
-#endif
-}
 
 void put(float* y, int64_t first, int64_t outputs, f8 low, f8 high) {
   float whole[BLOCK];
