@@ -183,11 +183,6 @@ class Arena:
             if self._tensors[name].data_ptr() != address:
                 raise CaptureError(name, f"address {address:#x}", f"{self._tensors[name].data_ptr():#x}")
 
-    def reset(self) -> None:
-        """Every slot back to its fill value."""
-        for slot in self.slots:
-            self._tensors[slot.name].fill_(slot.fill)
-
     def poison(self, kinds: tuple[Kind, ...] = ("lane",)) -> None:
         """Fill slots of these kinds with NaN and, for integers, a value no index survives: what a cycle reads it must have written."""
         for slot in self.slots:
