@@ -13,7 +13,7 @@ from .errors import ConfigError
 from .shapes import PLAIN, CycleShape, GraphKey
 
 if TYPE_CHECKING:
-    from .facts import Eagle3Facts, ModelFacts
+    from .facts import DraftFacts, ModelFacts
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ class Plan:
 
     variant: Variant
     target: ModelFacts
-    draft: Eagle3Facts | None
+    draft: DraftFacts | None
     shape: CycleShape
     accept_width: int
     window_width: int
@@ -110,7 +110,7 @@ def resolve_shape(variant: Variant, config: VariantConfig, architecture: str) ->
     return CycleShape(config.num_steps, config.topk, config.num_draft_tokens)
 
 
-def make_plan(config: Config, target: ModelFacts, draft: Eagle3Facts | None, *, device: str) -> Plan:
+def make_plan(config: Config, target: ModelFacts, draft: DraftFacts | None, *, device: str) -> Plan:
     """Derive every number of an engine.
 
     Args:
@@ -167,7 +167,7 @@ def make_plan(config: Config, target: ModelFacts, draft: Eagle3Facts | None, *, 
         accept_width=accept,
         window_width=window,
         num_words=shape.num_words,
-        feature_width=target.hidden_size * len(draft.tap_layers) if draft else 0,
+        feature_width=draft.feature_size if draft else 0,
         tap_layers=draft.tap_layers if draft else (),
         buckets=buckets,
         max_rows=runtime.max_rows,

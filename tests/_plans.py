@@ -42,7 +42,7 @@ def model_facts(**overrides: Any) -> ModelFacts:
 def draft_facts(**overrides: Any) -> Eagle3Facts:
     """Facts of an EAGLE-3 head over two taps."""
     decoder = model_facts(path=Path("draft"), num_layers=1, sliding_window=(None,), **overrides)
-    return Eagle3Facts(Path("draft"), decoder, 30, (0, 1), 16)
+    return Eagle3Facts(path=Path("draft"), decoder=decoder, draft_vocab_size=30, tap_layers=(0, 1), target_hidden_size=16, feature_size=32)
 
 
 def plan(

@@ -36,7 +36,9 @@ def model_facts(num_layers: int = 3) -> ModelFacts:
 
 def draft_facts() -> Eagle3Facts:
     """A draft vocabulary of 23 of the 61 tokens."""
-    return Eagle3Facts(path=Path("tiny-draft"), decoder=model_facts(1), draft_vocab_size=23, tap_layers=(0, 1, 2), target_hidden_size=48)
+    return Eagle3Facts(
+        path=Path("tiny-draft"), decoder=model_facts(1), draft_vocab_size=23, tap_layers=(0, 1, 2), target_hidden_size=48, feature_size=144
+    )
 
 
 def tiny_plan(shape: CycleShape, *, device: str, runtime: str, mode: str = "reference", run_ahead: int = 0, **runtime_keys: object) -> Plan:

@@ -6,19 +6,16 @@ of transformers 5. A key that would change the computation and isn't supported i
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from .errors import CheckpointError
+from ..errors import CheckpointError
+from .keys import Keys, read_architecture, read_config, read_json
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "llama3")
 DTYPES = ("float32", "bfloat16", "float16")
-
-_REQUIRED: Any = object()
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,89 +72,7 @@ class ModelFacts:
     """What the checkpoint says it is stored in; float32 where it doesn't say."""
 
 
-@dataclass(frozen=True, slots=True)
-class Eagle3Facts:
-    """An EAGLE-3 head (arXiv 2503.01840) that was checked against its target."""
-
-    path: Path
-    decoder: ModelFacts
-    """Its single layer; RoPE and context from the head's own config, ``vocab_size`` the target's."""
-    draft_vocab_size: int
-    tap_layers: tuple[int, ...]
-    """Ascending i: the target's residual stream entering layer i (``hidden_states[i]`` of transformers)."""
-    target_hidden_size: int
-
-    @property
-    def feature_size(self) -> int:
-        """F: width of the concatenated taps."""
-        return len(self.tap_layers) * self.target_hidden_size
-
-
-class _Keys:
-    """Typed look-ups in one json object; every failure names file and key."""
-
-    def __init__(self, values: dict[str, Any], where: str) -> None:
-        self.values, self.where = values, where
-
-    def error(self, key: str, expected: object, hint: str = "") -> CheckpointError:
-        found = repr(self.values[key]) if key in self.values else "no such key"
-        return CheckpointError(f"{self.where}: {key}", expected, found, hint)
-
-    def present(self, key: str) -> bool:
-        return self.values.get(key) is not None
-
-    def integer(self, key: str, default: Any = _REQUIRED, least: int = 1) -> int:
-        value = self.values.get(key) if default is _REQUIRED else self.values.get(key, default)
-        if value is None and default is not _REQUIRED:
-            value = default
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise self.error(key, f"an integer >= {least}")
-        return value
-
-    def number(self, key: str, default: Any = _REQUIRED) -> float:
-        value = self.values.get(key)
-        if value is None and default is not _REQUIRED:
-            value = default
-        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value) or value <= 0:
-            raise self.error(key, "a positive number")
-        return float(value)
-
-    def flag(self, key: str, default: bool) -> bool:
-        value = self.values.get(key)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            raise self.error(key, "true or false")
-        return value
-
-
-def _read_json(path: Path) -> _Keys:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise CheckpointError(str(path), "a readable json file", f"{type(error).__name__}: {error}") from error
-    if not isinstance(values, dict):
-        raise CheckpointError(str(path), "a json object", type(values).__name__)
-    return _Keys(values, str(path))
-
-
-def _read_config(path: Path) -> _Keys:
-    if not path.is_dir():
-        raise CheckpointError(str(path), "a folder with a Hugging Face checkpoint", "a file" if path.exists() else "nothing there")
-    config = path / "config.json"
-    if not config.is_file():
-        raise CheckpointError(str(config), "the checkpoint's config.json", "no such file")
-    return _read_json(config)
-
-
-def _architecture(keys: _Keys, expected: str) -> str:
-    names = keys.values.get("architectures")
-    if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
-        raise keys.error("architectures", expected)
-    return names[0]
-
-
-def _read_rope(keys: _Keys, max_position_embeddings: int) -> RopeFacts:
+def _read_rope(keys: Keys, max_position_embeddings: int) -> RopeFacts:
     name = "rope_scaling" if keys.values.get("rope_scaling") else "rope_parameters"
     raw = keys.values.get(name)
     if raw is None:
@@ -167,7 +82,7 @@ def _read_rope(keys: _Keys, max_position_embeddings: int) -> RopeFacts:
     nested = [key for key, value in raw.items() if isinstance(value, dict)]
     if nested:
         raise keys.error(name, "one set of parameters for all layers", "parameters per layer type are not supported")
-    rope = _Keys(raw, f"{keys.where}: {name}")
+    rope = Keys(raw, f"{keys.where}: {name}")
     kind = raw.get("rope_type", raw.get("type", "default"))
     if kind not in ROPE_KINDS:
         raise rope.error("rope_type" if "rope_type" in raw else "type", "one of " + ", ".join(ROPE_KINDS))
@@ -213,7 +128,7 @@ def _read_rope(keys: _Keys, max_position_embeddings: int) -> RopeFacts:
     )
 
 
-def _read_sliding_window(keys: _Keys, architecture: str, num_layers: int) -> tuple[int | None, ...]:
+def _read_sliding_window(keys: Keys, architecture: str, num_layers: int) -> tuple[int | None, ...]:
     if architecture == "MistralForCausalLM":
         # transformers' MistralConfig means 4096 when the key is absent; only an explicit null switches the window off
         window = None if keys.values.get("sliding_window", 4096) is None else keys.integer("sliding_window", 4096)
@@ -230,7 +145,7 @@ def _read_sliding_window(keys: _Keys, architecture: str, num_layers: int) -> tup
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
-def _read_eos(keys: _Keys, vocab_size: int) -> tuple[int, ...] | None:
+def _read_eos(keys: Keys, vocab_size: int) -> tuple[int, ...] | None:
     value = keys.values.get("eos_token_id")
     if value is None:
         return None
@@ -240,7 +155,7 @@ def _read_eos(keys: _Keys, vocab_size: int) -> tuple[int, ...] | None:
     return tuple(dict.fromkeys(ids))
 
 
-def _read_dtype(keys: _Keys) -> str:
+def _read_dtype(keys: Keys) -> str:
     key = "dtype" if keys.present("dtype") else "torch_dtype"
     value = keys.values.get(key)
     if value is None:
@@ -250,7 +165,12 @@ def _read_dtype(keys: _Keys) -> str:
     return str(value)
 
 
-def _read_decoder(keys: _Keys, path: Path, architecture: str, family: str) -> ModelFacts:
+def read_decoder(keys: Keys, path: Path, architecture: str, family: str) -> ModelFacts:
+    """Facts of decoder layers that compute as those of ``family`` do, whatever the checkpoint calls itself.
+
+    Raises:
+        CheckpointError: a key that is missing, wrong or not supported.
+    """
     if keys.values.get("quantization_config"):
         raise keys.error("quantization_config", "no quantization", "only float32, bfloat16 and float16 weights are supported")
     if keys.values.get("hidden_act", "silu") != "silu":
@@ -274,7 +194,7 @@ def _read_decoder(keys: _Keys, path: Path, architecture: str, family: str) -> Mo
     vocab_size = keys.integer("vocab_size")
     bias = keys.flag("attention_bias", False) if family in ("LlamaForCausalLM", "Qwen3ForCausalLM") else False
     generation = path / "generation_config.json"
-    eos = _read_eos(_read_json(generation), vocab_size) if generation.is_file() else None
+    eos = _read_eos(read_json(generation), vocab_size) if generation.is_file() else None
     if eos is None:
         eos = _read_eos(keys, vocab_size) or ()
     return ModelFacts(
@@ -310,77 +230,9 @@ def read_model_facts(path: str | Path) -> ModelFacts:
             type that isn't supported. The message names file and key, what was expected and what was found.
     """
     path = Path(path)
-    keys = _read_config(path)
+    keys = read_config(path)
     expected = "one of " + ", ".join(ARCHITECTURES)
-    architecture = _architecture(keys, expected)
+    architecture = read_architecture(keys, expected)
     if architecture not in ARCHITECTURES:
         raise keys.error("architectures", expected)
-    return _read_decoder(keys, path, architecture, architecture)
-
-
-_EAGLE3_OPTIONS = ("fc_norm", "norm_output", "norm_before_residual", "norm_before_fc")
-
-
-def _read_tap_layers(keys: _Keys, eagle: _Keys, num_layers: int) -> tuple[int, ...]:
-    key = "eagle_aux_hidden_state_layer_ids"
-    owner = eagle if eagle.present(key) else keys
-    if owner.present(key):
-        ids = owner.values[key]
-        if not isinstance(ids, list) or not ids or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-            raise owner.error(key, "a list of layer ids")
-        taps = tuple(i + 1 for i in ids)  # the config counts by the layer whose output is meant
-        if list(taps) != sorted(set(taps)) or taps[0] < 0 or taps[-1] >= num_layers:
-            raise owner.error(key, f"ascending, distinct ids from -1 to {num_layers - 2} (the target has {num_layers} layers)")
-    else:
-        taps = (2, num_layers // 2, num_layers - 3)
-        if list(taps) != sorted(set(taps)):
-            raise CheckpointError(
-                f"{keys.where}: eagle_config.{key}",
-                "explicit layer ids",
-                f"none, and the default layers {taps} collide in a target of {num_layers} layers",
-            )
-    if keys.present("num_aux_hidden_states") and keys.integer("num_aux_hidden_states") != len(taps):
-        raise keys.error("num_aux_hidden_states", f"{len(taps)}, the number of tapped layers {taps}")
-    return taps
-
-
-def read_eagle3_facts(path: str | Path, target: ModelFacts) -> Eagle3Facts:
-    """Facts of an EAGLE-3 head, checked against the target it drafts for.
-
-    A head calls itself by an architecture with "Eagle3" in its name, or ``LlamaForCausalLM`` with a ``draft_vocab_size`` (the first
-    published heads). RoPE parameters come from the head's config only: without a ``rope_theta`` it was trained with 10000, whatever the
-    target uses.
-
-    Raises:
-        CheckpointError: as :func:`read_model_facts`; also another kind of draft, one that doesn't fit the target (hidden size, vocabulary,
-            tapped layers), or an option that isn't supported.
-    """
-    path = Path(path)
-    keys = _read_config(path)
-    expected = "an EAGLE-3 head (LlamaForCausalLMEagle3, or LlamaForCausalLM with a draft_vocab_size)"
-    architecture = _architecture(keys, expected)
-    if "eagle3" not in architecture.lower() and not (architecture == "LlamaForCausalLM" and keys.present("draft_vocab_size")):
-        raise keys.error("architectures", expected, "a whole language model or an EAGLE-1/2 head belongs to another variant")
-    nested = keys.values.get("eagle_config")
-    if nested is not None and not isinstance(nested, dict):
-        raise keys.error("eagle_config", "an object")
-    eagle = _Keys(nested or {}, f"{keys.where}: eagle_config")
-    for owner in (keys, eagle):
-        for option in _EAGLE3_OPTIONS:
-            if owner.values.get(option):
-                raise owner.error(option, "absent or false", "this option is not supported")
-    if not eagle.flag("use_aux_hidden_state", True):
-        raise eagle.error("use_aux_hidden_state", "true (EAGLE-3 reads intermediate layers of its target)")
-    if keys.integer("num_hidden_layers", 1) != 1:
-        raise keys.error("num_hidden_layers", "1")
-    keys.values.setdefault("num_hidden_layers", 1)
-    decoder = _read_decoder(keys, path, architecture, "LlamaForCausalLM")
-    if decoder.vocab_size != target.vocab_size:
-        raise keys.error("vocab_size", f"{target.vocab_size}, as in {target.path}", "head and target must share one vocabulary")
-    width = "target_hidden_size" if keys.present("target_hidden_size") else "hidden_size"
-    if keys.integer(width) != target.hidden_size:
-        raise keys.error(width, f"{target.hidden_size}, as in {target.path}")
-    draft_vocab_size = keys.integer("draft_vocab_size", decoder.vocab_size)
-    if draft_vocab_size > decoder.vocab_size:
-        raise keys.error("draft_vocab_size", f"at most vocab_size = {decoder.vocab_size}")
-    return Eagle3Facts(path, decoder, draft_vocab_size, _read_tap_layers(keys, eagle, target.num_layers), target.hidden_size)
+    return read_decoder(keys, path, architecture, architecture)

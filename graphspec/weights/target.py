@@ -1,0 +1,46 @@
+"""The target network of a checkpoint."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..layouts import LLAMA_LAYOUT
+from ..models.llama import LlamaModel
+from .checkpoint import Checkpoint, Progress, fill
+
+if TYPE_CHECKING:
+    from ..facts import ModelFacts
+
+
+def load_target(
+    facts: ModelFacts,
+    tap_layers: tuple[int, ...],
+    max_positions: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    progress: Progress | None = None,
+) -> LlamaModel:
+    """The target of a checkpoint, in ``dtype`` on ``device``.
+
+    Args:
+        facts: from :func:`graphspec.facts.read_model_facts`.
+        tap_layers: layers whose entering residual stream the drafter reads, ascending.
+        max_positions: positions the RoPE table covers.
+        dtype: of the weights.
+        device: of the weights.
+        progress: called after each tensor.
+
+    Raises:
+        CheckpointError: a file or tensor that is missing, damaged, superfluous or of another shape or dtype.
+    """
+    checkpoint = Checkpoint(facts.path)
+    with torch.device("meta"):
+        model = LlamaModel(facts, tap_layers, max_positions)
+    own = [name for name, _ in model.named_parameters()]  # a tied head is no parameter of its own
+    ignored = {"lm_head.weight"} if facts.tie_word_embeddings else set()  # some files store the tied copy
+    fill(model, checkpoint, LLAMA_LAYOUT, own, ignored, dtype, torch.device(device), progress)
+    if facts.tie_word_embeddings:
+        model.lm_head.weight = model.embed_tokens.weight
+    return model.to(device).eval()
