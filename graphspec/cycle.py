@@ -11,8 +11,9 @@ import torch
 
 from .buffers import RING_FIELDS, Arena, Views
 from .errors import ResourceError
-from .graphs.accept import Accept, Commit, CommitState
+from .graphs.accept import Accept
 from .graphs.capture import Capturer
+from .graphs.commit import Commit, CommitState
 from .graphs.compile import compile_stages, graphs_compiled
 from .graphs.draft import DraftExtend, DraftSteps
 from .graphs.mailbox import Mailbox, MailLayout, Message

@@ -1,4 +1,4 @@
-"""Stages 5 to 7: sample at every node, keep the matching path, move its KV, commit the row."""
+"""Stage 5, accept: sample at every node, keep the matching path."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 from ..buffers import Status, Views
 from .sampling import sample_tokens, target_noise
-from .stage import Build, Stage
+from .stage import Stage
 
 
 class Accept(Stage):
@@ -47,50 +47,3 @@ class Accept(Stage):
         # tree_walk's reasons 0, 1, 2 are LIVE, STOPPED, LENGTH in this order.
         outcome_B = torch.where(failed_B, Status.FAILED, torch.where(live_B, reason_B + Status.LIVE, v.status_R[row_B]))
         v.outcome_B.copy_(outcome_B)
-
-
-class CommitState(Stage):
-    """Keep the accepted path: its KV moves to consecutive slots, all layers at once. Chains need no move."""
-
-    name = "commit_state"
-    reads = ("lane_row_B", "seq_len_R", "page_table_RP", "path_BA", "accept_len_B", "target_kv")
-    writes = ("target_kv",)
-
-    def forward(self, v: Views) -> None:
-        row_B = v.lane_row_B
-        self.kernels.kv_move(v.target_kv, v.page_table_RP[row_B], v.seq_len_R[row_B], v.path_BA, v.accept_len_B)
-
-
-class Commit(Stage):
-    """``seq_len += accept_len``, the next window along the path, the output ring, the status."""
-
-    name = "commit"
-
-    def __init__(self, build: Build) -> None:
-        super().__init__(build)
-        features = ("feature_BNF", "window_feature_RAF") if self.plan.feature_width else ()
-        state = ("seq_len_R", "window_token_RA", "window_len_R", "budget_R", "cycle_1")
-        self.reads = ("lane_row_B", "sample_BN", "path_BA", "accept_len_B", "outcome_B", *state, *features)
-        self.writes = (*state, "status_R", *features[1:], "ring_ZBJ")
-
-    def forward(self, v: Views) -> None:
-        row_B, length_B = v.lane_row_B, v.accept_len_B
-        entry_A = torch.arange(self.plan.accept_width, device=row_B.device)
-        valid_BA = entry_A < length_B[:, None]
-        token_BA = torch.where(valid_BA, v.sample_BN.gather(1, v.path_BA), -1)
-
-        slot_1 = v.cycle_1 % self.plan.ring_depth
-        v.ring_ZBJ.index_copy_(0, slot_1, torch.cat([length_B[:, None], v.outcome_B[:, None], token_BA], 1)[None])
-        v.cycle_1.add_(1)
-
-        # Inert lanes write back what stands there, so that lanes sharing the dummy row agree on its value.
-        moved_B = length_B > 0
-        v.window_token_RA.index_copy_(0, row_B, torch.where(moved_B[:, None], token_BA, v.window_token_RA[row_B]))
-        if self.plan.feature_width:
-            feature_BAF = v.feature_BNF.gather(1, v.path_BA[..., None].expand(-1, -1, v.feature_BNF.shape[-1]))
-            feature_BAF = torch.where(valid_BA[..., None], feature_BAF, 0)
-            v.window_feature_RAF.index_copy_(0, row_B, torch.where(moved_B[:, None, None], feature_BAF, v.window_feature_RAF[row_B]))
-        v.window_len_R.index_copy_(0, row_B, torch.where(moved_B, length_B, v.window_len_R[row_B]))
-        v.seq_len_R.index_copy_(0, row_B, v.seq_len_R[row_B] + length_B)
-        v.budget_R.index_copy_(0, row_B, v.budget_R[row_B] - length_B)
-        v.status_R.index_copy_(0, row_B, v.outcome_B)

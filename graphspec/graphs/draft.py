@@ -9,7 +9,7 @@ from ..attention import TreeAttention
 from ..buffers import Views
 from ..kernels.topk import stable_topk
 from ..shapes import WORD_BITS
-from .sampling import draft_noise
+from .sampling import DraftSampler
 from .stage import Build, DraftModel, Stage
 
 
@@ -32,25 +32,11 @@ class _DraftStage(Stage):
         assert build.draft is not None, "a draft stage needs a draft network"
         self.draft: DraftModel = build.draft
         self.shift = build.plan.variant.shift
+        self.sampler = DraftSampler(build)
 
-    def propose(self, v: Views, hidden_BTH: Tensor, position_B: Tensor) -> tuple[Tensor, Tensor]:
-        """Top-K continuations of each hidden state.
-
-        Args:
-            hidden_BTH: draft outputs.
-            position_B: position of the token being proposed, the same for all T.
-
-        Returns:
-            log-probabilities float32 and target ids int64, both ``[B, T, K]``.
-        """
-        row_B = v.lane_row_B
-        logits_BTV = self.draft.logits(hidden_BTH)
-        map_Vd = self.draft.target_token_Vd
-        noise, temperature_B = None, None
-        if self.sampling and self.plan.coupled_noise:
-            noise_B1V = draft_noise(self.kernels, v.seed_R[row_B], position_B[:, None], map_Vd, self.plan.target.vocab_size)
-            noise, temperature_B = noise_B1V.expand(logits_BTV.shape), v.temperature_R[row_B]
-        return self.kernels.draft_topk(logits_BTV, self.shape.topk, map_Vd, noise, temperature_B)
+    def propose(self, v: Views, hidden_BTH: Tensor, position_B: Tensor, path_BTs: Tensor, level: int) -> tuple[Tensor, Tensor]:
+        """Top-K continuations of each hidden state; see :meth:`DraftSampler.propose`."""
+        return self.sampler.propose(v, self.draft.logits(hidden_BTH), self.draft.target_token_Vd, position_B, path_BTs, level)
 
 
 class DraftExtend(_DraftStage):
@@ -93,7 +79,8 @@ class DraftExtend(_DraftStage):
         hidden_BH = hidden_BAH.gather(1, last_B[:, None, None].expand(-1, 1, hidden_BAH.shape[-1])).squeeze(1)
         v.draft_hidden_BH.copy_(hidden_BH)
 
-        score_BTK, token_BTK = self.propose(v, hidden_BH[:, None], seq_B + 1)
+        nothing_B1s = token_BA.new_empty(token_BA.shape[0], 1, 0)
+        score_BTK, token_BTK = self.propose(v, hidden_BH[:, None], seq_B + 1, nothing_B1s, 1)
         topk = self.shape.topk
         v.candidate_score_BM[:, :topk] = torch.where(live_B[:, None], score_BTK[:, 0], float("-inf"))
         v.candidate_token_BM[:, :topk] = token_BTK[:, 0]
@@ -118,6 +105,7 @@ class DraftSteps(_DraftStage):
         score_BK = v.candidate_score_BM[:, :topk].clone()
         token_BK = v.candidate_token_BM[:, :topk].clone()
         index_BK = beam_K.expand(lanes, topk)
+        path_BKs = token_BK[..., None]
         hidden_BKH = v.draft_hidden_BH[:, None].expand(lanes, topk, v.draft_hidden_BH.shape[-1])
         ancestors_BKX = torch.zeros(lanes, topk, self.plan.num_words, dtype=torch.int64, device=row_B.device)
         for step in range(1, self.shape.num_steps):
@@ -138,7 +126,7 @@ class DraftSteps(_DraftStage):
                 ancestors_BTX=ancestors_BKX.masked_fill(~valid_BK[..., None], 0),
             )
             hidden_BKH = self.draft(torch.where(valid_BK, token_BK, -1), hidden_BKH.masked_fill(~valid_BK[..., None], 0), attention)
-            increment_BKK, next_BKK = self.propose(v, hidden_BKH, seq_B + step + 1)
+            increment_BKK, next_BKK = self.propose(v, hidden_BKH, seq_B + step + 1, path_BKs, step + 1)
             level_BC = torch.where(valid_BK[..., None], score_BK[..., None] + increment_BKK, float("-inf")).flatten(1)
             begin = topk + (step - 1) * topk**2
             end = begin + topk**2
@@ -149,6 +137,7 @@ class DraftSteps(_DraftStage):
                 score_BK, chosen_BK = stable_topk(level_BC, topk)
                 beam_BK = chosen_BK // topk
                 token_BK = next_BKK.flatten(1).gather(1, chosen_BK)
+                path_BKs = torch.cat((path_BKs.gather(1, beam_BK[..., None].expand(-1, -1, step)), token_BK[..., None]), -1)
                 index_BK = begin + chosen_BK
                 hidden_BKH = hidden_BKH.gather(1, beam_BK[..., None].expand(-1, -1, hidden_BKH.shape[-1]))
                 ancestors_BKX = ancestors_BKX.gather(1, beam_BK[..., None].expand(-1, -1, ancestors_BKX.shape[-1]))
