@@ -11,7 +11,7 @@ STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: help demo test test-full lint format snapshots gpu-check train-demo bench wheel clean
+.PHONY: help demo test test-full lint format snapshots features gpu-check train-demo bench wheel clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -45,6 +45,9 @@ format: $(STAMP) ## rewrite in the house format
 
 snapshots: $(STAMP) ## write tests/snapshots anew from conf/experiment
 	$(BIN)/python -m tests.snapshots
+
+features: $(STAMP) ## write docs/features.md from the tests that pass
+	$(PYTEST) --write-features
 
 gpu-check: $(STAMP) ## every gpu test and, when green, speed; on a CUDA machine
 	$(BIN)/python -m perf.gpu_check

@@ -30,27 +30,40 @@ def _default(value: ast.expr | None) -> str:
         return (
             ast.unparse(next(k.value.body for k in value.keywords if isinstance(k.value, ast.Lambda)))
             if "lambda" in ast.unparse(value)
+            else "{}"
+            if "dict" in ast.unparse(value)
             else "[]"
         )
     literal = ast.literal_eval(value)
     return "null" if literal is None else str(literal).lower() if isinstance(literal, bool) else str(literal)
 
 
+def _rows(node: ast.ClassDef, classes: dict[str, ast.ClassDef], prefix: str = "") -> list[str]:
+    """A row per key; the keys of a nested group follow its own under its name."""
+    rows = []
+    for i, field in enumerate(node.body):
+        if not isinstance(field, ast.AnnAssign):
+            continue
+        after = node.body[i + 1] if i + 1 < len(node.body) else None
+        said = after.value.value if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) else ""
+        name = prefix + ast.unparse(field.target)
+        nested = classes.get(ast.unparse(field.annotation))
+        if nested is None:
+            rows.append(f"| `{name}` | `{_default(field.value)}` | {' '.join(str(said).split())} |")
+        else:
+            rows += _rows(nested, classes, name + ".")
+    return rows
+
+
 def page() -> str:
     """The page's text."""
     tree = ast.parse((ROOT / "graphspec" / "config.py").read_text(encoding="utf-8"))
     groups, out = _groups(tree), [HEAD]
-    for node in tree.body:
-        if not isinstance(node, ast.ClassDef) or node.name not in groups:
-            continue
-        out += [f"## {groups[node.name]}", "", ast.get_docstring(node) or "", "", "| key | default | meaning |", "|---|---|---|"]
-        body = node.body
-        for i, field in enumerate(body):
-            if isinstance(field, ast.AnnAssign):
-                after = body[i + 1] if i + 1 < len(body) else None
-                said = after.value.value if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) else ""
-                out.append(f"| `{ast.unparse(field.target)}` | `{_default(field.value)}` | {' '.join(str(said).split())} |")
-        out.append("")
+    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    for name, node in classes.items():
+        if name in groups:
+            head = ["| key | default | meaning |", "|---|---|---|"]
+            out += [f"## {groups[name]}", "", ast.get_docstring(node) or "", "", *head, *_rows(node, classes), ""]
     return "\n".join(out).rstrip() + "\n"
 
 

@@ -1,12 +1,12 @@
 """Static buffers: every tensor a cycle touches is a declared slot, allocated once and never moved.
 
 Letters are those of :mod:`graphspec.shapes`; ``1``-suffixed slots are scalars, ``Z`` is the ring depth, ``J`` the words of a ring lane,
-``E`` the stop ids a row may have.
+``E`` the stop ids a row may have, ``I`` the tokens it may bias, ``O`` the alternatives reported with a log-probability.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .errors import CaptureError
 from .plan import Plan
-from .shapes import MAX_WINDOW
+from .shapes import MAX_WINDOW, SamplingClass
 
 Kind = Literal["mail", "state", "lane", "ring", "kv"]
 
@@ -50,13 +50,15 @@ class Slot:
         kind: ``mail`` comes from the host, ``state`` persists per row, ``lane`` lives for one cycle, ``ring`` is what the host
             reads, ``kv`` is a pool.
         fill: value at start; also what padding holds.
+        group: field of :class:`~graphspec.shapes.SamplingClass` whose programs need the slot; empty: all do.
     """
 
     name: str
     dims: tuple[str | int, ...]
     dtype: torch.dtype
     kind: Kind
-    fill: int = 0
+    fill: float = 0
+    group: str = ""
 
 
 def plan_sizes(plan: Plan) -> dict[str, int]:
@@ -73,7 +75,12 @@ def plan_sizes(plan: Plan) -> dict[str, int]:
         "V": plan.target.vocab_size,
         "P": plan.table_width,
         "E": plan.max_stop_ids,
+        "I": plan.max_logit_bias,
+        "O": plan.max_logprobs,
+        "S": plan.shape.num_steps,
         "Z": plan.ring_depth,
+        "Y": plan.lookback,
+        "L": plan.max_positions,
         "H": plan.draft.decoder.hidden_size if plan.draft else 0,
     }
 
@@ -110,16 +117,53 @@ def declare_slots(plan: Plan, mail_size: int) -> tuple[Slot, ...]:
     ]
     if plan.feature_width:
         slots += [Slot("window_feature_RAF", ("R", "A", "F"), dtype, "state"), Slot("feature_BNF", ("B", "N", "F"), dtype, "lane")]
+    if plan.lookback:
+        slots += [Slot("lookback_token_RY", ("R", "Y"), i64, "state", -1), Slot("lookback_feature_RYF", ("R", "Y", "F"), dtype, "state")]
+    if plan.keeps_history:
+        slots.append(Slot("history_RL", ("R", "L"), i64, "state", -1))
+    if plan.shape.num_steps:
+        slots += [
+            Slot("candidate_score_BM", ("B", "M"), f32, "lane"),
+            Slot("candidate_token_BM", ("B", "M"), i64, "lane", -1),
+            Slot("candidate_parent_BM", ("B", "M"), i64, "lane", -1),
+        ]
     if plan.draft:
         draft = plan.draft.decoder
         slots += [
             Slot("draft_hidden_BH", ("B", "H"), dtype, "lane"),
-            Slot("candidate_score_BM", ("B", "M"), f32, "lane"),
-            Slot("candidate_token_BM", ("B", "M"), i64, "lane", -1),
-            Slot("candidate_parent_BM", ("B", "M"), i64, "lane", -1),
             _pool("draft_kv", plan, draft.num_layers, draft.num_kv_heads, draft.head_dim, dtype),
         ]
-    return tuple(slots)
+    return (*slots, *_sampling_slots(plan))
+
+
+def _sampling_slots(plan: Plan) -> list[Slot]:
+    """What only some sampling classes need."""
+    i64, f32 = torch.int64, torch.float32
+    slots = [
+        Slot("top_k_R", ("R",), i64, "state", 0, "truncate"),
+        Slot("top_p_R", ("R",), f32, "state", 1, "truncate"),
+        Slot("min_p_R", ("R",), f32, "state", 0, "truncate"),
+        Slot("repetition_R", ("R",), f32, "state", 1, "penalties"),
+        Slot("presence_R", ("R",), f32, "state", 0, "penalties"),
+        Slot("frequency_R", ("R",), f32, "state", 0, "penalties"),
+        Slot("output_count_RV", ("R", "V"), torch.int32, "state", 0, "penalties"),
+        Slot("prompt_seen_RV", ("R", "V"), torch.int8, "state", 0, "penalties"),
+        Slot("bias_id_RI", ("R", "I"), i64, "state", -1, "bias"),
+        Slot("bias_value_RI", ("R", "I"), f32, "state", 0, "bias"),
+        Slot("stop_from_R", ("R",), i64, "state", 0, "bias"),
+        Slot("ring_logprob_ZBA", ("Z", "B", "A"), f32, "ring", 0, "logprobs"),
+        Slot("ring_top_logprob_ZBAO", ("Z", "B", "A", "O"), f32, "ring", 0, "logprobs"),
+        Slot("ring_top_token_ZBAO", ("Z", "B", "A", "O"), i64, "ring", -1, "logprobs"),
+    ]
+    if plan.accept.sampled_drafts:
+        slots.append(Slot("draft_prob_BSV", ("B", "S", "V"), f32, "lane", 0, "noise"))
+    return slots
+
+
+def slot_groups(sampling: SamplingClass) -> frozenset[str]:
+    """Groups of slots that programs of this class need, beside those without a group."""
+    on = {"noise": sampling.noise, "truncate": sampling.truncate, "penalties": sampling.penalties, "bias": sampling.bias}
+    return frozenset(name for name, needed in {**on, "logprobs": sampling.logprobs >= 0}.items() if needed)
 
 
 def _pool(name: str, plan: Plan, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> Slot:
@@ -130,7 +174,12 @@ class Views:
     """The slots as one bucket sees them: attributes named like the slots, lane dimensions cut to the bucket."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self.names = tuple(tensors)
+        self.names: tuple[str, ...] = ()
+        self.add(tensors)
+
+    def add(self, tensors: Mapping[str, Tensor]) -> None:
+        """More slots of the same bucket."""
+        self.names += tuple(tensors)
         for name, tensor in tensors.items():
             setattr(self, name, tensor)
 
@@ -141,6 +190,8 @@ class Views:
 class Arena:
     """Owner of all slots: allocated once at the largest bucket, sliced per bucket, at addresses that never change.
 
+    Slots that belong to a group are allocated when :meth:`allocate` is first asked for the group; ``slots`` lists what is allocated.
+
     Args:
         plan: the sizes.
         mail_size: words of the mailbox.
@@ -149,12 +200,33 @@ class Arena:
 
     def __init__(self, plan: Plan, mail_size: int, device: torch.device | str | None = None) -> None:
         self.sizes = plan_sizes(plan)
-        self.slots = declare_slots(plan, mail_size)
+        self.declared = declare_slots(plan, mail_size)
+        self.slots: tuple[Slot, ...] = ()
         self.device = torch.device(device or plan.device)
-        self._tensors = {s.name: torch.full(self.shape(s), s.fill, dtype=s.dtype, device=self.device) for s in self.slots}
-        # Fake and meta tensors have no address.
-        self._addresses = {name: t.data_ptr() for name, t in self._tensors.items() if type(t) is Tensor and t.device.type != "meta"}
+        self._tensors: dict[str, Tensor] = {}
+        self._addresses: dict[str, int] = {}
         self._views: dict[int, Views] = {}
+        self._allocate({""})
+
+    def allocate(self, sampling: SamplingClass) -> None:
+        """Allocate what programs of this class need and is not there yet; what is there stays where it is."""
+        self._allocate(slot_groups(sampling))
+
+    def _allocate(self, groups: Set[str]) -> None:
+        fresh = tuple(s for s in self.declared if s.group in groups and s.name not in self._tensors)
+        for slot in fresh:
+            tensor = torch.full(self.shape(slot), slot.fill, dtype=slot.dtype, device=self.device)
+            self._tensors[slot.name] = tensor
+            # Fake and meta tensors have no address.
+            if type(tensor) is Tensor and tensor.device.type != "meta":
+                self._addresses[slot.name] = tensor.data_ptr()
+        self.slots += fresh
+        for bucket, views in self._views.items():
+            views.add({slot.name: self._cut(slot, bucket) for slot in fresh})
+
+    def _cut(self, slot: Slot, bucket: int) -> Tensor:
+        tensor = self._tensors[slot.name]
+        return tensor.narrow(slot.dims.index("B"), 0, bucket) if "B" in slot.dims and bucket < self.sizes["B"] else tensor
 
     def shape(self, slot: Slot) -> tuple[int, ...]:
         """Allocated shape of a slot."""
@@ -166,11 +238,7 @@ class Arena:
     def views(self, bucket: int) -> Views:
         """Slots cut to ``bucket`` lanes; the same object for every call with one bucket."""
         if bucket not in self._views:
-            cut = {}
-            for slot in self.slots:
-                tensor = self._tensors[slot.name]
-                cut[slot.name] = tensor.narrow(slot.dims.index("B"), 0, bucket) if "B" in slot.dims and bucket < self.sizes["B"] else tensor
-            self._views[bucket] = Views(cut)
+            self._views[bucket] = Views({slot.name: self._cut(slot, bucket) for slot in self.slots})
         return self._views[bucket]
 
     def check_addresses(self) -> None:

@@ -33,9 +33,12 @@ DEMO_PROMPT = 'def read_lines(path):\n    """Return the lines of a text file."""
 class Command:
     """One first word."""
 
-    run: Callable[[LaunchConfig], int]
+    run: Callable[..., int]
+    """Takes the composed configuration, or its own words."""
     summary: str
     usage: str
+    own_words: bool = False
+    """It has nothing to configure: its words go to it as they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +86,8 @@ def _dispatch(words: list[str]) -> int:
     if "-h" in rest or "--help" in rest:
         print(_command_help(name))
         return 0
+    if COMMANDS[name].own_words:
+        return COMMANDS[name].run(rest)
     if any(word.startswith("-") for word in rest):
         return _hydra(name, rest)
     from .compose import load_config
@@ -139,13 +144,14 @@ def _completing(words: list[str]) -> bool:
 def _generate(config: LaunchConfig) -> int:
     requests = read_requests(config)
     from .engine.llm import LLM
+    from .engine.request import sampling_class
     from .report import progress_bars
 
     streaming = config.format == "text" and len(requests) == 1
     params = [_params(config, request) for request in requests]
     with progress_bars() as progress:
         llm = LLM.from_config(config, progress=progress)
-        llm.warm_up(len(requests), sampling=any(param.temperature > 0 for param in params))
+        llm.warm_up(len(requests), sampling=sampling_class(params))
         outputs = [] if streaming else llm.generate([request.prompt for request in requests], params, progress=progress)
     if streaming:
         for event in llm.stream(requests[0].prompt, params[0]):
@@ -210,6 +216,12 @@ def _demo(config: LaunchConfig) -> int:
     return 0
 
 
+def _convert(words: Sequence[str]) -> int:
+    from .convert import run
+
+    return run(words)
+
+
 def read_requests(config: LaunchConfig) -> list[Request]:
     """The prompts of ``prompt``, else of ``prompt_file``, else of standard input when it is not a terminal.
 
@@ -250,17 +262,26 @@ def _parse_line(where: str, line: str) -> Request:
     for key, value in row.items():
         if key != "prompt" and key not in defaults:
             raise ConfigError(where, "keys prompt, " + ", ".join(defaults), repr(key))
-        wanted = str if key == "prompt" else type(defaults[key])
-        if type(value) is not wanted and not (wanted is float and type(value) is int):
+        wanted = str if key == "prompt" else int if key == "logprobs" else type(defaults[key])
+        if type(value) is not wanted and not (wanted is float and type(value) is int) and not (key == "logprobs" and value is None):
             raise ConfigError(f"{where}: {key}", f"a value of type {wanted.__name__}", repr(value))
+    if "logit_bias" in row:
+        row["logit_bias"] = _parse_bias(f"{where}: logit_bias", row["logit_bias"])
     return Request(row["prompt"], {key: value for key, value in row.items() if key != "prompt"})
 
 
-def _params(config: LaunchConfig, request: Request) -> SamplingParams:
-    from .engine.request import SamplingParams
+def _parse_bias(where: str, bias: dict[str, Any]) -> dict[int, float]:
+    """JSON has no integer keys."""
+    try:
+        return {int(token): float(value) for token, value in bias.items()}
+    except (TypeError, ValueError) as error:
+        raise ConfigError(where, "an object of token ids and numbers", repr(bias)) from error
 
-    settings = asdict(config.sampling) | request.sampling
-    return SamplingParams(**(settings | {"stop_token_ids": tuple(settings["stop_token_ids"])}))
+
+def _params(config: LaunchConfig, request: Request) -> SamplingParams:
+    from .engine.request import configured_params
+
+    return configured_params(config.sampling, **request.sampling)
 
 
 def _one_prompt(config: LaunchConfig) -> str:
@@ -272,11 +293,14 @@ def _one_prompt(config: LaunchConfig) -> str:
 
 def _row(output: Output) -> dict[str, Any]:
     row: dict[str, Any] = {"text": output.text, "token_ids": list(output.token_ids), "finish_reason": output.finish_reason}
+    if output.logprobs is not None:
+        row["logprobs"] = [asdict(entry) for entry in output.logprobs]
     return row | ({"error": output.error} if output.finish_reason == "error" else {})
 
 
 def _summary(metrics: Metrics) -> str:
-    return f"{metrics.tokens_per_second:.1f} tokens/s, {metrics.cycles} cycles, {metrics.acceptance_length:.2f} tokens per cycle"
+    mark = "SYNTHETIC acceptance, the text means nothing: " if metrics.synthetic else "LOSSY acceptance: " if metrics.lossy else ""
+    return f"{mark}{metrics.tokens_per_second:.1f} tokens/s, {metrics.cycles} cycles, {metrics.acceptance_length:.2f} tokens per cycle"
 
 
 def _help() -> str:
@@ -296,6 +320,8 @@ commands:
 
 def _command_help(name: str) -> str:
     command = COMMANDS[name]
+    if command.own_words:
+        return f"usage: graphspec {name}{command.usage}\n"
     return f"usage: graphspec {name} [GROUP=CHOICE | KEY=VALUE | --flag] ...\n\n{command.summary}\n\n{command.usage}\n\n{_groups()}"
 
 
@@ -333,6 +359,18 @@ COMMANDS: dict[str, Command] = {
         _demo,
         "generate with and without speculation, compare, draw a draft tree",
         "  prompt=TEXT              another prompt",
+    ),
+    "convert": Command(
+        _convert,
+        "rewrite a draft checkpoint into another published layout",
+        """ SRC DST layout=NAME [target=FOLDER]
+
+rewrite a draft checkpoint into another published layout
+
+  SRC DST                  folder of an EAGLE head; a folder that doesn't exist yet
+  layout=NAME              EAGLE-3: safeailab, sglang, speculators, modelopt; EAGLE-1/2: safeailab, hass, speculators-old
+  target=FOLDER            the target model, which tells default tapped layers from others""",
+        own_words=True,
     ),
 }
 

@@ -20,6 +20,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from .catalog import VARIANTS, all_variants
 from .config import RUNTIMES, Config
 from .errors import ConfigError
 
@@ -120,7 +121,7 @@ def split_prompts(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def config_groups() -> dict[str, tuple[str, ...]]:
-    """The groups under ``conf/`` and the choices of each."""
+    """The groups under ``conf/`` and the choices of each, variants of installed packages among them."""
     root = resources.files(CONFIG_MODULE)
     groups: dict[str, tuple[str, ...]] = {}
     for folder in sorted(root.iterdir(), key=lambda entry: entry.name):
@@ -128,12 +129,23 @@ def config_groups() -> dict[str, tuple[str, ...]]:
             choices = tuple(sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml")))
             if choices:
                 groups[folder.name] = choices
+    groups["variant"] = tuple(sorted({*groups["variant"], *(variant.name for variant in all_variants())}))
     return groups
 
 
 def register_schema() -> None:
-    """Put the dataclasses into Hydra's store, where ``conf/config.yaml`` finds them as ``schema``."""
-    ConfigStore.instance().store(name="schema", node=LaunchConfig, provider="graphspec")
+    """Put the dataclasses into Hydra's store, where ``conf/config.yaml`` finds them as ``schema``, and a choice for each variant from an
+    entry point.
+    """
+    store = ConfigStore.instance()
+    schema = OmegaConf.structured(LaunchConfig)
+    # The one key whose own keys are the user's to choose.
+    OmegaConf.set_struct(schema.sampling.logit_bias, False)
+    store.store(name="schema", node=schema, provider="graphspec")
+    ours = {variant.name for variant in VARIANTS}
+    for variant in all_variants():
+        if variant.name not in ours:
+            store.store(group="variant", name=variant.name, node={"name": variant.name}, provider="graphspec")
 
 
 def explain(error: Exception, words: Sequence[str]) -> ConfigError:

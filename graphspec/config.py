@@ -17,6 +17,8 @@ KERNELS = ("auto", "reference", "compiled", "fused")
 IMPLEMENTATIONS = ("auto", "reference", "native")
 DEVICES = ("auto", "cpu", "cuda")
 DRAFT_NOISES = ("coupled", "none")
+NGRAM_MATCHES = ("bfs", "prob")
+ACCEPT_RULES = ("match", "target_only", "rejection", "synthetic")
 
 
 def _choice(key: str, value: str, allowed: tuple[str, ...]) -> None:
@@ -27,6 +29,31 @@ def _choice(key: str, value: str, allowed: tuple[str, ...]) -> None:
 def _at_least(key: str, value: float | None, least: float) -> None:
     if value is not None and value < least:
         raise ConfigError(key, f"a number >= {least}", value)
+
+
+@dataclass(kw_only=True)
+class NgramSettings:
+    """What the n-gram drafters match. Depth, breadth and nodes are num_steps, topk and num_draft_tokens."""
+
+    min_window: int = 1
+    """Fewest tokens of context that must match."""
+    max_window: int = 8
+    """Most tokens of context that are compared; a longer match comes first."""
+    match: str = "bfs"
+    """Trie only. bfs: the most recent continuations first; prob: the most frequent ones."""
+    min_breadth: int = 1
+    """Trie only, bfs: children kept far below the anchor; topk is the most."""
+    capacity: int = 1_000_000
+    """Trie only: nodes before the least recently used leaves go."""
+    corpus: str | None = None
+    """Trie only: a text file, one document per line, inserted at load."""
+
+    def __post_init__(self) -> None:
+        _at_least("variant.ngram.min_window", self.min_window, 1)
+        _at_least("variant.ngram.max_window", self.max_window, self.min_window)
+        _choice("variant.ngram.match", self.match, NGRAM_MATCHES)
+        _at_least("variant.ngram.min_breadth", self.min_breadth, 1)
+        _at_least("variant.ngram.capacity", self.capacity, 1)
 
 
 @dataclass(kw_only=True)
@@ -43,6 +70,12 @@ class VariantConfig:
     """K, fan-out per draft step; 1 is a chain."""
     num_draft_tokens: int | None = None
     """N, verify nodes, root included."""
+    tree_choices: list[list[int]] | None = None
+    """A static tree instead (EAGLE-1): paths of ranks, such as [[0], [1], [0, 0]]; None: the tree is built anew every cycle."""
+    token_map: str | None = None
+    """File of target token ids (.pt, .safetensors) the draft's head is trimmed to (FR-Spec); None: the whole vocabulary."""
+    ngram: NgramSettings = field(default_factory=NgramSettings)
+    """Settings of the n-gram drafters."""
     draft_noise: str = "coupled"
     """coupled: the drafter ranks with the sampler's own noise (more acceptance at temperature > 0); none: without."""
 
@@ -86,6 +119,10 @@ class RuntimeConfig:
     """Cycles launched before the host has read an earlier one's result."""
     max_stop_ids: int = 8
     """Stop ids a request may have."""
+    max_logit_bias: int = 32
+    """Tokens a request may bias."""
+    max_logprobs: int = 20
+    """Alternatives a request may ask for with each token's log-probability."""
 
     def __post_init__(self) -> None:
         _choice("runtime.name", self.name, RUNTIMES)
@@ -94,6 +131,8 @@ class RuntimeConfig:
         _at_least("runtime.num_pages", self.num_pages, 1)
         _at_least("runtime.run_ahead", self.run_ahead, 0)
         _at_least("runtime.max_stop_ids", self.max_stop_ids, 1)
+        _at_least("runtime.max_logit_bias", self.max_logit_bias, 1)
+        _at_least("runtime.max_logprobs", self.max_logprobs, 1)
         for key, sizes in (("runtime.buckets", self.buckets), ("runtime.prefill_chunks", self.prefill_chunks)):
             if not sizes or sorted(set(sizes)) != list(sizes) or sizes[0] < 1:
                 raise ConfigError(key, "a non-empty ascending list of positive sizes", list(sizes))
@@ -127,10 +166,63 @@ class SamplingConfig:
     stop_token_ids: list[int] = field(default_factory=list)
     """Ids that end a request, besides the checkpoint's end-of-text ids."""
     ignore_eos: bool = False
+    top_k: int = -1
+    """Keep the k most likely tokens; -1 or 0: all."""
+    top_p: float = 1.0
+    """Of those, keep the most likely ones that together hold this share; 1: all."""
+    min_p: float = 0.0
+    """Of those, keep the ones at least this share as likely as the most likely; 0: all."""
+    repetition_penalty: float = 1.0
+    """Divides positive logits, multiplies negative ones, of tokens in the prompt or the output; 1: none."""
+    presence_penalty: float = 0.0
+    """Taken off the logit of a token that is in the output."""
+    frequency_penalty: float = 0.0
+    """Taken off the logit of a token for each time it is in the output."""
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    """Added to the logits of these token ids."""
+    min_tokens: int = 0
+    """No stop id before so many tokens."""
+    logprobs: int | None = None
+    """Report each token's log-probability and so many alternatives; null: none."""
 
     def __post_init__(self) -> None:
         _at_least("sampling.max_tokens", self.max_tokens, 1)
         _at_least("sampling.temperature", self.temperature, 0.0)
+        _at_least("sampling.min_tokens", self.min_tokens, 0)
+        _at_least("sampling.logprobs", self.logprobs, 0)
+
+
+@dataclass(kw_only=True)
+class AcceptConfig:
+    """How drafted tokens are accepted. All rules but synthetic, and target_only below 1.0, leave the target's distribution as it is."""
+
+    rule: str = "match"
+    """match: sample, then match; target_only: one coin per node over its children; rejection: p/q, chains only; synthetic: a forced length."""
+    threshold_single: float = 1.0
+    """target_only: a child at least this likely is accepted without a coin; below 1 the output deviates from the target's."""
+    threshold_acc: float = 1.0
+    """target_only: the children's probabilities count divided by this; below 1 the output deviates from the target's."""
+    synthetic_length: float | None = None
+    """synthetic: mean tokens per cycle, the bonus token included, from 1 to num_steps + 1."""
+    synthetic_rates: list[float] | None = None
+    """synthetic, instead: share of cycles that accept depth 1, 2, ..., falling."""
+
+    def __post_init__(self) -> None:
+        _choice("accept.rule", self.rule, ACCEPT_RULES)
+        if not 0 <= self.threshold_single <= 1:
+            raise ConfigError("accept.threshold_single", "a number from 0 to 1", self.threshold_single)
+        if not 0 < self.threshold_acc <= 1:
+            raise ConfigError("accept.threshold_acc", "a number above 0, at most 1", self.threshold_acc)
+        if self.rule != "target_only" and (self.threshold_single, self.threshold_acc) != (1.0, 1.0):
+            raise ConfigError("accept.threshold_single, accept.threshold_acc", f"1.0: rule {self.rule} knows no thresholds", "less")
+        forced = [self.synthetic_length, self.synthetic_rates]
+        if (self.rule == "synthetic") != (sum(value is not None for value in forced) == 1):
+            expected = "one of the two" if self.rule == "synthetic" else f"null: rule {self.rule} forces nothing"
+            raise ConfigError("accept.synthetic_length, accept.synthetic_rates", expected, forced)
+        _at_least("accept.synthetic_length", self.synthetic_length, 1)
+        rates = [1.0, *(self.synthetic_rates or [])]
+        if any(not 0 <= later <= rate for rate, later in zip(rates, rates[1:], strict=False)):
+            raise ConfigError("accept.synthetic_rates", "falling shares from 0 to 1", self.synthetic_rates)
 
 
 @dataclass(kw_only=True)
@@ -160,6 +252,7 @@ class Config:
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
     kernels: KernelsConfig = field(default_factory=KernelsConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    accept: AcceptConfig = field(default_factory=AcceptConfig)
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
 
     def replaced(self, **overrides: Any) -> Config:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,25 +15,29 @@ from .graphs.accept import Accept
 from .graphs.capture import Capturer
 from .graphs.commit import Commit, CommitState
 from .graphs.compile import compile_stages, graphs_compiled
-from .graphs.draft import DraftExtend, DraftSteps
+from .graphs.counts import OutputCounts, PromptCounts
+from .graphs.draft import DraftExtend, DraftSteps, StaticSteps
+from .graphs.heads import HeadSteps
+from .graphs.logprobs import RING, Logprobs
 from .graphs.mailbox import Mailbox, MailLayout, Message
+from .graphs.ngram import HostTree, NgramMatch
 from .graphs.prefill import Prefill
 from .graphs.stage import Build, DraftModel, Stage, TargetModel, check_dataflow
 from .graphs.tree import ChainLayout, TreeBuild
 from .graphs.verify import Verify
 from .kernels.registry import KernelSet
 from .plan import Plan
-from .shapes import GraphKey
+from .shapes import GraphKey, SamplingClass
 
 Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class PrefillKey:
-    """A prefill program: chunk size, and whether it samples."""
+    """A prefill program: chunk size, and what its request asks of the sampler."""
 
     chunk: int
-    sampling: bool
+    sampling: SamplingClass
 
 
 Key = GraphKey | PrefillKey
@@ -41,25 +45,46 @@ Key = GraphKey | PrefillKey
 
 @dataclass(frozen=True, slots=True)
 class RingEntry:
-    """What one launch told the host, per lane: new tokens and :class:`graphspec.buffers.Status`."""
+    """What one launch told the host, per lane: new tokens and :class:`graphspec.buffers.Status`.
+
+    With log-probabilities, also for each token its own and the most likely ones by token id.
+    """
 
     tokens: list[list[int]]
     status: list[int]
+    logprobs: list[list[tuple[float, dict[int, float]]]] | None = None
+
+
+def draft_stages(build: Build) -> list[Stage]:
+    """Stages 1 and 2, which fill the candidate pool: by network, by the row's history, or by the host."""
+    plan, shape = build.plan, build.shape
+    if shape.num_steps == 0:
+        return []
+    if plan.variant.drafter == "history":
+        return [NgramMatch(build)]
+    if plan.variant.drafter == "host":
+        return [HostTree(build)]
+    if plan.lookback:
+        return [HeadSteps(build)]
+    if shape.num_steps == 1:
+        return [DraftExtend(build)]
+    return [DraftExtend(build), StaticSteps(build) if plan.static_tree is not None else DraftSteps(build)]
 
 
 def cycle_stages(build: Build) -> list[Stage]:
     """The stages of one speculative cycle in order; the structure follows from the shape alone."""
     shape = build.shape
     stages: list[Stage] = [Mailbox(build)]
-    if shape.num_steps >= 1:
-        stages.append(DraftExtend(build))
-    if shape.num_steps >= 2:
-        stages.append(DraftSteps(build))
+    stages += draft_stages(build)
     stages.append(ChainLayout(build) if shape.is_chain else TreeBuild(build))
     stages += [Verify(build), Accept(build)]
     if not shape.is_chain:
         stages.append(CommitState(build))
+    if build.sampling.logprobs >= 0:
+        stages.append(Logprobs(build))
     stages.append(Commit(build))
+    if build.sampling.penalties:
+        stages.append(OutputCounts(build))
     return stages
 
 
@@ -67,7 +92,7 @@ def program_stages(plan: Plan, kernels: KernelSet, target: TargetModel, draft: D
     """The stages of the program behind ``key``, in order. Builds no buffer and needs no device."""
     if isinstance(key, PrefillKey):
         build = Build(plan, kernels, target, draft, plan.shape, key.sampling)
-        return [Mailbox(build), Prefill(build, key.chunk)]
+        return [Mailbox(build), *([PromptCounts(build, key.chunk)] if key.sampling.penalties else []), Prefill(build, key.chunk)]
     return cycle_stages(Build(plan, kernels, target, draft, key.shape, key.sampling))
 
 
@@ -111,8 +136,8 @@ class Cycle:
         pinned = plan.device == "cuda"
         # A message may still be on its way to the device while the next one is written, hence one buffer per ring slot.
         self._mail = [torch.zeros(self.layout.size, dtype=torch.int64, pin_memory=pinned) for _ in range(plan.ring_depth)]
-        ring_shape = self.arena["ring_ZBJ"].shape[1:]
-        self._results = [torch.zeros(ring_shape, dtype=torch.int64, pin_memory=pinned) for _ in range(plan.ring_depth)]
+        self._results: list[dict[str, torch.Tensor]] = [{} for _ in range(plan.ring_depth)]
+        self._alternatives = [-1] * plan.ring_depth
         self._events: list[torch.cuda.Event | None] = [torch.cuda.Event() if pinned else None for _ in range(plan.ring_depth)]
         self._in_flight: deque[int] = deque()
         self._launched = 0
@@ -142,6 +167,9 @@ class Cycle:
             return
         if self._in_flight:
             raise ResourceError("cycle", "no cycle in flight while programs are built", f"{len(self._in_flight)} in flight")
+        for key in missing:
+            self.arena.allocate(key.sampling)
+        self._pin_results()
         state = self.arena.snapshot(("mail", "state", "ring"))
         phase = "compile" if self.plan.kernels == "compiled" else "build"
         try:
@@ -181,6 +209,7 @@ class Cycle:
             self.layout.encode(message, self._mail[slot])
             self.arena["mail"].copy_(self._mail[slot], non_blocking=True)
             self.programs[key]()
+            self._alternatives[slot] = key.sampling.logprobs
             self._copy_out(slot)
         ticket = self._launched
         self._in_flight.append(ticket)
@@ -191,8 +220,23 @@ class Cycle:
         event = self._events[slot]
         if event is None:
             return
-        self._results[slot].copy_(self.arena["ring_ZBJ"][slot], non_blocking=True)
+        for name in self._ring_names(slot):
+            self._results[slot][name].copy_(self.arena[name][slot], non_blocking=True)
         event.record()
+
+    def _ring_names(self, slot: int) -> tuple[str, ...]:
+        """Ring slots that the launch behind ``slot`` filled."""
+        alternatives = self._alternatives[slot]
+        return ("ring_ZBJ", *(RING if alternatives > 0 else RING[:1] if alternatives == 0 else ()))
+
+    def _pin_results(self) -> None:
+        """Host memory for every ring slot there is by now, where results have to be copied to the host."""
+        if self.plan.device != "cuda":
+            return
+        for name in (slot.name for slot in self.arena.slots if slot.kind == "ring"):
+            for results in self._results:
+                like = self.arena[name][0]
+                results.setdefault(name, torch.zeros(like.shape, dtype=like.dtype, pin_memory=True))
 
     def read(self, ticket: int) -> RingEntry:
         """Wait for a launch and return its ring entry; tickets are read in the order of launch.
@@ -207,8 +251,25 @@ class Cycle:
         event = self._events[slot]
         if event is not None:
             event.synchronize()
-        lanes = (self.arena["ring_ZBJ"][slot] if event is None else self._results[slot]).tolist()
-        return RingEntry([lane[RING_FIELDS : RING_FIELDS + lane[0]] for lane in lanes], [lane[1] for lane in lanes])
+        found = {name: self.arena[name][slot] if event is None else self._results[slot][name] for name in self._ring_names(slot)}
+        lanes = found["ring_ZBJ"].tolist()
+        tokens = [lane[RING_FIELDS : RING_FIELDS + lane[0]] for lane in lanes]
+        return RingEntry(tokens, [lane[1] for lane in lanes], self._read_logprobs(slot, found, tokens))
+
+    def _read_logprobs(
+        self, slot: int, found: Mapping[str, torch.Tensor], tokens: list[list[int]]
+    ) -> list[list[tuple[float, dict[int, float]]]] | None:
+        count = self._alternatives[slot]
+        if count < 0:
+            return None
+        chosen = found[RING[0]].tolist()
+        if count == 0:
+            return [[(chosen[lane][i], {}) for i in range(len(new))] for lane, new in enumerate(tokens)]
+        values, names = (found[name][..., :count].tolist() for name in RING[1:])
+        return [
+            [(chosen[lane][i], dict(zip(names[lane][i], values[lane][i], strict=True))) for i in range(len(new))]
+            for lane, new in enumerate(tokens)
+        ]
 
     @property
     def in_flight(self) -> int:

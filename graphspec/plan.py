@@ -8,14 +8,39 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from .catalog import Variant, resolve_variant
-from .config import Config, VariantConfig
+from .config import AcceptConfig, Config, NgramSettings, VariantConfig
 from .errors import ConfigError
-from .shapes import PLAIN, CycleShape, GraphKey
+from .shapes import PLAIN, WORD_BITS, CycleShape, GraphKey, SamplingClass
+from .static_tree import StaticTree
 
 if TYPE_CHECKING:
     from .facts import DraftFacts, ModelFacts
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AcceptPlan:
+    """How drafted tokens are accepted.
+
+    Attributes:
+        rule: its name in :data:`graphspec.graphs.rules.RULES`.
+        threshold_single, threshold_acc: of rule ``target_only``.
+        rates: of rule ``synthetic``: share of cycles that accept depth 1, 2, ... S.
+        coupled: drafters rank by the sampler's own noise.
+        sampled_drafts: drafters draw one token of their own distribution, which is kept for the rule.
+        lossy: the output's distribution is not the target's.
+        synthetic: the output is no text at all; only the time it took means something.
+    """
+
+    rule: str
+    threshold_single: float
+    threshold_acc: float
+    rates: tuple[float, ...]
+    coupled: bool
+    sampled_drafts: bool
+    lossy: bool
+    synthetic: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,10 +51,16 @@ class Plan:
     target: ModelFacts
     draft: DraftFacts | None
     shape: CycleShape
+    static_tree: StaticTree | None
+    """A fixed topology instead of the best candidates of each cycle."""
     accept_width: int
     window_width: int
     num_words: int
+    lookback: int
+    """Y: committed entries before the window that the drafter reads again; one per head but the first."""
+    ngram: NgramSettings
     feature_width: int
+    """F; 0: the drafter reads no feature of the target."""
     tap_layers: tuple[int, ...]
     buckets: tuple[int, ...]
     max_rows: int
@@ -48,7 +79,9 @@ class Plan:
     ring_depth: int
     run_ahead: int
     max_stop_ids: int
-    coupled_noise: bool
+    max_logit_bias: int
+    max_logprobs: int
+    accept: AcceptPlan
     device: str
     dtype: str
     kernels: str
@@ -57,11 +90,16 @@ class Plan:
     captured: bool
 
     @property
+    def keeps_history(self) -> bool:
+        """The device keeps every row's tokens."""
+        return self.variant.drafter == "history"
+
+    @property
     def tokens_in_flight(self) -> int:
         """Slots past the known length that a launch may touch, for every cycle not yet read and the next one."""
         return self.run_ahead * self.accept_width + self.window_width
 
-    def graph_keys(self, sampling: bool) -> tuple[GraphKey, ...]:
+    def graph_keys(self, sampling: SamplingClass) -> tuple[GraphKey, ...]:
         """Keys of every cycle, largest bucket first (the order of capture)."""
         return tuple(GraphKey(bucket, self.shape, sampling) for bucket in sorted(self.buckets, reverse=True))
 
@@ -71,7 +109,7 @@ class Plan:
 
     def describe(self) -> dict[str, Any]:
         """Flat, printable view of the plan."""
-        described = {k: v for k, v in asdict(self).items() if k not in ("variant", "target", "draft", "shape")}
+        described = {k: v for k, v in asdict(self).items() if k not in ("variant", "target", "draft", "shape", "static_tree")}
         shape = {"num_steps": self.shape.num_steps, "topk": self.shape.topk, "num_draft_tokens": self.shape.num_draft_tokens}
         return {
             "variant": self.variant.name,
@@ -82,11 +120,17 @@ class Plan:
         }
 
 
-def resolve_shape(variant: Variant, config: VariantConfig, architecture: str) -> CycleShape:
+def resolve_shape(variant: Variant, config: VariantConfig, architecture: str, heads: int = 1) -> CycleShape:
     """``(S, K, N)`` from the config, or automatic when none is set.
 
+    Args:
+        variant: its catalog entry.
+        config: what the user asked for.
+        architecture: of the target.
+        heads: prediction heads of the draft with layers of their own; more than one means one per step.
+
     Raises:
-        ConfigError: some of the three are set and others not, or they contradict each other.
+        ConfigError: some of the three are set and others not, or they contradict each other or the draft.
     """
     given = {"num_steps": config.num_steps, "topk": config.topk, "num_draft_tokens": config.num_draft_tokens}
     missing = [key for key, value in given.items() if value is None]
@@ -94,20 +138,74 @@ def resolve_shape(variant: Variant, config: VariantConfig, architecture: str) ->
         if len(missing) < len(given) and (config.num_steps or config.num_draft_tokens not in (None, 1)):
             raise ConfigError("variant.num_steps", f"nothing to draft with variant {variant.name!r}", given)
         return PLAIN
+    if config.tree_choices is not None:
+        if variant.drafter != "network" or heads > 1:
+            raise ConfigError("variant.tree_choices", "null: only a drafter with one network fills a static tree", config.tree_choices)
+        if len(missing) < len(given):
+            raise ConfigError("variant.tree_choices", "num_steps, topk and num_draft_tokens unset: the tree says them", given)
+        return StaticTree.of(config.tree_choices).shape
+    auto = variant.shape_for(architecture)
     if len(missing) == len(given):
-        return variant.shape_for(architecture)
+        return CycleShape(heads, 1, heads + 1) if heads > 1 else auto
     if config.num_steps == 0:
         raise ConfigError("variant.num_steps", "at least 1 (variant=none decodes plainly)", 0)
     if config.topk == 1 and config.num_steps is not None:
         nodes = config.num_steps + 1
         if config.num_draft_tokens not in (None, nodes):
             logger.warning("topk=1 is a chain: num_draft_tokens=%s becomes num_steps + 1 = %s", config.num_draft_tokens, nodes)
-        return CycleShape(config.num_steps, 1, nodes)
-    if config.num_steps is None or config.topk is None or config.num_draft_tokens is None:
+        shape = CycleShape(config.num_steps, 1, nodes, auto.pool)
+    elif config.num_steps is None or config.topk is None or config.num_draft_tokens is None:
         raise ConfigError(
             ", ".join(f"variant.{key}" for key in missing), "a value, since the others are set (or leave all three unset)", "no value"
         )
-    return CycleShape(config.num_steps, config.topk, config.num_draft_tokens)
+    else:
+        shape = CycleShape(config.num_steps, config.topk, config.num_draft_tokens, auto.pool)
+    if heads > 1 and (shape.topk > 1 or shape.num_steps > heads):
+        raise ConfigError("variant.num_steps, variant.topk", f"at most {heads} steps, one per head of the draft, and topk = 1", given)
+    return shape
+
+
+def resolve_accept(config: AcceptConfig, variant: VariantConfig, shape: CycleShape, *, has_network: bool) -> AcceptPlan:
+    """The acceptance rule, checked against what is drafted.
+
+    Raises:
+        ConfigError: a rule that this drafter or this shape can't serve.
+    """
+    steps, rates = shape.num_steps, config.synthetic_rates or []
+    rejection, synthetic = config.rule == "rejection", config.rule == "synthetic"
+    if rejection and steps:
+        if not has_network:
+            raise ConfigError("accept.rule", "match or target_only: rejection needs the distribution its drafts come from", config.rule)
+        if shape.topk > 1:
+            raise ConfigError("variant.topk", "1: accept.rule=rejection works on chains", shape.topk)
+        if variant.draft_noise == "none":
+            raise ConfigError(
+                "variant.draft_noise", "coupled: accept.rule=rejection draws its drafts, by noise of its own", variant.draft_noise
+            )
+    if config.synthetic_length is not None:
+        if config.synthetic_length > steps + 1:
+            raise ConfigError("accept.synthetic_length", f"at most num_steps + 1 = {steps + 1}", config.synthetic_length)
+        rates = [min(1.0, max(0.0, config.synthetic_length - depth)) for depth in range(1, steps + 1)]
+    if len(rates) > steps:
+        raise ConfigError("accept.synthetic_rates", f"at most num_steps = {steps} of them", rates)
+    lossy = config.threshold_single < 1 or config.threshold_acc < 1
+    if lossy:
+        logger.warning(
+            "accept.threshold_single=%s, accept.threshold_acc=%s: below 1.0 the output does not have the target's distribution",
+            config.threshold_single, config.threshold_acc,
+        )  # fmt: skip
+    if synthetic:
+        logger.warning("accept.rule=synthetic forces the accepted length: it times the runtime, its output is no text")
+    return AcceptPlan(
+        rule=config.rule,
+        threshold_single=config.threshold_single,
+        threshold_acc=config.threshold_acc,
+        rates=(*rates, *[0.0] * (steps - len(rates))),
+        coupled=variant.draft_noise == "coupled" and (config.rule == "match" or synthetic),
+        sampled_drafts=rejection and steps > 0,
+        lossy=lossy or synthetic,
+        synthetic=synthetic,
+    )
 
 
 def make_plan(config: Config, target: ModelFacts, draft: DraftFacts | None, *, device: str) -> Plan:
@@ -123,14 +221,17 @@ def make_plan(config: Config, target: ModelFacts, draft: DraftFacts | None, *, d
         ConfigError: a value out of range for this model, or values that contradict each other.
     """
     variant, runtime = resolve_variant(config.variant.name), config.runtime
-    shape = resolve_shape(variant, config.variant, target.architecture)
+    shape = resolve_shape(variant, config.variant, target.architecture, draft.num_heads if draft else 1)
     max_context = config.model.max_context or target.max_position_embeddings
     longest = int(target.max_position_embeddings * (target.rope.factor if target.rope.kind == "dynamic" else 1))
     if max_context > longest:
         raise ConfigError("model.max_context", f"at most the checkpoint's {longest}", max_context)
-    narrowest = min((window for window in target.sliding_window if window is not None), default=None)
-    if narrowest is not None and narrowest < shape.accept_width:
-        raise ConfigError("variant.num_steps", f"less than the target's sliding window of {narrowest}", shape.num_steps)
+    for whose, model in (("target", target), ("draft", draft.decoder if draft else None)):
+        narrowest = min((window for window in model.sliding_window if window is not None), default=None) if model else None
+        if narrowest is not None and narrowest < shape.accept_width:
+            raise ConfigError("variant.num_steps", f"less than the {whose}'s sliding window of {narrowest}", shape.num_steps)
+    if variant.drafter == "host" and runtime.run_ahead:
+        raise ConfigError("runtime.run_ahead", "0: the host reads every cycle before it proposes the next tree", runtime.run_ahead)
     buckets = tuple(bucket for bucket in runtime.buckets if bucket < runtime.max_rows)
     largest = min((bucket for bucket in runtime.buckets if bucket >= runtime.max_rows), default=None)
     if largest is None:
@@ -153,6 +254,10 @@ def make_plan(config: Config, target: ModelFacts, draft: DraftFacts | None, *, d
     page_updates = max(growth, math.ceil((largest_chunk + ahead) / runtime.page_size) + 1)
 
     kernels = config.kernels.mode if config.kernels.mode != "auto" else {"eager": "reference"}.get(runtime.name, "compiled")
+    draft_context = draft.decoder.max_position_embeddings if draft else max_context
+    if draft_context < max_context:
+        logger.warning("the draft was made for %d positions, the context is %d: rows past them decode plainly", draft_context, max_context)
+    lookback = draft.num_heads - 1 if draft else 0
     captured = runtime.name == "captured"
     if captured and device != "cuda":
         raise ConfigError("runtime", "eager or compiled on this machine (a captured cycle is a CUDA graph)", f"captured on {device}")
@@ -164,16 +269,19 @@ def make_plan(config: Config, target: ModelFacts, draft: DraftFacts | None, *, d
         target=target,
         draft=draft,
         shape=shape,
+        static_tree=StaticTree.of(config.variant.tree_choices) if config.variant.tree_choices is not None and shape.topk > 1 else None,
         accept_width=accept,
         window_width=window,
-        num_words=shape.num_words,
+        num_words=max(shape.num_words, math.ceil((accept + lookback) / WORD_BITS)),
+        lookback=lookback,
+        ngram=config.variant.ngram,
         feature_width=draft.feature_size if draft else 0,
         tap_layers=draft.tap_layers if draft else (),
         buckets=buckets,
         max_rows=runtime.max_rows,
         max_context=max_context,
         max_positions=table_width * runtime.page_size,
-        draft_context=draft.decoder.max_position_embeddings if draft else max_context,
+        draft_context=draft_context,
         page_size=runtime.page_size,
         table_width=table_width,
         num_pages=pages + 1,
@@ -182,7 +290,9 @@ def make_plan(config: Config, target: ModelFacts, draft: DraftFacts | None, *, d
         ring_depth=runtime.run_ahead + 2,
         run_ahead=runtime.run_ahead,
         max_stop_ids=runtime.max_stop_ids,
-        coupled_noise=config.variant.draft_noise == "coupled",
+        max_logit_bias=runtime.max_logit_bias,
+        max_logprobs=min(runtime.max_logprobs, target.vocab_size),
+        accept=resolve_accept(config.accept, config.variant, shape, has_network=draft is not None),
         device=device,
         dtype=dtype,
         kernels=kernels,

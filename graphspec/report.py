@@ -96,14 +96,11 @@ def run_demo(config: Config, prompt: str, console: Console | None = None) -> Non
         raise ConfigError("variant", "one that speculates: the demo compares it with plain decoding", repr(variant))
     from .catalog import VARIANTS
     from .engine.llm import LLM
-    from .engine.request import SamplingParams
+    from .engine.request import configured_params
 
     console = console or Console()
     plain = next(entry.name for entry in VARIANTS if not entry.speculates)
-    s = config.sampling
-    params = SamplingParams(
-        max_tokens=s.max_tokens, temperature=s.temperature, seed=s.seed, stop_token_ids=tuple(s.stop_token_ids), ignore_eos=s.ignore_eos
-    )
+    params = configured_params(config.sampling)
     if config.runtime.name != "eager":
         Console(stderr=True).print("Building the cycles for this machine; the first time takes a minute or two.")
     with progress_bars() as progress:
@@ -112,7 +109,7 @@ def run_demo(config: Config, prompt: str, console: Console | None = None) -> Non
             plain: LLM.from_config(replace(config, variant=VariantConfig(name=plain)), progress=progress),
         }
         for llm in engines.values():
-            llm.warm_up(sampling=params.temperature > 0)
+            llm.warm_up(sampling=params.sampling_class)
     console.print(Text(prompt, style="bold"), end="")
     for event in engines[variant].stream(prompt, params):
         console.print(Text(event.text), end="", soft_wrap=True)

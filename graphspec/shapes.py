@@ -11,7 +11,8 @@ Suffixes name dimensions throughout the package (``hidden_BAF`` is ``[B, A, F]``
 ``A``   ``A_max = S_max + 1``: widest accepted run, one per engine
 ``W``   window slots from the root on, ``max(N, (S-1)*K + 1, A)``
 ``X``   64-bit ancestor words, ``ceil(W / 64)``
-``M``   draft candidates, ``K + (S-1)*K*K``
+``M``   draft candidates; ``K + (S-1)*K*K`` when every level expands the K best beams
+``Y``   lookback: committed entries a drafter reads again beside its window
 ``T``   query tokens per lane of whatever stage runs
 ``C``   tokens of a prefill chunk
 ``H``   hidden size of the model at hand
@@ -26,6 +27,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 from .errors import ConfigError
 
@@ -35,17 +37,24 @@ MAX_WINDOW = 128
 
 @dataclass(frozen=True, slots=True, order=True)
 class CycleShape:
-    """Static shape of one speculative cycle: ``(S, K, N)``.
+    """Static shape of one speculative cycle: ``(S, K, N)`` and where its candidates come from.
 
-    ``S == 0`` is plain decoding: no draft, ``N == 1``.
+    ``S == 0`` is plain decoding: no draft, ``N == 1``. ``pool`` says how many candidates there are:
+
+    ``beams``   every level expands the K best beams by K tokens each, ``K + (S-1)*K*K`` (EAGLE-2)
+    ``paths``   K continuations of S tokens each, ``S*K``
+    ``nodes``   the N - 1 nodes themselves: a fixed tree, or one the host brings along
 
     Raises:
         ConfigError: a number is out of range, or ``N`` can't be reached with ``S`` and ``K``.
     """
 
+    _POOLS: ClassVar[dict[str, str]] = {"beams": "1 + topk + (num_steps-1)*topk^2", "paths": "1 + num_steps*topk", "nodes": "any"}
+
     num_steps: int
     topk: int
     num_draft_tokens: int
+    pool: Literal["beams", "paths", "nodes"] = "beams"
 
     def __post_init__(self) -> None:
         if self.num_steps < 0:
@@ -58,9 +67,11 @@ class CycleShape:
             most = self.num_candidates + 1
             raise ConfigError(
                 "num_draft_tokens",
-                f"at most {most} for num_steps={self.num_steps} and topk={self.topk} (1 + topk + (num_steps-1)*topk^2)",
+                f"at most {most} for num_steps={self.num_steps} and topk={self.topk} ({self._POOLS[self.pool]})",
                 self.num_draft_tokens,
             )
+        if self.num_steps > 0 and self.num_draft_tokens <= self.num_steps and self.pool == "nodes":
+            raise ConfigError("num_draft_tokens", f"more than num_steps = {self.num_steps}", self.num_draft_tokens)
         if self.is_chain and self.num_draft_tokens != self.num_steps + 1:
             raise ConfigError("num_draft_tokens", f"num_steps + 1 = {self.num_steps + 1} when topk is 1", self.num_draft_tokens)
         if self.window_width > MAX_WINDOW:
@@ -74,7 +85,13 @@ class CycleShape:
     @property
     def num_candidates(self) -> int:
         """M: draft candidates offered to the tree."""
-        return 0 if self.num_steps == 0 else self.topk + (self.num_steps - 1) * self.topk**2
+        if self.num_steps == 0:
+            return 0
+        if self.pool == "paths":
+            return self.num_steps * self.topk
+        if self.pool == "nodes":
+            return self.num_draft_tokens - 1
+        return self.topk + (self.num_steps - 1) * self.topk**2
 
     @property
     def accept_width(self) -> int:
@@ -84,7 +101,8 @@ class CycleShape:
     @property
     def window_width(self) -> int:
         """W: slots from the root on that draft or verify may touch."""
-        return max(self.num_draft_tokens, (self.num_steps - 1) * self.topk + 1, self.accept_width)
+        beams = (self.num_steps - 1) * self.topk + 1 if self.pool == "beams" else 0
+        return max(self.num_draft_tokens, beams, self.accept_width)
 
     @property
     def num_words(self) -> int:
@@ -96,13 +114,45 @@ PLAIN = CycleShape(0, 1, 1)
 
 
 @dataclass(frozen=True, slots=True, order=True)
+class SamplingClass:
+    """What the requests of a run ask of the sampler, all together; a program computes and holds what its class needs and nothing else.
+
+    Attributes:
+        noise: a temperature above 0. Without it every row is greedy and no noise is computed.
+        truncate: top-k, top-p or min-p.
+        penalties: repetition, presence or frequency; rows keep counts of their tokens.
+        bias: a logit bias or a minimum length.
+        logprobs: alternatives reported for each token; -1: no log-probabilities at all.
+    """
+
+    noise: bool = False
+    truncate: bool = False
+    penalties: bool = False
+    bias: bool = False
+    logprobs: int = -1
+
+    def __or__(self, other: SamplingClass) -> SamplingClass:
+        """The class that serves the requests of both."""
+        return SamplingClass(
+            self.noise or other.noise,
+            self.truncate or other.truncate,
+            self.penalties or other.penalties,
+            self.bias or other.bias,
+            max(self.logprobs, other.logprobs),
+        )
+
+
+GREEDY = SamplingClass()
+SAMPLED = SamplingClass(noise=True)
+
+
+@dataclass(frozen=True, slots=True, order=True)
 class GraphKey:
     """Everything that distinguishes one captured or compiled cycle from another."""
 
     bucket: int
     shape: CycleShape
-    sampling: bool
-    """False: every live row is greedy and no noise is computed at all."""
+    sampling: SamplingClass
 
 
 def pick_bucket(buckets: tuple[int, ...], lanes: int) -> int:

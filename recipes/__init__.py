@@ -1,1 +1,1 @@
-"""Training recipes: the demo models, from nothing, with one command (`make train-demo`)."""
+"""Training recipes: a draft for any target (``train_draft``), the demo models from nothing (``train_demo``), token maps (``token_map``)."""

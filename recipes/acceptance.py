@@ -1,4 +1,4 @@
-"""Exact greedy acceptance of a head, simulated in plain torch on the target's own greedy text.
+"""Exact greedy acceptance of a draft network, simulated in plain torch on the target's own greedy text.
 
 The target's greedy continuation of a prompt is computed once. Since the root of every cycle lies on that continuation, the drafter's
 view at each of its positions is known without running cycles, and whole drafts can be made for all positions at once; the cycles are
@@ -13,9 +13,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import LlamaForCausalLM
 
-from .eagle3 import Eagle3Head, attend, target_view
+from graphspec.errors import ConfigError
+
+from .blocks import attend_rows
+from .drafter import Drafter, Target, unrolled
 from .generate import continue_text, cut_prompts, repetition
 
 
@@ -28,9 +30,19 @@ class AcceptanceConfig:
     new_tokens: int = 160
     shapes: list[list[int]] = field(default_factory=lambda: [[4, 1, 5], [5, 4, 16]])
     """``[S, K, N]``: draft depth, fan-out, verify nodes (root included)."""
+    batch: int = 8
+    """Prompts drafted for at once."""
     samples: int = 2
     """Continuations kept as text."""
     seed: int = 3
+
+    def __post_init__(self) -> None:
+        for shape in self.shapes:
+            if len(shape) != 3 or min(shape) < 1:
+                raise ConfigError("acceptance.shapes", "[S, K, N] lists of positive numbers", shape)
+        deepest = max((shape[0] for shape in self.shapes), default=0)
+        if self.new_tokens <= deepest + 1:
+            raise ConfigError("acceptance.new_tokens", f"more than the deepest draft + 1 = {deepest + 1}", self.new_tokens)
 
 
 def gather_beams(x: Tensor, beam_BRK: Tensor, dim: int) -> Tensor:
@@ -39,9 +51,41 @@ def gather_beams(x: Tensor, beam_BRK: Tensor, dim: int) -> Tensor:
     return x.gather(dim, index.expand(*x.shape[:dim], beam_BRK.shape[-1], *x.shape[dim + 1 :]))
 
 
+class Branches:
+    """Keys and values of a drafter's layers: one prefix for all rows, and what every beam of every row added to it."""
+
+    def __init__(self, rows: int, fan_out: int, visible_RT: Tensor) -> None:
+        self.rows, self.fan_out = rows, fan_out
+        self.prefix: dict[int, tuple[Tensor, Tensor]] = {}
+        self.own: dict[int, tuple[Tensor, Tensor]] = {}
+        self.visible = visible_RT.repeat_interleave(fan_out, 0)
+
+    def root(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attention of step 0: causal over the prefix."""
+        self.prefix[layer] = k, v
+        batch, heads, length, dim = k.shape
+        empty = k.new_empty(batch, heads, self.rows, self.fan_out, 0, dim)
+        self.own[layer] = empty, empty
+        index = torch.arange(length, device=k.device)
+        return attend_rows(q, k, v, index[:, None] >= index)
+
+    def beams(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attention of a later step: over the prefix, the beam's ancestors and itself."""
+        shape = (self.rows, self.fan_out)
+        keys, values = self.own[layer]
+        keys = torch.cat((keys, k.unflatten(2, shape)[:, :, :, :, None]), 4)
+        values = torch.cat((values, v.unflatten(2, shape)[:, :, :, :, None]), 4)
+        self.own[layer] = keys, values
+        return attend_rows(q, *self.prefix[layer], self.visible, keys.flatten(2, 3), values.flatten(2, 3))
+
+    def keep(self, beam_BRK: Tensor) -> None:
+        """The next step's beam ``j`` goes on from beam ``beam_BRK[.., j]``."""
+        self.own = {layer: (gather_beams(k, beam_BRK, 3), gather_beams(v, beam_BRK, 3)) for layer, (k, v) in self.own.items()}
+
+
 @torch.inference_mode()
 def draft_candidates(
-    head: Eagle3Head, embedding: torch.nn.Embedding, features_BTF: Tensor, tokens_BT: Tensor, first: int, depth: int, fan_out: int
+    drafter: Drafter, features_BTF: Tensor, tokens_BT: Tensor, first: int, depth: int, fan_out: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Draft from every row ``first <= i < T - 1``; row ``i`` has its root at position ``i + 1``.
 
@@ -51,47 +95,47 @@ def draft_candidates(
     Returns:
         ``token [B, R, M]`` target ids, ``score [B, R, M]`` fp32 sums of log-probabilities, ``parent [B, R, M]`` index of the parent
         candidate or -1, ``level [M]`` depth from 1, with ``M = K + (S-1) K^2``.
+
+    Raises:
+        ConfigError: the network has a head for each step: it drafts chains (:func:`chain_lengths`).
     """
-    layer, ids = head.midlayer, head.target_ids()
+    if drafter.num_heads > 1:
+        raise ConfigError("acceptance.shapes", "fan-out 1 for a network with a head for each step", fan_out)
+    ids, device = drafter.target_ids(), tokens_BT.device
     last = tokens_BT.shape[1] - 1
-    all_rows = torch.arange(last)
-    cos, sin = head.rope(all_rows)
-    fused = head.fc(features_BTF[:, :last])
-    query, prefix_k, prefix_v = layer.project(embedding(tokens_BT[:, 1:]), fused, cos, sin)
+    all_rows = torch.arange(last, device=device)
     rows = all_rows[first:]
-    visible_RR = rows[:, None] >= all_rows
-    attended = attend(query[:, :, :, first:], prefix_k, prefix_v, visible_RR, None, None)
-    hidden_BRH = layer.finish(fused[:, first:], attended)
+    branches = Branches(len(rows), fan_out, rows[:, None] >= all_rows)
+    start = drafter.start(features_BTF[:, :last])
+    hidden_BRH = drafter.step(0, tokens_BT[:, 1:], start, all_rows, branches.root)[:, first:]
     batch, count, width = hidden_BRH.shape
-    logp, choice = head.logits(hidden_BRH).float().log_softmax(-1).topk(fan_out, -1)
-    token, score, parent = [ids[choice]], [logp], [torch.full_like(choice, -1)]
-    level = [torch.ones(fan_out, dtype=torch.int64)]
-    beam_token, beam_score = token[0], logp
-    beam_node = torch.arange(fan_out).expand(batch, count, fan_out)
+
+    def best_of(hidden: Tensor) -> tuple[Tensor, Tensor]:
+        logp, choice = drafter.logits(hidden).float().log_softmax(-1).topk(fan_out, -1)
+        return logp, choice if ids is None else ids[choice]
+
+    beam_score, beam_token = best_of(hidden_BRH)
+    token, score, parent = [beam_token], [beam_score], [torch.full_like(beam_token, -1)]
+    level = [torch.ones(fan_out, dtype=torch.int64, device=device)]
+    beam_node = torch.arange(fan_out, device=device).expand(batch, count, fan_out)
     beam_hidden = hidden_BRH[:, :, None].expand(-1, -1, fan_out, -1)
-    heads, dim = prefix_k.shape[1], prefix_k.shape[3]
-    own_k = own_v = prefix_k.new_empty(batch, heads, count, fan_out, 0, dim)
-    visible = visible_RR.repeat_interleave(fan_out, 0)
     offset = fan_out
     for step in range(1, depth):
-        cos, sin = head.rope((rows + step).repeat_interleave(fan_out))
-        flat_hidden = beam_hidden.reshape(batch, count * fan_out, width)
-        query, key, value = layer.project(embedding(beam_token.flatten(1)), flat_hidden, cos, sin)
-        own_k = torch.cat((own_k, key.unflatten(2, (count, fan_out))[:, :, :, :, None]), 4)
-        own_v = torch.cat((own_v, value.unflatten(2, (count, fan_out))[:, :, :, :, None]), 4)
-        out = layer.finish(flat_hidden, attend(query, prefix_k, prefix_v, visible, own_k.flatten(2, 3), own_v.flatten(2, 3)))
-        logp, choice = head.logits(out).float().log_softmax(-1).topk(fan_out, -1)
+        positions = (rows + step).repeat_interleave(fan_out)
+        flat = beam_hidden.reshape(batch, count * fan_out, width)
+        out = drafter.step(step, beam_token.flatten(1), flat, positions, branches.beams)
+        logp, choice = best_of(out)
         scores = (beam_score.unsqueeze(-1) + logp.unflatten(1, (count, fan_out))).flatten(2)
-        tokens = ids[choice].unflatten(1, (count, fan_out)).flatten(2)
+        tokens = choice.unflatten(1, (count, fan_out)).flatten(2)
         token.append(tokens)
         score.append(scores)
         parent.append(beam_node.repeat_interleave(fan_out, -1))
-        level.append(torch.full((fan_out * fan_out,), step + 1))
+        level.append(torch.full((fan_out * fan_out,), step + 1, device=device))
         best = scores.sort(dim=-1, descending=True, stable=True).indices[..., :fan_out]
         beam_token, beam_score, beam_node = tokens.gather(-1, best), scores.gather(-1, best), best + offset
         beam = best // fan_out
         beam_hidden = gather_beams(out.unflatten(1, (count, fan_out)), beam, 2)
-        own_k, own_v = gather_beams(own_k, beam, 3), gather_beams(own_v, beam, 3)
+        branches.keep(beam)
         offset += fan_out * fan_out
     return torch.cat(token, -1), torch.cat(score, -1), torch.cat(parent, -1), torch.cat(level)
 
@@ -110,6 +154,25 @@ def accepted_lengths(token_BRM: Tensor, score_BRM: Tensor, parent_BRM: Tensor, l
     return (alive * level_M).amax(-1)
 
 
+@torch.inference_mode()
+def chain_lengths(drafter: Drafter, features_BTF: Tensor, tokens_BT: Tensor, first: int, depth: int) -> Tensor:
+    """:func:`accepted_lengths` of chains of ``depth``, ``[B, R]`` for the rows ``first <= i < T - depth - 1``.
+
+    A step of a chain matters only when all tokens before it were right, so every step can be run on the true ones.
+    """
+    ids = drafter.target_ids()
+    # One more position than the last draft consumes: its truth.
+    rows = tokens_BT.shape[1] - depth - 1
+    alive = torch.ones(len(tokens_BT), rows - first, dtype=torch.bool, device=tokens_BT.device)
+    lengths = torch.zeros_like(alive, dtype=torch.int64)
+    for k, hidden in enumerate(unrolled(drafter, features_BTF[:, :-1], tokens_BT[:, :-1], depth)):
+        choice = drafter.logits(hidden[:, first:]).argmax(-1)
+        choice = choice if ids is None else ids[choice]
+        alive = alive & (choice == tokens_BT[:, first + 2 + k : 2 + k + rows])
+        lengths = lengths + alive
+    return lengths
+
+
 def walk(accepted_R: list[int]) -> list[int]:
     """Lengths accepted by the cycles one request goes through: each starts where the last one ended."""
     taken, row = [], 0
@@ -119,46 +182,73 @@ def walk(accepted_R: list[int]) -> list[int]:
     return taken
 
 
-def measure_acceptance(
-    config: AcceptanceConfig, target: LlamaForCausalLM, head: Eagle3Head, stream: np.ndarray, end_of_text: int = 0
-) -> tuple[dict[str, object], Tensor]:
-    """Figures for every shape, and the greedy text ``[prompts, prompt_length + new_tokens]`` they were measured on.
+def greedy_text(config: AcceptanceConfig, target: Target, stream: np.ndarray) -> Tensor:
+    """``[prompts, prompt_length + new_tokens]`` int64: what acceptance is measured on.
 
-    Cycles that could run past the known text, or past an end-of-text token, are left out.
+    Raises:
+        ConfigError: the held-out text is shorter than a prompt, or the target's context than prompt and continuation.
     """
-    prompt, length = config.prompt_length, config.prompt_length + config.new_tokens
-    text_BT = continue_text(target, cut_prompts(stream, config.prompts, prompt, config.seed), length, 0.0, 0)
-    results: list[dict[str, object]] = []
-    for depth, fan_out, nodes in config.shapes:
-        taken: list[int] = []
-        for tokens_BT in text_BT.split(8):
-            features, _ = target_view(target, tokens_BT, head.tap_layers)
-            token, score, parent, level = draft_candidates(head, target.model.embed_tokens, features, tokens_BT, prompt - 1, depth, fan_out)
+    if len(stream) <= config.prompt_length:
+        raise ConfigError("acceptance.prompt_length", f"less than the held-out text of {len(stream)} tokens", config.prompt_length)
+    length, context = config.prompt_length + config.new_tokens, target.model.config.max_position_embeddings
+    if length > context:
+        raise ConfigError("acceptance.new_tokens", f"at most {context - config.prompt_length}, the target's context", config.new_tokens)
+    return continue_text(target.model, cut_prompts(stream, config.prompts, config.prompt_length, config.seed), length, 0.0, 0)
+
+
+def measure_acceptance(
+    config: AcceptanceConfig, target: Target, drafter: Drafter, text_BT: Tensor, end_of_text: int | None
+) -> dict[str, object]:
+    """Figures for every shape on :func:`greedy_text`.
+
+    Cycles that could run past the known text, or past an end-of-text token, are left out; and for a network with a head for each step,
+    shapes with a fan-out or a depth it does not have.
+    """
+    prompt, length = config.prompt_length, text_BT.shape[1]
+    device = next(drafter.parameters()).device
+    shapes = [s for s in config.shapes if drafter.num_heads == 1 or (s[1] == 1 and s[0] <= drafter.num_heads)]
+    taken: list[list[int]] = [[] for _ in shapes]
+    for part_BT in text_BT.split(config.batch):
+        tokens_BT = part_BT.to(device)
+        features, _ = target.view(tokens_BT, drafter.tap_layers)
+        for (depth, fan_out, nodes), cycles in zip(shapes, taken, strict=True):
             # Row r has its root at prompt + r: the S tokens after it must be known, and the one more that the cycle would emit.
             complete = length - prompt - depth - 1
-            truth = torch.stack([tokens_BT[:, prompt + 1 + d : prompt + 1 + d + complete] for d in range(depth)], -1)
-            rows = slice(0, complete)
-            lengths = accepted_lengths(token[:, rows], score[:, rows], parent[:, rows], level, truth, nodes)
-            for row_tokens, row_lengths in zip(tokens_BT.tolist(), lengths.tolist(), strict=True):
+            if fan_out == 1:
+                lengths = chain_lengths(drafter, features, tokens_BT, prompt - 1, depth)[:, :complete].clamp(max=nodes - 1)
+            else:
+                token, score, parent, level = draft_candidates(drafter, features, tokens_BT, prompt - 1, depth, fan_out)
+                truth = torch.stack([tokens_BT[:, prompt + 1 + d : prompt + 1 + d + complete] for d in range(depth)], -1)
+                kept = slice(0, complete)
+                lengths = accepted_lengths(token[:, kept], score[:, kept], parent[:, kept], level, truth, nodes)
+            for row_tokens, row_lengths in zip(part_BT.tolist(), lengths.tolist(), strict=True):
                 continuation = row_tokens[prompt:]
                 known = continuation.index(end_of_text) + 1 if end_of_text in continuation else len(continuation)
-                taken += walk(row_lengths[: max(0, known - depth - 1)])
-        reached = [sum(a >= d for a in taken) for d in range(depth + 1)]
+                cycles += walk(row_lengths[: max(0, known - depth - 1)])
+    results: list[dict[str, object]] = []
+    for (depth, fan_out, nodes), cycles in zip(shapes, taken, strict=True):
+        reached = [sum(a >= d for a in cycles) for d in range(depth + 1)]
         results.append(
             {
                 "num_steps": depth,
                 "topk": fan_out,
                 "num_draft_tokens": nodes,
-                "cycles": len(taken),
-                "tokens_per_cycle": round(1 + sum(taken) / max(1, len(taken)), 4),
+                "cycles": len(cycles),
+                "tokens_per_cycle": round(1 + sum(cycles) / max(1, len(cycles)), 4),
                 "conditional_acceptance": [round(reached[d] / max(1, reached[d - 1]), 4) for d in range(1, depth + 1)],
             }
         )
-    figures: dict[str, object] = {
+    return {
         "prompts": config.prompts,
         "prompt_tokens": prompt,
         "new_tokens": config.new_tokens,
         "repeated_16_grams": round(repetition(text_BT, prompt), 4),
         "shapes": results,
     }
-    return figures, text_BT
+
+
+def describe(figures: dict[str, object]) -> str:
+    """One line for the terminal: tokens per cycle of each shape."""
+    shapes = figures["shapes"]
+    assert isinstance(shapes, list)
+    return ", ".join(f"({s['num_steps']}, {s['topk']}, {s['num_draft_tokens']}) {s['tokens_per_cycle']:.2f}" for s in shapes)

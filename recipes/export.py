@@ -1,4 +1,4 @@
-"""Write the demo pair as Hugging Face style checkpoints in bfloat16."""
+"""Write targets and drafts as Hugging Face style checkpoints in bfloat16."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from transformers import LlamaForCausalLM
+from transformers import PreTrainedModel
 
-from .eagle3 import Eagle3Head
+from .drafter import Drafter
+from .facts import decoder_facts
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
 def write_json(path: Path, value: dict[str, object]) -> None:
@@ -24,68 +27,40 @@ def save_weights(tensors: dict[str, torch.Tensor], path: Path) -> None:
     path.chmod(0o644)
 
 
-def llama_facts(model: LlamaForCausalLM) -> dict[str, object]:
-    """The keys a Llama ``config.json`` shares between the target and the head, in the spelling both old and new readers know."""
-    config = model.config
-    return {
-        "model_type": "llama",
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_hidden_layers,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
-        "head_dim": config.hidden_size // config.num_attention_heads,
-        "hidden_act": config.hidden_act,
-        "rms_norm_eps": config.rms_norm_eps,
-        "rope_theta": float(config.rope_parameters["rope_theta"]),
-        "rope_scaling": None,
-        "max_position_embeddings": config.max_position_embeddings,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "vocab_size": config.vocab_size,
-        "bos_token_id": config.bos_token_id,
-        "eos_token_id": config.eos_token_id,
-        "tie_word_embeddings": True,
-        "initializer_range": config.initializer_range,
-        "torch_dtype": "bfloat16",
-    }
+def round_to_bfloat16(module: torch.nn.Module) -> None:
+    """Round every parameter to the nearest bfloat16, in place, keeping its dtype."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(parameter.bfloat16())
 
 
-def export_target(model: LlamaForCausalLM, tokenizer: Path, out: Path) -> None:
+def copy_tokenizer(source: Path, out: Path) -> None:
+    """Copy the tokenizer files that exist in ``source``."""
+    for name in TOKENIZER_FILES:
+        if (source / name).exists():
+            shutil.copyfile(source / name, out / name)
+
+
+def export_target(model: PreTrainedModel, tokenizer: Path, out: Path) -> None:
     """Write config, generation config, weights (the tied embedding once) and tokenizer to ``out``."""
     out.mkdir(parents=True, exist_ok=True)
-    write_json(out / "config.json", {"architectures": ["LlamaForCausalLM"], **llama_facts(model), "use_cache": True})
+    write_json(out / "config.json", {"architectures": [type(model).__name__], **decoder_facts(model), "use_cache": True})
     ids = {"bos_token_id": model.config.bos_token_id, "eos_token_id": model.config.eos_token_id}
     write_json(out / "generation_config.json", {**ids, "do_sample": False})
     tensors = {name: p.detach().bfloat16().contiguous() for name, p in model.named_parameters() if name != "lm_head.weight"}
     save_weights(tensors, out / "model.safetensors")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copyfile(tokenizer / name, out / name)
+    copy_tokenizer(tokenizer, out)
 
 
-def export_head(head: Eagle3Head, target: LlamaForCausalLM, out: Path) -> None:
-    """Write config and weights of the EAGLE-3 head to ``out``.
-
-    ``eagle_aux_hidden_state_layer_ids`` counts layers by their *output*, one less than the layer whose input is tapped.
-    """
+def export_draft(drafter: Drafter, target: PreTrainedModel, out: Path, tokenizer: Path | None = None) -> None:
+    """Write config and weights of a draft in its published layout, and for a model that stands alone the target's tokenizer."""
     out.mkdir(parents=True, exist_ok=True)
-    facts: dict[str, object] = {"architectures": ["LlamaForCausalLMEagle3"], **llama_facts(target)}
-    facts.update(
-        intermediate_size=head.midlayer.mlp.gate_proj.out_features,
-        num_hidden_layers=1,
-        tie_word_embeddings=False,
-        draft_vocab_size=head.lm_head.out_features,
-        target_hidden_size=target.config.hidden_size,
-        num_aux_hidden_states=len(head.tap_layers),
-        norm_before_residual=False,
-        eagle_config={
-            "eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in head.tap_layers],
-            "use_aux_hidden_state": True,
-        },
-    )
+    facts, tensors = drafter.published(target)
     write_json(out / "config.json", facts)
-    tensors = {name: (t.bfloat16() if t.is_floating_point() else t).contiguous() for name, t in head.state_dict().items()}
-    save_weights(tensors, out / "model.safetensors")
+    stored = {name: t.bfloat16() if t.is_floating_point() else t for name, t in tensors.items()}
+    save_weights({name: t.cpu().contiguous() for name, t in stored.items()}, out / "model.safetensors")
+    if tokenizer is not None and drafter.stands_alone:
+        copy_tokenizer(tokenizer, out)
 
 
 def size_in_megabytes(folder: Path) -> float:

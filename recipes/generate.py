@@ -8,8 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import LlamaForCausalLM
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
+
+from graphspec.errors import ConfigError
 
 
 @dataclass
@@ -24,8 +26,17 @@ class TextConfig:
     """Batches take these in turn; 0 is greedy. A drafter meets both: greedy text is low in entropy, sampled text is varied."""
     seed: int = 1
 
+    def __post_init__(self) -> None:
+        if len(self.prompt) != 2 or not 1 <= self.prompt[0] <= self.prompt[1]:
+            raise ConfigError("text.prompt", "[shortest, longest], both at least 1", self.prompt)
+        for sizes in self.sets:
+            if len(sizes) != 3 or min(sizes) < 1 or sizes[2] <= self.prompt[1]:
+                raise ConfigError("text.sets", f"[batches, sequences, length] with a length above text.prompt's {self.prompt[1]}", sizes)
+        if not self.temperatures or min(self.temperatures) < 0:
+            raise ConfigError("text.temperatures", "at least one, none of them negative", self.temperatures)
 
-class PreallocatedLayer(DynamicLayer):  # type: ignore[misc]
+
+class PreallocatedLayer(DynamicLayer):
     """A cache layer of fixed capacity that hands out views: no copy of the whole cache per generated token."""
 
     def __init__(self, capacity: int) -> None:
@@ -52,21 +63,29 @@ class PreallocatedLayer(DynamicLayer):  # type: ignore[misc]
 
 
 def cut_prompts(stream: np.ndarray, count: int, length: int, seed: int) -> torch.Tensor:
-    """``[count, length]`` int64: windows of ``stream`` that begin at random tokens."""
+    """``[count, length]`` int64: windows of ``stream`` that begin at random tokens.
+
+    Raises:
+        ConfigError: ``stream`` is no longer than a prompt.
+    """
+    if len(stream) <= length:
+        raise ConfigError("data", f"more text than one prompt of {length} tokens", f"{len(stream)} tokens")
     starts = np.random.default_rng(seed).integers(0, len(stream) - length, count)
     return torch.from_numpy(np.stack([stream[s : s + length] for s in starts]))
 
 
 @torch.inference_mode()
-def continue_text(model: LlamaForCausalLM, prompt_BL: torch.Tensor, length: int, temperature: float, seed: int) -> torch.Tensor:
-    """Continue prompts of equal length to ``length`` tokens: ``[B, length]`` int64, prompt included.
+def continue_text(model: PreTrainedModel, prompt_BL: torch.Tensor, length: int, temperature: float, seed: int) -> torch.Tensor:
+    """Continue prompts of equal length to ``length`` tokens: ``[B, length]`` int64 on the CPU, prompt included.
 
     An end-of-text token does not stop a row: what follows is the start of another document, as in the training stream.
     """
     model.eval()
-    generator = torch.Generator().manual_seed(seed)
+    device = next(model.parameters()).device
+    generator = torch.Generator(device).manual_seed(seed)
+    prompt_BL = prompt_BL.to(device)
     cache = Cache(layers=[PreallocatedLayer(length) for _ in range(model.config.num_hidden_layers)])
-    out_BT = torch.empty(len(prompt_BL), length, dtype=torch.int64)
+    out_BT = torch.empty(len(prompt_BL), length, dtype=torch.int64, device=device)
     begin = prompt_BL.shape[1]
     out_BT[:, :begin] = prompt_BL
     step_BT = prompt_BL
@@ -75,9 +94,9 @@ def continue_text(model: LlamaForCausalLM, prompt_BL: torch.Tensor, length: int,
         if temperature == 0.0:
             step_BT = logits_BV.argmax(-1, keepdim=True)
         else:
-            step_BT = torch.multinomial(torch.softmax(logits_BV / temperature, -1), 1, generator=generator)
+            step_BT = torch.multinomial(torch.softmax(logits_BV.float() / temperature, -1), 1, generator=generator)
         out_BT[:, position] = step_BT[:, 0]
-    return out_BT
+    return out_BT.cpu()
 
 
 def text_file(work: Path, length: int) -> Path:
@@ -85,8 +104,8 @@ def text_file(work: Path, length: int) -> Path:
     return work / f"text_{length}.npz"
 
 
-def generate_text(config: TextConfig, model: LlamaForCausalLM, train: np.ndarray, work: Path) -> None:
-    """Write every set to :func:`text_file` (key ``tokens``, ``[sequences, length]`` int16). Resumes at the last finished batch."""
+def generate_text(config: TextConfig, model: PreTrainedModel, train: np.ndarray, work: Path) -> None:
+    """Write every set to :func:`text_file` (key ``tokens``, ``[sequences, length]`` int32). Resumes at the last finished batch."""
     parts = work / "text_parts"
     parts.mkdir(exist_ok=True)
     for batches, batch, length in config.sets:
@@ -102,7 +121,7 @@ def generate_text(config: TextConfig, model: LlamaForCausalLM, train: np.ndarray
             prompt_length = int(np.random.default_rng(seed).integers(config.prompt[0], config.prompt[1] + 1))
             tokens = continue_text(model, cut_prompts(train, batch, prompt_length, seed), length, temperature, seed)
             unfinished = file.with_suffix(".tmp.npy")
-            np.save(unfinished, tokens.numpy().astype(np.int16))
+            np.save(unfinished, tokens.numpy().astype(np.int32))
             unfinished.replace(file)
             rate = batch * (length - prompt_length) / (time.monotonic() - started)
             print(f"text length {length} batch {index + 1}/{batches} temperature {temperature} {rate:.0f} tok/s", flush=True)

@@ -57,11 +57,22 @@ class Optimizers:
     """Muon for the hidden matrices, AdamW for everything else, under one warmup-stable-cooldown schedule.
 
     Muon orthogonalises the update of each weight matrix (Jordan et al. 2024); on models this small it needs about half the
-    tokens of AdamW for the same loss. Embeddings, heads and norms are not hidden matrices and stay with AdamW.
+    tokens of AdamW for the same loss. Embeddings, heads and norms are not hidden matrices and stay with AdamW, at a peak of their own:
+    ``adamw_lr``, None: ``lr``. Parameters whose name holds one of ``adamw_names`` count among them.
     """
 
-    def __init__(self, module: torch.nn.Module, lr: float, steps: int, warmup: int, cooldown: int, adamw_names: tuple[str, ...]) -> None:
-        self.lr, self.steps, self.warmup, self.cooldown = lr, steps, warmup, cooldown
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        lr: float,
+        steps: int,
+        warmup: int,
+        cooldown: int,
+        adamw_names: tuple[str, ...],
+        adamw_lr: float | None = None,
+    ) -> None:
+        self.steps, self.warmup, self.cooldown = steps, warmup, cooldown
+        self.peaks = (lr, lr if adamw_lr is None else adamw_lr)
         named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         matrices = [p for name, p in named if p.ndim == 2 and not any(key in name for key in adamw_names)]
         rest = [p for name, p in named if p.ndim != 2 or any(key in name for key in adamw_names)]
@@ -81,9 +92,9 @@ class Optimizers:
     def step(self, step: int, clip: float) -> float:
         """Clip the gradients to ``clip`` (global L2 norm), update, clear; returns the norm before clipping."""
         norm = torch.nn.utils.clip_grad_norm_(self.parameters, clip)
-        for optimizer in self.optimizers:
+        for optimizer, peak in zip(self.optimizers, self.peaks, strict=True):
             for group in optimizer.param_groups:
-                group["lr"] = self.lr * self.factor(step)
+                group["lr"] = peak * self.factor(step)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         return float(norm)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from .optim import Optimizers, phase_at
 
@@ -64,25 +64,14 @@ def build_target(config: TargetConfig) -> LlamaForCausalLM:
     return model
 
 
-def load_target(config: TargetConfig, work: Path) -> LlamaForCausalLM:
-    """The model of ``work/target.pt`` with its weights rounded to bfloat16, as they will be published, held in fp32; frozen.
-
-    Everything after the target's own training (its text, its drafter, acceptance) uses these weights and not the ones before rounding.
-    """
+def trained_target(config: TargetConfig, work: Path) -> LlamaForCausalLM:
+    """The model of ``work/target.pt``, as it was trained."""
     model = build_target(config)
     model.load_state_dict(torch.load(work / "target.pt")["model"])
-    round_to_bfloat16(model)
     return model.requires_grad_(False).eval()
 
 
-def round_to_bfloat16(module: torch.nn.Module) -> None:
-    """Round every parameter to the nearest bfloat16, in place, keeping its dtype."""
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.copy_(parameter.bfloat16())
-
-
-def bits_per_byte(model: LlamaForCausalLM, stream: np.ndarray, num_bytes: int, length: int = 512) -> tuple[float, float]:
+def bits_per_byte(model: PreTrainedModel, stream: np.ndarray, num_bytes: int, length: int = 512) -> tuple[float, float]:
     """``(nats per token, bits per byte)`` of ``stream``: windows of ``length`` with half a window of context before each scored half."""
     half, total, count = length // 2, 0.0, 0
     model.eval()

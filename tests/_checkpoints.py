@@ -87,9 +87,14 @@ def eagle3_tensors(
     head_dim: int = 16,
     vocab_size: int = VOCAB_SIZE,
     draft_vocab_size: int = 23,
+    num_layers: int = 1,
+    extras: tuple[str, ...] = (),
     seed: int = 1,
 ) -> dict[str, Tensor]:
-    """Tensors of an EAGLE-3 head under the names of the first published heads, with a vocabulary map."""
+    """Tensors of an EAGLE-3 head under the names of the first published heads, with a vocabulary map.
+
+    ``extras``: any of fc_bias, fc_norm, input_norm, biases, qk_norm, embedding; further layers are ``layers.1.`` and so on.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -101,7 +106,7 @@ def eagle3_tensors(
     token_Vd = torch.randperm(vocab_size, generator=generator)[:draft_vocab_size].sort().values
     mask_V = torch.zeros(vocab_size, dtype=torch.bool)
     mask_V[token_Vd] = True
-    return {
+    tensors = {
         "fc.weight": normal(hidden_size, num_taps * target_hidden_size),
         "midlayer.input_layernorm.weight": norm(),
         "midlayer.hidden_norm.weight": norm(),
@@ -118,6 +123,172 @@ def eagle3_tensors(
         "d2t": token_Vd - torch.arange(draft_vocab_size),
         "t2d": mask_V,
     }
+    for layer in range(1, num_layers):
+        for name in [name for name in tensors if name.startswith("midlayer.") and "hidden_norm" not in name]:
+            shape = tensors[name].shape[:1] if tensors[name].dim() == 1 else (tensors[name].shape[0], hidden_size)
+            shape = tensors[name].shape if "o_proj" in name or "down_proj" in name else shape
+            tensors[name.replace("midlayer.", f"layers.{layer}.")] = norm() if len(shape) == 1 else normal(*shape)
+    if "fc_norm" in extras:
+        for tap in range(num_taps):
+            tensors[f"fc_norm.{tap}.weight"] = 1 + normal(target_hidden_size)
+    if "input_norm" in extras:
+        tensors["input_norm.weight"] = 1 + normal(num_taps * target_hidden_size)
+    if "fc_bias" in extras:
+        tensors["fc.bias"] = normal(hidden_size)
+    if "embedding" in extras:
+        tensors["embed_tokens.weight"] = normal(vocab_size, hidden_size)
+    tensors |= _layer_extras(tensors, extras, head_dim, normal)
+    return tensors
+
+
+def _layer_extras(tensors: dict[str, Tensor], extras: tuple[str, ...], head_dim: int, normal: Any) -> dict[str, Tensor]:
+    more = {}
+    for name in tensors:
+        if "biases" in extras and name.endswith("_proj.weight"):
+            more[name.replace(".weight", ".bias")] = normal(tensors[name].shape[0])
+        if "qkv_biases" in extras and name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
+            more[name.replace(".weight", ".bias")] = normal(tensors[name].shape[0])
+        if "qk_norm" in extras and name.endswith(("q_proj.weight", "k_proj.weight")):
+            more[name.replace("_proj.", "_norm.")] = 1 + normal(head_dim)
+    return more
+
+
+def eagle_tensors(
+    *, hidden_size: int = 48, num_heads: int = 3, num_kv_heads: int = 1, head_dim: int = 16, extras: tuple[str, ...] = (), seed: int = 1
+) -> dict[str, Tensor]:
+    """Tensors of an EAGLE-1/2 head under SafeAILab's names; ``extras``: any of fc_bias, norms, biases, qkv_biases, embedding."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return 0.15 * torch.randn(shape, generator=generator)
+
+    tensors = {
+        "fc.weight": normal(hidden_size, 2 * hidden_size),
+        "layers.0.self_attn.q_proj.weight": normal(num_heads * head_dim, hidden_size),
+        "layers.0.self_attn.k_proj.weight": normal(num_kv_heads * head_dim, hidden_size),
+        "layers.0.self_attn.v_proj.weight": normal(num_kv_heads * head_dim, hidden_size),
+        "layers.0.self_attn.o_proj.weight": normal(hidden_size, num_heads * head_dim),
+        "layers.0.post_attention_layernorm.weight": 1 + normal(hidden_size),
+        "layers.0.mlp.gate_proj.weight": normal(56, hidden_size),
+        "layers.0.mlp.up_proj.weight": normal(56, hidden_size),
+        "layers.0.mlp.down_proj.weight": normal(hidden_size, 56),
+    }
+    if "fc_bias" in extras:
+        tensors["fc.bias"] = normal(hidden_size)
+    if "norms" in extras:
+        tensors |= {f"{name}_layernorm.weight": 1 + normal(hidden_size) for name in ("embed", "hidden", "lm_head")}
+    if "embedding" in extras:
+        tensors["embed_tokens.weight"] = normal(VOCAB_SIZE, hidden_size)
+    return tensors | _layer_extras(tensors, extras, head_dim, normal)
+
+
+def llama_config(tensors: dict[str, Tensor], prefix: str = "layers.0.", head_dim: int = 16, **config: Any) -> dict[str, Any]:
+    """Keys of one decoder layer whose tensors are at hand."""
+    hidden_size, intermediate_size = tensors[f"{prefix}mlp.down_proj.weight"].shape
+    return {
+        "model_type": "llama",
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": hidden_size,
+        "intermediate_size": intermediate_size,
+        "num_hidden_layers": 1,
+        "num_attention_heads": tensors[f"{prefix}self_attn.q_proj.weight"].shape[0] // head_dim,
+        "num_key_value_heads": tensors[f"{prefix}self_attn.k_proj.weight"].shape[0] // head_dim,
+        "head_dim": head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 32,
+        "rope_theta": 500.0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "torch_dtype": "float32",
+        **config,
+    }
+
+
+def write_folder(path: Path, tensors: dict[str, Tensor], config: dict[str, Any]) -> Path:
+    """``config.json`` and ``model.safetensors``."""
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config))
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path / "model.safetensors")
+    return path
+
+
+MODELOPT = {
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+    "use_mtp_layernorm": False,
+    "next_layer_regular": True,
+    "parallel_draft_step": 1,
+    "parallel_draft_heads_num_layers": None,
+}
+TAPS = (1, 3, 5)
+
+
+def publish_eagle3(
+    path: Path,
+    tensors: dict[str, Tensor],
+    layout: str,
+    taps: tuple[int, ...] | None = TAPS,
+    layer: dict[str, Any] | None = None,
+    **config: Any,
+) -> Path:
+    """An EAGLE-3 head as ``layout`` publishes it.
+
+    Args:
+        path: the folder.
+        tensors: from :func:`eagle3_tensors`.
+        layout: safeailab, sglang, speculators, modelopt.
+        taps: layers entered by the tapped streams; None: no key.
+        layer: keys that override those of the decoder layers.
+        config: keys at the top of config.json, in the spelling of the layout.
+    """
+    count = 1 + max([0, *(int(name.split(".")[1]) for name in tensors if name.startswith("layers."))])
+    keys = llama_config(tensors, "midlayer.", num_hidden_layers=count, **(layer or {}))
+    top: dict[str, Any] = {"draft_vocab_size": tensors["lm_head.weight"].shape[0] if "lm_head.weight" in tensors else None}
+    eagle: dict[str, Any] = {"eagle_aux_hidden_state_layer_ids": [i - 1 for i in taps] if taps else None, "use_aux_hidden_state": True}
+    if layout in ("speculators", "modelopt"):
+        tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
+    if layout == "sglang":
+        tensors = {
+            name.replace("input_layernorm", "hidden_norm") if name.startswith("layers.") else name: tensor
+            for name, tensor in tensors.items()
+        }
+    if layout == "modelopt":
+        tensors = {name: tensor for name, tensor in tensors.items() if name != "t2d"}
+    if layout == "speculators":
+        top |= {"speculators_model_type": "eagle3", "architectures": ["Eagle3Speculator"], "norm_before_residual": False}
+        top |= {"eagle_aux_hidden_state_layer_ids": list(taps) if taps else None, "speculators_version": "0.2.0"}
+        return write_folder(path, tensors, {**top, "transformer_layer_config": keys, **config})
+    if layout == "safeailab":
+        return write_folder(path, tensors, {**keys, **top, "architectures": ["LlamaForCausalLM"], **config})
+    eagle = {**eagle, **(MODELOPT if layout == "modelopt" else {}), **config.pop("eagle_config", {})}
+    return write_folder(path, tensors, {**keys, **top, "architectures": ["LlamaForCausalLMEagle3"], "eagle_config": eagle, **config})
+
+
+def publish_eagle(path: Path, tensors: dict[str, Tensor], layout: str, layer: dict[str, Any] | None = None, **config: Any) -> Path:
+    """An EAGLE-1/2 head as ``layout`` (safeailab, hass, speculators-old) publishes it; arguments as :func:`publish_eagle3`."""
+    keys = llama_config(tensors, **(layer or {}))
+    if layout != "speculators-old":
+        return write_folder(path, tensors, {**keys, "architectures": ["LlamaForCausalLM"], "bias": "fc.bias" in tensors, **config})
+    spelling = {
+        "fc.": "fusion_fc.",
+        "layers.0.": "transformer.",
+        "hidden_layernorm.": "transformer.input_layernorm.",
+        "embed_layernorm.": "embedding_layernorm.",
+        "lm_head_layernorm.": "pre_lm_head_layernorm.",
+    }
+    renamed = {}
+    for name, tensor in tensors.items():
+        prefix = next((prefix for prefix in spelling if name.startswith(prefix)), "")
+        renamed[spelling.get(prefix, "") + name.removeprefix(prefix)] = tensor
+    top = {
+        "speculators_model_type": "eagle",
+        "architectures": ["EagleSpeculator", "LlamaDecoderLayer"],
+        "transformer_layer_architecture": "LlamaDecoderLayer",
+        "fusion_bias": "fc.bias" in tensors,
+        "layernorms": "embed_layernorm.weight" in tensors,
+    }
+    return write_folder(path, renamed, {**top, "transformer_layer_config": keys, **config})
 
 
 def write_eagle3(path: Path, tensors: dict[str, Tensor], **config: Any) -> Path:

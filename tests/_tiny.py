@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from graphspec.config import Config, KernelsConfig, ModelConfig, RuntimeConfig, VariantConfig
-from graphspec.facts import Eagle3Facts, ModelFacts, RopeFacts
+from graphspec.config import AcceptConfig, Config, KernelsConfig, ModelConfig, RuntimeConfig, VariantConfig
+from graphspec.facts import DraftFacts, Eagle3Facts, EagleFacts, ModelFacts, MTPFacts, RopeFacts, StandaloneFacts
 from graphspec.models.llama import LlamaModel
 from graphspec.plan import Plan, make_plan
 from graphspec.shapes import CycleShape
+from graphspec.variants.eagle import EagleDraft
 from graphspec.variants.eagle3 import Eagle3Draft
+from graphspec.variants.mtp import MTPDraft
+from graphspec.variants.standalone import StandaloneDraft
 
 SHAPES = {
     "none": CycleShape(0, 1, 1),
@@ -21,7 +25,19 @@ SHAPES = {
     "tree": CycleShape(5, 4, 16),
     "two-words": CycleShape(3, 6, 70),
 }
-"""One shape of each structure a cycle can have; the last needs more than one ancestor word."""
+"""One shape of each structure a cycle can have with an EAGLE-3 head; the last needs more than one ancestor word."""
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "hidden-feature": {"name": "eagle", "num_steps": 3, "topk": 3, "num_draft_tokens": 10},
+    "static-tree": {"name": "eagle", "tree_choices": [[0], [1], [3], [0, 0], [0, 2], [1, 0], [0, 0, 1]]},
+    "no-feature": {"name": "standalone", "num_steps": 3, "topk": 2, "num_draft_tokens": 8},
+    "one-head": {"name": "mtp", "num_steps": 3, "topk": 1, "num_draft_tokens": 4},
+    "head-per-step": {"name": "mtp", "num_steps": 3, "topk": 1, "num_draft_tokens": 4},
+    "own-history": {"name": "ngram", "num_steps": 4, "topk": 3, "num_draft_tokens": 9},
+    "host-tree": {"name": "ngram_trie", "num_steps": 4, "topk": 3, "num_draft_tokens": 9},
+}
+"""The structures other variants have: keys of their :class:`VariantConfig`."""
+STRUCTURES = (*SHAPES, *OTHERS)
 
 
 def model_facts(num_layers: int = 3) -> ModelFacts:
@@ -41,37 +57,69 @@ def draft_facts() -> Eagle3Facts:
     )
 
 
-def tiny_plan(shape: CycleShape, *, device: str, runtime: str, mode: str = "reference", run_ahead: int = 0, **runtime_keys: object) -> Plan:
+def other_draft_facts(structure: str) -> DraftFacts | None:
+    """Facts of the draft a structure of :data:`OTHERS` has."""
+    common = {"path": Path("tiny-draft"), "draft_vocab_size": 61, "target_hidden_size": 48}
+    if structure in ("hidden-feature", "static-tree"):
+        return EagleFacts(**common, decoder=model_facts(1), feature_size=48, fc_bias=True, layernorms=False)
+    if structure == "no-feature":
+        return StandaloneFacts(**common, decoder=model_facts(2))
+    if structure in ("one-head", "head-per-step"):
+        heads = 3 if structure == "head-per-step" else 1
+        return MTPFacts(**common, decoder=model_facts(heads), feature_size=48, num_heads=heads, layout="deepseek", first_index=0)
+    return None
+
+
+def tiny_plan(shape: CycleShape, *, device: str, runtime: str, mode: str = "reference", run_ahead: int = 0, rule: str = "match", **runtime_keys: object) -> Plan:
     """A plan for the tiny pair; a shape of depth 0 has no drafter."""
     speculates = shape.num_steps > 0
     keys = {"num_steps": shape.num_steps, "topk": shape.topk, "num_draft_tokens": shape.num_draft_tokens} if speculates else {}
+    variant = VariantConfig(name="eagle3" if speculates else "none", **keys)
+    return _plan(variant, draft_facts() if speculates else None, device, runtime, mode, run_ahead, runtime_keys, rule)
+
+
+def structure_plan(structure: str, *, device: str, runtime: str, **keys: Any) -> Plan:
+    """A plan of one of :data:`STRUCTURES`."""
+    if structure in SHAPES:
+        return tiny_plan(SHAPES[structure], device=device, runtime=runtime, **keys)
+    return _plan(VariantConfig(**OTHERS[structure]), other_draft_facts(structure), device, runtime, "reference", 0, keys)
+
+
+def _plan(
+    variant: VariantConfig, draft: DraftFacts | None, device: str, runtime: str, mode: str, run_ahead: int, runtime_keys: dict[str, Any],
+    rule: str = "match",
+) -> Plan:  # fmt: skip
     config = Config(
-        variant=VariantConfig(name="eagle3" if speculates else "none", **keys),
+        variant=variant,
         model=ModelConfig(path="tiny", max_context=96),
-        runtime=RuntimeConfig(name=runtime, page_size=8, prefill_chunks=[8, 16], run_ahead=run_ahead, **runtime_keys),  # type: ignore[arg-type]
+        runtime=RuntimeConfig(name=runtime, page_size=8, prefill_chunks=[8, 16], run_ahead=run_ahead, **runtime_keys),
         kernels=KernelsConfig(mode=mode, attention="reference"),
+        accept=AcceptConfig(rule=rule, synthetic_length=1.5 if rule == "synthetic" else None),
     )
-    return make_plan(config, model_facts(), draft_facts() if speculates else None, device=device)
+    return make_plan(config, model_facts(), draft, device=device)
 
 
 @dataclass(frozen=True)
 class Networks:
-    """Target and drafter, the latter None without speculation."""
+    """Target and drafter, the latter None without a draft network."""
 
     target: LlamaModel
-    draft: Eagle3Draft | None
+    draft: Any
+
+
+NETWORKS = {Eagle3Facts: Eagle3Draft, EagleFacts: EagleDraft, StandaloneFacts: StandaloneDraft, MTPFacts: MTPDraft}
 
 
 def tiny_networks(plan: Plan) -> Networks:
     """Networks on the CPU whose weights are random, and the same for every plan."""
     target = LlamaModel(plan.target, plan.tap_layers, plan.max_positions)
-    draft = Eagle3Draft(plan.draft, plan.max_positions) if plan.draft is not None else None
+    draft = NETWORKS[type(plan.draft)](plan.draft, plan.max_positions) if plan.draft is not None else None
     generator = torch.Generator().manual_seed(0)
     for module in (target, draft):
         for name, parameter in module.named_parameters() if module is not None else ():
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.data.copy_(1 + 0.2 * noise if "norm" in name else 0.2 * noise)
-    if draft is not None:
+    if draft is not None and draft.target_token_Vd is not None:
         draft.target_token_Vd.copy_(
             torch.randperm(plan.target.vocab_size, generator=generator)[: draft.facts.draft_vocab_size].sort().values
         )

@@ -8,6 +8,8 @@ import hypothesis
 import pytest
 import torch
 
+from ._features import FeatureTable
+
 # Compilation makes single examples slow, so time says nothing about them; the same examples everywhere make a red run repeatable.
 hypothesis.settings.register_profile("graphspec", deadline=None, derandomize=True, max_examples=50, print_blob=True, database=None)
 hypothesis.settings.load_profile("graphspec")
@@ -21,3 +23,12 @@ def _repeatable() -> Iterator[None]:
     yield
     torch.set_num_threads(threads)
     torch.set_default_dtype(dtype)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--write-features", action="store_true", help="write docs/features.md from what this run shows")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--write-features"):
+        config.pluginmanager.register(FeatureTable())

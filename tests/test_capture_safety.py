@@ -21,11 +21,12 @@ from graphspec.graphs.mailbox import Chunk, Join, MailLayout, Message
 from graphspec.graphs.stage import Stage
 from graphspec.kernels import select_kernels
 from graphspec.plan import Plan
-from graphspec.shapes import GraphKey
+from graphspec.shapes import GREEDY, SAMPLED, GraphKey, SamplingClass
 from tests._fake_cuda import HostTrafficError, NoHostTraffic, load_cuda_guard, tensors
 from tests._tiny import SHAPES, move, same_bits, tiny_networks, tiny_plan
 
 ALL_KINDS = ("mail", "state", "lane", "ring", "kv")
+CLASSES = {"greedy": GREEDY, "sampling": SAMPLED, "all": SamplingClass(True, True, True, True, 2)}
 CAUGHT = (DataDependentOutputException, DynamicOutputShapeException, HostTrafficError)
 
 
@@ -43,6 +44,7 @@ class FakeProgram:
         move(self.networks.draft, "cuda")
 
     def build(self, key: Key) -> FakeProgram:
+        self.arena.allocate(key.sampling)
         kernels = select_kernels("reference", "auto", "cuda")
         self.stages = program_stages(self.plan, kernels, self.networks.target, self.networks.draft, key)
         self.views = self.arena.views(1 if isinstance(key, PrefillKey) else key.bucket)
@@ -61,25 +63,37 @@ class FakeProgram:
         return traffic.ops
 
 
-def fake_plan(shape: str) -> Plan:
-    return tiny_plan(SHAPES[shape], device="cuda", runtime="captured")
+def fake_plan(shape: str, rule: str = "match") -> Plan:
+    return tiny_plan(SHAPES[shape], device="cuda", runtime="captured", rule=rule)
 
 
-@pytest.mark.parametrize("sampling", [False, True], ids=["greedy", "sampling"])
+RULES = [("none", "rejection"), ("chain", "rejection"), ("chain", "target_only"), ("tree", "target_only"), ("two-words", "target_only"),
+         ("chain", "synthetic"), ("tree", "synthetic")]  # fmt: skip
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampling"])
+@pytest.mark.parametrize(("shape", "rule"), RULES)
+def test_no_acceptance_rule_needs_the_host(shape: str, rule: str, sampling: SamplingClass) -> None:
+    plan = fake_plan(shape, rule)
+    with FakeTensorMode():
+        assert FakeProgram(plan).build(plan.graph_keys(sampling)[1]).run() > 100
+
+
+@pytest.mark.parametrize("sampling", CLASSES.values(), ids=CLASSES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_whole_cycle_needs_no_host(shape: str, sampling: bool) -> None:
+def test_the_whole_cycle_needs_no_host(shape: str, sampling: SamplingClass) -> None:
     plan = fake_plan(shape)
     assert plan.captured and plan.buckets == (1, 2, 4, 8)
     assert (plan.num_words > 1) == (shape == "two-words")
     with FakeTensorMode():
         program = FakeProgram(plan)
-        counts = [program.build(key).run() for key in plan.graph_keys(sampling)]
+        counts = [program.build(key).run() for key in plan.graph_keys(sampling)[: 1 if sampling.bias else None]]
     assert min(counts) > 100
 
 
-@pytest.mark.parametrize("sampling", [False, True], ids=["greedy", "sampling"])
+@pytest.mark.parametrize("sampling", CLASSES.values(), ids=CLASSES)
 @pytest.mark.parametrize("shape", ["none", "tree"])
-def test_the_prefill_needs_no_host(shape: str, sampling: bool) -> None:
+def test_the_prefill_needs_no_host(shape: str, sampling: SamplingClass) -> None:
     plan = fake_plan(shape)
     with FakeTensorMode():
         program = FakeProgram(plan)
@@ -135,7 +149,7 @@ def _from_list(v: Views) -> None:
 def test_a_planted_host_read_is_caught(planted: Callable[[Views], None]) -> None:
     """In the middle of the cycle, inside a stage that is otherwise the real one."""
     plan = fake_plan("tree")
-    key = plan.graph_keys(False)[-1]
+    key = plan.graph_keys(GREEDY)[-1]
     with FakeTensorMode():
         program = FakeProgram(plan).build(key)
         place = [stage.name for stage in program.stages].index("accept")
@@ -185,21 +199,24 @@ class Touched(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def warm_cycle(shape: str) -> tuple[Cycle, GraphKey, Message]:
+def warm_cycle(shape: str, sampling: SamplingClass = SAMPLED, rule: str = "match") -> tuple[Cycle, GraphKey, Message]:
     """A cycle on the CPU in the middle of three requests (one greedy), a key with one padded lane, and the next message."""
-    plan = tiny_plan(SHAPES[shape], device="cpu", runtime="eager")
+    plan = tiny_plan(SHAPES[shape], device="cpu", runtime="eager", rule=rule)
     networks = tiny_networks(plan)
     cycle = Cycle(plan, networks.target, networks.draft, select_kernels("reference", "auto", "cpu"))
-    key = GraphKey(4, plan.shape, True)
-    cycle.prepare([key, PrefillKey(16, True)])
+    key = GraphKey(4, plan.shape, sampling)
+    cycle.prepare([key, PrefillKey(16, sampling)])
     for row, temperature in enumerate((0.9, 0.0, 0.6)):
         tokens = [(7 * row + 3 * i) % 61 for i in range(9 + row)]
-        join = Join(row=row, budget=60, seed=row, temperature=temperature, draft_len=plan.shape.num_steps, stop_ids=())
+        join = Join(
+            row=row, budget=60, seed=row, temperature=temperature, draft_len=plan.shape.num_steps, stop_ids=(4,) if sampling.bias else (), top_k=30, top_p=0.9,
+            min_p=0.01, repetition=1.2, presence=0.3, frequency=0.1, bias=((5, 1.5), (6, -2.0)), stop_from=70,
+        )  # fmt: skip
         pages = [(row, column, 1 + row * plan.table_width + column) for column in range(plan.table_width)]
         while pages:
             part, pages = pages[: plan.page_updates], pages[plan.page_updates :]
             message = Message(lanes=(row,), pages=part, join=join, chunk=Chunk(tokens, 0, len(tokens)))
-            cycle.read(cycle.launch(PrefillKey(16, True), message))
+            cycle.read(cycle.launch(PrefillKey(16, sampling), message))
     message = Message(lanes=(2, 0, 1))
     for _ in range(2):
         cycle.read(cycle.launch(key, message))
@@ -211,9 +228,13 @@ def stages_of(cycle: Cycle, key: Key) -> Iterator[Stage]:
     yield from cycle.stages(key)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_stages_touch_exactly_what_they_declare(shape: str) -> None:
-    cycle, key, _ = warm_cycle(shape)
+@pytest.mark.parametrize(
+    ("shape", "sampling", "rule"),
+    [*((shape, "sampling", "match") for shape in SHAPES), ("tree", "greedy", "match"), ("tree", "all", "match"), ("chain", "all", "match"),
+     *((shape, "sampling", rule) for shape, rule in RULES), ("tree", "greedy", "synthetic"), ("chain", "all", "rejection")],
+)  # fmt: skip
+def test_stages_touch_exactly_what_they_declare(shape: str, sampling: str, rule: str) -> None:
+    cycle, key, _ = warm_cycle(shape, CLASSES[sampling], rule)
     arena, views = cycle.arena, cycle.views(key)
     with torch.no_grad():
         for stage in stages_of(cycle, key):
@@ -231,6 +252,7 @@ def test_stages_touch_exactly_what_they_declare(shape: str) -> None:
             arena.restore(before)
             others = [slot.name for slot in arena.slots if slot.name not in {*stage.reads, *stage.writes}]
             poisoned = Arena(cycle.plan, cycle.layout.size)
+            poisoned.allocate(key.sampling)
             poisoned.poison(ALL_KINDS)
             arena.restore({name: poisoned[name] for name in others})
             stage(views)
@@ -238,9 +260,10 @@ def test_stages_touch_exactly_what_they_declare(shape: str) -> None:
             arena.restore(after)
 
 
-def test_prefill_touches_exactly_what_it_declares() -> None:
-    cycle, _, _ = warm_cycle("tree")
-    key = PrefillKey(16, True)
+@pytest.mark.parametrize("sampling", CLASSES.values(), ids=CLASSES)
+def test_prefill_touches_exactly_what_it_declares(sampling: SamplingClass) -> None:
+    cycle, _, _ = warm_cycle("tree", sampling)
+    key = PrefillKey(16, sampling)
     message = Message(lanes=(3,), pages=[(3, c, 70 + c) for c in range(2)], chunk=Chunk([5, 6, 7], 0, 3))
     message.join = Join(row=3, budget=9, seed=1, temperature=1.0, draft_len=5, stop_ids=(2,))
     cycle.layout.encode(message, cycle.arena["mail"])
@@ -288,7 +311,7 @@ def test_a_failed_build_leaves_the_ring_where_it_was() -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        cycle.prepare([GraphKey(1, cycle.plan.shape, True), GraphKey(2, cycle.plan.shape, True)], fail)
+        cycle.prepare([GraphKey(1, cycle.plan.shape, SAMPLED), GraphKey(2, cycle.plan.shape, SAMPLED)], fail)
     before = [cycle.arena["seq_len_R"][row].item() for row in message.lanes]
     entry = cycle.read(cycle.launch(key, message))
     after = [cycle.arena["seq_len_R"][row].item() for row in message.lanes]

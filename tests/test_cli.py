@@ -141,7 +141,7 @@ def test_json_is_one_document_on_the_last_line(run):
     assert document["outputs"] == [{"text": "<x>", "token_ids": [5, 6], "finish_reason": "stop"}]
     assert document["metrics"] == {
         "cycles": 7, "acceptance_length": 2.5, "accepted_per_position": [0.9, 0.6], "prefill_seconds": 0.1, "decode_seconds": 0.2,
-        "tokens_per_second": 123.0,
+        "tokens_per_second": 123.0, "lossy": False, "synthetic": False,
     }  # fmt: skip
     assert (document["variant"], document["model"], document["runtime"]) == ("eagle3", "demo", "compiled")
 
@@ -175,10 +175,13 @@ def test_prompt_from_standard_input_and_file(run, tmp_path):
 
 def test_jsonl_requests_carry_their_own_sampling(run, tmp_path):
     path = tmp_path / "requests.jsonl"
-    path.write_text('"a"\n\n{"prompt": "b", "max_tokens": 3, "temperature": 1, "stop_token_ids": [7]}\n')
+    path.write_text(
+        '"a"\n\n{"prompt": "b", "max_tokens": 3, "temperature": 1, "stop_token_ids": [7], "top_p": 1, "logit_bias": {"4": -1}, "logprobs": 2}\n'
+    )
     [(prompts, params)] = run("generate", f"prompt_file={path}", "sampling.max_tokens=5").engines[0].calls
     assert prompts == ["a", "b"]
     assert [(p.max_tokens, p.temperature, p.stop_token_ids) for p in params] == [(5, 0.0, ()), (3, 1, (7,))]
+    assert [(p.logit_bias, p.logprobs) for p in params] == [({}, None), ({4: -1.0}, 2)]
 
 
 @pytest.mark.parametrize(
@@ -187,7 +190,9 @@ def test_jsonl_requests_carry_their_own_sampling(run, tmp_path):
         ("{", "one JSON value per line"),
         ("3", '"prompt"'),
         ('{"prompt": 3}', '"prompt"'),
-        ('{"prompt": "a", "top_p": 1}', "top_p"),
+        ('{"prompt": "a", "top_q": 1}', "top_q"),
+        ('{"prompt": "a", "logit_bias": {"x": 1}}', "token ids and numbers"),
+        ('{"prompt": "a", "logprobs": "x"}', "type int"),
         ('{"prompt": "a", "max_tokens": "many"}', "type int"),
         ('{"prompt": "a", "max_tokens": true}', "type int"),
     ],
@@ -330,7 +335,7 @@ def test_a_reader_that_leaves_is_no_error():
 @pytest.mark.parametrize(
     ("line", "choices"),
     [
-        ("graphspec ", {"generate", "inspect", "diff", "demo"}),
+        ("graphspec ", {"generate", "inspect", "diff", "demo", "convert"}),
         ("graphspec ge", {"generate"}),
         ("/opt/generate/graphspec generate variant=", {"variant=eagle3", "variant=none"}),
         ("graphspec diff sampling.max_", {"sampling.max_tokens="}),

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm
 
 from graphspec.facts import read_model_facts
 from graphspec.models.layers import Embedding, RMSNorm
@@ -113,6 +114,18 @@ def test_rope_spelling_does_not_matter(tmp_path: Any) -> None:
     assert (new.rope.theta, new.rope.kind, new.rope.factor) == (777.0, "llama3", 8.0)
 
 
+@torch.inference_mode()
+def test_mimo_is_qwen2_under_another_name(tmp_path: Any) -> None:
+    model = build_hf("qwen2", head_dim=None)
+    config = {"architectures": ["MiMoForCausalLM"], "model_type": "mimo", "attention_bias": True, "head_dim": 16}
+    facts = read_model_facts(write_hf(model, tmp_path, num_nextn_predict_layers=1, **config))
+    assert (facts.architecture, facts.attention_bias, facts.output_bias) == ("MiMoForCausalLM", True, False)
+    ours = load_target(facts, (), 16, torch.float32, "cpu")
+    token_BT = torch.arange(16)[None]
+    logits = ours.logits(ours(token_BT, DenseAttention.prompt(1, 16)).hidden_BTH)
+    torch.testing.assert_close(logits, model(token_BT).logits, rtol=0, atol=1e-5)
+
+
 def test_without_taps_there_is_no_feature(tmp_path: Any) -> None:
     facts = read_model_facts(write_hf(build_hf("llama", num_hidden_layers=1), tmp_path))
     model = load_target(facts, (), 8, torch.float32, "cpu")
@@ -132,6 +145,17 @@ def test_norm_equals_transformers_bitwise(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(4)
     ours, theirs = RMSNorm(48, 1e-5).to(dtype), LlamaRMSNorm(48, 1e-5).to(dtype)
     weight, x = torch.randn(48, generator=generator).to(dtype), torch.randn(9, 48, generator=generator).to(dtype)
+    with torch.no_grad():
+        ours.weight.copy_(weight)
+        theirs.weight.copy_(weight)
+        assert torch.equal(ours(x), theirs(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_norm_with_an_offset_equals_transformers_bitwise(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(4)
+    ours, theirs = RMSNorm(48, 1e-6, offset=True).to(dtype), Qwen3_5RMSNorm(48, 1e-6).to(dtype)
+    weight, x = 0.3 * torch.randn(48, generator=generator), torch.randn(9, 48, generator=generator).to(dtype)
     with torch.no_grad():
         ours.weight.copy_(weight)
         theirs.weight.copy_(weight)

@@ -18,7 +18,7 @@ from graphspec.config import Config, VariantConfig
 from graphspec.errors import ConfigError
 from graphspec.graphs.mailbox import MailLayout
 from graphspec.plan import make_plan, resolve_shape
-from graphspec.shapes import PLAIN, CycleShape, GraphKey, pick_bucket
+from graphspec.shapes import PLAIN, SAMPLED, CycleShape, GraphKey, pick_bucket
 
 from ._plans import draft_facts, model_facts, plan
 
@@ -123,8 +123,8 @@ def test_too_many_nodes_and_unknown_variant() -> None:
 def test_buckets_reach_the_rows_and_no_further(rows: int, asked: list[int], buckets: tuple[int, ...]) -> None:
     made = plan(runtime={"max_rows": rows, "buckets": asked})
     assert made.buckets == buckets
-    assert [key.bucket for key in made.graph_keys(sampling=True)] == sorted(buckets, reverse=True)
-    assert all(key == GraphKey(key.bucket, made.shape, True) for key in made.graph_keys(sampling=True))
+    assert [key.bucket for key in made.graph_keys(SAMPLED)] == sorted(buckets, reverse=True)
+    assert all(key == GraphKey(key.bucket, made.shape, SAMPLED) for key in made.graph_keys(SAMPLED))
     assert all(pick_bucket(made.buckets, lanes) >= lanes for lanes in range(1, rows + 1))
 
 

@@ -12,6 +12,7 @@ from graphspec.cycle import PrefillKey
 from graphspec.engine.llm import LLM, SamplingParams
 from graphspec.errors import ResourceError
 from graphspec.graphs.mailbox import Message
+from graphspec.shapes import GREEDY
 
 from ._engines import CHAIN, TREE, WIDE, Pair, ids, mirror_pair, prompts
 
@@ -84,7 +85,7 @@ def test_compiled_chain_equals_transformers_and_compiles_nothing_later(pair: Pai
 
 def test_launches_the_cycle_refuses(pair: Pair) -> None:
     cycle = pair.llm(**PLAIN).cycle
-    prefill = PrefillKey(8, False)
+    prefill = PrefillKey(8, GREEDY)
     with pytest.raises(ResourceError, match="a program prepared before the run"):
         cycle.launch(prefill, Message(lanes=()))
     cycle.prepare([prefill])
@@ -92,7 +93,7 @@ def test_launches_the_cycle_refuses(pair: Pair) -> None:
     with pytest.raises(ResourceError, match="at most 1 unread launches, found 1"):
         cycle.launch(prefill, Message(lanes=()))
     with pytest.raises(ResourceError, match="no cycle in flight while programs are built"):
-        cycle.prepare([PrefillKey(16, False)])
+        cycle.prepare([PrefillKey(16, GREEDY)])
     with pytest.raises(ResourceError, match=f"the oldest unread ticket {ticket}"):
         cycle.read(ticket + 1)
     cycle.read(ticket)

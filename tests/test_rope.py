@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.qwen3_next import modeling_qwen3_next
+from transformers.models.qwen3_next.configuration_qwen3_next import Qwen3NextConfig
 
+from graphspec.errors import CheckpointError
 from graphspec.facts import RopeFacts, read_model_facts
+from graphspec.facts.keys import Keys
+from graphspec.facts.model import GATED_FAMILY, read_decoder
 from graphspec.models.rope import RotaryEmbedding, apply_rope, rope_frequency
 
 PARAMETERS: dict[str, dict[str, Any]] = {
@@ -101,3 +107,48 @@ def test_yarn_factor_null_means_the_ratio_of_the_contexts(tmp_path: Any) -> None
     values["rope_parameters"]["factor"] = None
     (tmp_path / "config.json").write_text(json.dumps(values))
     assert read_model_facts(tmp_path).rope.factor == 16384 / 4096
+
+
+def read_partial(rope_parameters: dict[str, Any] | None, **keys: Any) -> RopeFacts:
+    """RoPE of a layer that rotates part of a head of 64."""
+    values = {"hidden_size": 128, "intermediate_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
+    values |= {"vocab_size": 9, "num_hidden_layers": 1, "rms_norm_eps": 1e-6, "max_position_embeddings": 16384, **keys}
+    return read_decoder(Keys({**values, "rope_parameters": rope_parameters}, "config"), Path("nowhere"), "any", GATED_FAMILY).rope
+
+
+@pytest.mark.parametrize("factor", [0.25, 0.5, 1.0])
+@pytest.mark.parametrize("name", ["default", "linear", "llama3", "yarn", "yarn-mscale"])
+def test_partial_rotation_equals_transformers(name: str, factor: float) -> None:
+    parameters = {"rope_theta": 500000.0, "partial_rotary_factor": factor, **PARAMETERS[name]}
+    rope = read_partial(parameters)
+    theirs = modeling_qwen3_next.Qwen3NextRotaryEmbedding(
+        Qwen3NextConfig(hidden_size=128, num_attention_heads=2, head_dim=64, max_position_embeddings=16384, rope_parameters=parameters)
+    )
+    assert rope.rotary_dim(64) == int(64 * factor)
+    assert torch.equal(rope_frequency(rope, 64), theirs.inv_freq)
+    position_BT = torch.tensor([[0, 1, 77, 4095], [4096, 9999, 16382, 16383]])
+    cos, sin = RotaryEmbedding(rope, 64, 16384)(position_BT, position_BT + 1, torch.float32)
+    their_cos, their_sin = theirs(torch.zeros(1), position_BT)
+    generator = torch.Generator().manual_seed(0)
+    query, key = torch.randn(2, 4, 3, 64, generator=generator), torch.randn(2, 4, 1, 64, generator=generator)
+    their_query, their_key = modeling_qwen3_next.apply_rotary_pos_emb(query, key, their_cos, their_sin, unsqueeze_dim=2)
+    assert torch.equal(apply_rope(query, cos, sin), their_query)
+    assert torch.equal(apply_rope(key, cos, sin), their_key)
+    assert torch.equal(apply_rope(query, cos, sin)[..., int(64 * factor) :], query[..., int(64 * factor) :])
+
+
+def test_dynamic_grows_by_the_rotated_part() -> None:
+    rope = read_partial({"rope_type": "dynamic", "factor": 3.0, "partial_rotary_factor": 0.25}, max_position_embeddings=32)
+    length = torch.tensor([[60]])
+    cos, _ = RotaryEmbedding(rope, 64, 64)(torch.tensor([[50]]), length, torch.float32)
+    base = 10000.0 * (3.0 * 60 / 32 - 2) ** (16 / 14)
+    expected = torch.tensor([50 / base ** (2 * i / 16) for i in range(8)]).cos()
+    torch.testing.assert_close(cos[0, 0], expected, rtol=0, atol=1e-5)
+
+
+def test_partial_factor_is_read_in_every_place_it_is_written_in() -> None:
+    assert read_partial(None, rope_theta=7.0, partial_rotary_factor=0.5).partial_rotary_factor == 0.5
+    assert read_partial({"rope_type": "default", "rope_theta": 7.0}).partial_rotary_factor == 0.25
+    for factor in (1.5, 0.02, 0.046875):  # more than all of the head, nothing of it, 3 of 64
+        with pytest.raises(CheckpointError, match=r"partial_rotary_factor: expected at most 1, and an even number"):
+            read_partial({"rope_type": "default", "partial_rotary_factor": factor})

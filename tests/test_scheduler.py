@@ -18,7 +18,7 @@ from graphspec.engine.scheduler import Scheduler, chunked
 from graphspec.errors import RequestError
 from graphspec.graphs.mailbox import MailLayout, Message
 from graphspec.plan import Plan
-from graphspec.shapes import GraphKey
+from graphspec.shapes import GREEDY, GraphKey
 
 from ._plans import plan as make
 
@@ -180,7 +180,7 @@ class Case:
             prompts.append(prompt)
             scripts.append(script)
         self.device = Device(plan, prompts, scripts, rng)
-        self.scheduler = Scheduler(plan, self.device, sampling=False)
+        self.scheduler = Scheduler(plan, self.device, sampling=GREEDY)
 
     def run(self, abort_chance: float = 0.0) -> None:
         waiting = list(self.requests)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from graphspec.errors import CheckpointError
-from graphspec.facts import ModelFacts, read_model_facts
+from graphspec.facts import ModelFacts, check_tokenizer, read_model_facts
 from graphspec.weights import load_target
 
 from ._checkpoints import VOCAB_SIZE, build_hf, edit_json, edit_tensors, write_hf
@@ -252,6 +252,9 @@ def test_quantized_dtype(checkpoint: Path) -> None:
     error = refused(checkpoint)
     assert "model.norm.weight" in error.key
     assert error.found == "I8"
+    assert "quantised" in error.hint
+    edit_tensors(checkpoint / "model.safetensors", model__norm__weight=torch.ones(48), model__norm__weight_scale=torch.ones(1))
+    assert "quantised" in refused(checkpoint).hint
 
 
 def test_missing_and_truncated_files(checkpoint: Path) -> None:
@@ -264,11 +267,56 @@ def test_missing_and_truncated_files(checkpoint: Path) -> None:
         assert error.expected == "a complete safetensors file"
         assert f"{size} bytes" in str(error.found)
     file.unlink()
-    assert "model.safetensors.index.json" in str(refused(checkpoint).expected)
-    (checkpoint / "pytorch_model.bin").write_bytes(b"")
-    error = refused(checkpoint)
-    assert error.found == "pytorch_model.bin"
-    assert "convert" in error.hint
+    assert refused(checkpoint).found == "none of them"
+    assert "pytorch_model.bin.index.json" in str(refused(checkpoint).expected)
+    (checkpoint / "model.gguf").write_bytes(b"")
+    assert refused(checkpoint).found == "model.gguf"
+
+
+def as_pickles(folder: Path, *, shards: int = 1, **options: Any) -> dict[str, torch.Tensor]:
+    """Replace the safetensors file of a checkpoint by what ``torch.save`` writes."""
+    from safetensors.torch import load_file
+
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    if shards == 1:
+        torch.save(tensors, folder / "pytorch_model.bin", **options)
+        return tensors
+    owner = {name: f"pytorch_model-{index % shards}.bin" for index, name in enumerate(tensors)}
+    for file in set(owner.values()):
+        torch.save({name: tensor for name, tensor in tensors.items() if owner[name] == file}, folder / file, **options)
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": owner}))
+    return tensors
+
+
+@pytest.mark.parametrize(
+    ("shards", "options"), [(1, {}), (3, {}), (1, {"_use_new_zipfile_serialization": False})], ids=["single", "sharded", "before torch 1.6"]
+)
+def test_pickles_equal_safetensors(shards: int, options: dict[str, Any], checkpoint: Path) -> None:
+    expected = load(checkpoint)
+    as_pickles(checkpoint, shards=shards, **options)
+    for (name, one), (_, other) in zip(load(checkpoint).named_parameters(), expected.named_parameters(), strict=True):
+        assert torch.equal(one, other), name
+
+
+def test_broken_pickles(checkpoint: Path) -> None:
+    tensors = as_pickles(checkpoint)
+    file = checkpoint / "pytorch_model.bin"
+    data = file.read_bytes()
+    for size in (0, 5, 100, len(data) // 2):
+        file.write_bytes(data[:size])
+        error = refused(checkpoint)
+        assert error.key == str(file)
+        assert error.expected == "a complete file of plain tensors, written by torch.save"
+        assert f"{size} bytes" in str(error.found)
+    torch.save({**tensors, "step": 3}, file)
+    assert refused(checkpoint).found == "step of type int"
+    torch.save(list(tensors.values()), file)
+    assert refused(checkpoint).found == "list"
+    torch.save({**tensors, "code": subprocess.CompletedProcess([], 0)}, file)  # weights only: nothing in a file is run
+    assert "UnpicklingError" in str(refused(checkpoint).found)
+    torch.save({**tensors, "model.norm.weight": torch.zeros(7)}, file)
+    assert (refused(checkpoint).key, refused(checkpoint).found) == (f"{file}: model.norm.weight", "shape [7]")
 
 
 def test_broken_shards(sharded: Path) -> None:
@@ -292,3 +340,55 @@ def test_a_checkpoint_of_other_sizes_than_its_facts(checkpoint: Path) -> None:
     facts = replace(read_model_facts(checkpoint), num_layers=3, sliding_window=(None,) * 3)
     with pytest.raises(CheckpointError, match=r"model\.layers\.2\..*no such tensor"):
         load_target(facts, (), 16, torch.float32, "cpu")
+
+
+# ---- tokenizers
+
+
+def write_tokenizer(folder: Path, vocab: Any, added: tuple[tuple[int, str], ...] = ()) -> Path:
+    folder.mkdir(exist_ok=True)
+    tokens = [{"id": token_id, "content": text, "special": True} for token_id, text in added]
+    (folder / "tokenizer.json").write_text(json.dumps({"model": {"type": "BPE", "vocab": vocab}, "added_tokens": tokens}))
+    return folder
+
+
+def test_one_tokenizer_in_two_spellings_agrees(tmp_path: Path) -> None:
+    target = write_tokenizer(tmp_path / "target", {"a": 0, "b": 1}, ((2, "<s>"), (3, "</s>")))
+    check_tokenizer(write_tokenizer(tmp_path / "same", {"b": 1, "a": 0}, ((3, "</s>"), (2, "<s>"))), target)
+    check_tokenizer(write_tokenizer(tmp_path / "merged", {"a": 0, "b": 1, "<s>": 2}, ((2, "<s>"), (3, "</s>"))), target)
+    check_tokenizer(write_tokenizer(tmp_path / "unigram", [["a", -1.0], ["b", -2.0]], ((2, "<s>"), (3, "</s>"))), target)
+    check_tokenizer(target, target)
+    (tmp_path / "none").mkdir()
+    check_tokenizer(tmp_path / "none", target)
+    check_tokenizer(target, tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    ("vocab", "added", "token", "expected", "found"),
+    [
+        ({"a": 0, "c": 1}, ((2, "<s>"),), 1, "'b'", "'c'"),
+        ({"a": 0, "b": 1}, ((2, "<t>"),), 2, "'<s>'", "'<t>'"),
+        ({"a": 0, "b": 1}, (), 2, "'<s>'", "no such token"),
+        ({"a": 0, "b": 1}, ((2, "<s>"), (3, "</s>")), 3, "no such token", "'</s>'"),
+        ({"b": 0, "a": 1}, ((2, "<s>"),), 0, "'a'", "'b'"),
+    ],
+)
+def test_the_first_token_that_differs_is_named(
+    vocab: Any, added: tuple[tuple[int, str], ...], token: int, expected: str, found: str, tmp_path: Path
+) -> None:
+    target = write_tokenizer(tmp_path / "target", {"a": 0, "b": 1}, ((2, "<s>"),))
+    with pytest.raises(CheckpointError) as caught:
+        check_tokenizer(write_tokenizer(tmp_path / "draft", vocab, added), target)
+    assert caught.value.key == f"{tmp_path / 'draft' / 'tokenizer.json'}: token {token}"
+    assert str(caught.value.expected).startswith(expected)
+    assert caught.value.found == found
+
+
+def test_damaged_tokenizers(tmp_path: Path) -> None:
+    target = write_tokenizer(tmp_path / "target", {"a": 0})
+    for vocab in ("abc", None, [1, 2]):
+        with pytest.raises(CheckpointError, match=r"model\.vocab"):
+            check_tokenizer(write_tokenizer(tmp_path / "draft", vocab), target)
+    (tmp_path / "draft" / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {}}, "added_tokens": [3]}))
+    with pytest.raises(CheckpointError, match="added_tokens"):
+        check_tokenizer(tmp_path / "draft", target)

@@ -12,7 +12,7 @@ from ..config import Config
 from ..cycle import Cycle, Key, RingEntry
 from ..graphs.mailbox import Message
 from .llm import LLM, Prompt
-from .request import SamplingParams
+from .request import configured_params
 
 RELATIVE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 """Float slots of different kernels agree to this share of the slot's largest magnitude; integers, and equal kernels, agree exactly."""
@@ -123,9 +123,9 @@ def diff(config: Config, left: str, right: str, prompt: Prompt, max_tokens: int 
         ConfigError: a runtime that does not exist or can't run here.
     """
     sides = [LLM.from_config(replace(config, runtime=replace(config.runtime, name=name))) for name in (left, right)]
-    params = SamplingParams(max_tokens=max_tokens, temperature=config.sampling.temperature, seed=config.sampling.seed)
+    params = configured_params(config.sampling, max_tokens=max_tokens, stop_token_ids=(), ignore_eos=False)
     for side in sides:
-        side.warm_up(sampling=params.temperature > 0)
+        side.warm_up(sampling=params.sampling_class)
     twin = Twin(sides[0].cycle, sides[1].cycle)
     sides[0].generate(prompt, params, launcher=twin)
     return twin.report or DiffReport(True, twin.launches)

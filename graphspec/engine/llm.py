@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
+from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -11,19 +12,21 @@ from typing import Any
 import torch
 
 from ..buffers import DTYPES
-from ..catalog import load_object, resolve_variant
+from ..catalog import Variant, load_object, resolve_variant
 from ..config import Config, ModelConfig, RuntimeConfig, VariantConfig
 from ..cycle import Cycle, Key, PrefillKey, Progress
 from ..errors import CheckpointError, ConfigError, RequestError
-from ..facts import read_model_facts
+from ..facts import check_tokenizer, read_model_facts
 from ..kernels import resolve, select_kernels
 from ..models.layers import Linear
 from ..plan import Plan, make_plan
-from ..shapes import pick_bucket
-from ..weights import load_target
+from ..shapes import GREEDY, SamplingClass, pick_bucket
+from ..weights import apply_token_map, load_target, load_token_map
 from .outputs import Detokenizer, Metrics, Output, StreamEvent, TreeSnapshot, summarise
-from .request import Request, SamplingParams, check_params, check_prompt
+from .proposer import TrieProposer
+from .request import Request, SamplingParams, check_params, check_prompt, sampling_class
 from .scheduler import Launcher, Scheduler
+from .self_test import AcceptanceTest
 
 Prompt = str | Sequence[int]
 DEMO = "demo"
@@ -72,6 +75,7 @@ class LLM:
         self.plan = self._plan()
         self.cycle = self._load()
         self.metrics: Metrics | None = None
+        self._acceptance_test = AcceptanceTest(self.plan)
         self._tokenizer: Any = None
 
     @classmethod
@@ -95,20 +99,24 @@ class LLM:
         target = read_model_facts(folder)
         draft = None
         if variant.has_network:
-            draft = load_object(variant.facts)(self._draft_folder(variant.demo_draft), target)
+            draft_folder = self._draft_folder(variant)
+            draft = load_object(variant.facts)(draft_folder, target)
+            check_tokenizer(draft_folder, folder)
         elif self.config.variant.draft is not None:
             raise ConfigError(
                 "variant.draft", f"nothing for variant {variant.name!r}, which has no draft network", self.config.variant.draft
             )
         return make_plan(self.config, target, draft, device=device)
 
-    def _draft_folder(self, demo_draft: str | None) -> Path:
+    def _draft_folder(self, variant: Variant) -> Path:
         draft = self.config.variant.draft
         if draft is not None:
             return Path(draft).expanduser()
-        if self.config.model.path != DEMO or demo_draft is None:
-            raise ConfigError("variant.draft", f"the folder of a draft checkpoint for {self.config.model.path}", "no value")
-        return model_folder(DEMO).parent / demo_draft
+        if self.config.model.path == DEMO and variant.demo_draft is not None:
+            return model_folder(DEMO).parent / variant.demo_draft
+        if variant.draft_in_target:
+            return model_folder(self.config.model.path)
+        raise ConfigError("variant.draft", f"the folder of a draft checkpoint for {self.config.model.path}", "no value")
 
     def _load(self) -> Cycle:
         plan = self.plan
@@ -122,12 +130,31 @@ class LLM:
         draft = None
         if plan.draft is not None:
             draft = load_object(plan.variant.loader)(plan.draft, target, plan.max_positions, dtype, device, report("load draft"))
+            self._trim_head(draft)
         if resolve("kernels.linear", plan.linear, plan.kernels, plan.device, plan.dtype) == "native":
             for network in (target, draft):
                 for module in network.modules() if network is not None else ():
                     if isinstance(module, Linear):
                         module.pack()
         return Cycle(plan, target, draft, kernels)
+
+    def _trim_head(self, draft: Any) -> None:
+        path, variant = self.config.variant.token_map, self.plan.variant
+        if path is None:
+            return
+        if not variant.full_vocabulary:
+            raise ConfigError("variant.token_map", f"null: a draft of variant {variant.name} brings its own vocabulary", path)
+        apply_token_map(draft, load_token_map(Path(path).expanduser(), self.plan.target.vocab_size))
+
+    @cached_property
+    def _proposer(self) -> TrieProposer | None:
+        """The drafter on the host, shared by every request of this engine; None where the device drafts."""
+        if self.plan.variant.drafter != "host":
+            return None
+        proposer = TrieProposer(self.plan)
+        if self.plan.ngram.corpus is not None:
+            proposer.load_corpus(self.plan.ngram.corpus, self.tokenizer.encode)
+        return proposer
 
     @property
     def tokenizer(self) -> Any:
@@ -173,7 +200,8 @@ class LLM:
         for _ in self._run(requests, launcher):
             if progress:
                 progress("generate", sum(len(r.output) for r in requests), most)
-        self.metrics = summarise(requests, self.plan.shape.num_steps)
+        self._acceptance_test.observe(requests)
+        self.metrics = summarise(requests, self.plan)
         return [
             Output(
                 index=r.index,
@@ -182,7 +210,8 @@ class LLM:
                 text=self._decode(r.output),
                 finish_reason=r.finish_reason or "error",
                 error=r.error,
-                metrics=summarise([r], self.plan.shape.num_steps),
+                metrics=summarise([r], self.plan),
+                logprobs=r.logprobs if r.params.logprobs is not None else None,
             )
             for r in requests
         ]
@@ -203,8 +232,10 @@ class LLM:
             sent[request] = len(request.output)
             finished = request.finish_reason is not None
             text = texts[request].push(fresh, last=finished)
-            yield StreamEvent(request.index, text, fresh, finished, request.finish_reason)
-        self.metrics = summarise(requests, self.plan.shape.num_steps)
+            logprobs = request.logprobs[len(request.output) - len(fresh) :] if request.params.logprobs is not None else None
+            yield StreamEvent(request.index, text, fresh, finished, request.finish_reason, logprobs)
+        self._acceptance_test.observe(requests)
+        self.metrics = summarise(requests, self.plan)
 
     def _requests(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None) -> list[Request]:
         single = _is_single(prompts)
@@ -233,9 +264,9 @@ class LLM:
         yield from (r for r in requests if r.finish_reason is not None)
         if not served:
             return
-        sampling = any(r.params.temperature > 0 for r in served)
+        sampling = sampling_class(r.params for r in served)
         self.warm_up(len(served), sampling=sampling)
-        scheduler = Scheduler(self.plan, launcher or self.cycle, sampling)
+        scheduler = Scheduler(self.plan, launcher or self.cycle, sampling, self._proposer)
         for request in served:
             request.metrics.arrived = time.perf_counter()
             scheduler.add(request)
@@ -248,16 +279,16 @@ class LLM:
             while scheduler.busy:
                 scheduler.step()
 
-    def warm_up(self, requests: int = 1, *, sampling: bool = False) -> None:
+    def warm_up(self, requests: int = 1, *, sampling: SamplingClass = GREEDY) -> None:
         """Build, compile and capture now what a run of so many requests needs; else the first run does.
 
         Args:
             requests: how many at once.
-            sampling: some have a temperature above 0.
+            sampling: what they ask of the sampler, all together (:func:`graphspec.engine.request.sampling_class`).
         """
         self.cycle.prepare(self.keys(requests, sampling), self.progress)
 
-    def keys(self, requests: int, sampling: bool) -> list[Key]:
+    def keys(self, requests: int, sampling: SamplingClass) -> list[Key]:
         """Programs a run of so many requests can need: every bucket up to theirs, every chunk size."""
         widest = pick_bucket(self.plan.buckets, min(requests, self.plan.max_rows))
         cycles = [key for key in self.plan.graph_keys(sampling) if key.bucket <= widest]

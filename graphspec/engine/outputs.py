@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from .request import Request
+from ..plan import Plan
+from .request import Request, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,8 @@ class Metrics:
         prefill_seconds: arrival to first token; for a whole call, the longest.
         decode_seconds: first token to the end; for a whole call, wall time from the first request's first token to the end.
         tokens_per_second: tokens after each request's first, per decode second.
+        lossy: the acceptance rule does not leave the target's distribution as it is.
+        synthetic: the accepted lengths were forced; nothing but the time means anything.
     """
 
     cycles: int
@@ -28,6 +31,8 @@ class Metrics:
     prefill_seconds: float
     decode_seconds: float
     tokens_per_second: float
+    lossy: bool = False
+    synthetic: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +44,7 @@ class Output:
         token_ids: new tokens; a stop id that ended the request is the last one.
         finish_reason: ``stop``, ``length``, ``memory`` (page pool too small), ``abort`` or ``error``.
         error: the message when ``finish_reason`` is ``error``.
+        logprobs: one for each token when they were asked for, else None.
     """
 
     index: int
@@ -48,6 +54,7 @@ class Output:
     finish_reason: str
     error: str | None
     metrics: Metrics
+    logprobs: list[TokenLogprob] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +66,7 @@ class StreamEvent:
     token_ids: list[int]
     finished: bool
     finish_reason: str | None = None
+    logprobs: list[TokenLogprob] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +80,9 @@ class TreeSnapshot:
     text_N: list[str] = field(default_factory=list)
 
 
-def summarise(requests: Sequence[Request], depth: int) -> Metrics:
-    """Metrics over ``requests``; ``depth`` is S."""
+def summarise(requests: Sequence[Request], plan: Plan) -> Metrics:
+    """Metrics over ``requests``, which ran under ``plan``."""
+    depth = plan.shape.num_steps
     runs = [tokens for r in requests for tokens in r.metrics.whole_cycles()]
     positions = [sum(tokens > d for tokens in runs) / len(runs) if runs else 0.0 for d in range(1, depth + 1)]
     started = [r.metrics.first_token for r in requests if r.metrics.first_token is not None]
@@ -88,6 +97,8 @@ def summarise(requests: Sequence[Request], depth: int) -> Metrics:
         prefill_seconds=prefill,
         decode_seconds=decode,
         tokens_per_second=later / decode if decode > 0 else 0.0,
+        lossy=plan.accept.lossy,
+        synthetic=plan.accept.synthetic,
     )
 
 

@@ -11,9 +11,10 @@ from ..buffers import Status
 from ..cycle import Key, PrefillKey, RingEntry
 from ..graphs.mailbox import Chunk, Join, Message
 from ..plan import Plan
-from ..shapes import GraphKey, pick_bucket
+from ..shapes import GraphKey, SamplingClass, pick_bucket
 from .pages import PageAllocator
-from .request import Request
+from .proposer import Proposer
+from .request import Request, TokenLogprob
 
 FINISH_REASONS = {Status.STOPPED: "stop", Status.LENGTH: "length", Status.FAILED: "error"}
 
@@ -45,8 +46,8 @@ class Scheduler:
     unread cycle may still commit, and given back when the last launch that contains the row has been read.
     """
 
-    def __init__(self, plan: Plan, launcher: Launcher, sampling: bool) -> None:
-        self.plan, self.launcher, self.sampling = plan, launcher, sampling
+    def __init__(self, plan: Plan, launcher: Launcher, sampling: SamplingClass, proposer: Proposer | None = None) -> None:
+        self.plan, self.launcher, self.sampling, self.proposer = plan, launcher, sampling, proposer
         self.allocator = PageAllocator(plan.num_pages)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -75,6 +76,9 @@ class Scheduler:
         self._updated = []
         self._admit()
         self._make_room()
+        while self.proposer is not None and self._tickets:
+            # A drafter on the host must know every token up to the root.
+            self._read_oldest()
         lanes = [r for r in self.running if r.ready]
         launched = bool(lanes) and self._launch_cycle(lanes)
         while self._tickets and (len(self._tickets) > self.plan.run_ahead or not launched):
@@ -110,15 +114,33 @@ class Scheduler:
             part = tokens[start : start + size]
             message = Message(lanes=(request.row,), chunk=Chunk(part, start, len(tokens), known_root, len(request.prompt)))
             if start == 0:
-                left = request.budget - len(request.output)
-                temperature, seed = request.params.temperature, request.params.seed
-                message.join = Join(request.row, left, seed, temperature, self.plan.shape.num_steps, request.stop_ids)
+                message.join = self._join(request)
             upto = len(request.pages) if start + len(part) == len(tokens) else self.plan.pages_for(start + len(part))
             message.pages = [(request.row, column, request.pages[column]) for column in range(sent, upto)]
             sent = upto
             bucket = pick_bucket(self.plan.prefill_chunks, len(part))
             self._launch(PrefillKey(bucket, self.sampling), message, (request,), is_cycle=False)
         request.ready = True
+
+    def _join(self, request: Request) -> Join:
+        assert request.row is not None
+        params = request.params
+        return Join(
+            row=request.row,
+            budget=request.budget - len(request.output),
+            seed=params.seed,
+            temperature=params.temperature,
+            draft_len=self.plan.shape.num_steps,
+            stop_ids=request.stop_ids,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            min_p=params.min_p,
+            repetition=params.repetition_penalty,
+            presence=params.presence_penalty,
+            frequency=params.frequency_penalty,
+            bias=tuple((params.logit_bias or {}).items()),
+            stop_from=len(request.prompt) + params.min_tokens,
+        )
 
     def _launch_cycle(self, lanes: list[Request]) -> bool:
         lanes = lanes[: max(self.plan.buckets)]
@@ -130,6 +152,8 @@ class Scheduler:
         if not lanes:
             return False
         message.lanes = [r.row for r in lanes if r.row is not None]
+        if self.proposer is not None:
+            message.trees = self.proposer.propose(lanes)
         key = GraphKey(pick_bucket(self.plan.buckets, len(lanes)), self.plan.shape, self.sampling)
         self._launch(key, message, tuple(lanes), is_cycle=True)
         return True
@@ -201,14 +225,24 @@ class Scheduler:
         for lane, request in enumerate(ticket.lanes):
             request.queued_cycles -= ticket.is_cycle
             if request.finish_reason is None:
+                if entry.logprobs is not None and request.params.logprobs is not None:
+                    self._note_logprobs(request, entry.tokens[lane], entry.logprobs[lane])
                 self._take(request, entry.tokens[lane], entry.status[lane], ticket.is_cycle, now)
         for request in [r for r in self._leaving if r.last_ticket <= ticket.number]:
             self._leaving.remove(request)
             self._vacate(request)
 
+    @staticmethod
+    def _note_logprobs(request: Request, tokens: list[int], logprobs: list[tuple[float, dict[int, float]]]) -> None:
+        """The run's class may report more alternatives than this request asked for."""
+        for token, (logprob, top) in zip(tokens, logprobs, strict=True):
+            request.logprobs.append(TokenLogprob(token, logprob, dict(list(top.items())[: request.params.logprobs])))
+
     def _take(self, request: Request, tokens: list[int], status: int, is_cycle: bool, now: float) -> None:
         if tokens:
             request.output += tokens
+            if self.proposer is not None:
+                self.proposer.observe(request, len(tokens))
             metrics = request.metrics
             metrics.first_token = metrics.first_token or now
             if is_cycle:

@@ -3,7 +3,25 @@
 from __future__ import annotations
 
 from .draft import DraftFacts
-from .eagle import Eagle3Facts, read_eagle3_facts
+from .eagle import EagleFacts, read_eagle_facts
+from .eagle3 import Eagle3Facts, read_eagle3_facts
 from .model import ModelFacts, RopeFacts, read_model_facts
+from .mtp import MTPFacts, read_mtp_facts
+from .standalone import StandaloneFacts, read_standalone_facts
+from .tokenizer import check_tokenizer
 
-__all__ = ["DraftFacts", "Eagle3Facts", "ModelFacts", "RopeFacts", "read_eagle3_facts", "read_model_facts"]
+__all__ = [
+    "DraftFacts",
+    "Eagle3Facts",
+    "EagleFacts",
+    "MTPFacts",
+    "ModelFacts",
+    "RopeFacts",
+    "StandaloneFacts",
+    "check_tokenizer",
+    "read_eagle3_facts",
+    "read_eagle_facts",
+    "read_model_facts",
+    "read_mtp_facts",
+    "read_standalone_facts",
+]

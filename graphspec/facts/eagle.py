@@ -1,8 +1,9 @@
-"""EAGLE heads: what their ``config.json`` says, checked against the target. Standard library only."""
+"""EAGLE-1/2 heads: what their ``config.json`` says, checked against the target; and what they share with EAGLE-3. Standard library only."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import logging
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..errors import CheckpointError
@@ -10,83 +11,181 @@ from .draft import DraftFacts
 from .keys import Keys, read_architecture, read_config
 from .model import ModelFacts, read_decoder
 
+_LOG = logging.getLogger(__name__)
+_PLAIN = ("LlamaForCausalLM", "Qwen2ForCausalLM", "MistralForCausalLM")
+_FAMILIES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+
+_MUST_BE_OFF = (
+    "parallel_drafting", "parallel_draft_heads_num_layers", "use_mtp_layernorm", "eh_proj_before_attn", "add_para_norm", "mask_token_id",
+    "mask_token", "mask_hidden", "ptd_token_id", "pard_token", "dflash_config", "block_size", "lora_config", "peft_config",
+    "use_sliding_window", "kv_lora_rank", "num_experts", "num_local_experts", "n_routed_experts", "logits_soft_cap",
+    "final_logit_softcapping",
+)  # fmt: skip
+_MUST_BE_ON = ("is_causal", "use_input_layernorm_in_first_layer", "use_last_layernorm", "next_layer_regular")
+_MUST_BE_ONE = ("parallel_draft_step", "logit_scale")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Eagle3Facts(DraftFacts):
-    """An EAGLE-3 head (arXiv 2503.01840) that was checked against its target."""
+class EagleFacts(DraftFacts):
+    """An EAGLE-1/2 head (arXiv 2401.15077, 2406.16858) that was checked against its target."""
+
+    layout: str = "safeailab"
+    """Key of :data:`graphspec.layouts.EAGLE_WRITTEN`: how the checkpoint is spelled."""
+    fc_bias: bool | None = None
+    """What the config says; None where it doesn't. The tensors decide."""
+    layernorms: bool | None = None
+    """Likewise: norms behind the embedding, in front of the attention and in front of the head (HASS)."""
 
 
-_EAGLE3_OPTIONS = ("fc_norm", "norm_output", "norm_before_residual", "norm_before_fc")
-
-
-def _read_tap_layers(keys: Keys, eagle: Keys, num_layers: int) -> tuple[int, ...]:
-    key = "eagle_aux_hidden_state_layer_ids"
-    owner = eagle if eagle.present(key) else keys
-    if owner.present(key):
-        ids = owner.values[key]
-        if not isinstance(ids, list) or not ids or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-            raise owner.error(key, "a list of layer ids")
-        taps = tuple(i + 1 for i in ids)  # the config counts by the layer whose output is meant
-        if list(taps) != sorted(set(taps)) or taps[0] < 0 or taps[-1] >= num_layers:
-            raise owner.error(key, f"ascending, distinct ids from -1 to {num_layers - 2} (the target has {num_layers} layers)")
-    else:
-        taps = (2, num_layers // 2, num_layers - 3)
-        if list(taps) != sorted(set(taps)):
-            raise CheckpointError(
-                f"{keys.where}: eagle_config.{key}",
-                "explicit layer ids",
-                f"none, and the default layers {taps} collide in a target of {num_layers} layers",
-            )
-    if keys.present("num_aux_hidden_states") and keys.integer("num_aux_hidden_states") != len(taps):
-        raise keys.error("num_aux_hidden_states", f"{len(taps)}, the number of tapped layers {taps}")
-    return taps
-
-
-def read_eagle3_facts(path: str | Path, target: ModelFacts) -> Eagle3Facts:
-    """Facts of an EAGLE-3 head, checked against the target it drafts for.
-
-    A head calls itself by an architecture with "Eagle3" in its name, or ``LlamaForCausalLM`` with a ``draft_vocab_size`` (the first
-    published heads). RoPE parameters come from the head's config only: without a ``rope_theta`` it was trained with 10000, whatever the
-    target uses.
+def refuse_options(*owners: Keys) -> None:
+    """Refuse published options that change the computation and aren't supported.
 
     Raises:
-        CheckpointError: as :func:`read_model_facts`; also another kind of draft, one that doesn't fit the target (hidden size, vocabulary,
-            tapped layers), or an option that isn't supported.
+        CheckpointError: the first of them, by name.
+    """
+    hint = "this option is not supported"
+    for keys in owners:
+        for option in _MUST_BE_OFF:
+            value = keys.values.get(option)
+            if value is not None and value is not False and not (value == 0 and option.endswith(("_layers", "_experts"))):
+                raise keys.error(option, "absent, null or false", hint)
+        for option in _MUST_BE_ON:
+            if keys.values.get(option) not in (None, True):
+                raise keys.error(option, "absent, null or true", hint)
+        for option in _MUST_BE_ONE:
+            if keys.values.get(option) not in (None, 1):
+                raise keys.error(option, "absent, null or 1", hint)
+
+
+def other_draft(keys: Keys, architecture: str) -> str:
+    """What kind of checkpoint a config seems to describe, for messages."""
+    architecture = architecture.lower()
+    if "peagle" in architecture or "dflash" in architecture:
+        return "a parallel drafter, which is not supported"
+    if "eagle3" in architecture or keys.present("draft_vocab_size") or keys.present("eagle_config"):
+        return "this looks like an EAGLE-3 head: variant=eagle3"
+    if "eagle" in architecture:
+        return "this looks like an EAGLE-1/2 head: variant=eagle"
+    if "nextn" in architecture or "mtp" in architecture or keys.present("num_nextn_predict_layers"):
+        return "this looks like a model with multi-token-prediction heads: variant=mtp"
+    return "this looks like a whole language model: variant=standalone"
+
+
+def nested_keys(keys: Keys, name: str) -> Keys:
+    """The object under ``name``; empty where it is absent or null.
+
+    Raises:
+        CheckpointError: something else.
+    """
+    values = keys.values.get(name)
+    if values is not None and not isinstance(values, dict):
+        raise keys.error(name, "an object")
+    return Keys(dict(values or {}), f"{keys.where}: {name}")
+
+
+def speculators_keys(keys: Keys, kind: str) -> tuple[Keys, str]:
+    """The nested layer configuration of a config in the layout of speculators, and the family of its layers.
+
+    Raises:
+        CheckpointError: another kind of speculator than ``kind``, no layer configuration, or layers of another family.
+    """
+    if keys.values.get("speculators_model_type") != kind:
+        raise keys.error("speculators_model_type", repr(kind), "another kind of draft belongs to another variant, or is not supported")
+    if not keys.present("transformer_layer_config"):
+        raise keys.error("transformer_layer_config", "an object")
+    layer = nested_keys(keys, "transformer_layer_config")
+    family = _FAMILIES.get(layer.values.get("model_type", "llama"))
+    if family is None:
+        raise layer.error("model_type", "one of " + ", ".join(_FAMILIES))
+    return layer, family
+
+
+def head_decoder(keys: Keys, path: Path, architecture: str, family: str = "LlamaForCausalLM") -> ModelFacts:
+    """Facts of a head's decoder layers, as far as its config tells them; biases and query / key norms are settled by the tensors.
+
+    Raises:
+        CheckpointError: as :func:`graphspec.facts.model.read_decoder`.
+    """
+    if not keys.present("num_hidden_layers"):
+        keys = Keys({**keys.values, "num_hidden_layers": 1}, keys.where)
+    if (path / "hf_quant_config.json").is_file():
+        expected = "no such file (weights in float32, bfloat16 or float16)"
+        raise CheckpointError(str(path / "hf_quant_config.json"), expected, "a quantised checkpoint")
+    return read_decoder(keys, path, architecture, family)
+
+
+def check_vocabulary(keys: Keys, decoder: ModelFacts, target: ModelFacts) -> None:
+    """Head and target must share one vocabulary.
+
+    Raises:
+        CheckpointError: they don't.
+    """
+    if decoder.vocab_size != target.vocab_size:
+        raise keys.error("vocab_size", f"{target.vocab_size}, as in {target.path}", "head and target must share one vocabulary")
+
+
+def log_default(keys: Keys, key: str, value: object, reason: str, level: int = logging.INFO) -> None:
+    """Say once how an absent key was settled."""
+    _LOG.log(level, "%s: %s is absent and taken as %s: %s", keys.where, key, value, reason)
+
+
+def read_eagle_config(path: str | Path) -> tuple[EagleFacts, Keys]:
+    """What a head's config says by itself, and the keys of its decoder layer.
+
+    Raises:
+        CheckpointError: as :func:`read_eagle_facts`, except for what concerns the target.
     """
     path = Path(path)
     keys = read_config(path)
-    expected = "an EAGLE-3 head (LlamaForCausalLMEagle3, or LlamaForCausalLM with a draft_vocab_size)"
-    architecture = read_architecture(keys, expected)
-    if "eagle3" not in architecture.lower() and not (architecture == "LlamaForCausalLM" and keys.present("draft_vocab_size")):
-        raise keys.error("architectures", expected, "a whole language model or an EAGLE-1/2 head belongs to another variant")
-    nested = keys.values.get("eagle_config")
-    if nested is not None and not isinstance(nested, dict):
-        raise keys.error("eagle_config", "an object")
-    eagle = Keys(nested or {}, f"{keys.where}: eagle_config")
-    for owner in (keys, eagle):
-        for option in _EAGLE3_OPTIONS:
-            if owner.values.get(option):
-                raise owner.error(option, "absent or false", "this option is not supported")
-    if not eagle.flag("use_aux_hidden_state", True):
-        raise eagle.error("use_aux_hidden_state", "true (EAGLE-3 reads intermediate layers of its target)")
-    if keys.integer("num_hidden_layers", 1) != 1:
-        raise keys.error("num_hidden_layers", "1")
-    keys.values.setdefault("num_hidden_layers", 1)
-    decoder = read_decoder(keys, path, architecture, "LlamaForCausalLM")
-    if decoder.vocab_size != target.vocab_size:
-        raise keys.error("vocab_size", f"{target.vocab_size}, as in {target.path}", "head and target must share one vocabulary")
-    width = "target_hidden_size" if keys.present("target_hidden_size") else "hidden_size"
-    if keys.integer(width) != target.hidden_size:
-        raise keys.error(width, f"{target.hidden_size}, as in {target.path}")
-    draft_vocab_size = keys.integer("draft_vocab_size", decoder.vocab_size)
-    if draft_vocab_size > decoder.vocab_size:
-        raise keys.error("draft_vocab_size", f"at most vocab_size = {decoder.vocab_size}")
-    taps = _read_tap_layers(keys, eagle, target.num_layers)
-    return Eagle3Facts(
+    expected = "an EAGLE-1/2 head (LlamaForCausalLMEagle, Qwen2ForCausalLMEagle, or LlamaForCausalLM with one layer)"
+    refuse_options(keys, nested_keys(keys, "eagle_config"))
+    if keys.present("speculators_model_type"):
+        layer, family = speculators_keys(keys, "eagle")
+        refuse_options(layer)
+        style = keys.values.get("transformer_layer_architecture", "LlamaDecoderLayer")
+        if style != "LlamaDecoderLayer":
+            raise keys.error("transformer_layer_architecture", "LlamaDecoderLayer")
+        layout, architecture, decoder_keys = "speculators-old", "EagleSpeculator", layer
+        layernorms: bool | None = keys.flag("layernorms", False)
+        fc_bias: bool | None = keys.flag("fusion_bias", False)
+    else:
+        architecture = read_architecture(keys, expected)
+        plain = architecture in _PLAIN and not keys.present("draft_vocab_size") and keys.values.get("num_hidden_layers", 1) == 1
+        if not plain and not ("eagle" in architecture.lower() and "eagle3" not in architecture.lower()):
+            raise keys.error("architectures", expected, other_draft(keys, architecture))
+        if keys.present("draft_vocab_size"):
+            raise keys.error("draft_vocab_size", "no such key", other_draft(keys, architecture))
+        layout, family, decoder_keys, layernorms = "safeailab", "LlamaForCausalLM", keys, None
+        fc_bias = keys.flag("bias", True) if keys.present("bias") else None
+    decoder = head_decoder(decoder_keys, path, architecture, family)
+    if decoder.num_layers != 1:
+        raise decoder_keys.error("num_hidden_layers", "1", "a head with more layers has another layout")
+    facts = EagleFacts(
         path=path,
         decoder=decoder,
-        draft_vocab_size=draft_vocab_size,
-        target_hidden_size=target.hidden_size,
-        feature_size=len(taps) * target.hidden_size,
-        tap_layers=taps,
+        draft_vocab_size=decoder.vocab_size,
+        target_hidden_size=decoder.hidden_size,
+        feature_size=decoder.hidden_size,
+        layout=layout,
+        fc_bias=fc_bias,
+        layernorms=layernorms,
     )
+    return facts, decoder_keys
+
+
+def read_eagle_facts(path: str | Path, target: ModelFacts) -> EagleFacts:
+    """Facts of an EAGLE-1/2 head, checked against the target it drafts for.
+
+    A head calls itself by an architecture with "Eagle" in its name, or as a plain model of one layer (then its tensors tell it from one).
+    RoPE parameters come from the head's config only. With a reduced vocabulary see :func:`graphspec.weights.load_token_map`.
+
+    Raises:
+        CheckpointError: as :func:`read_model_facts`; also another kind of draft, hidden size or vocabulary than the target's, or an option
+            that isn't supported.
+    """
+    facts, keys = read_eagle_config(path)
+    check_vocabulary(keys, facts.decoder, target)
+    if facts.decoder.hidden_size != target.hidden_size:
+        hint = "an EAGLE-1/2 head reads the target's hidden state and shares its embedding and head"
+        raise keys.error("hidden_size", f"{target.hidden_size}, as in {target.path}", hint)
+    return replace(facts, target_hidden_size=target.hidden_size)

@@ -13,7 +13,16 @@ from pathlib import Path
 from ..errors import CheckpointError
 from .keys import Keys, read_architecture, read_config, read_json
 
-ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+FAMILIES = {
+    **{name: name for name in ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")},
+    "MiMoForCausalLM": "Qwen2ForCausalLM",
+}
+"""Architectures that can be targets, and the family whose layers each has."""
+ARCHITECTURES = tuple(FAMILIES)
+GATED_FAMILY = "Qwen3_5ForCausalLM"
+"""Full-attention layers of Qwen3-Next and Qwen3.5: gated, query / key norms, norm weights stored minus 1, part of the head rotated."""
+HYBRIDS = ("Qwen3Next", "Qwen3_5")
+"""Beginnings of architectures whose other layers carry recurrent state."""
 ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "llama3")
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -38,11 +47,17 @@ class RopeFacts:
     truncate: bool = True
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
+    partial_rotary_factor: float = 1.0
+    """Part of the head that is rotated, from its first element on; the rest passes."""
+
+    def rotary_dim(self, head_dim: int) -> int:
+        """Elements of a head of ``head_dim`` that are rotated."""
+        return int(head_dim * self.partial_rotary_factor)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """A decoder of the Llama, Mistral, Qwen2 or Qwen3 family."""
+    """A decoder of the Llama, Mistral, Qwen2 or Qwen3 family, or the full-attention layers of Qwen3.5."""
 
     path: Path
     architecture: str
@@ -70,9 +85,26 @@ class ModelFacts:
     eos_token_ids: tuple[int, ...]
     dtype: str
     """What the checkpoint says it is stored in; float32 where it doesn't say."""
+    attention_gate: bool = False
+    """The query projection gives each head a gate beside its query; the sigmoid of it scales the attention's output."""
+    norm_offset: bool = False
+    """Norm weights are stored minus 1 (Gemma's norm)."""
 
 
-def _read_rope(keys: Keys, max_position_embeddings: int) -> RopeFacts:
+def _read_partial(keys: Keys, rope: Keys, family: str, head_dim: int) -> float:
+    key = "partial_rotary_factor"
+    owner = rope if rope.present(key) else keys
+    if family != GATED_FAMILY:
+        if owner.values.get(key) not in (None, 1.0):
+            raise CheckpointError(f"{keys.where}: {key}", "1.0 (all of the head is rotated)", owner.values[key])
+        return 1.0
+    partial = owner.number(key, 0.25)  # the default of transformers' Qwen3_5TextConfig
+    if partial > 1 or int(head_dim * partial) < 2 or int(head_dim * partial) % 2:
+        raise owner.error(key, f"at most 1, and an even number of rotated elements in a head of {head_dim}")
+    return partial
+
+
+def _read_rope(keys: Keys, max_position_embeddings: int, family: str, head_dim: int) -> RopeFacts:
     name = "rope_scaling" if keys.values.get("rope_scaling") else "rope_parameters"
     raw = keys.values.get(name)
     if raw is None:
@@ -86,25 +118,23 @@ def _read_rope(keys: Keys, max_position_embeddings: int) -> RopeFacts:
     kind = raw.get("rope_type", raw.get("type", "default"))
     if kind not in ROPE_KINDS:
         raise rope.error("rope_type" if "rope_type" in raw else "type", "one of " + ", ".join(ROPE_KINDS))
-    partial = raw.get("partial_rotary_factor", keys.values.get("partial_rotary_factor"))
-    if partial not in (None, 1.0):
-        raise CheckpointError(f"{keys.where}: partial_rotary_factor", "1.0 (all of the head is rotated)", partial)
+    partial = _read_partial(keys, rope, family, head_dim)
     theta = rope.number("rope_theta") if rope.present("rope_theta") else keys.number("rope_theta", 10000.0)
     if kind == "default":
-        return RopeFacts(theta)
+        return RopeFacts(theta, partial_rotary_factor=partial)
     from_lengths = kind == "yarn" and "factor" in raw and raw["factor"] is None  # null: the ratio of the two context lengths, below
     factor = 0.0 if from_lengths else rope.number("factor")
     if kind == "linear":
-        return RopeFacts(theta, kind, factor)
+        return RopeFacts(theta, kind, factor, partial_rotary_factor=partial)
     if kind == "dynamic":
-        return RopeFacts(theta, kind, factor, max_position_embeddings)
+        return RopeFacts(theta, kind, factor, max_position_embeddings, partial_rotary_factor=partial)
     outer = "original_max_position_embeddings"
     original = keys.integer(outer) if keys.present(outer) else rope.integer(outer, max_position_embeddings)
     if kind == "llama3":
         low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
         if high <= low:
             raise rope.error("high_freq_factor", f"more than low_freq_factor = {low}")
-        return RopeFacts(theta, kind, factor, original, low_freq_factor=low, high_freq_factor=high)
+        return RopeFacts(theta, kind, factor, original, low_freq_factor=low, high_freq_factor=high, partial_rotary_factor=partial)
     factor = max_position_embeddings / original if from_lengths else factor
 
     def magnitude(mscale: float) -> float:
@@ -125,6 +155,7 @@ def _read_rope(keys: Keys, max_position_embeddings: int) -> RopeFacts:
         beta_fast=rope.number("beta_fast") if raw.get("beta_fast") else 32.0,
         beta_slow=rope.number("beta_slow") if raw.get("beta_slow") else 1.0,
         truncate=rope.flag("truncate", True),
+        partial_rotary_factor=partial,
     )
 
 
@@ -133,7 +164,11 @@ def _read_sliding_window(keys: Keys, architecture: str, num_layers: int) -> tupl
         # transformers' MistralConfig means 4096 when the key is absent; only an explicit null switches the window off
         window = None if keys.values.get("sliding_window", 4096) is None else keys.integer("sliding_window", 4096)
         return (window,) * num_layers
-    if architecture == "LlamaForCausalLM" or not keys.flag("use_sliding_window", False) or keys.values.get("sliding_window", 4096) is None:
+    if (
+        architecture in ("LlamaForCausalLM", GATED_FAMILY)
+        or not keys.flag("use_sliding_window", False)
+        or keys.values.get("sliding_window", 4096) is None
+    ):
         return (None,) * num_layers
     window = keys.integer("sliding_window", 4096)
     kinds = keys.values.get("layer_types")
@@ -180,8 +215,8 @@ def read_decoder(keys: Keys, path: Path, architecture: str, family: str) -> Mode
     num_kv_heads = num_heads if keys.values.get(kv) is None and (family == "LlamaForCausalLM" or kv in keys.values) else keys.integer(kv)
     if num_heads % num_kv_heads:
         raise keys.error(kv, f"a divisor of num_attention_heads = {num_heads}")
-    if family == "Qwen3ForCausalLM" and not keys.present("head_dim"):
-        head_dim = 128  # the default of transformers' Qwen3Config, whatever the hidden size
+    if family in ("Qwen3ForCausalLM", GATED_FAMILY) and not keys.present("head_dim"):
+        head_dim = 128 if family == "Qwen3ForCausalLM" else 256  # the defaults of transformers, whatever the hidden size
     elif keys.present("head_dim"):
         head_dim = keys.integer("head_dim", least=2)
     elif hidden_size % num_heads:
@@ -192,7 +227,10 @@ def read_decoder(keys: Keys, path: Path, architecture: str, family: str) -> Mode
         raise CheckpointError(f"{keys.where}: head_dim", "an even number (RoPE rotates pairs)", head_dim)
     max_position_embeddings = keys.integer("max_position_embeddings")
     vocab_size = keys.integer("vocab_size")
-    bias = keys.flag("attention_bias", False) if family in ("LlamaForCausalLM", "Qwen3ForCausalLM") else False
+    gated = family == GATED_FAMILY
+    if gated and not keys.flag("attn_output_gate", True):
+        raise keys.error("attn_output_gate", "true")
+    bias = keys.flag("attention_bias", False) if gated or family in ("LlamaForCausalLM", "Qwen3ForCausalLM") else False
     generation = path / "generation_config.json"
     eos = _read_eos(read_json(generation), vocab_size) if generation.is_file() else None
     if eos is None:
@@ -213,12 +251,14 @@ def read_decoder(keys: Keys, path: Path, architecture: str, family: str) -> Mode
         attention_bias=bias or family == "Qwen2ForCausalLM",
         output_bias=bias,
         mlp_bias=keys.flag("mlp_bias", False) if family == "LlamaForCausalLM" else False,
-        qk_norm=family == "Qwen3ForCausalLM",
+        qk_norm=gated or family == "Qwen3ForCausalLM",
         sliding_window=_read_sliding_window(keys, family, num_layers),
-        rope=_read_rope(keys, max_position_embeddings),
+        rope=_read_rope(keys, max_position_embeddings, family, head_dim),
         bos_token_id=keys.integer("bos_token_id", least=0) if isinstance(keys.values.get("bos_token_id"), int) else None,
         eos_token_ids=eos,
         dtype=_read_dtype(keys),
+        attention_gate=gated,
+        norm_offset=gated,
     )
 
 
@@ -233,6 +273,8 @@ def read_model_facts(path: str | Path) -> ModelFacts:
     keys = read_config(path)
     expected = "one of " + ", ".join(ARCHITECTURES)
     architecture = read_architecture(keys, expected)
-    if architecture not in ARCHITECTURES:
+    if architecture.startswith(HYBRIDS):
+        raise keys.error("architectures", expected, "its linear-attention layers need recurrent state, which is not supported")
+    if architecture not in FAMILIES:
         raise keys.error("architectures", expected)
-    return read_decoder(keys, path, architecture, architecture)
+    return read_decoder(keys, path, architecture, FAMILIES[architecture])

@@ -24,7 +24,10 @@ from .stage import Build, Stage
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """Parameters of a request that takes a row; its prompt follows as prefill chunks."""
+    """Parameters of a request that takes a row; its prompt follows as prefill chunks.
+
+    What the launch's :class:`~graphspec.shapes.SamplingClass` has no room for is sent and not read.
+    """
 
     row: int
     budget: int
@@ -32,6 +35,16 @@ class Join:
     temperature: float
     draft_len: int
     stop_ids: Sequence[int]
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition: float = 1.0
+    presence: float = 0.0
+    frequency: float = 0.0
+    bias: Sequence[tuple[int, float]] = ()
+    """``(token id, added to its logit)``"""
+    stop_from: int = 0
+    """First position at which a stop id may be sampled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +70,8 @@ class Message:
     """``(row, column, page)``"""
     join: Join | None = None
     chunk: Chunk | None = None
+    trees: Sequence[tuple[Sequence[int], Sequence[int]]] = ()
+    """Per lane the tokens and parents of the nodes the host proposes; a parent is a place in the same list, -1 the root."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,22 +84,29 @@ class MailLayout:
     join: int
     chunk: int
     tokens: int
+    trees: int
     size: int
     max_lanes: int
     max_aborts: int
     max_pages: int
     max_stop_ids: int
+    max_bias: int
     max_tokens: int
+    max_nodes: int
+    """Nodes the host may propose per lane; 0 where the device drafts."""
     dummy_row: int
 
-    JOIN_WORDS: ClassVar[int] = 5
+    JOIN_WORDS: ClassVar[int] = 12
+    """Words of a join before its stop ids; the biased ids and then their values follow those."""
     CHUNK_WORDS: ClassVar[int] = 5
 
     @classmethod
     def of(cls, plan: Plan) -> MailLayout:
         # One abort word more than rows: an unused word names the dummy row, so every launch closes it again.
         lanes, aborts, pages = max(plan.buckets), plan.max_rows + 1, plan.page_updates
-        sizes = (lanes, aborts, 3 * pages, cls.JOIN_WORDS + plan.max_stop_ids, cls.CHUNK_WORDS, plan.prefill_chunks[-1])
+        nodes = plan.shape.num_draft_tokens - 1 if plan.variant.drafter == "host" else 0
+        join = cls.JOIN_WORDS + plan.max_stop_ids + 2 * plan.max_logit_bias
+        sizes = (lanes, aborts, 3 * pages, join, cls.CHUNK_WORDS, plan.prefill_chunks[-1], 2 * lanes * nodes)
         at = list(accumulate(sizes, initial=0))
         return cls(
             lanes=at[0],
@@ -93,14 +115,24 @@ class MailLayout:
             join=at[3],
             chunk=at[4],
             tokens=at[5],
-            size=at[6],
+            trees=at[6],
+            size=at[7],
             max_lanes=lanes,
             max_aborts=aborts - 1,
             max_pages=pages,
             max_stop_ids=plan.max_stop_ids,
+            max_bias=plan.max_logit_bias,
             max_tokens=plan.prefill_chunks[-1],
+            max_nodes=nodes,
             dummy_row=plan.max_rows,
         )
+
+    @property
+    def join_parts(self) -> tuple[int, int, int, int]:
+        """Where a join's stop ids, biased ids and bias values begin, and where it ends."""
+        stops = self.join + self.JOIN_WORDS
+        bias = stops + self.max_stop_ids
+        return stops, bias, bias + self.max_bias, self.chunk
 
     def encode(self, message: Message, out: Tensor) -> None:
         """Write ``message`` into the int64 CPU vector ``out``; what is unused addresses the dummy row and the dummy page.
@@ -113,7 +145,9 @@ class MailLayout:
             ("aborts", len(message.aborts), self.max_aborts),
             ("page updates", len(message.pages), self.max_pages),
             ("chunk tokens", len(message.chunk.tokens) if message.chunk else 0, self.max_tokens),
+            ("tree nodes", max((len(tokens) for tokens, _ in message.trees), default=0), self.max_nodes),
             ("stop ids", len(message.join.stop_ids) if message.join else 0, self.max_stop_ids),
+            ("biased tokens", len(message.join.bias) if message.join else 0, self.max_bias),
         ):
             if count > most:
                 raise ResourceError(f"mailbox {key}", f"at most {most} in one launch", count)
@@ -124,16 +158,34 @@ class MailLayout:
         if message.pages:
             words[self.pages : self.pages + 3 * len(message.pages)] = np.asarray(message.pages, dtype=np.int64).ravel()
         if message.join is not None:
-            join = message.join
-            seed = join.seed - 2**64 if join.seed >= 2**63 else join.seed
-            temperature = struct.unpack("<i", struct.pack("<f", join.temperature))[0]
-            values = [join.row, join.budget, seed, temperature, join.draft_len, *join.stop_ids]
-            words[self.join : self.join + len(values)] = values
+            self._encode_join(message.join, words)
         if message.chunk is not None:
             chunk = message.chunk
             prompt = chunk.total if chunk.prompt is None else chunk.prompt
             words[self.chunk : self.tokens] = [chunk.start, len(chunk.tokens), chunk.total, chunk.known_root, prompt]
             words[self.tokens : self.tokens + len(chunk.tokens)] = chunk.tokens
+        for lane, (tokens, parents) in enumerate(message.trees):
+            token_at = self.trees + lane * 2 * self.max_nodes
+            words[token_at : token_at + len(tokens)] = tokens
+            words[token_at + self.max_nodes : token_at + self.max_nodes + len(parents)] = parents
+
+
+    def _encode_join(self, join: Join, words: np.ndarray[tuple[int], np.dtype[np.int64]]) -> None:
+        seed = join.seed - 2**64 if join.seed >= 2**63 else join.seed
+        stops, ids, values, _ = self.join_parts
+        words[self.join : stops] = [
+            join.row, join.budget, seed, _float_bits(join.temperature), join.draft_len, join.top_k, _float_bits(join.top_p),
+            _float_bits(join.min_p), _float_bits(join.repetition), _float_bits(join.presence), _float_bits(join.frequency), join.stop_from,
+        ]  # fmt: skip
+        words[stops : stops + len(join.stop_ids)] = join.stop_ids
+        for entry, (token, value) in enumerate(join.bias):
+            words[ids + entry], words[values + entry] = token, _float_bits(value)
+
+
+def _float_bits(value: float) -> int:
+    """The bits of a float32, as a word's low half."""
+    bits: int = struct.unpack("<i", struct.pack("<f", value))[0]
+    return bits
 
 
 @functools.lru_cache(maxsize=16)
@@ -142,9 +194,11 @@ def _empty_message(layout: MailLayout) -> np.ndarray[tuple[int], np.dtype[np.int
     words = np.zeros(layout.size, dtype=np.int64)
     words[layout.lanes : layout.pages] = layout.dummy_row
     words[layout.pages : layout.join : 3] = layout.dummy_row
+    stops, _, values, _ = layout.join_parts
     words[layout.join] = layout.dummy_row
-    words[layout.join + layout.JOIN_WORDS : layout.chunk] = -1
+    words[stops:values] = -1
     words[layout.chunk + 3] = -1
+    words[layout.trees :] = -1
     return words
 
 
@@ -153,13 +207,17 @@ class Mailbox(Stage):
 
     name = "mailbox"
     reads = ("mail",)
-    writes = (
-        "lane_row_B", "status_R", "budget_R", "seed_R", "temperature_R", "draft_len_R", "stop_id_RE", "page_table_RP",
-    )  # fmt: skip
 
     def __init__(self, build: Build) -> None:
         super().__init__(build)
         self.layout = MailLayout.of(build.plan)
+        sampling = self.sampling
+        self.writes = (
+            "lane_row_B", "status_R", "budget_R", "seed_R", "temperature_R", "draft_len_R", "stop_id_RE", "page_table_RP",
+            *(("top_k_R", "top_p_R", "min_p_R") if sampling.truncate else ()),
+            *(("repetition_R", "presence_R", "frequency_R", "output_count_RV", "prompt_seen_RV") if sampling.penalties else ()),
+            *(("bias_id_RI", "bias_value_RI", "stop_from_R") if sampling.bias else ()),
+        )  # fmt: skip
 
     def forward(self, v: Views) -> None:
         at = self.layout
@@ -168,10 +226,30 @@ class Mailbox(Stage):
         v.status_R.index_fill_(0, v.mail[at.aborts : at.pages], Status.FREE)
         row, column, page = v.mail[at.pages : at.join].view(-1, 3).unbind(1)
         v.page_table_RP.index_put_((row, column), page.to(torch.int32))
-        join = v.mail[at.join : at.chunk]
+        stops, ids, values, end = at.join_parts
+        join = v.mail[at.join : stops]
         to = join[0:1]
         v.budget_R.index_copy_(0, to, join[1:2])
         v.seed_R.index_copy_(0, to, join[2:3])
-        v.temperature_R.index_copy_(0, to, join[3:4].to(torch.int32).view(torch.float32))
+        v.temperature_R.index_copy_(0, to, _floats(join[3:4]))
         v.draft_len_R.index_copy_(0, to, join[4:5])
-        v.stop_id_RE.index_copy_(0, to, join[None, 5:])
+        v.stop_id_RE.index_copy_(0, to, v.mail[None, stops:ids])
+        if self.sampling.truncate:
+            v.top_k_R.index_copy_(0, to, join[5:6])
+            v.top_p_R.index_copy_(0, to, _floats(join[6:7]))
+            v.min_p_R.index_copy_(0, to, _floats(join[7:8]))
+        if self.sampling.penalties:
+            v.repetition_R.index_copy_(0, to, _floats(join[8:9]))
+            v.presence_R.index_copy_(0, to, _floats(join[9:10]))
+            v.frequency_R.index_copy_(0, to, _floats(join[10:11]))
+            v.output_count_RV.index_fill_(0, to, 0)
+            v.prompt_seen_RV.index_fill_(0, to, 0)
+        if self.sampling.bias:
+            v.stop_from_R.index_copy_(0, to, join[11:12])
+            v.bias_id_RI.index_copy_(0, to, v.mail[None, ids:values])
+            v.bias_value_RI.index_copy_(0, to, _floats(v.mail[None, values:end]))
+
+
+def _floats(words: Tensor) -> Tensor:
+    """The float32 in the low half of each word."""
+    return words.to(torch.int32).view(torch.float32)

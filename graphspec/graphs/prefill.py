@@ -7,16 +7,18 @@ from torch import Tensor
 
 from ..attention import ChunkAttention
 from ..buffers import Status, Views
+from .counts import count_tokens
+from .draft_prefill import ChunkRows, DraftPrefill
+from .logprobs import RING, write_logprobs
 from .mailbox import MailLayout
-from .sampling import sample_tokens, target_noise
-from .stage import Build, DraftModel, Stage, TargetModel
+from .sampling import LogitShaper, sample_tokens, target_noise
+from .stage import Build, Stage, TargetModel
 
 
 class Prefill(Stage):
     """Tokens ``[start, start + len)`` of a prompt of ``total`` tokens, padded to ``chunk``.
 
-    The drafter's row for token j takes the target's feature of j - 1, so the feature of a chunk's last token is carried to the next chunk
-    in entry 0 of the row's window. After the last chunk ``seq_len`` is the prompt length and the window holds one entry, the root: the
+    After the last chunk ``seq_len`` is the prompt length and the window holds one entry, the root: the
     first cycle is no special case.
     """
 
@@ -26,16 +28,19 @@ class Prefill(Stage):
         super().__init__(build)
         self.chunk, self.layout = chunk, MailLayout.of(build.plan)
         self.target: TargetModel = build.target
-        self.draft: DraftModel | None = build.draft
-        self.shift = build.plan.variant.shift
-        features = ("window_feature_RAF",) if self.plan.feature_width else ()
-        drafted = ("draft_kv",) if self.draft is not None else ()
+        self.draft = DraftPrefill(build) if build.draft is not None else None
+        drafted = self.draft.slots if self.draft is not None else ()
+        history = ("history_RL",) if self.plan.keeps_history else ()
         state = ("cycle_1", "window_token_RA", "window_len_R", "seq_len_R", "budget_R", "status_R")
+        self.shaper = LogitShaper(build)
+        noise = ("temperature_R", "seed_R") if self.sampling.noise else ()
         self.reads = (
-            "mail", "lane_row_B", "page_table_RP", "temperature_R", "seed_R", "stop_id_RE", "budget_R", "cycle_1", "target_kv",
-            *features, *drafted,
+            "mail", "lane_row_B", "page_table_RP", "stop_id_RE", "budget_R", "cycle_1", "target_kv",
+            *drafted, *history, *noise, *self.shaper.reads,
         )  # fmt: skip
-        self.writes = ("target_kv", *state, *features, *drafted, "ring_ZBJ")
+        counts = ("output_count_RV",) if self.sampling.penalties else ()
+        logprobs = () if self.sampling.logprobs < 0 else RING if self.sampling.logprobs else RING[:1]
+        self.writes = ("target_kv", *state, *drafted, *history, *counts, *logprobs, "ring_ZBJ")
 
     def forward(self, v: Views) -> None:
         at = self.layout
@@ -47,43 +52,33 @@ class Prefill(Stage):
         slot_1C = (start_1 + entry_C)[None]
         length_1C = torch.minimum(torch.maximum(prompt_1, slot_1C + 1), total_1)
         table_1P = v.page_table_RP[row_1]
-        hidden_1CH, feature_1CF = self.target(
+        hidden_1CH, taps_1CF = self.target(
             token_1C, ChunkAttention(self.kernels, v.target_kv, table_1P, slot_1C, length_1C, valid_1C, slot_1C, 0)
         )
         last_1 = (length_1 - 1).clamp(min=0)
-        if feature_1CF is not None:
-            self._draft(v, token_1C, feature_1CF, valid_1C, slot_1C, length_1C, table_1P, last_1)
+        if self.draft is not None:
+            chunk = ChunkRows(row_1, token_1C, valid_1C, slot_1C, length_1C, table_1P, start_1, length_1)
+            self.draft(v, chunk, self.feature(hidden_1CH, taps_1CF))
         self._finish(v, self.target.logits(hidden_1CH.index_select(1, last_1)), start_1 + length_1 == total_1, total_1, known_1)
+        if self.plan.keeps_history:
+            self._remember(v, token_1C, valid_1C, slot_1C, total_1)
 
-    def _draft(
-        self,
-        v: Views,
-        token_1C: Tensor,
-        feature_1CF: Tensor,
-        valid_1C: Tensor,
-        slot_1C: Tensor,
-        length_1C: Tensor,
-        table_1P: Tensor,
-        last_1: Tensor,
-    ) -> None:
-        """Draft KV of the chunk: token j with the feature of j - 1, and the last feature carried on."""
-        assert self.draft is not None
+    def _remember(self, v: Views, token_1C: Tensor, valid_1C: Tensor, slot_1C: Tensor, total_1: Tensor) -> None:
+        """The chunk's tokens, and the root behind the prompt, into the row's own tokens."""
         row_1 = v.lane_row_B
-        carried_1AF = v.window_feature_RAF[row_1]
-        valid_1C = valid_1C & (slot_1C >= self.shift)
-        before_1CF = torch.where(valid_1C[..., None], torch.cat([carried_1AF[:, :1], feature_1CF[:, :-1]], 1), 0)
-        position_1C = slot_1C - self.shift
-        attention = ChunkAttention(self.kernels, v.draft_kv, table_1P, position_1C, length_1C - self.shift, valid_1C, slot_1C, self.shift)
-        self.draft(torch.where(valid_1C, token_1C, -1), self.draft.fuse(before_1CF), attention)
-        entry_A1 = torch.arange(self.plan.accept_width, device=row_1.device)[:, None]
-        carry_1AF = torch.where(entry_A1 == 0, feature_1CF.index_select(1, last_1), torch.zeros_like(carried_1AF))
-        v.window_feature_RAF.index_copy_(0, row_1, carry_1AF)
+        position_1C = slot_1C.clamp(max=self.plan.max_positions - 1)
+        kept_1C = v.history_RL[row_1].gather(1, position_1C)
+        v.history_RL.index_put_((row_1[:, None].expand_as(position_1C), position_1C), torch.where(valid_1C, token_1C, kept_1C))
+        v.history_RL.index_put_((row_1, total_1), v.window_token_RA[row_1][:, 0])
 
     def _finish(self, v: Views, logits_11V: Tensor, done_1: Tensor, total_1: Tensor, known_1: Tensor) -> None:
         """On the last chunk: sample or install the root, open the row, write the ring. On the others: an empty ring entry."""
         row_1 = v.lane_row_B
-        noise_11V = target_noise(self.kernels, v.seed_R[row_1], total_1[:, None], self.plan.target.vocab_size) if self.sampling else None
-        sampled_1 = sample_tokens(logits_11V, noise_11V, v.temperature_R[row_1])[:, 0]
+        noise_11V, temperature_1 = None, None
+        if self.sampling.noise:
+            noise_11V = target_noise(self.kernels, v.seed_R[row_1], total_1[:, None], self.plan.target.vocab_size)
+            temperature_1 = v.temperature_R[row_1]
+        sampled_1 = sample_tokens(self.shaper(v, logits_11V, total_1[:, None]), noise_11V, temperature_1)[:, 0]
         resumed_1 = known_1 >= 0
         root_1 = torch.where(resumed_1, known_1, sampled_1)
         failed_1 = ~resumed_1 & ~torch.isfinite(logits_11V).all(-1)[:, 0]
@@ -98,6 +93,10 @@ class Prefill(Stage):
         root_1A = torch.where(entry_A == 0, root_1[:, None], -1)
         token_1A = torch.where(emitted_1[:, None] > 0, root_1A, -1)
         v.ring_ZBJ.index_copy_(0, slot_1, torch.cat([emitted_1[:, None], outcome_1[:, None], token_1A], 1)[None])
+        if self.sampling.logprobs >= 0:
+            write_logprobs(v, slot_1, logits_11V, root_1[:, None], self.sampling.logprobs)
+        if self.sampling.penalties:
+            count_tokens(v, row_1, root_1, done_1)
         v.cycle_1.add_(1)
         v.window_token_RA.index_copy_(0, row_1, root_1A)
         v.window_len_R.index_fill_(0, row_1, 1)

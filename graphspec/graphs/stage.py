@@ -13,7 +13,7 @@ from ..buffers import Status, Views
 from ..errors import GraphspecError
 from ..kernels.registry import KernelSet
 from ..plan import Plan
-from ..shapes import CycleShape
+from ..shapes import CycleShape, SamplingClass
 
 
 class TargetModel(Protocol):
@@ -30,11 +30,16 @@ class DraftModel(Protocol):
     @property
     def target_token_Vd(self) -> Tensor | None: ...
 
-    def __call__(self, token_BT: Tensor, hidden_BTH: Tensor, attention: Attention) -> Tensor: ...
+    def __call__(self, token_BT: Tensor, hidden_BTH: Tensor | None, attention: Attention, step: int = 0) -> Tensor:
+        """What the next step takes as its hidden state, and :meth:`logits` too; ``step`` counts from 0 and chooses among several heads.
+
+        ``hidden_BTH`` is None where the drafter reads tokens only.
+        """
+        ...
 
     def fuse(self, feature_BTF: Tensor) -> Tensor: ...
 
-    def logits(self, hidden: Tensor) -> Tensor: ...
+    def logits(self, hidden: Tensor, step: int = 0) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +51,7 @@ class Build:
     target: TargetModel
     draft: DraftModel | None
     shape: CycleShape
-    sampling: bool
+    sampling: SamplingClass
 
 
 class Stage(nn.Module):
@@ -62,6 +67,10 @@ class Stage(nn.Module):
 
     def forward(self, v: Views) -> None:
         raise NotImplementedError
+
+    def feature(self, hidden_BTH: Tensor, taps_BTF: Tensor | None) -> Tensor | None:
+        """What the drafter reads of the target, ``[B, T, F]``, from a target's output; None: nothing."""
+        return hidden_BTH if self.plan.variant.feature_source == "hidden" else taps_BTF
 
     @staticmethod
     def rows(v: Views) -> tuple[Tensor, Tensor]:

@@ -39,7 +39,8 @@ class Verify(Stage):
             prefix_end_B=seq_B,
             ancestors_BTX=v.node_ancestors_BNX.masked_fill(~valid_BN[..., None], 0),
         )
-        hidden_BNH, feature_BNF = self.target(torch.where(valid_BN, v.node_token_BN, -1), attention)
+        hidden_BNH, taps_BNF = self.target(torch.where(valid_BN, v.node_token_BN, -1), attention)
         v.logits_BNV.copy_(self.target.logits(hidden_BNH))
+        feature_BNF = self.feature(hidden_BNH, taps_BNF)
         if feature_BNF is not None:
             v.feature_BNF.copy_(feature_BNF)

@@ -8,7 +8,19 @@ from __future__ import annotations
 from dataclasses import fields
 
 from ..errors import ConfigError
-from . import chunk_attention, draft_topk, kv_move, linear, noise, paged_kv_write, tree_attention, tree_build, tree_walk
+from . import (
+    chunk_attention,
+    draft_topk,
+    filter_logits,
+    kv_move,
+    linear,
+    ngram_match,
+    noise,
+    paged_kv_write,
+    tree_attention,
+    tree_build,
+    tree_walk,
+)
 from .op import KernelOp
 from .registry import KernelSet
 
@@ -22,6 +34,8 @@ OPS: tuple[KernelOp, ...] = (
     kv_move.OP,
     noise.OP,
     linear.OP,
+    ngram_match.OP,
+    filter_logits.OP,
 )
 """Every op, in the order of :class:`~graphspec.kernels.registry.KernelSet`."""
 

@@ -21,3 +21,5 @@ class KernelSet:
     kv_move: Callable[..., None]
     gumbel_noise: Callable[..., Tensor]
     linear: Callable[[Tensor, Tensor], Tensor]
+    ngram_match: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    filter_logits: Callable[..., Tensor]

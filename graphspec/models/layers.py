@@ -63,22 +63,30 @@ class Embedding(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """RMSNorm (arXiv 1910.07467): statistics in float32, scaled after the cast back, as transformers does."""
+    """RMSNorm (arXiv 1910.07467): statistics in float32, scaled after the cast back, as transformers does.
 
-    def __init__(self, size: int, eps: float) -> None:
+    Args:
+        size: of the last dimension.
+        eps: added to the mean square.
+        offset: the weight is stored minus 1; it scales before the cast back (Gemma, Qwen3.5).
+    """
+
+    def __init__(self, size: int, eps: float, offset: bool = False) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps, self.offset = eps, offset
         self.weight = _parameter(size)
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dimension; dtype and shape stay."""
         wide = x.float()
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        if self.offset:
+            return (wide * (1.0 + self.weight.float())).to(x.dtype)
         return self.weight * wide.to(x.dtype)
 
 
 class SelfAttention(nn.Module):
-    """Projections, optional query / key norm and RoPE around an :class:`~graphspec.attention.Attention`.
+    """Projections, optional query / key norm, RoPE and optional output gate around an :class:`~graphspec.attention.Attention`.
 
     Args:
         facts: sizes and biases.
@@ -92,19 +100,28 @@ class SelfAttention(nn.Module):
         self.layer, self.head_dim = layer, facts.head_dim
         self.scale = facts.head_dim**-0.5
         self.window_left = facts.sliding_window[layer]
-        self.qkv_proj = Linear(input_size or facts.hidden_size, query, key, key, bias=facts.attention_bias)
+        self.gated = facts.attention_gate
+        fused = (2 * query if facts.attention_gate else query, key, key)
+        self.qkv_proj = Linear(input_size or facts.hidden_size, *fused, bias=facts.attention_bias)
         self.o_proj = Linear(query, facts.hidden_size, bias=facts.output_bias)
-        self.q_norm = RMSNorm(facts.head_dim, facts.rms_norm_eps) if facts.qk_norm else None
-        self.k_norm = RMSNorm(facts.head_dim, facts.rms_norm_eps) if facts.qk_norm else None
+        self.q_norm = RMSNorm(facts.head_dim, facts.rms_norm_eps, facts.norm_offset) if facts.qk_norm else None
+        self.k_norm = RMSNorm(facts.head_dim, facts.rms_norm_eps, facts.norm_offset) if facts.qk_norm else None
 
     def forward(self, x_BTH: Tensor, cos_BTD: Tensor, sin_BTD: Tensor, attention: Attention) -> Tensor:
         """``[B, T, H]``; cos and sin are ``[B, T, D / 2]``."""
-        fused = self.qkv_proj(x_BTH).split(self.qkv_proj.parts, dim=-1)
-        query_BTQD, key_BTGD, value_BTGD = (part.unflatten(-1, (-1, self.head_dim)) for part in fused)
+        query_BTE, *kv = self.qkv_proj(x_BTH).split(self.qkv_proj.parts, dim=-1)
+        key_BTGD, value_BTGD = (part.unflatten(-1, (-1, self.head_dim)) for part in kv)
+        gate_BTQD: Tensor | None = None
+        if self.gated:
+            query_BTQD, gate_BTQD = query_BTE.unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, dim=-1)
+        else:
+            query_BTQD = query_BTE.unflatten(-1, (-1, self.head_dim))
         if self.q_norm is not None and self.k_norm is not None:
             query_BTQD, key_BTGD = self.q_norm(query_BTQD), self.k_norm(key_BTGD)
         query_BTQD, key_BTGD = apply_rope(query_BTQD, cos_BTD, sin_BTD), apply_rope(key_BTGD, cos_BTD, sin_BTD)
         out_BTQD = attention(self.layer, query_BTQD, key_BTGD, value_BTGD, self.scale, self.window_left)
+        if gate_BTQD is not None:
+            out_BTQD = out_BTQD * torch.sigmoid(gate_BTQD)
         out_BTH: Tensor = self.o_proj(out_BTQD.flatten(2))
         return out_BTH
 

@@ -29,9 +29,9 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, facts: ModelFacts, layer: int) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(facts.hidden_size, facts.rms_norm_eps)
+        self.input_layernorm = RMSNorm(facts.hidden_size, facts.rms_norm_eps, facts.norm_offset)
         self.self_attn = SelfAttention(facts, layer)
-        self.post_attention_layernorm = RMSNorm(facts.hidden_size, facts.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(facts.hidden_size, facts.rms_norm_eps, facts.norm_offset)
         self.mlp = MLP(facts)
 
     def forward(self, residual_BTH: Tensor, cos_BTD: Tensor, sin_BTD: Tensor, attention: Attention) -> Tensor:
@@ -56,7 +56,7 @@ class LlamaModel(nn.Module):
         self.rotary = RotaryEmbedding(facts.rope, facts.head_dim, max_positions or facts.max_position_embeddings)
         self.embed_tokens = Embedding(facts.vocab_size, facts.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(facts, layer) for layer in range(facts.num_layers))
-        self.norm = RMSNorm(facts.hidden_size, facts.rms_norm_eps)
+        self.norm = RMSNorm(facts.hidden_size, facts.rms_norm_eps, facts.norm_offset)
         self.lm_head = Linear(facts.hidden_size, facts.vocab_size)
         if facts.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight

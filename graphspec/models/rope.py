@@ -48,7 +48,11 @@ def _llama3_frequency(rope: RopeFacts, head_dim: int) -> Tensor:
 
 
 def rope_frequency(rope: RopeFacts, head_dim: int) -> Tensor:
-    """Angular frequency of each rotated pair, float32 ``[D / 2]`` on the CPU; for kind "dynamic" the one of a short sequence."""
+    """Angular frequency of each rotated pair, float32 ``[D / 2]`` on the CPU; for kind "dynamic" the one of a short sequence.
+
+    Where only part of the head is rotated, D is that part here and in everything below.
+    """
+    head_dim = rope.rotary_dim(head_dim)
     if rope.kind == "linear":
         return _base_frequency(rope.theta, head_dim) / rope.factor
     if rope.kind == "yarn":
@@ -63,17 +67,17 @@ class RotaryEmbedding(nn.Module):
 
     Args:
         rope: kind and parameters.
-        head_dim: D.
+        head_dim: of the whole head.
         max_positions: rows of the table; positions are clamped into it, which only rows nobody reads ever need.
     """
 
     def __init__(self, rope: RopeFacts, head_dim: int, max_positions: int) -> None:
         super().__init__()
-        self.rope, self.head_dim, self.max_positions = rope, head_dim, max_positions
+        self.rope, self.rotary_dim, self.max_positions = rope, rope.rotary_dim(head_dim), max_positions
         self.table_LD: Tensor
         self.exponent_D: Tensor
         if rope.kind == "dynamic":
-            exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
+            exponent = torch.arange(0, self.rotary_dim, 2, dtype=torch.float32, device="cpu") / self.rotary_dim
             self.register_buffer("exponent_D", exponent, persistent=False)
         else:
             frequency = rope_frequency(rope, head_dim)
@@ -94,12 +98,14 @@ class RotaryEmbedding(nn.Module):
         """Dynamic NTK: beyond the trained context the base grows with the length the token was computed at."""
         context, factor = self.rope.original_max_position_embeddings, self.rope.factor
         growth_BT = factor * rope_length_BT.clamp(min=context).float() / context - (factor - 1)
-        base_BT = self.rope.theta * growth_BT ** (self.head_dim / (self.head_dim - 2))
+        base_BT = self.rope.theta * growth_BT ** (self.rotary_dim / (self.rotary_dim - 2))
         return 1.0 / (base_BT[..., None] ** self.exponent_D)
 
 
 def apply_rope(x_BTQD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> Tensor:
-    """Rotate pairs ``(i, i + D/2)`` of every head; cos and sin are ``[B, T, D / 2]``."""
-    first, second = x_BTQD.chunk(2, dim=-1)
+    """Rotate pairs ``(i, i + D/2)`` of every head; cos and sin are ``[B, T, D / 2]``. What a head has beyond D passes unchanged."""
+    half = cos_BTD.shape[-1]
+    first, second, rest = x_BTQD.split((half, half, x_BTQD.shape[-1] - 2 * half), dim=-1)
     cos, sin = cos_BTD[:, :, None], sin_BTD[:, :, None]
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    rotated = (first * cos - second * sin, second * cos + first * sin)
+    return torch.cat((*rotated, rest) if rest.shape[-1] else rotated, dim=-1)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..models.layers import MLP, Embedding, Linear, RMSNorm, SelfAttention
+from ..models.llama import DecoderLayer
 from ..models.rope import RotaryEmbedding
 
 if TYPE_CHECKING:
@@ -16,10 +17,16 @@ if TYPE_CHECKING:
 
 
 class Eagle3Layer(nn.Module):
-    """The one decoder layer: its attention reads ``[norm(embedding); norm(hidden)]``, its residual is the hidden state before that norm."""
+    """The first decoder layer: its attention reads ``[norm(embedding); norm(hidden)]``.
 
-    def __init__(self, facts: ModelFacts) -> None:
+    Args:
+        facts: sizes and biases.
+        norm_before_residual: the residual is the normed hidden state; otherwise it is the one before that norm.
+    """
+
+    def __init__(self, facts: ModelFacts, norm_before_residual: bool = False) -> None:
         super().__init__()
+        self.norm_before_residual = norm_before_residual
         self.input_layernorm = RMSNorm(facts.hidden_size, facts.rms_norm_eps)
         self.hidden_norm = RMSNorm(facts.hidden_size, facts.rms_norm_eps)
         self.self_attn = SelfAttention(facts, 0, input_size=2 * facts.hidden_size)
@@ -28,8 +35,10 @@ class Eagle3Layer(nn.Module):
 
     def forward(self, embedding_BTH: Tensor, hidden_BTH: Tensor, cos_BTD: Tensor, sin_BTD: Tensor, attention: Attention) -> Tensor:
         """Un-normed ``[B, T, H]`` from embeddings and hidden states ``[B, T, H]``; cos and sin are ``[B, T, D / 2]``."""
-        x_BTE = torch.cat((self.input_layernorm(embedding_BTH), self.hidden_norm(hidden_BTH)), dim=-1)
-        residual_BTH = hidden_BTH + self.self_attn(x_BTE, cos_BTD, sin_BTD, attention)
+        normed_BTH = self.hidden_norm(hidden_BTH)
+        x_BTE = torch.cat((self.input_layernorm(embedding_BTH), normed_BTH), dim=-1)
+        residual_BTH = normed_BTH if self.norm_before_residual else hidden_BTH
+        residual_BTH = residual_BTH + self.self_attn(x_BTE, cos_BTD, sin_BTD, attention)
         out_BTH: Tensor = residual_BTH + self.mlp(self.post_attention_layernorm(residual_BTH))
         return out_BTH
 
@@ -38,7 +47,7 @@ class Eagle3Draft(nn.Module):
     """EAGLE-3 head: ``fuse`` for features of the target, ``forward`` once per draft step, ``logits`` over the draft vocabulary.
 
     Args:
-        facts: the head's sizes.
+        facts: the head's sizes and options; ``norm_before_fc``, ``fc_norm`` and ``fc_bias`` settled (None counts as no).
         max_positions: positions the RoPE table covers; the head's own ``max_position_embeddings`` doesn't limit it.
         embed_tokens: the target's embedding where the head has none of its own.
         lm_head: the target's head where it is shared (full vocabulary only).
@@ -49,11 +58,15 @@ class Eagle3Draft(nn.Module):
     ) -> None:
         super().__init__()
         decoder = facts.decoder
+        eps, num_taps = decoder.rms_norm_eps, facts.feature_size // facts.target_hidden_size
         self.facts = facts
-        self.fc = Linear(facts.feature_size, decoder.hidden_size)
+        self.input_norm = RMSNorm(facts.feature_size, eps) if facts.norm_before_fc else None
+        self.fc_norm = nn.ModuleList(RMSNorm(facts.target_hidden_size, eps) for _ in range(num_taps)) if facts.fc_norm else None
+        self.fc = Linear(facts.feature_size, decoder.hidden_size, bias=bool(facts.fc_bias))
         self.rotary = RotaryEmbedding(decoder.rope, decoder.head_dim, max_positions)
         self.embed_tokens = embed_tokens or Embedding(decoder.vocab_size, decoder.hidden_size)
-        self.midlayer = Eagle3Layer(decoder)
+        further = (DecoderLayer(decoder, layer) for layer in range(1, decoder.num_layers))
+        self.layers = nn.ModuleList((Eagle3Layer(decoder, facts.norm_before_residual), *further))
         self.norm = RMSNorm(decoder.hidden_size, decoder.rms_norm_eps)
         self.lm_head = lm_head or Linear(decoder.hidden_size, facts.draft_vocab_size)
         # int64, draft id to target id; None where the vocabularies are one
@@ -64,23 +77,36 @@ class Eagle3Draft(nn.Module):
 
     def fuse(self, feature_BTF: Tensor) -> Tensor:
         """``[B, T, H]`` from the target's tapped residual streams; hidden states of the head itself skip this."""
+        if self.input_norm is not None:
+            feature_BTF = self.input_norm(feature_BTF)
+        if self.fc_norm is not None:
+            streams = feature_BTF.split(self.facts.target_hidden_size, dim=-1)
+            feature_BTF = torch.cat([norm(stream_BTH) for norm, stream_BTH in zip(self.fc_norm, streams, strict=True)], dim=-1)
         hidden_BTH: Tensor = self.fc(feature_BTF)
         return hidden_BTH
 
-    def forward(self, token_BT: Tensor, hidden_BTH: Tensor, attention: Attention) -> Tensor:
-        """One step: tokens (int64 target ids) with the hidden state of the token before each, ``[B, T, H]``.
+    def forward(self, token_BT: Tensor, hidden_BTH: Tensor, attention: Attention, step: int = 0) -> Tensor:
+        """One step: tokens (int64 target ids) with the hidden state of the token before each, ``[B, T, H]``; ``step`` changes nothing.
 
         Returns:
-            Un-normed hidden states ``[B, T, H]``, the next step's input and what :meth:`logits` takes.
+            Hidden states ``[B, T, H]``, the next step's input and what :meth:`logits` takes: un-normed, or after the final norm with
+            ``norm_output``.
         """
+        del step
         valid_BT = attention.valid_BT
         embedding_BTH = self.embed_tokens(token_BT, valid_BT)
         cos_BTD, sin_BTD = self.rotary(attention.position_BT, attention.rope_length_BT, embedding_BTH.dtype)
         hidden_BTH = torch.where(valid_BT[..., None], hidden_BTH, 0.0)
-        out_BTH: Tensor = self.midlayer(embedding_BTH, hidden_BTH, cos_BTD, sin_BTD, attention)
+        for index, layer in enumerate(self.layers):
+            if index == 0:
+                hidden_BTH = layer(embedding_BTH, hidden_BTH, cos_BTD, sin_BTD, attention)
+            else:
+                hidden_BTH = layer(hidden_BTH, cos_BTD, sin_BTD, attention)
+        out_BTH: Tensor = self.norm(hidden_BTH) if self.facts.norm_output else hidden_BTH
         return out_BTH
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """float32 ``[..., Vd]`` of un-normed hidden states; column i is target token ``target_token_Vd[i]``, or i where that is None."""
-        out: Tensor = self.lm_head(self.norm(hidden))
+    def logits(self, hidden: Tensor, step: int = 0) -> Tensor:
+        """float32 ``[..., Vd]`` of what :meth:`forward` returned; column i is target token ``target_token_Vd[i]``, or i without a map."""
+        del step
+        out: Tensor = self.lm_head(hidden if self.facts.norm_output else self.norm(hidden))
         return out.float()

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from .eagle import load_eagle3
+from .eagle import load_eagle, load_eagle3
+from .mtp import load_mtp
+from .standalone import load_standalone
 from .target import load_target
+from .token_map import apply_token_map, load_token_map
 
-__all__ = ["load_eagle3", "load_target"]
+__all__ = [
+    "apply_token_map",
+    "load_eagle",
+    "load_eagle3",
+    "load_mtp",
+    "load_standalone",
+    "load_target",
+    "load_token_map",
+]

@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from ..errors import CheckpointError
 from ..layouts import Layout
 from ..models.layers import Linear
+from .files import TensorFile, open_tensors
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -21,13 +21,22 @@ if TYPE_CHECKING:
 Progress = Callable[[int, int], None]
 """Called with (tensors read, tensors in all) after each one."""
 
-_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_KINDS = (("model.safetensors", "model.safetensors.index.json"), ("pytorch_model.bin", "pytorch_model.bin.index.json"))
+_QUANTISED = re.compile(
+    r"\.(weight_scale|weight_scale_inv|input_scale|weight_packed|weight_zero_point|qweight|qzeros|scales|g_idx|absmax)\b"
+)
+_QUANTISED_DTYPES = ("I8", "U8", "F8_E4M3", "F8_E5M2")
+_QUANTISED_HINT = "this looks like a quantised checkpoint; only float32, bfloat16 and float16 weights are supported"
 FLOATS = ("F64", "F32", "BF16", "F16")
 INTEGERS = ("I64", "I32")
 
 
 class Checkpoint:
-    """The tensors of a folder: ``model.safetensors``, or the shards ``model.safetensors.index.json`` lists.
+    """The tensors of a folder: ``model.safetensors`` or ``pytorch_model.bin``, or the shards listed in the index of one of them.
+
+    Args:
+        path: the folder.
+        renamed: prefixes in the files and what they become; the last one that matches a name holds.
 
     Raises:
         CheckpointError: no such file, a damaged file, an index that is no index, a shard that is missing or lacks a tensor.
@@ -35,7 +44,7 @@ class Checkpoint:
 
     def __init__(self, path: Path, renamed: tuple[tuple[str, str], ...] = ()) -> None:
         self.path = path
-        self._files: dict[Path, Any] = {}
+        self._files: dict[Path, TensorFile] = {}
         self._tensors: dict[str, tuple[Path, str]] = {}
         for stored, file in self._stored().items():
             name = stored
@@ -46,13 +55,16 @@ class Checkpoint:
             self._tensors[name] = (file, stored)
 
     def _stored(self) -> dict[str, Path]:
-        single, index = self.path / _SINGLE, self.path / _INDEX
-        if single.is_file():
-            return dict.fromkeys(self._open(single).keys(), single)
-        if not index.is_file():
-            others = sorted(file.name for file in self.path.glob("*.bin"))
-            hint = "convert it to safetensors first" if others else ""
-            raise CheckpointError(str(self.path), f"{_SINGLE} or {_INDEX}", ", ".join(others) or "neither", hint)
+        for single, index in _KINDS:
+            if (self.path / single).is_file():
+                return dict.fromkeys(self._open(self.path / single).names(), self.path / single)
+            if (self.path / index).is_file():
+                return self._shards(self.path / index)
+        expected = " or ".join(name for kind in _KINDS for name in kind)
+        found = sorted(file.name for pattern in ("*.safetensors", "*.bin", "*.pt", "*.gguf") for file in self.path.glob(pattern))
+        raise CheckpointError(str(self.path), expected, ", ".join(found) or "none of them")
+
+    def _shards(self, index: Path) -> dict[str, Path]:
         try:
             table = json.loads(index.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
@@ -62,18 +74,15 @@ class Checkpoint:
             raise CheckpointError(f"{index}: weight_map", "an object of tensor name: file name", repr(shards)[:80])
         for file in dict.fromkeys(shards.values()):
             if not (self.path / file).is_file():
-                raise CheckpointError(str(self.path / file), f"a shard listed in {_INDEX}", "no such file")
-            present = set(self._open(self.path / file).keys())
+                raise CheckpointError(str(self.path / file), f"a shard listed in {index.name}", "no such file")
+            present = set(self._open(self.path / file).names())
             for name in (name for name, owner in shards.items() if owner == file and name not in present):
-                raise CheckpointError(f"{self.path / file}: {name}", f"a tensor, as {_INDEX} says", "no such tensor")
+                raise CheckpointError(f"{self.path / file}: {name}", f"a tensor, as {index.name} says", "no such tensor")
         return {name: self.path / file for name, file in shards.items()}
 
-    def _open(self, file: Path) -> Any:
+    def _open(self, file: Path) -> TensorFile:
         if file not in self._files:
-            try:
-                self._files[file] = safe_open(file, framework="pt")
-            except (SafetensorError, OSError) as error:
-                raise CheckpointError(str(file), "a complete safetensors file", f"{error}, {file.stat().st_size} bytes") from error
+            self._files[file] = open_tensors(file)
         return self._files[file]
 
     def names(self) -> list[str]:
@@ -88,6 +97,16 @@ class Checkpoint:
         file, stored = self._tensors.get(name, (self.path, name))
         return f"{file}: {stored}"
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a tensor that is there; nothing is read."""
+        file, stored = self._tensors[name]
+        return self._open(file).describe(stored)[0]
+
+    def raw(self, name: str) -> Tensor:
+        """A tensor that is there, as it is stored."""
+        file, stored = self._tensors[name]
+        return self._open(file).tensor(stored)
+
     def read(self, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...] = FLOATS) -> Tensor:
         """One tensor on the CPU, in the dtype it is stored in.
 
@@ -97,13 +116,13 @@ class Checkpoint:
         if name not in self._tensors:
             raise CheckpointError(f"{self.path}: {name}", f"a tensor of shape {list(shape)}", "no such tensor")
         file, stored = self._tensors[name]
-        view = self._open(file).get_slice(stored)
-        if tuple(view.get_shape()) != shape:
-            raise CheckpointError(self.key(name), f"shape {list(shape)}", f"shape {list(view.get_shape())}")
-        if view.get_dtype() not in dtypes:
-            raise CheckpointError(self.key(name), "dtype " + " or ".join(dtypes), view.get_dtype())
-        tensor: Tensor = self._open(file).get_tensor(stored)
-        return tensor
+        found, dtype = self._open(file).describe(stored)
+        if dtype not in dtypes:
+            hint = _QUANTISED_HINT if dtype in _QUANTISED_DTYPES and dtypes == FLOATS else ""
+            raise CheckpointError(self.key(name), "dtype " + " or ".join(dtypes), dtype, hint)
+        if found != shape:
+            raise CheckpointError(self.key(name), f"shape {list(shape)}", f"shape {list(found)}")
+        return self._open(file).tensor(stored)
 
 
 def _sources(layout: Layout, ours: str) -> tuple[str, ...]:
@@ -132,7 +151,7 @@ def fill(
         if name not in used and name not in ignored and not any(re.fullmatch(pattern, name) for pattern in patterns):
             # a missing tensor says more about a wrong checkpoint than a superfluous one
             missing = next((source for source in sorted(used) if source not in checkpoint), None)
-            hint = f"missing: {missing}" if missing else ""
+            hint = _QUANTISED_HINT if _QUANTISED.search(name) else f"missing: {missing}" if missing else ""
             raise CheckpointError(checkpoint.key(name), "no such tensor", "one this model doesn't use", hint)
     done = 0
     for name, sources in wanted.items():

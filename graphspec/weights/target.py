@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 import torch
 
-from ..layouts import LLAMA_LAYOUT
+from ..layouts import LLAMA_LAYOUT, PREDICTION_HEADS
 from ..models.llama import LlamaModel
 from .checkpoint import Checkpoint, Progress, fill
 
 if TYPE_CHECKING:
     from ..facts import ModelFacts
+
+
+def _prediction_heads(checkpoint: Checkpoint, num_layers: int) -> set[str]:
+    """Tensors of prediction heads, which are no part of the model: a layer past the last one is such a head if it has an ``eh_proj``."""
+    names = checkpoint.names()
+    found = {re.fullmatch(r"(model\.layers\.(\d+)\.)eh_proj\.weight", name) for name in names}
+    layers = tuple(match[1] for match in found if match and int(match[2]) >= num_layers)
+    return {name for name in names if name.startswith((*PREDICTION_HEADS, *layers))}
 
 
 def load_target(
@@ -22,7 +31,7 @@ def load_target(
     device: torch.device | str,
     progress: Progress | None = None,
 ) -> LlamaModel:
-    """The target of a checkpoint, in ``dtype`` on ``device``.
+    """The target of a checkpoint, in ``dtype`` on ``device``. Multi-token-prediction heads in the same files are left unread.
 
     Args:
         facts: from :func:`graphspec.facts.read_model_facts`.
@@ -40,6 +49,7 @@ def load_target(
         model = LlamaModel(facts, tap_layers, max_positions)
     own = [name for name, _ in model.named_parameters()]  # a tied head is no parameter of its own
     ignored = {"lm_head.weight"} if facts.tie_word_embeddings else set()  # some files store the tied copy
+    ignored |= _prediction_heads(checkpoint, facts.num_layers)
     fill(model, checkpoint, LLAMA_LAYOUT, own, ignored, dtype, torch.device(device), progress)
     if facts.tie_word_embeddings:
         model.lm_head.weight = model.embed_tokens.weight

@@ -20,7 +20,7 @@ from graphspec.errors import CaptureError
 from graphspec.graphs.capture import Captured
 from graphspec.graphs.mailbox import Chunk, Join, Message
 from graphspec.kernels import select_kernels
-from graphspec.shapes import GraphKey
+from graphspec.shapes import SAMPLED, GraphKey
 from tests._tiny import SHAPES, move, same_bits, tiny_networks, tiny_plan
 
 # The versions on a GPU machine are its own, and so are their warnings.
@@ -46,8 +46,8 @@ def build(shape: str, mode: str, *, runtime: str = RUNTIME, run_ahead: int = 0, 
     move(networks.target, DEVICE)
     move(networks.draft, DEVICE)
     cycle = Cycle(plan, networks.target, networks.draft, select_kernels(plan.kernels, plan.attention, DEVICE))
-    prefill: Key = PrefillKey(16, True)
-    cycle.prepare([*plan.graph_keys(True), prefill])
+    prefill: Key = PrefillKey(16, SAMPLED)
+    cycle.prepare([*plan.graph_keys(SAMPLED), prefill])
     for row, temperature in enumerate((0.9, 0.0, 0.6)):
         tokens = [(7 * row + 3 * i) % 61 for i in range(9 + row)]
         join = Join(row=row, budget=budget, seed=row, temperature=temperature, draft_len=plan.shape.num_steps, stop_ids=())
@@ -69,7 +69,7 @@ def shuffled(cycle: Cycle, launches: int) -> Iterator[tuple[GraphKey, Message]]:
     for _ in range(launches):
         bucket = order.choice(cycle.plan.buckets)
         rows = order.sample(range(3), order.randint(1, min(bucket, 3)))
-        yield GraphKey(bucket, cycle.plan.shape, True), Message(lanes=rows)
+        yield GraphKey(bucket, cycle.plan.shape, SAMPLED), Message(lanes=rows)
 
 
 @pytest.mark.parametrize("mode", BUCKETS)
@@ -138,7 +138,7 @@ def test_a_launch_never_waits_and_a_replay_never_allocates(shape: str, runtime: 
 
 def test_a_moved_buffer_is_noticed() -> None:
     cycle = build("chain", "reference")
-    keys = cycle.plan.graph_keys(True)
+    keys = cycle.plan.graph_keys(SAMPLED)
     cycle.prepare(keys)
     cycle.arena._tensors["seq_len_R"] = cycle.arena["seq_len_R"].clone()
     with pytest.raises(CaptureError, match="seq_len_R"):
@@ -152,7 +152,7 @@ def test_cycles_queued_ahead_read_in_order(shape: str, run_ahead: int) -> None:
     ahead, plain = (build(shape, "reference", run_ahead=n, budget=8) for n in (run_ahead, 0))
     order, tickets, queued, read = random.Random(1), [], [], []
     for _ in range(15):
-        key, message = GraphKey(4, plain.plan.shape, True), Message(lanes=order.sample(range(3), order.randint(1, 3)))
+        key, message = GraphKey(4, plain.plan.shape, SAMPLED), Message(lanes=order.sample(range(3), order.randint(1, 3)))
         read.append(plain.read(plain.launch(key, message)))
         if len(tickets) > run_ahead:
             queued.append(ahead.read(tickets.pop(0)))

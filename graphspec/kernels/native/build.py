@@ -1,53 +1,22 @@
-"""Compile the C++ source once per machine and open it. No torch headers, so a build takes seconds."""
+"""The library of the C++ kernels: its sources, its flags, and its functions with their argument types."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
-from importlib import resources
 from pathlib import Path
 
-from ...errors import ResourceError
+from ... import native_build
 
 SOURCES = ("attention.cpp", "linear.cpp")
 HEADERS = ("simd.h",)
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC")
-COMPILERS = ("c++", "g++")
-
-
-def cache_folder() -> Path:
-    """``$XDG_CACHE_HOME/graphspec``, or ``~/.cache/graphspec``."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "graphspec"
+KEY, HINT = "kernels.attention=native", "install g++, or choose kernels.attention=reference"
 
 
 def find_compiler() -> str:
-    """``$CXX``, or the first of :data:`COMPILERS` on the path.
-
-    Raises:
-        ResourceError: there is none.
-    """
-    asked = os.environ.get("CXX")
-    for name in (asked,) if asked else COMPILERS:
-        found = shutil.which(name)
-        if found is not None:
-            return found
-    hint = "install g++, or choose kernels.attention=reference"
-    raise ResourceError("kernels.attention=native", "a C++ compiler: $CXX or one of " + ", ".join(COMPILERS), asked or "none on PATH", hint)
-
-
-def _cpu_flags() -> str:
-    """What -march=native depends on: a cache folder may be shared between machines."""
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        wanted = ("flags", "Features", "model name")
-        return "\n".join(sorted({line for line in info.read_text().splitlines() if line.startswith(wanted)}))
-    return platform.machine() + platform.processor()
+    """See :func:`graphspec.native_build.find_compiler`."""
+    return native_build.find_compiler(KEY, HINT)
 
 
 def build(folder: Path | None = None) -> Path:
@@ -56,27 +25,7 @@ def build(folder: Path | None = None) -> Path:
     Raises:
         ResourceError: no compiler, or it failed.
     """
-    folder = folder or cache_folder()
-    compiler = find_compiler()
-    sources = {name: resources.files(__package__).joinpath(name).read_bytes() for name in (*SOURCES, *HEADERS)}
-    version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
-    digest = hashlib.sha256(b"\0".join((*sources.values(), version, " ".join(FLAGS).encode(), _cpu_flags().encode()))).hexdigest()[:20]
-    library = folder / f"native-{digest}.so"
-    if library.is_file():
-        return library
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        for name, source in sources.items():
-            Path(scratch, name).write_bytes(source)
-        texts = [str(Path(scratch, name)) for name in SOURCES]
-        built = Path(scratch) / library.name
-        done = subprocess.run([compiler, *FLAGS, "-o", str(built), *texts], capture_output=True, text=True, check=False)
-        if done.returncode != 0:
-            found = f"exit code {done.returncode}: {done.stderr.strip()[-500:]}"
-            raise ResourceError("kernels.attention=native", f"{compiler} to compile {', '.join(SOURCES)}", found)
-        # Atomic: another process that builds at the same time ends up with one whole file as well.
-        built.replace(library)
-    return library
+    return native_build.SharedLibrary("native", __package__, SOURCES, HEADERS, FLAGS, KEY, HINT).build(folder)
 
 
 @functools.cache

@@ -1,0 +1,80 @@
+"""The host's drafter: one n-gram trie for all requests, asked between two cycles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from ..errors import ConfigError
+from ..ngram import NgramConfig, NgramTrie
+from ..plan import Plan
+from .request import Request
+
+Nodes = tuple[list[int], list[int]]
+"""Tokens and parents of the proposed nodes; a parent is a place in the same list, -1 the root."""
+
+
+class Proposer(Protocol):
+    """What the scheduler asks of a drafter on the host. Every token up to the root is known when it is asked."""
+
+    def propose(self, requests: Sequence[Request]) -> list[Nodes]:
+        """Nodes for each request's next cycle."""
+        ...
+
+    def observe(self, request: Request, new: int) -> None:
+        """The last ``new`` tokens of the request's output have just become known."""
+        ...
+
+
+class TrieProposer:
+    """Trees from :class:`~graphspec.ngram.NgramTrie`: what followed the same tokens in this request or in any other.
+
+    New tokens are queued after the match, so that the trie's own thread inserts them while the cycle runs. The next match waits for that
+    thread: the same requests give the same trees. ``num_steps`` is the longest branch, ``topk`` the most children of a node.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        settings, shape = plan.ngram, plan.shape
+        self._num_nodes = shape.num_draft_tokens
+        self._max_window = settings.max_window
+        self._trie = NgramTrie(
+            NgramConfig(
+                match=settings.match,
+                min_window=settings.min_window,
+                max_window=settings.max_window,
+                min_breadth=settings.min_breadth,
+                max_breadth=shape.topk,
+                branch_length=shape.num_steps,
+                capacity=settings.capacity,
+            )
+        )
+        self._depth = settings.max_window + shape.num_steps
+        self._queued: list[tuple[list[int], int]] = []
+
+    def load_corpus(self, file: str, encode: Callable[[str], list[int]]) -> int:
+        """Insert a text file, one document per line; returns the number of documents.
+
+        Raises:
+            ConfigError: the file can't be read.
+        """
+        try:
+            lines = Path(file).expanduser().read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError("variant.ngram.corpus", "a readable UTF-8 text file", f"{file}: {error}") from error
+        return self._trie.insert_corpus(encode(line) for line in lines if line.strip())
+
+    def propose(self, requests: Sequence[Request]) -> list[Nodes]:
+        contexts = [[*r.prompt[-self._max_window :], *r.output[-self._max_window :]] for r in requests]
+        trees = self._trie.match_batch(contexts, self._num_nodes)
+        for tokens, new in self._queued:
+            self._trie.insert(tokens, new=new)
+        self._queued.clear()
+        return [(tokens.tolist(), (parents - 1).tolist()) for tokens, parents in trees]
+
+    def observe(self, request: Request, new: int) -> None:
+        if len(request.output) == new:
+            # The prompt goes in with the first token of the output; from then on only what is new is counted.
+            self._queued.append(([*request.prompt, *request.output], len(request.prompt) + new))
+        else:
+            self._queued.append(([*request.prompt[-self._depth :], *request.output[-self._depth - new :]], new))

@@ -1,0 +1,48 @@
+"""A self-test on the first traffic after load: a drafter that is hardly ever right is more often a wrong checkpoint than a bad one."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+from ..plan import Plan
+from .request import Request
+
+logger = logging.getLogger(__name__)
+
+CYCLES = 64
+"""Whole cycles that are looked at."""
+LEAST = 1.05
+"""New tokens per cycle below which a draft network is suspected; a drafter that is never right has 1."""
+
+
+class AcceptanceTest:
+    """Looks at the first :data:`CYCLES` cycles of an engine with a draft network, then is silent for ever."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._tokens = self._cycles = 0
+        self.done = not plan.variant.has_network
+
+    def observe(self, requests: Iterable[Request]) -> None:
+        """Count finished requests; warns once when enough was seen and hardly anything was accepted."""
+        if self.done:
+            return
+        for request in requests:
+            runs = request.metrics.whole_cycles()
+            self._tokens, self._cycles = self._tokens + sum(runs), self._cycles + len(runs)
+        if self._cycles < CYCLES:
+            return
+        self.done = True
+        length = self._tokens / self._cycles
+        if length < LEAST:
+            assert self._plan.draft is not None
+            logger.warning(
+                "the draft is almost never accepted: %.2f tokens per cycle over %d cycles. Is %s a draft for %s, of variant %s, with the "
+                "right norm flags and tapped layers?",
+                length,
+                self._cycles,
+                self._plan.draft.path,
+                self._plan.target.path,
+                self._plan.variant.name,
+            )

@@ -1,0 +1,158 @@
+"""Multi-token-prediction heads: what config and tensor names say of them, checked against the target. Standard library only."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ..errors import CheckpointError
+from ..layouts import MTP_LAYOUTS, PREDICTION_HEADS
+from .draft import DraftFacts
+from .keys import Keys, read_architecture, read_config, read_json
+from .model import FAMILIES, GATED_FAMILY, HYBRIDS, ModelFacts, read_decoder
+
+COUNT_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
+"""How configs call the number of heads: DeepSeek and MiMo, Qwen3.5, transformers."""
+_MIMO = ("MiMoForCausalLM", "MiMoMTP", "MiMoMTPModel")
+_UNSUPPORTED = re.compile(r"kv_a_proj_with_mqa|kv_b_proj|q_a_proj|mlp\.(experts|gate|shared_experts?|shared_expert_gate)\.")
+_LARGEST_HEADER = 100_000_000  # the limit of safetensors itself
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MTPFacts(DraftFacts):
+    """Prediction heads of one decoder layer each, which share the target's embedding and language-model head."""
+
+    layout: str
+    """Key of :data:`graphspec.layouts.MTP_LAYOUTS`."""
+    first_index: int
+    """Number of the first head in the names of its tensors."""
+
+    @property
+    def hidden_first(self) -> bool:
+        """The projection reads ``[hidden; embedding]`` (MiMo); elsewhere ``[embedding; hidden]``."""
+        return self.layout == "mimo"
+
+
+def read_tensor_names(path: Path) -> list[str]:
+    """Names in a folder's ``model.safetensors``, or in its index; no tensor is read.
+
+    Raises:
+        CheckpointError: neither file is there, or one is damaged.
+    """
+    file, index = path / "model.safetensors", path / "model.safetensors.index.json"
+    if not file.is_file():
+        if not index.is_file():
+            raise CheckpointError(str(path), f"{file.name} or {index.name}", "neither")
+        shards = read_json(index).values.get("weight_map")
+        if not isinstance(shards, dict):
+            raise CheckpointError(f"{index}: weight_map", "an object of tensor name: file name", repr(shards)[:80])
+        return list(shards)
+    try:
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            header = json.loads(stream.read(length)) if length <= _LARGEST_HEADER else None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(str(file), "a complete safetensors file", f"{type(error).__name__}: {error}") from error
+    if not isinstance(header, dict):
+        raise CheckpointError(str(file), "a complete safetensors file", "no header")
+    return [name for name in header if name != "__metadata__"]
+
+
+def _find_heads(path: Path) -> tuple[str, list[int], list[str]]:
+    """Layout, numbers of the heads, ascending, and all tensor names; the layout is empty where there are no heads."""
+    names = read_tensor_names(path)
+    for layout, table in MTP_LAYOUTS.items():
+        source = next(rule.sources[0] for rule in table.rules if rule.ours == "projection.weight")
+        pattern = re.compile(re.escape(source).replace(r"\*", r"(\d+)"))
+        matches = [match for name in names if (match := pattern.fullmatch(name))]
+        if matches:
+            return layout, sorted(int(match[1]) if pattern.groups else 0 for match in matches), names
+    return "", [], names
+
+
+def _count(keys: Keys, layout: str, heads: list[int], names: list[str]) -> int:
+    """Heads that config and tensors agree on."""
+    key = next((key for key in COUNT_KEYS if key in keys.values), COUNT_KEYS[1 if layout == "qwen" else 0])
+    declared = keys.integer(key, 0, least=0)
+    if not heads:
+        expected = "a checkpoint with multi-token-prediction heads"
+        if declared:
+            stray = next((name for name in names if name.startswith(PREDICTION_HEADS)), None)
+            found = f"no eh_proj, mtp.fc or input_proj among {len(names)} tensors" + (f" ({stray} is there)" if stray else "")
+            raise CheckpointError(f"{keys.where}: {key} = {declared}", "tensors of as many prediction heads", found)
+        found = f"neither {COUNT_KEYS[0]} nor tensors of such heads"
+        raise CheckpointError(keys.where, expected, found, "a whole model, or another kind of draft")
+    if not declared:
+        raise keys.error(key, f"{len(heads)}, for the checkpoint has the tensors of as many prediction heads")
+    if declared != len(heads) or heads != list(range(heads[0], heads[0] + len(heads))):
+        raise keys.error(key, f"the number of heads in the checkpoint, which are numbered {heads}")
+    if layout == "qwen" and declared != 1:
+        raise keys.error(key, "1")
+    return declared
+
+
+def _family(keys: Keys, layout: str, architecture: str) -> str:
+    """The family whose layers the heads have."""
+    if layout == "qwen":
+        if architecture.startswith(HYBRIDS):
+            return GATED_FAMILY
+        raise keys.error("architectures", "a Qwen3Next or Qwen3_5 architecture, whose heads are named mtp.fc")
+    if layout == "mimo":
+        if architecture in _MIMO:
+            return FAMILIES["MiMoForCausalLM"]
+        raise keys.error("architectures", "one of " + ", ".join(_MIMO) + ", whose heads are named model.mtp_layers")
+    family = FAMILIES.get(architecture.removesuffix("NextN"))
+    if family is None:
+        raise keys.error("architectures", "one of " + ", ".join(FAMILIES) + ", or one of them with NextN behind it")
+    return family
+
+
+def read_mtp_facts(path: str | Path, target: ModelFacts) -> MTPFacts:
+    """Facts of the prediction heads in a folder: the target's own, or one beside it.
+
+    The layout follows from the names of the tensors, the kind of layer from ``architectures``.
+
+    Raises:
+        CheckpointError: as :func:`read_model_facts`; also no heads, another kind of draft, config and tensors that disagree on the number
+            of heads, layers that aren't supported (MLA, MoE), or sizes that don't fit the target.
+    """
+    path = Path(path)
+    keys = read_config(path)
+    architecture = read_architecture(keys, "a model with multi-token-prediction heads")
+    if "eagle" in architecture.lower() or keys.present("draft_vocab_size") or keys.present("eagle_config"):
+        raise keys.error("architectures", "a model with multi-token-prediction heads", "an EAGLE head belongs to another variant")
+    if isinstance(keys.values.get("text_config"), dict):  # models that also see images nest their language model's keys
+        keys = Keys(keys.values["text_config"], f"{keys.where}: text_config")
+    layout, heads, names = _find_heads(path)
+    num_heads = _count(keys, layout, heads, names)
+    prefixes = PREDICTION_HEADS if layout != "deepseek" else tuple(f"model.layers.{head}." for head in heads)
+    for name in names:
+        if name.startswith(prefixes) and _UNSUPPORTED.search(name):
+            hint = "DeepSeek's MLA and MoE layers are not supported yet" if layout == "deepseek" else "MoE layers are not supported yet"
+            raise CheckpointError(f"{path}: {name}", "a head with a dense MLP and attention over keys and values", "this tensor", hint)
+    family = _family(keys, layout, architecture)
+    if keys.flag("mtp_use_dedicated_embeddings", False):
+        raise keys.error("mtp_use_dedicated_embeddings", "absent or false", "heads share the target's embedding")
+    num_layers = keys.integer("num_hidden_layers")
+    if layout == "deepseek" and heads[0] not in (0, num_layers, target.num_layers):
+        expected = f"heads numbered from {num_layers} (num_hidden_layers) or from 0"
+        raise CheckpointError(f"{path}: model.layers.{heads[0]}.eh_proj.weight", expected, f"from {heads[0]}")
+    first_layer = heads[0] if layout == "deepseek" else num_layers  # its place in the stack, which decides on its sliding window
+    layers = Keys({**keys.values, "num_hidden_layers": first_layer + num_heads}, keys.where)
+    decoder = read_decoder(layers, path, architecture, family)
+    sizes = {"hidden_size": (decoder.hidden_size, target.hidden_size), "vocab_size": (decoder.vocab_size, target.vocab_size)}
+    for key, (theirs, ours) in sizes.items():
+        if theirs != ours:
+            raise keys.error(key, f"{ours}, as in {target.path}", "heads share the target's embedding and language-model head")
+    return MTPFacts(
+        path=path,
+        decoder=replace(decoder, num_layers=num_heads, sliding_window=decoder.sliding_window[first_layer:]),
+        draft_vocab_size=target.vocab_size,
+        target_hidden_size=target.hidden_size,
+        feature_size=target.hidden_size,
+        num_heads=num_heads,
+        layout=layout,
+        first_index=heads[0],
+    )

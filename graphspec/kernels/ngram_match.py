@@ -1,0 +1,115 @@
+"""Draft candidates from the request's own past: what followed earlier occurrences of its last tokens."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .op import Case, KernelOp
+
+PATH_COST = 4
+"""How many tokens further down the best path weigh as much as a change to the next best one."""
+
+
+def _suffix_match(history_BT: Tensor, last_B: Tensor, max_match: int) -> Tensor:
+    """Length ``[B, T]`` of the common suffix of ``history[:t + 1]`` and ``history[:last + 1]``, up to ``max_match``; for t < last only."""
+    lanes, width = history_BT.shape
+    matched_BT = torch.zeros_like(history_BT)
+    running_BT = torch.ones_like(history_BT, dtype=torch.bool)
+    for back in range(min(max_match, width)):
+        wanted_B1 = history_BT.gather(1, (last_B - back)[:, None].clamp(0, width - 1))
+        equal_BT = history_BT[:, : width - back] == wanted_B1
+        before_start = torch.zeros(lanes, back, dtype=torch.bool, device=history_BT.device)
+        running_BT = running_BT & torch.cat((before_start, equal_BT), 1)
+        matched_BT = matched_BT + running_BT
+    return matched_BT
+
+
+def ngram_match(
+    history_BT: Tensor, length_B: Tensor, num_paths: int, depth: int, min_match: int, max_match: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Up to K continuations of earlier occurrences of the last tokens, merged into a candidate pool for ``tree_build`` (prompt lookup).
+
+    An *occurrence* is a place t before the root whose last tokens are those of the root, ``min_match`` of them or more. Its *continuation*
+    is what follows, up to S tokens, and stops at the root. Occurrences rank by how many tokens match (counted up to ``max_match``), then
+    the most recent first. Path k starts from the best occurrence whose continuation is not contained, as a prefix, in an earlier path;
+    it then becomes the longest continuation that begins with it (ties by rank), because in text that repeats itself the most recent
+    occurrence is cut short by the root. So no path is a prefix of another, and a loop fills one path instead of many.
+
+    Paths are merged: an entry whose tokens from the root on equal those of an earlier path is dropped, and its children hang under that
+    path's entry. Scores are ``-((d - 1) + 4 * k)``, not probabilities: each is below its parent's, below those of shallower entries of its
+    path and below those of earlier paths at its depth.
+
+    Cost: ``O(B * T * (max_match + K * S))`` compares and ``O(B * T * S)`` bytes where nothing is fused. Nothing is read on the host, so
+    this drafter is a stage of the cycle like any other; the host trie (:mod:`graphspec.ngram`) needs each cycle's tokens first.
+
+    Args:
+        history_BT: int64 token ids, none negative; anything from ``length`` on. T is static, the context limit.
+        length_B: int64, how many are known, ``0 <= length <= T``; the root is the last of them.
+        num_paths: K, static.
+        depth: S, static.
+        min_match, max_match: static, ``1 <= min_match <= max_match``.
+
+    Returns:
+        score float32, token int64, parent int64, each ``[B, K * S]`` with entry ``(d - 1) * K + k`` for depth d of path k, so that parents
+        come before children. Parent is a pool index, -1: the root. An entry that is not used has score -inf, token -1 and parent -1.
+    """
+    assert 1 <= min_match <= max_match
+    width, device = history_BT.shape[1], history_BT.device
+    last_B1 = length_B[:, None] - 1
+    place_T, step_S = torch.arange(width, device=device), torch.arange(depth, device=device)
+    matched_BT = _suffix_match(history_BT, length_B - 1, max_match)
+    usable_BT = (matched_BT >= min_match) & (place_T < last_B1)
+    count_BT = (last_B1 - place_T).clamp(0, depth)
+    rank_BT = matched_BT * width + place_T
+    longest_BT = count_BT * ((max_match + 1) * width) + rank_BT
+    padded = torch.cat((history_BT, history_BT.new_zeros(history_BT.shape[0], depth)), 1)
+    follow_BTS = padded[:, 1:].unfold(1, depth, 1)
+    beyond_BTS = step_S >= count_BT[..., None]
+
+    open_BT, paths = usable_BT, []
+    for _ in range(num_paths):
+        start_B1 = torch.where(open_BT, rank_BT, -1).amax(1, keepdim=True)
+        place_B1 = start_B1.clamp(min=0) % width
+        seed_BS = padded.gather(1, place_B1 + 1 + step_S)
+        seed_count_B1 = count_BT.gather(1, place_B1)
+        begins_BT = ((follow_BTS == seed_BS[:, None]) | (step_S >= seed_count_B1)[:, None]).all(-1) & (count_BT >= seed_count_B1)
+        place_B1 = torch.where(usable_BT & begins_BT, longest_BT, 0).amax(1, keepdim=True) % width
+        path_BS, path_count_B1 = padded.gather(1, place_B1 + 1 + step_S), count_BT.gather(1, place_B1)
+        # No continuation is longer and begins with this path, so equal up to its own end is a prefix of the path.
+        open_BT = open_BT & ~((follow_BTS == path_BS[:, None]) | beyond_BTS).all(-1)
+        paths.append(torch.where((start_B1 >= 0) & (step_S < path_count_B1), path_BS, -1))
+
+    path_BKS = torch.stack(paths, 1)
+    known_BKS = path_BKS >= 0
+    # same[k, j, d]: paths k and j share their first d + 1 tokens. The first j is the entry that stands for all of them.
+    same_BKKS = ((path_BKS[:, :, None] == path_BKS[:, None]) & known_BKS[:, :, None]).to(torch.int32).cumprod(-1)
+    keeper_BKS = same_BKKS.argmax(2)
+    path_K1 = torch.arange(num_paths, device=device)[:, None]
+    used_BKS = known_BKS & (keeper_BKS == path_K1)
+    above_BKS = torch.cat((torch.full_like(keeper_BKS[..., :1], -1), keeper_BKS[..., :-1] + num_paths * step_S[:-1]), -1)
+    score_BKS = torch.where(used_BKS, -(step_S + PATH_COST * path_K1).to(torch.float32), -torch.inf)
+    token_BKS, parent_BKS = torch.where(used_BKS, path_BKS, -1), torch.where(used_BKS, above_BKS, -1)
+    score_BM, token_BM, parent_BM = (x.transpose(1, 2).flatten(1) for x in (score_BKS, token_BKS, parent_BKS))
+    return score_BM, token_BM, parent_BM
+
+
+def _cases(generator: torch.Generator) -> list[Case]:
+    def case(lanes: int, width: int, vocab: int, num_paths: int, depth: int, matches: tuple[int, int]) -> Case:
+        length = torch.randint(0, width + 1, (lanes,), generator=generator)
+        length[0] = width
+        return {
+            "history_BT": torch.randint(0, vocab, (lanes, width), generator=generator),
+            "length_B": length,
+            "num_paths": num_paths,
+            "depth": depth,
+            "min_match": matches[0],
+            "max_match": matches[1],
+        }
+
+    empty = case(3, 9, 1, 2, 3, (2, 4))
+    empty["length_B"] = torch.tensor([0, 1, 2])
+    return [case(2, 40, 3, 3, 4, (1, 4)), case(3, 25, 2, 4, 3, (2, 3)), case(1, 1, 2, 1, 1, (1, 1)), case(5, 64, 4, 1, 6, (1, 80)), empty]
+
+
+OP = KernelOp(name="ngram_match", contract=ngram_match.__doc__ or "", reference=ngram_match, cases=_cases)

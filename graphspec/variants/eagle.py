@@ -1,0 +1,100 @@
+"""The EAGLE-1/2 draft network (arXiv 2401.15077, 2406.16858), with or without the norms of HASS (arXiv 2408.15766)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from ..models.layers import MLP, Embedding, Linear, RMSNorm, SelfAttention
+from ..models.rope import RotaryEmbedding
+
+if TYPE_CHECKING:
+    from ..attention import Attention
+    from ..facts import EagleFacts, ModelFacts
+
+
+class EagleLayer(nn.Module):
+    """A decoder layer whose attention reads the residual stream as it is: EAGLE leaves the norm in front of it out."""
+
+    def __init__(self, facts: ModelFacts) -> None:
+        super().__init__()
+        self.self_attn = SelfAttention(facts, 0)
+        self.post_attention_layernorm = RMSNorm(facts.hidden_size, facts.rms_norm_eps)
+        self.mlp = MLP(facts)
+
+    def forward(self, residual_BTH: Tensor, x_BTH: Tensor, cos_BTD: Tensor, sin_BTD: Tensor, attention: Attention) -> Tensor:
+        """The residual stream behind this layer, ``[B, T, H]``; ``x_BTH`` is what the attention reads."""
+        residual_BTH = residual_BTH + self.self_attn(x_BTH, cos_BTD, sin_BTD, attention)
+        out_BTH: Tensor = residual_BTH + self.mlp(self.post_attention_layernorm(residual_BTH))
+        return out_BTH
+
+
+class EagleDraft(nn.Module):
+    """EAGLE-1/2 head: one layer over ``fc([embedding; hidden])``, between the target's embedding and the target's head.
+
+    Args:
+        facts: the head's sizes; ``fc_bias`` and ``layernorms`` settled (None counts as no).
+        max_positions: positions the RoPE table covers; the head's own ``max_position_embeddings`` doesn't limit it.
+        embed_tokens: the target's embedding; one of its own when absent, for networks without a checkpoint.
+        lm_head: the target's head; likewise.
+        norms: which of ``embed_layernorm`` (behind the embedding), ``hidden_layernorm`` (in front of the attention, the residual stays
+            un-normed) and ``lm_head_layernorm`` (in front of the head) there are.
+    """
+
+    def __init__(
+        self,
+        facts: EagleFacts,
+        max_positions: int,
+        embed_tokens: Embedding | None = None,
+        lm_head: Linear | None = None,
+        norms: tuple[str, ...] = (),
+    ) -> None:
+        super().__init__()
+        decoder = facts.decoder
+        size = decoder.hidden_size
+
+        def norm(name: str) -> RMSNorm | None:
+            return RMSNorm(size, decoder.rms_norm_eps) if name in norms else None
+
+        self.facts = facts
+        self.rotary = RotaryEmbedding(decoder.rope, decoder.head_dim, max_positions)
+        self.embed_tokens = embed_tokens or Embedding(decoder.vocab_size, size)
+        self.embed_layernorm = norm("embed_layernorm")
+        self.fc = Linear(2 * size, size, bias=bool(facts.fc_bias))
+        self.hidden_layernorm = norm("hidden_layernorm")
+        self.layer = EagleLayer(decoder)
+        self.lm_head_layernorm = norm("lm_head_layernorm")
+        self.lm_head = lm_head or Linear(size, decoder.vocab_size)
+        # int64, draft id to target id; None until a token map trims the head
+        self.target_token_Vd: Tensor | None
+        self.register_buffer("target_token_Vd", None, persistent=False)
+
+    def fuse(self, feature_BTF: Tensor) -> Tensor:
+        """The feature itself, ``[B, T, H]``: the target's hidden state after its final norm."""
+        return feature_BTF
+
+    def forward(self, token_BT: Tensor, hidden_BTH: Tensor, attention: Attention, step: int = 0) -> Tensor:
+        """One step: tokens (int64 target ids) with the hidden state of the token before each, ``[B, T, H]``; ``step`` changes nothing.
+
+        Returns:
+            Un-normed hidden states ``[B, T, H]``, the next step's input and what :meth:`logits` takes.
+        """
+        del step
+        valid_BT = attention.valid_BT
+        embedding_BTH = self.embed_tokens(token_BT, valid_BT)
+        cos_BTD, sin_BTD = self.rotary(attention.position_BT, attention.rope_length_BT, embedding_BTH.dtype)
+        hidden_BTH = torch.where(valid_BT[..., None], hidden_BTH, 0.0)
+        if self.embed_layernorm is not None:
+            embedding_BTH = self.embed_layernorm(embedding_BTH)
+        residual_BTH = self.fc(torch.cat((embedding_BTH, hidden_BTH), dim=-1))
+        x_BTH = residual_BTH if self.hidden_layernorm is None else self.hidden_layernorm(residual_BTH)
+        out_BTH: Tensor = self.layer(residual_BTH, x_BTH, cos_BTD, sin_BTD, attention)
+        return out_BTH
+
+    def logits(self, hidden: Tensor, step: int = 0) -> Tensor:
+        """float32 ``[..., Vd]`` of what :meth:`forward` returned; column i is target token ``target_token_Vd[i]``, or i without a map."""
+        del step
+        out: Tensor = self.lm_head(hidden if self.lm_head_layernorm is None else self.lm_head_layernorm(hidden))
+        return out.float()

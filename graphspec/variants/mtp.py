@@ -1,0 +1,94 @@
+"""Multi-token-prediction heads (DeepSeek-V3, arXiv 2412.19437, section 2.2; Qwen3-Next and Qwen3.5; MiMo, arXiv 2505.07608)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from ..models.layers import Embedding, Linear, RMSNorm
+from ..models.llama import DecoderLayer
+from ..models.rope import RotaryEmbedding
+
+if TYPE_CHECKING:
+    from ..attention import Attention
+    from ..facts import MTPFacts
+
+
+class MTPHead(nn.Module):
+    """Embedding and hidden state, each normed, projected to one vector; a whole decoder layer; a final norm.
+
+    Args:
+        facts: of all heads.
+        layer: index of this head's layer, for its sliding window and its KV.
+    """
+
+    def __init__(self, facts: MTPFacts, layer: int) -> None:
+        super().__init__()
+        decoder = facts.decoder
+        size, eps, offset = decoder.hidden_size, decoder.rms_norm_eps, decoder.norm_offset
+        self.hidden_first = facts.hidden_first
+        self.embedding_norm, self.hidden_norm = RMSNorm(size, eps, offset), RMSNorm(size, eps, offset)
+        self.projection = Linear(2 * size, size)
+        self.layer = DecoderLayer(decoder, layer)
+        self.norm = RMSNorm(size, eps, offset)
+
+    def forward(self, embedding_BTH: Tensor, hidden_BTH: Tensor, cos_BTD: Tensor, sin_BTD: Tensor, attention: Attention) -> Tensor:
+        """Normed ``[B, T, H]`` from embeddings and hidden states ``[B, T, H]``; cos and sin are ``[B, T, D / 2]``."""
+        halves = (self.embedding_norm(embedding_BTH), self.hidden_norm(hidden_BTH))
+        x_BTH = self.projection(torch.cat(halves[::-1] if self.hidden_first else halves, dim=-1))
+        out_BTH: Tensor = self.norm(self.layer(x_BTH, cos_BTD, sin_BTD, attention))
+        return out_BTH
+
+
+class MTPDraft(nn.Module):
+    """Prediction heads: one per draft step, or one applied over and over.
+
+    Args:
+        facts: sizes, and how many heads.
+        max_positions: positions the RoPE table covers.
+        embed_tokens: the target's embedding; one of its own when absent, for networks without a checkpoint.
+        lm_head: the target's head; likewise.
+    """
+
+    def __init__(self, facts: MTPFacts, max_positions: int, embed_tokens: Embedding | None = None, lm_head: Linear | None = None) -> None:
+        super().__init__()
+        decoder = facts.decoder
+        self.facts = facts
+        self.rotary = RotaryEmbedding(decoder.rope, decoder.head_dim, max_positions)
+        self.embed_tokens = embed_tokens or Embedding(decoder.vocab_size, decoder.hidden_size)
+        self.heads = nn.ModuleList(MTPHead(facts, layer) for layer in range(facts.num_heads))
+        self.lm_head = lm_head or Linear(decoder.hidden_size, decoder.vocab_size)
+        self.target_token_Vd: Tensor | None  # int64, once the head is trimmed to some tokens; None: the vocabularies are one
+        self.register_buffer("target_token_Vd", None, persistent=False)
+
+    def fuse(self, feature_BTF: Tensor) -> Tensor:
+        """The feature itself, ``[B, T, H]``: the target's hidden state after its final norm."""
+        return feature_BTF
+
+    def forward(self, token_BT: Tensor, hidden_BTH: Tensor, attention: Attention, step: int = 0) -> Tensor:
+        """One step: tokens (int64) with the hidden state of the token before each, ``[B, T, H]``.
+
+        Args:
+            token_BT: int64 target ids.
+            hidden_BTH: the target's feature, or what the step before returned.
+            attention: over the KV of the heads.
+            step: static; head ``min(step, num_heads - 1)`` runs.
+
+        Returns:
+            Hidden states ``[B, T, H]`` after the head's norm, the next step's input and what :meth:`logits` takes.
+        """
+        valid_BT = attention.valid_BT
+        embedding_BTH = self.embed_tokens(token_BT, valid_BT)
+        cos_BTD, sin_BTD = self.rotary(attention.position_BT, attention.rope_length_BT, embedding_BTH.dtype)
+        hidden_BTH = torch.where(valid_BT[..., None], hidden_BTH, 0.0)
+        head = self.heads[min(step, self.facts.num_heads - 1)]
+        out_BTH: Tensor = head(embedding_BTH, hidden_BTH, cos_BTD, sin_BTD, attention)
+        return out_BTH
+
+    def logits(self, hidden: Tensor, step: int = 0) -> Tensor:
+        """float32 ``[..., Vd]`` of what :meth:`forward` returned; all heads share one language-model head, so ``step`` chooses nothing."""
+        del step
+        out: Tensor = self.lm_head(hidden)
+        return out.float()

@@ -1,0 +1,79 @@
+"""Tiny targets of every family, and drafting one token at a time as the reference for everything that drafts many rows at once."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from recipes.drafter import Drafter
+
+FAMILIES = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+}
+
+
+def tiny_target(family: str = "llama", seed: int = 0, **changes: object) -> PreTrainedModel:
+    """A random target: vocabulary 96, hidden 32, 3 layers, 4 query heads over 2."""
+    torch.manual_seed(seed)
+    config, model = FAMILIES[family]
+    settings = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
+    settings |= {"num_key_value_heads": 2, "max_position_embeddings": 128, "bos_token_id": 0, "eos_token_id": 0, "head_dim": 8}
+    settings |= {"initializer_range": 0.3, "tie_word_embeddings": True, **changes}
+    built = model(config(**settings))
+    with torch.no_grad():
+        for name, parameter in built.named_parameters():
+            # Norms and biases that differ from one and zero, so that forgetting them shows.
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+            elif name.endswith("bias"):
+                parameter.normal_(std=0.5)
+    return built.requires_grad_(False).eval()
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention of the last rows over everything, by torch's own function: ``[B, T, Q * D]``."""
+    batch, groups, repeat, rows, _ = q.shape
+    length = k.shape[2]
+    mask = torch.ones(rows, length, dtype=torch.bool).tril(length - rows)
+    keys, values = (x[:, :, None].expand(-1, -1, repeat, -1, -1) for x in (k, v))
+    out = torch.nn.functional.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
+    return out.reshape(batch, groups * repeat, rows, -1).transpose(1, 2).flatten(2)
+
+
+@torch.no_grad()
+def draft_logits(drafter: Drafter, features: Tensor, tokens: Tensor, row: int, path: list[int]) -> Tensor:
+    """Logits ``[Vd]`` after drafting ``path`` from ``row``, whose root is at ``row + 1``; one sequence, nothing shared between rows."""
+    known = torch.cat((tokens[:, : row + 2], torch.tensor([path], dtype=torch.int64)), 1)
+    hidden = drafter.start(features[:, : row + 1])
+    prefix = torch.arange(row + 1)
+    if drafter.num_heads > 1:
+        for step in range(len(path) + 1):
+            consumed = known[:, 1 + step : 2 + step + row]
+            hidden = drafter.step(step, consumed, hidden, prefix, lambda layer, q, k, v: dense(q, k, v))
+        return drafter.logits(hidden)[0, -1]
+    cache: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if layer in cache:
+            k, v = torch.cat((cache[layer][0], k), 2), torch.cat((cache[layer][1], v), 2)
+        cache[layer] = k, v
+        return dense(q, k, v)
+
+    hidden = drafter.step(0, known[:, 1 : row + 2], hidden, prefix, attend)[:, -1:]
+    for step in range(1, len(path) + 1):
+        hidden = drafter.step(step, known[:, row + 1 + step : row + 2 + step], hidden, torch.tensor([row + step]), attend)
+    return drafter.logits(hidden)[0, 0]
