@@ -6,7 +6,8 @@ Letters are those of :mod:`graphspec.shapes`; ``1``-suffixed slots are scalars, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Literal
 
@@ -130,7 +131,7 @@ def declare_slots(plan: Plan, mail_size: int) -> tuple[Slot, ...]:
     if plan.draft:
         draft = plan.draft.decoder
         slots += [
-            Slot("draft_hidden_BH", ("B", "H"), dtype, "lane"),
+            *([Slot("draft_hidden_BH", ("B", "H"), dtype, "lane")] if plan.feature_width else []),
             _pool("draft_kv", plan, draft.num_layers, draft.num_kv_heads, draft.head_dim, dtype),
         ]
     return (*slots, *_sampling_slots(plan))
@@ -212,7 +213,7 @@ class Arena:
         """Allocate what programs of this class need and is not there yet; what is there stays where it is."""
         self._allocate(slot_groups(sampling))
 
-    def _allocate(self, groups: Set[str]) -> None:
+    def _allocate(self, groups: AbstractSet[str]) -> None:
         fresh = tuple(s for s in self.declared if s.group in groups and s.name not in self._tensors)
         for slot in fresh:
             tensor = torch.full(self.shape(slot), slot.fill, dtype=slot.dtype, device=self.device)

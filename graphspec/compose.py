@@ -164,9 +164,14 @@ def explain(error: Exception, words: Sequence[str]) -> ConfigError:
             if value not in choices:
                 return ConfigError(group, "one of " + ", ".join(choices), repr(value))
         return ConfigError(" ".join(words) or CONFIG_NAME, "a configuration that composes", _first_line(error))
-    found = next((word for word in words if word.startswith(full_key + "=")), full_key)
     parent, _, leaf = full_key.rpartition(".")
     schema = _schema_of(parent)
+    if schema is None:
+        # An entry of a mapping: the mapping is the key the user knows.
+        full_key = parent
+        parent, _, leaf = full_key.rpartition(".")
+        schema = _schema_of(parent)
+    found = next((word for word in words if word.startswith(full_key + "=")), full_key)
     hints = typing.get_type_hints(schema) if schema else {}
     if leaf in hints:
         return ConfigError(full_key, _spell(hints[leaf]), found)

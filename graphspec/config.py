@@ -7,6 +7,7 @@ The dataclasses are the schema of the YAML groups under ``conf/`` and can be bui
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 from .errors import ConfigError
@@ -197,7 +198,7 @@ class AcceptConfig:
     """How drafted tokens are accepted. All rules but synthetic, and target_only below 1.0, leave the target's distribution as it is."""
 
     rule: str = "match"
-    """match: sample, then match; target_only: one coin per node over its children; rejection: p/q, chains only; synthetic: a forced length."""
+    """match: sample, then match; target_only: one coin per node for its children; rejection: p/q, chains; synthetic: a forced length."""
     threshold_single: float = 1.0
     """target_only: a child at least this likely is accepted without a coin; below 1 the output deviates from the target's."""
     threshold_acc: float = 1.0
@@ -221,7 +222,7 @@ class AcceptConfig:
             raise ConfigError("accept.synthetic_length, accept.synthetic_rates", expected, forced)
         _at_least("accept.synthetic_length", self.synthetic_length, 1)
         rates = [1.0, *(self.synthetic_rates or [])]
-        if any(not 0 <= later <= rate for rate, later in zip(rates, rates[1:], strict=False)):
+        if any(not 0 <= later <= rate for rate, later in pairwise(rates)):
             raise ConfigError("accept.synthetic_rates", "falling shares from 0 to 1", self.synthetic_rates)
 
 

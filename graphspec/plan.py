@@ -178,7 +178,7 @@ def resolve_accept(config: AcceptConfig, variant: VariantConfig, shape: CycleSha
             raise ConfigError("accept.rule", "match or target_only: rejection needs the distribution its drafts come from", config.rule)
         if shape.topk > 1:
             raise ConfigError("variant.topk", "1: accept.rule=rejection works on chains", shape.topk)
-        if variant.draft_noise == "none":
+        if variant.draft_noise != "coupled":
             raise ConfigError(
                 "variant.draft_noise", "coupled: accept.rule=rejection draws its drafts, by noise of its own", variant.draft_noise
             )

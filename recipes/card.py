@@ -42,13 +42,14 @@ def draft_table(drafts: dict[str, Any]) -> str:
 
 def training_table(drafts: dict[str, Any], configs: dict[str, Any]) -> str:
     """One Markdown row per draft: how it was trained, and how often it then agreed with the target."""
-    titles = ["draft", "architecture", "rows", "phases", "draft steps unrolled", "agreement with the target's argmax at each"]
+    titles = ["draft", "architecture", "sequences", "rows", "phases", "draft steps unrolled", "agreement with the target's argmax at each"]
     lines = ["| " + " | ".join(titles) + " |", "|" + " --- |" * len(titles)]
     for name, draft in drafts.items():
         config = configs[name]
         agreement = ", ".join(f"{x:.3f}" for x in draft["agreement_by_depth"])
         about = NETWORKS[draft["variant"]].about.format(**config["network"])
-        cells = [f"`{name}`", about, f"{draft['rows']:,}", phase_text(config["phases"]), str(config["unroll"]), agreement]
+        sequences = " and ".join(f"{count} of {length}" for length, count in draft["sequences"].items())
+        cells = [f"`{name}`", about, sequences, f"{draft['rows']:,}", phase_text(config["phases"]), str(config["unroll"]), agreement]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -72,9 +73,7 @@ def model_card(figures: dict[str, Any]) -> str:
     corpus, target, drafts, config = (figures[key] for key in ("corpus", "target", "drafts", "config"))
     shape, published = config["target"], target["published"]
     temperatures = ", ".join(f"{t:g}" for t in config["text"]["temperatures"])
-    any_draft = next(iter(drafts.values()))
-    measured = any_draft["acceptance"]
-    sequences = " and ".join(f"{count} sequences of {length} tokens" for length, count in any_draft["sequences"].items())
+    measured = next(iter(drafts.values()))["acceptance"]
     raw = [f"`{name}` ({percent(draft['raw_share'])})" for name, draft in config["drafts"].items() if draft["raw_share"]]
     raw_text = f" A share of each batch was cut from the training text instead: {', '.join(raw)}." if raw else ""
     vocabularies = [
@@ -126,7 +125,8 @@ Data: the source of the standard library of CPython {corpus["python"]}, without 
 {training_table(drafts, config["drafts"])}
 
 Parameters don't count what a draft shares with the target (embedding, and the output head of all but `eagle3` and `standalone`).
-The training text was written by the target itself: {sequences}, temperatures {temperatures} in turn.{raw_text}
+The training text was written by the target itself, at temperatures {temperatures} in turn; `sequences` says how many of how many tokens.\
+{raw_text}
 {chr(10).join(vocabularies)}
 
 ## Acceptance
@@ -145,6 +145,7 @@ at depth d among those that accepted one at d - 1.
 - Under greedy decoding it repeats itself: {percent(measured["repeated_16_grams"])} of the 16-token runs in the measured text had
   occurred earlier in the same continuation. Repetition is easy to draft: these acceptance figures show how the runtime behaves, not what
   the methods reach on a real model.
+- The drafts had unequal amounts of text, steps and draft vocabulary: the difference between two of them says little about the methods.
 - The longest text was {longest([p for d in config["drafts"].values() for p in d["phases"]])} tokens when the drafts were trained, and \
 {longest(shape["phases"])} for the target.
 - The training text is under the Python Software Foundation License; the weights are offered under the same terms.

@@ -73,6 +73,12 @@ class Drafter(nn.Module):
         """``[Vd]`` int64: target id of every draft id; None: the vocabulary is the target's."""
         return None
 
+    @torch.no_grad()
+    def round_to_bfloat16(self) -> None:
+        """Round every parameter, in place, to what it will be in a bfloat16 checkpoint; its dtype stays."""
+        for parameter in self.parameters():
+            parameter.copy_(parameter.bfloat16())
+
     @abstractmethod
     def published(self, target: PreTrainedModel) -> tuple[dict[str, object], dict[str, Tensor]]:
         """``config.json`` and tensors as the ecosystem names them."""

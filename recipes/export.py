@@ -27,13 +27,6 @@ def save_weights(tensors: dict[str, torch.Tensor], path: Path) -> None:
     path.chmod(0o644)
 
 
-def round_to_bfloat16(module: torch.nn.Module) -> None:
-    """Round every parameter to the nearest bfloat16, in place, keeping its dtype."""
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.copy_(parameter.bfloat16())
-
-
 def copy_tokenizer(source: Path, out: Path) -> None:
     """Copy the tokenizer files that exist in ``source``."""
     for name in TOKENIZER_FILES:

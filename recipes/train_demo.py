@@ -38,7 +38,7 @@ from .card import model_card
 from .corpus import load_corpus
 from .draft import DraftConfig, Texts, load_draft, train_draft
 from .drafter import Target, load_target
-from .export import export_draft, export_target, round_to_bfloat16, size_in_megabytes, write_json
+from .export import export_draft, export_target, size_in_megabytes, write_json
 from .generate import TextConfig, generate_text, text_file
 from .target import TargetConfig, bits_per_byte, train_target, trained_target
 from .tokenizer import END_OF_TEXT, encode_documents, train_tokenizer
@@ -167,7 +167,7 @@ class Recipe:
         drafts: dict[str, object] = {}
         for name, config in self.config.drafts.items():
             drafter = load_draft(config, model, self.work / f"{name}.pt")
-            round_to_bfloat16(drafter)
+            drafter.round_to_bfloat16()
             drafts[name] = figures = measure_acceptance(settings, target, drafter, text, end)
             print(f"{name}: held-out tokens per cycle (S, K, N): {describe(figures)}", flush=True)
         tokenizer = Tokenizer.from_file(str(self.work / "tokenizer" / "tokenizer.json"))

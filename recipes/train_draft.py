@@ -32,7 +32,7 @@ from graphspec.errors import ConfigError
 from .acceptance import AcceptanceConfig, describe, greedy_text, measure_acceptance
 from .draft import DraftConfig, Texts, load_draft, train_draft
 from .drafter import Target, load_target
-from .export import export_draft, round_to_bfloat16, size_in_megabytes, write_json
+from .export import export_draft, size_in_megabytes, write_json
 from .generate import TextConfig, generate_text, text_file
 from .networks import NETWORKS
 from .texts import encode_stream, read_documents, split_documents
@@ -121,7 +121,7 @@ class TrainDraft:
             print("train: done before", flush=True)
         else:
             drafter = train_draft(config.draft, self.model, texts, self.work, "draft")
-        round_to_bfloat16(drafter)
+        drafter.round_to_bfloat16()
         measured = measure_acceptance(config.acceptance, target, drafter, greedy_text(config.acceptance, target, data["held_out"]), end)
         write_json(self.work / "acceptance.json", measured)
         print("held-out tokens per cycle (S, K, N): " + describe(measured), flush=True)

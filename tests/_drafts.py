@@ -16,7 +16,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from recipes.draft import DraftConfig
 from recipes.drafter import Drafter
+from recipes.networks import NETWORKS
 
 FAMILIES = {
     "llama": (LlamaConfig, LlamaForCausalLM),
@@ -24,6 +26,15 @@ FAMILIES = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
 }
+
+
+SMALL = {
+    "eagle": {"bias": True, "intermediate_size": 40},
+    "eagle3": {"draft_vocab_size": 48, "tap_layers": [1, 2, 2]},
+    "mtp": {},
+    "standalone": {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1},
+}
+"""Network settings that fit :func:`tiny_target`."""
 
 
 def tiny_target(family: str = "llama", seed: int = 0, **changes: object) -> PreTrainedModel:
@@ -42,6 +53,25 @@ def tiny_target(family: str = "llama", seed: int = 0, **changes: object) -> PreT
             elif name.endswith("bias"):
                 parameter.normal_(std=0.5)
     return built.requires_grad_(False).eval()
+
+
+def build(variant: str, target=None, **network: object) -> Drafter:
+    """A random drafter whose every parameter matters."""
+    target = target or tiny_target()
+    settings = DraftConfig(variant=variant, network={**SMALL[variant], **network}, unroll=network.get("num_heads", 4)).settings()
+    torch.manual_seed(5)
+    drafter = NETWORKS[variant].build(target, settings, torch.arange(96).flip(0))
+    with torch.no_grad():
+        for name, parameter in drafter.named_parameters():
+            if parameter.ndim == 1:
+                parameter.uniform_(0.5, 1.5)
+            elif name != "lm_head.weight":
+                parameter.normal_(std=0.2)
+    return drafter.eval()
+
+
+def random_text(rows: int, length: int, seed: int = 1) -> torch.Tensor:
+    return torch.randint(1, 96, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

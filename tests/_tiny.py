@@ -70,7 +70,10 @@ def other_draft_facts(structure: str) -> DraftFacts | None:
     return None
 
 
-def tiny_plan(shape: CycleShape, *, device: str, runtime: str, mode: str = "reference", run_ahead: int = 0, rule: str = "match", **runtime_keys: object) -> Plan:
+def tiny_plan(
+    shape: CycleShape, *, device: str, runtime: str, mode: str = "reference", run_ahead: int = 0, rule: str = "match",
+    **runtime_keys: object,
+) -> Plan:  # fmt: skip
     """A plan for the tiny pair; a shape of depth 0 has no drafter."""
     speculates = shape.num_steps > 0
     keys = {"num_steps": shape.num_steps, "topk": shape.topk, "num_draft_tokens": shape.num_draft_tokens} if speculates else {}
@@ -78,11 +81,11 @@ def tiny_plan(shape: CycleShape, *, device: str, runtime: str, mode: str = "refe
     return _plan(variant, draft_facts() if speculates else None, device, runtime, mode, run_ahead, runtime_keys, rule)
 
 
-def structure_plan(structure: str, *, device: str, runtime: str, **keys: Any) -> Plan:
+def structure_plan(structure: str, *, device: str, runtime: str, rule: str = "match", **keys: Any) -> Plan:
     """A plan of one of :data:`STRUCTURES`."""
     if structure in SHAPES:
-        return tiny_plan(SHAPES[structure], device=device, runtime=runtime, **keys)
-    return _plan(VariantConfig(**OTHERS[structure]), other_draft_facts(structure), device, runtime, "reference", 0, keys)
+        return tiny_plan(SHAPES[structure], device=device, runtime=runtime, rule=rule, **keys)
+    return _plan(VariantConfig(**OTHERS[structure]), other_draft_facts(structure), device, runtime, "reference", 0, keys, rule)
 
 
 def _plan(

@@ -23,7 +23,7 @@ from graphspec.kernels import select_kernels
 from graphspec.plan import Plan
 from graphspec.shapes import GREEDY, SAMPLED, GraphKey, SamplingClass
 from tests._fake_cuda import HostTrafficError, NoHostTraffic, load_cuda_guard, tensors
-from tests._tiny import SHAPES, move, same_bits, tiny_networks, tiny_plan
+from tests._tiny import OTHERS, SHAPES, STRUCTURES, move, same_bits, structure_plan, tiny_networks, tiny_plan
 
 ALL_KINDS = ("mail", "state", "lane", "ring", "kv")
 CLASSES = {"greedy": GREEDY, "sampling": SAMPLED, "all": SamplingClass(True, True, True, True, 2)}
@@ -64,7 +64,7 @@ class FakeProgram:
 
 
 def fake_plan(shape: str, rule: str = "match") -> Plan:
-    return tiny_plan(SHAPES[shape], device="cuda", runtime="captured", rule=rule)
+    return structure_plan(shape, device="cuda", runtime="captured", rule=rule)
 
 
 RULES = [("none", "rejection"), ("chain", "rejection"), ("chain", "target_only"), ("tree", "target_only"), ("two-words", "target_only"),
@@ -89,6 +89,15 @@ def test_the_whole_cycle_needs_no_host(shape: str, sampling: SamplingClass) -> N
         program = FakeProgram(plan)
         counts = [program.build(key).run() for key in plan.graph_keys(sampling)[: 1 if sampling.bias else None]]
     assert min(counts) > 100
+
+
+@pytest.mark.parametrize("structure", OTHERS)
+def test_no_drafter_needs_the_host(structure: str) -> None:
+    plan = fake_plan(structure)
+    with FakeTensorMode():
+        program = FakeProgram(plan)
+        counts = [program.build(key).run() for key in (*plan.graph_keys(SAMPLED), PrefillKey(16, SAMPLED))]
+    assert min(counts) > 50
 
 
 @pytest.mark.parametrize("sampling", CLASSES.values(), ids=CLASSES)
@@ -201,7 +210,7 @@ class Touched(TorchDispatchMode):
 
 def warm_cycle(shape: str, sampling: SamplingClass = SAMPLED, rule: str = "match") -> tuple[Cycle, GraphKey, Message]:
     """A cycle on the CPU in the middle of three requests (one greedy), a key with one padded lane, and the next message."""
-    plan = tiny_plan(SHAPES[shape], device="cpu", runtime="eager", rule=rule)
+    plan = structure_plan(shape, device="cpu", runtime="eager", rule=rule)
     networks = tiny_networks(plan)
     cycle = Cycle(plan, networks.target, networks.draft, select_kernels("reference", "auto", "cpu"))
     key = GraphKey(4, plan.shape, sampling)
@@ -209,8 +218,8 @@ def warm_cycle(shape: str, sampling: SamplingClass = SAMPLED, rule: str = "match
     for row, temperature in enumerate((0.9, 0.0, 0.6)):
         tokens = [(7 * row + 3 * i) % 61 for i in range(9 + row)]
         join = Join(
-            row=row, budget=60, seed=row, temperature=temperature, draft_len=plan.shape.num_steps, stop_ids=(4,) if sampling.bias else (), top_k=30, top_p=0.9,
-            min_p=0.01, repetition=1.2, presence=0.3, frequency=0.1, bias=((5, 1.5), (6, -2.0)), stop_from=70,
+            row=row, budget=60, seed=row, temperature=temperature, draft_len=plan.shape.num_steps, stop_ids=(4,) if sampling.bias else (),
+            top_k=30, top_p=0.9, min_p=0.01, repetition=1.2, presence=0.3, frequency=0.1, bias=((5, 1.5), (6, -2.0)), stop_from=70,
         )  # fmt: skip
         pages = [(row, column, 1 + row * plan.table_width + column) for column in range(plan.table_width)]
         while pages:
@@ -230,8 +239,9 @@ def stages_of(cycle: Cycle, key: Key) -> Iterator[Stage]:
 
 @pytest.mark.parametrize(
     ("shape", "sampling", "rule"),
-    [*((shape, "sampling", "match") for shape in SHAPES), ("tree", "greedy", "match"), ("tree", "all", "match"), ("chain", "all", "match"),
-     *((shape, "sampling", rule) for shape, rule in RULES), ("tree", "greedy", "synthetic"), ("chain", "all", "rejection")],
+    [*((shape, "sampling", "match") for shape in STRUCTURES), ("tree", "greedy", "match"), ("tree", "all", "match"),
+     ("chain", "all", "match"), ("tree", "greedy", "synthetic"), ("chain", "all", "rejection"),
+     *((shape, "sampling", rule) for shape, rule in RULES)],
 )  # fmt: skip
 def test_stages_touch_exactly_what_they_declare(shape: str, sampling: str, rule: str) -> None:
     cycle, key, _ = warm_cycle(shape, CLASSES[sampling], rule)
@@ -260,10 +270,10 @@ def test_stages_touch_exactly_what_they_declare(shape: str, sampling: str, rule:
             arena.restore(after)
 
 
-@pytest.mark.parametrize("sampling", CLASSES.values(), ids=CLASSES)
-def test_prefill_touches_exactly_what_it_declares(sampling: SamplingClass) -> None:
-    cycle, _, _ = warm_cycle("tree", sampling)
-    key = PrefillKey(16, sampling)
+@pytest.mark.parametrize(("shape", "sampling"), [*(("tree", name) for name in CLASSES), *((shape, "sampling") for shape in OTHERS)])
+def test_prefill_touches_exactly_what_it_declares(shape: str, sampling: str) -> None:
+    cycle, _, _ = warm_cycle(shape, CLASSES[sampling])
+    key = PrefillKey(16, CLASSES[sampling])
     message = Message(lanes=(3,), pages=[(3, c, 70 + c) for c in range(2)], chunk=Chunk([5, 6, 7], 0, 3))
     message.join = Join(row=3, budget=9, seed=1, temperature=1.0, draft_len=5, stop_ids=(2,))
     cycle.layout.encode(message, cycle.arena["mail"])
@@ -275,7 +285,7 @@ def test_prefill_touches_exactly_what_it_declares(sampling: SamplingClass) -> No
             assert set(stage.reads) <= touched.read <= {*stage.reads, *stage.writes}, stage.name
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", STRUCTURES)
 def test_nothing_but_slots_of_state_crosses_from_cycle_to_cycle(shape: str) -> None:
     cycle, key, _ = warm_cycle(shape)
     arena = cycle.arena

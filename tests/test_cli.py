@@ -176,7 +176,8 @@ def test_prompt_from_standard_input_and_file(run, tmp_path):
 def test_jsonl_requests_carry_their_own_sampling(run, tmp_path):
     path = tmp_path / "requests.jsonl"
     path.write_text(
-        '"a"\n\n{"prompt": "b", "max_tokens": 3, "temperature": 1, "stop_token_ids": [7], "top_p": 1, "logit_bias": {"4": -1}, "logprobs": 2}\n'
+        '"a"\n\n{"prompt": "b", "max_tokens": 3, "temperature": 1, "stop_token_ids": [7], "top_p": 1, '
+        '"logit_bias": {"4": -1}, "logprobs": 2}\n'
     )
     [(prompts, params)] = run("generate", f"prompt_file={path}", "sampling.max_tokens=5").engines[0].calls
     assert prompts == ["a", "b"]

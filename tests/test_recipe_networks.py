@@ -11,44 +11,19 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from graphspec.errors import ConfigError
-from recipes.acceptance import AcceptanceConfig, draft_candidates, greedy_text, measure_acceptance
+from recipes.acceptance import AcceptanceConfig, greedy_text
 from recipes.blocks import Rope
 from recipes.draft import DraftConfig, Texts, draft_losses, load_draft, train_draft
-from recipes.drafter import Drafter, Target, default_taps, unrolled
-from recipes.export import export_draft, round_to_bfloat16
+from recipes.drafter import Target, default_taps, unrolled
+from recipes.export import export_draft
 from recipes.networks import NETWORKS
 from recipes.networks.eagle3 import choose_draft_vocab
 from recipes.optim import Optimizers
 
-from ._drafts import FAMILIES, draft_logits, tiny_target
-
-SMALL = {
-    "eagle": {"bias": True, "intermediate_size": 40},
-    "eagle3": {"draft_vocab_size": 48, "tap_layers": [1, 2, 2]},
-    "mtp": {},
-    "standalone": {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1},
-}
-
-
-def build(variant: str, target=None, **network: object) -> Drafter:
-    """A random drafter whose every parameter matters."""
-    target = target or tiny_target()
-    settings = DraftConfig(variant=variant, network={**SMALL[variant], **network}, unroll=network.get("num_heads", 4)).settings()
-    torch.manual_seed(5)
-    drafter = NETWORKS[variant].build(target, settings, torch.arange(96).flip(0))
-    with torch.no_grad():
-        for name, parameter in drafter.named_parameters():
-            if parameter.ndim == 1:
-                parameter.uniform_(0.5, 1.5)
-            elif name != "lm_head.weight":
-                parameter.normal_(std=0.2)
-    return drafter.eval()
-
-
-def random_text(rows: int, length: int, seed: int = 1) -> torch.Tensor:
-    return torch.randint(1, 96, (rows, length), generator=torch.Generator().manual_seed(seed))
+from ._drafts import FAMILIES, SMALL, build, draft_logits, random_text, tiny_target
 
 
 def layer_shapes(prefix: str, i: int, inputs: int = 32, **extra: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
@@ -95,6 +70,21 @@ def test_published_names_and_shapes(tmp_path):
     assert facts["eagle3"]["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 1, 1]
     assert facts["mtp"]["num_nextn_predict_layers"] == 1
     assert facts["mtp"]["num_hidden_layers"] == 3
+
+
+@pytest.mark.parametrize("variant", sorted(SMALL))
+def test_what_is_measured_is_what_is_written(variant):
+    target = tiny_target()
+    drafter = build(variant, target)
+    _, trained = drafter.published(target)
+    trained = {name: t.clone() for name, t in trained.items()}
+    drafter.round_to_bfloat16()
+    _, rounded = drafter.published(target)
+    for name, tensor in rounded.items():
+        assert torch.equal(tensor.bfloat16(), trained[name].bfloat16()), name
+        if tensor.is_floating_point():
+            torch.testing.assert_close(tensor, trained[name].bfloat16().float(), rtol=1e-6, atol=0)
+            assert not torch.equal(tensor, trained[name]), name
 
 
 def test_no_bias_and_no_draft_vocabulary_leave_their_tensors_out():
@@ -180,10 +170,39 @@ def test_published_heads_equal_a_decoder_layer_of_transformers(family):
     assert (f"{prefix}self_attn.q_norm.weight" in tensors) == (family == "qwen3")
 
 
+def test_a_published_eagle3_head_reads_features_as_they_are():
+    target = tiny_target()
+    tokens = random_text(2, 12)
+    drafter = build("eagle3", target)
+    assert set(drafter.scale_F.log2().tolist()) - {0.0}, "the scale must not be trivial here"
+    features, _ = Target(target).view(tokens, drafter.tap_layers)
+    _, held = drafter.published(target)
+
+    def norm(name: str, value: torch.Tensor) -> torch.Tensor:
+        return value * torch.rsqrt(value.square().mean(-1, keepdim=True) + 1e-6) * held[name]
+
+    hidden = features[:, :11] @ held["fc.weight"].T
+    embed = norm("midlayer.input_layernorm.weight", target.model.embed_tokens(tokens)[:, 1:])
+    x = torch.cat((embed, norm("midlayer.hidden_norm.weight", hidden)), -1)
+    q, k, v = ((x @ held[f"midlayer.self_attn.{n}_proj.weight"].T).unflatten(-1, (-1, 8)).transpose(1, 2) for n in "qkv")
+    cos, sin = target.model.rotary_emb(x, torch.arange(11)[None])
+    q, k = apply_rotary_pos_emb(q, k, cos, sin)
+    attended = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).flatten(2)
+    hidden = hidden + attended @ held["midlayer.self_attn.o_proj.weight"].T
+    y = norm("midlayer.post_attention_layernorm.weight", hidden)
+    gate, up = (y @ held[f"midlayer.mlp.{n}_proj.weight"].T for n in ("gate", "up"))
+    hidden = hidden + (torch.nn.functional.silu(gate) * up) @ held["midlayer.mlp.down_proj.weight"].T
+    with torch.no_grad():
+        found = next(unrolled(drafter, features, tokens, 1))
+        torch.testing.assert_close(found, hidden, rtol=1e-4, atol=1e-4)
+        expected = norm("norm.weight", hidden) @ held["lm_head.weight"].T
+        torch.testing.assert_close(drafter.logits(found), expected, rtol=1e-4, atol=1e-4)
+
+
 def test_a_standalone_draft_is_an_ordinary_model(tmp_path):
     target = tiny_target("qwen3")
     drafter = build("standalone", target)
-    round_to_bfloat16(drafter)
+    drafter.round_to_bfloat16()
     export_draft(drafter, target, tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     tokens = random_text(2, 12)
@@ -204,103 +223,6 @@ def test_unrolled_steps_equal_drafting_row_by_row(variant, network):
             for row in (0, 4, 9):
                 expected = draft_logits(drafter, features, tokens, row, tokens[0, row + 2 : row + 2 + k].tolist())
                 torch.testing.assert_close(drafter.logits(hidden[0, row]), expected, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("variant", sorted(SMALL))
-def test_tree_candidates_follow_their_own_branch(variant):
-    target = tiny_target()
-    drafter, tokens = build(variant, target), random_text(2, 11, seed=2)
-    features, _ = Target(target).view(tokens, drafter.tap_layers)
-    token, score, parent, level = draft_candidates(drafter, features, tokens, 5, 3, 3)
-    assert token.shape == (2, 5, 3 + 2 * 9)
-    ids = drafter.target_ids()
-    ids = list(range(96)) if ids is None else ids.tolist()
-    for lane, row in ((0, 0), (1, 4)):
-        for node in range(token.shape[-1]):
-            path, at = [], int(parent[lane, row, node])
-            while at >= 0:
-                path.insert(0, int(token[lane, row, at]))
-                at = int(parent[lane, row, at])
-            assert len(path) == int(level[node]) - 1
-            before = float(score[lane, row, parent[lane, row, node]]) if path else 0.0
-            logp = draft_logits(drafter, features[lane : lane + 1], tokens[lane : lane + 1], row + 5, path).log_softmax(-1)
-            assert int(token[lane, row, node]) in [ids[i] for i in logp.topk(3).indices.tolist()]
-            expected = before + float(logp[ids.index(int(token[lane, row, node]))])
-            assert float(score[lane, row, node]) == pytest.approx(expected, abs=1e-3)
-
-
-@pytest.mark.parametrize(("variant", "network"), [*((v, {}) for v in SMALL), ("mtp", {"num_heads": 3})])
-def test_measured_chain_equals_running_the_cycles(variant, network, tmp_path):
-    target = tiny_target()
-    # A short training, so that some drafts are accepted.
-    stream = random_text(1, 400)[0].numpy()
-    settings = AcceptanceConfig(prompts=4, prompt_length=8, new_tokens=24, shapes=[[3, 1, 4]], batch=3)
-    text = greedy_text(settings, Target(target), stream)
-    texts = Texts(stream, {32: text.numpy()})
-    config = DraftConfig(
-        variant=variant, network={**SMALL[variant], **network}, unroll=3, phases=[[25, 4, 32]], warmup=2, cooldown=5, save_every=100
-    )
-    drafter = train_draft(config, target, texts, tmp_path, "draft")
-    (measured,) = measure_acceptance(settings, Target(target), drafter, text, None)["shapes"]
-    ids, taken = drafter.target_ids(), []
-    for tokens in text.split(1):
-        features, _ = Target(target).view(tokens, drafter.tap_layers)
-        root = 8
-        while root + 4 < tokens.shape[1]:
-            path: list[int] = []
-            for _ in range(3):
-                choice = int(draft_logits(drafter, features, tokens, root - 1, path).argmax())
-                path.append(choice if ids is None else int(ids[choice]))
-            truth = tokens[0, root + 1 : root + 4].tolist()
-            taken.append(next((i for i in range(3) if path[i] != truth[i]), 3))
-            root += taken[-1] + 1
-    assert measured["cycles"] == len(taken)
-    assert measured["tokens_per_cycle"] == pytest.approx(1 + sum(taken) / len(taken), abs=1e-4)
-    assert 0 < sum(taken) < 3 * len(taken), "it must accept some drafts and refuse some"
-
-
-class Oracle(Drafter):
-    """Knows the text, up to a depth beyond which it is always wrong."""
-
-    def __init__(self, text_BT: torch.Tensor, knows: int) -> None:
-        super().__init__()
-        self.text, self.knows = text_BT, knows
-        self.unused = torch.nn.Parameter(torch.zeros(1))
-
-    def start(self, features_BTF):
-        return features_BTF
-
-    def step(self, index, tokens_BT, hidden_BTH, positions_T, attend):
-        flat = torch.zeros(len(tokens_BT), 1, tokens_BT.shape[1], 2)
-        attend(0, flat[:, :, None], flat, flat)
-        answer = self.text[:, (positions_T + 2).clamp(max=self.text.shape[1] - 1)]
-        return torch.nn.functional.one_hot(answer if index < self.knows else (answer + 1) % 96, 96).float()
-
-    def logits(self, hidden):
-        return 10 * hidden
-
-
-@pytest.mark.parametrize("shape", [[4, 1, 5], [3, 2, 6]])
-def test_a_perfect_drafter_gets_every_token(shape):
-    target = Target(tiny_target())
-    settings = AcceptanceConfig(prompts=3, prompt_length=6, new_tokens=30, shapes=[shape])
-    text = greedy_text(settings, target, random_text(1, 200)[0].numpy())
-    for knows in (shape[0], 1, 0):
-        (measured,) = measure_acceptance(settings, target, Oracle(text, knows), text, None)["shapes"]
-        assert measured["tokens_per_cycle"] == knows + 1
-        assert measured["conditional_acceptance"][:knows] == [1.0] * knows
-
-
-def test_cycles_after_the_end_are_left_out():
-    target = Target(tiny_target())
-    settings = AcceptanceConfig(prompts=1, prompt_length=6, new_tokens=30, shapes=[[2, 1, 3]])
-    text = greedy_text(settings, target, random_text(1, 200)[0].numpy()).clone()
-    end = 95
-    text[text == end] = 94
-    text[0, 6 + 14] = end
-    (measured,) = measure_acceptance(settings, target, Oracle(text, 2), text, end)["shapes"]
-    # 15 known tokens, the first of them the prefill's; a cycle whose S + 1 = 3 tokens might lie behind the end is not counted.
-    assert measured["cycles"] == 4
 
 
 @pytest.mark.parametrize(("variant", "network"), [*((v, {}) for v in SMALL), ("mtp", {"num_heads": 2})])

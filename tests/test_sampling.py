@@ -14,15 +14,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from graphspec.buffers import POISON, Status
+from graphspec.cycle import Cycle, Key
 from graphspec.engine.llm import LLM
 from graphspec.engine.request import SamplingParams, sampling_class
 from graphspec.errors import RequestError
 from graphspec.graphs.draft import causal_words
+from graphspec.graphs.mailbox import Message
 from graphspec.graphs.sampling import LogitShaper, node_paths
 from graphspec.kernels import select_kernels
 from graphspec.kernels.filter_logits import filter_logits
 from graphspec.kernels.topk import stable_topk
-from graphspec.shapes import GREEDY, SamplingClass
+from graphspec.shapes import GREEDY, GraphKey, SamplingClass
 
 from ._engines import CHAIN, MIRROR_VOCAB, TREE, WIDE, Pair, ids, mirror_pair, prompts, watch_schedulers
 
@@ -81,7 +84,9 @@ def test_a_mixed_batch_equals_each_request_alone(pair: Pair, alone: list[list[in
 def test_every_parameter_changes_something(pair: Pair) -> None:
     llm, prompt = pair.llm(variant="none"), prompts(1)[0]
     for kind in KINDS[2:]:
-        base = SamplingParams(max_tokens=40, temperature=kind.get("temperature", 0.0), seed=3, stop_token_ids=kind.get("stop_token_ids", ()))
+        base = SamplingParams(
+            max_tokens=40, temperature=kind.get("temperature", 0.0), seed=3, stop_token_ids=kind.get("stop_token_ids", ())
+        )
         changed = replace(base, **kind)
         left, right = (llm.generate([prompt], p)[0].token_ids for p in (base, changed))
         assert left != right, kind
@@ -123,7 +128,9 @@ def test_greedy_equals_transformers(pair: Pair, shape: dict[str, Any], ours: dic
 VOCAB = 13
 
 
-def slow_shape(logits: list[float], prompt: list[int], output: list[int], ask: dict[str, Any], position: int, stops: list[int]) -> list[float]:
+def slow_shape(
+    logits: list[float], prompt: list[int], output: list[int], ask: dict[str, Any], position: int, stops: list[int]
+) -> list[float]:
     """The order of operations, one token at a time."""
     shaped = []
     for token, logit in enumerate(logits):
@@ -170,7 +177,12 @@ def test_every_branch_counts_its_own_path(mapped: bool) -> None:
     rows, nodes = 4, 12
     asks = [
         {"repetition": r, "presence": p, "frequency": f, "bias": b, "stop_from": s}
-        for r, p, f, b, s in ((1.3, 0.5, 0.25, {3: 2.0}, 0), (1.0, 0.0, 0.0, {}, 12), (0.7, -1.0, 0.5, {0: -3.0, 12: 1.0}, 8), (1.1, 2, 2, {}, 9))
+        for r, p, f, b, s in (
+            (1.3, 0.5, 0.25, {3: 2.0}, 0),
+            (1.0, 0.0, 0.0, {}, 12),
+            (0.7, -1.0, 0.5, {0: -3.0, 12: 1.0}, 8),
+            (1.1, 2, 2, {}, 9),
+        )
     ]
     spoken = [torch.randint(0, VOCAB, (7,), generator=generator).tolist() for _ in range(2 * rows)]
     stops, seq_len = [2, 6], 6
@@ -245,9 +257,11 @@ def test_filters_keep_what_transformers_keeps(temperature: float, top_k: int, to
 
 
 VALUES = st.lists(st.integers(-12, 12).map(lambda n: n / 2), min_size=1, max_size=24)
+# Not st.floats: an engine in the same process flushes denormals, which hypothesis refuses.
+SHARES = st.integers(1, 99).map(lambda n: n / 100)
 
 
-@given(VALUES, st.integers(-1, 26), st.floats(0.01, 1.0), st.floats(0.0, 1.0), st.sampled_from([0.3, 1.0, 2.0]), st.randoms())
+@given(VALUES, st.integers(-1, 26), SHARES, st.sampled_from([0.0, 0.01, 0.3, 1.0]), st.sampled_from([0.3, 1.0, 2.0]), st.randoms())
 @settings(max_examples=150, deadline=None)
 def test_a_filter_is_one_threshold(values: list[float], top_k: int, top_p: float, min_p: float, temperature: float, rng: Any) -> None:
     logits_11V = torch.tensor([[values]])
@@ -264,7 +278,7 @@ def test_a_filter_is_one_threshold(values: list[float], top_k: int, top_p: float
         assert min(kept) == sorted(values, reverse=True)[top_k - 1]
 
 
-@given(VALUES, st.floats(0.05, 0.99))
+@given(VALUES, SHARES)
 @settings(max_examples=100, deadline=None)
 def test_top_p_is_the_smallest_set_of_that_mass(values: list[float], top_p: float) -> None:
     logits_11V = torch.tensor([[values]])
@@ -315,8 +329,8 @@ def test_classes_are_unions() -> None:
     ("key", "value"),
     [
         ("top_k", -2), ("top_p", 0.0), ("top_p", 1.5), ("min_p", -0.1), ("min_p", float("nan")), ("repetition_penalty", 0.0),
-        ("repetition_penalty", float("inf")), ("presence_penalty", 2.5), ("frequency_penalty", -3.0), ("min_tokens", 200), ("min_tokens", -1),
-        ("logprobs", 21), ("logprobs", -1), ("logit_bias", {MIRROR_VOCAB: 1.0}), ("logit_bias", {3: 200.0}),
+        ("repetition_penalty", float("inf")), ("presence_penalty", 2.5), ("frequency_penalty", -3.0), ("min_tokens", 200),
+        ("min_tokens", -1),        ("logprobs", 21), ("logprobs", -1), ("logit_bias", {MIRROR_VOCAB: 1.0}), ("logit_bias", {3: 200.0}),
         ("logit_bias", dict.fromkeys(range(33), 1.0)),
     ],
 )  # fmt: skip
@@ -344,6 +358,27 @@ def test_a_preempted_row_resumes_with_its_counts(pair: Pair, shape: dict[str, An
     assert min(map(len, ids(roomy))) >= 30
 
 
+def test_idle_rows_and_lanes_may_hold_anything(pair: Pair, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a cycle may not read is NaN, or a number no index survives, before every launch."""
+    launch, poisoned = Cycle.launch, []
+
+    def poison(self: Cycle, key: Key, message: Message) -> int:
+        self.arena.poison(("lane",))
+        if isinstance(key, GraphKey):
+            idle_R = self.arena["status_R"] != Status.LIVE
+            for slot in self.arena.slots:
+                if slot.group and slot.kind == "state":
+                    tensor = self.arena[slot.name]
+                    tensor[idle_R] = float("nan") if tensor.is_floating_point() else max(POISON, torch.iinfo(tensor.dtype).min)
+                    poisoned.append(slot.name)
+        return launch(self, key, message)
+
+    monkeypatch.setattr(Cycle, "launch", poison)
+    llm = pair.llm(**TREE, max_rows=4, run_ahead=1)
+    assert ids(llm.generate(prompts(len(KINDS)), [some_params(i) for i in range(len(KINDS))])) == alone
+    assert len(set(poisoned)) == 11
+
+
 def test_penalties_forget_the_row_before(pair: Pair) -> None:
     llm = pair.llm(**CHAIN, max_rows=1)
     params = SamplingParams(max_tokens=LENGTH, repetition_penalty=1.5)
@@ -355,7 +390,7 @@ def test_penalties_forget_the_row_before(pair: Pair) -> None:
 
 def test_compiled_with_everything_equals_plain_decoding(pair: Pair, alone: list[list[int]]) -> None:
     """One graph, all of it: the whole of torch.compile's fullgraph promise for the widest class."""
-    llm = pair.llm(num_steps=2, topk=1, num_draft_tokens=3, runtime="compiled", buckets=[3], max_rows=3)
+    llm = pair.llm(num_steps=1, topk=1, num_draft_tokens=2, runtime="compiled", buckets=[3], max_rows=3)
     assert ids(llm.generate(prompts(len(KINDS)), [some_params(i) for i in range(len(KINDS))])) == alone
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
@@ -30,13 +32,19 @@ def causal_words(length: int, num_words: int, device: torch.device) -> Tensor:
 class DraftStage(Stage):
     """What the stages that run a draft network share."""
 
+    feature_reads: ClassVar[tuple[str, ...]] = ()
+    feature_writes: ClassVar[tuple[str, ...]] = ()
+    """Slots that a drafter without features of the target neither has nor needs."""
+
     def __init__(self, build: Build) -> None:
         super().__init__(build)
         assert build.draft is not None, "a draft stage needs a draft network"
         self.draft: DraftModel = build.draft
         self.shift = build.plan.variant.shift
         self.sampler = DraftSampler(build)
-        self.reads, self.writes = (*self.reads, *self.sampler.reads), (*self.writes, *self.sampler.writes)
+        featured = self.plan.feature_width > 0
+        self.reads = (*self.reads, *self.sampler.reads, *(self.feature_reads if featured else ()))
+        self.writes = (*self.writes, *self.sampler.writes, *(self.feature_writes if featured else ()))
 
     def propose(self, v: Views, hidden_BTH: Tensor, position_B: Tensor, path_BTs: Tensor, level: int) -> tuple[Tensor, Tensor]:
         """Top-K continuations of each hidden state; see :meth:`DraftSampler.propose`."""
@@ -72,15 +80,10 @@ class DraftExtend(DraftStage):
     """The drafter over the carried window; the last valid entry proposes the first level."""
 
     name = "draft_extend"
-    writes = ("draft_kv", "draft_hidden_BH", "candidate_score_BM", "candidate_token_BM", "candidate_parent_BM")
-
-    def __init__(self, build: Build) -> None:
-        super().__init__(build)
-        features = ("window_feature_RAF",) if self.plan.feature_width else ()
-        self.reads = (
-            "lane_row_B", "status_R", "seq_len_R", "window_len_R", "window_token_RA", *features, "page_table_RP", "draft_kv",
-            *self.sampler.reads,
-        )  # fmt: skip
+    reads = ("lane_row_B", "status_R", "seq_len_R", "window_len_R", "window_token_RA", "page_table_RP", "draft_kv")
+    writes = ("draft_kv", "candidate_score_BM", "candidate_token_BM", "candidate_parent_BM")
+    feature_reads = ("window_feature_RAF",)
+    feature_writes = ("draft_hidden_BH",)
 
     def forward(self, v: Views) -> None:
         row_B, live_B = self.rows(v)
@@ -96,7 +99,8 @@ class DraftExtend(DraftStage):
         hidden_BAH = self.draft(token_BA, self.fuse(feature_BAF), attention)
         last_B = (length_B - 1).clamp(min=0)
         hidden_BH = hidden_BAH.gather(1, last_B[:, None, None].expand(-1, 1, hidden_BAH.shape[-1])).squeeze(1)
-        v.draft_hidden_BH.copy_(hidden_BH)
+        if self.plan.feature_width:
+            v.draft_hidden_BH.copy_(hidden_BH)
 
         nothing_B1s = token_BA.new_empty(token_BA.shape[0], 1, 0)
         score_BTK, token_BTK = self.propose(v, hidden_BH[:, None], seq_B + 1, nothing_B1s, 1)
@@ -114,11 +118,9 @@ class DraftSteps(DraftStage):
     """Levels 2..S, unrolled: K beams each, every beam attending the prefix and its own ancestors."""
 
     name = "draft_steps"
-    reads = (
-        "lane_row_B", "status_R", "seq_len_R", "page_table_RP", "draft_kv", "draft_hidden_BH",
-        "candidate_score_BM", "candidate_token_BM",
-    )  # fmt: skip
-    writes = ("draft_kv", "candidate_score_BM", "candidate_token_BM", "candidate_parent_BM")
+    reads = ("lane_row_B", "status_R", "seq_len_R", "page_table_RP", "draft_kv", "candidate_score_BM", "candidate_token_BM")
+    writes = DraftExtend.writes
+    feature_reads = ("draft_hidden_BH",)
 
     def forward(self, v: Views) -> None:
         row_B, live_B = self.rows(v)
@@ -129,7 +131,8 @@ class DraftSteps(DraftStage):
         token_BK = v.candidate_token_BM[:, :topk].clone()
         index_BK = beam_K.expand(lanes, topk)
         path_BKs = token_BK[..., None]
-        hidden_BKH = v.draft_hidden_BH[:, None].expand(lanes, topk, v.draft_hidden_BH.shape[-1])
+        carries = self.plan.feature_width > 0
+        carried_BKH = v.draft_hidden_BH[:, None].expand(lanes, topk, v.draft_hidden_BH.shape[-1]) if carries else None
         ancestors_BKX = torch.zeros(lanes, topk, self.plan.num_words, dtype=torch.int64, device=row_B.device)
         for step in range(1, self.shape.num_steps):
             window_K = (step - 1) * topk + beam_K
@@ -137,7 +140,8 @@ class DraftSteps(DraftStage):
             position_BK = (seq_B + step - self.shift)[:, None].expand(lanes, topk)
             ancestors_BKX = ancestors_BKX | bit_words(window_K, self.plan.num_words)
             attention = self.attend(v, position_BK, valid_BK, seq_B[:, None] + 1 + window_K, seq_B + 1, ancestors_BKX)
-            carried_BKH = hidden_BKH.masked_fill(~valid_BK[..., None], 0) if self.plan.feature_width else None
+            if carried_BKH is not None:
+                carried_BKH = carried_BKH.masked_fill(~valid_BK[..., None], 0)
             hidden_BKH = self.draft(torch.where(valid_BK, token_BK, -1), carried_BKH, attention, step)
             increment_BKK, next_BKK = self.propose(v, hidden_BKH, seq_B + step + 1, path_BKs, step + 1)
             level_BC = torch.where(valid_BK[..., None], score_BK[..., None] + increment_BKK, float("-inf")).flatten(1)
@@ -152,7 +156,7 @@ class DraftSteps(DraftStage):
                 token_BK = next_BKK.flatten(1).gather(1, chosen_BK)
                 path_BKs = torch.cat((path_BKs.gather(1, beam_BK[..., None].expand(-1, -1, step)), token_BK[..., None]), -1)
                 index_BK = begin + chosen_BK
-                hidden_BKH = hidden_BKH.gather(1, beam_BK[..., None].expand(-1, -1, hidden_BKH.shape[-1]))
+                carried_BKH = hidden_BKH.gather(1, beam_BK[..., None].expand(-1, -1, hidden_BKH.shape[-1])) if carries else None
                 ancestors_BKX = ancestors_BKX.gather(1, beam_BK[..., None].expand(-1, -1, ancestors_BKX.shape[-1]))
 
 
@@ -160,8 +164,7 @@ class StaticSteps(DraftStage):
     """Levels 2..S of a static tree (EAGLE-1): the drafter runs on the nodes that have children, and each child takes its rank."""
 
     name = "static_steps"
-    reads = DraftSteps.reads
-    writes = DraftSteps.writes
+    reads, writes, feature_reads = DraftSteps.reads, DraftSteps.writes, DraftSteps.feature_reads
 
     def __init__(self, build: Build) -> None:
         super().__init__(build)
@@ -173,7 +176,7 @@ class StaticSteps(DraftStage):
         seq_B = v.seq_len_R[row_B]
         tree, lanes, device = self.tree, row_B.shape[0], row_B.device
         before: list[int] = []
-        hidden_BTH = v.draft_hidden_BH[:, None]
+        carried_BTH = v.draft_hidden_BH[:, None] if self.plan.feature_width else None
         ancestors_BTX = torch.zeros(lanes, 1, self.plan.num_words, dtype=torch.int64, device=device)
         path_BTs = v.candidate_token_BM.new_empty(lanes, 1, 0)
         slots = 0
@@ -189,9 +192,9 @@ class StaticSteps(DraftStage):
             position_BT = (seq_B + step - self.shift)[:, None].expand(lanes, count)
             ancestors_BTX = torch.cat([ancestors_BTX[:, a : a + 1] for a in above], 1) | bit_words(window_T, self.plan.num_words)
             path_BTs = torch.cat((torch.cat([path_BTs[:, a : a + 1] for a in above], 1), token_BT[..., None]), -1)
-            hidden_BTH = torch.cat([hidden_BTH[:, a : a + 1] for a in above], 1)
+            if carried_BTH is not None:
+                carried_BTH = torch.cat([carried_BTH[:, a : a + 1] for a in above], 1).masked_fill(~valid_BT[..., None], 0)
             attention = self.attend(v, position_BT, valid_BT, seq_B[:, None] + 1 + window_T, seq_B + 1, ancestors_BTX)
-            carried_BTH = hidden_BTH.masked_fill(~valid_BT[..., None], 0) if self.plan.feature_width else None
             hidden_BTH = self.draft(torch.where(valid_BT, token_BT, -1), carried_BTH, attention, step)
             increment_BTK, next_BTK = self.propose(v, hidden_BTH, seq_B + step + 1, path_BTs, step + 1)
             for child in tree.level(step + 1):
@@ -200,4 +203,5 @@ class StaticSteps(DraftStage):
                 v.candidate_score_BM[:, child] = torch.where(valid_BT[:, row], score_B, float("-inf"))
                 v.candidate_token_BM[:, child] = next_BTK[:, row, rank]
                 v.candidate_parent_BM[:, child] = tree.parent(child)
+            carried_BTH = hidden_BTH if self.plan.feature_width else None
             before, slots = nodes, slots + count

@@ -169,7 +169,6 @@ class MailLayout:
             words[token_at : token_at + len(tokens)] = tokens
             words[token_at + self.max_nodes : token_at + self.max_nodes + len(parents)] = parents
 
-
     def _encode_join(self, join: Join, words: np.ndarray[tuple[int], np.dtype[np.int64]]) -> None:
         seed = join.seed - 2**64 if join.seed >= 2**63 else join.seed
         stops, ids, values, _ = self.join_parts

@@ -1,7 +1,7 @@
 """Sampling one token per position from logits: penalties, bias and filters first, then greedy or by noise.
 
-Every random number is a hash of (seed, position, token), so it does not depend on batch, tree or launch. Numbers that must be independent of
-each other come from different *streams*: the same hash over the seed with a constant of the stream xor-ed in.
+Every random number is a hash of (seed, position, token), so it does not depend on batch, tree or launch. Numbers that must be independent
+of each other come from different *streams*: the same hash over the seed with a constant of the stream xor-ed in.
 """
 
 from __future__ import annotations

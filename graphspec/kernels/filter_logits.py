@@ -22,7 +22,8 @@ def filter_logits(logits_BTV: Tensor, temperature_B: Tensor, top_k_B: Tensor, to
     * min-p: the largest logit plus ``temperature * log(min_p)``, that is ``min_p`` times the largest probability.
 
     Weights ``exp((logit - max) / temperature)`` are cut to integers of 40 bits before they are summed. Integer sums are exact, so the
-    threshold does not depend on the order of summation and can be found without a sort; a token below ``2^-40`` of the largest has no weight.
+    threshold does not depend on the order of summation and can be found without a sort; a token below ``2^-40`` of the largest weighs
+    nothing.
 
     Args:
         logits_BTV: float32, no NaN; -inf is a token that is out already.

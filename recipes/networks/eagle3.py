@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from graphspec.errors import ConfigError
 
 from ..blocks import Attend, FeedForward, LayerShape, Rope, SelfAttention, start_small
-from ..drafter import Drafter, NetworkConfig, default_taps
+from ..drafter import Drafter, NetworkConfig, Target, default_taps
 from ..facts import decoder_facts
 
 
@@ -55,14 +55,24 @@ def choose_draft_vocab(counts_V: Tensor, size: int, always: Sequence[int]) -> Te
     return torch.tensor(sorted([*keep, *order[: size - len(keep)]]), dtype=torch.int64)
 
 
+def feature_scale(target: PreTrainedModel, tap_layers: tuple[int, ...]) -> Tensor:
+    """``[F]`` fp32: for each tap the power of two next to 1 / (root mean square of its residual stream on random tokens)."""
+    tokens = torch.randint(0, target.config.vocab_size, (2, 64), generator=torch.Generator().manual_seed(0))
+    features, _ = Target(target).view(tokens.to(target.device), tap_layers)
+    taps = features.unflatten(-1, (len(tap_layers), -1))
+    size = taps.square().mean((0, 1, 3)).sqrt().clamp(min=1e-6)
+    return torch.exp2(-size.log2().round()).repeat_interleave(taps.shape[-1]).cpu()
+
+
 class Eagle3Draft(Drafter):
-    """``state_dict`` is the published layout, name by name; the embedding is the target's and not part of it."""
+    """The embedding is the target's and not part of the checkpoint."""
 
     variant: ClassVar[str] = "eagle3"
     Settings: ClassVar[type[NetworkConfig]] = Eagle3Config
     about: ClassVar[str] = "EAGLE-3: one layer over `[embedding; hidden]`, taps entering layers {tap_layers}"
     unmixed = ("lm_head",)
     embedding_VH: Tensor
+    scale_F: Tensor
     d2t: Tensor
     t2d: Tensor
 
@@ -74,6 +84,9 @@ class Eagle3Draft(Drafter):
         if not all(1 <= layer < layers for layer in taps):
             raise ConfigError("network.tap_layers", f"layers in 1..{layers - 1}", taps)
         self.tap_layers = tuple(taps)
+        # fc is trained on features brought to a root mean square near 1 and published for features as they are: residual streams are often
+        # ten times larger. Powers of two, so that the rounding of the published matrix is that of the trained one.
+        self.register_buffer("scale_F", feature_scale(target, self.tap_layers), persistent=False)
         self.fc = nn.Linear(len(taps) * shape.hidden, shape.hidden, bias=False)
         self.midlayer = MidLayer(shape)
         self.norm = nn.RMSNorm(shape.hidden, shape.eps)
@@ -109,7 +122,7 @@ class Eagle3Draft(Drafter):
         return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t if self.has_vocab else None
 
     def start(self, features_BTF: Tensor) -> Tensor:
-        out: Tensor = self.fc(features_BTF)
+        out: Tensor = self.fc(features_BTF * self.scale_F)
         return out
 
     def step(self, index: int, tokens_BT: Tensor, hidden_BTH: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
@@ -135,4 +148,4 @@ class Eagle3Draft(Drafter):
             norm_before_residual=False,
             eagle_config={"eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in self.tap_layers], "use_aux_hidden_state": True},
         )
-        return facts, dict(self.state_dict())
+        return facts, {**self.state_dict(), "fc.weight": self.fc.weight.detach() * self.scale_F}

@@ -1,0 +1,121 @@
+"""What `variant=none` costs over a plain decode loop: the same network, kernels and compiler, with and without the engine around them.
+
+``python -m perf.none_cost`` decodes the demo model at batch 1. One side is the engine with ``variant=none``. The other is the shortest loop
+that decodes with the same KV pool: one compiled step (target forward, argmax, next position) per token, and a host that reads each token
+to know when to stop. Both take turns prompt by prompt; the figure is the median over rounds of the ratio within a round. Prompt processing
+is left out on both sides.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from graphspec.attention import TreeAttention
+from graphspec.cycle import PrefillKey
+from graphspec.engine.llm import LLM
+from graphspec.engine.request import SamplingParams
+from graphspec.shapes import GREEDY
+from perf.provenance import ROOT, provenance, result_file, within_repository, write_jsonl
+from perf.speed import held_out_prompts
+
+
+class PlainLoop:
+    """Greedy decoding over an engine's own target, kernels and KV pool, row 0; the engine runs the prompt."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.llm, self.cycle = llm, llm.cycle
+        arena = self.cycle.arena
+        target, kernels, pool, table = self.cycle.target, self.cycle.kernels, arena["target_kv"], arena["page_table_RP"]
+        self.token_11, self.length_1 = torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+        valid_11, self_111 = torch.ones(1, 1, dtype=torch.bool), torch.ones(1, 1, 1, dtype=torch.int64)
+
+        def step() -> None:
+            position_11 = self.length_1[:, None]
+            attention = TreeAttention(
+                kernels=kernels,
+                kv_pool=pool,
+                table_BP=table[:1],
+                position_BT=position_11,
+                rope_length_BT=position_11 + 1,
+                valid_BT=valid_11,
+                slot_BT=position_11,
+                prefix_begin=0,
+                prefix_end_B=self.length_1,
+                ancestors_BTX=self_111,
+            )
+            hidden_11H, _ = target(self.token_11, attention)
+            self.token_11.copy_(target.logits(hidden_11H).argmax(-1))
+            self.length_1.add_(1)
+
+        self.step = torch.compile(step, fullgraph=True, dynamic=False) if llm.plan.kernels == "compiled" else step
+
+    def run(self, prompt: list[int], max_tokens: int, stop: int) -> tuple[list[int], float]:
+        """New tokens, and the seconds from the first to the last of them."""
+        # The prompt's KV and the first token are the engine's: a run of one token leaves both behind, and row 0 keeps its pages.
+        [first] = self.llm.generate(prompt, SamplingParams(max_tokens=1))[0].token_ids
+        row_P = self.cycle.arena["page_table_RP"][0]
+        taken = row_P[: self.llm.plan.pages_for(len(prompt))].tolist()
+        others = [page for page in range(1, self.llm.plan.num_pages) if page not in taken]
+        row_P.copy_(torch.tensor([*taken, *others][: len(row_P)], dtype=torch.int32))
+        self.token_11.fill_(first)
+        self.length_1.fill_(len(prompt))
+        out = [first]
+        started = time.perf_counter()
+        with torch.no_grad(), torch.compiler.set_stance(skip_guard_eval_unsafe=True):
+            while len(out) < max_tokens and out[-1] != stop:
+                self.step()
+                out.append(int(self.token_11))
+        return out, time.perf_counter() - started
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print the ratio, write the records to ``perf/results``."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runtime", default="compiled", choices=("eager", "compiled"))
+    parser.add_argument("--prompts", type=int, default=6)
+    parser.add_argument("--prompt-tokens", type=int, default=64)
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--out", type=Path, default=ROOT / "perf" / "results", help="folder of the result file")
+    args = parser.parse_args(argv)
+    llm = LLM(variant="none", runtime=args.runtime, max_rows=1, buckets=[1], max_context=512)
+    prompts = held_out_prompts(llm.tokenizer.encode, args.prompts, args.prompt_tokens)
+    params = SamplingParams(max_tokens=args.max_tokens)
+    loop, stop = PlainLoop(llm), llm.plan.target.eos_token_ids[0]
+    llm.warm_up()
+    llm.cycle.prepare([PrefillKey(chunk, GREEDY) for chunk in llm.plan.prefill_chunks])
+    ratios: list[float] = []
+    rates: dict[str, list[float]] = {"loop": [], "engine": []}
+    for round_number in range(args.rounds + 1):
+        seconds, tokens = {"loop": 0.0, "engine": 0.0}, 0
+        for prompt in prompts:
+            [output] = llm.generate(prompt, params)
+            plain, taken = loop.run(prompt, args.max_tokens, stop)
+            if plain != output.token_ids:
+                raise SystemExit(f"the loop's tokens {plain[:8]}... are not the engine's {output.token_ids[:8]}...")
+            tokens += len(plain) - 1
+            seconds["loop"] += taken
+            seconds["engine"] += output.metrics.decode_seconds
+        if round_number:  # the first round compiles
+            ratios.append(seconds["engine"] / seconds["loop"])
+            for side, taken in seconds.items():
+                rates[side].append(tokens / taken)
+    figures: dict[str, Any] = {"engine_over_loop": statistics.median(ratios), "ratios": ratios}
+    figures |= {f"{side}_tokens_per_second": statistics.median(values) for side, values in rates.items()}
+    print(
+        f"time of variant=none over a plain loop: {figures['engine_over_loop']:.3f} (median of {len(ratios)}, {[round(r, 3) for r in ratios]})"
+    )
+    settings = {"kind": "settings", **vars(args), "out": within_repository(args.out)}
+    write_jsonl(result_file(args.out, "none-cost"), [provenance(), settings, figures])
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,61 @@
+"""The whole cross: variant, chain or tree, runtime, batch, page size; greedy, and sampled under every filter and penalty."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from graphspec.engine.llm import SamplingParams
+
+from ._checkpoints import VOCAB_SIZE
+from ._engines import ids, prompts
+from ._variants import Family, build_family
+from .test_variants import CHAIN, HEADS, PATHS, STATIC, TREE, WIDE, make, name_of
+
+pytestmark = pytest.mark.full
+
+LENGTH = 24
+SHAPES: list[tuple[str, dict[str, Any]]] = [
+    ("none", {}),
+    *itertools.product(("eagle", "mtp-1", "standalone"), (CHAIN, TREE, WIDE, STATIC)),
+    ("mtp-3", HEADS),
+    *itertools.product(("ngram", "ngram_trie"), (CHAIN, PATHS)),
+]
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
+    return build_family(tmp_path_factory.mktemp("family"))
+
+
+def sampled(temperature: float, batch: int) -> list[SamplingParams]:
+    """A different mixture of filters and penalties for every row."""
+    mixtures: list[dict[str, Any]] = [
+        {},
+        {"top_p": 0.8},
+        {"top_k": 7, "repetition_penalty": 1.3},
+        {"min_p": 0.05, "presence_penalty": 0.5},
+        {"frequency_penalty": 0.7, "top_p": 0.95, "top_k": 20},
+        {"logit_bias": {3: 2.0, 5: -4.0}},
+        {"min_tokens": 12},
+        {"top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.1, "frequency_penalty": 0.2},
+    ]
+    return [SamplingParams(max_tokens=LENGTH, temperature=temperature, seed=i, **mixtures[i % len(mixtures)]) for i in range(batch)]
+
+
+@pytest.mark.parametrize("runtime", ["eager", "compiled"])
+@pytest.mark.parametrize(("name", "shape"), SHAPES, ids=name_of)
+def test_no_setting_changes_the_output(family: Family, name: str, shape: dict[str, Any], runtime: str) -> None:
+    for page_size in (1, 16):
+        buckets = {"buckets": [8], "max_rows": 8} if runtime == "compiled" else {}
+        llm = make(family, name, shape, runtime=runtime, page_size=page_size, **buckets)
+        for batch in (1, 3, 8):
+            asked = prompts(batch, vocab=VOCAB_SIZE)
+            assert ids(llm.generate(asked, SamplingParams(max_tokens=LENGTH))) == [family.pair.greedy(p, LENGTH) for p in asked]
+            for temperature in (0.7, 1.0):
+                key = (temperature, batch)
+                if key not in family.plain:
+                    family.plain[key] = ids(family.llm("none").generate(asked, sampled(*key)))
+                assert ids(llm.generate(asked, sampled(*key))) == family.plain[key], (page_size, batch, temperature)
