@@ -11,7 +11,7 @@ STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: help demo test test-full lint format snapshots features gpu-check train-demo bench wheel clean
+.PHONY: help demo test test-full lint format snapshots features gpu-check acceptance train-demo bench wheel clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -54,6 +54,9 @@ gpu-check: $(STAMP) ## every gpu test and, when green, speed; on a CUDA machine
 
 bench: $(STAMP) ## measure speed, all sides in one run; README's table
 	$(BIN)/python -m perf.speed --readme
+
+acceptance: $(STAMP) ## measure acceptance of every demo draft; README's table
+	$(BIN)/python -m perf.acceptance --readme
 
 train-demo: $(STAMP) ## train the demo checkpoints anew
 	$(BIN)/python -m recipes.train_demo

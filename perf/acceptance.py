@@ -1,26 +1,43 @@
-"""Acceptance of the demo head as the engine measures it, on prompts cut at random from the held-out modules.
+"""Acceptance of every demo draft as the engine measures it, on prompts cut at random from the held-out modules.
 
-``python -m perf.acceptance`` runs chain and tree in batches of eight and averages over all cycles of all prompts: cycles cut short by a
-stop id or the budget are left out, and the prefill's token is not counted. ``--temperature 1 --draft-noise none`` against ``coupled`` shows
-what ranking drafts by the sampler's own noise is worth; every prompt has a seed of its own.
+``python -m perf.acceptance`` (``make acceptance``) runs each draft as a chain and as trees, in batches of eight: greedy, at temperature 1
+with drafts ranked by the sampler's own noise (``draft_noise=coupled``), and at temperature 1 without. The figure is new tokens per cycle
+over all cycles of all prompts: the target's own token is included, the prefill's is not, and cycles cut short by a stop id or the budget
+are left out. Every prompt has a seed of its own. All runs of one temperature must give the tokens of plain decoding; one that does not
+gets no figure.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from graphspec.config import DRAFT_NOISES
 from graphspec.engine.llm import LLM
 from graphspec.engine.request import SamplingParams
 from perf.provenance import ROOT, provenance, result_file, within_repository, write_jsonl
 from recipes.corpus import load_corpus
 
-SHAPES = ((4, 1, 5), (5, 4, 16))
+README = ROOT / "README.md"
+BEGIN, END = "<!-- acceptance table: make acceptance -->", "<!-- end of acceptance table -->"
+
+EAGLE_1 = [
+    [0], [1], [2], [3], [0, 0], [0, 1], [0, 2], [1, 0], [1, 1], [2, 0], [2, 1], [3, 0], [0, 0, 0], [0, 0, 1], [0, 0, 2], [0, 1, 0],
+    [0, 1, 1], [0, 2, 0], [0, 2, 1], [1, 0, 0], [0, 0, 0, 0], [0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 0, 0, 0], [0, 0, 0, 0, 1],
+]  # fmt: skip
+"""The default tree of EAGLE-1's published code: 25 nodes and the root."""
+
+CHAIN, TREE, DEEP = (4, 1, 5), (4, 4, 16), (5, 4, 16)
+CASES: tuple[tuple[str, str, dict[str, Any] | tuple[int, int, int]], ...] = (
+    *((variant, shape, size) for variant in ("eagle", "eagle3", "mtp", "standalone") for shape, size in (("chain", CHAIN), ("tree", TREE))),
+    ("eagle3", "tree", DEEP),
+    ("eagle", "EAGLE-1's static tree", {"tree_choices": EAGLE_1}),
+    ("ngram", "paths", (6, 4, 12)),
+    ("ngram_trie", "tree", (8, 8, 12)),
+)
+MODES = (("greedy", 0.0, "coupled"), ("T=1, coupled", 1.0, "coupled"), ("T=1, uncoupled", 1.0, "none"))
 
 
 def random_prompts(llm: LLM, count: int, tokens: int, seed: int) -> list[list[int]]:
@@ -33,42 +50,14 @@ def random_prompts(llm: LLM, count: int, tokens: int, seed: int) -> list[list[in
     return [ids[start : start + tokens] for ids, start in zip(chosen, starts, strict=True)]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print a Markdown table, write the records to ``perf/results``."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runtime", default="eager", choices=("eager", "compiled", "captured"))
-    parser.add_argument("--prompts", type=int, default=64)
-    parser.add_argument("--prompt-tokens", type=int, default=64)
-    parser.add_argument("--max-tokens", type=int, default=160)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--temperature", type=float, nargs="+", default=[0.0])
-    parser.add_argument("--draft-noise", nargs="+", default=["coupled"], choices=DRAFT_NOISES)
-    parser.add_argument("--out", type=Path, default=ROOT / "perf" / "results", help="folder of the result file")
-    args = parser.parse_args(argv)
-    records: list[dict[str, Any]] = []
-    print("| S, K, N | T | draft noise | cycles | acceptance length | accepted at depth 1, 2, ... |\n|---|---:|---|---:|---:|---|")
-    for (steps, topk, nodes), noise in itertools.product(SHAPES, args.draft_noise):
-        llm = LLM(runtime=args.runtime, num_steps=steps, topk=topk, num_draft_tokens=nodes, max_context=512, draft_noise=noise)
-        prompts = random_prompts(llm, args.prompts, args.prompt_tokens, args.seed)
-        for temperature in args.temperature:
-            records.append(measure(llm, prompts, args.max_tokens, temperature))
-            m = records[-1]
-            positions = " ".join(f"{share:.2f}" for share in m["accepted_per_position"])
-            print(
-                f"| {steps}, {topk}, {nodes} | {temperature} | {noise} | {m['cycles']} | {m['acceptance_length']:.2f} | {positions} |",
-                flush=True,
-            )
-    settings = {"kind": "settings", **vars(args), "out": within_repository(args.out)}
-    write_jsonl(result_file(args.out, "acceptance"), [provenance(), settings, *records])
-    return 0
-
-
-def measure(llm: LLM, prompts: list[list[int]], max_tokens: int, temperature: float) -> dict[str, Any]:
-    """One record: acceptance over all of ``prompts``, each with its index as seed."""
-    llm.generate(prompts, [SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=i) for i in range(len(prompts))])
+def measure(llm: LLM, prompts: list[list[int]], max_tokens: int, temperature: float) -> tuple[dict[str, Any], list[list[int]]]:
+    """A record, acceptance over all of ``prompts``, each with its index as seed; and the tokens."""
+    params = [SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=i) for i in range(len(prompts))]
+    outputs = llm.generate(prompts, params)
     m, shape = llm.metrics, llm.plan.shape
     assert m is not None
-    return {
+    record = {
+        "variant": llm.plan.variant.name,
         "shape": [shape.num_steps, shape.topk, shape.num_draft_tokens],
         "temperature": temperature,
         "draft_noise": llm.config.variant.draft_noise,
@@ -76,6 +65,55 @@ def measure(llm: LLM, prompts: list[list[int]], max_tokens: int, temperature: fl
         "acceptance_length": m.acceptance_length,
         "accepted_per_position": m.accepted_per_position,
     }
+    return record, [output.token_ids for output in outputs]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print a Markdown table, write the records to ``perf/results``; with ``--readme`` also rewrite README's table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runtime", default="eager", choices=("eager", "compiled", "captured"))
+    parser.add_argument("--variant", nargs="+", default=sorted({case[0] for case in CASES}), help="only these")
+    parser.add_argument("--prompts", type=int, default=32)
+    parser.add_argument("--prompt-tokens", type=int, default=64)
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=ROOT / "perf" / "results", help="folder of the result file")
+    parser.add_argument("--readme", action="store_true", help="rewrite the table in README.md")
+    args = parser.parse_args(argv)
+    plain = LLM(variant="none", runtime=args.runtime, max_context=512)
+    prompts = random_prompts(plain, args.prompts, args.prompt_tokens, args.seed)
+    expected = {t: measure(plain, prompts, args.max_tokens, t)[1] for t in sorted({mode[1] for mode in MODES})}
+    records: list[dict[str, Any]] = []
+    lines = ["| variant | S, K, N | " + " | ".join(mode[0] for mode in MODES) + " |", "|---|---|" + "---:|" * len(MODES)]
+    print("\n".join(lines), flush=True)
+    for variant, label, shape in CASES:
+        if variant not in args.variant:
+            continue
+        keys = shape if isinstance(shape, dict) else dict(zip(("num_steps", "topk", "num_draft_tokens"), shape, strict=True))
+        cells = []
+        for _, temperature, noise in MODES:
+            llm = LLM(variant=variant, runtime=args.runtime, max_context=512, draft_noise=noise, **keys)
+            if noise == "none" and not llm.plan.variant.has_network:
+                cells.append("")
+                continue
+            record, tokens = measure(llm, prompts, args.max_tokens, temperature)
+            record |= {"label": label, "equal_to_plain": tokens == expected[temperature]}
+            records.append(record)
+            cells.append(f"{record['acceptance_length']:.2f}" if record["equal_to_plain"] else "wrong output")
+        size = ", ".join(str(n) for n in records[-1]["shape"])
+        lines.append(f"| `{variant}`, {label} | {size} | {' | '.join(cells)} |")
+        print(lines[-1], flush=True)
+    caption = (
+        f"New tokens per cycle on the demo model, {args.prompts} held-out prompts of {args.prompt_tokens} tokens, {args.max_tokens} new "
+        "tokens each, float32; every run gave the tokens of plain decoding: `make acceptance`."
+    )
+    settings = {"kind": "settings", **vars(args), "out": within_repository(args.out)}
+    write_jsonl(result_file(args.out, "acceptance"), [provenance(), settings, *records])
+    if args.readme:
+        before, _, rest = README.read_text(encoding="utf-8").partition(BEGIN)
+        table = "\n".join([*lines, "", caption])
+        README.write_text(f"{before}{BEGIN}\n{table}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
+    return 0 if all(record["equal_to_plain"] for record in records) else 1
 
 
 if __name__ == "__main__":

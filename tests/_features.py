@@ -13,8 +13,8 @@ from graphspec.catalog import VARIANTS
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "features.md"
 HEAD = """# Features by variant
 
-This page is written by `make features` from the tests that passed in that run (their marker `covers` says what they show). An empty cell: no
-such test exists for the variant, or it has no meaning there. All of it on a CPU in float32; what a GPU has shown is in
+This page is written by `make features` from the tests that passed in that run (their marker `covers` says what they show). An empty
+cell: no such test exists for the variant, or it has no meaning there. All of it on a CPU in float32; what a GPU has shown is in
 [proof.md](proof.md).
 """
 

@@ -81,11 +81,13 @@ def tiny_plan(
     return _plan(variant, draft_facts() if speculates else None, device, runtime, mode, run_ahead, runtime_keys, rule)
 
 
-def structure_plan(structure: str, *, device: str, runtime: str, rule: str = "match", **keys: Any) -> Plan:
+def structure_plan(
+    structure: str, *, device: str, runtime: str, mode: str = "reference", run_ahead: int = 0, rule: str = "match", **keys: Any
+) -> Plan:
     """A plan of one of :data:`STRUCTURES`."""
     if structure in SHAPES:
-        return tiny_plan(SHAPES[structure], device=device, runtime=runtime, rule=rule, **keys)
-    return _plan(VariantConfig(**OTHERS[structure]), other_draft_facts(structure), device, runtime, "reference", 0, keys, rule)
+        return tiny_plan(SHAPES[structure], device=device, runtime=runtime, mode=mode, run_ahead=run_ahead, rule=rule, **keys)
+    return _plan(VariantConfig(**OTHERS[structure]), other_draft_facts(structure), device, runtime, mode, run_ahead, keys, rule)
 
 
 def _plan(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..buffers import Views
+from ..shapes import WORD_BITS
 from .sampling import RESIDUAL_STREAM, coins, probabilities, sample_tokens, target_noise
 from .stage import Build
 
@@ -166,7 +167,7 @@ class Synthetic(Match):
         # Depth first, then the lower index; a node is on the path when the deepest one sees it.
         deepest_B = (depth_BN * nodes + (nodes - 1 - node_N)).argmax(-1)
         words_BX = v.node_ancestors_BNX.gather(1, deepest_B[:, None, None].expand(-1, 1, v.node_ancestors_BNX.shape[-1])).squeeze(1)
-        on_path_BN = ((words_BX[:, node_N // 64] >> (node_N % 64)) & 1).bool() & (node_N > 0)
+        on_path_BN = ((words_BX[:, node_N // WORD_BITS] >> (node_N % WORD_BITS)) & 1).bool() & (node_N > 0)
         child_BNN = on_path_BN[:, None] & (v.node_parent_BN[:, None] == node_N[:, None])
         next_BN = torch.where(child_BNN, v.node_token_BN[:, None], -1).amax(-1)
         return torch.where(next_BN >= 0, next_BN, sample_BN)

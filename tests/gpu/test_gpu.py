@@ -21,7 +21,7 @@ from graphspec.graphs.capture import Captured
 from graphspec.graphs.mailbox import Chunk, Join, Message
 from graphspec.kernels import select_kernels
 from graphspec.shapes import SAMPLED, GraphKey
-from tests._tiny import SHAPES, move, same_bits, tiny_networks, tiny_plan
+from tests._tiny import SHAPES, STRUCTURES, move, same_bits, structure_plan, tiny_networks
 
 # The versions on a GPU machine are its own, and so are their warnings.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
@@ -39,8 +39,8 @@ RUNTIME = "captured"
 
 def build(shape: str, mode: str, *, runtime: str = RUNTIME, run_ahead: int = 0, budget: int = 80) -> Cycle:
     """A cycle of the tiny pair with three requests behind their prefill: two sampled, one greedy."""
-    plan = tiny_plan(
-        SHAPES[shape], device=DEVICE, runtime=runtime, mode=mode, run_ahead=run_ahead, buckets=BUCKETS[mode], max_rows=BUCKETS[mode][-1]
+    plan = structure_plan(
+        shape, device=DEVICE, runtime=runtime, mode=mode, run_ahead=run_ahead, buckets=BUCKETS[mode], max_rows=BUCKETS[mode][-1]
     )
     networks = tiny_networks(plan)
     move(networks.target, DEVICE)
@@ -73,7 +73,7 @@ def shuffled(cycle: Cycle, launches: int) -> Iterator[tuple[GraphKey, Message]]:
 
 
 @pytest.mark.parametrize("mode", BUCKETS)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", STRUCTURES)
 def test_captured_equals_direct_bitwise(shape: str, mode: str) -> None:
     """The same kernels from the same state: launched one by one, then replayed. Buckets come in random order."""
     cycle = build(shape, mode)
@@ -209,3 +209,20 @@ def test_run_ahead_changes_no_token(temperature: float) -> None:
         tokens.append([out.token_ids for out in llm.generate(PROMPTS, params)])
     assert tokens[0] == tokens[1]
     assert [len(t) for t in tokens[0]] == [48] * len(PROMPTS)
+
+
+@pytest.mark.parametrize(
+    ("variant", "keys"),
+    [
+        ("eagle", {"num_steps": 4, "topk": 4, "num_draft_tokens": 16}),
+        ("eagle", {"tree_choices": [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]]}),
+        ("mtp", {"num_steps": 4, "topk": 1, "num_draft_tokens": 5}),
+        ("standalone", {"num_steps": 3, "topk": 2, "num_draft_tokens": 8}),
+        ("ngram", {}),
+        ("ngram_trie", {}),
+    ],
+)
+def test_every_variant_gives_the_targets_own_tokens(variant: str, keys: dict[str, object], expected: list[list[int]]) -> None:
+    llm = LLM(variant=variant, device=DEVICE, dtype="float32", runtime=RUNTIME, mode="reference", buckets=[4], max_rows=4, **keys)  # type: ignore[arg-type]
+    outputs = llm.generate(PROMPTS, SamplingParams(max_tokens=64, ignore_eos=True))
+    assert [out.token_ids for out in outputs] == expected
