@@ -230,6 +230,13 @@ def make_plan(config: Config, target: ModelFacts, draft: DraftFacts | None, *, d
         narrowest = min((window for window in model.sliding_window if window is not None), default=None) if model else None
         if narrowest is not None and narrowest < shape.accept_width:
             raise ConfigError("variant.num_steps", f"less than the {whose}'s sliding window of {narrowest}", shape.num_steps)
+    if config.variant.token_map is not None and not variant.full_vocabulary:
+        what = "brings its own vocabulary" if variant.has_network else "has no draft network"
+        raise ConfigError("variant.token_map", f"null: variant {variant.name} {what}", config.variant.token_map)
+    if config.variant.ngram.corpus is not None and variant.drafter != "host":
+        raise ConfigError("variant.ngram.corpus", "null: only a drafter on the host reads a corpus", config.variant.ngram.corpus)
+    if draft is not None and shape.topk > draft.draft_vocab_size:
+        raise ConfigError("variant.topk", f"at most the draft's vocabulary of {draft.draft_vocab_size}", shape.topk)
     if variant.drafter == "host" and runtime.run_ahead:
         raise ConfigError("runtime.run_ahead", "0: the host reads every cycle before it proposes the next tree", runtime.run_ahead)
     buckets = tuple(bucket for bucket in runtime.buckets if bucket < runtime.max_rows)

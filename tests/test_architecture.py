@@ -36,8 +36,9 @@ GENERATED = {"build", "dist", "graphspec.egg-info", "multirun", "outputs"}
 
 # Everything at the level of the plan and below, and the faces that --help and notebooks touch first.
 WITHOUT_TORCH = [
-    "graphspec", "graphspec.errors", "graphspec.shapes", "graphspec.config", "graphspec.catalog", "graphspec.layouts", "graphspec.facts",
-    "graphspec.plan", "graphspec.compose", "graphspec.report", "graphspec.inspect", "graphspec.cli",
+    "graphspec", "graphspec.errors", "graphspec.native_build", "graphspec.shapes", "graphspec.static_tree", "graphspec.config",
+    "graphspec.catalog", "graphspec.layouts", "graphspec.facts", "graphspec.plan", "graphspec.compose", "graphspec.report",
+    "graphspec.inspect", "graphspec.cli",
 ]  # fmt: skip
 
 
@@ -192,7 +193,7 @@ def test_the_wheel_brings_its_configuration(tmp_path):
     shipped = {str(path.relative_to(tmp_path / "site")) for path in (tmp_path / "site").rglob("*") if path.is_file()}
     expected = {"graphspec/conf/" + str(path.relative_to(ROOT / "conf")) for path in (ROOT / "conf").rglob("*.yaml")}
     expected |= {str(path.relative_to(ROOT)) for path in sources("graphspec")}
-    expected |= {str(path.relative_to(ROOT)) for path in (PACKAGE / "kernels" / "native").glob("*.cpp")}
+    expected |= {str(path.relative_to(ROOT)) for path in PACKAGE.rglob("*.cpp")}
     expected |= {str(path.relative_to(ROOT)) for path in (PACKAGE / "demo").rglob("*") if path.is_file() and path.suffix != ".safetensors"}
     assert expected <= shipped
     code = f"import sys; sys.path.insert(0, {str(tmp_path / 'site')!r}); import graphspec\n"

@@ -130,21 +130,14 @@ class LLM:
         draft = None
         if plan.draft is not None:
             draft = load_object(plan.variant.loader)(plan.draft, target, plan.max_positions, dtype, device, report("load draft"))
-            self._trim_head(draft)
+            if (token_map := self.config.variant.token_map) is not None:
+                apply_token_map(draft, load_token_map(Path(token_map).expanduser(), plan.target.vocab_size))
         if resolve("kernels.linear", plan.linear, plan.kernels, plan.device, plan.dtype) == "native":
             for network in (target, draft):
                 for module in network.modules() if network is not None else ():
                     if isinstance(module, Linear):
                         module.pack()
         return Cycle(plan, target, draft, kernels)
-
-    def _trim_head(self, draft: Any) -> None:
-        path, variant = self.config.variant.token_map, self.plan.variant
-        if path is None:
-            return
-        if not variant.full_vocabulary:
-            raise ConfigError("variant.token_map", f"null: a draft of variant {variant.name} brings its own vocabulary", path)
-        apply_token_map(draft, load_token_map(Path(path).expanduser(), self.plan.target.vocab_size))
 
     @cached_property
     def _proposer(self) -> TrieProposer | None:
