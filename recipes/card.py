@@ -49,7 +49,9 @@ def training_table(drafts: dict[str, Any], configs: dict[str, Any]) -> str:
         agreement = ", ".join(f"{x:.3f}" for x in draft["agreement_by_depth"])
         about = NETWORKS[draft["variant"]].about.format(**config["network"])
         sequences = " and ".join(f"{count} of {length}" for length, count in draft["sequences"].items())
-        cells = [f"`{name}`", about, sequences, f"{draft['rows']:,}", phase_text(config["phases"]), str(config["unroll"]), agreement]
+        again = ", ".join(str(step) for step in config["restarts"])
+        schedule = phase_text(config["phases"]) + (f"; rates start anew at step {again}" if again else "")
+        cells = [f"`{name}`", about, sequences, f"{draft['rows']:,}", schedule, str(config["unroll"]), agreement]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

@@ -51,6 +51,8 @@ class DraftConfig:
     """Peak rate of AdamW, for everything else."""
     warmup: int = 40
     cooldown: int = 200
+    restarts: list[int] = field(default_factory=list)
+    """Steps at which the schedule of the learning rates begins anew: more training after a cool-down, without starting over."""
     clip: float = 1.0
     seed: int = 2
     save_every: int = 50
@@ -64,6 +66,8 @@ class DraftConfig:
             raise ConfigError("raw_share", "a share in 0..1", self.raw_share)
         if not self.phases or any(len(phase) != 3 or min(phase) < 1 for phase in self.phases):
             raise ConfigError("phases", "[steps, batch, sequence length] lists of positive numbers", self.phases)
+        if any(not 0 < step < sum(phase[0] for phase in self.phases) for step in self.restarts):
+            raise ConfigError("restarts", f"steps between 0 and {sum(phase[0] for phase in self.phases)}", self.restarts)
         shortest = min(length for _, _, length in self.phases)
         if shortest <= self.unroll + 1:
             raise ConfigError("phases", f"sequences longer than unroll + 1 = {self.unroll + 1}", shortest)
@@ -178,7 +182,7 @@ def train_draft(config: DraftConfig, model: PreTrainedModel, texts: Texts, work:
     torch.manual_seed(config.seed)
     drafter = NETWORKS[config.variant].build(model, config.settings(), texts.counts(model.config.vocab_size)).to(device)
     steps = sum(phase[0] for phase in config.phases)
-    optimizers = Optimizers(drafter, config.lr, steps, config.warmup, config.cooldown, drafter.unmixed, config.adamw_lr)
+    optimizers = Optimizers(drafter, config.lr, steps, config.warmup, config.cooldown, drafter.unmixed, config.adamw_lr, config.restarts)
     checkpoint, step, rows, seconds = work / f"{name}.pt", 0, 0, 0.0
     smooth: Tensor | None = None
     if checkpoint.exists():

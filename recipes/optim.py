@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 
@@ -58,7 +60,8 @@ class Optimizers:
 
     Muon orthogonalises the update of each weight matrix (Jordan et al. 2024); on models this small it needs about half the
     tokens of AdamW for the same loss. Embeddings, heads and norms are not hidden matrices and stay with AdamW, at a peak of their own:
-    ``adamw_lr``, None: ``lr``. Parameters whose name holds one of ``adamw_names`` count among them.
+    ``adamw_lr``, None: ``lr``. Parameters whose name holds one of ``adamw_names`` count among them. ``restarts`` are steps at which the
+    schedule begins anew (SGDR, Loshchilov & Hutter 2017).
     """
 
     def __init__(
@@ -70,8 +73,10 @@ class Optimizers:
         cooldown: int,
         adamw_names: tuple[str, ...],
         adamw_lr: float | None = None,
+        restarts: Sequence[int] = (),
     ) -> None:
-        self.steps, self.warmup, self.cooldown = steps, warmup, cooldown
+        self.warmup, self.cooldown = warmup, cooldown
+        self.ends = (*sorted(restarts), steps)
         self.peaks = (lr, lr if adamw_lr is None else adamw_lr)
         named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         matrices = [p for name, p in named if p.ndim == 2 and not any(key in name for key in adamw_names)]
@@ -83,11 +88,12 @@ class Optimizers:
         self.parameters = [p for _, p in named]
 
     def factor(self, step: int) -> float:
-        """Share of the peak learning rate at ``step``: linear warm-up, flat, linear cool-down to 2 %."""
-        if step < self.warmup:
-            return (step + 1) / self.warmup
-        left = self.steps - step
-        return max(0.02, left / self.cooldown) if left < self.cooldown else 1.0
+        """Share of the peak learning rate at ``step``: linear warm-up, flat, linear cool-down to 2 %, and again from each restart on."""
+        begin = max((end for end in self.ends if end <= step), default=0)
+        left = next((end for end in self.ends if end > step), step + 1) - step
+        rise = (step - begin + 1) / self.warmup if step - begin < self.warmup else 1.0
+        fall = max(0.02, left / self.cooldown) if left < self.cooldown else 1.0
+        return min(rise, fall)
 
     def step(self, step: int, clip: float) -> float:
         """Clip the gradients to ``clip`` (global L2 norm), update, clear; returns the norm before clipping."""

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 from graphspec.errors import ConfigError
 from recipes.acceptance import accepted_lengths, walk
 from recipes.card import model_card
-from recipes.draft import draft_losses, load_draft
+from recipes.draft import DraftConfig, draft_losses, load_draft
 from recipes.drafter import Target, load_target
 from recipes.generate import continue_text, repetition
 from recipes.networks import NETWORKS
@@ -150,6 +150,16 @@ def test_both_optimizers_follow_one_schedule_at_their_own_peaks():
     assert rates[0] == pytest.approx([0.025, 0.0025])
     assert rates[10] == pytest.approx([0.1, 0.01])
     assert rates[19] == pytest.approx([0.02, 0.002])
+
+
+def test_a_restart_begins_the_schedule_anew():
+    module = torch.nn.Linear(4, 4)
+    plain, restarted = Optimizers(module, 1.0, 10, 2, 4, ()), Optimizers(module, 1.0, 18, 2, 4, (), restarts=[10])
+    rates = [restarted.factor(step) for step in range(18)]
+    assert rates[:10] == [plain.factor(step) for step in range(10)] == [0.5, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25]
+    assert rates[10:] == [0.5, 1, 1, 1, 1, 0.75, 0.5, 0.25]
+    with pytest.raises(ConfigError, match="steps between 0 and 400"):
+        DraftConfig(restarts=[400])
 
 
 def test_a_finished_run_trains_nothing_again(toy, capsys):
