@@ -55,6 +55,8 @@ class PlainLoop:
             self.length_1.add_(1)
 
         self.step = torch.compile(step, fullgraph=True, dynamic=False) if llm.plan.kernels == "compiled" else step
+        with torch.no_grad():
+            self.step()
 
     def run(self, prompt: list[int], max_tokens: int, stop: int) -> tuple[list[int], float]:
         """New tokens, and the seconds from the first to the last of them."""

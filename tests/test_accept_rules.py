@@ -237,6 +237,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return mirror_pair(tmp_path_factory.mktemp("pair"), noise=0.8)
 
 
+@pytest.mark.covers("eagle3", "accept=target_only", "accept=rejection")
 @pytest.mark.parametrize(("shape", "rule"), [(CHAIN, "target_only"), (TREE, "target_only"), (CHAIN, "rejection")])
 def test_greedy_rows_do_not_notice_the_rule(pair: Pair, shape: dict[str, Any], rule: str) -> None:
     asked = prompts(3)
@@ -254,6 +255,7 @@ def test_drafts_drawn_from_the_target_are_always_accepted(tmp_path_factory: pyte
     assert llm.metrics.acceptance_length > 4.9
 
 
+@pytest.mark.covers("eagle3", "accept=synthetic")
 @pytest.mark.parametrize(
     ("shape", "accept", "mean"),
     [

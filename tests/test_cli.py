@@ -14,6 +14,7 @@ import pytest
 from rich.console import Console
 
 from graphspec import cli, inspect, report
+from graphspec.catalog import VARIANTS
 from graphspec.engine.outputs import Metrics, Output, StreamEvent, TreeSnapshot
 from graphspec.errors import ConfigError, RequestError, ResourceError
 
@@ -338,7 +339,7 @@ def test_a_reader_that_leaves_is_no_error():
     [
         ("graphspec ", {"generate", "inspect", "diff", "demo", "convert"}),
         ("graphspec ge", {"generate"}),
-        ("/opt/generate/graphspec generate variant=", {"variant=eagle3", "variant=none"}),
+        ("/opt/generate/graphspec generate variant=", {f"variant={v.name}" for v in VARIANTS}),
         ("graphspec diff sampling.max_", {"sampling.max_tokens="}),
     ],
 )

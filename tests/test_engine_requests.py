@@ -155,6 +155,7 @@ def test_the_whole_context_of_the_checkpoint(pair: Pair, schedulers: list[Watche
     assert ids(outputs) == [pair.greedy(prompt, 26, ignore_eos=True)]
 
 
+@pytest.mark.covers("eagle3", "preemption and exact resumption")
 @pytest.mark.parametrize(
     ("shape", "page_size", "run_ahead", "temperature"),
     [(PLAIN, 8, 2, 0.0), (PLAIN, 1, 0, 1.0), (CHAIN, 1, 2, 0.0), (CHAIN, 8, 0, 1.0), (TREE, 4, 2, 1.0), (TREE, 8, 0, 0.0)],

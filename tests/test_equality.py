@@ -64,7 +64,18 @@ def case_name(value: object) -> str | None:
     return None
 
 
-@pytest.mark.parametrize(("shape", "page_size", "batch", "rows", "run_ahead"), EAGER, ids=case_name)
+def eager_cases() -> list[Any]:
+    """:data:`EAGER` with what each case shows."""
+    cases = []
+    for shape, page_size, batch, rows, run_ahead in EAGER:
+        kind = [] if "variant" in shape else ["chain" if shape["topk"] == 1 else "tree"]
+        features = [*kind, "greedy equals transformers", f"pages of {page_size}", "batch" if batch > 1 else "single request"]
+        covers = pytest.mark.covers(shape.get("variant", "eagle3"), *features, *(["run-ahead"] if run_ahead else []))
+        cases.append(pytest.param(shape, page_size, batch, rows, run_ahead, marks=covers))
+    return cases
+
+
+@pytest.mark.parametrize(("shape", "page_size", "batch", "rows", "run_ahead"), eager_cases(), ids=case_name)
 def test_greedy_equals_transformers(misses: Pair, shape: dict[str, Any], page_size: int, batch: int, rows: int, run_ahead: int) -> None:
     llm = misses.llm(**shape, page_size=page_size, max_rows=rows, run_ahead=run_ahead)
     assert_greedy(misses, llm, batch)
@@ -73,6 +84,7 @@ def test_greedy_equals_transformers(misses: Pair, shape: dict[str, Any], page_si
         assert 1.3 < llm.metrics.acceptance_length < shape["num_steps"] + 0.9, "runs of several lengths, or the test shows nothing"
 
 
+@pytest.mark.covers("eagle3", "compiled")
 def test_compiled_tree_equals_transformers(misses: Pair) -> None:
     """The chain's turn is in test_replay."""
     llm = misses.llm(num_steps=2, topk=3, num_draft_tokens=6, runtime="compiled", buckets=[4], max_rows=4, run_ahead=1)
@@ -90,6 +102,7 @@ def sampled(temperature: float, batch: int) -> list[SamplingParams]:
     return [SamplingParams(max_tokens=LENGTH, temperature=temperature, seed=100 + i) for i in range(batch)]
 
 
+@pytest.mark.covers("eagle3", "seeded sampling equals plain decoding")
 @pytest.mark.parametrize(
     ("shape", "noise", "temperature", "batch", "page_size", "run_ahead"),
     [
@@ -129,6 +142,7 @@ def test_greedy_and_sampled_rows_share_a_batch(misses: Pair, plain: dict[tuple[f
         assert output == (misses.greedy(asked[i], LENGTH) if i in (0, 3, 4) else plain[1.0, 8][i])
 
 
+@pytest.mark.covers("eagle3", "a draft equal to its target is always accepted")
 @pytest.mark.parametrize("steps", [1, 2, 4, 7])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("page_size", [1, 16])

@@ -42,6 +42,7 @@ def assert_rescored(pair: Pair, output: Output, count: int) -> None:
         assert list(entry.top.values()) == pytest.approx(best.values.tolist(), abs=2e-5)
 
 
+@pytest.mark.covers("eagle3", "log-probabilities")
 @pytest.mark.parametrize(
     ("shape", "keys"),
     [({"variant": "none"}, {}), (CHAIN, {"run_ahead": 2}), (TREE, {"page_size": 4, "max_rows": 3, "run_ahead": 1})],

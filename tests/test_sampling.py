@@ -63,6 +63,7 @@ def alone(pair: Pair) -> list[list[int]]:
     return [llm.generate([prompt], some_params(i))[0].token_ids for i, prompt in enumerate(prompts(len(KINDS)))]
 
 
+@pytest.mark.covers("eagle3", "filters, penalties and bias mixed in a batch")
 @pytest.mark.parametrize(
     ("shape", "keys"),
     [

@@ -54,6 +54,7 @@ def test_what_is_no_tree(choices: list[list[int]], message: str):
         StaticTree.of(choices)
 
 
+@pytest.mark.covers("eagle3", "static tree")
 @pytest.mark.parametrize("choices", [MC_SIM, GAPS, CHAIN], ids=["eagle-1", "gaps", "chain"])
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_output_is_the_targets_own(misses: Pair, choices: list[list[int]], page_size: int):

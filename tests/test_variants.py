@@ -76,6 +76,21 @@ def make(family: Family, name: str, shape: dict[str, Any], **overrides: Any) -> 
     return family.llm(name, **values)
 
 
+def mixed(temperature: float, batch: int, length: int = LENGTH) -> list[SamplingParams]:
+    """Another mixture of filters, penalties and bias for every row; the third and the sixth row are greedy."""
+    mixtures: list[dict[str, Any]] = [
+        {"top_p": 0.8},
+        {"top_k": 7, "repetition_penalty": 1.3},
+        {"temperature": 0.0, "presence_penalty": 0.5},
+        {"min_p": 0.05, "frequency_penalty": 0.7},
+        {"logit_bias": {3: 2.0, 5: -4.0}, "top_p": 0.95, "top_k": 20},
+        {"temperature": 0.0},
+        {"min_tokens": 12},
+        {"top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.1, "frequency_penalty": 0.2},
+    ]
+    return [SamplingParams(**{"max_tokens": length, "temperature": temperature, "seed": i, **mixtures[i % 8]}) for i in range(batch)]
+
+
 def covered(name: str, shape: dict[str, Any], page_size: int, batch: int, rows: int, run_ahead: int) -> list[str]:
     """Features a case of :data:`CASES` shows, as docs/features.md calls them."""
     del rows
@@ -84,6 +99,7 @@ def covered(name: str, shape: dict[str, Any], page_size: int, batch: int, rows: 
         *([] if name == "none" else [kind]),
         "greedy equals transformers",
         "seeded sampling equals plain decoding",
+        "filters, penalties and bias mixed in a batch",
         f"pages of {page_size}",
         "batch" if batch > 1 else "single request",
         *(["run-ahead"] if run_ahead else []),
@@ -111,10 +127,12 @@ def test_output_is_the_targets_own(
         assert 1.2 < llm.metrics.acceptance_length < llm.plan.shape.num_steps + 0.95, "runs of several lengths, or the test shows nothing"
 
     temperature = 0.7 if page_size == 1 else 1.0
-    params = [SamplingParams(max_tokens=LENGTH, temperature=temperature, seed=50 + i) for i in range(batch)]
-    if (temperature, batch) not in family.plain:
-        family.plain[temperature, batch] = ids(family.llm("none").generate(asked, params))
-    assert ids(llm.generate(asked, params)) == family.plain[temperature, batch]
+    unfiltered = [SamplingParams(max_tokens=LENGTH, temperature=temperature, seed=50 + i) for i in range(batch)]
+    for kind, params in (("unfiltered", unfiltered), ("mixed", mixed(temperature, batch))):
+        key = (kind, temperature, batch)
+        if key not in family.plain:
+            family.plain[key] = ids(family.llm("none").generate(asked, params))
+        assert ids(llm.generate(asked, params)) == family.plain[key], kind
 
 
 class Watch:
@@ -243,3 +261,41 @@ def test_a_token_map_trims_the_head_and_not_the_output(family: Family, tmp_path:
     assert ids(llm.generate(asked, SamplingParams(max_tokens=12))) == [family.pair.greedy(prompt, 12) for prompt in asked]
     offered = llm.draft_tree(asked[0]).token_N[1:]
     assert offered and all(token % 2 == 0 for token in offered)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.covers(variant_of(n), "log-probabilities")) for n in (*NETWORKS, "ngram", "ngram_trie")]
+)
+def test_log_probabilities_do_not_depend_on_the_draft(family: Family, name: str) -> None:
+    asked, params = prompts(3, vocab=VOCAB_SIZE), SamplingParams(max_tokens=12, temperature=0.8, seed=4, logprobs=2)
+    found = [family.llm(n).generate(asked, params) for n in ("none", name)]
+    for plain, drafted in zip(*found, strict=True):
+        assert plain.token_ids == drafted.token_ids
+        assert plain.logprobs is not None and drafted.logprobs is not None
+        for left, right in zip(plain.logprobs, drafted.logprobs, strict=True):
+            assert (left.token_id, list(left.top)) == (right.token_id, list(right.top))
+            assert right.logprob == pytest.approx(left.logprob, abs=1e-5)
+
+
+RULES = [
+    *((n, "target_only", {}) for n in (*NETWORKS, "ngram", "ngram_trie")),
+    *((n, "rejection", HEADS) for n in NETWORKS),
+    *((n, "synthetic", {"synthetic_length": 2.5, **HEADS}) for n in NETWORKS),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "rule", "keys"), [pytest.param(*case, marks=pytest.mark.covers(variant_of(case[0]), f"accept={case[1]}")) for case in RULES]
+)
+def test_acceptance_rules(family: Family, name: str, rule: str, keys: dict[str, Any]) -> None:
+    """Greedy rows do not notice an exact rule, sampled ones finish; a forced length comes out."""
+    llm = family.llm(name, rule=rule, **keys)
+    asked = prompts(3, vocab=VOCAB_SIZE)
+    params = [SamplingParams(max_tokens=40, temperature=t, seed=7, ignore_eos=True) for t in (0.0, 1.0, 0.0)]
+    outputs = llm.generate(asked, params)
+    assert [len(output.token_ids) for output in outputs] == [40] * 3
+    if rule == "synthetic":
+        assert llm.metrics is not None and llm.metrics.synthetic
+        assert llm.metrics.acceptance_length == pytest.approx(2.5, abs=0.35)
+    else:
+        assert [outputs[i].token_ids for i in (0, 2)] == [family.pair.greedy(asked[i], 40, ignore_eos=True) for i in (0, 2)]

@@ -12,7 +12,7 @@ from graphspec.engine.llm import SamplingParams
 from ._checkpoints import VOCAB_SIZE
 from ._engines import ids, prompts
 from ._variants import Family, build_family
-from .test_variants import CHAIN, HEADS, PATHS, STATIC, TREE, WIDE, make, name_of
+from .test_variants import CHAIN, HEADS, PATHS, STATIC, TREE, WIDE, make, mixed, name_of
 
 pytestmark = pytest.mark.full
 
@@ -30,21 +30,6 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
     return build_family(tmp_path_factory.mktemp("family"))
 
 
-def sampled(temperature: float, batch: int) -> list[SamplingParams]:
-    """A different mixture of filters and penalties for every row."""
-    mixtures: list[dict[str, Any]] = [
-        {},
-        {"top_p": 0.8},
-        {"top_k": 7, "repetition_penalty": 1.3},
-        {"min_p": 0.05, "presence_penalty": 0.5},
-        {"frequency_penalty": 0.7, "top_p": 0.95, "top_k": 20},
-        {"logit_bias": {3: 2.0, 5: -4.0}},
-        {"min_tokens": 12},
-        {"top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.1, "frequency_penalty": 0.2},
-    ]
-    return [SamplingParams(max_tokens=LENGTH, temperature=temperature, seed=i, **mixtures[i % len(mixtures)]) for i in range(batch)]
-
-
 @pytest.mark.parametrize("runtime", ["eager", "compiled"])
 @pytest.mark.parametrize(("name", "shape"), SHAPES, ids=name_of)
 def test_no_setting_changes_the_output(family: Family, name: str, shape: dict[str, Any], runtime: str) -> None:
@@ -55,7 +40,7 @@ def test_no_setting_changes_the_output(family: Family, name: str, shape: dict[st
             asked = prompts(batch, vocab=VOCAB_SIZE)
             assert ids(llm.generate(asked, SamplingParams(max_tokens=LENGTH))) == [family.pair.greedy(p, LENGTH) for p in asked]
             for temperature in (0.7, 1.0):
-                key = (temperature, batch)
+                key, params = (temperature, batch), mixed(temperature, batch, LENGTH)
                 if key not in family.plain:
-                    family.plain[key] = ids(family.llm("none").generate(asked, sampled(*key)))
-                assert ids(llm.generate(asked, sampled(*key))) == family.plain[key], (page_size, batch, temperature)
+                    family.plain[key] = ids(family.llm("none").generate(asked, params))
+                assert ids(llm.generate(asked, params)) == family.plain[key], (page_size, batch, temperature)
