@@ -47,7 +47,7 @@ class NgramSettings:
     capacity: int = 1_000_000
     """Trie only: nodes before the least recently used leaves go."""
     corpus: str | None = None
-    """Trie only: a text file, one document per line, inserted at load."""
+    """Trie only: a text file, one document per line (.jsonl: a JSON string per line), inserted at load."""
 
     def __post_init__(self) -> None:
         _at_least("variant.ngram.min_window", self.min_window, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -53,16 +54,30 @@ class TrieProposer:
         self._queued: list[tuple[list[int], int]] = []
 
     def load_corpus(self, file: str, encode: Callable[[str], list[int]]) -> int:
-        """Insert a text file, one document per line; returns the number of documents.
+        """Insert a corpus: a text file with one document per line, or ``.jsonl`` with a JSON string per line.
+
+        Returns:
+            The number of documents.
 
         Raises:
-            ConfigError: the file can't be read.
+            ConfigError: the file can't be read, or a line is no JSON string.
         """
+        key = "variant.ngram.corpus"
         try:
             lines = Path(file).expanduser().read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError("variant.ngram.corpus", "a readable UTF-8 text file", f"{file}: {error}") from error
-        return self._trie.insert_corpus(encode(line) for line in lines if line.strip())
+            raise ConfigError(key, "a readable UTF-8 text file", f"{file}: {error}") from error
+        documents = [line for line in lines if line.strip()]
+        if file.endswith(".jsonl"):
+            for number, line in enumerate(documents):
+                try:
+                    document = json.loads(line)
+                except json.JSONDecodeError:
+                    document = None
+                if not isinstance(document, str):
+                    raise ConfigError(key, "a JSON string on every line", f"{file}, document {number + 1}: {line[:60]}")
+                documents[number] = document
+        return self._trie.insert_corpus(encode(document) for document in documents)
 
     def propose(self, requests: Sequence[Request]) -> list[Nodes]:
         contexts = [[*r.prompt[-self._max_window :], *r.output[-self._max_window :]] for r in requests]
