@@ -27,6 +27,7 @@ def test_a_request_is_drafted_for_from_another_ones_tokens() -> None:
     proposer = TrieProposer(plan("ngram_trie"))
     first, second = request([1, 2, 3], [4]), request([9, 2, 3], [])
     assert proposer.propose([first]) == [([], [])]
+    proposer.admit(first)
     proposer.observe(first, 1)
     for token in (5, 6, 7):
         first.output.append(token)
@@ -43,12 +44,32 @@ def test_no_token_is_counted_twice() -> None:
     for cuts in ([1, 3, 2, 1], [1, 1, 1, 1, 1, 1, 1], [7]):
         proposer = TrieProposer(plan("ngram_trie"))
         grown, tokens = request([1, 2, 1, 2], []), [1, 3, 1, 2, 1, 3, 2]
+        proposer.admit(grown)
         for cut in cuts:
             grown.output += tokens[len(grown.output) : len(grown.output) + cut]
             proposer.observe(grown, cut)
         proposer.propose([grown])
         trees.append((proposer.propose([request([1, 2], [])]), proposer._trie.size))
     assert trees[0] == trees[1] == trees[2]
+
+
+def test_a_prompt_is_known_in_its_first_cycle() -> None:
+    proposer = TrieProposer(plan("ngram_trie"))
+    asked = request([5, 6, 7, 8, 5, 6], [7])
+    proposer.admit(request([5, 6, 7, 8, 5, 6], []))
+    assert proposer.propose([asked])[0][0][:3] == [8, 5, 6]
+
+
+def test_a_resumed_request_does_not_count_its_prompt_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    proposer, inserted = TrieProposer(plan("ngram_trie")), []
+    monkeypatch.setattr(proposer._trie, "insert", lambda tokens, new=None: inserted.append((list(tokens), new)))
+    asked = request([1, 2, 3], [])
+    proposer.admit(asked)
+    asked.output.append(4)
+    proposer.observe(asked, 1)
+    proposer.admit(asked)
+    proposer.propose([asked])
+    assert inserted == [([1, 2, 3], None), ([1, 2, 3, 4], 1)]
 
 
 def test_a_corpus_is_known_from_the_start(tmp_path: Path) -> None:

@@ -19,6 +19,10 @@ Nodes = tuple[list[int], list[int]]
 class Proposer(Protocol):
     """What the scheduler asks of a drafter on the host. Every token up to the root is known when it is asked."""
 
+    def admit(self, request: Request) -> None:
+        """The request takes a row; its prompt is about to be read."""
+        ...
+
     def propose(self, requests: Sequence[Request]) -> list[Nodes]:
         """Nodes for each request's next cycle."""
         ...
@@ -31,8 +35,9 @@ class Proposer(Protocol):
 class TrieProposer:
     """Trees from :class:`~graphspec.ngram.NgramTrie`: what followed the same tokens in this request or in any other.
 
-    New tokens are queued after the match, so that the trie's own thread inserts them while the cycle runs. The next match waits for that
-    thread: the same requests give the same trees. ``num_steps`` is the longest branch, ``topk`` the most children of a node.
+    A prompt is inserted while it is being read, new tokens while the next cycle runs: they are queued after the match, for the trie's own
+    thread. The next match waits for that thread: the same requests give the same trees. ``num_steps`` is the longest branch, ``topk`` the
+    most children of a node.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -79,6 +84,11 @@ class TrieProposer:
                 documents[number] = document
         return self._trie.insert_corpus(encode(document) for document in documents)
 
+    def admit(self, request: Request) -> None:
+        # A row that was preempted comes back with its prompt inserted long ago.
+        if not request.output:
+            self._trie.insert(request.prompt)
+
     def propose(self, requests: Sequence[Request]) -> list[Nodes]:
         contexts = [[*r.prompt[-self._max_window :], *r.output[-self._max_window :]] for r in requests]
         trees = self._trie.match_batch(contexts, self._num_nodes)
@@ -88,8 +98,4 @@ class TrieProposer:
         return [(tokens.tolist(), (parents - 1).tolist()) for tokens, parents in trees]
 
     def observe(self, request: Request, new: int) -> None:
-        if len(request.output) == new:
-            # The prompt goes in with the first token of the output; from then on only what is new is counted.
-            self._queued.append(([*request.prompt, *request.output], len(request.prompt) + new))
-        else:
-            self._queued.append(([*request.prompt[-self._depth :], *request.output[-self._depth - new :]], new))
+        self._queued.append(([*request.prompt[-self._depth :], *request.output[-self._depth - new :]], new))

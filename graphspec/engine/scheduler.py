@@ -104,6 +104,8 @@ class Scheduler:
             self.waiting.popleft()
             request.row, request.pages = self._free_rows.pop(), pages
             self.running.append(request)
+            if self.proposer is not None:
+                self.proposer.admit(request)
             self._prefill(request, tokens)
 
     def _prefill(self, request: Request, tokens: list[int]) -> None:
