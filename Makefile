@@ -25,7 +25,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(STAMP) ## generate with and without speculation, draw a draft tree
-	$(BIN)/graphspec demo
+	$(BIN)/graphspec demo experiment=demo_tree
 
 test: $(STAMP) ## the tests that need no GPU
 	$(PYTEST)
