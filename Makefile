@@ -24,8 +24,8 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PIP) install -c constraints.txt -e '.[dev]'
 	@touch $@
 
-demo: $(STAMP) ## generate with and without speculation, draw a draft tree
-	$(BIN)/graphspec demo experiment=demo_tree
+demo: $(STAMP) ## generate with and without speculation, draw what was drafted
+	$(BIN)/graphspec demo experiment=demo_chain
 
 test: $(STAMP) ## the tests that need no GPU
 	$(PYTEST)
