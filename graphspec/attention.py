@@ -6,12 +6,37 @@ Letters are those of :mod:`graphspec.shapes`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from .kernels.registry import KernelSet
+
+
+class HeadTransform(NamedTuple):
+    """What happens to each query and key head before it attends."""
+
+    cos_BTD: Tensor
+    sin_BTD: Tensor
+    """``[B, T, d]``: pairs ``(i, i + d)`` rotate."""
+    query_norm: Tensor | None = None
+    key_norm: Tensor | None = None
+    """``[D]``: weights of an RMSNorm before the rotation."""
+    norm_eps: float = 0.0
+    norm_offset: bool = False
+
+
+class LatentTransform(NamedTuple):
+    """What happens to a token's compressed keys and values, and to the rotated part of its queries, before they meet."""
+
+    norm_weight_L: Tensor
+    norm_eps: float
+    cos_BTD: Tensor
+    sin_BTD: Tensor
+    """``[B, T, R / 2]``."""
+    interleaved: bool
+    """Pairs are channels ``(2i, 2i + 1)``; otherwise ``(i, i + R/2)``."""
 
 
 class Attention(Protocol):
@@ -33,11 +58,27 @@ class Attention(Protocol):
         ...
 
     def __call__(
-        self, layer: int, query_BTQD: Tensor, key_BTGD: Tensor, value_BTGD: Tensor, scale: float, window_left: int | None
+        self,
+        layer: int,
+        query_BTQD: Tensor,
+        key_BTGD: Tensor,
+        value_BTGD: Tensor,
+        heads: HeadTransform,
+        scale: float,
+        window_left: int | None,
     ) -> Tensor:
-        """Write this token's KV for ``layer``, then attend; returns ``[B, T, Q, D]`` in the dtype of the query.
+        """Norm and rotate queries and keys, write this token's KV for ``layer``, then attend; ``[B, T, Q, D]``, dtype of the query.
 
         ``window_left``: a query at position p sees positions > p - window_left only; None: all of them.
+        """
+        ...
+
+    def latent(
+        self, layer: int, query_latent_BTQL: Tensor, query_rope_BTQR: Tensor, latent_BTE: Tensor, transform: LatentTransform, scale: float
+    ) -> Tensor:
+        """The same in the absorbed form of multi-head latent attention: norm, rotate, write one row per token, attend; ``[B, T, Q, L]``.
+
+        ``latent_BTE`` is the compressed row as projected, E = L + R; see :mod:`graphspec.kernels.latent_kv_write`.
         """
         ...
 
@@ -53,7 +94,7 @@ class TreeAttention:
 
     kernels: KernelSet
     kv_pool: Tensor
-    """``[layers, 2, pages, page_size, G, D]``."""
+    """``[layers, 2, pages, page_size, G, D]``, or ``[layers, 1, pages, page_size, 1, E]`` of latent rows."""
     table_BP: Tensor
     position_BT: Tensor
     rope_length_BT: Tensor
@@ -66,12 +107,34 @@ class TreeAttention:
     """Bit j of a query's words: it sees slot ``prefix_end + j``; its own bit included."""
 
     def __call__(
-        self, layer: int, query_BTQD: Tensor, key_BTGD: Tensor, value_BTGD: Tensor, scale: float, window_left: int | None
+        self,
+        layer: int,
+        query_BTQD: Tensor,
+        key_BTGD: Tensor,
+        value_BTGD: Tensor,
+        heads: HeadTransform,
+        scale: float,
+        window_left: int | None,
     ) -> Tensor:
-        self.kernels.paged_kv_write(self.kv_pool, layer, key_BTGD, value_BTGD, self.table_BP, self.slot_BT, self.valid_BT)
+        query_BTQD = self.kernels.rope_kv_write(
+            query_BTQD, key_BTGD, value_BTGD, heads.cos_BTD, heads.sin_BTD, self.kv_pool, layer, self.table_BP, self.slot_BT, self.valid_BT,
+            heads.query_norm, heads.key_norm, heads.norm_eps, heads.norm_offset,
+        )  # fmt: skip
         begin_BT = _visible_from(self.prefix_begin, self.position_BT, window_left)
         return self.kernels.tree_attention(
             query_BTQD, self.kv_pool, layer, self.table_BP, begin_BT, self.prefix_end_B, self.ancestors_BTX, scale
+        )
+
+    def latent(
+        self, layer: int, query_latent_BTQL: Tensor, query_rope_BTQR: Tensor, latent_BTE: Tensor, transform: LatentTransform, scale: float
+    ) -> Tensor:
+        query_rope_BTQR = self.kernels.latent_kv_write(
+            self.kv_pool, layer, latent_BTE, query_rope_BTQR, transform.norm_weight_L, transform.cos_BTD, transform.sin_BTD,
+            self.table_BP, self.slot_BT, self.valid_BT, transform.norm_eps, transform.interleaved,
+        )  # fmt: skip
+        begin_BT = _visible_from(self.prefix_begin, self.position_BT, None)
+        return self.kernels.latent_attention(
+            query_latent_BTQL, query_rope_BTQR, self.kv_pool, layer, self.table_BP, begin_BT, self.prefix_end_B, self.ancestors_BTX, scale
         )
 
 
@@ -89,8 +152,30 @@ class ChunkAttention:
     prefix_begin: int
 
     def __call__(
-        self, layer: int, query_BTQD: Tensor, key_BTGD: Tensor, value_BTGD: Tensor, scale: float, window_left: int | None
+        self,
+        layer: int,
+        query_BTQD: Tensor,
+        key_BTGD: Tensor,
+        value_BTGD: Tensor,
+        heads: HeadTransform,
+        scale: float,
+        window_left: int | None,
     ) -> Tensor:
-        self.kernels.paged_kv_write(self.kv_pool, layer, key_BTGD, value_BTGD, self.table_BP, self.slot_BT, self.valid_BT)
+        query_BTQD = self.kernels.rope_kv_write(
+            query_BTQD, key_BTGD, value_BTGD, heads.cos_BTD, heads.sin_BTD, self.kv_pool, layer, self.table_BP, self.slot_BT, self.valid_BT,
+            heads.query_norm, heads.key_norm, heads.norm_eps, heads.norm_offset,
+        )  # fmt: skip
         begin_BT = _visible_from(self.prefix_begin, self.position_BT, window_left)
         return self.kernels.chunk_attention(query_BTQD, self.kv_pool, layer, self.table_BP, begin_BT, self.slot_BT, self.valid_BT, scale)
+
+    def latent(
+        self, layer: int, query_latent_BTQL: Tensor, query_rope_BTQR: Tensor, latent_BTE: Tensor, transform: LatentTransform, scale: float
+    ) -> Tensor:
+        query_rope_BTQR = self.kernels.latent_kv_write(
+            self.kv_pool, layer, latent_BTE, query_rope_BTQR, transform.norm_weight_L, transform.cos_BTD, transform.sin_BTD,
+            self.table_BP, self.slot_BT, self.valid_BT, transform.norm_eps, transform.interleaved,
+        )  # fmt: skip
+        begin_BT = _visible_from(self.prefix_begin, self.position_BT, None)
+        return self.kernels.latent_chunk_attention(
+            query_latent_BTQL, query_rope_BTQR, self.kv_pool, layer, self.table_BP, begin_BT, self.slot_BT, self.valid_BT, scale
+        )

@@ -6,17 +6,21 @@ Letters are those of :mod:`graphspec.shapes`; ``1``-suffixed slots are scalars, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
 from .errors import CaptureError
 from .plan import Plan
-from .shapes import MAX_WINDOW, SamplingClass
+from .shapes import MAX_WINDOW, CycleShape, SamplingClass
+
+if TYPE_CHECKING:
+    from .facts import ModelFacts
 
 Kind = Literal["mail", "state", "lane", "ring", "kv"]
 
@@ -64,26 +68,28 @@ class Slot:
 
 def plan_sizes(plan: Plan) -> dict[str, int]:
     """Size of each letter at the largest bucket. ``R`` includes the dummy row."""
-    shape = plan.shape
     return {
         "B": max(plan.buckets),
         "R": plan.max_rows + 1,
-        "N": shape.num_draft_tokens,
         "A": plan.accept_width,
         "X": plan.num_words,
-        "M": max(shape.num_candidates, 1),
         "F": plan.feature_width,
         "V": plan.target.vocab_size,
         "P": plan.table_width,
         "E": plan.max_stop_ids,
         "I": plan.max_logit_bias,
         "O": plan.max_logprobs,
-        "S": plan.shape.num_steps,
+        **_cycle_sizes(plan.shape),
         "Z": plan.ring_depth,
         "Y": plan.lookback,
         "L": plan.max_positions,
         "H": plan.draft.decoder.hidden_size if plan.draft else 0,
     }
+
+
+def _cycle_sizes(shape: CycleShape) -> dict[str, int]:
+    """Letters that cycles of one engine may differ in."""
+    return {"N": shape.num_draft_tokens, "M": max(shape.num_candidates, 1), "S": shape.num_steps, "K": shape.topk}
 
 
 def declare_slots(plan: Plan, mail_size: int) -> tuple[Slot, ...]:
@@ -93,6 +99,9 @@ def declare_slots(plan: Plan, mail_size: int) -> tuple[Slot, ...]:
     slots = [
         Slot("mail", (mail_size,), i64, "mail"),
         Slot("lane_row_B", ("B",), i64, "lane", plan.max_rows),
+        Slot("lane_table_BP", ("B", "P"), i32, "lane"),
+        Slot("lane_seed_B", ("B",), i64, "lane"),
+        Slot("lane_temperature_B", ("B",), f32, "lane"),
         Slot("seq_len_R", ("R",), i64, "state"),
         Slot("status_R", ("R",), i64, "state", Status.FREE),
         Slot("budget_R", ("R",), i64, "state"),
@@ -114,7 +123,7 @@ def declare_slots(plan: Plan, mail_size: int) -> tuple[Slot, ...]:
         Slot("outcome_B", ("B",), i64, "lane", Status.FREE),
         Slot("cycle_1", (1,), i64, "state"),
         Slot("ring_ZBJ", ("Z", "B", plan.accept_width + RING_FIELDS), i64, "ring", -1),
-        _pool("target_kv", plan, plan.target.num_layers, plan.target.num_kv_heads, plan.target.head_dim, dtype),
+        _pool("target_kv", plan, plan.target, dtype),
     ]
     if plan.feature_width:
         slots += [Slot("window_feature_RAF", ("R", "A", "F"), dtype, "state"), Slot("feature_BNF", ("B", "N", "F"), dtype, "lane")]
@@ -132,9 +141,28 @@ def declare_slots(plan: Plan, mail_size: int) -> tuple[Slot, ...]:
         draft = plan.draft.decoder
         slots += [
             *([Slot("draft_hidden_BH", ("B", "H"), dtype, "lane")] if plan.feature_width else []),
-            _pool("draft_kv", plan, draft.num_layers, draft.num_kv_heads, draft.head_dim, dtype),
+            _pool("draft_kv", plan, draft, dtype),
         ]
+        if plan.shape.pool == "beams":
+            slots += _beam_slots()
     return (*slots, *_sampling_slots(plan))
+
+
+def _beam_slots() -> list[Slot]:
+    """The beams of one draft step; see :mod:`graphspec.kernels.draft_level`."""
+    i64 = torch.int64
+    return [
+        Slot("beam_token_BK", ("B", "K"), i64, "lane", -1),
+        Slot("beam_index_BK", ("B", "K"), i64, "lane"),
+        Slot("beam_source_BK", ("B", "K"), i64, "lane"),
+        Slot("beam_path_BKS", ("B", "K", "S"), i64, "lane", -1),
+        Slot("beam_ancestors_BKX", ("B", "K", "X"), i64, "lane"),
+        Slot("beam_valid_BK", ("B", "K"), torch.bool, "lane"),
+        Slot("beam_slot_BK", ("B", "K"), i64, "lane"),
+        Slot("beam_position_BK", ("B", "K"), i64, "lane"),
+        Slot("beam_end_B", ("B",), i64, "lane"),
+        Slot("next_position_B", ("B",), i64, "lane"),
+    ]
 
 
 def _sampling_slots(plan: Plan) -> list[Slot]:
@@ -167,8 +195,9 @@ def slot_groups(sampling: SamplingClass) -> frozenset[str]:
     return frozenset(name for name, needed in {**on, "logprobs": sampling.logprobs >= 0}.items() if needed)
 
 
-def _pool(name: str, plan: Plan, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> Slot:
-    return Slot(name, (layers, 2, plan.num_pages, plan.page_size, kv_heads, head_dim), dtype, "kv")
+def _pool(name: str, plan: Plan, model: ModelFacts, dtype: torch.dtype) -> Slot:
+    sides, heads, width = model.kv_row
+    return Slot(name, (model.num_layers, sides, plan.num_pages, plan.page_size, heads, width), dtype, "kv")
 
 
 class Views:
@@ -206,7 +235,8 @@ class Arena:
         self.device = torch.device(device or plan.device)
         self._tensors: dict[str, Tensor] = {}
         self._addresses: dict[str, int] = {}
-        self._views: dict[int, Views] = {}
+        self._views: dict[tuple[int, CycleShape], Views] = {}
+        self._widest = plan.shape
         self._allocate({""})
 
     def allocate(self, sampling: SamplingClass) -> None:
@@ -222,12 +252,17 @@ class Arena:
             if type(tensor) is Tensor and tensor.device.type != "meta":
                 self._addresses[slot.name] = tensor.data_ptr()
         self.slots += fresh
-        for bucket, views in self._views.items():
-            views.add({slot.name: self._cut(slot, bucket) for slot in fresh})
+        for (bucket, cycle), views in self._views.items():
+            views.add({slot.name: self._cut(slot, bucket, cycle) for slot in fresh})
 
-    def _cut(self, slot: Slot, bucket: int) -> Tensor:
+    def _cut(self, slot: Slot, bucket: int, cycle: CycleShape) -> Tensor:
+        """The slot at the size of one bucket and cycle. A lane slot is the front of its memory, contiguous at any size."""
         tensor = self._tensors[slot.name]
-        return tensor.narrow(slot.dims.index("B"), 0, bucket) if "B" in slot.dims and bucket < self.sizes["B"] else tensor
+        if slot.kind != "lane":
+            return tensor.narrow(slot.dims.index("B"), 0, bucket) if "B" in slot.dims and bucket < self.sizes["B"] else tensor
+        cut = {**self.sizes, **_cycle_sizes(cycle), "B": bucket}
+        size = [cut[d] if isinstance(d, str) else d for d in slot.dims]
+        return tensor.view(-1)[: math.prod(size)].view(size)
 
     def shape(self, slot: Slot) -> tuple[int, ...]:
         """Allocated shape of a slot."""
@@ -236,28 +271,37 @@ class Arena:
     def __getitem__(self, name: str) -> Tensor:
         return self._tensors[name]
 
-    def views(self, bucket: int) -> Views:
-        """Slots cut to ``bucket`` lanes; the same object for every call with one bucket."""
-        if bucket not in self._views:
-            self._views[bucket] = Views({slot.name: self._cut(slot, bucket) for slot in self.slots})
-        return self._views[bucket]
+    def views(self, bucket: int, cycle: CycleShape | None = None) -> Views:
+        """Slots cut to ``bucket`` lanes of a cycle, default the widest; the same object for every call with the same two."""
+        key = (bucket, cycle or self._widest)
+        if key not in self._views:
+            self._views[key] = Views({slot.name: self._cut(slot, *key) for slot in self.slots})
+        return self._views[key]
 
     def check_addresses(self) -> None:
-        """Raise when a slot moved: a captured program would read the old memory.
+        """Raise when a slot moved or changed its shape or dtype: a captured program would read the old memory.
 
         Raises:
-            CaptureError: names the slot and both addresses.
+            CaptureError: names the slot, what it was and what it is.
         """
-        for name, address in self._addresses.items():
-            if self._tensors[name].data_ptr() != address:
-                raise CaptureError(name, f"address {address:#x}", f"{self._tensors[name].data_ptr():#x}")
+        for slot in self.slots:
+            tensor, address = self._tensors[slot.name], self._addresses.get(slot.name)
+            if address is None:
+                continue
+            if tensor.data_ptr() != address:
+                raise CaptureError(slot.name, f"address {address:#x}", f"{tensor.data_ptr():#x}")
+            if (tensor.dtype, tuple(tensor.shape)) != (slot.dtype, self.shape(slot)):
+                raise CaptureError(slot.name, f"{slot.dtype} {list(self.shape(slot))}", f"{tensor.dtype} {list(tensor.shape)}")
 
     def poison(self, kinds: tuple[Kind, ...] = ("lane",)) -> None:
         """Fill slots of these kinds with NaN and, for integers, a value no index survives: what a cycle reads it must have written."""
         for slot in self.slots:
             if slot.kind in kinds:
                 tensor = self._tensors[slot.name]
-                tensor.fill_(float("nan") if tensor.is_floating_point() else max(POISON, torch.iinfo(tensor.dtype).min))
+                if tensor.is_floating_point():
+                    tensor.fill_(float("nan"))
+                else:
+                    tensor.fill_(True if tensor.dtype == torch.bool else max(POISON, torch.iinfo(tensor.dtype).min))
 
     def snapshot(self, kinds: tuple[Kind, ...] = ("state", "lane", "ring", "kv")) -> dict[str, Tensor]:
         """Copies of the slots of these kinds, by name."""

@@ -15,7 +15,8 @@ from .errors import ConfigError
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 RUNTIMES = ("eager", "compiled", "captured")
 KERNELS = ("auto", "reference", "compiled", "fused")
-IMPLEMENTATIONS = ("auto", "reference", "native")
+IMPLEMENTATIONS = ("auto", "reference", "native", "fused")
+NUMERICS = ("fast", "batch_invariant")
 DEVICES = ("auto", "cpu", "cuda")
 DRAFT_NOISES = ("coupled", "none")
 NGRAM_MATCHES = ("bfs", "prob")
@@ -116,8 +117,14 @@ class RuntimeConfig:
     """KV pages in each pool, without the dummy page; None: enough for max_rows full contexts."""
     prefill_chunks: list[int] = field(default_factory=lambda: [16, 64, 256])
     """Chunk sizes a prompt is cut into, ascending."""
-    run_ahead: int = 0
-    """Cycles launched before the host has read an earlier one's result."""
+    cycles_in_flight: int = 1
+    """Cycles queued on the device, the one whose result is being waited for included; 1: launch and read in turn."""
+    depth_per_bucket: dict[int, int] = field(default_factory=dict)
+    """Draft depth of the cycles of some buckets, at most num_steps, such as {8: 3}; the others have num_steps."""
+    memory_fraction: float = 0.9
+    """Share of the memory that is there when the engine is built which it may use."""
+    debug: bool = False
+    """Check every buffer before each launch, poison those that live for one cycle, and refuse a call that waits for the device."""
     max_stop_ids: int = 8
     """Stop ids a request may have."""
     max_logit_bias: int = 32
@@ -130,7 +137,11 @@ class RuntimeConfig:
         _at_least("runtime.max_rows", self.max_rows, 1)
         _at_least("runtime.page_size", self.page_size, 1)
         _at_least("runtime.num_pages", self.num_pages, 1)
-        _at_least("runtime.run_ahead", self.run_ahead, 0)
+        _at_least("runtime.cycles_in_flight", self.cycles_in_flight, 1)
+        if not 0 < self.memory_fraction <= 1:
+            raise ConfigError("runtime.memory_fraction", "a number above 0, at most 1", self.memory_fraction)
+        for bucket, depth in self.depth_per_bucket.items():
+            _at_least(f"runtime.depth_per_bucket[{bucket}]", depth, 1)
         _at_least("runtime.max_stop_ids", self.max_stop_ids, 1)
         _at_least("runtime.max_logit_bias", self.max_logit_bias, 1)
         _at_least("runtime.max_logprobs", self.max_logprobs, 1)
@@ -144,16 +155,23 @@ class KernelsConfig:
     """Which implementation of each op runs. An explicit choice never falls back."""
 
     mode: str = "auto"
-    """reference: plain torch; compiled: torch.compile; fused: hand-written kernels; auto: what the runtime preset means."""
+    """reference: plain torch; compiled: torch.compile; fused: Triton kernels, compiled together; auto: what the runtime preset means."""
     attention: str = "auto"
-    """reference: plain torch; native: C++ for the CPU; auto: native for a compiled float32 cycle on the CPU, else reference."""
+    """reference: plain torch; native: C++ for the CPU; fused: Triton; auto: fused for a fused cycle, native for a compiled float32 cycle on
+    the CPU, else reference."""
     linear: str = "auto"
     """The same choice for linear layers; native ones hold their weights packed."""
+    numerics: str = "fast"
+    """Of fused linear layers. fast: the kernel of each shape that measured best; batch_invariant: one order of summation whatever the number
+    of rows, so that a token's logits do not depend on what is computed beside it."""
+    programmatic_launch: bool = False
+    """Fused kernels may start while the one before them drains (sm_90 and later)."""
 
     def __post_init__(self) -> None:
         _choice("kernels.mode", self.mode, KERNELS)
         _choice("kernels.attention", self.attention, IMPLEMENTATIONS)
         _choice("kernels.linear", self.linear, IMPLEMENTATIONS)
+        _choice("kernels.numerics", self.numerics, NUMERICS)
 
 
 @dataclass(kw_only=True)
@@ -237,11 +255,15 @@ class HardwareConfig:
     """Weights, activations and KV; auto: float32 on the CPU, the checkpoint's own on CUDA."""
     threads: int | None = None
     """CPU threads; None: torch's own choice."""
+    memory_gib: float | None = None
+    """Memory the engine may count on, in GiB; None: what is free on the GPU, or what the machine has."""
 
     def __post_init__(self) -> None:
         _choice("hardware.device", self.device, DEVICES)
         _choice("hardware.dtype", self.dtype, DTYPES)
         _at_least("hardware.threads", self.threads, 1)
+        if self.memory_gib is not None and self.memory_gib <= 0:
+            raise ConfigError("hardware.memory_gib", "a number above 0", self.memory_gib)
 
 
 @dataclass(kw_only=True)

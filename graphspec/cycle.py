@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
+import numpy as np
 import torch
 
 from .buffers import RING_FIELDS, Arena, Views
-from .errors import ResourceError
+from .errors import CaptureError, ResourceError
 from .graphs.accept import Accept
-from .graphs.capture import Capturer
+from .graphs.capture import (
+    Capturer,
+    CaptureRecord,
+    ProgramCapturer,
+    Signature,
+    check_unmoved,
+    no_synchronisation,
+    ran_out_of_memory,
+    signature,
+)
 from .graphs.commit import Commit, CommitState
 from .graphs.compile import compile_stages, graphs_compiled
-from .graphs.counts import OutputCounts, PromptCounts
+from .graphs.counts import PromptCounts
 from .graphs.draft import DraftExtend, DraftSteps, StaticSteps
+from .graphs.envelope import Envelope
 from .graphs.heads import HeadSteps
 from .graphs.logprobs import RING, Logprobs
 from .graphs.mailbox import Mailbox, MailLayout, Message
@@ -26,10 +39,12 @@ from .graphs.stage import Build, DraftModel, Stage, TargetModel, check_dataflow
 from .graphs.tree import ChainLayout, TreeBuild
 from .graphs.verify import Verify
 from .kernels.registry import KernelSet
+from .memory import MemoryPlan
 from .plan import Plan
 from .shapes import GraphKey, SamplingClass
 
 Progress = Callable[[str, int, int], None]
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -43,9 +58,22 @@ class PrefillKey:
 Key = GraphKey | PrefillKey
 
 
+def describe(key: Key) -> str:
+    """A program in words: lanes and depth of a cycle, tokens of a prefill chunk, what its requests ask of the sampler."""
+    asked = [name for name in ("noise", "truncate", "penalties", "bias") if getattr(key.sampling, name)]
+    asked += [f"{key.sampling.logprobs} logprobs"] if key.sampling.logprobs >= 0 else []
+    what = f"prefill of {key.chunk} tokens" if isinstance(key, PrefillKey) else f"cycle of {key.bucket} lanes, depth {key.shape.num_steps}"
+    return f"{what}, {'+'.join(asked) or 'greedy'}"
+
+
+def tokens_of(key: Key) -> int:
+    """Tokens the target reads in one launch: what programs are ordered by, since it says how much memory they need."""
+    return key.chunk if isinstance(key, PrefillKey) else key.bucket * key.shape.num_draft_tokens
+
+
 @dataclass(frozen=True, slots=True)
 class RingEntry:
-    """What one launch told the host, per lane: new tokens and :class:`graphspec.buffers.Status`.
+    """What one launch told the host, per lane of its message: new tokens and :class:`graphspec.buffers.Status`.
 
     With log-probabilities, also for each token its own and the most likely ones by token id.
     """
@@ -53,6 +81,15 @@ class RingEntry:
     tokens: list[list[int]]
     status: list[int]
     logprobs: list[list[tuple[float, dict[int, float]]]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """One slot of one of the ring's buffers: on the device, on the host, and the host's as numpy sees it."""
+
+    source: torch.Tensor
+    tensor: torch.Tensor
+    array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]
 
 
 def draft_stages(build: Build) -> list[Stage]:
@@ -83,8 +120,6 @@ def cycle_stages(build: Build) -> list[Stage]:
     if build.sampling.logprobs >= 0:
         stages.append(Logprobs(build))
     stages.append(Commit(build))
-    if build.sampling.penalties:
-        stages.append(OutputCounts(build))
     return stages
 
 
@@ -104,17 +139,21 @@ class Program:
     """
 
     def __init__(self, stages: list[Stage], views: Views, *, compiled: bool) -> None:
-        self.stages = stages
+        self.stages, self.views = stages, views
         self.steps: list[Callable[[], None]] = [compile_stages([s], views) if compiled else partial(s, views) for s in stages]
         self.direct: Callable[[], None] = compile_stages(stages, views) if compiled else self._in_order
         self.replay: Callable[[], None] | None = None
+        self.buffers: Signature = signature(views)
 
     def _in_order(self) -> None:
         for step in self.steps:
             step()
 
     def __call__(self) -> None:
-        (self.replay or self.direct)()
+        if self.replay is not None:
+            self.replay()
+        else:
+            self.direct()
 
 
 class Cycle:
@@ -125,19 +164,35 @@ class Cycle:
         target: the target network.
         draft: the draft network, None when the variant has none.
         kernels: one implementation per op.
+        memory: what was counted, for the message when memory runs out.
+        capturer: makes what captures programs over an arena; default: CUDA graphs where the plan says captured, else nothing does.
     """
 
-    def __init__(self, plan: Plan, target: TargetModel, draft: DraftModel | None, kernels: KernelSet) -> None:
-        self.plan, self.target, self.draft, self.kernels = plan, target, draft, kernels
+    def __init__(
+        self,
+        plan: Plan,
+        target: TargetModel,
+        draft: DraftModel | None,
+        kernels: KernelSet,
+        *,
+        memory: MemoryPlan | None = None,
+        capturer: Callable[[Arena], ProgramCapturer] | None = None,
+    ) -> None:
+        self.plan, self.target, self.draft, self.kernels, self.memory = plan, target, draft, kernels, memory
         self.layout = MailLayout.of(plan)
         self.arena = Arena(plan, self.layout.size)
         self.programs: dict[Key, Program] = {}
-        self._capturer = Capturer(self.arena) if plan.captured else None
+        self.dropped: set[Key] = set()
+        """Cycles for which memory ran out; their lanes are served by smaller buckets."""
+        make = capturer or (Capturer if plan.captured else None)
+        self._capturer = make(self.arena) if make is not None else None
+        self._records: dict[Key, CaptureRecord] = {}
         pinned = plan.device == "cuda"
         # A message may still be on its way to the device while the next one is written, hence one buffer per ring slot.
-        self._mail = [torch.zeros(self.layout.size, dtype=torch.int64, pin_memory=pinned) for _ in range(plan.ring_depth)]
-        self._results: list[dict[str, torch.Tensor]] = [{} for _ in range(plan.ring_depth)]
-        self._alternatives = [-1] * plan.ring_depth
+        self._mail = [Envelope(self.layout, pinned=pinned) for _ in range(plan.ring_depth)]
+        self._arrivals: list[dict[str, Arrival]] = [{} for _ in range(plan.ring_depth)]
+        self._sent: list[tuple[int, tuple[str, ...], int]] = [(0, (), -1)] * plan.ring_depth
+        """Per ring slot: lanes, names of the ring's buffers, and alternatives of the launch that fills it."""
         self._events: list[torch.cuda.Event | None] = [torch.cuda.Event() if pinned else None for _ in range(plan.ring_depth)]
         self._in_flight: deque[int] = deque()
         self._launched = 0
@@ -149,94 +204,163 @@ class Cycle:
         return stages
 
     def views(self, key: Key) -> Views:
-        return self.arena.views(1 if isinstance(key, PrefillKey) else key.bucket)
+        return self.arena.views(1) if isinstance(key, PrefillKey) else self.arena.views(key.bucket, key.shape)
+
+    def buckets(self, sampling: SamplingClass) -> tuple[int, ...]:
+        """Buckets whose cycle exists or can be built: all of the plan's but those for which memory ran out."""
+        return tuple(bucket for bucket in self.plan.buckets if self.plan.key(bucket, sampling) not in self.dropped)
+
+    def capture_report(self) -> list[CaptureRecord]:
+        """What it took to build each program, in the order they were built."""
+        return list(self._records.values())
 
     def prepare(self, keys: Iterable[Key], progress: Progress | None = None) -> None:
-        """Build, compile and capture the programs that do not exist yet. Only between runs: nothing may be in flight.
+        """Build the programs that do not exist yet. Only between runs: nothing may be in flight.
 
-        Prefill stays direct under every runtime: a prompt runs through it once, compiling each chunk size costs more than it saves.
+        First all of them run once, which compiles and tunes everything, then all are captured; both times the largest comes first. Where
+        nothing is captured, prefill stays direct and uncompiled: a prompt runs through it once, compiling each chunk size costs more than
+        it saves. When memory runs out for a cycle, its bucket is left out, with a warning, and smaller ones serve its lanes.
 
         Raises:
             CaptureError: a buffer moved since it was captured.
-            ResourceError: launches are unread.
+            ResourceError: launches are unread, or memory ran out for the smallest cycle or for a prefill chunk.
         """
         if self._capturer:
             self.arena.check_addresses()
-        missing = [key for key in keys if key not in self.programs]
+        missing = [key for key in keys if key not in self.programs and key not in self.dropped]
         if not missing:
             return
         if self._in_flight:
             raise ResourceError("cycle", "no cycle in flight while programs are built", f"{len(self._in_flight)} in flight")
+        missing.sort(key=tokens_of, reverse=True)
         for key in missing:
             self.arena.allocate(key.sampling)
-        self._pin_results()
+        self._open_ring()
         state = self.arena.snapshot(("mail", "state", "ring"))
-        phase = "compile" if self.plan.kernels == "compiled" else "build"
+        before = len(self.dropped)
         try:
             with torch.no_grad():
-                for done, key in enumerate(missing):
-                    if progress:
-                        progress(phase, done, len(missing))
-                    self.layout.encode(Message(lanes=()), self._mail[0])
-                    self.arena["mail"].copy_(self._mail[0])
-                    self.programs[key] = self._build(key)
+                self.arena["mail"].copy_(self._mail[0].write(Message(lanes=())))
+                built = self._each("compile" if self.plan.kernels == "compiled" else "build", missing, self._build, progress)
+                if self._capturer is not None:
+                    built = self._each("capture", built, self._capture, progress)
         finally:
             # Building runs programs, and a failed build must not leave the ring ahead of the host.
             self.arena.restore(state)
-        if progress:
-            progress(phase, len(missing), len(missing))
+        for key in built:
+            logger.info("built %s", self._records[key])
+        if len(self.dropped) > before:
+            logger.warning(
+                "memory ran out: no program for %s; at most %d rows share a launch, the others wait their turn (lower runtime.num_pages, "
+                "or leave the bucket out of runtime.buckets)%s",
+                "; ".join(describe(key) for key in missing if key in self.dropped),
+                max((key.bucket for key in built if isinstance(key, GraphKey)), default=0),
+                f": {self.memory.text()}" if self.memory else "",
+            )
 
-    def _build(self, key: Key) -> Program:
-        direct = isinstance(key, PrefillKey)
+    def _each(self, phase: str, keys: list[Key], do: Callable[[Key], None], progress: Progress | None) -> list[Key]:
+        """``do`` for every key; returns those for which memory sufficed."""
+        done: list[Key] = []
+        for number, key in enumerate(keys):
+            if progress:
+                progress(phase, number, len(keys))
+            try:
+                do(key)
+            except Exception as error:
+                if not ran_out_of_memory(error):
+                    raise
+                if not self._dispensable(key, keys[number + 1 :]):
+                    hint = self.memory.text() if self.memory else ""
+                    raise ResourceError("memory", f"room for the program of a {describe(key)}", "none left on the device", hint) from error
+                self.programs.pop(key, None)
+                self._records.pop(key, None)
+                self.dropped.add(key)
+            else:
+                done.append(key)
+        if progress:
+            progress(phase, len(keys), len(keys))
+        return done
+
+    def _dispensable(self, key: Key, coming: list[Key]) -> bool:
+        """A smaller cycle of the same class exists or is about to be built."""
+        others = (*coming, *(other for other in self.programs if other != key))
+        return isinstance(key, GraphKey) and any(
+            isinstance(other, GraphKey) and other.sampling == key.sampling and other.bucket < key.bucket for other in others
+        )
+
+    def _build(self, key: Key) -> None:
+        started = time.perf_counter()
+        direct = isinstance(key, PrefillKey) and self._capturer is None
         program = Program(self.stages(key), self.views(key), compiled=self.plan.kernels == "compiled" and not direct)
-        program()
-        if self._capturer and not direct:
-            program.replay = self._capturer.capture(program.direct)
-        return program
+        program.direct()
+        self._wait()
+        self.programs[key] = program
+        self._records[key] = CaptureRecord(describe(key), time.perf_counter() - started)
+
+    def _capture(self, key: Key) -> None:
+        assert self._capturer is not None
+        started, program = time.perf_counter(), self.programs[key]
+        replay = self._capturer.capture(program.direct)
+        program.replay, program.buffers = replay, signature(program.views)
+        self._wait()
+        seconds = time.perf_counter() - started
+        self._records[key] = replace(self._records[key], capture_seconds=seconds, pool_bytes=replay.pool_bytes)
+
+    def _wait(self) -> None:
+        if self.plan.device == "cuda":
+            torch.cuda.synchronize()
 
     def launch(self, key: Key, message: Message) -> int:
         """Send ``message``, run the program behind ``key``; returns a ticket for :meth:`read`.
 
         Raises:
             ResourceError: as many launches are unread as the ring can hold, or the program was not prepared.
+            CaptureError: the launch compiled something; in debug mode also a buffer that is not what it was when the program was built.
         """
         if len(self._in_flight) >= self.plan.ring_depth - 1:
             raise ResourceError("ring", f"at most {self.plan.ring_depth - 1} unread launches", len(self._in_flight))
-        if key not in self.programs:
+        program = self.programs.get(key)
+        if program is None:
             raise ResourceError("cycle", "a program prepared before the run", key)
-        slot = self._launched % self.plan.ring_depth
-        with torch.no_grad(), torch.compiler.set_stance(skip_guard_eval_unsafe=True):
-            self.layout.encode(message, self._mail[slot])
-            self.arena["mail"].copy_(self._mail[slot], non_blocking=True)
-            self.programs[key]()
-            self._alternatives[slot] = key.sampling.logprobs
-            self._copy_out(slot)
+        slot, compiled = self._launched % self.plan.ring_depth, graphs_compiled()
+        if self.plan.debug:
+            with torch.no_grad(), no_synchronisation(self.arena.device):
+                self.arena.check_addresses()
+                check_unmoved(program.views, program.buffers)
+                self.arena.poison(("lane",))
+                self._send(slot, program, key, message)
+        else:
+            with torch.no_grad():
+                self._send(slot, program, key, message)
+        if graphs_compiled() != compiled:
+            raise CaptureError(describe(key), "no compilation after the warm-up", f"{graphs_compiled() - compiled} graphs compiled")
         ticket = self._launched
         self._in_flight.append(ticket)
         self._launched += 1
         return ticket
 
-    def _copy_out(self, slot: int) -> None:
+    def _send(self, slot: int, program: Program, key: Key, message: Message) -> None:
+        """One copy to the device, one program, one copy back."""
+        self.arena["mail"].copy_(self._mail[slot].write(message), non_blocking=True)
+        program()
+        alternatives = key.sampling.logprobs
+        names = ("ring_ZBJ",) if alternatives < 0 else ("ring_ZBJ", *(RING if alternatives else RING[:1]))
+        self._sent[slot] = (len(message.lanes), names, alternatives)
         event = self._events[slot]
-        if event is None:
-            return
-        for name in self._ring_names(slot):
-            self._results[slot][name].copy_(self.arena[name][slot], non_blocking=True)
-        event.record()
+        if event is not None:
+            for name in names:
+                arrival = self._arrivals[slot][name]
+                arrival.tensor.copy_(arrival.source, non_blocking=True)
+            event.record()
 
-    def _ring_names(self, slot: int) -> tuple[str, ...]:
-        """Ring slots that the launch behind ``slot`` filled."""
-        alternatives = self._alternatives[slot]
-        return ("ring_ZBJ", *(RING if alternatives > 0 else RING[:1] if alternatives == 0 else ()))
-
-    def _pin_results(self) -> None:
-        """Host memory for every ring slot there is by now, where results have to be copied to the host."""
-        if self.plan.device != "cuda":
-            return
+    def _open_ring(self) -> None:
+        """Where the host reads the ring's buffers, for all there are by now: where they lie, or in pinned memory they are copied to."""
         for name in (slot.name for slot in self.arena.slots if slot.kind == "ring"):
-            for results in self._results:
-                like = self.arena[name][0]
-                results.setdefault(name, torch.zeros(like.shape, dtype=like.dtype, pin_memory=True))
+            for index, arrivals in enumerate(self._arrivals):
+                if name not in arrivals:
+                    source = self.arena[name][index]
+                    on_host = source if self.plan.device == "cpu" else torch.zeros(source.shape, dtype=source.dtype, pin_memory=True)
+                    arrivals[name] = Arrival(source, on_host, on_host.numpy())
 
     def read(self, ticket: int) -> RingEntry:
         """Wait for a launch and return its ring entry; tickets are read in the order of launch.
@@ -251,21 +375,19 @@ class Cycle:
         event = self._events[slot]
         if event is not None:
             event.synchronize()
-        found = {name: self.arena[name][slot] if event is None else self._results[slot][name] for name in self._ring_names(slot)}
-        lanes = found["ring_ZBJ"].tolist()
+        count, names, alternatives = self._sent[slot]
+        found = self._arrivals[slot]
+        lanes = found[names[0]].array[:count].tolist()
         tokens = [lane[RING_FIELDS : RING_FIELDS + lane[0]] for lane in lanes]
-        return RingEntry(tokens, [lane[1] for lane in lanes], self._read_logprobs(slot, found, tokens))
+        logprobs = self._read_logprobs(found, alternatives, tokens) if alternatives >= 0 else None
+        return RingEntry(tokens, [lane[1] for lane in lanes], logprobs)
 
-    def _read_logprobs(
-        self, slot: int, found: Mapping[str, torch.Tensor], tokens: list[list[int]]
-    ) -> list[list[tuple[float, dict[int, float]]]] | None:
-        count = self._alternatives[slot]
-        if count < 0:
-            return None
-        chosen = found[RING[0]].tolist()
+    @staticmethod
+    def _read_logprobs(found: Mapping[str, Arrival], count: int, tokens: list[list[int]]) -> list[list[tuple[float, dict[int, float]]]]:
+        chosen = found[RING[0]].array.tolist()
         if count == 0:
             return [[(chosen[lane][i], {}) for i in range(len(new))] for lane, new in enumerate(tokens)]
-        values, names = (found[name][..., :count].tolist() for name in RING[1:])
+        values, names = (found[name].array[..., :count].tolist() for name in RING[1:])
         return [
             [(chosen[lane][i], dict(zip(names[lane][i], values[lane][i], strict=True))) for i in range(len(new))]
             for lane, new in enumerate(tokens)

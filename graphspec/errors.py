@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
 
 class GraphspecError(Exception):
     """Base of every error graphspec raises on purpose.
@@ -36,3 +38,12 @@ class CaptureError(GraphspecError, RuntimeError):
 
 class ResourceError(GraphspecError, RuntimeError):
     """A fixed resource (pages, rows, ring slots) used beyond what exists, or returned twice."""
+
+
+def spell_bytes(size: float) -> str:
+    """``1536`` as ``1.5 KiB``."""
+    for unit in UNITS[:-1]:
+        if abs(size) < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} {UNITS[-1]}"

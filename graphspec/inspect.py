@@ -8,14 +8,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from .errors import spell_bytes
 from .report import draw_tree
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from .engine.llm import LLM
-
-UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+    from .graphs.capture import CaptureRecord
+    from .memory import MemoryPlan
 
 
 def show(llm: LLM, prompt: str, console: Console | None = None) -> None:
@@ -25,9 +26,11 @@ def show(llm: LLM, prompt: str, console: Console | None = None) -> None:
     console.print(plan_table(described))
     console.print(buckets_table(described["buckets"], described["num_draft_tokens"], described["accept_width"]))
     console.print(slots_table(llm.slots()))
+    console.print(memory_table(llm.memory))
     if llm.plan.shape.num_steps:
         console.print("One draft tree (+ accepted, - rejected):")
         console.print(draw_tree(llm.draft_tree(prompt)))
+        console.print(programs_table(llm.capture_report()))
 
 
 def plan_table(described: Mapping[str, object]) -> Table:
@@ -63,10 +66,25 @@ def slots_table(slots: Iterable[tuple[str, Sequence[int], object, int]]) -> Tabl
     return table
 
 
-def spell_bytes(size: float) -> str:
-    """``1536`` as ``1.5 KiB``."""
-    for unit in UNITS[:-1]:
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} {UNITS[-1]}"
+def memory_table(memory: MemoryPlan) -> Table:
+    """What the engine holds, line by line, and what it may."""
+    table = Table(title="memory", title_justify="left", show_footer=True)
+    table.add_column("what", footer=f"{spell_bytes(memory.budget)} allowed: {memory.fraction:g} of {spell_bytes(memory.available)}")
+    table.add_column("bytes", justify="right", footer=spell_bytes(memory.total))
+    for line in memory.lines:
+        table.add_row(line.name, ("~" if line.estimate else "") + spell_bytes(line.size))
+    table.add_row(f"(largest num_pages that fits: {memory.largest_num_pages})", f"{spell_bytes(memory.page_bytes)} a page")
+    return table
+
+
+def programs_table(records: Iterable[CaptureRecord]) -> Table:
+    """What it took to build each program."""
+    table = Table(title="programs", title_justify="left")
+    table.add_column("program")
+    for heading in ("warm-up", "capture", "graph memory"):
+        table.add_column(heading, justify="right")
+    for record in records:
+        capture = "-" if record.capture_seconds is None else f"{record.capture_seconds:.2f} s"
+        held = "-" if record.pool_bytes is None else spell_bytes(record.pool_bytes)
+        table.add_row(record.name, f"{record.warm_up_seconds:.2f} s", capture, held)
+    return table

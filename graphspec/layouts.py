@@ -1,6 +1,7 @@
 """How checkpoints name their tensors: tables that :mod:`graphspec.weights` interprets. Data only, standard library only.
 
-``*`` stands for a layer index. A rule with several sources concatenates them along the output rows, in order.
+``*`` stands for a layer index. A rule with several sources concatenates them along the output rows, in order. ``#`` in a source stands
+for the number of an expert: the parameter has one more dimension in front, and every expert fills its part of it.
 """
 
 from __future__ import annotations
@@ -40,6 +41,21 @@ def _decoder(ours: str, theirs: str) -> tuple[TensorRule, ...]:
             TensorRule(f"{ours}{name}.weight", (f"{theirs}{name}.weight",))
             for name in ("self_attn.q_norm", "self_attn.k_norm", "input_layernorm", "hidden_norm", "post_attention_layernorm")
         ),
+        *rule("self_attn.qkv_a_proj", "self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"),
+        *rule("self_attn.q_proj", "self_attn.q_proj"),
+        *rule("self_attn.kv_a_proj", "self_attn.kv_a_proj_with_mqa"),
+        *rule("self_attn.q_b_proj", "self_attn.q_b_proj"),
+        *(
+            TensorRule(f"{ours}self_attn.{name}.weight", (f"{theirs}self_attn.{name}.weight",))
+            for name in ("q_a_layernorm", "kv_a_layernorm")
+        ),
+        TensorRule(f"{ours}self_attn.kv_b_QDL", (f"{theirs}self_attn.kv_b_proj.weight",)),
+        TensorRule(f"{ours}mlp.router.weight", (f"{theirs}mlp.gate.weight",)),
+        TensorRule(f"{ours}mlp.correction_E", (f"{theirs}mlp.gate.e_score_correction_bias",)),
+        TensorRule(f"{ours}mlp.gate_up_EFH", (f"{theirs}mlp.experts.#.gate_proj.weight", f"{theirs}mlp.experts.#.up_proj.weight")),
+        TensorRule(f"{ours}mlp.down_EHF", (f"{theirs}mlp.experts.#.down_proj.weight",)),
+        *rule("mlp.shared_experts.gate_up_proj", "mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
+        *rule("mlp.shared_experts.down_proj", "mlp.shared_experts.down_proj"),
     )
 
 
@@ -52,7 +68,8 @@ LLAMA_LAYOUT = Layout(
     ),
     ignored=("model.layers.*.self_attn.rotary_emb.inv_freq",),  # derived from config.json
 )
-"""Llama, Mistral, Qwen2 and Qwen3: biases and query / key norms only where the model has them."""
+"""Every target. Which of the rules hold for a layer follows from the parameters it has: biases, query / key norms, latent attention
+(DeepSeek-V2 and V3), a mixture of experts (the same, Qwen3-MoE)."""
 
 EAGLE3_LAYOUT = Layout(
     rules=(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from .facts import DraftFacts, ModelFacts
 
 logger = logging.getLogger(__name__)
+
+KERNELS_OF = {"eager": "reference", "compiled": "compiled", "captured": "fused"}
+"""``kernels.mode`` that a runtime preset means."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +81,10 @@ class Plan:
     """Page-table entries one launch can change."""
     prefill_chunks: tuple[int, ...]
     ring_depth: int
-    run_ahead: int
+    cycles_in_flight: int
+    """Cycles queued before the host waits for the oldest one's result."""
+    bucket_shapes: tuple[CycleShape, ...]
+    """The cycle's shape for each of ``buckets``: ``shape``, or a shallower one."""
     max_stop_ids: int
     max_logit_bias: int
     max_logprobs: int
@@ -87,7 +94,29 @@ class Plan:
     kernels: str
     attention: str
     linear: str
+    numerics: str
+    programmatic_launch: bool
     captured: bool
+    debug: bool
+
+    @property
+    def run_ahead(self) -> int:
+        """Cycles launched after the oldest one whose result has not been read."""
+        return self.cycles_in_flight - 1
+
+    @property
+    def shapes(self) -> tuple[CycleShape, ...]:
+        """Shapes for which cycles exist, deepest first. Slots, window and ring have the sizes of ``shape``, the widest."""
+        return tuple(sorted(set(self.bucket_shapes), reverse=True))
+
+    def key(self, bucket: int, sampling: SamplingClass) -> GraphKey:
+        """The cycle that ``bucket`` lanes run."""
+        return GraphKey(bucket, self.bucket_shapes[self.buckets.index(bucket)], sampling)
+
+    @property
+    def compiles(self) -> bool:
+        """Cycles run through torch.compile; fused kernels on the CPU are interpreted, and their surroundings then run as they stand."""
+        return self.kernels == "compiled" or (self.kernels == "fused" and self.device == "cuda")
 
     @property
     def keeps_history(self) -> bool:
@@ -101,7 +130,7 @@ class Plan:
 
     def graph_keys(self, sampling: SamplingClass) -> tuple[GraphKey, ...]:
         """Keys of every cycle, largest bucket first (the order of capture)."""
-        return tuple(GraphKey(bucket, self.shape, sampling) for bucket in sorted(self.buckets, reverse=True))
+        return tuple(self.key(bucket, sampling) for bucket in sorted(self.buckets, reverse=True))
 
     def pages_for(self, tokens: int) -> int:
         """Pages that hold ``tokens`` slots."""
@@ -109,7 +138,8 @@ class Plan:
 
     def describe(self) -> dict[str, Any]:
         """Flat, printable view of the plan."""
-        described = {k: v for k, v in asdict(self).items() if k not in ("variant", "target", "draft", "shape", "static_tree")}
+        told = ("variant", "target", "draft", "shape", "static_tree", "bucket_shapes")
+        described = {k: v for k, v in asdict(self).items() if k not in told}
         shape = {"num_steps": self.shape.num_steps, "topk": self.shape.topk, "num_draft_tokens": self.shape.num_draft_tokens}
         return {
             "variant": self.variant.name,
@@ -117,6 +147,7 @@ class Plan:
             "draft": self.draft.path if self.draft else None,
             **shape,
             **described,
+            "depth_per_bucket": {b: s.num_steps for b, s in zip(self.buckets, self.bucket_shapes, strict=True) if s != self.shape},
         }
 
 
@@ -208,6 +239,34 @@ def resolve_accept(config: AcceptConfig, variant: VariantConfig, shape: CycleSha
     )
 
 
+def resolve_bucket_shapes(
+    depths: Mapping[int, int], buckets: tuple[int, ...], shape: CycleShape, variant: Variant, accept: AcceptPlan, *, fixed: bool
+) -> tuple[CycleShape, ...]:
+    """The shape of each bucket's cycle.
+
+    Args:
+        depths: bucket to draft depth.
+        buckets: all there are.
+        shape: the widest.
+        variant: its catalog entry.
+        accept: the acceptance rule.
+        fixed: the draft can't stop early: a static tree, or one head per step, whose KV a shorter cycle would leave behind.
+
+    Raises:
+        ConfigError: no such bucket, a depth that is none, or a drafter or rule whose depth is fixed.
+    """
+    key = "runtime.depth_per_bucket"
+    if depths and (fixed or variant.drafter not in ("network", "history") or accept.synthetic):
+        what = "a drafter that is one network or the row's own history, no static tree, and a rule that forces no length"
+        raise ConfigError(key, f"{{}}, or {what}", dict(depths))
+    for bucket, depth in depths.items():
+        if bucket not in buckets:
+            raise ConfigError(key, "buckets of runtime.buckets, " + ", ".join(map(str, buckets)), bucket)
+        if depth > shape.num_steps:
+            raise ConfigError(f"{key}[{bucket}]", f"at most num_steps = {shape.num_steps}", depth)
+    return tuple(shape.shortened(depths.get(bucket, shape.num_steps)) for bucket in buckets)
+
+
 def make_plan(config: Config, target: ModelFacts, draft: DraftFacts | None, *, device: str) -> Plan:
     """Derive every number of an engine.
 
@@ -237,8 +296,11 @@ def make_plan(config: Config, target: ModelFacts, draft: DraftFacts | None, *, d
         raise ConfigError("variant.ngram.corpus", "null: only a drafter on the host reads a corpus", config.variant.ngram.corpus)
     if draft is not None and shape.topk > draft.draft_vocab_size:
         raise ConfigError("variant.topk", f"at most the draft's vocabulary of {draft.draft_vocab_size}", shape.topk)
-    if variant.drafter == "host" and runtime.run_ahead:
-        raise ConfigError("runtime.run_ahead", "0: the host reads every cycle before it proposes the next tree", runtime.run_ahead)
+    run_ahead = runtime.cycles_in_flight - 1
+    if variant.drafter == "host" and run_ahead:
+        raise ConfigError(
+            "runtime.cycles_in_flight", "1: the host reads every cycle before it proposes the next tree", runtime.cycles_in_flight
+        )
     buckets = tuple(bucket for bucket in runtime.buckets if bucket < runtime.max_rows)
     largest = min((bucket for bucket in runtime.buckets if bucket >= runtime.max_rows), default=None)
     if largest is None:
@@ -246,7 +308,7 @@ def make_plan(config: Config, target: ModelFacts, draft: DraftFacts | None, *, d
     buckets = (*buckets, largest)
 
     window, accept = shape.window_width, shape.accept_width
-    ahead = runtime.run_ahead * accept + window
+    ahead = run_ahead * accept + window
     slots = max_context + ahead
     table_width = math.ceil(slots / runtime.page_size)
     pages = runtime.num_pages if runtime.num_pages is not None else runtime.max_rows * table_width
@@ -260,7 +322,7 @@ def make_plan(config: Config, target: ModelFacts, draft: DraftFacts | None, *, d
     growth = largest * (math.ceil((accept + window) / runtime.page_size) + 1)
     page_updates = max(growth, math.ceil((largest_chunk + ahead) / runtime.page_size) + 1)
 
-    kernels = config.kernels.mode if config.kernels.mode != "auto" else {"eager": "reference"}.get(runtime.name, "compiled")
+    kernels = config.kernels.mode if config.kernels.mode != "auto" else KERNELS_OF[runtime.name]
     draft_context = draft.decoder.max_position_embeddings if draft else max_context
     if draft_context < max_context:
         logger.warning("the draft was made for %d positions, the context is %d: rows past them decode plainly", draft_context, max_context)
@@ -271,12 +333,17 @@ def make_plan(config: Config, target: ModelFacts, draft: DraftFacts | None, *, d
     dtype = config.hardware.dtype
     if dtype == "auto":
         dtype = "float32" if device == "cpu" else target.dtype
+    static_tree = StaticTree.of(config.variant.tree_choices) if config.variant.tree_choices is not None and shape.topk > 1 else None
+    rule = resolve_accept(config.accept, config.variant, shape, has_network=draft is not None)
+    bucket_shapes = resolve_bucket_shapes(
+        runtime.depth_per_bucket, buckets, shape, variant, rule, fixed=static_tree is not None or lookback > 0
+    )
     return Plan(
         variant=variant,
         target=target,
         draft=draft,
         shape=shape,
-        static_tree=StaticTree.of(config.variant.tree_choices) if config.variant.tree_choices is not None and shape.topk > 1 else None,
+        static_tree=static_tree,
         accept_width=accept,
         window_width=window,
         num_words=max(shape.num_words, math.ceil((accept + lookback) / WORD_BITS)),
@@ -294,16 +361,20 @@ def make_plan(config: Config, target: ModelFacts, draft: DraftFacts | None, *, d
         num_pages=pages + 1,
         page_updates=page_updates,
         prefill_chunks=tuple(runtime.prefill_chunks),
-        ring_depth=runtime.run_ahead + 2,
-        run_ahead=runtime.run_ahead,
+        ring_depth=runtime.cycles_in_flight + 1,
+        cycles_in_flight=runtime.cycles_in_flight,
+        bucket_shapes=bucket_shapes,
         max_stop_ids=runtime.max_stop_ids,
         max_logit_bias=runtime.max_logit_bias,
         max_logprobs=min(runtime.max_logprobs, target.vocab_size),
-        accept=resolve_accept(config.accept, config.variant, shape, has_network=draft is not None),
+        accept=rule,
         device=device,
         dtype=dtype,
         kernels=kernels,
         attention=config.kernels.attention,
         linear=config.kernels.linear,
+        numerics=config.kernels.numerics,
+        programmatic_launch=config.kernels.programmatic_launch,
         captured=captured,
+        debug=runtime.debug,
     )

@@ -26,7 +26,7 @@ Suffixes name dimensions throughout the package (``hidden_BAF`` is ``[B, A, F]``
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from .errors import ConfigError
@@ -76,6 +76,13 @@ class CycleShape:
             raise ConfigError("num_draft_tokens", f"num_steps + 1 = {self.num_steps + 1} when topk is 1", self.num_draft_tokens)
         if self.window_width > MAX_WINDOW:
             raise ConfigError("num_draft_tokens", f"a window of at most {MAX_WINDOW} slots", f"{self.window_width} slots for {self}")
+
+    def shortened(self, depth: int) -> CycleShape:
+        """The same drafter stopped at ``depth``, with as many nodes as that can fill. Its buffers fit into those of this shape."""
+        if depth == self.num_steps:
+            return self
+        path = CycleShape(depth, self.topk, depth + 1, self.pool)
+        return path if self.is_chain else replace(path, num_draft_tokens=min(self.num_draft_tokens, path.num_candidates + 1))
 
     @property
     def is_chain(self) -> bool:

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+from graphspec.attention import HeadTransform, LatentTransform
+from graphspec.kernels.formulas import apply_rope, rms_norm
+
 VOCAB_SIZE = 61
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 
@@ -337,15 +340,45 @@ class DenseAttention:
         return cls(position_BT, torch.full_like(position_BT, length), torch.ones_like(position_BT, dtype=torch.bool))
 
     def __call__(
-        self, layer: int, query_BTQD: Tensor, key_BTGD: Tensor, value_BTGD: Tensor, scale: float, window_left: int | None
+        self,
+        layer: int,
+        query_BTQD: Tensor,
+        key_BTGD: Tensor,
+        value_BTGD: Tensor,
+        heads: HeadTransform,
+        scale: float,
+        window_left: int | None,
     ) -> Tensor:
         del layer
+        if heads.query_norm is not None and heads.key_norm is not None:
+            query_BTQD = rms_norm(query_BTQD, heads.query_norm, heads.norm_eps, heads.norm_offset)
+            key_BTGD = rms_norm(key_BTGD, heads.key_norm, heads.norm_eps, heads.norm_offset)
+        query_BTQD, key_BTGD = (apply_rope(x, heads.cos_BTD, heads.sin_BTD) for x in (query_BTQD, key_BTGD))
         repeat = query_BTQD.shape[2] // key_BTGD.shape[2]
         key_BTQD, value_BTQD = (x.repeat_interleave(repeat, dim=2) for x in (key_BTGD, value_BTGD))
+        weight_BQTU = self._weights(torch.einsum("btqd,buqd->bqtu", query_BTQD, key_BTQD) * scale, window_left)
+        return torch.einsum("bqtu,buqd->btqd", weight_BQTU, value_BTQD)
+
+    def latent(
+        self, layer: int, query_latent_BTQL: Tensor, query_rope_BTQR: Tensor, latent_BTE: Tensor, transform: LatentTransform, scale: float
+    ) -> Tensor:
+        del layer
+        rank = query_latent_BTQL.shape[-1]
+
+        def rotate(x_BTQR: Tensor) -> Tensor:
+            if transform.interleaved:
+                x_BTQR = x_BTQR.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+            return apply_rope(x_BTQR, transform.cos_BTD, transform.sin_BTD)
+
+        row_BTL = rms_norm(latent_BTE[..., :rank], transform.norm_weight_L, transform.norm_eps)
+        key_BTR = rotate(latent_BTE[:, :, None, rank:])[:, :, 0]
+        score_BQTU = torch.einsum("btql,bul->bqtu", query_latent_BTQL, row_BTL)
+        score_BQTU = score_BQTU + torch.einsum("btqr,bur->bqtu", rotate(query_rope_BTQR), key_BTR)
+        return torch.einsum("bqtu,bul->btql", self._weights(score_BQTU * scale, None), row_BTL)
+
+    def _weights(self, score_BQTU: Tensor, window_left: int | None) -> Tensor:
         distance_BTU = self.position_BT[:, :, None] - self.position_BT[:, None, :]
         seen_BTU = (distance_BTU >= 0) & self.valid_BT[:, None, :]
         if window_left is not None:
             seen_BTU = seen_BTU & (distance_BTU < window_left)
-        score_BQTU = torch.einsum("btqd,buqd->bqtu", query_BTQD, key_BTQD) * scale
-        weight_BQTU = score_BQTU.masked_fill(~seen_BTU[:, None], float("-inf")).float().softmax(-1).to(query_BTQD.dtype)
-        return torch.einsum("bqtu,buqd->btqd", weight_BQTU, value_BTQD)
+        return score_BQTU.masked_fill(~seen_BTU[:, None], float("-inf")).float().softmax(-1).to(score_BQTU.dtype)

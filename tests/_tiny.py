@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from graphspec.config import AcceptConfig, Config, KernelsConfig, ModelConfig, RuntimeConfig, VariantConfig
-from graphspec.facts import DraftFacts, Eagle3Facts, EagleFacts, ModelFacts, MTPFacts, RopeFacts, StandaloneFacts
+from graphspec.facts import (
+    DraftFacts,
+    Eagle3Facts,
+    EagleFacts,
+    ExpertFacts,
+    LatentFacts,
+    ModelFacts,
+    MTPFacts,
+    RopeFacts,
+    StandaloneFacts,
+)
 from graphspec.models.llama import LlamaModel
 from graphspec.plan import Plan, make_plan
 from graphspec.shapes import CycleShape
@@ -33,6 +43,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "no-feature": {"name": "standalone", "num_steps": 3, "topk": 2, "num_draft_tokens": 8},
     "one-head": {"name": "mtp", "num_steps": 3, "topk": 1, "num_draft_tokens": 4},
     "head-per-step": {"name": "mtp", "num_steps": 3, "topk": 1, "num_draft_tokens": 4},
+    "latent-experts": {"name": "mtp", "num_steps": 3, "topk": 2, "num_draft_tokens": 6},
     "own-history": {"name": "ngram", "num_steps": 4, "topk": 3, "num_draft_tokens": 9},
     "host-tree": {"name": "ngram_trie", "num_steps": 4, "topk": 3, "num_draft_tokens": 9},
 }
@@ -50,6 +61,22 @@ def model_facts(num_layers: int = 3) -> ModelFacts:
     )  # fmt: skip
 
 
+def latent_facts(num_layers: int = 3) -> ModelFacts:
+    """Latent attention and mixtures of experts as DeepSeek-V3 has them; a model's first layer is dense, a head's is not."""
+    latent = LatentFacts(query_rank=20, rank=24, nope_dim=8, rope_dim=16, value_dim=10, interleaved=True, scale=0.2)
+    experts = ExpertFacts(
+        layers=(num_layers == 1, *[True] * (num_layers - 1)), num_experts=8, topk=3, intermediate_size=12, shared_size=24, groups=4,
+        topk_groups=2, group_best=2, sigmoid=True, normalize=True, scaling=2.5, float32_router=True,
+    )  # fmt: skip
+    facts = replace(model_facts(num_layers), architecture="DeepseekV3ForCausalLM", latent=latent, experts=experts)
+    return replace(facts, sliding_window=(None,) * num_layers)
+
+
+def target_facts(structure: str) -> ModelFacts:
+    """Facts of the target a structure has."""
+    return latent_facts() if structure == "latent-experts" else model_facts()
+
+
 def draft_facts() -> Eagle3Facts:
     """A draft vocabulary of 23 of the 61 tokens."""
     return Eagle3Facts(
@@ -64,44 +91,46 @@ def other_draft_facts(structure: str) -> DraftFacts | None:
         return EagleFacts(**common, decoder=model_facts(1), feature_size=48, fc_bias=True, layernorms=False)
     if structure == "no-feature":
         return StandaloneFacts(**common, decoder=model_facts(2))
-    if structure in ("one-head", "head-per-step"):
+    if structure in ("one-head", "head-per-step", "latent-experts"):
         heads = 3 if structure == "head-per-step" else 1
-        return MTPFacts(**common, decoder=model_facts(heads), feature_size=48, num_heads=heads, layout="deepseek", first_index=0)
+        decoder = latent_facts(heads) if structure == "latent-experts" else model_facts(heads)
+        return MTPFacts(**common, decoder=decoder, feature_size=48, num_heads=heads, layout="deepseek", first_index=0)
     return None
 
 
 def tiny_plan(
-    shape: CycleShape, *, device: str, runtime: str, mode: str = "reference", run_ahead: int = 0, rule: str = "match",
+    shape: CycleShape, *, device: str, runtime: str, mode: str = "reference", cycles_in_flight: int = 1, rule: str = "match",
     **runtime_keys: object,
 ) -> Plan:  # fmt: skip
     """A plan for the tiny pair; a shape of depth 0 has no drafter."""
     speculates = shape.num_steps > 0
     keys = {"num_steps": shape.num_steps, "topk": shape.topk, "num_draft_tokens": shape.num_draft_tokens} if speculates else {}
     variant = VariantConfig(name="eagle3" if speculates else "none", **keys)
-    return _plan(variant, draft_facts() if speculates else None, device, runtime, mode, run_ahead, runtime_keys, rule)
+    return _plan(variant, draft_facts() if speculates else None, device, runtime, mode, cycles_in_flight, runtime_keys, rule)
 
 
 def structure_plan(
-    structure: str, *, device: str, runtime: str, mode: str = "reference", run_ahead: int = 0, rule: str = "match", **keys: Any
+    structure: str, *, device: str, runtime: str, mode: str = "reference", cycles_in_flight: int = 1, rule: str = "match", **keys: Any
 ) -> Plan:
     """A plan of one of :data:`STRUCTURES`."""
     if structure in SHAPES:
-        return tiny_plan(SHAPES[structure], device=device, runtime=runtime, mode=mode, run_ahead=run_ahead, rule=rule, **keys)
-    return _plan(VariantConfig(**OTHERS[structure]), other_draft_facts(structure), device, runtime, mode, run_ahead, keys, rule)
+        return tiny_plan(SHAPES[structure], device=device, runtime=runtime, mode=mode, cycles_in_flight=cycles_in_flight, rule=rule, **keys)
+    draft, target = other_draft_facts(structure), target_facts(structure)
+    return _plan(VariantConfig(**OTHERS[structure]), draft, device, runtime, mode, cycles_in_flight, keys, rule, target)
 
 
 def _plan(
-    variant: VariantConfig, draft: DraftFacts | None, device: str, runtime: str, mode: str, run_ahead: int, runtime_keys: dict[str, Any],
-    rule: str = "match",
+    variant: VariantConfig, draft: DraftFacts | None, device: str, runtime: str, mode: str, cycles_in_flight: int,
+    runtime_keys: dict[str, Any], rule: str = "match", target: ModelFacts | None = None,
 ) -> Plan:  # fmt: skip
     config = Config(
         variant=variant,
         model=ModelConfig(path="tiny", max_context=96),
-        runtime=RuntimeConfig(name=runtime, page_size=8, prefill_chunks=[8, 16], run_ahead=run_ahead, **runtime_keys),
+        runtime=RuntimeConfig(name=runtime, page_size=8, prefill_chunks=[8, 16], cycles_in_flight=cycles_in_flight, **runtime_keys),
         kernels=KernelsConfig(mode=mode, attention="reference"),
         accept=AcceptConfig(rule=rule, synthetic_length=1.5 if rule == "synthetic" else None),
     )
-    return make_plan(config, model_facts(), draft, device=device)
+    return make_plan(config, target or model_facts(), draft, device=device)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from graphspec.errors import ConfigError
 from graphspec.graphs.accept import Accept
 from graphspec.graphs.sampling import COIN_STREAM, DRAFT_STREAM, RESIDUAL_STREAM, DraftSampler, coins
 from graphspec.kernels import select_kernels
+from graphspec.kernels.tree_build import tree_build
 from graphspec.plan import resolve_accept
 from graphspec.shapes import PLAIN, CycleShape, SamplingClass
 
@@ -83,7 +84,7 @@ class Game:
         score_BM = torch.cat((score_BK, (score_BK[..., None] + more_BKK).flatten(1)), 1)
         token_BM = torch.cat((token_BK, next_BKK.flatten(1)), 1)
         parent_BM = torch.tensor([-1] * topk + [k for k in range(topk) for _ in range(topk)]).expand(lanes, -1)
-        v.node_token_BN, v.node_parent_BN, v.node_depth_BN, v.node_ancestors_BNX = self.build.kernels.tree_build(
+        v.node_token_BN, v.node_parent_BN, v.node_depth_BN, v.node_ancestors_BNX = tree_build(
             score_BM, token_BM, parent_BM, root_B, self.shape.num_draft_tokens, 1, 2
         )
 

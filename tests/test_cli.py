@@ -17,6 +17,8 @@ from graphspec import cli, inspect, report
 from graphspec.catalog import VARIANTS
 from graphspec.engine.outputs import Metrics, Output, StreamEvent, TreeSnapshot
 from graphspec.errors import ConfigError, RequestError, ResourceError
+from graphspec.graphs.capture import CaptureRecord
+from graphspec.memory import MemoryLine, MemoryPlan
 
 METRICS = Metrics(
     cycles=7, acceptance_length=2.5, accepted_per_position=[0.9, 0.6], prefill_seconds=0.1, decode_seconds=0.2, tokens_per_second=123.0
@@ -76,6 +78,11 @@ class FakeLLM:
         self.metrics = METRICS
         for i, piece in enumerate(("one ", "[bold]two")):
             yield StreamEvent(index=0, text=piece, token_ids=[i], finished=i == 1)
+
+    memory = MemoryPlan((MemoryLine("KV pools", 96 * 1024),), 1024**2, 0.5, page_bytes=1024, page_size=16, num_pages=96, least_pages=2)
+
+    def capture_report(self):
+        return [CaptureRecord("cycle of 2 lanes", 1.5), CaptureRecord("cycle of 1 lanes", 0.5, 0.25, 2048)]
 
     def slots(self):
         return [("token_B", (8,), "int64", 64), ("kv", (4, 4), "float32", 3 * 1024**2)]
@@ -231,6 +238,8 @@ def test_inspect_shows_plan_slots_buckets_and_tree(run):
     result = run("inspect")
     assert result.code == 0
     for part in ("token_B", "[8]", "64 B", "3.0 MiB", "2 slots", "num_draft_tokens", "32", "+ ' f'", "- ' [bold]g'"):
+        assert part in result.out
+    for part in ("96.0 KiB", "512.0 KiB allowed: 0.5 of 1.0 MiB", "that fits: 511", "cycle of 1 lanes", "0.25 s", "2.0 KiB"):
         assert part in result.out
 
 

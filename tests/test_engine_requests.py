@@ -48,7 +48,7 @@ def assert_balanced(scheduler: Scheduler) -> None:
 @SHAPES
 @pytest.mark.parametrize("run_ahead", [0, 2])
 def test_more_requests_than_rows(pair: Pair, schedulers: list[Watched], shape: dict[str, Any], run_ahead: int) -> None:
-    llm = pair.llm(**shape, max_rows=3, run_ahead=run_ahead)
+    llm = pair.llm(**shape, max_rows=3, cycles_in_flight=run_ahead + 1)
     asked = prompts(8)
     lengths = [1, 2, 3, 20, 4, 9, 1, 14]
     outputs = llm.generate(asked, [SamplingParams(max_tokens=n, ignore_eos=True) for n in lengths])
@@ -141,7 +141,7 @@ def test_text_needs_a_tokenizer(tmp_path: Any) -> None:
 
 @SHAPES
 def test_the_context_ends(pair: Pair, schedulers: list[Watched], shape: dict[str, Any]) -> None:
-    llm = pair.llm(**shape, max_context=24, page_size=7, run_ahead=1)
+    llm = pair.llm(**shape, max_context=24, page_size=7, cycles_in_flight=2)
     asked = prompts(4, (10, 23, 22, 1))
     outputs = llm.generate(asked, SamplingParams(max_tokens=60, ignore_eos=True))
     for prompt, output in zip(asked, outputs, strict=True):
@@ -167,7 +167,7 @@ def test_preempted_rows_go_on_where_they_were(
     asked = prompts(4, (9, 3, 12, 6))
     params = [SamplingParams(max_tokens=30, temperature=temperature, seed=i, ignore_eos=True) for i in range(4)]
     roomy = pair.llm(**PLAIN).generate(asked, params)
-    llm = pair.llm(**shape, page_size=page_size, run_ahead=run_ahead, max_rows=4, num_pages=96 // page_size)
+    llm = pair.llm(**shape, page_size=page_size, cycles_in_flight=run_ahead + 1, max_rows=4, num_pages=96 // page_size)
     outputs = llm.generate(asked, params)
     assert ids(outputs) == ids(roomy)
     assert schedulers[-1].preempted > 0

@@ -77,7 +77,7 @@ def eager_cases() -> list[Any]:
 
 @pytest.mark.parametrize(("shape", "page_size", "batch", "rows", "run_ahead"), eager_cases(), ids=case_name)
 def test_greedy_equals_transformers(misses: Pair, shape: dict[str, Any], page_size: int, batch: int, rows: int, run_ahead: int) -> None:
-    llm = misses.llm(**shape, page_size=page_size, max_rows=rows, run_ahead=run_ahead)
+    llm = misses.llm(**shape, page_size=page_size, max_rows=rows, cycles_in_flight=run_ahead + 1)
     assert_greedy(misses, llm, batch)
     assert llm.metrics is not None
     if shape is not EAGER[0][0] and "variant" not in shape:
@@ -87,7 +87,7 @@ def test_greedy_equals_transformers(misses: Pair, shape: dict[str, Any], page_si
 @pytest.mark.covers("eagle3", "compiled")
 def test_compiled_tree_equals_transformers(misses: Pair) -> None:
     """The chain's turn is in test_replay."""
-    llm = misses.llm(num_steps=2, topk=3, num_draft_tokens=6, runtime="compiled", buckets=[4], max_rows=4, run_ahead=1)
+    llm = misses.llm(num_steps=2, topk=3, num_draft_tokens=6, runtime="compiled", buckets=[4], max_rows=4, cycles_in_flight=2)
     assert_greedy(misses, llm, 5)
 
 
@@ -119,7 +119,7 @@ def test_sampled_equals_plain_decoding(
     misses: Pair, plain: dict[tuple[float, int], list[list[int]]], shape: dict[str, Any], noise: str, temperature: float, batch: int,
     page_size: int, run_ahead: int,
 ) -> None:  # fmt: skip
-    llm = misses.llm(**shape, draft_noise=noise, page_size=page_size, run_ahead=run_ahead)
+    llm = misses.llm(**shape, draft_noise=noise, page_size=page_size, cycles_in_flight=run_ahead + 1)
     assert ids(llm.generate(prompts(batch), sampled(temperature, batch))) == plain[temperature, batch]
     assert len({tuple(tokens) for tokens in plain[temperature, batch]}) == batch
 

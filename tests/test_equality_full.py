@@ -48,7 +48,7 @@ def test_no_setting_changes_the_output(
 ) -> None:
     noises = ["coupled"] if "variant" in shape else ["coupled", "none"]
     for noise in noises:
-        llm = misses.llm(**shape, page_size=page_size, run_ahead=run_ahead, runtime=runtime, draft_noise=noise)
+        llm = misses.llm(**shape, page_size=page_size, cycles_in_flight=run_ahead + 1, runtime=runtime, draft_noise=noise)
         for batch in range(1, 9):
             asked = prompts(batch)
             expected = [misses.greedy(prompt, LENGTH) for prompt in asked]

@@ -20,8 +20,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "none": {**PLAIN, "page_size": 4},
     "chain": {**CHAIN, "page_size": 4},
     "tree": {**TREE, "page_size": 1},
-    "chain-ahead": {**CHAIN, "page_size": 16, "run_ahead": 2},
-    "tree-ahead": {**TREE, "page_size": 5, "run_ahead": 2},
+    "chain-ahead": {**CHAIN, "page_size": 16, "cycles_in_flight": 3},
+    "tree-ahead": {**TREE, "page_size": 5, "cycles_in_flight": 3},
 }
 BUDGETS = [14, 3, 8, 1, 9, 11]
 

@@ -45,7 +45,7 @@ def assert_rescored(pair: Pair, output: Output, count: int) -> None:
 @pytest.mark.covers("eagle3", "log-probabilities")
 @pytest.mark.parametrize(
     ("shape", "keys"),
-    [({"variant": "none"}, {}), (CHAIN, {"run_ahead": 2}), (TREE, {"page_size": 4, "max_rows": 3, "run_ahead": 1})],
+    [({"variant": "none"}, {}), (CHAIN, {"cycles_in_flight": 3}), (TREE, {"page_size": 4, "max_rows": 3, "cycles_in_flight": 2})],
     ids=["none", "chain-ahead", "tree-ahead"],
 )
 def test_logprobs_are_those_of_rescoring(pair: Pair, shape: dict[str, Any], keys: dict[str, Any]) -> None:

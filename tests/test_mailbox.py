@@ -98,6 +98,21 @@ def test_an_empty_message_changes_no_row() -> None:
     assert changed == set()
 
 
+def test_lanes_take_what_their_rows_have_after_the_message() -> None:
+    """A row that joins in the same message, one that only gets a page, and the dummy row behind the last lane."""
+    arena = fresh()
+    arena["page_table_RP"].copy_(torch.arange(arena["page_table_RP"].numel()).view(DUMMY + 1, -1))
+    arena["seed_R"].copy_(torch.arange(DUMMY + 1) + 70)
+    before = arena["page_table_RP"].clone()
+    join = Join(1, 5, 1234, 0.5, 3, ())
+    MailLayout.of(PLAN).encode(Message(lanes=(3, 1), pages=[(1, 2, 9), (3, 0, 8), (0, 1, 7)], join=join), arena["mail"])
+    Mailbox(build(PLAN, GREEDY))(arena.views(4))
+    before[1, 2], before[3, 0] = 9, 8
+    assert torch.equal(arena["lane_table_BP"][:2], before[[3, 1]])
+    assert torch.equal(arena["lane_table_BP"][2:4], arena["page_table_RP"][[DUMMY, DUMMY]])
+    assert arena["lane_seed_B"][:2].tolist() == [73, 1234] and arena["lane_temperature_B"][:2].tolist() == [0.0, 0.5]
+
+
 def test_a_class_without_room_does_not_write_there() -> None:
     arena = fresh()
     join = Join(0, 5, 1, 1.0, 3, (), top_k=4, repetition=1.5, bias=((3, 1.0),), stop_from=9)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphspec.kernels.ngram_match import ngram_match
+from graphspec.kernels.ngram_match import match_rows
 from graphspec.kernels.tree_build import tree_build
 
 Path = tuple[int, ...]
@@ -77,7 +77,7 @@ def problems(draw: Any) -> tuple[list[list[int]], int, int, int, int, int]:
 def test_pool_is_that_of_the_oracle(problem: tuple[list[list[int]], int, int, int, int, int], garbage: int) -> None:
     histories, width, num_paths, depth, low, high = problem
     history, length = batch(histories, width, garbage)
-    result = ngram_match(history, length, num_paths, depth, low, high)
+    result = match_rows(history, length, num_paths, depth, low, high)
     assert [x.dtype for x in result] == [torch.float32, torch.int64, torch.int64]
     assert all(x.shape == (len(histories), num_paths * depth) for x in result)
     for lane, tokens in enumerate(histories):
@@ -92,7 +92,7 @@ def test_every_path_of_the_tree_followed_the_suffix_before(problem: tuple[list[l
     histories, width, num_paths, depth, low, high = problem
     histories = [h or [0] for h in histories]
     history, length = batch(histories, width, 3)
-    score, token, parent = ngram_match(history, length, num_paths, depth, low, high)
+    score, token, parent = match_rows(history, length, num_paths, depth, low, high)
     num_nodes = data.draw(st.integers(1, num_paths * depth + 1))
     root = history.gather(1, length[:, None] - 1)[:, 0]
     tokens, parents, depths, _ = tree_build(score, token, parent, root, num_nodes, 1, depth)
@@ -110,7 +110,7 @@ def test_every_path_of_the_tree_followed_the_suffix_before(problem: tuple[list[l
 
 
 def paths_of(history: list[int], num_paths: int, depth: int, low: int, high: int) -> list[Path]:
-    _, token, parent = ngram_match(torch.tensor([history]), torch.tensor([len(history)]), num_paths, depth, low, high)
+    _, token, parent = match_rows(torch.tensor([history]), torch.tensor([len(history)]), num_paths, depth, low, high)
     paths: dict[int, Path] = {-1: ()}
     for m in range(num_paths * depth):
         if int(token[0, m]) >= 0:
@@ -136,7 +136,7 @@ def test_copies_take_one_path_and_a_loop_fills_it() -> None:
 @pytest.mark.parametrize("length", [0, 1, 2, 3])
 def test_too_little_history_is_no_match(length: int) -> None:
     """Known tokens and garbage are all the same value: only the length says that there is nothing to match."""
-    result = ngram_match(torch.zeros(1, 6, dtype=torch.int64), torch.tensor([length]), 2, 3, 3, 4)
+    result = match_rows(torch.zeros(1, 6, dtype=torch.int64), torch.tensor([length]), 2, 3, 3, 4)
     assert as_entries(result, 0) == [NOTHING] * 6
 
 
@@ -152,5 +152,5 @@ def test_memory_grows_with_the_history_not_with_its_square() -> None:
 
     lanes, width, depth = 2, 512, 4
     with Largest() as watch:
-        ngram_match(torch.randint(0, 3, (lanes, width)), torch.tensor([width, 100]), 5, depth, 1, 8)
+        match_rows(torch.randint(0, 3, (lanes, width)), torch.tensor([width, 100]), 5, depth, 1, 8)
     assert 0 < watch.elements <= lanes * (width + depth) * depth

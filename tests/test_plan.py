@@ -147,7 +147,7 @@ def test_sizes_hold_what_launches_touch(shape: Any, page_size: int, run_ahead: i
         "eagle3" if shape else "none",
         shape=shape,
         max_context=context,
-        runtime={"page_size": page_size, "run_ahead": run_ahead, "max_rows": rows},
+        runtime={"page_size": page_size, "cycles_in_flight": run_ahead + 1, "max_rows": rows},
     )
     slots = made.table_width * page_size
     assert slots >= context + run_ahead * made.accept_width + made.window_width

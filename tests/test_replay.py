@@ -11,6 +11,7 @@ import torch
 from graphspec.cycle import PrefillKey
 from graphspec.engine.llm import LLM, SamplingParams
 from graphspec.errors import ResourceError
+from graphspec.graphs.compile import Region
 from graphspec.graphs.mailbox import Message
 from graphspec.shapes import GREEDY
 
@@ -33,7 +34,7 @@ def test_many_runs_over_one_engine(pair: Pair, shape: dict[str, Any]) -> None:
     rng = random.Random(7)
     asked = prompts(5)
     fresh = [pair.llm(**shape, max_rows=4).generate(p, some_params(i))[0].token_ids for i, p in enumerate(asked)]
-    llm = pair.llm(**shape, max_rows=4, run_ahead=1)
+    llm = pair.llm(**shape, max_rows=4, cycles_in_flight=2)
     for count in (5, 1, 3, 2, 5):
         order = rng.sample(range(5), count)
         outputs = llm.generate([asked[i] for i in order], [some_params(i) for i in order])
@@ -50,7 +51,7 @@ def test_runs_are_deterministic(pair: Pair) -> None:
 
 
 def test_an_aborted_run_leaves_nothing_behind(pair: Pair) -> None:
-    llm = pair.llm(**CHAIN, run_ahead=2, max_rows=2)
+    llm = pair.llm(**CHAIN, cycles_in_flight=3, max_rows=2)
     asked = prompts(4)
     expected = [pair.greedy(p, 9, ignore_eos=True) for p in asked]
     params = SamplingParams(max_tokens=9, ignore_eos=True)
@@ -73,6 +74,14 @@ def test_compiled_chain_equals_transformers_and_compiles_nothing_later(pair: Pai
     warm = llm.generate(asked[:1], SamplingParams(max_tokens=3))
     assert ids(warm) == [pair.greedy(asked[0], 3)]
     graphs, places = llm.cycle.compiled_graphs(), buffers(llm)
+
+    def through_dynamo() -> None:
+        raise AssertionError("the compiled code is called by itself")
+
+    for key in llm.plan.graph_keys(GREEDY):
+        region = llm.cycle.programs[key].direct
+        assert isinstance(region, Region)
+        region._first = through_dynamo
     assert graphs == before + 1, "the whole cycle is one graph"
     with torch.compiler.set_stance("fail_on_recompile"):
         for count in (5, 1, 2, 3):

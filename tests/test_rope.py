@@ -16,7 +16,8 @@ from graphspec.errors import CheckpointError
 from graphspec.facts import RopeFacts, read_model_facts
 from graphspec.facts.keys import Keys
 from graphspec.facts.model import GATED_FAMILY, read_decoder
-from graphspec.models.rope import RotaryEmbedding, apply_rope, rope_frequency
+from graphspec.kernels.formulas import apply_rope
+from graphspec.models.rope import RotaryEmbedding, rope_frequency
 
 PARAMETERS: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default"},

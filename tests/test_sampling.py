@@ -19,10 +19,10 @@ from graphspec.cycle import Cycle, Key
 from graphspec.engine.llm import LLM
 from graphspec.engine.request import SamplingParams, sampling_class
 from graphspec.errors import RequestError
-from graphspec.graphs.draft import causal_words
 from graphspec.graphs.mailbox import Message
-from graphspec.graphs.sampling import LogitShaper, node_paths
+from graphspec.graphs.sampling import LogitShaper, node_paths, sample_tokens, trusted
 from graphspec.kernels import select_kernels
+from graphspec.kernels.draft_window import causal_words
 from graphspec.kernels.filter_logits import filter_logits
 from graphspec.kernels.topk import stable_topk
 from graphspec.shapes import GREEDY, GraphKey, SamplingClass
@@ -69,8 +69,8 @@ def alone(pair: Pair) -> list[list[int]]:
     [
         ({"variant": "none"}, {"max_rows": 4}),
         (CHAIN, {"page_size": 1, "max_rows": 8}),
-        (CHAIN, {"draft_noise": "none", "run_ahead": 2, "max_rows": 3, "buckets": [3]}),
-        (TREE, {"page_size": 5, "max_rows": 4, "run_ahead": 1}),
+        (CHAIN, {"draft_noise": "none", "cycles_in_flight": 3, "max_rows": 3, "buckets": [3]}),
+        (TREE, {"page_size": 5, "max_rows": 4, "cycles_in_flight": 2}),
         (WIDE, {"page_size": 16, "max_rows": 8}),
     ],
     ids=["none", "chain", "chain-uncoupled", "tree", "wide"],
@@ -225,7 +225,25 @@ def test_rows_that_ask_for_nothing_keep_their_bits() -> None:
     v.top_p_R, v.min_p_R = torch.tensor([0.1, 1.0]), torch.tensor([0.9, 0.0])
     logits_BTV = torch.randn(2, 3, VOCAB, generator=torch.Generator().manual_seed(1))
     shaper = LogitShaper(build(SamplingClass(True, True, True, True)))
-    assert torch.equal(shaper(v, logits_BTV, torch.full((2, 3), 5), torch.full((2, 3, 2), 3)), logits_BTV)
+    assert torch.equal(shaper.truncate(v, shaper(v, logits_BTV, torch.full((2, 3), 5), torch.full((2, 3, 2), 3))), logits_BTV)
+
+
+def test_a_ban_hides_no_broken_logit() -> None:
+    """Bans put -inf where the sampler then expects it; what the network got wrong is still seen, under a ban too."""
+    ask = {"repetition": 1.0, "presence": 0.0, "frequency": 0.0, "bias": {1: 0.5}, "stop_from": 9}
+    v = shaping_views([ask], [[1]], [[1]], [2, 4])
+    sampling = SamplingClass(bias=True)
+    for column, value, sound in ((None, 0.0, True), *((c, x, False) for c in (1, 2, 4, 7) for x in (torch.inf, -torch.inf, torch.nan))):
+        logits_11V = torch.linspace(-1, 1, VOCAB)[None, None].clone()
+        if column is not None:
+            logits_11V[..., column] = value
+        shaped_11V = LogitShaper(build(sampling))(v, logits_11V, torch.full((1, 1), 5))
+        assert column is not None or shaped_11V[0, 0, [2, 4]].tolist() == [-torch.inf] * 2
+        token_11, sound_11 = sample_tokens(select_kernels("reference", "auto", "cpu"), sampling, v, shaped_11V, torch.full((1, 1), 5))
+        assert sound_11.tolist() == [[sound]] == trusted(sampling, shaped_11V).tolist(), (column, value)
+        assert token_11.tolist() == [[VOCAB - 1]]
+    nothing_11V = torch.full((1, 1, VOCAB), -torch.inf)
+    assert not trusted(sampling, nothing_11V) and not trusted(GREEDY, nothing_11V)
 
 
 def test_words_of_a_chain_are_its_paths() -> None:
@@ -298,11 +316,20 @@ def test_a_class_computes_and_holds_only_what_it_names(pair: Pair) -> None:
     llm = pair.llm(**TREE)
     extra = {"output_count_RV", "prompt_seen_RV", "bias_id_RI", "top_k_R", "ring_logprob_ZBA"}
     kernels = llm.cycle.kernels
-    llm.cycle.kernels = replace(kernels, gumbel_noise=_refuse, filter_logits=_refuse)
+    calls: list[tuple[bool, ...]] = []
+
+    def watch(*args: Any) -> tuple[Tensor, Tensor]:
+        calls.append(tuple(arg is not None for arg in args[1:7]))
+        return kernels.sample_tokens(*args)
+
+    llm.cycle.kernels = replace(kernels, gumbel_noise=_refuse, filter_logits=_refuse, sample_tokens=watch)
     greedy = llm.generate(prompts(2), SamplingParams(max_tokens=6))
     assert not extra & {name for name, *_ in llm.slots()}
-    llm.cycle.kernels = replace(kernels, filter_logits=_refuse)
+    assert set(calls) == {(False,) * 6}, "neither noise nor filters"
+    calls.clear()
+    llm.cycle.kernels = replace(kernels, gumbel_noise=_refuse, filter_logits=_refuse, sample_tokens=watch)
     llm.generate(prompts(2), SamplingParams(max_tokens=6, temperature=1.0))
+    assert set(calls) == {(True,) * 3 + (False,) * 3}, "noise, no filters"
     assert not extra & {name for name, *_ in llm.slots()}
     before = {name: llm.cycle.arena[name].data_ptr() for name, *_ in llm.slots()}
     llm.cycle.kernels = kernels
@@ -353,7 +380,7 @@ def test_a_preempted_row_resumes_with_its_counts(pair: Pair, shape: dict[str, An
         for i in range(4)
     ]  # fmt: skip
     roomy = pair.llm(**shape, page_size=4).generate(asked, params)
-    tight = pair.llm(**shape, page_size=4, num_pages=30, run_ahead=1).generate(asked, params)
+    tight = pair.llm(**shape, page_size=4, num_pages=30, cycles_in_flight=2).generate(asked, params)
     assert (made[0].preempted, made[1].preempted > 0) == (0, True)
     assert ids(tight) == ids(roomy)
     assert min(map(len, ids(roomy))) >= 30
@@ -375,7 +402,7 @@ def test_idle_rows_and_lanes_may_hold_anything(pair: Pair, alone: list[list[int]
         return launch(self, key, message)
 
     monkeypatch.setattr(Cycle, "launch", poison)
-    llm = pair.llm(**TREE, max_rows=4, run_ahead=1)
+    llm = pair.llm(**TREE, max_rows=4, cycles_in_flight=2)
     assert ids(llm.generate(prompts(len(KINDS)), [some_params(i) for i in range(len(KINDS))])) == alone
     assert len(set(poisoned)) == 11
 

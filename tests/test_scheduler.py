@@ -233,7 +233,7 @@ def cases(draw: st.DrawFn, tight: bool = False) -> Case:
     rows = draw(st.integers(1, 4))
     page_size = draw(st.sampled_from([1, 3, 16]))
     run_ahead = draw(st.integers(0, 3))
-    runtime = {"name": "eager", "max_rows": rows, "page_size": page_size, "run_ahead": run_ahead, "prefill_chunks": [4, 8]}
+    runtime = {"name": "eager", "max_rows": rows, "page_size": page_size, "cycles_in_flight": run_ahead + 1, "prefill_chunks": [4, 8]}
     roomy = make("eagle3" if shape else "none", shape=shape, runtime=runtime)
     if tight:
         least = roomy.pages_for(4 + roomy.tokens_in_flight)
@@ -291,7 +291,7 @@ def test_no_cycle_for_requests_that_end_in_prefill() -> None:
 
 @pytest.mark.parametrize("run_ahead", [0, 1, 3])
 def test_launches_run_ahead_of_what_was_read(run_ahead: int) -> None:
-    case = Case(two_rows(run_ahead=run_ahead), seed=3, count=1, longest=4, budget=12, ends=False)
+    case = Case(two_rows(cycles_in_flight=run_ahead + 1), seed=3, count=1, longest=4, budget=12, ends=False)
     case.requests[0].budget = 12
     most = 0
     case.scheduler.add(case.requests[0])

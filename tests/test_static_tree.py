@@ -58,7 +58,7 @@ def test_what_is_no_tree(choices: list[list[int]], message: str):
 @pytest.mark.parametrize("choices", [MC_SIM, GAPS, CHAIN], ids=["eagle-1", "gaps", "chain"])
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_output_is_the_targets_own(misses: Pair, choices: list[list[int]], page_size: int):
-    llm = misses.llm(tree_choices=choices, page_size=page_size, run_ahead=1)
+    llm = misses.llm(tree_choices=choices, page_size=page_size, cycles_in_flight=2)
     asked = prompts(5)
     assert ids(llm.generate(asked, SamplingParams(max_tokens=20))) == [misses.greedy(prompt, 20) for prompt in asked]
     plain = misses.llm(variant="none")

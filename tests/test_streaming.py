@@ -25,7 +25,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return made
 
 
-@pytest.mark.parametrize("shape", [PLAIN, CHAIN, {**TREE, "run_ahead": 2}], ids=["none", "chain", "tree-ahead"])
+@pytest.mark.parametrize("shape", [PLAIN, CHAIN, {**TREE, "cycles_in_flight": 3}], ids=["none", "chain", "tree-ahead"])
 def test_a_stream_adds_up_to_the_output(pair: Pair, shape: dict[str, Any]) -> None:
     llm = pair.llm(**shape, max_rows=3)
     asked: list[list[int]] = [*prompts(5), [MIRROR_VOCAB]]
@@ -51,7 +51,7 @@ def test_a_stream_adds_up_to_the_output(pair: Pair, shape: dict[str, Any]) -> No
 @pytest.mark.parametrize("events", [0, 1, 4])
 def test_closing_a_stream_frees_what_it_held(pair: Pair, run_ahead: int, events: int, monkeypatch: pytest.MonkeyPatch) -> None:
     made = watch_schedulers(monkeypatch)
-    llm = pair.llm(**CHAIN, run_ahead=run_ahead, max_rows=2)
+    llm = pair.llm(**CHAIN, cycles_in_flight=run_ahead + 1, max_rows=2)
     stream = llm.stream(prompts(4), SamplingParams(max_tokens=30, ignore_eos=True))
     for _ in range(events):
         next(stream)

@@ -200,15 +200,16 @@ def test_tree_walk_stop_wins_over_budget_on_the_same_token() -> None:
 def move_by_programs(case: dict[str, Any], order: random.Random | None) -> Tensor:
     """One program per (lane, layer, side, channel chunk) owns all A rows: it loads them all, then stores; programs run in any order."""
     pool: Tensor = case["kv_pool"].clone()
-    layers, _, _, size, heads, _ = pool.shape
+    layers, sides, _, size, heads, _ = pool.shape
     lanes = case["path_BA"].shape[0]
-    programs = [(b, n, c, h) for b in range(lanes) for n in range(layers) for c in range(2) for h in range(heads)]
+    programs = [(b, n, c, h) for b in range(lanes) for n in range(layers) for c in range(sides) for h in range(heads)]
     if order is None:
         programs.reverse()
     else:
         order.shuffle(programs)
     for lane, layer, side, head in programs:
-        start, count, table = int(case["seq_len_B"][lane]), int(case["accept_len_B"][lane]), case["table_BP"][lane].tolist()
+        row = lane if case.get("lane_row_B") is None else int(case["lane_row_B"][lane])
+        start, count, table = int(case["seq_len_R"][row]), int(case["accept_len_B"][lane]), case["table_RP"][row].tolist()
 
         def at(slot: int, table: list[int] = table) -> tuple[int, int]:
             return table[slot // size], slot % size

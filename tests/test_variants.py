@@ -119,7 +119,7 @@ def test_output_is_the_targets_own(
     family: Family, name: str, shape: dict[str, Any], page_size: int, batch: int, rows: int, run_ahead: int
 ) -> None:
     """Greedy as transformers decodes, and sampled as plain decoding does with the same seed."""
-    llm = make(family, name, shape, page_size=page_size, max_rows=rows, run_ahead=run_ahead)
+    llm = make(family, name, shape, page_size=page_size, max_rows=rows, cycles_in_flight=run_ahead + 1)
     asked = prompts(batch, vocab=VOCAB_SIZE)
     assert ids(llm.generate(asked, SamplingParams(max_tokens=LENGTH))) == [family.pair.greedy(prompt, LENGTH) for prompt in asked]
     assert llm.metrics is not None

@@ -34,7 +34,7 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
 )
 def test_compiled_cycles_give_the_targets_own_tokens(family: Family, name: str, shape: dict[str, Any]) -> None:
     run_ahead = 0 if name == "ngram_trie" else 1
-    llm = make(family, name, shape, runtime="compiled", buckets=[4], max_rows=4, run_ahead=run_ahead)
+    llm = make(family, name, shape, runtime="compiled", buckets=[4], max_rows=4, cycles_in_flight=run_ahead + 1)
     asked = prompts(5, vocab=VOCAB_SIZE)
     assert ids(llm.generate(asked, SamplingParams(max_tokens=20))) == [family.pair.greedy(prompt, 20) for prompt in asked]
     compiled = llm.cycle.compiled_graphs()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import cached_property
@@ -17,8 +18,10 @@ from ..config import Config, ModelConfig, RuntimeConfig, VariantConfig
 from ..cycle import Cycle, Key, PrefillKey, Progress
 from ..errors import CheckpointError, ConfigError, RequestError
 from ..facts import check_tokenizer, read_model_facts
+from ..graphs.capture import CaptureRecord
 from ..kernels import resolve, select_kernels
-from ..models.layers import Linear
+from ..memory import plan_memory
+from ..models.layers import pack_linear_layers, use_kernels
 from ..plan import Plan, make_plan
 from ..shapes import GREEDY, SamplingClass, pick_bucket
 from ..weights import apply_token_map, load_target, load_token_map
@@ -30,6 +33,7 @@ from .self_test import AcceptanceTest
 
 Prompt = str | Sequence[int]
 DEMO = "demo"
+logger = logging.getLogger(__name__)
 
 
 def model_folder(path: str) -> Path:
@@ -73,6 +77,9 @@ class LLM:
         self.config = config.replaced(**overrides)
         self.progress = progress
         self.plan = self._plan()
+        self.memory = plan_memory(self.plan, self.config)
+        self.memory.check()
+        logger.info("memory: %s", self.memory.text())
         self.cycle = self._load()
         self.metrics: Metrics | None = None
         self._acceptance_test = AcceptanceTest(self.plan)
@@ -125,19 +132,28 @@ class LLM:
         def report(phase: str) -> Callable[[int, int], None] | None:
             return (lambda done, total: self.progress(phase, done, total)) if self.progress else None  # type: ignore[misc]
 
-        kernels = select_kernels(plan.kernels, plan.attention, plan.device, linear=plan.linear, dtype=plan.dtype)
+        kernels = select_kernels(
+            plan.kernels,
+            plan.attention,
+            plan.device,
+            linear=plan.linear,
+            dtype=plan.dtype,
+            numerics=plan.numerics,
+            programmatic_launch=plan.programmatic_launch,
+        )
         target = load_target(plan.target, plan.tap_layers, plan.max_positions, dtype, device, report("load target"))
         draft = None
         if plan.draft is not None:
             draft = load_object(plan.variant.loader)(plan.draft, target, plan.max_positions, dtype, device, report("load draft"))
             if (token_map := self.config.variant.token_map) is not None:
                 apply_token_map(draft, load_token_map(Path(token_map).expanduser(), plan.target.vocab_size))
-        if resolve("kernels.linear", plan.linear, plan.kernels, plan.device, plan.dtype) == "native":
-            for network in (target, draft):
-                for module in network.modules() if network is not None else ():
-                    if isinstance(module, Linear):
-                        module.pack()
-        return Cycle(plan, target, draft, kernels)
+        packs = resolve("kernels.linear", plan.linear, plan.kernels, plan.device, plan.dtype) == "native"
+        for network in (target, draft) if draft is not None else (target,):
+            if packs:
+                pack_linear_layers(network)
+            else:
+                use_kernels(network, kernels)
+        return Cycle(plan, target, draft, kernels, memory=self.memory)
 
     @cached_property
     def _proposer(self) -> TrieProposer | None:
@@ -165,6 +181,10 @@ class LLM:
             except (OSError, ValueError) as error:
                 raise CheckpointError(str(folder), "tokenizer files (or pass token ids as prompts)", str(error).splitlines()[0]) from error
         return self._tokenizer
+
+    def capture_report(self) -> list[CaptureRecord]:
+        """What it took to build each program so far, in the order they were built."""
+        return self.cycle.capture_report()
 
     def slots(self) -> list[tuple[str, tuple[int, ...], str, int]]:
         """``(name, shape, dtype, bytes)`` of every static buffer."""
@@ -259,7 +279,7 @@ class LLM:
             return
         sampling = sampling_class(r.params for r in served)
         self.warm_up(len(served), sampling=sampling)
-        scheduler = Scheduler(self.plan, launcher or self.cycle, sampling, self._proposer)
+        scheduler = Scheduler(self.plan, launcher or self.cycle, sampling, self._proposer, self.cycle.buckets(sampling))
         for request in served:
             request.metrics.arrived = time.perf_counter()
             scheduler.add(request)
@@ -299,7 +319,7 @@ class LLM:
         run = self._run(requests)
         while requests[0].metrics.cycles < cycles and next(run, None) is not None:
             pass
-        v = self.cycle.arena.views(1)
+        v = self.cycle.arena.views(1, self.plan.key(self.cycle.buckets(GREEDY)[0], GREEDY).shape)
         nodes = [v.node_token_BN[0].tolist(), v.node_parent_BN[0].tolist(), v.node_depth_BN[0].tolist()]
         path = set(v.path_BA[0, : int(v.accept_len_B[0])].tolist())
         run.close()

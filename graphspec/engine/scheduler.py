@@ -11,7 +11,7 @@ from ..buffers import Status
 from ..cycle import Key, PrefillKey, RingEntry
 from ..graphs.mailbox import Chunk, Join, Message
 from ..plan import Plan
-from ..shapes import GraphKey, SamplingClass, pick_bucket
+from ..shapes import SamplingClass, pick_bucket
 from .pages import PageAllocator
 from .proposer import Proposer
 from .request import Request, TokenLogprob
@@ -42,12 +42,27 @@ class Ticket:
 class Scheduler:
     """Requests in, tokens out.
 
+    Args:
+        plan: every static number.
+        launcher: runs programs; results are read in the order of launch.
+        sampling: what the requests ask of the sampler, all together.
+        proposer: the drafter on the host, where there is one.
+        buckets: ascending lane counts whose cycles exist, default the plan's; rows beyond the largest take turns.
+
     A launch is made on what the host knows, which is ``run_ahead`` cycles old. Pages are therefore reserved for the longest run every
     unread cycle may still commit, and given back when the last launch that contains the row has been read.
     """
 
-    def __init__(self, plan: Plan, launcher: Launcher, sampling: SamplingClass, proposer: Proposer | None = None) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        launcher: Launcher,
+        sampling: SamplingClass,
+        proposer: Proposer | None = None,
+        buckets: tuple[int, ...] | None = None,
+    ) -> None:
         self.plan, self.launcher, self.sampling, self.proposer = plan, launcher, sampling, proposer
+        self.buckets = buckets or plan.buckets
         self.allocator = PageAllocator(plan.num_pages)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -55,7 +70,7 @@ class Scheduler:
         self._free_rows = list(range(plan.max_rows - 1, -1, -1))
         self._tickets: deque[Ticket] = deque()
         self._aborts: list[int] = []
-        self._updated: list[Request] = []
+        self._updated: dict[Request, None] = {}
 
     def add(self, request: Request) -> None:
         """Queue a checked request."""
@@ -73,8 +88,9 @@ class Scheduler:
 
     def step(self) -> list[Request]:
         """Launch what can be launched, read what is due; returns the requests whose output or state changed."""
-        self._updated = []
-        self._admit()
+        self._updated = {}
+        if self.waiting:
+            self._admit()
         self._make_room()
         while self.proposer is not None and self._tickets:
             # A drafter on the host must know every token up to the root.
@@ -85,7 +101,7 @@ class Scheduler:
             self._read_oldest()
             if not launched:
                 break
-        return self._updated
+        return list(self._updated)
 
     def _admit(self) -> None:
         while self.waiting and self._free_rows:
@@ -121,6 +137,7 @@ class Scheduler:
             message.pages = [(request.row, column, request.pages[column]) for column in range(sent, upto)]
             sent = upto
             bucket = pick_bucket(self.plan.prefill_chunks, len(part))
+            self._make_room()
             self._launch(PrefillKey(bucket, self.sampling), message, (request,), is_cycle=False)
         request.ready = True
 
@@ -145,18 +162,18 @@ class Scheduler:
         )
 
     def _launch_cycle(self, lanes: list[Request]) -> bool:
-        lanes = lanes[: max(self.plan.buckets)]
+        if len(lanes) > self.buckets[-1]:
+            # Those that have waited longest; rows beside each other keep their order.
+            chosen = sorted(lanes, key=lambda request: request.last_ticket)[: self.buckets[-1]]
+            lanes = [request for request in lanes if request in chosen]
         message = Message(lanes=())
-        for request in list(lanes):
-            if request.finish_reason is None and request in self.running and not self._reserve(request, message):
+        for request in lanes:
+            if not self._reserve(request, message):
                 return False
-        lanes = [r for r in lanes if r in self.running]
-        if not lanes:
-            return False
         message.lanes = [r.row for r in lanes if r.row is not None]
         if self.proposer is not None:
             message.trees = self.proposer.propose(lanes)
-        key = GraphKey(pick_bucket(self.plan.buckets, len(lanes)), self.plan.shape, self.sampling)
+        key = self.plan.key(pick_bucket(self.buckets, len(lanes)), self.sampling)
         self._launch(key, message, tuple(lanes), is_cycle=True)
         return True
 
@@ -182,7 +199,8 @@ class Scheduler:
     def _missing(self, request: Request) -> int:
         """Pages the row lacks for its next cycle, should every unread one commit its longest run."""
         ahead = min(request.committed + request.queued_cycles * self.plan.accept_width, len(request.prompt) + request.budget)
-        return max(0, self.plan.pages_for(ahead + self.plan.window_width) - len(request.pages))
+        end = ahead + self.plan.window_width
+        return 0 if end <= len(request.pages) * self.plan.page_size else self.plan.pages_for(end) - len(request.pages)
 
     def _unsent(self, message: Message) -> None:
         """Take back page-table entries of a message that is not sent: the pages return, and the next plan asks again."""
@@ -205,10 +223,10 @@ class Scheduler:
         self.waiting.appendleft(youngest)
 
     def _launch(self, key: Key, message: Message, lanes: tuple[Request, ...], *, is_cycle: bool) -> None:
-        self._make_room()
-        rows = {r.row for r in self.running}
-        message.aborts = [row for row in self._aborts if row not in rows][: self.plan.max_rows]
-        self._aborts = []
+        if self._aborts:
+            rows = {r.row for r in self.running}
+            message.aborts = [row for row in self._aborts if row not in rows][: self.plan.max_rows]
+            self._aborts = []
         number = self.launcher.launch(key, message)
         for request in lanes:
             request.last_ticket = number
@@ -230,9 +248,10 @@ class Scheduler:
                 if entry.logprobs is not None and request.params.logprobs is not None:
                     self._note_logprobs(request, entry.tokens[lane], entry.logprobs[lane])
                 self._take(request, entry.tokens[lane], entry.status[lane], ticket.is_cycle, now)
-        for request in [r for r in self._leaving if r.last_ticket <= ticket.number]:
-            self._leaving.remove(request)
-            self._vacate(request)
+        if self._leaving:
+            for request in [r for r in self._leaving if r.last_ticket <= ticket.number]:
+                self._leaving.remove(request)
+                self._vacate(request)
 
     @staticmethod
     def _note_logprobs(request: Request, tokens: list[int], logprobs: list[tuple[float, dict[int, float]]]) -> None:
@@ -271,8 +290,7 @@ class Scheduler:
                 self._vacate(request)
 
     def _report(self, request: Request) -> None:
-        if request not in self._updated:
-            self._updated.append(request)
+        self._updated[request] = None
 
     def _vacate(self, request: Request) -> None:
         assert request.row is not None

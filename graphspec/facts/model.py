@@ -6,58 +6,40 @@ of transformers 5. A key that would change the computation and isn't supported i
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..errors import CheckpointError
 from .keys import Keys, read_architecture, read_config, read_json
+from .latent import LatentFacts, has_latent, read_latent, rope_dim
+from .moe import ExpertFacts, read_experts
+from .rope import RopeFacts, read_rope
 
-FAMILIES = {
-    **{name: name for name in ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")},
-    "MiMoForCausalLM": "Qwen2ForCausalLM",
-}
+_FAMILY_NAMES = (
+    "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV2ForCausalLM",
+    "DeepseekV3ForCausalLM",
+)  # fmt: skip
+FAMILIES = {**{name: name for name in _FAMILY_NAMES}, "MiMoForCausalLM": "Qwen2ForCausalLM"}
 """Architectures that can be targets, and the family whose layers each has."""
 ARCHITECTURES = tuple(FAMILIES)
 GATED_FAMILY = "Qwen3_5ForCausalLM"
 """Full-attention layers of Qwen3-Next and Qwen3.5: gated, query / key norms, norm weights stored minus 1, part of the head rotated."""
 HYBRIDS = ("Qwen3Next", "Qwen3_5")
 """Beginnings of architectures whose other layers carry recurrent state."""
-ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "llama3")
+_STATED_BIAS = (
+    "LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", GATED_FAMILY,
+)  # fmt: skip
+"""Families whose config says by ``attention_bias`` whether all projections of the attention have one."""
+_QUERY_KEY_NORM = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", GATED_FAMILY)
+_NO_WINDOW = ("LlamaForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", GATED_FAMILY)
+_HEAD_DIM = {"Qwen3ForCausalLM": 128, GATED_FAMILY: 256}
+"""Head sizes that transformers takes for granted, whatever the hidden size."""
 DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True)
-class RopeFacts:
-    """Rotary embedding, every derived default resolved; fields a kind doesn't use keep theirs.
-
-    Sources: RoFormer (arXiv 2104.09864); linear and dynamic NTK scaling; YaRN (arXiv 2309.00071); Llama 3 (arXiv 2407.21783).
-    """
-
-    theta: float
-    kind: str = "default"
-    """One of :data:`ROPE_KINDS`."""
-    factor: float = 1.0
-    original_max_position_embeddings: int = 0
-    """Context before scaling: yarn, llama3; for dynamic the length from which on the base grows."""
-    attention_factor: float = 1.0
-    """Multiplies cos and sin (yarn)."""
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    partial_rotary_factor: float = 1.0
-    """Part of the head that is rotated, from its first element on; the rest passes."""
-
-    def rotary_dim(self, head_dim: int) -> int:
-        """Elements of a head of ``head_dim`` that are rotated."""
-        return int(head_dim * self.partial_rotary_factor)
-
-
-@dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """A decoder of the Llama, Mistral, Qwen2 or Qwen3 family, or the full-attention layers of Qwen3.5."""
+    """A decoder of one of :data:`FAMILIES`, or the full-attention layers of Qwen3.5."""
 
     path: Path
     architecture: str
@@ -67,7 +49,9 @@ class ModelFacts:
     num_layers: int
     num_heads: int
     num_kv_heads: int
+    """1 with latent attention."""
     head_dim: int
+    """With latent attention only the part that is rotated."""
     rms_norm_eps: float
     max_position_embeddings: int
     tie_word_embeddings: bool
@@ -89,74 +73,24 @@ class ModelFacts:
     """The query projection gives each head a gate beside its query; the sigmoid of it scales the attention's output."""
     norm_offset: bool = False
     """Norm weights are stored minus 1 (Gemma's norm)."""
+    latent: LatentFacts | None = None
+    """Multi-head latent attention in every layer."""
+    experts: ExpertFacts | None = None
+    """Mixtures of experts in some layers."""
 
+    @property
+    def kv_row(self) -> tuple[int, int, int]:
+        """What a layer keeps of a token: sides (keys and values, or one latent row), heads, and the width of each."""
+        return (2, self.num_kv_heads, self.head_dim) if self.latent is None else (1, 1, self.latent.row_dim)
 
-def _read_partial(keys: Keys, rope: Keys, family: str, head_dim: int) -> float:
-    key = "partial_rotary_factor"
-    owner = rope if rope.present(key) else keys
-    if family != GATED_FAMILY:
-        if owner.values.get(key) not in (None, 1.0):
-            raise CheckpointError(f"{keys.where}: {key}", "1.0 (all of the head is rotated)", owner.values[key])
-        return 1.0
-    partial = owner.number(key, 0.25)  # the default of transformers' Qwen3_5TextConfig
-    if partial > 1 or int(head_dim * partial) < 2 or int(head_dim * partial) % 2:
-        raise owner.error(key, f"at most 1, and an even number of rotated elements in a head of {head_dim}")
-    return partial
+    def has_experts(self, layer: int) -> bool:
+        """The MLP of this layer is a mixture."""
+        return self.experts is not None and self.experts.layers[layer]
 
-
-def _read_rope(keys: Keys, max_position_embeddings: int, family: str, head_dim: int) -> RopeFacts:
-    name = "rope_scaling" if keys.values.get("rope_scaling") else "rope_parameters"
-    raw = keys.values.get(name)
-    if raw is None:
-        raw = {}
-    if not isinstance(raw, dict):
-        raise keys.error(name, "an object or null")
-    nested = [key for key, value in raw.items() if isinstance(value, dict)]
-    if nested:
-        raise keys.error(name, "one set of parameters for all layers", "parameters per layer type are not supported")
-    rope = Keys(raw, f"{keys.where}: {name}")
-    kind = raw.get("rope_type", raw.get("type", "default"))
-    if kind not in ROPE_KINDS:
-        raise rope.error("rope_type" if "rope_type" in raw else "type", "one of " + ", ".join(ROPE_KINDS))
-    partial = _read_partial(keys, rope, family, head_dim)
-    theta = rope.number("rope_theta") if rope.present("rope_theta") else keys.number("rope_theta", 10000.0)
-    if kind == "default":
-        return RopeFacts(theta, partial_rotary_factor=partial)
-    from_lengths = kind == "yarn" and "factor" in raw and raw["factor"] is None  # null: the ratio of the two context lengths, below
-    factor = 0.0 if from_lengths else rope.number("factor")
-    if kind == "linear":
-        return RopeFacts(theta, kind, factor, partial_rotary_factor=partial)
-    if kind == "dynamic":
-        return RopeFacts(theta, kind, factor, max_position_embeddings, partial_rotary_factor=partial)
-    outer = "original_max_position_embeddings"
-    original = keys.integer(outer) if keys.present(outer) else rope.integer(outer, max_position_embeddings)
-    if kind == "llama3":
-        low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
-        if high <= low:
-            raise rope.error("high_freq_factor", f"more than low_freq_factor = {low}")
-        return RopeFacts(theta, kind, factor, original, low_freq_factor=low, high_freq_factor=high, partial_rotary_factor=partial)
-    factor = max_position_embeddings / original if from_lengths else factor
-
-    def magnitude(mscale: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
-
-    if rope.present("attention_factor"):
-        attention_factor = rope.number("attention_factor")
-    elif raw.get("mscale") and raw.get("mscale_all_dim"):
-        attention_factor = magnitude(rope.number("mscale")) / magnitude(rope.number("mscale_all_dim"))
-    else:
-        attention_factor = magnitude(1.0)
-    return RopeFacts(
-        theta,
-        kind,
-        factor,
-        original,
-        attention_factor,
-        beta_fast=rope.number("beta_fast") if raw.get("beta_fast") else 32.0,
-        beta_slow=rope.number("beta_slow") if raw.get("beta_slow") else 1.0,
-        truncate=rope.flag("truncate", True),
-        partial_rotary_factor=partial,
-    )
+    def layers_from(self, first: int) -> ModelFacts:
+        """The same without its first layers."""
+        experts = self.experts and replace(self.experts, layers=self.experts.layers[first:])
+        return replace(self, num_layers=self.num_layers - first, sliding_window=self.sliding_window[first:], experts=experts)
 
 
 def _read_sliding_window(keys: Keys, architecture: str, num_layers: int) -> tuple[int | None, ...]:
@@ -164,13 +98,11 @@ def _read_sliding_window(keys: Keys, architecture: str, num_layers: int) -> tupl
         # transformers' MistralConfig means 4096 when the key is absent; only an explicit null switches the window off
         window = None if keys.values.get("sliding_window", 4096) is None else keys.integer("sliding_window", 4096)
         return (window,) * num_layers
-    if (
-        architecture in ("LlamaForCausalLM", GATED_FAMILY)
-        or not keys.flag("use_sliding_window", False)
-        or keys.values.get("sliding_window", 4096) is None
-    ):
+    if architecture in _NO_WINDOW or not keys.flag("use_sliding_window", False) or keys.values.get("sliding_window", 4096) is None:
         return (None,) * num_layers
     window = keys.integer("sliding_window", 4096)
+    if architecture == "Qwen3MoeForCausalLM":  # transformers knows no layers without the window here
+        return (window,) * num_layers
     kinds = keys.values.get("layer_types")
     if kinds is None:
         first = keys.integer("max_window_layers", 28, least=0)
@@ -212,11 +144,18 @@ def read_decoder(keys: Keys, path: Path, architecture: str, family: str) -> Mode
         raise keys.error("hidden_act", "'silu'")
     hidden_size, num_layers, num_heads = (keys.integer(key) for key in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
     kv = "num_key_value_heads"
-    num_kv_heads = num_heads if keys.values.get(kv) is None and (family == "LlamaForCausalLM" or kv in keys.values) else keys.integer(kv)
+    if has_latent(family):
+        num_kv_heads = 1
+    elif keys.values.get(kv) is None and (family == "LlamaForCausalLM" or kv in keys.values):
+        num_kv_heads = num_heads
+    else:
+        num_kv_heads = keys.integer(kv)
     if num_heads % num_kv_heads:
         raise keys.error(kv, f"a divisor of num_attention_heads = {num_heads}")
-    if family in ("Qwen3ForCausalLM", GATED_FAMILY) and not keys.present("head_dim"):
-        head_dim = 128 if family == "Qwen3ForCausalLM" else 256  # the defaults of transformers, whatever the hidden size
+    if family in _HEAD_DIM and not keys.present("head_dim"):
+        head_dim = _HEAD_DIM[family]
+    elif has_latent(family):
+        head_dim = rope_dim(keys)
     elif keys.present("head_dim"):
         head_dim = keys.integer("head_dim", least=2)
     elif hidden_size % num_heads:
@@ -230,7 +169,8 @@ def read_decoder(keys: Keys, path: Path, architecture: str, family: str) -> Mode
     gated = family == GATED_FAMILY
     if gated and not keys.flag("attn_output_gate", True):
         raise keys.error("attn_output_gate", "true")
-    bias = keys.flag("attention_bias", False) if gated or family in ("LlamaForCausalLM", "Qwen3ForCausalLM") else False
+    bias = keys.flag("attention_bias", False) if family in _STATED_BIAS else False
+    rope = read_rope(keys, max_position_embeddings, head_dim, partly=gated)
     generation = path / "generation_config.json"
     eos = _read_eos(read_json(generation), vocab_size) if generation.is_file() else None
     if eos is None:
@@ -251,14 +191,16 @@ def read_decoder(keys: Keys, path: Path, architecture: str, family: str) -> Mode
         attention_bias=bias or family == "Qwen2ForCausalLM",
         output_bias=bias,
         mlp_bias=keys.flag("mlp_bias", False) if family == "LlamaForCausalLM" else False,
-        qk_norm=gated or family == "Qwen3ForCausalLM",
+        qk_norm=family in _QUERY_KEY_NORM,
         sliding_window=_read_sliding_window(keys, family, num_layers),
-        rope=_read_rope(keys, max_position_embeddings, family, head_dim),
+        rope=rope,
         bos_token_id=keys.integer("bos_token_id", least=0) if isinstance(keys.values.get("bos_token_id"), int) else None,
         eos_token_ids=eos,
         dtype=_read_dtype(keys),
         attention_gate=gated,
         norm_offset=gated,
+        latent=read_latent(keys, family, num_heads, rope),
+        experts=read_experts(keys, family, num_layers),
     )
 
 

@@ -16,7 +16,8 @@ from .model import FAMILIES, GATED_FAMILY, HYBRIDS, ModelFacts, read_decoder
 COUNT_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
 """How configs call the number of heads: DeepSeek and MiMo, Qwen3.5, transformers."""
 _MIMO = ("MiMoForCausalLM", "MiMoMTP", "MiMoMTPModel")
-_UNSUPPORTED = re.compile(r"kv_a_proj_with_mqa|kv_b_proj|q_a_proj|mlp\.(experts|gate|shared_experts?|shared_expert_gate)\.")
+_LATENT = re.compile(r"kv_a_proj_with_mqa|kv_b_proj|q_a_proj")
+_MIXTURE = re.compile(r"mlp\.(experts|gate|shared_experts?|shared_expert_gate)\.")
 _LARGEST_HEADER = 100_000_000  # the limit of safetensors itself
 
 
@@ -109,6 +110,26 @@ def _family(keys: Keys, layout: str, architecture: str) -> str:
     return family
 
 
+def _settle_experts(decoder: ModelFacts, layout: str, heads: list[int], names: list[str]) -> ModelFacts:
+    """Which heads have a mixture of experts is told by their tensors: a model's rule for its own layers need not hold behind the last.
+
+    Raises:
+        CheckpointError: a tensor of latent attention or of a mixture that layers of this architecture don't have.
+    """
+    prefixes = tuple(f"model.layers.{head}." for head in heads) if layout == "deepseek" else PREDICTION_HEADS
+    for name in (name for name in names if name.startswith(prefixes)):
+        for pattern, there, what in (
+            (_LATENT, decoder.latent is not None, "attention over keys and values"),
+            (_MIXTURE, decoder.experts is not None, "a dense MLP"),
+        ):
+            if pattern.search(name) and not there:
+                raise CheckpointError(f"{decoder.path}: {name}", f"a head of {decoder.architecture} with {what}", "this tensor")
+    if decoder.experts is None:
+        return decoder
+    mixtures = tuple(f"{prefix}mlp.gate.weight" in names for prefix in prefixes)
+    return replace(decoder, experts=replace(decoder.experts, layers=mixtures))
+
+
 def read_mtp_facts(path: str | Path, target: ModelFacts) -> MTPFacts:
     """Facts of the prediction heads in a folder: the target's own, or one beside it.
 
@@ -116,7 +137,7 @@ def read_mtp_facts(path: str | Path, target: ModelFacts) -> MTPFacts:
 
     Raises:
         CheckpointError: as :func:`read_model_facts`; also no heads, another kind of draft, config and tensors that disagree on the number
-            of heads, layers that aren't supported (MLA, MoE), or sizes that don't fit the target.
+            of heads, tensors that layers of this architecture don't have, or sizes that don't fit the target.
     """
     path = Path(path)
     keys = read_config(path)
@@ -127,11 +148,6 @@ def read_mtp_facts(path: str | Path, target: ModelFacts) -> MTPFacts:
         keys = Keys(keys.values["text_config"], f"{keys.where}: text_config")
     layout, heads, names = _find_heads(path)
     num_heads = _count(keys, layout, heads, names)
-    prefixes = PREDICTION_HEADS if layout != "deepseek" else tuple(f"model.layers.{head}." for head in heads)
-    for name in names:
-        if name.startswith(prefixes) and _UNSUPPORTED.search(name):
-            hint = "DeepSeek's MLA and MoE layers are not supported yet" if layout == "deepseek" else "MoE layers are not supported yet"
-            raise CheckpointError(f"{path}: {name}", "a head with a dense MLP and attention over keys and values", "this tensor", hint)
     family = _family(keys, layout, architecture)
     if keys.flag("mtp_use_dedicated_embeddings", False):
         raise keys.error("mtp_use_dedicated_embeddings", "absent or false", "heads share the target's embedding")
@@ -141,14 +157,15 @@ def read_mtp_facts(path: str | Path, target: ModelFacts) -> MTPFacts:
         raise CheckpointError(f"{path}: model.layers.{heads[0]}.eh_proj.weight", expected, f"from {heads[0]}")
     first_layer = heads[0] if layout == "deepseek" else num_layers  # its place in the stack, which decides on its sliding window
     layers = Keys({**keys.values, "num_hidden_layers": first_layer + num_heads}, keys.where)
-    decoder = read_decoder(layers, path, architecture, family)
+    decoder = read_decoder(layers, path, architecture, family).layers_from(first_layer)
+    decoder = _settle_experts(decoder, layout, heads, names)
     sizes = {"hidden_size": (decoder.hidden_size, target.hidden_size), "vocab_size": (decoder.vocab_size, target.vocab_size)}
     for key, (theirs, ours) in sizes.items():
         if theirs != ours:
             raise keys.error(key, f"{ours}, as in {target.path}", "heads share the target's embedding and language-model head")
     return MTPFacts(
         path=path,
-        decoder=replace(decoder, num_layers=num_heads, sliding_window=decoder.sliding_window[first_layer:]),
+        decoder=decoder,
         draft_vocab_size=target.vocab_size,
         target_hidden_size=target.hidden_size,
         feature_size=target.hidden_size,

@@ -1,4 +1,4 @@
-"""Which tokens a row has seen, for penalties: filled while the prompt is read, advanced by every run that is accepted."""
+"""Which tokens a row has seen, for penalties: filled while the prompt is read, advanced by every commit."""
 
 from __future__ import annotations
 
@@ -38,17 +38,3 @@ class PromptCounts(Stage):
         row_C = torch.where(valid_C & is_prompt_C, row_1, seen_RV.shape[0] - 1)
         seen_RV.view(-1).scatter_(0, row_C * seen_RV.shape[1] + token_C, 1)
         count_tokens(v, row_1.expand(self.chunk), token_C, valid_C & ~is_prompt_C)
-
-
-class OutputCounts(Stage):
-    """After a cycle: the accepted run joins the row's output."""
-
-    name = "output_counts"
-    reads = ("lane_row_B", "sample_BN", "path_BA", "accept_len_B")
-    writes = ("output_count_RV",)
-
-    def forward(self, v: Views) -> None:
-        entry_A = torch.arange(self.plan.accept_width, device=v.lane_row_B.device)
-        valid_BA = entry_A < v.accept_len_B[:, None]
-        row_BA = v.lane_row_B[:, None].expand_as(v.path_BA)
-        count_tokens(v, row_BA, v.sample_BN.gather(1, v.path_BA), valid_BA)

@@ -9,24 +9,16 @@ from torch import Tensor
 
 from ..attention import TreeAttention
 from ..buffers import Views
-from ..kernels.topk import stable_topk
-from ..shapes import WORD_BITS
+from ..kernels.tree_build import bit_words
 from ..static_tree import StaticTree
 from .sampling import DraftSampler
 from .stage import Build, DraftModel, Stage
 
-
-def bit_words(bit: Tensor, num_words: int) -> Tensor:
-    """Words ``[.., X]`` int64 with the single bit ``bit[..]`` set."""
-    word_X = torch.arange(num_words, device=bit.device)
-    inside = torch.ones_like(bit) << (bit % WORD_BITS)
-    return torch.where(word_X == (bit // WORD_BITS)[..., None], inside[..., None], torch.zeros_like(inside)[..., None])
-
-
-def causal_words(length: int, num_words: int, device: torch.device) -> Tensor:
-    """Words ``[length, X]``: entry j sees entries 0..j."""
-    bit = torch.arange(length, device=device)
-    return bit_words(bit, num_words).cumsum(0)
+BEAM_SLOTS = (
+    "beam_token_BK", "beam_index_BK", "beam_source_BK", "beam_path_BKS", "beam_ancestors_BKX", "beam_valid_BK", "beam_slot_BK",
+    "beam_position_BK", "beam_end_B", "next_position_B",
+)  # fmt: skip
+"""What one level of beams leaves to the next, in the order of :func:`~graphspec.kernels.draft_level.draft_level`."""
 
 
 class DraftStage(Stage):
@@ -51,120 +43,107 @@ class DraftStage(Stage):
         logits_BTV = self.draft.logits(hidden_BTH, level - 1)
         return self.sampler.propose(v, logits_BTV, self.draft.target_token_Vd, position_B, path_BTs, level)
 
-    def fuse(self, feature_BTF: Tensor | None) -> Tensor | None:
-        return None if feature_BTF is None else self.draft.fuse(feature_BTF)
-
     def attend(
         self, v: Views, position_BT: Tensor, valid_BT: Tensor, slot_BT: Tensor, prefix_end_B: Tensor, ancestors_BTX: Tensor
     ) -> TreeAttention:
-        """Attention over the row's draft KV from the first consumed token on; invalid tokens see nothing."""
+        """Attention over the row's draft KV from the first consumed token on; invalid tokens see nothing, so their words are 0."""
         return TreeAttention(
             kernels=self.kernels,
             kv_pool=v.draft_kv,
-            table_BP=v.page_table_RP[v.lane_row_B],
+            table_BP=v.lane_table_BP,
             position_BT=position_BT,
             rope_length_BT=position_BT + 1,
             valid_BT=valid_BT,
             slot_BT=slot_BT,
             prefix_begin=self.shift,
             prefix_end_B=prefix_end_B,
-            ancestors_BTX=ancestors_BTX.masked_fill(~valid_BT[..., None], 0),
+            ancestors_BTX=ancestors_BTX,
         )
 
-    def causal(self, length: int, like_B: Tensor) -> Tensor:
-        """:func:`causal_words` of ``length`` entries for every lane, ``[B, length, X]``."""
-        return causal_words(length, self.plan.num_words, like_B.device).expand(like_B.shape[0], -1, -1)
+    def window(self, v: Views) -> tuple[Tensor, ...]:
+        """The committed entries the drafter reads first; results of :func:`~graphspec.kernels.draft_window.draft_window`."""
+        features = v.window_feature_RAF if self.plan.feature_width else None
+        before = (v.lookback_token_RY, v.lookback_feature_RYF) if self.plan.lookback else (None, None)
+        return self.kernels.draft_window(
+            v.lane_row_B, v.status_R, v.seq_len_R, v.window_len_R, v.window_token_RA, features, *before, self.shift, self.plan.num_words
+        )
+
+    def level(self, v: Views, increment_BEK: Tensor, next_BEK: Tensor, level: int) -> None:
+        """Candidates of one level into the pool; the beams of the next step, if there is one."""
+        self.kernels.draft_level(
+            increment_BEK, next_BEK, level, level < self.shape.num_steps, self.shift, v.lane_row_B, v.status_R, v.seq_len_R,
+            v.candidate_score_BM, v.candidate_token_BM, v.candidate_parent_BM, *(getattr(v, name) for name in BEAM_SLOTS),
+        )  # fmt: skip
 
 
 class DraftExtend(DraftStage):
     """The drafter over the carried window; the last valid entry proposes the first level."""
 
     name = "draft_extend"
-    reads = ("lane_row_B", "status_R", "seq_len_R", "window_len_R", "window_token_RA", "page_table_RP", "draft_kv")
+    reads = ("lane_row_B", "lane_table_BP", "status_R", "seq_len_R", "window_len_R", "window_token_RA", "draft_kv")
     writes = ("draft_kv", "candidate_score_BM", "candidate_token_BM", "candidate_parent_BM")
     feature_reads = ("window_feature_RAF",)
     feature_writes = ("draft_hidden_BH",)
 
-    def forward(self, v: Views) -> None:
-        row_B, live_B = self.rows(v)
-        seq_B = v.seq_len_R[row_B]
-        length_B = torch.where(live_B, v.window_len_R[row_B], 0)
-        entry_A = torch.arange(self.plan.accept_width, device=row_B.device)
-        valid_BA = entry_A < length_B[:, None]
-        begin_B = seq_B - length_B + 1
-        slot_BA = begin_B[:, None] + entry_A
-        token_BA = torch.where(valid_BA, v.window_token_RA[row_B], -1)
-        feature_BAF = torch.where(valid_BA[..., None], v.window_feature_RAF[row_B], 0) if self.plan.feature_width else None
-        attention = self.attend(v, slot_BA - self.shift, valid_BA, slot_BA, begin_B, self.causal(self.plan.accept_width, row_B))
-        hidden_BAH = self.draft(token_BA, self.fuse(feature_BAF), attention)
-        last_B = (length_B - 1).clamp(min=0)
-        hidden_BH = hidden_BAH.gather(1, last_B[:, None, None].expand(-1, 1, hidden_BAH.shape[-1])).squeeze(1)
-        if self.plan.feature_width:
-            v.draft_hidden_BH.copy_(hidden_BH)
+    def __init__(self, build: Build) -> None:
+        super().__init__(build)
+        if self.plan.static_tree is None and self.shape.num_steps > 1:
+            self.writes = (*self.writes, *BEAM_SLOTS)
 
+    def forward(self, v: Views) -> None:
+        token_BA, valid_BA, slot_BA, position_BA, begin_B, ancestors_BAX, known_B, next_B, feature_BAF = self.window(v)
+        attention = self.attend(v, position_BA, valid_BA, slot_BA, begin_B, ancestors_BAX)
+        hidden_BAH = self.draft(token_BA, self.draft.fuse(feature_BAF) if self.plan.feature_width else None, attention)
+        if self.plan.feature_width:
+            self.kernels.take_last(hidden_BAH, known_B, v.draft_hidden_BH)
+            hidden_B1H = v.draft_hidden_BH[:, None]
+        else:
+            last_B11 = (known_B - 1).clamp(min=0)[:, None, None]
+            hidden_B1H = hidden_BAH.gather(1, last_B11.expand(-1, 1, hidden_BAH.shape[-1]))
         nothing_B1s = token_BA.new_empty(token_BA.shape[0], 1, 0)
-        score_BTK, token_BTK = self.propose(v, hidden_BH[:, None], seq_B + 1, nothing_B1s, 1)
-        score_BK, token_BK, tree = score_BTK[:, 0], token_BTK[:, 0], self.plan.static_tree
-        if tree is not None:
-            ranks = [tree.rank(n) for n in tree.level(1)]
-            score_BK, token_BK = (torch.stack([x_BK[:, rank] for rank in ranks], 1) for x_BK in (score_BK, token_BK))
-        count = score_BK.shape[1]
-        v.candidate_score_BM[:, :count] = torch.where(live_B[:, None], score_BK, float("-inf"))
-        v.candidate_token_BM[:, :count] = token_BK
-        v.candidate_parent_BM[:, :count] = -1
+        score_BTK, token_BTK = self.propose(v, hidden_B1H, next_B, nothing_B1s, 1)
+        tree = self.plan.static_tree
+        if tree is None:
+            self.level(v, score_BTK, token_BTK, 1)
+            return
+        ranks = [tree.rank(n) for n in tree.level(1)]
+        score_BK, token_BK = (torch.stack([x_BTK[:, 0, rank] for rank in ranks], 1) for x_BTK in (score_BTK, token_BTK))
+        _, live_B = self.rows(v)
+        v.candidate_score_BM[:, : len(ranks)] = torch.where(live_B[:, None], score_BK, float("-inf"))
+        v.candidate_token_BM[:, : len(ranks)] = token_BK
+        v.candidate_parent_BM[:, : len(ranks)] = -1
 
 
 class DraftSteps(DraftStage):
     """Levels 2..S, unrolled: K beams each, every beam attending the prefix and its own ancestors."""
 
     name = "draft_steps"
-    reads = ("lane_row_B", "status_R", "seq_len_R", "page_table_RP", "draft_kv", "candidate_score_BM", "candidate_token_BM")
-    writes = DraftExtend.writes
+    reads = (
+        "lane_row_B", "lane_table_BP", "status_R", "seq_len_R", "draft_kv", "candidate_score_BM", *BEAM_SLOTS,
+    )  # fmt: skip
+    writes = ("draft_kv", "candidate_score_BM", "candidate_token_BM", "candidate_parent_BM", *BEAM_SLOTS)
     feature_reads = ("draft_hidden_BH",)
 
     def forward(self, v: Views) -> None:
-        row_B, live_B = self.rows(v)
-        seq_B = v.seq_len_R[row_B]
-        lanes, topk = row_B.shape[0], self.shape.topk
-        beam_K = torch.arange(topk, device=row_B.device)
-        score_BK = v.candidate_score_BM[:, :topk].clone()
-        token_BK = v.candidate_token_BM[:, :topk].clone()
-        index_BK = beam_K.expand(lanes, topk)
-        path_BKs = token_BK[..., None]
-        carries = self.plan.feature_width > 0
-        carried_BKH = v.draft_hidden_BH[:, None].expand(lanes, topk, v.draft_hidden_BH.shape[-1]) if carries else None
-        ancestors_BKX = torch.zeros(lanes, topk, self.plan.num_words, dtype=torch.int64, device=row_B.device)
+        hidden_BTH = v.draft_hidden_BH[:, None] if self.plan.feature_width else None
         for step in range(1, self.shape.num_steps):
-            window_K = (step - 1) * topk + beam_K
-            valid_BK = live_B[:, None] & (score_BK > float("-inf"))
-            position_BK = (seq_B + step - self.shift)[:, None].expand(lanes, topk)
-            ancestors_BKX = ancestors_BKX | bit_words(window_K, self.plan.num_words)
-            attention = self.attend(v, position_BK, valid_BK, seq_B[:, None] + 1 + window_K, seq_B + 1, ancestors_BKX)
-            if carried_BKH is not None:
-                carried_BKH = carried_BKH.masked_fill(~valid_BK[..., None], 0)
-            hidden_BKH = self.draft(torch.where(valid_BK, token_BK, -1), carried_BKH, attention, step)
-            increment_BKK, next_BKK = self.propose(v, hidden_BKH, seq_B + step + 1, path_BKs, step + 1)
-            level_BC = torch.where(valid_BK[..., None], score_BK[..., None] + increment_BKK, float("-inf")).flatten(1)
-            begin = topk + (step - 1) * topk**2
-            end = begin + topk**2
-            v.candidate_score_BM[:, begin:end] = level_BC
-            v.candidate_token_BM[:, begin:end] = next_BKK.flatten(1)
-            v.candidate_parent_BM[:, begin:end] = index_BK[..., None].expand(lanes, topk, topk).flatten(1)
-            if step + 1 < self.shape.num_steps:
-                score_BK, chosen_BK = stable_topk(level_BC, topk)
-                beam_BK = chosen_BK // topk
-                token_BK = next_BKK.flatten(1).gather(1, chosen_BK)
-                path_BKs = torch.cat((path_BKs.gather(1, beam_BK[..., None].expand(-1, -1, step)), token_BK[..., None]), -1)
-                index_BK = begin + chosen_BK
-                carried_BKH = hidden_BKH.gather(1, beam_BK[..., None].expand(-1, -1, hidden_BKH.shape[-1])) if carries else None
-                ancestors_BKX = ancestors_BKX.gather(1, beam_BK[..., None].expand(-1, -1, ancestors_BKX.shape[-1]))
+            carried_BKH = None
+            if hidden_BTH is not None:
+                carried_BKH = hidden_BTH.gather(1, v.beam_source_BK[..., None].expand(-1, -1, hidden_BTH.shape[-1]))
+                carried_BKH = carried_BKH.masked_fill(~v.beam_valid_BK[..., None], 0)
+            attention = self.attend(v, v.beam_position_BK, v.beam_valid_BK, v.beam_slot_BK, v.beam_end_B, v.beam_ancestors_BKX)
+            out_BKH = self.draft(v.beam_token_BK, carried_BKH, attention, step)
+            increment_BKK, next_BKK = self.propose(v, out_BKH, v.next_position_B, v.beam_path_BKS[..., :step], step + 1)
+            self.level(v, increment_BKK, next_BKK, step + 1)
+            hidden_BTH = out_BKH if self.plan.feature_width else None
 
 
 class StaticSteps(DraftStage):
     """Levels 2..S of a static tree (EAGLE-1): the drafter runs on the nodes that have children, and each child takes its rank."""
 
     name = "static_steps"
-    reads, writes, feature_reads = DraftSteps.reads, DraftSteps.writes, DraftSteps.feature_reads
+    reads = ("lane_row_B", "lane_table_BP", "status_R", "seq_len_R", "draft_kv", "candidate_score_BM", "candidate_token_BM")
+    writes, feature_reads = DraftExtend.writes, DraftSteps.feature_reads
 
     def __init__(self, build: Build) -> None:
         super().__init__(build)
@@ -194,7 +173,8 @@ class StaticSteps(DraftStage):
             path_BTs = torch.cat((torch.cat([path_BTs[:, a : a + 1] for a in above], 1), token_BT[..., None]), -1)
             if carried_BTH is not None:
                 carried_BTH = torch.cat([carried_BTH[:, a : a + 1] for a in above], 1).masked_fill(~valid_BT[..., None], 0)
-            attention = self.attend(v, position_BT, valid_BT, seq_B[:, None] + 1 + window_T, seq_B + 1, ancestors_BTX)
+            seen_BTX = ancestors_BTX.masked_fill(~valid_BT[..., None], 0)
+            attention = self.attend(v, position_BT, valid_BT, seq_B[:, None] + 1 + window_T, seq_B + 1, seen_BTX)
             hidden_BTH = self.draft(torch.where(valid_BT, token_BT, -1), carried_BTH, attention, step)
             increment_BTK, next_BTK = self.propose(v, hidden_BTH, seq_B + step + 1, path_BTs, step + 1)
             for child in tree.level(step + 1):

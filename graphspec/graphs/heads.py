@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from ..buffers import Views
-from .draft import DraftStage
-from .stage import Build
+from .draft import BEAM_SLOTS, DraftStage
 
 
 def shifted_rows(token_BU: Tensor, known_B: Tensor, drafted_Bs: Tensor) -> Tensor:
@@ -40,44 +39,21 @@ class HeadSteps(DraftStage):
 
     name = "head_steps"
     reads = (
-        "lane_row_B", "status_R", "seq_len_R", "window_len_R", "window_token_RA", "window_feature_RAF", "lookback_token_RY",
-        "lookback_feature_RYF", "page_table_RP", "draft_kv",
+        "lane_row_B", "lane_table_BP", "status_R", "seq_len_R", "window_len_R", "window_token_RA", "window_feature_RAF",
+        "lookback_token_RY", "lookback_feature_RYF", "draft_kv",
     )  # fmt: skip
-    writes = ("draft_kv", "candidate_score_BM", "candidate_token_BM", "candidate_parent_BM")
-
-    def __init__(self, build: Build) -> None:
-        super().__init__(build)
-        self.width = self.plan.lookback + self.plan.accept_width
+    writes = ("draft_kv", "candidate_score_BM", "candidate_token_BM", "candidate_parent_BM", *BEAM_SLOTS)
 
     def forward(self, v: Views) -> None:
-        row_B, live_B = self.rows(v)
-        seq_B = v.seq_len_R[row_B]
-        length_B = torch.where(live_B, v.window_len_R[row_B], 0)
-        entry_U = torch.arange(self.width, device=row_B.device)
-        begin_B = seq_B - length_B + 1 - self.plan.lookback
-        # A short prompt has fewer than Y tokens to look back on: the rows begin at the first token the drafter consumes.
-        skip_B = (self.shift - begin_B).clamp(min=0)
-        begin_B = begin_B + skip_B
-        known_B = torch.where(live_B, self.plan.lookback + length_B - skip_B, 0)
-        valid_BU = entry_U < known_B[:, None]
-        index_BU = (entry_U + skip_B[:, None]).clamp(max=self.width - 1)
-        token_BU = torch.cat((v.lookback_token_RY[row_B], v.window_token_RA[row_B]), 1).gather(1, index_BU)
-        feature_BUF = torch.cat((v.lookback_feature_RYF[row_B], v.window_feature_RAF[row_B]), 1)
-        feature_BUF = feature_BUF.gather(1, index_BU[..., None].expand(-1, -1, feature_BUF.shape[-1]))
-        slot_BU = begin_B[:, None] + entry_U
-        attention = self.attend(v, slot_BU - self.shift, valid_BU, slot_BU, begin_B, self.causal(self.width, row_B))
-
-        hidden_BUH = self.draft.fuse(torch.where(valid_BU[..., None], feature_BUF, 0))
+        token_BU, valid_BU, slot_BU, position_BU, begin_B, ancestors_BUX, known_B, next_B, feature_BUF = self.window(v)
+        attention = self.attend(v, position_BU, valid_BU, slot_BU, begin_B, ancestors_BUX)
+        hidden_BUH = self.draft.fuse(feature_BUF)
         last_B11 = (known_B - 1).clamp(min=0)[:, None, None]
-        drafted_Bs = token_BU[:, :0]
-        score_B = torch.where(live_B, 0.0, float("-inf"))
         for step in range(self.shape.num_steps):
+            drafted_Bs = v.beam_path_BKS[:, 0, :step]
             consumed_BU = torch.where(valid_BU, shifted_rows(token_BU, known_B, drafted_Bs), -1)
             hidden_BUH = self.draft(consumed_BU, hidden_BUH.masked_fill(~valid_BU[..., None], 0), attention, step)
             last_B1H = hidden_BUH.gather(1, last_B11.expand(-1, 1, hidden_BUH.shape[-1]))
-            increment_BTK, next_BTK = self.propose(v, last_B1H, seq_B + step + 1, drafted_Bs[:, None], step + 1)
-            score_B = score_B + increment_BTK[:, 0, 0]
-            v.candidate_score_BM[:, step] = score_B
-            v.candidate_token_BM[:, step] = next_BTK[:, 0, 0]
-            v.candidate_parent_BM[:, step] = step - 1
-            drafted_Bs = torch.cat((drafted_Bs, next_BTK[:, 0]), 1)
+            position_B = v.next_position_B if step else next_B
+            increment_BTK, next_BTK = self.propose(v, last_B1H, position_B, drafted_Bs[:, None], step + 1)
+            self.level(v, increment_BTK, next_BTK, step + 1)

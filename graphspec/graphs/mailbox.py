@@ -13,11 +13,11 @@ from itertools import accumulate
 from typing import ClassVar
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from ..buffers import Status, Views
+from ..buffers import Views
 from ..errors import ResourceError
+from ..kernels.mail_apply import JOIN_WORDS
 from ..plan import Plan
 from .stage import Build, Stage
 
@@ -96,8 +96,8 @@ class MailLayout:
     """Nodes the host may propose per lane; 0 where the device drafts."""
     dummy_row: int
 
-    JOIN_WORDS: ClassVar[int] = 12
-    """Words of a join before its stop ids; the biased ids and then their values follow those."""
+    JOIN_WORDS: ClassVar[int] = JOIN_WORDS
+    """The biased ids and then their values follow the stop ids."""
     CHUNK_WORDS: ClassVar[int] = 5
 
     @classmethod
@@ -202,53 +202,32 @@ def _empty_message(layout: MailLayout) -> np.ndarray[tuple[int], np.dtype[np.int
 
 
 class Mailbox(Stage):
-    """Applies lanes, aborts, page-table entries and joins."""
+    """Applies lanes, aborts, page-table entries and joins, and gathers what the lanes read of their rows."""
 
     name = "mailbox"
-    reads = ("mail",)
+    SLOTS: ClassVar[dict[str, tuple[str, ...]]] = {
+        "truncate": ("top_k_R", "top_p_R", "min_p_R"),
+        "penalties": ("repetition_R", "presence_R", "frequency_R", "output_count_RV", "prompt_seen_RV"),
+        "bias": ("bias_id_RI", "bias_value_RI", "stop_from_R"),
+    }
+    """Slots of a join that only classes with this field have."""
 
     def __init__(self, build: Build) -> None:
         super().__init__(build)
         self.layout = MailLayout.of(build.plan)
-        sampling = self.sampling
+        self.groups = tuple(name for field, names in self.SLOTS.items() if getattr(self.sampling, field) for name in names)
+        self.reads = ("mail", "page_table_RP", "seed_R", "temperature_R")
         self.writes = (
-            "lane_row_B", "status_R", "budget_R", "seed_R", "temperature_R", "draft_len_R", "stop_id_RE", "page_table_RP",
-            *(("top_k_R", "top_p_R", "min_p_R") if sampling.truncate else ()),
-            *(("repetition_R", "presence_R", "frequency_R", "output_count_RV", "prompt_seen_RV") if sampling.penalties else ()),
-            *(("bias_id_RI", "bias_value_RI", "stop_from_R") if sampling.bias else ()),
+            "lane_row_B", "lane_table_BP", "lane_seed_B", "lane_temperature_B",
+            "status_R", "budget_R", "seed_R", "temperature_R", "draft_len_R", "stop_id_RE", "page_table_RP",
+            *self.groups,
         )  # fmt: skip
 
     def forward(self, v: Views) -> None:
         at = self.layout
-        lanes = v.lane_row_B.shape[0]
-        v.lane_row_B.copy_(v.mail[at.lanes : at.lanes + lanes])
-        v.status_R.index_fill_(0, v.mail[at.aborts : at.pages], Status.FREE)
-        row, column, page = v.mail[at.pages : at.join].view(-1, 3).unbind(1)
-        v.page_table_RP.index_put_((row, column), page.to(torch.int32))
-        stops, ids, values, end = at.join_parts
-        join = v.mail[at.join : stops]
-        to = join[0:1]
-        v.budget_R.index_copy_(0, to, join[1:2])
-        v.seed_R.index_copy_(0, to, join[2:3])
-        v.temperature_R.index_copy_(0, to, _floats(join[3:4]))
-        v.draft_len_R.index_copy_(0, to, join[4:5])
-        v.stop_id_RE.index_copy_(0, to, v.mail[None, stops:ids])
-        if self.sampling.truncate:
-            v.top_k_R.index_copy_(0, to, join[5:6])
-            v.top_p_R.index_copy_(0, to, _floats(join[6:7]))
-            v.min_p_R.index_copy_(0, to, _floats(join[7:8]))
-        if self.sampling.penalties:
-            v.repetition_R.index_copy_(0, to, _floats(join[8:9]))
-            v.presence_R.index_copy_(0, to, _floats(join[9:10]))
-            v.frequency_R.index_copy_(0, to, _floats(join[10:11]))
-            v.output_count_RV.index_fill_(0, to, 0)
-            v.prompt_seen_RV.index_fill_(0, to, 0)
-        if self.sampling.bias:
-            v.stop_from_R.index_copy_(0, to, join[11:12])
-            v.bias_id_RI.index_copy_(0, to, v.mail[None, ids:values])
-            v.bias_value_RI.index_copy_(0, to, _floats(v.mail[None, values:end]))
-
-
-def _floats(words: Tensor) -> Tensor:
-    """The float32 in the low half of each word."""
-    return words.to(torch.int32).view(torch.float32)
+        self.kernels.mail_apply(
+            v.mail, at.lanes, at.aborts, at.pages, at.join,
+            v.lane_row_B, v.lane_table_BP, v.lane_seed_B, v.lane_temperature_B,
+            v.status_R, v.budget_R, v.seed_R, v.temperature_R, v.draft_len_R, v.stop_id_RE, v.page_table_RP,
+            **{name: getattr(v, name) for name in self.groups},
+        )  # fmt: skip

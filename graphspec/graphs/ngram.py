@@ -17,15 +17,11 @@ class NgramMatch(Stage):
     writes = ("candidate_score_BM", "candidate_token_BM", "candidate_parent_BM")
 
     def forward(self, v: Views) -> None:
-        row_B, live_B = self.rows(v)
-        length_B = torch.where(live_B, v.seq_len_R[row_B] + 1, 0)
         settings = self.plan.ngram
-        score_BM, token_BM, parent_BM = self.kernels.ngram_match(
-            v.history_RL[row_B], length_B, self.shape.topk, self.shape.num_steps, settings.min_window, settings.max_window
-        )
-        v.candidate_score_BM.copy_(score_BM)
-        v.candidate_token_BM.copy_(token_BM)
-        v.candidate_parent_BM.copy_(parent_BM)
+        self.kernels.ngram_match(
+            v.history_RL, v.lane_row_B, v.status_R, v.seq_len_R, v.candidate_score_BM, v.candidate_token_BM, v.candidate_parent_BM,
+            self.shape.topk, self.shape.num_steps, settings.min_window, settings.max_window,
+        )  # fmt: skip
 
 
 class HostTree(Stage):

@@ -11,7 +11,7 @@ from .counts import count_tokens
 from .draft_prefill import ChunkRows, DraftPrefill
 from .logprobs import RING, write_logprobs
 from .mailbox import MailLayout
-from .sampling import LogitShaper, sample_tokens, target_noise
+from .sampling import LogitShaper, sample_tokens
 from .stage import Build, Stage, TargetModel
 
 
@@ -74,14 +74,12 @@ class Prefill(Stage):
     def _finish(self, v: Views, logits_11V: Tensor, done_1: Tensor, total_1: Tensor, known_1: Tensor) -> None:
         """On the last chunk: sample or install the root, open the row, write the ring. On the others: an empty ring entry."""
         row_1 = v.lane_row_B
-        noise_11V, temperature_1 = None, None
-        if self.sampling.noise:
-            noise_11V = target_noise(self.kernels, v.seed_R[row_1], total_1[:, None], self.plan.target.vocab_size)
-            temperature_1 = v.temperature_R[row_1]
-        sampled_1 = sample_tokens(self.shaper(v, logits_11V, total_1[:, None]), noise_11V, temperature_1)[:, 0]
+        shaped_11V = self.shaper(v, logits_11V, total_1[:, None])
+        sampled_11, sound_11 = sample_tokens(self.kernels, self.sampling, v, shaped_11V, total_1[:, None])
+        sampled_1 = sampled_11[:, 0]
         resumed_1 = known_1 >= 0
         root_1 = torch.where(resumed_1, known_1, sampled_1)
-        failed_1 = ~resumed_1 & ~torch.isfinite(logits_11V).all(-1)[:, 0]
+        failed_1 = ~resumed_1 & ~sound_11[:, 0]
         emitted_1 = (done_1 & ~resumed_1 & ~failed_1).to(torch.int64)
         budget_1 = v.budget_R[row_1] - emitted_1
         stopped_1 = ~resumed_1 & (v.stop_id_RE[row_1] == root_1[:, None]).any(-1)

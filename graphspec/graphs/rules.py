@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..buffers import Views
 from ..shapes import WORD_BITS
-from .sampling import RESIDUAL_STREAM, coins, probabilities, sample_tokens, target_noise
+from .sampling import RESIDUAL_STREAM, LogitShaper, coins, probabilities, sample_tokens, trusted
 from .stage import Build
 
 NODES = ("node_token_BN", "node_parent_BN", "node_depth_BN", "node_ancestors_BNX")
@@ -30,29 +30,24 @@ class Match:
 
     def __init__(self, build: Build) -> None:
         self.plan, self.shape, self.kernels, self.sampling = build.plan, build.shape, build.kernels, build.sampling
-        self.reads = ("seed_R", "temperature_R", "node_depth_BN") if self.sampling.noise else ()
+        self.reads = ("seed_R", "seq_len_R", "temperature_R", "node_depth_BN") if self.sampling.noise else ()
 
-    def __call__(self, v: Views, logits_BNV: Tensor) -> Tensor:
-        """The token of every node, int64 ``[B, N]``.
+    def __call__(self, v: Views, logits_BNV: Tensor) -> tuple[Tensor, Tensor]:
+        """The token of every node, int64 ``[B, N]``, and whether the node's logits can be trusted, bool ``[B, N]``.
 
         Args:
             v: the bucket's slots.
-            logits_BNV: float32, shaped (:class:`~graphspec.graphs.sampling.LogitShaper`).
+            logits_BNV: float32, shaped (:class:`~graphspec.graphs.sampling.LogitShaper`); filters are the rule's own business.
         """
-        return self._draw(v, logits_BNV, 0)
+        return self._draw(v, logits_BNV, 0, truncate=True)
 
-    def depth_cap(self, v: Views, cap_B: Tensor) -> Tensor:
-        """Deepest node that may be accepted, int64 ``[B]``; ``cap_B`` is what draft length and context allow."""
-        return cap_B
+    def depth_cap(self, v: Views) -> Tensor | None:
+        """Deepest node that the rule allows, int64 ``[B]``; draft length and context may allow less. None: no limit of its own."""
+        return None
 
-    def _draw(self, v: Views, logits_BNV: Tensor, stream: int) -> Tensor:
-        if not self.sampling.noise:
-            return sample_tokens(logits_BNV, None, None)
-        row_B = v.lane_row_B
-        position_BA = self._positions(v)
-        noise_BAV = target_noise(self.kernels, v.seed_R[row_B] ^ stream, position_BA, self.plan.target.vocab_size)
-        noise_BNV = noise_BAV.gather(1, v.node_depth_BN[..., None].expand(logits_BNV.shape))
-        return sample_tokens(logits_BNV, noise_BNV, v.temperature_R[row_B])
+    def _draw(self, v: Views, logits_BNV: Tensor, stream: int, *, truncate: bool = False) -> tuple[Tensor, Tensor]:
+        position_BN = v.seq_len_R[v.lane_row_B][:, None] + 1 + v.node_depth_BN if self.sampling.noise else None
+        return sample_tokens(self.kernels, self.sampling, v, logits_BNV, position_BN, stream=stream, truncate=truncate)
 
     def _positions(self, v: Views) -> Tensor:
         """Positions sampled at depth 0, 1, ... S."""
@@ -76,12 +71,15 @@ class TargetOnly(Match):
 
     def __init__(self, build: Build) -> None:
         super().__init__(build)
+        self.shaper = LogitShaper(build)
         if self.sampling.noise:
             self.reads = (*self.reads, "node_token_BN", "node_parent_BN")
 
-    def __call__(self, v: Views, logits_BNV: Tensor) -> Tensor:
+    def __call__(self, v: Views, logits_BNV: Tensor) -> tuple[Tensor, Tensor]:
         if not self.sampling.noise:
             return super().__call__(v, logits_BNV)
+        sound_BN = trusted(self.sampling, logits_BNV)
+        logits_BNV = self.shaper.truncate(v, logits_BNV)
         temperature_B = v.temperature_R[v.lane_row_B]
         nodes, vocab = logits_BNV.shape[1:]
         node_N = torch.arange(nodes, device=logits_BNV.device)
@@ -107,9 +105,9 @@ class TargetOnly(Match):
         # The children may hold all of the mass and their sum still round to less than the coin.
         rest_BNV = torch.where((rest_BNV > -torch.inf).any(-1, keepdim=True), rest_BNV, logits_BNV)
         hot_B1 = (temperature_B > 0)[:, None]
-        drawn_BN = self._draw(v, torch.where(hot_B1[..., None], rest_BNV, logits_BNV), RESIDUAL_STREAM)
+        drawn_BN, _ = self._draw(v, torch.where(hot_B1[..., None], rest_BNV, logits_BNV), RESIDUAL_STREAM)
         chosen_BN = token_BN.gather(1, first_BN.clamp(max=nodes - 1))
-        return torch.where(hot_B1 & (first_BN < nodes), chosen_BN, drawn_BN)
+        return torch.where(hot_B1 & (first_BN < nodes), chosen_BN, drawn_BN), sound_BN
 
 
 class Rejection(Match):
@@ -123,12 +121,15 @@ class Rejection(Match):
 
     def __init__(self, build: Build) -> None:
         super().__init__(build)
+        self.shaper = LogitShaper(build)
         if self.sampling.noise and self.shape.num_steps:
             self.reads = (*self.reads, "node_token_BN", "draft_prob_BSV")
 
-    def __call__(self, v: Views, logits_BNV: Tensor) -> Tensor:
+    def __call__(self, v: Views, logits_BNV: Tensor) -> tuple[Tensor, Tensor]:
         if not self.sampling.noise or not self.shape.num_steps:
-            return self._draw(v, logits_BNV, RESIDUAL_STREAM)
+            return self._draw(v, logits_BNV, RESIDUAL_STREAM, truncate=True)
+        sound_BN = trusted(self.sampling, logits_BNV)
+        logits_BNV = self.shaper.truncate(v, logits_BNV)
         temperature_B = v.temperature_R[v.lane_row_B]
         steps = self.shape.num_steps
         target_BSV, draft_BSV = probabilities(logits_BNV, temperature_B)[:, :steps], v.draft_prob_BSV
@@ -144,8 +145,8 @@ class Rejection(Match):
         rest_BSV = torch.log(rest_BSV) * temperature_B[:, None, None]
         hot_B1 = (temperature_B > 0)[:, None]
         logits_BNV = torch.cat((torch.where(hot_B1[..., None], rest_BSV, logits_BNV[:, :steps]), logits_BNV[:, steps:]), 1)
-        drawn_BN = self._draw(v, logits_BNV, RESIDUAL_STREAM)
-        return torch.cat((torch.where(hot_B1 & accepted_BS, token_BS, drawn_BN[:, :steps]), drawn_BN[:, steps:]), 1)
+        drawn_BN, _ = self._draw(v, logits_BNV, RESIDUAL_STREAM)
+        return torch.cat((torch.where(hot_B1 & accepted_BS, token_BS, drawn_BN[:, :steps]), drawn_BN[:, steps:]), 1), sound_BN
 
 
 class Synthetic(Match):
@@ -159,8 +160,8 @@ class Synthetic(Match):
         super().__init__(build)
         self.reads = tuple(dict.fromkeys((*self.reads, *NODES, "seed_R", "seq_len_R")))
 
-    def __call__(self, v: Views, logits_BNV: Tensor) -> Tensor:
-        sample_BN = super().__call__(v, logits_BNV)
+    def __call__(self, v: Views, logits_BNV: Tensor) -> tuple[Tensor, Tensor]:
+        sample_BN, sound_BN = super().__call__(v, logits_BNV)
         nodes = sample_BN.shape[1]
         node_N = torch.arange(nodes, device=sample_BN.device)
         depth_BN = torch.where(v.node_token_BN >= 0, v.node_depth_BN, -1)
@@ -170,15 +171,15 @@ class Synthetic(Match):
         on_path_BN = ((words_BX[:, node_N // WORD_BITS] >> (node_N % WORD_BITS)) & 1).bool() & (node_N > 0)
         child_BNN = on_path_BN[:, None] & (v.node_parent_BN[:, None] == node_N[:, None])
         next_BN = torch.where(child_BNN, v.node_token_BN[:, None], -1).amax(-1)
-        return torch.where(next_BN >= 0, next_BN, sample_BN)
+        return torch.where(next_BN >= 0, next_BN, sample_BN), sound_BN
 
-    def depth_cap(self, v: Views, cap_B: Tensor) -> Tensor:
+    def depth_cap(self, v: Views) -> Tensor:
         row_B = v.lane_row_B
         coin_B = coins(v.seed_R[row_B], v.seq_len_R[row_B][:, None])[:, 0]
-        drawn_B = torch.zeros_like(cap_B)
+        drawn_B = torch.zeros_like(row_B)
         for rate in self.plan.accept.rates:
             drawn_B = drawn_B + (coin_B < rate).to(torch.int64)
-        return torch.minimum(cap_B, drawn_B)
+        return drawn_B
 
 
 RULES: dict[str, Callable[[Build], Match]] = {

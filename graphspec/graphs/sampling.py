@@ -12,7 +12,7 @@ from torch import Tensor
 from ..buffers import Views
 from ..kernels.noise import BELOW_ONE, counter_hash
 from ..kernels.registry import KernelSet
-from ..shapes import WORD_BITS
+from ..shapes import WORD_BITS, SamplingClass
 from .stage import Build
 
 # The first 64 fractional bits of the square roots of 2, 3 and 5, as signed words.
@@ -24,34 +24,40 @@ DRAFT_STREAM = 0x3C6EF372FE94F82B
 """Noise of drafts that are drawn from the drafter's own distribution."""
 
 
-def sample_tokens(logits_BTV: Tensor, noise_BTV: Tensor | None, temperature_B: Tensor | None) -> Tensor:
-    """Gumbel-max sample of every position: ``argmax(logits + T * noise)``; rows at ``T == 0`` are greedy.
+def sample_tokens(
+    kernels: KernelSet, sampling: SamplingClass, v: Views, logits_BTV: Tensor, position_BT: Tensor | None, *, stream: int = 0,
+    truncate: bool = True,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The target's token at every position, and whether its logits can be trusted: one call of the op, with what the class needs.
 
     Args:
-        logits_BTV: float32.
-        noise_BTV: Gumbel(0, 1) noise, float32; None: every row is greedy.
-        temperature_B: float32; needed with noise.
+        kernels: holds the op.
+        sampling: the class. Where it bans tokens, by -inf, only NaN and +inf are distrusted.
+        v: the bucket's slots.
+        logits_BTV: float32, shaped (:class:`LogitShaper`) and not filtered.
+        position_BT: position of the token being sampled; needed where the class has noise.
+        stream: of the noise.
+        truncate: apply the filters of the class; False where that was done before.
 
     Returns:
-        int64 ``[B, T]``.
+        int64 ``[B, T]``; bool ``[B, T]``.
     """
-    if noise_BTV is None or temperature_B is None:
-        return logits_BTV.argmax(-1)
-    hot_B11 = (temperature_B > 0)[:, None, None]
-    return torch.where(hot_B11, logits_BTV + temperature_B[:, None, None] * noise_BTV, logits_BTV).argmax(-1)
+    strict, row_B = not sampling.bias, v.lane_row_B
+    if not sampling.noise:
+        return kernels.sample_tokens(logits_BTV, None, None, None, None, None, None, strict)
+    temperature_B, seed_B = v.temperature_R[row_B], v.seed_R[row_B]
+    if stream:
+        seed_B = seed_B ^ stream
+    if not (truncate and sampling.truncate):
+        return kernels.sample_tokens(logits_BTV, temperature_B, seed_B, position_BT, None, None, None, strict)
+    top_k_B, top_p_B, min_p_B = v.top_k_R[row_B], v.top_p_R[row_B], v.min_p_R[row_B]
+    return kernels.sample_tokens(logits_BTV, temperature_B, seed_B, position_BT, top_k_B, top_p_B, min_p_B, strict)
 
 
-def target_noise(kernels: KernelSet, seed_B: Tensor, position_BT: Tensor, vocab_size: int) -> Tensor:
-    """Noise of the tokens *being sampled* at ``position_BT``, float32 ``[B, T, V]``."""
-    token_V = torch.arange(vocab_size, device=seed_B.device)
-    return kernels.gumbel_noise(seed_B, position_BT, token_V)
-
-
-def draft_noise(kernels: KernelSet, seed_B: Tensor, position_BT: Tensor, target_token_Vd: Tensor | None, vocab_size: int) -> Tensor:
-    """The same noise as the target's at these positions, for the drafter's vocabulary: float32 ``[B, T, Vd]``."""
-    if target_token_Vd is None:
-        return target_noise(kernels, seed_B, position_BT, vocab_size)
-    return kernels.gumbel_noise(seed_B, position_BT, target_token_Vd)
+def trusted(sampling: SamplingClass, logits_BTV: Tensor) -> Tensor:
+    """Whether the logits of a position can be trusted, bool ``[B, T]``; as :func:`sample_tokens` judges them."""
+    known_BTV = logits_BTV.isfinite()
+    return (logits_BTV < torch.inf).all(-1) & known_BTV.any(-1) if sampling.bias else known_BTV.all(-1)
 
 
 def coins(seed_B: Tensor, position_BT: Tensor) -> Tensor:
@@ -79,11 +85,14 @@ def node_paths(token_BN: Tensor, ancestors_BNX: Tensor) -> Tensor:
 
 
 class LogitShaper:
-    """What a request wants changed in its logits, in this order: penalties, bias, minimum length, filters.
+    """What a request wants changed in its logits, in this order: penalties, bias, minimum length, and apart from these the filters.
 
     The order is that of transformers and vLLM: repetition penalty, frequency penalty, presence penalty, logit bias, stop ids banned before
-    the minimum length; then, at temperatures above 0, top-k, top-p, min-p. Only what the sampling class names is computed. A row
-    that asks for nothing keeps its logits to the bit.
+    the minimum length; then, at temperatures above 0, top-k, top-p, min-p. The filters are a step of their own (:meth:`truncate`), for
+    the target's sampler applies them itself. Only what the sampling class names is computed. A row that asks for nothing keeps its logits
+    to the bit.
+
+    A ban puts -inf where the logit was finite. Where bans are possible, an -inf of the network's own becomes NaN, so that it is still seen.
 
     One object serves target and drafter: a drafter ranks by what the sampler will see, as far as its own vocabulary goes.
     """
@@ -100,7 +109,7 @@ class LogitShaper:
     def __call__(
         self, v: Views, logits_BTV: Tensor, position_BT: Tensor, path_BTs: Tensor | None = None, target_token_Vd: Tensor | None = None
     ) -> Tensor:
-        """The logits a token is sampled from.
+        """The logits a token is sampled from, before the filters.
 
         Args:
             v: the bucket's slots.
@@ -115,10 +124,15 @@ class LogitShaper:
             logits_BTV = self._penalise(v, row_B, logits_BTV, path_BTs, target_token_Vd)
         if self.sampling.bias:
             logits_BTV = self._bias(v, row_B, logits_BTV, position_BT, target_token_Vd)
-        if self.sampling.truncate:
-            temperature_B, top_k_B = v.temperature_R[row_B], v.top_k_R[row_B]
-            logits_BTV = self.kernels.filter_logits(logits_BTV, temperature_B, top_k_B, v.top_p_R[row_B], v.min_p_R[row_B])
         return logits_BTV
+
+    def truncate(self, v: Views, logits_BTV: Tensor) -> Tensor:
+        """Shaped logits with -inf for the tokens that top-k, top-p and min-p leave out, where the class filters at all."""
+        if not self.sampling.truncate:
+            return logits_BTV
+        row_B = v.lane_row_B
+        temperature_B, top_k_B = v.temperature_R[row_B], v.top_k_R[row_B]
+        return self.kernels.filter_logits(logits_BTV, temperature_B, top_k_B, v.top_p_R[row_B], v.min_p_R[row_B])
 
     def _penalise(self, v: Views, row_B: Tensor, logits_BTV: Tensor, path_BTs: Tensor | None, target_token_Vd: Tensor | None) -> Tensor:
         count_BTV, seen_BTV = v.output_count_RV[row_B][:, None], (v.prompt_seen_RV[row_B] != 0)[:, None]
@@ -145,7 +159,9 @@ class LogitShaper:
         stops_BV = stops_BV.scatter(1, columns(v.stop_id_RE[row_B], self.vocab_size), True)
         kept = slice(self.vocab_size) if target_token_Vd is None else target_token_Vd
         early_BT1 = (position_BT < v.stop_from_R[row_B][:, None])[..., None]
-        return torch.where(early_BT1 & stops_BV[:, None, kept], -torch.inf, logits_BTV + added_BV[:, None, kept])
+        banned_BTV = early_BT1 & stops_BV[:, None, kept] & logits_BTV.isfinite()
+        biased_BTV = torch.where(logits_BTV == -torch.inf, torch.nan, logits_BTV + added_BV[:, None, kept])
+        return torch.where(banned_BTV, -torch.inf, biased_BTV)
 
 
 class DraftSampler:
@@ -180,15 +196,14 @@ class DraftSampler:
             log-probabilities float32 and target ids int64, both ``[B, T, K]``.
         """
         row_B = v.lane_row_B
-        logits_BTV = self.shaper(v, logits_BTV, position_B[:, None], path_BTs, target_token_Vd)
-        noise_BTV, temperature_B = None, None
-        if self.noisy:
-            seed_B = v.seed_R[row_B] ^ DRAFT_STREAM if self.drawn else v.seed_R[row_B]
-            noise_B1V = draft_noise(self.kernels, seed_B, position_B[:, None], target_token_Vd, self.plan.target.vocab_size)
-            noise_BTV, temperature_B = noise_B1V.expand(logits_BTV.shape), v.temperature_R[row_B]
-            if self.drawn:
-                self._keep(v, logits_BTV[:, 0], temperature_B, target_token_Vd, level)
-        return self.kernels.draft_topk(logits_BTV, self.shape.topk, target_token_Vd, noise_BTV, temperature_B)
+        logits_BTV = self.shaper.truncate(v, self.shaper(v, logits_BTV, position_B[:, None], path_BTs, target_token_Vd))
+        if not self.noisy:
+            return self.kernels.draft_topk(logits_BTV, self.shape.topk, target_token_Vd, None, None, None)
+        temperature_B, seed_B = v.temperature_R[row_B], v.seed_R[row_B]
+        if self.drawn:
+            seed_B = seed_B ^ DRAFT_STREAM
+            self._keep(v, logits_BTV[:, 0], temperature_B, target_token_Vd, level)
+        return self.kernels.draft_topk(logits_BTV, self.shape.topk, target_token_Vd, seed_B, position_B, temperature_B)
 
     def _keep(self, v: Views, logits_BV: Tensor, temperature_B: Tensor, target_token_Vd: Tensor | None, level: int) -> None:
         """The distribution this level's token is drawn from, over the target's vocabulary; tokens the drafter doesn't know have none."""

@@ -5,18 +5,33 @@ Importing this package compiles and builds nothing; implementations are resolved
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields
+from importlib.util import find_spec
+from typing import Any
 
 from ..errors import ConfigError
 from . import (
+    chain_layout,
     chunk_attention,
+    commit_rows,
+    draft_level,
     draft_topk,
+    draft_window,
     filter_logits,
     kv_move,
+    latent_attention,
+    latent_chunk_attention,
+    latent_kv_write,
     linear,
+    mail_apply,
+    moe_mlp,
+    moe_route,
     ngram_match,
     noise,
-    paged_kv_write,
+    rope_kv_write,
+    sample_tokens,
+    take_last,
     tree_attention,
     tree_build,
     tree_walk,
@@ -25,36 +40,53 @@ from .op import KernelOp
 from .registry import KernelSet
 
 OPS: tuple[KernelOp, ...] = (
-    paged_kv_write.OP,
+    rope_kv_write.OP,
     tree_attention.OP,
     chunk_attention.OP,
     draft_topk.OP,
     tree_build.OP,
+    chain_layout.OP,
     tree_walk.OP,
     kv_move.OP,
+    commit_rows.OP,
     noise.OP,
     linear.OP,
     ngram_match.OP,
+    mail_apply.OP,
+    draft_window.OP,
+    draft_level.OP,
+    take_last.OP,
     filter_logits.OP,
+    sample_tokens.OP,
+    latent_attention.OP,
+    latent_chunk_attention.OP,
+    latent_kv_write.OP,
+    moe_route.OP,
+    moe_mlp.OP,
 )
 """Every op, in the order of :class:`~graphspec.kernels.registry.KernelSet`."""
 
-MODES = ("reference", "compiled")
-CHOICES = ("auto", "reference", "native")
+ATTENTION_OPS = ("tree_attention", "chunk_attention", "latent_attention", "latent_chunk_attention")
+"""Ops that ``kernels.attention`` chooses; the others follow ``kernels.mode``."""
+MODES = ("reference", "compiled", "fused")
+CHOICES = ("auto", "reference", "native", "fused")
+NUMERICS = ("fast", "batch_invariant")
 
 
 def resolve(key: str, choice: str, mode: str, device: str, dtype: str) -> str:
-    """``reference`` or ``native`` for one choice; ``auto`` is native for a compiled float32 cycle on the CPU.
+    """The implementation that one choice means: ``reference``, ``native`` or ``fused``.
+
+    ``auto`` is fused for a fused cycle, native for a compiled float32 cycle on the CPU, else reference.
 
     Args:
         key: the configuration key, for the message.
-        choice: ``reference``, ``native`` or ``auto``.
-        mode: ``reference`` or ``compiled``.
+        choice: one of :data:`CHOICES`.
+        mode: one of :data:`MODES`.
         device: ``cpu`` or ``cuda``, with or without an index.
         dtype: of weights and KV.
 
     Raises:
-        ConfigError: an unknown choice, or one that doesn't exist for this device and dtype.
+        ConfigError: an unknown choice, or one that doesn't exist for this mode, device and dtype.
     """
     if choice not in CHOICES:
         raise ConfigError(key, "one of " + ", ".join(CHOICES), repr(choice))
@@ -63,39 +95,84 @@ def resolve(key: str, choice: str, mode: str, device: str, dtype: str) -> str:
         raise ConfigError(key, f"reference or auto on {device}", "'native', which runs on the CPU only")
     if choice == "native" and dtype != "float32":
         raise ConfigError(key, f"reference or auto in {dtype}", "'native', which is float32 only")
+    if choice == "fused" and mode != "fused":
+        raise ConfigError(key, f"reference or auto with kernels.mode={mode}", "'fused'")
     if choice == "auto":
+        if mode == "fused":
+            return "fused"
         return "native" if mode == "compiled" and on_cpu and dtype == "float32" else "reference"
     return choice
 
 
-def select_kernels(mode: str, attention: str, device: str, *, linear: str = "auto", dtype: str = "float32") -> KernelSet:
+def check_fused(device: str) -> None:
+    """Fused kernels can run on ``device``.
+
+    Raises:
+        ConfigError: Triton is missing, or the device is no GPU and Triton doesn't interpret.
+    """
+    if find_spec("triton") is None:
+        raise ConfigError("kernels.mode", "reference or compiled where Triton is not installed", "'fused'", "pip install triton")
+    from .fused.launch import INTERPRETED
+
+    if device.partition(":")[0] == "cpu" and not INTERPRETED:
+        hint = "TRITON_INTERPRET=1 in the environment runs fused kernels on the CPU, slowly, for tests"
+        raise ConfigError("kernels.mode", f"reference or compiled on {device}", "'fused', which needs a CUDA device", hint)
+
+
+def select_kernels(
+    mode: str,
+    attention: str,
+    device: str,
+    *,
+    linear: str = "auto",
+    dtype: str = "float32",
+    numerics: str = "fast",
+    programmatic_launch: bool = False,
+) -> KernelSet:
     """The implementation of every op, chosen by name; an explicit choice never falls back.
 
     Args:
-        mode: ``reference`` or ``compiled``. Both run the references, apart from the native ones: compiling is done by whoever compiles the
-            cycle.
+        mode: ``reference``, ``compiled`` or ``fused``. The first two run the references, apart from the native ones: compiling is done by
+            whoever compiles the cycle.
         attention: choice for the attention ops, see :func:`resolve`; native ones are built on first choice.
         device: ``cpu`` or ``cuda``, with or without an index.
         linear: choice for linear layers.
         dtype: of weights and KV.
+        numerics: of fused linear layers: ``fast`` may choose by the number of rows, ``batch_invariant`` may not.
+        programmatic_launch: fused kernels may start while the one before them drains.
 
     Raises:
         ConfigError: an unknown name, or an implementation that doesn't exist for this mode, device or dtype.
         ResourceError: native kernels can't be built here.
     """
     if mode not in MODES:
-        hint = "fused kernels do not exist yet" if mode == "fused" else ""
-        raise ConfigError("kernels.mode", "one of " + ", ".join(MODES), repr(mode), hint)
+        raise ConfigError("kernels.mode", "one of " + ", ".join(MODES), repr(mode))
+    if numerics not in NUMERICS:
+        raise ConfigError("kernels.numerics", "one of " + ", ".join(NUMERICS), repr(numerics))
     chosen = {
         "linear": resolve("kernels.linear", linear, mode, device, dtype),
         "attention": resolve("kernels.attention", attention, mode, device, dtype),
     }
+    if numerics == "batch_invariant" and (mode != "fused" or set(chosen.values()) != {"fused"}):
+        raise ConfigError("kernels.numerics", "fast, unless every kernel is fused", "'batch_invariant'", "kernels.mode=fused")
+    if mode == "fused":
+        check_fused(device)
+        from .fused.launch import use_programmatic_launch
 
-    def implementation(op: KernelOp) -> str:
-        name = chosen["linear" if op.name == "linear" else "attention"]
-        return name if name in op.names else "reference"
+        use_programmatic_launch(programmatic_launch)
 
-    callables = {op.name: op.implementation(implementation(op)) for op in OPS}
+    def implementation(op: KernelOp) -> Callable[..., Any]:
+        if op.name == "linear" and chosen["linear"] == "fused":
+            from .fused.linear import fused_linear
+
+            return fused_linear(numerics)
+        if op.name in ATTENTION_OPS or op.name == "linear":
+            name = chosen["linear" if op.name == "linear" else "attention"]
+        else:
+            name = mode
+        return op.implementation(name if name in op.names else "reference")
+
+    callables = {op.name: implementation(op) for op in OPS}
     return KernelSet(**{f.name: callables[f.name] for f in fields(KernelSet)})
 
 

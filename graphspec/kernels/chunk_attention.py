@@ -72,6 +72,9 @@ OP = KernelOp(
     contract=chunk_attention.__doc__ or "",
     reference=chunk_attention,
     cases=_cases,
-    implementations={"native": "graphspec.kernels.native:chunk_attention"},
+    implementations={
+        "native": "graphspec.kernels.native:chunk_attention",
+        "fused": "graphspec.kernels.fused.chunk_attention:OP",
+    },
     exact=False,
 )

@@ -1,37 +1,82 @@
-"""Linear layer: the matrix product of a few rows, which is where a small model on a CPU spends its time."""
+"""Linear layer of a few rows, with the norm in front of it and what follows it: where a decode cycle spends its time."""
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Generator, Tensor, randn
 
+from .formulas import rms_norm, silu_mul
 from .op import Case, KernelOp
 
 
-def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """``x @ weight.T``: every linear layer of target and drafter, projections of one input fused into one weight.
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 0.0,
+    norm_offset: bool = False,
+    residual: Tensor | None = None,
+    gated: bool = False,
+    float32: bool = False,
+) -> Tensor:
+    """``residual + act(norm(x) @ weight.T + bias)``: every linear layer of target and drafter, projections of one input fused.
 
-    A decode cycle calls it with a handful of rows, so it streams the weights once and is bound by memory, not by arithmetic.
+    A decode cycle calls it with a handful of rows, so it streams the weights once and is bound by memory, not by arithmetic. Norm, gate and
+    residual are part of the op because as launches of their own they cost more than they compute.
 
     Args:
         x: ``[..., in]``.
         weight: ``[out, in]``, dtype of ``x``.
+        bias: ``[out]``.
+        norm_weight: ``[in]``; RMSNorm of ``x`` first, see :func:`~graphspec.kernels.formulas.rms_norm`. None: ``x`` as it is.
+        norm_eps, norm_offset: of that norm.
+        residual: shape and dtype of the result; added last.
+        gated: the rows of ``weight`` are gate and up, one half each; the result is ``silu(gate) * up``.
+        float32: return float32, from the accumulator where an implementation has one.
 
     Returns:
-        ``[..., out]``.
+        ``[..., out]``, or ``[..., out / 2]`` if gated; dtype of ``x`` or float32.
     """
-    return F.linear(x, weight)
+    if norm_weight is not None:
+        x = rms_norm(x, norm_weight, norm_eps, norm_offset)
+    return finish(F.linear(x, weight, bias), residual, gated, float32)
 
 
-def _cases(generator: torch.Generator) -> list[Case]:
-    shapes = (((1,), 33, 17), ((2, 3), 48, 40), ((16,), 20, 130), ((7,), 8, 16), ((1,), 64, 1100), ((13,), 96, 900))
-    return [
-        {
-            "x": torch.randn(*rows, channels, generator=generator),
-            "weight": torch.randn(outputs, channels, generator=generator) / channels**0.5,
+def finish(out: Tensor, residual: Tensor | None, gated: bool, float32: bool) -> Tensor:
+    """What follows the product."""
+    if gated:
+        out = silu_mul(out)
+    if residual is not None:
+        out = residual + out
+    # float64 appears in oracles only
+    return out.float() if float32 and out.element_size() < 4 else out
+
+
+def _cases(generator: Generator) -> list[Case]:
+    def case(rows: tuple[int, ...], channels: int, outputs: int, *parts: str) -> Case:
+        made: Case = {
+            "x": randn(*rows, channels, generator=generator),
+            "weight": randn(outputs, channels, generator=generator) / channels**0.5,
         }
-        for rows, channels, outputs in shapes
+        if "bias" in parts:
+            made["bias"] = randn(outputs, generator=generator)
+        if "norm" in parts or "offset" in parts:
+            made |= {"norm_weight": randn(channels, generator=generator), "norm_eps": 1e-5, "norm_offset": "offset" in parts}
+        if "gated" in parts:
+            made["gated"] = True
+        if "residual" in parts:
+            made["residual"] = randn(*rows, outputs // 2 if "gated" in parts else outputs, generator=generator)
+        return made
+
+    return [
+        case((1,), 33, 17),
+        case((2, 3), 48, 40, "norm"),
+        case((16,), 20, 130, "residual"),
+        case((7,), 8, 16, "norm", "gated"),
+        case((1,), 64, 1100, "bias", "residual"),
+        case((13,), 96, 900, "offset", "gated", "bias"),
+        case((5,), 40, 24, "norm", "residual", "bias"),
     ]
 
 
@@ -40,6 +85,6 @@ OP = KernelOp(
     contract=linear.__doc__ or "",
     reference=linear,
     cases=_cases,
-    implementations={"native": "graphspec.kernels.native:linear"},
+    implementations={"native": "graphspec.kernels.native:linear", "fused": "graphspec.kernels.fused.linear:OP"},
     exact=False,
 )

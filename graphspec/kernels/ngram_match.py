@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .draft_window import LIVE
 from .op import Case, KernelOp
 
 PATH_COST = 4
@@ -26,8 +27,18 @@ def _suffix_match(history_BT: Tensor, last_B: Tensor, max_match: int) -> Tensor:
 
 
 def ngram_match(
-    history_BT: Tensor, length_B: Tensor, num_paths: int, depth: int, min_match: int, max_match: int
-) -> tuple[Tensor, Tensor, Tensor]:
+    history_RL: Tensor,
+    lane_row_B: Tensor,
+    status_R: Tensor,
+    seq_len_R: Tensor,
+    candidate_score_BM: Tensor,
+    candidate_token_BM: Tensor,
+    candidate_parent_BM: Tensor,
+    num_paths: int,
+    depth: int,
+    min_match: int,
+    max_match: int,
+) -> None:
     """Up to K continuations of earlier occurrences of the last tokens, merged into a candidate pool for ``tree_build`` (prompt lookup).
 
     An *occurrence* is a place t before the root whose last tokens are those of the root, ``min_match`` of them or more. Its *continuation*
@@ -40,20 +51,31 @@ def ngram_match(
     path's entry. Scores are ``-((d - 1) + 4 * k)``, not probabilities: each is below its parent's, below those of shallower entries of its
     path and below those of earlier paths at its depth.
 
-    Cost: ``O(B * T * (max_match + K * S))`` compares and ``O(B * T * S)`` bytes where nothing is fused. Nothing is read on the host, so
-    this drafter is a stage of the cycle like any other; the host trie (:mod:`graphspec.ngram`) needs each cycle's tokens first.
+    Cost: ``O(B * T * (max_match + K * S))`` compares and ``O(B * T * S)`` bytes where nothing is fused; T is the context limit here, and
+    what a row holds where an implementation looks at no more. Nothing is read on the host, so this drafter is a stage of the cycle like any
+    other; the host trie (:mod:`graphspec.ngram`) needs each cycle's tokens first.
 
     Args:
-        history_BT: int64 token ids, none negative; anything from ``length`` on. T is static, the context limit.
-        length_B: int64, how many are known, ``0 <= length <= T``; the root is the last of them.
+        history_RL: int64 token ids of every row, none negative up to the row's length; anything behind it. L is static, the context limit.
+        lane_row_B: int64 row of each lane.
+        status_R, seq_len_R: int64. A live row knows ``seq_len + 1 <= L`` tokens, the root is the last of them; others know none.
+        candidate_score_BM: float32. candidate_token_BM, candidate_parent_BM: int64. All ``[B, K * S]``, written whole: entry
+            ``(d - 1) * K + k`` is depth d of path k, so that parents come before children. Parent is a pool index, -1: the root. An entry
+            that is not used has score -inf, token -1 and parent -1.
         num_paths: K, static.
         depth: S, static.
         min_match, max_match: static, ``1 <= min_match <= max_match``.
-
-    Returns:
-        score float32, token int64, parent int64, each ``[B, K * S]`` with entry ``(d - 1) * K + k`` for depth d of path k, so that parents
-        come before children. Parent is a pool index, -1: the root. An entry that is not used has score -inf, token -1 and parent -1.
     """
+    length_B = torch.where(status_R[lane_row_B] == LIVE, seq_len_R[lane_row_B] + 1, 0)
+    pool = match_rows(history_RL[lane_row_B], length_B, num_paths, depth, min_match, max_match)
+    for slot, value in zip((candidate_score_BM, candidate_token_BM, candidate_parent_BM), pool, strict=True):
+        slot.copy_(value)
+
+
+def match_rows(
+    history_BT: Tensor, length_B: Tensor, num_paths: int, depth: int, min_match: int, max_match: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Score, token and parent ``[B, K * S]`` of :func:`ngram_match` for lanes that know the first ``length`` tokens of ``history``."""
     assert 1 <= min_match <= max_match
     width, device = history_BT.shape[1], history_BT.device
     last_B1 = length_B[:, None] - 1
@@ -96,11 +118,22 @@ def ngram_match(
 
 def _cases(generator: torch.Generator) -> list[Case]:
     def case(lanes: int, width: int, vocab: int, num_paths: int, depth: int, matches: tuple[int, int]) -> Case:
-        length = torch.randint(0, width + 1, (lanes,), generator=generator)
-        length[0] = width
+        rows, pool = lanes + 1, num_paths * depth
+        sequence = torch.randint(0, width, (rows,), generator=generator)
+        status = torch.randint(0, 3, (rows,), generator=generator).clamp(min=LIVE)
+        row = torch.randperm(rows, generator=generator)[:lanes]
+        sequence[row[0]], status[row[0]] = width - 1, LIVE
+        sequence[status != LIVE] = -(2**40)
+        history = torch.randint(0, vocab, (rows, width), generator=generator)
+        history[torch.arange(width) > sequence[:, None]] = -(2**40)
         return {
-            "history_BT": torch.randint(0, vocab, (lanes, width), generator=generator),
-            "length_B": length,
+            "history_RL": history,
+            "lane_row_B": row,
+            "status_R": status,
+            "seq_len_R": sequence,
+            "candidate_score_BM": torch.full((lanes, pool), torch.nan),
+            "candidate_token_BM": torch.full((lanes, pool), -(2**40)),
+            "candidate_parent_BM": torch.full((lanes, pool), -(2**40)),
             "num_paths": num_paths,
             "depth": depth,
             "min_match": matches[0],
@@ -108,8 +141,16 @@ def _cases(generator: torch.Generator) -> list[Case]:
         }
 
     empty = case(3, 9, 1, 2, 3, (2, 4))
-    empty["length_B"] = torch.tensor([0, 1, 2])
+    empty["seq_len_R"][empty["lane_row_B"]] = torch.tensor([2, 1, 0])
+    empty["status_R"].fill_(LIVE)
     return [case(2, 40, 3, 3, 4, (1, 4)), case(3, 25, 2, 4, 3, (2, 3)), case(1, 1, 2, 1, 1, (1, 1)), case(5, 64, 4, 1, 6, (1, 80)), empty]
 
 
-OP = KernelOp(name="ngram_match", contract=ngram_match.__doc__ or "", reference=ngram_match, cases=_cases)
+OP = KernelOp(
+    name="ngram_match",
+    contract=ngram_match.__doc__ or "",
+    reference=ngram_match,
+    cases=_cases,
+    implementations={"fused": "graphspec.kernels.fused.ngram_match:OP"},
+    mutates=("candidate_score_BM", "candidate_token_BM", "candidate_parent_BM"),
+)

@@ -54,7 +54,7 @@ def gumbel_noise(seed_B: Tensor, position_BT: Tensor, token_V: Tensor) -> Tensor
     """Gumbel(0, 1) noise for sampling by argmax: ``argmax(logits + T * g)`` draws from ``softmax(logits / T)``.
 
     ``u = (r + 0.5) * 2^-32`` clamped below 1; ``-log1p(-u)`` is Exp(1), its negative logarithm Gumbel(0, 1). Always finite:
-    within [-2.82, 22.88].
+    within [-2.82, 22.88]. The 32 bits are the same everywhere; the two logarithms are the backend's and may differ in the last bits.
 
     Args:
         seed_B, position_BT, token_V: as for :func:`counter_hash`.
@@ -79,4 +79,11 @@ def _cases(generator: torch.Generator) -> list[Case]:
     return [case(1, 1, 1), case(3, 2, 37), case(2, 5, 257)]
 
 
-OP = KernelOp(name="gumbel_noise", contract=gumbel_noise.__doc__ or "", reference=gumbel_noise, cases=_cases, exact=False)
+OP = KernelOp(
+    name="gumbel_noise",
+    contract=gumbel_noise.__doc__ or "",
+    reference=gumbel_noise,
+    cases=_cases,
+    implementations={"fused": "graphspec.kernels.fused.noise:OP"},
+    exact=False,
+)

@@ -1,11 +1,9 @@
-"""Scatter of new keys and values into the paged pool."""
+"""Where a logical slot lies in the paged pool, and the scatter of keys and values into it: what references of several ops share."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-
-from .op import Case, KernelOp
 
 
 def locate(table_BP: Tensor, slot_BT: Tensor, valid_BT: Tensor, page_size: int) -> tuple[Tensor, Tensor]:
@@ -38,30 +36,3 @@ def paged_kv_write(
     rows_2BTGD = torch.stack((key_BTGD, value_BTGD)).to(kv_pool.dtype)
     # Scattering into the pool itself, not into a view of it: through a view, the compiler would copy the whole pool, twice per graph.
     kv_pool.index_put_((torch.full_like(side_211, layer), side_211, page_BT, offset_BT), rows_2BTGD)
-
-
-def _cases(generator: torch.Generator) -> list[Case]:
-    def case(lanes: int, tokens: int, page_size: int, columns: int, heads: int, dim: int, layers: int) -> Case:
-        pages = lanes * columns + 1
-        slots = torch.stack([torch.randperm(columns * page_size, generator=generator)[:tokens] for _ in range(lanes)])
-        valid = torch.rand(lanes, tokens, generator=generator) < 0.7
-        return {
-            "kv_pool": torch.randn(layers, 2, pages, page_size, heads, dim, generator=generator),
-            "layer": layers - 1,
-            "key_BTGD": torch.randn(lanes, tokens, heads, dim, generator=generator),
-            "value_BTGD": torch.randn(lanes, tokens, heads, dim, generator=generator),
-            "table_BP": (torch.randperm(pages - 1, generator=generator) + 1).view(lanes, columns).to(torch.int32),
-            "slot_BT": torch.where(valid, slots, torch.tensor(-7)),
-            "valid_BT": valid,
-        }
-
-    return [case(1, 1, 1, 1, 1, 1, 1), case(3, 5, 1, 9, 2, 7, 2), case(2, 6, 16, 3, 3, 8, 3)]
-
-
-OP = KernelOp(
-    name="paged_kv_write",
-    contract=paged_kv_write.__doc__ or "",
-    reference=paged_kv_write,
-    cases=_cases,
-    mutates=("kv_pool",),
-)

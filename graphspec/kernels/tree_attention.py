@@ -148,6 +148,9 @@ OP = KernelOp(
     contract=tree_attention.__doc__ or "",
     reference=tree_attention,
     cases=_cases,
-    implementations={"native": "graphspec.kernels.native:tree_attention"},
+    implementations={
+        "native": "graphspec.kernels.native:tree_attention",
+        "fused": "graphspec.kernels.fused.tree_attention:OP",
+    },
     exact=False,
 )

@@ -90,11 +90,68 @@ def candidate_pool(generator: torch.Generator, lanes: int, num_steps: int, topk:
     return {"score_BM": torch.cat(scores, 1), "token_BM": torch.cat(tokens_list, 1), "parent_BM": torch.cat(parents, 1)}
 
 
+def tree_build_into(
+    score_BM: Tensor,
+    token_BM: Tensor,
+    parent_BM: Tensor,
+    lane_row_B: Tensor,
+    window_token_RA: Tensor,
+    window_len_R: Tensor,
+    node_token_BN: Tensor,
+    node_parent_BN: Tensor,
+    node_depth_BN: Tensor,
+    node_ancestors_BNX: Tensor,
+    max_depth: int,
+) -> None:
+    """:func:`tree_build` under each lane's root, into the four slots of the nodes. Every element of them is written, dead lanes included.
+
+    The root of lane b is the last entry of row ``lane_row[b]``'s window, ``window_token[row, max(window_len - 1, 0)]``: the token whose
+    target KV does not exist yet.
+
+    Args:
+        score_BM, token_BM, parent_BM: float32, int64, int64; the candidate pool.
+        lane_row_B: int64, the row of each lane.
+        window_token_RA, window_len_R: int64, ``window_len <= A``.
+        node_token_BN, node_parent_BN, node_depth_BN, node_ancestors_BNX: int64, written. Their shapes say N and X: ``N - 1 <= M``,
+            ``64 * X >= N``.
+        max_depth: S, static.
+    """
+    nodes, words = node_ancestors_BNX.shape[1:]
+    root_B = window_root(lane_row_B, window_token_RA, window_len_R)
+    tree = tree_build(score_BM, token_BM, parent_BM, root_B, nodes, words, max_depth)
+    for slot, value in zip((node_token_BN, node_parent_BN, node_depth_BN, node_ancestors_BNX), tree, strict=True):
+        slot.copy_(value)
+
+
+def window_root(lane_row_B: Tensor, window_token_RA: Tensor, window_len_R: Tensor) -> Tensor:
+    """The last entry of each lane's window, int64 ``[B]``."""
+    last_B1 = (window_len_R[lane_row_B] - 1).clamp(min=0)[:, None]
+    return window_token_RA[lane_row_B].gather(1, last_B1).squeeze(1)
+
+
+def window_case(generator: torch.Generator, lanes: int, vocab: int = 50) -> Case:
+    """Lanes over more rows than there are lanes; two padded ones share the dummy row where there is room."""
+    rows, width = lanes + 2, 4
+    row = torch.randperm(rows - 1, generator=generator)[:lanes]
+    row[max(lanes - 2, 1) :] = rows - 1
+    return {
+        "lane_row_B": row,
+        "window_token_RA": torch.randint(0, vocab, (rows, width), generator=generator),
+        "window_len_R": torch.randint(0, width + 1, (rows,), generator=generator),
+    }
+
+
+def node_slots(lanes: int, num_nodes: int, num_words: int) -> Case:
+    """The slots of the nodes, full of what must not survive."""
+    shape = (lanes, num_nodes)
+    slots = {name: torch.full(shape, -7_777) for name in ("node_token_BN", "node_parent_BN", "node_depth_BN")}
+    return {**slots, "node_ancestors_BNX": torch.full((*shape, num_words), -7_777)}
+
+
 def _cases(generator: torch.Generator) -> list[Case]:
     def case(lanes: int, num_steps: int, topk: int, num_nodes: int, num_words: int) -> Case:
         pool = candidate_pool(generator, lanes, num_steps, topk)
-        root = torch.randint(0, 50, (lanes,), generator=generator)
-        return {**pool, "root_B": root, "num_nodes": num_nodes, "num_words": num_words, "max_depth": num_steps}
+        return {**pool, **window_case(generator, lanes), **node_slots(lanes, num_nodes, num_words), "max_depth": num_steps}
 
     broken = case(3, 4, 3, 12, 1)
     broken["score_BM"][0, 1::3] = torch.nan
@@ -103,4 +160,11 @@ def _cases(generator: torch.Generator) -> list[Case]:
     return [case(2, 1, 3, 4, 1), case(3, 5, 4, 16, 1), case(2, 5, 8, 65, 2), case(1, 3, 2, 1, 1), broken]
 
 
-OP = KernelOp(name="tree_build", contract=tree_build.__doc__ or "", reference=tree_build, cases=_cases)
+OP = KernelOp(
+    name="tree_build",
+    contract=tree_build_into.__doc__ or "",
+    reference=tree_build_into,
+    cases=_cases,
+    implementations={"fused": "graphspec.kernels.fused.tree_build:OP"},
+    mutates=("node_token_BN", "node_parent_BN", "node_depth_BN", "node_ancestors_BNX"),
+)

@@ -9,6 +9,9 @@ from .op import Case, KernelOp
 from .tree_build import bit_words, candidate_pool, tree_build
 
 LIVE, STOPPED, OUT_OF_BUDGET = 0, 1, 2
+"""Why a run ends where it does; :func:`tree_walk`."""
+ROW_LIVE, ROW_FAILED = 1, 4
+"""Row states the walk knows (:class:`graphspec.buffers.Status`). A live row's next state is ``ROW_LIVE`` plus the reason above."""
 
 
 def tree_walk(
@@ -68,22 +71,103 @@ def tree_walk(
     return path_BA, accept_len_B, reason_B
 
 
+def tree_walk_into(
+    node_token_BN: Tensor,
+    node_parent_BN: Tensor,
+    node_depth_BN: Tensor,
+    node_ancestors_BNX: Tensor,
+    drawn_BN: Tensor,
+    finite_BN: Tensor,
+    depth_cap_B: Tensor | None,
+    lane_row_B: Tensor,
+    status_R: Tensor,
+    seq_len_R: Tensor,
+    draft_len_R: Tensor,
+    budget_R: Tensor,
+    stop_id_RE: Tensor,
+    draft_context: int,
+    sample_BN: Tensor,
+    path_BA: Tensor,
+    accept_len_B: Tensor,
+    outcome_B: Tensor,
+) -> None:
+    """:func:`tree_walk` of every lane under its row's limits, and what becomes of the row. Writes four slots, every element of them.
+
+    A node may be accepted down to depth ``min(draft_len, draft_context - seq_len, depth_cap)``. The run ends before the first node on the
+    path whose logits are not finite; when that cuts it, the row fails. Lanes of rows that are not live (``status != 1``) have an empty run
+    and keep their row's status, whatever their nodes and their row hold.
+
+    Args:
+        node_token_BN, node_parent_BN, node_depth_BN, node_ancestors_BNX: int64, as :func:`~graphspec.kernels.tree_build.tree_build_into`
+            leaves them; ``parent < N``.
+        drawn_BN: int64, the token sampled at each node.
+        finite_BN: bool, the node's logits are all finite.
+        depth_cap_B: int64, a further limit of the depth; None: there is none.
+        lane_row_B: int64, the row of each lane.
+        status_R, seq_len_R, draft_len_R, budget_R: int64. stop_id_RE: int64, padded with -1.
+        draft_context: static, positions the drafter was made for.
+        sample_BN: int64, written: ``drawn``.
+        path_BA: int64, written: accepted node of each depth, 0 past the last; not shortened by a stop id, the budget or a failure.
+        accept_len_B: int64, written: tokens emitted, ``0..A``.
+        outcome_B: int64, written: the row's next status: 1 live, 2 stop id, 3 budget used up, 4 logits not finite, or what it was.
+    """
+    status_B, seq_B = status_R[lane_row_B], seq_len_R[lane_row_B]
+    live_B = status_B == ROW_LIVE
+    cap_B = torch.minimum(draft_len_R[lane_row_B], (draft_context - seq_B).clamp(min=0))
+    cap_B = cap_B if depth_cap_B is None else torch.minimum(cap_B, depth_cap_B)
+    accept_width = path_BA.shape[1]
+    found_BA, length_B, reason_B = tree_walk(
+        node_token_BN, node_parent_BN, node_depth_BN, node_ancestors_BNX, drawn_BN, cap_B, budget_R[lane_row_B], stop_id_RE[lane_row_B],
+        accept_width,
+    )  # fmt: skip
+    entry_A = torch.arange(accept_width, device=path_BA.device)
+    sound_B = torch.where(finite_BN.gather(1, found_BA), accept_width, entry_A).amin(-1)
+    failed_B = live_B & (sound_B < length_B)
+    sample_BN.copy_(drawn_BN)
+    path_BA.copy_(torch.where(live_B[:, None], found_BA, 0))
+    accept_len_B.copy_(torch.where(live_B, torch.minimum(length_B, sound_B), 0))
+    outcome_B.copy_(torch.where(failed_B, ROW_FAILED, torch.where(live_B, reason_B + ROW_LIVE, status_B)))
+
+
 def _cases(generator: torch.Generator) -> list[Case]:
-    def case(lanes: int, num_steps: int, topk: int, num_nodes: int, num_words: int, accept_width: int) -> Case:
-        pool = candidate_pool(generator, lanes, num_steps, topk, vocab=topk + 1)
-        root = torch.randint(0, topk + 1, (lanes,), generator=generator)
-        tree = tree_build(**pool, root_B=root, num_nodes=num_nodes, num_words=num_words, max_depth=num_steps)
-        stop = torch.randint(0, 4 * topk, (lanes, 3), generator=generator)
+    def case(lanes: int, num_steps: int, topk: int, num_nodes: int, num_words: int, accept_width: int, capped: bool = False) -> Case:
+        def draw(low: int, high: int, *shape: int) -> Tensor:
+            return torch.randint(low, high, shape, generator=generator)
+
+        rows, vocab = lanes + 1, topk + 1
+        pool = candidate_pool(generator, lanes, num_steps, topk, vocab=vocab)
+        tree = tree_build(**pool, root_B=draw(0, vocab, lanes), num_nodes=num_nodes, num_words=num_words, max_depth=num_steps)
+        stop = draw(0, 4 * topk, rows, 3)
+        names = ("node_token_BN", "node_parent_BN", "node_depth_BN", "node_ancestors_BNX")
         return {
-            **dict(zip(("token_BN", "parent_BN", "depth_BN", "ancestors_BNX"), tree, strict=True)),
-            "sample_BN": torch.randint(0, topk + 1, (lanes, num_nodes), generator=generator),
-            "depth_cap_B": torch.randint(0, num_steps + 1, (lanes,), generator=generator),
-            "budget_B": torch.randint(0, 9, (lanes,), generator=generator),
-            "stop_BE": torch.where(stop > topk, -1, stop),
-            "accept_width": accept_width,
+            **dict(zip(names, tree, strict=True)),
+            "drawn_BN": draw(0, vocab, lanes, num_nodes),
+            "finite_BN": draw(0, 12, lanes, num_nodes) > 0,
+            "depth_cap_B": draw(0, num_steps + 1, lanes) if capped else None,
+            "lane_row_B": torch.randperm(rows, generator=generator)[:lanes],
+            "status_R": torch.where(draw(0, 5, rows) > 0, ROW_LIVE, draw(0, 5, rows)),
+            "seq_len_R": draw(90, 103, rows),
+            "draft_len_R": draw(0, num_steps + 2, rows),
+            "budget_R": draw(0, 9, rows),
+            "stop_id_RE": torch.where(stop > topk, -1, stop),
+            "draft_context": 100,
+            "sample_BN": torch.full((lanes, num_nodes), -7_777),
+            "path_BA": torch.full((lanes, accept_width), -7_777),
+            "accept_len_B": torch.full((lanes,), -7_777),
+            "outcome_B": torch.full((lanes,), -7_777),
         }
 
-    return [case(5, 3, 2, 8, 1, 4), case(7, 5, 3, 33, 1, 8), case(4, 3, 6, 70, 2, 4), case(3, 1, 1, 1, 1, 1), case(9, 4, 1, 5, 1, 5)]
+    return [
+        case(5, 3, 2, 8, 1, 4), case(7, 5, 3, 33, 1, 8), case(4, 3, 6, 70, 2, 4, True), case(3, 1, 1, 1, 1, 1),
+        case(9, 4, 1, 5, 1, 5, True),
+    ]  # fmt: skip
 
 
-OP = KernelOp(name="tree_walk", contract=tree_walk.__doc__ or "", reference=tree_walk, cases=_cases)
+OP = KernelOp(
+    name="tree_walk",
+    contract=tree_walk_into.__doc__ or "",
+    reference=tree_walk_into,
+    cases=_cases,
+    implementations={"fused": "graphspec.kernels.fused.tree_walk:OP"},
+    mutates=("sample_BN", "path_BA", "accept_len_B", "outcome_B"),
+)

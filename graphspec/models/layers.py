@@ -8,26 +8,50 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .rope import apply_rope
+from ..attention import HeadTransform
+from ..kernels.formulas import rms_norm
+from ..kernels.linear import finish, linear
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ..attention import Attention
     from ..facts import ModelFacts
+    from ..kernels.registry import KernelSet
 
 
-def _parameter(*shape: int) -> nn.Parameter:
+def make_parameter(*shape: int) -> nn.Parameter:
+    """Uninitialised."""
     return nn.Parameter(torch.empty(shape), requires_grad=False)
 
 
-class Linear(nn.Module):
-    """``x @ weight.T + bias``; ``parts`` are the output rows of the projections fused into it, in order."""
+class KernelModule(nn.Module):
+    """A module that calls ops of its own; it runs their references until told otherwise."""
+
+    float32_names: tuple[str, ...] = ()
+    """Parameters that are loaded in float32, whatever the dtype of the model."""
+
+    def use_kernels(self, kernels: KernelSet) -> None:
+        """Run the ops of ``kernels`` from now on."""
+        raise NotImplementedError
+
+
+class Linear(KernelModule):
+    """``x @ weight.T + bias``; ``parts`` are the output rows of the projections fused into it, in order.
+
+    What stands before and behind the product (norm, gate, residual) is handed to the same op, which may do all of it in one launch.
+    """
 
     def __init__(self, in_features: int, *parts: int, bias: bool = False) -> None:
         super().__init__()
         self.parts = parts
-        self.weight: nn.Parameter | None = _parameter(sum(parts), in_features)
-        self.bias = _parameter(sum(parts)) if bias else None
+        self.weight: nn.Parameter | None = make_parameter(sum(parts), in_features)
+        self.bias = make_parameter(sum(parts)) if bias else None
         self.packed: Tensor | None = None
+        self.multiply: Callable[..., Tensor] = linear
+
+    def use_kernels(self, kernels: KernelSet) -> None:
+        self.multiply = kernels.linear
 
     def pack(self) -> None:
         """Replace the weight by its packed form; from now on the native kernel multiplies. float32 on the CPU only."""
@@ -35,16 +59,32 @@ class Linear(nn.Module):
             return
         from ..kernels import native
 
-        self.packed, self._multiply = native.pack_linear(self.weight), native.packed_linear
+        self.packed, self._multiply_packed = native.pack_linear(self.weight), native.packed_linear
         self.weight = None
 
-    def forward(self, x: Tensor) -> Tensor:
-        """``[..., in]`` to ``[..., out]``."""
+    def forward(
+        self, x: Tensor, norm: RMSNorm | None = None, residual: Tensor | None = None, gated: bool = False, float32: bool = False
+    ) -> Tensor:
+        """``[..., in]`` to ``[..., out]``; see :func:`graphspec.kernels.linear.linear`."""
         if self.packed is not None:
-            out = self._multiply(x, self.packed, sum(self.parts))
-            return out if self.bias is None else out + self.bias
-        assert self.weight is not None
-        return F.linear(x, self.weight, self.bias)
+            out = self._multiply_packed(x if norm is None else norm(x), self.packed, sum(self.parts))
+            return finish(out if self.bias is None else out + self.bias, residual, gated, float32)
+        weight, eps, offset = (None, 0.0, False) if norm is None else (norm.weight, norm.eps, norm.offset)
+        return self.multiply(x, self.weight, self.bias, weight, eps, offset, residual, gated, float32)
+
+
+def use_kernels(network: nn.Module, kernels: KernelSet) -> None:
+    """``network`` runs the ops of ``kernels`` from now on."""
+    for module in network.modules():
+        if isinstance(module, KernelModule):
+            module.use_kernels(kernels)
+
+
+def pack_linear_layers(network: nn.Module) -> None:
+    """Every linear layer of ``network`` holds its weight packed from now on; see :meth:`Linear.pack`."""
+    for module in network.modules():
+        if isinstance(module, Linear):
+            module.pack()
 
 
 class Embedding(nn.Module):
@@ -53,7 +93,7 @@ class Embedding(nn.Module):
     def __init__(self, vocab_size: int, hidden_size: int) -> None:
         super().__init__()
         self.vocab_size = vocab_size
-        self.weight = _parameter(vocab_size, hidden_size)
+        self.weight = make_parameter(vocab_size, hidden_size)
 
     def forward(self, token_BT: Tensor, valid_BT: Tensor) -> Tensor:
         """``[B, T, H]`` in the dtype of the weights, from int64 tokens and a bool mask."""
@@ -63,26 +103,22 @@ class Embedding(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """RMSNorm (arXiv 1910.07467): statistics in float32, scaled after the cast back, as transformers does.
+    """RMSNorm, see :func:`graphspec.kernels.formulas.rms_norm`.
 
     Args:
         size: of the last dimension.
         eps: added to the mean square.
-        offset: the weight is stored minus 1; it scales before the cast back (Gemma, Qwen3.5).
+        offset: the weight is stored minus 1 (Gemma, Qwen3.5).
     """
 
     def __init__(self, size: int, eps: float, offset: bool = False) -> None:
         super().__init__()
         self.eps, self.offset = eps, offset
-        self.weight = _parameter(size)
+        self.weight = make_parameter(size)
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dimension; dtype and shape stay."""
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        if self.offset:
-            return (wide * (1.0 + self.weight.float())).to(x.dtype)
-        return self.weight * wide.to(x.dtype)
+        return rms_norm(x, self.weight, self.eps, self.offset)
 
 
 class SelfAttention(nn.Module):
@@ -107,35 +143,49 @@ class SelfAttention(nn.Module):
         self.q_norm = RMSNorm(facts.head_dim, facts.rms_norm_eps, facts.norm_offset) if facts.qk_norm else None
         self.k_norm = RMSNorm(facts.head_dim, facts.rms_norm_eps, facts.norm_offset) if facts.qk_norm else None
 
-    def forward(self, x_BTH: Tensor, cos_BTD: Tensor, sin_BTD: Tensor, attention: Attention) -> Tensor:
-        """``[B, T, H]``; cos and sin are ``[B, T, D / 2]``."""
-        query_BTE, *kv = self.qkv_proj(x_BTH).split(self.qkv_proj.parts, dim=-1)
+    def forward(
+        self,
+        x_BTH: Tensor,
+        cos_BTD: Tensor,
+        sin_BTD: Tensor,
+        attention: Attention,
+        norm: RMSNorm | None = None,
+        residual_BTH: Tensor | None = None,
+    ) -> Tensor:
+        """``residual + attention(norm(x))``, ``[B, T, H]``; either may be absent. cos and sin are ``[B, T, D / 2]``."""
+        query_BTE, *kv = self.qkv_proj(x_BTH, norm).split(self.qkv_proj.parts, dim=-1)
         key_BTGD, value_BTGD = (part.unflatten(-1, (-1, self.head_dim)) for part in kv)
         gate_BTQD: Tensor | None = None
         if self.gated:
             query_BTQD, gate_BTQD = query_BTE.unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, dim=-1)
         else:
             query_BTQD = query_BTE.unflatten(-1, (-1, self.head_dim))
+        heads = HeadTransform(cos_BTD, sin_BTD)
         if self.q_norm is not None and self.k_norm is not None:
-            query_BTQD, key_BTGD = self.q_norm(query_BTQD), self.k_norm(key_BTGD)
-        query_BTQD, key_BTGD = apply_rope(query_BTQD, cos_BTD, sin_BTD), apply_rope(key_BTGD, cos_BTD, sin_BTD)
-        out_BTQD = attention(self.layer, query_BTQD, key_BTGD, value_BTGD, self.scale, self.window_left)
+            heads = HeadTransform(cos_BTD, sin_BTD, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, self.q_norm.offset)
+        out_BTQD = attention(self.layer, query_BTQD, key_BTGD, value_BTGD, heads, self.scale, self.window_left)
         if gate_BTQD is not None:
             out_BTQD = out_BTQD * torch.sigmoid(gate_BTQD)
-        out_BTH: Tensor = self.o_proj(out_BTQD.flatten(2))
+        out_BTH: Tensor = self.o_proj(out_BTQD.flatten(2), residual=residual_BTH)
         return out_BTH
 
 
 class MLP(nn.Module):
-    """SwiGLU (arXiv 2002.05202)."""
+    """SwiGLU (arXiv 2002.05202).
 
-    def __init__(self, facts: ModelFacts) -> None:
+    Args:
+        facts: sizes and biases.
+        intermediate_size: where it isn't that of the facts.
+    """
+
+    def __init__(self, facts: ModelFacts, intermediate_size: int | None = None) -> None:
         super().__init__()
-        self.gate_up_proj = Linear(facts.hidden_size, facts.intermediate_size, facts.intermediate_size, bias=facts.mlp_bias)
-        self.down_proj = Linear(facts.intermediate_size, facts.hidden_size, bias=facts.mlp_bias)
+        width = intermediate_size or facts.intermediate_size
+        self.gate_up_proj = Linear(facts.hidden_size, width, width, bias=facts.mlp_bias)
+        self.down_proj = Linear(width, facts.hidden_size, bias=facts.mlp_bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """``[..., H]`` to ``[..., H]``."""
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        out: Tensor = self.down_proj(F.silu(gate) * up)
+    def forward(self, x: Tensor, norm: RMSNorm | None = None, residual: Tensor | None = None, valid: Tensor | None = None) -> Tensor:
+        """``residual + mlp(norm(x))``, ``[..., H]``; without norm and residual, the plain block. Tokens that aren't valid cost no less."""
+        del valid
+        out: Tensor = self.down_proj(self.gate_up_proj(x, norm, gated=True), residual=residual)
         return out

@@ -1,4 +1,4 @@
-"""The target: decoder-only transformers of the Llama, Mistral, Qwen2 and Qwen3 families."""
+"""The target: decoders of the Llama, Mistral, Qwen and DeepSeek families. What a layer is made of follows from the facts."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .experts import MixtureOfExperts
+from .latent import LatentAttention
 from .layers import MLP, Embedding, Linear, RMSNorm, SelfAttention
 from .rope import RotaryEmbedding
 
@@ -25,19 +27,19 @@ class TargetOutput(NamedTuple):
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm attention and MLP, each added to the residual stream."""
+    """Pre-norm attention and MLP, or a mixture of experts in its place, each added to the residual stream."""
 
     def __init__(self, facts: ModelFacts, layer: int) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(facts.hidden_size, facts.rms_norm_eps, facts.norm_offset)
-        self.self_attn = SelfAttention(facts, layer)
+        self.self_attn = SelfAttention(facts, layer) if facts.latent is None else LatentAttention(facts, layer)
         self.post_attention_layernorm = RMSNorm(facts.hidden_size, facts.rms_norm_eps, facts.norm_offset)
-        self.mlp = MLP(facts)
+        self.mlp = MixtureOfExperts(facts) if facts.has_experts(layer) else MLP(facts)
 
     def forward(self, residual_BTH: Tensor, cos_BTD: Tensor, sin_BTD: Tensor, attention: Attention) -> Tensor:
         """The residual stream behind this layer, ``[B, T, H]``; cos and sin are ``[B, T, D / 2]``."""
-        residual_BTH = residual_BTH + self.self_attn(self.input_layernorm(residual_BTH), cos_BTD, sin_BTD, attention)
-        out_BTH: Tensor = residual_BTH + self.mlp(self.post_attention_layernorm(residual_BTH))
+        residual_BTH = self.self_attn(residual_BTH, cos_BTD, sin_BTD, attention, self.input_layernorm, residual_BTH)
+        out_BTH: Tensor = self.mlp(residual_BTH, self.post_attention_layernorm, residual_BTH, attention.valid_BT)
         return out_BTH
 
 
@@ -79,5 +81,5 @@ class LlamaModel(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 ``[..., V]`` of hidden states after the final norm, ``[..., H]``."""
-        out: Tensor = self.lm_head(hidden)
-        return out.float()
+        out: Tensor = self.lm_head(hidden, float32=True)
+        return out

@@ -100,12 +100,3 @@ class RotaryEmbedding(nn.Module):
         growth_BT = factor * rope_length_BT.clamp(min=context).float() / context - (factor - 1)
         base_BT = self.rope.theta * growth_BT ** (self.rotary_dim / (self.rotary_dim - 2))
         return 1.0 / (base_BT[..., None] ** self.exponent_D)
-
-
-def apply_rope(x_BTQD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> Tensor:
-    """Rotate pairs ``(i, i + D/2)`` of every head; cos and sin are ``[B, T, D / 2]``. What a head has beyond D passes unchanged."""
-    half = cos_BTD.shape[-1]
-    first, second, rest = x_BTQD.split((half, half, x_BTQD.shape[-1] - 2 * half), dim=-1)
-    cos, sin = cos_BTD[:, :, None], sin_BTD[:, :, None]
-    rotated = (first * cos - second * sin, second * cos + first * sin)
-    return torch.cat((*rotated, rest) if rest.shape[-1] else rotated, dim=-1)

@@ -24,10 +24,12 @@ class EagleLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(facts.hidden_size, facts.rms_norm_eps)
         self.mlp = MLP(facts)
 
-    def forward(self, residual_BTH: Tensor, x_BTH: Tensor, cos_BTD: Tensor, sin_BTD: Tensor, attention: Attention) -> Tensor:
-        """The residual stream behind this layer, ``[B, T, H]``; ``x_BTH`` is what the attention reads."""
-        residual_BTH = residual_BTH + self.self_attn(x_BTH, cos_BTD, sin_BTD, attention)
-        out_BTH: Tensor = residual_BTH + self.mlp(self.post_attention_layernorm(residual_BTH))
+    def forward(
+        self, residual_BTH: Tensor, cos_BTD: Tensor, sin_BTD: Tensor, attention: Attention, norm: RMSNorm | None = None
+    ) -> Tensor:
+        """The residual stream behind this layer, ``[B, T, H]``; ``norm`` stands in front of the attention where a head has one."""
+        residual_BTH = self.self_attn(residual_BTH, cos_BTD, sin_BTD, attention, norm, residual_BTH)
+        out_BTH: Tensor = self.mlp(residual_BTH, self.post_attention_layernorm, residual_BTH)
         return out_BTH
 
 
@@ -89,12 +91,11 @@ class EagleDraft(nn.Module):
         if self.embed_layernorm is not None:
             embedding_BTH = self.embed_layernorm(embedding_BTH)
         residual_BTH = self.fc(torch.cat((embedding_BTH, hidden_BTH), dim=-1))
-        x_BTH = residual_BTH if self.hidden_layernorm is None else self.hidden_layernorm(residual_BTH)
-        out_BTH: Tensor = self.layer(residual_BTH, x_BTH, cos_BTD, sin_BTD, attention)
+        out_BTH: Tensor = self.layer(residual_BTH, cos_BTD, sin_BTD, attention, self.hidden_layernorm)
         return out_BTH
 
     def logits(self, hidden: Tensor, step: int = 0) -> Tensor:
         """float32 ``[..., Vd]`` of what :meth:`forward` returned; column i is target token ``target_token_Vd[i]``, or i without a map."""
         del step
-        out: Tensor = self.lm_head(hidden if self.lm_head_layernorm is None else self.lm_head_layernorm(hidden))
-        return out.float()
+        out: Tensor = self.lm_head(hidden, self.lm_head_layernorm, float32=True)
+        return out

@@ -38,8 +38,8 @@ class Eagle3Layer(nn.Module):
         normed_BTH = self.hidden_norm(hidden_BTH)
         x_BTE = torch.cat((self.input_layernorm(embedding_BTH), normed_BTH), dim=-1)
         residual_BTH = normed_BTH if self.norm_before_residual else hidden_BTH
-        residual_BTH = residual_BTH + self.self_attn(x_BTE, cos_BTD, sin_BTD, attention)
-        out_BTH: Tensor = residual_BTH + self.mlp(self.post_attention_layernorm(residual_BTH))
+        residual_BTH = self.self_attn(x_BTE, cos_BTD, sin_BTD, attention, residual_BTH=residual_BTH)
+        out_BTH: Tensor = self.mlp(residual_BTH, self.post_attention_layernorm, residual_BTH)
         return out_BTH
 
 
@@ -108,5 +108,5 @@ class Eagle3Draft(nn.Module):
     def logits(self, hidden: Tensor, step: int = 0) -> Tensor:
         """float32 ``[..., Vd]`` of what :meth:`forward` returned; column i is target token ``target_token_Vd[i]``, or i without a map."""
         del step
-        out: Tensor = self.lm_head(hidden if self.facts.norm_output else self.norm(hidden))
-        return out.float()
+        out: Tensor = self.lm_head(hidden, None if self.facts.norm_output else self.norm, float32=True)
+        return out

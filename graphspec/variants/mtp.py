@@ -90,5 +90,5 @@ class MTPDraft(nn.Module):
     def logits(self, hidden: Tensor, step: int = 0) -> Tensor:
         """float32 ``[..., Vd]`` of what :meth:`forward` returned; all heads share one language-model head, so ``step`` chooses nothing."""
         del step
-        out: Tensor = self.lm_head(hidden)
-        return out.float()
+        out: Tensor = self.lm_head(hidden, float32=True)
+        return out

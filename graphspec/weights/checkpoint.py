@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..errors import CheckpointError
 from ..layouts import Layout
-from ..models.layers import Linear
+from ..models.layers import KernelModule, Linear
 from .files import TensorFile, open_tensors
 
 if TYPE_CHECKING:
@@ -107,8 +107,8 @@ class Checkpoint:
         file, stored = self._tensors[name]
         return self._open(file).tensor(stored)
 
-    def read(self, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...] = FLOATS) -> Tensor:
-        """One tensor on the CPU, in the dtype it is stored in.
+    def check(self, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...] = FLOATS) -> None:
+        """That a tensor is there, with this shape and one of these dtypes; nothing is read.
 
         Raises:
             CheckpointError: it isn't there, or has another shape or dtype.
@@ -122,7 +122,11 @@ class Checkpoint:
             raise CheckpointError(self.key(name), "dtype " + " or ".join(dtypes), dtype, hint)
         if found != shape:
             raise CheckpointError(self.key(name), f"shape {list(shape)}", f"shape {list(found)}")
-        return self._open(file).tensor(stored)
+
+    def read(self, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...] = FLOATS) -> Tensor:
+        """One tensor on the CPU, in the dtype it is stored in; errors as :meth:`check`."""
+        self.check(name, shape, dtypes)
+        return self.raw(name)
 
 
 def _sources(layout: Layout, ours: str) -> tuple[str, ...]:
@@ -131,6 +135,14 @@ def _sources(layout: Layout, ours: str) -> tuple[str, ...]:
         if rule.ours == generic:
             return tuple(source.replace("*", index[1] if index else "*") for source in rule.sources)
     raise KeyError(f"the layout has no rule for {ours}")
+
+
+def _blocks(layout: Layout, ours: str, parameter: Tensor) -> list[tuple[str, ...]]:
+    """Sources of a parameter, one tuple per matrix: one for each expert where there are experts."""
+    sources = _sources(layout, ours)
+    if not any("#" in source for source in sources):
+        return [sources]
+    return [tuple(source.replace("#", str(expert)) for source in sources) for expert in range(parameter.shape[0])]
 
 
 def fill(
@@ -143,9 +155,12 @@ def fill(
     device: torch.device,
     progress: Progress | None,
 ) -> None:
-    """Replace the parameters named in ``own`` by the checkpoint's tensors; refuse tensors that nothing uses."""
-    wanted = {name: _sources(layout, name) for name in own}
-    used = {source for sources in wanted.values() for source in sources}
+    """Replace the parameters named in ``own`` by the checkpoint's tensors; refuse tensors that nothing uses.
+
+    On the device ``meta`` everything is checked and no data is read.
+    """
+    wanted = {name: _blocks(layout, name, module.get_parameter(name)) for name in own}
+    used = {source for blocks in wanted.values() for block in blocks for source in block}
     patterns = [re.escape(pattern).replace(r"\*", r"\d+") for pattern in layout.ignored]
     for name in checkpoint.names():
         if name not in used and name not in ignored and not any(re.fullmatch(pattern, name) for pattern in patterns):
@@ -154,15 +169,21 @@ def fill(
             hint = _QUANTISED_HINT if _QUANTISED.search(name) else f"missing: {missing}" if missing else ""
             raise CheckpointError(checkpoint.key(name), "no such tensor", "one this model doesn't use", hint)
     done = 0
-    for name, sources in wanted.items():
+    for name, blocks in wanted.items():
         owner_name, _, leaf = name.rpartition(".")
         owner = module.get_submodule(owner_name)
-        shape = tuple(owner.get_parameter(leaf).shape)
-        rows = owner.parts if isinstance(owner, Linear) else (shape[0],)
-        value = torch.empty(shape, dtype=dtype, device=device)
-        for part, source, count in zip(torch.split(value, list(rows)), sources, rows, strict=True):
-            part.copy_(checkpoint.read(source, (count, *shape[1:])))
-            done += 1
-            if progress is not None:
-                progress(done, len(used))
+        wide = isinstance(owner, KernelModule) and leaf in owner.float32_names
+        value = torch.empty(owner.get_parameter(leaf).shape, dtype=torch.float32 if wide else dtype, device=device)
+        # One matrix per expert; the heads of a projection lie below each other in the checkpoint.
+        matrices = value.unbind() if len(blocks) > 1 else (value.flatten(0, -2) if value.dim() > 2 else value,)
+        for matrix, sources in zip(matrices, blocks, strict=True):
+            rows = owner.parts if isinstance(owner, Linear) else (matrix.shape[0] // len(sources),) * len(sources)
+            for part, source in zip(torch.split(matrix, list(rows)), sources, strict=True):
+                if value.is_meta:
+                    checkpoint.check(source, tuple(part.shape))
+                else:
+                    part.copy_(checkpoint.read(source, tuple(part.shape)))
+                done += 1
+                if progress is not None:
+                    progress(done, len(used))
         setattr(owner, leaf, nn.Parameter(value, requires_grad=False))

@@ -37,11 +37,11 @@ PROMPTS = [
 RUNTIME = "captured"
 
 
-def build(shape: str, mode: str, *, runtime: str = RUNTIME, run_ahead: int = 0, budget: int = 80) -> Cycle:
+def build(shape: str, mode: str, *, runtime: str = RUNTIME, cycles_in_flight: int = 1, budget: int = 80) -> Cycle:
     """A cycle of the tiny pair with three requests behind their prefill: two sampled, one greedy."""
     plan = structure_plan(
-        shape, device=DEVICE, runtime=runtime, mode=mode, run_ahead=run_ahead, buckets=BUCKETS[mode], max_rows=BUCKETS[mode][-1]
-    )
+        shape, device=DEVICE, runtime=runtime, mode=mode, cycles_in_flight=cycles_in_flight, buckets=BUCKETS[mode], max_rows=BUCKETS[mode][-1]
+    )  # fmt: skip
     networks = tiny_networks(plan)
     move(networks.target, DEVICE)
     move(networks.draft, DEVICE)
@@ -119,7 +119,7 @@ def waiting_is_an_error() -> Iterator[None]:
 @pytest.mark.parametrize(("runtime", "mode"), [("captured", "reference"), ("captured", "compiled"), ("eager", "reference")])
 @pytest.mark.parametrize("shape", ["none", "tree"])
 def test_a_launch_never_waits_and_a_replay_never_allocates(shape: str, runtime: str, mode: str) -> None:
-    cycle = build(shape, mode, runtime=runtime, run_ahead=2)
+    cycle = build(shape, mode, runtime=runtime, cycles_in_flight=3)
     launches = list(shuffled(cycle, 9))
     tickets = []
     with waiting_is_an_error(), pytest.raises(RuntimeError, match="synchroniz"):  # the detector detects
@@ -149,7 +149,7 @@ def test_a_moved_buffer_is_noticed() -> None:
 @pytest.mark.parametrize("shape", ["none", "tree"])
 def test_cycles_queued_ahead_read_in_order(shape: str, run_ahead: int) -> None:
     """A message and a ring entry belong to their launch, however late they are read. One bucket, so every GEMM has one shape."""
-    ahead, plain = (build(shape, "reference", run_ahead=n, budget=8) for n in (run_ahead, 0))
+    ahead, plain = (build(shape, "reference", cycles_in_flight=n + 1, budget=8) for n in (run_ahead, 0))
     order, tickets, queued, read = random.Random(1), [], [], []
     for _ in range(15):
         key, message = GraphKey(4, plain.plan.shape, SAMPLED), Message(lanes=order.sample(range(3), order.randint(1, 3)))
@@ -205,7 +205,7 @@ def test_run_ahead_changes_no_token(temperature: float) -> None:
     params = [SamplingParams(max_tokens=48, temperature=temperature, seed=i, ignore_eos=True) for i in range(len(PROMPTS))]
     tokens = []
     for run_ahead in (0, 1):
-        llm = demo("tree", runtime="captured", mode="reference", buckets=[4], max_rows=4, run_ahead=run_ahead)
+        llm = demo("tree", runtime="captured", mode="reference", buckets=[4], max_rows=4, cycles_in_flight=run_ahead + 1)
         tokens.append([out.token_ids for out in llm.generate(PROMPTS, params)])
     assert tokens[0] == tokens[1]
     assert [len(t) for t in tokens[0]] == [48] * len(PROMPTS)

@@ -1,6 +1,6 @@
 """C++ attention and linear layers for the CPU, float32. Attention reads lengths and page tables itself and visits visible slots only.
 
-Registered with the dispatcher as ``graphspec::*``, so ``torch.compile(fullgraph=True)`` keeps each as one opaque op. The library is built
+Registered with the dispatcher as ``graphspec_native::*``, so ``torch.compile(fullgraph=True)`` keeps each as one opaque op. The library is built
 on import of this module, which happens when ``native`` is chosen and not before.
 
 The result of a query depends on the keys and values it sees and on nothing else, bit for bit (see ``attention.cpp``): the same token
@@ -16,12 +16,14 @@ import torch
 from torch import Tensor
 
 from ...errors import ConfigError
+from ..formulas import rms_norm
+from ..linear import finish
 from .build import load
 
 _native = load()
 _tree, _chunk = _native.graphspec_tree_attention, _native.graphspec_chunk_attention
 _pack, _multiply = _native.graphspec_pack_linear, _native.graphspec_linear
-_library = torch.library.Library("graphspec", "FRAGMENT")
+_library = torch.library.Library("graphspec_native", "FRAGMENT")
 _float32, _int32, _int64, _bool = torch.float32, torch.int32, torch.int64, torch.bool
 
 
@@ -138,7 +140,7 @@ for _name, _arguments, _kernel, _fake in (
 ):
     _library.define(f"{_name}({_arguments}", tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(_name, _kernel, "CPU")
-    torch.library.register_fake(f"graphspec::{_name}", _fake, lib=_library)
+    torch.library.register_fake(f"graphspec_native::{_name}", _fake, lib=_library)
 
 
 def tree_attention(
@@ -156,7 +158,7 @@ def tree_attention(
     Raises:
         ConfigError: a dtype or shape it wasn't written for.
     """
-    out: Tensor = torch.ops.graphspec.tree_attention.default(
+    out: Tensor = torch.ops.graphspec_native.tree_attention.default(
         query_BTQD, kv_pool, layer, table_BP, prefix_begin_BT, prefix_end_B, ancestors_BTX, scale
     )
     return out
@@ -177,7 +179,7 @@ def chunk_attention(
     Raises:
         ConfigError: a dtype or shape it wasn't written for.
     """
-    out: Tensor = torch.ops.graphspec.chunk_attention.default(
+    out: Tensor = torch.ops.graphspec_native.chunk_attention.default(
         query_BTQD, kv_pool, layer, table_BP, prefix_begin_BT, slot_BT, valid_BT, scale
     )
     return out
@@ -202,10 +204,23 @@ def packed_linear(x: Tensor, packed: Tensor, outputs: int) -> Tensor:
     Raises:
         ConfigError: ``x`` is not float32.
     """
-    out: Tensor = torch.ops.graphspec.linear.default(x, packed, outputs)
+    out: Tensor = torch.ops.graphspec_native.linear.default(x, packed, outputs)
     return out
 
 
-def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """:func:`graphspec.kernels.linear.linear` in C++, packing included."""
-    return packed_linear(x, pack_linear(weight), weight.shape[0])
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 0.0,
+    norm_offset: bool = False,
+    residual: Tensor | None = None,
+    gated: bool = False,
+    float32: bool = False,
+) -> Tensor:
+    """:func:`graphspec.kernels.linear.linear` with the product in C++, packing included; norm, gate and residual are torch's."""
+    if norm_weight is not None:
+        x = rms_norm(x, norm_weight, norm_eps, norm_offset)
+    out = packed_linear(x, pack_linear(weight), weight.shape[0])
+    return finish(out if bias is None else out + bias, residual, gated, float32)

@@ -1,0 +1,83 @@
+"""Multi-head latent attention, as ``config.json`` describes it. Standard library only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .keys import Keys
+from .rope import RopeFacts, magnitude
+
+_INTERLEAVE_KEY: dict[str, bool] = {"DeepseekV2ForCausalLM": False, "DeepseekV3ForCausalLM": True}
+"""Families with latent attention, and whether ``rope_interleave`` may be false."""
+
+
+@dataclass(frozen=True, slots=True)
+class LatentFacts:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): a layer keeps one row per token, shared by all heads."""
+
+    query_rank: int | None
+    """Width of the compressed query; None: queries are projected directly."""
+    rank: int
+    """L: width of the compressed keys and values."""
+    nope_dim: int
+    """Part of a query and key head without position."""
+    rope_dim: int
+    """R: part of a query head that is rotated, and width of the one rotated key of all heads."""
+    value_dim: int
+    interleaved: bool
+    """RoPE pairs are channels (2i, 2i + 1), not (i, i + R/2)."""
+    scale: float
+    """Multiplies the scores."""
+
+    @property
+    def row_dim(self) -> int:
+        """E = L + R: what is kept of a token."""
+        return self.rank + self.rope_dim
+
+
+def has_latent(family: str) -> bool:
+    """Layers of this family attend over latent rows."""
+    return family in _INTERLEAVE_KEY
+
+
+def rope_dim(keys: Keys) -> int:
+    """The rotated part of a head.
+
+    Raises:
+        CheckpointError: missing, or odd.
+    """
+    size = keys.integer("qk_rope_head_dim", least=2)
+    if size % 2:
+        raise keys.error("qk_rope_head_dim", "an even number (RoPE rotates pairs)")
+    return size
+
+
+def read_latent(keys: Keys, family: str, num_heads: int, rope: RopeFacts) -> LatentFacts | None:
+    """Facts of a family's latent attention; None where it has none.
+
+    Scores are scaled by ``(nope_dim + rope_dim)^-1/2``, times the square of YaRN's magnitude for ``mscale_all_dim`` where RoPE is scaled:
+    cos and sin have lost that factor.
+
+    Raises:
+        CheckpointError: a key that is missing, wrong or not supported.
+    """
+    if not has_latent(family):
+        return None
+    if keys.integer("num_key_value_heads", num_heads) != num_heads:
+        raise keys.error("num_key_value_heads", f"num_attention_heads = {num_heads}, or no such key: all heads share one latent row")
+    interleaved = keys.flag("rope_interleave", True)
+    if not interleaved and not _INTERLEAVE_KEY[family]:
+        raise keys.error("rope_interleave", "true, or no such key")
+    if "q_lora_rank" not in keys.values:
+        raise keys.error("q_lora_rank", "an integer >= 1, or null where queries are not compressed")
+    nope, rotated = keys.integer("qk_nope_head_dim"), rope_dim(keys)
+    correction = magnitude(rope.factor, rope.mscale_all_dim) if rope.mscale_all_dim else 1.0
+    return LatentFacts(
+        query_rank=keys.integer("q_lora_rank") if keys.present("q_lora_rank") else None,
+        rank=keys.integer("kv_lora_rank"),
+        nope_dim=nope,
+        rope_dim=rotated,
+        value_dim=keys.integer("v_head_dim"),
+        interleaved=interleaved,
+        scale=(nope + rotated) ** -0.5 * correction * correction,
+    )

@@ -1,0 +1,130 @@
+"""Mixtures of experts, as ``config.json`` describes them. Standard library only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .keys import Keys
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertFacts:
+    """Layers whose MLP is a mixture of experts; routing as in :func:`graphspec.kernels.moe_route.moe_route`."""
+
+    layers: tuple[bool, ...]
+    """Per layer: whether its MLP is a mixture."""
+    num_experts: int
+    topk: int
+    """Experts of a token."""
+    intermediate_size: int
+    """F: width of one expert."""
+    shared_size: int = 0
+    """Width of the experts that every token goes to, side by side; 0: there are none."""
+    groups: int = 1
+    topk_groups: int = 1
+    """A token's experts come from this many of the groups."""
+    group_best: int = 1
+    """A group is worth the sum of so many of its best experts."""
+    sigmoid: bool = False
+    """Scores are sigmoids, ranked after a correction was added; otherwise a softmax."""
+    normalize: bool = False
+    """The weights of a token's experts sum to 1, before scaling."""
+    scaling: float = 1.0
+    float32_router: bool = False
+    """Router weights and logits are float32, whatever the dtype of the model."""
+
+
+def _read_topk(keys: Keys, experts: int, default: int | None = None) -> int:
+    topk = keys.integer("num_experts_per_tok") if default is None else keys.integer("num_experts_per_tok", default)
+    if topk > experts:
+        raise keys.error("num_experts_per_tok", f"at most the {experts} experts")
+    return topk
+
+
+def _read_qwen3(keys: Keys, num_layers: int) -> ExpertFacts:
+    """Qwen3-MoE (arXiv 2505.09388): softmax, no groups, no shared experts."""
+    name = "num_experts" if keys.present("num_experts") else "num_local_experts"  # transformers 5 writes the second
+    experts = keys.integer(name)
+    step, dense = keys.integer("decoder_sparse_step", 1), keys.values.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(isinstance(layer, int) and not isinstance(layer, bool) for layer in dense):
+        raise keys.error("mlp_only_layers", "a list of layer numbers")
+    return ExpertFacts(
+        layers=tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers)),
+        num_experts=experts,
+        topk=_read_topk(keys, experts, 8),
+        intermediate_size=keys.integer("moe_intermediate_size", 768),
+        normalize=keys.flag("norm_topk_prob", False),
+    )
+
+
+def _one_of(keys: Keys, key: str, default: str, *allowed: str) -> str:
+    value = keys.values.get(key)
+    if value is None:
+        return default
+    if value not in allowed:
+        raise keys.error(key, "one of " + ", ".join(allowed))
+    return str(value)
+
+
+def _read_groups(keys: Keys, experts: int, topk: int, best: int) -> tuple[int, int]:
+    groups, chosen = keys.integer("n_group"), keys.integer("topk_group")
+    if experts % groups:
+        raise keys.error("n_group", f"a divisor of n_routed_experts = {experts}")
+    if chosen > groups or chosen * (experts // groups) < topk:
+        raise keys.error("topk_group", f"at most n_group = {groups}, with num_experts_per_tok = {topk} experts in so many groups")
+    if chosen < groups and experts // groups < best:
+        raise keys.error("n_group", f"groups of at least {best} experts, the sum of whose scores ranks them")
+    return groups, chosen
+
+
+def _read_deepseek(keys: Keys, num_layers: int, *, sigmoid: bool) -> ExpertFacts:
+    """DeepSeek-V2 (arXiv 2405.04434, section 2.2): softmax; DeepSeek-V3 (arXiv 2412.19437, section 2.1.2): sigmoid and correction."""
+    experts = keys.integer("n_routed_experts")
+    topk, first, step = _read_topk(keys, experts), keys.integer("first_k_dense_replace", 0, least=0), keys.integer("moe_layer_freq", 1)
+    if sigmoid:
+        _one_of(keys, "scoring_func", "sigmoid", "sigmoid")
+        _one_of(keys, "topk_method", "noaux_tc", "noaux_tc")
+        normalize = keys.flag("norm_topk_prob", True)
+        groups, chosen = _read_groups(keys, experts, topk, 2)
+    else:
+        _one_of(keys, "scoring_func", "softmax", "softmax")
+        method = _one_of(keys, "topk_method", "greedy", "greedy", "group_limited_greedy")
+        normalize = keys.flag("norm_topk_prob", False)
+        if normalize:
+            raise keys.error("norm_topk_prob", "false, as in published checkpoints of this family")
+        groups, chosen = _read_groups(keys, experts, topk, 1) if method != "greedy" else (1, 1)
+    if keys.flag("mlp_bias", False):
+        raise keys.error("mlp_bias", "false")
+    size = keys.integer("moe_intermediate_size")
+    return ExpertFacts(
+        layers=tuple(layer >= first and layer % step == 0 for layer in range(num_layers)),
+        num_experts=experts,
+        topk=topk,
+        intermediate_size=size,
+        shared_size=size * keys.integer("n_shared_experts", 0, least=0),
+        groups=groups,
+        topk_groups=chosen,
+        group_best=2 if sigmoid and chosen < groups else 1,
+        sigmoid=sigmoid,
+        normalize=normalize,
+        scaling=keys.number("routed_scaling_factor", 1.0),
+        float32_router=True,
+    )
+
+
+_READERS: dict[str, Callable[[Keys, int], ExpertFacts]] = {
+    "Qwen3MoeForCausalLM": _read_qwen3,
+    "DeepseekV2ForCausalLM": lambda keys, layers: _read_deepseek(keys, layers, sigmoid=False),
+    "DeepseekV3ForCausalLM": lambda keys, layers: _read_deepseek(keys, layers, sigmoid=True),
+}
+
+
+def read_experts(keys: Keys, family: str, num_layers: int) -> ExpertFacts | None:
+    """Facts of a family's mixtures of experts; None where all its layers are dense.
+
+    Raises:
+        CheckpointError: a key that is missing, wrong or not supported.
+    """
+    read = _READERS.get(family)
+    return read(keys, num_layers) if read is not None else None

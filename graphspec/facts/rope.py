@@ -1,0 +1,122 @@
+"""Rotary embeddings as ``config.json`` describes them, in both spellings in circulation. Standard library only."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from ..errors import CheckpointError
+from .keys import Keys
+
+ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "llama3")
+
+
+@dataclass(frozen=True, slots=True)
+class RopeFacts:
+    """Rotary embedding, every derived default resolved; fields a kind doesn't use keep theirs.
+
+    Sources: RoFormer (arXiv 2104.09864); linear and dynamic NTK scaling; YaRN (arXiv 2309.00071); Llama 3 (arXiv 2407.21783).
+    """
+
+    theta: float
+    kind: str = "default"
+    """One of :data:`ROPE_KINDS`."""
+    factor: float = 1.0
+    original_max_position_embeddings: int = 0
+    """Context before scaling: yarn, llama3; for dynamic the length from which on the base grows."""
+    attention_factor: float = 1.0
+    """Multiplies cos and sin (yarn)."""
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    partial_rotary_factor: float = 1.0
+    """Part of the head that is rotated, from its first element on; the rest passes."""
+    mscale_all_dim: float = 0.0
+    """By which latent attention corrects its scale, see :func:`graphspec.facts.latent.read_latent`; 0: not at all."""
+
+    def rotary_dim(self, head_dim: int) -> int:
+        """Elements of a head of ``head_dim`` that are rotated."""
+        return int(head_dim * self.partial_rotary_factor)
+
+
+def magnitude(factor: float, mscale: float) -> float:
+    """YaRN's growth of scores with the context (arXiv 2309.00071, section 3.3), ``0.1 * mscale * ln(factor) + 1``."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def _read_partial(keys: Keys, rope: Keys, head_dim: int, *, partly: bool) -> float:
+    key = "partial_rotary_factor"
+    owner = rope if rope.present(key) else keys
+    if not partly:
+        if owner.values.get(key) not in (None, 1.0):
+            raise CheckpointError(f"{keys.where}: {key}", "1.0 (all of the head is rotated)", owner.values[key])
+        return 1.0
+    partial = owner.number(key, 0.25)  # the default of transformers' Qwen3_5TextConfig
+    if partial > 1 or int(head_dim * partial) < 2 or int(head_dim * partial) % 2:
+        raise owner.error(key, f"at most 1, and an even number of rotated elements in a head of {head_dim}")
+    return partial
+
+
+def read_rope(keys: Keys, max_position_embeddings: int, head_dim: int, *, partly: bool = False) -> RopeFacts:
+    """RoPE parameters in either spelling.
+
+    Args:
+        keys: of the decoder.
+        max_position_embeddings: its context.
+        head_dim: elements of a head.
+        partly: the model may rotate part of the head only.
+
+    Raises:
+        CheckpointError: a kind or key that is missing, wrong or not supported.
+    """
+    name = "rope_scaling" if keys.values.get("rope_scaling") else "rope_parameters"
+    raw = keys.values.get(name)
+    if raw is None:
+        raw = {}
+    if not isinstance(raw, dict):
+        raise keys.error(name, "an object or null")
+    nested = [key for key, value in raw.items() if isinstance(value, dict)]
+    if nested:
+        raise keys.error(name, "one set of parameters for all layers", "parameters per layer type are not supported")
+    rope = Keys(raw, f"{keys.where}: {name}")
+    kind = raw.get("rope_type", raw.get("type", "default"))
+    if kind not in ROPE_KINDS:
+        raise rope.error("rope_type" if "rope_type" in raw else "type", "one of " + ", ".join(ROPE_KINDS))
+    partial = _read_partial(keys, rope, head_dim, partly=partly)
+    theta = rope.number("rope_theta") if rope.present("rope_theta") else keys.number("rope_theta", 10000.0)
+    if kind == "default":
+        return RopeFacts(theta, partial_rotary_factor=partial)
+    from_lengths = kind == "yarn" and "factor" in raw and raw["factor"] is None  # null: the ratio of the two context lengths, below
+    mscale_all_dim = rope.number("mscale_all_dim") if raw.get("mscale_all_dim") else 0.0
+    facts = RopeFacts(
+        theta, kind, 0.0 if from_lengths else rope.number("factor"), partial_rotary_factor=partial, mscale_all_dim=mscale_all_dim
+    )
+    if kind == "linear":
+        return facts
+    if kind == "dynamic":
+        return replace(facts, original_max_position_embeddings=max_position_embeddings)
+    outer = "original_max_position_embeddings"
+    original = keys.integer(outer) if keys.present(outer) else rope.integer(outer, max_position_embeddings)
+    if kind == "llama3":
+        low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+        if high <= low:
+            raise rope.error("high_freq_factor", f"more than low_freq_factor = {low}")
+        return replace(facts, original_max_position_embeddings=original, low_freq_factor=low, high_freq_factor=high)
+    factor = max_position_embeddings / original if from_lengths else facts.factor
+    if rope.present("attention_factor"):
+        attention_factor = rope.number("attention_factor")
+    elif raw.get("mscale") and mscale_all_dim:
+        attention_factor = magnitude(factor, rope.number("mscale")) / magnitude(factor, mscale_all_dim)
+    else:
+        attention_factor = magnitude(factor, 1.0)
+    return replace(
+        facts,
+        factor=factor,
+        original_max_position_embeddings=original,
+        attention_factor=attention_factor,
+        beta_fast=rope.number("beta_fast") if raw.get("beta_fast") else 32.0,
+        beta_slow=rope.number("beta_slow") if raw.get("beta_slow") else 1.0,
+        truncate=rope.flag("truncate", True),
+    )

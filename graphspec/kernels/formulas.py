@@ -1,0 +1,38 @@
+"""Formulas that references and modules share: RMSNorm, the SwiGLU gate, rotation."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: bool = False) -> Tensor:
+    """RMSNorm over the last dimension (arXiv 1910.07467): statistics in float32, scaled after the cast back, as transformers does.
+
+    Args:
+        x: floating point.
+        weight: ``[x.shape[-1]]``.
+        eps: added to the mean square.
+        offset: the weight is stored minus 1; it scales before the cast back (Gemma, Qwen3.5).
+    """
+    wide = x if x.dtype == torch.float64 else x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    if offset:
+        return (wide * (1.0 + weight.to(wide.dtype))).to(x.dtype)
+    return weight * wide.to(x.dtype)
+
+
+def silu_mul(x: Tensor) -> Tensor:
+    """``silu(gate) * up`` of ``[..., 2F]``, gate first (SwiGLU, arXiv 2002.05202): ``[..., F]``."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def apply_rope(x_BTQD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> Tensor:
+    """Rotate pairs ``(i, i + D/2)`` of every head; cos and sin are ``[B, T, D / 2]``. What a head has beyond D passes unchanged."""
+    half = cos_BTD.shape[-1]
+    first, second, rest = x_BTQD.split((half, half, x_BTQD.shape[-1] - 2 * half), dim=-1)
+    cos, sin = cos_BTD[:, :, None], sin_BTD[:, :, None]
+    rotated = (first * cos - second * sin, second * cos + first * sin)
+    return torch.cat((*rotated, rest) if rest.shape[-1] else rotated, dim=-1)

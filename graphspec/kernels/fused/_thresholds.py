@@ -1,0 +1,327 @@
+"""Thresholds of the filters, one per row, without a sort: four launches that each end in the last program of a row.
+
+1. the largest logit;
+2. a histogram of counts and of integer masses over the distance from it, in bins of equal *relative* width: fine where the likely tokens
+   are, and independent of the temperature. The bin that holds the k-th largest follows;
+3. the values in that bin are collected in any order and the k-th largest is found among them by bisection on their bits. Now the mass
+   that top-k leaves is known, and with it the bin where ``top_p`` of it is reached;
+4. the same in that bin, by mass.
+
+Sums are of integers, so neither the order of the atomics nor the order of a list can be seen in a result.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from ..filter_logits import MASS_BITS
+from ._vocabulary import arrive, exp_exact, is_finite, log_exact, ordered, unordered
+from .launch import launch, semaphores
+
+BLOCK = 1024
+BINS = 4096
+_MASS_UNIT = tl.constexpr(2.0**MASS_BITS)
+# Bins split distances of 2^-8 to 2^8, sixteen octaves, into 256 parts each: the exponent and the leading 8 bits of the mantissa.
+_MANTISSA_REST = tl.constexpr(15)
+_FIRST_BIN = tl.constexpr((127 - 8) << 8)
+_LIST_BLOCK = tl.constexpr(2048)
+
+
+@triton.jit
+def _mass(x, peak, temperature):
+    """Weight of a token in units of 2^-40 of the largest."""
+    return (exp_exact(tl.div_rn(x - peak, temperature)) * _MASS_UNIT).to(tl.int64)
+
+
+@triton.jit
+def _bin(x, peak, BINS: tl.constexpr):
+    """Falls as x rises; every step is monotone in x, so equal logits share a bin and bins do not overlap."""
+    distance = (peak - x).to(tl.int32, bitcast=True)
+    return tl.minimum(tl.maximum((distance >> _MANTISSA_REST) - _FIRST_BIN, 0), BINS - 1)
+
+
+@triton.jit
+def _peaks(
+    logits, part_peak, part_flag, peak, sound, count, mass, length, counters, vocab, parts,
+    STRICT: tl.constexpr, STEPS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The largest finite logit of a row and whether the row is sound; clears the row's histogram."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    part = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    largest = tl.full([BLOCK], float("-inf"), tl.float32)
+    flag = tl.zeros([BLOCK], tl.int32)
+    for step in tl.static_range(STEPS):
+        column = (part * STEPS + step) * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(logits + row * vocab + column, mask=column < vocab, other=0.0)
+        finite = is_finite(x)
+        largest = tl.maximum(largest, tl.where(finite & (column < vocab), x, float("-inf")))
+        flag = tl.maximum(flag, tl.where(finite, 0, tl.where(x == float("-inf"), 1, 2)))
+    tl.store(part_peak + row * parts + part, tl.max(largest))
+    tl.store(part_flag + row * parts + part, tl.max(flag))
+    if part == 0:
+        bins = row * BINS + tl.arange(0, BINS)
+        tl.store(count + bins, tl.zeros([BINS], tl.int32))
+        tl.store(mass + bins, tl.zeros([BINS], tl.int64))
+        tl.store(length + row * 2 + tl.arange(0, 2), tl.zeros([2], tl.int32))
+    if arrive(counters + row, parts):
+        slot = tl.arange(0, PARTS)
+        top = tl.max(tl.load(part_peak + row * parts + slot, mask=slot < parts, other=float("-inf")))
+        worst = tl.max(tl.load(part_flag + row * parts + slot, mask=slot < parts, other=0))
+        tl.store(peak + row, top)
+        if STRICT:
+            tl.store(sound + row, worst == 0)
+        else:
+            tl.store(sound + row, (worst < 2) & (top > float("-inf")))
+
+
+@triton.jit
+def _histogram(
+    logits, temperature, top_k, peak, count, mass, least, chosen, counters, vocab, parts, rows_per_lane,
+    STEPS: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Counts and masses per bin; the last program finds the bin of the k-th largest logit and its rank in there (bin BINS: no limit)."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    part = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    heat = tl.load(temperature + row // rows_per_lane)
+    top = tl.load(peak + row)
+    live = (heat > 0) & (top > float("-inf"))
+    if live:
+        for step in tl.static_range(STEPS):
+            column = (part * STEPS + step) * BLOCK + tl.arange(0, BLOCK)
+            x = tl.load(logits + row * vocab + column, mask=column < vocab, other=float("-inf"))
+            known = is_finite(x)
+            x = tl.where(known, x, top)
+            bins = row * BINS + _bin(x, top, BINS)
+            weight = _mass(x, top, heat)
+            tl.atomic_add(count + bins, 1, mask=known, sem="relaxed")
+            tl.atomic_add(mass + bins, weight, mask=known & (weight > 0), sem="relaxed")
+    if arrive(counters + row, parts):
+        bins = tl.arange(0, BINS)
+        limit = tl.load(top_k + row // rows_per_lane)
+        many = tl.load(count + row * BINS + bins)
+        upto = tl.cumsum(many, 0)
+        limited = live & (limit > 0) & (limit < vocab)
+        wanted = tl.minimum(limit, vocab).to(tl.int32)
+        found = tl.where(limited, tl.sum((upto < wanted).to(tl.int32)), BINS)
+        before = tl.sum(tl.where(bins < found, many, 0))
+        tl.store(chosen + row * 4, found.to(tl.int64))
+        tl.store(chosen + row * 4 + 1, (wanted - before).to(tl.int64))
+        tl.store(least + row, float("-inf"))
+
+
+@triton.jit
+def _collect(x, known, values, length, BLOCK: tl.constexpr):
+    """Append the known entries of x to a list."""
+    taken = known.to(tl.int32)
+    place = tl.cumsum(taken, 0) - taken
+    many = tl.sum(taken)
+    if many > 0:
+        begin = tl.atomic_add(length, many, sem="relaxed")
+        tl.store(values + begin + place, x, mask=known)
+
+
+@triton.jit
+def _list_range(values, many):
+    """Images of the least and the largest entry of a list."""
+    low = tl.full([_LIST_BLOCK], 0x7FFFFFFF, tl.int32)
+    high = tl.full([_LIST_BLOCK], -0x7FFFFFFF, tl.int32)
+    begin = 0
+    while begin < many:
+        place = begin + tl.arange(0, _LIST_BLOCK)
+        image = ordered(tl.load(values + place, mask=place < many, other=0.0))
+        low = tl.minimum(low, tl.where(place < many, image, 0x7FFFFFFF))
+        high = tl.maximum(high, tl.where(place < many, image, -0x7FFFFFFF))
+        begin += _LIST_BLOCK
+    return tl.min(low).to(tl.int64), tl.max(high).to(tl.int64)
+
+
+@triton.jit
+def _list_count(values, many, image):
+    """How many entries have at least this image."""
+    total = tl.zeros([_LIST_BLOCK], tl.int32)
+    begin = 0
+    while begin < many:
+        place = begin + tl.arange(0, _LIST_BLOCK)
+        x = tl.load(values + place, mask=place < many, other=0.0)
+        total += ((place < many) & (ordered(x).to(tl.int64) >= image)).to(tl.int32)
+        begin += _LIST_BLOCK
+    return tl.sum(total)
+
+
+@triton.jit
+def _list_mass(values, many, image, peak, temperature):
+    """Mass of the entries that have at least this image."""
+    total = tl.zeros([_LIST_BLOCK], tl.int64)
+    begin = 0
+    while begin < many:
+        place = begin + tl.arange(0, _LIST_BLOCK)
+        x = tl.load(values + place, mask=place < many, other=0.0)
+        counted = (place < many) & (ordered(x).to(tl.int64) >= image)
+        total += tl.where(counted, _mass(tl.where(counted, x, peak), peak, temperature), 0)
+        begin += _LIST_BLOCK
+    return tl.sum(total)
+
+
+@triton.jit
+def _kth_largest(
+    logits, temperature, top_p, peak, count, mass, least, chosen, share, values, length, counters, vocab, parts, rows_per_lane,
+    STEPS: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The top-k threshold, then the bin in which top-p is reached on what is left."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    part = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    lane = row // rows_per_lane
+    heat = tl.load(temperature + lane)
+    top = tl.load(peak + row)
+    live = (heat > 0) & (top > float("-inf"))
+    bin_k = tl.load(chosen + row * 4).to(tl.int32)
+    if live & (bin_k < BINS):
+        for step in tl.static_range(STEPS):
+            column = (part * STEPS + step) * BLOCK + tl.arange(0, BLOCK)
+            x = tl.load(logits + row * vocab + column, mask=column < vocab, other=float("-inf"))
+            known = is_finite(x)
+            x = tl.where(known, x, top)
+            _collect(x, known & (_bin(x, top, BINS) == bin_k), values + row * vocab, length + row * 2, BLOCK)
+    last = arrive(counters + row, parts)
+    if last & live:
+        kept = tl.zeros([], tl.int64)
+        if bin_k < BINS:
+            rank = tl.load(chosen + row * 4 + 1)
+            many = tl.load(length + row * 2)
+            low, high = _list_range(values + row * vocab, many)
+            high += 1
+            # At least `rank` entries reach `low`, fewer reach `high`.
+            while high - low > 1:
+                middle = low + (high - low) // 2
+                if _list_count(values + row * vocab, many, middle) >= rank:
+                    low = middle
+                else:
+                    high = middle
+            kept = _list_mass(values + row * vocab, many, low, top, heat)
+            tl.store(least + row, unordered(low.to(tl.int32)))
+        bins = tl.arange(0, BINS)
+        held = tl.load(mass + row * BINS + bins)
+        held = tl.where(bins < bin_k, held, tl.where(bins == bin_k, kept, 0))
+        before = tl.cumsum(held, 0) - held
+        wanted = tl.load(top_p + lane).to(tl.float64) * tl.sum(held).to(tl.float64)
+        some = (tl.load(count + row * BINS + bins) > 0) & (bins <= bin_k)
+        bin_p = tl.max(tl.where(some & (before.to(tl.float64) < wanted), bins, 0))
+        tl.store(chosen + row * 4 + 2, bin_p.to(tl.int64))
+        tl.store(chosen + row * 4 + 3, tl.sum(tl.where(bins == bin_p, before, 0)))
+        tl.store(share + row, wanted)
+
+
+@triton.jit
+def _least(
+    logits, temperature, top_p, min_p, peak, least, chosen, share, values, length, counters, vocab, parts, rows_per_lane,
+    STEPS: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The top-p threshold, then the largest of the three."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    part = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    lane = row // rows_per_lane
+    heat = tl.load(temperature + lane)
+    top = tl.load(peak + row)
+    live = (heat > 0) & (top > float("-inf"))
+    nucleus = tl.load(top_p + lane) < 1
+    # Rewritten only by the last program, after every other has arrived.
+    least_k = tl.load(least + row)
+    if live & nucleus:
+        bin_p = tl.load(chosen + row * 4 + 2).to(tl.int32)
+        for step in tl.static_range(STEPS):
+            column = (part * STEPS + step) * BLOCK + tl.arange(0, BLOCK)
+            x = tl.load(logits + row * vocab + column, mask=column < vocab, other=float("-inf"))
+            known = is_finite(x) & (x >= least_k)
+            x = tl.where(known, x, top)
+            _collect(x, known & (_bin(x, top, BINS) == bin_p), values + row * vocab, length + row * 2 + 1, BLOCK)
+    last = arrive(counters + row, parts)
+    if last & live:
+        least_p = tl.full([], float("-inf"), tl.float32)
+        if nucleus:
+            wanted = tl.load(share + row)
+            before = tl.load(chosen + row * 4 + 3)
+            many = tl.load(length + row * 2 + 1)
+            low, high = _list_range(values + row * vocab, many)
+            low -= 1
+            # What lies above `high` holds less than is wanted, what lies above `low` does not.
+            while high - low > 1:
+                middle = low + (high - low) // 2
+                above = before + _list_mass(values + row * vocab, many, middle + 1, top, heat)
+                if above.to(tl.float64) < wanted:
+                    high = middle
+                else:
+                    low = middle
+            least_p = unordered(high.to(tl.int32))
+        # log(0) is -inf: a min_p of 0 keeps everything.
+        minimum = tl.load(min_p + lane)
+        least_m = tl.where(minimum > 0, top + heat * log_exact(tl.where(minimum > 0, minimum, 1.0)), float("-inf"))
+        tl.store(least + row, tl.maximum(tl.maximum(least_k, least_p), least_m))
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """How a row of the vocabulary is shared among programs. Results do not depend on it."""
+
+    rows: int
+    parts: int
+    steps: int
+
+    @classmethod
+    def of(cls, rows: int, vocab: int) -> Split:
+        """Small parts for few rows, so that they fill the device; larger ones for many."""
+        steps = 1 if rows <= 4 else 4
+        return cls(rows, triton.cdiv(vocab, steps * BLOCK), steps)
+
+
+def thresholds(
+    logits_BTV: Tensor, temperature_B: Tensor, top_k_B: Tensor, top_p_B: Tensor, min_p_B: Tensor, strict: bool
+) -> tuple[Tensor, Tensor]:
+    """The least logit that stays in each row, float32 ``[B, T]`` (no meaning in greedy rows), and which rows are sound, bool ``[B, T]``."""
+    lanes, rows_per_lane, vocab = logits_BTV.shape
+    rows, device = lanes * rows_per_lane, logits_BTV.device
+    split, counters = Split.of(rows, vocab), semaphores(device, rows)
+    part_peak, peak, least = (torch.empty(*shape, dtype=torch.float32, device=device) for shape in ((rows, split.parts), (rows,), (rows,)))
+    part_flag = torch.empty(rows, split.parts, dtype=torch.int32, device=device)
+    sound = torch.empty(rows, dtype=torch.bool, device=device)
+    count = torch.empty(rows, BINS, dtype=torch.int32, device=device)
+    mass = torch.empty(rows, BINS, dtype=torch.int64, device=device)
+    length = torch.empty(rows, 2, dtype=torch.int32, device=device)
+    chosen = torch.empty(rows, 4, dtype=torch.int64, device=device)
+    share = torch.empty(rows, dtype=torch.float64, device=device)
+    found = torch.empty(rows, vocab, dtype=torch.float32, device=device)
+    grid, sizes = (split.parts, rows), {"STEPS": split.steps, "BLOCK": BLOCK, "BINS": BINS}
+    launch(
+        _peaks, grid, logits_BTV, part_peak, part_flag, peak, sound, count, mass, length, counters, vocab, split.parts,
+        STRICT=strict, PARTS=triton.next_power_of_2(split.parts), **sizes,
+    )  # fmt: skip
+    launch(
+        _histogram, grid, logits_BTV, temperature_B, top_k_B, peak, count, mass, least, chosen, counters, vocab, split.parts, rows_per_lane,
+        **sizes,
+    )  # fmt: skip
+    launch(
+        _kth_largest, grid, logits_BTV, temperature_B, top_p_B, peak, count, mass, least, chosen, share, found, length, counters,
+        vocab, split.parts, rows_per_lane, num_warps=8, **sizes,
+    )  # fmt: skip
+    launch(
+        _least, grid, logits_BTV, temperature_B, top_p_B, min_p_B, peak, least, chosen, share, found, length, counters,
+        vocab, split.parts, rows_per_lane, **sizes,
+    )  # fmt: skip
+    return least.view(lanes, rows_per_lane), sound.view(lanes, rows_per_lane)

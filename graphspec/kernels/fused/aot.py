@@ -1,0 +1,155 @@
+"""Ahead-of-time compilation of the fused kernels for sm_90, on any machine: ``python -m graphspec.kernels.fused.aot [--write]``.
+
+Compiles every case in ``AOT`` of every file here with the ptxas that comes with Triton, and reads registers, stack, shared memory and local
+memory from the cubin. ``--write`` stores the table; without it the table is compared. A kernel that spills is an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import pkgutil
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from .launch import INTERPRETED, AotCase, Launch, recording
+
+TABLE = Path(__file__).with_name("sm_90.json")
+TARGET = GPUTarget("cuda", 90, 32)
+INT32 = 1 << 31
+USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
+POINTERS = {
+    torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float64: "*fp64", torch.int64: "*i64",
+    torch.int32: "*i32", torch.int16: "*i16", torch.int8: "*i8", torch.uint8: "*u8", torch.bool: "*i1",
+}  # fmt: skip
+"""Triton's names of the pointers a kernel may take."""
+
+
+def aot_cases() -> Iterator[tuple[str, AotCase]]:
+    """``(op, case)`` of every file of this package."""
+    package = sys.modules[__package__ or "graphspec.kernels.fused"]
+    for module in sorted(info.name for info in pkgutil.iter_modules(package.__path__)):
+        for case in getattr(importlib.import_module(f"{package.__name__}.{module}"), "AOT", ()):
+            yield module, case
+
+
+def source_of(launch: Launch) -> ASTSource:
+    """What Triton would compile for this launch: types, constants, and which numbers are divisible by 16."""
+    signature: dict[str, str] = {}
+    constants: dict[str, Any] = {}
+    attributes: dict[tuple[int, ...], list[list[Any]]] = {}
+    names = launch.kernel.arg_names
+    # Triton makes a number that equals 1, and None, a constant of the compiled kernel.
+    for index, (name, value) in enumerate(zip(names, launch.args, strict=False)):
+        if isinstance(value, torch.Tensor):
+            signature[name] = POINTERS[value.dtype]
+            attributes[(index,)] = [["tt.divisibility", 16]]
+        elif value is None or isinstance(value, bool) or (isinstance(value, int) and value == 1):
+            signature[name], constants[name] = "constexpr", value
+        elif isinstance(value, int):
+            signature[name] = "i32" if -INT32 <= value < INT32 else "i64"
+            if value % 16 == 0:
+                attributes[(index,)] = [["tt.divisibility", 16]]
+        else:
+            signature[name] = "fp32"
+    for name, value in launch.constexprs.items():
+        signature[name], constants[name] = "constexpr", value
+    ordered = {name: signature[name] for name in names}
+    return ASTSource(fn=launch.kernel, signature=ordered, constexprs=constants, attrs=attributes)
+
+
+def resources(launch: Launch) -> dict[str, int]:
+    """Registers a thread, bytes of stack, local and shared memory of one launch, compiled for sm_90.
+
+    Raises:
+        RuntimeError: the bundled cuobjdump does not print what is expected.
+    """
+    compiled = triton.compile(
+        source_of(launch), target=TARGET, options={"num_warps": launch.num_warps, "num_stages": launch.num_stages}
+    )
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        tool = triton.knobs.nvidia.cuobjdump.path
+        printed = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True).stdout
+    found = USAGE.search(printed)
+    if found is None:
+        raise RuntimeError(f"{tool}: no resource usage in {printed!r}")
+    registers, stack, _, local = map(int, found.groups())
+    ptx = compiled.asm["ptx"]
+    spilled = sum(ptx.count(word) for word in ("st.local", "ld.local"))
+    return {
+        "registers": registers,
+        "stack": stack,
+        "local": local + spilled,
+        "shared": int(compiled.metadata.shared),
+        "warps": launch.num_warps,
+    }
+
+
+def compile_all(only: Sequence[str] = ()) -> dict[str, dict[str, int]]:
+    """``op/case/kernel`` to its resources, in order; several launches of one kernel in a call count from 1."""
+    table: dict[str, dict[str, int]] = {}
+    for op, case in aot_cases():
+        if only and op not in only:
+            continue
+        with recording() as launches:
+            case.launcher(**case.arguments())
+        assert launches, f"{op}/{case.name} launches nothing"
+        for launch in launches:
+            name = f"{op}/{case.name}/{launch.kernel.fn.__name__.strip('_')}"
+            repeated = sum(key == name or key.startswith(name + "#") for key in table)
+            table[f"{name}#{repeated + 1}" if repeated else name] = resources(launch)
+    return table
+
+
+def spilling(table: dict[str, dict[str, int]]) -> list[str]:
+    """Kernels that keep registers in memory."""
+    return [name for name, used in table.items() if used["stack"] or used["local"]]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code 0: nothing spills, and the table is as committed (or was written)."""
+    parser = argparse.ArgumentParser(
+        prog="python -m graphspec.kernels.fused.aot", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("ops", nargs="*", help="files to compile (default: all; the table is then compared or written)")
+    parser.add_argument("--write", action="store_true", help=f"write {TABLE.name}")
+    options = parser.parse_args(argv)
+    if INTERPRETED:
+        parser.error("TRITON_INTERPRET is set: interpreted kernels can't be compiled")
+    table = compile_all(options.ops)
+    width = max(map(len, table), default=0)
+    for name, used in table.items():
+        print(name.ljust(width), *(f"{key} {value:>6}" for key, value in used.items()))
+    if spills := spilling(table):
+        print("spilling:", *spills, sep="\n  ")
+        return 1
+    if options.ops:
+        return 0
+    found = {"triton": triton.__version__, "target": "sm_90", "kernels": table}
+    if options.write:
+        TABLE.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        return 0
+    committed = json.loads(TABLE.read_text(encoding="utf-8"))
+    if committed["triton"] != triton.__version__:
+        print(f"the table is of triton {committed['triton']}, this is {triton.__version__}: not compared")
+        return 0
+    different = sorted(k for k in committed["kernels"].keys() | table.keys() if committed["kernels"].get(k) != table.get(k))
+    print("\n".join(f"{k}: expected {committed['kernels'].get(k)}, found {table.get(k)}" for k in different) or "as committed")
+    return 1 if different else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

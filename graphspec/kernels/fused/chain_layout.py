@@ -1,0 +1,97 @@
+"""Triton kernel of :mod:`graphspec.kernels.chain_layout`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from .launch import AotCase, launch, register
+from .tree_build import meta_nodes, window_root
+
+
+@triton.jit
+def _chain_layout(
+    score, token, lane_row, window_token, window_len, node_token, node_parent, node_depth, node_ancestors,
+    nodes, words, width, DRAFTED: tl.constexpr, NODES: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program per lane."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    lane = tl.program_id(0).to(tl.int64)
+    node = tl.arange(0, NODES)
+    written = node < nodes
+    tokens = tl.full((NODES,), -1, tl.int64)
+    if DRAFTED:
+        drafted = written & (node > 0)
+        at_pool = lane * (nodes - 1) + node - 1
+        kept = tl.load(score + at_pool, mask=drafted, other=float("-inf")) > float("-inf")
+        tokens = tl.where(kept, tl.load(token + at_pool, mask=drafted, other=-1), -1)
+    root = window_root(lane, lane_row, window_token, window_len, width)
+    out = lane * nodes + node
+    tl.store(node_token + out, tl.where(node == 0, root, tokens), mask=written)
+    tl.store(node_parent + out, (node - 1).to(tl.int64), mask=written)
+    tl.store(node_depth + out, node.to(tl.int64), mask=written)
+    # Bits 0..node; a shift by a word's whole width is undefined, hence two steps.
+    word = tl.arange(0, WORDS)[None, :]
+    bits = tl.minimum(tl.maximum(node[:, None] + 1 - 64 * word, 0), 64).to(tl.int64)
+    half = bits >> 1
+    ones = ~((tl.full((NODES, WORDS), -1, tl.int64) << half) << (bits - half))
+    tl.store(node_ancestors + out[:, None] * words + word, ones, mask=written[:, None] & (word < words))
+
+
+def chain_layout(
+    score_BM: Tensor | None,
+    token_BM: Tensor | None,
+    lane_row_B: Tensor,
+    window_token_RA: Tensor,
+    window_len_R: Tensor,
+    node_token_BN: Tensor,
+    node_parent_BN: Tensor,
+    node_depth_BN: Tensor,
+    node_ancestors_BNX: Tensor,
+) -> None:
+    lanes, nodes, words = node_ancestors_BNX.shape
+    launch(
+        _chain_layout, (lanes,), score_BM, token_BM, lane_row_B, window_token_RA, window_len_R,
+        node_token_BN, node_parent_BN, node_depth_BN, node_ancestors_BNX, nodes, words, window_token_RA.shape[1],
+        DRAFTED=score_BM is not None, NODES=max(32, triton.next_power_of_2(nodes)), WORDS=triton.next_power_of_2(words), num_warps=1,
+    )  # fmt: skip
+
+
+def _fake(
+    score_BM: Tensor | None,
+    token_BM: Tensor | None,
+    lane_row_B: Tensor,
+    window_token_RA: Tensor,
+    window_len_R: Tensor,
+    node_token_BN: Tensor,
+    node_parent_BN: Tensor,
+    node_depth_BN: Tensor,
+    node_ancestors_BNX: Tensor,
+) -> None:
+    return None
+
+
+OP = register("chain_layout", chain_layout, _fake, mutates=("node_token_BN", "node_parent_BN", "node_depth_BN", "node_ancestors_BNX"))
+
+
+def _call(lanes: int, nodes: int) -> dict[str, Any]:
+    drafted = nodes > 1
+    return {
+        "score_BM": torch.empty(lanes, nodes - 1, device="meta") if drafted else None,
+        "token_BM": torch.empty(lanes, nodes - 1, dtype=torch.int64, device="meta") if drafted else None,
+        **meta_nodes(lanes, nodes),
+    }
+
+
+AOT = (
+    AotCase("plain", chain_layout, lambda: _call(8, 1)),
+    AotCase("s7", chain_layout, lambda: _call(8, 8)),
+    AotCase("s127", chain_layout, lambda: _call(1, 128)),
+)

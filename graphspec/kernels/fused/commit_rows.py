@@ -1,0 +1,236 @@
+"""Triton kernel of :mod:`graphspec.kernels.commit_rows`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from ..commit_rows import RING_HEADER
+from .launch import AotCase, launch, register
+
+CHUNK = 2048
+"""Channels of a feature row that one program copies."""
+TILE = 512
+"""Entries of lanes times window that the bookkeeping holds at a time."""
+
+
+@triton.jit
+def _bookkeeping(
+    lane_row, sample, path, accept_len, outcome, cycle, ring, window_token, window_len, seq_len, budget, status,
+    lookback_token, history, output_count,
+    lanes, nodes, accept_width, ring_depth, ring_stride, ring_lane_stride, lookback, positions, vocab,
+    LANES: tl.constexpr, WIDTH: tl.constexpr, LOOKBACK: tl.constexpr, HISTORY: tl.constexpr, COUNTS: tl.constexpr,
+    HEADER: tl.constexpr,
+):  # fmt: skip
+    """Everything but the features, of all lanes in one program, so that nobody else reads the counter of cycles it moves on."""
+    count = tl.load(cycle)
+    slot = ring + (count % ring_depth) * ring_stride
+    entry = tl.arange(0, WIDTH)[None, :]
+    for begin in range(0, lanes, LANES):
+        lane = (begin + tl.arange(0, LANES)).to(tl.int64)
+        here = lane < lanes
+        row = tl.load(lane_row + lane, mask=here, other=0)
+        length = tl.load(accept_len + lane, mask=here, other=0)
+        moved = here & (length > 0)
+        state = tl.load(outcome + lane, mask=here, other=0)
+        known = tl.load(status + row, mask=here, other=0)
+        tokens_before = tl.load(seq_len + row, mask=moved, other=0)
+        tokens_left = tl.load(budget + row, mask=moved, other=0)
+        inside = here[:, None] & (entry < accept_width)
+        valid = inside & (entry < length[:, None])
+        node = tl.load(path + lane[:, None] * accept_width + entry, mask=valid, other=0)
+        token = tl.load(sample + lane[:, None] * nodes + node, mask=valid, other=-1)
+        if LOOKBACK:
+            back = tl.arange(0, LOOKBACK)[None, :]
+            kept = moved[:, None] & (back < lookback)
+            source = tl.load(window_len + row, mask=moved, other=0)[:, None] + back
+            of_back = tl.load(lookback_token + row[:, None] * lookback + source, mask=kept & (source < lookback), other=0)
+            at_window = window_token + row[:, None] * accept_width + source - lookback
+            of_window = tl.load(at_window, mask=kept & (source >= lookback), other=0)
+        # What is read above is written below, by other threads of this program.
+        tl.debug_barrier()
+        if LOOKBACK:
+            tl.store(lookback_token + row[:, None] * lookback + back, tl.where(source < lookback, of_back, of_window), mask=kept)
+
+        at_lane = slot + lane * ring_lane_stride
+        tl.store(at_lane, length, mask=here)
+        tl.store(at_lane + 1, state, mask=here)
+        tl.store(at_lane[:, None] + HEADER + entry, token, mask=inside)
+        tl.store(window_token + row[:, None] * accept_width + entry, token, mask=inside & moved[:, None])
+        if HISTORY:
+            position = tokens_before[:, None] + 1 + entry
+            tl.store(history + row[:, None] * positions + position, token, mask=valid & (position < positions))
+        if COUNTS:
+            tl.atomic_add(output_count + row[:, None] * vocab + token, 1, mask=valid)
+        tl.store(window_len + row, length, mask=moved)
+        tl.store(seq_len + row, tokens_before + length, mask=moved)
+        tl.store(budget + row, tokens_left - length, mask=moved)
+        tl.store(status + row, state, mask=here & (state != known))
+    # Every thread has passed a barrier since it read the counter.
+    tl.store(cycle, count + 1)
+
+
+@triton.jit
+def _commit_rows(
+    lane_row, sample, path, accept_len, outcome, feature, cycle, ring, window_token, window_len, seq_len, budget, status,
+    window_feature, lookback_token, lookback_feature, history, output_count,
+    lanes, nodes, accept_width, channels, ring_depth, ring_stride, ring_lane_stride, lookback, positions, vocab,
+    LANES: tl.constexpr, WIDTH: tl.constexpr, LOOKBACK: tl.constexpr, HISTORY: tl.constexpr, COUNTS: tl.constexpr,
+    BOOKS: tl.constexpr, FEATURES: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, HEADER: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program 0 keeps the books. Each of the others copies features: one entry of a window, or all that lookback ties together."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    program = tl.program_id(0)
+    if BOOKS and program == 0:
+        _bookkeeping(
+            lane_row, sample, path, accept_len, outcome, cycle, ring, window_token, window_len, seq_len, budget, status,
+            lookback_token, history, output_count,
+            lanes, nodes, accept_width, ring_depth, ring_stride, ring_lane_stride, lookback, positions, vocab,
+            LANES, WIDTH, LOOKBACK, HISTORY, COUNTS, HEADER,
+        )  # fmt: skip
+    elif FEATURES:
+        share = program - 1 if BOOKS else program
+        channel = (share % CHUNKS) * CHUNK + tl.arange(0, CHUNK)
+        inside = channel < channels
+        share = share // CHUNKS
+        lane = ((share if LOOKBACK else share // accept_width) + 0).to(tl.int64)
+        begin = 0 if LOOKBACK else share % accept_width
+        end = accept_width if LOOKBACK else begin + 1
+        length = tl.load(accept_len + lane)
+        if length > 0:
+            row = tl.load(lane_row + lane)
+            windows = window_feature + row * accept_width * channels + channel
+            if LOOKBACK:
+                # An entry moves to a lower place only, so in this order none is overwritten before it is read; the barrier holds for
+                # threads of this program that read what others write.
+                backs = lookback_feature + row * lookback * channels + channel
+                old = tl.load(window_len + row)
+                for back in range(lookback):
+                    source = old + back
+                    if source < lookback:
+                        kept = tl.load(backs + source * channels, mask=inside)
+                    else:
+                        kept = tl.load(windows + (source - lookback) * channels, mask=inside)
+                    tl.debug_barrier()
+                    tl.store(backs + back * channels, kept, mask=inside)
+                tl.debug_barrier()
+            for entry in range(begin, end):
+                node = tl.load(path + lane * accept_width + entry, mask=entry < length, other=0)
+                at_node = feature + (lane * nodes + node) * channels + channel
+                tl.store(windows + entry * channels, tl.load(at_node, mask=inside & (entry < length), other=0.0), mask=inside)
+
+
+def commit_rows(
+    lane_row_B: Tensor,
+    sample_BN: Tensor,
+    path_BA: Tensor,
+    accept_len_B: Tensor,
+    outcome_B: Tensor,
+    feature_BNF: Tensor | None,
+    cycle_1: Tensor,
+    ring_ZBJ: Tensor,
+    window_token_RA: Tensor,
+    window_len_R: Tensor,
+    seq_len_R: Tensor,
+    budget_R: Tensor,
+    status_R: Tensor,
+    window_feature_RAF: Tensor | None,
+    lookback_token_RY: Tensor | None,
+    lookback_feature_RYF: Tensor | None,
+    history_RL: Tensor | None,
+    output_count_RV: Tensor | None,
+) -> None:
+    lanes, width = path_BA.shape
+    padded = triton.next_power_of_2(width)
+    channels = 0 if feature_BNF is None else feature_BNF.shape[2]
+    lookback = 0 if lookback_token_RY is None else lookback_token_RY.shape[1]
+    chunks = triton.cdiv(channels, CHUNK)
+    copies = lanes * chunks * (1 if lookback else width)
+    # Features of the lookback are found through the old length of the window, so they go first and the books are kept by a second launch.
+    launches = [(False, True, copies), (True, False, 1)] if lookback else [(True, copies > 0, copies + 1)]
+    for books, features, programs in launches:
+        launch(
+            _commit_rows, (programs,), lane_row_B, sample_BN, path_BA, accept_len_B, outcome_B, feature_BNF, cycle_1, ring_ZBJ,
+            window_token_RA, window_len_R, seq_len_R, budget_R, status_R, window_feature_RAF, lookback_token_RY, lookback_feature_RYF,
+            history_RL, output_count_RV, lanes, sample_BN.shape[1], width, channels, ring_ZBJ.shape[0], ring_ZBJ.stride(0),
+            ring_ZBJ.stride(1), lookback, 0 if history_RL is None else history_RL.shape[1],
+            0 if output_count_RV is None else output_count_RV.shape[1],
+            LANES=min(triton.next_power_of_2(lanes), max(1, TILE // padded)), WIDTH=padded,
+            LOOKBACK=triton.next_power_of_2(lookback) if lookback else 0, HISTORY=history_RL is not None,
+            COUNTS=output_count_RV is not None, BOOKS=books, FEATURES=features, CHUNKS=max(chunks, 1), CHUNK=CHUNK, HEADER=RING_HEADER,
+        )  # fmt: skip
+
+
+def _fake(
+    lane_row_B: Tensor,
+    sample_BN: Tensor,
+    path_BA: Tensor,
+    accept_len_B: Tensor,
+    outcome_B: Tensor,
+    feature_BNF: Tensor | None,
+    cycle_1: Tensor,
+    ring_ZBJ: Tensor,
+    window_token_RA: Tensor,
+    window_len_R: Tensor,
+    seq_len_R: Tensor,
+    budget_R: Tensor,
+    status_R: Tensor,
+    window_feature_RAF: Tensor | None,
+    lookback_token_RY: Tensor | None,
+    lookback_feature_RYF: Tensor | None,
+    history_RL: Tensor | None,
+    output_count_RV: Tensor | None,
+) -> None:
+    return None
+
+
+MUTATES = (
+    "cycle_1", "ring_ZBJ", "window_token_RA", "window_len_R", "seq_len_R", "budget_R", "status_R", "window_feature_RAF",
+    "lookback_token_RY", "lookback_feature_RYF", "history_RL", "output_count_RV",
+)  # fmt: skip
+OP = register("commit_rows", commit_rows, _fake, mutates=MUTATES)
+
+
+def _call(lanes: int, nodes: int, width: int, channels: int, lookback: int = 0, history: int = 0, vocab: int = 0) -> dict[str, Any]:
+    def words(*shape: int) -> Tensor:
+        return torch.empty(*shape, dtype=torch.int64, device="meta")
+
+    def features(*shape: int) -> Tensor | None:
+        return torch.empty(*shape, channels, dtype=torch.bfloat16, device="meta") if channels else None
+
+    rows = 65
+    return {
+        "lane_row_B": words(lanes),
+        "sample_BN": words(lanes, nodes),
+        "path_BA": words(lanes, width),
+        "accept_len_B": words(lanes),
+        "outcome_B": words(lanes),
+        "feature_BNF": features(lanes, nodes),
+        "cycle_1": words(1),
+        "ring_ZBJ": words(3, lanes, width + RING_HEADER),
+        "window_token_RA": words(rows, width),
+        **{name: words(rows) for name in ("window_len_R", "seq_len_R", "budget_R", "status_R")},
+        "window_feature_RAF": features(rows, width),
+        "lookback_token_RY": words(rows, lookback) if lookback else None,
+        "lookback_feature_RYF": features(rows, lookback) if lookback else None,
+        "history_RL": words(rows, history) if history else None,
+        "output_count_RV": torch.empty(rows, vocab, dtype=torch.int32, device="meta") if vocab else None,
+    }
+
+
+AOT = (
+    AotCase("eagle3-b1-s5-n8", commit_rows, lambda: _call(1, 8, 6, 3 * 4096)),
+    AotCase("eagle3-b8-s5-n64", commit_rows, lambda: _call(8, 64, 6, 3 * 4096)),
+    AotCase("eagle3-b8-s7-chain", commit_rows, lambda: _call(8, 8, 8, 3 * 4096)),
+    AotCase("eagle-b64-s5-n64-penalties", commit_rows, lambda: _call(64, 64, 6, 4096, vocab=128_256)),
+    AotCase("mtp-b8-heads3", commit_rows, lambda: _call(8, 4, 4, 4096, lookback=2)),
+    AotCase("ngram-b8-n128-a128", commit_rows, lambda: _call(8, 128, 128, 0, history=131_072)),
+    AotCase("plain-b8", commit_rows, lambda: _call(8, 1, 1, 0)),
+)

@@ -1,0 +1,164 @@
+"""Triton kernel of :mod:`graphspec.kernels.draft_topk`: one launch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from ._vocabulary import (
+    LOWEST,
+    arrive,
+    exp_exact,
+    hash_words,
+    is_finite,
+    log_exact,
+    pack,
+    packed_index,
+    packed_value,
+    perturb,
+)  # fmt: skip
+from .launch import AotCase, launch, register, semaphores
+
+CHUNK = 1024
+"""Columns of a program. Sums of exponentials are added chunk by chunk, so it must not follow the batch."""
+MERGE = 4096
+"""Winners of all chunks that are compared at once; more of them are gone through in several steps."""
+
+
+@triton.jit
+def _draft_topk(
+    logits, target_token, seed, position, temperature, part_best, part_peak, part_total, counters, logprob, token,
+    vocab, parts, rows_per_lane, topk,
+    MAPPED: tl.constexpr, NOISY: tl.constexpr, PARTS: tl.constexpr, MERGE: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program finds the K best of a chunk and its sum of exponentials; the last of a row merges them in order.
+
+    Keys are packed with their index, so the next best is the largest word below the best, and nothing is ever taken out.
+    """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    part = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    column = part * CHUNK + tl.arange(0, CHUNK)
+    inside = column < vocab
+    x = tl.load(logits + row * vocab + column, mask=inside, other=float("-inf"))
+    key = tl.where(is_finite(x), x, float("-inf"))
+    if NOISY:
+        lane = row // rows_per_lane
+        heat = tl.load(temperature + lane)
+        a, b = hash_words(tl.load(seed + lane), tl.load(position + lane))
+        target = tl.load(target_token + column, mask=inside, other=0) if MAPPED else column
+        key = perturb(key, heat, a, b, target)
+    words = tl.where(inside, pack(key, column), LOWEST)
+    best = tl.max(words)
+    peak = tl.where(best == LOWEST, float("-inf"), packed_value(best))
+    base = tl.where(peak == float("-inf"), 0.0, peak)
+    tl.store(part_peak + row * parts + part, base)
+    tl.store(part_total + row * parts + part, tl.sum(exp_exact(key - base)))
+    out = part_best + (row * parts + part) * topk
+    tl.store(out, best)
+    rank = 1
+    while rank < topk:
+        best = tl.max(tl.where(words < best, words, LOWEST))
+        tl.store(out + rank, best)
+        rank += 1
+
+    if arrive(counters + row, parts):
+        winners = part_best + row * parts * topk
+        many = parts * topk
+        place = tl.arange(0, MERGE)
+        won = tl.load(winners + place, mask=place < many, other=LOWEST)
+        best = tl.max(won)
+        begin = MERGE
+        while begin < many:
+            more = tl.load(winners + begin + place, mask=begin + place < many, other=LOWEST)
+            best = tl.maximum(best, tl.max(more))
+            begin += MERGE
+        peak = packed_value(best)
+        base = tl.where(peak == float("-inf"), 0.0, peak)
+        slot = tl.arange(0, PARTS)
+        totals = tl.load(part_total + row * parts + slot, mask=slot < parts, other=0.0)
+        bases = tl.load(part_peak + row * parts + slot, mask=slot < parts, other=0.0)
+        # A chunk without a finite key has total 0 and base 0, which may lie far above the peak.
+        scale = exp_exact(tl.where(totals > 0, bases - base, 0.0))
+        log_total = log_exact(tl.maximum(tl.sum(totals * scale), 1e-30))
+        rank = 0
+        while rank < topk:
+            index = packed_index(best)
+            value = packed_value(best)
+            share = tl.where(value == float("-inf"), float("-inf"), value - base - log_total)
+            tl.store(logprob + row * topk + rank, share)
+            if MAPPED:
+                tl.store(token + row * topk + rank, tl.load(target_token + index))
+            else:
+                tl.store(token + row * topk + rank, index)
+            last = best
+            best = tl.max(tl.where(won < last, won, LOWEST))
+            begin = MERGE
+            while begin < many:
+                more = tl.load(winners + begin + place, mask=begin + place < many, other=LOWEST)
+                best = tl.maximum(best, tl.max(tl.where(more < last, more, LOWEST)))
+                begin += MERGE
+            rank += 1
+
+
+def draft_topk(
+    logits_BTVd: Tensor, topk: int, target_token_Vd: Tensor | None, seed_B: Tensor | None, position_B: Tensor | None,
+    temperature_B: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    logits_BTVd = logits_BTVd.contiguous()
+    lanes, rows_per_lane, vocab = logits_BTVd.shape
+    rows, parts, device = lanes * rows_per_lane, triton.cdiv(vocab, CHUNK), logits_BTVd.device
+    if position_B is not None:
+        position_B = position_B.contiguous()
+    logprob_BTK = torch.empty(lanes, rows_per_lane, topk, dtype=torch.float32, device=device)
+    token_BTK = torch.empty(lanes, rows_per_lane, topk, dtype=torch.int64, device=device)
+    part_best = torch.empty(rows, parts, topk, dtype=torch.int64, device=device)
+    part_peak, part_total = (torch.empty(rows, parts, dtype=torch.float32, device=device) for _ in range(2))
+    launch(
+        _draft_topk, (parts, rows), logits_BTVd, target_token_Vd, seed_B, position_B, temperature_B, part_best, part_peak, part_total,
+        semaphores(device, rows), logprob_BTK, token_BTK, vocab, parts, rows_per_lane, topk,
+        MAPPED=target_token_Vd is not None, NOISY=seed_B is not None, PARTS=triton.next_power_of_2(parts),
+        MERGE=min(MERGE, triton.next_power_of_2(parts * topk)), CHUNK=CHUNK,
+    )  # fmt: skip
+    return logprob_BTK, token_BTK
+
+
+def _fake(
+    logits_BTVd: Tensor, topk: int, target_token_Vd: Tensor | None, seed_B: Tensor | None, position_B: Tensor | None,
+    temperature_B: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    shape, device = (*logits_BTVd.shape[:2], topk), logits_BTVd.device
+    return torch.empty(shape, dtype=torch.float32, device=device), torch.empty(shape, dtype=torch.int64, device=device)
+
+
+OP = register("draft_topk", draft_topk, _fake)
+
+
+def _call(lanes: int, rows: int, vocab: int, topk: int, mapped: bool, noisy: bool) -> dict[str, Any]:
+    def empty(dtype: torch.dtype, *shape: int) -> Tensor:
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    return {
+        "logits_BTVd": empty(torch.float32, lanes, rows, vocab),
+        "topk": topk,
+        "target_token_Vd": empty(torch.int64, vocab) if mapped else None,
+        "seed_B": empty(torch.int64, lanes) if noisy else None,
+        "position_B": empty(torch.int64, lanes) if noisy else None,
+        "temperature_B": empty(torch.float32, lanes) if noisy else None,
+    }
+
+
+AOT = (
+    AotCase("vd32000-t1-k8", draft_topk, lambda: _call(1, 1, 32000, 8, True, False)),
+    AotCase("vd32000-t8-k8-b8", draft_topk, lambda: _call(8, 8, 32000, 8, True, True)),
+    AotCase("vd32000-t1-k1", draft_topk, lambda: _call(1, 1, 32000, 1, True, False)),
+    AotCase("v128256-t8-k8", draft_topk, lambda: _call(1, 8, 128256, 8, False, False)),
+    AotCase("v128256-k32-b8", draft_topk, lambda: _call(8, 32, 128256, 32, False, True)),
+)

@@ -1,0 +1,356 @@
+"""Triton kernels of :mod:`graphspec.kernels.latent_attention` and :mod:`graphspec.kernels.latent_chunk_attention`.
+
+A tile holds ``BLOCK_M`` rows of one lane, (token, head) pairs with heads innermost: all of them read the same slots, so a tile of 64 rows
+reads a latent row once and uses it 64 times, as key and as value.
+
+In the decode phase the slots of a lane are cut into splits at absolute multiples of a size that depends on the lane's own length alone.
+Neither the batch, nor the number of tokens, nor the width of the page table moves a cut, so none of them moves a row's bits. A second
+kernel merges the splits of a row in their order; the last program of a tile would have to read megabytes for that, alone.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from ...errors import ConfigError
+from .launch import AotCase, launch, register
+
+SPLIT = 256
+"""Fewest slots of a split; doubles until :data:`SPLITS` of them hold a lane."""
+
+SPLITS = 32
+"""Most splits of a lane: bounds memory and the time of the merge."""
+
+WINDOW = 128
+"""Slots that ancestor words can name."""
+
+DOUBLINGS = 16
+MERGE = 8
+"""Splits a merging program loads at once."""
+
+
+@triton.jit
+def _either(a, b):
+    return a | b
+
+
+@triton.jit
+def _shifted(word, by):
+    """``word << by``; to the right when negative, 0 when everything is shifted out."""
+    word = word.to(tl.uint64)
+    left = word << tl.minimum(tl.maximum(by, 0), 63).to(tl.uint64)
+    right = word >> tl.minimum(tl.maximum(-by, 0), 63).to(tl.uint64)
+    return tl.where(by >= 0, tl.where(by < 64, left, 0), tl.where(by > -64, right, 0))
+
+
+@triton.jit
+def _bit(word, column):
+    """Bit ``column`` of 64, tested on 32-bit halves: a tile of 64-bit words would not fit beside the accumulators."""
+    low = (word & 0xFFFFFFFF).to(tl.uint32)
+    high = (word >> 32).to(tl.uint32)
+    half = tl.where(column < 32, low, high)
+    return ((half >> (column & 31).to(tl.uint32)) & 1) != 0
+
+
+@triton.jit
+def _latent_attention(
+    query_latent, query_rope, pool, table, begin, end, valid, ancestors, out, peak, total, scale,
+    tokens, heads, width, rope, columns, splits, table_stride,
+    latent_lane, latent_token, latent_head, rope_lane, rope_token, rope_head,
+    CUT: tl.constexpr, SPLITS: tl.constexpr, SPLIT: tl.constexpr, DOUBLINGS: tl.constexpr, WINDOW: tl.constexpr,
+    WORDS: tl.constexpr, CHUNK: tl.constexpr, PAGE: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, EXACT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (split, tile, lane): the result, or, where ``CUT``, the weighted sum, peak and total of a split."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    split = tl.program_id(0)
+    lane = tl.program_id(2).to(tl.int64)
+    row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    alive = row < tokens * heads
+    step = tl.where(alive, row // heads, 0)
+    head = (row % heads).to(tl.int64)
+    last = columns * PAGE
+    first_row = tl.load(begin + lane * tokens + step, mask=alive, other=0)
+    # Slots are kept in 32 bits; begins and ends of queries that see nothing may be any number.
+    first_row = tl.minimum(tl.maximum(first_row, 0), last).to(tl.int32)
+    if CHUNK:
+        seeing = alive & (tl.load(valid + lane * tokens + step, mask=alive, other=0) != 0)
+        stop_row = tl.load(end + lane * tokens + step, mask=seeing, other=-1) + 1
+        stop_row = tl.minimum(tl.maximum(stop_row, 0), last).to(tl.int32)
+        stop_row = tl.where(seeing, stop_row, 0)
+        low = tl.min(tl.where(seeing, first_row, last), 0)
+        high = tl.max(stop_row, 0)
+        upper = high
+        lower = low
+    else:
+        prefix = tl.load(end + lane)
+        prefix = tl.minimum(tl.maximum(prefix, -(1 << 30)), last).to(tl.int32)
+        stop_row = tl.where(alive, prefix, 0)
+        low = tl.min(tl.where(alive, first_row, last), 0)
+        high = prefix
+        word = ancestors + (lane * tokens + step) * WORDS
+        word0 = tl.load(word, mask=alive, other=0)
+        seen0 = tl.reduce(word0, 0, _either)
+        word1 = word0
+        seen1 = seen0
+        bit = tl.arange(0, 64)
+        reach = tl.max(tl.where(_bit(seen0.to(tl.uint64), bit), bit + 1, 0), 0)
+        if WORDS == 2:
+            word1 = tl.load(word + 1, mask=alive, other=0)
+            seen1 = tl.reduce(word1, 0, _either)
+            reach = tl.maximum(reach, tl.max(tl.where(_bit(seen1.to(tl.uint64), bit), bit + 65, 0), 0))
+        upper = tl.minimum(prefix + reach, last)
+        lower = tl.maximum(tl.minimum(low, prefix), 0)
+    if CUT:
+        size = SPLIT
+        for _ in tl.static_range(DOUBLINGS):
+            size = tl.where(size * SPLITS < prefix + WINDOW, 2 * size, size)
+        lower = tl.maximum(lower, split * size)
+        upper = tl.minimum(upper, (split + 1) * size)
+    # Reduced once more, though equal in every row: the interpreter takes no other scalar as the bound of a loop.
+    lower = tl.min(tl.where(alive, lower // BLOCK_N * BLOCK_N, last), 0)
+    upper = tl.max(tl.where(alive, upper, 0), 0)
+
+    channel = tl.arange(0, LATENT)
+    angle = tl.arange(0, ROPE)
+    kept = tl.full((LATENT,), True, tl.int1) if EXACT else channel < width
+    turned = tl.full((ROPE,), True, tl.int1) if EXACT else angle < rope
+    position = lane * latent_lane + step.to(tl.int64) * latent_token + head * latent_head
+    queries = tl.load(query_latent + position[:, None] + channel[None, :], mask=alive[:, None] & kept[None, :], other=0.0)
+    position = lane * rope_lane + step.to(tl.int64) * rope_token + head * rope_head
+    turns = tl.load(query_rope + position[:, None] + angle[None, :], mask=alive[:, None] & turned[None, :], other=0.0)
+
+    column = tl.arange(0, BLOCK_N)
+    best = tl.full((BLOCK_M,), -float("inf"), tl.float32)
+    sum_row = tl.zeros((BLOCK_M,), tl.float32)
+    mixed = tl.zeros((BLOCK_M, LATENT), tl.float32)
+    for start in range(lower, upper, BLOCK_N):
+        slot = start + column
+        seen = (slot >= low) & (slot < high)
+        visible = (slot[None, :] >= first_row[:, None]) & (slot[None, :] < stop_row[:, None])
+        if not CHUNK:
+            offset = start - prefix
+            bits_row = _shifted(word0, -offset)
+            bits_all = _shifted(seen0, -offset)
+            if WORDS == 2:
+                bits_row |= _shifted(word1, 64 - offset)
+                bits_all |= _shifted(seen1, 64 - offset)
+            seen |= _bit(bits_all, column)
+            visible |= _bit(bits_row[:, None], column[None, :])
+        # What no row of the tile sees may hold NaN, and a weight of 0 does not remove it.
+        seen &= slot < upper
+        visible &= (slot < upper)[None, :]
+        page = tl.load(table + lane * table_stride + slot // PAGE, mask=seen, other=0).to(tl.int64)
+        source = pool + (page * PAGE + slot % PAGE) * (width + rope)
+        rows = tl.load(source[:, None] + channel[None, :], mask=seen[:, None] & kept[None, :], other=0.0)
+        turned_rows = tl.load(source[:, None] + width + angle[None, :], mask=seen[:, None] & turned[None, :], other=0.0)
+        score = tl.dot(queries, tl.trans(rows), input_precision="ieee")
+        score = tl.dot(turns, tl.trans(turned_rows), score, input_precision="ieee")
+        score = tl.where(visible, score * scale, -float("inf"))
+        higher = tl.maximum(best, tl.max(score, 1))
+        # A row that has seen nothing yet has no peak to subtract.
+        pivot = tl.where(higher == -float("inf"), 0.0, higher)
+        weight = tl.exp2(score - pivot[:, None])
+        shrink = tl.exp2(best - pivot)
+        sum_row = sum_row * shrink + tl.sum(weight, 1)
+        mixed = tl.dot(weight.to(rows.dtype), rows, mixed * shrink[:, None], input_precision="ieee")
+        best = higher
+
+    line = lane * tokens * heads + row
+    if CUT:
+        tl.store(peak + line * splits + split, best, mask=alive)
+        tl.store(total + line * splits + split, sum_row, mask=alive)
+        target = out + (line * splits + split)[:, None] * width + channel[None, :]
+        tl.store(target, mixed, mask=(alive & (sum_row != 0))[:, None] & kept[None, :])
+    else:
+        mixed = mixed * (1.0 / tl.where(sum_row == 0, 1.0, sum_row))[:, None]
+        tl.store(out + line[:, None] * width + channel[None, :], mixed, mask=alive[:, None] & kept[None, :])
+
+
+@triton.jit
+def _merge(
+    partial, peak, total, out, splits, width,
+    SPLITS: tl.constexpr, MERGE: tl.constexpr, LATENT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (row): the splits of one row, added in their order."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    line = tl.program_id(0).to(tl.int64)
+    channel = tl.arange(0, LATENT)
+    every = tl.arange(0, SPLITS)
+    highest = tl.max(tl.load(peak + line * splits + every, mask=every < splits, other=-float("inf")), 0)
+    pivot = tl.where(highest == -float("inf"), 0.0, highest)
+    mixed = tl.zeros((LATENT,), tl.float32)
+    whole = 0.0
+    for start in range(0, splits, MERGE):
+        split = start + tl.arange(0, MERGE)
+        sums = tl.load(total + line * splits + split, mask=split < splits, other=0.0)
+        used = sums != 0
+        weight = tl.exp2(tl.load(peak + line * splits + split, mask=used, other=-float("inf")) - pivot)
+        source = partial + (line * splits + split)[:, None] * width + channel[None, :]
+        rows = tl.load(source, mask=used[:, None] & (channel < width)[None, :], other=0.0)
+        mixed += tl.sum(rows * weight[:, None], 0)
+        whole += tl.sum(sums * weight, 0)
+    mixed = mixed * (1.0 / tl.where(whole == 0, 1.0, whole))
+    tl.store(out + line * width + channel, mixed, mask=channel < width)
+
+
+def _blocks(dtype: torch.dtype) -> tuple[int, int]:
+    """Rows of a tile and slots of a block: constants of a dtype, so that no shape moves a row's bits.
+
+    64 rows are what a warp group multiplies at once; their 512 output channels take half the register file, and a block of 64 slots would
+    not fit beside them.
+    """
+    return (64, 32) if dtype.itemsize == 2 else (16, 16)
+
+
+def _attend(
+    query_latent: Tensor,
+    query_rope: Tensor,
+    latent_pool: Tensor,
+    layer: int,
+    table: Tensor,
+    begin: Tensor,
+    end: Tensor,
+    valid: Tensor | None,
+    ancestors: Tensor | None,
+    scale: float,
+) -> Tensor:
+    lanes, tokens, heads, width = query_latent.shape
+    rope, page_size = query_rope.shape[-1], latent_pool.shape[3]
+    slots = table.shape[1] * page_size
+    splits = 1 if ancestors is None else min(SPLITS, triton.cdiv(slots, SPLIT))
+    block_m, block_n = _blocks(query_latent.dtype)
+    rows = lanes * tokens * heads
+    out = query_latent.new_empty(lanes, tokens, heads, width)
+    target, peak, total = out, None, None
+    if splits > 1:
+        target = out.new_empty(rows, splits, width, dtype=torch.float32)
+        peak, total = (out.new_empty(rows, splits, dtype=torch.float32) for _ in range(2))
+    latent, turned = triton.next_power_of_2(max(width, 16)), triton.next_power_of_2(max(rope, 16))
+    launch(
+        _latent_attention, (splits, triton.cdiv(tokens * heads, block_m), lanes),
+        query_latent, query_rope, latent_pool[layer], table, begin.contiguous(), end.contiguous(),
+        None if valid is None else valid.contiguous(), None if ancestors is None else ancestors.contiguous(),
+        target, peak, total, scale * math.log2(math.e),
+        tokens, heads, width, rope, table.shape[1], splits, table.stride(0), *query_latent.stride()[:3], *query_rope.stride()[:3],
+        CUT=splits > 1, SPLITS=SPLITS, SPLIT=SPLIT, DOUBLINGS=DOUBLINGS, WINDOW=WINDOW,
+        WORDS=0 if ancestors is None else ancestors.shape[-1], CHUNK=valid is not None, PAGE=page_size,
+        LATENT=latent, ROPE=turned, EXACT=(latent, turned) == (width, rope), BLOCK_M=block_m, BLOCK_N=block_n,
+        num_warps=8 if query_latent.dtype.itemsize == 2 else 4, num_stages=3,
+    )  # fmt: skip
+    if splits > 1:
+        launch(
+            _merge, (rows,), target, peak, total, out, splits, width,
+            SPLITS=SPLITS, MERGE=MERGE, LATENT=latent,
+        )  # fmt: skip
+    return out
+
+
+def latent_attention(
+    query_latent_BTQL: Tensor,
+    query_rope_BTQR: Tensor,
+    latent_pool: Tensor,
+    layer: int,
+    table_BP: Tensor,
+    prefix_begin_BT: Tensor,
+    prefix_end_B: Tensor,
+    ancestors_BTX: Tensor,
+    scale: float,
+) -> Tensor:
+    if ancestors_BTX.shape[-1] > WINDOW // 64:
+        raise ConfigError("ancestors_BTX", f"at most {WINDOW // 64} words", ancestors_BTX.shape[-1])
+    return _attend(
+        query_latent_BTQL, query_rope_BTQR, latent_pool, layer, table_BP, prefix_begin_BT, prefix_end_B, None, ancestors_BTX, scale
+    )
+
+
+def latent_chunk_attention(
+    query_latent_BTQL: Tensor,
+    query_rope_BTQR: Tensor,
+    latent_pool: Tensor,
+    layer: int,
+    table_BP: Tensor,
+    prefix_begin_BT: Tensor,
+    slot_BT: Tensor,
+    valid_BT: Tensor,
+    scale: float,
+) -> Tensor:
+    return _attend(query_latent_BTQL, query_rope_BTQR, latent_pool, layer, table_BP, prefix_begin_BT, slot_BT, valid_BT, None, scale)
+
+
+def _fake(
+    query_latent_BTQL: Tensor,
+    query_rope_BTQR: Tensor,
+    latent_pool: Tensor,
+    layer: int,
+    table_BP: Tensor,
+    prefix_begin_BT: Tensor,
+    prefix_end_B: Tensor,
+    ancestors_BTX: Tensor,
+    scale: float,
+) -> Tensor:
+    return query_latent_BTQL.new_empty(query_latent_BTQL.shape)
+
+
+def _chunk_fake(
+    query_latent_BTQL: Tensor,
+    query_rope_BTQR: Tensor,
+    latent_pool: Tensor,
+    layer: int,
+    table_BP: Tensor,
+    prefix_begin_BT: Tensor,
+    slot_BT: Tensor,
+    valid_BT: Tensor,
+    scale: float,
+) -> Tensor:
+    return query_latent_BTQL.new_empty(query_latent_BTQL.shape)
+
+
+OP = register("latent_attention", latent_attention, _fake)
+CHUNK_OP = register("latent_chunk_attention", latent_chunk_attention, _chunk_fake)
+
+
+def _call(lanes: int, tokens: int, heads: int, slots: int, words: int = 1, page_size: int = 64, chunk: bool = False) -> dict[str, Any]:
+    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    common = {
+        # A batched product per head, seen as tokens by heads.
+        "query_latent_BTQL": empty(heads, lanes * tokens, 512).permute(1, 0, 2).unflatten(0, (lanes, tokens)),
+        "query_rope_BTQR": empty(lanes, tokens, heads, 64),
+        "latent_pool": empty(61, 1, 1 + 131072 // page_size, page_size, 1, 576),
+        "layer": 3,
+        "table_BP": empty(lanes, slots // page_size, dtype=torch.int32),
+        "prefix_begin_BT": empty(lanes, tokens, dtype=torch.int64),
+        "scale": 192**-0.5,
+    }
+    if chunk:
+        slot, valid = empty(lanes, tokens, dtype=torch.int64), empty(lanes, tokens, dtype=torch.bool)
+        return {**common, "slot_BT": slot, "valid_BT": valid}
+    end, ancestors = empty(lanes, dtype=torch.int64), empty(lanes, tokens, words, dtype=torch.int64)
+    return {**common, "prefix_end_B": end, "ancestors_BTX": ancestors}
+
+
+AOT = (
+    AotCase("deepseek-v3-t4", latent_attention, lambda: _call(1, 4, 128, 8192)),
+    AotCase("deepseek-v3-b8-t61", latent_attention, lambda: _call(8, 61, 128, 32768)),
+    AotCase("deepseek-v3-b8-t100", latent_attention, lambda: _call(8, 100, 128, 32768, words=2)),
+    AotCase("deepseek-v3-t1-one-split", latent_attention, lambda: _call(1, 1, 128, 256)),
+    AotCase("deepseek-v2-lite-t1", latent_attention, lambda: _call(1, 1, 16, 8192)),
+    AotCase("deepseek-v2-lite-b8-t4", latent_attention, lambda: _call(8, 4, 16, 8192)),
+    AotCase("deepseek-v2-lite-page1", latent_attention, lambda: _call(1, 4, 16, 8192, page_size=1)),
+    AotCase("deepseek-v2-lite-page16", latent_attention, lambda: _call(1, 4, 16, 8192, page_size=16)),
+    AotCase("deepseek-v3-chunk256", latent_chunk_attention, lambda: _call(1, 256, 128, 8192, chunk=True)),
+    AotCase("deepseek-v2-lite-chunk256", latent_chunk_attention, lambda: _call(1, 256, 16, 8192, chunk=True)),
+)

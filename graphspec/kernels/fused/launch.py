@@ -1,0 +1,160 @@
+"""How a fused op reaches the device: one function that launches, and one that registers the launcher as an operator."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from ...errors import CaptureError
+
+NAMESPACE = "graphspec"
+H200_MULTIPROCESSORS = 132
+
+INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
+"""Kernels run in Triton's interpreter, on CPU tensors. Decided when Triton is imported (``TRITON_INTERPRET=1``)."""
+
+
+def _accept_tensor_bounds() -> None:
+    """Loops of the interpreter up to a loaded bound: it holds scalars as arrays of one element, and numpy 2.4 refuses ``int`` of those."""
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    name = "_patch_lang_tensor"
+    original = getattr(interpreter, name)
+
+    def patch(tensor: Any, scope: Any) -> None:
+        original(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    setattr(interpreter, name, patch)
+
+
+if INTERPRETED:
+    _accept_tensor_bounds()
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One launch as it was asked for: what ahead-of-time compilation needs, and no data."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    args: tuple[Any, ...]
+    constexprs: dict[str, Any]
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class AotCase:
+    """A call of a launcher on ``meta`` tensors, in the shapes of a real model.
+
+    Attributes:
+        name: unique in its file; what the table of registers calls it.
+        launcher: the launcher.
+        arguments: its keyword arguments; called, so that listing the cases allocates nothing.
+    """
+
+    name: str
+    launcher: Callable[..., Any]
+    arguments: Callable[[], dict[str, Any]]
+
+
+@dataclass(slots=True)
+class _Recorder:
+    launches: list[Launch] = field(default_factory=list)
+
+
+_recorder: ContextVar[_Recorder | None] = ContextVar("recorder", default=None)
+_programmatic = False
+
+
+def use_programmatic_launch(enabled: bool) -> None:
+    """Let kernels start while the one before them drains (programmatic dependent launch); sm_90 and later. Before anything is captured."""
+    global _programmatic
+    _programmatic = enabled and not INTERPRETED
+
+
+@contextmanager
+def recording() -> Iterator[list[Launch]]:
+    """Inside, :func:`launch` runs nothing and keeps a list."""
+    recorder = _Recorder()
+    token = _recorder.set(recorder)
+    try:
+        yield recorder.launches
+    finally:
+        _recorder.reset(token)
+
+
+def launch(kernel: Any, grid: Sequence[int], *args: Any, num_warps: int = 4, num_stages: int = 2, **constexprs: Any) -> None:
+    """Run ``kernel`` over ``grid``.
+
+    A kernel that can follow its predecessor early has a constexpr ``PDL``; it is filled in here. With it set, the kernel must call
+    ``gdc_wait`` before its first access to memory another kernel writes.
+
+    Args:
+        kernel: a ``triton.jit`` function.
+        grid: one to three extents.
+        args: positional arguments, tensors and numbers.
+        num_warps, num_stages: of the compiled kernel.
+        constexprs: compile-time arguments by name.
+    """
+    pdl = "PDL" in kernel.arg_names
+    if pdl:
+        constexprs["PDL"] = _programmatic
+    recorder = _recorder.get()
+    if recorder is not None:
+        recorder.launches.append(Launch(kernel, tuple(grid), args, constexprs, num_warps, num_stages))
+        return
+    extra = {"launch_pdl": True} if pdl and _programmatic else {}
+    kernel[tuple(grid)](*args, **constexprs, num_warps=num_warps, num_stages=num_stages, **extra)
+
+
+def register(
+    name: str, launcher: Callable[..., Any], fake: Callable[..., Any], mutates: Sequence[str] = ()
+) -> torch.library.CustomOpDef:
+    """The launcher as operator ``graphspec::name``: opaque to the compiler, and known to fake tensors.
+
+    Args:
+        name: of the op.
+        launcher: annotated with plain types; returns fresh tensors, never its arguments.
+        fake: shapes and dtypes of the results.
+        mutates: arguments written in place.
+    """
+    op = torch.library.custom_op(f"{NAMESPACE}::{name}", launcher, mutates_args=tuple(mutates))
+    op.register_fake(fake)
+    return op
+
+
+def multiprocessors(device: torch.device) -> int:
+    """How many multiprocessors ``device`` has; those of an H200 where there is none to ask."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else H200_MULTIPROCESSORS
+
+
+_semaphores: dict[torch.device, Tensor] = {}
+SEMAPHORES = 1 << 16
+
+
+def semaphores(device: torch.device, count: int) -> Tensor:
+    """Zeroed int32 counters for programs of one launch that wait for each other; the last program of a group leaves its counter at 0.
+
+    One buffer per device, shared by every kernel: launches follow each other on one stream.
+
+    Raises:
+        CaptureError: more than there are, or the buffer would first be made during a capture.
+    """
+    if count > SEMAPHORES:
+        raise CaptureError("semaphores", f"at most {SEMAPHORES}", count)
+    if device.type == "meta":
+        return torch.empty(SEMAPHORES, dtype=torch.int32, device=device)
+    if device not in _semaphores:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise CaptureError("semaphores", "a warm-up before the capture", "the first launch, captured")
+        _semaphores[device] = torch.zeros(SEMAPHORES, dtype=torch.int32, device=device)
+    return _semaphores[device]

@@ -1,0 +1,202 @@
+"""Measures linear layers, fused and through cuBLAS, and fills the table of choices. Before anything is captured."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from triton.runtime.errors import OutOfResources
+
+from ...errors import ConfigError
+from .linear import OP, fused_linear, shape_of
+from .linear_choice import LinearConfig, LinearShape, LinearTable, candidates
+
+Call = Callable[[], object]
+Timer = Callable[[Sequence[Call]], float]
+"""Microseconds of one of several calls that run one after the other."""
+
+CALLS = 12
+"""At least so many in a measured graph: what starting it costs is shared by all of them."""
+REPLAYS = 15
+EPS = 1e-5
+
+
+def graph_timer(calls: Sequence[Call]) -> float:
+    """Median over replays of a CUDA graph that makes every call, in turns; per call."""
+    rounds = -(-CALLS // len(calls))
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for call in (*calls, calls[0]):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in [*calls] * rounds:
+            call()
+    graph.replay()
+    times = []
+    for _ in range(REPLAYS):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return 1000.0 * statistics.median(times) / (rounds * len(calls))
+
+
+def inputs_of(shape: LinearShape, device: torch.device, cold: int) -> list[dict[str, Any]]:
+    """Arguments of calls of ``shape`` that differ in the weight alone; together the weights exceed ``cold`` bytes.
+
+    Called in turns, every call finds its weight where a decode cycle finds it, in memory, and its few rows in the cache.
+    """
+    dtype = getattr(torch, shape.dtype)
+
+    def made(*sizes: int) -> Tensor:
+        return torch.randn(sizes, dtype=dtype, device=device)
+
+    weights = 1 + cold // (shape.outputs * shape.inputs * shape.item_size)
+    common: dict[str, Any] = {"x": made(shape.rows, shape.inputs), "gated": shape.gated, "float32": shape.float32}
+    if shape.bias:
+        common["bias"] = made(shape.outputs)
+    if shape.norm:
+        common |= {"norm_weight": made(shape.inputs), "norm_eps": EPS}
+    if shape.residual:
+        common["residual"] = made(shape.rows, shape.width)
+    return [common | {"weight": made(shape.outputs, shape.inputs)} for _ in range(min(weights, 64))]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Microseconds of everything tried for one shape; None as a config stands for cuBLAS, infinite is what does not fit the device."""
+
+    shape: LinearShape
+    times: dict[LinearConfig | None, float]
+
+    @property
+    def best(self) -> LinearConfig | None:
+        """The fastest; the first of equals, and fused ones come first."""
+        return min(self.times, key=lambda config: self.times[config])
+
+
+def measure(shape: LinearShape, device: torch.device, timer: Timer, compiled: bool = True) -> Measured:
+    """Time the candidates of one shape, and cuBLAS with what the compiler makes of norm, gate and residual around it."""
+    cold = 2 * torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 0
+    arguments = inputs_of(shape, device, cold)
+    times: dict[LinearConfig | None, float] = {}
+
+    def fused(config: LinearConfig) -> float:
+        try:
+            return timer([partial(OP, **given, config=config.encoded()) for given in arguments])
+        except OutOfResources:
+            return float("inf")
+
+    for config in candidates(shape):
+        times[config] = fused(config)
+    if times and shape.norm:
+        found = min(times, key=lambda config: times[config])
+        if found is not None:
+            other = replace(found, scan=not found.scan)
+            times[other] = fused(other)
+    plain = fused_linear("fast", LinearTable({shape: None}))
+    if compiled:
+        # Every shape is a program of its own; the limit on recompiling one function is not meant for them.
+        torch.compiler.reset()
+        plain = torch.compile(plain, fullgraph=True, dynamic=False)
+    times[None] = timer([partial(plain, **given) for given in arguments])
+    return Measured(shape, times)
+
+
+def tune(
+    table: LinearTable,
+    shapes: Iterable[LinearShape],
+    device: torch.device,
+    *,
+    timer: Timer | None = None,
+    compiled: bool = True,
+    done: Callable[[Measured], None] | None = None,
+) -> list[Measured]:
+    """Measure the shapes that ``table`` lacks and enter the fastest choice of each.
+
+    Call it before anything is traced or captured: what was compiled in this process is forgotten.
+
+    Args:
+        table: filled in place.
+        shapes: what to measure, see :func:`shapes_of`.
+        device: where.
+        timer: :func:`graph_timer` unless given.
+        compiled: cuBLAS competes with norm, gate and residual compiled around it, as it would run.
+        done: called with every measurement.
+
+    Raises:
+        ConfigError: the device has no CUDA events and no timer is given.
+    """
+    if timer is None:
+        if device.type != "cuda":
+            raise ConfigError("linear tuning", "a CUDA device, or a timer", device.type)
+        timer = graph_timer
+    made = []
+    with torch.no_grad():
+        for shape in dict.fromkeys(shapes):
+            if shape in table.entries:
+                continue
+            measured = measure(shape, device, timer, compiled)
+            table.entries[shape] = measured.best
+            made.append(measured)
+            if done is not None:
+                done(measured)
+    return made
+
+
+@contextmanager
+def recorded(network: nn.Module) -> Iterator[dict[LinearShape, None]]:
+    """Inside, every linear layer of ``network`` notes the shape of each call before it multiplies as ever; ordered, without repeats."""
+    asked: dict[LinearShape, None] = {}
+    modules: list[Any] = [module for module in network.modules() if hasattr(module, "multiply")]
+    layers: list[tuple[Any, Callable[..., Tensor]]] = [(module, module.multiply) for module in modules]
+
+    def noting(multiply: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def note(
+            x: Tensor,
+            weight: Tensor,
+            bias: Tensor | None = None,
+            norm_weight: Tensor | None = None,
+            norm_eps: float = 0.0,
+            norm_offset: bool = False,
+            residual: Tensor | None = None,
+            gated: bool = False,
+            float32: bool = False,
+        ) -> Tensor:
+            asked[shape_of(x, weight, bias, norm_weight, residual, gated, float32)] = None
+            return multiply(x, weight, bias, norm_weight, norm_eps, norm_offset, residual, gated, float32)
+
+        return note
+
+    try:
+        for layer, multiply in layers:
+            layer.multiply = noting(multiply)
+        yield asked
+    finally:
+        for layer, multiply in layers:
+            layer.multiply = multiply
+
+
+def shapes_of(network: nn.Module, run: Call, rows: Sequence[int] = ()) -> list[LinearShape]:
+    """What ``network`` asks of its linear layers.
+
+    Args:
+        network: any module; its linear layers are those with an attribute ``multiply``.
+        run: calls it once, uncompiled; fake or ``meta`` tensors will do.
+        rows: the same calls with these numbers of rows instead; empty: as they were made.
+    """
+    with recorded(network) as asked:
+        run()
+    return list(asked) if not rows else list(dict.fromkeys(replace(shape, rows=count) for count in rows for shape in asked))

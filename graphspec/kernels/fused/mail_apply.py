@@ -1,0 +1,230 @@
+"""Triton kernel of :mod:`graphspec.kernels.mail_apply`: one launch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from ..mail_apply import FREE, JOIN_WORDS
+from .launch import AotCase, launch, register
+
+BLOCK = 256
+COUNTS = 4096
+"""Counts one program clears."""
+
+
+@triton.jit
+def _float(word):
+    """The float32 in the low half of a word."""
+    return word.to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _row_programs(
+    mail, join, row, lane_row, status, budget, seed, temperature, draft_len, stop_id, page_table,
+    top_k, top_p, min_p, repetition, presence, frequency, bias_id, bias_value, stop_from,
+    lanes_at, aborts_at, pages_at,
+    LANES: tl.constexpr, ABORTS: tl.constexpr, UPDATES: tl.constexpr, COLUMNS: tl.constexpr, STOPS: tl.constexpr, BIASED: tl.constexpr,
+    TRUNCATE: tl.constexpr, PENALTIES: tl.constexpr, BIAS: tl.constexpr, FREE: tl.constexpr, JOIN_WORDS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Everything whose size is that of the message."""
+    offset = tl.arange(0, BLOCK)
+    for start in range(0, LANES, BLOCK):
+        mask = start + offset < LANES
+        tl.store(lane_row + start + offset, tl.load(mail + lanes_at + start + offset, mask=mask), mask=mask)
+    for start in range(0, ABORTS, BLOCK):
+        mask = start + offset < ABORTS
+        ended = tl.load(mail + aborts_at + start + offset, mask=mask, other=0)
+        tl.store(status + ended, tl.full([BLOCK], FREE, tl.int64), mask=mask)
+    for start in range(0, UPDATES, BLOCK):
+        mask = start + offset < UPDATES
+        triple = mail + pages_at + 3 * (start + offset)
+        owner = tl.load(triple, mask=mask, other=0)
+        column = tl.load(triple + 1, mask=mask, other=0)
+        page = tl.load(triple + 2, mask=mask, other=0)
+        tl.store(page_table + owner * COLUMNS + column, page.to(tl.int32), mask=mask)
+    tl.store(budget + row, tl.load(join + 1))
+    tl.store(seed + row, tl.load(join + 2))
+    tl.store(temperature + row, _float(tl.load(join + 3)))
+    tl.store(draft_len + row, tl.load(join + 4))
+    for start in range(0, STOPS, BLOCK):
+        mask = start + offset < STOPS
+        stop = tl.load(join + JOIN_WORDS + start + offset, mask=mask)
+        tl.store(stop_id + row * STOPS + start + offset, stop, mask=mask)
+    if TRUNCATE:
+        tl.store(top_k + row, tl.load(join + 5))
+        tl.store(top_p + row, _float(tl.load(join + 6)))
+        tl.store(min_p + row, _float(tl.load(join + 7)))
+    if PENALTIES:
+        tl.store(repetition + row, _float(tl.load(join + 8)))
+        tl.store(presence + row, _float(tl.load(join + 9)))
+        tl.store(frequency + row, _float(tl.load(join + 10)))
+    if BIAS:
+        tl.store(stop_from + row, tl.load(join + 11))
+        for start in range(0, BIASED, BLOCK):
+            mask = start + offset < BIASED
+            word = join + JOIN_WORDS + STOPS + start + offset
+            tl.store(bias_id + row * BIASED + start + offset, tl.load(word, mask=mask), mask=mask)
+            tl.store(bias_value + row * BIASED + start + offset, _float(tl.load(word + BIASED, mask=mask)), mask=mask)
+
+
+@triton.jit
+def _lane_table(
+    mail, page_table, lane_table, lane, row, pages_at, UPDATES: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """The table of one lane's row. Program 0 may be writing the new entries at the same time, so they are put in here once more."""
+    offset = tl.arange(0, BLOCK)
+    out = lane_table + lane.to(tl.int64) * COLUMNS
+    for start in range(0, COLUMNS, BLOCK):
+        mask = start + offset < COLUMNS
+        tl.store(out + start + offset, tl.load(page_table + row * COLUMNS + start + offset, mask=mask), mask=mask)
+    tl.debug_barrier()
+    for start in range(0, UPDATES, BLOCK):
+        mask = start + offset < UPDATES
+        triple = mail + pages_at + 3 * (start + offset)
+        mine = mask & (tl.load(triple, mask=mask, other=-1) == row)
+        column = tl.load(triple + 1, mask=mine, other=0)
+        page = tl.load(triple + 2, mask=mine, other=0)
+        tl.store(out + column, page.to(tl.int32), mask=mine)
+
+
+@triton.jit
+def _mail_apply(
+    mail, lane_row, lane_table, lane_seed, lane_temperature, status, budget, seed, temperature, draft_len, stop_id, page_table,
+    top_k, top_p, min_p, repetition, presence, frequency, output_count, prompt_seen, bias_id, bias_value, stop_from,
+    lanes_at, aborts_at, pages_at, join_at, vocab,
+    LANES: tl.constexpr, ABORTS: tl.constexpr, UPDATES: tl.constexpr, COLUMNS: tl.constexpr, STOPS: tl.constexpr, BIASED: tl.constexpr,
+    TRUNCATE: tl.constexpr, PENALTIES: tl.constexpr, BIAS: tl.constexpr, FREE: tl.constexpr, JOIN_WORDS: tl.constexpr,
+    BLOCK: tl.constexpr, COUNTS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program 0 scatters the message, programs 1..B gather what a lane reads of its row, the rest clear counts.
+
+    They run at the same time, so what program 0 may be writing is taken from the message.
+    """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    program = tl.program_id(0)
+    join = mail + join_at
+    if program == 0:
+        row = tl.load(join)
+        _row_programs(
+            mail, join, row, lane_row, status, budget, seed, temperature, draft_len, stop_id, page_table,
+            top_k, top_p, min_p, repetition, presence, frequency, bias_id, bias_value, stop_from,
+            lanes_at, aborts_at, pages_at, LANES, ABORTS, UPDATES, COLUMNS, STOPS, BIASED,
+            TRUNCATE, PENALTIES, BIAS, FREE, JOIN_WORDS, BLOCK,
+        )  # fmt: skip
+    elif program <= LANES:
+        lane = program - 1
+        row = tl.load(mail + lanes_at + lane)
+        joins = row == tl.load(join)
+        tl.store(lane_seed + lane, tl.where(joins, tl.load(join + 2), tl.load(seed + row)))
+        tl.store(lane_temperature + lane, tl.where(joins, _float(tl.load(join + 3)), tl.load(temperature + row)))
+        _lane_table(mail, page_table, lane_table, lane, row, pages_at, UPDATES, COLUMNS, BLOCK)
+    else:
+        if PENALTIES:
+            row = tl.load(join)
+            token = (program - 1 - LANES) * COUNTS + tl.arange(0, COUNTS)
+            inside = token < vocab
+            tl.store(output_count + row * vocab + token, tl.zeros([COUNTS], output_count.dtype.element_ty), mask=inside)
+            tl.store(prompt_seen + row * vocab + token, tl.zeros([COUNTS], prompt_seen.dtype.element_ty), mask=inside)
+
+
+def mail_apply(
+    mail: Tensor,
+    lanes_at: int,
+    aborts_at: int,
+    pages_at: int,
+    join_at: int,
+    lane_row_B: Tensor,
+    lane_table_BP: Tensor,
+    lane_seed_B: Tensor,
+    lane_temperature_B: Tensor,
+    status_R: Tensor,
+    budget_R: Tensor,
+    seed_R: Tensor,
+    temperature_R: Tensor,
+    draft_len_R: Tensor,
+    stop_id_RE: Tensor,
+    page_table_RP: Tensor,
+    top_k_R: Tensor | None = None,
+    top_p_R: Tensor | None = None,
+    min_p_R: Tensor | None = None,
+    repetition_R: Tensor | None = None,
+    presence_R: Tensor | None = None,
+    frequency_R: Tensor | None = None,
+    output_count_RV: Tensor | None = None,
+    prompt_seen_RV: Tensor | None = None,
+    bias_id_RI: Tensor | None = None,
+    bias_value_RI: Tensor | None = None,
+    stop_from_R: Tensor | None = None,
+) -> None:
+    lanes, vocab = lane_row_B.shape[0], 0 if output_count_RV is None else output_count_RV.shape[1]
+    biased = 0 if bias_id_RI is None else bias_id_RI.shape[1]
+    launch(
+        _mail_apply, (1 + lanes + triton.cdiv(vocab, COUNTS),),
+        mail, lane_row_B, lane_table_BP, lane_seed_B, lane_temperature_B,
+        status_R, budget_R, seed_R, temperature_R, draft_len_R, stop_id_RE, page_table_RP,
+        top_k_R, top_p_R, min_p_R, repetition_R, presence_R, frequency_R, output_count_RV, prompt_seen_RV,
+        bias_id_RI, bias_value_RI, stop_from_R, lanes_at, aborts_at, pages_at, join_at, vocab,
+        LANES=lanes, ABORTS=pages_at - aborts_at, UPDATES=(join_at - pages_at) // 3, COLUMNS=page_table_RP.shape[1],
+        STOPS=stop_id_RE.shape[1], BIASED=biased,
+        TRUNCATE=top_k_R is not None, PENALTIES=repetition_R is not None, BIAS=stop_from_R is not None, FREE=FREE, JOIN_WORDS=JOIN_WORDS,
+        BLOCK=BLOCK, COUNTS=COUNTS,
+    )  # fmt: skip
+
+
+def _fake(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+SLOTS = (
+    "lane_row_B", "lane_table_BP", "lane_seed_B", "lane_temperature_B",
+    "status_R", "budget_R", "seed_R", "temperature_R", "draft_len_R", "stop_id_RE", "page_table_RP",
+    "top_k_R", "top_p_R", "min_p_R", "repetition_R", "presence_R", "frequency_R", "output_count_RV", "prompt_seen_RV",
+    "bias_id_RI", "bias_value_RI", "stop_from_R",
+)  # fmt: skip
+
+OP = register("mail_apply", mail_apply, _fake, mutates=SLOTS)
+
+
+def _call(lanes: int, rows: int, columns: int, updates: int, everything: bool, stops: int = 8, biased: int = 32) -> dict[str, Any]:
+    meta = torch.device("meta")
+
+    def slot(name: str) -> Tensor | None:
+        sizes = {"R": rows, "P": columns, "E": stops, "I": biased, "V": 128256, "B": lanes}
+        dtype = torch.int64
+        if name in (
+            "lane_temperature_B",
+            "temperature_R",
+            "top_p_R",
+            "min_p_R",
+            "repetition_R",
+            "presence_R",
+            "frequency_R",
+            "bias_value_RI",
+        ):
+            dtype = torch.float32
+        elif name in ("lane_table_BP", "page_table_RP", "output_count_RV"):
+            dtype = torch.int32
+        elif name == "prompt_seen_RV":
+            dtype = torch.int8
+        return torch.empty([sizes[letter] for letter in name.rpartition("_")[2]], dtype=dtype, device=meta)
+
+    used = SLOTS if everything else SLOTS[:11]
+    at = (0, lanes, lanes + rows, lanes + rows + 3 * updates)
+    mail = torch.empty(at[3] + JOIN_WORDS + stops + 2 * biased + 2053, dtype=torch.int64, device=meta)
+    offsets = dict(zip(("lanes_at", "aborts_at", "pages_at", "join_at"), at, strict=True))
+    return {"mail": mail, **offsets, **{name: slot(name) for name in used}}
+
+
+AOT = (
+    AotCase("llama-8b", mail_apply, lambda: _call(1, 2, 514, 130, False)),
+    AotCase("llama-8b-b8", mail_apply, lambda: _call(8, 9, 514, 131, False)),
+    AotCase("llama-8b-b8-all-groups", mail_apply, lambda: _call(8, 9, 514, 131, True)),
+)

@@ -1,0 +1,204 @@
+"""Triton kernel of :mod:`graphspec.kernels.ngram_match`: one launch.
+
+Every program looks at one block of a lane's history and adds the occurrences it finds to the lane's list; blocks behind the row's length
+end at once. The last program of a lane to finish has the whole list and picks the paths from it. The order of the list varies from run
+to run, the paths don't: they are maxima of ranks that no two occurrences share.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from ..draft_window import LIVE
+from ..ngram_match import PATH_COST
+from .launch import AotCase, launch, register, semaphores
+
+BLOCK = 1024
+"""Places one program looks at."""
+MERGE = 256
+"""Occurrences looked at together while paths are picked."""
+
+
+@triton.jit
+def _occurrences(base, place, last, MIN: tl.constexpr, MAX: tl.constexpr, BLOCK: tl.constexpr):
+    """How many tokens up to each place equal those up to the root, and whether that is enough."""
+    running = place < last
+    matched = tl.zeros([BLOCK], tl.int32)
+    back = 0
+    more = tl.max(running.to(tl.int32)) > 0
+    while more:
+        wanted = tl.load(base + last - back)
+        running = running & (place >= back)
+        running = running & (tl.load(base + place - back, mask=running, other=-1) == wanted)
+        matched += running.to(tl.int32)
+        back += 1
+        more = (tl.max(running.to(tl.int32)) > 0) & (back < MAX)
+    return matched, matched >= MIN
+
+
+@triton.jit
+def _longest(base, ranks, count, last, start, width, S: tl.constexpr, MAX: tl.constexpr, MERGE: tl.constexpr):
+    """Place whose continuation is the longest of those that begin with that of ``start``; ties by rank."""
+    seed = tl.minimum(last - start, S)
+    longest = start * 0
+    first = 0
+    while first < count:
+        at = first + tl.arange(0, MERGE)
+        rank = tl.load(ranks + at, mask=at < count, other=0)
+        rank = tl.where(rank < 0, -1 - rank, rank)
+        place = rank % width
+        length = tl.minimum(last - place, S)
+        begins = (at < count) & (length >= seed)
+        for j in tl.static_range(S):
+            wanted = tl.load(base + start + 1 + j, mask=j < seed, other=0)
+            held = tl.load(base + place + 1 + j, mask=(at < count) & (j < seed) & (j < length), other=0)
+            begins = begins & ((j >= seed) | (held == wanted))
+        longest = tl.maximum(longest, tl.max(tl.where(begins, length * ((MAX + 1) * width) + rank, 0)))
+        first += MERGE
+    return longest % width
+
+
+@triton.jit
+def _close(base, ranks, count, last, best, width, S: tl.constexpr, MERGE: tl.constexpr):
+    """Strike out occurrences whose continuation is a prefix of that of ``best``; returns the best rank that is left, -1: none."""
+    path = tl.minimum(last - best, S)
+    left = best * 0 - 1
+    first = 0
+    while first < count:
+        at = first + tl.arange(0, MERGE)
+        rank = tl.load(ranks + at, mask=at < count, other=-1)
+        listed = rank >= 0
+        place = tl.where(listed, rank, 0) % width
+        length = tl.minimum(last - place, S)
+        contained = listed & (length <= path)
+        for j in tl.static_range(S):
+            wanted = tl.load(base + best + 1 + j, mask=j < path, other=0)
+            held = tl.load(base + place + 1 + j, mask=listed & (j < length), other=0)
+            contained = contained & ((j >= length) | (held == wanted))
+        tl.store(ranks + at, -1 - rank, mask=contained)
+        left = tl.maximum(left, tl.max(tl.where(contained, -1, rank)))
+        first += MERGE
+    return left
+
+
+@triton.jit
+def _ngram_match(
+    history, lane_row, status, seq_len, score, token, parent, ranks, paths, counters, lanes, width,
+    K: tl.constexpr, S: tl.constexpr, K_PAD: tl.constexpr, S_PAD: tl.constexpr, MIN: tl.constexpr, MAX: tl.constexpr,
+    PATH_COST: tl.constexpr, LIVE: tl.constexpr, BLOCK: tl.constexpr, MERGE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    lane = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    row = tl.load(lane_row + lane)
+    live = tl.load(status + row) == LIVE
+    last = tl.where(live, tl.load(seq_len + row), -1)
+    blocks = tl.maximum((last + BLOCK - 1) // BLOCK, 1)
+    if block < blocks:
+        base = history + row * width
+        place = block * BLOCK + tl.arange(0, BLOCK)
+        matched, usable = _occurrences(base, place, last, MIN, MAX, BLOCK)
+        found = usable.to(tl.int32)
+        ranks += lane * width
+        first = tl.atomic_add(counters + lanes + lane, tl.sum(found))
+        tl.store(ranks + first + tl.cumsum(found) - 1, matched.to(tl.int64) * width + place, mask=usable)
+        # All stores of this program come before its arrival, and all arrivals before the last program's loads.
+        tl.debug_barrier()
+        arrived = tl.atomic_add(counters + lane, 1, sem="acq_rel")
+        if arrived == blocks - 1:
+            tl.debug_barrier()
+            count = tl.atomic_xchg(counters + lanes + lane, 0)
+            tl.atomic_xchg(counters + lane, 0)
+            left = lane * 0 - 1
+            at = 0
+            while at < count:
+                entry = at + tl.arange(0, MERGE)
+                left = tl.maximum(left, tl.max(tl.load(ranks + entry, mask=entry < count, other=-1)))
+                at += MERGE
+            step, path = tl.arange(0, S_PAD), tl.arange(0, K_PAD)
+            paths += lane * K * S
+            for k in range(K):
+                known = left >= 0
+                best = lane * 0
+                if known:
+                    best = _longest(base, ranks, count, last, left % width, width, S, MAX, MERGE)
+                    left = _close(base, ranks, count, last, best, width, S, MERGE)
+                own = tl.load(base + best + 1 + step, mask=known & (step < S) & (step < last - best), other=-1)
+                tl.store(paths + k * S + step, own, mask=step < S)
+                above = (path < k)[:, None] & (step < S)[None, :]
+                earlier = tl.load(paths + path[:, None] * S + step[None, :], mask=above, other=-2)
+                # Entries up to which this path is the same as each earlier one; the first that shares an entry stands for it.
+                shared = tl.min(tl.where(earlier == own[None, :], S_PAD, step[None, :]), 1)
+                keeper = tl.min(tl.where(shared[:, None] > step[None, :], path[:, None], k), 0)
+                holder = tl.min(tl.where(shared[:, None] >= step[None, :], path[:, None], k), 0)
+                used = (own >= 0) & (keeper == k)
+                out = lane * K * S + step * K + k
+                cost = (step + PATH_COST * k).to(tl.float32)
+                tl.store(score + out, tl.where(used, -cost, float("-inf")), mask=step < S)
+                tl.store(token + out, tl.where(used, own, -1), mask=step < S)
+                tl.store(parent + out, tl.where(used & (step > 0), holder + K * (step - 1), -1).to(tl.int64), mask=step < S)
+                tl.debug_barrier()
+
+
+def ngram_match(
+    history_RL: Tensor,
+    lane_row_B: Tensor,
+    status_R: Tensor,
+    seq_len_R: Tensor,
+    candidate_score_BM: Tensor,
+    candidate_token_BM: Tensor,
+    candidate_parent_BM: Tensor,
+    num_paths: int,
+    depth: int,
+    min_match: int,
+    max_match: int,
+) -> None:
+    lanes, width = lane_row_B.shape[0], history_RL.shape[1]
+    ranks, paths = history_RL.new_empty(lanes, width), history_RL.new_empty(lanes, num_paths, depth)
+    launch(
+        _ngram_match, (lanes, triton.cdiv(width, BLOCK)),
+        history_RL, lane_row_B, status_R, seq_len_R, candidate_score_BM, candidate_token_BM, candidate_parent_BM,
+        ranks, paths, semaphores(history_RL.device, 2 * lanes), lanes, width,
+        K=num_paths, S=depth, K_PAD=triton.next_power_of_2(num_paths), S_PAD=triton.next_power_of_2(depth), MIN=min_match, MAX=max_match,
+        PATH_COST=PATH_COST, LIVE=LIVE, BLOCK=BLOCK, MERGE=MERGE,
+    )  # fmt: skip
+
+
+def _fake(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+OP = register("ngram_match", ngram_match, _fake, mutates=("candidate_score_BM", "candidate_token_BM", "candidate_parent_BM"))
+
+
+def _call(lanes: int, width: int, num_paths: int, depth: int) -> dict[str, Any]:
+    meta, rows, pool = torch.device("meta"), lanes + 1, num_paths * depth
+    return {
+        "history_RL": torch.empty(rows, width, dtype=torch.int64, device=meta),
+        "lane_row_B": torch.empty(lanes, dtype=torch.int64, device=meta),
+        "status_R": torch.empty(rows, dtype=torch.int64, device=meta),
+        "seq_len_R": torch.empty(rows, dtype=torch.int64, device=meta),
+        "candidate_score_BM": torch.empty(lanes, pool, device=meta),
+        "candidate_token_BM": torch.empty(lanes, pool, dtype=torch.int64, device=meta),
+        "candidate_parent_BM": torch.empty(lanes, pool, dtype=torch.int64, device=meta),
+        "num_paths": num_paths,
+        "depth": depth,
+        "min_match": 1,
+        "max_match": 12,
+    }
+
+
+AOT = (
+    AotCase("l8192-k1-s6", ngram_match, lambda: _call(1, 8224, 1, 6)),
+    AotCase("l8192-b8-k4-s6", ngram_match, lambda: _call(8, 8224, 4, 6)),
+    AotCase("l8192-b8-k8-s8", ngram_match, lambda: _call(8, 8224, 8, 8)),
+    AotCase("l131072-b8-k32-s16", ngram_match, lambda: _call(8, 131072, 32, 16)),
+)

@@ -1,0 +1,169 @@
+"""Triton kernel of :mod:`graphspec.kernels.tree_walk`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from ..tree_walk import LIVE, OUT_OF_BUDGET, ROW_FAILED, ROW_LIVE, STOPPED
+from .launch import AotCase, launch, register
+from .tree_build import meta_nodes
+
+BLOCK = 8
+"""Depths of the path that are looked up together: a whole path may be 128 long."""
+
+
+@triton.jit
+def _tree_walk(
+    token, parent, depth, ancestors, drawn, finite, depth_cap, lane_row, status, seq_len, draft_len, budget, stop_id,
+    draft_context, sample, path, accept_len, outcome, nodes, accept_width, stops,
+    CAPPED: tl.constexpr, NODES: tl.constexpr, WORDS: tl.constexpr, STOPS: tl.constexpr, BLOCK: tl.constexpr,
+    LIVE: tl.constexpr, STOPPED: tl.constexpr, OUT_OF_BUDGET: tl.constexpr, ROW_LIVE: tl.constexpr, ROW_FAILED: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """One program per lane."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    lane = tl.program_id(0).to(tl.int64)
+    node = tl.arange(0, NODES)
+    real = node < nodes
+    at = lane * nodes + node
+    node_token = tl.load(token + at, mask=real, other=-1)
+    node_parent = tl.load(parent + at, mask=real, other=-1)
+    node_depth = tl.load(depth + at, mask=real, other=0)
+    tl.store(sample + at, tl.load(drawn + at, mask=real), mask=real)
+    row = tl.load(lane_row + lane)
+    row_status = tl.load(status + row)
+    tokens_left = tl.load(budget + row)
+    cap = tl.minimum(tl.load(draft_len + row), tl.maximum(draft_context - tl.load(seq_len + row), 0))
+    if CAPPED:
+        cap = tl.minimum(cap, tl.load(depth_cap + lane))
+    cap = tl.minimum(cap, accept_width - 1)
+    live = row_status == ROW_LIVE
+
+    hangs = real & (node_token >= 0) & (node_parent >= 0)
+    of_parent = tl.load(drawn + lane * nodes + tl.where(hangs, node_parent, 0), mask=hangs, other=-1)
+    match = (hangs & (node_token == of_parent) & (node_depth <= cap)) | (node == 0)
+    accepted = match
+    for word in tl.static_range(WORDS):
+        bit = tl.where((node >> 6) == word, tl.full((NODES,), 1, tl.int64) << (node & 63).to(tl.int64), 0)
+        # Bits are distinct, so their sum is their union.
+        missing = tl.sum(tl.where(match, 0, bit), 0)
+        accepted = accepted & ((tl.load(ancestors + at * WORDS + word, mask=real, other=0) & missing) == 0)
+    new = tl.sum(accepted.to(tl.int32), 0)
+
+    stop = tl.arange(0, STOPS)
+    stop_token = tl.load(stop_id + row * stops + stop, mask=stop < stops, other=-1)
+    stop_len = tl.full((), 0, tl.int32) + accept_width + 1
+    sound = tl.full((), 0, tl.int32) + accept_width
+    for begin in range(0, accept_width, BLOCK):
+        step = begin + tl.arange(0, BLOCK)
+        on_path = accepted[None, :] & (node_depth[None, :] == step[:, None])
+        found = tl.max(tl.where(on_path, node[None, :], 0), 1)
+        inside = step < accept_width
+        emitted = tl.load(drawn + lane * nodes + found, mask=inside, other=-1)
+        whole = tl.load(finite + lane * nodes + found, mask=inside, other=1) != 0
+        hit = (emitted[:, None] == stop_token[None, :]) & (stop_token >= 0)[None, :]
+        stopped = (tl.max(hit.to(tl.int32), 1) > 0) & (step < new) & inside
+        stop_len = tl.minimum(stop_len, tl.min(tl.where(stopped, step + 1, accept_width + 1), 0))
+        sound = tl.minimum(sound, tl.min(tl.where(whole, accept_width, step), 0))
+        tl.store(path + lane * accept_width + step, tl.where(live, found, 0).to(tl.int64), mask=inside)
+
+    length = tl.minimum(tl.minimum(new, stop_len).to(tl.int64), tl.maximum(tokens_left, 0))
+    reason = tl.where(stop_len == length, STOPPED, tl.where(tokens_left <= length, OUT_OF_BUDGET, LIVE))
+    failed = sound < length
+    tl.store(accept_len + lane, tl.where(live, tl.minimum(length, sound.to(tl.int64)), 0))
+    tl.store(outcome + lane, tl.where(live, tl.where(failed, ROW_FAILED, reason + ROW_LIVE).to(tl.int64), row_status))
+
+
+def tree_walk(
+    node_token_BN: Tensor,
+    node_parent_BN: Tensor,
+    node_depth_BN: Tensor,
+    node_ancestors_BNX: Tensor,
+    drawn_BN: Tensor,
+    finite_BN: Tensor,
+    depth_cap_B: Tensor | None,
+    lane_row_B: Tensor,
+    status_R: Tensor,
+    seq_len_R: Tensor,
+    draft_len_R: Tensor,
+    budget_R: Tensor,
+    stop_id_RE: Tensor,
+    draft_context: int,
+    sample_BN: Tensor,
+    path_BA: Tensor,
+    accept_len_B: Tensor,
+    outcome_B: Tensor,
+) -> None:
+    lanes, nodes, words = node_ancestors_BNX.shape
+    stops = stop_id_RE.shape[1]
+    padded = max(32, triton.next_power_of_2(nodes))
+    launch(
+        _tree_walk, (lanes,), node_token_BN, node_parent_BN, node_depth_BN, node_ancestors_BNX, drawn_BN.contiguous(),
+        finite_BN.contiguous().view(torch.uint8), depth_cap_B, lane_row_B, status_R, seq_len_R, draft_len_R, budget_R, stop_id_RE,
+        draft_context, sample_BN, path_BA, accept_len_B, outcome_B, nodes, path_BA.shape[1], stops,
+        CAPPED=depth_cap_B is not None, NODES=padded, WORDS=words, STOPS=triton.next_power_of_2(max(stops, 1)), BLOCK=BLOCK,
+        LIVE=LIVE, STOPPED=STOPPED, OUT_OF_BUDGET=OUT_OF_BUDGET, ROW_LIVE=ROW_LIVE, ROW_FAILED=ROW_FAILED,
+        num_warps=1 if padded == 32 else 2,
+    )  # fmt: skip
+
+
+def _fake(
+    node_token_BN: Tensor,
+    node_parent_BN: Tensor,
+    node_depth_BN: Tensor,
+    node_ancestors_BNX: Tensor,
+    drawn_BN: Tensor,
+    finite_BN: Tensor,
+    depth_cap_B: Tensor | None,
+    lane_row_B: Tensor,
+    status_R: Tensor,
+    seq_len_R: Tensor,
+    draft_len_R: Tensor,
+    budget_R: Tensor,
+    stop_id_RE: Tensor,
+    draft_context: int,
+    sample_BN: Tensor,
+    path_BA: Tensor,
+    accept_len_B: Tensor,
+    outcome_B: Tensor,
+) -> None:
+    return None
+
+
+OP = register("tree_walk", tree_walk, _fake, mutates=("sample_BN", "path_BA", "accept_len_B", "outcome_B"))
+
+
+def _call(lanes: int, nodes: int, width: int, capped: bool = False) -> dict[str, Any]:
+    def words(*shape: int) -> Tensor:
+        return torch.empty(*shape, dtype=torch.int64, device="meta")
+
+    slots = meta_nodes(lanes, nodes)
+    return {
+        **{name: slot for name, slot in slots.items() if not name.startswith("window")},
+        "drawn_BN": words(lanes, nodes),
+        "finite_BN": torch.empty(lanes, nodes, dtype=torch.bool, device="meta"),
+        "depth_cap_B": words(lanes) if capped else None,
+        **{name: words(65) for name in ("status_R", "seq_len_R", "draft_len_R", "budget_R")},
+        "stop_id_RE": words(65, 8),
+        "draft_context": 2048,
+        "sample_BN": words(lanes, nodes),
+        "path_BA": words(lanes, width),
+        "accept_len_B": words(lanes),
+        "outcome_B": words(lanes),
+    }
+
+
+AOT = (
+    AotCase("b1-s5-n8", tree_walk, lambda: _call(1, 8, 6)),
+    AotCase("b8-s5-n64", tree_walk, lambda: _call(8, 64, 6)),
+    AotCase("b8-s7-chain", tree_walk, lambda: _call(8, 8, 8)),
+    AotCase("b8-n128-a128-capped", tree_walk, lambda: _call(8, 128, 128, capped=True)),
+)

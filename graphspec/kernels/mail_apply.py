@@ -1,0 +1,156 @@
+"""The host's message for one launch, applied to the rows' state."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .op import Case, KernelOp
+
+FREE = 0
+"""``status_R`` of a row nobody holds (:class:`graphspec.buffers.Status`)."""
+JOIN_WORDS = 12
+"""Words of a join before its stop ids."""
+
+
+def _floats(words: Tensor) -> Tensor:
+    """The float32 in the low half of each word."""
+    return words.to(torch.int32).view(torch.float32)
+
+
+def mail_apply(
+    mail: Tensor,
+    lanes_at: int,
+    aborts_at: int,
+    pages_at: int,
+    join_at: int,
+    lane_row_B: Tensor,
+    lane_table_BP: Tensor,
+    lane_seed_B: Tensor,
+    lane_temperature_B: Tensor,
+    status_R: Tensor,
+    budget_R: Tensor,
+    seed_R: Tensor,
+    temperature_R: Tensor,
+    draft_len_R: Tensor,
+    stop_id_RE: Tensor,
+    page_table_RP: Tensor,
+    top_k_R: Tensor | None = None,
+    top_p_R: Tensor | None = None,
+    min_p_R: Tensor | None = None,
+    repetition_R: Tensor | None = None,
+    presence_R: Tensor | None = None,
+    frequency_R: Tensor | None = None,
+    output_count_RV: Tensor | None = None,
+    prompt_seen_RV: Tensor | None = None,
+    bias_id_RI: Tensor | None = None,
+    bias_value_RI: Tensor | None = None,
+    stop_from_R: Tensor | None = None,
+) -> None:
+    """Lanes, aborts, page-table entries and one join, from a vector of int64 words into the slots, in place.
+
+    Lane b takes row ``mail[lanes_at + b]``. Every row in ``mail[aborts_at:pages_at]`` becomes free. Words from ``pages_at`` to ``join_at``
+    are triples (row, column, page). The join's words are row, budget, seed, temperature, draft length, top-k, top-p, min-p, repetition,
+    presence, frequency, first position of a stop id; E stop ids, I biased ids and I values follow. Floats are the float32 in a word's low
+    half. The join's row takes all of them, and its counts become zero. Nothing says that a part of the message is absent: what is unused
+    names the dummy row, which the join always fills. Joins and aborts touch different slots, so their order shows nowhere.
+
+    After all that each lane's slots take its row's page table, seed and temperature: what the stages of this launch read.
+
+    Rows and columns are in range. Triples of one row and column, and rows aborted twice, agree on the value.
+
+    Args:
+        mail: int64 words.
+        lanes_at, aborts_at, pages_at, join_at: static offsets, in this order; the lanes hold at least B words.
+        lane_row_B, lane_seed_B: int64. lane_table_BP: int32. lane_temperature_B: float32.
+        status_R, budget_R, seed_R, draft_len_R, top_k_R, stop_from_R: int64. temperature_R and the other ``_R``: float32.
+        stop_id_RE, bias_id_RI: int64. bias_value_RI: float32. page_table_RP: int32.
+        output_count_RV, prompt_seen_RV: integers.
+        top_k_R to min_p_R, repetition_R to prompt_seen_RV, bias_id_RI to stop_from_R: three groups of slots, each whole or None.
+    """
+    lane_row_B.copy_(mail[lanes_at : lanes_at + lane_row_B.shape[0]])
+    status_R.index_fill_(0, mail[aborts_at:pages_at], FREE)
+    row, column, page = mail[pages_at:join_at].view(-1, 3).unbind(1)
+    page_table_RP.index_put_((row, column), page.to(torch.int32))
+    stops_at = join_at + JOIN_WORDS
+    ids_at = stops_at + stop_id_RE.shape[1]
+    join = mail[join_at:stops_at]
+    to = join[0:1]
+    budget_R.index_copy_(0, to, join[1:2])
+    seed_R.index_copy_(0, to, join[2:3])
+    temperature_R.index_copy_(0, to, _floats(join[3:4]))
+    draft_len_R.index_copy_(0, to, join[4:5])
+    stop_id_RE.index_copy_(0, to, mail[None, stops_at:ids_at])
+    lane_table_BP.copy_(page_table_RP[lane_row_B])
+    lane_seed_B.copy_(seed_R[lane_row_B])
+    lane_temperature_B.copy_(temperature_R[lane_row_B])
+    if top_k_R is not None:
+        assert top_p_R is not None and min_p_R is not None
+        top_k_R.index_copy_(0, to, join[5:6])
+        top_p_R.index_copy_(0, to, _floats(join[6:7]))
+        min_p_R.index_copy_(0, to, _floats(join[7:8]))
+    if repetition_R is not None:
+        assert presence_R is not None and frequency_R is not None and output_count_RV is not None and prompt_seen_RV is not None
+        repetition_R.index_copy_(0, to, _floats(join[8:9]))
+        presence_R.index_copy_(0, to, _floats(join[9:10]))
+        frequency_R.index_copy_(0, to, _floats(join[10:11]))
+        output_count_RV.index_fill_(0, to, 0)
+        prompt_seen_RV.index_fill_(0, to, 0)
+    if stop_from_R is not None:
+        assert bias_id_RI is not None and bias_value_RI is not None
+        values_at = ids_at + bias_id_RI.shape[1]
+        stop_from_R.index_copy_(0, to, join[11:12])
+        bias_id_RI.index_copy_(0, to, mail[None, ids_at:values_at])
+        bias_value_RI.index_copy_(0, to, _floats(mail[None, values_at : values_at + bias_id_RI.shape[1]]))
+
+
+def _cases(generator: torch.Generator) -> list[Case]:
+    def integers(least: int, most: int, *shape: int) -> Tensor:
+        return torch.randint(least, most, shape, generator=generator)
+
+    def case(lanes: int, rows: int, columns: int, updates: int, stops: int, groups: str = "", biased: int = 3, vocab: int = 70) -> Case:
+        places = torch.randperm(rows * columns, generator=generator)[:updates]
+        pages = torch.stack((places // columns, places % columns, integers(1, 1000, updates)), 1)
+        bits = torch.randn(JOIN_WORDS + biased, generator=generator).view(torch.int32).long()
+        join = integers(-(2**62), 2**62, JOIN_WORDS)
+        join[0] = integers(0, rows, 1)[0]
+        for word in (3, 6, 7, 8, 9, 10):
+            join[word] = bits[word]
+        parts = (integers(0, rows, lanes + 1), integers(0, rows, rows), pages.flatten(), join, integers(-1, 99, stops))
+        at = [0, lanes + 1, lanes + 1 + rows, lanes + 1 + rows + 3 * updates]
+        truncate, penalties, bias = (group in groups for group in "tpb")
+        return {
+            "mail": torch.cat((*parts, integers(-1, 99, biased), bits[-biased:], integers(0, 99, 5))),
+            "lanes_at": at[0], "aborts_at": at[1], "pages_at": at[2], "join_at": at[3],
+            "lane_row_B": torch.full((lanes,), -(2**40)),
+            "lane_table_BP": torch.full((lanes, columns), -(2**31), dtype=torch.int32),
+            "lane_seed_B": torch.full((lanes,), -(2**40)), "lane_temperature_B": torch.full((lanes,), torch.nan),
+            "status_R": integers(0, 5, rows), "budget_R": integers(0, 99, rows), "seed_R": integers(-99, 99, rows),
+            "temperature_R": torch.rand(rows, generator=generator), "draft_len_R": integers(0, 9, rows),
+            "stop_id_RE": integers(-1, 99, rows, stops), "page_table_RP": integers(0, 999, rows, columns).to(torch.int32),
+            "top_k_R": integers(0, 9, rows) if truncate else None,
+            **{name: torch.rand(rows, generator=generator) if truncate else None for name in ("top_p_R", "min_p_R")},
+            **{n: torch.rand(rows, generator=generator) if penalties else None for n in ("repetition_R", "presence_R", "frequency_R")},
+            "output_count_RV": integers(0, 9, rows, vocab).to(torch.int32) if penalties else None,
+            "prompt_seen_RV": integers(0, 2, rows, vocab).to(torch.int8) if penalties else None,
+            "bias_id_RI": integers(-1, 99, rows, biased) if bias else None,
+            "bias_value_RI": torch.rand(rows, biased, generator=generator) if bias else None,
+            "stop_from_R": integers(0, 99, rows) if bias else None,
+        }  # fmt: skip
+
+    return [case(1, 2, 1, 0, 1), case(3, 5, 7, 9, 2, "tpb"), case(2, 3, 130, 300, 4, "p", vocab=4099), case(4, 9, 17, 1, 8, "tb", 1)]
+
+
+OP = KernelOp(
+    name="mail_apply",
+    contract=mail_apply.__doc__ or "",
+    reference=mail_apply,
+    cases=_cases,
+    implementations={"fused": "graphspec.kernels.fused.mail_apply:OP"},
+    mutates=(
+        "lane_row_B", "lane_table_BP", "lane_seed_B", "lane_temperature_B",
+        "status_R", "budget_R", "seed_R", "temperature_R", "draft_len_R", "stop_id_RE", "page_table_RP",
+        "top_k_R", "top_p_R", "min_p_R", "repetition_R", "presence_R", "frequency_R", "output_count_RV", "prompt_seen_RV",
+        "bias_id_RI", "bias_value_RI", "stop_from_R",
+    ),
+)  # fmt: skip

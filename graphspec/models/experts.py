@@ -1,0 +1,66 @@
+"""Mixtures of experts: DeepSeek-V2 (arXiv 2405.04434, section 2.2), DeepSeek-V3 (arXiv 2412.19437, section 2.1.2), Qwen3-MoE."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from ..kernels.moe_mlp import moe_mlp
+from ..kernels.moe_route import moe_route
+from .layers import MLP, KernelModule, Linear, RMSNorm, make_parameter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ..facts import ModelFacts
+    from ..kernels.registry import KernelSet
+
+
+class Router(Linear):
+    """Logits of the experts. Its weight is loaded in float32 where the published router computes in it."""
+
+    def __init__(self, in_features: int, num_experts: int, *, float32: bool) -> None:
+        super().__init__(in_features, num_experts)
+        self.float32_names = ("weight",) if float32 else ()
+
+
+class MixtureOfExperts(KernelModule):
+    """A router, the experts it chooses for each token, and the experts that every token goes to.
+
+    Args:
+        facts: sizes; ``facts.experts`` is there.
+    """
+
+    float32_names = ("correction_E",)
+
+    def __init__(self, facts: ModelFacts) -> None:
+        super().__init__()
+        assert facts.experts is not None, "a model with experts"
+        experts = self.experts = facts.experts
+        hidden, width = facts.hidden_size, experts.intermediate_size
+        self.router = Router(hidden, experts.num_experts, float32=experts.float32_router)
+        self.correction_E = make_parameter(experts.num_experts) if experts.sigmoid else None
+        self.gate_up_EFH = make_parameter(experts.num_experts, 2 * width, hidden)
+        self.down_EHF = make_parameter(experts.num_experts, hidden, width)
+        self.shared_experts = MLP(facts, experts.shared_size) if experts.shared_size else None
+        self.route: Callable[..., tuple[Tensor, Tensor]] = moe_route
+        self.mix: Callable[..., Tensor] = moe_mlp
+
+    def use_kernels(self, kernels: KernelSet) -> None:
+        self.route, self.mix = kernels.moe_route, kernels.moe_mlp
+
+    def forward(self, x_BTH: Tensor, norm: RMSNorm, residual_BTH: Tensor, valid_BT: Tensor) -> Tensor:
+        """``residual + mixture(norm(x))``, ``[B, T, H]``; tokens that are not valid go to no expert of the router."""
+        facts, weight = self.experts, self.router.weight
+        x_BTH = norm(x_BTH)
+        routed_BTH = x_BTH.to(weight.dtype) if weight is not None else x_BTH
+        logits_BTE = self.router(routed_BTH, float32=True)
+        index_TK, weight_TK = self.route(
+            logits_BTE.flatten(0, 1), self.correction_E, valid_BT.flatten(), facts.topk, facts.groups, facts.topk_groups, facts.group_best,
+            facts.sigmoid, facts.normalize, facts.scaling,
+        )  # fmt: skip
+        out_BTH = self.mix(x_BTH.flatten(0, 1), index_TK, weight_TK, self.gate_up_EFH, self.down_EHF).view_as(x_BTH)
+        if self.shared_experts is not None:
+            out_BTH = self.shared_experts(x_BTH, residual=out_BTH)
+        return residual_BTH + out_BTH

@@ -1,0 +1,77 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1) in absorbed form."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from ..attention import LatentTransform
+from .layers import Linear, RMSNorm, make_parameter
+
+if TYPE_CHECKING:
+    from ..attention import Attention
+    from ..facts import ModelFacts
+
+NORM_EPS = 1e-6
+"""Of the norms of compressed queries, keys and values: the published code takes no other, whatever ``rms_norm_eps`` says."""
+
+
+class LatentAttention(nn.Module):
+    """Projections around an attention over one latent row per token that all heads share.
+
+    Keys and values of a head are the row times its ``W_UK`` and ``W_UV``. Here ``W_UK`` is multiplied into the query and ``W_UV`` applied
+    behind the attention, so that neither keys nor values are ever built.
+
+    Args:
+        facts: sizes and biases; ``facts.latent`` is there.
+        layer: index of this layer, for its KV.
+    """
+
+    def __init__(self, facts: ModelFacts, layer: int) -> None:
+        super().__init__()
+        assert facts.latent is not None, "a model with latent attention"
+        latent = self.latent = facts.latent
+        self.layer = layer
+        heads, query = facts.num_heads, facts.num_heads * (latent.nope_dim + latent.rope_dim)
+        bias = facts.attention_bias
+        self.qkv_a_proj: Linear | None = None
+        self.q_a_layernorm: RMSNorm | None = None
+        if latent.query_rank is None:
+            self.q_proj = Linear(facts.hidden_size, query)
+            self.kv_a_proj = Linear(facts.hidden_size, latent.row_dim, bias=bias)
+        else:
+            self.qkv_a_proj = Linear(facts.hidden_size, latent.query_rank, latent.row_dim, bias=bias)
+            self.q_a_layernorm = RMSNorm(latent.query_rank, NORM_EPS)
+            self.q_b_proj = Linear(latent.query_rank, query)
+        self.kv_a_layernorm = RMSNorm(latent.rank, NORM_EPS)
+        # Per head the rows of W_UK, then those of W_UV, as the checkpoint has them.
+        self.kv_b_QDL = make_parameter(heads, latent.nope_dim + latent.value_dim, latent.rank)
+        self.o_proj = Linear(heads * latent.value_dim, facts.hidden_size, bias=facts.output_bias)
+
+    def forward(
+        self,
+        x_BTH: Tensor,
+        cos_BTD: Tensor,
+        sin_BTD: Tensor,
+        attention: Attention,
+        norm: RMSNorm | None = None,
+        residual_BTH: Tensor | None = None,
+    ) -> Tensor:
+        """``residual + attention(norm(x))``, ``[B, T, H]``; either may be absent. cos and sin are ``[B, T, R / 2]``."""
+        facts = self.latent
+        if self.qkv_a_proj is None:
+            query_BTE, latent_BTE = self.q_proj(x_BTH, norm), self.kv_a_proj(x_BTH, norm)
+        else:
+            low_BTE, latent_BTE = self.qkv_a_proj(x_BTH, norm).split(self.qkv_a_proj.parts, dim=-1)
+            query_BTE = self.q_b_proj(low_BTE, self.q_a_layernorm)
+        query_BTQD = query_BTE.unflatten(-1, (-1, facts.nope_dim + facts.rope_dim))
+        nope_BTQN, rope_BTQR = query_BTQD.split((facts.nope_dim, facts.rope_dim), dim=-1)
+        key_QNL, value_QVL = self.kv_b_QDL.split((facts.nope_dim, facts.value_dim), dim=1)
+        transform = LatentTransform(self.kv_a_layernorm.weight, self.kv_a_layernorm.eps, cos_BTD, sin_BTD, facts.interleaved)
+        query_BTQL = torch.einsum("btqn,qnl->btql", nope_BTQN, key_QNL)
+        mixed_BTQL = attention.latent(self.layer, query_BTQL, rope_BTQR, latent_BTE, transform, facts.scale)
+        out_BTQV = torch.einsum("btql,qvl->btqv", mixed_BTQL, value_QVL)
+        out_BTH: Tensor = self.o_proj(out_BTQV.flatten(2), residual=residual_BTH)
+        return out_BTH

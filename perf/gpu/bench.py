@@ -1,0 +1,278 @@
+"""An engine with random weights whose rows stand at a given context, and the time its cycles take.
+
+Nothing is loaded: time depends on shapes, not on values. What the drafts are worth is forced by ``accept=synthetic``, so the tokens mean
+nothing; that captured programs do what their stages do, and that the same programs are right when acceptance is real, is what the ``gpu``
+tests show in the same run (``make gpu-check``).
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphspec.buffers import DTYPES, Status
+from graphspec.catalog import load_object
+from graphspec.config import AcceptConfig, Config, HardwareConfig, KernelsConfig, ModelConfig, RuntimeConfig, VariantConfig
+from graphspec.cycle import Cycle
+from graphspec.facts import read_model_facts
+from graphspec.graphs.mailbox import Message
+from graphspec.kernels import select_kernels
+from graphspec.models.layers import use_kernels
+from graphspec.models.llama import LlamaModel
+from graphspec.plan import Plan, make_plan
+from graphspec.shapes import GREEDY, CycleShape
+from graphspec.variants.eagle3 import Eagle3Draft
+
+LLAMA_8B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama",
+    "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "hidden_act": "silu",
+    "rope_theta": 500000.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "bos_token_id": 128000, "eos_token_id": 128001,
+}  # fmt: skip
+"""Llama-3.1-8B, its rope scaling left out: it changes a table, not a shape."""
+EAGLE3_8B: dict[str, Any] = {
+    **LLAMA_8B, "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": 32000,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One engine: how it drafts, how many rows, at which context.
+
+    Attributes:
+        name: of its rows in results.
+        shape: (S, K, N); S = 0 decodes plainly.
+        lanes: rows in the batch; one bucket of this size is captured.
+        context: committed tokens of each row.
+        length: tokens a cycle accepts, forced.
+        keys: further keys of the kernels group (``mode``, ``numerics``, ``programmatic_launch``).
+    """
+
+    name: str
+    shape: CycleShape
+    lanes: int = 1
+    context: int = 2048
+    length: float = 4.0
+    keys: tuple[tuple[str, Any], ...] = ()
+
+
+def write_configs(folder: Path, target: dict[str, Any] | None = None, draft: dict[str, Any] | None = None) -> tuple[Path, Path]:
+    """Folders with a ``config.json`` each, which is all that is ever read."""
+    for name, values in (("target", target or LLAMA_8B), ("draft", draft or EAGLE3_8B)):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        (folder / name / "config.json").write_text(json.dumps(values), encoding="utf-8")
+    return folder / "target", folder / "draft"
+
+
+def fill_at_random(network: nn.Module, seed: int = 0) -> None:
+    """Small normal weights, norms of one: activations stay finite through any depth."""
+    generator: torch.Generator | None = None
+    for name, parameter in network.named_parameters():
+        if generator is None:
+            generator = torch.Generator(parameter.device).manual_seed(seed)
+        if "norm" in name:
+            parameter.data.fill_(1.0)
+        else:
+            parameter.data.normal_(0.0, 0.02, generator=generator)
+
+
+class Bench:
+    """An engine over random weights, every row at ``case.context``, one program ready to be launched again and again.
+
+    Args:
+        case: what to build.
+        target, draft: folders with a ``config.json``.
+        device: ``cuda``; ``cpu`` shows that the code runs and measures nothing of interest.
+        runtime: preset of the runtime.
+        networks: of an earlier case over the same configs; weights are by far the longest to make.
+    """
+
+    def __init__(
+        self, case: Case, target: Path, draft: Path, *, device: str = "cuda", runtime: str = "captured",
+        networks: tuple[LlamaModel, Eagle3Draft] | None = None,
+    ) -> None:  # fmt: skip
+        self.case = case
+        self.config = self._config(case, target, draft, device, runtime)
+        facts = read_model_facts(target)
+        head = load_object("graphspec.facts:read_eagle3_facts")(draft, facts)
+        speculates = case.shape.num_steps > 0
+        self.plan: Plan = make_plan(self.config, facts, head if speculates else None, device=device)
+        self.networks = networks or self._networks(self.plan, facts, head, device)
+        for network in self.networks:
+            use_kernels(network, self._kernels())
+        self.networks[0].tap_layers = self.plan.tap_layers
+        self.cycle = Cycle(self.plan, self.networks[0], self.networks[1] if speculates else None, self._kernels())
+        self.key = self.plan.graph_keys(GREEDY)[0]
+        self.cycle.prepare([self.key])
+        self.message = Message(lanes=list(range(case.lanes)))
+
+    @staticmethod
+    def _config(case: Case, target: Path, draft: Path, device: str, runtime: str) -> Config:
+        shape, speculates = case.shape, case.shape.num_steps > 0
+        keys = {"num_steps": shape.num_steps, "topk": shape.topk, "num_draft_tokens": shape.num_draft_tokens} if speculates else {}
+        return Config(
+            model=ModelConfig(path=str(target), max_context=case.context + 1024),
+            variant=VariantConfig(name="eagle3" if speculates else "none", draft=str(draft) if speculates else None, **keys),
+            runtime=RuntimeConfig(name=runtime, max_rows=case.lanes, buckets=[case.lanes], page_size=16, cycles_in_flight=2),
+            kernels=KernelsConfig(**dict(case.keys)),
+            accept=AcceptConfig(rule="synthetic", synthetic_length=min(case.length, shape.num_steps + 1)) if speculates else AcceptConfig(),
+            hardware=HardwareConfig(device=device, dtype="bfloat16" if device == "cuda" else "float32"),
+        )
+
+    def _kernels(self) -> Any:
+        plan = self.plan
+        return select_kernels(
+            plan.kernels, plan.attention, plan.device, linear=plan.linear, dtype=plan.dtype, numerics=plan.numerics,
+            programmatic_launch=plan.programmatic_launch,
+        )  # fmt: skip
+
+    @staticmethod
+    def _networks(plan: Plan, facts: Any, head: Any, device: str) -> tuple[LlamaModel, Eagle3Draft]:
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(DTYPES[plan.dtype])
+        try:
+            with torch.device(device):
+                target = LlamaModel(facts, head.tap_layers, plan.max_positions)
+                draft = Eagle3Draft(head, plan.max_positions, embed_tokens=target.embed_tokens)
+        finally:
+            torch.set_default_dtype(before)
+        for network in (target, draft):
+            network.rotary.to(device)
+            fill_at_random(network)
+        if draft.target_token_Vd is not None:
+            generator = torch.Generator().manual_seed(0)
+            chosen = torch.randperm(facts.vocab_size, generator=generator)[: head.draft_vocab_size].sort().values
+            draft.target_token_Vd = chosen.to(device)
+        return target.eval(), draft.eval()
+
+    def rewind(self) -> None:
+        """Every row back at ``case.context``, live, with pages for all it may reach."""
+        arena, plan, lanes = self.cycle.arena, self.plan, self.case.lanes
+        rows = slice(0, lanes)
+        arena["seq_len_R"][rows] = self.case.context
+        arena["status_R"][rows] = Status.LIVE
+        arena["budget_R"][rows] = 1 << 40
+        arena["draft_len_R"][rows] = plan.shape.num_steps
+        arena["window_len_R"][rows] = 1
+        arena["window_token_RA"][rows] = -1
+        arena["window_token_RA"][rows, 0] = 1
+        arena["stop_id_RE"][rows] = -1
+        pages = torch.arange(1, 1 + lanes * plan.table_width, device=arena.device, dtype=torch.int32)
+        arena["page_table_RP"][rows] = pages.view(lanes, plan.table_width)
+        mail = torch.zeros(self.cycle.layout.size, dtype=torch.int64)
+        self.cycle.layout.encode(self.message, mail)
+        arena["mail"].copy_(mail)
+
+    def cycles_before_rewind(self) -> int:
+        """Cycles until a row would leave its context."""
+        return 900 // self.plan.accept_width
+
+    def milliseconds(self, seconds: float = 1.5, warm_up: float = 0.5) -> dict[str, float]:
+        """Of one cycle, replayed back to back: median and 10th and 90th percentile over blocks of replays."""
+        return measure(self.cycle.programs[self.key], self.rewind, self.cycles_before_rewind(), self.plan.device, seconds, warm_up)
+
+    def host_microseconds(self, cycles: int = 200) -> float:
+        """Host time of one launch and one read, waiting for the device not counted; median."""
+        spent = []
+        for number in range(cycles):
+            if number % self.cycles_before_rewind() == 0:
+                self._wait()
+                self.rewind()
+            began = time.perf_counter()
+            ticket = self.cycle.launch(self.key, self.message)
+            launched = time.perf_counter()
+            self._wait()
+            ready = time.perf_counter()
+            self.cycle.read(ticket)
+            spent.append((launched - began) + (time.perf_counter() - ready))
+        return 1e6 * statistics.median(spent)
+
+    def _wait(self) -> None:
+        if self.plan.device == "cuda":
+            torch.cuda.synchronize()
+
+    def stage_milliseconds(self) -> dict[str, float]:
+        """Each stage captured on its own. Their sum is more than the cycle: what fuses or overlaps across stages does not here."""
+        from graphspec.graphs.capture import Capturer
+
+        program, found = self.cycle.programs[self.key], {}
+        capturer = Capturer(self.cycle.arena) if self.plan.captured else None
+        self.rewind()
+        with torch.no_grad():
+            # In order, so that every stage finds what the ones before it leave; the commit moves on, and the rewind takes it back.
+            for stage, step in zip(program.stages, program.steps, strict=True):
+                step()
+                run = capturer.capture(step) if capturer else step
+                found[stage.name] = measure(run, lambda: None, 50, self.plan.device, 0.2, 0.05)["median"]
+                if stage.name.startswith("commit"):
+                    self.rewind()
+        return found
+
+    def floor_bytes(self) -> int:
+        """Bytes one cycle must read: weights once per pass, KV of every row once per pass. Activations and logits are not counted."""
+        target, draft = self.networks
+        steps, size = self.case.shape.num_steps, torch.empty(0, dtype=DTYPES[self.plan.dtype]).element_size()
+
+        def weights(network: nn.Module, *left_out: nn.Module) -> int:
+            skip = {id(p) for module in left_out for p in module.parameters()}
+            return sum(p.numel() * p.element_size() for p in network.parameters() if id(p) not in skip)
+
+        def kv(facts: Any) -> int:
+            return 2 * facts.num_layers * facts.num_kv_heads * facts.head_dim * size * self.case.context * self.case.lanes
+
+        total = weights(target, target.embed_tokens) + kv(self.plan.target)
+        if steps:
+            once = weights(draft.fc)
+            each = weights(draft, draft.embed_tokens, draft.fc)
+            total += once + steps * (each + kv(draft.facts.decoder))
+        return total
+
+
+def measure(
+    run: Callable[[], Any], rewind: Callable[[], None], block: int, device: str, seconds: float, warm_up: float
+) -> dict[str, float]:
+    """Milliseconds of ``run``: blocks of ``block`` calls between two events, the time of a call in each block, median and spread."""
+    on_gpu = device == "cuda"
+
+    def once() -> float:
+        rewind()
+        if not on_gpu:
+            began = time.perf_counter()
+            with torch.no_grad():
+                for _ in range(block):
+                    run()
+            return 1e3 * (time.perf_counter() - began) / block
+        first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        first.record()
+        with torch.no_grad():
+            for _ in range(block):
+                run()
+        last.record()
+        last.synchronize()
+        return first.elapsed_time(last) / block
+
+    end = time.perf_counter() + warm_up
+    once()
+    while time.perf_counter() < end:
+        once()
+    times, end = [once()], time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        times.append(once())
+    times.sort()
+    return {"median": statistics.median(times), "p10": times[len(times) // 10], "p90": times[-1 - len(times) // 10], "blocks": len(times)}
+
+
+def copy_bandwidth(device: str, gib: float = 2.0) -> float:
+    """Bytes per second read plus written by a device-to-device copy; the figure that floors are held against."""
+    source = torch.empty(int(gib * 2**30), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    found = measure(lambda: target.copy_(source), lambda: None, 5, device, 0.5, 0.2)
+    return 2 * source.numel() / (found["median"] / 1e3)

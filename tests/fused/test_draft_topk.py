@@ -1,0 +1,109 @@
+"""Fused ranking of a drafter's vocabulary: tokens of the reference, log-probabilities under the float law."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from graphspec.kernels.fused import draft_topk as module
+
+from ._vocabulary import call, functions, lane
+
+REFERENCE, FUSED = functions("draft_topk")
+CHUNK = module.CHUNK
+
+
+def case_of(logits: Tensor, topk: int, *, mapped: bool = False, temperature: list[float] | None = None, seed: int = 0) -> dict[str, Any]:
+    lanes, _, vocab = logits.shape
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "logits_BTVd": logits,
+        "topk": topk,
+        "target_token_Vd": torch.randperm(3 * vocab, generator=generator)[:vocab] if mapped else None,
+        "seed_B": torch.randint(-(2**62), 2**62, (lanes,), generator=generator) if temperature else None,
+        "position_B": torch.randint(0, 5000, (lanes,), generator=generator) if temperature else None,
+        "temperature_B": torch.tensor(temperature) if temperature else None,
+    }
+
+
+def check(case: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Tokens equal; errors of log-probabilities at most twice the reference's, against float64, and one rounding of the largest."""
+    logprob, token = call(FUSED, case)
+    expected_logprob, expected_token = REFERENCE(**case)
+    assert torch.equal(token, expected_token)
+    oracle, _ = REFERENCE(**{k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in case.items()})
+    finite = oracle.isfinite()
+    assert torch.equal(logprob.isfinite(), finite) and not logprob.isnan().any()
+    if finite.any():
+        own = (expected_logprob.double() - oracle)[finite].abs().max()
+        rounding = torch.finfo(torch.float32).eps * oracle[finite].abs().max()
+        assert (logprob.double() - oracle)[finite].abs().max() <= 2 * own + rounding
+    return logprob, token
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+@pytest.mark.parametrize(
+    ("vocab", "topk"),
+    [(1, 1), (2, 2), (37, 8), (37, 32), (1000, 32), (CHUNK - 1, 1), (CHUNK, 8), (CHUNK + 1, 4), (2 * CHUNK + 77, 8), (2 * CHUNK + 77, 1)],
+)
+def test_sizes(vocab: int, topk: int) -> None:
+    logits = randn(2, 1, vocab, seed=vocab)
+    check(case_of(logits[:1], topk, mapped=topk == 8))
+    check(case_of(logits, topk, mapped=topk != 8, temperature=[0.0, 0.9]))
+
+
+@pytest.mark.parametrize("merge", [1, 16])
+def test_winners_are_merged_in_any_number_of_steps(monkeypatch: pytest.MonkeyPatch, merge: int) -> None:
+    monkeypatch.setattr(module, "MERGE", merge)
+    check(case_of(randn(1, 1, 2 * CHUNK + 5), 6, mapped=True))
+
+
+@pytest.mark.parametrize("topk", [40, 100])
+def test_every_token_may_be_asked_for(topk: int) -> None:
+    logits = randn(1, 1, topk).round(decimals=0)
+    _, token = check(case_of(logits, topk))
+    assert sorted(token.flatten().tolist()) == list(range(topk))
+
+
+def test_ties_go_to_the_lowest_id_across_chunks() -> None:
+    logits = torch.full((1, 2, 2 * CHUNK + 9), -1.0)
+    ties = [3, CHUNK - 1, CHUNK, 2 * CHUNK, 2 * CHUNK + 8]
+    logits[0, 0, ties] = 2.0
+    logits[0, 1, ties] = torch.tensor([0.0, -0.0, 0.0, -0.0, 0.0])
+    _, token = check(case_of(logits, 7))
+    assert token.tolist() == [[[*ties, 0, 1]] * 2]
+
+
+def test_a_dead_row_is_impossible_not_nan() -> None:
+    logits = torch.full((1, 4, CHUNK + 3), torch.nan)
+    logits[0, 1] = torch.inf
+    logits[0, 2] = -torch.inf
+    logits[0, 3, CHUNK + 1] = -7.0
+    logprob, token = check(case_of(logits, 3))
+    assert logprob[0, :3].tolist() == [[-math.inf] * 3] * 3 and token[0, :3].tolist() == [[0, 1, 2]] * 3
+    assert logprob[0, 3].tolist() == [0.0, -math.inf, -math.inf] and token[0, 3].tolist() == [CHUNK + 1, 0, 1]
+    check(case_of(logits, 3, temperature=[1.0], mapped=True))
+
+
+@pytest.mark.parametrize("offset", [-3e4, 3e4])
+def test_large_logits_do_not_overflow_the_sum(offset: float) -> None:
+    logits = randn(1, 1, CHUNK + 40) + offset
+    logits[..., :CHUNK] = -torch.inf
+    check(case_of(logits, 4))
+
+
+def test_rows_do_not_depend_on_the_batch_around_them() -> None:
+    case = case_of(randn(2, 2, CHUNK + 100), 4, mapped=True, temperature=[0.7, 0.0])
+    logprob, token = call(FUSED, case)
+    again = call(FUSED, case)
+    assert torch.equal(again[0], logprob) and torch.equal(again[1], token)
+    for b, t in ((0, 0), (1, 1)):
+        alone = call(FUSED, lane(case, b, t))
+        assert torch.equal(alone[0][0, 0], logprob[b, t]) and torch.equal(alone[1][0, 0], token[b, t])

@@ -1,0 +1,115 @@
+"""The fused linear layer on a GPU: bfloat16 against float64, bits whatever the rows around them, and a replayed graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from graphspec.kernels.fused.launch import semaphores
+from graphspec.kernels.fused.linear import fused_linear, linear
+from graphspec.kernels.fused.linear_choice import LinearShape, LinearTable, candidates
+from graphspec.kernels.fused.linear_tune import tune
+from graphspec.kernels.linear import linear as reference
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
+
+DEVICE = torch.device("cuda")
+LAYERS = {
+    "qkv": (1536, 1024, ("norm",)),
+    "o": (1024, 1024, ("residual",)),
+    "gate-up": (3584, 1024, ("norm", "gated")),
+    "down": (1024, 3584, ("residual", "bias")),
+    "head": (32003, 1024, ("norm", "float32")),
+    "odd": (1100, 1003, ("offset", "residual")),
+}
+
+
+def call(rows: int, layer: str, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
+    outputs, inputs, parts = LAYERS[layer]
+
+    def made(*sizes: int) -> Tensor:
+        return torch.randn(sizes, device=DEVICE).to(dtype)
+
+    arguments: dict[str, Any] = {"x": made(rows, inputs), "weight": made(outputs, inputs) * inputs**-0.5}
+    if "norm" in parts or "offset" in parts:
+        arguments |= {"norm_weight": made(inputs), "norm_eps": 1e-5, "norm_offset": "offset" in parts}
+    if "bias" in parts:
+        arguments["bias"] = made(outputs)
+    if "residual" in parts:
+        arguments["residual"] = made(rows, outputs)
+    return arguments | {"gated": "gated" in parts, "float32": "float32" in parts}
+
+
+def assert_law(found: Tensor, arguments: dict[str, Any]) -> None:
+    """Error against float64 at most twice the reference's, plus one rounding of the largest value."""
+    oracle = reference(**{key: value.double() if isinstance(value, Tensor) else value for key, value in arguments.items()})
+    own = (reference(**arguments).double() - oracle).abs().max()
+    allowed = 2 * own + torch.finfo(arguments["x"].dtype).eps * oracle.abs().max()
+    assert found.isfinite().all() and (found.double() - oracle).abs().max() <= allowed
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("rows", [1, 2, 8, 16, 17, 64])
+def test_bfloat16_against_float64(layer: str, rows: int) -> None:
+    arguments = call(rows, layer)
+    assert_law(linear(**arguments), arguments)
+    assert_law(fused_linear("batch_invariant")(**arguments), arguments)
+
+
+@pytest.mark.parametrize("layer", ["qkv", "gate-up"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_other_dtypes(layer: str, dtype: torch.dtype) -> None:
+    arguments = call(9, layer, dtype)
+    assert_law(linear(**arguments), arguments)
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("rows", [1, 16, 64])
+def test_every_candidate(layer: str, rows: int) -> None:
+    arguments = call(rows, layer)
+    outputs, inputs, parts = LAYERS[layer]
+    shape = LinearShape(
+        rows, outputs, inputs, "bfloat16", "norm_weight" in arguments, "gated" in parts, "residual" in parts, "bias" in parts
+    )
+    for config in candidates(shape):
+        found = linear(**arguments, config=config.encoded())
+        assert_law(found, arguments)
+        assert torch.equal(found, linear(**arguments, config=config.encoded()))
+    assert not semaphores(DEVICE, 1).any()
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_bits_of_a_row_do_not_depend_on_the_others(layer: str, dtype: torch.dtype) -> None:
+    multiply = fused_linear("batch_invariant")
+    arguments = call(600, layer, dtype)
+    whole = multiply(**arguments)
+    for begin, count in ((0, 1), (599, 1), (77, 2), (60, 64), (500, 100)):
+        rows = slice(begin, begin + count)
+        part = {key: value[rows].clone() if key in ("x", "residual") else value for key, value in arguments.items()}
+        assert torch.equal(multiply(**part), whole[rows])
+
+
+def test_replayed_graph_gives_the_same_bits() -> None:
+    arguments = call(8, "gate-up")
+    expected = linear(**arguments)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = linear(**arguments)
+    for _ in range(3):
+        found.zero_()
+        graph.replay()
+        assert torch.equal(found, expected)
+
+
+def test_tuning_measures_everything() -> None:
+    shape = LinearShape(8, 1536, 1024, "bfloat16", norm=True)
+    table = LinearTable()
+    [measured] = tune(table, [shape], DEVICE)
+    assert shape in table.entries and None in measured.times and len(measured.times) > 2
+    assert all(time > 0 for time in measured.times.values())
+    arguments = call(8, "qkv")
+    assert_law(fused_linear("fast", table)(**arguments), arguments)

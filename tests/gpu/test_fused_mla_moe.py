@@ -1,0 +1,174 @@
+"""Latent attention and mixtures of experts on a GPU, in bfloat16 and in sizes of DeepSeek-V2-Lite and DeepSeek-V3."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from graphspec.kernels.fused import latent_attention as fused_attention
+from graphspec.kernels.fused import latent_kv_write as fused_write
+from graphspec.kernels.fused import moe_mlp as fused_mlp
+from graphspec.kernels.fused import moe_route as fused_route
+from graphspec.kernels.latent_attention import latent_attention
+from graphspec.kernels.latent_chunk_attention import latent_chunk_attention
+from graphspec.kernels.latent_kv_write import latent_kv_write
+from graphspec.kernels.moe_mlp import moe_mlp
+from graphspec.kernels.moe_route import moe_route
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
+
+DEVICE = "cuda"
+
+
+def double(case: dict[str, Any]) -> dict[str, Any]:
+    return {k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in case.items()}
+
+
+def assert_float_law(found: Tensor, reference: Tensor, oracle: Tensor) -> None:
+    """Error against the float64 oracle at most twice the reference's, plus one rounding of the largest value."""
+    assert found.dtype == reference.dtype and torch.equal(found.isfinite(), oracle.isfinite())
+    own = (reference.double() - oracle).abs().max()
+    assert (found.double() - oracle).abs().max() <= 2 * own + torch.finfo(found.dtype).eps * oracle.abs().max()
+
+
+def attention_case(ends: list[int], tokens: int, heads: int, page_size: int, columns: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(tokens)
+    lanes, pages = len(ends), len(ends) * columns + 1
+    table = (torch.randperm(pages - 1, generator=generator) + 1).view(lanes, columns).to(torch.int32)
+    # A chain in the first lane, arbitrary bits in the others.
+    bits = torch.rand(lanes, tokens, 128, generator=generator) < 0.5
+    bits[0] = torch.arange(128) <= torch.arange(tokens)[:, None]
+    bits &= torch.arange(128) < tokens
+    case = {
+        "query_latent_BTQL": torch.randn(lanes, tokens, heads, 512, generator=generator).bfloat16(),
+        "query_rope_BTQR": torch.randn(lanes, tokens, heads, 64, generator=generator).bfloat16(),
+        "latent_pool": torch.randn(2, 1, pages, page_size, 1, 576, generator=generator).bfloat16(),
+        "layer": 1,
+        "table_BP": table,
+        "prefix_begin_BT": torch.zeros(lanes, tokens, dtype=torch.int64),
+        "prefix_end_B": torch.tensor(ends),
+        "ancestors_BTX": (bits.view(lanes, tokens, 2, 64).to(torch.int64) << torch.arange(64)).sum(-1),
+        "scale": 192**-0.5,
+    }
+    return {k: v.to(DEVICE) if isinstance(v, Tensor) else v for k, v in case.items()}
+
+
+@pytest.mark.parametrize(
+    ("ends", "tokens", "heads", "page_size", "columns"),
+    [
+        ([1900, 0, 255], 4, 16, 64, 32),
+        ([700, 31], 1, 128, 16, 60),
+        ([130], 70, 16, 1, 260),
+        ([4100], 4, 128, 64, 68),
+    ],
+)
+def test_latent_attention(ends: list[int], tokens: int, heads: int, page_size: int, columns: int) -> None:
+    case = attention_case(ends, tokens, heads, page_size, columns)
+    out = fused_attention.OP(**case)
+    assert_float_law(out, latent_attention(**case), latent_attention(**double(case)))
+    assert torch.equal(fused_attention.OP(**case), out)
+
+
+def test_latent_attention_depends_on_nothing_else() -> None:
+    """Bits of a chain are those of its tokens one at a time, alone, over a wider table."""
+    case = attention_case([1022, 77], 4, 16, 16, 80)
+    out = fused_attention.OP(**case)
+    for token in range(4):
+        one = {k: case[k][:1, token : token + 1] for k in ("query_latent_BTQL", "query_rope_BTQR", "prefix_begin_BT")}
+        one |= {k: case[k] for k in ("latent_pool", "layer", "scale")}
+        one["table_BP"] = torch.nn.functional.pad(case["table_BP"][:1], (0, 100))
+        one["prefix_end_B"] = case["prefix_end_B"][:1] + token
+        one["ancestors_BTX"] = torch.ones(1, 1, 2, dtype=torch.int64, device=DEVICE) * torch.tensor([1, 0], device=DEVICE)
+        assert torch.equal(fused_attention.OP(**one)[0, 0], out[0, token])
+
+
+def test_latent_chunk_attention() -> None:
+    case = attention_case([300, 0], 64, 16, 16, 40)
+    slot = case.pop("prefix_end_B")[:, None] + torch.arange(64, device=DEVICE)
+    del case["ancestors_BTX"]
+    case |= {"slot_BT": slot, "valid_BT": slot < 350}
+    found = fused_attention.CHUNK_OP(**case)
+    assert_float_law(found, latent_chunk_attention(**case), latent_chunk_attention(**double(case)))
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_latent_kv_write(interleaved: bool) -> None:
+    generator = torch.Generator(DEVICE).manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device=DEVICE).bfloat16()
+
+    slot = torch.tensor([[5, 6, 7, 8], [0, 1, 2, 3]], device=DEVICE)
+    case = {
+        "latent_pool": random(2, 1, 9, 16, 1, 576),
+        "layer": 1,
+        "latent_BTE": random(2, 4, 576),
+        "query_rope_BTQR": random(2, 4, 128, 192)[..., 128:],
+        "norm_weight_L": random(512),
+        "cos_BTD": random(2, 4, 32),
+        "sin_BTD": random(2, 4, 32),
+        "table_BP": torch.tensor([[3, 1], [8, 2]], dtype=torch.int32, device=DEVICE),
+        "slot_BT": slot,
+        "valid_BT": slot != 7,
+        "eps": 1e-6,
+        "interleaved": interleaved,
+    }
+    written, expected, oracle = ({**case, "latent_pool": case["latent_pool"].clone()} for _ in range(3))
+    oracle = double(oracle)
+    assert_float_law(fused_write.OP(**written), latent_kv_write(**expected), latent_kv_write(**oracle))
+    assert_float_law(*(x["latent_pool"][:, :, 1:] for x in (written, expected, oracle)))
+
+
+SIZES = [(1, 6, 64, 2048, 1408), (8, 8, 128, 2048, 768), (40, 6, 64, 2048, 1408), (130, 4, 16, 1024, 512), (4, 8, 32, 7168, 2048)]
+
+
+@pytest.mark.parametrize(("tokens", "topk", "experts", "hidden", "width"), SIZES)
+def test_moe(tokens: int, topk: int, experts: int, hidden: int, width: int) -> None:
+    generator = torch.Generator(DEVICE).manual_seed(tokens)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device=DEVICE)
+
+    logits, valid = random(tokens, experts), torch.arange(tokens, device=DEVICE) != 3
+    options = (topk, 4, 2, 2, True, True, 2.5) if topk <= experts // 2 else (topk, 1, 1, 2, True, True, 2.5)
+    index, weight = fused_route.OP(logits, random(experts) * 0.1, valid, *options)
+    generator.manual_seed(tokens)
+    logits_again, bias = random(tokens, experts), random(experts) * 0.1
+    expected_index, expected_weight = moe_route(logits_again, bias, valid, *options)
+    assert torch.equal(index, expected_index)
+    torch.testing.assert_close(weight, expected_weight, rtol=1e-5, atol=1e-6)
+    case = {
+        "x_TH": random(tokens, hidden).bfloat16(),
+        "index_TK": index,
+        "weight_TK": weight,
+        "gate_up_EFH": (random(experts, 2 * width, hidden) / hidden**0.5).bfloat16(),
+        "down_EHF": (random(experts, hidden, width) / width**0.5).bfloat16(),
+    }
+    out = fused_mlp.OP(**case)
+    assert_float_law(out, moe_mlp(**case), moe_mlp(**double(case)))
+    assert torch.equal(fused_mlp.OP(**case), out)
+
+
+def test_moe_bits_do_not_depend_on_the_batch_and_replay() -> None:
+    generator = torch.Generator(DEVICE).manual_seed(1)
+    case = {
+        "x_TH": torch.randn(24, 2048, generator=generator, device=DEVICE).bfloat16(),
+        "index_TK": torch.rand(24, 32, generator=generator, device=DEVICE).topk(6).indices,
+        "weight_TK": torch.rand(24, 6, generator=generator, device=DEVICE),
+        "gate_up_EFH": torch.randn(32, 2816, 2048, generator=generator, device=DEVICE).bfloat16() / 45,
+        "down_EHF": torch.randn(32, 2048, 1408, generator=generator, device=DEVICE).bfloat16() / 37,
+    }
+    out = fused_mlp.OP(**case)
+    for token in (0, 11, 23):
+        one = {k: v[token : token + 1] if k.endswith(("TH", "TK")) else v for k, v in case.items()}
+        assert torch.equal(fused_mlp.OP(**one)[0], out[token])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = fused_mlp.OP(**case)
+    for _ in range(3):
+        captured.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(captured, out)

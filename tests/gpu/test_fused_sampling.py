@@ -1,0 +1,116 @@
+"""Kernels over a vocabulary on a real GPU, in the sizes of a real model, against the references."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from graphspec.kernels import OPS
+from graphspec.kernels.filter_logits import filter_logits
+from graphspec.kernels.noise import gumbel_noise
+
+pytestmark = pytest.mark.gpu
+
+VOCAB, DRAFT_VOCAB = 128256, 32000
+OP = {op.name: op for op in OPS}
+
+
+def model_logits(lanes: int, rows: int, vocab: int, seed: int = 0) -> Tensor:
+    """Like a model's: bfloat16 values, so ties are common, and a few tokens far above the rest."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    logits = torch.randn(lanes, rows, vocab, device="cuda", generator=generator) * 2.5
+    logits[..., ::5003] += 12
+    return logits.bfloat16().float()
+
+
+def asks(lanes: int, rows: int) -> dict[str, Any]:
+    return {
+        "temperature_B": torch.tensor([0.0, 0.7, 1.0, 1.3], device="cuda")[torch.arange(lanes, device="cuda") % 4],
+        "seed_B": torch.arange(lanes, device="cuda") * 12345 - 7,
+        "position_BT": torch.arange(lanes * rows, device="cuda").view(lanes, rows) + 100,
+    }
+
+
+def filters(lanes: int) -> dict[str, Any]:
+    lane = torch.arange(lanes, device="cuda")
+    return {
+        "top_k_B": torch.tensor([-1, 50, 1000, 1], device="cuda")[lane % 4],
+        "top_p_B": torch.tensor([0.95, 1.0, 0.8], device="cuda")[lane % 3],
+        "min_p_B": torch.tensor([0.0, 0.02], device="cuda")[lane % 2],
+    }
+
+
+def assert_tokens_win(logits_BTV: Tensor, ask: dict[str, Any], found_BT: Tensor) -> None:
+    """Logarithms of two backends differ in the last bits, so the token's key, in float64, is the largest to within a few of them."""
+    noise_BTV = gumbel_noise(ask["seed_B"], ask["position_BT"], torch.arange(logits_BTV.shape[-1], device="cuda")).double()
+    heat_B11 = ask["temperature_B"].double()[:, None, None]
+    key_BTV = torch.where(heat_B11 > 0, logits_BTV.double() + heat_B11 * noise_BTV, logits_BTV.double())
+    behind_BT = key_BTV.amax(-1) - key_BTV.gather(-1, found_BT[..., None]).squeeze(-1)
+    assert behind_BT.max() < 1e-5 and not behind_BT[ask["temperature_B"] <= 0].any()
+
+
+@pytest.mark.parametrize(("lanes", "rows"), [(1, 1), (1, 8), (8, 8), (4, 64)])
+def test_samples_win(lanes: int, rows: int) -> None:
+    logits, ask, fused = model_logits(lanes, rows, VOCAB), asks(lanes, rows), OP["sample_tokens"].implementation("fused")
+    token, sound = fused(logits, None, None, None, None, None, None, True)
+    assert torch.equal(token, logits.argmax(-1)) and sound.all()
+    token, sound = fused(logits, *ask.values(), None, None, None, True)
+    assert_tokens_win(logits, ask, token)
+    token, _ = fused(logits, *ask.values(), *filters(lanes).values(), True)
+    kept = filter_logits(logits, ask["temperature_B"], **filters(lanes))
+    assert_tokens_win(kept, ask, token)
+    logits[-1, -1, 77] = torch.nan
+    sound = fused(logits, *ask.values(), *filters(lanes).values(), False)[1]
+    assert not sound[-1, -1] and sound.sum() == lanes * rows - 1
+
+
+@pytest.mark.parametrize(("lanes", "rows"), [(1, 1), (8, 8)])
+def test_filters_keep_what_the_reference_keeps(lanes: int, rows: int) -> None:
+    logits = model_logits(lanes, rows, VOCAB, 1)
+    case = {"temperature_B": asks(lanes, rows)["temperature_B"] + 0.1, **filters(lanes)}
+    found, expected = OP["filter_logits"].implementation("fused")(logits, **case), filter_logits(logits, **case)
+    # A weight may be cut to the integer beside it: at most the logits of one value come or go with it.
+    differ = found.isfinite() != expected.isfinite()
+    for row, values in zip(differ.flatten(0, 1), logits.flatten(0, 1), strict=True):
+        assert values[row].unique().numel() <= 1
+    assert differ.any(-1).sum() <= 1 + lanes * rows // 16
+
+
+@pytest.mark.parametrize(("lanes", "rows", "topk"), [(1, 1, 8), (8, 8, 8), (1, 1, 1), (2, 4, 32)])
+@pytest.mark.parametrize("noisy", [False, True])
+def test_draft_topk(lanes: int, rows: int, topk: int, noisy: bool) -> None:
+    logits = model_logits(lanes, rows, DRAFT_VOCAB, 2)
+    generator = torch.Generator("cuda").manual_seed(3)
+    ids = torch.randperm(VOCAB, device="cuda", generator=generator)[:DRAFT_VOCAB].sort().values
+    ask = asks(lanes, rows)
+    noise = (ask["seed_B"], ask["position_BT"][:, 0].contiguous(), ask["temperature_B"]) if noisy else (None, None, None)
+    logprob, token = OP["draft_topk"].implementation("fused")(logits, topk, ids, *noise)
+    expected_logprob, expected_token = OP["draft_topk"].reference(logits, topk, ids, *noise)
+    oracle, _ = OP["draft_topk"].reference(
+        logits.double(), topk, ids, *(x.double() if x is not None and x.is_floating_point() else x for x in noise)
+    )
+    own = (expected_logprob.double() - oracle).abs().max()
+    # The noise of both is float32; its last bit is at most 2^-20, and the temperature at most 1.3.
+    slack = 2.0**-19 if noisy else 0.0
+    assert (logprob.double() - oracle).abs().max() <= 2 * own + slack + torch.finfo(torch.float32).eps * oracle.abs().max()
+    if not noisy:
+        assert torch.equal(token, expected_token)
+    else:
+        assert (token == expected_token).float().mean() > 0.99
+
+
+def test_a_row_alone_has_the_bits_it_has_in_a_batch() -> None:
+    logits, ask = model_logits(8, 8, VOCAB, 4), asks(8, 8)
+    sample, rank = OP["sample_tokens"].implementation("fused"), OP["draft_topk"].implementation("fused")
+    token, _ = sample(logits, *ask.values(), *filters(8).values(), True)
+    logprob, drafted = rank(logits, 8, None, ask["seed_B"], ask["position_BT"][:, 0].contiguous(), ask["temperature_B"])
+    for b, t in ((1, 0), (3, 7), (6, 2)):
+        own = {"temperature_B": ask["temperature_B"][b : b + 1], "seed_B": ask["seed_B"][b : b + 1]}
+        position, row = ask["position_BT"][b : b + 1, t : t + 1], logits[b : b + 1, t : t + 1]
+        alone, _ = sample(row, *own.values(), position, *(x[b : b + 1] for x in filters(8).values()), True)
+        assert alone.item() == token[b, t]
+        value, index = rank(row, 8, None, own["seed_B"], ask["position_BT"][b : b + 1, 0].contiguous(), own["temperature_B"])
+        assert torch.equal(value[0, 0], logprob[b, t]) and torch.equal(index[0, 0], drafted[b, t])
