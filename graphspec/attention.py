@@ -5,6 +5,7 @@ Letters are those of :mod:`graphspec.shapes`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -105,6 +106,8 @@ class TreeAttention:
     prefix_end_B: Tensor
     ancestors_BTX: Tensor
     """Bit j of a query's words: it sees slot ``prefix_end + j``; its own bit included."""
+    own_window: Callable[[Tensor, Tensor, int, float], Tensor] | None = None
+    """The same attention by :meth:`~graphspec.kernels.registry.KernelSet.own_window`, where caller and kernels allow it."""
 
     def __call__(
         self,
@@ -120,6 +123,8 @@ class TreeAttention:
             query_BTQD, key_BTGD, value_BTGD, heads.cos_BTD, heads.sin_BTD, self.kv_pool, layer, self.table_BP, self.slot_BT, self.valid_BT,
             heads.query_norm, heads.key_norm, heads.norm_eps, heads.norm_offset,
         )  # fmt: skip
+        if self.own_window is not None and window_left is None:
+            return self.own_window(query_BTQD, self.kv_pool, layer, scale)
         begin_BT = _visible_from(self.prefix_begin, self.position_BT, window_left)
         return self.kernels.tree_attention(
             query_BTQD, self.kv_pool, layer, self.table_BP, begin_BT, self.prefix_end_B, self.ancestors_BTX, scale

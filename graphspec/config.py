@@ -16,6 +16,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 RUNTIMES = ("eager", "compiled", "captured")
 KERNELS = ("auto", "reference", "compiled", "fused")
 IMPLEMENTATIONS = ("auto", "reference", "native", "fused")
+ATTENTIONS = (*IMPLEMENTATIONS, "flashinfer")
 NUMERICS = ("fast", "batch_invariant")
 DEVICES = ("auto", "cpu", "cuda")
 DRAFT_NOISES = ("coupled", "none")
@@ -157,10 +158,10 @@ class KernelsConfig:
     mode: str = "auto"
     """reference: plain torch; compiled: torch.compile; fused: Triton kernels, compiled together; auto: what the runtime preset means."""
     attention: str = "auto"
-    """reference: plain torch; native: C++ for the CPU; fused: Triton; auto: fused for a fused cycle, native for a compiled float32 cycle on
-    the CPU, else reference."""
+    """reference: plain torch; native: C++ for the CPU; fused: Triton; flashinfer: FlashInfer's xqa where it can serve, in a fused cycle, fused
+    elsewhere; auto: fused for a fused cycle, native for a compiled float32 cycle on the CPU, else reference."""
     linear: str = "auto"
-    """The same choice for linear layers; native ones hold their weights packed."""
+    """The same choice for linear layers, without flashinfer; native ones hold their weights packed."""
     numerics: str = "fast"
     """Of fused linear layers. fast: the kernel of each shape that measured best; batch_invariant: one order of summation whatever the number
     of rows, so that a token's logits do not depend on what is computed beside it."""
@@ -169,7 +170,7 @@ class KernelsConfig:
 
     def __post_init__(self) -> None:
         _choice("kernels.mode", self.mode, KERNELS)
-        _choice("kernels.attention", self.attention, IMPLEMENTATIONS)
+        _choice("kernels.attention", self.attention, ATTENTIONS)
         _choice("kernels.linear", self.linear, IMPLEMENTATIONS)
         _choice("kernels.numerics", self.numerics, NUMERICS)
 

@@ -164,8 +164,9 @@ def _workspace(plan: Plan, dtype: torch.dtype) -> int:
     heads = (model.num_heads + 2 * kv_heads) * kv_width
     mlp = 3 * model.intermediate_size
     if model.experts is not None:
-        # The reference runs every expert over every token.
-        mlp = max(mlp, model.experts.num_experts * (3 * model.experts.intermediate_size + model.hidden_size))
+        # The reference may run every expert over every token.
+        run = model.experts.topk if plan.kernels == "fused" else model.experts.num_experts
+        mlp = max(mlp, run * (3 * model.experts.intermediate_size + model.hidden_size))
     layer = tokens * (3 * model.hidden_size + max(mlp, heads) + plan.feature_width) * wide
     logits = lanes * plan.shape.num_draft_tokens * model.vocab_size * 4 * LOGIT_COPIES
     if resolve("kernels.attention", plan.attention, plan.kernels, plan.device, plan.dtype) != "reference":

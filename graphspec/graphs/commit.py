@@ -28,9 +28,10 @@ class Commit(Stage):
         lookback = ("lookback_token_RY", "lookback_feature_RYF") if self.plan.lookback else ()
         history = ("history_RL",) if self.plan.keeps_history else ()
         counts = ("output_count_RV",) if self.sampling.penalties else ()
-        state = ("seq_len_R", "window_token_RA", "window_len_R", "budget_R", "cycle_1", *lookback, *history, *counts)
+        state = ("seq_len_R", "window_token_RA", "window_len_R", "budget_R", "cycle_1", *lookback, *history)
         self.reads = ("lane_row_B", "sample_BN", "path_BA", "accept_len_B", "outcome_B", *state, *features)
-        self.writes = (*state, "status_R", *features[1:], "ring_ZBJ")
+        # Counts are added to, whatever they are.
+        self.writes = (*state, "status_R", *counts, *features[1:], "ring_ZBJ")
 
     def forward(self, v: Views) -> None:
         plan = self.plan

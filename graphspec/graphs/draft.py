@@ -44,9 +44,23 @@ class DraftStage(Stage):
         return self.sampler.propose(v, logits_BTV, self.draft.target_token_Vd, position_B, path_BTs, level)
 
     def attend(
-        self, v: Views, position_BT: Tensor, valid_BT: Tensor, slot_BT: Tensor, prefix_end_B: Tensor, ancestors_BTX: Tensor
+        self,
+        v: Views,
+        position_BT: Tensor,
+        valid_BT: Tensor,
+        slot_BT: Tensor,
+        prefix_end_B: Tensor,
+        ancestors_BTX: Tensor,
+        own_window: tuple[Tensor, Tensor] | None = None,
     ) -> TreeAttention:
-        """Attention over the row's draft KV from the first consumed token on; invalid tokens see nothing, so their words are 0."""
+        """Attention over the row's draft KV from the first consumed token on; invalid tokens see nothing, so their words are 0.
+
+        ``own_window``: the same visibility, told as a prefix's end and words over the slots of these very tokens, where it can be.
+        """
+        bound = None
+        # A drafter that skips tokens leaves their slots unwritten, and such a kernel sees the prefix from slot 0 on.
+        if own_window is not None and self.shift == 0:
+            bound = self.kernels.own_window(v.lane_table_BP, self.plan.page_size, *own_window)
         return TreeAttention(
             kernels=self.kernels,
             kv_pool=v.draft_kv,
@@ -58,6 +72,7 @@ class DraftStage(Stage):
             prefix_begin=self.shift,
             prefix_end_B=prefix_end_B,
             ancestors_BTX=ancestors_BTX,
+            own_window=bound,
         )
 
     def window(self, v: Views) -> tuple[Tensor, ...]:
@@ -92,7 +107,7 @@ class DraftExtend(DraftStage):
 
     def forward(self, v: Views) -> None:
         token_BA, valid_BA, slot_BA, position_BA, begin_B, ancestors_BAX, known_B, next_B, feature_BAF = self.window(v)
-        attention = self.attend(v, position_BA, valid_BA, slot_BA, begin_B, ancestors_BAX)
+        attention = self.attend(v, position_BA, valid_BA, slot_BA, begin_B, ancestors_BAX, (begin_B, ancestors_BAX))
         hidden_BAH = self.draft(token_BA, self.draft.fuse(feature_BAF) if self.plan.feature_width else None, attention)
         if self.plan.feature_width:
             self.kernels.take_last(hidden_BAH, known_B, v.draft_hidden_BH)
@@ -131,7 +146,9 @@ class DraftSteps(DraftStage):
             if hidden_BTH is not None:
                 carried_BKH = hidden_BTH.gather(1, v.beam_source_BK[..., None].expand(-1, -1, hidden_BTH.shape[-1]))
                 carried_BKH = carried_BKH.masked_fill(~v.beam_valid_BK[..., None], 0)
-            attention = self.attend(v, v.beam_position_BK, v.beam_valid_BK, v.beam_slot_BK, v.beam_end_B, v.beam_ancestors_BKX)
+            # The one beam of a chain sees every slot before its own; more beams have a window wider than they are.
+            chain = (v.beam_slot_BK[:, 0], v.beam_valid_BK[..., None].to(torch.int64)) if self.shape.topk == 1 else None
+            attention = self.attend(v, v.beam_position_BK, v.beam_valid_BK, v.beam_slot_BK, v.beam_end_B, v.beam_ancestors_BKX, chain)
             out_BKH = self.draft(v.beam_token_BK, carried_BKH, attention, step)
             increment_BKK, next_BKK = self.propose(v, out_BKH, v.next_position_B, v.beam_path_BKS[..., :step], step + 1)
             self.level(v, increment_BKK, next_BKK, step + 1)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ..buffers import Views
 from .draft import BEAM_SLOTS, DraftStage
+from .stage import Build
 
 
 def shifted_rows(token_BU: Tensor, known_B: Tensor, drafted_Bs: Tensor) -> Tensor:
@@ -42,7 +43,12 @@ class HeadSteps(DraftStage):
         "lane_row_B", "lane_table_BP", "status_R", "seq_len_R", "window_len_R", "window_token_RA", "window_feature_RAF",
         "lookback_token_RY", "lookback_feature_RYF", "draft_kv",
     )  # fmt: skip
-    writes = ("draft_kv", "candidate_score_BM", "candidate_token_BM", "candidate_parent_BM", *BEAM_SLOTS)
+    writes = ("draft_kv", "candidate_score_BM", "candidate_token_BM", "candidate_parent_BM")
+
+    def __init__(self, build: Build) -> None:
+        super().__init__(build)
+        if self.shape.num_steps > 1:
+            self.writes = (*self.writes, *BEAM_SLOTS)
 
     def forward(self, v: Views) -> None:
         token_BU, valid_BU, slot_BU, position_BU, begin_B, ancestors_BUX, known_B, next_B, feature_BUF = self.window(v)

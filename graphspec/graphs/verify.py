@@ -27,17 +27,20 @@ class Verify(Stage):
         valid_BN = live_B[:, None] & (v.node_token_BN >= 0)
         node_N = torch.arange(self.shape.num_draft_tokens, device=row_B.device)
         position_BN = seq_B[:, None] + v.node_depth_BN
+        table_BP = v.page_table_RP[row_B]
+        ancestors_BNX = v.node_ancestors_BNX.masked_fill(~valid_BN[..., None], 0)
         attention = TreeAttention(
             kernels=self.kernels,
             kv_pool=v.target_kv,
-            table_BP=v.page_table_RP[row_B],
+            table_BP=table_BP,
             position_BT=position_BN,
             rope_length_BT=position_BN + 1,
             valid_BT=valid_BN,
             slot_BT=seq_B[:, None] + node_N,
             prefix_begin=0,
             prefix_end_B=seq_B,
-            ancestors_BTX=v.node_ancestors_BNX.masked_fill(~valid_BN[..., None], 0),
+            ancestors_BTX=ancestors_BNX,
+            own_window=self.kernels.own_window(table_BP, self.plan.page_size, seq_B, ancestors_BNX),
         )
         hidden_BNH, taps_BNF = self.target(torch.where(valid_BN, v.node_token_BN, -1), attention)
         v.logits_BNV.copy_(self.target.logits(hidden_BNH))

@@ -10,6 +10,8 @@ from dataclasses import fields
 from importlib.util import find_spec
 from typing import Any
 
+import torch
+
 from ..errors import ConfigError
 from . import (
     chain_layout,
@@ -70,17 +72,19 @@ ATTENTION_OPS = ("tree_attention", "chunk_attention", "latent_attention", "laten
 """Ops that ``kernels.attention`` chooses; the others follow ``kernels.mode``."""
 MODES = ("reference", "compiled", "fused")
 CHOICES = ("auto", "reference", "native", "fused")
+ATTENTION_CHOICES = (*CHOICES, "flashinfer")
+"""``flashinfer`` serves some attention calls of a fused cycle, see :mod:`graphspec.kernels.flashinfer`."""
 NUMERICS = ("fast", "batch_invariant")
 
 
 def resolve(key: str, choice: str, mode: str, device: str, dtype: str) -> str:
-    """The implementation that one choice means: ``reference``, ``native`` or ``fused``.
+    """The implementation that one choice means: ``reference``, ``native``, ``fused`` or ``flashinfer``.
 
     ``auto`` is fused for a fused cycle, native for a compiled float32 cycle on the CPU, else reference.
 
     Args:
         key: the configuration key, for the message.
-        choice: one of :data:`CHOICES`.
+        choice: one of :data:`CHOICES`, for attention of :data:`ATTENTION_CHOICES`.
         mode: one of :data:`MODES`.
         device: ``cpu`` or ``cuda``, with or without an index.
         dtype: of weights and KV.
@@ -88,15 +92,18 @@ def resolve(key: str, choice: str, mode: str, device: str, dtype: str) -> str:
     Raises:
         ConfigError: an unknown choice, or one that doesn't exist for this mode, device and dtype.
     """
-    if choice not in CHOICES:
-        raise ConfigError(key, "one of " + ", ".join(CHOICES), repr(choice))
+    allowed = ATTENTION_CHOICES if key == "kernels.attention" else CHOICES
+    if choice not in allowed:
+        raise ConfigError(key, "one of " + ", ".join(allowed), repr(choice))
     on_cpu = device.partition(":")[0] == "cpu"
     if choice == "native" and not on_cpu:
         raise ConfigError(key, f"reference or auto on {device}", "'native', which runs on the CPU only")
     if choice == "native" and dtype != "float32":
         raise ConfigError(key, f"reference or auto in {dtype}", "'native', which is float32 only")
-    if choice == "fused" and mode != "fused":
-        raise ConfigError(key, f"reference or auto with kernels.mode={mode}", "'fused'")
+    if choice == "flashinfer" and on_cpu:
+        raise ConfigError(key, f"reference or auto on {device}", "'flashinfer', which needs a CUDA device")
+    if choice in ("fused", "flashinfer") and mode != "fused":
+        raise ConfigError(key, f"reference or auto with kernels.mode={mode}", repr(choice), "kernels.mode=fused")
     if choice == "auto":
         if mode == "fused":
             return "fused"
@@ -117,6 +124,19 @@ def check_fused(device: str) -> None:
     if device.partition(":")[0] == "cpu" and not INTERPRETED:
         hint = "TRITON_INTERPRET=1 in the environment runs fused kernels on the CPU, slowly, for tests"
         raise ConfigError("kernels.mode", f"reference or compiled on {device}", "'fused', which needs a CUDA device", hint)
+
+
+def check_flashinfer(device: str) -> None:
+    """FlashInfer can run on ``device``: a supported version is installed, and the GPU, where there is one, is of a kind it serves.
+
+    Raises:
+        ConfigError: it can't.
+    """
+    from .flashinfer import version
+
+    version.check_version()
+    if torch.cuda.is_available():
+        version.check_capability(torch.cuda.get_device_capability(device))
 
 
 def select_kernels(
@@ -168,12 +188,20 @@ def select_kernels(
             return fused_linear(numerics)
         if op.name in ATTENTION_OPS or op.name == "linear":
             name = chosen["linear" if op.name == "linear" else "attention"]
+            # What FlashInfer doesn't serve runs fused.
+            name = mode if name == "flashinfer" else name
         else:
             name = mode
         return op.implementation(name if name in op.names else "reference")
 
+    kind: type[KernelSet] = KernelSet
+    if chosen["attention"] == "flashinfer":
+        check_flashinfer(device)
+        from .flashinfer.xqa import FlashInferKernels
+
+        kind = FlashInferKernels
     callables = {op.name: implementation(op) for op in OPS}
-    return KernelSet(**{f.name: callables[f.name] for f in fields(KernelSet)})
+    return kind(**{f.name: callables[f.name] for f in fields(KernelSet)})
 
 
 __all__ = ["OPS", "KernelOp", "KernelSet", "resolve", "select_kernels"]

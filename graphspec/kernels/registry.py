@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -10,7 +10,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class KernelSet:
-    """One callable per op of the catalog (:data:`graphspec.kernels.OPS`); signatures stand in the op's own file."""
+    """One callable per op of the catalog (:data:`graphspec.kernels.OPS`); signatures stand in the op's own file.
+
+    A backend that serves some calls of an op by a kernel of its own is a subclass; the methods here say that there is none.
+    """
 
     rope_kv_write: Callable[..., Tensor]
     tree_attention: Callable[..., Tensor]
@@ -35,3 +38,41 @@ class KernelSet:
     latent_kv_write: Callable[..., Tensor]
     moe_route: Callable[..., tuple[Tensor, Tensor]]
     moe_mlp: Callable[..., Tensor]
+
+    def own_window(
+        self, table_BP: Tensor, page_size: int, prefix_end_B: Tensor, ancestors_BTX: Tensor
+    ) -> Callable[[Tensor, Tensor, int, float], Tensor] | None:
+        """``tree_attention`` of T queries over their prefix, from slot 0 on, and exactly the T slots behind it, where a kernel is made for that.
+
+        Narrower than :func:`~graphspec.kernels.tree_attention.tree_attention`: no bit from T on is set, ``prefix_end + T`` slots lie in the
+        table wherever a query is valid, and those that no query sees hold finite numbers.
+
+        Args:
+            table_BP: int32.
+            page_size: tokens of a page.
+            prefix_end_B: int64.
+            ancestors_BTX: int64 words; T is the number of queries.
+
+        Returns:
+            ``(query_BTQD, kv_pool, layer, scale) -> [B, T, Q, D]``, for every layer without a sliding window; None: ``tree_attention`` serves.
+        """
+        return None
+
+    def check_model(
+        self, name: str, page_size: int, dtype: str, num_heads: int, num_kv_heads: int, head_dim: int, windows: Sequence[int | None],
+        *, latent: bool,
+    ) -> None:  # fmt: skip
+        """These kernels serve a model of this shape.
+
+        Args:
+            name: whose shape it is, for the message.
+            page_size: tokens of a page.
+            dtype: of weights and KV.
+            num_heads, num_kv_heads, head_dim: query heads, key/value heads, and the width of one.
+            windows: sliding window of each layer, None: none.
+            latent: attention is multi-head latent attention.
+
+        Raises:
+            ConfigError: they don't.
+        """
+        return

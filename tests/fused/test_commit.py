@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch._inductor.utils import run_and_get_code
 
-from graphspec.buffers import POISON
+from graphspec.buffers import POISON, Arena
+from graphspec.cycle import cycle_stages
+from graphspec.graphs.compile import compile_stages
+from graphspec.graphs.mailbox import MailLayout
+from graphspec.graphs.stage import Build
+from graphspec.kernels import OPS, select_kernels
 from graphspec.kernels.commit_rows import OP, commit_case
 from graphspec.kernels.fused.commit_rows import CHUNK, commit_rows
 from graphspec.kernels.fused.launch import recording
+from graphspec.shapes import GREEDY
+from tests._tiny import structure_plan, tiny_networks
 
 from ._programs import ORDERS, program_order
 
@@ -138,3 +148,19 @@ def test_one_launch_and_two_with_lookback() -> None:
         with recording() as launches:
             commit_rows(**commit_case(torch.Generator(), 4, 5, 3, **KINDS[kind]))
         assert len(launches) == expected, kind
+
+
+def test_compiled_stages_are_one_operator_each() -> None:
+    """Slots are written in place: no copy comes before or behind an operator, in whatever region the stages are compiled."""
+    plan = structure_plan("tree", device="cpu", runtime="eager", buckets=[2, 3], max_rows=3)
+    names = ("tree_build", "kv_move", "commit_rows")
+    fused = {op.name: op.implementation("fused") for op in OPS if op.name in names}
+    kernels = replace(select_kernels("reference", "reference", "cpu"), **fused)
+    networks = tiny_networks(plan)
+    build = Build(plan, kernels, networks.target, networks.draft, plan.shape, GREEDY)
+    stages = [stage for stage in cycle_stages(build) if stage.name in ("tree_build", "commit_state", "commit")]
+    views = Arena(plan, MailLayout.of(plan).size).views(2)
+    with torch.no_grad():
+        _, sources = run_and_get_code(compile_stages(stages, views))
+    calls = re.findall(r"torch\.ops\.\w+\.\w+|cpp_fused\w*\(|extern_kernels\.\w+|empty_strided\w*\(", sources[0].split("def call")[1])
+    assert calls == [f"torch.ops.graphspec.{name}" for name in names]

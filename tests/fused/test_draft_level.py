@@ -106,7 +106,7 @@ def test_levels_are_those_of_lists(function: Any, topk: int, steps: int, num_wor
 
 
 def test_a_lane_alone_gives_the_bits_of_the_batch() -> None:
-    case = OP.cases(torch.Generator().manual_seed(5))[3]
+    case = OP.cases(torch.Generator().manual_seed(5))[1]
     case = {k: v.to(DEVICE) if isinstance(v, Tensor) else v for k, v in case.items()}
     lanes = case["lane_row_B"].shape[0]
 

@@ -147,6 +147,20 @@ def test_split_boundaries(end: int) -> None:
     assert_right(case, fused.OP(**case))
 
 
+def test_holes_in_what_is_seen_may_hold_nan() -> None:
+    """Slots before every begin, and between the bits of the window: NaN in the pool, and no bit of the result moves."""
+    case = call([23, 40], 2, 3, columns=7)
+    case["prefix_begin_BT"][:] = torch.tensor([[5, 19], [33, 200]])
+    case["ancestors_BTX"][:, :, 0] = torch.tensor([[1 | 1 << 40, 1 << 7], [1 << 3, (1 << 33) - (1 << 63)]])
+    case["latent_pool"] = torch.randn(case["latent_pool"].shape)
+    whole = fused.OP(**case)
+    visible = visible_slots(case["prefix_begin_BT"], case["prefix_end_B"], case["ancestors_BTX"], 7 * 16)
+    poison_unseen(case["latent_pool"], case["table_BP"], visible)
+    assert case["latent_pool"].isnan().any()
+    assert torch.equal(fused.OP(**case), whole)
+    assert_right(case, whole)
+
+
 def test_splits_grow_with_the_lane_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few splits allowed: a long lane has larger ones beside a short lane, and both have the bits they have alone."""
     monkeypatch.setattr(fused, "SPLIT", 32)

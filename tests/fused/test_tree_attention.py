@@ -10,7 +10,7 @@ from torch import Tensor
 
 from graphspec.errors import ConfigError
 from graphspec.kernels.fused import tree_attention as fused
-from graphspec.kernels.fused.launch import semaphores
+from graphspec.kernels.fused.launch import recording, semaphores
 from graphspec.kernels.tree_attention import OP, poison_unseen, random_pool, visible_slots
 
 from ._programs import ORDERS, program_order
@@ -20,7 +20,7 @@ Case = dict[str, Any]
 
 @pytest.fixture(autouse=True)
 def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fresh memory holds NaN; blocks of 16 slots, splits of two, runs of eight, so that short tables have many of each."""
+    """Fresh memory holds NaN; blocks of 32 slots, splits of two, runs of eight, so that short tables have many of each."""
     empty = torch.empty
 
     def poisoned(*size: Any, **options: Any) -> Tensor:
@@ -30,7 +30,8 @@ def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty", poisoned)
     monkeypatch.setattr(fused, "SPLIT", 2)
     monkeypatch.setattr(fused, "RUN", 8)
-    monkeypatch.setattr(fused, "tile_shape", lambda dim, dtype: (16, 16, 4, 1))
+    monkeypatch.setattr(fused, "tile_shape", lambda dim, dtype: (32, 32, 4, 1))
+    machine(monkeypatch, 2)
 
 
 def machine(monkeypatch: pytest.MonkeyPatch, multiprocessors: int) -> None:
@@ -91,13 +92,13 @@ def assert_law(case: Case) -> None:
     assert (found.double() - oracle).abs().max() <= 2 * own + rounding
 
 
-@pytest.mark.parametrize(("tokens", "page_size"), [(31, 1), (32, 3), (33, 16), (63, 3), (64, 16), (65, 1), (65, 128)])
+@pytest.mark.parametrize(("tokens", "page_size"), [(31, 1), (32, 3), (33, 16), (63, 3), (64, 16), (65, 1)])
 def test_word_and_page_boundaries(tokens: int, page_size: int) -> None:
-    columns = -(-(tokens + 40) // page_size)
-    assert_law(make([37], tokens, columns=columns, page_size=page_size, words=-(-tokens // 64), queries=1))
+    columns = -(-(tokens + 24) // page_size)
+    assert_law(make([21], tokens, columns=columns, page_size=page_size, words=-(-tokens // 64), queries=1))
 
 
-@pytest.mark.parametrize("end", [0, 1, 15, 16, 17, 63])
+@pytest.mark.parametrize("end", [0, 31, 33, 64])
 def test_window_of_two_words_anywhere_in_a_block(end: int) -> None:
     assert_law(make([end], 5, columns=13, words=2, window=128))
 
@@ -110,12 +111,12 @@ def test_a_window_cut_by_the_end_of_the_table() -> None:
     assert_law(make([58, 64, 40], 8, columns=4))
 
 
-@pytest.mark.parametrize("dim", [5, 64, 80, 96])
+@pytest.mark.parametrize("dim", [5, 80])
 def test_head_dimensions(dim: int) -> None:
     assert_law(make([19], 3, columns=3, dim=dim, queries=6, groups=2))
 
 
-@pytest.mark.parametrize("begin", [0, 40, 90, 400])
+@pytest.mark.parametrize("begin", [40, 400])
 def test_sliding_windows(begin: int) -> None:
     """Blocks before every row's begin aren't read; a begin behind the prefix leaves the window alone."""
     assert_law(make([150], 9, columns=11, begin=begin))
@@ -123,8 +124,7 @@ def test_sliding_windows(begin: int) -> None:
 
 @pytest.mark.parametrize("tokens", [1, 7])
 def test_float16(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
-    monkeypatch.undo()
-    monkeypatch.setattr(fused, "SPLIT", 1)
+    monkeypatch.setattr(fused, "tile_shape", lambda dim, dtype: (64, 64, 4, 2))
     assert_law(make([150, 3], tokens, columns=11, queries=4, groups=2, dim=64, dtype=torch.float16))
 
 
@@ -141,7 +141,7 @@ def test_rows_of_one_tile_may_see_nothing() -> None:
     case = make([150], 6, columns=11)
     case["prefix_begin_BT"][0, ::2] = 10**12
     case["ancestors_BTX"][0, ::2] = 0
-    case["ancestors_BTX"][0, 1::2] = 1 << torch.arange(3)
+    case["ancestors_BTX"][0, 1::2] = 1 << torch.arange(3)[:, None]
     seen = visible_slots(case["prefix_begin_BT"], case["prefix_end_B"], case["ancestors_BTX"], 176)
     case["kv_pool"].nan_to_num_(0.5)
     poison_unseen(case["kv_pool"], case["table_BP"], seen)
@@ -149,65 +149,46 @@ def test_rows_of_one_tile_may_see_nothing() -> None:
     assert not run(case)[0, ::2].any() and run(case)[0, 1::2].any()
 
 
-@pytest.mark.parametrize("multiprocessors", [1, 3, 132])
-def test_bits_do_not_depend_on_programs_table_width_or_batch(monkeypatch: pytest.MonkeyPatch, multiprocessors: int) -> None:
-    """A machine of any size takes units of any size: ten splits alone, or in runs of four."""
-    case = make([290, 7, 130], 5, columns=20, queries=4, groups=2)
-    machine(monkeypatch, 64)
-    expected = run(case)
-    machine(monkeypatch, multiprocessors)
-    assert torch.equal(run(case), expected)
-    wide = {**case, "table_BP": torch.cat([case["table_BP"], torch.full((3, 45), -1, dtype=torch.int32)], 1)}
-    assert torch.equal(run(wide), expected)
-    for lane in range(3):
-        one = slice(lane, lane + 1)
-        names = ("query_BTQD", "table_BP", "prefix_begin_BT", "prefix_end_B", "ancestors_BTX")
-        assert torch.equal(run({**case, **{name: case[name][one] for name in names}}), expected[one])
-
-
-def test_units_were_both_splits_and_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the test above relies on: one multiprocessor gets fewer programs than a fourth of the splits."""
-    case = make([290], 5, columns=20, queries=4, groups=2)
-    case = {**case, "query_BTQD": case["query_BTQD"].repeat(1, 1, 8, 1)}
-    grids = {}
+def test_bits_do_not_depend_on_programs_table_width_or_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five splits: one by one on a large machine, four of them as a run on a small one."""
+    case = make([290, 40], 5, columns=20)
+    found, programs = {}, {}
     for count in (1, 132):
         machine(monkeypatch, count)
-        with fused_launches() as launches:
+        with recording() as launches:
             fused.tree_attention(**case)
-        grids[count] = launches[0].grid[1]
-    assert grids[1] * fused.SPLITS_PER_PROGRAM < 10 <= grids[132]
-    machine(monkeypatch, 1)
-    few = run(case)
-    machine(monkeypatch, 132)
-    assert torch.equal(run(case), few)
+        programs[count] = launches[0].grid[1]
+        found[count] = run(case)
+    assert programs[1] * fused.SPLITS_PER_PROGRAM < 5 == programs[132]
+    assert torch.equal(found[1], found[132])
+    wide = {**case, "table_BP": torch.cat([case["table_BP"], torch.full((2, 45), -1, dtype=torch.int32)], 1)}
+    assert torch.equal(run(wide), found[1])
+    for lane in range(2):
+        one = slice(lane, lane + 1)
+        names = ("query_BTQD", "table_BP", "prefix_begin_BT", "prefix_end_B", "ancestors_BTX")
+        assert torch.equal(run({**case, **{name: case[name][one] for name in names}}), found[1][one])
     assert_law(case)
 
 
-def fused_launches() -> Any:
-    from graphspec.kernels.fused.launch import recording
-
-    return recording()
-
-
 @ORDERS
-def test_bits_do_not_depend_on_who_arrives_last(order: int | None) -> None:
+def test_bits_do_not_depend_on_who_arrives_last(monkeypatch: pytest.MonkeyPatch, order: int | None) -> None:
     case = make([150, 90], 3, columns=11)
+    machine(monkeypatch, 132)
     expected = run(case)
     with program_order(order) as launches:
         found = run(case)
-    assert launches[0] > 8 and torch.equal(found, expected)
-    assert torch.equal(run(case), expected)
+    assert launches[0] == 6 and torch.equal(found, expected)
 
 
 def test_a_node_of_a_chain_attends_as_the_same_token_alone() -> None:
     """Prefix or window: the same visible slots give the same bits, whatever T."""
-    chain = make([140], 6, columns=11, queries=2)
+    chain = make([90], 6, columns=6, queries=2)
     chain["prefix_begin_BT"][:] = 0
     chain["ancestors_BTX"][0] = (1 << torch.arange(1, 7)[:, None]) - 1
     chain["kv_pool"].nan_to_num_(0.25)
     together = run(chain)
-    for token in range(6):
-        alone = {**chain, "query_BTQD": chain["query_BTQD"][:, token : token + 1], "prefix_end_B": torch.tensor([140 + token])}
+    for token in (0, 5):
+        alone = {**chain, "query_BTQD": chain["query_BTQD"][:, token : token + 1], "prefix_end_B": torch.tensor([90 + token])}
         alone |= {"prefix_begin_BT": torch.zeros(1, 1, dtype=torch.int64), "ancestors_BTX": torch.ones(1, 1, 1, dtype=torch.int64)}
         assert torch.equal(run(alone)[0, 0], together[0, token])
 

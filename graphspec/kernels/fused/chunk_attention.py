@@ -108,10 +108,9 @@ def _chunk_attention(
 
 def tile_shape(dim: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
     """Rows, slots of a block, warps and pipeline stages; of head dimension and dtype alone."""
-    wide = dim > 128
     if dtype == torch.float32:
-        return 16, 32, 4, 1
-    return 64 if wide else 128, 64, 8, 2
+        return 16, 16, 8, 1
+    return (64, 32, 8, 2) if dim > 128 else (128, 64, 8, 2)
 
 
 def chunk_attention(
@@ -178,7 +177,7 @@ def _call(lanes: int, tokens: int, *, heads: int = 32, dim: int = 128, dtype: to
 
 AOT = (
     AotCase("llama-8b-c512", chunk_attention, lambda: _call(1, 512)),
+    AotCase("f32-c512", chunk_attention, lambda: _call(1, 512, dtype=torch.float32)),
     AotCase("d64-c512", chunk_attention, lambda: _call(1, 512, dim=64)),
     AotCase("d256-c512", chunk_attention, lambda: _call(1, 512, heads=16, dim=256)),
-    AotCase("f32-c512", chunk_attention, lambda: _call(1, 512, dtype=torch.float32)),
 )

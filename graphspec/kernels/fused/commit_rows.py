@@ -100,7 +100,7 @@ def _commit_rows(
         channel = (share % CHUNKS) * CHUNK + tl.arange(0, CHUNK)
         inside = channel < channels
         share = share // CHUNKS
-        lane = ((share if LOOKBACK else share // accept_width) + 0).to(tl.int64)
+        lane = (share if LOOKBACK else share // accept_width).to(tl.int64)
         begin = 0 if LOOKBACK else share % accept_width
         end = accept_width if LOOKBACK else begin + 1
         length = tl.load(accept_len + lane)
@@ -154,7 +154,7 @@ def commit_rows(
     chunks = triton.cdiv(channels, CHUNK)
     copies = lanes * chunks * (1 if lookback else width)
     # Features of the lookback are found through the old length of the window, so they go first and the books are kept by a second launch.
-    launches = [(False, True, copies), (True, False, 1)] if lookback else [(True, copies > 0, copies + 1)]
+    launches = [(False, True, copies), (True, False, 1)] if lookback and copies else [(True, copies > 0, copies + 1)]
     for books, features, programs in launches:
         launch(
             _commit_rows, (programs,), lane_row_B, sample_BN, path_BA, accept_len_B, outcome_B, feature_BNF, cycle_1, ring_ZBJ,

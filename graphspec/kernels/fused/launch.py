@@ -72,13 +72,12 @@ class _Recorder:
 
 
 _recorder: ContextVar[_Recorder | None] = ContextVar("recorder", default=None)
-_programmatic = False
+_settings = {"programmatic": False}
 
 
 def use_programmatic_launch(enabled: bool) -> None:
     """Let kernels start while the one before them drains (programmatic dependent launch); sm_90 and later. Before anything is captured."""
-    global _programmatic
-    _programmatic = enabled and not INTERPRETED
+    _settings["programmatic"] = enabled and not INTERPRETED
 
 
 @contextmanager
@@ -107,18 +106,18 @@ def launch(kernel: Any, grid: Sequence[int], *args: Any, num_warps: int = 4, num
     """
     pdl = "PDL" in kernel.arg_names
     if pdl:
-        constexprs["PDL"] = _programmatic
+        constexprs["PDL"] = _settings["programmatic"]
     recorder = _recorder.get()
     if recorder is not None:
         recorder.launches.append(Launch(kernel, tuple(grid), args, constexprs, num_warps, num_stages))
         return
-    extra = {"launch_pdl": True} if pdl and _programmatic else {}
+    extra = {"launch_pdl": True} if pdl and _settings["programmatic"] else {}
     kernel[tuple(grid)](*args, **constexprs, num_warps=num_warps, num_stages=num_stages, **extra)
 
 
 def register(
     name: str, launcher: Callable[..., Any], fake: Callable[..., Any], mutates: Sequence[str] = ()
-) -> torch.library.CustomOpDef:
+) -> Callable[..., Any]:
     """The launcher as operator ``graphspec::name``: opaque to the compiler, and known to fake tensors.
 
     Args:

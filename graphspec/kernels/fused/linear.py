@@ -223,6 +223,13 @@ def _check(x: Tensor, weight: Tensor, gated: bool) -> None:
         raise CaptureError("linear", "a weight with contiguous rows", f"strides {weight.stride()}", "a copy for every call would cost more")
 
 
+def _check_parts(shape: LinearShape, out: Tensor, dtype: torch.dtype, **parts: Tensor | None) -> None:
+    sizes = {"bias": (shape.outputs,), "norm_weight": (shape.inputs,), "residual": tuple(out.shape)}
+    for name, part in parts.items():
+        if part is not None and (tuple(part.shape) != sizes[name] or part.dtype != dtype):
+            raise CaptureError(f"linear {name}", f"{sizes[name]} of {dtype}", f"{tuple(part.shape)} of {part.dtype}")
+
+
 def _two_leading(x: Tensor) -> Tensor:
     """``x`` as ``[A, T, channels]`` with contiguous channels; a view unless its strides forbid that."""
     if x.stride(-1) != 1:
@@ -249,6 +256,7 @@ def linear(
     shape = shape_of(x, weight, bias, norm_weight, residual, gated, float32)
     use = (fast_config(shape) or invariant_config(shape)) if config is None else decoded(config)
     out = torch.empty((*x.shape[:-1], shape.width), dtype=torch.float32 if float32 else x.dtype, device=x.device)
+    _check_parts(shape, out, x.dtype, bias=bias, norm_weight=norm_weight, residual=residual)
     if out.numel() == 0:
         return out
     source, added = _two_leading(x), None if residual is None else _two_leading(residual)

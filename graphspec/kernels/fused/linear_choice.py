@@ -51,6 +51,11 @@ class LinearShape:
         return getattr(torch, self.dtype).itemsize
 
     @property
+    def aligned(self) -> bool:
+        """Rows of the weight begin at 16 bytes, so that they can be copied past the registers."""
+        return self.inputs * self.item_size % 16 == 0
+
+    @property
     def width(self) -> int:
         """Columns of the result."""
         return self.outputs // 2 if self.gated else self.outputs
@@ -109,14 +114,14 @@ def _splits(shape: LinearShape, tile_outputs: int, tile_inputs: int) -> int:
 
 
 def _tile_inputs(shape: LinearShape, wanted: int) -> int:
-    """``wanted``, or less where there is less to multiply or where weights are wider than two bytes."""
-    most = wanted if shape.item_size == 2 else 32
+    """``wanted``, or less where there is less to multiply or where a tile passes through the registers."""
+    most = 32 if shape.item_size > 2 else wanted if shape.aligned else min(wanted, 64)
     return min(most, max(1 << (shape.inputs - 1).bit_length(), 16))
 
 
 def _config(shape: LinearShape, tile_rows: int, tile_inputs: int, stages: int, scan: bool) -> LinearConfig:
     if shape.item_size == 2:
-        return LinearConfig(tile_rows, 64, tile_inputs, _splits(shape, 64, tile_inputs), 4, stages, scan)
+        return LinearConfig(tile_rows, 64, tile_inputs, _splits(shape, 64, tile_inputs), 4 if shape.aligned else 8, stages, scan)
     # Without matrix instructions, sums and operands are all in registers: more threads, and less for each.
     tile_outputs = 32 if shape.gated else 64
     return LinearConfig(tile_rows, tile_outputs, tile_inputs, _splits(shape, tile_outputs, tile_inputs), 8, 2, scan)
@@ -149,12 +154,14 @@ def candidates(shape: LinearShape) -> list[LinearConfig]:
     if base is None:
         return []
     found = [base]
-    for tile_outputs in (64, 128):
-        for tile_inputs in (64, 128) if shape.item_size == 2 else (32,):
+    for tile_outputs in (64, 128) if shape.aligned else (64,):
+        # Four warps hold the sums of 64 by 64; more would leave them no registers.
+        warps = 2 * base.warps if tile_outputs * base.tile_rows > 64 * 64 else base.warps
+        for tile_inputs in sorted({_tile_inputs(shape, 64), _tile_inputs(shape, 128)}):
             splits = _splits(shape, tile_outputs, tile_inputs)
-            for wanted in (splits, 2 * splits):
+            for wanted in (splits, 2 * splits, max(splits // 2, 1)):
                 parts = split_inputs(shape, tile_inputs, wanted)
-                one = replace(base, tile_outputs=tile_outputs, tile_inputs=tile_inputs, splits=parts, stages=1)
+                one = replace(base, tile_outputs=tile_outputs, tile_inputs=tile_inputs, splits=parts, warps=warps, stages=1)
                 # As deep as leaves room for two programs on a multiprocessor.
                 stages = min(SHARED_BYTES // 2 // one.shared_bytes(shape), 6)
                 if stages >= 2:

@@ -20,7 +20,7 @@ def _normed(x, rms, weight, offset: tl.constexpr, dtype: tl.constexpr):
     """One slice of a head times the norm's factor and weight; rounded between the two where the reference rounds."""
     if offset:
         return ((x * rms) * (1.0 + weight.to(tl.float32))[None, :]).to(dtype).to(tl.float32)
-    else:
+    else:  # noqa: RET505
         return (weight.to(tl.float32)[None, :] * (x * rms).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
 
 
@@ -50,13 +50,14 @@ def _rope_kv_write(
     own = head < heads
 
     source = tl.where(is_query, query_h, tl.where(is_key, key_h, value_h))
-    offset = tl.where(is_query, lane * query_b + token * query_t, tl.where(is_key, lane * key_b + token * key_t, lane * value_b + token * value_t))
+    stride_b = tl.where(is_query, query_b, tl.where(is_key, key_b, value_b))
+    stride_t = tl.where(is_query, query_t, tl.where(is_key, key_t, value_t))
     base = query
     if not is_query:
         base = key
         if not is_key:
             base = value
-    base = base + offset
+    base = base + lane * stride_b + token * stride_t
     dtype: tl.constexpr = query.dtype.element_ty
 
     low = tl.arange(0, HALF_BLOCK)

@@ -3,12 +3,12 @@
 Rows of a tile are ``token x query head`` of one key/value head, so that the heads of a group share what is loaded. Tile and blocks depend
 on head dimension and dtype alone, never on T, the batch or the table width.
 
-Slots are reduced in an order fixed by slot number: ``SPLIT`` blocks by online softmax, ``GROUP`` blocks as a sequential fold of splits,
-``SUPER`` blocks as a fold of groups, the rest as a fold of those. Which program computes what is free: a unit of work is a split where
-the machine is otherwise not full, a group or a super where it is, chosen on the device from the lengths. All give the same bits, since an
-empty partial is neutral to the bit and every fold is the same explicit fused multiply-add. Large units keep the partials of long contexts
-few; small ones give a short context of one lane enough programs. A lane with one unit writes its result at once; otherwise partials go
-through memory and the last program to arrive folds them in order.
+Slots are reduced in an order fixed by slot number: ``SPLIT`` blocks by online softmax, ``RUN`` blocks as a sequential fold of splits, the
+rest as a fold of runs. Which program computes what is free: a unit of work is a split, or a run where a lane has more splits than its
+programs should take, chosen on the device from the length. Both give the same bits, since an empty partial is neutral to the bit and every
+fold is the same explicit fused multiply-add. Splits of 256 slots give a short context of one lane enough programs; runs of 4096 keep the
+partials of long contexts few. A lane with one split writes its result at once; otherwise partials go through memory and the last program
+to arrive folds them in order.
 
 The grid depends on static shapes only. Programs loop over units and leave at once where there are none.
 
@@ -71,22 +71,24 @@ def _load(part_acc, part_stat, slot, part, channel, rows, part_rows, DIM: tl.con
 
 
 @triton.jit
-def _from(place):
-    """Bits ``place`` and higher of a 64-bit word; ``place`` may lie outside."""
-    place = tl.minimum(tl.maximum(place, 0), 64)
-    return tl.where(place == 64, 0, (tl.zeros_like(place) - 1).to(tl.int64) << tl.minimum(place, 63).to(tl.int64))
-
-
-@triton.jit
-def _sees(here, behind, begin, prefix, length, word, next_word):
+def _sees(here, behind, begin, length, word, next_word):
     """Which of the 64 slots from ``here`` on are visible, as bits.
 
-    ``word`` holds the ancestor bits from the word on in which ``here`` lies, ``behind = here - prefix``.
+    ``word`` holds the ancestor bits of the word in which ``here`` lies, ``next_word`` those behind; ``behind = here - prefix``.
     """
     shift = (behind & 63).to(tl.uint64)
     window = (word.to(tl.uint64, bitcast=True) >> shift).to(tl.int64, bitcast=True)
-    window = window | tl.where(shift == 0, 0, next_word << ((64 - shift) & 63).to(tl.int64))
-    return (_from(begin - here) & ~_from(prefix - here)) | (window & _from(prefix - here) & ~_from(length - here))
+    # Shifts by 64 in two steps: one step of 64 is undefined.
+    rest = 32 - (behind & 63) // 2
+    window = window | (next_word << rest.to(tl.int64) << (64 - (behind & 63) - rest).to(tl.int64))
+    ones = tl.full([], -1, tl.int64)
+    at = tl.minimum(tl.maximum(begin - here, 0), 64)
+    from_begin = ones << (at // 2).to(tl.int64) << (at - at // 2).to(tl.int64)
+    at = tl.minimum(tl.maximum(-behind, 0), 64)
+    from_prefix = ones << (at // 2).to(tl.int64) << (at - at // 2).to(tl.int64)
+    at = tl.minimum(tl.maximum(length - here, 0), 64)
+    from_length = ones << (at // 2).to(tl.int64) << (at - at // 2).to(tl.int64)
+    return (from_begin & ~from_prefix) | (window & from_prefix & ~from_length)
 
 
 @triton.jit
@@ -127,7 +129,7 @@ def _tree_attention(
     any_words = ()
     reach = 0
     for x in tl.static_range(WORDS):
-        any_words = any_words + (tl.sum(tl.where(entry == x, any_word, 0), 0),)
+        any_words = any_words + (tl.sum(tl.where(entry == x, any_word, 0), 0),)  # type: ignore[assignment]  # noqa: RUF005
         reach = tl.where(any_words[x] != 0, tl.where((any_words[x] >> 32) != 0, 64 * x + 64, 64 * x + 32), reach)
     start = tl.where(low < prefix, low, tl.maximum(prefix, 0))
     stop = tl.maximum(tl.minimum(prefix + reach, length), start)
@@ -174,7 +176,7 @@ def _tree_attention(
                     word = tl.where((behind >> 6) == x, any_words[x], word)
                     next_word = tl.where((behind >> 6) + 1 == x, any_words[x], next_word)
                 # Loaded as 0 where no row sees it: 0 * NaN would reach the result through the weights.
-                seen = ((_sees(here, behind, low, prefix, length, word, next_word) >> column) & 1) == 1
+                seen = ((_sees(here, behind, low, length, word, next_word) >> column) & 1) == 1
                 position = here + column
                 page = tl.load(table + lane * table_stride + position // PAGE_SIZE, mask=seen, other=0)
                 place = tl.maximum(page, 0).to(tl.int64) * page_stride + (position % PAGE_SIZE) * slot_stride
@@ -189,7 +191,7 @@ def _tree_attention(
                     row_next = tl.load(lane_words + token * words_token + first_word + 1, mask=found, other=0)
                     mine = tl.load(lane_begin + token * begin_token, mask=live, other=length)
                     mine = tl.minimum(tl.maximum(mine, 0), length).to(tl.int32)
-                    row_sees = _sees(here, behind, mine, prefix, length, row_word, row_next)
+                    row_sees = _sees(here, behind, mine, length, row_word, row_next)
                     half = tl.where((column < 32)[None, :], row_sees.to(tl.int32)[:, None], (row_sees >> 32).to(tl.int32)[:, None])
                     score = tl.where(((half >> (column & 31)[None, :]) & 1) == 1, score, float("-inf"))
                 joint = tl.maximum(peak, tl.max(score, 1))
@@ -200,7 +202,7 @@ def _tree_attention(
                 total = tl.fma(total, keep, tl.sum(weight, 1))
                 v = tl.load(base + side_stride + place[:, None], mask=loaded, other=0.0)
                 acc = tl.dot(weight.to(v.dtype), v, acc * keep[:, None], input_precision="ieee")
-            # Never 0 to the compiler, which would else compute these addresses ahead and hold them through the loop above.
+            # Always 0, which the compiler can't know: else it would compute these addresses ahead and hold them through the loop above.
             zero = block_last >> 30
             late = tl.arange(0, ROWS) + zero
             late_live = tile * ROWS + late < tokens * REPEAT
@@ -276,7 +278,7 @@ def tile_shape(dim: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
     """
     wide = dim > 128
     if dtype == torch.float32:
-        return 16, 32 if wide else 64, 4, 1
+        return (16, 32, 8, 1) if wide else (16, 64, 4, 1)
     return 64, 64, 8 if wide else 4, 2
 
 
@@ -299,6 +301,8 @@ def tree_attention(
     ancestors = ancestors_BTX if ancestors_BTX.stride(2) == 1 else ancestors_BTX.contiguous()
     out = torch.empty((lanes, tokens, heads, dim), dtype=query.dtype, device=query.device)
     rows, block, warps, stages = tile_shape(dim, query.dtype)
+    # Every further word of ancestors is held in registers; beside a block of 64 slots a second one would spill.
+    block = block if ancestors.shape[2] == 1 else min(block, 32)
     repeat = heads // groups
     length = table_BP.shape[1] * page_size
     tiles, pairs, blocks = triton.cdiv(tokens * repeat, rows), lanes * groups, triton.cdiv(length, block)
@@ -358,8 +362,9 @@ AOT = (
     AotCase("llama-8b-t1", tree_attention, lambda: _call(1, 1)),
     AotCase("llama-8b-t8", tree_attention, lambda: _call(1, 8)),
     AotCase("llama-8b-t64", tree_attention, lambda: _call(1, 64)),
+    AotCase("llama-8b-t65", tree_attention, lambda: _call(1, 65)),
+    AotCase("llama-8b-t128", tree_attention, lambda: _call(1, 128)),
     AotCase("llama-8b-b8-t32", tree_attention, lambda: _call(8, 32)),
-    AotCase("llama-8b-t100", tree_attention, lambda: _call(1, 100)),
     AotCase("d64-t8", tree_attention, lambda: _call(1, 8, dim=64)),
     AotCase("d80-t8", tree_attention, lambda: _call(1, 8, dim=80)),
     AotCase("d256-t8", tree_attention, lambda: _call(1, 8, heads=16, dim=256)),

@@ -1,7 +1,7 @@
 """C++ attention and linear layers for the CPU, float32. Attention reads lengths and page tables itself and visits visible slots only.
 
-Registered with the dispatcher as ``graphspec_native::*``, so ``torch.compile(fullgraph=True)`` keeps each as one opaque op. The library is built
-on import of this module, which happens when ``native`` is chosen and not before.
+Registered with the dispatcher as ``graphspec_native::*``, so ``torch.compile(fullgraph=True)`` keeps each as one opaque op. The library is
+built on import of this module, which happens when ``native`` is chosen and not before.
 
 The result of a query depends on the keys and values it sees and on nothing else, bit for bit (see ``attention.cpp``): the same token
 attends alike alone, in a tree, in a chunk, and in any batch.

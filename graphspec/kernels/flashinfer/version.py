@@ -1,0 +1,100 @@
+"""Which FlashInfer serves: the supported range, and what the machine and the model must be. Imports neither torch nor FlashInfer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from importlib import metadata
+
+from ...errors import ConfigError
+
+DISTRIBUTION = "flashinfer-python"
+LEAST, BELOW = "0.6.18", "0.8"
+SUPPORTED = f">={LEAST},<{BELOW}"
+"""The one statement of the range; the extra ``cuda`` of pyproject.toml repeats it, and a test compares the two."""
+
+CAPABILITIES = (9, 10, 12)
+"""Major compute capabilities ``xqa`` is written for (flashinfer/xqa.py)."""
+PAGE_SIZES = (16, 32, 64, 128)
+DTYPES = ("bfloat16", "float16")
+DIM_STEP, MAX_DIM = 16, 256
+"""Head dimensions with more than one query token (flashinfer/jit/xqa.py)."""
+MAX_QUERIES_PER_GROUP = 16
+
+
+def release(version: str) -> tuple[int, ...]:
+    """The numbers a version begins with, without trailing zeros: ``0.7.0.post1`` is ``(0, 7)``, a pre-release counts as its release."""
+    match = re.match(r"\d+(\.\d+)*", version)
+    numbers = [int(part) for part in match.group().split(".")] if match else []
+    while numbers and numbers[-1] == 0:
+        numbers.pop()
+    return tuple(numbers)
+
+
+def is_supported(version: str) -> bool:
+    """``version`` lies in :data:`SUPPORTED`."""
+    return release(LEAST) <= release(version) < release(BELOW)
+
+
+def installed() -> str | None:
+    """The version installed here; None: none is. Reads package metadata, imports nothing."""
+    try:
+        return metadata.version(DISTRIBUTION)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def check_version() -> None:
+    """A supported FlashInfer is installed.
+
+    Raises:
+        ConfigError: there is none, or it is of another version.
+    """
+    found = installed()
+    if found is None or not is_supported(found):
+        what = "not installed" if found is None else found
+        raise ConfigError("kernels.attention", f"{DISTRIBUTION} {SUPPORTED} for 'flashinfer'", what, "pip install graphspec[cuda]")
+
+
+def check_capability(capability: tuple[int, int]) -> None:
+    """``xqa`` exists for a device of this compute capability.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if capability[0] not in CAPABILITIES:
+        expected = "fused on this device: 'flashinfer' needs compute capability " + ", ".join(f"{major}.x" for major in CAPABILITIES)
+        raise ConfigError("kernels.attention", expected, f"{capability[0]}.{capability[1]}")
+
+
+def check_pool(
+    name: str, page_size: int, dtype: str, num_heads: int, num_kv_heads: int, head_dim: int, windows: Sequence[int | None], *, latent: bool
+) -> None:
+    """``xqa`` serves a model of this shape.
+
+    Args:
+        name: whose shape it is, for the message: target or draft.
+        page_size: tokens of a page.
+        dtype: of queries and KV.
+        num_heads, num_kv_heads, head_dim: query heads, key/value heads, and the width of one.
+        windows: sliding window of each layer, None: none.
+        latent: attention is multi-head latent attention.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    other = "kernels.attention=fused has no such limit"
+    if page_size not in PAGE_SIZES:
+        raise ConfigError("runtime.page_size", "one of " + ", ".join(map(str, PAGE_SIZES)) + " for flashinfer", page_size, other)
+    if dtype not in DTYPES:
+        raise ConfigError("hardware.dtype", "one of " + ", ".join(DTYPES) + " for flashinfer", dtype, other)
+    key = f"kernels.attention, {name}"
+    if latent:
+        raise ConfigError(key, "fused, for multi-head latent attention", "flashinfer", "its MLA kernels take no tree mask")
+    if head_dim % DIM_STEP or not DIM_STEP <= head_dim <= MAX_DIM:
+        raise ConfigError(key, f"a head dimension up to {MAX_DIM}, a multiple of {DIM_STEP}, for flashinfer", head_dim, other)
+    if num_heads % num_kv_heads or num_heads // num_kv_heads > MAX_QUERIES_PER_GROUP:
+        heads = f"{num_heads} query heads over {num_kv_heads} key/value heads"
+        raise ConfigError(key, f"up to {MAX_QUERIES_PER_GROUP} query heads per key/value head, for flashinfer", heads, other)
+    if all(window is not None for window in windows):
+        raise ConfigError(key, "fused, where every layer has a sliding window", "flashinfer", "it would serve no layer")
