@@ -241,7 +241,7 @@ class Cycle:
         try:
             with torch.no_grad():
                 self.arena["mail"].copy_(self._mail[0].write(Message(lanes=())))
-                built = self._each("compile" if self.plan.kernels == "compiled" else "build", missing, self._build, progress)
+                built = self._each("compile" if self.plan.compiles else "build", missing, self._build, progress)
                 if self._capturer is not None:
                     built = self._each("capture", built, self._capture, progress)
         finally:
@@ -291,7 +291,7 @@ class Cycle:
     def _build(self, key: Key) -> None:
         started = time.perf_counter()
         direct = isinstance(key, PrefillKey) and self._capturer is None
-        program = Program(self.stages(key), self.views(key), compiled=self.plan.kernels == "compiled" and not direct)
+        program = Program(self.stages(key), self.views(key), compiled=self.plan.compiles and not direct)
         program.direct()
         self._wait()
         self.programs[key] = program

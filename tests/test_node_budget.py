@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
-from graphspec.shapes import GREEDY, SAMPLED, CycleShape
+from graphspec.shapes import CycleShape
 from tests._codegen import Launches, launches_of
 from tests._shapes_8b import fake_cycle
 

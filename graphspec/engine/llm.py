@@ -145,9 +145,7 @@ class LLM:
             # Where the drafter skips tokens, its attention stays with the general kernels.
             if facts is not None and (name == "target" or plan.variant.shift == 0):
                 heads = facts.num_heads, facts.num_kv_heads, facts.head_dim
-                kernels.check_model(
-                    name, plan.page_size, plan.dtype, *heads, facts.sliding_window[: facts.num_layers], latent=facts.latent is not None
-                )
+                kernels.check_model(name, plan.page_size, plan.dtype, *heads, facts.sliding_window, latent=facts.latent is not None)
         target = load_target(plan.target, plan.tap_layers, plan.max_positions, dtype, device, report("load target"))
         draft = None
         if plan.draft is not None:

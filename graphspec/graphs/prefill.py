@@ -33,7 +33,7 @@ class Prefill(Stage):
         history = ("history_RL",) if self.plan.keeps_history else ()
         state = ("cycle_1", "window_token_RA", "window_len_R", "seq_len_R", "budget_R", "status_R")
         self.shaper = LogitShaper(build)
-        noise = ("temperature_R", "seed_R") if self.sampling.noise else ()
+        noise = ("lane_temperature_B", "lane_seed_B") if self.sampling.noise else ()
         self.reads = (
             "mail", "lane_row_B", "page_table_RP", "stop_id_RE", "budget_R", "cycle_1", "target_kv",
             *drafted, *history, *noise, *self.shaper.reads,

@@ -30,7 +30,7 @@ class Match:
 
     def __init__(self, build: Build) -> None:
         self.plan, self.shape, self.kernels, self.sampling = build.plan, build.shape, build.kernels, build.sampling
-        self.reads = ("seed_R", "seq_len_R", "temperature_R", "node_depth_BN") if self.sampling.noise else ()
+        self.reads = ("lane_seed_B", "seq_len_R", "lane_temperature_B", "node_depth_BN") if self.sampling.noise else ()
 
     def __call__(self, v: Views, logits_BNV: Tensor) -> tuple[Tensor, Tensor]:
         """The token of every node, int64 ``[B, N]``, and whether the node's logits can be trusted, bool ``[B, N]``.
@@ -56,7 +56,7 @@ class Match:
 
     def _coin(self, v: Views) -> Tensor:
         """The coin of every node's position, float32 ``[B, N]``."""
-        return coins(v.seed_R[v.lane_row_B], self._positions(v)).gather(1, v.node_depth_BN)
+        return coins(v.lane_seed_B, self._positions(v)).gather(1, v.node_depth_BN)
 
 
 class TargetOnly(Match):
@@ -80,7 +80,7 @@ class TargetOnly(Match):
             return super().__call__(v, logits_BNV)
         sound_BN = trusted(self.sampling, logits_BNV)
         logits_BNV = self.shaper.truncate(v, logits_BNV)
-        temperature_B = v.temperature_R[v.lane_row_B]
+        temperature_B = v.lane_temperature_B
         nodes, vocab = logits_BNV.shape[1:]
         node_N = torch.arange(nodes, device=logits_BNV.device)
         token_BN, parent_BN = v.node_token_BN.clamp(min=0), v.node_parent_BN.clamp(min=0)
@@ -130,7 +130,7 @@ class Rejection(Match):
             return self._draw(v, logits_BNV, RESIDUAL_STREAM, truncate=True)
         sound_BN = trusted(self.sampling, logits_BNV)
         logits_BNV = self.shaper.truncate(v, logits_BNV)
-        temperature_B = v.temperature_R[v.lane_row_B]
+        temperature_B = v.lane_temperature_B
         steps = self.shape.num_steps
         target_BSV, draft_BSV = probabilities(logits_BNV, temperature_B)[:, :steps], v.draft_prob_BSV
         drafted_BS = v.node_token_BN[:, 1:] >= 0
@@ -158,7 +158,7 @@ class Synthetic(Match):
 
     def __init__(self, build: Build) -> None:
         super().__init__(build)
-        self.reads = tuple(dict.fromkeys((*self.reads, *NODES, "seed_R", "seq_len_R")))
+        self.reads = tuple(dict.fromkeys((*self.reads, *NODES, "lane_seed_B", "seq_len_R")))
 
     def __call__(self, v: Views, logits_BNV: Tensor) -> tuple[Tensor, Tensor]:
         sample_BN, sound_BN = super().__call__(v, logits_BNV)
@@ -175,7 +175,7 @@ class Synthetic(Match):
 
     def depth_cap(self, v: Views) -> Tensor:
         row_B = v.lane_row_B
-        coin_B = coins(v.seed_R[row_B], v.seq_len_R[row_B][:, None])[:, 0]
+        coin_B = coins(v.lane_seed_B, v.seq_len_R[row_B][:, None])[:, 0]
         drawn_B = torch.zeros_like(row_B)
         for rate in self.plan.accept.rates:
             drawn_B = drawn_B + (coin_B < rate).to(torch.int64)

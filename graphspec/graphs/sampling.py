@@ -45,7 +45,7 @@ def sample_tokens(
     strict, row_B = not sampling.bias, v.lane_row_B
     if not sampling.noise:
         return kernels.sample_tokens(logits_BTV, None, None, None, None, None, None, strict)
-    temperature_B, seed_B = v.temperature_R[row_B], v.seed_R[row_B]
+    temperature_B, seed_B = v.lane_temperature_B, v.lane_seed_B
     if stream:
         seed_B = seed_B ^ stream
     if not (truncate and sampling.truncate):
@@ -103,7 +103,7 @@ class LogitShaper:
         self.reads: tuple[str, ...] = (
             *(penalties if self.sampling.penalties else ()),
             *(("bias_id_RI", "bias_value_RI", "stop_from_R", "stop_id_RE") if self.sampling.bias else ()),
-            *(("top_k_R", "top_p_R", "min_p_R", "temperature_R") if self.sampling.truncate else ()),
+            *(("top_k_R", "top_p_R", "min_p_R", "lane_temperature_B") if self.sampling.truncate else ()),
         )
 
     def __call__(
@@ -131,7 +131,7 @@ class LogitShaper:
         if not self.sampling.truncate:
             return logits_BTV
         row_B = v.lane_row_B
-        temperature_B, top_k_B = v.temperature_R[row_B], v.top_k_R[row_B]
+        temperature_B, top_k_B = v.lane_temperature_B, v.top_k_R[row_B]
         return self.kernels.filter_logits(logits_BTV, temperature_B, top_k_B, v.top_p_R[row_B], v.min_p_R[row_B])
 
     def _penalise(self, v: Views, row_B: Tensor, logits_BTV: Tensor, path_BTs: Tensor | None, target_token_Vd: Tensor | None) -> Tensor:
@@ -176,7 +176,7 @@ class DraftSampler:
         self.shaper = LogitShaper(build)
         self.drawn = self.sampling.noise and self.plan.accept.sampled_drafts
         self.noisy = self.drawn or (self.sampling.noise and self.plan.accept.coupled)
-        self.reads = (*self.shaper.reads, *(("seed_R", "temperature_R") if self.noisy else ()))
+        self.reads = (*self.shaper.reads, *(("lane_seed_B", "lane_temperature_B") if self.noisy else ()))
         self.writes = ("draft_prob_BSV",) if self.drawn else ()
 
     def propose(
@@ -199,7 +199,7 @@ class DraftSampler:
         logits_BTV = self.shaper.truncate(v, self.shaper(v, logits_BTV, position_B[:, None], path_BTs, target_token_Vd))
         if not self.noisy:
             return self.kernels.draft_topk(logits_BTV, self.shape.topk, target_token_Vd, None, None, None)
-        temperature_B, seed_B = v.temperature_R[row_B], v.seed_R[row_B]
+        temperature_B, seed_B = v.lane_temperature_B, v.lane_seed_B
         if self.drawn:
             seed_B = seed_B ^ DRAFT_STREAM
             self._keep(v, logits_BTV[:, 0], temperature_B, target_token_Vd, level)

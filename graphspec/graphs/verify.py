@@ -18,7 +18,7 @@ class Verify(Stage):
         super().__init__(build)
         self.target: TargetModel = build.target
         nodes = ("node_token_BN", "node_depth_BN", "node_ancestors_BNX")
-        self.reads = ("lane_row_B", "status_R", "seq_len_R", "page_table_RP", "target_kv", *nodes)
+        self.reads = ("lane_row_B", "status_R", "seq_len_R", "lane_table_BP", "target_kv", *nodes)
         self.writes = ("target_kv", "logits_BNV", *(("feature_BNF",) if self.plan.feature_width else ()))
 
     def forward(self, v: Views) -> None:
@@ -27,7 +27,7 @@ class Verify(Stage):
         valid_BN = live_B[:, None] & (v.node_token_BN >= 0)
         node_N = torch.arange(self.shape.num_draft_tokens, device=row_B.device)
         position_BN = seq_B[:, None] + v.node_depth_BN
-        table_BP = v.page_table_RP[row_B]
+        table_BP = v.lane_table_BP
         ancestors_BNX = v.node_ancestors_BNX.masked_fill(~valid_BN[..., None], 0)
         attention = TreeAttention(
             kernels=self.kernels,

@@ -24,9 +24,7 @@ class EagleLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(facts.hidden_size, facts.rms_norm_eps)
         self.mlp = MLP(facts)
 
-    def forward(
-        self, residual_BTH: Tensor, cos_BTD: Tensor, sin_BTD: Tensor, attention: Attention, norm: RMSNorm | None = None
-    ) -> Tensor:
+    def forward(self, residual_BTH: Tensor, cos_BTD: Tensor, sin_BTD: Tensor, attention: Attention, norm: RMSNorm | None = None) -> Tensor:
         """The residual stream behind this layer, ``[B, T, H]``; ``norm`` stands in front of the attention where a head has one."""
         residual_BTH = self.self_attn(residual_BTH, cos_BTD, sin_BTD, attention, norm, residual_BTH)
         out_BTH: Tensor = self.mlp(residual_BTH, self.post_attention_layernorm, residual_BTH)

@@ -5,7 +5,6 @@ The pair's draft equals its target, so every off-by-one in a slot, a position, a
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest

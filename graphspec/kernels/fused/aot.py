@@ -75,9 +75,7 @@ def resources(launch: Launch) -> dict[str, int]:
     Raises:
         RuntimeError: the bundled cuobjdump does not print what is expected.
     """
-    compiled = triton.compile(
-        source_of(launch), target=TARGET, options={"num_warps": launch.num_warps, "num_stages": launch.num_stages}
-    )
+    compiled = triton.compile(source_of(launch), target=TARGET, options={"num_warps": launch.num_warps, "num_stages": launch.num_stages})
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()

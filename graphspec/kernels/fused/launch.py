@@ -115,9 +115,7 @@ def launch(kernel: Any, grid: Sequence[int], *args: Any, num_warps: int = 4, num
     kernel[tuple(grid)](*args, **constexprs, num_warps=num_warps, num_stages=num_stages, **extra)
 
 
-def register(
-    name: str, launcher: Callable[..., Any], fake: Callable[..., Any], mutates: Sequence[str] = ()
-) -> Callable[..., Any]:
+def register(name: str, launcher: Callable[..., Any], fake: Callable[..., Any], mutates: Sequence[str] = ()) -> Callable[..., Any]:
     """The launcher as operator ``graphspec::name``: opaque to the compiler, and known to fake tensors.
 
     Args:
