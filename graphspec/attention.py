@@ -12,15 +12,15 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from .kernels.formulas import Rotation
 from .kernels.registry import KernelSet
 
 
 class HeadTransform(NamedTuple):
     """What happens to each query and key head before it attends."""
 
-    cos_BTD: Tensor
-    sin_BTD: Tensor
-    """``[B, T, d]``: pairs ``(i, i + d)`` rotate."""
+    rotation: Rotation
+    """Pairs ``(i, i + d)`` rotate."""
     query_norm: Tensor | None = None
     key_norm: Tensor | None = None
     """``[D]``: weights of an RMSNorm before the rotation."""
@@ -33,9 +33,7 @@ class LatentTransform(NamedTuple):
 
     norm_weight_L: Tensor
     norm_eps: float
-    cos_BTD: Tensor
-    sin_BTD: Tensor
-    """``[B, T, R / 2]``."""
+    rotation: Rotation
     interleaved: bool
     """Pairs are channels ``(2i, 2i + 1)``; otherwise ``(i, i + R/2)``."""
 
@@ -84,8 +82,7 @@ class Attention(Protocol):
         ...
 
 
-def _visible_from(prefix_begin: int, position_BT: Tensor, window_left: int | None) -> Tensor:
-    begin_BT = torch.full_like(position_BT, prefix_begin)
+def _within(begin_BT: Tensor, position_BT: Tensor, window_left: int | None) -> Tensor:
     return begin_BT if window_left is None else torch.maximum(begin_BT, position_BT - window_left + 1)
 
 
@@ -102,7 +99,8 @@ class TreeAttention:
     valid_BT: Tensor
     slot_BT: Tensor
     """Logical slot each token's KV is written to, int64."""
-    prefix_begin: int
+    begin_BT: Tensor
+    """First slot each query may see where a layer has no sliding window, int64."""
     prefix_end_B: Tensor
     ancestors_BTX: Tensor
     """Bit j of a query's words: it sees slot ``prefix_end + j``; its own bit included."""
@@ -120,12 +118,12 @@ class TreeAttention:
         window_left: int | None,
     ) -> Tensor:
         query_BTQD = self.kernels.rope_kv_write(
-            query_BTQD, key_BTGD, value_BTGD, heads.cos_BTD, heads.sin_BTD, self.kv_pool, layer, self.table_BP, self.slot_BT, self.valid_BT,
+            query_BTQD, key_BTGD, value_BTGD, *heads.rotation, self.kv_pool, layer, self.table_BP, self.slot_BT, self.valid_BT,
             heads.query_norm, heads.key_norm, heads.norm_eps, heads.norm_offset,
         )  # fmt: skip
         if self.own_window is not None and window_left is None:
             return self.own_window(query_BTQD, self.kv_pool, layer, scale)
-        begin_BT = _visible_from(self.prefix_begin, self.position_BT, window_left)
+        begin_BT = _within(self.begin_BT, self.position_BT, window_left)
         return self.kernels.tree_attention(
             query_BTQD, self.kv_pool, layer, self.table_BP, begin_BT, self.prefix_end_B, self.ancestors_BTX, scale
         )
@@ -134,12 +132,11 @@ class TreeAttention:
         self, layer: int, query_latent_BTQL: Tensor, query_rope_BTQR: Tensor, latent_BTE: Tensor, transform: LatentTransform, scale: float
     ) -> Tensor:
         query_rope_BTQR = self.kernels.latent_kv_write(
-            self.kv_pool, layer, latent_BTE, query_rope_BTQR, transform.norm_weight_L, transform.cos_BTD, transform.sin_BTD,
+            self.kv_pool, layer, latent_BTE, query_rope_BTQR, transform.norm_weight_L, *transform.rotation,
             self.table_BP, self.slot_BT, self.valid_BT, transform.norm_eps, transform.interleaved,
         )  # fmt: skip
-        begin_BT = _visible_from(self.prefix_begin, self.position_BT, None)
         return self.kernels.latent_attention(
-            query_latent_BTQL, query_rope_BTQR, self.kv_pool, layer, self.table_BP, begin_BT, self.prefix_end_B, self.ancestors_BTX, scale
+            query_latent_BTQL, query_rope_BTQR, self.kv_pool, layer, self.table_BP, self.begin_BT, self.prefix_end_B, self.ancestors_BTX, scale
         )
 
 
@@ -167,20 +164,20 @@ class ChunkAttention:
         window_left: int | None,
     ) -> Tensor:
         query_BTQD = self.kernels.rope_kv_write(
-            query_BTQD, key_BTGD, value_BTGD, heads.cos_BTD, heads.sin_BTD, self.kv_pool, layer, self.table_BP, self.slot_BT, self.valid_BT,
+            query_BTQD, key_BTGD, value_BTGD, *heads.rotation, self.kv_pool, layer, self.table_BP, self.slot_BT, self.valid_BT,
             heads.query_norm, heads.key_norm, heads.norm_eps, heads.norm_offset,
         )  # fmt: skip
-        begin_BT = _visible_from(self.prefix_begin, self.position_BT, window_left)
+        begin_BT = _within(torch.full_like(self.position_BT, self.prefix_begin), self.position_BT, window_left)
         return self.kernels.chunk_attention(query_BTQD, self.kv_pool, layer, self.table_BP, begin_BT, self.slot_BT, self.valid_BT, scale)
 
     def latent(
         self, layer: int, query_latent_BTQL: Tensor, query_rope_BTQR: Tensor, latent_BTE: Tensor, transform: LatentTransform, scale: float
     ) -> Tensor:
         query_rope_BTQR = self.kernels.latent_kv_write(
-            self.kv_pool, layer, latent_BTE, query_rope_BTQR, transform.norm_weight_L, transform.cos_BTD, transform.sin_BTD,
+            self.kv_pool, layer, latent_BTE, query_rope_BTQR, transform.norm_weight_L, *transform.rotation,
             self.table_BP, self.slot_BT, self.valid_BT, transform.norm_eps, transform.interleaved,
         )  # fmt: skip
-        begin_BT = _visible_from(self.prefix_begin, self.position_BT, None)
+        begin_BT = torch.full_like(self.position_BT, self.prefix_begin)
         return self.kernels.latent_chunk_attention(
             query_latent_BTQL, query_rope_BTQR, self.kv_pool, layer, self.table_BP, begin_BT, self.slot_BT, self.valid_BT, scale
         )

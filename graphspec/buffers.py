@@ -141,6 +141,8 @@ def declare_slots(plan: Plan, mail_size: int) -> tuple[Slot, ...]:
         draft = plan.draft.decoder
         slots += [
             *([Slot("draft_hidden_BH", ("B", "H"), dtype, "lane")] if plan.feature_width else []),
+            # The first slot a drafter may see, the same for all; a constant tensor, so that no pass has to make one.
+            Slot("draft_begin_1", (1,), i64, "state", plan.variant.shift),
             _pool("draft_kv", plan, draft, dtype),
         ]
         if plan.shape.pool == "beams":

@@ -158,13 +158,13 @@ class KernelsConfig:
     mode: str = "auto"
     """reference: plain torch; compiled: torch.compile; fused: Triton kernels, compiled together; auto: what the runtime preset means."""
     attention: str = "auto"
-    """reference: plain torch; native: C++ for the CPU; fused: Triton; flashinfer: FlashInfer's xqa where it can serve, in a fused cycle, fused
-    elsewhere; auto: fused for a fused cycle, native for a compiled float32 cycle on the CPU, else reference."""
+    """reference: plain torch; native: C++ for the CPU; fused: Triton; flashinfer: FlashInfer's xqa where it serves, of a fused cycle, and
+    fused elsewhere; auto: fused for a fused cycle, native for a compiled float32 cycle on the CPU, else reference."""
     linear: str = "auto"
     """The same choice for linear layers, without flashinfer; native ones hold their weights packed."""
     numerics: str = "fast"
-    """Of fused linear layers. fast: the kernel of each shape that measured best; batch_invariant: one order of summation whatever the number
-    of rows, so that a token's logits do not depend on what is computed beside it."""
+    """Of fused linear layers. fast: the kernel of each shape that measured best; batch_invariant: one order of summation whatever the
+    number of rows, so that a token's logits do not depend on what is computed beside it."""
     programmatic_launch: bool = False
     """Fused kernels may start while the one before them drains (sm_90 and later)."""
 

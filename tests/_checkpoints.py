@@ -353,7 +353,7 @@ class DenseAttention:
         if heads.query_norm is not None and heads.key_norm is not None:
             query_BTQD = rms_norm(query_BTQD, heads.query_norm, heads.norm_eps, heads.norm_offset)
             key_BTGD = rms_norm(key_BTGD, heads.key_norm, heads.norm_eps, heads.norm_offset)
-        query_BTQD, key_BTGD = (apply_rope(x, heads.cos_BTD, heads.sin_BTD) for x in (query_BTQD, key_BTGD))
+        query_BTQD, key_BTGD = (apply_rope(x, *heads.rotation.cos_sin(x.dtype)) for x in (query_BTQD, key_BTGD))
         repeat = query_BTQD.shape[2] // key_BTGD.shape[2]
         key_BTQD, value_BTQD = (x.repeat_interleave(repeat, dim=2) for x in (key_BTGD, value_BTGD))
         weight_BQTU = self._weights(torch.einsum("btqd,buqd->bqtu", query_BTQD, key_BTQD) * scale, window_left)
@@ -368,7 +368,7 @@ class DenseAttention:
         def rotate(x_BTQR: Tensor) -> Tensor:
             if transform.interleaved:
                 x_BTQR = x_BTQR.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
-            return apply_rope(x_BTQR, transform.cos_BTD, transform.sin_BTD)
+            return apply_rope(x_BTQR, *transform.rotation.cos_sin(x_BTQR.dtype))
 
         row_BTL = rms_norm(latent_BTE[..., :rank], transform.norm_weight_L, transform.norm_eps)
         key_BTR = rotate(latent_BTE[:, :, None, rank:])[:, :, 0]

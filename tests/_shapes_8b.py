@@ -59,7 +59,7 @@ class FakeCycle:
 
 @contextmanager
 def fake_cycle(
-    shape: CycleShape, num_layers: int, *, lanes: int = 1, mode: str = "fused", numerics: str = "fast", sampling: SamplingClass = GREEDY,
+    shape: CycleShape, num_layers: int, *, lanes: int = 1, mode: str = "fused", numerics: str = "fast", linear: str = "auto", sampling: SamplingClass = GREEDY,
     **changes: Any,
 ) -> Iterator[FakeCycle]:  # fmt: skip
     """Inside, a cycle on a GPU that is not there; ``changes`` go into the target's facts."""
@@ -74,7 +74,7 @@ def fake_cycle(
         variant=VariantConfig(name="eagle3" if speculates else "none", **keys),
         model=ModelConfig(path="8b", max_context=2048),
         runtime=RuntimeConfig(name="captured", page_size=16, max_rows=lanes, buckets=[lanes]),
-        kernels=KernelsConfig(mode=mode, numerics=numerics),
+        kernels=KernelsConfig(mode=mode, numerics=numerics, linear=linear),
         hardware=HardwareConfig(dtype="bfloat16"),
     )
     plan = make_plan(config, target, head if speculates else None, device="cuda")

@@ -14,6 +14,7 @@ from graphspec.config import Config, ModelConfig, VariantConfig
 from graphspec.errors import CheckpointError
 from graphspec.facts import read_model_facts, read_mtp_facts
 from graphspec.kernels import select_kernels
+from graphspec.kernels.formulas import Rotation
 from graphspec.plan import make_plan
 from graphspec.shapes import CycleShape
 from graphspec.weights import load_mtp, load_target
@@ -100,11 +101,12 @@ def test_tree_attention_over_pages_is_latent_attention_of_the_visible_tokens() -
     latent, query = torch.randn(1, total, rank + rope, generator=generator), torch.randn(1, total, heads, rank + rope, generator=generator)
     depth = [0, 1, 1, 2]
     position = torch.tensor([[*range(prefix), *(prefix + d for d in depth)]])
-    angle = position[..., None] * torch.tensor([1.0, 0.1])
+    angle = position[0, :, None] * torch.tensor([1.0, 0.1])
+    angles = torch.cat((angle.cos(), angle.sin()), -1)
     weight = 1 + 0.1 * torch.randn(rank, generator=generator)
 
     def transform(rows: list[int]) -> LatentTransform:
-        return LatentTransform(weight, 1e-6, angle[:, rows].cos(), angle[:, rows].sin(), True)
+        return LatentTransform(weight, 1e-6, Rotation(angles, torch.tensor([rows])), True)
 
     def run(attention: Any, rows: list[int], layer: int = 1) -> torch.Tensor:
         return attention.latent(layer, query[:, rows, :, :rank], query[:, rows, :, rank:], latent[:, rows], transform(rows), 0.3)
@@ -114,7 +116,16 @@ def test_tree_attention_over_pages_is_latent_attention_of_the_visible_tokens() -
         words = torch.tensor(ancestors)[None, :, None]
         end = torch.tensor([begin])
         return TreeAttention(
-            kernels, pool, table, position[:, rows], position[:, rows] + 1, torch.ones_like(slot, dtype=torch.bool), slot, 0, end, words
+            kernels,
+            pool,
+            table,
+            position[:, rows],
+            position[:, rows] + 1,
+            torch.ones_like(slot, dtype=torch.bool),
+            slot,
+            torch.zeros_like(slot),
+            end,
+            words,
         )
 
     run(paged(list(range(prefix)), [(1 << (j + 1)) - 1 for j in range(prefix)], 0), list(range(prefix)))

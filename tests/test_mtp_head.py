@@ -211,7 +211,7 @@ def test_qwen_layer_equals_transformers(tmp_path: Path) -> None:
     cos_sin = Qwen3_5TextRotaryEmbedding(hf_config)(x_BTH, position_BT)
     theirs = layer(x_BTH, position_embeddings=cos_sin, attention_mask=mask)
     theirs = theirs[0] if isinstance(theirs, tuple) else theirs
-    mine = draft.heads[0].layer(x_BTH, *draft.rotary(position_BT, position_BT + 1, torch.float32), DenseAttention.prompt(1, 9))
+    mine = draft.heads[0].layer(x_BTH, draft.rotary(position_BT, position_BT + 1), DenseAttention.prompt(1, 9))
     torch.testing.assert_close(mine, theirs, rtol=0, atol=2e-6)
 
 

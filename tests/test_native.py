@@ -168,15 +168,15 @@ def test_compiled_write_then_attend_is_in_order_and_copies_no_pool() -> None:
     words = torch.tensor([[[1], [3], [5]], [[1], [3], [3]]])
     path, count = torch.tensor([[0, 2], [0, 1]]), torch.tensor([2, 1])
 
-    angle = torch.rand(lanes, tokens, DIM // 2)
-    cos, sin = angle.cos(), angle.sin()
+    angle = torch.rand(9, DIM // 2)
+    rope, rope_row = torch.cat((angle.cos(), angle.sin()), -1), slot % 9
 
     def step(kv_pool: Tensor, hidden: Tensor) -> Tensor:
         for layer in range(layers):
             query, key, value = (hidden @ weight[layer]).split((width, GROUPS * DIM, GROUPS * DIM), -1)
             key, value = (x.unflatten(-1, (GROUPS, DIM)) for x in (key, value))
             query = query.unflatten(-1, (HEADS, DIM))
-            query = kernels.rope_kv_write(query, key, value, cos, sin, kv_pool, layer, table, slot, valid)
+            query = kernels.rope_kv_write(query, key, value, rope, rope_row, kv_pool, layer, table, slot, valid)
             out = kernels.tree_attention(query, kv_pool, layer, table, begin, end, words, DIM**-0.5)
             hidden = hidden + out.flatten(-2)
         kernels.kv_move(kv_pool, table, end, path, count)

@@ -6,13 +6,21 @@ budget is a regression; one below it is progress, and the budget follows.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
-from graphspec.shapes import CycleShape
+import pytest
+
+from graphspec.shapes import SAMPLED, CycleShape
 from tests._codegen import Launches, launches_of
 from tests._shapes_8b import fake_cycle
 
-TREE, CHAIN, PLAIN = CycleShape(5, 4, 8), CycleShape(7, 1, 8), CycleShape(0, 1, 1)
+TREE, PLAIN = CycleShape(5, 4, 8), CycleShape(0, 1, 1)
+LAYER = Counter({"linear": 4, "rope_kv_write": 1, "fused_tree_attention": 1})
+"""A dense decoder layer: norm and qkv; norm of heads, RoPE and KV write; attention; o and residual; norm, gate and up; down and residual."""
+DRAFT_PASS = LAYER + Counter({"linear": 1, "draft_topk": 1, "draft_level": 1})
+"""A layer, the head, selection; beside it two of Inductor's kernels: the norms of embedding and hidden state."""
 
 
 def count(shape: CycleShape, num_layers: int, **keys: Any) -> Launches:
@@ -20,9 +28,54 @@ def count(shape: CycleShape, num_layers: int, **keys: Any) -> Launches:
         return launches_of(cycle.program())
 
 
-def test_print() -> None:
-    for shape in (TREE, CHAIN, PLAIN):
-        found = count(shape, 4, numerics="batch_invariant")
-        print(shape, len(found), found.kinds, found.host_marks)
-        for kind, name in found.names:
-            print("   ", kind, name)
+def ops_of(found: Launches) -> Counter[str]:
+    return Counter({name.removeprefix("graphspec."): number for name, number in found.ops.items()})
+
+
+@pytest.fixture(scope="module")
+def tree() -> Iterator[Launches]:
+    yield count(TREE, 3)
+
+
+def test_a_speculative_cycle_keeps_its_budget(tree: Launches) -> None:
+    """S = 5 passes of an EAGLE-3 head and a target of three layers."""
+    passes = Counter({name: 5 * number for name, number in DRAFT_PASS.items()})
+    layers = Counter({name: 3 * number for name, number in LAYER.items()})
+    once = ("mail_apply", "draft_window", "take_last", "tree_build", "verify_rows", "sample_tokens", "tree_walk", "kv_move", "commit_rows")
+    # fc in front of the first pass, the target's head
+    assert ops_of(tree) == passes + layers + Counter(once) + Counter({"linear": 2})
+    assert tree.kinds == {"op": 74, "triton": 14}
+    assert tree.host_marks == []
+
+
+def test_a_layer_is_six_launches(tree: Launches) -> None:
+    deeper = count(TREE, 5)
+    assert len(deeper) - len(tree) == 2 * LAYER.total() == 12
+    # What the whole of 32 layers comes to.
+    assert len(tree) + 29 * LAYER.total() == 262
+
+
+def test_plain_decoding_keeps_its_budget() -> None:
+    found = count(PLAIN, 3)
+    assert (found.kinds["op"], found.kinds["triton"], len(found)) == (25, 3, 28)
+    assert found.host_marks == []
+
+
+def test_sampling_adds_no_copy_of_the_vocabulary(tree: Launches) -> None:
+    """Noise is made where it is used: seeded sampling launches what greedy decoding launches, and nothing reads the vocabulary twice."""
+    found = count(TREE, 3, sampling=SAMPLED)
+    assert len(found) - len(tree) <= 2
+    assert ops_of(found)["sample_tokens"] == 1
+
+
+def test_norms_of_heads_cost_no_launch(tree: Launches) -> None:
+    """Qwen3's layers: the norms of queries and keys are part of the same launch as RoPE and the KV write."""
+    assert len(count(TREE, 3, qk_norm=True)) == len(tree)
+
+
+def test_library_products_keep_the_old_budget() -> None:
+    """With every product left to cuBLAS: nine launches a layer, no bias matrix behind a product, no host mark."""
+    found, deeper = (count(PLAIN, layers, mode="fused", linear="reference") for layers in (3, 5))
+    assert len(deeper) - len(found) == 2 * 9
+    assert not any("addmm" in name for _, name in found.names)
+    assert found.host_marks == []

@@ -129,8 +129,8 @@ def test_select_kernels() -> None:
 @pytest.mark.parametrize(
     ("mode", "attention", "device", "words"),
     [
-        ("fused", "auto", "cuda", ("fused", "reference, compiled", "do not exist")),
-        ("quick", "auto", "cpu", ("quick", "reference, compiled")),
+        ("quick", "auto", "cpu", ("quick", "reference, compiled, fused")),
+        ("compiled", "fused", "cuda", ("kernels.attention", "fused", "kernels.mode=compiled")),
         ("compiled", "native", "cuda", ("native", "CPU only")),
         ("compiled", "flash", "cpu", ("flash", "native")),
     ],

@@ -57,7 +57,7 @@ def test_frequencies_and_attention_factor_equal_transformers(name: str, tmp_path
 def test_cos_and_sin_equal_transformers_at_every_position(name: str, tmp_path: Any) -> None:
     rope, theirs = read_both(tmp_path, PARAMETERS[name])
     position_BT = torch.tensor([[0, 1, 2, 77, 4095], [4096, 5000, 9999, 16382, 16383]])
-    cos, sin = RotaryEmbedding(rope, 128, 16384)(position_BT, position_BT + 1, torch.float32)
+    cos, sin = RotaryEmbedding(rope, 128, 16384)(position_BT, position_BT + 1).cos_sin(torch.float32)
     their_cos, their_sin = theirs(torch.zeros(1), position_BT)
     assert torch.equal(cos, their_cos[..., :64])
     assert torch.equal(sin, their_sin[..., :64])
@@ -67,7 +67,7 @@ def test_dynamic_grows_with_each_tokens_own_length(tmp_path: Any) -> None:
     rope, _ = read_both(tmp_path, PARAMETERS["dynamic"], max_position_embeddings=32)
     ours = RotaryEmbedding(rope, 128, 64)
     position_BT, rope_length_BT = torch.tensor([[3, 40, 40, 50]]), torch.tensor([[4, 41, 60, 60]])
-    cos, sin = ours(position_BT, rope_length_BT, torch.float32)
+    cos, sin = ours(position_BT, rope_length_BT).cos_sin(torch.float32)
     for index in range(4):
         # a fresh instance each time, for transformers' grows with what it has seen
         _, theirs = read_both(tmp_path, PARAMETERS["dynamic"], max_position_embeddings=32)
@@ -85,7 +85,7 @@ def test_rotation_equals_transformers_bitwise(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     query, key = torch.randn(2, 9, 5, 16, generator=generator).to(dtype), torch.randn(2, 9, 1, 16, generator=generator).to(dtype)
     position_BT = torch.randint(0, 32, (2, 9), generator=generator)
-    cos, sin = rotary(position_BT, position_BT + 1, dtype)
+    cos, sin = rotary(position_BT, position_BT + 1).cos_sin(dtype)
     full_cos, full_sin = torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
     their_query, their_key = apply_rotary_pos_emb(query, key, full_cos, full_sin, unsqueeze_dim=2)
     assert torch.equal(apply_rope(query, cos, sin), their_query)
@@ -95,8 +95,8 @@ def test_rotation_equals_transformers_bitwise(dtype: torch.dtype) -> None:
 def test_positions_outside_the_table_are_clamped() -> None:
     rotary = RotaryEmbedding(RopeFacts(10000.0), 8, 4)
     position_BT = torch.tensor([[-1, 4, 2**40]])
-    cos, _ = rotary(position_BT, position_BT + 1, torch.float32)
-    inside, _ = rotary(torch.tensor([[0, 3, 3]]), position_BT, torch.float32)
+    cos, _ = rotary(position_BT, position_BT + 1).cos_sin(torch.float32)
+    inside, _ = rotary(torch.tensor([[0, 3, 3]]), position_BT).cos_sin(torch.float32)
     assert torch.equal(cos, inside)
 
 
@@ -128,7 +128,7 @@ def test_partial_rotation_equals_transformers(name: str, factor: float) -> None:
     assert rope.rotary_dim(64) == int(64 * factor)
     assert torch.equal(rope_frequency(rope, 64), theirs.inv_freq)
     position_BT = torch.tensor([[0, 1, 77, 4095], [4096, 9999, 16382, 16383]])
-    cos, sin = RotaryEmbedding(rope, 64, 16384)(position_BT, position_BT + 1, torch.float32)
+    cos, sin = RotaryEmbedding(rope, 64, 16384)(position_BT, position_BT + 1).cos_sin(torch.float32)
     their_cos, their_sin = theirs(torch.zeros(1), position_BT)
     generator = torch.Generator().manual_seed(0)
     query, key = torch.randn(2, 4, 3, 64, generator=generator), torch.randn(2, 4, 1, 64, generator=generator)
@@ -141,7 +141,7 @@ def test_partial_rotation_equals_transformers(name: str, factor: float) -> None:
 def test_dynamic_grows_by_the_rotated_part() -> None:
     rope = read_partial({"rope_type": "dynamic", "factor": 3.0, "partial_rotary_factor": 0.25}, max_position_embeddings=32)
     length = torch.tensor([[60]])
-    cos, _ = RotaryEmbedding(rope, 64, 64)(torch.tensor([[50]]), length, torch.float32)
+    cos, _ = RotaryEmbedding(rope, 64, 64)(torch.tensor([[50]]), length).cos_sin(torch.float32)
     base = 10000.0 * (3.0 * 60 / 32 - 2) ** (16 / 14)
     expected = torch.tensor([50 / base ** (2 * i / 16) for i in range(8)]).cos()
     torch.testing.assert_close(cos[0, 0], expected, rtol=0, atol=1e-5)

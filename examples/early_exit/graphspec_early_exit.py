@@ -50,9 +50,9 @@ def load(facts: DraftFacts, target: LlamaModel, max_positions: int, dtype: Any, 
 
         def forward(self, token_BT: Tensor, hidden_BTH: Tensor | None, attention: Any, step: int = 0) -> Tensor:
             residual_BTH = self.embed_tokens(token_BT, attention.valid_BT)
-            cos_BTD, sin_BTD = self.rotary(attention.position_BT, attention.rope_length_BT, residual_BTH.dtype)
+            rotation = self.rotary(attention.position_BT, attention.rope_length_BT)
             for layer in self.layers:
-                residual_BTH = layer(residual_BTH, cos_BTD, sin_BTD, attention)
+                residual_BTH = layer(residual_BTH, rotation, attention)
             return self.norm(residual_BTH)
 
         def logits(self, hidden: Tensor, step: int = 0) -> Tensor:

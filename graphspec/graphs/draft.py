@@ -69,7 +69,7 @@ class DraftStage(Stage):
             rope_length_BT=position_BT + 1,
             valid_BT=valid_BT,
             slot_BT=slot_BT,
-            prefix_begin=self.shift,
+            begin_BT=v.draft_begin_1.expand(position_BT.shape),
             prefix_end_B=prefix_end_B,
             ancestors_BTX=ancestors_BTX,
             own_window=bound,
@@ -95,7 +95,7 @@ class DraftExtend(DraftStage):
     """The drafter over the carried window; the last valid entry proposes the first level."""
 
     name = "draft_extend"
-    reads = ("lane_row_B", "lane_table_BP", "status_R", "seq_len_R", "window_len_R", "window_token_RA", "draft_kv")
+    reads = ("lane_row_B", "lane_table_BP", "status_R", "seq_len_R", "window_len_R", "window_token_RA", "draft_kv", "draft_begin_1")
     writes = ("draft_kv", "candidate_score_BM", "candidate_token_BM", "candidate_parent_BM")
     feature_reads = ("window_feature_RAF",)
     feature_writes = ("draft_hidden_BH",)
@@ -134,7 +134,7 @@ class DraftSteps(DraftStage):
 
     name = "draft_steps"
     reads = (
-        "lane_row_B", "lane_table_BP", "status_R", "seq_len_R", "draft_kv", "candidate_score_BM", *BEAM_SLOTS,
+        "lane_row_B", "lane_table_BP", "status_R", "seq_len_R", "draft_kv", "draft_begin_1", "candidate_score_BM", *BEAM_SLOTS,
     )  # fmt: skip
     writes = ("draft_kv", "candidate_score_BM", "candidate_token_BM", "candidate_parent_BM", *BEAM_SLOTS)
     feature_reads = ("draft_hidden_BH",)
@@ -159,7 +159,7 @@ class StaticSteps(DraftStage):
     """Levels 2..S of a static tree (EAGLE-1): the drafter runs on the nodes that have children, and each child takes its rank."""
 
     name = "static_steps"
-    reads = ("lane_row_B", "lane_table_BP", "status_R", "seq_len_R", "draft_kv", "candidate_score_BM", "candidate_token_BM")
+    reads = ("lane_row_B", "lane_table_BP", "status_R", "seq_len_R", "draft_kv", "draft_begin_1", "candidate_score_BM", "candidate_token_BM")
     writes, feature_reads = DraftExtend.writes, DraftSteps.feature_reads
 
     def __init__(self, build: Build) -> None:

@@ -41,7 +41,7 @@ class HeadSteps(DraftStage):
     name = "head_steps"
     reads = (
         "lane_row_B", "lane_table_BP", "status_R", "seq_len_R", "window_len_R", "window_token_RA", "window_feature_RAF",
-        "lookback_token_RY", "lookback_feature_RYF", "draft_kv",
+        "lookback_token_RY", "lookback_feature_RYF", "draft_kv", "draft_begin_1",
     )  # fmt: skip
     writes = ("draft_kv", "candidate_score_BM", "candidate_token_BM", "candidate_parent_BM")
 

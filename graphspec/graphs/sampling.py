@@ -195,7 +195,6 @@ class DraftSampler:
         Returns:
             log-probabilities float32 and target ids int64, both ``[B, T, K]``.
         """
-        row_B = v.lane_row_B
         logits_BTV = self.shaper.truncate(v, self.shaper(v, logits_BTV, position_B[:, None], path_BTs, target_token_Vd))
         if not self.noisy:
             return self.kernels.draft_topk(logits_BTV, self.shape.topk, target_token_Vd, None, None, None)

@@ -37,6 +37,7 @@ from . import (
     tree_attention,
     tree_build,
     tree_walk,
+    verify_rows,
 )
 from .op import KernelOp
 from .registry import KernelSet
@@ -65,6 +66,7 @@ OPS: tuple[KernelOp, ...] = (
     latent_kv_write.OP,
     moe_route.OP,
     moe_mlp.OP,
+    verify_rows.OP,
 )
 """Every op, in the order of :class:`~graphspec.kernels.registry.KernelSet`."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -27,6 +29,21 @@ def silu_mul(x: Tensor) -> Tensor:
     """``silu(gate) * up`` of ``[..., 2F]``, gate first (SwiGLU, arXiv 2002.05202): ``[..., F]``."""
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate) * up
+
+
+class Rotation(NamedTuple):
+    """Which row of a table each token is rotated by. Ops look it up themselves, so no launch is spent on gathering it."""
+
+    table_LD: Tensor
+    """float32 ``[L, 2d]``: d cosines, then d sines."""
+    row_BT: Tensor
+    """int64; clamped into the table, which only rows nobody reads ever need."""
+
+    def cos_sin(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """``(cos, sin)``, each ``[B, T, d]``."""
+        row_BTD = self.table_LD[self.row_BT.clamp(0, self.table_LD.shape[0] - 1)].to(dtype)
+        cos_BTD, sin_BTD = row_BTD.chunk(2, dim=-1)
+        return cos_BTD, sin_BTD
 
 
 def apply_rope(x_BTQD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .formulas import apply_rope, rms_norm
+from .formulas import Rotation, apply_rope, rms_norm
 from .op import Case, KernelOp
 from .paged_kv_write import locate
 
@@ -22,8 +22,8 @@ def latent_kv_write(
     latent_BTE: Tensor,
     query_rope_BTQR: Tensor,
     norm_weight_L: Tensor,
-    cos_BTD: Tensor,
-    sin_BTD: Tensor,
+    rope_LD: Tensor,
+    rope_row_BT: Tensor,
     table_BP: Tensor,
     slot_BT: Tensor,
     valid_BT: Tensor,
@@ -46,7 +46,8 @@ def latent_kv_write(
         latent_BTE: ``E = L + R``; any strides with the last dimension dense.
         query_rope_BTQR: dtype and strides likewise.
         norm_weight_L: ``kv_a_layernorm``.
-        cos_BTD, sin_BTD: D = R / 2, in the dtype of the query.
+        rope_LD: float32, R / 2 cosines and as many sines a row, cast to the dtype of the query.
+        rope_row_BT: int64, each token's row, clamped into the table.
         table_BP: int32. slot_BT: int64, distinct per lane where valid. valid_BT: bool.
         eps: static; of the norm.
         interleaved: static.
@@ -55,6 +56,7 @@ def latent_kv_write(
         The rotated queries ``[B, T, Q, R]``, in the dtype of ``query_rope``.
     """
     width = norm_weight_L.shape[0]
+    cos_BTD, sin_BTD = Rotation(rope_LD, rope_row_BT).cos_sin(query_rope_BTQR.dtype)
     compressed_BTL = rms_norm(latent_BTE[..., :width], norm_weight_L, eps)
     rope_BT1R = _rotate(latent_BTE[..., None, width:], cos_BTD, sin_BTD, interleaved)
     row_BT1E = torch.cat((compressed_BTL[:, :, None], rope_BT1R), dim=-1)
@@ -69,15 +71,15 @@ def _cases(generator: torch.Generator) -> list[Case]:
         pages = lanes * columns + 1
         slots = torch.stack([torch.randperm(columns * page_size, generator=generator)[:tokens] for _ in range(lanes)])
         valid = torch.rand(lanes, tokens, generator=generator) < 0.7
-        angle = torch.rand(lanes, tokens, rope // 2, generator=generator) * 7
+        angle = torch.rand(7, rope // 2, generator=generator) * 7
         return {
             "latent_pool": torch.randn(3, 1, pages, page_size, 1, latent + rope, generator=generator),
             "layer": 1,
             "latent_BTE": torch.randn(lanes, tokens, latent + rope, generator=generator),
             "query_rope_BTQR": torch.randn(lanes, tokens, heads, rope + 3, generator=generator)[..., 3:],
             "norm_weight_L": torch.randn(latent, generator=generator),
-            "cos_BTD": angle.cos(),
-            "sin_BTD": angle.sin(),
+            "rope_LD": torch.cat((angle.cos(), angle.sin()), -1),
+            "rope_row_BT": torch.randint(-2, 9, (lanes, tokens), generator=generator),
             "table_BP": (torch.randperm(pages - 1, generator=generator) + 1).view(lanes, columns).to(torch.int32),
             "slot_BT": torch.where(valid, slots, torch.tensor(-7)),
             "valid_BT": valid,

@@ -38,11 +38,12 @@ class KernelSet:
     latent_kv_write: Callable[..., Tensor]
     moe_route: Callable[..., tuple[Tensor, Tensor]]
     moe_mlp: Callable[..., Tensor]
+    verify_rows: Callable[..., tuple[Tensor, ...]]
 
     def own_window(
         self, table_BP: Tensor, page_size: int, prefix_end_B: Tensor, ancestors_BTX: Tensor
     ) -> Callable[[Tensor, Tensor, int, float], Tensor] | None:
-        """``tree_attention`` of T queries over their prefix, from slot 0 on, and exactly the T slots behind it, where a kernel is made for that.
+        """``tree_attention`` of T queries over their prefix, from slot 0 on, and exactly the T slots behind it, by a kernel made for that.
 
         Narrower than :func:`~graphspec.kernels.tree_attention.tree_attention`: no bit from T on is set, ``prefix_end + T`` slots lie in the
         table wherever a query is valid, and those that no query sees hold finite numbers.
@@ -54,7 +55,7 @@ class KernelSet:
             ancestors_BTX: int64 words; T is the number of queries.
 
         Returns:
-            ``(query_BTQD, kv_pool, layer, scale) -> [B, T, Q, D]``, for every layer without a sliding window; None: ``tree_attention`` serves.
+            ``(query_BTQD, kv_pool, layer, scale) -> [B, T, Q, D]``, for layers without a sliding window; None: ``tree_attention`` serves.
         """
         return None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .formulas import apply_rope, rms_norm
+from .formulas import Rotation, apply_rope, rms_norm
 from .op import Case, KernelOp
 from .paged_kv_write import paged_kv_write
 
@@ -14,8 +14,8 @@ def rope_kv_write(
     query_BTQD: Tensor,
     key_BTGD: Tensor,
     value_BTGD: Tensor,
-    cos_BTD: Tensor,
-    sin_BTD: Tensor,
+    rope_LD: Tensor,
+    rope_row_BT: Tensor,
     kv_pool: Tensor,
     layer: int,
     table_BP: Tensor,
@@ -33,8 +33,9 @@ def rope_kv_write(
 
     Args:
         query_BTQD, key_BTGD, value_BTGD: floating point; the last dimension is contiguous, others may be views of one projection.
-        cos_BTD, sin_BTD: ``[B, T, d]``, dtype of the query; pairs ``(i, i + d)`` rotate (RoFormer, arXiv 2104.09864), channels from 2d on
-            pass unchanged.
+        rope_LD: float32 ``[L, 2d]``, d cosines and d sines a row, cast to the dtype of the query; pairs ``(i, i + d)`` rotate (RoFormer,
+            arXiv 2104.09864), channels from 2d on pass unchanged.
+        rope_row_BT: int64, each token's row, clamped into the table.
         kv_pool: ``[layers, 2, pages, page_size, G, D]``, contiguous, written in place in its own dtype; index 0 of dim 1 is the key.
         layer: static.
         table_BP: int32. slot_BT: int64, distinct per lane where valid. valid_BT: bool.
@@ -44,6 +45,7 @@ def rope_kv_write(
     Returns:
         The rotated queries, ``[B, T, Q, D]`` contiguous, dtype of the query.
     """
+    cos_BTD, sin_BTD = Rotation(rope_LD, rope_row_BT).cos_sin(query_BTQD.dtype)
     if query_norm is not None and key_norm is not None:
         query_BTQD = rms_norm(query_BTQD, query_norm, norm_eps, norm_offset)
         key_BTGD = rms_norm(key_BTGD, key_norm, norm_eps, norm_offset)
@@ -58,13 +60,13 @@ def _cases(generator: torch.Generator) -> list[Case]:
         valid = torch.rand(lanes, tokens, generator=generator) < 0.7
         fused = torch.randn(lanes, tokens, (queries + 2 * heads) * dim, generator=generator)
         query, key, value = fused.split((queries * dim, heads * dim, heads * dim), -1)
-        angle = torch.rand(lanes, tokens, rotary // 2, generator=generator) * 6
+        angle = torch.rand(7, rotary // 2, generator=generator) * 6
         made: Case = {
             "query_BTQD": query.unflatten(-1, (queries, dim)),
             "key_BTGD": key.unflatten(-1, (heads, dim)),
             "value_BTGD": value.unflatten(-1, (heads, dim)),
-            "cos_BTD": angle.cos(),
-            "sin_BTD": angle.sin(),
+            "rope_LD": torch.cat((angle.cos(), angle.sin()), -1),
+            "rope_row_BT": torch.randint(-2, 9, (lanes, tokens), generator=generator),
             "kv_pool": torch.randn(3, 2, pages, page_size, heads, dim, generator=generator),
             "layer": 1,
             "table_BP": (torch.randperm(pages - 1, generator=generator) + 1).view(lanes, columns).to(torch.int32),

@@ -13,6 +13,7 @@ from .layers import Linear, RMSNorm, make_parameter
 if TYPE_CHECKING:
     from ..attention import Attention
     from ..facts import ModelFacts
+    from ..kernels.formulas import Rotation
 
 NORM_EPS = 1e-6
 """Of the norms of compressed queries, keys and values: the published code takes no other, whatever ``rms_norm_eps`` says."""
@@ -53,13 +54,12 @@ class LatentAttention(nn.Module):
     def forward(
         self,
         x_BTH: Tensor,
-        cos_BTD: Tensor,
-        sin_BTD: Tensor,
+        rotation: Rotation,
         attention: Attention,
         norm: RMSNorm | None = None,
         residual_BTH: Tensor | None = None,
     ) -> Tensor:
-        """``residual + attention(norm(x))``, ``[B, T, H]``; either may be absent. cos and sin are ``[B, T, R / 2]``."""
+        """``residual + attention(norm(x))``, ``[B, T, H]``; either may be absent."""
         facts = self.latent
         if self.qkv_a_proj is None:
             query_BTE, latent_BTE = self.q_proj(x_BTH, norm), self.kv_a_proj(x_BTH, norm)
@@ -69,7 +69,7 @@ class LatentAttention(nn.Module):
         query_BTQD = query_BTE.unflatten(-1, (-1, facts.nope_dim + facts.rope_dim))
         nope_BTQN, rope_BTQR = query_BTQD.split((facts.nope_dim, facts.rope_dim), dim=-1)
         key_QNL, value_QVL = self.kv_b_QDL.split((facts.nope_dim, facts.value_dim), dim=1)
-        transform = LatentTransform(self.kv_a_layernorm.weight, self.kv_a_layernorm.eps, cos_BTD, sin_BTD, facts.interleaved)
+        transform = LatentTransform(self.kv_a_layernorm.weight, self.kv_a_layernorm.eps, rotation, facts.interleaved)
         query_BTQL = torch.einsum("btqn,qnl->btql", nope_BTQN, key_QNL)
         mixed_BTQL = attention.latent(self.layer, query_BTQL, rope_BTQR, latent_BTE, transform, facts.scale)
         out_BTQV = torch.einsum("btql,qvl->btqv", mixed_BTQL, value_QVL)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..attention import HeadTransform
-from ..kernels.formulas import rms_norm
+from ..kernels.formulas import Rotation, rms_norm
 from ..kernels.linear import finish, linear
 
 if TYPE_CHECKING:
@@ -146,13 +146,12 @@ class SelfAttention(nn.Module):
     def forward(
         self,
         x_BTH: Tensor,
-        cos_BTD: Tensor,
-        sin_BTD: Tensor,
+        rotation: Rotation,
         attention: Attention,
         norm: RMSNorm | None = None,
         residual_BTH: Tensor | None = None,
     ) -> Tensor:
-        """``residual + attention(norm(x))``, ``[B, T, H]``; either may be absent. cos and sin are ``[B, T, D / 2]``."""
+        """``residual + attention(norm(x))``, ``[B, T, H]``; either may be absent."""
         query_BTE, *kv = self.qkv_proj(x_BTH, norm).split(self.qkv_proj.parts, dim=-1)
         key_BTGD, value_BTGD = (part.unflatten(-1, (-1, self.head_dim)) for part in kv)
         gate_BTQD: Tensor | None = None
@@ -160,9 +159,9 @@ class SelfAttention(nn.Module):
             query_BTQD, gate_BTQD = query_BTE.unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, dim=-1)
         else:
             query_BTQD = query_BTE.unflatten(-1, (-1, self.head_dim))
-        heads = HeadTransform(cos_BTD, sin_BTD)
+        heads = HeadTransform(rotation)
         if self.q_norm is not None and self.k_norm is not None:
-            heads = HeadTransform(cos_BTD, sin_BTD, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, self.q_norm.offset)
+            heads = HeadTransform(rotation, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, self.q_norm.offset)
         out_BTQD = attention(self.layer, query_BTQD, key_BTGD, value_BTGD, heads, self.scale, self.window_left)
         if gate_BTQD is not None:
             out_BTQD = out_BTQD * torch.sigmoid(gate_BTQD)

@@ -15,6 +15,7 @@ from .rope import RotaryEmbedding
 if TYPE_CHECKING:
     from ..attention import Attention
     from ..facts import ModelFacts
+    from ..kernels.formulas import Rotation
 
 
 class TargetOutput(NamedTuple):
@@ -36,9 +37,9 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(facts.hidden_size, facts.rms_norm_eps, facts.norm_offset)
         self.mlp = MixtureOfExperts(facts) if facts.has_experts(layer) else MLP(facts)
 
-    def forward(self, residual_BTH: Tensor, cos_BTD: Tensor, sin_BTD: Tensor, attention: Attention) -> Tensor:
-        """The residual stream behind this layer, ``[B, T, H]``; cos and sin are ``[B, T, D / 2]``."""
-        residual_BTH = self.self_attn(residual_BTH, cos_BTD, sin_BTD, attention, self.input_layernorm, residual_BTH)
+    def forward(self, residual_BTH: Tensor, rotation: Rotation, attention: Attention) -> Tensor:
+        """The residual stream behind this layer, ``[B, T, H]``."""
+        residual_BTH = self.self_attn(residual_BTH, rotation, attention, self.input_layernorm, residual_BTH)
         out_BTH: Tensor = self.mlp(residual_BTH, self.post_attention_layernorm, residual_BTH, attention.valid_BT)
         return out_BTH
 
@@ -71,12 +72,12 @@ class LlamaModel(nn.Module):
     def forward(self, token_BT: Tensor, attention: Attention) -> TargetOutput:
         """Hidden states and features of int64 tokens ``[B, T]`` at the positions, and over the KV, of ``attention``."""
         residual_BTH = self.embed(token_BT, attention.valid_BT)
-        cos_BTD, sin_BTD = self.rotary(attention.position_BT, attention.rope_length_BT, residual_BTH.dtype)
+        rotation = self.rotary(attention.position_BT, attention.rope_length_BT)
         taps = []
         for index, layer in enumerate(self.layers):
             if index in self.tap_layers:
                 taps.append(residual_BTH)
-            residual_BTH = layer(residual_BTH, cos_BTD, sin_BTD, attention)
+            residual_BTH = layer(residual_BTH, rotation, attention)
         return TargetOutput(self.norm(residual_BTH), torch.cat(taps, dim=-1) if taps else None)
 
     def logits(self, hidden: Tensor) -> Tensor:

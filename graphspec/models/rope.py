@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from ..kernels.formulas import Rotation
+
 if TYPE_CHECKING:
     from ..facts import RopeFacts
 
@@ -85,14 +87,13 @@ class RotaryEmbedding(nn.Module):
             table = torch.cat((angle.cos(), angle.sin()), dim=-1) * rope.attention_factor
             self.register_buffer("table_LD", table, persistent=False)
 
-    def forward(self, position_BT: Tensor, rope_length_BT: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """``(cos_BTD, sin_BTD)`` of width D / 2 in ``dtype``, from int64 positions and (kind "dynamic" only) int64 lengths."""
+    def forward(self, position_BT: Tensor, rope_length_BT: Tensor) -> Rotation:
+        """How tokens at int64 positions are rotated; the lengths, int64, matter to kind "dynamic" only."""
         if self.rope.kind == "dynamic":
-            angle = position_BT[..., None].float() * self._dynamic_frequency(rope_length_BT)
-            return angle.cos().to(dtype), angle.sin().to(dtype)
-        row_BTD = self.table_LD[position_BT.clamp(0, self.max_positions - 1)].to(dtype)
-        cos_BTD, sin_BTD = row_BTD.chunk(2, dim=-1)
-        return cos_BTD, sin_BTD
+            angle_BTD = position_BT[..., None].float() * self._dynamic_frequency(rope_length_BT)
+            table_LD = torch.cat((angle_BTD.cos(), angle_BTD.sin()), dim=-1).flatten(0, 1)
+            return Rotation(table_LD, torch.arange(table_LD.shape[0], device=table_LD.device).view(position_BT.shape))
+        return Rotation(self.table_LD, position_BT)
 
     def _dynamic_frequency(self, rope_length_BT: Tensor) -> Tensor:
         """Dynamic NTK: beyond the trained context the base grows with the length the token was computed at."""

@@ -13,6 +13,7 @@ from ..models.rope import RotaryEmbedding
 if TYPE_CHECKING:
     from ..attention import Attention
     from ..facts import EagleFacts, ModelFacts
+    from ..kernels.formulas import Rotation
 
 
 class EagleLayer(nn.Module):
@@ -24,9 +25,9 @@ class EagleLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(facts.hidden_size, facts.rms_norm_eps)
         self.mlp = MLP(facts)
 
-    def forward(self, residual_BTH: Tensor, cos_BTD: Tensor, sin_BTD: Tensor, attention: Attention, norm: RMSNorm | None = None) -> Tensor:
+    def forward(self, residual_BTH: Tensor, rotation: Rotation, attention: Attention, norm: RMSNorm | None = None) -> Tensor:
         """The residual stream behind this layer, ``[B, T, H]``; ``norm`` stands in front of the attention where a head has one."""
-        residual_BTH = self.self_attn(residual_BTH, cos_BTD, sin_BTD, attention, norm, residual_BTH)
+        residual_BTH = self.self_attn(residual_BTH, rotation, attention, norm, residual_BTH)
         out_BTH: Tensor = self.mlp(residual_BTH, self.post_attention_layernorm, residual_BTH)
         return out_BTH
 
@@ -84,12 +85,12 @@ class EagleDraft(nn.Module):
         del step
         valid_BT = attention.valid_BT
         embedding_BTH = self.embed_tokens(token_BT, valid_BT)
-        cos_BTD, sin_BTD = self.rotary(attention.position_BT, attention.rope_length_BT, embedding_BTH.dtype)
+        rotation = self.rotary(attention.position_BT, attention.rope_length_BT)
         hidden_BTH = torch.where(valid_BT[..., None], hidden_BTH, 0.0)
         if self.embed_layernorm is not None:
             embedding_BTH = self.embed_layernorm(embedding_BTH)
         residual_BTH = self.fc(torch.cat((embedding_BTH, hidden_BTH), dim=-1))
-        out_BTH: Tensor = self.layer(residual_BTH, cos_BTD, sin_BTD, attention, self.hidden_layernorm)
+        out_BTH: Tensor = self.layer(residual_BTH, rotation, attention, self.hidden_layernorm)
         return out_BTH
 
     def logits(self, hidden: Tensor, step: int = 0) -> Tensor:

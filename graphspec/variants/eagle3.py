@@ -14,6 +14,7 @@ from ..models.rope import RotaryEmbedding
 if TYPE_CHECKING:
     from ..attention import Attention
     from ..facts import Eagle3Facts, ModelFacts
+    from ..kernels.formulas import Rotation
 
 
 class Eagle3Layer(nn.Module):
@@ -33,12 +34,12 @@ class Eagle3Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(facts.hidden_size, facts.rms_norm_eps)
         self.mlp = MLP(facts)
 
-    def forward(self, embedding_BTH: Tensor, hidden_BTH: Tensor, cos_BTD: Tensor, sin_BTD: Tensor, attention: Attention) -> Tensor:
-        """Un-normed ``[B, T, H]`` from embeddings and hidden states ``[B, T, H]``; cos and sin are ``[B, T, D / 2]``."""
+    def forward(self, embedding_BTH: Tensor, hidden_BTH: Tensor, rotation: Rotation, attention: Attention) -> Tensor:
+        """Un-normed ``[B, T, H]`` from embeddings and hidden states ``[B, T, H]``."""
         normed_BTH = self.hidden_norm(hidden_BTH)
         x_BTE = torch.cat((self.input_layernorm(embedding_BTH), normed_BTH), dim=-1)
         residual_BTH = normed_BTH if self.norm_before_residual else hidden_BTH
-        residual_BTH = self.self_attn(x_BTE, cos_BTD, sin_BTD, attention, residual_BTH=residual_BTH)
+        residual_BTH = self.self_attn(x_BTE, rotation, attention, residual_BTH=residual_BTH)
         out_BTH: Tensor = self.mlp(residual_BTH, self.post_attention_layernorm, residual_BTH)
         return out_BTH
 
@@ -95,13 +96,11 @@ class Eagle3Draft(nn.Module):
         del step
         valid_BT = attention.valid_BT
         embedding_BTH = self.embed_tokens(token_BT, valid_BT)
-        cos_BTD, sin_BTD = self.rotary(attention.position_BT, attention.rope_length_BT, embedding_BTH.dtype)
+        rotation = self.rotary(attention.position_BT, attention.rope_length_BT)
         hidden_BTH = torch.where(valid_BT[..., None], hidden_BTH, 0.0)
         for index, layer in enumerate(self.layers):
-            if index == 0:
-                hidden_BTH = layer(embedding_BTH, hidden_BTH, cos_BTD, sin_BTD, attention)
-            else:
-                hidden_BTH = layer(hidden_BTH, cos_BTD, sin_BTD, attention)
+            inputs = (embedding_BTH, hidden_BTH) if index == 0 else (hidden_BTH,)
+            hidden_BTH = layer(*inputs, rotation, attention)
         out_BTH: Tensor = self.norm(hidden_BTH) if self.facts.norm_output else hidden_BTH
         return out_BTH
 

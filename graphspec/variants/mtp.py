@@ -14,6 +14,7 @@ from ..models.rope import RotaryEmbedding
 if TYPE_CHECKING:
     from ..attention import Attention
     from ..facts import MTPFacts
+    from ..kernels.formulas import Rotation
 
 
 class MTPHead(nn.Module):
@@ -34,11 +35,11 @@ class MTPHead(nn.Module):
         self.layer = DecoderLayer(decoder, layer)
         self.norm = RMSNorm(size, eps, offset)
 
-    def forward(self, embedding_BTH: Tensor, hidden_BTH: Tensor, cos_BTD: Tensor, sin_BTD: Tensor, attention: Attention) -> Tensor:
-        """Normed ``[B, T, H]`` from embeddings and hidden states ``[B, T, H]``; cos and sin are ``[B, T, D / 2]``."""
+    def forward(self, embedding_BTH: Tensor, hidden_BTH: Tensor, rotation: Rotation, attention: Attention) -> Tensor:
+        """Normed ``[B, T, H]`` from embeddings and hidden states ``[B, T, H]``."""
         halves = (self.embedding_norm(embedding_BTH), self.hidden_norm(hidden_BTH))
         x_BTH = self.projection(torch.cat(halves[::-1] if self.hidden_first else halves, dim=-1))
-        out_BTH: Tensor = self.norm(self.layer(x_BTH, cos_BTD, sin_BTD, attention))
+        out_BTH: Tensor = self.norm(self.layer(x_BTH, rotation, attention))
         return out_BTH
 
 
@@ -81,10 +82,10 @@ class MTPDraft(nn.Module):
         """
         valid_BT = attention.valid_BT
         embedding_BTH = self.embed_tokens(token_BT, valid_BT)
-        cos_BTD, sin_BTD = self.rotary(attention.position_BT, attention.rope_length_BT, embedding_BTH.dtype)
+        rotation = self.rotary(attention.position_BT, attention.rope_length_BT)
         hidden_BTH = torch.where(valid_BT[..., None], hidden_BTH, 0.0)
         head = self.heads[min(step, self.facts.num_heads - 1)]
-        out_BTH: Tensor = head(embedding_BTH, hidden_BTH, cos_BTD, sin_BTD, attention)
+        out_BTH: Tensor = head(embedding_BTH, hidden_BTH, rotation, attention)
         return out_BTH
 
     def logits(self, hidden: Tensor, step: int = 0) -> Tensor:

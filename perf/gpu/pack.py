@@ -28,13 +28,32 @@ SOURCE_ONLY = ("antlr4-python3-runtime",)
 MIB = 2**20
 
 INSTALL = """#!/bin/sh
-# Installs the wheels beside this script into ./site, without a network. Nothing outside this folder is touched.
+# Installs the wheels beside this script into ./site, without a network. Nothing outside this folder is touched, except that compiled
+# kernels for FlashInfer, where there are any, go into its own folder.
 set -eu
 cd "$(dirname "$0")"
 "${PYTHON:-python3}" -c 'import sys
 sys.exit(0 if sys.version_info[:2] == (@MAJOR@, @MINOR@) else "these wheels are for Python @MAJOR@.@MINOR@")'
 if ls wheels/*.whl >/dev/null 2>&1; then
     "${PYTHON:-python3}" -m pip install --quiet --no-index --no-deps --upgrade --target site wheels/*.whl
+fi
+if [ -d flashinfer-aot ]; then
+    # Beside FlashInfer, where it looks for kernels that need no compiler.
+    PYTHONPATH="$PWD/site" "${PYTHON:-python3}" -c 'import shutil, sys
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+built = Path("flashinfer-aot/VERSION").read_text().strip()
+try:
+    found = metadata.version("flashinfer-python")
+except metadata.PackageNotFoundError:
+    found = "none"
+if found != built:
+    sys.exit(f"flashinfer-aot: expected flashinfer-python {built}, found {found}")
+aot = Path(find_spec("flashinfer").origin).parent / "data" / "aot"
+for kernel in Path("flashinfer-aot").glob("*/*.so"):
+    (aot / kernel.parent.name).mkdir(parents=True, exist_ok=True)
+    shutil.copy2(kernel, aot / kernel.parent.name / kernel.name)'
 fi
 printf 'export PYTHONPATH=%s/site:%s/repo\\n' "$PWD" "$PWD" > env.sh
 echo "installed; now: . $PWD/env.sh && cd $PWD/repo && ${PYTHON:-python3} -m perf.gpu_check"
@@ -136,6 +155,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--requirement", action="append", help=f"a package it lacks, may be repeated (default: {' '.join(DEFAULT_REQUIREMENTS)})"
     )
     parser.add_argument("--no-wheels", action="store_true", help="the repository alone")
+    parser.add_argument("--flashinfer", type=Path, help="folder of compiled kernels, written by perf.gpu.build_flashinfer")
     parser.add_argument("--limit-mib", type=float, help="refuse a larger package")
     parser.add_argument("--tar", action="store_true", help="also write OUT.tar.gz")
     parser.add_argument("--dry-run", action="store_true", help="say what would be packed, and write nothing")
@@ -145,6 +165,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--python: expected a version like 3.12, found {options.python!r}")
     if options.no_wheels and options.requirement:
         parser.error("--no-wheels contradicts --requirement")
+    if options.flashinfer is not None and not (options.flashinfer / "VERSION").is_file():
+        parser.error(f"--flashinfer: expected a folder written by perf.gpu.build_flashinfer, found {options.flashinfer}")
     if options.out.exists() and (not options.out.is_dir() or any(options.out.iterdir())):
         parser.error(f"--out: expected a new or empty folder, found {options.out}")
     if options.out.resolve() == ROOT or ROOT in options.out.resolve().parents:
@@ -163,6 +185,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, size in sizes(files).items():
         print(f"{size / MIB:9.2f} MiB  repo/{name}")
         total += size
+    for path in sorted(options.flashinfer.glob("*/*.so")) if options.flashinfer is not None else ():
+        print(f"{path.stat().st_size / MIB:9.2f} MiB  flashinfer-aot/{path.name}")
+        total += path.stat().st_size
     commands = [wheel_command(requirement, out / "wheels", target) for requirement in wanted]
     if options.dry_run:
         for command in commands:
@@ -181,6 +206,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         total += wheel.stat().st_size
     _check_limit(total, options.limit_mib)
     copy_repository(files, out / "repo")
+    if options.flashinfer is not None:
+        shutil.copytree(options.flashinfer, out / "flashinfer-aot")
     write_install(out, target)
     print(f"{total / MIB:9.2f} MiB  in {out}")
     if options.tar:

@@ -47,7 +47,7 @@ class DenseCache:
         if heads.query_norm is not None and heads.key_norm is not None:
             query_BTQD = rms_norm(query_BTQD, heads.query_norm, heads.norm_eps, heads.norm_offset)
             key_BTGD = rms_norm(key_BTGD, heads.key_norm, heads.norm_eps, heads.norm_offset)
-        query, key = (apply_rope(x, heads.cos_BTD, heads.sin_BTD).transpose(1, 2) for x in (query_BTQD, key_BTGD))
+        query, key = (apply_rope(x, *heads.rotation.cos_sin(x.dtype)).transpose(1, 2) for x in (query_BTQD, key_BTGD))
         keys, values = self.cache[layer]
         keys.index_copy_(2, self.position_BT[0], key)
         values.index_copy_(2, self.position_BT[0], value_BTGD.transpose(1, 2))

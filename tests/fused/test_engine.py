@@ -54,5 +54,5 @@ def test_every_op_is_fused(pair: Pair) -> None:
 
 def test_without_the_interpreter_a_cpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("graphspec.kernels.fused.launch.INTERPRETED", False)
-    with pytest.raises(ConfigError, match="kernels.mode.*TRITON_INTERPRET"):
+    with pytest.raises(ConfigError, match=r"kernels\.mode.*TRITON_INTERPRET"):
         select_kernels("fused", "auto", "cpu")

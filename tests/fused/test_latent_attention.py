@@ -114,10 +114,20 @@ def test_write_reference_equals_transformers(interleaved: bool) -> None:
     norm.weight.data = torch.randn(16)
     rotate = hf.apply_rotary_pos_emb_interleave if interleaved else hf.apply_rotary_pos_emb
     cos, sin = (torch.cat((x, x), -1) for x in (angle.cos(), angle.sin()))
+    angles = torch.cat((angle.cos(), angle.sin()), -1).flatten(0, 1)
     query, key = rotate(rope.transpose(1, 2), latent[:, None, :, 16:], cos, sin)
     pool, table = torch.zeros(1, 1, 7, 2, 1, 24), torch.tensor([[1, 2, 3], [4, 5, 6]], dtype=torch.int32)
     slot = torch.tensor([[0, 3, 4], [5, 1, 2]])
-    arguments = (norm.weight.detach(), angle.cos(), angle.sin(), table, slot, torch.ones(2, 3, dtype=torch.bool), 1e-6, interleaved)
+    arguments = (
+        norm.weight.detach(),
+        angles,
+        torch.arange(6).view(2, 3),
+        table,
+        slot,
+        torch.ones(2, 3, dtype=torch.bool),
+        1e-6,
+        interleaved,
+    )
     out = latent_kv_write(pool, 0, latent, rope, *arguments)
     torch.testing.assert_close(out, query.transpose(1, 2))
     rows = pool[0, 0, table.gather(1, slot // 2).long(), slot % 2, 0]
@@ -228,8 +238,8 @@ def test_write_touches_its_slots_and_nothing_else() -> None:
     latent[0, 1] = torch.nan
     slot, valid = torch.tensor([[2, 10**12, 5]]), torch.tensor([[True, False, True]])
     table = torch.tensor([[3, 1]], dtype=torch.int32)
-    cos, sin = torch.rand(1, 3, 2), torch.rand(1, 3, 2)
-    fused_write.OP(pool, 1, latent, torch.randn(1, 3, 1, 4), torch.ones(7), cos, sin, table, slot, valid, 1e-6, True)
+    angles, row = torch.rand(3, 4), torch.arange(3)[None]
+    fused_write.OP(pool, 1, latent, torch.randn(1, 3, 1, 4), torch.ones(7), angles, row, table, slot, valid, 1e-6, True)
     changed = (pool != before).flatten(-2).any(-1)
     expected = torch.zeros_like(changed)
     expected[1, 0, 3, 2] = expected[1, 0, 1, 1] = True

@@ -40,7 +40,8 @@ RUNTIME = "captured"
 def build(shape: str, mode: str, *, runtime: str = RUNTIME, cycles_in_flight: int = 1, budget: int = 80) -> Cycle:
     """A cycle of the tiny pair with three requests behind their prefill: two sampled, one greedy."""
     plan = structure_plan(
-        shape, device=DEVICE, runtime=runtime, mode=mode, cycles_in_flight=cycles_in_flight, buckets=BUCKETS[mode], max_rows=BUCKETS[mode][-1]
+        shape, device=DEVICE, runtime=runtime, mode=mode, cycles_in_flight=cycles_in_flight, buckets=BUCKETS[mode],
+        max_rows=BUCKETS[mode][-1],
     )  # fmt: skip
     networks = tiny_networks(plan)
     move(networks.target, DEVICE)

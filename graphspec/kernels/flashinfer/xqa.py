@@ -32,7 +32,7 @@ ROWS_PER_BLOCK = 32
 def pack_words(ancestors_BTX: Tensor) -> Tensor:
     """The mask of the kernel: bit j of query t's row is bit j of its ancestor words, for the T slots behind the prefix.
 
-    The kernel's uint16 row of ``2 * ceil(T / 32)`` words is, in memory, the int32 row returned here (little endian); see :func:`xqa_attention`.
+    The kernel's uint16 row of ``2 * ceil(T / 32)`` words is, in memory, the int32 row returned here (little endian).
 
     Args:
         ancestors_BTX: int64 words, 64 bits each; ``64 * X >= T``. Bits from T on are dropped.
@@ -116,7 +116,8 @@ def xqa_attention(
     # With one query the kernel takes [B, 1, Q, D], else [B, 1, T, Q, D]: the 1 is the beam.
     beam = (lanes, 1, heads, dim) if tokens == 1 else (lanes, 1, tokens, heads, dim)
     flashinfer.xqa(
-        query.view(beam), pool[0], pool[1], table_BP, length_B1.view(torch.uint32), out.view(beam), workspace, semaphores, groups, page_size,
+        query.view(beam), pool[0], pool[1], table_BP, length_B1.view(torch.uint32), out.view(beam), workspace, semaphores,
+        groups, page_size,
         # The kernel multiplies by 1 / sqrt(D) itself.
         q_scale=scale * math.sqrt(dim),
         kv_layout="NHD",

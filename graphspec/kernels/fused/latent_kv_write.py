@@ -26,9 +26,9 @@ def _rope(source, cos, sin, pair, inside, half, INTERLEAVED: tl.constexpr):
 
 @triton.jit
 def _latent_kv_write(
-    pool, latent, query, out, weight, cos, sin, table, slot, valid, eps,
+    pool, latent, query, out, weight, rope, rope_row, table, slot, valid, eps,
     tokens, width, half, heads, table_stride,
-    latent_lane, latent_token, query_lane, query_token, query_head, cos_lane, cos_token, sin_lane, sin_token,
+    latent_lane, latent_token, query_lane, query_token, query_head, rope_rows, row_lane, row_token,
     PAGE: tl.constexpr, HEADS: tl.constexpr, LATENT: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (token, 0) writes the token's row into its page, program (token, i) rotates its i-th group of query heads."""
@@ -41,8 +41,11 @@ def _latent_kv_write(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    cosine = tl.load(cos + lane * cos_lane + step * cos_token + pair, mask=pair < half, other=0.0).to(tl.float32)
-    sine = tl.load(sin + lane * sin_lane + step * sin_token + pair, mask=pair < half, other=0.0).to(tl.float32)
+    angle = tl.load(rope_row + lane * row_lane + step * row_token)
+    angle = rope + tl.minimum(tl.maximum(angle, 0), rope_rows - 1) * 2 * half
+    kept = query.dtype.element_ty
+    cosine = tl.load(angle + pair, mask=pair < half, other=0.0).to(kept).to(tl.float32)
+    sine = tl.load(angle + half + pair, mask=pair < half, other=0.0).to(kept).to(tl.float32)
     if part == 0:
         if tl.load(valid + token):
             logical = tl.load(slot + token)
@@ -73,8 +76,8 @@ def latent_kv_write(
     latent_BTE: Tensor,
     query_rope_BTQR: Tensor,
     norm_weight_L: Tensor,
-    cos_BTD: Tensor,
-    sin_BTD: Tensor,
+    rope_LD: Tensor,
+    rope_row_BT: Tensor,
     table_BP: Tensor,
     slot_BT: Tensor,
     valid_BT: Tensor,
@@ -84,13 +87,12 @@ def latent_kv_write(
     lanes, tokens, heads, rope = query_rope_BTQR.shape
     width = norm_weight_L.shape[0]
     out = query_rope_BTQR.new_empty(lanes, tokens, heads, rope)
-    cos, sin = (x if x.stride(-1) == 1 else x.contiguous() for x in (cos_BTD, sin_BTD))
     launch(
         _latent_kv_write, (lanes * tokens, 1 + triton.cdiv(heads, HEADS)),
-        latent_pool[layer], latent_BTE, query_rope_BTQR, out, norm_weight_L, cos, sin, table_BP,
+        latent_pool[layer], latent_BTE, query_rope_BTQR, out, norm_weight_L, rope_LD, rope_row_BT, table_BP,
         slot_BT.contiguous(), valid_BT.contiguous(), eps,
         tokens, width, rope // 2, heads, table_BP.stride(0),
-        *latent_BTE.stride()[:2], *query_rope_BTQR.stride()[:3], *cos.stride()[:2], *sin.stride()[:2],
+        *latent_BTE.stride()[:2], *query_rope_BTQR.stride()[:3], rope_LD.shape[0], *rope_row_BT.stride(),
         PAGE=latent_pool.shape[3], HEADS=HEADS, LATENT=triton.next_power_of_2(width), HALF=triton.next_power_of_2(rope // 2),
         INTERLEAVED=interleaved,
     )  # fmt: skip
@@ -103,8 +105,8 @@ def _fake(
     latent_BTE: Tensor,
     query_rope_BTQR: Tensor,
     norm_weight_L: Tensor,
-    cos_BTD: Tensor,
-    sin_BTD: Tensor,
+    rope_LD: Tensor,
+    rope_row_BT: Tensor,
     table_BP: Tensor,
     slot_BT: Tensor,
     valid_BT: Tensor,
@@ -127,8 +129,8 @@ def _call(lanes: int, tokens: int, heads: int, interleaved: bool) -> dict[str, A
         "latent_BTE": empty(lanes, tokens, 576),
         "query_rope_BTQR": empty(lanes, tokens, heads, 192)[..., 128:],
         "norm_weight_L": empty(512),
-        "cos_BTD": empty(lanes, tokens, 32),
-        "sin_BTD": empty(lanes, tokens, 32),
+        "rope_LD": empty(4096, 64, dtype=torch.float32),
+        "rope_row_BT": empty(lanes, tokens, dtype=torch.int64),
         "table_BP": empty(lanes, 256, dtype=torch.int32),
         "slot_BT": empty(lanes, tokens, dtype=torch.int64),
         "valid_BT": empty(lanes, tokens, dtype=torch.bool),

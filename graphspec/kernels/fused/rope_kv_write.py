@@ -26,9 +26,9 @@ def _normed(x, rms, weight, offset: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def _rope_kv_write(
-    query, key, value, cos, sin, out, pool, layer, table, slot, valid, query_norm, key_norm, norm_eps,
+    query, key, value, rope, rope_row, out, pool, layer, table, slot, valid, query_norm, key_norm, norm_eps,
     tokens, queries, groups, columns, page_size, pages,
-    query_b, query_t, query_h, key_b, key_t, key_h, value_b, value_t, value_h, cos_b, cos_t, sin_b, sin_t, table_b, slot_b, slot_t,
+    query_b, query_t, query_h, key_b, key_t, key_h, value_b, value_t, value_h, rope_rows, row_b, row_t, table_b, slot_b, slot_t,
     valid_b, valid_t,
     DIM: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr, HEADS: tl.constexpr,
     NORM: tl.constexpr, OFFSET: tl.constexpr, PDL: tl.constexpr,
@@ -79,8 +79,10 @@ def _rope_kv_write(
             x1 = _normed(x1, rms, tl.load(weight + low, mask=low < HALF, other=0.0), OFFSET, dtype)
             x2 = _normed(x2, rms, tl.load(weight + HALF + low, mask=low < HALF, other=0.0), OFFSET, dtype)
             x3 = _normed(x3, rms, tl.load(weight + 2 * HALF + rest, mask=rest < DIM - 2 * HALF, other=0.0), OFFSET, dtype)
-        c = tl.load(cos + lane * cos_b + token * cos_t + low, mask=low < HALF, other=0.0).to(tl.float32)[None, :]
-        s = tl.load(sin + lane * sin_b + token * sin_t + low, mask=low < HALF, other=0.0).to(tl.float32)[None, :]
+        angle = tl.load(rope_row + lane * row_b + token * row_t)
+        angle = rope + tl.minimum(tl.maximum(angle, 0), rope_rows - 1) * 2 * HALF
+        c = tl.load(angle + low, mask=low < HALF, other=0.0).to(dtype).to(tl.float32)[None, :]
+        s = tl.load(angle + HALF + low, mask=low < HALF, other=0.0).to(dtype).to(tl.float32)[None, :]
         y1 = x1 * c - x2 * s
         y2 = x2 * c + x1 * s
         x1 = y1
@@ -110,8 +112,8 @@ def rope_kv_write(
     query_BTQD: Tensor,
     key_BTGD: Tensor,
     value_BTGD: Tensor,
-    cos_BTD: Tensor,
-    sin_BTD: Tensor,
+    rope_LD: Tensor,
+    rope_row_BT: Tensor,
     kv_pool: Tensor,
     layer: int,
     table_BP: Tensor,
@@ -123,15 +125,15 @@ def rope_kv_write(
     norm_offset: bool = False,
 ) -> Tensor:
     lanes, tokens, queries, dim = query_BTQD.shape
-    groups, half = key_BTGD.shape[2], cos_BTD.shape[-1]
+    groups, half = key_BTGD.shape[2], rope_LD.shape[-1] // 2
     _, _, pages, page_size, _, _ = kv_pool.shape
     out = torch.empty((lanes, tokens, queries, dim), dtype=query_BTQD.dtype, device=query_BTQD.device)
     heads = min(HEADS_PER_PROGRAM, triton.next_power_of_2(groups))
     grid = (lanes * tokens, triton.cdiv(queries, heads) + 2 * triton.cdiv(groups, heads))
     launch(
-        _rope_kv_write, grid, query_BTQD, key_BTGD, value_BTGD, cos_BTD, sin_BTD, out, kv_pool, layer, table_BP, slot_BT, valid_BT,
+        _rope_kv_write, grid, query_BTQD, key_BTGD, value_BTGD, rope_LD, rope_row_BT, out, kv_pool, layer, table_BP, slot_BT, valid_BT,
         query_norm, key_norm, norm_eps, tokens, queries, groups, table_BP.shape[1], page_size, pages,
-        *query_BTQD.stride()[:3], *key_BTGD.stride()[:3], *value_BTGD.stride()[:3], *cos_BTD.stride()[:2], *sin_BTD.stride()[:2],
+        *query_BTQD.stride()[:3], *key_BTGD.stride()[:3], *value_BTGD.stride()[:3], rope_LD.shape[0], *rope_row_BT.stride(),
         table_BP.stride(0), *slot_BT.stride(), *valid_BT.stride(),
         DIM=dim, HALF=half, HALF_BLOCK=triton.next_power_of_2(half), REST_BLOCK=triton.next_power_of_2(max(dim - 2 * half, 1)), HEADS=heads,
         NORM=query_norm is not None and key_norm is not None, OFFSET=norm_offset, num_warps=2,
@@ -143,8 +145,8 @@ def _fake(
     query_BTQD: Tensor,
     key_BTGD: Tensor,
     value_BTGD: Tensor,
-    cos_BTD: Tensor,
-    sin_BTD: Tensor,
+    rope_LD: Tensor,
+    rope_row_BT: Tensor,
     kv_pool: Tensor,
     layer: int,
     table_BP: Tensor,
@@ -171,8 +173,8 @@ def _call(lanes: int, tokens: int, norm: bool) -> dict[str, Any]:
         "query_BTQD": query,
         "key_BTGD": key,
         "value_BTGD": value,
-        "cos_BTD": meta(lanes, tokens, 64),
-        "sin_BTD": meta(lanes, tokens, 64),
+        "rope_LD": meta(4096, 128, dtype=torch.float32),
+        "rope_row_BT": meta(lanes, tokens, dtype=torch.int64),
         "kv_pool": meta(32, 2, 1025, 16, 8, 128),
         "layer": 5,
         "table_BP": meta(lanes, 128, dtype=torch.int32),

@@ -1,0 +1,158 @@
+"""Compile FlashInfer's ``xqa`` kernels on a machine without a GPU, into a folder that :mod:`perf.gpu.pack` takes along.
+
+    python -m perf.gpu.build_flashinfer --out /tmp/flashinfer-aot --model path/to/target --page-size 16 --tokens 8 --tokens 1
+    python -m perf.gpu.pack --out /tmp/graphspec-gpu --flashinfer /tmp/flashinfer-aot
+
+FlashInfer and the CUDA toolkit (``nvcc``) must be installed here. It compiles one kernel per number of query tokens:
+``num_draft_tokens`` for verification, and for ``variant=standalone`` also ``num_steps + 1`` and, in a chain, 1; ``variant=none``
+needs 1. The folder holds ``NAME/NAME.so``, as FlashInfer looks for it in its own ``data/aot``, where ``install.sh`` puts it: there
+it is loaded as it is, with no ninja and no compiler. Kernels belong to one version of FlashInfer; the folder says which, and
+``install.sh`` refuses another.
+
+A machine without a GPU has no driver library to link with; an empty one of its name, built here, stands in. The linker may need
+``LIBRARY_PATH`` with the toolkit's ``lib64``, the compiler ``CPATH`` with a folder that has ``cuda.h``; ``--library-path`` and
+``--include-path`` set them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from graphspec.errors import GraphspecError
+from graphspec.facts import read_model_facts
+from graphspec.kernels.flashinfer import version
+
+VERSION_FILE = "VERSION"
+ARCHITECTURE = "9.0a"
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """All that one ``xqa`` kernel is compiled for."""
+
+    dtype: str
+    page_size: int
+    head_dim: int
+    group_ratio: int
+    tokens: int
+
+    def __str__(self) -> str:
+        shape = f"page_size={self.page_size} head_dim={self.head_dim} queries_per_group={self.group_ratio} tokens={self.tokens}"
+        return f"xqa {self.dtype} {shape}"
+
+
+def kernels_for(model: Path, page_size: int, dtype: str | None, tokens: Sequence[int]) -> list[Kernel]:
+    """The kernels that a target needs.
+
+    Args:
+        model: folder of the checkpoint.
+        page_size: tokens of a page.
+        dtype: of weights and KV; None: the checkpoint's own.
+        tokens: numbers of query tokens.
+
+    Raises:
+        GraphspecError: no such checkpoint, or a model that ``xqa`` does not serve.
+    """
+    facts = read_model_facts(model)
+    chosen = dtype or facts.dtype
+    heads = facts.num_heads, facts.num_kv_heads, facts.head_dim
+    version.check_pool("target", page_size, chosen, *heads, facts.sliding_window, latent=facts.latent is not None)
+    ratio = facts.num_heads // facts.num_kv_heads
+    return [Kernel(chosen, page_size, facts.head_dim, ratio, count) for count in sorted(set(tokens))]
+
+
+def driver_stub(folder: Path) -> Path:
+    """An empty ``libcuda.so`` under ``folder``: linking needs its name only, the GPU machine has the real one.
+
+    Raises:
+        SystemExit: no C compiler, or it failed.
+    """
+    folder.mkdir()
+    command = [os.environ.get("CC", "cc"), "-shared", "-x", "c", os.devnull, "-Wl,-soname,libcuda.so.1", "-o", str(folder / "libcuda.so")]
+    try:
+        subprocess.run(command, check=True, capture_output=True, text=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise SystemExit(f"no stand-in for libcuda: {getattr(error, 'stderr', '') or error}") from error
+    return folder
+
+
+def build(kernels: Sequence[Kernel], out: Path) -> list[Path]:
+    """Compile ``kernels`` and lay them out for ``flashinfer/data/aot``.
+
+    FlashInfer reads its environment when it is imported, so this may be called once per process.
+    """
+    with tempfile.TemporaryDirectory(prefix="flashinfer-") as scratch:
+        os.environ["FLASHINFER_CUDA_ARCH_LIST"] = ARCHITECTURE
+        os.environ["FLASHINFER_WORKSPACE_BASE"] = scratch
+        paths = [os.environ.get("LIBRARY_PATH", ""), str(driver_stub(Path(scratch) / "stubs"))]
+        os.environ["LIBRARY_PATH"] = os.pathsep.join(path for path in paths if path)
+        import torch
+        from flashinfer.jit.xqa import gen_xqa_module
+
+        written = []
+        for kernel in kernels:
+            dtype = getattr(torch, kernel.dtype)
+            # Positions, as both ends of the supported range have them: input, cache, page, head, ratio, sliding window, output, tokens.
+            spec = gen_xqa_module(dtype, dtype, kernel.page_size, kernel.head_dim, kernel.group_ratio, False, dtype, kernel.tokens)
+            print(f"compiling {kernel}", flush=True)
+            spec.build(False)
+            target = out / spec.name / f"{spec.name}.so"
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(spec.jit_library_path, target)
+            written.append(target)
+    (out / VERSION_FILE).write_text(f"{version.installed()}\n", encoding="utf-8")
+    return written
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m perf.gpu.build_flashinfer", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True, help="folder to write; must not exist, or be empty")
+    parser.add_argument("--model", type=Path, required=True, help="folder of the target's checkpoint (its config.json is read)")
+    parser.add_argument("--page-size", type=int, default=16, help="runtime.page_size (default: 16)")
+    parser.add_argument("--dtype", choices=version.DTYPES, help="hardware.dtype (default: the checkpoint's)")
+    parser.add_argument("--tokens", type=int, action="append", required=True, help="query tokens of a call, may be repeated")
+    parser.add_argument("--library-path", help="LIBRARY_PATH for the linker")
+    parser.add_argument("--include-path", help="CPATH for the compiler")
+    parser.add_argument("--dry-run", action="store_true", help="say what would be compiled; needs neither FlashInfer nor nvcc")
+    options = parser.parse_args(argv)
+    if options.out.exists() and (not options.out.is_dir() or any(options.out.iterdir())):
+        parser.error(f"--out: expected a new or empty folder, found {options.out}")
+    if min(options.tokens) < 1:
+        parser.error(f"--tokens: expected at least 1, found {min(options.tokens)}")
+    return options
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code 0, or 2 and an error message."""
+    options = parse(argv)
+    for name, value in (("LIBRARY_PATH", options.library_path), ("CPATH", options.include_path)):
+        if value is not None:
+            os.environ[name] = value
+    try:
+        kernels = kernels_for(options.model, options.page_size, options.dtype, options.tokens)
+        if options.dry_run:
+            for kernel in kernels:
+                print(f"would compile {kernel} for {ARCHITECTURE}")
+            return 0
+        version.check_version()
+    except GraphspecError as error:
+        print(error, file=sys.stderr)
+        return 2
+    for path in build(kernels, options.out.resolve()):
+        print(f"{path.stat().st_size / 2**20:9.2f} MiB  {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,106 @@
+"""Compiled kernels for a machine without a compiler: what is asked for, what travels, and where it is put."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from graphspec.errors import GraphspecError
+from graphspec.kernels.flashinfer import version
+from perf.gpu import build_flashinfer, pack
+from tests._checkpoints import build_hf, write_hf
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_hf(build_hf("llama", head_dim=32, num_attention_heads=4, num_key_value_heads=2), tmp_path / "model")
+
+
+def test_kernels_follow_from_the_model(model: Path) -> None:
+    kernels = build_flashinfer.kernels_for(model, 32, "bfloat16", [8, 1, 8])
+    assert kernels == [build_flashinfer.Kernel("bfloat16", 32, 32, 2, tokens) for tokens in (1, 8)]
+    with pytest.raises(GraphspecError, match=r"runtime\.page_size"):
+        build_flashinfer.kernels_for(model, 4, "bfloat16", [8])
+
+
+def test_dry_run(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--out", str(tmp_path / "out"), "--model", str(model), "--tokens", "8", "--dtype", "float16"]
+    assert build_flashinfer.main([*arguments, "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert said == "would compile xqa float16 page_size=16 head_dim=32 queries_per_group=2 tokens=8 for 9.0a\n"
+    assert build_flashinfer.main([*arguments, "--dry-run", "--page-size", "8"]) == 2
+    assert "runtime.page_size" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_flashinfer(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(version, "installed", lambda: None)
+    arguments = ["--out", str(tmp_path / "out"), "--model", str(model), "--tokens", "8", "--dtype", "float16"]
+    assert build_flashinfer.main(arguments) == 2
+    assert "not installed" in capsys.readouterr().err
+
+
+def test_the_driver_stand_in_carries_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = build_flashinfer.driver_stub(tmp_path / "stubs") / "libcuda.so"
+    assert b"libcuda.so.1\0" in library.read_bytes()
+    monkeypatch.setenv("CC", "no-such-compiler")
+    with pytest.raises(SystemExit, match="libcuda.*no-such-compiler"):
+        build_flashinfer.driver_stub(tmp_path / "more")
+
+
+@pytest.mark.parametrize("more", [["--tokens", "0"], ["--dtype", "float32", "--tokens", "1"], []])
+def test_bad_arguments(more: list[str], tmp_path: Path) -> None:
+    with pytest.raises(SystemExit) as error:
+        build_flashinfer.main(["--out", str(tmp_path / "out"), "--model", "m", *more])
+    assert error.value.code == 2
+
+
+def write_flashinfer(folder: Path, number: str) -> Path:
+    """A wheel of that name and version, with no kernel in it."""
+    folder.mkdir()
+    wheel = folder / f"flashinfer_python-{number}-py3-none-any.whl"
+    info = f"flashinfer_python-{number}.dist-info"
+    files = {
+        "flashinfer/__init__.py": "",
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: flashinfer-python\nVersion: {number}\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for name, text in {**files, f"{info}/RECORD": "".join(f"{name},,\n" for name in files)}.items():
+            archive.writestr(name, text)
+    return wheel
+
+
+@pytest.mark.parametrize("there", ["0.7.2", "0.7.1"])
+def test_kernels_arrive_where_flashinfer_looks(there: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels, out = tmp_path / "kernels", tmp_path / "packed"
+    (kernels / "xqa_a").mkdir(parents=True)
+    (kernels / "xqa_a" / "xqa_a.so").write_bytes(b"compiled")
+    (kernels / build_flashinfer.VERSION_FILE).write_text("0.7.2\n")
+    wheel = write_flashinfer(tmp_path / "index", there)
+    monkeypatch.setattr(pack, "wheel_command", lambda _, to, target: ["cp", str(wheel), str(to)])
+    monkeypatch.setattr(pack, "repository_files", list)
+    monkeypatch.setattr(pack, "copy_repository", lambda *_: None)
+    running = f"{sys.version_info.major}.{sys.version_info.minor}"
+    arguments = ["--out", str(out), "--python", running, "--requirement", "flashinfer-python", "--flashinfer", str(kernels)]
+    assert pack.main(arguments) == 0
+    environment = {**os.environ, "PYTHON": sys.executable}
+    done = subprocess.run(["./install.sh"], cwd=out, capture_output=True, text=True, env=environment, check=False)
+    placed = out / "site" / "flashinfer" / "data" / "aot" / "xqa_a" / "xqa_a.so"
+    if there == "0.7.2":
+        assert done.returncode == 0, done.stderr
+        assert placed.read_bytes() == b"compiled"
+    else:
+        assert done.returncode != 0 and "expected flashinfer-python 0.7.2, found 0.7.1" in done.stderr
+        assert not placed.exists()
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        pack.main(["--out", str(tmp_path / "out"), "--dry-run", "--flashinfer", str(tmp_path)])
+    assert "perf.gpu.build_flashinfer" in capsys.readouterr().err
