@@ -136,7 +136,15 @@ class TreeAttention:
             self.table_BP, self.slot_BT, self.valid_BT, transform.norm_eps, transform.interleaved,
         )  # fmt: skip
         return self.kernels.latent_attention(
-            query_latent_BTQL, query_rope_BTQR, self.kv_pool, layer, self.table_BP, self.begin_BT, self.prefix_end_B, self.ancestors_BTX, scale
+            query_latent_BTQL,
+            query_rope_BTQR,
+            self.kv_pool,
+            layer,
+            self.table_BP,
+            self.begin_BT,
+            self.prefix_end_B,
+            self.ancestors_BTX,
+            scale,
         )
 
 

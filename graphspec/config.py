@@ -167,12 +167,19 @@ class KernelsConfig:
     number of rows, so that a token's logits do not depend on what is computed beside it."""
     programmatic_launch: bool = False
     """Fused kernels may start while the one before them drains (sm_90 and later)."""
+    linear_table: str | None = None
+    """File with measured choices between our linear layers and cuBLAS; what it lacks is measured at start and added. null: a rule of thumb
+    chooses."""
 
     def __post_init__(self) -> None:
         _choice("kernels.mode", self.mode, KERNELS)
         _choice("kernels.attention", self.attention, ATTENTIONS)
         _choice("kernels.linear", self.linear, IMPLEMENTATIONS)
         _choice("kernels.numerics", self.numerics, NUMERICS)
+        if self.linear_table is not None and self.numerics != "fast":
+            raise ConfigError(
+                "kernels.linear_table", f"null with kernels.numerics={self.numerics}, which chooses nothing", self.linear_table
+            )
 
 
 @dataclass(kw_only=True)

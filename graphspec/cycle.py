@@ -166,6 +166,7 @@ class Cycle:
         kernels: one implementation per op.
         memory: what was counted, for the message when memory runs out.
         capturer: makes what captures programs over an arena; default: CUDA graphs where the plan says captured, else nothing does.
+        tuner: called with every program, uncompiled, before the first of them is compiled.
     """
 
     def __init__(
@@ -177,6 +178,7 @@ class Cycle:
         *,
         memory: MemoryPlan | None = None,
         capturer: Callable[[Arena], ProgramCapturer] | None = None,
+        tuner: Callable[[Callable[[], None]], None] | None = None,
     ) -> None:
         self.plan, self.target, self.draft, self.kernels, self.memory = plan, target, draft, kernels, memory
         self.layout = MailLayout.of(plan)
@@ -187,6 +189,7 @@ class Cycle:
         make = capturer or (Capturer if plan.captured else None)
         self._capturer = make(self.arena) if make is not None else None
         self._records: dict[Key, CaptureRecord] = {}
+        self._tuner = tuner
         pinned = plan.device == "cuda"
         # A message may still be on its way to the device while the next one is written, hence one buffer per ring slot.
         self._mail = [Envelope(self.layout, pinned=pinned) for _ in range(plan.ring_depth)]
@@ -241,6 +244,8 @@ class Cycle:
         try:
             with torch.no_grad():
                 self.arena["mail"].copy_(self._mail[0].write(Message(lanes=())))
+                for key in missing if self._tuner is not None else ():
+                    self._tune(key)
                 built = self._each("compile" if self.plan.compiles else "build", missing, self._build, progress)
                 if self._capturer is not None:
                     built = self._each("capture", built, self._capture, progress)
@@ -287,6 +292,16 @@ class Cycle:
         return isinstance(key, GraphKey) and any(
             isinstance(other, GraphKey) and other.sampling == key.sampling and other.bucket < key.bucket for other in others
         )
+
+    def _tune(self, key: Key) -> None:
+        assert self._tuner is not None
+        stages, views = self.stages(key), self.views(key)
+
+        def run() -> None:
+            for stage in stages:
+                stage(views)
+
+        self._tuner(run)
 
     def _build(self, key: Key) -> None:
         started = time.perf_counter()

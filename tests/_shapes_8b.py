@@ -59,8 +59,8 @@ class FakeCycle:
 
 @contextmanager
 def fake_cycle(
-    shape: CycleShape, num_layers: int, *, lanes: int = 1, mode: str = "fused", numerics: str = "fast", linear: str = "auto", sampling: SamplingClass = GREEDY,
-    **changes: Any,
+    shape: CycleShape, num_layers: int, *, lanes: int = 1, mode: str = "fused", numerics: str = "fast", linear: str = "auto",
+    sampling: SamplingClass = GREEDY, **changes: Any,
 ) -> Iterator[FakeCycle]:  # fmt: skip
     """Inside, a cycle on a GPU that is not there; ``changes`` go into the target's facts."""
     target = llama_8b(num_layers, **changes)

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,8 @@ from graphspec.kernels.flashinfer import version, xqa
 from graphspec.kernels.flashinfer.xqa import FlashInferKernels, bind_window, pack_words, scratch_bytes
 from graphspec.kernels.formulas import Rotation
 from graphspec.kernels.tree_attention import random_pool, tree_attention
-from tests._engines import CHAIN, SMALL, TREE, Pair, ids, mirror_pair, prompts
+from tests._checkpoints import VOCAB_SIZE, build_hf
+from tests._engines import CHAIN, SMALL, TREE, Pair, ids, prompts, random_pair
 from tests._fake_cuda import NoHostTraffic, load_cuda_guard
 from tests._xqa import StandIn, install
 
@@ -268,7 +269,7 @@ def test_importing_it_imports_nothing() -> None:
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    return mirror_pair(tmp_path_factory.mktemp("mirror"))
+    return random_pair(tmp_path_factory.mktemp("random"), build_hf("llama", num_hidden_layers=3, eos_token_id=VOCAB_SIZE - 1))
 
 
 Engine = Callable[..., LLM]
@@ -299,13 +300,35 @@ def engine(pair: Pair, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> En
         ("standalone", CHAIN, {5, 1}), ("standalone", TREE, {10, 4}),
     ],
 )  # fmt: skip
-def test_engines(pair: Pair, engine: Engine, stand_in: StandIn, variant: str, shape: dict[str, int], served: set[int]) -> None:
-    """Tokens of transformers, and full acceptance by a draft that equals its target: a wrong mask, length or table shortens the runs."""
+def test_engines(
+    pair: Pair,
+    engine: Engine,
+    stand_in: StandIn,
+    monkeypatch: pytest.MonkeyPatch,
+    variant: str,
+    shape: dict[str, int],
+    served: set[int],
+) -> None:
+    """Tokens of transformers, and at every call what the general op says of the same call, told in its own terms."""
+    original = TreeAttention.__call__
+    compared = 0
+
+    def both(self: TreeAttention, *arguments: Any) -> Tensor:
+        nonlocal compared
+        found = original(self, *arguments)
+        if self.own_window is not None:
+            general = original(replace(self, own_window=None), *arguments)
+            torch.testing.assert_close(found[self.valid_BT], general[self.valid_BT], rtol=2e-6, atol=2e-6)
+            compared += int(self.valid_BT.any())
+        return found
+
+    monkeypatch.setattr(TreeAttention, "__call__", both)
     llm = engine(variant, **shape)
-    (asked,) = prompts(1, lengths=(7,))
+    (asked,) = prompts(1, lengths=(7,), vocab=VOCAB_SIZE)
     assert ids(llm.generate([asked], SamplingParams(max_tokens=12))) == [pair.greedy(asked, 12)]
-    assert set(stand_in.calls) == served
-    if "topk" in shape and shape["topk"] == 1:
+    assert set(stand_in.calls) == served and compared > 5
+    if variant == "standalone" and shape["topk"] == 1:
+        # The draft is the target.
         assert llm.metrics is not None and llm.metrics.acceptance_length > 3.9
 
 

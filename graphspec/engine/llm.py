@@ -30,6 +30,7 @@ from .proposer import TrieProposer
 from .request import Request, SamplingParams, check_params, check_prompt, sampling_class
 from .scheduler import Launcher, Scheduler
 from .self_test import AcceptanceTest
+from .tuning import LinearTuner
 
 Prompt = str | Sequence[int]
 DEMO = "demo"
@@ -132,6 +133,9 @@ class LLM:
         def report(phase: str) -> Callable[[int, int], None] | None:
             return (lambda done, total: self.progress(phase, done, total)) if self.progress else None  # type: ignore[misc]
 
+        table, table_path = None, self.config.kernels.linear_table
+        if table_path is not None:
+            table = LinearTuner.read_table(Path(table_path).expanduser(), device)
         kernels = select_kernels(
             plan.kernels,
             plan.attention,
@@ -140,6 +144,7 @@ class LLM:
             dtype=plan.dtype,
             numerics=plan.numerics,
             programmatic_launch=plan.programmatic_launch,
+            linear_table=table,
         )
         for name, facts in (("target", plan.target), ("draft", plan.draft.decoder if plan.draft is not None else None)):
             # Where the drafter skips tokens, its attention stays with the general kernels.
@@ -153,12 +158,16 @@ class LLM:
             if (token_map := self.config.variant.token_map) is not None:
                 apply_token_map(draft, load_token_map(Path(token_map).expanduser(), plan.target.vocab_size))
         packs = resolve("kernels.linear", plan.linear, plan.kernels, plan.device, plan.dtype) == "native"
-        for network in (target, draft) if draft is not None else (target,):
+        networks = (target, draft) if draft is not None else (target,)
+        for network in networks:
             if packs:
                 pack_linear_layers(network)
             else:
                 use_kernels(network, kernels)
-        return Cycle(plan, target, draft, kernels, memory=self.memory)
+        tuner = None
+        if table is not None and table_path is not None:
+            tuner = LinearTuner(table, Path(table_path).expanduser(), networks, device)
+        return Cycle(plan, target, draft, kernels, memory=self.memory, tuner=tuner)
 
     @cached_property
     def _proposer(self) -> TrieProposer | None:

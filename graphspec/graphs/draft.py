@@ -96,7 +96,7 @@ class DraftExtend(DraftStage):
 
     name = "draft_extend"
     reads = ("lane_row_B", "lane_table_BP", "status_R", "seq_len_R", "window_len_R", "window_token_RA", "draft_kv", "draft_begin_1")
-    writes = ("draft_kv", "candidate_score_BM", "candidate_token_BM", "candidate_parent_BM")
+    writes: tuple[str, ...] = ("draft_kv", "candidate_score_BM", "candidate_token_BM", "candidate_parent_BM")
     feature_reads = ("window_feature_RAF",)
     feature_writes = ("draft_hidden_BH",)
 
@@ -159,7 +159,16 @@ class StaticSteps(DraftStage):
     """Levels 2..S of a static tree (EAGLE-1): the drafter runs on the nodes that have children, and each child takes its rank."""
 
     name = "static_steps"
-    reads = ("lane_row_B", "lane_table_BP", "status_R", "seq_len_R", "draft_kv", "draft_begin_1", "candidate_score_BM", "candidate_token_BM")
+    reads = (
+        "lane_row_B",
+        "lane_table_BP",
+        "status_R",
+        "seq_len_R",
+        "draft_kv",
+        "draft_begin_1",
+        "candidate_score_BM",
+        "candidate_token_BM",
+    )
     writes, feature_reads = DraftExtend.writes, DraftSteps.feature_reads
 
     def __init__(self, build: Build) -> None:

@@ -43,7 +43,7 @@ class HeadSteps(DraftStage):
         "lane_row_B", "lane_table_BP", "status_R", "seq_len_R", "window_len_R", "window_token_RA", "window_feature_RAF",
         "lookback_token_RY", "lookback_feature_RYF", "draft_kv", "draft_begin_1",
     )  # fmt: skip
-    writes = ("draft_kv", "candidate_score_BM", "candidate_token_BM", "candidate_parent_BM")
+    writes: tuple[str, ...] = ("draft_kv", "candidate_score_BM", "candidate_token_BM", "candidate_parent_BM")
 
     def __init__(self, build: Build) -> None:
         super().__init__(build)

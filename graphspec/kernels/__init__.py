@@ -150,6 +150,7 @@ def select_kernels(
     dtype: str = "float32",
     numerics: str = "fast",
     programmatic_launch: bool = False,
+    linear_table: Any = None,
 ) -> KernelSet:
     """The implementation of every op, chosen by name; an explicit choice never falls back.
 
@@ -162,6 +163,7 @@ def select_kernels(
         dtype: of weights and KV.
         numerics: of fused linear layers: ``fast`` may choose by the number of rows, ``batch_invariant`` may not.
         programmatic_launch: fused kernels may start while the one before them drains.
+        linear_table: measured choices of fused linear layers (:class:`~graphspec.kernels.fused.linear_choice.LinearTable`); None: none are.
 
     Raises:
         ConfigError: an unknown name, or an implementation that doesn't exist for this mode, device or dtype.
@@ -187,7 +189,7 @@ def select_kernels(
         if op.name == "linear" and chosen["linear"] == "fused":
             from .fused.linear import fused_linear
 
-            return fused_linear(numerics)
+            return fused_linear(numerics, linear_table)
         if op.name in ATTENTION_OPS or op.name == "linear":
             name = chosen["linear" if op.name == "linear" else "attention"]
             # What FlashInfer doesn't serve runs fused.

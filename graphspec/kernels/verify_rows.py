@@ -22,8 +22,8 @@ def verify_rows(
         node_token_BN, node_depth_BN, node_ancestors_BNX: int64, as :func:`~graphspec.kernels.tree_build.tree_build` leaves them.
 
     Returns:
-        token ``[B, N]`` int64, -1 where not valid; valid ``[B, N]`` bool; slot and position ``[B, N]`` int64; begin ``[B, N]`` int64, 0: the
-        first slot a node may see; end ``[B]`` int64, that of the prefix; ancestors ``[B, N, X]`` int64, 0 where not valid.
+        token ``[B, N]`` int64, -1 where not valid; valid ``[B, N]`` bool; slot and position ``[B, N]`` int64; begin ``[B, N]`` int64, 0:
+        the first slot a node may see; end ``[B]`` int64, that of the prefix; ancestors ``[B, N, X]`` int64, 0 where not valid.
     """
     node_N = torch.arange(node_token_BN.shape[1], device=lane_row_B.device)
     seq_B = seq_len_R[lane_row_B]

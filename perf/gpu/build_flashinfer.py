@@ -9,7 +9,8 @@ needs 1. The folder holds ``NAME/NAME.so``, as FlashInfer looks for it in its ow
 it is loaded as it is, with no ninja and no compiler. Kernels belong to one version of FlashInfer; the folder says which, and
 ``install.sh`` refuses another.
 
-A machine without a GPU has no driver library to link with; an empty one of its name, built here, stands in. The linker may need
+The toolkit's major version must be that of the torch over there (``libcudart``). A machine without a GPU has no driver library to
+link with; one of its name with empty functions, built here, stands in. The linker may need
 ``LIBRARY_PATH`` with the toolkit's ``lib64``, the compiler ``CPATH`` with a folder that has ``cuda.h``; ``--library-path`` and
 ``--include-path`` set them.
 """
@@ -32,6 +33,9 @@ from graphspec.kernels.flashinfer import version
 
 VERSION_FILE = "VERSION"
 ARCHITECTURE = "9.0a"
+DRIVER = "libcuda.so.1"
+DRIVER_FUNCTIONS = ("cuGetErrorName", "cuTensorMapEncodeTiled")
+"""What csrc/xqa calls of the driver. A library that gives none of them the linker would leave out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,15 +74,16 @@ def kernels_for(model: Path, page_size: int, dtype: str | None, tokens: Sequence
 
 
 def driver_stub(folder: Path) -> Path:
-    """An empty ``libcuda.so`` under ``folder``: linking needs its name only, the GPU machine has the real one.
+    """A ``libcuda.so`` of empty functions under ``folder``: linking needs names only, the GPU machine has the real one.
 
     Raises:
         SystemExit: no C compiler, or it failed.
     """
     folder.mkdir()
-    command = [os.environ.get("CC", "cc"), "-shared", "-x", "c", os.devnull, "-Wl,-soname,libcuda.so.1", "-o", str(folder / "libcuda.so")]
+    source = "".join(f"void {name}(void) {{}}\n" for name in DRIVER_FUNCTIONS)
+    command = [os.environ.get("CC", "cc"), "-shared", "-x", "c", "-", f"-Wl,-soname,{DRIVER}", "-o", str(folder / "libcuda.so")]
     try:
-        subprocess.run(command, check=True, capture_output=True, text=True)
+        subprocess.run(command, input=source, check=True, capture_output=True, text=True)
     except (OSError, subprocess.CalledProcessError) as error:
         raise SystemExit(f"no stand-in for libcuda: {getattr(error, 'stderr', '') or error}") from error
     return folder
@@ -88,6 +93,9 @@ def build(kernels: Sequence[Kernel], out: Path) -> list[Path]:
     """Compile ``kernels`` and lay them out for ``flashinfer/data/aot``.
 
     FlashInfer reads its environment when it is imported, so this may be called once per process.
+
+    Raises:
+        SystemExit: a kernel would not find the driver where it is loaded.
     """
     with tempfile.TemporaryDirectory(prefix="flashinfer-") as scratch:
         os.environ["FLASHINFER_CUDA_ARCH_LIST"] = ARCHITECTURE
@@ -104,6 +112,8 @@ def build(kernels: Sequence[Kernel], out: Path) -> list[Path]:
             spec = gen_xqa_module(dtype, dtype, kernel.page_size, kernel.head_dim, kernel.group_ratio, False, dtype, kernel.tokens)
             print(f"compiling {kernel}", flush=True)
             spec.build(False)
+            if DRIVER.encode() not in spec.jit_library_path.read_bytes():
+                raise SystemExit(f"{spec.name}: expected to depend on {DRIVER}, found that it does not")
             target = out / spec.name / f"{spec.name}.so"
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(spec.jit_library_path, target)

@@ -14,8 +14,8 @@ from graphspec.errors import ConfigError
 from graphspec.kernels import select_kernels
 from tests._engines import CHAIN, TREE, Pair, ids, mirror_pair, prompts
 
-FUSED = {"mode": "fused", "max_rows": 2, "buckets": [2], "page_size": 4, "max_context": 64}
-LENGTH = 12
+FUSED = {"mode": "fused", "max_rows": 2, "buckets": [2], "page_size": 4, "max_context": 64, "prefill_chunks": [4]}
+LENGTH = 8
 SHAPES = {"chain": CHAIN, "tree": TREE, "none": {"variant": "none"}}
 
 
@@ -27,7 +27,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_greedy_equals_transformers(pair: Pair, shape: str) -> None:
     llm = pair.llm(**FUSED, **SHAPES[shape])
-    asked = prompts(2, lengths=(5, 9))
+    asked = prompts(2, lengths=(2, 5))
     assert ids(llm.generate(asked, SamplingParams(max_tokens=LENGTH))) == [pair.greedy(p, LENGTH) for p in asked]
     if shape == "chain":
         assert llm.metrics is not None and llm.metrics.acceptance_length > 4.5
@@ -41,7 +41,7 @@ SAMPLED: tuple[dict[str, Any], ...] = (
 
 @pytest.mark.parametrize("keys", SAMPLED, ids=["plain", "shaped"])
 def test_seeded_sampling_equals_plain_decoding_by_references(pair: Pair, keys: dict[str, Any]) -> None:
-    asked, params = prompts(1, lengths=(7,)), SamplingParams(max_tokens=LENGTH, **keys)
+    asked, params = prompts(1, lengths=(3,)), SamplingParams(max_tokens=LENGTH, **keys)
     expected = ids(pair.llm(variant="none", max_context=64).generate(asked, params))
     assert ids(pair.llm(**FUSED, **TREE).generate(asked, params)) == expected
 
