@@ -56,8 +56,8 @@ class Game:
         full = {"status_R": Status.LIVE, "seq_len_R": 5, "budget_R": 100, "draft_len_R": 100, "top_k_R": self.top_k}
         return SimpleNamespace(
             lane_row_B=torch.arange(lanes),
-            seed_R=torch.arange(lanes) * 7 + 11,
-            temperature_R=torch.full((lanes,), self.temperature),
+            lane_seed_B=torch.arange(lanes) * 7 + 11,
+            lane_temperature_B=torch.full((lanes,), self.temperature),
             top_p_R=torch.ones(lanes),
             min_p_R=torch.zeros(lanes),
             stop_id_RE=torch.full((lanes, 1), -1),

@@ -9,12 +9,15 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
 import pkgutil
 import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -96,11 +99,27 @@ def resources(launch: Launch) -> dict[str, int]:
     }
 
 
-def compile_all(only: Sequence[str] = ()) -> dict[str, dict[str, int]]:
-    """``op/case/kernel`` to its resources, in order; several launches of one kernel in a call count from 1."""
+def compile_all(only: Sequence[str] = (), jobs: int = 1) -> dict[str, dict[str, int]]:
+    """``op/case/kernel`` to its resources, in order; several launches of one kernel in a call count from 1.
+
+    Args:
+        only: files to compile; empty: all.
+        jobs: processes that share the files among them.
+    """
+    files = [file for file in dict.fromkeys(op for op, _ in aot_cases()) if not only or file in only]
+    if jobs == 1:
+        tables = [compile_file(file) for file in files]
+    else:
+        with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+            tables = list(pool.map(compile_file, files))
+    return {name: used for table in tables for name, used in table.items()}
+
+
+def compile_file(op: str) -> dict[str, dict[str, int]]:
+    """The part of the table that belongs to one file."""
     table: dict[str, dict[str, int]] = {}
-    for op, case in aot_cases():
-        if only and op not in only:
+    for file, case in aot_cases():
+        if file != op:
             continue
         with recording() as launches:
             case.launcher(**case.arguments())
@@ -123,11 +142,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m graphspec.kernels.fused.aot", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("ops", nargs="*", help="files to compile (default: all; the table is then compared or written)")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: one per core)")
     parser.add_argument("--write", action="store_true", help=f"write {TABLE.name}")
     options = parser.parse_args(argv)
     if INTERPRETED:
         parser.error("TRITON_INTERPRET is set: interpreted kernels can't be compiled")
-    table = compile_all(options.ops)
+    table = compile_all(options.ops, options.jobs)
     width = max(map(len, table), default=0)
     for name, used in table.items():
         print(name.ljust(width), *(f"{key} {value:>6}" for key, value in used.items()))
