@@ -10,6 +10,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest
+# One process per core with one thread each: threads of several processes on the same cores wait for each other.
+PARALLEL := OMP_NUM_THREADS=1 $(PYTEST) --numprocesses=auto --dist=loadfile
 
 .PHONY: help demo test test-full lint format snapshots features gpu-check acceptance train-demo bench wheel clean
 
@@ -28,10 +30,10 @@ demo: $(STAMP) ## generate with and without speculation, draw what was drafted
 	$(BIN)/graphspec demo experiment=demo_chain
 
 test: $(STAMP) ## the tests that need no GPU
-	$(PYTEST)
+	$(PARALLEL)
 
 test-full: $(STAMP) ## the same, and the thorough ones
-	$(PYTEST) -m 'not gpu'
+	$(PARALLEL) -m 'not gpu'
 
 lint: $(STAMP) ## ruff, mypy, the layer law
 	$(BIN)/ruff check .
