@@ -9,6 +9,7 @@ device it says so and claims nothing.
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 import tempfile
@@ -16,12 +17,14 @@ import time
 import xml.etree.ElementTree as ET
 from collections import Counter
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from .provenance import ROOT, provenance, result_file, write_jsonl
 
 NO_DEVICE = "no CUDA device: nothing was run, nothing is claimed"
+PROCESSES = 6
 OUTCOMES = {"failure": "failed", "error": "error", "skipped": "skipped"}
 
 
@@ -54,6 +57,9 @@ def run_tests(arguments: Sequence[str]) -> tuple[int, list[dict[str, Any]]]:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "junit.xml"
         command = [sys.executable, "-m", "pytest", "tests/gpu", "-m", "gpu", "-p", "no:cacheprovider", f"--junitxml={report}"]
+        if find_spec("xdist") is not None:
+            # Most of the time is compilation on the host; the tests themselves leave room on the device for several.
+            command += ["--numprocesses", str(min(PROCESSES, os.cpu_count() or 1)), "--dist", "worksteal"]
         code = subprocess.run([*command, *arguments], cwd=ROOT, check=False).returncode
         return code, read_junit(report) if report.is_file() else []
 

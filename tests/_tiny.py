@@ -127,7 +127,7 @@ def _plan(
         variant=variant,
         model=ModelConfig(path="tiny", max_context=96),
         runtime=RuntimeConfig(name=runtime, page_size=8, prefill_chunks=[8, 16], cycles_in_flight=cycles_in_flight, **runtime_keys),
-        kernels=KernelsConfig(mode=mode, attention="reference"),
+        kernels=KernelsConfig(mode=mode, attention="auto" if mode == "fused" else "reference"),
         accept=AcceptConfig(rule=rule, synthetic_length=1.5 if rule == "synthetic" else None),
     )
     return make_plan(config, target or model_facts(), draft, device=device)

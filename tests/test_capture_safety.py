@@ -20,6 +20,7 @@ from graphspec.graphs.capture import Capturer
 from graphspec.graphs.mailbox import Chunk, Join, MailLayout, Message
 from graphspec.graphs.stage import Stage
 from graphspec.kernels import select_kernels
+from graphspec.models.layers import use_kernels
 from graphspec.plan import Plan
 from graphspec.shapes import GREEDY, SAMPLED, GraphKey, SamplingClass
 from tests._fake_cuda import HostTrafficError, NoHostTraffic, load_cuda_guard, tensors
@@ -43,9 +44,12 @@ class FakeProgram:
         move(self.networks.target, "cuda")
         move(self.networks.draft, "cuda")
 
-    def build(self, key: Key) -> FakeProgram:
+    def build(self, key: Key, mode: str = "reference") -> FakeProgram:
         self.arena.allocate(key.sampling)
-        kernels = select_kernels("reference", "auto", "cuda")
+        kernels = select_kernels(mode, "auto", "cuda")
+        for network in (self.networks.target, self.networks.draft):
+            if network is not None:
+                use_kernels(network, kernels)
         self.stages = program_stages(self.plan, kernels, self.networks.target, self.networks.draft, key)
         self.views = self.arena.views(1 if isinstance(key, PrefillKey) else key.bucket)
         return self
@@ -98,6 +102,17 @@ def test_no_drafter_needs_the_host(structure: str) -> None:
         program = FakeProgram(plan)
         counts = [program.build(key).run() for key in (*plan.graph_keys(SAMPLED), PrefillKey(16, SAMPLED))]
     assert min(counts) > 50
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_fused_kernels_need_no_host(structure: str) -> None:
+    """Every bucket and the prefill; what runs between the operators, and the operators' own promises of shape, dtype and device."""
+    plan = structure_plan(structure, device="cuda", runtime="captured", mode="fused")
+    with FakeTensorMode():
+        program = FakeProgram(plan)
+        keys = (*plan.graph_keys(SAMPLED), plan.graph_keys(CLASSES["all"])[0], PrefillKey(16, SAMPLED))
+        counts = [program.build(key, "fused").run() for key in keys]
+    assert min(counts) > 10
 
 
 @pytest.mark.parametrize("sampling", CLASSES.values(), ids=CLASSES)

@@ -135,10 +135,15 @@ class DraftSteps(DraftStage):
     name = "draft_steps"
     reads = (
         "lane_row_B", "lane_table_BP", "status_R", "seq_len_R", "draft_kv", "draft_begin_1", "candidate_score_BM",
-        *(name for name in BEAM_SLOTS if name != "beam_source_BK"),
+        *(name for name in BEAM_SLOTS if name not in ("beam_source_BK", "next_position_B")),
     )  # fmt: skip
     writes = ("draft_kv", "candidate_score_BM", "candidate_token_BM", "candidate_parent_BM", *BEAM_SLOTS)
     feature_reads = ("draft_hidden_BH", "beam_source_BK")
+
+    def __init__(self, build: Build) -> None:
+        super().__init__(build)
+        if self.sampler.noisy or self.sampling.bias:
+            self.reads = (*self.reads, "next_position_B")
 
     def forward(self, v: Views) -> None:
         hidden_BTH = v.draft_hidden_BH[:, None] if self.plan.feature_width else None

@@ -22,7 +22,7 @@ from pathlib import Path
 from ..provenance import REVISION_FILE, ROOT, revision
 
 DEFAULT_PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
-DEFAULT_REQUIREMENTS = ("hydra-core", "omegaconf", "antlr4-python3-runtime")
+DEFAULT_REQUIREMENTS = ("hydra-core", "omegaconf", "antlr4-python3-runtime", "pytest-xdist", "execnet")
 SOURCE_ONLY = ("antlr4-python3-runtime",)
 """Published without a wheel; pure Python, so one built here runs anywhere."""
 MIB = 2**20

@@ -6,6 +6,9 @@ Run by ``make gpu-check``.
 from __future__ import annotations
 
 import random
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -20,6 +23,7 @@ from graphspec.errors import CaptureError
 from graphspec.graphs.capture import Captured
 from graphspec.graphs.mailbox import Chunk, Join, Message
 from graphspec.kernels import select_kernels
+from graphspec.models.layers import use_kernels
 from graphspec.shapes import SAMPLED, GraphKey
 from tests._tiny import SHAPES, STRUCTURES, move, same_bits, structure_plan, tiny_networks
 
@@ -28,7 +32,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
 DEVICE = "cuda"
 KINDS = ("mail", "state", "lane", "ring", "kv")
-BUCKETS = {"reference": [1, 2, 4, 8], "compiled": [4]}
+BUCKETS = {"reference": [1, 2, 4, 8], "compiled": [4], "fused": [1, 4]}
 PROMPTS = [
     "def fibonacci(n):\n    ",
     "import os\nimport sys\n\n\ndef main():\n    parser = ",
@@ -46,7 +50,11 @@ def build(shape: str, mode: str, *, runtime: str = RUNTIME, cycles_in_flight: in
     networks = tiny_networks(plan)
     move(networks.target, DEVICE)
     move(networks.draft, DEVICE)
-    cycle = Cycle(plan, networks.target, networks.draft, select_kernels(plan.kernels, plan.attention, DEVICE))
+    kernels = select_kernels(plan.kernels, plan.attention, DEVICE, linear=plan.linear)
+    for network in (networks.target, networks.draft):
+        if network is not None:
+            use_kernels(network, kernels)
+    cycle = Cycle(plan, networks.target, networks.draft, kernels)
     prefill: Key = PrefillKey(16, SAMPLED)
     cycle.prepare([*plan.graph_keys(SAMPLED), prefill])
     for row, temperature in enumerate((0.9, 0.0, 0.6)):
@@ -73,8 +81,10 @@ def shuffled(cycle: Cycle, launches: int) -> Iterator[tuple[GraphKey, Message]]:
         yield GraphKey(bucket, cycle.plan.shape, SAMPLED), Message(lanes=rows)
 
 
-@pytest.mark.parametrize("mode", BUCKETS)
-@pytest.mark.parametrize("shape", STRUCTURES)
+@pytest.mark.parametrize(
+    ("shape", "mode"),
+    [(shape, mode) for mode in ("reference", "fused") for shape in STRUCTURES] + [("none", "compiled"), ("tree", "compiled")],
+)
 def test_captured_equals_direct_bitwise(shape: str, mode: str) -> None:
     """The same kernels from the same state: launched one by one, then replayed. Buckets come in random order."""
     cycle = build(shape, mode)
@@ -191,7 +201,7 @@ def expected() -> list[list[int]]:
 @pytest.mark.parametrize(
     ("shape", "runtime", "mode"),
     [(shape, "captured", "reference") for shape in ("none", "chain", "tree")]
-    + [("none", "captured", "compiled"), ("tree", "captured", "compiled")],
+    + [(shape, "captured", mode) for mode in ("compiled", "fused") for shape in ("none", "chain", "tree")],
 )
 def test_greedy_tokens_equal_transformers(shape: str, runtime: str, mode: str, expected: list[list[int]]) -> None:
     llm = demo(shape, runtime=runtime, mode=mode, buckets=[4], max_rows=4)
@@ -223,7 +233,48 @@ def test_run_ahead_changes_no_token(temperature: float) -> None:
         ("ngram_trie", {}),
     ],
 )
-def test_every_variant_gives_the_targets_own_tokens(variant: str, keys: dict[str, object], expected: list[list[int]]) -> None:
-    llm = LLM(variant=variant, device=DEVICE, dtype="float32", runtime=RUNTIME, mode="reference", buckets=[4], max_rows=4, **keys)  # type: ignore[arg-type]
+@pytest.mark.parametrize("mode", ["reference", "fused"])
+def test_every_variant_gives_the_targets_own_tokens(mode: str, variant: str, keys: dict[str, object], expected: list[list[int]]) -> None:
+    llm = LLM(variant=variant, device=DEVICE, dtype="float32", runtime=RUNTIME, mode=mode, buckets=[4], max_rows=4, **keys)  # type: ignore[arg-type]
     outputs = llm.generate(PROMPTS, SamplingParams(max_tokens=64, ignore_eos=True))
     assert [out.token_ids for out in outputs] == expected
+
+
+CHAINS: tuple[tuple[str, dict[str, object]], ...] = (
+    ("eagle3", {"num_steps": 4, "topk": 1, "num_draft_tokens": 5}),
+    ("eagle", {"num_steps": 7, "topk": 1, "num_draft_tokens": 8}),
+    ("mtp", {"num_steps": 3, "topk": 1, "num_draft_tokens": 4}),
+    ("standalone", {"num_steps": 2, "topk": 1, "num_draft_tokens": 3}),
+)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize(("variant", "keys"), CHAINS)
+def test_bfloat16_chains_repeat_plain_decoding_under_batch_invariant_numerics(
+    variant: str, keys: dict[str, object], temperature: float
+) -> None:
+    """One order of summation for every number of rows: what is verified beside a token does not reach its logits."""
+    params = [SamplingParams(max_tokens=96, temperature=temperature, seed=i, ignore_eos=True) for i in range(len(PROMPTS))]
+    common = {"device": DEVICE, "dtype": "bfloat16", "runtime": RUNTIME, "mode": "fused", "numerics": "batch_invariant", "max_rows": 4}
+    tokens = []
+    for name, shape, buckets in (("none", {}, [1, 4]), (variant, keys, [4])):
+        llm = LLM(variant=name, buckets=buckets, **common, **shape)  # type: ignore[arg-type]
+        tokens.append([out.token_ids for out in llm.generate(PROMPTS, params)])
+    assert tokens[0] == tokens[1]
+
+
+@pytest.mark.parametrize("shape", ["chain", "tree"])
+def test_poison_between_launches_changes_no_token(shape: str, expected: list[list[int]]) -> None:
+    """Debug mode spoils every buffer that lives for one cycle before each replay, and refuses a call that waits."""
+    llm = demo(shape, runtime="captured", mode="fused", buckets=[4], max_rows=4, debug=True)
+    outputs = llm.generate(PROMPTS, SamplingParams(max_tokens=64, ignore_eos=True))
+    assert [out.token_ids for out in outputs] == expected
+
+
+@pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="compute-sanitizer comes with the CUDA toolkit")
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_small_kernels_are_clean_under_the_sanitizer(tool: str) -> None:
+    """Out-of-bounds accesses and shared-memory races of the kernels that decide tokens, on their smallest cases."""
+    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "7", sys.executable, "-m", "tests.gpu.smallest"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]

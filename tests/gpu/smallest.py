@@ -1,0 +1,19 @@
+"""Every fused op once, on its first case, on a CUDA device: what ``compute-sanitizer`` watches."""
+
+from __future__ import annotations
+
+import torch
+
+from graphspec.kernels import OPS
+
+
+def main() -> None:
+    for op in OPS:
+        case = op.cases(torch.Generator().manual_seed(0))[0]
+        op.implementation("fused")(**{k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in case.items()})
+        torch.cuda.synchronize()
+        print(op.name)
+
+
+if __name__ == "__main__":
+    main()
