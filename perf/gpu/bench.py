@@ -199,21 +199,30 @@ class Bench:
         if self.plan.device == "cuda":
             torch.cuda.synchronize()
 
-    def stage_milliseconds(self) -> dict[str, float]:
-        """Each stage captured on its own. Their sum is more than the cycle: what fuses or overlaps across stages does not here."""
+    def stage_milliseconds(self, seconds: float = 0.3) -> dict[str, float]:
+        """What each stage adds: the first i stages are captured for every i, and the differences taken.
+
+        A stage by itself can't be repeated, for it reads what the ones before it leave. Stages are compiled one by one here, so their sum
+        is more than the cycle, where kernels fuse across stages.
+        """
         from graphspec.graphs.capture import Capturer
 
-        program, found = self.cycle.programs[self.key], {}
+        program, found, before = self.cycle.programs[self.key], {}, 0.0
         capturer = Capturer(self.cycle.arena) if self.plan.captured else None
+        for count in range(1, len(program.steps) + 1):
+
+            def prefix(count: int = count) -> None:
+                for step in program.steps[:count]:
+                    step()
+
+            self.rewind()
+            with torch.no_grad():
+                prefix()
+                run = capturer.capture(prefix) if capturer else prefix
+            upto = measure(run, self.rewind, self.cycles_before_rewind(), self.plan.device, seconds, 0.05)["median"]
+            found[program.stages[count - 1].name] = upto - before
+            before = upto
         self.rewind()
-        with torch.no_grad():
-            # In order, so that every stage finds what the ones before it leave; the commit moves on, and the rewind takes it back.
-            for stage, step in zip(program.stages, program.steps, strict=True):
-                step()
-                run = capturer.capture(step) if capturer else step
-                found[stage.name] = measure(run, lambda: None, 50, self.plan.device, 0.2, 0.05)["median"]
-                if stage.name.startswith("commit"):
-                    self.rewind()
         return found
 
     def floor_bytes(self) -> int:
