@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -95,7 +96,11 @@ def pretended_gpu() -> Iterator[None]:
             stack.enter_context(mock.patch.object(interface, name, staticmethod(_always(value))))
         for name, value in {"get_device_properties": properties, "current_device": 0}.items():
             stack.enter_context(mock.patch.object(interface.Worker, name, staticmethod(_always(value))))
-        stack.enter_context(mock.patch("torch.utils._triton.has_triton", _always(True)))
+        from torch.utils._triton import has_triton
+
+        # Modules imported before hold the function under their own names.
+        for module in [m for m in list(sys.modules.values()) if getattr(m, "has_triton", None) is has_triton]:
+            stack.enter_context(mock.patch.object(module, "has_triton", _always(True)))
         stack.enter_context(mock.patch.object(torch._C, "_cuda_getCurrentRawStream", _always(0), create=True))
         # The attention patterns are made from real CUDA tensors; attention is an operator here, so nothing would match.
         stack.enter_context(mock.patch("torch._inductor.fx_passes.fuse_attention._sfdp_init", _always(None)))

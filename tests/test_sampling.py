@@ -221,7 +221,7 @@ def test_every_branch_counts_its_own_path(mapped: bool) -> None:
 def test_rows_that_ask_for_nothing_keep_their_bits() -> None:
     neutral = {"repetition": 1.0, "presence": 0.0, "frequency": 0.0, "bias": {}, "stop_from": 0}
     v = shaping_views([neutral] * 2, [[1, 2]] * 2, [[3, 3]] * 2, [4])
-    v.lane_temperature_B, v.top_k_R = torch.tensor([0.0, 1.0]), torch.tensor([3, -1])
+    v.lane_temperature_B, v.top_k_R = torch.tensor([0.0, 1.0])[v.lane_row_B], torch.tensor([3, -1])
     v.top_p_R, v.min_p_R = torch.tensor([0.1, 1.0]), torch.tensor([0.9, 0.0])
     logits_BTV = torch.randn(2, 3, VOCAB, generator=torch.Generator().manual_seed(1))
     shaper = LogitShaper(build(SamplingClass(True, True, True, True)))

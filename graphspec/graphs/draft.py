@@ -175,7 +175,7 @@ class StaticSteps(DraftStage):
         "candidate_score_BM",
         "candidate_token_BM",
     )
-    writes, feature_reads = DraftExtend.writes, DraftSteps.feature_reads
+    writes, feature_reads = DraftExtend.writes, ("draft_hidden_BH",)
 
     def __init__(self, build: Build) -> None:
         super().__init__(build)
