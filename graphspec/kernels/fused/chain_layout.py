@@ -64,21 +64,7 @@ def chain_layout(
     )  # fmt: skip
 
 
-def _fake(
-    score_BM: Tensor | None,
-    token_BM: Tensor | None,
-    lane_row_B: Tensor,
-    window_token_RA: Tensor,
-    window_len_R: Tensor,
-    node_token_BN: Tensor,
-    node_parent_BN: Tensor,
-    node_depth_BN: Tensor,
-    node_ancestors_BNX: Tensor,
-) -> None:
-    return None
-
-
-OP = register("chain_layout", chain_layout, _fake, mutates=("node_token_BN", "node_parent_BN", "node_depth_BN", "node_ancestors_BNX"))
+OP = register("chain_layout", chain_layout, mutates=("node_token_BN", "node_parent_BN", "node_depth_BN", "node_ancestors_BNX"))
 
 
 def _call(lanes: int, nodes: int) -> dict[str, Any]:

@@ -144,16 +144,7 @@ def chunk_attention(
     return out
 
 
-def _fake(
-    query_BTQD: Tensor,
-    kv_pool: Tensor,
-    layer: int,
-    table_BP: Tensor,
-    prefix_begin_BT: Tensor,
-    slot_BT: Tensor,
-    valid_BT: Tensor,
-    scale: float,
-) -> Tensor:
+def _fake(query_BTQD: Tensor, *rest: Any, **named: Any) -> Tensor:
     return query_BTQD.new_empty(query_BTQD.shape)
 
 

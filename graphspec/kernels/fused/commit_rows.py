@@ -168,34 +168,11 @@ def commit_rows(
         )  # fmt: skip
 
 
-def _fake(
-    lane_row_B: Tensor,
-    sample_BN: Tensor,
-    path_BA: Tensor,
-    accept_len_B: Tensor,
-    outcome_B: Tensor,
-    feature_BNF: Tensor | None,
-    cycle_1: Tensor,
-    ring_ZBJ: Tensor,
-    window_token_RA: Tensor,
-    window_len_R: Tensor,
-    seq_len_R: Tensor,
-    budget_R: Tensor,
-    status_R: Tensor,
-    window_feature_RAF: Tensor | None,
-    lookback_token_RY: Tensor | None,
-    lookback_feature_RYF: Tensor | None,
-    history_RL: Tensor | None,
-    output_count_RV: Tensor | None,
-) -> None:
-    return None
-
-
 MUTATES = (
     "cycle_1", "ring_ZBJ", "window_token_RA", "window_len_R", "seq_len_R", "budget_R", "status_R", "window_feature_RAF",
     "lookback_token_RY", "lookback_feature_RYF", "history_RL", "output_count_RV",
 )  # fmt: skip
-OP = register("commit_rows", commit_rows, _fake, mutates=MUTATES)
+OP = register("commit_rows", commit_rows, mutates=MUTATES)
 
 
 def _call(lanes: int, nodes: int, width: int, channels: int, lookback: int = 0, history: int = 0, vocab: int = 0) -> dict[str, Any]:

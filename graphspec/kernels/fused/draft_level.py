@@ -135,16 +135,12 @@ def draft_level(
     )  # fmt: skip
 
 
-def _fake(*args: Any, **kwargs: Any) -> None:
-    return None
-
-
 SLOTS = (
     "candidate_score_BM", "candidate_token_BM", "candidate_parent_BM", "beam_token_BK", "beam_index_BK", "beam_source_BK", "beam_path_BKS",
     "beam_ancestors_BKX", "beam_valid_BK", "beam_slot_BK", "beam_position_BK", "beam_end_B", "next_position_B",
 )  # fmt: skip
 
-OP = register("draft_level", draft_level, _fake, mutates=SLOTS)
+OP = register("draft_level", draft_level, mutates=SLOTS)
 
 
 def _call(lanes: int, topk: int, level: int, steps: int, num_words: int, beams: bool = True) -> dict[str, Any]:

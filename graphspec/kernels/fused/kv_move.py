@@ -64,13 +64,7 @@ def kv_move(
     )  # fmt: skip
 
 
-def _fake(
-    kv_pool: Tensor, table_RP: Tensor, seq_len_R: Tensor, path_BA: Tensor, accept_len_B: Tensor, lane_row_B: Tensor | None = None
-) -> None:
-    return None
-
-
-OP = register("kv_move", kv_move, _fake, mutates=("kv_pool",))
+OP = register("kv_move", kv_move, mutates=("kv_pool",))
 
 
 def _call(lanes: int, width: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:

@@ -289,31 +289,11 @@ def latent_chunk_attention(
     return _attend(query_latent_BTQL, query_rope_BTQR, latent_pool, layer, table_BP, prefix_begin_BT, slot_BT, valid_BT, None, scale)
 
 
-def _fake(
-    query_latent_BTQL: Tensor,
-    query_rope_BTQR: Tensor,
-    latent_pool: Tensor,
-    layer: int,
-    table_BP: Tensor,
-    prefix_begin_BT: Tensor,
-    prefix_end_B: Tensor,
-    ancestors_BTX: Tensor,
-    scale: float,
-) -> Tensor:
+def _fake(query_latent_BTQL: Tensor, *rest: Any, **named: Any) -> Tensor:
     return query_latent_BTQL.new_empty(query_latent_BTQL.shape)
 
 
-def _chunk_fake(
-    query_latent_BTQL: Tensor,
-    query_rope_BTQR: Tensor,
-    latent_pool: Tensor,
-    layer: int,
-    table_BP: Tensor,
-    prefix_begin_BT: Tensor,
-    slot_BT: Tensor,
-    valid_BT: Tensor,
-    scale: float,
-) -> Tensor:
+def _chunk_fake(query_latent_BTQL: Tensor, *rest: Any, **named: Any) -> Tensor:
     return query_latent_BTQL.new_empty(query_latent_BTQL.shape)
 
 

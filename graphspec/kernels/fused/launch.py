@@ -115,13 +115,19 @@ def launch(kernel: Any, grid: Sequence[int], *args: Any, num_warps: int = 4, num
     kernel[tuple(grid)](*args, **constexprs, num_warps=num_warps, num_stages=num_stages, **extra)
 
 
-def register(name: str, launcher: Callable[..., Any], fake: Callable[..., Any], mutates: Sequence[str] = ()) -> Callable[..., Any]:
+def no_result(*arguments: Any, **named: Any) -> None:
+    """The fake of an op that only writes its arguments."""
+
+
+def register(
+    name: str, launcher: Callable[..., Any], fake: Callable[..., Any] = no_result, mutates: Sequence[str] = ()
+) -> Callable[..., Any]:
     """The launcher as operator ``graphspec::name``: opaque to the compiler, and known to fake tensors.
 
     Args:
         name: of the op.
         launcher: annotated with plain types; returns fresh tensors, never its arguments.
-        fake: shapes and dtypes of the results.
+        fake: shapes and dtypes of the results; default: there are none.
         mutates: arguments written in place.
     """
     op = torch.library.custom_op(f"{NAMESPACE}::{name}", launcher, mutates_args=tuple(mutates))

@@ -179,10 +179,6 @@ def mail_apply(
     )  # fmt: skip
 
 
-def _fake(*args: Any, **kwargs: Any) -> None:
-    return None
-
-
 SLOTS = (
     "lane_row_B", "lane_table_BP", "lane_seed_B", "lane_temperature_B",
     "status_R", "budget_R", "seed_R", "temperature_R", "draft_len_R", "stop_id_RE", "page_table_RP",
@@ -190,7 +186,7 @@ SLOTS = (
     "bias_id_RI", "bias_value_RI", "stop_from_R",
 )  # fmt: skip
 
-OP = register("mail_apply", mail_apply, _fake, mutates=SLOTS)
+OP = register("mail_apply", mail_apply, mutates=SLOTS)
 
 
 def _call(lanes: int, rows: int, columns: int, updates: int, everything: bool, stops: int = 8, biased: int = 32) -> dict[str, Any]:

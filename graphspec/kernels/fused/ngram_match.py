@@ -172,11 +172,7 @@ def ngram_match(
     )  # fmt: skip
 
 
-def _fake(*args: Any, **kwargs: Any) -> None:
-    return None
-
-
-OP = register("ngram_match", ngram_match, _fake, mutates=("candidate_score_BM", "candidate_token_BM", "candidate_parent_BM"))
+OP = register("ngram_match", ngram_match, mutates=("candidate_score_BM", "candidate_token_BM", "candidate_parent_BM"))
 
 
 def _call(lanes: int, width: int, num_paths: int, depth: int) -> dict[str, Any]:

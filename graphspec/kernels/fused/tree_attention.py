@@ -327,16 +327,7 @@ def tree_attention(
     return out
 
 
-def _fake(
-    query_BTQD: Tensor,
-    kv_pool: Tensor,
-    layer: int,
-    table_BP: Tensor,
-    prefix_begin_BT: Tensor,
-    prefix_end_B: Tensor,
-    ancestors_BTX: Tensor,
-    scale: float,
-) -> Tensor:
+def _fake(query_BTQD: Tensor, *rest: Any, **named: Any) -> Tensor:
     return query_BTQD.new_empty(query_BTQD.shape)
 
 

@@ -131,23 +131,7 @@ def tree_build(
     )  # fmt: skip
 
 
-def _fake(
-    score_BM: Tensor,
-    token_BM: Tensor,
-    parent_BM: Tensor,
-    lane_row_B: Tensor,
-    window_token_RA: Tensor,
-    window_len_R: Tensor,
-    node_token_BN: Tensor,
-    node_parent_BN: Tensor,
-    node_depth_BN: Tensor,
-    node_ancestors_BNX: Tensor,
-    max_depth: int,
-) -> None:
-    return None
-
-
-OP = register("tree_build", tree_build, _fake, mutates=("node_token_BN", "node_parent_BN", "node_depth_BN", "node_ancestors_BNX"))
+OP = register("tree_build", tree_build, mutates=("node_token_BN", "node_parent_BN", "node_depth_BN", "node_ancestors_BNX"))
 
 
 def meta_nodes(lanes: int, nodes: int) -> dict[str, Tensor]:

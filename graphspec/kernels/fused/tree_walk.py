@@ -115,30 +115,7 @@ def tree_walk(
     )  # fmt: skip
 
 
-def _fake(
-    node_token_BN: Tensor,
-    node_parent_BN: Tensor,
-    node_depth_BN: Tensor,
-    node_ancestors_BNX: Tensor,
-    drawn_BN: Tensor,
-    finite_BN: Tensor,
-    depth_cap_B: Tensor | None,
-    lane_row_B: Tensor,
-    status_R: Tensor,
-    seq_len_R: Tensor,
-    draft_len_R: Tensor,
-    budget_R: Tensor,
-    stop_id_RE: Tensor,
-    draft_context: int,
-    sample_BN: Tensor,
-    path_BA: Tensor,
-    accept_len_B: Tensor,
-    outcome_B: Tensor,
-) -> None:
-    return None
-
-
-OP = register("tree_walk", tree_walk, _fake, mutates=("sample_BN", "path_BA", "accept_len_B", "outcome_B"))
+OP = register("tree_walk", tree_walk, mutates=("sample_BN", "path_BA", "accept_len_B", "outcome_B"))
 
 
 def _call(lanes: int, nodes: int, width: int, capped: bool = False) -> dict[str, Any]:
