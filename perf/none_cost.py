@@ -35,6 +35,7 @@ class PlainLoop:
         arena = self.cycle.arena
         target, kernels, pool, table = self.cycle.target, self.cycle.kernels, arena["target_kv"], arena["page_table_RP"]
         self.token_11, self.length_1 = torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+        begin_11 = torch.zeros(1, 1, dtype=torch.int64)
         valid_11, self_111 = torch.ones(1, 1, dtype=torch.bool), torch.ones(1, 1, 1, dtype=torch.int64)
 
         def step() -> None:
@@ -47,7 +48,7 @@ class PlainLoop:
                 rope_length_BT=position_11 + 1,
                 valid_BT=valid_11,
                 slot_BT=position_11,
-                prefix_begin=0,
+                begin_BT=begin_11,
                 prefix_end_B=self.length_1,
                 ancestors_BTX=self_111,
             )
