@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from graphspec.shapes import CycleShape
+from perf import gpu_check
 from perf.gpu import readme
 from perf.gpu.bench import EAGLE3_8B, LLAMA_8B, Bench, Case, measure, write_configs
 from perf.gpu.static_decode import compiled_step
@@ -147,3 +148,18 @@ def test_rows_of_an_unverified_run_are_not_shown(tmp_path: Path, monkeypatch: py
         head = json.dumps({"kind": "provenance", "verified": verified}) + "\n"
         (tmp_path / "20260101-000000-gpu-latency.jsonl").write_text(head + '{"kind": "bandwidth"}\n')
         assert len(readme.newest("gpu-latency")) == shown
+
+
+def test_what_is_not_installed_is_left_out_by_name_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_check, "find_spec", lambda name: None)
+    monkeypatch.setattr(gpu_check.shutil, "which", lambda name: None)
+    arguments, names = zip(*gpu_check.left_out(), strict=True)
+    ignored, deselected = (Path(argument.partition("=")[2].partition("::")[0]) for argument in arguments)
+    assert (gpu_check.ROOT / ignored).is_file()
+    assert f"def {gpu_check.SANITIZER.partition('::')[2]}(" in (gpu_check.ROOT / deselected).read_text()
+    summary = {"kind": "summary", "green": True, "passed": 3, "not_installed": names}
+    head = {"kind": "provenance", "date": "2026-01-01", "revision": "abc"}
+    assert "Left out, not installed there: FlashInfer, compute-sanitizer." in readme.section([head, summary], [])
+    monkeypatch.setattr(gpu_check, "find_spec", lambda name: object())
+    monkeypatch.setattr(gpu_check.shutil, "which", lambda name: name)
+    assert gpu_check.left_out() == []

@@ -135,6 +135,10 @@ class LLM:
 
         table, table_path = None, self.config.kernels.linear_table
         if table_path is not None:
+            if resolve("kernels.linear", plan.linear, plan.kernels, plan.device, plan.dtype) != "fused":
+                raise ConfigError(
+                    "kernels.linear_table", f"null with kernels.mode={plan.kernels}, unless linear layers are fused", table_path
+                )
             table = LinearTuner.read_table(Path(table_path).expanduser(), device)
         kernels = select_kernels(
             plan.kernels,

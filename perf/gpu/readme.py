@@ -89,6 +89,8 @@ def section(checks: Sequence[dict[str, Any]], rows: Sequence[dict[str, Any]]) ->
         verdict = "all green" if summary["green"] else f"{red} red"
         where = f"one {gpu}, {head['date'][:10]}, revision {str(head['revision'])[:12]}"
         state = f"`make gpu-check` on {where}: {summary.get('passed', 0)} checks passed, {verdict}."
+        if absent := summary.get("not_installed"):
+            state += f" Left out, not installed there: {', '.join(absent)}."
     parts = [state, "\n".join(target_lines(rows))]
     if rows:
         bandwidth = next((r["bytes_per_second"] for r in rows if r["kind"] == "bandwidth"), 0.0)

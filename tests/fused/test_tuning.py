@@ -52,3 +52,8 @@ def test_a_table_of_another_machine_is_refused(tmp_path: Path) -> None:
 def test_batch_invariant_numerics_choose_nothing() -> None:
     with pytest.raises(ConfigError, match=r"kernels\.linear_table"):
         KernelsConfig(numerics="batch_invariant", linear_table="table.json")
+
+
+def test_a_table_nobody_would_read_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"kernels\.linear_table.*kernels\.mode=reference"):
+        mirror_pair(tmp_path).llm(linear_table=str(tmp_path / "table.json"))
