@@ -21,10 +21,10 @@ from .errors import ConfigError, GraphspecError
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-    from .compose import LaunchConfig
     from .engine.llm import LLM
     from .engine.outputs import Metrics, Output
     from .engine.request import SamplingParams
+    from .launch import LaunchConfig
 
 DEMO_PROMPT = 'def read_lines(path):\n    """Return the lines of a text file."""\n'
 
@@ -216,6 +216,30 @@ def _demo(config: LaunchConfig) -> int:
     return 0
 
 
+def _profile(config: LaunchConfig) -> int:
+    from .lab.profile import run
+
+    return run(config)
+
+
+def _plan(config: LaunchConfig) -> int:
+    from .lab.planning import run
+
+    return run(config)
+
+
+def _tune(config: LaunchConfig) -> int:
+    from .lab.tune import run
+
+    return run(config)
+
+
+def _report(config: LaunchConfig) -> int:
+    from .lab.page import run
+
+    return run(config)
+
+
 def _convert(words: Sequence[str]) -> int:
     from .convert import run
 
@@ -359,6 +383,40 @@ COMMANDS: dict[str, Command] = {
         _demo,
         "generate with and without speculation, compare, draw a draft tree",
         "  prompt=TEXT              another prompt",
+    ),
+    "profile": Command(
+        _profile,
+        "measure latency and acceptance, beside baselines in the same run",
+        """\
+  workload=held_out|random|file     what is asked: workload.batch=1 workload.requests=8 workload.input_tokens=64 workload.output_tokens=128
+  baseline=none                     none, hf, hf_assisted, hf_lookup, openai (url=ADDRESS), or a list: baseline=[none,hf]
+  profile.rounds=5 profile.trace=FILE results=FOLDER format=text|json
+  --multirun variant.num_steps=2,4  one case after the other, each in processes of its own
+
+  graphspec profile experiment=demo_tree baseline=[none,hf]""",
+    ),
+    "plan": Command(
+        _plan,
+        "what fits, how long a cycle must take, which shape to choose; needs a config.json and no GPU",
+        """\
+  model.path=FOLDER hardware=h200   the target's config.json and where it would run
+  plan.context=2048 plan.batches=[1,8,32] plan.acceptance=[0.8,0.7,0.6] plan.measured=FILE plan.measure=true format=text|json
+
+  graphspec plan model=llama-3.1-8b hardware=h200""",
+    ),
+    "tune": Command(
+        _tune,
+        "run the plan's short list on the real models and write the winner as an experiment",
+        """\
+  tune.out=FILE tune.candidates=6 tune.batches=[1,4] tune.adaptive=true workload=...
+
+  graphspec tune model=demo variant=eagle3 tune.out=tuned.yaml""",
+    ),
+    "report": Command(
+        _report,
+        "turn result files into one HTML page",
+        """\
+  report.files=[results] report.out=report.html    files or folders; the page needs no network""",
     ),
     "convert": Command(
         _convert,

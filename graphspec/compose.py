@@ -10,7 +10,7 @@ import json
 import typing
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from importlib import resources
 
 from hydra import compose, initialize_config_module
@@ -21,38 +21,12 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from .catalog import VARIANTS, all_variants
-from .config import RUNTIMES, Config
 from .errors import ConfigError
+from .launch import LaunchConfig
 
 CONFIG_MODULE = "graphspec.conf"
 CONFIG_NAME = "config"
 VERSION_BASE = "1.3"
-FORMATS = ("text", "json")
-
-
-@dataclass(kw_only=True)
-class LaunchConfig(Config):
-    """A :class:`Config` plus what only the command line needs."""
-
-    prompt: list[str] = field(default_factory=list)
-    """Prompts, word for word; on the command line ``prompt=TEXT`` for one, ``prompt='["a", "b"]'`` (JSON) for several."""
-    prompt_file: str | None = None
-    """A file that is one prompt; or, ending in ``.jsonl``, one request per line: a string, or ``{"prompt": ..., "max_tokens": ...}``."""
-    format: str = "text"
-    """text: stream to stdout; json: one document as the last line of stdout."""
-    left: str = "eager"
-    """diff: the runtime held to be right."""
-    right: str = "compiled"
-    """diff: the runtime compared with it."""
-
-    def __post_init__(self) -> None:
-        if self.format not in FORMATS:
-            raise ConfigError("format", "one of " + ", ".join(FORMATS), repr(self.format))
-        for key in ("left", "right"):
-            if getattr(self, key) not in RUNTIMES:
-                raise ConfigError(key, "one of " + ", ".join(RUNTIMES), repr(getattr(self, key)))
-        if self.prompt and self.prompt_file is not None:
-            raise ConfigError("prompt_file", "nothing beside prompt=", repr(self.prompt_file))
 
 
 def load_config(*overrides: str) -> LaunchConfig:
@@ -139,8 +113,9 @@ def register_schema() -> None:
     """
     store = ConfigStore.instance()
     schema = OmegaConf.structured(LaunchConfig)
-    # The one key whose own keys are the user's to choose.
-    OmegaConf.set_struct(schema.sampling.logit_bias, False)
+    # Keys whose own keys are the user's to choose.
+    for mapping in (schema.sampling.logit_bias, schema.runtime.depth_per_bucket, schema.adaptive.times):
+        OmegaConf.set_struct(mapping, False)
     store.store(name="schema", node=schema, provider="graphspec")
     ours = {variant.name for variant in VARIANTS}
     for variant in all_variants():

@@ -275,6 +275,29 @@ class HardwareConfig:
 
 
 @dataclass(kw_only=True)
+class AdaptiveConfig:
+    """Draft depth that changes from cycle to cycle. No depth changes a token of the output."""
+
+    depths: list[int] = field(default_factory=list)
+    """Depths for which cycles exist beside num_steps, ascending, such as [0, 2]; empty: the depth is fixed. 0 decodes plainly."""
+    backlog: int = 32
+    """Tokens a row may decode at depth 0 before the drafter reads them in one wide pass."""
+    times: dict[int, dict[int, float]] = field(default_factory=dict)
+    """Time of a cycle by bucket and depth, in any unit; what is missing is measured at warm-up. ``graphspec tune`` writes them."""
+    rates: list[float] = field(default_factory=list)
+    """Share of drafts accepted at depth 1, 2, ..., given the ones before, expected until it was seen; empty: drafts are tried first."""
+
+    def __post_init__(self) -> None:
+        if sorted(set(self.depths)) != list(self.depths) or any(depth < 0 for depth in self.depths):
+            raise ConfigError("adaptive.depths", "an ascending list of depths >= 0", list(self.depths))
+        _at_least("adaptive.backlog", self.backlog, 2)
+        if any(time <= 0 for times in self.times.values() for time in times.values()):
+            raise ConfigError("adaptive.times", "times above 0", dict(self.times))
+        if any(not 0 <= rate <= 1 for rate in self.rates):
+            raise ConfigError("adaptive.rates", "shares from 0 to 1", list(self.rates))
+
+
+@dataclass(kw_only=True)
 class Config:
     """The whole configuration; ``graphspec --cfg job`` prints one."""
 
@@ -285,6 +308,7 @@ class Config:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     accept: AcceptConfig = field(default_factory=AcceptConfig)
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
+    adaptive: AdaptiveConfig = field(default_factory=AdaptiveConfig)
 
     def replaced(self, **overrides: Any) -> Config:
         """A copy with leaf fields replaced by their bare names (``num_steps=5, page_size=1``).
@@ -292,7 +316,7 @@ class Config:
         Raises:
             ConfigError: a name that no group has, or that more than one has.
         """
-        groups = {f.name: getattr(self, f.name) for f in fields(self) if is_dataclass(getattr(self, f.name))}
+        groups = {f.name: getattr(self, f.name) for f in fields(Config) if is_dataclass(getattr(self, f.name))}
         changes: dict[str, dict[str, Any]] = {}
         for name, value in overrides.items():
             owners = [g for g, node in groups.items() if name != "name" and any(f.name == name for f in fields(node))]

@@ -22,7 +22,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from .provenance import ROOT, provenance, result_file, write_jsonl
+from graphspec.lab.provenance import ROOT, provenance, result_file, write_jsonl
 
 NO_DEVICE = "no CUDA device: nothing was run, nothing is claimed"
 PROCESSES = 6

@@ -22,8 +22,8 @@ from graphspec.cycle import PrefillKey
 from graphspec.engine.llm import LLM
 from graphspec.engine.request import SamplingParams
 from graphspec.graphs.compile import Region
+from graphspec.lab.provenance import ROOT, provenance, result_file, within_repository, write_jsonl
 from graphspec.shapes import GREEDY
-from perf.provenance import ROOT, provenance, result_file, within_repository, write_jsonl
 from perf.speed import held_out_prompts
 
 

@@ -20,7 +20,7 @@ import torch
 from graphspec.buffers import DTYPES
 from graphspec.engine.llm import LLM, model_folder
 from graphspec.engine.request import SamplingParams
-from perf.provenance import provenance, result_file, within_repository, write_jsonl
+from graphspec.lab.provenance import provenance, result_file, within_repository, write_jsonl
 from recipes.corpus import load_corpus
 
 RESULTS = Path(__file__).parent / "results"

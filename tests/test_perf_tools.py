@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from graphspec.config import Config
-from perf import gpu_check, provenance, speed
+from graphspec.lab import provenance
+from perf import gpu_check, speed
 from perf.gpu import pack
 from recipes.corpus import load_corpus
 

@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
+from graphspec.lab.provenance import ROOT, provenance, result_file, write_jsonl
 from graphspec.shapes import CycleShape
 from perf.gpu.bench import Bench, Case, copy_bandwidth, measure, write_configs
 from perf.gpu.static_decode import compiled_step
-from perf.provenance import ROOT, provenance, result_file, write_jsonl
 
 PLAIN, CHAIN, TREE, WIDE_TREE = CycleShape(0, 1, 1), CycleShape(7, 1, 8), CycleShape(5, 4, 8), CycleShape(5, 4, 32)
 SHAPES = {"none": PLAIN, "chain (7,1,8)": CHAIN, "tree (5,4,8)": TREE, "tree (5,4,32)": WIDE_TREE}

@@ -10,7 +10,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from perf.provenance import ROOT
+from graphspec.lab.provenance import ROOT
 
 RESULTS = ROOT / "perf" / "results"
 README = ROOT / "README.md"

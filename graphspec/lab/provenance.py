@@ -1,4 +1,4 @@
-"""Where a result comes from: commit, versions, hardware, configuration, date. Every file in ``perf/results`` begins with it."""
+"""Where a result comes from: commit, versions, hardware, configuration, date. Every result file begins with it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from graphspec import __version__
-from graphspec.config import Config
+from .. import __version__
+from ..config import Config
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 REVISION_FILE = ".revision"
 """Written by :mod:`perf.gpu.pack`: the commit of a tree that travels without its ``.git``."""
 PACKAGES = ("torch", "triton", "transformers", "numpy")

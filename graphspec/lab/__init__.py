@@ -1,0 +1,1 @@
+"""The latency lab: what the commands ``profile``, ``plan``, ``tune`` and ``report`` do."""

@@ -1,0 +1,174 @@
+"""What only the launcher's commands read, beside the engine's own :class:`~graphspec.config.Config`. Standard library only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from .config import RUNTIMES, Config
+from .errors import ConfigError
+
+FORMATS = ("text", "json")
+SOURCES = ("held_out", "file", "random")
+BASELINES = ("none", "hf", "hf_assisted", "hf_lookup", "openai")
+
+
+def _check(key: str, ok: bool, expected: str, found: object) -> None:
+    if not ok:
+        raise ConfigError(key, expected, found)
+
+
+@dataclass(kw_only=True)
+class WorkloadConfig:
+    """What is asked of a side that is measured."""
+
+    source: str = "held_out"
+    """held_out: prompts that come with the package and that the demo models were not trained on; file: the user's; random: token ids."""
+    file: str | None = None
+    """file: one prompt, or, ending in .jsonl, one per line (a string, or an object with "prompt")."""
+    requests: int = 8
+    """Requests of one round; prompts are used again from the first when there are fewer."""
+    batch: int = 1
+    """Requests at once."""
+    input_tokens: int | None = 64
+    """Prompts are cut to so many tokens; random: so many; null: as they are."""
+    input_spread: float = 0.0
+    """random: lengths are drawn evenly from input_tokens * (1 - spread) to input_tokens * (1 + spread)."""
+    output_tokens: int = 128
+    """Most new tokens of a request."""
+    ignore_eos: bool = True
+    """End-of-text ids do not end a request, so that all sides do the same work."""
+    seed: int = 0
+    """Of random prompts, and the sampling seed of request i is seed + i."""
+
+    def __post_init__(self) -> None:
+        _check("workload.source", self.source in SOURCES, "one of " + ", ".join(SOURCES), repr(self.source))
+        for key in ("requests", "batch", "output_tokens"):
+            _check(f"workload.{key}", getattr(self, key) >= 1, "a number >= 1", getattr(self, key))
+        _check("workload.input_tokens", self.input_tokens is None or self.input_tokens >= 1, "null, or a number >= 1", self.input_tokens)
+        _check("workload.input_spread", 0 <= self.input_spread < 1, "a number from 0, below 1", self.input_spread)
+        _check("workload.file", self.file is None or self.source == "file", f"null with workload.source={self.source}", self.file)
+        _check(
+            "workload.input_tokens", self.source != "random" or self.input_tokens is not None, "a number with workload.source=random", None
+        )
+
+
+@dataclass(kw_only=True)
+class ProfileConfig:
+    """How ``graphspec profile`` measures."""
+
+    rounds: int = 5
+    """Rounds of the workload on every side, taking turns; figures are medians over them."""
+    warm_up_seconds: float = 2.0
+    """Each side runs the workload at least once, and for at least so long, before the first round."""
+    interleave: bool = True
+    """All sides stay loaded and take turns round by round; false: one after the other, for models that fit once only."""
+    stages: bool = True
+    """Also time every stage of the cycle, in a run of its own."""
+    generations: int = 1
+    """Generations recorded cycle by cycle for the tree viewer of ``graphspec report``."""
+    trace: str | None = None
+    """Write host and stage spans of one round to this file, for Perfetto or chrome://tracing."""
+    assistant: str | None = None
+    """hf_assisted: folder of the assistant model; null: the draft, where it is a whole model, or the demo model's."""
+    api_model: str | None = None
+    """openai: the model's name there; null: the first one the server lists."""
+    api_key: str | None = None
+    """openai: bearer token; null: none."""
+    timeout_seconds: float = 1800.0
+    """Longest a side may take to get ready, or for one round."""
+
+    def __post_init__(self) -> None:
+        _check("profile.rounds", self.rounds >= 1, "a number >= 1", self.rounds)
+        _check("profile.warm_up_seconds", self.warm_up_seconds >= 0, "a number >= 0", self.warm_up_seconds)
+        _check("profile.generations", self.generations >= 0, "a number >= 0", self.generations)
+        _check("profile.timeout_seconds", self.timeout_seconds > 0, "a number above 0", self.timeout_seconds)
+
+
+@dataclass(kw_only=True)
+class PlanningConfig:
+    """What ``graphspec plan`` is asked."""
+
+    context: int = 2048
+    """Committed tokens of every row."""
+    batches: list[int] = field(default_factory=lambda: [1, 2, 4, 8, 16, 32, 64])
+    acceptance: list[float] | None = None
+    """Share of drafts accepted at depth 1, 2, ..., given that the ones before were; null: that of ``measured``, or a stated guess."""
+    measured: str | None = None
+    """A file that ``graphspec profile`` wrote: its acceptance and bandwidth are used, and its cycle times compared with the prediction."""
+    measure: bool = False
+    """Measure the bandwidth of this machine first."""
+    out: str | None = None
+    """Write the records to this JSON-lines file."""
+
+    def __post_init__(self) -> None:
+        _check("plan.context", self.context >= 1, "a number >= 1", self.context)
+        ascending = bool(self.batches) and sorted(set(self.batches)) == list(self.batches) and self.batches[0] >= 1
+        _check("plan.batches", ascending, "a non-empty ascending list of positive sizes", list(self.batches))
+        _check("plan.acceptance", all(0 <= share <= 1 for share in self.acceptance or []), "shares from 0 to 1, or null", self.acceptance)
+
+
+@dataclass(kw_only=True)
+class TuneConfig:
+    """What ``graphspec tune`` does."""
+
+    out: str | None = None
+    """The experiment it writes; null: ``tuned.yaml`` in the working folder."""
+    candidates: int = 6
+    """Shapes (num_steps, topk, num_draft_tokens) that are run, best predictions first."""
+    rounds: int = 3
+    """Rounds of the workload for each of them."""
+    batches: list[int] | None = None
+    """Batch sizes; null: the buckets of the configuration."""
+    adaptive: bool = True
+    """Also write the table by which the engine changes depth while it runs."""
+
+    def __post_init__(self) -> None:
+        _check("tune.candidates", self.candidates >= 1, "a number >= 1", self.candidates)
+        _check("tune.rounds", self.rounds >= 1, "a number >= 1", self.rounds)
+
+
+@dataclass(kw_only=True)
+class ReportConfig:
+    """What ``graphspec report`` reads and writes."""
+
+    files: list[str] = field(default_factory=lambda: ["results"])
+    """Result files, or folders of them."""
+    out: str = "report.html"
+
+
+@dataclass(kw_only=True)
+class LaunchConfig(Config):
+    """A :class:`~graphspec.config.Config` plus what only the command line needs."""
+
+    prompt: list[str] = field(default_factory=list)
+    """Prompts, word for word; on the command line ``prompt=TEXT`` for one, ``prompt='["a", "b"]'`` (JSON) for several."""
+    prompt_file: str | None = None
+    """A file that is one prompt; or, ending in ``.jsonl``, one request per line: a string, or ``{"prompt": ..., "max_tokens": ...}``."""
+    format: str = "text"
+    """text: for people; json: one document as the last line of stdout."""
+    left: str = "eager"
+    """diff: the runtime held to be right."""
+    right: str = "compiled"
+    """diff: the runtime compared with it."""
+    baseline: Any = "none"
+    """profile: what is measured beside the configured engine, one of none, hf, hf_assisted, hf_lookup, openai, or a list of them."""
+    url: str | None = None
+    """profile: base address of the server for ``baseline=openai``, such as http://localhost:8000/v1."""
+    results: str = "results"
+    """profile, tune: folder of the result files."""
+    workload: WorkloadConfig = field(default_factory=WorkloadConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
+    plan: PlanningConfig = field(default_factory=PlanningConfig)
+    tune: TuneConfig = field(default_factory=TuneConfig)
+    report: ReportConfig = field(default_factory=ReportConfig)
+
+    def __post_init__(self) -> None:
+        _check("format", self.format in FORMATS, "one of " + ", ".join(FORMATS), repr(self.format))
+        for key in ("left", "right"):
+            _check(key, getattr(self, key) in RUNTIMES, "one of " + ", ".join(RUNTIMES), repr(getattr(self, key)))
+        _check("prompt_file", not self.prompt or self.prompt_file is None, "nothing beside prompt=", repr(self.prompt_file))
+        self.baseline = [self.baseline] if isinstance(self.baseline, str) else list(self.baseline or [])
+        for name in self.baseline:
+            _check("baseline", name in BASELINES, "one of " + ", ".join(BASELINES) + ", or a list of them", repr(name))
+        _check("url", "openai" not in self.baseline or self.url is not None, "the server's address with baseline=openai", None)
