@@ -346,7 +346,7 @@ def test_a_reader_that_leaves_is_no_error():
 @pytest.mark.parametrize(
     ("line", "choices"),
     [
-        ("graphspec ", {"generate", "inspect", "diff", "demo", "convert"}),
+        ("graphspec ", {"generate", "inspect", "diff", "demo", "profile", "plan", "tune", "report", "convert"}),
         ("graphspec ge", {"generate"}),
         ("/opt/generate/graphspec generate variant=", {f"variant={v.name}" for v in VARIANTS}),
         ("graphspec diff sampling.max_", {"sampling.max_tokens="}),
