@@ -13,7 +13,7 @@ PYTEST := $(BIN)/python -m pytest
 # One process per core with one thread each: threads of several processes on the same cores wait for each other.
 PARALLEL := OMP_NUM_THREADS=1 $(PYTEST) --numprocesses=auto --dist=loadfile
 
-.PHONY: help demo test test-full lint format snapshots features gpu-check acceptance train-demo bench wheel clean
+.PHONY: help demo test test-full test-browser lint format snapshots features gpu-check acceptance train-demo bench compare guard wheel clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -33,7 +33,10 @@ test: $(STAMP) ## the tests that need no GPU
 	$(PARALLEL)
 
 test-full: $(STAMP) ## the same, and the thorough ones
-	$(PARALLEL) -m 'not gpu'
+	$(PARALLEL) -m 'not gpu and not browser'
+
+test-browser: $(STAMP) ## the report in a real browser; needs Chromium
+	$(PYTEST) -m browser tests/browser
 
 lint: $(STAMP) ## ruff, mypy, the layer law
 	$(BIN)/ruff check .
@@ -56,6 +59,14 @@ gpu-check: $(STAMP) ## every gpu test and, when green, speed; on a CUDA machine
 
 bench: $(STAMP) ## measure speed, all sides in one run; README's table
 	$(BIN)/python -m perf.speed --readme
+
+BASE ?= HEAD
+HEAD ?= .
+compare: $(STAMP) ## time two revisions side by side; BASE=HEAD HEAD=. (the working tree) unless told otherwise
+	$(BIN)/python -m perf.compare $(BASE) $(HEAD)
+
+guard: $(STAMP) ## count anew what tests/test_guard.py compares with
+	$(BIN)/python -m perf.counts --write
 
 acceptance: $(STAMP) ## measure acceptance of every demo draft; README's table
 	$(BIN)/python -m perf.acceptance --readme

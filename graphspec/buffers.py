@@ -72,6 +72,7 @@ def plan_sizes(plan: Plan) -> dict[str, int]:
         "B": max(plan.buckets),
         "R": plan.max_rows + 1,
         "A": plan.accept_width,
+        "Ac": plan.window_capacity,
         "X": plan.num_words,
         "F": plan.feature_width,
         "V": plan.target.vocab_size,
@@ -110,7 +111,7 @@ def declare_slots(plan: Plan, mail_size: int) -> tuple[Slot, ...]:
         Slot("stop_id_RE", ("R", "E"), i64, "state", -1),
         Slot("draft_len_R", ("R",), i64, "state"),
         Slot("page_table_RP", ("R", "P"), i32, "state"),
-        Slot("window_token_RA", ("R", "A"), i64, "state"),
+        Slot("window_token_RAc", ("R", "Ac"), i64, "state"),
         Slot("window_len_R", ("R",), i64, "state"),
         Slot("node_token_BN", ("B", "N"), i64, "lane", -1),
         Slot("node_parent_BN", ("B", "N"), i64, "lane", -1),
@@ -126,7 +127,7 @@ def declare_slots(plan: Plan, mail_size: int) -> tuple[Slot, ...]:
         _pool("target_kv", plan, plan.target, dtype),
     ]
     if plan.feature_width:
-        slots += [Slot("window_feature_RAF", ("R", "A", "F"), dtype, "state"), Slot("feature_BNF", ("B", "N", "F"), dtype, "lane")]
+        slots += [Slot("window_feature_RAcF", ("R", "Ac", "F"), dtype, "state"), Slot("feature_BNF", ("B", "N", "F"), dtype, "lane")]
     if plan.lookback:
         slots += [Slot("lookback_token_RY", ("R", "Y"), i64, "state", -1), Slot("lookback_feature_RYF", ("R", "Y", "F"), dtype, "state")]
     if plan.keeps_history:

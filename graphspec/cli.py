@@ -100,12 +100,14 @@ def _hydra(name: str, words: list[str]) -> int:
     import hydra
 
     from .compose import CONFIG_MODULE, CONFIG_NAME, VERSION_BASE, load_config, register_schema, split_prompts, to_launch_config
+    from .compose import take_experiment_file as take_file
 
     if _completing(words):
         return 0
     if any(word in ("--cfg", "-c") for word in words):
         load_config(*(word for word in words if "=" in word and not word.startswith("-")))
     prompts, words = split_prompts(words)
+    words = take_file(words)
     codes: list[int] = []
 
     def task(composed: DictConfig) -> None:
@@ -389,7 +391,7 @@ COMMANDS: dict[str, Command] = {
         "measure latency and acceptance, beside baselines in the same run",
         """\
   workload=held_out|random|file     what is asked: workload.batch=1 workload.requests=8 workload.input_tokens=64 workload.output_tokens=128
-  baseline=none                     none, hf, hf_assisted, hf_lookup, openai (url=ADDRESS), or a list: baseline=[none,hf]
+  baseline=none                     none, self, hf, hf_assisted, hf_lookup, openai (url=ADDRESS), or a list: baseline=[none,hf]
   profile.rounds=5 profile.trace=FILE results=FOLDER format=text|json
   --multirun variant.num_steps=2,4  one case after the other, each in processes of its own
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from importlib import resources
+from pathlib import Path
 
 from hydra import compose, initialize_config_module
 from hydra.core.config_store import ConfigStore
@@ -19,6 +20,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError  # type: ignore[import-untyped]
 
 from .catalog import VARIANTS, all_variants
 from .errors import ConfigError
@@ -27,6 +29,8 @@ from .launch import LaunchConfig
 CONFIG_MODULE = "graphspec.conf"
 CONFIG_NAME = "config"
 VERSION_BASE = "1.3"
+FROM_FILE = "from_file"
+"""The name an experiment goes by that was given as a file."""
 
 
 def load_config(*overrides: str) -> LaunchConfig:
@@ -35,12 +39,13 @@ def load_config(*overrides: str) -> LaunchConfig:
     Works from scripts, notebooks and inside other Hydra applications, any number of times.
 
     Args:
-        overrides: ``variant=none``, ``sampling.max_tokens=64``, ``experiment=demo_tree``, ``prompt=TEXT``, ...
+        overrides: ``variant=none``, ``sampling.max_tokens=64``, ``experiment=demo_tree``, ``experiment=FILE.yaml``, ``prompt=TEXT``, ...
 
     Raises:
         ConfigError: an unknown key, a value of the wrong type or out of range, a group choice that does not exist.
     """
     prompts, words = split_prompts(overrides)
+    words = take_experiment_file(words)
     for word in words:
         if word.startswith(("+", "~")):
             raise ConfigError(word, "an override without + or ~ (every key exists, and none can be taken away)", word)
@@ -92,6 +97,29 @@ def split_prompts(words: Sequence[str]) -> tuple[list[str], list[str]]:
     if not isinstance(prompts, list) or not prompts or not all(isinstance(prompt, str) for prompt in prompts):
         raise ConfigError("prompt", 'text, or a JSON list of strings: ["a", "b"]', text, "text in brackets goes into a prompt_file")
     return prompts, rest
+
+
+def take_experiment_file(words: Sequence[str]) -> list[str]:
+    """``experiment=FILE.yaml`` becomes a choice of the group, so that an experiment may lie anywhere; ``graphspec tune`` writes such files.
+
+    Raises:
+        ConfigError: the file can't be read, or is no YAML mapping.
+    """
+    taken = []
+    for word in words:
+        name = word.removeprefix("experiment=")
+        if name == word or not name.endswith((".yaml", ".yml")):
+            taken.append(word)
+            continue
+        try:
+            node = OmegaConf.load(Path(name).expanduser())
+        except (OSError, UnicodeDecodeError, YAMLError) as error:
+            raise ConfigError("experiment", "a name, or a YAML file that can be read", repr(name), _first_line(error)) from error
+        if not isinstance(node, DictConfig):
+            raise ConfigError("experiment", "a file with keys of the configuration", f"something else in {name!r}")
+        ConfigStore.instance().store(group="experiment", name=FROM_FILE, node=node, package="_global_", provider=name)
+        taken.append(f"experiment={FROM_FILE}")
+    return taken
 
 
 def config_groups() -> dict[str, tuple[str, ...]]:

@@ -142,7 +142,7 @@ class RuntimeConfig:
         if not 0 < self.memory_fraction <= 1:
             raise ConfigError("runtime.memory_fraction", "a number above 0, at most 1", self.memory_fraction)
         for bucket, depth in self.depth_per_bucket.items():
-            _at_least(f"runtime.depth_per_bucket[{bucket}]", depth, 1)
+            _at_least(f"runtime.depth_per_bucket[{bucket}]", depth, 0)
         _at_least("runtime.max_stop_ids", self.max_stop_ids, 1)
         _at_least("runtime.max_logit_bias", self.max_logit_bias, 1)
         _at_least("runtime.max_logprobs", self.max_logprobs, 1)
@@ -265,13 +265,21 @@ class HardwareConfig:
     """CPU threads; None: torch's own choice."""
     memory_gib: float | None = None
     """Memory the engine may count on, in GiB; None: what is free on the GPU, or what the machine has."""
+    bandwidth_gbs: float | None = None
+    """Memory bandwidth in GB/s (10^9 bytes), for ``graphspec plan``; None: not known."""
+    tflops: float | None = None
+    """Dense operations in ``dtype``, 10^12 per second, for ``graphspec plan``; None: not known."""
+    capacity_gib: float | None = None
+    """Memory the device is sold with, in GiB, for ``graphspec plan`` where memory_gib is unset."""
 
     def __post_init__(self) -> None:
         _choice("hardware.device", self.device, DEVICES)
         _choice("hardware.dtype", self.dtype, DTYPES)
         _at_least("hardware.threads", self.threads, 1)
-        if self.memory_gib is not None and self.memory_gib <= 0:
-            raise ConfigError("hardware.memory_gib", "a number above 0", self.memory_gib)
+        for key in ("memory_gib", "bandwidth_gbs", "tflops", "capacity_gib"):
+            value = getattr(self, key)
+            if value is not None and value <= 0:
+                raise ConfigError(f"hardware.{key}", "a number above 0", value)
 
 
 @dataclass(kw_only=True)
@@ -283,7 +291,7 @@ class AdaptiveConfig:
     backlog: int = 32
     """Tokens a row may decode at depth 0 before the drafter reads them in one wide pass."""
     times: dict[int, dict[int, float]] = field(default_factory=dict)
-    """Time of a cycle by bucket and depth, in any unit; what is missing is measured at warm-up. ``graphspec tune`` writes them."""
+    """Time of a cycle by bucket and depth, in any unit; a bucket that is missing is measured at warm-up. ``graphspec tune`` writes them."""
     rates: list[float] = field(default_factory=list)
     """Share of drafts accepted at depth 1, 2, ..., given the ones before, expected until it was seen; empty: drafts are tried first."""
 

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from statistics import median
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from .graphs.capture import (
     ran_out_of_memory,
     signature,
 )
+from .graphs.catch_up import CatchUp
 from .graphs.commit import Commit, CommitState
 from .graphs.compile import compile_stages, graphs_compiled
 from .graphs.counts import PromptCounts
@@ -45,6 +47,8 @@ from .shapes import GraphKey, SamplingClass
 
 Progress = Callable[[str, int, int], None]
 logger = logging.getLogger(__name__)
+TIMED_RUNS = 5
+"""Runs of a program whose median is its time."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -62,13 +66,23 @@ def describe(key: Key) -> str:
     """A program in words: lanes and depth of a cycle, tokens of a prefill chunk, what its requests ask of the sampler."""
     asked = [name for name in ("noise", "truncate", "penalties", "bias") if getattr(key.sampling, name)]
     asked += [f"{key.sampling.logprobs} logprobs"] if key.sampling.logprobs >= 0 else []
-    what = f"prefill of {key.chunk} tokens" if isinstance(key, PrefillKey) else f"cycle of {key.bucket} lanes, depth {key.shape.num_steps}"
+    if isinstance(key, PrefillKey):
+        what = f"prefill of {key.chunk} tokens"
+    else:
+        what = f"cycle of {key.bucket} lanes, depth {key.shape.num_steps}{', catching up' if key.catch_up else ''}"
     return f"{what}, {'+'.join(asked) or 'greedy'}"
 
 
-def tokens_of(key: Key) -> int:
-    """Tokens the target reads in one launch: what programs are ordered by, since it says how much memory they need."""
-    return key.chunk if isinstance(key, PrefillKey) else key.bucket * key.shape.num_draft_tokens
+def tokens_of(key: Key, capacity: int = 1) -> int:
+    """Tokens one launch reads at once: what programs are ordered by, since it says how much memory they need.
+
+    Args:
+        key: of the program.
+        capacity: window entries that a drafter which catches up reads per lane.
+    """
+    if isinstance(key, PrefillKey):
+        return key.chunk
+    return key.bucket * (capacity if key.catch_up else key.shape.num_draft_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,18 +122,19 @@ def draft_stages(build: Build) -> list[Stage]:
     return [DraftExtend(build), StaticSteps(build) if plan.static_tree is not None else DraftSteps(build)]
 
 
-def cycle_stages(build: Build) -> list[Stage]:
-    """The stages of one speculative cycle in order; the structure follows from the shape alone."""
+def cycle_stages(build: Build, *, catch_up: bool = False) -> list[Stage]:
+    """The stages of one speculative cycle in order; the structure follows from the shape, and from whether the drafter catches up."""
     shape = build.shape
     stages: list[Stage] = [Mailbox(build)]
-    stages += draft_stages(build)
+    stages += [CatchUp(build)] if catch_up else draft_stages(build)
     stages.append(ChainLayout(build) if shape.is_chain else TreeBuild(build))
     stages += [Verify(build), Accept(build)]
     if not shape.is_chain:
         stages.append(CommitState(build))
     if build.sampling.logprobs >= 0:
         stages.append(Logprobs(build))
-    stages.append(Commit(build))
+    # A draft network that has not read the window will want to.
+    stages.append(Commit(build, append=build.plan.catches_up and shape.num_steps == 0 and not catch_up))
     return stages
 
 
@@ -128,7 +143,7 @@ def program_stages(plan: Plan, kernels: KernelSet, target: TargetModel, draft: D
     if isinstance(key, PrefillKey):
         build = Build(plan, kernels, target, draft, plan.shape, key.sampling)
         return [Mailbox(build), *([PromptCounts(build, key.chunk)] if key.sampling.penalties else []), Prefill(build, key.chunk)]
-    return cycle_stages(Build(plan, kernels, target, draft, key.shape, key.sampling))
+    return cycle_stages(Build(plan, kernels, target, draft, key.shape, key.sampling), catch_up=key.catch_up)
 
 
 class Program:
@@ -210,8 +225,9 @@ class Cycle:
         return self.arena.views(1) if isinstance(key, PrefillKey) else self.arena.views(key.bucket, key.shape)
 
     def buckets(self, sampling: SamplingClass) -> tuple[int, ...]:
-        """Buckets whose cycle exists or can be built: all of the plan's but those for which memory ran out."""
-        return tuple(bucket for bucket in self.plan.buckets if self.plan.key(bucket, sampling) not in self.dropped)
+        """Buckets whose cycles exist or can be built: all of the plan's but those for one of which memory ran out."""
+        without = {key.bucket for key in self.dropped if isinstance(key, GraphKey) and key.sampling == sampling}
+        return tuple(bucket for bucket in self.plan.buckets if bucket not in without)
 
     def capture_report(self) -> list[CaptureRecord]:
         """What it took to build each program, in the order they were built."""
@@ -235,7 +251,7 @@ class Cycle:
             return
         if self._in_flight:
             raise ResourceError("cycle", "no cycle in flight while programs are built", f"{len(self._in_flight)} in flight")
-        missing.sort(key=tokens_of, reverse=True)
+        missing.sort(key=lambda key: tokens_of(key, self.plan.window_capacity), reverse=True)
         for key in missing:
             self.arena.allocate(key.sampling)
         self._open_ring()
@@ -259,7 +275,7 @@ class Cycle:
                 "memory ran out: no program for %s; at most %d rows share a launch, the others wait their turn (lower runtime.num_pages, "
                 "or leave the bucket out of runtime.buckets)%s",
                 "; ".join(describe(key) for key in missing if key in self.dropped),
-                max((key.bucket for key in built if isinstance(key, GraphKey)), default=0),
+                max((key.bucket for key in built if isinstance(key, GraphKey) and key.bucket in self.buckets(key.sampling)), default=0),
                 f": {self.memory.text()}" if self.memory else "",
             )
 
@@ -320,6 +336,50 @@ class Cycle:
         self._wait()
         seconds = time.perf_counter() - started
         self._records[key] = replace(self._records[key], capture_seconds=seconds, pool_bytes=replay.pool_bytes)
+
+    def time_depths(self, buckets: Iterable[int], sampling: SamplingClass, runs: int = TIMED_RUNS) -> dict[int, dict[int, float]]:
+        """What the prepared cycles of each depth cost: bucket to depth to seconds, the median of some runs. Only between runs.
+
+        Programs are static, so an empty message costs what a full one does, but for attention over long prefixes. Depths take turns, so
+        that a clock that changes meanwhile changes all of them. State stays as it is.
+
+        Raises:
+            ResourceError: launches are unread, or a cycle was not prepared.
+        """
+        if self._in_flight:
+            raise ResourceError("cycle", "no cycle in flight while programs are timed", f"{len(self._in_flight)} in flight")
+        keys = [self.plan.key(bucket, sampling, depth) for bucket in buckets for depth in self.plan.depths_of(bucket)]
+        missing = [describe(key) for key in keys if key not in self.programs]
+        if missing:
+            raise ResourceError("cycle", "programs prepared before they are timed", "; ".join(missing))
+        state = self.arena.snapshot(("mail", "state", "ring"))
+        found: dict[GraphKey, list[float]] = {key: [] for key in keys}
+        try:
+            with torch.no_grad():
+                self.arena["mail"].copy_(self._mail[0].write(Message(lanes=())))
+                # The first turn is not counted: what the last program left in the caches is another's.
+                for turn in range(runs + 1):
+                    for key in keys:
+                        seconds = self._time(self.programs[key])
+                        found[key] += [seconds] if turn else []
+        finally:
+            self.arena.restore(state)
+        times: dict[int, dict[int, float]] = {}
+        for key, each in found.items():
+            times.setdefault(key.bucket, {})[key.shape.num_steps] = median(each)
+        return times
+
+    def _time(self, program: Program) -> float:
+        if self.plan.device != "cuda":
+            started = time.perf_counter()
+            program()
+            return time.perf_counter() - started
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        program()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1000
 
     def _wait(self) -> None:
         if self.plan.device == "cuda":

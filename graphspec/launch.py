@@ -10,7 +10,8 @@ from .errors import ConfigError
 
 FORMATS = ("text", "json")
 SOURCES = ("held_out", "file", "random")
-BASELINES = ("none", "hf", "hf_assisted", "hf_lookup", "openai")
+BASELINES = ("none", "self", "hf", "hf_assisted", "hf_lookup", "openai")
+API_PROMPTS = ("tokens", "text")
 
 
 def _check(key: str, ok: bool, expected: str, found: object) -> None:
@@ -75,6 +76,8 @@ class ProfileConfig:
     """openai: the model's name there; null: the first one the server lists."""
     api_key: str | None = None
     """openai: bearer token; null: none."""
+    api_prompts: str = "tokens"
+    """openai: prompts are sent as token ids, so that both sides read the same, or as text."""
     timeout_seconds: float = 1800.0
     """Longest a side may take to get ready, or for one round."""
 
@@ -82,6 +85,7 @@ class ProfileConfig:
         _check("profile.rounds", self.rounds >= 1, "a number >= 1", self.rounds)
         _check("profile.warm_up_seconds", self.warm_up_seconds >= 0, "a number >= 0", self.warm_up_seconds)
         _check("profile.generations", self.generations >= 0, "a number >= 0", self.generations)
+        _check("profile.api_prompts", self.api_prompts in API_PROMPTS, "one of " + ", ".join(API_PROMPTS), repr(self.api_prompts))
         _check("profile.timeout_seconds", self.timeout_seconds > 0, "a number above 0", self.timeout_seconds)
 
 
@@ -89,23 +93,24 @@ class ProfileConfig:
 class PlanningConfig:
     """What ``graphspec plan`` is asked."""
 
-    context: int = 2048
-    """Committed tokens of every row."""
+    context: int | None = None
+    """Committed tokens of every row; null: 2048, or what the checkpoint allows."""
     batches: list[int] = field(default_factory=lambda: [1, 2, 4, 8, 16, 32, 64])
     acceptance: list[float] | None = None
     """Share of drafts accepted at depth 1, 2, ..., given that the ones before were; null: that of ``measured``, or a stated guess."""
     measured: str | None = None
     """A file that ``graphspec profile`` wrote: its acceptance and bandwidth are used, and its cycle times compared with the prediction."""
     measure: bool = False
-    """Measure the bandwidth of this machine first."""
+    """Measure the copy bandwidth and a matrix product of this machine first."""
     out: str | None = None
     """Write the records to this JSON-lines file."""
 
     def __post_init__(self) -> None:
-        _check("plan.context", self.context >= 1, "a number >= 1", self.context)
+        _check("plan.context", self.context is None or self.context >= 1, "null, or a number >= 1", self.context)
         ascending = bool(self.batches) and sorted(set(self.batches)) == list(self.batches) and self.batches[0] >= 1
         _check("plan.batches", ascending, "a non-empty ascending list of positive sizes", list(self.batches))
-        _check("plan.acceptance", all(0 <= share <= 1 for share in self.acceptance or []), "shares from 0 to 1, or null", self.acceptance)
+        shares = self.acceptance is None or (bool(self.acceptance) and all(0 <= share <= 1 for share in self.acceptance))
+        _check("plan.acceptance", shares, "a non-empty list of shares from 0 to 1, or null", self.acceptance)
 
 
 @dataclass(kw_only=True)
@@ -113,7 +118,7 @@ class TuneConfig:
     """What ``graphspec tune`` does."""
 
     out: str | None = None
-    """The experiment it writes; null: ``tuned.yaml`` in the working folder."""
+    """The experiment file it writes, for experiment=FILE; null: ``tuned.yaml`` in the working folder."""
     candidates: int = 6
     """Shapes (num_steps, topk, num_draft_tokens) that are run, best predictions first."""
     rounds: int = 3
@@ -126,6 +131,10 @@ class TuneConfig:
     def __post_init__(self) -> None:
         _check("tune.candidates", self.candidates >= 1, "a number >= 1", self.candidates)
         _check("tune.rounds", self.rounds >= 1, "a number >= 1", self.rounds)
+        batches = self.batches
+        ascending = batches is None or (bool(batches) and sorted(set(batches)) == list(batches) and batches[0] >= 1)
+        _check("tune.batches", ascending, "null, or an ascending list of positive sizes", batches)
+        _check("tune.out", self.out is None or self.out.endswith((".yaml", ".yml")), "a name that ends in .yaml", repr(self.out))
 
 
 @dataclass(kw_only=True)
@@ -152,7 +161,8 @@ class LaunchConfig(Config):
     right: str = "compiled"
     """diff: the runtime compared with it."""
     baseline: Any = "none"
-    """profile: what is measured beside the configured engine, one of none, hf, hf_assisted, hf_lookup, openai, or a list of them."""
+    """profile: what is measured beside the configured engine, one of none, self (the same once more), hf, hf_assisted, hf_lookup,
+    openai, or a list of them."""
     url: str | None = None
     """profile: base address of the server for ``baseline=openai``, such as http://localhost:8000/v1."""
     results: str = "results"

@@ -20,6 +20,7 @@ from .errors import ConfigError, spell_bytes
 from .graphs.mailbox import MailLayout
 from .kernels import resolve
 from .plan import Plan
+from .shapes import GREEDY
 from .weights import apply_token_map, load_target, load_token_map
 
 GIB = 2**30
@@ -102,8 +103,13 @@ class MemoryPlan:
         return f"{parts}; together {spell_bytes(self.total)} of {room}; a page is {spell_bytes(self.page_bytes)}"
 
 
-def plan_memory(plan: Plan, config: Config) -> MemoryPlan:
+def plan_memory(plan: Plan, config: Config, weights: tuple[int, int] | None = None) -> MemoryPlan:
     """Count what an engine with this plan will hold. Reads the shapes in the checkpoints and none of their data; allocates nothing.
+
+    Args:
+        plan: of the engine.
+        config: what it was made from.
+        weights: bytes of target and draft, where there are no checkpoints to look at.
 
     Raises:
         CheckpointError: a checkpoint that does not fit its config.
@@ -114,7 +120,7 @@ def plan_memory(plan: Plan, config: Config) -> MemoryPlan:
     for slot in declare_slots(plan, MailLayout.of(plan).size):
         slots[slot.name] = math.prod(sizes[d] if isinstance(d, str) else d for d in slot.dims) * slot.dtype.itemsize
         groups["kv" if slot.kind == "kv" else "sampling" if slot.group else "slots"] += slots[slot.name]
-    target, draft = weigh(plan, config.variant.token_map)
+    target, draft = weights or weigh(plan, config.variant.token_map)
     rows = ("runtime.max_rows", "runtime.buckets", "variant.num_draft_tokens")
     lines = [
         MemoryLine(f"KV pools, {plan.num_pages} pages of {plan.page_size}", groups["kv"], ("runtime.num_pages",)),
@@ -125,7 +131,7 @@ def plan_memory(plan: Plan, config: Config) -> MemoryPlan:
         MemoryLine("workspace", _workspace(plan, dtype), ("runtime.buckets", "runtime.prefill_chunks", "model.max_context"), estimate=True),
     ]
     if plan.device == "cuda":
-        programs = len(plan.buckets) + len(plan.prefill_chunks) if plan.captured else 0
+        programs = len(plan.graph_keys(GREEDY)) + len(plan.prefill_chunks) if plan.captured else 0
         lines.append(MemoryLine("graphs and libraries", LIBRARY_RESERVE + programs * GRAPH_RESERVE, ("runtime.buckets",), estimate=True))
     return MemoryPlan(
         lines=tuple(line for line in lines if line.size),
@@ -167,6 +173,8 @@ def _workspace(plan: Plan, dtype: torch.dtype) -> int:
         # The reference may run every expert over every token.
         run = model.experts.topk if plan.kernels == "fused" else model.experts.num_experts
         mlp = max(mlp, run * (3 * model.experts.intermediate_size + model.hidden_size))
+    if plan.catches_up:
+        tokens = max(tokens, lanes * plan.window_capacity)
     layer = tokens * (3 * model.hidden_size + max(mlp, heads) + plan.feature_width) * wide
     logits = lanes * plan.shape.num_draft_tokens * model.vocab_size * 4 * LOGIT_COPIES
     if resolve("kernels.attention", plan.attention, plan.kernels, plan.device, plan.dtype) != "reference":
@@ -174,7 +182,7 @@ def _workspace(plan: Plan, dtype: torch.dtype) -> int:
     # The reference gathers the keys and values of whole page tables, and scores every query against them.
     slots = plan.table_width * plan.page_size
     gathered = lanes * slots * kv_heads * kv_width * 2 * wide
-    scores = 2 * max(lanes * plan.shape.num_draft_tokens, plan.prefill_chunks[-1]) * model.num_heads * slots * 4
+    scores = 2 * tokens * model.num_heads * slots * 4
     return layer + max(logits, gathered + scores)
 
 

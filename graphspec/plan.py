@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from .catalog import Variant, resolve_variant
 from .config import AcceptConfig, Config, NgramSettings, VariantConfig
 from .errors import ConfigError
-from .shapes import PLAIN, WORD_BITS, CycleShape, GraphKey, SamplingClass
+from .shapes import MAX_WINDOW, PLAIN, WORD_BITS, CycleShape, GraphKey, SamplingClass
 from .static_tree import StaticTree
 
 if TYPE_CHECKING:
@@ -59,6 +59,8 @@ class Plan:
     """A fixed topology instead of the best candidates of each cycle."""
     accept_width: int
     window_width: int
+    window_capacity: int
+    """Ac: tokens a row may commit before the drafter has to read them; ``accept_width`` where every cycle drafts."""
     num_words: int
     lookback: int
     """Y: committed entries before the window that the drafter reads again; one per head but the first."""
@@ -84,7 +86,9 @@ class Plan:
     cycles_in_flight: int
     """Cycles queued before the host waits for the oldest one's result."""
     bucket_shapes: tuple[CycleShape, ...]
-    """The cycle's shape for each of ``buckets``: ``shape``, or a shallower one."""
+    """The cycle's shape for each of ``buckets``: ``shape``, or a shallower one. Where depths may change, the one to begin with."""
+    depths: tuple[int, ...]
+    """Depths that every bucket has cycles of beside those of ``shape`` and its own; empty: a bucket's depth never changes."""
     max_stop_ids: int
     max_logit_bias: int
     max_logprobs: int
@@ -107,11 +111,31 @@ class Plan:
     @property
     def shapes(self) -> tuple[CycleShape, ...]:
         """Shapes for which cycles exist, deepest first. Slots, window and ring have the sizes of ``shape``, the widest."""
-        return tuple(sorted(set(self.bucket_shapes), reverse=True))
+        return tuple(sorted({self.shape.shortened(depth) for bucket in self.buckets for depth in self.depths_of(bucket)}, reverse=True))
 
-    def key(self, bucket: int, sampling: SamplingClass) -> GraphKey:
-        """The cycle that ``bucket`` lanes run."""
-        return GraphKey(bucket, self.bucket_shapes[self.buckets.index(bucket)], sampling)
+    def depths_of(self, bucket: int) -> tuple[int, ...]:
+        """Draft depths that ``bucket`` has cycles of, ascending; one where its depth never changes."""
+        first = self.bucket_shapes[self.buckets.index(bucket)].num_steps
+        return tuple(sorted({first, *self.depths, self.shape.num_steps})) if self.depths else (first,)
+
+    @property
+    def catches_up(self) -> bool:
+        """Rows with a draft network may decode plainly for a while; its window then grows until the network reads all of it at once."""
+        return self.draft is not None and any(0 in self.depths_of(bucket) for bucket in self.buckets)
+
+    def key(self, bucket: int, sampling: SamplingClass, depth: int | None = None, *, catch_up: bool = False) -> GraphKey:
+        """A cycle of ``bucket`` lanes.
+
+        Args:
+            bucket: one of ``buckets``.
+            sampling: what the requests ask of the sampler.
+            depth: one of :meth:`depths_of`; None: the one to begin with.
+            catch_up: the cycle, of depth 0, in which the drafter reads the whole window first.
+        """
+        if catch_up:
+            return GraphKey(bucket, self.shape.shortened(0), sampling, catch_up=True)
+        shape = self.bucket_shapes[self.buckets.index(bucket)]
+        return GraphKey(bucket, shape if depth is None else self.shape.shortened(depth), sampling)
 
     @property
     def compiles(self) -> bool:
@@ -129,8 +153,12 @@ class Plan:
         return self.run_ahead * self.accept_width + self.window_width
 
     def graph_keys(self, sampling: SamplingClass) -> tuple[GraphKey, ...]:
-        """Keys of every cycle, largest bucket first (the order of capture)."""
-        return tuple(self.key(bucket, sampling) for bucket in sorted(self.buckets, reverse=True))
+        """Keys of every cycle, largest bucket first, then deepest first; the one that catches up, where there is one, ends its bucket."""
+        keys: list[GraphKey] = []
+        for bucket in sorted(self.buckets, reverse=True):
+            keys += [self.key(bucket, sampling, depth) for depth in reversed(self.depths_of(bucket))]
+            keys += [self.key(bucket, sampling, catch_up=True)] if self.catches_up else []
+        return tuple(keys)
 
     def pages_for(self, tokens: int) -> int:
         """Pages that hold ``tokens`` slots."""
@@ -240,12 +268,20 @@ def resolve_accept(config: AcceptConfig, variant: VariantConfig, shape: CycleSha
 
 
 def resolve_bucket_shapes(
-    depths: Mapping[int, int], buckets: tuple[int, ...], shape: CycleShape, variant: Variant, accept: AcceptPlan, *, fixed: bool
+    depths: Mapping[int, int],
+    adaptive: Sequence[int],
+    buckets: tuple[int, ...],
+    shape: CycleShape,
+    variant: Variant,
+    accept: AcceptPlan,
+    *,
+    fixed: bool,
 ) -> tuple[CycleShape, ...]:
-    """The shape of each bucket's cycle.
+    """The shape of each bucket's first cycle.
 
     Args:
         depths: bucket to draft depth.
+        adaptive: depths that cycles may change to.
         buckets: all there are.
         shape: the widest.
         variant: its catalog entry.
@@ -256,15 +292,43 @@ def resolve_bucket_shapes(
         ConfigError: no such bucket, a depth that is none, or a drafter or rule whose depth is fixed.
     """
     key = "runtime.depth_per_bucket"
-    if depths and (fixed or variant.drafter not in ("network", "history") or accept.synthetic):
+    if (depths or adaptive) and (fixed or variant.drafter not in ("network", "history") or accept.synthetic):
         what = "a drafter that is one network or the row's own history, no static tree, and a rule that forces no length"
-        raise ConfigError(key, f"{{}}, or {what}", dict(depths))
+        if depths:
+            raise ConfigError(key, f"{{}}, or {what}", dict(depths))
+        raise ConfigError("adaptive.depths", f"[], or {what}", list(adaptive))
+    if adaptive and adaptive[-1] > shape.num_steps:
+        raise ConfigError("adaptive.depths", f"at most num_steps = {shape.num_steps}", adaptive[-1])
     for bucket, depth in depths.items():
         if bucket not in buckets:
             raise ConfigError(key, "buckets of runtime.buckets, " + ", ".join(map(str, buckets)), bucket)
         if depth > shape.num_steps:
             raise ConfigError(f"{key}[{bucket}]", f"at most num_steps = {shape.num_steps}", depth)
     return tuple(shape.shortened(depths.get(bucket, shape.num_steps)) for bucket in buckets)
+
+
+def resolve_window_capacity(backlog: int, shape: CycleShape, draft: DraftFacts | None, *, plain: bool) -> int:
+    """Ac: entries of a row's window.
+
+    Args:
+        backlog: tokens a row may decode at depth 0 before the drafter reads them.
+        shape: the widest.
+        draft: facts of the draft network, if there is one.
+        plain: some cycle has depth 0.
+
+    Raises:
+        ConfigError: more than one pass of the drafter takes.
+    """
+    if draft is None or not plain:
+        return shape.accept_width
+    capacity = max(backlog, shape.accept_width)
+    # Entries of a pass see each other whatever the distance.
+    narrowest = min((window for window in draft.decoder.sliding_window if window is not None), default=MAX_WINDOW)
+    if capacity > MAX_WINDOW:
+        raise ConfigError("adaptive.backlog", f"at most {MAX_WINDOW}", backlog)
+    if capacity > narrowest:
+        raise ConfigError("adaptive.backlog", f"at most the draft's sliding window of {narrowest}", backlog)
+    return capacity
 
 
 def make_plan(config: Config, target: ModelFacts, draft: DraftFacts | None, *, device: str) -> Plan:
@@ -336,8 +400,9 @@ def make_plan(config: Config, target: ModelFacts, draft: DraftFacts | None, *, d
     static_tree = StaticTree.of(config.variant.tree_choices) if config.variant.tree_choices is not None and shape.topk > 1 else None
     rule = resolve_accept(config.accept, config.variant, shape, has_network=draft is not None)
     bucket_shapes = resolve_bucket_shapes(
-        runtime.depth_per_bucket, buckets, shape, variant, rule, fixed=static_tree is not None or lookback > 0
+        runtime.depth_per_bucket, config.adaptive.depths, buckets, shape, variant, rule, fixed=static_tree is not None or lookback > 0
     )
+    plain = 0 in config.adaptive.depths or any(first.num_steps == 0 for first in bucket_shapes)
     return Plan(
         variant=variant,
         target=target,
@@ -346,6 +411,7 @@ def make_plan(config: Config, target: ModelFacts, draft: DraftFacts | None, *, d
         static_tree=static_tree,
         accept_width=accept,
         window_width=window,
+        window_capacity=resolve_window_capacity(config.adaptive.backlog, shape, draft, plain=plain),
         num_words=max(shape.num_words, math.ceil((accept + lookback) / WORD_BITS)),
         lookback=lookback,
         ngram=config.variant.ngram,
@@ -364,6 +430,7 @@ def make_plan(config: Config, target: ModelFacts, draft: DraftFacts | None, *, d
         ring_depth=runtime.cycles_in_flight + 1,
         cycles_in_flight=runtime.cycles_in_flight,
         bucket_shapes=bucket_shapes,
+        depths=tuple(config.adaptive.depths),
         max_stop_ids=runtime.max_stop_ids,
         max_logit_bias=runtime.max_logit_bias,
         max_logprobs=min(runtime.max_logprobs, target.vocab_size),

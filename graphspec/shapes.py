@@ -9,6 +9,7 @@ Suffixes name dimensions throughout the package (``hidden_BAF`` is ``[B, A, F]``
 ``K``   ``topk``: fan-out of a draft step
 ``N``   ``num_draft_tokens``: verify nodes, root included
 ``A``   ``A_max = S_max + 1``: widest accepted run, one per engine
+``Ac``  window capacity: ``A``, or more where rows may decode at depth 0 before the drafter catches up
 ``W``   window slots from the root on, ``max(N, (S-1)*K + 1, A)``
 ``X``   64-bit ancestor words, ``ceil(W / 64)``
 ``M``   draft candidates; ``K + (S-1)*K*K`` when every level expands the K best beams
@@ -81,6 +82,8 @@ class CycleShape:
         """The same drafter stopped at ``depth``, with as many nodes as that can fill. Its buffers fit into those of this shape."""
         if depth == self.num_steps:
             return self
+        if depth == 0:
+            return PLAIN
         path = CycleShape(depth, self.topk, depth + 1, self.pool)
         return path if self.is_chain else replace(path, num_draft_tokens=min(self.num_draft_tokens, path.num_candidates + 1))
 
@@ -155,11 +158,19 @@ SAMPLED = SamplingClass(noise=True)
 
 @dataclass(frozen=True, slots=True, order=True)
 class GraphKey:
-    """Everything that distinguishes one captured or compiled cycle from another."""
+    """Everything that distinguishes one captured or compiled cycle from another.
+
+    Attributes:
+        bucket: lanes.
+        shape: S, K, N.
+        sampling: what the requests ask of the sampler.
+        catch_up: a cycle of depth 0 in front of which the drafter reads the whole window.
+    """
 
     bucket: int
     shape: CycleShape
     sampling: SamplingClass
+    catch_up: bool = False
 
 
 def pick_bucket(buckets: tuple[int, ...], lanes: int) -> int:

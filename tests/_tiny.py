@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graphspec.config import AcceptConfig, Config, KernelsConfig, ModelConfig, RuntimeConfig, VariantConfig
+from graphspec.config import AcceptConfig, AdaptiveConfig, Config, KernelsConfig, ModelConfig, RuntimeConfig, VariantConfig
 from graphspec.facts import (
     DraftFacts,
     Eagle3Facts,
@@ -100,35 +100,41 @@ def other_draft_facts(structure: str) -> DraftFacts | None:
 
 def tiny_plan(
     shape: CycleShape, *, device: str, runtime: str, mode: str = "reference", cycles_in_flight: int = 1, rule: str = "match",
-    **runtime_keys: object,
+    adaptive: AdaptiveConfig | None = None, **runtime_keys: object,
 ) -> Plan:  # fmt: skip
     """A plan for the tiny pair; a shape of depth 0 has no drafter."""
     speculates = shape.num_steps > 0
     keys = {"num_steps": shape.num_steps, "topk": shape.topk, "num_draft_tokens": shape.num_draft_tokens} if speculates else {}
     variant = VariantConfig(name="eagle3" if speculates else "none", **keys)
-    return _plan(variant, draft_facts() if speculates else None, device, runtime, mode, cycles_in_flight, runtime_keys, rule)
+    draft = draft_facts() if speculates else None
+    return _plan(variant, draft, device, runtime, mode, cycles_in_flight, runtime_keys, rule, adaptive=adaptive)
 
 
 def structure_plan(
-    structure: str, *, device: str, runtime: str, mode: str = "reference", cycles_in_flight: int = 1, rule: str = "match", **keys: Any
-) -> Plan:
+    structure: str, *, device: str, runtime: str, mode: str = "reference", cycles_in_flight: int = 1, rule: str = "match",
+    adaptive: AdaptiveConfig | None = None, **keys: Any,
+) -> Plan:  # fmt: skip
     """A plan of one of :data:`STRUCTURES`."""
     if structure in SHAPES:
-        return tiny_plan(SHAPES[structure], device=device, runtime=runtime, mode=mode, cycles_in_flight=cycles_in_flight, rule=rule, **keys)
+        shared = {"runtime": runtime, "mode": mode, "cycles_in_flight": cycles_in_flight, "rule": rule, "adaptive": adaptive, **keys}
+        return tiny_plan(SHAPES[structure], device=device, **shared)
     draft, target = other_draft_facts(structure), target_facts(structure)
-    return _plan(VariantConfig(**OTHERS[structure]), draft, device, runtime, mode, cycles_in_flight, keys, rule, target)
+    return _plan(VariantConfig(**OTHERS[structure]), draft, device, runtime, mode, cycles_in_flight, keys, rule, target, adaptive)
 
 
 def _plan(
     variant: VariantConfig, draft: DraftFacts | None, device: str, runtime: str, mode: str, cycles_in_flight: int,
-    runtime_keys: dict[str, Any], rule: str = "match", target: ModelFacts | None = None,
+    runtime_keys: dict[str, Any], rule: str = "match", target: ModelFacts | None = None, adaptive: AdaptiveConfig | None = None,
 ) -> Plan:  # fmt: skip
     config = Config(
         variant=variant,
         model=ModelConfig(path="tiny", max_context=96),
-        runtime=RuntimeConfig(name=runtime, page_size=8, prefill_chunks=[8, 16], cycles_in_flight=cycles_in_flight, **runtime_keys),
+        runtime=RuntimeConfig(
+            **{"page_size": 8, "prefill_chunks": [8, 16], **runtime_keys, "name": runtime, "cycles_in_flight": cycles_in_flight}
+        ),
         kernels=KernelsConfig(mode=mode, attention="auto" if mode == "fused" else "reference"),
         accept=AcceptConfig(rule=rule, synthetic_length=1.5 if rule == "synthetic" else None),
+        adaptive=adaptive or AdaptiveConfig(),
     )
     return make_plan(config, target or model_facts(), draft, device=device)
 

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphspec.buffers import Arena, Views
+from graphspec.config import AdaptiveConfig
 from graphspec.cycle import Cycle, Key, PrefillKey, program_stages
 from graphspec.graphs.capture import Capturer
 from graphspec.graphs.mailbox import Chunk, Join, MailLayout, Message
@@ -28,6 +29,7 @@ from tests._tiny import OTHERS, SHAPES, STRUCTURES, move, same_bits, structure_p
 
 ALL_KINDS = ("mail", "state", "lane", "ring", "kv")
 CLASSES = {"greedy": GREEDY, "sampling": SAMPLED, "all": SamplingClass(True, True, True, True, 2)}
+ADAPTIVE = AdaptiveConfig(depths=[0, 2], backlog=9)
 CAUGHT = (DataDependentOutputException, DynamicOutputShapeException, HostTrafficError)
 
 
@@ -51,7 +53,7 @@ class FakeProgram:
             if network is not None:
                 use_kernels(network, kernels)
         self.stages = program_stages(self.plan, kernels, self.networks.target, self.networks.draft, key)
-        self.views = self.arena.views(1 if isinstance(key, PrefillKey) else key.bucket)
+        self.views = self.arena.views(1) if isinstance(key, PrefillKey) else self.arena.views(key.bucket, key.shape)
         return self
 
     def run(self) -> int:
@@ -102,6 +104,16 @@ def test_no_drafter_needs_the_host(structure: str) -> None:
         program = FakeProgram(plan)
         counts = [program.build(key).run() for key in (*plan.graph_keys(SAMPLED), PrefillKey(16, SAMPLED))]
     assert min(counts) > 50
+
+
+@pytest.mark.parametrize("mode", ["reference", "fused"])
+@pytest.mark.parametrize("structure", ["tree", "no-feature", "own-history"])
+def test_no_depth_needs_the_host(structure: str, mode: str) -> None:
+    plan = structure_plan(structure, device="cuda", runtime="captured", mode=mode, buckets=[8], adaptive=ADAPTIVE)
+    with FakeTensorMode():
+        program = FakeProgram(plan)
+        counts = {key: program.build(key, mode).run() for key in (*plan.graph_keys(SAMPLED), PrefillKey(16, SAMPLED))}
+    assert len(counts) == (4 if plan.draft is None else 5) and min(counts.values()) > 10
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
@@ -223,9 +235,11 @@ class Touched(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def warm_cycle(shape: str, sampling: SamplingClass = SAMPLED, rule: str = "match") -> tuple[Cycle, GraphKey, Message]:
+def warm_cycle(
+    shape: str, sampling: SamplingClass = SAMPLED, rule: str = "match", adaptive: AdaptiveConfig | None = None
+) -> tuple[Cycle, GraphKey, Message]:
     """A cycle on the CPU in the middle of three requests (one greedy), a key with one padded lane, and the next message."""
-    plan = structure_plan(shape, device="cpu", runtime="eager", rule=rule)
+    plan = structure_plan(shape, device="cpu", runtime="eager", rule=rule, adaptive=adaptive)
     networks = tiny_networks(plan)
     cycle = Cycle(plan, networks.target, networks.draft, select_kernels("reference", "auto", "cpu"))
     key = GraphKey(4, plan.shape, sampling)
@@ -260,6 +274,27 @@ def stages_of(cycle: Cycle, key: Key) -> Iterator[Stage]:
 )  # fmt: skip
 def test_stages_touch_exactly_what_they_declare(shape: str, sampling: str, rule: str) -> None:
     cycle, key, _ = warm_cycle(shape, CLASSES[sampling], rule)
+    check_what_stages_touch(cycle, key)
+
+
+@pytest.mark.parametrize(("shape", "rule"), [("chain", "match"), ("chain", "rejection"), ("no-feature", "match")])
+def test_stages_of_plain_cycles_touch_exactly_what_they_declare(shape: str, rule: str) -> None:
+    """Of a row whose drafter reads its tokens later: two plain cycles pile them up, a third catches up."""
+    cycle, key, message = warm_cycle(shape, CLASSES["all"], rule, ADAPTIVE)
+    plain, catch_up = (cycle.plan.key(4, key.sampling, 0, catch_up=which) for which in (False, True))
+    cycle.prepare([plain, catch_up])
+    before = cycle.arena["window_len_R"].clone()
+    for _ in range(2):
+        cycle.read(cycle.launch(plain, message))
+    assert torch.equal(cycle.arena["window_len_R"][:3], before[:3] + 2)
+    for which in (plain, catch_up):
+        cycle.layout.encode(message, cycle.arena["mail"])
+        check_what_stages_touch(cycle, which)
+    assert cycle.arena["window_len_R"][:3].tolist() == [1, 1, 1]
+
+
+def check_what_stages_touch(cycle: Cycle, key: Key) -> None:
+    """Run the program stage by stage; nothing is read, written or changed but what each one declares."""
     arena, views = cycle.arena, cycle.views(key)
     with torch.no_grad():
         for stage in stages_of(cycle, key):
@@ -323,9 +358,9 @@ def test_nothing_but_slots_of_state_crosses_from_cycle_to_cycle(shape: str) -> N
 def test_an_undeclared_write_would_show() -> None:
     cycle, key, _ = warm_cycle("chain")
     with torch.no_grad(), Touched(cycle.arena) as touched:
-        view = cycle.views(key).window_token_RA[:, 1:]
+        view = cycle.views(key).window_token_RAc[:, 1:]
         view[0] = cycle.views(key).path_BA[0, 1:]
-    assert touched.written == {"window_token_RA"} and touched.read == {"path_BA"}
+    assert touched.written == {"window_token_RAc"} and touched.read == {"path_BA"}
 
 
 def test_a_failed_build_leaves_the_ring_where_it_was() -> None:

@@ -65,7 +65,7 @@ def test_no_stale_snapshots():
 
 BAD = {
     "variant=eagle9": ("variant", "one of eagle, eagle3, mtp, ngram, ngram_trie, none, standalone", "'eagle9'", "did you mean eagle?"),
-    "model=/some/folder": ("model", "one of demo", "'/some/folder'", "model.path=/the/folder"),
+    "model=/some/folder": ("model", "one of deepseek-v3, demo", "'/some/folder'", "model.path=/the/folder"),
     "variant=[nothing]": ("variant", "one of eagle, eagle3, mtp, ngram, ngram_trie, none, standalone"),
     "sampling=3": ("sampling", "one of greedy, sample", "'3'"),
     "experiment=nothing": ("experiment", "demo_tree"),

@@ -66,11 +66,11 @@ class Poisoner:
 
     def windows(self, cycle: Cycle, key: Key, message: Message) -> None:
         """Window entries past each row's length."""
-        token_RA, length_R = cycle.arena["window_token_RA"], cycle.arena["window_len_R"]
+        token_RA, length_R = cycle.arena["window_token_RAc"], cycle.arena["window_len_R"]
         behind_RA = torch.arange(token_RA.shape[1]) >= length_R[:, None].clamp(min=1)
         token_RA[behind_RA] = POISON
-        if "window_feature_RAF" in cycle.views(key).names:
-            cycle.arena["window_feature_RAF"][behind_RA] = float("nan")
+        if "window_feature_RAcF" in cycle.views(key).names:
+            cycle.arena["window_feature_RAcF"][behind_RA] = float("nan")
         self.done += int(behind_RA[list(message.lanes)].sum())
 
     def rows(self, cycle: Cycle, key: Key, message: Message) -> None:
@@ -78,9 +78,9 @@ class Poisoner:
         if not isinstance(key, GraphKey):
             return
         idle_R = cycle.arena["status_R"] != Status.LIVE
-        for name in ("window_token_RA", "seq_len_R", "budget_R", "draft_len_R", "stop_id_RE"):
+        for name in ("window_token_RAc", "seq_len_R", "budget_R", "draft_len_R", "stop_id_RE"):
             cycle.arena[name][idle_R] = POISON
-        for name in ("temperature_R", "window_feature_RAF"):
+        for name in ("temperature_R", "window_feature_RAcF"):
             if name in cycle.views(key).names:
                 cycle.arena[name][idle_R] = float("nan")
         self.done += int(idle_R[:-1].sum())

@@ -6,6 +6,7 @@ budget is a regression; one below it is progress, and the budget follows.
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from graphspec.shapes import SAMPLED, CycleShape
+from perf.counts import GUARD, differences, launch_figures
 from tests._codegen import Launches, launches_of
 from tests._shapes_8b import fake_cycle
 
@@ -37,6 +39,16 @@ def tree() -> Iterator[Launches]:
     yield count(TREE, 3)
 
 
+@pytest.fixture(scope="module")
+def deeper() -> Iterator[Launches]:
+    yield count(TREE, 5)
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[Launches]:
+    yield count(PLAIN, 3)
+
+
 def test_a_speculative_cycle_keeps_its_budget(tree: Launches) -> None:
     """S = 5 passes of an EAGLE-3 head and a target of three layers."""
     passes = Counter({name: 5 * number for name, number in DRAFT_PASS.items()})
@@ -48,17 +60,21 @@ def test_a_speculative_cycle_keeps_its_budget(tree: Launches) -> None:
     assert tree.host_marks == []
 
 
-def test_a_layer_is_six_launches(tree: Launches) -> None:
-    deeper = count(TREE, 5)
+def test_a_layer_is_six_launches(tree: Launches, deeper: Launches) -> None:
     assert len(deeper) - len(tree) == 2 * LAYER.total() == 12
     # What the whole of 32 layers comes to.
     assert len(tree) + 29 * LAYER.total() == 262
 
 
-def test_plain_decoding_keeps_its_budget() -> None:
-    found = count(PLAIN, 3)
-    assert (found.kinds["op"], found.kinds["triton"], len(found)) == (25, 3, 28)
-    assert found.host_marks == []
+def test_plain_decoding_keeps_its_budget(plain: Launches) -> None:
+    assert (plain.kinds["op"], plain.kinds["triton"], len(plain)) == (25, 3, 28)
+    assert plain.host_marks == []
+
+
+def test_the_guard_holds_these_counts(tree: Launches, plain: Launches, deeper: Launches) -> None:
+    recorded = json.loads(GUARD.read_text(encoding="utf-8"))["launches"]
+    found = differences("launches", recorded, launch_figures(len(tree), len(plain), len(deeper)))
+    assert not found, "\n".join(found)
 
 
 def test_sampling_adds_no_copy_of_the_vocabulary(tree: Launches) -> None:

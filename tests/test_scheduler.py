@@ -140,7 +140,7 @@ class Device:
                 tokens.append([])
                 continue
             touched |= self._touch(row, row.seq_len + self.plan.window_width)
-            run = self._emit(row, self.rng.randint(1, self.plan.accept_width))
+            run = self._emit(row, self.rng.randint(1, key.shape.accept_width))
             row.seq_len += len(run)
             tokens.append(run)
         idle = key.bucket - len(tokens)

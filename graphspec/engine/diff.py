@@ -86,13 +86,13 @@ class Twin:
         if self.report is not None:
             return
         for name in names:
-            detail = difference(_comparable(arenas[0], name), _comparable(arenas[1], name), exact=self.exact)
+            detail = difference(comparable(arenas[0], name), comparable(arenas[1], name), exact=self.exact)
             if detail:
                 self.report = DiffReport(False, self.launches, self.launches, stage, name, detail)
                 return
 
 
-def _comparable(arena: Arena, name: str) -> Tensor:
+def comparable(arena: Arena, name: str) -> Tensor:
     """The slot without the parts that hold no meaning: the dummy page and the dummy row."""
     tensor = arena[name]
     slot = next(s for s in arena.slots if s.name == name)

@@ -23,8 +23,9 @@ from ..kernels import resolve, select_kernels
 from ..memory import plan_memory
 from ..models.layers import pack_linear_layers, use_kernels
 from ..plan import Plan, make_plan
-from ..shapes import GREEDY, SamplingClass, pick_bucket
+from ..shapes import GREEDY, GraphKey, SamplingClass, pick_bucket
 from ..weights import apply_token_map, load_target, load_token_map
+from .depth import AdaptiveDepth, DepthPolicy, FixedDepth
 from .outputs import Detokenizer, Metrics, Output, StreamEvent, TreeSnapshot, summarise
 from .proposer import TrieProposer
 from .request import Request, SamplingParams, check_params, check_prompt, sampling_class
@@ -38,8 +39,18 @@ logger = logging.getLogger(__name__)
 
 
 def model_folder(path: str) -> Path:
-    """Folder of a target: ``demo`` is the one shipped with the package."""
-    return Path(str(files("graphspec"))) / "demo" / "target" if path == DEMO else Path(path).expanduser()
+    """Folder of a target: ``demo`` is the one shipped with the package.
+
+    Raises:
+        ConfigError: the name of a model of which only the shape is shipped, for ``graphspec plan``.
+    """
+    package, folder = Path(str(files("graphspec"))), Path(path).expanduser()
+    if path == DEMO:
+        return package / "demo" / "target"
+    if not folder.exists() and (package / "lab" / "models" / path / "config.json").is_file():
+        expected = "a folder with a checkpoint; of this model only the shape comes with the package"
+        raise ConfigError("model.path", expected, repr(path), "graphspec plan takes it as it is")
+    return folder
 
 
 class LLM:
@@ -83,6 +94,8 @@ class LLM:
         logger.info("memory: %s", self.memory.text())
         self.cycle = self._load()
         self.metrics: Metrics | None = None
+        self.depth_policy = self._depth_policy()
+        """Chooses the draft depth of every cycle; what it learns of the traffic lasts as long as the engine."""
         self._acceptance_test = AcceptanceTest(self.plan)
         self._tokenizer: Any = None
 
@@ -173,6 +186,13 @@ class LLM:
             tuner = LinearTuner(table, Path(table_path).expanduser(), networks, device)
         return Cycle(plan, target, draft, kernels, memory=self.memory, tuner=tuner)
 
+    def _depth_policy(self) -> DepthPolicy:
+        plan, adaptive = self.plan, self.config.adaptive
+        if not adaptive.depths:
+            return FixedDepth(plan)
+        depths = {bucket: plan.depths_of(bucket) for bucket in plan.buckets}
+        return AdaptiveDepth(depths, adaptive.times, adaptive.rates, self.config.runtime.depth_per_bucket)
+
     @cached_property
     def _proposer(self) -> TrieProposer | None:
         """The drafter on the host, shared by every request of this engine; None where the device drafts."""
@@ -243,6 +263,7 @@ class LLM:
                 error=r.error,
                 metrics=summarise([r], self.plan),
                 logprobs=r.logprobs if r.params.logprobs is not None else None,
+                timing=r.metrics,
             )
             for r in requests
         ]
@@ -289,7 +310,9 @@ class LLM:
             requests.append(request)
         return requests
 
-    def _run(self, requests: Sequence[Request], launcher: Launcher | None = None) -> Generator[Request, None, None]:
+    def _run(
+        self, requests: Sequence[Request], launcher: Launcher | None = None, policy: DepthPolicy | None = None
+    ) -> Generator[Request, None, None]:
         """Run the requests to their end; yields each one whenever its output grew or it ended."""
         served = [r for r in requests if r.finish_reason is None]
         yield from (r for r in requests if r.finish_reason is not None)
@@ -297,7 +320,8 @@ class LLM:
             return
         sampling = sampling_class(r.params for r in served)
         self.warm_up(len(served), sampling=sampling)
-        scheduler = Scheduler(self.plan, launcher or self.cycle, sampling, self._proposer, self.cycle.buckets(sampling))
+        buckets = self.cycle.buckets(sampling)
+        scheduler = Scheduler(self.plan, launcher or self.cycle, sampling, self._proposer, buckets, policy or self.depth_policy)
         for request in served:
             request.metrics.arrived = time.perf_counter()
             scheduler.add(request)
@@ -316,8 +340,16 @@ class LLM:
         Args:
             requests: how many at once.
             sampling: what they ask of the sampler, all together (:func:`graphspec.engine.request.sampling_class`).
+
+        Where the draft depth adapts, cycles whose times are in no configuration are timed as well, once per bucket.
         """
-        self.cycle.prepare(self.keys(requests, sampling), self.progress)
+        keys = self.keys(requests, sampling)
+        self.cycle.prepare(keys, self.progress)
+        if isinstance(self.depth_policy, AdaptiveDepth):
+            wanted = {key.bucket for key in keys if isinstance(key, GraphKey)} & set(self.cycle.buckets(sampling))
+            missing = sorted(wanted.intersection(self.depth_policy.unknown()))
+            for bucket, times in self.cycle.time_depths(missing, sampling).items() if missing else ():
+                self.depth_policy.learn_times(bucket, times)
 
     def keys(self, requests: int, sampling: SamplingClass) -> list[Key]:
         """Programs a run of so many requests can need: every bucket up to theirs, every chunk size."""
@@ -334,10 +366,11 @@ class LLM:
     def draft_tree(self, prompt: Prompt, cycles: int = 1) -> TreeSnapshot:
         """Run ``cycles`` cycles on ``prompt`` and return the last one's nodes, with the path that was accepted."""
         requests = self._requests(prompt, SamplingParams(max_tokens=(cycles + 1) * self.plan.accept_width, ignore_eos=True))
-        run = self._run(requests)
+        bucket = self.cycle.buckets(GREEDY)[0]
+        run = self._run(requests, policy=_Deepest(self.plan))
         while requests[0].metrics.cycles < cycles and next(run, None) is not None:
             pass
-        v = self.cycle.arena.views(1, self.plan.key(self.cycle.buckets(GREEDY)[0], GREEDY).shape)
+        v = self.cycle.arena.views(1, self.plan.key(bucket, GREEDY, self.plan.depths_of(bucket)[-1]).shape)
         nodes = [v.node_token_BN[0].tolist(), v.node_parent_BN[0].tolist(), v.node_depth_BN[0].tolist()]
         path = set(v.path_BA[0, : int(v.accept_len_B[0])].tolist())
         run.close()
@@ -351,6 +384,19 @@ class LLM:
             accepted=[n in path for n in used],
             text_N=[self._decode([token_N[n]]) for n in used],
         )
+
+
+class _Deepest:
+    """A policy that always asks for the deepest cycle a bucket has."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+
+    def choose(self, bucket: int, lanes: int) -> int:
+        return self._plan.depths_of(bucket)[-1]
+
+    def observe(self, bucket: int, depth: int, accepted: Sequence[int]) -> None:
+        pass
 
 
 def _is_single(prompts: Prompt | Sequence[Prompt]) -> bool:

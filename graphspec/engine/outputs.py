@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ..plan import Plan
-from .request import Request, TokenLogprob
+from .request import Request, RequestMetrics, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,8 +16,8 @@ class Metrics:
     Attributes:
         cycles: cycles run (a batch's cycle counts once per row in it).
         acceptance_length: new tokens per cycle, the bonus token included, the prefill's token not counted, cycles cut short by a stop
-            id or the budget left out.
-        accepted_per_position: share of those cycles that accepted the draft token at depth 1, 2, ... S.
+            id or the budget left out. Where some cycles drafted and others decoded plainly, of the former.
+        accepted_per_position: share of those cycles, of the ones that were so deep, that accepted the draft token at depth 1, 2, ... S.
         prefill_seconds: arrival to first token; for a whole call, the longest.
         decode_seconds: first token to the end; for a whole call, wall time from the first request's first token to the end.
         tokens_per_second: tokens after each request's first, per decode second.
@@ -45,6 +45,7 @@ class Output:
         finish_reason: ``stop``, ``length``, ``memory`` (page pool too small), ``abort`` or ``error``.
         error: the message when ``finish_reason`` is ``error``.
         logprobs: one for each token when they were asked for, else None.
+        timing: when its tokens came, cycle by cycle.
     """
 
     index: int
@@ -55,6 +56,7 @@ class Output:
     error: str | None
     metrics: Metrics
     logprobs: list[TokenLogprob] | None = None
+    timing: RequestMetrics = field(default_factory=RequestMetrics)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +85,10 @@ class TreeSnapshot:
 def summarise(requests: Sequence[Request], plan: Plan) -> Metrics:
     """Metrics over ``requests``, which ran under ``plan``."""
     depth = plan.shape.num_steps
-    runs = [tokens for r in requests for tokens in r.metrics.whole_cycles()]
-    positions = [sum(tokens > d for tokens in runs) / len(runs) if runs else 0.0 for d in range(1, depth + 1)]
+    drafted = [cycle for r in requests for cycle in r.metrics.drafted_cycles()]
+    runs = [tokens for tokens, _ in drafted] or [tokens for r in requests for tokens in r.metrics.whole_cycles()]
+    deep_enough = [[tokens for tokens, deep in drafted if deep >= d] for d in range(1, depth + 1)]
+    positions = [sum(tokens > d for tokens in some) / max(1, len(some)) for d, some in enumerate(deep_enough, 1)]
     started = [r.metrics.first_token for r in requests if r.metrics.first_token is not None]
     finished = [r.metrics.finished for r in requests if r.metrics.first_token is not None and r.metrics.finished is not None]
     decode = max(finished) - min(started) if started and finished else 0.0

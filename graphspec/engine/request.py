@@ -105,12 +105,16 @@ class RequestMetrics:
     Attributes:
         cycles: cycles that emitted tokens of this request.
         cycle_tokens: tokens per cycle, in order; the prefill's token is not counted.
+        cycle_depths: draft depth of each of those cycles; 0 decoded plainly.
         cut: the last cycle was cut short by a stop id or the budget.
+        bursts: when tokens became known and how many, the prefill's first; seconds of :func:`time.perf_counter`, as are the three below.
     """
 
     cycles: int = 0
     cycle_tokens: list[int] = field(default_factory=list)
+    cycle_depths: list[int] = field(default_factory=list)
     cut: bool = False
+    bursts: list[tuple[float, int]] = field(default_factory=list)
     arrived: float = field(default_factory=time.perf_counter)
     first_token: float | None = None
     finished: float | None = None
@@ -118,6 +122,10 @@ class RequestMetrics:
     def whole_cycles(self) -> list[int]:
         """Tokens of the cycles that were not cut short; those say how well the drafter does."""
         return self.cycle_tokens[:-1] if self.cut and len(self.cycle_tokens) > 1 else self.cycle_tokens
+
+    def drafted_cycles(self) -> list[tuple[int, int]]:
+        """``(tokens, depth)`` of those of them that drafted."""
+        return [(tokens, depth) for tokens, depth in zip(self.whole_cycles(), self.cycle_depths, strict=False) if depth]
 
 
 @dataclass(slots=True, eq=False)
@@ -138,6 +146,8 @@ class Request:
     pages: list[int] = field(default_factory=list)
     last_ticket: int = -1
     queued_cycles: int = 0
+    window_bound: int = 1
+    """Most entries its window can have on the device once everything launched so far has run; counted where plain cycles let it grow."""
     ready: bool = False
     """Its prefill has been launched to the end."""
     preempted: int = 0

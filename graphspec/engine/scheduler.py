@@ -9,9 +9,11 @@ from typing import Protocol
 
 from ..buffers import Status
 from ..cycle import Key, PrefillKey, RingEntry
+from ..errors import ConfigError
 from ..graphs.mailbox import Chunk, Join, Message
 from ..plan import Plan
-from ..shapes import SamplingClass, pick_bucket
+from ..shapes import GraphKey, SamplingClass, pick_bucket
+from .depth import DepthPolicy, FixedDepth
 from .pages import PageAllocator
 from .proposer import Proposer
 from .request import Request, TokenLogprob
@@ -32,11 +34,11 @@ class Launcher(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """A launch whose result is not known yet, and the request of each of its lanes."""
+    """A launch whose result is not known yet: its program, and the request of each of its lanes."""
 
     number: int
     lanes: tuple[Request, ...]
-    is_cycle: bool
+    key: Key
 
 
 class Scheduler:
@@ -48,9 +50,14 @@ class Scheduler:
         sampling: what the requests ask of the sampler, all together.
         proposer: the drafter on the host, where there is one.
         buckets: ascending lane counts whose cycles exist, default the plan's; rows beyond the largest take turns.
+        policy: chooses the draft depth of every cycle and is told how it went; default: each bucket keeps the plan's.
 
     A launch is made on what the host knows, which is ``run_ahead`` cycles old. Pages are therefore reserved for the longest run every
     unread cycle may still commit, and given back when the last launch that contains the row has been read.
+
+    Plain cycles of a drafter with a network leave tokens in a row's window that the network has not read. How many they can be follows from
+    what was launched, so nothing waits for a result: before a depth that needs a short window, and before the window is full, one cycle is
+    launched in which the network catches up.
     """
 
     def __init__(
@@ -60,9 +67,13 @@ class Scheduler:
         sampling: SamplingClass,
         proposer: Proposer | None = None,
         buckets: tuple[int, ...] | None = None,
+        policy: DepthPolicy | None = None,
     ) -> None:
         self.plan, self.launcher, self.sampling, self.proposer = plan, launcher, sampling, proposer
         self.buckets = buckets or plan.buckets
+        self.policy: DepthPolicy = policy or FixedDepth(plan)
+        self._cycles = {(bucket, depth): plan.key(bucket, sampling, depth) for bucket in self.buckets for depth in plan.depths_of(bucket)}
+        self._catch_ups = {bucket: plan.key(bucket, sampling, catch_up=True) for bucket in self.buckets if plan.catches_up}
         self.allocator = PageAllocator(plan.num_pages)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -138,8 +149,8 @@ class Scheduler:
             sent = upto
             bucket = pick_bucket(self.plan.prefill_chunks, len(part))
             self._make_room()
-            self._launch(PrefillKey(bucket, self.sampling), message, (request,), is_cycle=False)
-        request.ready = True
+            self._launch(PrefillKey(bucket, self.sampling), message, (request,))
+        request.ready, request.window_bound = True, 1
 
     def _join(self, request: Request) -> Join:
         assert request.row is not None
@@ -173,9 +184,32 @@ class Scheduler:
         message.lanes = [r.row for r in lanes if r.row is not None]
         if self.proposer is not None:
             message.trees = self.proposer.propose(lanes)
-        key = self.plan.key(pick_bucket(self.buckets, len(lanes)), self.sampling)
-        self._launch(key, message, tuple(lanes), is_cycle=True)
+        key = self._next_cycle(lanes)
+        self._launch(key, message, tuple(lanes))
+        for request in lanes:
+            request.queued_cycles += 1
+        if self._catch_ups:
+            depth = key.shape.num_steps
+            for request in lanes:
+                request.window_bound = request.window_bound + 1 if depth == 0 and not key.catch_up else depth + 1
         return True
+
+    def _next_cycle(self, lanes: list[Request]) -> GraphKey:
+        """The cycle of the depth that is wanted, or the one that must come first.
+
+        Raises:
+            ConfigError: the policy wants a depth that the bucket has no cycle of.
+        """
+        bucket = pick_bucket(self.buckets, len(lanes))
+        depth = self.policy.choose(bucket, len(lanes))
+        key = self._cycles.get((bucket, depth))
+        if key is None:
+            raise ConfigError(f"draft depth of {bucket} lanes", "one of " + ", ".join(map(str, self.plan.depths_of(bucket))), depth)
+        if self._catch_ups:
+            widest = max(request.window_bound for request in lanes)
+            if widest > (self.plan.accept_width if depth else self.plan.window_capacity - 1):
+                return self._catch_ups[bucket]
+        return key
 
     def _reserve(self, request: Request, message: Message) -> bool:
         """Pages for everything the next cycle may touch in this row. False: state changed, plan the launch anew."""
@@ -222,7 +256,7 @@ class Scheduler:
         youngest.ready, youngest.preempted = False, youngest.preempted + 1
         self.waiting.appendleft(youngest)
 
-    def _launch(self, key: Key, message: Message, lanes: tuple[Request, ...], *, is_cycle: bool) -> None:
+    def _launch(self, key: Key, message: Message, lanes: tuple[Request, ...]) -> None:
         if self._aborts:
             rows = {r.row for r in self.running}
             message.aborts = [row for row in self._aborts if row not in rows][: self.plan.max_rows]
@@ -230,8 +264,7 @@ class Scheduler:
         number = self.launcher.launch(key, message)
         for request in lanes:
             request.last_ticket = number
-            request.queued_cycles += is_cycle
-        self._tickets.append(Ticket(number, lanes, is_cycle))
+        self._tickets.append(Ticket(number, lanes, key))
 
     def _make_room(self) -> None:
         """Read until the ring takes one more launch; before a cycle is planned, so that it has no lane whose end this reveals."""
@@ -242,12 +275,17 @@ class Scheduler:
         ticket = self._tickets.popleft()
         entry = self.launcher.read(ticket.number)
         now = time.perf_counter()
+        depth = None
+        if isinstance(ticket.key, GraphKey):
+            depth, results = ticket.key.shape.num_steps, zip(entry.tokens, entry.status, strict=True)
+            whole = [len(tokens) - 1 for tokens, status in results if tokens and status == Status.LIVE]
+            self.policy.observe(ticket.key.bucket, depth, whole)
         for lane, request in enumerate(ticket.lanes):
-            request.queued_cycles -= ticket.is_cycle
+            request.queued_cycles -= depth is not None
             if request.finish_reason is None:
                 if entry.logprobs is not None and request.params.logprobs is not None:
                     self._note_logprobs(request, entry.tokens[lane], entry.logprobs[lane])
-                self._take(request, entry.tokens[lane], entry.status[lane], ticket.is_cycle, now)
+                self._take(request, entry.tokens[lane], entry.status[lane], depth, now)
         if self._leaving:
             for request in [r for r in self._leaving if r.last_ticket <= ticket.number]:
                 self._leaving.remove(request)
@@ -259,16 +297,18 @@ class Scheduler:
         for token, (logprob, top) in zip(tokens, logprobs, strict=True):
             request.logprobs.append(TokenLogprob(token, logprob, dict(list(top.items())[: request.params.logprobs])))
 
-    def _take(self, request: Request, tokens: list[int], status: int, is_cycle: bool, now: float) -> None:
+    def _take(self, request: Request, tokens: list[int], status: int, depth: int | None, now: float) -> None:
         if tokens:
             request.output += tokens
             if self.proposer is not None:
                 self.proposer.observe(request, len(tokens))
             metrics = request.metrics
             metrics.first_token = metrics.first_token or now
-            if is_cycle:
+            metrics.bursts.append((now, len(tokens)))
+            if depth is not None:
                 metrics.cycles += 1
                 metrics.cycle_tokens.append(len(tokens))
+                metrics.cycle_depths.append(depth)
                 metrics.cut = status != Status.LIVE
             self._report(request)
         if status in FINISH_REASONS:

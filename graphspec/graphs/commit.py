@@ -18,28 +18,34 @@ class CommitState(Stage):
 
 
 class Commit(Stage):
-    """``seq_len += accept_len``, the next window along the path, the output ring, the status; history and token counts where kept."""
+    """``seq_len += accept_len``, the next window along the path, the output ring, the status; history and token counts where kept.
+
+    Args:
+        build: what every stage gets.
+        append: the run goes behind the window instead of replacing it, for a drafter that has not read the window yet.
+    """
 
     name = "commit"
 
-    def __init__(self, build: Build) -> None:
+    def __init__(self, build: Build, *, append: bool = False) -> None:
         super().__init__(build)
-        features = ("feature_BNF", "window_feature_RAF") if self.plan.feature_width else ()
+        self.append = append
+        features = ("feature_BNF", "window_feature_RAcF") if self.plan.feature_width else ()
         lookback = ("lookback_token_RY", "lookback_feature_RYF") if self.plan.lookback else ()
         history = ("history_RL",) if self.plan.keeps_history else ()
         counts = ("output_count_RV",) if self.sampling.penalties else ()
-        state = ("seq_len_R", "window_token_RA", "window_len_R", "budget_R", "cycle_1", *lookback, *history)
+        state = ("seq_len_R", "window_token_RAc", "window_len_R", "budget_R", "cycle_1", *lookback, *history)
         self.reads = ("lane_row_B", "sample_BN", "path_BA", "accept_len_B", "outcome_B", *state, *features)
         # Counts are added to, whatever they are.
         self.writes = (*state, "status_R", *counts, *features[1:], "ring_ZBJ")
 
     def forward(self, v: Views) -> None:
         plan = self.plan
-        feature_BNF, window_feature_RAF = (v.feature_BNF, v.window_feature_RAF) if plan.feature_width else (None, None)
+        feature_BNF, window_feature_RAcF = (v.feature_BNF, v.window_feature_RAcF) if plan.feature_width else (None, None)
         lookback_token_RY, lookback_feature_RYF = (v.lookback_token_RY, v.lookback_feature_RYF) if plan.lookback else (None, None)
         self.kernels.commit_rows(
             v.lane_row_B, v.sample_BN, v.path_BA, v.accept_len_B, v.outcome_B, feature_BNF,
-            v.cycle_1, v.ring_ZBJ, v.window_token_RA, v.window_len_R, v.seq_len_R, v.budget_R, v.status_R,
-            window_feature_RAF, lookback_token_RY, lookback_feature_RYF,
-            v.history_RL if plan.keeps_history else None, v.output_count_RV if self.sampling.penalties else None,
+            v.cycle_1, v.ring_ZBJ, v.window_token_RAc, v.window_len_R, v.seq_len_R, v.budget_R, v.status_R,
+            window_feature_RAcF, lookback_token_RY, lookback_feature_RYF,
+            v.history_RL if plan.keeps_history else None, v.output_count_RV if self.sampling.penalties else None, self.append,
         )  # fmt: skip

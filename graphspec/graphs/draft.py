@@ -21,7 +21,7 @@ BEAM_SLOTS = (
 """What one level of beams leaves to the next, in the order of :func:`~graphspec.kernels.draft_level.draft_level`."""
 
 
-class DraftStage(Stage):
+class NetworkStage(Stage):
     """What the stages that run a draft network share."""
 
     feature_reads: ClassVar[tuple[str, ...]] = ()
@@ -33,15 +33,9 @@ class DraftStage(Stage):
         assert build.draft is not None, "a draft stage needs a draft network"
         self.draft: DraftModel = build.draft
         self.shift = build.plan.variant.shift
-        self.sampler = DraftSampler(build)
         featured = self.plan.feature_width > 0
-        self.reads = (*self.reads, *self.sampler.reads, *(self.feature_reads if featured else ()))
-        self.writes = (*self.writes, *self.sampler.writes, *(self.feature_writes if featured else ()))
-
-    def propose(self, v: Views, hidden_BTH: Tensor, position_B: Tensor, path_BTs: Tensor, level: int) -> tuple[Tensor, Tensor]:
-        """Top-K continuations of each hidden state; see :meth:`DraftSampler.propose`."""
-        logits_BTV = self.draft.logits(hidden_BTH, level - 1)
-        return self.sampler.propose(v, logits_BTV, self.draft.target_token_Vd, position_B, path_BTs, level)
+        self.reads = (*self.reads, *(self.feature_reads if featured else ()))
+        self.writes = (*self.writes, *(self.feature_writes if featured else ()))
 
     def attend(
         self,
@@ -75,13 +69,32 @@ class DraftStage(Stage):
             own_window=bound,
         )
 
-    def window(self, v: Views) -> tuple[Tensor, ...]:
-        """The committed entries the drafter reads first; results of :func:`~graphspec.kernels.draft_window.draft_window`."""
-        features = v.window_feature_RAF if self.plan.feature_width else None
+    def window(self, v: Views, width: int, num_words: int) -> tuple[Tensor, ...]:
+        """The committed entries the drafter has not read yet; results of :func:`~graphspec.kernels.draft_window.draft_window`."""
+        features = v.window_feature_RAcF if self.plan.feature_width else None
         before = (v.lookback_token_RY, v.lookback_feature_RYF) if self.plan.lookback else (None, None)
         return self.kernels.draft_window(
-            v.lane_row_B, v.status_R, v.seq_len_R, v.window_len_R, v.window_token_RA, features, *before, self.shift, self.plan.num_words
+            v.lane_row_B, v.status_R, v.seq_len_R, v.window_len_R, v.window_token_RAc, features, *before, self.shift, width, num_words
         )
+
+
+class DraftStage(NetworkStage):
+    """What the stages share that also propose tokens."""
+
+    def __init__(self, build: Build) -> None:
+        super().__init__(build)
+        self.sampler = DraftSampler(build)
+        self.reads = (*self.reads, *self.sampler.reads)
+        self.writes = (*self.writes, *self.sampler.writes)
+
+    def propose(self, v: Views, hidden_BTH: Tensor, position_B: Tensor, path_BTs: Tensor, level: int) -> tuple[Tensor, Tensor]:
+        """Top-K continuations of each hidden state; see :meth:`DraftSampler.propose`."""
+        logits_BTV = self.draft.logits(hidden_BTH, level - 1)
+        return self.sampler.propose(v, logits_BTV, self.draft.target_token_Vd, position_B, path_BTs, level)
+
+    def last_run(self, v: Views) -> tuple[Tensor, ...]:
+        """The window where it is no wider than one cycle's run, as every cycle that drafts finds it."""
+        return self.window(v, self.plan.accept_width, self.plan.num_words)
 
     def level(self, v: Views, increment_BEK: Tensor, next_BEK: Tensor, level: int) -> None:
         """Candidates of one level into the pool; the beams of the next step, if there is one."""
@@ -95,9 +108,9 @@ class DraftExtend(DraftStage):
     """The drafter over the carried window; the last valid entry proposes the first level."""
 
     name = "draft_extend"
-    reads = ("lane_row_B", "lane_table_BP", "status_R", "seq_len_R", "window_len_R", "window_token_RA", "draft_kv", "draft_begin_1")
+    reads = ("lane_row_B", "lane_table_BP", "status_R", "seq_len_R", "window_len_R", "window_token_RAc", "draft_kv", "draft_begin_1")
     writes: tuple[str, ...] = ("draft_kv", "candidate_score_BM", "candidate_token_BM", "candidate_parent_BM")
-    feature_reads = ("window_feature_RAF",)
+    feature_reads = ("window_feature_RAcF",)
     feature_writes = ("draft_hidden_BH",)
 
     def __init__(self, build: Build) -> None:
@@ -106,7 +119,7 @@ class DraftExtend(DraftStage):
             self.writes = (*self.writes, *BEAM_SLOTS)
 
     def forward(self, v: Views) -> None:
-        token_BA, valid_BA, slot_BA, position_BA, begin_B, ancestors_BAX, known_B, next_B, feature_BAF = self.window(v)
+        token_BA, valid_BA, slot_BA, position_BA, begin_B, ancestors_BAX, known_B, next_B, feature_BAF = self.last_run(v)
         attention = self.attend(v, position_BA, valid_BA, slot_BA, begin_B, ancestors_BAX, (begin_B, ancestors_BAX))
         hidden_BAH = self.draft(token_BA, self.draft.fuse(feature_BAF) if self.plan.feature_width else None, attention)
         if self.plan.feature_width:

@@ -41,7 +41,7 @@ class DraftPrefill:
         self.network: DraftModel = build.draft
         self.shift = build.plan.variant.shift
         lookback = ("lookback_token_RY", "lookback_feature_RYF") if self.plan.lookback else ()
-        features = ("window_feature_RAF",) if self.plan.feature_width else ()
+        features = ("window_feature_RAcF",) if self.plan.feature_width else ()
         self.slots = ("draft_kv", *features, *lookback)
 
     def __call__(self, v: Views, chunk: ChunkRows, feature_1CF: Tensor | None) -> None:
@@ -49,7 +49,7 @@ class DraftPrefill:
         if feature_1CF is None:
             self._attend(v, chunk, chunk.token_1C, chunk.valid_1C, chunk.slot_1C, chunk.rope_length_1C, None, 0)
             return
-        before_1CF = torch.cat([v.window_feature_RAF[chunk.row_1][:, :1], feature_1CF[:, :-1]], 1)
+        before_1CF = torch.cat([v.window_feature_RAcF[chunk.row_1][:, :1], feature_1CF[:, :-1]], 1)
         if self.plan.lookback:
             self._heads(v, chunk, before_1CF)
         else:
@@ -57,10 +57,10 @@ class DraftPrefill:
             hidden_1CH = self.network.fuse(torch.where(valid_1C[..., None], before_1CF, 0))
             token_1C = torch.where(valid_1C, chunk.token_1C, -1)
             self._attend(v, chunk, token_1C, valid_1C, chunk.slot_1C, chunk.rope_length_1C, hidden_1CH, 0)
-        entry_A1 = torch.arange(self.plan.accept_width, device=chunk.row_1.device)[:, None]
+        entry_Ac1 = torch.arange(self.plan.window_capacity, device=chunk.row_1.device)[:, None]
         last_1 = (chunk.length_1 - 1).clamp(min=0)
-        carry_1AF = torch.where(entry_A1 == 0, feature_1CF.index_select(1, last_1), 0)
-        v.window_feature_RAF.index_copy_(0, chunk.row_1, carry_1AF)
+        carry_1AcF = torch.where(entry_Ac1 == 0, feature_1CF.index_select(1, last_1), 0)
+        v.window_feature_RAcF.index_copy_(0, chunk.row_1, carry_1AcF)
 
     def _attend(
         self,

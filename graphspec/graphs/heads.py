@@ -40,7 +40,7 @@ class HeadSteps(DraftStage):
 
     name = "head_steps"
     reads = (
-        "lane_row_B", "lane_table_BP", "status_R", "seq_len_R", "window_len_R", "window_token_RA", "window_feature_RAF",
+        "lane_row_B", "lane_table_BP", "status_R", "seq_len_R", "window_len_R", "window_token_RAc", "window_feature_RAcF",
         "lookback_token_RY", "lookback_feature_RYF", "draft_kv", "draft_begin_1",
     )  # fmt: skip
     writes: tuple[str, ...] = ("draft_kv", "candidate_score_BM", "candidate_token_BM", "candidate_parent_BM")
@@ -51,7 +51,7 @@ class HeadSteps(DraftStage):
             self.writes = (*self.writes, *BEAM_SLOTS)
 
     def forward(self, v: Views) -> None:
-        token_BU, valid_BU, slot_BU, position_BU, begin_B, ancestors_BUX, known_B, next_B, feature_BUF = self.window(v)
+        token_BU, valid_BU, slot_BU, position_BU, begin_B, ancestors_BUX, known_B, next_B, feature_BUF = self.last_run(v)
         attention = self.attend(v, position_BU, valid_BU, slot_BU, begin_B, ancestors_BUX)
         hidden_BUH = self.draft.fuse(feature_BUF)
         last_B11 = (known_B - 1).clamp(min=0)[:, None, None]

@@ -31,7 +31,7 @@ class Prefill(Stage):
         self.draft = DraftPrefill(build) if build.draft is not None else None
         drafted = self.draft.slots if self.draft is not None else ()
         history = ("history_RL",) if self.plan.keeps_history else ()
-        state = ("cycle_1", "window_token_RA", "window_len_R", "seq_len_R", "budget_R", "status_R")
+        state = ("cycle_1", "window_token_RAc", "window_len_R", "seq_len_R", "budget_R", "status_R")
         self.shaper = LogitShaper(build)
         noise = ("lane_temperature_B", "lane_seed_B") if self.sampling.noise else ()
         self.reads = (
@@ -69,7 +69,7 @@ class Prefill(Stage):
         position_1C = slot_1C.clamp(max=self.plan.max_positions - 1)
         kept_1C = v.history_RL[row_1].gather(1, position_1C)
         v.history_RL.index_put_((row_1[:, None].expand_as(position_1C), position_1C), torch.where(valid_1C, token_1C, kept_1C))
-        v.history_RL.index_put_((row_1, total_1), v.window_token_RA[row_1][:, 0])
+        v.history_RL.index_put_((row_1, total_1), v.window_token_RAc[row_1][:, 0])
 
     def _finish(self, v: Views, logits_11V: Tensor, done_1: Tensor, total_1: Tensor, known_1: Tensor) -> None:
         """On the last chunk: sample or install the root, open the row, write the ring. On the others: an empty ring entry."""
@@ -87,16 +87,16 @@ class Prefill(Stage):
         outcome_1 = torch.where(done_1, torch.where(failed_1, Status.FAILED, outcome_1), Status.FREE)
 
         slot_1 = v.cycle_1 % self.plan.ring_depth
-        entry_A = torch.arange(self.plan.accept_width, device=row_1.device)
-        root_1A = torch.where(entry_A == 0, root_1[:, None], -1)
-        token_1A = torch.where(emitted_1[:, None] > 0, root_1A, -1)
+        entry_Ac = torch.arange(self.plan.window_capacity, device=row_1.device)
+        root_1Ac = torch.where(entry_Ac == 0, root_1[:, None], -1)
+        token_1A = torch.where(emitted_1[:, None] > 0, root_1Ac[:, : self.plan.accept_width], -1)
         v.ring_ZBJ.index_copy_(0, slot_1, torch.cat([emitted_1[:, None], outcome_1[:, None], token_1A], 1)[None])
         if self.sampling.logprobs >= 0:
             write_logprobs(v, slot_1, logits_11V, root_1[:, None], self.sampling.logprobs)
         if self.sampling.penalties:
             count_tokens(v, row_1, root_1, done_1)
         v.cycle_1.add_(1)
-        v.window_token_RA.index_copy_(0, row_1, root_1A)
+        v.window_token_RAc.index_copy_(0, row_1, root_1Ac)
         v.window_len_R.index_fill_(0, row_1, 1)
         v.seq_len_R.index_copy_(0, row_1, total_1)
         v.budget_R.index_copy_(0, row_1, budget_1)

@@ -13,7 +13,7 @@ def chain_layout(
     score_BM: Tensor | None,
     token_BM: Tensor | None,
     lane_row_B: Tensor,
-    window_token_RA: Tensor,
+    window_token_RAc: Tensor,
     window_len_R: Tensor,
     node_token_BN: Tensor,
     node_parent_BN: Tensor,
@@ -29,12 +29,12 @@ def chain_layout(
     Args:
         score_BM, token_BM: float32 and int64, ``M = N - 1``; None where N is 1.
         lane_row_B: int64, the row of each lane.
-        window_token_RA, window_len_R: int64, ``window_len <= A``.
+        window_token_RAc, window_len_R: int64, ``window_len <= A``.
         node_token_BN, node_parent_BN, node_depth_BN, node_ancestors_BNX: int64, written.
     """
     nodes, words = node_ancestors_BNX.shape[1:]
     node_N = torch.arange(nodes, device=lane_row_B.device)
-    node_token_BN[:, 0] = window_root(lane_row_B, window_token_RA, window_len_R)
+    node_token_BN[:, 0] = window_root(lane_row_B, window_token_RAc, window_len_R)
     if score_BM is not None and token_BM is not None:
         node_token_BN[:, 1:] = torch.where(score_BM > -torch.inf, token_BM, -1)
     node_parent_BN.copy_((node_N - 1).expand_as(node_parent_BN))

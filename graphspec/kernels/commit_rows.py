@@ -20,22 +20,26 @@ def commit_rows(
     feature_BNF: Tensor | None,
     cycle_1: Tensor,
     ring_ZBJ: Tensor,
-    window_token_RA: Tensor,
+    window_token_RAc: Tensor,
     window_len_R: Tensor,
     seq_len_R: Tensor,
     budget_R: Tensor,
     status_R: Tensor,
-    window_feature_RAF: Tensor | None,
+    window_feature_RAcF: Tensor | None,
     lookback_token_RY: Tensor | None,
     lookback_feature_RYF: Tensor | None,
     history_RL: Tensor | None,
     output_count_RV: Tensor | None,
+    append: bool,
 ) -> None:
     """Commit every lane's run: ``sample[path[a]]`` for ``a < accept_len``, the last of which is the row's new root. In place.
 
     Ring: slot ``cycle % Z`` gets ``accept_len, outcome, tokens`` of every lane, and ``cycle`` counts 1 up. Row: ``status = outcome``, and
-    where the run is not empty ``seq_len += accept_len``, ``budget -= accept_len``, ``window_len = accept_len``, and the window is the run.
-    Window and ring entries past the run are -1, and 0 for features.
+    where the run is not empty ``seq_len += accept_len`` and ``budget -= accept_len``. Ring entries past the run are -1.
+
+    Window, where the run is not empty: the run replaces it, ``window_len = accept_len``, and the rest of its first A entries is -1, and 0
+    for features; what lies behind them stays. With ``append`` the run goes behind the ``window_len >= 1`` entries that are there,
+    ``window_len += accept_len``, and nothing else of it changes; the caller sees to it that ``window_len + accept_len <= Ac``.
 
     A lane with an empty run leaves all of its row but the status as it is. Several lanes may share a row, as padded lanes do: then their
     runs are empty and their outcome is the row's status, so that nothing of the row changes.
@@ -49,14 +53,16 @@ def commit_rows(
         feature_BNF: any dtype, the target's features at each node; None: the drafter reads none.
         cycle_1: int64, launches so far, never negative; written.
         ring_ZBJ: int64, ``J = 2 + A``, written; lanes may be a part of a wider buffer.
-        window_token_RA, window_len_R, seq_len_R, budget_R, status_R: int64, written.
-        window_feature_RAF: dtype of the features, written; None without features.
+        window_token_RAc, window_len_R, seq_len_R, budget_R, status_R: int64, written.
+        window_feature_RAcF: dtype of the features, written; None without features. ``Ac >= A``.
         lookback_token_RY: int64, written: the last Y entries before the window, that is, the tail of old lookback and old window side by
-            side. None: there is no lookback. Moves only where the run is not empty, like the rest of the row.
+            side. None: there is no lookback. Moves only where the run is not empty, like the rest of the row, and not with ``append``: the
+            window then begins where it did.
         lookback_feature_RYF: the features of those entries, written; None without lookback.
         history_RL: int64, written: the run at positions ``seq_len + 1 ..`` of the row's own tokens; entries past L are dropped. None: not
             kept.
         output_count_RV: int32, written: how often the row has emitted each token. None: not kept.
+        append: static.
     """
     rows, lanes, width = lane_row_B, lane_row_B.shape[0], path_BA.shape[1]
     entry_A = torch.arange(width, device=rows.device)
@@ -69,12 +75,12 @@ def commit_rows(
 
     # Inert lanes write back what stands there, so that lanes sharing a row agree on its value.
     moved_B = accept_len_B > 0
-    if lookback_token_RY is not None and lookback_feature_RYF is not None and window_feature_RAF is not None:
+    if not append and lookback_token_RY is not None and lookback_feature_RYF is not None and window_feature_RAcF is not None:
         entry_Y = torch.arange(lookback_token_RY.shape[1], device=rows.device)
         index_BY = torch.where(moved_B, window_len_R[rows], 0)[:, None] + entry_Y
-        token_BU = torch.cat((lookback_token_RY[rows], window_token_RA[rows]), 1)
+        token_BU = torch.cat((lookback_token_RY[rows], window_token_RAc[rows]), 1)
         lookback_token_RY.index_copy_(0, rows, token_BU.gather(1, index_BY))
-        feature_BUF = torch.cat((lookback_feature_RYF[rows], window_feature_RAF[rows]), 1)
+        feature_BUF = torch.cat((lookback_feature_RYF[rows], window_feature_RAcF[rows]), 1)
         lookback_feature_RYF.index_copy_(0, rows, feature_BUF.gather(1, index_BY[..., None].expand(-1, -1, feature_BUF.shape[-1])))
     if history_RL is not None:
         position_BA = seq_len_R[rows][:, None] + 1 + entry_A
@@ -87,22 +93,41 @@ def commit_rows(
     if output_count_RV is not None:
         index_BA = rows[:, None] * output_count_RV.shape[1] + token_BA.clamp(min=0)
         output_count_RV.view(-1).scatter_add_(0, index_BA.flatten(), valid_BA.to(output_count_RV.dtype).flatten())
-    window_token_RA.index_copy_(0, rows, torch.where(moved_B[:, None], token_BA, window_token_RA[rows]))
-    if feature_BNF is not None and window_feature_RAF is not None:
+    feature_BAF = None
+    if feature_BNF is not None:
         feature_BAF = feature_BNF.gather(1, path_BA[..., None].expand(-1, -1, feature_BNF.shape[-1]))
-        feature_BAF = torch.where(valid_BA[..., None], feature_BAF, 0)
-        window_feature_RAF.index_copy_(0, rows, torch.where(moved_B[:, None, None], feature_BAF, window_feature_RAF[rows]))
-    window_len_R.index_copy_(0, rows, torch.where(moved_B, accept_len_B, window_len_R[rows]))
+    before_B = torch.where(moved_B, window_len_R[rows], 0)
+    if append:
+        # What is not part of the run goes back unchanged to entry 0, which no run reaches: a row that decodes has one entry at least.
+        place_BA = before_B[:, None] + entry_A
+        kept_BA = valid_BA & (place_BA < window_token_RAc.shape[1])
+        place_BA = torch.where(kept_BA, place_BA, 0)
+        at_BA = (rows[:, None].expand(lanes, width), place_BA)
+        window_token_RAc.index_put_(at_BA, torch.where(kept_BA, token_BA, window_token_RAc[at_BA]))
+        if feature_BAF is not None and window_feature_RAcF is not None:
+            window_feature_RAcF.index_put_(at_BA, torch.where(kept_BA[..., None], feature_BAF, window_feature_RAcF[at_BA]))
+        new_len_B = before_B + accept_len_B
+    else:
+        token_RA = window_token_RAc[:, :width]
+        token_RA.index_copy_(0, rows, torch.where(moved_B[:, None], token_BA, token_RA[rows]))
+        if feature_BAF is not None and window_feature_RAcF is not None:
+            feature_RAF = window_feature_RAcF[:, :width]
+            feature_BAF = torch.where(valid_BA[..., None], feature_BAF, 0)
+            feature_RAF.index_copy_(0, rows, torch.where(moved_B[:, None, None], feature_BAF, feature_RAF[rows]))
+        new_len_B = accept_len_B
+    window_len_R.index_copy_(0, rows, torch.where(moved_B, new_len_B, window_len_R[rows]))
     seq_len_R.index_copy_(0, rows, seq_len_R[rows] + accept_len_B)
     budget_R.index_copy_(0, rows, budget_R[rows] - accept_len_B)
     status_R.index_copy_(0, rows, outcome_B)
 
 
 def commit_case(
-    generator: torch.Generator, lanes: int, nodes: int, width: int, features: int = 0, lookback: int = 0, history: int = 0, vocab: int = 0
-) -> Case:
+    generator: torch.Generator, lanes: int, nodes: int, width: int, features: int = 0, lookback: int = 0, history: int = 0, vocab: int = 0,
+    capacity: int = 0, append: bool = False,
+) -> Case:  # fmt: skip
     """Rows in any order, some with an empty run; from three lanes on, the last two are padded and share the dummy row."""
     rows, live = lanes + 2, lanes if lanes < 3 else lanes - 2
+    capacity = capacity or width * (1 + append)
 
     def draw(low: int, high: int, *shape: int) -> Tensor:
         return torch.randint(low, high, shape, generator=generator)
@@ -126,16 +151,17 @@ def commit_case(
         "feature_BNF": feature(lanes, nodes),
         "cycle_1": draw(0, 9, 1),
         "ring_ZBJ": draw(-9, 0, 3, lanes, width + RING_HEADER),
-        "window_token_RA": draw(0, 50, rows, width),
-        "window_len_R": draw(1, width + 1, rows),
+        "window_token_RAc": draw(0, 50, rows, capacity),
+        "window_len_R": draw(1, capacity - width * append + 1, rows),
         "seq_len_R": draw(0, max(history - width, 9), rows),
         "budget_R": draw(0, 99, rows),
         "status_R": status,
-        "window_feature_RAF": feature(rows, width),
+        "window_feature_RAcF": feature(rows, capacity),
         "lookback_token_RY": draw(0, 50, rows, lookback) if lookback else None,
         "lookback_feature_RYF": feature(rows, lookback) if lookback else None,
         "history_RL": draw(0, 50, rows, history) if history else None,
         "output_count_RV": draw(0, 9, rows, vocab).to(torch.int32) if vocab else None,
+        "append": append,
     }
 
 
@@ -149,6 +175,9 @@ def _cases(generator: torch.Generator) -> list[Case]:
         commit_case(generator, 1, 1, 1),
         commit_case(generator, 7, 4, 4, features=3, lookback=3),
         past_the_end,
+        commit_case(generator, 5, 6, 3, features=7, capacity=9),
+        commit_case(generator, 6, 1, 4, features=5, capacity=11, append=True),
+        commit_case(generator, 4, 5, 3, vocab=11, append=True),
     ]
 
 
@@ -159,7 +188,7 @@ OP = KernelOp(
     cases=_cases,
     implementations={"fused": "graphspec.kernels.fused.commit_rows:OP"},
     mutates=(
-        "cycle_1", "ring_ZBJ", "window_token_RA", "window_len_R", "seq_len_R", "budget_R", "status_R", "window_feature_RAF",
+        "cycle_1", "ring_ZBJ", "window_token_RAc", "window_len_R", "seq_len_R", "budget_R", "status_R", "window_feature_RAcF",
         "lookback_token_RY", "lookback_feature_RYF", "history_RL", "output_count_RV",
     ),
 )  # fmt: skip

@@ -95,7 +95,7 @@ def tree_build_into(
     token_BM: Tensor,
     parent_BM: Tensor,
     lane_row_B: Tensor,
-    window_token_RA: Tensor,
+    window_token_RAc: Tensor,
     window_len_R: Tensor,
     node_token_BN: Tensor,
     node_parent_BN: Tensor,
@@ -111,22 +111,22 @@ def tree_build_into(
     Args:
         score_BM, token_BM, parent_BM: float32, int64, int64; the candidate pool.
         lane_row_B: int64, the row of each lane.
-        window_token_RA, window_len_R: int64, ``window_len <= A``.
+        window_token_RAc, window_len_R: int64, ``window_len <= A``.
         node_token_BN, node_parent_BN, node_depth_BN, node_ancestors_BNX: int64, written. Their shapes say N and X: ``N - 1 <= M``,
             ``64 * X >= N``.
         max_depth: S, static.
     """
     nodes, words = node_ancestors_BNX.shape[1:]
-    root_B = window_root(lane_row_B, window_token_RA, window_len_R)
+    root_B = window_root(lane_row_B, window_token_RAc, window_len_R)
     tree = tree_build(score_BM, token_BM, parent_BM, root_B, nodes, words, max_depth)
     for slot, value in zip((node_token_BN, node_parent_BN, node_depth_BN, node_ancestors_BNX), tree, strict=True):
         slot.copy_(value)
 
 
-def window_root(lane_row_B: Tensor, window_token_RA: Tensor, window_len_R: Tensor) -> Tensor:
+def window_root(lane_row_B: Tensor, window_token_RAc: Tensor, window_len_R: Tensor) -> Tensor:
     """The last entry of each lane's window, int64 ``[B]``."""
     last_B1 = (window_len_R[lane_row_B] - 1).clamp(min=0)[:, None]
-    return window_token_RA[lane_row_B].gather(1, last_B1).squeeze(1)
+    return window_token_RAc[lane_row_B].gather(1, last_B1).squeeze(1)
 
 
 def window_case(generator: torch.Generator, lanes: int, vocab: int = 50) -> Case:
@@ -136,7 +136,7 @@ def window_case(generator: torch.Generator, lanes: int, vocab: int = 50) -> Case
     row[max(lanes - 2, 1) :] = rows - 1
     return {
         "lane_row_B": row,
-        "window_token_RA": torch.randint(0, vocab, (rows, width), generator=generator),
+        "window_token_RAc": torch.randint(0, vocab, (rows, width), generator=generator),
         "window_len_R": torch.randint(0, width + 1, (rows,), generator=generator),
     }
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,8 @@ from graphspec.cycle import Cycle
 from graphspec.facts import read_model_facts
 from graphspec.graphs.mailbox import Message
 from graphspec.kernels import select_kernels
+from graphspec.lab.floor import FloorModel
+from graphspec.lab.machine import measure
 from graphspec.models.layers import use_kernels
 from graphspec.models.llama import LlamaModel
 from graphspec.plan import Plan, make_plan
@@ -162,8 +163,8 @@ class Bench:
         arena["budget_R"][rows] = 1 << 40
         arena["draft_len_R"][rows] = plan.shape.num_steps
         arena["window_len_R"][rows] = 1
-        arena["window_token_RA"][rows] = -1
-        arena["window_token_RA"][rows, 0] = 1
+        arena["window_token_RAc"][rows] = -1
+        arena["window_token_RAc"][rows, 0] = 1
         arena["stop_id_RE"][rows] = -1
         pages = torch.arange(1, 1 + lanes * plan.table_width, device=arena.device, dtype=torch.int32)
         arena["page_table_RP"][rows] = pages.view(lanes, plan.table_width)
@@ -226,62 +227,9 @@ class Bench:
         return found
 
     def floor_bytes(self) -> int:
-        """Bytes one cycle must read: weights once per pass, KV of every row once per pass. Activations and logits are not counted."""
+        """Bytes one cycle must move, see :mod:`graphspec.lab.floor`."""
         target, draft = self.networks
-        steps, size = self.case.shape.num_steps, torch.empty(0, dtype=DTYPES[self.plan.dtype]).element_size()
-
-        def weights(network: nn.Module, *left_out: nn.Module) -> int:
-            skip = {id(p) for module in left_out for p in module.parameters()}
-            return sum(p.numel() * p.element_size() for p in network.parameters() if id(p) not in skip)
-
-        def kv(facts: Any) -> int:
-            return 2 * facts.num_layers * facts.num_kv_heads * facts.head_dim * size * self.case.context * self.case.lanes
-
-        total = weights(target, target.embed_tokens) + kv(self.plan.target)
-        if steps:
-            once = weights(draft.fc)
-            each = weights(draft, draft.embed_tokens, draft.fc)
-            total += once + steps * (each + kv(draft.facts.decoder))
-        return total
-
-
-def measure(
-    run: Callable[[], Any], rewind: Callable[[], None], block: int, device: str, seconds: float, warm_up: float
-) -> dict[str, float]:
-    """Milliseconds of ``run``: blocks of ``block`` calls between two events, the time of a call in each block, median and spread."""
-    on_gpu = device == "cuda"
-
-    def once() -> float:
-        rewind()
-        if not on_gpu:
-            began = time.perf_counter()
-            with torch.no_grad():
-                for _ in range(block):
-                    run()
-            return 1e3 * (time.perf_counter() - began) / block
-        first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        first.record()
-        with torch.no_grad():
-            for _ in range(block):
-                run()
-        last.record()
-        last.synchronize()
-        return first.elapsed_time(last) / block
-
-    end = time.perf_counter() + warm_up
-    once()
-    while time.perf_counter() < end:
-        once()
-    times, end = [once()], time.perf_counter() + seconds
-    while time.perf_counter() < end:
-        times.append(once())
-    times.sort()
-    return {"median": statistics.median(times), "p10": times[len(times) // 10], "p90": times[-1 - len(times) // 10], "blocks": len(times)}
-
-
-def copy_bandwidth(device: str, gib: float = 2.0) -> float:
-    """Bytes per second read plus written by a device-to-device copy; the figure that floors are held against."""
-    source = torch.empty(int(gib * 2**30), dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    found = measure(lambda: target.copy_(source), lambda: None, 5, device, 0.5, 0.2)
-    return 2 * source.numel() / (found["median"] / 1e3)
+        plan, case = self.plan, self.case
+        head = draft.facts if case.shape.num_steps else None
+        model = FloorModel.of_networks(plan.target, target, head, draft if head else None, plan.dtype)
+        return round(sum(stage.bytes for stage in model.stages(case.shape, case.lanes, case.context)))

@@ -19,9 +19,11 @@ from typing import Any
 
 import torch
 
+from graphspec.lab.machine import copy_bandwidth, measure
 from graphspec.lab.provenance import ROOT, provenance, result_file, write_jsonl
+from graphspec.lab.stages import kernel_timeline
 from graphspec.shapes import CycleShape
-from perf.gpu.bench import Bench, Case, copy_bandwidth, measure, write_configs
+from perf.gpu.bench import Bench, Case, write_configs
 from perf.gpu.static_decode import compiled_step
 
 PLAIN, CHAIN, TREE, WIDE_TREE = CycleShape(0, 1, 1), CycleShape(7, 1, 8), CycleShape(5, 4, 8), CycleShape(5, 4, 32)
@@ -76,37 +78,18 @@ def record(bench: Bench, bandwidth: float, seconds: float) -> dict[str, Any]:
 
 
 def anatomy(bench: Bench) -> dict[str, Any]:
-    """Nodes of one replayed cycle, the time they run, and the gaps between them, from the profiler; times of single stages."""
-    from torch.profiler import ProfilerActivity, profile
-
-    program = bench.cycle.programs[bench.key]
-    bench.rewind()
-    with torch.no_grad():
-        for _ in range(3):
-            program()
-        torch.cuda.synchronize()
-        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-            for _ in range(5):
-                program()
-            torch.cuda.synchronize()
-    events = sorted((e.time_range.start, e.time_range.end, e.name) for e in profiler.events() if e.device_type.name == "CUDA")
-    count = len(events) // 5
-    busy = [sum(end - start for start, end, _ in events[i * count : (i + 1) * count]) / 1e3 for i in range(5)]
-    span = [(events[(i + 1) * count - 1][1] - events[i * count][0]) / 1e3 for i in range(5)]
-    by_name: dict[str, list[float]] = {}
-    for start, end, name in events[-count:]:
-        by_name.setdefault(name[:90], []).append(end - start)
-    heaviest = sorted(((sum(v), len(v), k) for k, v in by_name.items()), reverse=True)[:25]
+    """Nodes of one replayed cycle, the time they run, and the gaps between them, from the profiler."""
+    found = kernel_timeline(bench.cycle.programs[bench.key], bench.rewind)
     return {
         "kind": "anatomy",
         "case": bench.case.name,
         "lanes": bench.case.lanes,
         "synthetic": bench.case.shape.num_steps > 0,
-        "nodes": count,
-        "busy_milliseconds": statistics.median(busy),
-        "span_milliseconds": statistics.median(span),
-        "gap_milliseconds": statistics.median(s - b for s, b in zip(span, busy, strict=True)),
-        "kernels": [{"name": name, "calls": calls, "microseconds": round(total, 2)} for total, calls, name in heaviest],
+        "nodes": found["nodes"],
+        "busy_milliseconds": found["busy_ms"],
+        "span_milliseconds": found["span_ms"],
+        "gap_milliseconds": found["gap_ms"],
+        "kernels": found["kernels"],
     }
 
 

@@ -50,7 +50,7 @@ def assert_equal(case: dict[str, Any], times: int = 1) -> dict[str, torch.Tensor
     return found
 
 
-KINDS: dict[str, dict[str, int]] = {
+KINDS: dict[str, dict[str, Any]] = {
     "features": {"features": 37},
     "features-of-two-chunks": {"features": CHUNK + 5},
     "lookback": {"features": 19, "lookback": 2},
@@ -58,6 +58,11 @@ KINDS: dict[str, dict[str, int]] = {
     "history": {"history": 60},
     "counts": {"features": 3, "vocab": 9},
     "tokens-only": {},
+    "wide": {"features": 11, "capacity": 9},
+    "append": {"features": 37, "append": True},
+    "append-of-two-chunks": {"features": CHUNK + 5, "append": True},
+    "append-tokens": {"vocab": 9, "append": True},
+    "append-behind-lookback": {"features": 5, "lookback": 2, "append": True},
 }
 
 
@@ -78,7 +83,7 @@ def test_more_lanes_than_one_tile_and_windows_as_wide_as_they_get() -> None:
         assert found["ring_ZBJ"].shape[1] == lanes
 
 
-@pytest.mark.parametrize("kind", ["features", "lookback", "history"])
+@pytest.mark.parametrize("kind", ["features", "lookback", "history", "append"])
 @ORDERS
 def test_any_order_of_programs_and_inert_lanes_write_nothing(kind: str, order: int | None) -> None:
     case = commit_case(torch.Generator().manual_seed(4), 6, 9, 4, **KINDS[kind])
@@ -89,7 +94,7 @@ def test_any_order_of_programs_and_inert_lanes_write_nothing(kind: str, order: i
     assert row[-1] == row[-2]
     for key in ROW_STATE:
         if case[key] is not None and key != "status_R":
-            case[key][idle] = POISON if key.endswith(("R", "RA", "RY", "RL")) and not case[key].is_floating_point() else torch.nan
+            case[key][idle] = POISON if key.endswith(("R", "RAc", "RY", "RL")) and not case[key].is_floating_point() else torch.nan
     case["path_BA"][1], case["path_BA"][-2:] = POISON, POISON
     for key in ("feature_BNF", "sample_BN"):
         if case[key] is not None:
@@ -134,17 +139,52 @@ def test_cycles_count_on_and_use_the_next_slot() -> None:
     assert all(torch.equal(a, b) for a, b in zip(run("fused", case, 2).values(), run("fused", case, 2).values(), strict=True))
 
 
+def test_runs_pile_up_behind_what_was_there() -> None:
+    """Both implementations against lists: three runs appended, then one that replaces them all."""
+    for name in ("reference", "fused"):
+        case = own(commit_case(torch.Generator().manual_seed(8), 2, 6, 3, features=5, capacity=12, append=True))
+        case["window_len_R"][:], case["lane_row_B"][:] = 2, torch.tensor([1, 0])
+        expected = {row: (case["window_token_RAc"][row, :2].tolist(), case["window_feature_RAcF"][row, :2].tolist()) for row in (0, 1)}
+        for lengths, append in (((1, 3), True), ((0, 2), True), ((2, 2), True), ((1, 3), False)):
+            case["accept_len_B"][:], case["append"] = torch.tensor(lengths), append
+            case["sample_BN"] += 1
+            case["feature_BNF"] += 1
+            behind = case["window_token_RAc"][:, 3:].clone()
+            OP.implementation(name)(**case)
+            for lane, row in enumerate((1, 0)):
+                nodes = case["path_BA"][lane, : lengths[lane]].tolist()
+                run = [case["sample_BN"][lane, n].item() for n in nodes], [case["feature_BNF"][lane, n].tolist() for n in nodes]
+                if nodes:
+                    expected[row] = tuple(old + new for old, new in zip(expected[row], run, strict=True)) if append else run
+                length = case["window_len_R"][row].item()
+                found = case["window_token_RAc"][row, :length].tolist(), case["window_feature_RAcF"][row, :length].tolist()
+                assert found == expected[row], name
+        assert torch.equal(case["window_token_RAc"][:2, 3:], behind[:2]), "what lies behind a replaced window stays"
+        assert case["window_token_RAc"][1, :3].tolist() == [*expected[1][0], -1, -1]
+
+
+@pytest.mark.parametrize("name", ["reference", "fused"])
+def test_a_run_that_does_not_fit_writes_nothing_of_others(name: str) -> None:
+    case = commit_case(torch.Generator().manual_seed(9), 1, 3, 3, features=4, capacity=4, append=True)
+    case["accept_len_B"][:], case["window_len_R"][:], case["lane_row_B"][:] = 3, 3, 1
+    found = run(name, case)
+    for key in ("window_token_RAc", "window_feature_RAcF"):
+        assert same(found[key][[0, 2]], case[key][[0, 2]]) and same(found[key][1, :3], case[key][1, :3])
+    assert found["window_token_RAc"][1, 3] == case["sample_BN"][0, 0]
+
+
 def test_a_failed_row_without_a_run_still_fails() -> None:
     case = commit_case(torch.Generator().manual_seed(3), 2, 4, 3, features=6)
     case["accept_len_B"][:], case["outcome_B"][:], case["status_R"][:] = torch.tensor([0, 2]), torch.tensor([4, 1]), 1
     found = assert_equal(case)
     first, second = case["lane_row_B"].tolist()
     assert found["status_R"][first] == 4 and found["status_R"][second] == 1
-    assert torch.equal(found["window_feature_RAF"][first], case["window_feature_RAF"][first])
+    assert torch.equal(found["window_feature_RAcF"][first], case["window_feature_RAcF"][first])
 
 
-def test_one_launch_and_two_with_lookback() -> None:
-    for kind, expected in ((name, 2 if "lookback" in name else 1) for name in KINDS):
+def test_one_launch_and_two_where_features_are_placed_by_the_old_length() -> None:
+    twice = ("lookback", "lookback-wider-than-the-window", "append", "append-of-two-chunks", "append-behind-lookback")
+    for kind, expected in ((name, 2 if name in twice else 1) for name in KINDS):
         with recording() as launches:
             commit_rows(**commit_case(torch.Generator(), 4, 5, 3, **KINDS[kind]))
         assert len(launches) == expected, kind

@@ -20,14 +20,14 @@ DEVICE = "cpu" if INTERPRETED else "cuda"
 fused = module.draft_window
 
 
-def rows(width: int, features: int, lookback: int, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+def rows(width: int, features: int, lookback: int, dtype: torch.dtype = torch.float32, behind: int = 0) -> dict[str, Any]:
     """Four rows: full window behind many tokens, one entry behind one token, stopped, and free; poison wherever nothing may be read."""
     generator = torch.Generator().manual_seed(width)
     length = torch.tensor([width, 1, 1, POISON])
     sequence = torch.tensor([2 * width + lookback, 1, POISON, POISON])
-    token = torch.randint(0, 99, (4, width), generator=generator)
-    feature = torch.randn(4, width, features, generator=generator).to(dtype)
-    before, behind = (
+    token = torch.randint(0, 99, (4, width + behind), generator=generator)
+    feature = torch.randn(4, width + behind, features, generator=generator).to(dtype)
+    before, of_before = (
         torch.randint(0, 99, (4, lookback), generator=generator),
         torch.randn(4, lookback, features, generator=generator).to(dtype),
     )
@@ -38,10 +38,11 @@ def rows(width: int, features: int, lookback: int, dtype: torch.dtype = torch.fl
         "status_R": torch.tensor([Status.LIVE, Status.LIVE, Status.STOPPED, Status.FREE]),
         "seq_len_R": sequence,
         "window_len_R": length,
-        "window_token_RA": token,
-        "window_feature_RAF": feature if features else None,
+        "window_token_RAc": token,
+        "window_feature_RAcF": feature if features else None,
         "lookback_token_RY": before if lookback else None,
-        "lookback_feature_RYF": behind if lookback and features else None,
+        "lookback_feature_RYF": of_before if lookback and features else None,
+        "width": width,
     }
 
 
@@ -52,27 +53,31 @@ def call(function: Any, case: dict[str, Any], shift: int, num_words: int) -> lis
 
 @pytest.mark.parametrize("function", [draft_window, fused], ids=["reference", "fused"])
 @pytest.mark.parametrize(
-    ("width", "features", "lookback", "shift", "num_words"),
+    ("width", "features", "lookback", "shift", "num_words", "behind"),
     [
-        (1, 3, 0, 1, 1),
-        (6, 5, 0, 1, 1),
-        (4, 0, 0, 0, 2),
-        (5, 7, 3, 1, 1),
-        (31, 0, 0, 0, 1),
-        (60, 1, 4, 1, 1),
-        (63, 1, 0, 0, 1),
-        (65, 0, 0, 1, 2),
+        (1, 3, 0, 1, 1, 0),
+        (6, 5, 0, 1, 1, 0),
+        (4, 0, 0, 0, 2, 0),
+        (5, 7, 3, 1, 1, 0),
+        (31, 0, 0, 0, 1, 0),
+        (60, 1, 4, 1, 1, 0),
+        (63, 1, 0, 0, 1, 0),
+        (65, 0, 0, 1, 2, 0),
+        (6, 5, 0, 1, 1, 10),
+        (3, 2, 2, 0, 1, 1),
     ],
 )
-def test_entries_are_those_of_lists(function: Any, width: int, features: int, lookback: int, shift: int, num_words: int) -> None:
-    case = rows(width, features, lookback)
+def test_entries_are_those_of_lists(
+    function: Any, width: int, features: int, lookback: int, shift: int, num_words: int, behind: int
+) -> None:
+    case = rows(width, features, lookback, behind=behind)
     token, valid, slot, position, begin, words, known, following, feature = call(function, case, shift, num_words)
     assert feature.shape == (5, lookback + width, features)
     for b, r in enumerate(case["lane_row_B"].tolist()):
         live, sequence, length = r < 2, int(case["seq_len_R"][r]), int(case["window_len_R"][r])
         entries: list[tuple[int, list[float]]] = []
         if live:
-            names = ("lookback_token_RY", "lookback_feature_RYF", lookback), ("window_token_RA", "window_feature_RAF", length)
+            names = ("lookback_token_RY", "lookback_feature_RYF", lookback), ("window_token_RAc", "window_feature_RAcF", length)
             for tokens, values, count in names:
                 entries += [(int(case[tokens][r, j]), case[values][r, j].tolist() if features else []) for j in range(count)]
             first = sequence - length + 1 - lookback

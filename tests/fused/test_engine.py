@@ -12,6 +12,7 @@ import pytest
 from graphspec.engine.request import SamplingParams
 from graphspec.errors import ConfigError
 from graphspec.kernels import select_kernels
+from tests._depths import Launches, ScriptedDepth
 from tests._engines import CHAIN, TREE, Pair, ids, mirror_pair, prompts
 
 FUSED = {"mode": "fused", "max_rows": 2, "buckets": [2], "page_size": 4, "max_context": 64, "prefill_chunks": [4]}
@@ -31,6 +32,17 @@ def test_greedy_equals_transformers(pair: Pair, shape: str) -> None:
     assert ids(llm.generate(asked, SamplingParams(max_tokens=LENGTH))) == [pair.greedy(p, LENGTH) for p in asked]
     if shape == "chain":
         assert llm.metrics is not None and llm.metrics.acceptance_length > 4.5
+
+
+def test_the_drafter_catches_up_after_a_pause(pair: Pair) -> None:
+    """Four plain cycles on top of a full run: the window is read in one wide pass, and the next draft is as right as the first."""
+    llm = pair.llm(**FUSED, num_steps=2, topk=1, num_draft_tokens=3, depths=[0], backlog=7)
+    llm.depth_policy, launcher = ScriptedDepth([2, 0, 0, 0, 0, 2]), Launches(llm.cycle)
+    asked = prompts(2, lengths=(2, 5))
+    outputs = llm.generate(asked, SamplingParams(max_tokens=12, ignore_eos=True), launcher=launcher)
+    assert ids(outputs) == [pair.greedy(prompt, 12, ignore_eos=True) for prompt in asked]
+    assert [-1 if key.catch_up else key.shape.num_steps for key in launcher.keys][:6] == [2, 0, 0, 0, 0, -1]
+    assert all(output.timing.cycle_tokens[6] == 3 for output in outputs)
 
 
 SAMPLED: tuple[dict[str, Any], ...] = (

@@ -49,7 +49,7 @@ def chain_layout(
     score_BM: Tensor | None,
     token_BM: Tensor | None,
     lane_row_B: Tensor,
-    window_token_RA: Tensor,
+    window_token_RAc: Tensor,
     window_len_R: Tensor,
     node_token_BN: Tensor,
     node_parent_BN: Tensor,
@@ -58,8 +58,8 @@ def chain_layout(
 ) -> None:
     lanes, nodes, words = node_ancestors_BNX.shape
     launch(
-        _chain_layout, (lanes,), score_BM, token_BM, lane_row_B, window_token_RA, window_len_R,
-        node_token_BN, node_parent_BN, node_depth_BN, node_ancestors_BNX, nodes, words, window_token_RA.shape[1],
+        _chain_layout, (lanes,), score_BM, token_BM, lane_row_B, window_token_RAc, window_len_R,
+        node_token_BN, node_parent_BN, node_depth_BN, node_ancestors_BNX, nodes, words, window_token_RAc.shape[1],
         DRAFTED=score_BM is not None, NODES=max(32, triton.next_power_of_2(nodes)), WORDS=triton.next_power_of_2(words), num_warps=1,
     )  # fmt: skip
 

@@ -23,9 +23,9 @@ TILE = 512
 def _bookkeeping(
     lane_row, sample, path, accept_len, outcome, cycle, ring, window_token, window_len, seq_len, budget, status,
     lookback_token, history, output_count,
-    lanes, nodes, accept_width, ring_depth, ring_stride, ring_lane_stride, lookback, positions, vocab,
+    lanes, nodes, accept_width, capacity, ring_depth, ring_stride, ring_lane_stride, lookback, positions, vocab,
     LANES: tl.constexpr, WIDTH: tl.constexpr, LOOKBACK: tl.constexpr, HISTORY: tl.constexpr, COUNTS: tl.constexpr,
-    HEADER: tl.constexpr,
+    APPEND: tl.constexpr, HEADER: tl.constexpr,
 ):  # fmt: skip
     """Everything but the features, of all lanes in one program, so that nobody else reads the counter of cycles it moves on."""
     count = tl.load(cycle)
@@ -41,6 +41,7 @@ def _bookkeeping(
         known = tl.load(status + row, mask=here, other=0)
         tokens_before = tl.load(seq_len + row, mask=moved, other=0)
         tokens_left = tl.load(budget + row, mask=moved, other=0)
+        before = tl.load(window_len + row, mask=moved, other=0) if APPEND else tl.zeros_like(length)
         inside = here[:, None] & (entry < accept_width)
         valid = inside & (entry < length[:, None])
         node = tl.load(path + lane[:, None] * accept_width + entry, mask=valid, other=0)
@@ -50,7 +51,7 @@ def _bookkeeping(
             kept = moved[:, None] & (back < lookback)
             source = tl.load(window_len + row, mask=moved, other=0)[:, None] + back
             of_back = tl.load(lookback_token + row[:, None] * lookback + source, mask=kept & (source < lookback), other=0)
-            at_window = window_token + row[:, None] * accept_width + source - lookback
+            at_window = window_token + row[:, None] * capacity + source - lookback
             of_window = tl.load(at_window, mask=kept & (source >= lookback), other=0)
         # What is read above is written below, by other threads of this program.
         tl.debug_barrier()
@@ -61,13 +62,15 @@ def _bookkeeping(
         tl.store(at_lane, length, mask=here)
         tl.store(at_lane + 1, state, mask=here)
         tl.store(at_lane[:, None] + HEADER + entry, token, mask=inside)
-        tl.store(window_token + row[:, None] * accept_width + entry, token, mask=inside & moved[:, None])
+        place = before[:, None] + entry
+        written = valid & (place < capacity) if APPEND else inside & moved[:, None]
+        tl.store(window_token + row[:, None] * capacity + place, token, mask=written)
         if HISTORY:
             position = tokens_before[:, None] + 1 + entry
             tl.store(history + row[:, None] * positions + position, token, mask=valid & (position < positions))
         if COUNTS:
             tl.atomic_add(output_count + row[:, None] * vocab + token, 1, mask=valid)
-        tl.store(window_len + row, length, mask=moved)
+        tl.store(window_len + row, before + length, mask=moved)
         tl.store(seq_len + row, tokens_before + length, mask=moved)
         tl.store(budget + row, tokens_left - length, mask=moved)
         tl.store(status + row, state, mask=here & (state != known))
@@ -79,8 +82,8 @@ def _bookkeeping(
 def _commit_rows(
     lane_row, sample, path, accept_len, outcome, feature, cycle, ring, window_token, window_len, seq_len, budget, status,
     window_feature, lookback_token, lookback_feature, history, output_count,
-    lanes, nodes, accept_width, channels, ring_depth, ring_stride, ring_lane_stride, lookback, positions, vocab,
-    LANES: tl.constexpr, WIDTH: tl.constexpr, LOOKBACK: tl.constexpr, HISTORY: tl.constexpr, COUNTS: tl.constexpr,
+    lanes, nodes, accept_width, capacity, channels, ring_depth, ring_stride, ring_lane_stride, lookback, positions, vocab,
+    LANES: tl.constexpr, WIDTH: tl.constexpr, LOOKBACK: tl.constexpr, HISTORY: tl.constexpr, COUNTS: tl.constexpr, APPEND: tl.constexpr,
     BOOKS: tl.constexpr, FEATURES: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, HEADER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program 0 keeps the books. Each of the others copies features: one entry of a window, or all that lookback ties together."""
@@ -92,8 +95,8 @@ def _commit_rows(
         _bookkeeping(
             lane_row, sample, path, accept_len, outcome, cycle, ring, window_token, window_len, seq_len, budget, status,
             lookback_token, history, output_count,
-            lanes, nodes, accept_width, ring_depth, ring_stride, ring_lane_stride, lookback, positions, vocab,
-            LANES, WIDTH, LOOKBACK, HISTORY, COUNTS, HEADER,
+            lanes, nodes, accept_width, capacity, ring_depth, ring_stride, ring_lane_stride, lookback, positions, vocab,
+            LANES, WIDTH, LOOKBACK, HISTORY, COUNTS, APPEND, HEADER,
         )  # fmt: skip
     elif FEATURES:
         share = program - 1 if BOOKS else program
@@ -106,7 +109,7 @@ def _commit_rows(
         length = tl.load(accept_len + lane)
         if length > 0:
             row = tl.load(lane_row + lane)
-            windows = window_feature + row * accept_width * channels + channel
+            windows = window_feature + row * capacity * channels + channel
             if LOOKBACK:
                 # An entry moves to a lower place only, so in this order none is overwritten before it is read; the barrier holds for
                 # threads of this program that read what others write.
@@ -121,10 +124,13 @@ def _commit_rows(
                     tl.debug_barrier()
                     tl.store(backs + back * channels, kept, mask=inside)
                 tl.debug_barrier()
+            offset = tl.load(window_len + row) if APPEND else 0
             for entry in range(begin, end):
                 node = tl.load(path + lane * accept_width + entry, mask=entry < length, other=0)
                 at_node = feature + (lane * nodes + node) * channels + channel
-                tl.store(windows + entry * channels, tl.load(at_node, mask=inside & (entry < length), other=0.0), mask=inside)
+                copied = tl.load(at_node, mask=inside & (entry < length), other=0.0)
+                written = inside & (entry < length) & (offset + entry < capacity) if APPEND else inside
+                tl.store(windows + (offset + entry) * channels, copied, mask=written)
 
 
 def commit_rows(
@@ -136,46 +142,54 @@ def commit_rows(
     feature_BNF: Tensor | None,
     cycle_1: Tensor,
     ring_ZBJ: Tensor,
-    window_token_RA: Tensor,
+    window_token_RAc: Tensor,
     window_len_R: Tensor,
     seq_len_R: Tensor,
     budget_R: Tensor,
     status_R: Tensor,
-    window_feature_RAF: Tensor | None,
+    window_feature_RAcF: Tensor | None,
     lookback_token_RY: Tensor | None,
     lookback_feature_RYF: Tensor | None,
     history_RL: Tensor | None,
     output_count_RV: Tensor | None,
+    append: bool,
 ) -> None:
     lanes, width = path_BA.shape
     padded = triton.next_power_of_2(width)
     channels = 0 if feature_BNF is None else feature_BNF.shape[2]
-    lookback = 0 if lookback_token_RY is None else lookback_token_RY.shape[1]
+    # The lookback ends where the window begins, which appending leaves where it is.
+    lookback = 0 if lookback_token_RY is None or append else lookback_token_RY.shape[1]
     chunks = triton.cdiv(channels, CHUNK)
     copies = lanes * chunks * (1 if lookback else width)
-    # Features of the lookback are found through the old length of the window, so they go first and the books are kept by a second launch.
-    launches = [(False, True, copies), (True, False, 1)] if lookback and copies else [(True, copies > 0, copies + 1)]
+    # Features of the lookback, and places behind the window, are found through the old length of the window: so features go first and the
+    # books are kept by a second launch.
+    launches = [(False, True, copies), (True, False, 1)] if (lookback or append) and copies else [(True, copies > 0, copies + 1)]
     for books, features, programs in launches:
         launch(
             _commit_rows, (programs,), lane_row_B, sample_BN, path_BA, accept_len_B, outcome_B, feature_BNF, cycle_1, ring_ZBJ,
-            window_token_RA, window_len_R, seq_len_R, budget_R, status_R, window_feature_RAF, lookback_token_RY, lookback_feature_RYF,
-            history_RL, output_count_RV, lanes, sample_BN.shape[1], width, channels, ring_ZBJ.shape[0], ring_ZBJ.stride(0),
-            ring_ZBJ.stride(1), lookback, 0 if history_RL is None else history_RL.shape[1],
+            window_token_RAc, window_len_R, seq_len_R, budget_R, status_R, window_feature_RAcF, lookback_token_RY, lookback_feature_RYF,
+            history_RL, output_count_RV, lanes, sample_BN.shape[1], width, window_token_RAc.shape[1], channels, ring_ZBJ.shape[0],
+            ring_ZBJ.stride(0), ring_ZBJ.stride(1), lookback, 0 if history_RL is None else history_RL.shape[1],
             0 if output_count_RV is None else output_count_RV.shape[1],
             LANES=min(triton.next_power_of_2(lanes), max(1, TILE // padded)), WIDTH=padded,
             LOOKBACK=triton.next_power_of_2(lookback) if lookback else 0, HISTORY=history_RL is not None,
-            COUNTS=output_count_RV is not None, BOOKS=books, FEATURES=features, CHUNKS=max(chunks, 1), CHUNK=CHUNK, HEADER=RING_HEADER,
+            COUNTS=output_count_RV is not None, APPEND=append, BOOKS=books, FEATURES=features, CHUNKS=max(chunks, 1), CHUNK=CHUNK,
+            HEADER=RING_HEADER,
         )  # fmt: skip
 
 
 MUTATES = (
-    "cycle_1", "ring_ZBJ", "window_token_RA", "window_len_R", "seq_len_R", "budget_R", "status_R", "window_feature_RAF",
+    "cycle_1", "ring_ZBJ", "window_token_RAc", "window_len_R", "seq_len_R", "budget_R", "status_R", "window_feature_RAcF",
     "lookback_token_RY", "lookback_feature_RYF", "history_RL", "output_count_RV",
 )  # fmt: skip
 OP = register("commit_rows", commit_rows, mutates=MUTATES)
 
 
-def _call(lanes: int, nodes: int, width: int, channels: int, lookback: int = 0, history: int = 0, vocab: int = 0) -> dict[str, Any]:
+def _call(
+    lanes: int, nodes: int, width: int, channels: int, lookback: int = 0, history: int = 0, vocab: int = 0, capacity: int = 0
+) -> dict[str, Any]:
+    """With a capacity the run is appended."""
+
     def words(*shape: int) -> Tensor:
         return torch.empty(*shape, dtype=torch.int64, device="meta")
 
@@ -192,13 +206,14 @@ def _call(lanes: int, nodes: int, width: int, channels: int, lookback: int = 0, 
         "feature_BNF": features(lanes, nodes),
         "cycle_1": words(1),
         "ring_ZBJ": words(3, lanes, width + RING_HEADER),
-        "window_token_RA": words(rows, width),
+        "window_token_RAc": words(rows, capacity or width),
         **{name: words(rows) for name in ("window_len_R", "seq_len_R", "budget_R", "status_R")},
-        "window_feature_RAF": features(rows, width),
+        "window_feature_RAcF": features(rows, capacity or width),
         "lookback_token_RY": words(rows, lookback) if lookback else None,
         "lookback_feature_RYF": features(rows, lookback) if lookback else None,
         "history_RL": words(rows, history) if history else None,
         "output_count_RV": torch.empty(rows, vocab, dtype=torch.int32, device="meta") if vocab else None,
+        "append": capacity > 0,
     }
 
 
@@ -210,4 +225,5 @@ AOT = (
     AotCase("mtp-b8-heads3", commit_rows, lambda: _call(8, 4, 4, 4096, lookback=2)),
     AotCase("ngram-b8-n128-a128", commit_rows, lambda: _call(8, 128, 128, 0, history=131_072)),
     AotCase("plain-b8", commit_rows, lambda: _call(8, 1, 1, 0)),
+    AotCase("eagle3-b64-append-c32", commit_rows, lambda: _call(64, 1, 6, 3 * 4096, capacity=32)),
 )

@@ -20,7 +20,7 @@ BLOCK = 2048
 def _draft_window(
     lane_row, status, seq_len, window_len, window_token, window_feature, lookback_token, lookback_feature,
     out_token, out_valid, out_slot, out_position, out_begin, out_words, out_known, out_next, out_feature,
-    accept, lookback, features, shift,
+    width, capacity, lookback, features, shift,
     X: tl.constexpr, U_PAD: tl.constexpr, X_PAD: tl.constexpr, LIVE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (b, 0) writes what is small; program (b, 1 + u * chunks + c) copies one chunk of entry u's features."""
@@ -28,7 +28,7 @@ def _draft_window(
         gdc_wait()
         gdc_launch_dependents()
     lane = tl.program_id(0).to(tl.int64)
-    width = lookback + accept
+    width += lookback
     row = tl.load(lane_row + lane)
     live = tl.load(status + row) == LIVE
     sequence = tl.load(seq_len + row)
@@ -42,7 +42,7 @@ def _draft_window(
         inside = entry < width
         valid = inside & (entry < known)
         index = tl.minimum(entry + skip, width - 1)
-        token = tl.load(window_token + row * accept + index - lookback, mask=valid & (index >= lookback), other=-1)
+        token = tl.load(window_token + row * capacity + index - lookback, mask=valid & (index >= lookback), other=-1)
         if lookback_token is not None:
             before = tl.load(lookback_token + row * lookback + index, mask=valid & (index < lookback), other=-1)
             token = tl.where(index < lookback, before, token)
@@ -68,7 +68,7 @@ def _draft_window(
         within = channel < features
         held = place < known
         origin = tl.minimum(place + skip, width - 1)
-        newer = window_feature + (row * accept + origin - lookback) * features + channel
+        newer = window_feature + (row * capacity + origin - lookback) * features + channel
         copied = tl.load(newer, mask=within & held & (origin >= lookback), other=0.0)
         if lookback_feature is not None:
             earlier = lookback_feature + (row * lookback + origin) * features + channel
@@ -77,14 +77,15 @@ def _draft_window(
 
 
 def _results(
-    lane_row_B: Tensor, window_token_RA: Tensor, window_feature_RAF: Tensor | None, lookback_token_RY: Tensor | None, num_words: int
+    lane_row_B: Tensor, window_feature_RAcF: Tensor | None, lookback_token_RY: Tensor | None, width: int, num_words: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    lanes, width = lane_row_B.shape[0], window_token_RA.shape[1] + (0 if lookback_token_RY is None else lookback_token_RY.shape[1])
+    lanes = lane_row_B.shape[0]
+    width += 0 if lookback_token_RY is None else lookback_token_RY.shape[1]
     token, slot, position = (lane_row_B.new_empty(lanes, width) for _ in range(3))
     begin, known, following = (lane_row_B.new_empty(lanes) for _ in range(3))
     valid = lane_row_B.new_empty(lanes, width, dtype=torch.bool)
     words = lane_row_B.new_empty(lanes, width, num_words)
-    features, dtype = (0, torch.float32) if window_feature_RAF is None else (window_feature_RAF.shape[2], window_feature_RAF.dtype)
+    features, dtype = (0, torch.float32) if window_feature_RAcF is None else (window_feature_RAcF.shape[2], window_feature_RAcF.dtype)
     feature = lane_row_B.new_empty(lanes, width, features, dtype=dtype)
     return token, valid, slot, position, begin, words, known, following, feature
 
@@ -94,21 +95,22 @@ def draft_window(
     status_R: Tensor,
     seq_len_R: Tensor,
     window_len_R: Tensor,
-    window_token_RA: Tensor,
-    window_feature_RAF: Tensor | None,
+    window_token_RAc: Tensor,
+    window_feature_RAcF: Tensor | None,
     lookback_token_RY: Tensor | None,
     lookback_feature_RYF: Tensor | None,
     shift: int,
+    width: int,
     num_words: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    results = _results(lane_row_B, window_token_RA, window_feature_RAF, lookback_token_RY, num_words)
-    lanes, width = results[0].shape
-    accept, features = window_token_RA.shape[1], results[-1].shape[2]
+    results = _results(lane_row_B, window_feature_RAcF, lookback_token_RY, width, num_words)
+    lanes, entries = results[0].shape
+    features = results[-1].shape[2]
     launch(
-        _draft_window, (lanes, 1 + width * triton.cdiv(features, BLOCK)),
-        lane_row_B, status_R, seq_len_R, window_len_R, window_token_RA, window_feature_RAF, lookback_token_RY, lookback_feature_RYF,
-        *results, accept, width - accept, features, shift,
-        X=num_words, U_PAD=triton.next_power_of_2(width), X_PAD=triton.next_power_of_2(num_words), LIVE=LIVE, BLOCK=BLOCK,
+        _draft_window, (lanes, 1 + entries * triton.cdiv(features, BLOCK)),
+        lane_row_B, status_R, seq_len_R, window_len_R, window_token_RAc, window_feature_RAcF, lookback_token_RY, lookback_feature_RYF,
+        *results, width, window_token_RAc.shape[1], entries - width, features, shift,
+        X=num_words, U_PAD=triton.next_power_of_2(entries), X_PAD=triton.next_power_of_2(num_words), LIVE=LIVE, BLOCK=BLOCK,
     )  # fmt: skip
     return results
 
@@ -118,30 +120,32 @@ def _fake(
     status_R: Tensor,
     seq_len_R: Tensor,
     window_len_R: Tensor,
-    window_token_RA: Tensor,
-    window_feature_RAF: Tensor | None,
+    window_token_RAc: Tensor,
+    window_feature_RAcF: Tensor | None,
     lookback_token_RY: Tensor | None,
     lookback_feature_RYF: Tensor | None,
     shift: int,
+    width: int,
     num_words: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return _results(lane_row_B, window_token_RA, window_feature_RAF, lookback_token_RY, num_words)
+    return _results(lane_row_B, window_feature_RAcF, lookback_token_RY, width, num_words)
 
 
 OP = register("draft_window", draft_window, _fake)
 
 
-def _call(lanes: int, width: int, features: int, lookback: int = 0, num_words: int = 1) -> dict[str, Any]:
+def _call(lanes: int, width: int, features: int, lookback: int = 0, num_words: int = 1, capacity: int = 0) -> dict[str, Any]:
     meta, rows = torch.device("meta"), 9
     words = {name: torch.empty(rows, dtype=torch.int64, device=meta) for name in ("status_R", "seq_len_R", "window_len_R")}
     return {
         "lane_row_B": torch.empty(lanes, dtype=torch.int64, device=meta),
         **words,
-        "window_token_RA": torch.empty(rows, width, dtype=torch.int64, device=meta),
-        "window_feature_RAF": torch.empty(rows, width, features, dtype=torch.bfloat16, device=meta) if features else None,
+        "window_token_RAc": torch.empty(rows, capacity or width, dtype=torch.int64, device=meta),
+        "window_feature_RAcF": torch.empty(rows, capacity or width, features, dtype=torch.bfloat16, device=meta) if features else None,
         "lookback_token_RY": torch.empty(rows, lookback, dtype=torch.int64, device=meta) if lookback else None,
         "lookback_feature_RYF": torch.empty(rows, lookback, features, dtype=torch.bfloat16, device=meta) if lookback else None,
         "shift": 1,
+        "width": width,
         "num_words": num_words,
     }
 
@@ -151,4 +155,6 @@ AOT = (
     AotCase("llama-8b-b8-a6", draft_window, lambda: _call(8, 6, 12288)),
     AotCase("llama-8b-a16-no-features", draft_window, lambda: _call(8, 16, 0, num_words=2)),
     AotCase("deepseek-y3-a5", draft_window, lambda: _call(8, 5, 7168, lookback=3)),
+    AotCase("llama-8b-b8-a6-of-32", draft_window, lambda: _call(8, 6, 12288, capacity=32)),
+    AotCase("llama-8b-b64-all-32", draft_window, lambda: _call(64, 32, 12288)),
 )

@@ -109,7 +109,7 @@ def tree_build(
     token_BM: Tensor,
     parent_BM: Tensor,
     lane_row_B: Tensor,
-    window_token_RA: Tensor,
+    window_token_RAc: Tensor,
     window_len_R: Tensor,
     node_token_BN: Tensor,
     node_parent_BN: Tensor,
@@ -123,9 +123,9 @@ def tree_build(
         raise ConfigError("variant.num_steps, variant.topk", f"at most {MAX_CANDIDATES} candidates for the fused tree_build", candidates)
     pool = max(64, triton.next_power_of_2(candidates))
     launch(
-        _tree_build, (lanes,), score_BM, token_BM, parent_BM, lane_row_B, window_token_RA, window_len_R,
+        _tree_build, (lanes,), score_BM, token_BM, parent_BM, lane_row_B, window_token_RAc, window_len_R,
         node_token_BN, node_parent_BN, node_depth_BN, node_ancestors_BNX,
-        candidates, nodes, words, window_token_RA.shape[1], max_depth,
+        candidates, nodes, words, window_token_RAc.shape[1], max_depth,
         POOL=pool, POOL_BITS=pool.bit_length() - 1, NODES=max(32, triton.next_power_of_2(nodes)), WORDS=triton.next_power_of_2(words),
         num_warps=min(16, max(1, pool // 256)),
     )  # fmt: skip
@@ -142,7 +142,7 @@ def meta_nodes(lanes: int, nodes: int) -> dict[str, Tensor]:
 
     return {
         "lane_row_B": words(lanes),
-        "window_token_RA": words(65, 8),
+        "window_token_RAc": words(65, 8),
         "window_len_R": words(65),
         **{name: words(lanes, nodes) for name in ("node_token_BN", "node_parent_BN", "node_depth_BN")},
         "node_ancestors_BNX": words(lanes, nodes, (nodes + 63) // 64),

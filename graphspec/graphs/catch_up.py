@@ -1,0 +1,28 @@
+"""In front of a cycle of depth 0: the drafter reads what was decoded without it."""
+
+from __future__ import annotations
+
+import math
+
+from ..buffers import Views
+from ..shapes import WORD_BITS
+from .draft import NetworkStage
+
+
+class CatchUp(NetworkStage):
+    """The drafter over the whole window, for its KV alone. What the cycle commits then replaces the window, as after any draft-extend.
+
+    Entries, slots and positions are those of :class:`~graphspec.graphs.draft.DraftExtend`, in up to ``Ac`` instead of ``A`` entries.
+    """
+
+    name = "catch_up"
+    reads = ("lane_row_B", "lane_table_BP", "status_R", "seq_len_R", "window_len_R", "window_token_RAc", "draft_kv", "draft_begin_1")
+    writes = ("draft_kv",)
+    feature_reads = ("window_feature_RAcF",)
+
+    def forward(self, v: Views) -> None:
+        width = self.plan.window_capacity
+        found = self.window(v, width, math.ceil(width / WORD_BITS))
+        token_BAc, valid_BAc, slot_BAc, position_BAc, begin_B, ancestors_BAcX, _, _, feature_BAcF = found
+        attention = self.attend(v, position_BAc, valid_BAc, slot_BAc, begin_B, ancestors_BAcX)
+        self.draft(token_BAc, self.draft.fuse(feature_BAcF) if self.plan.feature_width else None, attention)

@@ -1,0 +1,168 @@
+"""What ``graphspec tune`` concludes from its measurements: the shape, the depths beside it, where each bucket begins. Pure functions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+BACKLOGS = (32, 64, 128)
+CATCH_UP_SHARE = 0.005
+"""Share of the time at depth 0 that the drafter's catching up may take."""
+
+Shape = tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One shape at one batch size, measured beside plain decoding.
+
+    Attributes:
+        shape: (S, K, N).
+        batch: requests at once.
+        tokens_per_second: median over rounds.
+        ratio: median of the rounds' ratios to plain decoding.
+        acceptance_length: tokens per cycle; None where no cycle was whole.
+        shares: of drafts accepted at depth 1, 2, ... given the ones before, as far as any were seen.
+        cycle_ms: median time of a cycle, host included, as its reader saw it; None where no request had two.
+        plain_ms: the same of plain decoding beside it.
+    """
+
+    shape: Shape
+    batch: int
+    tokens_per_second: float
+    ratio: float
+    acceptance_length: float | None
+    shares: tuple[float, ...]
+    cycle_ms: float | None = None
+    plain_ms: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The shape an engine is to have.
+
+    Attributes:
+        shape: None where plain decoding was fastest at every batch size.
+        score: geometric mean over batch sizes of the ratio to plain decoding, counted as 1 where it is below.
+        scores: of every shape that was measured at all batch sizes, best first.
+        fastest: batch size to its fastest shape, None where that is plain decoding.
+    """
+
+    shape: Shape | None
+    score: float
+    scores: dict[Shape, float]
+    fastest: dict[int, Shape | None]
+
+
+def choose(outcomes: Sequence[Outcome]) -> Choice:
+    """The shape that serves all batch sizes best.
+
+    An engine has one shape and shallower cycles of it. Where the shape does not pay the engine decodes plainly, so a ratio below 1 counts
+    as 1. Of equal scores the shape with fewer nodes is taken.
+
+    Args:
+        outcomes: of shapes whose tokens were right. One that is missing at a batch size others were measured at is not chosen.
+    """
+    batches = sorted({outcome.batch for outcome in outcomes})
+    by_shape: dict[Shape, dict[int, Outcome]] = {}
+    for outcome in outcomes:
+        by_shape.setdefault(outcome.shape, {})[outcome.batch] = outcome
+    whole = {shape: found for shape, found in by_shape.items() if len(found) == len(batches)}
+    scores = {shape: geometric_mean([max(1.0, outcome.ratio) for outcome in found.values()]) for shape, found in whole.items()}
+    order = sorted(scores, key=lambda shape: (-scores[shape], shape[2], shape))
+    pays = bool(order) and scores[order[0]] > 1
+    fastest: dict[int, Shape | None] = {}
+    for batch in batches:
+        best = max((outcome for outcome in outcomes if outcome.batch == batch), key=lambda outcome: outcome.tokens_per_second)
+        fastest[batch] = best.shape if best.ratio > 1 else None
+    return Choice(order[0] if pays else None, scores[order[0]] if pays else 1.0, {shape: scores[shape] for shape in order}, fastest)
+
+
+def geometric_mean(values: Sequence[float]) -> float:
+    """Of numbers above 0."""
+    return math.exp(sum(math.log(value) for value in values) / len(values))
+
+
+def shallower_depths(steps: int) -> list[int]:
+    """Depths worth a cycle of their own beside ``steps``: 0, a quarter and a half. Each costs a program per bucket."""
+    return sorted({0, *(depth for depth in (steps // 4, steps // 2) if depth < steps)})
+
+
+def mean_shares(outcomes: Sequence[Outcome]) -> list[float]:
+    """Shares of one shape over its batch sizes; a depth counts where it was seen."""
+    deepest = max((len(outcome.shares) for outcome in outcomes), default=0)
+    columns = [[outcome.shares[depth] for outcome in outcomes if len(outcome.shares) > depth] for depth in range(deepest)]
+    return [sum(column) / len(column) for column in columns]
+
+
+def cycle_times(timed: Mapping[int, Mapping[int, float]], measured: Sequence[Outcome]) -> dict[int, dict[int, float]]:
+    """Times of cycles by bucket and depth, in milliseconds to four digits.
+
+    An engine times its programs by themselves, with nothing in the rows. Where a bucket ran the workload, its deepest cycle and plain
+    decoding take what they took there, host and context included, and depths between lie as the engine's times do.
+
+    Args:
+        timed: bucket to depth to milliseconds, as the engine found them; the depths are the same in all buckets.
+        measured: the chosen shape at each batch size.
+    """
+    found = {outcome.batch: outcome for outcome in measured}
+    times = {}
+    for bucket, table in timed.items():
+        deepest, outcome = max(table), found.get(bucket)
+        if outcome is not None and outcome.cycle_ms is not None and outcome.plain_ms is not None and 0 in table:
+            low, high, span = outcome.plain_ms, outcome.cycle_ms, table[deepest] - table[0]
+            # Where a deeper program was timed as faster than a plain one, the clock told noise.
+            places = {depth: (time - table[0]) / span if span > 0 else depth / deepest for depth, time in table.items()}
+            table = {depth: low + (high - low) * min(1.0, max(0.0, place)) for depth, place in places.items()}
+        times[bucket] = {depth: float(f"{time:.4g}") for depth, time in table.items()}
+    return times
+
+
+def first_depths(times: Mapping[int, Mapping[int, float]], shares: Sequence[float], ratios: Mapping[int, float]) -> dict[int, int]:
+    """Where each bucket begins: the depth with the most tokens per second by times and shares.
+
+    The deepest was measured whole, so that counts more than times of programs: where it did not pay, the bucket begins at depth 0.
+
+    Args:
+        times: bucket to depth to the time of a cycle.
+        shares: of drafts accepted at depth 1, 2, ... given the ones before.
+        ratios: batch size to the deepest cycle's measured ratio to plain decoding.
+    """
+    found = {}
+    for bucket, table in times.items():
+        lengths = {depth: expected_tokens(shares, depth) for depth in table}
+        depth = max(table, key=lambda depth: (lengths[depth] / table[depth], -depth))
+        ratio = ratio_at(bucket, ratios)
+        found[bucket] = 0 if depth == max(table) and 0 in table and ratio is not None and ratio <= 1 else depth
+    return found
+
+
+def expected_tokens(shares: Sequence[float], depth: int) -> float:
+    """Tokens a cycle of ``depth`` commits; depths past the shares accept nothing."""
+    total = reach = 1.0
+    for share in shares[:depth]:
+        reach *= share
+        total += reach
+    return total
+
+
+def ratio_at(bucket: int, ratios: Mapping[int, float]) -> float | None:
+    """The ratio of the smallest batch size measured that fills the bucket, else of the largest one."""
+    if not ratios:
+        return None
+    return ratios[min((batch for batch in ratios if batch >= bucket), default=max(ratios))]
+
+
+def backlog_for(times: Mapping[int, Mapping[int, float]], most: int) -> int:
+    """Tokens a row may decode at depth 0 before its drafter catches up: so many that this takes ``CATCH_UP_SHARE`` of the time.
+
+    The pass costs about what the shallowest drafting cycle takes beyond a plain one.
+
+    Args:
+        times: bucket to depth to the time of a cycle.
+        most: the backlog is no longer than this.
+    """
+    shares = [min(table[depth] for depth in table if depth) / table[0] - 1 for table in times.values() if 0 in table and len(table) > 1]
+    wanted = max(shares, default=0.0) / CATCH_UP_SHARE
+    return min(next((backlog for backlog in BACKLOGS if backlog >= wanted), BACKLOGS[-1]), most)

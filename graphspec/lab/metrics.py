@@ -1,0 +1,233 @@
+"""What a measured side did, as figures: latencies, throughput, acceptance. Pure functions over timelines; standard library only.
+
+The definitions are those serving benchmarks have agreed on (``vllm bench serve``, ``trtllm-bench``), spelled out where speculation makes a
+difference: one cycle gives several tokens at one moment. Such a *burst* is one event. Gaps between bursts are therefore never zero, and the
+time per output token, which divides by tokens, is the figure that compares across engines.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from typing import Any
+
+FINISHED = ("stop", "length")
+"""How a request ends that was served; any other one is left out of every figure but the count of aborted ones."""
+ITL_SAMPLES = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class CycleCount:
+    """One cycle of one request.
+
+    Attributes:
+        tokens: new tokens, the bonus token among them.
+        depth: draft depth it ran with; 0 decodes plainly.
+        drafted: drafted tokens that were verified.
+    """
+
+    tokens: int
+    depth: int
+    drafted: int
+
+
+@dataclass(slots=True)
+class Timeline:
+    """One request as its caller saw it; times in seconds of one clock.
+
+    Attributes:
+        arrived: when it was handed over.
+        bursts: ``(time, tokens)`` of every event that brought tokens, in order; the first is the prefill's.
+        finished: when its end was known.
+        reason: ``stop``, ``length``, or why it was not served.
+        cycles: what its cycles gave, in order, where the side tells; the prefill's token is in none.
+        cut: the last cycle was cut short by a stop id or the budget.
+    """
+
+    arrived: float
+    bursts: list[tuple[float, int]]
+    finished: float
+    reason: str
+    cycles: list[CycleCount] = field(default_factory=list)
+    cut: bool = False
+
+    @classmethod
+    def from_json(cls, row: dict[str, Any]) -> Timeline:
+        """The inverse of :func:`dataclasses.asdict` behind JSON, which has no tuples."""
+        cycles = [CycleCount(**cycle) for cycle in row["cycles"]]
+        return cls(**(row | {"bursts": [(time, tokens) for time, tokens in row["bursts"]], "cycles": cycles}))
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @property
+    def served(self) -> bool:
+        return self.reason in FINISHED and bool(self.bursts)
+
+    @property
+    def tokens(self) -> int:
+        """New tokens."""
+        return sum(tokens for _, tokens in self.bursts)
+
+    @property
+    def ttft(self) -> float:
+        """Time to first token: from arrival to the first burst."""
+        return self.bursts[0][0] - self.arrived
+
+    @property
+    def e2e(self) -> float:
+        """End to end: from arrival to the end."""
+        return self.finished - self.arrived
+
+    @property
+    def tpot(self) -> float | None:
+        """Time per output token after the first: ``(E2E - TTFT) / (tokens - 1)``; None for a single token."""
+        return (self.e2e - self.ttft) / (self.tokens - 1) if self.tokens > 1 else None
+
+    @property
+    def itl(self) -> list[float]:
+        """Inter-token latencies as a reader of the stream sees them: gaps between bursts."""
+        times = [time for time, _ in self.bursts]
+        return [later - time for time, later in pairwise(times)]
+
+    @property
+    def whole_cycles(self) -> list[CycleCount]:
+        """Cycles that a stop id or the budget did not cut short; they say how well drafts are accepted."""
+        return self.cycles[:-1] if self.cut else self.cycles
+
+
+@dataclass(slots=True)
+class Round:
+    """One pass over the workload on one side: its requests, in the order they were asked for."""
+
+    timelines: list[Timeline]
+
+    @property
+    def served(self) -> list[Timeline]:
+        return [timeline for timeline in self.timelines if timeline.served]
+
+    @property
+    def seconds(self) -> float:
+        """From the first arrival to the last end; requests overlap, so this is not their sum."""
+        return max(t.finished for t in self.timelines) - min(t.arrived for t in self.timelines) if self.timelines else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens of served requests, prefill time included."""
+        return sum(t.tokens for t in self.served) / self.seconds if self.seconds > 0 else 0.0
+
+    @property
+    def tokens_per_second_per_user(self) -> float:
+        """Mean over served requests of new tokens by their own end-to-end time."""
+        rates = [t.tokens / t.e2e for t in self.served if t.e2e > 0]
+        return statistics.fmean(rates) if rates else 0.0
+
+
+def closed_loop_arrivals(began: float, finished: Sequence[float], users: int) -> list[float]:
+    """When each request was handed over if so many users wait for an answer before each asks the next question.
+
+    Args:
+        began: when the first of them were.
+        finished: end of each request, in the order they are asked.
+        users: requests at once.
+    """
+    ends = sorted(finished)
+    return [began if number < users else ends[number - users] for number in range(len(finished))]
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """Linear interpolation between the two nearest ranks, as numpy does by default.
+
+    Args:
+        values: at least one.
+        share: from 0 to 100.
+    """
+    ordered = sorted(values)
+    place = (len(ordered) - 1) * share / 100
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def spread(values: Sequence[float]) -> dict[str, Any]:
+    """Median, 10th and 90th percentile over rounds, and the rounds themselves."""
+    return {**quantiles(values), "rounds": list(values)}
+
+
+def quantiles(values: Sequence[float]) -> dict[str, float]:
+    """Median, 10th and 90th percentile."""
+    return {"median": statistics.median(values), "p10": percentile(values, 10), "p90": percentile(values, 90)}
+
+
+def latency(seconds: Sequence[float]) -> dict[str, float] | None:
+    """Mean and percentiles in milliseconds; None without a value."""
+    if not seconds:
+        return None
+    return {"mean": 1e3 * statistics.fmean(seconds), **{f"p{share}": 1e3 * percentile(seconds, share) for share in (50, 90, 99)}}
+
+
+def thinned(values: Sequence[float], most: int) -> list[float]:
+    """At most ``most`` of them, evenly spaced over their order of size, so that the distribution stays what it is."""
+    ordered = sorted(values)
+    if len(ordered) <= most:
+        return ordered
+    return [ordered[round(i * (len(ordered) - 1) / (most - 1))] for i in range(most)]
+
+
+def acceptance(cycles: Iterable[CycleCount]) -> dict[str, Any]:
+    """Acceptance of whole cycles.
+
+    Returns:
+        ``acceptance_length``: new tokens per cycle, the bonus token included, of the cycles that drafted where any did; None without a
+        cycle. ``acceptance_unconditional``: share of the cycles that drafted at least so deep whose draft at depth 1, 2, ... was accepted.
+        ``acceptance_conditional``: the same among those whose drafts before it were (None where there was none).
+    """
+    every = list(cycles)
+    runs = [run for run in every if run.depth] or every
+    unconditional: list[float] = []
+    conditional: list[float | None] = []
+    for position in range(1, max((run.depth for run in runs), default=0) + 1):
+        deep = [run.tokens for run in runs if run.depth >= position]
+        reached = [tokens for tokens in deep if tokens >= position]
+        accepted = sum(tokens > position for tokens in deep)
+        unconditional.append(accepted / len(deep))
+        conditional.append(accepted / len(reached) if reached else None)
+    return {
+        "acceptance_length": sum(run.tokens for run in runs) / len(runs) if runs else None,
+        "acceptance_unconditional": unconditional,
+        "acceptance_conditional": conditional,
+    }
+
+
+def figures(rounds: Sequence[Round]) -> dict[str, Any]:
+    """Everything one side's rounds say, under the keys of a result record. Latencies pool the requests of all rounds."""
+    served = [timeline for one in rounds for timeline in one.served]
+    gaps = [gap for timeline in served for gap in timeline.itl]
+    bursts = Counter(tokens for timeline in served for _, tokens in timeline.bursts[1:])
+    seconds = sum(one.seconds for one in rounds)
+    told = [timeline for timeline in served if timeline.cycles]
+    drafted = sum(cycle.drafted for timeline in told for cycle in timeline.cycles)
+    accepted = sum(cycle.tokens - 1 for timeline in told for cycle in timeline.cycles)
+    return {
+        "tokens_per_second": spread([one.tokens_per_second for one in rounds]),
+        "tokens_per_second_per_user": spread([one.tokens_per_second_per_user for one in rounds]),
+        "ttft_ms": latency([timeline.ttft for timeline in served]),
+        "tpot_ms": latency([tpot for timeline in served if (tpot := timeline.tpot) is not None]),
+        "itl_ms": latency(gaps),
+        "e2e_ms": latency([timeline.e2e for timeline in served]),
+        "itl_samples_ms": [1e3 * gap for gap in thinned(gaps, ITL_SAMPLES)],
+        "burst_tokens": {str(tokens): count for tokens, count in sorted(bursts.items())},
+        **acceptance(cycle for timeline in told for cycle in timeline.whole_cycles),
+        "drafted_per_second": drafted / seconds if told and seconds else None,
+        "accepted_per_second": accepted / seconds if told and seconds else None,
+        "aborted": sum(not timeline.served for one in rounds for timeline in one.timelines),
+    }
+
+
+def ratio(rounds: Sequence[Round], others: Sequence[Round]) -> dict[str, Any]:
+    """Tokens per second of one side by those of another, round by round; what a slow moment does to both cancels out."""
+    ratios = [mine.tokens_per_second / other.tokens_per_second for mine, other in zip(rounds, others, strict=True)]
+    return {"median": statistics.median(ratios), "rounds": ratios}

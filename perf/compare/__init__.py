@@ -1,0 +1,1 @@
+"""Two revisions of this repository side by side on one machine: ``python -m perf.compare BASE HEAD``."""

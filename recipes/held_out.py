@@ -1,0 +1,42 @@
+"""Cuts the prompts that ``graphspec profile`` asks by default: ``python -m recipes.held_out``.
+
+Two pieces of each held-out module of the standard library (:data:`recipes.corpus.HELD_OUT`), from a third and two thirds of the way in,
+each beginning at a line; a package's ``__init__.py`` counts as a module. Another version of Python gives other pieces, so the file is kept
+in the package rather than cut anew.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from recipes.corpus import load_corpus
+
+TARGET = Path(__file__).parents[1] / "graphspec" / "lab" / "workloads" / "held_out.jsonl"
+CHARACTERS = 700
+"""Of each prompt; 600 characters of Python are more than 128 tokens of any tokenizer in use."""
+
+
+def cut(text: str, share: float) -> str:
+    """``CHARACTERS`` of ``text`` from the first line that begins after ``share`` of it."""
+    start = text.index("\n", int(len(text) * share)) + 1
+    return text[start : start + CHARACTERS]
+
+
+def prompts() -> list[dict[str, str]]:
+    """``{"source": module, "prompt": text}``, modules in order."""
+    documents = sorted(load_corpus().held_out.items())
+    cuts = [{"source": name, "prompt": cut(text, share)} for share in (1 / 3, 2 / 3) for name, text in documents]
+    return [row for row in cuts if len(row["prompt"]) == CHARACTERS]
+
+
+def main() -> None:
+    """Write the file."""
+    rows = prompts()
+    TARGET.parent.mkdir(parents=True, exist_ok=True)
+    TARGET.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    print(f"{len(rows)} prompts written to {TARGET}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""Draft depths that change as a test wants them to."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from graphspec.cycle import Key
+from graphspec.graphs.mailbox import Message
+from graphspec.plan import Plan
+from graphspec.shapes import GraphKey
+
+
+class RandomDepth:
+    """Any depth of the bucket at any cycle, each for some cycles at a time; 0 for longer ones. Remembers what it is told."""
+
+    def __init__(self, plan: Plan, seed: int = 0) -> None:
+        self.plan, self.rng = plan, random.Random(seed)
+        self.depth: int | None = None
+        self.told: list[tuple[int, int, list[int]]] = []
+
+    def choose(self, bucket: int, lanes: int) -> int:
+        depths = self.plan.depths_of(bucket)
+        if self.depth not in depths or self.rng.random() > (0.5 if self.depth else 0.8):
+            self.depth = self.rng.choice(depths)
+        assert self.depth is not None
+        return self.depth
+
+    def observe(self, bucket: int, depth: int, accepted: Sequence[int]) -> None:
+        assert all(0 <= run <= depth for run in accepted) and len(accepted) <= bucket
+        self.told.append((bucket, depth, list(accepted)))
+
+
+class ScriptedDepth:
+    """These depths, then the last of them for ever."""
+
+    def __init__(self, depths: Iterable[int]) -> None:
+        self.depths = list(depths)
+
+    def choose(self, bucket: int, lanes: int) -> int:
+        return self.depths.pop(0) if len(self.depths) > 1 else self.depths[0]
+
+    def observe(self, bucket: int, depth: int, accepted: Sequence[int]) -> None:
+        pass
+
+
+class Launches:
+    """A launcher in front of a cycle that notes the programs of the cycles it launched."""
+
+    def __init__(self, cycle: Any) -> None:
+        self.cycle, self.keys = cycle, list[GraphKey]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.cycle, name)
+
+    def launch(self, key: Key, message: Message) -> int:
+        if isinstance(key, GraphKey):
+            self.keys.append(key)
+        ticket: int = self.cycle.launch(key, message)
+        return ticket
+
+    @property
+    def depths(self) -> set[int]:
+        """Depths that were run; -1: the drafter caught up."""
+        return {-1 if key.catch_up else key.shape.num_steps for key in self.keys}

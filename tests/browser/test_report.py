@@ -1,0 +1,209 @@
+"""The report in a real browser: charts are drawn, the viewer steps, hostile text stays text, and nothing is asked of the network."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, Page, sync_playwright
+
+from graphspec.lab import page as report
+from graphspec.lab.results import read_results
+from tests._report_records import HOSTILE, records, write
+
+pytestmark = pytest.mark.browser
+
+ARGUMENTS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+ARGUMENTS += ["--disable-component-update", "--disable-sync", "--no-first-run"]
+CHARTS = ["throughput", "comparison", "acceptance-unconditional", "acceptance-conditional"]
+CHARTS += ["stages", "gaps", "bursts", "shapes-0", "prediction"]
+MARKS = ".bars .point path, .scatterlayer .points path, .scatterlayer .js-line, .heatmaplayer image"
+HOSTILE_GENERATION = 3
+Open = Callable[..., Page]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    path = shutil.which("chromium") or shutil.which("chromium-browser")
+    assert path, "these tests need Chromium: apt-get install chromium"
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=ARGUMENTS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def lines() -> list[dict[str, Any]]:
+    return records()
+
+
+@pytest.fixture(scope="module")
+def file(lines: list[dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("report")
+    out = folder / "report.html"
+    out.write_text(report.page(read_results([str(write(folder, lines))]), report.plotly_script()), encoding="utf-8")
+    return out
+
+
+@pytest.fixture
+def open_page(browser: Browser, file: Path) -> Iterator[Open]:
+    """A function that opens the report; afterwards, whatever the browser complained about or asked the network for fails the test."""
+    complaints: list[str] = []
+    contexts = []
+
+    def open_(width: int = 1400, scheme: str = "light") -> Page:
+        context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme, reduced_motion="reduce", offline=True)
+        contexts.append(context)
+        page = context.new_page()
+        page.on("console", lambda message: complaints.append(f"console {message.type}: {message.text}"))
+        page.on("pageerror", lambda error: complaints.append(f"error: {error}"))
+        page.on("dialog", lambda dialog: complaints.append(f"dialog: {dialog.message}"))
+        page.on("request", lambda request: request.url == file.as_uri() or complaints.append(f"request: {request.url[:100]}"))
+        page.goto(file.as_uri())
+        page.wait_for_function("() => document.querySelectorAll('.js-plotly-plot').length === document.querySelectorAll('.chart').length")
+        return page
+
+    yield open_
+    for context in contexts:
+        context.close()
+    assert not complaints
+
+
+def path_of(page: Page) -> list[str]:
+    """Texts of the nodes that are lit, in order."""
+    return page.locator("#viewer .node.accepted .token").all_text_contents()
+
+
+def text_of(page: Page) -> str:
+    return page.locator("#viewer-text").text_content() or ""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1400, 400])
+def test_every_chart_has_marks_and_nothing_scrolls_sideways(open_page: Open, width: int, scheme: str) -> None:
+    page = open_page(width, scheme)
+    assert page.locator(".chart").evaluate_all("charts => charts.map(chart => chart.id)") == CHARTS
+    for chart in CHARTS:
+        boxes = page.locator(f"#{chart}").locator(MARKS).evaluate_all("marks => marks.map(mark => mark.getBoundingClientRect().width)")
+        assert any(box > 0 for box in boxes), chart
+        frame = page.locator(f"#{chart} .main-svg").first.bounding_box()
+        assert frame is not None
+        assert frame["width"] > 250
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    background = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (sum(int(part) for part in background[4:-1].split(",")) < 200) is (scheme == "dark")
+
+
+def test_charts_follow_the_colours_of_the_system(open_page: Open) -> None:
+    page = open_page()
+    tick = "getComputedStyle(document.querySelector('#throughput .xtick text')).fill"
+    light = page.evaluate(tick)
+    page.emulate_media(color_scheme="dark")
+    page.wait_for_function(f"() => {tick} !== {light!r}")
+
+
+def test_the_viewer_steps_with_buttons_and_slider(open_page: Open, lines: list[dict[str, Any]]) -> None:
+    page = open_page()
+    told = next(line for line in lines if line["kind"] == "generation")
+    cycles = told["cycles"]
+    assert page.locator("#viewer-back").is_disabled()
+    text, paths = told["prompt"], []
+    for number, cycle in enumerate(cycles, start=1):
+        text += "".join(cycle["emitted"])
+        assert text_of(page) == text
+        assert page.locator("#viewer-text .now").all_text_contents() == cycle["emitted"]
+        assert page.locator("#viewer .node").count() == len(cycle["nodes"]) + 1
+        paths.append(path_of(page))
+        assert len(paths[-1]) == len(cycle["emitted"]) - 1
+        done = [len(one["emitted"]) for one in cycles[:number]]
+        status = page.locator("#viewer-status").text_content() or ""
+        assert f"cycle {number} of {len(cycles)}" in status
+        assert float(status.rsplit(" ", 1)[1]) == pytest.approx(sum(done) / number, abs=0.006)
+        if number < len(cycles):
+            page.locator("#viewer-next").click()
+    assert len({tuple(path) for path in paths}) > len(cycles) // 2
+    assert page.locator("#viewer-next").is_disabled()
+    page.locator("#viewer-slider").fill("2")
+    assert page.locator("#viewer").get_attribute("data-cycle") == "2"
+    assert path_of(page) == paths[1]
+    page.locator("#viewer-first").click()
+    assert path_of(page) == paths[0]
+
+
+def test_the_viewer_answers_keys_and_plays(open_page: Open) -> None:
+    page = open_page()
+    viewer = page.locator("#viewer")
+    page.locator("#viewer-box").focus()
+    for key, cycle in (("ArrowRight", "2"), ("ArrowRight", "3"), ("ArrowLeft", "2"), ("End", "19"), ("Home", "1")):
+        page.keyboard.press(key)
+        assert viewer.get_attribute("data-cycle") == cycle, key
+    page.locator("#viewer-slider").focus()
+    page.keyboard.press("ArrowRight")
+    assert viewer.get_attribute("data-cycle") == "2"
+    page.clock.install()
+    page.locator("#viewer-play").click()
+    assert page.locator("#viewer-play").get_attribute("aria-label") == "Pause"
+    page.clock.run_for(2500)
+    assert viewer.get_attribute("data-cycle") == "4"
+    page.keyboard.press(" ")
+    assert page.locator("#viewer-play").get_attribute("aria-label") == "Play"
+    page.clock.run_for(5000)
+    assert viewer.get_attribute("data-cycle") == "4"
+
+
+def test_probabilities_are_drawn_and_missing_ones_are_not_made_up(open_page: Open, lines: list[dict[str, Any]]) -> None:
+    page = open_page()
+    nodes = next(line for line in lines if line["kind"] == "generation")["cycles"][0]["nodes"]
+    widths = page.locator("#viewer .edge.accepted").evaluate_all("edges => edges.map(edge => Number(edge.getAttribute('stroke-width')))")
+    assert widths == sorted(widths, reverse=True)
+    assert len(set(widths)) == len(widths) > 1
+    numbers = page.locator("#viewer .node .number").all_text_contents()
+    assert sorted(numbers) == sorted(f"{node['probability']:.2f}"[1:] if node["probability"] >= 0.005 else "<.01" for node in nodes[1:])
+
+
+@pytest.mark.parametrize("width", [1400, 400])
+def test_wide_and_deep_trees_scroll_in_their_box(open_page: Open, width: int) -> None:
+    page = open_page(width)
+    for generation in (1, 2):
+        page.locator("#viewer-select").select_option(index=generation)
+        box = page.locator("#viewer-box").evaluate("box => [box.scrollWidth > box.clientWidth, box.scrollHeight > box.clientHeight]")
+        assert any(box)
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        frames = page.locator("#viewer .node rect").evaluate_all(
+            "nodes => nodes.map(node => node.getBoundingClientRect()).map(r => [r.left, r.top, r.right, r.bottom])"
+        )
+        overlapping = [
+            (a, b) for i, a in enumerate(frames) for b in frames[:i] if a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
+        ]
+        assert len(frames) > 16
+        assert not overlapping
+
+
+def test_hostile_text_stays_text(open_page: Open, lines: list[dict[str, Any]]) -> None:
+    page = open_page()
+    told = [line for line in lines if line["kind"] == "generation"][HOSTILE_GENERATION]
+    page.locator("#viewer-select").select_option(index=HOSTILE_GENERATION)
+    page.locator("#viewer-last").click()
+    text = text_of(page)
+    assert text == told["prompt"] + "".join(piece for cycle in told["cycles"] for piece in cycle["emitted"])
+    assert HOSTILE[1:] in text
+    assert page.locator("img, #viewer script").count() == 0
+    option = page.locator("#viewer-select option").nth(HOSTILE_GENERATION).text_content() or ""
+    assert "</script><img src=x" in option
+
+
+def test_headings_regions_and_controls_have_names(open_page: Open) -> None:
+    page = open_page()
+    assert page.locator("h1").count() == 1
+    levels = page.locator("h1, h2, h3").evaluate_all("headings => headings.map(heading => Number(heading.tagName[1]))")
+    assert all(after - before <= 1 for before, after in pairwise(levels))
+    nameless = page.locator("button, input, select, [role=region], [role=img], nav").evaluate_all(
+        "all => all.filter(one => !one.getAttribute('aria-label') && !one.closest('label')).map(one => one.outerHTML.slice(0, 80))"
+    )
+    assert not nameless
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.textContent") == "Skip to the figures"
