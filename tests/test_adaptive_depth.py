@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from graphspec.buffers import Status
 from graphspec.config import AdaptiveConfig
 from graphspec.cycle import Cycle, Key, PrefillKey, describe, tokens_of
-from graphspec.engine.depth import AdaptiveDepth, FixedDepth
+from graphspec.engine.depth import AdaptiveDepth
 from graphspec.engine.llm import LLM, SamplingParams
 from graphspec.engine.outputs import summarise
 from graphspec.engine.request import Request, RequestMetrics
@@ -359,8 +359,6 @@ def test_a_plan_whose_depths_never_change_is_what_it_was(structure: str) -> None
     assert plan.window_capacity == plan.accept_width and not plan.catches_up
     assert plan.graph_keys(SAMPLED) == (GraphKey(4, plan.shape, SAMPLED), GraphKey(2, plan.shape, SAMPLED))
     assert plan.depths_of(2) == (plan.shape.num_steps,) and plan.shapes == (plan.shape,)
-    policy = FixedDepth(plan)
-    assert {policy.choose(bucket, 1) for bucket in plan.buckets} == {plan.shape.num_steps}
 
 
 def test_a_bucket_may_decode_plainly_for_good() -> None:

@@ -6,15 +6,13 @@ import random
 import statistics
 from collections import deque
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphspec.engine.depth import FRESH_CYCLES, PROBE_SHARE, Acceptance, AdaptiveDepth, FixedDepth
+from graphspec.engine.depth import FRESH_CYCLES, PROBE_SHARE, Acceptance, AdaptiveDepth
 from graphspec.errors import ConfigError
-from graphspec.shapes import CycleShape
 
 
 def expected_length(shares, depth):
@@ -234,13 +232,6 @@ def test_an_unseen_position_leans_on_the_one_before():
     for _ in range(300):
         seen.observe(1, [0, 1])
     assert seen.shares() == pytest.approx([0.5] * 4, abs=0.02)
-
-
-def test_fixed_depth_is_the_plans():
-    shapes = (CycleShape(4, 1, 5), CycleShape(2, 1, 3))
-    policy = FixedDepth(SimpleNamespace(buckets=(1, 8), bucket_shapes=shapes))
-    policy.observe(8, 2, [0] * 8)
-    assert [policy.choose(bucket, 1) for bucket in (1, 8)] == [4, 2]
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from ..errors import ConfigError
-
-if TYPE_CHECKING:
-    from ..plan import Plan
 
 MEMORY_TRIALS = 64
 """A share is remembered over so many drafts, or ..."""
@@ -57,19 +54,6 @@ class DepthPolicy(Protocol):
         Cycles of depth 0 are reported too, with a 0 for each such lane; ``accepted`` may be empty.
         """
         ...
-
-
-class FixedDepth:
-    """Every bucket keeps the depth that the plan gave it."""
-
-    def __init__(self, plan: Plan) -> None:
-        self._depths = {bucket: shape.num_steps for bucket, shape in zip(plan.buckets, plan.bucket_shapes, strict=True)}
-
-    def choose(self, bucket: int, lanes: int) -> int:
-        return self._depths[bucket]
-
-    def observe(self, bucket: int, depth: int, accepted: Sequence[int]) -> None:
-        pass
 
 
 class Acceptance:

@@ -25,7 +25,7 @@ from ..models.layers import pack_linear_layers, use_kernels
 from ..plan import Plan, make_plan
 from ..shapes import GREEDY, GraphKey, SamplingClass, pick_bucket
 from ..weights import apply_token_map, load_target, load_token_map
-from .depth import AdaptiveDepth, DepthPolicy, FixedDepth
+from .depth import AdaptiveDepth, DepthPolicy
 from .outputs import Detokenizer, Metrics, Output, StreamEvent, TreeSnapshot, summarise
 from .proposer import TrieProposer
 from .request import Request, SamplingParams, check_params, check_prompt, sampling_class
@@ -94,7 +94,7 @@ class LLM:
         logger.info("memory: %s", self.memory.text())
         self.cycle = self._load()
         self.metrics: Metrics | None = None
-        self.depth_policy = self._depth_policy()
+        self.depth_policy: DepthPolicy | None = self._depth_policy()
         """Chooses the draft depth of every cycle; what it learns of the traffic lasts as long as the engine."""
         self._acceptance_test = AcceptanceTest(self.plan)
         self._tokenizer: Any = None
@@ -186,10 +186,11 @@ class LLM:
             tuner = LinearTuner(table, Path(table_path).expanduser(), networks, device)
         return Cycle(plan, target, draft, kernels, memory=self.memory, tuner=tuner)
 
-    def _depth_policy(self) -> DepthPolicy:
+    def _depth_policy(self) -> AdaptiveDepth | None:
+        """What chooses each cycle's depth; None where it never changes."""
         plan, adaptive = self.plan, self.config.adaptive
         if not adaptive.depths:
-            return FixedDepth(plan)
+            return None
         depths = {bucket: plan.depths_of(bucket) for bucket in plan.buckets}
         return AdaptiveDepth(depths, adaptive.times, adaptive.rates, self.config.runtime.depth_per_bucket)
 

@@ -13,7 +13,7 @@ from ..errors import ConfigError
 from ..graphs.mailbox import Chunk, Join, Message
 from ..plan import Plan
 from ..shapes import GraphKey, SamplingClass, pick_bucket
-from .depth import DepthPolicy, FixedDepth
+from .depth import DepthPolicy
 from .pages import PageAllocator
 from .proposer import Proposer
 from .request import Request, TokenLogprob
@@ -50,7 +50,7 @@ class Scheduler:
         sampling: what the requests ask of the sampler, all together.
         proposer: the drafter on the host, where there is one.
         buckets: ascending lane counts whose cycles exist, default the plan's; rows beyond the largest take turns.
-        policy: chooses the draft depth of every cycle and is told how it went; default: each bucket keeps the plan's.
+        policy: chooses the draft depth of every cycle and is told how it went; None: each bucket keeps the plan's.
 
     A launch is made on what the host knows, which is ``run_ahead`` cycles old. Pages are therefore reserved for the longest run every
     unread cycle may still commit, and given back when the last launch that contains the row has been read.
@@ -71,7 +71,8 @@ class Scheduler:
     ) -> None:
         self.plan, self.launcher, self.sampling, self.proposer = plan, launcher, sampling, proposer
         self.buckets = buckets or plan.buckets
-        self.policy: DepthPolicy = policy or FixedDepth(plan)
+        self.policy = policy
+        self._first = {bucket: plan.key(bucket, sampling) for bucket in self.buckets}
         self._cycles = {(bucket, depth): plan.key(bucket, sampling, depth) for bucket in self.buckets for depth in plan.depths_of(bucket)}
         self._catch_ups = {bucket: plan.key(bucket, sampling, catch_up=True) for bucket in self.buckets if plan.catches_up}
         self.allocator = PageAllocator(plan.num_pages)
@@ -201,13 +202,15 @@ class Scheduler:
             ConfigError: the policy wants a depth that the bucket has no cycle of.
         """
         bucket = pick_bucket(self.buckets, len(lanes))
-        depth = self.policy.choose(bucket, len(lanes))
-        key = self._cycles.get((bucket, depth))
-        if key is None:
-            raise ConfigError(f"draft depth of {bucket} lanes", "one of " + ", ".join(map(str, self.plan.depths_of(bucket))), depth)
+        key = self._first[bucket]
+        if self.policy is not None:
+            depth = self.policy.choose(bucket, len(lanes))
+            if (bucket, depth) not in self._cycles:
+                raise ConfigError(f"draft depth of {bucket} lanes", "one of " + ", ".join(map(str, self.plan.depths_of(bucket))), depth)
+            key = self._cycles[bucket, depth]
         if self._catch_ups:
             widest = max(request.window_bound for request in lanes)
-            if widest > (self.plan.accept_width if depth else self.plan.window_capacity - 1):
+            if widest > (self.plan.accept_width if key.shape.num_steps else self.plan.window_capacity - 1):
                 return self._catch_ups[bucket]
         return key
 
@@ -277,9 +280,11 @@ class Scheduler:
         now = time.perf_counter()
         depth = None
         if isinstance(ticket.key, GraphKey):
-            depth, results = ticket.key.shape.num_steps, zip(entry.tokens, entry.status, strict=True)
-            whole = [len(tokens) - 1 for tokens, status in results if tokens and status == Status.LIVE]
-            self.policy.observe(ticket.key.bucket, depth, whole)
+            depth = ticket.key.shape.num_steps
+            if self.policy is not None:
+                results = zip(entry.tokens, entry.status, strict=True)
+                whole = [len(tokens) - 1 for tokens, status in results if tokens and status == Status.LIVE]
+                self.policy.observe(ticket.key.bucket, depth, whole)
         for lane, request in enumerate(ticket.lanes):
             request.queued_cycles -= depth is not None
             if request.finish_reason is None:
