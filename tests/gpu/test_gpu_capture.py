@@ -18,6 +18,7 @@ from graphspec.graphs.capture import Captured, Capturer
 from graphspec.graphs.mailbox import Chunk, Join, Message
 from graphspec.kernels import select_kernels
 from graphspec.shapes import GREEDY, SAMPLED, GraphKey
+from tests._depths import RandomDepth
 from tests._tiny import move, same_bits, structure_plan, tiny_networks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
@@ -85,6 +86,20 @@ def test_depths_side_by_side_change_no_token(temperature: float) -> None:
         )  # fmt: skip
         found.append([out.token_ids for out in llm.generate(PROMPTS, params)])
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("mode", ["reference", "fused"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_depths_that_change_while_it_runs_change_no_token(temperature: float, mode: str) -> None:
+    """Depth 0, its backlog and the program that catches up are captured like all others."""
+    params = [SamplingParams(max_tokens=24 + 9 * i, temperature=temperature, seed=i, ignore_eos=True) for i in range(4)]
+    keys = {"device": "cuda", "dtype": "float32", "runtime": "captured", "mode": mode, "buckets": [1, 2, 4], "max_rows": 4}
+    plain = LLM(variant="none", **keys)
+    for topk, nodes in ((1, 5), (4, 12)):
+        llm = LLM(variant="eagle3", num_steps=4, topk=topk, num_draft_tokens=nodes, depths=[0, 2], backlog=6, cycles_in_flight=3, **keys)
+        llm.depth_policy = RandomDepth(llm.plan)
+        assert [out.token_ids for out in llm.generate(PROMPTS, params)] == [out.token_ids for out in plain.generate(PROMPTS, params)]
+        assert {depth for _, depth, _ in llm.depth_policy.told} == {0, 2, 4}
 
 
 def test_debug_mode_runs_and_notices() -> None:
