@@ -48,7 +48,7 @@ def commit_rows(
         lane_row_B: int64, the row of each lane.
         sample_BN: int64, the token sampled at each node.
         path_BA: int64, the accepted nodes from the root on, each in ``[0, N)``.
-        accept_len_B: int64, ``0..A``.
+        accept_len_B: int64, ``0..A``; with ``append`` at most N, the nodes there are.
         outcome_B: int64, the row's status from now on.
         feature_BNF: any dtype, the target's features at each node; None: the drafter reads none.
         cycle_1: int64, launches so far, never negative; written.
@@ -99,13 +99,15 @@ def commit_rows(
     before_B = torch.where(moved_B, window_len_R[rows], 0)
     if append:
         # What is not part of the run goes back unchanged to entry 0, which no run reaches: a row that decodes has one entry at least.
-        place_BA = before_B[:, None] + entry_A
-        kept_BA = valid_BA & (place_BA < window_token_RAc.shape[1])
+        # No run has more tokens than there are nodes, and plain cycles, which append, have one.
+        reach = min(width, sample_BN.shape[1])
+        place_BA = before_B[:, None] + entry_A[:reach]
+        kept_BA = valid_BA[:, :reach] & (place_BA < window_token_RAc.shape[1])
         place_BA = torch.where(kept_BA, place_BA, 0)
-        at_BA = (rows[:, None].expand(lanes, width), place_BA)
-        window_token_RAc.index_put_(at_BA, torch.where(kept_BA, token_BA, window_token_RAc[at_BA]))
+        at_BA = (rows[:, None].expand(lanes, reach), place_BA)
+        window_token_RAc.index_put_(at_BA, torch.where(kept_BA, token_BA[:, :reach], window_token_RAc[at_BA]))
         if feature_BAF is not None and window_feature_RAcF is not None:
-            window_feature_RAcF.index_put_(at_BA, torch.where(kept_BA[..., None], feature_BAF, window_feature_RAcF[at_BA]))
+            window_feature_RAcF.index_put_(at_BA, torch.where(kept_BA[..., None], feature_BAF[:, :reach], window_feature_RAcF[at_BA]))
         new_len_B = before_B + accept_len_B
     else:
         token_RA = window_token_RAc[:, :width]
@@ -134,7 +136,7 @@ def commit_case(
 
     row = torch.randperm(rows - 1, generator=generator)[:lanes]
     row[live:] = rows - 1
-    status, length = draw(0, 5, rows), draw(0, width + 1, lanes)
+    status, length = draw(0, 5, rows), draw(0, (min(width, nodes) if append else width) + 1, lanes)
     length[live:] = 0
     outcome = torch.where(torch.arange(lanes) < live, draw(0, 5, lanes), status[row])
     path = torch.cat((torch.zeros(lanes, 1, dtype=torch.int64), draw(0, nodes, lanes, width - 1).sort(-1).values), 1)
