@@ -71,6 +71,9 @@ class Acceptance:
         first = [*rates[:depth], *([FIRST_SHARE] if not rates else [])][:depth]
         self._trials = [FIRST_WEIGHT if position < len(first) else 0.0 for position in range(depth)]
         self._hits = [FIRST_WEIGHT * share for share in first] + [0.0] * (depth - len(first))
+        self._lengths: list[float] | None = None
+        self.version = 0
+        """Changes when :meth:`lengths` does."""
         self.ages = [0] * depth
         """Cycles since one was as deep as position 1, 2, ... S."""
 
@@ -79,6 +82,9 @@ class Acceptance:
         if not accepted:
             return
         self.ages = [0 if position < depth else age + 1 for position, age in enumerate(self.ages)]
+        if not depth:
+            return
+        self._forget_lengths()
         memory = max(MEMORY_TRIALS, MEMORY_CYCLES * len(accepted))
         for position in range(depth):
             trials = sum(run >= position for run in accepted)
@@ -90,6 +96,7 @@ class Acceptance:
 
     def doubt(self, beyond: int) -> None:
         """What is known of positions past ``beyond`` is old: a few new drafts shall outweigh it."""
+        self._forget_lengths()
         for position in range(beyond, len(self._trials)):
             scale = min(1.0, STALE_WEIGHT / self._trials[position]) if self._trials[position] else 1.0
             self._trials[position] *= scale
@@ -106,11 +113,15 @@ class Acceptance:
 
     def lengths(self) -> list[float]:
         """Tokens a cycle of depth 0, 1, ... S is expected to commit in a row."""
-        lengths, reach = [1.0], 1.0
-        for share in self.shares():
-            reach *= share
-            lengths.append(lengths[-1] + reach)
-        return lengths
+        if self._lengths is None:
+            self._lengths, reach = [1.0], 1.0
+            for share in self.shares():
+                reach *= share
+                self._lengths.append(self._lengths[-1] + reach)
+        return self._lengths
+
+    def _forget_lengths(self) -> None:
+        self._lengths, self.version = None, self.version + 1
 
 
 @dataclass(slots=True)
@@ -138,6 +149,25 @@ class _Bucket:
     rarer: int = 1
     """Probes are so much rarer than ``PROBE_SHARE`` allows."""
     probe: _Probe | None = None
+    standing: _Standing | None = None
+    """Cycles of depth 0 teach nothing, and there are many: what follows from what is known is worked out once."""
+
+
+@dataclass(slots=True)
+class _Standing:
+    """What follows for a bucket from what is known at one time.
+
+    Attributes:
+        known: the acceptance's version, the depth that runs, and the lanes it follows from.
+        best: the depth that is then the fastest.
+        gain: tokens that it would gain in a cycle, what doesn't count taken off.
+        probe: depth and cycles of a probe worth making, and the time it may take, catching up apart; None: there is none.
+    """
+
+    known: tuple[int, int, int]
+    best: int
+    gain: float
+    probe: tuple[int, int, float, float] | None = None
 
 
 class AdaptiveDepth:
@@ -208,7 +238,7 @@ class AdaptiveDepth:
         if not all(0 < times[depth] < math.inf for depth in state.depths):
             raise ConfigError(f"adaptive.times[{bucket}]", "finite times above 0", dict(times))
         state.times = {depth: float(times[depth]) for depth in state.depths}
-        state.lost, state.credit, state.probe, state.rarer = 0.0, 0.0, None, 1
+        state.lost, state.credit, state.probe, state.rarer, state.standing = 0.0, 0.0, None, 1, None
         if state.depth is None:
             state.depth = self._first_depth(bucket, state)
 
@@ -229,8 +259,10 @@ class AdaptiveDepth:
             state.credit -= max(0.0, self._extra(state, depth, lengths))
         if state.probe is not None:
             self._follow(state, depth, accepted, lengths)
-        elif not self._reconsider(state, lengths) and self._unseen(state):
-            self._consider_probe(state, max(1, len(accepted)), lengths)
+        else:
+            standing = self._standing(state, max(1, len(accepted)), lengths)
+            if not self._reconsider(state, standing) and self._unseen(state):
+                self._consider_probe(state, standing)
 
     def _first_depth(self, bucket: int, state: _Bucket) -> int:
         if bucket in self._start:
@@ -249,16 +281,23 @@ class AdaptiveDepth:
         assert state.depth is not None
         return state.times[depth] - lengths[depth] * state.times[state.depth] / lengths[state.depth]
 
-    def _reconsider(self, state: _Bucket, lengths: list[float]) -> bool:
-        """Add up what the best depth would have gained in this cycle; True when it was taken."""
+    def _standing(self, state: _Bucket, lanes: int, lengths: list[float]) -> _Standing:
+        """What follows from what is known now."""
         assert state.depth is not None
-        best = self._best(state, lengths, state.depths)
-        here = lengths[state.depth]
-        gain = state.times[state.depth] * lengths[best] / state.times[best] - here
-        state.lost = max(0.0, state.lost + gain - MARGIN * here)
-        if best == state.depth or state.lost < PATIENCE:
+        known = (self.acceptance.version, state.depth, lanes)
+        if state.standing is None or state.standing.known != known:
+            best, here = self._best(state, lengths, state.depths), lengths[state.depth]
+            gain = state.times[state.depth] * lengths[best] / state.times[best] - here - MARGIN * here
+            state.standing = _Standing(known, best, gain, self._worthwhile_probe(state, lanes, lengths))
+        return state.standing
+
+    @staticmethod
+    def _reconsider(state: _Bucket, standing: _Standing) -> bool:
+        """Add up what the best depth would have gained in this cycle; True when it was taken."""
+        state.lost = max(0.0, state.lost + standing.gain)
+        if standing.best == state.depth or state.lost < PATIENCE:
             return False
-        state.depth, state.lost = best, 0.0
+        state.depth, state.lost = standing.best, 0.0
         return True
 
     def _unseen(self, state: _Bucket) -> bool:
@@ -266,10 +305,23 @@ class AdaptiveDepth:
         assert state.depth is not None
         return state.lost == 0 and state.depth < state.depths[-1] and self.acceptance.ages[state.depth] > FRESH_CYCLES
 
-    def _consider_probe(self, state: _Bucket, lanes: int, lengths: list[float]) -> None:
-        """Begin one when the account can pay for it."""
+    def _consider_probe(self, state: _Bucket, standing: _Standing) -> None:
+        """Begin one when there is one that is worth it and the account can pay for it."""
+        assert state.depth is not None
+        if standing.probe is None:
+            return
+        depth, cycles, cost, catch_up = standing.probe
+        if state.credit >= cost:
+            state.credit = min(state.credit, cost) - catch_up
+            state.probe = _Probe(depth, cycles)
+            self.acceptance.doubt(state.depth)
+
+    def _worthwhile_probe(self, state: _Bucket, lanes: int, lengths: list[float]) -> tuple[int, int, float, float] | None:
+        """Depth, cycles and cost of a probe, and how much of that is catching up; None: nothing deeper could be better."""
         assert state.depth is not None
         here, deeper = lengths[state.depth], tuple(depth for depth in state.depths if depth > state.depth)
+        if not deeper:
+            return None
         # Good drafts everywhere past what runs: only a depth that would then be better is worth a look.
         arriving = max(1e-9, here - lengths[state.depth - 1]) if state.depth else 1.0
         hopeful, reach = lengths[: state.depth + 1], arriving
@@ -278,17 +330,13 @@ class AdaptiveDepth:
             hopeful.append(hopeful[-1] + reach)
         depth = self._best(state, hopeful, deeper)
         if hopeful[depth] / state.times[depth] <= (1 + MARGIN) * here / state.times[state.depth]:
-            return
+            return None
         fewest, most = PROBE_CYCLES
         cycles, enough = (min(most, max(fewest, math.ceil(drafts / (lanes * arriving)))) for drafts in (PROBE_TRIALS, PROBE_MISSES))
         # The drafter catches up in a cycle that costs about as much as the shallowest that drafts.
         catch_up = max(0.0, state.times[deeper[0]] - state.times[0]) if state.depth == 0 else 0.0
         # A probe that is worth nothing ends at its first misses; one that goes on earns what it takes.
-        cost = enough * self._extra(state, depth, lengths) + catch_up
-        if state.credit >= cost:
-            state.credit = min(state.credit, cost) - catch_up
-            state.probe = _Probe(depth, cycles)
-            self.acceptance.doubt(state.depth)
+        return depth, cycles, enough * self._extra(state, depth, lengths) + catch_up, catch_up
 
     def _follow(self, state: _Bucket, depth: int, accepted: Sequence[int], lengths: list[float]) -> None:
         """One more cycle was read while a probe is on: its own, or one that was launched before it began."""
