@@ -12,10 +12,13 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from graphspec.config import Config
+from graphspec.engine.llm import DEMO, model_folder
 from graphspec.lab import provenance
-from perf import gpu_check, speed
+from perf import depth_cost, gpu_check, speed
 from perf.gpu import pack
 from recipes.corpus import load_corpus
 
@@ -265,3 +268,16 @@ def test_held_out_prompts_come_from_modules_no_training_step_saw() -> None:
     held_out = [text.encode() for text in load_corpus().held_out.values()]
     assert len(prompts) == 3 and all(len(prompt) == 40 for prompt in prompts)
     assert all(any(bytes(prompt) in text for text in held_out) for prompt in prompts)
+
+
+def test_the_useless_draft_is_the_demos_with_other_matrices(tmp_path):
+    """Same names, shapes and vocabulary map: only what it drafts is worth nothing."""
+    demo = model_folder(DEMO).parent / "eagle3"
+    made = depth_cost.useless_draft(tmp_path / "draft")
+    [file] = made.glob("*.safetensors")
+    given, found = load_file(demo / file.name), load_file(file)
+    assert {name: (t.shape, t.dtype) for name, t in found.items()} == {name: (t.shape, t.dtype) for name, t in given.items()}
+    for name, tensor in found.items():
+        kept = tensor.ndim < 2 or not tensor.is_floating_point()
+        assert torch.equal(tensor, given[name]) == kept, name
+    assert (made / "config.json").read_text() == (demo / "config.json").read_text()
