@@ -221,7 +221,10 @@ def test_nothing_is_left_after_an_interrupt(repository: Repository, tmp_path: Pa
     repository.commit(package(sleep=0.05), "second")
     temporary = tmp_path / "temporary"
     temporary.mkdir()
-    command = [sys.executable, "-m", "perf.compare", "first", "second", "--repository", str(repository.folder), "--rounds", "1000"]
+    # A shell's background jobs ignore Ctrl-C, and hand that down to all they start.
+    heed = "import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    heed += "runpy.run_module('perf.compare', None, '__main__', True)"
+    command = [sys.executable, "-c", heed, "first", "second", "--repository", str(repository.folder), "--rounds", "1000"]
     environment = {**os.environ, "TMPDIR": str(temporary)}
     process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
     until = time.monotonic() + 60
