@@ -281,3 +281,10 @@ def test_the_useless_draft_is_the_demos_with_other_matrices(tmp_path):
         kept = tensor.ndim < 2 or not tensor.is_floating_point()
         assert torch.equal(tensor, given[name]) == kept, name
     assert (made / "config.json").read_text() == (demo / "config.json").read_text()
+
+
+def test_a_result_file_does_not_tell_where_the_program_lies():
+    words = [str(ROOT / "perf" / "speed.py"), f"results={ROOT}/x", "--rounds=3"]
+    assert provenance.command_line(words) == ["perf/speed.py", f"results={ROOT}/x", "--rounds=3"]
+    assert provenance.command_line(["/usr/local/bin/graphspec", "profile"]) == ["graphspec", "profile"]
+    assert provenance.command_line([]) == []

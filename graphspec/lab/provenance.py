@@ -7,7 +7,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib import metadata
@@ -35,6 +35,14 @@ def _output(*command: str) -> str | None:
 def within_repository(path: str | Path) -> str:
     """``path`` relative to the repository where it lies in it: where a checkout stands is nobody's business."""
     return str(path).removeprefix(f"{ROOT}{os.sep}")
+
+
+def command_line(words: Sequence[str]) -> list[str]:
+    """A command without where the program lies: of the first word its place in the repository, or else its name."""
+    if not words:
+        return []
+    program, *rest = (within_repository(word) for word in words)
+    return [Path(program).name if Path(program).is_absolute() else program, *rest]
 
 
 def revision() -> str | None:
@@ -98,7 +106,7 @@ def provenance(config: Config | None = None, plan: Mapping[str, Any] | None = No
     record: dict[str, Any] = {
         "kind": "provenance",
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": [within_repository(word) for word in sys.argv],
+        "command": command_line(sys.argv),
         "revision": revision(),
         "graphspec": __version__,
         "python": platform.python_version(),

@@ -30,7 +30,7 @@ from typing import Any, Protocol
 from ..errors import GraphspecError
 from ..launch import LaunchConfig
 from .process import unpack
-from .provenance import provenance
+from .provenance import command_line, provenance
 from .sides import API
 
 
@@ -67,7 +67,7 @@ class Worker:
         launch = unpack(config)
         self.runner = make_runner(role, launch, like)
         described: dict[str, Any] = self.runner.describe()
-        return described | {"provenance": provenance(launch, described.get("plan")) | {"command": command}}
+        return described | {"provenance": provenance(launch, described.get("plan")) | {"command": command_line(command)}}
 
     def do_warm_up(self, seconds: float) -> int:
         end, rounds = time.perf_counter() + seconds, 0
