@@ -1,9 +1,10 @@
-"""What `variant=none` costs over a plain decode loop: the same network, kernels and compiler, with and without the engine around them.
+"""What `variant=none` costs over a plain decode loop.
 
-``python -m perf.none_cost`` decodes the demo model at batch 1. One side is the engine with ``variant=none``. The other is the shortest loop
-that decodes with the same KV pool: one compiled step (target forward, argmax, next position) per token, and a host that reads each token
-to know when to stop. Both take turns prompt by prompt; the figure is the median over rounds of the ratio within a round. Prompt processing
-is left out on both sides.
+``python -m perf.none_cost`` decodes the demo model at batch 1 in three ways: by the engine with ``variant=none``; by the shortest loop over
+the same network, kernels, KV pool and compiler, one compiled step (target forward, argmax, next position) per token; and by the loop one
+writes without an engine, the same step over a dense static cache and PyTorch's own attention and products. Both loops have a host that
+reads each token to know when to stop. The sides take turns prompt by prompt; a figure is the median over rounds of the ratio within a
+round. Prompt processing is left out on all sides, and all must give the same tokens.
 """
 
 from __future__ import annotations
@@ -11,24 +12,29 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from graphspec.attention import TreeAttention
+from graphspec.buffers import DTYPES
 from graphspec.cycle import PrefillKey
 from graphspec.engine.llm import LLM
 from graphspec.engine.request import SamplingParams
 from graphspec.graphs.compile import Region
 from graphspec.lab.provenance import ROOT, provenance, result_file, within_repository, write_jsonl
 from graphspec.shapes import GREEDY
+from graphspec.weights import load_target
+from perf.gpu.static_decode import compiled_step
 from perf.speed import held_out_prompts
 
 
 class PlainLoop:
     """Greedy decoding over an engine's own target, kernels and KV pool, row 0; the engine runs the prompt."""
+
+    name = "loop"
 
     def __init__(self, llm: LLM) -> None:
         self.llm, self.cycle = llm, llm.cycle
@@ -63,21 +69,59 @@ class PlainLoop:
 
     def run(self, prompt: list[int], max_tokens: int, stop: int) -> tuple[list[int], float]:
         """New tokens, and the seconds from the first to the last of them."""
-        # The prompt's KV and the first token are the engine's: a run of one token leaves both behind, and row 0 keeps its pages.
-        [first] = self.llm.generate(prompt, SamplingParams(max_tokens=1))[0].token_ids
+        first = prefill(self.llm, prompt)
         row_P = self.cycle.arena["page_table_RP"][0]
         taken = row_P[: self.llm.plan.pages_for(len(prompt))].tolist()
         others = [page for page in range(1, self.llm.plan.num_pages) if page not in taken]
         row_P.copy_(torch.tensor([*taken, *others][: len(row_P)], dtype=torch.int32))
         self.token_11.fill_(first)
         self.length_1.fill_(len(prompt))
-        out = [first]
-        started = time.perf_counter()
+        return decode(self.step, self.token_11, max_tokens, stop)
+
+
+class DenseLoop:
+    """Greedy decoding over a dense static cache (:mod:`perf.gpu.static_decode`) with weights of its own; the engine runs the prompt.
+
+    Args:
+        llm: the engine.
+        length: tokens that the cache holds; every step attends over all of it.
+    """
+
+    name = "dense loop"
+
+    def __init__(self, llm: LLM, length: int) -> None:
+        plan, self.llm = llm.plan, llm
+        model = load_target(plan.target, plan.tap_layers, plan.max_positions, DTYPES[plan.dtype], torch.device(plan.device))
+        self.step, self.cache, self.token_11 = compiled_step(model, length)
         with torch.no_grad():
-            while len(out) < max_tokens and out[-1] != stop:
-                self.step()
-                out.append(int(self.token_11))
-        return out, time.perf_counter() - started
+            self.step()
+
+    def run(self, prompt: list[int], max_tokens: int, stop: int) -> tuple[list[int], float]:
+        """New tokens, and the seconds from the first to the last of them."""
+        first, arena = prefill(self.llm, prompt), self.llm.cycle.arena
+        pages = arena["page_table_RP"][0, : self.llm.plan.pages_for(len(prompt))].long()
+        slots = arena["target_kv"][:, :, pages].flatten(2, 3)[:, :, : len(prompt)]
+        self.cache.cache[:, :, 0, :, : len(prompt)] = slots.transpose(2, 3)
+        self.cache.position_BT.fill_(len(prompt))
+        self.token_11.fill_(first)
+        return decode(self.step, self.token_11, max_tokens, stop)
+
+
+def prefill(llm: LLM, prompt: list[int]) -> int:
+    """The first token; a run of one token leaves the prompt's KV behind, and row 0 keeps its pages."""
+    [first] = llm.generate(prompt, SamplingParams(max_tokens=1))[0].token_ids
+    return first
+
+
+def decode(step: Callable[[], None], token_11: torch.Tensor, max_tokens: int, stop: int) -> tuple[list[int], float]:
+    """Call ``step``, which replaces ``token_11``, until there are enough tokens; all of them, and the seconds."""
+    out = [int(token_11)]
+    started = time.perf_counter()
+    with torch.no_grad():
+        while len(out) < max_tokens and out[-1] != stop:
+            step()
+            out.append(int(token_11))
+    return out, time.perf_counter() - started
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -93,29 +137,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     llm = LLM(variant="none", runtime=args.runtime, max_rows=1, buckets=[1], max_context=512)
     prompts = held_out_prompts(llm.tokenizer.encode, args.prompts, args.prompt_tokens)
     params = SamplingParams(max_tokens=args.max_tokens)
-    loop, stop = PlainLoop(llm), llm.plan.target.eos_token_ids[0]
+    stop = llm.plan.target.eos_token_ids[0]
+    loops: list[PlainLoop | DenseLoop] = [PlainLoop(llm)]
+    if args.runtime == "compiled":
+        loops.append(DenseLoop(llm, args.prompt_tokens + args.max_tokens))
     llm.warm_up()
     llm.cycle.prepare([PrefillKey(chunk, GREEDY) for chunk in llm.plan.prefill_chunks])
-    ratios: list[float] = []
-    rates: dict[str, list[float]] = {"loop": [], "engine": []}
+    ratios: dict[str, list[float]] = {loop.name: [] for loop in loops}
+    rates: dict[str, list[float]] = {"engine": [], **{loop.name: [] for loop in loops}}
     for round_number in range(args.rounds + 1):
-        seconds, tokens = {"loop": 0.0, "engine": 0.0}, 0
+        seconds, tokens = dict.fromkeys(rates, 0.0), 0
         for prompt in prompts:
             [output] = llm.generate(prompt, params)
-            plain, taken = loop.run(prompt, args.max_tokens, stop)
-            if plain != output.token_ids:
-                raise SystemExit(f"the loop's tokens {plain[:8]}... are not the engine's {output.token_ids[:8]}...")
-            tokens += len(plain) - 1
-            seconds["loop"] += taken
+            tokens += len(output.token_ids) - 1
             seconds["engine"] += output.metrics.decode_seconds
+            for loop in loops:
+                plain, taken = loop.run(prompt, args.max_tokens, stop)
+                if plain != output.token_ids:
+                    raise SystemExit(f"the tokens of the {loop.name} {plain[:8]}... are not the engine's {output.token_ids[:8]}...")
+                seconds[loop.name] += taken
         if round_number:  # the first round compiles
-            ratios.append(seconds["engine"] / seconds["loop"])
             for side, taken in seconds.items():
                 rates[side].append(tokens / taken)
-    figures: dict[str, Any] = {"engine_over_loop": statistics.median(ratios), "ratios": ratios}
-    figures |= {f"{side}_tokens_per_second": statistics.median(values) for side, values in rates.items()}
-    spread = ", ".join(f"{ratio:.3f}" for ratio in ratios)
-    print(f"time of variant=none over a plain loop: {figures['engine_over_loop']:.3f}, median of {spread}")
+            for name, each in ratios.items():
+                each.append(seconds["engine"] / seconds[name])
+    figures: dict[str, Any] = {"tokens_per_second": {side: statistics.median(each) for side, each in rates.items()}}
+    for name, each in ratios.items():
+        figures[f"engine_over_{name.replace(' ', '_')}"] = {"median": statistics.median(each), "ratios": each}
+        spread = ", ".join(f"{ratio:.3f}" for ratio in each)
+        print(f"time of variant=none over the {name}: {statistics.median(each):.3f}, median of {spread}")
     settings = {"kind": "settings", **vars(args), "out": within_repository(args.out)}
     write_jsonl(result_file(args.out, "none-cost"), [provenance(), settings, figures])
     return 0

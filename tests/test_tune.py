@@ -20,7 +20,7 @@ from graphspec.errors import ConfigError, ResourceError
 from graphspec.lab import compare, tune
 from graphspec.lab.choice import Outcome, backlog_for, choose, cycle_times, expected_tokens, first_depths, mean_shares, shallower_depths
 from graphspec.lab.experiment import experiment_text, write_experiment
-from graphspec.lab.short_list import pick
+from graphspec.lab.short_list import Candidates, pick
 from graphspec.lab.worker import Worker
 from graphspec.launch import LaunchConfig, PlanningConfig, ProfileConfig, TuneConfig, WorkloadConfig
 from graphspec.shapes import CycleShape
@@ -45,6 +45,15 @@ def test_there_is_one_chain_and_one_tree_of_each_depth_and_batches_take_turns() 
     assert found[0].ratios == {1: 1.9, 8: 0.9}
     assert [p.why for p in pick(given | {CycleShape(3, 2, 6): "configured"}, ratios, 1)] == ["automatic", "configured"]
     assert len(pick(given, ratios, 50)) == 4
+
+
+def test_a_prediction_that_favours_all_trees_does_not_keep_chains_out() -> None:
+    chains = [CycleShape(steps, 1, steps + 1) for steps in (2, 3, 4)]
+    trees = [CycleShape(steps, 4, 12) for steps in (3, 4, 5, 6)]
+    ratios = {shape: {1: 1.0 + shape.num_steps / 100, 2: 1.0 - shape.num_steps / 100} for shape in chains}
+    ratios |= {shape: {1: 2.0 + shape.num_steps / 100, 2: 2.0 - shape.num_steps / 100} for shape in trees}
+    found = pick({CycleShape(5, 4, 8): "automatic"}, ratios | {CycleShape(5, 4, 8): {1: 2.0, 2: 2.0}}, 6)
+    assert [(p.shape.num_steps, p.shape.topk) for p in found] == [(5, 4), (6, 4), (3, 4), (4, 1), (2, 1), (4, 4)]
 
 
 def test_the_shape_that_serves_all_batch_sizes_best_is_chosen() -> None:
@@ -173,6 +182,19 @@ def test_a_file_that_is_no_experiment_is_explained(text: str | None, part: str, 
         load_config(f"experiment={file}")
 
 
+@pytest.mark.parametrize(
+    ("variant", "tried"),
+    [
+        (VariantConfig(name="eagle3"), [(5, 1, 6), (5, 4, 16)]),
+        (VariantConfig(name="eagle3", num_steps=7, topk=1, num_draft_tokens=8), [(7, 1, 8), (7, 4, 16)]),
+        (VariantConfig(name="ngram"), [(6, 1, 7), (6, 4, 16)]),
+    ],
+)
+def test_a_trial_runs_a_chain_and_a_wide_tree(variant: VariantConfig, tried: list[tuple[int, int, int]]) -> None:
+    shapes = Candidates.of(LaunchConfig(variant=variant, hardware=HardwareConfig(device="cpu"))).tried()
+    assert [(shape.num_steps, shape.topk, shape.num_draft_tokens) for shape in shapes] == tried
+
+
 class Local:
     """Answers in this process what a worker's process would, through JSON all the same. Time is told by a model: a cycle takes
     ``1 + step * S``, or ``1`` without drafts, so that what is faster does not depend on the machine.
@@ -251,9 +273,11 @@ def test_a_whole_run_writes_what_serves_best(pair: Pair, local: type[Local], tmp
     shown = capsys.readouterr().out
     head, *sides, tuned = result_of(tmp_path)
     assert (head["kind"], tuned["kind"], {side["kind"] for side in sides}) == ("provenance", "tuned", {"side"})
-    # Two candidates and plain decoding at two batch sizes; then what is written, again beside plain decoding.
-    assert [side["role"] for side in sides] == ["subject", "subject", "none"] * 2 + ["subject", "none"] * 2
+    # A trial; two candidates and plain decoding at two batch sizes; then what is written, again beside plain decoding.
+    assert [side["role"] for side in sides] == ["subject", "subject", "none"] * 3 + ["subject", "none"] * 2
     assert all(side["equal"] for side in sides)
+    assert [(side["case"], side["shape"]) for side in sides[:3]] == [("trial, batch 1", shape) for shape in ([5, 1, 6], [5, 4, 16], None)]
+    assert all({"verify"} <= {stage["name"] for stage in side["stages"]} for side in sides[:3])
     assert [4, 1, 5] in [side["shape"] for side in sides]
 
     file = tmp_path / "made" / "tuned.yaml"
@@ -305,6 +329,20 @@ def test_a_fixed_table_holds_no_depths(pair: Pair, local: type[Local], tmp_path:
     assert loaded.adaptive == AdaptiveConfig()
     # Every depth accepts everything, and one more costs less than the token it brings: the deepest, everywhere.
     assert loaded.runtime.depth_per_bucket == {}
+
+
+def test_buckets_beyond_every_batch_size_are_not_timed(pair: Pair, local: type[Local], tmp_path: Path) -> None:
+    """They begin where the largest timed one does: plainly, where the shape is known not to pay there."""
+    config = asked(pair, tmp_path, runtime=RuntimeConfig(name="eager", prefill_chunks=[8, 16], max_rows=4, buckets=[1, 2, 4]))
+    shape = (4, 1, 5)
+    tuning = tune.Tuning([], [outcome(shape, 1, 1.5, (0.9,) * 4), outcome(shape, 2, 0.9, (0.9,) * 4)])
+    tuning.choice = choose(tuning.outcomes)
+    written = tune.conclude(config, tuning, {"heads": 1, "backlog": 32}, [1, 2], lambda text: None)
+    assert set(written.adaptive.times) == {1, 2}
+    assert written.runtime.depth_per_bucket == {2: 0, 4: 0}
+    policy = LLM.from_config(written).depth_policy
+    assert isinstance(policy, AdaptiveDepth)
+    assert policy.unknown() == (4,), "which the engine times itself"
 
 
 def test_wrong_tokens_are_out(pair: Pair, local: type[Local], tmp_path: Path) -> None:

@@ -71,17 +71,34 @@ def read_measured(file: str, variant: Variant, temperature: float) -> Measured:
         results = read_results([file])
     except ConfigError as error:
         raise error if error.key != "report.files" else ConfigError(KEY, error.expected, error.found) from error
-    sides, shapes = [], []
-    for side in results.sides:
-        plain = side.record["role"] == "none" or side.shape is None or side.shape[0] == 0
-        ours = side.record["role"] in ROLES and (plain or side.get("variant") == variant.name)
-        if ours and side.equal is not False and side.get("temperature", 0.0) == temperature:
-            sides.append(side)
-            shapes.append(PLAIN if plain or side.shape is None else CycleShape(*side.shape, variant.auto_shape.pool))
-    if not sides:
+    found = _ours((side for side in results.sides if side.get("temperature", 0.0) == temperature), variant, file)
+    if not found.sides:
         expected = f"sides of variant {variant.name} or of plain decoding at temperature {temperature:g}, equal to plain decoding"
         raise ConfigError(KEY, expected, f"none among {len(results.sides)} in {file}")
-    return Measured(file, tuple(sides), tuple(shapes))
+    return found
+
+
+def of_rows(rows: Iterable[Mapping[str, Any]], variant: Variant, name: str) -> Measured:
+    """Records of kind ``side`` that were never in a file.
+
+    Args:
+        rows: as :func:`graphspec.lab.compare.records` gives them.
+        variant: that ran.
+        name: where they come from.
+    """
+    return _ours((Side(name, dict(row), {}) for row in rows), variant, name)
+
+
+def _ours(candidates: Iterable[Side], variant: Variant, name: str) -> Measured:
+    """Sides of this engine whose tokens were not wrong."""
+    sides, shapes = [], []
+    for side in candidates:
+        plain = side.record["role"] == "none" or side.shape is None or side.shape[0] == 0
+        ours = side.record["role"] in ROLES and (plain or side.get("variant") == variant.name)
+        if ours and side.equal is not False:
+            sides.append(side)
+            shapes.append(PLAIN if plain or side.shape is None else CycleShape(*side.shape, variant.auto_shape.pool))
+    return Measured(name, tuple(sides), tuple(shapes))
 
 
 def _ran_on(side: Side, name: str, device: str) -> bool:

@@ -125,10 +125,12 @@ def tune(config: LaunchConfig, batches: Sequence[int], say: Say = lambda text: N
     """Measure the short list at every batch size and conclude."""
     plain_runtime = replace(config.runtime, depth_per_bucket={})
     base = replace(config, adaptive=AdaptiveConfig(backlog=config.adaptive.backlog), runtime=plain_runtime)
-    say("choosing a short list")
     with WorkerProcess("short list", config.profile.timeout_seconds) as worker:
-        listed = worker.ask("short_list", config=pack(base), batches=list(batches))
-    tuning = Tuning(listed["prospects"])
+        tried = worker.ask("tried", config=pack(base))
+        trial = _try(base, [tuple(shape) for shape in tried], batches[0], say) if tried else []
+        say("choosing a short list")
+        listed = worker.ask("short_list", config=pack(base), batches=list(batches), trial=trial)
+    tuning = Tuning(listed["prospects"], rows=trial)
     shapes: list[Shape] = [tuple(prospect["shape"]) for prospect in tuning.prospects]
     for batch in batches:
         _measure(tuning, [_shaped(base, shape) for shape in shapes], batch, f"candidates, batch {batch}", say, final=False)
@@ -144,6 +146,23 @@ def tune(config: LaunchConfig, batches: Sequence[int], say: Say = lambda text: N
 
 
 WRITTEN = "what is written"
+TRIED_REQUESTS = 4
+"""Requests of the workload that a trial runs."""
+
+
+def _try(config: LaunchConfig, shapes: Sequence[Shape], batch: int, say: Say) -> list[dict[str, Any]]:
+    """What the draft is worth and what stages cost: some shapes and plain decoding, one after the other, with every stage timed."""
+    requests = max(batch, min(TRIED_REQUESTS, config.workload.requests))
+    asked = replace(
+        config,
+        workload=replace(config.workload, batch=batch, requests=requests),
+        profile=replace(config.profile, stages=True),
+    )
+    sides = [Side(SUBJECT, _shaped(asked, shape)) for shape in shapes]
+    schedule = Schedule(1, 0.0, interleave=False, timeout_seconds=config.profile.timeout_seconds, anatomy=True)
+    measured = Bench(schedule, lambda text: say(f"trial: {text}")).measure([*sides, Side(PLAIN, plain_config(asked))])
+    pass_judgement(measured, None)
+    return records(f"trial, batch {batch}", measured)
 
 
 def _shaped(config: LaunchConfig, shape: Shape) -> LaunchConfig:
@@ -204,7 +223,9 @@ def conclude(base: LaunchConfig, tuning: Tuning, listed: dict[str, Any], batches
         return config
     depths = shallower_depths(shape[0])
     backlog = min(base.adaptive.backlog, listed["backlog"])
-    adapting = replace(config, adaptive=AdaptiveConfig(depths=depths, backlog=backlog), workload=replace(config.workload, batch=rows))
+    # Only buckets that a batch size asked about needs: each depth of each bucket is one more program to compile.
+    workload = replace(config.workload, batch=max(batches))
+    adapting = replace(config, adaptive=AdaptiveConfig(depths=depths, backlog=backlog), workload=workload)
     say("timing cycles of every depth")
     with WorkerProcess("depths", config.profile.timeout_seconds) as worker:
         worker.ask("prepare", role=SUBJECT, config=pack(adapting), command=[], like=None)
@@ -216,6 +237,7 @@ def conclude(base: LaunchConfig, tuning: Tuning, listed: dict[str, Any], batches
     times = cycle_times(programs, measured)
     shares = [round(share, 4) for share in mean_shares(measured)]
     first = first_depths(times, shares, {found.batch: found.ratio for found in measured})
+    first |= {bucket: first[max(first)] for bucket in config.runtime.buckets if first and bucket > max(first)}
     shallow = {bucket: depth for bucket, depth in first.items() if depth != shape[0]}
     runtime = replace(config.runtime, depth_per_bucket=shallow)
     backlog = max(backlog, backlog_for(times, listed["backlog"]))

@@ -10,7 +10,8 @@ question       with                                                             
 ``trace``                                                                          Chrome trace events; sides of our own only
 ``generation`` ``count``                                                           recorded generations; sides of our own only
 ``check``      ``config`` (packed)                                                 whether the runtime does what its stages do
-``short_list`` ``config`` (packed), ``batches``                                    shapes worth a run; nothing is prepared
+``tried``      ``config`` (packed)                                                 shapes that a trial runs; nothing is prepared
+``short_list`` ``config`` (packed), ``batches``, ``trial``                         shapes worth a run; nothing is prepared
 ``depth_times``                                                                    ``[bucket, depth, seconds]`` rows; adaptive engines only
 ``close``
 =============  ==================================================================  ====================================================
@@ -97,10 +98,15 @@ class Worker:
 
         return check_runtime(unpack(config))
 
-    def do_short_list(self, config: str, batches: list[int]) -> dict[str, Any]:
+    def do_tried(self, config: str) -> list[list[int]]:
+        from .short_list import tried_shapes
+
+        return tried_shapes(unpack(config))
+
+    def do_short_list(self, config: str, batches: list[int], trial: list[dict[str, Any]]) -> dict[str, Any]:
         from .short_list import short_list
 
-        return short_list(unpack(config), batches)
+        return short_list(unpack(config), batches, trial)
 
     def do_depth_times(self) -> list[tuple[int, int, float]]:
         times: list[tuple[int, int, float]] = self.runner.depth_times()
