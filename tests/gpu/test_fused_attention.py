@@ -88,6 +88,19 @@ def test_a_token_has_the_same_bits_in_a_chain_and_alone() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_runs_of_splits_have_the_bits_of_splits(dim: int, dtype: torch.dtype) -> None:
+    """32 tokens leave few programs for a tile, so each folds runs of splits over memory; one token leaves a program for a few splits."""
+    case = tree_case([9000, 8000, 7000, 6000], 32, queries=32, groups=8, dim=dim, dtype=dtype)
+    alone = {k: v[:, :1] if k in ("query_BTQD", "prefix_begin_BT", "ancestors_BTX") else v for k, v in case.items()}
+    first = tree_attention.OP.implementation("fused")(**alone)
+    found = tree_attention.OP.implementation("fused")(**case)
+    assert torch.equal(found[:, :1], first)
+    for _ in range(200):
+        assert torch.equal(tree_attention.OP.implementation("fused")(**case), found)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("first", "tokens"), [(0, 512), (1500, 512), (37, 100)])
 @pytest.mark.parametrize(("queries", "groups", "dim"), [(32, 8, 128), (6, 2, 80), (8, 2, 256)])
 def test_chunk_attention(first: int, tokens: int, queries: int, groups: int, dim: int, dtype: torch.dtype) -> None:

@@ -1,7 +1,8 @@
 """Ahead-of-time compilation of the fused kernels for sm_90, on any machine: ``python -m graphspec.kernels.fused.aot [--write]``.
 
 Compiles every case in ``AOT`` of every file here with the ptxas that comes with Triton, and reads registers, stack, shared memory and local
-memory from the cubin. ``--write`` stores the table; without it the table is compared. A kernel that spills is an error.
+memory from the cubin. ``--write`` stores the table; without it the table is compared. A kernel that spills is an error, and so is one that
+:mod:`~graphspec.kernels.fused.races` finds fault with.
 """
 
 from __future__ import annotations
@@ -17,16 +18,20 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
 import triton
+from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.compiler.compiler import make_backend
 
 from .launch import INTERPRETED, AotCase, Launch, recording
+from .races import early, unordered
 
 TABLE = Path(__file__).with_name("sm_90.json")
 TARGET = GPUTarget("cuda", 90, 32)
@@ -72,13 +77,54 @@ def source_of(launch: Launch) -> ASTSource:
     return ASTSource(fn=launch.kernel, signature=ordered, constexprs=constants, attrs=attributes)
 
 
-def resources(launch: Launch) -> dict[str, int]:
-    """Registers a thread, bytes of stack, local and shared memory of one launch, compiled for sm_90.
+def compiled_for_gpu(launch: Launch) -> Any:
+    """The launch's kernel, compiled for sm_90 (``triton.compiler.CompiledKernel``)."""
+    return triton.compile(source_of(launch), target=TARGET, options={"num_warps": launch.num_warps, "num_stages": launch.num_stages})
+
+
+def lowered(launch: Launch) -> str:
+    """The launch's kernel in Triton's GPU dialect: what :func:`compiled_for_gpu` goes on from, without the time that takes."""
+    backend = make_backend(TARGET)
+    source = source_of(launch)
+    options = backend.parse_options({"num_warps": launch.num_warps, "num_stages": launch.num_stages, **source.parse_options()})
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    module = source.make_ir(TARGET, options, backend.get_codegen_implementation(options), backend.get_module_map(), context)
+    stages: dict[str, Any] = {}
+    backend.add_stages(stages, options, source.language)
+    metadata: dict[str, Any] = {}
+    for stage in ("ttir", "ttgir"):
+        module = stages[stage](module, metadata)
+    return str(module)
+
+
+def faults(launch: Launch, ttgir: str, programmatic: bool = True) -> list[str]:
+    """What :mod:`~graphspec.kernels.fused.races` finds in one launch.
+
+    Args:
+        launch: the launch.
+        ttgir: its kernel in Triton's GPU dialect, compiled as it was launched.
+        programmatic: compile it for programmatic launch too, and see what it reads too early. Takes about as long as all the rest.
+    """
+    name = launch.kernel.fn.__name__
+    found = [f"loads and stores {argument} with no barrier between" for argument in unordered(name, ttgir)]
+    if programmatic and "PDL" in launch.constexprs:
+        waiting = replace(launch, constexprs={**launch.constexprs, "PDL": True})
+        found += [f"touches {argument} before it waits for the kernel before it" for argument in early(name, lowered(waiting))]
+    return found
+
+
+def resources(launch: Launch, compiled: Any) -> dict[str, int]:
+    """Registers a thread, bytes of stack, local and shared memory of one launch.
+
+    Args:
+        launch: the launch.
+        compiled: :func:`compiled_for_gpu` of it.
 
     Raises:
         RuntimeError: the bundled cuobjdump does not print what is expected.
     """
-    compiled = triton.compile(source_of(launch), target=TARGET, options={"num_warps": launch.num_warps, "num_stages": launch.num_stages})
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
@@ -116,8 +162,13 @@ def compile_all(only: Sequence[str] = (), jobs: int = 1) -> dict[str, dict[str, 
 
 
 def compile_file(op: str) -> dict[str, dict[str, int]]:
-    """The part of the table that belongs to one file."""
+    """The part of the table that belongs to one file.
+
+    Raises:
+        RuntimeError: a kernel has :func:`faults`.
+    """
     table: dict[str, dict[str, int]] = {}
+    kernels: set[str] = set()
     for file, case in aot_cases():
         if file != op:
             continue
@@ -127,7 +178,13 @@ def compile_file(op: str) -> dict[str, dict[str, int]]:
         for launch in launches:
             name = f"{op}/{case.name}/{launch.kernel.fn.__name__.strip('_')}"
             repeated = sum(key == name or key.startswith(name + "#") for key in table)
-            table[f"{name}#{repeated + 1}" if repeated else name] = resources(launch)
+            compiled = compiled_for_gpu(launch)
+            kernel = launch.kernel.fn.__name__
+            wrong = faults(launch, compiled.asm["ttgir"], programmatic=kernel not in kernels)
+            kernels.add(kernel)
+            if wrong:
+                raise RuntimeError(f"{name} " + ", ".join(wrong))
+            table[f"{name}#{repeated + 1}" if repeated else name] = resources(launch, compiled)
     return table
 
 

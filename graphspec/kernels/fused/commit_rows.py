@@ -32,6 +32,8 @@ def _bookkeeping(
     slot = ring + (count % ring_depth) * ring_stride
     entry = tl.arange(0, WIDTH)[None, :]
     for begin in range(0, lanes, LANES):
+        # Of the lanes before these, padded ones may share a row with padded ones here.
+        tl.debug_barrier()
         lane = (begin + tl.arange(0, LANES)).to(tl.int64)
         here = lane < lanes
         row = tl.load(lane_row + lane, mask=here, other=0)
@@ -74,7 +76,8 @@ def _bookkeeping(
         tl.store(seq_len + row, tokens_before + length, mask=moved)
         tl.store(budget + row, tokens_left - length, mask=moved)
         tl.store(status + row, state, mask=here & (state != known))
-    # Every thread has passed a barrier since it read the counter.
+    # Every thread has read the counter.
+    tl.debug_barrier()
     tl.store(cycle, count + 1)
 
 
@@ -111,7 +114,7 @@ def _commit_rows(
             row = tl.load(lane_row + lane)
             windows = window_feature + row * capacity * channels + channel
             if LOOKBACK:
-                # An entry moves to a lower place only, so in this order none is overwritten before it is read; the barrier holds for
+                # An entry moves to a lower place only, so in this order none is overwritten before it is read; the barriers hold for
                 # threads of this program that read what others write.
                 backs = lookback_feature + row * lookback * channels + channel
                 old = tl.load(window_len + row)
@@ -123,7 +126,7 @@ def _commit_rows(
                         kept = tl.load(windows + (source - lookback) * channels, mask=inside)
                     tl.debug_barrier()
                     tl.store(backs + back * channels, kept, mask=inside)
-                tl.debug_barrier()
+                    tl.debug_barrier()
             offset = tl.load(window_len + row) if APPEND else 0
             for entry in range(begin, end):
                 node = tl.load(path + lane * accept_width + entry, mask=entry < length, other=0)

@@ -16,6 +16,8 @@ from torch import Tensor
 from ...errors import CaptureError
 
 NAMESPACE = "graphspec"
+MOST_PROGRAMS = 65535
+"""Extent of a grid in its second and third dimension."""
 H200_MULTIPROCESSORS = 132
 
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
@@ -103,7 +105,12 @@ def launch(kernel: Any, grid: Sequence[int], *args: Any, num_warps: int = 4, num
         args: positional arguments, tensors and numbers.
         num_warps, num_stages: of the compiled kernel.
         constexprs: compile-time arguments by name.
+
+    Raises:
+        CaptureError: more programs than a grid has places for.
     """
+    if any(extent > MOST_PROGRAMS for extent in grid[1:]):
+        raise CaptureError(f"grid of {kernel.fn.__name__}", f"at most {MOST_PROGRAMS} in its last two dimensions", tuple(grid))
     pdl = "PDL" in kernel.arg_names
     if pdl:
         constexprs["PDL"] = _settings["programmatic"]
@@ -112,7 +119,9 @@ def launch(kernel: Any, grid: Sequence[int], *args: Any, num_warps: int = 4, num
         recorder.launches.append(Launch(kernel, tuple(grid), args, constexprs, num_warps, num_stages))
         return
     extra = {"launch_pdl": True} if pdl and _settings["programmatic"] else {}
-    kernel[tuple(grid)](*args, **constexprs, num_warps=num_warps, num_stages=num_stages, **extra)
+    # Triton launches on the current device, whichever the tensors are on.
+    with torch.cuda.device_of(next(value for value in args if isinstance(value, Tensor))):
+        kernel[tuple(grid)](*args, **constexprs, num_warps=num_warps, num_stages=num_stages, **extra)
 
 
 def no_result(*arguments: Any, **named: Any) -> None:

@@ -72,6 +72,8 @@ def _close(base, ranks, count, last, best, width, S: tl.constexpr, MERGE: tl.con
     first = 0
     while first < count:
         at = first + tl.arange(0, MERGE)
+        # What is loaded here may be loaded by several threads, and is stored by one.
+        tl.debug_barrier()
         rank = tl.load(ranks + at, mask=at < count, other=-1)
         listed = rank >= 0
         place = tl.where(listed, rank, 0) % width
@@ -81,6 +83,7 @@ def _close(base, ranks, count, last, best, width, S: tl.constexpr, MERGE: tl.con
             wanted = tl.load(base + best + 1 + j, mask=j < path, other=0)
             held = tl.load(base + place + 1 + j, mask=listed & (j < length), other=0)
             contained = contained & ((j >= length) | (held == wanted))
+        tl.debug_barrier()
         tl.store(ranks + at, -1 - rank, mask=contained)
         left = tl.maximum(left, tl.max(tl.where(contained, -1, rank)))
         first += MERGE
@@ -132,7 +135,6 @@ def _ngram_match(
                     best = _longest(base, ranks, count, last, left % width, width, S, MAX, MERGE)
                     left = _close(base, ranks, count, last, best, width, S, MERGE)
                 own = tl.load(base + best + 1 + step, mask=known & (step < S) & (step < last - best), other=-1)
-                tl.store(paths + k * S + step, own, mask=step < S)
                 above = (path < k)[:, None] & (step < S)[None, :]
                 earlier = tl.load(paths + path[:, None] * S + step[None, :], mask=above, other=-2)
                 # Entries up to which this path is the same as each earlier one; the first that shares an entry stands for it.
@@ -145,6 +147,8 @@ def _ngram_match(
                 tl.store(score + out, tl.where(used, -cost, float("-inf")), mask=step < S)
                 tl.store(token + out, tl.where(used, own, -1), mask=step < S)
                 tl.store(parent + out, tl.where(used & (step > 0), holder + K * (step - 1), -1).to(tl.int64), mask=step < S)
+                tl.debug_barrier()
+                tl.store(paths + k * S + step, own, mask=step < S)
                 tl.debug_barrier()
 
 

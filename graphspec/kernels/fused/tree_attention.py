@@ -227,10 +227,12 @@ def _tree_attention(
                         acc_sum, peak_sum, total_sum = _fold(held[0], held[1], held[2], new[0], new[1], new[2])
                         held_acc = part_acc + (scratch + index) * part_rows * DIM + part[:, None] * DIM + channel[None, :]
                         held_stat = part_stat + (scratch + index) * 2 * part_rows + part
+                        # Every warp loads the peaks and totals of its rows; those of all rows are stored by one.
+                        tl.debug_barrier()
                         tl.store(held_acc, acc_sum, mask=(part < rows)[:, None] & inside[None, :])
                         tl.store(held_stat, peak_sum, mask=part < rows)
                         tl.store(held_stat + part_rows, total_sum, mask=part < rows)
-                    tl.debug_barrier()
+                        tl.debug_barrier()
     if splits == 1:
         return
 

@@ -1,0 +1,194 @@
+"""Loads and stores of one program that nothing orders, found in what the compiler made of a kernel.
+
+The threads of a program run at different speeds. The compiler orders what they do to shared memory, never what they do to global memory: it
+may give the store of a place to one thread and the load to another, or load in two layouts what the source loads once. So a load and a
+store that may meet, whichever is first, need ``tl.debug_barrier()`` between them. The interpreter runs a program as one thread, and a GPU
+shows a missing barrier only when it pleases.
+
+The other way to read too early is between kernels: with programmatic launch nothing may be read before ``gdc_wait`` but what no kernel
+writes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+DISJOINT: dict[str, frozenset[str]] = {
+    # A level reads the scores of the levels before it and writes its own.
+    "_draft_level": frozenset({"score"}),
+    # The bin of top-p goes behind that of top-k, which is read.
+    "_kth_largest": frozenset({"chosen"}),
+}
+"""Arguments of a kernel that it reads in one place and writes in another, and why."""
+
+CONSTANT: dict[str, frozenset[str]] = {
+    "_latent_kv_write": frozenset({"weight"}),
+    "_moe_route": frozenset({"bias"}),
+}
+"""Arguments that a kernel may read before it waits: weights."""
+
+_NAME = re.compile(r"%[\w$.-]+")
+_POINTER_ARGUMENT = re.compile(r"(%[\w$.-]+): !tt\.ptr")
+_CARRIED = re.compile(r"(%[\w$.-]+) = (%[\w$.-]+)")
+_RESULT = re.compile(r"(%[\w$.-]+)(?::\d+)? = (.*)")
+_LOAD = re.compile(r"(?:tt\.load|ttg\.async_copy_global_to_local) (%[\w$.-]+)")
+_STORE = re.compile(r"tt\.store (%[\w$.-]+)")
+_BARRIERS = ("gpu.barrier", "ttg.barrier")
+_LOOPS = ("scf.for", "scf.while")
+_WAIT = "griddepcontrol.wait"
+
+
+@dataclass(slots=True)
+class _Operation:
+    """A line, and the lines of its regions."""
+
+    text: str
+    regions: list[list[_Operation]] = field(default_factory=list)
+
+
+def _parsed(lines: Iterator[str]) -> tuple[list[_Operation], str]:
+    """Operations up to the end of the region, and the line that ends it."""
+    operations: list[_Operation] = []
+    for line in lines:
+        text = line.strip()
+        if text.startswith("}"):
+            return operations, text
+        operation = _Operation(text)
+        while text.endswith("{"):
+            region, text = _parsed(lines)
+            operation.regions.append(region)
+        operations.append(operation)
+    return operations, ""
+
+
+class _Walk:
+    """Follows the control flow and remembers what was touched since the last barrier."""
+
+    def __init__(self) -> None:
+        self.origins: dict[str, frozenset[str]] = {}
+        self.found: set[str] = set()
+        self.early: set[str] = set()
+        self.waited = False
+
+    def arguments(self, name: str) -> frozenset[str]:
+        """The kernel's arguments that a pointer comes from."""
+        if name not in self.origins:
+            raise ValueError(f"a pointer of unknown origin: {name}")
+        return self.origins[name]
+
+    def define(self, operation: _Operation) -> None:
+        """Note where the pointers come from that an operation makes or carries."""
+        text = operation.text
+        if text.startswith("tt.func"):
+            self.origins.update((name, frozenset({name[1:]})) for name in _POINTER_ARGUMENT.findall(text))
+            return
+        result = _RESULT.fullmatch(text)
+        expression = result[2] if result else text
+        if expression.startswith(_LOOPS):
+            carried = [(inner, outer) for inner, outer in _CARRIED.findall(expression) if outer in self.origins]
+            self.origins.update((inner, self.origins[outer]) for inner, outer in carried)
+        if result is None or _LOAD.match(expression):
+            return
+        names = _NAME.findall(expression)
+        if expression.startswith("tt.addptr"):
+            names = names[:1]
+        for inner in (inner for region in operation.regions for inner in region):
+            names += _NAME.findall(inner.text) if inner.text.startswith("scf.yield") else []
+        sources = [self.origins[name] for name in names if name in self.origins]
+        if sources:
+            self.origins[result[1]] = frozenset().union(*sources)
+
+    def touch(self, text: str, touched: dict[str, set[str]]) -> None:
+        """Note what one operation loads, stores or orders."""
+        if any(barrier in text for barrier in _BARRIERS):
+            touched.clear()
+        self.waited |= _WAIT in text
+        for kind, other, match in (("load", "store", _LOAD.search(text)), ("store", "load", _STORE.search(text))):
+            if match is None:
+                continue
+            for argument in self.arguments(match[1]):
+                if other in touched.setdefault(argument, set()):
+                    self.found.add(argument)
+                touched[argument].add(kind)
+                if not self.waited:
+                    self.early.add(argument)
+
+    def run(self, operations: Sequence[_Operation], touched: dict[str, set[str]]) -> None:
+        """Go through operations in their order; ``touched`` is what came before and what is left for those that follow."""
+        for operation in operations:
+            text = operation.text
+            self.touch(text, touched)
+            expression = text.partition(" = ")[2] if text.startswith("%") else text
+            waited = self.waited
+            if expression.startswith("scf.if"):
+                branches = [_copied(touched) for _ in range(2)]
+                for region, branch in zip(operation.regions, branches, strict=False):
+                    self.waited = waited
+                    self.run(region, branch)
+                # Not every path has waited.
+                self.waited = waited
+                touched.clear()
+                _merge(touched, branches)
+            elif expression.startswith(_LOOPS):
+                self.define(operation)
+                # Twice: the second time around meets what the first has left.
+                for _ in range(2):
+                    once = _copied(touched)
+                    for region in operation.regions:
+                        self.run(region, once)
+                    _merge(touched, [once])
+                self.waited = waited
+            elif expression.startswith(("tt.func", "module")):
+                self.define(operation)
+                for region in operation.regions:
+                    self.run(region, touched)
+            self.define(operation)
+
+
+def _copied(touched: dict[str, set[str]]) -> dict[str, set[str]]:
+    return {argument: set(kinds) for argument, kinds in touched.items()}
+
+
+def _merge(touched: dict[str, set[str]], others: Iterable[dict[str, set[str]]]) -> None:
+    for other in others:
+        for argument, kinds in other.items():
+            touched.setdefault(argument, set()).update(kinds)
+
+
+def _walked(ttgir: str) -> _Walk:
+    # Locations end most lines; what opens a region has none.
+    lines = (re.sub(r"\s+loc\(.*\)$", "", line) for line in ttgir.splitlines())
+    walk = _Walk()
+    walk.run(_parsed(lines)[0], {})
+    return walk
+
+
+def unordered(kernel: str, ttgir: str) -> list[str]:
+    """Arguments of ``kernel`` that it both loads and stores with no barrier between, and that are not known to be disjoint.
+
+    Args:
+        kernel: name of the kernel.
+        ttgir: Triton's GPU dialect, as in ``CompiledKernel.asm``. Atomic operations are not looked at.
+
+    Raises:
+        ValueError: a pointer can't be followed to an argument.
+    """
+    return sorted(_walked(ttgir).found - DISJOINT.get(kernel, frozenset()))
+
+
+def early(kernel: str, ttgir: str) -> list[str]:
+    """Arguments of ``kernel``, compiled for programmatic launch, that it touches before it waits though other kernels may write them.
+
+    Args:
+        kernel: name of the kernel.
+        ttgir: as for :func:`unordered`.
+
+    Raises:
+        ValueError: a pointer can't be followed to an argument, or the kernel never waits.
+    """
+    walk = _walked(ttgir)
+    if not walk.waited:
+        raise ValueError(f"{kernel} does not wait for the kernel before it")
+    return sorted(walk.early - CONSTANT.get(kernel, frozenset()))

@@ -1,0 +1,94 @@
+"""What only many launches on a GPU show: the same bits every time, counters back at zero, kernels that start before others have ended."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from graphspec.kernels import OPS, KernelOp
+from graphspec.kernels.fused.launch import semaphores, use_programmatic_launch
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
+
+DEVICE = torch.device("cuda", 0)
+FUSED = [op for op in OPS if "fused" in op.implementations]
+BY_OP = [pytest.param(op, id=op.name) for op in FUSED]
+LAUNCHES = 200
+
+Case = dict[str, Any]
+
+
+def on_gpu(case: Case) -> Case:
+    return {key: value.to(DEVICE, copy=True) if isinstance(value, Tensor) else value for key, value in case.items()}
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """NaN is equal to itself here. The dummy page, which every invalid token writes, is left out of a pool."""
+    tensor = tensor[:, :, 1:] if tensor.dim() == 6 else tensor
+    words = {4: torch.int32, 2: torch.int16, 8: torch.int64}
+    return tensor.contiguous().view(words[tensor.element_size()]) if tensor.is_floating_point() else tensor
+
+
+def outputs(op: KernelOp, case: Case) -> list[Tensor]:
+    """Results, and what the op has written."""
+    result = op.implementation("fused")(**case)
+    results = () if result is None else result if isinstance(result, tuple) else (result,)
+    return [*results, *(case[name] for name in op.mutates if case[name] is not None)]
+
+
+def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
+    assert len(found) == len(expected)
+    for f, e in zip(found, expected, strict=True):
+        assert torch.equal(bits(f), bits(e))
+
+
+@pytest.mark.parametrize("op", BY_OP)
+def test_the_same_bits_every_time(op: KernelOp) -> None:
+    for case in op.cases(torch.Generator().manual_seed(5)):
+        expected = outputs(op, on_gpu(case))
+        for _ in range(LAUNCHES):
+            assert_same(outputs(op, on_gpu(case)), expected)
+    assert not semaphores(DEVICE, 1).any()
+
+
+@pytest.fixture(params=[False, True], ids=["in-turn", "programmatic"])
+def programmatic(request: pytest.FixtureRequest) -> Iterator[bool]:
+    if request.param and torch.cuda.get_device_capability(DEVICE) < (9, 0):
+        pytest.skip("programmatic launch needs sm_90")
+    use_programmatic_launch(request.param)
+    yield request.param
+    use_programmatic_launch(False)
+
+
+def test_all_of_them_behind_each_other_in_one_graph(programmatic: bool) -> None:
+    """They share counters, and with programmatic launch each begins while the one before it still runs."""
+    cases = [(op, case) for op in FUSED for case in op.cases(torch.Generator().manual_seed(6))]
+    use_programmatic_launch(False)
+    expected = [outputs(op, on_gpu(case)) for op, case in cases]
+    use_programmatic_launch(programmatic)
+    fresh, used = ([on_gpu(case) for _, case in cases] for _ in range(2))
+
+    def everything() -> list[list[Tensor]]:
+        for source, target in zip(fresh, used, strict=True):
+            for key, value in source.items():
+                if isinstance(value, Tensor):
+                    target[key].copy_(value)
+        return [outputs(op, case) for (op, _), case in zip(cases, used, strict=True)]
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        everything()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        found = everything()
+    for _ in range(LAUNCHES // 4):
+        graph.replay()
+        for f, e in zip(found, expected, strict=True):
+            assert_same(f, e)
+    assert not semaphores(DEVICE, 1).any()
