@@ -24,6 +24,8 @@ from graphspec.cycle import PrefillKey
 from graphspec.engine.llm import LLM
 from graphspec.engine.request import SamplingParams
 from graphspec.graphs.compile import Region
+from graphspec.graphs.stage import TargetModel
+from graphspec.kernels.registry import KernelSet
 from graphspec.lab.provenance import ROOT, provenance, result_file, within_repository, write_jsonl
 from graphspec.shapes import GREEDY
 from graphspec.weights import load_target
@@ -41,27 +43,7 @@ class PlainLoop:
         arena = self.cycle.arena
         target, kernels, pool, table = self.cycle.target, self.cycle.kernels, arena["target_kv"], arena["page_table_RP"]
         self.token_11, self.length_1 = torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
-        begin_11 = torch.zeros(1, 1, dtype=torch.int64)
-        valid_11, self_111 = torch.ones(1, 1, dtype=torch.bool), torch.ones(1, 1, 1, dtype=torch.int64)
-
-        def step() -> None:
-            position_11 = self.length_1[:, None]
-            attention = TreeAttention(
-                kernels=kernels,
-                kv_pool=pool,
-                table_BP=table[:1],
-                position_BT=position_11,
-                rope_length_BT=position_11 + 1,
-                valid_BT=valid_11,
-                slot_BT=position_11,
-                begin_BT=begin_11,
-                prefix_end_B=self.length_1,
-                ancestors_BTX=self_111,
-            )
-            hidden_11H, _ = target(self.token_11, attention)
-            self.token_11.copy_(target.logits(hidden_11H).argmax(-1))
-            self.length_1.add_(1)
-
+        step = plain_step(target, kernels, pool, table[:1], self.token_11, self.length_1)
         # Called as the engine calls its programs, without a way through Dynamo each time.
         self.step = Region(step) if llm.plan.kernels == "compiled" else step
         with torch.no_grad():
@@ -105,6 +87,44 @@ class DenseLoop:
         self.cache.position_BT.fill_(len(prompt))
         self.token_11.fill_(first)
         return decode(self.step, self.token_11, max_tokens, stop)
+
+
+def plain_step(
+    target: TargetModel, kernels: KernelSet, kv_pool: torch.Tensor, table_1P: torch.Tensor, token_11: torch.Tensor, length_1: torch.Tensor
+) -> Callable[[], None]:
+    """One step of the shortest loop that decodes over paged KV: each call replaces the token by the next greedy one.
+
+    Args:
+        target: the network.
+        kernels: of the engine.
+        kv_pool: ``[layers, 2, pages, page_size, G, D]``.
+        table_1P: int32, pages of the one row.
+        token_11: int64, the token that is read next.
+        length_1: int64, tokens before it; one more after each call.
+    """
+    device = token_11.device
+    begin_11 = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    valid_11, self_111 = torch.ones(1, 1, dtype=torch.bool, device=device), torch.ones(1, 1, 1, dtype=torch.int64, device=device)
+
+    def step() -> None:
+        position_11 = length_1[:, None]
+        attention = TreeAttention(
+            kernels=kernels,
+            kv_pool=kv_pool,
+            table_BP=table_1P,
+            position_BT=position_11,
+            rope_length_BT=position_11 + 1,
+            valid_BT=valid_11,
+            slot_BT=position_11,
+            begin_BT=begin_11,
+            prefix_end_B=length_1,
+            ancestors_BTX=self_111,
+        )
+        hidden_11H, _ = target(token_11, attention)
+        token_11.copy_(target.logits(hidden_11H).argmax(-1))
+        length_1.add_(1)
+
+    return step
 
 
 def prefill(llm: LLM, prompt: list[int]) -> int:

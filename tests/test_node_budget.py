@@ -12,9 +12,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
+from graphspec.graphs.verify import Verify
 from graphspec.shapes import SAMPLED, CycleShape
 from perf.counts import GUARD, differences, launch_figures
+from perf.none_cost import plain_step
 from tests._codegen import Launches, launches_of
 from tests._shapes_8b import fake_cycle
 
@@ -69,6 +72,16 @@ def test_a_layer_is_six_launches(tree: Launches, deeper: Launches) -> None:
 def test_plain_decoding_keeps_its_budget(plain: Launches) -> None:
     assert (plain.kinds["op"], plain.kinds["triton"], len(plain)) == (25, 3, 28)
     assert plain.host_marks == []
+
+
+def test_plain_decoding_is_five_launches_more_than_the_shortest_loop(plain: Launches) -> None:
+    """Message, layout of one node, its rows, its walk, the books and the logits that are kept, less the loop's own counting."""
+    with fake_cycle(PLAIN, 3) as cycle:
+        verify = next(stage for stage in cycle.stages if isinstance(stage, Verify))
+        token_11, length_1 = (torch.zeros(*size, dtype=torch.int64, device="cuda") for size in ((1, 1), (1,)))
+        views = cycle.views
+        loop = launches_of(plain_step(verify.target, verify.kernels, views.target_kv, views.page_table_RP[:1], token_11, length_1))
+    assert (len(plain) - len(loop), len(loop) + 29 * LAYER.total()) == (5, 197)
 
 
 def test_the_guard_holds_these_counts(tree: Launches, plain: Launches, deeper: Launches) -> None:
