@@ -26,8 +26,8 @@ from .weights import apply_token_map, load_target, load_token_map
 GIB = 2**30
 
 GRAPH_RESERVE = 32 * 2**20
-"""Bytes set aside for each captured program besides its tensors: kernel nodes and their parameters. An estimate; the capture report has
-the true figure."""
+"""Bytes set aside for each captured program besides its tensors: kernel nodes and their parameters. An estimate: the driver holds them, and
+the capture report knows of tensors alone."""
 LIBRARY_RESERVE = 512 * 2**20
 """Bytes set aside on a GPU for what libraries allocate for themselves (cuBLAS workspaces, loaded kernels)."""
 LOGIT_COPIES = 4

@@ -1,4 +1,5 @@
-"""CUDA without CUDA: fake tensors that know shape, dtype and device and hold no data, and a watch for what capture forbids.
+"""CUDA without CUDA: fake tensors that know shape, dtype and device and hold no data, a watch for what capture forbids, a driver that
+records what capture asks of it, and a device that does everything as late as it may.
 
 A bare ``FakeTensorMode`` (no shape environment) raises wherever a value is needed on the host or a shape depends on data. What it lets pass
 (copies between devices, boolean masks on the left of an assignment) :class:`NoHostTraffic` refuses.
@@ -13,10 +14,13 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -95,3 +99,175 @@ class NoHostTraffic(TorchDispatchMode):
             if tensor.device.type != "cuda" and tensor.dim() > 0:
                 raise HostTrafficError(f"{func}: result {list(tensor.shape)} on {tensor.device}")
         return result
+
+
+class FakeDriver:
+    """Streams, graphs and private pools as far as :class:`graphspec.graphs.capture.Capturer` meets them, with torch's own rules.
+
+    A capture that can't be ended raises and leaves the allocator directed at its pool, as torch does; a pool whose last share was given
+    back may not be begun again; allocations may only be directed at one capture at a time.
+    """
+
+    def __init__(self) -> None:
+        self.current = "default"
+        self.capturing: FakeGraph | None = None
+        self.directed: dict[int, int] = {}
+        """Pool to shares of it that were taken by captures, for those the allocator is directed at now."""
+        self.shares: dict[int, int] = {}
+        self.pools = 0
+        self.can_end = True
+        self.can_instantiate = True
+        self.replays: list[str] = []
+
+    def pool_handle(self) -> int:
+        self.pools += 1
+        return self.pools
+
+    def end_allocate(self, device: int, pool: int) -> None:
+        if pool not in self.directed:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+        del self.directed[pool]
+
+    def release(self, device: int, pool: int) -> None:
+        assert self.shares[pool] > 0
+        self.shares[pool] -= 1
+
+    @contextmanager
+    def on(self, stream: FakeStream) -> Iterator[None]:
+        before, self.current = self.current, stream.name
+        try:
+            yield
+        finally:
+            self.current = before
+
+
+class FakeStream:
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def wait_stream(self, other: FakeStream) -> None:
+        pass
+
+
+class FakeGraph:
+    """What of ``torch.cuda.CUDAGraph`` is used."""
+
+    def __init__(self, driver: FakeDriver) -> None:
+        self.driver, self.owns_share, self.ready = driver, False, False
+
+    def capture_begin(self, pool: int, capture_error_mode: str) -> None:
+        driver = self.driver
+        assert driver.current == "side" and capture_error_mode == "thread_local"
+        assert not driver.directed, "the allocator still serves a capture that is over"
+        assert driver.shares.get(pool) != 0, "a pool nobody has a share of may not be begun again"
+        driver.shares[pool] = driver.shares.get(pool, 0) + 1
+        driver.directed[pool], driver.capturing, self.pool = 1, self, pool
+
+    def capture_end(self) -> None:
+        driver = self.driver
+        assert driver.capturing is self
+        driver.capturing = None
+        if not driver.can_end:
+            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+        driver.end_allocate(0, self.pool)
+        self.owns_share = True
+        if not driver.can_instantiate:
+            raise RuntimeError("CUDA error: out of memory")
+        self.ready = True
+
+    def replay(self) -> None:
+        assert self.ready
+        self.driver.replays.append(self.driver.current)
+
+    def __del__(self) -> None:
+        if self.owns_share:
+            self.driver.release(0, self.pool)
+
+
+@pytest.fixture
+def fake_driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+    """A :class:`FakeDriver` in the places where torch's is."""
+    driver = FakeDriver()
+    side, default = FakeStream("side"), FakeStream("default")
+    on_cuda: dict[str, Any] = {
+        "graph_pool_handle": driver.pool_handle, "Stream": lambda device: side, "current_stream": lambda device: default,
+        "stream": driver.on, "synchronize": lambda device: None, "empty_cache": lambda: None, "memory_reserved": lambda device: 0,
+        "current_device": lambda: 0, "CUDAGraph": lambda: FakeGraph(driver),
+    }  # fmt: skip
+    for name, value in on_cuda.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", driver.end_allocate, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_releasePool", driver.release, raising=False)
+    return driver
+
+
+class LateDevice:
+    """A device that runs nothing before somebody waits for it: copies that don't block and programs are queued, over memory of this CPU.
+
+    What the host writes into a buffer that is still to be copied from, or reads before it has waited, is then wrong for certain.
+    """
+
+    def __init__(self) -> None:
+        self.queue: deque[Callable[[], None]] = deque()
+        self.done = self.queued = self.waits = self.longest = 0
+        self._working = False
+
+    def put(self, work: Callable[[], None]) -> None:
+        self.queue.append(work)
+        self.queued += 1
+        self.longest = max(self.longest, len(self.queue))
+
+    def work_until(self, mark: int) -> None:
+        """Run what was queued before ``mark``."""
+        self._working = True
+        try:
+            while self.done < mark:
+                self.queue.popleft()()
+                self.done += 1
+        finally:
+            self._working = False
+
+    def synchronize(self) -> None:
+        self.work_until(self.queued)
+
+    def event(self) -> LateEvent:
+        return LateEvent(self)
+
+    def program(self, run: Callable[[], None]) -> Callable[[], None]:
+        """``run`` as the device runs it."""
+        return lambda: self.put(run)
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """In the place of torch's copies and events; memory that ought to be pinned is common memory."""
+        copy, zeros = Tensor.copy_, torch.zeros
+
+        def copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+            if self._working:
+                return copy(target, source)
+            if non_blocking:
+                self.put(lambda: copy(target, source))
+                return target
+            self.synchronize()
+            return copy(target, source)
+
+        def made(*size: Any, pin_memory: bool = False, **keys: Any) -> Tensor:
+            return zeros(*size, **keys)
+
+        monkeypatch.setattr(Tensor, "copy_", copy_)
+        monkeypatch.setattr(torch, "zeros", made)
+        monkeypatch.setattr(torch.cuda, "Event", self.event)
+        monkeypatch.setattr(torch.cuda, "synchronize", self.synchronize)
+
+
+class LateEvent:
+    """Over when everything queued before it was recorded is."""
+
+    def __init__(self, device: LateDevice) -> None:
+        self._device, self._mark = device, 0
+
+    def record(self) -> None:
+        self._mark = self._device.queued
+
+    def synchronize(self) -> None:
+        self._device.waits += 1
+        self._device.work_until(self._mark)

@@ -14,7 +14,7 @@ from perf import gpu_check
 from perf.gpu import readme
 from perf.gpu.bench import EAGLE3_8B, LLAMA_8B, Bench, Case, measure, write_configs
 from perf.gpu.static_decode import compiled_step
-from perf.none_cost import PlainLoop
+from perf.none_cost import DenseLoop, PlainLoop
 
 SMALL = {
     "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 8, "num_attention_heads": 4,
@@ -100,17 +100,19 @@ def test_the_shortest_loop_decodes_greedily(folders: tuple[Path, Path], monkeypa
     assert cache.position_BT.item() == 6
 
 
-def test_the_plain_loop_gives_the_engines_tokens(tmp_path: Path) -> None:
-    """The other side of ``python -m perf.none_cost``."""
+def test_the_plain_loops_give_the_engines_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other sides of ``python -m perf.none_cost``."""
     from graphspec.engine.request import SamplingParams
     from tests._engines import mirror_pair, prompts
 
     pair = mirror_pair(tmp_path)
     llm = pair.llm(variant="none", max_rows=1, buckets=[1])
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     prompt = prompts(1)[0]
-    found, seconds = PlainLoop(llm).run(prompt, 8, pair.hf.generation_config.eos_token_id)
-    assert found == pair.greedy(prompt, 8) == llm.generate(prompt, SamplingParams(max_tokens=8))[0].token_ids
-    assert seconds > 0
+    for loop in (PlainLoop(llm), DenseLoop(llm, len(prompt) + 8)):
+        found, seconds = loop.run(prompt, 8, pair.hf.generation_config.eos_token_id)
+        assert found == pair.greedy(prompt, 8) == llm.generate(prompt, SamplingParams(max_tokens=8))[0].token_ids
+        assert seconds > 0
 
 
 def test_measure_reports_the_median_of_blocks() -> None:

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import tarfile
-import tomllib
 import zipfile
 from pathlib import Path
 
@@ -23,15 +22,6 @@ from perf.gpu import pack
 from recipes.corpus import load_corpus
 
 ROOT = Path(__file__).resolve().parents[1]
-
-JUNIT = """<?xml version="1.0"?>
-<testsuites><testsuite name="pytest">
-  <testcase classname="tests.gpu.test_gpu" name="test_a[tree]" time="1.5"/>
-  <testcase classname="tests.gpu.test_gpu" name="test_b" time="0.25"><failure message="AssertionError: 1 != 2">long</failure></testcase>
-  <testcase classname="" name="tests.gpu.test_c" time="0"><error message="collection failure">trace</error></testcase>
-  <testcase classname="tests.gpu.test_gpu" name="test_d" time="0"><skipped message="why"/></testcase>
-</testsuite></testsuites>
-"""
 
 
 def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -57,50 +47,6 @@ def test_without_a_device_nothing_is_claimed(tmp_path: Path) -> None:
     done = python("-c", BLOCKED, str(tmp_path / "results"), CUDA_VISIBLE_DEVICES="")
     assert (done.returncode, done.stdout) == (0, gpu_check.NO_DEVICE + "\n"), done.stderr
     assert not (tmp_path / "results").exists()
-
-
-def test_junit_becomes_one_record_per_check(tmp_path: Path) -> None:
-    (tmp_path / "junit.xml").write_text(JUNIT)
-    records = gpu_check.read_junit(tmp_path / "junit.xml")
-    assert [(r["name"], r["outcome"], r["seconds"], r["message"]) for r in records] == [
-        ("tests.gpu.test_gpu::test_a[tree]", "passed", 1.5, ""),
-        ("tests.gpu.test_gpu::test_b", "failed", 0.25, "AssertionError: 1 != 2"),
-        ("tests.gpu.test_c", "error", 0.0, "collection failure"),
-        ("tests.gpu.test_gpu::test_d", "skipped", 0.0, "why"),
-    ]
-
-
-PASSED = {"kind": "check", "name": "t", "outcome": "passed", "seconds": 1.0, "message": ""}
-
-
-@pytest.mark.parametrize(
-    ("code", "checks", "green"),
-    [
-        (0, [PASSED, PASSED], True),
-        (1, [PASSED, {**PASSED, "outcome": "failed"}], False),
-        (0, [PASSED, {**PASSED, "outcome": "skipped"}], False),
-        (5, [], False),
-        (3, [PASSED], False),
-    ],
-)
-def test_a_result_file_says_where_and_what(
-    code: int, checks: list[dict[str, object]], green: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gpu_check, "has_cuda", lambda: True)
-    monkeypatch.setattr(gpu_check, "run_tests", lambda arguments: (code, checks))
-    assert gpu_check.main(["--out", str(tmp_path), "--no-speed"]) == (0 if green else 1)
-    [file] = tmp_path.iterdir()
-    head, *middle, summary = map(json.loads, file.read_text().splitlines())
-    assert file.name.endswith("-gpu-check.jsonl")
-    assert head["kind"] == "provenance" and middle == checks
-    assert summary["kind"] == "summary" and summary["green"] is green
-
-
-def test_gpu_tests_are_collected_and_left_out_by_default() -> None:
-    code, records = gpu_check.run_tests(["--collect-only", "-q"])
-    assert (code, records) == (0, [])
-    options = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
-    assert "not gpu" in options["addopts"][-1]
 
 
 def test_gpu_tests_live_in_one_folder() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +14,10 @@ import torch
 from ..buffers import Arena, Views
 from ..errors import CaptureError
 
+logger = logging.getLogger(__name__)
 WARM_UP_CALLS = 3
+_unended: list[torch.cuda.CUDAGraph] = []
+"""Graphs whose capture could not be ended: they must not die, for torch goes on asking them whether an allocation is theirs."""
 
 
 class Replay(Protocol):
@@ -79,32 +83,82 @@ class Capturer:
         self._stream = torch.cuda.Stream(arena.device)
 
     def capture(self, program: Callable[[], None]) -> Captured:
-        """Warm ``program`` up on a side stream, then capture one call of it. The warm-up calls are real.
+        """Warm ``program`` up on a side stream, capture one call of it, and replay that once. All these calls are real.
+
+        The replay moves the graph to the device, which the first launch would else wait for, and shows here what can't be replayed.
 
         Raises:
             torch.OutOfMemoryError: it does not fit; what was captured before stays usable.
+            Exception: whatever stopped the program; the next capture may begin.
         """
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        here = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(here)
         with torch.cuda.stream(self._stream):
             for _ in range(WARM_UP_CALLS):
                 program()
-        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        here.wait_stream(self._stream)
         torch.cuda.synchronize(self._device)
+        if not self._captured:
+            gc.collect()
         # What the warm-up left in the caching allocator must not count as the graph's.
-        gc.collect()
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved(self._device)
         graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-                program()
-        except BaseException:
-            if not self._captured:
-                # Nothing else lives in it; a pool that a failed capture began may not be begun again.
-                self._pool = torch.cuda.graph_pool_handle()
-            raise
+        with torch.cuda.stream(self._stream), _collecting_later():
+            self._record(program, graph)
         self._captured += 1
+        graph.replay()
+        torch.cuda.synchronize(self._device)
         return Captured(program, graph, torch.cuda.memory_reserved(self._device) - before)
+
+    def _record(self, program: Callable[[], None], graph: torch.cuda.CUDAGraph) -> None:
+        """Capture one call of ``program``; when that fails, leave stream, allocator and pool so that another capture may begin.
+
+        ``torch.cuda.graph`` would do but for failure: when a capture can't be ended, because the program did something that a graph can't
+        hold, it leaves the capture's stream current, and the allocator goes on serving a capture that is over.
+        """
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
+            program()
+        except BaseException:
+            self._abandon(graph, end=True)
+            raise
+        try:
+            graph.capture_end()
+        except BaseException:
+            self._abandon(graph, end=False)
+            raise
+
+    def _abandon(self, graph: torch.cuda.CUDAGraph, *, end: bool) -> None:
+        if end:
+            try:
+                graph.capture_end()
+            except RuntimeError as error:
+                logger.debug("the capture could not be ended: %s", error)
+        device = torch.cuda.current_device()
+        try:
+            torch._C._cuda_endAllocateToPool(device, self._pool)  # noqa: SLF001
+        except RuntimeError as error:
+            # It was ended, as it should be; the graph gives back its share of the pool itself.
+            logger.debug("the pool was left: %s", error)
+        else:
+            torch._C._cuda_releasePool(device, self._pool)  # noqa: SLF001
+            _unended.append(graph)
+        if not self._captured:
+            # Nothing else lives in it; a pool that a failed capture began may not be begun again.
+            self._pool = torch.cuda.graph_pool_handle()
+
+
+@contextmanager
+def _collecting_later() -> Iterator[None]:
+    """No garbage collection inside: one that destroys an older graph or event would make a call that a capture forbids."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def ran_out_of_memory(error: BaseException) -> bool:

@@ -10,6 +10,7 @@ import torch
 
 from ..cycle import Cycle, Key
 from ..engine.llm import LLM
+from ..errors import ResourceError
 from ..graphs.mailbox import Message
 from ..plan import Plan
 from ..shapes import GraphKey
@@ -71,6 +72,7 @@ def anatomy(llm: LLM, run: Run, context: int, token_map: str | None, *, stages: 
             probe = Probe(cycle, key)
             run(probe)
             found |= {name: probe.found.get(name) for name in ("nodes", "gap_ms")}
+            not_measured |= dict.fromkeys(("nodes", "gap_ms"), probe.missing) if probe.missing else {}
         else:
             not_measured |= dict.fromkeys(("nodes", "gap_ms"), NOT_CAPTURED)
     return found | {"not_measured": not_measured}
@@ -98,9 +100,11 @@ class Probe(Recorder):
         super().__init__(cycle)
         self._key, self._left = key, after
         self.found: dict[str, Any] = {}
+        self.missing = ""
+        """Why nothing was found, where that is so."""
 
     def launch(self, key: Key, message: Message) -> int:
-        if key == self._key and not self.found:
+        if key == self._key and not (self.found or self.missing):
             self._left -= 1
             if self._left < 0:
                 self._look(message)
@@ -116,7 +120,10 @@ class Probe(Recorder):
             arena.restore(before)
             arena["mail"].copy_(mail)
 
-        self.found = kernel_timeline(self.cycle.programs[self._key], rewind)
+        try:
+            self.found = kernel_timeline(self.cycle.programs[self._key], rewind)
+        except ResourceError as error:
+            self.missing = str(error)
         arena.restore(before)
 
 
@@ -127,6 +134,9 @@ def kernel_timeline(program: Callable[[], None], rewind: Callable[[], None], rep
         program: a captured program.
         rewind: puts its state back, before each call.
         replays: calls that are looked at.
+
+    Raises:
+        ResourceError: the profiler saw nothing, as where a process may not use CUPTI.
     """
     from torch.profiler import ProfilerActivity, profile
 
@@ -142,6 +152,8 @@ def kernel_timeline(program: Callable[[], None], rewind: Callable[[], None], rep
             if number:
                 events = [e for e in profiler.events() or [] if e.device_type.name == "CUDA"]
                 calls.append([(float(e.time_range.start), float(e.time_range.end), e.name) for e in events])
+    if not all(calls):
+        raise ResourceError("profiler", "the kernels of every replay", f"none in {calls.count([])} of {replays}")
     return summarise_kernels(calls)
 
 

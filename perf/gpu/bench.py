@@ -43,6 +43,9 @@ EAGLE3_8B: dict[str, Any] = {
     **LLAMA_8B, "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": 32000,
 }  # fmt: skip
 
+BLOCK = 50
+"""Most cycles between two looks at the clock."""
+
 
 @dataclass(frozen=True, slots=True)
 class Case:
@@ -107,9 +110,7 @@ class Bench:
         speculates = case.shape.num_steps > 0
         self.plan: Plan = make_plan(self.config, facts, head if speculates else None, device=device)
         self.networks = networks or self._networks(self.plan, facts, head, device)
-        for network in self.networks:
-            use_kernels(network, self._kernels())
-        self.networks[0].tap_layers = self.plan.tap_layers
+        self._claim_networks()
         self.cycle = Cycle(self.plan, self.networks[0], self.networks[1] if speculates else None, self._kernels())
         self.key = self.plan.graph_keys(GREEDY)[0]
         self.cycle.prepare([self.key])
@@ -127,6 +128,12 @@ class Bench:
             accept=AcceptConfig(rule="synthetic", synthetic_length=min(case.length, shape.num_steps + 1)) if speculates else AcceptConfig(),
             hardware=HardwareConfig(device=device, dtype="bfloat16" if device == "cuda" else "float32"),
         )
+
+    def _claim_networks(self) -> None:
+        """Give the networks this engine's kernels and taps: whatever shared them before may have left its own."""
+        for network in self.networks:
+            use_kernels(network, self._kernels())
+        self.networks[0].tap_layers = self.plan.tap_layers
 
     def _kernels(self) -> Any:
         plan = self.plan
@@ -173,8 +180,8 @@ class Bench:
         arena["mail"].copy_(mail)
 
     def cycles_before_rewind(self) -> int:
-        """Cycles until a row would leave its context."""
-        return 900 // self.plan.accept_width
+        """Cycles in a block: few enough for several blocks in a second, and for every row to stay in its context."""
+        return min(BLOCK, 900 // self.plan.accept_width)
 
     def milliseconds(self, seconds: float = 1.5, warm_up: float = 0.5) -> dict[str, float]:
         """Of one cycle, replayed back to back: median and 10th and 90th percentile over blocks of replays."""
@@ -208,6 +215,8 @@ class Bench:
         """
         from graphspec.graphs.capture import Capturer
 
+        # Stages are compiled when they are first called.
+        self._claim_networks()
         program, found, before = self.cycle.programs[self.key], {}, 0.0
         capturer = Capturer(self.cycle.arena) if self.plan.captured else None
         for count in range(1, len(program.steps) + 1):

@@ -3,17 +3,23 @@
 Measures copy bandwidth; cycle time of a Llama-3.1-8B-shaped target with an EAGLE-3-shaped head, plain and drafting, by bucket; stages,
 graph nodes and gaps of one case; host time per cycle; and at batch 1 what HF transformers' compiled static cache and the shortest compiled
 loop need for a token. All sides in one run, medians, against the bytes that have to move at the bandwidth just measured. One JSONL file
-under ``perf/results``. Acceptance is synthetic in every drafting row, and the row says so.
+under ``perf/results``, written as it comes. Acceptance is synthetic in every drafting row, and the row says so.
+
+What the README states comes first, the profiler last: once it was there, it costs every launch a little. When CUDA gives up on the process,
+it ends with a code of its own; the same ``--file`` given again goes on behind the case that did it.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +41,16 @@ VARIANTS_AT_ONE: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...] = (
     ("programmatic_launch", (("programmatic_launch", True),)),
 )
 """Other kernels at batch 1, beside the fused ones: keys of the kernels group."""
+SHORTER = Case("tree (3,4,8)", CycleShape(3, 4, 8))
+"""What the tree of depth 5 is held against, for the cost of a draft step."""
+ANATOMY, ANATOMY_SECONDS = "anatomy of ", 25.0
+"""What looks inside with the profiler comes last, and this much time is kept for it."""
+AGAIN = 75
+"""Exit code: CUDA gave up on this process, and there is more to measure."""
 
 
-def cases(buckets: Sequence[int]) -> Iterator[Case]:
-    """Batch 1 first, all shapes and kernels; then the buckets, largest last."""
-    for name, shape in SHAPES.items():
-        yield Case(name, shape)
+def other_cases(buckets: Sequence[int]) -> Iterator[Case]:
+    """Other kernels at batch 1, then the buckets, largest last."""
     for label, keys in VARIANTS_AT_ONE:
         for name in ("none", "tree (5,4,8)"):
             yield Case(f"{name}, {label}", SHAPES[name], keys=keys)
@@ -130,8 +140,9 @@ def transformers_generate(folder: Path, context: int, device: str, tokens: int =
             torch.cuda.synchronize()
         return time.perf_counter() - began
 
-    for _ in range(2):
-        run(tokens)
+    # The longer one first: its cache is then there for both, and nothing is compiled while it is measured.
+    for new in (2 * tokens, tokens, 2 * tokens):
+        run(new)
     times = [1e3 * (run(2 * tokens) - run(tokens)) / tokens for _ in range(3)]
     return {
         "kind": "baseline",
@@ -141,79 +152,169 @@ def transformers_generate(folder: Path, context: int, device: str, tokens: int =
     }
 
 
-def guarded(name: str, do: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What ``do`` found, or why it could not: one case that fails must not cost the others their figures."""
+def unusable() -> bool:
+    """Nothing more can be launched from this process."""
     try:
-        return do()
-    except Exception as error:  # noqa: BLE001
-        return {"kind": "failed", "case": name, "error": f"{type(error).__name__}: {error}"[:2000]}
+        torch.cuda.synchronize()
+        torch.ones(1, device="cuda").item()
+    except Exception:  # noqa: BLE001 - whatever it is
+        return True
+    return False
 
 
-def run(options: argparse.Namespace, write: Callable[[dict[str, Any]], None]) -> bool:
-    """Measure everything; False if something failed."""
-    target, draft = write_configs(Path(options.configs))
-    bandwidth = copy_bandwidth(options.device, 2.0 if options.device == "cuda" else 0.05)
-    write({"kind": "bandwidth", "bytes_per_second": bandwidth})
-    began, networks, sound = time.perf_counter(), None, True
+@dataclass
+class Session:
+    """What the tasks of a run share.
 
-    def late() -> bool:
-        return time.perf_counter() - began > options.seconds
+    Attributes:
+        options: of the command line.
+        configs: folder of the configs.
+        bandwidth: bytes per second, measured in this run.
+        put: takes a row that is found.
+        networks: made once, used by every case.
+        benches: engines that are looked at again: batch 1, default kernels.
+    """
 
-    def put(row: dict[str, Any]) -> None:
-        nonlocal sound
-        sound &= row["kind"] != "failed"
-        write(row)
+    options: argparse.Namespace
+    configs: tuple[Path, Path]
+    bandwidth: float
+    put: Callable[[dict[str, Any]], None]
+    networks: Any = None
+    benches: dict[str, Bench] = field(default_factory=dict)
 
-    benches: dict[str, Bench] = {}
-    for case in cases(options.buckets):
-        if late():
-            put({"kind": "failed", "case": case.name, "lanes": case.lanes, "error": f"not run: {options.seconds} seconds were over"})
-            continue
+    def bench(self, case: Case) -> Bench:
+        """An engine for ``case``; one that will be looked at again is kept."""
+        if case.name in self.benches and case == self.benches[case.name].case:
+            return self.benches[case.name]
+        bench = Bench(case, *self.configs, device=self.options.device, runtime=self.options.runtime, networks=self.networks)
+        self.networks = bench.networks
+        if case.lanes == 1 and not case.keys:
+            self.benches[case.name] = bench
+        return bench
 
-        def one(case: Case = case) -> dict[str, Any]:
-            nonlocal networks
-            bench = Bench(case, target, draft, device=options.device, runtime=options.runtime, networks=networks)
-            networks = bench.networks
-            if case.lanes == 1 and not case.keys:
-                benches[case.name] = bench
-            return record(bench, bandwidth, options.each)
+    def cycle(self, case: Case) -> dict[str, Any]:
+        return record(self.bench(case), self.bandwidth, self.options.each)
 
-        put(guarded(case.name, one))
-        if case.name in ("none", "tree (5,4,8)") and case.lanes == 1 and case.name in benches and options.device == "cuda":
-            put(guarded(f"anatomy of {case.name}", lambda name=case.name: anatomy(benches[name])))
+    def anatomy(self, case: Case) -> dict[str, Any]:
+        return anatomy(self.bench(case))
+
+    def draft_step(self) -> dict[str, Any]:
+        return draft_step(self.bench(Case("tree (5,4,8)", TREE)), self.bench(SHORTER))
+
+    def stages(self) -> dict[str, Any]:
+        bench = self.bench(Case("tree (5,4,8)", TREE))
+        return {"kind": "stages", "case": bench.case.name, "milliseconds": bench.stage_milliseconds()}
+
+    def static_loop(self) -> dict[str, Any]:
+        return static_loop(self.bench(Case("none", PLAIN)), self.options.each)
+
+    def transformers(self) -> dict[str, Any]:
+        self.benches.clear()
+        self.networks = None
         gc.collect()
-    if "tree (5,4,8)" in benches and not late():
-        deep = benches["tree (5,4,8)"]
-        put(guarded("stages", lambda: {"kind": "stages", "case": deep.case.name, "milliseconds": deep.stage_milliseconds()}))
+        if self.options.device == "cuda":
+            torch.cuda.empty_cache()
+        return transformers_generate(self.configs[0], 2048, self.options.device)
 
-        def step() -> dict[str, Any]:
-            shorter = Bench(
-                Case("tree (3,4,8)", CycleShape(3, 4, 8)), target, draft, device=options.device, runtime=options.runtime, networks=networks
-            )
-            return draft_step(deep, shorter)
 
-        put(guarded("draft step", step))
-    if "none" in benches and not late():
-        put(guarded("compiled static cache", lambda: static_loop(benches["none"], options.each)))
-    benches.clear()
-    networks = None
-    gc.collect()
-    if options.device == "cuda":
-        torch.cuda.empty_cache()
-    if not late():
-        put(guarded("transformers", lambda: transformers_generate(target, 2048, options.device)))
+def tasks(session: Session) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+    """What is measured, by name, in order."""
+    plain = [Case(name, shape) for name, shape in SHAPES.items()]
+    for case in plain:
+        yield f"{case.name} x1", partial(session.cycle, case)
+    yield "draft step", session.draft_step
+    # This one gives the networks other kernels; whoever is next sets its own.
+    yield "compiled static cache", session.static_loop
+    for case in other_cases(session.options.buckets):
+        yield f"{case.name} x{case.lanes}", partial(session.cycle, case)
+    yield "stages", session.stages
+    if session.options.device == "cuda":
+        for case in plain:
+            if case.shape in (PLAIN, TREE):
+                yield f"{ANATOMY}{case.name}", partial(session.anatomy, case)
+    yield "transformers", session.transformers
+
+
+def run(session: Session, done: Mapping[str, str]) -> bool:
+    """Measure everything; False if something failed.
+
+    Args:
+        session: where.
+        done: tasks of an earlier attempt, and how they went; they are not begun again.
+
+    Raises:
+        SystemExit: CUDA gave up on this process, and there is more to measure (code :data:`AGAIN`).
+    """
+    began, sound, options = time.perf_counter(), not {"failed", "not_run"} & set(done.values()), session.options
+    for name, do in tasks(session):
+        if name in done or not any(part in name for part in options.match or [""]):
+            continue
+        kept = 0.0 if name.startswith(ANATOMY) or options.device != "cuda" else ANATOMY_SECONDS
+        if time.perf_counter() - began > options.seconds - kept:
+            session.put({"kind": "not_run", "task": name, "error": f"{options.seconds:.0f} seconds were over"})
+            sound = False
+            continue
+        session.put({"kind": "begun", "task": name})
+        started = time.perf_counter()
+        try:
+            row = do()
+        except Exception as error:  # noqa: BLE001 - one case that fails must not cost the others their figures
+            row = {"kind": "failed", "case": name, "error": f"{type(error).__name__}: {error}"[:2000]}
+            sound = False
+        session.put({**row, "task": name, "seconds": round(time.perf_counter() - started, 1)})
+        gc.collect()
+        if row["kind"] == "failed" and options.device == "cuda" and unusable():
+            raise SystemExit(AGAIN)
     return sound
 
 
+def line(row: Mapping[str, Any]) -> str:
+    """A row for people."""
+    kind, took = row["kind"], f"{row.get('seconds', 0):5.0f} s"
+    if kind == "cycle":
+        figures = f"{row['milliseconds']:.3f} ms, {row['percent_of_floor']:.0f} % of the floor, host {row['host_microseconds']:.0f} us"
+        return f"{took}  {row['task']:36} {figures}"
+    if kind == "bandwidth":
+        return f"bandwidth {row['bytes_per_second'] / 1e12:.2f} TB/s"
+    if kind == "not_run":
+        return f"         {row['task']:36} not run: {row['error']}"
+    if kind == "failed":
+        return f"{took}  {row['task']:36} failed: {str(row['error']).splitlines()[0][:160]}"
+    if kind == "anatomy":
+        figures = f"{row['nodes']} nodes, busy {row['busy_milliseconds']:.3f} ms, gaps {row['gap_milliseconds']:.3f} ms"
+        return f"{took}  {row['task']:36} {figures}"
+    if kind == "stages":
+        return f"{took}  {row['task']:36} " + ", ".join(f"{name} {ms:.3f}" for name, ms in row["milliseconds"].items())
+    return f"{took}  {row['task']:36} {row['milliseconds']:.3f} ms"
+
+
+def earlier(file: Path) -> list[dict[str, Any]]:
+    """Rows of an attempt that ended early: what was begun and has no row ended it, and is a failure."""
+    if not file.is_file():
+        return []
+    rows = []
+    for text in file.read_text(encoding="utf-8").splitlines():
+        try:
+            rows.append(json.loads(text))
+        except json.JSONDecodeError:
+            continue
+    over = {row["task"] for row in rows if row["kind"] != "begun" and "task" in row}
+    lost = [row["task"] for row in rows if row["kind"] == "begun" and row["task"] not in over]
+    kept = [row for row in rows if row["kind"] != "begun"]
+    return kept + [{"kind": "failed", "task": name, "case": name, "error": "the process ended in it"} for name in lost]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code 0: every case gave a figure."""
+    """Exit code 0: every case gave a figure; :data:`AGAIN`: call once more with the same ``--file``."""
     parser = argparse.ArgumentParser(
         prog="python -m perf.gpu.latency", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, default=ROOT / "perf" / "results", help="folder of the result file (default: perf/results)")
+    parser.add_argument("--file", type=Path, help="the result file; one that is there is gone on with")
     parser.add_argument("--buckets", type=int, nargs="*", default=list(BUCKETS), help="batch sizes")
-    parser.add_argument("--seconds", type=float, default=330.0, help="begin no further case after this time (default: 330)")
-    parser.add_argument("--each", type=float, default=1.5, help="seconds of measurement per case (default: 1.5)")
+    parser.add_argument("--seconds", type=float, default=500.0, help="begin no further case after this time (default: 500)")
+    parser.add_argument("--match", nargs="+", metavar="TEXT", help="only tasks with one of these in their names")
+    parser.add_argument("--each", type=float, default=1.0, help="seconds of measurement per case (default: 1.0)")
     parser.add_argument("--runtime", default="captured", help="preset of the runtime (default: captured)")
     parser.add_argument("--device", default="cuda", help="cuda; on cpu nothing here means anything")
     parser.add_argument("--unverified", action="store_true", help="the checks of this run were not all green: say so in the file")
@@ -221,19 +322,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.device == "cuda" and not torch.cuda.is_available():
         print("no CUDA device: nothing was run, nothing is claimed")
         return 0
-    rows: list[dict[str, Any]] = [{**provenance(), "verified": not options.unverified}]
-    file = result_file(options.out, "gpu-latency")
+    file = options.file or result_file(options.out, "gpu-latency")
+    rows = earlier(file) or [{**provenance(), "verified": not options.unverified}]
+    done = {row["task"]: row["kind"] for row in rows if "task" in row}
 
-    def write(row: dict[str, Any]) -> None:
-        rows.append(row)
-        shown = {k: round(v, 3) if isinstance(v, float) else v for k, v in row.items() if not isinstance(v, (list, dict))}
-        print(shown, flush=True)
-        # Written as it comes: a run that is cut short keeps what it has.
+    def put(row: dict[str, Any]) -> None:
+        # Written as it comes: a run that is cut short keeps what it has. What was begun is only of interest while it lasts.
+        rows[:] = [one for one in rows if one["kind"] != "begun"] + [row]
         write_jsonl(file, rows)
+        if row["kind"] != "begun":
+            print(line(row), flush=True)
 
     with tempfile.TemporaryDirectory() as folder:
-        options.configs = folder
-        sound = run(options, write)
+        bandwidth = next((row["bytes_per_second"] for row in rows if row["kind"] == "bandwidth"), None)
+        if bandwidth is None:
+            bandwidth = copy_bandwidth(options.device, 2.0 if options.device == "cuda" else 0.05)
+            put({"kind": "bandwidth", "bytes_per_second": bandwidth})
+        sound = run(Session(options, write_configs(Path(folder)), bandwidth, put), done)
     print(f"written to {file}")
     return 0 if sound else 1
 

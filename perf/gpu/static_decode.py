@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._dynamo import mark_static_address
 
 from graphspec.attention import HeadTransform
 from graphspec.kernels.formulas import apply_rope, rms_norm
@@ -70,5 +71,8 @@ def compiled_step(model: LlamaModel, length: int) -> tuple[Any, DenseCache, Tens
     for module in model.modules():
         if isinstance(module, Linear):
             module.multiply = linear
+    # What a step writes in place must be known to stay where it is, or the compiler makes no CUDA graph of it.
+    for tensor in (cache.cache, cache.position_BT, token):
+        mark_static_address(tensor)
     on_gpu = weight.device.type == "cuda"
     return torch.compile(step, fullgraph=True, dynamic=False, mode="reduce-overhead" if on_gpu else None), cache, token

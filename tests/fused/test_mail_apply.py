@@ -61,7 +61,7 @@ def test_slots_are_those_of_the_reference(sampling: SamplingClass, join: Join | 
 
 def test_the_stage_chooses_the_op_of_its_kernels() -> None:
     kernels = select_kernels("reference", "auto", "cpu")
-    assert kernels.mail_apply is mail_apply and OP.implementation("fused")._init_fn is fused
+    assert kernels.mail_apply is mail_apply and OP.implementation("fused").__wrapped__ is fused
 
 
 @triton.jit

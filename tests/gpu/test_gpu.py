@@ -181,9 +181,8 @@ def demo(shape: str, **keys: object) -> LLM:
     return LLM(variant="eagle3" if wanted.num_steps else "none", device=DEVICE, dtype="float32", **keys)  # type: ignore[arg-type]
 
 
-@pytest.fixture(scope="module")
-def expected() -> list[list[int]]:
-    """Greedy tokens by transformers on the same weights, in float32."""
+def greedy_by_transformers() -> list[list[int]]:
+    """Of the same weights, in float32."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder = model_folder("demo")
@@ -196,6 +195,11 @@ def expected() -> list[list[int]]:
         out = model.generate(tokens, attention_mask=torch.ones_like(tokens), do_sample=False, max_new_tokens=64)
         found.append(out[0, tokens.shape[1] :].tolist())
     return found
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    return greedy_by_transformers()
 
 
 @pytest.mark.parametrize(
@@ -222,17 +226,17 @@ def test_run_ahead_changes_no_token(temperature: float) -> None:
     assert [len(t) for t in tokens[0]] == [48] * len(PROMPTS)
 
 
-@pytest.mark.parametrize(
-    ("variant", "keys"),
-    [
-        ("eagle", {"num_steps": 4, "topk": 4, "num_draft_tokens": 16}),
-        ("eagle", {"tree_choices": [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]]}),
-        ("mtp", {"num_steps": 4, "topk": 1, "num_draft_tokens": 5}),
-        ("standalone", {"num_steps": 3, "topk": 2, "num_draft_tokens": 8}),
-        ("ngram", {}),
-        ("ngram_trie", {}),
-    ],
+VARIANTS: tuple[tuple[str, dict[str, object]], ...] = (
+    ("eagle", {"num_steps": 4, "topk": 4, "num_draft_tokens": 16}),
+    ("eagle", {"tree_choices": [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]]}),
+    ("mtp", {"num_steps": 4, "topk": 1, "num_draft_tokens": 5}),
+    ("standalone", {"num_steps": 3, "topk": 2, "num_draft_tokens": 8}),
+    ("ngram", {}),
+    ("ngram_trie", {}),
 )
+
+
+@pytest.mark.parametrize(("variant", "keys"), VARIANTS)
 @pytest.mark.parametrize("mode", ["reference", "fused"])
 def test_every_variant_gives_the_targets_own_tokens(mode: str, variant: str, keys: dict[str, object], expected: list[list[int]]) -> None:
     llm = LLM(variant=variant, device=DEVICE, dtype="float32", runtime=RUNTIME, mode=mode, buckets=[4], max_rows=4, **keys)  # type: ignore[arg-type]
@@ -272,6 +276,7 @@ def test_poison_between_launches_changes_no_token(shape: str, expected: list[lis
 
 
 @pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="compute-sanitizer comes with the CUDA toolkit")
+@pytest.mark.seconds(200)
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
 def test_small_kernels_are_clean_under_the_sanitizer(tool: str) -> None:
     """Out-of-bounds accesses and shared-memory races of the kernels that decide tokens, on their smallest cases."""

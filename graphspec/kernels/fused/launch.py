@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+import inspect
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -139,9 +142,24 @@ def register(
         fake: shapes and dtypes of the results; default: there are none.
         mutates: arguments written in place.
     """
-    op = torch.library.custom_op(f"{NAMESPACE}::{name}", launcher, mutates_args=tuple(mutates))
+    defaults = {key: value.default for key, value in inspect.signature(launcher).parameters.items() if value.default is not value.empty}
+    if not set(mutates) & set(defaults):
+        op = torch.library.custom_op(f"{NAMESPACE}::{name}", launcher, mutates_args=tuple(mutates))
+        op.register_fake(fake)
+        return op
+    # Arguments that have their default are not handed on, and torch 2.11 then misses those that are written. So the operator has no
+    # defaults, and they are filled in in front of it.
+    schema = re.sub(r"=[^,)]+", "", torch.library.infer_schema(launcher, mutates_args=tuple(mutates)))
+    op = torch.library.custom_op(f"{NAMESPACE}::{name}", launcher, mutates_args=tuple(mutates), schema=schema)
     op.register_fake(fake)
-    return op
+    names = tuple(inspect.signature(launcher).parameters)
+
+    @functools.wraps(launcher)
+    def call(*arguments: Any, **named: Any) -> Any:
+        missing = {key: defaults[key] for key in names[len(arguments) :] if key in defaults and key not in named}
+        return op(*arguments, **named, **missing)
+
+    return call
 
 
 def multiprocessors(device: torch.device) -> int:

@@ -1,0 +1,263 @@
+"""The first minute on a GPU: ``python -m perf.gpu.first`` tries every part once, small, each in a process of its own.
+
+Kernels against their references, a capture that works and two that fail, engines of every kind of kernels against the eager one, the
+profiler. It says what is broken and with which message; that all is right, the tests say. A probe that crashes or hangs costs the others
+nothing. ``--only NAME...`` runs some, ``--list`` names them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from types import SimpleNamespace
+from typing import Any
+
+from graphspec.lab.provenance import ROOT
+
+SECONDS = 150.0
+"""A probe that takes longer is ended."""
+AT_ONCE = 12
+ESSENTIAL = ("device", "graph", "engine-reference")
+"""When one of these fails, nothing that follows means anything."""
+PROMPT = [11, 45, 210, 7, 93, 18, 400, 31, 5, 77, 64, 12]
+OPTIONS = {"device": "cuda", "dtype": "float32", "max_rows": 2, "buckets": [1, 2], "prefill_chunks": [16]}
+SHAPES: dict[str, dict[str, Any]] = {
+    "none": {"variant": "none"},
+    "chain": {"variant": "eagle3", "num_steps": 4, "topk": 1, "num_draft_tokens": 5},
+    "tree": {"variant": "eagle3", "num_steps": 5, "topk": 4, "num_draft_tokens": 16},
+}
+
+
+def device() -> str:
+    """There is one, it multiplies, and its memory can be copied to and from."""
+    import torch
+    import triton
+
+    properties = torch.cuda.get_device_properties(0)
+    left = torch.randn(512, 512, device="cuda", dtype=torch.bfloat16)
+    assert (left @ left).isfinite().all(), "a matrix product is not finite"
+    pinned = torch.arange(1000, pin_memory=True)
+    there, back, event = torch.empty(1000, dtype=torch.int64, device="cuda"), torch.zeros(1000, dtype=torch.int64, pin_memory=True), None
+    there.copy_(pinned, non_blocking=True)
+    back.copy_(there, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+    event.synchronize()
+    assert torch.equal(pinned, back), "pinned memory came back changed"
+    free = torch.cuda.mem_get_info()[0] / 2**30
+    versions = f"torch {torch.__version__}, CUDA {torch.version.cuda}, triton {triton.__version__}, Python {sys.version.split()[0]}"
+    return f"{properties.name}, sm_{properties.major}{properties.minor}, {free:.0f} GiB free; {versions}"
+
+
+def graph() -> str:
+    """Captures in one pool: one that works, one that waits for the device, one that finds no memory, and one more; marks time a replay."""
+    import torch
+
+    from graphspec.graphs.capture import Capturer, ran_out_of_memory
+
+    capturer: Any = Capturer(SimpleNamespace(device=torch.device("cuda")))  # type: ignore[arg-type]
+    x, marks = torch.zeros(1 << 20, device="cuda"), [torch.cuda.Event(enable_timing=True, external=True) for _ in range(2)]
+
+    def adds() -> None:
+        marks[0].record()
+        x.add_(x * 0 + 1)
+        marks[1].record()
+
+    def waits() -> None:
+        x.add_(1)
+        if torch.cuda.is_current_stream_capturing():
+            x.sum().item()
+
+    def needs() -> None:
+        x.add_(1)
+        if torch.cuda.is_current_stream_capturing():
+            torch.empty(2**50, dtype=torch.uint8, device="cuda")
+
+    kept = [capturer.capture(adds)]
+    for wrong, memory in ((waits, False), (needs, True)):
+        try:
+            capturer.capture(wrong)
+        except Exception as error:  # noqa: BLE001 - which one it is, is what is asked
+            assert ran_out_of_memory(error) == memory, f"taken for {'other' if memory else 'missing memory'}: {error!r}"
+        else:
+            raise AssertionError(f"{wrong.__name__}: captured, though it can't be")
+    kept.append(capturer.capture(adds))
+    assert torch.cuda.current_stream() == torch.cuda.default_stream(), "a capture left its stream current"
+    x.zero_()
+    for replay in (*kept, *kept):
+        replay()
+    torch.cuda.synchronize()
+    assert (x == 4).all(), f"four replays added {x[0].item()}"
+    began = time.perf_counter()
+    for _ in range(1000):
+        kept[0]()
+    host = 1e3 * (time.perf_counter() - began)
+    torch.cuda.synchronize()
+    return f"replay: host {host:.1f} us, marks {1e3 * marks[0].elapsed_time(marks[1]):.1f} us apart"
+
+
+def kernel(name: str) -> str:
+    """The fused op against its reference, on its first case."""
+    import torch
+
+    from graphspec.kernels import OPS
+
+    op = next(op for op in OPS if op.name == name)
+    case = op.cases(torch.Generator().manual_seed(0))[0]
+
+    def run(function: Callable[..., Any]) -> list[torch.Tensor]:
+        given = {k: v.cuda().clone() if isinstance(v, torch.Tensor) else v for k, v in case.items()}
+        result = function(**given)
+        results = result if isinstance(result, tuple | list) else [result]
+        tensors = [t for t in (*results, *(given.get(name) for name in op.mutates)) if isinstance(t, torch.Tensor)]
+        # Of a KV pool the dummy page holds whatever was written there last.
+        return [t[:, :, 1:] if t.dim() == 6 else t for t in tensors]
+
+    worst = 0.0
+    for number, (found, expected) in enumerate(zip(run(op.implementation("fused")), run(op.reference), strict=True)):
+        assert (found.shape, found.dtype) == (expected.shape, expected.dtype), f"result {number}: {found.dtype} {list(found.shape)}"
+        if not found.is_floating_point():
+            different = int((found != expected).sum())
+            assert not different, f"result {number}: {different} of {found.numel()} elements differ"
+            continue
+        assert torch.equal(found.isfinite(), expected.isfinite()), f"result {number}: not finite elsewhere than the reference"
+        finite = expected.isfinite()
+        scale = max(1e-6, float(expected[finite].abs().max())) if finite.any() else 1.0
+        apart = float((found - expected)[finite].abs().max()) / scale if finite.any() else 0.0
+        allowed = 1e-4 if found.dtype == torch.float32 else 3e-2
+        assert apart <= allowed, f"result {number}: {apart:.2e} of the largest value apart, at most {allowed:g}"
+        worst = max(worst, apart)
+    return f"{worst:.1e} apart" if worst else "equal"
+
+
+def tokens(shape: str, runtime: str, **keys: Any) -> tuple[Any, list[list[int]]]:
+    """An engine of the demo model, and what it gives for two prompts."""
+    from graphspec.engine.llm import LLM
+    from graphspec.engine.request import SamplingParams
+
+    llm = LLM(runtime=runtime, **{**OPTIONS, **SHAPES[shape], **keys})
+    params = [SamplingParams(max_tokens=24, temperature=t, seed=3, ignore_eos=True) for t in (0.0, 0.8)]
+    return llm, [out.token_ids for out in llm.generate([PROMPT, PROMPT[:5]], params)]
+
+
+def engine(shape: str, mode: str, **keys: Any) -> str:
+    """A captured engine gives the tokens of the eager one."""
+    _, expected = tokens(shape, "eager", mode="reference")
+    llm, found = tokens(shape, "captured", mode=mode, **keys)
+    assert found == expected, f"tokens differ: {found} against {expected}"
+    report = llm.capture_report()
+    built, captured = sum(r.warm_up_seconds for r in report), sum(r.capture_seconds or 0 for r in report)
+    return f"tokens equal; {len(report)} programs built in {built:.1f} s, captured in {captured:.1f} s"
+
+
+def profiler() -> str:
+    """Torch's profiler sees the nodes of a replay, and marks between the stages give times."""
+    import torch
+
+    from graphspec.graphs.mailbox import Message
+    from graphspec.lab.recorder import inert, stage_timer
+    from graphspec.lab.stages import kernel_timeline
+    from graphspec.shapes import GREEDY
+
+    llm, _ = tokens("tree", "captured", mode="reference")
+    cycle, key = llm.cycle, llm.plan.key(2, GREEDY)
+    llm.warm_up(2)
+    timer = stage_timer(cycle, key)
+    cycle.read(cycle.launch(key, Message(lanes=())))
+    with inert(cycle):
+        timer()
+        torch.cuda.synchronize()
+        found = kernel_timeline(cycle.programs[key], lambda: None)
+    times = timer.milliseconds()
+    assert len(times) == len(cycle.programs[key].stages) and all(time > 0 for time in times), f"stages: {times}"
+    assert found["nodes"] > 10, f"the profiler saw {found['nodes']} nodes"
+    return f"{found['nodes']} nodes, {found['gap_ms']:.3f} ms of gaps; stages {sum(times):.3f} ms"
+
+
+def probes() -> dict[str, Callable[[], str]]:
+    """Every probe by name, the most telling first."""
+    from graphspec.kernels import OPS
+
+    found: dict[str, Callable[[], str]] = {"device": device, "graph": graph}
+    found["engine-reference"] = lambda: engine("tree", "reference")
+    for shape in ("none", "tree", "chain"):
+        found[f"engine-fused-{shape}"] = lambda shape=shape: engine(shape, "fused")  # type: ignore[misc]
+    found["engine-compiled"] = lambda: engine("tree", "compiled")
+    found["engine-debug"] = lambda: engine("tree", "fused", debug=True)
+    found["engine-ahead"] = lambda: engine("chain", "reference", cycles_in_flight=3)
+    found["profiler"] = profiler
+    for op in OPS:
+        found[f"kernel-{op.name}"] = lambda name=op.name: kernel(name)  # type: ignore[misc]
+    return found
+
+
+def attempt(name: str, seconds: float = SECONDS) -> dict[str, Any]:
+    """One probe in a process of its own: ``name``, ``outcome`` (passed or failed), ``seconds``, ``message``."""
+    began, record = time.perf_counter(), {"kind": "probe", "name": name}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "perf.gpu.first", "--probe", name], cwd=ROOT, env=environment, capture_output=True, text=True,
+            errors="replace", timeout=seconds, check=False,
+        )  # fmt: skip
+        outcome = "passed" if done.returncode == 0 else "failed"
+        message = done.stdout.strip() if done.returncode == 0 else f"exit code {done.returncode}: {done.stderr.strip()[-3000:]}"
+    except subprocess.TimeoutExpired as late:
+        errors = late.stderr.decode(errors="replace") if isinstance(late.stderr, bytes) else late.stderr or ""
+        outcome, message = "failed", f"not over after {seconds:.0f} seconds: {errors.strip()[-2000:]}"
+    return {**record, "outcome": outcome, "seconds": round(time.perf_counter() - began, 1), "message": message}
+
+
+def try_all(names: Iterable[str], put: Callable[[dict[str, Any]], None], seconds: float = SECONDS) -> bool:
+    """Every probe, several at once; ``put`` gets each record as it comes. True when all passed."""
+    sound = True
+    with ThreadPoolExecutor(min(AT_ONCE, os.cpu_count() or 1)) as pool:
+        for done in as_completed([pool.submit(attempt, name, seconds) for name in names]):
+            put(done.result())
+            sound &= done.result()["outcome"] == "passed"
+    return sound
+
+
+def line(record: dict[str, Any]) -> str:
+    """A record for people: of a failure its last words."""
+    words = record["message"].strip().splitlines()
+    return f"{record['outcome']:6} {record['seconds']:6.1f} s  {record['name']:24} {words[-1][:160] if words else ''}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code 0: every probe passed."""
+    parser = argparse.ArgumentParser(
+        prog="python -m perf.gpu.first", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="these probes")
+    parser.add_argument("--list", action="store_true", help="name the probes, run none")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help=f"a probe that takes longer is ended (default: {SECONDS:.0f})")
+    parser.add_argument("--probe", help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    known = probes()
+    for name in (options.only or []) + ([options.probe] if options.probe else []):
+        if name not in known:
+            parser.error(f"expected one of {', '.join(known)}, found {name!r}")
+    if options.list:
+        print("\n".join(known))
+        return 0
+    if options.probe:
+        print(known[options.probe]())
+        return 0
+
+    def put(record: dict[str, Any]) -> None:
+        print(line(record), flush=True)
+        if record["outcome"] != "passed":
+            print(json.dumps(record["message"])[:1500], flush=True)
+
+    return 0 if try_all(options.only or known, put, options.seconds) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
