@@ -86,7 +86,7 @@ def _within(begin_BT: Tensor, position_BT: Tensor, window_left: int | None) -> T
     return begin_BT if window_left is None else torch.maximum(begin_BT, position_BT - window_left + 1)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # Dynamo of torch 2.11 hashes what it calls, before it has fields
 class TreeAttention:
     """Decode-phase attention: a paged prefix, and a window of slots behind it under ancestor words."""
 
@@ -148,7 +148,7 @@ class TreeAttention:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # Dynamo of torch 2.11 hashes what it calls, before it has fields
 class ChunkAttention:
     """Prefill attention: a chunk of consecutive prompt tokens, causal, over the paged prefix and itself."""
 

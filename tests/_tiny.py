@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from graphspec.config import AcceptConfig, AdaptiveConfig, Config, KernelsConfig, ModelConfig, RuntimeConfig, VariantConfig
 from graphspec.facts import (
@@ -168,13 +169,18 @@ def tiny_networks(plan: Plan) -> Networks:
 
 def move(module: nn.Module | None, device: str) -> None:
     """``module.to(device)``, for fake tensors too, which can't be swapped in place."""
+
+    def moved(tensor: Tensor) -> Tensor:
+        # A fake tensor made from numbers holds these, and a copy of it would copy them to a device that is not there.
+        return torch.empty_like(tensor, device=device) if isinstance(tensor, FakeTensor) else tensor.to(device)
+
     for child in module.modules() if module is not None else ():
         for name, parameter in child._parameters.items():
             if parameter is not None:
-                child._parameters[name] = nn.Parameter(parameter.to(device), requires_grad=False)
+                child._parameters[name] = nn.Parameter(moved(parameter), requires_grad=False)
         for name, buffer in child._buffers.items():
             if buffer is not None:
-                child._buffers[name] = buffer.to(device)
+                child._buffers[name] = moved(buffer)
 
 
 def same_bits(left: Tensor, right: Tensor) -> bool:

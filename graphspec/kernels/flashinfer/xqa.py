@@ -139,7 +139,7 @@ def _fake(
 OP = register("flashinfer_xqa", xqa_attention, _fake)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # Dynamo of torch 2.11 hashes what it calls, before it has fields
 class XqaWindow:
     """What all layers of one call share."""
 
