@@ -8,12 +8,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+OLDEST := .venv-oldest
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest
 # One process per core with one thread each: threads of several processes on the same cores wait for each other.
 PARALLEL := OMP_NUM_THREADS=1 $(PYTEST) --numprocesses=auto --dist=loadfile
 
-.PHONY: help demo test test-full test-browser lint format snapshots features gpu-check acceptance train-demo bench compare guard wheel clean
+.PHONY: help demo test test-full test-browser test-oldest lint format snapshots features gpu-check acceptance train-demo bench compare guard wheel clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -37,6 +38,14 @@ test-full: $(STAMP) ## the same, and the thorough ones
 
 test-browser: $(STAMP) ## the report in a real browser; needs Chromium
 	$(PYTEST) -m browser tests/browser
+
+# torch 2.11 refuses the setuptools that is pinned for the others.
+test-oldest: ## the tests that need no GPU under the oldest torch that is supported, in .venv-oldest
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip --disable-pip-version-check install torch==2.11.0
+	grep -vE '^(torch|setuptools)==' constraints.txt > $(OLDEST)/constraints.txt
+	$(OLDEST)/bin/python -m pip --disable-pip-version-check install -c $(OLDEST)/constraints.txt -e '.[dev]'
+	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest --numprocesses=auto --dist=loadfile
 
 lint: $(STAMP) ## ruff, mypy, the layer law
 	$(BIN)/ruff check .
@@ -79,4 +88,4 @@ wheel: $(STAMP) ## build the wheel into dist/
 	$(BIN)/python -m build --wheel
 
 clean: ## remove what the other targets made
-	rm -rf $(VENV) dist build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(OLDEST) dist build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
