@@ -5,14 +5,15 @@ Letters are those of :mod:`graphspec.shapes`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from .kernels.formulas import Rotation
+from .kernels.planned import BoundCall
 from .kernels.registry import KernelSet
 
 
@@ -106,6 +107,8 @@ class TreeAttention:
     """Bit j of a query's words: it sees slot ``prefix_end + j``; its own bit included."""
     own_window: Callable[[Tensor, Tensor, int, float], Tensor] | None = None
     """The same attention by :meth:`~graphspec.kernels.registry.KernelSet.own_window`, where caller and kernels allow it."""
+    bound: BoundCall | None = None
+    """The same attention over latent rows by a kernel that the host has planned for, where there is one."""
 
     def __call__(
         self,
@@ -135,6 +138,8 @@ class TreeAttention:
             self.kv_pool, layer, latent_BTE, query_rope_BTQR, transform.norm_weight_L, *transform.rotation,
             self.table_BP, self.slot_BT, self.valid_BT, transform.norm_eps, transform.interleaved,
         )  # fmt: skip
+        if self.bound is not None:
+            return self.bound.latent(query_latent_BTQL, query_rope_BTQR, self.kv_pool, layer, self.valid_BT, scale)
         return self.kernels.latent_attention(
             query_latent_BTQL,
             query_rope_BTQR,
@@ -160,6 +165,8 @@ class ChunkAttention:
     valid_BT: Tensor
     slot_BT: Tensor
     prefix_begin: int
+    bound: Mapping[int | None, BoundCall] = field(default_factory=dict)
+    """The same attention by kernels that the host has planned for, by the sliding window of a layer."""
 
     def __call__(
         self,
@@ -175,6 +182,8 @@ class ChunkAttention:
             query_BTQD, key_BTGD, value_BTGD, *heads.rotation, self.kv_pool, layer, self.table_BP, self.slot_BT, self.valid_BT,
             heads.query_norm, heads.key_norm, heads.norm_eps, heads.norm_offset,
         )  # fmt: skip
+        if window_left in self.bound:
+            return self.bound[window_left].chunk(query_BTQD, self.kv_pool, layer, self.valid_BT, scale)
         begin_BT = _within(torch.full_like(self.position_BT, self.prefix_begin), self.position_BT, window_left)
         return self.kernels.chunk_attention(query_BTQD, self.kv_pool, layer, self.table_BP, begin_BT, self.slot_BT, self.valid_BT, scale)
 
@@ -185,6 +194,8 @@ class ChunkAttention:
             self.kv_pool, layer, latent_BTE, query_rope_BTQR, transform.norm_weight_L, *transform.rotation,
             self.table_BP, self.slot_BT, self.valid_BT, transform.norm_eps, transform.interleaved,
         )  # fmt: skip
+        if None in self.bound:
+            return self.bound[None].latent(query_latent_BTQL, query_rope_BTQR, self.kv_pool, layer, self.valid_BT, scale)
         begin_BT = torch.full_like(self.position_BT, self.prefix_begin)
         return self.kernels.latent_chunk_attention(
             query_latent_BTQL, query_rope_BTQR, self.kv_pool, layer, self.table_BP, begin_BT, self.slot_BT, self.valid_BT, scale

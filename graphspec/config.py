@@ -17,6 +17,8 @@ RUNTIMES = ("eager", "compiled", "captured")
 KERNELS = ("auto", "reference", "compiled", "fused")
 IMPLEMENTATIONS = ("auto", "reference", "native", "fused")
 ATTENTIONS = (*IMPLEMENTATIONS, "flashinfer")
+PLANNED_OVER_LATENT_ROWS = ("flashinfer",)
+"""Attention whose kernels for latent rows take a work list from the host, and chains only."""
 NUMERICS = ("fast", "batch_invariant")
 DEVICES = ("auto", "cpu", "cuda")
 DRAFT_NOISES = ("coupled", "none")
@@ -158,8 +160,8 @@ class KernelsConfig:
     mode: str = "auto"
     """reference: plain torch; compiled: torch.compile; fused: Triton kernels, compiled together; auto: what the runtime preset means."""
     attention: str = "auto"
-    """reference: plain torch; native: C++ for the CPU; fused: Triton; flashinfer: FlashInfer's xqa where it serves, of a fused cycle, and
-    fused elsewhere; auto: fused for a fused cycle, native for a compiled float32 cycle on the CPU, else reference."""
+    """reference: plain torch; native: C++ for the CPU; fused: Triton; flashinfer: FlashInfer's kernels where they serve, of a fused
+    cycle, and fused elsewhere; auto: fused for a fused cycle, native for a compiled float32 cycle on the CPU, else reference."""
     linear: str = "auto"
     """The same choice for linear layers, without flashinfer; native ones hold their weights packed."""
     numerics: str = "fast"

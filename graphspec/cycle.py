@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -184,6 +185,9 @@ class Cycle:
         tuner: called with every program, uncompiled, before the first of them is compiled.
     """
 
+    plans: ClassVar[bool] = False
+    """Attention that the host must plan is planned before each launch."""
+
     def __init__(
         self,
         plan: Plan,
@@ -219,6 +223,9 @@ class Cycle:
         """Fresh stages of the program behind ``key``, checked for dataflow."""
         stages = program_stages(self.plan, self.kernels, self.target, self.draft, key)
         check_dataflow(stages, (s.name for s in self.arena.slots if s.kind in ("mail", "state", "kv")))
+        if not self.plans and any(stage.planned for stage in stages):
+            expected = "a cycle that has its attention planned (graphspec.engine.planned)"
+            raise ResourceError(describe(key), expected, "kernels whose work the host must plan before each launch")
         return stages
 
     def views(self, key: Key) -> Views:
@@ -384,6 +391,9 @@ class Cycle:
     def _wait(self) -> None:
         if self.plan.device == "cuda":
             torch.cuda.synchronize()
+
+    def ready(self, key: Key, message: Message) -> None:
+        """What the host must do before a program runs on ``message``: nothing here. :meth:`launch` does it by itself."""
 
     def launch(self, key: Key, message: Message) -> int:
         """Send ``message``, run the program behind ``key``; returns a ticket for :meth:`read`.

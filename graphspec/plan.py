@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from .catalog import Variant, resolve_variant
-from .config import AcceptConfig, Config, NgramSettings, VariantConfig
+from .config import PLANNED_OVER_LATENT_ROWS, AcceptConfig, Config, NgramSettings, VariantConfig
 from .errors import ConfigError
 from .shapes import MAX_WINDOW, PLAIN, WORD_BITS, CycleShape, GraphKey, SamplingClass
 from .static_tree import StaticTree
@@ -141,6 +141,11 @@ class Plan:
     def compiles(self) -> bool:
         """Cycles run through torch.compile; fused kernels on the CPU are interpreted, and their surroundings then run as they stand."""
         return self.kernels == "compiled" or (self.kernels == "fused" and self.device == "cuda")
+
+    @property
+    def plans_cycles(self) -> bool:
+        """The host plans the attention of every cycle right before its launch, from lengths it must know: nothing else may be in flight."""
+        return self.attention in PLANNED_OVER_LATENT_ROWS and self.target.latent is not None
 
     @property
     def keeps_history(self) -> bool:
@@ -365,6 +370,13 @@ def make_plan(config: Config, target: ModelFacts, draft: DraftFacts | None, *, d
         raise ConfigError(
             "runtime.cycles_in_flight", "1: the host reads every cycle before it proposes the next tree", runtime.cycles_in_flight
         )
+    if config.kernels.attention in PLANNED_OVER_LATENT_ROWS and target.latent is not None:
+        if run_ahead:
+            expected = f"1 with kernels.attention={config.kernels.attention} over latent rows: the host plans every cycle from its lengths"
+            raise ConfigError("runtime.cycles_in_flight", expected, runtime.cycles_in_flight)
+        if not shape.is_chain:
+            expected = f"1 with kernels.attention={config.kernels.attention} over latent rows: its kernels take no tree mask"
+            raise ConfigError("variant.topk", expected, shape.topk, "kernels.attention=fused serves trees")
     buckets = tuple(bucket for bucket in runtime.buckets if bucket < runtime.max_rows)
     largest = min((bucket for bucket in runtime.buckets if bucket >= runtime.max_rows), default=None)
     if largest is None:

@@ -23,7 +23,9 @@ from graphspec.errors import CaptureError, ConfigError
 from graphspec.kernels import KernelSet, resolve, select_kernels
 from graphspec.kernels import flashinfer as package
 from graphspec.kernels.flashinfer import version, xqa
-from graphspec.kernels.flashinfer.xqa import FlashInferKernels, bind_window, pack_words, scratch_bytes
+from graphspec.kernels.flashinfer.kernels import FlashInferKernels
+from graphspec.kernels.flashinfer.planner import Planner
+from graphspec.kernels.flashinfer.xqa import bind_window, pack_words, scratch_bytes
 from graphspec.kernels.formulas import Rotation
 from graphspec.kernels.tree_attention import random_pool, tree_attention
 from tests._checkpoints import VOCAB_SIZE, build_hf
@@ -235,11 +237,13 @@ def test_capability_refused() -> None:
 
 
 LLAMA_8B: dict[str, Any] = {
-    "page_size": 16, "dtype": "bfloat16", "num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "windows": (None,) * 32, "latent": False,
+    "page_size": 16, "dtype": "bfloat16", "num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "windows": (None,) * 32, "latent": None,
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("change", [{}, {"page_size": 128}, {"dtype": "float16"}, {"head_dim": 256}, {"windows": (4096, None)}])
+@pytest.mark.parametrize(
+    "change", [{}, {"page_size": 128}, {"dtype": "float16"}, {"head_dim": 256}, {"windows": (4096, None)}, {"windows": (4096, 4096)}]
+)
 def test_shapes_served(change: dict[str, Any]) -> None:
     version.check_pool("target", **{**LLAMA_8B, **change})
 
@@ -252,8 +256,7 @@ def test_shapes_served(change: dict[str, Any]) -> None:
         ({"head_dim": 264}, ("target", "256", "found 264")),
         ({"head_dim": 72}, ("target", "multiple of 16", "found 72")),
         ({"num_kv_heads": 1}, ("target", "16 query heads", "32 query heads over 1")),
-        ({"latent": True}, ("target", "fused", "latent")),
-        ({"windows": (4096, 4096)}, ("target", "sliding window")),
+        ({"windows": (4096, 4096), "head_dim": 96}, ("target", "sliding window")),
     ],
 )
 def test_shapes_refused(change: dict[str, Any], words: tuple[str, ...]) -> None:
@@ -279,7 +282,7 @@ Engine = Callable[..., LLM]
 def engine(pair: Pair, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> Engine:
     """Engines on references, with the stand-in where a call may go to ``xqa``."""
     references = select_kernels("reference", "reference", "cpu")
-    kernels = FlashInferKernels(**{f.name: getattr(references, f.name) for f in fields(references)})
+    kernels = FlashInferKernels(**{f.name: getattr(references, f.name) for f in fields(references)}, planner=Planner("cpu"))
     monkeypatch.setattr(llm_module, "select_kernels", lambda *_, **__: kernels)
     monkeypatch.setattr(version, "DTYPES", ("float32",))
 
@@ -340,7 +343,7 @@ def test_engines_refuse_shapes(engine: Engine) -> None:
 def test_sliding_window_layers_stay_with_the_general_op(stand_in: StandIn) -> None:
     references = select_kernels("reference", "reference", "cpu")
     functions = {f.name: getattr(references, f.name) for f in fields(references)}
-    kernels = FlashInferKernels(**{**functions, "rope_kv_write": lambda query_BTQD, *_: query_BTQD})
+    kernels = FlashInferKernels(**{**functions, "rope_kv_write": lambda query_BTQD, *_: query_BTQD}, planner=Planner("cpu"))
     case = window_case(2, [20], 3, queries=2, groups=2)
     position = case["prefix_end_B"][:, None] + torch.arange(3)
     attention = TreeAttention(

@@ -10,6 +10,7 @@ from torch import Tensor
 from ..buffers import Arena
 from ..config import Config
 from ..cycle import Cycle, Key, RingEntry
+from ..errors import ConfigError
 from ..graphs.mailbox import Message
 from .llm import LLM, Prompt
 from .request import configured_params
@@ -120,9 +121,12 @@ def diff(config: Config, left: str, right: str, prompt: Prompt, max_tokens: int 
     """Generate from ``prompt`` under runtime ``left`` while ``right`` runs every launch from the same state.
 
     Raises:
-        ConfigError: a runtime that does not exist or can't run here.
+        ConfigError: a runtime that does not exist or can't run here, or kernels that a launch must be planned for.
     """
     sides = [LLM.from_config(replace(config, runtime=replace(config.runtime, name=name))) for name in (left, right)]
+    if any(side.cycle.plans for side in sides):
+        found = config.kernels.attention
+        raise ConfigError("kernels.attention", "one whose launches the host need not plan: the right side launches nothing itself", found)
     params = configured_params(config.sampling, max_tokens=max_tokens, stop_token_ids=(), ignore_eos=False)
     for side in sides:
         side.warm_up(sampling=params.sampling_class)

@@ -27,6 +27,7 @@ from ..shapes import GREEDY, GraphKey, SamplingClass, pick_bucket
 from ..weights import apply_token_map, load_target, load_token_map
 from .depth import AdaptiveDepth, DepthPolicy
 from .outputs import Detokenizer, Metrics, Output, StreamEvent, TreeSnapshot, summarise
+from .planned import PlannedCycle
 from .proposer import TrieProposer
 from .request import Request, SamplingParams, check_params, check_prompt, sampling_class
 from .scheduler import Launcher, Scheduler
@@ -164,10 +165,11 @@ class LLM:
             linear_table=table,
         )
         for name, facts in (("target", plan.target), ("draft", plan.draft.decoder if plan.draft is not None else None)):
-            # Where the drafter skips tokens, its attention stays with the general kernels.
-            if facts is not None and (name == "target" or plan.variant.shift == 0):
+            # Where the drafter skips tokens, its attention stays with the general kernels, but for latent rows that the host plans for.
+            if facts is not None and (name == "target" or plan.variant.shift == 0 or (plan.plans_cycles and facts.latent is not None)):
                 heads = facts.num_heads, facts.num_kv_heads, facts.head_dim
-                kernels.check_model(name, plan.page_size, plan.dtype, *heads, facts.sliding_window, latent=facts.latent is not None)
+                latent = (facts.latent.rank, facts.latent.rope_dim) if facts.latent is not None else None
+                kernels.check_model(name, plan.page_size, plan.dtype, *heads, facts.sliding_window, latent=latent)
         target = load_target(plan.target, plan.tap_layers, plan.max_positions, dtype, device, report("load target"))
         draft = None
         if plan.draft is not None:
@@ -184,7 +186,8 @@ class LLM:
         tuner = None
         if table is not None and table_path is not None:
             tuner = LinearTuner(table, Path(table_path).expanduser(), networks, device)
-        return Cycle(plan, target, draft, kernels, memory=self.memory, tuner=tuner)
+        kind = Cycle if kernels.host_planner() is None else PlannedCycle
+        return kind(plan, target, draft, kernels, memory=self.memory, tuner=tuner)
 
     def _depth_policy(self) -> AdaptiveDepth | None:
         """What chooses each cycle's depth; None where it never changes."""

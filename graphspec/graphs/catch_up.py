@@ -7,6 +7,7 @@ import math
 from ..buffers import Views
 from ..shapes import WORD_BITS
 from .draft import NetworkStage
+from .stage import Build
 
 
 class CatchUp(NetworkStage):
@@ -20,9 +21,13 @@ class CatchUp(NetworkStage):
     writes = ("draft_kv",)
     feature_reads = ("window_feature_RAcF",)
 
+    def __init__(self, build: Build) -> None:
+        super().__init__(build)
+        self.bound = self.bind_call("draft", "window", self.plan.window_capacity, self.plan.window_capacity)
+
     def forward(self, v: Views) -> None:
         width = self.plan.window_capacity
         found = self.window(v, width, math.ceil(width / WORD_BITS))
         token_BAc, valid_BAc, slot_BAc, position_BAc, begin_B, ancestors_BAcX, _, _, feature_BAcF = found
-        attention = self.attend(v, position_BAc, valid_BAc, slot_BAc, begin_B, ancestors_BAcX)
+        attention = self.attend(v, position_BAc, valid_BAc, slot_BAc, begin_B, ancestors_BAcX, planned=self.bound)
         self.draft(token_BAc, self.draft.fuse(feature_BAcF) if self.plan.feature_width else None, attention)

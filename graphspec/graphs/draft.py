@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..attention import TreeAttention
 from ..buffers import Views
+from ..kernels.planned import BoundCall
 from ..kernels.tree_build import bit_words
 from ..static_tree import StaticTree
 from .sampling import DraftSampler
@@ -46,15 +47,17 @@ class NetworkStage(Stage):
         prefix_end_B: Tensor,
         ancestors_BTX: Tensor,
         own_window: tuple[Tensor, Tensor] | None = None,
+        planned: BoundCall | None = None,
     ) -> TreeAttention:
         """Attention over the row's draft KV from the first consumed token on; invalid tokens see nothing, so their words are 0.
 
         ``own_window``: the same visibility, told as a prefix's end and words over the slots of these very tokens, where it can be.
+        ``planned``: the same attention over latent rows, planned by the host.
         """
-        bound = None
+        window = None
         # A drafter that skips tokens leaves their slots unwritten, and such a kernel sees the prefix from slot 0 on.
-        if own_window is not None and self.shift == 0:
-            bound = self.kernels.own_window(v.lane_table_BP, self.plan.page_size, *own_window)
+        if own_window is not None and self.shift == 0 and planned is None:
+            window = self.kernels.own_window(v.lane_table_BP, self.plan.page_size, *own_window)
         return TreeAttention(
             kernels=self.kernels,
             kv_pool=v.draft_kv,
@@ -66,7 +69,8 @@ class NetworkStage(Stage):
             begin_BT=v.draft_begin_1.expand(position_BT.shape),
             prefix_end_B=prefix_end_B,
             ancestors_BTX=ancestors_BTX,
-            own_window=bound,
+            own_window=window,
+            bound=planned,
         )
 
     def window(self, v: Views, width: int, num_words: int) -> tuple[Tensor, ...]:
@@ -117,10 +121,13 @@ class DraftExtend(DraftStage):
         super().__init__(build)
         if self.plan.static_tree is None and self.shape.num_steps > 1:
             self.writes = (*self.writes, *BEAM_SLOTS)
+        width = self.plan.accept_width
+        self.bound = self.bind_call("draft", "window", width, width)
 
     def forward(self, v: Views) -> None:
         token_BA, valid_BA, slot_BA, position_BA, begin_B, ancestors_BAX, known_B, next_B, feature_BAF = self.last_run(v)
-        attention = self.attend(v, position_BA, valid_BA, slot_BA, begin_B, ancestors_BAX, (begin_B, ancestors_BAX))
+        seen = begin_B, ancestors_BAX
+        attention = self.attend(v, position_BA, valid_BA, slot_BA, *seen, seen, self.bound)
         hidden_BAH = self.draft(token_BA, self.draft.fuse(feature_BAF) if self.plan.feature_width else None, attention)
         if self.plan.feature_width:
             self.kernels.take_last(hidden_BAH, known_B, v.draft_hidden_BH)
@@ -157,6 +164,9 @@ class DraftSteps(DraftStage):
         super().__init__(build)
         if self.sampler.noisy or self.sampling.bias:
             self.reads = (*self.reads, "next_position_B")
+        # A beam that has no other beside it sees what lies before it.
+        steps = range(1, self.shape.num_steps)
+        self.bound = [self.bind_call("draft", "root", step + 1, 1) if self.shape.topk == 1 else None for step in steps]
 
     def forward(self, v: Views) -> None:
         hidden_BTH = v.draft_hidden_BH[:, None] if self.plan.feature_width else None
@@ -167,7 +177,9 @@ class DraftSteps(DraftStage):
                 carried_BKH = carried_BKH.masked_fill(~v.beam_valid_BK[..., None], 0)
             # The one beam of a chain sees every slot before its own; more beams have a window wider than they are.
             chain = (v.beam_slot_BK[:, 0], v.beam_valid_BK[..., None].to(torch.int64)) if self.shape.topk == 1 else None
-            attention = self.attend(v, v.beam_position_BK, v.beam_valid_BK, v.beam_slot_BK, v.beam_end_B, v.beam_ancestors_BKX, chain)
+            attention = self.attend(
+                v, v.beam_position_BK, v.beam_valid_BK, v.beam_slot_BK, v.beam_end_B, v.beam_ancestors_BKX, chain, self.bound[step - 1]
+            )
             out_BKH = self.draft(v.beam_token_BK, carried_BKH, attention, step)
             increment_BKK, next_BKK = self.propose(v, out_BKH, v.next_position_B, v.beam_path_BKS[..., :step], step + 1)
             self.level(v, increment_BKK, next_BKK, step + 1)

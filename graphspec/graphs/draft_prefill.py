@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from ..attention import ChunkAttention
 from ..buffers import Views
+from ..kernels.planned import BoundCall
 from .heads import shifted_rows
 from .stage import Build, DraftModel
 
@@ -33,9 +35,13 @@ class DraftPrefill:
 
     The row that consumes token j takes the target's feature of j - 1. The feature of a chunk's last token therefore waits in entry 0 of the
     row's window for the next chunk's first token, or for the root.
+
+    Args:
+        build: what every stage gets.
+        bound: attention of the chunk by kernels that the host has planned for.
     """
 
-    def __init__(self, build: Build) -> None:
+    def __init__(self, build: Build, bound: Mapping[int | None, BoundCall]) -> None:
         assert build.draft is not None, "a draft network"
         self.plan, self.kernels = build.plan, build.kernels
         self.network: DraftModel = build.draft
@@ -43,6 +49,7 @@ class DraftPrefill:
         lookback = ("lookback_token_RY", "lookback_feature_RYF") if self.plan.lookback else ()
         features = ("window_feature_RAcF",) if self.plan.feature_width else ()
         self.slots = ("draft_kv", *features, *lookback)
+        self.bound = bound
 
     def __call__(self, v: Views, chunk: ChunkRows, feature_1CF: Tensor | None) -> None:
         """Write the chunk's draft KV and carry on what the next rows need; ``feature_1CF`` is the target's, where the drafter reads it."""
@@ -74,8 +81,9 @@ class DraftPrefill:
         step: int,
     ) -> Tensor:
         attention = ChunkAttention(
-            self.kernels, v.draft_kv, chunk.table_1P, slot_1T - self.shift, rope_length_1T - self.shift, valid_1T, slot_1T, self.shift
-        )
+            self.kernels, v.draft_kv, chunk.table_1P, slot_1T - self.shift, rope_length_1T - self.shift, valid_1T, slot_1T, self.shift,
+            self.bound,
+        )  # fmt: skip
         return self.network(token_1T, hidden_1TH, attention, step)
 
     def _heads(self, v: Views, chunk: ChunkRows, before_1CF: Tensor) -> None:

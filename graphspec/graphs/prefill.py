@@ -28,7 +28,10 @@ class Prefill(Stage):
         super().__init__(build)
         self.chunk, self.layout = chunk, MailLayout.of(build.plan)
         self.target: TargetModel = build.target
-        self.draft = DraftPrefill(build) if build.draft is not None else None
+        self.bound = self.bind_chunk("target", chunk)
+        # Drafters with lookback read more than the chunk.
+        bound = self.bind_chunk("draft", chunk) if build.draft is not None and not self.plan.lookback else {}
+        self.draft = DraftPrefill(build, bound) if build.draft is not None else None
         drafted = self.draft.slots if self.draft is not None else ()
         history = ("history_RL",) if self.plan.keeps_history else ()
         state = ("cycle_1", "window_token_RAc", "window_len_R", "seq_len_R", "budget_R", "status_R")
@@ -53,7 +56,7 @@ class Prefill(Stage):
         length_1C = torch.minimum(torch.maximum(prompt_1, slot_1C + 1), total_1)
         table_1P = v.page_table_RP[row_1]
         hidden_1CH, taps_1CF = self.target(
-            token_1C, ChunkAttention(self.kernels, v.target_kv, table_1P, slot_1C, length_1C, valid_1C, slot_1C, 0)
+            token_1C, ChunkAttention(self.kernels, v.target_kv, table_1P, slot_1C, length_1C, valid_1C, slot_1C, 0, self.bound)
         )
         last_1 = (length_1 - 1).clamp(min=0)
         if self.draft is not None:

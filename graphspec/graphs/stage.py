@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar, Literal, Protocol
 
 from torch import Tensor, nn
 
 from ..attention import Attention
 from ..buffers import Status, Views
 from ..errors import GraphspecError
+from ..facts import ModelFacts
+from ..kernels.planned import Anchor, BoundCall, HeadShape, PlannedCall
 from ..kernels.registry import KernelSet
 from ..plan import Plan
 from ..shapes import CycleShape, SamplingClass
@@ -54,12 +56,21 @@ class Build:
     sampling: SamplingClass
 
 
+def head_shape(facts: ModelFacts) -> HeadShape:
+    """Heads of a network, as attention kernels are built for them."""
+    if facts.latent is None:
+        return HeadShape(facts.num_heads, facts.num_kv_heads, facts.head_dim, 0, facts.head_dim**-0.5)
+    return HeadShape(facts.num_heads, 1, facts.latent.rank, facts.latent.rope_dim, facts.latent.scale)
+
+
 class Stage(nn.Module):
     """One step of the cycle: reads and writes slots in place, returns nothing, never reads a value on the host."""
 
     name: ClassVar[str]
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
+    planned: tuple[PlannedCall, ...] = ()
+    """Attention calls that must be planned, for the very lengths of a launch, before it."""
 
     def __init__(self, build: Build) -> None:
         super().__init__()
@@ -67,6 +78,40 @@ class Stage(nn.Module):
 
     def forward(self, v: Views) -> None:
         raise NotImplementedError
+
+    def bind_call(self, pool: Literal["target", "draft"], anchor: Anchor, extent: int, tokens: int) -> BoundCall | None:
+        """A call over latent rows in which every query sees what lies before it, planned by the host where kernels and plan have it so.
+
+        Args:
+            pool: whose rows.
+            anchor, extent, tokens: see :class:`~graphspec.kernels.planned.PlannedCall`.
+        """
+        facts, begin = self._network(pool)
+        if facts is None or facts.latent is None or not self.plan.plans_cycles:
+            return None
+        return self._bind(PlannedCall(pool, anchor, extent, tokens, head_shape(facts), begin))
+
+    def bind_chunk(self, pool: Literal["target", "draft"], chunk: int) -> Mapping[int | None, BoundCall]:
+        """Attention of a prompt chunk by sliding window, for the windows whose layers a planned kernel serves."""
+        facts, begin = self._network(pool)
+        if facts is None:
+            return {}
+        calls = [
+            PlannedCall(pool, "chunk", chunk, chunk, head_shape(facts), begin, window) for window in dict.fromkeys(facts.sliding_window)
+        ]
+        return {call.window: bound for call in calls if (bound := self._bind(call)) is not None}
+
+    def _network(self, pool: Literal["target", "draft"]) -> tuple[ModelFacts | None, int]:
+        """Facts of the network behind a pool, None where there is none, and the first slot it writes."""
+        if pool == "target":
+            return self.plan.target, 0
+        return self.plan.draft.decoder if self.plan.draft is not None else None, self.plan.variant.shift
+
+    def _bind(self, call: PlannedCall) -> BoundCall | None:
+        bound = self.kernels.bind_call(call)
+        if bound is not None:
+            self.planned = (*self.planned, call)
+        return bound
 
     def feature(self, hidden_BTH: Tensor, taps_BTF: Tensor | None) -> Tensor | None:
         """What the drafter reads of the target, ``[B, T, F]``, from a target's output; None: nothing."""

@@ -18,11 +18,17 @@ class Verify(Stage):
         nodes = ("node_token_BN", "node_depth_BN", "node_ancestors_BNX")
         self.reads = ("lane_row_B", "status_R", "seq_len_R", "lane_table_BP", "target_kv", *nodes)
         self.writes = ("target_kv", "logits_BNV", *(("feature_BNF",) if self.plan.feature_width else ()))
+        # The mask of a chain is causal.
+        count = self.shape.num_draft_tokens
+        self.bound = self.bind_call("target", "root", count, count) if self.shape.is_chain else None
 
     def forward(self, v: Views) -> None:
         token_BN, valid_BN, slot_BN, position_BN, begin_BN, end_B, ancestors_BNX = self.kernels.verify_rows(
             v.lane_row_B, v.status_R, v.seq_len_R, v.node_token_BN, v.node_depth_BN, v.node_ancestors_BNX
         )
+        window = None
+        if self.bound is None:
+            window = self.kernels.own_window(v.lane_table_BP, self.plan.page_size, end_B, ancestors_BNX)
         attention = TreeAttention(
             kernels=self.kernels,
             kv_pool=v.target_kv,
@@ -34,7 +40,8 @@ class Verify(Stage):
             begin_BT=begin_BN,
             prefix_end_B=end_B,
             ancestors_BTX=ancestors_BNX,
-            own_window=self.kernels.own_window(v.lane_table_BP, self.plan.page_size, end_B, ancestors_BNX),
+            own_window=window,
+            bound=self.bound,
         )
         hidden_BNH, taps_BNF = self.target(token_BN, attention)
         v.logits_BNV.copy_(self.target.logits(hidden_BNH))

@@ -198,14 +198,15 @@ def select_kernels(
             name = mode
         return op.implementation(name if name in op.names else "reference")
 
-    kind: type[KernelSet] = KernelSet
+    callables = {op.name: implementation(op) for op in OPS}
+    ops = {f.name: callables[f.name] for f in fields(KernelSet)}
     if chosen["attention"] == "flashinfer":
         check_flashinfer(device)
-        from .flashinfer.xqa import FlashInferKernels
+        from .flashinfer.kernels import FlashInferKernels
+        from .flashinfer.planner import Planner
 
-        kind = FlashInferKernels
-    callables = {op.name: implementation(op) for op in OPS}
-    return kind(**{f.name: callables[f.name] for f in fields(KernelSet)})
+        return FlashInferKernels(**ops, planner=Planner(device))
+    return KernelSet(**ops)
 
 
 __all__ = ["OPS", "KernelOp", "KernelSet", "resolve", "select_kernels"]

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from .planned import BoundCall, HostPlanner, PlannedCall
+
 
 @dataclass(frozen=True, slots=True)
 class KernelSet:
@@ -59,9 +61,20 @@ class KernelSet:
         """
         return None
 
+    def bind_call(self, call: PlannedCall) -> BoundCall | None:
+        """``call`` by a kernel whose work the host plans before each launch; None: the general op serves.
+
+        Asked when a stage is built. A stage that holds a bound call declares it, see :class:`graphspec.graphs.stage.Stage`.
+        """
+        return None
+
+    def host_planner(self) -> HostPlanner | None:
+        """What plans bound calls; None: there are none."""
+        return None
+
     def check_model(
         self, name: str, page_size: int, dtype: str, num_heads: int, num_kv_heads: int, head_dim: int, windows: Sequence[int | None],
-        *, latent: bool,
+        *, latent: tuple[int, int] | None,
     ) -> None:  # fmt: skip
         """These kernels serve a model of this shape.
 
@@ -71,7 +84,7 @@ class KernelSet:
             dtype: of weights and KV.
             num_heads, num_kv_heads, head_dim: query heads, key/value heads, and the width of one.
             windows: sliding window of each layer, None: none.
-            latent: attention is multi-head latent attention.
+            latent: with multi-head latent attention the compressed and the rotated part of a row.
 
         Raises:
             ConfigError: they don't.

@@ -100,6 +100,7 @@ class ReplayTwin:
     def _compare(self, key: Key, message: Message) -> None:
         program, arena = self.cycle.programs[key], self.cycle.arena
         assert program.replay is not None
+        self.cycle.ready(key, message)
         before = arena.snapshot()
         mail = torch.zeros(self.cycle.layout.size, dtype=torch.int64)
         self.cycle.layout.encode(message, mail)

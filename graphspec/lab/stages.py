@@ -112,6 +112,7 @@ class Probe(Recorder):
 
     def _look(self, message: Message) -> None:
         arena = self.cycle.arena
+        self.cycle.ready(self._key, message)
         before = arena.snapshot(("mail", "state", "ring"))
         mail = torch.zeros(self.cycle.layout.size, dtype=torch.int64)
         self.cycle.layout.encode(message, mail)

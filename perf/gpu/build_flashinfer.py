@@ -1,13 +1,15 @@
-"""Compile FlashInfer's ``xqa`` kernels on a machine without a GPU, into a folder that :mod:`perf.gpu.pack` takes along.
+"""Compile the FlashInfer kernels of a model on a machine without a GPU, into a folder that :mod:`perf.gpu.pack` takes along.
 
     python -m perf.gpu.build_flashinfer --out /tmp/flashinfer-aot --model path/to/target --page-size 16 --tokens 8 --tokens 1
     python -m perf.gpu.pack --out /tmp/graphspec-gpu --flashinfer /tmp/flashinfer-aot
 
-FlashInfer and the CUDA toolkit (``nvcc``) must be installed here. It compiles one kernel per number of query tokens:
-``num_draft_tokens`` for verification, and for ``variant=standalone`` also ``num_steps + 1`` and, in a chain, 1; ``variant=none``
-needs 1. The folder holds ``NAME/NAME.so``, as FlashInfer looks for it in its own ``data/aot``, where ``install.sh`` puts it: there
-it is loaded as it is, with no ninja and no compiler. Kernels belong to one version of FlashInfer; the folder says which, and
-``install.sh`` refuses another.
+FlashInfer and the CUDA toolkit (``nvcc``) must be installed here. For a model with key/value heads it compiles the prefill kernels of its
+prompts, and ``xqa`` per number of query tokens: ``num_draft_tokens`` for verification, and for ``variant=standalone`` also
+``num_steps + 1`` and, in a chain, 1; ``variant=none`` needs 1. For one with latent rows it compiles the MLA kernels, which serve any number
+of tokens. ``--backend`` says whose: ``fa3`` is what runs on compute capability 9.x.
+
+The folder holds ``NAME/NAME.so``, as FlashInfer looks for it in its own ``data/aot``, where ``install.sh`` puts it: there it is loaded as
+it is, with no ninja and no compiler. Kernels belong to one version of FlashInfer: the folder says which, ``install.sh`` refuses another.
 
 The toolkit's major version must be that of the torch over there (``libcudart``). A machine without a GPU has no driver library to
 link with; one of its name with empty functions, built here, stands in. The linker may need
@@ -26,13 +28,15 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, ClassVar
 
-from graphspec.errors import GraphspecError
+from graphspec.errors import ConfigError, GraphspecError
 from graphspec.facts import read_model_facts
 from graphspec.kernels.flashinfer import version
 
 VERSION_FILE = "VERSION"
 ARCHITECTURE = "9.0a"
+BACKENDS = ("fa3", "fa2")
 DRIVER = "libcuda.so.1"
 DRIVER_FUNCTIONS = ("cuGetErrorName", "cuTensorMapEncodeTiled")
 """What csrc/xqa calls of the driver. A library that gives none of them the linker would leave out."""
@@ -48,29 +52,99 @@ class Kernel:
     group_ratio: int
     tokens: int
 
+    calls_driver: ClassVar[bool] = True
+
     def __str__(self) -> str:
         shape = f"page_size={self.page_size} head_dim={self.head_dim} queries_per_group={self.group_ratio} tokens={self.tokens}"
         return f"xqa {self.dtype} {shape}"
 
+    def spec(self) -> Any:
+        """What FlashInfer compiles."""
+        import torch
+        from flashinfer.jit.xqa import gen_xqa_module
 
-def kernels_for(model: Path, page_size: int, dtype: str | None, tokens: Sequence[int]) -> list[Kernel]:
+        dtype = getattr(torch, self.dtype)
+        # Positions, as both ends of the supported range have them: input, cache, page, head, ratio, sliding window, output, tokens.
+        return gen_xqa_module(dtype, dtype, self.page_size, self.head_dim, self.group_ratio, False, dtype, self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """All that the prefill kernels of a model's prompts are compiled for."""
+
+    dtype: str
+    backend: str
+    head_dim: int
+    sliding_window: bool
+
+    calls_driver: ClassVar[bool] = False
+
+    def __str__(self) -> str:
+        return f"prefill {self.dtype} {self.backend} head_dim={self.head_dim}{' sliding_window' if self.sliding_window else ''}"
+
+    def spec(self) -> Any:
+        """What FlashInfer compiles."""
+        import torch
+        from flashinfer.jit import gen_batch_prefill_module
+
+        dtype = getattr(torch, self.dtype)
+        # Query, cache, output, offsets, both head dimensions, no rotation, sliding window, no cap, sums in float32.
+        sizes = torch.int32, self.head_dim, self.head_dim, 0
+        return gen_batch_prefill_module(self.backend, dtype, dtype, dtype, *sizes, self.sliding_window, False, False)
+
+
+@dataclass(frozen=True, slots=True)
+class Latent:
+    """All that the MLA kernels of a model are compiled for."""
+
+    dtype: str
+    backend: str
+    rank: int
+    rope_dim: int
+
+    calls_driver: ClassVar[bool] = False
+
+    def __str__(self) -> str:
+        return f"mla {self.dtype} {self.backend} compressed={self.rank} rotated={self.rope_dim}"
+
+    def spec(self) -> Any:
+        """What FlashInfer compiles."""
+        import torch
+        from flashinfer.jit import gen_batch_mla_module
+
+        dtype = getattr(torch, self.dtype)
+        return gen_batch_mla_module(self.backend, dtype, dtype, dtype, torch.int32, self.rank, self.rope_dim, False)
+
+
+AnyKernel = Kernel | Prefill | Latent
+
+
+def kernels_for(model: Path, page_size: int, dtype: str | None, tokens: Sequence[int], backend: str = BACKENDS[0]) -> list[AnyKernel]:
     """The kernels that a target needs.
 
     Args:
         model: folder of the checkpoint.
         page_size: tokens of a page.
         dtype: of weights and KV; None: the checkpoint's own.
-        tokens: numbers of query tokens.
+        tokens: numbers of query tokens of ``xqa``; none, and it is left out.
+        backend: of planned kernels.
 
     Raises:
-        GraphspecError: no such checkpoint, or a model that ``xqa`` does not serve.
+        GraphspecError: no such checkpoint, or a model that FlashInfer does not serve.
     """
     facts = read_model_facts(model)
     chosen = dtype or facts.dtype
-    heads = facts.num_heads, facts.num_kv_heads, facts.head_dim
-    version.check_pool("target", page_size, chosen, *heads, facts.sliding_window, latent=facts.latent is not None)
+    heads, latent = (facts.num_heads, facts.num_kv_heads, facts.head_dim), facts.latent
+    rows = None if latent is None else (latent.rank, latent.rope_dim)
+    version.check_pool("target", page_size, chosen, *heads, facts.sliding_window, latent=rows)
+    if rows is not None:
+        return [Latent(chosen, backend, *rows)]
     ratio = facts.num_heads // facts.num_kv_heads
-    return [Kernel(chosen, page_size, facts.head_dim, ratio, count) for count in sorted(set(tokens))]
+    windows = sorted({window is not None for window in facts.sliding_window}) if facts.head_dim in version.PROMPT_DIMS else []
+    return [
+        *(Prefill(chosen, backend, facts.head_dim, sliding) for sliding in windows),
+        *(Kernel(chosen, page_size, facts.head_dim, ratio, count) for count in sorted(set(tokens))),
+    ]
 
 
 def driver_stub(folder: Path) -> Path:
@@ -89,7 +163,7 @@ def driver_stub(folder: Path) -> Path:
     return folder
 
 
-def build(kernels: Sequence[Kernel], out: Path) -> list[Path]:
+def build(kernels: Sequence[AnyKernel], out: Path) -> list[Path]:
     """Compile ``kernels`` and lay them out for ``flashinfer/data/aot``.
 
     FlashInfer reads its environment when it is imported, so this may be called once per process.
@@ -102,17 +176,12 @@ def build(kernels: Sequence[Kernel], out: Path) -> list[Path]:
         os.environ["FLASHINFER_WORKSPACE_BASE"] = scratch
         paths = [os.environ.get("LIBRARY_PATH", ""), str(driver_stub(Path(scratch) / "stubs"))]
         os.environ["LIBRARY_PATH"] = os.pathsep.join(path for path in paths if path)
-        import torch
-        from flashinfer.jit.xqa import gen_xqa_module
-
         written = []
         for kernel in kernels:
-            dtype = getattr(torch, kernel.dtype)
-            # Positions, as both ends of the supported range have them: input, cache, page, head, ratio, sliding window, output, tokens.
-            spec = gen_xqa_module(dtype, dtype, kernel.page_size, kernel.head_dim, kernel.group_ratio, False, dtype, kernel.tokens)
+            spec = kernel.spec()
             print(f"compiling {kernel}", flush=True)
             spec.build(False)
-            if DRIVER.encode() not in spec.jit_library_path.read_bytes():
+            if kernel.calls_driver and DRIVER.encode() not in spec.jit_library_path.read_bytes():
                 raise SystemExit(f"{spec.name}: expected to depend on {DRIVER}, found that it does not")
             target = out / spec.name / f"{spec.name}.so"
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -131,14 +200,15 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", type=Path, required=True, help="folder of the target's checkpoint (its config.json is read)")
     parser.add_argument("--page-size", type=int, default=16, help="runtime.page_size (default: 16)")
     parser.add_argument("--dtype", choices=version.DTYPES, help="hardware.dtype (default: the checkpoint's)")
-    parser.add_argument("--tokens", type=int, action="append", required=True, help="query tokens of a call, may be repeated")
+    parser.add_argument("--tokens", type=int, action="append", default=[], help="query tokens of a call of xqa, may be repeated")
+    parser.add_argument("--backend", choices=BACKENDS, default=BACKENDS[0], help=f"planned kernels (default: {BACKENDS[0]})")
     parser.add_argument("--library-path", help="LIBRARY_PATH for the linker")
     parser.add_argument("--include-path", help="CPATH for the compiler")
     parser.add_argument("--dry-run", action="store_true", help="say what would be compiled; needs neither FlashInfer nor nvcc")
     options = parser.parse_args(argv)
     if options.out.exists() and (not options.out.is_dir() or any(options.out.iterdir())):
         parser.error(f"--out: expected a new or empty folder, found {options.out}")
-    if min(options.tokens) < 1:
+    if min(options.tokens, default=1) < 1:
         parser.error(f"--tokens: expected at least 1, found {min(options.tokens)}")
     return options
 
@@ -150,7 +220,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if value is not None:
             os.environ[name] = value
     try:
-        kernels = kernels_for(options.model, options.page_size, options.dtype, options.tokens)
+        kernels = kernels_for(options.model, options.page_size, options.dtype, options.tokens, options.backend)
+        if not kernels:
+            raise ConfigError("--tokens", "at least one number: of this model only xqa serves anything", "none")
         if options.dry_run:
             for kernel in kernels:
                 print(f"would compile {kernel} for {ARCHITECTURE}")

@@ -1,6 +1,6 @@
-"""FlashInfer's ``xqa`` as an attention of the decode phase; nothing here imports FlashInfer before it runs.
+"""FlashInfer's kernels as attention: ``xqa`` for trees, planned wrappers for prompts and for chains over latent rows.
 
-``docs/flashinfer.md`` says what it serves and what stays with the fused kernels.
+Nothing here imports FlashInfer before it runs. ``docs/flashinfer.md`` says what is served and what stays with the fused kernels.
 """
 
 from __future__ import annotations

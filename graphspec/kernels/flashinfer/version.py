@@ -14,12 +14,20 @@ SUPPORTED = f">={LEAST},<{BELOW}"
 """The one statement of the range; the extra ``cuda`` of pyproject.toml repeats it, and a test compares the two."""
 
 CAPABILITIES = (9, 10, 12)
-"""Major compute capabilities ``xqa`` is written for (flashinfer/xqa.py)."""
+"""Major compute capabilities ``xqa`` is written for (flashinfer/xqa.py); the planned kernels run on all of them."""
 PAGE_SIZES = (16, 32, 64, 128)
 DTYPES = ("bfloat16", "float16")
 DIM_STEP, MAX_DIM = 16, 256
 """Head dimensions with more than one query token (flashinfer/jit/xqa.py)."""
 MAX_QUERIES_PER_GROUP = 16
+PROMPT_DIMS = (64, 128, 256)
+"""Head dimensions of the prefill kernels, FA2 and FA3; prompts of other models stay with the fused kernel."""
+LATENT_RANKS = (128, 256, 512)
+ROPE_STEP = 64
+"""Compressed parts, and steps of the rotated part, that both FA2's and FA3's MLA kernels are written for (flashinfer/mla of 0.7)."""
+LATENT_ROWS = 128
+"""Rows (token x head) of a pair of MLA blocks. A number of heads that does not divide it makes kernel and planner round a causal bound
+in opposite directions, and a visible key is lost; 0.7 refuses that, 0.6 does not."""
 
 
 def release(version: str) -> tuple[int, ...]:
@@ -68,9 +76,10 @@ def check_capability(capability: tuple[int, int]) -> None:
 
 
 def check_pool(
-    name: str, page_size: int, dtype: str, num_heads: int, num_kv_heads: int, head_dim: int, windows: Sequence[int | None], *, latent: bool
-) -> None:
-    """``xqa`` serves a model of this shape.
+    name: str, page_size: int, dtype: str, num_heads: int, num_kv_heads: int, head_dim: int, windows: Sequence[int | None],
+    *, latent: tuple[int, int] | None,
+) -> None:  # fmt: skip
+    """FlashInfer serves a model of this shape.
 
     Args:
         name: whose shape it is, for the message: target or draft.
@@ -78,23 +87,33 @@ def check_pool(
         dtype: of queries and KV.
         num_heads, num_kv_heads, head_dim: query heads, key/value heads, and the width of one.
         windows: sliding window of each layer, None: none.
-        latent: attention is multi-head latent attention.
+        latent: with multi-head latent attention the compressed and the rotated part of a row.
 
     Raises:
         ConfigError: it does not.
     """
     other = "kernels.attention=fused has no such limit"
-    if page_size not in PAGE_SIZES:
-        raise ConfigError("runtime.page_size", "one of " + ", ".join(map(str, PAGE_SIZES)) + " for flashinfer", page_size, other)
     if dtype not in DTYPES:
         raise ConfigError("hardware.dtype", "one of " + ", ".join(DTYPES) + " for flashinfer", dtype, other)
     key = f"kernels.attention, {name}"
-    if latent:
-        raise ConfigError(key, "fused, for multi-head latent attention", "flashinfer", "its MLA kernels take no tree mask")
+    if latent is not None:
+        _check_latent(key, num_heads, *latent, other)
+        return
+    if page_size not in PAGE_SIZES:
+        raise ConfigError("runtime.page_size", "one of " + ", ".join(map(str, PAGE_SIZES)) + " for flashinfer", page_size, other)
     if head_dim % DIM_STEP or not DIM_STEP <= head_dim <= MAX_DIM:
         raise ConfigError(key, f"a head dimension up to {MAX_DIM}, a multiple of {DIM_STEP}, for flashinfer", head_dim, other)
     if num_heads % num_kv_heads or num_heads // num_kv_heads > MAX_QUERIES_PER_GROUP:
         heads = f"{num_heads} query heads over {num_kv_heads} key/value heads"
         raise ConfigError(key, f"up to {MAX_QUERIES_PER_GROUP} query heads per key/value head, for flashinfer", heads, other)
-    if all(window is not None for window in windows):
+    if all(window is not None for window in windows) and head_dim not in PROMPT_DIMS:
         raise ConfigError(key, "fused, where every layer has a sliding window", "flashinfer", "it would serve no layer")
+
+
+def _check_latent(key: str, num_heads: int, rank: int, rope_dim: int, other: str) -> None:
+    if rank not in LATENT_RANKS:
+        raise ConfigError(key, "latent rows of " + ", ".join(map(str, LATENT_RANKS)) + " compressed channels for flashinfer", rank, other)
+    if rope_dim % ROPE_STEP:
+        raise ConfigError(key, f"a multiple of {ROPE_STEP} rotated channels of latent rows for flashinfer", rope_dim, other)
+    if LATENT_ROWS % num_heads:
+        raise ConfigError(key, f"a number of heads that divides {LATENT_ROWS}, for flashinfer over latent rows", num_heads, other)

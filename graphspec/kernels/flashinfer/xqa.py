@@ -10,7 +10,6 @@ Source: flashinfer/xqa.py and csrc/xqa/mha.cu (``applyMaskFromInput``) of versio
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +18,6 @@ from torch import Tensor
 
 from ...errors import CaptureError, ConfigError
 from ..fused.launch import multiprocessors, register
-from ..registry import KernelSet
-from . import version
 
 WORKSPACE_BYTES = 128 * 2**20
 """Scratch for partial results, one buffer per device; :func:`scratch_bytes` bounds what a call needs."""
@@ -166,18 +163,3 @@ def bind_window(table_BP: Tensor, page_size: int, prefix_end_B: Tensor, ancestor
     else:
         length_B1, mask_BTW = end_B[:, None] + tokens, packed_BTW
     return XqaWindow(table_BP.clamp(min=0).contiguous(), length_B1.to(torch.int32), mask_BTW, sees_BT[..., None, None])
-
-
-class FlashInferKernels(KernelSet):
-    """Fused kernels, and ``xqa`` for the calls it can serve exactly."""
-
-    __slots__ = ()
-
-    def own_window(self, table_BP: Tensor, page_size: int, prefix_end_B: Tensor, ancestors_BTX: Tensor) -> XqaWindow:
-        return bind_window(table_BP, page_size, prefix_end_B, ancestors_BTX)
-
-    def check_model(
-        self, name: str, page_size: int, dtype: str, num_heads: int, num_kv_heads: int, head_dim: int, windows: Sequence[int | None],
-        *, latent: bool,
-    ) -> None:  # fmt: skip
-        version.check_pool(name, page_size, dtype, num_heads, num_kv_heads, head_dim, windows, latent=latent)

@@ -1,0 +1,36 @@
+"""The kernel set of ``kernels.attention=flashinfer``: fused kernels, and FlashInfer's for the calls it can serve exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ..planned import PlannedCall
+from ..registry import KernelSet
+from . import version
+from .planner import Bound, Planner
+from .xqa import XqaWindow, bind_window
+
+
+@dataclass(frozen=True, slots=True)
+class FlashInferKernels(KernelSet):
+    """``xqa`` for windows of a call's own queries, planned wrappers for prompts and chains over latent rows, fused kernels elsewhere."""
+
+    planner: Planner
+
+    def own_window(self, table_BP: Tensor, page_size: int, prefix_end_B: Tensor, ancestors_BTX: Tensor) -> XqaWindow:
+        return bind_window(table_BP, page_size, prefix_end_B, ancestors_BTX)
+
+    def bind_call(self, call: PlannedCall) -> Bound | None:
+        return self.planner.bind(call)
+
+    def host_planner(self) -> Planner:
+        return self.planner
+
+    def check_model(
+        self, name: str, page_size: int, dtype: str, num_heads: int, num_kv_heads: int, head_dim: int, windows: Sequence[int | None],
+        *, latent: tuple[int, int] | None,
+    ) -> None:  # fmt: skip
+        version.check_pool(name, page_size, dtype, num_heads, num_kv_heads, head_dim, windows, latent=latent)

@@ -1,0 +1,172 @@
+"""The planned calls of one engine: which are served, their wrappers, and the operators that run them inside a program."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from ...errors import CaptureError
+from ..fused.launch import multiprocessors, register
+from ..planned import PlannedCall, RowSpan
+from . import version
+from .wrappers import LatentWrapper, PromptWrapper, Wrapper, backend_for, make_wrapper, workspace_bytes
+
+
+class _Slot:
+    """A served call: its wrappers by number of lanes."""
+
+    def __init__(self, call: PlannedCall) -> None:
+        self.call = call
+        self.wrappers: dict[int, Wrapper] = {}
+
+    def wrapper(self, lanes: int, scale: float) -> Wrapper:
+        found = self.wrappers.get(lanes)
+        if found is None:
+            raise CaptureError(f"attention of {self.call.tokens} tokens", "a plan before the launch", f"none for {lanes} lanes")
+        if scale != self.call.shape.scale:
+            raise CaptureError(f"attention of {self.call.tokens} tokens", f"scale {self.call.shape.scale}, as planned", scale)
+        return found
+
+
+_slots: WeakValueDictionary[int, _Slot] = WeakValueDictionary()
+"""An operator is told a number; the engine that owns the call keeps it alive."""
+_numbers = itertools.count()
+
+
+def planned_chunk(query_BTQD: Tensor, kv_pool: Tensor, layer: int, number: int, scale: float) -> Tensor:
+    """Causal attention over keys and values as planned last.
+
+    Args:
+        query_BTQD: as the pool.
+        kv_pool: ``[layers, 2, pages, page_size, G, D]``, read only.
+        layer: static.
+        number: of the call.
+        scale: static; multiplies the scores.
+
+    Returns:
+        ``[B, T, Q, D]``.
+
+    Raises:
+        CaptureError: nothing was planned.
+    """
+    lanes, _, heads, dim = query_BTQD.shape
+    wrapper = _slots[number].wrapper(lanes, scale)
+    assert isinstance(wrapper, PromptWrapper)
+    query = query_BTQD.contiguous()
+    out = torch.empty_like(query)
+    wrapper.run(query.view(-1, heads, dim), kv_pool[layer, 0], kv_pool[layer, 1], out.view(-1, heads, dim))
+    return out
+
+
+def planned_latent(
+    query_latent_BTQL: Tensor, query_rope_BTQR: Tensor, latent_pool: Tensor, layer: int, number: int, scale: float
+) -> Tensor:
+    """Attention over latent rows as planned last.
+
+    Args:
+        query_latent_BTQL, query_rope_BTQR: as the pool.
+        latent_pool: ``[layers, 1, pages, page_size, 1, L + R]``, contiguous, read only.
+        layer: static.
+        number: of the call.
+        scale: static; multiplies the scores.
+
+    Returns:
+        ``[B, T, Q, L]``.
+
+    Raises:
+        CaptureError: nothing was planned.
+    """
+    wrapper = _slots[number].wrapper(query_latent_BTQL.shape[0], scale)
+    assert isinstance(wrapper, LatentWrapper)
+    latent, rope = query_latent_BTQL.contiguous().flatten(0, 1), query_rope_BTQR.contiguous().flatten(0, 1)
+    out = torch.empty_like(latent)
+    wrapper.run(latent, rope, latent_pool[layer, 0, :, :, 0], out)
+    return out.view(query_latent_BTQL.shape)
+
+
+def _fake_chunk(query_BTQD: Tensor, kv_pool: Tensor, layer: int, number: int, scale: float) -> Tensor:
+    return query_BTQD.new_empty(query_BTQD.shape)
+
+
+def _fake_latent(query_latent_BTQL: Tensor, query_rope_BTQR: Tensor, latent_pool: Tensor, layer: int, number: int, scale: float) -> Tensor:
+    return query_latent_BTQL.new_empty(query_latent_BTQL.shape)
+
+
+CHUNK_OP = register("flashinfer_chunk", planned_chunk, _fake_chunk)
+LATENT_OP = register("flashinfer_latent", planned_latent, _fake_latent)
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A served call; see :class:`~graphspec.kernels.planned.BoundCall`."""
+
+    number: int
+
+    def chunk(self, query_BTQD: Tensor, kv_pool: Tensor, layer: int, valid_BT: Tensor, scale: float) -> Tensor:
+        return torch.where(valid_BT[..., None, None], CHUNK_OP(query_BTQD, kv_pool, layer, self.number, scale), 0.0)
+
+    def latent(
+        self, query_latent_BTQL: Tensor, query_rope_BTQR: Tensor, latent_pool: Tensor, layer: int, valid_BT: Tensor, scale: float
+    ) -> Tensor:
+        out_BTQL = LATENT_OP(query_latent_BTQL, query_rope_BTQR, latent_pool, layer, self.number, scale)
+        return torch.where(valid_BT[..., None, None], out_BTQL, 0.0)
+
+
+class Planner:
+    """See :class:`~graphspec.kernels.planned.HostPlanner`.
+
+    Wrappers are made by the first plan of a call at a number of lanes, each with 8 MiB of lists on the device and as much pinned on the
+    host. Programs that share calls share wrappers: each launch is planned right before it, and launches follow each other on one stream.
+
+    Args:
+        device: where pools lie.
+    """
+
+    def __init__(self, device: str) -> None:
+        self.device = torch.device(device)
+        self._slots: dict[PlannedCall, tuple[int, _Slot]] = {}
+        self._workspaces: list[Tensor] = []
+        self._staged: torch.cuda.Event | None = None
+
+    def bind(self, call: PlannedCall) -> Bound | None:
+        """The call as a stage holds it; None: it is not served, the fused kernel runs it."""
+        shape = call.shape
+        if not shape.latent and (shape.dim not in version.PROMPT_DIMS or call.anchor != "chunk" or call.begin > 0):
+            return None
+        if shape.latent and call.anchor == "chunk" and call.begin > 0:
+            # The first chunk has one query more than keys, and the kernels take offsets from that difference, unsigned.
+            return None
+        if call not in self._slots:
+            number = next(_numbers)
+            self._slots[call] = number, _Slot(call)
+            _slots[number] = self._slots[call][1]
+        return Bound(self._slots[call][0])
+
+    def plan(self, calls: Mapping[PlannedCall, Sequence[RowSpan]], lanes: int, page_size: int, table_width: int, dtype: str) -> None:
+        """See :meth:`graphspec.kernels.planned.HostPlanner.plan`."""
+        if self._staged is not None:
+            # The copies of the last plans leave host memory when the stream gets to them; it is about to be written again.
+            self._staged.synchronize()
+        for call, spans in calls.items():
+            slot = self._slots[call][1]
+            if lanes not in slot.wrappers:
+                slot.wrappers[lanes] = make_wrapper(call, lanes, page_size, table_width, getattr(torch, dtype), self._workspace(call))
+            slot.wrappers[lanes].plan(list(spans))
+        if self.device.type == "cuda":
+            if self._staged is None:
+                self._staged = torch.cuda.Event()
+            self._staged.record()
+
+    def _workspace(self, call: PlannedCall) -> Tensor:
+        """Scratch for the call: any that is large enough, since calls follow each other. What captured programs know stays where it is."""
+        needed = workspace_bytes(call, multiprocessors(self.device), backend_for(self.device))
+        for workspace in self._workspaces:
+            if workspace.numel() >= needed:
+                return workspace
+        self._workspaces.append(torch.empty(needed, dtype=torch.uint8, device=self.device))
+        return self._workspaces[-1]
