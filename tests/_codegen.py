@@ -104,6 +104,7 @@ def pretended_gpu() -> Iterator[None]:
         stack.enter_context(mock.patch.object(torch._C, "_cuda_getCurrentRawStream", _always(0), create=True))
         # The first fake tensor would make a real one, to have torch set up the device.
         stack.enter_context(mock.patch("torch._subclasses.fake_tensor.init_gpu_context", _always(None)))
+        stack.enter_context(mock.patch("torch.cuda.graphs._cuda_isCurrentStreamCapturing", _always(False)))
         # The attention patterns are made from real CUDA tensors; attention is an operator here, so nothing would match.
         stack.enter_context(mock.patch("torch._inductor.fx_passes.fuse_attention._sfdp_init", _always(None)))
         # Padding and constant folding would run on the device.
