@@ -306,6 +306,14 @@ def test_a_whole_run_writes_what_serves_best(pair: Pair, local: type[Local], tmp
     assert llm.depth_policy.unknown() == ()
 
 
+def test_a_bucket_begins_at_the_depth_that_was_measured_unless_another_is_clearly_faster() -> None:
+    table = {0: 2.652, 1: 3.552, 2: 3.894, 4: 5.141}
+    shares = [0.7052, 0.6885, 0.7976, 0.7463]
+    assert expected_tokens(shares, 2) / table[2] > expected_tokens(shares, 4) / table[4]
+    assert first_depths({1: table}, shares, {1: 1.44}) == {1: 4}
+    assert first_depths({1: table | {2: 3.7}}, shares, {1: 1.44}) == {1: 2}
+
+
 def test_where_nothing_pays_plain_decoding_is_written(
     pair: Pair, local: type[Local], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,6 +10,10 @@ BACKLOGS = (32, 64, 128)
 CATCH_UP_SHARE = 0.005
 """Share of the time at depth 0 that the drafter's catching up may take."""
 
+NEAR = 0.05
+"""A bucket begins at a depth other than the shape's own only where that is believed to be so much faster: the shape was measured whole,
+cycles between were only timed."""
+
 Shape = tuple[int, int, int]
 
 
@@ -120,7 +124,7 @@ def cycle_times(timed: Mapping[int, Mapping[int, float]], measured: Sequence[Out
 
 
 def first_depths(times: Mapping[int, Mapping[int, float]], shares: Sequence[float], ratios: Mapping[int, float]) -> dict[int, int]:
-    """Where each bucket begins: the depth with the most tokens per second by times and shares.
+    """Where each bucket begins: the depth with the most tokens per second by times and shares, the deepest where it is :data:`NEAR` that.
 
     The deepest was measured whole, so that counts more than times of programs: where it did not pay, the bucket begins at depth 0.
 
@@ -131,10 +135,12 @@ def first_depths(times: Mapping[int, Mapping[int, float]], shares: Sequence[floa
     """
     found = {}
     for bucket, table in times.items():
-        lengths = {depth: expected_tokens(shares, depth) for depth in table}
-        depth = max(table, key=lambda depth: (lengths[depth] / table[depth], -depth))
+        speeds = {depth: expected_tokens(shares, depth) / time for depth, time in table.items()}
+        depth, deepest = max(table, key=lambda depth: (speeds[depth], -depth)), max(table)
+        if speeds[depth] < (1 + NEAR) * speeds[deepest]:
+            depth = deepest
         ratio = ratio_at(bucket, ratios)
-        found[bucket] = 0 if depth == max(table) and 0 in table and ratio is not None and ratio <= 1 else depth
+        found[bucket] = 0 if depth == deepest and 0 in table and ratio is not None and ratio <= 1 else depth
     return found
 
 
