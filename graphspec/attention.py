@@ -73,6 +73,10 @@ class Attention(Protocol):
         """
         ...
 
+    def write(self, layer: int, query_BTQD: Tensor, key_BTGD: Tensor, value_BTGD: Tensor, heads: HeadTransform) -> Tensor:
+        """The first half of a call: norm and rotate, write this token's KV for ``layer``; the queries, ready to attend."""
+        ...
+
     def latent(
         self, layer: int, query_latent_BTQL: Tensor, query_rope_BTQR: Tensor, latent_BTE: Tensor, transform: LatentTransform, scale: float
     ) -> Tensor:
@@ -82,13 +86,42 @@ class Attention(Protocol):
         """
         ...
 
+    def write_latent(self, layer: int, query_rope_BTQR: Tensor, latent_BTE: Tensor, transform: LatentTransform) -> Tensor:
+        """The first half of :meth:`latent`: norm, rotate, write one row per token; the rotated part of the queries."""
+        ...
+
 
 def _within(begin_BT: Tensor, position_BT: Tensor, window_left: int | None) -> Tensor:
     return begin_BT if window_left is None else torch.maximum(begin_BT, position_BT - window_left + 1)
 
 
+class _PagedWrites:
+    """KV of the tokens at hand into the pages of their rows."""
+
+    __slots__ = ()
+    kernels: KernelSet
+    kv_pool: Tensor
+    table_BP: Tensor
+    slot_BT: Tensor
+    valid_BT: Tensor
+
+    def write(self, layer: int, query_BTQD: Tensor, key_BTGD: Tensor, value_BTGD: Tensor, heads: HeadTransform) -> Tensor:
+        rotated_BTQD: Tensor = self.kernels.rope_kv_write(
+            query_BTQD, key_BTGD, value_BTGD, *heads.rotation, self.kv_pool, layer, self.table_BP, self.slot_BT, self.valid_BT,
+            heads.query_norm, heads.key_norm, heads.norm_eps, heads.norm_offset,
+        )  # fmt: skip
+        return rotated_BTQD
+
+    def write_latent(self, layer: int, query_rope_BTQR: Tensor, latent_BTE: Tensor, transform: LatentTransform) -> Tensor:
+        rotated_BTQR: Tensor = self.kernels.latent_kv_write(
+            self.kv_pool, layer, latent_BTE, query_rope_BTQR, transform.norm_weight_L, *transform.rotation,
+            self.table_BP, self.slot_BT, self.valid_BT, transform.norm_eps, transform.interleaved,
+        )  # fmt: skip
+        return rotated_BTQR
+
+
 @dataclass(frozen=True, slots=True, eq=False)  # Dynamo of torch 2.11 hashes what it calls, before it has fields
-class TreeAttention:
+class TreeAttention(_PagedWrites):
     """Decode-phase attention: a paged prefix, and a window of slots behind it under ancestor words."""
 
     kernels: KernelSet
@@ -120,10 +153,7 @@ class TreeAttention:
         scale: float,
         window_left: int | None,
     ) -> Tensor:
-        query_BTQD = self.kernels.rope_kv_write(
-            query_BTQD, key_BTGD, value_BTGD, *heads.rotation, self.kv_pool, layer, self.table_BP, self.slot_BT, self.valid_BT,
-            heads.query_norm, heads.key_norm, heads.norm_eps, heads.norm_offset,
-        )  # fmt: skip
+        query_BTQD = self.write(layer, query_BTQD, key_BTGD, value_BTGD, heads)
         if self.own_window is not None and window_left is None:
             return self.own_window(query_BTQD, self.kv_pool, layer, scale)
         begin_BT = _within(self.begin_BT, self.position_BT, window_left)
@@ -134,10 +164,7 @@ class TreeAttention:
     def latent(
         self, layer: int, query_latent_BTQL: Tensor, query_rope_BTQR: Tensor, latent_BTE: Tensor, transform: LatentTransform, scale: float
     ) -> Tensor:
-        query_rope_BTQR = self.kernels.latent_kv_write(
-            self.kv_pool, layer, latent_BTE, query_rope_BTQR, transform.norm_weight_L, *transform.rotation,
-            self.table_BP, self.slot_BT, self.valid_BT, transform.norm_eps, transform.interleaved,
-        )  # fmt: skip
+        query_rope_BTQR = self.write_latent(layer, query_rope_BTQR, latent_BTE, transform)
         if self.bound is not None:
             return self.bound.latent(query_latent_BTQL, query_rope_BTQR, self.kv_pool, layer, self.valid_BT, scale)
         return self.kernels.latent_attention(
@@ -154,7 +181,7 @@ class TreeAttention:
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # Dynamo of torch 2.11 hashes what it calls, before it has fields
-class ChunkAttention:
+class ChunkAttention(_PagedWrites):
     """Prefill attention: a chunk of consecutive prompt tokens, causal, over the paged prefix and itself."""
 
     kernels: KernelSet
@@ -178,10 +205,7 @@ class ChunkAttention:
         scale: float,
         window_left: int | None,
     ) -> Tensor:
-        query_BTQD = self.kernels.rope_kv_write(
-            query_BTQD, key_BTGD, value_BTGD, *heads.rotation, self.kv_pool, layer, self.table_BP, self.slot_BT, self.valid_BT,
-            heads.query_norm, heads.key_norm, heads.norm_eps, heads.norm_offset,
-        )  # fmt: skip
+        query_BTQD = self.write(layer, query_BTQD, key_BTGD, value_BTGD, heads)
         if window_left in self.bound:
             return self.bound[window_left].chunk(query_BTQD, self.kv_pool, layer, self.valid_BT, scale)
         begin_BT = _within(torch.full_like(self.position_BT, self.prefix_begin), self.position_BT, window_left)
@@ -190,10 +214,7 @@ class ChunkAttention:
     def latent(
         self, layer: int, query_latent_BTQL: Tensor, query_rope_BTQR: Tensor, latent_BTE: Tensor, transform: LatentTransform, scale: float
     ) -> Tensor:
-        query_rope_BTQR = self.kernels.latent_kv_write(
-            self.kv_pool, layer, latent_BTE, query_rope_BTQR, transform.norm_weight_L, *transform.rotation,
-            self.table_BP, self.slot_BT, self.valid_BT, transform.norm_eps, transform.interleaved,
-        )  # fmt: skip
+        query_rope_BTQR = self.write_latent(layer, query_rope_BTQR, latent_BTE, transform)
         if None in self.bound:
             return self.bound[None].latent(query_latent_BTQL, query_rope_BTQR, self.kv_pool, layer, self.valid_BT, scale)
         begin_BT = torch.full_like(self.position_BT, self.prefix_begin)

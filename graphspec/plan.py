@@ -148,6 +148,11 @@ class Plan:
         return self.attention in PLANNED_OVER_LATENT_ROWS and self.target.latent is not None
 
     @property
+    def draft_attends(self) -> bool:
+        """Writing a token's draft KV takes attention: not with one layer, whose KV follows from its input."""
+        return self.draft is not None and self.draft.decoder.num_layers > 1
+
+    @property
     def keeps_history(self) -> bool:
         """The device keeps every row's tokens."""
         return self.variant.drafter == "history"

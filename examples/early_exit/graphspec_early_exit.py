@@ -49,11 +49,19 @@ def load(facts: DraftFacts, target: LlamaModel, max_positions: int, dtype: Any, 
             self.layers = target.layers[: facts.decoder.num_layers]
 
         def forward(self, token_BT: Tensor, hidden_BTH: Tensor | None, attention: Any, step: int = 0) -> Tensor:
+            residual_BTH, rotation = self.before_last(token_BT, attention)
+            return self.norm(self.layers[-1](residual_BTH, rotation, attention))
+
+        def write_kv(self, token_BT: Tensor, hidden_BTH: Tensor | None, attention: Any, step: int = 0) -> None:
+            residual_BTH, rotation = self.before_last(token_BT, attention)
+            self.layers[-1].write_kv(residual_BTH, rotation, attention)
+
+        def before_last(self, token_BT: Tensor, attention: Any) -> tuple[Tensor, Any]:
             residual_BTH = self.embed_tokens(token_BT, attention.valid_BT)
             rotation = self.rotary(attention.position_BT, attention.rope_length_BT)
-            for layer in self.layers:
+            for layer in self.layers[:-1]:
                 residual_BTH = layer(residual_BTH, rotation, attention)
-            return self.norm(residual_BTH)
+            return residual_BTH, rotation
 
         def logits(self, hidden: Tensor, step: int = 0) -> Tensor:
             return self.lm_head(hidden).float()

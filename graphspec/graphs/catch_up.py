@@ -11,7 +11,8 @@ from .stage import Build
 
 
 class CatchUp(NetworkStage):
-    """The drafter over the whole window, for its KV alone. What the cycle commits then replaces the window, as after any draft-extend.
+    """The drafter over the whole window, for its KV alone: its last layer ends there. What the cycle commits then replaces the window, as
+    after any draft-extend.
 
     Entries, slots and positions are those of :class:`~graphspec.graphs.draft.DraftExtend`, in up to ``Ac`` instead of ``A`` entries.
     """
@@ -23,11 +24,12 @@ class CatchUp(NetworkStage):
 
     def __init__(self, build: Build) -> None:
         super().__init__(build)
-        self.bound = self.bind_call("draft", "window", self.plan.window_capacity, self.plan.window_capacity)
+        width = self.plan.window_capacity
+        self.bound = self.bind_call("draft", "window", width, width) if self.plan.draft_attends else None
 
     def forward(self, v: Views) -> None:
         width = self.plan.window_capacity
         found = self.window(v, width, math.ceil(width / WORD_BITS))
         token_BAc, valid_BAc, slot_BAc, position_BAc, begin_B, ancestors_BAcX, _, _, feature_BAcF = found
         attention = self.attend(v, position_BAc, valid_BAc, slot_BAc, begin_B, ancestors_BAcX, planned=self.bound)
-        self.draft(token_BAc, self.draft.fuse(feature_BAcF) if self.plan.feature_width else None, attention)
+        self.draft.write_kv(token_BAc, self.draft.fuse(feature_BAcF) if self.plan.feature_width else None, attention)

@@ -31,14 +31,14 @@ class ChunkRows:
 
 
 class DraftPrefill:
-    """Runs the drafter over a chunk.
+    """Runs the drafter over a chunk, for its KV alone: nothing is proposed behind a prompt's tokens, so the last layer ends at its KV.
 
     The row that consumes token j takes the target's feature of j - 1. The feature of a chunk's last token therefore waits in entry 0 of the
     row's window for the next chunk's first token, or for the root.
 
     Args:
         build: what every stage gets.
-        bound: attention of the chunk by kernels that the host has planned for.
+        bound: attention of the chunk by kernels that the host has planned for, where the drafter attends at all.
     """
 
     def __init__(self, build: Build, bound: Mapping[int | None, BoundCall]) -> None:
@@ -54,7 +54,8 @@ class DraftPrefill:
     def __call__(self, v: Views, chunk: ChunkRows, feature_1CF: Tensor | None) -> None:
         """Write the chunk's draft KV and carry on what the next rows need; ``feature_1CF`` is the target's, where the drafter reads it."""
         if feature_1CF is None:
-            self._attend(v, chunk, chunk.token_1C, chunk.valid_1C, chunk.slot_1C, chunk.rope_length_1C, None, 0)
+            attention = self._attention(v, chunk, chunk.valid_1C, chunk.slot_1C, chunk.rope_length_1C)
+            self.network.write_kv(chunk.token_1C, None, attention)
             return
         before_1CF = torch.cat([v.window_feature_RAcF[chunk.row_1][:, :1], feature_1CF[:, :-1]], 1)
         if self.plan.lookback:
@@ -62,29 +63,18 @@ class DraftPrefill:
         else:
             valid_1C = chunk.valid_1C & (chunk.slot_1C >= self.shift)
             hidden_1CH = self.network.fuse(torch.where(valid_1C[..., None], before_1CF, 0))
-            token_1C = torch.where(valid_1C, chunk.token_1C, -1)
-            self._attend(v, chunk, token_1C, valid_1C, chunk.slot_1C, chunk.rope_length_1C, hidden_1CH, 0)
+            attention = self._attention(v, chunk, valid_1C, chunk.slot_1C, chunk.rope_length_1C)
+            self.network.write_kv(torch.where(valid_1C, chunk.token_1C, -1), hidden_1CH, attention)
         entry_Ac1 = torch.arange(self.plan.window_capacity, device=chunk.row_1.device)[:, None]
         last_1 = (chunk.length_1 - 1).clamp(min=0)
         carry_1AcF = torch.where(entry_Ac1 == 0, feature_1CF.index_select(1, last_1), 0)
         v.window_feature_RAcF.index_copy_(0, chunk.row_1, carry_1AcF)
 
-    def _attend(
-        self,
-        v: Views,
-        chunk: ChunkRows,
-        token_1T: Tensor,
-        valid_1T: Tensor,
-        slot_1T: Tensor,
-        rope_length_1T: Tensor,
-        hidden_1TH: Tensor | None,
-        step: int,
-    ) -> Tensor:
-        attention = ChunkAttention(
+    def _attention(self, v: Views, chunk: ChunkRows, valid_1T: Tensor, slot_1T: Tensor, rope_length_1T: Tensor) -> ChunkAttention:
+        return ChunkAttention(
             self.kernels, v.draft_kv, chunk.table_1P, slot_1T - self.shift, rope_length_1T - self.shift, valid_1T, slot_1T, self.shift,
             self.bound,
         )  # fmt: skip
-        return self.network(token_1T, hidden_1TH, attention, step)
 
     def _heads(self, v: Views, chunk: ChunkRows, before_1CF: Tensor) -> None:
         """Every head over the lookback and the chunk; a row whose token lies in the next chunk waits for it.
@@ -110,7 +100,11 @@ class DraftPrefill:
             consumed_1U = shifted_rows(shifted_1U, known_1, shifted_1U.new_full((1, step), -1))
             hidden_1UH = hidden_1UH.masked_fill(~valid_1U[..., None], 0)
             consumed_1U = torch.where(valid_1U, consumed_1U, -1)
-            hidden_1UH = self._attend(v, chunk, consumed_1U, valid_1U, slot_1U, rope_length_1U, hidden_1UH, step)
+            attention = self._attention(v, chunk, valid_1U, slot_1U, rope_length_1U)
+            if step == self.plan.lookback:
+                self.network.write_kv(consumed_1U, hidden_1UH, attention, step)
+            else:
+                hidden_1UH = self.network(consumed_1U, hidden_1UH, attention, step)
 
         # The last Y entries so far: those before the chunk's end.
         tail_1Y = (chunk.length_1 + torch.arange(lookback, device=row_1.device))[None]

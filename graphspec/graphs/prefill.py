@@ -29,8 +29,8 @@ class Prefill(Stage):
         self.chunk, self.layout = chunk, MailLayout.of(build.plan)
         self.target: TargetModel = build.target
         self.bound = self.bind_chunk("target", chunk)
-        # Drafters with lookback read more than the chunk.
-        bound = self.bind_chunk("draft", chunk) if build.draft is not None and not self.plan.lookback else {}
+        # Drafters with lookback read more than the chunk, and those of one layer don't attend.
+        bound = self.bind_chunk("draft", chunk) if self.plan.draft_attends and not self.plan.lookback else {}
         self.draft = DraftPrefill(build, bound) if build.draft is not None else None
         drafted = self.draft.slots if self.draft is not None else ()
         history = ("history_RL",) if self.plan.keeps_history else ()

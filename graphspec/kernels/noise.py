@@ -31,6 +31,23 @@ def mix32(x: Tensor) -> Tensor:
     return x ^ (x >> 16)
 
 
+def _absorb(state: Tensor, *words: Tensor) -> Tensor:
+    """Mix ``state``, then every word into it."""
+    state = _kept(mix32(state))
+    for word in words:
+        state = _kept(mix32(state ^ word))
+    return state
+
+
+def _kept(x: Tensor) -> Tensor:
+    """``x`` itself, which Inductor then computes once.
+
+    It inlines an elementwise expression wherever it is used, and a mixer uses each of its intermediate values twice: three mixers in a
+    row were traced as thousands of operations, and took minutes to compile. What is viewed with strides has to be a buffer.
+    """
+    return x.as_strided(x.shape, x.stride())
+
+
 def counter_hash(seed_B: Tensor, position_BT: Tensor, token_V: Tensor) -> Tensor:
     """32 random bits per (seed, position, token).
 
@@ -44,8 +61,8 @@ def counter_hash(seed_B: Tensor, position_BT: Tensor, token_V: Tensor) -> Tensor
     """
     low_B1, high_B1 = (seed_B & MASK32)[:, None], ((seed_B >> 32) & MASK32)[:, None]
     position_BT = position_BT & MASK32
-    a_BT = mix32(mix32(mix32(low_B1 ^ KEY_A) ^ high_B1) ^ position_BT)
-    b_BT = mix32(mix32(mix32(position_BT ^ KEY_B) ^ low_B1) ^ high_B1)
+    a_BT = _absorb(low_B1 ^ KEY_A, high_B1, position_BT)
+    b_BT = _absorb(position_BT ^ KEY_B, low_B1, high_B1)
     first_BTV = mix32((token_V & MASK32) ^ a_BT[..., None])
     return mix32((first_BTV + b_BT[..., None]) & MASK32)
 

@@ -61,6 +61,22 @@ class LatentAttention(nn.Module):
     ) -> Tensor:
         """``residual + attention(norm(x))``, ``[B, T, H]``; either may be absent."""
         facts = self.latent
+        nope_BTQN, rope_BTQR, latent_BTE = self._project(x_BTH, norm)
+        key_QNL, value_QVL = self.kv_b_QDL.split((facts.nope_dim, facts.value_dim), dim=1)
+        query_BTQL = torch.einsum("btqn,qnl->btql", nope_BTQN, key_QNL)
+        mixed_BTQL = attention.latent(self.layer, query_BTQL, rope_BTQR, latent_BTE, self._transform(rotation), facts.scale)
+        out_BTQV = torch.einsum("btql,qvl->btqv", mixed_BTQL, value_QVL)
+        out_BTH: Tensor = self.o_proj(out_BTQV.flatten(2), residual=residual_BTH)
+        return out_BTH
+
+    def write_kv(self, x_BTH: Tensor, rotation: Rotation, attention: Attention, norm: RMSNorm | None = None) -> None:
+        """What a call writes, and nothing of what it returns."""
+        _, rope_BTQR, latent_BTE = self._project(x_BTH, norm)
+        attention.write_latent(self.layer, rope_BTQR, latent_BTE, self._transform(rotation))
+
+    def _project(self, x_BTH: Tensor, norm: RMSNorm | None) -> tuple[Tensor, Tensor, Tensor]:
+        """The two parts of the queries, and the latent row."""
+        facts = self.latent
         if self.qkv_a_proj is None:
             query_BTE, latent_BTE = self.q_proj(x_BTH, norm), self.kv_a_proj(x_BTH, norm)
         else:
@@ -68,10 +84,7 @@ class LatentAttention(nn.Module):
             query_BTE = self.q_b_proj(low_BTE, self.q_a_layernorm)
         query_BTQD = query_BTE.unflatten(-1, (-1, facts.nope_dim + facts.rope_dim))
         nope_BTQN, rope_BTQR = query_BTQD.split((facts.nope_dim, facts.rope_dim), dim=-1)
-        key_QNL, value_QVL = self.kv_b_QDL.split((facts.nope_dim, facts.value_dim), dim=1)
-        transform = LatentTransform(self.kv_a_layernorm.weight, self.kv_a_layernorm.eps, rotation, facts.interleaved)
-        query_BTQL = torch.einsum("btqn,qnl->btql", nope_BTQN, key_QNL)
-        mixed_BTQL = attention.latent(self.layer, query_BTQL, rope_BTQR, latent_BTE, transform, facts.scale)
-        out_BTQV = torch.einsum("btql,qvl->btqv", mixed_BTQL, value_QVL)
-        out_BTH: Tensor = self.o_proj(out_BTQV.flatten(2), residual=residual_BTH)
-        return out_BTH
+        return nope_BTQN, rope_BTQR, latent_BTE
+
+    def _transform(self, rotation: Rotation) -> LatentTransform:
+        return LatentTransform(self.kv_a_layernorm.weight, self.kv_a_layernorm.eps, rotation, self.latent.interleaved)

@@ -152,21 +152,32 @@ class SelfAttention(nn.Module):
         residual_BTH: Tensor | None = None,
     ) -> Tensor:
         """``residual + attention(norm(x))``, ``[B, T, H]``; either may be absent."""
-        query_BTE, *kv = self.qkv_proj(x_BTH, norm).split(self.qkv_proj.parts, dim=-1)
-        key_BTGD, value_BTGD = (part.unflatten(-1, (-1, self.head_dim)) for part in kv)
-        gate_BTQD: Tensor | None = None
-        if self.gated:
-            query_BTQD, gate_BTQD = query_BTE.unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, dim=-1)
-        else:
-            query_BTQD = query_BTE.unflatten(-1, (-1, self.head_dim))
-        heads = HeadTransform(rotation)
-        if self.q_norm is not None and self.k_norm is not None:
-            heads = HeadTransform(rotation, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, self.q_norm.offset)
+        query_BTQD, gate_BTQD, key_BTGD, value_BTGD = self._project(x_BTH, norm)
+        heads = self._heads(rotation)
         out_BTQD = attention(self.layer, query_BTQD, key_BTGD, value_BTGD, heads, self.scale, self.window_left)
         if gate_BTQD is not None:
             out_BTQD = out_BTQD * torch.sigmoid(gate_BTQD)
         out_BTH: Tensor = self.o_proj(out_BTQD.flatten(2), residual=residual_BTH)
         return out_BTH
+
+    def write_kv(self, x_BTH: Tensor, rotation: Rotation, attention: Attention, norm: RMSNorm | None = None) -> None:
+        """What a call writes, and nothing of what it returns."""
+        query_BTQD, _, key_BTGD, value_BTGD = self._project(x_BTH, norm)
+        attention.write(self.layer, query_BTQD, key_BTGD, value_BTGD, self._heads(rotation))
+
+    def _project(self, x_BTH: Tensor, norm: RMSNorm | None) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+        """Queries, their gate where there is one, keys and values."""
+        query_BTE, *kv = self.qkv_proj(x_BTH, norm).split(self.qkv_proj.parts, dim=-1)
+        key_BTGD, value_BTGD = (part.unflatten(-1, (-1, self.head_dim)) for part in kv)
+        if not self.gated:
+            return query_BTE.unflatten(-1, (-1, self.head_dim)), None, key_BTGD, value_BTGD
+        query_BTQD, gate_BTQD = query_BTE.unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, dim=-1)
+        return query_BTQD, gate_BTQD, key_BTGD, value_BTGD
+
+    def _heads(self, rotation: Rotation) -> HeadTransform:
+        if self.q_norm is None or self.k_norm is None:
+            return HeadTransform(rotation)
+        return HeadTransform(rotation, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, self.q_norm.offset)
 
 
 class MLP(nn.Module):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,10 @@ class DecoderLayer(nn.Module):
         out_BTH: Tensor = self.mlp(residual_BTH, self.post_attention_layernorm, residual_BTH, attention.valid_BT)
         return out_BTH
 
+    def write_kv(self, residual_BTH: Tensor, rotation: Rotation, attention: Attention) -> None:
+        """This layer's KV, where nobody reads what lies behind it."""
+        self.self_attn.write_kv(residual_BTH, rotation, attention, self.input_layernorm)
+
 
 class LlamaModel(nn.Module):
     """A target with its language-model head. Knows nothing of pages, trees or chunks: attention is handed in.
@@ -79,6 +83,15 @@ class LlamaModel(nn.Module):
                 taps.append(residual_BTH)
             residual_BTH = layer(residual_BTH, rotation, attention)
         return TargetOutput(self.norm(residual_BTH), torch.cat(taps, dim=-1) if taps else None)
+
+    def write_kv(self, token_BT: Tensor, attention: Attention) -> None:
+        """KV of all layers, where nobody reads the hidden states: the last layer ends at its keys and values."""
+        residual_BTH = self.embed(token_BT, attention.valid_BT)
+        rotation = self.rotary(attention.position_BT, attention.rope_length_BT)
+        *before, last = cast("list[DecoderLayer]", self.layers)
+        for layer in before:
+            residual_BTH = layer(residual_BTH, rotation, attention)
+        last.write_kv(residual_BTH, rotation, attention)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 ``[..., V]`` of hidden states after the final norm, ``[..., H]``."""

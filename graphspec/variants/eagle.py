@@ -83,15 +83,23 @@ class EagleDraft(nn.Module):
             Un-normed hidden states ``[B, T, H]``, the next step's input and what :meth:`logits` takes.
         """
         del step
+        out_BTH: Tensor = self.layer(*self._enter(token_BT, hidden_BTH, attention), attention, self.hidden_layernorm)
+        return out_BTH
+
+    def write_kv(self, token_BT: Tensor, hidden_BTH: Tensor, attention: Attention, step: int = 0) -> None:
+        """The KV that :meth:`forward` would write."""
+        del step
+        self.layer.self_attn.write_kv(*self._enter(token_BT, hidden_BTH, attention), attention, self.hidden_layernorm)
+
+    def _enter(self, token_BT: Tensor, hidden_BTH: Tensor, attention: Attention) -> tuple[Tensor, Rotation]:
+        """What the layer reads: the residual stream in front of it, and how it rotates."""
         valid_BT = attention.valid_BT
         embedding_BTH = self.embed_tokens(token_BT, valid_BT)
         rotation = self.rotary(attention.position_BT, attention.rope_length_BT)
         hidden_BTH = torch.where(valid_BT[..., None], hidden_BTH, 0.0)
         if self.embed_layernorm is not None:
             embedding_BTH = self.embed_layernorm(embedding_BTH)
-        residual_BTH = self.fc(torch.cat((embedding_BTH, hidden_BTH), dim=-1))
-        out_BTH: Tensor = self.layer(residual_BTH, rotation, attention, self.hidden_layernorm)
-        return out_BTH
+        return self.fc(torch.cat((embedding_BTH, hidden_BTH), dim=-1)), rotation
 
     def logits(self, hidden: Tensor, step: int = 0) -> Tensor:
         """float32 ``[..., Vd]`` of what :meth:`forward` returned; column i is target token ``target_token_Vd[i]``, or i without a map."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -36,12 +36,21 @@ class Eagle3Layer(nn.Module):
 
     def forward(self, embedding_BTH: Tensor, hidden_BTH: Tensor, rotation: Rotation, attention: Attention) -> Tensor:
         """Un-normed ``[B, T, H]`` from embeddings and hidden states ``[B, T, H]``."""
-        normed_BTH = self.hidden_norm(hidden_BTH)
-        x_BTE = torch.cat((self.input_layernorm(embedding_BTH), normed_BTH), dim=-1)
+        x_BTE, normed_BTH = self._enter(embedding_BTH, hidden_BTH)
         residual_BTH = normed_BTH if self.norm_before_residual else hidden_BTH
         residual_BTH = self.self_attn(x_BTE, rotation, attention, residual_BTH=residual_BTH)
         out_BTH: Tensor = self.mlp(residual_BTH, self.post_attention_layernorm, residual_BTH)
         return out_BTH
+
+    def write_kv(self, embedding_BTH: Tensor, hidden_BTH: Tensor, rotation: Rotation, attention: Attention) -> None:
+        """This layer's KV, where nobody reads what lies behind it."""
+        x_BTE, _ = self._enter(embedding_BTH, hidden_BTH)
+        self.self_attn.write_kv(x_BTE, rotation, attention)
+
+    def _enter(self, embedding_BTH: Tensor, hidden_BTH: Tensor) -> tuple[Tensor, Tensor]:
+        """What the attention reads, and the normed hidden state in it."""
+        normed_BTH = self.hidden_norm(hidden_BTH)
+        return torch.cat((self.input_layernorm(embedding_BTH), normed_BTH), dim=-1), normed_BTH
 
 
 class Eagle3Draft(nn.Module):
@@ -94,15 +103,27 @@ class Eagle3Draft(nn.Module):
             ``norm_output``.
         """
         del step
+        last, inputs = self._upto_last(token_BT, hidden_BTH, attention)
+        out_BTH: Tensor = last(*inputs)
+        return self.norm(out_BTH) if self.facts.norm_output else out_BTH
+
+    def write_kv(self, token_BT: Tensor, hidden_BTH: Tensor, attention: Attention, step: int = 0) -> None:
+        """The KV that :meth:`forward` would write."""
+        del step
+        last, inputs = self._upto_last(token_BT, hidden_BTH, attention)
+        last.write_kv(*inputs)
+
+    def _upto_last(self, token_BT: Tensor, hidden_BTH: Tensor, attention: Attention) -> tuple[Any, tuple[Any, ...]]:
+        """Run all layers but the last; the last one, and what it is called with."""
         valid_BT = attention.valid_BT
         embedding_BTH = self.embed_tokens(token_BT, valid_BT)
         rotation = self.rotary(attention.position_BT, attention.rope_length_BT)
         hidden_BTH = torch.where(valid_BT[..., None], hidden_BTH, 0.0)
-        for index, layer in enumerate(self.layers):
-            inputs = (embedding_BTH, hidden_BTH) if index == 0 else (hidden_BTH,)
-            hidden_BTH = layer(*inputs, rotation, attention)
-        out_BTH: Tensor = self.norm(hidden_BTH) if self.facts.norm_output else hidden_BTH
-        return out_BTH
+        inputs: tuple[Any, ...] = (embedding_BTH, hidden_BTH, rotation, attention)
+        *before, last = self.layers
+        for layer in before:
+            inputs = (layer(*inputs), rotation, attention)
+        return last, inputs
 
     def logits(self, hidden: Tensor, step: int = 0) -> Tensor:
         """float32 ``[..., Vd]`` of what :meth:`forward` returned; column i is target token ``target_token_Vd[i]``, or i without a map."""

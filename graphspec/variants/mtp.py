@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -37,9 +37,17 @@ class MTPHead(nn.Module):
 
     def forward(self, embedding_BTH: Tensor, hidden_BTH: Tensor, rotation: Rotation, attention: Attention) -> Tensor:
         """Normed ``[B, T, H]`` from embeddings and hidden states ``[B, T, H]``."""
+        out_BTH: Tensor = self.norm(self.layer(self._enter(embedding_BTH, hidden_BTH), rotation, attention))
+        return out_BTH
+
+    def write_kv(self, embedding_BTH: Tensor, hidden_BTH: Tensor, rotation: Rotation, attention: Attention) -> None:
+        """This head's KV, where nobody reads what lies behind it."""
+        self.layer.write_kv(self._enter(embedding_BTH, hidden_BTH), rotation, attention)
+
+    def _enter(self, embedding_BTH: Tensor, hidden_BTH: Tensor) -> Tensor:
+        """The residual stream in front of the layer."""
         halves = (self.embedding_norm(embedding_BTH), self.hidden_norm(hidden_BTH))
-        x_BTH = self.projection(torch.cat(halves[::-1] if self.hidden_first else halves, dim=-1))
-        out_BTH: Tensor = self.norm(self.layer(x_BTH, rotation, attention))
+        out_BTH: Tensor = self.projection(torch.cat(halves[::-1] if self.hidden_first else halves, dim=-1))
         return out_BTH
 
 
@@ -80,13 +88,22 @@ class MTPDraft(nn.Module):
         Returns:
             Hidden states ``[B, T, H]`` after the head's norm, the next step's input and what :meth:`logits` takes.
         """
+        out_BTH: Tensor = self._head(step)(*self._inputs(token_BT, hidden_BTH, attention), attention)
+        return out_BTH
+
+    def write_kv(self, token_BT: Tensor, hidden_BTH: Tensor, attention: Attention, step: int = 0) -> None:
+        """The KV that :meth:`forward` would write."""
+        self._head(step).write_kv(*self._inputs(token_BT, hidden_BTH, attention), attention)
+
+    def _head(self, step: int) -> MTPHead:
+        return cast("MTPHead", self.heads[min(step, self.facts.num_heads - 1)])
+
+    def _inputs(self, token_BT: Tensor, hidden_BTH: Tensor, attention: Attention) -> tuple[Tensor, Tensor, Rotation]:
+        """Embeddings and hidden states, zero where a token isn't valid, and how the head rotates."""
         valid_BT = attention.valid_BT
         embedding_BTH = self.embed_tokens(token_BT, valid_BT)
         rotation = self.rotary(attention.position_BT, attention.rope_length_BT)
-        hidden_BTH = torch.where(valid_BT[..., None], hidden_BTH, 0.0)
-        head = self.heads[min(step, self.facts.num_heads - 1)]
-        out_BTH: Tensor = head(embedding_BTH, hidden_BTH, rotation, attention)
-        return out_BTH
+        return embedding_BTH, torch.where(valid_BT[..., None], hidden_BTH, 0.0), rotation
 
     def logits(self, hidden: Tensor, step: int = 0) -> Tensor:
         """float32 ``[..., Vd]`` of what :meth:`forward` returned; all heads share one language-model head, so ``step`` chooses nothing."""

@@ -40,6 +40,11 @@ class StandaloneDraft(nn.Module):
         out_BTH: Tensor = hidden
         return out_BTH
 
+    def write_kv(self, token_BT: Tensor, hidden_BTH: Tensor | None, attention: Attention, step: int = 0) -> None:
+        """The KV that :meth:`forward` would write."""
+        del hidden_BTH, step
+        self.model.write_kv(token_BT, attention)
+
     def logits(self, hidden: Tensor, step: int = 0) -> Tensor:
         """float32 ``[..., Vd]`` of what :meth:`forward` returned."""
         del step
