@@ -51,7 +51,8 @@ def test_equals_what_the_whole_network_writes(name: str, tmp_path: Path, monkeyp
     found: list[tuple[Tensor, list[list[int]], int]] = []
     for alone in (True, False):
         llm = make(tmp_path / str(alone), name, max_rows=2, buckets=[2], prefill_chunks=[4, 8], **depths)
-        draft, rows = llm.cycle.draft, 0
+        draft: Any = llm.cycle.draft
+        rows = 0
 
         def count(module: Any, inputs: tuple[Tensor, ...]) -> None:
             nonlocal rows
