@@ -1,27 +1,35 @@
 """What a depth that may change costs where drafting can't pay: ``python -m perf.depth_cost``.
 
-The demo's EAGLE-3 head gets random weights, so that nothing it drafts is accepted, and ``graphspec profile`` runs it with
-``adaptive.depths`` beside plain decoding. The ratio in the table is what is left of plain decoding's speed: the first trial, probes,
-catching up and the host's share of choosing are all in it. Further words go to the launcher (``profile.rounds=15``).
+The demo's EAGLE-3 head gets random weights, so that nothing it drafts is accepted, and two engines decode the same prompts in one process:
+one with ``adaptive.depths=[0,2]``, one with ``variant=none``. They take turns cycle by cycle, so that a machine that is slow for a while is
+slow for both. A ratio is that of their times over a whole round: prompts, probes, catching up and the host's share of choosing are in it,
+in the first round the first trial too. Both must give the same tokens.
 """
 
 from __future__ import annotations
 
+import argparse
 import shutil
-import sys
-from collections.abc import Sequence
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
-from graphspec.cli import main as launcher
-from graphspec.engine.llm import DEMO, model_folder
+from graphspec.engine.depth import AdaptiveDepth
+from graphspec.engine.llm import DEMO, LLM, model_folder
+from graphspec.engine.outputs import StreamEvent
+from graphspec.engine.request import SamplingParams
+from graphspec.lab.provenance import ROOT, provenance, result_file, within_repository, write_jsonl
+from perf.speed import held_out_prompts
 
-SETTINGS = (
-    "variant=eagle3", "variant.num_steps=4", "variant.topk=1", "variant.num_draft_tokens=5", "adaptive.depths=[0,2]", "hardware=cpu",
-    "workload.output_tokens=256", "baseline=none", "profile.rounds=9", "profile.stages=false", "profile.generations=0",
-)  # fmt: skip
+SHAPE: dict[str, Any] = {"num_steps": 4, "topk": 1, "num_draft_tokens": 5}
+DEPTHS = [0, 2]
 
 
 def useless_draft(folder: Path) -> Path:
@@ -37,11 +45,77 @@ def useless_draft(folder: Path) -> Path:
     return folder
 
 
-def main(words: Sequence[str] | None = None) -> None:
-    """Run the profile; exits with its code."""
-    draft = useless_draft(Path("build") / "useless_draft")
-    launcher(["profile", *SETTINGS, f"variant.draft={draft}", *(sys.argv[1:] if words is None else words)])
+class Stopwatch:
+    """One side of a round: its tokens by prompt, and the time spent in its own turns.
+
+    Args:
+        events: what an engine streams.
+        rows: events of one cycle, in which every row commits something.
+    """
+
+    def __init__(self, events: Iterator[StreamEvent], rows: int) -> None:
+        self.events, self.rows = events, rows
+        self.tokens: dict[int, list[int]] = {}
+        self.seconds = 0.0
+
+    def turn(self) -> bool:
+        """One cycle, or what is left of the run; False: there was nothing."""
+        started = time.perf_counter()
+        events = list(islice(self.events, self.rows))
+        self.seconds += time.perf_counter() - started
+        for event in events:
+            self.tokens.setdefault(event.index, []).extend(event.token_ids)
+        return bool(events)
+
+
+def take_turns(adaptive: LLM, plain: LLM, prompts: list[list[int]], params: SamplingParams, *, plain_first: bool) -> tuple[float, float]:
+    """Seconds of both engines over the same prompts.
+
+    Raises:
+        SystemExit: their tokens differ.
+    """
+    sides = [Stopwatch(llm.stream(prompts, params), len(prompts)) for llm in (adaptive, plain)]
+    order = sides[::-1] if plain_first else sides
+    while sum(side.turn() for side in order):
+        pass
+    if sides[0].tokens != sides[1].tokens:
+        raise SystemExit("the adaptive engine's tokens are not those of plain decoding")
+    return sides[0].seconds, sides[1].seconds
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print the ratio, write the records to ``perf/results``."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--backlog", type=int, default=32)
+    parser.add_argument("--runtime", default="compiled", choices=("eager", "compiled"))
+    parser.add_argument("--prompt-tokens", type=int, default=64)
+    parser.add_argument("--max-tokens", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--out", type=Path, default=ROOT / "perf" / "results", help="folder of the result file")
+    args = parser.parse_args(argv)
+    keys: dict[str, Any] = {"runtime": args.runtime, "max_rows": args.batch, "buckets": [args.batch], "max_context": 512}
+    with TemporaryDirectory() as folder:
+        draft = useless_draft(Path(folder) / "draft")
+        adaptive = LLM(variant="eagle3", draft=draft, **SHAPE, depths=DEPTHS, backlog=args.backlog, **keys)
+    plain = LLM(variant="none", **keys)
+    prompts = held_out_prompts(plain.tokenizer.encode, args.batch, args.prompt_tokens)
+    params = SamplingParams(max_tokens=args.max_tokens, ignore_eos=True)
+    take_turns(adaptive, plain, prompts, params, plain_first=False)  # compiles
+    learned = adaptive.depth_policy
+    assert isinstance(learned, AdaptiveDepth)
+    adaptive.depth_policy = AdaptiveDepth({args.batch: adaptive.plan.depths_of(args.batch)}, learned.times)
+    ratios: list[float] = []
+    for number in range(args.rounds):
+        ours, theirs = take_turns(adaptive, plain, prompts, params, plain_first=number % 2 == 1)
+        ratios.append(theirs / ours)
+    median, spread = statistics.median(ratios), ", ".join(f"{ratio:.3f}" for ratio in ratios)
+    print(f"tokens/s with adaptive depth over plain decoding, {args.batch} rows: {median:.3f}, median of {spread}")
+    settings = {"kind": "settings", **vars(args), "out": within_repository(args.out)}
+    figures = {"kind": "depth_cost", "times": learned.times, "adaptive_over_plain": {"median": median, "ratios": ratios}}
+    write_jsonl(result_file(args.out, "depth-cost"), [provenance(), settings, figures])
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -8,12 +8,14 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from graphspec import LLM, SamplingParams
 from graphspec.config import Config
 from graphspec.engine.llm import DEMO, model_folder
 from graphspec.lab import provenance
@@ -227,6 +229,31 @@ def test_the_useless_draft_is_the_demos_with_other_matrices(tmp_path):
         kept = tensor.ndim < 2 or not tensor.is_floating_point()
         assert torch.equal(tensor, given[name]) == kept, name
     assert (made / "config.json").read_text() == (demo / "config.json").read_text()
+
+
+def test_engines_take_turns_cycle_by_cycle(tmp_path):
+    """Both are timed over the same prompts to their ends, and a side whose tokens differ ends the measurement."""
+    common = {"runtime": "eager", "max_rows": 2, "buckets": [2], "max_context": 128}
+    adaptive = LLM(variant="eagle3", draft=depth_cost.useless_draft(tmp_path), **depth_cost.SHAPE, depths=[0], **common)
+    plain = LLM(variant="none", **common)
+    prompts = speed.held_out_prompts(plain.tokenizer.encode, 2, 20)
+    turns: list[str] = []
+    for name, llm in (("adaptive", adaptive), ("plain", plain)):
+        llm.stream = partial(watched, llm.stream, name, turns)
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    ours, theirs = depth_cost.take_turns(adaptive, plain, prompts, params, plain_first=True)
+    assert ours > 0 and theirs > 0
+    assert turns[:8] == ["plain", "plain", "adaptive", "adaptive"] * 2 and turns.count("plain") == 24
+    other = LLM(variant="none", **common)
+    other.stream = lambda prompts, params: iter(())
+    with pytest.raises(SystemExit, match="tokens are not those"):
+        depth_cost.take_turns(adaptive, other, prompts, params, plain_first=False)
+
+
+def watched(stream, name, turns, *args):
+    for event in stream(*args):
+        turns.extend([name] * len(event.token_ids))
+        yield event
 
 
 def test_a_result_file_does_not_tell_where_the_program_lies():
