@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch._inductor import config as inductor_config
+from torch._inductor import loop_body
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from graphspec.errors import ConfigError
@@ -244,6 +246,21 @@ def test_counter_hash_golden(compiled: bool) -> None:
     function = torch.compile(counter_hash, fullgraph=True, dynamic=False) if compiled else counter_hash
     found = function(torch.tensor([0, 1234567890123456789, -1]), torch.tensor([[0, 1], [5, 4096], [2, 3]]), torch.tensor([0, 1, 50000]))
     assert found.tolist() == GOLDEN
+
+
+def test_inductor_traces_every_mixer_of_the_hash_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inlined into each other they are tens of thousands of operations, and a cycle that samples takes ten minutes to compile."""
+    traced: list[int] = []
+    init = loop_body.LoopBody.__init__
+
+    def watch(self: Any, *inputs: Any, **keys: Any) -> None:
+        init(self, *inputs, **keys)
+        traced.append(len(self.root_block.graph.nodes))
+
+    monkeypatch.setattr(loop_body.LoopBody, "__init__", watch)
+    with inductor_config.patch(force_disable_caches=True):
+        torch.compile(gumbel_noise, fullgraph=True, dynamic=False)(torch.arange(3), torch.arange(6).view(3, 2), torch.arange(50))
+    assert 0 < max(traced) < 1500 and sum(traced) < 6000
 
 
 def test_noise_is_gumbel() -> None:

@@ -74,16 +74,17 @@ class Acceptance:
         self._lengths: list[float] | None = None
         self.version = 0
         """Changes when :meth:`lengths` does."""
-        self.ages = [0] * depth
-        """Cycles since one was as deep as position 1, 2, ... S."""
+        self._cycles, self._seen = 0, [0] * depth
+        """Cycles so far, and how many there were when one was last as deep as position 1, 2, ... S."""
 
     def observe(self, depth: int, accepted: Sequence[int]) -> None:
         """Count the drafts of one cycle of ``depth``: ``accepted`` of each lane."""
         if not accepted:
             return
-        self.ages = [0 if position < depth else age + 1 for position, age in enumerate(self.ages)]
+        self._cycles += 1
         if not depth:
             return
+        self._seen[:depth] = [self._cycles] * depth
         self._forget_lengths()
         memory = max(MEMORY_TRIALS, MEMORY_CYCLES * len(accepted))
         for position in range(depth):
@@ -93,6 +94,10 @@ class Acceptance:
             kept = (1 - 1 / memory) ** trials
             self._trials[position] = self._trials[position] * kept + trials
             self._hits[position] = self._hits[position] * kept + sum(run > position for run in accepted)
+
+    def age(self, position: int) -> int:
+        """Cycles since one was as deep as ``position``, from 1."""
+        return self._cycles - self._seen[position - 1]
 
     def doubt(self, beyond: int) -> None:
         """What is known of positions past ``beyond`` is old: a few new drafts shall outweigh it."""
@@ -303,7 +308,7 @@ class AdaptiveDepth:
     def _unseen(self, state: _Bucket) -> bool:
         """There is something deeper than what runs, it was not looked at lately, and nothing shallower is about to be taken."""
         assert state.depth is not None
-        return state.lost == 0 and state.depth < state.depths[-1] and self.acceptance.ages[state.depth] > FRESH_CYCLES
+        return state.lost == 0 and state.depth < state.depths[-1] and self.acceptance.age(state.depth + 1) > FRESH_CYCLES
 
     def _consider_probe(self, state: _Bucket, standing: _Standing) -> None:
         """Begin one when there is one that is worth it and the account can pay for it."""
