@@ -175,18 +175,36 @@ def test_other_drafters_of_a_latent_target(
         assert [call.pool for call in prefill.planned] == ["target", "draft"]
 
 
+@pytest.mark.parametrize(
+    ("variant", "served"),
+    [
+        # The KV of one layer follows from what it reads: catching up attends to nothing, and has nothing planned.
+        ("mtp", {1, 3, 4, 8}),
+        ("standalone", {1, 3, 4, 8, 10}),
+    ],
+)
 def test_changing_depths_and_catching_up(
-    engine: Engine, compared: list[str], stand_ins: StandIns, deepseek: Path, monkeypatch: pytest.MonkeyPatch
+    engine: Engine,
+    compared: list[str],
+    stand_ins: StandIns,
+    deepseek: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    variant: str,
+    served: set[int],
 ) -> None:
     """Plain cycles append to the window, the catch-up reads all of it: ten entries wide, of which four, or up to nine, count."""
     monkeypatch.setattr(LLM, "_depth_policy", lambda llm: ScriptedDepth([3, 2, 0, 0, 0, 3, 0, 2, *[0] * 12, 3]))
     asked, params = prompts(2, (9, 2), VOCAB_SIZE), SamplingParams(max_tokens=30, ignore_eos=True)
-    keys = {"variant": "mtp", **CHAIN, "max_rows": 2, "depths": [0, 2], "backlog": 10, "max_context": 60}
+    keys = {"variant": variant, **CHAIN, "max_rows": 2, "depths": [0, 2], "backlog": 10, "max_context": 60}
+    keys |= {"draft": deepseek} if variant == "standalone" else {}
     expected = ids(engine(deepseek, attention="auto", **keys).generate(asked, params))
     llm = engine(deepseek, **keys)
     launches = Launches(llm.cycle)
     assert ids(llm.generate(asked, params, launcher=launches)) == expected
-    assert launches.depths == {-1, 0, 2, 3} and {tokens for _, tokens in stand_ins.runs} == {1, 3, 4, 8, 10}
+    assert launches.depths == {-1, 0, 2, 3} and {tokens for _, tokens in stand_ins.runs} == served
+    (catching_up,) = (p for key, p in llm.cycle.programs.items() if key == llm.plan.key(2, GREEDY, catch_up=True))
+    (stage,) = (stage for stage in catching_up.stages if stage.name == "catch_up")
+    assert [call.extent for call in stage.planned] == ([10] if variant == "standalone" else [])
 
 
 def test_preemption(engine: Engine, compared: list[str], deepseek: Path, monkeypatch: pytest.MonkeyPatch) -> None:
