@@ -103,6 +103,17 @@ def test_a_check_that_hangs_says_where(suite: Path) -> None:
     assert not file.exists()
 
 
+def test_other_tests_of_the_same_run_have_no_limit(tmp_path: Path, suite: Path) -> None:
+    """pytest calls that hook for every test once a folder's conftest is loaded: slow tests elsewhere took their worker with them."""
+    beside = tmp_path / "test_beside.py"
+    beside.write_text("import time\ndef test_slow(): time.sleep(2)\n")
+    conftest = suite / "conftest.py"
+    conftest.write_text(conftest.read_text().replace("SECONDS = 120.0", "SECONDS = 1.0"))
+    command = [sys.executable, "-m", "pytest", str(beside), str(suite), "-q", "-k", "slow or passes", "-c", str(suite / "pytest.ini")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, env={**os.environ, "PYTHONPATH": str(suite)})
+    assert done.returncode == 0 and "2 passed" in done.stdout, done.stdout + done.stderr
+
+
 def test_gpu_tests_are_collected_and_left_out_by_default(tmp_path: Path) -> None:
     file, log = tmp_path / "records.jsonl", tmp_path / "log"
     assert gpu_check.run_tests(["--collect-only"], file, log, 100) == 0, log.read_text()[-2000:]

@@ -8,12 +8,14 @@ from __future__ import annotations
 import faulthandler
 import os
 from collections.abc import Generator
+from pathlib import Path
 
 import pytest
 import torch
 
 SECONDS = 120.0
 """Longest a check may take, unless its marker ``seconds`` says otherwise."""
+HERE = Path(__file__).resolve().parent
 GIVEN_UP = 70
 """Exit code of such a process."""
 stderr = pytest.StashKey[int]()
@@ -52,6 +54,9 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    if HERE not in item.path.parents:
+        # Unlike a report's hook, this one is called for every test of a run that has loaded this file.
+        return (yield)
     marker = item.get_closest_marker("seconds")
     faulthandler.dump_traceback_later(marker.args[0] if marker else SECONDS, exit=True, file=item.config.stash[stderr])
     try:
