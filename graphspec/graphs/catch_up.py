@@ -18,14 +18,17 @@ class CatchUp(NetworkStage):
     """
 
     name = "catch_up"
-    reads = ("lane_row_B", "lane_table_BP", "status_R", "seq_len_R", "window_len_R", "window_token_RAc", "draft_kv", "draft_begin_1")
+    reads = ("lane_row_B", "lane_table_BP", "status_R", "seq_len_R", "window_len_R", "window_token_RAc")
     writes = ("draft_kv",)
     feature_reads = ("window_feature_RAcF",)
 
     def __init__(self, build: Build) -> None:
         super().__init__(build)
         width = self.plan.window_capacity
-        self.bound = self.bind_call("draft", "window", width, width) if self.plan.draft_attends else None
+        self.bound = None
+        if self.plan.draft_attends:
+            self.reads = (*self.reads, "draft_kv", "draft_begin_1")
+            self.bound = self.bind_call("draft", "window", width, width)
 
     def forward(self, v: Views) -> None:
         width = self.plan.window_capacity

@@ -48,7 +48,9 @@ class DraftPrefill:
         self.shift = build.plan.variant.shift
         lookback = ("lookback_token_RY", "lookback_feature_RYF") if self.plan.lookback else ()
         features = ("window_feature_RAcF",) if self.plan.feature_width else ()
-        self.slots = ("draft_kv", *features, *lookback)
+        carried = (*features, *lookback)
+        self.reads = ("draft_kv", *carried) if build.plan.draft_attends else carried
+        self.writes = ("draft_kv", *carried)
         self.bound = bound
 
     def __call__(self, v: Views, chunk: ChunkRows, feature_1CF: Tensor | None) -> None:

@@ -32,18 +32,18 @@ class Prefill(Stage):
         # Drafters with lookback read more than the chunk, and those of one layer don't attend.
         bound = self.bind_chunk("draft", chunk) if self.plan.draft_attends and not self.plan.lookback else {}
         self.draft = DraftPrefill(build, bound) if build.draft is not None else None
-        drafted = self.draft.slots if self.draft is not None else ()
+        draft_reads, draft_writes = (self.draft.reads, self.draft.writes) if self.draft is not None else ((), ())
         history = ("history_RL",) if self.plan.keeps_history else ()
         state = ("cycle_1", "window_token_RAc", "window_len_R", "seq_len_R", "budget_R", "status_R")
         self.shaper = LogitShaper(build)
         noise = ("lane_temperature_B", "lane_seed_B") if self.sampling.noise else ()
         self.reads = (
             "mail", "lane_row_B", "page_table_RP", "stop_id_RE", "budget_R", "cycle_1", "target_kv",
-            *drafted, *history, *noise, *self.shaper.reads,
+            *draft_reads, *history, *noise, *self.shaper.reads,
         )  # fmt: skip
         counts = ("output_count_RV",) if self.sampling.penalties else ()
         logprobs = () if self.sampling.logprobs < 0 else RING if self.sampling.logprobs else RING[:1]
-        self.writes = ("target_kv", *state, *drafted, *history, *counts, *logprobs, "ring_ZBJ")
+        self.writes = ("target_kv", *state, *draft_writes, *history, *counts, *logprobs, "ring_ZBJ")
 
     def forward(self, v: Views) -> None:
         at = self.layout
