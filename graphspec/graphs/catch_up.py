@@ -18,7 +18,7 @@ class CatchUp(NetworkStage):
     """
 
     name = "catch_up"
-    reads = ("lane_row_B", "lane_table_BP", "status_R", "seq_len_R", "window_len_R", "window_token_RAc")
+    reads: tuple[str, ...] = ("lane_row_B", "lane_table_BP", "status_R", "seq_len_R", "window_len_R", "window_token_RAc")
     writes = ("draft_kv",)
     feature_reads = ("window_feature_RAcF",)
 
