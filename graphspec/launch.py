@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .config import RUNTIMES, Config
@@ -182,3 +183,8 @@ class LaunchConfig(Config):
         for name in self.baseline:
             _check("baseline", name in BASELINES, "one of " + ", ".join(BASELINES) + ", or a list of them", repr(name))
         _check("url", "openai" not in self.baseline or self.url is not None, "the server's address with baseline=openai", None)
+
+    def with_shape(self, shape: Sequence[int]) -> LaunchConfig:
+        """The same with this (S, K, N)."""
+        steps, topk, nodes = shape
+        return replace(self, variant=replace(self.variant, num_steps=steps, topk=topk, num_draft_tokens=nodes))

@@ -88,6 +88,11 @@ class CycleShape:
         return path if self.is_chain else replace(path, num_draft_tokens=min(self.num_draft_tokens, path.num_candidates + 1))
 
     @property
+    def numbers(self) -> list[int]:
+        """``[S, K, N]``."""
+        return [self.num_steps, self.topk, self.num_draft_tokens]
+
+    @property
     def is_chain(self) -> bool:
         """Nodes already lie in path order, so no tree is built and no KV is moved."""
         return self.topk == 1

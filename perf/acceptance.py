@@ -58,7 +58,7 @@ def measure(llm: LLM, prompts: list[list[int]], max_tokens: int, temperature: fl
     assert m is not None
     record = {
         "variant": llm.plan.variant.name,
-        "shape": [shape.num_steps, shape.topk, shape.num_draft_tokens],
+        "shape": shape.numbers,
         "temperature": temperature,
         "draft_noise": llm.config.variant.draft_noise,
         "cycles": m.cycles,

@@ -22,7 +22,7 @@ from graphspec.lab.acceptance import SIBLING, Acceptance, conditional
 from graphspec.lab.advice import Efficiency, Ranked, candidate_shapes, crossover, free_width, predict, rank_shapes
 from graphspec.lab.floor import FloorModel, Hardware
 from graphspec.lab.measured import acceptance_of, calibrate, context_of, fit_stage, predictions, read_measured, timed
-from graphspec.lab.planning import CLOSE, advise, numbers, recommend
+from graphspec.lab.planning import CLOSE, advise, recommend
 from graphspec.shapes import PLAIN, CycleShape
 from perf.gpu.bench import write_configs
 from tests._plans import draft_facts, model_facts
@@ -182,7 +182,7 @@ def side(shape: CycleShape, batch: int, **changes: Any) -> dict[str, Any]:
     """A side of an engine that runs exactly at :data:`TRUTH`, its stages timed by themselves 10 % slower."""
     record: dict[str, Any] = {
         "kind": "side", "case": f"{shape.num_steps}-{shape.topk} x {batch}", "side": "s", "role": "subject" if shape.num_steps else "none",
-        "variant": "eagle3" if shape.num_steps else "none", "shape": numbers(shape) if shape.num_steps else None, "device": "cpu",
+        "variant": "eagle3" if shape.num_steps else "none", "shape": shape.numbers if shape.num_steps else None, "device": "cpu",
         "temperature": 0.0, "batch": batch, "input_tokens": 20, "output_tokens": 20, "equal": True,
         "synthetic": False, "bandwidth": 1e9,
     }  # fmt: skip

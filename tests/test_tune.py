@@ -192,7 +192,7 @@ def test_a_file_that_is_no_experiment_is_explained(text: str | None, part: str, 
 )
 def test_a_trial_runs_a_chain_and_a_wide_tree(variant: VariantConfig, tried: list[tuple[int, int, int]]) -> None:
     shapes = Candidates.of(LaunchConfig(variant=variant, hardware=HardwareConfig(device="cpu"))).tried()
-    assert [(shape.num_steps, shape.topk, shape.num_draft_tokens) for shape in shapes] == tried
+    assert [tuple(shape.numbers) for shape in shapes] == tried
 
 
 class Local:

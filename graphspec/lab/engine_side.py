@@ -53,7 +53,7 @@ class EngineSide:
         return {
             "label": label(plan),
             "variant": plan.variant.name,
-            "shape": [shape.num_steps, shape.topk, shape.num_draft_tokens] if shape.num_steps else None,
+            "shape": shape.numbers if shape.num_steps else None,
             "runtime": self.config.runtime.name,
             "attention": resolve("kernels.attention", plan.attention, plan.kernels, plan.device, plan.dtype),
             "dtype": plan.dtype,

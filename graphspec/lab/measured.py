@@ -238,8 +238,7 @@ def predictions(model: FloorModel, measured: Measured, hardware: Hardware, defau
         scale = cycle / sum(times.values()) if times else 1.0
         rows: list[tuple[str | None, float, float]] = [(None, prediction.cycle_ms, cycle)]
         rows += [(stage.name, stage.ms, scale * times[stage.name]) for stage in prediction.stages if times.get(stage.name)]
-        numbers = [shape.num_steps, shape.topk, shape.num_draft_tokens]
-        common = {"kind": "prediction", "case": side.record["case"], "batch": side.batch, "shape": numbers}
+        common = {"kind": "prediction", "case": side.record["case"], "batch": side.batch, "shape": shape.numbers}
         records += [
             {**common, "stage": name, "predicted_ms": ms, "measured_ms": found, "error": ms / found - 1} for name, ms, found in rows
         ]

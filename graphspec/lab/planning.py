@@ -112,7 +112,7 @@ class Advice:
             "hardware": self.hardware.name,
             "context": self.context,
             "batch": row.batch,
-            "shape": numbers(best.shape),
+            "shape": best.shape.numbers,
             "floor_ms": best.prediction.floor_ms,
             "predicted_ms": best.prediction.cycle_ms,
             "tokens_per_second": best.tokens_per_second,
@@ -159,7 +159,7 @@ class Advice:
             "configured": [
                 {
                     "batch": entry.prediction.batch,
-                    "shape": numbers(entry.shape),
+                    "shape": entry.shape.numbers,
                     "predicted_ms": entry.prediction.cycle_ms,
                     "tokens_per_second": entry.tokens_per_second,
                     "acceptance_length": entry.acceptance_length,
@@ -171,11 +171,6 @@ class Advice:
             "error": {"median": sorted(errors)[len(errors) // 2], "largest": max(errors), "cycles": len(errors)} if errors else None,
             "notes": self.notes,
         }
-
-
-def numbers(shape: CycleShape) -> list[int]:
-    """``[S, K, N]``."""
-    return [shape.num_steps, shape.topk, shape.num_draft_tokens]
 
 
 def stage_record(stage: StagePrediction) -> dict[str, Any]:

@@ -101,7 +101,7 @@ class Prospect:
 
 def tried_shapes(config: LaunchConfig) -> list[list[int]]:
     """(S, K, N) of :meth:`Candidates.tried`; none where ``plan.measured`` tells what a trial would."""
-    return [] if config.plan.measured is not None else [_numbers(shape) for shape in Candidates.of(config).tried()]
+    return [] if config.plan.measured is not None else [shape.numbers for shape in Candidates.of(config).tried()]
 
 
 def short_list(config: LaunchConfig, batches: Sequence[int], trial: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
@@ -151,8 +151,7 @@ def short_list(config: LaunchConfig, batches: Sequence[int], trial: Sequence[Map
     windows = [window for window in paper.draft.decoder.sliding_window if window is not None] if paper.draft is not None else []
     return {
         "prospects": [
-            {"shape": _numbers(p.shape), "why": p.why, "ratios": list(p.ratios.items())}
-            for p in pick(given, ratios, config.tune.candidates)
+            {"shape": p.shape.numbers, "why": p.why, "ratios": list(p.ratios.items())} for p in pick(given, ratios, config.tune.candidates)
         ],
         "heads": candidates.heads,
         "backlog": min([MAX_WINDOW, *windows]),
@@ -202,20 +201,10 @@ def _fastest(shapes: Iterable[CycleShape], ratios: Mapping[CycleShape, Mapping[i
     return max(shapes, key=lambda shape: (ratios[shape][batch], -shape.num_draft_tokens))
 
 
-def _numbers(shape: CycleShape) -> list[int]:
-    return [shape.num_steps, shape.topk, shape.num_draft_tokens]
-
-
-def shaped(config: LaunchConfig, shape: Sequence[int]) -> LaunchConfig:
-    """``config`` with this (S, K, N)."""
-    steps, topk, nodes = shape
-    return replace(config, variant=replace(config.variant, num_steps=steps, topk=topk, num_draft_tokens=nodes))
-
-
 def _runs(config: LaunchConfig, shape: CycleShape, target: ModelFacts, draft: DraftFacts | None, device: str) -> bool:
     """Whether an engine of that shape can be planned: some limits are those of the rest of the configuration."""
     try:
-        make_plan(shaped(config, (shape.num_steps, shape.topk, shape.num_draft_tokens)), target, draft, device=device)
+        make_plan(config.with_shape(shape.numbers), target, draft, device=device)
     except ConfigError:
         return False
     return True

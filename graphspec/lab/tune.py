@@ -133,7 +133,7 @@ def tune(config: LaunchConfig, batches: Sequence[int], say: Say = lambda text: N
     tuning = Tuning(listed["prospects"], rows=trial)
     shapes: list[Shape] = [tuple(prospect["shape"]) for prospect in tuning.prospects]
     for batch in batches:
-        _measure(tuning, [_shaped(base, shape) for shape in shapes], batch, f"candidates, batch {batch}", say, final=False)
+        _measure(tuning, [base.with_shape(shape) for shape in shapes], batch, f"candidates, batch {batch}", say, final=False)
     if not tuning.outcomes:
         raise ResourceError("tune", "a candidate with the tokens of plain decoding", "none: " + ", ".join(tuning.wrong))
     tuning.choice = choose(tuning.outcomes)
@@ -158,16 +158,11 @@ def _try(config: LaunchConfig, shapes: Sequence[Shape], batch: int, say: Say) ->
         workload=replace(config.workload, batch=batch, requests=requests),
         profile=replace(config.profile, stages=True),
     )
-    sides = [Side(SUBJECT, _shaped(asked, shape)) for shape in shapes]
+    sides = [Side(SUBJECT, asked.with_shape(shape)) for shape in shapes]
     schedule = Schedule(1, 0.0, interleave=False, timeout_seconds=config.profile.timeout_seconds, anatomy=True)
     measured = Bench(schedule, lambda text: say(f"trial: {text}")).measure([*sides, Side(PLAIN, plain_config(asked))])
     pass_judgement(measured, None)
     return records(f"trial, batch {batch}", measured)
-
-
-def _shaped(config: LaunchConfig, shape: Shape) -> LaunchConfig:
-    steps, topk, nodes = shape
-    return replace(config, variant=replace(config.variant, num_steps=steps, topk=topk, num_draft_tokens=nodes))
 
 
 def _measure(tuning: Tuning, configs: Sequence[LaunchConfig], batch: int, case: str, say: Say, *, final: bool) -> None:
@@ -218,7 +213,7 @@ def conclude(base: LaunchConfig, tuning: Tuning, listed: dict[str, Any], batches
     if shape is None:
         return plain_config(base)
     rows = max(batches[-1], base.runtime.max_rows)
-    config = _shaped(replace(base, runtime=replace(base.runtime, max_rows=rows, buckets=_buckets(base.runtime.buckets, batches))), shape)
+    config = replace(base, runtime=replace(base.runtime, max_rows=rows, buckets=_buckets(base.runtime.buckets, batches))).with_shape(shape)
     if listed["heads"] > 1 or resolve_variant(config.variant.name).drafter not in ("network", "history"):
         return config
     depths = shallower_depths(shape[0])
