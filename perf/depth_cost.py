@@ -2,8 +2,9 @@
 
 The demo's EAGLE-3 head gets random weights, so that nothing it drafts is accepted, and two engines decode the same prompts in one process:
 one with ``adaptive.depths=[0,2]``, one with ``variant=none``. They take turns cycle by cycle, so that a machine that is slow for a while is
-slow for both. A ratio is that of their times over a whole round: prompts, probes, catching up and the host's share of choosing are in it,
-in the first round the first trial too. Both must give the same tokens.
+slow for both, and read the same target's weights, since two engines are not equally fast by where their weights happen to lie. A ratio is
+that of their times over a whole round: prompts, probes, catching up and the host's share of choosing are in it, in the first round the
+first trial too. Both must give the same tokens.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from graphspec.engine.depth import AdaptiveDepth
 from graphspec.engine.llm import DEMO, LLM, model_folder
 from graphspec.engine.outputs import StreamEvent
 from graphspec.engine.request import SamplingParams
 from graphspec.lab.provenance import ROOT, provenance, result_file, within_repository, write_jsonl
+from graphspec.models.layers import Linear
 from perf.speed import held_out_prompts
 
 SHAPE: dict[str, Any] = {"num_steps": 4, "topk": 1, "num_draft_tokens": 5}
@@ -43,6 +46,14 @@ def useless_draft(folder: Path) -> Path:
                 tensors[name] = (torch.randn(tensor.shape, generator=generator) * tensor.float().std()).to(tensor.dtype)
         save_file(tensors, file)
     return folder
+
+
+def share_weights(source: nn.Module, other: nn.Module) -> None:
+    """``other``, a network like ``source``, reads the weights of ``source`` from now on."""
+    other.load_state_dict(source.state_dict(), assign=True)
+    for ours, theirs in zip(source.modules(), other.modules(), strict=True):
+        if isinstance(ours, Linear) and isinstance(theirs, Linear):
+            theirs.packed = ours.packed
 
 
 class Stopwatch:
@@ -99,6 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         draft = useless_draft(Path(folder) / "draft")
         adaptive = LLM(variant="eagle3", draft=draft, **SHAPE, depths=DEPTHS, backlog=args.backlog, **keys)
     plain = LLM(variant="none", **keys)
+    share_weights(adaptive.cycle.target, plain.cycle.target)
     prompts = held_out_prompts(plain.tokenizer.encode, args.batch, args.prompt_tokens)
     params = SamplingParams(max_tokens=args.max_tokens, ignore_eos=True)
     take_turns(adaptive, plain, prompts, params, plain_first=False)  # compiles
