@@ -138,7 +138,8 @@ for _name, _arguments, _kernel, _fake in (
     ("chunk_attention", _attention.format("slot", "valid") + ") -> Tensor", _chunk_attention, _empty_like_query),
     ("linear", "Tensor x, Tensor packed, int outputs) -> Tensor", _linear, _linear_shape),
 ):
-    _library.define(f"{_name}({_arguments}", tags=(torch.Tag.pt2_compliant_tag,))
+    # Any strides will do: Inductor need not copy an argument that it has not computed yet for each op that reads it.
+    _library.define(f"{_name}({_arguments}", tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout))
     _library.impl(_name, _kernel, "CPU")
     torch.library.register_fake(f"graphspec_native::{_name}", _fake, lib=_library)
 
