@@ -4,7 +4,7 @@ The demo's EAGLE-3 head gets random weights, so that nothing it drafts is accept
 one with ``adaptive.depths=[0,2]``, one with ``variant=none``. They take turns cycle by cycle, so that a machine that is slow for a while is
 slow for both, and read the same target's weights, since two engines are not equally fast by where their weights happen to lie. A ratio is
 that of their times over a whole round: prompts, probes, catching up and the host's share of choosing are in it, in the first round the
-first trial too. Both must give the same tokens.
+first trial too, which ``--rates`` spares: with them the engine is as ``graphspec tune`` leaves it. Both must give the same tokens.
 """
 
 from __future__ import annotations
@@ -99,6 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--backlog", type=int, default=32)
+    parser.add_argument("--rates", type=float, nargs="*", default=[], help="adaptive.rates, as graphspec tune measures them: no first trial")
     parser.add_argument("--runtime", default="compiled", choices=("eager", "compiled"))
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--max-tokens", type=int, default=256)
@@ -108,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     keys: dict[str, Any] = {"runtime": args.runtime, "max_rows": args.batch, "buckets": [args.batch], "max_context": 512}
     with TemporaryDirectory() as folder:
         draft = useless_draft(Path(folder) / "draft")
-        adaptive = LLM(variant="eagle3", draft=draft, **SHAPE, depths=DEPTHS, backlog=args.backlog, **keys)
+        adaptive = LLM(variant="eagle3", draft=draft, **SHAPE, depths=DEPTHS, backlog=args.backlog, rates=args.rates, **keys)
     plain = LLM(variant="none", **keys)
     share_weights(adaptive.cycle.target, plain.cycle.target)
     prompts = held_out_prompts(plain.tokenizer.encode, args.batch, args.prompt_tokens)
@@ -116,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     take_turns(adaptive, plain, prompts, params, plain_first=False)  # compiles
     learned = adaptive.depth_policy
     assert isinstance(learned, AdaptiveDepth)
-    adaptive.depth_policy = AdaptiveDepth({args.batch: adaptive.plan.depths_of(args.batch)}, learned.times)
+    adaptive.depth_policy = AdaptiveDepth({args.batch: adaptive.plan.depths_of(args.batch)}, learned.times, args.rates)
     ratios: list[float] = []
     for number in range(args.rounds):
         ours, theirs = take_turns(adaptive, plain, prompts, params, plain_first=number % 2 == 1)

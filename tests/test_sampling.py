@@ -22,9 +22,9 @@ from graphspec.errors import RequestError
 from graphspec.graphs.mailbox import Message
 from graphspec.graphs.sampling import LogitShaper, node_paths, sample_tokens, trusted
 from graphspec.kernels import select_kernels
-from graphspec.kernels.draft_window import causal_words
 from graphspec.kernels.filter_logits import filter_logits
 from graphspec.kernels.topk import stable_topk
+from graphspec.kernels.tree_build import causal_words
 from graphspec.shapes import GREEDY, GraphKey, SamplingClass
 
 from ._engines import CHAIN, MIRROR_VOCAB, TREE, WIDE, Pair, ids, mirror_pair, prompts, watch_schedulers

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from graphspec.kernels.kv_move import OP as KV_MOVE
 from graphspec.kernels.kv_move import kv_move
-from graphspec.kernels.tree_build import candidate_pool, tree_build
+from graphspec.kernels.tree_build import candidate_pool, causal_words, tree_build
 from graphspec.kernels.tree_forms import links_from_parents
 from graphspec.kernels.tree_walk import tree_walk
 
@@ -236,3 +236,12 @@ def test_kv_move_with_overlapping_ranges_is_a_parallel_copy() -> None:
     table = torch.arange(1, 8, dtype=torch.int32)[None]
     kv_move(pool, table, torch.tensor([1]), torch.tensor([[0, 2, 1, 4, 3]]), torch.tensor([4]))
     assert pool[1, 1, 1:].flatten().tolist() == [1, 2, 4, 3, 6, 6, 7]
+
+
+@pytest.mark.parametrize("length", [1, 2, 31, 32, 33, 63, 64, 65, 127, 128])
+def test_causal_words_have_a_bit_for_every_entry_up_to_their_own(length: int) -> None:
+    words = -(-length // 64)
+    found = causal_words(length, words, torch.device("cpu"))
+    assert [[entry for entry in range(64 * words) if row[entry // 64] >> entry % 64 & 1] for row in found.tolist()] == [
+        list(range(entry + 1)) for entry in range(length)
+    ]

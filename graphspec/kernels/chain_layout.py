@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .op import Case, KernelOp
-from .tree_build import bit_words, node_slots, window_case, window_root
+from .tree_build import causal_words, node_slots, window_case, window_root
 
 
 def chain_layout(
@@ -39,8 +39,7 @@ def chain_layout(
         node_token_BN[:, 1:] = torch.where(score_BM > -torch.inf, token_BM, -1)
     node_parent_BN.copy_((node_N - 1).expand_as(node_parent_BN))
     node_depth_BN.copy_(node_N.expand_as(node_depth_BN))
-    # Bits are distinct, so their sum is their union.
-    node_ancestors_BNX.copy_(bit_words(node_N, words).cumsum(0).expand_as(node_ancestors_BNX))
+    node_ancestors_BNX.copy_(causal_words(nodes, words, lane_row_B.device).expand_as(node_ancestors_BNX))
 
 
 def _cases(generator: torch.Generator) -> list[Case]:

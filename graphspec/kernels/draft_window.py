@@ -6,16 +6,10 @@ import torch
 from torch import Tensor
 
 from .op import Case, KernelOp
-from .tree_build import bit_words
+from .tree_build import causal_words
 
 LIVE = 1
 """``status_R`` of a row that decodes (:class:`graphspec.buffers.Status`)."""
-
-
-def causal_words(length: int, num_words: int, device: torch.device) -> Tensor:
-    """Words ``[length, X]``: entry j sees entries 0..j."""
-    bit = torch.arange(length, device=device)
-    return bit_words(bit, num_words).cumsum(0)
 
 
 def draft_window(

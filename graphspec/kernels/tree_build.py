@@ -15,6 +15,13 @@ def bit_words(node: Tensor, num_words: int) -> Tensor:
     return torch.where((node >> 6)[..., None] == word_X, (torch.ones_like(node) << (node & 63))[..., None], 0)
 
 
+def causal_words(length: int, num_words: int, device: torch.device) -> Tensor:
+    """Words ``[length, X]``: entry j sees entries 0..j."""
+    entry_L1, word_X = torch.arange(length, device=device)[:, None], torch.arange(num_words, device=device)
+    upto_L1 = ~(torch.full_like(entry_L1, -2) << (entry_L1 & 63))
+    return torch.where(word_X < entry_L1 >> 6, -1, torch.where(word_X == entry_L1 >> 6, upto_L1, 0))
+
+
 def tree_build(
     score_BM: Tensor, token_BM: Tensor, parent_BM: Tensor, root_B: Tensor, num_nodes: int, num_words: int, max_depth: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
