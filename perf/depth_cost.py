@@ -99,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--backlog", type=int, default=32)
-    parser.add_argument("--rates", type=float, nargs="*", default=[], help="adaptive.rates, as graphspec tune measures them: no first trial")
+    parser.add_argument("--rates", type=float, nargs="*", default=[], help="adaptive.rates, as tune measures them: no first trial")
     parser.add_argument("--runtime", default="compiled", choices=("eager", "compiled"))
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--max-tokens", type=int, default=256)
