@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
+from torch import Tensor
 
 from graphspec.errors import CaptureError
 from graphspec.kernels.fused import launch as launching
@@ -26,6 +29,41 @@ class Kernel:
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         return lambda *args, **options: self.launched.append((grid, args, options))
+
+
+@triton.jit
+def _multiply(a, b, out, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
+    m, n, k = tl.arange(0, M)[:, None], tl.arange(0, N), tl.arange(0, K)
+    product = tl.dot(tl.load(a + m * K + k[None, :]), tl.load(b + k[:, None] * N + n[None, :]), input_precision="ieee")
+    tl.store(out + m * N + n[None, :], product)
+
+
+def _multiplied(a: Tensor, b: Tensor) -> Tensor:
+    out = a.new_empty(len(a), b.shape[1], dtype=torch.float32)
+    launching.launch(_multiply, (1,), a, b, out, M=len(a), N=b.shape[1], K=len(b))
+    return out
+
+
+_interpreted = pytest.mark.skipif(not launching.INTERPRETED, reason="of the interpreter; kernels are compiled here")
+
+
+@_interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_dot_of_the_interpreter_is_that_of_the_numbers(dtype: torch.dtype) -> None:
+    a, b = torch.randn(32, 64).to(dtype), torch.randn(64, 16).to(dtype)
+    exact, magnitude = a.double() @ b.double(), a.double().abs() @ b.double().abs()
+    # Six halvings and the products: what rounding may move, by the standard bound on pairwise sums.
+    assert bool((((_multiplied(a, b) - exact).abs()) <= 7 * 2.0**-24 * magnitude).all())
+
+
+@_interpreted
+def test_bits_of_a_dot_do_not_depend_on_the_other_rows_and_columns() -> None:
+    a, b = torch.randn(64, 128), torch.randn(128, 64)
+    whole = _multiplied(a, b)
+    for rows, columns in ((16, 64), (64, 16), (16, 16), (32, 32)):
+        for first in range(0, 64, rows):
+            part = _multiplied(a[first : first + rows].contiguous(), b[:, :columns].contiguous())
+            assert torch.equal(part, whole[first : first + rows, :columns])
 
 
 def test_a_grid_has_an_end() -> None:

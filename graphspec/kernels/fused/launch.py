@@ -40,8 +40,34 @@ def _accept_tensor_bounds() -> None:
     setattr(interpreter, name, patch)
 
 
+def _sum_dots_in_one_order() -> None:
+    """``tl.dot`` of the interpreter by halving the summed dimension, of bfloat16 too.
+
+    Its own is a call of BLAS, which on some processors sums a row in an order that depends on how many rows there are. A GPU's product of
+    tiles does not, and the kernels' law of one order of summation stands on that. And it multiplies the bits of a bfloat16 as an integer.
+    """
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+
+    def widened(factor: Any, dtype: Any) -> Any:
+        if factor.dtype.is_bf16():
+            return (factor.data.astype("uint32") << 16).view("float32").astype(dtype)
+        if factor.dtype.is_fp8():
+            raise CaptureError("tl.dot in the interpreter", "factors of 16 bits or more", str(factor.dtype))
+        return factor.data.astype(dtype)
+
+    def create_dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
+        dtype = d.data.dtype
+        terms = widened(a, dtype)[..., :, :, None] * widened(b, dtype)[..., None, :, :]  # [..., M, K, N]
+        while (half := terms.shape[-2] // 2) > 0:  # K is a power of two, as every extent of a tile
+            terms = terms[..., :half, :] + terms[..., half:, :]
+        return interpreter.TensorHandle(terms[..., 0, :] + d.data, d.dtype.scalar)
+
+    interpreter.InterpreterBuilder.create_dot = create_dot
+
+
 if INTERPRETED:
     _accept_tensor_bounds()
+    _sum_dots_in_one_order()
 
 
 @dataclass(frozen=True, slots=True)
