@@ -19,6 +19,7 @@ from rich.tree import Tree
 
 from .catalog import resolve_variant
 from .config import Config, VariantConfig
+from .core_wait import CoreWait, busy_caution
 from .errors import ConfigError, ResourceError
 
 if TYPE_CHECKING:
@@ -115,12 +116,16 @@ def run_demo(config: Config, prompt: str, console: Console | None = None) -> Non
         console.print(Text(event.text), end="", soft_wrap=True)
     console.print("\n")
 
+    watch = CoreWait()
     speeds, outputs = measure(engines, prompt, params)
+    busy = busy_caution({"both together": watch.share()})
     if outputs[variant].token_ids != outputs[plain].token_ids:
         raise ResourceError("output", f"the tokens of {plain}", f"other tokens from {variant}")
     console.print(comparison_table({name: (speeds[name], outputs[name].metrics) for name in engines}, plain))
     console.print(f"Both gave the same {len(outputs[variant].token_ids)} tokens.")
     console.print(f"Speeds are medians of {DEMO_REPEATS} runs after a warm-up, prompt processing excluded.\n")
+    if busy is not None:
+        console.print(Text(busy + "\n"), soft_wrap=True)
     console.print("The draft tree of the first cycle (+ accepted, - rejected):")
     console.print(draw_tree(engines[variant].draft_tree(prompt)))
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from graphspec.buffers import DTYPES
+from graphspec.core_wait import CoreWait, busy_caution
 from graphspec.engine.llm import LLM, model_folder
 from graphspec.engine.request import SamplingParams
 from graphspec.lab.provenance import provenance, result_file, within_repository, write_jsonl
@@ -168,7 +169,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     ]
     encode = probe.tokenizer.encode
     prompts = held_out_prompts(encode, args.prompts, args.prompt_tokens)
+    watch = CoreWait()
     measure(sides, prompts, args.rounds)
+    busy = watch.share()
     records = rows(sides)
     where = torch.cuda.get_device_name() if device == "cuda" else f"{torch.get_num_threads()} CPU threads"
     name = "Demo model" if args.model == "demo" else args.model
@@ -177,9 +180,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"prompts of {args.prompt_tokens} tokens, {args.max_tokens} new tokens, median of {args.rounds} rounds: `make bench`."
     )
     print(table(records, caption))
+    if (told := busy_caution({"all sides": busy})) is not None:
+        print(told)
     write_jsonl(
         result_file(args.out, f"speed-{args.runtime}"),
-        [provenance(), {"kind": "settings", **vars(args), "out": within_repository(args.out), "device": device}, *records],
+        [
+            provenance(),
+            {"kind": "settings", **vars(args), "out": within_repository(args.out), "device": device, "core_wait": busy},
+            *records,
+        ],
     )
     if args.readme:
         text = README.read_text(encoding="utf-8")

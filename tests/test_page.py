@@ -122,6 +122,14 @@ def test_marks_stand_beside_every_figure_of_a_marked_side(tmp_path):
     assert "SYNTHETIC" in tile
 
 
+def test_a_busy_machine_is_said_above_the_figures(tmp_path):
+    busy, free = side("eagle3", "subject", 1, 900.0, [3, 1, 4], core_wait=0.62), side("none", "none", 1, 450.0, core_wait=0.01)
+    text = "".join(render(tmp_path, [provenance(), busy, free])[1].words)
+    assert "Busy machine. Other programs kept the processor busy." in text and "per second timed: eagle3, batch 1 0.62." in text
+    text = "".join(render(tmp_path, [provenance(), free, side("old", "subject", 1, 900.0, [3, 1, 4])])[1].words)
+    assert "Busy machine" not in text
+
+
 @pytest.mark.parametrize(("gpu", "cautious"), [(False, True), (True, False)])
 def test_cpu_figures_carry_a_caution_and_the_name_of_the_machine(tmp_path, gpu, cautious):
     _, document = render(tmp_path, records(gpu=gpu))

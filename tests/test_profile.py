@@ -164,7 +164,8 @@ class FakeWorker:
         step = {"subject": 1.0, "self": 1.25, "none": 2.0, "hf": 4.0}[self.name] * self.rounds
         tokens = [1, 2, 9 if self.name == self.wrong and self.rounds == 2 else 3]
         line = Timeline(0.0, [(step * (i + 1), 1) for i in range(3)], 3 * step, "length")
-        return {"timelines": [line.to_json()], "tokens": [tokens], "texts": ["t"]}
+        core_wait = {"none": 0.01 * self.rounds, "hf": None}.get(self.name, 0.5 * self.rounds)
+        return {"timelines": [line.to_json()], "tokens": [tokens], "texts": ["t"], "core_wait": core_wait}
 
 
 @pytest.fixture
@@ -183,6 +184,7 @@ def test_sides_take_turns_and_ratios_are_against_plain_decoding(fake: type[FakeW
     sides = {row["side"]: row for row in rows if row["kind"] == "side"}
     assert sides["subject"]["ratio"] == {"to": "none", "median": pytest.approx(2), "rounds": pytest.approx([2, 2, 2])}
     assert sides["none"]["ratio"] is None and sides["hf"]["ratio"]["median"] == pytest.approx(0.5)
+    assert [sides[name]["core_wait"] for name in ("subject", "none", "hf")] == [1.0, 0.02, None], "medians over rounds"
     assert "side" in str(profile.table(list(sides.values()), "t").columns[0].header) and len(measured) == 3
 
 
@@ -217,6 +219,12 @@ def test_a_side_that_is_wrong_once_gets_no_figure_at_all(
     assert "NO" in capsys.readouterr().out
     order = [name for name, do in fake.log if do in ("prepare", "close")]
     assert order == (["subject", "none", "none", "subject"] if interleave else ["subject", "subject", "none", "none"])
+
+
+def test_a_busy_machine_is_said_below_the_table(fake: type[FakeWorker], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = LaunchConfig(baseline=["none", "hf"], results=str(tmp_path), profile=ProfileConfig(rounds=1, generations=0))
+    assert profile.run(config) == 0
+    assert "per second timed: subject 0.50." in capsys.readouterr().out
 
 
 def test_secrets_stay_out_of_result_files(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 from ..errors import ResourceError
@@ -31,6 +32,7 @@ class Measured:
         about: what it said of itself.
         rounds: measured rounds.
         outputs: per round, tokens and texts of each request.
+        core_wait: per round, the share of the time that its threads waited for a core; None where the system does not tell.
         anatomy: times inside its cycle, where they were asked for.
         generations: recorded generations.
         trace: Chrome trace events.
@@ -41,6 +43,7 @@ class Measured:
     about: dict[str, Any]
     rounds: list[Round] = field(default_factory=list)
     outputs: list[tuple[Tokens, Texts]] = field(default_factory=list)
+    core_wait: list[float | None] = field(default_factory=list)
     anatomy: dict[str, Any] = field(default_factory=dict)
     generations: list[dict[str, Any]] = field(default_factory=list)
     trace: list[dict[str, Any]] = field(default_factory=list)
@@ -159,6 +162,7 @@ class Bench:
         answer = worker.ask("round")
         one.rounds.append(Round([Timeline.from_json(row) for row in answer["timelines"]]))
         one.outputs.append((answer["tokens"], answer["texts"]))
+        one.core_wait.append(answer["core_wait"])
         one.about["not_measured"] = one.about.get("not_measured", {}) | answer.get("not_measured", {})
 
     def _look_inside(self, worker: WorkerProcess, one: Measured, *, first: bool) -> None:
@@ -202,6 +206,7 @@ def records(case: str, measured: Sequence[Measured]) -> list[dict[str, Any]]:
             "input_tokens": about["input_tokens"], "output_tokens": config.workload.output_tokens,
             "equal": one.verdict.equal, "equality": one.verdict.sentence,
             "synthetic": bool(about.get("synthetic")), "lossy": bool(about.get("lossy")), "rounds": len(one.rounds),
+            "core_wait": _median(one.core_wait),
         }  # fmt: skip
         if one.verdict.equal is not False:
             row |= figures(one.rounds) | {"build": about.get("build", []), "memory": about.get("memory", [])}
@@ -218,6 +223,11 @@ def records(case: str, measured: Sequence[Measured]) -> list[dict[str, Any]]:
         if one.verdict.equal is not False:
             rows += [{"kind": "generation", "case": case, "side": one.label, **generation} for generation in one.generations]
     return rows
+
+
+def _median(values: Sequence[float | None]) -> float | None:
+    told = [value for value in values if value is not None]
+    return median(told) if told else None
 
 
 def _base(measured: Sequence[Measured]) -> Measured | None:

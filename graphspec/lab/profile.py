@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..config import AcceptConfig
+from ..core_wait import busy_caution
 from ..errors import ConfigError
 from ..launch import LaunchConfig
 from .compare import Bench, Measured, Say, Schedule, pass_judgement, records
@@ -57,6 +58,8 @@ def run(config: LaunchConfig) -> int:
         for row in found:
             mark = " SYNTHETIC acceptance, the text means nothing." if row["synthetic"] else " LOSSY acceptance." if row["lossy"] else ""
             Console().print(Text(f"{row['side']}: {row['equality']}.{mark}"), soft_wrap=True)
+        if (busy := busy_caution({row["side"]: row["core_wait"] for row in found})) is not None:
+            Console().print(Text(busy), soft_wrap=True)
         Console().print(Text(f"written to {file}"), soft_wrap=True)
     return 1 if any(row["equal"] is False for row in found) else 0
 

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..core_wait import busy_caution
 from ..errors import spell_bytes
 from .canvas import DASH, TIMES, Table, escape, plural, spell, spell_count
 from .results import LATENCIES, SPEEDS, Results, Side, hardware, model, on_cpu, unique
@@ -231,6 +232,9 @@ def notices(results: Results) -> list[str]:
     open_ = unique(side.label for side in results.sides if side.equal is None and not side.get("synthetic") and not side.get("lossy"))
     if open_:
         cautions.append(f"<strong>Not compared.</strong> Tokens could not be compared with plain decoding in: {escape(', '.join(open_))}.")
+    waited: dict[str, float | None] = {f"{side.label}, batch {side.batch}": side.number("core_wait") for side in results.sides}
+    if (busy := busy_caution(waited)) is not None:
+        cautions.append(f"<strong>Busy machine.</strong> {escape(busy)}")
     if results.replaced:
         cautions.append(f"{plural(results.replaced, 'older measurement')} of the same sides left out.")
     return cautions

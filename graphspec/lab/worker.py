@@ -5,7 +5,7 @@ question       with                                                             
 =============  ==================================================================  ====================================================
 ``prepare``    ``role``, ``config`` (packed), ``command``, ``like``                what the side is (:class:`Runner`), ``provenance``
 ``warm_up``    ``seconds``                                                         rounds run
-``round``                                                                          ``timelines``, ``tokens`` and ``texts`` per request
+``round``                                                                          ``timelines``, ``tokens`` and ``texts``; ``core_wait``
 ``anatomy``    ``bandwidth`` of this machine; null: measure it                     times inside the cycle; sides of our own only
 ``trace``                                                                          Chrome trace events; sides of our own only
 ``generation`` ``count``                                                           recorded generations; sides of our own only
@@ -28,6 +28,7 @@ import sys
 import time
 from typing import Any, Protocol
 
+from ..core_wait import CoreWait
 from ..errors import GraphspecError
 from ..launch import LaunchConfig
 from .process import unpack
@@ -78,8 +79,9 @@ class Worker:
         return rounds
 
     def do_round(self) -> dict[str, Any]:
+        watch = CoreWait()
         result: dict[str, Any] = self.runner.round()
-        return result
+        return result | {"core_wait": watch.share()}
 
     def do_anatomy(self, bandwidth: float | None) -> dict[str, Any]:
         result: dict[str, Any] = self.runner.anatomy(bandwidth)

@@ -1,0 +1,62 @@
+"""How much of the time this process stood in line for a processor core: whether the machine was free while something was timed.
+
+Threads of one operation wait for each other, so a core that another program keeps busy holds all of them up, in every operation. An engine
+of microsecond operations can be a hundred times slower for it, and no median over rounds shows why. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+TASKS = Path("/proc/self/task")
+BUSY = 0.1
+"""Share from which figures of a CPU are not worth much; a free machine stays below 0.02."""
+
+
+def seconds_waited() -> float | None:
+    """Seconds that the living threads of this process were ready to run and had no core, together; None where the system doesn't tell.
+
+    Linux does (``schedstat`` of every thread).
+    """
+    waited, told = 0, False
+    try:
+        for task in TASKS.iterdir():
+            try:
+                waited += int((task / "schedstat").read_text(encoding="ascii").split()[1])
+                told = True
+            except (FileNotFoundError, ProcessLookupError):
+                continue  # a thread that ended meanwhile, or a system without the file
+    except OSError:
+        return None
+    return waited / 1e9 if told else None
+
+
+class CoreWait:
+    """A watch, started when it is made."""
+
+    def __init__(self) -> None:
+        self._began, self._waited = time.perf_counter(), seconds_waited()
+
+    def share(self) -> float | None:
+        """Seconds waited per second since; above 1 where several threads wait at once. None where the system doesn't tell."""
+        waited = seconds_waited()
+        if waited is None or self._waited is None:
+            return None
+        return max(waited - self._waited, 0.0) / max(time.perf_counter() - self._began, 1e-9)
+
+
+def busy_caution(shares: dict[str, float | None]) -> str | None:
+    """A sentence for people where a machine was busy; None where it was free or nobody knows.
+
+    Args:
+        shares: :meth:`CoreWait.share` of what was timed, by name.
+    """
+    busy = {name: share for name, share in shares.items() if share is not None and share > BUSY}
+    if not busy:
+        return None
+    waited = ", ".join(f"{name} {share:.2f}" for name, share in busy.items())
+    return (
+        f"Other programs kept the processor busy. Seconds that threads waited for a core, per second timed: {waited}. "
+        "Threads wait for each other in every operation, so these speeds say little; measure again when nothing else runs."
+    )

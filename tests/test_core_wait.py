@@ -1,0 +1,71 @@
+"""Whether the machine was free while something was timed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from graphspec import core_wait
+from graphspec.core_wait import BUSY, CoreWait, busy_caution, seconds_waited
+
+
+def threads(folder: Path, waited: dict[str, int]) -> None:
+    """As the kernel shows them: nanoseconds on a core, nanoseconds in line, turns."""
+    for name, nanoseconds in waited.items():
+        (folder / name).mkdir(exist_ok=True)
+        (folder / name / "schedstat").write_text(f"123 {nanoseconds} 7\n", encoding="ascii")
+
+
+def test_threads_add_up_and_may_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core_wait, "TASKS", tmp_path)
+    now = [10.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    threads(tmp_path, {"1": 1_000_000_000, "2": 500_000_000})
+    (tmp_path / "3").mkdir()
+    assert seconds_waited() == 1.5
+    watch = CoreWait()
+    threads(tmp_path, {"1": 1_500_000_000, "2": 2_500_000_000})
+    now[0] += 2.0
+    assert watch.share() == 1.25
+    (tmp_path / "2" / "schedstat").unlink()
+    assert watch.share() == 0.0  # what an ended thread had waited is gone; never below nothing
+
+
+@pytest.mark.parametrize("present", [False, True])
+def test_a_system_that_does_not_tell(present: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core_wait, "TASKS", tmp_path / "task")
+    if present:
+        (tmp_path / "task" / "1").mkdir(parents=True)
+    assert seconds_waited() is None
+    assert CoreWait().share() is None
+    assert busy_caution({"x": None}) is None
+
+
+@pytest.mark.skipif(seconds_waited() is None, reason="the system does not tell")
+def test_a_core_shared_with_another_program_is_noticed() -> None:
+    cores = os.sched_getaffinity(0)
+    spinner = f"import os\nos.sched_setaffinity(0, {{{min(cores)}}})\nprint(flush=True)\nwhile True: pass"
+    with subprocess.Popen([sys.executable, "-c", spinner], stdout=subprocess.PIPE) as other:
+        try:
+            assert other.stdout is not None and other.stdout.readline()
+            os.sched_setaffinity(0, {min(cores)})
+            watch, end = CoreWait(), time.perf_counter() + 1.0
+            while time.perf_counter() < end:
+                pass
+            share = watch.share()
+        finally:
+            os.sched_setaffinity(0, cores)
+            other.kill()
+    assert share is not None and share > BUSY
+    assert busy_caution({"spin": share}) is not None
+
+
+def test_the_caution_names_who_waited() -> None:
+    assert busy_caution({"a": 0.0, "b": BUSY}) is None
+    told = busy_caution({"eagle3": 0.62, "none": 0.01, "hf": 1.34})
+    assert told is not None and "per second timed: eagle3 0.62, hf 1.34." in told and "none" not in told
