@@ -23,10 +23,11 @@ def seconds_waited() -> float | None:
     try:
         for task in TASKS.iterdir():
             try:
-                waited += int((task / "schedstat").read_text(encoding="ascii").split()[1])
-                told = True
+                _, nanoseconds, turns = (task / "schedstat").read_text(encoding="ascii").split()
             except (FileNotFoundError, ProcessLookupError):
                 continue  # a thread that ended meanwhile, or a system without the file
+            waited += int(nanoseconds)
+            told = told or turns != "0"  # a kernel that doesn't count shows three zeros, and this thread has had its turn
     except OSError:
         return None
     return waited / 1e9 if told else None

@@ -36,11 +36,13 @@ def test_threads_add_up_and_may_end(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert watch.share() == 0.0  # what an ended thread had waited is gone; never below nothing
 
 
-@pytest.mark.parametrize("present", [False, True])
-def test_a_system_that_does_not_tell(present: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("shown", ["no folder", "no file", "0 0 0\n"])
+def test_a_system_that_does_not_tell(shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(core_wait, "TASKS", tmp_path / "task")
-    if present:
+    if shown != "no folder":
         (tmp_path / "task" / "1").mkdir(parents=True)
+    if shown.startswith("0"):
+        (tmp_path / "task" / "1" / "schedstat").write_text(shown, encoding="ascii")
     assert seconds_waited() is None
     assert CoreWait().share() is None
     assert busy_caution({"x": None}) is None
