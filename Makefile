@@ -14,7 +14,7 @@ PYTEST := $(BIN)/python -m pytest
 # One process per core with one thread each: threads of several processes on the same cores wait for each other.
 PARALLEL := OMP_NUM_THREADS=1 $(PYTEST) --numprocesses=auto --dist=loadfile
 
-.PHONY: help demo test test-full test-browser test-oldest lint format snapshots features gpu-check acceptance train-demo bench compare guard wheel clean
+.PHONY: help demo test test-full test-browser test-oldest fuzz lint format snapshots features gpu-check acceptance train-demo bench compare guard wheel clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -38,6 +38,11 @@ test-full: $(STAMP) ## the same, and the thorough ones
 
 test-browser: $(STAMP) ## the report in a real browser; needs Chromium
 	$(PYTEST) -m browser tests/browser
+
+FUZZ_SEED ?= 0
+FUZZ_BUDGET ?= 1000
+fuzz: $(STAMP) ## inputs of every kind at command line, Python API and checkpoints; FUZZ_SEED=0 FUZZ_BUDGET=1000 for each of the three
+	$(PARALLEL) tests/fuzz --fuzz-seed=$(FUZZ_SEED) --fuzz-budget=$(FUZZ_BUDGET)
 
 # torch 2.11 refuses the setuptools that is pinned for the others.
 test-oldest: ## the tests that need no GPU under the oldest torch that is supported, in .venv-oldest
