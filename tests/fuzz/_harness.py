@@ -77,7 +77,9 @@ def judge(case: Case) -> Verdict:
 
 
 def _where(error: BaseException) -> str:
-    return " < ".join(f"{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}" for frame in reversed(traceback.extract_tb(error.__traceback__)[-4:]))
+    return " < ".join(
+        f"{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}" for frame in reversed(traceback.extract_tb(error.__traceback__)[-4:])
+    )
 
 
 def choose(listed: Sequence[Case], invent: Callable[[random.Random, int], Case] | None, *, seed: int, budget: int) -> list[Case]:
