@@ -6,8 +6,8 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
-from functools import partial
 from statistics import median
 from typing import ClassVar
 
@@ -16,74 +16,30 @@ import torch
 
 from .buffers import RING_FIELDS, Arena, Views
 from .errors import CaptureError, ResourceError
-from .graphs.accept import Accept
 from .graphs.capture import (
     Capturer,
     CaptureRecord,
     ProgramCapturer,
-    Signature,
     check_unmoved,
     no_synchronisation,
     ran_out_of_memory,
     signature,
 )
-from .graphs.catch_up import CatchUp
-from .graphs.commit import Commit, CommitState
-from .graphs.compile import compile_stages, graphs_compiled
-from .graphs.counts import PromptCounts
-from .graphs.draft import DraftExtend, DraftSteps, StaticSteps
+from .graphs.compile import graphs_compiled
 from .graphs.envelope import Envelope
-from .graphs.heads import HeadSteps
-from .graphs.logprobs import RING, Logprobs
-from .graphs.mailbox import Mailbox, MailLayout, Message
-from .graphs.ngram import HostTree, NgramMatch
-from .graphs.prefill import Prefill
-from .graphs.stage import Build, DraftModel, Stage, TargetModel, check_dataflow
-from .graphs.tree import ChainLayout, TreeBuild
-from .graphs.verify import Verify
+from .graphs.logprobs import RING
+from .graphs.mailbox import MailLayout, Message
+from .graphs.stage import DraftModel, Stage, TargetModel, check_dataflow
 from .kernels.registry import KernelSet
 from .memory import MemoryPlan
 from .plan import Plan
+from .programs import Key, PrefillKey, Program, describe, program_stages, tokens_of
 from .shapes import GraphKey, SamplingClass
 
 Progress = Callable[[str, int, int], None]
 logger = logging.getLogger(__name__)
 TIMED_RUNS = 5
 """Runs of a program whose median is its time."""
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class PrefillKey:
-    """A prefill program: chunk size, and what its request asks of the sampler."""
-
-    chunk: int
-    sampling: SamplingClass
-
-
-Key = GraphKey | PrefillKey
-
-
-def describe(key: Key) -> str:
-    """A program in words: lanes and depth of a cycle, tokens of a prefill chunk, what its requests ask of the sampler."""
-    asked = [name for name in ("noise", "truncate", "penalties", "bias") if getattr(key.sampling, name)]
-    asked += [f"{key.sampling.logprobs} logprobs"] if key.sampling.logprobs >= 0 else []
-    if isinstance(key, PrefillKey):
-        what = f"prefill of {key.chunk} tokens"
-    else:
-        what = f"cycle of {key.bucket} lanes, depth {key.shape.num_steps}{', catching up' if key.catch_up else ''}"
-    return f"{what}, {'+'.join(asked) or 'greedy'}"
-
-
-def tokens_of(key: Key, capacity: int = 1) -> int:
-    """Tokens one launch reads at once: what programs are ordered by, since it says how much memory they need.
-
-    Args:
-        key: of the program.
-        capacity: window entries that a drafter which catches up reads per lane.
-    """
-    if isinstance(key, PrefillKey):
-        return key.chunk
-    return key.bucket * (capacity if key.catch_up else key.shape.num_draft_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,71 +61,6 @@ class Arrival:
     source: torch.Tensor
     tensor: torch.Tensor
     array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]
-
-
-def draft_stages(build: Build) -> list[Stage]:
-    """Stages 1 and 2, which fill the candidate pool: by network, by the row's history, or by the host."""
-    plan, shape = build.plan, build.shape
-    if shape.num_steps == 0:
-        return []
-    if plan.variant.drafter == "history":
-        return [NgramMatch(build)]
-    if plan.variant.drafter == "host":
-        return [HostTree(build)]
-    if plan.lookback:
-        return [HeadSteps(build)]
-    if shape.num_steps == 1:
-        return [DraftExtend(build)]
-    return [DraftExtend(build), StaticSteps(build) if plan.static_tree is not None else DraftSteps(build)]
-
-
-def cycle_stages(build: Build, *, catch_up: bool = False) -> list[Stage]:
-    """The stages of one speculative cycle in order; the structure follows from the shape, and from whether the drafter catches up."""
-    shape = build.shape
-    stages: list[Stage] = [Mailbox(build)]
-    stages += [CatchUp(build)] if catch_up else draft_stages(build)
-    stages.append(ChainLayout(build) if shape.is_chain else TreeBuild(build))
-    stages += [Verify(build), Accept(build)]
-    if not shape.is_chain:
-        stages.append(CommitState(build))
-    if build.sampling.logprobs >= 0:
-        stages.append(Logprobs(build))
-    # A draft network that has not read the window will want to.
-    stages.append(Commit(build, append=build.plan.catches_up and shape.num_steps == 0 and not catch_up))
-    return stages
-
-
-def program_stages(plan: Plan, kernels: KernelSet, target: TargetModel, draft: DraftModel | None, key: Key) -> list[Stage]:
-    """The stages of the program behind ``key``, in order. Builds no buffer and needs no device."""
-    if isinstance(key, PrefillKey):
-        build = Build(plan, kernels, target, draft, plan.shape, key.sampling)
-        return [Mailbox(build), *([PromptCounts(build, key.chunk)] if key.sampling.penalties else []), Prefill(build, key.chunk)]
-    return cycle_stages(Build(plan, kernels, target, draft, key.shape, key.sampling), catch_up=key.catch_up)
-
-
-class Program:
-    """One program: its stages on one bucket's views.
-
-    A launch runs ``replay`` where the program was captured, else ``direct``: stage after stage, or all of them as one compiled region.
-    ``steps`` run single stages, for those who want to look in between; compiled ones compile when they are first called.
-    """
-
-    def __init__(self, stages: list[Stage], views: Views, *, compiled: bool) -> None:
-        self.stages, self.views = stages, views
-        self.steps: list[Callable[[], None]] = [compile_stages([s], views) if compiled else partial(s, views) for s in stages]
-        self.direct: Callable[[], None] = compile_stages(stages, views) if compiled else self._in_order
-        self.replay: Callable[[], None] | None = None
-        self.buffers: Signature = signature(views)
-
-    def _in_order(self) -> None:
-        for step in self.steps:
-            step()
-
-    def __call__(self) -> None:
-        if self.replay is not None:
-            self.replay()
-        else:
-            self.direct()
 
 
 class Cycle:
@@ -218,6 +109,8 @@ class Cycle:
         self._events: list[torch.cuda.Event | None] = [torch.cuda.Event() if pinned else None for _ in range(plan.ring_depth)]
         self._in_flight: deque[int] = deque()
         self._launched = 0
+        self._whole = True
+        """False while a launch or a read is under way, and after one that did not end."""
 
     def stages(self, key: Key) -> list[Stage]:
         """Fresh stages of the program behind ``key``, checked for dataflow."""
@@ -253,7 +146,7 @@ class Cycle:
         """
         if self._capturer:
             self.arena.check_addresses()
-        missing = [key for key in keys if key not in self.programs and key not in self.dropped]
+        missing = [key for key in keys if not self.prepared(key) and key not in self.dropped]
         if not missing:
             return
         if self._in_flight:
@@ -285,6 +178,11 @@ class Cycle:
                 max((key.bucket for key in built if isinstance(key, GraphKey) and key.bucket in self.buckets(key.sampling)), default=0),
                 f": {self.memory.text()}" if self.memory else "",
             )
+
+    def prepared(self, key: Key) -> bool:
+        """The program can be launched. One whose capture was interrupted can't."""
+        program = self.programs.get(key)
+        return program is not None and (self._capturer is None or program.replay is not None)
 
     def _each(self, phase: str, keys: list[Key], do: Callable[[Key], None], progress: Progress | None) -> list[Key]:
         """``do`` for every key; returns those for which memory sufficed."""
@@ -398,16 +296,25 @@ class Cycle:
     def launch(self, key: Key, message: Message) -> int:
         """Send ``message``, run the program behind ``key``; returns a ticket for :meth:`read`.
 
+        A launch that raises may have run on the device, in part or as a whole. Nothing can be launched or read after it before
+        :meth:`reset`.
+
         Raises:
-            ResourceError: as many launches are unread as the ring can hold, or the program was not prepared.
+            ResourceError: as many launches are unread as the ring can hold, the program was not prepared, or :meth:`reset` is due.
             CaptureError: the launch compiled something; in debug mode also a buffer that is not what it was when the program was built.
         """
+        self._check_whole()
         if len(self._in_flight) >= self.plan.ring_depth - 1:
             raise ResourceError("ring", f"at most {self.plan.ring_depth - 1} unread launches", len(self._in_flight))
         program = self.programs.get(key)
         if program is None:
             raise ResourceError("cycle", "a program prepared before the run", key)
-        slot, compiled = self._launched % self.plan.ring_depth, graphs_compiled()
+        ticket, compiled = self._launched, graphs_compiled()
+        slot = ticket % self.plan.ring_depth
+        # The device counts as soon as its program runs, whatever the host is told of it.
+        self._whole = False
+        self._launched += 1
+        self._in_flight.append(ticket)
         if self.plan.debug:
             with torch.no_grad(), no_synchronisation(self.arena.device):
                 self.arena.check_addresses()
@@ -419,9 +326,7 @@ class Cycle:
                 self._send(slot, program, key, message)
         if graphs_compiled() != compiled:
             raise CaptureError(describe(key), "no compilation after the warm-up", f"{graphs_compiled() - compiled} graphs compiled")
-        ticket = self._launched
-        self._in_flight.append(ticket)
-        self._launched += 1
+        self._whole = True
         return ticket
 
     def _send(self, slot: int, program: Program, key: Key, message: Message) -> None:
@@ -451,10 +356,12 @@ class Cycle:
         """Wait for a launch and return its ring entry; tickets are read in the order of launch.
 
         Raises:
-            ResourceError: ``ticket`` is not the oldest unread one.
+            ResourceError: ``ticket`` is not the oldest unread one, or :meth:`reset` is due.
         """
+        self._check_whole()
         if not self._in_flight or self._in_flight[0] != ticket:
             raise ResourceError("ring", f"the oldest unread ticket {self._in_flight[0] if self._in_flight else None}", ticket)
+        self._whole = False
         self._in_flight.popleft()
         slot = ticket % self.plan.ring_depth
         event = self._events[slot]
@@ -465,7 +372,41 @@ class Cycle:
         lanes = found[names[0]].array[:count].tolist()
         tokens = [lane[RING_FIELDS : RING_FIELDS + lane[0]] for lane in lanes]
         logprobs = self._read_logprobs(found, alternatives, tokens) if alternatives >= 0 else None
+        self._whole = True
         return RingEntry(tokens, [lane[1] for lane in lanes], logprobs)
+
+    def _check_whole(self) -> None:
+        if not self._whole:
+            raise ResourceError(
+                "ring", "launches and reads that ended", "one that was interrupted", "Cycle.reset forgets what is in flight"
+            )
+
+    def reset(self) -> None:
+        """Forget every unread launch, and make the device count launches as the host does, whatever ended when.
+
+        The state of every row is undefined afterwards: a request goes on by a join and a prefill of the tokens known of it.
+        """
+        self._whole = False
+        self._wait()
+        self._in_flight.clear()
+        self.arena["cycle_1"].fill_(self._launched)
+        for envelope in self._mail:
+            envelope.forget()
+        self._whole = True
+
+    def clear_row(self, row: int, groups: AbstractSet[str]) -> None:
+        """Give a row the neutral parameters in these groups of slots, for a request whose join has no room for them.
+
+        Ordered like a launch: after the ones already made, before the next.
+
+        Args:
+            row: that no unread launch has as a lane.
+            groups: fields of :class:`~graphspec.shapes.SamplingClass`; one whose slots are not allocated is neutral as it is.
+        """
+        with torch.no_grad():
+            for slot in self.arena.slots:
+                if slot.group in groups and slot.dims[0] == "R":
+                    self.arena[slot.name][row].fill_(slot.fill)
 
     @staticmethod
     def _read_logprobs(found: Mapping[str, Arrival], count: int, tokens: list[list[int]]) -> list[list[tuple[float, dict[int, float]]]]:

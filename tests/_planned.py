@@ -12,7 +12,6 @@ from torch import Tensor
 
 from graphspec.buffers import Arena
 from graphspec.config import Config, HardwareConfig, KernelsConfig, ModelConfig, RuntimeConfig, VariantConfig
-from graphspec.cycle import PrefillKey
 from graphspec.engine.planned import PlannedCycle
 from graphspec.engine.request import Request, SamplingParams
 from graphspec.engine.scheduler import Scheduler
@@ -27,6 +26,7 @@ from graphspec.kernels.registry import KernelSet
 from graphspec.kernels.tree_attention import random_pool
 from graphspec.models.layers import use_kernels
 from graphspec.plan import Plan, make_plan
+from graphspec.programs import PrefillKey
 from graphspec.shapes import SAMPLED
 from graphspec.variants.standalone import StandaloneDraft
 from tests._tiny import latent_facts, model_facts, move, tiny_networks

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from graphspec.buffers import Status
 from graphspec.config import AdaptiveConfig
-from graphspec.cycle import Cycle, Key, PrefillKey, describe, tokens_of
+from graphspec.cycle import Cycle
 from graphspec.engine.depth import AdaptiveDepth
 from graphspec.engine.llm import LLM, SamplingParams
 from graphspec.engine.outputs import summarise
@@ -23,6 +23,7 @@ from graphspec.errors import ConfigError, ResourceError
 from graphspec.graphs.mailbox import Message
 from graphspec.kernels import select_kernels
 from graphspec.plan import Plan
+from graphspec.programs import Key, PrefillKey, describe, tokens_of
 from graphspec.shapes import GREEDY, PLAIN, SAMPLED, GraphKey, SamplingClass
 
 from ._depths import Launches, RandomDepth, ScriptedDepth

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from graphspec.buffers import Status
-from graphspec.cycle import Cycle, Key, PrefillKey, describe, tokens_of
+from graphspec.cycle import Cycle
 from graphspec.engine.proposer import TrieProposer
 from graphspec.engine.request import Request, SamplingParams, sampling_class
 from graphspec.engine.scheduler import Scheduler
@@ -27,6 +27,7 @@ from graphspec.graphs.mailbox import Message
 from graphspec.graphs.stage import Stage
 from graphspec.kernels import select_kernels
 from graphspec.plan import Plan
+from graphspec.programs import Key, PrefillKey, describe, tokens_of
 from graphspec.shapes import GREEDY, SAMPLED, GraphKey, SamplingClass
 
 from ._tape import Tape, TapeCapturer

@@ -18,7 +18,7 @@ from torch import Tensor
 from graphspec import memory
 from graphspec.attention import ChunkAttention, TreeAttention
 from graphspec.config import Config, KernelsConfig, ModelConfig, RuntimeConfig, VariantConfig
-from graphspec.cycle import Cycle, PrefillKey
+from graphspec.cycle import Cycle
 from graphspec.engine import llm as llm_module
 from graphspec.engine.diff import diff
 from graphspec.engine.llm import LLM
@@ -32,6 +32,7 @@ from graphspec.kernels.flashinfer import version
 from graphspec.kernels.flashinfer.kernels import FlashInferKernels
 from graphspec.kernels.flashinfer.planner import Planner
 from graphspec.plan import Plan
+from graphspec.programs import PrefillKey
 from graphspec.shapes import GREEDY
 from tests._checkpoints import VOCAB_SIZE, build_hf
 from tests._depths import Launches, ScriptedDepth

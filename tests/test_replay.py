@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from graphspec.cycle import PrefillKey
 from graphspec.engine.llm import LLM, SamplingParams
 from graphspec.errors import ResourceError
 from graphspec.graphs.compile import Region
 from graphspec.graphs.mailbox import Message
+from graphspec.programs import PrefillKey
 from graphspec.shapes import GREEDY
 
 from ._engines import CHAIN, TREE, WIDE, Pair, ids, mirror_pair, prompts

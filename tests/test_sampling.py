@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from graphspec.buffers import POISON, Status
-from graphspec.cycle import Cycle, Key
+from graphspec.cycle import Cycle
 from graphspec.engine.llm import LLM
 from graphspec.engine.request import SamplingParams, sampling_class
 from graphspec.errors import RequestError
@@ -25,6 +25,7 @@ from graphspec.kernels import select_kernels
 from graphspec.kernels.filter_logits import filter_logits
 from graphspec.kernels.topk import stable_topk
 from graphspec.kernels.tree_build import causal_words
+from graphspec.programs import Key
 from graphspec.shapes import GREEDY, GraphKey, SamplingClass
 
 from ._engines import CHAIN, MIRROR_VOCAB, TREE, WIDE, Pair, ids, mirror_pair, prompts, watch_schedulers

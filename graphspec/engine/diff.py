@@ -9,9 +9,10 @@ from torch import Tensor
 
 from ..buffers import Arena
 from ..config import Config
-from ..cycle import Cycle, Key, RingEntry
+from ..cycle import Cycle, RingEntry
 from ..errors import ConfigError
 from ..graphs.mailbox import Message
+from ..programs import Key
 from .llm import LLM, Prompt
 from .request import configured_params
 

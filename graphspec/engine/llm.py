@@ -15,7 +15,7 @@ import torch
 from ..buffers import DTYPES
 from ..catalog import Variant, load_object, resolve_variant
 from ..config import Config, ModelConfig, RuntimeConfig, VariantConfig
-from ..cycle import Cycle, Key, PrefillKey, Progress
+from ..cycle import Cycle, Progress
 from ..errors import CheckpointError, ConfigError, RequestError
 from ..facts import check_tokenizer, read_model_facts
 from ..graphs.capture import CaptureRecord
@@ -23,6 +23,7 @@ from ..kernels import resolve, select_kernels
 from ..memory import plan_memory
 from ..models.layers import pack_linear_layers, use_kernels
 from ..plan import Plan, make_plan
+from ..programs import Key, PrefillKey
 from ..shapes import GREEDY, GraphKey, SamplingClass, pick_bucket
 from ..weights import apply_token_map, load_target, load_token_map
 from .depth import AdaptiveDepth, DepthPolicy

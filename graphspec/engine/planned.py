@@ -8,12 +8,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ..cycle import TIMED_RUNS, Cycle, Key, PrefillKey, RingEntry
+from ..cycle import TIMED_RUNS, Cycle, RingEntry
 from ..errors import ResourceError
 from ..graphs.mailbox import Message
 from ..graphs.stage import Stage
 from ..kernels.planned import PlannedCall, RowSpan
 from ..plan import Plan
+from ..programs import Key, PrefillKey
 from ..shapes import GraphKey, SamplingClass
 
 
@@ -108,6 +109,10 @@ class PlannedCycle(Cycle):
         entry = super().read(ticket)
         self.rows.receive(*self._unread.popleft(), entry)
         return entry
+
+    def reset(self) -> None:
+        super().reset()
+        self._unread.clear()
 
     def time_depths(self, buckets: Iterable[int], sampling: SamplingClass, runs: int = TIMED_RUNS) -> dict[int, dict[int, float]]:
         wanted = tuple(buckets)

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ..buffers import Status
-from ..cycle import Key, PrefillKey, RingEntry
+from ..cycle import RingEntry
 from ..errors import ConfigError
 from ..graphs.mailbox import Chunk, Join, Message
 from ..plan import Plan
+from ..programs import Key, PrefillKey
 from ..shapes import GraphKey, SamplingClass, pick_bucket
 from .depth import DepthPolicy
 from .pages import PageAllocator

@@ -39,7 +39,13 @@ class Envelope:
             self.layout.encode(message, self.words)
             self._lanes = list(lanes)
         elif self._lanes != lanes:
+            # Until all of it is written, the buffer says neither message.
+            self._lanes = None
             self._lanes_at[: len(lanes)] = lanes
             self._lanes_at[len(lanes) :] = self.layout.dummy_row
             self._lanes = list(lanes)
         return self.words
+
+    def forget(self) -> None:
+        """Whatever the buffer holds: the next message is written whole."""
+        self._lanes = None

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 
 from ..buffers import Views
-from ..cycle import Cycle, Key, RingEntry
+from ..cycle import Cycle, RingEntry
 from ..engine.llm import LLM
 from ..engine.outputs import Detokenizer
 from ..engine.request import SamplingParams
 from ..graphs.mailbox import Message
+from ..programs import Key
 from ..shapes import GraphKey
 
 

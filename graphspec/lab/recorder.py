@@ -13,9 +13,10 @@ from typing import Any, Protocol
 
 import torch
 
-from ..cycle import Cycle, Key, Program, RingEntry
+from ..cycle import Cycle, RingEntry
 from ..graphs.capture import Capturer, ProgramCapturer
 from ..graphs.mailbox import Message
+from ..programs import Key, Program
 from ..shapes import GraphKey
 
 

@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 
-from ..cycle import Cycle, Key, RingEntry
+from ..cycle import Cycle, RingEntry
 from ..engine.diff import comparable, diff, difference
 from ..engine.llm import LLM, model_folder
 from ..engine.request import configured_params
 from ..facts import read_model_facts
 from ..graphs.mailbox import Message
 from ..launch import LaunchConfig
+from ..programs import Key
 from .workload import make_workload
 
 MOST_TOKENS = 32

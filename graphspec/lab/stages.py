@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
-from ..cycle import Cycle, Key
+from ..cycle import Cycle
 from ..engine.llm import LLM
 from ..errors import ResourceError
 from ..graphs.mailbox import Message
 from ..plan import Plan
+from ..programs import Key
 from ..shapes import GraphKey
 from .floor import FloorModel, Hardware
 from .machine import copy_bandwidth

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..cycle import describe
+from ..programs import describe
 from .recorder import Launch
 
 PROCESS = 1

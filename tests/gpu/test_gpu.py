@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphspec.cycle import Cycle, Key, PrefillKey
+from graphspec.cycle import Cycle
 from graphspec.engine.llm import LLM, model_folder
 from graphspec.engine.request import SamplingParams
 from graphspec.errors import CaptureError
@@ -24,6 +24,7 @@ from graphspec.graphs.capture import Captured
 from graphspec.graphs.mailbox import Chunk, Join, Message
 from graphspec.kernels import select_kernels
 from graphspec.models.layers import use_kernels
+from graphspec.programs import Key, PrefillKey
 from graphspec.shapes import SAMPLED, GraphKey
 from tests._tiny import SHAPES, STRUCTURES, move, same_bits, structure_plan, tiny_networks
 
