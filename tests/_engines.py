@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from graphspec.engine import llm as llm_module
+from graphspec.engine import engine as engine_module
 from graphspec.engine.llm import LLM
 from graphspec.engine.scheduler import Scheduler
 
@@ -224,5 +224,5 @@ def watch_schedulers(monkeypatch: pytest.MonkeyPatch) -> list[Watched]:
             super().__init__(*args)
             made.append(self)
 
-    monkeypatch.setattr(llm_module, "Scheduler", Listed)
+    monkeypatch.setattr(engine_module, "Scheduler", Listed)
     return made

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from functools import cached_property
+from contextlib import closing
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -23,15 +22,16 @@ from ..kernels import resolve, select_kernels
 from ..memory import plan_memory
 from ..models.layers import pack_linear_layers, use_kernels
 from ..plan import Plan, make_plan
-from ..programs import Key, PrefillKey
-from ..shapes import GREEDY, GraphKey, SamplingClass, pick_bucket
+from ..programs import Key
+from ..shapes import GREEDY, SamplingClass
 from ..weights import apply_token_map, load_target, load_token_map
 from .depth import AdaptiveDepth, DepthPolicy
+from .engine import Engine
 from .outputs import Detokenizer, Metrics, Output, StreamEvent, TreeSnapshot, summarise
 from .planned import PlannedCycle
 from .proposer import TrieProposer
-from .request import Request, SamplingParams, check_params, check_prompt, sampling_class
-from .scheduler import Launcher, Scheduler
+from .request import Request, SamplingParams, check_params, check_prompt
+from .scheduler import Launcher
 from .self_test import AcceptanceTest
 from .tuning import LinearTuner
 
@@ -96,8 +96,7 @@ class LLM:
         logger.info("memory: %s", self.memory.text())
         self.cycle = self._load()
         self.metrics: Metrics | None = None
-        self.depth_policy: DepthPolicy | None = self._depth_policy()
-        """Chooses the draft depth of every cycle; what it learns of the traffic lasts as long as the engine."""
+        self._engine = Engine(self.cycle, self._make_proposer, self._adaptive_depth(), progress)
         self._acceptance_test = AcceptanceTest(self.plan)
         self._tokenizer: Any = None
 
@@ -190,17 +189,24 @@ class LLM:
         kind = Cycle if kernels.host_planner() is None else PlannedCycle
         return kind(plan, target, draft, kernels, memory=self.memory, tuner=tuner)
 
-    def _depth_policy(self) -> AdaptiveDepth | None:
-        """What chooses each cycle's depth; None where it never changes."""
+    @property
+    def depth_policy(self) -> DepthPolicy | None:
+        """Chooses the draft depth of every cycle; what it learns of the traffic lasts as long as the engine. None: it never changes."""
+        return self._engine.scheduler.policy
+
+    @depth_policy.setter
+    def depth_policy(self, policy: DepthPolicy | None) -> None:
+        self._engine.scheduler.policy = policy
+
+    def _adaptive_depth(self) -> AdaptiveDepth | None:
         plan, adaptive = self.plan, self.config.adaptive
         if not adaptive.depths:
             return None
         depths = {bucket: plan.depths_of(bucket) for bucket in plan.buckets}
         return AdaptiveDepth(depths, adaptive.times, adaptive.rates, self.config.runtime.depth_per_bucket)
 
-    @cached_property
-    def _proposer(self) -> TrieProposer | None:
-        """The drafter on the host, shared by every request of this engine; None where the device drafts."""
+    def _make_proposer(self) -> TrieProposer | None:
+        """The drafter on the host; None where the device drafts."""
         if self.plan.variant.drafter != "host":
             return None
         proposer = TrieProposer(self.plan)
@@ -242,20 +248,26 @@ class LLM:
     ) -> list[Output]:
         """Generate for every prompt; a request that can't be served comes back with ``finish_reason="error"``, the others finish.
 
+        Any number of calls may be open on one engine, of this and of :meth:`stream`, from any threads: their requests share its rows and
+        its launches, and none of their tokens depend on that.
+
         Args:
             prompts: a text, a list of token ids, or a list of either.
             params: one for all prompts, or one per prompt; default greedy, 128 tokens.
             progress: called as ``progress("generate", tokens, most tokens)``.
-            launcher: what launches the programs, default the engine's own cycle; a comparison or a recorder may stand in front of it.
+            launcher: what launches the programs, default the engine's own cycle; a comparison or a recorder may stand in front of it, and
+                then no other call may be open.
 
         Raises:
             RequestError: the single prompt of the call can't be served, or there is not one params object per prompt.
+            ResourceError: called from inside a step of the engine (a progress callback of loading, a signal handler), or memory ran out.
         """
         requests = self._requests(prompts, params)
         most = sum(r.budget for r in requests)
-        for _ in self._run(requests, launcher):
-            if progress:
-                progress("generate", sum(len(r.output) for r in requests), most)
+        with closing(self._run(requests, launcher)) as run:
+            for _ in run:
+                if progress:
+                    progress("generate", sum(len(r.output) for r in requests), most)
         self._acceptance_test.observe(requests)
         self.metrics = summarise(requests, self.plan)
         return [
@@ -284,13 +296,18 @@ class LLM:
         requests = self._requests(prompts, params)
         texts = {r: Detokenizer(self._decode) for r in requests}
         sent = dict.fromkeys(requests, 0)
-        for request in self._run(requests):
-            fresh = request.output[sent[request] :]
-            sent[request] = len(request.output)
-            finished = request.finish_reason is not None
-            text = texts[request].push(fresh, last=finished)
-            logprobs = request.logprobs[len(request.output) - len(fresh) :] if request.params.logprobs is not None else None
-            yield StreamEvent(request.index, text, fresh, finished, request.finish_reason, logprobs)
+        with closing(self._run(requests)) as run:
+            for request in run:
+                # Another caller's step may add to the output meanwhile; once it has ended, nothing does.
+                finished = request.finish_reason is not None
+                begin = sent[request]
+                fresh = request.output[begin:]
+                if not fresh and not finished:
+                    continue
+                sent[request] += len(fresh)
+                text = texts[request].push(fresh, last=finished)
+                logprobs = request.logprobs[begin : sent[request]] if request.params.logprobs is not None else None
+                yield StreamEvent(request.index, text, fresh, finished, request.finish_reason if finished else None, logprobs)
         self._acceptance_test.observe(requests)
         self.metrics = summarise(requests, self.plan)
 
@@ -323,21 +340,10 @@ class LLM:
         yield from (r for r in requests if r.finish_reason is not None)
         if not served:
             return
-        sampling = sampling_class(r.params for r in served)
-        self.warm_up(len(served), sampling=sampling)
-        buckets = self.cycle.buckets(sampling)
-        scheduler = Scheduler(self.plan, launcher or self.cycle, sampling, self._proposer, buckets, policy or self.depth_policy)
-        for request in served:
-            request.metrics.arrived = time.perf_counter()
-            scheduler.add(request)
-        try:
-            while scheduler.busy:
-                yield from scheduler.step()
-        finally:
-            for request in served:
-                scheduler.abort(request)
-            while scheduler.busy:
-                scheduler.step()
+        if launcher is None and policy is None:
+            yield from self._engine.serve(served)
+        else:
+            yield from self._engine.serve_alone(served, launcher=launcher, policy=policy)
 
     def warm_up(self, requests: int = 1, *, sampling: SamplingClass = GREEDY) -> None:
         """Build, compile and capture now what a run of so many requests needs; else the first run does.
@@ -348,19 +354,11 @@ class LLM:
 
         Where the draft depth adapts, cycles whose times are in no configuration are timed as well, once per bucket.
         """
-        keys = self.keys(requests, sampling)
-        self.cycle.prepare(keys, self.progress)
-        if isinstance(self.depth_policy, AdaptiveDepth):
-            wanted = {key.bucket for key in keys if isinstance(key, GraphKey)} & set(self.cycle.buckets(sampling))
-            missing = sorted(wanted.intersection(self.depth_policy.unknown()))
-            for bucket, times in self.cycle.time_depths(missing, sampling).items() if missing else ():
-                self.depth_policy.learn_times(bucket, times)
+        self._engine.prepare(requests, sampling)
 
     def keys(self, requests: int, sampling: SamplingClass) -> list[Key]:
         """Programs a run of so many requests can need: every bucket up to theirs, every chunk size."""
-        widest = pick_bucket(self.plan.buckets, min(requests, self.plan.max_rows))
-        cycles = [key for key in self.plan.graph_keys(sampling) if key.bucket <= widest]
-        return [*cycles, *(PrefillKey(chunk, sampling) for chunk in self.plan.prefill_chunks)]
+        return self._engine.keys(requests, sampling)
 
     def _decode(self, tokens: list[int]) -> str:
         if self._tokenizer is None and not _has_tokenizer(model_folder(self.config.model.path)):
@@ -369,7 +367,11 @@ class LLM:
         return text
 
     def draft_tree(self, prompt: Prompt, cycles: int = 1) -> TreeSnapshot:
-        """Run ``cycles`` cycles on ``prompt`` and return the last one's nodes, with the path that was accepted."""
+        """Run ``cycles`` cycles on ``prompt`` and return the last one's nodes, with the path that was accepted.
+
+        Raises:
+            ResourceError: another call is open on this engine.
+        """
         requests = self._requests(prompt, SamplingParams(max_tokens=(cycles + 1) * self.plan.accept_width, ignore_eos=True))
         bucket = self.cycle.buckets(GREEDY)[0]
         run = self._run(requests, policy=_Deepest(self.plan))

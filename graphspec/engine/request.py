@@ -11,7 +11,7 @@ from typing import Any
 from ..config import SamplingConfig
 from ..errors import RequestError
 from ..plan import Plan
-from ..shapes import SamplingClass
+from ..shapes import GREEDY, SamplingClass
 
 PENALTY_LIMIT = 2.0
 BIAS_LIMIT = 100.0
@@ -151,6 +151,14 @@ class Request:
     ready: bool = False
     """Its prefill has been launched to the end."""
     preempted: int = 0
+    sampling: SamplingClass = GREEDY
+    """What it asks of the sampler; the scheduler notes it."""
+    verdict: tuple[int, int] | None = None
+    """The status that ends it, and the length of the output it belongs to: written before the tokens it came with."""
+
+    def leave_row(self) -> None:
+        """It holds no row and no pages any more, and must be prefilled before it can go on."""
+        self.row, self.pages, self.ready = None, [], False
 
     @property
     def committed(self) -> int:

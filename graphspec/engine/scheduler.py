@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Protocol
 
-from ..buffers import Status
+from ..buffers import Status, slot_groups
 from ..cycle import RingEntry
 from ..errors import ConfigError
-from ..graphs.mailbox import Chunk, Join, Message
+from ..graphs.mailbox import Chunk, Join, Mailbox, Message
 from ..plan import Plan
 from ..programs import Key, PrefillKey
 from ..shapes import GraphKey, SamplingClass, pick_bucket
 from .depth import DepthPolicy
+from .offers import Offer, Offers
 from .pages import PageAllocator
 from .proposer import Proposer
 from .request import Request, TokenLogprob
 
 FINISH_REASONS = {Status.STOPPED: "stop", Status.LENGTH: "length", Status.FAILED: "error"}
+JOIN_GROUPS = frozenset(Mailbox.SLOTS)
+"""Groups of slots for which a join has room in some sampling classes only."""
 
 
 class Launcher(Protocol):
@@ -48,13 +53,17 @@ class Scheduler:
     Args:
         plan: every static number.
         launcher: runs programs; results are read in the order of launch.
-        sampling: what the requests ask of the sampler, all together.
+        sampling: a class whose programs exist; None: :meth:`offer` names them before the first launch.
         proposer: the drafter on the host, where there is one.
         buckets: ascending lane counts whose cycles exist, default the plan's; rows beyond the largest take turns.
         policy: chooses the draft depth of every cycle and is told how it went; None: each bucket keeps the plan's.
+        clear_row: makes a row's parameters neutral in some groups of slots (:meth:`graphspec.cycle.Cycle.clear_row`).
 
     A launch is made on what the host knows, which is ``run_ahead`` cycles old. Pages are therefore reserved for the longest run every
     unread cycle may still commit, and given back when the last launch that contains the row has been read.
+
+    Each launch runs the smallest sampling class that covers its rows. A join writes the parameters its class has room for; what an earlier
+    request left in the others is cleared first, so that a row may later run in any class that covers it.
 
     Plain cycles of a drafter with a network leave tokens in a row's window that the network has not read. How many they can be follows from
     what was launched, so nothing waits for a result: before a depth that needs a short window, and before the window is full, one cycle is
@@ -65,28 +74,48 @@ class Scheduler:
         self,
         plan: Plan,
         launcher: Launcher,
-        sampling: SamplingClass,
+        sampling: SamplingClass | None,
         proposer: Proposer | None = None,
         buckets: tuple[int, ...] | None = None,
         policy: DepthPolicy | None = None,
+        clear_row: Callable[[int, AbstractSet[str]], None] | None = None,
     ) -> None:
-        self.plan, self.launcher, self.sampling, self.proposer = plan, launcher, sampling, proposer
-        self.buckets = buckets or plan.buckets
-        self.policy = policy
-        self._first = {bucket: plan.key(bucket, sampling) for bucket in self.buckets}
-        self._cycles = {(bucket, depth): plan.key(bucket, sampling, depth) for bucket in self.buckets for depth in plan.depths_of(bucket)}
-        self._catch_ups = {bucket: plan.key(bucket, sampling, catch_up=True) for bucket in self.buckets if plan.catches_up}
+        self.plan, self.launcher, self.proposer, self.policy = plan, launcher, proposer, policy
+        self._clear_row = clear_row
+        self._offers = Offers()
+        if sampling is not None:
+            self.offer(sampling, buckets or plan.buckets)
         self.allocator = PageAllocator(plan.num_pages)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self._leaving: list[Request] = []
+        self._asked: dict[SamplingClass, SamplingClass] = {}
+        """One object for all requests that ask the same, so that lanes are quick to compare."""
+        self._live: dict[Request, None] = {}
+        """Requests that have not ended, in order of arrival."""
         self._free_rows = list(range(plan.max_rows - 1, -1, -1))
+        self._written: list[frozenset[str]] = [frozenset()] * plan.max_rows
+        """Groups in which a row may hold parameters that are not neutral."""
         self._tickets: deque[Ticket] = deque()
         self._aborts: list[int] = []
         self._updated: dict[Request, None] = {}
 
+    def offer(self, sampling: SamplingClass, buckets: tuple[int, ...]) -> None:
+        """Programs of this class exist from now on, for prompts and for cycles of these buckets."""
+        self._offers.add(Offer.of(self.plan, sampling, buckets))
+
+    @property
+    def live(self) -> tuple[Request, ...]:
+        """Requests that have not ended, in order of arrival."""
+        return tuple(self._live)
+
     def add(self, request: Request) -> None:
-        """Queue a checked request."""
+        """Queue a checked request; one that is queued already stays where it is."""
+        if request in self._live:
+            return
+        asked = request.params.sampling_class
+        request.sampling = self._asked.setdefault(asked, asked)
+        self._live[request] = None
         self.waiting.append(request)
 
     def abort(self, request: Request) -> None:
@@ -99,9 +128,41 @@ class Scheduler:
         """There is something to launch or to read."""
         return bool(self.waiting or self.running or self._tickets or self._leaving)
 
+    def drain(self) -> None:
+        """Read everything that is in flight; the next :meth:`step` says what changed."""
+        while self._tickets:
+            self._read_oldest()
+
+    def recover(self) -> None:
+        """Go on after a step that did not end; the launcher has forgotten what was in flight.
+
+        Nothing is taken for granted but the tokens of each request: all that live queue again, in order of arrival, and their rows are
+        filled anew by prefill, which changes no token. Every request that was live counts as changed.
+        """
+        held = {*self.running, *self._leaving, *self._live}
+        self._tickets.clear()
+        self.running, self._leaving, self.waiting = [], [], deque()
+        self.allocator = PageAllocator(self.plan.num_pages)
+        self._free_rows = list(range(self.plan.max_rows - 1, -1, -1))
+        self._aborts = list(range(self.plan.max_rows))
+        self._written = [JOIN_GROUPS] * self.plan.max_rows
+        for request in held:
+            request.leave_row()
+            request.queued_cycles, request.window_bound = 0, 1
+            del request.logprobs[len(request.output) :]
+            self._report(request)
+        for request in tuple(self._live):
+            verdict, request.verdict = request.verdict, None
+            if request.finish_reason is None and verdict is not None and verdict[0] == len(request.output):
+                # Its last tokens were taken and what they mean was not.
+                self._end(request, verdict[1])
+            if request.finish_reason is None:
+                self.waiting.append(request)
+            else:
+                self._live.pop(request, None)
+
     def step(self) -> list[Request]:
-        """Launch what can be launched, read what is due; returns the requests whose output or state changed."""
-        self._updated = {}
+        """Launch what can be launched, read what is due; returns the requests whose output or state changed since the last step."""
         if self.waiting:
             self._admit()
         self._make_room()
@@ -114,7 +175,8 @@ class Scheduler:
             self._read_oldest()
             if not launched:
                 break
-        return list(self._updated)
+        updated, self._updated = self._updated, {}
+        return list(updated)
 
     def _admit(self) -> None:
         while self.waiting and self._free_rows:
@@ -140,6 +202,8 @@ class Scheduler:
     def _prefill(self, request: Request, tokens: list[int]) -> None:
         assert request.row is not None
         known_root = request.output[-1] if request.output else -1
+        sampling = self._offers.choose(request.sampling, 1).sampling
+        self._clear_leftovers(request, sampling)
         sent = 0
         for start, size in chunked(len(tokens), self.plan.prefill_chunks):
             part = tokens[start : start + size]
@@ -151,8 +215,16 @@ class Scheduler:
             sent = upto
             bucket = pick_bucket(self.plan.prefill_chunks, len(part))
             self._make_room()
-            self._launch(PrefillKey(bucket, self.sampling), message, (request,))
+            self._launch(PrefillKey(bucket, sampling), message, (request,))
         request.ready, request.window_bound = True, 1
+
+    def _clear_leftovers(self, request: Request, sampling: SamplingClass) -> None:
+        """What the row's last request left where a join of this class does not write."""
+        assert request.row is not None
+        leftovers = self._written[request.row] - slot_groups(sampling)
+        if leftovers and self._clear_row is not None:
+            self._clear_row(request.row, leftovers)
+        self._written[request.row] = JOIN_GROUPS & slot_groups(request.sampling)
 
     def _join(self, request: Request) -> Join:
         assert request.row is not None
@@ -175,9 +247,15 @@ class Scheduler:
         )
 
     def _launch_cycle(self, lanes: list[Request]) -> bool:
-        if len(lanes) > self.buckets[-1]:
-            # Those that have waited longest; rows beside each other keep their order.
-            chosen = sorted(lanes, key=lambda request: request.last_ticket)[: self.buckets[-1]]
+        need = lanes[0].sampling
+        for request in lanes:
+            if request.sampling is not need:
+                need |= request.sampling
+        offer = self._offers.choose(need, len(lanes))
+        widest = offer.buckets[-1]
+        if len(lanes) > widest:
+            # Those that have waited longest; the others keep their order.
+            chosen = sorted(lanes, key=lambda request: request.last_ticket)[:widest]
             lanes = [request for request in lanes if request in chosen]
         message = Message(lanes=())
         for request in lanes:
@@ -186,33 +264,33 @@ class Scheduler:
         message.lanes = [r.row for r in lanes if r.row is not None]
         if self.proposer is not None:
             message.trees = self.proposer.propose(lanes)
-        key = self._next_cycle(lanes)
+        key = self._next_cycle(lanes, offer)
         self._launch(key, message, tuple(lanes))
         for request in lanes:
             request.queued_cycles += 1
-        if self._catch_ups:
+        if offer.catch_ups:
             depth = key.shape.num_steps
             for request in lanes:
                 request.window_bound = request.window_bound + 1 if depth == 0 and not key.catch_up else depth + 1
         return True
 
-    def _next_cycle(self, lanes: list[Request]) -> GraphKey:
+    def _next_cycle(self, lanes: list[Request], offer: Offer) -> GraphKey:
         """The cycle of the depth that is wanted, or the one that must come first.
 
         Raises:
             ConfigError: the policy wants a depth that the bucket has no cycle of.
         """
-        bucket = pick_bucket(self.buckets, len(lanes))
-        key = self._first[bucket]
+        bucket = pick_bucket(offer.buckets, len(lanes))
+        key = offer.first[bucket]
         if self.policy is not None:
             depth = self.policy.choose(bucket, len(lanes))
-            if (bucket, depth) not in self._cycles:
+            if (bucket, depth) not in offer.cycles:
                 raise ConfigError(f"draft depth of {bucket} lanes", "one of " + ", ".join(map(str, self.plan.depths_of(bucket))), depth)
-            key = self._cycles[bucket, depth]
-        if self._catch_ups:
+            key = offer.cycles[bucket, depth]
+        if offer.catch_ups:
             widest = max(request.window_bound for request in lanes)
             if widest > (self.plan.accept_width if key.shape.num_steps else self.plan.window_capacity - 1):
-                return self._catch_ups[bucket]
+                return offer.catch_ups[bucket]
         return key
 
     def _reserve(self, request: Request, message: Message) -> bool:
@@ -227,8 +305,7 @@ class Scheduler:
             request.pages += pages
             return True
         if self._tickets:
-            while self._tickets:
-                self._read_oldest()
+            self.drain()
         else:
             self._preempt()
         self._unsent(message)
@@ -257,7 +334,7 @@ class Scheduler:
             return
         self.running.remove(youngest)
         self._vacate(youngest)
-        youngest.ready, youngest.preempted = False, youngest.preempted + 1
+        youngest.preempted += 1
         self.waiting.appendleft(youngest)
 
     def _launch(self, key: Key, message: Message, lanes: tuple[Request, ...]) -> None:
@@ -304,6 +381,9 @@ class Scheduler:
             request.logprobs.append(TokenLogprob(token, logprob, dict(list(top.items())[: request.params.logprobs])))
 
     def _take(self, request: Request, tokens: list[int], status: int, depth: int | None, now: float) -> None:
+        ends = status in FINISH_REASONS
+        if ends:
+            request.verdict = len(request.output) + len(tokens), status
         if tokens:
             request.output += tokens
             if self.proposer is not None:
@@ -317,15 +397,20 @@ class Scheduler:
                 metrics.cycle_depths.append(depth)
                 metrics.cut = status != Status.LIVE
             self._report(request)
-        if status in FINISH_REASONS:
-            if status == Status.FAILED:
-                request.error = "logits: expected finite numbers, found nan or inf in the target's output"
-            self._finish(request, FINISH_REASONS[status])
+        if ends:
+            self._end(request, status)
+
+    def _end(self, request: Request, status: int) -> None:
+        if status == Status.FAILED:
+            request.error = "logits: expected finite numbers, found nan or inf in the target's output"
+        self._finish(request, FINISH_REASONS[status])
 
     def _finish(self, request: Request, reason: str) -> None:
-        request.finish_reason = reason
+        # Whoever sees the reason may read the rest.
         request.metrics.finished = time.perf_counter()
+        request.finish_reason = reason
         self._report(request)
+        self._live.pop(request, None)
         if request in self.waiting:
             self.waiting.remove(request)
         if request in self.running:
@@ -343,7 +428,7 @@ class Scheduler:
         self._aborts.append(request.row)
         self._free_rows.append(request.row)
         self.allocator.release(request.pages)
-        request.row, request.pages = None, []
+        request.leave_row()
 
 
 def chunked(length: int, sizes: tuple[int, ...]) -> list[tuple[int, int]]:

@@ -1,0 +1,336 @@
+"""The engine: one scheduler over one cycle, shared by every open call, whichever thread each comes from.
+
+No thread of its own: whoever waits for news drives. One caller at a time takes the *turn* and makes a step, in which the requests of all
+calls move; what became of them is put into the inbox of each call. The others wait for their inbox, and for the turn.
+
+A step may end anywhere: Ctrl-C, a signal handler that raises, an error of the device. Nobody repairs it on the way out. The next step finds
+that its predecessor did not end, forgets what is in flight, and fills the rows anew from the requests' own tokens.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+
+from ..cycle import Cycle, Progress
+from ..errors import ResourceError
+from ..programs import Key, PrefillKey
+from ..shapes import GREEDY, GraphKey, SamplingClass, pick_bucket
+from .depth import AdaptiveDepth, DepthPolicy
+from .proposer import Proposer
+from .request import Request
+from .scheduler import Launcher, Scheduler
+
+PATIENCE = 0.05
+"""Seconds after which a caller that waits looks for itself, should nobody have woken it."""
+
+
+@dataclass(eq=False, slots=True)
+class Call:
+    """Requests that came together."""
+
+    requests: Sequence[Request]
+    inbox: SimpleQueue[Request | None] = field(default_factory=SimpleQueue)
+    """Requests whose output or state changed; None: look around, the turn may be free."""
+    failure: Exception | None = None
+    """Why its requests were never queued."""
+
+    def changed(self, timeout: float | None = None) -> list[Request]:
+        """Empty the inbox; waits up to ``timeout`` seconds for something to be in it, None: not at all."""
+        found: dict[Request, None] = {}
+        try:
+            if timeout is not None:
+                request = self.inbox.get(timeout=timeout)
+                if request is not None:
+                    found[request] = None
+            while True:
+                request = self.inbox.get_nowait()
+                if request is not None:
+                    found[request] = None
+        except Empty:
+            return list(found)
+
+
+@dataclass(eq=False, frozen=True, slots=True)
+class Turn:
+    """The right to touch scheduler and cycle."""
+
+    thread: int = field(default_factory=threading.get_ident)
+
+
+class Engine:
+    """Serves requests of any number of callers over one cycle.
+
+    Args:
+        cycle: what launches.
+        make_proposer: gives the drafter on the host, once, when it is first needed; None where there is none.
+        policy: chooses the draft depth of every cycle; None: each bucket keeps the plan's.
+        progress: called while programs are built. It may not call the engine.
+    """
+
+    def __init__(
+        self,
+        cycle: Cycle,
+        make_proposer: Callable[[], Proposer | None],
+        policy: DepthPolicy | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        self.cycle, self.plan, self.progress = cycle, cycle.plan, progress
+        self.scheduler = Scheduler(self.plan, cycle, None, None, None, policy, cycle.clear_row)
+        self._make_proposer = make_proposer
+        self._turn: dict[str, Turn] = {}
+        """At most one entry. ``setdefault`` takes the turn in one step, so that an interrupt finds it either taken or not."""
+        self._whole = True
+        """The last step, or whatever else was done in a turn, came to its end."""
+        self._arriving: deque[Call] = deque()
+        self._leaving: deque[Call] = deque()
+        self._waiting: dict[Call, None] = {}
+        """Calls whose caller waits for the inbox."""
+        self._calls: dict[Request, Call] = {}
+        """Call of every request that was queued and whose call is open."""
+
+    def serve(self, requests: Sequence[Request]) -> Generator[Request, None, None]:
+        """Run checked requests to their end; yields each one whenever its output grew or it ended.
+
+        Closing the generator aborts what is left. Any number of these may be open, in any threads.
+
+        Raises:
+            ResourceError: called from inside a step (a progress callback, a signal handler), or programs could not be built.
+            Exception: whatever stopped a step this caller made; the other calls go on.
+        """
+        call = Call(requests)
+        unfinished = dict.fromkeys(requests)
+        try:
+            self._arriving.append(call)
+            while unfinished:
+                for request in self._news(call):
+                    # News may come twice.
+                    if request in unfinished:
+                        if request.finish_reason is not None:
+                            del unfinished[request]
+                        yield request
+        except BaseException:
+            self._leave(call, quietly=True)
+            raise
+        self._leave(call)
+
+    def serve_alone(
+        self, requests: Sequence[Request], *, launcher: Launcher | None = None, policy: DepthPolicy | None = None
+    ) -> Generator[Request, None, None]:
+        """Like :meth:`serve`, with the engine to itself from beginning to end; other threads wait.
+
+        Args:
+            requests: checked.
+            launcher: stands in front of the cycle.
+            policy: chooses depths instead of the engine's.
+
+        Raises:
+            ResourceError: another call is open.
+        """
+        call = Call(requests)
+        with self._taken(wait=True):
+            self._mend()
+            self._dismiss()
+            others = sum(r.finish_reason is None for r in self._calls) + sum(len(other.requests) for other in self._arriving)
+            if others:
+                raise ResourceError("engine", "no other call open while one has it for itself", f"{others} requests of other calls")
+            scheduler, usual = self.scheduler, self.scheduler.policy
+            scheduler.launcher, scheduler.policy = launcher or self.cycle, policy or usual
+            try:
+                self._whole = False
+                self._enter(call)
+                self._whole = True
+                unfinished = dict.fromkeys(requests)
+                while unfinished:
+                    self._step()
+                    for request in call.changed():
+                        if request.finish_reason is not None:
+                            unfinished.pop(request, None)
+                        yield request
+            finally:
+                self._leaving.append(call)
+                try:
+                    while self._whole and (self._leaving or scheduler.busy):
+                        self._step()
+                finally:
+                    scheduler.launcher, scheduler.policy = self.cycle, usual
+
+    def prepare(self, requests: int, sampling: SamplingClass = GREEDY) -> None:
+        """Build the programs that so many requests of this class can need, and time their depths where that is due.
+
+        Raises:
+            ResourceError: called from inside a step, or memory ran out.
+        """
+        with self._taken(wait=True):
+            self._mend()
+            self._whole = False
+            self._prepare(requests, sampling)
+            self._whole = True
+
+    def keys(self, requests: int, sampling: SamplingClass) -> list[Key]:
+        """Programs a run of so many requests can need: every bucket up to theirs, every chunk size."""
+        widest = pick_bucket(self.plan.buckets, min(requests, self.plan.max_rows))
+        cycles = [key for key in self.plan.graph_keys(sampling) if key.bucket <= widest]
+        return [*cycles, *(PrefillKey(chunk, sampling) for chunk in self.plan.prefill_chunks)]
+
+    def _news(self, call: Call) -> list[Request]:
+        """The call's requests that changed, at least one; drives until there is one."""
+        while True:
+            if call.failure is not None:
+                raise call.failure
+            found = call.changed()
+            if found:
+                return found
+            with self._taken(wait=False) as mine:
+                if mine:
+                    self._step()
+            if not mine:
+                self._waiting[call] = None
+                found = call.changed(PATIENCE)
+                self._waiting.pop(call, None)
+                if found:
+                    return found
+
+    def _leave(self, call: Call, *, quietly: bool = False) -> None:
+        """End what is left of a call, and see the device off it.
+
+        Args:
+            call: nobody waits for it any more.
+            quietly: something else is on its way to the caller already; what goes wrong here the next step will find.
+        """
+        self._leaving.append(call)
+        try:
+            while True:
+                with self._taken(wait=False) as mine:
+                    if not mine:
+                        # Whoever has the turn sees to it.
+                        return
+                    self._mend()
+                    self._whole = False
+                    self._dismiss()
+                    if not self._calls and self.scheduler.busy:
+                        self.scheduler.step()
+                    self._whole = True
+                    if self._calls or not self.scheduler.busy:
+                        return
+        except Exception:
+            if not quietly:
+                raise
+
+    @contextmanager
+    def _taken(self, *, wait: bool) -> Iterator[bool]:
+        """Take the turn for the body, or say that another thread has it.
+
+        Raises:
+            ResourceError: this thread has it: it is inside a step.
+        """
+        mine = Turn()
+        try:
+            while (holder := self._turn.setdefault("turn", mine)) is not mine:
+                if holder.thread == mine.thread:
+                    raise ResourceError("engine", "a call from outside its own steps", "one from a callback or a signal handler in a step")
+                if not wait:
+                    break
+                time.sleep(PATIENCE / 10)
+            yield holder is mine
+        finally:
+            # Twice, so that an interrupt inside the first leaves no turn behind.
+            try:
+                self._give_back(mine)
+            finally:
+                self._give_back(mine)
+
+    def _give_back(self, turn: Turn) -> None:
+        if self._turn.get("turn") is turn:
+            del self._turn["turn"]
+            for call in tuple(self._waiting):
+                call.inbox.put(None)
+
+    def _step(self) -> None:
+        """One turn: what left, what came, one step of the scheduler, and the news of it."""
+        self._mend()
+        self._whole = False
+        self._dismiss()
+        while self._arriving:
+            self._admit(self._arriving[0])
+            self._arriving.popleft()
+        for request in self.scheduler.step():
+            call = self._calls.get(request)
+            if call is not None:
+                call.inbox.put(request)
+        self._whole = True
+
+    def _mend(self) -> None:
+        """Where the last turn did not end: nothing in flight counts, and every live request starts from its tokens."""
+        if self._whole:
+            return
+        self.cycle.reset()
+        self.scheduler.recover()
+        for request, call in self._calls.items():
+            call.inbox.put(request)
+        self._whole = True
+
+    def _dismiss(self) -> None:
+        while self._leaving:
+            call = self._leaving[0]
+            for request in call.requests:
+                self.scheduler.abort(request)
+                self._calls.pop(request, None)
+            if call in self._arriving:
+                self._arriving.remove(call)
+            self._leaving.popleft()
+
+    def _admit(self, call: Call) -> None:
+        try:
+            self._enter(call)
+        except Exception as error:  # noqa: BLE001  it belongs to that call, which need not be the one that drives
+            call.failure = error
+            call.inbox.put(None)
+            for request in call.requests:
+                self._calls.pop(request, None)
+                self.scheduler.abort(request)
+            self._whole = False
+            self._mend()
+            self._whole = False
+
+    def _enter(self, call: Call) -> None:
+        """Queue a call's requests, once the programs exist that they need together with everybody else's."""
+        if self.scheduler.proposer is None:
+            self.scheduler.proposer = self._make_proposer()
+        fresh = [request for request in call.requests if request not in self._calls]
+        need = GREEDY
+        for request in fresh:
+            need |= request.params.sampling_class
+        self._prepare(len(fresh), need)
+        live = self.scheduler.live
+        if live:
+            for request in live:
+                need |= request.sampling
+            self._prepare(len(fresh) + len(live), need)
+        now = time.perf_counter()
+        for request in fresh:
+            request.metrics.arrived = now
+            self.scheduler.add(request)
+            self._calls[request] = call
+
+    def _prepare(self, requests: int, sampling: SamplingClass) -> None:
+        keys = self.keys(requests, sampling)
+        if any(not self.cycle.prepared(key) and key not in self.cycle.dropped for key in keys):
+            self.scheduler.drain()
+        self.cycle.prepare(keys, self.progress)
+        buckets = self.cycle.buckets(sampling)
+        ready = tuple(bucket for bucket in buckets if self.cycle.prepared(self.plan.key(bucket, sampling)))
+        self.scheduler.offer(sampling, ready)
+        policy = self.scheduler.policy
+        if isinstance(policy, AdaptiveDepth):
+            wanted = {key.bucket for key in keys if isinstance(key, GraphKey)} & set(buckets)
+            missing = sorted(wanted.intersection(policy.unknown()))
+            if missing:
+                self.scheduler.drain()
+                for bucket, times in self.cycle.time_depths(missing, sampling).items():
+                    policy.learn_times(bucket, times)
