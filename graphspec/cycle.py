@@ -303,7 +303,8 @@ class Cycle:
             ResourceError: as many launches are unread as the ring can hold, the program was not prepared, or :meth:`reset` is due.
             CaptureError: the launch compiled something; in debug mode also a buffer that is not what it was when the program was built.
         """
-        self._check_whole()
+        if not self._whole:
+            raise self._interrupted()
         if len(self._in_flight) >= self.plan.ring_depth - 1:
             raise ResourceError("ring", f"at most {self.plan.ring_depth - 1} unread launches", len(self._in_flight))
         program = self.programs.get(key)
@@ -311,14 +312,15 @@ class Cycle:
             raise ResourceError("cycle", "a program prepared before the run", key)
         ticket, compiled = self._launched, graphs_compiled()
         slot = ticket % self.plan.ring_depth
+        if self.plan.debug:
+            self.arena.check_addresses()
+            check_unmoved(program.views, program.buffers)
         # The device counts as soon as its program runs, whatever the host is told of it.
         self._whole = False
         self._launched += 1
         self._in_flight.append(ticket)
         if self.plan.debug:
             with torch.no_grad(), no_synchronisation(self.arena.device):
-                self.arena.check_addresses()
-                check_unmoved(program.views, program.buffers)
                 self.arena.poison(("lane",))
                 self._send(slot, program, key, message)
         else:
@@ -358,7 +360,8 @@ class Cycle:
         Raises:
             ResourceError: ``ticket`` is not the oldest unread one, or :meth:`reset` is due.
         """
-        self._check_whole()
+        if not self._whole:
+            raise self._interrupted()
         if not self._in_flight or self._in_flight[0] != ticket:
             raise ResourceError("ring", f"the oldest unread ticket {self._in_flight[0] if self._in_flight else None}", ticket)
         self._whole = False
@@ -375,11 +378,10 @@ class Cycle:
         self._whole = True
         return RingEntry(tokens, [lane[1] for lane in lanes], logprobs)
 
-    def _check_whole(self) -> None:
-        if not self._whole:
-            raise ResourceError(
-                "ring", "launches and reads that ended", "one that was interrupted", "Cycle.reset forgets what is in flight"
-            )
+    @staticmethod
+    def _interrupted() -> ResourceError:
+        hint = "Cycle.reset forgets what is in flight"
+        return ResourceError("ring", "launches and reads that ended", "one that was interrupted", hint)
 
     def reset(self) -> None:
         """Forget every unread launch, and make the device count launches as the host does, whatever ended when.

@@ -194,7 +194,7 @@ def test_changing_depths_and_catching_up(
     served: set[int],
 ) -> None:
     """Plain cycles append to the window, the catch-up reads all of it: ten entries wide, of which four, or up to nine, count."""
-    monkeypatch.setattr(LLM, "_depth_policy", lambda llm: ScriptedDepth([3, 2, 0, 0, 0, 3, 0, 2, *[0] * 12, 3]))
+    monkeypatch.setattr(LLM, "_adaptive_depth", lambda llm: ScriptedDepth([3, 2, 0, 0, 0, 3, 0, 2, *[0] * 12, 3]))
     asked, params = prompts(2, (9, 2), VOCAB_SIZE), SamplingParams(max_tokens=30, ignore_eos=True)
     keys = {"variant": variant, **CHAIN, "max_rows": 2, "depths": [0, 2], "backlog": 10, "max_context": 60}
     keys |= {"draft": deepseek} if variant == "standalone" else {}

@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 from typing import Protocol
 
 from ..buffers import Status, slot_groups
@@ -96,6 +98,8 @@ class Scheduler:
         self._free_rows = list(range(plan.max_rows - 1, -1, -1))
         self._written: list[frozenset[str]] = [frozenset()] * plan.max_rows
         """Groups in which a row may hold parameters that are not neutral."""
+        self._offer: Offer | None = None
+        """What the running rows launch; None: to be chosen, for other rows run than did."""
         self._tickets: deque[Ticket] = deque()
         self._aborts: list[int] = []
         self._updated: dict[Request, None] = {}
@@ -103,6 +107,7 @@ class Scheduler:
     def offer(self, sampling: SamplingClass, buckets: tuple[int, ...]) -> None:
         """Programs of this class exist from now on, for prompts and for cycles of these buckets."""
         self._offers.add(Offer.of(self.plan, sampling, buckets))
+        self._offer = None
 
     @property
     def live(self) -> tuple[Request, ...]:
@@ -141,7 +146,7 @@ class Scheduler:
         """
         held = {*self.running, *self._leaving, *self._live}
         self._tickets.clear()
-        self.running, self._leaving, self.waiting = [], [], deque()
+        self.running, self._leaving, self.waiting, self._offer = [], [], deque(), None
         self.allocator = PageAllocator(self.plan.num_pages)
         self._free_rows = list(range(self.plan.max_rows - 1, -1, -1))
         self._aborts = list(range(self.plan.max_rows))
@@ -195,6 +200,7 @@ class Scheduler:
             self.waiting.popleft()
             request.row, request.pages = self._free_rows.pop(), pages
             self.running.append(request)
+            self._offer = None
             if self.proposer is not None:
                 self.proposer.admit(request)
             self._prefill(request, tokens)
@@ -247,11 +253,10 @@ class Scheduler:
         )
 
     def _launch_cycle(self, lanes: list[Request]) -> bool:
-        need = lanes[0].sampling
-        for request in lanes:
-            if request.sampling is not need:
-                need |= request.sampling
-        offer = self._offers.choose(need, len(lanes))
+        offer = self._offer
+        if offer is None:
+            need = reduce(or_, (request.sampling for request in lanes))
+            offer = self._offer = self._offers.choose(need, len(lanes))
         widest = offer.buckets[-1]
         if len(lanes) > widest:
             # Those that have waited longest; the others keep their order.
@@ -333,6 +338,7 @@ class Scheduler:
             self._finish(youngest, "memory")
             return
         self.running.remove(youngest)
+        self._offer = None
         self._vacate(youngest)
         youngest.preempted += 1
         self.waiting.appendleft(youngest)
@@ -415,6 +421,7 @@ class Scheduler:
             self.waiting.remove(request)
         if request in self.running:
             self.running.remove(request)
+            self._offer = None
             if any(request in ticket.lanes for ticket in self._tickets):
                 self._leaving.append(request)
             else:
