@@ -12,7 +12,8 @@ from ..config import Config
 from ..cycle import Cycle, Key, RingEntry
 from ..errors import ConfigError
 from ..graphs.mailbox import Message
-from .llm import LLM, Prompt
+from .llm import LLM
+from .prompts import Prompt
 from .request import configured_params
 
 RELATIVE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}

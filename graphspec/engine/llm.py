@@ -14,9 +14,9 @@ import torch
 
 from ..buffers import DTYPES
 from ..catalog import Variant, load_object, resolve_variant
-from ..config import Config, ModelConfig, RuntimeConfig, VariantConfig
+from ..config import Config
 from ..cycle import Cycle, Key, PrefillKey, Progress
-from ..errors import CheckpointError, ConfigError, RequestError
+from ..errors import CheckpointError, ConfigError
 from ..facts import check_tokenizer, read_model_facts
 from ..graphs.capture import CaptureRecord
 from ..kernels import resolve, select_kernels
@@ -25,16 +25,17 @@ from ..models.layers import pack_linear_layers, use_kernels
 from ..plan import Plan, make_plan
 from ..shapes import GREEDY, GraphKey, SamplingClass, pick_bucket
 from ..weights import apply_token_map, load_target, load_token_map
+from .arguments import check_cycles, check_launcher, check_progress, check_warm_up, engine_config
 from .depth import AdaptiveDepth, DepthPolicy
 from .outputs import Detokenizer, Metrics, Output, StreamEvent, TreeSnapshot, summarise
 from .planned import PlannedCycle
+from .prompts import Params, Prompt, make_requests
 from .proposer import TrieProposer
-from .request import Request, SamplingParams, check_params, check_prompt, sampling_class
+from .request import Request, SamplingParams, sampling_class
 from .scheduler import Launcher, Scheduler
 from .self_test import AcceptanceTest
 from .tuning import LinearTuner
 
-Prompt = str | Sequence[int]
 DEMO = "demo"
 logger = logging.getLogger(__name__)
 
@@ -81,13 +82,8 @@ class LLM:
         progress: Progress | None = None,
         **overrides: Any,
     ) -> None:
-        if config is None:
-            config = Config(
-                variant=VariantConfig(name=variant, draft=str(draft) if draft is not None else None),
-                model=ModelConfig(path=str(model)),
-                runtime=RuntimeConfig(name=runtime),
-            )
-        self.config = config.replaced(**overrides)
+        self.config = engine_config(config, overrides, model=model, variant=variant, draft=draft, runtime=runtime)
+        check_progress(progress, ConfigError)
         self.progress = progress
         self.plan = self._plan()
         self.memory = plan_memory(self.plan, self.config)
@@ -235,14 +231,14 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        params: Params = None,
         progress: Progress | None = None,
         launcher: Launcher | None = None,
     ) -> list[Output]:
         """Generate for every prompt; a request that can't be served comes back with ``finish_reason="error"``, the others finish.
 
         Args:
-            prompts: a text, a list of token ids, or a list of either.
+            prompts: a text, a list of token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``; or a list of these.
             params: one for all prompts, or one per prompt; default greedy, 128 tokens.
             progress: called as ``progress("generate", tokens, most tokens)``.
             launcher: what launches the programs, default the engine's own cycle; a comparison or a recorder may stand in front of it.
@@ -250,6 +246,8 @@ class LLM:
         Raises:
             RequestError: the single prompt of the call can't be served, or there is not one params object per prompt.
         """
+        check_progress(progress)
+        check_launcher(launcher)
         requests = self._requests(prompts, params)
         most = sum(r.budget for r in requests)
         for _ in self._run(requests, launcher):
@@ -266,15 +264,14 @@ class LLM:
                 finish_reason=r.finish_reason or "error",
                 error=r.error,
                 metrics=summarise([r], self.plan),
+                seed=r.seed,
                 logprobs=r.logprobs if r.params.logprobs is not None else None,
                 timing=r.metrics,
             )
             for r in requests
         ]
 
-    def stream(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
-    ) -> Iterator[StreamEvent]:
+    def stream(self, prompts: Prompt | Sequence[Prompt], params: Params = None) -> Iterator[StreamEvent]:
         """Like :meth:`generate`, but yields tokens as they are accepted. Closing the iterator early aborts what is left.
 
         Raises:
@@ -289,30 +286,12 @@ class LLM:
             finished = request.finish_reason is not None
             text = texts[request].push(fresh, last=finished)
             logprobs = request.logprobs[len(request.output) - len(fresh) :] if request.params.logprobs is not None else None
-            yield StreamEvent(request.index, text, fresh, finished, request.finish_reason, logprobs)
+            yield StreamEvent(request.index, text, fresh, finished, request.finish_reason, logprobs, request.error, request.seed)
         self._acceptance_test.observe(requests)
         self.metrics = summarise(requests, self.plan)
 
-    def _requests(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None) -> list[Request]:
-        single = _is_single(prompts)
-        many: Sequence[Prompt] = [prompts] if single else prompts  # type: ignore[list-item, assignment]
-        each = [params or SamplingParams()] * len(many) if params is None or isinstance(params, SamplingParams) else list(params)
-        if len(each) != len(many):
-            raise RequestError("params", f"one SamplingParams, or one for each of the {len(many)} prompts", f"{len(each)} of them")
-        requests = []
-        for index, (prompt, param) in enumerate(zip(many, each, strict=True)):
-            request = Request(index=index, prompt=[], params=param, stop_ids=(), budget=0)
-            try:
-                request.prompt = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-                request.stop_ids = check_params(request.params, self.plan, self.plan.target.eos_token_ids)
-                check_prompt(request.prompt, self.plan)
-                request.budget = min(request.params.max_tokens, self.plan.max_context - len(request.prompt))
-            except RequestError as error:
-                if single:
-                    raise
-                request.finish_reason, request.error = "error", str(error)
-            requests.append(request)
-        return requests
+    def _requests(self, prompts: Prompt | Sequence[Prompt], params: Params, *, one: bool = False) -> list[Request]:
+        return make_requests(prompts, params, self.plan, lambda text: list(self.tokenizer.encode(text)), one=one)
 
     def _run(
         self, requests: Sequence[Request], launcher: Launcher | None = None, policy: DepthPolicy | None = None
@@ -347,7 +326,7 @@ class LLM:
 
         Where the draft depth adapts, cycles whose times are in no configuration are timed as well, once per bucket.
         """
-        keys = self.keys(requests, sampling)
+        keys = self.keys(check_warm_up(requests, sampling, self.plan), sampling)
         self.cycle.prepare(keys, self.progress)
         if isinstance(self.depth_policy, AdaptiveDepth):
             wanted = {key.bucket for key in keys if isinstance(key, GraphKey)} & set(self.cycle.buckets(sampling))
@@ -368,8 +347,13 @@ class LLM:
         return text
 
     def draft_tree(self, prompt: Prompt, cycles: int = 1) -> TreeSnapshot:
-        """Run ``cycles`` cycles on ``prompt`` and return the last one's nodes, with the path that was accepted."""
-        requests = self._requests(prompt, SamplingParams(max_tokens=(cycles + 1) * self.plan.accept_width, ignore_eos=True))
+        """Run ``cycles`` cycles on ``prompt`` and return the last one's nodes, with the path that was accepted.
+
+        Raises:
+            RequestError: not one prompt, one that can't be served, or more cycles than the context holds tokens.
+        """
+        cycles = check_cycles(cycles, self.plan)
+        requests = self._requests(prompt, SamplingParams(max_tokens=(cycles + 1) * self.plan.accept_width, ignore_eos=True), one=True)
         bucket = self.cycle.buckets(GREEDY)[0]
         run = self._run(requests, policy=_Deepest(self.plan))
         while requests[0].metrics.cycles < cycles and next(run, None) is not None:
@@ -401,10 +385,6 @@ class _Deepest:
 
     def observe(self, bucket: int, depth: int, accepted: Sequence[int]) -> None:
         pass
-
-
-def _is_single(prompts: Prompt | Sequence[Prompt]) -> bool:
-    return isinstance(prompts, str) or (len(prompts) > 0 and all(isinstance(token, int) for token in prompts))
 
 
 def _has_tokenizer(folder: Path) -> bool:
