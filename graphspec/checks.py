@@ -138,8 +138,9 @@ def in_range(key: str, value: float, least: float, most: float | None = None, *,
 
 
 def spell(number: float) -> str:
-    """Integers in full, other numbers without trailing zeros."""
-    return str(number) if isinstance(number, int) else f"{number:g}"
+    """Integers in full, other numbers without trailing zeros, the largest integers as powers."""
+    powers = {INT32_MOST: "2^31 - 1", INT64_MOST: "2^63 - 1", -(2**63): "-2^63"}
+    return powers.get(number, str(number)) if isinstance(number, int) else f"{number:g}"
 
 
 def one_of(key: str, value: str, allowed: Collection[str]) -> None:

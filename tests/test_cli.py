@@ -69,6 +69,7 @@ class FakeLLM:
             finish_reason="error" if failed else "stop",
             error="prompt: refused" if failed else None,
             metrics=METRICS,
+            seed=index,
         )
 
     def stream(self, prompt, params):
