@@ -233,7 +233,7 @@ def _fit(auto: CycleShape, steps: int | None, topk: int | None, nodes: int | Non
     """
     if steps == 0:
         raise ConfigError("variant.num_steps", "at least 1 (variant=none decodes plainly)", 0)
-    if nodes == 1 and steps is None:
+    if nodes == 1:
         raise ConfigError("variant.num_draft_tokens", "at least 2, the root and a draft (variant=none decodes plainly)", 1)
     fan_out = topk if topk is not None else auto.topk
     if fan_out == 1:
