@@ -26,6 +26,8 @@ FLOAT32_LEAST = 2.0**-126
 """The smallest float32 above 0 that is not denormal; CPUs flush smaller ones to 0."""
 SHOWN = 60
 """Characters of a value that an error message shows."""
+LONGEST_FIELD = 65536
+"""Most integers of a field; a range can claim any length."""
 
 _SINGULAR = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
 _PLURAL = {int: "integers", float: "numbers", bool: "truth values", str: "texts"}
@@ -235,7 +237,7 @@ def conform(key: str, value: Any, wanted: Any, error: Errors, *, is_path: bool =
     if origin is list and isinstance(value, list | tuple):
         return [conform(f"{key}[{place}]", entry, args[0], error, is_path=is_path) for place, entry in enumerate(value)]
     if origin is Sequence and args == (int,):
-        return tuple(wholes(key, value, error))
+        return tuple(wholes(key, value, error, most=LONGEST_FIELD))
     if origin in (dict, Mapping) and isinstance(value, Mapping):
         return _entries(key, value, args, error)
     if isinstance(wanted, type) and origin is None and isinstance(value, wanted) and (wanted is not bool or type(value) is bool):

@@ -29,6 +29,7 @@ _OURS = {
     "topk": ("speculative_eagle_topk",),
     "num_draft_tokens": ("speculative_num_draft_tokens",),
     "token_map": ("speculative_token_map",),
+    "a field of ngram=NgramSettings(...)": ("min_window", "max_window", "match", "min_breadth", "capacity", "corpus"),
 }  # fmt: skip
 """Key of ours to names that vLLM, SGLang and transformers have for it."""
 

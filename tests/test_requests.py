@@ -98,6 +98,7 @@ def test_spellings_of_prompts(prompts: Any, single: bool, read: list[list[int]])
         (object(), "object"),
         (Unspeakable(), "Unspeakable"),
         (Evil(), "Evil that can't be read: RuntimeError: 'no'"),
+        (np.broadcast_to(1, (10**9, 1)), "at most 16777216 of them, found 1000000000"),
         ([1, "w2"], r"a list that mixes them: prompts\[0\] = 1 \(int\), prompts\[1\] = 'w2' \(str\)"),
         (["w2", [1], 1.5], r"prompts\[0\] = 'w2' \(str\), prompts\[2\] = 1.5 \(float\)"),
     ],
@@ -224,7 +225,7 @@ BAD_FIELDS: list[tuple[str, Any, str]] = [
     *[("logit_bias", value, "a mapping") for value in ([(1, 1.0)], "x", 5, {1}, [])],
     *[("logit_bias", {key: 1.0}, "an integer") for key in ("1", 1.5, True, None)],
     *[("logit_bias", {1: value}, r"logit_bias\[1\]") for value in (NAN, INF, None, "1", True, 101, -100.5, torch.tensor(1.0))],
-    ("logit_bias", {-1: 1.0}, ">= 0"),
+    ("logit_bias", {-1: 1.0}, ">= 0"), ("stop_token_ids", range(10**15), "at most 65536 entries"),
 ]  # fmt: skip
 
 

@@ -28,7 +28,7 @@ Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
 Params = SamplingParams | Sequence[SamplingParams] | None
 
 LONGEST = 2**24
-"""Most token ids of a prompt that are looked at one by one; no context is so long."""
+"""Most token ids of a prompt, or prompts of a call, that are looked at one by one; ranges and views can claim any length."""
 SPELLINGS = "a text, a list of token ids, {'prompt': text} or {'prompt_token_ids': ids}"
 _BYTES = bytes | bytearray | memoryview
 
@@ -50,7 +50,11 @@ def split_prompts(prompts: object) -> tuple[bool, list[object]]:
     try:
         if array and len(prompts.shape) == 1:  # type: ignore[attr-defined]
             return True, [prompts]
+        if len(prompts) > LONGEST:  # type: ignore[arg-type]
+            raise RequestError("prompts", f"at most {LONGEST} of them", len(prompts))  # type: ignore[arg-type]
         entries = list(prompts)  # type: ignore[call-overload]
+    except RequestError:
+        raise
     except Exception as reason:
         found = f"{type(prompts).__name__} that can't be read: {type(reason).__name__}: {brief(str(reason))}"
         raise RequestError("prompts", f"{SPELLINGS}, or a list of these", found) from reason

@@ -173,7 +173,20 @@ def request_cases(shared: Shared) -> list[Case]:
                 return shared.among_good(GOOD[1], SamplingParams(**{"max_tokens": 4, **hot, field: values()[place]}))
 
             add(f"{field}={brief(value)} #{place}", run, not legal(value))
-    stops = ([1] * 9000, list(range(44)), list(range(10**4)), [-1], [MIRROR_VOCAB], [1.5], "abc", [None], [True], np.array([1, 2]), {1, 2})
+    stops = (
+        [1] * 9000,
+        list(range(44)),
+        list(range(10**4)),
+        [-1],
+        [MIRROR_VOCAB],
+        [1.5],
+        "abc",
+        [None],
+        [True],
+        np.array([1, 2]),
+        {1, 2},
+        range(10**15),
+    )
     for place, value in enumerate(stops):
         add(
             f"stop ids {brief(value)} #{place}",
