@@ -65,7 +65,8 @@ class LLM:
         runtime: ``eager``, ``compiled`` or ``captured``.
         config: a whole configuration instead of the arguments above.
         progress: called as ``progress(phase, done, total)`` during load and compilation.
-        overrides: any other configuration key by its bare name (``num_steps=5, topk=4, num_draft_tokens=16, page_size=1``).
+        overrides: any other configuration key by its bare name, those of ``sampling`` apart, which belong to each request
+            (``num_steps=5, topk=4, num_draft_tokens=16, page_size=1``).
 
     Raises:
         ConfigError: a bad value. CheckpointError: a checkpoint that is missing, damaged or does not fit.
