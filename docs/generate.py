@@ -10,9 +10,10 @@ PAGE = ROOT / "docs" / "configuration.md"
 HEAD = """# Configuration
 
 Groups are chosen by name (`variant=none runtime=eager experiment=demo_tree`), keys are set by path (`runtime.page_size=1`). From Python
-the bare key is a keyword of `LLM` (`page_size=1`), and `graphspec.load_config("runtime=eager", "runtime.page_size=1")` gives the typed
-configuration. `null` means: derive it. `graphspec generate --cfg job` prints the result without running; an unknown key, a bad value and a
-contradiction each give one message and exit code 2.
+the bare key is a keyword of `LLM` (`page_size=1`; those of `sampling` are fields of each request's `SamplingParams`), and
+`graphspec.load_config("runtime=eager", "runtime.page_size=1")` gives the typed configuration. `null` means: derive it.
+`graphspec generate --cfg job` prints the result without running; an unknown key, a bad value and a contradiction each give one
+message and exit code 2.
 
 This page is written by `python docs/generate.py` from `graphspec/config.py`.
 """

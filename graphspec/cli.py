@@ -288,8 +288,9 @@ def _parse_line(where: str, line: str) -> Request:
     for key, value in row.items():
         if key != "prompt" and key not in defaults:
             raise ConfigError(where, "keys prompt, " + ", ".join(defaults), repr(key))
-        wanted = str if key == "prompt" else int if key == "logprobs" else type(defaults[key])
-        if type(value) is not wanted and not (wanted is float and type(value) is int) and not (key == "logprobs" and value is None):
+        nullable = key in ("logprobs", "seed")
+        wanted = str if key == "prompt" else int if nullable else type(defaults[key])
+        if type(value) is not wanted and not (wanted is float and type(value) is int) and not (nullable and value is None):
             raise ConfigError(f"{where}: {key}", f"a value of type {wanted.__name__}", repr(value))
     if "logit_bias" in row:
         row["logit_bias"] = _parse_bias(f"{where}: logit_bias", row["logit_bias"])
@@ -319,6 +320,7 @@ def _one_prompt(config: LaunchConfig) -> str:
 
 def _row(output: Output) -> dict[str, Any]:
     row: dict[str, Any] = {"text": output.text, "token_ids": list(output.token_ids), "finish_reason": output.finish_reason}
+    row["seed"] = output.seed
     if output.logprobs is not None:
         row["logprobs"] = [asdict(entry) for entry in output.logprobs]
     return row | ({"error": output.error} if output.finish_reason == "error" else {})

@@ -10,7 +10,9 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from itertools import pairwise
 from typing import Any
 
+from .checks import FLOAT32_LEAST, INT32_MOST, INT64_MOST, Errors, ascending, brief, check_fields, in_range, one_of
 from .errors import ConfigError
+from .hints import hint_for
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 RUNTIMES = ("eager", "compiled", "captured")
@@ -25,15 +27,65 @@ DRAFT_NOISES = ("coupled", "none")
 NGRAM_MATCHES = ("bfs", "prob")
 ACCEPT_RULES = ("match", "target_only", "rejection", "synthetic")
 
+MAX_ROWS = 65536
+"""Most rows or lanes; like the bounds below, far above what anybody runs, and low enough to refuse a slip before anything is counted up."""
+MAX_PAGE = 65536
+MAX_CHUNK = 2**20
+MAX_IN_FLIGHT = 64
+MAX_ENTRIES = 65536
+"""Most stop ids or biased tokens of a request."""
+MAX_NGRAM = 1024
+MAX_THREADS = 4096
+TEMPERATURES = (1e-5, 1e5)
+"""Bounds of a temperature above 0: logits divided by it and noise multiplied by it stay finite in float32."""
+REPETITIONS = (0.01, 100.0)
+"""Bounds of the repetition penalty: what it makes of a logit is finite in float32 up to logits of 3e36."""
+PENALTY_LIMIT = 2.0
+BIAS_LIMIT = 100.0
+SEEDS = (-(2**63), 2**64 - 1)
+LEAST, MOST = 1e-9, 1e9
+"""Bounds of measured quantities, whatever their unit."""
 
-def _choice(key: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ConfigError(key, "one of " + ", ".join(allowed), repr(value))
+
+def _between(key: str, value: float | None, least: float, most: float | None = None, *, above: bool = False) -> None:
+    if value is not None:
+        in_range(key, value, least, most, above=above)
 
 
-def _at_least(key: str, value: float | None, least: float) -> None:
-    if value is not None and value < least:
-        raise ConfigError(key, f"a number >= {least}", value)
+def check_sampling(asked: Any, error: Errors) -> None:
+    """The bounds that need no engine, of :class:`SamplingConfig` and of ``SamplingParams``, whose fields have the right types.
+
+    Raises:
+        GraphspecError: of class ``error``; names ``sampling.<field>``.
+    """
+    limits: dict[str, tuple[float, float]] = {
+        "max_tokens": (1, INT64_MOST),
+        "top_k": (-1, INT64_MOST),
+        "repetition_penalty": REPETITIONS,
+        "presence_penalty": (-PENALTY_LIMIT, PENALTY_LIMIT),
+        "frequency_penalty": (-PENALTY_LIMIT, PENALTY_LIMIT),
+    }
+    for name, (least, most) in limits.items():
+        in_range(f"sampling.{name}", getattr(asked, name), least, most, error=error)
+    if asked.temperature != 0 and not TEMPERATURES[0] <= asked.temperature <= TEMPERATURES[1]:
+        raise error("sampling.temperature", f"0, or a number >= {TEMPERATURES[0]:g}, at most {TEMPERATURES[1]:g}", asked.temperature)
+    if asked.seed is not None and not SEEDS[0] <= asked.seed <= SEEDS[1]:
+        raise error("sampling.seed", "null, or a 64-bit integer", brief(asked.seed))
+    if not FLOAT32_LEAST <= asked.top_p <= 1:
+        raise error("sampling.top_p", f"a number above 0 ({FLOAT32_LEAST:.0e} or more), at most 1", asked.top_p)
+    if asked.min_p != 0 and not FLOAT32_LEAST <= asked.min_p <= 1:
+        raise error("sampling.min_p", f"0, or a number of {FLOAT32_LEAST:.0e} or more, at most 1", asked.min_p)
+    most = min(asked.max_tokens, INT32_MOST)
+    if not 0 <= asked.min_tokens <= most:
+        whose = " = max_tokens" if most == asked.max_tokens else ""
+        raise error("sampling.min_tokens", f"an integer >= 0, at most {most}{whose}", brief(asked.min_tokens))
+    if asked.logprobs is not None:
+        in_range("sampling.logprobs", asked.logprobs, 0, INT32_MOST, error=error)
+    for place, token in enumerate(asked.stop_token_ids):
+        in_range(f"sampling.stop_token_ids[{place}]", token, 0, INT64_MOST, error=error)
+    for token, value in (asked.logit_bias or {}).items():
+        in_range("sampling.logit_bias", token, 0, INT64_MOST, error=error)
+        in_range(f"sampling.logit_bias[{token}]", value, -BIAS_LIMIT, BIAS_LIMIT, error=error)
 
 
 @dataclass(kw_only=True)
@@ -54,11 +106,12 @@ class NgramSettings:
     """Trie only: a text file, one document per line (.jsonl: a JSON string per line), inserted at load."""
 
     def __post_init__(self) -> None:
-        _at_least("variant.ngram.min_window", self.min_window, 1)
-        _at_least("variant.ngram.max_window", self.max_window, self.min_window)
-        _choice("variant.ngram.match", self.match, NGRAM_MATCHES)
-        _at_least("variant.ngram.min_breadth", self.min_breadth, 1)
-        _at_least("variant.ngram.capacity", self.capacity, 1)
+        check_fields(self, "variant.ngram", paths=("corpus",))
+        _between("variant.ngram.min_window", self.min_window, 1, MAX_NGRAM)
+        _between("variant.ngram.max_window", self.max_window, self.min_window, MAX_NGRAM)
+        one_of("variant.ngram.match", self.match, NGRAM_MATCHES)
+        _between("variant.ngram.min_breadth", self.min_breadth, 1, MAX_NGRAM)
+        _between("variant.ngram.capacity", self.capacity, 1, INT32_MOST - 1)
 
 
 @dataclass(kw_only=True)
@@ -70,11 +123,13 @@ class VariantConfig:
     draft: str | None = None
     """Folder of the draft checkpoint; None: the draft shipped with the demo model."""
     num_steps: int | None = None
-    """S, draft depth. Set all of num_steps, topk, num_draft_tokens, or none of them."""
+    """S, draft depth. Of num_steps, topk and num_draft_tokens, each that is unset is that of the variant's automatic shape, made to fit
+    the ones that are set: num_steps=6 alone changes the depth and nothing else, topk=1 alone makes a chain."""
     topk: int | None = None
     """K, fan-out per draft step; 1 is a chain."""
     num_draft_tokens: int | None = None
-    """N, verify nodes, root included."""
+    """N, verify nodes, root included. Unset: num_steps + 1 for a chain; for a tree the automatic number, at least 8 and num_steps + 1, or
+    all candidates where they are fewer."""
     tree_choices: list[list[int]] | None = None
     """A static tree instead (EAGLE-1): paths of ranks, such as [[0], [1], [0, 0]]; None: the tree is built anew every cycle."""
     token_map: str | None = None
@@ -85,10 +140,12 @@ class VariantConfig:
     """coupled: the drafter ranks with the sampler's own noise (more acceptance at temperature > 0); none: without."""
 
     def __post_init__(self) -> None:
-        _at_least("variant.num_steps", self.num_steps, 0)
-        _at_least("variant.topk", self.topk, 1)
-        _at_least("variant.num_draft_tokens", self.num_draft_tokens, 1)
-        _choice("variant.draft_noise", self.draft_noise, DRAFT_NOISES)
+        check_fields(self, "variant", paths=("draft", "token_map"))
+        self.ngram.__post_init__()
+        _between("variant.num_steps", self.num_steps, 0, INT32_MOST)
+        _between("variant.topk", self.topk, 1, INT32_MOST)
+        _between("variant.num_draft_tokens", self.num_draft_tokens, 1, INT32_MOST)
+        one_of("variant.draft_noise", self.draft_noise, DRAFT_NOISES)
 
 
 @dataclass(kw_only=True)
@@ -101,7 +158,8 @@ class ModelConfig:
     """Longest prompt plus output, in tokens; None: what the checkpoint allows."""
 
     def __post_init__(self) -> None:
-        _at_least("model.max_context", self.max_context, 2)
+        check_fields(self, "model", paths=("path",))
+        _between("model.max_context", self.max_context, 2, INT32_MOST)
 
 
 @dataclass(kw_only=True)
@@ -136,21 +194,21 @@ class RuntimeConfig:
     """Alternatives a request may ask for with each token's log-probability."""
 
     def __post_init__(self) -> None:
-        _choice("runtime.name", self.name, RUNTIMES)
-        _at_least("runtime.max_rows", self.max_rows, 1)
-        _at_least("runtime.page_size", self.page_size, 1)
-        _at_least("runtime.num_pages", self.num_pages, 1)
-        _at_least("runtime.cycles_in_flight", self.cycles_in_flight, 1)
-        if not 0 < self.memory_fraction <= 1:
-            raise ConfigError("runtime.memory_fraction", "a number above 0, at most 1", self.memory_fraction)
+        check_fields(self, "runtime")
+        one_of("runtime.name", self.name, RUNTIMES)
+        _between("runtime.max_rows", self.max_rows, 1, MAX_ROWS)
+        _between("runtime.page_size", self.page_size, 1, MAX_PAGE)
+        _between("runtime.num_pages", self.num_pages, 1, INT32_MOST)
+        _between("runtime.cycles_in_flight", self.cycles_in_flight, 1, MAX_IN_FLIGHT)
+        _between("runtime.memory_fraction", self.memory_fraction, 0, 1, above=True)
         for bucket, depth in self.depth_per_bucket.items():
-            _at_least(f"runtime.depth_per_bucket[{bucket}]", depth, 0)
-        _at_least("runtime.max_stop_ids", self.max_stop_ids, 1)
-        _at_least("runtime.max_logit_bias", self.max_logit_bias, 1)
-        _at_least("runtime.max_logprobs", self.max_logprobs, 1)
-        for key, sizes in (("runtime.buckets", self.buckets), ("runtime.prefill_chunks", self.prefill_chunks)):
-            if not sizes or sorted(set(sizes)) != list(sizes) or sizes[0] < 1:
-                raise ConfigError(key, "a non-empty ascending list of positive sizes", list(sizes))
+            _between("runtime.depth_per_bucket", bucket, 1, MAX_ROWS)
+            _between(f"runtime.depth_per_bucket[{bucket}]", depth, 0, INT32_MOST)
+        _between("runtime.max_stop_ids", self.max_stop_ids, 1, MAX_ENTRIES)
+        _between("runtime.max_logit_bias", self.max_logit_bias, 1, MAX_ENTRIES)
+        _between("runtime.max_logprobs", self.max_logprobs, 1, INT32_MOST)
+        ascending("runtime.buckets", self.buckets, 1, MAX_ROWS)
+        ascending("runtime.prefill_chunks", self.prefill_chunks, 1, MAX_CHUNK)
 
 
 @dataclass(kw_only=True)
@@ -174,10 +232,11 @@ class KernelsConfig:
     chooses."""
 
     def __post_init__(self) -> None:
-        _choice("kernels.mode", self.mode, KERNELS)
-        _choice("kernels.attention", self.attention, ATTENTIONS)
-        _choice("kernels.linear", self.linear, IMPLEMENTATIONS)
-        _choice("kernels.numerics", self.numerics, NUMERICS)
+        check_fields(self, "kernels", paths=("linear_table",))
+        one_of("kernels.mode", self.mode, KERNELS)
+        one_of("kernels.attention", self.attention, ATTENTIONS)
+        one_of("kernels.linear", self.linear, IMPLEMENTATIONS)
+        one_of("kernels.numerics", self.numerics, NUMERICS)
         if self.linear_table is not None and self.numerics != "fast":
             raise ConfigError(
                 "kernels.linear_table", f"null with kernels.numerics={self.numerics}, which chooses nothing", self.linear_table
@@ -190,8 +249,9 @@ class SamplingConfig:
 
     max_tokens: int = 128
     temperature: float = 0.0
-    """0 is greedy."""
-    seed: int = 0
+    """0 is greedy; above it, from 1e-5 to 1e5."""
+    seed: int | None = None
+    """64 bits that decide every draw; null: a fresh one for each request, reported with its output."""
     stop_token_ids: list[int] = field(default_factory=list)
     """Ids that end a request, besides the checkpoint's end-of-text ids."""
     ignore_eos: bool = False
@@ -202,7 +262,7 @@ class SamplingConfig:
     min_p: float = 0.0
     """Of those, keep the ones at least this share as likely as the most likely; 0: all."""
     repetition_penalty: float = 1.0
-    """Divides positive logits, multiplies negative ones, of tokens in the prompt or the output; 1: none."""
+    """Divides positive logits, multiplies negative ones, of tokens in the prompt or the output, 0.01 to 100; 1: none."""
     presence_penalty: float = 0.0
     """Taken off the logit of a token that is in the output."""
     frequency_penalty: float = 0.0
@@ -215,10 +275,8 @@ class SamplingConfig:
     """Report each token's log-probability and so many alternatives; null: none."""
 
     def __post_init__(self) -> None:
-        _at_least("sampling.max_tokens", self.max_tokens, 1)
-        _at_least("sampling.temperature", self.temperature, 0.0)
-        _at_least("sampling.min_tokens", self.min_tokens, 0)
-        _at_least("sampling.logprobs", self.logprobs, 0)
+        check_fields(self, "sampling")
+        check_sampling(self, ConfigError)
 
 
 @dataclass(kw_only=True)
@@ -237,18 +295,17 @@ class AcceptConfig:
     """synthetic, instead: share of cycles that accept depth 1, 2, ..., falling."""
 
     def __post_init__(self) -> None:
-        _choice("accept.rule", self.rule, ACCEPT_RULES)
-        if not 0 <= self.threshold_single <= 1:
-            raise ConfigError("accept.threshold_single", "a number from 0 to 1", self.threshold_single)
-        if not 0 < self.threshold_acc <= 1:
-            raise ConfigError("accept.threshold_acc", "a number above 0, at most 1", self.threshold_acc)
+        check_fields(self, "accept")
+        one_of("accept.rule", self.rule, ACCEPT_RULES)
+        _between("accept.threshold_single", self.threshold_single, 0, 1)
+        _between("accept.threshold_acc", self.threshold_acc, LEAST, 1)
         if self.rule != "target_only" and (self.threshold_single, self.threshold_acc) != (1.0, 1.0):
             raise ConfigError("accept.threshold_single, accept.threshold_acc", f"1.0: rule {self.rule} knows no thresholds", "less")
         forced = [self.synthetic_length, self.synthetic_rates]
         if (self.rule == "synthetic") != (sum(value is not None for value in forced) == 1):
             expected = "one of the two" if self.rule == "synthetic" else f"null: rule {self.rule} forces nothing"
             raise ConfigError("accept.synthetic_length, accept.synthetic_rates", expected, forced)
-        _at_least("accept.synthetic_length", self.synthetic_length, 1)
+        _between("accept.synthetic_length", self.synthetic_length, 1)
         rates = [1.0, *(self.synthetic_rates or [])]
         if any(not 0 <= later <= rate for rate, later in pairwise(rates)):
             raise ConfigError("accept.synthetic_rates", "falling shares from 0 to 1", self.synthetic_rates)
@@ -275,13 +332,12 @@ class HardwareConfig:
     """Memory the device is sold with, in GiB, for ``graphspec plan`` where memory_gib is unset."""
 
     def __post_init__(self) -> None:
-        _choice("hardware.device", self.device, DEVICES)
-        _choice("hardware.dtype", self.dtype, DTYPES)
-        _at_least("hardware.threads", self.threads, 1)
+        check_fields(self, "hardware")
+        one_of("hardware.device", self.device, DEVICES)
+        one_of("hardware.dtype", self.dtype, DTYPES)
+        _between("hardware.threads", self.threads, 1, MAX_THREADS)
         for key in ("memory_gib", "bandwidth_gbs", "tflops", "capacity_gib"):
-            value = getattr(self, key)
-            if value is not None and value <= 0:
-                raise ConfigError(f"hardware.{key}", "a number above 0", value)
+            _between(f"hardware.{key}", getattr(self, key), LEAST, MOST)
 
 
 @dataclass(kw_only=True)
@@ -298,13 +354,16 @@ class AdaptiveConfig:
     """Share of drafts accepted at depth 1, 2, ..., given the ones before, expected until it was seen; empty: drafts are tried first."""
 
     def __post_init__(self) -> None:
-        if sorted(set(self.depths)) != list(self.depths) or any(depth < 0 for depth in self.depths):
-            raise ConfigError("adaptive.depths", "an ascending list of depths >= 0", list(self.depths))
-        _at_least("adaptive.backlog", self.backlog, 2)
-        if any(time <= 0 for times in self.times.values() for time in times.values()):
-            raise ConfigError("adaptive.times", "times above 0", dict(self.times))
+        check_fields(self, "adaptive")
+        ascending("adaptive.depths", self.depths, 0, INT32_MOST, empty=True)
+        _between("adaptive.backlog", self.backlog, 2, INT32_MOST)
+        for bucket, times in self.times.items():
+            _between("adaptive.times", bucket, 1, MAX_ROWS)
+            for depth, time in times.items():
+                _between(f"adaptive.times[{bucket}]", depth, 0, INT32_MOST)
+                _between(f"adaptive.times[{bucket}][{depth}]", time, LEAST, MOST)
         if any(not 0 <= rate <= 1 for rate in self.rates):
-            raise ConfigError("adaptive.rates", "shares from 0 to 1", list(self.rates))
+            raise ConfigError("adaptive.rates", "shares from 0 to 1", brief(self.rates))
 
 
 @dataclass(kw_only=True)
@@ -320,6 +379,14 @@ class Config:
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
     adaptive: AdaptiveConfig = field(default_factory=AdaptiveConfig)
 
+    def __post_init__(self) -> None:
+        check_fields(self, "")
+        # Groups can be changed after they were made: what an engine is built from is checked again.
+        for f in fields(self):
+            recheck = getattr(getattr(self, f.name), "__post_init__", None)
+            if recheck is not None:
+                recheck()
+
     def replaced(self, **overrides: Any) -> Config:
         """A copy with leaf fields replaced by their bare names (``num_steps=5, page_size=1``).
 
@@ -331,7 +398,7 @@ class Config:
         for name, value in overrides.items():
             owners = [g for g, node in groups.items() if name != "name" and any(f.name == name for f in fields(node))]
             if len(owners) != 1:
-                known = sorted({f.name for node in groups.values() for f in fields(node)} - {"name"})
-                raise ConfigError(name, "a configuration key, one of " + ", ".join(known), f"{name}={value!r}")
+                known = {f.name for node in groups.values() for f in fields(node)} - {"name"}
+                raise ConfigError(name, "a configuration key", f"{name}={brief(value)}", hint_for(name, known))
             changes.setdefault(owners[0], {})[name] = value
         return replace(self, **{g: replace(groups[g], **values) for g, values in changes.items()})

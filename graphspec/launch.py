@@ -6,13 +6,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .config import RUNTIMES, Config
+from .checks import INT32_MOST, INT64_MOST, ascending, brief, check_fields, in_range, path, typed
+from .config import LEAST, MAX_ROWS, MOST, RUNTIMES, Config
 from .errors import ConfigError
 
 FORMATS = ("text", "json")
 SOURCES = ("held_out", "file", "random")
 BASELINES = ("none", "self", "hf", "hf_assisted", "hf_lookup", "openai")
 API_PROMPTS = ("tokens", "text")
+
+MAX_REQUESTS = 10**6
+MAX_PROMPT = 2**20
+MAX_RANDOM = 2**26
+"""Most random token ids that one workload draws."""
+MAX_ROUNDS = 10**6
+MAX_STEPS = 128
 
 
 def _check(key: str, ok: bool, expected: str, found: object) -> None:
@@ -44,15 +52,18 @@ class WorkloadConfig:
     """Of random prompts, and the sampling seed of request i is seed + i."""
 
     def __post_init__(self) -> None:
+        check_fields(self, "workload", paths=("file",))
         _check("workload.source", self.source in SOURCES, "one of " + ", ".join(SOURCES), repr(self.source))
-        for key in ("requests", "batch", "output_tokens"):
-            _check(f"workload.{key}", getattr(self, key) >= 1, "a number >= 1", getattr(self, key))
-        _check("workload.input_tokens", self.input_tokens is None or self.input_tokens >= 1, "null, or a number >= 1", self.input_tokens)
+        for key, most in {"requests": MAX_REQUESTS, "batch": MAX_ROWS, "output_tokens": INT32_MOST}.items():
+            in_range(f"workload.{key}", getattr(self, key), 1, most)
+        in_range("workload.input_tokens", self.input_tokens or 0, 0 if self.input_tokens is None else 1, MAX_PROMPT)
+        in_range("workload.seed", self.seed, -(2**63), INT64_MOST)
         _check("workload.input_spread", 0 <= self.input_spread < 1, "a number from 0, below 1", self.input_spread)
         _check("workload.file", self.file is None or self.source == "file", f"null with workload.source={self.source}", self.file)
-        _check(
-            "workload.input_tokens", self.source != "random" or self.input_tokens is not None, "a number with workload.source=random", None
-        )
+        if self.source == "random":
+            _check("workload.input_tokens", self.input_tokens is not None, "a number with workload.source=random", None)
+            drawn = self.requests * (self.input_tokens or 0)
+            _check("workload.requests", drawn <= MAX_RANDOM, f"requests of at most {MAX_RANDOM} random tokens together", f"{drawn} tokens")
 
 
 @dataclass(kw_only=True)
@@ -83,11 +94,12 @@ class ProfileConfig:
     """Longest a side may take to get ready, or for one round."""
 
     def __post_init__(self) -> None:
-        _check("profile.rounds", self.rounds >= 1, "a number >= 1", self.rounds)
-        _check("profile.warm_up_seconds", self.warm_up_seconds >= 0, "a number >= 0", self.warm_up_seconds)
-        _check("profile.generations", self.generations >= 0, "a number >= 0", self.generations)
+        check_fields(self, "profile", paths=("trace", "assistant"))
+        in_range("profile.rounds", self.rounds, 1, MAX_ROUNDS)
+        in_range("profile.warm_up_seconds", self.warm_up_seconds, 0, MOST)
+        in_range("profile.generations", self.generations, 0, MAX_ROUNDS)
         _check("profile.api_prompts", self.api_prompts in API_PROMPTS, "one of " + ", ".join(API_PROMPTS), repr(self.api_prompts))
-        _check("profile.timeout_seconds", self.timeout_seconds > 0, "a number above 0", self.timeout_seconds)
+        in_range("profile.timeout_seconds", self.timeout_seconds, LEAST, MOST)
 
 
 @dataclass(kw_only=True)
@@ -107,11 +119,11 @@ class PlanningConfig:
     """Write the records to this JSON-lines file."""
 
     def __post_init__(self) -> None:
-        _check("plan.context", self.context is None or self.context >= 1, "null, or a number >= 1", self.context)
-        ascending = bool(self.batches) and sorted(set(self.batches)) == list(self.batches) and self.batches[0] >= 1
-        _check("plan.batches", ascending, "a non-empty ascending list of positive sizes", list(self.batches))
-        shares = self.acceptance is None or (bool(self.acceptance) and all(0 <= share <= 1 for share in self.acceptance))
-        _check("plan.acceptance", shares, "a non-empty list of shares from 0 to 1, or null", self.acceptance)
+        check_fields(self, "plan", paths=("measured", "out"))
+        in_range("plan.context", 1 if self.context is None else self.context, 1, INT32_MOST)
+        ascending("plan.batches", self.batches, 1, MAX_ROWS)
+        shares = self.acceptance is None or (0 < len(self.acceptance) <= MAX_STEPS and all(0 <= share <= 1 for share in self.acceptance))
+        _check("plan.acceptance", shares, f"a non-empty list of at most {MAX_STEPS} shares from 0 to 1, or null", brief(self.acceptance))
 
 
 @dataclass(kw_only=True)
@@ -130,11 +142,11 @@ class TuneConfig:
     """Also write the table by which the engine changes depth while it runs."""
 
     def __post_init__(self) -> None:
-        _check("tune.candidates", self.candidates >= 1, "a number >= 1", self.candidates)
-        _check("tune.rounds", self.rounds >= 1, "a number >= 1", self.rounds)
-        batches = self.batches
-        ascending = batches is None or (bool(batches) and sorted(set(batches)) == list(batches) and batches[0] >= 1)
-        _check("tune.batches", ascending, "null, or an ascending list of positive sizes", batches)
+        check_fields(self, "tune", paths=("out",))
+        in_range("tune.candidates", self.candidates, 1, MAX_ROUNDS)
+        in_range("tune.rounds", self.rounds, 1, MAX_ROUNDS)
+        if self.batches is not None:
+            ascending("tune.batches", self.batches, 1, MAX_ROWS)
         _check("tune.out", self.out is None or self.out.endswith((".yaml", ".yml")), "a name that ends in .yaml", repr(self.out))
 
 
@@ -145,6 +157,9 @@ class ReportConfig:
     files: list[str] = field(default_factory=lambda: ["results"])
     """Result files, or folders of them."""
     out: str = "report.html"
+
+    def __post_init__(self) -> None:
+        check_fields(self, "report", paths=("files", "out"))
 
 
 @dataclass(kw_only=True)
@@ -175,11 +190,16 @@ class LaunchConfig(Config):
     report: ReportConfig = field(default_factory=ReportConfig)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+        self.results = path("results", self.results)
+        self.prompt_file = path("prompt_file", self.prompt_file) if self.prompt_file is not None else None
+        names = [] if self.baseline is None else self.baseline if isinstance(self.baseline, list | tuple) else [self.baseline]
+        _check("baseline", all(isinstance(name, str) for name in names), "a name, or a list of names", typed(self.baseline))
+        self.baseline = list(names)
         _check("format", self.format in FORMATS, "one of " + ", ".join(FORMATS), repr(self.format))
         for key in ("left", "right"):
             _check(key, getattr(self, key) in RUNTIMES, "one of " + ", ".join(RUNTIMES), repr(getattr(self, key)))
         _check("prompt_file", not self.prompt or self.prompt_file is None, "nothing beside prompt=", repr(self.prompt_file))
-        self.baseline = [self.baseline] if isinstance(self.baseline, str) else list(self.baseline or [])
         for name in self.baseline:
             _check("baseline", name in BASELINES, "one of " + ", ".join(BASELINES) + ", or a list of them", repr(name))
         _check("url", "openai" not in self.baseline or self.url is not None, "the server's address with baseline=openai", None)

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from .catalog import Variant, resolve_variant
+from .checks import brief
 from .config import PLANNED_OVER_LATENT_ROWS, AcceptConfig, Config, NgramSettings, VariantConfig
 from .errors import ConfigError
 from .shapes import MAX_WINDOW, PLAIN, WORD_BITS, CycleShape, GraphKey, SamplingClass
@@ -21,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 KERNELS_OF = {"eager": "reference", "compiled": "compiled", "captured": "fused"}
 """``kernels.mode`` that a runtime preset means."""
+TREE_NODES = 8
+"""Fewest nodes of a tree whose number nobody gave; EAGLE-3's automatic tree has as many."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,7 +193,7 @@ class Plan:
 
 
 def resolve_shape(variant: Variant, config: VariantConfig, architecture: str, heads: int = 1) -> CycleShape:
-    """``(S, K, N)`` from the config, or automatic when none is set.
+    """``(S, K, N)`` from the config. What is unset is that of the automatic shape, made to fit what is set.
 
     Args:
         variant: its catalog entry.
@@ -199,39 +202,56 @@ def resolve_shape(variant: Variant, config: VariantConfig, architecture: str, he
         heads: prediction heads of the draft with layers of their own; more than one means one per step.
 
     Raises:
-        ConfigError: some of the three are set and others not, or they contradict each other or the draft.
+        ConfigError: the numbers contradict each other, the variant or the draft.
     """
     given = {"num_steps": config.num_steps, "topk": config.topk, "num_draft_tokens": config.num_draft_tokens}
-    missing = [key for key, value in given.items() if value is None]
+    unset = all(value is None for value in given.values())
     if not variant.speculates:
-        if len(missing) < len(given) and (config.num_steps or config.num_draft_tokens not in (None, 1)):
+        if config.num_steps or config.num_draft_tokens not in (None, 1):
             raise ConfigError("variant.num_steps", f"nothing to draft with variant {variant.name!r}", given)
         return PLAIN
     if config.tree_choices is not None:
         if variant.drafter != "network" or heads > 1:
-            raise ConfigError("variant.tree_choices", "null: only a drafter with one network fills a static tree", config.tree_choices)
-        if len(missing) < len(given):
+            raise ConfigError(
+                "variant.tree_choices", "null: only a drafter with one network fills a static tree", brief(config.tree_choices)
+            )
+        if not unset:
             raise ConfigError("variant.tree_choices", "num_steps, topk and num_draft_tokens unset: the tree says them", given)
         return StaticTree.of(config.tree_choices).shape
-    auto = variant.shape_for(architecture)
-    if len(missing) == len(given):
-        return CycleShape(heads, 1, heads + 1) if heads > 1 else auto
-    if config.num_steps == 0:
-        raise ConfigError("variant.num_steps", "at least 1 (variant=none decodes plainly)", 0)
-    if config.topk == 1 and config.num_steps is not None:
-        nodes = config.num_steps + 1
-        if config.num_draft_tokens not in (None, nodes):
-            logger.warning("topk=1 is a chain: num_draft_tokens=%s becomes num_steps + 1 = %s", config.num_draft_tokens, nodes)
-        shape = CycleShape(config.num_steps, 1, nodes, auto.pool)
-    elif config.num_steps is None or config.topk is None or config.num_draft_tokens is None:
-        raise ConfigError(
-            ", ".join(f"variant.{key}" for key in missing), "a value, since the others are set (or leave all three unset)", "no value"
-        )
-    else:
-        shape = CycleShape(config.num_steps, config.topk, config.num_draft_tokens, auto.pool)
+    auto = CycleShape(heads, 1, heads + 1) if heads > 1 else variant.shape_for(architecture)
+    shape = auto if unset else _fit(auto, config.num_steps, config.topk, config.num_draft_tokens)
     if heads > 1 and (shape.topk > 1 or shape.num_steps > heads):
         raise ConfigError("variant.num_steps, variant.topk", f"at most {heads} steps, one per head of the draft, and topk = 1", given)
     return shape
+
+
+def _fit(auto: CycleShape, steps: int | None, topk: int | None, nodes: int | None) -> CycleShape:
+    """The shape of the numbers that are set, the others as in ``auto`` as far as these allow.
+
+    Raises:
+        ConfigError: the ones that are set contradict each other.
+    """
+    if steps == 0:
+        raise ConfigError("variant.num_steps", "at least 1 (variant=none decodes plainly)", 0)
+    if nodes == 1:
+        raise ConfigError("variant.num_draft_tokens", "at least 2, the root and a draft (variant=none decodes plainly)", 1)
+    fan_out = topk if topk is not None else auto.topk
+    if fan_out == 1:
+        depth = steps if steps is not None else nodes - 1 if nodes is not None else auto.num_steps
+        if nodes not in (None, depth + 1):
+            if topk is None:
+                expected = f"a value above 1, or num_draft_tokens = num_steps + 1 = {depth + 1}: the automatic shape is a chain"
+                raise ConfigError("variant.topk", expected, f"num_draft_tokens = {nodes}")
+            logger.warning("topk=1 is a chain: num_draft_tokens=%s becomes num_steps + 1 = %s", nodes, depth + 1)
+        return CycleShape(depth, 1, depth + 1, auto.pool)
+    # A tree of N nodes is no deeper than its N - 1 drafts.
+    depth = steps if steps is not None else min(auto.num_steps, nodes - 1 if nodes is not None else auto.num_steps)
+    if nodes is None:
+        fullest = CycleShape(depth, fan_out, depth + 1, auto.pool).num_candidates
+        if auto.pool == "nodes":
+            fullest = sum(fan_out**level for level in range(1, depth + 1))
+        nodes = min(max(auto.num_draft_tokens, TREE_NODES, depth + 1), fullest + 1)
+    return CycleShape(depth, fan_out, nodes, auto.pool)
 
 
 def resolve_accept(config: AcceptConfig, variant: VariantConfig, shape: CycleShape, *, has_network: bool) -> AcceptPlan:

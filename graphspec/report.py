@@ -102,6 +102,9 @@ def run_demo(config: Config, prompt: str, console: Console | None = None) -> Non
     console = console or Console()
     plain = next(entry.name for entry in VARIANTS if not entry.speculates)
     params = configured_params(config.sampling)
+    if params.seed is None:
+        # What is compared below is one request run on two engines.
+        params = replace(params, seed=0)
     if config.runtime.name != "eager":
         Console(stderr=True).print("Building the cycles for this machine; the first time takes a minute or two.")
     with progress_bars() as progress:

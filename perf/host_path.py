@@ -152,7 +152,7 @@ class HostPath:
         self.cycle.prepare([*self.plan.graph_keys(GREEDY), *(PrefillKey(chunk, GREEDY) for chunk in self.plan.prefill_chunks)])
         self.scheduler = Scheduler(self.plan, self.cycle, GREEDY)
         self.requests: list[Request] = []
-        params = SamplingParams(max_tokens=scenario.budget)
+        params = SamplingParams(max_tokens=scenario.budget, seed=0)
         self._next = Request(index=0, prompt=[5] * 24, params=params, stop_ids=(), budget=scenario.budget)
         for _ in range(scenario.rows):
             self._add()

@@ -200,10 +200,9 @@ BAD: list[tuple[list[int], SamplingParams, str, str]] = [
     ([1, MIRROR_VOCAB], SamplingParams(), "prompt[1]", f"a token id from 0 to {MIRROR_VOCAB - 1}, found {MIRROR_VOCAB}"),
     ([-1, 1], SamplingParams(), "prompt[0]", "found -1"),
     ([1] * 96, SamplingParams(), "prompt", "at most 95 tokens (max_context 96, one of them new), found 96 tokens"),
-    ([1], SamplingParams(max_tokens=0), "sampling.max_tokens", "at least 1, found 0"),
-    ([1], SamplingParams(temperature=-0.5), "sampling.temperature", "a finite number >= 0, found -0.5"),
-    ([1], SamplingParams(temperature=float("nan")), "sampling.temperature", "found nan"),
-    ([1], SamplingParams(seed=2**64), "sampling.seed", "a 64-bit integer"),
+    ([1], SamplingParams(logprobs=21), "sampling.logprobs", "None, or 0 to runtime.max_logprobs = 20, found 21"),
+    ([1], SamplingParams(logit_bias={MIRROR_VOCAB: 1.0}), "sampling.logit_bias", f"token ids from 0 to {MIRROR_VOCAB - 1}"),
+    ([1], SamplingParams(logit_bias=dict.fromkeys(range(33), 1.0)), "sampling.logit_bias", "at most runtime.max_logit_bias = 32 tokens"),
     ([1], SamplingParams(stop_token_ids=[MIRROR_VOCAB]), "sampling.stop_token_ids", f"found {MIRROR_VOCAB}"),
     (
         [1],
@@ -234,6 +233,84 @@ def test_a_bad_request_alone_raises(pair: Pair, prompt: list[int], params: Sampl
         pair.llm(**PLAIN).generate(prompt, params)
     assert caught.value.key == key
     assert message in str(caught.value)
+
+
+def test_requests_of_wrong_types_fail_alone(pair: Pair, schedulers: list[Watched]) -> None:
+    """Each between two good ones, whose tokens stay what they were; today's message says what was there."""
+    llm = pair.llm(**CHAIN)
+    good, params = prompts(2), SamplingParams(max_tokens=9)
+    expected = [pair.greedy(p, 9) for p in good]
+    bad: list[Any] = [
+        [1.5],
+        [True],
+        [float("nan")],
+        [10**30],
+        [None],
+        ["1"],
+        None,
+        b"w1",
+        {"prompt": 5},
+        {"prompt_token_ids": [1.0]},
+        "\ud800",
+    ]
+    for prompt in bad:
+        outputs = llm.generate([good[0], prompt, good[1]], params)
+        assert [outputs[0].token_ids, outputs[2].token_ids] == expected
+        assert (outputs[1].finish_reason, outputs[1].token_ids) == ("error", [])
+        assert outputs[1].error is not None and outputs[1].error.startswith("prompt")
+    same = llm.generate([{"prompt_token_ids": good[0]}, {"prompt": words(good[1])}], params)  # type: ignore[list-item]
+    assert ids(same) == expected
+
+
+def test_arguments_of_a_call_are_checked(pair: Pair) -> None:
+    llm = pair.llm(**CHAIN, max_context=20)
+    calls: list[tuple[str, Any]] = [
+        ("progress: expected a function", lambda: llm.generate([1], progress=5)),  # type: ignore[arg-type]
+        ("launcher: expected an object with launch", lambda: llm.generate([1], launcher=5)),  # type: ignore[arg-type]
+        ("params: expected a SamplingParams", lambda: llm.generate([1], {"max_tokens": 3})),  # type: ignore[arg-type]
+        ("params: expected a SamplingParams", lambda: next(llm.stream([1], 3))),  # type: ignore[arg-type]
+        ("prompts: expected a text", lambda: next(llm.stream(None))),  # type: ignore[arg-type]
+        ("requests: expected an integer >= 1, found 0", lambda: llm.warm_up(0)),
+        ("requests: expected an integer, found 'a'", lambda: llm.warm_up("a")),  # type: ignore[arg-type]
+        ("sampling: expected a SamplingClass, found 5", lambda: llm.warm_up(1, sampling=5)),  # type: ignore[arg-type]
+        ("cycles: expected an integer >= 1, at most 18, found 0", lambda: llm.draft_tree([1], 0)),
+        ("cycles: expected an integer >= 1, at most 18, found 1000000", lambda: llm.draft_tree([1], 10**6)),
+        ("cycles: expected an integer, found True", lambda: llm.draft_tree([1], True)),
+        ("prompt: expected one prompt, found 2 of them", lambda: llm.draft_tree([[1], [2]])),  # type: ignore[list-item]
+        ("prompt: expected one prompt, found 0 of them", lambda: llm.draft_tree([])),
+    ]
+    for message, call in calls:
+        with pytest.raises(RequestError, match=message):
+            call()
+
+
+def test_keys_of_other_engines_are_explained(pair: Pair) -> None:
+    for keys, hint in (
+        ({"max_model_len": 64}, "here it is max_context"),
+        ({"gpu_memory_utilization": 0.5}, "here it is memory_fraction"),
+        ({"tensor_parallel_size": 2}, "one GPU or one CPU only"),
+        ({"seed": 3}, r"each request has its own: SamplingParams\(seed=...\)"),
+        ({"max_new_tokens": 3}, r"SamplingParams\(max_tokens=...\)"),
+        ({"pag_size": 3}, "did you mean page_size"),
+        ({"zzz": object()}, "docs/configuration.md"),
+    ):
+        with pytest.raises(ConfigError, match=hint) as caught:
+            pair.llm(**PLAIN, **keys)  # type: ignore[arg-type]
+        assert len(str(caught.value)) < 200
+
+
+@SHAPES
+def test_requests_without_a_seed_share_no_noise(pair: Pair, schedulers: list[Watched], shape: dict[str, Any]) -> None:
+    asked = prompts(60, (4,))
+    hot = SamplingParams(max_tokens=3, temperature=20.0, ignore_eos=True)
+    llm = pair.llm(**shape)
+    outputs = llm.generate(asked, hot)
+    assert len({output.token_ids[0] for output in outputs}) > 15, "60 draws of 40 tokens; one seed for all gave 4"
+    assert len({output.seed for output in outputs}) == 60
+    again = llm.generate(asked, [SamplingParams(max_tokens=3, temperature=20.0, ignore_eos=True, seed=o.seed) for o in outputs])
+    assert ids(again) == ids(outputs)
+    assert [output.seed for output in again] == [output.seed for output in outputs]
+    assert [event.seed for event in llm.stream(asked[0], SamplingParams(max_tokens=1, seed=-5))] == [-5]
 
 
 def test_params_for_each_prompt(pair: Pair) -> None:

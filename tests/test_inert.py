@@ -100,7 +100,9 @@ def test_poison_does_not_move_the_output(pair: Pair, setting: str, what: str, mo
     monkeypatch.setattr(Cycle, "launch", poisoned)
     llm = pair.llm(**SETTINGS[setting], max_rows=4, buckets=[3, 4])
     asked = prompts(6)
-    params = [SamplingParams(max_tokens=n, ignore_eos=True, temperature=t) for n, t in zip(BUDGETS, (0, 0, 1, 0, 0, 1), strict=True)]
+    params = [
+        SamplingParams(max_tokens=n, ignore_eos=True, temperature=t, seed=n) for n, t in zip(BUDGETS, (0, 0, 1, 0, 0, 1), strict=True)
+    ]
     outputs = llm.generate(asked, params)
     assert [o.finish_reason for o in outputs] == ["length"] * 6
     for prompt, param, output in zip(asked, params, outputs, strict=True):

@@ -73,24 +73,79 @@ def test_automatic_shape(architecture: str, shape: tuple[int, int, int]) -> None
     assert resolve_shape(resolve_variant("none"), VariantConfig(), architecture) == PLAIN
 
 
-@pytest.mark.parametrize(
-    ("given", "missing"),
-    [
-        ({"num_steps": 4}, "variant.topk, variant.num_draft_tokens"),
-        ({"topk": 4}, "variant.num_steps, variant.num_draft_tokens"),
-        ({"num_draft_tokens": 4}, "variant.num_steps, variant.topk"),
-        ({"num_steps": 4, "topk": 2}, "variant.num_draft_tokens"),
-        ({"topk": 1, "num_draft_tokens": 4}, "variant.num_steps"),
-        ({"num_steps": 4, "num_draft_tokens": 4}, "variant.topk"),
-    ],
+STEPS, FAN_OUT, NODES = "num_steps", "topk", "num_draft_tokens"
+DERIVED: list[tuple[str, str, int, dict[str, int], tuple[int, int, int]]] = [
+    # The automatic shape is the tree (5, 4, 8).
+    ("eagle3", "LlamaForCausalLM", 1, {STEPS: 4}, (4, 4, 8)),
+    ("eagle3", "LlamaForCausalLM", 1, {STEPS: 1}, (1, 4, 5)),
+    ("eagle3", "LlamaForCausalLM", 1, {STEPS: 9}, (9, 4, 10)),
+    ("eagle3", "LlamaForCausalLM", 1, {FAN_OUT: 1}, (5, 1, 6)),
+    ("eagle3", "LlamaForCausalLM", 1, {FAN_OUT: 2}, (5, 2, 8)),
+    ("eagle3", "LlamaForCausalLM", 1, {NODES: 16}, (5, 4, 16)),
+    ("eagle3", "LlamaForCausalLM", 1, {NODES: 4}, (3, 4, 4)),
+    ("eagle3", "LlamaForCausalLM", 1, {STEPS: 4, FAN_OUT: 2}, (4, 2, 8)),
+    ("eagle3", "LlamaForCausalLM", 1, {STEPS: 4, NODES: 5}, (4, 4, 5)),
+    ("eagle3", "LlamaForCausalLM", 1, {FAN_OUT: 1, NODES: 4}, (3, 1, 4)),
+    ("eagle3", "LlamaForCausalLM", 1, {FAN_OUT: 3, NODES: 12}, (5, 3, 12)),
+    # The automatic shape is the chain (3, 1, 4).
+    ("eagle3", "Qwen3ForCausalLM", 1, {STEPS: 4}, (4, 1, 5)),
+    ("eagle3", "Qwen3ForCausalLM", 1, {NODES: 6}, (5, 1, 6)),
+    ("eagle3", "Qwen3ForCausalLM", 1, {STEPS: 5, NODES: 6}, (5, 1, 6)),
+    ("eagle3", "Qwen3ForCausalLM", 1, {FAN_OUT: 4}, (3, 4, 8)),
+    ("eagle3", "Qwen3ForCausalLM", 1, {STEPS: 10, FAN_OUT: 2}, (10, 2, 11)),
+    # Paths (6, 4, 12) and nodes (8, 8, 12).
+    ("ngram", "", 1, {STEPS: 4}, (4, 4, 12)),
+    ("ngram", "", 1, {STEPS: 2}, (2, 4, 9)),
+    ("ngram", "", 1, {FAN_OUT: 1}, (6, 1, 7)),
+    ("ngram_trie", "", 1, {STEPS: 4}, (4, 8, 12)),
+    ("ngram_trie", "", 1, {STEPS: 2, FAN_OUT: 2}, (2, 2, 7)),
+    ("ngram_trie", "", 1, {NODES: 6}, (5, 8, 6)),
+    # A head per step.
+    ("mtp", "", 3, {STEPS: 2}, (2, 1, 3)),
+    ("mtp", "", 3, {NODES: 3}, (2, 1, 3)),
+    ("mtp", "", 3, {FAN_OUT: 1}, (3, 1, 4)),
+]
+
+
+@pytest.mark.parametrize(("variant", "architecture", "heads", "given", "shape"), DERIVED)
+def test_what_is_unset_comes_from_the_automatic_shape(
+    variant: str, architecture: str, heads: int, given: dict[str, int], shape: tuple[int, int, int]
+) -> None:
+    found = resolve_shape(resolve_variant(variant), VariantConfig(name=variant, **given), architecture, heads)
+    assert found.numbers == list(shape)
+
+
+@given(
+    st.sampled_from([("eagle3", "LlamaForCausalLM"), ("eagle3", "Qwen3ForCausalLM"), ("ngram", ""), ("ngram_trie", "")]),
+    st.integers(1, 12) | st.none(),
+    st.integers(1, 8) | st.none(),
+    st.integers(2, 60) | st.none(),
 )
-def test_some_of_three_settings(given: dict[str, int], missing: str) -> None:
+def test_a_derived_shape_keeps_what_is_set(which: tuple[str, str], steps: int | None, topk: int | None, nodes: int | None) -> None:
+    variant, architecture = resolve_variant(which[0]), which[1]
+    given = {STEPS: steps, FAN_OUT: topk, NODES: nodes}
+    try:
+        shape = resolve_shape(variant, VariantConfig(name=which[0], **given), architecture)
+    except ConfigError:
+        assert nodes is not None or (steps and topk), "a depth alone and a fan-out alone contradict nothing"
+        return
+    assert steps in (None, shape.num_steps)
+    assert topk in (None, shape.topk)
+    assert nodes in (None, shape.num_draft_tokens) or topk == 1, "a chain's nodes follow from its steps, and a warning says so"
+    assert 2 <= shape.num_draft_tokens <= shape.num_candidates + 1
+
+
+def test_numbers_that_contradict_each_other() -> None:
+    def resolve(architecture: str, **values: int) -> CycleShape:
+        return resolve_shape(resolve_variant("eagle3"), VariantConfig(**values), architecture)
+
     refused(
-        missing,
-        "the others are set",
-        "no value",
-        lambda: resolve_shape(resolve_variant("eagle3"), VariantConfig(**given), "LlamaForCausalLM"),
-    )
+        "variant.topk", r"above 1, or num_draft_tokens = num_steps \+ 1 = 4", "num_draft_tokens = 9",
+        lambda: resolve("Qwen3ForCausalLM", num_steps=3, num_draft_tokens=9),
+    )  # fmt: skip
+    refused("variant.num_draft_tokens", "at least 2", 1, lambda: resolve("LlamaForCausalLM", num_draft_tokens=1))
+    refused("num_draft_tokens", "at most 5 for num_steps=1", 9, lambda: resolve("LlamaForCausalLM", num_steps=1, num_draft_tokens=9))
+    refused("variant.num_steps", "at least 1", 0, lambda: resolve("LlamaForCausalLM", num_steps=0))
 
 
 @pytest.mark.parametrize("nodes", [None, 5, 9])
@@ -182,7 +237,7 @@ def test_what_only_some_devices_can_do() -> None:
     [("num_stepz", 5), ("name", "eager"), ("variant", "eagle3"), ("page_sizes", 1)],
 )
 def test_unknown_override(name: str, value: object) -> None:
-    refused(name, "a configuration key, one of .*num_steps.*page_size", f"{name}={value!r}", lambda: Config().replaced(**{name: value}))
+    refused(name, "a configuration key", f"{name}={value!r}", lambda: Config().replaced(**{name: value}))
 
 
 def test_override_reaches_its_group() -> None:

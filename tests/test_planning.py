@@ -397,7 +397,7 @@ BAD = {
     "hardware=h200 plan.batches=[2,1]": ("plan.batches", "ascending", "[2, 1]"),
     "hardware=h200 plan.measured=/nowhere.jsonl": ("plan.measured", "graphspec profile wrote", "/nowhere.jsonl"),
     "hardware=h200 plan.measured=README.md": ("README.md:1", "JSON object", "graphspec"),
-    "hardware.bandwidth_gbs=-1": ("hardware.bandwidth_gbs", "above 0", "-1"),
+    "hardware.bandwidth_gbs=-1": ("hardware.bandwidth_gbs", ">= 1e-09", "-1"),
     "hardware=h200 variant=ngram variant.draft=x": ("variant.draft", "nothing", "x"),
     "hardware=h200 model=llama-3.1-8b variant=standalone": ("variant.draft", "can't be guessed", "no value"),
     "hardware=h200 model=llama-3.1-8b variant=mtp": ("num_nextn_predict_layers", "an integer", "no such key"),

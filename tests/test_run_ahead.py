@@ -207,7 +207,7 @@ def test_the_engine_gives_the_same_tokens(pair: Pair, shape: dict[str, Any], mon
 
 
 def test_no_cycle_at_all_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"runtime\.cycles_in_flight: expected a number >= 1, found 0"):
+    with pytest.raises(ConfigError, match=r"runtime\.cycles_in_flight: expected an integer >= 1, at most 64, found 0"):
         make("none", runtime={"cycles_in_flight": 0})
 
 

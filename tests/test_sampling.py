@@ -329,13 +329,13 @@ def test_a_class_computes_and_holds_only_what_it_names(pair: Pair) -> None:
     assert set(calls) == {(False,) * 6}, "neither noise nor filters"
     calls.clear()
     llm.cycle.kernels = replace(kernels, gumbel_noise=_refuse, filter_logits=_refuse, sample_tokens=watch)
-    llm.generate(prompts(2), SamplingParams(max_tokens=6, temperature=1.0))
+    llm.generate(prompts(2), SamplingParams(max_tokens=6, seed=0, temperature=1.0))
     assert set(calls) == {(True,) * 3 + (False,) * 3}, "noise, no filters"
     assert not extra & {name for name, *_ in llm.slots()}
     before = {name: llm.cycle.arena[name].data_ptr() for name, *_ in llm.slots()}
     llm.cycle.kernels = kernels
     views = llm.cycle.arena.views(2)
-    llm.generate(prompts(2), SamplingParams(max_tokens=6, temperature=1.0, repetition_penalty=1.1))
+    llm.generate(prompts(2), SamplingParams(max_tokens=6, seed=0, temperature=1.0, repetition_penalty=1.1))
     assert extra & {name for name, *_ in llm.slots()} == {"output_count_RV", "prompt_seen_RV"}
     assert views is llm.cycle.arena.views(2) and views.output_count_RV.shape == (9, MIRROR_VOCAB)
     assert {name: llm.cycle.arena[name].data_ptr() for name in before} == before

@@ -29,7 +29,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 def test_a_stream_adds_up_to_the_output(pair: Pair, shape: dict[str, Any]) -> None:
     llm = pair.llm(**shape, max_rows=3)
     asked: list[list[int]] = [*prompts(5), [MIRROR_VOCAB]]
-    params = [SamplingParams(max_tokens=n, temperature=t) for n, t in ((14, 0.0), (1, 0.0), (9, 1.0), (2, 0.0), (20, 0.0), (3, 0.0))]
+    lengths = ((14, 0.0), (1, 0.0), (9, 1.0), (2, 0.0), (20, 0.0), (3, 0.0))
+    params = [SamplingParams(max_tokens=n, temperature=t, seed=n) for n, t in lengths]
     outputs = llm.generate(asked, params)
     events: dict[int, list[StreamEvent]] = defaultdict(list)
     for event in llm.stream(asked, params):
@@ -42,6 +43,9 @@ def test_a_stream_adds_up_to_the_output(pair: Pair, shape: dict[str, Any]) -> No
         assert [e.finish_reason for e in mine] == [None] * (len(mine) - 1) + [output.finish_reason]
         assert all(e.token_ids for e in mine[:-1])
     assert outputs[-1].finish_reason == "error"
+    assert {o.index: (o.error, o.seed) for o in outputs} == {i: (mine[-1].error, mine[-1].seed) for i, mine in events.items()}
+    assert outputs[-1].error == f"prompt[0]: expected a token id from 0 to {MIRROR_VOCAB - 1}, found {MIRROR_VOCAB}"
+    assert [o.error for o in outputs[:-1]] == [None] * 5
     assert len(events[0]) > 2
     assert llm.metrics is not None
     assert llm.metrics.cycles == sum(o.metrics.cycles for o in outputs)

@@ -13,7 +13,8 @@ from ..cycle import Cycle, RingEntry
 from ..errors import ConfigError
 from ..graphs.mailbox import Message
 from ..programs import Key
-from .llm import LLM, Prompt
+from .llm import LLM
+from .prompts import Prompt
 from .request import configured_params
 
 RELATIVE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}

@@ -13,9 +13,9 @@ import torch
 
 from ..buffers import DTYPES
 from ..catalog import Variant, load_object, resolve_variant
-from ..config import Config, ModelConfig, RuntimeConfig, VariantConfig
+from ..config import Config
 from ..cycle import Cycle, Progress
-from ..errors import CheckpointError, ConfigError, RequestError
+from ..errors import CheckpointError, ConfigError
 from ..facts import check_tokenizer, read_model_facts
 from ..graphs.capture import CaptureRecord
 from ..kernels import resolve, select_kernels
@@ -25,17 +25,18 @@ from ..plan import Plan, make_plan
 from ..programs import Key
 from ..shapes import GREEDY, SamplingClass
 from ..weights import apply_token_map, load_target, load_token_map
+from .arguments import check_cycles, check_launcher, check_progress, check_warm_up, engine_config
 from .depth import AdaptiveDepth, DepthPolicy
 from .engine import Engine
 from .outputs import Detokenizer, Metrics, Output, StreamEvent, TreeSnapshot, summarise
 from .planned import PlannedCycle
+from .prompts import Params, Prompt, make_requests
 from .proposer import TrieProposer
-from .request import Request, SamplingParams, check_params, check_prompt
+from .request import Request, SamplingParams
 from .scheduler import Launcher
 from .self_test import AcceptanceTest
 from .tuning import LinearTuner
 
-Prompt = str | Sequence[int]
 DEMO = "demo"
 logger = logging.getLogger(__name__)
 
@@ -65,7 +66,8 @@ class LLM:
         runtime: ``eager``, ``compiled`` or ``captured``.
         config: a whole configuration instead of the arguments above.
         progress: called as ``progress(phase, done, total)`` during load and compilation.
-        overrides: any other configuration key by its bare name (``num_steps=5, topk=4, num_draft_tokens=16, page_size=1``).
+        overrides: any other configuration key by its bare name, those of ``sampling`` apart, which belong to each request
+            (``num_steps=5, topk=4, num_draft_tokens=16, page_size=1``).
 
     Raises:
         ConfigError: a bad value. CheckpointError: a checkpoint that is missing, damaged or does not fit.
@@ -82,13 +84,8 @@ class LLM:
         progress: Progress | None = None,
         **overrides: Any,
     ) -> None:
-        if config is None:
-            config = Config(
-                variant=VariantConfig(name=variant, draft=str(draft) if draft is not None else None),
-                model=ModelConfig(path=str(model)),
-                runtime=RuntimeConfig(name=runtime),
-            )
-        self.config = config.replaced(**overrides)
+        self.config = engine_config(config, overrides, model=model, variant=variant, draft=draft, runtime=runtime)
+        check_progress(progress, ConfigError)
         self.progress = progress
         self.plan = self._plan()
         self.memory = plan_memory(self.plan, self.config)
@@ -242,7 +239,7 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        params: Params = None,
         progress: Progress | None = None,
         launcher: Launcher | None = None,
     ) -> list[Output]:
@@ -252,7 +249,7 @@ class LLM:
         its launches, and none of their tokens depend on that.
 
         Args:
-            prompts: a text, a list of token ids, or a list of either.
+            prompts: a text, a list of token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``; or a list of these.
             params: one for all prompts, or one per prompt; default greedy, 128 tokens.
             progress: called as ``progress("generate", tokens, most tokens)``.
             launcher: what launches the programs, default the engine's own cycle; a comparison or a recorder may stand in front of it, and
@@ -262,6 +259,8 @@ class LLM:
             RequestError: the single prompt of the call can't be served, or there is not one params object per prompt.
             ResourceError: called from inside a step of the engine (a progress callback of loading, a signal handler), or memory ran out.
         """
+        check_progress(progress)
+        check_launcher(launcher)
         requests = self._requests(prompts, params)
         most = sum(r.budget for r in requests)
         with closing(self._run(requests, launcher)) as run:
@@ -279,15 +278,14 @@ class LLM:
                 finish_reason=r.finish_reason or "error",
                 error=r.error,
                 metrics=summarise([r], self.plan),
+                seed=r.seed,
                 logprobs=r.logprobs if r.params.logprobs is not None else None,
                 timing=r.metrics,
             )
             for r in requests
         ]
 
-    def stream(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
-    ) -> Iterator[StreamEvent]:
+    def stream(self, prompts: Prompt | Sequence[Prompt], params: Params = None) -> Iterator[StreamEvent]:
         """Like :meth:`generate`, but yields tokens as they are accepted. Closing the iterator early aborts what is left.
 
         Raises:
@@ -307,30 +305,13 @@ class LLM:
                 sent[request] += len(fresh)
                 text = texts[request].push(fresh, last=finished)
                 logprobs = request.logprobs[begin : sent[request]] if request.params.logprobs is not None else None
-                yield StreamEvent(request.index, text, fresh, finished, request.finish_reason if finished else None, logprobs)
+                reason = request.finish_reason if finished else None
+                yield StreamEvent(request.index, text, fresh, finished, reason, logprobs, request.error, request.seed)
         self._acceptance_test.observe(requests)
         self.metrics = summarise(requests, self.plan)
 
-    def _requests(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None) -> list[Request]:
-        single = _is_single(prompts)
-        many: Sequence[Prompt] = [prompts] if single else prompts  # type: ignore[list-item, assignment]
-        each = [params or SamplingParams()] * len(many) if params is None or isinstance(params, SamplingParams) else list(params)
-        if len(each) != len(many):
-            raise RequestError("params", f"one SamplingParams, or one for each of the {len(many)} prompts", f"{len(each)} of them")
-        requests = []
-        for index, (prompt, param) in enumerate(zip(many, each, strict=True)):
-            request = Request(index=index, prompt=[], params=param, stop_ids=(), budget=0)
-            try:
-                request.prompt = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-                request.stop_ids = check_params(request.params, self.plan, self.plan.target.eos_token_ids)
-                check_prompt(request.prompt, self.plan)
-                request.budget = min(request.params.max_tokens, self.plan.max_context - len(request.prompt))
-            except RequestError as error:
-                if single:
-                    raise
-                request.finish_reason, request.error = "error", str(error)
-            requests.append(request)
-        return requests
+    def _requests(self, prompts: Prompt | Sequence[Prompt], params: Params, *, one: bool = False) -> list[Request]:
+        return make_requests(prompts, params, self.plan, lambda text: list(self.tokenizer.encode(text)), one=one)
 
     def _run(
         self, requests: Sequence[Request], launcher: Launcher | None = None, policy: DepthPolicy | None = None
@@ -354,7 +335,7 @@ class LLM:
 
         Where the draft depth adapts, cycles whose times are in no configuration are timed as well, once per bucket.
         """
-        self._engine.prepare(requests, sampling)
+        self._engine.prepare(check_warm_up(requests, sampling, self.plan), sampling)
 
     def keys(self, requests: int, sampling: SamplingClass) -> list[Key]:
         """Programs a run of so many requests can need: every bucket up to theirs, every chunk size."""
@@ -370,9 +351,11 @@ class LLM:
         """Run ``cycles`` cycles on ``prompt`` and return the last one's nodes, with the path that was accepted.
 
         Raises:
+            RequestError: not one prompt, one that can't be served, or more cycles than the context holds tokens.
             ResourceError: another call is open on this engine.
         """
-        requests = self._requests(prompt, SamplingParams(max_tokens=(cycles + 1) * self.plan.accept_width, ignore_eos=True))
+        cycles = check_cycles(cycles, self.plan)
+        requests = self._requests(prompt, SamplingParams(max_tokens=(cycles + 1) * self.plan.accept_width, ignore_eos=True), one=True)
         bucket = self.cycle.buckets(GREEDY)[0]
         run = self._run(requests, policy=_Deepest(self.plan))
         while requests[0].metrics.cycles < cycles and next(run, None) is not None:
@@ -404,10 +387,6 @@ class _Deepest:
 
     def observe(self, bucket: int, depth: int, accepted: Sequence[int]) -> None:
         pass
-
-
-def _is_single(prompts: Prompt | Sequence[Prompt]) -> bool:
-    return isinstance(prompts, str) or (len(prompts) > 0 and all(isinstance(token, int) for token in prompts))
 
 
 def _has_tokenizer(folder: Path) -> bool:

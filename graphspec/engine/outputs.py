@@ -44,6 +44,7 @@ class Output:
         token_ids: new tokens; a stop id that ended the request is the last one.
         finish_reason: ``stop``, ``length``, ``memory`` (page pool too small), ``abort`` or ``error``.
         error: the message when ``finish_reason`` is ``error``.
+        seed: what every draw followed from; ``SamplingParams(seed=...)`` with it gives these tokens again.
         logprobs: one for each token when they were asked for, else None.
         timing: when its tokens came, cycle by cycle.
     """
@@ -55,13 +56,19 @@ class Output:
     finish_reason: str
     error: str | None
     metrics: Metrics
+    seed: int
     logprobs: list[TokenLogprob] | None = None
     timing: RequestMetrics = field(default_factory=RequestMetrics)
 
 
 @dataclass(frozen=True, slots=True)
 class StreamEvent:
-    """New tokens of one request, as soon as they are accepted."""
+    """New tokens of one request, as soon as they are accepted.
+
+    Attributes:
+        error: the message when ``finish_reason`` is ``error``.
+        seed: as in :class:`Output`.
+    """
 
     index: int
     text: str
@@ -69,6 +76,8 @@ class StreamEvent:
     finished: bool
     finish_reason: str | None = None
     logprobs: list[TokenLogprob] | None = None
+    error: str | None = None
+    seed: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,35 +2,50 @@
 
 from __future__ import annotations
 
-import math
+import secrets
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, NoReturn
 
-from ..config import SamplingConfig
+from ..checks import brief, check_fields
+from ..config import SamplingConfig, check_sampling
 from ..errors import RequestError
 from ..plan import Plan
 from ..shapes import GREEDY, SamplingClass
 
-PENALTY_LIMIT = 2.0
-BIAS_LIMIT = 100.0
+
+class LogitBias(dict[int, float]):
+    """A mapping that can't be changed, so that what was checked is what is sent."""
+
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
+        raise TypeError("logit_bias can't be changed; dataclasses.replace makes other parameters")
+
+    __setitem__ = __delitem__ = __ior__ = _refuse
+    clear = pop = popitem = setdefault = update = _refuse
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(frozenset(self.items()))
+
+    def __reduce__(self) -> tuple[type[LogitBias], tuple[dict[int, float]]]:
+        return LogitBias, (dict(self),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How one request is sampled and when it ends.
+    """How one request is sampled and when it ends. Every number is checked here, as far as that needs no engine.
 
     Attributes:
         max_tokens: most new tokens, at least 1.
-        temperature: 0 is greedy.
-        seed: 64-bit; two requests with one seed and one prompt get one output. Give samples of the same prompt different seeds.
+        temperature: 0 is greedy; above it, from 1e-5 to 1e5.
+        seed: 64 bits, signed or not; two requests with one seed and one prompt get one output. None: every request draws a seed of its own,
+            which its output names.
         stop_token_ids: ids that end the request, besides the checkpoint's end-of-text ids; the id itself is part of the output.
         ignore_eos: the checkpoint's end-of-text ids do not end the request.
         top_k: sample from the k most likely tokens; -1 or 0: all. Equal logits stay together.
-        top_p: of those, from the most likely ones that together hold this share, 0 < top_p <= 1.
+        top_p: of those, from the most likely ones that together hold this share, 0 < top_p <= 1 (1.2e-38 or more).
         min_p: of those, from the ones at least this share as likely as the most likely, 0 <= min_p <= 1.
-        repetition_penalty: above 0; positive logits of tokens in the prompt or the output are divided by it, negative ones multiplied.
+        repetition_penalty: 0.01 to 100; positive logits of tokens in the prompt or the output are divided by it, negative ones multiplied.
         presence_penalty: -2 to 2, taken off the logits of tokens in the output.
         frequency_penalty: -2 to 2, the same for each time they are in it.
         logit_bias: token id to what is added to its logit, -100 to 100.
@@ -39,11 +54,14 @@ class SamplingParams:
             of the above.
 
     Filters act at temperatures above 0, everything else at 0 too.
+
+    Raises:
+        RequestError: a value of another type, not finite or out of range; the key is ``sampling.<field>``.
     """
 
     max_tokens: int = 128
     temperature: float = 0.0
-    seed: int = 0
+    seed: int | None = None
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     top_k: int = -1
@@ -55,6 +73,12 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None
     min_tokens: int = 0
     logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self, "sampling", error=RequestError)
+        check_sampling(self, RequestError)
+        if self.logit_bias is not None:
+            object.__setattr__(self, "logit_bias", LogitBias(self.logit_bias))
 
     @property
     def sampling_class(self) -> SamplingClass:
@@ -71,8 +95,7 @@ class SamplingParams:
 
 def configured_params(config: SamplingConfig, **changes: Any) -> SamplingParams:
     """The request parameters that the ``sampling`` group describes, some of them changed."""
-    values = {f.name: getattr(config, f.name) for f in fields(config)} | changes
-    return SamplingParams(**(values | {"stop_token_ids": tuple(values["stop_token_ids"]), "logit_bias": dict(values["logit_bias"])}))
+    return SamplingParams(**({f.name: getattr(config, f.name) for f in fields(config)} | changes))
 
 
 def sampling_class(params: Iterable[SamplingParams]) -> SamplingClass:
@@ -137,6 +160,8 @@ class Request:
     params: SamplingParams
     stop_ids: tuple[int, ...]
     budget: int
+    seed: int = field(init=False)
+    """That of the parameters, or 64 fresh bits where they have none."""
     output: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: str | None = None
@@ -160,6 +185,9 @@ class Request:
         """It holds no row and no pages any more, and must be prefilled before it can go on."""
         self.row, self.pages, self.ready = None, [], False
 
+    def __post_init__(self) -> None:
+        self.seed = secrets.randbits(64) if self.params.seed is None else self.params.seed
+
     @property
     def committed(self) -> int:
         """Tokens known to have target KV once everything read so far is counted."""
@@ -172,57 +200,25 @@ def check_params(params: SamplingParams, plan: Plan, eos_ids: Sequence[int]) -> 
     Raises:
         RequestError: names the field.
     """
-    if params.max_tokens < 1:
-        raise RequestError("sampling.max_tokens", "at least 1", params.max_tokens)
-    if not (math.isfinite(params.temperature) and params.temperature >= 0):
-        raise RequestError("sampling.temperature", "a finite number >= 0", params.temperature)
-    if not -(2**63) <= params.seed < 2**64:
-        raise RequestError("sampling.seed", "a 64-bit integer", params.seed)
+    vocab = plan.target.vocab_size
     stops = tuple(dict.fromkeys([*params.stop_token_ids, *([] if params.ignore_eos else eos_ids)]))
     for stop in stops:
-        if not 0 <= stop < plan.target.vocab_size:
-            raise RequestError("sampling.stop_token_ids", f"ids from 0 to {plan.target.vocab_size - 1}", stop)
+        if not 0 <= stop < vocab:
+            raise RequestError("sampling.stop_token_ids", f"ids from 0 to {vocab - 1}", stop)
     if len(stops) > plan.max_stop_ids:
         raise RequestError(
             "sampling.stop_token_ids", f"at most runtime.max_stop_ids = {plan.max_stop_ids}, end-of-text ids included", len(stops)
         )
-    _check_filters(params)
-    _check_penalties(params)
-    _check_bias(params.logit_bias or {}, plan)
-    if not 0 <= params.min_tokens <= params.max_tokens:
-        raise RequestError("sampling.min_tokens", f"0 to max_tokens = {params.max_tokens}", params.min_tokens)
-    if params.logprobs is not None and not 0 <= params.logprobs <= plan.max_logprobs:
+    bias = params.logit_bias or {}
+    if len(bias) > plan.max_logit_bias:
+        raise RequestError("sampling.logit_bias", f"at most runtime.max_logit_bias = {plan.max_logit_bias} tokens", len(bias))
+    for token in bias:
+        if token >= vocab:
+            raise RequestError("sampling.logit_bias", f"token ids from 0 to {vocab - 1}", token)
+    if params.logprobs is not None and params.logprobs > plan.max_logprobs:
         raise RequestError("sampling.logprobs", f"None, or 0 to runtime.max_logprobs = {plan.max_logprobs}", params.logprobs)
     # A synthetic run ends at its budget: its tokens mean nothing, a stop id among them neither.
     return () if plan.accept.synthetic else stops
-
-
-def _check_filters(params: SamplingParams) -> None:
-    if params.top_k < -1:
-        raise RequestError("sampling.top_k", "-1 or 0 for all tokens, or at least 1", params.top_k)
-    if not 0 < params.top_p <= 1:
-        raise RequestError("sampling.top_p", "above 0, at most 1", params.top_p)
-    if not 0 <= params.min_p <= 1:
-        raise RequestError("sampling.min_p", "0 to 1", params.min_p)
-
-
-def _check_penalties(params: SamplingParams) -> None:
-    if not (math.isfinite(params.repetition_penalty) and params.repetition_penalty > 0):
-        raise RequestError("sampling.repetition_penalty", "a finite number above 0", params.repetition_penalty)
-    for key in ("presence_penalty", "frequency_penalty"):
-        value = getattr(params, key)
-        if not -PENALTY_LIMIT <= value <= PENALTY_LIMIT:
-            raise RequestError(f"sampling.{key}", f"{-PENALTY_LIMIT} to {PENALTY_LIMIT}", value)
-
-
-def _check_bias(bias: Mapping[int, float], plan: Plan) -> None:
-    if len(bias) > plan.max_logit_bias:
-        raise RequestError("sampling.logit_bias", f"at most runtime.max_logit_bias = {plan.max_logit_bias} tokens", len(bias))
-    for token, value in bias.items():
-        if not 0 <= token < plan.target.vocab_size:
-            raise RequestError("sampling.logit_bias", f"token ids from 0 to {plan.target.vocab_size - 1}", token)
-        if not -BIAS_LIMIT <= value <= BIAS_LIMIT:
-            raise RequestError(f"sampling.logit_bias[{token}]", f"{-BIAS_LIMIT} to {BIAS_LIMIT}", value)
 
 
 def check_prompt(prompt: Sequence[int], plan: Plan) -> None:
@@ -233,13 +229,13 @@ def check_prompt(prompt: Sequence[int], plan: Plan) -> None:
     """
     if not prompt:
         raise RequestError("prompt", "at least one token", "an empty prompt")
-    for position, token in enumerate(prompt):
-        if not 0 <= token < plan.target.vocab_size:
-            raise RequestError(f"prompt[{position}]", f"a token id from 0 to {plan.target.vocab_size - 1}", token)
     if len(prompt) >= plan.max_context:
         raise RequestError(
             "prompt", f"at most {plan.max_context - 1} tokens (max_context {plan.max_context}, one of them new)", f"{len(prompt)} tokens"
         )
+    for position, token in enumerate(prompt):
+        if not 0 <= token < plan.target.vocab_size:
+            raise RequestError(f"prompt[{position}]", f"a token id from 0 to {plan.target.vocab_size - 1}", brief(token))
     needed, available = plan.pages_for(len(prompt) + plan.tokens_in_flight), plan.num_pages - 1
     if needed > available:
         raise RequestError(

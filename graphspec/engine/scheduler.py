@@ -238,7 +238,7 @@ class Scheduler:
         return Join(
             row=request.row,
             budget=request.budget - len(request.output),
-            seed=params.seed,
+            seed=request.seed,
             temperature=params.temperature,
             draft_len=self.plan.shape.num_steps,
             stop_ids=request.stop_ids,

@@ -1,0 +1,171 @@
+"""What a call hands in becomes requests: prompts in every spelling that is taken, and one ``SamplingParams`` for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Number
+from typing import TypedDict
+
+from ..checks import brief, is_array, typed, wholes
+from ..errors import CheckpointError, GraphspecError, RequestError
+from ..plan import Plan
+from .request import Request, SamplingParams, check_params, check_prompt
+
+
+class TextPrompt(TypedDict):
+    """A prompt as vLLM spells it."""
+
+    prompt: str
+
+
+class TokensPrompt(TypedDict):
+    """A tokenised prompt as vLLM spells it."""
+
+    prompt_token_ids: Sequence[int]
+
+
+Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
+Params = SamplingParams | Sequence[SamplingParams] | None
+
+LONGEST = 2**24
+"""Most token ids of a prompt, or prompts of a call, that are looked at one by one; ranges and views can claim any length."""
+SPELLINGS = "a text, a list of token ids, {'prompt': text} or {'prompt_token_ids': ids}"
+_BYTES = bytes | bytearray | memoryview
+
+
+def split_prompts(prompts: object) -> tuple[bool, list[object]]:
+    """Whether a call's ``prompts`` are a single one, and the prompts, not read yet.
+
+    A text, a mapping, integers in a list and a one-dimensional array are one prompt; a list of prompts and a two-dimensional array are
+    several.
+
+    Raises:
+        RequestError: none of these, or a list that mixes token ids with prompts.
+    """
+    if isinstance(prompts, str | Mapping | range):
+        return True, [prompts]
+    array = is_array(prompts)
+    if not array and (not isinstance(prompts, Sequence) or isinstance(prompts, _BYTES)):
+        raise RequestError("prompts", f"{SPELLINGS}, or a list of these", typed(prompts))
+    try:
+        if array and len(prompts.shape) == 1:  # type: ignore[attr-defined]
+            return True, [prompts]
+        if len(prompts) > LONGEST:  # type: ignore[arg-type]
+            raise RequestError("prompts", f"at most {LONGEST} of them", len(prompts))  # type: ignore[arg-type]
+        entries = list(prompts)  # type: ignore[call-overload]
+    except RequestError:
+        raise
+    except Exception as reason:
+        found = f"{type(prompts).__name__} that can't be read: {type(reason).__name__}: {brief(str(reason))}"
+        raise RequestError("prompts", f"{SPELLINGS}, or a list of these", found) from reason
+    numbers = [type(entry) is int or isinstance(entry, Number) for entry in entries]
+    if entries and all(numbers):
+        return True, [entries]
+    if any(numbers):
+        place = numbers.index(True) or numbers.index(False)
+        found = f"prompts[0] = {typed(entries[0])}, prompts[{place}] = {typed(entries[place])}"
+        raise RequestError("prompts", "prompts alone or token ids alone", f"a list that mixes them: {found}")
+    return False, entries
+
+
+def read_prompt(prompt: object, encode: Callable[[str], list[int]]) -> list[int]:
+    """Token ids of one prompt; whether the vocabulary has them is :func:`~graphspec.engine.request.check_prompt`'s question.
+
+    Args:
+        prompt: in one of the spellings.
+        encode: the tokenizer's.
+
+    Raises:
+        RequestError: no such spelling, an id that is no integer, or text that is no Unicode or that the tokenizer refuses.
+        CheckpointError: text, and there is no tokenizer.
+    """
+    if isinstance(prompt, Mapping):
+        prompt = _unwrap(prompt)
+    if isinstance(prompt, str):
+        try:
+            prompt.encode()
+            return list(encode(prompt))
+        except GraphspecError:
+            raise
+        except Exception as reason:
+            kind = "no Unicode text" if isinstance(reason, UnicodeEncodeError) else type(reason).__name__
+            raise RequestError("prompt", "text that the tokenizer reads", f"{brief(prompt)}: {kind}: {brief(str(reason))}") from reason
+    if isinstance(prompt, _BYTES) or not (isinstance(prompt, Sequence) or is_array(prompt)):
+        raise RequestError("prompt", SPELLINGS, typed(prompt))
+    return wholes("prompt", prompt, RequestError, most=LONGEST, expected="a token id")
+
+
+def _unwrap(prompt: Mapping[object, object]) -> object:
+    """The text or the ids of a mapping.
+
+    Raises:
+        RequestError: other keys than one of the two, or a value of the other's type.
+    """
+    try:
+        items = dict(prompt.items())
+    except Exception as reason:
+        raise RequestError("prompt", SPELLINGS, f"{type(prompt).__name__} that can't be read") from reason
+    if set(items) == {"prompt"}:
+        text = items["prompt"]
+        if not isinstance(text, str):
+            raise RequestError("prompt['prompt']", "a text (token ids are 'prompt_token_ids')", typed(text))
+        return text
+    if set(items) == {"prompt_token_ids"}:
+        ids = items["prompt_token_ids"]
+        if isinstance(ids, str | Mapping):
+            raise RequestError("prompt['prompt_token_ids']", "a list of token ids", typed(ids))
+        return ids
+    others = [brief(key) for key in items if key not in ("prompt", "prompt_token_ids")]
+    found = "both" if not others and items else "other keys: " + ", ".join(others) if others else "no key"
+    raise RequestError("prompt", "a mapping with 'prompt' or 'prompt_token_ids' and nothing else (text only)", found)
+
+
+def read_params(params: object, count: int) -> list[SamplingParams]:
+    """One ``SamplingParams`` for each of ``count`` prompts.
+
+    Raises:
+        RequestError: something else was given, or not one for each prompt.
+    """
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if not isinstance(params, list | tuple):
+        raise RequestError("params", "a SamplingParams, or a list with one for each prompt", typed(params))
+    for place, param in enumerate(params):
+        if not isinstance(param, SamplingParams):
+            raise RequestError(f"params[{place}]", "a SamplingParams", typed(param))
+    if len(params) != count:
+        raise RequestError("params", f"one SamplingParams, or one for each of the {count} prompts", f"{len(params)} of them")
+    return list(params)
+
+
+def make_requests(prompts: object, params: object, plan: Plan, encode: Callable[[str], list[int]], *, one: bool = False) -> list[Request]:
+    """Checked requests. One that can't be served has a ``finish_reason`` and an ``error`` and stands for itself alone.
+
+    Args:
+        prompts: of the call.
+        params: of the call.
+        plan: of the engine that is to serve them.
+        encode: the tokenizer's.
+        one: there must be exactly one prompt.
+
+    Raises:
+        RequestError: the arguments are no prompts or no parameters, or the call's single prompt can't be served.
+        CheckpointError: the single prompt is a text, and there is no tokenizer.
+    """
+    single, many = split_prompts(prompts)
+    if one and len(many) != 1:
+        raise RequestError("prompt", "one prompt", f"{len(many)} of them")
+    requests = []
+    for index, (prompt, param) in enumerate(zip(many, read_params(params, len(many)), strict=True)):
+        request = Request(index=index, prompt=[], params=param, stop_ids=(), budget=0)
+        try:
+            request.prompt = read_prompt(prompt, encode)
+            request.stop_ids = check_params(param, plan, plan.target.eos_token_ids)
+            check_prompt(request.prompt, plan)
+            request.budget = min(param.max_tokens, plan.max_context - len(request.prompt))
+        except (RequestError, CheckpointError) as error:
+            if single or one:
+                raise
+            request.finish_reason, request.error = "error", str(error)
+        requests.append(request)
+    return requests

@@ -1,0 +1,80 @@
+"""What to write instead of a key that does not exist: the closest of ours, or our name for what others have. Standard library only."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection
+
+_OURS = {
+    "model": ("model_path", "model_name_or_path", "pretrained_model_name_or_path", "checkpoint"),
+    "max_context, the longest prompt plus output": ("max_model_len", "context_length", "max_seq_len", "max_position_embeddings"),
+    "memory_fraction": ("gpu_memory_utilization", "mem_fraction_static"),
+    "max_rows": ("max_num_seqs", "max_running_requests", "max_batch_size", "batch_size"),
+    "page_size": ("block_size",),
+    "num_pages": ("num_gpu_blocks_override", "max_total_tokens"),
+    "prefill_chunks": ("max_num_batched_tokens", "enable_chunked_prefill", "chunked_prefill_size", "long_prefill_token_threshold"),
+    "buckets, the batch sizes for which a cycle exists": (
+        "cuda_graph_sizes", "cuda_graph_bs", "cuda_graph_max_bs", "cudagraph_capture_sizes", "compilation_config",
+    ),
+    "dtype": ("torch_dtype",),
+    "device": ("device_map",),
+    "attention": ("attn_implementation", "attention_backend"),
+    'runtime="eager"': ("enforce_eager",),
+    'runtime="eager" or "compiled"': ("disable_cuda_graph",),
+    "variant= and draft=": (
+        "speculative_config", "speculative_model", "speculative_algorithm", "speculative_draft_model_path", "assistant_model",
+    ),
+    'variant="ngram"': ("prompt_lookup_num_tokens",),
+    "num_steps": ("speculative_num_steps", "num_speculative_tokens"),
+    "topk": ("speculative_eagle_topk",),
+    "num_draft_tokens": ("speculative_num_draft_tokens",),
+    "token_map": ("speculative_token_map",),
+    "a field of ngram=NgramSettings(...)": ("min_window", "max_window", "match", "min_breadth", "capacity", "corpus"),
+}  # fmt: skip
+"""Key of ours to names that vLLM, SGLang and transformers have for it."""
+
+_ABSENT = {
+    "one GPU or one CPU only": (
+        "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "tp_size", "tp", "pp_size", "dp_size", "ep_size",
+        "enable_expert_parallel",
+    ),
+    "no code of a checkpoint is ever run": ("trust_remote_code",),
+    "quantised weights and KV are not supported": (
+        "quantization", "quantization_config", "load_in_8bit", "load_in_4bit", "kv_cache_dtype",
+    ),
+    "there is no prefix cache": ("enable_prefix_caching", "disable_radix_cache"),
+    "the tokenizer is the one in the model's folder": ("tokenizer", "tokenizer_mode", "tokenizer_path", "skip_tokenizer_init"),
+    "adapters are not supported": ("enable_lora", "lora_paths"),
+    "models are read from a folder": ("revision", "download_dir", "load_format"),
+    "there is no server": ("host", "port", "served_model_name", "api_key"),
+}  # fmt: skip
+"""What there is nothing for here, and why, to the names others have for it."""
+
+_PER_REQUEST = {
+    "seed": ("random_seed",),
+    "max_tokens": ("max_new_tokens", "max_length"),
+    "temperature": ("do_sample",),
+    "stop_token_ids": ("eos_token_id",),
+}
+"""Field of ``SamplingParams`` to names others have for it."""
+
+
+def hint_for(name: str, known: Collection[str], sampling: Collection[str] = ()) -> str:
+    """What to do about a key that does not exist, in a few words.
+
+    Args:
+        name: the key.
+        known: keys that exist.
+        sampling: fields of ``SamplingParams``, where they are no keys.
+    """
+    for field in sampling:
+        if name == field or name in _PER_REQUEST.get(field, ()):
+            return f"each request has its own: SamplingParams({field}=...)"
+    for ours, theirs in _OURS.items():
+        if name in theirs:
+            return f"here it is {ours}"
+    for reason, theirs in _ABSENT.items():
+        if name in theirs:
+            return reason
+    close = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.7)
+    return f"did you mean {close[0]}?" if close else "docs/configuration.md lists them"
