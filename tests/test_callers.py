@@ -6,12 +6,14 @@ A stateful property test. The engine is small and stays the same over all exampl
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 
 from graphspec.engine.llm import LLM, SamplingParams
 from graphspec.engine.outputs import StreamEvent
@@ -57,80 +59,84 @@ class Alone:
         return self._known[one[:2]][: one[2]]
 
 
+@dataclass
+class Open:
+    """A stream, what it was asked for, and what it gave so far."""
+
+    some: list[Asked]
+    events: Iterator[StreamEvent]
+    tokens: list[list[int]]
+    ended: list[str | None]
+
+
+PLACES = 4
+place = st.integers(0, PLACES - 1)
+
+
 class Callers(RuleBasedStateMachine):
-    """Streams that are open, each with what it asked for and what it got."""
+    """Some places for streams. What may be done never depends on what was found: a place that is empty is passed over."""
 
     llm: LLM
     alone: Alone
 
     def __init__(self) -> None:
         super().__init__()
-        self.streams: list[tuple[list[Asked], Iterator[StreamEvent], dict[int, list[int]], dict[int, str | None]]] = []
+        self.places: list[Open | None] = [None] * PLACES
 
-    @rule(some=batch)
-    @precondition(lambda self: len(self.streams) < 4)
-    def submit(self, some: list[Asked]) -> None:
-        stream = self.llm.stream([PROMPTS[one[0]] for one in some], [params(one) for one in some])
-        self.streams.append((some, stream, {i: [] for i in range(len(some))}, {}))
+    @rule(at=place, some=batch)
+    def submit(self, at: int, some: list[Asked]) -> None:
+        self.close(at)
+        for one in some:
+            self.alone(one)
+        events = self.llm.stream([PROMPTS[one[0]] for one in some], [params(one) for one in some])
+        self.places[at] = Open(some, events, [[] for _ in some], [None] * len(some))
 
-    def take(self, number: int, events: int) -> None:
-        some, stream, found, ended = self.streams[number]
-        for _ in range(events):
-            event = next(stream, None)
+    @rule(at=place, count=st.integers(1, 6))
+    def step(self, at: int, count: int) -> None:
+        stream = self.places[at]
+        for _ in range(count if stream is not None else 0):
+            assert stream is not None
+            wanted = [self.alone(one) for one in stream.some]
+            event = next(stream.events, None)
             if event is None:
-                assert ended == dict.fromkeys(range(len(some)), "length")
-                assert [found[i] for i in range(len(some))] == [self.alone(one) for one in some]
-                del self.streams[number]
+                assert stream.ended == ["length"] * len(stream.some)
+                assert stream.tokens == wanted
+                self.places[at] = None
                 return
-            assert event.index not in ended, "nothing comes after the end"
-            found[event.index] += event.token_ids
-            if event.finished:
-                ended[event.index] = event.finish_reason
-            wanted = self.alone(some[event.index])
-            assert found[event.index] == wanted[: len(found[event.index])]
+            assert stream.ended[event.index] is None, "nothing comes after the end"
+            tokens = stream.tokens[event.index]
+            tokens += event.token_ids
+            stream.ended[event.index] = event.finish_reason
+            assert tokens == wanted[event.index][: len(tokens)]
 
-    @rule(which=st.integers(0, 3), events=st.integers(1, 6))
-    @precondition(lambda self: self.streams)
-    def step(self, which: int, events: int) -> None:
-        self.take(which % len(self.streams), events)
-
-    @rule(which=st.integers(0, 3))
-    @precondition(lambda self: self.streams)
-    def close(self, which: int) -> None:
-        _, stream, _, _ = self.streams.pop(which % len(self.streams))
-        stream.close()  # type: ignore[attr-defined]
+    @rule(at=place)
+    def close(self, at: int) -> None:
+        stream, self.places[at] = self.places[at], None
+        if stream is not None:
+            stream.events.close()  # type: ignore[attr-defined]
 
     @rule(some=batch)
     def generate(self, some: list[Asked]) -> None:
-        outputs = self.llm.generate([PROMPTS[one[0]] for one in some], [params(one) for one in some])
-        assert [output.token_ids for output in outputs] == [self.alone(one) for one in some]
-
-    @rule(some=batch, at=st.integers(0, 3000))
-    def interrupt(self, some: list[Asked], at: int) -> None:
         wanted = [self.alone(one) for one in some]
-        with interrupted(FILES, at):
-            try:
-                outputs = self.llm.generate([PROMPTS[one[0]] for one in some], [params(one) for one in some])
-            except KeyboardInterrupt:
-                return
+        outputs = self.llm.generate([PROMPTS[one[0]] for one in some], [params(one) for one in some])
         assert [output.token_ids for output in outputs] == wanted
 
-    @rule(which=st.integers(0, 3), at=st.integers(0, 600))
-    @precondition(lambda self: self.streams)
-    def interrupt_a_stream(self, which: int, at: int) -> None:
-        number = which % len(self.streams)
-        some = self.streams[number][0]
-        for one in some:
-            self.alone(one)
-        with interrupted(FILES, at):
-            try:
-                self.take(number, 2)
-            except KeyboardInterrupt:
-                del self.streams[number]
+    @rule(some=batch, line=st.integers(0, 3000))
+    def interrupt(self, some: list[Asked], line: int) -> None:
+        with suppress(KeyboardInterrupt), interrupted(FILES, line):
+            self.generate(some)
+
+    @rule(at=place, line=st.integers(0, 600))
+    def interrupt_a_stream(self, at: int, line: int) -> None:
+        try:
+            with interrupted(FILES, line):
+                self.step(at, 2)
+        except KeyboardInterrupt:
+            self.places[at] = None
 
     def teardown(self) -> None:
-        while self.streams:
-            self.take(0, 1000)
+        for at in range(PLACES):
+            self.step(at, 1000)
         assert_idle(self.llm)
 
 
