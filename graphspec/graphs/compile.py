@@ -20,6 +20,7 @@ from ..native_build import check_trusted
 from .stage import Stage
 
 KEY, HINT = "runtime=compiled", "install g++, or choose runtime=eager"
+OWN_CACHE = "set TORCHINDUCTOR_CACHE_DIR to a folder of your own"
 
 
 class Region:
@@ -33,9 +34,13 @@ class Region:
 
     Args:
         run: what to compile; a function with a code object and globals of its own.
+
+    Raises:
+        ResourceError: see :func:`check_cache`.
     """
 
     def __init__(self, run: Callable[[], None]) -> None:
+        check_cache()
         self._first: Callable[[], None] = torch.compile(run, fullgraph=True, dynamic=False, backend=_backend(weakref.ref(self)))
         self._code: Callable[..., Any] | None = None
         self._tensors: tuple[Any, ...] = ()
@@ -48,12 +53,11 @@ class Region:
         """Run; the first time, compile.
 
         Raises:
-            ResourceError: no C++ compiler that works, or others could put code into the folder where Inductor caches compiled code.
+            ResourceError: no C++ compiler that works.
         """
         if self._code is not None:
             self._code(*self._tensors)
             return
-        check_trusted(cache_dir(), KEY, "set TORCHINDUCTOR_CACHE_DIR to a folder of your own")
         try:
             self._first()
         except BackendCompilerFailed as error:
@@ -78,6 +82,18 @@ def _backend(weak: weakref.ref[Region]) -> Callable[[torch.fx.GraphModule, list[
         return first
 
     return backend
+
+
+def check_cache() -> None:
+    """That only this user can put code into the folder where Inductor caches what it compiles, a name that anybody can guess in ``/tmp``.
+
+    Raises:
+        ResourceError: others can, or there is no such folder.
+    """
+    try:
+        check_trusted(cache_dir(), "compiler cache", OWN_CACHE)
+    except OSError as error:
+        raise ResourceError("compiler cache", "a folder for compiled code", error, OWN_CACHE) from error
 
 
 def compile_stages(stages: Sequence[Stage], views: Views) -> Callable[[], None]:
