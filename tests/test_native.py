@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -120,23 +121,23 @@ def test_heads_must_divide() -> None:
         )  # fmt: skip
 
 
-def test_build_is_cached_and_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    library = native_build.build(tmp_path)
+def test_build_is_cached_and_whole(tmp_path: Path) -> None:
+    library = native_build.LIBRARY.build(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [library.name]
     written = library.stat().st_mtime_ns
-    assert native_build.build(tmp_path) == library and library.stat().st_mtime_ns == written
-    monkeypatch.setattr(native_build, "FLAGS", (*native_build.FLAGS, "-DOTHER"))
-    assert native_build.build(tmp_path) != library
+    assert native_build.LIBRARY.build(tmp_path) == library and library.stat().st_mtime_ns == written
+    other = replace(native_build.LIBRARY, flags=(*native_build.FLAGS, "-DOTHER"))
+    assert other.build(tmp_path) != library
 
 
 def test_no_compiler_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    with pytest.raises(ResourceError, match=r"a C\+\+ compiler.*none on PATH.*kernels\.attention=reference"):
-        native_build.build(tmp_path)
+    with pytest.raises(ResourceError, match=r"a C\+\+ compiler.*none on PATH.*runtime=eager"):
+        native_build.LIBRARY.build(tmp_path)
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(ResourceError, match="no-such-compiler"):
-        native_build.build(tmp_path)
+        native_build.LIBRARY.build(tmp_path)
 
 
 def test_a_failing_compiler_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +146,7 @@ def test_a_failing_compiler_is_quoted(tmp_path: Path, monkeypatch: pytest.Monkey
     broken.chmod(0o755)
     monkeypatch.setenv("CXX", str(broken))
     with pytest.raises(ResourceError, match="exit code 3: out of cheese"):
-        native_build.build(tmp_path / "cache")
+        native_build.LIBRARY.build(tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []
 
 

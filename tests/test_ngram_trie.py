@@ -347,7 +347,7 @@ def test_bad_tokens() -> None:
 def test_no_compiler_names_the_variant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(ResourceError, match=r"variant\.ngram: expected a C\+\+ compiler.*no-such-compiler"):
-        trie_module.build(tmp_path)
+        trie_module.LIBRARY.build(tmp_path)
 
 
 def test_source_has_no_warnings() -> None:

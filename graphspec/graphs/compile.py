@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch._dynamo import lookup_backend
+from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.utils import counters
+from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from ..buffers import Views
+from ..errors import ResourceError
+from ..native_build import check_trusted
 from .stage import Stage
+
+KEY, HINT = "runtime=compiled", "install g++, or choose runtime=eager"
+OWN_CACHE = "set TORCHINDUCTOR_CACHE_DIR to a folder of your own"
 
 
 class Region:
@@ -20,36 +29,78 @@ class Region:
     The first call compiles. Later ones hand the compiled code the same tensors again and pass Dynamo by: there is nothing to guard when
     every address and every shape stays what it was.
 
+    Compiled code and tensors belong to the region and die with it. Dynamo keeps every backend it was ever given, and what it installs in
+    the globals of a function it has compiled: the backend refers to the region weakly, and lets go of the code once the region has it.
+
     Args:
-        run: what to compile; a function with a code object of its own.
+        run: what to compile; a function with a code object and globals of its own.
+
+    Raises:
+        ResourceError: see :func:`check_cache`.
     """
 
     def __init__(self, run: Callable[[], None]) -> None:
-        self._first: Callable[[], None] = torch.compile(run, fullgraph=True, dynamic=False, backend=self._backend)
+        check_cache()
+        self._first: Callable[[], None] = torch.compile(run, fullgraph=True, dynamic=False, backend=_backend(weakref.ref(self)))
         self._code: Callable[..., Any] | None = None
         self._tensors: tuple[Any, ...] = ()
 
-    def _backend(self, module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
-        code = lookup_backend("inductor")(module, inputs)
+    def take(self, code: Callable[..., Any], tensors: tuple[Any, ...]) -> None:
+        """Own the compiled code, and the tensors to call it with."""
+        self._code, self._tensors = code, tensors
+
+    def __call__(self) -> None:
+        """Run; the first time, compile.
+
+        Raises:
+            ResourceError: no C++ compiler that works.
+        """
+        if self._code is not None:
+            self._code(*self._tensors)
+            return
+        try:
+            self._first()
+        except BackendCompilerFailed as error:
+            inner = error.inner_exception
+            if not isinstance(inner, InvalidCxxCompiler | CppCompileError):
+                raise
+            raise ResourceError(KEY, "a C++ compiler that torch.compile can use: $CXX, or g++", str(inner).strip()[-500:], HINT) from error
+
+
+def _backend(weak: weakref.ref[Region]) -> Callable[[torch.fx.GraphModule, list[torch.Tensor]], Callable[..., Any]]:
+    """Inductor, for one region. A function of its own, so that nothing but ``weak`` is closed over."""
+
+    def backend(module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        compiled = [lookup_backend("inductor")(module, inputs)]
 
         def first(*tensors: Any) -> Any:
-            self._code, self._tensors = code, tensors
+            code, region = compiled.pop(), weak()
+            assert region is not None, "a region calls this itself"
+            region.take(code, tensors)
             return code(*tensors)
 
         return first
 
-    def __call__(self) -> None:
-        if self._code is None:
-            self._first()
-        else:
-            self._code(*self._tensors)
+    return backend
+
+
+def check_cache() -> None:
+    """That only this user can put code into the folder where Inductor caches what it compiles, a name that anybody can guess in ``/tmp``.
+
+    Raises:
+        ResourceError: others can, or there is no such folder.
+    """
+    try:
+        check_trusted(cache_dir(), "compiler cache", OWN_CACHE)
+    except OSError as error:
+        raise ResourceError("compiler cache", "a folder for compiled code", error, OWN_CACHE) from error
 
 
 def compile_stages(stages: Sequence[Stage], views: Views) -> Callable[[], None]:
     """Compile ``stages`` over ``views`` as one region; the compilation itself happens at the first call.
 
     The region has a code object of its own. Dynamo keeps its compiled graphs per code object; with one code object for all buckets it would
-    look through all of them, and hit the recompilation limit.
+    look through all of them, and hit the recompilation limit. It has globals of its own as well: Dynamo installs there what it compiled.
     """
     ordered = tuple(stages)
 
@@ -58,7 +109,8 @@ def compile_stages(stages: Sequence[Stage], views: Views) -> Callable[[], None]:
             stage(views)
 
     name = f"run_{ordered[0].name}" if len(ordered) == 1 else "run_cycle"
-    return Region(FunctionType(run.__code__.replace(co_name=name), run.__globals__, name, None, run.__closure__))
+    own = {"__name__": __name__, "__builtins__": __builtins__}
+    return Region(FunctionType(run.__code__.replace(co_name=name), own, name, None, run.__closure__))
 
 
 def graphs_compiled() -> int:

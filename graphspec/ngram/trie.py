@@ -8,7 +8,6 @@ import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Self
 
 import numpy as np
@@ -27,22 +26,17 @@ SOURCES = ("trie.cpp",)
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-ffp-contract=off", "-pthread", "-shared", "-fPIC")
 MAX_TOKEN = 2**31 - 1
 KEY = "variant.ngram"
-
-
-def build(folder: Path | None = None) -> Path:
-    """The shared library; see :meth:`graphspec.native_build.SharedLibrary.build`.
-
-    Raises:
-        ResourceError: no compiler, or it failed.
-    """
-    hint = "install g++; the host trie exists in C++ only"
-    return SharedLibrary("ngram", __package__, SOURCES, (), FLAGS, KEY, hint).build(folder)
+LIBRARY = SharedLibrary("ngram", __package__, SOURCES, (), FLAGS, KEY, "install g++; the host trie exists in C++ only")
 
 
 @functools.cache
 def load() -> ctypes.CDLL:
-    """The library, opened once per process, argument types declared."""
-    library = ctypes.CDLL(str(build()))
+    """The library, opened once per process, argument types declared.
+
+    Raises:
+        ResourceError: see :meth:`graphspec.native_build.SharedLibrary.load`.
+    """
+    library = LIBRARY.load()
     pointer, long = ctypes.c_void_p, ctypes.c_int64
     for name, arguments, result in (
         ("open", [pointer], pointer),

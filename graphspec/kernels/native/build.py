@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from pathlib import Path
 
 from ... import native_build
 
 SOURCES = ("attention.cpp", "linear.cpp")
 HEADERS = ("simd.h",)
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC")
-KEY, HINT = "kernels.attention=native", "install g++, or choose kernels.attention=reference"
+KEY = "kernels.attention=native"
+HINT = "install g++, or choose runtime=eager, with kernels.attention and kernels.linear auto or reference"
+LIBRARY = native_build.SharedLibrary("native", __package__, SOURCES, HEADERS, FLAGS, KEY, HINT)
 
 
 def find_compiler() -> str:
@@ -19,19 +20,14 @@ def find_compiler() -> str:
     return native_build.find_compiler(KEY, HINT)
 
 
-def build(folder: Path | None = None) -> Path:
-    """The shared library for this source, compiler and CPU; compiled unless the cache has it.
-
-    Raises:
-        ResourceError: no compiler, or it failed.
-    """
-    return native_build.SharedLibrary("native", __package__, SOURCES, HEADERS, FLAGS, KEY, HINT).build(folder)
-
-
 @functools.cache
 def load() -> ctypes.CDLL:
-    """The library, opened once per process, argument types declared."""
-    library = ctypes.CDLL(str(build()))
+    """The library, opened once per process, argument types declared.
+
+    Raises:
+        ResourceError: see :meth:`graphspec.native_build.SharedLibrary.load`.
+    """
+    library = LIBRARY.load()
     pointer, integer, real = ctypes.c_void_p, ctypes.c_int, ctypes.c_double
     library.graphspec_tree_attention.argtypes = [pointer] * 8 + [real, integer]
     library.graphspec_chunk_attention.argtypes = [pointer] * 8 + [real, integer]
