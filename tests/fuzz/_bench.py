@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from graphspec import LLM, SamplingParams
+from graphspec.facts import check_tokenizer
 from tests._engines import add_tokenizer, mirror_pair
 
 from ._harness import Case
@@ -41,15 +42,16 @@ class Bench:
     def __init__(self, folder: Path) -> None:
         self.folder, self.good = folder, folder / "good"
         mirror_pair(self.good, noise=1.0, max_positions=512)
-        add_tokenizer(self.good / TARGET)
         shutil.copytree(self.good / TARGET, self.good / SMALL)
         (self.good / MAP).mkdir()
+        self.words = folder / "words"
+        add_tokenizer(self.words)
         self.tensors = load_file(self.good / TARGET / "model.safetensors")
 
     def case(
         self, name: str, mutate: Mutate, which: str = TARGET, *, wrong: bool = False, use: Use | None = None, answer: str | None = None
     ) -> Case:
-        """``mutate`` damages the folder ``which``; ``answer`` is what the user types when somebody asks."""
+        """``mutate`` damages the folder ``which``, then ``use`` uses them all; ``answer`` is what the user types when somebody asks."""
         uses: dict[str, Use] = {SMALL: standalone, MAP: token_map}
         return Case(f"{which}: {name}", lambda: self._run(mutate, which, use or uses.get(which, eagle3), answer), wrong)
 
@@ -57,6 +59,9 @@ class Bench:
         folder = Path(tempfile.mkdtemp(dir=self.folder))
         try:
             shutil.copytree(self.good, folder, dirs_exist_ok=True)
+            if use in (text, vocabularies):
+                for speaker in (TARGET, SMALL):
+                    shutil.copytree(self.words, folder / speaker, dirs_exist_ok=True)
             mutate(folder / which)
             with patch("sys.stdin", io.StringIO(answer or "")):
                 return use(folder)
@@ -84,6 +89,11 @@ def text(folder: Path) -> object:
 
 def standalone(folder: Path) -> object:
     return _generate(folder, variant="standalone", draft=folder / SMALL)
+
+
+def vocabularies(folder: Path) -> object:
+    """No engine: do both drafts speak of the target's tokens?"""
+    return [check_tokenizer(folder / draft, folder / TARGET) for draft in (DRAFT, SMALL)]
 
 
 def token_map(folder: Path) -> object:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from safetensors.torch import save, save_file
 
-from ._bench import DRAFT, MAP, SMALL, Bench, Evil, header, instead, keys, mapped, pickled, raw, sharded, tensors, write
+from ._bench import DRAFT, MAP, SMALL, Bench, Evil, header, instead, keys, mapped, pickled, raw, sharded, tensors, vocabularies, write
 from ._harness import Case
 
 NORM = "model.norm.weight"
@@ -215,8 +215,10 @@ def file_cases(bench: Bench) -> list[Case]:
         for file, which in (("config.json", "target"), ("model.safetensors", "target"), ("model.safetensors", SMALL))
         for name, make in others.items()
     ]
-    for file, which in (("generation_config.json", "target"), ("tokenizer.json", SMALL)):
-        cases += [bench.case(f"{file} is {name}", instead(file, make), which, wrong=name not in optional) for name, make in others.items()]
+    for name, make in others.items():
+        cases.append(bench.case(f"generation_config.json is {name}", instead("generation_config.json", make), wrong=name not in optional))
+        speaker = instead("tokenizer.json", make)
+        cases.append(bench.case(f"tokenizer.json is {name}", speaker, SMALL, wrong=name not in optional, use=vocabularies))
 
     def blobs(folder: Path) -> None:
         """As the Hugging Face cache has it: every file a link into another folder."""
@@ -451,7 +453,10 @@ def draft_cases(bench: Bench) -> list[Case]:
     return [
         *(bench.case(f"{key} = {value!r:.120}", keys({key: value}), DRAFT, wrong=True) for key, value in wrong),
         bench.case("max_position_embeddings = 8", keys({"max_position_embeddings": 8}), DRAFT),
-        *(bench.case(f"tokenizer.json: {name}", write(content, "tokenizer.json"), DRAFT, wrong=True) for name, content in vocab.items()),
+        *(
+            bench.case(f"tokenizer.json: {name}", write(content, "tokenizer.json"), DRAFT, wrong=True, use=vocabularies)
+            for name, content in vocab.items()
+        ),
         bench.case("quantised", write("x", "hf_quant_config.json"), DRAFT, wrong=True),
         bench.case(
             "a target as head", lambda folder: shutil.copytree(folder.parent / SMALL, folder, dirs_exist_ok=True), DRAFT, wrong=True

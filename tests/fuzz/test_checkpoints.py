@@ -6,7 +6,6 @@ import json
 import pickle
 import random
 import struct
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 from graphspec.facts import read_model_facts
 from graphspec.facts.mtp import read_mtp_facts
 
-from ._bench import DRAFT, MAP, SMALL, TARGET, Bench, Evil, Mutate, keys, pickled, raw, sharded, write
+from ._bench import DRAFT, MAP, SMALL, TARGET, Bench, Evil, Use, keys, pickled, sharded, vocabularies, write
 from ._checkpoints import listed_cases
 from ._harness import Case, choose, faults, judge
 
@@ -55,23 +54,22 @@ def _is_wrong(key: str, value: Any) -> bool:
     return key == "rms_norm_eps" and (type(value) not in (int, float) or not 0 < value <= 1)
 
 
-def _odd_key(bench: Bench, rng: random.Random) -> tuple[Mutate, str, str, bool]:
+def _odd_key(bench: Bench, rng: random.Random, number: int) -> Case:
     which, value = rng.choice((TARGET, DRAFT, SMALL)), rng.choice(ODD)
-    names = (*INTEGERS, *FLAGS, *OTHERS, *(DRAFT_KEYS if which == DRAFT else ()))
-    key = rng.choice(names)
-    return keys({key: value}), which, f"{key} = {value!r:.40}", _is_wrong(key, value)
+    key = rng.choice((*INTEGERS, *FLAGS, *OTHERS, *(DRAFT_KEYS if which == DRAFT else ())))
+    return bench.case(f"{number}: {key} = {value!r:.40}", keys({key: value}), which, wrong=_is_wrong(key, value))
 
 
-def _odd_nested_key(bench: Bench, rng: random.Random) -> tuple[Mutate, str, str, bool]:
+def _odd_rope(bench: Bench, rng: random.Random, number: int) -> Case:
     kind, key, value = rng.choice(("default", "linear", "dynamic", "yarn", "llama3")), rng.choice(ROPE), rng.choice(ODD)
     rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, key: value}
-    return keys({"rope_parameters": rope}), rng.choice((TARGET, SMALL)), f"rope_parameters: {kind}: {key} = {value!r:.40}", False
+    return bench.case(f"{number}: {kind}: {key} = {value!r:.40}", keys({"rope_parameters": rope}), rng.choice((TARGET, SMALL)))
 
 
-def _odd_file(bench: Bench, rng: random.Random) -> tuple[Mutate, str, str, bool]:
+def _odd_file(bench: Bench, rng: random.Random, number: int) -> Case:
     """A json file with one value somewhere in it replaced."""
     which, file = rng.choice(((TARGET, "generation_config.json"), (SMALL, "tokenizer.json"), (DRAFT, "config.json")))
-    values = json.loads((bench.good / which / file).read_text())
+    values = json.loads((_origin(bench, which, file)).read_text())
     path, at = [], values
     while isinstance(at, dict | list) and at:
         step = rng.choice(list(at)) if isinstance(at, dict) else rng.randrange(len(at))
@@ -80,50 +78,58 @@ def _odd_file(bench: Bench, rng: random.Random) -> tuple[Mutate, str, str, bool]
             at[step] = rng.choice(ODD)
             break
         at = at[step]
-    return write(json.dumps(values), file), which, f"{file}: {'.'.join(map(str, path))} = {at[path[-1]]!r:.40}", False
+    name = f"{number}: {file}: {'.'.join(map(str, path))} = {at[path[-1]]!r:.40}"
+    return bench.case(name, write(json.dumps(values), file), which, use=_use(file))
 
 
-def _odd_bytes(bench: Bench, rng: random.Random) -> tuple[Mutate, str, str, bool]:
+def _odd_bytes(bench: Bench, rng: random.Random, number: int) -> Case:
     """A file of which some bytes are others, or that ends early."""
     which, file = rng.choice(
         ((TARGET, "model.safetensors"), (DRAFT, "model.safetensors"), (TARGET, "config.json"), (SMALL, "tokenizer.json"))
     )
-    size = (bench.good / which / file).stat().st_size
-    (length,) = struct.unpack("<Q", (bench.good / which / "model.safetensors").read_bytes()[:8])
-    change, what = _damage(rng, size, min(size, 8 + length) if file.endswith(".safetensors") else size)
-    return raw(change, file), which, f"{file}: {what}", False
+    data = _origin(bench, which, file).read_bytes()
+    reach = 8 + struct.unpack("<Q", data[:8])[0] if file == "model.safetensors" else len(data)
+    what, damaged = _damage(rng, data, reach)
+    return bench.case(f"{number}: {file}: {what}", write(damaged, file), which, use=_use(file))
 
 
-def _odd_pickle(bench: Bench, rng: random.Random) -> tuple[Mutate, str, str, bool]:
+def _odd_pickle(bench: Bench, rng: random.Random, number: int) -> Case:
     legacy = rng.random() < 0.5
-    whole = bench.folder / f"{legacy}.bin"
+    whole = bench.folder / "whole.bin"
     torch.save(bench.tensors, whole, _use_new_zipfile_serialization=not legacy)
     data = whole.read_bytes()
-    change, what = _damage(rng, len(data), 2000 if rng.random() < 0.7 else len(data))
-    return pickled(lambda t, _: change(data), plain=True), TARGET, f"bin{', legacy' * legacy}: {what}", False
+    what, damaged = _damage(rng, data, 2000 if rng.random() < 0.7 else len(data))
+    return bench.case(f"{number}: bin{', legacy' * legacy}: {what}", pickled(lambda t, _: damaged, plain=True))
 
 
-def _damage(rng: random.Random, size: int, reach: int) -> tuple[Callable[[bytes], bytes], str]:
-    if rng.random() < 0.3:
-        length = rng.randrange(size)
-        return lambda data: data[:length], f"cut to {length} bytes"
-    places = {rng.randrange(reach): rng.randrange(256) for _ in range(rng.choice((1, 1, 2, 5, 20)))}
-    return lambda data: bytes(places.get(i, byte) for i, byte in enumerate(data)), f"bytes {places}"
-
-
-def _odd_index(bench: Bench, rng: random.Random) -> tuple[Mutate, str, str, bool]:
+def _odd_index(bench: Bench, rng: random.Random, number: int) -> Case:
     steps = ("..", ".", "a", "sub", "", "/", "a.safetensors", "a.bin", "\0", "~", "x" * 300, "config.json", "\\", "\n")
     name = "/".join(rng.choice(steps) for _ in range(rng.randrange(1, 5)))
-    inside = str(Path("/x") / name) in ("/x/a.safetensors",)
-    return sharded(name, place="a.safetensors"), TARGET, f"index: {name!r:.60}", not inside
+    inside = str(Path("/x") / name) == "/x/a.safetensors"
+    return bench.case(f"{number}: index: {name!r:.60}", sharded(name, place="a.safetensors"), wrong=not inside)
 
 
-INVENTIONS = (_odd_key, _odd_key, _odd_key, _odd_nested_key, _odd_file, _odd_bytes, _odd_bytes, _odd_pickle, _odd_index)
+def _origin(bench: Bench, which: str, file: str) -> Path:
+    return (bench.words if file == "tokenizer.json" else bench.good / which) / file
+
+
+def _use(file: str) -> Use | None:
+    return vocabularies if file == "tokenizer.json" else None
+
+
+def _damage(rng: random.Random, data: bytes, reach: int) -> tuple[str, bytes]:
+    if rng.random() < 0.3:
+        length = rng.randrange(len(data))
+        return f"cut to {length} bytes", data[:length]
+    places = {rng.randrange(reach): rng.randrange(256) for _ in range(rng.choice((1, 1, 2, 5, 20)))}
+    return f"bytes {places}", bytes(places.get(i, byte) for i, byte in enumerate(data))
+
+
+INVENTIONS = (_odd_key, _odd_key, _odd_key, _odd_rope, _odd_file, _odd_bytes, _odd_bytes, _odd_pickle, _odd_index)
 
 
 def invent(bench: Bench, rng: random.Random, number: int) -> Case:
-    mutate, which, name, wrong = rng.choice(INVENTIONS)(bench, rng)
-    return bench.case(f"{number}: {name}", mutate, which, wrong=wrong)
+    return rng.choice(INVENTIONS)(bench, rng, number)
 
 
 @pytest.fixture(scope="module")
