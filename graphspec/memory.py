@@ -113,6 +113,7 @@ def plan_memory(plan: Plan, config: Config, weights: tuple[int, int] | None = No
 
     Raises:
         CheckpointError: a checkpoint that does not fit its config.
+        ConfigError: a position table that does not fit.
     """
     sizes, dtype = plan_sizes(plan), DTYPES[plan.dtype]
     slots: dict[str, int] = {}
@@ -120,7 +121,11 @@ def plan_memory(plan: Plan, config: Config, weights: tuple[int, int] | None = No
     for slot in declare_slots(plan, MailLayout.of(plan).size):
         slots[slot.name] = math.prod(sizes[d] if isinstance(d, str) else d for d in slot.dims) * slot.dtype.itemsize
         groups["kv" if slot.kind == "kv" else "sampling" if slot.group else "slots"] += slots[slot.name]
-    target, draft = weights or weigh(plan, config.variant.token_map)
+    available = available_bytes(plan.device, config.hardware.memory_gib)
+    if weights is None:
+        _check_tables(plan, int(available * config.runtime.memory_fraction))
+        weights = weigh(plan, config.variant.token_map)
+    target, draft = weights
     rows = ("runtime.max_rows", "runtime.buckets", "variant.num_draft_tokens")
     lines = [
         MemoryLine(f"KV pools, {plan.num_pages} pages of {plan.page_size}", groups["kv"], ("runtime.num_pages",)),
@@ -135,13 +140,28 @@ def plan_memory(plan: Plan, config: Config, weights: tuple[int, int] | None = No
         lines.append(MemoryLine("graphs and libraries", LIBRARY_RESERVE + programs * GRAPH_RESERVE, ("runtime.buckets",), estimate=True))
     return MemoryPlan(
         lines=tuple(line for line in lines if line.size),
-        available=available_bytes(plan.device, config.hardware.memory_gib),
+        available=available,
         fraction=config.runtime.memory_fraction,
         page_bytes=groups["kv"] // plan.num_pages,
         page_size=plan.page_size,
         num_pages=plan.num_pages,
         least_pages=plan.pages_for(1 + plan.window_width) + 1,
     )
+
+
+def _check_tables(plan: Plan, budget: int) -> None:
+    """Networks without data still have their whole position tables, so these are counted before the networks are built.
+
+    Raises:
+        ConfigError: one that does not fit by itself.
+    """
+    for model in (plan.target, plan.draft.decoder if plan.draft is not None else None):
+        if model is None or model.rope.kind == "dynamic":
+            continue
+        row = model.rope.rotary_dim(model.head_dim) * 4
+        if plan.max_positions * row > budget:
+            found = f"{plan.max_positions} positions, a position table of {spell_bytes(plan.max_positions * row)}"
+            raise ConfigError("model.max_context", f"less than {budget // row}, for {spell_bytes(budget)}", found)
 
 
 def weigh(plan: Plan, token_map: str | None = None) -> tuple[int, int]:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from ..errors import CheckpointError
 from .draft import DraftFacts
-from .keys import Keys, read_architecture, read_config
+from .files import find_file
+from .keys import Keys, is_integer, is_number, read_architecture, read_config
 from .model import ModelFacts, read_decoder
 
 _LOG = logging.getLogger(__name__)
@@ -47,13 +48,14 @@ def refuse_options(*owners: Keys) -> None:
     for keys in owners:
         for option in _MUST_BE_OFF:
             value = keys.values.get(option)
-            if value is not None and value is not False and not (value == 0 and option.endswith(("_layers", "_experts"))):
+            none_of_them = is_integer(value) and value == 0 and option.endswith(("_layers", "_experts"))
+            if value is not None and value is not False and not none_of_them:
                 raise keys.error(option, "absent, null or false", hint)
         for option in _MUST_BE_ON:
-            if keys.values.get(option) not in (None, True):
+            if keys.present(option) and keys.values[option] is not True:
                 raise keys.error(option, "absent, null or true", hint)
         for option in _MUST_BE_ONE:
-            if keys.values.get(option) not in (None, 1):
+            if keys.present(option) and not (is_number(keys.values[option]) and keys.values[option] == 1):
                 raise keys.error(option, "absent, null or 1", hint)
 
 
@@ -94,10 +96,10 @@ def speculators_keys(keys: Keys, kind: str) -> tuple[Keys, str]:
     if not keys.present("transformer_layer_config"):
         raise keys.error("transformer_layer_config", "an object")
     layer = nested_keys(keys, "transformer_layer_config")
-    family = _FAMILIES.get(layer.values.get("model_type", "llama"))
-    if family is None:
+    kind_of_layer = layer.values.get("model_type", "llama")
+    if not isinstance(kind_of_layer, str) or kind_of_layer not in _FAMILIES:
         raise layer.error("model_type", "one of " + ", ".join(_FAMILIES))
-    return layer, family
+    return layer, _FAMILIES[kind_of_layer]
 
 
 def head_decoder(keys: Keys, path: Path, architecture: str, family: str = "LlamaForCausalLM") -> ModelFacts:
@@ -108,7 +110,7 @@ def head_decoder(keys: Keys, path: Path, architecture: str, family: str = "Llama
     """
     if not keys.present("num_hidden_layers"):
         keys = Keys({**keys.values, "num_hidden_layers": 1}, keys.where)
-    if (path / "hf_quant_config.json").is_file():
+    if find_file(path / "hf_quant_config.json"):
         expected = "no such file (weights in float32, bfloat16 or float16)"
         raise CheckpointError(str(path / "hf_quant_config.json"), expected, "a quantised checkpoint")
     return read_decoder(keys, path, architecture, family)

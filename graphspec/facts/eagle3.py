@@ -17,7 +17,8 @@ from .eagle import (
     refuse_options,
     speculators_keys,
 )
-from .keys import Keys, read_architecture, read_config
+from .files import plain, shown
+from .keys import MOST_LAYERS, MOST_WIDTH, Keys, is_integer, read_architecture, read_config
 from .model import ModelFacts
 
 TAP_KEY = "eagle_aux_hidden_state_layer_ids"
@@ -60,7 +61,7 @@ def _read_taps(owner: Keys, entering: bool) -> tuple[int, ...] | None:
     if not owner.present(TAP_KEY):
         return None
     ids = owner.values[TAP_KEY]
-    if not isinstance(ids, list) or not ids or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+    if not isinstance(ids, list) or not 0 < len(ids) <= MOST_LAYERS or not all(is_integer(i) and abs(i) <= MOST_LAYERS for i in ids):
         raise owner.error(TAP_KEY, "a list of layer ids")
     taps = tuple(i if entering else i + 1 for i in ids)
     if list(taps) != sorted(set(taps)) or taps[0] < 0:
@@ -120,7 +121,9 @@ def read_eagle3_config(path: str | Path) -> tuple[Eagle3Facts, Keys]:
     eagle = nested_keys(keys, "eagle_config")
     unknown = sorted(key for key in set(eagle.values) - _EAGLE_KEYS if eagle.present(key))
     if unknown:
-        raise eagle.error(unknown[0], "one of " + ", ".join(sorted(_EAGLE_KEYS)), "this option is not supported")
+        found = shown(eagle.values[unknown[0]])
+        expected = "one of " + ", ".join(sorted(_EAGLE_KEYS))
+        raise CheckpointError(f"{eagle.where}: {plain(unknown[0])}", expected, found, "this option is not supported")
     refuse_options(keys, eagle)
     if keys.present("speculators_model_type"):
         decoder_keys, family = speculators_keys(keys, "eagle3")
@@ -155,7 +158,7 @@ def read_eagle3_config(path: str | Path) -> tuple[Eagle3Facts, Keys]:
     draft_vocab_size = keys.integer("draft_vocab_size", decoder.vocab_size)
     if draft_vocab_size > decoder.vocab_size:
         raise keys.error("draft_vocab_size", f"at most vocab_size = {decoder.vocab_size}")
-    target_hidden_size = keys.integer("target_hidden_size", decoder.hidden_size)
+    target_hidden_size = keys.integer("target_hidden_size", decoder.hidden_size, most=MOST_WIDTH)
     facts = Eagle3Facts(
         path=path,
         decoder=decoder,

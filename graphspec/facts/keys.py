@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
-import json
-import math
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from ..errors import CheckpointError
+from .files import MOST_CONFIG, read_json, shown
 
 _REQUIRED: Any = object()
+
+MOST_INTEGER = 2**31 - 1
+MOST_LAYERS = 1000
+MOST_HEADS = 2**12
+MOST_HEAD_DIM = 2**12
+MOST_WIDTH = 2**20
+MOST_VOCAB = 2**24
+MOST_POSITIONS = 2**23
+MOST_EXPERTS = 2**17
+"""What a config may ask for, several times the largest published; of experts in all layers together. Sizes that are possible one by one and
+too much together are refused by the memory plan."""
+MOST_NUMBER, MOST_THETA = 1e6, 1e12
+MOST_IDS = 1024
+"""Ids in one list."""
 
 
 class Keys:
@@ -19,29 +32,46 @@ class Keys:
         self.values, self.where = values, where
 
     def error(self, key: str, expected: object, hint: str = "") -> CheckpointError:
-        found = repr(self.values[key]) if key in self.values else "no such key"
+        found = shown(self.values[key]) if key in self.values else "no such key"
         return CheckpointError(f"{self.where}: {key}", expected, found, hint)
 
     def present(self, key: str) -> bool:
         return self.values.get(key) is not None
 
-    def integer(self, key: str, default: Any = _REQUIRED, least: int = 1) -> int:
-        value = self.values.get(key) if default is _REQUIRED else self.values.get(key, default)
-        if value is None and default is not _REQUIRED:
-            value = default
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise self.error(key, f"an integer >= {least}")
-        return value
+    def integer(self, key: str, default: Any = _REQUIRED, least: int = 1, most: int = MOST_INTEGER) -> int:
+        """An integer from ``least`` to ``most``; with a default, absent or null means that.
 
-    def number(self, key: str, default: Any = _REQUIRED) -> float:
+        Raises:
+            CheckpointError: something else.
+        """
         value = self.values.get(key)
         if value is None and default is not _REQUIRED:
-            value = default
-        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value) or value <= 0:
-            raise self.error(key, "a positive number")
+            return default
+        if not is_integer(value) or not least <= value <= most:
+            too_large = is_integer(value) and value > most
+            raise self.error(key, f"an integer from {least} to {most}" if too_large else f"an integer >= {least}")
+        return value
+
+    def number(self, key: str, default: Any = _REQUIRED, above: float = 0.0, most: float = MOST_NUMBER) -> float:
+        """A number above ``above`` and at most ``most``; with a default, absent or null means that.
+
+        Raises:
+            CheckpointError: something else, NaN and infinity included.
+        """
+        value = self.values.get(key)
+        if value is None and default is not _REQUIRED:
+            return default
+        if not is_number(value) or not above < value <= most:
+            fair = above == 0 and not (is_number(value) and value > most)
+            raise self.error(key, "a positive number" if fair else f"a number above {above:g}, at most {most:g}")
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
+        """True or false; absent or null means the default.
+
+        Raises:
+            CheckpointError: something else.
+        """
         value = self.values.get(key)
         if value is None:
             return default
@@ -49,20 +79,37 @@ class Keys:
             raise self.error(key, "true or false")
         return value
 
+    def integers(self, key: str, expected: str, least: int, most: int) -> list[int]:
+        """A list of integers from ``least`` to ``most``; absent or null means an empty one.
 
-def read_json(path: Path) -> Keys:
-    """The keys of a json file that is one object.
+        Raises:
+            CheckpointError: something else, or more than :data:`MOST_IDS` of them.
+        """
+        value = self.values.get(key)
+        if value is None:
+            return []
+        if not isinstance(value, list) or len(value) > MOST_IDS or not all(is_integer(item) and least <= item <= most for item in value):
+            raise self.error(key, expected)
+        return value
+
+
+def is_integer(value: object) -> TypeGuard[int]:
+    """An ``int`` that is no ``bool``; 2.0 is none either."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> TypeGuard[int | float]:
+    """An ``int`` or ``float`` that is no ``bool``."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def read_keys(path: Path) -> Keys:
+    """The keys of a configuration file that is one json object.
 
     Raises:
         CheckpointError: unreadable, or something else.
     """
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise CheckpointError(str(path), "a readable json file", f"{type(error).__name__}: {error}") from error
-    if not isinstance(values, dict):
-        raise CheckpointError(str(path), "a json object", type(values).__name__)
-    return Keys(values, str(path))
+    return Keys(read_json(path, MOST_CONFIG), str(path))
 
 
 def read_config(path: Path) -> Keys:
@@ -71,12 +118,14 @@ def read_config(path: Path) -> Keys:
     Raises:
         CheckpointError: no folder, or no such file in it.
     """
-    if not path.is_dir():
-        raise CheckpointError(str(path), "a folder with a Hugging Face checkpoint", "a file" if path.exists() else "nothing there")
+    try:
+        folder, there = path.is_dir(), path.exists()
+    except OSError as error:  # a name that is too long, a folder that may not be entered
+        raise CheckpointError(shown(str(path)), "a folder with a Hugging Face checkpoint", f"{type(error).__name__}") from error
+    if not folder:
+        raise CheckpointError(str(path), "a folder with a Hugging Face checkpoint", "a file" if there else "nothing there")
     config = path / "config.json"
-    if not config.is_file():
-        raise CheckpointError(str(config), "the checkpoint's config.json", "no such file")
-    return read_json(config)
+    return Keys(read_json(config, MOST_CONFIG, "the checkpoint's config.json"), str(config))
 
 
 def read_architecture(keys: Keys, expected: str) -> str:

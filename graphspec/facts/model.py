@@ -10,7 +10,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..errors import CheckpointError
-from .keys import Keys, read_architecture, read_config, read_json
+from .files import find_file
+from .keys import (
+    MOST_HEAD_DIM,
+    MOST_HEADS,
+    MOST_IDS,
+    MOST_LAYERS,
+    MOST_POSITIONS,
+    MOST_VOCAB,
+    MOST_WIDTH,
+    Keys,
+    is_integer,
+    read_architecture,
+    read_config,
+    read_keys,
+)
 from .latent import LatentFacts, has_latent, read_latent, rope_dim
 from .moe import ExpertFacts, read_experts
 from .rope import RopeFacts, read_rope
@@ -94,20 +108,20 @@ class ModelFacts:
 
 
 def _read_sliding_window(keys: Keys, architecture: str, num_layers: int) -> tuple[int | None, ...]:
+    # transformers means 4096 when the key is absent; only an explicit null switches the window off
+    window = None if keys.values.get("sliding_window", 4096) is None else keys.integer("sliding_window", 4096)
     if architecture == "MistralForCausalLM":
-        # transformers' MistralConfig means 4096 when the key is absent; only an explicit null switches the window off
-        window = None if keys.values.get("sliding_window", 4096) is None else keys.integer("sliding_window", 4096)
         return (window,) * num_layers
-    if architecture in _NO_WINDOW or not keys.flag("use_sliding_window", False) or keys.values.get("sliding_window", 4096) is None:
+    if architecture in _NO_WINDOW or not keys.flag("use_sliding_window", False) or window is None:
         return (None,) * num_layers
-    window = keys.integer("sliding_window", 4096)
     if architecture == "Qwen3MoeForCausalLM":  # transformers knows no layers without the window here
         return (window,) * num_layers
     kinds = keys.values.get("layer_types")
     if kinds is None:
         first = keys.integer("max_window_layers", 28, least=0)
         return tuple(window if layer >= first else None for layer in range(num_layers))
-    if not isinstance(kinds, list) or len(kinds) != num_layers or not set(kinds) <= {"full_attention", "sliding_attention"}:
+    known = ("full_attention", "sliding_attention")
+    if not isinstance(kinds, list) or len(kinds) != num_layers or not all(kind in known for kind in kinds):
         raise keys.error("layer_types", f"{num_layers} entries of full_attention or sliding_attention")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
@@ -117,19 +131,17 @@ def _read_eos(keys: Keys, vocab_size: int) -> tuple[int, ...] | None:
     if value is None:
         return None
     ids = value if isinstance(value, list) else [value]
-    if not all(isinstance(token, int) and not isinstance(token, bool) and 0 <= token < vocab_size for token in ids):
-        raise keys.error("eos_token_id", f"token ids in [0, {vocab_size}), one or a list, or null")
+    if len(ids) > MOST_IDS or not all(is_integer(token) and 0 <= token < vocab_size for token in ids):
+        raise keys.error("eos_token_id", f"token ids in [0, {vocab_size}), one or a list of at most {MOST_IDS}, or null")
     return tuple(dict.fromkeys(ids))
 
 
 def _read_dtype(keys: Keys) -> str:
-    key = "dtype" if keys.present("dtype") else "torch_dtype"
-    value = keys.values.get(key)
-    if value is None:
-        return "float32"
-    if value not in DTYPES:
-        raise keys.error(key, "one of " + ", ".join(DTYPES))
-    return str(value)
+    stated = [key for key in ("dtype", "torch_dtype") if keys.present(key)]
+    for key in stated:
+        if keys.values[key] not in DTYPES:
+            raise keys.error(key, "one of " + ", ".join(DTYPES))
+    return str(keys.values[stated[0]]) if stated else "float32"
 
 
 def read_decoder(keys: Keys, path: Path, architecture: str, family: str) -> ModelFacts:
@@ -138,18 +150,20 @@ def read_decoder(keys: Keys, path: Path, architecture: str, family: str) -> Mode
     Raises:
         CheckpointError: a key that is missing, wrong or not supported.
     """
-    if keys.values.get("quantization_config"):
+    if keys.values.get("quantization_config") not in (None, {}):
         raise keys.error("quantization_config", "no quantization", "only float32, bfloat16 and float16 weights are supported")
     if keys.values.get("hidden_act", "silu") != "silu":
         raise keys.error("hidden_act", "'silu'")
-    hidden_size, num_layers, num_heads = (keys.integer(key) for key in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
+    hidden_size = keys.integer("hidden_size", most=MOST_WIDTH)
+    num_layers = keys.integer("num_hidden_layers", most=MOST_LAYERS)
+    num_heads = keys.integer("num_attention_heads", most=MOST_HEADS)
     kv = "num_key_value_heads"
     if has_latent(family):
         num_kv_heads = 1
     elif keys.values.get(kv) is None and (family == "LlamaForCausalLM" or kv in keys.values):
         num_kv_heads = num_heads
     else:
-        num_kv_heads = keys.integer(kv)
+        num_kv_heads = keys.integer(kv, most=MOST_HEADS)
     if num_heads % num_kv_heads:
         raise keys.error(kv, f"a divisor of num_attention_heads = {num_heads}")
     if family in _HEAD_DIM and not keys.present("head_dim"):
@@ -157,35 +171,36 @@ def read_decoder(keys: Keys, path: Path, architecture: str, family: str) -> Mode
     elif has_latent(family):
         head_dim = rope_dim(keys)
     elif keys.present("head_dim"):
-        head_dim = keys.integer("head_dim", least=2)
+        head_dim = keys.integer("head_dim", least=2, most=MOST_HEAD_DIM)
     elif hidden_size % num_heads:
         raise keys.error("head_dim", f"a head_dim, since hidden_size = {hidden_size} is no multiple of num_attention_heads = {num_heads}")
     else:
         head_dim = hidden_size // num_heads
-    if head_dim % 2:
-        raise CheckpointError(f"{keys.where}: head_dim", "an even number (RoPE rotates pairs)", head_dim)
-    max_position_embeddings = keys.integer("max_position_embeddings")
-    vocab_size = keys.integer("vocab_size")
+    if head_dim % 2 or head_dim > MOST_HEAD_DIM:
+        raise CheckpointError(f"{keys.where}: head_dim", f"an even number (RoPE rotates pairs), at most {MOST_HEAD_DIM}", head_dim)
+    max_position_embeddings = keys.integer("max_position_embeddings", most=MOST_POSITIONS)
+    vocab_size = keys.integer("vocab_size", most=MOST_VOCAB)
     gated = family == GATED_FAMILY
     if gated and not keys.flag("attn_output_gate", True):
         raise keys.error("attn_output_gate", "true")
     bias = keys.flag("attention_bias", False) if family in _STATED_BIAS else False
     rope = read_rope(keys, max_position_embeddings, head_dim, partly=gated)
     generation = path / "generation_config.json"
-    eos = _read_eos(read_json(generation), vocab_size) if generation.is_file() else None
-    if eos is None:
-        eos = _read_eos(keys, vocab_size) or ()
+    eos, stated = _read_eos(keys, vocab_size), None
+    if find_file(generation):
+        stated = _read_eos(read_keys(generation), vocab_size)
+    bos = keys.integer("bos_token_id", least=0) if keys.present("bos_token_id") else None
     return ModelFacts(
         path=path,
         architecture=architecture,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
-        intermediate_size=keys.integer("intermediate_size"),
+        intermediate_size=keys.integer("intermediate_size", most=MOST_WIDTH),
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        rms_norm_eps=keys.number("rms_norm_eps"),
+        rms_norm_eps=keys.number("rms_norm_eps", most=1.0),
         max_position_embeddings=max_position_embeddings,
         tie_word_embeddings=keys.flag("tie_word_embeddings", False),
         attention_bias=bias or family == "Qwen2ForCausalLM",
@@ -194,8 +209,8 @@ def read_decoder(keys: Keys, path: Path, architecture: str, family: str) -> Mode
         qk_norm=family in _QUERY_KEY_NORM,
         sliding_window=_read_sliding_window(keys, family, num_layers),
         rope=rope,
-        bos_token_id=keys.integer("bos_token_id", least=0) if isinstance(keys.values.get("bos_token_id"), int) else None,
-        eos_token_ids=eos,
+        bos_token_id=bos,
+        eos_token_ids=(eos or ()) if stated is None else stated,
         dtype=_read_dtype(keys),
         attention_gate=gated,
         norm_offset=gated,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .keys import Keys
+from .keys import MOST_EXPERTS, MOST_LAYERS, MOST_WIDTH, Keys
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +35,13 @@ class ExpertFacts:
     """Router weights and logits are float32, whatever the dtype of the model."""
 
 
+def _read_count(keys: Keys, name: str, num_layers: int) -> int:
+    experts = keys.integer(name, most=MOST_EXPERTS)
+    if experts * num_layers > MOST_EXPERTS:
+        raise keys.error(name, f"at most {MOST_EXPERTS} experts in the {num_layers} layers together")
+    return experts
+
+
 def _read_topk(keys: Keys, experts: int, default: int | None = None) -> int:
     topk = keys.integer("num_experts_per_tok") if default is None else keys.integer("num_experts_per_tok", default)
     if topk > experts:
@@ -45,15 +52,14 @@ def _read_topk(keys: Keys, experts: int, default: int | None = None) -> int:
 def _read_qwen3(keys: Keys, num_layers: int) -> ExpertFacts:
     """Qwen3-MoE (arXiv 2505.09388): softmax, no groups, no shared experts."""
     name = "num_experts" if keys.present("num_experts") else "num_local_experts"  # transformers 5 writes the second
-    experts = keys.integer(name)
-    step, dense = keys.integer("decoder_sparse_step", 1), keys.values.get("mlp_only_layers") or []
-    if not isinstance(dense, list) or not all(isinstance(layer, int) and not isinstance(layer, bool) for layer in dense):
-        raise keys.error("mlp_only_layers", "a list of layer numbers")
+    experts = _read_count(keys, name, num_layers)
+    step = keys.integer("decoder_sparse_step", 1)
+    dense = keys.integers("mlp_only_layers", "a list of layer numbers", 0, MOST_LAYERS)
     return ExpertFacts(
         layers=tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers)),
         num_experts=experts,
         topk=_read_topk(keys, experts, 8),
-        intermediate_size=keys.integer("moe_intermediate_size", 768),
+        intermediate_size=keys.integer("moe_intermediate_size", 768, most=MOST_WIDTH),
         normalize=keys.flag("norm_topk_prob", False),
     )
 
@@ -80,7 +86,7 @@ def _read_groups(keys: Keys, experts: int, topk: int, best: int) -> tuple[int, i
 
 def _read_deepseek(keys: Keys, num_layers: int, *, sigmoid: bool) -> ExpertFacts:
     """DeepSeek-V2 (arXiv 2405.04434, section 2.2): softmax; DeepSeek-V3 (arXiv 2412.19437, section 2.1.2): sigmoid and correction."""
-    experts = keys.integer("n_routed_experts")
+    experts = _read_count(keys, "n_routed_experts", num_layers)
     topk, first, step = _read_topk(keys, experts), keys.integer("first_k_dense_replace", 0, least=0), keys.integer("moe_layer_freq", 1)
     if sigmoid:
         _one_of(keys, "scoring_func", "sigmoid", "sigmoid")
@@ -96,13 +102,13 @@ def _read_deepseek(keys: Keys, num_layers: int, *, sigmoid: bool) -> ExpertFacts
         groups, chosen = _read_groups(keys, experts, topk, 1) if method != "greedy" else (1, 1)
     if keys.flag("mlp_bias", False):
         raise keys.error("mlp_bias", "false")
-    size = keys.integer("moe_intermediate_size")
+    size = keys.integer("moe_intermediate_size", most=MOST_WIDTH)
     return ExpertFacts(
         layers=tuple(layer >= first and layer % step == 0 for layer in range(num_layers)),
         num_experts=experts,
         topk=topk,
         intermediate_size=size,
-        shared_size=size * keys.integer("n_shared_experts", 0, least=0),
+        shared_size=size * keys.integer("n_shared_experts", 0, least=0, most=MOST_WIDTH // size),
         groups=groups,
         topk_groups=chosen,
         group_best=2 if sigmoid and chosen < groups else 1,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,7 +9,9 @@ from pathlib import Path
 from ..errors import CheckpointError
 from ..layouts import MTP_LAYOUTS, PREDICTION_HEADS
 from .draft import DraftFacts
-from .keys import Keys, read_architecture, read_config, read_json
+from .eagle import nested_keys
+from .files import find_file, open_file, parse_json, plain, read_shards, shown
+from .keys import MOST_LAYERS, Keys, read_architecture, read_config
 from .model import FAMILIES, GATED_FAMILY, HYBRIDS, ModelFacts, read_decoder
 
 COUNT_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
@@ -18,6 +19,7 @@ COUNT_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_laye
 _MIMO = ("MiMoForCausalLM", "MiMoMTP", "MiMoMTPModel")
 _LATENT = re.compile(r"kv_a_proj_with_mqa|kv_b_proj|q_a_proj")
 _MIXTURE = re.compile(r"mlp\.(experts|gate|shared_experts?|shared_expert_gate)\.")
+_NUMBER = r"(\d{1,4})"
 _LARGEST_HEADER = 100_000_000  # the limit of safetensors itself
 
 
@@ -43,22 +45,19 @@ def read_tensor_names(path: Path) -> list[str]:
         CheckpointError: neither file is there, or one is damaged.
     """
     file, index = path / "model.safetensors", path / "model.safetensors.index.json"
-    if not file.is_file():
-        if not index.is_file():
+    if not find_file(file):
+        if not find_file(index):
             raise CheckpointError(str(path), f"{file.name} or {index.name}", "neither")
-        shards = read_json(index).values.get("weight_map")
-        if not isinstance(shards, dict):
-            raise CheckpointError(f"{index}: weight_map", "an object of tensor name: file name", repr(shards)[:80])
-        return list(shards)
-    try:
-        with file.open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            header = json.loads(stream.read(length)) if length <= _LARGEST_HEADER else None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(str(file), "a complete safetensors file", f"{type(error).__name__}: {error}") from error
-    if not isinstance(header, dict):
+        return list(read_shards(index))
+    with open_file(file) as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        header = stream.read(length) if length <= _LARGEST_HEADER else b""
+    if not header or len(header) < length:
         raise CheckpointError(str(file), "a complete safetensors file", "no header")
-    return [name for name in header if name != "__metadata__"]
+    try:
+        return [name for name in parse_json(header, str(file)) if name != "__metadata__"]
+    except CheckpointError as error:
+        raise CheckpointError(str(file), "a complete safetensors file", error.found) from error
 
 
 def _find_heads(path: Path) -> tuple[str, list[int], list[str]]:
@@ -66,7 +65,7 @@ def _find_heads(path: Path) -> tuple[str, list[int], list[str]]:
     names = read_tensor_names(path)
     for layout, table in MTP_LAYOUTS.items():
         source = next(rule.sources[0] for rule in table.rules if rule.ours == "projection.weight")
-        pattern = re.compile(re.escape(source).replace(r"\*", r"(\d+)"))
+        pattern = re.compile(re.escape(source).replace(r"\*", _NUMBER))
         matches = [match for name in names if (match := pattern.fullmatch(name))]
         if matches:
             return layout, sorted(int(match[1]) if pattern.groups else 0 for match in matches), names
@@ -76,19 +75,19 @@ def _find_heads(path: Path) -> tuple[str, list[int], list[str]]:
 def _count(keys: Keys, layout: str, heads: list[int], names: list[str]) -> int:
     """Heads that config and tensors agree on."""
     key = next((key for key in COUNT_KEYS if key in keys.values), COUNT_KEYS[1 if layout == "qwen" else 0])
-    declared = keys.integer(key, 0, least=0)
+    declared = keys.integer(key, 0, least=0, most=MOST_LAYERS)
     if not heads:
         expected = "a checkpoint with multi-token-prediction heads"
         if declared:
             stray = next((name for name in names if name.startswith(PREDICTION_HEADS)), None)
-            found = f"no eh_proj, mtp.fc or input_proj among {len(names)} tensors" + (f" ({stray} is there)" if stray else "")
+            found = f"no eh_proj, mtp.fc or input_proj among {len(names)} tensors" + (f" ({plain(stray)} is there)" if stray else "")
             raise CheckpointError(f"{keys.where}: {key} = {declared}", "tensors of as many prediction heads", found)
         found = f"neither {COUNT_KEYS[0]} nor tensors of such heads"
         raise CheckpointError(keys.where, expected, found, "a whole model, or another kind of draft")
     if not declared:
         raise keys.error(key, f"{len(heads)}, for the checkpoint has the tensors of as many prediction heads")
     if declared != len(heads) or heads != list(range(heads[0], heads[0] + len(heads))):
-        raise keys.error(key, f"the number of heads in the checkpoint, which are numbered {heads}")
+        raise keys.error(key, f"the number of heads in the checkpoint, which are numbered {shown(heads)}")
     if layout == "qwen" and declared != 1:
         raise keys.error(key, "1")
     return declared
@@ -123,7 +122,7 @@ def _settle_experts(decoder: ModelFacts, layout: str, heads: list[int], names: l
             (_MIXTURE, decoder.experts is not None, "a dense MLP"),
         ):
             if pattern.search(name) and not there:
-                raise CheckpointError(f"{decoder.path}: {name}", f"a head of {decoder.architecture} with {what}", "this tensor")
+                raise CheckpointError(f"{decoder.path}: {plain(name)}", f"a head of {decoder.architecture} with {what}", "this tensor")
     if decoder.experts is None:
         return decoder
     mixtures = tuple(f"{prefix}mlp.gate.weight" in names for prefix in prefixes)
@@ -144,14 +143,14 @@ def read_mtp_facts(path: str | Path, target: ModelFacts) -> MTPFacts:
     architecture = read_architecture(keys, "a model with multi-token-prediction heads")
     if "eagle" in architecture.lower() or keys.present("draft_vocab_size") or keys.present("eagle_config"):
         raise keys.error("architectures", "a model with multi-token-prediction heads", "an EAGLE head belongs to another variant")
-    if isinstance(keys.values.get("text_config"), dict):  # models that also see images nest their language model's keys
-        keys = Keys(keys.values["text_config"], f"{keys.where}: text_config")
+    if keys.present("text_config"):  # models that also see images nest their language model's keys
+        keys = nested_keys(keys, "text_config")
     layout, heads, names = _find_heads(path)
     num_heads = _count(keys, layout, heads, names)
     family = _family(keys, layout, architecture)
     if keys.flag("mtp_use_dedicated_embeddings", False):
         raise keys.error("mtp_use_dedicated_embeddings", "absent or false", "heads share the target's embedding")
-    num_layers = keys.integer("num_hidden_layers")
+    num_layers = keys.integer("num_hidden_layers", most=MOST_LAYERS)
     if layout == "deepseek" and heads[0] not in (0, num_layers, target.num_layers):
         expected = f"heads numbered from {num_layers} (num_hidden_layers) or from 0"
         raise CheckpointError(f"{path}: model.layers.{heads[0]}.eh_proj.weight", expected, f"from {heads[0]}")

@@ -6,7 +6,8 @@ import math
 from dataclasses import dataclass, replace
 
 from ..errors import CheckpointError
-from .keys import Keys
+from .files import shown
+from .keys import MOST_POSITIONS, MOST_THETA, Keys, is_number
 
 ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "llama3")
 
@@ -50,13 +51,27 @@ def _read_partial(keys: Keys, rope: Keys, head_dim: int, *, partly: bool) -> flo
     key = "partial_rotary_factor"
     owner = rope if rope.present(key) else keys
     if not partly:
-        if owner.values.get(key) not in (None, 1.0):
-            raise CheckpointError(f"{keys.where}: {key}", "1.0 (all of the head is rotated)", owner.values[key])
+        if owner.present(key) and not (is_number(owner.values[key]) and owner.values[key] == 1):
+            raise CheckpointError(f"{keys.where}: {key}", "1.0 (all of the head is rotated)", shown(owner.values[key]))
         return 1.0
     partial = owner.number(key, 0.25)  # the default of transformers' Qwen3_5TextConfig
     if partial > 1 or int(head_dim * partial) < 2 or int(head_dim * partial) % 2:
         raise owner.error(key, f"at most 1, and an even number of rotated elements in a head of {head_dim}")
     return partial
+
+
+def _read_theta(keys: Keys, rope: Keys) -> float:
+    """The base, from either place; above 1, for its logarithm divides."""
+    stated = [owner.number("rope_theta", above=1.0, most=MOST_THETA) for owner in (rope, keys) if owner.present("rope_theta")]
+    if len(stated) == 2 and stated[0] != stated[1]:
+        raise rope.error("rope_theta", f"{stated[1]:g}, as rope_theta beside it says")
+    return stated[0] if stated else 10000.0
+
+
+def _number_or(rope: Keys, key: str, default: float) -> float:
+    """Null and 0 mean the default, as in transformers."""
+    zero = is_number(rope.values.get(key)) and rope.values[key] == 0
+    return default if zero else rope.number(key, default)
 
 
 def read_rope(keys: Keys, max_position_embeddings: int, head_dim: int, *, partly: bool = False) -> RopeFacts:
@@ -71,7 +86,7 @@ def read_rope(keys: Keys, max_position_embeddings: int, head_dim: int, *, partly
     Raises:
         CheckpointError: a kind or key that is missing, wrong or not supported.
     """
-    name = "rope_scaling" if keys.values.get("rope_scaling") else "rope_parameters"
+    name = "rope_scaling" if keys.values.get("rope_scaling") not in (None, {}) else "rope_parameters"
     raw = keys.values.get(name)
     if raw is None:
         raw = {}
@@ -85,20 +100,23 @@ def read_rope(keys: Keys, max_position_embeddings: int, head_dim: int, *, partly
     if kind not in ROPE_KINDS:
         raise rope.error("rope_type" if "rope_type" in raw else "type", "one of " + ", ".join(ROPE_KINDS))
     partial = _read_partial(keys, rope, head_dim, partly=partly)
-    theta = rope.number("rope_theta") if rope.present("rope_theta") else keys.number("rope_theta", 10000.0)
+    theta = _read_theta(keys, rope)
     if kind == "default":
         return RopeFacts(theta, partial_rotary_factor=partial)
     from_lengths = kind == "yarn" and "factor" in raw and raw["factor"] is None  # null: the ratio of the two context lengths, below
-    mscale_all_dim = rope.number("mscale_all_dim") if raw.get("mscale_all_dim") else 0.0
-    facts = RopeFacts(
-        theta, kind, 0.0 if from_lengths else rope.number("factor"), partial_rotary_factor=partial, mscale_all_dim=mscale_all_dim
-    )
+    mscale, mscale_all_dim = _number_or(rope, "mscale", 0.0), _number_or(rope, "mscale_all_dim", 0.0)
+    stretch = 0.0 if from_lengths else rope.number("factor")
+    if not from_lengths and stretch < 1:
+        raise rope.error("factor", "a number >= 1")
+    facts = RopeFacts(theta, kind, stretch, partial_rotary_factor=partial, mscale_all_dim=mscale_all_dim)
     if kind == "linear":
         return facts
     if kind == "dynamic":
+        if facts.rotary_dim(head_dim) < 4:
+            raise CheckpointError(f"{keys.where}: head_dim", "at least 4 rotated elements with dynamic scaling", head_dim)
         return replace(facts, original_max_position_embeddings=max_position_embeddings)
     outer = "original_max_position_embeddings"
-    original = keys.integer(outer) if keys.present(outer) else rope.integer(outer, max_position_embeddings)
+    original = (keys if keys.present(outer) else rope).integer(outer, max_position_embeddings, most=MOST_POSITIONS)
     if kind == "llama3":
         low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
         if high <= low:
@@ -107,16 +125,19 @@ def read_rope(keys: Keys, max_position_embeddings: int, head_dim: int, *, partly
     factor = max_position_embeddings / original if from_lengths else facts.factor
     if rope.present("attention_factor"):
         attention_factor = rope.number("attention_factor")
-    elif raw.get("mscale") and mscale_all_dim:
-        attention_factor = magnitude(factor, rope.number("mscale")) / magnitude(factor, mscale_all_dim)
+    elif mscale and mscale_all_dim:
+        attention_factor = magnitude(factor, mscale) / magnitude(factor, mscale_all_dim)
     else:
         attention_factor = magnitude(factor, 1.0)
+    fast, slow = _number_or(rope, "beta_fast", 32.0), _number_or(rope, "beta_slow", 1.0)
+    if fast < slow:
+        raise rope.error("beta_fast", f"at least beta_slow = {slow:g}")
     return replace(
         facts,
         factor=factor,
         original_max_position_embeddings=original,
         attention_factor=attention_factor,
-        beta_fast=rope.number("beta_fast") if raw.get("beta_fast") else 32.0,
-        beta_slow=rope.number("beta_slow") if raw.get("beta_slow") else 1.0,
+        beta_fast=fast,
+        beta_slow=slow,
         truncate=rope.flag("truncate", True),
     )

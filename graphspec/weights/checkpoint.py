@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CheckpointError
+from ..facts.files import find_file, plain, read_shards, require_file
 from ..layouts import Layout
 from ..models.layers import KernelModule, Linear
 from .files import TensorFile, open_tensors
@@ -51,34 +51,30 @@ class Checkpoint:
             for theirs, ours in renamed:
                 name = ours + stored.removeprefix(theirs) if stored.startswith(theirs) else name
             if name in self._tensors:
-                raise CheckpointError(f"{file}: {stored}", f"{name} under one name", f"{self._tensors[name][1]} as well")
+                raise CheckpointError(
+                    f"{file}: {plain(stored)}", f"{plain(name)} under one name", f"{plain(self._tensors[name][1])} as well"
+                )
             self._tensors[name] = (file, stored)
 
     def _stored(self) -> dict[str, Path]:
         for single, index in _KINDS:
-            if (self.path / single).is_file():
+            if find_file(self.path / single):
                 return dict.fromkeys(self._open(self.path / single).names(), self.path / single)
-            if (self.path / index).is_file():
+            if find_file(self.path / index):
                 return self._shards(self.path / index)
         expected = " or ".join(name for kind in _KINDS for name in kind)
         found = sorted(file.name for pattern in ("*.safetensors", "*.bin", "*.pt", "*.gguf") for file in self.path.glob(pattern))
         raise CheckpointError(str(self.path), expected, ", ".join(found) or "none of them")
 
     def _shards(self, index: Path) -> dict[str, Path]:
-        try:
-            table = json.loads(index.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise CheckpointError(str(index), "a readable json file", f"{type(error).__name__}: {error}") from error
-        shards = table.get("weight_map") if isinstance(table, dict) else None
-        if not isinstance(shards, dict) or not shards or not all(isinstance(name, str) for name in shards.values()):
-            raise CheckpointError(f"{index}: weight_map", "an object of tensor name: file name", repr(shards)[:80])
+        shards = {name: self.path / file for name, file in read_shards(index).items()}
         for file in dict.fromkeys(shards.values()):
-            if not (self.path / file).is_file():
-                raise CheckpointError(str(self.path / file), f"a shard listed in {index.name}", "no such file")
-            present = set(self._open(self.path / file).names())
-            for name in (name for name, owner in shards.items() if owner == file and name not in present):
-                raise CheckpointError(f"{self.path / file}: {name}", f"a tensor, as {index.name} says", "no such tensor")
-        return {name: self.path / file for name, file in shards.items()}
+            require_file(file, f"a shard listed in {index.name}")
+        present = {file: set(self._open(file).names()) for file in dict.fromkeys(shards.values())}
+        for name, file in shards.items():
+            if name not in present[file]:
+                raise CheckpointError(f"{file}: {plain(name)}", f"a tensor, as {index.name} says", "no such tensor")
+        return shards
 
     def _open(self, file: Path) -> TensorFile:
         if file not in self._files:
@@ -95,7 +91,7 @@ class Checkpoint:
     def key(self, name: str) -> str:
         """File and stored name, for messages."""
         file, stored = self._tensors.get(name, (self.path, name))
-        return f"{file}: {stored}"
+        return f"{file}: {plain(stored)}"
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Of a tensor that is there; nothing is read."""

@@ -1,16 +1,19 @@
-"""The two kinds of weight files: safetensors, and what ``torch.save`` wrote."""
+"""The two kinds of weight files: safetensors, and what ``torch.save`` wrote. Either may come from anywhere and hold anything."""
 
 from __future__ import annotations
 
+import io
 import pickle
+import pickletools
 import zipfile
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, spell_bytes
+from ..facts.files import open_file, plain, require_file, shown
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -20,6 +23,21 @@ _NAMES = {
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
+
+_ZIP = b"PK\x03\x04"
+_LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+"""How a file from before torch 1.6 begins: a pickle of its own, the magic number."""
+_LEGACY_PROGRAMS = 5
+"""Magic number, version, kind of machine, the object, and the keys of its storages, whose data follow."""
+MOST_PROGRAM = 4 * 2**20
+"""Bytes of a pickle, without the data of its tensors: some 20,000 of them. Reading it takes time in proportion."""
+_TENSOR_PARTS = (
+    "collections OrderedDict", "torch._utils _rebuild_tensor", "torch._utils _rebuild_tensor_v2", "torch._utils _rebuild_tensor_v3",
+    "torch._utils _rebuild_parameter", "torch.nn.parameter Parameter", "torch Tensor", "torch Size",
+)  # fmt: skip
+"""What the pickle of a dictionary of plain tensors names besides storages and dtypes. ``weights_only`` lets more through, among it
+``bytearray``, which takes any amount of memory."""
+_TOO_NEW = {"STACK_GLOBAL", "INST", "OBJ", "EXT1", "EXT2", "EXT4", "FRAME"}
 
 
 class TensorFile(Protocol):
@@ -36,10 +54,11 @@ class TensorFile(Protocol):
 
 class _Safetensors:
     def __init__(self, file: Path) -> None:
+        self._file, size = file, require_file(file)
         try:
             self._handle: Any = safe_open(file, framework="pt")
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(str(file), "a complete safetensors file", f"{error}, {file.stat().st_size} bytes") from error
+        except Exception as error:  # whatever a damaged file makes of the library
+            raise CheckpointError(str(file), "a complete safetensors file", f"{_line(error)}, {size} bytes") from error
 
     def names(self) -> list[str]:
         return list(self._handle.keys())
@@ -49,33 +68,109 @@ class _Safetensors:
         return tuple(view.get_shape()), str(view.get_dtype())
 
     def tensor(self, name: str) -> Tensor:
-        found: Tensor = self._handle.get_tensor(name)
+        try:
+            found: Tensor = self._handle.get_tensor(name)
+        except Exception as error:  # as above: a dtype that torch doesn't have
+            raise CheckpointError(f"{self._file}: {plain(name)}", "a tensor that torch can hold", _line(error)) from error
         return found
 
 
 def load_pickle(file: Path) -> Any:
-    """What ``torch.save`` wrote: tensors, numbers and containers of them; nothing that could run code (``weights_only``).
+    """What ``torch.save`` wrote: plain tensors, numbers, texts and containers of them.
+
+    Nothing in the file is run. Before torch sees it (``weights_only``), the pickle in it is read as text: what it names must be a part of a
+    tensor, and neither it nor the archive around it may unfold into more than the file has.
 
     Raises:
         CheckpointError: unreadable, or something else.
     """
-    try:
-        # only the zip format of torch >= 1.6 can be mapped
-        return torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
-    except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError, KeyError, AttributeError) as error:
-        size = file.stat().st_size if file.is_file() else 0
-        found = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}, {size} bytes"
-        raise CheckpointError(str(file), "a complete file of plain tensors, written by torch.save", found) from error
+    expected = "a complete file of plain tensors, written by torch.save"
+    with open_file(file, expected) as stream:
+        size = stream.seek(0, io.SEEK_END)
+        stream.seek(0)
+        zipped = stream.read(len(_ZIP)) == _ZIP
+        try:
+            if zipped:
+                _check_zip(stream, size)
+            else:
+                _check_legacy(stream)
+            # only the zip format of torch >= 1.6 can be mapped
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=zipped)
+        except Exception as error:  # whatever a damaged file makes of the libraries
+            raise CheckpointError(str(file), expected, f"{_line(error)}, {size} bytes") from error
+
+
+def _line(error: Exception) -> str:
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {plain(lines[0]) if lines else ''}"
+
+
+def _check_zip(stream: BinaryIO, size: int) -> None:
+    """``torch.save`` stores members as they are: nothing unfolds.
+
+    Raises:
+        ValueError: a compressed archive, members that overlap, no pickle, or a long one.
+        UnpicklingError: as :func:`_check_program`.
+    """
+    with zipfile.ZipFile(stream) as archive:
+        members = archive.infolist()
+        if any(member.compress_type != zipfile.ZIP_STORED or member.file_size != member.compress_size for member in members):
+            raise ValueError("compressed members")
+        if sum(member.file_size for member in members) > size:
+            raise ValueError("members of more bytes than the file has")
+        programs = [member for member in members if member.filename.rpartition("/")[2] == "data.pkl"]
+        if len(programs) != 1:
+            raise ValueError(f"{len(programs)} members data.pkl")
+        if programs[0].file_size > MOST_PROGRAM:
+            raise ValueError(f"a pickle of {spell_bytes(programs[0].file_size)}, at most {spell_bytes(MOST_PROGRAM)}")
+        _check_program(io.BytesIO(archive.read(programs[0])))
+
+
+def _check_legacy(stream: BinaryIO) -> None:
+    stream.seek(0)
+    if stream.read(len(_LEGACY)) != _LEGACY:
+        raise ValueError("the beginning of another kind of file")
+    bounded = io.BytesIO(_LEGACY + stream.read(MOST_PROGRAM))
+    for _ in range(_LEGACY_PROGRAMS):
+        _check_program(bounded)
+
+
+def _check_program(program: io.BytesIO) -> None:
+    """That a pickle, read up to its end, names nothing but parts of tensors.
+
+    Raises:
+        UnpicklingError: it does.
+        ValueError: it isn't one.
+    """
+    for opcode, argument, _ in pickletools.genops(program):
+        if opcode.name in _TOO_NEW:
+            raise pickle.UnpicklingError(f"{opcode.name}, which torch.save doesn't write")
+        if isinstance(argument, str) and opcode.name == "GLOBAL" and argument not in _TENSOR_PARTS and not _is_dtype(argument):
+            raise pickle.UnpicklingError(f"{shown(argument)}, which is no part of a plain tensor")
+
+
+def _is_dtype(name: str) -> bool:
+    """``torch FloatStorage``, ``torch bfloat16``: how a tensor's elements are called."""
+    module, _, attribute = name.partition(" ")
+    found = getattr(torch, attribute, None) if module == "torch" and attribute.isidentifier() else None
+    is_storage = isinstance(found, type) and attribute.endswith("Storage")
+    return is_storage or isinstance(found, torch.dtype) or name == "torch.storage UntypedStorage"
 
 
 class _Pickled:
     def __init__(self, file: Path) -> None:
         values = load_pickle(file)
-        stray = next((name for name, value in values.items() if not isinstance(value, Tensor)), None) if isinstance(values, dict) else ""
-        if stray is not None:
-            found = f"{stray} of type {type(values[stray]).__name__}" if isinstance(values, dict) else type(values).__name__
-            raise CheckpointError(str(file), "a dictionary of name: tensor", found)
-        self._tensors: dict[str, Tensor] = values
+        if not isinstance(values, dict):
+            raise CheckpointError(str(file), "a dictionary of name: tensor", type(values).__name__)
+        self._tensors: dict[str, Tensor] = {}
+        for name, value in values.items():
+            if not isinstance(name, str):
+                raise CheckpointError(str(file), "a dictionary of name: tensor", f"a name that is {shown(name)}")
+            if not isinstance(value, Tensor):
+                raise CheckpointError(str(file), "a dictionary of name: tensor", f"{plain(name)} of type {type(value).__name__}")
+            if value.layout != torch.strided or value.device.type != "cpu" or value.is_quantized:
+                raise CheckpointError(f"{file}: {plain(name)}", "a plain tensor", f"{value.layout} on {value.device}, {value.dtype}")
+            self._tensors[name] = value.detach()  # of a parameter: what it holds
 
     def names(self) -> list[str]:
         return list(self._tensors)

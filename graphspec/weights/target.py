@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def _prediction_heads(checkpoint: Checkpoint, num_layers: int) -> set[str]:
     """Tensors of prediction heads, which are no part of the model: a layer past the last one is such a head if it has an ``eh_proj``."""
     names = checkpoint.names()
-    found = {re.fullmatch(r"(model\.layers\.(\d+)\.)eh_proj\.weight", name) for name in names}
+    found = {re.fullmatch(r"(model\.layers\.(\d{1,4})\.)eh_proj\.weight", name) for name in names}
     layers = tuple(match[1] for match in found if match and int(match[2]) >= num_layers)
     return {name for name in names if name.startswith((*PREDICTION_HEADS, *layers))}
 

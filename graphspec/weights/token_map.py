@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CheckpointError, ConfigError
+from ..facts.files import plain, require_file, shown
+from ..facts.keys import is_integer
 from ..models.layers import Linear
 from .files import load_pickle, open_tensors
 
@@ -27,8 +29,8 @@ def _read_ids(file: Path) -> tuple[str, Any]:
             name for name in tensors.names() if tensors.describe(name)[1].startswith(("I", "U"))
         ]
         if len(names) != 1:
-            raise CheckpointError(str(file), f"a tensor {_TENSOR}, or one integer tensor", ", ".join(names) or "none")
-        return f"{file}: {names[0]}", tensors.tensor(names[0])
+            raise CheckpointError(str(file), f"a tensor {_TENSOR}, or one integer tensor", plain(", ".join(names)) or "none")
+        return f"{file}: {plain(names[0])}", tensors.tensor(names[0])
     if file.suffix in (".pt", ".bin"):
         return str(file), load_pickle(file)
     raise CheckpointError(str(file), "a token map in a .pt or .safetensors file", file.suffix or "no suffix")
@@ -46,21 +48,28 @@ def load_token_map(path: str | Path, vocab_size: int) -> Tensor:
         CheckpointError: no such file, something else in it, an id outside ``[0, vocab_size)``, or one that is there twice.
     """
     file = Path(path)
-    if not file.is_file():
-        raise CheckpointError(str(file), "a file with token ids", "no such file")
+    require_file(file, "a file with token ids")
     key, found = _read_ids(file)
-    expected = "a list or one-dimensional tensor of token ids"
+    expected, within = "a list or one-dimensional tensor of token ids", f"token ids in [0, {vocab_size})"
+    foreign = "a map made for another vocabulary?"
     if isinstance(found, list):
-        if not all(isinstance(token, int) and not isinstance(token, bool) for token in found):
+        if not all(is_integer(token) for token in found):
             raise CheckpointError(key, expected, "other elements")
+        outside = next((token for token in found if not 0 <= token < vocab_size), None)
+        if outside is not None:
+            raise CheckpointError(key, within, shown(outside), foreign)
         found = torch.tensor(found, dtype=torch.int64)
     if not isinstance(found, Tensor) or found.dtype not in _INTEGERS or found.dim() != 1 or not found.numel():
         what = f"{found.dtype} of shape {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
         raise CheckpointError(key, expected, what)
+    if found.layout != torch.strided or found.device.type != "cpu" or found.is_quantized:
+        raise CheckpointError(key, expected, f"{found.layout} on {found.device}")
+    if found.numel() > vocab_size:  # before it is copied: a tensor of one element may claim any number of them
+        raise CheckpointError(key, f"at most {vocab_size} token ids", found.numel(), foreign)
     token_Vd = found.long().sort().values
     if int(token_Vd[0]) < 0 or int(token_Vd[-1]) >= vocab_size:
         bad = int(token_Vd[0]) if int(token_Vd[0]) < 0 else int(token_Vd[-1])
-        raise CheckpointError(key, f"token ids in [0, {vocab_size})", bad, "a map made for another vocabulary?")
+        raise CheckpointError(key, within, bad, foreign)
     twice = token_Vd[1:][token_Vd.diff() == 0]
     if twice.numel():
         raise CheckpointError(key, "distinct token ids", f"{int(twice[0])} more than once")
