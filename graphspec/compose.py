@@ -6,15 +6,17 @@ Beside :mod:`graphspec.cli` the only module that imports Hydra. Nothing below ev
 from __future__ import annotations
 
 import difflib
+import io
 import json
 import typing
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from importlib import resources
-from pathlib import Path
+from typing import NoReturn
 
 from hydra import compose, initialize_config_module
+from hydra._internal.utils import get_args_parser
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
@@ -25,10 +27,15 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 from .catalog import VARIANTS, all_variants
 from .errors import ConfigError
 from .launch import LaunchConfig
+from .paths import read_text
 
 CONFIG_MODULE = "graphspec.conf"
 CONFIG_NAME = "config"
 VERSION_BASE = "1.3"
+COMPOSING = (HydraException, OmegaConfBaseException, ValueError, OSError, RecursionError)
+"""What Hydra and OmegaConf raise about words they are given, their parser and their search for files included."""
+SHOWN = 200
+"""Characters of a word that an error message shows."""
 FROM_FILE = "from_file"
 """The name an experiment goes by that was given as a file."""
 
@@ -48,11 +55,13 @@ def load_config(*overrides: str) -> LaunchConfig:
     words = take_experiment_file(words)
     for word in words:
         if word.startswith(("+", "~")):
-            raise ConfigError(word, "an override without + or ~ (every key exists, and none can be taken away)", word)
+            raise ConfigError(shown(word), "an override without + or ~ (every key exists, and none can be taken away)", shown(word))
+        if word.startswith(("hydra.", "hydra/")):
+            raise ConfigError(shown(word), "a key of the configuration", "one of Hydra's own", "for one of its flags, as --multirun")
     try:
         with _private_hydra():
             composed = compose(CONFIG_NAME, overrides=words)
-    except (HydraException, OmegaConfBaseException, ValueError) as error:
+    except COMPOSING as error:
         raise explain(error, words) from error
     return to_launch_config(composed, prompts)
 
@@ -63,6 +72,7 @@ def to_launch_config(composed: DictConfig, prompts: Sequence[str] = ()) -> Launc
     Raises:
         ConfigError: a value out of range.
     """
+    refuse_interpolations(composed)
     try:
         config = OmegaConf.to_object(composed)
     except OmegaConfBaseException as error:
@@ -73,6 +83,38 @@ def to_launch_config(composed: DictConfig, prompts: Sequence[str] = ()) -> Launc
         config.prompt = list(prompts)
         config.__post_init__()
     return config
+
+
+def refuse_interpolations(composed: DictConfig) -> None:
+    """Values are what was written; nothing is looked up in other keys or in the environment.
+
+    Raises:
+        ConfigError: ``${...}`` in a value; names its key.
+    """
+
+    def search(key: str, value: object) -> None:
+        if isinstance(value, str) and "${" in value:
+            raise ConfigError(key, "a value without ${...}: nothing is looked up", shown(value))
+        entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        for name, entry in entries:
+            search(f"{key}.{name}" if key else str(name), entry)
+
+    search("", OmegaConf.to_container(composed, resolve=False))
+
+
+def check_flags(words: Sequence[str]) -> None:
+    """Refuse flags that Hydra does not have, before it ends the process with its usage.
+
+    Raises:
+        ConfigError: what is wrong with them.
+    """
+
+    def refuse(message: str) -> NoReturn:
+        raise ConfigError("flags", "those that graphspec --hydra-help lists", shown(message))
+
+    parser = get_args_parser()
+    parser.error = refuse  # type: ignore[method-assign]
+    parser.parse_args(list(words))
 
 
 def split_prompts(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -92,10 +134,10 @@ def split_prompts(words: Sequence[str]) -> tuple[list[str], list[str]]:
         return [text], rest
     try:
         prompts = json.loads(text)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         prompts = None
     if not isinstance(prompts, list) or not prompts or not all(isinstance(prompt, str) for prompt in prompts):
-        raise ConfigError("prompt", 'text, or a JSON list of strings: ["a", "b"]', text, "text in brackets goes into a prompt_file")
+        raise ConfigError("prompt", 'text, or a JSON list of strings: ["a", "b"]', shown(text), "text in brackets goes into a prompt_file")
     return prompts, rest
 
 
@@ -111,9 +153,10 @@ def take_experiment_file(words: Sequence[str]) -> list[str]:
         if name == word or not name.endswith((".yaml", ".yml")):
             taken.append(word)
             continue
+        text = read_text("experiment", name)
         try:
-            node = OmegaConf.load(Path(name).expanduser())
-        except (OSError, UnicodeDecodeError, YAMLError) as error:
+            node = OmegaConf.load(io.StringIO(text))
+        except (OSError, YAMLError, OmegaConfBaseException, ValueError, RecursionError) as error:
             raise ConfigError("experiment", "a name, or a YAML file that can be read", repr(name), _first_line(error)) from error
         if not isinstance(node, DictConfig):
             raise ConfigError("experiment", "a file with keys of the configuration", f"something else in {name!r}")
@@ -226,4 +269,9 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
+    return shown(next(iter(str(error).splitlines()), type(error).__name__))
+
+
+def shown(text: str) -> str:
+    """The beginning of a long text."""
+    return text if len(text) <= SHOWN else text[:SHOWN] + "..."

@@ -68,7 +68,9 @@ class VariantConfig:
     name: str = "eagle3"
     """An entry of the variant catalog."""
     draft: str | None = None
-    """Folder of the draft checkpoint; None: the draft shipped with the demo model."""
+    """Folder of the draft checkpoint, or its name on the Hugging Face Hub; None: the draft shipped with the demo model."""
+    draft_revision: str | None = None
+    """Branch, tag or commit of a draft from the Hub; None: its main branch."""
     num_steps: int | None = None
     """S, draft depth. Set all of num_steps, topk, num_draft_tokens, or none of them."""
     topk: int | None = None
@@ -96,7 +98,9 @@ class ModelConfig:
     """The target model."""
 
     path: str = "demo"
-    """Folder of a Hugging Face checkpoint, or ``demo`` for the model shipped with the package."""
+    """Folder of a Hugging Face checkpoint, its name on the Hub (``org/model``), or ``demo`` for the model shipped with the package."""
+    revision: str | None = None
+    """Branch, tag or commit of a model from the Hub; None: its main branch."""
     max_context: int | None = None
     """Longest prompt plus output, in tokens; None: what the checkpoint allows."""
 
