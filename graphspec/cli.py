@@ -41,14 +41,48 @@ class Command:
     """It has nothing to configure: its words go to it as they are."""
 
 
+class _Answer:
+    """Standard output, whose failures are complaints of ours."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
+        return self._attempt(self.stream.write, text)
+
+    def flush(self) -> None:
+        self._attempt(self.stream.flush)
+
+    def _attempt(self, do: Callable[..., Any], *arguments: str) -> Any:
+        try:
+            return do(*arguments)
+        except OSError as error:
+            # Keep the interpreter from complaining when it flushes at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+            if isinstance(error, BrokenPipeError):
+                raise
+            raise ConfigError("standard output", "room for the answer", error.strerror or str(error)) from error
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line and exit with its code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    _prepare_streams()
+    if sys.stderr is None:
+        # It was closed. What libraries write there must not end up in a file that happens to get its number.
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123, SIM115
+    stdout = sys.stdout
     try:
+        if stdout is None:
+            raise ConfigError("standard output", "something to write the answer to", "it is closed")
+        if isinstance(stdout, io.TextIOWrapper) and stdout.errors == "strict":
+            # What its encoding has no code for is shown as an escape.
+            stdout.reconfigure(errors="backslashreplace")
+        sys.stdout = _Answer(stdout)
         code = _dispatch(words)
-        if sys.stdout is not None:
-            sys.stdout.flush()
+        sys.stdout.flush()
     except GraphspecError as error:
         code = _complain(error)
     except KeyboardInterrupt:
@@ -56,37 +90,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     except BrokenPipeError:
         # The reader left (`| head`).
         code = 141
-        _give_up_stdout()
-    except OSError as error:
-        if _stdout_works():
-            raise
-        code = _complain(ConfigError("standard output", "room for the answer", error.strerror or str(error)))
-        _give_up_stdout()
+    finally:
+        sys.stdout = stdout
     sys.exit(code)
-
-
-def _prepare_streams() -> None:
-    """Characters that the terminal has no code for are shown as escapes, and what was closed leads nowhere."""
-    if sys.stderr is None:
-        # What is written there by libraries must not end up in a file that happens to get its number.
-        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123, SIM115
-    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-        sys.stdout.reconfigure(errors="backslashreplace")
-
-
-def _stdout_works() -> bool:
-    """Whether the rest of what was printed can be written; a full disk says no again."""
-    try:
-        if sys.stdout is not None:
-            sys.stdout.flush()
-    except OSError:
-        return False
-    return True
-
-
-def _give_up_stdout() -> None:
-    """Keep the interpreter from complaining when it flushes stdout at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _complain(error: GraphspecError) -> int:
@@ -133,10 +139,11 @@ def _hydra(name: str, words: list[str]) -> int:
 
     if _completing(words):
         return 0
-    compose.check_flags(words)
+    words = compose.sort_words(words)
     if any(word in ("--cfg", "-c") for word in words):
         compose.load_config(*(word for word in words if "=" in word and not word.startswith(("-", "hydra."))))
     prompts, words = compose.split_prompts(words)
+    compose.check_words(words)
     words = compose.take_experiment_file(words)
     codes: list[int] = []
     crashes: list[BaseException] = []

@@ -19,7 +19,8 @@ from hydra import compose, initialize_config_module
 from hydra._internal.utils import get_args_parser
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
@@ -34,6 +35,7 @@ CONFIG_NAME = "config"
 VERSION_BASE = "1.3"
 COMPOSING = (HydraException, OmegaConfBaseException, ValueError, OSError, RecursionError)
 """What Hydra and OmegaConf raise about words they are given, their parser and their search for files included."""
+NOTHING_LOOKED_UP = "a value without ${...}: nothing is looked up in other keys or in the environment"
 SHOWN = 200
 """Characters of a word that an error message shows."""
 FROM_FILE = "from_file"
@@ -53,11 +55,14 @@ def load_config(*overrides: str) -> LaunchConfig:
     """
     prompts, words = split_prompts(overrides)
     words = take_experiment_file(words)
+    check_words(words)
     for word in words:
         if word.startswith(("+", "~")):
             raise ConfigError(shown(word), "an override without + or ~ (every key exists, and none can be taken away)", shown(word))
         if word.startswith(("hydra.", "hydra/")):
             raise ConfigError(shown(word), "a key of the configuration", "one of Hydra's own", "for one of its flags, as --multirun")
+        key, _, value = word.partition("=")
+        check_flag(key, value.strip().lower() == "true" if value.strip().lower() in ("true", "false") else value)
     try:
         with _private_hydra():
             composed = compose(CONFIG_NAME, overrides=words)
@@ -85,6 +90,18 @@ def to_launch_config(composed: DictConfig, prompts: Sequence[str] = ()) -> Launc
     return config
 
 
+def check_words(words: Sequence[str]) -> None:
+    """Refuse what Hydra would look up elsewhere; :func:`refuse_interpolations` does it for files.
+
+    Raises:
+        ConfigError: ``${...}`` in an override; names its key.
+    """
+    for word in words:
+        key, _, value = word.partition("=")
+        if "${" in word:
+            raise ConfigError(shown(key), NOTHING_LOOKED_UP, shown(value))
+
+
 def refuse_interpolations(composed: DictConfig) -> None:
     """Values are what was written; nothing is looked up in other keys or in the environment.
 
@@ -94,7 +111,7 @@ def refuse_interpolations(composed: DictConfig) -> None:
 
     def search(key: str, value: object) -> None:
         if isinstance(value, str) and "${" in value:
-            raise ConfigError(key, "a value without ${...}: nothing is looked up", shown(value))
+            raise ConfigError(key, NOTHING_LOOKED_UP, shown(value))
         entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
         for name, entry in entries:
             search(f"{key}.{name}" if key else str(name), entry)
@@ -102,11 +119,29 @@ def refuse_interpolations(composed: DictConfig) -> None:
     search("", OmegaConf.to_container(composed, resolve=False))
 
 
-def check_flags(words: Sequence[str]) -> None:
-    """Refuse flags that Hydra does not have, before it ends the process with its usage.
+def check_flag(key: str, value: object) -> None:
+    """Refuse numbers and other words for keys that are true or false, all of which OmegaConf would take for one of the two.
+
+    Args:
+        key: of the configuration; empty: its root.
+        value: what it is set to; a mapping holds keys below it.
 
     Raises:
-        ConfigError: what is wrong with them.
+        ConfigError: neither true nor false for such a key.
+    """
+    parent, _, leaf = key.rpartition(".")
+    schema = _schema_of(parent)
+    if schema is not None and typing.get_type_hints(schema).get(leaf) is bool and not isinstance(value, bool):
+        raise ConfigError(key, "true or false", shown(str(value)))
+    for name, entry in value.items() if isinstance(value, dict) else ():
+        check_flag(f"{key}.{name}" if key else str(name), entry)
+
+
+def sort_words(words: Sequence[str]) -> list[str]:
+    """Overrides first, then Hydra's flags with their values, for Hydra takes overrides in one place only.
+
+    Raises:
+        ConfigError: a flag that Hydra does not have, which it would end the process for.
     """
 
     def refuse(message: str) -> NoReturn:
@@ -114,7 +149,8 @@ def check_flags(words: Sequence[str]) -> None:
 
     parser = get_args_parser()
     parser.error = refuse  # type: ignore[method-assign]
-    parser.parse_args(list(words))
+    overrides = parser.parse_intermixed_args(list(words)).overrides
+    return [*overrides, *(word for word in words if word not in overrides)]
 
 
 def split_prompts(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -160,6 +196,7 @@ def take_experiment_file(words: Sequence[str]) -> list[str]:
             raise ConfigError("experiment", "a name, or a YAML file that can be read", repr(name), _first_line(error)) from error
         if not isinstance(node, DictConfig):
             raise ConfigError("experiment", "a file with keys of the configuration", f"something else in {name!r}")
+        check_flag("", OmegaConf.to_container(node, resolve=False))
         ConfigStore.instance().store(group="experiment", name=FROM_FILE, node=node, package="_global_", provider=name)
         taken.append(f"experiment={FROM_FILE}")
     return taken
@@ -197,10 +234,12 @@ def register_schema() -> None:
 def explain(error: Exception, words: Sequence[str]) -> ConfigError:
     """One message (key, expected, found) for whatever Hydra or OmegaConf raised."""
     if isinstance(error, OverrideParseException):
-        return ConfigError(error.override, "an override such as sampling.max_tokens=64", "words Hydra can't parse", _first_line(error))
-    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
-        group, _, choice = str(error.missing_cfg_file).partition("/")
-        choices = config_groups().get(group, ())
+        return ConfigError(
+            shown(error.override), "an override such as sampling.max_tokens=64", "words Hydra can't parse", _first_line(error)
+        )
+    group, _, choice = str(getattr(error, "missing_cfg_file", None) or "").partition("/")
+    if group in config_groups():
+        choices = config_groups()[group]
         hint = "a folder goes into model.path=/the/folder" if group == "model" else _closest(choice, choices)
         return ConfigError(group, "one of " + ", ".join(choices), repr(choice.removesuffix(".yaml")), hint)
     full_key = next((key for key in (getattr(e, "full_key", None) for e in _chain(error)) if key), None)
@@ -209,7 +248,8 @@ def explain(error: Exception, words: Sequence[str]) -> ConfigError:
             choices = config_groups().get(group, (value,))
             if value not in choices:
                 return ConfigError(group, "one of " + ", ".join(choices), repr(value))
-        return ConfigError(" ".join(words) or CONFIG_NAME, "a configuration that composes", _first_line(error))
+        culprit = next((word for word in words if not _parses(word)), " ".join(words) or CONFIG_NAME)
+        return ConfigError(shown(culprit), "words that make a configuration", _first_line(error))
     parent, _, leaf = full_key.rpartition(".")
     schema = _schema_of(parent)
     if schema is None:
@@ -238,6 +278,14 @@ def _private_hydra() -> Iterator[None]:
             yield
     finally:
         GlobalHydra.instance().hydra = before
+
+
+def _parses(word: str) -> bool:
+    try:
+        OverridesParser.create().parse_override(word)
+    except COMPOSING:
+        return word.startswith("-")
+    return True
 
 
 def _schema_of(dotted: str) -> type | None:

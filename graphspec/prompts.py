@@ -116,7 +116,7 @@ def _standard_input() -> str:
     try:
         return sys.stdin.read()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError("standard input", f"text in {getattr(sys.stdin, 'encoding', None) or 'UTF-8'}", "none", str(error)) from error
+        raise ConfigError("standard input", f"text in {sys.stdin.encoding or 'UTF-8'}", "something else", str(error)) from error
 
 
 def _types(key: str) -> tuple[type, ...]:
