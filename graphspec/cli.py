@@ -196,7 +196,7 @@ def _completing(words: list[str]) -> bool:
 
 
 def _generate(config: LaunchConfig) -> int:
-    from .prompts import failures, read_requests
+    from .asked import failures, read_requests
 
     requests = read_requests(config)
     if all(request.error for request in requests):
@@ -250,7 +250,7 @@ def _print_outputs(
 
 
 def _inspect(config: LaunchConfig) -> int:
-    from .prompts import read_prompt
+    from .asked import read_prompt
 
     prompt = read_prompt(config)
     from .engine.llm import LLM
@@ -264,7 +264,7 @@ def _inspect(config: LaunchConfig) -> int:
 
 
 def _diff(config: LaunchConfig) -> int:
-    from .prompts import read_prompt
+    from .asked import read_prompt
 
     prompt = read_prompt(config)
     from .engine.diff import diff
@@ -281,7 +281,7 @@ def _diff(config: LaunchConfig) -> int:
 
 
 def _demo(config: LaunchConfig) -> int:
-    from .prompts import read_prompt
+    from .asked import read_prompt
 
     prompt = read_prompt(config)
     from .report import run_demo
