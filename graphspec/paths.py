@@ -36,12 +36,14 @@ def read_text(key: str, name: str) -> str:
         ConfigError: no such file, a pipe or device by name, whose end nobody can tell, or bytes that are no UTF-8. Names ``key``.
     """
     path = user_path(key, name)
+    expected = "a readable UTF-8 file"
     if not path.is_file() and path != Path("/dev/stdin") and path.parent not in OPEN_FILES:
-        raise ConfigError(key, "a readable UTF-8 file", shorten(name), "it is something else" if path.exists() else "there is none")
+        found = "a folder" if path.is_dir() else "a pipe or a device" if path.exists() else "No such file"
+        raise ConfigError(key, expected, f"{shorten(name)}: {found}")
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(key, "a readable UTF-8 file", shorten(name), reason(error)) from error
+        raise ConfigError(key, expected, f"{shorten(name)}: {reason(error)}") from error
 
 
 def read_json(where: str, line: str) -> Any:
