@@ -7,15 +7,14 @@ until a command really runs a model, so help and completion are immediate.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .config import SamplingConfig
 from .errors import ConfigError, GraphspecError
 
 if TYPE_CHECKING:
@@ -23,10 +22,11 @@ if TYPE_CHECKING:
 
     from .engine.llm import LLM
     from .engine.outputs import Metrics, Output
-    from .engine.request import SamplingParams
     from .launch import LaunchConfig
 
-DEMO_PROMPT = 'def read_lines(path):\n    """Return the lines of a text file."""\n'
+FULL_ERROR = "HYDRA_FULL_ERROR"
+LONGEST_COMPLAINT = 2000
+"""Characters of an error message that are shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,18 +41,46 @@ class Command:
     """It has nothing to configure: its words go to it as they are."""
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """One prompt and what its line of a ``.jsonl`` file says differently from the ``sampling`` group."""
+class _Answer:
+    """Standard output, whose failures are complaints of ours."""
 
-    prompt: str
-    sampling: dict[str, Any]
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
+        return self._attempt(self.stream.write, text)
+
+    def flush(self) -> None:
+        self._attempt(self.stream.flush)
+
+    def _attempt(self, do: Callable[..., Any], *arguments: str) -> Any:
+        try:
+            return do(*arguments)
+        except OSError as error:
+            # Keep the interpreter from complaining when it flushes at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+            if isinstance(error, BrokenPipeError):
+                raise
+            raise ConfigError("standard output", "room for the answer", error.strerror or str(error)) from error
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line and exit with its code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if sys.stderr is None:
+        # It was closed. What libraries write there must not end up in a file that happens to get its number.
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123, SIM115
+    stdout = sys.stdout
     try:
+        if stdout is None:
+            raise ConfigError("standard output", "something to write the answer to", "it is closed")
+        if isinstance(stdout, io.TextIOWrapper) and stdout.errors == "strict":
+            # What its encoding has no code for is shown as an escape.
+            stdout.reconfigure(errors="backslashreplace")
+        sys.stdout = _Answer(stdout)
         code = _dispatch(words)
         sys.stdout.flush()
     except GraphspecError as error:
@@ -60,14 +88,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         code = 130
     except BrokenPipeError:
-        # The reader left (`| head`); keep the interpreter from complaining when it flushes stdout at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # The reader left (`| head`).
         code = 141
+    finally:
+        sys.stdout = stdout
     sys.exit(code)
 
 
 def _complain(error: GraphspecError) -> int:
-    print("graphspec: " + " ".join(str(error).split()), file=sys.stderr)
+    return _refuse([str(error)])
+
+
+def _refuse(sentences: Sequence[str]) -> int:
+    """One line each; returns the exit code."""
+    for sentence in sentences:
+        line = " ".join(sentence.split())
+        print("graphspec: " + (line if len(line) <= LONGEST_COMPLAINT else line[:LONGEST_COMPLAINT] + "..."), file=sys.stderr)
     return 2
 
 
@@ -99,31 +135,47 @@ def _hydra(name: str, words: list[str]) -> int:
     """Hand the words to Hydra's own launcher: ``--cfg``, ``--info``, ``--multirun``, ``--shell-completion``, ..."""
     import hydra
 
-    from .compose import CONFIG_MODULE, CONFIG_NAME, VERSION_BASE, load_config, register_schema, split_prompts, to_launch_config
-    from .compose import take_experiment_file as take_file
+    from . import compose
 
     if _completing(words):
         return 0
+    words = compose.sort_words(words)
     if any(word in ("--cfg", "-c") for word in words):
-        load_config(*(word for word in words if "=" in word and not word.startswith("-")))
-    prompts, words = split_prompts(words)
-    words = take_file(words)
+        compose.load_config(*(word for word in words if "=" in word and not word.startswith(("-", "hydra."))))
+    prompts, words = compose.split_prompts(words)
+    compose.check_words(words)
+    words = compose.take_experiment_file(words)
     codes: list[int] = []
+    crashes: list[BaseException] = []
 
     def task(composed: DictConfig) -> None:
-        # Inside Hydra an exception would become a traceback and exit code 1.
+        # One case of a sweep that is refused leaves the others alone.
         try:
-            codes.append(COMMANDS[name].run(to_launch_config(composed, prompts)))
+            codes.append(COMMANDS[name].run(compose.to_launch_config(composed, prompts)))
         except GraphspecError as error:
             codes.append(_complain(error))
+        except BaseException as error:
+            crashes.append(error)
+            raise
 
-    register_schema()
-    before = sys.argv
+    compose.register_schema()
+    before, full_error = sys.argv, os.environ.get(FULL_ERROR)
     sys.argv = [before[0], *words]
+    # Hydra would end the process itself, with several lines or a traceback that is cut short.
+    os.environ[FULL_ERROR] = "1"
     try:
-        hydra.main(config_path=f"pkg://{CONFIG_MODULE}", config_name=CONFIG_NAME, version_base=VERSION_BASE)(task)()
+        module, name_of_config, version = compose.CONFIG_MODULE, compose.CONFIG_NAME, compose.VERSION_BASE
+        hydra.main(config_path=f"pkg://{module}", config_name=name_of_config, version_base=version)(task)()
+    except compose.COMPOSING as error:
+        # What a command raised is its own affair.
+        if error in crashes:
+            raise
+        raise compose.explain(error, words) from error
     finally:
         sys.argv = before
+        os.environ.pop(FULL_ERROR)
+        if full_error is not None:
+            os.environ[FULL_ERROR] = full_error
     return max(codes, default=0)
 
 
@@ -144,49 +196,63 @@ def _completing(words: list[str]) -> bool:
 
 
 def _generate(config: LaunchConfig) -> int:
+    from .asked import failures, read_requests
+
     requests = read_requests(config)
+    if all(request.error for request in requests):
+        return _refuse(failures([request.error for request in requests]))
     from .engine.llm import LLM
     from .engine.request import sampling_class
     from .report import progress_bars
 
-    streaming = config.format == "text" and len(requests) == 1
-    params = [_params(config, request) for request in requests]
+    served = {i: (request.prompt, request.params) for i, request in enumerate(requests) if request.params is not None}
     with progress_bars() as progress:
         llm = LLM.from_config(config, progress=progress)
-        llm.warm_up(len(requests), sampling=sampling_class(params))
-        outputs = [] if streaming else llm.generate([request.prompt for request in requests], params, progress=progress)
+        # What needs the model's facts is checked before anything is compiled.
+        found = llm.check([prompt for prompt, _ in served.values()], [params for _, params in served.values()])
+        errors = {i: request.error for i, request in enumerate(requests)} | dict(zip(served, found, strict=True))
+        if all(errors.values()):
+            return _refuse(failures(list(errors.values())))
+        served = {i: asked for i, asked in served.items() if errors[i] is None}
+        prompts, params = [prompt for prompt, _ in served.values()], [params for _, params in served.values()]
+        llm.warm_up(len(served), sampling=sampling_class(params))
+        streaming = config.format == "text" and len(requests) == 1
+        outputs = [] if streaming else llm.generate(prompts, params, progress=progress)
     if streaming:
-        for event in llm.stream(requests[0].prompt, params[0]):
+        for event in llm.stream(prompts[0], params[0]):
             print(event.text, end="", flush=True)
         print()
-        failed = 0
     else:
-        failed = _print_outputs(config, requests, outputs, llm)
-    if llm.metrics is not None and failed < len(requests):
+        done = dict(zip(served, outputs, strict=True))
+        errors |= {i: output.error for i, output in done.items() if output.finish_reason == "error"}
+        _print_outputs(config, [request.headline for request in requests], done, errors, llm)
+        _refuse(failures(list(errors.values())))
+    if all(errors.values()):
+        return 2
+    if llm.metrics is not None:
         print(_summary(llm.metrics), file=sys.stderr)
-    return 2 if failed == len(requests) else 0
+    return 0
 
 
-def _print_outputs(config: LaunchConfig, requests: list[Request], outputs: list[Output], llm: LLM) -> int:
-    """Print all of them; returns how many failed."""
-    failed = [output for output in outputs if output.finish_reason == "error"]
+def _print_outputs(
+    config: LaunchConfig, headlines: Sequence[str], outputs: Mapping[int, Output], errors: Mapping[int, str | None], llm: LLM
+) -> None:
+    """Print what came out; of a request that failed its error, in JSON."""
     if config.format == "json":
+        rows = [_row(outputs.get(i), error) for i, error in errors.items()]
         setting = {"variant": config.variant.name, "model": config.model.path, "runtime": config.runtime.name, "plan": llm.plan.describe()}
         metrics = asdict(llm.metrics) if llm.metrics is not None else None
-        print(json.dumps({"outputs": [_row(output) for output in outputs], "metrics": metrics, **setting}, default=str))
-    else:
-        for i, (request, output) in enumerate(zip(requests, outputs, strict=True)):
-            if output.finish_reason != "error":
-                first_line = next(iter(request.prompt.splitlines()), "")
-                print(f"--- {i}: {first_line}\n{output.text}")
-    for i, output in enumerate(outputs):
-        if output.finish_reason == "error":
-            print(f"graphspec: request {i}: {output.error}", file=sys.stderr)
-    return len(failed)
+        print(json.dumps({"outputs": rows, "metrics": metrics, **setting}, default=str))
+        return
+    for i, output in outputs.items():
+        if errors[i] is None:
+            print(f"--- {i}: {headlines[i]}\n{output.text}")
 
 
 def _inspect(config: LaunchConfig) -> int:
-    prompt = _one_prompt(config)
+    from .asked import read_prompt
+
+    prompt = read_prompt(config)
     from .engine.llm import LLM
     from .inspect import show
     from .report import progress_bars
@@ -198,9 +264,12 @@ def _inspect(config: LaunchConfig) -> int:
 
 
 def _diff(config: LaunchConfig) -> int:
+    from .asked import read_prompt
+
+    prompt = read_prompt(config)
     from .engine.diff import diff
 
-    report = diff(config, config.left, config.right, _one_prompt(config))
+    report = diff(config, config.left, config.right, prompt)
     if config.format == "json":
         print(json.dumps({"left": config.left, "right": config.right} | asdict(report)))
     elif report.equal:
@@ -212,16 +281,20 @@ def _diff(config: LaunchConfig) -> int:
 
 
 def _demo(config: LaunchConfig) -> int:
+    from .asked import read_prompt
+
+    prompt = read_prompt(config)
     from .report import run_demo
 
-    run_demo(config, _one_prompt(config))
+    run_demo(config, prompt)
     return 0
 
 
 def _profile(config: LaunchConfig) -> int:
+    from .hub import pinned
     from .lab.profile import run
 
-    return run(config)
+    return run(pinned(config))
 
 
 def _plan(config: LaunchConfig) -> int:
@@ -231,9 +304,10 @@ def _plan(config: LaunchConfig) -> int:
 
 
 def _tune(config: LaunchConfig) -> int:
+    from .hub import pinned
     from .lab.tune import run
 
-    return run(config)
+    return run(pinned(config))
 
 
 def _report(config: LaunchConfig) -> int:
@@ -248,82 +322,14 @@ def _convert(words: Sequence[str]) -> int:
     return run(words)
 
 
-def read_requests(config: LaunchConfig) -> list[Request]:
-    """The prompts of ``prompt``, else of ``prompt_file``, else of standard input when it is not a terminal.
-
-    Raises:
-        ConfigError: none of the three holds one, or a line of a ``.jsonl`` file is no request.
-    """
-    if config.prompt:
-        return [Request(prompt, {}) for prompt in config.prompt]
-    if config.prompt_file is not None:
-        path = Path(config.prompt_file)
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError("prompt_file", "a readable UTF-8 file", repr(config.prompt_file), str(error)) from error
-        if path.suffix == ".jsonl":
-            requests = [_parse_line(f"{path}:{n}", line) for n, line in enumerate(text.splitlines(), 1) if line.strip()]
-        else:
-            requests = [Request(text, {})] if text else []
-        if not requests:
-            raise ConfigError("prompt_file", "at least one prompt", f"none in {path}")
-        return requests
-    text = "" if sys.stdin.isatty() else sys.stdin.read()
-    if not text:
-        raise ConfigError("prompt", "prompt=TEXT, prompt_file=PATH, or text on standard input", "none of them")
-    return [Request(text, {})]
-
-
-def _parse_line(where: str, line: str) -> Request:
-    defaults = asdict(SamplingConfig())
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ConfigError(where, "one JSON value per line", line[:60], str(error)) from error
-    if isinstance(row, str):
-        return Request(row, {})
-    if not isinstance(row, dict) or not isinstance(row.get("prompt"), str):
-        raise ConfigError(where, 'a string, or an object with "prompt"', line[:60])
-    for key, value in row.items():
-        if key != "prompt" and key not in defaults:
-            raise ConfigError(where, "keys prompt, " + ", ".join(defaults), repr(key))
-        nullable = key in ("logprobs", "seed")
-        wanted = str if key == "prompt" else int if nullable else type(defaults[key])
-        if type(value) is not wanted and not (wanted is float and type(value) is int) and not (nullable and value is None):
-            raise ConfigError(f"{where}: {key}", f"a value of type {wanted.__name__}", repr(value))
-    if "logit_bias" in row:
-        row["logit_bias"] = _parse_bias(f"{where}: logit_bias", row["logit_bias"])
-    return Request(row["prompt"], {key: value for key, value in row.items() if key != "prompt"})
-
-
-def _parse_bias(where: str, bias: dict[str, Any]) -> dict[int, float]:
-    """JSON has no integer keys."""
-    try:
-        return {int(token): float(value) for token, value in bias.items()}
-    except (TypeError, ValueError) as error:
-        raise ConfigError(where, "an object of token ids and numbers", repr(bias)) from error
-
-
-def _params(config: LaunchConfig, request: Request) -> SamplingParams:
-    from .engine.request import configured_params
-
-    return configured_params(config.sampling, **request.sampling)
-
-
-def _one_prompt(config: LaunchConfig) -> str:
-    requests = read_requests(config) if config.prompt or config.prompt_file is not None else [Request(DEMO_PROMPT, {})]
-    if len(requests) > 1:
-        raise ConfigError("prompt", "one prompt", f"{len(requests)}")
-    return requests[0].prompt
-
-
-def _row(output: Output) -> dict[str, Any]:
+def _row(output: Output | None, error: str | None) -> dict[str, Any]:
+    if output is None:
+        return {"text": "", "token_ids": [], "finish_reason": "error", "error": error}
     row: dict[str, Any] = {"text": output.text, "token_ids": list(output.token_ids), "finish_reason": output.finish_reason}
     row["seed"] = output.seed
     if output.logprobs is not None:
         row["logprobs"] = [asdict(entry) for entry in output.logprobs]
-    return row | ({"error": output.error} if output.finish_reason == "error" else {})
+    return row | ({"error": error} if error is not None else {})
 
 
 def _summary(metrics: Metrics) -> str:
@@ -368,8 +374,11 @@ COMMANDS: dict[str, Command] = {
   prompt=TEXT              taken word for word; prompt='["a", "b"]' is a JSON list of several
   prompt_file=PATH         one prompt; or, ending in .jsonl, one request per line: a string, or an object with prompt and sampling keys
                            (with neither of the two, the prompt is read from standard input)
+  chat=true system=TEXT    the prompt is a user's message, through the checkpoint's chat template; a line of a .jsonl file may have
+                           "messages" in place of "prompt", with or without chat=true
   format=text|json         json: one document as the last line of stdout
   sampling.max_tokens=64 sampling.temperature=0.8 sampling.seed=1 model.path=/folder variant.draft=/folder ...
+  model.path=org/model     of the Hugging Face Hub, at model.revision=REVISION; likewise variant.draft and variant.draft_revision
 
   graphspec generate variant=eagle3 model=demo prompt='def fib(n):' sampling.max_tokens=64""",
     ),

@@ -6,18 +6,21 @@ Beside :mod:`graphspec.cli` the only module that imports Hydra. Nothing below ev
 from __future__ import annotations
 
 import difflib
+import io
 import json
 import typing
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from importlib import resources
-from pathlib import Path
+from typing import NoReturn
 
 from hydra import compose, initialize_config_module
+from hydra._internal.utils import get_args_parser
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
@@ -25,10 +28,16 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 from .catalog import VARIANTS, all_variants
 from .errors import ConfigError
 from .launch import LaunchConfig
+from .paths import read_text
 
 CONFIG_MODULE = "graphspec.conf"
 CONFIG_NAME = "config"
 VERSION_BASE = "1.3"
+COMPOSING = (HydraException, OmegaConfBaseException, ValueError, OSError, RecursionError)
+"""What Hydra and OmegaConf raise about words they are given, their parser and their search for files included."""
+NOTHING_LOOKED_UP = "a value without ${...}: nothing is looked up in other keys or in the environment"
+SHOWN = 200
+"""Characters of a word that an error message shows."""
 FROM_FILE = "from_file"
 """The name an experiment goes by that was given as a file."""
 
@@ -46,13 +55,18 @@ def load_config(*overrides: str) -> LaunchConfig:
     """
     prompts, words = split_prompts(overrides)
     words = take_experiment_file(words)
+    check_words(words)
     for word in words:
         if word.startswith(("+", "~")):
-            raise ConfigError(word, "an override without + or ~ (every key exists, and none can be taken away)", word)
+            raise ConfigError(shown(word), "an override without + or ~ (every key exists, and none can be taken away)", shown(word))
+        if word.startswith(("hydra.", "hydra/")):
+            raise ConfigError(shown(word), "a key of the configuration", "one of Hydra's own", "for one of its flags, as --multirun")
+        key, _, value = word.partition("=")
+        check_flag(key, value.strip().lower() == "true" if value.strip().lower() in ("true", "false") else value)
     try:
         with _private_hydra():
             composed = compose(CONFIG_NAME, overrides=words)
-    except (HydraException, OmegaConfBaseException, ValueError) as error:
+    except COMPOSING as error:
         raise explain(error, words) from error
     return to_launch_config(composed, prompts)
 
@@ -63,6 +77,7 @@ def to_launch_config(composed: DictConfig, prompts: Sequence[str] = ()) -> Launc
     Raises:
         ConfigError: a value out of range.
     """
+    refuse_interpolations(composed)
     try:
         config = OmegaConf.to_object(composed)
     except OmegaConfBaseException as error:
@@ -73,6 +88,69 @@ def to_launch_config(composed: DictConfig, prompts: Sequence[str] = ()) -> Launc
         config.prompt = list(prompts)
         config.__post_init__()
     return config
+
+
+def check_words(words: Sequence[str]) -> None:
+    """Refuse what Hydra would look up elsewhere; :func:`refuse_interpolations` does it for files.
+
+    Raises:
+        ConfigError: ``${...}`` in an override; names its key.
+    """
+    for word in words:
+        key, _, value = word.partition("=")
+        if "${" in word:
+            raise ConfigError(shown(key), NOTHING_LOOKED_UP, shown(value))
+
+
+def refuse_interpolations(composed: DictConfig) -> None:
+    """Values are what was written; nothing is looked up in other keys or in the environment.
+
+    Raises:
+        ConfigError: ``${...}`` in a value; names its key.
+    """
+
+    def search(key: str, value: object) -> None:
+        if isinstance(value, str) and "${" in value:
+            raise ConfigError(key, NOTHING_LOOKED_UP, shown(value))
+        entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        for name, entry in entries:
+            search(f"{key}.{name}" if key else str(name), entry)
+
+    search("", OmegaConf.to_container(composed, resolve=False))
+
+
+def check_flag(key: str, value: object) -> None:
+    """Refuse numbers and other words for keys that are true or false, all of which OmegaConf would take for one of the two.
+
+    Args:
+        key: of the configuration; empty: its root.
+        value: what it is set to; a mapping holds keys below it.
+
+    Raises:
+        ConfigError: neither true nor false for such a key.
+    """
+    parent, _, leaf = key.rpartition(".")
+    schema = _schema_of(parent)
+    if schema is not None and typing.get_type_hints(schema).get(leaf) is bool and not isinstance(value, bool):
+        raise ConfigError(key, "true or false", shown(str(value)))
+    for name, entry in value.items() if isinstance(value, dict) else ():
+        check_flag(f"{key}.{name}" if key else str(name), entry)
+
+
+def sort_words(words: Sequence[str]) -> list[str]:
+    """Overrides first, then Hydra's flags with their values, for Hydra takes overrides in one place only.
+
+    Raises:
+        ConfigError: a flag that Hydra does not have, which it would end the process for.
+    """
+
+    def refuse(message: str) -> NoReturn:
+        raise ConfigError("flags", "those that graphspec --hydra-help lists", shown(message))
+
+    parser = get_args_parser()
+    parser.error = refuse  # type: ignore[method-assign]
+    overrides = parser.parse_intermixed_args(list(words)).overrides
+    return [*overrides, *(word for word in words if word not in overrides)]
 
 
 def split_prompts(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -92,10 +170,10 @@ def split_prompts(words: Sequence[str]) -> tuple[list[str], list[str]]:
         return [text], rest
     try:
         prompts = json.loads(text)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         prompts = None
     if not isinstance(prompts, list) or not prompts or not all(isinstance(prompt, str) for prompt in prompts):
-        raise ConfigError("prompt", 'text, or a JSON list of strings: ["a", "b"]', text, "text in brackets goes into a prompt_file")
+        raise ConfigError("prompt", 'text, or a JSON list of strings: ["a", "b"]', shown(text), "text in brackets goes into a prompt_file")
     return prompts, rest
 
 
@@ -111,12 +189,14 @@ def take_experiment_file(words: Sequence[str]) -> list[str]:
         if name == word or not name.endswith((".yaml", ".yml")):
             taken.append(word)
             continue
+        text = read_text("experiment", name)
         try:
-            node = OmegaConf.load(Path(name).expanduser())
-        except (OSError, UnicodeDecodeError, YAMLError) as error:
+            node = OmegaConf.load(io.StringIO(text))
+        except (OSError, YAMLError, OmegaConfBaseException, ValueError, RecursionError) as error:
             raise ConfigError("experiment", "a name, or a YAML file that can be read", repr(name), _first_line(error)) from error
         if not isinstance(node, DictConfig):
             raise ConfigError("experiment", "a file with keys of the configuration", f"something else in {name!r}")
+        check_flag("", OmegaConf.to_container(node, resolve=False))
         ConfigStore.instance().store(group="experiment", name=FROM_FILE, node=node, package="_global_", provider=name)
         taken.append(f"experiment={FROM_FILE}")
     return taken
@@ -154,10 +234,12 @@ def register_schema() -> None:
 def explain(error: Exception, words: Sequence[str]) -> ConfigError:
     """One message (key, expected, found) for whatever Hydra or OmegaConf raised."""
     if isinstance(error, OverrideParseException):
-        return ConfigError(error.override, "an override such as sampling.max_tokens=64", "words Hydra can't parse", _first_line(error))
-    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
-        group, _, choice = str(error.missing_cfg_file).partition("/")
-        choices = config_groups().get(group, ())
+        return ConfigError(
+            shown(error.override), "an override such as sampling.max_tokens=64", "words Hydra can't parse", _first_line(error)
+        )
+    group, _, choice = str(getattr(error, "missing_cfg_file", None) or "").partition("/")
+    if group in config_groups():
+        choices = config_groups()[group]
         hint = "a folder goes into model.path=/the/folder" if group == "model" else _closest(choice, choices)
         return ConfigError(group, "one of " + ", ".join(choices), repr(choice.removesuffix(".yaml")), hint)
     full_key = next((key for key in (getattr(e, "full_key", None) for e in _chain(error)) if key), None)
@@ -166,7 +248,8 @@ def explain(error: Exception, words: Sequence[str]) -> ConfigError:
             choices = config_groups().get(group, (value,))
             if value not in choices:
                 return ConfigError(group, "one of " + ", ".join(choices), repr(value))
-        return ConfigError(" ".join(words) or CONFIG_NAME, "a configuration that composes", _first_line(error))
+        culprit = next((word for word in words if not _parses(word)), " ".join(words) or CONFIG_NAME)
+        return ConfigError(shown(culprit), "words that make a configuration", _first_line(error))
     parent, _, leaf = full_key.rpartition(".")
     schema = _schema_of(parent)
     if schema is None:
@@ -195,6 +278,14 @@ def _private_hydra() -> Iterator[None]:
             yield
     finally:
         GlobalHydra.instance().hydra = before
+
+
+def _parses(word: str) -> bool:
+    try:
+        OverridesParser.create().parse_override(word)
+    except COMPOSING:
+        return word.startswith("-")
+    return True
 
 
 def _schema_of(dotted: str) -> type | None:
@@ -226,4 +317,9 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
+    return shown(next(iter(str(error).splitlines()), type(error).__name__))
+
+
+def shown(text: str) -> str:
+    """The beginning of a long text."""
+    return text if len(text) <= SHOWN else text[:SHOWN] + "..."

@@ -121,7 +121,9 @@ class VariantConfig:
     name: str = "eagle3"
     """An entry of the variant catalog."""
     draft: str | None = None
-    """Folder of the draft checkpoint; None: the draft shipped with the demo model."""
+    """Folder of the draft checkpoint, or its name on the Hugging Face Hub; None: the draft shipped with the demo model."""
+    draft_revision: str | None = None
+    """Branch, tag or commit of a draft from the Hub; None: its main branch."""
     num_steps: int | None = None
     """S, draft depth. Of num_steps, topk and num_draft_tokens, each that is unset is that of the variant's automatic shape, made to fit
     the ones that are set: num_steps=6 alone changes the depth and nothing else, topk=1 alone makes a chain."""
@@ -153,7 +155,9 @@ class ModelConfig:
     """The target model."""
 
     path: str = "demo"
-    """Folder of a Hugging Face checkpoint, or ``demo`` for the model shipped with the package."""
+    """Folder of a Hugging Face checkpoint, its name on the Hub (``org/model``), or ``demo`` for the model shipped with the package."""
+    revision: str | None = None
+    """Branch, tag or commit of a model from the Hub; None: its main branch."""
     max_context: int | None = None
     """Longest prompt plus output, in tokens; None: what the checkpoint allows."""
 

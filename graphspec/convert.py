@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -24,6 +25,7 @@ from .facts import Eagle3Facts, EagleFacts, ModelFacts, read_model_facts
 from .facts.eagle import read_eagle_config
 from .facts.eagle3 import DEFAULT_TAPS, TAP_KEY, default_taps, read_eagle3_config
 from .layouts import EAGLE3_WRITTEN, EAGLE_WRITTEN
+from .paths import check_writable, make_folder, unwritable, user_path
 from .weights.checkpoint import Checkpoint
 from .weights.eagle import EAGLE_NORMS, eagle3_checkpoint, eagle_checkpoint, looks_like, read_vocab_map
 
@@ -242,11 +244,12 @@ def convert(source: str | Path, destination: str | Path, layout: str, target: st
 
     Raises:
         CheckpointError: a source that can't be read, or that the layout can't express.
-        ConfigError: an unknown layout, or a destination that holds something.
+        ConfigError: an unknown layout, or a destination that holds something or can't be written.
     """
-    source, destination = Path(source), Path(destination)
+    source, destination = user_path("SRC", str(source)), user_path("DST", str(destination))
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
         raise ConfigError("DST", "a folder that doesn't exist yet, or is empty", str(destination))
+    check_writable("DST", str(destination), folder=True)
     names = Checkpoint(source).names()
     third = any(name.endswith("hidden_norm.weight") for name in names)
     if not third and not {"fc.weight", "fusion_fc.weight"} & set(names):
@@ -257,20 +260,24 @@ def convert(source: str | Path, destination: str | Path, layout: str, target: st
         raise ConfigError("layout", f"one of {', '.join(written)} for an {kind} head", repr(layout))
     read, write = (_read_eagle3, _write_eagle3) if third else (_read_eagle, _write_eagle)
     head = read(source)
-    config, tensors = write(head, layout, read_model_facts(target) if target is not None else None)
-    destination.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", dir=destination.parent))
+    config, tensors = write(head, layout, read_model_facts(user_path("target", str(target))) if target is not None else None)
+    stored = {_renamed(name, written[layout]): tensor.contiguous().clone() for name, tensor in tensors.items()}
+    make_folder("DST", destination.parent)
+    folder: Path | None = None
     try:
+        folder = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", dir=destination.parent))
         folder.chmod(0o755)
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        stored = {_renamed(name, written[layout]): tensor.contiguous().clone() for name, tensor in tensors.items()}
         save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
         _check(head, folder, layout, read)
         if destination.exists():
             destination.rmdir()
         os.rename(folder, destination)  # noqa: PTH104
+    except (OSError, SafetensorError) as error:
+        raise unwritable("DST", destination, error) from error
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def run(words: Sequence[str]) -> int:

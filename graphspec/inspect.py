@@ -20,8 +20,13 @@ if TYPE_CHECKING:
 
 
 def show(llm: LLM, prompt: str, console: Console | None = None) -> None:
-    """Print everything about ``llm``; ``prompt`` is what the drawn tree continues."""
+    """Print everything about ``llm``; ``prompt`` is what the drawn tree continues.
+
+    Raises:
+        RequestError: a prompt that can't be served; nothing is printed.
+    """
     console = console or Console()
+    llm.check(prompt)
     described = llm.plan.describe()
     console.print(plan_table(described))
     console.print(buckets_table(described["buckets"], described["num_draft_tokens"], described["accept_width"]))

@@ -169,7 +169,12 @@ class LaunchConfig(Config):
     prompt: list[str] = field(default_factory=list)
     """Prompts, word for word; on the command line ``prompt=TEXT`` for one, ``prompt='["a", "b"]'`` (JSON) for several."""
     prompt_file: str | None = None
-    """A file that is one prompt; or, ending in ``.jsonl``, one request per line: a string, or ``{"prompt": ..., "max_tokens": ...}``."""
+    """A file that is one prompt; or, ending in ``.jsonl``, one request per line: a string, or ``{"prompt": ..., "max_tokens": ...}``, or
+    ``{"messages": [{"role": ..., "content": ...}], ...}``."""
+    chat: bool = False
+    """generate: each prompt is a user's message, which the checkpoint's own chat template turns into text."""
+    system: str | None = None
+    """generate, with chat=true: the system message in front of each prompt."""
     format: str = "text"
     """text: for people; json: one document as the last line of stdout."""
     left: str = "eager"
@@ -200,6 +205,7 @@ class LaunchConfig(Config):
         for key in ("left", "right"):
             _check(key, getattr(self, key) in RUNTIMES, "one of " + ", ".join(RUNTIMES), repr(getattr(self, key)))
         _check("prompt_file", not self.prompt or self.prompt_file is None, "nothing beside prompt=", repr(self.prompt_file))
+        _check("system", self.system is None or self.chat, "null without chat=true", self.system)
         for name in self.baseline:
             _check("baseline", name in BASELINES, "one of " + ", ".join(BASELINES) + ", or a list of them", repr(name))
         _check("url", "openai" not in self.baseline or self.url is not None, "the server's address with baseline=openai", None)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -19,6 +18,7 @@ from .config import Config
 from .errors import ConfigError, spell_bytes
 from .graphs.mailbox import MailLayout
 from .kernels import resolve
+from .paths import user_path
 from .plan import Plan
 from .shapes import GREEDY
 from .weights import apply_token_map, load_target, load_token_map
@@ -173,7 +173,7 @@ def weigh(plan: Plan, token_map: str | None = None) -> tuple[int, int]:
         return sum(held.values()), 0
     draft = load_object(plan.variant.loader)(plan.draft, target, plan.max_positions, dtype, nowhere, None)
     if token_map is not None:
-        apply_token_map(draft, load_token_map(Path(token_map).expanduser(), plan.target.vocab_size))
+        apply_token_map(draft, load_token_map(user_path("variant.token_map", token_map), plan.target.vocab_size))
     return sum(held.values()), sum(size for tensor, size in _tensors(draft).items() if tensor not in held)
 
 

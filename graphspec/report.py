@@ -112,6 +112,7 @@ def run_demo(config: Config, prompt: str, console: Console | None = None) -> Non
             variant: LLM.from_config(config, progress=progress),
             plain: LLM.from_config(replace(config, variant=VariantConfig(name=plain)), progress=progress),
         }
+        engines[variant].check(prompt, params)
         for llm in engines.values():
             llm.warm_up(sampling=params.sampling_class)
     console.print(Text(prompt, style="bold"), end="")

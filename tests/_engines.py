@@ -180,14 +180,24 @@ def prompts(count: int, lengths: Sequence[int] = (5, 3, 17, 8, 1, 9, 16, 24), vo
     return [torch.randint(0, vocab - 1, (lengths[i % len(lengths)],), generator=generator).tolist() for i in range(count)]
 
 
-def add_tokenizer(folder: Path) -> None:
-    """A word for every id (``w0`` to ``w43``), one space between words."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
+def add_tokenizer(folder: Path, *, bos: int | None = None, chat_template: str | None = None) -> None:
+    """A word for every id (``w0`` to ``w43``), one space between words.
+
+    Args:
+        folder: of the checkpoint.
+        bos: id that is put in front of every text; None: nothing is.
+        chat_template: jinja; None: the checkpoint has none.
+    """
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(MIRROR_VOCAB)}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
+    if bos is not None:
+        words.post_processor = processors.TemplateProcessing(single=f"w{bos} $A", special_tokens=[(f"w{bos}", bos)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, bos_token=None if bos is None else f"w{bos}")
+    tokenizer.chat_template = chat_template
+    tokenizer.save_pretrained(folder)
 
 
 def words(tokens: Sequence[int]) -> str:

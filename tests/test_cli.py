@@ -52,6 +52,10 @@ class FakeLLM:
     def warm_up(self, requests=1, *, sampling=False):
         self.warm = (requests, sampling)
 
+    def check(self, prompts, params=None):
+        self.checked = not hasattr(self, "warm")
+        return ["prompt: refused early" if "early" in prompt else None for prompt in prompts]
+
     def generate(self, prompts, params, progress=None):
         prompts = [prompts] if isinstance(prompts, str) else prompts
         params = params if isinstance(params, list) else [params] * len(prompts)

@@ -124,12 +124,14 @@ def diff(config: Config, left: str, right: str, prompt: Prompt, max_tokens: int 
 
     Raises:
         ConfigError: a runtime that does not exist or can't run here, or kernels that a launch must be planned for.
+        RequestError: a prompt that can't be served.
     """
     sides = [LLM.from_config(replace(config, runtime=replace(config.runtime, name=name))) for name in (left, right)]
     if any(side.cycle.plans for side in sides):
         found = config.kernels.attention
         raise ConfigError("kernels.attention", "one whose launches the host need not plan: the right side launches nothing itself", found)
     params = configured_params(config.sampling, max_tokens=max_tokens, stop_token_ids=(), ignore_eos=False)
+    sides[0].check(prompt, params)
     for side in sides:
         side.warm_up(sampling=params.sampling_class)
     twin = Twin(sides[0].cycle, sides[1].cycle)

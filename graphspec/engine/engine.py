@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
@@ -68,7 +68,7 @@ class Engine:
 
     Args:
         cycle: what launches.
-        make_proposer: gives the drafter on the host, once, when it is first needed; None where there is none.
+        proposer: the drafter on the host, where there is one.
         policy: chooses the draft depth of every cycle; None: each bucket keeps the plan's.
         progress: called while programs are built. It may not call the engine.
     """
@@ -76,13 +76,12 @@ class Engine:
     def __init__(
         self,
         cycle: Cycle,
-        make_proposer: Callable[[], Proposer | None],
+        proposer: Proposer | None = None,
         policy: DepthPolicy | None = None,
         progress: Progress | None = None,
     ) -> None:
         self.cycle, self.plan, self.progress = cycle, cycle.plan, progress
-        self.scheduler = Scheduler(self.plan, cycle, None, None, None, policy, cycle.clear_row)
-        self._make_proposer = make_proposer
+        self.scheduler = Scheduler(self.plan, cycle, None, proposer, None, policy, cycle.clear_row)
         self._turn: dict[str, Turn] = {}
         """At most one entry. ``setdefault`` takes the turn in one step, so that an interrupt finds it either taken or not."""
         self._whole = True
@@ -300,8 +299,6 @@ class Engine:
 
     def _enter(self, call: Call) -> None:
         """Queue a call's requests, once the programs exist that they need together with everybody else's."""
-        if self.scheduler.proposer is None:
-            self.scheduler.proposer = self._make_proposer()
         fresh = [request for request in call.requests if request not in self._calls]
         need = GREEDY
         for request in fresh:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
+from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,14 @@ from ..buffers import DTYPES
 from ..catalog import Variant, load_object, resolve_variant
 from ..config import Config
 from ..cycle import Cycle, Progress
-from ..errors import CheckpointError, ConfigError
+from ..errors import ConfigError
 from ..facts import check_tokenizer, read_model_facts
 from ..graphs.capture import CaptureRecord
+from ..hub import checkpoint_folder
 from ..kernels import resolve, select_kernels
 from ..memory import plan_memory
 from ..models.layers import pack_linear_layers, use_kernels
+from ..paths import user_path
 from ..plan import Plan, make_plan
 from ..programs import Key
 from ..shapes import GREEDY, SamplingClass
@@ -35,34 +38,36 @@ from .proposer import TrieProposer
 from .request import Request, SamplingParams
 from .scheduler import Launcher
 from .self_test import AcceptanceTest
+from .text import Conversation, Tokenizer, conversations, has_tokenizer
 from .tuning import LinearTuner
 
 DEMO = "demo"
 logger = logging.getLogger(__name__)
 
 
-def model_folder(path: str) -> Path:
-    """Folder of a target: ``demo`` is the one shipped with the package.
+def model_folder(path: str, revision: str | None = None) -> Path:
+    """Folder of a target: ``demo`` is the one shipped with the package, ``org/model`` one of the Hugging Face Hub at that revision.
 
     Raises:
-        ConfigError: the name of a model of which only the shape is shipped, for ``graphspec plan``.
+        ConfigError: the name of a model of which only the shape is shipped, for ``graphspec plan``; else as
+            :func:`graphspec.hub.checkpoint_folder`.
     """
-    package, folder = Path(str(files("graphspec"))), Path(path).expanduser()
-    if path == DEMO:
+    package = Path(str(files("graphspec")))
+    if path == DEMO and revision is None:
         return package / "demo" / "target"
-    if not folder.exists() and (package / "lab" / "models" / path / "config.json").is_file():
+    if not user_path("model.path", path).exists() and (package / "lab" / "models" / path / "config.json").is_file():
         expected = "a folder with a checkpoint; of this model only the shape comes with the package"
         raise ConfigError("model.path", expected, repr(path), "graphspec plan takes it as it is")
-    return folder
+    return checkpoint_folder("model.path", path, revision)
 
 
 class LLM:
     """An engine for one target and one way to draft.
 
     Args:
-        model: folder of a Hugging Face checkpoint, or ``demo``.
+        model: folder of a Hugging Face checkpoint, its name on the Hub (``org/model``, with ``revision=``), or ``demo``.
         variant: an entry of the catalog (``eagle3``, ``none``).
-        draft: folder of the draft checkpoint; None for the demo model's own draft.
+        draft: folder of the draft checkpoint, or its name on the Hub; None for the demo model's own draft.
         runtime: ``eager``, ``compiled`` or ``captured``.
         config: a whole configuration instead of the arguments above.
         progress: called as ``progress(phase, done, total)`` during load and compilation.
@@ -87,15 +92,17 @@ class LLM:
         self.config = engine_config(config, overrides, model=model, variant=variant, draft=draft, runtime=runtime)
         check_progress(progress, ConfigError)
         self.progress = progress
+        self.folder = model_folder(self.config.model.path, self.config.model.revision)
+        """Of the target's checkpoint."""
         self.plan = self._plan()
         self.memory = plan_memory(self.plan, self.config)
         self.memory.check()
         logger.info("memory: %s", self.memory.text())
         self.cycle = self._load()
         self.metrics: Metrics | None = None
-        self._engine = Engine(self.cycle, self._make_proposer, self._adaptive_depth(), progress)
+        self._engine = Engine(self.cycle, self._load_proposer(), self._adaptive_depth(), progress)
         self._acceptance_test = AcceptanceTest(self.plan)
-        self._tokenizer: Any = None
+        self._has_tokenizer = has_tokenizer(self.folder)
 
     @classmethod
     def from_config(cls, config: Config, progress: Progress | None = None) -> LLM:
@@ -114,13 +121,12 @@ class LLM:
             # Denormals make CPU kernels many times slower and carry no information here.
             torch.set_flush_denormal(True)
         variant = resolve_variant(self.config.variant.name)
-        folder = model_folder(self.config.model.path)
-        target = read_model_facts(folder)
+        target = read_model_facts(self.folder)
         draft = None
         if variant.has_network:
             draft_folder = self._draft_folder(variant)
             draft = load_object(variant.facts)(draft_folder, target)
-            check_tokenizer(draft_folder, folder)
+            check_tokenizer(draft_folder, self.folder)
         elif self.config.variant.draft is not None:
             raise ConfigError(
                 "variant.draft", f"nothing for variant {variant.name!r}, which has no draft network", self.config.variant.draft
@@ -130,11 +136,11 @@ class LLM:
     def _draft_folder(self, variant: Variant) -> Path:
         draft = self.config.variant.draft
         if draft is not None:
-            return Path(draft).expanduser()
+            return checkpoint_folder("variant.draft", draft, self.config.variant.draft_revision)
         if self.config.model.path == DEMO and variant.demo_draft is not None:
-            return model_folder(DEMO).parent / variant.demo_draft
+            return self.folder.parent / variant.demo_draft
         if variant.draft_in_target:
-            return model_folder(self.config.model.path)
+            return self.folder
         raise ConfigError("variant.draft", f"the folder of a draft checkpoint for {self.config.model.path}", "no value")
 
     def _load(self) -> Cycle:
@@ -150,7 +156,7 @@ class LLM:
                 raise ConfigError(
                     "kernels.linear_table", f"null with kernels.mode={plan.kernels}, unless linear layers are fused", table_path
                 )
-            table = LinearTuner.read_table(Path(table_path).expanduser(), device)
+            table = LinearTuner.read_table(user_path("kernels.linear_table", table_path), device)
         kernels = select_kernels(
             plan.kernels,
             plan.attention,
@@ -172,7 +178,7 @@ class LLM:
         if plan.draft is not None:
             draft = load_object(plan.variant.loader)(plan.draft, target, plan.max_positions, dtype, device, report("load draft"))
             if (token_map := self.config.variant.token_map) is not None:
-                apply_token_map(draft, load_token_map(Path(token_map).expanduser(), plan.target.vocab_size))
+                apply_token_map(draft, load_token_map(user_path("variant.token_map", token_map), plan.target.vocab_size))
         packs = resolve("kernels.linear", plan.linear, plan.kernels, plan.device, plan.dtype) == "native"
         networks = (target, draft) if draft is not None else (target,)
         for network in networks:
@@ -182,7 +188,7 @@ class LLM:
                 use_kernels(network, kernels)
         tuner = None
         if table is not None and table_path is not None:
-            tuner = LinearTuner(table, Path(table_path).expanduser(), networks, device)
+            tuner = LinearTuner(table, user_path("kernels.linear_table", table_path), networks, device)
         kind = Cycle if kernels.host_planner() is None else PlannedCycle
         return kind(plan, target, draft, kernels, memory=self.memory, tuner=tuner)
 
@@ -202,8 +208,8 @@ class LLM:
         depths = {bucket: plan.depths_of(bucket) for bucket in plan.buckets}
         return AdaptiveDepth(depths, adaptive.times, adaptive.rates, self.config.runtime.depth_per_bucket)
 
-    def _make_proposer(self) -> TrieProposer | None:
-        """The drafter on the host; None where the device drafts."""
+    def _load_proposer(self) -> TrieProposer | None:
+        """The drafter on the host, shared by every request of this engine; None where the device drafts."""
         if self.plan.variant.drafter != "host":
             return None
         proposer = TrieProposer(self.plan)
@@ -211,22 +217,14 @@ class LLM:
             proposer.load_corpus(self.plan.ngram.corpus, self.tokenizer.encode)
         return proposer
 
-    @property
-    def tokenizer(self) -> Any:
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
         """The checkpoint's tokenizer; loaded when text is first used, token ids never need it.
 
         Raises:
-            CheckpointError: the folder has none.
+            CheckpointError: the folder has none, or a damaged one.
         """
-        if self._tokenizer is None:
-            from transformers import AutoTokenizer
-
-            folder = model_folder(self.config.model.path)
-            try:
-                self._tokenizer = AutoTokenizer.from_pretrained(folder)
-            except (OSError, ValueError) as error:
-                raise CheckpointError(str(folder), "tokenizer files (or pass token ids as prompts)", str(error).splitlines()[0]) from error
-        return self._tokenizer
+        return Tokenizer(self.folder)
 
     def capture_report(self) -> list[CaptureRecord]:
         """What it took to build each program so far, in the order they were built."""
@@ -310,8 +308,38 @@ class LLM:
         self._acceptance_test.observe(requests)
         self.metrics = summarise(requests, self.plan)
 
+    def chat(self, messages: Any, params: Params = None, progress: Progress | None = None) -> list[Output]:
+        """Like :meth:`generate`, for conversations: the assistant's next turn, by the checkpoint's own chat template.
+
+        Args:
+            messages: one conversation, a list of ``{"role": "user", "content": "..."}``, oldest first; or a list of conversations.
+            params: one for all conversations, or one per conversation; default greedy, 128 tokens.
+            progress: called as ``progress("generate", tokens, most tokens)``.
+
+        Raises:
+            CheckpointError: the checkpoint has no chat template, or a broken one.
+            RequestError: the single conversation of the call can't be served.
+        """
+        return self.generate(conversations(messages), params, progress)
+
+    def stream_chat(self, messages: Any, params: Params = None) -> Iterator[StreamEvent]:
+        """Like :meth:`stream`, for conversations as :meth:`chat` takes them."""
+        return self.stream(conversations(messages), params)
+
+    def check(self, prompts: Prompt | Sequence[Prompt], params: Params = None) -> list[str | None]:
+        """What :meth:`generate` would refuse, before anything is compiled or run for it.
+
+        Returns:
+            For each request what is wrong with it, None where nothing is.
+
+        Raises:
+            RequestError: the single prompt of the call can't be served, or there is not one params object per prompt.
+            CheckpointError: text or a conversation that the checkpoint has no tokenizer or template for.
+        """
+        return [request.error for request in self._requests(prompts, params)]
+
     def _requests(self, prompts: Prompt | Sequence[Prompt], params: Params, *, one: bool = False) -> list[Request]:
-        return make_requests(prompts, params, self.plan, lambda text: list(self.tokenizer.encode(text)), one=one)
+        return make_requests(prompts, params, self.plan, self._encode, one=one)
 
     def _run(
         self, requests: Sequence[Request], launcher: Launcher | None = None, policy: DepthPolicy | None = None
@@ -341,11 +369,11 @@ class LLM:
         """Programs a run of so many requests can need: every bucket up to theirs, every chunk size."""
         return self._engine.keys(requests, sampling)
 
+    def _encode(self, prompt: str | Conversation) -> list[int]:
+        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else self.tokenizer.chat(prompt)
+
     def _decode(self, tokens: list[int]) -> str:
-        if self._tokenizer is None and not _has_tokenizer(model_folder(self.config.model.path)):
-            return ""
-        text: str = self.tokenizer.decode(tokens, skip_special_tokens=True)
-        return text
+        return self.tokenizer.decode(tokens, skip_special_tokens=True) if self._has_tokenizer else ""
 
     def draft_tree(self, prompt: Prompt, cycles: int = 1) -> TreeSnapshot:
         """Run ``cycles`` cycles on ``prompt`` and return the last one's nodes, with the path that was accepted.
@@ -387,7 +415,3 @@ class _Deepest:
 
     def observe(self, bucket: int, depth: int, accepted: Sequence[int]) -> None:
         pass
-
-
-def _has_tokenizer(folder: Path) -> bool:
-    return any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json"))

@@ -10,6 +10,7 @@ from ..checks import brief, is_array, typed, wholes
 from ..errors import CheckpointError, GraphspecError, RequestError
 from ..plan import Plan
 from .request import Request, SamplingParams, check_params, check_prompt
+from .text import Conversation
 
 
 class TextPrompt(TypedDict):
@@ -24,7 +25,8 @@ class TokensPrompt(TypedDict):
     prompt_token_ids: Sequence[int]
 
 
-Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
+Prompt = str | Sequence[int] | TextPrompt | TokensPrompt | Conversation
+Encode = Callable[[str | Conversation], list[int]]
 Params = SamplingParams | Sequence[SamplingParams] | None
 
 LONGEST = 2**24
@@ -36,13 +38,13 @@ _BYTES = bytes | bytearray | memoryview
 def split_prompts(prompts: object) -> tuple[bool, list[object]]:
     """Whether a call's ``prompts`` are a single one, and the prompts, not read yet.
 
-    A text, a mapping, integers in a list and a one-dimensional array are one prompt; a list of prompts and a two-dimensional array are
-    several.
+    A text, a mapping, a conversation, integers in a list and a one-dimensional array are one prompt; a list of prompts and a
+    two-dimensional array are several.
 
     Raises:
         RequestError: none of these, or a list that mixes token ids with prompts.
     """
-    if isinstance(prompts, str | Mapping | range):
+    if isinstance(prompts, str | Mapping | range | Conversation):
         return True, [prompts]
     array = is_array(prompts)
     if not array and (not isinstance(prompts, Sequence) or isinstance(prompts, _BYTES)):
@@ -68,7 +70,7 @@ def split_prompts(prompts: object) -> tuple[bool, list[object]]:
     return False, entries
 
 
-def read_prompt(prompt: object, encode: Callable[[str], list[int]]) -> list[int]:
+def read_prompt(prompt: object, encode: Encode) -> list[int]:
     """Token ids of one prompt; whether the vocabulary has them is :func:`~graphspec.engine.request.check_prompt`'s question.
 
     Args:
@@ -79,6 +81,8 @@ def read_prompt(prompt: object, encode: Callable[[str], list[int]]) -> list[int]
         RequestError: no such spelling, an id that is no integer, or text that is no Unicode or that the tokenizer refuses.
         CheckpointError: text, and there is no tokenizer.
     """
+    if isinstance(prompt, Conversation):
+        return encode(prompt)
     if isinstance(prompt, Mapping):
         prompt = _unwrap(prompt)
     if isinstance(prompt, str):
@@ -138,7 +142,7 @@ def read_params(params: object, count: int) -> list[SamplingParams]:
     return list(params)
 
 
-def make_requests(prompts: object, params: object, plan: Plan, encode: Callable[[str], list[int]], *, one: bool = False) -> list[Request]:
+def make_requests(prompts: object, params: object, plan: Plan, encode: Encode, *, one: bool = False) -> list[Request]:
     """Checked requests. One that can't be served has a ``finish_reason`` and an ``error`` and stands for itself alone.
 
     Args:

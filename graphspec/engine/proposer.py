@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Protocol
 
 from ..errors import ConfigError
 from ..ngram import NgramConfig, NgramTrie
+from ..paths import read_text
 from ..plan import Plan
 from .request import Request
 
@@ -68,16 +68,13 @@ class TrieProposer:
             ConfigError: the file can't be read, or a line is no JSON string.
         """
         key = "variant.ngram.corpus"
-        try:
-            lines = Path(file).expanduser().read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(key, "a readable UTF-8 text file", f"{file}: {error}") from error
-        documents = [line for line in lines if line.strip()]
-        if file.endswith(".jsonl"):
+        text, in_json = read_text(key, file), file.endswith(".jsonl")
+        documents = [line for line in (text.split("\n") if in_json else text.splitlines()) if line.strip()]
+        if in_json:
             for number, line in enumerate(documents):
                 try:
                     document = json.loads(line)
-                except json.JSONDecodeError:
+                except (ValueError, RecursionError):
                     document = None
                 if not isinstance(document, str):
                     raise ConfigError(key, "a JSON string on every line", f"{file}, document {number + 1}: {line[:60]}")

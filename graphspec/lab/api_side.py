@@ -12,10 +12,12 @@ import json
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from ..engine.llm import model_folder
+from ..engine.text import Tokenizer
 from ..errors import ConfigError, ResourceError
 from ..facts import read_model_facts
 from ..launch import LaunchConfig
@@ -23,6 +25,22 @@ from .metrics import Timeline
 from .workload import Ask, make_workload
 
 TOLD_NOTHING = "the server does not report it"
+
+
+def split_url(url: str) -> SplitResult:
+    """The parts of a server's address.
+
+    Raises:
+        ConfigError: no http or https address of a host.
+    """
+    try:
+        parts = urlsplit(url)
+        if parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0) and url.isascii():
+            return parts
+    except ValueError:
+        # Brackets that don't close, a port that is no number.
+        pass
+    raise ConfigError("url", "an address such as http://localhost:8000/v1", repr(url))
 
 
 class Server:
@@ -38,11 +56,9 @@ class Server:
     """
 
     def __init__(self, url: str, key: str | None, timeout: float) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError("url", "an address such as http://localhost:8000/v1", repr(url))
+        parts = split_url(url)
         self.url, self.timeout = url, timeout
-        self._secure, self._host, self._port, self._path = parts.scheme == "https", parts.hostname, parts.port, parts.path.rstrip("/")
+        self._secure, self._host, self._port, self._path = parts.scheme == "https", parts.hostname or "", parts.port, parts.path.rstrip("/")
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
 
     def ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> http.client.HTTPResponse:
@@ -111,22 +127,17 @@ class ApiSide:
         assert config.url is not None
         self.config, self.server = config, Server(config.url, config.profile.api_key, config.profile.timeout_seconds)
         self.model = config.profile.api_model or self.server.first_model()
-        self._tokenizer: Any = None
-        folder = model_folder(config.model.path)
-        self.workload = make_workload(config, self._encode, read_model_facts(folder).vocab_size)
+        self._folder = model_folder(config.model.path, config.model.revision)
+        self.workload = make_workload(config, self._encode, read_model_facts(self._folder).vocab_size)
         self._exact_bursts = True
 
     def _encode(self, text: str) -> list[int]:
-        return list(self.tokenizer.encode(text))
+        return self.tokenizer.encode(text)
 
-    @property
-    def tokenizer(self) -> Any:
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
         """The target's; loaded when text is first used."""
-        if self._tokenizer is None:
-            from transformers import AutoTokenizer
-
-            self._tokenizer = AutoTokenizer.from_pretrained(model_folder(self.config.model.path))
-        return self._tokenizer
+        return Tokenizer(self._folder)
 
     def describe(self) -> dict[str, Any]:
         """See :class:`graphspec.lab.worker.Runner`."""

@@ -28,14 +28,23 @@ class EngineSide:
 
     Args:
         config: of the engine and the workload; the engine holds ``workload.batch`` rows.
+
+    Raises:
+        ResourceError: a request that can't be served; nothing was compiled.
     """
 
     def __init__(self, config: LaunchConfig) -> None:
         self.config = for_workload(config)
         self.llm = LLM.from_config(self.config)
-        self.workload: Workload = make_workload(config, lambda text: list(self.llm.tokenizer.encode(text)), self.llm.plan.target.vocab_size)
+        self.workload: Workload = make_workload(config, self._encode, self.llm.plan.target.vocab_size)
         self.params = [self.params_of(ask) for ask in self.workload.asks]
+        for index, error in enumerate(self.llm.check([ask.prompt for ask in self.workload.asks], self.params)):
+            if error is not None:
+                raise ResourceError(f"request {index}", "one that can be served", error)
         self.llm.warm_up(self.workload.batch, sampling=sampling_class(self.params))
+
+    def _encode(self, text: str) -> list[int]:
+        return self.llm.tokenizer.encode(text)
 
     def params_of(self, ask: Ask) -> SamplingParams:
         """How ``ask`` is sampled and when it ends."""

@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 
 from ..compose import config_groups, load_config
 from ..config import Config
+from ..paths import make_folder, unwritable
 
 _NAMED_BY = {"variant": "name", "model": "path", "runtime": "name", "kernels": "mode", "accept": "rule", "hardware": "name"}
 """The field of a group that says which choice it is."""
@@ -35,9 +36,16 @@ def experiment_text(config: Config, comment: Sequence[str]) -> str:
 
 
 def write_experiment(file: Path, config: Config, comment: Sequence[str]) -> None:
-    """:func:`experiment_text` into ``file``, whose folder is made."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(experiment_text(config, comment), encoding="utf-8")
+    """:func:`experiment_text` into ``file``, whose folder is made.
+
+    Raises:
+        ConfigError: the file can't be written.
+    """
+    make_folder("tune.out", file.parent)
+    try:
+        file.write_text(experiment_text(config, comment), encoding="utf-8")
+    except OSError as error:
+        raise unwritable("tune.out", file, error) from error
 
 
 def _choices(config: Config) -> dict[str, str]:

@@ -29,6 +29,7 @@ from ..facts import Eagle3Facts, EagleFacts, MTPFacts, StandaloneFacts
 from ..models.experts import MixtureOfExperts
 from ..models.layers import Embedding
 from ..models.llama import LlamaModel
+from ..paths import user_path
 from ..variants.eagle import EagleDraft
 from ..variants.eagle3 import Eagle3Draft
 from ..variants.mtp import MTPDraft
@@ -208,7 +209,7 @@ def build_draft(
     if draft is None:
         draft = load_object(variant.loader)(facts, target, 1, target.embed_tokens.weight.dtype, torch.device("meta"), None)
     if token_map is not None:
-        apply_token_map(draft, load_token_map(Path(token_map).expanduser(), target.facts.vocab_size))
+        apply_token_map(draft, load_token_map(user_path("variant.token_map", token_map), target.facts.vocab_size))
     return draft
 
 

@@ -13,9 +13,12 @@ from ..buffers import DTYPES
 from ..catalog import VARIANTS, Variant, resolve_variant
 from ..config import SamplingConfig
 from ..engine.llm import DEMO, model_folder
+from ..engine.text import Tokenizer
 from ..errors import CheckpointError, ConfigError
 from ..facts import read_model_facts
+from ..hub import checkpoint_folder
 from ..launch import LaunchConfig
+from ..paths import user_path
 from .metrics import Timeline
 from .workload import Ask, make_workload
 
@@ -62,17 +65,15 @@ class HfSide:
     """
 
     def __init__(self, role: str, config: LaunchConfig, dtype: str, device: str) -> None:
-        from transformers import AutoTokenizer
-
         defaults = SamplingConfig()
         for key in (f.name for f in fields(SamplingConfig) if f.name not in UNDERSTOOD):
             if getattr(config.sampling, key) != getattr(defaults, key):
                 raise ConfigError(f"sampling.{key}", f"its default with baseline={role}", getattr(config.sampling, key))
         self.role, self.config, self.dtype, self.device = role, config, dtype, device
-        folder = model_folder(config.model.path)
+        folder = model_folder(config.model.path, config.model.revision)
         facts = read_model_facts(folder)
-        self.tokenizer = AutoTokenizer.from_pretrained(folder)
-        self.workload = make_workload(config, lambda text: list(self.tokenizer.encode(text)), facts.vocab_size)
+        self.tokenizer = Tokenizer(folder)
+        self.workload = make_workload(config, self.tokenizer.encode, facts.vocab_size)
         self.model = self._load(folder)
         self.stops = [*config.sampling.stop_token_ids, *(() if self.workload.ignore_eos else facts.eos_token_ids)]
         self.model.generation_config.eos_token_id = self.stops or None
@@ -86,7 +87,7 @@ class HfSide:
         from transformers import AutoModelForCausalLM
 
         try:
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[self.dtype])
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[self.dtype], trust_remote_code=False, local_files_only=True)
         except (OSError, ValueError) as error:
             raise CheckpointError(str(folder), "a model transformers can load", str(error).splitlines()[0]) from error
         return model.to(self.device).eval()
@@ -95,10 +96,10 @@ class HfSide:
         """The folder of a whole model that drafts."""
         config = self.config
         if config.profile.assistant is not None:
-            return Path(config.profile.assistant).expanduser()
+            return user_path("profile.assistant", config.profile.assistant)
         variant = resolve_variant(config.variant.name)
         if config.variant.draft is not None and is_whole_model(variant):
-            return Path(config.variant.draft).expanduser()
+            return checkpoint_folder("variant.draft", config.variant.draft, config.variant.draft_revision)
         whole = next((v.demo_draft for v in VARIANTS if is_whole_model(v) and v.demo_draft), None)
         if config.model.path != DEMO or whole is None:
             raise ConfigError("profile.assistant", "the folder of a model of the same vocabulary with baseline=hf_assisted", None)

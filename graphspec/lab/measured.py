@@ -5,11 +5,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from ..catalog import Variant
 from ..errors import ConfigError
+from ..paths import shorten, user_path
 from ..shapes import PLAIN, CycleShape
 from .acceptance import SIBLING, Acceptance, conditional, fit_sibling
 from .advice import Efficiency, predict
@@ -65,8 +65,8 @@ def read_measured(file: str, variant: Variant, temperature: float) -> Measured:
     Raises:
         ConfigError: nothing there, a broken line, or no side of this engine.
     """
-    if not Path(file).exists():
-        raise ConfigError(KEY, "a file that graphspec profile wrote", f"no file {file!r}")
+    if not user_path(KEY, file).exists():
+        raise ConfigError(KEY, "a file that graphspec profile wrote", f"no file {shorten(file)}")
     try:
         results = read_results([file])
     except ConfigError as error:

@@ -13,12 +13,12 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from importlib import resources
-from pathlib import Path
 from string import Template
 from typing import Any
 
 from ..errors import ConfigError
 from ..launch import LaunchConfig
+from ..paths import check_writable, make_folder, unwritable
 from . import anatomy, figures, tables
 from .canvas import TIMES, Chart, Palette, escape, spell
 from .results import Line, Results, Side, model, read_results, unique
@@ -34,14 +34,14 @@ def run(config: LaunchConfig) -> int:
         ConfigError: a file is missing or broken, nothing in it can be shown, plotly is not installed, or ``report.out`` can't be written.
     """
     results = read_results(config.report.files)
+    out = check_writable("report.out", config.report.out)
     text = page(results, plotly_script())
-    out = Path(config.report.out)
     data = text.encode("utf-8", errors="xmlcharrefreplace")
+    make_folder("report.out", out.parent)
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
         out.write_bytes(data)
     except OSError as error:
-        raise ConfigError("report.out", "a file that can be written", f"{out}: {error.strerror}") from None
+        raise unwritable("report.out", out, error) from error
     if config.format == "json":
         held = {name: len(getattr(results, name)) for name in ("files", "sides", "generations", "predictions", "plans")}
         print(json.dumps({"out": str(out), "bytes": len(data), **held}))

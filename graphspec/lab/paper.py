@@ -18,6 +18,8 @@ from ..facts.eagle3 import default_taps
 from ..facts.keys import Keys, read_architecture, read_config
 from ..facts.model import FAMILIES, read_decoder
 from ..facts.mtp import COUNT_KEYS
+from ..hub import checkpoint_folder, is_hub_id
+from ..paths import user_path
 
 SHAPES = Path(str(files("graphspec"))) / "lab" / "models"
 """Published models as their ``config.json`` alone; no weights come with them."""
@@ -32,6 +34,7 @@ class Paper:
     """Target and draft as facts.
 
     Attributes:
+        name: of the model: its folder's, or what it is called on the Hub.
         folder: of the target's config.
         target: its facts, quantisation left aside.
         draft: facts of the draft; None where the drafter is no network.
@@ -40,6 +43,7 @@ class Paper:
         notes: what was assumed.
     """
 
+    name: str
     folder: Path
     target: ModelFacts
     draft: DraftFacts | None = None
@@ -53,8 +57,8 @@ def shape_names() -> list[str]:
     return sorted(folder.name for folder in SHAPES.iterdir() if (folder / "config.json").is_file())
 
 
-def config_folder(path: str) -> Path:
-    """Folder of a config: the user's own, the demo model's, or one of :func:`shape_names`.
+def config_folder(path: str, revision: str | None = None) -> Path:
+    """Folder of a config: the user's own, the demo model's, one of :func:`shape_names`, or of a model of the Hub, without its weights.
 
     Raises:
         ConfigError: there is no such folder and no such name.
@@ -62,30 +66,31 @@ def config_folder(path: str) -> Path:
     from ..engine.llm import DEMO, model_folder
 
     if path == DEMO:
-        return model_folder(path)
-    folder = Path(path).expanduser()
+        return model_folder(path, revision)
+    if not user_path("model.path", path).is_dir() and path in shape_names():
+        return SHAPES / path
+    folder = checkpoint_folder("model.path", path, revision, weights=False)
     if folder.is_dir():
         return folder
-    if path in shape_names():
-        return SHAPES / path
     raise ConfigError("model.path", f"a folder with a config.json, or one of demo, {', '.join(shape_names())}", repr(path))
 
 
-def read_paper(model_path: str, config: VariantConfig, variant: Variant) -> Paper:
+def read_paper(model_path: str, config: VariantConfig, variant: Variant, revision: str | None = None) -> Paper:
     """Facts of the target and of its draft, assumed where there is none.
 
     Args:
         model_path: ``model.path``.
         config: the ``variant`` group.
         variant: its catalog entry.
+        revision: ``model.revision``.
 
     Raises:
         ConfigError: no such folder; a draft for a drafter that has no network; a drafter whose network can't be guessed.
         CheckpointError: a config that is missing, wrong or not supported.
     """
-    folder = config_folder(model_path)
+    folder = config_folder(model_path, revision)
     with _plain_config(folder) as (plain, quantised):
-        paper = Paper(folder, replace(read_model_facts(plain), path=folder))
+        paper = Paper(model_path if is_hub_id(model_path) else folder.name, folder, replace(read_model_facts(plain), path=folder))
     if quantised:
         paper.notes.append("the checkpoint is quantised: counted as if it were not, which is how this engine would need it")
     if not variant.has_network:
@@ -122,7 +127,7 @@ def _draft_folder(folder: Path, model_path: str, config: VariantConfig, variant:
     from ..engine.llm import DEMO
 
     if config.draft is not None:
-        return Path(config.draft).expanduser()
+        return checkpoint_folder("variant.draft", config.draft, config.draft_revision, weights=False)
     if model_path == DEMO and variant.demo_draft is not None:
         return folder.parent / variant.demo_draft
     return folder if variant.draft_in_target else None

@@ -62,7 +62,7 @@ def heading(advice: Advice) -> list[str]:
     stages = "".join(f", {name} {share:.0%}{rates.get(name, '')}" for name, share in efficiency.stages.items())
     host = f", {efficiency.host_ms:.3f} ms besides" if efficiency.host_ms else ", nothing besides"
     return [
-        f"model       {advice.paper.folder.name}, {model.target_weights.number:,} parameters, {advice.dtype}",
+        f"model       {advice.paper.name}, {model.target_weights.number:,} parameters, {advice.dtype}",
         f"draft       {advice.variant.name}: {advice.paper.described}; {draft}",
         f"hardware    {hardware.bandwidth / 1e9:,.0f} GB/s{peak} ({hardware.source})",
         f"acceptance  {spelled}, then as the last; sibling {shares.sibling:g} ({shares.source})",

@@ -10,13 +10,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..catalog import Variant, resolve_variant
 from ..errors import ConfigError
+from ..paths import check_writable, make_folder
 from ..plan import resolve_shape
 from ..shapes import PLAIN, CycleShape
 from .acceptance import Acceptance
@@ -107,7 +107,7 @@ class Advice:
         best = row.best
         return {
             "kind": "plan",
-            "model": str(self.paper.folder.name),
+            "model": self.paper.name,
             "variant": self.variant.name,
             "hardware": self.hardware.name,
             "context": self.context,
@@ -191,21 +191,21 @@ def run(config: LaunchConfig) -> int:
     """The command.
 
     Raises:
-        ConfigError, CheckpointError: as :func:`advise`.
+        ConfigError, CheckpointError: as :func:`advise`; or ``plan.out`` can't be written.
     """
     from .plan_tables import show
 
+    out = check_writable("plan.out", config.plan.out) if config.plan.out is not None else None
     advice = advise(config)
-    if config.plan.out is not None:
-        file = Path(config.plan.out)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_jsonl(file, [provenance(config), *advice.records()])
+    if out is not None:
+        make_folder("plan.out", out.parent)
+        write_jsonl(out, [provenance(config), *advice.records()], "plan.out")
     if config.format == "json":
         print(json.dumps(advice.document(), default=str))
     else:
         show(advice)
-        if config.plan.out is not None:
-            print(f"written to {config.plan.out}")
+        if out is not None:
+            print(f"written to {out}")
     return 0
 
 
@@ -218,7 +218,7 @@ def advise(config: LaunchConfig) -> Advice:
         CheckpointError: a config that is missing, wrong or not supported.
     """
     variant, asked = resolve_variant(config.variant.name), config.plan
-    paper = read_paper(config.model.path, config.variant, variant)
+    paper = read_paper(config.model.path, config.variant, variant, config.model.revision)
     device, dtype = resolve_device(config, paper)
     longest = int(paper.target.max_position_embeddings * (paper.target.rope.factor if paper.target.rope.kind == "dynamic" else 1))
     context = asked.context or min(DEFAULT_CONTEXT, longest)

@@ -16,6 +16,7 @@ from typing import Any
 
 from .. import __version__
 from ..config import Config
+from ..paths import make_folder, unwritable
 
 ROOT = Path(__file__).resolve().parents[2]
 REVISION_FILE = ".revision"
@@ -122,11 +123,22 @@ def provenance(config: Config | None = None, plan: Mapping[str, Any] | None = No
 
 
 def result_file(folder: Path, name: str) -> Path:
-    """``folder/<UTC date and time>-<name>.jsonl``; the folder is made."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """``folder/<UTC date and time>-<name>.jsonl``; the folder is made.
+
+    Raises:
+        ConfigError: it can't be made.
+    """
+    make_folder("results", folder)
     return folder / f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{name}.jsonl"
 
 
-def write_jsonl(file: Path, records: Iterable[Mapping[str, Any]]) -> None:
-    """One record a line; what JSON doesn't know (paths, dtypes) becomes text."""
-    file.write_text("".join(json.dumps(record, default=str) + "\n" for record in records), encoding="utf-8")
+def write_jsonl(file: Path, records: Iterable[Mapping[str, Any]], key: str = "results") -> None:
+    """One record a line; what JSON doesn't know (paths, dtypes) becomes text.
+
+    Raises:
+        ConfigError: the file can't be written; names ``key``.
+    """
+    try:
+        file.write_text("".join(json.dumps(record, default=str) + "\n" for record in records), encoding="utf-8")
+    except OSError as error:
+        raise unwritable(key, file, error) from error

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ..errors import ConfigError
+from ..paths import reason, shorten, user_path
 
 IDENTITY = (
     "case", "side", "role", "variant", "shape", "runtime", "attention", "dtype", "device", "temperature", "ignore_eos", "batch", "requests",
@@ -134,10 +135,10 @@ def find_files(names: Sequence[str]) -> list[Path]:
     """
     files: list[Path] = []
     for name in names:
-        path = Path(name)
-        if not path.exists():
-            raise ConfigError("report.files", "result files, or folders of them", f"no file or folder {name!r}")
-        files += sorted(path.rglob("*.jsonl")) if path.is_dir() else [path]
+        path = user_path("report.files", name)
+        if not path.is_dir() and not path.is_file():
+            raise ConfigError("report.files", "result files, or folders of them", f"no file or folder {shorten(name)}")
+        files += sorted(file for file in path.rglob("*.jsonl") if file.is_file()) if path.is_dir() else [path]
     if not files:
         raise ConfigError("report.files", "result files, or folders of them", f"no .jsonl file in {list(names)}")
     return list(dict.fromkeys(files))
@@ -156,10 +157,14 @@ def read_lines(file: Path) -> Iterator[Line]:
     """The records of one file. Empty lines are skipped.
 
     Raises:
-        ConfigError: a line is no JSON object; names file and line.
+        ConfigError: the file can't be read, or a line is no JSON object; names file and line.
     """
     provenance: dict[str, Any] = {}
-    for number, text in enumerate(file.read_bytes().split(b"\n"), start=1):
+    try:
+        data = file.read_bytes()
+    except OSError as error:
+        raise ConfigError("report.files", "files that can be read", shorten(str(file)), reason(error)) from error
+    for number, text in enumerate(data.split(b"\n"), start=1):
         if not text.strip():
             continue
         place = f"{file}:{number}"

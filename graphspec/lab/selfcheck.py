@@ -14,6 +14,7 @@ from ..cycle import Cycle, RingEntry
 from ..engine.diff import comparable, diff, difference
 from ..engine.llm import LLM, model_folder
 from ..engine.request import configured_params
+from ..engine.text import Tokenizer
 from ..facts import read_model_facts
 from ..graphs.mailbox import Message
 from ..launch import LaunchConfig
@@ -35,8 +36,8 @@ def check_runtime(config: LaunchConfig) -> dict[str, Any]:
     Returns:
         ``equal``, and a ``sentence`` that says what was compared.
     """
-    folder = model_folder(config.model.path)
-    prompt = make_workload(config, _encoder(folder), read_model_facts(folder).vocab_size).asks[0].prompt
+    folder = model_folder(config.model.path, config.model.revision)
+    prompt = make_workload(config, lambda text: Tokenizer(folder).encode(text), read_model_facts(folder).vocab_size).asks[0].prompt
     tokens = min(config.workload.output_tokens, MOST_TOKENS)
     context = min(config.model.max_context or len(prompt) + tokens + SPARE_CONTEXT, len(prompt) + tokens + SPARE_CONTEXT)
     runtime = replace(config.runtime, max_rows=1, buckets=[1], depth_per_bucket={}, num_pages=None)
@@ -51,15 +52,6 @@ def check_runtime(config: LaunchConfig) -> dict[str, Any]:
         return {"equal": True, "sentence": f"{name} against eager: no slot differs in {report.launches} launches"}
     where = f"slot {report.slot} differs after stage {report.stage} of launch {report.cycle}"
     return {"equal": False, "sentence": f"{name} against eager: {where}: {report.detail}"}
-
-
-def _encoder(folder: Any) -> Any:
-    def encode(text: str) -> list[int]:
-        from transformers import AutoTokenizer
-
-        return list(AutoTokenizer.from_pretrained(folder).encode(text))
-
-    return encode
 
 
 def _captured_against_direct(config: LaunchConfig, prompt: list[int], tokens: int) -> dict[str, Any]:

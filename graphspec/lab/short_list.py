@@ -46,7 +46,7 @@ class Candidates:
             ConfigError, CheckpointError: it or a checkpoint is wrong.
         """
         variant = resolve_variant(config.variant.name)
-        return cls(config, variant, read_paper(config.model.path, config.variant, variant))
+        return cls(config, variant, read_paper(config.model.path, config.variant, variant, config.model.revision))
 
     @property
     def heads(self) -> int:

@@ -20,6 +20,7 @@ from ..catalog import resolve_variant
 from ..config import AdaptiveConfig, Config
 from ..errors import ConfigError, ResourceError
 from ..launch import LaunchConfig
+from ..paths import check_writable
 from .choice import Choice, Outcome, Shape, backlog_for, choose, cycle_times, first_depths, mean_shares, shallower_depths
 from .compare import Bench, Measured, Say, Schedule, pass_judgement, records
 from .experiment import write_experiment
@@ -68,12 +69,13 @@ def run(config: LaunchConfig) -> int:
         1 when what was to be written gave wrong tokens, and nothing was written; else 0.
 
     Raises:
-        ConfigError: there is nothing to tune, or tokens can't be compared.
+        ConfigError: there is nothing to tune, tokens can't be compared, or a file can't be written.
         ResourceError: no candidate gave the right tokens.
         GraphspecError: a side refused, died or took too long.
     """
     batches = check(config)
-    file = Path(config.tune.out or OUT).expanduser()
+    file = check_writable("tune.out", config.tune.out or OUT)
+    folder = check_writable("results", config.results, folder=True)
     err = Console(stderr=True)
     if err.is_terminal:
         with err.status("") as status:
@@ -82,7 +84,7 @@ def run(config: LaunchConfig) -> int:
         tuning = tune(config, batches)
     right = all(row["equal"] is not False for row in tuning.rows if row["role"] != PLAIN and row["case"].startswith(WRITTEN))
     summary = summarise(tuning, file if right else None)
-    results = result_file(Path(config.results).expanduser(), "tune")
+    results = result_file(folder, "tune")
     write_jsonl(results, [tuning.head, *tuning.rows, summary])
     if right:
         write_experiment(file, tuning.config, comment(config, tuning, file))

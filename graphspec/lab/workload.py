@@ -8,11 +8,11 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
-from pathlib import Path
 
 from ..config import SamplingConfig
 from ..errors import ConfigError
 from ..launch import LaunchConfig, WorkloadConfig
+from ..paths import read_json, read_text
 
 HELD_OUT = "held_out.jsonl"
 MAKE_HELD_OUT = "python -m recipes.held_out"
@@ -107,25 +107,18 @@ def file_texts(asked: WorkloadConfig) -> list[str]:
     """
     if asked.file is None:
         raise ConfigError("workload.file", "the path of a file with workload.source=file", None)
-    path = Path(asked.file).expanduser()
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError("workload.file", "a readable UTF-8 file", repr(asked.file), str(error)) from error
-    if path.suffix != ".jsonl":
+    text = read_text("workload.file", asked.file)
+    if not asked.file.endswith(".jsonl"):
         texts: Sequence[str] = [text] if text else []
     else:
-        texts = [_prompt_of(f"{path}:{number}", line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+        texts = [_prompt_of(f"{asked.file}:{number}", line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not texts:
-        raise ConfigError("workload.file", "at least one prompt", f"none in {path}")
+        raise ConfigError("workload.file", "at least one prompt", f"none in {asked.file}")
     return list(texts)
 
 
 def _prompt_of(where: str, line: str) -> str:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ConfigError(where, "one JSON value per line", line[:60], str(error)) from error
+    row = read_json(where, line)
     prompt = row.get("prompt") if isinstance(row, dict) else row
     if not isinstance(prompt, str):
         raise ConfigError(where, 'a string, or an object with "prompt"', line[:60])

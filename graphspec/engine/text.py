@@ -1,0 +1,175 @@
+"""Text and token ids: a checkpoint's tokenizer and its chat template."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointError, RequestError
+
+FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+MESSAGE_KEYS = ("role", "content", "name")
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Messages, oldest first, as a prompt: the checkpoint's chat template turns them into text, and a new turn of the assistant follows.
+
+    Attributes:
+        messages: ``{"role": ..., "content": ...}`` each, and ``name`` where the template reads one; checked when they are encoded.
+    """
+
+    messages: Any
+
+
+def conversations(messages: Any) -> Conversation | list[Conversation]:
+    """One conversation, a list of messages, or many, a list of such lists; the checks of :func:`check_messages` come later, one by one.
+
+    Raises:
+        RequestError: neither.
+    """
+    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
+        raise RequestError("messages", "a list of messages, or a list of such lists", _brief(messages))
+    if messages and all(isinstance(entry, Sequence) and not isinstance(entry, str | bytes) for entry in messages):
+        return [Conversation(entry) for entry in messages]
+    return Conversation(messages)
+
+
+def check_messages(messages: Any) -> list[dict[str, str]]:
+    """The messages of one conversation as plain dictionaries.
+
+    Raises:
+        RequestError: no list, an empty one, or a message without text in ``role`` and ``content``, or with keys that are not known.
+    """
+    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
+        raise RequestError("messages", "a list of at least one message", _brief(messages))
+    return [_check_message(f"messages[{index}]", message) for index, message in enumerate(messages)]
+
+
+def _check_message(key: str, message: Any) -> dict[str, str]:
+    if not isinstance(message, Mapping):
+        raise RequestError(key, 'an object with "role" and "content"', _brief(message))
+    for name in message:
+        if name not in MESSAGE_KEYS:
+            raise RequestError(key, "keys " + ", ".join(MESSAGE_KEYS), _brief(name))
+    for name in ("role", "content"):
+        if name not in message:
+            raise RequestError(f"{key}.{name}", "text", "nothing")
+    for name, value in message.items():
+        check_text(f"{key}.{name}", value)
+    return dict(message)
+
+
+def check_text(key: str, text: Any) -> str:
+    """``text``, which is text that UTF-8 can hold.
+
+    Raises:
+        RequestError: something else, or half of a surrogate pair.
+    """
+    if not isinstance(text, str):
+        raise RequestError(key, "text", _brief(text))
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise RequestError(key, "text in UTF-8", f"the lone surrogate U+{ord(text[error.start]):04X} at character {error.start}") from error
+    return str(text)
+
+
+def _brief(value: object) -> str:
+    return repr(value)[:80]
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether ``folder`` has files of a tokenizer."""
+    return any((folder / name).exists() for name in FILES)
+
+
+class Tokenizer:
+    """The tokenizer of a checkpoint. Any number of threads may use it; they take turns, for transformers' own lets one thread in.
+
+    Args:
+        folder: of the checkpoint. No code in it is ever run.
+
+    Attributes:
+        hf: transformers' own object.
+
+    Raises:
+        CheckpointError: no tokenizer, a damaged one, or one that is code of the checkpoint's own.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.hf = _load(folder)
+        self._lock = threading.Lock()
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, with the special tokens that the tokenizer puts around every text.
+
+        Raises:
+            RequestError: text that UTF-8 can't hold.
+        """
+        check_text("prompt", text)
+        with self._lock:
+            return list(self.hf.encode(text))
+
+    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """Text of token ids that the engine emitted or accepted."""
+        with self._lock:
+            return str(self.hf.decode(list(tokens), skip_special_tokens=skip_special_tokens))
+
+    def chat(self, conversation: Conversation) -> list[int]:
+        """Token ids of a conversation by the checkpoint's chat template, up to where the assistant's answer begins.
+
+        The template writes every special token; none is put around the text in addition.
+
+        Raises:
+            CheckpointError: no chat template, or a broken one.
+            RequestError: messages that are no conversation, or that the template does not take.
+        """
+        from jinja2.exceptions import SecurityError, TemplateSyntaxError
+
+        messages = check_messages(conversation.messages)
+        where = f"{self.folder}: chat_template"
+        if not getattr(self.hf, "chat_template", None):
+            hint = "a base model has none: send it prompts, without chat"
+            raise CheckpointError(where, "the checkpoint's chat template", "none", hint)
+        try:
+            with self._lock:
+                return list(self.hf.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False))
+        except (TemplateSyntaxError, SecurityError) as error:
+            raise CheckpointError(where, "a template that jinja takes, in its sandbox", _said(error)) from error
+        except Exception as error:  # templates refuse conversations by exceptions of their own, and trip over unforeseen ones
+            raise RequestError("messages", "a conversation that the checkpoint's chat template takes", _said(error)) from error
+
+
+def _load(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # whatever its files make transformers raise, the files are at fault
+        if (code := _own_code(folder)) is not None:
+            expected = "a tokenizer that transformers has; code of a checkpoint is never run"
+            raise CheckpointError(f"{folder}: auto_map", expected, code, "or pass token ids as prompts") from error
+        raise CheckpointError(str(folder), "tokenizer files (or pass token ids as prompts)", _said(error)) from error
+
+
+def _own_code(folder: Path) -> str | None:
+    """The class of the checkpoint's own that its files ask for as tokenizer; None: they ask for none."""
+    for name in ("tokenizer_config.json", "config.json"):
+        try:
+            keys = json.loads((folder / name).read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError):
+            continue
+        classes = keys.get("auto_map") if isinstance(keys, dict) else None
+        if isinstance(classes, dict) and "AutoTokenizer" in classes:
+            return str(classes["AutoTokenizer"])
+    return None
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
