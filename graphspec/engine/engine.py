@@ -44,23 +44,23 @@ class Call:
         """Empty the inbox; waits up to ``timeout`` seconds for something to be in it, None: not at all."""
         found: dict[Request, None] = {}
         try:
-            if timeout is not None:
-                request = self.inbox.get(timeout=timeout)
-                if request is not None:
-                    found[request] = None
-            while True:
+            request = self.inbox.get(timeout=timeout) if timeout is not None else None
+            if request is not None:
+                found[request] = None
+            while not self.inbox.empty():
                 request = self.inbox.get_nowait()
                 if request is not None:
                     found[request] = None
         except Empty:
-            return list(found)
+            pass
+        return list(found)
 
 
-@dataclass(eq=False, frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class Turn:
     """The right to touch scheduler and cycle."""
 
-    thread: int = field(default_factory=threading.get_ident)
+    thread: int
 
 
 class Engine:
@@ -185,10 +185,7 @@ class Engine:
             found = call.changed()
             if found:
                 return found
-            with self._taken(wait=False) as mine:
-                if mine:
-                    self._step()
-            if not mine:
+            if not self._drive():
                 self._waiting[call] = None
                 found = call.changed(PATIENCE)
                 self._waiting.pop(call, None)
@@ -221,6 +218,21 @@ class Engine:
             if not quietly:
                 raise
 
+    def _drive(self) -> bool:
+        """A step, unless another thread has the turn; the short way, for every cycle passes here."""
+        mine = Turn(threading.get_ident())
+        try:
+            if not self._take(mine):
+                return False
+            self._step()
+            return True
+        finally:
+            # Twice, so that an interrupt inside the first leaves no turn behind.
+            try:
+                self._give_back(mine)
+            finally:
+                self._give_back(mine)
+
     @contextmanager
     def _taken(self, *, wait: bool) -> Iterator[bool]:
         """Take the turn for the body, or say that another thread has it.
@@ -228,21 +240,22 @@ class Engine:
         Raises:
             ResourceError: this thread has it: it is inside a step.
         """
-        mine = Turn()
+        mine = Turn(threading.get_ident())
         try:
-            while (holder := self._turn.setdefault("turn", mine)) is not mine:
-                if holder.thread == mine.thread:
-                    raise ResourceError("engine", "a call from outside its own steps", "one from a callback or a signal handler in a step")
-                if not wait:
-                    break
+            while not (took := self._take(mine)) and wait:
                 time.sleep(PATIENCE / 10)
-            yield holder is mine
+            yield took
         finally:
-            # Twice, so that an interrupt inside the first leaves no turn behind.
             try:
                 self._give_back(mine)
             finally:
                 self._give_back(mine)
+
+    def _take(self, turn: Turn) -> bool:
+        holder = self._turn.setdefault("turn", turn)
+        if holder is not turn and holder.thread == turn.thread:
+            raise ResourceError("engine", "a call from outside its own steps", "one from a callback or a signal handler in a step")
+        return holder is turn
 
     def _give_back(self, turn: Turn) -> None:
         if self._turn.get("turn") is turn:
