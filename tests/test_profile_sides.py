@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from graphspec.config import AcceptConfig, SamplingConfig
+from graphspec.engine.llm import LLM
 from graphspec.errors import ConfigError, ResourceError
 from graphspec.lab import compare, profile
 from graphspec.lab.compare import Bench, Measured, Schedule
@@ -61,10 +62,10 @@ def test_a_round_tells_every_token_and_when_it_came(side: EngineSide, pair: Pair
     assert described["memory"] and described["build"] and json.dumps(described["memory"])
 
 
-def test_a_request_that_is_refused_ends_the_run(pair: Pair) -> None:
-    long = EngineSide(launch(pair, input_tokens=96, requests=1))
-    with pytest.raises(ResourceError, match=r"request 0: expected an output, found .*prompt"):
-        long.round()
+def test_a_request_that_is_refused_ends_the_run_before_it_starts(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LLM, "warm_up", lambda *_, **__: pytest.fail("programs were built"))
+    with pytest.raises(ResourceError, match=r"request 0: expected one that can be served, found .*prompt"):
+        EngineSide(launch(pair, input_tokens=96, requests=1))
 
 
 def test_acceptance_is_what_the_engine_says_it_is(side: EngineSide) -> None:

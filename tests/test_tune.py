@@ -168,7 +168,7 @@ def test_the_command_line_takes_an_experiment_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "part"),
     [
-        (None, "can be read"),
+        (None, "No such file"),
         ("variant: [", "can be read"),
         ("- 1\n", "keys of the configuration"),
         ("variant:\n  topkk: 1\n", "did you mean topk"),

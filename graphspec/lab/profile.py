@@ -17,7 +17,7 @@ from ..config import AcceptConfig
 from ..core_wait import busy_caution
 from ..errors import ConfigError
 from ..launch import LaunchConfig
-from ..paths import check_writable
+from ..paths import check_writable, user_path
 from .compare import Bench, Measured, Say, Schedule, pass_judgement, records
 from .gate import Reference, Verdict, judge
 from .provenance import result_file, write_jsonl
@@ -40,7 +40,7 @@ def run(config: LaunchConfig) -> int:
     if config.workload.source == "file":
         file_texts(config.workload)
     trace = _writable(config.profile.trace)
-    folder = check_writable("results", config.results, folder=True)
+    check_writable("results", config.results, folder=True)
     sides = sides_of(config)
     err = Console(stderr=True)
     if err.is_terminal:
@@ -48,7 +48,7 @@ def run(config: LaunchConfig) -> int:
             measured, rows = profile(config, sides, status.update)
     else:
         measured, rows = profile(config, sides)
-    file = _write(config, folder, measured[0], rows)
+    file = _write(config, measured[0], rows)
     if trace is not None:
         document = {"traceEvents": measured[0].trace, "displayTimeUnit": "ms"}
         write_jsonl(trace, [document], "profile.trace")
@@ -130,13 +130,13 @@ def _writable(name: str | None) -> Path | None:
     return path
 
 
-def _write(config: LaunchConfig, folder: Path, subject: Measured, rows: Sequence[dict[str, Any]]) -> Path:
+def _write(config: LaunchConfig, subject: Measured, rows: Sequence[dict[str, Any]]) -> Path:
     """The records behind a head that says where they come from; secrets are not told."""
     head: dict[str, Any] = subject.about["provenance"]
     if config.profile.api_key is not None:
         head["config"]["profile"]["api_key"] = "***"
     head["command"] = [next((key + "***" for key in SECRETS if word.startswith(key)), word) for word in head["command"]]
-    file = result_file(folder, "profile")
+    file = result_file(user_path("results", config.results), "profile")
     number = 1
     while file.exists():
         # Cases of a sweep that end within one second.
