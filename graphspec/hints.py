@@ -45,7 +45,8 @@ _ABSENT = {
     "there is no prefix cache": ("enable_prefix_caching", "disable_radix_cache"),
     "the tokenizer is the one in the model's folder": ("tokenizer", "tokenizer_mode", "tokenizer_path", "skip_tokenizer_init"),
     "adapters are not supported": ("enable_lora", "lora_paths"),
-    "models are read from a folder": ("revision", "download_dir", "load_format"),
+    "the cache of the Hugging Face Hub is where HF_HUB_CACHE says": ("download_dir", "cache_dir"),
+    "safetensors are read where there are any": ("load_format",),
     "there is no server": ("host", "port", "served_model_name", "api_key"),
 }  # fmt: skip
 """What there is nothing for here, and why, to the names others have for it."""

@@ -73,7 +73,7 @@ def hf_sides(path: str, max_tokens: int, device: str, dtype: torch.dtype) -> lis
     """HF transformers on the same weights: plain, and assisted by prompt lookup (it needs no second model)."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(model_folder(path), dtype=dtype).to(device).eval()
+    model = AutoModelForCausalLM.from_pretrained(model_folder(path), dtype=dtype, trust_remote_code=False).to(device).eval()
 
     def generate(prompt: list[int], **how: Any) -> list[int]:
         ids = torch.tensor([prompt], device=device)

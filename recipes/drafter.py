@@ -111,7 +111,7 @@ def load_target(folder: Path | str, dtype: torch.dtype = torch.float32, device: 
     folder = Path(folder)
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"target: {folder}", "a folder with a Hugging Face checkpoint", "no config.json there")
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=False)
     if model.config.model_type not in FAMILIES:
         raise CheckpointError(f"{folder / 'config.json'}: model_type", "one of " + ", ".join(FAMILIES), model.config.model_type)
     return model.to(device).requires_grad_(False).eval()

@@ -147,7 +147,7 @@ class TrainDraft:
                 if stored[key] != value:
                     raise ConfigError(f"{facts}: {key}", value, stored[key], "made from other sources; use a new work folder")
             return stored["end"]
-        tokenizer = AutoTokenizer.from_pretrained(config.target)
+        tokenizer = AutoTokenizer.from_pretrained(config.target, trust_remote_code=False)
         ends = self.model.config.eos_token_id
         end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else ends[0] if isinstance(ends, list) else ends
         documents = read_documents(config.data)

@@ -75,7 +75,7 @@ def read_prompt(prompt: object, encode: Encode) -> list[int]:
 
     Args:
         prompt: in one of the spellings.
-        encode: the tokenizer's.
+        encode: the tokenizer's, of texts and conversations.
 
     Raises:
         RequestError: no such spelling, an id that is no integer, or text that is no Unicode or that the tokenizer refuses.

@@ -125,7 +125,7 @@ def transformers_generate(folder: Path, context: int, device: str, tokens: int =
     """HF transformers with a static cache, compiled, on random weights of the same config: milliseconds per token, prefill taken off."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(folder)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if device == "cuda" else torch.float32).eval()
     ids = torch.randint(5, min(1000, config.vocab_size), (1, context), device=device)
