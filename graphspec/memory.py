@@ -106,8 +106,8 @@ class MemoryPlan:
 def plan_memory(plan: Plan, config: Config, weights: tuple[int, int] | None = None) -> MemoryPlan:
     """Count what an engine with this plan will hold. Reads the shapes in the checkpoints and none of their data.
 
-    Nothing is allocated but position tables, which networks without data have as well. Tables that don't fit by themselves stand in the plan
-    in place of the weights.
+    Nothing is allocated but position tables, which networks without data have as well. Tables that don't fit by themselves stand in the
+    plan in place of the weights.
 
     Args:
         plan: of the engine.
