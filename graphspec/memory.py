@@ -104,7 +104,10 @@ class MemoryPlan:
 
 
 def plan_memory(plan: Plan, config: Config, weights: tuple[int, int] | None = None) -> MemoryPlan:
-    """Count what an engine with this plan will hold. Reads the shapes in the checkpoints and none of their data; allocates nothing.
+    """Count what an engine with this plan will hold. Reads the shapes in the checkpoints and none of their data.
+
+    Nothing is allocated but position tables, which networks without data have as well. Tables that don't fit by themselves stand in the
+    plan in place of the weights.
 
     Args:
         plan: of the engine.
@@ -113,7 +116,6 @@ def plan_memory(plan: Plan, config: Config, weights: tuple[int, int] | None = No
 
     Raises:
         CheckpointError: a checkpoint that does not fit its config.
-        ConfigError: a position table that does not fit.
     """
     sizes, dtype = plan_sizes(plan), DTYPES[plan.dtype]
     slots: dict[str, int] = {}
@@ -121,16 +123,16 @@ def plan_memory(plan: Plan, config: Config, weights: tuple[int, int] | None = No
     for slot in declare_slots(plan, MailLayout.of(plan).size):
         slots[slot.name] = math.prod(sizes[d] if isinstance(d, str) else d for d in slot.dims) * slot.dtype.itemsize
         groups["kv" if slot.kind == "kv" else "sampling" if slot.group else "slots"] += slots[slot.name]
-    available = available_bytes(plan.device, config.hardware.memory_gib)
-    if weights is None:
-        _check_tables(plan, int(available * config.runtime.memory_fraction))
-        weights = weigh(plan, config.variant.token_map)
-    target, draft = weights
+    available, tables = available_bytes(plan.device, config.hardware.memory_gib), _tables(plan)
+    if weights is None and tables > int(available * config.runtime.memory_fraction):
+        networks = [MemoryLine("position tables, besides weights", tables)]
+    else:
+        target, draft = weights or weigh(plan, config.variant.token_map)
+        networks = [MemoryLine("target weights", target), MemoryLine("draft weights", draft)]
     rows = ("runtime.max_rows", "runtime.buckets", "variant.num_draft_tokens")
     lines = [
         MemoryLine(f"KV pools, {plan.num_pages} pages of {plan.page_size}", groups["kv"], ("runtime.num_pages",)),
-        MemoryLine("target weights", target, ()),
-        MemoryLine("draft weights", draft, ()),
+        *networks,
         MemoryLine("slots", groups["slots"], (*rows, "model.max_context")),
         MemoryLine("slots of single sampling classes", groups["sampling"], rows),
         MemoryLine("workspace", _workspace(plan, dtype), ("runtime.buckets", "runtime.prefill_chunks", "model.max_context"), estimate=True),
@@ -149,19 +151,11 @@ def plan_memory(plan: Plan, config: Config, weights: tuple[int, int] | None = No
     )
 
 
-def _check_tables(plan: Plan, budget: int) -> None:
-    """Networks without data still have their whole position tables, so these are counted before the networks are built.
-
-    Raises:
-        ConfigError: one that does not fit by itself.
-    """
-    for model in (plan.target, plan.draft.decoder if plan.draft is not None else None):
-        if model is None or model.rope.kind == "dynamic":
-            continue
-        row = model.rope.rotary_dim(model.head_dim) * 4
-        if plan.max_positions * row > budget:
-            found = f"{plan.max_positions} positions, a position table of {spell_bytes(plan.max_positions * row)}"
-            raise ConfigError("model.max_context", f"less than {budget // row}, for {spell_bytes(budget)}", found)
+def _tables(plan: Plan) -> int:
+    """Bytes of the cosines and sines of every position, in target and draft."""
+    models = (plan.target, plan.draft.decoder if plan.draft is not None else None)
+    tabled = [model for model in models if model is not None and model.rope.kind != "dynamic"]
+    return sum(plan.max_positions * model.rope.rotary_dim(model.head_dim) * torch.float32.itemsize for model in tabled)
 
 
 def weigh(plan: Plan, token_map: str | None = None) -> tuple[int, int]:

@@ -259,8 +259,16 @@ def test_position_tables_are_counted_before_they_are_built(pair: Pair, tmp_path:
     target = shutil.copytree(pair.target, tmp_path / "target")
     edit_json(target / "config.json", max_position_embeddings=MOST_POSITIONS, head_dim=64)
     monkeypatch.setattr(memory_module, "weigh", lambda *_: pytest.fail("networks were built"))
-    with pytest.raises(ConfigError, match=r"model\.max_context: expected less than .*, found .* a position table of 2\.0 GiB"):
+    with pytest.raises(ConfigError, match=r"model\.max_context, .* position tables, besides weights 2\.0 GiB"):
         Pair(target, pair.draft, None).llm(variant="none", num_pages=4, memory_gib=1.0)
+
+
+def test_position_tables_are_counted_right(pair: Pair) -> None:
+    llm = pair.llm()
+    networks = (llm.cycle.target, llm.cycle.draft)
+    held = [buffer for network in networks if network is not None for name, buffer in network.named_buffers() if name == "rotary.table_LD"]
+    assert len(held) == 2
+    assert memory_module._tables(llm.plan) == sum(table.nbytes for table in held)
 
 
 # ---- pickles
