@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -33,7 +35,9 @@ def test_threads_add_up_and_may_end(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     now[0] += 2.0
     assert watch.share() == 1.25
     (tmp_path / "2" / "schedstat").unlink()
-    assert watch.share() == 0.0  # what an ended thread had waited is gone; never below nothing
+    assert watch.share() == 0.25, "what an ended thread had waited is gone, and takes nothing from the others"
+    threads(tmp_path, {"1": 900_000_000, "4": 100_000_000})
+    assert watch.share() == 0.05, "another thread has the number of one that ended"
 
 
 @pytest.mark.parametrize("shown", ["no folder", "no file", "0 0 0\n"])
@@ -67,7 +71,35 @@ def test_a_core_shared_with_another_program_is_noticed() -> None:
     assert busy_caution({"spin": share}) is not None
 
 
+@pytest.mark.skipif(seconds_waited() is None, reason="the system does not tell")
+def test_more_threads_than_cores_wait_for_themselves() -> None:
+    """No other program has a part in it, so the caution may not say that one had."""
+    cores, stop = os.sched_getaffinity(0), threading.Event()
+
+    def spin() -> None:
+        # Outside the interpreter's lock, as an engine's threads are.
+        while not stop.is_set():
+            hashlib.sha256(bytes(1 << 20)).digest()
+
+    os.sched_setaffinity(0, {min(cores)})
+    spinning = [threading.Thread(target=spin) for _ in range(3)]
+    try:
+        watch = CoreWait()
+        for thread in spinning:
+            thread.start()
+        stop.wait(1.0)
+        share = watch.share()
+    finally:
+        stop.set()
+        for thread in spinning:
+            thread.join()
+        os.sched_setaffinity(0, cores)
+    assert share is not None and share > BUSY
+    assert "more threads than cores" in str(busy_caution({"spin": share}))
+
+
 def test_the_caution_names_who_waited() -> None:
     assert busy_caution({"a": 0.0, "b": BUSY}) is None
     told = busy_caution({"eagle3": 0.62, "none": 0.01, "hf": 1.34})
-    assert told is not None and "per second timed: eagle3 0.62, hf 1.34." in told and "none" not in told
+    assert told is not None and told.startswith("Other programs kept the processor busy, or there are more threads than cores.")
+    assert "per second timed: eagle3 0.62, hf 1.34." in told and "none" not in told

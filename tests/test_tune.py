@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import pytest
+from rich.console import Console
 
 from graphspec.compose import load_config
 from graphspec.config import AdaptiveConfig, Config, HardwareConfig, ModelConfig, RuntimeConfig, VariantConfig
@@ -21,6 +23,7 @@ from graphspec.lab import compare, tune
 from graphspec.lab.choice import Outcome, backlog_for, choose, cycle_times, expected_tokens, first_depths, mean_shares, shallower_depths
 from graphspec.lab.experiment import experiment_text, write_experiment
 from graphspec.lab.short_list import Candidates, pick
+from graphspec.lab.tune_tables import caution, table
 from graphspec.lab.worker import Worker
 from graphspec.launch import LaunchConfig, PlanningConfig, ProfileConfig, TuneConfig, WorkloadConfig
 from graphspec.shapes import CycleShape
@@ -65,6 +68,54 @@ def test_the_shape_that_serves_all_batch_sizes_best_is_chosen() -> None:
     assert (found.shape, found.score) == (CHAIN, pytest.approx(2.04**0.5))
     assert list(found.scores) == [CHAIN, TREE, DEEP]
     assert found.fastest == {1: TREE, 8: CHAIN}
+    assert found.ratios == pytest.approx({CHAIN: 2.04**0.5, TREE: 1.0, DEEP: 1.98**0.5}), "what was measured is not made better"
+
+
+def test_a_drafter_that_keeps_its_depth_is_judged_by_what_was_measured() -> None:
+    """There is no plain decoding at the batch size where its shape doesn't pay."""
+    found = [outcome(TREE, 1, 1.6), outcome(TREE, 8, 0.5), outcome(CHAIN, 1, 1.2), outcome(CHAIN, 8, 0.95)]
+    assert choose(found).shape == TREE
+    kept = choose(found, adapts=False)
+    assert (kept.shape, kept.scores) == (CHAIN, pytest.approx({CHAIN: (1.2 * 0.95) ** 0.5, TREE: 0.8**0.5}))
+    assert choose(found[:2], adapts=False).shape is None
+
+
+def shown(tuning: tune.Tuning) -> str:
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(table(tuning))
+    drawn = str.maketrans(dict.fromkeys("┃│┏┓┗┛┡┩┢┪└┘├┤┬┴┳┻╇┼━─", " "))
+    return " ".join(console.export_text().translate(drawn).split())
+
+
+def tuned(*outcomes: Outcome, adapts: bool = True) -> tune.Tuning:
+    shapes = list(dict.fromkeys(found.shape for found in outcomes))
+    tuning = tune.Tuning([{"shape": shape, "why": "automatic"} for shape in shapes], list(outcomes))
+    tuning.plain = {found.batch: 100.0 for found in outcomes}
+    tuning.choice = choose(outcomes, adapts=adapts)
+    return tuning
+
+
+def test_a_ratio_below_one_is_shown_as_it_was_measured() -> None:
+    text = shown(tuned(outcome(CHAIN, 1, 0.77)))
+    assert "chosen: none: no shape was faster, the best 0.77x plain decoding over all batch sizes" in text
+    assert "(4,1,5) automatic 77 (0.77x) 0.77 1.00" in text, "ratio, and the score"
+    assert "score: below 1 counted as 1, since the engine decodes plainly there" in text
+    text = shown(tuned(outcome(CHAIN, 1, 1.21), outcome(CHAIN, 8, 0.49)))
+    assert "chosen: (4,1,5), 0.77x plain decoding over all batch sizes, 1.10x with plain decoding where that is faster" in text
+    text = shown(tuned(outcome(CHAIN, 1, 1.5)))
+    assert "chosen: (4,1,5), 1.50x plain decoding over all batch sizes S, K, N" in text and "score" not in text
+
+
+def test_a_busy_machine_is_said() -> None:
+    tuning = tuned(outcome(CHAIN, 1, 1.5))
+    tuning.rows = [
+        {"case": case, "side": side, "core_wait": share}
+        for case, side, share in (("batch 1", "eagle3", 0.3), ("batch 1", "none", 0.7), ("batch 8", "none", 0.01), ("old", "none", None))
+    ]
+    told = caution(tuning)
+    assert told is not None and "per second timed: batch 1 0.70." in told
+    tuning.rows = tuning.rows[2:]
+    assert caution(tuning) is None
 
 
 def test_equal_scores_take_fewer_nodes_and_a_missing_batch_size_is_no_choice() -> None:
@@ -203,6 +254,7 @@ class Local:
     step = 0.05
     spoiled: tuple[int, int, int] | None = None
     spoils_changing_depths = False
+    core_wait = 0.01
 
     def __init__(self, name: str, timeout: float) -> None:
         self.worker, self.about = Worker(), {}
@@ -220,6 +272,7 @@ class Local:
         if do == "depth_times":
             return [[bucket, depth, 1e-3 * (1 + self.step * depth)] for bucket, depth, _ in answer]
         if do == "round":
+            answer["core_wait"] = self.core_wait
             shape = self.about["shape"]
             for timeline in answer["timelines"]:
                 told = [0.0, *((1 + self.step * cycle["depth"]) for cycle in timeline["cycles"])]
@@ -244,6 +297,7 @@ def local(monkeypatch: pytest.MonkeyPatch) -> type[Local]:
     monkeypatch.setattr(Local, "step", 0.05)
     monkeypatch.setattr(Local, "spoiled", None)
     monkeypatch.setattr(Local, "spoils_changing_depths", False)
+    monkeypatch.setattr(Local, "core_wait", 0.01)
     return Local
 
 
@@ -329,6 +383,21 @@ def small(pair: Pair, folder: Path, **changes: Any) -> LaunchConfig:
     """One batch size, one request; ``changes`` are fields of :class:`TuneConfig`."""
     config = asked(pair, folder)
     return replace(config, tune=replace(config.tune, batches=[1], **changes), workload=replace(config.workload, requests=1))
+
+
+def test_a_winner_found_on_a_busy_machine_carries_the_caution(
+    pair: Pair, local: type[Local], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    local.core_wait = 0.62
+    assert tune.run(small(pair, tmp_path, candidates=1)) == 0
+    sentence = "Other programs kept the processor busy, or there are more threads than cores."
+    assert sentence in " ".join(capsys.readouterr().out.split())
+    file = tmp_path / "made" / "tuned.yaml"
+    assert sentence in " ".join(file.read_text(encoding="utf-8").replace("#", " ").split())
+    local.core_wait = 0.01
+    assert tune.run(small(pair, tmp_path, candidates=1)) == 0
+    assert sentence not in " ".join(capsys.readouterr().out.split())
+    assert "processor" not in file.read_text(encoding="utf-8")
 
 
 def test_a_fixed_table_holds_no_depths(pair: Pair, local: type[Local], tmp_path: Path) -> None:

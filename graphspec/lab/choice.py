@@ -47,40 +47,47 @@ class Choice:
     """The shape an engine is to have.
 
     Attributes:
-        shape: None where plain decoding was fastest at every batch size.
-        score: geometric mean over batch sizes of the ratio to plain decoding, counted as 1 where it is below.
+        shape: None where plain decoding was fastest at every batch size, or over all of them with a drafter that keeps its depth.
+        score: of the shape: the geometric mean over batch sizes of what its engine makes of the ratio to plain decoding.
         scores: of every shape that was measured at all batch sizes, best first.
+        ratios: of the same shapes, the geometric mean of the ratios as they were measured.
         fastest: batch size to its fastest shape, None where that is plain decoding.
     """
 
     shape: Shape | None
     score: float
     scores: dict[Shape, float]
+    ratios: dict[Shape, float]
     fastest: dict[int, Shape | None]
 
 
-def choose(outcomes: Sequence[Outcome]) -> Choice:
+def choose(outcomes: Sequence[Outcome], *, adapts: bool = True) -> Choice:
     """The shape that serves all batch sizes best.
 
-    An engine has one shape and shallower cycles of it. Where the shape does not pay the engine decodes plainly, so a ratio below 1 counts
-    as 1. Of equal scores the shape with fewer nodes is taken.
+    An engine has one shape and shallower cycles of it. Where the shape does not pay the engine decodes plainly, so in the score a ratio
+    below 1 counts as 1, unless the drafter keeps its depth. Of equal scores the shape with fewer nodes is taken.
 
     Args:
         outcomes: of shapes whose tokens were right. One that is missing at a batch size others were measured at is not chosen.
+        adapts: the drafter can change its depth, down to plain decoding.
     """
     batches = sorted({outcome.batch for outcome in outcomes})
     by_shape: dict[Shape, dict[int, Outcome]] = {}
     for outcome in outcomes:
         by_shape.setdefault(outcome.shape, {})[outcome.batch] = outcome
     whole = {shape: found for shape, found in by_shape.items() if len(found) == len(batches)}
-    scores = {shape: geometric_mean([max(1.0, outcome.ratio) for outcome in found.values()]) for shape, found in whole.items()}
+    ratios = {shape: geometric_mean([outcome.ratio for outcome in found.values()]) for shape, found in whole.items()}
+    least = 1.0 if adapts else 0.0
+    scores = {shape: geometric_mean([max(least, outcome.ratio) for outcome in found.values()]) for shape, found in whole.items()}
     order = sorted(scores, key=lambda shape: (-scores[shape], shape[2], shape))
     pays = bool(order) and scores[order[0]] > 1
     fastest: dict[int, Shape | None] = {}
     for batch in batches:
         best = max((outcome for outcome in outcomes if outcome.batch == batch), key=lambda outcome: outcome.tokens_per_second)
         fastest[batch] = best.shape if best.ratio > 1 else None
-    return Choice(order[0] if pays else None, scores[order[0]] if pays else 1.0, {shape: scores[shape] for shape in order}, fastest)
+    shape, score = (order[0], scores[order[0]]) if pays else (None, 1.0)
+    in_order = [{shape: found[shape] for shape in order} for found in (scores, ratios)]
+    return Choice(shape, score, in_order[0], in_order[1], fastest)
 
 
 def geometric_mean(values: Sequence[float]) -> float:

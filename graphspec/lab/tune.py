@@ -28,7 +28,7 @@ from .metrics import figures, ratio
 from .process import WorkerProcess, pack
 from .provenance import result_file, write_jsonl
 from .sides import PLAIN, SUBJECT, Side, plain_config
-from .tune_tables import comment, table
+from .tune_tables import caution, comment, spell_rule, table
 
 OUT = "tuned.yaml"
 SMALLEST_RATIO = 0.97
@@ -95,6 +95,8 @@ def run(config: LaunchConfig) -> int:
     console.print(table(tuning))
     for label in tuning.wrong:
         console.print(Text(f"{label}: its tokens are not those of plain decoding"), soft_wrap=True)
+    if (busy := caution(tuning)) is not None:
+        console.print(Text(busy), soft_wrap=True)
     for batch in summary["slower_than_plain"]:
         slower = f"batch {batch}: what is written had {tuning.final[batch].ratio:.2f} times the speed of plain decoding"
         console.print(Text(slower), soft_wrap=True)
@@ -138,7 +140,7 @@ def tune(config: LaunchConfig, batches: Sequence[int], say: Say = lambda text: N
         _measure(tuning, [base.with_shape(shape) for shape in shapes], batch, f"candidates, batch {batch}", say, final=False)
     if not tuning.outcomes:
         raise ResourceError("tune", "a candidate with the tokens of plain decoding", "none: " + ", ".join(tuning.wrong))
-    tuning.choice = choose(tuning.outcomes)
+    tuning.choice = choose(tuning.outcomes, adapts=_adapts(base, listed))
     tuning.config = conclude(base, tuning, listed, batches, say)
     if tuning.choice.shape is not None:
         written = replace(base, variant=tuning.config.variant, runtime=tuning.config.runtime, adaptive=tuning.config.adaptive)
@@ -216,7 +218,7 @@ def conclude(base: LaunchConfig, tuning: Tuning, listed: dict[str, Any], batches
         return plain_config(base)
     rows = max(batches[-1], base.runtime.max_rows)
     config = replace(base, runtime=replace(base.runtime, max_rows=rows, buckets=_buckets(base.runtime.buckets, batches))).with_shape(shape)
-    if listed["heads"] > 1 or resolve_variant(config.variant.name).drafter not in ("network", "history"):
+    if not _adapts(base, listed):
         return config
     depths = shallower_depths(shape[0])
     backlog = min(base.adaptive.backlog, listed["backlog"])
@@ -245,6 +247,11 @@ def conclude(base: LaunchConfig, tuning: Tuning, listed: dict[str, Any], batches
     return replace(config, runtime=runtime, adaptive=AdaptiveConfig(depths=depths, backlog=backlog, times=times, rates=shares))
 
 
+def _adapts(base: LaunchConfig, listed: dict[str, Any]) -> bool:
+    """The drafter can change its depth."""
+    return listed["heads"] == 1 and resolve_variant(base.variant.name).drafter in ("network", "history")
+
+
 def _buckets(buckets: Sequence[int], batches: Sequence[int]) -> list[int]:
     """The buckets there are, and one for each batch size that was asked about."""
     return sorted({*buckets, *batches})
@@ -270,9 +277,9 @@ def summarise(tuning: Tuning, file: Path | None) -> dict[str, Any]:
         "experiment": str(file) if file is not None else None,
         "variant": config.variant.name,
         "shape": list(choice.shape) if choice.shape is not None else None,
-        "rule": "highest geometric mean over batch sizes of the median ratio to plain decoding, below 1 counted as 1",
+        "rule": spell_rule(choice),
         "score": choice.score,
-        "scores": [{"shape": list(shape), "score": score} for shape, score in choice.scores.items()],
+        "scores": [{"shape": list(shape), "score": score, "ratio": choice.ratios[shape]} for shape, score in choice.scores.items()],
         "batches": batches,
         "depths": list(config.adaptive.depths),
         "depth_per_bucket": dict(config.runtime.depth_per_bucket),

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
+from ..core_wait import busy_caution
 from ..launch import LaunchConfig
 
 if TYPE_CHECKING:
-    from .choice import Outcome, Shape
+    from .choice import Choice, Outcome, Shape
     from .tune import Tuning
 
 WIDTH = 110
@@ -23,27 +24,60 @@ def spell(shape: Shape | None) -> str:
     return "none" if shape is None else "({},{},{})".format(*shape)
 
 
+def spell_rule(choice: Choice) -> str:
+    """What the shape with the highest score has the most of."""
+    mean = "highest geometric mean over batch sizes of the median ratio to plain decoding"
+    return f"{mean}, below 1 counted as 1: there the engine decodes plainly" if choice.scores != choice.ratios else mean
+
+
+def spell_choice(choice: Choice) -> str:
+    """The shape, and what was measured of it; what its engine makes of that, where it decodes plainly at some batch size."""
+    if choice.shape is None:
+        best = max(choice.ratios.values(), default=None)
+        return "none: no shape was faster" + (f", the best {best:.2f}x plain decoding over all batch sizes" if best is not None else "")
+    told = f"{spell(choice.shape)}, {choice.ratios[choice.shape]:.2f}x plain decoding over all batch sizes"
+    if choice.score != choice.ratios[choice.shape]:
+        told += f", {choice.score:.2f}x with plain decoding where that is faster"
+    return told
+
+
+def caution(tuning: Tuning) -> str | None:
+    """That the machine was busy in some part of the run; the side that waited longest stands for its part."""
+    waited: dict[str, float | None] = {}
+    for row in tuning.rows:
+        case, share = row["case"], row.get("core_wait")
+        if share is not None:
+            waited[case] = max(share, waited.get(case) or 0.0)
+    return busy_caution(waited)
+
+
 def table(tuning: Tuning) -> Table:
     """Candidates by batch size: tokens per second and ratio to plain decoding; below them what is written."""
     choice = tuning.choice
     assert choice is not None
-    shown = Table(title=f"chosen: {spell(choice.shape)}, {choice.score:.2f}x plain decoding over all batch sizes", title_justify="left")
+    caption = "ratio: over all batch sizes, geometric mean. score: below 1 counted as 1, since the engine decodes plainly there."
+    clamped = choice.scores != choice.ratios
+    shown = Table(
+        title=f"chosen: {spell_choice(choice)}", title_justify="left", caption=caption if clamped else None, caption_justify="left"
+    )
     shown.add_column("S, K, N")
     shown.add_column("run because")
     for batch in tuning.plain:
         shown.add_column(f"batch {batch}", justify="right")
-    shown.add_column("score", justify="right")
-    shown.add_row("none", "", *(f"{speed:.0f}" for speed in tuning.plain.values()), "1.00")
+    overall = (choice.ratios, choice.scores) if clamped else (choice.ratios,)
+    for name in ("ratio", "score")[: len(overall)]:
+        shown.add_column(name, justify="right")
+    shown.add_row("none", "", *(f"{speed:.0f}" for speed in tuning.plain.values()), *("1.00" for _ in overall))
     for prospect in tuning.prospects:
         shape = tuple(prospect["shape"])
         found = {outcome.batch: outcome for outcome in tuning.outcomes if outcome.shape == shape}
-        score = f"{choice.scores[shape]:.2f}" if shape in choice.scores else ""
         style = "bold" if shape == choice.shape else None
         cells = [spell_outcome(found.get(batch)) for batch in tuning.plain]
-        shown.add_row(Text(spell(shape)), Text(prospect["why"]), *cells, score, style=style)
+        means = [f"{values[shape]:.2f}" if shape in values else "" for values in overall]
+        shown.add_row(Text(spell(shape)), Text(prospect["why"]), *cells, *means, style=style)
     if tuning.final:
         shown.add_section()
-        shown.add_row("as written", "", *(spell_outcome(tuning.final.get(batch)) for batch in tuning.plain), "")
+        shown.add_row("as written", "", *(spell_outcome(tuning.final.get(batch)) for batch in tuning.plain), *("" for _ in overall))
     return shown
 
 
@@ -62,21 +96,26 @@ def comment(config: LaunchConfig, tuning: Tuning, file: Path) -> list[str]:
     on_gpu = side["device"] == "cuda"
     where = ", ".join(gpu["name"] for gpu in head["gpus"]) if on_gpu else f"{head['torch_threads']} CPU threads"
     versions = ", ".join(f"{name} {head[name]}" for name in ("graphspec", "torch", "triton") if head.get(name))
-    chosen = f"shape {spell(choice.shape)}" if choice.shape is not None else "plain decoding: no shape was faster at any batch size"
+    chosen = f"shape {spell(choice.shape)}" if choice.shape is not None else "plain decoding: no shape was faster"
     lengths = f"{round(side['input_tokens'])} + {workload.output_tokens} tokens"
     lines = [
         f"Written by graphspec tune on {head['date'][:10]}: {chosen}.",
         f"{config.model.path}, {config.variant.name}, {side['dtype']}, runtime {config.runtime.name}, {where}; {versions}.",
         f"Workload: {workload.source}, {lengths}, at least {workload.requests} requests, {heat}{rule}. {_checked(tuning)}",
         f"Medians of {config.tune.rounds} rounds in which all sides took turns.",
-        "Rule: highest geometric mean over batch sizes of the median ratio to plain decoding, below 1 counted as 1.",
+        f"Rule: {spell_rule(choice)}.",
+        *([busy] if (busy := caution(tuning)) is not None else []),
         "",
-        "tokens/s (ratio to none)  " + "".join(f"{f'batch {batch}':>16}" for batch in tuning.plain) + f"{'score':>8}",
-        f"{'none':<26}" + "".join(f"{speed:>16.0f}" for speed in tuning.plain.values()) + f"{1:>8.2f}",
+        "tokens/s (ratio to none)  " + "".join(f"{f'batch {batch}':>16}" for batch in tuning.plain) + f"{'ratio':>8}{'score':>8}",
+        f"{'none':<26}" + "".join(f"{speed:>16.0f}" for speed in tuning.plain.values()) + f"{1:>8.2f}{1:>8.2f}",
     ]
     for shape, score in choice.scores.items():
         found = {outcome.batch: outcome for outcome in tuning.outcomes if outcome.shape == shape}
-        lines.append(f"{spell(shape):<26}" + "".join(f"{spell_outcome(found[batch]):>16}" for batch in tuning.plain) + f"{score:>8.2f}")
+        lines.append(
+            f"{spell(shape):<26}"
+            + "".join(f"{spell_outcome(found[batch]):>16}" for batch in tuning.plain)
+            + f"{choice.ratios[shape]:>8.2f}{score:>8.2f}"
+        )
     if tuning.final:
         lines.append(f"{'as written':<26}" + "".join(f"{spell_outcome(tuning.final.get(batch)):>16}" for batch in tuning.plain))
     if tuning.config.adaptive.depths:
