@@ -65,7 +65,10 @@ def make_token_map(config: TokenMapConfig) -> Tensor:
     """Count, write ``config.out``, and return the ids."""
     if not (Path(config.target) / "config.json").is_file():
         raise ConfigError("target", "a folder with a Hugging Face checkpoint", config.target)
-    facts, tokenizer = AutoConfig.from_pretrained(config.target, trust_remote_code=False), AutoTokenizer.from_pretrained(config.target, trust_remote_code=False)
+    facts, tokenizer = (
+        AutoConfig.from_pretrained(config.target, trust_remote_code=False),
+        AutoTokenizer.from_pretrained(config.target, trust_remote_code=False),
+    )
     end = facts.eos_token_id
     ends = end if isinstance(end, list) else [] if end is None else [end]
     stream = encode_stream(tokenizer, list(read_documents(config.data).values()), tokenizer.eos_token_id)
