@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from graphspec import LLM, SamplingParams
+from graphspec.engine.outputs import Output
 from graphspec.facts import check_tokenizer
 from tests._engines import add_tokenizer, mirror_pair
 
@@ -59,7 +60,7 @@ class Bench:
         folder = Path(tempfile.mkdtemp(dir=self.folder))
         try:
             shutil.copytree(self.good, folder, dirs_exist_ok=True)
-            if use in (text, vocabularies):
+            if use in SPEAKING:
                 for speaker in (TARGET, SMALL):
                     shutil.copytree(self.words, folder / speaker, dirs_exist_ok=True)
             mutate(folder / which)
@@ -72,11 +73,20 @@ class Bench:
                 raise CodeRanError(which)
 
 
-def _generate(folder: Path, prompt: Any = (5, 6, 7), **settings: Any) -> object:
+PARAMS = SamplingParams(max_tokens=4, ignore_eos=True)
+
+
+def _engine(folder: Path, **settings: Any) -> LLM:
     shape = {"num_steps": 2, "topk": 1, "num_draft_tokens": 3, "buckets": [1], "max_rows": 1, "prefill_chunks": [16]}
-    llm = LLM(folder / TARGET, runtime="eager", **shape, **settings)
-    output = llm.generate([prompt if isinstance(prompt, str) else list(prompt)], SamplingParams(max_tokens=4, ignore_eos=True))[0]
-    return output.finish_reason, output.token_ids, output.text, output.error
+    return LLM(folder / TARGET, runtime="eager", **shape, **settings)
+
+
+def _generate(folder: Path, prompt: Any = (5, 6, 7), **settings: Any) -> object:
+    return _told(_engine(folder, **settings).generate([prompt if isinstance(prompt, str) else list(prompt)], PARAMS))
+
+
+def _told(outputs: list[Output]) -> object:
+    return [(output.finish_reason, output.token_ids, output.text, output.error) for output in outputs]
 
 
 def eagle3(folder: Path) -> object:
@@ -96,9 +106,23 @@ def vocabularies(folder: Path) -> object:
     return [check_tokenizer(folder / draft, folder / TARGET) for draft in (DRAFT, SMALL)]
 
 
+def talk(folder: Path) -> object:
+    """A conversation, which the chat template turns into text."""
+    return _told(_engine(folder, draft=folder / DRAFT).chat([{"role": "user", "content": "w5 w6 w7"}], PARAMS))
+
+
+def ids(folder: Path) -> object:
+    """Token ids as prompt, and a target with a tokenizer, which then writes the output's text."""
+    return _generate(folder, draft=folder / DRAFT)
+
+
 def token_map(folder: Path) -> object:
     (file,) = (folder / MAP).iterdir()
     return _generate(folder, variant="standalone", draft=folder / SMALL, token_map=str(file))
+
+
+SPEAKING: tuple[Use, ...] = (text, talk, ids, vocabularies)
+"""Uses for which target and small draft get tokenizers."""
 
 
 class Evil:

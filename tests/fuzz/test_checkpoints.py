@@ -18,6 +18,7 @@ from graphspec.facts.mtp import read_mtp_facts
 from ._bench import DRAFT, MAP, SMALL, TARGET, Bench, Evil, Use, keys, pickled, sharded, vocabularies, write
 from ._checkpoints import listed_cases
 from ._harness import Case, choose, faults, judge
+from ._tokenizers import invent_tokenizer, tokenizer_cases
 
 ODD: list[Any] = [
     None, True, False, -1, 0, 1, 2, 3, 7, 2**31, 10**7, 10**12, 10**400, 0.0, -0.0, 1e-300, 0.5, 2.0, 1e308, float("nan"), float("inf"),
@@ -140,6 +141,12 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 def test_damaged_and_hostile_checkpoints(bench: Bench, request: pytest.FixtureRequest) -> None:
     seed, budget = request.config.getoption("--fuzz-seed"), request.config.getoption("--fuzz-budget")
     cases = choose(listed_cases(bench), lambda rng, number: invent(bench, rng, number), seed=seed, budget=budget)
+    assert not faults(cases)
+
+
+def test_damaged_and_hostile_tokenizers(bench: Bench, request: pytest.FixtureRequest) -> None:
+    seed, budget = request.config.getoption("--fuzz-seed"), request.config.getoption("--fuzz-budget")
+    cases = choose(tokenizer_cases(bench), lambda rng, number: invent_tokenizer(bench, rng, number), seed=seed, budget=budget)
     assert not faults(cases)
 
 
