@@ -136,7 +136,7 @@ def read_shards(index: Path) -> dict[str, str]:
         CheckpointError: as :func:`read_json`; also no ``weight_map``, or a file name that is none, leaves the folder or is of another kind.
     """
     shards = read_json(index, MOST_INDEX).get("weight_map")
-    if not isinstance(shards, dict) or not shards or not all(isinstance(name, str) for name in shards.values()):
+    if not isinstance(shards, dict) or not shards or not set(map(type, shards.values())) <= {str}:
         raise CheckpointError(f"{index}: weight_map", "an object of tensor name: file name", shown(shards))
     suffix = Path(index.name.removesuffix(".index.json")).suffix
     for name in dict.fromkeys(shards.values()):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,9 @@ def _read_tokens(file: Path) -> dict[int, str]:
     model = values.get("model")
     vocab = model.get("vocab") if isinstance(model, dict) else None
     if isinstance(vocab, dict):
-        tokens = _checked(((token_id, text) for text, token_id in vocab.items()), f"{file}: model.vocab")
+        tokens = _checked(list(vocab.values()), list(vocab), f"{file}: model.vocab")
     elif isinstance(vocab, list) and all(isinstance(entry, list) and entry for entry in vocab):  # Unigram: [text, score] in id order
-        tokens = _checked(((token_id, entry[0]) for token_id, entry in enumerate(vocab)), f"{file}: model.vocab")
+        tokens = _checked(list(range(len(vocab))), [entry[0] for entry in vocab], f"{file}: model.vocab")
     else:
         raise CheckpointError(f"{file}: model.vocab", "the vocabulary of a tokenizer", type(vocab).__name__)
     added = values.get("added_tokens")
@@ -27,16 +26,19 @@ def _read_tokens(file: Path) -> dict[int, str]:
         return tokens
     if not isinstance(added, list) or not all(isinstance(entry, dict) and {"id", "content"} <= set(entry) for entry in added):
         raise CheckpointError(f"{file}: added_tokens", "a list of objects with id and content", shown(added))
-    return tokens | _checked(((entry["id"], entry["content"]) for entry in added), f"{file}: added_tokens")
+    return tokens | _checked([entry["id"] for entry in added], [entry["content"] for entry in added], f"{file}: added_tokens")
 
 
-def _checked(tokens: Iterable[tuple[Any, Any]], where: str) -> dict[int, str]:
-    found = {}
-    for token_id, text in tokens:
-        if not is_integer(token_id) or not 0 <= token_id < MOST_VOCAB or not isinstance(text, str):
-            raise CheckpointError(where, f"texts with ids in [0, {MOST_VOCAB})", f"{shown(text)} with id {shown(token_id)}")
-        found[token_id] = text
-    return found
+def _checked(ids: list[Any], texts: list[Any], where: str) -> dict[int, str]:
+    # a vocabulary has 100,000 entries and more: no loop in Python unless one of them is wrong
+    if set(map(type, ids)) <= {int} and set(map(type, texts)) <= {str} and (not ids or (min(ids) >= 0 and max(ids) < MOST_VOCAB)):
+        return dict(zip(ids, texts, strict=True))
+    wrong = next(
+        (token_id, text)
+        for token_id, text in zip(ids, texts, strict=True)
+        if not is_integer(token_id) or not 0 <= token_id < MOST_VOCAB or not isinstance(text, str)
+    )
+    raise CheckpointError(where, f"texts with ids in [0, {MOST_VOCAB})", f"{shown(wrong[1])} with id {shown(wrong[0])}")
 
 
 def check_tokenizer(draft_folder: str | Path, target_folder: str | Path) -> None:
