@@ -150,12 +150,16 @@ def _load(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # whatever its files make transformers raise, the files are at fault
         if (code := _own_code(folder)) is not None:
             expected = "a tokenizer that transformers has; code of a checkpoint is never run"
             raise CheckpointError(f"{folder}: auto_map", expected, code, "or pass token ids as prompts") from error
         raise CheckpointError(str(folder), "tokenizer files (or pass token ids as prompts)", _said(error)) from error
+    # transformers compares the length of every text with it, and takes it as it stands in the file.
+    if not isinstance(longest := tokenizer.model_max_length, int | float):
+        raise CheckpointError(f"{folder / 'tokenizer_config.json'}: model_max_length", "a number", _brief(longest))
+    return tokenizer
 
 
 def _own_code(folder: Path) -> str | None:
