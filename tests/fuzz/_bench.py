@@ -82,7 +82,7 @@ def _engine(folder: Path, **settings: Any) -> LLM:
 
 
 def _generate(folder: Path, prompt: Any = (5, 6, 7), **settings: Any) -> object:
-    return _told(_engine(folder, **settings).generate([prompt if isinstance(prompt, str) else list(prompt)], PARAMS))
+    return _told(_engine(folder, **settings).generate(prompt if isinstance(prompt, str) else list(prompt), PARAMS))
 
 
 def _told(outputs: list[Output]) -> object:
