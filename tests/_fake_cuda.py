@@ -106,7 +106,9 @@ class FakeDriver:
     """Streams, graphs and private pools as far as :class:`graphspec.graphs.capture.Capturer` meets them, with torch's own rules.
 
     A capture that can't be ended raises and leaves the allocator directed at its pool, as torch does; a pool whose last share was given
-    back may not be begun again; allocations may only be directed at one capture at a time.
+    back may not be begun again; allocations may only be directed at one capture at a time. The allocator of pinned host memory records
+    as well, from begin to end: a capture that can't be ended leaves it recording, and it refuses to begin twice in one pool. The workspace
+    of cuBLAS lies in a pool where it was first asked for during a capture.
     """
 
     def __init__(self) -> None:
@@ -116,6 +118,10 @@ class FakeDriver:
         """Pool to shares of it that were taken by captures, for those the allocator is directed at now."""
         self.shares: dict[int, int] = {}
         self.pools = 0
+        self.host_records: set[int] = set()
+        """Pools into which the allocator of pinned host memory records."""
+        self.workspace: int | None = None
+        """Where cuBLAS's workspace lies: a pool, or 0 outside of all."""
         self.can_end = True
         self.can_instantiate = True
         self.replays: list[str] = []
@@ -123,6 +129,15 @@ class FakeDriver:
     def pool_handle(self) -> int:
         self.pools += 1
         return self.pools
+
+    def multiply(self) -> int:
+        """A product by cuBLAS; returns where the workspace lies that it writes to."""
+        if self.workspace is None:
+            self.workspace = self.capturing.pool if self.capturing is not None else 0
+        return self.workspace
+
+    def clear_workspaces(self) -> None:
+        self.workspace = None
 
     def end_allocate(self, device: int, pool: int) -> None:
         if pool not in self.directed:
@@ -162,15 +177,21 @@ class FakeGraph:
         assert not driver.directed, "the allocator still serves a capture that is over"
         assert driver.shares.get(pool) != 0, "a pool nobody has a share of may not be begun again"
         driver.shares[pool] = driver.shares.get(pool, 0) + 1
-        driver.directed[pool], driver.capturing, self.pool = 1, self, pool
+        driver.directed[pool], self.pool = 1, pool
+        if pool in driver.host_records:
+            raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
+        driver.host_records.add(pool)
+        driver.capturing = self
 
     def capture_end(self) -> None:
         driver = self.driver
-        assert driver.capturing is self
+        if driver.capturing is not self:
+            raise RuntimeError("capture_end: not capturing")
         driver.capturing = None
         if not driver.can_end:
             raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
         driver.end_allocate(0, self.pool)
+        driver.host_records.remove(self.pool)
         self.owns_share = True
         if not driver.can_instantiate:
             raise RuntimeError("CUDA error: out of memory")
@@ -199,6 +220,7 @@ def fake_driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", driver.end_allocate, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_releasePool", driver.release, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", driver.clear_workspaces, raising=False)
     return driver
 
 

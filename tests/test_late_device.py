@@ -130,5 +130,16 @@ def test_whatever_stops_a_capture_the_next_may_begin(how: str, captured_before: 
     kept.append(make.capture(lambda: None))
     del caught
     kept.append(make.capture(lambda: None))
-    assert [shares for shares in fake_driver.shares.values() if shares] == [len(kept)]
+    shared = [shares for shares in fake_driver.shares.values() if shares]
+    assert sum(shared) == len(kept)
+    assert len(shared) == 1 + ("ended" in how and captured_before), "a pool of its own only after a capture that could not be ended"
     kept[0]()
+
+
+def test_a_captured_product_has_its_workspace_in_the_pool(fake_driver: FakeDriver) -> None:
+    """One from outside the pool may be freed by anybody, and the replay would go on writing to it."""
+    used: list[tuple[bool, int]] = []
+    make = capturer()
+    make.capture(lambda: used.append((fake_driver.capturing is not None, fake_driver.multiply())))
+    assert used == [(False, 0)] * 3 + [(True, make._pool)]
+    assert fake_driver.workspace is None, "what runs directly gets one outside"

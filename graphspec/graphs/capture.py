@@ -104,7 +104,7 @@ class Capturer:
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved(self._device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._stream), _collecting_later():
+        with torch.cuda.stream(self._stream), _collecting_later(), _workspaces_of_its_own():
             self._record(program, graph)
         self._captured += 1
         graph.replay()
@@ -117,8 +117,8 @@ class Capturer:
         ``torch.cuda.graph`` would do but for failure: when a capture can't be ended, because the program did something that a graph can't
         hold, it leaves the capture's stream current, and the allocator goes on serving a capture that is over.
         """
-        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             program()
         except BaseException:
             self._abandon(graph, end=True)
@@ -135,7 +135,7 @@ class Capturer:
                 graph.capture_end()
             except RuntimeError as error:
                 logger.debug("the capture could not be ended: %s", error)
-        device = torch.cuda.current_device()
+        device, ended = torch.cuda.current_device(), True
         try:
             torch._C._cuda_endAllocateToPool(device, self._pool)  # noqa: SLF001
         except RuntimeError as error:
@@ -144,8 +144,10 @@ class Capturer:
         else:
             torch._C._cuda_releasePool(device, self._pool)  # noqa: SLF001
             _unended.append(graph)
-        if not self._captured:
-            # Nothing else lives in it; a pool that a failed capture began may not be begun again.
+            ended = False
+        if not ended or not self._captured:
+            # The allocator of pinned host memory goes on recording into the pool of a capture that could not be ended, and refuses to
+            # begin there again. Nor may a pool be begun again that only a failed capture began.
             self._pool = torch.cuda.graph_pool_handle()
 
 
@@ -159,6 +161,20 @@ def _collecting_later() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+@contextmanager
+def _workspaces_of_its_own() -> Iterator[None]:
+    """Inside, cuBLAS takes its workspaces from the capture's pool, and nobody else uses them afterwards.
+
+    torch keeps a workspace for each handle and stream, and frees them all whenever somebody asks, as ``mode="reduce-overhead"`` does.
+    A graph that was captured with a workspace from outside its pool would go on writing to memory that is free.
+    """
+    torch._C._cuda_clearCublasWorkspaces()  # noqa: SLF001
+    try:
+        yield
+    finally:
+        torch._C._cuda_clearCublasWorkspaces()  # noqa: SLF001
 
 
 def ran_out_of_memory(error: BaseException) -> bool:

@@ -82,8 +82,13 @@ def compiled_for_gpu(launch: Launch) -> Any:
     return triton.compile(source_of(launch), target=TARGET, options={"num_warps": launch.num_warps, "num_stages": launch.num_stages})
 
 
-def lowered(launch: Launch) -> str:
-    """The launch's kernel in Triton's GPU dialect: what :func:`compiled_for_gpu` goes on from, without the time that takes."""
+def lowered(launch: Launch, last: str = "ttgir") -> str:
+    """The launch's kernel in Triton's GPU dialect: what :func:`compiled_for_gpu` goes on from, without the time that takes.
+
+    Args:
+        launch: the launch.
+        last: stage to stop after: ``make_ir`` (Triton's dialect as the source is read), ``ttir`` or ``ttgir``.
+    """
     backend = make_backend(TARGET)
     source = source_of(launch)
     options = backend.parse_options({"num_warps": launch.num_warps, "num_stages": launch.num_stages, **source.parse_options()})
@@ -94,9 +99,27 @@ def lowered(launch: Launch) -> str:
     stages: dict[str, Any] = {}
     backend.add_stages(stages, options, source.language)
     metadata: dict[str, Any] = {}
-    for stage in ("ttir", "ttgir"):
+    order = ("make_ir", "ttir", "ttgir")
+    for stage in order[1 : order.index(last) + 1]:
         module = stages[stage](module, metadata)
     return str(module)
+
+
+def unspecialised(launch: Launch) -> list[str]:
+    """What stops the kernel from being compiled when integers that a launch passes happen to be 1, which Triton makes constants.
+
+    Each by itself, then all of them; only as far as Triton's own dialect.
+    """
+    whole = [index for index, value in enumerate(launch.args) if isinstance(value, int) and not isinstance(value, bool)]
+    found = []
+    for ones in (*([index] for index in whole), whole):
+        args = tuple(1 if index in ones else value for index, value in enumerate(launch.args))
+        try:
+            lowered(replace(launch, args=args), last="make_ir")
+        except triton.CompilationError as error:
+            names = ", ".join(launch.kernel.arg_names[index] for index in ones)
+            found.append(f"can't be compiled where {names} is 1: {str(error).strip().splitlines()[-1]}")
+    return found
 
 
 def faults(launch: Launch, ttgir: str, programmatic: bool = True) -> list[str]:
@@ -165,7 +188,7 @@ def compile_file(op: str) -> dict[str, dict[str, int]]:
     """The part of the table that belongs to one file.
 
     Raises:
-        RuntimeError: a kernel has :func:`faults`.
+        RuntimeError: a kernel has :func:`faults`, or is :func:`unspecialised`.
     """
     table: dict[str, dict[str, int]] = {}
     kernels: set[str] = set()
@@ -181,6 +204,7 @@ def compile_file(op: str) -> dict[str, dict[str, int]]:
             compiled = compiled_for_gpu(launch)
             kernel = launch.kernel.fn.__name__
             wrong = faults(launch, compiled.asm["ttgir"], programmatic=kernel not in kernels)
+            wrong += unspecialised(launch) if kernel not in kernels else []
             kernels.add(kernel)
             if wrong:
                 raise RuntimeError(f"{name} " + ", ".join(wrong))

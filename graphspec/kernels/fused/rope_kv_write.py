@@ -101,7 +101,7 @@ def _rope_kv_write(
         page = tl.where(counts, page, 0)
         side = tl.where(is_key, 0, 1)
         kept = pool.dtype.element_ty
-        cell = ((layer.to(tl.int64) * 2 + side) * pages + page) * page_size + where % page_size
+        cell = ((tl.cast(layer, tl.int64) * 2 + side) * pages + page) * page_size + where % page_size
         to = pool + (cell * groups + head[:, None]) * DIM
         tl.store(to + low[None, :], x1.to(dtype).to(kept), mask=in_half)
         tl.store(to + HALF + low[None, :], x2.to(dtype).to(kept), mask=in_half)
