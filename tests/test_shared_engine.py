@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from graphspec.engine.engine import Engine
+from graphspec.engine.engine import Engine, Turn
 from graphspec.engine.llm import LLM, SamplingParams
 from graphspec.engine.outputs import StreamEvent
 from graphspec.errors import ResourceError
@@ -33,6 +33,7 @@ def expected(pair: Pair, asked: list[list[int]], length: int = LENGTH) -> list[l
 
 
 def assert_idle(llm: LLM) -> None:
+    llm.warm_up()  # a turn nobody holds, or a step that did not end, is seen to by whoever comes next
     scheduler = llm._engine.scheduler
     assert (scheduler.allocator.num_used, llm.cycle.in_flight, scheduler.busy) == (0, 0, False)
     assert sorted(scheduler._free_rows) == list(range(llm.plan.max_rows))
@@ -177,6 +178,21 @@ def test_a_call_has_the_engine_to_itself_or_not_at_all(pair: Pair) -> None:
     assert [found[i] for i in range(2)] == expected(pair, asked)
     assert llm.draft_tree(asked[0]).token_N
     assert ids(llm.generate(asked, PARAMS, launcher=llm.cycle)) == expected(pair, asked)
+    assert_idle(llm)
+
+
+def test_a_turn_that_was_left_behind_is_taken_over(pair: Pair) -> None:
+    """By its own thread, where no frame refers to it; a turn that a suspended generator holds is not."""
+    llm = pair.llm(**CHAIN)
+    asked = prompts(2)
+    llm._engine._turn["turn"] = Turn(threading.get_ident())
+    assert ids(llm.generate(asked, PARAMS)) == expected(pair, asked)
+    alone = llm._engine.serve_alone(llm._requests(asked, PARAMS))
+    next(alone)
+    with pytest.raises(ResourceError, match="engine: expected a call from outside its own steps"):
+        llm.generate(asked, PARAMS)
+    alone.close()
+    assert ids(llm.generate(asked, PARAMS)) == expected(pair, asked)
     assert_idle(llm)
 
 

@@ -9,6 +9,7 @@ that its predecessor did not end, forgets what is in flight, and fills the rows 
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections import deque
@@ -91,7 +92,7 @@ class Engine:
         self._waiting: dict[Call, None] = {}
         """Calls whose caller waits for the inbox."""
         self._calls: dict[Request, Call] = {}
-        """Call of every request that was queued and whose call is open."""
+        """Call of every request that was queued, has not ended, and whose call is open."""
 
     def serve(self, requests: Sequence[Request]) -> Generator[Request, None, None]:
         """Run checked requests to their end; yields each one whenever its output grew or it ended.
@@ -113,10 +114,10 @@ class Engine:
                         if request.finish_reason is not None:
                             del unfinished[request]
                         yield request
+            self._leave(call)
         except BaseException:
             self._leave(call, quietly=True)
             raise
-        self._leave(call)
 
     def serve_alone(
         self, requests: Sequence[Request], *, launcher: Launcher | None = None, policy: DepthPolicy | None = None
@@ -135,7 +136,7 @@ class Engine:
         with self._taken(wait=True):
             self._mend()
             self._dismiss()
-            others = sum(r.finish_reason is None for r in self._calls) + sum(len(other.requests) for other in self._arriving)
+            others = len(self._calls) + sum(len(other.requests) for other in self._arriving)
             if others:
                 raise ResourceError("engine", "no other call open while one has it for itself", f"{others} requests of other calls")
             scheduler, usual = self.scheduler, self.scheduler.policy
@@ -253,9 +254,16 @@ class Engine:
 
     def _take(self, turn: Turn) -> bool:
         holder = self._turn.setdefault("turn", turn)
-        if holder is not turn and holder.thread == turn.thread:
+        if holder is turn:
+            return True
+        if holder.thread != turn.thread:
+            return False
+        del holder
+        if _is_held(self._turn):
             raise ResourceError("engine", "a call from outside its own steps", "one from a callback or a signal handler in a step")
-        return holder is turn
+        # An interrupt came where not even a finally had begun: nothing but the table knows of that turn any more.
+        self._turn["turn"] = turn
+        return True
 
     def _give_back(self, turn: Turn) -> None:
         if self._turn.get("turn") is turn:
@@ -275,6 +283,8 @@ class Engine:
             call = self._calls.get(request)
             if call is not None:
                 call.inbox.put(request)
+                if request.finish_reason is not None:
+                    del self._calls[request]
         self._whole = True
 
     def _mend(self) -> None:
@@ -285,6 +295,7 @@ class Engine:
         self.scheduler.recover()
         for request, call in self._calls.items():
             call.inbox.put(request)
+        self._calls = {request: call for request, call in self._calls.items() if request.finish_reason is None}
         self._whole = True
 
     def _dismiss(self) -> None:
@@ -344,3 +355,10 @@ class Engine:
                 self.scheduler.drain()
                 for bucket, times in self.cycle.time_depths(missing, sampling).items():
                     policy.learn_times(bucket, times)
+
+
+def _is_held(table: dict[str, Turn]) -> bool:
+    """More than the table refers to the turn in it: the step that took it is under way, or a generator that did is suspended."""
+    turn, other = table["turn"], {"turn": Turn(0)}
+    unheld = other["turn"]
+    return sys.getrefcount(turn) > sys.getrefcount(unheld)
