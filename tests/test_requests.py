@@ -283,9 +283,9 @@ def test_parameters_are_values() -> None:
         top_p=st.floats(2.0**-126, 1),
         min_p=st.just(0.0) | st.floats(2.0**-126, 1),
         repetition_penalty=st.floats(0.01, 100),
-        presence_penalty=st.floats(-2, 2),
-        frequency_penalty=st.floats(-2, 2),
-        logit_bias=st.dictionaries(st.integers(0, VOCAB - 1), st.floats(-100, 100), max_size=32),
+        presence_penalty=st.floats(-2, 2, allow_subnormal=False),
+        frequency_penalty=st.floats(-2, 2, allow_subnormal=False),
+        logit_bias=st.dictionaries(st.integers(0, VOCAB - 1), st.floats(-100, 100, allow_subnormal=False), max_size=32),
     )
 )
 def test_what_is_taken_fits_the_message(params: SamplingParams) -> None:
