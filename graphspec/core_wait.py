@@ -25,7 +25,7 @@ def seconds_waited() -> float | None:
 def _waits() -> dict[str, int] | None:
     """Nanoseconds by living thread; None where the system doesn't tell. Linux does (``schedstat`` of every thread)."""
     waits: dict[str, int] = {}
-    told = False
+    counted = False
     try:
         for task in TASKS.iterdir():
             try:
@@ -33,10 +33,10 @@ def _waits() -> dict[str, int] | None:
             except (FileNotFoundError, ProcessLookupError):
                 continue  # a thread that ended meanwhile, or a system without the file
             waits[task.name] = int(nanoseconds)
-            told = told or turns != "0"  # a kernel that doesn't count shows three zeros, and this thread has had its turn
+            counted = counted or turns != "0"  # a kernel that doesn't count shows three zeros, and this thread has had its turn
     except OSError:
         return None
-    return waits if told else None
+    return waits if counted else None
 
 
 class CoreWait:

@@ -315,7 +315,7 @@ class Cycle:
         if self.plan.debug:
             self.arena.check_addresses()
             check_unmoved(program.views, program.buffers)
-        # The device counts as soon as its program runs, whatever the host is told of it.
+        # The device counts as soon as its program runs, whether or not this call returns.
         self._whole = False
         self._launched += 1
         self._in_flight.append(ticket)

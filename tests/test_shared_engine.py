@@ -275,3 +275,15 @@ def test_a_consumer_that_raises_ends_its_own_call_only(pair: Pair) -> None:
     collect(stream, found)
     assert [found[i] for i in range(2)] == expected(pair, asked)
     assert_idle(llm)
+
+
+def test_a_call_next_to_an_open_one_builds_one_class(pair: Pair) -> None:
+    """The class of both together; nothing is built for it alone while the other waits."""
+    llm = pair.llm(**CHAIN, max_rows=2)
+    stream = llm.stream(prompts(1), SamplingParams(max_tokens=LENGTH, ignore_eos=True, repetition_penalty=1.5))
+    next(stream)
+    before = {key.sampling for key in llm.cycle.programs}
+    llm.generate(prompts(1), SamplingParams(max_tokens=3, temperature=1.0, seed=1))
+    assert {key.sampling for key in llm.cycle.programs} - before == {SamplingClass(noise=True, penalties=True)}
+    collect(stream, {})
+    assert_idle(llm)

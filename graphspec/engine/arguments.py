@@ -25,7 +25,7 @@ def engine_config(config: object, overrides: dict[str, Any], **named: Any) -> Co
         named: ``model``, ``variant``, ``draft`` and ``runtime``.
 
     Raises:
-        ConfigError: a value of the wrong type, a key that does not exist, or an argument beside a whole configuration.
+        ConfigError: a value of the wrong type, a key that does not exist, or another argument next to a whole configuration.
     """
     if config is None:
         config = Config(
@@ -38,7 +38,7 @@ def engine_config(config: object, overrides: dict[str, Any], **named: Any) -> Co
     else:
         for name, value in named.items():
             if type(value) is not type(DEFAULTS[name]) or value != DEFAULTS[name]:
-                raise ConfigError(name, "nothing beside config=, which says it", typed(value))
+                raise ConfigError(name, "nothing next to config=, which says it", typed(value))
     sampling = {field.name for field in fields(SamplingConfig)}
     known = {f.name for group in fields(Config) if is_dataclass(node := getattr(config, group.name)) for f in fields(node)} - sampling
     for name, value in overrides.items():

@@ -161,7 +161,7 @@ class Engine:
                     scheduler.launcher, scheduler.policy = self.cycle, usual
 
     def prepare(self, requests: int, sampling: SamplingClass = GREEDY) -> None:
-        """Build the programs that so many requests of this class can need, and time their depths where that is due.
+        """Build the programs that this many requests of a class can need, and time depths that were not timed yet.
 
         Raises:
             ResourceError: called from inside a step, or memory ran out.
@@ -173,7 +173,7 @@ class Engine:
             self._whole = True
 
     def keys(self, requests: int, sampling: SamplingClass) -> list[Key]:
-        """Programs a run of so many requests can need: every bucket up to theirs, every chunk size."""
+        """Programs that this many requests can need: every bucket up to theirs, every chunk size."""
         widest = pick_bucket(self.plan.buckets, min(requests, self.plan.max_rows))
         cycles = [key for key in self.plan.graph_keys(sampling) if key.bucket <= widest]
         return [*cycles, *(PrefillKey(chunk, sampling) for chunk in self.plan.prefill_chunks)]
@@ -327,12 +327,10 @@ class Engine:
         need = GREEDY
         for request in fresh:
             need |= request.params.sampling_class
-        self._prepare(len(fresh), need)
         live = self.scheduler.live
-        if live:
-            for request in live:
-                need |= request.sampling
-            self._prepare(len(fresh) + len(live), need)
+        for request in live:
+            need |= request.sampling
+        self._prepare(len(fresh) + len(live), need)
         now = time.perf_counter()
         for request in fresh:
             request.metrics.arrived = now

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..checks import brief
 from ..errors import CheckpointError, RequestError
 
 FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
@@ -33,7 +34,7 @@ def conversations(messages: Any) -> Conversation | list[Conversation]:
         RequestError: neither.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
-        raise RequestError("messages", "a list of messages, or a list of such lists", _brief(messages))
+        raise RequestError("messages", "a list of messages, or a list of such lists", brief(messages))
     if messages and all(isinstance(entry, Sequence) and not isinstance(entry, str | bytes) for entry in messages):
         return [Conversation(entry) for entry in messages]
     return Conversation(messages)
@@ -46,16 +47,16 @@ def check_messages(messages: Any) -> list[dict[str, str]]:
         RequestError: no list, an empty one, or a message without text in ``role`` and ``content``, or with keys that are not known.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
-        raise RequestError("messages", "a list of at least one message", _brief(messages))
+        raise RequestError("messages", "a list of at least one message", brief(messages))
     return [_check_message(f"messages[{index}]", message) for index, message in enumerate(messages)]
 
 
 def _check_message(key: str, message: Any) -> dict[str, str]:
     if not isinstance(message, Mapping):
-        raise RequestError(key, 'an object with "role" and "content"', _brief(message))
+        raise RequestError(key, 'an object with "role" and "content"', brief(message))
     for name in message:
         if name not in MESSAGE_KEYS:
-            raise RequestError(key, "keys " + ", ".join(MESSAGE_KEYS), _brief(name))
+            raise RequestError(key, "keys " + ", ".join(MESSAGE_KEYS), brief(name))
     for name in ("role", "content"):
         if name not in message:
             raise RequestError(f"{key}.{name}", "text", "nothing")
@@ -71,16 +72,12 @@ def check_text(key: str, text: Any) -> str:
         RequestError: something else, or half of a surrogate pair.
     """
     if not isinstance(text, str):
-        raise RequestError(key, "text", _brief(text))
+        raise RequestError(key, "text", brief(text))
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise RequestError(key, "text in UTF-8", f"the lone surrogate U+{ord(text[error.start]):04X} at character {error.start}") from error
     return str(text)
-
-
-def _brief(value: object) -> str:
-    return repr(value)[:80]
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -158,7 +155,7 @@ def _load(folder: Path) -> Any:
         raise CheckpointError(str(folder), "tokenizer files (or pass token ids as prompts)", _said(error)) from error
     # transformers compares the length of every text with it, and takes it as it stands in the file.
     if not isinstance(longest := tokenizer.model_max_length, int | float):
-        raise CheckpointError(f"{folder / 'tokenizer_config.json'}: model_max_length", "a number", _brief(longest))
+        raise CheckpointError(f"{folder / 'tokenizer_config.json'}: model_max_length", "a number", brief(longest))
     return tokenizer
 
 
