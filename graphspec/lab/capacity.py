@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import Config, HardwareConfig, ModelConfig
 from ..memory import GIB, MemoryPlan, plan_memory
-from ..plan import make_plan
+from ..plan import Plan, make_plan
 from .floor import FloorModel, kv_bytes_per_token
 
 if TYPE_CHECKING:
@@ -128,6 +128,22 @@ def _plan(
     config: LaunchConfig, paper: Paper, model: FloorModel, shape: CycleShape, device: str, dtype: str, memory: int | None, rows: int,
     context: int,
 ) -> MemoryPlan:  # fmt: skip
+    engine, plan = engine_plan(config, paper, shape, rows, context, device=device, dtype=dtype, memory=memory)
+    own = model.draft_own.size + _table(paper.draft.decoder, plan.max_positions) if model.draft_own is not None and paper.draft else 0
+    return plan_memory(plan, engine, (model.target_weights.size + _table(paper.target, plan.max_positions), own))
+
+
+def engine_plan(
+    config: LaunchConfig, paper: Paper, shape: CycleShape, rows: int, context: int, *, device: str, dtype: str, memory: int | None
+) -> tuple[Config, Plan]:
+    """Configuration and plan of the engine that would serve ``rows`` rows of ``context`` tokens with cycles of ``shape``.
+
+    Args:
+        config, paper, device, dtype, memory: as of :func:`capacity`.
+        shape: of its cycles; without steps the automatic one of the variant.
+        rows: lanes of its largest bucket.
+        context: tokens of each row.
+    """
     asked = config.variant
     if asked.tree_choices is None and shape.num_steps:
         asked = replace(asked, num_steps=shape.num_steps, topk=shape.topk, num_draft_tokens=shape.num_draft_tokens)
@@ -149,9 +165,7 @@ def _plan(
     if draft is not None:  # a draft made for a shorter context decodes plainly behind it, and the plan would say so every time
         longer = max(draft.decoder.max_position_embeddings, context)
         draft = replace(draft, decoder=replace(draft.decoder, max_position_embeddings=longer))
-    plan = make_plan(engine, paper.target, draft, device=device)
-    own = model.draft_own.size + _table(draft.decoder, plan.max_positions) if model.draft_own is not None and draft is not None else 0
-    return plan_memory(plan, engine, (model.target_weights.size + _table(paper.target, plan.max_positions), own))
+    return engine, make_plan(engine, paper.target, draft, device=device)
 
 
 def _table(facts: ModelFacts, positions: int) -> int:

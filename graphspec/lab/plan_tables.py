@@ -11,6 +11,7 @@ from rich.text import Text
 
 from ..errors import spell_bytes
 from .advice import FREE, LARGEST_BATCH
+from .latency import gathered
 from .planning import CLOSE
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from .planning import Advice, Row
 
 WIDTH = 100
+KERNELS_SHOWN = 6
 LENGTHS = (1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0)
 """Acceptance lengths for which speeds are shown."""
 
@@ -43,6 +45,8 @@ def show(advice: Advice, console: Console | None = None) -> None:
     console.print()
     for table in (memory_table(advice), batches_table(advice), stages_table(advice), lengths_table(advice)):
         console.print(table)
+    if advice.launches:
+        console.print(launches_table(advice))
     console.print(Text(crossover_line(advice)))
     if advice.predictions:
         console.print(predictions_table(advice))
@@ -138,6 +142,24 @@ def stages_table(advice: Advice) -> Table:
             bound = "compute" if stage.compute_bound else "bytes"
             times = (f"{stage.floor_ms:.3f}", f"{stage.ms:.3f}")
             table.add_row(str(row.batch), name, *sizes, *times, bound)
+    return table
+
+
+def launches_table(advice: Advice) -> Table:
+    """Where the time of one cycle goes, launch by launch."""
+    plain, programmatic = advice.launches
+    title = f"launch by launch, estimated: {spell(plain.shape)}, batch {plain.batch}, floor {plain.floor_ms:.2f} ms"
+    table = _table(title)
+    for name in ("kernel", "launches", "round trips", "gaps", "exposed", "stream", "alone", "ms"):
+        table.add_column(name, justify="left" if name == "kernel" else "right", no_wrap=True)
+    rest = plain.parts[KERNELS_SHOWN:]
+    for part in [*plain.parts[:KERNELS_SHOWN], *([gathered("others", rest)] if rest else []), plain.whole]:
+        times = (f"{1e3 * seconds:.3f}" for seconds in (part.gap, part.exposed, part.stream, part.alone, part.seconds))
+        table.add_row(part.name, str(part.launches), f"{part.memory + part.cache:.0f}", *times)
+    ratios = [1e3 * one.whole.seconds / one.floor_ms for one in (plain, programmatic)]
+    table.caption = (
+        f"{ratios[0]:.2f}x the floor; {ratios[1]:.2f}x with kernels.programmatic_launch=true. Times in ms; none of it was measured."
+    )
     return table
 
 

@@ -35,6 +35,8 @@ from .advice import (
 )
 from .capacity import Capacity, capacity
 from .floor import FloorModel, Hardware
+from .latency import DEVICES, CycleEstimate, estimate_cycle
+from .launches import paper_steps
 from .machine import copy_bandwidth, matmul_rate
 from .measured import Measured, acceptance_of, calibrate, predictions, read_measured, timed
 from .paper import Paper, read_paper
@@ -80,6 +82,8 @@ class Advice:
         configured: the shape the configuration asks for, ranked for every batch; empty where it asks for none.
         crossover: batch from which on drafting stops paying; None: it pays up to the largest that was tried.
         predictions: records of kind ``prediction``.
+        launches: launch by launch, with and without programmatic launch: the configured shape, else the recommended one, at the smallest
+            batch; empty where the model does not know the hardware.
         notes: what was assumed or left out.
     """
 
@@ -96,6 +100,7 @@ class Advice:
     crossover: int | None
     capacity: Capacity
     predictions: list[dict[str, Any]] = field(default_factory=list)
+    launches: list[CycleEstimate] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def records(self) -> list[dict[str, Any]]:
@@ -167,6 +172,7 @@ class Advice:
                 for entry in self.configured
             ],
             "crossover": self.crossover,
+            "launches": [estimate.record() for estimate in self.launches],
             "predictions": self.predictions,
             "error": {"median": sorted(errors)[len(errors) // 2], "largest": max(errors), "cycles": len(errors)} if errors else None,
             "notes": self.notes,
@@ -254,6 +260,8 @@ def advise(config: LaunchConfig) -> Advice:
     widest = configured or max((row.best.shape for row in rows), key=lambda shape: (shape.window_width, shape.num_draft_tokens))
     fitting = capacity(config, paper, model, widest, context, device=device, dtype=dtype, memory=hardware.memory)
     most = fitting.rows or LARGEST_BATCH
+    shown = configured or rows[0].best.shape
+    launches = _launches(config, paper, variant, model, shown, asked.batches[0], context, dtype, hardware) if device == "cuda" else []
     return Advice(
         paper=paper,
         variant=variant,
@@ -268,8 +276,20 @@ def advise(config: LaunchConfig) -> Advice:
         crossover=crossover(model, lengths, context, hardware, efficiency, most) if lengths else None,
         capacity=fitting,
         predictions=checked,
+        launches=launches,
         notes=notes,
     )
+
+
+def _launches(
+    config: LaunchConfig, paper: Paper, variant: Variant, model: FloorModel, shape: CycleShape, batch: int, context: int, dtype: str,
+    hardware: Hardware,
+) -> list[CycleEstimate]:  # fmt: skip
+    steps = paper_steps(config, paper, variant, shape, batch, context, dtype) if hardware.name in DEVICES else None
+    if steps is None:
+        return []
+    floor_ms = sum(stage.floor_ms(hardware) for stage in model.stages(shape, batch, context))
+    return [estimate_cycle(steps, shape, batch, context, floor_ms, hardware, programmatic=flag) for flag in (False, True)]
 
 
 def _row(
