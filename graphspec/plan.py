@@ -102,7 +102,7 @@ class Plan:
     attention: str
     linear: str
     numerics: str
-    programmatic_launch: bool
+    programmatic_launch: bool | None
     captured: bool
     debug: bool
 

@@ -33,6 +33,7 @@ from .depth import AdaptiveDepth, DepthPolicy
 from .engine import Engine
 from .outputs import Detokenizer, Metrics, Output, StreamEvent, TreeSnapshot, summarise
 from .planned import PlannedCycle
+from .programmatic import resolve as resolve_programmatic
 from .prompts import Params, Prompt, make_requests
 from .proposer import TrieProposer
 from .request import Request, SamplingParams
@@ -157,6 +158,8 @@ class LLM:
                     "kernels.linear_table", f"null with kernels.mode={plan.kernels}, unless linear layers are fused", table_path
                 )
             table = LinearTuner.read_table(user_path("kernels.linear_table", table_path), device)
+        self.programmatic_launch = resolve_programmatic(plan.programmatic_launch, plan.kernels, device)
+        """Fused kernels start while the one before them drains."""
         kernels = select_kernels(
             plan.kernels,
             plan.attention,
@@ -164,7 +167,7 @@ class LLM:
             linear=plan.linear,
             dtype=plan.dtype,
             numerics=plan.numerics,
-            programmatic_launch=plan.programmatic_launch,
+            programmatic_launch=self.programmatic_launch,
             linear_table=table,
         )
         for name, facts in (("target", plan.target), ("draft", plan.draft.decoder if plan.draft is not None else None)):

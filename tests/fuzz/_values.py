@@ -142,7 +142,7 @@ KEYS: dict[str, Callable[[Any], bool]] = {
     "attention": _choice(*IMPLEMENTATIONS, "flashinfer"),
     "mode": _choice("auto", "reference", "compiled", "fused"),
     "numerics": _choice("fast", "batch_invariant"),
-    "programmatic_launch": lambda v: type(v) is bool,
+    "programmatic_launch": lambda v: v is None or type(v) is bool,
     "rates": lambda v: isinstance(v, list | tuple) and all(is_real(r, 0, 1) for r in v),
     "times": lambda v: _pairs(
         v, lambda k: is_whole(k, 1, 65536), lambda t: _pairs(t, lambda d: is_whole(d, 0), lambda s: is_real(s, 1e-9, 1e9))
