@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import shlex
 import time
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from graphspec.lab.acceptance import SIBLING, Acceptance, conditional
 from graphspec.lab.advice import Efficiency, Ranked, candidate_shapes, crossover, free_width, predict, rank_shapes
 from graphspec.lab.floor import FloorModel, Hardware
 from graphspec.lab.measured import acceptance_of, calibrate, context_of, fit_stage, predictions, read_measured, timed
-from graphspec.lab.planning import CLOSE, advise, recommend
+from graphspec.lab.planning import CLOSE, advise, recommend, run
 from graphspec.shapes import PLAIN, CycleShape
 from perf.gpu.bench import write_configs
 from tests._plans import draft_facts, model_facts
@@ -452,3 +454,34 @@ def test_a_quantised_target_is_planned_and_still_refused(capsys: pytest.CaptureF
     assert document["plans"][0]["shape"] == [0, 1, 1] and document["crossover"] is None
     with pytest.raises(GraphspecError, match="quantization_config"):
         read_model_facts(target)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("model=llama-3.1-70b", "hardware=h200"),
+        ("model=llama-3.1-8b", "hardware=rtx4090", "plan.context=131072"),
+        ("model=llama-3.1-8b", "hardware=rtx4090", "hardware.memory_gib=18"),
+    ],
+)
+def test_what_is_said_to_fit_fits(capsys: pytest.CaptureFixture[str], words: tuple[str, ...]) -> None:
+    """Every command that a refusal gives, as it stands, plans an engine that holds a row."""
+    document = plan(capsys, *words, "plan.batches=[1]")
+    misfit = document["misfit"]
+    assert misfit["needed"] > misfit["allowed"] > 0 and misfit["ways"]
+    for way in misfit["ways"]:
+        program, command, *rest = shlex.split(way["command"])
+        assert (program, command) == ("graphspec", "plan")
+        found = plan(capsys, *rest, "plan.batches=[1]")
+        assert found["memory"]["rows_that_fit"] > 0 and found["misfit"] is None, way
+
+
+def test_a_refusal_comes_first(capsys: pytest.CaptureFixture[str]) -> None:
+    run(load_config("model=llama-3.1-70b", "hardware=h200", "plan.batches=[1]"))
+    first, second, *_ = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"Does not fit: one row of 2048 tokens needs [\d.]+ GiB, [\d.]+ GiB may be used\.", first)
+    assert second == "What would fit:"
+    run(load_config("model=deepseek-v3", "variant=mtp", "hardware=h200", "plan.batches=[1]"))
+    assert "No hardware known here has room" in capsys.readouterr().out.splitlines()[1]
+    run(load_config("model=llama-3.1-8b", "hardware=h200", "plan.batches=[1]"))
+    assert capsys.readouterr().out.startswith("model ")

@@ -40,6 +40,9 @@ def show(advice: Advice, console: Console | None = None) -> None:
     console = console or Console()
     if not console.is_terminal or console.width > WIDTH:
         console.width = WIDTH
+    for line in misfit_lines(advice):
+        # Commands are copied: they may not be cut.
+        console.print(Text(line), soft_wrap=True)
     for line in heading(advice):
         console.print(Text(line), soft_wrap=False)
     console.print()
@@ -73,6 +76,16 @@ def heading(advice: Advice) -> list[str]:
         f"efficiency  {efficiency.overall:.0%} of the floor's speed{stages}{host} ({efficiency.source})",
         f"context     {advice.context} tokens of each row",
     ]
+
+
+def misfit_lines(advice: Advice) -> list[str]:
+    """What comes first where not even one row fits."""
+    found = advice.misfit
+    if found is None:
+        return []
+    ways = [line for way in found.ways for line in (f"  {way.what}:", f"    {way.command}")]
+    nothing = "No hardware known here has room for it, and several devices are not supported yet."
+    return [found.sentence, *(["What would fit:", *ways] if ways else [nothing]), ""]
 
 
 def memory_table(advice: Advice) -> Table:

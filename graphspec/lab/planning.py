@@ -39,6 +39,7 @@ from .latency import DEVICES, CycleEstimate, estimate_cycle
 from .launches import paper_steps
 from .machine import copy_bandwidth, matmul_rate
 from .measured import Measured, acceptance_of, calibrate, predictions, read_measured, timed
+from .misfit import Misfit, misfit
 from .paper import Paper, read_paper
 from .provenance import provenance, write_jsonl
 
@@ -84,6 +85,7 @@ class Advice:
         predictions: records of kind ``prediction``.
         launches: launch by launch, with and without programmatic launch: the configured shape, else the recommended one, at the smallest
             batch; empty where the model does not know the hardware.
+        misfit: why not even one row fits, and what would; None: one does, or the memory is not known.
         notes: what was assumed or left out.
     """
 
@@ -101,6 +103,7 @@ class Advice:
     capacity: Capacity
     predictions: list[dict[str, Any]] = field(default_factory=list)
     launches: list[CycleEstimate] = field(default_factory=list)
+    misfit: Misfit | None = None
     notes: list[str] = field(default_factory=list)
 
     def records(self) -> list[dict[str, Any]]:
@@ -160,6 +163,7 @@ class Advice:
                 "source": self.efficiency.source,
             },
             "memory": self.capacity.document(),
+            "misfit": self.misfit.document() if self.misfit is not None else None,
             "plans": [self._record(row) for row in self.rows],
             "configured": [
                 {
@@ -277,6 +281,7 @@ def advise(config: LaunchConfig) -> Advice:
         capacity=fitting,
         predictions=checked,
         launches=launches,
+        misfit=misfit(config, paper, model, widest, fitting, dtype, hardware.memory) if device == "cuda" else None,
         notes=notes,
     )
 
