@@ -1,4 +1,4 @@
-"""Compile C++ source that ships with the package, once per machine. Standard library only, no torch headers: a build takes seconds.
+"""Compile C++ source that ships with the package, once per machine. No torch headers: a build takes seconds.
 
 A library in the cache is code that will run, so nobody else may be able to put one there. The folder is opened once and must be this
 user's alone to write; all that follows happens relative to that open folder, so it doesn't matter who may write to its parents. A
@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
+from platformdirs import user_cache_path
+
 from .errors import ResourceError
 
 COMPILERS = ("c++", "g++")
@@ -29,15 +31,15 @@ ELSEWHERE = "set XDG_CACHE_HOME to a folder of your own"
 
 
 def cache_folder() -> Path:
-    """``$XDG_CACHE_HOME/graphspec``, or ``~/.cache/graphspec``.
+    """Where the system keeps caches of this user: on Linux ``$XDG_CACHE_HOME/graphspec``, or ``~/.cache/graphspec``.
 
     Raises:
-        ResourceError: nobody says where home is.
+        ResourceError: nobody says where home is, or where the cache is relative to.
     """
-    try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "graphspec"
-    except RuntimeError as error:
-        raise ResourceError("cache folder", "XDG_CACHE_HOME or HOME to say where", "neither", ELSEWHERE) from error
+    folder = user_cache_path("graphspec", appauthor=False)
+    if not folder.is_absolute():
+        raise ResourceError("cache folder", "XDG_CACHE_HOME or HOME to say where, as an absolute path", folder, ELSEWHERE)
+    return folder
 
 
 def find_compiler(key: str, hint: str) -> str:

@@ -166,12 +166,19 @@ def test_no_place_to_compile_in_is_one_message(library: SharedLibrary, folder: P
         library.load(folder)
 
 
-def test_nobody_says_where_home_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    def homeless() -> Path:
-        raise RuntimeError("Could not determine home directory.")
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have other rules")
+def test_the_cache_is_where_the_system_keeps_caches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for elsewhere, expected in (("", tmp_path / ".cache"), (str(tmp_path / "other"), tmp_path / "other")):
+        monkeypatch.setenv("XDG_CACHE_HOME", elsewhere)
+        assert cache_folder() == expected / "graphspec"
 
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have other rules")
+def test_nobody_says_where_home_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for a user without an entry in the table of users; then ``~`` stays as it is."""
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(native_build.Path, "home", homeless)
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)
     with pytest.raises(ResourceError, match="XDG_CACHE_HOME or HOME"):
         cache_folder()
 
