@@ -317,9 +317,10 @@ def _report(config: LaunchConfig) -> int:
 
 
 def _convert(words: Sequence[str]) -> int:
-    from .convert import run
+    from .convert import from_words
 
-    return run(words)
+    print(from_words(words).sentence)
+    return 0
 
 
 def _row(output: Output | None, error: str | None) -> dict[str, Any]:

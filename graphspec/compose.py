@@ -60,7 +60,8 @@ def load_config(*overrides: str) -> LaunchConfig:
         if word.startswith(("+", "~")):
             raise ConfigError(shown(word), "an override without + or ~ (every key exists, and none can be taken away)", shown(word))
         if word.startswith(("hydra.", "hydra/")):
-            raise ConfigError(shown(word), "a key of the configuration", "one of Hydra's own", "for one of its flags, as --multirun")
+            expected = "a key of the configuration: keys of Hydra's own go next to one of its flags"
+            raise ConfigError(shown(word), expected, "no flag", "add --multirun")
         key, _, value = word.partition("=")
         check_flag(key, value.strip().lower() == "true" if value.strip().lower() in ("true", "false") else value)
     try:

@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from .errors import CheckpointError, ConfigError
+from .errors import CheckpointError, ConfigError, spell_bytes
 from .facts import Eagle3Facts, EagleFacts, ModelFacts, read_model_facts
 from .facts.eagle import read_eagle_config
 from .facts.eagle3 import DEFAULT_TAPS, TAP_KEY, default_taps, read_eagle3_config
@@ -62,6 +62,31 @@ class _Head:
     config: dict[str, Any]
     """Keys of its decoder layers."""
     tensors: dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Converted:
+    """What :func:`convert` wrote.
+
+    Attributes:
+        folder: the new one.
+        kind: of the head, ``EAGLE-3`` or ``EAGLE-1/2``.
+        layout: of its files.
+        tensors: how many.
+        size: bytes of all tensors.
+    """
+
+    folder: Path
+    kind: str
+    layout: str
+    tensors: int
+    size: int
+
+    @property
+    def sentence(self) -> str:
+        """In words."""
+        found = f"{self.tensors} tensors, {spell_bytes(self.size)}, read back and equal to the bit"
+        return f"{self.folder}: {self.kind} head in the layout {self.layout}; config.json, model.safetensors with {found}"
 
 
 def _refuse(path: Path, layout: str, can: set[str], needs: dict[str, bool]) -> None:
@@ -232,7 +257,7 @@ def _check(source: _Head, folder: Path, layout: str, read: Any) -> None:
         raise CheckpointError(f"{source.facts.path}: layout {layout}", f"a head that reads back as {before}", f"{after}, {wrong}")
 
 
-def convert(source: str | Path, destination: str | Path, layout: str, target: str | Path | None = None) -> None:
+def convert(source: str | Path, destination: str | Path, layout: str, target: str | Path | None = None) -> Converted:
     """Write the EAGLE or EAGLE-3 head in ``source`` to the new folder ``destination``: ``config.json`` and ``model.safetensors``.
 
     Args:
@@ -241,6 +266,9 @@ def convert(source: str | Path, destination: str | Path, layout: str, target: st
         layout: for EAGLE-3 ``safeailab``, ``sglang``, ``speculators`` or ``modelopt``; for EAGLE-1/2 ``safeailab``, ``hass`` or
             ``speculators-old``.
         target: folder of the target model; tells default tapped layers from others, and names the verifier for speculators.
+
+    Returns:
+        What was written.
 
     Raises:
         CheckpointError: a source that can't be read, or that the layout can't express.
@@ -278,10 +306,12 @@ def convert(source: str | Path, destination: str | Path, layout: str, target: st
     finally:
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
+    size = sum(tensor.nbytes for tensor in stored.values())
+    return Converted(destination, "EAGLE-3" if third else "EAGLE-1/2", layout, len(stored), size)
 
 
-def run(words: Sequence[str]) -> int:
-    """The command line's ``convert``: ``SRC DST layout=NAME [target=FOLDER]``.
+def from_words(words: Sequence[str]) -> Converted:
+    """:func:`convert` with the words of the command line: ``SRC DST layout=NAME [target=FOLDER]``.
 
     Raises:
         ConfigError: other words.
@@ -290,5 +320,4 @@ def run(words: Sequence[str]) -> int:
     folders = [word for word in words if not word.startswith(("layout=", "target="))]
     if len(folders) != 2 or "layout" not in options:
         raise ConfigError("convert", "SRC DST layout=NAME [target=FOLDER]", " ".join(words) or "nothing")
-    convert(folders[0], folders[1], options["layout"], options.get("target"))
-    return 0
+    return convert(folders[0], folders[1], options["layout"], options.get("target"))

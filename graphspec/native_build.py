@@ -36,7 +36,10 @@ def cache_folder() -> Path:
     Raises:
         ResourceError: nobody says where home is, or where the cache is relative to.
     """
-    folder = user_cache_path("graphspec", appauthor=False)
+    try:
+        folder = user_cache_path("graphspec", appauthor=False)
+    except RuntimeError:
+        folder = Path("~")
     if not folder.is_absolute():
         raise ResourceError("cache folder", "XDG_CACHE_HOME or HOME to say where, as an absolute path", folder, ELSEWHERE)
     return folder

@@ -48,7 +48,7 @@ def refusal(done: subprocess.CompletedProcess[bytes]) -> str:
         (["generate", "model.path=${oc.env:HOME}", "prompt=x"], "model.path: expected a value without ${...}"),
         (["generate", "variant=${oc.env:HOME}", "prompt=x"], "variant: expected a value without ${...}"),
         (["generate", "runtime.debug=5", "prompt=x"], "runtime.debug: expected true or false, found 5"),
-        (["generate", "hydra.run.dir=/x", "prompt=x"], "one of Hydra's own"),
+        (["generate", "hydra.run.dir=/x", "prompt=x"], "add --multirun"),
         (["generate", "sampling.seed=" + "9" * 5000, "prompt=x"], "sampling.seed=999"),
         (["generate", "sampling.stop_token_ids=" + "[" * 3000, "prompt=x"], "sampling.stop_token_ids=[[["),
         (["generate", "x" * 100000 + "=1", "prompt=x"], "File name too long"),

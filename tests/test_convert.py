@@ -293,7 +293,10 @@ def command(*words: str) -> int:
 def test_the_command(tmp_path: Path, target_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
     source = publish_eagle3(tmp_path / "source", eagle3_tensors(), "speculators", taps=(2, 4, 6))
     assert command(str(source), str(tmp_path / "a=b" / "out"), "layout=safeailab", f"target={target_path}") == 0
-    assert (tmp_path / "a=b" / "out" / "model.safetensors").is_file()
+    file = tmp_path / "a=b" / "out" / "model.safetensors"
+    count = len(load_file(file))
+    said = capsys.readouterr().out
+    assert said.startswith(f"{file.parent}: EAGLE-3 head in the layout safeailab; ") and f" {count} tensors, " in said
     assert command("--help") == 0
     assert "SRC DST layout=NAME" in capsys.readouterr().out
     for words in ((), (str(source), "layout=sglang"), (str(source), str(tmp_path / "x"))):
