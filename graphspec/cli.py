@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -128,7 +129,22 @@ def _dispatch(words: list[str]) -> int:
         return _hydra(name, rest)
     from .compose import load_config
 
-    return COMMANDS[name].run(load_config(*rest))
+    return _run(name, load_config(*rest))
+
+
+def _run(name: str, config: LaunchConfig) -> int:
+    logger = logging.getLogger(__package__)
+    # stderr may have been replaced since the last call.
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("graphspec: %(levelname)s: %(message)s"))
+    handlers, level = logger.handlers, logger.level
+    logger.handlers = [handler]
+    logger.setLevel(config.log.upper())
+    try:
+        return COMMANDS[name].run(config)
+    finally:
+        logger.handlers = handlers
+        logger.setLevel(level)
 
 
 def _hydra(name: str, words: list[str]) -> int:
@@ -151,7 +167,7 @@ def _hydra(name: str, words: list[str]) -> int:
     def task(composed: DictConfig) -> None:
         # One case of a sweep that is refused leaves the others alone.
         try:
-            codes.append(COMMANDS[name].run(compose.to_launch_config(composed, prompts)))
+            codes.append(_run(name, compose.to_launch_config(composed, prompts)))
         except GraphspecError as error:
             codes.append(_complain(error))
         except BaseException as error:
@@ -349,6 +365,7 @@ commands:
   graphspec COMMAND --help                       what a command takes
   graphspec COMMAND --cfg job [override ...]     the whole configuration, as the command would see it
   graphspec --hydra-help                         Hydra's own flags (--multirun, --info, ...)
+  graphspec COMMAND log=info                     say on stderr what was decided (error, warning, info, debug)
   eval "$(graphspec --shell-completion install=bash)"   completion of commands, groups and keys (also zsh, fish)
   graphspec --version"""
 

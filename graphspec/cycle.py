@@ -169,7 +169,7 @@ class Cycle:
             # Building runs programs, and a failed build must not leave the ring ahead of the host.
             self.arena.restore(state)
         for key in built:
-            logger.info("built %s", self._records[key])
+            logger.info("built: %s", self._records[key].sentence)
         if len(self.dropped) > before:
             logger.warning(
                 "memory ran out: no program for %s; at most %d rows share a launch, the others wait their turn (lower runtime.num_pages, "

@@ -11,6 +11,7 @@ from .config import LEAST, MAX_ROWS, MOST, RUNTIMES, Config
 from .errors import ConfigError
 
 FORMATS = ("text", "json")
+LOG_LEVELS = ("error", "warning", "info", "debug")
 SOURCES = ("held_out", "file", "random")
 BASELINES = ("none", "self", "hf", "hf_assisted", "hf_lookup", "openai")
 API_PROMPTS = ("tokens", "text")
@@ -177,6 +178,8 @@ class LaunchConfig(Config):
     """generate, with chat=true: the system message in front of each prompt."""
     format: str = "text"
     """text: for people; json: one document as the last line of stdout."""
+    log: str = "warning"
+    """How much is said on stderr about what was decided: error, warning, info, debug."""
     left: str = "eager"
     """diff: the runtime held to be right."""
     right: str = "compiled"
@@ -202,6 +205,7 @@ class LaunchConfig(Config):
         _check("baseline", all(isinstance(name, str) for name in names), "a name, or a list of names", typed(self.baseline))
         self.baseline = list(names)
         _check("format", self.format in FORMATS, "one of " + ", ".join(FORMATS), repr(self.format))
+        _check("log", self.log in LOG_LEVELS, "one of " + ", ".join(LOG_LEVELS), repr(self.log))
         for key in ("left", "right"):
             _check(key, getattr(self, key) in RUNTIMES, "one of " + ", ".join(RUNTIMES), repr(getattr(self, key)))
         _check("prompt_file", not self.prompt or self.prompt_file is None, "nothing beside prompt=", repr(self.prompt_file))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -369,3 +370,29 @@ def test_lazy_public_names():
     assert graphspec.GraphspecError in ConfigError.__mro__
     with pytest.raises(AttributeError, match="load_config"):
         _ = graphspec.load
+
+
+@pytest.mark.parametrize(
+    ("words", "levels"), [((), ["WARNING", "ERROR"]), (("log=error",), ["ERROR"]), (("log=info",), ["INFO", "WARNING", "ERROR"])]
+)
+def test_the_log_level_can_be_chosen(run, monkeypatch, words, levels):
+    def stream(self, prompt, params):
+        for level in ("debug", "info", "warning", "error"):
+            getattr(logging.getLogger("graphspec.engine"), level)("decided %s", 5)
+        return iter([StreamEvent(index=0, text="one", token_ids=[1], finished=True)])
+
+    monkeypatch.setattr(FakeLLM, "stream", stream)
+    before = logging.getLogger("graphspec").handlers, logging.getLogger("graphspec").level
+    for flag in ((), ("--multirun",)):
+        result = run("generate", "prompt=x", *words, *flag)
+        assert result.code == 0
+        assert [line for line in result.err.splitlines() if "decided" in line] == [f"graphspec: {level}: decided 5" for level in levels]
+    assert (logging.getLogger("graphspec").handlers, logging.getLogger("graphspec").level) == before
+    assert "log: expected one of error, warning, info, debug, found 'loud'" in run("generate", "prompt=x", "log=loud").err
+
+
+def test_what_a_program_took_in_words():
+    assert CaptureRecord("cycle of 1 lanes", 0.5, 0.25, 2048).sentence == (
+        "cycle of 1 lanes, warm in 0.5 s, captured in 0.2 s, 2.0 KiB more in the graphs' pool"
+    )
+    assert CaptureRecord("cycle of 2 lanes", 1.5).sentence == "cycle of 2 lanes, warm in 1.5 s"

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 from ..buffers import Arena, Views
-from ..errors import CaptureError
+from ..errors import CaptureError, spell_bytes
 
 logger = logging.getLogger(__name__)
 WARM_UP_CALLS = 3
@@ -54,6 +54,13 @@ class CaptureRecord:
     warm_up_seconds: float
     capture_seconds: float | None = None
     pool_bytes: int | None = None
+
+    @property
+    def sentence(self) -> str:
+        """In words."""
+        captured = "" if self.capture_seconds is None else f", captured in {self.capture_seconds:.1f} s"
+        held = "" if self.pool_bytes is None else f", {spell_bytes(self.pool_bytes)} more in the graphs' pool"
+        return f"{self.name}, warm in {self.warm_up_seconds:.1f} s{captured}{held}"
 
 
 class Captured:
