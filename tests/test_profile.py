@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -144,7 +145,7 @@ class FakeWorker:
     log: list[tuple[str, str]]
     wrong: str
 
-    def __init__(self, name: str, timeout: float) -> None:
+    def __init__(self, name: str, timeout: float, say: object = None) -> None:
         self.name, self.rounds = name, 0
 
     def __enter__(self) -> Self:
@@ -249,6 +250,35 @@ def test_a_worker_answers_in_its_own_process_and_refuses_by_name(pair: Pair) -> 
             process.ask("dance")
         with pytest.raises(ResourceError, match=r"side 'subject', round.*ended with code 1.*AttributeError"):
             process.ask("round")
+
+
+def test_a_worker_says_how_far_it_is(pair: Pair) -> None:
+    """Phase, count and total of loading and of every program, in order, before the answer."""
+    said: list[str] = []
+    with WorkerProcess("subject", 120.0, said.append) as process:
+        about = process.ask("prepare", role="subject", config=pack(launch(pair)), command=[], like=None)
+    assert about["dtype"] == "float32"
+    found = [re.fullmatch(r"subject: ([a-z ]+), (\d+) of (\d+)", line) for line in said]
+    assert found and all(found)
+    phases: dict[str, list[tuple[int, int]]] = {}
+    for match in found:
+        assert match is not None
+        phases.setdefault(match[1], []).append((int(match[2]), int(match[3])))
+    assert {"load target", "load draft"} < set(phases)
+    for steps in phases.values():
+        assert steps == sorted(steps) and len({total for _, total in steps}) == 1
+        assert steps[-1][0] == steps[-1][1]
+
+
+def test_progress_does_not_stretch_the_time_limit() -> None:
+    chatty = WorkerProcess("chatty", 0.2)
+    try:
+        for _ in range(3):
+            chatty._answers.put('{"progress": ["phase", 1, 2]}')
+        with pytest.raises(ResourceError, match=r"within 0\.2 seconds"):
+            chatty.ask("warm_up", seconds=60.0)
+    finally:
+        chatty.close()
 
 
 def test_a_worker_that_says_nothing_is_ended() -> None:

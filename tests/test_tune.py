@@ -256,7 +256,7 @@ class Local:
     spoils_changing_depths = False
     core_wait = 0.01
 
-    def __init__(self, name: str, timeout: float) -> None:
+    def __init__(self, name: str, timeout: float, say: object = None) -> None:
         self.worker, self.about = Worker(), {}
 
     def __enter__(self) -> Self:

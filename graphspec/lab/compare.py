@@ -101,10 +101,10 @@ class Bench:
         if not self.schedule.interleave:
             return [self.measure_one(side, first=i == 0) for i, side in enumerate(sides)]
         with ExitStack() as stack:
-            workers = [(stack.enter_context(WorkerProcess(side.role, self.schedule.timeout_seconds)), side) for side in sides[:1]]
+            workers = [(stack.enter_context(WorkerProcess(side.role, self.schedule.timeout_seconds, self.say)), side) for side in sides[:1]]
             measured = [self._prepare(*workers[0])]
             for side in sides[1:]:
-                worker = stack.enter_context(WorkerProcess(side.role, self.schedule.timeout_seconds))
+                worker = stack.enter_context(WorkerProcess(side.role, self.schedule.timeout_seconds, self.say))
                 workers.append((worker, side))
                 measured.append(self._prepare(worker, side))
             for (worker, _), one in zip(workers, measured, strict=True):
@@ -121,7 +121,7 @@ class Bench:
 
     def measure_one(self, side: Side, *, first: bool = False) -> Measured:
         """Measure one side by itself, from its start to its end."""
-        with WorkerProcess(side.role, self.schedule.timeout_seconds) as worker:
+        with WorkerProcess(side.role, self.schedule.timeout_seconds, self.say) as worker:
             one = self._prepare(worker, side)
             self._warm_up(worker, one)
             for _ in range(self.schedule.rounds):
@@ -131,7 +131,7 @@ class Bench:
 
     def reference(self, side: Side) -> Measured:
         """Run the workload once and measure nothing: for outputs that others are compared with."""
-        with WorkerProcess(side.role, self.schedule.timeout_seconds) as worker:
+        with WorkerProcess(side.role, self.schedule.timeout_seconds, self.say) as worker:
             one = self._prepare(worker, side)
             self.say(f"{one.label}: reference outputs")
             self._round(worker, one)
@@ -139,7 +139,7 @@ class Bench:
 
     def check(self, side: Side) -> dict[str, Any]:
         """``equal`` and a sentence: whether the side's runtime does what its stages do."""
-        with WorkerProcess(side.role, self.schedule.timeout_seconds) as worker:
+        with WorkerProcess(side.role, self.schedule.timeout_seconds, self.say) as worker:
             self.say("check of the runtime")
             found: dict[str, Any] = worker.ask("check", config=pack(side.config))
         return found

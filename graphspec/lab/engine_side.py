@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 from ..engine.depth import AdaptiveDepth
@@ -28,14 +29,15 @@ class EngineSide:
 
     Args:
         config: of the engine and the workload; the engine holds ``workload.batch`` rows.
+        progress: called as ``progress(phase, done, total)`` during load and compilation.
 
     Raises:
         ResourceError: a request that can't be served; nothing was compiled.
     """
 
-    def __init__(self, config: LaunchConfig) -> None:
+    def __init__(self, config: LaunchConfig, progress: Callable[[str, int, int], None] | None = None) -> None:
         self.config = for_workload(config)
-        self.llm = LLM.from_config(self.config)
+        self.llm = LLM.from_config(self.config, progress)
         self.workload: Workload = make_workload(config, self._encode, self.llm.plan.target.vocab_size)
         self.params = [self.params_of(ask) for ask in self.workload.asks]
         for index, error in enumerate(self.llm.check([ask.prompt for ask in self.workload.asks], self.params)):

@@ -1,8 +1,8 @@
 """Workers: every measured side in a process of its own, asked over pipes. This side of the pipes; imports no torch.
 
-One JSON object per line. A question is ``{"do": NAME, ...}``, its answer ``{"ok": ...}`` or ``{"error": ...}``; :mod:`graphspec.lab.worker`
-lists the questions. A worker prints nothing but answers to its stdout; what else it says goes to a file whose end is shown when
-it fails.
+One JSON object per line. A question is ``{"do": NAME, ...}``, its answer ``{"ok": ...}`` or ``{"error": ...}``, before which there may be
+any number of ``{"progress": [phase, done, total]}``; :mod:`graphspec.lab.worker` lists the questions. A worker prints nothing else to its
+stdout; what else it says goes to a file whose end is shown when it fails.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import IO, Any, Self
 
@@ -42,10 +44,11 @@ class WorkerProcess:
     Args:
         name: of its side, for messages.
         timeout: seconds an answer may take.
+        say: told how far the worker is, for people.
     """
 
-    def __init__(self, name: str, timeout: float) -> None:
-        self.name, self.timeout = name, timeout
+    def __init__(self, name: str, timeout: float, say: Callable[[str], None] = lambda text: None) -> None:
+        self.name, self.timeout, self.say = name, timeout, say
         self._complaints: IO[str] = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 - lives as long as the worker
         self._process = subprocess.Popen(
             [sys.executable, "-m", "graphspec.lab.worker"],
@@ -72,7 +75,7 @@ class WorkerProcess:
         try:
             self._process.stdin.write(json.dumps({"do": do, **values}) + "\n")
             self._process.stdin.flush()
-            line = self._answers.get(timeout=self.timeout)
+            line = self._answer()
         except (BrokenPipeError, OSError):
             line = None
         except queue.Empty:
@@ -87,6 +90,20 @@ class WorkerProcess:
             hint = "; ".join(part for part in (error["hint"], f"side {self.name!r}") if part)
             raise GraphspecError(error["key"], error["expected"], error["found"], hint)
         return answer["ok"]
+
+    def _answer(self) -> str | None:
+        """The next line that is no progress; None: there will be none.
+
+        Raises:
+            queue.Empty: the time is over.
+        """
+        end = time.monotonic() + self.timeout
+        while True:
+            line = self._answers.get(timeout=max(end - time.monotonic(), 0.0))
+            if line is None or not line.startswith('{"progress"'):
+                return line
+            phase, done, total = json.loads(line)["progress"]
+            self.say(f"{self.name}: {phase}, {done} of {total}")
 
     def _key(self, do: str) -> str:
         return f"side {self.name!r}, {do}"

@@ -226,7 +226,7 @@ def conclude(base: LaunchConfig, tuning: Tuning, listed: dict[str, Any], batches
     workload = replace(config.workload, batch=max(batches))
     adapting = replace(config, adaptive=AdaptiveConfig(depths=depths, backlog=backlog), workload=workload)
     say("timing cycles of every depth")
-    with WorkerProcess("depths", config.profile.timeout_seconds) as worker:
+    with WorkerProcess("depths", config.profile.timeout_seconds, say) as worker:
         worker.ask("prepare", role=SUBJECT, config=pack(adapting), command=[], like=None)
         timed = worker.ask("depth_times")
     programs: dict[int, dict[int, float]] = {}

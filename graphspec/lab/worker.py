@@ -26,6 +26,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from ..core_wait import CoreWait
@@ -48,11 +49,20 @@ class Runner(Protocol):
         ...
 
 
-class Worker:
-    """Answers questions; :func:`main` puts pipes around it, tests don't."""
+Tell = Callable[[str, int, int], None]
+"""Takes a phase, how much of it is done, and how much there is."""
 
-    def __init__(self) -> None:
+
+class Worker:
+    """Answers questions; :func:`main` puts pipes around it, tests don't.
+
+    Args:
+        tell: told how far loading and compilation are.
+    """
+
+    def __init__(self, tell: Tell | None = None) -> None:
         self.runner: Any = None
+        self.tell = tell
 
     def answer(self, do: str, **values: Any) -> Any:
         """Dispatch one question.
@@ -67,7 +77,7 @@ class Worker:
 
     def do_prepare(self, role: str, config: str, command: list[str], like: dict[str, str] | None) -> dict[str, Any]:
         launch = unpack(config)
-        self.runner = make_runner(role, launch, like)
+        self.runner = make_runner(role, launch, like, self.tell)
         described: dict[str, Any] = self.runner.describe()
         return described | {"provenance": provenance(launch, described.get("plan")) | {"command": command_line(command)}}
 
@@ -115,13 +125,14 @@ class Worker:
         return times
 
 
-def make_runner(role: str, config: LaunchConfig, like: dict[str, str] | None) -> Runner:
+def make_runner(role: str, config: LaunchConfig, like: dict[str, str] | None, tell: Tell | None = None) -> Runner:
     """The side that plays ``role``; what needs torch is imported here, by the process that needs it.
 
     Args:
         role: of :data:`graphspec.lab.sides.ROLES`.
         config: the whole configuration of this side.
         like: ``dtype`` and ``device`` of the side it is compared with; sides that are not ours take these.
+        tell: told how far sides of our own are.
     """
     if role == API:
         from .api_side import ApiSide
@@ -134,7 +145,7 @@ def make_runner(role: str, config: LaunchConfig, like: dict[str, str] | None) ->
         return HfSide(role, config, like["dtype"], like["device"])
     from .engine_side import EngineSide
 
-    return EngineSide(config)
+    return EngineSide(config, tell)
 
 
 def main() -> None:
@@ -142,7 +153,11 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
     # Libraries print; nothing of that may stand between two answers.
     os.dup2(2, 1)
-    worker = Worker()
+
+    def tell(phase: str, done: int, total: int) -> None:
+        answers.write(json.dumps({"progress": [phase, done, total]}) + "\n")
+
+    worker = Worker(tell)
     for line in sys.stdin:
         question = json.loads(line)
         if question["do"] == "close":
