@@ -187,8 +187,8 @@ def test_hostile_text_stays_text(tmp_path):
     assert shown["prompt"] == HOSTILE
     assert shown["cycles"][0]["nodes"][0][1] == told["cycles"][0]["nodes"][0]["text"]
     # plotly reads tags in labels: none but those the report writes itself.
-    labels = json.dumps([[a["text"] for a in chart["layout"].get("annotations", [])] for chart in charts_of(document).values()])
-    assert set(re.findall(r"<[^>]*>", labels)) <= {"<b>", "</b>", "<br>"}
+    labels = json.dumps(charts_of(document))
+    assert set(re.findall(r"<[^>]*>", labels)) <= {"<b>", "</b>", "<br>", "<extra>", "</extra>"}
     assert "&lt;img src=x" in labels
     assert text.isprintable() or "\x00" not in text
 

@@ -249,8 +249,8 @@
     End: () => go(generation.cycles.length - 1),
     " ": toggle,
   };
-  // Whether a key is the viewer's. Fields and buttons keep theirs, and so does what scrolls elsewhere; keys that scroll the page go on doing
-  // so while the viewer is out of sight.
+  // Whether a key is the viewer's. Fields and buttons keep theirs, and so does what scrolls elsewhere; keys that scroll the page go on
+  // doing so while the viewer is out of sight.
   function mine(key, target) {
     if (target === select || (target === slider && key !== " ")) return false;
     if (viewer.contains(target)) return key !== " " || !target.closest("button");
