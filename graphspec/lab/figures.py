@@ -7,49 +7,40 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
+import plotly.graph_objects as go
+
 from .canvas import (
-    DASH,
+    BASELINE_COLOURS,
     MOST_LINES,
     MOST_ROWS,
     ROW,
-    TIMES,
+    SUBJECT_COLOURS,
     Chart,
     Palette,
-    Table,
+    drawing,
     end_labels,
-    escape,
     few,
     floor_mark,
     label_margin,
-    layout,
     log_ticks,
     named,
-    plural,
+    plotly_text,
     row_axis,
     row_labels,
-    spell,
-    spell_tick,
+    titled,
 )
-from .results import Line, Results, Side, unique
+from .results import ONCE, Line, Results, Side, unique
+from .spelling import DASH, TIMES, plural, spell, spell_tick
+from .tables import Table
 
 LOG_FROM = 8.0
 """Values that span more than this factor are drawn on a logarithmic axis."""
-
-
-def speed_of(side: Side) -> float | None:
-    """Median tokens/s of all requests together."""
-    return side.number("tokens_per_second", "median")
 
 
 def floor_of(side: Side) -> float | None:
     """Tokens/s if every cycle took exactly its floor: acceptance length * batch / floor."""
     floor, length = side.number("floor_ms"), side.number("acceptance_length")
     return length * side.batch * 1e3 / floor if floor and length else None
-
-
-def titled(side: Side, several_batches: bool) -> str:
-    """Its marks, which nothing may cut off, then the label, with its batch where there are several."""
-    return " · ".join([*side.marks, side.label, *([f"batch {side.batch}"] if several_batches else [])])
 
 
 def span(values: Sequence[float]) -> tuple[float, float, bool]:
@@ -63,7 +54,7 @@ def span(values: Sequence[float]) -> tuple[float, float, bool]:
 def throughput(results: Results, palette: Palette) -> Chart:
     """Tokens/s against batch with the floor; bars where the files hold one batch only."""
     title = "Tokens per second"
-    sides = [side for side in results.sides if speed_of(side)]
+    sides = [side for side in results.sides if side.speed]
     if not sides:
         return Chart("throughput", title, "", missing="no side with tokens_per_second whose output was equal")
     several = len({side.batch for side in sides}) > 1
@@ -81,7 +72,7 @@ def throughput(results: Results, palette: Palette) -> Chart:
     if not several:
         batch = plural(sides[0].batch, "request") + " at once"
         return _throughput_bars(title, sides, palette, numbers, batch)
-    ranked = sorted(sides, key=lambda side: (side.subject, speed_of(side) or 0), reverse=True)
+    ranked = sorted(sides, key=lambda side: (side.subject, side.speed or 0), reverse=True)
     lines = unique(side.label for side in ranked)
     # A side of one batch is a dot; where others have lines it stays in the table.
     long = [label for label in lines if len({side.batch for side in sides if side.label == label}) > 1]
@@ -93,88 +84,76 @@ def throughput(results: Results, palette: Palette) -> Chart:
     return Chart("throughput", title, lede, _throughput_lines([s for s in sides if s.label in shown], palette), numbers)
 
 
-def _throughput_lines(sides: Sequence[Side], palette: Palette) -> dict[str, Any]:
+def _throughput_lines(sides: Sequence[Side], palette: Palette) -> go.Figure:
     floors = [floor_of(side) for side in sides]
-    values = [value for value in (*map(speed_of, sides), *floors) if value]
+    values = [value for value in (*(side.speed for side in sides), *floors) if value]
     low, high, log = span(values)
     batches = sorted({side.batch for side in sides})
     height = 440
-    data: list[dict[str, Any]] = []
+    data: list[go.Scatter] = []
     ends: list[tuple[float, float, str, str]] = []
     for label in unique(side.label for side in sides):
         line = sorted((side for side in sides if side.label == label), key=lambda side: side.batch)
         style = palette[line[0]]
         name = " · ".join(unique([label, *(mark for side in line for mark in side.marks)]))
-        legend = next((named(side) for side in line if side.marks), escape(label))
-        speeds = [speed_of(side) or 0.0 for side in line]
+        legend = next((named(side) for side in line if side.marks), plotly_text(label))
+        speeds = [side.speed or 0.0 for side in line]
+        told = [plotly_text(titled(side, several_batches=True)) for side in line]
         x = [side.batch for side in line]
         if any(floor_of(side) for side in line):
-            data.append({
-                "type": "scatter", "mode": "lines", "x": x, "y": [floor_of(side) for side in line], "name": f"{escape(name)}, floor",
-                "line": {"color": style.colour, "width": 1.2, "dash": "4px,4px"}, "opacity": 0.75, "showlegend": False,
-                "hovertemplate": f"{escape(name)}<br>floor at batch %{{x}}: %{{y:,.0f}} tokens/s<extra></extra>",
-            })  # fmt: skip
+            data.append(go.Scatter(
+                mode="lines", x=x, y=[floor_of(side) for side in line], name=f"{plotly_text(name)}, floor", opacity=0.75, showlegend=False,
+                line={"color": style.colour, "width": 1.2, "dash": "4px,4px"}, customdata=told,
+                hovertemplate="%{customdata}<br>floor: %{y:,.0f} tokens/s<extra></extra>",
+            ))  # fmt: skip
         spread = [(side.number("tokens_per_second", "p10"), side.number("tokens_per_second", "p90")) for side in line]
-        data.append({
-            "type": "scatter", "mode": "lines+markers", "x": x, "y": speeds, "name": legend, "cliponaxis": False,
-            "line": {"color": style.colour, "width": 2.6 if line[0].subject else 1.8, "dash": style.dash},
-            "marker": {"color": style.colour, "symbol": style.symbol, "size": 8, "line": {"color": "--surface", "width": 1.5}},
-            "error_y": {
+        data.append(go.Scatter(
+            mode="lines+markers", x=x, y=speeds, name=legend, cliponaxis=False, customdata=told,
+            line={"color": style.colour, "width": 2.6 if line[0].subject else 1.8, "dash": style.dash},
+            marker={"color": style.colour, "symbol": style.symbol, "size": 8, "line": {"color": "var(--surface)", "width": 1.5}},
+            error_y={
                 "type": "data", "symmetric": False, "thickness": 1, "width": 0, "color": style.colour,
                 "array": [(p90 or speed) - speed for (_, p90), speed in zip(spread, speeds, strict=True)],
                 "arrayminus": [speed - (p10 or speed) for (p10, _), speed in zip(spread, speeds, strict=True)],
             },
-            "hovertemplate": f"{escape(name)}<br>batch %{{x}}: <b>%{{y:,.0f}}</b> tokens/s<extra></extra>",
-        })  # fmt: skip
+            hovertemplate="%{customdata}: <b>%{y:,.0f}</b> tokens/s<extra></extra>",
+        ))  # fmt: skip
         ends.append((math.log10(x[-1]), math.log10(speeds[-1]) if log else speeds[-1], name, style.colour))
-    ticks = log_ticks(10**low, 10**high) if log else None
-    y_axis: dict[str, Any] = {"range": [low, high], "title": "tokens/s"}
-    y_axis |= {"type": "log", "tickvals": ticks, "ticktext": [spell_tick(tick) for tick in ticks]} if ticks else {"tickformat": ",.0f"}
-    drawn = layout(
-        height,
-        x={
-            "type": "log",
-            "tickvals": batches,
-            "ticktext": [str(batch) for batch in batches],
-            "range": [math.log10(batches[0]) - 0.04, math.log10(batches[-1]) + 0.04],
-            "title": "requests at once",
-            "showgrid": False,
-        },
-        y=y_axis,
-        annotations=end_labels(ends, height - 58, low, high),
-    )
-    drawn["margin"]["r"] = label_margin([text for _, _, text, _ in ends])
-    return {"data": data, "layout": drawn}
+    marks = log_ticks(10**low, 10**high) if log else []
+    y_axis: dict[str, Any] = {"range": [low, high], "title_text": "tokens/s", "tickformat": ",.0f"}
+    if log:
+        y_axis |= {"type": "log", "tickvals": marks, "ticktext": [spell_tick(mark) for mark in marks]}
+    x_axis = {"type": "log", "tickvals": batches, "ticktext": [str(batch) for batch in batches], "title_text": "requests at once",
+              "range": [math.log10(batches[0]) - 0.04, math.log10(batches[-1]) + 0.04], "showgrid": False}  # fmt: skip
+    labels, margin = end_labels(ends, height - 58, low, high), {"r": label_margin([text for _, _, text, _ in ends])}
+    return drawing(data, height, x=x_axis, y=y_axis, annotations=labels, margin=margin)
 
 
 def _throughput_bars(title: str, sides: list[Side], palette: Palette, numbers: Table, batch: str) -> Chart:
-    ranked = sorted(sides, key=lambda side: speed_of(side) or 0, reverse=True)
+    ranked = sorted(sides, key=lambda side: side.speed or 0, reverse=True)
     shown = ranked[:MOST_ROWS]
-    speeds = [speed_of(side) or 0.0 for side in shown]
+    speeds = [side.speed or 0.0 for side in shown]
     floors = [floor_of(side) for side in shown]
     rows = [len(shown) - 1 - index for index in range(len(shown))]
     spread = [(side.number("tokens_per_second", "p10"), side.number("tokens_per_second", "p90")) for side in shown]
-    data: list[dict[str, Any]] = [{
-        "type": "bar", "orientation": "h", "x": speeds, "y": rows, "width": 0.34, "name": "tokens/s", "cliponaxis": False,
-        "marker": {"color": [palette[side].colour for side in shown], "line": {"width": 0}},
-        "text": [f"<b>{spell(speed)}</b>" for speed in speeds], "textposition": "outside", "textfont": {"color": "--ink", "size": 13},
-        "customdata": [[escape(side.label), spell(low), spell(high)] for side, (low, high) in zip(shown, spread, strict=True)],
-        "hovertemplate": "%{customdata[0]}<br><b>%{x:,.0f}</b> tokens/s, p10 %{customdata[1]}, p90 %{customdata[2]}<extra></extra>",
-    }]  # fmt: skip
+    names = [plotly_text(titled(side, several_batches=False)) for side in shown]
+    data = [go.Bar(
+        orientation="h", x=speeds, y=rows, width=0.34, name="tokens/s", cliponaxis=False,
+        marker={"color": [palette[side].colour for side in shown], "line": {"width": 0}},
+        text=[f"<b>{spell(speed)}</b>" for speed in speeds], textposition="outside", textfont={"color": "var(--ink)", "size": 13},
+        customdata=[[name, spell(low), spell(high)] for name, (low, high) in zip(names, spread, strict=True)],
+        hovertemplate="%{customdata[0]}<br><b>%{x:,.0f}</b> tokens/s, p10 %{customdata[1]}, p90 %{customdata[2]}<extra></extra>",
+    )]  # fmt: skip
     if any(floors):
         data.append(floor_mark(floors, rows, "floor: %{x:,.0f} tokens/s"))
     most = max([*speeds, *(floor for floor in floors if floor)])
     lede = f"All requests together, {batch}; median over rounds."
     lede += " The triangle is the floor, if every cycle took only the time its bytes need." if any(floors) else ""
     lede += few(len(shown), len(ranked), "fastest")
+    x_axis = {"range": [0, most * 1.13], "title_text": "tokens/s", "tickformat": ",.0f", "nticks": 6}
     labels = row_labels([titled(side, several_batches=False) for side in shown])
-    drawn = layout(
-        len(shown) * ROW + 66,
-        x={"range": [0, most * 1.13], "title": "tokens/s", "tickformat": ",.0f", "nticks": 6},
-        y=row_axis(len(shown)),
-        annotations=labels,
-    )
-    return Chart("throughput", title, lede, {"data": data, "layout": drawn}, numbers)
+    drawn = drawing(data, len(shown) * ROW + 66, x=x_axis, y=row_axis(len(shown)), annotations=labels)
+    return Chart("throughput", title, lede, drawn, numbers)
 
 
 def comparison(results: Results, palette: Palette) -> Chart:
@@ -185,7 +164,7 @@ def comparison(results: Results, palette: Palette) -> Chart:
         return Chart("comparison", title, "", missing="no side with a ratio to another one")
     shown = sorted(sides, key=lambda side: side.number("ratio", "median") or 0, reverse=True)[:MOST_ROWS]
     several = len({side.batch for side in sides}) > 1
-    data: list[dict[str, Any]] = []
+    data: list[go.Bar | go.Scatter] = []
     most, least, rows = 1.0, 1.0, []
     for index, side in enumerate(shown):
         row = len(shown) - 1 - index
@@ -193,63 +172,50 @@ def comparison(results: Results, palette: Palette) -> Chart:
         middle = float(ratio["median"])
         rounds = [float(value) for value in ratio.get("rounds") or []]
         most, least = max(most, middle, *rounds), min(least, middle, *rounds)
-        colour, to = palette[side].colour, escape(ratio.get("to", "the baseline"))
-        data.append({
-            "type": "bar", "orientation": "h", "base": [1.0], "x": [middle - 1.0], "y": [row], "width": 0.26, "name": escape(side.label),
-            "marker": {"color": colour, "opacity": 0.32}, "hoverinfo": "skip",
-        })  # fmt: skip
-        data.append({
-            "type": "scatter", "mode": "markers", "x": rounds, "y": [row] * len(rounds), "name": "rounds",
-            "marker": {"color": colour, "size": 6, "opacity": 0.6}, "hovertemplate": f"a round: %{{x:.3f}}x {to}<extra></extra>",
-        })  # fmt: skip
-        data.append({
-            "type": "scatter", "mode": "markers", "x": [middle], "y": [row], "name": "median", "cliponaxis": False,
-            "marker": {"color": colour, "symbol": "line-ns", "size": 16, "line": {"width": 3, "color": colour}},
-            "hovertemplate": f"median: <b>%{{x:.3f}}x</b> {to}<extra></extra>",
-        })  # fmt: skip
+        colour, to = palette[side].colour, plotly_text(ratio.get("to", "the baseline"))
+        data.append(go.Bar(
+            orientation="h", base=[1.0], x=[middle - 1.0], y=[row], width=0.26, name=plotly_text(side.label),
+            marker={"color": colour, "opacity": 0.32}, hoverinfo="skip",
+        ))  # fmt: skip
+        data.append(go.Scatter(
+            mode="markers", x=rounds, y=[row] * len(rounds), name="rounds", marker={"color": colour, "size": 6, "opacity": 0.6},
+            hovertemplate=f"a round: %{{x:.3f}}x {to}<extra></extra>",
+        ))  # fmt: skip
+        told = "the only round" if side.rounds == 1 else "median"
+        data.append(go.Scatter(
+            mode="markers", x=[middle], y=[row], name=told, cliponaxis=False,
+            marker={"color": colour, "symbol": "line-ns", "size": 16, "line": {"width": 3, "color": colour}},
+            hovertemplate=f"{told}: <b>%{{x:.3f}}x</b> {to}<extra></extra>",
+        ))  # fmt: skip
         rows.append([titled(side, several_batches=True), str(ratio.get("to", "")), spell(middle), spell(min(rounds, default=None)),
-                     spell(max(rounds, default=None)), str(len(rounds))])  # fmt: skip
-        most = max(most, *rounds, middle)
+                     spell(side.lower_end("ratio")), spell(max(rounds, default=None)), str(len(rounds))])  # fmt: skip
     width = most - min(least, 1.0)
     low, high = (least - 0.04 * width if least < 1 else 1.0), most + 0.03 * width + 0.01
-    labels = row_labels([_compared(side, several) for side in shown], escaped=True)
-    rule = {
-        "type": "line",
-        "x0": 1,
-        "x1": 1,
-        "y0": 0,
-        "y1": 1,
-        "yref": "paper",
-        "line": {"color": "--soft", "width": 1.2},
-        "layer": "below",
-    }
-    drawn = layout(
+    names = [f"{titled(side, several)}, against {side.get('ratio').get('to', 'the baseline')}" for side in shown]
+    rule = {"type": "line", "x0": 1, "x1": 1, "y0": 0, "y1": 1, "yref": "paper", "line": {"color": "var(--soft)", "width": 1.2}}
+    drawn = drawing(
+        data,
         len(shown) * ROW + 66,
-        x={"range": [low, high], "title": "times as many tokens/s", "ticksuffix": TIMES, "nticks": 7},
+        x={"range": [low, high], "title_text": "times as many tokens/s", "ticksuffix": TIMES, "nticks": 7},
         y=row_axis(len(shown)),
-        annotations=labels,
-        shapes=[rule],
+        annotations=row_labels(names, bold=[spell(side.number("ratio", "median")) + TIMES for side in shown]),
+        shapes=[rule | {"layer": "below"}],
     )
     lede = "Both sides took turns on the same work. Every dot is the ratio of one round, the bar ends at their median."
     lede += f" Left of 1{TIMES} is slower." if least < 1 else ""
     lede += few(len(shown), len(sides), "largest")
-    numbers = Table(["side", "compared with", "median", "least", "most", "rounds"], rows)
-    return Chart("comparison", title, lede, {"data": data, "layout": drawn}, numbers)
-
-
-def _compared(side: Side, several_batches: bool) -> str:
-    to = side.get("ratio").get("to", "the baseline")
-    return f"<b>{spell(side.number('ratio', 'median'))}{TIMES}</b>   {escape(f'{titled(side, several_batches)}, against {to}')}"
+    numbers = Table(["side", "compared with", "median", "least", "p10", "most", "rounds"], rows)
+    return Chart("comparison", title, lede, drawn, numbers)
 
 
 def shapes(results: Results) -> list[Chart]:
     """One heat map for every drafter and batch that was measured in several shapes; what compares badly is kept apart."""
     groups: dict[tuple[str, ...], list[Side]] = {}
     for side in results.sides:
-        if side.subject and side.shape and speed_of(side):
+        if side.subject and side.shape and side.speed:
             record = side.record
             about = [str(record.get(key, "")) for key in ("runtime", "dtype", "temperature")]
-            told = (str(side.get("variant", "drafts")), f"batch {side.batch}", *about, side.hardware, " · ".join(side.marks))
+            told = (str(side.get("variant", "drafts")), f"batch {side.batch}", *about, side.hardware, " · ".join(side.standing))
             groups.setdefault(told, []).append(side)
     charts: list[Chart] = []
     several = [len({told[part] for told in groups}) > 1 for part in range(7)]
@@ -272,7 +238,7 @@ def _heat_map(id_: str, title: str, sides: list[Side], by: int, name: str) -> Ch
     by_ratio = all(side.number("ratio", "median") for side in sides)
 
     def value(side: Side) -> float:
-        return (side.number("ratio", "median") if by_ratio else speed_of(side)) or 0.0
+        return (side.number("ratio", "median") if by_ratio else side.speed) or 0.0
 
     ranked = sorted(sides, key=value)
     # The best one of a cell is written last and stays.
@@ -282,41 +248,39 @@ def _heat_map(id_: str, title: str, sides: list[Side], by: int, name: str) -> Ch
     unit = TIMES if by_ratio else ""
     best = ranked[-1].shape or (0, 0, 0)
     text = [[f"<b>{spell(value(side))}{unit}</b><br>{_other(side, by)}" if side else "" for side in row] for row in grid]
-    data = [{
-        "type": "heatmap", "x": list(range(len(others))), "y": list(range(len(steps))), "xgap": 3, "ygap": 3, "showscale": False,
-        "z": [[value(side) if side else None for side in row] for row in grid], "hoverongaps": False,
-        "colorscale": [[0, "--heat-0"], [1, "--heat-1"]], "text": text, "texttemplate": "%{text}",
-        "textfont": {"size": 12, "color": "--ink"},
-        "customdata": [[_told(side) if side else "" for side in row] for row in grid], "hovertemplate": "%{customdata}<extra></extra>",
-    }]  # fmt: skip
+    heat = go.Heatmap(
+        x=list(range(len(others))), y=list(range(len(steps))), xgap=3, ygap=3, showscale=False, hoverongaps=False,
+        z=[[value(side) if side else None for side in row] for row in grid], colorscale=[[0, "var(--heat-0)"], [1, "var(--heat-1)"]],
+        text=text, texttemplate="%{text}", textfont={"size": 12, "color": "var(--ink)"},
+        customdata=[[_told(side) if side else "" for side in row] for row in grid], hovertemplate="%{customdata}<extra></extra>",
+    )  # fmt: skip
     x, y = others.index(best[by]), steps.index(best[0])
-    frame = {"type": "rect", "x0": x - 0.49, "x1": x + 0.49, "y0": y - 0.48, "y1": y + 0.48, "line": {"color": "--accent", "width": 2.5}}
-    drawn = layout(
+    frame = {"type": "rect", "x0": x - 0.49, "x1": x + 0.49, "y0": y - 0.48, "y1": y + 0.48}
+    drawn = drawing(
+        [heat],
         max(200, len(steps) * 62 + 70),
-        x={"tickvals": list(range(len(others))), "ticktext": [str(other) for other in others], "title": name, "showgrid": False},
-        y={"tickvals": list(range(len(steps))), "ticktext": [str(s) for s in steps], "title": "draft depth (S)", "showgrid": False},
-        shapes=[frame],
+        x={"tickvals": heat.x, "ticktext": [str(other) for other in others], "title_text": name, "showgrid": False},
+        y={"tickvals": heat.y, "ticktext": [str(s) for s in steps], "title_text": "draft depth (S)", "showgrid": False},
+        shapes=[frame | {"line": {"color": "var(--accent)", "width": 2.5}}],
     )
     to = unique(str(side.get("ratio").get("to")) for side in sides) if by_ratio else []
     lede = (f"Times the tokens/s of {' or '.join(to)}" if by_ratio else "Tokens/s") + f"; the best, {best}, is framed."
     lede += " Where several shapes share a cell, their best is shown." if len(cells) < len(sides) else ""
-    rows = [[str(side.shape), spell(speed_of(side)), spell(side.number("ratio", "median")), spell(side.number("acceptance_length")),
+    rows = [[str(side.shape), spell(side.speed), spell(side.number("ratio", "median")), spell(side.number("acceptance_length")),
              ", ".join(side.marks)] for side in reversed(ranked)]  # fmt: skip
-    return Chart(
-        id_, title, lede, {"data": data, "layout": drawn}, Table(["S, K, N", "tokens/s", "ratio", "acceptance length", "marks"], rows)
-    )
+    return Chart(id_, title, lede, drawn, Table(["S, K, N", "tokens/s", "ratio", "acceptance length", "marks"], rows))
 
 
 def _other(side: Side, by: int) -> str:
     assert side.shape is not None
-    return f"N={side.shape[2]}" if by == 1 else f"K={side.shape[1]}"
+    return (f"N={side.shape[2]}" if by == 1 else f"K={side.shape[1]}") + f", {ONCE}" * (ONCE in side.marks)
 
 
 def _told(side: Side) -> str:
     ratio = side.number("ratio", "median")
-    parts = [f"{side.shape}", f"{spell(speed_of(side))} tokens/s", f"{spell(ratio)}{TIMES} {side.get('ratio').get('to')}" if ratio else ""]
+    parts = [f"{side.shape}", f"{spell(side.speed)} tokens/s", f"{spell(ratio)}{TIMES} {side.get('ratio').get('to')}" if ratio else ""]
     length = side.number("acceptance_length")
-    return "<br>".join(escape(part) for part in [*parts, f"acceptance length {spell(length)}" if length else "", *side.marks] if part)
+    return "<br>".join(plotly_text(part) for part in [*parts, f"acceptance length {spell(length)}" if length else "", *side.marks] if part)
 
 
 def prediction(results: Results) -> Chart:
@@ -328,44 +292,43 @@ def prediction(results: Results) -> Chart:
     times = [value for line in lines for value in (line.record["predicted_ms"], line.record["measured_ms"])]
     low, high = math.log10(min(times)) - 0.12, math.log10(max(times)) + 0.12
     ends = [10**low, 10**high]
-    data: list[dict[str, Any]] = [
-        {
-            "type": "scatter", "x": [*ends, *reversed(ends)], "y": [1.1 * ends[0], 1.1 * ends[1], 0.9 * ends[1], 0.9 * ends[0]],
-            "fill": "toself", "fillcolor": "--band", "mode": "lines", "line": {"width": 0}, "hoverinfo": "skip", "name": "within 10 %",
-        },
-        {
-            "type": "scatter", "x": ends, "y": ends, "mode": "lines", "line": {"color": "--soft", "width": 1}, "hoverinfo": "skip",
-            "name": "equal",
-        },
+    band = [1.1 * ends[0], 1.1 * ends[1], 0.9 * ends[1], 0.9 * ends[0]]
+    data = [
+        go.Scatter(x=[*ends, *reversed(ends)], y=band, fill="toself", fillcolor="var(--band)", mode="lines", line={"width": 0},
+                   hoverinfo="skip", name="within 10 %"),
+        go.Scatter(x=ends, y=ends, mode="lines", line={"color": "var(--soft)", "width": 1}, hoverinfo="skip", name="equal"),
     ]  # fmt: skip
-    for whole, name, marker in (
-        (False, "stages", {"color": "--g2", "symbol": "circle-open", "size": 8}),
-        (True, "whole cycles", {"color": "--accent", "symbol": "circle", "size": 10, "line": {"color": "--surface", "width": 1.5}}),
-    ):
-        group = [line for line in lines if (line.record.get("stage") is None) is whole]
+    subjects = {line.place: all(side.subject for side in results.predicted(line)) for line in lines}
+    for whole, subject in ((False, False), (False, True), (True, False), (True, True)):
+        group = [line for line in lines if ((line.record.get("stage") is None), subjects[line.place]) == (whole, subject)]
+        marker: dict[str, Any] = {"color": (SUBJECT_COLOURS if subject else BASELINE_COLOURS)[0], "size": 10 if whole else 8}
+        marker |= {"symbol": "circle", "line": {"color": "var(--surface)", "width": 1.5}} if whole else {"symbol": "circle-open"}
         if group:
-            data.append({
-                "type": "scatter", "mode": "markers", "x": [line.record["measured_ms"] for line in group], "name": name, "marker": marker,
-                "y": [line.record["predicted_ms"] for line in group], "customdata": [escape(_predicted_name(line)) for line in group],
-                "hovertemplate": "%{customdata}<br>predicted %{y:.3g} ms, measured %{x:.3g} ms<extra></extra>",
-            })  # fmt: skip
-    ticks = log_ticks(*ends)
-    axis = {"type": "log", "range": [low, high], "tickvals": ticks, "ticktext": [spell_tick(tick) for tick in ticks]}
-    drawn = layout(400, x={**axis, "title": "measured, ms"}, y={**axis, "title": "predicted, ms"})
+            data.append(go.Scatter(
+                mode="markers", x=[line.record["measured_ms"] for line in group], y=[line.record["predicted_ms"] for line in group],
+                name=("whole cycles" if whole else "stages") + ("" if subject else " of plain decoding"), marker=marker,
+                customdata=[plotly_text(_predicted_name(line, results)) for line in group],
+                hovertemplate="%{customdata}<br>predicted %{y:.3g} ms, measured %{x:.3g} ms<extra></extra>",
+            ))  # fmt: skip
+    marks = log_ticks(*ends)
+    axis = {"type": "log", "range": [low, high], "tickvals": marks, "ticktext": [spell_tick(mark) for mark in marks]}
+    drawn = drawing(data, 400, x={**axis, "title_text": "measured, ms"}, y={**axis, "title_text": "predicted, ms"})
     cycles = [line for line in lines if line.record.get("stage") is None]
     lede = "On the line the prediction is right; the band is ±10 %. Filled: whole cycles, open: single stages."
+    lede += " Grey: plain decoding." if not all(subjects.values()) else ""
     if cycles:
         lede += f" Median error of {plural(len(cycles), 'cycle')}: {100 * median(abs(_error(line)) for line in cycles):.0f} %."
-    rows = [[_predicted_name(line), str(line.get("shape", DASH)), spell(line.record["predicted_ms"]), spell(line.record["measured_ms"]),
-             f"{100 * _error(line):+.0f} %"] for line in lines]  # fmt: skip
+    rows = [[_predicted_name(line, results), str(line.get("shape", DASH)), spell(line.record["predicted_ms"]),
+             spell(line.record["measured_ms"]), f"{100 * _error(line):+.0f} %"] for line in lines]  # fmt: skip
     numbers = Table(["what", "S, K, N", "predicted, ms", "measured, ms", "error"], rows)
-    return Chart("prediction", title, lede, {"data": data, "layout": drawn}, numbers, wide=False)
+    return Chart("prediction", title, lede, drawn, numbers, wide=False)
 
 
 def _error(line: Line) -> float:
     return float(line.record["predicted_ms"] / line.record["measured_ms"] - 1)
 
 
-def _predicted_name(line: Line) -> str:
-    parts = [line.get("case", ""), f"batch {line.get('batch')}" if line.get("batch") else "", line.get("stage") or "whole cycle"]
+def _predicted_name(line: Line, results: Results) -> str:
+    marks = unique(mark for side in results.predicted(line) for mark in side.marks)
+    parts = [*marks, line.get("case", ""), f"batch {line.get('batch')}" if line.get("batch") else "", line.get("stage") or "whole cycle"]
     return ", ".join(str(part) for part in parts if part)

@@ -1,27 +1,32 @@
 """``graphspec report``: result files in, one HTML file out that needs neither network nor server.
 
 The page holds its charts as data for plotly, whose script the Python package ``plotly`` brings; the tree viewer is the page's own
-(``web/viewer.js``). A content security policy names the hashes of the scripts and forbids every request. Imports no torch.
+(``web/viewer.js``). Its HTML is that of the templates in ``web/``, which escape every text they are given. A content security policy names
+the hashes of the scripts and forbids every request. Imports no torch, and plotly only once it was found.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
-import html
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib import resources
-from string import Template
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
 
 from ..errors import ConfigError
 from ..launch import LaunchConfig
 from ..paths import check_writable, make_folder, unwritable
-from . import anatomy, figures, tables
-from .canvas import TIMES, Chart, Palette, escape, spell
-from .results import Line, Results, Side, model, read_results, unique
+from . import tables
+from .results import LATENCIES, Line, Results, Side, model, read_results, unique
+from .spelling import TIMES, plural, spell
+
+if TYPE_CHECKING:
+    from .canvas import Chart
 
 PLOTLY = "plotly.min.js"
 PROBABILITY_DIGITS = 4
@@ -63,6 +68,33 @@ def plotly_script() -> str:
     return file.read_text(encoding="utf-8")
 
 
+@dataclass(frozen=True, slots=True)
+class Section:
+    """One part of the page: charts, then what the template ``body`` draws, then those of ``tables`` that have rows.
+
+    Attributes:
+        name: of its element.
+        title: above it.
+        link: in the list of sections, where the title is too long for it.
+    """
+
+    name: str
+    title: str
+    link: str = ""
+    charts: Sequence[Chart] = ()
+    body: str = ""
+    tables: Sequence[tables.Table] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Headline:
+    """What the page opens with: words, the side that follows them, its figures and what they are."""
+
+    lead: str
+    side: Side
+    tiles: Sequence[tuple[str, str]]
+
+
 def page(results: Results, plotly: str) -> str:
     """The whole page.
 
@@ -70,76 +102,73 @@ def page(results: Results, plotly: str) -> str:
         results: what :func:`~graphspec.lab.results.read_results` found.
         plotly: text of plotly's script.
     """
+    # The only importers of plotly, which whoever asks for a report may lack: plotly_script says so.
+    from . import anatomy, figures
+    from .canvas import Palette
+
     palette = Palette(results.sides)
-    sections = {
-        "speed": [figures.throughput(results, palette), figures.comparison(results, palette)],
-        "acceptance": anatomy.acceptance(results, palette),
-        "cycle": [anatomy.stages(results)],
-        "latency": [anatomy.gaps(results, palette), anatomy.bursts(results)],
-        "shapes": [*figures.shapes(results), figures.prediction(results)],
-    }
-    charts = [chart for group in sections.values() for chart in group]
-    scripts = {"plotly": plotly, "charts_script": _web("charts.js"), "viewer_script": _web("viewer.js")}
-    drawn = {name: _grid(chart for chart in group if chart.figure) for name, group in sections.items()}
-    extra = {
-        "latency": _titled("Percentiles", tables.latencies(results)),
-        "cycle": _titled("Host", tables.host(results)),
-        "shapes": _titled("Planned", tables.plans(results)),
-        "resources": _titled("Memory", tables.memory(results)) + _titled("Build", tables.build(results)),
-    }
-    titles = {"speed": "Speed", "acceptance": "Acceptance", "cycle": "One cycle", "latency": "Latency", "shapes": "Choosing a shape"}
-    titles |= {"resources": "Memory and build"}
-    bodies = {name: drawn.get(name, "") + extra.get(name, "") for name in titles}
+    speed = [figures.throughput(results, palette), figures.comparison(results, palette)]
+    accepted = anatomy.acceptance(results, palette)
+    cycle = [anatomy.stages(results, palette)]
+    latency = [anatomy.gaps(results, palette), anatomy.bursts(results)]
+    shapes = [*figures.shapes(results), figures.prediction(results)]
+    charts = [*speed, *accepted, *cycle, *latency, *shapes]
+    timed = [side for side in results.sides if any(side.get(key) for key in LATENCIES)]
     marks = {(side.record["case"], side.record["side"]): side.marks for side in results.sides}
-    generations = [_generation(line, marks.get((line.get("case"), line.get("side")), [])) for line in results.generations]
-    bodies = {"speed": bodies.pop("speed"), "generation": _web("viewer.html") if any(g["cycles"] for g in generations) else "", **bodies}
-    titles |= {"generation": "A generation, cycle by cycle", "sides": "Every side", "provenance": "Where the figures come from"}
-    bodies |= {
-        "sides": f'<div class="card wide">{tables.sides(results)}</div>' if results.sides else "",
-        "provenance": tables.provenances(results),
-    }
-    shown = [name for name, body in bodies.items() if body]
-    left_out = [f"{chart.title}: {chart.missing}" for chart in charts if not chart.figure]
-    left_out += ["A generation, cycle by cycle: no recorded generation"] * (not bodies["generation"])
-    left_out += ["Latency percentiles: no side with latencies"] * (not extra["latency"])
-    left_out += ["Memory and build: no side that says"] * (not extra["resources"])
-    heading = _heading(results)
-    return Template(_web("template.html")).substitute(
-        title=escape(f"{heading} · graphspec report"),
-        policy=_policy(scripts.values()),
+    told = [_generation(line, marks.get((line.get("case"), line.get("side")), [])) for line in results.generations]
+    generations = [generation for generation in told if generation["cycles"]]
+    memory = [tables.memory(results), tables.build(results)]
+    sections = [
+        Section("speed", "Speed", charts=speed),
+        Section("generation", "A generation, cycle by cycle", "Tree viewer", body="viewer.html" if generations else ""),
+        Section("acceptance", "Acceptance", charts=accepted),
+        Section("cycle", "One cycle", "Cycle", cycle, tables=[tables.host(results)]),
+        Section("latency", "Latency", charts=latency, body="latencies.html" if timed else ""),
+        Section("shapes", "Choosing a shape", "Shapes", shapes, tables=[tables.plans(results)]),
+        Section("resources", "Memory and build", "Memory", tables=memory),
+        Section("sides", "Every side", "All sides", tables=[tables.sides(results)]),
+        Section("provenance", "Where the figures come from", "Provenance", body="provenance.html"),
+    ]
+    sections = [replace(one, charts=_rows(one.charts), tables=[table for table in one.tables if table.rows]) for one in sections]
+    left_out = [f"{chart.title}: {chart.missing}" for chart in charts if chart.figure is None]
+    left_out += ["A generation, cycle by cycle: no recorded generation"] * (not generations)
+    left_out += ["Latency percentiles: no side with latencies"] * (not timed)
+    left_out += ["Memory and build: no side that says"] * (not any(table.rows for table in memory))
+    scripts = [Markup(plotly), _web("charts.js"), _web("viewer.js")]
+    return _templates().get_template("page.html").render(
+        heading=_heading(results),
+        policy=_policy(scripts),
         style=_web("style.css"),
-        heading=escape(heading),
-        facts="".join(f"<div><dt>{escape(name)}</dt><dd>{escape(text)}</dd></div>" for name, text in tables.facts(results)),
-        notices="".join(f"<li>{notice}</li>" for notice in tables.notices(results)),
-        tiles=_tiles(results),
-        links="".join(f'<a href="#{name}">{escape(_SHORT.get(name, titles[name]))}</a>' for name in shown),
-        sections="".join(_section(name, titles[name], bodies[name]) for name in shown),
-        left_out=_left_out(left_out),
-        files=escape(", ".join(path.name for path in results.files[:12]) + (" …" if len(results.files) > 12 else "")),
-        charts=_embed([{"id": chart.id, **chart.figure} for chart in charts if chart.figure]),
-        generations=_embed([generation for generation in generations if generation["cycles"]]),
-        **scripts,
+        facts=tables.facts(results),
+        notices=tables.notices(results),
+        headline=_headline(results),
+        speculates=tables.speculates(results),
+        sections=[section for section in sections if section.charts or section.body or section.tables],
+        latencies=dict(zip(LATENCIES, ("TTFT", "TPOT", "ITL", "E2E"), strict=True)),
+        timed=timed,
+        origins=tables.origins(results),
+        left_out=left_out,
+        files=", ".join(path.name for path in results.files[:12]) + (" …" if len(results.files) > 12 else ""),
+        charts=[{"id": chart.id, **chart.figure.to_plotly_json()} for chart in charts if chart.figure is not None],
+        generations=generations,
+        scripts=scripts,
+    )  # fmt: skip
+
+
+def _templates() -> Environment:
+    """The templates: they escape what they are given and refuse names they were not given; JSON can't end its script element."""
+    templates = Environment(
+        loader=PackageLoader(__package__, "web"), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
+    templates.filters |= {"spell": spell, "plural": plural}
+    templates.globals["long_forms"] = tables.LONG_FORMS
+    templates.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
+    return templates
 
 
-_SHORT = {
-    "generation": "Tree viewer",
-    "cycle": "Cycle",
-    "shapes": "Shapes",
-    "resources": "Memory",
-    "sides": "All sides",
-    "provenance": "Provenance",
-}
-
-
-def _web(name: str) -> str:
-    return (resources.files(__package__) / "web" / name).read_text(encoding="utf-8")
-
-
-def _embed(value: object) -> str:
-    """JSON that can't end the script element it stands in, whatever its strings hold."""
-    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+def _web(name: str) -> Markup:
+    """A style or script of our own, which stands in the page as it is."""
+    return Markup((resources.files(__package__) / "web" / name).read_text(encoding="utf-8"))
 
 
 def _policy(scripts: Iterable[str]) -> str:
@@ -155,70 +184,52 @@ def _heading(results: Results) -> str:
     return what + (f" on {', '.join(names)}" if names else "")
 
 
-def _section(name: str, title: str, body: str) -> str:
-    heading = f'<h2 id="{name}-title">{escape(title)}</h2>'
-    return f'<section id="{name}" aria-labelledby="{name}-title">{heading}<div class="grid">{body}</div></section>'
-
-
-def _titled(title: str, table: str) -> str:
-    return f'<div class="card wide"><h3>{escape(title)}</h3>{table}</div>' if table else ""
-
-
-def _chart(chart: Chart) -> str:
-    assert chart.figure is not None
-    numbers = f"<details><summary>Numbers</summary>{tables.render(chart.numbers, chart.title)}</details>" if chart.numbers else ""
-    label = html.escape(f"{chart.title}. {chart.lede}")
-    return (
-        f'<figure class="card{" wide" if chart.wide else ""}"><h3>{escape(chart.title)}</h3><p class="lede">{escape(chart.lede)}</p>'
-        f'<div class="chart" id="{chart.id}" role="img" aria-label="{label}" style="height:{chart.figure["layout"]["height"]}px"></div>'
-        f"{numbers}</figure>"
-    )
-
-
-def _grid(charts: Iterable[Chart]) -> str:
-    """The charts; a narrow one without a narrow neighbour takes the whole width."""
+def _rows(charts: Iterable[Chart]) -> list[Chart]:
+    """The charts that are there; a narrow one without a narrow neighbour takes the whole width."""
     row: list[Chart] = []
     done: list[Chart] = []
     for chart in charts:
-        row.append(chart)
-        if chart.wide or len(row) == 2:
-            done += [replace(one, wide=True) for one in row] if chart.wide else row
-            row = []
-    return "".join(_chart(chart) for chart in [*done, *(replace(one, wide=True) for one in row)])
-
-
-def _left_out(sentences: Sequence[str]) -> str:
-    if not sentences:
-        return ""
-    items = "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences)
-    return _section("left-out", "Left out", f'<ul class="plain">{items}</ul>')
+        if chart.figure is not None:
+            row.append(chart)
+            if chart.wide or len(row) == 2:
+                done += [replace(one, wide=True) for one in row] if chart.wide else row
+                row = []
+    return [*done, *(replace(one, wide=True) for one in row)]
 
 
 def best(results: Results) -> Side | None:
-    """The subject the page opens with: the fastest one, of those that earned their acceptance where there are any."""
-    subjects = [side for side in results.sides if side.subject and figures.speed_of(side)]
+    """The subject the page opens with: the largest gain, of those that earned their acceptance where there are any.
+
+    Ranked by the lower end of the gain's rounds, then of the speed's. One that was measured in a single round comes after all others.
+    """
+    subjects = [side for side in results.sides if side.subject and side.speed]
     earned = [side for side in subjects if not side.get("synthetic") and not side.get("lossy")]
-    ranked = [(side.number("ratio", "median") or 0, figures.speed_of(side) or 0, side) for side in earned or subjects]
-    return max(ranked, key=lambda entry: entry[:2])[2] if ranked else None
+
+    def rank(side: Side) -> tuple[bool, float, float]:
+        gain, speed = side.lower_end("ratio"), side.lower_end("tokens_per_second")
+        return speed is not None, gain or side.number("ratio", "median") or 0.0, speed or side.speed or 0.0
+
+    return max(earned or subjects, key=rank, default=None)
 
 
-def _tiles(results: Results) -> str:
+def _headline(results: Results) -> Headline | None:
     side = best(results)
     if side is None:
-        return ""
-    ratio = side.get("ratio", {})
+        return None
+    ratio, middle, low = side.get("ratio", {}), side.number("ratio", "median"), side.lower_end("ratio")
+    rounds = "" if side.rounds is None else ", one round" if side.rounds == 1 else f", median of {side.rounds} rounds"
+    against = f"the tokens/s of {ratio.get('to')}"
+    gain = f"{against}, p10 of {len(ratio['rounds'])} rounds; median {spell(middle)}{TIMES}" if low else against + rounds
     tiles = [
-        (spell(side.number("ratio", "median")) + TIMES, f"the tokens/s of {ratio.get('to')}") if ratio else None,
-        (spell(figures.speed_of(side)), f"tokens/s at batch {side.batch}"),
+        (spell(low or middle) + TIMES, gain) if middle else None,
+        (spell(side.speed), f"tokens/s at batch {side.batch}{rounds}"),
         (spell(side.number("acceptance_length")), "tokens per cycle") if side.number("acceptance_length") else None,
         (f"{side.number('percent_of_floor'):.0f} %", "of the floor's speed") if side.number("percent_of_floor") else None,
         (spell(side.number("tpot_ms", "p50")) + " ms", "per output token, p50") if side.number("tpot_ms", "p50") else None,
     ]
-    cells = "".join(f"<div><dd>{escape(figure)}</dd><dt>{escape(text)}</dt></div>" for figure, text in filter(None, tiles))
     many = sum(other.subject for other in results.sides) > 1
-    which = ("Largest gain measured: " if ratio else "Fastest: ") if many else ""
-    name = f"<strong>{escape(side.label)}</strong>, batch {side.batch}{tables.marks(side)}"
-    return f'<div class="tiles"><p>{which}{name}</p><dl>{cells}</dl></div>'
+    lead = ("Largest gain measured: " if middle else "Fastest: ") if many else ""
+    return Headline(lead, side, [tile for tile in tiles if tile])
 
 
 def _generation(line: Line, marks: Sequence[str]) -> dict[str, Any]:

@@ -15,6 +15,8 @@ from typing import Any, NoReturn
 
 from ..errors import ConfigError
 from ..paths import reason, shorten, user_path
+from ..shapes import PLAIN
+from .metrics import percentile
 
 IDENTITY = (
     "case", "side", "role", "variant", "shape", "runtime", "attention", "dtype", "device", "temperature", "ignore_eos", "batch", "requests",
@@ -32,6 +34,8 @@ ROWS = {"stages": ("name", "ms", "bytes", "floor_ms", "percent_of_floor"), "buil
 """Lists of objects: the text that names a row, and its numbers."""
 SAMPLES = ("itl_samples_ms", "acceptance_unconditional", "acceptance_conditional")
 COUNTS = "burst_tokens"
+ONCE = "n=1"
+"""Mark of a side that was measured in one round: nothing says how far its figures vary."""
 
 
 @dataclass(slots=True)
@@ -79,12 +83,38 @@ class Side(Line):
         return None if self.record.get("shape") is None else tuple(self.record["shape"])
 
     @property
-    def marks(self) -> list[str]:
-        """What a reader has to know before any figure of it."""
+    def own(self) -> bool:
+        """It ran in this engine."""
+        return bool(self.shape or self.get("variant"))
+
+    @property
+    def rounds(self) -> int | None:
+        """Measured rounds; None where the record does not say."""
+        told = self.get("rounds")
+        return told if isinstance(told, int) else len(self.get("tokens_per_second", {}).get("rounds") or []) or None
+
+    @property
+    def standing(self) -> list[str]:
+        """Marks that set its figures apart from those of other sides."""
         marks = ["SYNTHETIC"] * bool(self.get("synthetic")) + ["LOSSY"] * bool(self.get("lossy"))
         if self.equal is not True:
             marks.append("not equal" if self.equal is False else "not compared")
         return marks
+
+    @property
+    def marks(self) -> list[str]:
+        """What a reader has to know before any figure of it."""
+        return self.standing + [ONCE] * (self.rounds == 1 and self.equal is not False)
+
+    @property
+    def speed(self) -> float | None:
+        """Median tokens/s of all requests together."""
+        return self.number("tokens_per_second", "median")
+
+    def lower_end(self, key: str) -> float | None:
+        """10th percentile over the rounds of ``key``; None where fewer than two are recorded, for one has no spread."""
+        rounds = self.get(key, {}).get("rounds") or []
+        return percentile(rounds, 10) if len(rounds) > 1 else None
 
     def number(self, key: str, part: str | None = None) -> float | None:
         """``record[key]``, or its ``part``; None where it was not measured."""
@@ -111,6 +141,13 @@ class Results:
     provenances: list[dict[str, Any]] = field(default_factory=list)
     replaced: int = 0
     """Measurements left out because the files hold a newer one of the same side."""
+
+    def predicted(self, line: Line) -> list[Side]:
+        """The sides that a prediction is about: of its case, batch and shape, plain decoding's being ``[0, 1, 1]``; else the subjects."""
+        about = (line.record.get("case"), line.record.get("batch"))
+        sides = [side for side in self.sides if (side.record["case"], side.batch) == about]
+        same = [side for side in sides if side.own and (side.get("shape") or PLAIN.numbers) == line.record.get("shape")]
+        return same or [side for side in sides if side.subject]
 
 
 def hardware(provenance: Mapping[str, Any], device: str | None = None) -> str:
@@ -302,14 +339,8 @@ def _withhold(results: Results) -> None:
         if (side.record["case"], ratio.get("to")) in unequal:
             side.record = {**side.record, "ratio": None}
 
-    def shown(line: Line) -> bool:
-        about = (line.record.get("case"), line.record.get("batch"))
-        sides = [side for side in results.sides if (side.record["case"], side.batch) == about]
-        same = [side for side in sides if side.shape and list(side.shape) == line.record.get("shape")]
-        same = same or [side for side in sides if side.subject]
-        return not same or any(side.equal is not False for side in same)
-
-    results.predictions = [line for line in results.predictions if shown(line)]
+    told = [(line, results.predicted(line)) for line in results.predictions]
+    results.predictions = [line for line, sides in told if not sides or any(side.equal is not False for side in sides)]
 
 
 def model(provenance: Mapping[str, Any]) -> str | None:
@@ -332,7 +363,7 @@ FACETS: tuple[Callable[[Side], str], ...] = (
     lambda side: str(side.provenance.get("revision") or "")[:7],
     lambda side: str(side.record.get("shape") or ""),
     lambda side: str(side.record["case"]),
-    lambda side: " ".join(side.marks[:1]),
+    lambda side: " ".join(side.standing[:1]),
     lambda side: str(side.provenance.get("date") or ""),
 )
 """What may tell two sides of one name apart, most telling first."""

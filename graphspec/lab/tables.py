@@ -1,23 +1,27 @@
-"""The tables of the report, and the words about where its figures come from, as HTML. Imports no torch."""
+"""The tables of the report, and the words about where its figures come from. Imports neither torch nor plotly."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ..core_wait import busy_caution
 from ..errors import spell_bytes
-from .canvas import DASH, TIMES, Table, escape, plural, spell, spell_count
-from .results import LATENCIES, SPEEDS, Results, Side, hardware, model, on_cpu, unique
+from .results import ONCE, SPEEDS, Line, Results, Side, hardware, model, on_cpu, unique
+from .spelling import DASH, TIMES, plural, spell, spell_count
 
-LATENCY_NAMES = {
-    "ttft_ms": ("TTFT", "time to first token"),
-    "tpot_ms": ("TPOT", "time per output token after the first"),
-    "itl_ms": ("ITL", "gap between two arrivals"),
-    "e2e_ms": ("E2E", "whole request"),
+LONG_FORMS = {
+    "S, K, N": "draft depth, branches of a step, tokens verified",
+    "TTFT": "time to first token",
+    "TPOT": "time per output token after the first",
+    "ITL": "gap between two arrivals",
+    "E2E": "whole request",
+    ONCE: "measured in one round: nothing says how far the figures vary",
 }
+"""What an abbreviation of the page stands for."""
 VERSIONS = ("graphspec", "torch", "cuda", "driver", "triton", "transformers", "numpy", "python", "platform")
 WORDS = re.compile(r"[A-Za-z]{4}")
 """What tells a column of words from one of figures and units."""
@@ -25,86 +29,62 @@ SECRETS = ("api_key",)
 """Keys of a recorded configuration whose value stays out of the page."""
 
 
-def attribute(text: object) -> str:
-    """``text`` for HTML, quotes too."""
-    return escape(text).replace('"', "&quot;").replace("'", "&#39;")
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows of text under headings; the first column names the row.
+
+    Attributes:
+        headings: of the columns.
+        rows: text by row and column.
+        caption: what the table is, for those who can't see it.
+        title: above it, where it stands by itself.
+        note: between title and table.
+        sides: of the rows, where each is one side: its marks follow its name.
+    """
+
+    headings: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    caption: str = ""
+    title: str = ""
+    note: str = ""
+    sides: Sequence[Side] = ()
+
+    @property
+    def words(self) -> list[bool]:
+        """Whether a column holds words, not figures and units."""
+        return [any(WORDS.search(row[column]) for row in self.rows) for column in range(len(self.headings))]
 
 
-def marks(side: Side) -> str:
-    """Badges of what a reader has to know before any figure."""
-    reason = attribute(side.get("equality", ""))
-    return "".join(f' <span class="mark {_mark_class(mark)}" title="{reason}">{escape(mark)}</span>' for mark in side.marks)
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What one run says of itself: a title, names and values, and its configuration by name as JSON."""
+
+    title: str
+    rows: Sequence[tuple[str, object]]
+    configurations: Sequence[tuple[str, str]]
 
 
-def _mark_class(mark: str) -> str:
-    return "quiet" if mark == "not compared" else "loud"
-
-
-def render(table: Table, caption: str, first: Sequence[str] | None = None) -> str:
-    """An HTML table in a box of its own that scrolls; ``first``: HTML of the first column instead of its text."""
-    words = [any(WORDS.search(row[column]) for row in table.rows) for column in range(len(table.headings))]
-    kinds = [' class="words"' if one else "" for one in words]
-    head = "".join(f'<th scope="col"{kind}>{escape(heading)}</th>' for heading, kind in zip(table.headings, kinds, strict=True))
-    body = ""
-    for index, row in enumerate(table.rows):
-        name = first[index] if first else escape(row[0])
-        body += f'<tr><th scope="row">{name}</th>' + _cells(row[1:], kinds[1:]) + "</tr>"
-    label = attribute(caption)
-    return (
-        f'<div class="scroll" tabindex="0" role="region" aria-label="{label}"><table><caption class="unseen">{escape(caption)}</caption>'
-        f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
-    )
-
-
-def _cells(row: Sequence[str], kinds: Sequence[str]) -> str:
-    return "".join(f"<td{kind}>{escape(cell)}</td>" for cell, kind in zip(row, kinds, strict=True))
-
-
-def sides(results: Results) -> str:
+def sides(results: Results) -> Table:
     """Every side in one row, those without a speed too, with the reason."""
-    headings = ["side", "batch", "tokens/s", "per user", "ratio", "acceptance length", "drafted/s", "accepted/s", "cycle, ms", "% of floor"]
-    headings += ["runtime", "dtype", "T", "equal to plain decoding"]
-    rows, first = [], []
+    headings = ["side", "batch", "rounds", "tokens/s", "per user", "ratio", "acceptance length", "drafted/s", "accepted/s", "cycle, ms"]
+    headings += ["% of floor", "runtime", "dtype", "T", "equal to plain decoding"]
+    rows = []
     for side in results.sides:
         ratio = side.get("ratio", {})
         told = f"{spell(side.number('ratio', 'median'))}{TIMES} {ratio.get('to')}" if ratio else DASH
         equal = {True: "yes", False: "no"}.get(side.record["equal"], "not compared")
         keys = ("acceptance_length", "drafted_per_second", "accepted_per_second")
         rows.append([
-            side.label, str(side.batch), *(spell(side.number(key, "median")) for key in SPEEDS[:2]), told,
+            side.label, str(side.batch), str(side.rounds or DASH), *(spell(side.number(key, "median")) for key in SPEEDS[:2]), told,
             *(spell(side.number(key)) for key in keys), spell(side.number("cycle_ms", "median")),
             spell(side.number("percent_of_floor")),
             *(str(side.get(key, DASH)) for key in ("runtime", "dtype", "temperature")), f"{equal}: {side.get('equality', DASH)}",
         ])  # fmt: skip
-        first.append(escape(side.label) + marks(side))
-    return render(Table(headings, rows), "Every side that was measured", first)
+    return Table(headings, rows, "Every side that was measured", sides=results.sides)
 
 
-def latencies(results: Results) -> str:
-    """Mean, p50, p90 and p99 of the latencies; empty where no side has any."""
-    known = [side for side in results.sides if any(side.get(key) for key in LATENCIES)]
-    if not known:
-        return ""
-    parts = ("p50", "p90", "p99")
-    groups = "".join(
-        f'<th scope="colgroup" colspan="3"><abbr title="{long}">{short}</abbr>, ms</th>' for short, long in LATENCY_NAMES.values()
-    )
-    seconds = "".join(f'<th scope="col">{part}</th>' for _ in LATENCIES for part in parts)
-    body = ""
-    for side in known:
-        cells = "".join(f"<td>{spell(side.number(key, part))}</td>" for key in LATENCIES for part in parts)
-        aborted = side.get("aborted", 0)
-        left_out = f' <span class="soft">{plural(aborted, "aborted request")} left out</span>' if aborted else ""
-        body += f'<tr><th scope="row">{escape(side.label)}{marks(side)}{left_out}</th><td>{side.batch}</td>{cells}</tr>'
-    return (
-        '<div class="scroll" tabindex="0" role="region" aria-label="Latency percentiles"><table class="grouped">'
-        '<caption class="unseen">Latency percentiles</caption><thead><tr><th scope="col" rowspan="2">side</th>'
-        f'<th scope="col" rowspan="2">batch</th>{groups}</tr><tr>{seconds}</tr></thead><tbody>{body}</tbody></table></div>'
-    )
-
-
-def memory(results: Results) -> str:
-    """What each side keeps in memory; empty where no side says."""
+def memory(results: Results) -> Table:
+    """What each side keeps in memory."""
     known = [side for side in results.sides if side.get("memory")]
     names = unique(_short_name(line) for side in known for line in side.record["memory"])
     rows = []
@@ -113,8 +93,8 @@ def memory(results: Results) -> str:
         total = sum(line.get("bytes") or 0 for line in lines)
         parts = ([line for line in lines if _short_name(line) == name] for name in names)
         rows.append([f"{side.label}, batch {side.batch}", spell_bytes(total), *map(_part, parts)])
-    note = '<p class="lede">~ marks estimates.</p>' if any("~" in cell for row in rows for cell in row[2:]) else ""
-    return note + render(Table(["side", "together", *names], rows), "Memory") if rows else ""
+    note = "~ marks estimates." if any("~" in cell for row in rows for cell in row[2:]) else ""
+    return Table(["side", "together", *names], rows, "Memory", "Memory", note, known)
 
 
 def _short_name(line: Mapping[str, Any]) -> str:
@@ -127,31 +107,32 @@ def _part(lines: Sequence[Mapping[str, Any]]) -> str:
     return ("~" if any(line.get("estimate") for line in lines) else "") + spell_bytes(sum(sizes)) if sizes else DASH
 
 
-def build(results: Results) -> str:
-    """What it took to build each program; empty where no side says."""
+def build(results: Results) -> Table:
+    """What it took to build each program."""
+    programs = [(side, program) for side in results.sides for program in side.get("build", [])]
     rows = [
         [f"{side.label}, batch {side.batch}", str(program["program"]), spell(program.get("warm_up_s")), spell(program.get("capture_s")),
          spell_bytes(program["bytes"]) if program.get("bytes") is not None else DASH]
-        for side in results.sides for program in side.get("build", [])
+        for side, program in programs
     ]  # fmt: skip
-    return render(Table(["side", "program", "warm-up, s", "capture, s", "memory"], rows), "Programs built") if rows else ""
+    headings = ["side", "program", "warm-up, s", "capture, s", "memory"]
+    return Table(headings, rows, "Programs built", "Build", sides=[side for side, _ in programs])
 
 
-def host(results: Results) -> str:
-    """Host time, gaps and graph nodes of a cycle, with the reason where one could not be measured; empty where no side says."""
-    rows = []
-    for side in results.sides:
-        values = [side.number(key) for key in ("host_us", "gap_ms", "nodes")]
-        if any(value is not None for value in values):
-            reasons = side.get("not_measured", {})
-            rows.append(
-                [f"{side.label}, batch {side.batch}", *map(spell, values), "; ".join(f"{key}: {why}" for key, why in reasons.items())]
-            )
-    return render(Table(["side", "host, µs", "gaps, ms", "graph nodes", "not measured"], rows), "Host time of a cycle") if rows else ""
+def host(results: Results) -> Table:
+    """Host time, gaps and graph nodes of a cycle, with the reason where one could not be measured."""
+    keys = ("host_us", "gap_ms", "nodes")
+    known = [side for side in results.sides if any(side.number(key) is not None for key in keys)]
+    rows = [
+        [f"{side.label}, batch {side.batch}", *(spell(side.number(key)) for key in keys),
+         "; ".join(f"{key}: {why}" for key, why in side.get("not_measured", {}).items())]
+        for side in known
+    ]  # fmt: skip
+    return Table(["side", "host, µs", "gaps, ms", "graph nodes", "not measured"], rows, "Host time of a cycle", "Host", sides=known)
 
 
-def plans(results: Results) -> str:
-    """What ``graphspec plan`` predicts; empty without."""
+def plans(results: Results) -> Table:
+    """What ``graphspec plan`` predicts."""
     keys = ("floor_ms", "predicted_ms", "tokens_per_second", "plain_tokens_per_second", "ratio", "acceptance_length")
     rows = [
         [" ".join(str(line.record[key]) for key in ("variant", "model", "hardware") if line.get(key)) or "plan",
@@ -171,7 +152,7 @@ def plans(results: Results) -> str:
         "acceptance length",
         "fits",
     ]
-    return render(Table(headings, rows), "Planned shapes; predictions, not measurements") if rows else ""
+    return Table(headings, rows, "Planned shapes; predictions, not measurements", "Planned")
 
 
 def facts(results: Results) -> list[tuple[str, str]]:
@@ -212,52 +193,51 @@ def _work(side: Side) -> str:
     return f"{plural(record['requests'], 'request')}, {lengths[0]} tokens in, {lengths[1]} out{sampling}"
 
 
-def notices(results: Results) -> list[str]:
-    """Sentences of caution that apply, as HTML."""
+def notices(results: Results) -> list[tuple[str, str]]:
+    """Cautions that apply: a word or two, and a sentence."""
     cautions = []
     local = [side for side in results.sides if side.get("device")]
     if any(on_cpu(side) for side in local):
         which = "These figures come" if all(on_cpu(side) for side in local) else "Some of these figures come"
-        cautions.append(f"<strong>CPU.</strong> {which} from a CPU: they say how the program behaves, not what a GPU will do.")
-    synthetic = unique(side.label for side in results.sides if side.get("synthetic"))
-    if synthetic:
-        cautions.append(f"<strong>Synthetic.</strong> Acceptance was set, not earned, in: {escape(', '.join(synthetic))}.")
-    lossy = unique(side.label for side in results.sides if side.get("lossy"))
-    if lossy:
-        cautions.append(f"<strong>Lossy.</strong> The accept rule may change what is generated in: {escape(', '.join(lossy))}.")
-    unequal = unique(side.label for side in results.sides if side.equal is False)
-    if unequal:
-        text = "Output differs from plain decoding, so no speed is shown, in"
-        cautions.append(f"<strong>Not equal.</strong> {text}: {escape(', '.join(unequal))}.")
-    open_ = unique(side.label for side in results.sides if side.equal is None and not side.get("synthetic") and not side.get("lossy"))
-    if open_:
-        cautions.append(f"<strong>Not compared.</strong> Tokens could not be compared with plain decoding in: {escape(', '.join(open_))}.")
+        cautions.append(("CPU.", f"{which} from a CPU: they say how the program behaves, not what a GPU will do."))
+    open_ = [side for side in results.sides if side.equal is None and not side.get("synthetic") and not side.get("lossy")]
+    for lead, sentence, group in (
+        ("Synthetic.", "Acceptance was set, not earned, in", [side for side in results.sides if side.get("synthetic")]),
+        ("Lossy.", "The accept rule may change what is generated in", [side for side in results.sides if side.get("lossy")]),
+        ("Not equal.", "Output differs from plain decoding, so no speed is shown, in", [s for s in results.sides if s.equal is False]),
+        ("Not compared.", "Tokens could not be compared with plain decoding in", open_),
+        ("One round.", f"Nothing says how far the figures marked {ONCE} vary, those of", [s for s in results.sides if ONCE in s.marks]),
+    ):
+        if group:
+            cautions.append((lead, f"{sentence}: {', '.join(unique(side.label for side in group))}."))
     waited: dict[str, float | None] = {f"{side.label}, batch {side.batch}": side.number("core_wait") for side in results.sides}
     if (busy := busy_caution(waited)) is not None:
-        cautions.append(f"<strong>Busy machine.</strong> {escape(busy)}")
+        cautions.append(("Busy machine.", busy))
     if results.replaced:
-        cautions.append(f"{plural(results.replaced, 'older measurement')} of the same sides left out.")
+        cautions.append(("", f"{plural(results.replaced, 'older measurement')} of the same sides left out."))
     return cautions
 
 
-def provenances(results: Results) -> str:
-    """Versions, hardware and configuration of every run, foldable."""
-    parts = []
+def origins(results: Results) -> list[Origin]:
+    """Versions, hardware and configuration of every run."""
+    found = []
     for record in results.provenances:
         rows = [("date", record.get("date")), ("command", _command(record.get("command"))), ("revision", record.get("revision"))]
         rows += [("hardware", hardware(record)), ("processor", record.get("cpu"))]
         rows += [(name, record.get(name)) for name in VERSIONS]
-        body = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in rows if value is not None)
-        config = ""
-        for name in ("config", "plan"):
-            if record.get(name) is not None:
-                text = json.dumps(_without_secrets(record[name]), indent=2)
-                config += f"<details><summary>{name}</summary><pre>{escape(text)}</pre></details>"
-        title = escape(" · ".join(unique([str(record.get("date") or "undated"), model(record), hardware(record)])))
-        parts.append(
-            f"<details{' open' if len(results.provenances) == 1 else ''}><summary>{title}</summary><dl>{body}</dl>{config}</details>"
-        )
-    return "".join(parts) or "<p>The files do not say.</p>"
+        told = [(name, record[name]) for name in ("config", "plan") if record.get(name) is not None]
+        found.append(Origin(
+            " · ".join(unique([str(record.get("date") or "undated"), model(record), hardware(record)])),
+            [(name, value) for name, value in rows if value is not None],
+            [(name, json.dumps(_without_secrets(value), indent=2)) for name, value in told],
+        ))  # fmt: skip
+    return found
+
+
+def speculates(results: Results) -> bool:
+    """A shape (S, K, N) stands somewhere on the page."""
+    lines: list[Line] = [*results.sides, *results.predictions, *results.plans]
+    return any(line.get("shape") for line in lines)
 
 
 def _command(command: object) -> str | None:

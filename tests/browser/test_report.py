@@ -13,7 +13,7 @@ from playwright.sync_api import Browser, Page, sync_playwright
 
 from graphspec.lab import page as report
 from graphspec.lab.results import read_results
-from tests._report_records import HOSTILE, records, write
+from tests._report_records import HOSTILE, records, side, write
 
 pytestmark = pytest.mark.browser
 
@@ -153,6 +153,63 @@ def test_the_viewer_answers_keys_and_plays(open_page: Open) -> None:
     assert page.locator("#viewer-play").get_attribute("aria-label") == "Play"
     page.clock.run_for(5000)
     assert viewer.get_attribute("data-cycle") == "4"
+
+
+def test_the_viewers_keys_need_no_click(open_page: Open) -> None:
+    """The arrows work from anywhere; the keys that scroll a page go on doing so until the viewer is in sight."""
+    page = open_page()
+    viewer = page.locator("#viewer")
+    assert page.evaluate("document.activeElement === document.body")
+    page.keyboard.press("ArrowRight")
+    assert viewer.get_attribute("data-cycle") == "2"
+    page.keyboard.press("End")
+    page.wait_for_function("() => window.scrollY + window.innerHeight > document.documentElement.scrollHeight - 2")
+    assert viewer.get_attribute("data-cycle") == "2"
+    viewer.scroll_into_view_if_needed()
+    for key, cycle in (("End", "19"), ("ArrowLeft", "18"), ("Home", "1")):
+        page.keyboard.press(key)
+        assert viewer.get_attribute("data-cycle") == cycle, key
+    page.keyboard.press(" ")
+    assert page.locator("#viewer-play").get_attribute("aria-label") == "Pause"
+    page.keyboard.press(" ")
+    assert page.locator("#viewer-play").get_attribute("aria-label") == "Play"
+    assert "without a click" in (viewer.text_content() or "")
+
+
+def test_the_viewer_takes_no_keys_from_fields_tables_and_buttons(open_page: Open) -> None:
+    page = open_page()
+    viewer = page.locator("#viewer")
+    viewer.scroll_into_view_if_needed()
+    at = viewer.get_attribute("data-cycle")
+    table = page.locator("#sides .scroll")
+    table.focus()
+    for key in ("ArrowRight", "End", " ", "Home"):
+        page.keyboard.press(key)
+        assert viewer.get_attribute("data-cycle") == at, key
+    page.locator("#speed summary").first.focus()
+    page.keyboard.press(" ")
+    assert page.locator("#speed details").first.get_attribute("open") is not None
+    page.evaluate("document.body.append(document.createElement('input'))")
+    page.locator("body > input").focus()
+    page.keyboard.type("a b")
+    page.keyboard.press("ArrowLeft")
+    page.keyboard.type("c")
+    assert page.locator("body > input").input_value() == "a cb"
+    page.locator("#viewer-select").focus()
+    page.keyboard.press("End")
+    assert page.locator("#viewer-select").evaluate("select => select.selectedIndex") == HOSTILE_GENERATION
+    assert page.locator("#viewer-play").get_attribute("aria-label") == "Play"
+
+
+def test_a_name_that_looks_like_a_colour_stays_a_name(browser: Browser, tmp_path: Path) -> None:
+    names = ["--accent", "var(--ink)"]
+    sides = [side(name, "subject", 1, 10.0, [2, 1, 3], ratio=None) for name in names]
+    out = tmp_path / "report.html"
+    out.write_text(report.page(read_results([str(write(tmp_path, sides))]), report.plotly_script()), encoding="utf-8")
+    page = browser.new_page(offline=True)
+    page.goto(out.as_uri())
+    assert sorted(page.locator("#throughput .annotation-text").all_text_contents()) == names
+    page.close()
 
 
 def test_probabilities_are_drawn_and_missing_ones_are_not_made_up(open_page: Open, lines: list[dict[str, Any]]) -> None:

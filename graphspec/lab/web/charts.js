@@ -7,12 +7,15 @@
   const middling = window.matchMedia("(max-width: 1000px)");
   const options = { displayModeBar: false, responsive: true, showTips: false, doubleClick: false };
 
-  // A string that names a CSS variable stands for its value.
-  function resolve(value, css) {
-    if (typeof value === "string") return value.startsWith("--") ? css.getPropertyValue(value).trim() : value;
-    if (Array.isArray(value)) return value.map((inner) => resolve(inner, css));
+  // A colour that names a CSS variable stands for its value; a text that looks like one stays.
+  function resolve(value, css, colour = false) {
+    if (typeof value === "string") {
+      const found = colour && /^var\((--[\w-]+)\)$/.exec(value);
+      return found ? css.getPropertyValue(found[1]).trim() : value;
+    }
+    if (Array.isArray(value)) return value.map((inner) => resolve(inner, css, colour));
     if (value && typeof value === "object") {
-      return Object.fromEntries(Object.entries(value).map(([key, inner]) => [key, resolve(inner, css)]));
+      return Object.fromEntries(Object.entries(value).map(([key, inner]) => [key, resolve(inner, css, key.includes("color"))]));
     }
     return value;
   }
@@ -24,7 +27,7 @@
     return `${plain.slice(0, most - 1)}…`.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
   }
 
-  // Names behind lines need a wide margin; where that takes too much of the width, a legend below takes their place.
+  // Names after lines need a wide margin; where that takes too much of the width, a legend below takes their place.
   function fit(data, layout, width) {
     const annotations = layout.annotations || [];
     const direct = annotations.filter((annotation) => annotation.name === "direct");

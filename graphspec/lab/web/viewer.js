@@ -249,11 +249,18 @@
     End: () => go(generation.cycles.length - 1),
     " ": toggle,
   };
-  viewer.addEventListener("keydown", (event) => {
-    const target = event.target;
-    if (event.ctrlKey || event.metaKey || event.altKey || target === select || (target === slider && event.key !== " ")) return;
-    if (event.key === " " && target instanceof HTMLButtonElement) return;
-    if (!(event.key in actions)) return;
+  // Whether a key is the viewer's. Fields and buttons keep theirs, and so does what scrolls elsewhere; keys that scroll the page go on
+  // doing so while the viewer is out of sight.
+  function mine(key, target) {
+    if (target === select || (target === slider && key !== " ")) return false;
+    if (viewer.contains(target)) return key !== " " || !target.closest("button");
+    if (target.closest("input, select, textarea, button, summary, [contenteditable], .scroll, pre")) return false;
+    const { top, bottom } = viewer.getBoundingClientRect();
+    return key.startsWith("Arrow") || (bottom > 0 && top < window.innerHeight);
+  }
+  document.addEventListener("keydown", (event) => {
+    if (event.ctrlKey || event.metaKey || event.altKey || event.shiftKey) return;
+    if (!Object.hasOwn(actions, event.key) || !mine(event.key, event.target)) return;
     event.preventDefault();
     actions[event.key]();
   });
