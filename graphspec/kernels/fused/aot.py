@@ -31,7 +31,7 @@ from triton.compiler import ASTSource
 from triton.compiler.compiler import make_backend
 
 from .launch import INTERPRETED, AotCase, Launch, recording
-from .races import early, unordered
+from .races import early, overwritten, unordered
 
 TABLE = Path(__file__).with_name("sm_90.json")
 TARGET = GPUTarget("cuda", 90, 32)
@@ -132,6 +132,7 @@ def faults(launch: Launch, ttgir: str, programmatic: bool = True) -> list[str]:
     """
     name = launch.kernel.fn.__name__
     found = [f"loads and stores {argument} with no barrier between" for argument in unordered(name, ttgir)]
+    found += [f"stores {argument} twice with no barrier between" for argument in overwritten(name, ttgir)]
     if programmatic and "PDL" in launch.constexprs:
         waiting = replace(launch, constexprs={**launch.constexprs, "PDL": True})
         found += [f"touches {argument} before it waits for the kernel before it" for argument in early(name, lowered(waiting))]

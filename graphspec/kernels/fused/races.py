@@ -2,8 +2,9 @@
 
 The threads of a program run at different speeds. The compiler orders what they do to shared memory, never what they do to global memory: it
 may give the store of a place to one thread and the load to another, or load in two layouts what the source loads once. So a load and a
-store that may meet, whichever is first, need ``tl.debug_barrier()`` between them. The interpreter runs a program as one thread, and a GPU
-shows a missing barrier only when it pleases.
+store that may meet, whichever is first, need ``tl.debug_barrier()`` between them, and so do two stores that may meet: in two layouts one
+place belongs to two threads, and either value may be the one that stays. The interpreter runs a program as one thread, and a GPU shows a
+missing barrier only when it pleases.
 
 The other way to read too early is between kernels: with programmatic launch nothing may be read before ``gdc_wait`` but what no kernel
 writes.
@@ -18,10 +19,46 @@ from dataclasses import dataclass, field
 DISJOINT: dict[str, frozenset[str]] = {
     # A level reads the scores of the levels before it and writes its own.
     "_draft_level": frozenset({"score"}),
-    # The bin of top-p goes behind that of top-k, which is read.
+    # The bin of top-p goes after that of top-k, which is read.
     "_kth_largest": frozenset({"chosen"}),
 }
 """Arguments of a kernel that it reads in one place and writes in another, and why."""
+
+STORED_ONCE: dict[str, frozenset[str]] = {
+    # Header, state and tokens of a lane's message; a column of the features for every entry.
+    "_commit_rows": frozenset({"ring", "window_feature"}),
+    # A choice belongs to one turn of the loop, and so does a token of the sum.
+    "_down": frozenset({"partial", "out"}),
+    # Steps before this level, and this one.
+    "_draft_level": frozenset({"beam_path"}),
+    # A rank for every turn of the loop.
+    "_draft_topk": frozenset({"logprob", "part_best", "token"}),
+    # A choice belongs to one turn of the loop.
+    "_gate_up": frozenset({"out"}),
+    # Bin and rank of a row.
+    "_histogram": frozenset({"chosen"}),
+    # Bin of top-p and the mass before it; every step gets places in the list of its own from a counter.
+    "_kth_largest": frozenset({"chosen", "values"}),
+    # Latent and the two halves of the rotated key; the two halves of the rotated query.
+    "_latent_kv_write": frozenset({"out", "pool"}),
+    # Every step gets places in the list of its own from a counter.
+    "_least": frozenset({"values"}),
+    # Gate and up have a half each.
+    "_linear": frozenset({"partial"}),
+    # A message names a column of a row once.
+    "_mail_apply": frozenset({"lane_table"}),
+    # The two halves of a head that rotate, and the rest.
+    "_rope_kv_write": frozenset({"out", "pool"}),
+    # One of three ways out of the kernel writes a row; peaks and totals have a half each, and a unit, a program and a row a slot.
+    "_tree_attention": frozenset({"out", "part_acc", "part_stat"}),
+    # A block of steps for every turn of the loop.
+    "_tree_walk": frozenset({"path"}),
+    # A word for every turn of the loop.
+    "_verify_rows": frozenset({"out_ancestors"}),
+}
+"""Arguments of a kernel that it stores in more than one place, no place twice between two barriers, and why.
+
+``tests/fused/test_stores.py`` holds both tables against the addresses of interpreted programs."""
 
 CONSTANT: dict[str, frozenset[str]] = {
     "_latent_kv_write": frozenset({"weight"}),
@@ -68,7 +105,8 @@ class _Walk:
 
     def __init__(self) -> None:
         self.origins: dict[str, frozenset[str]] = {}
-        self.found: set[str] = set()
+        self.crossed: set[str] = set()
+        self.overwritten: set[str] = set()
         self.early: set[str] = set()
         self.waited = False
 
@@ -109,9 +147,12 @@ class _Walk:
             if match is None:
                 continue
             for argument in self.arguments(match[1]):
-                if other in touched.setdefault(argument, set()):
-                    self.found.add(argument)
-                touched[argument].add(kind)
+                before = touched.setdefault(argument, set())
+                if other in before:
+                    self.crossed.add(argument)
+                if kind == "store" and "store" in before:
+                    self.overwritten.add(argument)
+                before.add(kind)
                 if not self.waited:
                     self.early.add(argument)
 
@@ -175,7 +216,22 @@ def unordered(kernel: str, ttgir: str) -> list[str]:
     Raises:
         ValueError: a pointer can't be followed to an argument.
     """
-    return sorted(_walked(ttgir).found - DISJOINT.get(kernel, frozenset()))
+    return sorted(_walked(ttgir).crossed - DISJOINT.get(kernel, frozenset()))
+
+
+def overwritten(kernel: str, ttgir: str) -> list[str]:
+    """Arguments of ``kernel`` that two stores reach with no barrier between, and that are not known to be stored in different places.
+
+    A store in a loop is two. Those of one operation are not looked at: what it stores twice, it stores as the source says.
+
+    Args:
+        kernel: name of the kernel.
+        ttgir: as for :func:`unordered`.
+
+    Raises:
+        ValueError: a pointer can't be followed to an argument.
+    """
+    return sorted(_walked(ttgir).overwritten - STORED_ONCE.get(kernel, frozenset()))
 
 
 def early(kernel: str, ttgir: str) -> list[str]:
