@@ -1,7 +1,7 @@
 """Every kernel that engines over the demo model launch, through Triton's front end, with the strides and numbers of the real calls.
 
-The programs that an engine would capture run over fake CUDA tensors, and each operator's launcher is called with what the operator was called
-with. ``python -m tests._engine_launches [--all]``, in a process in which Triton does not interpret; prints JSON.
+The programs that an engine would capture run over fake CUDA tensors, and each operator's launcher is called with what the operator was
+called with. ``python -m tests._engine_launches [--all]``, in a process in which Triton does not interpret; prints JSON.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from graphspec.graphs.mailbox import MailLayout
 from graphspec.kernels import select_kernels
 from graphspec.kernels.fused.aot import lowered, source_of
 from graphspec.kernels.fused.launch import Launch
+from graphspec.kernels.fused.races import merged
 from graphspec.models.layers import use_kernels
 from graphspec.models.llama import LlamaModel
 from graphspec.plan import Plan, make_plan
@@ -124,17 +125,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     load_cuda_guard()
     found: dict[str, tuple[str, Launch]] = {}
     made = sum(distinct(found, engine, demo_plan(keys, buckets)) for engine, keys in ENGINES.items())
-    made += distinct(
-        found, LATENT, structure_plan(LATENT, device="cuda", runtime="captured", mode="fused", max_rows=buckets[-1], buckets=buckets)
-    )
-    refused = {}
+    latent = structure_plan(LATENT, device="cuda", runtime="captured", mode="fused", max_rows=buckets[-1], buckets=buckets)
+    made += distinct(found, LATENT, latent)
+    refused: dict[str, str] = {}
+    merging: dict[str, list[str]] = {}
     for where, launch in found.values():
+        kernel = launch.kernel.fn.__name__
         try:
-            lowered(launch, last="make_ir")
+            # Functions that a kernel calls are part of it from the second stage on.
+            if "acq_rel" in lowered(launch, last="make_ir") and not merging.get(kernel):
+                merging[kernel] = merged(lowered(launch, last="ttir"))
         except triton.CompilationError as error:
             refused[where] = str(error).strip().splitlines()[-1]
     kernels = sorted({launch.kernel.fn.__name__ for _, launch in found.values()})
-    print(json.dumps({"made": made, "distinct": len(found), "refused": refused, "kernels": kernels}))
+    print(json.dumps({"made": made, "distinct": len(found), "refused": refused, "kernels": kernels, "merging": merging}))
 
 
 if __name__ == "__main__":
