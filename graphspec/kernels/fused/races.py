@@ -15,6 +15,7 @@ writes.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -249,6 +250,7 @@ def _merge(touched: dict[str, set[str]], others: Iterable[dict[str, set[str]]]) 
             touched.setdefault(argument, set()).update(kinds)
 
 
+@functools.lru_cache(maxsize=1)
 def _walked(ttgir: str) -> _Walk:
     # Locations end most lines; what opens a region has none.
     lines = [re.sub(r"\s+loc\(.*\)$", "", line) for line in ttgir.splitlines()]
