@@ -110,7 +110,7 @@ def test_all_of_them_behind_each_other_in_one_graph(programmatic: bool) -> None:
 
 @pytest.mark.seconds(240)
 @pytest.mark.parametrize("lanes", LANES)
-def test_merges_behind_each_other_in_one_graph(lanes: int, programmatic: bool) -> None:
+def test_merges_after_each_other_in_one_graph(lanes: int, programmatic: bool) -> None:
     """Shapes of real models keep all multiprocessors busy: a kernel that begins early finds parts and counters of the one before in use.
 
     All calls of a batch size are on the device at once, which is less than ``MOST_BYTES``.
