@@ -1,7 +1,8 @@
 """How many launches a compiled cycle is, counted in the wrapper Inductor writes for a GPU that is not there.
 
 Every launch costs about a microsecond whatever it does, so the budgets here are speed that can be tested on any machine. A figure above its
-budget is a regression; one below it is progress, and the budget follows.
+budget is a regression; one below it is progress, and the budget follows. The wrapper calls operators; how many kernels each of them is, its
+launcher says, called with the shapes of the cycle.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ import pytest
 import torch
 
 from graphspec.graphs.verify import Verify
-from graphspec.shapes import SAMPLED, CycleShape
+from graphspec.shapes import GREEDY, SAMPLED, CycleShape, SamplingClass
 from perf.counts import GUARD, differences, launch_figures
 from perf.none_cost import plain_step
 from tests._codegen import Launches, launches_of
+from tests._launches import OperatorCall, operator_calls
 from tests._shapes_8b import fake_cycle
 
 TREE, PLAIN = CycleShape(5, 4, 8), CycleShape(0, 1, 1)
@@ -27,10 +29,22 @@ LAYER = Counter({"linear": 4, "rope_kv_write": 1, "fused_tree_attention": 1})
 DRAFT_PASS = LAYER + Counter({"linear": 1, "draft_topk": 1, "draft_level": 1})
 """A layer, the head, selection; beside it two of Inductor's kernels: the norms of embedding and hidden state."""
 
+KERNELS = {8: (6, 262), 16: (8, 326), 64: (8, 326)}
+"""By the number of verified nodes: kernels of a decoder layer, and of a cycle of 32. Normed products of more than 8 rows are two each."""
+
 
 def count(shape: CycleShape, num_layers: int, **keys: Any) -> Launches:
     with fake_cycle(shape, num_layers, **keys) as cycle:
         return launches_of(cycle.program())
+
+
+def calls_of(shape: CycleShape, num_layers: int, **keys: Any) -> list[OperatorCall]:
+    with fake_cycle(shape, num_layers, **keys) as cycle:
+        return operator_calls(cycle.program())
+
+
+def kernels_of(calls: list[OperatorCall]) -> int:
+    return sum(call.kernels for call in calls)
 
 
 def ops_of(found: Launches) -> Counter[str]:
@@ -67,6 +81,36 @@ def test_a_layer_is_six_launches(tree: Launches, deeper: Launches) -> None:
     assert len(deeper) - len(tree) == 2 * LAYER.total() == 12
     # What the whole of 32 layers comes to.
     assert len(tree) + 29 * LAYER.total() == 262
+
+
+@pytest.mark.parametrize("nodes", KERNELS)
+def test_kernels_of_a_layer(nodes: int) -> None:
+    few, many = (kernels_of(calls_of(CycleShape(5, 4, nodes), layers)) for layers in (3, 5))
+    assert many - few == 2 * KERNELS[nodes][0]
+
+
+@pytest.mark.parametrize("nodes", [8, pytest.param(16, marks=pytest.mark.full), 64])
+def test_kernels_of_a_cycle(tree: Launches, nodes: int) -> None:
+    """Inductor's own, and those of the operators that its wrapper calls."""
+    shape = CycleShape(5, 4, nodes)
+    found, calls = tree if shape == TREE else count(shape, 3), calls_of(shape, 3)
+    assert ops_of(found) == Counter(call.name for call in calls)
+    layer, cycle = KERNELS[nodes]
+    assert len(found) - len(calls) + kernels_of(calls) + 29 * layer == cycle
+
+
+def test_plain_decoding_is_a_kernel_an_operator() -> None:
+    calls = calls_of(PLAIN, 3)
+    assert kernels_of(calls) == len(calls) == 25
+
+
+def test_filters_are_five_kernels_wherever_they_are() -> None:
+    """Of the drafts, of which each samples, and of the target."""
+    calls = calls_of(TREE, 3, sampling=SamplingClass(noise=True, truncate=True))
+    several = Counter(call.name for call in calls if call.kernels > 1)
+    assert several == Counter(filter_logits=5, sample_tokens=1) and {call.kernels for call in calls} == {1, 5}
+    for sampling in (GREEDY, SAMPLED):
+        assert kernels_of(calls_of(TREE, 3, sampling=sampling)) == 74
 
 
 def test_plain_decoding_keeps_its_budget(plain: Launches) -> None:

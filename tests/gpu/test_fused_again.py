@@ -11,6 +11,7 @@ from torch import Tensor
 
 from graphspec.kernels import OPS, KernelOp
 from graphspec.kernels.fused.launch import semaphores, use_programmatic_launch
+from tests.gpu._merging import Merging, merging_calls
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
@@ -18,6 +19,8 @@ DEVICE = torch.device("cuda", 0)
 FUSED = [op for op in OPS if "fused" in op.implementations]
 BY_OP = [pytest.param(op, id=op.name) for op in FUSED]
 LAUNCHES = 200
+LANES = (1, 8)
+MERGING = [pytest.param(call, id=f"b{lanes}-{call.name}") for lanes in LANES for call in merging_calls(lanes)]
 
 Case = dict[str, Any]
 
@@ -55,6 +58,17 @@ def test_the_same_bits_every_time(op: KernelOp) -> None:
     assert not semaphores(DEVICE, 1).any()
 
 
+@pytest.mark.parametrize("call", MERGING)
+def test_a_merge_of_parts_gives_the_same_bits_every_time(call: Merging) -> None:
+    """In shapes of real models: whichever program arrives last, it adds the same parts in the same order."""
+    torch.manual_seed(0)
+    case = call.make("cuda")
+    expected = call.outputs(case)
+    for _ in range(LAUNCHES):
+        assert_same(call.outputs(case), expected)
+    assert not semaphores(DEVICE, 1).any()
+
+
 @pytest.fixture(params=[False, True], ids=["in-turn", "programmatic"])
 def programmatic(request: pytest.FixtureRequest) -> Iterator[bool]:
     if request.param and torch.cuda.get_device_capability(DEVICE) < (9, 0):
@@ -88,6 +102,38 @@ def test_all_of_them_behind_each_other_in_one_graph(programmatic: bool) -> None:
     with torch.cuda.graph(graph, stream=stream):
         found = everything()
     for _ in range(LAUNCHES // 4):
+        graph.replay()
+        for f, e in zip(found, expected, strict=True):
+            assert_same(f, e)
+    assert not semaphores(DEVICE, 1).any()
+
+
+@pytest.mark.seconds(240)
+@pytest.mark.parametrize("lanes", LANES)
+def test_merges_after_each_other_in_one_graph(lanes: int, programmatic: bool) -> None:
+    """Shapes of real models keep all multiprocessors busy: a kernel that begins early finds parts and counters of the one before in use.
+
+    All calls of a batch size are on the device at once, which is less than ``MOST_BYTES``.
+    """
+    torch.manual_seed(0)
+    calls = merging_calls(lanes)
+    cases = [call.make("cuda") for call in calls]
+    use_programmatic_launch(False)
+    expected = [call.outputs(case) for call, case in zip(calls, cases, strict=True)]
+    use_programmatic_launch(programmatic)
+
+    def everything() -> list[list[Tensor]]:
+        return [call.outputs(case) for call, case in zip(calls, cases, strict=True)]
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        everything()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        found = everything()
+    for _ in range(LAUNCHES):
         graph.replay()
         for f, e in zip(found, expected, strict=True):
             assert_same(f, e)

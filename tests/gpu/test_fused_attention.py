@@ -62,6 +62,7 @@ def assert_law(op: KernelOp, case: Case) -> None:
         assert torch.equal(op.implementation("fused")(**case), found)
 
 
+@pytest.mark.references("tree_attention")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(("queries", "groups", "dim"), [(32, 8, 128), (32, 8, 64), (6, 2, 80), (8, 2, 256)])
 @pytest.mark.parametrize(("ends", "tokens"), [([2000], 1), ([2000], 8), ([2001], 64), ([5, 700, 0, 9000], 32), ([300], 100)])
@@ -100,6 +101,7 @@ def test_runs_of_splits_have_the_bits_of_splits(dim: int, dtype: torch.dtype) ->
         assert torch.equal(tree_attention.OP.implementation("fused")(**case), found)
 
 
+@pytest.mark.references("chunk_attention")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("first", "tokens"), [(0, 512), (1500, 512), (37, 100)])
 @pytest.mark.parametrize(("queries", "groups", "dim"), [(32, 8, 128), (6, 2, 80), (8, 2, 256)])

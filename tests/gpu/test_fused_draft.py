@@ -1,4 +1,4 @@
-"""The draft's fused ops on a GPU, where programs run at the same time: exactly the reference, again and again."""
+"""The fused ops around draft and verification on a GPU, where programs run at the same time: exactly the reference, again and again."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from graphspec.kernels import OPS, KernelOp
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
-NAMES = ("mail_apply", "draft_window", "draft_level", "take_last", "ngram_match")
+NAMES = ("mail_apply", "draft_window", "draft_level", "take_last", "ngram_match", "verify_rows")
 BY_OP = [pytest.param(op, id=op.name) for op in OPS if op.name in NAMES]
 
 
@@ -23,6 +23,7 @@ def outputs(op: KernelOp, function: Any, case: dict[str, Any]) -> list[Tensor]:
     return [*results, *(own[name] for name in op.mutates if own[name] is not None)]
 
 
+@pytest.mark.references(*NAMES)
 @pytest.mark.parametrize("op", BY_OP)
 def test_fused_equals_reference(op: KernelOp) -> None:
     for seed in range(4):

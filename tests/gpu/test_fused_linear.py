@@ -51,6 +51,7 @@ def assert_law(found: Tensor, arguments: dict[str, Any]) -> None:
     assert found.isfinite().all() and (found.double() - oracle).abs().max() <= allowed
 
 
+@pytest.mark.references("linear")
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("rows", [1, 2, 8, 16, 17, 64])
 def test_bfloat16_against_float64(layer: str, rows: int) -> None:

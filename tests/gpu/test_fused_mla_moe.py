@@ -56,6 +56,7 @@ def attention_case(ends: list[int], tokens: int, heads: int, page_size: int, col
     return {k: v.to(DEVICE) if isinstance(v, Tensor) else v for k, v in case.items()}
 
 
+@pytest.mark.references("latent_attention")
 @pytest.mark.parametrize(
     ("ends", "tokens", "heads", "page_size", "columns"),
     [
@@ -85,6 +86,7 @@ def test_latent_attention_depends_on_nothing_else() -> None:
         assert torch.equal(fused_attention.OP(**one)[0, 0], out[0, token])
 
 
+@pytest.mark.references("latent_chunk_attention")
 def test_latent_chunk_attention() -> None:
     case = attention_case([300, 0], 64, 16, 16, 40)
     slot = case.pop("prefix_end_B")[:, None] + torch.arange(64, device=DEVICE)
@@ -94,6 +96,7 @@ def test_latent_chunk_attention() -> None:
     assert_float_law(found, latent_chunk_attention(**case), latent_chunk_attention(**double(case)))
 
 
+@pytest.mark.references("latent_kv_write")
 @pytest.mark.parametrize("interleaved", [True, False])
 def test_latent_kv_write(interleaved: bool) -> None:
     generator = torch.Generator(DEVICE).manual_seed(0)
@@ -125,6 +128,7 @@ def test_latent_kv_write(interleaved: bool) -> None:
 SIZES = [(1, 6, 64, 2048, 1408), (8, 8, 128, 2048, 768), (40, 6, 64, 2048, 1408), (130, 4, 16, 1024, 512), (4, 8, 32, 7168, 2048)]
 
 
+@pytest.mark.references("moe_route", "moe_mlp")
 @pytest.mark.parametrize(("tokens", "topk", "experts", "hidden", "width"), SIZES)
 def test_moe(tokens: int, topk: int, experts: int, hidden: int, width: int) -> None:
     generator = torch.Generator(DEVICE).manual_seed(tokens)

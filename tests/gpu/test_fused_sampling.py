@@ -10,7 +10,7 @@ from torch import Tensor
 
 from graphspec.kernels import OPS
 from graphspec.kernels.filter_logits import filter_logits
-from graphspec.kernels.noise import gumbel_noise
+from graphspec.kernels.noise import BELOW_ONE, counter_hash, gumbel_noise
 
 pytestmark = pytest.mark.gpu
 
@@ -52,6 +52,7 @@ def assert_tokens_win(logits_BTV: Tensor, ask: dict[str, Any], found_BT: Tensor)
     assert behind_BT.max() < 1e-5 and not behind_BT[ask["temperature_B"] <= 0].any()
 
 
+@pytest.mark.references("sample_tokens")
 @pytest.mark.parametrize(("lanes", "rows"), [(1, 1), (1, 8), (8, 8), (4, 64)])
 def test_samples_win(lanes: int, rows: int) -> None:
     logits, ask, fused = model_logits(lanes, rows, VOCAB), asks(lanes, rows), OP["sample_tokens"].implementation("fused")
@@ -67,6 +68,7 @@ def test_samples_win(lanes: int, rows: int) -> None:
     assert not sound[-1, -1] and sound.sum() == lanes * rows - 1
 
 
+@pytest.mark.references("filter_logits")
 @pytest.mark.parametrize(("lanes", "rows"), [(1, 1), (8, 8)])
 def test_filters_keep_what_the_reference_keeps(lanes: int, rows: int) -> None:
     logits = model_logits(lanes, rows, VOCAB, 1)
@@ -79,6 +81,7 @@ def test_filters_keep_what_the_reference_keeps(lanes: int, rows: int) -> None:
     assert differ.any(-1).sum() <= 1 + lanes * rows // 16
 
 
+@pytest.mark.references("draft_topk")
 @pytest.mark.parametrize(("lanes", "rows", "topk"), [(1, 1, 8), (8, 8, 8), (1, 1, 1), (2, 4, 32)])
 @pytest.mark.parametrize("noisy", [False, True])
 def test_draft_topk(lanes: int, rows: int, topk: int, noisy: bool) -> None:
@@ -100,6 +103,17 @@ def test_draft_topk(lanes: int, rows: int, topk: int, noisy: bool) -> None:
         assert torch.equal(token, expected_token)
     else:
         assert (token == expected_token).float().mean() > 0.99
+
+
+@pytest.mark.references("gumbel_noise")
+def test_noise_is_that_of_the_reference_hash() -> None:
+    """Two roundings from float64, of the exponential, which moves its logarithm by as much, and of the result."""
+    seed, position = torch.tensor([0, -1, 2**63 - 1, 12345], device="cuda"), torch.tensor([[0, 2**31], [5, 2**32 - 1]] * 2, device="cuda")
+    token = torch.arange(VOCAB, device="cuda")
+    found = OP["gumbel_noise"].implementation("fused")(seed, position, token)
+    uniform = ((counter_hash(seed, position, token).float() + 0.5) * 2.0**-32).clamp(max=BELOW_ONE).double()
+    oracle = -torch.log(-torch.log1p(-uniform))
+    assert found.dtype == torch.float32 and ((found.double() - oracle).abs() <= 2**-22 + 2**-23 * oracle.abs()).all()
 
 
 def test_a_row_alone_has_the_bits_it_has_in_a_batch() -> None:

@@ -44,6 +44,7 @@ def assert_same_bits(op: KernelOp, case: dict[str, Any], dtype: torch.dtype | No
         assert torch.equal(s, e)
 
 
+@pytest.mark.references(*MINE)
 @pytest.mark.parametrize("op", BY_OP)
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_equals_the_reference(op: KernelOp, dtype: torch.dtype | None) -> None:

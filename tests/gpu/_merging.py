@@ -1,0 +1,234 @@
+"""Calls in which the last program to arrive merges what the others left, in the shapes of Llama-3.1-8B and of DeepSeek's models.
+
+The ops' own cases are small: they have one part nearly everywhere, so that repeating them merges nothing. What a call launches is known
+without a GPU, so the default tests hold these calls to merging (``tests/fused/test_merging.py``), and those on a GPU repeat them
+(``test_fused_again.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphspec.kernels import OPS
+from graphspec.kernels.fused.launch import Launch
+from graphspec.kernels.fused.linear import fused_linear
+
+Case = dict[str, Any]
+VOCAB, DRAFT_VOCAB, CONTEXT, PAGE = 128256, 32000, 4096, 16
+GIB = 1 << 30
+MOST_BYTES = 2 * GIB
+"""Of all calls of one batch size, arguments and scratch, on a GPU that a dozen test processes share."""
+COUNTS = ("splits", "parts", "programs", "SPLITS")
+"""What launchers call the number of programs that share a result."""
+
+
+def parts(launch: Launch) -> int:
+    """How many programs share one result in a launch, at most; 1 where each has its own."""
+    named = {**dict(zip(launch.kernel.arg_names, launch.args, strict=False)), **launch.constexprs}
+    if launch.kernel.fn.__name__ == "_ngram_match":
+        return launch.grid[1]
+    return next((int(named[name]) for name in COUNTS if name in named), 1)
+
+
+@dataclass(frozen=True)
+class Merging:
+    """One call.
+
+    Attributes:
+        name: says op and shape.
+        function: the fused op.
+        make: its arguments, on a device.
+        mutates: arguments it writes.
+        least: programs that share a result, at least.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    make: Callable[[str], Case]
+    mutates: tuple[str, ...] = ()
+    least: int = 2
+
+    def outputs(self, case: Case) -> list[Tensor]:
+        """Results of one launch, and what it has written, into copies."""
+        own = {key: value.clone() if key in self.mutates else value for key, value in case.items()}
+        result = self.function(**own)
+        results = () if result is None else result if isinstance(result, tuple) else (result,)
+        return [*results, *(own[name] for name in self.mutates)]
+
+
+def _normal(device: str, *shape: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0) -> Tensor:
+    return torch.randn(shape, dtype=dtype, device=device).mul_(scale)
+
+
+def _table(lanes: int, columns: int) -> Tensor:
+    pages = torch.randperm(lanes * columns, generator=torch.Generator().manual_seed(0)) + 1
+    return pages.view(lanes, columns).to(torch.int32)
+
+
+def _linear(rows: int, outputs: int, inputs: int, *parts: str) -> Callable[[str], Case]:
+    def make(device: str) -> Case:
+        case: Case = {"x": _normal(device, rows, inputs), "weight": _normal(device, outputs, inputs, scale=inputs**-0.5)}
+        if "norm" in parts:
+            case |= {"norm_weight": _normal(device, inputs), "norm_eps": 1e-5}
+        if "residual" in parts:
+            case["residual"] = _normal(device, rows, outputs)
+        return case | {"gated": "gated" in parts}
+
+    return make
+
+
+def _logits(device: str, lanes: int, rows: int, vocab: int) -> Tensor:
+    """Like a model's: bfloat16 values, so ties are common."""
+    return (_normal(device, lanes, rows, vocab) * 3).float()
+
+
+def _filters(device: str, lanes: int) -> Case:
+    """Lanes that filter by the number of tokens, by their mass, and by both."""
+    lane = torch.arange(lanes)
+    return {
+        "top_k_B": torch.tensor([50, -1, 1000])[lane % 3].to(device),
+        "top_p_B": torch.tensor([0.9, 0.95, 1.0])[lane % 3].to(device),
+        "min_p_B": torch.tensor([0.0, 0.02])[lane % 2].to(device),
+    }
+
+
+def _asks(device: str, lanes: int, rows: int) -> Case:
+    return {
+        "temperature_B": torch.tensor([0.8, 1.0])[torch.arange(lanes) % 2].to(device),
+        "seed_B": torch.arange(lanes).to(device),
+        "position_BT": (torch.arange(lanes * rows).view(lanes, rows) + 100).to(device),
+    }
+
+
+def _sampled(lanes: int, rows: int, filtered: bool) -> Callable[[str], Case]:
+    def make(device: str) -> Case:
+        filters = _filters(device, lanes) if filtered else dict.fromkeys(("top_k_B", "top_p_B", "min_p_B"))
+        return {"logits_BTV": _logits(device, lanes, rows, VOCAB), **_asks(device, lanes, rows), **filters, "strict": True}
+
+    return make
+
+
+def _filtered(lanes: int, rows: int) -> Callable[[str], Case]:
+    def make(device: str) -> Case:
+        heat = _asks(device, lanes, rows)["temperature_B"]
+        return {"logits_BTV": _logits(device, lanes, rows, VOCAB), "temperature_B": heat, **_filters(device, lanes)}
+
+    return make
+
+
+def _ranked(lanes: int, rows: int, vocab: int, topk: int) -> Callable[[str], Case]:
+    def make(device: str) -> Case:
+        ids = (torch.arange(vocab) * (VOCAB // vocab)).to(device)
+        asks = _asks(device, lanes, 1)
+        case = {"logits_BTVd": _logits(device, lanes, rows, vocab), "topk": topk, "target_token_Vd": ids}
+        return case | {"seed_B": asks["seed_B"], "position_B": asks["position_BT"][:, 0], "temperature_B": asks["temperature_B"]}
+
+    return make
+
+
+def _window(device: str, lanes: int, tokens: int, slots: int, page_size: int) -> Case:
+    """Chains at the end of full contexts."""
+    words = (torch.ones(tokens, dtype=torch.int64) << torch.arange(tokens)).cumsum(0)
+    return {
+        "layer": 0,
+        "table_BP": _table(lanes, slots // page_size).to(device),
+        "prefix_begin_BT": torch.zeros(lanes, tokens, dtype=torch.int64).to(device),
+        "prefix_end_B": (slots - tokens - torch.arange(lanes)).to(device),
+        "ancestors_BTX": words.expand(lanes, tokens)[..., None].contiguous().to(device),
+    }
+
+
+def _attended(lanes: int, tokens: int) -> Callable[[str], Case]:
+    def make(device: str) -> Case:
+        pages = lanes * CONTEXT // PAGE + 1
+        query, pool = _normal(device, lanes, tokens, 32, 128), _normal(device, 1, 2, pages, PAGE, 8, 128)
+        return {"query_BTQD": query, "kv_pool": pool, **_window(device, lanes, tokens, CONTEXT, PAGE), "scale": 128**-0.5}
+
+    return make
+
+
+def _latent(lanes: int, tokens: int, heads: int) -> Callable[[str], Case]:
+    def make(device: str) -> Case:
+        pool = _normal(device, 1, 1, lanes * CONTEXT // 64 + 1, 64, 1, 576)
+        latent, rope = (_normal(device, lanes, tokens, heads, width) for width in (512, 64))
+        window = _window(device, lanes, tokens, CONTEXT, 64)
+        return {"query_latent_BTQL": latent, "query_rope_BTQR": rope, "latent_pool": pool, **window, "scale": 192**-0.5}
+
+    return make
+
+
+def _experts(tokens: int) -> Callable[[str], Case]:
+    def make(device: str) -> Case:
+        experts, topk, hidden, width = 16, 6, 2048, 1408
+        scores = torch.rand(tokens, experts, generator=torch.Generator().manual_seed(tokens)).topk(topk)
+        return {
+            "x_TH": _normal(device, tokens, hidden),
+            "index_TK": scores.indices.to(device),
+            "weight_TK": scores.values.to(device),
+            "gate_up_EFH": _normal(device, experts, 2 * width, hidden, scale=hidden**-0.5),
+            "down_EHF": _normal(device, experts, hidden, width, scale=width**-0.5),
+        }
+
+    return make
+
+
+def _history(lanes: int) -> Callable[[str], Case]:
+    def make(device: str) -> Case:
+        paths, depth = 8, 6
+        tokens = torch.randint(0, 60, (lanes, 2 * CONTEXT), generator=torch.Generator().manual_seed(0))
+        return {
+            "history_RL": tokens.to(device),
+            "lane_row_B": torch.arange(lanes).to(device),
+            "status_R": torch.ones(lanes, dtype=torch.int64).to(device),
+            "seq_len_R": (2 * CONTEXT - 1 - torch.arange(lanes)).to(device),
+            "candidate_score_BM": torch.full((lanes, paths * depth), torch.nan).to(device),
+            "candidate_token_BM": torch.zeros(lanes, paths * depth, dtype=torch.int64).to(device),
+            "candidate_parent_BM": torch.zeros(lanes, paths * depth, dtype=torch.int64).to(device),
+            "num_paths": paths,
+            "depth": depth,
+            "min_match": 1,
+            "max_match": 12,
+        }
+
+    return make
+
+
+def merging_calls(lanes: int) -> list[Merging]:
+    """The calls of one batch size; products take a row of each lane, or two."""
+    op = {op.name: op for op in OPS}
+    rows, tokens = 8, 8 if lanes == 1 else 4
+
+    def fused(name: str) -> Callable[..., Any]:
+        return op[name].implementation("fused")
+
+    layer = {
+        "qkv": (6144, 4096, "norm"),
+        "o": (4096, 4096, "residual"),
+        "gate-up": (28672, 4096, "norm", "gated"),
+        "down": (4096, 14336, "residual"),
+    }
+    products = [
+        Merging(f"linear {name}, {numerics}, {count} rows", fused_linear(numerics), _linear(count, *shape))
+        for name, shape in layer.items()
+        for numerics in (("fast", "batch_invariant") if name in ("qkv", "down") else ("fast",))
+        for count in ((lanes, 2 * lanes) if name == "qkv" else (lanes,))
+    ]
+    return [
+        *products,
+        Merging("sample_tokens", fused("sample_tokens"), _sampled(lanes, rows, False)),
+        Merging("sample_tokens, filtered", fused("sample_tokens"), _sampled(lanes, rows, True)),
+        Merging("filter_logits", fused("filter_logits"), _filtered(lanes, rows)),
+        Merging("draft_topk", fused("draft_topk"), _ranked(lanes, 1, DRAFT_VOCAB, 8)),
+        Merging("draft_topk, whole vocabulary", fused("draft_topk"), _ranked(lanes, 4, VOCAB, 8)),
+        Merging("tree_attention", fused("tree_attention"), _attended(lanes, tokens), least=4),
+        Merging("tree_attention, one token", fused("tree_attention"), _attended(lanes, 1), least=4),
+        Merging("latent_attention, DeepSeek-V3", fused("latent_attention"), _latent(lanes, 2, 128)),
+        Merging("latent_attention, DeepSeek-V2-Lite", fused("latent_attention"), _latent(lanes, tokens, 16)),
+        Merging("moe_mlp", fused("moe_mlp"), _experts(lanes)),
+        Merging("ngram_match", fused("ngram_match"), _history(lanes), op["ngram_match"].mutates),
+    ]
