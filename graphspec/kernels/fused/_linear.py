@@ -43,6 +43,18 @@ def _row_totals(squares, row, in_rows, parts, PARTS: tl.constexpr):
 
 
 @triton.jit
+def _scanned_totals(row_at, in_rows, inputs, SCAN_M: tl.constexpr, SCAN_K: tl.constexpr, SCANS: tl.constexpr):
+    """Sums of squares of whole rows. Unrolled: a loop inside the loop over the weight would keep that from being pipelined."""
+    position = tl.arange(0, SCAN_K)
+    total = tl.zeros([SCAN_M, SCAN_K], tl.float32)
+    for scan in tl.static_range(SCANS):
+        inside = in_rows[:, None] & (scan * SCAN_K + position < inputs)[None, :]
+        part = tl.load(row_at[:, None] + (scan * SCAN_K + position)[None, :], mask=inside, other=0.0).to(tl.float32)
+        total += part * part
+    return tl.sum(total, 1)
+
+
+@triton.jit
 def _normed(x, factor, weight, OFFSET: tl.constexpr, dtype: tl.constexpr):
     """``x`` times the norm's factor and weight; rounded between the two where the reference rounds."""
     x = x.to(tl.float32) * factor[:, None]
@@ -100,7 +112,7 @@ def _linear(
     x, weight, bias, norm_weight, squares, residual, out, sums, partial, semaphore,
     eps, begin, rows, inner, outputs, inputs, parts, x_outer, x_inner, weight_o, to_up, residual_outer, residual_inner,
     TILE_M: tl.constexpr, TILE_O: tl.constexpr, TILE_K: tl.constexpr, SPLITS: tl.constexpr, EVEN: tl.constexpr,
-    SCAN_M: tl.constexpr, SCAN_K: tl.constexpr, PARTS: tl.constexpr, OFFSET: tl.constexpr, GATED: tl.constexpr,
+    SCAN_M: tl.constexpr, SCAN_K: tl.constexpr, SCANS: tl.constexpr, PARTS: tl.constexpr, OFFSET: tl.constexpr, GATED: tl.constexpr,
     PREFETCH: tl.constexpr, LINE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: ``TILE_O`` outputs (of gate and of up) of ``TILE_M`` rows, over one of ``SPLITS`` ranges of the inputs.
@@ -139,23 +151,7 @@ def _linear(
     row = begin + lane
     x_at = x + ((row // inner).to(tl.int64) * x_outer + (row % inner).to(tl.int64) * x_inner)[:, None]
     if norm_weight is not None:
-        if SCAN_M > 0:
-            scanned = tile_m * TILE_M + tl.arange(0, SCAN_M)
-            scanned_row = begin + scanned
-            scanned_at = x + ((scanned_row // inner).to(tl.int64) * x_outer + (scanned_row % inner).to(tl.int64) * x_inner)[:, None]
-            position = tl.arange(0, SCAN_K)
-            total = tl.zeros([SCAN_M, SCAN_K], tl.float32)
-            for start in range(0, inputs, SCAN_K):
-                inside = (scanned < rows)[:, None] & (start + position < inputs)[None, :]
-                part = tl.load(scanned_at + (start + position)[None, :], mask=inside, other=0.0).to(tl.float32)
-                total += part * part
-            found = _factor(tl.sum(total, 1), inputs, eps)
-            # One entry of each row is its own: the sum is exact.
-            own = tl.arange(0, TILE_M)[:, None] == tl.arange(0, SCAN_M)[None, :]
-            scale = tl.sum(tl.where(own, found[None, :], 0.0), 1)
-        else:
-            scale = tl.zeros([TILE_M], tl.float32)
-
+        scale = tl.zeros([TILE_M], tl.float32)
         # Loaded a step ahead: the matrix instruction waits for what is scaled, but not for the weights of the steps after it.
         scales = tl.load(norm_weight + first + channel, mask=first + channel < end, other=0.0)
 
@@ -171,10 +167,17 @@ def _linear(
             rows_of_x = tl.load(x_at + (start + channel)[None, :], mask=in_rows[:, None] & inside[None, :], other=0.0)
             rows_of_weight = tl.load(at, mask=inside[None, :], other=0.0)
         if norm_weight is not None:
-            # Inside the loop, so that the first tiles of the weight are on their way before anything waits for these loads.
-            if SCAN_M == 0:
-                begins = start == first
-                if begins:
+            # Inside the loop, so that the first tiles of the weight are on their way before anything waits for what this loads.
+            if start == first:
+                if SCAN_M > 0:
+                    scanned = tile_m * TILE_M + tl.arange(0, SCAN_M)
+                    scanned_row = begin + scanned
+                    scanned_at = x + (scanned_row // inner).to(tl.int64) * x_outer + (scanned_row % inner).to(tl.int64) * x_inner
+                    total = _scanned_totals(scanned_at, scanned < rows, inputs, SCAN_M, SCAN_K, SCANS)
+                    # One entry of each row is its own: the sum is exact.
+                    own = tl.arange(0, TILE_M)[:, None] == tl.arange(0, SCAN_M)[None, :]
+                    scale = tl.sum(tl.where(own, _factor(total, inputs, eps)[None, :], 0.0), 1)
+                else:
                     scale = _factor(_row_totals(squares, row, in_rows, parts, PARTS), inputs, eps)
             rows_of_x = _normed(rows_of_x, scale, scales, OFFSET, dtype)
             following = start + TILE_K + channel

@@ -26,7 +26,7 @@ PREFETCHED_BYTES = 32 * 1024
 """Of a program's weights, asked for while the kernel before still writes what this one reads."""
 LINE_BYTES = 128
 SQUARES_BLOCK = 4096
-SCAN_BLOCK = 4096
+SCAN_BLOCK = 2048
 LAUNCH_ROWS = 512
 """Rows of one launch; bounds the memory of partial sums and the number of semaphores."""
 
@@ -103,6 +103,7 @@ def _multiply(
     parts = 0 if squares is None else squares.shape[-1]
     line = LINE_BYTES // shape.item_size
     prefetch = min(PREFETCHED_BYTES // LINE_BYTES // (use.tile_outputs * (2 if gated else 1)), shape.inputs // use.splits // line)
+    scan = min(SCAN_BLOCK // max(scanned, 1), triton.next_power_of_2(shape.inputs))
     limit = LAUNCH_ROWS if use.splits > 1 else shape.rows
     partial = semaphore = None
     if use.splits > 1:
@@ -117,7 +118,7 @@ def _multiply(
             weight.stride(0), weight.stride(0) * shape.width, *((0, 0) if added is None else added.stride()[:2]),
             TILE_M=use.tile_rows, TILE_O=use.tile_outputs, TILE_K=use.tile_inputs, SPLITS=use.splits,
             EVEN=shape.inputs % use.tile_inputs == 0, SCAN_M=scanned,
-            SCAN_K=min(SCAN_BLOCK // max(scanned, 1), triton.next_power_of_2(shape.inputs)), PARTS=triton.next_power_of_2(max(parts, 1)),
+            SCAN_K=scan, SCANS=triton.cdiv(shape.inputs, scan) if scanned else 0, PARTS=triton.next_power_of_2(max(parts, 1)),
             OFFSET=norm_offset, GATED=gated, PREFETCH=1 << max(prefetch, 1).bit_length() - 1, LINE=line,
             num_warps=use.warps, num_stages=use.stages,
         )  # fmt: skip
@@ -307,6 +308,8 @@ def _case(name: str, rows: int, outputs: int, inputs: int, *parts: str) -> AotCa
 
 AOT = (
     *(_case(f"{name}-m{rows}", rows, out, inp, *parts) for name, out, inp, parts in SHAPES for rows in (1, 16, 64)),
+    _case("first-qkv-m8", 8, 6144, 4096, "norm"),
+    _case("eagle3-head-m8", 8, 32000, 4096, "norm", "float32"),
     *(_case(f"{name}-invariant", 8, out, inp, *parts, "invariant") for name, out, inp, parts in SHAPES),
     _case("qkv-fp32", 64, 6144, 4096, "norm", "fp32"),
     _case("gate-up-fp32", 8, 28672, 4096, "norm", "gated", "fp32"),

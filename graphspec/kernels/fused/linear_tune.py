@@ -16,7 +16,7 @@ from triton.runtime.errors import OutOfResources
 from ...errors import ConfigError
 from ..linear import Hidden
 from .linear import OP, fused_linear, shape_of
-from .linear_choice import LinearConfig, LinearShape, LinearTable, candidates
+from .linear_choice import SCANNED_ROWS, LinearConfig, LinearShape, LinearTable, candidates
 
 Call = Callable[[], object]
 Timer = Callable[[Sequence[Call]], float]
@@ -107,7 +107,7 @@ def measure(shape: LinearShape, device: torch.device, timer: Timer, compiled: bo
 
     for config in candidates(shape):
         times[config] = fused(config)
-    if times and shape.norm and not shape.summed:
+    if times and shape.norm and not shape.summed and shape.rows <= 2 * SCANNED_ROWS:
         found = min(times, key=lambda config: times[config])
         if found is not None:
             other = replace(found, scan=not found.scan)
