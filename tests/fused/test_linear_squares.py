@@ -238,7 +238,22 @@ def test_waves_of_other_models() -> None:
             for config in (fast, invariant_config(shape)):
                 programs = -(-shape.width // config.tile_outputs) * config.splits
                 fitting = SHARED // (config.shared_bytes(shape) + 1024)
-                assert any(not 1.0 < programs / (count * H200_MULTIPROCESSORS) < 1.9 for count in range(2, fitting + 1)), (shape, config)
+                assert any(not 1.0 < programs / (count * H200_MULTIPROCESSORS) < 1.9 for count in range(min(2, fitting), fitting + 1)), (
+                    shape,
+                    config,
+                )
+
+
+def test_few_rows_without_a_norm_are_not_split() -> None:
+    """Narrow tiles make a wave by themselves, so nothing waits for a merge; the bits of a row may then depend on the number of rows."""
+    few = LinearShape(8, 4096, 4096, "bfloat16", residual=True)
+    for shape, split in (
+        (few, False), (replace(few, rows=1), False), (replace(few, inputs=14336), False),
+        (replace(few, rows=9), True), (replace(few, norm=True), True), (replace(few, outputs=1024), True),
+    ):  # fmt: skip
+        config = fast_config(shape)
+        assert config is not None and (config.splits > 1) == split, shape
+        assert invariant_config(shape) == invariant_config(few) or shape.inputs != few.inputs or shape.outputs != few.outputs
 
 
 PROBE = """

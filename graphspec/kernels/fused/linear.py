@@ -277,7 +277,9 @@ def _call(rows: int, outputs: int, inputs: int, *parts: str, config: LinearConfi
     if "norm" in parts or "summed" in parts:
         call |= {"norm_weight": meta(inputs), "norm_eps": 1e-5}
     if "summed" in parts:
-        call["squares"] = meta(rows, inputs // 64, dtype=torch.float32)
+        before = LinearShape(rows, inputs, inputs, "bfloat16", residual=True)
+        use = invariant_config(before) if "invariant" in parts else fast_config(before)
+        call["squares"] = meta(rows, inputs // (64 if use is None else use.tile_outputs), dtype=torch.float32)
     if "stream" in parts:
         call["residual"] = meta(rows, outputs)
     call |= {"gated": "gated" in parts, "float32": "float32" in parts}

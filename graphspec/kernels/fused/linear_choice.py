@@ -30,7 +30,14 @@ LEAST_STEPS = 4
 """Tiles along the input that a split is worth."""
 MOST_SPLITS = 16
 MOST_STAGES = 4
+LONE_STAGES = 6
+"""Of a program that has a multiprocessor to itself: 32 KB must be on their way while one stage is multiplied."""
 LEAST_STAGES = 3
+NARROW_OUTPUTS = 32
+NARROW_ROWS = 8
+"""Up to here tiles may be narrow: every program reads all rows, and more of them would be a load on L2 that shows beside the weights."""
+NARROW_WAVES = 0.7
+"""Of narrow programs without splits, at least so much; below, too few multiprocessors would have any."""
 UNSPLIT_SUMS = 32
 """Sums a thread may hold where more than two programs share the registers of a multiprocessor."""
 
@@ -144,7 +151,7 @@ def _resident(
     # Four warps hold the sums of 64 by 64, of gate and of up; more would leave them no registers. What is not aligned passes through them.
     warps = 8 if sums > 2 * 64 * 64 or not shape.aligned else 4
     one = LinearConfig(tile_rows, tile_outputs, tile_inputs, split_inputs(shape, tile_inputs, splits), warps, 1, scan)
-    stages = min((SHARED_BYTES // residents - RESERVED_BYTES) // one.shared_bytes(shape), MOST_STAGES)
+    stages = min((SHARED_BYTES // residents - RESERVED_BYTES) // one.shared_bytes(shape), LONE_STAGES if residents == 1 else MOST_STAGES)
     if stages < least or (residents > RESIDENTS and sums > UNSPLIT_SUMS * 32 * warps):
         return None
     return replace(one, stages=stages)
@@ -187,10 +194,24 @@ def _tile_rows(shape: LinearShape) -> int:
     return 16 if shape.rows <= 16 else 32 if shape.rows <= 32 else 64
 
 
+def _narrow(shape: LinearShape) -> list[LinearConfig]:
+    """Tiles so narrow that a wave of programs needs no splits, and nobody waits for the last one to merge them.
+
+    Not behind a norm, which every program would apply to the whole input, and not where splits are needed all the same.
+    """
+    if shape.item_size > 2 or not shape.aligned or shape.norm or shape.gated or shape.rows > NARROW_ROWS:
+        return []
+    made = ((residents, _resident(shape, 16, NARROW_OUTPUTS, _tile_inputs(shape, 256), residents, scan=False)) for residents in (1, 2))
+    fitting = ((residents, replace(config, splits=1)) for residents, config in made if config is not None)
+    return [config for residents, config in fitting if NARROW_WAVES <= waves(shape, config, residents) <= BAD_WAVES[0]]
+
+
 def fast_config(shape: LinearShape) -> LinearConfig | None:
     """What to run where nothing was measured; None: cuBLAS."""
     if shape.rows > FUSED_ROWS:
         return None
+    if narrow := _narrow(shape):
+        return narrow[0]
     tile_rows = _tile_rows(shape)
     scan = shape.norm and shape.rows <= SCANNED_ROWS
     return _config(shape, tile_rows, _tile_inputs(shape, 128 if tile_rows == 16 else 64), scan)
@@ -202,7 +223,7 @@ def candidates(shape: LinearShape) -> list[LinearConfig]:
     if base is None:
         return []
     found = [base]
-    for tile_outputs in (64, 128) if shape.aligned else (64,):
+    for tile_outputs in (NARROW_OUTPUTS, 64, 128) if shape.aligned else (64,):
         for tile_inputs in sorted({_tile_inputs(shape, 64), _tile_inputs(shape, 128)}):
             for residents in (1, RESIDENTS, 4):
                 one = _resident(shape, base.tile_rows, tile_outputs, tile_inputs, residents, base.scan, least=2)

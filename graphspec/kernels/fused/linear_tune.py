@@ -27,7 +27,7 @@ CALLS = 12
 REPLAYS = 15
 EPS = 1e-5
 SUMMED_CHANNELS = 64
-"""Of a part of the squares that the product before has left: the columns of its tiles, unless it was measured to be faster in others."""
+"""Of a part of the squares that the product before has left: about the columns of its tiles."""
 
 
 def graph_timer(calls: Sequence[Call]) -> float:
