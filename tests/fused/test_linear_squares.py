@@ -41,7 +41,7 @@ def whole_numbers(*sizes: int, dtype: torch.dtype) -> Tensor:
 
 @pytest.mark.parametrize("config", [SPLIT, WHOLE, None])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize("rows", [(1,), (2, 9), (70,)])
+@pytest.mark.parametrize("rows", [(1,), (2, 9), (33,)])
 def test_squares_are_those_of_what_is_stored(rows: tuple[int, ...], dtype: torch.dtype, config: LinearConfig | None) -> None:
     """Tile by tile, in the order of tiles; the last tile is not full."""
     x, weight, residual = (whole_numbers(*sizes, dtype=dtype) for sizes in ((*rows, 50), (84, 50), (*rows, 84)))
@@ -245,15 +245,15 @@ def test_waves_of_other_models() -> None:
 
 
 def test_few_rows_without_a_norm_are_not_split() -> None:
-    """Narrow tiles make a wave by themselves, so nothing waits for a merge; the bits of a row may then depend on the number of rows."""
+    """Narrow tiles make a wave by themselves, so nothing waits for a merge. Not where the bits may not depend on the number of rows."""
     few = LinearShape(8, 4096, 4096, "bfloat16", residual=True)
+    assert invariant_config(few).splits > 1
     for shape, split in (
         (few, False), (replace(few, rows=1), False), (replace(few, inputs=14336), False),
         (replace(few, rows=9), True), (replace(few, norm=True), True), (replace(few, outputs=1024), True),
     ):  # fmt: skip
         config = fast_config(shape)
         assert config is not None and (config.splits > 1) == split, shape
-        assert invariant_config(shape) == invariant_config(few) or shape.inputs != few.inputs or shape.outputs != few.outputs
 
 
 PROBE = """
@@ -268,7 +268,7 @@ for case in linear.AOT:
             case.launcher(**case.arguments())
         Path(sys.argv[1], case.name).write_bytes(compiled_for_gpu(launches[-1]).asm["cubin"])
 """
-NORMED = ("llama-8b-qkv-m16", "llama-8b-gate-up-m1", "llama-8b-qkv-invariant", "llama-8b-first-qkv-m8")
+NORMED = ("llama-8b-qkv-m16", "llama-8b-gate-up-invariant", "llama-8b-first-qkv-m8")
 
 
 def test_weights_are_asked_for_before_anything_is_waited_for(tmp_path: Path) -> None:
