@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -58,4 +59,8 @@ class LinearTuner:
             return
         logger.info("measuring %d shapes of linear layers for %s", len(missing), self.path)
         tune(self.table, missing, self.device)
+        if any(shape.residual and self.table.entries[shape] is None for shape in missing):
+            # What is left to cuBLAS leaves no sums of squares to the product after it, which then is another shape.
+            alone = dict.fromkeys(replace(shape, summed=False) for shape in missing if shape.summed)
+            tune(self.table, [shape for shape in alone if shape not in self.table.entries], self.device)
         self.table.save(self.path, device_identity(self.device))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch.nn.functional as F
 from torch import Generator, Tensor, randn
 
@@ -9,48 +11,69 @@ from .formulas import rms_norm, silu_mul
 from .op import Case, KernelOp
 
 
+class ResidualStream(NamedTuple):
+    """A residual stream on its way from product to product."""
+
+    hidden: Tensor
+    """``[..., H]``."""
+    squares: Tensor | None = None
+    """float32 ``[..., P]``: sums of squares of P parts of each row of ``hidden``, from which the next norm may take its factor instead of
+    from ``hidden``. None: no product has left them."""
+
+
+Hidden = Tensor | ResidualStream
+"""What a product reads or adds to: a tensor, or a stream that goes on as one."""
+
+
+def hidden_of(x: Hidden) -> Tensor:
+    """The values of a stream; a tensor as it is."""
+    return x.hidden if isinstance(x, ResidualStream) else x
+
+
 def linear(
-    x: Tensor,
+    x: Hidden,
     weight: Tensor,
     bias: Tensor | None = None,
     norm_weight: Tensor | None = None,
     norm_eps: float = 0.0,
     norm_offset: bool = False,
-    residual: Tensor | None = None,
+    residual: Hidden | None = None,
     gated: bool = False,
     float32: bool = False,
-) -> Tensor:
+) -> Hidden:
     """``residual + act(norm(x) @ weight.T + bias)``: every linear layer of target and drafter, projections of one input fused.
 
     A decode cycle calls it with a handful of rows, so it streams the weights once and is bound by memory, not by arithmetic. Norm, gate and
     residual are part of the op because as launches of their own they cost more than they compute.
 
     Args:
-        x: ``[..., in]``.
+        x: ``[..., in]``, or a stream of that shape.
         weight: ``[out, in]``, dtype of ``x``.
         bias: ``[out]``.
         norm_weight: ``[in]``; RMSNorm of ``x`` first, see :func:`~graphspec.kernels.formulas.rms_norm`. None: ``x`` as it is.
         norm_eps, norm_offset: of that norm.
-        residual: shape and dtype of the result; added last.
+        residual: shape and dtype of the result; added last. A stream goes on: the result is the stream behind this product.
         gated: the rows of ``weight`` are gate and up, one half each; the result is ``silu(gate) * up``.
         float32: return float32, from the accumulator where an implementation has one.
 
     Returns:
-        ``[..., out]``, or ``[..., out / 2]`` if gated; dtype of ``x`` or float32.
+        ``[..., out]``, or ``[..., out / 2]`` if gated; dtype of ``x`` or float32. A stream if ``residual`` is one, with or without squares.
     """
+    x = hidden_of(x)
     if norm_weight is not None:
         x = rms_norm(x, norm_weight, norm_eps, norm_offset)
     return finish(F.linear(x, weight, bias), residual, gated, float32)
 
 
-def finish(out: Tensor, residual: Tensor | None, gated: bool, float32: bool) -> Tensor:
+def finish(out: Tensor, residual: Hidden | None, gated: bool, float32: bool) -> Hidden:
     """What follows the product."""
     if gated:
         out = silu_mul(out)
     if residual is not None:
-        out = residual + out
+        out = hidden_of(residual) + out
     # float64 appears in oracles only
-    return out.float() if float32 and out.element_size() < 4 else out
+    out = out.float() if float32 and out.element_size() < 4 else out
+    return ResidualStream(out) if isinstance(residual, ResidualStream) else out
 
 
 def _cases(generator: Generator) -> list[Case]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from .linear import Hidden
 from .planned import BoundCall, HostPlanner, PlannedCall
 
 
@@ -27,7 +28,7 @@ class KernelSet:
     kv_move: Callable[..., None]
     commit_rows: Callable[..., None]
     gumbel_noise: Callable[..., Tensor]
-    linear: Callable[..., Tensor]
+    linear: Callable[..., Hidden]
     ngram_match: Callable[..., None]
     mail_apply: Callable[..., None]
     draft_window: Callable[..., tuple[Tensor, ...]]

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from ..kernels.linear import Hidden, finish
 from ..kernels.moe_mlp import moe_mlp
 from ..kernels.moe_route import moe_route
 from .layers import MLP, KernelModule, Linear, RMSNorm, make_parameter
@@ -50,10 +51,10 @@ class MixtureOfExperts(KernelModule):
     def use_kernels(self, kernels: KernelSet) -> None:
         self.route, self.mix = kernels.moe_route, kernels.moe_mlp
 
-    def forward(self, x_BTH: Tensor, norm: RMSNorm, residual_BTH: Tensor, valid_BT: Tensor) -> Tensor:
+    def forward(self, stream_BTH: Hidden, norm: RMSNorm, residual_BTH: Hidden, valid_BT: Tensor) -> Hidden:
         """``residual + mixture(norm(x))``, ``[B, T, H]``; tokens that are not valid go to no expert of the router."""
         facts, weight = self.experts, self.router.weight
-        x_BTH = norm(x_BTH)
+        x_BTH = norm(stream_BTH)
         routed_BTH = x_BTH.to(weight.dtype) if weight is not None else x_BTH
         logits_BTE = self.router(routed_BTH, float32=True)
         index_TK, weight_TK = self.route(
@@ -63,4 +64,4 @@ class MixtureOfExperts(KernelModule):
         out_BTH = self.mix(x_BTH.flatten(0, 1), index_TK, weight_TK, self.gate_up_EFH, self.down_EHF).view_as(x_BTH)
         if self.shared_experts is not None:
             out_BTH = self.shared_experts(x_BTH, residual=out_BTH)
-        return residual_BTH + out_BTH
+        return finish(out_BTH, residual_BTH, gated=False, float32=False)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..attention import LatentTransform
+from ..kernels.linear import Hidden
 from .layers import Linear, RMSNorm, make_parameter
 
 if TYPE_CHECKING:
@@ -53,28 +54,28 @@ class LatentAttention(nn.Module):
 
     def forward(
         self,
-        x_BTH: Tensor,
+        x_BTH: Hidden,
         rotation: Rotation,
         attention: Attention,
         norm: RMSNorm | None = None,
-        residual_BTH: Tensor | None = None,
-    ) -> Tensor:
-        """``residual + attention(norm(x))``, ``[B, T, H]``; either may be absent."""
+        residual_BTH: Hidden | None = None,
+    ) -> Hidden:
+        """``residual + attention(norm(x))``, ``[B, T, H]``; either may be absent. A stream where the residual is one."""
         facts = self.latent
         nope_BTQN, rope_BTQR, latent_BTE = self._project(x_BTH, norm)
         key_QNL, value_QVL = self.kv_b_QDL.split((facts.nope_dim, facts.value_dim), dim=1)
         query_BTQL = torch.einsum("btqn,qnl->btql", nope_BTQN, key_QNL)
         mixed_BTQL = attention.latent(self.layer, query_BTQL, rope_BTQR, latent_BTE, self._transform(rotation), facts.scale)
         out_BTQV = torch.einsum("btql,qvl->btqv", mixed_BTQL, value_QVL)
-        out_BTH: Tensor = self.o_proj(out_BTQV.flatten(2), residual=residual_BTH)
+        out_BTH: Hidden = self.o_proj(out_BTQV.flatten(2), residual=residual_BTH)
         return out_BTH
 
-    def write_kv(self, x_BTH: Tensor, rotation: Rotation, attention: Attention, norm: RMSNorm | None = None) -> None:
+    def write_kv(self, x_BTH: Hidden, rotation: Rotation, attention: Attention, norm: RMSNorm | None = None) -> None:
         """What a call writes, and nothing of what it returns."""
         _, rope_BTQR, latent_BTE = self._project(x_BTH, norm)
         attention.write_latent(self.layer, rope_BTQR, latent_BTE, self._transform(rotation))
 
-    def _project(self, x_BTH: Tensor, norm: RMSNorm | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, x_BTH: Hidden, norm: RMSNorm | None) -> tuple[Tensor, Tensor, Tensor]:
         """The two parts of the queries, and the latent row."""
         facts = self.latent
         if self.qkv_a_proj is None:

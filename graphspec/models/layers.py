@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..attention import HeadTransform
 from ..kernels.formulas import Rotation, rms_norm
-from ..kernels.linear import finish, linear
+from ..kernels.linear import Hidden, finish, hidden_of, linear
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -48,7 +48,7 @@ class Linear(KernelModule):
         self.weight: nn.Parameter | None = make_parameter(sum(parts), in_features)
         self.bias = make_parameter(sum(parts)) if bias else None
         self.packed: Tensor | None = None
-        self.multiply: Callable[..., Tensor] = linear
+        self.multiply: Callable[..., Hidden] = linear
 
     def use_kernels(self, kernels: KernelSet) -> None:
         self.multiply = kernels.linear
@@ -63,11 +63,16 @@ class Linear(KernelModule):
         self.weight = None
 
     def forward(
-        self, x: Tensor, norm: RMSNorm | None = None, residual: Tensor | None = None, gated: bool = False, float32: bool = False
-    ) -> Tensor:
-        """``[..., in]`` to ``[..., out]``; see :func:`graphspec.kernels.linear.linear`."""
+        self,
+        x: Hidden,
+        norm: RMSNorm | None = None,
+        residual: Hidden | None = None,
+        gated: bool = False,
+        float32: bool = False,
+    ) -> Hidden:
+        """``[..., in]`` to ``[..., out]``, a stream where ``residual`` is one; see :func:`graphspec.kernels.linear.linear`."""
         if self.packed is not None:
-            out = self._multiply_packed(x if norm is None else norm(x), self.packed, sum(self.parts))
+            out = self._multiply_packed(hidden_of(x) if norm is None else norm(x), self.packed, sum(self.parts))
             return finish(out if self.bias is None else out + self.bias, residual, gated, float32)
         weight, eps, offset = (None, 0.0, False) if norm is None else (norm.weight, norm.eps, norm.offset)
         return self.multiply(x, self.weight, self.bias, weight, eps, offset, residual, gated, float32)
@@ -116,9 +121,9 @@ class RMSNorm(nn.Module):
         self.eps, self.offset = eps, offset
         self.weight = make_parameter(size)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Hidden) -> Tensor:
         """Normalise the last dimension; dtype and shape stay."""
-        return rms_norm(x, self.weight, self.eps, self.offset)
+        return rms_norm(hidden_of(x), self.weight, self.eps, self.offset)
 
 
 class SelfAttention(nn.Module):
@@ -145,27 +150,27 @@ class SelfAttention(nn.Module):
 
     def forward(
         self,
-        x_BTH: Tensor,
+        x_BTH: Hidden,
         rotation: Rotation,
         attention: Attention,
         norm: RMSNorm | None = None,
-        residual_BTH: Tensor | None = None,
-    ) -> Tensor:
-        """``residual + attention(norm(x))``, ``[B, T, H]``; either may be absent."""
+        residual_BTH: Hidden | None = None,
+    ) -> Hidden:
+        """``residual + attention(norm(x))``, ``[B, T, H]``; either may be absent. A stream where the residual is one."""
         query_BTQD, gate_BTQD, key_BTGD, value_BTGD = self._project(x_BTH, norm)
         heads = self._heads(rotation)
         out_BTQD = attention(self.layer, query_BTQD, key_BTGD, value_BTGD, heads, self.scale, self.window_left)
         if gate_BTQD is not None:
             out_BTQD = out_BTQD * torch.sigmoid(gate_BTQD)
-        out_BTH: Tensor = self.o_proj(out_BTQD.flatten(2), residual=residual_BTH)
+        out_BTH: Hidden = self.o_proj(out_BTQD.flatten(2), residual=residual_BTH)
         return out_BTH
 
-    def write_kv(self, x_BTH: Tensor, rotation: Rotation, attention: Attention, norm: RMSNorm | None = None) -> None:
+    def write_kv(self, x_BTH: Hidden, rotation: Rotation, attention: Attention, norm: RMSNorm | None = None) -> None:
         """What a call writes, and nothing of what it returns."""
         query_BTQD, _, key_BTGD, value_BTGD = self._project(x_BTH, norm)
         attention.write(self.layer, query_BTQD, key_BTGD, value_BTGD, self._heads(rotation))
 
-    def _project(self, x_BTH: Tensor, norm: RMSNorm | None) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    def _project(self, x_BTH: Hidden, norm: RMSNorm | None) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         """Queries, their gate where there is one, keys and values."""
         query_BTE, *kv = self.qkv_proj(x_BTH, norm).split(self.qkv_proj.parts, dim=-1)
         key_BTGD, value_BTGD = (part.unflatten(-1, (-1, self.head_dim)) for part in kv)
@@ -194,8 +199,14 @@ class MLP(nn.Module):
         self.gate_up_proj = Linear(facts.hidden_size, width, width, bias=facts.mlp_bias)
         self.down_proj = Linear(width, facts.hidden_size, bias=facts.mlp_bias)
 
-    def forward(self, x: Tensor, norm: RMSNorm | None = None, residual: Tensor | None = None, valid: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Hidden,
+        norm: RMSNorm | None = None,
+        residual: Hidden | None = None,
+        valid: Tensor | None = None,
+    ) -> Hidden:
         """``residual + mlp(norm(x))``, ``[..., H]``; without norm and residual, the plain block. Tokens that aren't valid cost no less."""
         del valid
-        out: Tensor = self.down_proj(self.gate_up_proj(x, norm, gated=True), residual=residual)
+        out: Hidden = self.down_proj(self.gate_up_proj(x, norm, gated=True), residual=residual)
         return out

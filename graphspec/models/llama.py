@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from ..kernels.linear import Hidden, ResidualStream
 from .experts import MixtureOfExperts
 from .latent import LatentAttention
 from .layers import MLP, Embedding, Linear, RMSNorm, SelfAttention
@@ -37,13 +38,13 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(facts.hidden_size, facts.rms_norm_eps, facts.norm_offset)
         self.mlp = MixtureOfExperts(facts) if facts.has_experts(layer) else MLP(facts)
 
-    def forward(self, residual_BTH: Tensor, rotation: Rotation, attention: Attention) -> Tensor:
-        """The residual stream behind this layer, ``[B, T, H]``."""
+    def forward(self, residual_BTH: Hidden, rotation: Rotation, attention: Attention) -> Hidden:
+        """The residual stream after this layer, ``[B, T, H]``; as a stream, the norms between products cost no pass of their own."""
         residual_BTH = self.self_attn(residual_BTH, rotation, attention, self.input_layernorm, residual_BTH)
-        out_BTH: Tensor = self.mlp(residual_BTH, self.post_attention_layernorm, residual_BTH, attention.valid_BT)
+        out_BTH: Hidden = self.mlp(residual_BTH, self.post_attention_layernorm, residual_BTH, attention.valid_BT)
         return out_BTH
 
-    def write_kv(self, residual_BTH: Tensor, rotation: Rotation, attention: Attention) -> None:
+    def write_kv(self, residual_BTH: Hidden, rotation: Rotation, attention: Attention) -> None:
         """This layer's KV, where nobody reads what lies behind it."""
         self.self_attn.write_kv(residual_BTH, rotation, attention, self.input_layernorm)
 
@@ -75,18 +76,18 @@ class LlamaModel(nn.Module):
 
     def forward(self, token_BT: Tensor, attention: Attention) -> TargetOutput:
         """Hidden states and features of int64 tokens ``[B, T]`` at the positions, and over the KV, of ``attention``."""
-        residual_BTH = self.embed(token_BT, attention.valid_BT)
+        residual_BTH = ResidualStream(self.embed(token_BT, attention.valid_BT))
         rotation = self.rotary(attention.position_BT, attention.rope_length_BT)
         taps = []
         for index, layer in enumerate(self.layers):
             if index in self.tap_layers:
-                taps.append(residual_BTH)
+                taps.append(residual_BTH.hidden)
             residual_BTH = layer(residual_BTH, rotation, attention)
         return TargetOutput(self.norm(residual_BTH), torch.cat(taps, dim=-1) if taps else None)
 
     def write_kv(self, token_BT: Tensor, attention: Attention) -> None:
         """KV of all layers, where nobody reads the hidden states: the last layer ends at its keys and values."""
-        residual_BTH = self.embed(token_BT, attention.valid_BT)
+        residual_BTH = ResidualStream(self.embed(token_BT, attention.valid_BT))
         rotation = self.rotary(attention.position_BT, attention.rope_length_BT)
         *before, last = cast("list[DecoderLayer]", self.layers)
         for layer in before:

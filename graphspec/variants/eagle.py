@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from ..kernels.linear import Hidden, ResidualStream, hidden_of
 from ..models.layers import MLP, Embedding, Linear, RMSNorm, SelfAttention
 from ..models.rope import RotaryEmbedding
 
@@ -25,10 +26,10 @@ class EagleLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(facts.hidden_size, facts.rms_norm_eps)
         self.mlp = MLP(facts)
 
-    def forward(self, residual_BTH: Tensor, rotation: Rotation, attention: Attention, norm: RMSNorm | None = None) -> Tensor:
-        """The residual stream behind this layer, ``[B, T, H]``; ``norm`` stands in front of the attention where a head has one."""
+    def forward(self, residual_BTH: Hidden, rotation: Rotation, attention: Attention, norm: RMSNorm | None = None) -> Hidden:
+        """The residual stream after this layer, ``[B, T, H]``; ``norm`` stands in front of the attention where a head has one."""
         residual_BTH = self.self_attn(residual_BTH, rotation, attention, norm, residual_BTH)
-        out_BTH: Tensor = self.mlp(residual_BTH, self.post_attention_layernorm, residual_BTH)
+        out_BTH: Hidden = self.mlp(residual_BTH, self.post_attention_layernorm, residual_BTH)
         return out_BTH
 
 
@@ -83,8 +84,9 @@ class EagleDraft(nn.Module):
             Un-normed hidden states ``[B, T, H]``, the next step's input and what :meth:`logits` takes.
         """
         del step
-        out_BTH: Tensor = self.layer(*self._enter(token_BT, hidden_BTH, attention), attention, self.hidden_layernorm)
-        return out_BTH
+        residual_BTH, rotation = self._enter(token_BT, hidden_BTH, attention)
+        out_BTH: Hidden = self.layer(ResidualStream(residual_BTH), rotation, attention, self.hidden_layernorm)
+        return hidden_of(out_BTH)
 
     def write_kv(self, token_BT: Tensor, hidden_BTH: Tensor, attention: Attention, step: int = 0) -> None:
         """The KV that :meth:`forward` would write."""

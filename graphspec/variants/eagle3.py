@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ..kernels.linear import Hidden, ResidualStream, hidden_of
 from ..models.layers import MLP, Embedding, Linear, RMSNorm, SelfAttention
 from ..models.llama import DecoderLayer
 from ..models.rope import RotaryEmbedding
@@ -34,12 +35,12 @@ class Eagle3Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(facts.hidden_size, facts.rms_norm_eps)
         self.mlp = MLP(facts)
 
-    def forward(self, embedding_BTH: Tensor, hidden_BTH: Tensor, rotation: Rotation, attention: Attention) -> Tensor:
-        """Un-normed ``[B, T, H]`` from embeddings and hidden states ``[B, T, H]``."""
+    def forward(self, embedding_BTH: Tensor, hidden_BTH: Tensor, rotation: Rotation, attention: Attention) -> Hidden:
+        """The residual stream after this layer, ``[B, T, H]``, from embeddings and hidden states ``[B, T, H]``."""
         x_BTE, normed_BTH = self._enter(embedding_BTH, hidden_BTH)
-        residual_BTH = normed_BTH if self.norm_before_residual else hidden_BTH
+        residual_BTH: Hidden = ResidualStream(normed_BTH if self.norm_before_residual else hidden_BTH)
         residual_BTH = self.self_attn(x_BTE, rotation, attention, residual_BTH=residual_BTH)
-        out_BTH: Tensor = self.mlp(residual_BTH, self.post_attention_layernorm, residual_BTH)
+        out_BTH: Hidden = self.mlp(residual_BTH, self.post_attention_layernorm, residual_BTH)
         return out_BTH
 
     def write_kv(self, embedding_BTH: Tensor, hidden_BTH: Tensor, rotation: Rotation, attention: Attention) -> None:
@@ -104,8 +105,8 @@ class Eagle3Draft(nn.Module):
         """
         del step
         last, inputs = self._upto_last(token_BT, hidden_BTH, attention)
-        out_BTH: Tensor = last(*inputs)
-        return self.norm(out_BTH) if self.facts.norm_output else out_BTH
+        out_BTH: Hidden = last(*inputs)
+        return self.norm(out_BTH) if self.facts.norm_output else hidden_of(out_BTH)
 
     def write_kv(self, token_BT: Tensor, hidden_BTH: Tensor, attention: Attention, step: int = 0) -> None:
         """The KV that :meth:`forward` would write."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor, nn
 
+from ..kernels.linear import ResidualStream
 from ..models.layers import Embedding, Linear, RMSNorm
 from ..models.llama import DecoderLayer
 from ..models.rope import RotaryEmbedding
@@ -37,7 +38,8 @@ class MTPHead(nn.Module):
 
     def forward(self, embedding_BTH: Tensor, hidden_BTH: Tensor, rotation: Rotation, attention: Attention) -> Tensor:
         """Normed ``[B, T, H]`` from embeddings and hidden states ``[B, T, H]``."""
-        out_BTH: Tensor = self.norm(self.layer(self._enter(embedding_BTH, hidden_BTH), rotation, attention))
+        residual_BTH = ResidualStream(self._enter(embedding_BTH, hidden_BTH))
+        out_BTH: Tensor = self.norm(self.layer(residual_BTH, rotation, attention))
         return out_BTH
 
     def write_kv(self, embedding_BTH: Tensor, hidden_BTH: Tensor, rotation: Rotation, attention: Attention) -> None:

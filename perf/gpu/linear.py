@@ -21,9 +21,9 @@ from graphspec.kernels.fused.linear_tune import Measured, tune
 from graphspec.lab.provenance import ROOT, provenance, result_file, write_jsonl
 
 LAYERS: dict[str, dict[str, Any]] = {
-    "qkv": {"outputs": 6144, "inputs": 4096, "norm": True},
+    "qkv": {"outputs": 6144, "inputs": 4096, "norm": True, "summed": True},
     "o": {"outputs": 4096, "inputs": 4096, "residual": True},
-    "gate-up": {"outputs": 28672, "inputs": 4096, "norm": True, "gated": True},
+    "gate-up": {"outputs": 28672, "inputs": 4096, "norm": True, "gated": True, "summed": True},
     "down": {"outputs": 4096, "inputs": 14336, "residual": True},
     "head": {"outputs": 128256, "inputs": 4096, "float32": True},
     "eagle3-fc": {"outputs": 4096, "inputs": 12288},

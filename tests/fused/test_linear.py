@@ -23,6 +23,7 @@ from graphspec.kernels.fused import linear_tune
 from graphspec.kernels.fused.launch import recording, semaphores
 from graphspec.kernels.fused.linear import LinearConfig, LinearShape, LinearTable, fused_linear, linear
 from graphspec.kernels.fused.linear_choice import (
+    FORMAT,
     SHARED_BYTES,
     candidates,
     decoded,
@@ -443,7 +444,7 @@ def test_table_survives_a_restart(tmp_path: Path) -> None:
 
 
 def written(entries: object = (), **changes: object) -> str:
-    return json.dumps({"format": 1, "identity": device_identity(CPU), "entries": entries, **changes})
+    return json.dumps({"format": FORMAT, "identity": device_identity(CPU), "entries": entries, **changes})
 
 
 @pytest.mark.parametrize(
@@ -451,8 +452,8 @@ def written(entries: object = (), **changes: object) -> str:
     [
         (None, ("a table", "No such file")),
         ("{", ("JSON",)),
-        ("[]", ("format 1", "list")),
-        (written(format=2), ("format 1", "found 2")),
+        ("[]", (f"format {FORMAT}", "list")),
+        (written(format=1), (f"format {FORMAT}", "found 1")),
         (written(identity={"gpu": "another", "triton": "1", "torch": "2"}), ("measurements of", "'cpu'", "another", "delete it")),
         (written([{"shape": asdict(UP)}]), ("entries", "config")),
         (written([{"shape": asdict(UP) | {"rows": "6"}, "config": None}]), ("rows '6'", "int")),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from graphspec.kernels.fused.launch import semaphores
-from graphspec.kernels.fused.linear import fused_linear, linear
+from graphspec.kernels.fused.linear import fused_linear, linear, linear_summed
 from graphspec.kernels.fused.linear_choice import LinearShape, LinearTable, candidates
 from graphspec.kernels.fused.linear_tune import tune
 from graphspec.kernels.linear import linear as reference
@@ -93,6 +93,19 @@ def test_bits_of_a_row_do_not_depend_on_the_others(layer: str, dtype: torch.dtyp
         rows = slice(begin, begin + count)
         part = {key: value[rows].clone() if key in ("x", "residual") else value for key, value in arguments.items()}
         assert torch.equal(multiply(**part), whole[rows])
+
+
+@pytest.mark.parametrize("rows", [1, 8, 16, 64])
+def test_squares_from_product_to_product(rows: int) -> None:
+    """Those of the stored values, the same every time; and the norm that takes them keeps the law."""
+    before, after = call(rows, "down"), call(rows, "gate-up")
+    for config in candidates(LinearShape(rows, 1024, 3584, "bfloat16", residual=True, bias=True)):
+        out, sums = linear_summed(**before, config=config.encoded())
+        stored = torch.stack([part.double().square().sum(-1) for part in out.split(config.tile_outputs, dim=-1)], -1)
+        torch.testing.assert_close(sums.double(), stored, rtol=1e-6, atol=0.0)
+        assert torch.equal(sums, linear_summed(**before, config=config.encoded())[1])
+        arguments = after | {"x": out}
+        assert_law(linear(**arguments, squares=sums), arguments)
 
 
 def test_replayed_graph_gives_the_same_bits() -> None:

@@ -12,16 +12,34 @@ import torch
 
 from ...errors import ConfigError
 
-FORMAT = 1
+FORMAT = 2
 FUSED_ROWS = 64
 """Above, weights are no longer what a product waits for, and cuBLAS multiplies; unless the numerics forbid it."""
 SCANNED_ROWS = 8
 """Up to here every program computes the norm's factors itself: rows of that few are read faster than another kernel starts."""
-ENOUGH_PROGRAMS = 256
-"""About two for each multiprocessor of an H200. A constant, so that the bits do not depend on the device."""
+MULTIPROCESSORS = 132
+"""Of an H200. A constant, so that the bits do not depend on the device."""
+SHARED_BYTES = 227 * 1024
+"""Of a multiprocessor, for one program; each of several takes RESERVED_BYTES beside its own."""
+RESERVED_BYTES = 1024
+RESIDENTS = 2
+"""Programs of a multiprocessor: while one merges or starts, the copies of the other keep the memory busy."""
+BAD_WAVES = (1.0, 1.95)
+"""Between these a few programs run after all others have ended, too few to keep the memory busy."""
 LEAST_STEPS = 4
 """Tiles along the input that a split is worth."""
-SHARED_BYTES = 227 * 1024
+MOST_SPLITS = 16
+MOST_STAGES = 4
+LONE_STAGES = 6
+"""Of a program that has a multiprocessor to itself: 32 KB must be on their way while one stage is multiplied."""
+LEAST_STAGES = 3
+NARROW_OUTPUTS = 32
+NARROW_ROWS = 8
+"""Up to here tiles may be narrow: every program reads all rows, and more of them would be a load on L2 that shows beside the weights."""
+NARROW_WAVES = 0.7
+"""Of narrow programs without splits, at least so much; below, too few multiprocessors would have any."""
+UNSPLIT_SUMS = 32
+"""Sums a thread may hold where more than two programs share the registers of a multiprocessor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +51,8 @@ class LinearShape:
         outputs: rows of the weight, gate and up both counted.
         inputs: columns of the weight.
         dtype: of input and weight, as ``bfloat16``.
+        norm, gated, residual, bias, float32: what there is beside the product.
+        summed: the norm finds the sums of squares of its input, which the product before has left.
     """
 
     rows: int
@@ -44,6 +64,7 @@ class LinearShape:
     residual: bool = False
     bias: bool = False
     float32: bool = False
+    summed: bool = False
 
     @property
     def item_size(self) -> int:
@@ -71,7 +92,7 @@ class LinearConfig:
         tile_inputs: columns of the weight it loads at a time.
         splits: programs that share the inputs of one tile.
         warps, stages: of the compiled kernel.
-        scan: every program computes the norm's factors itself; else a kernel of one program per row does before.
+        scan: where the norm finds no sums of squares, every program adds them itself; else a kernel of one program per row does before.
     """
 
     tile_rows: int
@@ -104,27 +125,59 @@ def split_inputs(shape: LinearShape, tile_inputs: int, wanted: int) -> int:
     return -(-steps // -(-steps // max(wanted, 1)))
 
 
-def _splits(shape: LinearShape, tile_outputs: int, tile_inputs: int) -> int:
-    """As many as make enough programs, each with enough to multiply; a function of the weight alone."""
-    tiles, steps = -(-shape.width // tile_outputs), -(-shape.inputs // tile_inputs)
-    wanted = 1
-    while tiles * wanted < ENOUGH_PROGRAMS and steps >= 2 * wanted * LEAST_STEPS and wanted < 16:
-        wanted *= 2
-    return split_inputs(shape, tile_inputs, wanted)
-
-
 def _tile_inputs(shape: LinearShape, wanted: int) -> int:
     """``wanted``, or less where there is less to multiply or where a tile passes through the registers."""
     most = 32 if shape.item_size > 2 else wanted if shape.aligned else min(wanted, 64)
     return min(most, max(1 << (shape.inputs - 1).bit_length(), 16))
 
 
-def _config(shape: LinearShape, tile_rows: int, tile_inputs: int, stages: int, scan: bool) -> LinearConfig:
-    if shape.item_size == 2:
-        return LinearConfig(tile_rows, 64, tile_inputs, _splits(shape, 64, tile_inputs), 4 if shape.aligned else 8, stages, scan)
-    # Without matrix instructions, sums and operands are all in registers: more threads, and less for each.
-    tile_outputs = 32 if shape.gated else 64
-    return LinearConfig(tile_rows, tile_outputs, tile_inputs, _splits(shape, tile_outputs, tile_inputs), 8, 2, scan)
+def _resident(
+    shape: LinearShape, tile_rows: int, tile_outputs: int, tile_inputs: int, residents: int, scan: bool, least: int = LEAST_STAGES
+) -> LinearConfig | None:
+    """The config of which ``residents`` programs fit a multiprocessor, with as many splits as still make one wave of such programs.
+
+    Args:
+        shape: what is multiplied.
+        tile_rows, tile_outputs, tile_inputs, scan: of the config.
+        residents: programs of a multiprocessor.
+        least: stages.
+
+    Returns:
+        None: so many do not fit.
+    """
+    tiles, steps = -(-shape.width // tile_outputs), -(-shape.inputs // tile_inputs)
+    splits = max(min(residents * MULTIPROCESSORS // tiles, steps // LEAST_STEPS, MOST_SPLITS), 1)
+    sums = tile_rows * tile_outputs * (2 if shape.gated else 1)
+    # Four warps hold the sums of 64 by 64, of gate and of up; more would leave them no registers. What is not aligned passes through them.
+    warps = 8 if sums > 2 * 64 * 64 or not shape.aligned else 4
+    one = LinearConfig(tile_rows, tile_outputs, tile_inputs, split_inputs(shape, tile_inputs, splits), warps, 1, scan)
+    stages = min((SHARED_BYTES // residents - RESERVED_BYTES) // one.shared_bytes(shape), LONE_STAGES if residents == 1 else MOST_STAGES)
+    if stages < least or (residents > RESIDENTS and sums > UNSPLIT_SUMS * 32 * warps):
+        return None
+    return replace(one, stages=stages)
+
+
+def waves(shape: LinearShape, config: LinearConfig, residents: int) -> float:
+    """Programs of one tile of rows over the places that an H200 has for them."""
+    return -(-shape.width // config.tile_outputs) * config.splits / (residents * MULTIPROCESSORS)
+
+
+def _config(shape: LinearShape, tile_rows: int, tile_inputs: int, scan: bool) -> LinearConfig:
+    """Tiles and splits whose programs end together: at most one wave of them, or so many that the last one does not matter."""
+    if shape.item_size > 2:
+        # Without matrix instructions, sums and operands are all in registers: more threads, less for each, one program a multiprocessor.
+        tile_outputs = 32 if shape.gated else 64
+        one = _resident(shape, tile_rows, tile_outputs, tile_inputs, 1, scan)
+        assert one is not None, shape
+        return replace(one, warps=8, stages=2)
+    for tile_outputs, residents in ((64, RESIDENTS), (64, 3), (64, 4), (128, RESIDENTS)):
+        for narrower in (tile_inputs, tile_inputs // 2, tile_inputs // 4):
+            found = _resident(shape, tile_rows, tile_outputs, max(narrower, 16), residents, scan)
+            if found is not None and not BAD_WAVES[0] < waves(shape, found, residents) < BAD_WAVES[1]:
+                return found
+            if found is not None:
+                break
+    raise AssertionError(shape)
 
 
 def invariant_config(shape: LinearShape) -> LinearConfig:
@@ -132,20 +185,36 @@ def invariant_config(shape: LinearShape) -> LinearConfig:
 
     Tiles are 64 rows wide whatever the number of rows: with few rows most of a matrix instruction is padding, yet it takes a third of the
     time its weights take to arrive. Tiles of 16 would read the weights from L2 four times at 64 rows, which costs more than the padding.
-    The norm's factors come from a kernel of one program per row.
+    Sums of squares that no product has left come from a kernel of one program per row.
     """
-    tile_inputs = _tile_inputs(shape, 64)
-    return _config(shape, FUSED_ROWS, tile_inputs, 4, scan=False)
+    return _config(shape, FUSED_ROWS, _tile_inputs(shape, 64), scan=False)
+
+
+def _tile_rows(shape: LinearShape) -> int:
+    return 16 if shape.rows <= 16 else 32 if shape.rows <= 32 else 64
+
+
+def _narrow(shape: LinearShape) -> list[LinearConfig]:
+    """Tiles so narrow that a wave of programs needs no splits, and nobody waits for the last one to merge them.
+
+    Not behind a norm, which every program would apply to the whole input, and not where splits are needed all the same.
+    """
+    if shape.item_size > 2 or not shape.aligned or shape.norm or shape.gated or shape.rows > NARROW_ROWS:
+        return []
+    made = ((residents, _resident(shape, 16, NARROW_OUTPUTS, _tile_inputs(shape, 256), residents, scan=False)) for residents in (1, 2))
+    fitting = ((residents, replace(config, splits=1)) for residents, config in made if config is not None)
+    return [config for residents, config in fitting if NARROW_WAVES <= waves(shape, config, residents) <= BAD_WAVES[0]]
 
 
 def fast_config(shape: LinearShape) -> LinearConfig | None:
     """What to run where nothing was measured; None: cuBLAS."""
     if shape.rows > FUSED_ROWS:
         return None
-    tile_rows = 16 if shape.rows <= 16 else 32 if shape.rows <= 32 else 64
+    if narrow := _narrow(shape):
+        return narrow[0]
+    tile_rows = _tile_rows(shape)
     scan = shape.norm and shape.rows <= SCANNED_ROWS
-    tile_inputs = _tile_inputs(shape, 128 if tile_rows == 16 else 64)
-    return _config(shape, tile_rows, tile_inputs, 3 if shape.gated and tile_inputs == 128 else 4, scan)
+    return _config(shape, tile_rows, _tile_inputs(shape, 128 if tile_rows == 16 else 64), scan)
 
 
 def candidates(shape: LinearShape) -> list[LinearConfig]:
@@ -154,18 +223,11 @@ def candidates(shape: LinearShape) -> list[LinearConfig]:
     if base is None:
         return []
     found = [base]
-    for tile_outputs in (64, 128) if shape.aligned else (64,):
-        # Four warps hold the sums of 64 by 64; more would leave them no registers.
-        warps = 2 * base.warps if tile_outputs * base.tile_rows > 64 * 64 else base.warps
+    for tile_outputs in (NARROW_OUTPUTS, 64, 128) if shape.aligned else (64,):
         for tile_inputs in sorted({_tile_inputs(shape, 64), _tile_inputs(shape, 128)}):
-            splits = _splits(shape, tile_outputs, tile_inputs)
-            for wanted in (splits, 2 * splits, max(splits // 2, 1)):
-                parts = split_inputs(shape, tile_inputs, wanted)
-                one = replace(base, tile_outputs=tile_outputs, tile_inputs=tile_inputs, splits=parts, warps=warps, stages=1)
-                # As deep as leaves room for two programs on a multiprocessor.
-                stages = min(SHARED_BYTES // 2 // one.shared_bytes(shape), 6)
-                if stages >= 2:
-                    found.append(replace(one, stages=stages))
+            for residents in (1, RESIDENTS, 4):
+                one = _resident(shape, base.tile_rows, tile_outputs, tile_inputs, residents, base.scan, least=2)
+                found += [] if one is None else [one]
     return list(dict.fromkeys(found))
 
 

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from triton.runtime.errors import OutOfResources
 
 from ...errors import ConfigError
+from ..linear import Hidden
 from .linear import OP, fused_linear, shape_of
-from .linear_choice import LinearConfig, LinearShape, LinearTable, candidates
+from .linear_choice import SCANNED_ROWS, LinearConfig, LinearShape, LinearTable, candidates
 
 Call = Callable[[], object]
 Timer = Callable[[Sequence[Call]], float]
@@ -25,6 +26,8 @@ CALLS = 12
 """At least so many in a measured graph: what starting it costs is shared by all of them."""
 REPLAYS = 15
 EPS = 1e-5
+SUMMED_CHANNELS = 64
+"""Of a part of the squares that the product before has left: about the columns of its tiles."""
 
 
 def graph_timer(calls: Sequence[Call]) -> float:
@@ -69,6 +72,9 @@ def inputs_of(shape: LinearShape, device: torch.device, cold: int) -> list[dict[
         common["bias"] = made(shape.outputs)
     if shape.norm:
         common |= {"norm_weight": made(shape.inputs), "norm_eps": EPS}
+    if shape.summed:
+        parts = -(-shape.inputs // SUMMED_CHANNELS)
+        common["squares"] = torch.full((shape.rows, parts), shape.inputs / parts, device=device)
     if shape.residual:
         common["residual"] = made(shape.rows, shape.width)
     return [common | {"weight": made(shape.outputs, shape.inputs)} for _ in range(min(weights, 64))]
@@ -101,7 +107,7 @@ def measure(shape: LinearShape, device: torch.device, timer: Timer, compiled: bo
 
     for config in candidates(shape):
         times[config] = fused(config)
-    if times and shape.norm:
+    if times and shape.norm and not shape.summed and shape.rows <= 2 * SCANNED_ROWS:
         found = min(times, key=lambda config: times[config])
         if found is not None:
             other = replace(found, scan=not found.scan)
@@ -111,7 +117,7 @@ def measure(shape: LinearShape, device: torch.device, timer: Timer, compiled: bo
         # Every shape is a program of its own; the limit on recompiling one function is not meant for them.
         torch.compiler.reset()
         plain = torch.compile(plain, fullgraph=True, dynamic=False)
-    times[None] = timer([partial(plain, **given) for given in arguments])
+    times[None] = timer([partial(plain, **{key: given[key] for key in given if key != "squares"}) for given in arguments])
     return Measured(shape, times)
 
 
@@ -161,20 +167,20 @@ def recorded(network: nn.Module) -> Iterator[dict[LinearShape, None]]:
     """Inside, every linear layer of ``network`` notes the shape of each call before it multiplies as ever; ordered, without repeats."""
     asked: dict[LinearShape, None] = {}
     modules: list[Any] = [module for module in network.modules() if hasattr(module, "multiply")]
-    layers: list[tuple[Any, Callable[..., Tensor]]] = [(module, module.multiply) for module in modules]
+    layers: list[tuple[Any, Callable[..., Hidden]]] = [(module, module.multiply) for module in modules]
 
-    def noting(multiply: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def noting(multiply: Callable[..., Hidden]) -> Callable[..., Hidden]:
         def note(
-            x: Tensor,
+            x: Hidden,
             weight: Tensor,
             bias: Tensor | None = None,
             norm_weight: Tensor | None = None,
             norm_eps: float = 0.0,
             norm_offset: bool = False,
-            residual: Tensor | None = None,
+            residual: Hidden | None = None,
             gated: bool = False,
             float32: bool = False,
-        ) -> Tensor:
+        ) -> Hidden:
             asked[shape_of(x, weight, bias, norm_weight, residual, gated, float32)] = None
             return multiply(x, weight, bias, norm_weight, norm_eps, norm_offset, residual, gated, float32)
 

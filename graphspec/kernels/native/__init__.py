@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...errors import ConfigError
 from ..formulas import rms_norm
-from ..linear import finish
+from ..linear import Hidden, finish, hidden_of
 from .build import load
 
 _native = load()
@@ -210,17 +210,18 @@ def packed_linear(x: Tensor, packed: Tensor, outputs: int) -> Tensor:
 
 
 def linear(
-    x: Tensor,
+    x: Hidden,
     weight: Tensor,
     bias: Tensor | None = None,
     norm_weight: Tensor | None = None,
     norm_eps: float = 0.0,
     norm_offset: bool = False,
-    residual: Tensor | None = None,
+    residual: Hidden | None = None,
     gated: bool = False,
     float32: bool = False,
-) -> Tensor:
+) -> Hidden:
     """:func:`graphspec.kernels.linear.linear` with the product in C++, packing included; norm, gate and residual are torch's."""
+    x = hidden_of(x)
     if norm_weight is not None:
         x = rms_norm(x, norm_weight, norm_eps, norm_offset)
     out = packed_linear(x, pack_linear(weight), weight.shape[0])
