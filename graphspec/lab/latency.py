@@ -128,23 +128,20 @@ def _linear(step: Step, at: Situation) -> Work:
     weight = values["weight"]
     item = weight.element_size()
     cut = values["SPLITS"] > 1
-    rows, inputs = values["rows"], values["inputs"]
-    before = 0.0
-    if values["norm_weight"] is not None:
-        # The norm's factors: x is read as a loop of blocks, each waited for, or they come from a kernel before.
-        before = -(-inputs // values["SCAN_K"]) if values["SCAN_M"] else 1
+    rows = values["rows"]
     halves = 2 if values["GATED"] else 1
     tile = (values["TILE_O"] * halves + values["TILE_M"]) * values["TILE_K"] * item
     part = values["SPLITS"] * values["TILE_O"] * halves * min(rows, values["TILE_M"]) * 4 if cut else 0
     logits = 4 * rows * weight.shape[0] if values["out"].element_size() == 4 and item < 4 else 0
-    # The first weights are on their way to the cache while the kernel before still runs.
+    # What the norm's factors come from arrives while the first weights do. And those are on their way to the cache while the kernel before
+    # still runs.
     ahead = at.programmatic and values["PREFETCH"] > 0
     return Work(
         bytes=weight.numel() * item + logits,
         programs=step.programs,
         in_flight=(step.stages - 1) * tile,
         memory=0 if ahead else 1,
-        cache=before + (_ARRIVAL if cut else 1) + ahead,
+        cache=(_ARRIVAL if cut else 1) + ahead,
         alone=part,
         flops=2 * rows * weight.numel(),
     )

@@ -157,23 +157,16 @@ def record(plan: Plan, target: LlamaModel, draft: Any, lanes: int, sampling: Sam
         sampling: what the requests ask of the sampler.
     """
     from ..kernels.fused.launch import recording
-    from ..kernels.fused.linear import linear, shape_of
-    from ..kernels.fused.linear_choice import LinearTable
+    from ..kernels.fused.linear import Products, fused_linear, linear, linear_summed
 
-    table = LinearTable()
     steps: list[Step] = []
 
-    def multiply(
-        x: Tensor, weight: Tensor, bias: Tensor | None = None, norm_weight: Tensor | None = None, norm_eps: float = 0.0,
-        norm_offset: bool = False, residual: Tensor | None = None, gated: bool = False, float32: bool = False,
-    ) -> Tensor:  # fmt: skip
-        shape = shape_of(x, weight, bias, norm_weight, residual, gated, float32)
-        config = table.choose(shape, plan.numerics)
-        if config is not None:
-            return linear(x, weight, bias, norm_weight, norm_eps, norm_offset, residual, gated, float32, config.encoded())
-        between.product(weight, shape.rows)
-        return x.new_empty((*x.shape[:-1], shape.width), dtype=torch.float32 if float32 else x.dtype)
+    def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, float32: bool) -> Tensor:
+        rows = x.numel() // x.shape[-1]
+        between.product(weight, rows)
+        return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=torch.float32 if float32 else x.dtype)
 
+    multiply = fused_linear(plan.numerics, products=Products(linear, linear_summed, matmul))
     callables: dict[str, Callable[..., Any]] = {op.name: launcher(op) for op in OPS} | {"linear": multiply}
     kernels = KernelSet(**{one.name: callables[one.name] for one in fields(KernelSet)})
     for network in (target, draft):

@@ -7,7 +7,7 @@ product asks for its weights first and adds a few numbers while they arrive. The
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -226,13 +226,25 @@ def _fake_matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None, float32:
 MATMUL = register("matmul", matmul, _fake_matmul)
 
 
-def fused_linear(numerics: str = "fast", table: LinearTable | None = None) -> Callable[..., Hidden]:
+class Products(NamedTuple):
+    """What a linear layer calls: our kernel, the same with sums of squares beside the result, and the library's product."""
+
+    linear: Callable[..., Tensor]
+    summed: Callable[..., tuple[Tensor, Tensor]]
+    matmul: Callable[..., Tensor]
+
+
+OPERATORS = Products(OP, SUMMED, MATMUL)
+
+
+def fused_linear(numerics: str = "fast", table: LinearTable | None = None, products: Products = OPERATORS) -> Callable[..., Hidden]:
     """The linear layer of a fused cycle: a plain function with the op's signature that decides for every static shape while it is traced.
 
     Args:
         numerics: ``fast``: what ``table`` says, which may depend on the number of rows. ``batch_invariant``: always the fused kernel, cut
             by the shape of the weight alone; the bits of a row do not depend on the rows around it.
         table: measured choices; it may be filled later, but before the trace. None: an empty one.
+        products: what it calls; for those who only want to know what it would launch.
     """
     chosen = LinearTable() if table is None else table
 
@@ -260,11 +272,11 @@ def fused_linear(numerics: str = "fast", table: LinearTable | None = None) -> Ca
         if config:
             added = None if residual is None else hidden_of(residual)
             arguments = (x, weight, bias, norm_weight, norm_eps, norm_offset, added, gated, float32, squares if summed else None, config)
-            return ResidualStream(*SUMMED(*arguments)) if isinstance(residual, ResidualStream) else OP(*arguments)
+            return ResidualStream(*products.summed(*arguments)) if isinstance(residual, ResidualStream) else products.linear(*arguments)
         if norm_weight is not None:
             x = rms_norm(x, norm_weight, norm_eps, norm_offset)
         plain = not gated and residual is None
-        return finish(MATMUL(x, weight, bias, float32 and plain), residual, gated, float32)
+        return finish(products.matmul(x, weight, bias, float32 and plain), residual, gated, float32)
 
     return multiply
 
