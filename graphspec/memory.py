@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ from .errors import ConfigError, spell_bytes
 from .graphs.mailbox import MailLayout
 from .kernels import resolve
 from .paths import user_path
-from .plan import Plan
+from .plan import CHUNKS, Plan
 from .shapes import GREEDY
 from .weights import apply_token_map, load_target, load_token_map
 
@@ -149,6 +149,28 @@ def plan_memory(plan: Plan, config: Config, weights: tuple[int, int] | None = No
         num_pages=plan.num_pages,
         least_pages=plan.pages_for(1 + plan.window_width) + 1,
     )
+
+
+def fit_memory(plan: Plan, config: Config, weights: tuple[int, int] | None = None) -> tuple[Plan, MemoryPlan]:
+    """``plan`` with as many of its prefill chunks as the memory has room for, where nobody gave their sizes, and what it will hold.
+
+    The chunks that every device has stay; where not even they fit, nothing is left out.
+
+    Args:
+        plan, config, weights: as for :func:`plan_memory`.
+
+    Raises:
+        CheckpointError: a checkpoint that does not fit its config.
+    """
+    whole = memory = plan_memory(plan, config, weights)
+    fitting = plan
+    while memory.total > memory.budget:
+        chunks = fitting.prefill_chunks[:-1]
+        if config.runtime.prefill_chunks is not None or fitting.prefill_chunks[-1] <= CHUNKS["cpu"][-1]:
+            return plan, whole
+        fitting = replace(fitting, prefill_chunks=chunks)
+        memory = plan_memory(fitting, config, weights)
+    return fitting, memory
 
 
 def _tables(plan: Plan) -> int:
