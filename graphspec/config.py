@@ -181,7 +181,7 @@ class RuntimeConfig:
     num_pages: int | None = None
     """KV pages in each pool, without the dummy page; None: enough for max_rows full contexts."""
     prefill_chunks: list[int] | None = None
-    """Chunk sizes a prompt is cut into, ascending; None: 16, 64, 256, on a GPU 1024 and 2048 too, up to the context and as memory allows."""
+    """Chunk sizes a prompt is cut into, ascending; None: 16, 64, 256, on a GPU 1024 and 2048 too, up to the context and the memory."""
     cycles_in_flight: int = 1
     """Cycles queued on the device, the one whose result is being waited for included; 1: launch and read in turn."""
     depth_per_bucket: dict[int, int] = field(default_factory=dict)

@@ -228,9 +228,7 @@ class Cycle:
         others = (*coming, *(other for other in self.programs if other != key))
         if isinstance(key, PrefillKey):
             return any(isinstance(other, PrefillKey) and other.sampling == key.sampling and other.chunk < key.chunk for other in others)
-        return any(
-            isinstance(other, GraphKey) and other.sampling == key.sampling and other.bucket < key.bucket for other in others
-        )
+        return any(isinstance(other, GraphKey) and other.sampling == key.sampling and other.bucket < key.bucket for other in others)
 
     def _tune(self, key: Key) -> None:
         assert self._tuner is not None

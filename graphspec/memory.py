@@ -19,7 +19,7 @@ from .errors import ConfigError, spell_bytes
 from .graphs.mailbox import MailLayout
 from .kernels import resolve
 from .paths import user_path
-from .plan import CHUNKS, Plan
+from .plan import Plan
 from .shapes import GREEDY
 from .weights import apply_token_map, load_target, load_token_map
 
@@ -30,6 +30,8 @@ GRAPH_RESERVE = 32 * 2**20
 the capture report knows of tensors alone."""
 LIBRARY_RESERVE = 512 * 2**20
 """Bytes set aside on a GPU for what libraries allocate for themselves (cuBLAS workspaces, loaded kernels)."""
+SMALLEST_CHUNK = 256
+"""Tokens of the smallest prefill chunk that may be the largest where memory is short."""
 LOGIT_COPIES = 4
 """Float32 tensors of the size of a program's logits that may be alive at once: as given, shaped, noise, probabilities."""
 
@@ -154,7 +156,7 @@ def plan_memory(plan: Plan, config: Config, weights: tuple[int, int] | None = No
 def fit_memory(plan: Plan, config: Config, weights: tuple[int, int] | None = None) -> tuple[Plan, MemoryPlan]:
     """``plan`` with as many of its prefill chunks as the memory has room for, where nobody gave their sizes, and what it will hold.
 
-    The chunks that every device has stay; where not even they fit, nothing is left out.
+    Chunks of :data:`SMALLEST_CHUNK` tokens and less stay; where not even they fit, nothing is left out.
 
     Args:
         plan, config, weights: as for :func:`plan_memory`.
@@ -166,7 +168,7 @@ def fit_memory(plan: Plan, config: Config, weights: tuple[int, int] | None = Non
     fitting = plan
     while memory.total > memory.budget:
         chunks = fitting.prefill_chunks[:-1]
-        if config.runtime.prefill_chunks is not None or fitting.prefill_chunks[-1] <= CHUNKS["cpu"][-1]:
+        if config.runtime.prefill_chunks is not None or fitting.prefill_chunks[-1] <= SMALLEST_CHUNK:
             return plan, whole
         fitting = replace(fitting, prefill_chunks=chunks)
         memory = plan_memory(fitting, config, weights)
