@@ -20,6 +20,7 @@ from .graphs.mailbox import MailLayout
 from .kernels import resolve
 from .paths import user_path
 from .plan import Plan
+from .scratch import kernel_scratch
 from .shapes import GREEDY
 from .weights import apply_token_map, load_target, load_token_map
 
@@ -139,6 +140,7 @@ def plan_memory(plan: Plan, config: Config, weights: tuple[int, int] | None = No
         MemoryLine("slots of single sampling classes", groups["sampling"], rows),
         MemoryLine("workspace", _workspace(plan, dtype), ("runtime.buckets", "runtime.prefill_chunks", "model.max_context"), estimate=True),
     ]
+    lines.append(MemoryLine("scratch of kernels", kernel_scratch(plan), (*rows, "runtime.prefill_chunks")))
     if plan.device == "cuda":
         programs = len(plan.graph_keys(GREEDY)) + len(plan.prefill_chunks) if plan.captured else 0
         lines.append(MemoryLine("graphs and libraries", LIBRARY_RESERVE + programs * GRAPH_RESERVE, ("runtime.buckets",), estimate=True))

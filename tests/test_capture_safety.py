@@ -143,7 +143,7 @@ UNORDERED: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "scatter_add": lambda x, i: x.scatter_add(0, i, x),
     "index_add": lambda x, i: x.index_add(0, i, x),
     "index_put": lambda x, i: x.index_put_((i,), x.clone(), accumulate=True),
-    "scatter reduce": lambda x, i: x.scatter_(0, i, x.clone(), reduce="add"),
+    "scatter reduce": lambda x, i: torch.ops.aten.scatter_.reduce(x, 0, i, x.clone(), reduce="add"),
     "scatter_reduce": lambda x, i: x.scatter_reduce(0, i, x, "sum"),
     "bincount": lambda x, i: torch.bincount(i, x, minlength=3),
 }
