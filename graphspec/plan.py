@@ -12,7 +12,7 @@ from .catalog import Variant, resolve_variant
 from .checks import brief
 from .config import PLANNED_OVER_LATENT_ROWS, AcceptConfig, Config, NgramSettings, VariantConfig
 from .errors import ConfigError
-from .shapes import MAX_WINDOW, PLAIN, WORD_BITS, CycleShape, GraphKey, SamplingClass
+from .shapes import MAX_WINDOW, PLAIN, WORD_BITS, CycleShape, GraphKey, SamplingClass, prefill_chunks
 from .static_tree import StaticTree
 
 if TYPE_CHECKING:
@@ -22,18 +22,6 @@ logger = logging.getLogger(__name__)
 
 KERNELS_OF = {"eager": "reference", "compiled": "compiled", "captured": "fused"}
 """``kernels.mode`` that a runtime preset means."""
-CHUNKS = {"cpu": (16, 64, 256), "cuda": (16, 64, 256, 1024, 2048)}
-"""Sizes of prefill chunks by device.
-
-A launch reads all weights whatever it computes: 2048 tokens in one chunk read them once, not eight times. Every size is a program that a
-GPU compiles and captures, for each sampling class that is asked for, so there are few, and a prompt that fills none goes into several.
-"""
-MOST_PADDING = 256
-"""A chunk is not taken for a rest of a prompt that leaves so many of its tokens unused.
-
-By data sheets an H200 multiplies 206 tokens in the time it reads the weights (989 TFLOPS of bfloat16, 4.8 TB/s): more padding than that
-costs more than to read the weights once more.
-"""
 TREE_NODES = 8
 """Fewest nodes of a tree whose number nobody gave; EAGLE-3's automatic tree has as many."""
 
@@ -354,16 +342,6 @@ def resolve_bucket_shapes(
     return tuple(shape.shortened(depths.get(bucket, shape.num_steps)) for bucket in buckets)
 
 
-def resolve_chunks(device: str, max_context: int) -> tuple[int, ...]:
-    """Sizes of prefill chunks where nobody gave them: those of the device, but none that no prompt fills.
-
-    Args:
-        device: ``cpu`` or ``cuda``.
-        max_context: tokens a row may have.
-    """
-    return tuple(size for size in CHUNKS[device] if size - max_context < MOST_PADDING)
-
-
 def resolve_window_capacity(backlog: int, shape: CycleShape, draft: DraftFacts | None, *, plain: bool) -> int:
     """Ac: entries of a row's window.
 
@@ -446,7 +424,7 @@ def make_plan(config: Config, target: ModelFacts, draft: DraftFacts | None, *, d
             "runtime.num_pages", f"at least {least} pages of {runtime.page_size} (one token and the window of {window} slots)", pages
         )
 
-    chunks = tuple(runtime.prefill_chunks) if runtime.prefill_chunks is not None else resolve_chunks(device, max_context)
+    chunks = tuple(runtime.prefill_chunks) if runtime.prefill_chunks is not None else prefill_chunks(device, max_context)
     page_updates = largest * (math.ceil((accept + window) / runtime.page_size) + 1)
 
     kernels = config.kernels.mode if config.kernels.mode != "auto" else KERNELS_OF[runtime.name]

@@ -17,9 +17,9 @@ from graphspec.engine.request import Request
 from graphspec.engine.scheduler import Scheduler, chunked
 from graphspec.graphs.mailbox import Chunk, MailLayout, Message
 from graphspec.memory import GIB, fit_memory, plan_memory
-from graphspec.plan import CHUNKS, MOST_PADDING, make_plan, resolve_chunks
+from graphspec.plan import make_plan
 from graphspec.programs import PrefillKey
-from graphspec.shapes import GREEDY, pick_bucket
+from graphspec.shapes import CHUNKS, GREEDY, MOST_PADDING, pick_bucket, prefill_chunks
 
 from ._engines import Pair, ids, mirror_pair, prompts
 from ._plans import draft_facts, model_facts
@@ -54,9 +54,9 @@ def test_chunks_cover_a_prompt_once_with_little_padding(length: int, sizes: tupl
 
 
 def test_sizes_follow_device_and_context() -> None:
-    assert resolve_chunks("cuda", 131072) == GPU and GPU[-1] == 2048
-    assert resolve_chunks("cuda", 1793) == GPU and resolve_chunks("cuda", 1792) == GPU[:-1]
-    assert resolve_chunks("cuda", 512) == resolve_chunks("cpu", 64) == (16, 64, 256)
+    assert prefill_chunks("cuda", 131072) == GPU and GPU[-1] == 2048
+    assert prefill_chunks("cuda", 1793) == GPU and prefill_chunks("cuda", 1792) == GPU[:-1]
+    assert prefill_chunks("cuda", 512) == prefill_chunks("cpu", 64) == (16, 64, 256)
     assert small_plan(runtime={"prefill_chunks": [5, 7]}, device="cuda").prefill_chunks == (5, 7), "what was given stays"
 
 

@@ -15,9 +15,9 @@ from ..buffers import Status, slot_groups
 from ..cycle import RingEntry
 from ..errors import ConfigError
 from ..graphs.mailbox import Chunk, Join, Mailbox, Message
-from ..plan import MOST_PADDING, Plan
+from ..plan import Plan
 from ..programs import Key, PrefillKey
-from ..shapes import GraphKey, SamplingClass, pick_bucket
+from ..shapes import MOST_PADDING, GraphKey, SamplingClass, pick_bucket
 from .depth import DepthPolicy
 from .offers import Offer, Offers
 from .pages import PageAllocator
