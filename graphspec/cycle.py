@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 from typing import ClassVar
 
@@ -93,7 +94,6 @@ class Cycle:
         self.plan, self.target, self.draft, self.kernels, self.memory = plan, target, draft, kernels, memory
         self.layout = MailLayout.of(plan)
         self.arena = Arena(plan, self.layout.size)
-        self._front = self.arena["mail"][: self.layout.chunk]
         self.programs: dict[Key, Program] = {}
         self.dropped: set[Key] = set()
         """Programs for which memory ran out; their lanes are served by smaller buckets, their tokens by smaller chunks."""
@@ -104,6 +104,9 @@ class Cycle:
         pinned = plan.device == "cuda"
         # A message may still be on its way to the device while the next one is written, hence one buffer per ring slot.
         self._mail = [Envelope(self.layout, pinned=pinned) for _ in range(plan.ring_depth)]
+        front = self.arena["mail"][: self.layout.chunk]
+        self._send_front = [partial(front.copy_, envelope.words[: self.layout.chunk], non_blocking=True) for envelope in self._mail]
+        """Per ring slot: copies what a cycle reads of its message."""
         self._arrivals: list[dict[str, Arrival]] = [{} for _ in range(plan.ring_depth)]
         self._sent: list[tuple[int, tuple[str, ...], int]] = [(0, (), -1)] * plan.ring_depth
         """Per ring slot: lanes, names of the ring's buffers, and alternatives of the launch that fills it."""
@@ -242,8 +245,9 @@ class Cycle:
 
     def _build(self, key: Key) -> None:
         started = time.perf_counter()
-        direct = isinstance(key, PrefillKey) and self._capturer is None
-        program = Program(self.stages(key), self.views(key), compiled=self.plan.compiles and not direct)
+        prefills = isinstance(key, PrefillKey)
+        direct = prefills and self._capturer is None
+        program = Program(self.stages(key), self.views(key), compiled=self.plan.compiles and not direct, prefills=prefills)
         program.direct()
         self._wait()
         self.programs[key] = program
@@ -349,12 +353,11 @@ class Cycle:
 
     def _send(self, slot: int, program: Program, key: Key, message: Message) -> None:
         """One copy to the device, one program, one copy back."""
-        envelope = self._mail[slot]
-        words = envelope.write(message)
-        if isinstance(key, PrefillKey):
+        words = self._mail[slot].write(message)
+        if program.prefills:
             self.arena["mail"].copy_(words, non_blocking=True)
         else:
-            self._front.copy_(envelope.front, non_blocking=True)
+            self._send_front[slot]()
         program()
         alternatives = key.sampling.logprobs
         names = ("ring_ZBJ",) if alternatives < 0 else ("ring_ZBJ", *(RING if alternatives else RING[:1]))

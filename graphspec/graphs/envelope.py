@@ -21,8 +21,6 @@ class Envelope:
         self.layout = layout
         self.words = torch.zeros(layout.size, dtype=torch.int64, pin_memory=pinned)
         """int64 ``[mail_size]``; nobody else writes into it."""
-        self.front = self.words[: layout.chunk]
-        """The part of it that a cycle reads."""
         self._lanes_at = self.words.numpy()[layout.lanes : layout.aborts]
         self._lanes: Sequence[int] | None = None
         """Lanes of the message it holds when that says nothing else; None when it does."""

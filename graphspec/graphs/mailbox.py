@@ -150,7 +150,6 @@ class MailLayout:
         for key, count, most in (
             ("lanes", len(message.lanes), self.max_lanes),
             ("aborts", len(message.aborts), self.max_aborts),
-            ("page updates", len(message.pages), self.max_pages + (self.max_chunk_pages if message.chunk else 0)),
             ("chunk tokens", len(message.chunk.tokens) if message.chunk else 0, self.max_tokens),
             ("tree nodes", max((len(tokens) for tokens, _ in message.trees), default=0), self.max_nodes),
             ("stop ids", len(message.join.stop_ids) if message.join else 0, self.max_stop_ids),
@@ -158,13 +157,20 @@ class MailLayout:
         ):
             if count > most:
                 raise ResourceError(f"mailbox {key}", f"at most {most} in one launch", count)
+        beyond = len(message.pages) - self.max_pages
+        if beyond > 0 and (message.chunk is None or beyond > self.max_chunk_pages):
+            most = self.max_pages if message.chunk is None else self.max_pages + self.max_chunk_pages
+            raise ResourceError("mailbox page updates", f"at most {most} in one launch", len(message.pages))
         words = out.numpy()
         words[:] = _empty_message(self)
         words[self.lanes : self.lanes + len(message.lanes)] = message.lanes
         words[self.aborts : self.aborts + len(message.aborts)] = message.aborts
-        for at, pages in ((self.pages, message.pages[: self.max_pages]), (self.chunk_pages, message.pages[self.max_pages :])):
-            if pages:
-                words[at : at + 3 * len(pages)] = np.asarray(pages, dtype=np.int64).ravel()
+        if message.pages:
+            pages = np.asarray(message.pages, dtype=np.int64).ravel()
+            if beyond > 0:
+                words[self.chunk_pages : self.chunk_pages + 3 * beyond] = pages[-3 * beyond :]
+                pages = pages[: -3 * beyond]
+            words[self.pages : self.pages + len(pages)] = pages
         if message.join is not None:
             self._encode_join(message.join, words)
         if message.chunk is not None:
