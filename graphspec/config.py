@@ -180,8 +180,8 @@ class RuntimeConfig:
     """Tokens per KV page."""
     num_pages: int | None = None
     """KV pages in each pool, without the dummy page; None: enough for max_rows full contexts."""
-    prefill_chunks: list[int] = field(default_factory=lambda: [16, 64, 256])
-    """Chunk sizes a prompt is cut into, ascending."""
+    prefill_chunks: list[int] | None = None
+    """Chunk sizes a prompt is cut into, ascending; None: 16, 64, 256, on a GPU 1024 and 2048 too, up to the context and the memory."""
     cycles_in_flight: int = 1
     """Cycles queued on the device, the one whose result is being waited for included; 1: launch and read in turn."""
     depth_per_bucket: dict[int, int] = field(default_factory=dict)
@@ -212,7 +212,8 @@ class RuntimeConfig:
         _between("runtime.max_logit_bias", self.max_logit_bias, 1, MAX_ENTRIES)
         _between("runtime.max_logprobs", self.max_logprobs, 1, INT32_MOST)
         ascending("runtime.buckets", self.buckets, 1, MAX_ROWS)
-        ascending("runtime.prefill_chunks", self.prefill_chunks, 1, MAX_CHUNK)
+        if self.prefill_chunks is not None:
+            ascending("runtime.prefill_chunks", self.prefill_chunks, 1, MAX_CHUNK)
 
 
 @dataclass(kw_only=True)

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 from typing import ClassVar
 
@@ -95,7 +96,7 @@ class Cycle:
         self.arena = Arena(plan, self.layout.size)
         self.programs: dict[Key, Program] = {}
         self.dropped: set[Key] = set()
-        """Cycles for which memory ran out; their lanes are served by smaller buckets."""
+        """Programs for which memory ran out; their lanes are served by smaller buckets, their tokens by smaller chunks."""
         make = capturer or (Capturer if plan.captured else None)
         self._capturer = make(self.arena) if make is not None else None
         self._records: dict[Key, CaptureRecord] = {}
@@ -103,6 +104,9 @@ class Cycle:
         pinned = plan.device == "cuda"
         # A message may still be on its way to the device while the next one is written, hence one buffer per ring slot.
         self._mail = [Envelope(self.layout, pinned=pinned) for _ in range(plan.ring_depth)]
+        front = self.arena["mail"][: self.layout.chunk]
+        self._send_front = [partial(front.copy_, envelope.words[: self.layout.chunk], non_blocking=True) for envelope in self._mail]
+        """Per ring slot: copies what a cycle reads of its message."""
         self._arrivals: list[dict[str, Arrival]] = [{} for _ in range(plan.ring_depth)]
         self._sent: list[tuple[int, tuple[str, ...], int]] = [(0, (), -1)] * plan.ring_depth
         """Per ring slot: lanes, names of the ring's buffers, and alternatives of the launch that fills it."""
@@ -129,6 +133,11 @@ class Cycle:
         without = {key.bucket for key in self.dropped if isinstance(key, GraphKey) and key.sampling == sampling}
         return tuple(bucket for bucket in self.plan.buckets if bucket not in without)
 
+    def chunks(self, sampling: SamplingClass) -> tuple[int, ...]:
+        """Sizes of prefill chunks whose programs exist or can be built."""
+        without = {key.chunk for key in self.dropped if isinstance(key, PrefillKey) and key.sampling == sampling}
+        return tuple(chunk for chunk in self.plan.prefill_chunks if chunk not in without)
+
     def capture_report(self) -> list[CaptureRecord]:
         """What it took to build each program, in the order they were built."""
         return list(self._records.values())
@@ -138,11 +147,11 @@ class Cycle:
 
         First all of them run once, which compiles and tunes everything, then all are captured; both times the largest comes first. Where
         nothing is captured, prefill stays direct and uncompiled: a prompt runs through it once, compiling each chunk size costs more than
-        it saves. When memory runs out for a cycle, its bucket is left out, with a warning, and smaller ones serve its lanes.
+        it saves. When memory runs out for a cycle or a chunk, it is left out, with a warning, and smaller ones serve its lanes or tokens.
 
         Raises:
             CaptureError: a buffer moved since it was captured.
-            ResourceError: launches are unread, or memory ran out for the smallest cycle or for a prefill chunk.
+            ResourceError: launches are unread, or memory ran out for the smallest cycle or the smallest prefill chunk.
         """
         if self._capturer:
             self.arena.check_addresses()
@@ -171,13 +180,23 @@ class Cycle:
         for key in built:
             logger.info("built: %s", self._records[key].sentence)
         if len(self.dropped) > before:
-            logger.warning(
-                "memory ran out: no program for %s; at most %d rows share a launch, the others wait their turn (lower runtime.num_pages, "
-                "or leave the bucket out of runtime.buckets)%s",
-                "; ".join(describe(key) for key in missing if key in self.dropped),
-                max((key.bucket for key in built if isinstance(key, GraphKey) and key.bucket in self.buckets(key.sampling)), default=0),
-                f": {self.memory.text()}" if self.memory else "",
-            )
+            self._warn([key for key in missing if key in self.dropped], built)
+
+    def _warn(self, dropped: list[Key], built: list[Key]) -> None:
+        """Say what memory ran out for, and what is done instead."""
+        instead, keys = [], []
+        if any(isinstance(key, GraphKey) for key in dropped):
+            rows = max((key.bucket for key in built if isinstance(key, GraphKey) and key.bucket in self.buckets(key.sampling)), default=0)
+            instead.append(f"at most {rows} rows share a launch, the others wait their turn")
+            keys.append("the bucket out of runtime.buckets")
+        if any(isinstance(key, PrefillKey) for key in dropped):
+            tokens = max((key.chunk for key in built if isinstance(key, PrefillKey)), default=0)
+            instead.append(f"a launch reads at most {tokens} tokens of a prompt")
+            keys.append("the chunk out of runtime.prefill_chunks")
+        logger.warning(
+            "memory ran out: no program for %s; %s (lower runtime.num_pages, or leave %s)%s",
+            "; ".join(map(describe, dropped)), ", and ".join(instead), " and ".join(keys), f": {self.memory.text()}" if self.memory else "",
+        )  # fmt: skip
 
     def prepared(self, key: Key) -> bool:
         """The program can be launched. One whose capture was interrupted can't."""
@@ -208,11 +227,11 @@ class Cycle:
         return done
 
     def _dispensable(self, key: Key, coming: list[Key]) -> bool:
-        """A smaller cycle of the same class exists or is about to be built."""
+        """A smaller cycle, or a smaller chunk, of the same class exists or is about to be built."""
         others = (*coming, *(other for other in self.programs if other != key))
-        return isinstance(key, GraphKey) and any(
-            isinstance(other, GraphKey) and other.sampling == key.sampling and other.bucket < key.bucket for other in others
-        )
+        if isinstance(key, PrefillKey):
+            return any(isinstance(other, PrefillKey) and other.sampling == key.sampling and other.chunk < key.chunk for other in others)
+        return any(isinstance(other, GraphKey) and other.sampling == key.sampling and other.bucket < key.bucket for other in others)
 
     def _tune(self, key: Key) -> None:
         assert self._tuner is not None
@@ -226,8 +245,9 @@ class Cycle:
 
     def _build(self, key: Key) -> None:
         started = time.perf_counter()
-        direct = isinstance(key, PrefillKey) and self._capturer is None
-        program = Program(self.stages(key), self.views(key), compiled=self.plan.compiles and not direct)
+        prefills = isinstance(key, PrefillKey)
+        direct = prefills and self._capturer is None
+        program = Program(self.stages(key), self.views(key), compiled=self.plan.compiles and not direct, prefills=prefills)
         program.direct()
         self._wait()
         self.programs[key] = program
@@ -333,7 +353,11 @@ class Cycle:
 
     def _send(self, slot: int, program: Program, key: Key, message: Message) -> None:
         """One copy to the device, one program, one copy back."""
-        self.arena["mail"].copy_(self._mail[slot].write(message), non_blocking=True)
+        words = self._mail[slot].write(message)
+        if program.prefills:
+            self.arena["mail"].copy_(words, non_blocking=True)
+        else:
+            self._send_front[slot]()
         program()
         alternatives = key.sampling.logprobs
         names = ("ring_ZBJ",) if alternatives < 0 else ("ring_ZBJ", *(RING if alternatives else RING[:1]))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from .graphs.mailbox import MailLayout
 from .kernels import resolve
 from .paths import user_path
 from .plan import Plan
+from .scratch import kernel_scratch
 from .shapes import GREEDY
 from .weights import apply_token_map, load_target, load_token_map
 
@@ -30,6 +31,8 @@ GRAPH_RESERVE = 32 * 2**20
 the capture report knows of tensors alone."""
 LIBRARY_RESERVE = 512 * 2**20
 """Bytes set aside on a GPU for what libraries allocate for themselves (cuBLAS workspaces, loaded kernels)."""
+SMALLEST_CHUNK = 256
+"""Tokens of the smallest prefill chunk that may be the largest where memory is short."""
 LOGIT_COPIES = 4
 """Float32 tensors of the size of a program's logits that may be alive at once: as given, shaped, noise, probabilities."""
 
@@ -137,6 +140,7 @@ def plan_memory(plan: Plan, config: Config, weights: tuple[int, int] | None = No
         MemoryLine("slots of single sampling classes", groups["sampling"], rows),
         MemoryLine("workspace", _workspace(plan, dtype), ("runtime.buckets", "runtime.prefill_chunks", "model.max_context"), estimate=True),
     ]
+    lines.append(MemoryLine("scratch of kernels", kernel_scratch(plan), (*rows, "runtime.prefill_chunks")))
     if plan.device == "cuda":
         programs = len(plan.graph_keys(GREEDY)) + len(plan.prefill_chunks) if plan.captured else 0
         lines.append(MemoryLine("graphs and libraries", LIBRARY_RESERVE + programs * GRAPH_RESERVE, ("runtime.buckets",), estimate=True))
@@ -149,6 +153,28 @@ def plan_memory(plan: Plan, config: Config, weights: tuple[int, int] | None = No
         num_pages=plan.num_pages,
         least_pages=plan.pages_for(1 + plan.window_width) + 1,
     )
+
+
+def fit_memory(plan: Plan, config: Config, weights: tuple[int, int] | None = None) -> tuple[Plan, MemoryPlan]:
+    """``plan`` with as many of its prefill chunks as the memory has room for, where nobody gave their sizes, and what it will hold.
+
+    Chunks of :data:`SMALLEST_CHUNK` tokens and less stay; where not even they fit, nothing is left out.
+
+    Args:
+        plan, config, weights: as for :func:`plan_memory`.
+
+    Raises:
+        CheckpointError: a checkpoint that does not fit its config.
+    """
+    whole = memory = plan_memory(plan, config, weights)
+    fitting = plan
+    while memory.total > memory.budget:
+        chunks = fitting.prefill_chunks[:-1]
+        if config.runtime.prefill_chunks is not None or fitting.prefill_chunks[-1] <= SMALLEST_CHUNK:
+            return plan, whole
+        fitting = replace(fitting, prefill_chunks=chunks)
+        memory = plan_memory(fitting, config, weights)
+    return fitting, memory
 
 
 def _tables(plan: Plan) -> int:

@@ -12,7 +12,7 @@ from .catalog import Variant, resolve_variant
 from .checks import brief
 from .config import PLANNED_OVER_LATENT_ROWS, AcceptConfig, Config, NgramSettings, VariantConfig
 from .errors import ConfigError
-from .shapes import MAX_WINDOW, PLAIN, WORD_BITS, CycleShape, GraphKey, SamplingClass
+from .shapes import MAX_WINDOW, PLAIN, WORD_BITS, CycleShape, GraphKey, SamplingClass, prefill_chunks
 from .static_tree import StaticTree
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class Plan:
     num_pages: int
     """Pages of each pool, dummy page included."""
     page_updates: int
-    """Page-table entries one launch can change."""
+    """Page-table entries any launch can change."""
     prefill_chunks: tuple[int, ...]
     ring_depth: int
     cycles_in_flight: int
@@ -164,6 +164,11 @@ class Plan:
     def tokens_in_flight(self) -> int:
         """Slots past the known length that a launch may touch, for every cycle not yet read and the next one."""
         return self.run_ahead * self.accept_width + self.window_width
+
+    @property
+    def chunk_pages(self) -> int:
+        """Page-table entries that a prefill chunk can change beyond ``page_updates``."""
+        return max(0, self.pages_for(self.prefill_chunks[-1] + self.tokens_in_flight) + 1 - self.page_updates)
 
     def graph_keys(self, sampling: SamplingClass) -> tuple[GraphKey, ...]:
         """Keys of every cycle, largest bucket first, then deepest first; the one that catches up, where there is one, ends its bucket."""
@@ -419,9 +424,8 @@ def make_plan(config: Config, target: ModelFacts, draft: DraftFacts | None, *, d
             "runtime.num_pages", f"at least {least} pages of {runtime.page_size} (one token and the window of {window} slots)", pages
         )
 
-    largest_chunk = runtime.prefill_chunks[-1]
-    growth = largest * (math.ceil((accept + window) / runtime.page_size) + 1)
-    page_updates = max(growth, math.ceil((largest_chunk + ahead) / runtime.page_size) + 1)
+    chunks = tuple(runtime.prefill_chunks) if runtime.prefill_chunks is not None else prefill_chunks(device, max_context)
+    page_updates = largest * (math.ceil((accept + window) / runtime.page_size) + 1)
 
     kernels = config.kernels.mode if config.kernels.mode != "auto" else KERNELS_OF[runtime.name]
     draft_context = draft.decoder.max_position_embeddings if draft else max_context
@@ -463,7 +467,7 @@ def make_plan(config: Config, target: ModelFacts, draft: DraftFacts | None, *, d
         table_width=table_width,
         num_pages=pages + 1,
         page_updates=page_updates,
-        prefill_chunks=tuple(runtime.prefill_chunks),
+        prefill_chunks=chunks,
         ring_depth=runtime.cycles_in_flight + 1,
         cycles_in_flight=runtime.cycles_in_flight,
         bucket_shapes=bucket_shapes,

@@ -170,7 +170,9 @@ def mirror_pair(path: Path, *, noise: float = 0.0, seed: int = 1, max_positions:
         "t2d": mask,
     }
     eagle = {"eagle_aux_hidden_state_layer_ids": [-1, 0], "use_aux_hidden_state": True}
-    draft = write_eagle3(path / "eagle3", tensors, rms_norm_eps=eps, rope_theta=10000.0, max_position_embeddings=512, eagle_config=eagle)
+    draft = write_eagle3(
+        path / "eagle3", tensors, rms_norm_eps=eps, rope_theta=10000.0, max_position_embeddings=max(512, max_positions), eagle_config=eagle
+    )
     return Pair(target, draft, model)
 
 

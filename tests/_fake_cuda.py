@@ -102,6 +102,33 @@ class NoHostTraffic(TorchDispatchMode):
         return result
 
 
+class UnorderedSumError(RuntimeError):
+    """An operation that adds floating-point numbers in an order that differs from run to run on a GPU."""
+
+
+class FixedOrder(TorchDispatchMode):
+    """Refuses what torch lists as not deterministic on CUDA (``torch.use_deterministic_algorithms``), where it computes with floats.
+
+    Sums of integers are exact in any order and pass. Writes to one place by several indices pass too: only their values say whether the
+    order shows.
+    """
+
+    SUMS = frozenset(
+        ("cumsum", "cumsum_", "cumprod", "cumprod_", "logcumsumexp", "scatter_add", "scatter_add_", "index_add", "index_add_",
+         "scatter_reduce", "index_reduce", "index_reduce_", "histc", "bincount", "kthvalue", "median", "put", "put_", "_embedding_bag")
+    )  # fmt: skip
+    ACCUMULATING = frozenset(("index_put", "index_put_", "_index_put_impl_", "scatter", "scatter_"))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, overload = func.overloadpacket.__name__, func._overloadname
+        adds = name in self.SUMS
+        if name in self.ACCUMULATING:
+            adds = "reduce" in overload or (name.lstrip("_").startswith("index_put") and bool((*args, False)[3]))
+        if adds and any(t.is_floating_point() for t in tensors(args)):
+            raise UnorderedSumError(f"{func}: floats added in no fixed order")
+        return func(*args, **(kwargs or {}))
+
+
 class FakeDriver:
     """Streams, graphs and private pools as far as :class:`graphspec.graphs.capture.Capturer` meets them, with torch's own rules.
 

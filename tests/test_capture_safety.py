@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -25,7 +26,7 @@ from graphspec.models.layers import use_kernels
 from graphspec.plan import Plan
 from graphspec.programs import Key, PrefillKey, program_stages
 from graphspec.shapes import GREEDY, SAMPLED, GraphKey, SamplingClass
-from tests._fake_cuda import HostTrafficError, NoHostTraffic, load_cuda_guard, tensors
+from tests._fake_cuda import FixedOrder, HostTrafficError, NoHostTraffic, UnorderedSumError, load_cuda_guard, tensors
 from tests._tiny import OTHERS, SHAPES, STRUCTURES, move, same_bits, structure_plan, tiny_networks, tiny_plan
 
 ALL_KINDS = ("mail", "state", "lane", "ring", "kv")
@@ -58,8 +59,8 @@ class FakeProgram:
         return self
 
     def run(self) -> int:
-        """Run every stage; returns how many operations that took."""
-        with torch.no_grad(), NoHostTraffic() as traffic:
+        """Run every stage; returns how many operations that took. None adds floats in an order that a GPU may change."""
+        with torch.no_grad(), FixedOrder(), NoHostTraffic() as traffic:
             for stage in self.stages:
                 try:
                     stage(self.views)
@@ -135,6 +136,46 @@ def test_the_prefill_needs_no_host(shape: str, sampling: SamplingClass) -> None:
     with FakeTensorMode():
         program = FakeProgram(plan)
         assert min(program.build(PrefillKey(chunk, sampling)).run() for chunk in plan.prefill_chunks) > 50
+
+
+UNORDERED: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "cumsum": lambda x, i: x.cumsum(-1),
+    "scatter_add": lambda x, i: x.scatter_add(0, i, x),
+    "index_add": lambda x, i: x.index_add(0, i, x),
+    "index_put": lambda x, i: x.index_put_((i,), x.clone(), accumulate=True),
+    "scatter reduce": lambda x, i: torch.ops.aten.scatter_.reduce(x, 0, i, x.clone(), reduce="add"),
+    "scatter_reduce": lambda x, i: x.scatter_reduce(0, i, x, "sum"),
+    "bincount": lambda x, i: torch.bincount(i, x, minlength=3),
+}
+
+
+@pytest.mark.parametrize("name", UNORDERED)
+def test_sums_of_floats_in_no_fixed_order_are_refused(name: str) -> None:
+    index = torch.tensor([0, 2, 1])
+    with FixedOrder():
+        with pytest.raises(UnorderedSumError):
+            UNORDERED[name](torch.rand(3), index)
+        if name != "bincount":
+            UNORDERED[name](torch.tensor([4, 5, 6]), index)
+        torch.rand(3).index_put_((index,), torch.rand(3))
+
+
+def test_a_stage_that_adds_floats_in_no_fixed_order_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Top-p by a sum of probabilities, as it is usually written."""
+    plan = fake_plan("chain")
+    with FakeTensorMode():
+        program = FakeProgram(plan).build(plan.graph_keys(CLASSES["all"])[-1])
+        accept = next(stage for stage in program.stages if stage.name == "accept")
+        usual = accept.forward
+
+        def summed(v: Views) -> None:
+            v.top_p_R.softmax(-1).cumsum(-1)
+            usual(v)
+
+        monkeypatch.setattr(accept, "forward", summed)
+        with pytest.raises(UnorderedSumError, match="cumsum") as caught:
+            program.run()
+    assert caught.value.__notes__ == ["in stage accept"]
 
 
 def _item(v: Views) -> None:

@@ -213,7 +213,7 @@ def test_sizes_hold_what_launches_touch(shape: Any, page_size: int, run_ahead: i
     layout = MailLayout.of(made)
     first_prefill = math.ceil((made.prefill_chunks[-1] + made.window_width) / page_size) + 1
     growth = max(made.buckets) * math.ceil(made.accept_width / page_size)
-    assert layout.max_pages >= max(first_prefill, growth)
+    assert layout.max_pages >= growth and layout.max_pages + layout.max_chunk_pages >= first_prefill
     assert (layout.max_lanes, layout.dummy_row) == (max(made.buckets), rows)
 
 

@@ -312,7 +312,7 @@ def test_rows_that_fit_fit_and_one_more_does_not() -> None:
     memory = int(44.7 * 2**30)
 
     def fits(rows: int, context: int) -> bool:
-        asked = _plan(config, paper, found.model, found.rows[0].best.shape, "cuda", "bfloat16", memory, rows, context)
+        _, asked = _plan(config, paper, found.model, found.rows[0].best.shape, "cuda", "bfloat16", memory, rows, context)
         return asked.total <= asked.budget
 
     assert fits(rows, 1024) and not fits(rows + 1, 1024)

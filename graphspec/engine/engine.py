@@ -344,7 +344,7 @@ class Engine:
         self.cycle.prepare(keys, self.progress)
         buckets = self.cycle.buckets(sampling)
         ready = tuple(bucket for bucket in buckets if self.cycle.prepared(self.plan.key(bucket, sampling)))
-        self.scheduler.offer(sampling, ready)
+        self.scheduler.offer(sampling, ready, self.cycle.chunks(sampling))
         policy = self.scheduler.policy
         if isinstance(policy, AdaptiveDepth):
             wanted = {key.bucket for key in keys if isinstance(key, GraphKey)} & set(buckets)

@@ -21,7 +21,7 @@ from ..facts import check_tokenizer, read_model_facts
 from ..graphs.capture import CaptureRecord
 from ..hub import checkpoint_folder
 from ..kernels import resolve, select_kernels
-from ..memory import plan_memory
+from ..memory import fit_memory
 from ..models.layers import pack_linear_layers, use_kernels
 from ..paths import user_path
 from ..plan import Plan, make_plan
@@ -95,9 +95,14 @@ class LLM:
         self.progress = progress
         self.folder = model_folder(self.config.model.path, self.config.model.revision)
         """Of the target's checkpoint."""
-        self.plan = self._plan()
-        self.memory = plan_memory(self.plan, self.config)
+        asked = self._plan()
+        self.plan, self.memory = fit_memory(asked, self.config)
         self.memory.check()
+        if self.plan is not asked:
+            logger.warning(
+                "memory is short: prompts are read in chunks of up to %d tokens, not %d (lower runtime.num_pages, or set "
+                "runtime.prefill_chunks)", self.plan.prefill_chunks[-1], asked.prefill_chunks[-1],
+            )  # fmt: skip
         logger.info("memory: %s", self.memory.text())
         self.cycle = self._load()
         self.metrics: Metrics | None = None

@@ -19,6 +19,7 @@ class Offer:
         first: each bucket's cycle of the plan's depth.
         cycles: cycles by bucket and depth.
         catch_ups: cycles in which the drafter catches up, by bucket; empty where no drafter has to.
+        chunks: ascending sizes of prefill chunks whose programs exist.
     """
 
     sampling: SamplingClass
@@ -26,16 +27,18 @@ class Offer:
     first: dict[int, GraphKey]
     cycles: dict[tuple[int, int], GraphKey]
     catch_ups: dict[int, GraphKey]
+    chunks: tuple[int, ...]
 
     @classmethod
-    def of(cls, plan: Plan, sampling: SamplingClass, buckets: tuple[int, ...]) -> Offer:
-        """What ``plan`` has of this class for these buckets."""
+    def of(cls, plan: Plan, sampling: SamplingClass, buckets: tuple[int, ...], chunks: tuple[int, ...]) -> Offer:
+        """What ``plan`` has of this class for these buckets and chunks."""
         return cls(
             sampling,
             buckets,
             {bucket: plan.key(bucket, sampling) for bucket in buckets},
             {(bucket, depth): plan.key(bucket, sampling, depth) for bucket in buckets for depth in plan.depths_of(bucket)},
             {bucket: plan.key(bucket, sampling, catch_up=True) for bucket in buckets if plan.catches_up},
+            chunks,
         )
 
 

@@ -17,7 +17,7 @@ from ..errors import ConfigError
 from ..graphs.mailbox import Chunk, Join, Mailbox, Message
 from ..plan import Plan
 from ..programs import Key, PrefillKey
-from ..shapes import GraphKey, SamplingClass, pick_bucket
+from ..shapes import MOST_PADDING, GraphKey, SamplingClass, pick_bucket
 from .depth import DepthPolicy
 from .offers import Offer, Offers
 from .pages import PageAllocator
@@ -104,9 +104,9 @@ class Scheduler:
         self._aborts: list[int] = []
         self._updated: dict[Request, None] = {}
 
-    def offer(self, sampling: SamplingClass, buckets: tuple[int, ...]) -> None:
-        """Programs of this class exist from now on, for prompts and for cycles of these buckets."""
-        self._offers.add(Offer.of(self.plan, sampling, buckets))
+    def offer(self, sampling: SamplingClass, buckets: tuple[int, ...], chunks: tuple[int, ...] | None = None) -> None:
+        """Programs of this class exist from now on, for chunks of prompts (default: the plan's) and for cycles of these buckets."""
+        self._offers.add(Offer.of(self.plan, sampling, buckets, chunks or self.plan.prefill_chunks))
         self._offer = None
 
     @property
@@ -208,10 +208,11 @@ class Scheduler:
     def _prefill(self, request: Request, tokens: list[int]) -> None:
         assert request.row is not None
         known_root = request.output[-1] if request.output else -1
-        sampling = self._offers.choose(request.sampling, 1).sampling
+        offer = self._offers.choose(request.sampling, 1)
+        sampling = offer.sampling
         self._clear_leftovers(request, sampling)
         sent = 0
-        for start, size in chunked(len(tokens), self.plan.prefill_chunks):
+        for start, size in chunked(len(tokens), offer.chunks):
             part = tokens[start : start + size]
             message = Message(lanes=(request.row,), chunk=Chunk(part, start, len(tokens), known_root, len(request.prompt)))
             if start == 0:
@@ -219,7 +220,7 @@ class Scheduler:
             upto = len(request.pages) if start + len(part) == len(tokens) else self.plan.pages_for(start + len(part))
             message.pages = [(request.row, column, request.pages[column]) for column in range(sent, upto)]
             sent = upto
-            bucket = pick_bucket(self.plan.prefill_chunks, len(part))
+            bucket = pick_bucket(offer.chunks, len(part))
             self._make_room()
             self._launch(PrefillKey(bucket, sampling), message, (request,))
         request.ready, request.window_bound = True, 1
@@ -439,10 +440,21 @@ class Scheduler:
 
 
 def chunked(length: int, sizes: tuple[int, ...]) -> list[tuple[int, int]]:
-    """``(start, size)`` of the chunks of a prompt: the largest size as often as it fits, then the smallest that holds the rest."""
+    """``(start, length)`` of the chunks of a prompt.
+
+    The smallest size that holds what is left, where less than ``MOST_PADDING`` tokens of it are padding; else the largest that what is left
+    fills.
+
+    Args:
+        length: tokens of the prompt.
+        sizes: of chunks, ascending.
+    """
     chunks, start = [], 0
     while start < length:
-        size = min(sizes[-1], length - start)
-        chunks.append((start, size))
-        start += size
+        left = length - start
+        holding = next((size for size in sizes if size >= left), None)
+        if holding is None or (holding - left >= MOST_PADDING and left >= sizes[0]):
+            left = max(size for size in sizes if size <= left)
+        chunks.append((start, left))
+        start += left
     return chunks

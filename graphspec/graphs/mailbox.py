@@ -82,13 +82,17 @@ class MailLayout:
     aborts: int
     pages: int
     join: int
-    chunk: int
-    tokens: int
     trees: int
+    chunk: int
+    """From here on only prefill reads: a cycle's message ends here."""
+    tokens: int
+    chunk_pages: int
     size: int
     max_lanes: int
     max_aborts: int
     max_pages: int
+    """Page-table entries of any message; what a chunk needs beyond them stands in its own part."""
+    max_chunk_pages: int
     max_stop_ids: int
     max_bias: int
     max_tokens: int
@@ -106,23 +110,26 @@ class MailLayout:
         lanes, aborts, pages = max(plan.buckets), plan.max_rows + 1, plan.page_updates
         nodes = plan.shape.num_draft_tokens - 1 if plan.variant.drafter == "host" else 0
         join = cls.JOIN_WORDS + plan.max_stop_ids + 2 * plan.max_logit_bias
-        sizes = (lanes, aborts, 3 * pages, join, cls.CHUNK_WORDS, plan.prefill_chunks[-1], 2 * lanes * nodes)
+        tokens, chunk_pages = plan.prefill_chunks[-1], plan.chunk_pages
+        sizes = (lanes, aborts, 3 * pages, join, 2 * lanes * nodes, cls.CHUNK_WORDS, tokens, 3 * chunk_pages)
         at = list(accumulate(sizes, initial=0))
         return cls(
             lanes=at[0],
             aborts=at[1],
             pages=at[2],
             join=at[3],
-            chunk=at[4],
-            tokens=at[5],
-            trees=at[6],
-            size=at[7],
+            trees=at[4],
+            chunk=at[5],
+            tokens=at[6],
+            chunk_pages=at[7],
+            size=at[8],
             max_lanes=lanes,
             max_aborts=aborts - 1,
             max_pages=pages,
+            max_chunk_pages=chunk_pages,
             max_stop_ids=plan.max_stop_ids,
             max_bias=plan.max_logit_bias,
-            max_tokens=plan.prefill_chunks[-1],
+            max_tokens=tokens,
             max_nodes=nodes,
             dummy_row=plan.max_rows,
         )
@@ -132,7 +139,7 @@ class MailLayout:
         """Where a join's stop ids, biased ids and bias values begin, and where it ends."""
         stops = self.join + self.JOIN_WORDS
         bias = stops + self.max_stop_ids
-        return stops, bias, bias + self.max_bias, self.chunk
+        return stops, bias, bias + self.max_bias, self.trees
 
     def encode(self, message: Message, out: Tensor) -> None:
         """Write ``message`` into the int64 CPU vector ``out``; what is unused addresses the dummy row and the dummy page.
@@ -143,7 +150,6 @@ class MailLayout:
         for key, count, most in (
             ("lanes", len(message.lanes), self.max_lanes),
             ("aborts", len(message.aborts), self.max_aborts),
-            ("page updates", len(message.pages), self.max_pages),
             ("chunk tokens", len(message.chunk.tokens) if message.chunk else 0, self.max_tokens),
             ("tree nodes", max((len(tokens) for tokens, _ in message.trees), default=0), self.max_nodes),
             ("stop ids", len(message.join.stop_ids) if message.join else 0, self.max_stop_ids),
@@ -151,12 +157,20 @@ class MailLayout:
         ):
             if count > most:
                 raise ResourceError(f"mailbox {key}", f"at most {most} in one launch", count)
+        beyond = len(message.pages) - self.max_pages
+        if beyond > 0 and (message.chunk is None or beyond > self.max_chunk_pages):
+            most = self.max_pages if message.chunk is None else self.max_pages + self.max_chunk_pages
+            raise ResourceError("mailbox page updates", f"at most {most} in one launch", len(message.pages))
         words = out.numpy()
         words[:] = _empty_message(self)
         words[self.lanes : self.lanes + len(message.lanes)] = message.lanes
         words[self.aborts : self.aborts + len(message.aborts)] = message.aborts
         if message.pages:
-            words[self.pages : self.pages + 3 * len(message.pages)] = np.asarray(message.pages, dtype=np.int64).ravel()
+            pages = np.asarray(message.pages, dtype=np.int64).ravel()
+            if beyond > 0:
+                words[self.chunk_pages : self.chunk_pages + 3 * beyond] = pages[-3 * beyond :]
+                pages = pages[: -3 * beyond]
+            words[self.pages : self.pages + len(pages)] = pages
         if message.join is not None:
             self._encode_join(message.join, words)
         if message.chunk is not None:
@@ -193,11 +207,12 @@ def _empty_message(layout: MailLayout) -> np.ndarray[tuple[int], np.dtype[np.int
     words = np.zeros(layout.size, dtype=np.int64)
     words[layout.lanes : layout.pages] = layout.dummy_row
     words[layout.pages : layout.join : 3] = layout.dummy_row
+    words[layout.chunk_pages :: 3] = layout.dummy_row
     stops, _, values, _ = layout.join_parts
     words[layout.join] = layout.dummy_row
     words[stops:values] = -1
     words[layout.chunk + 3] = -1
-    words[layout.trees :] = -1
+    words[layout.trees : layout.chunk] = -1
     return words
 
 

@@ -43,10 +43,13 @@ class Prefill(Stage):
         )  # fmt: skip
         counts = ("output_count_RV",) if self.sampling.penalties else ()
         logprobs = () if self.sampling.logprobs < 0 else RING if self.sampling.logprobs else RING[:1]
-        self.writes = ("target_kv", *state, *draft_writes, *history, *counts, *logprobs, "ring_ZBJ")
+        self.writes = ("target_kv", "page_table_RP", *state, *draft_writes, *history, *counts, *logprobs, "ring_ZBJ")
 
     def forward(self, v: Views) -> None:
         at = self.layout
+        if at.max_chunk_pages:
+            row, column, page = v.mail[at.chunk_pages :].view(-1, 3).unbind(1)
+            v.page_table_RP.index_put_((row, column), page.to(torch.int32))
         start_1, length_1, total_1, known_1, prompt_1 = v.mail[at.chunk : at.tokens].split(1)
         row_1 = v.lane_row_B
         entry_C = torch.arange(self.chunk, device=row_1.device)

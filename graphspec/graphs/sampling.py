@@ -152,9 +152,8 @@ class LogitShaper:
 
     def _bias(self, v: Views, row_B: Tensor, logits_BTV: Tensor, position_BT: Tensor, target_token_Vd: Tensor | None) -> Tensor:
         shape = (row_B.shape[0], self.vocab_size + 1)
-        added_BV = torch.zeros(shape, device=row_B.device).scatter_add(
-            1, columns(v.bias_id_RI[row_B], self.vocab_size), v.bias_value_RI[row_B]
-        )
+        # Ids of a row are distinct; the unused ones share the column that is cut off.
+        added_BV = torch.zeros(shape, device=row_B.device).scatter(1, columns(v.bias_id_RI[row_B], self.vocab_size), v.bias_value_RI[row_B])
         stops_BV = torch.zeros(shape, dtype=torch.bool, device=row_B.device)
         stops_BV = stops_BV.scatter(1, columns(v.stop_id_RE[row_B], self.vocab_size), True)
         kept = slice(self.vocab_size) if target_token_Vd is None else target_token_Vd

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ..config import Config, HardwareConfig, ModelConfig
-from ..memory import GIB, MemoryPlan, plan_memory
+from ..memory import GIB, MemoryPlan, fit_memory
 from ..plan import Plan, make_plan
 from .floor import FloorModel, kv_bytes_per_token
 
@@ -33,6 +33,7 @@ class Capacity:
         budget: bytes the engine may use; None: the memory of the hardware is not known.
         rows: most rows at ``context``, 0: not even one; None: not known.
         longest: longest context of a single row; likewise.
+        chunks: sizes of prefill chunks in that account.
     """
 
     parts: tuple[tuple[str, int, bool], ...]
@@ -43,6 +44,7 @@ class Capacity:
     budget: int | None
     rows: int | None
     longest: int | None
+    chunks: tuple[int, ...]
 
     @property
     def total(self) -> int:
@@ -61,6 +63,7 @@ class Capacity:
             "budget": self.budget,
             "rows_that_fit": self.rows,
             "context_that_fits": self.longest,
+            "prefill_chunks": list(self.chunks),
         }
 
 
@@ -79,11 +82,11 @@ def capacity(
         memory: bytes of the hardware; None: not known.
     """
 
-    def at(rows: int, context: int) -> MemoryPlan:
+    def at(rows: int, context: int) -> tuple[Plan, MemoryPlan]:
         return _plan(config, paper, model, shape, device, dtype, memory, rows, context)
 
     def fits(rows: int, context: int) -> bool:
-        found = at(rows, context)
+        _, found = at(rows, context)
         return found.total <= found.budget
 
     longest = paper.target.max_position_embeddings
@@ -95,7 +98,7 @@ def capacity(
         longest_context = min(pages * page, longest)
     batches = config.plan.batches
     shown = max((batch for batch in batches if most is None or batch <= most), default=batches[0])
-    plan = at(shown, context)
+    engine, plan = at(shown, context)
     per_token = (
         kv_bytes_per_token(paper.target, model.itemsize),
         kv_bytes_per_token(paper.draft.decoder, model.itemsize) if paper.draft is not None else 0,
@@ -109,6 +112,7 @@ def capacity(
         budget=plan.budget if memory is not None else None,
         rows=most,
         longest=longest_context,
+        chunks=engine.prefill_chunks,
     )
 
 
@@ -127,10 +131,10 @@ def _largest(holds: Callable[[int], bool], limit: int) -> int:
 def _plan(
     config: LaunchConfig, paper: Paper, model: FloorModel, shape: CycleShape, device: str, dtype: str, memory: int | None, rows: int,
     context: int,
-) -> MemoryPlan:  # fmt: skip
+) -> tuple[Plan, MemoryPlan]:  # fmt: skip
     engine, plan = engine_plan(config, paper, shape, rows, context, device=device, dtype=dtype, memory=memory)
     own = model.draft_own.size + _table(paper.draft.decoder, plan.max_positions) if model.draft_own is not None and paper.draft else 0
-    return plan_memory(plan, engine, (model.target_weights.size + _table(paper.target, plan.max_positions), own))
+    return fit_memory(plan, engine, (model.target_weights.size + _table(paper.target, plan.max_positions), own))
 
 
 def engine_plan(

@@ -101,6 +101,7 @@ def memory_table(advice: Advice) -> Table:
     table.add_row("(of the KV: a token in the target's pool)", spell_bytes(target))
     table.add_row("(of the KV: a token in the draft's pool)", spell_bytes(draft))
     table.add_row("(of the KV: a row's window)", spell_bytes(found.window))
+    table.add_row("(prompts are read in chunks of)", ", ".join(map(str, found.chunks)))
     if found.rows is not None:
         fits = f"most rows at {found.context} tokens: {found.rows}; longest context of one row: {found.longest}"
         table.add_row(f"({fits if found.rows or found.longest else 'not even one row fits'})", "")

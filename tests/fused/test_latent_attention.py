@@ -12,6 +12,7 @@ from torch import Tensor
 from graphspec.errors import ConfigError
 from graphspec.kernels.fused import latent_attention as fused
 from graphspec.kernels.fused import latent_kv_write as fused_write
+from graphspec.kernels.fused.launch import recording
 from graphspec.kernels.latent_attention import latent_attention, random_latent_pool
 from graphspec.kernels.latent_chunk_attention import latent_chunk_attention
 from graphspec.kernels.latent_kv_write import latent_kv_write
@@ -244,3 +245,33 @@ def test_write_touches_its_slots_and_nothing_else() -> None:
     expected = torch.zeros_like(changed)
     expected[1, 0, 3, 2] = expected[1, 0, 1, 1] = True
     assert torch.equal(changed, expected)
+
+
+def test_groups_of_tiles_share_their_partials_and_no_bit_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Partials of one launch hold a part of the tiles: two, one and all give the same bits, in tiles that cross lanes and end half full."""
+    monkeypatch.setattr(fused, "SPLIT", 32)
+    case = call([70, 13], 3, 7, columns=6)
+    whole = fused.OP(**case)
+    assert_right(case, whole)
+    one = 3 * 16 * (24 + 2) * 4  # splits, rows of a float32 tile, channels and the two statistics of each
+    for scratch in (one, 2 * one, 4 * one - 1):
+        monkeypatch.setattr(fused, "SCRATCH", scratch)
+        with recording() as launches:
+            fused.latent_attention(**case)
+        merges = [launch for launch in launches if launch.kernel.fn.__name__ == "_merge"]
+        assert len(merges) == -(-4 // (scratch // one)) and len(launches) == 2 * len(merges)
+        assert torch.equal(fused.OP(**case), whole)
+
+
+@pytest.mark.parametrize(("lanes", "tokens", "heads", "words"), [(8, 100, 128, 2), (8, 8, 128, 1), (1, 5, 128, 1), (64, 8, 16, 1)])
+def test_partials_are_bounded(lanes: int, tokens: int, heads: int, words: int) -> None:
+    """DeepSeek's heads: 8 trees of 100 nodes would have 6.7 GB of partials."""
+    with recording() as launches:
+        fused.latent_attention(**fused._call(lanes, tokens, heads, 131072, words=words))
+    for launch in launches:
+        tensors = {id(value): value for value in launch.args if isinstance(value, Tensor)}
+        kept = [t for t in tensors.values() if t.dtype == torch.float32]
+        assert 0 < sum(t.numel() * t.element_size() for t in kept) <= 64 * 2**20
+    if lanes == 1:
+        assert len(launches) == 2, "a chain at batch 1 is one group"
+        assert launches[0].grid[0] * launches[0].grid[1] >= 2 * 132

@@ -127,7 +127,7 @@ KEYS: dict[str, Callable[[Any], bool]] = {
     "max_logprobs": lambda v: is_whole(v, 1, 2**31 - 1),
     "memory_gib": _optional(lambda v: is_real(v, 1e-9, 1e9)),
     "buckets": lambda v: _sizes(v, 65536),
-    "prefill_chunks": lambda v: _sizes(v, 2**20),
+    "prefill_chunks": _optional(lambda v: _sizes(v, 2**20)),
     "depth_per_bucket": lambda v: _pairs(v, lambda k: is_whole(k, 1, 2), lambda d: is_whole(d, 0, 3)),
     "depths": lambda v: isinstance(v, list | tuple) and all(is_whole(d, 0, 3) for d in v) and sorted(set(v)) == list(v),
     "backlog": lambda v: is_whole(v, 2, 2**31 - 1),

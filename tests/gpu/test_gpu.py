@@ -25,7 +25,7 @@ from graphspec.graphs.mailbox import Chunk, Join, Message
 from graphspec.kernels import select_kernels
 from graphspec.models.layers import use_kernels
 from graphspec.programs import Key, PrefillKey
-from graphspec.shapes import SAMPLED, GraphKey
+from graphspec.shapes import SAMPLED, GraphKey, SamplingClass
 from tests._tiny import SHAPES, STRUCTURES, move, same_bits, structure_plan, tiny_networks
 
 # The versions on a GPU machine are its own, and so are their warnings.
@@ -42,8 +42,10 @@ PROMPTS = [
 RUNTIME = "captured"
 
 
-def build(shape: str, mode: str, *, runtime: str = RUNTIME, cycles_in_flight: int = 1, budget: int = 80) -> Cycle:
-    """A cycle of the tiny pair with three requests behind their prefill: two sampled, one greedy."""
+def build(
+    shape: str, mode: str, *, runtime: str = RUNTIME, cycles_in_flight: int = 1, budget: int = 80, sampling: SamplingClass = SAMPLED
+) -> Cycle:
+    """A cycle of the tiny pair with three requests after their prefill: two sampled, one greedy; filters where the class has them."""
     plan = structure_plan(
         shape, device=DEVICE, runtime=runtime, mode=mode, cycles_in_flight=cycles_in_flight, buckets=BUCKETS[mode],
         max_rows=BUCKETS[mode][-1],
@@ -56,11 +58,14 @@ def build(shape: str, mode: str, *, runtime: str = RUNTIME, cycles_in_flight: in
         if network is not None:
             use_kernels(network, kernels)
     cycle = Cycle(plan, networks.target, networks.draft, kernels)
-    prefill: Key = PrefillKey(16, SAMPLED)
-    cycle.prepare([*plan.graph_keys(SAMPLED), prefill])
+    prefill: Key = PrefillKey(16, sampling)
+    cycle.prepare([*plan.graph_keys(sampling), prefill])
     for row, temperature in enumerate((0.9, 0.0, 0.6)):
         tokens = [(7 * row + 3 * i) % 61 for i in range(9 + row)]
-        join = Join(row=row, budget=budget, seed=row, temperature=temperature, draft_len=plan.shape.num_steps, stop_ids=())
+        join = Join(
+            row=row, budget=budget, seed=row, temperature=temperature, draft_len=plan.shape.num_steps, stop_ids=(),
+            top_k=40, top_p=0.8, min_p=0.001, repetition=1.2, presence=0.3, frequency=0.1, bias=((5, 1.5), (6, -2.0)),
+        )  # fmt: skip
         pages = [(row, column, 1 + row * plan.table_width + column) for column in range(plan.table_width)]
         while pages:
             part, pages = pages[: plan.page_updates], pages[plan.page_updates :]
@@ -73,13 +78,23 @@ def contents(cycle: Cycle) -> dict[str, Tensor]:
     return {name: tensor[:, :, 1:] if name.endswith("_kv") else tensor for name, tensor in cycle.arena.snapshot(KINDS).items()}
 
 
-def shuffled(cycle: Cycle, launches: int) -> Iterator[tuple[GraphKey, Message]]:
+def shuffled(cycle: Cycle, launches: int, sampling: SamplingClass = SAMPLED) -> Iterator[tuple[GraphKey, Message]]:
     """Launches over all buckets in random order, each with a random choice of lanes."""
     order = random.Random(0)
     for _ in range(launches):
         bucket = order.choice(cycle.plan.buckets)
         rows = order.sample(range(3), order.randint(1, min(bucket, 3)))
-        yield GraphKey(bucket, cycle.plan.shape, SAMPLED), Message(lanes=rows)
+        yield GraphKey(bucket, cycle.plan.shape, sampling), Message(lanes=rows)
+
+
+def run_directly(cycle: Cycle, key: GraphKey, message: Message) -> dict[str, Tensor]:
+    """The kernels of a program launched one by one on ``message``, as it reaches a cycle; what every slot then holds."""
+    mail = torch.zeros(cycle.layout.size, dtype=torch.int64)
+    cycle.layout.encode(message, mail)
+    cycle.arena["mail"][: cycle.layout.chunk].copy_(mail[: cycle.layout.chunk])
+    with torch.no_grad():
+        cycle.programs[key].direct()
+    return contents(cycle)
 
 
 @pytest.mark.parametrize(
@@ -92,12 +107,7 @@ def test_captured_equals_direct_bitwise(shape: str, mode: str) -> None:
     grown = 0
     for key, message in shuffled(cycle, 12):
         before = cycle.arena.snapshot(KINDS)
-        mail = torch.zeros(cycle.layout.size, dtype=torch.int64)
-        cycle.layout.encode(message, mail)
-        cycle.arena["mail"].copy_(mail)
-        with torch.no_grad():
-            cycle.programs[key].direct()
-        direct = contents(cycle)
+        direct = run_directly(cycle, key, message)
         cycle.arena.restore(before)
         assert isinstance(cycle.programs[key].replay, Captured)
         entry = cycle.read(cycle.launch(key, message))
@@ -105,6 +115,26 @@ def test_captured_equals_direct_bitwise(shape: str, mode: str) -> None:
         assert [name for name in direct if not same_bits(direct[name], captured[name])] == [], key
         grown += sum(map(len, entry.tokens))
     assert grown > 12
+
+
+@pytest.mark.parametrize("mode", ["reference", "fused"])
+@pytest.mark.parametrize("shape", ["none", "tree"])
+def test_filters_give_the_same_bits_every_time(shape: str, mode: str) -> None:
+    """Top-p is a sum over the vocabulary: every replay and every direct launch from one state must cut alike."""
+    every = SamplingClass(True, True, True, True, 2)
+    cycle = build(shape, mode, sampling=every)
+    for key, message in shuffled(cycle, 4, every):
+        before = cycle.arena.snapshot(KINDS)
+        first = run_directly(cycle, key, message)
+        for _ in range(10):
+            cycle.arena.restore(before)
+            cycle.programs[key]()
+            assert [name for name, tensor in contents(cycle).items() if name != "mail" and not same_bits(first[name], tensor)] == [], key
+            cycle.arena.restore(before)
+            again = run_directly(cycle, key, message)
+            assert [name for name in first if not same_bits(first[name], again[name])] == [], key
+        cycle.arena.restore(before)
+        cycle.read(cycle.launch(key, message))
 
 
 @pytest.mark.parametrize("shape", SHAPES)

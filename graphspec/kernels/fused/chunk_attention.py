@@ -168,6 +168,7 @@ def _call(lanes: int, tokens: int, *, heads: int = 32, dim: int = 128, dtype: to
 
 AOT = (
     AotCase("llama-8b-c512", chunk_attention, lambda: _call(1, 512)),
+    AotCase("llama-8b-c2048", chunk_attention, lambda: _call(1, 2048)),
     AotCase("f32-c512", chunk_attention, lambda: _call(1, 512, dtype=torch.float32)),
     AotCase("d64-c512", chunk_attention, lambda: _call(1, 512, dim=64)),
     AotCase("d256-c512", chunk_attention, lambda: _call(1, 512, heads=16, dim=256)),

@@ -6,6 +6,12 @@ reads a latent row once and uses it 64 times, as key and as value.
 In the decode phase the slots of a lane are cut into splits at absolute multiples of a size that depends on the lane's own length alone.
 Neither the batch, nor the number of tokens, nor the width of the page table moves a cut, so none of them moves a row's bits. A second
 kernel merges the splits of a row in their order; the last program of a tile would have to read megabytes for that, alone.
+
+The partials of every split would be gigabytes where lanes, tokens and heads are many: 8 trees of 100 nodes with 128 heads have 3.3 million.
+So tiles are taken in groups whose partials fit ``SCRATCH``, each by the two launches of its own, one group after the other in the same
+memory. A group of 32 splits is 15 tiles, 480 programs, which fill an H200 by themselves; a chain of up to 6 nodes of DeepSeek-V3 at batch
+1 is one group. A program that folded several splits would need the accumulators of two, 256 registers a thread, and have to pass them
+through memory twice.
 """
 
 from __future__ import annotations
@@ -30,6 +36,9 @@ SPLITS = 32
 
 WINDOW = 128
 """Slots that ancestor words can name."""
+
+SCRATCH = 64 * 2**20
+"""Most bytes of partials in a launch. Groups of tiles follow each other in them, so a larger grid needs no more."""
 
 DOUBLINGS = 16
 MERGE = 8
@@ -59,22 +68,26 @@ def _bit(word, column):
     return ((half >> (column & 31).to(tl.uint32)) & 1) != 0
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_pair"])
 def _latent_attention(
     query_latent, query_rope, pool, table, begin, end, valid, ancestors, out, peak, total, scale,
-    tokens, heads, width, rope, columns, splits, table_stride,
+    first_pair, tiles, tokens, heads, width, rope, columns, splits, table_stride,
     latent_lane, latent_token, latent_head, rope_lane, rope_token, rope_head,
     CUT: tl.constexpr, SPLITS: tl.constexpr, SPLIT: tl.constexpr, DOUBLINGS: tl.constexpr, WINDOW: tl.constexpr,
     WORDS: tl.constexpr, CHUNK: tl.constexpr, PAGE: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, EXACT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (split, tile, lane): the result, or, where ``CUT``, the weighted sum, peak and total of a split."""
+    """Program (split, pair of lane and tile): the result, or, where ``CUT``, the weighted sum, peak and total of a split.
+
+    Partials have the place of the pair in its launch.
+    """
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     split = tl.program_id(0)
-    lane = tl.program_id(2).to(tl.int64)
-    row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    pair = first_pair + tl.program_id(1)
+    lane = (pair // tiles).to(tl.int64)
+    row = pair % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
     alive = row < tokens * heads
     step = tl.where(alive, row // heads, 0)
     head = (row % heads).to(tl.int64)
@@ -165,27 +178,32 @@ def _latent_attention(
         mixed = tl.dot(weight.to(rows.dtype), rows, mixed * shrink[:, None], input_precision="ieee")
         best = higher
 
-    line = lane * tokens * heads + row
     if CUT:
+        line = tl.program_id(1).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
         tl.store(peak + line * splits + split, best, mask=alive)
         tl.store(total + line * splits + split, sum_row, mask=alive)
         target = out + (line * splits + split)[:, None] * width + channel[None, :]
         tl.store(target, mixed, mask=(alive & (sum_row != 0))[:, None] & kept[None, :])
     else:
+        line = lane * tokens * heads + row
         mixed = mixed * (1.0 / tl.where(sum_row == 0, 1.0, sum_row))[:, None]
         tl.store(out + line[:, None] * width + channel[None, :], mixed, mask=alive[:, None] & kept[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_pair"])
 def _merge(
-    partial, peak, total, out, splits, width,
-    SPLITS: tl.constexpr, MERGE: tl.constexpr, LATENT: tl.constexpr, PDL: tl.constexpr,
+    partial, peak, total, out, first_pair, tiles, rows_of_lane, splits, width,
+    SPLITS: tl.constexpr, MERGE: tl.constexpr, LATENT: tl.constexpr, BLOCK_M: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (row): the splits of one row, added in their order."""
+    """Program (row of a launch): the splits of one row, added in their order."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     line = tl.program_id(0).to(tl.int64)
+    pair = first_pair + tl.program_id(0) // BLOCK_M
+    row = pair % tiles * BLOCK_M + tl.program_id(0) % BLOCK_M
+    if row >= rows_of_lane:
+        return
     channel = tl.arange(0, LATENT)
     every = tl.arange(0, SPLITS)
     highest = tl.max(tl.load(peak + line * splits + every, mask=every < splits, other=-float("inf")), 0)
@@ -202,7 +220,8 @@ def _merge(
         mixed += tl.sum(rows * weight[:, None], 0)
         whole += tl.sum(sums * weight, 0)
     mixed = mixed * (1.0 / tl.where(whole == 0, 1.0, whole))
-    tl.store(out + line * width + channel, mixed, mask=channel < width)
+    target = (pair // tiles).to(tl.int64) * rows_of_lane + row
+    tl.store(out + target * width + channel, mixed, mask=channel < width)
 
 
 def _blocks(dtype: torch.dtype) -> tuple[int, int]:
@@ -212,6 +231,17 @@ def _blocks(dtype: torch.dtype) -> tuple[int, int]:
     not fit beside them.
     """
     return (64, 32) if dtype.itemsize == 2 else (16, 16)
+
+
+def _group(pairs: int, size: int) -> int:
+    """Pairs of lane and tile in one launch: as many as fit, in groups of one size.
+
+    Args:
+        pairs: all of them.
+        size: bytes of the partials of one.
+    """
+    groups = triton.cdiv(pairs, max(SCRATCH // size, 1))
+    return triton.cdiv(pairs, groups)
 
 
 def _attend(
@@ -231,29 +261,35 @@ def _attend(
     slots = table.shape[1] * page_size
     splits = 1 if ancestors is None else min(SPLITS, triton.cdiv(slots, SPLIT))
     block_m, block_n = _blocks(query_latent.dtype)
-    rows = lanes * tokens * heads
     out = query_latent.new_empty(lanes, tokens, heads, width)
+    tiles = triton.cdiv(tokens * heads, block_m)
+    group = pairs = lanes * tiles
     target, peak, total = out, None, None
     if splits > 1:
-        target = out.new_empty(rows, splits, width, dtype=torch.float32)
-        peak, total = (out.new_empty(rows, splits, dtype=torch.float32) for _ in range(2))
+        group = _group(pairs, splits * block_m * (width + 2) * 4)
+        target = out.new_empty(group * block_m, splits, width, dtype=torch.float32)
+        peak, total = (out.new_empty(group * block_m, splits, dtype=torch.float32) for _ in range(2))
     latent, turned = triton.next_power_of_2(max(width, 16)), triton.next_power_of_2(max(rope, 16))
-    launch(
-        _latent_attention, (splits, triton.cdiv(tokens * heads, block_m), lanes),
-        query_latent, query_rope, latent_pool[layer], table, begin.contiguous(), end.contiguous(),
-        None if valid is None else valid.contiguous(), None if ancestors is None else ancestors.contiguous(),
-        target, peak, total, scale * math.log2(math.e),
-        tokens, heads, width, rope, table.shape[1], splits, table.stride(0), *query_latent.stride()[:3], *query_rope.stride()[:3],
-        CUT=splits > 1, SPLITS=SPLITS, SPLIT=SPLIT, DOUBLINGS=DOUBLINGS, WINDOW=WINDOW,
-        WORDS=0 if ancestors is None else ancestors.shape[-1], CHUNK=valid is not None, PAGE=page_size,
-        LATENT=latent, ROPE=turned, EXACT=(latent, turned) == (width, rope), BLOCK_M=block_m, BLOCK_N=block_n,
-        num_warps=8 if query_latent.dtype.itemsize == 2 else 4, num_stages=3,
-    )  # fmt: skip
-    if splits > 1:
+    begin, end = begin.contiguous(), end.contiguous()
+    valid, ancestors = (None if each is None else each.contiguous() for each in (valid, ancestors))
+    for first in range(0, pairs, group):
+        taken = min(group, pairs - first)
         launch(
-            _merge, (rows,), target, peak, total, out, splits, width,
-            SPLITS=SPLITS, MERGE=MERGE, LATENT=latent,
+            _latent_attention, (splits, taken),
+            query_latent, query_rope, latent_pool[layer], table, begin, end, valid, ancestors,
+            target, peak, total, scale * math.log2(math.e),
+            first, tiles, tokens, heads, width, rope, table.shape[1], splits, table.stride(0),
+            *query_latent.stride()[:3], *query_rope.stride()[:3],
+            CUT=splits > 1, SPLITS=SPLITS, SPLIT=SPLIT, DOUBLINGS=DOUBLINGS, WINDOW=WINDOW,
+            WORDS=0 if ancestors is None else ancestors.shape[-1], CHUNK=valid is not None, PAGE=page_size,
+            LATENT=latent, ROPE=turned, EXACT=(latent, turned) == (width, rope), BLOCK_M=block_m, BLOCK_N=block_n,
+            num_warps=8 if query_latent.dtype.itemsize == 2 else 4, num_stages=3,
         )  # fmt: skip
+        if splits > 1:
+            launch(
+                _merge, (taken * block_m,), target, peak, total, out, first, tiles, tokens * heads, splits, width,
+                SPLITS=SPLITS, MERGE=MERGE, LATENT=latent, BLOCK_M=block_m,
+            )  # fmt: skip
     return out
 
 
@@ -324,13 +360,14 @@ def _call(lanes: int, tokens: int, heads: int, slots: int, words: int = 1, page_
 
 AOT = (
     AotCase("deepseek-v3-t4", latent_attention, lambda: _call(1, 4, 128, 8192)),
-    AotCase("deepseek-v3-b8-t61", latent_attention, lambda: _call(8, 61, 128, 32768)),
-    AotCase("deepseek-v3-b8-t100", latent_attention, lambda: _call(8, 100, 128, 32768, words=2)),
+    AotCase("deepseek-v3-t12-two-groups", latent_attention, lambda: _call(1, 12, 128, 32768)),
+    AotCase("deepseek-v2-lite-t100-two-groups", latent_attention, lambda: _call(1, 100, 16, 32768, words=2)),
     AotCase("deepseek-v3-t1-one-split", latent_attention, lambda: _call(1, 1, 128, 256)),
     AotCase("deepseek-v2-lite-t1", latent_attention, lambda: _call(1, 1, 16, 8192)),
     AotCase("deepseek-v2-lite-b8-t4", latent_attention, lambda: _call(8, 4, 16, 8192)),
     AotCase("deepseek-v2-lite-page1", latent_attention, lambda: _call(1, 4, 16, 8192, page_size=1)),
     AotCase("deepseek-v2-lite-page16", latent_attention, lambda: _call(1, 4, 16, 8192, page_size=16)),
     AotCase("deepseek-v3-chunk256", latent_chunk_attention, lambda: _call(1, 256, 128, 8192, chunk=True)),
+    AotCase("deepseek-v3-chunk2048", latent_chunk_attention, lambda: _call(1, 2048, 128, 8192, chunk=True)),
     AotCase("deepseek-v2-lite-chunk256", latent_chunk_attention, lambda: _call(1, 256, 16, 8192, chunk=True)),
 )

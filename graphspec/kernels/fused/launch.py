@@ -207,8 +207,6 @@ def semaphores(device: torch.device, count: int) -> Tensor:
     """
     if count > SEMAPHORES:
         raise CaptureError("semaphores", f"at most {SEMAPHORES}", count)
-    if device.type == "meta":
-        return torch.empty(SEMAPHORES, dtype=torch.int32, device=device)
     if device not in _semaphores:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise CaptureError("semaphores", "a warm-up before the capture", "the first launch, captured")

@@ -220,4 +220,4 @@ def _case(name: str, tokens: int) -> AotCase:
     return AotCase(f"{name}-t{tokens}", moe_mlp, lambda: _call(tokens, *_MODELS[name]))
 
 
-AOT = tuple(_case(name, tokens) for name in _MODELS for tokens in (1, 8, 32, 256))
+AOT = tuple(_case(name, tokens) for name in _MODELS for tokens in (1, 8, 32, 256, 2048))
