@@ -64,7 +64,7 @@ def _plan(bench: Bench, target: Path, draft: Path) -> Any:
     from graphspec.plan import make_plan
 
     facts = read_model_facts(target)
-    config = Bench._config(bench.case, target, draft, "cuda", "captured")
+    config = Bench.config_of(bench.case, target, draft, "cuda", "captured")
     return make_plan(config, facts, read_eagle3_facts(draft, facts), device="cuda")
 
 
