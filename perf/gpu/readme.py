@@ -87,7 +87,7 @@ def engine_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 def state(evidence: Evidence | None) -> str:
     """What ran where, and how it ended."""
-    if evidence is None or not evidence.summaries:
+    if evidence is None:
         return (
             "**No GPU has run this code yet.** `make gpu-check` runs every check and every measurement on one; until then, these are aims."
         )
@@ -96,6 +96,8 @@ def state(evidence: Evidence | None) -> str:
     verdict = "all green" if evidence.verified else f"{red} red" if red else "not green: some were skipped or did not run"
     gpu = head["gpus"][0]["name"] if head.get("gpus") else "a GPU"
     where = f"one {gpu}, {head['date'][:10]}, revision {str(head['revision'])[:12]}"
+    if not summaries:
+        return f"`make gpu-check` on {where}: it has not come to the checks, so no figure of it is shown."
     said = f"`make gpu-check` on {where}: {outcomes['passed']} checks passed, {verdict}."
     if "tests" not in summaries:
         said += " These are the core checks; the others have not run there."

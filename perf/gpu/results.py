@@ -119,7 +119,7 @@ def gather(folder: Path, head: Mapping[str, Any] | None = None) -> Evidence | No
 def _heads(folder: Path, kind: str) -> list[tuple[Path, list[Record]]]:
     """Files of one kind, oldest first, without those that say nothing of where they come from."""
     found = [(path, read(path)) for path in sorted(folder.glob(f"*-{kind}.jsonl"))]
-    return [(path, records) for path, records in found if records and records[0]["kind"] == "provenance"]
+    return [(path, records) for path, records in found if records and records[0].get("kind") == "provenance"]
 
 
 def _newest_of_each(files: Iterable[list[Record]]) -> list[Record]:

@@ -29,7 +29,7 @@ from triton.runtime.driver import driver
 from graphspec.buffers import DTYPES, Arena
 from graphspec.facts import read_eagle3_facts, read_model_facts
 from graphspec.graphs.mailbox import MailLayout
-from graphspec.kernels.fused.launch import NAMESPACE, Launch, recording
+from graphspec.kernels.fused.launch import INTERPRETED, NAMESPACE, Launch, recording
 from graphspec.models.layers import use_kernels
 from graphspec.models.llama import LlamaModel
 from graphspec.plan import make_plan
@@ -239,6 +239,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--file", type=Path, help="append the record to this file too")
     options = parser.parse_args(argv)
+    if INTERPRETED:
+        parser.error("TRITON_INTERPRET is set: interpreted kernels can't be compiled")
     if not torch.cuda.is_available():
         print("no CUDA device: nothing was compiled")
         return 0
