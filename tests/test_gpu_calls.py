@@ -283,6 +283,7 @@ COMPILED = """
 import json, os, sys
 from pathlib import Path
 from types import SimpleNamespace
+from triton.backends.compiler import GPUTarget
 from perf.gpu import bench, warm
 from tests._codegen import pretended_gpu
 
@@ -293,7 +294,8 @@ broken = SimpleNamespace(kernel=SimpleNamespace(fn=lambda: None), args=(), grid=
 found, folder = warm.compile_all([*small, broken], GPUTarget("cuda", 90, 32), 120, 2), Path(os.environ["TRITON_CACHE_DIR"])
 entries = sorted(child.name for child in folder.iterdir())
 with pretended_gpu():
-    again = small[0].kernel.warmup(*small[0].args, grid=(1,), num_warps=small[0].num_warps, **small[0].constexprs)
+    one = small[0]
+    again = one.kernel.warmup(*one.args, grid=(1,), num_warps=one.num_warps, num_stages=one.num_stages, **one.constexprs)
 same = entries == sorted(child.name for child in folder.iterdir())
 late = warm.compile_all([broken], GPUTarget("cuda", 90, 32), 0, 1)
 print(json.dumps({"found": found, "cubins": len(list(folder.glob("*/*.cubin"))), "again": again.hash, "same": same, "late": late}))
