@@ -25,7 +25,7 @@ from graphspec.errors import CaptureError
 from perf import gpu_check
 from perf.gpu import bench, checks, engine, first, latency, readme, records, results, static_decode, warm
 from perf.gpu.bench import EAGLE3_8B, LLAMA_8B
-from perf.gpu.budget import CALLS, MINUTES, OVERHEAD, Part, all_parts, allowed, needed
+from perf.gpu.budget import CALLS, GAP, MINUTES, Part, all_parts, allowed, needed
 from tests._codegen import pretended_gpu
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -71,7 +71,7 @@ def run_down(parts: Sequence[Part], minutes: float, shares: Sequence[float], bet
 
 
 @pytest.mark.parametrize("call", CALLS)
-@given(shares=several(1), between=several(OVERHEAD / 8))
+@given(shares=several(1), between=several(GAP))
 def test_whatever_the_parts_before_do_each_has_its_least_and_the_whole_is_over_in_time(
     call: str, shares: list[float], between: list[float]
 ) -> None:
@@ -79,7 +79,7 @@ def test_whatever_the_parts_before_do_each_has_its_least_and_the_whole_is_over_i
     run_down(CALLS[call], MINUTES, shares, between)
 
 
-@given(leasts=several(300), more=several(600), shares=several(1), between=several(OVERHEAD / 8))
+@given(leasts=several(300), more=several(600), shares=several(1), between=several(GAP))
 def test_a_greedy_part_leaves_the_others_theirs(leasts: list[float], more: list[float], shares: list[float], between: list[float]) -> None:
     """Other parts, in the fewest minutes there can be."""
     parts = [Part(str(number), least + extra, least, "") for number, (least, extra) in enumerate(zip(leasts, more, strict=True))]

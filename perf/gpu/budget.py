@@ -44,8 +44,8 @@ CALLS: dict[str, tuple[Part, ...]] = {
     ),
 }
 MINUTES = 9.5
-OVERHEAD = 20.0
-"""Seconds for what happens between the parts: imports, files, processes that take their time to end."""
+GAP = 4.0
+"""Seconds that may pass before a part: imports, files, processes that take their time to end."""
 SHORTEST = 10.0
 """A part with less than this is not begun."""
 
@@ -57,7 +57,7 @@ def all_parts() -> tuple[Part, ...]:
 
 def needed(parts: Sequence[Part]) -> float:
     """The fewest minutes in which every one of ``parts`` gets its least."""
-    return (sum(part.least for part in parts) + OVERHEAD) / 60
+    return sum(part.least + GAP for part in parts) / 60
 
 
 def allowed(parts: Sequence[Part], name: str, elapsed: float, minutes: float) -> float:
@@ -70,5 +70,5 @@ def allowed(parts: Sequence[Part], name: str, elapsed: float, minutes: float) ->
         minutes: for the whole call, at least :func:`needed`.
     """
     place = next(number for number, part in enumerate(parts) if part.name == name)
-    kept = sum(part.least for part in parts[place + 1 :])
+    kept = sum(part.least + GAP for part in parts[place + 1 :])
     return max(0.0, min(parts[place].most, 60 * minutes - elapsed - kept))
