@@ -68,9 +68,11 @@ snapshots: $(STAMP) ## write tests/snapshots anew from conf/experiment
 features: $(STAMP) ## write docs/features.md from the tests that pass
 	$(PYTEST) --write-features
 
+CALL ?= first
+OUT ?= perf/results
 # Not $(STAMP): a GPU machine may have no network to make .venv from, and has its own torch. Where there is a .venv it is used.
-gpu-check: ## all that needs a GPU: probes, tests, latency and, when green, speed
-	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m perf.gpu_check
+gpu-check: ## all that needs a GPU, in calls of ten minutes (perf/gpu/RUNBOOK.md); CALL=first, second or third, OUT=folder of the results
+	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m perf.gpu_check --call $(CALL) --out $(OUT)
 
 bench: $(STAMP) ## measure speed, all sides in one run; README's table
 	$(BIN)/python -m perf.speed --readme

@@ -1,50 +1,42 @@
-"""Everything that needs a GPU, in one command: ``python -m perf.gpu_check``.
+"""Everything that needs a GPU, in three calls of ten minutes: ``python -m perf.gpu_check --call first``, then ``second``, then ``third``.
 
-Four parts, in this order, each in processes of its own and within a limit, together in less than ten minutes: ``first`` tries everything
-once (``perf.gpu.first``), ``tests`` runs the tests marked ``gpu``, ``latency`` measures cycles (``perf.gpu.latency``), ``speed`` the demo
-model (``perf.speed --runtime captured``). ``--only`` runs some of them, arguments behind ``--`` go to pytest.
+The first says whether this code works on this machine and measures what README states; the second runs every test; the third measures the
+whole engine, batches and baselines. ``perf/gpu/RUNBOOK.md`` says what each outcome means. Every part runs in processes of its own and
+within seconds that leave the parts after it what they need (``perf.gpu.budget``). ``--only`` runs some parts of any call; arguments after
+``--`` go to pytest.
 
-One file in ``perf/results`` says where it ran and has a line for each probe and check, written as they come; what the parts printed is
-beside it in a ``.log``; latency and speed write files of their own. When the first part shows that nothing can work, the others are not
-begun (``--keep-going``). Latency of a revision whose checks were not all green is marked as unverified, and README shows none of it; speed
-is measured only when they were. On a machine without a CUDA device it says so and claims nothing.
+All calls write into the folder of ``--out``. A file of each call says where it ran and has a line for each probe and check, written as
+they come; what the parts printed is next to it in a ``.log``; latency and the whole engine have files of their own. A later call knows what
+earlier ones of the same code on the same kind of GPU have done: tests that passed and rows that were measured are left out, unless
+``--again``. On a machine without a CUDA device it says so and claims nothing.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import shutil
-import signal
-import subprocess
 import sys
-import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from graphspec.lab.provenance import ROOT, provenance, result_file, write_jsonl
-from perf.gpu import first
+from perf.gpu import checks, first
+from perf.gpu.budget import CALLS, MINUTES, SHORTEST, Part, all_parts, allowed, needed
+from perf.gpu.processes import run_command
+from perf.gpu.results import append, gather, read, tree_digest
 
 NO_DEVICE = "no CUDA device: nothing was run, nothing is claimed"
-PARTS = ("first", "tests", "latency", "speed")
-LIMITS = {"first": 120.0, "tests": 270.0, "latency": 540.0, "speed": 150.0}
-"""Most seconds of a part; what is left of the whole time ends it sooner."""
-RESERVED = {"tests": 150.0, "latency": 60.0}
-"""Seconds a part leaves to those behind it, where they are wanted."""
-MINUTES = 9.5
-PROCESSES = 12
-GRACE = 10.0
-"""Seconds between asking a part to end and ending it."""
 AGAIN = 75
 """Exit code of ``perf.gpu.latency`` when CUDA gave up on its process and there was more to measure."""
-SANITIZER = "tests/gpu/test_gpu.py::test_small_kernels_are_clean_under_the_sanitizer"
+LAST_CASE = 30.0
+"""Seconds before the end of its part after which latency begins no further case."""
 SHOWN = 25
 """Failures that are printed."""
+Outcome = tuple[int | None, str]
+"""Exit code of a part, None when its time was over, and what to say of it."""
 
 
 def has_cuda() -> bool:
@@ -54,136 +46,43 @@ def has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
-def append(file: Path, record: Mapping[str, Any]) -> None:
-    """One more line; what was written before stays."""
-    with file.open("a", encoding="utf-8") as sink:
-        sink.write(json.dumps(record, default=str) + "\n")
-
-
-def read(file: Path) -> list[dict[str, Any]]:
-    """Records of a result file; a line that was cut off is left out."""
-    records = []
-    for line in file.read_text(encoding="utf-8").splitlines():
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
-    return records
-
-
-def left_out() -> list[tuple[str, str]]:
-    """``(pytest argument, tool)`` of every group of checks whose optional tool is not installed here.
-
-    They are left out by name and the file says so; a check that skips itself still keeps a run from being green.
-    """
-    groups = (
-        ("FlashInfer", find_spec("flashinfer") is not None, "--ignore=tests/gpu/test_flashinfer.py"),
-        ("compute-sanitizer", shutil.which("compute-sanitizer") is not None, f"--deselect={SANITIZER}"),
-    )
-    return [(argument, name) for name, there, argument in groups if not there]
-
-
-def run_command(command: Sequence[str], limit: float, log: Path, *, show: bool, environment: Mapping[str, str] | None = None) -> int | None:
-    """Run a command in a process group of its own; everything it prints goes to ``log``, its standard output also here if ``show``.
-
-    Returns:
-        Its exit code; None when it was not over after ``limit`` seconds: it is asked to end (SIGINT), then ended.
-    """
-    late = threading.Event()
-    with log.open("ab") as sink:
-        sink.write(f"\n=== {' '.join(command[1:])}\n".encode())
-        sink.flush()
-        process = subprocess.Popen(
-            command, cwd=ROOT, env={**os.environ, **(environment or {})}, stdout=subprocess.PIPE if show else sink, stderr=sink,
-            start_new_session=True,
-        )  # fmt: skip
-
-        def end() -> None:
-            late.set()
-            for sign in (signal.SIGINT, signal.SIGKILL):
-                try:
-                    os.killpg(process.pid, sign)
-                    process.wait(GRACE)
-                except (ProcessLookupError, subprocess.TimeoutExpired):
-                    continue
-
-        timer = threading.Timer(max(1.0, limit), end)
-        timer.start()
-        try:
-            if process.stdout is not None:
-                for line in process.stdout:
-                    sink.write(line)
-                    print(line.decode(errors="replace"), end="", flush=True)
-            code = process.wait()
-        finally:
-            timer.cancel()
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-    return None if late.is_set() else code
-
-
-def run_tests(arguments: Sequence[str], file: Path, log: Path, limit: float) -> int | None:
-    """Pytest in a process of its own over ``tests/gpu``, its records appended to ``file``; its exit code, None when the time was over.
-
-    The folder is named because collecting the others imports what a GPU machine may lack (Hydra).
-    """
-    command = [
-        sys.executable, "-m", "pytest", "tests/gpu", "-m", "gpu", "-q", "-p", "no:cacheprovider", "-p", "no:benchmark", "-W", "default",
-        "-p", "perf.gpu.records", f"--records={file}", "--durations=15",
-    ]  # fmt: skip
-    if find_spec("xdist") is not None:
-        # Most of the time is compilation on the host; the tests themselves leave room on the device for several.
-        command += ["--numprocesses", str(min(PROCESSES, os.cpu_count() or 1)), "--dist", "worksteal", "--max-worker-restart", "64"]
-    # Every process has a core, and needs no pool of compiling processes beside it.
-    environment = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-    return run_command([*command, *arguments], limit, log, show=False, environment=environment)
-
-
-def was_green(folder: Path, head: Mapping[str, Any]) -> bool:
-    """The newest check of this revision on this kind of device, in ``folder``, was green."""
-    for file in sorted(folder.glob("*-gpu-check.jsonl"), reverse=True):
-        records = read(file)
-        if records and all(records[0].get(key) == head.get(key) for key in ("revision", "gpus", "torch")):
-            return any(record["kind"] == "summary" and record["green"] for record in records)
-    return False
-
-
 class Check:
     """One run of some parts.
 
     Args:
         options: of the command line.
+        parts: in order.
         head: where it runs.
+        clock: seconds, as ``time.monotonic`` gives them.
+        began: by that clock, when this process did.
     """
 
-    def __init__(self, options: argparse.Namespace, head: dict[str, Any]) -> None:
-        self.options, self.head, self.began = options, head, time.perf_counter()
-        self.parts: tuple[str, ...] = tuple(part for part in PARTS if part in options.only)
-        self.file = result_file(options.out, "gpu-check" if "tests" in self.parts else "gpu-parts")
+    def __init__(
+        self, options: argparse.Namespace, parts: Sequence[Part], head: dict[str, Any], clock: Callable[[], float], began: float
+    ) -> None:
+        self.options, self.parts, self.head, self.clock, self.began = options, parts, head, clock, began
+        self.file = result_file(options.out, "gpu-check")
         self.log = self.file.with_suffix(".log")
         self.green: bool | None = None
+        """Every test that ran passed; None: none ran, or a choice of them did and passed."""
         self.bad: list[str] = []
         """Parts that failed or were cut short."""
+        self.unfinished: list[str] = []
+        """Probes that had no time in the part before."""
         write_jsonl(self.file, [head])
-
-    def left(self, part: str) -> float:
-        """Seconds ``part`` may take."""
-        behind = self.parts[self.parts.index(part) + 1 :]
-        reserved = RESERVED.get(part, 0.0) if behind else 0.0
-        return min(LIMITS[part], 60 * self.options.minutes - (time.perf_counter() - self.began) - reserved)
 
     def run(self) -> int:
         """Exit code: 0 when every part did what it should."""
         for part in self.parts:
-            limit, began = self.left(part), time.perf_counter()
-            if limit < 10:
-                self.note(part, None, 0.0, "no time was left")
+            began = self.clock()
+            seconds = allowed(self.parts, part.name, began - self.began, self.options.minutes)
+            if seconds < SHORTEST:
+                self.note(part.name, None, 0.0, "no time was left")
                 continue
-            print(f"== {part}, at most {limit:.0f} s", flush=True)
-            code, why = getattr(self, part)(limit)
-            self.note(part, code, time.perf_counter() - began, why)
-            if part == "first" and why == "hopeless" and not self.options.keep_going:
+            print(f"== {part.name}, at most {seconds:.0f} s: {part.about}", flush=True)
+            code, why = getattr(self, part.name)(seconds)
+            self.note(part.name, code, self.clock() - began, why)
+            if why == "hopeless" and not self.options.keep_going:
                 break
         self.summarise()
         return 1 if self.bad or self.green is False else 0
@@ -195,73 +94,126 @@ class Check:
             self.bad.append(part)
         print(f"== {part}: exit code {code}, {seconds:.0f} s{', ' + why if why else ''}", flush=True)
 
-    def first(self, limit: float) -> tuple[int, str]:
-        """Every probe; ``hopeless`` when one of the essential ones failed."""
-        failed: list[str] = []
+    def probes(self, seconds: float) -> Outcome:
+        """What nothing works without, and the kernels; ``hopeless`` when one of the former did not pass."""
+        outcomes = self.try_all(first.before_all_else(first.probes()), seconds)
+        self.unfinished = [name for name, outcome in outcomes.items() if outcome == "not_run"]
+        hopeless = any(outcomes.get(name) != "passed" for name in first.ESSENTIAL)
+        return self.verdict(outcomes) if not hopeless else (1, "hopeless")
+
+    def cache(self, seconds: float) -> Outcome:
+        """Kernels compiled ahead; one that does not compile shows in the rows and the tests, and stops nothing here."""
+        command = [sys.executable, "-m", "perf.gpu.warm", "--seconds", f"{0.8 * seconds:.0f}", "--file", str(self.file)]
+        code = run_command(command, seconds, self.log, show=True)
+        return 0, "" if code == 0 else "some kernels were not compiled" if code == 1 else f"failed, exit code {code}: see the log"
+
+    def rows(self, seconds: float) -> Outcome:
+        """README's rows."""
+        return self.latency(["rows"], seconds)
+
+    def core(self, seconds: float) -> Outcome:
+        """The tests that decide green."""
+        return self.run_tests("core", seconds)
+
+    def rest(self, seconds: float) -> Outcome:
+        """The other probes, then a look inside a cycle."""
+        ends, early = self.clock() + seconds, first.before_all_else(first.probes())
+        outcomes = self.try_all([name for name in first.probes() if name not in early or name in self.unfinished], seconds / 2)
+        code, why = self.verdict(outcomes)
+        left = ends - self.clock()
+        if left < SHORTEST:
+            return None, why or "no time for the anatomy"
+        inside, said = self.latency(["anatomy"], left)
+        return (inside if inside != 0 else code), ", ".join(words for words in (why, said) if words)
+
+    def tests(self, seconds: float) -> Outcome:
+        """Every test."""
+        return self.run_tests("tests", seconds)
+
+    def engine(self, seconds: float) -> Outcome:
+        """The whole engine at 8B shapes."""
+        command = [sys.executable, "-m", "perf.gpu.engine", "--out", str(self.options.out), "--seconds", f"{seconds - LAST_CASE:.0f}"]
+        return run_command(command, seconds, self.log, show=True), ""
+
+    def buckets(self, seconds: float) -> Outcome:
+        """Baselines, other kernels, batches."""
+        return self.latency(["baselines", "buckets"], seconds)
+
+    def ops(self, seconds: float) -> Outcome:
+        """Some of FlashInfer's ops next to ours."""
+        if find_spec("flashinfer") is None:
+            return 0, "FlashInfer is not installed"
+        return run_command(
+            [sys.executable, "-m", "perf.gpu.flashinfer_ops", "--out", str(self.options.out)], seconds, self.log, show=True
+        ), ""
+
+    def speed(self, seconds: float) -> Outcome:
+        """The demo model's speed, where the checks of this code were green."""
+        evidence = gather(self.options.out, self.head)
+        if evidence is None or not evidence.verified:
+            return 1, "not measured: the checks were not all green"
+        how = ["--runtime", "captured", "--rounds", "3", "--prompts", "4", "--out"]
+        return run_command([sys.executable, "-m", "perf.speed", *how, str(self.options.out)], seconds, self.log, show=True), ""
+
+    def try_all(self, names: Sequence[str], seconds: float) -> dict[str, str]:
+        """Probes by name; what each came to."""
+        outcomes: dict[str, str] = {}
 
         def put(record: dict[str, Any]) -> None:
             append(self.file, record)
-            if record["outcome"] != "passed":
-                failed.append(record["name"])
+            outcomes[record["name"]] = record["outcome"]
+            passed = record["outcome"] == "passed"
             with self.log.open("a", encoding="utf-8") as sink:
-                sink.write(f"{first.line(record)}\n{record['message'] if record['outcome'] != 'passed' else ''}\n")
-            if record["outcome"] != "passed" or record["name"] in first.ESSENTIAL:
+                sink.write(f"{first.line(record)}\n{'' if passed else record['message']}\n")
+            if not passed or record["name"] in first.ESSENTIAL:
                 print(first.line(record), flush=True)
 
-        sound = first.try_all(first.probes(), put, min(first.SECONDS, limit))
-        hopeless = any(name in first.ESSENTIAL for name in failed)
-        return (0 if sound else 1), "hopeless" if hopeless else f"{len(failed)} failed" if failed else ""
+        first.try_all(names, put, seconds)
+        return outcomes
 
-    def tests(self, limit: float) -> tuple[int | None, str]:
-        """The tests, and the summary that says whether they were green."""
-        began, absent = time.perf_counter(), left_out()
-        code = run_tests([*(argument for argument, _ in absent), *self.options.pytest], self.file, self.log, limit)
-        checks = [record for record in read(self.file) if record["kind"] == "check"]
-        counts = Counter(check["outcome"] for check in checks)
+    @staticmethod
+    def verdict(outcomes: dict[str, str]) -> Outcome:
+        """Exit code and words for probes."""
+        counts = Counter(outcome for outcome in outcomes.values() if outcome != "passed")
+        return (1 if counts else 0), ", ".join(f"{number} {outcome.replace('_', ' ')}" for outcome, number in sorted(counts.items()))
+
+    def run_tests(self, part: str, seconds: float) -> Outcome:
+        """Tests, and the summary that says whether they were green."""
+        selected, absent, began = self.options.pytest, checks.left_out(), self.clock()
+        evidence = None if selected or self.options.again else gather(self.options.out, self.head)
+        before = {name for name, outcome in evidence.outcomes().items() if outcome == "passed"} if evidence else set()
+        start = len(read(self.file))
+        code = checks.run_tests(part, [*(argument for argument, _ in absent), *selected], before, self.file, self.log, seconds)
+        counts = Counter(record["outcome"] for record in read(self.file)[start:] if record["kind"] == "check")
         # A run in which nothing was checked is no green run, and neither is one that skipped a check on a machine that could do it.
-        passed = code == 0 and counts["passed"] == len(checks) > 0
-        self.green = passed and not self.options.pytest
-        summary = {"kind": "summary", "green": self.green, "exit_code": code, "seconds": round(time.perf_counter() - began, 1), **counts}
-        summary |= {"not_installed": [name for _, name in absent], "selected": self.options.pytest}
-        append(self.file, summary)
-        why = "" if code is not None else "not over: what is missing below did not run"
-        if passed and not self.green:
-            # A choice of tests that passes is what was asked for, and no proof of the whole.
-            self.green = None
-        return (1 if code == 0 and not passed else code), why
+        passed = (code == 0 and counts["passed"] == counts.total() > 0) or (code == checks.NO_TESTS and not counts and bool(before))
+        green = passed and not selected
+        summary = {"kind": "summary", "part": part, "green": green, "exit_code": code, "seconds": round(self.clock() - began, 1), **counts}
+        append(self.file, summary | {"known": len(before), "not_installed": [name for _, name in absent], "selected": selected})
+        # A choice of tests that passes is what was asked for, and no proof of the whole.
+        if not (passed and selected):
+            self.green = green and self.green is not False
+        why = "not over: what is missing below did not run" if code is None else f"{len(before)} passed before" if before else ""
+        return (0 if passed else code or 1) if code is not None else None, why
 
-    def latency(self, limit: float) -> tuple[int | None, str]:
+    def latency(self, groups: list[str], seconds: float) -> Outcome:
         """Latency; begun again where it left off when CUDA gave up on its process."""
-        verified = self.green if self.green is not None else was_green(self.options.out, self.head)
-        file, ends = result_file(self.options.out, "gpu-latency"), time.perf_counter() + limit
-        command = [sys.executable, "-m", "perf.gpu.latency", "--file", str(file), *([] if verified else ["--unverified"])]
+        evidence = None if self.options.again else gather(self.options.out, self.head)
+        file, ends = result_file(self.options.out, "gpu-latency"), self.clock() + seconds
+        command = [sys.executable, "-m", "perf.gpu.latency", "--file", str(file), "--groups", *groups]
+        if evidence is not None and (known := evidence.measured()):
+            command += ["--without", *known]
         while True:
-            left, before = ends - time.perf_counter(), file.stat().st_size if file.is_file() else 0
-            code = run_command([*command, "--seconds", f"{left - 30:.0f}"], left, self.log, show=True)
+            left, before = ends - self.clock(), file.stat().st_size if file.is_file() else 0
+            code = run_command([*command, "--seconds", f"{left - LAST_CASE:.0f}"], left, self.log, show=True)
             crashed = code is not None and (code == AGAIN or code < 0)
             moved = file.is_file() and file.stat().st_size > before
-            if not (crashed and moved) or ends - time.perf_counter() < 45:
-                beside = self.flashinfer_ops(ends - time.perf_counter()) if code == 0 else 0
-                return (beside if code == 0 else code), "" if verified else "unverified"
-
-    def flashinfer_ops(self, limit: float) -> int | None:
-        """Some of FlashInfer's ops beside ours, where it is installed and there is time."""
-        if find_spec("flashinfer") is None or limit < 30:
-            return 0
-        return run_command([sys.executable, "-m", "perf.gpu.flashinfer_ops", "--out", str(self.options.out)], limit, self.log, show=True)
-
-    def speed(self, limit: float) -> tuple[int | None, str]:
-        """The demo model's speed, when the checks were green."""
-        if not (self.green if self.green is not None else was_green(self.options.out, self.head)):
-            return 1, "not measured: the checks were not all green"
-        how = ["--runtime", "captured", "--rounds", "3", "--prompts", "4", "--out"]
-        command = [sys.executable, "-m", "perf.speed", *how, str(self.options.out)]
-        return run_command(command, limit, self.log, show=True), ""
+            if not (crashed and moved) or ends - self.clock() < LAST_CASE + SHORTEST:
+                return code, ""
 
     def summarise(self) -> None:
         """What failed, at the end of the output, where it is read first."""
-        records = read(self.file)
-        ran = [record for record in records if record["kind"] in ("probe", "check")]
+        ran = [record for record in read(self.file) if record["kind"] in ("probe", "check")]
         wrong = [record for record in ran if record["outcome"] != "passed"]
         print(f"\n{'-' * 40}")
         for record in wrong[:SHOWN]:
@@ -279,25 +231,36 @@ class Check:
         if slowest:
             print("slowest: " + ", ".join(f"{r['name'].rpartition('::')[2][:60]} {r['seconds']:.0f} s" for r in slowest))
         print(f"parts that failed or are incomplete: {', '.join(self.bad) or 'none'}")
-        print(f"written to {self.file}, printed output to {self.log.name}; {time.perf_counter() - self.began:.0f} s in all")
+        evidence = gather(self.options.out, self.head)
+        tests = {part: "green" if one["green"] else "red" for part, one in evidence.summaries.items()} if evidence else {}
+        print(f"tests of this code on this kind of GPU: {', '.join(f'{part} {how}' for part, how in tests.items()) or 'none yet'}")
+        print(f"written to {self.file}, printed output to {self.log.name}; {self.clock() - self.began:.0f} s in all")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0 when every part that was asked for did what it should, or when there is no device to check."""
+    """Exit code 0: every part that was asked for did what it should, or there is no device to check."""
+    began = time.monotonic()
     parser = argparse.ArgumentParser(
         prog="python -m perf.gpu_check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    names = [part.name for part in all_parts()]
+    calls = "; ".join(f"{call}: {', '.join(part.name for part in parts)}" for call, parts in CALLS.items())
+    parser.add_argument("--call", choices=CALLS, default="first", help=f"which parts to run (default: first). {calls}")
+    parser.add_argument("--only", action="append", choices=names, help="a part to run instead, of any call; may be repeated")
     parser.add_argument("--out", type=Path, default=ROOT / "perf" / "results", help="folder of the result files (default: perf/results)")
-    parser.add_argument("--only", action="append", choices=PARTS, help="a part to run, may be repeated (default: all)")
     parser.add_argument("--minutes", type=float, default=MINUTES, help=f"for everything (default: {MINUTES})")
-    parser.add_argument("--keep-going", action="store_true", help="begin the other parts even when the first shows that nothing works")
-    parser.add_argument("pytest", nargs="*", help="further arguments for pytest, behind --")
+    parser.add_argument("--again", action="store_true", help="run and measure also what an earlier call has passed or measured")
+    parser.add_argument("--keep-going", action="store_true", help="go on even when the probes show that nothing works")
+    parser.add_argument("pytest", nargs="*", help="further arguments for pytest, after --")
     options = parser.parse_args(argv)
-    options.only, options.out = options.only or list(PARTS), options.out.resolve()
+    parts = [part for part in all_parts() if part.name in options.only] if options.only else CALLS[options.call]
+    if options.minutes < needed(parts):
+        parser.error(f"--minutes: expected at least {needed(parts):.1f} for these parts, found {options.minutes:g}; --only runs fewer")
+    options.out = options.out.resolve()
     if not has_cuda():
         print(NO_DEVICE)
         return 0
-    return Check(options, provenance()).run()
+    return Check(options, parts, {**provenance(), "tree": tree_digest()}, time.monotonic, began).run()
 
 
 if __name__ == "__main__":

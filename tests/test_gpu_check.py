@@ -23,7 +23,7 @@ from graphspec.kernels import OPS, select_kernels
 from graphspec.lab.stages import Probe, kernel_timeline
 from graphspec.shapes import GREEDY, CycleShape
 from perf import gpu_check
-from perf.gpu import bench, first, latency, static_decode
+from perf.gpu import bench, checks, first, latency, processes, results, static_decode
 from perf.gpu.bench import EAGLE3_8B, LLAMA_8B
 from perf.gpu.latency import Session, earlier, run
 from tests._tiny import structure_plan, tiny_networks
@@ -80,7 +80,7 @@ def test_whatever_a_check_does_the_others_are_recorded(suite: Path) -> None:
         "--numprocesses", "2", "--dist", "worksteal", "--max-worker-restart", "9", "--rootdir", str(suite), "-c", str(suite / "pytest.ini"),
     ]  # fmt: skip
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, env={**os.environ, "PYTHONPATH": str(suite)})
-    records = gpu_check.read(file)
+    records = results.read(file)
     outcomes = {record["name"].rpartition("::")[2]: record["outcome"] for record in records}
     assert outcomes == {
         "test_passes": "passed", "test_fails": "failed", "test_skips": "skipped", "test_around": "error", "test_ends_its_process": "failed",
@@ -99,8 +99,8 @@ def test_a_check_that_hangs_says_where(suite: Path) -> None:
     command += ["-c", str(suite / "pytest.ini")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, env={**os.environ, "PYTHONPATH": str(suite)})
     assert "in test_hangs" in done.stderr and done.returncode == 1
-    # Checks with a limit of their own come first.
-    assert not file.exists()
+    # The longest come first.
+    assert [(record["name"].rpartition("::")[2], record["outcome"]) for record in results.read(file)] == [("test_passes", "passed")]
 
 
 def test_other_tests_of_the_same_run_have_no_limit(tmp_path: Path, suite: Path) -> None:
@@ -116,40 +116,46 @@ def test_other_tests_of_the_same_run_have_no_limit(tmp_path: Path, suite: Path) 
 
 def test_gpu_tests_are_collected_and_left_out_by_default(tmp_path: Path) -> None:
     file, log = tmp_path / "records.jsonl", tmp_path / "log"
-    assert gpu_check.run_tests(["--collect-only"], file, log, 100) == 0, log.read_text()[-2000:]
+    assert checks.run_tests("tests", ["--collect-only"], [], file, log, 100) == 0, log.read_text()[-2000:]
     assert "test_captured_equals_direct_bitwise" in log.read_text() and not file.exists()
     options = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
     assert "not gpu" in options["addopts"][-1]
 
 
 PASSED = {"kind": "check", "name": "t", "outcome": "passed", "seconds": 1.0, "message": ""}
-PROBED = {"kind": "probe", "name": "graph", "outcome": "passed", "seconds": 1.0, "message": "fine"}
+PROBES = [{"kind": "probe", "name": name, "outcome": "passed", "seconds": 1.0, "message": "fine"} for name in first.ESSENTIAL]
 
 
 @pytest.fixture
 def parts(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What the parts find: probes, checks and the exit code of pytest; commands that were run are kept."""
-    found: dict[str, Any] = {"probes": [PROBED], "checks": [PASSED], "code": 0, "commands": []}
+    """What the parts find: probes, checks and the exit code of pytest; commands that were run, and tests known before, are kept."""
+    found: dict[str, Any] = {"probes": PROBES, "checks": [PASSED], "code": 0, "commands": [], "known": []}
 
-    def run_tests(arguments: Any, file: Path, log: Path, limit: float) -> int | None:
+    def run_tests(part: str, arguments: Any, passed: Any, file: Path, log: Path, seconds: float) -> int | None:
+        found["known"].append(sorted(passed))
         for check in found["checks"]:
-            gpu_check.append(file, check)
+            results.append(file, check)
         return found["code"]
 
     def try_all(names: Any, put: Any, seconds: float) -> bool:
         for probe in found["probes"]:
-            put(probe)
+            if probe["name"] in names:
+                put(probe)
         return all(probe["outcome"] == "passed" for probe in found["probes"])
 
+    def run_command(command: list[str], *_: Any, **__: Any) -> int:
+        found["commands"].append(command)
+        return 0
+
     monkeypatch.setattr(gpu_check, "has_cuda", lambda: True)
-    monkeypatch.setattr(gpu_check, "run_tests", run_tests)
+    monkeypatch.setattr(checks, "run_tests", run_tests)
     monkeypatch.setattr(first, "try_all", try_all)
-    monkeypatch.setattr(gpu_check, "run_command", lambda command, *_, **__: found["commands"].append(command) or 0)
+    monkeypatch.setattr(gpu_check, "run_command", run_command)
     return found
 
 
 @pytest.mark.parametrize(
-    ("code", "checks", "green"),
+    ("code", "found", "green"),
     [
         (0, [PASSED, PASSED], True),
         (1, [PASSED, {**PASSED, "outcome": "failed"}], False),
@@ -159,73 +165,69 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         (None, [PASSED], False),
     ],
 )
+@pytest.mark.parametrize("part", ["core", "tests"])
 def test_a_result_file_says_where_and_what(
-    code: int | None, checks: list[dict[str, object]], green: bool, tmp_path: Path, parts: dict[str, Any]
+    part: str, code: int | None, found: list[dict[str, object]], green: bool, tmp_path: Path, parts: dict[str, Any]
 ) -> None:
-    parts |= {"code": code, "checks": checks}
-    assert gpu_check.main(["--out", str(tmp_path), "--only", "tests"]) == (0 if green else 1)
+    parts |= {"code": code, "checks": found}
+    assert gpu_check.main(["--out", str(tmp_path), "--only", part]) == (0 if green else 1)
     [file] = tmp_path.glob("*.jsonl")
-    head, *middle, summary, part = gpu_check.read(file)
+    head, *middle, summary, last = results.read(file)
     assert file.name.endswith("-gpu-check.jsonl")
-    assert head["kind"] == "provenance" and middle == checks
+    assert head["kind"] == "provenance" and middle == found
     assert summary["kind"] == "summary" and summary["green"] is green
-    assert part["kind"] == "part" and part["name"] == "tests"
-
-
-def test_all_parts_run_and_only_green_checks_give_a_speed(
-    tmp_path: Path, parts: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert gpu_check.main(["--out", str(tmp_path / "green")]) == 0
-    assert [command[2] for command in parts["commands"]] == ["perf.gpu.latency", "perf.speed"]
-    assert not any("--unverified" in command for command in parts["commands"])
-    # Later, by itself: the checks of this revision on this machine were green.
-    parts["commands"].clear()
-    gpu_check.main(["--out", str(tmp_path / "green"), "--only", "latency"])
-    assert "--unverified" not in parts["commands"][0]
-    parts["commands"].clear()
-    parts |= {"code": 1, "checks": [PASSED, {**PASSED, "name": "tests/gpu/test_gpu.py::test_a", "outcome": "failed", "message": "7 != 8"}]}
-    assert gpu_check.main(["--out", str(tmp_path / "red")]) == 1
-    assert [command[2] for command in parts["commands"]] == ["perf.gpu.latency"] and "--unverified" in parts["commands"][0]
-    said = capsys.readouterr().out
-    assert "failed  test_gpu.py::test_a: 7 != 8" in said and "incomplete: tests, speed" in said
+    assert last["kind"] == "part" and last["name"] == part
 
 
 def test_a_choice_of_tests_proves_nothing(tmp_path: Path, parts: dict[str, Any]) -> None:
     assert gpu_check.main(["--out", str(tmp_path), "--only", "tests", "--", "-k", "bitwise"]) == 0
     [file] = tmp_path.glob("*.jsonl")
-    [summary] = [record for record in gpu_check.read(file) if record["kind"] == "summary"]
+    [summary] = [record for record in results.read(file) if record["kind"] == "summary"]
     assert summary["green"] is False and summary["selected"] == ["-k", "bitwise"]
 
 
 def test_what_can_not_work_is_not_begun(tmp_path: Path, parts: dict[str, Any]) -> None:
-    parts["probes"] = [{**PROBED, "outcome": "failed", "message": "Traceback\nno"}, {**PROBED, "name": "kernel-x", "outcome": "failed"}]
+    kernel = {**PROBES[0], "name": "kernel-linear", "outcome": "failed", "message": "Traceback\nno"}
+    parts["probes"] = [*PROBES[:1], {**PROBES[1], "outcome": "failed"}, *PROBES[2:], kernel]
     assert gpu_check.main(["--out", str(tmp_path / "a")]) == 1 and not parts["commands"]
     assert gpu_check.main(["--out", str(tmp_path / "b"), "--keep-going"]) == 1 and parts["commands"]
-    # A kernel that fails is for the tests to look into.
-    parts["probes"] = parts["probes"][1:]
+    # A kernel that fails is for the tests to look into, and one that was not tried is tried again.
+    parts["probes"] = [*PROBES, kernel, {**kernel, "name": "kernel-moe_mlp", "outcome": "not_run"}]
     parts["commands"].clear()
     assert gpu_check.main(["--out", str(tmp_path / "c")]) == 1 and parts["commands"]
+    [file] = (tmp_path / "c").glob("*.jsonl")
+    tried = [record["name"] for record in results.read(file) if record["kind"] == "probe"]
+    assert tried == [*first.ESSENTIAL, "kernel-linear", "kernel-moe_mlp", "kernel-moe_mlp"]
 
 
-def test_no_part_begins_that_has_no_time(tmp_path: Path, parts: dict[str, Any]) -> None:
-    assert gpu_check.main(["--out", str(tmp_path), "--minutes", "0.1"]) == 1
-    [file] = tmp_path.glob("*.jsonl")
-    assert {record["message"] for record in gpu_check.read(file) if record["kind"] == "part"} == {"no time was left"}
+def test_too_few_minutes_are_refused(tmp_path: Path, parts: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        gpu_check.main(["--out", str(tmp_path), "--minutes", "5"])
+    assert "--minutes: expected at least 8.7 for these parts, found 5" in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 
-def test_a_command_that_takes_too_long_is_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(gpu_check, "GRACE", 0.5)
-    program = "import signal, sys, time; signal.signal(signal.SIGINT, signal.SIG_IGN); print('begun', flush=True); time.sleep(60)"
-    log, began = tmp_path / "log", time.perf_counter()
-    assert gpu_check.run_command([sys.executable, "-c", program], 1.5, log, show=True) is None
-    assert time.perf_counter() - began < 20 and "begun" in log.read_text() and "begun" in capsys.readouterr().out
-    assert gpu_check.run_command([sys.executable, "-c", "import sys; print('x', file=sys.stderr); sys.exit(7)"], 30, log, show=False) == 7
+def test_a_command_that_takes_too_long_is_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It and what it has started, asked or not; what it printed until then is there."""
+    started = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); print('begun', flush=True); time.sleep(600)"
+    program = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {started!r}])"
+    log = tmp_path / "log"
+    assert processes.run_command([sys.executable, "-c", program], 4, log, show=True) is None
+    assert "begun" in log.read_text() and "begun" in capsys.readouterr().out
+    assert processes.run_command([sys.executable, "-c", "import sys; print('x', file=sys.stderr); sys.exit(7)"], 30, log) == 7
     assert log.read_text().endswith("x\n")
 
 
-def test_latency_goes_on_behind_the_case_that_ended_its_process(
+def test_every_process_has_the_same_folder_of_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor would name one of its own after the first kernels are compiled, and what was compiled ahead would not be found."""
+    show, log = "import os; print(os.environ['TRITON_CACHE_DIR'])", tmp_path / "log"
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    assert processes.run_command([sys.executable, "-c", show], 30, log) == 0
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/elsewhere")
+    assert processes.run_command([sys.executable, "-c", show], 30, log) == 0
+    assert log.read_text().split() == [str(Path.home() / ".triton" / "cache"), "/elsewhere"]
+
+
+def test_latency_goes_on_after_the_case_that_ended_its_process(
     tmp_path: Path, parts: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     codes = [gpu_check.AGAIN, -11, 0]
@@ -236,13 +238,13 @@ def test_latency_goes_on_behind_the_case_that_ended_its_process(
         return codes.pop(0)
 
     monkeypatch.setattr(gpu_check, "run_command", run_command)
-    gpu_check.main(["--out", str(tmp_path), "--only", "latency"])
+    gpu_check.main(["--out", str(tmp_path), "--only", "rows"])
     assert codes == [] and gpu_check.AGAIN == latency.AGAIN
 
 
 def session(monkeypatch: pytest.MonkeyPatch, rows: list[dict[str, Any]], tasks: dict[str, Any]) -> Session:
     monkeypatch.setattr(latency, "tasks", lambda session: tasks.items())
-    options = latency.argparse.Namespace(seconds=100.0, device="cuda", match=None)
+    options = latency.argparse.Namespace(seconds=100.0, device="cuda", match=None, groups=latency.GROUPS)
     return Session(options, (Path(), Path()), 1.0, rows.append)
 
 
@@ -284,20 +286,24 @@ def test_every_task_of_latency_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     file = tmp_path / "latency.jsonl"
     assert latency.main(["--device", "cpu", "--runtime", "eager", "--buckets", "1", "2", "--file", str(file)]) == 0, capsys.readouterr().out
-    rows = gpu_check.read(file)
-    cycles = [*["cycle"] * 4, "draft_step", "baseline", *["cycle"] * 3]
-    assert [row["kind"] for row in rows] == ["provenance", "bandwidth", *cycles, "stages", "baseline"]
+    rows = results.read(file)
+    cycles = [*["cycle"] * 4, "draft_step", "baseline", "baseline", *["cycle"] * 3]
+    assert [row["kind"] for row in rows] == ["provenance", "bandwidth", *cycles, "stages"]
     assert len({row["task"] for row in rows[2:]}) == len(rows) - 2
     # Nothing is left to do.
     assert latency.main(["--device", "cpu", "--runtime", "eager", "--buckets", "1", "2", "--file", str(file)]) == 0
-    assert gpu_check.read(file) == rows
+    assert results.read(file) == rows
+    # What another file has is left out, and so are groups nobody asked for.
+    other, known = tmp_path / "other.jsonl", [row["task"] for row in rows if row["kind"] == "cycle"]
+    assert latency.main(["--device", "cpu", "--runtime", "eager", "--groups", "rows", "--file", str(other), "--without", *known]) == 0
+    assert [row["kind"] for row in results.read(other)] == ["provenance", "bandwidth", "draft_step"]
 
 
 def test_every_probe_has_a_name_and_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     known = first.probes()
     assert set(first.ESSENTIAL) <= set(known) and len(known) > 30
     if not torch.cuda.is_available():
-        record = first.attempt("device")
+        record = first.attempt("device", time.monotonic() + first.SECONDS)
         assert record["outcome"] == "failed" and ("CUDA" in first.line(record) or "NVIDIA" in first.line(record)), record
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,9 @@ import torch
 
 from graphspec.shapes import CycleShape
 from perf import gpu_check
-from perf.gpu import readme
+from perf.gpu import checks, readme
 from perf.gpu.bench import EAGLE3_8B, LLAMA_8B, Bench, Case, measure, write_configs
+from perf.gpu.results import Evidence
 from perf.gpu.static_decode import compiled_step
 from perf.none_cost import DenseLoop, PlainLoop
 
@@ -64,7 +64,7 @@ def _plan(bench: Bench, target: Path, draft: Path) -> Any:
     from graphspec.plan import make_plan
 
     facts = read_model_facts(target)
-    config = Bench._config(bench.case, target, draft, "cuda", "captured")
+    config = Bench.config_of(bench.case, target, draft, "cuda", "captured")
     return make_plan(config, facts, read_eagle3_facts(draft, facts), device="cuda")
 
 
@@ -140,28 +140,20 @@ def test_a_bound_that_is_not_met_is_called_so() -> None:
 
 
 def test_without_files_nothing_is_claimed() -> None:
-    text = readme.section([], [])
+    text = readme.section(None)
     assert "No GPU has run this code yet" in text and text.count(readme.NOT_RUN) == len(readme.TARGETS) + 2
 
 
-def test_rows_of_an_unverified_run_are_not_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readme, "RESULTS", tmp_path)
-    for verified, shown in ((False, 0), (True, 2)):
-        head = json.dumps({"kind": "provenance", "verified": verified}) + "\n"
-        (tmp_path / "20260101-000000-gpu-latency.jsonl").write_text(head + '{"kind": "bandwidth"}\n')
-        assert len(readme.newest("gpu-latency")) == shown
-
-
 def test_what_is_not_installed_is_left_out_by_name_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_check, "find_spec", lambda name: None)
-    monkeypatch.setattr(gpu_check.shutil, "which", lambda name: None)
-    arguments, names = zip(*gpu_check.left_out(), strict=True)
+    monkeypatch.setattr(checks, "find_spec", lambda name: None)
+    monkeypatch.setattr(checks.shutil, "which", lambda name: None)
+    arguments, names = zip(*checks.left_out(), strict=True)
     ignored, deselected = (Path(argument.partition("=")[2].partition("::")[0]) for argument in arguments)
     assert (gpu_check.ROOT / ignored).is_file()
-    assert f"def {gpu_check.SANITIZER.partition('::')[2]}(" in (gpu_check.ROOT / deselected).read_text()
-    summary = {"kind": "summary", "green": True, "passed": 3, "not_installed": names}
-    head = {"kind": "provenance", "date": "2026-01-01", "revision": "abc"}
-    assert "Left out, not installed there: FlashInfer, compute-sanitizer." in readme.section([head, summary], [])
-    monkeypatch.setattr(gpu_check, "find_spec", lambda name: object())
-    monkeypatch.setattr(gpu_check.shutil, "which", lambda name: name)
-    assert gpu_check.left_out() == []
+    assert f"def {checks.SANITIZER.partition('::')[2]}(" in (gpu_check.ROOT / deselected).read_text()
+    summary = {"kind": "summary", "part": "tests", "green": True, "selected": [], "not_installed": names}
+    evidence = Evidence({"date": "2026-01-01", "revision": "abc"}, [summary])
+    assert "Left out, not installed there: FlashInfer, compute-sanitizer." in readme.section(evidence)
+    monkeypatch.setattr(checks, "find_spec", lambda name: object())
+    monkeypatch.setattr(checks.shutil, "which", lambda name: name)
+    assert checks.left_out() == []

@@ -24,6 +24,7 @@ from graphspec.cycle import Cycle
 from graphspec.facts import read_model_facts
 from graphspec.graphs.mailbox import Message
 from graphspec.kernels import select_kernels
+from graphspec.kernels.registry import KernelSet
 from graphspec.lab.floor import FloorModel
 from graphspec.lab.machine import measure
 from graphspec.models.layers import use_kernels
@@ -104,20 +105,21 @@ class Bench:
         networks: tuple[LlamaModel, Eagle3Draft] | None = None,
     ) -> None:  # fmt: skip
         self.case = case
-        self.config = self._config(case, target, draft, device, runtime)
+        self.config = self.config_of(case, target, draft, device, runtime)
         facts = read_model_facts(target)
         head = load_object("graphspec.facts:read_eagle3_facts")(draft, facts)
         speculates = case.shape.num_steps > 0
         self.plan: Plan = make_plan(self.config, facts, head if speculates else None, device=device)
         self.networks = networks or self._networks(self.plan, facts, head, device)
         self._claim_networks()
-        self.cycle = Cycle(self.plan, self.networks[0], self.networks[1] if speculates else None, self._kernels())
+        self.cycle = Cycle(self.plan, self.networks[0], self.networks[1] if speculates else None, self.kernels_of(self.plan))
         self.key = self.plan.graph_keys(GREEDY)[0]
         self.cycle.prepare([self.key])
         self.message = Message(lanes=list(range(case.lanes)))
 
     @staticmethod
-    def _config(case: Case, target: Path, draft: Path, device: str, runtime: str) -> Config:
+    def config_of(case: Case, target: Path, draft: Path, device: str, runtime: str) -> Config:
+        """What an engine for ``case`` is configured with."""
         shape, speculates = case.shape, case.shape.num_steps > 0
         keys = {"num_steps": shape.num_steps, "topk": shape.topk, "num_draft_tokens": shape.num_draft_tokens} if speculates else {}
         return Config(
@@ -132,11 +134,12 @@ class Bench:
     def _claim_networks(self) -> None:
         """Give the networks this engine's kernels and taps: whatever shared them before may have left its own."""
         for network in self.networks:
-            use_kernels(network, self._kernels())
+            use_kernels(network, self.kernels_of(self.plan))
         self.networks[0].tap_layers = self.plan.tap_layers
 
-    def _kernels(self) -> Any:
-        plan = self.plan
+    @staticmethod
+    def kernels_of(plan: Plan) -> KernelSet:
+        """The kernels of a plan."""
         return select_kernels(
             plan.kernels, plan.attention, plan.device, linear=plan.linear, dtype=plan.dtype, numerics=plan.numerics,
             programmatic_launch=plan.programmatic_launch,
@@ -202,6 +205,16 @@ class Bench:
             self.cycle.read(ticket)
             spent.append((launched - began) + (time.perf_counter() - ready))
         return 1e6 * statistics.median(spent)
+
+    def accepted_length(self, cycles: int = 8) -> float:
+        """Tokens a cycle gives a row: the forced length, or less where the tree of random weights is not so deep."""
+        self._wait()
+        self.rewind()
+        found = []
+        for _ in range(min(cycles, self.cycles_before_rewind())):
+            entry = self.cycle.read(self.cycle.launch(self.key, self.message))
+            found += [len(tokens) for tokens in entry.tokens[: self.case.lanes]]
+        return statistics.mean(found)
 
     def _wait(self) -> None:
         if self.plan.device == "cuda":

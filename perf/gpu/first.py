@@ -2,7 +2,7 @@
 
 Kernels against their references, a capture that works and two that fail, engines of every kind of kernels against the eager one, the
 profiler. It says what is broken and with which message; that all is right, the tests say. A probe that crashes or hangs costs the others
-nothing. ``--only NAME...`` runs some, ``--list`` names them.
+nothing but time, and there is one deadline for all. ``--only NAME...`` runs some, ``--list`` names them.
 """
 
 from __future__ import annotations
@@ -10,21 +10,27 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from graphspec.lab.provenance import ROOT
+from perf.gpu.processes import run_command
 
 SECONDS = 150.0
-"""A probe that takes longer is ended."""
+"""For all probes together; one that is not over then is ended, one that was not begun then is not run."""
+SHORTEST = 15.0
+"""A probe with fewer seconds left is not begun: imports alone may take them."""
 AT_ONCE = 12
 ESSENTIAL = ("device", "graph", "engine-reference")
 """When one of these fails, nothing that follows means anything."""
+KERNEL = "kernel-"
+"""What the names of the probes of single kernels begin with."""
 PROMPT = [11, 45, 210, 7, 93, 18, 400, 31, 5, 77, 64, 12]
 OPTIONS = {"device": "cuda", "dtype": "float32", "max_rows": 2, "buckets": [1, 2], "prefill_chunks": [16]}
 SHAPES: dict[str, dict[str, Any]] = {
@@ -185,40 +191,55 @@ def probes() -> dict[str, Callable[[], str]]:
     from graphspec.kernels import OPS
 
     found: dict[str, Callable[[], str]] = {"device": device, "graph": graph}
-    found["engine-reference"] = lambda: engine("tree", "reference")
+    found["engine-reference"] = partial(engine, "tree", "reference")
     for shape in ("none", "tree", "chain"):
-        found[f"engine-fused-{shape}"] = lambda shape=shape: engine(shape, "fused")  # type: ignore[misc]
-    found["engine-compiled"] = lambda: engine("tree", "compiled")
-    found["engine-debug"] = lambda: engine("tree", "fused", debug=True)
-    found["engine-ahead"] = lambda: engine("chain", "reference", cycles_in_flight=3)
+        found[f"engine-fused-{shape}"] = partial(engine, shape, "fused")
+    found["engine-compiled"] = partial(engine, "tree", "compiled")
+    found["engine-debug"] = partial(engine, "tree", "fused", debug=True)
+    found["engine-ahead"] = partial(engine, "chain", "reference", cycles_in_flight=3)
     found["profiler"] = profiler
     for op in OPS:
-        found[f"kernel-{op.name}"] = lambda name=op.name: kernel(name)  # type: ignore[misc]
+        found[f"{KERNEL}{op.name}"] = partial(kernel, op.name)
     return found
 
 
-def attempt(name: str, seconds: float = SECONDS) -> dict[str, Any]:
-    """One probe in a process of its own: ``name``, ``outcome`` (passed or failed), ``seconds``, ``message``."""
-    began, record = time.perf_counter(), {"kind": "probe", "name": name}
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "perf.gpu.first", "--probe", name], cwd=ROOT, env=environment, capture_output=True, text=True,
-            errors="replace", timeout=seconds, check=False,
-        )  # fmt: skip
-        outcome = "passed" if done.returncode == 0 else "failed"
-        message = done.stdout.strip() if done.returncode == 0 else f"exit code {done.returncode}: {done.stderr.strip()[-3000:]}"
-    except subprocess.TimeoutExpired as late:
-        errors = late.stderr.decode(errors="replace") if isinstance(late.stderr, bytes) else late.stderr or ""
-        outcome, message = "failed", f"not over after {seconds:.0f} seconds: {errors.strip()[-2000:]}"
-    return {**record, "outcome": outcome, "seconds": round(time.perf_counter() - began, 1), "message": message}
+def before_all_else(names: Iterable[str]) -> list[str]:
+    """The essential probes, then those of the kernels: what is tried before anything is measured."""
+    return [name for name in names if name in ESSENTIAL] + [name for name in names if name.startswith(KERNEL)]
+
+
+def attempt(name: str, ends: float) -> dict[str, Any]:
+    """One probe in a process of its own: ``name``, ``outcome`` (passed, failed or not_run), ``seconds``, ``message``.
+
+    Args:
+        name: of the probe.
+        ends: when it has to be over, of ``time.monotonic``.
+    """
+    began, record = time.monotonic(), {"kind": "probe", "name": name}
+    seconds = ends - began
+    if seconds < SHORTEST:
+        return {**record, "outcome": "not_run", "seconds": 0.0, "message": "the seconds for all probes were over"}
+    environment = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
+    with tempfile.TemporaryDirectory() as folder:
+        printed, errors = Path(folder) / "out", Path(folder) / "err"
+        code = run_command(
+            [sys.executable, "-m", "perf.gpu.first", "--probe", name], seconds, printed, errors=errors, environment=environment
+        )
+        said, wrong = (file.read_text(encoding="utf-8", errors="replace").strip() for file in (printed, errors))
+    if code == 0:
+        message = said
+    else:
+        why = f"exit code {code}" if code is not None else f"not over after {seconds:.0f} seconds"
+        message = f"{why}: {wrong[-3000:]}"
+    outcome = "passed" if code == 0 else "failed"
+    return {**record, "outcome": outcome, "seconds": round(time.monotonic() - began, 1), "message": message}
 
 
 def try_all(names: Iterable[str], put: Callable[[dict[str, Any]], None], seconds: float = SECONDS) -> bool:
-    """Every probe, several at once; ``put`` gets each record as it comes. True when all passed."""
-    sound = True
+    """Every probe, several at once, all over after ``seconds``; ``put`` gets each record as it comes. True when all passed."""
+    sound, ends = True, time.monotonic() + seconds
     with ThreadPoolExecutor(min(AT_ONCE, os.cpu_count() or 1)) as pool:
-        for done in as_completed([pool.submit(attempt, name, seconds) for name in names]):
+        for done in as_completed([pool.submit(attempt, name, ends) for name in names]):
             put(done.result())
             sound &= done.result()["outcome"] == "passed"
     return sound
@@ -227,7 +248,7 @@ def try_all(names: Iterable[str], put: Callable[[dict[str, Any]], None], seconds
 def line(record: dict[str, Any]) -> str:
     """A record for people: of a failure its last words."""
     words = record["message"].strip().splitlines()
-    return f"{record['outcome']:6} {record['seconds']:6.1f} s  {record['name']:24} {words[-1][:160] if words else ''}"
+    return f"{record['outcome']:7} {record['seconds']:6.1f} s  {record['name']:24} {words[-1][:160] if words else ''}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -237,7 +258,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these probes")
     parser.add_argument("--list", action="store_true", help="name the probes, run none")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help=f"a probe that takes longer is ended (default: {SECONDS:.0f})")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help=f"for all of them (default: {SECONDS:.0f})")
     parser.add_argument("--probe", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     known = probes()

@@ -2,18 +2,18 @@
 
 Measures copy bandwidth; cycle time of a Llama-3.1-8B-shaped target with an EAGLE-3-shaped head, plain and drafting, by bucket; stages,
 graph nodes and gaps of one case; host time per cycle; and at batch 1 what HF transformers' compiled static cache and the shortest compiled
-loop need for a token. All sides in one run, medians, against the bytes that have to move at the bandwidth just measured. One JSONL file
-under ``perf/results``, written as it comes. Acceptance is synthetic in every drafting row, and the row says so.
+loop need for a token. Medians, against the bytes that have to move at the bandwidth just measured. One JSONL file in the folder of
+``--out``, written as it comes. Acceptance is synthetic in every drafting row, and the row says so.
 
-What the README states comes first, the profiler last: once it was there, it costs every launch a little. When CUDA gives up on the process,
-it ends with a code of its own; the same ``--file`` given again goes on behind the case that did it.
+``--groups`` chooses: ``rows`` is what the README states; ``anatomy`` comes last, for once the profiler was there, it costs every launch a
+little. When CUDA gives up on the process, it ends with a code of its own; the same ``--file`` given again goes on after the case that did
+it. Whether the checks of this code were green is not asked here: README's section is written from both.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import json
 import statistics
 import tempfile
 import time
@@ -30,7 +30,8 @@ from graphspec.lab.provenance import ROOT, provenance, result_file, write_jsonl
 from graphspec.lab.stages import kernel_timeline
 from graphspec.shapes import CycleShape
 from perf.gpu.bench import Bench, Case, write_configs
-from perf.gpu.static_decode import compiled_step
+from perf.gpu.results import read, tree_digest
+from perf.gpu.static_decode import compiled_step, require_graph, skipped_graphs
 
 PLAIN, CHAIN, TREE, WIDE_TREE = CycleShape(0, 1, 1), CycleShape(7, 1, 8), CycleShape(5, 4, 8), CycleShape(5, 4, 32)
 SHAPES = {"none": PLAIN, "chain (7,1,8)": CHAIN, "tree (5,4,8)": TREE, "tree (5,4,32)": WIDE_TREE}
@@ -41,6 +42,7 @@ VARIANTS_AT_ONE: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...] = (
     ("programmatic_launch", (("programmatic_launch", True),)),
 )
 """Other kernels at batch 1, beside the fused ones: keys of the kernels group."""
+GROUPS = ("rows", "baselines", "buckets", "anatomy")
 SHORTER = Case("tree (3,4,8)", CycleShape(3, 4, 8))
 """What the tree of depth 5 is held against, for the cost of a draft step."""
 ANATOMY, ANATOMY_SECONDS = "anatomy of ", 25.0
@@ -64,7 +66,7 @@ def record(bench: Bench, bandwidth: float, seconds: float) -> dict[str, Any]:
     """The row of one case."""
     case = bench.case
     time_ms, floor_ms = bench.milliseconds(seconds), 1e3 * bench.floor_bytes() / bandwidth
-    length = min(case.length, case.shape.num_steps + 1)
+    length = bench.accepted_length()
     return {
         "kind": "cycle",
         "case": case.name,
@@ -112,12 +114,15 @@ def draft_step(bench: Bench, shorter: Bench) -> dict[str, Any]:
 
 def static_loop(bench: Bench, seconds: float) -> dict[str, Any]:
     """The shortest compiled loop over the target of ``bench``, at its context."""
+    skipped = skipped_graphs()
     step, cache, _ = compiled_step(bench.networks[0], bench.case.context + 1024)
 
     def rewind() -> None:
         cache.position_BT.fill_(bench.case.context)
 
     found = measure(step, rewind, 200, bench.plan.device, seconds, 1.0)
+    if bench.plan.device == "cuda":
+        require_graph(skipped)
     return {"kind": "baseline", "case": "compiled static cache (gpt-fast style)", "lanes": 1, "milliseconds": found["median"], **found}
 
 
@@ -125,6 +130,7 @@ def transformers_generate(folder: Path, context: int, device: str, tokens: int =
     """HF transformers with a static cache, compiled, on random weights of the same config: milliseconds per token, prefill taken off."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    skipped = skipped_graphs()
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if device == "cuda" else torch.float32).eval()
@@ -149,6 +155,8 @@ def transformers_generate(folder: Path, context: int, device: str, tokens: int =
         "case": "transformers generate, static cache, compiled",
         "lanes": 1,
         "milliseconds": statistics.median(times),
+        # How it decodes is its own affair; that it did so without its graphs is said.
+        "skipped_graphs": skipped_graphs() - skipped,
     }
 
 
@@ -219,20 +227,24 @@ class Session:
 
 def tasks(session: Session) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
     """What is measured, by name, in order."""
+    groups = session.options.groups
     plain = [Case(name, shape) for name, shape in SHAPES.items()]
-    for case in plain:
-        yield f"{case.name} x1", partial(session.cycle, case)
-    yield "draft step", session.draft_step
-    # This one gives the networks other kernels; whoever is next sets its own.
-    yield "compiled static cache", session.static_loop
-    for case in other_cases(session.options.buckets):
-        yield f"{case.name} x{case.lanes}", partial(session.cycle, case)
-    yield "stages", session.stages
-    if session.options.device == "cuda":
+    if "rows" in groups:
         for case in plain:
+            yield f"{case.name} x1", partial(session.cycle, case)
+        yield "draft step", session.draft_step
+    if "baselines" in groups:
+        # The first gives the networks other kernels, the second makes room for one of its own; whoever is next sees to both.
+        yield "compiled static cache", session.static_loop
+        yield "transformers", session.transformers
+    if "buckets" in groups:
+        for case in other_cases(session.options.buckets):
+            yield f"{case.name} x{case.lanes}", partial(session.cycle, case)
+    if "anatomy" in groups:
+        yield "stages", session.stages
+        for case in plain if session.options.device == "cuda" else ():
             if case.shape in (PLAIN, TREE):
                 yield f"{ANATOMY}{case.name}", partial(session.anatomy, case)
-    yield "transformers", session.transformers
 
 
 def run(session: Session, done: Mapping[str, str]) -> bool:
@@ -249,7 +261,7 @@ def run(session: Session, done: Mapping[str, str]) -> bool:
     for name, do in tasks(session):
         if name in done or not any(part in name for part in options.match or [""]):
             continue
-        kept = 0.0 if name.startswith(ANATOMY) or options.device != "cuda" else ANATOMY_SECONDS
+        kept = 0.0 if name.startswith(ANATOMY) or "anatomy" not in options.groups else ANATOMY_SECONDS
         if time.perf_counter() - began > options.seconds - kept:
             session.put({"kind": "not_run", "task": name, "error": f"{options.seconds:.0f} seconds were over"})
             sound = False
@@ -292,12 +304,7 @@ def earlier(file: Path) -> list[dict[str, Any]]:
     """Rows of an attempt that ended early: what was begun and has no row ended it, and is a failure."""
     if not file.is_file():
         return []
-    rows = []
-    for text in file.read_text(encoding="utf-8").splitlines():
-        try:
-            rows.append(json.loads(text))
-        except json.JSONDecodeError:
-            continue
+    rows = read(file)
     over = {row["task"] for row in rows if row["kind"] != "begun" and "task" in row}
     lost = [row["task"] for row in rows if row["kind"] == "begun" and row["task"] not in over]
     kept = [row for row in rows if row["kind"] != "begun"]
@@ -311,20 +318,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--out", type=Path, default=ROOT / "perf" / "results", help="folder of the result file (default: perf/results)")
     parser.add_argument("--file", type=Path, help="the result file; one that is there is gone on with")
+    parser.add_argument("--without", nargs="+", metavar="TASK", default=[], help="tasks that are not measured, by their whole names")
+    parser.add_argument("--groups", nargs="+", choices=GROUPS, default=list(GROUPS), help="what to measure (default: everything)")
     parser.add_argument("--buckets", type=int, nargs="*", default=list(BUCKETS), help="batch sizes")
     parser.add_argument("--seconds", type=float, default=500.0, help="begin no further case after this time (default: 500)")
     parser.add_argument("--match", nargs="+", metavar="TEXT", help="only tasks with one of these in their names")
     parser.add_argument("--each", type=float, default=1.0, help="seconds of measurement per case (default: 1.0)")
     parser.add_argument("--runtime", default="captured", help="preset of the runtime (default: captured)")
     parser.add_argument("--device", default="cuda", help="cuda; on cpu nothing here means anything")
-    parser.add_argument("--unverified", action="store_true", help="the checks of this run were not all green: say so in the file")
     options = parser.parse_args(argv)
     if options.device == "cuda" and not torch.cuda.is_available():
         print("no CUDA device: nothing was run, nothing is claimed")
         return 0
     file = options.file or result_file(options.out, "gpu-latency")
-    rows = earlier(file) or [{**provenance(), "verified": not options.unverified}]
-    done = {row["task"]: row["kind"] for row in rows if "task" in row}
+    rows = earlier(file) or [{**provenance(), "tree": tree_digest()}]
+    done = {row["task"]: row["kind"] for row in rows if "task" in row} | dict.fromkeys(options.without, "cycle")
 
     def put(row: dict[str, Any]) -> None:
         # Written as it comes: a run that is cut short keeps what it has. What was begun is only of interest while it lasts.

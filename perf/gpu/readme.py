@@ -1,16 +1,18 @@
 """README's GPU section, from the result files: ``python -m perf.gpu.readme`` rewrites it, ``--check`` says whether it is up to date.
 
-What no file shows is said to be not yet run; nobody types a figure in here.
+What no file shows is said to be not yet run; nobody types a figure in here. Checks and latency come from different calls of ``make
+gpu-check``: figures are shown where the checks of the same code on the same kind of GPU, under the same torch and Triton, were green.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 from graphspec.lab.provenance import ROOT
+from perf.gpu.results import Evidence, gather
 
 RESULTS = ROOT / "perf" / "results"
 README = ROOT / "README.md"
@@ -26,18 +28,6 @@ TARGETS: tuple[tuple[str, str, float, str], ...] = (
 """What the project aims at on an H200: Llama-3.1-8B shapes, bfloat16, context 2048, bytes at the bandwidth measured in the same run."""
 HOST_MICROSECONDS = 50.0
 DRAFT_STEP_MILLISECONDS = 0.30
-
-
-def newest(name: str) -> list[dict[str, Any]]:
-    """Records of the newest result file of that name; none without one, or where the checks of its run were not green.
-
-    Of checks, files of runs that were cut short or were a choice of tests do not count.
-    """
-    for file in sorted(RESULTS.glob(f"*-{name}.jsonl"), reverse=True):
-        records = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-        if name != "gpu-check" or any(r["kind"] == "summary" and not r.get("selected") for r in records):
-            return records if not records or records[0].get("verified", True) else []
-    return []
 
 
 def _cycle(rows: Sequence[dict[str, Any]], case: str, lanes: int = 1) -> dict[str, Any] | None:
@@ -65,7 +55,7 @@ def target_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 def cycle_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Every case that was measured."""
-    lines = ["| case | batch | ms | floor | tokens/s at the forced length | host us |", "|---|---:|---:|---:|---:|---:|"]
+    lines = ["| case | batch | ms | floor | tokens/s at the accepted length | host us |", "|---|---:|---:|---:|---:|---:|"]
     for row in rows:
         if row["kind"] == "cycle":
             speed = f"{row['tokens_per_second']:.0f} at {row['acceptance_length']:.1f}{' (synthetic)' if row['synthetic'] else ''}"
@@ -80,27 +70,53 @@ def cycle_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def section(checks: Sequence[dict[str, Any]], rows: Sequence[dict[str, Any]]) -> str:
-    """The whole section."""
-    summary = next((r for r in checks if r["kind"] == "summary"), None)
-    if summary is None:
-        state = (
+def engine_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """The whole engine, and the first token of a long prompt."""
+    lines = ["| whole engine | batch | found |", "|---|---:|---|"]
+    for row in rows:
+        if row["kind"] == "engine":
+            speed = f"{row['tokens_per_second']:.0f} tokens/s at {row['acceptance_length']:.1f}{' (synthetic)' if row['synthetic'] else ''}"
+            flight = f"{row['cycles_in_flight']} cycles in flight, {row['percent_of_replay']:.0f} % of replay alone"
+            lines.append(f"| {row['case']} | {row['lanes']} | {speed}, {flight} |")
+        elif row["kind"] == "first_token":
+            lines.append(f"| first token, {row['case']} | 1 | {row['milliseconds']:.1f} ms for a prompt of {row['prompt_tokens']} tokens |")
+        elif row["kind"] == "failed":
+            lines.append(f"| {row['task']} | | failed |")
+    return lines
+
+
+def state(evidence: Evidence | None) -> str:
+    """What ran where, and how it ended."""
+    if evidence is None:
+        return (
             "**No GPU has run this code yet.** `make gpu-check` runs every check and every measurement on one; until then, these are aims."
         )
-    else:
-        head = checks[0]
-        gpu = head["gpus"][0]["name"] if head.get("gpus") else "a GPU"
-        red = summary.get("failed", 0) + summary.get("error", 0)
-        verdict = "all green" if summary["green"] else f"{red} red"
-        where = f"one {gpu}, {head['date'][:10]}, revision {str(head['revision'])[:12]}"
-        state = f"`make gpu-check` on {where}: {summary.get('passed', 0)} checks passed, {verdict}."
-        if absent := summary.get("not_installed"):
-            state += f" Left out, not installed there: {', '.join(absent)}."
-    parts = [state, "\n".join(target_lines(rows))]
+    head, summaries, outcomes = evidence.head, evidence.summaries, Counter(evidence.outcomes().values())
+    red = outcomes["failed"] + outcomes["error"]
+    verdict = "all green" if evidence.verified else f"{red} red" if red else "not green: some were skipped or did not run"
+    gpu = head["gpus"][0]["name"] if head.get("gpus") else "a GPU"
+    where = f"one {gpu}, {head['date'][:10]}, revision {str(head['revision'])[:12]}"
+    if not summaries:
+        return f"`make gpu-check` on {where}: it has not come to the checks, so no figure of it is shown."
+    said = f"`make gpu-check` on {where}: {outcomes['passed']} checks passed, {verdict}."
+    if "tests" not in summaries:
+        said += " These are the core checks; the others have not run there."
+    absent = sorted({name for summary in summaries.values() for name in summary["not_installed"]})
+    return said + (f" Left out, not installed there: {', '.join(absent)}." if absent else "")
+
+
+def section(evidence: Evidence | None) -> str:
+    """The whole section."""
+    shown = evidence is not None and evidence.verified
+    rows, engine = (evidence.rows, evidence.engine) if evidence is not None and shown else ([], [])
+    parts = [state(evidence), "\n".join(target_lines(rows))]
     if rows:
-        bandwidth = next((r["bytes_per_second"] for r in rows if r["kind"] == "bandwidth"), 0.0)
-        parts.append(f"Copy bandwidth in that run: {bandwidth / 1e12:.2f} TB/s. Weights are random; acceptance is forced where it says so.")
+        widths = sorted({f"{row['bytes_per_second'] / 1e12:.2f}" for row in rows if row["kind"] == "bandwidth"})
+        measured = f"Copy bandwidth in the runs of these: {' to '.join(dict.fromkeys((widths[0], widths[-1])))} TB/s. " if widths else ""
+        parts.append(f"{measured}Weights are random; acceptance is forced where it says so.")
         parts.append("\n".join(cycle_lines(rows)))
+    if engine:
+        parts.append("\n".join(engine_lines(engine)))
     return "\n\n".join(parts)
 
 
@@ -114,7 +130,7 @@ def rewritten(readme: str) -> str:
     _, end, after = rest.partition(END)
     if not mark or not end:
         raise SystemExit(f"README.md: expected {BEGIN} and {END}, found no such marks")
-    return f"{before}{BEGIN}\n\n{section(newest('gpu-check'), newest('gpu-latency'))}\n\n{END}{after}"
+    return f"{before}{BEGIN}\n\n{section(gather(RESULTS))}\n\n{END}{after}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

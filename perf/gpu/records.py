@@ -1,6 +1,7 @@
 """A pytest plugin that appends one JSON line to a file whenever a check is over: ``-p perf.gpu.records --records FILE``.
 
 What is written stays written when the run is cut short. Under pytest-xdist the controlling process writes, for all workers.
+``--passed-before FILE`` names checks, one a line, that are left out.
 """
 
 from __future__ import annotations
@@ -58,8 +59,9 @@ def _end_of(report: pytest.TestReport | pytest.CollectReport) -> str:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Declare ``--records``."""
+    """Declare the options."""
     parser.addoption("--records", type=Path, help="append one JSON line for each check to this file")
+    parser.addoption("--passed-before", type=Path, help="leave out the checks this file names, one a line")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -67,3 +69,13 @@ def pytest_configure(config: pytest.Config) -> None:
     file = config.getoption("--records")
     if file is not None and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Records(file))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what has passed; by its whole name, where ``--deselect`` goes by its beginning."""
+    file = config.getoption("--passed-before")
+    passed = set(file.read_text(encoding="utf-8").splitlines()) if file is not None else set()
+    out = [item for item in items if item.nodeid in passed]
+    if out:
+        config.hook.pytest_deselected(items=out)
+        items[:] = [item for item in items if item.nodeid not in passed]

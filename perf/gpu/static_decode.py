@@ -12,8 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo import mark_static_address
+from torch._dynamo.utils import counters
 
 from graphspec.attention import HeadTransform
+from graphspec.errors import CaptureError
 from graphspec.kernels.formulas import apply_rope, rms_norm
 from graphspec.kernels.linear import linear
 from graphspec.models.layers import Linear
@@ -76,3 +78,31 @@ def compiled_step(model: LlamaModel, length: int) -> tuple[Any, DenseCache, Tens
         mark_static_address(tensor)
     on_gpu = weight.device.type == "cuda"
     return torch.compile(step, fullgraph=True, dynamic=False, mode="reduce-overhead" if on_gpu else None), cache, token
+
+
+def skipped_graphs() -> int:
+    """How many programs of this process Inductor has compiled without the CUDA graph that was asked for."""
+    return int(counters["inductor"]["cudagraph_skips"])
+
+
+def require_graph(before: int) -> None:
+    """A loop that was to be a CUDA graph is one.
+
+    Inductor leaves graphs out with a warning, for a buffer that may move, say; what is measured then is launches one by one, and no
+    baseline.
+
+    Args:
+        before: :func:`skipped_graphs` before it was compiled.
+
+    Raises:
+        CaptureError: Inductor left graphs out, or recorded none.
+    """
+    from torch._inductor.cudagraph_trees import get_manager
+
+    key, expected = "compiled static cache", "a step that is one CUDA graph"
+    if skipped := skipped_graphs() - before:
+        hint = "TORCH_LOGS=cudagraphs says why"
+        raise CaptureError(key, expected, f"{skipped} programs that Inductor compiled without their graph", hint)
+    manager = get_manager(torch.cuda.current_device(), create_if_none_exists=False)
+    if manager is None or not manager.roots:
+        raise CaptureError(key, expected, "none recorded")

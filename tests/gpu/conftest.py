@@ -14,7 +14,7 @@ import pytest
 import torch
 
 SECONDS = 120.0
-"""Longest a check may take, unless its marker ``seconds`` says otherwise."""
+"""Longest a check may take, unless its marker ``seconds`` says otherwise: a number, or a function of the check's parameters."""
 HERE = Path(__file__).resolve().parent
 GIVEN_UP = 70
 """Exit code of such a process."""
@@ -27,9 +27,19 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[stderr] = os.dup(2)
 
 
+def seconds_of(item: pytest.Item) -> float:
+    """Longest ``item`` may take."""
+    marker = item.get_closest_marker("seconds")
+    if marker is None:
+        return SECONDS
+    limit = marker.args[0]
+    called = getattr(item, "callspec", None)
+    return float(limit(**called.params) if callable(limit) and called is not None else limit)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest first: begun last, they would be waited for."""
-    items.sort(key=lambda item: item.get_closest_marker("seconds") is None)
+    items.sort(key=lambda item: -seconds_of(item) if HERE in item.path.parents else 0.0)
 
 
 def unusable(error: BaseException) -> bool:
@@ -57,8 +67,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     if HERE not in item.path.parents:
         # Unlike a report's hook, this one is called for every test of a run that has loaded this file.
         return (yield)
-    marker = item.get_closest_marker("seconds")
-    faulthandler.dump_traceback_later(marker.args[0] if marker else SECONDS, exit=True, file=item.config.stash[stderr])
+    faulthandler.dump_traceback_later(seconds_of(item), exit=True, file=item.config.stash[stderr])
     try:
         done = yield
     finally:

@@ -17,10 +17,12 @@ from graphspec.errors import CaptureError, ConfigError
 from graphspec.graphs.capture import Captured, Capturer
 from graphspec.graphs.mailbox import Chunk, Join, Message
 from graphspec.kernels import select_kernels
+from graphspec.models.layers import use_kernels
 from graphspec.programs import Key, PrefillKey
 from graphspec.shapes import GREEDY, SAMPLED, GraphKey
 from tests._depths import RandomDepth
 from tests._tiny import move, same_bits, structure_plan, tiny_networks
+from tests.gpu.limits import seconds
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
@@ -33,15 +35,22 @@ def tiny(structure: str, mode: str = "reference", **keys: Any) -> Cycle:
     networks = tiny_networks(plan)
     move(networks.target, "cuda")
     move(networks.draft, "cuda")
-    return Cycle(plan, networks.target, networks.draft, select_kernels(plan.kernels, plan.attention, "cuda"))
+    kernels = select_kernels(plan.kernels, plan.attention, "cuda", linear=plan.linear)
+    for network in (networks.target, networks.draft):
+        if network is not None:
+            use_kernels(network, kernels)
+    return Cycle(plan, networks.target, networks.draft, kernels)
 
 
 def keys_of(cycle: Cycle, sampling: Any = SAMPLED) -> list[Key]:
     return [*cycle.plan.graph_keys(sampling), *(PrefillKey(chunk, sampling) for chunk in cycle.plan.prefill_chunks)]
 
 
-@pytest.mark.parametrize("mode", ["reference", "compiled"])
-@pytest.mark.parametrize("structure", ["none", "tree", "head-per-step"])
+@pytest.mark.parametrize(
+    ("structure", "mode"),
+    [(structure, mode) for mode in ("reference", "compiled") for structure in ("none", "tree", "head-per-step")]
+    + [pytest.param("tree", "fused", marks=pytest.mark.core)],
+)
 def test_a_captured_prefill_equals_a_direct_one_bitwise(structure: str, mode: str) -> None:
     cycle = tiny(structure, mode)
     cycle.prepare([PrefillKey(16, SAMPLED), PrefillKey(8, SAMPLED)])
@@ -89,15 +98,24 @@ def test_depths_side_by_side_change_no_token(temperature: float) -> None:
     assert found[0] == found[1]
 
 
+def changing_depths(mode: str) -> list[dict[str, Any]]:
+    """An engine that decodes plainly, and two whose depths change."""
+    keys = {"device": "cuda", "dtype": "float32", "runtime": "captured", "mode": mode, "buckets": [1, 2, 4], "max_rows": 4}
+    drafting = {"variant": "eagle3", "num_steps": 4, "depths": [0, 2], "backlog": 6, "cycles_in_flight": 3, **keys}
+    shapes = ({"topk": 1, "num_draft_tokens": 5}, {"topk": 4, "num_draft_tokens": 12})
+    return [{"variant": "none", **keys}, *({**drafting, **shape} for shape in shapes)]
+
+
+@pytest.mark.seconds(lambda temperature, mode: seconds(changing_depths(mode)))
 @pytest.mark.parametrize("mode", ["reference", "fused"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_depths_that_change_while_it_runs_change_no_token(temperature: float, mode: str) -> None:
     """Depth 0, its backlog and the program that catches up are captured like all others."""
     params = [SamplingParams(max_tokens=24 + 9 * i, temperature=temperature, seed=i, ignore_eos=True) for i in range(4)]
-    keys = {"device": "cuda", "dtype": "float32", "runtime": "captured", "mode": mode, "buckets": [1, 2, 4], "max_rows": 4}
-    plain = LLM(variant="none", **keys)
-    for topk, nodes in ((1, 5), (4, 12)):
-        llm = LLM(variant="eagle3", num_steps=4, topk=topk, num_draft_tokens=nodes, depths=[0, 2], backlog=6, cycles_in_flight=3, **keys)
+    plainly, *drafting = changing_depths(mode)
+    plain = LLM(**plainly)
+    for keys in drafting:
+        llm = LLM(**keys)
         llm.depth_policy = RandomDepth(llm.plan)
         assert [out.token_ids for out in llm.generate(PROMPTS, params)] == [out.token_ids for out in plain.generate(PROMPTS, params)]
         assert {depth for _, depth, _ in llm.depth_policy.told} == {0, 2, 4}

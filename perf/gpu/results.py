@@ -1,0 +1,134 @@
+"""What a folder of result files says: which runs belong together, what they have done, and whether their checks were green.
+
+Calls of ``make gpu-check`` write files of their own into one folder. Those of the same code on the same kind of machine belong together, so
+that latency measured in one call counts as verified once the checks of another were green.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from graphspec.lab.provenance import ROOT
+
+Record = dict[str, Any]
+IDENTITY = ("revision", "tree", "torch", "triton")
+"""Keys of a file's first record that are equal where files belong together; the names of the GPUs count too."""
+CODE = ("graphspec", "perf", "tests")
+
+
+def append(file: Path, record: Mapping[str, Any]) -> None:
+    """One more line; what was written before stays."""
+    with file.open("a", encoding="utf-8") as sink:
+        sink.write(json.dumps(record, default=str) + "\n")
+
+
+def read(file: Path) -> list[Record]:
+    """Records of a result file; a line that was cut off is left out."""
+    records = []
+    for line in file.read_text(encoding="utf-8").splitlines():
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return records
+
+
+def tree_digest(root: Path = ROOT) -> str:
+    """Of all code: a commit does not say what was changed since, and a packed tree may know none."""
+    digest = hashlib.sha256()
+    for folder in CODE:
+        for file in sorted(path for path in (root / folder).rglob("*") if path.suffix in (".py", ".cpp") and path.is_file()):
+            digest.update(f"{file.relative_to(root)}\0".encode() + file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def identity(head: Mapping[str, Any]) -> tuple[str, ...]:
+    """What files that belong together have in common."""
+    gpus = [gpu["name"] for gpu in head.get("gpus") or []]
+    return (*(str(head.get(key)) for key in IDENTITY), ",".join(sorted(set(gpus))))
+
+
+@dataclass(slots=True)
+class Evidence:
+    """The files that belong to one :func:`identity`.
+
+    Attributes:
+        head: first record of the newest of them.
+        checks: records of the check files, oldest first.
+        rows: of the latency files; of a task that was measured more than once, the newest.
+        engine: of the whole engine, likewise.
+    """
+
+    head: Record
+    checks: list[Record] = field(default_factory=list)
+    rows: list[Record] = field(default_factory=list)
+    engine: list[Record] = field(default_factory=list)
+
+    @property
+    def summaries(self) -> dict[str, Record]:
+        """The newest summary of each part that runs tests; one over a choice of tests says nothing of the part."""
+        return {record["part"]: record for record in self.checks if record["kind"] == "summary" and not record["selected"]}
+
+    @property
+    def verified(self) -> bool:
+        """Tests ran, and the newest run of each part that has any was green."""
+        return bool(self.summaries) and all(summary["green"] for summary in self.summaries.values())
+
+    def outcomes(self) -> dict[str, str]:
+        """The newest outcome of every test."""
+        return {record["name"]: record["outcome"] for record in self.checks if record["kind"] == "check"}
+
+    def measured(self) -> list[str]:
+        """Tasks of latency that have a figure."""
+        return [row["task"] for row in self.rows if "task" in row and row["kind"] not in ("failed", "not_run")]
+
+
+def gather(folder: Path, head: Mapping[str, Any] | None = None) -> Evidence | None:
+    """What belongs together in ``folder``.
+
+    Args:
+        folder: of the result files.
+        head: whose files; None: those of the newest check or latency file.
+
+    Returns:
+        None where there is no such file.
+    """
+    files = {kind: _heads(folder, kind) for kind in ("gpu-check", "gpu-latency", "gpu-engine")}
+    if head is None:
+        named = [(path.name, records[0]) for found in files.values() for path, records in found]
+        newest = max(named, key=lambda pair: pair[0], default=None)
+        if newest is None:
+            return None
+        head = newest[1]
+    belongs = {kind: [records for _, records in found if identity(records[0]) == identity(head)] for kind, found in files.items()}
+    if not any(belongs.values()):
+        return None
+    return Evidence(
+        head=dict(head),
+        checks=[record for records in belongs["gpu-check"] for record in records[1:]],
+        rows=_newest_of_each(belongs["gpu-latency"]),
+        engine=_newest_of_each(belongs["gpu-engine"]),
+    )
+
+
+def _heads(folder: Path, kind: str) -> list[tuple[Path, list[Record]]]:
+    """Files of one kind, oldest first, without those that say nothing of where they come from."""
+    found = [(path, read(path)) for path in sorted(folder.glob(f"*-{kind}.jsonl"))]
+    return [(path, records) for path, records in found if records and records[0].get("kind") == "provenance"]
+
+
+def _newest_of_each(files: Iterable[list[Record]]) -> list[Record]:
+    """Rows of several files; a task that failed, or had no time, does not take the place of a figure."""
+    kept: dict[str, Record] = {}
+    for number, records in enumerate(files):
+        for row in records[1:]:
+            # Every file has a bandwidth of its own, which its floors were computed with.
+            name = str(row.get("task", f"{row['kind']} {number}"))
+            if name not in kept or row["kind"] not in ("failed", "not_run") or kept[name]["kind"] in ("failed", "not_run"):
+                kept[name] = row
+    return [row for row in kept.values() if row["kind"] != "begun"]

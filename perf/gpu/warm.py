@@ -1,0 +1,259 @@
+"""Triton's cache on disk, filled before anything is measured: ``python -m perf.gpu.warm``.
+
+An engine compiles its kernels one after the other, on one core. Here the cycles of README's rows run on fake tensors, which tells every
+launch they make; the kernels of these are compiled by many processes, each as the launch itself would compile it, so that the engine then
+finds them. What does not compile is said and costs nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._library.custom_ops import OPDEFS
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+
+from graphspec.buffers import DTYPES, Arena
+from graphspec.facts import read_eagle3_facts, read_model_facts
+from graphspec.graphs.mailbox import MailLayout
+from graphspec.kernels.fused.launch import INTERPRETED, NAMESPACE, Launch, recording
+from graphspec.models.layers import use_kernels
+from graphspec.models.llama import LlamaModel
+from graphspec.plan import make_plan
+from graphspec.programs import program_stages
+from graphspec.shapes import GREEDY
+from graphspec.variants.eagle3 import Eagle3Draft
+from perf.gpu.bench import Bench, Case, write_configs
+from perf.gpu.latency import SHAPES, SHORTER
+from perf.gpu.processes import triton_cache
+from perf.gpu.results import append
+
+ROWS = (*(Case(name, shape) for name, shape in SHAPES.items()), SHORTER)
+"""What README's rows are measured on."""
+PROCESSES = 16
+SECONDS = 30.0
+WARP = 32
+
+
+class _Launches(TorchDispatchMode):
+    """Keeps what the launchers of fused operators would launch, on arguments without data."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: list[Launch] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == NAMESPACE:
+            launcher = OPDEFS[func.name()]._init_fn  # noqa: SLF001 - torch has no other way from an operator to its function
+            with unset_fake_temporarily(), recording() as launches:
+                given, named = tree_map(_without_data, (args, kwargs or {}))
+                launcher(*given, **named)
+            self.found += launches
+        return func(*args, **(kwargs or {}))
+
+
+def _without_data(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    # With its place in its storage: where that is no multiple of 16 bytes, Triton compiles another kernel.
+    whole = torch.empty(value.untyped_storage().nbytes() // value.element_size(), dtype=value.dtype, device="meta")
+    return whole.as_strided(value.shape, value.stride(), value.storage_offset())
+
+
+def launches_of(case: Case, target: Path, draft: Path) -> list[Launch]:
+    """Every launch of one cycle of ``case``, in order; nothing runs, and no tensor has data.
+
+    Args:
+        case: of :mod:`perf.gpu.latency`.
+        target, draft: folders with a ``config.json``.
+    """
+    speculates = case.shape.num_steps > 0
+    facts = read_model_facts(target)
+    head = read_eagle3_facts(draft, facts)
+    plan = make_plan(Bench.config_of(case, target, draft, "cuda", "captured"), facts, head if speculates else None, device="cuda")
+    with FakeTensorMode(), torch.no_grad():
+        kernels = Bench.kernels_of(plan)
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(DTYPES[plan.dtype])
+        try:
+            with torch.device("cuda"):
+                networks: list[Any] = [LlamaModel(facts, plan.tap_layers, plan.max_positions)]
+                networks += [Eagle3Draft(head, plan.max_positions, embed_tokens=networks[0].embed_tokens)] if speculates else []
+        finally:
+            torch.set_default_dtype(before)
+        for network in networks:
+            network.rotary.to("cuda")
+            use_kernels(network, kernels)
+        if speculates and networks[1].target_token_Vd is not None:
+            networks[1].target_token_Vd = networks[1].target_token_Vd.to("cuda")
+        arena = Arena(plan, MailLayout.of(plan).size)
+        arena.allocate(GREEDY)
+        key = plan.graph_keys(GREEDY)[0]
+        views = arena.views(key.bucket, key.shape)
+        with _Launches() as seen:
+            for stage in program_stages(plan, kernels, networks[0], networks[1] if speculates else None, key):
+                stage(views)
+    return seen.found
+
+
+class _Target:
+    """Triton's driver for a process that compiles for a device and never asks it anything."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self._target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def compile_launch(launch: Launch) -> str:
+    """Compile the kernel of a launch the way the launch would; returns the name of its entry in the cache."""
+    programmatic = {"launch_pdl": True} if launch.constexprs.get("PDL") else {}
+    kernel = launch.kernel.warmup(
+        *launch.args, grid=launch.grid, num_warps=launch.num_warps, num_stages=launch.num_stages, **programmatic, **launch.constexprs
+    )
+    return str(kernel.hash)
+
+
+def distinct(launches: Iterable[Launch]) -> list[Launch]:
+    """One launch of each kernel there is to compile: types, alignment and special numbers of its arguments tell them apart."""
+    found: dict[tuple[Any, ...], Launch] = {}
+    for launch in launches:
+        arguments = tuple(_kind(value) for value in launch.args)
+        constants = tuple(sorted((name, repr(value)) for name, value in launch.constexprs.items()))
+        found.setdefault((launch.kernel, arguments, constants, launch.num_warps, launch.num_stages), launch)
+    return list(found.values())
+
+
+def _kind(value: Any) -> object:
+    if isinstance(value, Tensor):
+        return str(value.dtype), value.data_ptr() % 16 == 0
+    if isinstance(value, int) and not isinstance(value, bool):
+        # What Triton makes of a number: a constant, one that 16 divides, 32 or 64 bits.
+        return "one" if value == 1 else (value % 16 == 0, -(1 << 31) <= value < 1 << 31)
+    return value if value is None else type(value).__name__
+
+
+def _work(launches: Sequence[Launch], target: GPUTarget, turn: Any, folder: Path) -> None:
+    """One process: the next launch nobody has begun, until there is none."""
+    driver.set_active(_Target(target))
+    with (folder / f"{os.getpid()}.jsonl").open("a", encoding="utf-8") as sink:
+        while True:
+            with turn.get_lock():
+                number, turn.value = turn.value, turn.value + 1
+            if number >= len(launches):
+                return
+            began, record = time.monotonic(), {"kernel": launches[number].kernel.fn.__name__, "error": ""}
+            try:
+                record["hash"] = compile_launch(launches[number])
+            except Exception as error:  # noqa: BLE001 - one kernel that does not compile must not cost the others
+                record["error"] = f"{type(error).__name__}: {error}"[:1000]
+            sink.write(json.dumps(record | {"seconds": round(time.monotonic() - began, 1)}) + "\n")
+            sink.flush()
+
+
+def compile_all(launches: Sequence[Launch], target: GPUTarget, seconds: float, processes: int) -> list[dict[str, Any]]:
+    """Compile every launch; what is not done in time is left for whoever needs it.
+
+    Args:
+        launches: what to compile.
+        target: for which device.
+        seconds: for all of it.
+        processes: how many share it. They are forked: a kernel can't be sent to another process.
+
+    Returns:
+        For each launch that was compiled or refused: ``kernel``, ``seconds``, ``error``, and ``hash`` where there is none.
+    """
+    context, ends = multiprocessing.get_context("fork"), time.monotonic() + seconds
+    with tempfile.TemporaryDirectory() as name:
+        folder, turn = Path(name), context.Value("i", 0)
+        workers = [context.Process(target=_work, args=(launches, target, turn, folder)) for _ in range(min(processes, len(launches)))]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join(max(0.0, ends - time.monotonic()))
+        for worker in workers:
+            if worker.is_alive():
+                worker.kill()
+                worker.join(1.0)
+        return [json.loads(line) for file in sorted(folder.iterdir()) for line in file.read_text().splitlines()]
+
+
+def warm(cases: Iterable[Case], target: GPUTarget, seconds: float, processes: int) -> dict[str, Any]:
+    """Compile what the cycles of ``cases`` launch.
+
+    Args:
+        cases: of :mod:`perf.gpu.latency`.
+        target: for which device.
+        seconds: for everything.
+        processes: how many compile.
+
+    Returns:
+        ``kind``, ``wanted`` kernels, how many are there, ``seconds``, and ``failed``: kernel to error.
+    """
+    began = time.monotonic()
+    found: list[Launch] = []
+    with tempfile.TemporaryDirectory() as folder:
+        configs = write_configs(Path(folder))
+        for case in cases:
+            found += launches_of(case, *configs)
+    launches, recorded = distinct(found), time.monotonic() - began
+    done = compile_all(launches, target, seconds - recorded, processes)
+    return {
+        "kind": "cache",
+        "wanted": len(launches),
+        "compiled": sum(not record["error"] for record in done),
+        "recording_seconds": round(recorded, 1),
+        "seconds": round(time.monotonic() - began, 1),
+        "failed": {record["kernel"]: record["error"] for record in done if record["error"]},
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code 0: every kernel compiled; 1: some did not, or there was no time for them."""
+    parser = argparse.ArgumentParser(
+        prog="python -m perf.gpu.warm", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seconds", type=float, default=SECONDS, help=f"for everything (default: {SECONDS:.0f})")
+    parser.add_argument(
+        "--processes", type=int, default=min(PROCESSES, os.cpu_count() or 1), help="how many compile (default: %(default)s)"
+    )
+    parser.add_argument("--file", type=Path, help="append the record to this file too")
+    options = parser.parse_args(argv)
+    if INTERPRETED:
+        parser.error("TRITON_INTERPRET is set: interpreted kernels can't be compiled")
+    if not torch.cuda.is_available():
+        print("no CUDA device: nothing was compiled")
+        return 0
+    os.environ.update(triton_cache())
+    major, minor = torch.cuda.get_device_capability()
+    record = warm(ROWS, GPUTarget("cuda", 10 * major + minor, WARP), options.seconds, options.processes)
+    if options.file is not None:
+        append(options.file, record)
+    print(f"{record['compiled']} of {record['wanted']} kernels in {record['seconds']} s")
+    for kernel, error in record["failed"].items():
+        print(f"{kernel}: {error}")
+    return 0 if record["compiled"] == record["wanted"] else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,44 @@
+"""How long a check may take, from the programs its engines compile. Needs no GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from graphspec.catalog import load_object, resolve_variant
+from graphspec.engine.arguments import DEFAULTS, engine_config
+from graphspec.engine.llm import model_folder
+from graphspec.facts import read_model_facts
+from graphspec.plan import Plan, make_plan
+from graphspec.shapes import GREEDY
+
+LEAST = 120.0
+"""Seconds of a check that says nothing of itself."""
+PROGRAM = 6.0
+"""Seconds one program takes to compile, assumed: on one core, with some kernels that no cache has."""
+BESIDE = 60.0
+"""Seconds for everything else: imports, weights, the first kernels, the requests."""
+
+
+def plan_of(engine: Mapping[str, Any]) -> Plan:
+    """The plan of a demo engine on a GPU.
+
+    Args:
+        engine: arguments of ``LLM``.
+    """
+    named = {key: engine.get(key, default) for key, default in DEFAULTS.items()}
+    config = engine_config(None, {key: value for key, value in engine.items() if key not in DEFAULTS}, **named)
+    folder = model_folder(config.model.path)
+    target, variant = read_model_facts(folder), resolve_variant(config.variant.name)
+    draft = load_object(variant.facts)(folder.parent / str(variant.demo_draft), target) if variant.has_network else None
+    return make_plan(config, target, draft, device="cuda")
+
+
+def programs_of(plan: Plan) -> int:
+    """Programs that an engine compiles when as many requests come as it has rows."""
+    return len(plan.graph_keys(GREEDY)) + len(plan.prefill_chunks) if plan.compiles else 0
+
+
+def seconds(engines: Sequence[Mapping[str, Any]]) -> float:
+    """The limit of a check that builds these engines one after another."""
+    return max(LEAST, BESIDE + PROGRAM * sum(programs_of(plan_of(engine)) for engine in engines))

@@ -1,0 +1,105 @@
+"""Limits of the checks that need a GPU, against the programs their engines compile; and which of these checks decide green."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import suppress
+from types import FunctionType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from graphspec.engine.engine import Engine
+from graphspec.shapes import GREEDY
+from tests.gpu import conftest, limits, test_gpu, test_gpu_capture
+
+Case = tuple[dict[str, Any], list[Any]]
+
+
+def cases(function: FunctionType) -> Iterator[Case]:
+    """``(parameters, marks)`` of every case of a test."""
+    found = [mark for mark in function.pytestmark if mark.name == "parametrize"] if hasattr(function, "pytestmark") else []
+    choices = []
+    for mark in found:
+        names = [name.strip() for name in mark.args[0].split(",")] if isinstance(mark.args[0], str) else list(mark.args[0])
+        rows = [(row.values, list(row.marks)) if hasattr(row, "marks") else (row if len(names) > 1 else (row,), []) for row in mark.args[1]]
+        choices.append([(dict(zip(names, values, strict=True)), marks) for values, marks in rows])
+    for chosen in itertools.product(*choices):
+        marks = [mark for _, some in chosen for mark in some] + list(getattr(function, "pytestmark", []))
+        yield {name: value for values, _ in chosen for name, value in values.items()}, marks
+
+
+def item(parameters: dict[str, Any], marks: list[Any]) -> Any:
+    """What the limit of a case is read from."""
+    marker = next((mark for mark in marks if mark.name == "seconds"), None)
+    return SimpleNamespace(get_closest_marker=lambda name: marker, callspec=SimpleNamespace(params=parameters))
+
+
+TESTS = [
+    pytest.param(function, id=name)
+    for module in (test_gpu, test_gpu_capture)
+    for name, function in vars(module).items()
+    if name.startswith("test_") and isinstance(function, FunctionType) and {"LLM", "demo"} & {*function.__code__.co_names}
+]
+
+
+@pytest.mark.parametrize("function", TESTS)
+def test_a_check_has_time_for_what_it_compiles(function: FunctionType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its engines are counted as it builds them, and give no token."""
+    programs: list[int] = []
+
+    class Counted:
+        def __init__(self, **keys: Any) -> None:
+            self.plan, self.depth_policy = limits.plan_of(keys), None
+            programs.append(limits.programs_of(self.plan))
+
+        def generate(self, prompts: list[str], params: Any) -> list[Any]:
+            if self.depth_policy is not None:
+                for depth in self.plan.depths_of(self.plan.buckets[-1]):
+                    self.depth_policy.observe(self.plan.buckets[-1], depth, [])
+            return [SimpleNamespace(token_ids=[]) for _ in prompts]
+
+    for module in (test_gpu, test_gpu_capture):
+        monkeypatch.setattr(module, "LLM", Counted)
+    for parameters, marks in cases(function):
+        programs.clear()
+        given = parameters | ({"expected": [[]] * len(test_gpu.PROMPTS)} if "expected" in function.__code__.co_varnames else {})
+        # What it looks at after its last engine is not there.
+        with suppress(AssertionError, AttributeError, pytest.fail.Exception):
+            function(**given)
+        assert programs, parameters
+        assert conftest.seconds_of(item(parameters, marks)) >= limits.BESIDE + limits.PROGRAM * sum(programs), (parameters, programs)
+
+
+def test_the_programs_of_a_plan_are_those_an_engine_builds() -> None:
+    for engine in test_gpu_capture.changing_depths("fused"):
+        plan = limits.plan_of(engine)
+        assert limits.programs_of(plan) == len(Engine.keys(SimpleNamespace(plan=plan), 4, GREEDY))  # type: ignore[arg-type]
+    assert limits.programs_of(limits.plan_of(test_gpu_capture.changing_depths("reference")[0])) == 0
+
+
+def test_a_limit_is_a_number_or_follows_from_the_parameters() -> None:
+    for marker, expected in ((None, conftest.SECONDS), (200, 200.0), (lambda n: 7 * n, 21.0)):
+        marks = [SimpleNamespace(name="seconds", args=(marker,))] if marker is not None else []
+        assert conftest.seconds_of(item({"n": 3}, marks)) == expected
+
+
+def test_the_core_looks_at_everything_that_decides() -> None:
+    """Captured against direct, prompts too; the tokens of transformers; no call that waits; poison. All of it with fused kernels."""
+    found = {
+        (function.__name__, *(value for value in parameters.values() if isinstance(value, str)))
+        for module in (test_gpu, test_gpu_capture)
+        for function in vars(module).values()
+        if isinstance(function, FunctionType) and function.__name__.startswith("test_")
+        for parameters, marks in cases(function)
+        if any(mark.name == "core" for mark in marks)
+    }
+    names = {
+        "test_captured_equals_direct_bitwise", "test_a_captured_prefill_equals_a_direct_one_bitwise",
+        "test_greedy_tokens_equal_transformers", "test_a_launch_never_waits_and_a_replay_never_allocates",
+        "test_poison_between_launches_changes_no_token",
+    }  # fmt: skip
+    assert {name for name, *_ in found} == names and 10 <= len(found) <= 20
+    for name in names - {"test_poison_between_launches_changes_no_token"}:
+        assert any(case[0] == name and "fused" in case for case in found), name
