@@ -142,7 +142,7 @@ class Bench:
         """The kernels of a plan."""
         return select_kernels(
             plan.kernels, plan.attention, plan.device, linear=plan.linear, dtype=plan.dtype, numerics=plan.numerics,
-            programmatic_launch=plan.programmatic_launch,
+            programmatic_launch=plan.programmatic_launch is True,
         )  # fmt: skip
 
     @staticmethod

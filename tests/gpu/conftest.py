@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from graphspec.engine import programmatic
+
 SECONDS = 120.0
 """Longest a check may take, unless its marker ``seconds`` says otherwise: a number, or a function of the check's parameters."""
 HERE = Path(__file__).resolve().parent
@@ -20,6 +22,12 @@ GIVEN_UP = 70
 """Exit code of such a process."""
 stderr = pytest.StashKey[int]()
 broken = pytest.StashKey[bool]()
+
+
+@pytest.fixture(autouse=True)
+def no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programmatic launch is off unless a check asks for it, whatever was found on this machine before."""
+    monkeypatch.setattr(programmatic, "verdict", lambda *_: None)
 
 
 def pytest_configure(config: pytest.Config) -> None:
