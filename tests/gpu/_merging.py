@@ -32,6 +32,9 @@ def parts(launch: Launch) -> int:
     named = {**dict(zip(launch.kernel.arg_names, launch.args, strict=False)), **launch.constexprs}
     if launch.kernel.fn.__name__ == "_ngram_match":
         return launch.grid[1]
+    if launch.kernel.fn.__name__ == "_linear":
+        # Its other parts are those of a sum of squares.
+        return int(named["SPLITS"])
     return next((int(named[name]) for name in COUNTS if name in named), 1)
 
 
@@ -199,24 +202,25 @@ def _history(lanes: int) -> Callable[[str], Case]:
 
 
 def merging_calls(lanes: int) -> list[Merging]:
-    """The calls of one batch size; products take a row of each lane, or two."""
+    """The calls of one batch size."""
     op = {op.name: op for op in OPS}
     rows, tokens = 8, 8 if lanes == 1 else 4
 
     def fused(name: str) -> Callable[..., Any]:
         return op[name].implementation("fused")
 
-    layer = {
-        "qkv": (6144, 4096, "norm"),
-        "o": (4096, 4096, "residual"),
-        "gate-up": (28672, 4096, "norm", "gated"),
-        "down": (4096, 14336, "residual"),
+    # Up to 8 rows only products with a norm are split in fast numerics, and of Llama-3.1-8B's gated one every tile is a program's own.
+    split = {
+        "qkv": (6144, 4096, ("norm",), (("fast", lanes), ("fast", 2 * lanes), ("batch_invariant", lanes))),
+        "o": (4096, 4096, ("residual",), (("fast", 16), ("batch_invariant", lanes))),
+        "gate-up of Llama-3.2-3B": (16384, 3072, ("norm", "gated"), (("fast", lanes),)),
+        "EAGLE-3's fc": (4096, 12288, (), (("fast", 16), ("batch_invariant", lanes))),
+        "down": (4096, 14336, ("residual",), (("fast", 16), ("batch_invariant", lanes))),
     }
     products = [
-        Merging(f"linear {name}, {numerics}, {count} rows", fused_linear(numerics), _linear(count, *shape))
-        for name, shape in layer.items()
-        for numerics in (("fast", "batch_invariant") if name in ("qkv", "down") else ("fast",))
-        for count in ((lanes, 2 * lanes) if name == "qkv" else (lanes,))
+        Merging(f"linear {name}, {numerics}, {count} rows", fused_linear(numerics), _linear(count, outputs, inputs, *how))
+        for name, (outputs, inputs, how, calls) in split.items()
+        for numerics, count in calls
     ]
     return [
         *products,
