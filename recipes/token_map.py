@@ -22,9 +22,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 
 from graphspec.errors import ConfigError
-
-from .export import save_weights
-from .texts import encode_stream, read_documents
+from graphspec.train.export import save_weights
+from graphspec.train.texts import encode_stream, read_documents
 
 
 @dataclass
