@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import resource
@@ -13,19 +14,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from graphspec import cli
 from graphspec.compose import load_config
 from graphspec.engine.llm import LLM, SamplingParams
 from graphspec.errors import CheckpointError, ConfigError
-from graphspec.train import checkpoint
+from graphspec.report import training_progress
+from graphspec.train import checkpoint, token_map
 from graphspec.train.drafter import load_target
 from graphspec.train.optim import Optimizers
 from graphspec.train.run import run
 from graphspec.train.texts import encode_stream, read_documents, split_documents
-from recipes import token_map
 
 from ._drafts import tiny_target
 
@@ -210,7 +213,8 @@ def test_a_killed_process_goes_on_to_the_same_bits(tmp_path, texts):
     # It kills itself when the second checkpoint is half on the disk, which no handler hears of.
     code = f"""
 import os, signal, sys
-from graphspec.train import checkpoint
+from graphspec.report import training_progress
+from graphspec.train import checkpoint, token_map
 whole, saved = checkpoint.torch.save, []
 def save(state, stream):
     saved.append(1)
@@ -338,7 +342,7 @@ def test_documents_are_found_and_split_whole(tmp_path, texts):
 def test_the_map_holds_the_most_frequent_ids(tmp_path, texts):
     target = save_target(tmp_path / "target", "llama")
     for name in ("map.safetensors", "map.pt"):
-        token_map.main([f"target={target}", f"data=[{texts}]", "size=9", f"out={tmp_path / name}"])
+        token_map.main(["--target", str(target), "--data", str(texts), "--size", "9", "--out", str(tmp_path / name)])
     ids = load_file(tmp_path / "map.safetensors")["token_map"]
     assert torch.equal(ids, torch.load(tmp_path / "map.pt"))
     assert ids.dtype == torch.int64
@@ -350,6 +354,35 @@ def test_the_map_holds_the_most_frequent_ids(tmp_path, texts):
     left = [i for i in range(288) if i not in ids.tolist()]
     assert min(counts[chosen]) >= max(counts[left])
     assert (np.diff(counts[ids]) <= 0).all()
-    for wrong, key in (("size=0", "size"), ("size=999", "size"), ("sise=9", "sise"), ("out=map.npz", "out")):
+    for size, out, key in ((0, "x.pt", "--size"), (999, "x.pt", "--size"), (9, "x.npz", "--out")):
         with pytest.raises(ConfigError, match=key):
-            token_map.main([f"target={target}", f"data=[{texts}]", "size=9", f"out={tmp_path / 'x.pt'}", wrong])
+            token_map.make_token_map(target, [texts], size, tmp_path / out)
+    with pytest.raises(ConfigError, match="--target"):
+        token_map.make_token_map(tmp_path, [texts], 9, tmp_path / "x.pt")
+
+
+def test_the_command_shows_progress_and_says_what_it_wrote(tmp_path, texts, capsys):
+    command = words(texts, tmp_path / "out", *TARGET)
+    for form in ("text", "json"):
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["train", *command, f"format={form}"])
+        assert ended.value.code == 0
+        out, err = capsys.readouterr()
+        if form == "text":
+            assert out.startswith("held out: ") and f"target written to {tmp_path / 'out'}" in out
+            assert "target 20/24 loss" in err and "tokens/s" in err
+        else:
+            assert json.loads(out) == json.loads((tmp_path / "out" / "training.json").read_text())
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["train", *command, "train.clip=2.0"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("graphspec: ")
+
+
+def test_bars_carry_a_note():
+    console = Console(file=io.StringIO(), force_terminal=True, width=160)
+    with training_progress(console) as watch:
+        watch("eagle3", 0, 10)
+        watch("eagle3", 4, 10, "loss 2.000, 5 tokens/s, 0:00:06 left")
+    shown = console.file.getvalue()
+    assert "4/10" in shown and "loss 2.000, 5 tokens/s, 0:00:06 left" in shown
