@@ -198,6 +198,7 @@ def notice(sources: Sequence[Source]) -> str:
 def write(built: Built, out: Path) -> dict[str, Any]:
     """Write ``train/``, ``held_out/``, ``NOTICE`` and ``corpus.json`` to ``out``; returns what the last one holds."""
     corpus = built.corpus
+    out.mkdir(parents=True, exist_ok=True)
     for side, documents in (("train", corpus.train), ("held_out", corpus.held_out)):
         shutil.rmtree(out / side, ignore_errors=True)
         for name, text in documents.items():

@@ -94,7 +94,6 @@ class Demo:
             elif (self.work / name / ("corpus.json" if name == "corpus" else RECORD)).exists():
                 print(f"{name}: done before", flush=True)
             elif name == "corpus":
-                (self.work / name).mkdir(parents=True, exist_ok=True)
                 facts = write(build(self.corpus_config), self.work / name)
                 print(f"corpus: {facts['train_modules']} modules, {facts['train_bytes']:,} bytes", flush=True)
             else:
