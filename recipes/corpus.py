@@ -145,7 +145,7 @@ def _documents(distribution: Distribution, site: Path) -> Iterator[tuple[str, st
         # A folder below the package's own with a licence of its own is somebody else's.
         foreign = any(parent in licensed for parent in file.parents if len(parent.parts) > 1)
         kept = VENDORED | TESTING | EXCLUDED_PACKAGES
-        if file.suffix != ".py" or ".." in folders or foreign or kept.intersection(folders) or file.name.startswith("test_"):
+        if file.suffix != ".py" or ".." in folders or foreign or kept.intersection(folders) or file.name.startswith(("test_", "__editable__")):
             continue
         path = site / file
         if not path.is_file() or path.stat().st_size > LARGEST_FILE:
@@ -170,10 +170,9 @@ def build(config: CorpusConfig) -> Built:
     kept: dict[str, str] = {}
     cut = dropped = repeated = 0
     for name, text in documents.items():
-        pieces = grams.without_overlap(text)
+        pieces = [piece for piece in grams.without_overlap(text) if len(piece.strip()) >= min(SHORTEST, len(text.strip()))]
         cut += pieces != [text] and bool(pieces)
         dropped += not pieces
-        pieces = [piece for piece in pieces if len(piece.strip()) >= min(SHORTEST, len(text.strip()))]
         for number, piece in enumerate(pieces):
             if near.seen(words(piece)):
                 repeated += 1
