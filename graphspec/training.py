@@ -156,7 +156,8 @@ class TrainConfig:
     clip: float = 1.0
     """Largest norm of the gradient."""
     dtype: str = "float32"
-    """What matrix products are computed in: float32, or bfloat16 by autocast. Weights and optimizer stay in float32."""
+    """What linear layers are computed in: float32, or bfloat16 by autocast, which pays where the hardware has bfloat16 arithmetic. Weights
+    and optimizers stay in float32."""
     compile: bool = False
     """Compile the forward pass of a target; pays from some hundred steps on."""
     seed: int = 2

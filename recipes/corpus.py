@@ -144,8 +144,9 @@ def _documents(distribution: Distribution, site: Path) -> Iterator[tuple[str, st
         folders = file.parts[:-1]
         # A folder below the package's own with a licence of its own is somebody else's.
         foreign = any(parent in licensed for parent in file.parents if len(parent.parts) > 1)
-        kept = VENDORED | TESTING | EXCLUDED_PACKAGES
-        if file.suffix != ".py" or ".." in folders or foreign or kept.intersection(folders) or file.name.startswith(("test_", "__editable__")):
+        foreign |= bool((VENDORED | TESTING | EXCLUDED_PACKAGES).intersection(folders))
+        named_out = file.name.startswith(("test_", "__editable__"))
+        if file.suffix != ".py" or ".." in folders or foreign or named_out:
             continue
         path = site / file
         if not path.is_file() or path.stat().st_size > LARGEST_FILE:

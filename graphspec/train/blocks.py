@@ -186,13 +186,15 @@ def attend_rows(
     Returns:
         ``[B, T, Q * D]``.
     """
-    scale = q.shape[-1] ** -0.5
-    scores = torch.einsum("bghtd,bgrd->bghtr", q * scale, prefix_k).masked_fill(~visible_TR, float("-inf"))
-    if own_k is None or own_v is None:
-        out = torch.einsum("bghtr,bgrd->bghtd", scores.softmax(-1), prefix_v)
-    else:
-        own = torch.einsum("bghtd,bgtjd->bghtj", q * scale, own_k)
-        weights = torch.cat((scores, own), -1).softmax(-1)
-        prefix_w, own_w = weights.split((prefix_k.shape[2], own_k.shape[3]), -1)
-        out = torch.einsum("bghtr,bgrd->bghtd", prefix_w, prefix_v) + torch.einsum("bghtj,bgtjd->bghtd", own_w, own_v)
-    return out.flatten(1, 2).transpose(1, 2).flatten(2)
+    # In float32 under autocast too: these products are small, and a CPU without bfloat16 arithmetic takes many times longer over them.
+    with torch.autocast(q.device.type, enabled=False):
+        scale = q.shape[-1] ** -0.5
+        scores = torch.einsum("bghtd,bgrd->bghtr", q.float() * scale, prefix_k.float()).masked_fill(~visible_TR, float("-inf"))
+        if own_k is None or own_v is None:
+            out = torch.einsum("bghtr,bgrd->bghtd", scores.softmax(-1), prefix_v.float())
+        else:
+            own = torch.einsum("bghtd,bgtjd->bghtj", q.float() * scale, own_k.float())
+            weights = torch.cat((scores, own), -1).softmax(-1)
+            prefix_w, own_w = weights.split((prefix_k.shape[2], own_k.shape[3]), -1)
+            out = torch.einsum("bghtr,bgrd->bghtd", prefix_w, prefix_v.float()) + torch.einsum("bghtj,bgtjd->bghtd", own_w, own_v.float())
+        return out.flatten(1, 2).transpose(1, 2).flatten(2)
