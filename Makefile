@@ -88,8 +88,9 @@ guard: $(STAMP) ## count anew what tests/test_guard.py compares with
 acceptance: $(STAMP) ## measure acceptance of every demo draft; README's table
 	$(BIN)/python -m perf.acceptance --readme
 
-train-demo: $(STAMP) ## train the demo checkpoints anew
-	$(BIN)/python -m recipes.train_demo
+TRAIN ?=
+train-demo: $(STAMP) ## train the demo checkpoints anew; interrupted, it goes on; TRAIN="--config python --out outputs/demo"
+	$(BIN)/python -m recipes.train_demo $(TRAIN)
 
 wheel: $(STAMP) ## build the wheel into dist/
 	$(BIN)/python -m build --wheel

@@ -332,6 +332,16 @@ def _report(config: LaunchConfig) -> int:
     return run(config)
 
 
+def _train(config: LaunchConfig) -> int:
+    from .report import training_progress
+    from .train.run import headline, run
+
+    with training_progress() as watch:
+        figures = run(config, watch)
+    print(json.dumps(figures, default=str) if config.format == "json" else headline(figures, str(config.train.out)))
+    return 0
+
+
 def _convert(words: Sequence[str]) -> int:
     from .convert import from_words
 
@@ -448,6 +458,20 @@ COMMANDS: dict[str, Command] = {
         "turn result files into one HTML page",
         """\
   report.files=[results] report.out=report.html    files or folders; the page needs no network""",
+    ),
+    "train": Command(
+        _train,
+        "train a draft for a target, or a small target from nothing; goes on where it stopped",
+        """\
+  variant=eagle3|eagle|mtp|standalone   the draft; none: a target from nothing, of the shape train.target.*
+  model.path=FOLDER                 the target: demo, or a checkpoint of the Llama, Mistral, Qwen2 or Qwen3 family
+  train.data=[FOLDER,FILE]          text of the kind that will be generated; train.held_out=[...] is never trained on
+  train.out=FOLDER                  the finished checkpoint, with its figures in training.json
+  train.steps=2000 train.batch=16 train.sequence_length=256    or train.tokens=8000000 in place of steps
+  train.dtype=bfloat16 train.lr=0.01 train.schedule=linear|cosine|constant train.checkpoint_steps=50 train.resume=false format=text|json
+
+  graphspec train variant=eagle3 model=demo train.data=[texts] train.out=my-eagle3
+  graphspec generate variant=eagle3 model=demo variant.draft=my-eagle3 prompt='def fib(n):'""",
     ),
     "convert": Command(
         _convert,

@@ -218,18 +218,23 @@ def config_groups() -> dict[str, tuple[str, ...]]:
 
 def register_schema() -> None:
     """Put the dataclasses into Hydra's store, where ``conf/config.yaml`` finds them as ``schema``, and a choice for each variant from an
-    entry point.
+    entry point, and an empty preset of ``train`` for each variant without one.
     """
     store = ConfigStore.instance()
     schema = OmegaConf.structured(LaunchConfig)
     # Keys whose own keys are the user's to choose.
-    for mapping in (schema.sampling.logit_bias, schema.runtime.depth_per_bucket, schema.adaptive.times):
+    for mapping in (schema.sampling.logit_bias, schema.runtime.depth_per_bucket, schema.adaptive.times, schema.train.network):
         OmegaConf.set_struct(mapping, False)
     store.store(name="schema", node=schema, provider="graphspec")
     ours = {variant.name for variant in VARIANTS}
     for variant in all_variants():
         if variant.name not in ours:
             store.store(group="variant", name=variant.name, node={"name": variant.name}, provider="graphspec")
+    trained = config_groups()["train"]
+    for variant in all_variants():
+        if variant.name not in trained:
+            # conf/config.yaml follows the variant; one that is not trained has no preset.
+            store.store(group="train", name=variant.name, node={}, provider="graphspec")
 
 
 def explain(error: Exception, words: Sequence[str]) -> ConfigError:

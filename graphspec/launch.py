@@ -9,6 +9,7 @@ from typing import Any
 from .checks import INT32_MOST, INT64_MOST, ascending, brief, check_fields, in_range, path, typed
 from .config import LEAST, MAX_ROWS, MOST, RUNTIMES, Config
 from .errors import ConfigError
+from .training import TrainConfig
 
 FORMATS = ("text", "json")
 LOG_LEVELS = ("error", "warning", "info", "debug")
@@ -196,6 +197,7 @@ class LaunchConfig(Config):
     plan: PlanningConfig = field(default_factory=PlanningConfig)
     tune: TuneConfig = field(default_factory=TuneConfig)
     report: ReportConfig = field(default_factory=ReportConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()

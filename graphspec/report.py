@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -43,6 +43,32 @@ def progress_bars(console: Console | None = None) -> Iterator[ProgressCallback]:
             if stage not in tasks:
                 tasks[stage] = bars.add_task(stage, total=total)
             bars.update(tasks[stage], completed=done, total=total)
+
+        yield advance
+
+
+class TrainingProgress(Protocol):
+    """Called with a stage, how much of how much of it is done, and a few words more."""
+
+    def __call__(self, stage: str, done: int, total: int, note: str = "") -> None: ...
+
+
+@contextmanager
+def training_progress(console: Console | None = None) -> Iterator[TrainingProgress]:
+    """Bars on stderr, one per stage, with a note at the end of each; lines where stderr is no terminal, as in a log file."""
+    console = console or Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.fields[note]}"))
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
+        tasks: dict[str, TaskID] = {}
+
+        def advance(stage: str, done: int, total: int, note: str = "") -> None:
+            if not console.is_terminal:
+                if note or done == total:
+                    console.print(Text(f"{stage} {done}/{total} {note}".rstrip()), soft_wrap=True)
+                return
+            if stage not in tasks:
+                tasks[stage] = bars.add_task(stage, total=total, note="")
+            bars.update(tasks[stage], completed=done, total=total, note=note)
 
         yield advance
 

@@ -1,1 +1,1 @@
-"""Training recipes: a draft for any target (``train_draft``), the demo models from nothing (``train_demo``), token maps (``token_map``)."""
+"""The demo models from nothing (``train_demo``): their corpus, their card, and the prompts cut from what was held out."""

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from .networks import NETWORKS
+from graphspec.train.networks import NETWORKS
+
+UNEQUAL = """- The drafts had unequal amounts of text, steps and draft vocabulary: the difference between two of them says little about \
+the methods."""
 
 
 def percent(value: float) -> str:
@@ -56,6 +59,36 @@ def training_table(drafts: dict[str, Any], configs: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def data_text(corpus: dict[str, Any]) -> str:
+    """What was trained on, in a sentence; a corpus of the standard library alone names no packages."""
+    library = f"the source of the standard library of CPython {corpus['python']}"
+    packages = corpus.get("packages")
+    if packages is None:
+        return f"{library}, without tests and generated tables"
+    overlapping, near = corpus["documents_overlapping"], corpus["near_duplicates"]
+    accepted = f"{len(packages)} packages under MIT, BSD, Apache or PSF licences ([NOTICE](NOTICE))"
+    left_out = "tests, vendored trees, generated files"
+    return f"""{library} and of {accepted}, without {left_out}, {overlapping} files that overlap held-out modules throughout and \
+{near} near-duplicates"""
+
+
+def alike(configs: dict[str, Any]) -> bool:
+    """Whether all drafts were trained on the same schedule."""
+    first = next(iter(configs.values()))
+    return all(config["phases"] == first["phases"] and config["restarts"] == first["restarts"] for config in configs.values())
+
+
+def sampled_text(drafts: dict[str, Any]) -> str:
+    """Acceptance on sampled text, where it was measured."""
+    rows = {name: draft["acceptance"]["sampled"] for name, draft in drafts.items() if "sampled" in draft["acceptance"]}
+    if not rows:
+        return ""
+    temperature = next(iter(rows.values()))["temperature"]
+    table = acceptance_table({name: {"acceptance": sampled} for name, sampled in rows.items()})
+    about = "drafts ranked without the sampler's noise, which the default `variant.draft_noise=coupled` adds and which accepts more"
+    return f"\nOn text sampled at temperature {temperature:g}, {about}:\n\n{table}\n"
+
+
 def phase_text(phases: list[list[int]]) -> str:
     """``[steps, batch, length]`` phases in words."""
     return ", then ".join(f"{steps} steps of {batch} x {length} tokens" for steps, batch, length in phases)
@@ -87,6 +120,12 @@ def model_card(figures: dict[str, Any]) -> str:
     names = ", ".join(f"`{name}/`" for name in drafts)
     held_out = ", ".join(f"`{name}`" for name in corpus["held_out_modules"])
     sample = published["samples"][0]
+    comparison = UNEQUAL
+    if alike(config["drafts"]):
+        comparison = "- The drafts had the same text and the same schedule; their sizes differ."
+    terms = "- The training text is under the Python Software Foundation License; the weights are offered under the same terms."
+    if "packages" in corpus:
+        terms = "- The training text is under the licences in [NOTICE](NOTICE)."
     return f"""---
 license: psf-2.0
 language: code
@@ -117,7 +156,7 @@ in the repository ({figures["megabytes"]:.1f} MB in bfloat16). The target is not
 | held-out loss, bfloat16 weights | {published["held_out_loss"]:.3f} nats per token, \
 {published["held_out_bits_per_byte"]:.3f} bits per byte |
 
-Data: the source of the standard library of CPython {corpus["python"]}, without tests and generated tables:
+Data: {data_text(corpus)}:
 {corpus["train_modules"]} modules, {corpus["train_bytes"]:,} bytes, {corpus["train_tokens"]:,} tokens. Held out whole, never trained on:
 {held_out}
 ({corpus["held_out_bytes"]:,} bytes, {corpus["held_out_tokens"]:,} tokens).
@@ -139,7 +178,7 @@ New tokens per cycle include the target's own token and leave out the prefill's;
 at depth d among those that accepted one at d - 1.
 
 {acceptance_table(drafts)}
-
+{sampled_text(drafts)}
 ## Limits
 
 - {target["parameters"] / 1e6:.1f} million parameters and {corpus["train_tokens"] / 1e6:.1f} million tokens of one kind of text:
@@ -147,10 +186,10 @@ at depth d among those that accepted one at d - 1.
 - Under greedy decoding it repeats itself: {percent(measured["repeated_16_grams"])} of the 16-token runs in the measured text had
   occurred earlier in the same continuation. Repetition is easy to draft: these acceptance figures show how the runtime behaves, not what
   the methods reach on a real model.
-- The drafts had unequal amounts of text, steps and draft vocabulary: the difference between two of them says little about the methods.
+{comparison}
 - The longest text was {longest([p for d in config["drafts"].values() for p in d["phases"]])} tokens when the drafts were trained, and \
 {longest(shape["phases"])} for the target.
-- The training text is under the Python Software Foundation License; the weights are offered under the same terms.
+{terms}
 
 A greedy continuation of a held-out prompt (the prompt ends at the mark `⟩⟩⟩`):
 

@@ -16,9 +16,10 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from recipes.draft import DraftConfig
-from recipes.drafter import Drafter
-from recipes.networks import NETWORKS
+from graphspec.train.draft import Recipe
+from graphspec.train.drafter import Drafter
+from graphspec.train.networks import NETWORKS
+from graphspec.training import TrainConfig
 
 FAMILIES = {
     "llama": (LlamaConfig, LlamaForCausalLM),
@@ -30,7 +31,7 @@ FAMILIES = {
 
 SMALL = {
     "eagle": {"bias": True, "intermediate_size": 40},
-    "eagle3": {"draft_vocab_size": 48, "tap_layers": [1, 2, 2]},
+    "eagle3": {"draft_vocab_size": 48, "tap_layers": [1, 2]},
     "mtp": {},
     "standalone": {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1},
 }
@@ -55,10 +56,15 @@ def tiny_target(family: str = "llama", seed: int = 0, **changes: object) -> PreT
     return built.requires_grad_(False).eval()
 
 
+def recipe(variant: str, **settings: object) -> Recipe:
+    """A recipe of four unrolled steps; ``settings`` are those of ``train``."""
+    return Recipe(variant, TrainConfig(**{"unroll": 4, **settings}))
+
+
 def build(variant: str, target=None, **network: object) -> Drafter:
     """A random drafter whose every parameter matters."""
     target = target or tiny_target()
-    settings = DraftConfig(variant=variant, network={**SMALL[variant], **network}, unroll=network.get("num_heads", 4)).settings()
+    settings = recipe(variant, network={**SMALL[variant], **network}, unroll=network.get("num_heads", 4)).network()
     torch.manual_seed(5)
     drafter = NETWORKS[variant].build(target, settings, torch.arange(96).flip(0))
     with torch.no_grad():

@@ -227,7 +227,7 @@ def test_a_malformed_jsonl_line_is_named(run, tmp_path, line, part):
         (("generate",), "prompt=TEXT"),
         (("generate", "prompt_file=/no/such/file"), "readable"),
         (("generate", "prompt=x", "variant=eagle9"), "one of eagle, eagle3, mtp, ngram, ngram_trie, none, standalone"),
-        (("train",), "generate, inspect, diff, demo"),
+        (("teach",), "generate, inspect, diff, demo"),
         (("inspect", 'prompt=["a", "b"]'), "one prompt"),
         (("demo", "variant=none"), "one that speculates"),
     ],
@@ -352,7 +352,7 @@ def test_a_reader_that_leaves_is_no_error():
 @pytest.mark.parametrize(
     ("line", "choices"),
     [
-        ("graphspec ", {"generate", "inspect", "diff", "demo", "profile", "plan", "tune", "report", "convert"}),
+        ("graphspec ", {"generate", "inspect", "diff", "demo", "profile", "plan", "tune", "report", "train", "convert"}),
         ("graphspec ge", {"generate"}),
         ("/opt/generate/graphspec generate variant=", {f"variant={v.name}" for v in VARIANTS}),
         ("graphspec diff sampling.max_", {"sampling.max_tokens="}),

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from recipes.acceptance import AcceptanceConfig, draft_candidates, greedy_text, measure_acceptance
-from recipes.draft import DraftConfig, Texts, train_draft
-from recipes.drafter import Drafter, Target
+from graphspec.train.acceptance import draft_candidates, measure_acceptance, target_text
+from graphspec.train.draft import Texts, train_draft
+from graphspec.train.drafter import Drafter, Target
+from graphspec.training import AcceptanceConfig
 
-from ._drafts import SMALL, build, draft_logits, random_text, tiny_target
+from ._drafts import SMALL, build, draft_logits, random_text, recipe, tiny_target
 
 
 @pytest.mark.parametrize("variant", sorted(SMALL))
@@ -41,12 +42,10 @@ def test_measured_chain_equals_running_the_cycles(variant, network, tmp_path):
     # A short training, so that some drafts are accepted.
     stream = random_text(1, 400)[0].numpy()
     settings = AcceptanceConfig(prompts=4, prompt_length=8, new_tokens=24, shapes=[[3, 1, 4]], batch=3)
-    text = greedy_text(settings, Target(target), stream)
+    text = target_text(settings, Target(target), stream)
     texts = Texts(stream, {32: text.numpy()})
-    config = DraftConfig(
-        variant=variant, network={**SMALL[variant], **network}, unroll=3, phases=[[25, 4, 32]], warmup=2, cooldown=5, save_every=100
-    )
-    drafter = train_draft(config, target, texts, tmp_path, "draft")
+    settings_of = {"unroll": 3, "phases": [[25, 4, 32]], "lr": 0.02, "warmup": 2, "cooldown": 5, "checkpoint_steps": 100}
+    drafter, _ = train_draft(recipe(variant, network={**SMALL[variant], **network}, **settings_of), target, texts, tmp_path)
     (measured,) = measure_acceptance(settings, Target(target), drafter, text, None)["shapes"]
     ids, taken = drafter.target_ids(), []
     for tokens in text.split(1):
@@ -90,7 +89,7 @@ class Oracle(Drafter):
 def test_a_perfect_drafter_gets_every_token(shape):
     target = Target(tiny_target())
     settings = AcceptanceConfig(prompts=3, prompt_length=6, new_tokens=30, shapes=[shape])
-    text = greedy_text(settings, target, random_text(1, 200)[0].numpy())
+    text = target_text(settings, target, random_text(1, 200)[0].numpy())
     for knows in (shape[0], 1, 0):
         (measured,) = measure_acceptance(settings, target, Oracle(text, knows), text, None)["shapes"]
         assert measured["tokens_per_cycle"] == knows + 1
@@ -100,7 +99,7 @@ def test_a_perfect_drafter_gets_every_token(shape):
 def test_cycles_after_the_end_are_left_out():
     target = Target(tiny_target())
     settings = AcceptanceConfig(prompts=1, prompt_length=6, new_tokens=30, shapes=[[2, 1, 3]])
-    text = greedy_text(settings, target, random_text(1, 200)[0].numpy()).clone()
+    text = target_text(settings, target, random_text(1, 200)[0].numpy()).clone()
     end = 95
     text[text == end] = 94
     text[0, 6 + 14] = end

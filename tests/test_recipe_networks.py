@@ -13,17 +13,18 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from graphspec.errors import ConfigError
-from recipes.acceptance import AcceptanceConfig, greedy_text
-from recipes.blocks import Rope
-from recipes.draft import DraftConfig, Texts, draft_losses, load_draft, train_draft
-from recipes.drafter import Target, default_taps, unrolled
-from recipes.export import export_draft
-from recipes.networks import NETWORKS
-from recipes.networks.eagle3 import choose_draft_vocab
-from recipes.optim import Optimizers
+from graphspec.errors import CheckpointError, ConfigError, ResourceError
+from graphspec.train.acceptance import target_text
+from graphspec.train.blocks import Rope
+from graphspec.train.draft import Recipe, Texts, draft_losses, load_draft, train_draft
+from graphspec.train.drafter import Target, default_taps, unrolled
+from graphspec.train.export import export_draft
+from graphspec.train.networks import NETWORKS
+from graphspec.train.networks.eagle3 import choose_draft_vocab
+from graphspec.train.optim import Optimizers
+from graphspec.training import AcceptanceConfig
 
-from ._drafts import FAMILIES, SMALL, build, draft_logits, random_text, tiny_target
+from ._drafts import FAMILIES, SMALL, build, draft_logits, random_text, recipe, tiny_target
 
 
 def layer_shapes(prefix: str, i: int, inputs: int = 32, **extra: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
@@ -47,7 +48,7 @@ def test_published_names_and_shapes(tmp_path):
     expected = {
         "eagle": {"fc.weight": (32, 64), "fc.bias": (32,), **layer_shapes("layers.0", 40)},
         "eagle3": {
-            "fc.weight": (32, 96), "norm.weight": (32,), "lm_head.weight": (48, 32), "d2t": (48,), "t2d": (96,),
+            "fc.weight": (32, 64), "norm.weight": (32,), "lm_head.weight": (48, 32), "d2t": (48,), "t2d": (96,),
             **layer_shapes("midlayer", 48, 64, input_layernorm=(32,), hidden_norm=(32,)),
         },
         "mtp": mtp_shapes(3),
@@ -67,7 +68,7 @@ def test_published_names_and_shapes(tmp_path):
     assert facts["eagle"]["bias"] is True
     assert facts["eagle"]["num_hidden_layers"] == facts["eagle3"]["num_hidden_layers"] == 1
     assert facts["eagle"]["intermediate_size"] == 40
-    assert facts["eagle3"]["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 1, 1]
+    assert facts["eagle3"]["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 1]
     assert facts["mtp"]["num_nextn_predict_layers"] == 1
     assert facts["mtp"]["num_hidden_layers"] == 3
 
@@ -229,8 +230,8 @@ def test_unrolled_steps_equal_drafting_row_by_row(variant, network):
 def test_training_lowers_the_loss_and_resumes_bit_by_bit(variant, network, tmp_path, monkeypatch):
     target = tiny_target()
     texts = Texts(random_text(1, 500)[0].numpy(), {20: random_text(12, 20, seed=3).numpy()})
-    config = DraftConfig(
-        variant=variant,
+    made = recipe(
+        variant,
         network={**SMALL[variant], **network},
         unroll=2,
         feature_weight=0.5 if NETWORKS[variant].feeds_feature else 0.0,
@@ -239,42 +240,43 @@ def test_training_lowers_the_loss_and_resumes_bit_by_bit(variant, network, tmp_p
         lr=0.01,
         warmup=2,
         cooldown=4,
-        save_every=5,
+        checkpoint_steps=5,
     )
     whole, halves = tmp_path / "whole", tmp_path / "halves"
     whole.mkdir(), halves.mkdir()
-    straight = train_draft(config, target, texts, whole, "draft")
+    straight, figures = train_draft(made, target, texts, whole)
 
-    update = Optimizers.step
+    update, steps = Optimizers.step, []
 
-    def stop_at_13(self: Optimizers, step: int, clip: float) -> float:
-        if step == 13:
-            raise KeyboardInterrupt
-        return update(self, step, clip)
+    def die_at_13(self: Optimizers) -> None:
+        steps.append(1)
+        if len(steps) == 14:
+            raise MemoryError
+        update(self)
 
-    monkeypatch.setattr(Optimizers, "step", stop_at_13)
-    with pytest.raises(KeyboardInterrupt):
-        train_draft(config, target, texts, halves, "draft")
+    monkeypatch.setattr(Optimizers, "step", die_at_13)
+    with pytest.raises(ResourceError, match=r"train\.batch"):
+        train_draft(made, target, texts, halves)
     monkeypatch.undo()
-    assert torch.load(halves / "draft.pt")["step"] == 10
-    resumed = train_draft(config, target, texts, halves, "draft")
+    assert torch.load(halves / f"{variant}.pt")["step"] == 10
+    resumed, _ = train_draft(made, target, texts, halves)
     for name, tensor in straight.state_dict().items():
         assert torch.equal(tensor, resumed.state_dict()[name]), name
-    reloaded = load_draft(config, target, whole / "draft.pt")
+    reloaded = load_draft(made, target, whole / f"{variant}.pt")
     assert all(torch.equal(t, reloaded.state_dict()[name]) for name, t in straight.state_dict().items())
 
     tokens = texts.batch(8, 20, 0.0, 0)
     features, logits = Target(target).view(tokens, straight.tap_layers)
-    torch.manual_seed(config.seed)
-    fresh = NETWORKS[variant].build(target, config.settings(), texts.counts(96))
+    torch.manual_seed(made.train.seed)
+    fresh = NETWORKS[variant].build(target, made.network(), texts.counts(96))
     with torch.no_grad():
-        before, _ = draft_losses(fresh, features, logits, tokens, 2, config.feature_weight)
-        after, _ = draft_losses(straight, features, logits, tokens, 2, config.feature_weight)
+        before, _ = draft_losses(fresh, features, logits, tokens, 2, made.train.feature_weight)
+        after, _ = draft_losses(straight, features, logits, tokens, 2, made.train.feature_weight)
     assert (after < before - 0.05).all(), (before, after)
-    assert json.loads((whole / "draft.json").read_text())["steps"] == 22
+    assert figures["steps"] == 22 and figures["tokens"] == 22 * 4 * 20
 
-    with pytest.raises(ConfigError, match="lr"):
-        train_draft(replace(config, lr=0.02), target, texts, whole, "draft")
+    with pytest.raises(CheckpointError, match="lr"):
+        train_draft(Recipe(variant, replace(made.train, lr=0.02)), target, texts, whole)
 
 
 @pytest.mark.parametrize("variant", ["eagle", "eagle3", "mtp"])
@@ -335,20 +337,28 @@ def test_both_kinds_of_text_weigh_the_same():
     ("settings", "key"),
     [
         ({"variant": "medusa"}, "variant"),
-        ({"variant": "eagle", "network": {"draft_vocab_size": 8}}, "network.draft_vocab_size"),
-        ({"variant": "mtp", "network": {"num_heads": "two"}}, "network.num_heads"),
-        ({"variant": "mtp", "network": {"num_heads": 0}}, "network.num_heads"),
-        ({"variant": "mtp", "network": {"num_heads": 3}, "unroll": 2}, "unroll"),
-        ({"variant": "standalone", "feature_weight": 1.0}, "feature_weight"),
-        ({"variant": "standalone", "network": {"hidden_size": 30}}, "network.num_attention_heads"),
-        ({"variant": "eagle", "raw_share": 1.5}, "raw_share"),
-        ({"variant": "eagle", "unroll": 0}, "unroll"),
-        ({"variant": "eagle", "phases": [[1, 1, 5]], "unroll": 4}, "phases"),
+        ({"variant": "eagle", "network": {"draft_vocab_size": 8}}, "train.network.draft_vocab_size"),
+        ({"variant": "mtp", "network": {"num_heads": "two"}}, "train.network.num_heads"),
+        ({"variant": "mtp", "network": {"num_heads": 0}}, "train.network.num_heads"),
+        ({"variant": "mtp", "network": {"num_heads": 3}, "unroll": 2}, "train.unroll"),
+        ({"variant": "standalone", "feature_weight": 1.0}, "train.feature_weight"),
+        ({"variant": "standalone", "network": {"hidden_size": 30}}, "train.network.num_attention_heads"),
+        # The engine reads taps in ascending order only: what could not be loaded is not trained.
+        ({"variant": "eagle3", "network": {"tap_layers": [1, 2, 2]}}, "train.network.tap_layers"),
+        ({"variant": "eagle", "raw_share": 1.5}, "train.raw_share"),
+        ({"variant": "eagle", "unroll": 0}, "train.unroll"),
+        ({"variant": "eagle", "phases": [[1, 1, 5]], "unroll": 4}, "train.sequence_length"),
+        ({"variant": "eagle", "phases": [[1, 1, 50]], "steps": 4}, "train.steps"),
+        ({"variant": "eagle", "steps": 4, "tokens": 9}, "train.tokens"),
+        ({"variant": "eagle", "steps": 10, "warmup": 11}, "train.warmup"),
+        ({"variant": "eagle", "schedule": "cosine", "cooldown": 6}, "train.cooldown"),
+        ({"variant": "eagle", "restarts": [600]}, "train.restarts"),
     ],
 )
 def test_bad_settings_name_their_key(settings, key):
-    with pytest.raises(ConfigError, match=key):
-        DraftConfig(**settings)
+    with pytest.raises(ConfigError) as caught:
+        recipe(**settings)
+    assert caught.value.key == key
 
 
 def test_angles_are_those_of_the_target():
@@ -368,14 +378,12 @@ def test_angles_are_those_of_the_target():
 
 def test_a_phase_beyond_the_context_is_refused(tmp_path: Path):
     texts = Texts(np.arange(90), {200: np.ones((1, 200), dtype=np.int32)})
-    with pytest.raises(ConfigError, match="phases"):
-        train_draft(DraftConfig("eagle", phases=[[1, 1, 200]]), tiny_target(), texts, tmp_path, "draft")
+    with pytest.raises(ConfigError, match="sequence_length"):
+        train_draft(recipe("eagle", phases=[[1, 1, 200]]), tiny_target(), texts, tmp_path)
     with pytest.raises(ConfigError, match="new_tokens"):
-        greedy_text(AcceptanceConfig(prompt_length=64, new_tokens=65), Target(tiny_target()), np.ones(90, dtype=np.int64))
+        target_text(AcceptanceConfig(prompt_length=64, new_tokens=65), Target(tiny_target()), np.ones(90, dtype=np.int64))
 
 
 def test_a_phase_without_text_is_refused(tmp_path: Path):
-    with pytest.raises(ConfigError, match="phases"):
-        train_draft(
-            DraftConfig("eagle", phases=[[1, 1, 40]]), tiny_target(), Texts(np.arange(90), {32: np.ones((1, 32))}), tmp_path, "draft"
-        )
+    with pytest.raises(ConfigError, match=r"train\.text\.sets"):
+        train_draft(recipe("eagle", phases=[[1, 1, 40]]), tiny_target(), Texts(np.arange(90), {32: np.ones((1, 32))}), tmp_path)

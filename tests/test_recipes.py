@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sysconfig
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -13,15 +12,16 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from graphspec.errors import ConfigError
-from recipes.acceptance import accepted_lengths, walk
+from graphspec.train.acceptance import accepted_lengths, walk
+from graphspec.train.draft import Recipe, draft_losses, load_draft
+from graphspec.train.drafter import Target, load_target
+from graphspec.train.generate import continue_text, repetition
+from graphspec.train.networks import NETWORKS
+from graphspec.train.optim import Optimizers
+from graphspec.train.target import trained_target
+from graphspec.training import TrainConfig
 from recipes.card import model_card
-from recipes.draft import DraftConfig, draft_losses, load_draft
-from recipes.drafter import Target, load_target
-from recipes.generate import continue_text, repetition
-from recipes.networks import NETWORKS
-from recipes.optim import Optimizers
-from recipes.target import trained_target
-from recipes.train_demo import REPOSITORY, RecipeConfig, load_config, main
+from recipes.train_demo import CONF, REPOSITORY, Demo, main
 
 from ._drafts import tiny_target
 
@@ -31,23 +31,23 @@ DEMO = REPOSITORY / "graphspec" / "demo"
 
 
 @pytest.fixture(scope="module")
-def toy(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, RecipeConfig]:
-    """A finished toy run: its work folder, its output folder, its settings."""
+def toy(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Demo]:
+    """A finished toy run: its work folder, its output folder, the run itself."""
     base = tmp_path_factory.mktemp("recipe")
     sources, work, out = base / "sources", base / "work", base / "out"
     sources.mkdir()
     for name in (*TRAIN, *HELD_OUT):
         (sources / name).write_text((Path(sysconfig.get_paths()["stdlib"]) / name).read_text())
-    override = f"corpus_root={sources}"
-    main(["--work", str(work), "--out", str(out), "--config", "tiny", "--threads", "1", override])
-    return work, out, load_config("tiny", [override])
+    words = [f"corpus.root={sources}"]
+    main(["--work", str(work), "--out", str(out), "--config", "tiny", "--threads", "1", *words])
+    return work, out, Demo("tiny", work, out, words)
 
 
 def test_exported_target_loads_unchanged(toy):
-    work, out, config = toy
+    work, out, demo = toy
     loaded = AutoModelForCausalLM.from_pretrained(out / "target", dtype=torch.float32)
     assert type(loaded) is LlamaForCausalLM
-    trained = trained_target(config.target, work)
+    trained = trained_target(demo.target.train, work / "target.work")
     for name, parameter in loaded.named_parameters():
         assert torch.equal(parameter, trained.get_parameter(name).bfloat16().float()), name
     tensors = load_file(out / "target" / "model.safetensors")
@@ -66,26 +66,27 @@ def test_tokenizer_round_trip(toy):
 
 
 def test_every_draft_is_written_and_learned(toy):
-    work, out, config = toy
+    work, out, demo = toy
     model = load_target(out / "target")
     target = Target(model)
     torch.manual_seed(0)
     tokens = continue_text(model, torch.randint(0, 384, (4, 8)), 40, 1.0, 0)
-    assert set(config.drafts) == set(NETWORKS)
-    for name, settings in config.drafts.items():
-        trained = load_draft(settings, model, work / f"{name}.pt")
+    assert set(demo.drafts) == set(NETWORKS)
+    for name, config in demo.drafts.items():
+        made = Recipe(name, config.train)
+        trained = load_draft(made, model, work / "drafts.work" / f"{name}.pt")
         _, tensors = trained.published(model)
         written = load_file(out / name / "model.safetensors")
         assert {key: t.shape for key, t in tensors.items()} == {key: t.shape for key, t in written.items()}
         assert all(torch.equal(written[key], t.to(written[key].dtype)) for key, t in tensors.items())
         features, logits = target.view(tokens, trained.tap_layers)
         ids = trained.target_ids()
-        torch.manual_seed(settings.seed)
+        torch.manual_seed(config.train.seed)
         counts = torch.zeros(384, dtype=torch.int64) if ids is None else torch.zeros(384, dtype=torch.int64).index_fill(0, ids, 1)
-        fresh = NETWORKS[settings.variant].build(model, settings.settings(), counts)
+        fresh = NETWORKS[name].build(model, made.network(), counts)
         with torch.no_grad():
-            before, _ = draft_losses(fresh, features, logits, tokens, settings.unroll)
-            after, _ = draft_losses(trained, features, logits, tokens, settings.unroll)
+            before, _ = draft_losses(fresh, features, logits, tokens, config.train.unroll)
+            after, _ = draft_losses(trained, features, logits, tokens, config.train.unroll)
         assert (after < before - 0.5).all(), (name, before, after)
 
 
@@ -139,66 +140,94 @@ def test_repetition_counts_runs_seen_before():
     assert repetition(torch.tensor([[1, 2] * 20]), 0) == pytest.approx(23 / 25)
 
 
+def rates_of(module: torch.nn.Module, **settings: object) -> list[list[float]]:
+    config = TrainConfig(**settings)
+    optimizers, rates = Optimizers(module, config, ()), []
+    for _ in range(config.total_steps):
+        rates.append(optimizers.rates)
+        module(torch.ones(1, 4)).square().sum().backward()
+        optimizers.step()
+    return rates
+
+
 def test_both_optimizers_follow_one_schedule_at_their_own_peaks():
     module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
-    optimizers = Optimizers(module, 0.1, 20, 4, 5, (), adamw_lr=0.01)
-    rates = []
-    for step in range(20):
-        module(torch.ones(1, 4)).square().sum().backward()
-        optimizers.step(step, 1.0)
-        rates.append([optimizer.param_groups[0]["lr"] for optimizer in optimizers.optimizers])
+    rates = rates_of(module, lr=0.1, adamw_lr=0.01, steps=20, warmup=4, cooldown=5)
     assert rates[0] == pytest.approx([0.025, 0.0025])
     assert rates[10] == pytest.approx([0.1, 0.01])
     assert rates[19] == pytest.approx([0.02, 0.002])
 
 
-def test_a_restart_begins_the_schedule_anew():
-    module = torch.nn.Linear(4, 4)
-    plain, restarted = Optimizers(module, 1.0, 10, 2, 4, ()), Optimizers(module, 1.0, 18, 2, 4, (), restarts=[10])
-    rates = [restarted.factor(step) for step in range(18)]
-    assert rates[:10] == [plain.factor(step) for step in range(10)] == [0.5, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25]
-    assert rates[10:] == [0.5, 1, 1, 1, 1, 0.75, 0.5, 0.25]
-    with pytest.raises(ConfigError, match="steps between 0 and 400"):
-        DraftConfig(restarts=[400])
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"steps": 10, "warmup": 2, "cooldown": 4}, [0.5, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25]),
+        ({"steps": 12, "warmup": 2, "cooldown": 3, "restarts": [6]}, [0.5, 1, 1, 1, 2 / 3, 1 / 3] * 2),
+        ({"steps": 6, "warmup": 2, "cooldown": 8}, [0.5, 1, 0.5, 0.375, 0.25, 0.125]),
+        ({"steps": 4, "warmup": 0, "schedule": "constant"}, [1, 1, 1, 1]),
+        ({"steps": 6, "warmup": 1, "schedule": "cosine"}, [1, 1, 0.8565, 0.51, 0.1635, 0.02]),
+        # Nothing named: a tenth up, half down.
+        ({"steps": 20}, [0.5, *[1] * 10, *(left / 10 for left in range(9, 0, -1))]),
+    ],
+)
+def test_the_schedules_of_the_learning_rate(settings, expected):
+    rates = [rate for rate, _ in rates_of(torch.nn.Linear(4, 4), lr=1.0, adamw_lr=None, **settings)]
+    assert rates == pytest.approx(expected, abs=1e-4)
 
 
 def test_a_finished_run_trains_nothing_again(toy, capsys):
-    work, out, config = toy
-    stamps = {file: file.stat().st_mtime_ns for file in [*work.rglob("*"), *out.rglob("*")] if file.is_file()}
-    main(["--work", str(work), "--out", str(out), "--config", "tiny", f"corpus_root={config.corpus_root}"])
-    assert capsys.readouterr().out.count("done before") == 5 + len(config.drafts)
+    work, out, demo = toy
+    stamps = {file: file.stat().st_mtime_ns for file in work.rglob("*") if file.is_file()}
+    weights = {file: file.read_bytes() for file in out.rglob("*.safetensors")}
+    main(["--work", str(work), "--out", str(out), "--config", "tiny", f"corpus.root={demo.corpus_config.root}"])
+    assert capsys.readouterr().out.count("done before") == 2 + len(demo.drafts)
     assert stamps == {file: file.stat().st_mtime_ns for file in stamps}
+    assert weights == {file: file.read_bytes() for file in weights}
 
 
 @pytest.mark.parametrize(
-    ("override", "key"),
+    ("word", "key"),
     [
-        ("drafts.eagle.phases=[[1,1,48]]", "drafts.eagle.phases"),
-        ("drafts.eagle3.network.tap_layers=[0,1,1]", "drafts.eagle3.network.tap_layers"),
-        ("drafts.mtp.rate=1", "drafts.mtp.rate"),
-        ("acceptance.shapes=[[23,1,24]]", "acceptance.new_tokens"),
+        ("train.rate=1", "train.rate"),
+        ("train.acceptance.shapes=[[23,1,24]]", "train.acceptance.new_tokens"),
+        ("train.unroll=0", "train.unroll"),
+        ("corpus.roof=/", "corpus.roof"),
     ],
 )
-def test_settings_that_contradict_each_other_are_refused(override, key):
+def test_settings_that_contradict_each_other_are_refused(word, key, tmp_path):
     with pytest.raises(ConfigError, match=key):
-        load_config("tiny", [override])
+        Demo("tiny", tmp_path, tmp_path, [word])
+    with pytest.raises(ConfigError, match="--config"):
+        Demo("huge", tmp_path, tmp_path, [])
+
+
+@pytest.mark.parametrize("name", sorted(folder.name for folder in CONF.iterdir()))
+def test_every_recipe_composes(name, tmp_path):
+    demo = Demo(name, tmp_path, tmp_path, [])
+    assert set(demo.drafts) == set(NETWORKS)
+    lengths = {length for config in demo.drafts.values() for _, _, length in config.train.schedule_phases}
+    assert all(lengths <= {length for _, _, length in config.train.text.sets} for config in demo.drafts.values())
+    assert max(lengths) <= demo.target.train.target.max_position_embeddings
 
 
 def test_the_shipped_card_matches_its_figures_and_files():
     figures = json.loads((DEMO / "training.json").read_text())
     assert (DEMO / "README.md").read_text() == model_card(figures)
-    config = load_config("demo", [])
-    assert set(figures["drafts"]) == set(config.drafts)
+    demo = Demo("demo", DEMO, DEMO, [])
+    settings = demo.settings()
+    assert set(figures["drafts"]) == set(demo.drafts)
     for name, draft in figures["drafts"].items():
         tensors = load_file(DEMO / name / "model.safetensors")
         assert sum(t.numel() for key, t in tensors.items() if key not in ("d2t", "t2d")) == draft["parameters"]
         assert draft["megabytes"] == round((DEMO / name / "model.safetensors").stat().st_size / 1e6, 2)
-        assert figures["config"]["drafts"][name] == config.drafts[name].resolved()
+        recorded = figures["config"]["drafts"][name]
+        assert recorded == recorded | {key: value for key, value in settings["drafts"][name].items() if key in recorded}
         if "draft_vocab_size" in draft:
             assert tensors["lm_head.weight"].shape[0] == draft["draft_vocab_size"]
         chain = next(shape for shape in draft["acceptance"]["shapes"] if shape["topk"] == 1)
         assert chain["tokens_per_cycle"] > 2.0, "the demo must show that drafting pays"
-    assert figures["config"]["target"] == asdict(config.target)
-    assert figures["config"]["text"] == asdict(config.text)
+    for part in ("target", "text"):
+        recorded = figures["config"][part]
+        assert recorded == recorded | {key: value for key, value in settings[part].items() if key in recorded}
     assert sum(file.stat().st_size for file in DEMO.rglob("*.safetensors")) <= 21e6
     assert (DEMO / "standalone" / "tokenizer.json").read_bytes() == (DEMO / "target" / "tokenizer.json").read_bytes()

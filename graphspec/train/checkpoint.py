@@ -1,0 +1,107 @@
+"""What a run leaves behind on its way: checkpoints that are whole or not there, and one JSON record for each interval."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from ..errors import CheckpointError, ConfigError, spell_bytes
+from ..paths import reason, unwritable
+
+KEY = "train.work"
+
+
+def write_whole(file: Path, write: Callable[[BinaryIO], object], key: str = KEY) -> None:
+    """Write a file under another name and put it in its place when it is on the disk: at any moment it is the old one or the new one.
+
+    Raises:
+        ConfigError: it can't be written. Names ``key``.
+    """
+    unfinished = file.with_name(file.name + ".tmp")
+    try:
+        with unfinished.open("wb") as stream:
+            write(stream)
+            stream.flush()
+            os.fsync(stream.fileno())
+        unfinished.replace(file)
+    except (OSError, RuntimeError) as error:
+        # torch's writer turns what the system says into a RuntimeError.
+        cause = error if isinstance(error, OSError) or not isinstance(error.__context__, OSError) else error.__context__
+        unfinished.unlink(missing_ok=True)
+        raise unwritable(key, file, cause) from error
+
+
+def write_json(path: Path, value: Mapping[str, object], key: str = KEY) -> None:
+    """Indented JSON with a final newline."""
+    text = json.dumps(value, indent=2) + "\n"
+    write_whole(path, lambda stream: stream.write(text.encode()), key)
+
+
+def save(file: Path, state: Mapping[str, Any]) -> None:
+    """Write a checkpoint.
+
+    Raises:
+        ConfigError: it can't be written.
+    """
+    write_whole(file, lambda stream: torch.save(dict(state), stream))
+
+
+def load(file: Path, device: torch.device) -> dict[str, Any]:
+    """Read a checkpoint of :func:`save`; nothing in it is run.
+
+    Raises:
+        CheckpointError: it can't be read.
+    """
+    try:
+        state: dict[str, Any] = torch.load(file, map_location=device, weights_only=True)
+    except Exception as error:  # torch's readers raise a dozen kinds
+        raise CheckpointError(str(file), "a checkpoint of graphspec train", reason(error), "train.resume=false begins anew") from error
+    return state
+
+
+def check_room(folder: Path, needed: int) -> None:
+    """Refuse a run whose checkpoints its disk has no room for, before it has cost anything.
+
+    Raises:
+        ConfigError: less than ``needed`` bytes are free.
+    """
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise ConfigError(KEY, f"room for checkpoints, {spell_bytes(needed)}", f"{spell_bytes(free)} free in {folder}")
+
+
+class Log:
+    """``<name>.jsonl``: one record for each interval of a run.
+
+    Args:
+        file: its path.
+        step: the step the run goes on from; records of later ones, which are trained again, are dropped.
+    """
+
+    def __init__(self, file: Path, step: int) -> None:
+        self.file = file
+        kept: list[str] = []
+        if step and file.exists():
+            # A run that was killed may have left half a line.
+            lines = (line for line in file.read_text(encoding="utf-8").splitlines() if line.endswith("}"))
+            kept = [line for line in lines if json.loads(line)["step"] <= step]
+        text = "".join(line + "\n" for line in kept)
+        write_whole(file, lambda stream: stream.write(text.encode()))
+
+    def write(self, record: Mapping[str, object]) -> None:
+        """Append one record.
+
+        Raises:
+            ConfigError: it can't be written.
+        """
+        try:
+            with self.file.open("a", encoding="utf-8") as stream:
+                stream.write(json.dumps(record) + "\n")
+        except OSError as error:
+            raise unwritable(KEY, self.file, error) from error

@@ -1,0 +1,203 @@
+"""Train a draft network of any variant for a frozen target.
+
+The loss of a draft step is the soft cross-entropy against the target's full next-token distribution (Hinton et al. 2015; EAGLE's
+classification loss), for heads whose hidden state stands for the target's feature plus EAGLE's SmoothL1 distance to it (Li et al. 2024).
+Steps after the first run on the network's own hidden states (HASS, Zhang et al. 2024; training-time test of EAGLE-3, Li et al. 2025).
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..checks import brief
+from ..errors import ConfigError
+from ..training import TrainConfig
+from . import checkpoint, loop
+from .drafter import Drafter, NetworkConfig, Target, unrolled
+from .loop import Watch, unwatched
+from .networks import NETWORKS
+
+BITS = (
+    "lr", "adamw_lr", "schedule", "warmup", "cooldown", "restarts", "clip", "dtype", "seed",
+    "unroll", "decay", "feature_weight", "raw_share",
+)  # fmt: skip
+"""Keys of ``train`` that decide, with phases and network, to which weights a draft is trained."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One draft: what it is and how it is trained."""
+
+    variant: str
+    train: TrainConfig = field(default_factory=TrainConfig)
+
+    def __post_init__(self) -> None:
+        config = self.train
+        if self.variant not in NETWORKS:
+            raise ConfigError("variant", "one that is trained: " + ", ".join(NETWORKS) + ", or none for a target", repr(self.variant))
+        shortest = min(length for _, _, length in config.schedule_phases)
+        if shortest <= config.unroll + 1:
+            raise ConfigError("train.sequence_length", f"sequences longer than train.unroll + 1 = {config.unroll + 1}", shortest)
+        heads = getattr(self.network(), "num_heads", 1)
+        if heads > 1 and config.unroll != heads:
+            raise ConfigError("train.unroll", f"train.network.num_heads = {heads}, for every head is one step", config.unroll)
+        if config.feature_weight and not NETWORKS[self.variant].feeds_feature:
+            raise ConfigError("train.feature_weight", f"0, for {self.variant} feeds back no feature", config.feature_weight)
+
+    def network(self) -> NetworkConfig:
+        """``train.network`` as the variant's own dataclass.
+
+        Raises:
+            ConfigError: a key the variant does not have, or a value of the wrong type.
+        """
+        kind, given = NETWORKS[self.variant].Settings, self.train.network
+        for key in given:
+            if key not in kind.__dataclass_fields__:
+                raise ConfigError(
+                    f"train.network.{key}", f"settings of {self.variant}: " + ", ".join(kind.__dataclass_fields__), brief(key)
+                )
+        return kind(**given)
+
+    def settings(self) -> dict[str, Any]:
+        """Everything that decides the bits, but the text."""
+        config = asdict(self.train)
+        settings = {"variant": self.variant, "phases": self.train.schedule_phases, **{key: config[key] for key in BITS}}
+        return {**settings, "network": asdict(self.network())}
+
+
+@dataclass(frozen=True)
+class Texts:
+    """What drafts are trained on."""
+
+    stream: np.ndarray
+    """``[tokens]``: the training text."""
+    written: dict[int, np.ndarray]
+    """By length ``[sequences, length]``: text written by the target."""
+
+    def counts(self, vocab_size: int) -> Tensor:
+        """``[V]`` int64: occurrences of each id; both kinds of text weigh the same, however long each is.
+
+        What the target writes is what will be drafted; the training text keeps rare tokens in order.
+        """
+        total = np.bincount(self.stream, minlength=vocab_size) / max(1, len(self.stream))
+        if self.written:
+            ids = np.concatenate([tokens.ravel() for tokens in self.written.values()])
+            total = total + np.bincount(ids, minlength=vocab_size) / len(ids)
+        return torch.from_numpy(np.rint(total * 1e9).astype(np.int64))
+
+    def batch(self, count: int, length: int, raw_share: float, seed: int) -> Tensor:
+        """``[count, length]`` int64: raw windows first, then generated sequences; the same for the same ``seed``."""
+        generator = np.random.default_rng(seed)
+        raw = round(count * raw_share)
+        starts = generator.integers(0, max(1, len(self.stream) - length), raw)
+        parts = [self.stream[start : start + length] for start in starts]
+        if raw < count:
+            parts += list(self.written[length][generator.integers(0, len(self.written[length]), count - raw)])
+        return torch.from_numpy(np.stack(parts).astype(np.int64))
+
+    def check(self, config: TrainConfig) -> None:
+        """Raises ConfigError unless there is text for every phase."""
+        for _, _, length in config.schedule_phases:
+            if config.raw_share < 1.0 and length not in self.written:
+                raise ConfigError("train.text.sets", f"a set of sequences of {length} tokens, as the schedule has", sorted(self.written))
+            if config.raw_share > 0.0 and len(self.stream) <= length:
+                raise ConfigError("train.data", f"more than {length} training tokens", len(self.stream))
+
+
+def draft_losses(
+    drafter: Drafter, features_BTF: Tensor, logits_BTV: Tensor, tokens_BT: Tensor, unroll: int, feature_weight: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """Loss and top-1 agreement with the target of every unrolled step, each ``[unroll]``.
+
+    Rows whose argmax the draft vocabulary does not hold carry no cross-entropy and count as misses.
+    """
+    ids = drafter.target_ids()
+    hard_BT = logits_BTV.argmax(-1)
+    if ids is None:
+        soft_BTv = logits_BTV.float().softmax(-1)
+    else:
+        soft_BTv = logits_BTV[..., ids].float().softmax(-1)
+        to_draft_V = torch.full((logits_BTV.shape[-1],), -1, device=ids.device).scatter(0, ids, torch.arange(len(ids), device=ids.device))
+        hard_BT = to_draft_V[hard_BT]
+    losses, hits = [], []
+    rows = tokens_BT.shape[1] - unroll
+    for k, hidden in enumerate(unrolled(drafter, features_BTF, tokens_BT, unroll)):
+        seen = slice(1 + k, 1 + k + rows)
+        logits = drafter.logits(hidden).float()
+        soft, hard = soft_BTv[:, seen], hard_BT[:, seen]
+        inside = (hard >= 0).float()
+        cross_entropy = logits.logsumexp(-1) - torch.einsum("btv,btv->bt", soft, logits)
+        loss = (cross_entropy * inside).sum() / inside.sum().clamp(min=1)
+        if feature_weight:
+            loss = loss + feature_weight * F.smooth_l1_loss(hidden.float(), features_BTF[:, seen].float())
+        losses.append(loss)
+        hits.append((logits.argmax(-1) == hard).float().mean())
+    return torch.stack(losses), torch.stack(hits)
+
+
+def train_draft(
+    recipe: Recipe, model: PreTrainedModel, texts: Texts, work: Path, watch: Watch = unwatched
+) -> tuple[Drafter, dict[str, Any]]:
+    """Train on the model's device, going on from the checkpoint in ``work``; returns the trained network and its figures.
+
+    Raises:
+        ConfigError: no text for a phase, a phase beyond the target's context, or what :func:`graphspec.train.loop.run` raises.
+    """
+    config = recipe.train
+    texts.check(config)
+    context, longest = model.config.max_position_embeddings, max(length for _, _, length in config.schedule_phases)
+    if longest > context:
+        raise ConfigError("train.sequence_length", f"sequences within the target's context of {context} tokens", longest)
+    target, device = Target(model), next(model.parameters()).device
+    torch.manual_seed(config.seed)
+    drafter = NETWORKS[recipe.variant].build(model, recipe.network(), texts.counts(model.config.vocab_size)).to(device)
+    weights = config.decay ** torch.arange(config.unroll, device=device)
+
+    def loss(step: int, batch: int, length: int) -> tuple[Tensor, Tensor]:
+        tokens_BT = texts.batch(batch, length, config.raw_share, config.seed * 1_000_003 + step).to(device)
+        with torch.autocast(device.type, torch.bfloat16, enabled=config.dtype == "bfloat16"):
+            features, logits = target.view(tokens_BT, drafter.tap_layers)
+            losses, hits = draft_losses(drafter, features, logits, tokens_BT, config.unroll, config.feature_weight)
+            return (losses * weights).sum(), torch.stack((losses.detach(), hits))
+
+    def describe(means: Tensor) -> dict[str, Any]:
+        losses, hits = means.tolist()
+        return {"loss": [round(x, 4) for x in losses], "agreement": [round(x, 4) for x in hits]}
+
+    job = loop.Job(recipe.variant, drafter, drafter.unmixed, loss, recipe.settings(), describe)
+    trained = loop.run(job, config, work, watch)
+    figures: dict[str, Any] = {
+        "variant": recipe.variant,
+        "steps": config.total_steps,
+        "tokens": loop.tokens_until(config, config.total_steps),
+        "rows": sum(steps * batch * (length - config.unroll) for steps, batch, length in config.schedule_phases),
+        "seconds": round(trained.seconds),
+        "parameters": sum(p.numel() for p in drafter.parameters()),
+        "sequences": {str(length): len(tokens) for length, tokens in texts.written.items()},
+        "loss_by_depth": trained.figures["loss"],
+        "agreement_by_depth": trained.figures["agreement"],
+    }
+    ids = drafter.target_ids()
+    if ids is not None:
+        drafted = np.concatenate([tokens.ravel() for tokens in texts.written.values()]) if texts.written else texts.stream
+        figures["draft_vocab_size"] = len(ids)
+        figures["draft_vocab_coverage"] = round(float(np.isin(drafted, ids.cpu().numpy()).mean()), 4)
+    return drafter.eval(), figures
+
+
+def load_draft(recipe: Recipe, model: PreTrainedModel, file: Path) -> Drafter:
+    """The network of a checkpoint of :func:`train_draft`, in evaluation mode on the model's device."""
+    device = next(model.parameters()).device
+    state = checkpoint.load(file, device)
+    loop.check_settings(state, recipe.settings(), file)
+    drafter = NETWORKS[recipe.variant].build(model, recipe.network(), None).to(device)
+    drafter.load_state_dict(state["model"])
+    return drafter.eval()

@@ -1,0 +1,203 @@
+"""The stages of ``graphspec train`` over one work folder; what is there already is not made again.
+
+data        data.json, train.npy, held_out.npy, for a new target tokenizer/     the texts in the target's ids
+text        text_<length>.npy                                                   drafts: text written by the target
+training    <variant>.pt or target.pt, and .jsonl                               the network, and a record for each interval
+figures     OUT/training.json                                                   what was measured on held-out text
+export      OUT/config.json, OUT/model.safetensors, ...                         the checkpoint
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from .. import __version__
+from ..catalog import resolve_variant
+from ..engine.llm import model_folder
+from ..errors import CheckpointError, ConfigError
+from ..launch import LaunchConfig
+from ..paths import check_writable, make_folder, reason
+from ..training import TrainConfig
+from .acceptance import check_acceptance, measure_acceptance, target_text
+from .checkpoint import write_json
+from .draft import Recipe, Texts, train_draft
+from .drafter import Target, load_target
+from .export import OUT, export_draft, export_target, size_in_megabytes
+from .generate import generate_text, repetition, text_sets
+from .loop import Watch, unwatched
+from .networks import NETWORKS
+from .target import NAME, bits_per_byte, train_target
+from .texts import Documents, Streams, encode
+from .tokenizer import END_OF_TEXT, train_tokenizer
+
+RECORD = "training.json"
+
+
+def run(config: LaunchConfig, watch: Watch = unwatched) -> dict[str, Any]:
+    """Train what ``variant`` names, from where the run stopped; returns what ``training.json`` holds.
+
+    Raises:
+        ConfigError: settings that contradict each other or the data, or folders that can't be written.
+        CheckpointError: a target that can't be trained on, or a checkpoint in the work folder that is not this run's.
+        ResourceError: too little memory.
+        KeyboardInterrupt: on Ctrl-C, after a checkpoint.
+    """
+    variant, train = resolve_variant(config.variant.name), config.train
+    recipe = Recipe(variant.name, train) if variant.speculates else None
+    documents = Documents.read(train)
+    work, out = folders(train)
+    device = _set_up(config)
+    if not train.resume:
+        _clear(work, NAME if recipe is None else variant.name)
+    figures: dict[str, Any] = {"variant": variant.name, "graphspec": __version__}
+    if recipe is None:
+        figures |= _target(train, documents, work, out, device, watch)
+    else:
+        dtype: torch.dtype | str = config.hardware.dtype
+        if dtype == "auto":
+            dtype = "float32" if device == "cpu" else "auto"
+        folder = model_folder(config.model.path, config.model.revision)
+        model = load_target(folder, dtype if dtype == "auto" else getattr(torch, str(dtype)), device)
+        figures |= _draft(recipe, model, folder, documents, work, out, watch)
+    figures["megabytes"] = round(size_in_megabytes(out), 3)
+    figures["config"] = asdict(train)
+    write_json(out / RECORD, figures, OUT)
+    return figures
+
+
+def folders(train: TrainConfig) -> tuple[Path, Path]:
+    """``(work, out)``, both made.
+
+    Raises:
+        ConfigError: no ``train.out``, or a place where nothing can be written.
+    """
+    if train.out is None:
+        raise ConfigError(OUT, "a folder for the finished checkpoint", None, f"{OUT}=FOLDER")
+    out = check_writable(OUT, train.out, folder=True)
+    work = check_writable("train.work", train.work if train.work is not None else f"{train.out.rstrip('/')}.work", folder=True)
+    make_folder(OUT, out)
+    make_folder("train.work", work)
+    return work, out
+
+
+def _set_up(config: LaunchConfig) -> str:
+    hardware = config.hardware
+    has_cuda = torch.cuda.is_available()
+    if hardware.device == "cuda" and not has_cuda:
+        raise ConfigError("hardware.device", "cpu or auto (torch sees no CUDA device)", "cuda")
+    if hardware.threads is not None:
+        torch.set_num_threads(hardware.threads)
+    # Denormals make CPU kernels many times slower and carry no information here.
+    torch.set_flush_denormal(True)
+    return "cuda" if hardware.device == "auto" and has_cuda else "cpu" if hardware.device == "auto" else hardware.device
+
+
+def _clear(work: Path, name: str) -> None:
+    """Take away what a run would go on from."""
+    for pattern in (f"{name}.*", "data.json", "train.npy", "held_out.npy", "text_*.npy", "text_*.json", "text_parts/*.npy", "tokenizer/*"):
+        for file in work.glob(pattern):
+            file.unlink()
+
+
+def _target(train: TrainConfig, documents: Documents, work: Path, out: Path, device: str, watch: Watch) -> dict[str, Any]:
+    vocab, folder = train.target.vocab_size, work / "tokenizer"
+    if not (folder / "tokenizer_config.json").exists():
+        watch("tokenizer", 0, 1)
+        train_tokenizer(documents.train.values(), vocab, folder)
+        watch("tokenizer", 1, 1)
+    tokenizer = _tokenizer(folder)
+    end = tokenizer.convert_tokens_to_ids(END_OF_TEXT)
+    streams = encode(documents, tokenizer, end, vocab, {"model.path": None, "train.target.vocab_size": vocab}, work, watch)
+    check_acceptance(train.acceptance, train.target.max_position_embeddings, streams.held_out)
+    model, figures = train_target(train, streams, work, device, watch)
+    export_target(model, folder, out)
+    # What is published is measured: weights rounded to bfloat16.
+    published = load_target(out, torch.float32, device)
+    nats, bits = bits_per_byte(published, streams.held_out, streams.facts["held_out_bytes"])
+    text_BT, begin = target_text(train.acceptance, Target(published), streams.held_out), train.acceptance.prompt_length
+    return {
+        "data": streams.facts,
+        "training": figures,
+        "published": {
+            "held_out_loss": nats,
+            "held_out_bits_per_byte": bits,
+            "repeated_16_grams": round(repetition(text_BT, begin), 4),
+            "samples": samples(tokenizer, text_BT[: train.acceptance.samples], begin, end),
+        },
+    }
+
+
+def _draft(
+    recipe: Recipe, model: PreTrainedModel, folder: Path, documents: Documents, work: Path, out: Path, watch: Watch
+) -> dict[str, Any]:
+    train, target = recipe.train, Target(model)
+    tokenizer, ends = _tokenizer(folder), model.config.eos_token_id
+    end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else ends[0] if isinstance(ends, list) else ends
+    streams = encode(documents, tokenizer, end, model.config.vocab_size, {"model.path": str(folder.resolve())}, work, watch)
+    check_acceptance(train.acceptance, model.config.max_position_embeddings, streams.held_out)
+    texts = Texts(streams.train, generate_text(train.text, text_sets(train), model, streams.train, work, watch))
+    drafter, figures = train_draft(recipe, model, texts, work, watch)
+    export_draft(drafter, model, out, folder)
+    drafter.round_to_bfloat16()
+    measured = measure(
+        train, target, streams, lambda text_BT: measure_acceptance(train.acceptance, target, drafter, text_BT, streams.end), watch
+    )
+    return {"target": folder.name, "data": streams.facts, "training": figures, "acceptance": measured}
+
+
+def measure(
+    train: TrainConfig, target: Target, streams: Streams, of_text: Callable[[torch.Tensor], dict[str, object]], watch: Watch
+) -> dict[str, Any]:
+    """Acceptance on the target's greedy text, and under ``sampled`` on text at ``train.acceptance.temperature``."""
+    temperature = train.acceptance.temperature
+    watch("acceptance", 0, 2)
+    figures: dict[str, Any] = of_text(target_text(train.acceptance, target, streams.held_out))
+    watch("acceptance", 1, 2)
+    if temperature:
+        sampled = of_text(target_text(train.acceptance, target, streams.held_out, temperature))
+        figures["sampled"] = {"temperature": temperature, "repeated_16_grams": sampled["repeated_16_grams"], "shapes": sampled["shapes"]}
+    watch("acceptance", 2, 2)
+    return figures
+
+
+def samples(tokenizer: PreTrainedTokenizerBase, text_BT: torch.Tensor, begin: int, end: int) -> list[dict[str, str]]:
+    """Prompts and continuations as text, each up to its end."""
+    found = []
+    for row in text_BT.tolist():
+        continuation = row[begin : row.index(end, begin) if end in row[begin:] else None]
+        found.append({"prompt": tokenizer.decode(row[:begin]), "continuation": tokenizer.decode(continuation)})
+    return found
+
+
+def _tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # transformers raises what its parsers do
+        raise CheckpointError(f"{folder}", "a tokenizer that transformers reads", reason(error)) from error
+
+
+def headline(figures: dict[str, Any], out: str) -> str:
+    """What the command says at the end."""
+    lines = []
+    if figures["variant"] in NETWORKS:
+        acceptance = figures["acceptance"]
+        groups = [("greedy", acceptance["shapes"])]
+        if "sampled" in acceptance:
+            groups.append((f"at temperature {acceptance['sampled']['temperature']:g}", acceptance["sampled"]["shapes"]))
+        for name, shapes in groups:
+            text = ", ".join(f"({s['num_steps']}, {s['topk']}, {s['num_draft_tokens']}) {s['tokens_per_cycle']:.2f}" for s in shapes)
+            lines.append(f"held-out tokens per cycle, {name} (S, K, N): {text}")
+    else:
+        published = figures["published"]
+        lines.append(
+            f"held out: {published['held_out_bits_per_byte']:.3f} bits per byte; "
+            f"{100 * published['repeated_16_grams']:.1f} % of 16-grams repeated in greedy text"
+        )
+    what = f"{figures['variant']} draft" if figures["variant"] in NETWORKS else "target"
+    return "\n".join([*lines, f"{what} written to {out} ({figures['megabytes']} MB)"])

@@ -1,0 +1,242 @@
+"""What ``graphspec train`` is told. Standard library only: the command's own half, :mod:`graphspec.train`, reads it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from .checks import INT32_MOST, INT64_MOST, brief, check_fields, in_range, one_of
+from .config import LEAST, MOST, SEEDS, TEMPERATURES
+from .errors import ConfigError
+
+DTYPES = ("float32", "bfloat16")
+SCHEDULES = ("linear", "cosine", "constant")
+DEFAULT_STEPS = 600
+MOST_WARM_UP = 40
+"""Steps of a warm-up that nobody set; fewer where a tenth of the schedule is fewer."""
+LONGEST = 2**20
+"""Longest sequence; far above what anybody trains on."""
+
+
+def _check(key: str, ok: bool, expected: str, found: object) -> None:
+    if not ok:
+        raise ConfigError(key, expected, found)
+
+
+def _triples(key: str, rows: list[list[int]], names: str) -> None:
+    fine = all(len(row) == 3 and all(1 <= number <= INT32_MOST for number in row) for row in rows)
+    _check(key, fine, f"{names} lists of positive integers", brief(rows))
+
+
+@dataclass(kw_only=True)
+class TextConfig:
+    """The text that the target writes for its draft."""
+
+    sets: list[list[int]] | None = None
+    """[batches, sequences per batch, tokens per sequence], the prompt included; null: for every length of the schedule a third of the
+    tokens trained on."""
+    prompt: list[int] = field(default_factory=lambda: [16, 64])
+    """Shortest and longest prompt, in tokens of the data."""
+    temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0, 0.0, 0.8])
+    """Batches take these in turn; 0 is greedy. A draft meets both: greedy text is low in entropy, sampled text is varied."""
+    seed: int = 1
+
+    def __post_init__(self) -> None:
+        check_fields(self, "train.text")
+        fine = len(self.prompt) == 2 and 1 <= self.prompt[0] <= self.prompt[1] <= LONGEST
+        _check("train.text.prompt", fine, "[shortest, longest], both at least 1", brief(self.prompt))
+        in_range("train.text.seed", self.seed, 0, INT32_MOST)
+        _triples("train.text.sets", self.sets or [], "[batches, sequences, length]")
+        for sizes in self.sets or []:
+            _check("train.text.sets", sizes[2] > self.prompt[1], f"lengths above train.text.prompt's {self.prompt[1]}", brief(sizes))
+        fine = bool(self.temperatures) and all(t == 0 or TEMPERATURES[0] <= t <= TEMPERATURES[1] for t in self.temperatures)
+        _check("train.text.temperatures", fine, f"a list of 0 and numbers from {TEMPERATURES[0]:g}", brief(self.temperatures))
+
+
+@dataclass(kw_only=True)
+class AcceptanceConfig:
+    """How the acceptance of a finished draft is measured, on held-out text."""
+
+    prompts: int = 128
+    prompt_length: int = 64
+    new_tokens: int = 160
+    shapes: list[list[int]] = field(default_factory=lambda: [[4, 1, 5], [5, 4, 16]])
+    """[S, K, N]: draft depth, fan-out, verify nodes with the root."""
+    temperature: float = 0.7
+    """Measured beside greedy decoding; 0: greedy decoding alone."""
+    batch: int = 8
+    """Prompts drafted for at once."""
+    samples: int = 2
+    """Continuations kept as text."""
+    seed: int = 3
+
+    def __post_init__(self) -> None:
+        check_fields(self, "train.acceptance")
+        _triples("train.acceptance.shapes", self.shapes, "[S, K, N]")
+        for key in ("prompts", "prompt_length", "new_tokens", "batch"):
+            in_range(f"train.acceptance.{key}", getattr(self, key), 1, LONGEST)
+        in_range("train.acceptance.samples", self.samples, 0, LONGEST)
+        in_range("train.acceptance.seed", self.seed, 0, INT32_MOST)
+        fine = self.temperature == 0 or TEMPERATURES[0] <= self.temperature <= TEMPERATURES[1]
+        _check("train.acceptance.temperature", fine, f"0, or a number from {TEMPERATURES[0]:g}", self.temperature)
+        deepest = max((shape[0] for shape in self.shapes), default=0)
+        _check(
+            "train.acceptance.new_tokens",
+            self.new_tokens > deepest + 1,
+            f"more than the deepest draft + 1 = {deepest + 1}",
+            self.new_tokens,
+        )
+
+
+@dataclass(kw_only=True)
+class TargetConfig:
+    """Shape of a target that is trained from nothing (``variant=none``): a Llama whose embedding is also its output head."""
+
+    vocab_size: int = 2048
+    """Entries of the byte-level BPE that is trained on the same data."""
+    hidden_size: int = 192
+    intermediate_size: int = 448
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 6
+    num_key_value_heads: int = 3
+    max_position_embeddings: int = 1024
+
+    def __post_init__(self) -> None:
+        check_fields(self, "train.target")
+        for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"):
+            in_range(f"train.target.{key}", getattr(self, key), 1, LONGEST)
+        # 256 bytes and the end of a text.
+        in_range("train.target.vocab_size", self.vocab_size, 257, LONGEST)
+        in_range("train.target.max_position_embeddings", self.max_position_embeddings, 2, LONGEST)
+        heads = self.num_attention_heads
+        _check("train.target.hidden_size", self.hidden_size % (2 * heads) == 0, f"a multiple of 2 x {heads} heads", self.hidden_size)
+        grouped = heads % self.num_key_value_heads == 0
+        _check("train.target.num_key_value_heads", grouped, f"a divisor of num_attention_heads = {heads}", self.num_key_value_heads)
+
+
+@dataclass(kw_only=True)
+class TrainConfig:
+    """What ``graphspec train`` does. The group's choices are presets, one for each variant that is trained."""
+
+    data: list[str] = field(default_factory=list)
+    """Text files, or folders of them."""
+    held_out: list[str] = field(default_factory=list)
+    """Text that is never trained on; empty: ``held_out_share`` of ``data``, in whole files."""
+    held_out_share: float = 0.05
+    out: str | None = None
+    """Folder of the finished checkpoint."""
+    work: str | None = None
+    """Folder of what is made on the way, where an interrupted run goes on; runs for one target on one data may share it. null: next to
+    ``out``, with ``.work`` after its name."""
+    resume: bool = True
+    """Go on from the checkpoint in ``work``, where there is one; false: train anew."""
+    steps: int | None = None
+    """Optimizer steps; null: those of ``tokens``, and 600 without."""
+    tokens: int | None = None
+    """Tokens to train on, instead of ``steps``; each counts as often as it is read."""
+    batch: int = 16
+    """Sequences of a step."""
+    sequence_length: int = 256
+    """Tokens of a sequence."""
+    phases: list[list[int]] = field(default_factory=list)
+    """[steps, batch, sequence length] one after the other, instead of the four keys above: such as long sequences after short ones."""
+    lr: float = 0.014
+    """Peak learning rate of Muon, which updates the matrices."""
+    adamw_lr: float | None = 0.003
+    """Peak learning rate of AdamW, which updates everything else; null: ``lr``."""
+    schedule: str = "linear"
+    """After the warm-up. linear: flat, then down in a line over ``cooldown`` steps; cosine: half a cosine down; constant: flat."""
+    warmup: int | None = None
+    """Steps of a linear warm-up; null: a tenth of the steps, at most 40."""
+    cooldown: int | None = None
+    """linear: steps of the way down; null: half of the steps. What is left after the warm-up may be fewer: then it is the end of it."""
+    restarts: list[int] = field(default_factory=list)
+    """Steps at which the schedule begins anew: more training after a cool-down, without starting over."""
+    clip: float = 1.0
+    """Largest norm of the gradient."""
+    dtype: str = "float32"
+    """What linear layers are computed in: float32, or bfloat16 by autocast, which pays where the hardware has bfloat16 arithmetic. Weights
+    and optimizers stay in float32."""
+    compile: bool = False
+    """Compile the forward pass of a target; pays from some hundred steps on."""
+    seed: int = 2
+    checkpoint_steps: int = 50
+    """Steps between two checkpoints."""
+    log_steps: int = 20
+    """Steps between two records of progress."""
+    unroll: int = 5
+    """Drafts: steps unrolled on the network's own hidden states; a draft is good only as deep as it was unrolled."""
+    decay: float = 0.8
+    """Drafts: weight of unrolled step ``k`` is ``decay ** k``."""
+    feature_weight: float = 0.0
+    """Drafts whose hidden state stands for the target's next feature: weight of the SmoothL1 distance to it."""
+    raw_share: float = 0.0
+    """Drafts: share of each batch that is cut from the data; the rest was written by the target."""
+    network: dict[str, Any] = field(default_factory=dict)
+    """Drafts: settings of the variant's own network, such as ``draft_vocab_size``, ``tap_layers``, ``num_heads``."""
+    text: TextConfig = field(default_factory=TextConfig)
+    acceptance: AcceptanceConfig = field(default_factory=AcceptanceConfig)
+    target: TargetConfig = field(default_factory=TargetConfig)
+
+    def __post_init__(self) -> None:
+        check_fields(self, "train", paths=("data", "held_out", "out", "work"))
+        for group in (self.text, self.acceptance, self.target):
+            group.__post_init__()
+        _check("train.held_out_share", 0 < self.held_out_share < 0.5, "a share above 0, below 0.5", self.held_out_share)
+        one_of("train.dtype", self.dtype, DTYPES)
+        one_of("train.schedule", self.schedule, SCHEDULES)
+        for key, most in {"steps": INT32_MOST, "tokens": INT64_MOST, "batch": LONGEST, "sequence_length": LONGEST}.items():
+            in_range(f"train.{key}", 1 if getattr(self, key) is None else getattr(self, key), 1, most)
+        for key in ("checkpoint_steps", "log_steps", "unroll"):
+            in_range(f"train.{key}", getattr(self, key), 1, INT32_MOST)
+        for key in ("lr", "adamw_lr", "clip"):
+            in_range(f"train.{key}", LEAST if getattr(self, key) is None else getattr(self, key), LEAST, MOST)
+        in_range("train.seed", self.seed, 0, min(SEEDS[1], INT32_MOST))
+        in_range("train.decay", self.decay, 0, 1)
+        in_range("train.feature_weight", self.feature_weight, 0, MOST)
+        in_range("train.raw_share", self.raw_share, 0, 1)
+        _triples("train.phases", self.phases, "[steps, batch, sequence length]")
+        for key in ("steps", "tokens"):
+            given = getattr(self, key)
+            _check(f"train.{key}", given is None or not self.phases, "null with train.phases", given)
+        _check("train.tokens", self.tokens is None or self.steps is None, "null with train.steps", self.tokens)
+        self._check_schedule()
+
+    def _check_schedule(self) -> None:
+        total = self.total_steps
+        _check(
+            "train.cooldown", self.cooldown is None or self.schedule == "linear", f"null with train.schedule={self.schedule}", self.cooldown
+        )
+        inside = all(0 < step < total for step in self.restarts) and all(a < b for a, b in pairwise(self.restarts))
+        _check("train.restarts", inside, f"ascending steps between 0 and {total}", brief(self.restarts))
+        in_range("train.cooldown", self.cooldown or 0, 0, INT32_MOST)
+        for length in self.courses():
+            in_range("train.warmup", self.warm_up_of(length), 0, length)
+
+    @property
+    def schedule_phases(self) -> list[list[int]]:
+        """``[steps, batch, sequence length]`` one after the other; at least one."""
+        if self.phases:
+            return self.phases
+        each = self.batch * self.sequence_length
+        steps = self.steps if self.steps is not None else DEFAULT_STEPS if self.tokens is None else -(-self.tokens // each)
+        return [[steps, self.batch, self.sequence_length]]
+
+    @property
+    def total_steps(self) -> int:
+        return sum(phase[0] for phase in self.schedule_phases)
+
+    def courses(self) -> list[int]:
+        """Steps of each course of the learning-rate schedule; one more than there are restarts."""
+        return [end - begin for begin, end in pairwise([0, *self.restarts, self.total_steps])]
+
+    def warm_up_of(self, length: int) -> int:
+        """Steps of the warm-up in a course of ``length`` steps."""
+        return self.warmup if self.warmup is not None else min(MOST_WARM_UP, length // 10)
+
+    def cool_down_of(self, length: int) -> int:
+        """Steps of the way down in a course of ``length`` steps."""
+        if self.schedule != "linear":
+            return 0
+        return self.cooldown if self.cooldown is not None else length // 2
