@@ -278,10 +278,10 @@ class Touched(TorchDispatchMode):
 
 
 def warm_cycle(
-    shape: str, sampling: SamplingClass = SAMPLED, rule: str = "match", adaptive: AdaptiveConfig | None = None
+    shape: str, sampling: SamplingClass = SAMPLED, rule: str = "match", adaptive: AdaptiveConfig | None = None, **runtime: Any
 ) -> tuple[Cycle, GraphKey, Message]:
     """A cycle on the CPU in the middle of three requests (one greedy), a key with one padded lane, and the next message."""
-    plan = structure_plan(shape, device="cpu", runtime="eager", rule=rule, adaptive=adaptive)
+    plan = structure_plan(shape, device="cpu", runtime="eager", rule=rule, adaptive=adaptive, **runtime)
     networks = tiny_networks(plan)
     cycle = Cycle(plan, networks.target, networks.draft, select_kernels("reference", "auto", "cpu"))
     key = GraphKey(4, plan.shape, sampling)
@@ -364,8 +364,17 @@ def check_what_stages_touch(cycle: Cycle, key: Key) -> None:
 
 @pytest.mark.parametrize(("shape", "sampling"), [*(("tree", name) for name in CLASSES), *((shape, "sampling") for shape in OTHERS)])
 def test_prefill_touches_exactly_what_it_declares(shape: str, sampling: str) -> None:
-    cycle, _, _ = warm_cycle(shape, CLASSES[sampling])
-    key = PrefillKey(16, CLASSES[sampling])
+    prefill_touches_what_it_declares(warm_cycle(shape, CLASSES[sampling])[0], CLASSES[sampling])
+
+
+def test_a_chunk_with_more_pages_than_a_cycle_changes_writes_the_page_table() -> None:
+    cycle, _, _ = warm_cycle("tree", prefill_chunks=[16, 256])
+    assert cycle.plan.chunk_pages > 0
+    prefill_touches_what_it_declares(cycle, SAMPLED)
+
+
+def prefill_touches_what_it_declares(cycle: Cycle, sampling: SamplingClass) -> None:
+    key = PrefillKey(16, sampling)
     message = Message(lanes=(3,), pages=[(3, c, 70 + c) for c in range(2)], chunk=Chunk([5, 6, 7], 0, 3))
     message.join = Join(row=3, budget=9, seed=1, temperature=1.0, draft_len=5, stop_ids=(2,))
     cycle.layout.encode(message, cycle.arena["mail"])

@@ -43,7 +43,8 @@ class Prefill(Stage):
         )  # fmt: skip
         counts = ("output_count_RV",) if self.sampling.penalties else ()
         logprobs = () if self.sampling.logprobs < 0 else RING if self.sampling.logprobs else RING[:1]
-        self.writes = ("target_kv", "page_table_RP", *state, *draft_writes, *history, *counts, *logprobs, "ring_ZBJ")
+        tables = ("page_table_RP",) if self.layout.max_chunk_pages else ()
+        self.writes = ("target_kv", *tables, *state, *draft_writes, *history, *counts, *logprobs, "ring_ZBJ")
 
     def forward(self, v: Views) -> None:
         at = self.layout
