@@ -23,6 +23,7 @@ from ..hub import checkpoint_folder
 from ..kernels import resolve, select_kernels
 from ..memory import plan_memory
 from ..models.layers import pack_linear_layers, use_kernels
+from ..models.stack import pack_stack
 from ..paths import user_path
 from ..plan import Plan, make_plan
 from ..programs import Key
@@ -184,7 +185,13 @@ class LLM:
                 apply_token_map(draft, load_token_map(user_path("variant.token_map", token_map), plan.target.vocab_size))
         packs = resolve("kernels.linear", plan.linear, plan.kernels, plan.device, plan.dtype) == "native"
         networks = (target, draft) if draft is not None else (target,)
-        for network in networks:
+        # Chosen one by one, attention and linear layers are ops of their own.
+        stacks = packs and plan.linear == plan.attention == "auto"
+        self.decoders: dict[str, str] = {}
+        """How the decoder layers of target and draft run."""
+        for name, network in zip(("target", "draft"), networks, strict=False):
+            reason = pack_stack(network) if stacks else "as kernels.linear and kernels.attention say"
+            self.decoders[name] = "one native op per pass" if reason is None else f"op by op: {reason}"
             if packs:
                 pack_linear_layers(network)
             else:
