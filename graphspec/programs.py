@@ -105,13 +105,14 @@ class Program:
     """One program: its stages on one bucket's views.
 
     A launch runs ``replay`` where the program was captured, else ``direct``: stage after stage, or all of them as one compiled region.
+    ``threads``: of compiled loops, see :class:`~graphspec.graphs.compile.Region`.
     ``steps`` run single stages, for those who want to look in between; compiled ones compile when they are first called.
     """
 
-    def __init__(self, stages: list[Stage], views: Views, *, compiled: bool) -> None:
+    def __init__(self, stages: list[Stage], views: Views, *, compiled: bool, threads: int | None = None) -> None:
         self.stages, self.views = stages, views
-        self.steps: list[Callable[[], None]] = [compile_stages([s], views) if compiled else partial(s, views) for s in stages]
-        self.direct: Callable[[], None] = compile_stages(stages, views) if compiled else self._in_order
+        self.steps: list[Callable[[], None]] = [compile_stages([s], views, threads) if compiled else partial(s, views) for s in stages]
+        self.direct: Callable[[], None] = compile_stages(stages, views, threads) if compiled else self._in_order
         self.replay: Callable[[], None] | None = None
         self.buffers: Signature = signature(views)
 

@@ -187,20 +187,22 @@ class LLM:
         networks = (target, draft) if draft is not None else (target,)
         # Chosen one by one, attention and linear layers are ops of their own.
         stacks = packs and plan.linear == plan.attention == "auto"
-        self.decoders: dict[str, str] = {}
-        """How the decoder layers of target and draft run."""
+        found: dict[str, str | None] = {}
         for name, network in zip(("target", "draft"), networks, strict=False):
-            reason = pack_stack(network) if stacks else "as kernels.linear and kernels.attention say"
-            self.decoders[name] = "one native op per pass" if reason is None else f"op by op: {reason}"
+            found[name] = pack_stack(network) if stacks else "kernels.mode, kernels.linear or kernels.attention has it so"
             if packs:
                 pack_linear_layers(network)
             else:
                 use_kernels(network, kernels)
+        self.decoders = {name: f"op by op: {reason}" if reason else "one native op per pass" for name, reason in found.items()}
+        """How the decoder layers of target and draft run."""
+        # A second team of threads would take the cores of the decoders' own, and what is left between them is small.
+        loop_threads = None if any(found.values()) else 1
         tuner = None
         if table is not None and table_path is not None:
             tuner = LinearTuner(table, user_path("kernels.linear_table", table_path), networks, device)
         kind = Cycle if kernels.host_planner() is None else PlannedCycle
-        return kind(plan, target, draft, kernels, memory=self.memory, tuner=tuner)
+        return kind(plan, target, draft, kernels, memory=self.memory, tuner=tuner, loop_threads=loop_threads)
 
     @property
     def depth_policy(self) -> DepthPolicy | None:

@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 #include <vector>
 
 #include "simd.h"
@@ -19,8 +20,7 @@ namespace {
 
 typedef int32_t i8 __attribute__((vector_size(32)));
 
-constexpr int LANES = 8;
-constexpr int KEYS = 32;     // keys per block: four vectors of scores
+constexpr int KEYS = 32;     // keys per block
 constexpr int QUERIES = 32;  // (token, head) pairs that share one transposed block of keys
 constexpr float MINUS_INF = -std::numeric_limits<float>::infinity();
 
@@ -53,44 +53,63 @@ inline void transpose8(const float* const* row, int64_t at, float* out) {
 // Scores of NQ queries against one transposed block.
 template <int NQ>
 inline void score_block(const float* const* query, const float* key_t, int64_t dim, float scale, float* const* score) {
-  f8 sum[NQ][KEYS / LANES];
-  for (int q = 0; q < NQ; ++q)
-    for (auto& s : sum[q]) s = splat(0.0f);
-  for (int64_t d = 0; d < dim; ++d)
-    for (int v = 0; v < KEYS / LANES; ++v) {
-      f8 k = load8(key_t + d * KEYS + v * LANES);
-      for (int q = 0; q < NQ; ++q) sum[q][v] = fma8(splat(query[q][d]), k, sum[q][v]);
+  f16 sum[NQ][2];
+  for (auto& row : sum)
+    for (auto& s : row) s = splat16(0.0f);
+  for (int64_t d = 0; d < dim; ++d) {
+    const f16 low = load16(key_t + d * KEYS), high = load16(key_t + d * KEYS + 16);
+    for (int q = 0; q < NQ; ++q) {
+      const f16 x = splat16(query[q][d]);
+      sum[q][0] = fma16(x, low, sum[q][0]);
+      sum[q][1] = fma16(x, high, sum[q][1]);
     }
+  }
   for (int q = 0; q < NQ; ++q)
-    for (int v = 0; v < KEYS / LANES; ++v) store8(score[q] + v * LANES, sum[q][v] * splat(scale));
+    for (int v = 0; v < 2; ++v) store16(score[q] + v * 16, mul16(sum[q][v], splat16(scale)));
 }
 
-// acc[q] += sum over keys of weight * value, NV vectors of channels from `at` on.
-template <int NQ, int NV>
-inline void value_block(const float* const* weight, const float* const* value, int keys, int64_t at, float* const* acc) {
-  f8 sum[NQ][NV];
-  for (int q = 0; q < NQ; ++q)
-    for (int v = 0; v < NV; ++v) sum[q][v] = load8(acc[q] + at + v * LANES);
-  for (int k = 0; k < keys; ++k)
-    for (int v = 0; v < NV; ++v) {
-      f8 x = load8(value[k] + at + v * LANES);
-      for (int q = 0; q < NQ; ++q) sum[q][v] = fma8(splat(weight[q][k]), x, sum[q][v]);
+// acc[q] += sum over keys of weight * value, NV vectors of channels from `at` on; with TOTAL also total[q] += sum over keys of weight.
+template <int NQ, int NV, bool TOTAL>
+inline void value_block(const float* const* weight, const float* const* value, int keys, int64_t at, float* const* acc, float* const* total) {
+  f16 sum[NQ][NV], all[NQ];
+  for (int q = 0; q < NQ; ++q) {
+    for (int v = 0; v < NV; ++v) sum[q][v] = load16(acc[q] + at + v * 16);
+    all[q] = splat16(*total[q]);
+  }
+  for (int k = 0; k < keys; ++k) {
+    f16 x[NV];
+    for (int v = 0; v < NV; ++v) x[v] = load16(value[k] + at + v * 16);
+    for (int q = 0; q < NQ; ++q) {
+      const f16 w = splat16(weight[q][k]);
+      for (int v = 0; v < NV; ++v) sum[q][v] = fma16(w, x[v], sum[q][v]);
+      if (TOTAL) all[q] = add16(all[q], w);
     }
-  for (int q = 0; q < NQ; ++q)
-    for (int v = 0; v < NV; ++v) store8(acc[q] + at + v * LANES, sum[q][v]);
+  }
+  for (int q = 0; q < NQ; ++q) {
+    for (int v = 0; v < NV; ++v) store16(acc[q] + at + v * 16, sum[q][v]);
+    if (TOTAL) {
+      float lanes[16];
+      store16(lanes, all[q]);
+      *total[q] = lanes[0];
+    }
+  }
 }
 
 template <int NQ>
 inline void weighted_values(const float* const* weight, const float* const* value, int keys, int64_t dim, float* const* acc,
                             float* const* total) {
-  for (int q = 0; q < NQ; ++q) {
-    float sum = *total[q];
-    for (int k = 0; k < keys; ++k) sum += weight[q][k];
-    *total[q] = sum;
-  }
   int64_t at = 0;
-  for (; at + 4 * LANES <= dim; at += 4 * LANES) value_block<NQ, 4>(weight, value, keys, at, acc);
-  for (; at + LANES <= dim; at += LANES) value_block<NQ, 1>(weight, value, keys, at, acc);
+  if (dim >= 32) {
+    value_block<NQ, 2, true>(weight, value, keys, 0, acc, total);
+    for (at = 32; at + 32 <= dim; at += 32) value_block<NQ, 2, false>(weight, value, keys, at, acc, total);
+  } else if (dim >= 16) {
+    value_block<NQ, 1, true>(weight, value, keys, 0, acc, total);
+    at = 16;
+  } else {
+    for (int q = 0; q < NQ; ++q)
+      for (int k = 0; k < keys; ++k) *total[q] += weight[q][k];
+  }
+  for (; at + 16 <= dim; at += 16) value_block<NQ, 1, false>(weight, value, keys, at, acc, total);
   for (; at < dim; ++at)
     for (int q = 0; q < NQ; ++q) {
       float sum = acc[q][at];
@@ -106,6 +125,7 @@ struct Visible {
   int64_t num_words = 0, base = 0;
   std::vector<int64_t> slots;  // that any of the queries sees, ascending: nothing else is ever loaded
   std::vector<int64_t> rows;   // of the pool, where those lie
+  std::vector<uint32_t> masks;  // [tokens][blocks of KEYS]: which of these slots each query sees
   std::vector<int32_t> cover;
   std::vector<int64_t> extra;
 
@@ -150,6 +170,28 @@ struct Visible {
       if (depth > 0 || told) add(slot);
     }
     for (; next < extra.size(); ++next) add(extra[next]);
+    mask(tokens);
+  }
+
+  int64_t blocks() const { return (static_cast<int64_t>(slots.size()) + KEYS - 1) / KEYS; }
+
+ private:
+  void mask(int64_t tokens) {
+    const int64_t total = slots.size();
+    masks.assign(tokens * blocks(), 0);
+    for (int64_t t = 0; t < tokens; ++t)
+      for (int64_t b = 0; b < blocks(); ++b) {
+        const int64_t first = b * KEYS, count = std::min<int64_t>(KEYS, total - first);
+        const int64_t low = slots[first], high = slots[first + count - 1];
+        uint32_t& bits = masks[t * blocks() + b];
+        if (low >= lo[t] && high < hi[t])
+          bits = count == KEYS ? ~0u : (1u << count) - 1;
+        else if (words != nullptr || (low < hi[t] && high >= lo[t]))
+          for (int64_t k = 0; k < count; ++k) {
+            const int64_t slot = slots[first + k];
+            bits |= static_cast<uint32_t>((slot >= lo[t] && slot < hi[t]) || bit(t, slot)) << k;
+          }
+      }
   }
 };
 
@@ -160,7 +202,6 @@ struct Shape {
 struct Scratch {
   std::vector<const float*> key, value;
   std::vector<float> key_t, score, acc;
-  std::vector<uint8_t> seen;
 };
 
 inline int64_t clip(int64_t x, int64_t length) { return std::clamp<int64_t>(x, 0, length); }
@@ -196,10 +237,36 @@ inline int64_t token_splits(const Shape& n, int threads) {
   return threads == 1 ? 1 : std::clamp<int64_t>((2 * threads + pairs - 1) / pairs, 1, n.tokens);
 }
 
+// Unseen scores become minus infinity; then the largest, over what was there before. A NaN among visible scores must come out: the caller fails
+// the row by it.
+inline float mask_and_peak(float* score, uint32_t mask, float before) {
+  constexpr i8 LANE = {0, 1, 2, 3, 4, 5, 6, 7};
+  f8 peak = splat(before);
+  for (int k = 0; k < KEYS; k += 8) {
+    f8 s = load8(score + k);
+    if (mask != ~0u) {
+      const i8 bits = i8{} + static_cast<int32_t>(mask >> k & 255u);
+      s = (bits >> LANE & 1) != 0 ? s : splat(MINUS_INF);
+      store8(score + k, s);
+    }
+    peak = s > peak || s != s ? s : peak;
+  }
+  for (int i = 0; i < 8; ++i) before = peak[i] > before || peak[i] != peak[i] ? peak[i] : before;
+  return before;
+}
+
+// f(int) with the number of queries from `q` on that go together, as a constant.
+template <class F>
+inline int by_quads(int q, int count, F&& f) {
+  if (count - q >= 4) return f(std::integral_constant<int, 4>()), 4;
+  if (count - q >= 2) return f(std::integral_constant<int, 2>()), 2;
+  return f(std::integral_constant<int, 1>()), 1;
+}
+
 // One lane, one KV head, tokens [first, last).
 inline void attend(const Shape& n, const float* query, const float* pool, const Visible& see, int64_t lane, int64_t group, int64_t first,
                    int64_t last, float scale, float* out, Scratch& s) {
-  const int64_t repeat = n.heads / n.groups, total = see.slots.size(), blocks = (total + KEYS - 1) / KEYS, padded = blocks * KEYS;
+  const int64_t repeat = n.heads / n.groups, total = see.slots.size(), blocks = see.blocks(), padded = blocks * KEYS;
   const int64_t row = n.groups * n.dim, plane = n.pages * n.page_size * row;
   const float* keys = pool + 2 * n.layer * plane + group * n.dim;
   s.key.resize(padded);
@@ -211,87 +278,70 @@ inline void attend(const Shape& n, const float* query, const float* pool, const 
   // The last block is filled up with a key that is seen; its scores are masked.
   for (int64_t i = total; i < padded; ++i) s.key[i] = s.key[total - 1], s.value[i] = s.value[total - 1];
   s.key_t.resize(n.dim * KEYS);
-  s.score.resize((QUERIES + 1) * padded);
-  s.acc.resize((QUERIES + 1) * n.dim);
-  s.seen.resize(QUERIES * blocks);
+  s.score.resize(QUERIES * padded);
+  s.acc.resize(QUERIES * n.dim);
 
   const int64_t all = (last - first) * repeat;
   for (int64_t start = 0; start < all; start += QUERIES) {
     const int count = static_cast<int>(std::min<int64_t>(QUERIES, all - start));
     const float* q_row[QUERIES];
-    float* out_row[QUERIES];
-    int64_t token[QUERIES];
+    const uint32_t* mask[QUERIES];
+    float *out_row[QUERIES], *acc[QUERIES], *totals[QUERIES];
     float peak[QUERIES], sum[QUERIES];
     for (int q = 0; q < count; ++q) {
-      token[q] = first + (start + q) / repeat;
-      const int64_t head = group * repeat + (start + q) % repeat;
-      q_row[q] = query + lane * n.query_b + token[q] * n.query_t + head * n.query_h;
-      out_row[q] = out + ((lane * n.tokens + token[q]) * n.heads + head) * n.dim;
+      const int64_t token = first + (start + q) / repeat, head = group * repeat + (start + q) % repeat;
+      q_row[q] = query + lane * n.query_b + token * n.query_t + head * n.query_h;
+      out_row[q] = out + ((lane * n.tokens + token) * n.heads + head) * n.dim;
+      mask[q] = see.masks.data() + token * blocks;
+      acc[q] = s.acc.data() + q * n.dim;
+      totals[q] = sum + q;
       peak[q] = MINUS_INF;
       sum[q] = 0.0f;
     }
+    const auto scores = [&](int q, int64_t b) { return s.score.data() + q * padded + b * KEYS; };
+    const auto seen = [&](int q, int some, int64_t b) {
+      uint32_t any = 0;
+      for (int i = 0; i < some; ++i) any |= mask[q + i][b];
+      return any != 0;
+    };
     for (int64_t b = 0; b < blocks; ++b) {
-      const int64_t begin = see.slots[b * KEYS], end = see.slots[std::min(total, (b + 1) * KEYS) - 1];
-      const int filled = static_cast<int>(std::min<int64_t>(KEYS, total - b * KEYS));
-      int some = 0;
-      for (int q = 0; q < count; ++q) {
-        const int64_t t = token[q];
-        uint8_t seen = begin >= see.lo[t] && end < see.hi[t] && filled == KEYS ? 2 : begin < see.hi[t] && end >= see.lo[t];
-        for (int k = 0; !seen && see.words != nullptr && k < filled; ++k) seen = see.bit(t, see.slots[b * KEYS + k]);
-        s.seen[q * blocks + b] = seen;
-        some |= seen;
-      }
-      if (!some) continue;
+      if (!seen(0, count, b)) continue;
       int64_t d = 0;
       for (; d + 8 <= n.dim; d += 8)
         for (int k = 0; k < KEYS; k += 8) transpose8(&s.key[b * KEYS + k], d, &s.key_t[d * KEYS + k]);
       for (; d < n.dim; ++d)
         for (int k = 0; k < KEYS; ++k) s.key_t[d * KEYS + k] = s.key[b * KEYS + k][d];
-      for (int q = 0; q < count; q += 2) {
-        float* score[2] = {&s.score[q * padded + b * KEYS], &s.score[(q + 1) * padded + b * KEYS]};
-        if (q + 1 < count)
-          score_block<2>(q_row + q, s.key_t.data(), n.dim, scale, score);
-        else
-          score_block<1>(q_row + q, s.key_t.data(), n.dim, scale, score);
-      }
-      for (int q = 0; q < count; ++q) {
-        float* score = &s.score[q * padded + b * KEYS];
-        const int64_t t = token[q];
-        if (s.seen[q * blocks + b] == 0) continue;
-        if (s.seen[q * blocks + b] == 1)
-          for (int k = 0; k < KEYS; ++k) {
-            const int64_t slot = k < filled ? see.slots[b * KEYS + k] : -1;
-            if (!((slot >= see.lo[t] && slot < see.hi[t]) || (slot >= 0 && see.bit(t, slot)))) score[k] = MINUS_INF;
-          }
-        // A NaN among visible scores must reach the output: the caller fails the row by it.
-        for (int k = 0; k < KEYS; ++k) peak[q] = score[k] > peak[q] || score[k] != score[k] ? score[k] : peak[q];
-      }
+      for (int q = 0; q < count;)
+        q += by_quads(q, count, [&](auto some) {
+          if (!seen(q, some, b)) return;
+          float* score[some];
+          for (int i = 0; i < some; ++i) score[i] = scores(q + i, b);
+          score_block<some>(q_row + q, s.key_t.data(), n.dim, scale, score);
+        });
+      for (int q = 0; q < count; ++q)
+        if (mask[q][b] != 0) peak[q] = mask_and_peak(scores(q, b), mask[q][b], peak[q]);
     }
     std::fill(s.acc.begin(), s.acc.end(), 0.0f);
     for (int64_t b = 0; b < blocks; ++b) {
       const int filled = static_cast<int>(std::min<int64_t>(KEYS, total - b * KEYS));
-      for (int q = 0; q < count; ++q) {
-        float* score = &s.score[q * padded + b * KEYS];
-        if (s.seen[q * blocks + b] == 0 || peak[q] == MINUS_INF)
-          std::fill(score, score + KEYS, 0.0f);
-        else
-          for (int k = 0; k < KEYS; k += LANES) store8(score + k, exp8(load8(score + k) - splat(peak[q])));
-      }
-      for (int q = 0; q < count; q += 2) {
-        const bool pair = q + 1 < count;
-        if (s.seen[q * blocks + b] == 0 && (!pair || s.seen[(q + 1) * blocks + b] == 0)) continue;
-        const float* weight[2] = {&s.score[q * padded + b * KEYS], &s.score[(q + 1) * padded + b * KEYS]};
-        float* acc[2] = {&s.acc[q * n.dim], &s.acc[(q + 1) * n.dim]};
-        float* totals[2] = {&sum[q], &sum[std::min(q + 1, count - 1)]};
-        if (pair)
-          weighted_values<2>(weight, &s.value[b * KEYS], filled, n.dim, acc, totals);
-        else
-          weighted_values<1>(weight, &s.value[b * KEYS], filled, n.dim, acc, totals);
-      }
+      for (int q = 0; q < count;)
+        q += by_quads(q, count, [&](auto some) {
+          if (!seen(q, some, b)) return;
+          const float* weight[some];
+          for (int i = 0; i < some; ++i) {
+            float* score = scores(q + i, b);
+            weight[i] = score;
+            if (mask[q + i][b] == 0 || peak[q + i] == MINUS_INF)
+              std::fill(score, score + KEYS, 0.0f);
+            else
+              for (int k = 0; k < KEYS; k += 8) store8(score + k, exp8(load8(score + k) - splat(peak[q + i])));
+          }
+          weighted_values<some>(weight, &s.value[b * KEYS], filled, n.dim, acc + q, totals + q);
+        });
     }
     for (int q = 0; q < count; ++q) {
       const float divisor = sum[q] == 0.0f ? 1.0f : sum[q];
-      for (int64_t d = 0; d < n.dim; ++d) out_row[q][d] = s.acc[q * n.dim + d] / divisor;
+      for (int64_t d = 0; d < n.dim; ++d) out_row[q][d] = acc[q][d] / divisor;
     }
   }
 }

@@ -33,8 +33,9 @@ using Nanoseconds = std::chrono::nanoseconds;
 constexpr Nanoseconds PATIENCE = std::chrono::microseconds(50);  // awake while a phase is under way
 constexpr Nanoseconds LINGER = std::chrono::microseconds(500);   // awake after a program: the next one may come at once
 constexpr int LOSS = 4;               // one part in so many of a program's time may be lost to waiting asleep
-constexpr int64_t ALONE_LEAST = 16;   // programs that run alone after one that lost more, doubled each time it happens again
-constexpr int64_t ALONE_MOST = 4096;
+constexpr int64_t ALONE_LEAST = 64;   // programs that run alone after one that lost more, doubled each time it happens again
+constexpr int64_t ALONE_MOST = 8192;
+constexpr int64_t TRUSTED = 64;       // programs in a row that lost less, after which it begins anew
 
 void relax() {
 #if defined(__x86_64__) || defined(__i386__)
@@ -72,8 +73,9 @@ class Team {
     if (lost * LOSS > took) {
       alone_ = penalty_;
       penalty_ = std::min(2 * penalty_, ALONE_MOST);
-    } else {
-      penalty_ = std::max(penalty_ / 2, ALONE_LEAST);
+      good_ = 0;
+    } else if (++good_ == TRUSTED) {
+      penalty_ = ALONE_LEAST;
     }
   }
 
@@ -167,7 +169,7 @@ class Team {
   std::mutex leading_;
   uint64_t programs_ = 0;
   int members_ = 0;
-  int64_t alone_ = 0, penalty_ = ALONE_LEAST;
+  int64_t alone_ = 0, penalty_ = ALONE_LEAST, good_ = 0;
   std::mutex sleeping_;
   std::condition_variable changed_;
 };
