@@ -360,3 +360,36 @@ def test_denormals_are_treated_alike_by_every_thread() -> None:
                 assert ((out.view(torch.int32) == 0) == flush).all()
     finally:
         torch.set_flush_denormal(False)
+
+
+def test_compiled_passes_write_their_pool_in_place_and_in_order() -> None:
+    """Two passes in one region, the second over what the first wrote: one op each, and no copy of the pool."""
+    from torch._inductor.utils import run_and_get_code
+
+    network = fill(LlamaModel(facts(), (1,), 64))
+    ours, at = packed(network), scene(facts(), tree=True)
+    kernels = select_kernels("reference", "reference", "cpu")
+    later = replace(at, end=at.end + 6, position=at.position + 6, slot=at.slot + 6)
+    path, count = torch.tensor([[0, 2], [0, 1]]), torch.tensor([2, 1])
+
+    before, after = at.attention(), later.attention()
+
+    def run(model: Any, pool: Tensor) -> tuple[Tensor, Tensor]:
+        first, taps = model(at.token, replace(before, kv_pool=pool))
+        second, _ = model(later.token, replace(after, kv_pool=pool))
+        kernels.kv_move(pool, at.table, at.end, path, count)
+        return model.logits(first), torch.cat((second, taps), -1)
+
+    expected_pool, pool = at.pool.clone(), at.pool.clone()
+    expected = run(network, expected_pool)
+    torch._dynamo.reset()
+    found, codes = run_and_get_code(torch.compile(lambda kv: run(ours, kv), fullgraph=True, dynamic=False), pool)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one[at.valid], other[at.valid], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(pool[:, :, 1:], expected_pool[:, :, 1:], rtol=1e-4, atol=1e-4)
+    code = "\n".join(codes)
+    assert code.count("torch.ops.graphspec_native.decode.default(") == 2
+    for allocation in (line for line in code.splitlines() if "= empty_strided" in line):
+        shape = [int(x) for x in allocation.split("((")[1].split(")")[0].split(",") if x.strip()]
+        assert torch.Size(shape).numel() < pool.numel(), allocation
+    assert f"static_cast<int64_t>({pool.numel()}L)" not in code and "aten.clone" not in code and "aten.copy" not in code
