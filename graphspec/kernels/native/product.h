@@ -108,10 +108,14 @@ void product(const Matrix& m, int64_t first, int64_t last, const float* x, int64
     product_of(static_cast<const half*>(m.data), m.channels, first, last, x, stride, rows, finish);
 }
 
-// Blocks per chunk: a few chunks for each thread, whole groups where there are enough, pairs kept together.
+// Blocks per chunk: as many as leave each thread a few chunks, or fewer where that shares the blocks more evenly. Pairs stay together.
 inline int64_t blocks_per_chunk(int64_t blocks, int threads) {
-  const int64_t even = threads == 1 ? blocks : blocks / (3 * threads);
-  return even >= GROUP ? even / GROUP * GROUP : even >= 2 ? 2 : threads == 1 ? GROUP : 2;
+  if (threads == 1) return std::max<int64_t>(blocks, 1);
+  const auto longest = [&](int64_t each) { return ((blocks + each - 1) / each + threads - 1) / threads * each; };
+  int64_t best = std::max<int64_t>(blocks / (3 * threads) / GROUP * GROUP, 2);
+  for (int64_t each = best - GROUP; each > 0; each -= GROUP)
+    if (longest(each) < longest(best)) best = each;
+  return longest(2) < longest(best) ? 2 : best;
 }
 
 // out = x / rms(x) * weight, `size` channels.

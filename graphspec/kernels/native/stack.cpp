@@ -76,6 +76,9 @@ class Stack final : public graphspec::Program {
                    c_.tokens * qkv_, qkv_, (p_.gated ? 2 : 1) * p_.dim};
     threads_ = static_cast<int>(c_.threads);
     splits_ = token_splits(shape_, threads_);
+    per_chunk_[0] = {blocks(qkv_), blocks_per_chunk(blocks(qkv_), threads_)};
+    per_chunk_[1] = {blocks(p_.hidden), blocks_per_chunk(blocks(p_.hidden), threads_)};
+    per_chunk_[2] = {2 * blocks(widest), blocks_per_chunk(2 * blocks(widest), threads_)};
     // What queries see depends on a layer's window alone.
     w_.windows.clear();
     for (int64_t l = 0; l < count_; ++l)
@@ -133,8 +136,13 @@ class Stack final : public graphspec::Program {
   const float* floats(int64_t offset) const { return offset < 0 ? nullptr : reinterpret_cast<const float*>(c_.weights + offset); }
   const float* entering(int64_t l) const { return l == 0 ? c_.residual : w_.residual.data(); }
   int row_chunks() const { return static_cast<int>((rows_ + ROWS - 1) / ROWS); }
+  int64_t per_chunk(int64_t count) const {
+    for (const auto& known : per_chunk_)
+      if (known.blocks == count) return known.each;
+    return blocks_per_chunk(count, threads_);
+  }
   int block_chunks(int64_t outputs) const {
-    const int64_t each = blocks_per_chunk(blocks(outputs), threads_);
+    const int64_t each = per_chunk(blocks(outputs));
     return static_cast<int>((blocks(outputs) + each - 1) / each);
   }
   int64_t window_index(int64_t window) const {
@@ -164,7 +172,7 @@ class Stack final : public graphspec::Program {
   // Blocks of one chunk, handed over as product() does.
   template <class Finish>
   void blocks_of(int chunk, const Matrix& m, const float* x, Finish&& finish) {
-    const int64_t each = blocks_per_chunk(m.blocks, threads_), first = chunk * each;
+    const int64_t each = per_chunk(m.blocks), first = chunk * each;
     product(m, first, std::min(m.blocks, first + each), x, m.channels, rows_, finish);
   }
 
@@ -284,6 +292,9 @@ class Stack final : public graphspec::Program {
   bool normed_at_end_;
   int threads_;
   Shape shape_;
+  struct {
+    int64_t blocks, each;
+  } per_chunk_[3];
 };
 
 }  // namespace
