@@ -196,8 +196,8 @@ class LLM:
                 use_kernels(network, kernels)
         self.decoders = {name: f"op by op: {reason}" if reason else "one native op per pass" for name, reason in found.items()}
         """How the decoder layers of target and draft run."""
-        # A second team of threads would take the cores of the decoders' own, and what is left between them is small.
-        loop_threads = None if any(found.values()) else 1
+        # Two teams of threads would take each other's cores, and what is left between native ops is small.
+        loop_threads = 1 if packs else None
         tuner = None
         if table is not None and table_path is not None:
             tuner = LinearTuner(table, user_path("kernels.linear_table", table_path), networks, device)

@@ -35,7 +35,7 @@ constexpr Nanoseconds LINGER = std::chrono::microseconds(500);   // awake after 
 constexpr int LOSS = 4;               // one part in so many of a program's time may be lost to waiting asleep
 constexpr int64_t ALONE_LEAST = 64;   // programs that run alone after one that lost more, doubled each time it happens again
 constexpr int64_t ALONE_MOST = 8192;
-constexpr int64_t TRUSTED = 64;       // programs in a row that lost less, after which it begins anew
+constexpr int64_t TRUSTED = 1024;     // programs in a row that lost less, after which it begins anew
 
 void relax() {
 #if defined(__x86_64__) || defined(__i386__)
