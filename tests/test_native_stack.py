@@ -10,12 +10,14 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from graphspec import LLM
 from graphspec.attention import ChunkAttention, TreeAttention
 from graphspec.facts import Eagle3Facts, EagleFacts, ModelFacts, MTPFacts, RopeFacts, StandaloneFacts
 from graphspec.kernels import native, select_kernels
@@ -28,6 +30,8 @@ from graphspec.variants.eagle3 import Eagle3Draft
 from graphspec.variants.mtp import MTPDraft
 from graphspec.variants.standalone import StandaloneDraft
 
+from ._engines import mirror_pair
+from ._moe_checkpoints import write_mixture
 from ._tiny import latent_facts, model_facts
 
 COLUMNS, PAGE = 6, 8
@@ -277,6 +281,21 @@ def test_networks_without_such_layers_say_why() -> None:
     mixture = latent_facts().experts
     assert pack_stack(LlamaModel(replace(model_facts(), experts=mixture), (), 64)) == "mixtures of experts"
     assert pack_stack(nn.Linear(2, 2)) == "a network of another package"
+
+
+def test_an_engine_says_which_path_its_networks_take(tmp_path: Path) -> None:
+    pair = mirror_pair(tmp_path)
+    whole, single = "one native op per pass", "op by op: kernels.mode, kernels.linear or kernels.attention has it so"
+    for path, keys in (
+        (whole, {"runtime": "compiled"}),
+        (single, {"runtime": "compiled", "linear": "native"}),
+        (single, {"runtime": "compiled", "attention": "reference"}),
+        (single, {"runtime": "eager"}),
+    ):
+        assert pair.llm(**keys).decoders == {"target": path, "draft": path}
+    target, _ = write_mixture(tmp_path / "mixture", "deepseek_v3", num_hidden_layers=2)
+    latent = LLM(target, variant="none", runtime="compiled")
+    assert latent.decoders == {"target": "op by op: latent attention"}
 
 
 def test_a_copy_has_weights_of_its_own() -> None:
