@@ -3,13 +3,14 @@
 // One word says which chunk of which phase comes next; claiming a chunk is one compare-and-swap on it, and whoever finishes the last chunk of
 // a phase opens the next one. No phase waits for a member, only for chunks that were claimed: a member that another program keeps off its
 // core holds nothing up, unless it had a chunk just then. Who waits for such a chunk soon sleeps, which leaves its core to the member.
-// When that costs too large a part of a program, the next programs run on the calling thread alone.
+// Where the caller's thread is off its core for too large a part of the time, the next programs run on it alone.
 
 #include "team.h"
 
 #include <fenv.h>
 #include <pthread.h>
 #include <signal.h>
+#include <time.h>
 
 #include <algorithm>
 #include <atomic>
@@ -32,7 +33,8 @@ using Nanoseconds = std::chrono::nanoseconds;
 
 constexpr Nanoseconds PATIENCE = std::chrono::microseconds(50);  // awake while a phase is under way
 constexpr Nanoseconds LINGER = std::chrono::microseconds(500);   // awake after a program: the next one may come at once
-constexpr int LOSS = 4;               // one part in so many of a program's time may be lost to waiting asleep
+constexpr Nanoseconds PAUSE = std::chrono::milliseconds(20);     // between two programs; after a longer one the caller had something else to do
+constexpr int LOSS = 4;               // the caller's thread may be off its core for one part in so many of the time
 constexpr int64_t ALONE_LEAST = 64;   // programs that run alone after one that lost more, doubled each time it happens again
 constexpr int64_t ALONE_MOST = 8192;
 constexpr int64_t TRUSTED = 1024;     // programs in a row that lost less, after which it begins anew
@@ -63,14 +65,34 @@ class Team {
     }
     grow(threads);
     width_.store(threads, std::memory_order_relaxed);
-    const auto begin = Clock::now();
+    const Stamp begin = stamp();
     program_ = &program;
-    lost_.store(0, std::memory_order_relaxed);
     fegetenv(&environment_);
     open(++programs_, 0);
     help(false);
-    const int64_t lost = lost_.load(std::memory_order_relaxed), took = (Clock::now() - begin).count();
-    if (lost * LOSS > took) {
+    judge(begin);
+  }
+
+ private:
+  // When, and how long the calling thread had run by then.
+  struct Stamp {
+    Nanoseconds wall, run;
+    std::thread::id thread;
+  };
+
+  static Stamp stamp() {
+    timespec run;
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &run);
+    return {Clock::now().time_since_epoch(), std::chrono::seconds(run.tv_sec) + Nanoseconds(run.tv_nsec), std::this_thread::get_id()};
+  }
+
+  // Other programs, or members on the wrong core, keep a thread from running in a program as well as between two of them.
+  void judge(const Stamp& begin) {
+    const bool follows = last_.thread == begin.thread && begin.wall - last_.wall < PAUSE;
+    const Stamp since = follows ? last_ : begin;
+    last_ = stamp();
+    const Nanoseconds took = last_.wall - since.wall, off = took - (last_.run - since.run);
+    if (off * LOSS > took && off > PATIENCE) {
       alone_ = penalty_;
       penalty_ = std::min(2 * penalty_, ALONE_MOST);
       good_ = 0;
@@ -79,7 +101,6 @@ class Team {
     }
   }
 
- private:
   void grow(int threads) {
     while (members_ < threads - 1) {
       sigset_t all, before;
@@ -114,8 +135,7 @@ class Team {
       uint64_t seen = word_.load(std::memory_order_acquire);
       if (chunks_of(seen) == 0) return;
       if (next_of(seen) >= chunks_of(seen)) {
-        const auto slept = wait(seen, PATIENCE);
-        if (slept.count() > 0) lost_.fetch_add(slept.count(), std::memory_order_relaxed);
+        wait(seen, PATIENCE);
         continue;
       }
       if (!word_.compare_exchange_weak(seen, seen + 1, std::memory_order_acq_rel, std::memory_order_acquire)) continue;
@@ -141,12 +161,12 @@ class Team {
     }
   }
 
-  // Until the word is another. Returns the time it took where that was longer than `patience`, else 0.
-  Nanoseconds wait(uint64_t seen, Nanoseconds patience) {
+  // Until the word is another: awake for `patience`, then asleep.
+  void wait(uint64_t seen, Nanoseconds patience) {
     const auto begin = Clock::now();
     do {
       for (int i = 0; i < 16; ++i) {
-        if (word_.load(std::memory_order_acquire) != seen) return Nanoseconds(0);
+        if (word_.load(std::memory_order_acquire) != seen) return;
         relax();
       }
     } while (Clock::now() - begin < patience);
@@ -154,14 +174,12 @@ class Team {
     sleepers_.fetch_add(1, std::memory_order_seq_cst);
     changed_.wait(guard, [&] { return word_.load(std::memory_order_seq_cst) != seen; });
     sleepers_.fetch_sub(1, std::memory_order_relaxed);
-    return Clock::now() - begin;
   }
 
   alignas(64) std::atomic<uint64_t> word_{0};
   alignas(64) std::atomic<int> done_{0};
   alignas(64) std::atomic<int> sleepers_{0};
   std::atomic<int> width_{0};
-  std::atomic<int64_t> lost_{0};
   // Written by the leader before it opens the first phase, read by whoever has claimed a chunk.
   Program* program_ = nullptr;
   fenv_t environment_{};
@@ -169,6 +187,7 @@ class Team {
   std::mutex leading_;
   uint64_t programs_ = 0;
   int members_ = 0;
+  Stamp last_{};
   int64_t alone_ = 0, penalty_ = ALONE_LEAST, good_ = 0;
   std::mutex sleeping_;
   std::condition_variable changed_;
