@@ -35,8 +35,10 @@ constexpr Nanoseconds PATIENCE = std::chrono::microseconds(50);  // awake while 
 constexpr Nanoseconds LINGER = std::chrono::microseconds(500);   // awake after a program: the next one may come at once
 constexpr Nanoseconds PAUSE = std::chrono::milliseconds(20);     // between two programs; after a longer one the caller had something else to do
 constexpr int LOSS = 4;               // the caller's thread may be off its core for one part in so many of the time
-constexpr int64_t ALONE_LEAST = 64;   // programs that run alone after one that lost more, doubled each time it happens again
-constexpr int64_t ALONE_MOST = 8192;
+constexpr int STRIKES = 2;            // times that may happen less than FORGIVEN programs apart
+constexpr int64_t FORGIVEN = 64;
+constexpr int64_t ALONE_LEAST = 256;  // programs that run alone after that, doubled each time it happens again
+constexpr int64_t ALONE_MOST = 16384;
 constexpr int64_t TRUSTED = 1024;     // programs in a row that lost less, after which it begins anew
 
 void relax() {
@@ -93,11 +95,14 @@ class Team {
     last_ = stamp();
     const Nanoseconds took = last_.wall - since.wall, off = took - (last_.run - since.run);
     if (off * LOSS > took && off > PATIENCE) {
+      good_ = 0;
+      if (++strikes_ < STRIKES) return;
       alone_ = penalty_;
       penalty_ = std::min(2 * penalty_, ALONE_MOST);
-      good_ = 0;
-    } else if (++good_ == TRUSTED) {
-      penalty_ = ALONE_LEAST;
+    } else {
+      ++good_;
+      if (good_ == FORGIVEN) strikes_ = 0;
+      if (good_ == TRUSTED) penalty_ = ALONE_LEAST;
     }
   }
 
@@ -189,6 +194,7 @@ class Team {
   int members_ = 0;
   Stamp last_{};
   int64_t alone_ = 0, penalty_ = ALONE_LEAST, good_ = 0;
+  int strikes_ = 0;
   std::mutex sleeping_;
   std::condition_variable changed_;
 };
