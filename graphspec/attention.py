@@ -91,6 +91,31 @@ class Attention(Protocol):
         ...
 
 
+class PagedAttention(Attention, Protocol):
+    """Attention whose KV lies in pages, for those who read and write it themselves."""
+
+    @property
+    def kv_pool(self) -> Tensor:
+        """``[layers, 2, pages, page_size, G, D]``."""
+        ...
+
+    @property
+    def table_BP(self) -> Tensor:
+        """int32."""
+        ...
+
+    @property
+    def slot_BT(self) -> Tensor:
+        """Logical slot each token's KV is written to, int64."""
+        ...
+
+    def visibility(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """First slot each query may see without a sliding window, int64 ``[B, T]``; the prefix's end and the ancestor words, or None twice:
+        each valid query sees everything from there to its own slot.
+        """
+        ...
+
+
 def _within(begin_BT: Tensor, position_BT: Tensor, window_left: int | None) -> Tensor:
     return begin_BT if window_left is None else torch.maximum(begin_BT, position_BT - window_left + 1)
 
@@ -142,6 +167,9 @@ class TreeAttention(_PagedWrites):
     """The same attention by :meth:`~graphspec.kernels.registry.KernelSet.own_window`, where caller and kernels allow it."""
     bound: BoundCall | None = None
     """The same attention over latent rows by a kernel that the host has planned for, where there is one."""
+
+    def visibility(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        return self.begin_BT, self.prefix_end_B, self.ancestors_BTX
 
     def __call__(
         self,
@@ -195,6 +223,9 @@ class ChunkAttention(_PagedWrites):
     bound: Mapping[int | None, BoundCall] = field(default_factory=dict)
     """The same attention by kernels that the host has planned for, by the sliding window of a layer."""
 
+    def visibility(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        return torch.full_like(self.position_BT, self.prefix_begin), None, None
+
     def __call__(
         self,
         layer: int,
@@ -208,7 +239,7 @@ class ChunkAttention(_PagedWrites):
         query_BTQD = self.write(layer, query_BTQD, key_BTGD, value_BTGD, heads)
         if window_left in self.bound:
             return self.bound[window_left].chunk(query_BTQD, self.kv_pool, layer, self.valid_BT, scale)
-        begin_BT = _within(torch.full_like(self.position_BT, self.prefix_begin), self.position_BT, window_left)
+        begin_BT = _within(self.visibility()[0], self.position_BT, window_left)
         return self.kernels.chunk_attention(query_BTQD, self.kv_pool, layer, self.table_BP, begin_BT, self.slot_BT, self.valid_BT, scale)
 
     def latent(

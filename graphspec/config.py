@@ -226,7 +226,8 @@ class KernelsConfig:
     """reference: plain torch; native: C++ for the CPU; fused: Triton; flashinfer: FlashInfer's kernels where they serve, of a fused
     cycle, and fused elsewhere; auto: fused for a fused cycle, native for a compiled float32 cycle on the CPU, else reference."""
     linear: str = "auto"
-    """The same choice for linear layers, without flashinfer; native ones hold their weights packed."""
+    """The same choice for linear layers, without flashinfer; native ones hold their weights packed. Where this and attention are both auto
+    and both come out native, the decoder layers of a pass are one op; where either says native, each op is one of its own."""
     numerics: str = "fast"
     """Of fused linear layers. fast: the kernel of each shape that measured best; batch_invariant: one order of summation whatever the
     number of rows, so that a token's logits do not depend on what is computed beside it."""

@@ -75,6 +75,7 @@ class Cycle:
         memory: what was counted, for the message when memory runs out.
         capturer: makes what captures programs over an arena; default: CUDA graphs where the plan says captured, else nothing does.
         tuner: called with every program, uncompiled, before the first of them is compiled.
+        loop_threads: of compiled loops on a CPU. None: as many as torch has.
     """
 
     plans: ClassVar[bool] = False
@@ -90,6 +91,7 @@ class Cycle:
         memory: MemoryPlan | None = None,
         capturer: Callable[[Arena], ProgramCapturer] | None = None,
         tuner: Callable[[Callable[[], None]], None] | None = None,
+        loop_threads: int | None = None,
     ) -> None:
         self.plan, self.target, self.draft, self.kernels, self.memory = plan, target, draft, kernels, memory
         self.layout = MailLayout.of(plan)
@@ -100,7 +102,7 @@ class Cycle:
         make = capturer or (Capturer if plan.captured else None)
         self._capturer = make(self.arena) if make is not None else None
         self._records: dict[Key, CaptureRecord] = {}
-        self._tuner = tuner
+        self._tuner, self._loop_threads = tuner, loop_threads
         pinned = plan.device == "cuda"
         # A message may still be on its way to the device while the next one is written, hence one buffer per ring slot.
         self._mail = [Envelope(self.layout, pinned=pinned) for _ in range(plan.ring_depth)]
@@ -246,8 +248,8 @@ class Cycle:
     def _build(self, key: Key) -> None:
         started = time.perf_counter()
         prefills = isinstance(key, PrefillKey)
-        direct = prefills and self._capturer is None
-        program = Program(self.stages(key), self.views(key), compiled=self.plan.compiles and not direct, prefills=prefills)
+        compiled = self.plan.compiles and not (prefills and self._capturer is None)
+        program = Program(self.stages(key), self.views(key), compiled=compiled, threads=self._loop_threads, prefills=prefills)
         program.direct()
         self._wait()
         self.programs[key] = program

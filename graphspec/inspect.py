@@ -28,7 +28,7 @@ def show(llm: LLM, prompt: str, console: Console | None = None) -> None:
     console = console or Console()
     llm.check(prompt)
     described = llm.plan.describe()
-    console.print(plan_table(described))
+    console.print(plan_table(described | {f"{name} decoder": path for name, path in llm.decoders.items()}))
     console.print(buckets_table(described["buckets"], described["num_draft_tokens"], described["accept_width"]))
     console.print(slots_table(llm.slots()))
     console.print(memory_table(llm.memory))
@@ -39,7 +39,7 @@ def show(llm: LLM, prompt: str, console: Console | None = None) -> None:
 
 
 def plan_table(described: Mapping[str, object]) -> Table:
-    """Every number of the plan."""
+    """Every number of the plan, and how decoder layers run."""
     table = Table(title="plan", title_justify="left")
     table.add_column("key")
     table.add_column("value")

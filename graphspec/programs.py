@@ -105,15 +105,15 @@ class Program:
     """One program: its stages on one bucket's views.
 
     A launch runs ``replay`` where the program was captured, else ``direct``: stage after stage, or all of them as one compiled region.
-    ``steps`` run single stages, for those who want to look in between; compiled ones compile when they are first called. A program that
-    ``prefills`` reads the chunk of a message too.
+    ``threads``: of compiled loops, see :class:`~graphspec.graphs.compile.Region`. ``steps`` run single stages, for those who want to look
+    in between; compiled ones compile when they are first called. A program that ``prefills`` reads the chunk of a message too.
     """
 
-    def __init__(self, stages: list[Stage], views: Views, *, compiled: bool, prefills: bool = False) -> None:
+    def __init__(self, stages: list[Stage], views: Views, *, compiled: bool, threads: int | None = None, prefills: bool = False) -> None:
         self.stages, self.views = stages, views
         self.prefills = prefills
-        self.steps: list[Callable[[], None]] = [compile_stages([s], views) if compiled else partial(s, views) for s in stages]
-        self.direct: Callable[[], None] = compile_stages(stages, views) if compiled else self._in_order
+        self.steps: list[Callable[[], None]] = [compile_stages([s], views, threads) if compiled else partial(s, views) for s in stages]
+        self.direct: Callable[[], None] = compile_stages(stages, views, threads) if compiled else self._in_order
         self.replay: Callable[[], None] | None = None
         self.buffers: Signature = signature(views)
 

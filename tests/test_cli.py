@@ -10,6 +10,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, field, replace
 from types import ModuleType, SimpleNamespace
+from typing import ClassVar
 
 import pytest
 from rich.console import Console
@@ -89,6 +90,8 @@ class FakeLLM:
 
     def capture_report(self):
         return [CaptureRecord("cycle of 2 lanes", 1.5), CaptureRecord("cycle of 1 lanes", 0.5, 0.25, 2048)]
+
+    decoders: ClassVar[dict[str, str]] = {"target": "one native op per pass", "draft": "op by op: mixtures of experts"}
 
     def slots(self):
         return [("token_B", (8,), "int64", 64), ("kv", (4, 4), "float32", 3 * 1024**2)]
@@ -244,6 +247,8 @@ def test_inspect_shows_plan_slots_buckets_and_tree(run):
     result = run("inspect")
     assert result.code == 0
     for part in ("token_B", "[8]", "64 B", "3.0 MiB", "2 slots", "num_draft_tokens", "32", "+ ' f'", "- ' [bold]g'"):
+        assert part in result.out
+    for part in ("target decoder", "one native op per pass", "draft decoder", "op by op: mixtures of experts"):
         assert part in result.out
     for part in ("96.0 KiB", "512.0 KiB allowed: 0.5 of 1.0 MiB", "that fits: 511", "cycle of 1 lanes", "0.25 s", "2.0 KiB"):
         assert part in result.out

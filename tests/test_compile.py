@@ -54,6 +54,17 @@ def test_a_region_compiles_once() -> None:
         assert views.x.tolist() == [count] * 4
 
 
+def test_loops_run_on_as_many_threads_as_asked(cache: Path) -> None:
+    """Where native ops have threads of their own, a second team would take their cores."""
+    from torch._inductor.utils import run_and_get_code
+
+    views = Views()
+    views.x = torch.zeros(1 << 20)
+    _, codes = run_and_get_code(compile_stages([Add()], views, threads=1))  # type: ignore[list-item, arg-type]
+    assert views.x.eq(1).all()
+    assert "1048576L" in "".join(codes) and "#pragma omp" not in "".join(codes)
+
+
 def test_without_a_compiler_there_is_one_message(cache: Path) -> None:
     with torch._inductor.config.patch({"cpp.cxx": (None, "/no/such/compiler")}), pytest.raises(ResourceError) as caught:
         region(Views())()

@@ -40,3 +40,13 @@ def test_compiled_cycles_give_the_targets_own_tokens(family: Family, name: str, 
     compiled = llm.cycle.compiled_graphs()
     llm.generate(asked[:3], SamplingParams(max_tokens=20))
     assert llm.cycle.compiled_graphs() == compiled, "nothing is compiled after the warm-up"
+
+
+def test_so_do_single_ops_with_compiled_code_around_them(family: Family) -> None:
+    """The path that is compiled as for a GPU, where the choice falls on each op by itself."""
+    name, shape = CASES[0]
+    single = {"attention": "native", "linear": "native"}
+    llm = make(family, name, shape, runtime="compiled", buckets=[2], max_rows=2, cycles_in_flight=2, **single)
+    assert set(llm.decoders.values()) == {"op by op: kernels.mode, kernels.linear or kernels.attention has it so"}
+    asked = prompts(3, vocab=VOCAB_SIZE)
+    assert ids(llm.generate(asked, SamplingParams(max_tokens=20))) == [family.pair.greedy(prompt, 20) for prompt in asked]

@@ -23,6 +23,7 @@ from ..hub import checkpoint_folder
 from ..kernels import resolve, select_kernels
 from ..memory import fit_memory
 from ..models.layers import pack_linear_layers, use_kernels
+from ..models.stack import pack_stack
 from ..paths import user_path
 from ..plan import Plan, make_plan
 from ..programs import Key
@@ -189,16 +190,24 @@ class LLM:
                 apply_token_map(draft, load_token_map(user_path("variant.token_map", token_map), plan.target.vocab_size))
         packs = resolve("kernels.linear", plan.linear, plan.kernels, plan.device, plan.dtype) == "native"
         networks = (target, draft) if draft is not None else (target,)
-        for network in networks:
+        # Chosen one by one, attention and linear layers are ops of their own.
+        stacks = packs and plan.linear == plan.attention == "auto"
+        found: dict[str, str | None] = {}
+        for name, network in zip(("target", "draft"), networks, strict=False):
+            found[name] = pack_stack(network) if stacks else "kernels.mode, kernels.linear or kernels.attention has it so"
             if packs:
                 pack_linear_layers(network)
             else:
                 use_kernels(network, kernels)
+        self.decoders = {name: f"op by op: {reason}" if reason else "one native op per pass" for name, reason in found.items()}
+        """How the decoder layers of target and draft run."""
+        # Two teams of threads would take each other's cores, and what is left between native ops is small.
+        loop_threads = 1 if packs else None
         tuner = None
         if table is not None and table_path is not None:
             tuner = LinearTuner(table, user_path("kernels.linear_table", table_path), networks, device)
         kind = Cycle if kernels.host_planner() is None else PlannedCycle
-        return kind(plan, target, draft, kernels, memory=self.memory, tuner=tuner)
+        return kind(plan, target, draft, kernels, memory=self.memory, tuner=tuner, loop_threads=loop_threads)
 
     @property
     def depth_policy(self) -> DepthPolicy | None:

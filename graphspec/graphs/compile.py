@@ -11,6 +11,7 @@ import torch
 from torch._dynamo import lookup_backend
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.utils import counters
+from torch._inductor import config
 from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
@@ -34,13 +35,15 @@ class Region:
 
     Args:
         run: what to compile; a function with a code object and globals of its own.
+        threads: of the compiled loops on a CPU; None: as many as torch has.
 
     Raises:
         ResourceError: see :func:`check_cache`.
     """
 
-    def __init__(self, run: Callable[[], None]) -> None:
+    def __init__(self, run: Callable[[], None], threads: int | None = None) -> None:
         check_cache()
+        self._settings = {} if threads is None else {"cpp.threads": threads}
         self._first: Callable[[], None] = torch.compile(run, fullgraph=True, dynamic=False, backend=_backend(weakref.ref(self)))
         self._code: Callable[..., Any] | None = None
         self._tensors: tuple[Any, ...] = ()
@@ -59,7 +62,8 @@ class Region:
             self._code(*self._tensors)
             return
         try:
-            self._first()
+            with config.patch(self._settings):
+                self._first()
         except BackendCompilerFailed as error:
             inner = error.inner_exception
             if not isinstance(inner, InvalidCxxCompiler | CppCompileError):
@@ -96,8 +100,10 @@ def check_cache() -> None:
         raise ResourceError("compiler cache", "a folder for compiled code", error, OWN_CACHE) from error
 
 
-def compile_stages(stages: Sequence[Stage], views: Views) -> Callable[[], None]:
+def compile_stages(stages: Sequence[Stage], views: Views, threads: int | None = None) -> Callable[[], None]:
     """Compile ``stages`` over ``views`` as one region; the compilation itself happens at the first call.
+
+    ``threads``: of the compiled loops on a CPU, see :class:`Region`.
 
     The region has a code object of its own. Dynamo keeps its compiled graphs per code object; with one code object for all buckets it would
     look through all of them, and hit the recompilation limit. It has globals of its own as well: Dynamo installs there what it compiled.
@@ -110,7 +116,7 @@ def compile_stages(stages: Sequence[Stage], views: Views) -> Callable[[], None]:
 
     name = f"run_{ordered[0].name}" if len(ordered) == 1 else "run_cycle"
     own = {"__name__": __name__, "__builtins__": __builtins__}
-    return Region(FunctionType(run.__code__.replace(co_name=name), own, name, None, run.__closure__))
+    return Region(FunctionType(run.__code__.replace(co_name=name), own, name, None, run.__closure__), threads)
 
 
 def graphs_compiled() -> int:

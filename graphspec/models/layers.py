@@ -72,8 +72,8 @@ class Linear(KernelModule):
     ) -> Hidden:
         """``[..., in]`` to ``[..., out]``, a stream where ``residual`` is one; see :func:`graphspec.kernels.linear.linear`."""
         if self.packed is not None:
-            out = self._multiply_packed(hidden_of(x) if norm is None else norm(x), self.packed, sum(self.parts))
-            return finish(out if self.bias is None else out + self.bias, residual, gated, float32)
+            normed = (None, 0.0) if norm is None else (norm.scale(), norm.eps)
+            return finish(self._multiply_packed(hidden_of(x), self.packed, sum(self.parts), self.bias, *normed), residual, gated, float32)
         weight, eps, offset = (None, 0.0, False) if norm is None else (norm.weight, norm.eps, norm.offset)
         return self.multiply(x, self.weight, self.bias, weight, eps, offset, residual, gated, float32)
 
@@ -120,6 +120,10 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.eps, self.offset = eps, offset
         self.weight = make_parameter(size)
+
+    def scale(self) -> Tensor:
+        """What the normalised channels are multiplied by."""
+        return 1.0 + self.weight if self.offset else self.weight
 
     def forward(self, x: Hidden) -> Tensor:
         """Normalise the last dimension; dtype and shape stay."""

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from ..kernels.linear import Hidden, ResidualStream
+from ..kernels.linear import Hidden, ResidualStream, hidden_of
 from .experts import MixtureOfExperts
 from .latent import LatentAttention
 from .layers import MLP, Embedding, Linear, RMSNorm, SelfAttention
 from .rope import RotaryEmbedding
+from .stack import DecoderStack, why_not
 
 if TYPE_CHECKING:
     from ..attention import Attention
@@ -37,15 +38,27 @@ class DecoderLayer(nn.Module):
         self.self_attn = SelfAttention(facts, layer) if facts.latent is None else LatentAttention(facts, layer)
         self.post_attention_layernorm = RMSNorm(facts.hidden_size, facts.rms_norm_eps, facts.norm_offset)
         self.mlp = MixtureOfExperts(facts) if facts.has_experts(layer) else MLP(facts)
+        self.stack: DecoderStack | None = None
+        self.place = 0
+
+    def enter_stack(self, stack: DecoderStack, place: int) -> None:
+        """Run as layer ``place`` of a stack from now on, which holds the weights."""
+        self.stack, self.place = stack, place
 
     def forward(self, residual_BTH: Hidden, rotation: Rotation, attention: Attention) -> Hidden:
         """The residual stream after this layer, ``[B, T, H]``; as a stream, the norms between products cost no pass of their own."""
+        if self.stack is not None:
+            out = self.stack.layer(self.place, hidden_of(residual_BTH), rotation, attention)
+            return ResidualStream(out) if isinstance(residual_BTH, ResidualStream) else out
         residual_BTH = self.self_attn(residual_BTH, rotation, attention, self.input_layernorm, residual_BTH)
         out_BTH: Hidden = self.mlp(residual_BTH, self.post_attention_layernorm, residual_BTH, attention.valid_BT)
         return out_BTH
 
     def write_kv(self, residual_BTH: Hidden, rotation: Rotation, attention: Attention) -> None:
         """This layer's KV, where nobody reads what lies behind it."""
+        if self.stack is not None:
+            self.stack.write_kv(hidden_of(residual_BTH), rotation, attention, index=self.place)
+            return
         self.self_attn.write_kv(residual_BTH, rotation, attention, self.input_layernorm)
 
 
@@ -68,6 +81,18 @@ class LlamaModel(nn.Module):
         self.lm_head = Linear(facts.hidden_size, facts.vocab_size)
         if facts.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
+        self.stack: DecoderStack | None = None
+
+    def pack_stack(self) -> str | None:
+        """See :func:`graphspec.models.stack.pack_stack`."""
+        layers = list(cast("list[DecoderLayer]", self.layers))
+        if (reason := why_not(layers)) is not None:
+            return reason
+        norms = [layer.input_layernorm for layer in layers]
+        self.stack = DecoderStack(layers, norms, self.rotary.rotary_dim, self.norm, self.tap_layers)
+        for place, layer in enumerate(layers):
+            layer.enter_stack(self.stack, place)
+        return None
 
     def embed(self, token_BT: Tensor, valid_BT: Tensor) -> Tensor:
         """``[B, T, H]``; a token that is -1, out of range or not valid is the zero vector."""
@@ -76,8 +101,12 @@ class LlamaModel(nn.Module):
 
     def forward(self, token_BT: Tensor, attention: Attention) -> TargetOutput:
         """Hidden states and features of int64 tokens ``[B, T]`` at the positions, and over the KV, of ``attention``."""
-        residual_BTH = ResidualStream(self.embed(token_BT, attention.valid_BT))
+        embedding_BTH = self.embed(token_BT, attention.valid_BT)
         rotation = self.rotary(attention.position_BT, attention.rope_length_BT)
+        if self.stack is not None:
+            hidden_BTH, taps_BTF = self.stack(embedding_BTH, rotation, attention)
+            return TargetOutput(hidden_BTH, taps_BTF if self.tap_layers else None)
+        residual_BTH = ResidualStream(embedding_BTH)
         taps = []
         for index, layer in enumerate(self.layers):
             if index in self.tap_layers:
@@ -87,8 +116,12 @@ class LlamaModel(nn.Module):
 
     def write_kv(self, token_BT: Tensor, attention: Attention) -> None:
         """KV of all layers, where nobody reads the hidden states: the last layer ends at its keys and values."""
-        residual_BTH = ResidualStream(self.embed(token_BT, attention.valid_BT))
+        embedding_BTH = self.embed(token_BT, attention.valid_BT)
         rotation = self.rotary(attention.position_BT, attention.rope_length_BT)
+        if self.stack is not None:
+            self.stack.write_kv(embedding_BTH, rotation, attention)
+            return
+        residual_BTH = ResidualStream(embedding_BTH)
         *before, last = cast("list[DecoderLayer]", self.layers)
         for layer in before:
             residual_BTH = layer(residual_BTH, rotation, attention)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ..kernels.linear import Hidden, ResidualStream, hidden_of
 from ..models.layers import MLP, Embedding, Linear, RMSNorm, SelfAttention
 from ..models.rope import RotaryEmbedding
+from ..models.stack import DecoderStack
 
 if TYPE_CHECKING:
     from ..attention import Attention
@@ -72,6 +73,11 @@ class EagleDraft(nn.Module):
         # int64, draft id to target id; None until a token map trims the head
         self.target_token_Vd: Tensor | None
         self.register_buffer("target_token_Vd", None, persistent=False)
+        self.stack: DecoderStack | None = None
+
+    def pack_stack(self) -> None:
+        """See :func:`graphspec.models.stack.pack_stack`."""
+        self.stack = DecoderStack([self.layer], [self.hidden_layernorm], self.rotary.rotary_dim)
 
     def fuse(self, feature_BTF: Tensor) -> Tensor:
         """The feature itself, ``[B, T, H]``: the target's hidden state after its final norm."""
@@ -85,12 +91,17 @@ class EagleDraft(nn.Module):
         """
         del step
         residual_BTH, rotation = self._enter(token_BT, hidden_BTH, attention)
+        if self.stack is not None:
+            return self.stack(residual_BTH, rotation, attention)[0]
         out_BTH: Hidden = self.layer(ResidualStream(residual_BTH), rotation, attention, self.hidden_layernorm)
         return hidden_of(out_BTH)
 
     def write_kv(self, token_BT: Tensor, hidden_BTH: Tensor, attention: Attention, step: int = 0) -> None:
         """The KV that :meth:`forward` would write."""
         del step
+        if self.stack is not None:
+            self.stack.write_kv(*self._enter(token_BT, hidden_BTH, attention), attention)
+            return
         self.layer.self_attn.write_kv(*self._enter(token_BT, hidden_BTH, attention), attention, self.hidden_layernorm)
 
     def _enter(self, token_BT: Tensor, hidden_BTH: Tensor, attention: Attention) -> tuple[Tensor, Rotation]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,7 @@ from ..kernels.linear import Hidden, ResidualStream, hidden_of
 from ..models.layers import MLP, Embedding, Linear, RMSNorm, SelfAttention
 from ..models.llama import DecoderLayer
 from ..models.rope import RotaryEmbedding
+from ..models.stack import DecoderStack, PlainLayer, why_not
 
 if TYPE_CHECKING:
     from ..attention import Attention
@@ -37,21 +38,22 @@ class Eagle3Layer(nn.Module):
 
     def forward(self, embedding_BTH: Tensor, hidden_BTH: Tensor, rotation: Rotation, attention: Attention) -> Hidden:
         """The residual stream after this layer, ``[B, T, H]``, from embeddings and hidden states ``[B, T, H]``."""
-        x_BTE, normed_BTH = self._enter(embedding_BTH, hidden_BTH)
-        residual_BTH: Hidden = ResidualStream(normed_BTH if self.norm_before_residual else hidden_BTH)
+        x_BTE, entering_BTH = self.enter(embedding_BTH, hidden_BTH)
+        residual_BTH: Hidden = ResidualStream(entering_BTH)
         residual_BTH = self.self_attn(x_BTE, rotation, attention, residual_BTH=residual_BTH)
         out_BTH: Hidden = self.mlp(residual_BTH, self.post_attention_layernorm, residual_BTH)
         return out_BTH
 
     def write_kv(self, embedding_BTH: Tensor, hidden_BTH: Tensor, rotation: Rotation, attention: Attention) -> None:
         """This layer's KV, where nobody reads what lies behind it."""
-        x_BTE, _ = self._enter(embedding_BTH, hidden_BTH)
+        x_BTE, _ = self.enter(embedding_BTH, hidden_BTH)
         self.self_attn.write_kv(x_BTE, rotation, attention)
 
-    def _enter(self, embedding_BTH: Tensor, hidden_BTH: Tensor) -> tuple[Tensor, Tensor]:
-        """What the attention reads, and the normed hidden state in it."""
+    def enter(self, embedding_BTH: Tensor, hidden_BTH: Tensor) -> tuple[Tensor, Tensor]:
+        """What the attention reads, and the residual stream."""
         normed_BTH = self.hidden_norm(hidden_BTH)
-        return torch.cat((self.input_layernorm(embedding_BTH), normed_BTH), dim=-1), normed_BTH
+        entering_BTE = torch.cat((self.input_layernorm(embedding_BTH), normed_BTH), dim=-1)
+        return entering_BTE, normed_BTH if self.norm_before_residual else hidden_BTH
 
 
 class Eagle3Draft(nn.Module):
@@ -85,6 +87,16 @@ class Eagle3Draft(nn.Module):
         reduced = facts.draft_vocab_size != decoder.vocab_size
         table_Vd = torch.arange(facts.draft_vocab_size, device="cpu") if reduced else None
         self.register_buffer("target_token_Vd", table_Vd, persistent=False)
+        self.stack: DecoderStack | None = None
+
+    def pack_stack(self) -> str | None:
+        """See :func:`graphspec.models.stack.pack_stack`."""
+        layers = cast("list[PlainLayer]", list(self.layers))
+        if (reason := why_not(layers)) is not None:
+            return reason
+        norms = [None, *(layer.input_layernorm for layer in cast("list[DecoderLayer]", list(self.layers[1:])))]
+        self.stack = DecoderStack(layers, norms, self.rotary.rotary_dim, self.norm if self.facts.norm_output else None)
+        return None
 
     def fuse(self, feature_BTF: Tensor) -> Tensor:
         """``[B, T, H]`` from the target's tapped residual streams; hidden states of the head itself skip this."""
@@ -104,6 +116,9 @@ class Eagle3Draft(nn.Module):
             ``norm_output``.
         """
         del step
+        if self.stack is not None:
+            residual_BTH, rotation, entering_BTE = self._enter(token_BT, hidden_BTH, attention)
+            return self.stack(residual_BTH, rotation, attention, entering_BTE)[0]
         last, inputs = self._upto_last(token_BT, hidden_BTH, attention)
         out_BTH: Hidden = last(*inputs)
         return self.norm(out_BTH) if self.facts.norm_output else hidden_of(out_BTH)
@@ -111,15 +126,29 @@ class Eagle3Draft(nn.Module):
     def write_kv(self, token_BT: Tensor, hidden_BTH: Tensor, attention: Attention, step: int = 0) -> None:
         """The KV that :meth:`forward` would write."""
         del step
+        if self.stack is not None:
+            residual_BTH, rotation, entering_BTE = self._enter(token_BT, hidden_BTH, attention)
+            self.stack.write_kv(residual_BTH, rotation, attention, entering_BTE)
+            return
         last, inputs = self._upto_last(token_BT, hidden_BTH, attention)
         last.write_kv(*inputs)
 
-    def _upto_last(self, token_BT: Tensor, hidden_BTH: Tensor, attention: Attention) -> tuple[Any, tuple[Any, ...]]:
-        """Run all layers but the last; the last one, and what it is called with."""
+    def _read(self, token_BT: Tensor, hidden_BTH: Tensor, attention: Attention) -> tuple[Tensor, Tensor, Rotation]:
+        """Embeddings and hidden states, zero where a token is not valid, and how they rotate."""
         valid_BT = attention.valid_BT
         embedding_BTH = self.embed_tokens(token_BT, valid_BT)
         rotation = self.rotary(attention.position_BT, attention.rope_length_BT)
-        hidden_BTH = torch.where(valid_BT[..., None], hidden_BTH, 0.0)
+        return embedding_BTH, torch.where(valid_BT[..., None], hidden_BTH, 0.0), rotation
+
+    def _enter(self, token_BT: Tensor, hidden_BTH: Tensor, attention: Attention) -> tuple[Tensor, Rotation, Tensor]:
+        """The residual stream before the first layer, how it rotates, and what that layer's attention reads."""
+        embedding_BTH, hidden_BTH, rotation = self._read(token_BT, hidden_BTH, attention)
+        entering_BTE, residual_BTH = cast("Eagle3Layer", self.layers[0]).enter(embedding_BTH, hidden_BTH)
+        return residual_BTH, rotation, entering_BTE
+
+    def _upto_last(self, token_BT: Tensor, hidden_BTH: Tensor, attention: Attention) -> tuple[Any, tuple[Any, ...]]:
+        """Run all layers but the last; the last one, and what it is called with."""
+        embedding_BTH, hidden_BTH, rotation = self._read(token_BT, hidden_BTH, attention)
         inputs: tuple[Any, ...] = (embedding_BTH, hidden_BTH, rotation, attention)
         *before, last = self.layers
         for layer in before:

@@ -11,6 +11,7 @@ from ..kernels.linear import ResidualStream
 from ..models.layers import Embedding, Linear, RMSNorm
 from ..models.llama import DecoderLayer
 from ..models.rope import RotaryEmbedding
+from ..models.stack import DecoderStack, why_not
 
 if TYPE_CHECKING:
     from ..attention import Attention
@@ -35,11 +36,22 @@ class MTPHead(nn.Module):
         self.projection = Linear(2 * size, size)
         self.layer = DecoderLayer(decoder, layer)
         self.norm = RMSNorm(size, eps, offset)
+        self.stack: DecoderStack | None = None
+
+    def pack_stack(self, rotary_dim: int) -> str | None:
+        """See :func:`graphspec.models.stack.pack_stack`."""
+        if (reason := why_not([self.layer])) is not None:
+            return reason
+        self.stack = DecoderStack([self.layer], [self.layer.input_layernorm], rotary_dim, self.norm)
+        self.layer.enter_stack(self.stack, 0)
+        return None
 
     def forward(self, embedding_BTH: Tensor, hidden_BTH: Tensor, rotation: Rotation, attention: Attention) -> Tensor:
         """Normed ``[B, T, H]`` from embeddings and hidden states ``[B, T, H]``."""
-        residual_BTH = ResidualStream(self._enter(embedding_BTH, hidden_BTH))
-        out_BTH: Tensor = self.norm(self.layer(residual_BTH, rotation, attention))
+        residual_BTH = self._enter(embedding_BTH, hidden_BTH)
+        if self.stack is not None:
+            return self.stack(residual_BTH, rotation, attention)[0]
+        out_BTH: Tensor = self.norm(self.layer(ResidualStream(residual_BTH), rotation, attention))
         return out_BTH
 
     def write_kv(self, embedding_BTH: Tensor, hidden_BTH: Tensor, rotation: Rotation, attention: Attention) -> None:
@@ -73,6 +85,11 @@ class MTPDraft(nn.Module):
         self.lm_head = lm_head or Linear(decoder.hidden_size, decoder.vocab_size)
         self.target_token_Vd: Tensor | None  # int64, once the head is trimmed to some tokens; None: the vocabularies are one
         self.register_buffer("target_token_Vd", None, persistent=False)
+
+    def pack_stack(self) -> str | None:
+        """See :func:`graphspec.models.stack.pack_stack`."""
+        reasons = [cast("MTPHead", head).pack_stack(self.rotary.rotary_dim) for head in self.heads]
+        return next((reason for reason in reasons if reason is not None), None)
 
     def fuse(self, feature_BTF: Tensor) -> Tensor:
         """The feature itself, ``[B, T, H]``: the target's hidden state after its final norm."""

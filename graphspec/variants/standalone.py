@@ -29,6 +29,10 @@ class StandaloneDraft(nn.Module):
         self.target_token_Vd: Tensor | None  # int64, once the head is trimmed to some tokens; None: the vocabularies are one
         self.register_buffer("target_token_Vd", None, persistent=False)
 
+    def pack_stack(self) -> str | None:
+        """See :func:`graphspec.models.stack.pack_stack`."""
+        return self.model.pack_stack()
+
     def fuse(self, feature_BTF: Tensor) -> Tensor:
         """No feature is ever handed to this network; the protocol's identity."""
         return feature_BTF

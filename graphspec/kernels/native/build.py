@@ -7,9 +7,9 @@ import functools
 
 from ... import native_build
 
-SOURCES = ("attention.cpp", "linear.cpp")
-HEADERS = ("simd.h",)
-FLAGS = ("-O3", "-march=native", "-std=c++17", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC")
+SOURCES = ("attention.cpp", "linear.cpp", "stack.cpp", "team.cpp")
+HEADERS = ("attention.h", "product.h", "simd.h", "team.h")
+FLAGS = ("-O3", "-march=native", "-std=c++17", "-ffp-contract=off", "-pthread", "-shared", "-fPIC")
 KEY = "kernels.attention=native"
 HINT = "install g++, or choose runtime=eager, with kernels.attention and kernels.linear auto or reference"
 LIBRARY = native_build.SharedLibrary("native", __package__, SOURCES, HEADERS, FLAGS, KEY, HINT)
@@ -31,8 +31,8 @@ def load() -> ctypes.CDLL:
     pointer, integer, real = ctypes.c_void_p, ctypes.c_int, ctypes.c_double
     library.graphspec_tree_attention.argtypes = [pointer] * 8 + [real, integer]
     library.graphspec_chunk_attention.argtypes = [pointer] * 8 + [real, integer]
-    library.graphspec_pack_linear.argtypes = [pointer] * 2 + [ctypes.c_int64] * 2
-    library.graphspec_linear.argtypes = [pointer] * 3 + [ctypes.c_int64] * 4 + [integer]
-    for name in ("tree_attention", "chunk_attention", "pack_linear", "linear"):
+    library.graphspec_linear.argtypes = [pointer] * 5 + [ctypes.c_int64] * 5 + [real, integer]
+    library.graphspec_decode.argtypes = [ctypes.c_char_p]
+    for name in ("tree_attention", "chunk_attention", "linear", "decode"):
         getattr(library, f"graphspec_{name}").restype = None
     return library

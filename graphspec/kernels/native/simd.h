@@ -1,11 +1,11 @@
-// Eight floats at a time, for the kernels in this folder.
+// Vectors of 8 and of 16 floats, for the kernels in this folder.
 
 #pragma once
 
 #include <cstdint>
 #include <cstring>
 
-#ifdef __FMA__
+#if defined(__FMA__) || defined(__AVX512F__) || defined(__F16C__)
 #include <immintrin.h>
 #endif
 
@@ -19,6 +19,8 @@ inline f8 load8(const float* p) {
   return v;
 }
 
+inline void store8(float* p, f8 v) { std::memcpy(p, &v, sizeof v); }
+
 inline f8 splat(float x) { return f8{x, x, x, x, x, x, x, x}; }
 
 // Fused where the hardware does it, and then always: compiled with -ffp-contract=off, because a compiler that picks which products to fuse
@@ -30,5 +32,118 @@ inline f8 fma8(f8 a, f8 b, f8 c) {
   return a * b + c;
 #endif
 }
+
+// exp(x) for x <= 0: Cody-Waite reduction by ln 2 and the degree-6 minimax polynomial of Cephes' expf (about 1 ulp); 0 below -87.
+inline f8 exp8(f8 x) {
+  typedef int32_t i8 __attribute__((vector_size(32)));
+  const f8 magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  f8 clipped = x < splat(-87.0f) ? splat(-87.0f) : x;
+  f8 whole = fma8(clipped, splat(1.44269504088896341f), magic);
+  i8 power;
+  std::memcpy(&power, &whole, sizeof power);
+  f8 n = whole - magic;
+  f8 r = fma8(n, splat(-0.693359375f), clipped);
+  r = fma8(n, splat(2.12194440e-4f), r);
+  f8 p = splat(1.9875691500e-4f);
+  p = fma8(p, r, splat(1.3981999507e-3f));
+  p = fma8(p, r, splat(8.3334519073e-3f));
+  p = fma8(p, r, splat(4.1665795894e-2f));
+  p = fma8(p, r, splat(1.6666665459e-1f));
+  p = fma8(p, r, splat(5.0000001201e-1f));
+  p = fma8(p, r * r, r) + splat(1.0f);
+  i8 bits;
+  std::memcpy(&bits, &p, sizeof bits);
+  bits += power << 23;  // the low bits of the rounded sum are n; its high bits leave the word
+  std::memcpy(&p, &bits, sizeof p);
+  return x < splat(-87.0f) ? splat(0.0f) : p;
+}
+
+// 1 / (1 + exp(-x)).
+inline f8 sigmoid8(f8 x) {
+  const f8 zero = splat(0.0f), one = splat(1.0f), e = exp8(x < zero ? x : zero - x);
+  return (x < zero ? e : one) / (one + e);
+}
+
+// Sixteen floats: one register of AVX-512, two of AVX2.
+#ifdef __AVX512F__
+struct f16 {
+  __m512 v;
+};
+inline f16 load16(const float* p) { return {_mm512_loadu_ps(p)}; }
+inline void store16(float* p, f16 x) { _mm512_storeu_ps(p, x.v); }
+inline f16 splat16(float x) { return {_mm512_set1_ps(x)}; }
+inline f16 fma16(f16 a, f16 b, f16 c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+inline f16 add16(f16 a, f16 b) { return {_mm512_add_ps(a.v, b.v)}; }
+inline f16 mul16(f16 a, f16 b) { return {_mm512_mul_ps(a.v, b.v)}; }
+#else
+struct f16 {
+  f8 low, high;
+};
+inline f16 load16(const float* p) { return {load8(p), load8(p + 8)}; }
+inline void store16(float* p, f16 x) {
+  store8(p, x.low);
+  store8(p + 8, x.high);
+}
+inline f16 splat16(float x) { return {splat(x), splat(x)}; }
+inline f16 fma16(f16 a, f16 b, f16 c) { return {fma8(a.low, b.low, c.low), fma8(a.high, b.high, c.high)}; }
+inline f16 add16(f16 a, f16 b) { return {a.low + b.low, a.high + b.high}; }
+inline f16 mul16(f16 a, f16 b) { return {a.low * b.low, a.high * b.high}; }
+#endif
+
+// Weights as they are stored; load16 widens sixteen of them, which changes no value.
+struct bfloat {
+  uint16_t bits;
+};
+struct half {
+  uint16_t bits;
+};
+
+#ifndef __F16C__
+inline float widen(half x) {
+  const uint32_t magnitude = x.bits & 0x7fffu, sign = static_cast<uint32_t>(x.bits & 0x8000u) << 16;
+  float out;
+  if (magnitude < 0x400u) {
+    out = static_cast<float>(magnitude) * 5.9604644775390625e-8f;  // below the smallest normal number: units of 2^-24
+  } else {
+    const uint32_t bits = magnitude >= 0x7c00u ? 0x7f800000u | (magnitude & 0x3ffu) << 13 : (magnitude << 13) + (112u << 23);
+    std::memcpy(&out, &bits, sizeof out);
+  }
+  uint32_t bits;
+  std::memcpy(&bits, &out, sizeof bits);
+  bits |= sign;
+  std::memcpy(&out, &bits, sizeof out);
+  return out;
+}
+#endif
+
+#ifdef __AVX512F__
+inline f16 load16(const bfloat* p) {
+  typedef uint16_t h16 __attribute__((vector_size(32)));
+  typedef uint32_t w16 __attribute__((vector_size(64)));
+  h16 narrow;
+  std::memcpy(&narrow, p, sizeof narrow);
+  return {reinterpret_cast<__m512>(__builtin_convertvector(narrow, w16) << 16)};
+}
+inline f16 load16(const half* p) { return {_mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))}; }
+#else
+inline f8 widen8(const bfloat* p) {
+  typedef uint16_t h8 __attribute__((vector_size(16)));
+  typedef uint32_t w8 __attribute__((vector_size(32)));
+  h8 narrow;
+  std::memcpy(&narrow, p, sizeof narrow);
+  return reinterpret_cast<f8>(__builtin_convertvector(narrow, w8) << 16);
+}
+inline f8 widen8(const half* p) {
+#ifdef __F16C__
+  return reinterpret_cast<f8>(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+#else
+  return f8{widen(p[0]), widen(p[1]), widen(p[2]), widen(p[3]), widen(p[4]), widen(p[5]), widen(p[6]), widen(p[7])};
+#endif
+}
+template <class T>
+inline f16 load16(const T* p) {
+  return {widen8(p), widen8(p + 8)};
+}
+#endif
 
 }  // namespace

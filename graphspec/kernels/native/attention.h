@@ -1,0 +1,349 @@
+// Paged attention for the CPU, float32: one lane and one KV head at a time.
+//
+// Softmax in two passes: scores of every visible key, their maximum, then weights and the weighted sum. Every sum runs in one fixed order
+// (over channels for a score, over visible slots for an output), so the result of a query depends on the keys and values it sees and
+// on nothing else: not on the other queries, the batch, the page table, or where in the window its ancestors lie.
+// Cost is proportional to visible slots, not to the page table's width.
+
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <type_traits>
+#include <vector>
+
+#include "simd.h"
+
+namespace {
+
+typedef int32_t i8 __attribute__((vector_size(32)));
+
+constexpr int KEYS = 32;     // keys per block
+constexpr int QUERIES = 32;  // (token, head) pairs that share one transposed block of keys
+constexpr float MINUS_INF = -std::numeric_limits<float>::infinity();
+
+inline float fma1(float a, float b, float c) {
+#ifdef __FMA__
+  return __builtin_fmaf(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
+inline void transpose8(const float* const* row, int64_t at, float* out) {
+  f8 a[8], b[8];
+  for (int i = 0; i < 8; ++i) a[i] = load8(row[i] + at);
+  for (int i = 0; i < 4; ++i) {
+    b[2 * i] = __builtin_shuffle(a[2 * i], a[2 * i + 1], i8{0, 8, 2, 10, 4, 12, 6, 14});
+    b[2 * i + 1] = __builtin_shuffle(a[2 * i], a[2 * i + 1], i8{1, 9, 3, 11, 5, 13, 7, 15});
+  }
+  for (int half = 0; half < 2; ++half)
+    for (int i = 0; i < 2; ++i) {
+      a[4 * half + i] = __builtin_shuffle(b[4 * half + i], b[4 * half + i + 2], i8{0, 1, 8, 9, 4, 5, 12, 13});
+      a[4 * half + i + 2] = __builtin_shuffle(b[4 * half + i], b[4 * half + i + 2], i8{2, 3, 10, 11, 6, 7, 14, 15});
+    }
+  for (int i = 0; i < 4; ++i) {
+    store8(out + i * KEYS, __builtin_shuffle(a[i], a[i + 4], i8{0, 1, 2, 3, 8, 9, 10, 11}));
+    store8(out + (i + 4) * KEYS, __builtin_shuffle(a[i], a[i + 4], i8{4, 5, 6, 7, 12, 13, 14, 15}));
+  }
+}
+
+// Scores of NQ queries against one transposed block.
+template <int NQ>
+inline void score_block(const float* const* query, const float* key_t, int64_t dim, float scale, float* const* score) {
+  f16 sum[NQ][2];
+  for (auto& row : sum)
+    for (auto& s : row) s = splat16(0.0f);
+  for (int64_t d = 0; d < dim; ++d) {
+    const f16 low = load16(key_t + d * KEYS), high = load16(key_t + d * KEYS + 16);
+    for (int q = 0; q < NQ; ++q) {
+      const f16 x = splat16(query[q][d]);
+      sum[q][0] = fma16(x, low, sum[q][0]);
+      sum[q][1] = fma16(x, high, sum[q][1]);
+    }
+  }
+  for (int q = 0; q < NQ; ++q)
+    for (int v = 0; v < 2; ++v) store16(score[q] + v * 16, mul16(sum[q][v], splat16(scale)));
+}
+
+// acc[q] += sum over keys of weight * value, NV vectors of channels from `at` on; with TOTAL also total[q] += sum over keys of weight.
+template <int NQ, int NV, bool TOTAL>
+inline void value_block(const float* const* weight, const float* const* value, int keys, int64_t at, float* const* acc, float* const* total) {
+  f16 sum[NQ][NV], all[NQ];
+  for (int q = 0; q < NQ; ++q) {
+    for (int v = 0; v < NV; ++v) sum[q][v] = load16(acc[q] + at + v * 16);
+    all[q] = splat16(*total[q]);
+  }
+  for (int k = 0; k < keys; ++k) {
+    f16 x[NV];
+    for (int v = 0; v < NV; ++v) x[v] = load16(value[k] + at + v * 16);
+    for (int q = 0; q < NQ; ++q) {
+      const f16 w = splat16(weight[q][k]);
+      for (int v = 0; v < NV; ++v) sum[q][v] = fma16(w, x[v], sum[q][v]);
+      if (TOTAL) all[q] = add16(all[q], w);
+    }
+  }
+  for (int q = 0; q < NQ; ++q) {
+    for (int v = 0; v < NV; ++v) store16(acc[q] + at + v * 16, sum[q][v]);
+    if (TOTAL) {
+      float lanes[16];
+      store16(lanes, all[q]);
+      *total[q] = lanes[0];
+    }
+  }
+}
+
+template <int NQ>
+inline void weighted_values(const float* const* weight, const float* const* value, int keys, int64_t dim, float* const* acc,
+                            float* const* total) {
+  int64_t at = 0;
+  if (dim >= 32) {
+    value_block<NQ, 2, true>(weight, value, keys, 0, acc, total);
+    for (at = 32; at + 32 <= dim; at += 32) value_block<NQ, 2, false>(weight, value, keys, at, acc, total);
+  } else if (dim >= 16) {
+    value_block<NQ, 1, true>(weight, value, keys, 0, acc, total);
+    at = 16;
+  } else {
+    for (int q = 0; q < NQ; ++q)
+      for (int k = 0; k < keys; ++k) *total[q] += weight[q][k];
+  }
+  for (; at + 16 <= dim; at += 16) value_block<NQ, 1, false>(weight, value, keys, at, acc, total);
+  for (; at < dim; ++at)
+    for (int q = 0; q < NQ; ++q) {
+      float sum = acc[q][at];
+      for (int k = 0; k < keys; ++k) sum = fma1(weight[q][k], value[k][at], sum);
+      acc[q][at] = sum;
+    }
+}
+
+// What one lane's queries may see: [lo, hi) each, and slots base + j where bit j of its words is set (no words: words == nullptr).
+struct Visible {
+  std::vector<int64_t> lo, hi;
+  const int64_t* words = nullptr;
+  int64_t num_words = 0, base = 0;
+  std::vector<int64_t> slots;  // that any of the queries sees, ascending: nothing else is ever loaded
+  std::vector<int64_t> rows;   // of the pool, where those lie
+  std::vector<uint32_t> masks;  // [tokens][blocks of KEYS]: which of these slots each query sees
+  std::vector<int32_t> cover;
+  std::vector<int64_t> extra;
+
+  bool bit(int64_t t, int64_t slot) const {
+    const int64_t j = slot - base;
+    if (words == nullptr || j < 0 || j >= 64 * num_words) return false;
+    return (static_cast<uint64_t>(words[t * num_words + (j >> 6)]) >> (j & 63)) & 1;
+  }
+
+  void list(const int32_t* table, int64_t length, int64_t page_size) {
+    const int64_t tokens = lo.size();
+    slots.clear();
+    rows.clear();
+    int64_t first = length, last = 0;
+    for (int64_t t = 0; t < tokens; ++t)
+      if (lo[t] < hi[t]) first = std::min(first, lo[t]), last = std::max(last, hi[t]);
+    cover.assign(std::max<int64_t>(last - first, 0) + 1, 0);
+    for (int64_t t = 0; t < tokens; ++t)
+      if (lo[t] < hi[t]) ++cover[lo[t] - first], --cover[hi[t] - first];
+    const auto add = [&](int64_t slot) {
+      const int64_t page = std::max<int64_t>(table[slot / page_size], 0);
+      slots.push_back(slot);
+      rows.push_back(page * page_size + slot % page_size);
+    };
+    // Bits may tell of slots on either side of the ranges, and inside of them.
+    extra.clear();
+    for (int64_t w = 0; w < num_words; ++w) {
+      uint64_t any = 0;
+      for (int64_t t = 0; t < tokens; ++t) any |= static_cast<uint64_t>(words[t * num_words + w]);
+      for (; any; any &= any - 1) {
+        const int64_t slot = base + 64 * w + __builtin_ctzll(any);
+        if (slot >= 0 && slot < length) extra.push_back(slot);
+      }
+    }
+    size_t next = 0;
+    int32_t depth = 0;
+    for (int64_t slot = first; slot < last; ++slot) {
+      for (; next < extra.size() && extra[next] < slot; ++next) add(extra[next]);
+      depth += cover[slot - first];
+      const bool told = next < extra.size() && extra[next] == slot;
+      next += told;
+      if (depth > 0 || told) add(slot);
+    }
+    for (; next < extra.size(); ++next) add(extra[next]);
+    mask(tokens);
+  }
+
+  int64_t blocks() const { return (static_cast<int64_t>(slots.size()) + KEYS - 1) / KEYS; }
+
+ private:
+  void mask(int64_t tokens) {
+    const int64_t total = slots.size();
+    masks.assign(tokens * blocks(), 0);
+    for (int64_t t = 0; t < tokens; ++t)
+      for (int64_t b = 0; b < blocks(); ++b) {
+        const int64_t first = b * KEYS, count = std::min<int64_t>(KEYS, total - first);
+        const int64_t low = slots[first], high = slots[first + count - 1];
+        uint32_t& bits = masks[t * blocks() + b];
+        if (low >= lo[t] && high < hi[t])
+          bits = count == KEYS ? ~0u : (1u << count) - 1;
+        else if (words != nullptr || (low < hi[t] && high >= lo[t]))
+          for (int64_t k = 0; k < count; ++k) {
+            const int64_t slot = slots[first + k];
+            bits |= static_cast<uint32_t>((slot >= lo[t] && slot < hi[t]) || bit(t, slot)) << k;
+          }
+      }
+  }
+};
+
+struct Shape {
+  int64_t lanes, tokens, heads, groups, dim, columns, page_size, pages, layer, num_words, query_b, query_t, query_h;
+};
+
+struct Scratch {
+  std::vector<const float*> key, value;
+  std::vector<float> key_t, score, acc;
+};
+
+inline int64_t clip(int64_t x, int64_t length) { return std::clamp<int64_t>(x, 0, length); }
+
+// Prefix and ancestor words of lane b. The caller keeps the words.
+inline void see_tree(Visible& v, const Shape& n, int64_t b, const int64_t* begin, const int64_t* end, const int64_t* ancestors) {
+  const int64_t length = n.columns * n.page_size;
+  v.lo.resize(n.tokens);
+  v.hi.assign(n.tokens, clip(end[b], length));
+  for (int64_t t = 0; t < n.tokens; ++t) v.lo[t] = clip(begin[b * n.tokens + t], length);
+  v.words = ancestors + b * n.tokens * n.num_words;
+  v.num_words = n.num_words;
+  v.base = end[b];
+}
+
+// Causal: everything from `begin` to a valid token's own slot; an invalid token sees nothing.
+inline void see_chunk(Visible& v, const Shape& n, int64_t b, const int64_t* begin, const int64_t* slot, const uint8_t* valid) {
+  const int64_t length = n.columns * n.page_size;
+  v.lo.assign(n.tokens, 0);
+  v.hi.assign(n.tokens, 0);
+  v.words = nullptr;
+  v.num_words = 0;
+  for (int64_t t = 0; t < n.tokens; ++t)
+    if (valid[b * n.tokens + t]) {
+      v.lo[t] = clip(begin[b * n.tokens + t], length);
+      v.hi[t] = clip(slot[b * n.tokens + t] < length ? slot[b * n.tokens + t] + 1 : length, length);
+    }
+}
+
+// Parts that the tokens of a lane and KV head are cut into, so that every thread has something to do.
+inline int64_t token_splits(const Shape& n, int threads) {
+  const int64_t pairs = n.lanes * n.groups;
+  return threads == 1 ? 1 : std::clamp<int64_t>((2 * threads + pairs - 1) / pairs, 1, n.tokens);
+}
+
+// Unseen scores become minus infinity; then the largest, over what was there before. A NaN among visible scores must come out: the caller fails
+// the row by it.
+inline float mask_and_peak(float* score, uint32_t mask, float before) {
+  constexpr i8 LANE = {0, 1, 2, 3, 4, 5, 6, 7};
+  f8 peak = splat(before);
+  for (int k = 0; k < KEYS; k += 8) {
+    f8 s = load8(score + k);
+    if (mask != ~0u) {
+      const i8 bits = i8{} + static_cast<int32_t>(mask >> k & 255u);
+      s = (bits >> LANE & 1) != 0 ? s : splat(MINUS_INF);
+      store8(score + k, s);
+    }
+    peak = s > peak || s != s ? s : peak;
+  }
+  for (int i = 0; i < 8; ++i) before = peak[i] > before || peak[i] != peak[i] ? peak[i] : before;
+  return before;
+}
+
+// f(int) with the number of queries from `q` on that go together, as a constant.
+template <class F>
+inline int by_quads(int q, int count, F&& f) {
+  if (count - q >= 4) return f(std::integral_constant<int, 4>()), 4;
+  if (count - q >= 2) return f(std::integral_constant<int, 2>()), 2;
+  return f(std::integral_constant<int, 1>()), 1;
+}
+
+// One lane, one KV head, tokens [first, last).
+inline void attend(const Shape& n, const float* query, const float* pool, const Visible& see, int64_t lane, int64_t group, int64_t first,
+                   int64_t last, float scale, float* out, Scratch& s) {
+  const int64_t repeat = n.heads / n.groups, total = see.slots.size(), blocks = see.blocks(), padded = blocks * KEYS;
+  const int64_t row = n.groups * n.dim, plane = n.pages * n.page_size * row;
+  const float* keys = pool + 2 * n.layer * plane + group * n.dim;
+  s.key.resize(padded);
+  s.value.resize(padded);
+  for (int64_t i = 0; i < total; ++i) {
+    s.key[i] = keys + see.rows[i] * row;
+    s.value[i] = s.key[i] + plane;
+  }
+  // The last block is filled up with a key that is seen; its scores are masked.
+  for (int64_t i = total; i < padded; ++i) s.key[i] = s.key[total - 1], s.value[i] = s.value[total - 1];
+  s.key_t.resize(n.dim * KEYS);
+  s.score.resize(QUERIES * padded);
+  s.acc.resize(QUERIES * n.dim);
+
+  const int64_t all = (last - first) * repeat;
+  for (int64_t start = 0; start < all; start += QUERIES) {
+    const int count = static_cast<int>(std::min<int64_t>(QUERIES, all - start));
+    const float* q_row[QUERIES];
+    const uint32_t* mask[QUERIES];
+    float *out_row[QUERIES], *acc[QUERIES], *totals[QUERIES];
+    float peak[QUERIES], sum[QUERIES];
+    for (int q = 0; q < count; ++q) {
+      const int64_t token = first + (start + q) / repeat, head = group * repeat + (start + q) % repeat;
+      q_row[q] = query + lane * n.query_b + token * n.query_t + head * n.query_h;
+      out_row[q] = out + ((lane * n.tokens + token) * n.heads + head) * n.dim;
+      mask[q] = see.masks.data() + token * blocks;
+      acc[q] = s.acc.data() + q * n.dim;
+      totals[q] = sum + q;
+      peak[q] = MINUS_INF;
+      sum[q] = 0.0f;
+    }
+    const auto scores = [&](int q, int64_t b) { return s.score.data() + q * padded + b * KEYS; };
+    const auto seen = [&](int q, int some, int64_t b) {
+      uint32_t any = 0;
+      for (int i = 0; i < some; ++i) any |= mask[q + i][b];
+      return any != 0;
+    };
+    for (int64_t b = 0; b < blocks; ++b) {
+      if (!seen(0, count, b)) continue;
+      int64_t d = 0;
+      for (; d + 8 <= n.dim; d += 8)
+        for (int k = 0; k < KEYS; k += 8) transpose8(&s.key[b * KEYS + k], d, &s.key_t[d * KEYS + k]);
+      for (; d < n.dim; ++d)
+        for (int k = 0; k < KEYS; ++k) s.key_t[d * KEYS + k] = s.key[b * KEYS + k][d];
+      for (int q = 0; q < count;)
+        q += by_quads(q, count, [&](auto some) {
+          if (!seen(q, some, b)) return;
+          float* score[some];
+          for (int i = 0; i < some; ++i) score[i] = scores(q + i, b);
+          score_block<some>(q_row + q, s.key_t.data(), n.dim, scale, score);
+        });
+      for (int q = 0; q < count; ++q)
+        if (mask[q][b] != 0) peak[q] = mask_and_peak(scores(q, b), mask[q][b], peak[q]);
+    }
+    std::fill(s.acc.begin(), s.acc.end(), 0.0f);
+    for (int64_t b = 0; b < blocks; ++b) {
+      const int filled = static_cast<int>(std::min<int64_t>(KEYS, total - b * KEYS));
+      for (int q = 0; q < count;)
+        q += by_quads(q, count, [&](auto some) {
+          if (!seen(q, some, b)) return;
+          const float* weight[some];
+          for (int i = 0; i < some; ++i) {
+            float* score = scores(q + i, b);
+            weight[i] = score;
+            if (mask[q + i][b] == 0 || peak[q + i] == MINUS_INF)
+              std::fill(score, score + KEYS, 0.0f);
+            else
+              for (int k = 0; k < KEYS; k += 8) store8(score + k, exp8(load8(score + k) - splat(peak[q + i])));
+          }
+          weighted_values<some>(weight, &s.value[b * KEYS], filled, n.dim, acc + q, totals + q);
+        });
+    }
+    for (int q = 0; q < count; ++q) {
+      const float divisor = sum[q] == 0.0f ? 1.0f : sum[q];
+      for (int64_t d = 0; d < n.dim; ++d) out_row[q][d] = acc[q][d] / divisor;
+    }
+  }
+}
+
+}  // namespace

@@ -1,0 +1,272 @@
+"""A stack of decoder layers as one op of the CPU: its weights in one tensor, its plan in another, and the op that runs both.
+
+``graphspec_native::decode`` is opaque to ``torch.compile`` like the other native ops. Weights and plan are tensors of the module that holds
+them: they are copied, moved and freed with it, and C++ keeps nothing of them between two calls.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+
+import torch
+from torch import Tensor
+
+from ...errors import ConfigError
+from . import BITS, define_op, pack_linear, require
+from .build import load
+
+_decode_pass = load().graphspec_decode
+ALIGNMENT = 64
+"""Bytes; every tensor of a stack begins at a multiple of it."""
+
+_CALL = struct.Struct("=29q")
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """A projection: its weight ``[out, in]`` and its bias."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One decoder layer, all of it float32.
+
+    Attributes:
+        input_norm: weights of the norm before the attention; None: the attention reads what enters as it is.
+        qkv: queries, each followed by its gate where there are gates, then keys, then values.
+        query_norm, key_norm: ``[D]``, before the rotation.
+        out: projection of the attention's output.
+        mlp_norm: weights of the norm before the MLP.
+        gate_up: gate rows, then up rows.
+        down: back to the hidden size.
+        window: sliding window, None: none.
+        kv_layer: of the pool.
+        tap: place of what enters this layer among the features; None: it is no feature.
+    """
+
+    input_norm: Tensor | None
+    qkv: Product
+    query_norm: Tensor | None
+    key_norm: Tensor | None
+    out: Product
+    mlp_norm: Tensor
+    gate_up: Product
+    down: Product
+    window: int | None
+    kv_layer: int
+    tap: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StackShape:
+    """What all layers of a stack share: query heads, KV heads, width of a head, its rotated part, gates, epsilon of every norm, scale."""
+
+    heads: int
+    groups: int
+    dim: int
+    rotary: int
+    gated: bool
+    eps: float
+    scale: float
+
+
+class _Blob:
+    """Tensors one after the other in one piece of memory."""
+
+    def __init__(self) -> None:
+        self.parts: list[Tensor] = []
+        self.size = 0
+
+    def add(self, tensor: Tensor | None) -> int:
+        """Offset in bytes; -1 for None."""
+        if tensor is None:
+            return -1
+        offset = self.size
+        data = tensor.detach().contiguous().flatten().view(torch.uint8)
+        room = -data.numel() % ALIGNMENT
+        self.parts += [data, data.new_zeros(room)]
+        self.size += data.numel() + room
+        return offset
+
+    def product(self, product: Product) -> tuple[int, int, int]:
+        packed = pack_linear(product.weight)
+        return self.add(packed), BITS[packed.dtype], self.add(product.bias)
+
+
+def _interleaved(product: Product) -> Product:
+    """Gate and up rows in blocks of 16 that take turns, each half padded with zeros."""
+
+    def blocks(tensor: Tensor) -> Tensor:
+        halves = tensor.unflatten(0, (2, -1))
+        padded = torch.nn.functional.pad(halves, (0, 0) * (halves.dim() - 2) + (0, -halves.shape[1] % 16))
+        return padded.unflatten(1, (-1, 16)).transpose(0, 1).flatten(0, 2)
+
+    return Product(blocks(product.weight), None if product.bias is None else blocks(product.bias))
+
+
+def pack_stack(shape: StackShape, layers: Sequence[Layer], final_norm: Tensor | None) -> tuple[Tensor, Tensor]:
+    """``(weights, plan)`` for :func:`decode`: uint8 and int64, both one-dimensional, in the order of the structs in ``stack.cpp``.
+
+    A weight whose every value is a bfloat16 or a float16 is kept in 16 bits.
+
+    Raises:
+        ConfigError: a tensor is not float32.
+    """
+    blob, rows = _Blob(), []
+    for layer in layers:
+        tensors = (layer.input_norm, layer.qkv.bias, layer.query_norm, layer.key_norm, layer.out.bias, layer.mlp_norm)
+        for tensor in (*tensors, layer.gate_up.bias, layer.down.bias):
+            if tensor is not None:
+                require("weights", tensor, torch.float32)
+        input_norm, qkv = blob.add(layer.input_norm), blob.product(layer.qkv)
+        norms, out = (blob.add(layer.query_norm), blob.add(layer.key_norm)), blob.product(layer.out)
+        mlp_norm, gate_up, down = blob.add(layer.mlp_norm), blob.product(_interleaved(layer.gate_up)), blob.product(layer.down)
+        sizes = layer.qkv.weight.shape[1], layer.down.weight.shape[1]
+        window, tap = (-1 if value is None else value for value in (layer.window, layer.tap))
+        rows += [input_norm, *qkv, *norms, *out, mlp_norm, *gate_up, *down, *sizes, window, layer.kv_layer, tap]
+    *integers, eps, scale = astuple(shape)
+    head = [len(layers), layers[0].down.weight.shape[0], *integers, blob.add(final_norm)]
+    reals = torch.tensor([eps, scale], dtype=torch.float64).view(torch.int64).tolist()
+    return torch.cat(blob.parts), torch.tensor([*head, *reals, *rows], dtype=torch.int64)
+
+
+def _decode(
+    residual: Tensor,
+    entering: Tensor | None,
+    kv_pool: Tensor,
+    weights: Tensor,
+    plan: Tensor,
+    rope: Tensor,
+    rope_row: Tensor,
+    table: Tensor,
+    slot: Tensor,
+    valid: Tensor,
+    position: Tensor,
+    begin: Tensor,
+    end: Tensor | None,
+    ancestors: Tensor | None,
+    first: int,
+    last: int,
+    taps: int,
+    final_norm: bool,
+    kv_only: bool,
+) -> tuple[Tensor, Tensor]:
+    lanes, tokens, hidden = residual.shape
+    _, _, pages, page_size, _, _ = kv_pool.shape
+    if not kv_pool.is_contiguous() or kv_pool.dtype is not torch.float32 or residual.dtype is not torch.float32:
+        raise ConfigError("native decoder", "a contiguous float32 pool and float32 rows", f"{kv_pool.dtype}, {residual.dtype}")
+    residual, rope, rope_row, table, slot = (x.contiguous() for x in (residual, rope, rope_row, table, slot))
+    valid, position, begin = valid.contiguous(), position.contiguous(), begin.contiguous()
+    entering = None if entering is None else entering.contiguous()
+    end = None if end is None else end.contiguous()
+    ancestors = None if ancestors is None else ancestors.contiguous()
+    out = residual.new_empty((0,) if kv_only else residual.shape)
+    tapped = residual.new_empty((0,) if kv_only else (lanes, tokens, taps * hidden))
+    _decode_pass(
+        _CALL.pack(
+            weights.data_ptr(),
+            plan.data_ptr(),
+            residual.data_ptr(),
+            0 if entering is None else entering.data_ptr(),
+            kv_pool.data_ptr(),
+            out.data_ptr(),
+            tapped.data_ptr(),
+            rope.data_ptr(),
+            rope_row.data_ptr(),
+            table.data_ptr(),
+            slot.data_ptr(),
+            position.data_ptr(),
+            begin.data_ptr(),
+            0 if end is None else end.data_ptr(),
+            0 if ancestors is None else ancestors.data_ptr(),
+            valid.data_ptr(),
+            lanes,
+            tokens,
+            table.shape[1],
+            page_size,
+            pages,
+            0 if ancestors is None else ancestors.shape[2],
+            rope.shape[0],
+            first,
+            last,
+            taps,
+            final_norm,
+            kv_only,
+            torch.get_num_threads(),
+        )
+    )
+    return out, tapped
+
+
+def _decode_shape(residual: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
+    taps, _, kv_only = rest[-3:]
+    assert isinstance(taps, int)
+    if kv_only:
+        return residual.new_empty((0,)), residual.new_empty((0,))
+    return residual.new_empty(residual.shape), residual.new_empty((*residual.shape[:-1], taps * residual.shape[-1]))
+
+
+_ARGUMENTS = (
+    "Tensor residual, Tensor? entering, Tensor(a!) kv_pool, Tensor weights, Tensor plan, Tensor rope, Tensor rope_row, Tensor table, "
+    "Tensor slot, Tensor valid, Tensor position, Tensor begin, Tensor? end, Tensor? ancestors, int first, int last, int taps, "
+    "bool final_norm, bool kv_only"
+)
+define_op(f"decode({_ARGUMENTS}) -> (Tensor, Tensor)", _decode, _decode_shape)
+
+
+def decode(
+    residual_BTH: Tensor,
+    entering_BTE: Tensor | None,
+    kv_pool: Tensor,
+    weights: Tensor,
+    plan: Tensor,
+    rope_LD: Tensor,
+    rope_row_BT: Tensor,
+    table_BP: Tensor,
+    slot_BT: Tensor,
+    valid_BT: Tensor,
+    position_BT: Tensor,
+    begin_BT: Tensor,
+    end_B: Tensor | None,
+    ancestors_BTX: Tensor | None,
+    first: int,
+    last: int,
+    taps: int,
+    final_norm: bool,
+    kv_only: bool,
+) -> tuple[Tensor, Tensor]:
+    """Rows of hidden states through a whole stack of layers; their keys and values go into the pool.
+
+    Args:
+        residual_BTH: float32, what enters the first layer.
+        entering_BTE: what the first layer's attention reads, already normed, where that is another tensor; the residual stays un-normed.
+        kv_pool: ``[layers, 2, pages, page_size, G, D]`` float32, contiguous; written in place.
+        weights, plan: of :func:`pack_stack`.
+        rope_LD: float32, cosines then sines; rope_row_BT: int64, the row of each token, clamped into the table.
+        table_BP: int32. slot_BT: int64, where each token's KV goes. valid_BT: bool; what is not valid goes to the dummy page.
+        position_BT: int64, for sliding windows.
+        begin_BT: int64, first slot each query may see without a window.
+        end_B, ancestors_BTX: the prefix's end and the ancestor words, as :func:`graphspec.kernels.tree_attention.tree_attention` takes
+            them; both None: causal, as :func:`graphspec.kernels.chunk_attention.chunk_attention`.
+        first, last: run layers ``first`` to ``last - 1``.
+        taps: tapped layers of the stack, or 0: keep no features.
+        final_norm: norm the result, where the stack has a final norm.
+        kv_only: stop at the keys and values of the last layer.
+
+    Returns:
+        ``[B, T, H]`` after the last of these layers, and the tapped residual streams side by side,
+        ``[B, T, taps * H]``; two empty tensors with ``kv_only``.
+
+    Raises:
+        ConfigError: rows or pool are not float32, or the pool is not contiguous.
+    """
+    out: tuple[Tensor, Tensor] = torch.ops.graphspec_native.decode.default(
+        residual_BTH, entering_BTE, kv_pool, weights, plan, rope_LD, rope_row_BT, table_BP, slot_BT, valid_BT, position_BT, begin_BT, end_B,
+        ancestors_BTX, first, last, taps, final_norm, kv_only,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,24 @@
+// Threads that work through programs together: phases one after the other, the chunks of a phase claimed by whoever is free.
+
+#pragma once
+
+#include <cstdint>
+
+namespace graphspec {
+
+// What a team runs. Chunks of a phase are independent of each other and see everything the phases before wrote.
+class Program {
+ public:
+  virtual int phases() const = 0;
+  // Chunks of a phase, at most 65535; 0 skips it.
+  virtual int chunks(int phase) const = 0;
+  virtual void work(int phase, int chunk) = 0;
+
+ protected:
+  ~Program() = default;
+};
+
+// Run every phase of `program` on the calling thread and up to `threads` - 1 others. Returns when all is done.
+void run(Program& program, int threads);
+
+}  // namespace graphspec
