@@ -72,13 +72,13 @@ def _sees(here, behind, begin, length, word, next_word):
 
 @triton.jit
 def _write(
-    out, value, pair, row, live, tokens,
+    out, value, pair, row, live, all_rows,
     GROUPS: tl.constexpr, REPEAT: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
 ):  # fmt: skip
     """Rows of one (lane, key/value head) of the result."""
     channel = tl.arange(0, DIM_PAD)
     heads: tl.constexpr = GROUPS * REPEAT
-    token = (pair // GROUPS).to(tl.int64) * tokens + row // REPEAT
+    token = (pair // GROUPS).to(tl.int64) * (all_rows // REPEAT) + row // REPEAT
     at = out + (token * heads + pair % GROUPS * REPEAT + row % REPEAT)[:, None] * DIM + channel[None, :]
     tl.store(at, value.to(out.dtype.element_ty), mask=live[:, None] & (channel < DIM)[None, :])
 
@@ -86,7 +86,7 @@ def _write(
 @triton.jit
 def _tree_attention(
     out, query, keys, table, begin, end, ancestors, part_acc, part_stat, counters,
-    scale, tokens, length, programs, slots, part_rows, helpers,
+    scale, all_rows, length, programs, slots, part_rows, helpers,
     query_lane, query_token, query_head, side_stride, page_stride, slot_stride, head_stride,
     table_stride, begin_lane, begin_token, words_lane, words_token,
     GROUPS: tl.constexpr, REPEAT: tl.constexpr, PAGE_SIZE: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
@@ -102,7 +102,7 @@ def _tree_attention(
     lane = (tl.program_id(2) // GROUPS).to(tl.int64)
     head = (tl.program_id(2) % GROUPS).to(tl.int64)
     row = tile * ROWS + tl.arange(0, ROWS)
-    live = row < tokens * REPEAT
+    live = row < all_rows
     token = row // REPEAT
     channel = tl.arange(0, DIM_PAD)
     inside = channel < DIM
@@ -144,10 +144,12 @@ def _tree_attention(
     unit = tl.where(last - first <= most, 1, RUN)
     unit = tl.where((last + RUN - 1) // RUN - first // RUN <= most, unit, STRETCH)
     first_unit = first // unit
-    # Where nothing is seen, one unit of no split.
-    units = tl.maximum((last + unit - 1) // unit - first_unit, 1)
+    units = (last + unit - 1) // unit - first_unit
     mine = (program + programs - first_unit % programs) % programs
-    if mine >= units:
+    if mine >= tl.maximum(units, 1):
+        return
+    if last == first:
+        _write(out, tl.zeros([ROWS, DIM_PAD], tl.float32), tl.program_id(2), row, live, all_rows, GROUPS, REPEAT, DIM, DIM_PAD)
         return
 
     block = tl.maximum(first, (first_unit + mine) * unit)
@@ -155,115 +157,116 @@ def _tree_attention(
         position = block * BLOCK + column
         page = tl.load(lane_table + position // PAGE_SIZE, mask=position < length, other=0)
     following = block
-    base = keys + head * head_stride + channel[None, :]
-    for index in range(mine, units, programs):
-        unit_first = tl.maximum(first, (first_unit + index) * unit)
-        unit_last = tl.minimum(last, (first_unit + index + 1) * unit)
-        run_first = unit_first // RUN
-        for run in range(run_first, tl.maximum((unit_last + RUN - 1) // RUN, run_first + 1)):
-            acc, peak, total = partials.empty(ROWS, DIM_PAD)
-            for block in range(tl.maximum(unit_first, run * RUN), tl.minimum(unit_last, run * RUN + RUN)):
-                here = block * BLOCK
-                position = here + column
-                seen = tl.zeros([BLOCK], tl.int32)
-                for x in tl.static_range((BLOCK + 63) // 64):
-                    behind = here + 64 * x - prefix
-                    word = tl.zeros([], tl.int64)
-                    next_word = tl.zeros([], tl.int64)
-                    for y in tl.static_range(WORDS):
-                        word = tl.where((behind >> 6) == y, any_words[y], word)
-                        next_word = tl.where((behind >> 6) + 1 == y, any_words[y], next_word)
-                    tile_sees = _sees(here + 64 * x, behind, low, length, word, next_word)
-                    seen = tl.where(column // 32 == 2 * x, tile_sees.to(tl.int32), seen)
-                    seen = tl.where(column // 32 == 2 * x + 1, (tile_sees >> 32).to(tl.int32), seen)
-                seen = ((seen >> ((column & 31) + (following >> 31))) & 1) == 1
-                # Loaded as 0 where no row sees it: 0 * NaN would reach the result through the weights.
-                place = tl.maximum(page, 0).to(tl.int64) * page_stride + (position % PAGE_SIZE) * slot_stride
-                loaded = seen[:, None] & inside[None, :]
-                if not EXACT:
-                    k = tl.load(base + place[:, None], mask=loaded, other=0.0)
-                    v = tl.load(base + side_stride + place[:, None], mask=loaded, other=0.0)
-                following = tl.where(block + 1 < unit_last, block + 1, (first_unit + index + programs) * unit)
-                ahead = following * BLOCK + column
-                page = tl.load(lane_table + ahead // PAGE_SIZE, mask=ahead < length, other=0)
-                if EXACT:
-                    # Multiplied from registers, without matrix units, which a whole row does not fit into.
-                    score = tl.zeros([ROWS, BLOCK], tl.float32)
-                    for part in range(0, DIM_PAD, PART):
-                        some = part + tl.arange(0, PART)
-                        q_at = query_pair + query_row[:, None] + some[None, :]
-                        q = tl.load(q_at, mask=live[:, None] & (some < DIM)[None, :], other=0.0)
-                        k_at = keys + head * head_stride + some[None, :] + place[:, None]
-                        k = tl.load(k_at, mask=seen[:, None] & (some < DIM)[None, :], other=0.0)
-                        score = tl.dot(q, tl.trans(k), score, input_precision="ieee")
-                    score = score * scale
-                else:
-                    score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-                if (here < high) | (here + BLOCK > prefix):
-                    # What the tile's first loads have left in the first-level cache. Always its rows, which the compiler can't know: else
-                    # it would hold their addresses through the loop.
-                    zero = following >> 31
-                    lane = ((tl.program_id(2) + zero) // GROUPS).to(tl.int64)
-                    row = (tl.program_id(0) + zero) * ROWS + tl.arange(0, ROWS)
-                    row_live = row < tokens * REPEAT
-                    row_low = tl.load(begin + lane * begin_lane + row // REPEAT * begin_token, mask=row_live, other=length)
-                    row_low = tl.minimum(tl.maximum(row_low, 0), length).to(tl.int32)
-                    row_words = ancestors + lane * words_lane + row // REPEAT * words_token
-                    half = tl.zeros([ROWS, BLOCK], tl.int32)
-                    for x in tl.static_range((BLOCK + 63) // 64):
-                        behind = here + 64 * x - prefix
-                        first_word = behind >> 6
-                        found = row_live & (first_word >= 0) & (first_word < WORDS)
-                        row_word = tl.load(row_words + first_word, mask=found, other=0)
-                        found = row_live & (first_word >= -1) & (first_word + 1 < WORDS)
-                        row_next = tl.load(row_words + first_word + 1, mask=found, other=0)
-                        row_sees = _sees(here + 64 * x, behind, row_low, length, row_word, row_next)
-                        half = tl.where((column // 32 == 2 * x)[None, :], row_sees.to(tl.int32)[:, None], half)
-                        half = tl.where((column // 32 == 2 * x + 1)[None, :], (row_sees >> 32).to(tl.int32)[:, None], half)
-                    score = tl.where(((half >> ((column & 31) + zero)[None, :]) & 1) == 1, score, float("-inf"))
-                new_peak = tl.max(score, 1)
-                safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-                weight = tl.exp2(score - safe[:, None])
-                new_total = tl.sum(weight, 1)
-                if EXACT:
-                    v = tl.load(base + side_stride + place[:, None], mask=loaded, other=0.0)
-                new_acc = tl.dot(weight.to(v.dtype), v, input_precision="ieee")
-                acc, peak, total = partials.fold(acc, peak, total, new_acc, new_peak, new_total)
-            # Always 0, which the compiler can't know: else it would compute what follows ahead and hold it through the loop above.
+    acc, peak, total = partials.empty(ROWS, DIM_PAD)
+    while block < last:
+        here = block * BLOCK
+        position = here + column
+        seen = tl.zeros([BLOCK], tl.int32)
+        for x in tl.static_range((BLOCK + 63) // 64):
+            behind = here + 64 * x - prefix
+            word = tl.zeros([], tl.int64)
+            next_word = tl.zeros([], tl.int64)
+            for y in tl.static_range(WORDS):
+                word = tl.where((behind >> 6) == y, any_words[y], word)
+                next_word = tl.where((behind >> 6) + 1 == y, any_words[y], next_word)
+            tile_sees = _sees(here + 64 * x, behind, low, length, word, next_word)
+            seen = tl.where(column // 32 == 2 * x, tile_sees.to(tl.int32), seen)
+            seen = tl.where(column // 32 == 2 * x + 1, (tile_sees >> 32).to(tl.int32), seen)
+        seen = ((seen >> ((column & 31) + (following >> 31))) & 1) == 1
+        # Loaded as 0 where no row sees it: 0 * NaN would reach the result through the weights.
+        place = tl.maximum(page, 0).to(tl.int64) * page_stride + (position % PAGE_SIZE) * slot_stride
+        loaded = seen[:, None] & inside[None, :]
+        base = keys + ((tl.program_id(2) + (following >> 31)) % GROUPS).to(tl.int64) * head_stride + channel[None, :]
+        if not EXACT:
+            k = tl.load(base + place[:, None], mask=loaded, other=0.0)
+            v = tl.load(base + side_stride + place[:, None], mask=loaded, other=0.0)
+        # The next of the unit, or the first of the program's next unit.
+        following = tl.where((block + 1) % unit == 0, block + 1 + (programs - 1) * unit, block + 1)
+        ahead = following * BLOCK + column
+        page = tl.load(lane_table + ahead // PAGE_SIZE, mask=ahead < length, other=0)
+        if EXACT:
+            # Multiplied from registers, without matrix units, which a whole row does not fit into.
+            score = tl.zeros([ROWS, BLOCK], tl.float32)
+            for channels in range(0, DIM_PAD, PART):
+                some = channels + tl.arange(0, PART)
+                q_at = query_pair + query_row[:, None] + some[None, :]
+                q = tl.load(q_at, mask=live[:, None] & (some < DIM)[None, :], other=0.0)
+                k_at = keys + head * head_stride + some[None, :] + place[:, None]
+                k = tl.load(k_at, mask=seen[:, None] & (some < DIM)[None, :], other=0.0)
+                score = tl.dot(q, tl.trans(k), score, input_precision="ieee")
+            score = score * scale
+        else:
+            score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        if (here < high) | (here + BLOCK > prefix):
+            # What the tile's first loads have left in the first-level cache. Always its rows, which the compiler can't know: else
+            # it would hold their addresses through the loop.
+            zero = following >> 31
+            lane = ((tl.program_id(2) + zero) // GROUPS).to(tl.int64)
+            row = (tl.program_id(0) + zero) * ROWS + tl.arange(0, ROWS)
+            row_live = row < all_rows
+            row_low = tl.load(begin + lane * begin_lane + row // REPEAT * begin_token, mask=row_live, other=length)
+            row_low = tl.minimum(tl.maximum(row_low, 0), length).to(tl.int32)
+            row_words = ancestors + lane * words_lane + row // REPEAT * words_token
+            half = tl.zeros([ROWS, BLOCK], tl.int32)
+            for x in tl.static_range((BLOCK + 63) // 64):
+                there = here + zero + 64 * x
+                behind = there - prefix
+                first_word = behind >> 6
+                found = row_live & (first_word >= 0) & (first_word < WORDS)
+                row_word = tl.load(row_words + first_word, mask=found, other=0)
+                found = row_live & (first_word >= -1) & (first_word + 1 < WORDS)
+                row_next = tl.load(row_words + first_word + 1, mask=found, other=0)
+                row_sees = _sees(there, behind, row_low, length, row_word, row_next)
+                half = tl.where((column // 32 == 2 * x)[None, :], row_sees.to(tl.int32)[:, None], half)
+                half = tl.where((column // 32 == 2 * x + 1)[None, :], (row_sees >> 32).to(tl.int32)[:, None], half)
+            score = tl.where(((half >> ((column & 31) + zero)[None, :]) & 1) == 1, score, float("-inf"))
+        new_peak = tl.max(score, 1)
+        safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        weight = tl.exp2(score - safe[:, None])
+        new_total = tl.sum(weight, 1)
+        if EXACT:
+            v = tl.load(base + side_stride + place[:, None], mask=loaded, other=0.0)
+        new_acc = tl.dot(weight.to(v.dtype), v, input_precision="ieee")
+        acc, peak, total = partials.fold(acc, peak, total, new_acc, new_peak, new_total)
+        if ((block + 1) % tl.minimum(unit, RUN) == 0) | (block + 1 == last):
+            # Always 0, which the compiler can't know: else it would compute what follows ahead and hold it through the loop.
             zero = following >> 31
             late = tl.arange(0, ROWS) + zero
             late_tile = tl.program_id(0) + zero
             late_pair = tl.program_id(2) + zero
             late_rows = part_rows + zero
-            rows = tl.minimum(tokens * REPEAT - late_tile * ROWS, ROWS)
-            if last - first <= 1:
+            rows = tl.minimum(all_rows - late_tile * ROWS, ROWS)
+            if last - first == 1:
                 value = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-                _write(out, value, late_pair, late_tile * ROWS + late, late < rows, tokens, GROUPS, REPEAT, DIM, DIM_PAD)
+                _write(out, value, late_pair, late_tile * ROWS + late, late < rows, all_rows, GROUPS, REPEAT, DIM, DIM_PAD)
             else:
                 # The first run of a unit is its partial; those that follow pass through a slot of the program's own.
                 late_scratch = (late_pair * tl.num_programs(0) + late_tile).to(tl.int64) * (slots + programs)
-                slot = late_scratch + tl.where(run * RUN <= unit_first, index, slots + program)
+                held_slot = late_scratch + block // unit - first // unit
+                further = block // RUN > tl.maximum(block // unit * unit, first) // RUN
+                slot = tl.where(further, late_scratch + slots + program, held_slot)
                 partials.store(part_acc, part_stat, slot, late, channel, rows, late_rows, acc, peak, total, DIM)
-                if run * RUN > unit_first:
+                if further:
                     tl.debug_barrier()
                     for top in range(0, rows, FOLD_ROWS):
                         part = top + tl.arange(0, FOLD_ROWS)
-                        held = partials.load(part_acc, part_stat, late_scratch + index, part, channel, rows, late_rows, DIM)
+                        held = partials.load(part_acc, part_stat, held_slot, part, channel, rows, late_rows, DIM)
                         new = partials.load(part_acc, part_stat, slot, part, channel, rows, late_rows, DIM)
                         sums = partials.fold(held[0], held[1], held[2], new[0], new[1], new[2])
                         # Every warp loads the peaks and totals of its rows; those of all rows are stored by one.
                         tl.debug_barrier()
-                        at = late_scratch + index
-                        partials.store(part_acc, part_stat, at, part, channel, rows, late_rows, sums[0], sums[1], sums[2], DIM)
+                        partials.store(part_acc, part_stat, held_slot, part, channel, rows, late_rows, sums[0], sums[1], sums[2], DIM)
                         tl.debug_barrier()
-    if last - first <= 1:
+            acc, peak, total = partials.empty(ROWS, DIM_PAD)
+        block = following
+    if last - first == 1:
         return
 
     zero = following >> 31
     pair = tl.program_id(2) + zero
     late_rows = part_rows + zero
     tile = tl.program_id(0) + zero
-    rows = tl.minimum(tokens * REPEAT - tile * ROWS, ROWS)
+    rows = tl.minimum(all_rows - tile * ROWS, ROWS)
     scratch = (pair * tl.num_programs(0) + tile).to(tl.int64) * (slots + programs)
     counter = counters + 2 * (pair * tl.num_programs(0) + tile)
     arriving = tl.minimum(units, programs)
@@ -278,7 +281,7 @@ def _tree_attention(
             part_acc, part_stat, scratch, part, tl.arange(0, DIM_PAD), rows, late_rows, first_unit, units, unit,
             RUN, STRETCH, MERGE_ROWS, DIM, DIM_PAD, MERGE_UNROLL,
         )  # fmt: skip
-        _write(out, value, pair, tile * ROWS + part, part < rows, tokens, GROUPS, REPEAT, DIM, DIM_PAD)
+        _write(out, value, pair, tile * ROWS + part, part < rows, all_rows, GROUPS, REPEAT, DIM, DIM_PAD)
         group = next_group
 
 
@@ -338,7 +341,7 @@ def tree_attention(
         _tree_attention, (tiles, programs, pairs),
         out, query, pool, table_BP, prefix_begin_BT, prefix_end_B, ancestors, part_acc, part_stat,
         semaphores(query.device, 2 * pairs * tiles),
-        scale * math.log2(math.e), tokens, length, programs, slots, part_rows, HELPERS if tiles * programs * pairs <= places else 1,
+        scale * math.log2(math.e), tokens * repeat, length, programs, slots, part_rows, HELPERS if tiles * programs * pairs <= places else 1,
         *query.stride()[:3], *pool.stride()[:4], table_BP.stride(0), *prefix_begin_BT.stride(), *ancestors.stride()[:2],
         num_warps=warps, num_stages=1,
         GROUPS=groups, REPEAT=repeat, PAGE_SIZE=page_size, DIM=dim, DIM_PAD=pad,
