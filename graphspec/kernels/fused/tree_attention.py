@@ -32,7 +32,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...errors import ConfigError
 from . import _partials as partials
-from .launch import AotCase, launch, multiprocessors, register, semaphores
+from .launch import INTERPRETED, AotCase, launch, multiprocessors, register, semaphores
 
 RUN, STRETCH = 1024, 8192
 """Slots of a run, and of a stretch. Part of the result's bits."""
@@ -90,8 +90,9 @@ def _tree_attention(
     query_lane, query_token, query_head, side_stride, page_stride, slot_stride, head_stride,
     table_stride, begin_lane, begin_token, words_lane, words_token,
     GROUPS: tl.constexpr, REPEAT: tl.constexpr, PAGE_SIZE: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
-    WORDS: tl.constexpr, WORDS_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, RUN: tl.constexpr, STRETCH: tl.constexpr, EXACT: tl.constexpr, PART: tl.constexpr,
-    UNITS_PER_PROGRAM: tl.constexpr, POLLS: tl.constexpr, FOLD_ROWS: tl.constexpr, MERGE_ROWS: tl.constexpr, MERGE_UNROLL: tl.constexpr, PDL: tl.constexpr,
+    WORDS: tl.constexpr, WORDS_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, RUN: tl.constexpr, STRETCH: tl.constexpr,
+    EXACT: tl.constexpr, PART: tl.constexpr, UNITS_PER_PROGRAM: tl.constexpr, POLLS: tl.constexpr,
+    FOLD_ROWS: tl.constexpr, MERGE_ROWS: tl.constexpr, MERGE_UNROLL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The units of one (lane and key/value head, tile of rows) whose number leaves ``program`` when divided by ``programs``."""
     if PDL:
@@ -201,12 +202,12 @@ def _tree_attention(
             # What the tile's first loads have left in the first-level cache. Always its rows, which the compiler can't know: else
             # it would hold their addresses through the loop.
             zero = following >> 31
-            lane = ((tl.program_id(2) + zero) // GROUPS).to(tl.int64)
-            row = (tl.program_id(0) + zero) * ROWS + tl.arange(0, ROWS)
-            row_live = row < all_rows
-            row_low = tl.load(begin + lane * begin_lane + row // REPEAT * begin_token, mask=row_live, other=length)
+            own_lane = ((tl.program_id(2) + zero) // GROUPS).to(tl.int64)
+            own_row = (tl.program_id(0) + zero) * ROWS + tl.arange(0, ROWS)
+            row_live = own_row < all_rows
+            row_low = tl.load(begin + own_lane * begin_lane + own_row // REPEAT * begin_token, mask=row_live, other=length)
             row_low = tl.minimum(tl.maximum(row_low, 0), length).to(tl.int32)
-            row_words = ancestors + lane * words_lane + row // REPEAT * words_token
+            row_words = ancestors + own_lane * words_lane + own_row // REPEAT * words_token
             half = tl.zeros([ROWS, BLOCK], tl.int32)
             for x in tl.static_range((BLOCK + 63) // 64):
                 there = here + zero + 64 * x
@@ -299,11 +300,17 @@ def tile_shape(dim: int, dtype: torch.dtype) -> tuple[int, int, int]:
     16-bit types: 64 rows, the least that Hopper's warp-group matrix instructions take, and as many slots as registers hold in flight.
     float32 has no such unit at full precision.
     """
+    wide = dim > 128
     if dtype == torch.float32:
-        return 16, 16, 8
-    if dim > 128:
+        return 16, 16 if wide else 32, 8
+    if wide:
         return 64, 32, 8
     return 64, 128 if dim == triton.next_power_of_2(dim) else 64, 4
+
+
+def helpers(programs: int, places: int) -> int:
+    """How many of the ``programs`` of a launch share a merge: 1 where they do not all run at once."""
+    return HELPERS if programs <= places and not INTERPRETED else 1
 
 
 def tree_attention(
@@ -341,12 +348,14 @@ def tree_attention(
         _tree_attention, (tiles, programs, pairs),
         out, query, pool, table_BP, prefix_begin_BT, prefix_end_B, ancestors, part_acc, part_stat,
         semaphores(query.device, 2 * pairs * tiles),
-        scale * math.log2(math.e), tokens * repeat, length, programs, slots, part_rows, HELPERS if tiles * programs * pairs <= places else 1,
+        scale * math.log2(math.e), tokens * repeat, length, programs, slots, part_rows, helpers(tiles * programs * pairs, places),
         *query.stride()[:3], *pool.stride()[:4], table_BP.stride(0), *prefix_begin_BT.stride(), *ancestors.stride()[:2],
         num_warps=warps, num_stages=1,
         GROUPS=groups, REPEAT=repeat, PAGE_SIZE=page_size, DIM=dim, DIM_PAD=pad,
         WORDS=ancestors.shape[2], WORDS_PAD=triton.next_power_of_2(ancestors.shape[2]), ROWS=rows, BLOCK=block,
-        RUN=RUN // block, STRETCH=STRETCH // block, EXACT=query.dtype == torch.float32, PART=min(64, pad), UNITS_PER_PROGRAM=UNITS_PER_PROGRAM, POLLS=POLLS, FOLD_ROWS=FOLD_ROWS, MERGE_ROWS=MERGE_ROWS, MERGE_UNROLL=MERGE_UNROLL,
+        RUN=RUN // block, STRETCH=STRETCH // block, EXACT=query.dtype == torch.float32, PART=min(64, pad),
+        UNITS_PER_PROGRAM=UNITS_PER_PROGRAM, POLLS=POLLS, FOLD_ROWS=FOLD_ROWS,
+        MERGE_ROWS=MERGE_ROWS if query.dtype.itemsize == 2 else rows, MERGE_UNROLL=MERGE_UNROLL,
     )  # fmt: skip
     return out
 
