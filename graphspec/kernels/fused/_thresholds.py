@@ -147,25 +147,36 @@ def _value(key):
 
 
 @triton.jit
+def _sub_bin(key, prefix, HIGH: tl.constexpr, SUB_BITS: tl.constexpr):
+    """Of bits below ``HIGH`` the ``SUB_BITS`` leading ones, and whether those from ``HIGH`` on are ``prefix``."""
+    LOW: tl.constexpr = HIGH - SUB_BITS if HIGH > SUB_BITS else 0
+    return ((key >> LOW) & ((1 << (HIGH - LOW)) - 1)).to(tl.int32), (key >> HIGH) == prefix
+
+
+@triton.jit
+def _extended(prefix, found, HIGH: tl.constexpr, SUB_BITS: tl.constexpr):
+    LOW: tl.constexpr = HIGH - SUB_BITS if HIGH > SUB_BITS else 0
+    return (prefix << (HIGH - LOW)) | found
+
+
+@triton.jit
 def _list_kth(values, many, rank, SUB_BITS: tl.constexpr):
     """Key of the entry of a list that is ``rank``-th from the top: ``SUB_BITS`` of its bits a pass."""
     sub_bins = tl.arange(0, 1 << SUB_BITS)
     key = tl.zeros([], tl.int64)
     for level in tl.static_range((32 + SUB_BITS - 1) // SUB_BITS):
-        high: tl.constexpr = 32 - level * SUB_BITS
-        low: tl.constexpr = max(high - SUB_BITS, 0)
         counts = tl.zeros([1 << SUB_BITS], tl.int32)
         begin = 0
         while begin < many:
             place = begin + tl.arange(0, _LIST_BLOCK)
             entry = _key(tl.load(values + place, mask=place < many, other=0.0))
-            counted = (place < many) & ((entry >> high) == key)
-            counts += tl.histogram(((entry >> low) & ((1 << (high - low)) - 1)).to(tl.int32), 1 << SUB_BITS, mask=counted)
+            sub, left = _sub_bin(entry, key, 32 - level * SUB_BITS, SUB_BITS)
+            counts += tl.histogram(sub, 1 << SUB_BITS, mask=left & (place < many))
             begin += _LIST_BLOCK
         reach = tl.sum(counts) - tl.cumsum(counts, 0) + counts
         found = tl.sum((reach >= rank).to(tl.int32)) - 1
         rank -= tl.sum(tl.where(sub_bins > found, counts, 0))
-        key = (key << (high - low)) | found
+        key = _extended(key, found, 32 - level * SUB_BITS, SUB_BITS)
     return key
 
 
@@ -173,13 +184,11 @@ def _list_kth(values, many, rank, SUB_BITS: tl.constexpr):
 def _list_share(values, many, before, wanted, masses, peak, temperature, SUB_BITS: tl.constexpr):
     """Key of the least entry of a list above which, ``before`` included, lies less than the mass that is wanted.
 
-    ``masses`` is room for ``2 ** SUB_BITS`` sums: sums of one pass meet there.
+    ``masses`` is room for ``2 ** SUB_BITS`` sums, in which the threads of the program meet.
     """
     sub_bins = tl.arange(0, 1 << SUB_BITS)
     key = tl.zeros([], tl.int64)
     for level in tl.static_range((32 + SUB_BITS - 1) // SUB_BITS):
-        high: tl.constexpr = 32 - level * SUB_BITS
-        low: tl.constexpr = max(high - SUB_BITS, 0)
         tl.debug_barrier()
         tl.store(masses + sub_bins, tl.zeros([1 << SUB_BITS], tl.int64))
         tl.debug_barrier()
@@ -189,22 +198,21 @@ def _list_share(values, many, before, wanted, masses, peak, temperature, SUB_BIT
         while begin < many:
             place = begin + tl.arange(0, _LIST_BLOCK)
             x = tl.load(values + place, mask=place < many, other=0.0)
-            entry = _key(x)
-            counted = (place < many) & ((entry >> high) == key)
-            sub = ((entry >> low) & ((1 << (high - low)) - 1)).to(tl.int32)
-            least = tl.where(counted, tl.minimum(least, sub), least)
-            most = tl.where(counted, tl.maximum(most, sub), most)
-            weight = _mass(tl.where(counted, x, peak), peak, temperature)
-            tl.atomic_add(masses + sub, weight, mask=counted & (weight > 0), sem="relaxed")
+            sub, left = _sub_bin(_key(x), key, 32 - level * SUB_BITS, SUB_BITS)
+            left = left & (place < many)
+            least = tl.where(left, tl.minimum(least, sub), least)
+            most = tl.where(left, tl.maximum(most, sub), most)
+            weight = _mass(tl.where(left, x, peak), peak, temperature)
+            tl.atomic_add(masses + sub, weight, mask=left & (weight > 0), sem="relaxed")
             begin += _LIST_BLOCK
         tl.debug_barrier()
         held = tl.load(masses + sub_bins, cache_modifier=".cg")
         above = before + tl.sum(held) - tl.cumsum(held, 0)
         found = (1 << SUB_BITS) - tl.sum((above.to(tl.float64) < wanted).to(tl.int32))
-        # Where even the least entry stays it is the threshold; where none should, the largest.
+        # Where even the least entry stays it is the threshold; where none should, the largest is.
         found = tl.minimum(tl.maximum(found, tl.min(least)), tl.max(most))
         before = tl.sum(tl.where(sub_bins == found, above, 0))
-        key = (key << (high - low)) | found
+        key = _extended(key, found, 32 - level * SUB_BITS, SUB_BITS)
     return key
 
 
@@ -349,7 +357,7 @@ def thresholds(
     )  # fmt: skip
     launch(
         _kth_largest, grid, logits_BTV, temperature_B, top_p_B, peak, count, mass, least, chosen, share, found, length, counters,
-        vocab, split.parts, rows_per_lane, num_warps=8, SUB_BITS=SUB_BITS, **sizes,
+        vocab, split.parts, rows_per_lane, SUB_BITS=SUB_BITS, **sizes,
     )  # fmt: skip
     launch(
         _least, grid, logits_BTV, temperature_B, top_p_B, min_p_B, peak, mass, least, chosen, share, found, length, counters,
