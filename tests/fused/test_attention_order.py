@@ -10,6 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from graphspec.kernels.fused import tree_attention as fused
+from graphspec.kernels.fused.launch import recording
 
 ROOT = Path(__file__).resolve().parents[2]
 CASES = ("llama-8b-t8", "llama-8b-t64", "d80-t8", "d256-t8")
@@ -56,3 +60,19 @@ def test_a_merging_program_asks_for_eight_partials_at_once(kernels: dict[str, st
     merge = kernels[case][kernels[case].rindex("scf.for") :]
     step = merge.partition("scf.yield")[0]
     assert len(re.findall(r"%acc_?\d* = tt\.load", step)) == 8 and "gpu.barrier" not in step and "scf.if" not in step
+
+
+@pytest.mark.parametrize(("lanes", "tokens", "context", "most"), [(1, 8, 4096, 9), (1, 8, 131072, 23), (8, 64, 131072, 145)])
+def test_partials_stay_few(lanes: int, tokens: int, context: int, most: int) -> None:
+    """Megabytes of partial results of an 8B shape, whatever the length of the context."""
+
+    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    lengths = empty(lanes, tokens, dtype=torch.int64), empty(lanes, dtype=torch.int64), empty(lanes, tokens, 1, dtype=torch.int64)
+    table = empty(lanes, context // 16, dtype=torch.int32)
+    with recording() as launches:
+        fused.tree_attention(empty(lanes, tokens, 32, 128), empty(32, 2, 1025, 16, 8, 128), 3, table, *lengths, 0.1)
+    partials = [value for value in launches[0].args if isinstance(value, torch.Tensor) and value.dtype == torch.float32]
+    assert len(partials) == 2 and sum(4 * value.numel() for value in partials) <= most * 1e6
+    assert launches[0].grid[0] * launches[0].grid[1] * launches[0].grid[2] <= 264, "more programs than run at once"
