@@ -87,9 +87,9 @@ def first_group(counter, arriving, helpers, groups, POLLS: tl.constexpr):
     """Announce what this program stored; the first group of rows that it is to merge, or ``groups``: none.
 
     The last ``helpers`` of ``arriving`` programs to come here share the merge. Each looks up to ``POLLS`` times whether all have come; then
-    those that are here take groups one by one until none is left. Nobody's progress depends on a program that does not run: who has looked
-    often enough leaves, and the very last finds everyone there. Where a result is false nothing is ordered; else the partials of all are
-    visible. ``counter`` is two words at 0, and again at 0 when every program has left.
+    those that are here take groups one by one until none is left. Nobody's progress depends on a program that may not run: who has looked
+    often enough leaves, and the very last finds everyone there. A program that gets a group sees what all have stored. ``counter`` is two
+    words at 0, and again at 0 when every program has left.
     """
     tl.debug_barrier()
     arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") + 1

@@ -334,7 +334,7 @@ def tree_attention(
     rows, block, warps = tile_shape(dim, query.dtype)
     # Every further word of ancestors is held in registers; beside a larger block a second one would spill.
     block = block if ancestors.shape[2] == 1 else min(block, 32)
-    repeat, pad = heads // groups, max(16, triton.next_power_of_2(dim))
+    repeat, pad, exact = heads // groups, max(16, triton.next_power_of_2(dim)), query.dtype == torch.float32
     length = table_BP.shape[1] * page_size
     tiles, pairs, blocks = triton.cdiv(tokens * repeat, rows), lanes * groups, triton.cdiv(length, block)
     # Never more than run at once: a program that takes a second unit loads it while others compute, one that has to wait does not.
@@ -353,9 +353,9 @@ def tree_attention(
         num_warps=warps, num_stages=1,
         GROUPS=groups, REPEAT=repeat, PAGE_SIZE=page_size, DIM=dim, DIM_PAD=pad,
         WORDS=ancestors.shape[2], WORDS_PAD=triton.next_power_of_2(ancestors.shape[2]), ROWS=rows, BLOCK=block,
-        RUN=RUN // block, STRETCH=STRETCH // block, EXACT=query.dtype == torch.float32, PART=min(64, pad),
+        RUN=RUN // block, STRETCH=STRETCH // block, EXACT=exact, PART=min(64, pad),
         UNITS_PER_PROGRAM=UNITS_PER_PROGRAM, POLLS=POLLS, FOLD_ROWS=FOLD_ROWS,
-        MERGE_ROWS=MERGE_ROWS if query.dtype.itemsize == 2 else rows, MERGE_UNROLL=MERGE_UNROLL,
+        MERGE_ROWS=rows if exact else MERGE_ROWS, MERGE_UNROLL=1 if exact else MERGE_UNROLL,
     )  # fmt: skip
     return out
 
