@@ -13,14 +13,14 @@ from graphspec.kernels.fused import tree_attention as fused
 from graphspec.kernels.fused.launch import recording, semaphores
 from graphspec.kernels.tree_attention import OP, poison_unseen, random_pool, visible_slots
 
-from ._programs import ORDERS, program_order
+from ._programs import ORDERS, program_order, side_by_side
 
 Case = dict[str, Any]
 
 
 @pytest.fixture(autouse=True)
 def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fresh memory holds NaN; blocks of 32 slots, splits of two, runs of eight, so that short tables have many of each."""
+    """Fresh memory holds NaN; splits of 32 slots, runs of two, stretches of eight, so that short tables have many of each."""
     empty = torch.empty
 
     def poisoned(*size: Any, **options: Any) -> Tensor:
@@ -28,9 +28,9 @@ def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
         return made.fill_(torch.nan) if made.is_floating_point() else made
 
     monkeypatch.setattr(torch, "empty", poisoned)
-    monkeypatch.setattr(fused, "SPLIT", 2)
-    monkeypatch.setattr(fused, "RUN", 8)
-    monkeypatch.setattr(fused, "tile_shape", lambda dim, dtype: (32, 32, 4, 1))
+    monkeypatch.setattr(fused, "RUN", 64)
+    monkeypatch.setattr(fused, "STRETCH", 256)
+    monkeypatch.setattr(fused, "tile_shape", lambda dim, dtype: (32, 32, 4))
     machine(monkeypatch, 2)
 
 
@@ -124,7 +124,8 @@ def test_sliding_windows(begin: int) -> None:
 
 @pytest.mark.parametrize("tokens", [1, 7])
 def test_float16(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
-    monkeypatch.setattr(fused, "tile_shape", lambda dim, dtype: (64, 64, 4, 2))
+    monkeypatch.setattr(fused, "RUN", 128)
+    monkeypatch.setattr(fused, "tile_shape", lambda dim, dtype: (64, 128, 4))
     assert_law(make([150, 3], tokens, columns=11, queries=4, groups=2, dim=64, dtype=torch.float16))
 
 
@@ -150,17 +151,17 @@ def test_rows_of_one_tile_may_see_nothing() -> None:
 
 
 def test_bits_do_not_depend_on_programs_table_width_or_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Five splits: one by one on a large machine, four of them as a run on a small one."""
+    """Ten splits: one by one on a large machine, in runs of two on a smaller one, in stretches of eight on the smallest."""
     case = make([290, 40], 5, columns=20)
-    found, programs = {}, {}
-    for count in (1, 132):
+    found, most = {}, {}
+    for count in (1, 2, 132):
         machine(monkeypatch, count)
         with recording() as launches:
             fused.tree_attention(**case)
-        programs[count] = launches[0].grid[1]
+        most[count] = launches[0].grid[1] * fused.UNITS_PER_PROGRAM
         found[count] = run(case)
-    assert programs[1] * fused.SPLITS_PER_PROGRAM < 5 == programs[132]
-    assert torch.equal(found[1], found[132])
+    assert most[1] < 5 <= most[2] < 10 <= most[132]
+    assert torch.equal(found[1], found[132]) and torch.equal(found[2], found[132])
     wide = {**case, "table_BP": torch.cat([case["table_BP"], torch.full((2, 45), -1, dtype=torch.int32)], 1)}
     assert torch.equal(run(wide), found[1])
     for lane in range(2):
@@ -172,12 +173,28 @@ def test_bits_do_not_depend_on_programs_table_width_or_batch(monkeypatch: pytest
 
 @ORDERS
 def test_bits_do_not_depend_on_who_arrives_last(monkeypatch: pytest.MonkeyPatch, order: int | None) -> None:
+    """One program after the other: who waits for the rest waits in vain, and leaves."""
     case = make([150, 90], 3, columns=11)
     machine(monkeypatch, 132)
     expected = run(case)
+    monkeypatch.setattr(fused, "helpers", lambda programs, places: 3)
     with program_order(order) as launches:
         found = run(case)
-    assert launches[0] == 6 and torch.equal(found, expected)
+    assert launches[0] == 12 and torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(("helpers", "seed"), [(2, 0), (3, 1), (9, 2)])
+def test_bits_do_not_depend_on_who_merges(monkeypatch: pytest.MonkeyPatch, helpers: int, seed: int) -> None:
+    """Programs side by side, in any order between their atomic operations: several share the rows, and counters are left at 0."""
+    case = make([150, 90], 8, columns=11)
+    machine(monkeypatch, 132)
+    expected = run(case)
+    monkeypatch.setattr(fused, "helpers", lambda programs, places: helpers)
+    monkeypatch.setattr(fused, "tile_shape", lambda dim, dtype: (16, 32, 4))
+    monkeypatch.setattr(fused, "MERGE_ROWS", 4)
+    with side_by_side(seed) as steps:
+        found = run(case)
+    assert len(steps) > 24 and torch.equal(found, expected)
 
 
 def test_a_node_of_a_chain_attends_as_the_same_token_alone() -> None:

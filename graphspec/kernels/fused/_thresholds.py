@@ -3,8 +3,9 @@
 1. the largest logit;
 2. a histogram of counts and of integer masses over the distance from it, in bins of equal *relative* width: fine where the likely tokens
    are, and independent of the temperature. The bin that holds the k-th largest follows;
-3. the values in that bin are collected in any order and the k-th largest is found among them by bisection on their bits. Now the mass
-   that top-k leaves is known, and with it the bin where ``top_p`` of it is reached;
+3. the values in that bin are collected in any order, and the k-th largest is found among them in three passes, each with a histogram of
+   the next eleven bits of those that are left. Now the mass that top-k leaves is known, and with it the bin where ``top_p`` of it is
+   reached;
 4. the same in that bin, by mass.
 
 Sums are of integers, so neither the order of the atomics nor the order of a list can be seen in a result.
@@ -26,6 +27,8 @@ from .launch import launch, semaphores
 
 BLOCK = 1024
 BINS = 4096
+SUB_BITS = 11
+"""Bits of a logit that one pass over a list decides: three passes, whatever the list holds."""
 _MASS_UNIT = tl.constexpr(2.0**MASS_BITS)
 # Bins split distances of 2^-8 to 2^8, sixteen octaves, into 256 parts each: the exponent and the leading 8 bits of the mantissa.
 _MANTISSA_REST = tl.constexpr(15)
@@ -133,42 +136,95 @@ def _collect(x, known, values, length, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _list_range(values, many):
-    """Images of the least and the largest entry of a list."""
-    low = tl.full([_LIST_BLOCK], 0x7FFFFFFF, tl.int32)
-    high = tl.full([_LIST_BLOCK], -0x7FFFFFFF, tl.int32)
-    begin = 0
-    while begin < many:
-        place = begin + tl.arange(0, _LIST_BLOCK)
-        image = ordered(tl.load(values + place, mask=place < many, other=0.0))
-        low = tl.minimum(low, tl.where(place < many, image, 0x7FFFFFFF))
-        high = tl.maximum(high, tl.where(place < many, image, -0x7FFFFFFF))
-        begin += _LIST_BLOCK
-    return tl.min(low).to(tl.int64), tl.max(high).to(tl.int64)
+def _key(x):
+    """32 bits as int64 that order as x does."""
+    return ordered(x).to(tl.int64) + (1 << 31)
 
 
 @triton.jit
-def _list_count(values, many, image):
-    """How many entries have at least this image."""
-    total = tl.zeros([_LIST_BLOCK], tl.int32)
-    begin = 0
-    while begin < many:
-        place = begin + tl.arange(0, _LIST_BLOCK)
-        x = tl.load(values + place, mask=place < many, other=0.0)
-        total += ((place < many) & (ordered(x).to(tl.int64) >= image)).to(tl.int32)
-        begin += _LIST_BLOCK
-    return tl.sum(total)
+def _value(key):
+    return unordered((key - (1 << 31)).to(tl.int32))
 
 
 @triton.jit
-def _list_mass(values, many, image, peak, temperature):
-    """Mass of the entries that have at least this image."""
+def _sub_bin(key, prefix, HIGH: tl.constexpr, SUB_BITS: tl.constexpr):
+    """Of bits below ``HIGH`` the ``SUB_BITS`` leading ones, and whether those from ``HIGH`` on are ``prefix``."""
+    LOW: tl.constexpr = HIGH - SUB_BITS if HIGH > SUB_BITS else 0
+    return ((key >> LOW) & ((1 << (HIGH - LOW)) - 1)).to(tl.int32), (key >> HIGH) == prefix
+
+
+@triton.jit
+def _extended(prefix, found, HIGH: tl.constexpr, SUB_BITS: tl.constexpr):
+    LOW: tl.constexpr = HIGH - SUB_BITS if HIGH > SUB_BITS else 0
+    return (prefix << (HIGH - LOW)) | found
+
+
+@triton.jit
+def _list_kth(values, many, rank, SUB_BITS: tl.constexpr):
+    """Key of the entry of a list that is ``rank``-th from the top: ``SUB_BITS`` of its bits a pass."""
+    sub_bins = tl.arange(0, 1 << SUB_BITS)
+    key = tl.zeros([], tl.int64)
+    for level in tl.static_range((32 + SUB_BITS - 1) // SUB_BITS):
+        counts = tl.zeros([1 << SUB_BITS], tl.int32)
+        begin = 0
+        while begin < many:
+            place = begin + tl.arange(0, _LIST_BLOCK)
+            entry = _key(tl.load(values + place, mask=place < many, other=0.0))
+            sub, left = _sub_bin(entry, key, 32 - level * SUB_BITS, SUB_BITS)
+            counts += tl.histogram(sub, 1 << SUB_BITS, mask=left & (place < many))
+            begin += _LIST_BLOCK
+        reach = tl.sum(counts) - tl.cumsum(counts, 0) + counts
+        found = tl.sum((reach >= rank).to(tl.int32)) - 1
+        rank -= tl.sum(tl.where(sub_bins > found, counts, 0))
+        key = _extended(key, found, 32 - level * SUB_BITS, SUB_BITS)
+    return key
+
+
+@triton.jit
+def _list_share(values, many, before, wanted, masses, peak, temperature, SUB_BITS: tl.constexpr):
+    """Key of the least entry of a list above which, ``before`` included, lies less than the mass that is wanted.
+
+    ``masses`` is room for ``2 ** SUB_BITS`` sums, in which the threads of the program meet.
+    """
+    sub_bins = tl.arange(0, 1 << SUB_BITS)
+    key = tl.zeros([], tl.int64)
+    for level in tl.static_range((32 + SUB_BITS - 1) // SUB_BITS):
+        tl.debug_barrier()
+        tl.store(masses + sub_bins, tl.zeros([1 << SUB_BITS], tl.int64))
+        tl.debug_barrier()
+        least = tl.full([_LIST_BLOCK], (1 << SUB_BITS) - 1, tl.int32)
+        most = tl.zeros([_LIST_BLOCK], tl.int32)
+        begin = 0
+        while begin < many:
+            place = begin + tl.arange(0, _LIST_BLOCK)
+            x = tl.load(values + place, mask=place < many, other=0.0)
+            sub, left = _sub_bin(_key(x), key, 32 - level * SUB_BITS, SUB_BITS)
+            left = left & (place < many)
+            least = tl.where(left, tl.minimum(least, sub), least)
+            most = tl.where(left, tl.maximum(most, sub), most)
+            weight = _mass(tl.where(left, x, peak), peak, temperature)
+            tl.atomic_add(masses + sub, weight, mask=left & (weight > 0), sem="relaxed")
+            begin += _LIST_BLOCK
+        tl.debug_barrier()
+        held = tl.load(masses + sub_bins, cache_modifier=".cg")
+        above = before + tl.sum(held) - tl.cumsum(held, 0)
+        found = (1 << SUB_BITS) - tl.sum((above.to(tl.float64) < wanted).to(tl.int32))
+        # Where even the least entry stays it is the threshold; where none should, the largest is.
+        found = tl.minimum(tl.maximum(found, tl.min(least)), tl.max(most))
+        before = tl.sum(tl.where(sub_bins == found, above, 0))
+        key = _extended(key, found, 32 - level * SUB_BITS, SUB_BITS)
+    return key
+
+
+@triton.jit
+def _list_mass(values, many, key, peak, temperature):
+    """Mass of the entries that have at least this key."""
     total = tl.zeros([_LIST_BLOCK], tl.int64)
     begin = 0
     while begin < many:
         place = begin + tl.arange(0, _LIST_BLOCK)
         x = tl.load(values + place, mask=place < many, other=0.0)
-        counted = (place < many) & (ordered(x).to(tl.int64) >= image)
+        counted = (place < many) & (_key(x) >= key)
         total += tl.where(counted, _mass(tl.where(counted, x, peak), peak, temperature), 0)
         begin += _LIST_BLOCK
     return tl.sum(total)
@@ -177,7 +233,7 @@ def _list_mass(values, many, image, peak, temperature):
 @triton.jit
 def _kth_largest(
     logits, temperature, top_p, peak, count, mass, least, chosen, share, values, length, counters, vocab, parts, rows_per_lane,
-    STEPS: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr, PDL: tl.constexpr,
+    STEPS: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr, SUB_BITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The top-k threshold, then the bin in which top-p is reached on what is left."""
     if PDL:
@@ -203,17 +259,9 @@ def _kth_largest(
         if bin_k < BINS:
             rank = tl.load(chosen + row * 4 + 1)
             many = tl.load(length + row * 2)
-            low, high = _list_range(values + row * vocab, many)
-            high += 1
-            # At least `rank` entries reach `low`, fewer reach `high`.
-            while high - low > 1:
-                middle = low + (high - low) // 2
-                if _list_count(values + row * vocab, many, middle) >= rank:
-                    low = middle
-                else:
-                    high = middle
-            kept = _list_mass(values + row * vocab, many, low, top, heat)
-            tl.store(least + row, unordered(low.to(tl.int32)))
+            key = _list_kth(values + row * vocab, many, rank, SUB_BITS)
+            kept = _list_mass(values + row * vocab, many, key, top, heat)
+            tl.store(least + row, _value(key))
         bins = tl.arange(0, BINS)
         held = tl.load(mass + row * BINS + bins)
         held = tl.where(bins < bin_k, held, tl.where(bins == bin_k, kept, 0))
@@ -228,8 +276,8 @@ def _kth_largest(
 
 @triton.jit
 def _least(
-    logits, temperature, top_p, min_p, peak, least, chosen, share, values, length, counters, vocab, parts, rows_per_lane,
-    STEPS: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr, PDL: tl.constexpr,
+    logits, temperature, top_p, min_p, peak, mass, least, chosen, share, values, length, counters, vocab, parts, rows_per_lane,
+    STEPS: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr, SUB_BITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The top-p threshold, then the largest of the three."""
     if PDL:
@@ -259,17 +307,8 @@ def _least(
             wanted = tl.load(share + row)
             before = tl.load(chosen + row * 4 + 3)
             many = tl.load(length + row * 2 + 1)
-            low, high = _list_range(values + row * vocab, many)
-            low -= 1
-            # What lies above `high` holds less than is wanted, what lies above `low` does not.
-            while high - low > 1:
-                middle = low + (high - low) // 2
-                above = before + _list_mass(values + row * vocab, many, middle + 1, top, heat)
-                if above.to(tl.float64) < wanted:
-                    high = middle
-                else:
-                    low = middle
-            least_p = unordered(high.to(tl.int32))
+            key = _list_share(values + row * vocab, many, before, wanted, mass + row * BINS, top, heat, SUB_BITS)
+            least_p = _value(key)
         # log(0) is -inf: a min_p of 0 keeps everything.
         minimum = tl.load(min_p + lane)
         least_m = tl.where(minimum > 0, top + heat * log_exact(tl.where(minimum > 0, minimum, 1.0)), float("-inf"))
@@ -318,10 +357,10 @@ def thresholds(
     )  # fmt: skip
     launch(
         _kth_largest, grid, logits_BTV, temperature_B, top_p_B, peak, count, mass, least, chosen, share, found, length, counters,
-        vocab, split.parts, rows_per_lane, num_warps=8, **sizes,
+        vocab, split.parts, rows_per_lane, SUB_BITS=SUB_BITS, **sizes,
     )  # fmt: skip
     launch(
-        _least, grid, logits_BTV, temperature_B, top_p_B, min_p_B, peak, least, chosen, share, found, length, counters,
-        vocab, split.parts, rows_per_lane, **sizes,
+        _least, grid, logits_BTV, temperature_B, top_p_B, min_p_B, peak, mass, least, chosen, share, found, length, counters,
+        vocab, split.parts, rows_per_lane, SUB_BITS=SUB_BITS, **sizes,
     )  # fmt: skip
     return least.view(lanes, rows_per_lane), sound.view(lanes, rows_per_lane)

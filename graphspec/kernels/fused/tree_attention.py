@@ -3,12 +3,16 @@
 Rows of a tile are ``token x query head`` of one key/value head, so that the heads of a group share what is loaded. Tile and blocks depend
 on head dimension and dtype alone, never on T, the batch or the table width.
 
-Slots are reduced in an order fixed by slot number: ``SPLIT`` blocks by online softmax, ``RUN`` blocks as a sequential fold of splits, the
-rest as a fold of runs. Which program computes what is free: a unit of work is a split, or a run where a lane has more splits than its
-programs should take, chosen on the device from the length. Both give the same bits, since an empty partial is neutral to the bit and every
-fold is the same explicit fused multiply-add. Splits of 256 slots give a short context of one lane enough programs; runs of 4096 keep the
-partials of long contexts few. A lane with one split writes its result at once; otherwise partials go through memory and the last program
-to arrive folds them in order.
+A split is one block of slots. The page ids of a program's first split are asked for before anything is known of the lane, and those of each
+split while the one before it is computed; keys and values of a whole split are in flight before its arithmetic starts. So what a program
+waits for, one after the other, is: page ids and the lane's lengths; keys and values.
+
+Slots are reduced in an order fixed by slot number: a split by its own softmax, ``RUN`` splits as a sequential fold, ``STRETCH`` splits as a
+fold of runs, the rest as a fold of stretches. Which program computes what is free: a unit of work is a split, or a run or stretch where a
+lane has more units than its programs should take, chosen on the device from the length. All give the same bits, since an empty partial is
+neutral to the bit and every fold is the same explicit fused multiply-add. Splits give a short context of one lane enough programs;
+stretches keep the partials of long contexts few. A lane with one split writes its result at once; otherwise partials go through memory and
+the last programs to arrive share the merge, a few rows at a time (:mod:`~graphspec.kernels.fused._partials`).
 
 The grid depends on static shapes only. Programs loop over units and leave at once where there are none.
 
@@ -27,47 +31,22 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...errors import ConfigError
-from .launch import AotCase, launch, multiprocessors, register, semaphores
+from . import _partials as partials
+from .launch import INTERPRETED, AotCase, launch, multiprocessors, register, semaphores
 
-SPLIT, RUN = 4, 64
-"""Blocks of a split, and of a run of splits. Part of the result's bits."""
-SPLITS_PER_PROGRAM = 4
-"""A program takes up to so many splits before units become runs, which bounds the partials kept in memory."""
+RUN, STRETCH = 1024, 8192
+"""Slots of a run, and of a stretch. Part of the result's bits."""
+UNITS_PER_PROGRAM = 4
+"""A program takes up to so many units before they become larger, which bounds the partials kept in memory."""
 PROGRAMS_PER_MULTIPROCESSOR = 2
-MERGE_ROWS, MERGE_UNROLL = 16, 4
+HELPERS, POLLS = 8, 8
+"""How many programs share a merge, and how often one looks whether the others have arrived."""
+FOLD_ROWS, MERGE_ROWS, MERGE_UNROLL = 16, 4, 8
 
 
 @triton.jit
 def _either(left, right):
     return left | right
-
-
-@triton.jit
-def _fold(acc, peak, total, next_acc, next_peak, next_total):
-    """``(acc, peak, total)`` with the partial that follows it. Neutral to the bit where either is empty."""
-    joint = tl.maximum(peak, next_peak)
-    safe = tl.where(joint == float("-inf"), 0.0, joint)
-    keep = tl.exp2(peak - safe)
-    add = tl.exp2(next_peak - safe)
-    acc = tl.fma(acc, tl.broadcast_to(keep[:, None], acc.shape), next_acc * add[:, None])
-    return acc, joint, tl.fma(total, keep, next_total * add)
-
-
-@triton.jit
-def _empty(ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """The partial of no slot."""
-    return tl.zeros([ROWS, WIDTH], tl.float32), tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
-
-
-@triton.jit
-def _load(part_acc, part_stat, slot, part, channel, rows, part_rows, DIM: tl.constexpr):
-    """A partial that another thread wrote: past the first-level cache, which need not know of it."""
-    valid = part < rows
-    at = part_acc + slot * part_rows * DIM + part[:, None] * DIM + channel[None, :]
-    acc = tl.load(at, mask=valid[:, None] & (channel < DIM)[None, :], other=0.0, cache_modifier=".cg")
-    at = part_stat + slot * 2 * part_rows + part
-    peak = tl.load(at, mask=valid, other=float("-inf"), cache_modifier=".cg")
-    return acc, peak, tl.load(at + part_rows, mask=valid, other=0.0, cache_modifier=".cg")
 
 
 @triton.jit
@@ -92,16 +71,30 @@ def _sees(here, behind, begin, length, word, next_word):
 
 
 @triton.jit
+def _write(
+    out, value, pair, row, live, all_rows,
+    GROUPS: tl.constexpr, REPEAT: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
+):  # fmt: skip
+    """Rows of one (lane, key/value head) of the result."""
+    channel = tl.arange(0, DIM_PAD)
+    heads: tl.constexpr = GROUPS * REPEAT
+    token = (pair // GROUPS).to(tl.int64) * (all_rows // REPEAT) + row // REPEAT
+    at = out + (token * heads + pair % GROUPS * REPEAT + row % REPEAT)[:, None] * DIM + channel[None, :]
+    tl.store(at, value.to(out.dtype.element_ty), mask=live[:, None] & (channel < DIM)[None, :])
+
+
+@triton.jit
 def _tree_attention(
     out, query, keys, table, begin, end, ancestors, part_acc, part_stat, counters,
-    scale, tokens, length, programs, slots, part_rows,
+    scale, all_rows, length, programs, slots, part_rows, helpers,
     query_lane, query_token, query_head, side_stride, page_stride, slot_stride, head_stride,
     table_stride, begin_lane, begin_token, words_lane, words_token,
     GROUPS: tl.constexpr, REPEAT: tl.constexpr, PAGE_SIZE: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
-    WORDS: tl.constexpr, WORDS_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr, RUN: tl.constexpr,
-    SPLITS_PER_PROGRAM: tl.constexpr, MERGE_ROWS: tl.constexpr, MERGE_UNROLL: tl.constexpr, PDL: tl.constexpr,
+    WORDS: tl.constexpr, WORDS_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, RUN: tl.constexpr, STRETCH: tl.constexpr,
+    EXACT: tl.constexpr, PART: tl.constexpr, UNITS_PER_PROGRAM: tl.constexpr, POLLS: tl.constexpr,
+    FOLD_ROWS: tl.constexpr, MERGE_ROWS: tl.constexpr, MERGE_UNROLL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Units ``program, program + programs, ...`` of one (lane and key/value head, tile of rows); the last program to finish merges."""
+    """The units of one (lane and key/value head, tile of rows) whose number leaves ``program`` when divided by ``programs``."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -110,21 +103,33 @@ def _tree_attention(
     lane = (tl.program_id(2) // GROUPS).to(tl.int64)
     head = (tl.program_id(2) % GROUPS).to(tl.int64)
     row = tile * ROWS + tl.arange(0, ROWS)
-    live = row < tokens * REPEAT
+    live = row < all_rows
     token = row // REPEAT
     channel = tl.arange(0, DIM_PAD)
     inside = channel < DIM
+    stored = live[:, None] & inside[None, :]
+    column = tl.arange(0, BLOCK)
+    lane_table = table + lane * table_stride
 
-    # What the tile sees: [low, prefix) and, behind it, the slots whose bit stands in any row's words.
+    # Where units are splits this is the program's first, whatever the lane sees: asked for along with what it sees.
+    position = program * BLOCK + column
+    page = tl.load(lane_table + position // PAGE_SIZE, mask=position < length, other=0)
     lane_begin = begin + lane * begin_lane
     row_begin = tl.load(lane_begin + token * begin_token, mask=live, other=length)
-    row_begin = tl.minimum(tl.maximum(row_begin, 0), length).to(tl.int32)
-    low = tl.min(row_begin, 0)
-    high = tl.max(tl.where(live, row_begin, 0), 0)
-    prefix = tl.minimum(tl.maximum(tl.load(end + lane), -(1 << 30)), length).to(tl.int32)
+    prefix = tl.load(end + lane)
     entry = tl.arange(0, WORDS_PAD)
     lane_words = ancestors + lane * words_lane
     words = tl.load(lane_words + (token * words_token)[:, None] + entry[None, :], mask=live[:, None] & (entry < WORDS)[None, :], other=0)
+    query_pair = query + lane * query_lane + head * REPEAT * query_head
+    query_row = token * query_token + row % REPEAT * query_head
+    if not EXACT:
+        q = tl.load(query_pair + query_row[:, None] + channel[None, :], mask=stored, other=0.0)
+
+    # What the tile sees: [low, prefix) and, behind it, the slots whose bit stands in any row's words.
+    row_begin = tl.minimum(tl.maximum(row_begin, 0), length).to(tl.int32)
+    low = tl.min(row_begin, 0)
+    high = tl.max(tl.where(live, row_begin, 0), 0)
+    prefix = tl.minimum(tl.maximum(prefix, -(1 << 30)), length).to(tl.int32)
     any_word = tl.reduce(words, 0, _either)
     any_words = ()
     reach = 0
@@ -136,133 +141,149 @@ def _tree_attention(
     first = start // BLOCK
     last = tl.where(stop > start, (stop + BLOCK - 1) // BLOCK, first)
 
-    splits = (last + SPLIT - 1) // SPLIT - first // SPLIT
-    unit = tl.where(splits <= SPLITS_PER_PROGRAM * programs, SPLIT, RUN)
+    most = UNITS_PER_PROGRAM * programs
+    unit = tl.where(last - first <= most, 1, RUN)
+    unit = tl.where((last + RUN - 1) // RUN - first // RUN <= most, unit, STRETCH)
     first_unit = first // unit
     units = (last + unit - 1) // unit - first_unit
-    units = tl.where(last > first, units, 0)
-    if program >= tl.maximum(units, 1):
+    mine = (program + programs - first_unit % programs) % programs
+    if mine >= tl.maximum(units, 1):
+        return
+    if last == first:
+        _write(out, tl.zeros([ROWS, DIM_PAD], tl.float32), tl.program_id(2), row, live, all_rows, GROUPS, REPEAT, DIM, DIM_PAD)
         return
 
-    heads: tl.constexpr = GROUPS * REPEAT
-    stored = live[:, None] & inside[None, :]
-    result = out + (lane * tokens * heads + head * REPEAT) * DIM
-    if units == 0:
-        nothing = tl.zeros([ROWS, DIM_PAD], out.dtype.element_ty)
-        tl.store(result + (token * heads + row % REPEAT)[:, None] * DIM + channel[None, :], nothing, mask=stored)
-        return
-
-    query_pair = query + lane * query_lane + head * REPEAT * query_head
-    query_row = token * query_token + row % REPEAT * query_head
-    q = tl.load(query_pair + query_row[:, None] + channel[None, :], mask=stored, other=0.0)
-    column = tl.arange(0, BLOCK)
-    base = keys + head * head_stride + channel[None, :]
-    scratch = (tl.program_id(2) * tl.num_programs(0) + tile).to(tl.int64) * (slots + programs)
-    rows = tl.minimum(tokens * REPEAT - tile * ROWS, ROWS)
-    for index in range(program, units, programs):
-        unit_first = tl.maximum(first, (first_unit + index) * unit)
-        unit_last = tl.minimum(last, (first_unit + index + 1) * unit)
-        split_first = unit_first // SPLIT
-        split_last = (unit_last + SPLIT - 1) // SPLIT
-        for split in range(split_first, split_last):
-            block_last = tl.minimum(unit_last, split * SPLIT + SPLIT)
-            acc, peak, total = _empty(ROWS, DIM_PAD)
-            for block in range(tl.maximum(unit_first, split * SPLIT), block_last):
-                here = block * BLOCK
-                behind = here - prefix
-                word = tl.zeros([], tl.int64)
-                next_word = tl.zeros([], tl.int64)
-                for x in tl.static_range(WORDS):
-                    word = tl.where((behind >> 6) == x, any_words[x], word)
-                    next_word = tl.where((behind >> 6) + 1 == x, any_words[x], next_word)
-                # Loaded as 0 where no row sees it: 0 * NaN would reach the result through the weights.
-                seen = ((_sees(here, behind, low, length, word, next_word) >> column) & 1) == 1
-                position = here + column
-                page = tl.load(table + lane * table_stride + position // PAGE_SIZE, mask=seen, other=0)
-                place = tl.maximum(page, 0).to(tl.int64) * page_stride + (position % PAGE_SIZE) * slot_stride
-                loaded = seen[:, None] & inside[None, :]
-                k = tl.load(base + place[:, None], mask=loaded, other=0.0)
-                score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-                if (here < high) | (here + BLOCK > prefix):
-                    first_word = behind >> 6
-                    found = live & (first_word >= 0) & (first_word < WORDS)
-                    row_word = tl.load(lane_words + token * words_token + first_word, mask=found, other=0)
-                    found = live & (first_word >= -1) & (first_word + 1 < WORDS)
-                    row_next = tl.load(lane_words + token * words_token + first_word + 1, mask=found, other=0)
-                    mine = tl.load(lane_begin + token * begin_token, mask=live, other=length)
-                    mine = tl.minimum(tl.maximum(mine, 0), length).to(tl.int32)
-                    row_sees = _sees(here, behind, mine, length, row_word, row_next)
-                    half = tl.where((column < 32)[None, :], row_sees.to(tl.int32)[:, None], (row_sees >> 32).to(tl.int32)[:, None])
-                    score = tl.where(((half >> (column & 31)[None, :]) & 1) == 1, score, float("-inf"))
-                joint = tl.maximum(peak, tl.max(score, 1))
-                safe = tl.where(joint == float("-inf"), 0.0, joint)
-                weight = tl.exp2(score - safe[:, None])
-                keep = tl.exp2(peak - safe)
-                peak = joint
-                total = tl.fma(total, keep, tl.sum(weight, 1))
-                v = tl.load(base + side_stride + place[:, None], mask=loaded, other=0.0)
-                acc = tl.dot(weight.to(v.dtype), v, acc * keep[:, None], input_precision="ieee")
-            # Always 0, which the compiler can't know: else it would compute these addresses ahead and hold them through the loop above.
-            zero = block_last >> 30
+    block = tl.maximum(first, (first_unit + mine) * unit)
+    if block != program:
+        position = block * BLOCK + column
+        page = tl.load(lane_table + position // PAGE_SIZE, mask=position < length, other=0)
+    following = block
+    acc, peak, total = partials.empty(ROWS, DIM_PAD)
+    while block < last:
+        here = block * BLOCK
+        position = here + column
+        seen = tl.zeros([BLOCK], tl.int32)
+        for x in tl.static_range((BLOCK + 63) // 64):
+            behind = here + 64 * x - prefix
+            word = tl.zeros([], tl.int64)
+            next_word = tl.zeros([], tl.int64)
+            for y in tl.static_range(WORDS):
+                word = tl.where((behind >> 6) == y, any_words[y], word)
+                next_word = tl.where((behind >> 6) + 1 == y, any_words[y], next_word)
+            tile_sees = _sees(here + 64 * x, behind, low, length, word, next_word)
+            seen = tl.where(column // 32 == 2 * x, tile_sees.to(tl.int32), seen)
+            seen = tl.where(column // 32 == 2 * x + 1, (tile_sees >> 32).to(tl.int32), seen)
+        seen = ((seen >> ((column & 31) + (following >> 31))) & 1) == 1
+        # Loaded as 0 where no row sees it: 0 * NaN would reach the result through the weights.
+        place = tl.maximum(page, 0).to(tl.int64) * page_stride + (position % PAGE_SIZE) * slot_stride
+        loaded = seen[:, None] & inside[None, :]
+        base = keys + ((tl.program_id(2) + (following >> 31)) % GROUPS).to(tl.int64) * head_stride + channel[None, :]
+        if not EXACT:
+            k = tl.load(base + place[:, None], mask=loaded, other=0.0)
+            v = tl.load(base + side_stride + place[:, None], mask=loaded, other=0.0)
+        # The next of the unit, or the first of the program's next unit.
+        following = tl.where((block + 1) % unit == 0, block + 1 + (programs - 1) * unit, block + 1)
+        ahead = following * BLOCK + column
+        page = tl.load(lane_table + ahead // PAGE_SIZE, mask=ahead < length, other=0)
+        if EXACT:
+            # Multiplied from registers, without matrix units, which a whole row does not fit into.
+            score = tl.zeros([ROWS, BLOCK], tl.float32)
+            for channels in range(0, DIM_PAD, PART):
+                some = channels + tl.arange(0, PART)
+                q_at = query_pair + query_row[:, None] + some[None, :]
+                q = tl.load(q_at, mask=live[:, None] & (some < DIM)[None, :], other=0.0)
+                k_at = keys + head * head_stride + some[None, :] + place[:, None]
+                k = tl.load(k_at, mask=seen[:, None] & (some < DIM)[None, :], other=0.0)
+                score = tl.dot(q, tl.trans(k), score, input_precision="ieee")
+            score = score * scale
+        else:
+            score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        if (here < high) | (here + BLOCK > prefix):
+            # What the tile's first loads have left in the first-level cache. Always its rows, which the compiler can't know: else
+            # it would hold their addresses through the loop.
+            zero = following >> 31
+            own_lane = ((tl.program_id(2) + zero) // GROUPS).to(tl.int64)
+            own_row = (tl.program_id(0) + zero) * ROWS + tl.arange(0, ROWS)
+            row_live = own_row < all_rows
+            row_low = tl.load(begin + own_lane * begin_lane + own_row // REPEAT * begin_token, mask=row_live, other=length)
+            row_low = tl.minimum(tl.maximum(row_low, 0), length).to(tl.int32)
+            row_words = ancestors + own_lane * words_lane + own_row // REPEAT * words_token
+            half = tl.zeros([ROWS, BLOCK], tl.int32)
+            for x in tl.static_range((BLOCK + 63) // 64):
+                there = here + zero + 64 * x
+                behind = there - prefix
+                first_word = behind >> 6
+                found = row_live & (first_word >= 0) & (first_word < WORDS)
+                row_word = tl.load(row_words + first_word, mask=found, other=0)
+                found = row_live & (first_word >= -1) & (first_word + 1 < WORDS)
+                row_next = tl.load(row_words + first_word + 1, mask=found, other=0)
+                row_sees = _sees(there, behind, row_low, length, row_word, row_next)
+                half = tl.where((column // 32 == 2 * x)[None, :], row_sees.to(tl.int32)[:, None], half)
+                half = tl.where((column // 32 == 2 * x + 1)[None, :], (row_sees >> 32).to(tl.int32)[:, None], half)
+            score = tl.where(((half >> ((column & 31) + zero)[None, :]) & 1) == 1, score, float("-inf"))
+        new_peak = tl.max(score, 1)
+        safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        weight = tl.exp2(score - safe[:, None])
+        new_total = tl.sum(weight, 1)
+        if EXACT:
+            v = tl.load(base + side_stride + place[:, None], mask=loaded, other=0.0)
+        new_acc = tl.dot(weight.to(v.dtype), v, input_precision="ieee")
+        acc, peak, total = partials.fold(acc, peak, total, new_acc, new_peak, new_total)
+        if ((block + 1) % tl.minimum(unit, RUN) == 0) | (block + 1 == last):
+            # Always 0, which the compiler can't know: else it would compute what follows ahead and hold it through the loop.
+            zero = following >> 31
             late = tl.arange(0, ROWS) + zero
-            late_live = tile * ROWS + late < tokens * REPEAT
-            late_stored = late_live[:, None] & inside[None, :]
-            if splits == 1:
+            late_tile = tl.program_id(0) + zero
+            late_pair = tl.program_id(2) + zero
+            late_rows = part_rows + zero
+            rows = tl.minimum(all_rows - late_tile * ROWS, ROWS)
+            if last - first == 1:
                 value = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-                late_row = tile * ROWS + late
-                out_tile = result + (late_row // REPEAT * heads + late_row % REPEAT)[:, None] * DIM + channel[None, :]
-                tl.store(out_tile, value.to(out.dtype.element_ty), mask=late_stored)
+                _write(out, value, late_pair, late_tile * ROWS + late, late < rows, all_rows, GROUPS, REPEAT, DIM, DIM_PAD)
             else:
-                # The first split of a unit is its partial; those that follow pass through a slot of the program's own.
-                slot = scratch + tl.where(split == split_first, index, slots + program)
-                tl.store(part_acc + slot * part_rows * DIM + late[:, None] * DIM + channel[None, :], acc, mask=late_stored)
-                tl.store(part_stat + slot * 2 * part_rows + late, peak, mask=late_live)
-                tl.store(part_stat + slot * 2 * part_rows + part_rows + late, total, mask=late_live)
-                if split > split_first:
+                # The first run of a unit is its partial; those that follow pass through a slot of the program's own.
+                late_scratch = (late_pair * tl.num_programs(0) + late_tile).to(tl.int64) * (slots + programs)
+                held_slot = late_scratch + block // unit - first // unit
+                further = block // RUN > tl.maximum(block // unit * unit, first) // RUN
+                slot = tl.where(further, late_scratch + slots + program, held_slot)
+                partials.store(part_acc, part_stat, slot, late, channel, rows, late_rows, acc, peak, total, DIM)
+                if further:
                     tl.debug_barrier()
-                    for top in range(0, rows, MERGE_ROWS):
-                        part = top + tl.arange(0, MERGE_ROWS)
-                        held = _load(part_acc, part_stat, scratch + index, part, channel, rows, part_rows, DIM)
-                        new = _load(part_acc, part_stat, slot, part, channel, rows, part_rows, DIM)
-                        acc_sum, peak_sum, total_sum = _fold(held[0], held[1], held[2], new[0], new[1], new[2])
-                        held_acc = part_acc + (scratch + index) * part_rows * DIM + part[:, None] * DIM + channel[None, :]
-                        held_stat = part_stat + (scratch + index) * 2 * part_rows + part
+                    for top in range(0, rows, FOLD_ROWS):
+                        part = top + tl.arange(0, FOLD_ROWS)
+                        held = partials.load(part_acc, part_stat, held_slot, part, channel, rows, late_rows, DIM)
+                        new = partials.load(part_acc, part_stat, slot, part, channel, rows, late_rows, DIM)
+                        sums = partials.fold(held[0], held[1], held[2], new[0], new[1], new[2])
                         # Every warp loads the peaks and totals of its rows; those of all rows are stored by one.
                         tl.debug_barrier()
-                        tl.store(held_acc, acc_sum, mask=(part < rows)[:, None] & inside[None, :])
-                        tl.store(held_stat, peak_sum, mask=part < rows)
-                        tl.store(held_stat + part_rows, total_sum, mask=part < rows)
+                        partials.store(part_acc, part_stat, held_slot, part, channel, rows, late_rows, sums[0], sums[1], sums[2], DIM)
                         tl.debug_barrier()
-    if splits == 1:
+            acc, peak, total = partials.empty(ROWS, DIM_PAD)
+        block = following
+    if last - first == 1:
         return
 
-    tl.debug_barrier()
-    counter = counters + (tl.program_id(2) * tl.num_programs(0) + tile)
-    arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
-    if arrived + 1 < tl.minimum(units, programs):
-        return
-    tl.store(counter, 0)
-    for top in range(0, rows, MERGE_ROWS):
-        part = top + tl.arange(0, MERGE_ROWS)
-        run_acc, run_peak, run_total = _empty(MERGE_ROWS, DIM_PAD)
-        whole_acc, whole_peak, whole_total = _empty(MERGE_ROWS, DIM_PAD)
-        for lowest in range(0, units, MERGE_UNROLL):
-            for step in tl.static_range(MERGE_UNROLL):
-                index = lowest + step
-                new = _load(part_acc, part_stat, scratch + index, part, channel, tl.where(index < units, rows, 0), part_rows, DIM)
-                run_acc, run_peak, run_total = _fold(run_acc, run_peak, run_total, new[0], new[1], new[2])
-                # Selects, not branches, so that the loads of the steps that follow may be issued early.
-                closed = (first_unit + index + 1) * unit % RUN == 0
-                acc, peak, total = _fold(whole_acc, whole_peak, whole_total, run_acc, run_peak, run_total)
-                whole_acc, whole_peak = tl.where(closed, acc, whole_acc), tl.where(closed, peak, whole_peak)
-                whole_total = tl.where(closed, total, whole_total)
-                run_acc, run_peak = tl.where(closed, 0.0, run_acc), tl.where(closed, float("-inf"), run_peak)
-                run_total = tl.where(closed, 0.0, run_total)
-        acc, peak, total = _fold(whole_acc, whole_peak, whole_total, run_acc, run_peak, run_total)
-        merged_row = tile * ROWS + part
-        merged_tile = result + (merged_row // REPEAT * heads + merged_row % REPEAT)[:, None] * DIM + channel[None, :]
-        value = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-        tl.store(merged_tile, value.to(out.dtype.element_ty), mask=(part < rows)[:, None] & inside[None, :])
+    zero = following >> 31
+    pair = tl.program_id(2) + zero
+    late_rows = part_rows + zero
+    tile = tl.program_id(0) + zero
+    rows = tl.minimum(all_rows - tile * ROWS, ROWS)
+    scratch = (pair * tl.num_programs(0) + tile).to(tl.int64) * (slots + programs)
+    counter = counters + 2 * (pair * tl.num_programs(0) + tile)
+    arriving = tl.minimum(units, programs)
+    sharing = tl.minimum(arriving, helpers)
+    groups = (rows + MERGE_ROWS - 1) // MERGE_ROWS
+    group = partials.first_group(counter, arriving, sharing, groups, POLLS)
+    while group < groups:
+        # Asked for early; the time of one question passes while rows are merged.
+        next_group = partials.next_group(counter, sharing, groups)
+        part = group * MERGE_ROWS + tl.arange(0, MERGE_ROWS)
+        value = partials.merged(
+            part_acc, part_stat, scratch, part, tl.arange(0, DIM_PAD), rows, late_rows, first_unit, units, unit,
+            RUN, STRETCH, MERGE_ROWS, DIM, DIM_PAD, MERGE_UNROLL,
+        )  # fmt: skip
+        _write(out, value, pair, tile * ROWS + part, part < rows, all_rows, GROUPS, REPEAT, DIM, DIM_PAD)
+        group = next_group
 
 
 def check_dtypes(name: str, query: Tensor, kv_pool: Tensor) -> None:
@@ -273,15 +294,23 @@ def check_dtypes(name: str, query: Tensor, kv_pool: Tensor) -> None:
         raise ConfigError(f"{name}: kv_pool", f"{query.dtype}, as the query", str(kv_pool.dtype))
 
 
-def tile_shape(dim: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
-    """Rows, slots of a block, warps and pipeline stages.
+def tile_shape(dim: int, dtype: torch.dtype) -> tuple[int, int, int]:
+    """Rows, slots of a block, and warps.
 
-    16-bit types: 64 rows, the least that Hopper's warp-group matrix instructions take. float32 has no such unit at full precision.
+    16-bit types: 64 rows, the least that Hopper's warp-group matrix instructions take, and as many slots as registers hold in flight.
+    float32 has no such unit at full precision.
     """
     wide = dim > 128
     if dtype == torch.float32:
-        return (16, 32, 8, 1) if wide else (16, 64, 4, 1)
-    return 64, 64, 8 if wide else 4, 2
+        return 16, 16 if wide else 32, 8
+    if wide:
+        return 64, 32, 8
+    return 64, 128 if dim == triton.next_power_of_2(dim) else 64, 4
+
+
+def helpers(programs: int, places: int) -> int:
+    """How many of the ``programs`` of a launch share a merge: 1 where they do not all run at once."""
+    return HELPERS if programs <= places and not INTERPRETED else 1
 
 
 def tree_attention(
@@ -302,29 +331,31 @@ def tree_attention(
     pool = kv_pool[layer]
     ancestors = ancestors_BTX if ancestors_BTX.stride(2) == 1 else ancestors_BTX.contiguous()
     out = torch.empty((lanes, tokens, heads, dim), dtype=query.dtype, device=query.device)
-    rows, block, warps, stages = tile_shape(dim, query.dtype)
-    # Every further word of ancestors is held in registers; beside a block of 64 slots a second one would spill.
+    rows, block, warps = tile_shape(dim, query.dtype)
+    # Every further word of ancestors is held in registers; beside a larger block a second one would spill.
     block = block if ancestors.shape[2] == 1 else min(block, 32)
-    repeat = heads // groups
+    repeat, pad, exact = heads // groups, max(16, triton.next_power_of_2(dim)), query.dtype == torch.float32
     length = table_BP.shape[1] * page_size
     tiles, pairs, blocks = triton.cdiv(tokens * repeat, rows), lanes * groups, triton.cdiv(length, block)
-    wanted = triton.cdiv(PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(query.device), tiles * pairs)
-    programs = min(wanted, triton.cdiv(blocks, SPLIT))
-    slots = max(min(SPLITS_PER_PROGRAM * programs, triton.cdiv(blocks, SPLIT)), triton.cdiv(blocks, RUN))
+    # Never more than run at once: a program that takes a second unit loads it while others compute, one that has to wait does not.
+    places = PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(query.device)
+    programs = min(max(places // (tiles * pairs), 1), blocks)
+    slots = max(min(UNITS_PER_PROGRAM * programs, blocks), triton.cdiv(length, STRETCH))
     part_rows = min(rows, tokens * repeat)
     part_acc = torch.empty((pairs, tiles, slots + programs, part_rows, dim), dtype=torch.float32, device=query.device)
     part_stat = torch.empty((pairs, tiles, slots + programs, 2, part_rows), dtype=torch.float32, device=query.device)
     launch(
         _tree_attention, (tiles, programs, pairs),
         out, query, pool, table_BP, prefix_begin_BT, prefix_end_B, ancestors, part_acc, part_stat,
-        semaphores(query.device, pairs * tiles),
-        scale * math.log2(math.e), tokens, length, programs, slots, part_rows,
+        semaphores(query.device, 2 * pairs * tiles),
+        scale * math.log2(math.e), tokens * repeat, length, programs, slots, part_rows, helpers(tiles * programs * pairs, places),
         *query.stride()[:3], *pool.stride()[:4], table_BP.stride(0), *prefix_begin_BT.stride(), *ancestors.stride()[:2],
-        num_warps=warps, num_stages=stages,
-        GROUPS=groups, REPEAT=repeat, PAGE_SIZE=page_size, DIM=dim, DIM_PAD=max(16, triton.next_power_of_2(dim)),
+        num_warps=warps, num_stages=1,
+        GROUPS=groups, REPEAT=repeat, PAGE_SIZE=page_size, DIM=dim, DIM_PAD=pad,
         WORDS=ancestors.shape[2], WORDS_PAD=triton.next_power_of_2(ancestors.shape[2]), ROWS=rows, BLOCK=block,
-        SPLIT=SPLIT, RUN=RUN, SPLITS_PER_PROGRAM=SPLITS_PER_PROGRAM,
-        MERGE_ROWS=MERGE_ROWS, MERGE_UNROLL=MERGE_UNROLL,
+        RUN=RUN // block, STRETCH=STRETCH // block, EXACT=exact, PART=min(64, pad),
+        UNITS_PER_PROGRAM=UNITS_PER_PROGRAM, POLLS=POLLS, FOLD_ROWS=FOLD_ROWS,
+        MERGE_ROWS=rows if exact else MERGE_ROWS, MERGE_UNROLL=1 if exact else MERGE_UNROLL,
     )  # fmt: skip
     return out
 

@@ -1,0 +1,125 @@
+"""Partial results of attention: what a range of slots gives, folds of ranges that follow each other, and their merge by several programs.
+
+A partial is ``(acc, peak, total)``: the weighted sum of values, the largest score and the sum of weights relative to it. Folding is not
+associative to the bit, so the order is fixed by slot number, on three levels: splits into runs, runs into stretches, stretches into the
+result. A unit of work is a whole split, run or stretch, whose partial lies in memory; the merge folds units exactly as one program would.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def fold(acc, peak, total, next_acc, next_peak, next_total):
+    """``(acc, peak, total)`` with the partial that follows it. Neutral to the bit where either is empty."""
+    joint = tl.maximum(peak, next_peak)
+    safe = tl.where(joint == float("-inf"), 0.0, joint)
+    keep = tl.exp2(peak - safe)
+    add = tl.exp2(next_peak - safe)
+    acc = tl.fma(acc, tl.broadcast_to(keep[:, None], acc.shape), next_acc * add[:, None])
+    return acc, joint, tl.fma(total, keep, next_total * add)
+
+
+@triton.jit
+def empty(ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """The partial of no slot."""
+    return tl.zeros([ROWS, WIDTH], tl.float32), tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
+
+
+@triton.jit
+def load(part_acc, part_stat, slot, part, channel, rows, part_rows, DIM: tl.constexpr):
+    """A partial that another thread wrote: past the first-level cache, which need not know of it."""
+    valid = part < rows
+    at = part_acc + slot * part_rows * DIM + part[:, None] * DIM + channel[None, :]
+    acc = tl.load(at, mask=valid[:, None] & (channel < DIM)[None, :], other=0.0, cache_modifier=".cg")
+    at = part_stat + slot * 2 * part_rows + part
+    peak = tl.load(at, mask=valid, other=float("-inf"), cache_modifier=".cg")
+    return acc, peak, tl.load(at + part_rows, mask=valid, other=0.0, cache_modifier=".cg")
+
+
+@triton.jit
+def store(part_acc, part_stat, slot, part, channel, rows, part_rows, acc, peak, total, DIM: tl.constexpr):
+    valid = part < rows
+    at = part_acc + slot * part_rows * DIM + part[:, None] * DIM + channel[None, :]
+    tl.store(at, acc, mask=valid[:, None] & (channel < DIM)[None, :])
+    at = part_stat + slot * 2 * part_rows + part
+    tl.store(at, peak, mask=valid)
+    tl.store(at + part_rows, total, mask=valid)
+
+
+@triton.jit
+def merged(
+    part_acc, part_stat, scratch, part, channel, rows, part_rows, first_unit, units, unit,
+    RUN: tl.constexpr, STRETCH: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
+    """The result of rows ``part``: units ``first_unit ...`` of ``unit`` splits each, folded in their order."""
+    run_acc, run_peak, run_total = empty(ROWS, DIM_PAD)
+    stretch_acc, stretch_peak, stretch_total = empty(ROWS, DIM_PAD)
+    whole_acc, whole_peak, whole_total = empty(ROWS, DIM_PAD)
+    for lowest in range(0, units, UNROLL):
+        for step in tl.static_range(UNROLL):
+            index = lowest + step
+            new = load(part_acc, part_stat, scratch + index, part, channel, tl.where(index < units, rows, 0), part_rows, DIM)
+            run_acc, run_peak, run_total = fold(run_acc, run_peak, run_total, new[0], new[1], new[2])
+            # Selects, not branches, so that the loads of the steps that follow may be issued early.
+            end = (first_unit + index + 1) * unit
+            closed = end % RUN == 0
+            acc, peak, total = fold(stretch_acc, stretch_peak, stretch_total, run_acc, run_peak, run_total)
+            stretch_acc, stretch_peak = tl.where(closed, acc, stretch_acc), tl.where(closed, peak, stretch_peak)
+            stretch_total = tl.where(closed, total, stretch_total)
+            run_acc, run_peak = tl.where(closed, 0.0, run_acc), tl.where(closed, float("-inf"), run_peak)
+            run_total = tl.where(closed, 0.0, run_total)
+            closed = end % STRETCH == 0
+            acc, peak, total = fold(whole_acc, whole_peak, whole_total, stretch_acc, stretch_peak, stretch_total)
+            whole_acc, whole_peak = tl.where(closed, acc, whole_acc), tl.where(closed, peak, whole_peak)
+            whole_total = tl.where(closed, total, whole_total)
+            stretch_acc, stretch_peak = tl.where(closed, 0.0, stretch_acc), tl.where(closed, float("-inf"), stretch_peak)
+            stretch_total = tl.where(closed, 0.0, stretch_total)
+    acc, peak, total = fold(stretch_acc, stretch_peak, stretch_total, run_acc, run_peak, run_total)
+    acc, peak, total = fold(whole_acc, whole_peak, whole_total, acc, peak, total)
+    return acc / tl.where(total == 0.0, 1.0, total)[:, None]
+
+
+@triton.jit
+def first_group(counter, arriving, helpers, groups, POLLS: tl.constexpr):
+    """Announce what this program stored; the first group of rows that it is to merge, or ``groups``: none.
+
+    The last ``helpers`` of ``arriving`` programs to come here share the merge. Each looks up to ``POLLS`` times whether all have come; then
+    those that are here take groups one by one until none is left. Nobody's progress depends on a program that may not run: who has looked
+    often enough leaves, and the very last finds everyone there. A program that gets a group sees what all have stored. ``counter`` is two
+    words at 0, and again at 0 when every program has left.
+    """
+    tl.debug_barrier()
+    arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") + 1
+    group = groups
+    if arrived > arriving - helpers:
+        polls = 0
+        while (arrived < arriving) & (polls < POLLS):
+            arrived = tl.atomic_add(counter, 0, sem="acquire", scope="gpu")
+            polls += 1
+        if arrived == arriving:
+            group = next_group(counter, helpers, groups)
+        else:
+            claims = tl.atomic_add(counter + 1, 1 << 16, sem="relaxed", scope="gpu")
+            if tl.maximum((claims & 0xFFFF) - groups, 0) + (claims >> 16) + 1 == helpers:
+                reset(counter)
+    return group
+
+
+@triton.jit
+def next_group(counter, helpers, groups):
+    """A group that nobody else has, or ``groups`` where none is left; after that a program may not ask again."""
+    claims = tl.atomic_add(counter + 1, 1, sem="relaxed", scope="gpu")
+    group = claims & 0xFFFF
+    # Low half: claims, of which those beyond the groups were in vain. High half: programs that left without one.
+    if group - groups + 1 + (claims >> 16) == helpers:
+        reset(counter)
+    return tl.minimum(group, groups)
+
+
+@triton.jit
+def reset(counter):
+    tl.store(counter, 0)
+    tl.store(counter + 1, 0)
