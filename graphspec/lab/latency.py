@@ -149,26 +149,28 @@ def _linear(step: Step, at: Situation) -> Work:
 
 def _tree_attention(step: Step, at: Situation) -> Work:
     values = step.values
-    block, split, run = values["BLOCK"], values["SPLIT"], values["RUN"]
-    slots = min(at.context + values["tokens"], values["length"])
-    blocks = -(-slots // block)
-    splits = -(-blocks // split)
-    unit = split if splits <= values["SPLITS_PER_PROGRAM"] * values["programs"] else run
+    block, run = values["BLOCK"], values["RUN"]
+    tokens = values["all_rows"] // values["REPEAT"]
+    slots = min(at.context + tokens, values["length"])
+    blocks, most = -(-slots // block), values["UNITS_PER_PROGRAM"] * values["programs"]
+    unit = 1 if blocks <= most else run if -(-blocks // run) <= most else values["STRETCH"]
     units = -(-blocks // unit)
     lanes = values["table"].shape[0]
+    arriving = min(units, values["programs"])
     rows = min(values["ROWS"], values["part_rows"])
-    # One block is in flight: its pages, then its keys and values.
+    # A block of keys and values is in flight; its pages came while the one before was computed with.
     in_turn = -(-units // values["programs"]) * min(unit, blocks)
-    merges = -(-rows // values["MERGE_ROWS"]) * -(-units // values["MERGE_UNROLL"]) if units > 1 else 0
+    # Arrival, a claim, and the partials, so many at once.
+    merge = _ARRIVAL + -(-units // values["MERGE_UNROLL"]) if units > 1 else 0
     row = 2 * values["DIM"] * values["keys"].element_size()
     return Work(
         bytes=lanes * values["GROUPS"] * slots * row,
-        programs=lanes * values["GROUPS"] * min(units, values["programs"]),
+        programs=lanes * values["GROUPS"] * arriving,
         in_flight=block * row,
         memory=in_turn,
-        cache=1 + in_turn + (_ARRIVAL - 1 + merges if units > 1 else 0),
-        alone=rows * units * (values["DIM"] + 2) * 4 if units > 1 else 0,
-        flops=4 * lanes * values["tokens"] * values["GROUPS"] * values["REPEAT"] * slots * values["DIM"],
+        cache=1 + merge,
+        alone=rows * units * (values["DIM"] + 2) * 4 / min(arriving, max(values["helpers"], 1)) if units > 1 else 0,
+        flops=4 * lanes * values["all_rows"] * values["GROUPS"] * slots * values["DIM"],
     )
 
 
@@ -194,10 +196,11 @@ def _vocabulary(step: Step, at: Situation) -> Work:
     return Work(bytes=logits.numel() * logits.element_size(), programs=step.programs, memory=1, cache=1 + _ARRIVAL)
 
 
-def _bisection(step: Step, at: Situation) -> Work:
-    """The list is searched by halves of a 32-bit range, each waited for."""
+def _searched(step: Step, at: Situation) -> Work:
+    """The last program of a row goes over a list once for every 11 bits, and once more for the mass that top-k leaves."""
     found = _vocabulary(step, at)
-    return Work(found.bytes, found.programs, found.in_flight, found.memory, found.cache + 33)
+    passes = 4 if step.kernel == "kth_largest" else 3
+    return Work(found.bytes, found.programs, found.in_flight, found.memory, found.cache + 2 * passes)
 
 
 def _experts(step: Step, at: Situation) -> Work:
@@ -233,8 +236,8 @@ WORK: Mapping[str, Callable[[Step, Situation], Work]] = {
     "draft_topk": _vocabulary,
     "peaks": _vocabulary,
     "histogram": _vocabulary,
-    "kth_largest": _bisection,
-    "least": _bisection,
+    "kth_largest": _searched,
+    "least": _searched,
     "gate_up": _experts,
     "down": _experts,
     LIBRARY: _library,
