@@ -156,7 +156,7 @@ def record(plan: Plan, target: LlamaModel, draft: Any, lanes: int, sampling: Sam
         lanes: bucket; one of the plan's.
         sampling: what the requests ask of the sampler.
     """
-    from ..kernels.fused.launch import recording
+    from ..kernels.fused.launch import recording, semaphores
     from ..kernels.fused.linear import Products, fused_linear, linear, linear_summed
 
     steps: list[Step] = []
@@ -177,6 +177,8 @@ def record(plan: Plan, target: LlamaModel, draft: Any, lanes: int, sampling: Sam
         arena.allocate(sampling)
         views = arena.views(lanes)
     key = next(key for key in plan.graph_keys(sampling) if key.bucket == lanes)
+    # Made once by whoever asks first, which is no launch of this cycle.
+    semaphores(torch.device("meta"), 0)
     ends: list[tuple[str, int]] = []
     with recording() as launches, _Between(launches) as between, torch.no_grad():
         for stage in program_stages(plan, kernels, target, draft, key):

@@ -54,8 +54,9 @@ STORED_ONCE: dict[str, frozenset[str]] = {
     "_mail_apply": frozenset({"lane_table"}),
     # The two halves of a head that rotate, and the rest.
     "_rope_kv_write": frozenset({"out", "pool"}),
-    # One of three ways out of the kernel writes a row; peaks and totals have a half each, and a unit, a program and a row a slot.
-    "_tree_attention": frozenset({"out", "part_acc", "part_stat"}),
+    # One of three ways out of the kernel writes a row; peaks and totals have a half each, and a unit, a program and a row a slot; two
+    # counters.
+    "_tree_attention": frozenset({"out", "part_acc", "part_stat", "counters"}),
     # A block of steps for every turn of the loop.
     "_tree_walk": frozenset({"path"}),
     # A word for every turn of the loop.
