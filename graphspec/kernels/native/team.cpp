@@ -60,7 +60,8 @@ class Team {
   void run(Program& program, int threads) {
     const std::unique_lock<std::mutex> lead(leading_, std::try_to_lock);
     if (!lead.owns_lock() || threads < 2 || alone_ > 0) {
-      alone_ -= lead.owns_lock() && threads > 1;
+      // The counters are the leader's own.
+      if (lead.owns_lock() && threads > 1) --alone_;
       for (int phase = 0; phase < program.phases(); ++phase)
         for (int chunk = 0, count = program.chunks(phase); chunk < count; ++chunk) program.work(phase, chunk);
       return;
