@@ -1,4 +1,4 @@
-"""Scratch of fused kernels: what their launchers allocate beside results, which is in nobody's slots and in the memory plan.
+"""Scratch of fused kernels: what their launchers allocate besides results. It is in no slot, so the memory plan has a line for it.
 
 Counted by the launchers themselves, called on ``meta`` tensors in the shapes that an engine's programs have. So a launcher that changes
 what it allocates changes the plan, and there is no second formula to keep.
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Call = tuple[str, tuple[Any, ...]]
-"""Name of a function here that calls one launcher, and its arguments: a key for the count of it."""
+Call = tuple[Callable[..., int], tuple[Any, ...]]
+"""A function here that counts one call of one launcher, and its arguments."""
 
 
 class _Allocations(TorchDispatchMode):
@@ -86,8 +86,8 @@ def kernel_scratch(plan: Plan) -> int:
 
 
 @functools.lru_cache(maxsize=4096)
-def _count(name: str, arguments: tuple[Any, ...]) -> int:
-    return int(globals()[name](*arguments))
+def _count(call: Callable[..., int], arguments: tuple[Any, ...]) -> int:
+    return call(*arguments)
 
 
 def _fused(file: str, name: str) -> Callable[..., Any]:
@@ -163,23 +163,23 @@ def _history(lanes: int, width: int, paths: int, depth: int) -> int:
 
 
 def _network(plan: Plan, model: ModelFacts, rows: int) -> Iterator[Call]:
-    """Products and experts of one pass over so many tokens; the output layer is not among them."""
+    """Products and experts of one pass over ``rows`` tokens, without the output layer."""
     kind, hidden, latent = (plan.dtype, plan.numerics), model.hidden_size, model.latent
     widths = {model.intermediate_size}
     if model.experts is not None:
         widths.add(model.experts.shared_size)
-        yield "_experts", (rows, model.experts.num_experts, model.experts.topk, hidden, model.experts.intermediate_size, plan.dtype)
+        yield _experts, (rows, model.experts.num_experts, model.experts.topk, hidden, model.experts.intermediate_size, plan.dtype)
     for width in widths - {0}:
-        yield "_linear", (rows, 2 * width, hidden, *kind, True, True, False, False)
-        yield "_linear", (rows, hidden, width, *kind, False, False, True, False)
+        yield _linear, (rows, 2 * width, hidden, *kind, True, True, False, False)
+        yield _linear, (rows, hidden, width, *kind, False, False, True, False)
     if latent is not None:
         query = model.num_heads * (latent.nope_dim + latent.rope_dim)
-        yield "_linear", (rows, query, latent.query_rank or hidden, *kind, True, False, False, False)
-        yield "_linear", (rows, hidden, model.num_heads * latent.value_dim, *kind, False, False, True, False)
+        yield _linear, (rows, query, latent.query_rank or hidden, *kind, True, False, False, False)
+        yield _linear, (rows, hidden, model.num_heads * latent.value_dim, *kind, False, False, True, False)
         return
     query, key = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    yield "_linear", (rows, (2 if model.attention_gate else 1) * query + 2 * key, hidden, *kind, True, False, False, False)
-    yield "_linear", (rows, hidden, query, *kind, False, False, True, False)
+    yield _linear, (rows, (2 if model.attention_gate else 1) * query + 2 * key, hidden, *kind, True, False, False, False)
+    yield _linear, (rows, hidden, query, *kind, False, False, True, False)
 
 
 def _decode(plan: Plan, model: ModelFacts, lanes: int, tokens: int) -> Iterator[Call]:
@@ -187,9 +187,9 @@ def _decode(plan: Plan, model: ModelFacts, lanes: int, tokens: int) -> Iterator[
     yield from _network(plan, model, lanes * tokens)
     places = (plan.page_size, plan.table_width, plan.num_words, plan.dtype)
     if model.latent is not None:
-        yield "_latent", (lanes, tokens, model.num_heads, model.latent.rank, model.latent.rope_dim, *places)
+        yield _latent, (lanes, tokens, model.num_heads, model.latent.rank, model.latent.rope_dim, *places)
     else:
-        yield "_attention", (lanes, tokens, model.num_heads, model.num_kv_heads, model.head_dim, *places)
+        yield _attention, (lanes, tokens, model.num_heads, model.num_kv_heads, model.head_dim, *places)
 
 
 def _calls(plan: Plan) -> Iterator[Call]:
@@ -200,26 +200,26 @@ def _calls(plan: Plan) -> Iterator[Call]:
         for shape in plan.shapes:
             nodes = shape.num_draft_tokens
             yield from _decode(plan, target, lanes, nodes)
-            yield "_linear", (lanes * nodes, *head)
-            yield "_sample", (lanes, nodes, vocab)
-            yield "_filter", (lanes, nodes, vocab)
+            yield _linear, (lanes * nodes, *head)
+            yield _sample, (lanes, nodes, vocab)
+            yield _filter, (lanes, nodes, vocab)
             if plan.draft is not None and shape.num_steps:
                 model, known = plan.draft.decoder, plan.draft.draft_vocab_size
                 passes = {plan.accept_width, plan.accept_width + plan.lookback, *({shape.topk} if shape.num_steps > 1 else ())}
                 for tokens in passes:
                     yield from _decode(plan, model, lanes, tokens)
-                    yield "_linear", (lanes * tokens, model.hidden_size, plan.feature_width or model.hidden_size, plan.dtype, plan.numerics,
+                    yield _linear, (lanes * tokens, model.hidden_size, plan.feature_width or model.hidden_size, plan.dtype, plan.numerics,
                                       False, False, False, False)  # fmt: skip
                 for rows in {1, shape.topk}:
-                    yield "_linear", (lanes * rows, known, model.hidden_size, plan.dtype, plan.numerics, False, False, False, True)
-                    yield "_filter", (lanes, rows, known)
-                    yield "_topk", (lanes, rows, known, shape.topk)
+                    yield _linear, (lanes * rows, known, model.hidden_size, plan.dtype, plan.numerics, False, False, False, True)
+                    yield _filter, (lanes, rows, known)
+                    yield _topk, (lanes, rows, known, shape.topk)
             if plan.keeps_history and shape.num_steps:
-                yield "_history", (lanes, plan.max_positions, shape.topk, shape.num_steps)
+                yield _history, (lanes, plan.max_positions, shape.topk, shape.num_steps)
         if plan.catches_up and plan.draft is not None:
             yield from _decode(plan, plan.draft.decoder, lanes, plan.window_capacity)
     for chunk in plan.prefill_chunks:
         yield from _network(plan, target, chunk)
         if plan.draft is not None:
             yield from _network(plan, plan.draft.decoder, chunk + plan.lookback)
-    yield "_sample", (1, 1, vocab)
+    yield _sample, (1, 1, vocab)

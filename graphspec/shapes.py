@@ -197,7 +197,7 @@ A launch reads all weights whatever it computes: 2048 tokens in one chunk read t
 GPU compiles and captures, for each sampling class that is asked for, so there are few, and a prompt that fills none goes into several.
 """
 MOST_PADDING = 256
-"""A chunk is not taken for a rest of a prompt that leaves so many of its tokens unused.
+"""From this much padding on, the rest of a prompt goes into several smaller chunks.
 
 By data sheets an H200 multiplies 206 tokens in the time it reads the weights (989 TFLOPS of bfloat16, 4.8 TB/s): more padding than that
 costs more than to read the weights once more.

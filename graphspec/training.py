@@ -64,7 +64,7 @@ class AcceptanceConfig:
     shapes: list[list[int]] = field(default_factory=lambda: [[4, 1, 5], [5, 4, 16]])
     """[S, K, N]: draft depth, fan-out, verify nodes with the root."""
     temperature: float = 0.7
-    """Measured beside greedy decoding; 0: greedy decoding alone."""
+    """Temperature measured in addition to greedy decoding; 0: greedy decoding alone."""
     batch: int = 8
     """Prompts drafted for at once."""
     samples: int = 2

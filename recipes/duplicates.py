@@ -18,7 +18,7 @@ SHINGLE = 5
 NEAR = 0.7
 """Jaccard similarity of two sets of shingles above which one of the texts goes."""
 SAMPLED = 8
-"""One shingle of so many is looked up."""
+"""One of this many shingles is looked up."""
 COMMON = 64
 """Texts that share a shingle before it says nothing about them."""
 MULTIPLIER = np.uint64(6364136223846793005)

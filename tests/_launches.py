@@ -1,4 +1,4 @@
-"""The kernels behind the operators of a cycle: each call's launcher, run on ``meta`` tensors of the call's shapes, strides and numbers."""
+"""The kernels of the operators of a cycle: each call's launcher, run on ``meta`` tensors of the call's shapes, strides and numbers."""
 
 from __future__ import annotations
 

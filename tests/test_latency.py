@@ -11,8 +11,9 @@ import pytest
 from graphspec.catalog import resolve_variant
 from graphspec.config import KernelsConfig
 from graphspec.kernels import OPS
+from graphspec.kernels.fused.hopper import resident
 from graphspec.lab.floor import FloorModel, Hardware
-from graphspec.lab.latency import HOPPER, WORK, Situation, Work, by_kernel, estimate, estimate_cycle, places, resident, work_of
+from graphspec.lab.latency import HOPPER, WORK, Situation, Work, by_kernel, estimate, estimate_cycle, places, work_of
 from graphspec.lab.launches import INDUCTOR, LIBRARY, Step, launcher, paper_steps
 from graphspec.lab.paper import Paper, read_paper
 from graphspec.launch import LaunchConfig

@@ -52,7 +52,7 @@ def linear(
         bias: ``[out]``.
         norm_weight: ``[in]``; RMSNorm of ``x`` first, see :func:`~graphspec.kernels.formulas.rms_norm`. None: ``x`` as it is.
         norm_eps, norm_offset: of that norm.
-        residual: shape and dtype of the result; added last. A stream goes on: the result is the stream behind this product.
+        residual: shape and dtype of the result; added last. A stream goes on: the result is the stream after this product.
         gated: the rows of ``weight`` are gate and up, one half each; the result is ``silu(gate) * up``.
         float32: return float32, from the accumulator where an implementation has one.
 

@@ -22,6 +22,7 @@ from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
+from ..kernels.fused.hopper import MULTIPROCESSORS, resident
 from .floor import Hardware, distinct_experts
 from .launches import INDUCTOR, LIBRARY, Step
 
@@ -45,8 +46,6 @@ class Latencies:
             Architecture" (arXiv 2402.13499) chase pointers on an idle one in about half of that.
         cache: seconds of a round trip to the second-level cache, or of an atomic operation there. Assumed likewise.
         link: bytes per second between one multiprocessor and that cache: 64 bytes a clock at 1.7 GHz. Assumed.
-        multiprocessors: of the device.
-        registers, shared, warps: of a multiprocessor (CUDA C++ Programming Guide, compute capability 9.0).
     """
 
     gap: float = 1.3e-6
@@ -54,15 +53,9 @@ class Latencies:
     memory: float = 0.7e-6
     cache: float = 0.3e-6
     link: float = 1.09e11
-    multiprocessors: int = 132
-    registers: int = 65536
-    shared: int = 228 * 1024
-    warps: int = 64
 
 
 HOPPER = Latencies()
-RESERVED_SHARED = 1024
-"""Bytes of shared memory the system takes of every program on compute capability 9.0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +217,7 @@ def _library(step: Step, at: Situation) -> Work:
     weight = step.values["weight"]
     matrix = weight.shape[-1] * weight.shape[-2]
     size, flops = weight.numel() * weight.element_size(), 2 * step.values["rows"] * matrix
-    return Work(size, HOPPER.multiprocessors, in_flight=64 * 1024, memory=1, cache=1, flops=flops)
+    return Work(size, MULTIPROCESSORS, in_flight=64 * 1024, memory=1, cache=1, flops=flops)
 
 
 WORK: Mapping[str, Callable[[Step, Situation], Work]] = {
@@ -260,27 +253,13 @@ def _table() -> dict[str, list[dict[str, int]]]:
     return found
 
 
-def resident(used: Mapping[str, int], device: Latencies = HOPPER) -> int:
-    """Programs of a kernel that a multiprocessor holds at once.
-
-    Args:
-        used: ``registers`` of a thread, bytes of ``shared`` memory, ``warps``, as in the committed table.
-        device: the GPU.
-    """
-    # Registers are given out to a warp in units of 256.
-    registers = -(-used["registers"] * 32 // 256) * 256 * used["warps"]
-    return max(
-        min(device.registers // registers, device.shared // (used["shared"] + RESERVED_SHARED), device.warps // used["warps"], 32), 1
-    )
-
-
-def places(step: Step, device: Latencies = HOPPER) -> int:
+def places(step: Step) -> int:
     """Programs of a launch that the device holds at once; of a kernel in several forms, the one that uses most with as many warps."""
     entries = [used for used in _table().get(step.kernel, []) if used["warps"] == step.warps]
     if not entries:
-        return device.multiprocessors
+        return MULTIPROCESSORS
     most = {key: max(used[key] for used in entries) for key in ("registers", "shared")}
-    return device.multiprocessors * resident({**most, "warps": step.warps}, device)
+    return MULTIPROCESSORS * resident({**most, "warps": step.warps})
 
 
 def estimate(step: Step, at: Situation, hardware: Hardware, device: Latencies = HOPPER) -> Estimate:
@@ -292,7 +271,7 @@ def estimate(step: Step, at: Situation, hardware: Hardware, device: Latencies = 
         hardware: its bandwidth.
         device: constants of the GPU.
     """
-    work, room = work_of(step, at), places(step, device)
+    work, room = work_of(step, at), places(step)
     # Inductor's kernels and the library's begin after the one before them has ended.
     early = at.programmatic and step.kernel not in (INDUCTOR, LIBRARY)
     waves = -(-work.programs // room)

@@ -39,7 +39,7 @@ class Misfit:
     """Why not even one row fits.
 
     Attributes:
-        needed, allowed: bytes of one row with everything beside it, and bytes that may be used.
+        needed, allowed: bytes of an engine with one row, and bytes that may be used.
         context: tokens of that row.
         ways: what would fit, the smallest change first.
     """

@@ -23,7 +23,7 @@ def spell(value: float | None, unit: str = "") -> str:
 
 
 def spell_tick(value: float) -> str:
-    """A round number beside an axis: ``0.05``, ``2``, ``10,000``."""
+    """A round number on an axis: ``0.05``, ``2``, ``10,000``."""
     return f"{value:,g}"
 
 

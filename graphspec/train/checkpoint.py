@@ -1,4 +1,4 @@
-"""What a run leaves behind on its way: checkpoints that are whole or not there, and one JSON record for each interval."""
+"""What a run writes as it goes: checkpoints that are whole or not there, and one JSON record for each interval."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tests of ``tests/gpu`` in a process of their own: which of them, beside each other, each recorded as soon as it is over."""
+"""The tests of ``tests/gpu`` in a process of their own: which of them, side by side, each recorded as soon as it is over."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def run_command(
         log: gets what it prints.
         errors: gets its standard error instead.
         show: print its standard output here too.
-        environment: variables beside those of this process.
+        environment: variables in addition to those of this process.
 
     Returns:
         Its exit code; None when it was not over in time.

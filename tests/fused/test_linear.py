@@ -20,11 +20,11 @@ from triton.runtime.errors import OutOfResources
 from graphspec.errors import CaptureError, ConfigError
 from graphspec.kernels.fused import linear as module
 from graphspec.kernels.fused import linear_tune
+from graphspec.kernels.fused.hopper import PROGRAM_SHARED_BYTES
 from graphspec.kernels.fused.launch import recording, semaphores
 from graphspec.kernels.fused.linear import LinearConfig, LinearShape, LinearTable, fused_linear, linear
 from graphspec.kernels.fused.linear_choice import (
     FORMAT,
-    SHARED_BYTES,
     candidates,
     decoded,
     device_identity,
@@ -269,7 +269,7 @@ def test_configs_fit_and_cover(shape: LinearShape) -> None:
     fused = candidates(shape)
     assert (fast_config(shape) is None) == (shape.rows > 64) == (not fused)
     for config in (*fused, invariant_config(shape)):
-        assert config.shared_bytes(shape) <= SHARED_BYTES and config.stages >= 2
+        assert config.shared_bytes(shape) <= PROGRAM_SHARED_BYTES and config.stages >= 2
         steps = -(-shape.inputs // config.tile_inputs)
         each = -(-steps // config.splits)
         assert (config.splits - 1) * each < steps <= config.splits * each

@@ -21,7 +21,8 @@ from graphspec.errors import CaptureError
 from graphspec.kernels.formulas import rms_norm
 from graphspec.kernels.fused import aot
 from graphspec.kernels.fused import linear as module
-from graphspec.kernels.fused.launch import H200_MULTIPROCESSORS, recording
+from graphspec.kernels.fused.hopper import MULTIPROCESSORS, RESERVED_BYTES, SHARED_BYTES, resident
+from graphspec.kernels.fused.launch import recording
 from graphspec.kernels.fused.linear import fused_linear, linear, linear_summed
 from graphspec.kernels.fused.linear_choice import LinearConfig, LinearShape, LinearTable, fast_config, invariant_config
 from graphspec.kernels.linear import ResidualStream, hidden_of
@@ -191,17 +192,6 @@ def test_a_stream_through_rms_norm_and_the_reference() -> None:
     assert torch.equal(found.hidden, reference(stream.hidden, weight, norm_weight=norm.weight, norm_eps=EPS, residual=stream.hidden))
 
 
-REGISTERS, SHARED, THREADS = 65536, 228 * 1024, 2048
-"""Of a multiprocessor of compute capability 9.0 (CUDA C++ Programming Guide, technical specifications); 1 KB of shared memory goes to each
-program beside its own, and registers are dealt to a warp by 256."""
-
-
-def residents(used: dict[str, int]) -> int:
-    """Programs that a multiprocessor runs at a time, from a line of the committed table."""
-    by_registers = REGISTERS // (used["warps"] * (-(-used["registers"] * 32 // 256) * 256))
-    return min(by_registers, SHARED // (used["shared"] + 1024), THREADS // (32 * used["warps"]), 32)
-
-
 COMMITTED = json.loads(aot.TABLE.read_text())["kernels"]
 PRODUCTS = {case.name: case for case in module.AOT if "fp32" not in case.name}
 
@@ -213,16 +203,16 @@ def test_programs_end_together(name: str) -> None:
     with recording() as launches:
         case.launcher(**case.arguments())
     [grid] = [launch.grid[0] for launch in launches if launch.kernel is module._linear]
-    waves = grid / (residents(COMMITTED[f"linear/{name}/linear"]) * H200_MULTIPROCESSORS)
+    waves = grid / (resident(COMMITTED[f"linear/{name}/linear"]) * MULTIPROCESSORS)
     assert not 1.05 < waves < 1.9, f"{grid} programs are {waves:.2f} waves"
-    assert grid >= 0.9 * H200_MULTIPROCESSORS
+    assert grid >= 0.9 * MULTIPROCESSORS
 
 
-def test_residents_of_a_line() -> None:
+def test_programs_that_a_multiprocessor_holds() -> None:
     """By shared memory, by registers, by threads."""
-    assert residents({"registers": 64, "shared": 81920, "warps": 4}) == 2
-    assert residents({"registers": 172, "shared": 16384, "warps": 4}) == 2
-    assert residents({"registers": 32, "shared": 0, "warps": 32}) == 2
+    assert resident({"registers": 64, "shared": 81920, "warps": 4}) == 2
+    assert resident({"registers": 172, "shared": 16384, "warps": 4}) == 2
+    assert resident({"registers": 32, "shared": 0, "warps": 32}) == 2
 
 
 def test_waves_of_other_models() -> None:
@@ -237,8 +227,8 @@ def test_waves_of_other_models() -> None:
             assert fast is not None
             for config in (fast, invariant_config(shape)):
                 programs = -(-shape.width // config.tile_outputs) * config.splits
-                fitting = SHARED // (config.shared_bytes(shape) + 1024)
-                assert any(not 1.0 < programs / (count * H200_MULTIPROCESSORS) < 1.9 for count in range(min(2, fitting), fitting + 1)), (
+                fitting = SHARED_BYTES // (config.shared_bytes(shape) + RESERVED_BYTES)
+                assert any(not 1.0 < programs / (count * MULTIPROCESSORS) < 1.9 for count in range(min(2, fitting), fitting + 1)), (
                     shape,
                     config,
                 )
@@ -261,6 +251,7 @@ import sys
 from pathlib import Path
 from graphspec.kernels.fused import linear
 from graphspec.kernels.fused.aot import compiled_for_gpu
+from graphspec.kernels.fused.hopper import MULTIPROCESSORS, resident
 from graphspec.kernels.fused.launch import recording
 for case in linear.AOT:
     if case.name in sys.argv[2:]:

@@ -32,9 +32,6 @@ def parts(launch: Launch) -> int:
     named = {**dict(zip(launch.kernel.arg_names, launch.args, strict=False)), **launch.constexprs}
     if launch.kernel.fn.__name__ == "_ngram_match":
         return launch.grid[1]
-    if launch.kernel.fn.__name__ == "_linear":
-        # Its other parts are those of a sum of squares.
-        return int(named["SPLITS"])
     return next((int(named[name]) for name in COUNTS if name in named), 1)
 
 

@@ -1,4 +1,4 @@
-"""The kernels behind :mod:`graphspec.kernels.fused.linear`.
+"""The kernels of :mod:`graphspec.kernels.fused.linear`.
 
 The weight is the tall side of the matrix instruction and the few rows are the narrow one. Programs that share the inputs of a tile leave
 their partial sums in memory; the last one to arrive adds them in order and finishes the tile.
@@ -110,7 +110,7 @@ def _row_squares(x, squares, inputs, inner, x_outer, x_inner, BLOCK: tl.constexp
 @triton.jit
 def _linear(
     x, weight, bias, norm_weight, squares, residual, out, sums, partial, semaphore,
-    eps, begin, rows, inner, outputs, inputs, parts, x_outer, x_inner, weight_o, to_up, residual_outer, residual_inner,
+    eps, begin, rows, inner, outputs, inputs, square_parts, x_outer, x_inner, weight_o, to_up, residual_outer, residual_inner,
     TILE_M: tl.constexpr, TILE_O: tl.constexpr, TILE_K: tl.constexpr, SPLITS: tl.constexpr, EVEN: tl.constexpr,
     SCAN_M: tl.constexpr, SCAN_K: tl.constexpr, SCANS: tl.constexpr, PARTS: tl.constexpr, OFFSET: tl.constexpr, GATED: tl.constexpr,
     PREFETCH: tl.constexpr, LINE: tl.constexpr, PDL: tl.constexpr,
@@ -118,8 +118,8 @@ def _linear(
     """One program: ``TILE_O`` outputs (of gate and of up) of ``TILE_M`` rows, over one of ``SPLITS`` ranges of the inputs.
 
     Rows are ``begin .. begin + rows`` of ``x``, two leading dimensions of which the last is ``inner``. The norm's factors come from
-    ``squares [rows, parts]``, the parts of each row's sum of squares, or from ``x`` itself where there are none; the program then adds the
-    squares of ``SCAN_M`` rows. ``sums [rows, tiles]`` takes those of the result.
+    ``squares [rows, square_parts]``, the parts of each row's sum of squares. Where there are none the program adds the squares of
+    ``SCAN_M`` rows of ``x`` itself. ``sums [rows, tiles]`` takes those of the result.
     """
     dtype: tl.constexpr = weight.dtype.element_ty
     tiles_m = tl.cdiv(rows, TILE_M)
@@ -178,7 +178,7 @@ def _linear(
                     own = tl.arange(0, TILE_M)[:, None] == tl.arange(0, SCAN_M)[None, :]
                     scale = tl.sum(tl.where(own, _factor(total, inputs, eps)[None, :], 0.0), 1)
                 else:
-                    scale = _factor(_row_totals(squares, row, in_rows, parts, PARTS), inputs, eps)
+                    scale = _factor(_row_totals(squares, row, in_rows, square_parts, PARTS), inputs, eps)
             rows_of_x = _normed(rows_of_x, scale, scales, OFFSET, dtype)
             following = start + TILE_K + channel
             scales = tl.load(norm_weight + following, mask=following < end, other=0.0)

@@ -17,11 +17,11 @@ import triton
 from torch import Tensor
 
 from ...errors import CaptureError
+from .hopper import MULTIPROCESSORS
 
 NAMESPACE = "graphspec"
 MOST_PROGRAMS = 65535
 """Extent of a grid in its second and third dimension."""
-H200_MULTIPROCESSORS = 132
 
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 """Kernels run in Triton's interpreter, on CPU tensors. Decided when Triton is imported (``TRITON_INTERPRET=1``)."""
@@ -190,7 +190,7 @@ def register(
 
 def multiprocessors(device: torch.device) -> int:
     """How many multiprocessors ``device`` has; those of an H200 where there is none to ask."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else H200_MULTIPROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else MULTIPROCESSORS
 
 
 _semaphores: dict[torch.device, Tensor] = {}

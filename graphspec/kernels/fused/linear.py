@@ -6,6 +6,7 @@ product asks for its weights first and adds a few numbers while they arrive. The
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -167,41 +168,24 @@ def linear_summed(
     return out, sums
 
 
-def _fake(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    norm_weight: Tensor | None = None,
-    norm_eps: float = 0.0,
-    norm_offset: bool = False,
-    residual: Tensor | None = None,
-    gated: bool = False,
-    float32: bool = False,
-    squares: Tensor | None = None,
-    config: Sequence[int] | None = None,
-) -> Tensor:
-    outputs = weight.shape[0] // 2 if gated else weight.shape[0]
-    return x.new_empty((*x.shape[:-1], outputs), dtype=torch.float32 if float32 else x.dtype)
+def _fake(*arguments: Any, **named: Any) -> Tensor:
+    call = _CALL.bind(*arguments, **named).arguments
+    x, weight = call["x"], call["weight"]
+    outputs = weight.shape[0] // 2 if call.get("gated") else weight.shape[0]
+    out: Tensor = x.new_empty((*x.shape[:-1], outputs), dtype=torch.float32 if call.get("float32") else x.dtype)
+    return out
 
 
-def _fake_summed(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    norm_weight: Tensor | None = None,
-    norm_eps: float = 0.0,
-    norm_offset: bool = False,
-    residual: Tensor | None = None,
-    gated: bool = False,
-    float32: bool = False,
-    squares: Tensor | None = None,
-    config: Sequence[int] | None = None,
-) -> tuple[Tensor, Tensor]:
-    out = _fake(x, weight, gated=gated, float32=float32)
+def _fake_summed(*arguments: Any, **named: Any) -> tuple[Tensor, Tensor]:
+    call = _CALL.bind(*arguments, **named)
+    call.apply_defaults()
+    x, weight, bias, norm_weight, _, _, residual, gated, float32, squares, config = call.args
     use = _used(shape_of(x, weight, bias, norm_weight, residual, gated, float32, squares), config)
+    out = _fake(*arguments, **named)
     return out, x.new_empty((*x.shape[:-1], triton.cdiv(out.shape[-1], use.tile_outputs)), dtype=torch.float32)
 
 
+_CALL = inspect.signature(linear)
 OP = register("linear", linear, _fake)
 SUMMED = register("linear_summed", linear_summed, _fake_summed)
 
@@ -227,7 +211,7 @@ MATMUL = register("matmul", matmul, _fake_matmul)
 
 
 class Products(NamedTuple):
-    """What a linear layer calls: our kernel, the same with sums of squares beside the result, and the library's product."""
+    """What a linear layer calls: our kernel, our kernel that also returns sums of squares, and the library's product."""
 
     linear: Callable[..., Tensor]
     summed: Callable[..., tuple[Tensor, Tensor]]

@@ -11,17 +11,13 @@ from typing import Any
 import torch
 
 from ...errors import ConfigError
+from .hopper import MULTIPROCESSORS, PROGRAM_SHARED_BYTES, RESERVED_BYTES
 
 FORMAT = 2
 FUSED_ROWS = 64
 """Above, weights are no longer what a product waits for, and cuBLAS multiplies; unless the numerics forbid it."""
 SCANNED_ROWS = 8
 """Up to here every program computes the norm's factors itself: rows of that few are read faster than another kernel starts."""
-MULTIPROCESSORS = 132
-"""Of an H200. A constant, so that the bits do not depend on the device."""
-SHARED_BYTES = 227 * 1024
-"""Of a multiprocessor, for one program; each of several takes RESERVED_BYTES beside its own."""
-RESERVED_BYTES = 1024
 RESIDENTS = 2
 """Programs of a multiprocessor: while one merges or starts, the copies of the other keep the memory busy."""
 BAD_WAVES = (1.0, 1.95)
@@ -35,7 +31,7 @@ LONE_STAGES = 6
 LEAST_STAGES = 3
 NARROW_OUTPUTS = 32
 NARROW_ROWS = 8
-"""Up to here tiles may be narrow: every program reads all rows, and more of them would be a load on L2 that shows beside the weights."""
+"""Up to here tiles may be narrow: every program reads all rows, and more of them would load L2 noticeably."""
 NARROW_WAVES = 0.7
 """Of narrow programs without splits, at least so much; below, too few multiprocessors would have any."""
 UNSPLIT_SUMS = 32
@@ -51,7 +47,7 @@ class LinearShape:
         outputs: rows of the weight, gate and up both counted.
         inputs: columns of the weight.
         dtype: of input and weight, as ``bfloat16``.
-        norm, gated, residual, bias, float32: what there is beside the product.
+        norm, gated, residual, bias, float32: what the call does besides the product.
         summed: the norm finds the sums of squares of its input, which the product before has left.
     """
 
@@ -143,7 +139,7 @@ def _resident(
         least: stages.
 
     Returns:
-        None: so many do not fit.
+        None: they do not fit.
     """
     tiles, steps = -(-shape.width // tile_outputs), -(-shape.inputs // tile_inputs)
     splits = max(min(residents * MULTIPROCESSORS // tiles, steps // LEAST_STEPS, MOST_SPLITS), 1)
@@ -151,7 +147,9 @@ def _resident(
     # Four warps hold the sums of 64 by 64, of gate and of up; more would leave them no registers. What is not aligned passes through them.
     warps = 8 if sums > 2 * 64 * 64 or not shape.aligned else 4
     one = LinearConfig(tile_rows, tile_outputs, tile_inputs, split_inputs(shape, tile_inputs, splits), warps, 1, scan)
-    stages = min((SHARED_BYTES // residents - RESERVED_BYTES) // one.shared_bytes(shape), LONE_STAGES if residents == 1 else MOST_STAGES)
+    stages = min(
+        (PROGRAM_SHARED_BYTES // residents - RESERVED_BYTES) // one.shared_bytes(shape), LONE_STAGES if residents == 1 else MOST_STAGES
+    )
     if stages < least or (residents > RESIDENTS and sums > UNSPLIT_SUMS * 32 * warps):
         return None
     return replace(one, stages=stages)
@@ -163,7 +161,7 @@ def waves(shape: LinearShape, config: LinearConfig, residents: int) -> float:
 
 
 def _config(shape: LinearShape, tile_rows: int, tile_inputs: int, scan: bool) -> LinearConfig:
-    """Tiles and splits whose programs end together: at most one wave of them, or so many that the last one does not matter."""
+    """Tiles and splits whose programs end together: at most one wave of them, or enough waves that the last one does not matter."""
     if shape.item_size > 2:
         # Without matrix instructions, sums and operands are all in registers: more threads, less for each, one program a multiprocessor.
         tile_outputs = 32 if shape.gated else 64
@@ -197,7 +195,7 @@ def _tile_rows(shape: LinearShape) -> int:
 def _narrow(shape: LinearShape) -> list[LinearConfig]:
     """Tiles so narrow that a wave of programs needs no splits, and nobody waits for the last one to merge them.
 
-    Not behind a norm, which every program would apply to the whole input, and not where splits are needed all the same.
+    Not after a norm, which every program would apply to the whole input, and not where splits are needed all the same.
     """
     if shape.item_size > 2 or not shape.aligned or shape.norm or shape.gated or shape.rows > NARROW_ROWS:
         return []

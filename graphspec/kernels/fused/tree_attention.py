@@ -37,7 +37,7 @@ from .launch import INTERPRETED, AotCase, launch, multiprocessors, register, sem
 RUN, STRETCH = 1024, 8192
 """Slots of a run, and of a stretch. Part of the result's bits."""
 UNITS_PER_PROGRAM = 4
-"""A program takes up to so many units before they become larger, which bounds the partials kept in memory."""
+"""Units a program takes at most before they become larger, which bounds the partials kept in memory."""
 PROGRAMS_PER_MULTIPROCESSOR = 2
 HELPERS, POLLS = 8, 8
 """How many programs share a merge, and how often one looks whether the others have arrived."""
@@ -125,7 +125,7 @@ def _tree_attention(
     if not EXACT:
         q = tl.load(query_pair + query_row[:, None] + channel[None, :], mask=stored, other=0.0)
 
-    # What the tile sees: [low, prefix) and, behind it, the slots whose bit stands in any row's words.
+    # What the tile sees: [low, prefix) and, after it, the slots whose bit stands in any row's words.
     row_begin = tl.minimum(tl.maximum(row_begin, 0), length).to(tl.int32)
     low = tl.min(row_begin, 0)
     high = tl.max(tl.where(live, row_begin, 0), 0)
@@ -332,7 +332,7 @@ def tree_attention(
     ancestors = ancestors_BTX if ancestors_BTX.stride(2) == 1 else ancestors_BTX.contiguous()
     out = torch.empty((lanes, tokens, heads, dim), dtype=query.dtype, device=query.device)
     rows, block, warps = tile_shape(dim, query.dtype)
-    # Every further word of ancestors is held in registers; beside a larger block a second one would spill.
+    # Every further word of ancestors is held in registers; next to a larger block a second one would spill.
     block = block if ancestors.shape[2] == 1 else min(block, 32)
     repeat, pad, exact = heads // groups, max(16, triton.next_power_of_2(dim)), query.dtype == torch.float32
     length = table_BP.shape[1] * page_size
