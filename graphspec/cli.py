@@ -21,9 +21,9 @@ from .errors import ConfigError, GraphspecError
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
+    from .command_options import LaunchConfig
     from .engine.llm import LLM
     from .engine.outputs import Metrics, Output
-    from .launch import LaunchConfig
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
 LONGEST_COMPLAINT = 2000
@@ -212,14 +212,14 @@ def _completing(words: list[str]) -> bool:
 
 
 def _generate(config: LaunchConfig) -> int:
-    from .asked import failures, read_requests
+    from .command_input import failures, read_requests
 
     requests = read_requests(config)
     if all(request.error for request in requests):
         return _refuse(failures([request.error for request in requests]))
     from .engine.llm import LLM
     from .engine.request import sampling_class
-    from .report import progress_bars
+    from .show.demo import progress_bars
 
     served = {i: (request.prompt, request.params) for i, request in enumerate(requests) if request.params is not None}
     with progress_bars() as progress:
@@ -266,12 +266,12 @@ def _print_outputs(
 
 
 def _inspect(config: LaunchConfig) -> int:
-    from .asked import read_prompt
+    from .command_input import read_prompt
 
     prompt = read_prompt(config)
     from .engine.llm import LLM
-    from .inspect import show
-    from .report import progress_bars
+    from .show.demo import progress_bars
+    from .show.inspect import show
 
     with progress_bars() as progress:
         llm = LLM.from_config(config, progress=progress)
@@ -280,7 +280,7 @@ def _inspect(config: LaunchConfig) -> int:
 
 
 def _diff(config: LaunchConfig) -> int:
-    from .asked import read_prompt
+    from .command_input import read_prompt
 
     prompt = read_prompt(config)
     from .engine.diff import diff
@@ -297,10 +297,10 @@ def _diff(config: LaunchConfig) -> int:
 
 
 def _demo(config: LaunchConfig) -> int:
-    from .asked import read_prompt
+    from .command_input import read_prompt
 
     prompt = read_prompt(config)
-    from .report import run_demo
+    from .show.demo import run_demo
 
     run_demo(config, prompt)
     return 0
@@ -308,32 +308,32 @@ def _demo(config: LaunchConfig) -> int:
 
 def _profile(config: LaunchConfig) -> int:
     from .hub import pinned
-    from .lab.profile import run
+    from .lab.measure.profile import run
 
     return run(pinned(config))
 
 
 def _plan(config: LaunchConfig) -> int:
-    from .lab.planning import run
+    from .lab.predict.plan import run
 
     return run(config)
 
 
 def _tune(config: LaunchConfig) -> int:
     from .hub import pinned
-    from .lab.tune import run
+    from .lab.tune.tune import run
 
     return run(pinned(config))
 
 
 def _report(config: LaunchConfig) -> int:
-    from .lab.page import run
+    from .lab.report.page import run
 
     return run(config)
 
 
 def _train(config: LaunchConfig) -> int:
-    from .report import training_progress
+    from .show.demo import training_progress
     from .train.run import headline, run
 
     with training_progress() as watch:

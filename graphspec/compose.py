@@ -26,8 +26,8 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
 from .catalog import VARIANTS, all_variants
+from .command_options import LaunchConfig
 from .errors import ConfigError
-from .launch import LaunchConfig
 from .paths import read_text
 
 CONFIG_MODULE = "graphspec.conf"

@@ -232,8 +232,8 @@ class KernelsConfig:
     """Of fused linear layers. fast: the kernel of each shape that measured best; batch_invariant: one order of summation whatever the
     number of rows, so that a token's logits do not depend on what is computed beside it."""
     programmatic_launch: bool | None = None
-    """Fused kernels may start while the one before them drains (sm_90 and later). null: where ``python -m graphspec.lab.programmatic`` has
-    passed on this machine."""
+    """Fused kernels may start while the one before them drains (sm_90 and later). null: where
+    ``python -m graphspec.lab.measure.programmatic`` has passed on this machine."""
     linear_table: str | None = None
     """File with measured choices between our linear layers and cuBLAS; what it lacks is measured at start and added. null: a rule of thumb
     chooses."""

@@ -31,7 +31,7 @@ class AcceptPlan:
     """How drafted tokens are accepted.
 
     Attributes:
-        rule: its name in :data:`graphspec.graphs.rules.RULES`.
+        rule: its name in :data:`graphspec.graphs.stages.acceptance_rules.RULES`.
         threshold_single, threshold_acc: of rule ``target_only``.
         rates: of rule ``synthetic``: share of cycles that accept depth 1, 2, ... S.
         coupled: drafters rank by the sampler's own noise.

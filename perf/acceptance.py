@@ -17,7 +17,7 @@ from typing import Any
 
 from graphspec.engine.llm import LLM
 from graphspec.engine.request import SamplingParams
-from graphspec.lab.provenance import ROOT, provenance, result_file, within_repository, write_jsonl
+from graphspec.lab.measure.provenance import ROOT, provenance, result_file, within_repository, write_jsonl
 from recipes.corpus import load_corpus
 
 README = ROOT / "README.md"

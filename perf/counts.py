@@ -89,7 +89,7 @@ LLAMA_8B = {
 def sizes() -> Counts:
     """Bytes of every group of slots, and of what crosses between host and device per launch, as the plans declare them."""
     from graphspec.buffers import declare_slots, plan_sizes
-    from graphspec.graphs.mailbox import MailLayout
+    from graphspec.graphs.stages.mailbox import MailLayout
 
     plans = {
         "demo, eagle3 (4, 1, 5), 8 rows": _demo_plan("eagle3", (4, 1, 5), 8),

@@ -27,7 +27,7 @@ from graphspec.engine.depth import AdaptiveDepth
 from graphspec.engine.llm import DEMO, LLM, model_folder
 from graphspec.engine.outputs import StreamEvent
 from graphspec.engine.request import SamplingParams
-from graphspec.lab.provenance import ROOT, provenance, result_file, within_repository, write_jsonl
+from graphspec.lab.measure.provenance import ROOT, provenance, result_file, within_repository, write_jsonl
 from graphspec.models.layers import Linear
 from perf.speed import held_out_prompts
 

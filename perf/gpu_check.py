@@ -22,7 +22,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from graphspec.lab.provenance import ROOT, provenance, result_file, write_jsonl
+from graphspec.lab.measure.provenance import ROOT, provenance, result_file, write_jsonl
 from perf.gpu import checks, first
 from perf.gpu.budget import CALLS, MINUTES, SHORTEST, Part, all_parts, allowed, needed
 from perf.gpu.processes import run_command

@@ -18,16 +18,16 @@ import torch
 from graphspec.buffers import RING_FIELDS, Arena, Status, Views
 from graphspec.catalog import load_object, resolve_variant
 from graphspec.config import Config, ModelConfig, RuntimeConfig, VariantConfig
-from graphspec.cycle import Cycle
 from graphspec.engine.llm import model_folder
 from graphspec.engine.request import Request, SamplingParams
 from graphspec.engine.scheduler import Scheduler
 from graphspec.facts import read_model_facts
-from graphspec.graphs.mailbox import MailLayout
-from graphspec.graphs.stage import Stage
+from graphspec.graphs.cycle import Cycle
+from graphspec.graphs.programs import Key, PrefillKey
+from graphspec.graphs.stages.mailbox import MailLayout
+from graphspec.graphs.stages.stage import Stage
 from graphspec.kernels import select_kernels
 from graphspec.plan import Plan, make_plan
-from graphspec.programs import Key, PrefillKey
 from graphspec.shapes import GREEDY
 from perf.bytecodes import count_bytecodes
 

@@ -18,15 +18,15 @@ from typing import Any
 
 import torch
 
-from graphspec.attention import TreeAttention
 from graphspec.buffers import DTYPES
 from graphspec.engine.llm import LLM
 from graphspec.engine.request import SamplingParams
 from graphspec.graphs.compile import Region
-from graphspec.graphs.stage import TargetModel
+from graphspec.graphs.programs import PrefillKey
+from graphspec.graphs.stages.stage import TargetModel
 from graphspec.kernels.registry import KernelSet
-from graphspec.lab.provenance import ROOT, provenance, result_file, within_repository, write_jsonl
-from graphspec.programs import PrefillKey
+from graphspec.lab.measure.provenance import ROOT, provenance, result_file, within_repository, write_jsonl
+from graphspec.models.attention import TreeAttention
 from graphspec.shapes import GREEDY
 from graphspec.weights import load_target
 from perf.gpu.static_decode import compiled_step

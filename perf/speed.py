@@ -21,7 +21,7 @@ from graphspec.buffers import DTYPES
 from graphspec.core_wait import CoreWait, busy_caution
 from graphspec.engine.llm import LLM, model_folder
 from graphspec.engine.request import SamplingParams
-from graphspec.lab.provenance import provenance, result_file, within_repository, write_jsonl
+from graphspec.lab.measure.provenance import provenance, result_file, within_repository, write_jsonl
 from recipes.corpus import load_corpus
 
 RESULTS = Path(__file__).parent / "results"

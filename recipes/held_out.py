@@ -12,7 +12,7 @@ from pathlib import Path
 
 from recipes.corpus import load_corpus
 
-TARGET = Path(__file__).parents[1] / "graphspec" / "lab" / "workloads" / "held_out.jsonl"
+TARGET = Path(__file__).parents[1] / "graphspec" / "lab" / "measure" / "workloads" / "held_out.jsonl"
 CHARACTERS = 700
 """Of each prompt; 600 characters of Python are more than 128 tokens of any tokenizer in use."""
 

@@ -25,10 +25,10 @@ from typing import Any, cast
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from graphspec.command_options import LaunchConfig
 from graphspec.compose import load_config
 from graphspec.errors import ConfigError
-from graphspec.launch import LaunchConfig
-from graphspec.report import training_progress
+from graphspec.show.demo import training_progress
 from graphspec.train.draft import Recipe
 from graphspec.train.export import TOKENIZER_FILES, size_in_megabytes
 from graphspec.train.networks import NETWORKS

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-from graphspec.attention import HeadTransform, LatentTransform
 from graphspec.kernels.formulas import apply_rope, rms_norm
+from graphspec.models.attention import HeadTransform, LatentTransform
 
 VOCAB_SIZE = 61
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}

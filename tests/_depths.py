@@ -6,9 +6,9 @@ import random
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from graphspec.graphs.mailbox import Message
+from graphspec.graphs.programs import Key
+from graphspec.graphs.stages.mailbox import Message
 from graphspec.plan import Plan
-from graphspec.programs import Key
 from graphspec.shapes import GraphKey
 
 

@@ -19,7 +19,7 @@ from transformers import (
 from graphspec.train.draft import Recipe
 from graphspec.train.drafter import Drafter
 from graphspec.train.networks import NETWORKS
-from graphspec.training import TrainConfig
+from graphspec.train_options import TrainConfig
 
 FAMILIES = {
     "llama": (LlamaConfig, LlamaForCausalLM),

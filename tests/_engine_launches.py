@@ -21,7 +21,8 @@ from graphspec.catalog import load_object, resolve_variant
 from graphspec.config import AdaptiveConfig, Config, HardwareConfig, ModelConfig, RuntimeConfig, VariantConfig
 from graphspec.engine.llm import model_folder
 from graphspec.facts import Eagle3Facts, read_model_facts
-from graphspec.graphs.mailbox import MailLayout
+from graphspec.graphs.programs import Key, PrefillKey, describe, program_stages
+from graphspec.graphs.stages.mailbox import MailLayout
 from graphspec.kernels import select_kernels
 from graphspec.kernels.fused.aot import lowered, source_of
 from graphspec.kernels.fused.launch import Launch
@@ -29,7 +30,6 @@ from graphspec.kernels.fused.races import merged
 from graphspec.models.layers import use_kernels
 from graphspec.models.llama import LlamaModel
 from graphspec.plan import Plan, make_plan
-from graphspec.programs import Key, PrefillKey, describe, program_stages
 from graphspec.shapes import GREEDY, SamplingClass
 from tests._fake_cuda import load_cuda_guard
 from tests._launches import operator_calls

@@ -17,6 +17,7 @@ from graphspec.engine.request import Request, SamplingParams
 from graphspec.engine.scheduler import Scheduler
 from graphspec.facts import LatentFacts, ModelFacts, StandaloneFacts
 from graphspec.graphs.capture import ProgramCapturer
+from graphspec.graphs.programs import PrefillKey
 from graphspec.kernels.chunk_attention import chunk_attention
 from graphspec.kernels.flashinfer.planner import Planner
 from graphspec.kernels.latent_attention import random_latent_pool
@@ -26,7 +27,6 @@ from graphspec.kernels.registry import KernelSet
 from graphspec.kernels.tree_attention import random_pool
 from graphspec.models.layers import use_kernels
 from graphspec.plan import Plan, make_plan
-from graphspec.programs import PrefillKey
 from graphspec.shapes import SAMPLED
 from graphspec.variants.standalone import StandaloneDraft
 from tests._tiny import latent_facts, model_facts, move, tiny_networks

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from graphspec.command_options import LaunchConfig, ProfileConfig, WorkloadConfig
 from graphspec.config import ModelConfig, RuntimeConfig, VariantConfig
-from graphspec.launch import LaunchConfig, ProfileConfig, WorkloadConfig
 
 from ._engines import TREE
 

@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-from graphspec.lab import page
+from graphspec.lab.report import page
 from tests._report_records import read
 
 WEB = Path(page.__file__).parent / "web"

@@ -8,7 +8,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from graphspec.lab.results import Results, read_results
+from graphspec.lab.measure.results import Results, read_results
 
 HOSTILE = "</script><img src=x onerror=alert(1)></script /><!--<script \t\"'&amp;\n\u2028é"
 PROMPT = 'def read_lines(path):\n    """Return the lines of a text file."""\n'

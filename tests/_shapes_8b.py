@@ -13,13 +13,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from graphspec.buffers import Arena, Views
 from graphspec.config import Config, HardwareConfig, KernelsConfig, ModelConfig, RuntimeConfig, VariantConfig
 from graphspec.facts import ModelFacts, RopeFacts
-from graphspec.graphs.mailbox import MailLayout
-from graphspec.graphs.stage import Stage
+from graphspec.graphs.programs import program_stages
+from graphspec.graphs.stages.mailbox import MailLayout
+from graphspec.graphs.stages.stage import Stage
 from graphspec.kernels import select_kernels
 from graphspec.models.layers import use_kernels
 from graphspec.models.llama import LlamaModel
 from graphspec.plan import Plan, make_plan
-from graphspec.programs import program_stages
 from graphspec.shapes import GREEDY, CycleShape, SamplingClass
 from graphspec.variants.eagle3 import Eagle3Draft
 from tests._codegen import pretended_gpu

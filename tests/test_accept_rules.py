@@ -15,8 +15,8 @@ from graphspec.buffers import Status
 from graphspec.config import AcceptConfig, VariantConfig
 from graphspec.engine.request import SamplingParams
 from graphspec.errors import ConfigError
-from graphspec.graphs.accept import Accept
-from graphspec.graphs.sampling import COIN_STREAM, DRAFT_STREAM, RESIDUAL_STREAM, DraftSampler, coins
+from graphspec.graphs.stages.accept import Accept
+from graphspec.graphs.stages.sampling import COIN_STREAM, DRAFT_STREAM, RESIDUAL_STREAM, DraftSampler, coins
 from graphspec.kernels import select_kernels
 from graphspec.kernels.tree_build import tree_build
 from graphspec.plan import resolve_accept

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from graphspec.buffers import Status
 from graphspec.config import AdaptiveConfig
-from graphspec.cycle import Cycle
 from graphspec.engine.depth import AdaptiveDepth
 from graphspec.engine.llm import LLM, SamplingParams
 from graphspec.engine.outputs import summarise
@@ -20,10 +19,11 @@ from graphspec.engine.request import Request, RequestMetrics
 from graphspec.engine.scheduler import Scheduler
 from graphspec.engine.self_test import AcceptanceTest
 from graphspec.errors import ConfigError, ResourceError
-from graphspec.graphs.mailbox import Message
+from graphspec.graphs.cycle import Cycle
+from graphspec.graphs.programs import Key, PrefillKey, describe, tokens_of
+from graphspec.graphs.stages.mailbox import Message
 from graphspec.kernels import select_kernels
 from graphspec.plan import Plan
-from graphspec.programs import Key, PrefillKey, describe, tokens_of
 from graphspec.shapes import GREEDY, PLAIN, SAMPLED, GraphKey, SamplingClass
 
 from ._depths import Launches, RandomDepth, ScriptedDepth

@@ -11,11 +11,11 @@ from typing import Any, ClassVar
 
 import pytest
 
+from graphspec.command_options import LaunchConfig, ProfileConfig, WorkloadConfig
 from graphspec.config import SamplingConfig
 from graphspec.errors import ConfigError, ResourceError
-from graphspec.lab.api_side import ApiSide, Server, StreamReader
-from graphspec.lab.metrics import Timeline
-from graphspec.launch import LaunchConfig, ProfileConfig, WorkloadConfig
+from graphspec.lab.measure.api_side import ApiSide, Server, StreamReader
+from graphspec.lab.measure.metrics import Timeline
 
 TOKENS = [[11], [12, 13, 14], [15]]
 PAUSE = 0.02

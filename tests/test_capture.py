@@ -17,17 +17,17 @@ import pytest
 import torch
 
 from graphspec.buffers import Status
-from graphspec.cycle import Cycle
 from graphspec.engine.proposer import TrieProposer
 from graphspec.engine.request import Request, SamplingParams, sampling_class
 from graphspec.engine.scheduler import Scheduler
 from graphspec.errors import CaptureError, ResourceError
 from graphspec.graphs.capture import ran_out_of_memory
-from graphspec.graphs.mailbox import Message
-from graphspec.graphs.stage import Stage
+from graphspec.graphs.cycle import Cycle
+from graphspec.graphs.programs import Key, PrefillKey, describe, tokens_of
+from graphspec.graphs.stages.mailbox import Message
+from graphspec.graphs.stages.stage import Stage
 from graphspec.kernels import select_kernels
 from graphspec.plan import Plan
-from graphspec.programs import Key, PrefillKey, describe, tokens_of
 from graphspec.shapes import GREEDY, SAMPLED, GraphKey, SamplingClass
 
 from ._tape import Tape, TapeCapturer

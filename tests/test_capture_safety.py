@@ -17,14 +17,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphspec.buffers import Arena, Views
 from graphspec.config import AdaptiveConfig
-from graphspec.cycle import Cycle
 from graphspec.graphs.capture import Capturer
-from graphspec.graphs.mailbox import Chunk, Join, MailLayout, Message
-from graphspec.graphs.stage import Stage
+from graphspec.graphs.cycle import Cycle
+from graphspec.graphs.programs import Key, PrefillKey, program_stages
+from graphspec.graphs.stages.mailbox import Chunk, Join, MailLayout, Message
+from graphspec.graphs.stages.stage import Stage
 from graphspec.kernels import select_kernels
 from graphspec.models.layers import use_kernels
 from graphspec.plan import Plan
-from graphspec.programs import Key, PrefillKey, program_stages
 from graphspec.shapes import GREEDY, SAMPLED, GraphKey, SamplingClass
 from tests._fake_cuda import FixedOrder, HostTrafficError, NoHostTraffic, UnorderedSumError, load_cuda_guard, tensors
 from tests._tiny import OTHERS, SHAPES, STRUCTURES, move, same_bits, structure_plan, tiny_networks, tiny_plan

@@ -12,7 +12,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from graphspec import memory as memory_module
 from graphspec.convert import convert
 from graphspec.errors import CheckpointError, ConfigError
 from graphspec.facts import ModelFacts, read_model_facts
@@ -29,6 +28,7 @@ from graphspec.facts.keys import (
     Keys,
 )
 from graphspec.facts.mtp import read_tensor_names
+from graphspec.graphs import memory as memory_module
 from graphspec.weights import load_target, load_token_map
 from graphspec.weights.files import load_pickle, open_tensors
 

@@ -15,12 +15,14 @@ from typing import ClassVar
 import pytest
 from rich.console import Console
 
-from graphspec import cli, inspect, report
+from graphspec import cli
 from graphspec.catalog import VARIANTS
 from graphspec.engine.outputs import Metrics, Output, StreamEvent, TreeSnapshot
 from graphspec.errors import ConfigError, RequestError, ResourceError
 from graphspec.graphs.capture import CaptureRecord
-from graphspec.memory import MemoryLine, MemoryPlan
+from graphspec.graphs.memory import MemoryLine, MemoryPlan
+from graphspec.show import demo as report
+from graphspec.show import inspect
 
 METRICS = Metrics(
     cycles=7, acceptance_length=2.5, accepted_per_position=[0.9, 0.6], prefill_seconds=0.1, decode_seconds=0.2, tokens_per_second=123.0

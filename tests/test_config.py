@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphspec.catalog import VARIANTS
+from graphspec.command_options import LaunchConfig
 from graphspec.compose import config_groups, load_config, split_prompts
 from graphspec.config import RUNTIMES, Config, SamplingConfig
 from graphspec.errors import ConfigError
-from graphspec.launch import LaunchConfig
 from tests import snapshots
 
 CHOICES = [(group, choice) for group, choices in config_groups().items() for choice in choices]

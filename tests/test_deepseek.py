@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from graphspec.attention import LatentTransform, TreeAttention
 from graphspec.buffers import declare_slots
 from graphspec.config import Config, ModelConfig, VariantConfig
 from graphspec.errors import CheckpointError
 from graphspec.facts import read_model_facts, read_mtp_facts
 from graphspec.kernels import select_kernels
 from graphspec.kernels.formulas import Rotation
+from graphspec.models.attention import LatentTransform, TreeAttention
 from graphspec.plan import make_plan
 from graphspec.shapes import CycleShape
 from graphspec.weights import load_mtp, load_target

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from graphspec.cycle import Cycle
 from graphspec.engine.llm import SamplingParams
 from graphspec.engine.scheduler import Scheduler
 from graphspec.errors import CheckpointError, ConfigError, RequestError
-from graphspec.graphs.mailbox import Message
-from graphspec.programs import Key
+from graphspec.graphs.cycle import Cycle
+from graphspec.graphs.programs import Key
+from graphspec.graphs.stages.mailbox import Message
 from graphspec.shapes import GraphKey
 
 from ._engines import CHAIN, MIRROR_VOCAB, TREE, Pair, Watched, add_tokenizer, ids, mirror_pair, prompts, watch_schedulers, words

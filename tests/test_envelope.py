@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from graphspec.errors import ResourceError
 from graphspec.graphs.envelope import Envelope
-from graphspec.graphs.mailbox import Chunk, Join, MailLayout, Message
+from graphspec.graphs.stages.mailbox import Chunk, Join, MailLayout, Message
 
 from ._plans import plan
 

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from graphspec.attention import HeadTransform, TreeAttention
 from graphspec.engine import llm as llm_module
 from graphspec.engine.llm import LLM
 from graphspec.engine.request import SamplingParams
@@ -28,6 +27,7 @@ from graphspec.kernels.flashinfer.planner import Planner
 from graphspec.kernels.flashinfer.xqa import bind_window, pack_words, scratch_bytes
 from graphspec.kernels.formulas import Rotation
 from graphspec.kernels.tree_attention import random_pool, tree_attention
+from graphspec.models.attention import HeadTransform, TreeAttention
 from tests._checkpoints import VOCAB_SIZE, build_hf
 from tests._engines import CHAIN, SMALL, TREE, Pair, ids, prompts, random_pair
 from tests._fake_cuda import NoHostTraffic, load_cuda_guard

@@ -15,10 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphspec import memory
-from graphspec.attention import ChunkAttention, TreeAttention
 from graphspec.config import Config, KernelsConfig, ModelConfig, RuntimeConfig, VariantConfig
-from graphspec.cycle import Cycle
 from graphspec.engine import llm as llm_module
 from graphspec.engine.diff import diff
 from graphspec.engine.llm import LLM
@@ -26,13 +23,16 @@ from graphspec.engine.planned import PlannedCycle
 from graphspec.engine.request import SamplingParams
 from graphspec.errors import ConfigError, ResourceError
 from graphspec.graphs import compile as compile_module
-from graphspec.graphs.mailbox import Message
+from graphspec.graphs import memory
+from graphspec.graphs.cycle import Cycle
+from graphspec.graphs.programs import PrefillKey
+from graphspec.graphs.stages.mailbox import Message
 from graphspec.kernels import select_kernels
 from graphspec.kernels.flashinfer import version
 from graphspec.kernels.flashinfer.kernels import FlashInferKernels
 from graphspec.kernels.flashinfer.planner import Planner
+from graphspec.models.attention import ChunkAttention, TreeAttention
 from graphspec.plan import Plan
-from graphspec.programs import PrefillKey
 from graphspec.shapes import GREEDY
 from tests._checkpoints import VOCAB_SIZE, build_hf
 from tests._depths import Launches, ScriptedDepth

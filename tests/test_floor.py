@@ -14,9 +14,9 @@ from graphspec.compose import load_config
 from graphspec.config import VariantConfig
 from graphspec.engine.llm import LLM
 from graphspec.errors import ConfigError
-from graphspec.lab.floor import FloorModel, Hardware, StageCost, distinct_experts, kv_bytes_per_token
-from graphspec.lab.paper import read_paper, shape_names
-from graphspec.memory import plan_memory, weigh
+from graphspec.graphs.memory import plan_memory, weigh
+from graphspec.lab.predict.floor import FloorModel, Hardware, StageCost, distinct_experts, kv_bytes_per_token
+from graphspec.lab.predict.paper_models import read_paper, shape_names
 from graphspec.plan import make_plan
 from graphspec.shapes import PLAIN, CycleShape
 from tests._plans import draft_facts, model_facts

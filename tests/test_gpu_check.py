@@ -16,11 +16,11 @@ from typing import Any, Self
 import pytest
 import torch
 
-from graphspec.cycle import Cycle
 from graphspec.errors import ResourceError
-from graphspec.graphs.mailbox import Message
+from graphspec.graphs.cycle import Cycle
+from graphspec.graphs.stages.mailbox import Message
 from graphspec.kernels import OPS, select_kernels
-from graphspec.lab.stages import Probe, kernel_timeline
+from graphspec.lab.measure.stages import Probe, kernel_timeline
 from graphspec.shapes import GREEDY, CycleShape
 from perf import gpu_check
 from perf.gpu import bench, checks, first, latency, processes, results, static_decode

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from graphspec import cycle as cycle_module
 from graphspec.config import Config
 from graphspec.engine import llm as llm_module
+from graphspec.graphs import cycle as cycle_module
 from graphspec.plan import Plan, make_plan
 from tests import _tiny
 from tests._tape import Recorder, Tape, TapeCapturer

@@ -17,7 +17,7 @@ from graphspec import LLM, SamplingParams, cli, load_config
 from graphspec.catalog import resolve_variant
 from graphspec.errors import ConfigError
 from graphspec.hub import checkpoint_folder, is_hub_id, pinned
-from graphspec.lab.paper import read_paper
+from graphspec.lab.predict.paper_models import read_paper
 
 from ._engines import CHAIN, SMALL, Pair, add_tokenizer, mirror_pair
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from graphspec.buffers import POISON, Status
-from graphspec.cycle import Cycle
 from graphspec.engine.llm import SamplingParams
-from graphspec.graphs.mailbox import Message
-from graphspec.programs import Key
+from graphspec.graphs.cycle import Cycle
+from graphspec.graphs.programs import Key
+from graphspec.graphs.stages.mailbox import Message
 from graphspec.shapes import GraphKey
 
 from ._engines import CHAIN, TREE, Pair, Watched, ids, mirror_pair, prompts, watch_schedulers

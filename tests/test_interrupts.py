@@ -9,19 +9,19 @@ from typing import Any
 import pytest
 import torch
 
-from graphspec.cycle import Cycle
 from graphspec.engine.llm import LLM, SamplingParams
 from graphspec.engine.scheduler import Scheduler
 from graphspec.errors import CaptureError, ResourceError
+from graphspec.graphs.cycle import Cycle
 from graphspec.graphs.envelope import Envelope
-from graphspec.graphs.mailbox import Message
+from graphspec.graphs.stages.mailbox import Message
 from graphspec.shapes import GREEDY
 
 from ._engines import CHAIN, TREE, Pair, ids, mirror_pair, prompts
 from ._interrupts import interrupted
 from .test_shared_engine import assert_idle, collect, expected
 
-FILES = ("engine/engine.py", "engine/scheduler.py", "engine/offers.py", "graphspec/cycle.py", "graphs/envelope.py")
+FILES = ("engine/engine.py", "engine/scheduler.py", "engine/offers.py", "graphspec/graphs/cycle.py", "graphs/envelope.py")
 LENGTH = 7
 PARAMS = SamplingParams(max_tokens=LENGTH, ignore_eos=True)
 BOUNDARIES = (Cycle.launch.__code__, Cycle._send.__code__, Cycle.read.__code__, Envelope.write.__code__)
@@ -163,7 +163,7 @@ def test_a_launch_that_did_not_end_must_be_forgotten_first(pair: Pair, moment: s
 
 def test_a_launch_that_compiles_shifts_nothing(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error comes after the program ran; the device has counted it."""
-    import graphspec.cycle as module
+    import graphspec.graphs.cycle as module
 
     llm = pair.llm(**CHAIN, max_rows=2)
     asked = prompts(2)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphspec.errors import ConfigError
-from graphspec.lab import results
+from graphspec.lab.measure import results
 from tests._report_records import provenance, read, side, write
 
 SIDE = '{"kind": "side", "case": "c", "side": "s", "role": "subject", "batch": 1, "equal": true, '

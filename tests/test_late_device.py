@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from graphspec import cycle as cycle_module
 from graphspec.buffers import Arena
-from graphspec.cycle import Cycle
 from graphspec.engine.request import Request, SamplingParams
 from graphspec.engine.scheduler import Scheduler
+from graphspec.graphs import cycle as cycle_module
 from graphspec.graphs.capture import Capturer, ran_out_of_memory
+from graphspec.graphs.cycle import Cycle
 from graphspec.graphs.envelope import Envelope
 from graphspec.kernels import select_kernels
 from graphspec.plan import Plan

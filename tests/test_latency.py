@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from graphspec.catalog import resolve_variant
+from graphspec.command_options import LaunchConfig
 from graphspec.config import KernelsConfig
 from graphspec.kernels import OPS
 from graphspec.kernels.fused.hopper import resident
-from graphspec.lab.floor import FloorModel, Hardware
-from graphspec.lab.latency import HOPPER, WORK, Situation, Work, by_kernel, estimate, estimate_cycle, places, work_of
-from graphspec.lab.launches import INDUCTOR, LIBRARY, Step, launcher, paper_steps
-from graphspec.lab.paper import Paper, read_paper
-from graphspec.launch import LaunchConfig
+from graphspec.lab.predict.floor import FloorModel, Hardware
+from graphspec.lab.predict.latency import HOPPER, WORK, Situation, Work, by_kernel, estimate, estimate_cycle, places, work_of
+from graphspec.lab.predict.launches import INDUCTOR, LIBRARY, Step, launcher, paper_steps
+from graphspec.lab.predict.paper_models import Paper, read_paper
 from graphspec.shapes import PLAIN, CycleShape
 from tests._codegen import launches_of
 from tests._shapes_8b import fake_cycle
@@ -135,7 +135,7 @@ def test_an_estimate_by_hand() -> None:
 
 def _priced(step: Step, work: Work) -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("graphspec.lab.latency.work_of", lambda *_: work)
+        patch.setattr("graphspec.lab.predict.latency.work_of", lambda *_: work)
         return estimate(step, Situation(2048), H200)
 
 

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from graphspec.buffers import Arena
-from graphspec.cycle import Cycle, PrefillKey
 from graphspec.engine.llm import LLM
 from graphspec.engine.request import SamplingParams
 from graphspec.graphs.compile import Region, graphs_compiled
-from graphspec.graphs.stage import Stage
+from graphspec.graphs.cycle import Cycle, PrefillKey
+from graphspec.graphs.stages.stage import Stage
 from graphspec.kernels import select_kernels
 from graphspec.shapes import GREEDY
 
@@ -139,7 +139,7 @@ def test_an_engine_dies_whose_compilation_failed(pair: Pair, monkeypatch: pytest
     def broken(self: Stage, *_: Any) -> None:
         raise RuntimeError("a stage that can't be compiled")
 
-    monkeypatch.setattr("graphspec.graphs.commit.Commit.forward", broken)
+    monkeypatch.setattr("graphspec.graphs.stages.commit.Commit.forward", broken)
     with pytest.raises(Exception, match="can't be compiled") as caught:
         llm.generate(prompts(1), PARAMS)
     llm = None

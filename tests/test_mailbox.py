@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from graphspec.buffers import Arena
 from graphspec.errors import ResourceError
-from graphspec.graphs.counts import PromptCounts
-from graphspec.graphs.mailbox import Chunk, Join, Mailbox, MailLayout, Message
+from graphspec.graphs.stages.counts import PromptCounts
+from graphspec.graphs.stages.mailbox import Chunk, Join, Mailbox, MailLayout, Message
 from graphspec.kernels import select_kernels
 from graphspec.plan import Plan
 from graphspec.shapes import GREEDY, SamplingClass

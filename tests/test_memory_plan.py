@@ -13,17 +13,17 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from graphspec import memory as memory_module
 from graphspec.catalog import load_object
 from graphspec.config import Config, HardwareConfig, ModelConfig, RuntimeConfig, VariantConfig
 from graphspec.engine import llm as llm_module
 from graphspec.engine.llm import LLM, SamplingParams, model_folder
 from graphspec.errors import ConfigError, spell_bytes
 from graphspec.facts import read_eagle3_facts, read_model_facts
-from graphspec.inspect import memory_table
-from graphspec.memory import GIB, MemoryLine, MemoryPlan, available_bytes, plan_memory, weigh
+from graphspec.graphs import memory as memory_module
+from graphspec.graphs.memory import GIB, MemoryLine, MemoryPlan, available_bytes, plan_memory, weigh
 from graphspec.plan import make_plan
 from graphspec.shapes import SamplingClass
+from graphspec.show.inspect import memory_table
 from graphspec.weights.checkpoint import Checkpoint
 
 from ._engines import CHAIN, TREE, Pair, mirror_pair

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphspec.lab.metrics import (
+from graphspec.lab.measure.metrics import (
     CycleCount,
     Round,
     Timeline,

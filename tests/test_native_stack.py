@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from graphspec import LLM
-from graphspec.attention import ChunkAttention, TreeAttention
 from graphspec.facts import Eagle3Facts, EagleFacts, ModelFacts, MTPFacts, RopeFacts, StandaloneFacts
 from graphspec.kernels import native, select_kernels
 from graphspec.kernels.tree_attention import poison_unseen, visible_slots
+from graphspec.models.attention import ChunkAttention, TreeAttention
 from graphspec.models.layers import Linear, pack_linear_layers
 from graphspec.models.llama import LlamaModel
 from graphspec.models.stack import pack_stack

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from graphspec.graphs.verify import Verify
+from graphspec.graphs.stages.verify import Verify
 from graphspec.shapes import GREEDY, SAMPLED, CycleShape, SamplingClass
 from perf.counts import GUARD, differences, launch_figures
 from perf.none_cost import plain_step

@@ -17,7 +17,7 @@ from jinja2 import UndefinedError
 
 from graphspec import cli
 from graphspec.errors import ConfigError
-from graphspec.lab import page, tables
+from graphspec.lab.report import page, tables
 from tests._report_page import STUB, WEB, Document, charts_of, render
 from tests._report_records import HOSTILE, PROMPT, generation, provenance, ratio, read, records, side, write
 
@@ -29,7 +29,7 @@ class Block:
             raise ModuleNotFoundError("blocked: " + name)
 sys.meta_path.insert(0, Block())
 from graphspec.errors import ConfigError
-from graphspec.lab import page
+from graphspec.lab.report import page
 try:
     page.plotly_script()
 except ConfigError as error:

@@ -11,7 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphspec.lab import anatomy, canvas, figures, results, spelling
+from graphspec.lab.measure import results
+from graphspec.lab.report import charts as canvas
+from graphspec.lab.report import cycle_charts as anatomy
+from graphspec.lab.report import numbers as spelling
+from graphspec.lab.report import speed_charts as figures
 from tests._report_page import WEB, Document, charts_of, render
 from tests._report_records import provenance, ratio, read, records, side
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from graphspec.catalog import resolve_variant
 from graphspec.config import Config, VariantConfig
 from graphspec.errors import ConfigError
-from graphspec.graphs.mailbox import MailLayout
+from graphspec.graphs.stages.mailbox import MailLayout
 from graphspec.plan import make_plan, resolve_shape
 from graphspec.shapes import PLAIN, SAMPLED, CycleShape, GraphKey, pick_bucket
 

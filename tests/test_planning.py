@@ -19,12 +19,12 @@ from graphspec.cli import main
 from graphspec.compose import config_groups, load_config
 from graphspec.errors import GraphspecError
 from graphspec.facts import read_model_facts
-from graphspec.lab import machine
-from graphspec.lab.acceptance import SIBLING, Acceptance, conditional
-from graphspec.lab.advice import Efficiency, Ranked, candidate_shapes, crossover, free_width, predict, rank_shapes
-from graphspec.lab.floor import FloorModel, Hardware
-from graphspec.lab.measured import acceptance_of, calibrate, context_of, fit_stage, predictions, read_measured, timed
-from graphspec.lab.planning import CLOSE, advise, recommend, run
+from graphspec.lab.measure import machine
+from graphspec.lab.predict.acceptance import SIBLING, Acceptance, conditional
+from graphspec.lab.predict.advice import Efficiency, Ranked, candidate_shapes, crossover, free_width, predict, rank_shapes
+from graphspec.lab.predict.floor import FloorModel, Hardware
+from graphspec.lab.predict.from_results import acceptance_of, calibrate, context_of, fit_stage, predictions, read_measured, timed
+from graphspec.lab.predict.plan import CLOSE, advise, recommend, run
 from graphspec.shapes import PLAIN, CycleShape
 from perf.gpu.bench import write_configs
 from tests._plans import draft_facts, model_facts
@@ -302,8 +302,8 @@ def test_json_of_a_published_shape(capsys: pytest.CaptureFixture[str], tmp_path:
 
 def test_rows_that_fit_fit_and_one_more_does_not() -> None:
     """Against the memory plan of engines with so many rows."""
-    from graphspec.lab.capacity import _plan
-    from graphspec.lab.paper import read_paper
+    from graphspec.lab.predict.capacity import _plan
+    from graphspec.lab.predict.paper_models import read_paper
 
     config = load_config("model=llama-3.1-8b", "hardware=l40s", "plan.batches=[1]", "plan.context=1024")
     found = advise(config)
@@ -369,8 +369,8 @@ def test_tables_fit_into_100_columns(capsys: pytest.CaptureFixture[str], tmp_pat
 
 def test_measuring_this_machine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[Any, ...]] = []
-    monkeypatch.setattr("graphspec.lab.planning.copy_bandwidth", lambda *a: calls.append(a) or 2e10)
-    monkeypatch.setattr("graphspec.lab.planning.matmul_rate", lambda *a: calls.append(a) or 1e11)
+    monkeypatch.setattr("graphspec.lab.predict.plan.copy_bandwidth", lambda *a: calls.append(a) or 2e10)
+    monkeypatch.setattr("graphspec.lab.predict.plan.matmul_rate", lambda *a: calls.append(a) or 1e11)
     document = plan(capsys, "hardware=cpu", "plan.measure=true", "plan.batches=[1]")
     assert calls == [("cpu",), ("cpu", "float32")]
     assert (document["hardware"]["bandwidth"], document["hardware"]["flops"]) == (2e10, 1e11)

@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphspec import memory as memory_module
 from graphspec.config import Config, HardwareConfig, ModelConfig, RuntimeConfig
 from graphspec.engine.llm import SamplingParams
 from graphspec.engine.request import Request
 from graphspec.engine.scheduler import Scheduler, chunked
-from graphspec.graphs.mailbox import Chunk, MailLayout, Message
-from graphspec.memory import GIB, fit_memory, plan_memory
+from graphspec.graphs import memory as memory_module
+from graphspec.graphs.memory import GIB, fit_memory, plan_memory
+from graphspec.graphs.programs import PrefillKey
+from graphspec.graphs.stages.mailbox import Chunk, MailLayout, Message
 from graphspec.plan import make_plan
-from graphspec.programs import PrefillKey
 from graphspec.shapes import CHUNKS, GREEDY, MOST_PADDING, pick_bucket, prefill_chunks
 
 from ._engines import Pair, ids, mirror_pair, prompts

@@ -15,17 +15,17 @@ from typing import Any, Self
 import pytest
 
 from graphspec import cli
+from graphspec.command_options import LaunchConfig, ProfileConfig, WorkloadConfig
 from graphspec.config import RuntimeConfig
 from graphspec.errors import ConfigError, GraphspecError, ResourceError
-from graphspec.lab import compare, profile
-from graphspec.lab.compare import Measured
-from graphspec.lab.gate import Reference, judge
-from graphspec.lab.metrics import Timeline
-from graphspec.lab.process import WorkerProcess, pack, unpack
-from graphspec.lab.sides import Side, for_workload, plain_config, reference_of, sides_of
-from graphspec.lab.worker import Worker
-from graphspec.lab.workload import held_out_texts, make_workload
-from graphspec.launch import LaunchConfig, ProfileConfig, WorkloadConfig
+from graphspec.lab.measure import compare, profile
+from graphspec.lab.measure.compare import Measured
+from graphspec.lab.measure.equality import Reference, judge
+from graphspec.lab.measure.metrics import Timeline
+from graphspec.lab.measure.process import WorkerProcess, pack, unpack
+from graphspec.lab.measure.sides import Side, for_workload, plain_config, reference_of, sides_of
+from graphspec.lab.measure.worker import Worker
+from graphspec.lab.measure.workload import held_out_texts, make_workload
 from recipes import held_out
 from recipes.corpus import HELD_OUT
 
@@ -318,7 +318,8 @@ def test_a_whole_run(pair: Pair, tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 def test_whoever_only_asks_imports_no_torch() -> None:
     modules = ("torch", "transformers", "numpy")
-    code = f"import sys; import graphspec.lab.profile, graphspec.lab.worker; print([m for m in {modules} if m in sys.modules])"
+    imports = "import sys; import graphspec.lab.measure.profile, graphspec.lab.measure.worker"
+    code = f"{imports}; print([m for m in {modules} if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
 
 

@@ -10,21 +10,21 @@ from typing import Any, ClassVar, Self
 import pytest
 import torch
 
+from graphspec.command_options import LaunchConfig, ProfileConfig
 from graphspec.config import AcceptConfig, SamplingConfig
 from graphspec.engine.llm import LLM
 from graphspec.errors import ConfigError, ResourceError
-from graphspec.lab import compare, profile
-from graphspec.lab.compare import Bench, Measured, Schedule
-from graphspec.lab.engine_side import EngineSide
-from graphspec.lab.generations import record_generation
-from graphspec.lab.hf_side import HfSide
-from graphspec.lab.metrics import Timeline, figures
-from graphspec.lab.recorder import MarkedProgram, Recorder, stage_timer
-from graphspec.lab.selfcheck import ReplayTwin, check_runtime
-from graphspec.lab.sides import Side, plain_config, sides_of
-from graphspec.lab.stages import Probe, kernel_timeline, summarise_kernels
-from graphspec.lab.trace import TRACKS, chrome_trace
-from graphspec.launch import LaunchConfig, ProfileConfig
+from graphspec.lab.measure import compare, profile
+from graphspec.lab.measure.compare import Bench, Measured, Schedule
+from graphspec.lab.measure.engine_side import EngineSide
+from graphspec.lab.measure.generations import record_generation
+from graphspec.lab.measure.hf_side import HfSide
+from graphspec.lab.measure.metrics import Timeline, figures
+from graphspec.lab.measure.recorder import MarkedProgram, Recorder, stage_timer
+from graphspec.lab.measure.selfcheck import ReplayTwin, check_runtime
+from graphspec.lab.measure.sides import Side, plain_config, sides_of
+from graphspec.lab.measure.stages import Probe, kernel_timeline, summarise_kernels
+from graphspec.lab.measure.trace import TRACKS, chrome_trace
 
 from ._engines import Pair, add_tokenizer, mirror_pair
 from ._profile import launch
@@ -79,7 +79,7 @@ def test_acceptance_is_what_the_engine_says_it_is(side: EngineSide) -> None:
 
 def test_stages_and_cycles_are_timed_without_changing_a_token(side: EngineSide, monkeypatch: pytest.MonkeyPatch) -> None:
     before = side.round()["tokens"]
-    monkeypatch.setattr("graphspec.lab.stages.copy_bandwidth", lambda *args, **kwargs: 1e9)
+    monkeypatch.setattr("graphspec.lab.measure.stages.copy_bandwidth", lambda *args, **kwargs: 1e9)
     found = side.anatomy()
     assert found["bandwidth"] == 1e9
     names = [stage["name"] for stage in found["stages"]]
@@ -147,7 +147,7 @@ def test_plain_decoding_is_recorded_too(pair: Pair) -> None:
 
 
 def test_stages_are_timed_only_where_that_is_asked(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("graphspec.lab.stages.copy_bandwidth", lambda *args, **kwargs: 1e9)
+    monkeypatch.setattr("graphspec.lab.measure.stages.copy_bandwidth", lambda *args, **kwargs: 1e9)
     one = EngineSide(launch(pair, requests=1, profile=ProfileConfig(stages=False)))
     found = one.anatomy()
     assert found["stages"] == [] and found["not_measured"]["stages"] == "profile.stages=false" and found["cycle_ms"]["median"] > 0
@@ -226,8 +226,8 @@ class AsCuda:
 def test_a_captured_run_is_timed_by_its_marks(side: EngineSide, monkeypatch: pytest.MonkeyPatch) -> None:
     """The way a GPU is measured, on a stand-in: capture with marks, replay in place of the program, wait, read the events."""
     waits: list[int] = []
-    monkeypatch.setattr("graphspec.lab.recorder.Capturer", lambda arena: FakeCapturer())
-    monkeypatch.setattr("graphspec.lab.recorder.external_event", FakeEvent)
+    monkeypatch.setattr("graphspec.lab.measure.recorder.Capturer", lambda arena: FakeCapturer())
+    monkeypatch.setattr("graphspec.lab.measure.recorder.external_event", FakeEvent)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: waits.append(1))
     before = side.round()["tokens"]
     cycle: Any = AsCuda(side.llm.cycle)
@@ -298,7 +298,7 @@ def test_the_probe_looks_at_one_cycle_and_changes_nothing(side: EngineSide, monk
         looked.append(1)
         return {"nodes": 7, "gap_ms": 0.5}
 
-    monkeypatch.setattr("graphspec.lab.stages.kernel_timeline", timeline)
+    monkeypatch.setattr("graphspec.lab.measure.stages.kernel_timeline", timeline)
     before = side.round()["tokens"]
     cycle = side.llm.cycle
     free = Recorder(cycle)
@@ -344,7 +344,7 @@ def test_the_runtime_is_checked_where_acceptance_is_forced(pair: Pair, monkeypat
 
         return DiffReport(False, 3, 2, "verify", "logits_BNV", "[0]: 1 against 2")
 
-    monkeypatch.setattr("graphspec.lab.selfcheck.diff", diff)
+    monkeypatch.setattr("graphspec.lab.measure.selfcheck.diff", diff)
     told = check_runtime(replace(config, runtime=replace(config.runtime, name="compiled")))
     assert (
         asked == [("eager", "compiled")]

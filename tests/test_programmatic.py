@@ -12,7 +12,7 @@ import torch
 from graphspec.engine import programmatic
 from graphspec.engine.llm import LLM
 from graphspec.errors import ConfigError
-from graphspec.lab import programmatic as probe
+from graphspec.lab.measure import programmatic as probe
 
 pytest.importorskip("triton")
 

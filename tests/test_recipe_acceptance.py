@@ -8,7 +8,7 @@ import torch
 from graphspec.train.acceptance import draft_candidates, measure_acceptance, target_text
 from graphspec.train.draft import Texts, train_draft
 from graphspec.train.drafter import Drafter, Target
-from graphspec.training import AcceptanceConfig
+from graphspec.train_options import AcceptanceConfig
 
 from ._drafts import SMALL, build, draft_logits, random_text, recipe, tiny_target
 

@@ -22,7 +22,7 @@ from graphspec.train.export import export_draft
 from graphspec.train.networks import NETWORKS
 from graphspec.train.networks.eagle3 import choose_draft_vocab
 from graphspec.train.optim import Optimizers
-from graphspec.training import AcceptanceConfig
+from graphspec.train_options import AcceptanceConfig
 
 from ._drafts import FAMILIES, SMALL, build, draft_logits, random_text, recipe, tiny_target
 

@@ -19,7 +19,7 @@ from graphspec.train.generate import continue_text, repetition
 from graphspec.train.networks import NETWORKS
 from graphspec.train.optim import Optimizers
 from graphspec.train.target import trained_target
-from graphspec.training import TrainConfig
+from graphspec.train_options import TrainConfig
 from recipes.card import model_card
 from recipes.train_demo import CONF, REPOSITORY, Demo, main
 

@@ -11,8 +11,8 @@ import torch
 from graphspec.engine.llm import LLM, SamplingParams
 from graphspec.errors import ResourceError
 from graphspec.graphs.compile import Region
-from graphspec.graphs.mailbox import Message
-from graphspec.programs import PrefillKey
+from graphspec.graphs.programs import PrefillKey
+from graphspec.graphs.stages.mailbox import Message
 from graphspec.shapes import GREEDY
 
 from ._engines import CHAIN, TREE, WIDE, Pair, ids, mirror_pair, prompts

@@ -22,7 +22,7 @@ from graphspec.config import SamplingConfig
 from graphspec.engine.prompts import make_requests, read_params, read_prompt, split_prompts
 from graphspec.engine.request import LogitBias, Request, SamplingParams, configured_params
 from graphspec.errors import CheckpointError, ConfigError, RequestError
-from graphspec.graphs.mailbox import Join, MailLayout
+from graphspec.graphs.stages.mailbox import Join, MailLayout
 
 from ._plans import plan
 

@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphspec.cycle import RingEntry
 from graphspec.engine.llm import SamplingParams
 from graphspec.errors import ConfigError
-from graphspec.graphs.mailbox import Message
+from graphspec.graphs.cycle import RingEntry
+from graphspec.graphs.programs import Key
+from graphspec.graphs.stages.mailbox import Message
 from graphspec.plan import Plan
-from graphspec.programs import Key
 from graphspec.shapes import GraphKey
 
 from ._engines import CHAIN, TREE, Pair, ids, mirror_pair, prompts, watch_schedulers

@@ -15,17 +15,17 @@ from torch import Tensor
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from graphspec.buffers import POISON, Status
-from graphspec.cycle import Cycle
 from graphspec.engine.llm import LLM
 from graphspec.engine.request import SamplingParams, sampling_class
 from graphspec.errors import RequestError
-from graphspec.graphs.mailbox import Message
-from graphspec.graphs.sampling import LogitShaper, node_paths, sample_tokens, trusted
+from graphspec.graphs.cycle import Cycle
+from graphspec.graphs.programs import Key
+from graphspec.graphs.stages.mailbox import Message
+from graphspec.graphs.stages.sampling import LogitShaper, node_paths, sample_tokens, trusted
 from graphspec.kernels import select_kernels
 from graphspec.kernels.filter_logits import filter_logits
 from graphspec.kernels.topk import stable_topk
 from graphspec.kernels.tree_build import causal_words
-from graphspec.programs import Key
 from graphspec.shapes import GREEDY, GraphKey, SamplingClass
 
 from ._engines import CHAIN, MIRROR_VOCAB, TREE, WIDE, Pair, ids, mirror_pair, prompts, watch_schedulers

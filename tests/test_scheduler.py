@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphspec.buffers import Status
-from graphspec.cycle import RingEntry
 from graphspec.engine.request import Request, SamplingParams, check_prompt
 from graphspec.engine.scheduler import Scheduler, chunked
 from graphspec.errors import RequestError
-from graphspec.graphs.mailbox import MailLayout, Message
+from graphspec.graphs.cycle import RingEntry
+from graphspec.graphs.programs import Key, PrefillKey
+from graphspec.graphs.stages.mailbox import MailLayout, Message
 from graphspec.plan import Plan
-from graphspec.programs import Key, PrefillKey
 from graphspec.shapes import GREEDY, GraphKey
 
 from ._plans import plan as make

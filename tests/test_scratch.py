@@ -15,17 +15,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from graphspec import scratch
 from graphspec.buffers import Arena
 from graphspec.config import Config, ModelConfig, RuntimeConfig, VariantConfig
-from graphspec.graphs.mailbox import MailLayout
+from graphspec.graphs import scratch
+from graphspec.graphs.memory import plan_memory
+from graphspec.graphs.programs import Key, PrefillKey, program_stages
+from graphspec.graphs.scratch import kernel_scratch, scratch_of
+from graphspec.graphs.stages.mailbox import MailLayout
 from graphspec.kernels import fused, select_kernels
-from graphspec.memory import plan_memory
 from graphspec.models.layers import use_kernels
 from graphspec.models.llama import LlamaModel
 from graphspec.plan import Plan, make_plan
-from graphspec.programs import Key, PrefillKey, program_stages
-from graphspec.scratch import kernel_scratch, scratch_of
 from graphspec.shapes import SamplingClass
 from graphspec.variants.eagle3 import Eagle3Draft
 from tests._codegen import pretended_gpu

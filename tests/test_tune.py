@@ -11,21 +11,31 @@ from pathlib import Path
 from typing import Any, Self
 
 import pytest
+from graphspec.lab.tune.tune.choice import (
+    Outcome,
+    backlog_for,
+    choose,
+    cycle_times,
+    expected_tokens,
+    first_depths,
+    mean_shares,
+    shallower_depths,
+)
+from graphspec.lab.tune.tune.experiment import experiment_text, write_experiment
+from graphspec.lab.tune.tune.short_list import Candidates, pick
+from graphspec.lab.tune.tune.tables import caution, table
 from rich.console import Console
 
+from graphspec.command_options import LaunchConfig, PlanningConfig, ProfileConfig, TuneConfig, WorkloadConfig
 from graphspec.compose import load_config
 from graphspec.config import AdaptiveConfig, Config, HardwareConfig, ModelConfig, RuntimeConfig, VariantConfig
 from graphspec.engine.depth import AdaptiveDepth
 from graphspec.engine.llm import LLM
 from graphspec.engine.request import SamplingParams
 from graphspec.errors import ConfigError, ResourceError
-from graphspec.lab import compare, tune
-from graphspec.lab.choice import Outcome, backlog_for, choose, cycle_times, expected_tokens, first_depths, mean_shares, shallower_depths
-from graphspec.lab.experiment import experiment_text, write_experiment
-from graphspec.lab.short_list import Candidates, pick
-from graphspec.lab.tune_tables import caution, table
-from graphspec.lab.worker import Worker
-from graphspec.launch import LaunchConfig, PlanningConfig, ProfileConfig, TuneConfig, WorkloadConfig
+from graphspec.lab.measure import compare
+from graphspec.lab.measure.worker import Worker
+from graphspec.lab.tune.tune import tune
 from graphspec.shapes import CycleShape
 
 from ._engines import MIRROR_VOCAB, Pair, ids, mirror_pair, prompts

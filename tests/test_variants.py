@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphspec.cycle import RingEntry
 from graphspec.engine.llm import LLM, SamplingParams
-from graphspec.graphs.mailbox import Message
-from graphspec.programs import Key
+from graphspec.graphs.cycle import RingEntry
+from graphspec.graphs.programs import Key
+from graphspec.graphs.stages.mailbox import Message
 from graphspec.shapes import GraphKey
 
 from ._checkpoints import VOCAB_SIZE, DenseAttention

@@ -1,0 +1,1 @@
+"""Requests, pages, scheduler, and the Python API."""

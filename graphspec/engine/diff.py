@@ -9,10 +9,10 @@ from torch import Tensor
 
 from ..buffers import Arena
 from ..config import Config
-from ..cycle import Cycle, RingEntry
 from ..errors import ConfigError
-from ..graphs.mailbox import Message
-from ..programs import Key
+from ..graphs.cycle import Cycle, RingEntry
+from ..graphs.programs import Key
+from ..graphs.stages.mailbox import Message
 from .llm import LLM
 from .prompts import Prompt
 from .request import configured_params

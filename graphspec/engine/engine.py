@@ -18,9 +18,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 
-from ..cycle import Cycle, Progress
 from ..errors import ResourceError
-from ..programs import Key, PrefillKey
+from ..graphs.cycle import Cycle, Progress
+from ..graphs.programs import Key, PrefillKey
 from ..shapes import GREEDY, GraphKey, SamplingClass, pick_bucket
 from .depth import AdaptiveDepth, DepthPolicy
 from .proposer import Proposer

@@ -15,18 +15,18 @@ import torch
 from ..buffers import DTYPES
 from ..catalog import Variant, load_object, resolve_variant
 from ..config import Config
-from ..cycle import Cycle, Progress
 from ..errors import ConfigError
 from ..facts import check_tokenizer, read_model_facts
 from ..graphs.capture import CaptureRecord
+from ..graphs.cycle import Cycle, Progress
+from ..graphs.memory import fit_memory
+from ..graphs.programs import Key
 from ..hub import checkpoint_folder
 from ..kernels import resolve, select_kernels
-from ..memory import fit_memory
 from ..models.layers import pack_linear_layers, use_kernels
 from ..models.stack import pack_stack
 from ..paths import user_path
 from ..plan import Plan, make_plan
-from ..programs import Key
 from ..shapes import GREEDY, SamplingClass
 from ..weights import apply_token_map, load_target, load_token_map
 from .arguments import check_cycles, check_launcher, check_progress, check_warm_up, engine_config
@@ -57,7 +57,7 @@ def model_folder(path: str, revision: str | None = None) -> Path:
     package = Path(str(files("graphspec")))
     if path == DEMO and revision is None:
         return package / "demo" / "target"
-    if not user_path("model.path", path).exists() and (package / "lab" / "models" / path / "config.json").is_file():
+    if not user_path("model.path", path).exists() and (package / "lab" / "predict" / "models" / path / "config.json").is_file():
         expected = "a folder with a checkpoint; of this model only the shape comes with the package"
         raise ConfigError("model.path", expected, repr(path), "graphspec plan takes it as it is")
     return checkpoint_folder("model.path", path, revision)

@@ -8,13 +8,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ..cycle import TIMED_RUNS, Cycle, RingEntry
 from ..errors import ResourceError
-from ..graphs.mailbox import Message
-from ..graphs.stage import Stage
+from ..graphs.cycle import TIMED_RUNS, Cycle, RingEntry
+from ..graphs.programs import Key, PrefillKey
+from ..graphs.stages.mailbox import Message
+from ..graphs.stages.stage import Stage
 from ..kernels.planned import PlannedCall, RowSpan
 from ..plan import Plan
-from ..programs import Key, PrefillKey
 from ..shapes import GraphKey, SamplingClass
 
 
@@ -65,7 +65,7 @@ class RowMirror:
 
 
 class PlannedCycle(Cycle):
-    """:class:`~graphspec.cycle.Cycle` for kernels with a host planner.
+    """:class:`~graphspec.graphs.cycle.Cycle` for kernels with a host planner.
 
     Every launch is preceded by the plans of its program: host arithmetic, and copies of what it gives into memory that captured programs
     know. A cycle may be planned only when the host knows every row's length, that is, while nothing is in flight; a prompt chunk says its
@@ -93,7 +93,7 @@ class PlannedCycle(Cycle):
         self._plan(key, message.lanes)
 
     def launch(self, key: Key, message: Message) -> int:
-        """See :meth:`graphspec.cycle.Cycle.launch`.
+        """See :meth:`graphspec.graphs.cycle.Cycle.launch`.
 
         Raises:
             ResourceError: also where a cycle would be planned while the length of a row is not known.

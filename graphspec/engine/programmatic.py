@@ -1,8 +1,9 @@
 """Programmatic dependent launch: whether a fused engine uses it on this machine.
 
-A kernel launched so begins while the one before it drains, and waits where it first reads what another writes. A wait that is missing shows
-as a wrong token on some machines and on none of the others. So it is off until :mod:`graphspec.lab.programmatic` has compared engines with
-and without it on this machine; the verdict is kept in the cache folder and holds for that GPU, those versions and these kernels.
+A kernel launched so begins while the one before it drains, and waits where it first reads what another writes. A wait that is missing
+shows as a wrong token on some machines and on none of the others. So it is off until :mod:`graphspec.lab.measure.programmatic` has
+compared engines with and without it on this machine; the verdict is kept in the cache folder and holds for that GPU, those versions and
+these kernels.
 """
 
 from __future__ import annotations

@@ -12,11 +12,11 @@ from operator import or_
 from typing import Protocol
 
 from ..buffers import Status, slot_groups
-from ..cycle import RingEntry
 from ..errors import ConfigError
-from ..graphs.mailbox import Chunk, Join, Mailbox, Message
+from ..graphs.cycle import RingEntry
+from ..graphs.programs import Key, PrefillKey
+from ..graphs.stages.mailbox import Chunk, Join, Mailbox, Message
 from ..plan import Plan
-from ..programs import Key, PrefillKey
 from ..shapes import MOST_PADDING, GraphKey, SamplingClass, pick_bucket
 from .depth import DepthPolicy
 from .offers import Offer, Offers
@@ -59,7 +59,7 @@ class Scheduler:
         proposer: the drafter on the host, where there is one.
         buckets: ascending lane counts whose cycles exist, default the plan's; rows beyond the largest take turns.
         policy: chooses the draft depth of every cycle and is told how it went; None: each bucket keeps the plan's.
-        clear_row: makes a row's parameters neutral in some groups of slots (:meth:`graphspec.cycle.Cycle.clear_row`).
+        clear_row: makes a row's parameters neutral in some groups of slots (:meth:`graphspec.graphs.cycle.Cycle.clear_row`).
 
     A launch is made on what the host knows, which is ``run_ahead`` cycles old. Pages are therefore reserved for the longest run every
     unread cycle may still commit, and given back when the last launch that contains the row has been read.

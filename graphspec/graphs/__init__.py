@@ -1,0 +1,1 @@
+"""One program per bucket: stages put together, compiled or captured, launched and read."""

@@ -18,7 +18,7 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 from ..buffers import Views
 from ..errors import ResourceError
 from ..native_build import check_trusted
-from .stage import Stage
+from .stages.stage import Stage
 
 KEY, HINT = "runtime=compiled", "install g++, or choose runtime=eager"
 OWN_CACHE = "set TORCHINDUCTOR_CACHE_DIR to a folder of your own"

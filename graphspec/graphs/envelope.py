@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .mailbox import MailLayout, Message
+from .stages.mailbox import MailLayout, Message
 
 
 class Envelope:

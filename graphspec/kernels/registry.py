@@ -65,7 +65,7 @@ class KernelSet:
     def bind_call(self, call: PlannedCall) -> BoundCall | None:
         """``call`` by a kernel whose work the host plans before each launch; None: the general op serves.
 
-        Asked when a stage is built. A stage that holds a bound call declares it, see :class:`graphspec.graphs.stage.Stage`.
+        Asked when a stage is built. A stage that holds a bound call declares it, see :class:`graphspec.graphs.stages.stage.Stage`.
         """
         return None
 

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from ..attention import LatentTransform
 from ..kernels.linear import Hidden
+from .attention import LatentTransform
 from .layers import Linear, RMSNorm, make_parameter
 
 if TYPE_CHECKING:
-    from ..attention import Attention
     from ..facts import ModelFacts
     from ..kernels.formulas import Rotation
+    from .attention import Attention
 
 NORM_EPS = 1e-6
 """Of the norms of compressed queries, keys and values: the published code takes no other, whatever ``rms_norm_eps`` says."""

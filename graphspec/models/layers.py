@@ -8,16 +8,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..attention import HeadTransform
 from ..kernels.formulas import Rotation, rms_norm
 from ..kernels.linear import Hidden, finish, hidden_of, linear
+from .attention import HeadTransform
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ..attention import Attention
     from ..facts import ModelFacts
     from ..kernels.registry import KernelSet
+    from .attention import Attention
 
 
 def make_parameter(*shape: int) -> nn.Parameter:
@@ -131,7 +131,7 @@ class RMSNorm(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Projections, optional query / key norm, RoPE and optional output gate around an :class:`~graphspec.attention.Attention`.
+    """Projections, optional query / key norm, RoPE and optional output gate around an :class:`~graphspec.models.attention.Attention`.
 
     Args:
         facts: sizes and biases.

@@ -15,9 +15,9 @@ from .rope import RotaryEmbedding
 from .stack import DecoderStack, why_not
 
 if TYPE_CHECKING:
-    from ..attention import Attention
     from ..facts import ModelFacts
     from ..kernels.formulas import Rotation
+    from .attention import Attention
 
 
 class TargetOutput(NamedTuple):

@@ -11,8 +11,8 @@ from .layers import MLP, Linear, RMSNorm, SelfAttention
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from ..attention import Attention, PagedAttention
     from ..kernels.formulas import Rotation
+    from .attention import Attention, PagedAttention
 
 
 class PlainLayer(Protocol):

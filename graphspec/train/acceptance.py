@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..training import AcceptanceConfig
+from ..train_options import AcceptanceConfig
 from .blocks import attend_rows
 from .drafter import Drafter, Target, unrolled
 from .generate import continue_text, cut_prompts, repetition

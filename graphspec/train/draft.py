@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from ..checks import brief
 from ..errors import ConfigError
-from ..training import TrainConfig
+from ..train_options import TrainConfig
 from . import checkpoint, loop
 from .drafter import Drafter, NetworkConfig, Target, unrolled
 from .loop import Watch, unwatched

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
 from ..errors import ConfigError
-from ..training import TextConfig, TrainConfig
+from ..train_options import TextConfig, TrainConfig
 from .checkpoint import write_json, write_whole
 from .loop import Watch, unwatched
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ..checks import brief
 from ..errors import CheckpointError, ConfigError, ResourceError
-from ..training import TrainConfig
+from ..train_options import TrainConfig
 from . import checkpoint
 from .optim import Optimizers, phase_at
 

@@ -19,11 +19,11 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import __version__
 from ..catalog import resolve_variant
+from ..command_options import LaunchConfig
 from ..engine.llm import model_folder
 from ..errors import CheckpointError, ConfigError
-from ..launch import LaunchConfig
 from ..paths import check_writable, make_folder, reason
-from ..training import TrainConfig
+from ..train_options import TrainConfig
 from .acceptance import check_acceptance, measure_acceptance, target_text
 from .checkpoint import write_json
 from .draft import Recipe, Texts, train_draft

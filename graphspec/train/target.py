@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from ..errors import ConfigError
-from ..training import TargetConfig, TrainConfig
+from ..train_options import TargetConfig, TrainConfig
 from . import checkpoint, loop
 from .loop import Watch, unwatched
 from .texts import Streams

@@ -13,7 +13,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import ConfigError
-from ..training import TrainConfig
+from ..train_options import TrainConfig
 from .checkpoint import write_json, write_whole
 from .loop import Watch, unwatched
 

@@ -13,9 +13,9 @@ from ..models.rope import RotaryEmbedding
 from ..models.stack import DecoderStack
 
 if TYPE_CHECKING:
-    from ..attention import Attention
     from ..facts import EagleFacts, ModelFacts
     from ..kernels.formulas import Rotation
+    from ..models.attention import Attention
 
 
 class EagleLayer(nn.Module):

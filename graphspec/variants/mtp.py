@@ -14,9 +14,9 @@ from ..models.rope import RotaryEmbedding
 from ..models.stack import DecoderStack, why_not
 
 if TYPE_CHECKING:
-    from ..attention import Attention
     from ..facts import MTPFacts
     from ..kernels.formulas import Rotation
+    from ..models.attention import Attention
 
 
 class MTPHead(nn.Module):

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from ..models.llama import LlamaModel
 
 if TYPE_CHECKING:
-    from ..attention import Attention
     from ..facts import StandaloneFacts
+    from ..models.attention import Attention
 
 
 class StandaloneDraft(nn.Module):

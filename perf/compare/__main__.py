@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from graphspec.errors import GraphspecError
-from graphspec.lab.provenance import ROOT, provenance, write_jsonl
+from graphspec.lab.measure.provenance import ROOT, provenance, write_jsonl
 from perf.compare.revisions import Checkout, Side, checkouts
 from perf.compare.verdict import LEAST, UNEQUAL, Comparison
 

@@ -20,13 +20,13 @@ from torch import nn
 from graphspec.buffers import DTYPES, Status
 from graphspec.catalog import load_object
 from graphspec.config import AcceptConfig, Config, HardwareConfig, KernelsConfig, ModelConfig, RuntimeConfig, VariantConfig
-from graphspec.cycle import Cycle
 from graphspec.facts import read_model_facts
-from graphspec.graphs.mailbox import Message
+from graphspec.graphs.cycle import Cycle
+from graphspec.graphs.stages.mailbox import Message
 from graphspec.kernels import select_kernels
 from graphspec.kernels.registry import KernelSet
-from graphspec.lab.floor import FloorModel
-from graphspec.lab.machine import measure
+from graphspec.lab.measure.machine import measure
+from graphspec.lab.predict.floor import FloorModel
 from graphspec.models.layers import use_kernels
 from graphspec.models.llama import LlamaModel
 from graphspec.plan import Plan, make_plan
@@ -249,7 +249,7 @@ class Bench:
         return found
 
     def floor_bytes(self) -> int:
-        """Bytes one cycle must move, see :mod:`graphspec.lab.floor`."""
+        """Bytes one cycle must move, see :mod:`graphspec.lab.predict.floor`."""
         target, draft = self.networks
         plan, case = self.plan, self.case
         head = draft.facts if case.shape.num_steps else None

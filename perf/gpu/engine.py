@@ -24,7 +24,7 @@ from graphspec.engine.engine import Engine
 from graphspec.engine.outputs import summarise
 from graphspec.engine.prompts import make_requests
 from graphspec.engine.request import Request, SamplingParams
-from graphspec.lab.provenance import ROOT, provenance, result_file
+from graphspec.lab.measure.provenance import ROOT, provenance, result_file
 from perf.gpu.bench import Bench, Case, write_configs
 from perf.gpu.latency import CHAIN, PLAIN, TREE
 from perf.gpu.results import append, tree_digest

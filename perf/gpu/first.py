@@ -166,9 +166,9 @@ def profiler() -> str:
     """Torch's profiler sees the nodes of a replay, and marks between the stages give times."""
     import torch
 
-    from graphspec.graphs.mailbox import Message
-    from graphspec.lab.recorder import inert, stage_timer
-    from graphspec.lab.stages import kernel_timeline
+    from graphspec.graphs.stages.mailbox import Message
+    from graphspec.lab.measure.recorder import inert, stage_timer
+    from graphspec.lab.measure.stages import kernel_timeline
     from graphspec.shapes import GREEDY
 
     llm, _ = tokens("tree", "captured", mode="reference")

@@ -23,7 +23,7 @@ from graphspec.kernels.fused.linear import fused_linear
 from graphspec.kernels.fused.linear_tune import graph_timer
 from graphspec.kernels.fused.rope_kv_write import rope_kv_write
 from graphspec.kernels.fused.sample_tokens import sample_tokens
-from graphspec.lab.provenance import ROOT, provenance, result_file, write_jsonl
+from graphspec.lab.measure.provenance import ROOT, provenance, result_file, write_jsonl
 
 HIDDEN, QUERIES, GROUPS, DIM, VOCAB, EPS = 4096, 32, 8, 128, 128256, 1e-5
 PAGE_SIZE, CONTEXT = 16, 2048

@@ -25,9 +25,9 @@ from typing import Any
 
 import torch
 
-from graphspec.lab.machine import copy_bandwidth, measure
-from graphspec.lab.provenance import ROOT, provenance, result_file, write_jsonl
-from graphspec.lab.stages import kernel_timeline
+from graphspec.lab.measure.machine import copy_bandwidth, measure
+from graphspec.lab.measure.provenance import ROOT, provenance, result_file, write_jsonl
+from graphspec.lab.measure.stages import kernel_timeline
 from graphspec.shapes import CycleShape
 from perf.gpu.bench import Bench, Case, write_configs
 from perf.gpu.results import read, tree_digest

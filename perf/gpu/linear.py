@@ -18,7 +18,7 @@ import torch
 from graphspec.kernels.fused.launch import use_programmatic_launch
 from graphspec.kernels.fused.linear_choice import LinearShape, LinearTable, device_identity
 from graphspec.kernels.fused.linear_tune import Measured, tune
-from graphspec.lab.provenance import ROOT, provenance, result_file, write_jsonl
+from graphspec.lab.measure.provenance import ROOT, provenance, result_file, write_jsonl
 
 LAYERS: dict[str, dict[str, Any]] = {
     "qkv": {"outputs": 6144, "inputs": 4096, "norm": True, "summed": True},

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from graphspec.lab.provenance import REVISION_FILE, ROOT, revision
+from graphspec.lab.measure.provenance import REVISION_FILE, ROOT, revision
 
 DEFAULT_PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
 DEFAULT_REQUIREMENTS = ("hydra-core", "omegaconf", "antlr4-python3-runtime", "pytest-xdist", "execnet")

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-from graphspec.lab.provenance import ROOT
+from graphspec.lab.measure.provenance import ROOT
 
 GRACE = 8.0
 """Seconds between asking a command to end and ending it."""

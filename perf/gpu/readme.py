@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from graphspec.lab.provenance import ROOT
+from graphspec.lab.measure.provenance import ROOT
 from perf.gpu.results import Evidence, gather
 
 RESULTS = ROOT / "perf" / "results"

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from graphspec.lab.provenance import ROOT
+from graphspec.lab.measure.provenance import ROOT
 
 Record = dict[str, Any]
 IDENTITY = ("revision", "tree", "torch", "triton")

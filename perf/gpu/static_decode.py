@@ -14,16 +14,16 @@ from torch import Tensor
 from torch._dynamo import mark_static_address
 from torch._dynamo.utils import counters
 
-from graphspec.attention import HeadTransform
 from graphspec.errors import CaptureError
 from graphspec.kernels.formulas import apply_rope, rms_norm
 from graphspec.kernels.linear import linear
+from graphspec.models.attention import HeadTransform
 from graphspec.models.layers import Linear
 from graphspec.models.llama import LlamaModel
 
 
 class DenseCache:
-    """The :class:`~graphspec.attention.Attention` of one token over a dense cache ``[layers, 2, 1, G, L, D]``."""
+    """The :class:`~graphspec.models.attention.Attention` of one token over a dense cache ``[layers, 2, 1, G, L, D]``."""
 
     def __init__(self, model: LlamaModel, length: int, device: torch.device, dtype: torch.dtype) -> None:
         facts = model.facts

@@ -28,12 +28,12 @@ from triton.runtime.driver import driver
 
 from graphspec.buffers import DTYPES, Arena
 from graphspec.facts import read_eagle3_facts, read_model_facts
-from graphspec.graphs.mailbox import MailLayout
+from graphspec.graphs.programs import program_stages
+from graphspec.graphs.stages.mailbox import MailLayout
 from graphspec.kernels.fused.launch import INTERPRETED, NAMESPACE, Launch, recording
 from graphspec.models.layers import use_kernels
 from graphspec.models.llama import LlamaModel
 from graphspec.plan import make_plan
-from graphspec.programs import program_stages
 from graphspec.shapes import GREEDY
 from graphspec.variants.eagle3 import Eagle3Draft
 from perf.gpu.bench import Bench, Case, write_configs

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from graphspec.lab import page as report
-from graphspec.lab.results import read_results
+from graphspec.lab.measure.results import read_results
+from graphspec.lab.report import page as report
 from tests._report_records import HOSTILE, records, side, write
 
 pytestmark = pytest.mark.browser

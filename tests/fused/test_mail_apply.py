@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from graphspec.buffers import POISON, Arena
-from graphspec.graphs.mailbox import Join, Mailbox, MailLayout, Message
+from graphspec.graphs.stages.mailbox import Join, Mailbox, MailLayout, Message
 from graphspec.kernels import select_kernels
 from graphspec.kernels.fused.launch import INTERPRETED
 from graphspec.kernels.fused.mail_apply import _lane_table

@@ -14,9 +14,9 @@ import torch
 
 from graphspec import LLM, SamplingParams
 from graphspec.checks import brief
+from graphspec.command_options import LaunchConfig
 from graphspec.config import Config, NgramSettings
 from graphspec.errors import RequestError
-from graphspec.launch import LaunchConfig
 from tests._engines import MIRROR_VOCAB, Pair, add_tokenizer, mirror_pair
 
 from ._harness import Case, choose, faults

@@ -153,7 +153,7 @@ def test_damaged_and_hostile_tokenizers(bench: Bench, request: pytest.FixtureReq
 def test_odd_keys_of_other_architectures(bench: Bench, request: pytest.FixtureRequest) -> None:
     """Facts alone: latent attention, mixtures of experts, prediction heads."""
     seed, budget = request.config.getoption("--fuzz-seed"), request.config.getoption("--fuzz-budget")
-    shapes = Path(__file__).parents[2] / "graphspec" / "lab" / "models"
+    shapes = Path(__file__).parents[2] / "graphspec" / "lab" / "predict" / "models"
     good = json.loads((shapes / "deepseek-v3" / "config.json").read_text()) | {"quantization_config": None}
     target = read_model_facts(bench.good / TARGET)
     assert judge(bench.case("good", write(json.dumps(good)), use=lambda folder: read_model_facts(folder / TARGET))).kind == "accepted"

@@ -16,8 +16,8 @@ from typing import Any, get_args, get_origin, get_type_hints
 import pytest
 
 from graphspec import cli
+from graphspec.command_options import LaunchConfig
 from graphspec.errors import GraphspecError
-from graphspec.launch import LaunchConfig
 
 from .._engines import add_tokenizer, mirror_pair
 from ._harness import Case, choose, faults

@@ -17,15 +17,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphspec.cycle import Cycle
 from graphspec.engine.llm import LLM, model_folder
 from graphspec.engine.request import SamplingParams
 from graphspec.errors import CaptureError
 from graphspec.graphs.capture import Captured
-from graphspec.graphs.mailbox import Chunk, Join, Message
+from graphspec.graphs.cycle import Cycle
+from graphspec.graphs.programs import Key, PrefillKey
+from graphspec.graphs.stages.mailbox import Chunk, Join, Message
 from graphspec.kernels import select_kernels
 from graphspec.models.layers import use_kernels
-from graphspec.programs import Key, PrefillKey
 from graphspec.shapes import SAMPLED, GraphKey, SamplingClass
 from tests._tiny import SHAPES, STRUCTURES, move, same_bits, structure_plan, tiny_networks
 from tests.gpu.limits import seconds

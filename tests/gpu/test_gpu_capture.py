@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from graphspec.cycle import Cycle
 from graphspec.engine.llm import LLM
 from graphspec.engine.request import SamplingParams
 from graphspec.errors import CaptureError, ConfigError
 from graphspec.graphs.capture import Captured, Capturer
-from graphspec.graphs.mailbox import Chunk, Join, Message
+from graphspec.graphs.cycle import Cycle
+from graphspec.graphs.programs import Key, PrefillKey
+from graphspec.graphs.stages.mailbox import Chunk, Join, Message
 from graphspec.kernels import select_kernels
 from graphspec.models.layers import use_kernels
-from graphspec.programs import Key, PrefillKey
 from graphspec.shapes import GREEDY, SAMPLED, GraphKey
 from tests._depths import RandomDepth
 from tests._tiny import move, same_bits, structure_plan, tiny_networks

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from graphspec.lab import programmatic
+from graphspec.lab.measure import programmatic
 
 pytestmark = [
     pytest.mark.gpu,

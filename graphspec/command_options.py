@@ -1,0 +1,222 @@
+"""What only the launcher's commands read, beside the engine's own :class:`~graphspec.config.Config`. Standard library only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from .checks import INT32_MOST, INT64_MOST, ascending, brief, check_fields, in_range, path, typed
+from .config import LEAST, MAX_ROWS, MOST, RUNTIMES, Config
+from .errors import ConfigError
+from .train_options import TrainConfig
+
+FORMATS = ("text", "json")
+LOG_LEVELS = ("error", "warning", "info", "debug")
+SOURCES = ("held_out", "file", "random")
+BASELINES = ("none", "self", "hf", "hf_assisted", "hf_lookup", "openai")
+API_PROMPTS = ("tokens", "text")
+
+MAX_REQUESTS = 10**6
+MAX_PROMPT = 2**20
+MAX_RANDOM = 2**26
+"""Most random token ids that one workload draws."""
+MAX_ROUNDS = 10**6
+MAX_STEPS = 128
+
+
+def _check(key: str, ok: bool, expected: str, found: object) -> None:
+    if not ok:
+        raise ConfigError(key, expected, found)
+
+
+@dataclass(kw_only=True)
+class WorkloadConfig:
+    """What is asked of a side that is measured."""
+
+    source: str = "held_out"
+    """held_out: prompts that come with the package and that the demo models were not trained on; file: the user's; random: token ids."""
+    file: str | None = None
+    """file: one prompt, or, ending in .jsonl, one per line (a string, or an object with "prompt")."""
+    requests: int = 8
+    """Requests of one round; prompts are used again from the first when there are fewer."""
+    batch: int = 1
+    """Requests at once."""
+    input_tokens: int | None = 64
+    """Prompts are cut to so many tokens; random: so many; null: as they are."""
+    input_spread: float = 0.0
+    """random: lengths are drawn evenly from input_tokens * (1 - spread) to input_tokens * (1 + spread)."""
+    output_tokens: int = 128
+    """Most new tokens of a request."""
+    ignore_eos: bool = True
+    """End-of-text ids do not end a request, so that all sides do the same work."""
+    seed: int = 0
+    """Of random prompts, and the sampling seed of request i is seed + i."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, "workload", paths=("file",))
+        _check("workload.source", self.source in SOURCES, "one of " + ", ".join(SOURCES), repr(self.source))
+        for key, most in {"requests": MAX_REQUESTS, "batch": MAX_ROWS, "output_tokens": INT32_MOST}.items():
+            in_range(f"workload.{key}", getattr(self, key), 1, most)
+        in_range("workload.input_tokens", self.input_tokens or 0, 0 if self.input_tokens is None else 1, MAX_PROMPT)
+        in_range("workload.seed", self.seed, -(2**63), INT64_MOST)
+        _check("workload.input_spread", 0 <= self.input_spread < 1, "a number from 0, below 1", self.input_spread)
+        _check("workload.file", self.file is None or self.source == "file", f"null with workload.source={self.source}", self.file)
+        if self.source == "random":
+            _check("workload.input_tokens", self.input_tokens is not None, "a number with workload.source=random", None)
+            drawn = self.requests * (self.input_tokens or 0)
+            _check("workload.requests", drawn <= MAX_RANDOM, f"requests of at most {MAX_RANDOM} random tokens together", f"{drawn} tokens")
+
+
+@dataclass(kw_only=True)
+class ProfileConfig:
+    """How ``graphspec profile`` measures."""
+
+    rounds: int = 5
+    """Rounds of the workload on every side, taking turns; figures are medians over them."""
+    warm_up_seconds: float = 2.0
+    """Each side runs the workload at least once, and for at least so long, before the first round."""
+    interleave: bool = True
+    """All sides stay loaded and take turns round by round; false: one after the other, for models that fit once only."""
+    stages: bool = True
+    """Also time every stage of the cycle, in a run of its own."""
+    generations: int = 1
+    """Generations recorded cycle by cycle for the tree viewer of ``graphspec report``."""
+    trace: str | None = None
+    """Write host and stage spans of one round to this file, for Perfetto or chrome://tracing."""
+    assistant: str | None = None
+    """hf_assisted: folder of the assistant model; null: the draft, where it is a whole model, or the demo model's."""
+    api_model: str | None = None
+    """openai: the model's name there; null: the first one the server lists."""
+    api_key: str | None = None
+    """openai: bearer token; null: none."""
+    api_prompts: str = "tokens"
+    """openai: prompts are sent as token ids, so that both sides read the same, or as text."""
+    timeout_seconds: float = 1800.0
+    """Longest a side may take to get ready, or for one round."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, "profile", paths=("trace", "assistant"))
+        in_range("profile.rounds", self.rounds, 1, MAX_ROUNDS)
+        in_range("profile.warm_up_seconds", self.warm_up_seconds, 0, MOST)
+        in_range("profile.generations", self.generations, 0, MAX_ROUNDS)
+        _check("profile.api_prompts", self.api_prompts in API_PROMPTS, "one of " + ", ".join(API_PROMPTS), repr(self.api_prompts))
+        in_range("profile.timeout_seconds", self.timeout_seconds, LEAST, MOST)
+
+
+@dataclass(kw_only=True)
+class PlanningConfig:
+    """What ``graphspec plan`` is asked."""
+
+    context: int | None = None
+    """Committed tokens of every row; null: 2048, or what the checkpoint allows."""
+    batches: list[int] = field(default_factory=lambda: [1, 2, 4, 8, 16, 32, 64])
+    acceptance: list[float] | None = None
+    """Share of drafts accepted at depth 1, 2, ..., given that the ones before were; null: that of ``measured``, or a stated guess."""
+    measured: str | None = None
+    """A file that ``graphspec profile`` wrote: its acceptance and bandwidth are used, and its cycle times compared with the prediction."""
+    measure: bool = False
+    """Measure the copy bandwidth and a matrix product of this machine first."""
+    out: str | None = None
+    """Write the records to this JSON-lines file."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, "plan", paths=("measured", "out"))
+        in_range("plan.context", 1 if self.context is None else self.context, 1, INT32_MOST)
+        ascending("plan.batches", self.batches, 1, MAX_ROWS)
+        shares = self.acceptance is None or (0 < len(self.acceptance) <= MAX_STEPS and all(0 <= share <= 1 for share in self.acceptance))
+        _check("plan.acceptance", shares, f"a non-empty list of at most {MAX_STEPS} shares from 0 to 1, or null", brief(self.acceptance))
+
+
+@dataclass(kw_only=True)
+class TuneConfig:
+    """What ``graphspec tune`` does."""
+
+    out: str | None = None
+    """The experiment file it writes, for experiment=FILE; null: ``tuned.yaml`` in the working folder."""
+    candidates: int = 6
+    """Shapes (num_steps, topk, num_draft_tokens) that are run, best predictions first."""
+    rounds: int = 3
+    """Rounds of the workload for each of them."""
+    batches: list[int] | None = None
+    """Batch sizes; null: the buckets of the configuration."""
+    adaptive: bool = True
+    """Also write the table by which the engine changes depth while it runs."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, "tune", paths=("out",))
+        in_range("tune.candidates", self.candidates, 1, MAX_ROUNDS)
+        in_range("tune.rounds", self.rounds, 1, MAX_ROUNDS)
+        if self.batches is not None:
+            ascending("tune.batches", self.batches, 1, MAX_ROWS)
+        _check("tune.out", self.out is None or self.out.endswith((".yaml", ".yml")), "a name that ends in .yaml", repr(self.out))
+
+
+@dataclass(kw_only=True)
+class ReportConfig:
+    """What ``graphspec report`` reads and writes."""
+
+    files: list[str] = field(default_factory=lambda: ["results"])
+    """Result files, or folders of them."""
+    out: str = "report.html"
+
+    def __post_init__(self) -> None:
+        check_fields(self, "report", paths=("files", "out"))
+
+
+@dataclass(kw_only=True)
+class LaunchConfig(Config):
+    """A :class:`~graphspec.config.Config` plus what only the command line needs."""
+
+    prompt: list[str] = field(default_factory=list)
+    """Prompts, word for word; on the command line ``prompt=TEXT`` for one, ``prompt='["a", "b"]'`` (JSON) for several."""
+    prompt_file: str | None = None
+    """A file that is one prompt; or, ending in ``.jsonl``, one request per line: a string, or ``{"prompt": ..., "max_tokens": ...}``, or
+    ``{"messages": [{"role": ..., "content": ...}], ...}``."""
+    chat: bool = False
+    """generate: each prompt is a user's message, which the checkpoint's own chat template turns into text."""
+    system: str | None = None
+    """generate, with chat=true: the system message in front of each prompt."""
+    format: str = "text"
+    """text: for people; json: one document as the last line of stdout."""
+    log: str = "warning"
+    """How much is said on stderr about what was decided: error, warning, info, debug."""
+    left: str = "eager"
+    """diff: the runtime held to be right."""
+    right: str = "compiled"
+    """diff: the runtime compared with it."""
+    baseline: Any = "none"
+    """profile: what is measured beside the configured engine, one of none, self (the same once more), hf, hf_assisted, hf_lookup,
+    openai, or a list of them."""
+    url: str | None = None
+    """profile: base address of the server for ``baseline=openai``, such as http://localhost:8000/v1."""
+    results: str = "results"
+    """profile, tune: folder of the result files."""
+    workload: WorkloadConfig = field(default_factory=WorkloadConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
+    plan: PlanningConfig = field(default_factory=PlanningConfig)
+    tune: TuneConfig = field(default_factory=TuneConfig)
+    report: ReportConfig = field(default_factory=ReportConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.results = path("results", self.results)
+        self.prompt_file = path("prompt_file", self.prompt_file) if self.prompt_file is not None else None
+        names = [] if self.baseline is None else self.baseline if isinstance(self.baseline, list | tuple) else [self.baseline]
+        _check("baseline", all(isinstance(name, str) for name in names), "a name, or a list of names", typed(self.baseline))
+        self.baseline = list(names)
+        _check("format", self.format in FORMATS, "one of " + ", ".join(FORMATS), repr(self.format))
+        _check("log", self.log in LOG_LEVELS, "one of " + ", ".join(LOG_LEVELS), repr(self.log))
+        for key in ("left", "right"):
+            _check(key, getattr(self, key) in RUNTIMES, "one of " + ", ".join(RUNTIMES), repr(getattr(self, key)))
+        _check("prompt_file", not self.prompt or self.prompt_file is None, "nothing beside prompt=", repr(self.prompt_file))
+        _check("system", self.system is None or self.chat, "null without chat=true", self.system)
+        for name in self.baseline:
+            _check("baseline", name in BASELINES, "one of " + ", ".join(BASELINES) + ", or a list of them", repr(name))
+        _check("url", "openai" not in self.baseline or self.url is not None, "the server's address with baseline=openai", None)
+
+    def with_shape(self, shape: Sequence[int]) -> LaunchConfig:
+        """The same with this (S, K, N)."""
+        steps, topk, nodes = shape
+        return replace(self, variant=replace(self.variant, num_steps=steps, topk=topk, num_draft_tokens=nodes))

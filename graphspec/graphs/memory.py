@@ -1,0 +1,237 @@
+"""The memory plan: what an engine will hold, counted before anything is allocated, beside what the machine has.
+
+Weights are counted on networks that are built without data, slots by their declarations. Only the last two lines are estimates.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from ..buffers import DTYPES, declare_slots, plan_sizes
+from ..catalog import load_object
+from ..config import Config
+from ..errors import ConfigError, spell_bytes
+from ..kernels import resolve
+from ..paths import user_path
+from ..plan import Plan
+from ..shapes import GREEDY
+from ..weights import apply_token_map, load_target, load_token_map
+from .scratch import kernel_scratch
+from .stages.mailbox import MailLayout
+
+GIB = 2**30
+
+GRAPH_RESERVE = 32 * 2**20
+"""Bytes set aside for each captured program besides its tensors: kernel nodes and their parameters. An estimate: the driver holds them, and
+the capture report knows of tensors alone."""
+LIBRARY_RESERVE = 512 * 2**20
+"""Bytes set aside on a GPU for what libraries allocate for themselves (cuBLAS workspaces, loaded kernels)."""
+SMALLEST_CHUNK = 256
+"""Tokens of the smallest prefill chunk that may be the largest where memory is short."""
+LOGIT_COPIES = 4
+"""Float32 tensors of the size of a program's logits that may be alive at once: as given, shaped, noise, probabilities."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryLine:
+    """One consumer: what it is, its bytes, the keys that make it smaller, and whether the figure is an estimate."""
+
+    name: str
+    size: int
+    keys: tuple[str, ...] = ()
+    estimate: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """What an engine will hold, and what it may.
+
+    Attributes:
+        lines: every consumer, KV pools first.
+        available: bytes the machine has for it.
+        fraction: share of them it may use.
+        page_bytes: bytes of one page, in target and draft pool together.
+        page_size: tokens of one page.
+        num_pages: pages of each pool, the dummy page included.
+        least_pages: fewest with which a request can run at all, the dummy page included.
+    """
+
+    lines: tuple[MemoryLine, ...]
+    available: int
+    fraction: float
+    page_bytes: int
+    page_size: int
+    num_pages: int
+    least_pages: int
+
+    @property
+    def budget(self) -> int:
+        """Bytes the engine may use."""
+        return int(self.available * self.fraction)
+
+    @property
+    def total(self) -> int:
+        """Bytes it will use."""
+        return sum(line.size for line in self.lines)
+
+    @property
+    def largest_num_pages(self) -> int:
+        """Largest value of ``runtime.num_pages`` that fits; below 1 when nothing does."""
+        return (self.budget - self.total) // self.page_bytes + self.num_pages - 1
+
+    def check(self) -> None:
+        """Nothing when it fits.
+
+        Raises:
+            ConfigError: it does not; names the key to lower, the largest value that fits, and every line of the plan.
+        """
+        if self.total <= self.budget:
+            return
+        if self.largest_num_pages >= self.least_pages - 1:
+            raise ConfigError("runtime.num_pages", f"at most {self.largest_num_pages}", self.num_pages - 1, self.text())
+        keys = dict.fromkeys(key for line in self.lines for key in line.keys if key != "runtime.num_pages")
+        needed = spell_bytes(self.total - (self.num_pages - self.least_pages) * self.page_bytes)
+        found = f"{spell_bytes(self.budget)}; lower {', '.join(keys)}"
+        raise ConfigError("memory", f"at least {needed}, even with the fewest pages", found, self.text())
+
+    def text(self) -> str:
+        """The plan in one line."""
+        parts = ", ".join(f"{line.name} {'~' if line.estimate else ''}{spell_bytes(line.size)}" for line in self.lines)
+        room = f"{spell_bytes(self.budget)}, {self.fraction:g} of {spell_bytes(self.available)}"
+        return f"{parts}; together {spell_bytes(self.total)} of {room}; a page is {spell_bytes(self.page_bytes)}"
+
+
+def plan_memory(plan: Plan, config: Config, weights: tuple[int, int] | None = None) -> MemoryPlan:
+    """Count what an engine with this plan will hold. Reads the shapes in the checkpoints and none of their data.
+
+    Nothing is allocated but position tables, which networks without data have as well. Tables that don't fit by themselves stand in the
+    plan in place of the weights.
+
+    Args:
+        plan: of the engine.
+        config: what it was made from.
+        weights: bytes of target and draft, where there are no checkpoints to look at.
+
+    Raises:
+        CheckpointError: a checkpoint that does not fit its config.
+    """
+    sizes, dtype = plan_sizes(plan), DTYPES[plan.dtype]
+    slots: dict[str, int] = {}
+    groups = {"kv": 0, "slots": 0, "sampling": 0}
+    for slot in declare_slots(plan, MailLayout.of(plan).size):
+        slots[slot.name] = math.prod(sizes[d] if isinstance(d, str) else d for d in slot.dims) * slot.dtype.itemsize
+        groups["kv" if slot.kind == "kv" else "sampling" if slot.group else "slots"] += slots[slot.name]
+    available, tables = available_bytes(plan.device, config.hardware.memory_gib), _tables(plan)
+    if weights is None and tables > int(available * config.runtime.memory_fraction):
+        networks = [MemoryLine("position tables, besides weights", tables)]
+    else:
+        target, draft = weights or weigh(plan, config.variant.token_map)
+        networks = [MemoryLine("target weights", target), MemoryLine("draft weights", draft)]
+    rows = ("runtime.max_rows", "runtime.buckets", "variant.num_draft_tokens")
+    lines = [
+        MemoryLine(f"KV pools, {plan.num_pages} pages of {plan.page_size}", groups["kv"], ("runtime.num_pages",)),
+        *networks,
+        MemoryLine("slots", groups["slots"], (*rows, "model.max_context")),
+        MemoryLine("slots of single sampling classes", groups["sampling"], rows),
+        MemoryLine("workspace", _workspace(plan, dtype), ("runtime.buckets", "runtime.prefill_chunks", "model.max_context"), estimate=True),
+    ]
+    lines.append(MemoryLine("scratch of kernels", kernel_scratch(plan), (*rows, "runtime.prefill_chunks")))
+    if plan.device == "cuda":
+        programs = len(plan.graph_keys(GREEDY)) + len(plan.prefill_chunks) if plan.captured else 0
+        lines.append(MemoryLine("graphs and libraries", LIBRARY_RESERVE + programs * GRAPH_RESERVE, ("runtime.buckets",), estimate=True))
+    return MemoryPlan(
+        lines=tuple(line for line in lines if line.size),
+        available=available,
+        fraction=config.runtime.memory_fraction,
+        page_bytes=groups["kv"] // plan.num_pages,
+        page_size=plan.page_size,
+        num_pages=plan.num_pages,
+        least_pages=plan.pages_for(1 + plan.window_width) + 1,
+    )
+
+
+def fit_memory(plan: Plan, config: Config, weights: tuple[int, int] | None = None) -> tuple[Plan, MemoryPlan]:
+    """``plan`` with as many of its prefill chunks as the memory has room for, where nobody gave their sizes, and what it will hold.
+
+    Chunks of :data:`SMALLEST_CHUNK` tokens and less stay; where not even they fit, nothing is left out.
+
+    Args:
+        plan, config, weights: as for :func:`plan_memory`.
+
+    Raises:
+        CheckpointError: a checkpoint that does not fit its config.
+    """
+    whole = memory = plan_memory(plan, config, weights)
+    fitting = plan
+    while memory.total > memory.budget:
+        chunks = fitting.prefill_chunks[:-1]
+        if config.runtime.prefill_chunks is not None or fitting.prefill_chunks[-1] <= SMALLEST_CHUNK:
+            return plan, whole
+        fitting = replace(fitting, prefill_chunks=chunks)
+        memory = plan_memory(fitting, config, weights)
+    return fitting, memory
+
+
+def _tables(plan: Plan) -> int:
+    """Bytes of the cosines and sines of every position, in target and draft."""
+    models = (plan.target, plan.draft.decoder if plan.draft is not None else None)
+    tabled = [model for model in models if model is not None and model.rope.kind != "dynamic"]
+    return sum(plan.max_positions * model.rope.rotary_dim(model.head_dim) * torch.float32.itemsize for model in tabled)
+
+
+def weigh(plan: Plan, token_map: str | None = None) -> tuple[int, int]:
+    """Bytes of the target's parameters and tables, and of the draft's that it does not share with the target."""
+    dtype, nowhere = DTYPES[plan.dtype], torch.device("meta")
+    target = load_target(plan.target, plan.tap_layers, plan.max_positions, dtype, nowhere)
+    held = _tensors(target)
+    if plan.draft is None:
+        return sum(held.values()), 0
+    draft = load_object(plan.variant.loader)(plan.draft, target, plan.max_positions, dtype, nowhere, None)
+    if token_map is not None:
+        apply_token_map(draft, load_token_map(user_path("variant.token_map", token_map), plan.target.vocab_size))
+    return sum(held.values()), sum(size for tensor, size in _tensors(draft).items() if tensor not in held)
+
+
+def _tensors(module: nn.Module) -> dict[torch.Tensor, int]:
+    """Every parameter and buffer once, with its bytes. Tensors compare by identity as keys."""
+    return {tensor: tensor.numel() * tensor.element_size() for tensor in (*module.parameters(), *module.buffers())}
+
+
+def _workspace(plan: Plan, dtype: torch.dtype) -> int:
+    """Tensors of the widest program that live between its stages' reads and writes: an upper estimate, for one program at a time."""
+    lanes, model, wide = max(plan.buckets), plan.target, dtype.itemsize + 4
+    tokens = max(lanes * plan.shape.num_draft_tokens, plan.prefill_chunks[-1])
+    _, kv_heads, kv_width = model.kv_row
+    heads = (model.num_heads + 2 * kv_heads) * kv_width
+    mlp = 3 * model.intermediate_size
+    if model.experts is not None:
+        # The reference may run every expert over every token.
+        run = model.experts.topk if plan.kernels == "fused" else model.experts.num_experts
+        mlp = max(mlp, run * (3 * model.experts.intermediate_size + model.hidden_size))
+    if plan.catches_up:
+        tokens = max(tokens, lanes * plan.window_capacity)
+    layer = tokens * (3 * model.hidden_size + max(mlp, heads) + plan.feature_width) * wide
+    logits = lanes * plan.shape.num_draft_tokens * model.vocab_size * 4 * LOGIT_COPIES
+    if resolve("kernels.attention", plan.attention, plan.kernels, plan.device, plan.dtype) != "reference":
+        return layer + logits
+    # The reference gathers the keys and values of whole page tables, and scores every query against them.
+    slots = plan.table_width * plan.page_size
+    gathered = lanes * slots * kv_heads * kv_width * 2 * wide
+    scores = 2 * tokens * model.num_heads * slots * 4
+    return layer + max(logits, gathered + scores)
+
+
+def available_bytes(device: str, memory_gib: float | None) -> int:
+    """Bytes an engine may count on: ``hardware.memory_gib``, else what is free on the GPU, else what the machine has."""
+    if memory_gib is not None:
+        return int(memory_gib * GIB)
+    if device == "cuda":
+        free, _ = torch.cuda.mem_get_info()
+        # What torch holds and nobody uses is free too.
+        return free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,0 +1,225 @@
+"""Scratch of fused kernels: what their launchers allocate besides results. It is in no slot, so the memory plan has a line for it.
+
+Counted by the launchers themselves, called on ``meta`` tensors in the shapes that an engine's programs have. So a launcher that changes
+what it allocates changes the plan, and there is no second formula to keep.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ..plan import Plan
+
+if TYPE_CHECKING:
+    from ..facts import ModelFacts
+
+logger = logging.getLogger(__name__)
+
+Call = tuple[Callable[..., int], tuple[Any, ...]]
+"""A function here that counts one call of one launcher, and its arguments."""
+
+
+class _Allocations(TorchDispatchMode):
+    """Keeps every tensor whose memory was allocated inside."""
+
+    def __init__(self, known: list[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen = {_place(tensor) for tensor in known}
+        self.made: list[Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in _tensors(result):
+            place = _place(tensor)
+            if place not in self.seen:
+                self.seen.add(place)
+                self.made.append(tensor)
+        return result
+
+
+def _place(tensor: Tensor) -> StorageWeakRef:
+    """The memory of a tensor, equal for all its views while it is held."""
+    return StorageWeakRef(tensor.untyped_storage())
+
+
+def _tensors(*values: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def scratch_of(launcher: Callable[..., Any], *arguments: Any, **named: Any) -> int:
+    """Bytes that a call of ``launcher`` on ``meta`` tensors allocates, without its results. Launches nothing."""
+    from ..kernels.fused.launch import recording, semaphores
+
+    shared = semaphores(torch.device("meta"), 0)
+    with recording(), _Allocations([shared, *_tensors(arguments, named)]) as found:
+        result = launcher(*arguments, **named)
+    kept = {_place(tensor) for tensor in _tensors(result)}
+    return sum(tensor.untyped_storage().nbytes() for tensor in found.made if _place(tensor) not in kept)
+
+
+def kernel_scratch(plan: Plan) -> int:
+    """Most bytes of scratch that are live at once in any program of ``plan``: those of one launcher.
+
+    A launcher's scratch is free when it returns, and launches of one stream follow each other. Captured programs share one pool, in which
+    each finds the memory that the last one freed, so nothing adds up. A GPU with another number of multiprocessors than an H200 cuts
+    attention into more or fewer parts, and linear layers that were measured may be cut otherwise than is counted here.
+
+    Without Triton nothing can be counted, and a warning says so.
+    """
+    if plan.kernels != "fused":
+        return 0
+    if find_spec("triton") is None:
+        logger.warning("Triton is not installed: scratch of fused kernels is not in the memory plan")
+        return 0
+    return max((_count(*call) for call in dict.fromkeys(_calls(plan))), default=0)
+
+
+@functools.lru_cache(maxsize=4096)
+def _count(call: Callable[..., int], arguments: tuple[Any, ...]) -> int:
+    return call(*arguments)
+
+
+def _fused(file: str, name: str) -> Callable[..., Any]:
+    return getattr(importlib.import_module(f"graphspec.kernels.fused.{file}"), name)
+
+
+def _empty(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def _linear(rows: int, outputs: int, inputs: int, dtype: str, numerics: str, norm: bool, gated: bool, added: bool, wide: bool) -> int:
+    choice = importlib.import_module("graphspec.kernels.fused.linear_choice")
+    config = choice.LinearTable().choose(choice.LinearShape(rows, outputs, inputs, dtype, norm, gated, added, False, wide), numerics)
+    if config is None:
+        return 0
+    of = getattr(torch, dtype)
+    width = outputs // 2 if gated else outputs
+    return scratch_of(
+        _fused("linear", "linear"), _empty(1, rows, inputs, dtype=of), _empty(outputs, inputs, dtype=of),
+        norm_weight=_empty(inputs, dtype=of) if norm else None, residual=_empty(1, rows, width, dtype=of) if added else None,
+        gated=gated, float32=wide, config=config.encoded(),
+    )  # fmt: skip
+
+
+def _attention(lanes: int, tokens: int, heads: int, groups: int, dim: int, page: int, columns: int, words: int, dtype: str) -> int:
+    of = getattr(torch, dtype)
+    return scratch_of(
+        _fused("tree_attention", "tree_attention"), _empty(lanes, tokens, heads, dim, dtype=of),
+        _empty(1, 2, 1, page, groups, dim, dtype=of), 0, _empty(lanes, columns, dtype=torch.int32), _empty(lanes, tokens), _empty(lanes),
+        _empty(lanes, tokens, words), 1.0,
+    )  # fmt: skip
+
+
+def _latent(lanes: int, tokens: int, heads: int, rank: int, rope: int, page: int, columns: int, words: int, dtype: str) -> int:
+    of = getattr(torch, dtype)
+    return scratch_of(
+        _fused("latent_attention", "latent_attention"), _empty(lanes, tokens, heads, rank, dtype=of),
+        _empty(lanes, tokens, heads, rope, dtype=of), _empty(1, 1, 1, page, 1, rank + rope, dtype=of), 0,
+        _empty(lanes, columns, dtype=torch.int32), _empty(lanes, tokens), _empty(lanes), _empty(lanes, tokens, words), 1.0,
+    )  # fmt: skip
+
+
+def _sample(lanes: int, rows: int, vocab: int) -> int:
+    logits, heat = _empty(lanes, rows, vocab, dtype=torch.float32), _empty(lanes, dtype=torch.float32)
+    return scratch_of(
+        _fused("sample_tokens", "sample_tokens"), logits, heat, _empty(lanes), _empty(lanes, rows), _empty(lanes), heat, heat, True
+    )
+
+
+def _filter(lanes: int, rows: int, vocab: int) -> int:
+    logits, heat = _empty(lanes, rows, vocab, dtype=torch.float32), _empty(lanes, dtype=torch.float32)
+    return scratch_of(_fused("filter_logits", "filter_logits"), logits, heat, _empty(lanes), heat, heat)
+
+
+def _topk(lanes: int, rows: int, vocab: int, topk: int) -> int:
+    return scratch_of(_fused("draft_topk", "draft_topk"), _empty(lanes, rows, vocab, dtype=torch.float32), topk, None, None, None, None)
+
+
+def _experts(tokens: int, experts: int, topk: int, hidden: int, width: int, dtype: str) -> int:
+    of = getattr(torch, dtype)
+    return scratch_of(
+        _fused("moe_mlp", "moe_mlp"), _empty(tokens, hidden, dtype=of), _empty(tokens, topk), _empty(tokens, topk, dtype=torch.float32),
+        _empty(experts, 2 * width, hidden, dtype=of), _empty(experts, hidden, width, dtype=of),
+    )  # fmt: skip
+
+
+def _history(lanes: int, width: int, paths: int, depth: int) -> int:
+    nodes = _empty(lanes, paths * depth)
+    return scratch_of(
+        _fused("ngram_match", "ngram_match"), _empty(lanes + 1, width), _empty(lanes), _empty(lanes + 1), _empty(lanes + 1),
+        _empty(lanes, paths * depth, dtype=torch.float32), nodes, nodes, paths, depth, 1, 2,
+    )  # fmt: skip
+
+
+def _network(plan: Plan, model: ModelFacts, rows: int) -> Iterator[Call]:
+    """Products and experts of one pass over ``rows`` tokens, without the output layer."""
+    kind, hidden, latent = (plan.dtype, plan.numerics), model.hidden_size, model.latent
+    widths = {model.intermediate_size}
+    if model.experts is not None:
+        widths.add(model.experts.shared_size)
+        yield _experts, (rows, model.experts.num_experts, model.experts.topk, hidden, model.experts.intermediate_size, plan.dtype)
+    for width in widths - {0}:
+        yield _linear, (rows, 2 * width, hidden, *kind, True, True, False, False)
+        yield _linear, (rows, hidden, width, *kind, False, False, True, False)
+    if latent is not None:
+        query = model.num_heads * (latent.nope_dim + latent.rope_dim)
+        yield _linear, (rows, query, latent.query_rank or hidden, *kind, True, False, False, False)
+        yield _linear, (rows, hidden, model.num_heads * latent.value_dim, *kind, False, False, True, False)
+        return
+    query, key = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    yield _linear, (rows, (2 if model.attention_gate else 1) * query + 2 * key, hidden, *kind, True, False, False, False)
+    yield _linear, (rows, hidden, query, *kind, False, False, True, False)
+
+
+def _decode(plan: Plan, model: ModelFacts, lanes: int, tokens: int) -> Iterator[Call]:
+    """A pass of a network over ``tokens`` of each lane, over the keys and values of its row."""
+    yield from _network(plan, model, lanes * tokens)
+    places = (plan.page_size, plan.table_width, plan.num_words, plan.dtype)
+    if model.latent is not None:
+        yield _latent, (lanes, tokens, model.num_heads, model.latent.rank, model.latent.rope_dim, *places)
+    else:
+        yield _attention, (lanes, tokens, model.num_heads, model.num_kv_heads, model.head_dim, *places)
+
+
+def _calls(plan: Plan) -> Iterator[Call]:
+    """Every call with scratch that some program makes, in any sampling class; a call may come more than once."""
+    target, vocab = plan.target, plan.target.vocab_size
+    head = (vocab, target.hidden_size, plan.dtype, plan.numerics, True, False, False, True)
+    for lanes in plan.buckets:
+        for shape in plan.shapes:
+            nodes = shape.num_draft_tokens
+            yield from _decode(plan, target, lanes, nodes)
+            yield _linear, (lanes * nodes, *head)
+            yield _sample, (lanes, nodes, vocab)
+            yield _filter, (lanes, nodes, vocab)
+            if plan.draft is not None and shape.num_steps:
+                model, known = plan.draft.decoder, plan.draft.draft_vocab_size
+                passes = {plan.accept_width, plan.accept_width + plan.lookback, *({shape.topk} if shape.num_steps > 1 else ())}
+                for tokens in passes:
+                    yield from _decode(plan, model, lanes, tokens)
+                    yield _linear, (lanes * tokens, model.hidden_size, plan.feature_width or model.hidden_size, plan.dtype, plan.numerics,
+                                      False, False, False, False)  # fmt: skip
+                for rows in {1, shape.topk}:
+                    yield _linear, (lanes * rows, known, model.hidden_size, plan.dtype, plan.numerics, False, False, False, True)
+                    yield _filter, (lanes, rows, known)
+                    yield _topk, (lanes, rows, known, shape.topk)
+            if plan.keeps_history and shape.num_steps:
+                yield _history, (lanes, plan.max_positions, shape.topk, shape.num_steps)
+        if plan.catches_up and plan.draft is not None:
+            yield from _decode(plan, plan.draft.decoder, lanes, plan.window_capacity)
+    for chunk in plan.prefill_chunks:
+        yield from _network(plan, target, chunk)
+        if plan.draft is not None:
+            yield from _network(plan, plan.draft.decoder, chunk + plan.lookback)
+    yield _sample, (1, 1, vocab)

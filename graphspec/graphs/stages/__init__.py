@@ -1,0 +1,1 @@
+"""The stages of a cycle and of a prefill chunk, and the acceptance rules."""

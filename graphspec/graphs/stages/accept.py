@@ -1,0 +1,40 @@
+"""Stage 5, accept: sample at every node, keep the matching path."""
+
+from __future__ import annotations
+
+from ...buffers import Views
+from .acceptance_rules import RULES
+from .sampling import LogitShaper, node_paths
+from .stage import Build, Stage
+
+
+class Accept(Stage):
+    """Sample, then match. The acceptance rule decides what is sampled at a node (:mod:`.acceptance_rules`); by default it is the target's
+    own sample, so that the output does not depend on the draft.
+
+    A run ends before the first token whose logits are not finite, and its row fails there, on the device; other rows, and nodes nobody
+    accepted, do not matter.
+    """
+
+    name = "accept"
+    writes = ("sample_BN", "path_BA", "accept_len_B", "outcome_B")
+
+    def __init__(self, build: Build) -> None:
+        super().__init__(build)
+        self.shaper, self.rule = LogitShaper(build), RULES[build.plan.accept.rule](build)
+        base = (
+            "lane_row_B", "status_R", "seq_len_R", "budget_R", "stop_id_RE", "draft_len_R",
+            "logits_BNV", "node_token_BN", "node_parent_BN", "node_depth_BN", "node_ancestors_BNX",
+        )  # fmt: skip
+        self.reads = tuple(dict.fromkeys((*base, *self.shaper.reads, *self.rule.reads)))
+
+    def forward(self, v: Views) -> None:
+        path_BNN = node_paths(v.node_token_BN, v.node_ancestors_BNX) if self.sampling.penalties else None
+        position_BN = v.seq_len_R[v.lane_row_B][:, None] + 1 + v.node_depth_BN
+        logits_BNV = self.shaper(v, v.logits_BNV, position_BN, path_BNN)
+        drawn_BN, sound_BN = self.rule(v, logits_BNV)
+        self.kernels.tree_walk(
+            v.node_token_BN, v.node_parent_BN, v.node_depth_BN, v.node_ancestors_BNX, drawn_BN, sound_BN, self.rule.depth_cap(v),
+            v.lane_row_B, v.status_R, v.seq_len_R, v.draft_len_R, v.budget_R, v.stop_id_RE, self.plan.draft_context,
+            v.sample_BN, v.path_BA, v.accept_len_B, v.outcome_B,
+        )  # fmt: skip

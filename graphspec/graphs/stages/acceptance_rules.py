@@ -1,0 +1,190 @@
+"""Acceptance rules. A rule decides what is sampled at each node; which nodes that accepts is the same walk for all of them.
+
+A rule is exact when the token of every node has the target's distribution there, whatever was drafted; then it does not matter for the
+output's distribution how far the walk gets. Exact are ``match``, ``target_only`` with both thresholds at 1, and ``rejection``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ...buffers import Views
+from ...shapes import WORD_BITS
+from .sampling import RESIDUAL_STREAM, LogitShaper, coins, probabilities, sample_tokens, trusted
+from .stage import Build
+
+NODES = ("node_token_BN", "node_parent_BN", "node_depth_BN", "node_ancestors_BNX")
+
+
+class Match:
+    """Sample at every node by noise that belongs to the position. The output is that of plain decoding, token for token.
+
+    Attributes:
+        reads: slots, for the stage that holds the rule to declare.
+    """
+
+    reads: tuple[str, ...]
+
+    def __init__(self, build: Build) -> None:
+        self.plan, self.shape, self.kernels, self.sampling = build.plan, build.shape, build.kernels, build.sampling
+        self.reads = ("lane_seed_B", "seq_len_R", "lane_temperature_B", "node_depth_BN") if self.sampling.noise else ()
+
+    def __call__(self, v: Views, logits_BNV: Tensor) -> tuple[Tensor, Tensor]:
+        """The token of every node, int64 ``[B, N]``, and whether the node's logits can be trusted, bool ``[B, N]``.
+
+        Args:
+            v: the bucket's slots.
+            logits_BNV: float32, shaped (:class:`~graphspec.graphs.stages.sampling.LogitShaper`); filters are the rule's own business.
+        """
+        return self._draw(v, logits_BNV, 0, truncate=True)
+
+    def depth_cap(self, v: Views) -> Tensor | None:
+        """Deepest node that the rule allows, int64 ``[B]``; draft length and context may allow less. None: no limit of its own."""
+        return None
+
+    def _draw(self, v: Views, logits_BNV: Tensor, stream: int, *, truncate: bool = False) -> tuple[Tensor, Tensor]:
+        position_BN = v.seq_len_R[v.lane_row_B][:, None] + 1 + v.node_depth_BN if self.sampling.noise else None
+        return sample_tokens(self.kernels, self.sampling, v, logits_BNV, position_BN, stream=stream, truncate=truncate)
+
+    def _positions(self, v: Views) -> Tensor:
+        """Positions sampled at depth 0, 1, ... S."""
+        level_A = torch.arange(self.shape.num_steps + 1, device=v.lane_row_B.device)
+        return v.seq_len_R[v.lane_row_B][:, None] + 1 + level_A
+
+    def _coin(self, v: Views) -> Tensor:
+        """The coin of every node's position, float32 ``[B, N]``."""
+        return coins(v.lane_seed_B, self._positions(v)).gather(1, v.node_depth_BN)
+
+
+class TargetOnly(Match):
+    """One coin per node against the children's own probabilities; no child accepted: sample from the rest.
+
+    The first child c in node order is accepted for which ``coin < (p(children up to c)) / threshold_acc`` or ``p(c) >= threshold_single``,
+    and never one with probability 0. Both thresholds at 1 leave the distribution exact: a child is accepted with exactly its probability
+    and the rest is sampled from ``p`` without the children. Rows at temperature 0 are greedy.
+
+    Source: sequential form of EAGLE's acceptance; thresholds as in SGLang's ``tree_speculative_sampling_target_only``.
+    """
+
+    def __init__(self, build: Build) -> None:
+        super().__init__(build)
+        self.shaper = LogitShaper(build)
+        if self.sampling.noise:
+            self.reads = (*self.reads, "node_token_BN", "node_parent_BN")
+
+    def __call__(self, v: Views, logits_BNV: Tensor) -> tuple[Tensor, Tensor]:
+        if not self.sampling.noise:
+            return super().__call__(v, logits_BNV)
+        sound_BN = trusted(self.sampling, logits_BNV)
+        logits_BNV = self.shaper.truncate(v, logits_BNV)
+        temperature_B = v.lane_temperature_B
+        nodes, vocab = logits_BNV.shape[1:]
+        node_N = torch.arange(nodes, device=logits_BNV.device)
+        token_BN, parent_BN = v.node_token_BN.clamp(min=0), v.node_parent_BN.clamp(min=0)
+        is_child_BN = (v.node_token_BN >= 0) & (v.node_parent_BN >= 0) & (node_N > 0)
+
+        of_parent_BN1 = parent_BN[..., None].expand(-1, -1, vocab)
+        share_BN = probabilities(logits_BNV, temperature_B).gather(1, of_parent_BN1).gather(2, token_BN[..., None]).squeeze(-1)
+        share_BN = torch.where(is_child_BN, share_BN, 0.0)
+        upto_BNN = (parent_BN[:, :, None] == parent_BN[:, None]) & is_child_BN[:, None] & (node_N <= node_N[:, None])
+        upto_BN = torch.where(upto_BNN, share_BN[:, None], 0.0).sum(-1)
+        coin_BN = self._coin(v).gather(1, parent_BN)
+        rule = self.plan.accept
+        accepted_BN = (coin_BN < upto_BN / rule.threshold_acc) | (share_BN >= rule.threshold_single)
+        accepted_BN = accepted_BN & is_child_BN & (share_BN > 0)
+        taken_BNN = accepted_BN[:, None] & (parent_BN[:, None] == node_N[:, None])
+        first_BN = torch.where(taken_BNN, node_N, nodes).amin(-1)
+
+        child_at_BN = torch.where(is_child_BN, parent_BN * vocab + token_BN, nodes * vocab)
+        offered_BW = torch.zeros(child_at_BN.shape[0], nodes * vocab + 1, dtype=torch.bool, device=logits_BNV.device)
+        offered_BNV = offered_BW.scatter(1, child_at_BN, True)[:, :-1].view(logits_BNV.shape)
+        rest_BNV = logits_BNV.masked_fill(offered_BNV, -torch.inf)
+        # The children may hold all of the mass and their sum still round to less than the coin.
+        rest_BNV = torch.where((rest_BNV > -torch.inf).any(-1, keepdim=True), rest_BNV, logits_BNV)
+        hot_B1 = (temperature_B > 0)[:, None]
+        drawn_BN, _ = self._draw(v, torch.where(hot_B1[..., None], rest_BNV, logits_BNV), RESIDUAL_STREAM)
+        chosen_BN = token_BN.gather(1, first_BN.clamp(max=nodes - 1))
+        return torch.where(hot_B1 & (first_BN < nodes), chosen_BN, drawn_BN), sound_BN
+
+
+class Rejection(Match):
+    """Chains whose tokens were drawn from the drafter's distribution q: accepted with probability ``min(1, p / q)``.
+
+    Accepted when ``coin * q(token) < p(token)``; else the node samples from ``relu(p - q)``, or from p where that is empty. The last node,
+    and one behind which nothing was drafted, samples from p. Rows at temperature 0 are greedy.
+
+    Source: Leviathan et al. 2023 (arXiv 2211.17192), section 2.3 and appendix A.1.
+    """
+
+    def __init__(self, build: Build) -> None:
+        super().__init__(build)
+        self.shaper = LogitShaper(build)
+        if self.sampling.noise and self.shape.num_steps:
+            self.reads = (*self.reads, "node_token_BN", "draft_prob_BSV")
+
+    def __call__(self, v: Views, logits_BNV: Tensor) -> tuple[Tensor, Tensor]:
+        if not self.sampling.noise or not self.shape.num_steps:
+            return self._draw(v, logits_BNV, RESIDUAL_STREAM, truncate=True)
+        sound_BN = trusted(self.sampling, logits_BNV)
+        logits_BNV = self.shaper.truncate(v, logits_BNV)
+        temperature_B = v.lane_temperature_B
+        steps = self.shape.num_steps
+        target_BSV, draft_BSV = probabilities(logits_BNV, temperature_B)[:, :steps], v.draft_prob_BSV
+        drafted_BS = v.node_token_BN[:, 1:] >= 0
+        token_BS = v.node_token_BN[:, 1:].clamp(min=0)
+        target_BS = target_BSV.gather(2, token_BS[..., None]).squeeze(-1)
+        draft_BS = draft_BSV.gather(2, token_BS[..., None]).squeeze(-1)
+        accepted_BS = drafted_BS & (self._coin(v)[:, :steps] * draft_BS < target_BS)
+
+        rest_BSV = (target_BSV - draft_BSV).clamp(min=0)
+        rest_BSV = torch.where((rest_BSV > 0).any(-1, keepdim=True) & drafted_BS[..., None], rest_BSV, target_BSV)
+        # As logits at the row's temperature, so that the same noise serves.
+        rest_BSV = torch.log(rest_BSV) * temperature_B[:, None, None]
+        hot_B1 = (temperature_B > 0)[:, None]
+        logits_BNV = torch.cat((torch.where(hot_B1[..., None], rest_BSV, logits_BNV[:, :steps]), logits_BNV[:, steps:]), 1)
+        drawn_BN, _ = self._draw(v, logits_BNV, RESIDUAL_STREAM)
+        return torch.cat((torch.where(hot_B1 & accepted_BS, token_BS, drawn_BN[:, :steps]), drawn_BN[:, steps:]), 1), sound_BN
+
+
+class Synthetic(Match):
+    """A run of a forced length along the path to the deepest node, by one coin per (seed, ``seq_len``). Times the runtime, says nothing.
+
+    Samples as ``match`` does, then overwrites the samples along that path; the walk is cut by the depth cap. A tree whose deepest node is
+    not as deep as the coin asks gives what it has.
+    """
+
+    def __init__(self, build: Build) -> None:
+        super().__init__(build)
+        self.reads = tuple(dict.fromkeys((*self.reads, *NODES, "lane_seed_B", "seq_len_R")))
+
+    def __call__(self, v: Views, logits_BNV: Tensor) -> tuple[Tensor, Tensor]:
+        sample_BN, sound_BN = super().__call__(v, logits_BNV)
+        nodes = sample_BN.shape[1]
+        node_N = torch.arange(nodes, device=sample_BN.device)
+        depth_BN = torch.where(v.node_token_BN >= 0, v.node_depth_BN, -1)
+        # Depth first, then the lower index; a node is on the path when the deepest one sees it.
+        deepest_B = (depth_BN * nodes + (nodes - 1 - node_N)).argmax(-1)
+        words_BX = v.node_ancestors_BNX.gather(1, deepest_B[:, None, None].expand(-1, 1, v.node_ancestors_BNX.shape[-1])).squeeze(1)
+        on_path_BN = ((words_BX[:, node_N // WORD_BITS] >> (node_N % WORD_BITS)) & 1).bool() & (node_N > 0)
+        child_BNN = on_path_BN[:, None] & (v.node_parent_BN[:, None] == node_N[:, None])
+        next_BN = torch.where(child_BNN, v.node_token_BN[:, None], -1).amax(-1)
+        return torch.where(next_BN >= 0, next_BN, sample_BN), sound_BN
+
+    def depth_cap(self, v: Views) -> Tensor:
+        row_B = v.lane_row_B
+        coin_B = coins(v.lane_seed_B, v.seq_len_R[row_B][:, None])[:, 0]
+        drawn_B = torch.zeros_like(row_B)
+        for rate in self.plan.accept.rates:
+            drawn_B = drawn_B + (coin_B < rate).to(torch.int64)
+        return drawn_B
+
+
+RULES: dict[str, Callable[[Build], Match]] = {
+    "match": Match,
+    "target_only": TargetOnly,
+    "rejection": Rejection,
+    "synthetic": Synthetic,
+}

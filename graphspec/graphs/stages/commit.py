@@ -1,0 +1,51 @@
+"""Stages 6 and 7: the accepted path's KV moves to where it belongs, and the row is committed."""
+
+from __future__ import annotations
+
+from ...buffers import Views
+from .stage import Build, Stage
+
+
+class CommitState(Stage):
+    """Keep the accepted path: its KV moves to consecutive slots, all layers at once. Chains need no move."""
+
+    name = "commit_state"
+    reads = ("lane_row_B", "seq_len_R", "page_table_RP", "path_BA", "accept_len_B", "target_kv")
+    writes = ("target_kv",)
+
+    def forward(self, v: Views) -> None:
+        self.kernels.kv_move(v.target_kv, v.page_table_RP, v.seq_len_R, v.path_BA, v.accept_len_B, v.lane_row_B)
+
+
+class Commit(Stage):
+    """``seq_len += accept_len``, the next window along the path, the output ring, the status; history and token counts where kept.
+
+    Args:
+        build: what every stage gets.
+        append: the run goes behind the window instead of replacing it, for a drafter that has not read the window yet.
+    """
+
+    name = "commit"
+
+    def __init__(self, build: Build, *, append: bool = False) -> None:
+        super().__init__(build)
+        self.append = append
+        features = ("feature_BNF", "window_feature_RAcF") if self.plan.feature_width else ()
+        lookback = ("lookback_token_RY", "lookback_feature_RYF") if self.plan.lookback else ()
+        history = ("history_RL",) if self.plan.keeps_history else ()
+        counts = ("output_count_RV",) if self.sampling.penalties else ()
+        state = ("seq_len_R", "window_token_RAc", "window_len_R", "budget_R", "cycle_1", *lookback, *history)
+        self.reads = ("lane_row_B", "sample_BN", "path_BA", "accept_len_B", "outcome_B", *state, *features)
+        # Counts are added to, whatever they are.
+        self.writes = (*state, "status_R", *counts, *features[1:], "ring_ZBJ")
+
+    def forward(self, v: Views) -> None:
+        plan = self.plan
+        feature_BNF, window_feature_RAcF = (v.feature_BNF, v.window_feature_RAcF) if plan.feature_width else (None, None)
+        lookback_token_RY, lookback_feature_RYF = (v.lookback_token_RY, v.lookback_feature_RYF) if plan.lookback else (None, None)
+        self.kernels.commit_rows(
+            v.lane_row_B, v.sample_BN, v.path_BA, v.accept_len_B, v.outcome_B, feature_BNF,
+            v.cycle_1, v.ring_ZBJ, v.window_token_RAc, v.window_len_R, v.seq_len_R, v.budget_R, v.status_R,
+            window_feature_RAcF, lookback_token_RY, lookback_feature_RYF,
+            v.history_RL if plan.keeps_history else None, v.output_count_RV if self.sampling.penalties else None, self.append,
+        )  # fmt: skip

@@ -1,0 +1,248 @@
+"""Stage 0, mailbox: the host's fixed-size batch of changes for one launch, applied on the device.
+
+The message is one vector of int64 words, so a launch costs one host-to-device copy whatever changed.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import ClassVar
+
+import numpy as np
+from torch import Tensor
+
+from ...buffers import Views
+from ...errors import ResourceError
+from ...kernels.mail_apply import JOIN_WORDS
+from ...plan import Plan
+from .stage import Build, Stage
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """Parameters of a request that takes a row; its prompt follows as prefill chunks.
+
+    What the launch's :class:`~graphspec.shapes.SamplingClass` has no room for is sent and not read.
+    """
+
+    row: int
+    budget: int
+    seed: int
+    temperature: float
+    draft_len: int
+    stop_ids: Sequence[int]
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition: float = 1.0
+    presence: float = 0.0
+    frequency: float = 0.0
+    bias: Sequence[tuple[int, float]] = ()
+    """``(token id, added to its logit)``"""
+    stop_from: int = 0
+    """First position at which a stop id may be sampled."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One prefill chunk: prompt tokens ``[start, start + len(tokens))`` of a prompt of ``total`` tokens."""
+
+    tokens: Sequence[int]
+    start: int
+    total: int
+    known_root: int = -1
+    """Resuming a preempted request: the token that follows its tokens, which was sampled before and must not be sampled again."""
+    prompt: int | None = None
+    """Tokens of the request's own prompt, ``total`` unless it resumes: length-dependent RoPE saw the others one by one."""
+
+
+@dataclass(slots=True)
+class Message:
+    """What the host says with one launch."""
+
+    lanes: Sequence[int]
+    aborts: list[int] = field(default_factory=list)
+    pages: list[tuple[int, int, int]] = field(default_factory=list)
+    """``(row, column, page)``"""
+    join: Join | None = None
+    chunk: Chunk | None = None
+    trees: Sequence[tuple[Sequence[int], Sequence[int]]] = ()
+    """Per lane the tokens and parents of the nodes the host proposes; a parent is a place in the same list, -1 the root."""
+
+
+@dataclass(frozen=True, slots=True)
+class MailLayout:
+    """Word offsets inside the message."""
+
+    lanes: int
+    aborts: int
+    pages: int
+    join: int
+    trees: int
+    chunk: int
+    """From here on only prefill reads: a cycle's message ends here."""
+    tokens: int
+    chunk_pages: int
+    size: int
+    max_lanes: int
+    max_aborts: int
+    max_pages: int
+    """Page-table entries of any message; what a chunk needs beyond them stands in its own part."""
+    max_chunk_pages: int
+    max_stop_ids: int
+    max_bias: int
+    max_tokens: int
+    max_nodes: int
+    """Nodes the host may propose per lane; 0 where the device drafts."""
+    dummy_row: int
+
+    JOIN_WORDS: ClassVar[int] = JOIN_WORDS
+    """The biased ids and then their values follow the stop ids."""
+    CHUNK_WORDS: ClassVar[int] = 5
+
+    @classmethod
+    def of(cls, plan: Plan) -> MailLayout:
+        # One abort word more than rows: an unused word names the dummy row, so every launch closes it again.
+        lanes, aborts, pages = max(plan.buckets), plan.max_rows + 1, plan.page_updates
+        nodes = plan.shape.num_draft_tokens - 1 if plan.variant.drafter == "host" else 0
+        join = cls.JOIN_WORDS + plan.max_stop_ids + 2 * plan.max_logit_bias
+        tokens, chunk_pages = plan.prefill_chunks[-1], plan.chunk_pages
+        sizes = (lanes, aborts, 3 * pages, join, 2 * lanes * nodes, cls.CHUNK_WORDS, tokens, 3 * chunk_pages)
+        at = list(accumulate(sizes, initial=0))
+        return cls(
+            lanes=at[0],
+            aborts=at[1],
+            pages=at[2],
+            join=at[3],
+            trees=at[4],
+            chunk=at[5],
+            tokens=at[6],
+            chunk_pages=at[7],
+            size=at[8],
+            max_lanes=lanes,
+            max_aborts=aborts - 1,
+            max_pages=pages,
+            max_chunk_pages=chunk_pages,
+            max_stop_ids=plan.max_stop_ids,
+            max_bias=plan.max_logit_bias,
+            max_tokens=tokens,
+            max_nodes=nodes,
+            dummy_row=plan.max_rows,
+        )
+
+    @property
+    def join_parts(self) -> tuple[int, int, int, int]:
+        """Where a join's stop ids, biased ids and bias values begin, and where it ends."""
+        stops = self.join + self.JOIN_WORDS
+        bias = stops + self.max_stop_ids
+        return stops, bias, bias + self.max_bias, self.trees
+
+    def encode(self, message: Message, out: Tensor) -> None:
+        """Write ``message`` into the int64 CPU vector ``out``; what is unused addresses the dummy row and the dummy page.
+
+        Raises:
+            ResourceError: more changes than a message holds.
+        """
+        for key, count, most in (
+            ("lanes", len(message.lanes), self.max_lanes),
+            ("aborts", len(message.aborts), self.max_aborts),
+            ("chunk tokens", len(message.chunk.tokens) if message.chunk else 0, self.max_tokens),
+            ("tree nodes", max((len(tokens) for tokens, _ in message.trees), default=0), self.max_nodes),
+            ("stop ids", len(message.join.stop_ids) if message.join else 0, self.max_stop_ids),
+            ("biased tokens", len(message.join.bias) if message.join else 0, self.max_bias),
+        ):
+            if count > most:
+                raise ResourceError(f"mailbox {key}", f"at most {most} in one launch", count)
+        beyond = len(message.pages) - self.max_pages
+        if beyond > 0 and (message.chunk is None or beyond > self.max_chunk_pages):
+            most = self.max_pages if message.chunk is None else self.max_pages + self.max_chunk_pages
+            raise ResourceError("mailbox page updates", f"at most {most} in one launch", len(message.pages))
+        words = out.numpy()
+        words[:] = _empty_message(self)
+        words[self.lanes : self.lanes + len(message.lanes)] = message.lanes
+        words[self.aborts : self.aborts + len(message.aborts)] = message.aborts
+        if message.pages:
+            pages = np.asarray(message.pages, dtype=np.int64).ravel()
+            if beyond > 0:
+                words[self.chunk_pages : self.chunk_pages + 3 * beyond] = pages[-3 * beyond :]
+                pages = pages[: -3 * beyond]
+            words[self.pages : self.pages + len(pages)] = pages
+        if message.join is not None:
+            self._encode_join(message.join, words)
+        if message.chunk is not None:
+            chunk = message.chunk
+            prompt = chunk.total if chunk.prompt is None else chunk.prompt
+            words[self.chunk : self.tokens] = [chunk.start, len(chunk.tokens), chunk.total, chunk.known_root, prompt]
+            words[self.tokens : self.tokens + len(chunk.tokens)] = chunk.tokens
+        for lane, (tokens, parents) in enumerate(message.trees):
+            token_at = self.trees + lane * 2 * self.max_nodes
+            words[token_at : token_at + len(tokens)] = tokens
+            words[token_at + self.max_nodes : token_at + self.max_nodes + len(parents)] = parents
+
+    def _encode_join(self, join: Join, words: np.ndarray[tuple[int], np.dtype[np.int64]]) -> None:
+        seed = join.seed - 2**64 if join.seed >= 2**63 else join.seed
+        stops, ids, values, _ = self.join_parts
+        words[self.join : stops] = [
+            join.row, join.budget, seed, _float_bits(join.temperature), join.draft_len, join.top_k, _float_bits(join.top_p),
+            _float_bits(join.min_p), _float_bits(join.repetition), _float_bits(join.presence), _float_bits(join.frequency), join.stop_from,
+        ]  # fmt: skip
+        words[stops : stops + len(join.stop_ids)] = join.stop_ids
+        for entry, (token, value) in enumerate(join.bias):
+            words[ids + entry], words[values + entry] = token, _float_bits(value)
+
+
+def _float_bits(value: float) -> int:
+    """The bits of a float32, as a word's low half."""
+    bits: int = struct.unpack("<i", struct.pack("<f", value))[0]
+    return bits
+
+
+@functools.lru_cache(maxsize=16)
+def _empty_message(layout: MailLayout) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """Words of a message that changes nothing: every address in it is the dummy row, every page the dummy page."""
+    words = np.zeros(layout.size, dtype=np.int64)
+    words[layout.lanes : layout.pages] = layout.dummy_row
+    words[layout.pages : layout.join : 3] = layout.dummy_row
+    words[layout.chunk_pages :: 3] = layout.dummy_row
+    stops, _, values, _ = layout.join_parts
+    words[layout.join] = layout.dummy_row
+    words[stops:values] = -1
+    words[layout.chunk + 3] = -1
+    words[layout.trees : layout.chunk] = -1
+    return words
+
+
+class Mailbox(Stage):
+    """Applies lanes, aborts, page-table entries and joins, and gathers what the lanes read of their rows."""
+
+    name = "mailbox"
+    SLOTS: ClassVar[dict[str, tuple[str, ...]]] = {
+        "truncate": ("top_k_R", "top_p_R", "min_p_R"),
+        "penalties": ("repetition_R", "presence_R", "frequency_R", "output_count_RV", "prompt_seen_RV"),
+        "bias": ("bias_id_RI", "bias_value_RI", "stop_from_R"),
+    }
+    """Slots of a join that only classes with this field have."""
+
+    def __init__(self, build: Build) -> None:
+        super().__init__(build)
+        self.layout = MailLayout.of(build.plan)
+        self.groups = tuple(name for field, names in self.SLOTS.items() if getattr(self.sampling, field) for name in names)
+        self.reads = ("mail", "page_table_RP", "seed_R", "temperature_R")
+        self.writes = (
+            "lane_row_B", "lane_table_BP", "lane_seed_B", "lane_temperature_B",
+            "status_R", "budget_R", "seed_R", "temperature_R", "draft_len_R", "stop_id_RE", "page_table_RP",
+            *self.groups,
+        )  # fmt: skip
+
+    def forward(self, v: Views) -> None:
+        at = self.layout
+        self.kernels.mail_apply(
+            v.mail, at.lanes, at.aborts, at.pages, at.join,
+            v.lane_row_B, v.lane_table_BP, v.lane_seed_B, v.lane_temperature_B,
+            v.status_R, v.budget_R, v.seed_R, v.temperature_R, v.draft_len_R, v.stop_id_RE, v.page_table_RP,
+            **{name: getattr(v, name) for name in self.groups},
+        )  # fmt: skip

@@ -1,0 +1,213 @@
+"""Sampling one token per position from logits: penalties, bias and filters first, then greedy or by noise.
+
+Every random number is a hash of (seed, position, token), so it does not depend on batch, tree or launch. Numbers that must be independent
+of each other come from different *streams*: the same hash over the seed with a constant of the stream xor-ed in.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...buffers import Views
+from ...kernels.noise import BELOW_ONE, counter_hash
+from ...kernels.registry import KernelSet
+from ...shapes import WORD_BITS, SamplingClass
+from .stage import Build
+
+# The first 64 fractional bits of the square roots of 2, 3 and 5, as signed words.
+COIN_STREAM = 0x6A09E667F3BCC908
+"""Coins: whether a drafted token is accepted; how long a synthetic run is."""
+RESIDUAL_STREAM = 0xBB67AE8584CAA73B - 2**64
+"""Noise of the token that is drawn where no drafted one was accepted."""
+DRAFT_STREAM = 0x3C6EF372FE94F82B
+"""Noise of drafts that are drawn from the drafter's own distribution."""
+
+
+def sample_tokens(
+    kernels: KernelSet, sampling: SamplingClass, v: Views, logits_BTV: Tensor, position_BT: Tensor | None, *, stream: int = 0,
+    truncate: bool = True,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The target's token at every position, and whether its logits can be trusted: one call of the op, with what the class needs.
+
+    Args:
+        kernels: holds the op.
+        sampling: the class. Where it bans tokens, by -inf, only NaN and +inf are distrusted.
+        v: the bucket's slots.
+        logits_BTV: float32, shaped (:class:`LogitShaper`) and not filtered.
+        position_BT: position of the token being sampled; needed where the class has noise.
+        stream: of the noise.
+        truncate: apply the filters of the class; False where that was done before.
+
+    Returns:
+        int64 ``[B, T]``; bool ``[B, T]``.
+    """
+    strict, row_B = not sampling.bias, v.lane_row_B
+    if not sampling.noise:
+        return kernels.sample_tokens(logits_BTV, None, None, None, None, None, None, strict)
+    temperature_B, seed_B = v.lane_temperature_B, v.lane_seed_B
+    if stream:
+        seed_B = seed_B ^ stream
+    if not (truncate and sampling.truncate):
+        return kernels.sample_tokens(logits_BTV, temperature_B, seed_B, position_BT, None, None, None, strict)
+    top_k_B, top_p_B, min_p_B = v.top_k_R[row_B], v.top_p_R[row_B], v.min_p_R[row_B]
+    return kernels.sample_tokens(logits_BTV, temperature_B, seed_B, position_BT, top_k_B, top_p_B, min_p_B, strict)
+
+
+def trusted(sampling: SamplingClass, logits_BTV: Tensor) -> Tensor:
+    """Whether the logits of a position can be trusted, bool ``[B, T]``; as :func:`sample_tokens` judges them."""
+    known_BTV = logits_BTV.isfinite()
+    return (logits_BTV < torch.inf).all(-1) & known_BTV.any(-1) if sampling.bias else known_BTV.all(-1)
+
+
+def coins(seed_B: Tensor, position_BT: Tensor) -> Tensor:
+    """One uniform number in (0, 1) per position, of the coins' stream: float32 ``[B, T]``."""
+    bits_BT = counter_hash(seed_B ^ COIN_STREAM, position_BT, torch.zeros(1, dtype=torch.int64, device=seed_B.device)).squeeze(-1)
+    return ((bits_BT.to(torch.float32) + 0.5) * 2.0**-32).clamp(max=BELOW_ONE)
+
+
+def probabilities(logits_BTV: Tensor, temperature_B: Tensor) -> Tensor:
+    """``softmax(logits / T)``; rows at ``T == 0`` as if it were 1."""
+    return torch.softmax(logits_BTV / torch.where(temperature_B > 0, temperature_B, 1.0)[:, None, None], -1)
+
+
+def columns(token: Tensor, vocab_size: int) -> Tensor:
+    """Where to scatter tokens of a vocabulary: negative ids go to a column of their own behind it."""
+    return torch.where(token < 0, vocab_size, token)
+
+
+def node_paths(token_BN: Tensor, ancestors_BNX: Tensor) -> Tensor:
+    """Tokens on the way to every node, itself included and the root not: int64 ``[B, N, N]``, -1 where a node is not on the way."""
+    node_N = torch.arange(token_BN.shape[1], device=token_BN.device)
+    word_BNN = ancestors_BNX[..., node_N // WORD_BITS]
+    on_way_BNN = ((word_BNN >> (node_N % WORD_BITS)) & 1).bool() & (node_N > 0)
+    return torch.where(on_way_BNN, token_BN[:, None], -1)
+
+
+class LogitShaper:
+    """What a request wants changed in its logits, in this order: penalties, bias, minimum length, and apart from these the filters.
+
+    The order is that of transformers and vLLM: repetition penalty, frequency penalty, presence penalty, logit bias, stop ids banned before
+    the minimum length; then, at temperatures above 0, top-k, top-p, min-p. The filters are a step of their own (:meth:`truncate`), for
+    the target's sampler applies them itself. Only what the sampling class names is computed. A row that asks for nothing keeps its logits
+    to the bit.
+
+    A ban puts -inf where the logit was finite. Where bans are possible, an -inf of the network's own becomes NaN, so that it is still seen.
+
+    One object serves target and drafter: a drafter ranks by what the sampler will see, as far as its own vocabulary goes.
+    """
+
+    def __init__(self, build: Build) -> None:
+        self.kernels, self.sampling, self.vocab_size = build.kernels, build.sampling, build.plan.target.vocab_size
+        penalties = ("repetition_R", "presence_R", "frequency_R", "output_count_RV", "prompt_seen_RV")
+        self.reads: tuple[str, ...] = (
+            *(penalties if self.sampling.penalties else ()),
+            *(("bias_id_RI", "bias_value_RI", "stop_from_R", "stop_id_RE") if self.sampling.bias else ()),
+            *(("top_k_R", "top_p_R", "min_p_R", "lane_temperature_B") if self.sampling.truncate else ()),
+        )
+
+    def __call__(
+        self, v: Views, logits_BTV: Tensor, position_BT: Tensor, path_BTs: Tensor | None = None, target_token_Vd: Tensor | None = None
+    ) -> Tensor:
+        """The logits a token is sampled from, before the filters.
+
+        Args:
+            v: the bucket's slots.
+            logits_BTV: float32.
+            position_BT: position of the token being sampled.
+            path_BTs: target ids of the tokens between the row's last emitted token (not among them) and the one being sampled, in any
+                order, -1 for none; None: there are none.
+            target_token_Vd: int64, column to target id; None: columns are target ids.
+        """
+        row_B = v.lane_row_B
+        if self.sampling.penalties:
+            logits_BTV = self._penalise(v, row_B, logits_BTV, path_BTs, target_token_Vd)
+        if self.sampling.bias:
+            logits_BTV = self._bias(v, row_B, logits_BTV, position_BT, target_token_Vd)
+        return logits_BTV
+
+    def truncate(self, v: Views, logits_BTV: Tensor) -> Tensor:
+        """Shaped logits with -inf for the tokens that top-k, top-p and min-p leave out, where the class filters at all."""
+        if not self.sampling.truncate:
+            return logits_BTV
+        row_B = v.lane_row_B
+        temperature_B, top_k_B = v.lane_temperature_B, v.top_k_R[row_B]
+        return self.kernels.filter_logits(logits_BTV, temperature_B, top_k_B, v.top_p_R[row_B], v.min_p_R[row_B])
+
+    def _penalise(self, v: Views, row_B: Tensor, logits_BTV: Tensor, path_BTs: Tensor | None, target_token_Vd: Tensor | None) -> Tensor:
+        count_BTV, seen_BTV = v.output_count_RV[row_B][:, None], (v.prompt_seen_RV[row_B] != 0)[:, None]
+        if path_BTs is not None and path_BTs.shape[-1]:
+            drafted_BTV = torch.zeros(*path_BTs.shape[:2], self.vocab_size + 1, dtype=torch.int32, device=row_B.device)
+            column_BTs = columns(path_BTs, self.vocab_size)
+            drafted_BTV = drafted_BTV.scatter_add(-1, column_BTs, torch.ones_like(column_BTs, dtype=torch.int32))
+            count_BTV = count_BTV + drafted_BTV[..., : self.vocab_size]
+        if target_token_Vd is not None:
+            count_BTV, seen_BTV = count_BTV[..., target_token_Vd], seen_BTV[..., target_token_Vd]
+        put_out_BTV = count_BTV > 0
+        factor_B11 = v.repetition_R[row_B][:, None, None]
+        repeated_BTV = torch.where(logits_BTV > 0, logits_BTV / factor_B11, logits_BTV * factor_B11)
+        logits_BTV = torch.where(seen_BTV | put_out_BTV, repeated_BTV, logits_BTV)
+        logits_BTV = logits_BTV - v.frequency_R[row_B][:, None, None] * count_BTV.to(logits_BTV.dtype)
+        return logits_BTV - v.presence_R[row_B][:, None, None] * put_out_BTV.to(logits_BTV.dtype)
+
+    def _bias(self, v: Views, row_B: Tensor, logits_BTV: Tensor, position_BT: Tensor, target_token_Vd: Tensor | None) -> Tensor:
+        shape = (row_B.shape[0], self.vocab_size + 1)
+        # Ids of a row are distinct; the unused ones share the column that is cut off.
+        added_BV = torch.zeros(shape, device=row_B.device).scatter(1, columns(v.bias_id_RI[row_B], self.vocab_size), v.bias_value_RI[row_B])
+        stops_BV = torch.zeros(shape, dtype=torch.bool, device=row_B.device)
+        stops_BV = stops_BV.scatter(1, columns(v.stop_id_RE[row_B], self.vocab_size), True)
+        kept = slice(self.vocab_size) if target_token_Vd is None else target_token_Vd
+        early_BT1 = (position_BT < v.stop_from_R[row_B][:, None])[..., None]
+        banned_BTV = early_BT1 & stops_BV[:, None, kept] & logits_BTV.isfinite()
+        biased_BTV = torch.where(logits_BTV == -torch.inf, torch.nan, logits_BTV + added_BV[:, None, kept])
+        return torch.where(banned_BTV, -torch.inf, biased_BTV)
+
+
+class DraftSampler:
+    """Ranks a drafter's continuations by the keys the sampler will use itself, or draws them where the acceptance rule asks for that.
+
+    Attributes:
+        reads, writes: slots, for the stage that holds the sampler to declare.
+    """
+
+    def __init__(self, build: Build) -> None:
+        self.plan, self.kernels, self.shape, self.sampling = build.plan, build.kernels, build.shape, build.sampling
+        self.shaper = LogitShaper(build)
+        self.drawn = self.sampling.noise and self.plan.accept.sampled_drafts
+        self.noisy = self.drawn or (self.sampling.noise and self.plan.accept.coupled)
+        self.reads = (*self.shaper.reads, *(("lane_seed_B", "lane_temperature_B") if self.noisy else ()))
+        self.writes = ("draft_prob_BSV",) if self.drawn else ()
+
+    def propose(
+        self, v: Views, logits_BTV: Tensor, target_token_Vd: Tensor | None, position_B: Tensor, path_BTs: Tensor, level: int
+    ) -> tuple[Tensor, Tensor]:
+        """Top-K continuations of each draft row.
+
+        Args:
+            v: the bucket's slots.
+            logits_BTV: float32 over the draft vocabulary.
+            target_token_Vd: int64, draft id to target id; None where the vocabularies are one.
+            position_B: position of the token being proposed, the same for all T.
+            path_BTs: int64 ``[B, T, level - 1]``, tokens drafted on the way to each row, the root not among them.
+            level: depth of the token being proposed, from 1; static.
+
+        Returns:
+            log-probabilities float32 and target ids int64, both ``[B, T, K]``.
+        """
+        logits_BTV = self.shaper.truncate(v, self.shaper(v, logits_BTV, position_B[:, None], path_BTs, target_token_Vd))
+        if not self.noisy:
+            return self.kernels.draft_topk(logits_BTV, self.shape.topk, target_token_Vd, None, None, None)
+        temperature_B, seed_B = v.lane_temperature_B, v.lane_seed_B
+        if self.drawn:
+            seed_B = seed_B ^ DRAFT_STREAM
+            self._keep(v, logits_BTV[:, 0], temperature_B, target_token_Vd, level)
+        return self.kernels.draft_topk(logits_BTV, self.shape.topk, target_token_Vd, seed_B, position_B, temperature_B)
+
+    def _keep(self, v: Views, logits_BV: Tensor, temperature_B: Tensor, target_token_Vd: Tensor | None, level: int) -> None:
+        """The distribution this level's token is drawn from, over the target's vocabulary; tokens the drafter doesn't know have none."""
+        logits_BV = torch.where(logits_BV.isfinite(), logits_BV, -torch.inf)
+        # A row without a finite logit proposes nothing; its share is never asked for.
+        share_BV = probabilities(logits_BV[:, None], temperature_B)[:, 0].nan_to_num(0.0)
+        if target_token_Vd is not None:
+            share_BV = torch.zeros_like(v.draft_prob_BSV[:, 0]).index_copy(1, target_token_Vd, share_BV)
+        v.draft_prob_BSV[:, level - 1] = share_BV

@@ -1,0 +1,142 @@
+"""What a stage is: a module with declared reads and writes over static buffers. Stages know nothing of capture or compilation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal, Protocol
+
+from torch import Tensor, nn
+
+from ...buffers import Status, Views
+from ...errors import GraphspecError
+from ...facts import ModelFacts
+from ...kernels.planned import Anchor, BoundCall, HeadShape, PlannedCall
+from ...kernels.registry import KernelSet
+from ...models.attention import Attention
+from ...plan import Plan
+from ...shapes import CycleShape, SamplingClass
+
+
+class TargetModel(Protocol):
+    """What the stages ask of a target network (:mod:`graphspec.models.llama`)."""
+
+    def __call__(self, token_BT: Tensor, attention: Attention) -> tuple[Tensor, Tensor | None]: ...
+
+    def logits(self, hidden: Tensor) -> Tensor: ...
+
+
+class DraftModel(Protocol):
+    """What the stages ask of a draft network (:mod:`graphspec.variants`)."""
+
+    @property
+    def target_token_Vd(self) -> Tensor | None: ...
+
+    def __call__(self, token_BT: Tensor, hidden_BTH: Tensor | None, attention: Attention, step: int = 0) -> Tensor:
+        """What the next step takes as its hidden state, and :meth:`logits` too; ``step`` counts from 0 and chooses among several heads.
+
+        ``hidden_BTH`` is None where the drafter reads tokens only.
+        """
+        ...
+
+    def write_kv(self, token_BT: Tensor, hidden_BTH: Tensor | None, attention: Attention, step: int = 0) -> None:
+        """The KV that a call would write, for tokens behind which nothing is proposed."""
+        ...
+
+    def fuse(self, feature_BTF: Tensor) -> Tensor: ...
+
+    def logits(self, hidden: Tensor, step: int = 0) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """All a stage may know when it is built."""
+
+    plan: Plan
+    kernels: KernelSet
+    target: TargetModel
+    draft: DraftModel | None
+    shape: CycleShape
+    sampling: SamplingClass
+
+
+def head_shape(facts: ModelFacts) -> HeadShape:
+    """Heads of a network, as attention kernels are built for them."""
+    if facts.latent is None:
+        return HeadShape(facts.num_heads, facts.num_kv_heads, facts.head_dim, 0, facts.head_dim**-0.5)
+    return HeadShape(facts.num_heads, 1, facts.latent.rank, facts.latent.rope_dim, facts.latent.scale)
+
+
+class Stage(nn.Module):
+    """One step of the cycle: reads and writes slots in place, returns nothing, never reads a value on the host."""
+
+    name: ClassVar[str]
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+    planned: tuple[PlannedCall, ...] = ()
+    """Attention calls that must be planned, for the very lengths of a launch, before it."""
+
+    def __init__(self, build: Build) -> None:
+        super().__init__()
+        self.plan, self.kernels, self.shape, self.sampling = build.plan, build.kernels, build.shape, build.sampling
+
+    def forward(self, v: Views) -> None:
+        raise NotImplementedError
+
+    def bind_call(self, pool: Literal["target", "draft"], anchor: Anchor, extent: int, tokens: int) -> BoundCall | None:
+        """A call over latent rows in which every query sees what lies before it, planned by the host where kernels and plan have it so.
+
+        Args:
+            pool: whose rows.
+            anchor, extent, tokens: see :class:`~graphspec.kernels.planned.PlannedCall`.
+        """
+        facts, begin = self._network(pool)
+        if facts is None or facts.latent is None or not self.plan.plans_cycles:
+            return None
+        return self._bind(PlannedCall(pool, anchor, extent, tokens, head_shape(facts), begin))
+
+    def bind_chunk(self, pool: Literal["target", "draft"], chunk: int) -> Mapping[int | None, BoundCall]:
+        """Attention of a prompt chunk by sliding window, for the windows whose layers a planned kernel serves."""
+        facts, begin = self._network(pool)
+        if facts is None:
+            return {}
+        calls = [
+            PlannedCall(pool, "chunk", chunk, chunk, head_shape(facts), begin, window) for window in dict.fromkeys(facts.sliding_window)
+        ]
+        return {call.window: bound for call in calls if (bound := self._bind(call)) is not None}
+
+    def _network(self, pool: Literal["target", "draft"]) -> tuple[ModelFacts | None, int]:
+        """Facts of the network behind a pool, None where there is none, and the first slot it writes."""
+        if pool == "target":
+            return self.plan.target, 0
+        return self.plan.draft.decoder if self.plan.draft is not None else None, self.plan.variant.shift
+
+    def _bind(self, call: PlannedCall) -> BoundCall | None:
+        bound = self.kernels.bind_call(call)
+        if bound is not None:
+            self.planned = (*self.planned, call)
+        return bound
+
+    def feature(self, hidden_BTH: Tensor, taps_BTF: Tensor | None) -> Tensor | None:
+        """What the drafter reads of the target, ``[B, T, F]``, from a target's output; None: nothing."""
+        return hidden_BTH if self.plan.variant.feature_source == "hidden" else taps_BTF
+
+    @staticmethod
+    def rows(v: Views) -> tuple[Tensor, Tensor]:
+        """``(row_B int64, live_B bool)`` of the lanes. Padded lanes point at the dummy row, which is never live."""
+        row_B = v.lane_row_B
+        return row_B, v.status_R[row_B] == Status.LIVE
+
+
+def check_dataflow(stages: Iterable[Stage], inputs: Iterable[str]) -> None:
+    """Prove that every slot a stage reads was written by an earlier one or is an input of the program.
+
+    Raises:
+        GraphspecError: names the stage and the slot.
+    """
+    known = set(inputs)
+    for stage in stages:
+        missing = sorted(set(stage.reads) - known)
+        if missing:
+            raise GraphspecError(f"stage {stage.name}", "slots written by an earlier stage", f"reads of {missing}")
+        known.update(stage.writes)

@@ -1,0 +1,50 @@
+"""Stage 4, verify: one target forward over all nodes of every lane."""
+
+from __future__ import annotations
+
+from ...buffers import Views
+from ...models.attention import TreeAttention
+from .stage import Build, Stage, TargetModel
+
+
+class Verify(Stage):
+    """Target over the tree: KV at slot ``seq_len + n``, RoPE position ``seq_len + depth``, float32 logits, features for the drafter."""
+
+    name = "verify"
+
+    def __init__(self, build: Build) -> None:
+        super().__init__(build)
+        self.target: TargetModel = build.target
+        nodes = ("node_token_BN", "node_depth_BN", "node_ancestors_BNX")
+        self.reads = ("lane_row_B", "status_R", "seq_len_R", "lane_table_BP", "target_kv", *nodes)
+        self.writes = ("target_kv", "logits_BNV", *(("feature_BNF",) if self.plan.feature_width else ()))
+        # The mask of a chain is causal.
+        count = self.shape.num_draft_tokens
+        self.bound = self.bind_call("target", "root", count, count) if self.shape.is_chain else None
+
+    def forward(self, v: Views) -> None:
+        token_BN, valid_BN, slot_BN, position_BN, begin_BN, end_B, ancestors_BNX = self.kernels.verify_rows(
+            v.lane_row_B, v.status_R, v.seq_len_R, v.node_token_BN, v.node_depth_BN, v.node_ancestors_BNX
+        )
+        window = None
+        if self.bound is None:
+            window = self.kernels.own_window(v.lane_table_BP, self.plan.page_size, end_B, ancestors_BNX)
+        attention = TreeAttention(
+            kernels=self.kernels,
+            kv_pool=v.target_kv,
+            table_BP=v.lane_table_BP,
+            position_BT=position_BN,
+            rope_length_BT=position_BN + 1,
+            valid_BT=valid_BN,
+            slot_BT=slot_BN,
+            begin_BT=begin_BN,
+            prefix_end_B=end_B,
+            ancestors_BTX=ancestors_BNX,
+            own_window=window,
+            bound=self.bound,
+        )
+        hidden_BNH, taps_BNF = self.target(token_BN, attention)
+        v.logits_BNV.copy_(self.target.logits(hidden_BNH))
+        feature_BNF = self.feature(hidden_BNH, taps_BNF)
+        if feature_BNF is not None:
+            v.feature_BNF.copy_(feature_BNF)

@@ -1,0 +1,1 @@
+"""``graphspec profile``: sides measured against each other, and what they did."""

@@ -1,0 +1,161 @@
+"""An engine of this package as a measured side."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ...command_options import LaunchConfig
+from ...engine.depth import AdaptiveDepth
+from ...engine.llm import LLM
+from ...engine.outputs import Output
+from ...engine.request import SamplingParams, configured_params, sampling_class
+from ...engine.scheduler import Launcher
+from ...errors import ResourceError
+from ...kernels import resolve
+from ...plan import Plan
+from .generations import record_generation
+from .metrics import CycleCount, Timeline, closed_loop_arrivals
+from .recorder import Recorder, stage_timer
+from .sides import for_workload
+from .stages import anatomy
+from .trace import chrome_trace
+from .workload import Ask, Workload, make_workload
+
+
+class EngineSide:
+    """One engine, its workload, and what can be asked of both.
+
+    Args:
+        config: of the engine and the workload; the engine holds ``workload.batch`` rows.
+        progress: called as ``progress(phase, done, total)`` during load and compilation.
+
+    Raises:
+        ResourceError: a request that can't be served; nothing was compiled.
+    """
+
+    def __init__(self, config: LaunchConfig, progress: Callable[[str, int, int], None] | None = None) -> None:
+        self.config = for_workload(config)
+        self.llm = LLM.from_config(self.config, progress)
+        self.workload: Workload = make_workload(config, self._encode, self.llm.plan.target.vocab_size)
+        self.params = [self.params_of(ask) for ask in self.workload.asks]
+        for index, error in enumerate(self.llm.check([ask.prompt for ask in self.workload.asks], self.params)):
+            if error is not None:
+                raise ResourceError(f"request {index}", "one that can be served", error)
+        self.llm.warm_up(self.workload.batch, sampling=sampling_class(self.params))
+
+    def _encode(self, text: str) -> list[int]:
+        return self.llm.tokenizer.encode(text)
+
+    def params_of(self, ask: Ask) -> SamplingParams:
+        """How ``ask`` is sampled and when it ends."""
+        asked = self.workload
+        return configured_params(asked.sampling, max_tokens=asked.output_tokens, ignore_eos=asked.ignore_eos, seed=ask.seed)
+
+    @property
+    def plan(self) -> Plan:
+        return self.llm.plan
+
+    def describe(self) -> dict[str, Any]:
+        """See :class:`graphspec.lab.measure.worker.Runner`."""
+        plan, shape = self.plan, self.plan.shape
+        rule = plan.accept.rule
+        return {
+            "label": label(plan),
+            "variant": plan.variant.name,
+            "shape": shape.numbers if shape.num_steps else None,
+            "runtime": self.config.runtime.name,
+            "attention": resolve("kernels.attention", plan.attention, plan.kernels, plan.device, plan.dtype),
+            "dtype": plan.dtype,
+            "device": plan.device,
+            "digest": self.workload.digest,
+            "input_tokens": self.workload.input_tokens,
+            "temperature": self.config.sampling.temperature,
+            "synthetic": plan.accept.synthetic,
+            "lossy": plan.accept.lossy,
+            "rule": rule,
+            "plan": plan.describe(),
+            "build": [
+                {"program": r.name, "warm_up_s": r.warm_up_seconds, "capture_s": r.capture_seconds, "bytes": r.pool_bytes}
+                for r in self.llm.capture_report()
+            ],
+            "memory": [{"name": line.name, "bytes": line.size, "estimate": line.estimate} for line in self.llm.memory.lines],
+        }
+
+    def run_with(self, launcher: Launcher | None) -> list[Output]:
+        """The workload once, with ``launcher`` in front of the cycle."""
+        return self.llm.generate([ask.prompt for ask in self.workload.asks], self.params, launcher=launcher)
+
+    def round(self) -> dict[str, Any]:
+        """See :class:`graphspec.lab.measure.worker.Runner`.
+
+        Raises:
+            ResourceError: a request was refused or failed; no figure of a run in which some did nothing means anything.
+        """
+        began = time.perf_counter()
+        outputs = self.run_with(None)
+        for output in outputs:
+            if output.finish_reason == "error":
+                raise ResourceError(f"request {output.index}", "an output", output.error)
+        return {
+            "timelines": [timeline.to_json() for timeline in timelines(outputs, began, self.workload.batch, self.plan)],
+            "tokens": [output.token_ids for output in outputs],
+            "texts": [output.text for output in outputs],
+        }
+
+    def anatomy(self, bandwidth: float | None = None) -> dict[str, Any]:
+        """Times inside the cycle (:func:`graphspec.lab.measure.stages.anatomy`)."""
+        context = round(self.workload.input_tokens + self.workload.output_tokens / 2)
+        return anatomy(
+            self.llm, self.run_with, context, self.config.variant.token_map, stages=self.config.profile.stages, bandwidth=bandwidth
+        )
+
+    def depth_times(self) -> list[tuple[int, int, float]]:
+        """``(bucket, depth, time)`` of every cycle of an engine whose depth adapts; none of another."""
+        policy = self.llm.depth_policy
+        if not isinstance(policy, AdaptiveDepth):
+            return []
+        return [(bucket, depth, time) for bucket, times in policy.times.items() for depth, time in times.items()]
+
+    def trace(self) -> list[dict[str, Any]]:
+        """Chrome trace events of one run of the workload."""
+        cycle = self.llm.cycle
+        first = Recorder(cycle)
+        self.run_with(first)
+        key = first.most_common()
+        timers = {key: stage_timer(cycle, key)} if key is not None and self.config.profile.stages else {}
+        recorder = Recorder(cycle, wait=True, timers=timers)
+        self.run_with(recorder)
+        return chrome_trace(recorder.launches, f"graphspec, {label(self.plan)}")
+
+    def generations(self, count: int) -> list[dict[str, Any]]:
+        """The first ``count`` requests, each by itself, cycle by cycle."""
+        pairs = list(zip(self.workload.asks, self.params, strict=True))[:count]
+        return [record_generation(self.llm, ask.prompt, params) for ask, params in pairs]
+
+
+def label(plan: Plan) -> str:
+    """``eagle3 tree (5,4,16)``; plain decoding is its variant's name."""
+    shape = plan.shape
+    if shape.num_steps == 0:
+        return plan.variant.name
+    numbers = f"({shape.num_steps},{shape.topk},{shape.num_draft_tokens})"
+    return f"{plan.variant.name} {'chain' if shape.is_chain else 'tree'} {numbers}"
+
+
+def timelines(outputs: list[Output], began: float, users: int, plan: Plan) -> list[Timeline]:
+    """What each request of a call looked like to a user who asks the next question when the answer is there."""
+    finished = [output.timing.finished or began for output in outputs]
+    arrived = closed_loop_arrivals(began, finished, users)
+    return [
+        Timeline(start, list(output.timing.bursts), end, output.finish_reason, cycle_counts(output, plan), output.timing.cut)
+        for output, start, end in zip(outputs, arrived, finished, strict=True)
+    ]
+
+
+def cycle_counts(output: Output, plan: Plan) -> list[CycleCount]:
+    """What each cycle of a request gave and drafted."""
+    timing = output.timing
+    drafted = {depth: plan.shape.shortened(depth).num_draft_tokens - 1 if depth else 0 for depth in set(timing.cycle_depths)}
+    return [CycleCount(tokens, depth, drafted[depth]) for tokens, depth in zip(timing.cycle_tokens, timing.cycle_depths, strict=True)]

@@ -1,0 +1,182 @@
+"""transformers' ``generate`` on the same weights as a measured side: plain, with an assistant model, with prompt lookup."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...buffers import DTYPES
+from ...catalog import VARIANTS, Variant, resolve_variant
+from ...command_options import LaunchConfig
+from ...config import SamplingConfig
+from ...engine.llm import DEMO, model_folder
+from ...engine.text import Tokenizer
+from ...errors import CheckpointError, ConfigError
+from ...facts import read_model_facts
+from ...hub import checkpoint_folder
+from ...paths import user_path
+from .metrics import Timeline
+from .workload import Ask, make_workload
+
+LABELS = {"hf": "HF generate", "hf_assisted": "HF assisted", "hf_lookup": "HF prompt lookup"}
+LOOKUP_TOKENS = 4
+"""``prompt_lookup_num_tokens``: what transformers proposes at most from the prompt."""
+UNDERSTOOD = ("max_tokens", "temperature", "seed", "stop_token_ids", "ignore_eos", "top_k", "top_p", "min_p", "repetition_penalty")
+"""Keys of the ``sampling`` group that mean the same to transformers."""
+NOT_MEASURED = "transformers does not report it"
+
+
+def is_whole_model(variant: Variant) -> bool:
+    """Its draft reads tokens and nothing of the target, so it is a model by itself."""
+    return variant.has_network and variant.feature_source not in ("hidden", "taps")
+
+
+class Clock:
+    """A streamer that notes when tokens come; the first call brings the prompt."""
+
+    def __init__(self) -> None:
+        self.prompt_seen = False
+        self.bursts: list[tuple[float, torch.Tensor]] = []
+
+    def put(self, token_ids: torch.Tensor) -> None:
+        if self.prompt_seen:
+            self.bursts.append((time.perf_counter(), token_ids.flatten()))
+        self.prompt_seen = True
+
+    def end(self) -> None:
+        """Nothing is left to do."""
+
+
+class HfSide:
+    """One way to call ``generate``.
+
+    Args:
+        role: ``hf``, ``hf_assisted`` or ``hf_lookup``.
+        config: of the run; the target is its ``model``.
+        dtype, device: of the side it is compared with.
+
+    Raises:
+        ConfigError: a sampling key that transformers has no equal for, or no assistant.
+        CheckpointError: transformers can't load a folder.
+    """
+
+    def __init__(self, role: str, config: LaunchConfig, dtype: str, device: str) -> None:
+        defaults = SamplingConfig()
+        for key in (f.name for f in fields(SamplingConfig) if f.name not in UNDERSTOOD):
+            if getattr(config.sampling, key) != getattr(defaults, key):
+                raise ConfigError(f"sampling.{key}", f"its default with baseline={role}", getattr(config.sampling, key))
+        self.role, self.config, self.dtype, self.device = role, config, dtype, device
+        folder = model_folder(config.model.path, config.model.revision)
+        facts = read_model_facts(folder)
+        self.tokenizer = Tokenizer(folder)
+        self.workload = make_workload(config, self.tokenizer.encode, facts.vocab_size)
+        self.model = self._load(folder)
+        self.stops = [*config.sampling.stop_token_ids, *(() if self.workload.ignore_eos else facts.eos_token_ids)]
+        self.model.generation_config.eos_token_id = self.stops or None
+        self.how: dict[str, Any] = {}
+        if role == "hf_assisted":
+            self.how["assistant_model"] = self._load(self._assistant())
+        elif role == "hf_lookup":
+            self.how["prompt_lookup_num_tokens"] = LOOKUP_TOKENS
+
+    def _load(self, folder: Path) -> Any:
+        from transformers import AutoModelForCausalLM
+
+        try:
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[self.dtype], trust_remote_code=False, local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(str(folder), "a model transformers can load", str(error).splitlines()[0]) from error
+        return model.to(self.device).eval()
+
+    def _assistant(self) -> Path:
+        """The folder of a whole model that drafts."""
+        config = self.config
+        if config.profile.assistant is not None:
+            return user_path("profile.assistant", config.profile.assistant)
+        variant = resolve_variant(config.variant.name)
+        if config.variant.draft is not None and is_whole_model(variant):
+            return checkpoint_folder("variant.draft", config.variant.draft, config.variant.draft_revision)
+        whole = next((v.demo_draft for v in VARIANTS if is_whole_model(v) and v.demo_draft), None)
+        if config.model.path != DEMO or whole is None:
+            raise ConfigError("profile.assistant", "the folder of a model of the same vocabulary with baseline=hf_assisted", None)
+        return model_folder(DEMO).parent / whole
+
+    def describe(self) -> dict[str, Any]:
+        """See :class:`graphspec.lab.measure.worker.Runner`."""
+        absent = ("acceptance_length", "drafted_per_second", "accepted_per_second", "stages", "cycle_ms", "host_us", "nodes", "gap_ms")
+        return {
+            "label": LABELS[self.role],
+            "variant": None,
+            "shape": None,
+            "runtime": "transformers",
+            "attention": self.model.config._attn_implementation,  # noqa: SLF001 - transformers has no public name for it
+            "dtype": self.dtype,
+            "device": self.device,
+            "digest": self.workload.digest,
+            "input_tokens": self.workload.input_tokens,
+            "temperature": self.config.sampling.temperature,
+            "not_measured": dict.fromkeys(absent, NOT_MEASURED),
+        }
+
+    def round(self) -> dict[str, Any]:
+        """See :class:`graphspec.lab.measure.worker.Runner`. Requests run in groups of ``workload.batch``, padded on the left."""
+        asks, size = self.workload.asks, self.workload.batch
+        timelines: list[Timeline] = []
+        tokens: list[list[int]] = []
+        for start in range(0, len(asks), size):
+            times, found = self._generate(asks[start : start + size])
+            timelines += times
+            tokens += found
+        texts = [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in tokens]
+        return {"timelines": [timeline.to_json() for timeline in timelines], "tokens": tokens, "texts": texts}
+
+    def _generate(self, asks: list[Ask]) -> tuple[list[Timeline], list[list[int]]]:
+        width = max(len(ask.prompt) for ask in asks)
+        padded = [[0] * (width - len(ask.prompt)) + ask.prompt for ask in asks]
+        seen = [[0] * (width - len(ask.prompt)) + [1] * len(ask.prompt) for ask in asks]
+        clock = Clock()
+        torch.manual_seed(asks[0].seed)
+        began = time.perf_counter()
+        token_BT = torch.tensor(padded, device=self.device)
+        self.model.generate(
+            token_BT,
+            attention_mask=torch.tensor(seen, device=self.device),
+            max_new_tokens=self.workload.output_tokens,
+            pad_token_id=0,
+            streamer=clock,
+            **self._sampling(),
+            **self.how,
+        )
+        ended = time.perf_counter()
+        rows = [self._row(clock, row, len(asks)) for row in range(len(asks))]
+        return [self._timeline(began, ended, bursts) for bursts, _ in rows], [tokens for _, tokens in rows]
+
+    def _sampling(self) -> dict[str, Any]:
+        asked = self.config.sampling
+        how: dict[str, Any] = {"repetition_penalty": asked.repetition_penalty}
+        if asked.temperature == 0:
+            return how | {"do_sample": False}
+        filters = {"top_k": max(asked.top_k, 0), "top_p": asked.top_p, "min_p": asked.min_p or None}
+        return how | {"do_sample": True, "temperature": asked.temperature, **filters}
+
+    def _row(self, clock: Clock, row: int, rows: int) -> tuple[list[tuple[float, int]], list[int]]:
+        """Bursts and tokens of one row of a group, up to its end; a finished row is padded while others go on."""
+        bursts: list[tuple[float, int]] = []
+        tokens: list[int] = []
+        for moment, given in clock.bursts:
+            fresh = given.tolist() if rows == 1 else [int(given[row])]
+            bursts.append((moment, len(fresh)))
+            tokens += fresh
+            if tokens[-1] in self.stops:
+                break
+        return bursts, tokens
+
+    def _timeline(self, began: float, ended: float, bursts: list[tuple[float, int]]) -> Timeline:
+        count = sum(tokens for _, tokens in bursts)
+        reason = "length" if count >= self.workload.output_tokens else "stop"
+        # generate() returns when the slowest row of the group is done; each row's user has its answer with its own last token.
+        return Timeline(began, bursts, bursts[-1][0] if bursts else ended, reason)

@@ -1,0 +1,89 @@
+"""What this machine can do: copy bandwidth, matrix products, and the time of anything that is run again and again."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ...buffers import DTYPES
+
+
+def measure(
+    run: Callable[[], Any], rewind: Callable[[], None], block: int, device: str, seconds: float, warm_up: float
+) -> dict[str, float]:
+    """Milliseconds of ``run``: blocks of ``block`` calls, the time of a call in each block, median and spread.
+
+    Args:
+        run: what is timed.
+        rewind: called before each block, not timed.
+        block: calls between two events (``cuda``) or two looks at the clock.
+        device: ``cuda`` or ``cpu``.
+        seconds: measure at least so long, and at least one block.
+        warm_up: seconds before that, at least one block.
+
+    Returns:
+        ``median``, ``p10``, ``p90`` in milliseconds, and the number of ``blocks``.
+    """
+    on_gpu = device == "cuda"
+
+    def once() -> float:
+        rewind()
+        if not on_gpu:
+            began = time.perf_counter()
+            with torch.no_grad():
+                for _ in range(block):
+                    run()
+            return 1e3 * (time.perf_counter() - began) / block
+        first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        first.record()
+        with torch.no_grad():
+            for _ in range(block):
+                run()
+        last.record()
+        last.synchronize()
+        return first.elapsed_time(last) / block
+
+    end = time.perf_counter() + warm_up
+    once()
+    while time.perf_counter() < end:
+        once()
+    times, end = [once()], time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        times.append(once())
+    times.sort()
+    return {"median": statistics.median(times), "p10": times[len(times) // 10], "p90": times[-1 - len(times) // 10], "blocks": len(times)}
+
+
+def copy_bandwidth(device: str, gib: float | None = None, seconds: float = 0.5) -> float:
+    """Bytes per second read plus written by a copy within the memory of ``device``; the figure that floors are held against.
+
+    Args:
+        device: ``cuda`` or ``cpu``.
+        gib: size of what is copied; None: 2 GiB, on a CPU 0.25 (more than its caches hold).
+        seconds: to measure.
+    """
+    size = int((gib if gib is not None else 2.0 if device == "cuda" else 0.25) * 2**30)
+    source = torch.zeros(size, dtype=torch.uint8, device=device)
+    target = torch.zeros_like(source)
+    found = measure(lambda: target.copy_(source), lambda: None, 5, device, seconds, 0.2)
+    return 2 * size / (found["median"] / 1e3)
+
+
+def matmul_rate(device: str, dtype: str, size: int | None = None, seconds: float = 0.5) -> float:
+    """Operations per second of a square matrix product, two for each multiplication.
+
+    Args:
+        device: ``cuda`` or ``cpu``.
+        dtype: of both factors.
+        size: rows and columns; None: 8192, on a CPU 1024.
+        seconds: to measure.
+    """
+    size = size or (8192 if device == "cuda" else 1024)
+    left, right = (torch.ones(size, size, dtype=DTYPES[dtype], device=device) for _ in range(2))
+    out = torch.empty_like(left)
+    found = measure(lambda: torch.mm(left, right, out=out), lambda: None, 3, device, seconds, 0.2)
+    return 2 * size**3 / (found["median"] / 1e3)

@@ -1,0 +1,178 @@
+"""``graphspec profile``: the configured engine beside baselines, in processes of their own. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ...command_options import LaunchConfig
+from ...config import AcceptConfig
+from ...core_wait import busy_caution
+from ...errors import ConfigError
+from ...paths import check_writable, user_path
+from .compare import Bench, Measured, Say, Schedule, pass_judgement, records
+from .equality import Reference, Verdict, judge
+from .provenance import result_file, write_jsonl
+from .sides import PLAIN, Side, plain_config, reference_of, sides_of
+from .workload import file_texts
+
+SECRETS = ("profile.api_key=",)
+"""Words of a command line whose value is left out of result files."""
+
+
+def run(config: LaunchConfig) -> int:
+    """Measure, print a table (or one JSON document) and write a result file.
+
+    Returns:
+        1 when a side's output was wrong, else 0.
+
+    Raises:
+        GraphspecError: a side refused, died or took too long.
+    """
+    if config.workload.source == "file":
+        file_texts(config.workload)
+    trace = _writable(config.profile.trace)
+    check_writable("results", config.results, folder=True)
+    sides = sides_of(config)
+    err = Console(stderr=True)
+    if err.is_terminal:
+        with err.status("") as status:
+            measured, rows = profile(config, sides, status.update)
+    else:
+        measured, rows = profile(config, sides)
+    file = _write(config, measured[0], rows)
+    if trace is not None:
+        document = {"traceEvents": measured[0].trace, "displayTimeUnit": "ms"}
+        write_jsonl(trace, [document], "profile.trace")
+    found = [row for row in rows if row["kind"] == "side"]
+    if config.format == "json":
+        print(json.dumps({"file": str(file), "records": rows}, default=str))
+    else:
+        Console().print(table(found, case_name(config, measured[0])))
+        for row in found:
+            mark = " SYNTHETIC acceptance, the text means nothing." if row["synthetic"] else " LOSSY acceptance." if row["lossy"] else ""
+            Console().print(Text(f"{row['side']}: {row['equality']}.{mark}"), soft_wrap=True)
+        if (busy := busy_caution({row["side"]: row["core_wait"] for row in found})) is not None:
+            Console().print(Text(busy), soft_wrap=True)
+        Console().print(Text(f"written to {file}"), soft_wrap=True)
+    return 1 if any(row["equal"] is False for row in found) else 0
+
+
+def profile(config: LaunchConfig, sides: Sequence[Side], say: Say = lambda text: None) -> tuple[list[Measured], list[dict[str, Any]]]:
+    """Measure ``sides``, the first of them the subject, and judge them.
+
+    Returns:
+        What was measured, and the records (kinds ``side`` and ``generation``).
+    """
+    asked = config.profile
+    schedule = Schedule(
+        rounds=asked.rounds,
+        warm_up_seconds=asked.warm_up_seconds,
+        interleave=asked.interleave,
+        timeout_seconds=asked.timeout_seconds,
+        anatomy=True,
+        generations=asked.generations,
+        trace=asked.trace is not None,
+    )
+    bench = Bench(schedule, say)
+    plain = reference_of(sides)
+    reference = bench.reference(plain) if plain is not None else None
+    measured = bench.measure(sides)
+    checks = synthetic_checks(bench, measured, reference) if measured[0].about["synthetic"] else []
+    pass_judgement(measured, reference, checks)
+    return measured, records(case_name(config, measured[0]), measured)
+
+
+def synthetic_checks(bench: Bench, measured: Sequence[Measured], reference: Measured | None) -> list[dict[str, Any]]:
+    """What stands in for equality where acceptance is forced.
+
+    The configured runtime does what its stages do on the very launches of this configuration; and a twin of the same shapes, whose drafts
+    are accepted when they are right, gives the tokens of plain decoding.
+    """
+    subject = measured[0].side
+    twin = bench.reference(Side(subject.role, replace(subject.config, accept=AcceptConfig())))
+    plain = reference or next((one for one in measured if one.side.role == PLAIN), None)
+    if plain is None:
+        plain = bench.reference(Side(PLAIN, plain_config(subject.config)))
+    verdict: Verdict = judge(twin.side, twin.about, twin.outputs, Reference(*plain.outputs[0]), ())
+    told = {"equal": verdict.equal is True, "sentence": f"the same shapes with rule match: {verdict.sentence}"}
+    return [bench.check(subject), told]
+
+
+def case_name(config: LaunchConfig, subject: Measured) -> str:
+    """``eagle3 tree (5,4,16) on demo: held_out, 64 + 128 tokens, batch 1, greedy``."""
+    workload, heat = config.workload, config.sampling.temperature
+    heat_text = f"temperature {heat:g}" if heat else "greedy"
+    lengths = f"{round(subject.about['input_tokens'])} + {workload.output_tokens} tokens"
+    model = Path(config.model.path).name
+    return f"{subject.about['label']} on {model}: {workload.source}, {lengths}, batch {workload.batch}, {heat_text}"
+
+
+def _writable(name: str | None) -> Path | None:
+    """The trace's path; refused before anything is measured where it can't be written.
+
+    Raises:
+        ConfigError: its folder doesn't exist, or takes no file.
+    """
+    if name is None:
+        return None
+    path = check_writable("profile.trace", name)
+    if not path.parent.is_dir():
+        raise ConfigError("profile.trace", "a file in a folder that exists", repr(name))
+    return path
+
+
+def _write(config: LaunchConfig, subject: Measured, rows: Sequence[dict[str, Any]]) -> Path:
+    """The records behind a head that says where they come from; secrets are not told."""
+    head: dict[str, Any] = subject.about["provenance"]
+    if config.profile.api_key is not None:
+        head["config"]["profile"]["api_key"] = "***"
+    head["command"] = [next((key + "***" for key in SECRETS if word.startswith(key)), word) for word in head["command"]]
+    file = result_file(user_path("results", config.results), "profile")
+    number = 1
+    while file.exists():
+        # Cases of a sweep that end within one second.
+        number += 1
+        file = file.with_name(f"{file.stem.removesuffix(f'-{number - 1}')}-{number}.jsonl")
+    write_jsonl(file, [head, *rows])
+    return file
+
+
+def table(rows: Sequence[dict[str, Any]], title: str) -> Table:
+    """The sides beside each other; medians over rounds, latencies over the requests of all rounds."""
+    shown = Table(title=title, title_justify="left", caption_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    shown.add_column("side")
+    for heading in ("tokens/s", "ratio", "TTFT", "TPOT", "ITL", "ITL p99", "length"):
+        shown.add_column(heading, justify="right", no_wrap=True)
+    shown.add_column("equal", no_wrap=True)
+    shown.caption = "times in ms, p50 or as said; length: new tokens per cycle" + _ratio_to(rows)
+    for row in rows:
+        if row["equal"] is False:
+            shown.add_row(Text(row["side"]), *[""] * 7, Text("NO"))
+            continue
+        ratio = f"{row['ratio']['median']:.2f}x" if row["ratio"] else ""
+        latencies = [_milliseconds(row[f"{name}_ms"], share) for name, share in LATENCIES]
+        length = f"{row['acceptance_length']:.2f}" if row["acceptance_length"] else ""
+        equal = "yes" if row["equal"] else "-"
+        shown.add_row(Text(row["side"]), f"{row['tokens_per_second']['median']:.1f}", Text(ratio), *latencies, length, equal)
+    return shown
+
+
+LATENCIES = (("ttft", "p50"), ("tpot", "p50"), ("itl", "p50"), ("itl", "p99"))
+
+
+def _milliseconds(found: dict[str, float] | None, share: str) -> str:
+    return f"{found[share]:.2f}" if found is not None else ""
+
+
+def _ratio_to(rows: Sequence[dict[str, Any]]) -> str:
+    named = dict.fromkeys(row["ratio"]["to"] for row in rows if row.get("ratio"))
+    return f"; ratio: tokens/s by those of {' and '.join(named)}" if named else ""

@@ -1,0 +1,241 @@
+"""Looks over an engine's shoulder: a launcher in front of the cycle, and programs that time their stages. Adds no work to what is timed but
+reading the clock (CPU) and recording events (CUDA).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, Protocol
+
+import torch
+
+from ...graphs.capture import Capturer, ProgramCapturer
+from ...graphs.cycle import Cycle, RingEntry
+from ...graphs.programs import Key, Program
+from ...graphs.stages.mailbox import Message
+from ...shapes import GraphKey
+
+
+@dataclass(slots=True)
+class Launch:
+    """One program launched and read; moments in seconds of :func:`time.perf_counter`.
+
+    Attributes:
+        key: of the program.
+        began, launched: around the launch.
+        ready: the device was done, where it was waited for or is this CPU.
+        busy: seconds in which the program ran, or was waited for, between ``began`` and ``ready``.
+        read_began, read: around reading its result.
+        stages: milliseconds of each stage, where they were timed.
+        program_began: when the program itself began, on a CPU.
+    """
+
+    key: Key
+    began: float
+    launched: float
+    ready: float
+    busy: float
+    read_began: float = 0.0
+    read: float = 0.0
+    stages: list[tuple[str, float]] = field(default_factory=list)
+    program_began: float = 0.0
+
+    @property
+    def is_cycle(self) -> bool:
+        return isinstance(self.key, GraphKey)
+
+
+class TimingEvent(Protocol):
+    """What of a CUDA event is used."""
+
+    def record(self) -> None: ...
+
+    def elapsed_time(self, end: Any) -> float: ...
+
+
+class StageTimer(Protocol):
+    """Runs a program in place of itself, and knows afterwards what each stage took."""
+
+    def __call__(self) -> None: ...
+
+    def milliseconds(self) -> list[float]: ...
+
+
+class SteppedProgram:
+    """A program run stage by stage with a look at the clock between them; for the CPU, where a call returns when its work is done."""
+
+    def __init__(self, program: Program) -> None:
+        self._steps, self._times = program.steps, [0.0] * (len(program.steps) + 1)
+
+    def __call__(self) -> None:
+        self._times[0] = time.perf_counter()
+        for number, step in enumerate(self._steps, 1):
+            step()
+            self._times[number] = time.perf_counter()
+
+    def milliseconds(self) -> list[float]:
+        return [1e3 * (later - moment) for moment, later in pairwise(self._times)]
+
+
+class MarkedProgram:
+    """A program with an event between every two stages; for CUDA, where a call returns before its work is done.
+
+    Captured, one replay gives the time of every stage: the events are external, so the graph keeps them as nodes that record again at each
+    replay (``cudaEventRecordExternal``). What the markers cost, a few microseconds each, is in the stages' times and not in the cycle's.
+
+    Args:
+        program: whose stages are run.
+        make_event: gives a timing event that may be recorded in a capture.
+        capturer: captures them, which runs them too: the program's buffers must make that inert. None: they are launched directly.
+    """
+
+    def __init__(self, program: Program, make_event: Callable[[], TimingEvent], capturer: ProgramCapturer | None) -> None:
+        self._steps, self._events = program.steps, [make_event() for _ in range(len(program.steps) + 1)]
+        self._run: Callable[[], None] = self._marked if capturer is None else capturer.capture(self._marked)
+
+    def _marked(self) -> None:
+        self._events[0].record()
+        for step, event in zip(self._steps, self._events[1:], strict=True):
+            step()
+            event.record()
+
+    def __call__(self) -> None:
+        self._run()
+
+    def milliseconds(self) -> list[float]:
+        """Of the last call, which must be over."""
+        return [event.elapsed_time(later) for event, later in pairwise(self._events)]
+
+
+def external_event() -> TimingEvent:
+    """A CUDA event that a captured graph records at each replay."""
+    return torch.cuda.Event(enable_timing=True, external=True)
+
+
+@contextmanager
+def inert(cycle: Cycle) -> Iterator[None]:
+    """Programs may be run inside: an empty message is in the mail, and all state is put back afterwards."""
+    state = cycle.arena.snapshot(("mail", "state", "ring"))
+    mail = torch.zeros(cycle.layout.size, dtype=torch.int64)
+    cycle.layout.encode(Message(lanes=()), mail)
+    try:
+        with torch.no_grad():
+            cycle.arena["mail"].copy_(mail)
+            yield
+    finally:
+        cycle.arena.restore(state)
+
+
+def stage_timer(cycle: Cycle, key: Key) -> StageTimer:
+    """What times the stages of the program behind ``key``; compiled stages are compiled here, one by one."""
+    program = cycle.programs[key]
+    with inert(cycle):
+        # Compiled stages are compiled by their first call, which must not be one inside a launch.
+        for step in program.steps:
+            step()
+        if cycle.plan.device == "cpu":
+            return SteppedProgram(program)
+        return MarkedProgram(program, external_event, Capturer(cycle.arena) if cycle.plan.captured else None)
+
+
+class Recorder:
+    """A launcher that passes everything on and notes when it happened.
+
+    Args:
+        cycle: what launches.
+        wait: wait for the device behind every launch, so that the rest of a cycle's time is the host's. Where the device is this CPU there
+            is nothing to wait for.
+        timers: programs that are run by a stage timer instead.
+    """
+
+    def __init__(self, cycle: Cycle, *, wait: bool = False, timers: dict[Key, StageTimer] | None = None) -> None:
+        self.cycle, self.timers = cycle, timers or {}
+        self._on_cpu = cycle.plan.device == "cpu"
+        self._wait = wait and not self._on_cpu
+        self._program = (0.0, 0.0)
+        self._unread: dict[int, Launch] = {}
+        self.launches: list[Launch] = []
+
+    @property
+    def in_flight(self) -> int:
+        return self.cycle.in_flight
+
+    def launch(self, key: Key, message: Message) -> int:
+        began = time.perf_counter()
+        with self._watched(key):
+            ticket = self.cycle.launch(key, message)
+        launched = ready = time.perf_counter()
+        start, busy = self._program
+        if self._wait:
+            torch.cuda.synchronize(self.cycle.arena.device)
+            ready = time.perf_counter()
+            start, busy = launched, ready - launched
+        one = Launch(key, began, launched, ready, busy, program_began=start)
+        timer = self.timers.get(key)
+        if timer is not None:
+            names = [stage.name for stage in self.cycle.programs[key].stages]
+            one.stages = list(zip(names, timer.milliseconds(), strict=True))
+        self._unread[ticket] = one
+        self.launches.append(one)
+        return ticket
+
+    def read(self, ticket: int) -> RingEntry:
+        one = self._unread.pop(ticket)
+        one.read_began = time.perf_counter()
+        entry = self.cycle.read(ticket)
+        one.read = time.perf_counter()
+        return entry
+
+    @contextmanager
+    def _watched(self, key: Key) -> Iterator[None]:
+        """Put the clock, and the stage timer if there is one, around the program for one launch."""
+        program = self.cycle.programs.get(key)
+        timer = self.timers.get(key)
+        if program is None or not (self._on_cpu or timer is not None):
+            yield
+            return
+        direct, replay = program.direct, program.replay
+        run: Callable[[], None] = timer if timer is not None else replay if replay is not None else direct
+
+        def clocked() -> None:
+            began = time.perf_counter()
+            run()
+            self._program = (began, time.perf_counter() - began)
+
+        if replay is not None:
+            program.replay = clocked
+        else:
+            program.direct = clocked
+        try:
+            yield
+        finally:
+            program.direct, program.replay = direct, replay
+
+    def most_common(self) -> Key | None:
+        """The program of most cycles."""
+        keys = [one.key for one in self.launches if one.is_cycle]
+        return max(dict.fromkeys(keys), key=keys.count, default=None)
+
+    def cycle_times(self, key: Key | None) -> list[tuple[float, float]]:
+        """``(seconds of a whole cycle, of them outside the program)`` for every cycle of ``key`` whose predecessor was a cycle too.
+
+        A cycle lasts from the moment the result before it was read to the moment its own was; prompts that come in between count for
+        none.
+        """
+        found = []
+        for before, one in pairwise(self.launches):
+            if one.key == key and before.is_cycle and before.read and one.read:
+                whole = one.read - before.read
+                found.append((whole, whole - one.busy))
+        return found
+
+    def stage_milliseconds(self, key: Key) -> list[tuple[str, list[float]]]:
+        """Each stage of ``key`` with its times, in order."""
+        rows: Sequence[list[tuple[str, float]]] = [one.stages for one in self.launches if one.key == key and one.stages]
+        if not rows:
+            return []
+        return [(name, [row[place][1] for row in rows]) for place, (name, _) in enumerate(rows[0])]

@@ -1,0 +1,393 @@
+"""Result files, read back: the JSON lines of ``graphspec profile``, ``plan`` and ``tune`` as sides, generations, predictions and plans.
+
+A side whose output was not equal to plain decoding keeps what says which side it is, and loses every figure here: whatever reads results
+through this module can show no speed of it. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ...errors import ConfigError
+from ...paths import reason, shorten, user_path
+from ...shapes import PLAIN
+from .metrics import percentile
+
+IDENTITY = (
+    "case", "side", "role", "variant", "shape", "runtime", "attention", "dtype", "device", "temperature", "ignore_eos", "batch", "requests",
+    "input_tokens", "output_tokens", "equal", "equality", "synthetic", "lossy", "rounds",
+)  # fmt: skip
+"""What is left of a side that is not equal."""
+SPEEDS = ("tokens_per_second", "tokens_per_second_per_user", "ratio", "cycle_ms")
+LATENCIES = ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms")
+SIDE_KEYS: dict[str, tuple[type, ...]] = {
+    "case": (str,), "side": (str,), "role": (str,), "batch": (int,), "equal": (bool, type(None)),
+}  # fmt: skip
+
+ROWS = {"stages": ("name", "ms", "bytes", "floor_ms", "percent_of_floor"), "build": ("program", "warm_up_s", "capture_s", "bytes"),
+        "memory": ("name", "bytes")}  # fmt: skip
+"""Lists of objects: the text that names a row, and its numbers."""
+SAMPLES = ("itl_samples_ms", "acceptance_unconditional", "acceptance_conditional")
+COUNTS = "burst_tokens"
+ONCE = "n=1"
+"""Mark of a side that was measured in one round: nothing says how far its figures vary."""
+
+
+@dataclass(slots=True)
+class Line:
+    """One record, where it stands (``file:line``), and the provenance record above it."""
+
+    place: str
+    record: dict[str, Any]
+    provenance: dict[str, Any]
+
+    def fail(self, key: str, expected: str, found: object) -> NoReturn:
+        """Raise the one error of a record that is not as agreed."""
+        raise ConfigError(f"{self.place}: {key}", expected, found)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """``record[key]``; ``default`` where it is missing or null."""
+        value = self.record.get(key)
+        return default if value is None else value
+
+
+@dataclass(slots=True)
+class Side(Line):
+    """One measured side of a case. ``label`` is its name, with what tells it from others of that name."""
+
+    label: str = ""
+
+    @property
+    def equal(self) -> bool | None:
+        """Whether its tokens were those of plain decoding; None where that can't be asked."""
+        return self.record["equal"]
+
+    @property
+    def batch(self) -> int:
+        """Requests at once."""
+        return int(self.record["batch"])
+
+    @property
+    def subject(self) -> bool:
+        """What the case is about; others are there to compare with."""
+        return self.record["role"] == "subject"
+
+    @property
+    def shape(self) -> tuple[int, int, int] | None:
+        """S, K, N of one that speculates."""
+        return None if self.record.get("shape") is None else tuple(self.record["shape"])
+
+    @property
+    def own(self) -> bool:
+        """It ran in this engine."""
+        return bool(self.shape or self.get("variant"))
+
+    @property
+    def rounds(self) -> int | None:
+        """Measured rounds; None where the record does not say."""
+        told = self.get("rounds")
+        return told if isinstance(told, int) else len(self.get("tokens_per_second", {}).get("rounds") or []) or None
+
+    @property
+    def standing(self) -> list[str]:
+        """Marks that set its figures apart from those of other sides."""
+        marks = ["SYNTHETIC"] * bool(self.get("synthetic")) + ["LOSSY"] * bool(self.get("lossy"))
+        if self.equal is not True:
+            marks.append("not equal" if self.equal is False else "not compared")
+        return marks
+
+    @property
+    def marks(self) -> list[str]:
+        """What a reader has to know before any figure of it."""
+        return self.standing + [ONCE] * (self.rounds == 1 and self.equal is not False)
+
+    @property
+    def speed(self) -> float | None:
+        """Median tokens/s of all requests together."""
+        return self.number("tokens_per_second", "median")
+
+    def lower_end(self, key: str) -> float | None:
+        """10th percentile over the rounds of ``key``; None where fewer than two are recorded, for one has no spread."""
+        rounds = self.get(key, {}).get("rounds") or []
+        return percentile(rounds, 10) if len(rounds) > 1 else None
+
+    def number(self, key: str, part: str | None = None) -> float | None:
+        """``record[key]``, or its ``part``; None where it was not measured."""
+        value = self.record.get(key)
+        if part is not None and isinstance(value, Mapping):
+            value = value.get(part)
+        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+    @property
+    def hardware(self) -> str:
+        """Name of the GPU, or of the processor, that ran it."""
+        return hardware(self.provenance, self.get("device"))
+
+
+@dataclass(slots=True)
+class Results:
+    """What result files hold."""
+
+    files: list[Path]
+    sides: list[Side] = field(default_factory=list)
+    generations: list[Line] = field(default_factory=list)
+    predictions: list[Line] = field(default_factory=list)
+    plans: list[Line] = field(default_factory=list)
+    provenances: list[dict[str, Any]] = field(default_factory=list)
+    replaced: int = 0
+    """Measurements left out because the files hold a newer one of the same side."""
+
+    def predicted(self, line: Line) -> list[Side]:
+        """The sides that a prediction is about: of its case, batch and shape, plain decoding's being ``[0, 1, 1]``; else the subjects."""
+        about = (line.record.get("case"), line.record.get("batch"))
+        sides = [side for side in self.sides if (side.record["case"], side.batch) == about]
+        same = [side for side in sides if side.own and (side.get("shape") or PLAIN.numbers) == line.record.get("shape")]
+        return same or [side for side in sides if side.subject]
+
+
+def hardware(provenance: Mapping[str, Any], device: str | None = None) -> str:
+    """What ran: GPU names where the device is no CPU, else the processor; with how many."""
+    gpus = [str(gpu.get("name")) for gpu in provenance.get("gpus") or [] if isinstance(gpu, Mapping)]
+    if gpus and not str(device or "cuda").startswith("cpu"):
+        return " + ".join(f"{gpus.count(name)} x {name}" if gpus.count(name) > 1 else name for name in dict.fromkeys(gpus))
+    cpu, threads = provenance.get("cpu"), provenance.get("torch_threads")
+    return (str(cpu) + (f", {threads} thread{'s' * (threads != 1)}" if threads else "")) if cpu else str(device or "unknown hardware")
+
+
+def on_cpu(side: Side) -> bool:
+    """Whether the side ran on a CPU here; what a server ran on is its own business."""
+    return str(side.get("device", "")).startswith("cpu")
+
+
+def find_files(names: Sequence[str]) -> list[Path]:
+    """The files themselves, and every ``.jsonl`` below the folders.
+
+    Raises:
+        ConfigError: a name is neither, or nothing was found.
+    """
+    files: list[Path] = []
+    for name in names:
+        path = user_path("report.files", name)
+        if not path.is_dir() and not path.is_file():
+            raise ConfigError("report.files", "result files, or folders of them", f"no file or folder {shorten(name)}")
+        files += sorted(file for file in path.rglob("*.jsonl") if file.is_file()) if path.is_dir() else [path]
+    if not files:
+        raise ConfigError("report.files", "result files, or folders of them", f"no .jsonl file in {list(names)}")
+    return list(dict.fromkeys(files))
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant}, which is no JSON")
+
+
+def _finite(number: str) -> float:
+    value = float(number)
+    return value if math.isfinite(value) else _refuse(number)
+
+
+def read_lines(file: Path) -> Iterator[Line]:
+    """The records of one file. Empty lines are skipped.
+
+    Raises:
+        ConfigError: the file can't be read, or a line is no JSON object; names file and line.
+    """
+    provenance: dict[str, Any] = {}
+    try:
+        data = file.read_bytes()
+    except OSError as error:
+        raise ConfigError("report.files", "files that can be read", shorten(str(file)), reason(error)) from error
+    for number, text in enumerate(data.split(b"\n"), start=1):
+        if not text.strip():
+            continue
+        place = f"{file}:{number}"
+        try:
+            record = json.loads(text.decode("utf-8"), parse_constant=_refuse, parse_float=_finite)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(place, "a JSON object on one line", f"{text[:60]!r}: {error}") from None
+        if not isinstance(record, dict):
+            raise ConfigError(place, "a JSON object on one line", repr(record)[:60])
+        if record.get("kind") == "provenance":
+            provenance = record
+        yield Line(place, record, provenance)
+
+
+def read_results(names: Sequence[str]) -> Results:
+    """Read files and folders. Unknown kinds, and lines without one, are ignored.
+
+    Raises:
+        ConfigError: a line is broken, or no line of any file is one that can be shown.
+    """
+    results = Results(find_files(names))
+    kinds: dict[str, Callable[[Line], None]] = {
+        "provenance": lambda line: results.provenances.append(line.record),
+        "side": lambda line: results.sides.append(_side(line)),
+        "generation": lambda line: results.generations.append(_generation(line)),
+        "prediction": lambda line: results.predictions.append(_numbers(line, "predicted_ms", "measured_ms")),
+        "plan": lambda line: results.plans.append(_numbers(line, "batch")),
+    }
+    for file in results.files:
+        for line in read_lines(file):
+            kind = line.record.get("kind")
+            if isinstance(kind, str) and kind in kinds:
+                kinds[kind](line)
+    if not (results.sides or results.generations or results.predictions or results.plans):
+        found = f"none in {', '.join(map(str, results.files))[:200]}"
+        raise ConfigError("report.files", 'lines whose "kind" is side, generation, prediction or plan', found)
+    _withhold(results)
+    _keep_newest(results)
+    _label(results.sides)
+    return results
+
+
+def _side(line: Line) -> Side:
+    record = line.record
+    for key, types in SIDE_KEYS.items():
+        if key not in record or not isinstance(record[key], types):
+            expected = " or ".join("null" if kind is type(None) else kind.__name__ for kind in types)
+            line.fail(key, expected, repr(record[key]) if key in record else "nothing")
+    shape = record.get("shape")
+    if shape is not None and not (isinstance(shape, list) and len(shape) == 3 and all(isinstance(n, int) for n in shape)):
+        line.fail("shape", "[num_steps, topk, num_draft_tokens] or null", repr(shape))
+    for key in (*SPEEDS, *LATENCIES):
+        if record.get(key) is not None and not isinstance(record[key], dict):
+            line.fail(key, "an object", repr(record[key])[:60])
+    _check_parts(line)
+    if record["equal"] is False:
+        record = {key: record[key] for key in IDENTITY if key in record}
+    return Side(line.place, record, line.provenance)
+
+
+def _number_or_none(value: object) -> bool:
+    return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+
+
+def _check_parts(line: Line) -> None:
+    """Refuse a side whose lists and objects hold something else than :data:`ROWS`, :data:`SAMPLES` and :data:`COUNTS` say."""
+    for key, (name, *numbers) in ROWS.items():
+        for row in _list(line, key, line.record.get(key)):
+            if not (isinstance(row, dict) and isinstance(row.get(name), str) and all(_number_or_none(row.get(part)) for part in numbers)):
+                line.fail(key, f"objects with the text {name}, and numbers for {', '.join(numbers)}", repr(row)[:80])
+    for key in SAMPLES:
+        for value in _list(line, key, line.record.get(key)):
+            if not _number_or_none(value):
+                line.fail(key, "a list of numbers", repr(value)[:60])
+    counts = line.get(COUNTS, {})
+    if not (isinstance(counts, dict) and all(size.isdecimal() and isinstance(count, int) for size, count in counts.items())):
+        line.fail(COUNTS, "an object of numbers by burst size", repr(counts)[:80])
+    for key in ("ratio", "tokens_per_second"):
+        rounds = _list(line, f"{key}.rounds", line.get(key, {}).get("rounds"))
+        if any(value is None or not _number_or_none(value) for value in rounds):
+            line.fail(f"{key}.rounds", "a list of numbers", repr(rounds)[:80])
+
+
+def _list(line: Line, key: str, value: object) -> list[Any]:
+    if value is not None and not isinstance(value, list):
+        line.fail(key, "a list or null", repr(value)[:60])
+    return value or []
+
+
+def _numbers(line: Line, *keys: str) -> Line:
+    for key in keys:
+        value = line.record.get(key)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            line.fail(key, "a number", repr(value))
+    return line
+
+
+def _generation(line: Line) -> Line:
+    cycles = line.record.get("cycles")
+    if not isinstance(cycles, list):
+        line.fail("cycles", "a list", repr(cycles)[:60])
+    for number, cycle in enumerate(cycles):
+        nodes = cycle.get("nodes") if isinstance(cycle, dict) else None
+        if not isinstance(nodes, list) or not isinstance(cycle.get("emitted"), list):
+            line.fail(f"cycles[{number}]", "an object with the lists nodes and emitted", repr(cycle)[:60])
+        for index, node in enumerate(nodes):
+            parent = node.get("parent") if isinstance(node, dict) else None
+            root = index == 0 and parent == -1
+            if isinstance(parent, bool) or not isinstance(parent, int) or not (root or (index and 0 <= parent < index)):
+                line.fail(f"cycles[{number}].nodes[{index}].parent", "-1 for node 0, an earlier node for others", repr(parent))
+    return line
+
+
+def _identity(side: Side) -> tuple[object, ...]:
+    # One baseline serves every shape of a sweep, so the case is no part of who it is.
+    keys = [key for key in IDENTITY if key not in ("equal", "equality", "rounds", "requests") and (side.subject or key != "case")]
+    place = (side.hardware, side.provenance.get("revision"), model(side.provenance))
+    return (*(json.dumps(side.record.get(key)) for key in keys), *place)
+
+
+def _keep_newest(results: Results) -> None:
+    newest: dict[tuple[object, ...], Side] = {}
+    for side in sorted(results.sides, key=lambda side: str(side.provenance.get("date") or "")):
+        newest[_identity(side)] = side
+    kept = {id(side) for side in newest.values()}
+    results.replaced = sum(side.subject and id(side) not in kept for side in results.sides)
+    results.sides = [side for side in results.sides if id(side) in kept]
+
+
+def _withhold(results: Results) -> None:
+    """A ratio to a side that is not equal would tell that side's speed, and so would the measured time of a prediction."""
+    unequal = {(side.record["case"], side.record["side"]) for side in results.sides if side.equal is False}
+    for side in results.sides:
+        ratio = side.get("ratio", {})
+        if (side.record["case"], ratio.get("to")) in unequal:
+            side.record = {**side.record, "ratio": None}
+
+    told = [(line, results.predicted(line)) for line in results.predictions]
+    results.predictions = [line for line, sides in told if not sides or any(side.equal is not False for side in sides)]
+
+
+def model(provenance: Mapping[str, Any]) -> str | None:
+    """Name of the measured model, where the configuration was recorded."""
+    config = provenance.get("config")
+    name = config.get("model") if isinstance(config, Mapping) else None
+    name = name.get("path") if isinstance(name, Mapping) else name
+    return str(name).rstrip("/").rsplit("/", 1)[-1] if name else None
+
+
+FACETS: tuple[Callable[[Side], str], ...] = (
+    lambda side: model(side.provenance) or "",
+    lambda side: side.hardware,
+    lambda side: f"T={side.record['temperature']:g}" if isinstance(side.record.get("temperature"), int | float) else "",
+    lambda side: str(side.get("dtype", "")),
+    lambda side: str(side.get("runtime", "")),
+    lambda side: str(side.get("attention", "")),
+    lambda side: f"{side.number('input_tokens') or 0:g} in, {side.number('output_tokens') or 0:g} out",
+    lambda side: {True: "end ignored", False: "end kept"}.get(side.get("ignore_eos"), ""),
+    lambda side: str(side.provenance.get("revision") or "")[:7],
+    lambda side: str(side.record.get("shape") or ""),
+    lambda side: str(side.record["case"]),
+    lambda side: " ".join(side.standing[:1]),
+    lambda side: str(side.provenance.get("date") or ""),
+)
+"""What may tell two sides of one name apart, most telling first."""
+
+
+def _label(sides: list[Side]) -> None:
+    """Set every ``label``: the side's name, and of :data:`FACETS` those by which sides of one name and batch really differ."""
+    for name in dict.fromkeys(side.record["side"] for side in sides):
+        same = [side for side in sides if side.record["side"] == name]
+        for side in same:
+            side.label = name
+        for facet in FACETS:
+            groups: dict[tuple[str, int], list[Side]] = {}
+            for side in same:
+                groups.setdefault((side.label, side.batch), []).append(side)
+            if any(len({facet(side) for side in group}) > 1 for group in groups.values()):
+                for side in same:
+                    side.label = ", ".join(filter(None, (side.label, facet(side))))
+        seen: dict[tuple[str, int], int] = {}
+        for side in same:
+            count = seen[side.label, side.batch] = seen.get((side.label, side.batch), 0) + 1
+            side.label += f" #{count}" if count > 1 else ""
+
+
+def unique(values: Iterable[str | None]) -> list[str]:
+    """Those that are something, once each, in order."""
+    return list(dict.fromkeys(value for value in values if value))

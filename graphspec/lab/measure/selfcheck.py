@@ -1,0 +1,111 @@
+"""Whether a runtime does what its stages do: the configured one against another on the same launches, from the same state.
+
+Asked where acceptance is forced, for then there are no right tokens to compare.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ...command_options import LaunchConfig
+from ...engine.diff import comparable, diff, difference
+from ...engine.llm import LLM, model_folder
+from ...engine.request import configured_params
+from ...engine.text import Tokenizer
+from ...facts import read_model_facts
+from ...graphs.cycle import Cycle, RingEntry
+from ...graphs.programs import Key
+from ...graphs.stages.mailbox import Message
+from .workload import make_workload
+
+MOST_TOKENS = 32
+SPARE_CONTEXT = 256
+"""Positions beyond prompt and output: windows, and what rounding to pages adds."""
+
+
+def check_runtime(config: LaunchConfig) -> dict[str, Any]:
+    """Compare the configured runtime with its stages run one by one, on the first request of the workload.
+
+    A captured program is replayed beside its own direct launch, on one engine, and every slot it writes must be equal to the bit. Any other
+    runtime runs beside ``eager`` (:func:`graphspec.engine.diff.diff`). Engines hold one row and a short context, so that two fit where one
+    did.
+
+    Returns:
+        ``equal``, and a ``sentence`` that says what was compared.
+    """
+    folder = model_folder(config.model.path, config.model.revision)
+    prompt = make_workload(config, lambda text: Tokenizer(folder).encode(text), read_model_facts(folder).vocab_size).asks[0].prompt
+    tokens = min(config.workload.output_tokens, MOST_TOKENS)
+    context = min(config.model.max_context or len(prompt) + tokens + SPARE_CONTEXT, len(prompt) + tokens + SPARE_CONTEXT)
+    runtime = replace(config.runtime, max_rows=1, buckets=[1], depth_per_bucket={}, num_pages=None)
+    small = replace(config, runtime=runtime, model=replace(config.model, max_context=context))
+    name = config.runtime.name
+    if name == "captured":
+        return _captured_against_direct(small, prompt, tokens)
+    if name == "eager":
+        return {"equal": True, "sentence": "eager runs its stages one by one; there is nothing to compare it with"}
+    report = diff(small, "eager", name, prompt, tokens)
+    if report.equal:
+        return {"equal": True, "sentence": f"{name} against eager: no slot differs in {report.launches} launches"}
+    where = f"slot {report.slot} differs after stage {report.stage} of launch {report.cycle}"
+    return {"equal": False, "sentence": f"{name} against eager: {where}: {report.detail}"}
+
+
+def _captured_against_direct(config: LaunchConfig, prompt: list[int], tokens: int) -> dict[str, Any]:
+    llm = LLM.from_config(config)
+    params = configured_params(config.sampling, max_tokens=tokens, stop_token_ids=(), ignore_eos=True)
+    llm.warm_up(sampling=params.sampling_class)
+    twin = ReplayTwin(llm.cycle)
+    llm.generate(prompt, params, launcher=twin)
+    if twin.difference:
+        return {"equal": False, "sentence": f"captured against direct: launch {twin.launches}: {twin.difference}"}
+    return {"equal": True, "sentence": f"captured against direct: every slot equal to the bit in {twin.launches} launches"}
+
+
+class ReplayTwin:
+    """A launcher that runs every captured program twice before it launches it: directly and as a replay, from the same state.
+
+    Attributes:
+        launches: compared.
+        difference: the first difference; empty while there is none.
+    """
+
+    def __init__(self, cycle: Cycle) -> None:
+        self.cycle = cycle
+        self.launches = 0
+        self.difference = ""
+
+    @property
+    def in_flight(self) -> int:
+        return self.cycle.in_flight
+
+    def read(self, ticket: int) -> RingEntry:
+        return self.cycle.read(ticket)
+
+    def launch(self, key: Key, message: Message) -> int:
+        if self.cycle.programs[key].replay is not None and not self.difference:
+            self._compare(key, message)
+        return self.cycle.launch(key, message)
+
+    def _compare(self, key: Key, message: Message) -> None:
+        program, arena = self.cycle.programs[key], self.cycle.arena
+        assert program.replay is not None
+        self.cycle.ready(key, message)
+        before = arena.snapshot()
+        mail = torch.zeros(self.cycle.layout.size, dtype=torch.int64)
+        self.cycle.layout.encode(message, mail)
+        names = sorted({name for stage in program.stages for name in stage.writes})
+        found = []
+        with torch.no_grad():
+            for run in (program.direct, program.replay):
+                arena.restore(before)
+                arena["mail"].copy_(mail)
+                run()
+                found.append({name: comparable(arena, name).clone() for name in names})
+        arena.restore(before)
+        self.launches += 1
+        told = ((name, difference(found[0][name], found[1][name], exact=True)) for name in names)
+        self.difference = next((f"slot {name} {detail}" for name, detail in told if detail), "")

@@ -1,0 +1,89 @@
+"""Which sides a comparison has, and the configuration of each. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ...catalog import VARIANTS, resolve_variant
+from ...command_options import LaunchConfig
+from ...config import AcceptConfig, AdaptiveConfig, VariantConfig
+from ...errors import ConfigError
+
+SUBJECT, PLAIN, SELF = "subject", "none", "self"
+OURS = (SUBJECT, PLAIN, SELF)
+ONE_ROW = ("hf_assisted", "hf_lookup")
+"""Sides that decode one request at a time."""
+API = "openai"
+"""A server, whose program and numerics are its own."""
+ROLES = (*OURS, "hf", *ONE_ROW, API)
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One way to serve the workload.
+
+    Attributes:
+        role: of :data:`ROLES`; says which program serves it.
+        config: all of its configuration.
+    """
+
+    role: str
+    config: LaunchConfig
+
+    @property
+    def ours(self) -> bool:
+        """It is an engine of this package, so its cycles can be looked into."""
+        return self.role in OURS
+
+
+def speculates(config: LaunchConfig) -> bool:
+    """The configured variant drafts."""
+    return resolve_variant(config.variant.name).speculates
+
+
+def plain_config(config: LaunchConfig) -> LaunchConfig:
+    """The same engine without drafts: what its tokens must equal, and what its speed is held against."""
+    name = next(variant.name for variant in VARIANTS if not variant.speculates)
+    runtime = replace(config.runtime, depth_per_bucket={})
+    return replace(config, variant=VariantConfig(name=name), accept=AcceptConfig(), adaptive=AdaptiveConfig(), runtime=runtime)
+
+
+def for_workload(config: LaunchConfig) -> LaunchConfig:
+    """The engine with exactly as many rows as the workload has requests at once; the buckets it has no rows for are left out."""
+    rows, runtime = config.workload.batch, config.runtime
+    buckets = runtime.buckets if runtime.buckets[-1] >= rows else [*runtime.buckets, rows]
+    used = [bucket for bucket in buckets if bucket < rows] + [next(bucket for bucket in buckets if bucket >= rows)]
+    depths = {bucket: depth for bucket, depth in runtime.depth_per_bucket.items() if bucket in used}
+    times = {bucket: times for bucket, times in config.adaptive.times.items() if bucket in used}
+    return replace(
+        config,
+        runtime=replace(runtime, max_rows=rows, buckets=used, depth_per_bucket=depths),
+        adaptive=replace(config.adaptive, times=times),
+    )
+
+
+def sides_of(config: LaunchConfig) -> list[Side]:
+    """The configured engine, then ``baseline``; plain decoding is not measured beside itself.
+
+    Raises:
+        ConfigError: a baseline that can't serve this workload.
+    """
+    sides = [Side(SUBJECT, config)]
+    for role in config.baseline:
+        if role in ONE_ROW and config.workload.batch > 1:
+            raise ConfigError("workload.batch", f"1 with baseline={role}: transformers assists one row at a time", config.workload.batch)
+        if role == PLAIN:
+            if speculates(config):
+                sides.append(Side(role, plain_config(config)))
+        else:
+            sides.append(Side(role, config))
+    return sides
+
+
+def reference_of(sides: Sequence[Side]) -> Side | None:
+    """The side whose tokens are right and none of ``sides`` is: plain decoding, where it has to be run for the check alone."""
+    subject = sides[0].config
+    if not speculates(subject) or any(side.role == PLAIN for side in sides):
+        return None
+    return Side(PLAIN, plain_config(subject))

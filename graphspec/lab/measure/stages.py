@@ -1,0 +1,192 @@
+"""What is inside a cycle: its time, the host's share, each stage beside its floor; on CUDA also graph nodes and the gaps between them."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ...engine.llm import LLM
+from ...errors import ResourceError
+from ...graphs.cycle import Cycle
+from ...graphs.programs import Key
+from ...graphs.stages.mailbox import Message
+from ...plan import Plan
+from ...shapes import GraphKey
+from ..predict.floor import FloorModel, Hardware
+from .machine import copy_bandwidth
+from .metrics import quantiles
+from .recorder import Recorder, StageTimer, stage_timer
+
+ON_CPU = "needs a GPU: a CPU has no graph nodes"
+NOT_CAPTURED = "the cycle is not captured, so there is no graph"
+NO_CYCLES = "no two cycles ran one behind the other"
+PROFILED_REPLAYS = 5
+
+Run = Callable[[Recorder], Any]
+"""Runs the workload with a recorder in front of the cycle."""
+
+
+def anatomy(llm: LLM, run: Run, context: int, token_map: str | None, *, stages: bool, bandwidth: float | None = None) -> dict[str, Any]:
+    """Times inside the cycles of a workload, under the keys of a result record.
+
+    Args:
+        llm: the engine, warmed up for the workload.
+        run: runs the workload once.
+        context: committed tokens of a row, for the floor: the mean over the workload.
+        token_map: ``variant.token_map``.
+        stages: time stages too; compiled ones are compiled one by one for it.
+        bandwidth: bytes per second of this machine, measured in the same run; None: measure it.
+    """
+    plan, cycle = llm.plan, llm.cycle
+    free = Recorder(cycle)
+    run(free)
+    key = free.most_common()
+    not_measured: dict[str, str] = {}
+    bandwidth = bandwidth or copy_bandwidth(plan.device, seconds=0.2)
+    found: dict[str, Any] = {"cycle_ms": None, "host_us": None, "gap_ms": None, "nodes": None, "stages": [], "bandwidth": bandwidth}
+    times = free.cycle_times(key)
+    if key is None or not times:
+        return found | {"not_measured": dict.fromkeys(("cycle_ms", "host_us", "stages", "nodes", "gap_ms"), NO_CYCLES)}
+    assert isinstance(key, GraphKey)
+    found["cycle_ms"] = quantiles([1e3 * whole for whole, _ in times])
+    floors = _floors(plan, key, context, token_map, Hardware(bandwidth))
+    found["floor_ms"] = sum(milliseconds for _, milliseconds in floors.values())
+    found["percent_of_floor"] = 100 * found["floor_ms"] / found["cycle_ms"]["median"]
+    timers: dict[Key, StageTimer] = {key: stage_timer(cycle, key)} if stages else {}
+    if stages:
+        timed = Recorder(cycle, wait=True, timers=timers)
+        run(timed)
+        found["stages"] = [_stage_row(name, statistics.median(values), floors.get(name)) for name, values in timed.stage_milliseconds(key)]
+    else:
+        not_measured["stages"] = "profile.stages=false"
+    if plan.device == "cpu":
+        found["host_us"] = 1e6 * statistics.median(outside for _, outside in times)
+        not_measured |= dict.fromkeys(("nodes", "gap_ms"), ON_CPU)
+    else:
+        waiting = Recorder(cycle, wait=True)
+        run(waiting)
+        found["host_us"] = 1e6 * statistics.median([outside for _, outside in waiting.cycle_times(key)] or [0.0])
+        if plan.captured:
+            probe = Probe(cycle, key)
+            run(probe)
+            found |= {name: probe.found.get(name) for name in ("nodes", "gap_ms")}
+            not_measured |= dict.fromkeys(("nodes", "gap_ms"), probe.missing) if probe.missing else {}
+        else:
+            not_measured |= dict.fromkeys(("nodes", "gap_ms"), NOT_CAPTURED)
+    return found | {"not_measured": not_measured}
+
+
+def _floors(plan: Plan, key: GraphKey, context: int, token_map: str | None, hardware: Hardware) -> dict[str, tuple[float, float]]:
+    """Bytes and floor in milliseconds of the stages that have weights."""
+    model = FloorModel.of(plan.target, plan.draft, plan.dtype, plan.variant, token_map)
+    return {cost.name: (cost.bytes, cost.floor_ms(hardware)) for cost in model.stages(key.shape, key.bucket, context)}
+
+
+def _stage_row(name: str, milliseconds: float, floor: tuple[float, float] | None) -> dict[str, Any]:
+    size, least = floor if floor is not None else (None, None)
+    share = 100 * least / milliseconds if least is not None and milliseconds > 0 else None
+    return {"name": name, "ms": milliseconds, "bytes": size, "floor_ms": least, "percent_of_floor": share}
+
+
+class Probe(Recorder):
+    """A recorder that stops once, in the middle of the run, to look at one replay with torch's profiler.
+
+    The replays it looks at all start from the state the cycle is about to start from, which is put back behind them.
+    """
+
+    def __init__(self, cycle: Cycle, key: Key, after: int = 3) -> None:
+        super().__init__(cycle)
+        self._key, self._left = key, after
+        self.found: dict[str, Any] = {}
+        self.missing = ""
+        """Why nothing was found, where that is so."""
+
+    def launch(self, key: Key, message: Message) -> int:
+        if key == self._key and not (self.found or self.missing):
+            self._left -= 1
+            if self._left < 0:
+                self._look(message)
+        return super().launch(key, message)
+
+    def _look(self, message: Message) -> None:
+        arena = self.cycle.arena
+        self.cycle.ready(self._key, message)
+        before = arena.snapshot(("mail", "state", "ring"))
+        mail = torch.zeros(self.cycle.layout.size, dtype=torch.int64)
+        self.cycle.layout.encode(message, mail)
+
+        def rewind() -> None:
+            arena.restore(before)
+            arena["mail"].copy_(mail)
+
+        try:
+            self.found = kernel_timeline(self.cycle.programs[self._key], rewind)
+        except ResourceError as error:
+            self.missing = str(error)
+        arena.restore(before)
+
+
+def kernel_timeline(program: Callable[[], None], rewind: Callable[[], None], replays: int = PROFILED_REPLAYS) -> dict[str, Any]:
+    """What runs on the GPU during one call of ``program``, from torch's profiler; see :func:`summarise_kernels`.
+
+    Args:
+        program: a captured program.
+        rewind: puts its state back, before each call.
+        replays: calls that are looked at.
+
+    Raises:
+        ResourceError: the profiler saw nothing, as where a process may not use CUPTI.
+    """
+    from torch.profiler import ProfilerActivity, profile
+
+    calls = []
+    with torch.no_grad():
+        for number in range(replays + 1):
+            rewind()
+            torch.cuda.synchronize()
+            with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+                program()
+                torch.cuda.synchronize()
+            # The profiler itself warms up in its first session.
+            if number:
+                events = [e for e in profiler.events() or [] if e.device_type.name == "CUDA"]
+                calls.append([(float(e.time_range.start), float(e.time_range.end), e.name) for e in events])
+    if not all(calls):
+        raise ResourceError("profiler", "the kernels of every replay", f"none in {calls.count([])} of {replays}")
+    return summarise_kernels(calls)
+
+
+def summarise_kernels(calls: Sequence[Sequence[tuple[float, float, str]]]) -> dict[str, Any]:
+    """Figures of several calls of one program.
+
+    Args:
+        calls: for each, ``(start, end, name)`` of everything that ran, in microseconds.
+
+    Returns:
+        ``nodes`` of one call; ``busy_ms``, the sum of their times, ``span_ms`` from the first to the last, ``gap_ms``, in which nothing
+        ran, medians; the 25 heaviest ``kernels`` of the last call.
+    """
+    busy, span, gap = [], [], []
+    for call in calls:
+        ordered = sorted(call)
+        reached, idle = ordered[0][0], 0.0
+        for start, end, _ in ordered:
+            idle += max(0.0, start - reached)
+            reached = max(reached, end)
+        busy.append(sum(end - start for start, end, _ in ordered) / 1e3)
+        span.append((reached - ordered[0][0]) / 1e3)
+        gap.append(idle / 1e3)
+    by_name: dict[str, list[float]] = {}
+    for start, end, name in calls[-1]:
+        by_name.setdefault(name[:90], []).append(end - start)
+    heaviest = sorted(((sum(times), len(times), name) for name, times in by_name.items()), reverse=True)[:25]
+    return {
+        "nodes": len(calls[-1]),
+        "busy_ms": statistics.median(busy),
+        "span_ms": statistics.median(span),
+        "gap_ms": statistics.median(gap),
+        "kernels": [{"name": name, "calls": count, "microseconds": round(total, 2)} for total, count, name in heaviest],
+    }

@@ -1,0 +1,174 @@
+"""A worker holds one side and answers questions about it. :mod:`.process` starts it: ``python -m graphspec.lab.measure.worker``.
+
+=============  ==================================================================  ====================================================
+question       with                                                                answer
+=============  ==================================================================  ====================================================
+``prepare``    ``role``, ``config`` (packed), ``command``, ``like``                what the side is (:class:`Runner`), ``provenance``
+``warm_up``    ``seconds``                                                         rounds run
+``round``                                                                          ``timelines``, ``tokens`` and ``texts``; ``core_wait``
+``anatomy``    ``bandwidth`` of this machine; null: measure it                     times inside the cycle; sides of our own only
+``trace``                                                                          Chrome trace events; sides of our own only
+``generation`` ``count``                                                           recorded generations; sides of our own only
+``check``      ``config`` (packed)                                                 whether the runtime does what its stages do
+``tried``      ``config`` (packed)                                                 shapes that a trial runs; nothing is prepared
+``short_list`` ``config`` (packed), ``batches``, ``trial``                         shapes worth a run; nothing is prepared
+``depth_times``                                                                    ``[bucket, depth, seconds]`` rows; adaptive engines only
+``close``
+=============  ==================================================================  ====================================================
+
+A :class:`~graphspec.errors.GraphspecError` is an answer; any other exception ends the process, and its traceback is what the coordinator
+shows.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from ...command_options import LaunchConfig
+from ...core_wait import CoreWait
+from ...errors import GraphspecError
+from .process import unpack
+from .provenance import command_line, provenance
+from .sides import API
+
+
+class Runner(Protocol):
+    """One side, ready to be measured."""
+
+    def describe(self) -> dict[str, Any]:
+        """``label``, ``variant``, ``shape``, ``runtime``, ``attention``, ``dtype``, ``device``, ``digest`` and what else a record holds."""
+        ...
+
+    def round(self) -> dict[str, Any]:
+        """Run the workload once: ``timelines``, per request ``tokens`` and ``texts`` (or None), and ``not_measured`` where that changed."""
+        ...
+
+
+Tell = Callable[[str, int, int], None]
+"""Takes a phase, how much of it is done, and how much there is."""
+
+
+class Worker:
+    """Answers questions; :func:`main` puts pipes around it, tests don't.
+
+    Args:
+        tell: told how far loading and compilation are.
+    """
+
+    def __init__(self, tell: Tell | None = None) -> None:
+        self.runner: Any = None
+        self.tell = tell
+
+    def answer(self, do: str, **values: Any) -> Any:
+        """Dispatch one question.
+
+        Raises:
+            GraphspecError: the side can't do that.
+        """
+        method = getattr(self, f"do_{do}", None)
+        if method is None:
+            raise GraphspecError("do", "a question a worker knows", repr(do))
+        return method(**values)
+
+    def do_prepare(self, role: str, config: str, command: list[str], like: dict[str, str] | None) -> dict[str, Any]:
+        launch = unpack(config)
+        self.runner = make_runner(role, launch, like, self.tell)
+        described: dict[str, Any] = self.runner.describe()
+        return described | {"provenance": provenance(launch, described.get("plan")) | {"command": command_line(command)}}
+
+    def do_warm_up(self, seconds: float) -> int:
+        end, rounds = time.perf_counter() + seconds, 0
+        while rounds == 0 or time.perf_counter() < end:
+            self.runner.round()
+            rounds += 1
+        return rounds
+
+    def do_round(self) -> dict[str, Any]:
+        watch = CoreWait()
+        result: dict[str, Any] = self.runner.round()
+        return result | {"core_wait": watch.share()}
+
+    def do_anatomy(self, bandwidth: float | None) -> dict[str, Any]:
+        result: dict[str, Any] = self.runner.anatomy(bandwidth)
+        return result
+
+    def do_trace(self) -> list[dict[str, Any]]:
+        result: list[dict[str, Any]] = self.runner.trace()
+        return result
+
+    def do_generation(self, count: int) -> list[dict[str, Any]]:
+        result: list[dict[str, Any]] = self.runner.generations(count)
+        return result
+
+    def do_check(self, config: str) -> dict[str, Any]:
+        from .selfcheck import check_runtime
+
+        return check_runtime(unpack(config))
+
+    def do_tried(self, config: str) -> list[list[int]]:
+        from ..tune.short_list import tried_shapes
+
+        return tried_shapes(unpack(config))
+
+    def do_short_list(self, config: str, batches: list[int], trial: list[dict[str, Any]]) -> dict[str, Any]:
+        from ..tune.short_list import short_list
+
+        return short_list(unpack(config), batches, trial)
+
+    def do_depth_times(self) -> list[tuple[int, int, float]]:
+        times: list[tuple[int, int, float]] = self.runner.depth_times()
+        return times
+
+
+def make_runner(role: str, config: LaunchConfig, like: dict[str, str] | None, tell: Tell | None = None) -> Runner:
+    """The side that plays ``role``; what needs torch is imported here, by the process that needs it.
+
+    Args:
+        role: of :data:`graphspec.lab.measure.sides.ROLES`.
+        config: the whole configuration of this side.
+        like: ``dtype`` and ``device`` of the side it is compared with; sides that are not ours take these.
+        tell: told how far sides of our own are.
+    """
+    if role == API:
+        from .api_side import ApiSide
+
+        return ApiSide(config)
+    if role.startswith("hf"):
+        from .hf_side import HfSide
+
+        assert like is not None
+        return HfSide(role, config, like["dtype"], like["device"])
+    from .engine_side import EngineSide
+
+    return EngineSide(config, tell)
+
+
+def main() -> None:
+    """Answer until the pipe closes."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
+    # Libraries print; nothing of that may stand between two answers.
+    os.dup2(2, 1)
+
+    def tell(phase: str, done: int, total: int) -> None:
+        answers.write(json.dumps({"progress": [phase, done, total]}) + "\n")
+
+    worker = Worker(tell)
+    for line in sys.stdin:
+        question = json.loads(line)
+        if question["do"] == "close":
+            return
+        try:
+            answer: dict[str, Any] = {"ok": worker.answer(**question)}
+        except GraphspecError as error:
+            told = {"key": error.key, "expected": str(error.expected), "found": str(error.found), "hint": error.hint}
+            answer = {"error": told}
+        answers.write(json.dumps(answer, default=str) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""What a side is asked: prompts as token ids, one sampling seed each. The same on every side, which is checked by a digest. No torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+
+from ...command_options import LaunchConfig, WorkloadConfig
+from ...config import SamplingConfig
+from ...errors import ConfigError
+from ...paths import read_json, read_text
+
+HELD_OUT = "held_out.jsonl"
+MAKE_HELD_OUT = "python -m recipes.held_out"
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One request of the workload.
+
+    Attributes:
+        prompt: token ids.
+        seed: of its sampling.
+    """
+
+    prompt: list[int]
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """All requests of one round, and what they have in common.
+
+    Attributes:
+        asks: in the order they are asked.
+        batch: requests at once.
+        output_tokens: most new tokens of each.
+        ignore_eos: end-of-text ids do not end a request.
+        sampling: temperature and the rest.
+    """
+
+    asks: list[Ask]
+    batch: int
+    output_tokens: int
+    ignore_eos: bool
+    sampling: SamplingConfig
+
+    @property
+    def digest(self) -> str:
+        """Says whether two sides were asked the same."""
+        text = json.dumps([[ask.prompt, ask.seed] for ask in self.asks])
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @property
+    def input_tokens(self) -> float:
+        """Mean prompt length."""
+        return sum(len(ask.prompt) for ask in self.asks) / len(self.asks)
+
+
+def make_workload(config: LaunchConfig, encode: Callable[[str], list[int]], vocab_size: int) -> Workload:
+    """The requests that ``config.workload`` describes.
+
+    Args:
+        config: of the whole run.
+        encode: the target's tokenizer.
+        vocab_size: of the target; random prompts draw from its ids.
+
+    Raises:
+        ConfigError: a file that can't be read or holds no prompt, or a prompt that is empty.
+    """
+    asked = config.workload
+    if asked.source == "random":
+        prompts = random_prompts(asked, vocab_size)
+    else:
+        texts = held_out_texts() if asked.source == "held_out" else file_texts(asked)
+        prompts = [encode(text)[: asked.input_tokens] for text in texts]
+        for number, prompt in enumerate(prompts):
+            if not prompt:
+                raise ConfigError("workload.file", "prompts of at least one token", f"an empty prompt, number {number}")
+    asks = [Ask(prompts[i % len(prompts)], asked.seed + i) for i in range(asked.requests)]
+    return Workload(asks, asked.batch, asked.output_tokens, asked.ignore_eos, config.sampling)
+
+
+def random_prompts(asked: WorkloadConfig, vocab_size: int) -> list[list[int]]:
+    """Ids drawn evenly from the vocabulary; lengths from ``input_tokens * (1 - spread)`` to ``input_tokens * (1 + spread)``."""
+    assert asked.input_tokens is not None
+    drawn = random.Random(asked.seed)
+    least, most = (max(1, round(asked.input_tokens * (1 + sign * asked.input_spread))) for sign in (-1, 1))
+    return [[drawn.randrange(vocab_size) for _ in range(drawn.randint(least, most))] for _ in range(asked.requests)]
+
+
+def held_out_texts() -> list[str]:
+    """The prompts that come with the package: Python source that no demo model was trained on (:data:`MAKE_HELD_OUT` cuts them)."""
+    text = (files("graphspec.lab.measure") / "workloads" / HELD_OUT).read_text(encoding="utf-8")
+    return [json.loads(line)["prompt"] for line in text.splitlines()]
+
+
+def file_texts(asked: WorkloadConfig) -> list[str]:
+    """The prompts of ``workload.file``: the whole file, or, of a ``.jsonl`` one, a string or an object with ``prompt`` per line.
+
+    Raises:
+        ConfigError: no file, an unreadable one, or a line that is neither.
+    """
+    if asked.file is None:
+        raise ConfigError("workload.file", "the path of a file with workload.source=file", None)
+    text = read_text("workload.file", asked.file)
+    if not asked.file.endswith(".jsonl"):
+        texts: Sequence[str] = [text] if text else []
+    else:
+        texts = [_prompt_of(f"{asked.file}:{number}", line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    if not texts:
+        raise ConfigError("workload.file", "at least one prompt", f"none in {asked.file}")
+    return list(texts)
+
+
+def _prompt_of(where: str, line: str) -> str:
+    row = read_json(where, line)
+    prompt = row.get("prompt") if isinstance(row, dict) else row
+    if not isinstance(prompt, str):
+        raise ConfigError(where, 'a string, or an object with "prompt"', line[:60])
+    return prompt

@@ -1,0 +1,1 @@
+"""``graphspec plan``: what fits and how fast it can be, predicted."""

@@ -1,0 +1,236 @@
+"""From floors to advice: predicted cycle times, shapes in order of predicted speed, the width that verification has free, the crossover.
+
+A stage is predicted to take its floor divided by an *efficiency*, the share of the floor's speed it really reaches; stages follow one
+another without gaps, and the host adds nothing unless asked to. Those are assumptions; :mod:`.plan` states them every time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from ...catalog import Variant
+from ...errors import ConfigError
+from ...shapes import MAX_WINDOW, PLAIN, CycleShape
+from .acceptance import Acceptance
+from .floor import FloorModel, Hardware, StageCost
+
+DEFAULT_EFFICIENCY = 0.85
+"""What the repository's README aims at for plain decoding; used where nothing was measured."""
+FREE = 0.05
+"""Verification is free as long as its floor is at most this much above that of one node."""
+LARGEST_BATCH = 4096
+_DEPTHS = range(1, 11)
+_FANS = (2, 3, 4, 6, 8)
+_NODES = (4, 6, 8, 12, 16, 24, 32, 48, 64)
+
+
+@dataclass(frozen=True, slots=True)
+class Efficiency:
+    """Share of the floor's speed that stages reach, and what they take beyond that.
+
+    Attributes:
+        overall: share of every stage without a figure of its own.
+        stages: shares by name.
+        rates: operations per second, by stage: so much longer takes a stage, over and above its share, for what it computes. Only measured
+            results bring such figures: a processor whose caches hold the weights is slow for another reason than its memory.
+        host_ms: added to every cycle.
+        source: where the figures come from.
+    """
+
+    overall: float = DEFAULT_EFFICIENCY
+    stages: Mapping[str, float] = field(default_factory=dict)
+    rates: Mapping[str, float] = field(default_factory=dict)
+    host_ms: float = 0.0
+    source: str = "assumed"
+
+    def __post_init__(self) -> None:
+        for name, value in (("overall", self.overall), *self.stages.items(), *self.rates.items()):
+            if value <= 0:
+                raise ConfigError(f"efficiency of {name}", "a number above 0", value)
+
+    def milliseconds(self, cost: StageCost, hardware: Hardware) -> float:
+        """Time that a stage is predicted to take."""
+        beyond = 1e3 * cost.flops / self.rates[cost.name] if cost.name in self.rates else 0.0
+        return cost.floor_ms(hardware) / self.stages.get(cost.name, self.overall) + beyond
+
+
+@dataclass(frozen=True, slots=True)
+class StagePrediction:
+    """One stage: what it must move and do, its floor, and the time it is predicted to take, in milliseconds."""
+
+    name: str
+    cost: StageCost
+    floor_ms: float
+    ms: float
+    compute_bound: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """One cycle.
+
+    Attributes:
+        shape, batch, context: what was asked.
+        stages: the stages with weights, in order.
+        cycle_ms: predicted milliseconds of a cycle, the host's share included.
+        floor_ms: milliseconds it takes at least.
+    """
+
+    shape: CycleShape
+    batch: int
+    context: int
+    stages: tuple[StagePrediction, ...]
+    cycle_ms: float
+    floor_ms: float
+
+    def tokens_per_second(self, length: float) -> float:
+        """Of all rows together, when a cycle commits ``length`` tokens of each."""
+        return 1e3 * self.batch * length / self.cycle_ms
+
+
+@dataclass(frozen=True, slots=True)
+class Ranked:
+    """A shape with what it is predicted to give.
+
+    Attributes:
+        prediction: of its cycle.
+        acceptance_length: tokens per row and cycle.
+        tokens_per_second: of all rows together.
+    """
+
+    prediction: Prediction
+    acceptance_length: float
+    tokens_per_second: float
+
+    @property
+    def shape(self) -> CycleShape:
+        """(S, K, N)."""
+        return self.prediction.shape
+
+
+def predict(
+    model: FloorModel, shape: CycleShape, batch: int, context: int, hardware: Hardware, efficiency: Efficiency | None = None
+) -> Prediction:
+    """How long one cycle takes.
+
+    Args:
+        model: target and draft, :meth:`FloorModel.of`.
+        shape: (S, K, N); ``PLAIN`` decodes plainly.
+        batch: rows in the cycle.
+        context: committed tokens of each row.
+        hardware: bandwidth and peak.
+        efficiency: None: :data:`DEFAULT_EFFICIENCY` for every stage, no time of the host.
+    """
+    efficiency = efficiency or Efficiency()
+    stages = []
+    for cost in model.stages(shape, batch, context):
+        times = cost.floor_ms(hardware), efficiency.milliseconds(cost, hardware)
+        stages.append(StagePrediction(cost.name, cost, *times, cost.compute_bound(hardware)))
+    total = sum(stage.ms for stage in stages) + efficiency.host_ms
+    return Prediction(shape, batch, context, tuple(stages), total, sum(stage.floor_ms for stage in stages))
+
+
+def candidate_shapes(variant: Variant, heads: int = 1, deepest: int | None = None) -> list[CycleShape]:
+    """Shapes worth asking about: chains, and trees of every depth, fan-out and size that this drafter can serve.
+
+    Args:
+        variant: catalog entry; one that does not speculate has none.
+        heads: prediction heads of the draft with layers of their own; more than one allows chains only, of at most so many steps.
+        deepest: largest S.
+    """
+    if not variant.speculates:
+        return []
+    pool = variant.auto_shape.pool
+    limit = min(deepest or _DEPTHS[-1], _DEPTHS[-1], heads if heads > 1 else _DEPTHS[-1])
+    depths = [depth for depth in _DEPTHS if depth <= limit]
+    found = [CycleShape(depth, 1, depth + 1, pool) for depth in depths]
+    if heads > 1:
+        return found
+    for depth in depths:
+        for fan in _FANS:
+            most = 1 + (fan * depth if pool == "paths" else fan + (depth - 1) * fan**2)
+            slots = (depth - 1) * fan + 1 if pool == "beams" else 0
+            found += [
+                CycleShape(depth, fan, nodes, pool) for nodes in _NODES if depth + 1 < nodes <= most and max(nodes, slots) <= MAX_WINDOW
+            ]
+    return found
+
+
+def rank_shapes(
+    model: FloorModel, shapes: Iterable[CycleShape], acceptance: Acceptance, batch: int, context: int, hardware: Hardware,
+    efficiency: Efficiency | None = None,
+) -> list[Ranked]:  # fmt: skip
+    """Shapes by predicted tokens per second, best first; of equally fast ones the smaller first.
+
+    Args:
+        model, batch, context, hardware, efficiency: as for :func:`predict`.
+        shapes: such as :func:`candidate_shapes` gives; with ``PLAIN`` among them plain decoding is ranked too.
+        acceptance: what the draft is worth.
+    """
+    lengths = {shape: acceptance.length(shape) for shape in shapes}
+    return rank_lengths(model, lengths, batch, context, hardware, efficiency)
+
+
+def rank_lengths(
+    model: FloorModel,
+    lengths: Mapping[CycleShape, float],
+    batch: int,
+    context: int,
+    hardware: Hardware,
+    efficiency: Efficiency | None = None,
+) -> list[Ranked]:
+    """:func:`rank_shapes` with the tokens per cycle of each shape known, which do not depend on the batch."""
+    ranked = []
+    for shape, length in lengths.items():
+        prediction = predict(model, shape, batch, context, hardware, efficiency)
+        ranked.append(Ranked(prediction, length, prediction.tokens_per_second(length)))
+    return sorted(ranked, key=lambda entry: (-entry.tokens_per_second, entry.shape.num_draft_tokens, entry.shape))
+
+
+def free_width(model: FloorModel, batch: int, context: int, hardware: Hardware, slack: float = FREE) -> int:
+    """Most nodes N of a row whose verification has a floor at most ``slack`` above that of one node; no more than a window holds."""
+    least = _verify_floor(model, 1, batch, context, hardware)
+    low, high = 1, MAX_WINDOW
+    while low < high:
+        middle = (low + high + 1) // 2
+        if _verify_floor(model, middle, batch, context, hardware) <= (1 + slack) * least:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _verify_floor(model: FloorModel, nodes: int, batch: int, context: int, hardware: Hardware) -> float:
+    shape = CycleShape(0, 1, 1) if nodes == 1 else CycleShape(nodes - 1, 1, nodes)
+    return model.stages(shape, batch, context)[-1].floor_ms(hardware)
+
+
+def crossover(
+    model: FloorModel, lengths: Mapping[CycleShape, float], context: int, hardware: Hardware, efficiency: Efficiency | None = None,
+    largest: int = LARGEST_BATCH,
+) -> int | None:  # fmt: skip
+    """The batch from which on no shape is predicted to be faster than plain decoding; None: up to ``largest`` one always is.
+
+    Batches are tried in powers of two (a mixture of experts may pay at large ones only); behind the last that pays the search is finer.
+
+    Args:
+        model, context, hardware, efficiency: as for :func:`predict`.
+        lengths: tokens per cycle of the shapes that may be chosen.
+        largest: batch at which the search ends.
+    """
+
+    def pays(batch: int) -> bool:
+        plain = predict(model, PLAIN, batch, context, hardware, efficiency).tokens_per_second(1.0)
+        best = rank_lengths(model, lengths, batch, context, hardware, efficiency)
+        return bool(best) and best[0].tokens_per_second > plain
+
+    tried = sorted({*(2**power for power in range(largest.bit_length())), largest})
+    low = max((batch for batch in tried if pays(batch)), default=0)
+    if low == largest:
+        return None
+    batch = next(batch for batch in tried if batch > low)
+    while batch - low > 1:
+        middle = (low + batch) // 2
+        low, batch = (middle, batch) if pays(middle) else (low, middle)
+    return batch

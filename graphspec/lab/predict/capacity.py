@@ -1,0 +1,177 @@
+"""What fits: the engine's own memory plan, asked for one number of rows and one context after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from ...config import Config, HardwareConfig, ModelConfig
+from ...graphs.memory import GIB, MemoryPlan, fit_memory
+from ...plan import Plan, make_plan
+from .floor import FloorModel, kv_bytes_per_token
+
+if TYPE_CHECKING:
+    from ...command_options import LaunchConfig
+    from ...facts import ModelFacts
+    from ...shapes import CycleShape
+    from .paper_models import Paper
+
+MOST_ROWS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """Memory of the planned engine.
+
+    Attributes:
+        parts: what it holds with ``shown_rows`` at ``context``: name, bytes, whether it is an estimate.
+        shown_rows: rows of that account.
+        context: tokens of a row, prompt and output.
+        kv_per_token: bytes of a token in the target's pool and in the draft's.
+        window: bytes of a row's window, behind its committed tokens, in both pools.
+        budget: bytes the engine may use; None: the memory of the hardware is not known.
+        rows: most rows at ``context``, 0: not even one; None: not known.
+        longest: longest context of a single row; likewise.
+        chunks: sizes of prefill chunks in that account.
+    """
+
+    parts: tuple[tuple[str, int, bool], ...]
+    shown_rows: int
+    context: int
+    kv_per_token: tuple[int, int]
+    window: int
+    budget: int | None
+    rows: int | None
+    longest: int | None
+    chunks: tuple[int, ...]
+
+    @property
+    def total(self) -> int:
+        """Bytes of all parts."""
+        return sum(size for _, size, _ in self.parts)
+
+    def document(self) -> dict[str, Any]:
+        """For ``format=json``."""
+        return {
+            "parts": [{"name": name, "bytes": size, "estimate": estimate} for name, size, estimate in self.parts],
+            "total": self.total,
+            "rows": self.shown_rows,
+            "context": self.context,
+            "kv_per_token": {"target": self.kv_per_token[0], "draft": self.kv_per_token[1]},
+            "window": self.window,
+            "budget": self.budget,
+            "rows_that_fit": self.rows,
+            "context_that_fits": self.longest,
+            "prefill_chunks": list(self.chunks),
+        }
+
+
+def capacity(
+    config: LaunchConfig, paper: Paper, model: FloorModel, shape: CycleShape, context: int, *, device: str, dtype: str, memory: int | None
+) -> Capacity:
+    """Ask the memory plan.
+
+    Args:
+        config: as composed; its runtime group says page size, chunks and share of the memory. A GPU is planned with the captured runtime.
+        paper: facts of both models.
+        model: their weights.
+        shape: the widest that is to be served; without steps the automatic one of the variant.
+        context: tokens of each row.
+        device, dtype: resolved.
+        memory: bytes of the hardware; None: not known.
+    """
+
+    def at(rows: int, context: int) -> tuple[Plan, MemoryPlan]:
+        return _plan(config, paper, model, shape, device, dtype, memory, rows, context)
+
+    def fits(rows: int, context: int) -> bool:
+        _, found = at(rows, context)
+        return found.total <= found.budget
+
+    longest = paper.target.max_position_embeddings
+    most = longest_context = None
+    if memory is not None:
+        most = _largest(lambda rows: fits(rows, context), MOST_ROWS)
+        page = config.runtime.page_size
+        pages = _largest(lambda count: fits(1, min(count * page, longest)), -(-longest // page))
+        longest_context = min(pages * page, longest)
+    batches = config.plan.batches
+    shown = max((batch for batch in batches if most is None or batch <= most), default=batches[0])
+    engine, plan = at(shown, context)
+    per_token = (
+        kv_bytes_per_token(paper.target, model.itemsize),
+        kv_bytes_per_token(paper.draft.decoder, model.itemsize) if paper.draft is not None else 0,
+    )
+    return Capacity(
+        parts=tuple((line.name, line.size, line.estimate) for line in plan.lines),
+        shown_rows=shown,
+        context=context,
+        kv_per_token=per_token,
+        window=shape.window_width * sum(per_token),
+        budget=plan.budget if memory is not None else None,
+        rows=most,
+        longest=longest_context,
+        chunks=engine.prefill_chunks,
+    )
+
+
+def _largest(holds: Callable[[int], bool], limit: int) -> int:
+    """Largest number up to ``limit`` for which a condition holds that, once it fails, fails for all larger ones; 0: it never does."""
+    low, high = 0, 1
+    while high <= limit and holds(high):
+        low, high = high, high * 2
+    high = min(high, limit + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low
+
+
+def _plan(
+    config: LaunchConfig, paper: Paper, model: FloorModel, shape: CycleShape, device: str, dtype: str, memory: int | None, rows: int,
+    context: int,
+) -> tuple[Plan, MemoryPlan]:  # fmt: skip
+    engine, plan = engine_plan(config, paper, shape, rows, context, device=device, dtype=dtype, memory=memory)
+    own = model.draft_own.size + _table(paper.draft.decoder, plan.max_positions) if model.draft_own is not None and paper.draft else 0
+    return fit_memory(plan, engine, (model.target_weights.size + _table(paper.target, plan.max_positions), own))
+
+
+def engine_plan(
+    config: LaunchConfig, paper: Paper, shape: CycleShape, rows: int, context: int, *, device: str, dtype: str, memory: int | None
+) -> tuple[Config, Plan]:
+    """Configuration and plan of the engine that would serve ``rows`` rows of ``context`` tokens with cycles of ``shape``.
+
+    Args:
+        config, paper, device, dtype, memory: as of :func:`capacity`.
+        shape: of its cycles; without steps the automatic one of the variant.
+        rows: lanes of its largest bucket.
+        context: tokens of each row.
+    """
+    asked = config.variant
+    if asked.tree_choices is None and shape.num_steps:
+        asked = replace(asked, num_steps=shape.num_steps, topk=shape.topk, num_draft_tokens=shape.num_draft_tokens)
+    engine = Config(
+        variant=asked,
+        model=ModelConfig(path=config.model.path, max_context=max(context, 2)),
+        runtime=replace(
+            config.runtime,
+            name="captured" if device == "cuda" else config.runtime.name,
+            max_rows=rows,
+            buckets=[*(batch for batch in config.plan.batches if batch < rows), rows],
+            num_pages=None,
+            depth_per_bucket={},
+        ),
+        kernels=config.kernels,
+        hardware=HardwareConfig(device=device, dtype=dtype, memory_gib=(memory or GIB) / GIB),
+    )
+    draft = paper.draft
+    if draft is not None:  # a draft made for a shorter context decodes plainly behind it, and the plan would say so every time
+        longer = max(draft.decoder.max_position_embeddings, context)
+        draft = replace(draft, decoder=replace(draft.decoder, max_position_embeddings=longer))
+    return engine, make_plan(engine, paper.target, draft, device=device)
+
+
+def _table(facts: ModelFacts, positions: int) -> int:
+    """Bytes of the float32 table of cos and sin."""
+    return 0 if facts.rope.kind == "dynamic" else 4 * positions * facts.rope.rotary_dim(facts.head_dim)

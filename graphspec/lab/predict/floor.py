@@ -1,0 +1,369 @@
+"""The floor of a cycle: bytes that must move and operations that must be done, stage by stage, and the time no device can beat.
+
+Roofline (Williams et al., 2009): a stage takes at least ``max(bytes / bandwidth, flops / peak)``; stages follow one another. Counted are
+
+* weights, once per pass, in the dtype of the model; of an embedding only the rows that are looked up, of a mixture of experts those that
+  are expected to be hit (:func:`distinct_experts`), the experts that every token goes to always;
+* committed KV of every row, once per pass and layer, at most a sliding window of it; the rows a pass writes;
+* logits, written and read once in float32; features of the target, written by the verify stage and read by the first draft pass.
+
+Activations inside a pass, RoPE tables and what the stages without weights touch are not counted: they are small or never leave the cache.
+Windows are counted at their static width. Parameters are those of the modules that run, built without data, so that nothing is modelled
+twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from ...buffers import DTYPES
+from ...catalog import Variant, load_object
+from ...errors import ConfigError
+from ...facts import Eagle3Facts, EagleFacts, MTPFacts, StandaloneFacts
+from ...models.experts import MixtureOfExperts
+from ...models.layers import Embedding
+from ...models.llama import LlamaModel
+from ...paths import user_path
+from ...variants.eagle import EagleDraft
+from ...variants.eagle3 import Eagle3Draft
+from ...variants.mtp import MTPDraft
+from ...variants.standalone import StandaloneDraft
+from ...weights import apply_token_map, load_token_map
+
+if TYPE_CHECKING:
+    from ...facts import DraftFacts, ModelFacts
+    from ...shapes import CycleShape
+
+GROUPS = ("embedding", "layers", "experts", "head", "fuse")
+"""What a parameter is for. layers: read by every pass; experts: of the router's choice; fuse: read by the first draft pass only."""
+_EXPERTS = ("gate_up_EFH", "down_EHF")
+_FUSE: dict[type[nn.Module], tuple[str, ...]] = {Eagle3Draft: ("input_norm", "fc_norm", "fc")}
+_LOGIT_BYTES = 2 * 4
+"""A float32 logit is written once and read once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """What a floor is held against.
+
+    Attributes:
+        bandwidth: bytes per second between memory and processor.
+        flops: dense operations per second in the dtype of the model; None: not known, and floors are those of the bytes alone.
+        memory: bytes; None: not known.
+        name: of the device.
+        source: where the figures come from.
+    """
+
+    bandwidth: float
+    flops: float | None = None
+    memory: int | None = None
+    name: str = ""
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        for key in ("bandwidth", "flops"):
+            value = getattr(self, key)
+            if value is not None and value <= 0:
+                raise ConfigError(f"hardware {key}", "a number above 0", value)
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Parameters of a network by :data:`GROUPS`: their number, and their bytes. What is tied or shared is there once."""
+
+    numbers: Mapping[str, int]
+    sizes: Mapping[str, int]
+
+    @property
+    def number(self) -> int:
+        """All parameters."""
+        return sum(self.numbers.values())
+
+    @property
+    def size(self) -> int:
+        """Bytes of all parameters."""
+        return sum(self.sizes.values())
+
+
+@dataclass(frozen=True, slots=True)
+class StageCost:
+    """What one stage must move and do.
+
+    Attributes:
+        name: of the stage.
+        passes: forwards of a network in it.
+        parts: bytes of ``weights``, ``experts``, ``kv``, ``embedding``, ``logits``, ``features``.
+        flops: operations; a multiplication and an addition are two.
+    """
+
+    name: str
+    passes: int
+    parts: Mapping[str, float]
+    flops: float
+
+    @property
+    def bytes(self) -> float:
+        """All of them."""
+        return sum(self.parts.values())
+
+    def floor_ms(self, hardware: Hardware) -> float:
+        """Milliseconds it takes at least."""
+        compute = self.flops / hardware.flops if hardware.flops is not None else 0.0
+        return 1e3 * max(self.bytes / hardware.bandwidth, compute)
+
+    def compute_bound(self, hardware: Hardware) -> bool:
+        """The operations take longer than the bytes."""
+        return hardware.flops is not None and self.flops / hardware.flops > self.bytes / hardware.bandwidth
+
+
+@dataclass(slots=True)
+class _Tally:
+    """Adds up the passes of one stage."""
+
+    passes: int = 0
+    parts: dict[str, float] = field(
+        default_factory=lambda: dict.fromkeys(("weights", "experts", "kv", "embedding", "logits", "features"), 0.0)
+    )
+    flops: float = 0.0
+
+    def stage(self, name: str) -> StageCost:
+        return StageCost(name, self.passes, self.parts, self.flops)
+
+
+def distinct_experts(experts: int, topk: int, tokens: float) -> float:
+    """Experts expected to be hit by ``tokens`` tokens that each choose ``topk`` of ``experts``, independently and evenly.
+
+    ``E (1 - (1 - k/E)^T)``. Real routers are less even and tokens of one tree alike, so the true number is smaller.
+    """
+    return experts * (1 - (1 - topk / experts) ** tokens)
+
+
+def group_parameters(network: nn.Module, itemsize: int, leave_out: Iterable[str] = (), without: Iterable[nn.Parameter] = ()) -> Weights:
+    """Sort the parameters of a network into :data:`GROUPS`.
+
+    Args:
+        network: with or without data.
+        itemsize: bytes of a parameter, except of those a module keeps in float32 (``float32_names``).
+        leave_out: prefixes of names.
+        without: parameters that are not counted, such as those shared with another network.
+    """
+    fuse, skipped = _FUSE.get(type(network), ()), {id(parameter) for parameter in without}
+    found: dict[int, tuple[str, int, int]] = {}
+    for name, parameter in network.named_parameters(remove_duplicate=False):
+        if name.startswith(tuple(leave_out)) or id(parameter) in skipped:
+            continue
+        path, _, leaf = name.rpartition(".")
+        owner, words = network.get_submodule(path), name.split(".")
+        if isinstance(owner, MixtureOfExperts) and leaf in _EXPERTS:
+            group = "experts"
+        elif "lm_head" in words:
+            group = "head"
+        elif isinstance(owner, Embedding):
+            group = "embedding"
+        else:
+            group = "fuse" if words[0] in fuse else "layers"
+        if id(parameter) in found and group != "head":  # a tied matrix is streamed as head
+            continue
+        width = 4 if leaf in getattr(owner, "float32_names", ()) else itemsize
+        found[id(parameter)] = (group, parameter.numel(), parameter.numel() * width)
+    numbers, sizes = dict.fromkeys(GROUPS, 0), dict.fromkeys(GROUPS, 0)
+    for group, number, size in found.values():
+        numbers[group] += number
+        sizes[group] += size
+    return Weights(numbers, sizes)
+
+
+def build_target(facts: ModelFacts, tap_layers: tuple[int, ...] = ()) -> LlamaModel:
+    """The target without data; only ``config.json`` was needed for its facts."""
+    with torch.device("meta"):
+        return LlamaModel(facts, tap_layers, 1)
+
+
+def build_draft(
+    facts: DraftFacts, target: LlamaModel, variant: Variant, token_map: str | None = None, from_config: bool | None = None
+) -> nn.Module:
+    """The draft without data, sharing with the target what it shares in the engine.
+
+    With the checkpoint's tensors at hand their names decide, as when it is loaded. From a ``config.json`` alone embedding and head are
+    taken as the target's wherever they can be.
+
+    Args:
+        facts: of the draft.
+        target: without data.
+        variant: whose loader is asked where the network is none of ours.
+        token_map: file that trims the head (FR-Spec).
+        from_config: leave tensors alone; None: look for them.
+
+    Raises:
+        CheckpointError: tensors that do not fit the config.
+    """
+    draft: nn.Module | None = None
+    if from_config or (from_config is None and not _has_tensors(facts.path)):
+        draft = _from_facts(facts, target)
+    if draft is None:
+        draft = load_object(variant.loader)(facts, target, 1, target.embed_tokens.weight.dtype, torch.device("meta"), None)
+    if token_map is not None:
+        apply_token_map(draft, load_token_map(user_path("variant.token_map", token_map), target.facts.vocab_size))
+    return draft
+
+
+def _has_tensors(folder: Path) -> bool:
+    return any(any(folder.glob(pattern)) for pattern in ("*.safetensors", "*.bin", "*.safetensors.index.json", "*.bin.index.json"))
+
+
+def _from_facts(facts: DraftFacts, target: LlamaModel) -> nn.Module | None:
+    decoder = facts.decoder
+    with torch.device("meta"):
+        match facts:
+            case Eagle3Facts():
+                same = decoder.hidden_size == target.facts.hidden_size
+                full = same and facts.draft_vocab_size == decoder.vocab_size
+                return Eagle3Draft(facts, 1, target.embed_tokens if same else None, target.lm_head if full else None)
+            case EagleFacts():
+                return EagleDraft(facts, 1, target.embed_tokens, target.lm_head)
+            case MTPFacts():
+                return MTPDraft(facts, 1, target.embed_tokens, target.lm_head)
+            case StandaloneFacts():
+                return StandaloneDraft(facts, 1)
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FloorModel:
+    """Target and draft as far as a floor needs them; :meth:`of` builds one, :meth:`stages` asks it.
+
+    Attributes:
+        target, draft: facts; no draft: the drafter is no network.
+        itemsize: bytes of a weight and of an element of KV.
+        target_weights: of the target.
+        draft_weights: what pass 1, 2, ... of the draft reads; the last one is read by all further passes.
+        draft_own: parameters of the draft that it does not share with the target, whatever pass reads them.
+    """
+
+    target: ModelFacts
+    draft: DraftFacts | None
+    itemsize: int
+    target_weights: Weights
+    draft_weights: tuple[Weights, ...]
+    draft_own: Weights | None
+
+    @classmethod
+    def of(
+        cls, target: ModelFacts, draft: DraftFacts | None, dtype: str, variant: Variant | None = None, token_map: str | None = None,
+        from_config: bool | None = None,
+    ) -> FloorModel:  # fmt: skip
+        """From facts.
+
+        Args:
+            target: of the target.
+            draft: of the draft; None without a network.
+            dtype: ``bfloat16``, ``float16`` or ``float32``.
+            variant: catalog entry; needed with a draft.
+            token_map: ``variant.token_map``.
+            from_config: the draft has no tensors, or they are left alone; None: look for them.
+
+        Raises:
+            CheckpointError: tensors of the draft that do not fit its config.
+        """
+        model = build_target(target, draft.tap_layers if draft is not None else ())
+        network = None
+        if draft is not None:
+            assert variant is not None, "the variant of the draft"
+            network = build_draft(draft, model, variant, token_map, from_config)
+        return cls.of_networks(target, model, draft, network, dtype)
+
+    @classmethod
+    def of_networks(
+        cls, target: ModelFacts, model: nn.Module, draft: DraftFacts | None, network: nn.Module | None, dtype: str
+    ) -> FloorModel:
+        """From networks that exist, with or without data, their weights not packed."""
+        itemsize = DTYPES[dtype].itemsize
+        passes: tuple[Weights, ...] = ()
+        own = None
+        if draft is not None and network is not None:
+            heads = [f"heads.{head}." for head in range(draft.num_heads)]
+            passes = tuple(group_parameters(network, itemsize, [name for name in heads if name != head]) for head in heads)
+            own = group_parameters(network, itemsize, without=model.parameters())
+        return cls(
+            target=target,
+            draft=draft if network is not None else None,
+            itemsize=itemsize,
+            target_weights=group_parameters(model, itemsize),
+            draft_weights=passes,
+            draft_own=own,
+        )
+
+    def stages(self, shape: CycleShape, batch: int, context: int) -> tuple[StageCost, ...]:
+        """The stages with weights, in order: those of the draft, if it is a network and the shape drafts, and ``verify``.
+
+        Args:
+            shape: (S, K, N). A static tree counts K rows for each of its levels.
+            batch: B, lanes.
+            context: committed tokens of each row.
+        """
+        found = []
+        if self.draft is not None and shape.num_steps:
+            found += self._draft_stages(self.draft, shape, batch, context)
+        verify, nodes = _Tally(), shape.num_draft_tokens
+        columns, layers = self.target.vocab_size, range(self.target.num_layers)
+        self._forward(verify, self.target, self.target_weights, batch, nodes, nodes, columns, context, layers)
+        if self.draft is not None:
+            verify.parts["features"] += batch * nodes * self.draft.feature_size * self.itemsize
+        return (*found, verify.stage("verify"))
+
+    def _draft_stages(self, draft: DraftFacts, shape: CycleShape, batch: int, context: int) -> list[StageCost]:
+        columns, decoder, last = draft.draft_vocab_size, draft.decoder, len(self.draft_weights) - 1
+        heads = draft.num_heads > 1
+        window = shape.accept_width + draft.num_heads - 1
+        first, later = _Tally(), _Tally()
+        first.parts["features"] += batch * window * draft.feature_size * self.itemsize
+        for step in range(shape.num_steps):
+            weights = self.draft_weights[min(step, last)]
+            # With a head per step every head reads the whole window, over KV of its own layer.
+            layers = range(step, step + 1) if heads else range(decoder.num_layers)
+            rows = window if heads or step == 0 else shape.topk
+            scored = 1 if heads or step == 0 else shape.topk
+            tally = first if heads or step == 0 else later
+            self._forward(tally, decoder, weights, batch, rows, scored, columns, context, layers, fuse=step == 0)
+        if heads:
+            return [first.stage("head_steps")]
+        names = ("draft_extend", "static_steps" if shape.pool == "nodes" else "draft_steps")
+        return [tally.stage(name) for name, tally in zip(names, (first, later), strict=True) if tally.passes]
+
+    def _forward(
+        self, tally: _Tally, facts: ModelFacts, weights: Weights, lanes: int, rows: int, scored: int, columns: int, context: int,
+        layers: range, *, fuse: bool = False,
+    ) -> None:  # fmt: skip
+        """Add one pass over ``lanes * rows`` tokens, ``lanes * scored`` of which get logits."""
+        tokens, parts, size = lanes * rows, tally.parts, self.itemsize
+        tally.passes += 1
+        streamed = ("layers", "fuse") if fuse else ("layers",)
+        parts["weights"] += sum(weights.sizes[group] for group in streamed) + weights.sizes["head"]
+        tally.flops += 2 * tokens * sum(weights.numbers[group] for group in streamed) + 2 * lanes * scored * weights.numbers["head"]
+        if facts.experts is not None and weights.numbers["experts"]:
+            experts, topk = facts.experts.num_experts, facts.experts.topk
+            parts["experts"] += weights.sizes["experts"] * distinct_experts(experts, topk, tokens) / experts
+            tally.flops += 2 * tokens * weights.numbers["experts"] * topk / experts
+        parts["embedding"] += tokens * facts.hidden_size * size
+        sides, heads, width = facts.kv_row
+        row = sides * heads * width * size
+        # Of a query head and a committed token: score and weighted sum.
+        per_slot = 4 * facts.head_dim if facts.latent is None else 2 * (facts.latent.row_dim + facts.latent.rank)
+        for layer in layers:
+            limit = facts.sliding_window[layer]
+            seen = context if limit is None else min(context, limit)
+            parts["kv"] += row * (lanes * seen + tokens)
+            tally.flops += tokens * seen * facts.num_heads * per_slot
+        parts["logits"] += lanes * scored * columns * _LOGIT_BYTES
+
+
+def kv_bytes_per_token(facts: ModelFacts, itemsize: int) -> int:
+    """Bytes all layers keep of one token."""
+    sides, heads, width = facts.kv_row
+    return facts.num_layers * sides * heads * width * itemsize

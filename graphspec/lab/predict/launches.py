@@ -1,0 +1,194 @@
+"""Every launch of a fused cycle, in order, found by running its stages on ``meta`` tensors.
+
+Nothing is compiled and nothing runs. Our launchers write down what they would launch (:func:`graphspec.kernels.fused.launch.recording`).
+What lies between two of them in plain torch becomes kernels of Inductor's: as many as it has reductions, at least one, since it fuses what
+is elementwise into its neighbours. ``tests/test_launches.py`` holds that rule against the code Inductor writes.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ...buffers import DTYPES, Arena
+from ...catalog import resolve_variant
+from ...config import VariantConfig
+from ...graphs.programs import program_stages
+from ...graphs.stages.mailbox import MailLayout
+from ...kernels import OPS, KernelOp
+from ...kernels.registry import KernelSet
+from ...models.layers import use_kernels
+from ...shapes import GREEDY, SamplingClass
+from .capacity import engine_plan
+from .floor import build_draft, build_target
+
+if TYPE_CHECKING:
+    from ...catalog import Variant
+    from ...command_options import LaunchConfig
+    from ...kernels.fused.launch import Launch
+    from ...models.llama import LlamaModel
+    from ...plan import Plan
+    from ...shapes import CycleShape
+    from .paper_models import Paper
+
+INDUCTOR, LIBRARY = "inductor", "cublas"
+"""Kernels that are not ours: between our launches, and products that are left to the library."""
+_REDUCTIONS = ("mean", "sum", "amax", "amin", "argmax", "argmin", "cumsum", "any", "all", "topk", "sort", "logsumexp")
+_PRODUCTS = ("mm", "bmm", "addmm", "baddbmm")
+_FREE = ("empty", "new_empty", "empty_like", "detach", "_unsafe_view")
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One launch.
+
+    Attributes:
+        stage: in which it is.
+        kernel: its name, :data:`INDUCTOR` or :data:`LIBRARY`.
+        grid: programs.
+        values: arguments and compile-time constants by name; tensors have no data.
+        warps, stages: of the compiled kernel.
+    """
+
+    stage: str
+    kernel: str
+    grid: tuple[int, ...] = (1,)
+    values: Mapping[str, Any] = field(default_factory=dict)
+    warps: int = 4
+    stages: int = 1
+
+    @property
+    def programs(self) -> int:
+        """All of the grid."""
+        count = 1
+        for extent in self.grid:
+            count *= extent
+        return count
+
+    @classmethod
+    def of(cls, stage: str, launch: Launch) -> Step:
+        """A recorded launch."""
+        names = launch.kernel.arg_names
+        values = {**dict(zip(names, launch.args, strict=False)), **launch.constexprs}
+        return cls(stage, launch.kernel.fn.__name__.strip("_"), launch.grid, values, launch.num_warps, launch.num_stages)
+
+
+class _Between(TorchDispatchMode):
+    """Notes what plain torch computes: for each number of launches before it, the kernels that come of it.
+
+    An int counts the reductions of a kernel that is still open to fusion; anything else is a product for the library.
+    """
+
+    def __init__(self, launches: Sequence[Launch]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.launches = launches
+        self.found: dict[int, list[int | Mapping[str, Any]]] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        name = function.overloadpacket.__name__
+        if name in _PRODUCTS:
+            tensors = [one for one in args if isinstance(one, Tensor)]
+            self.product(max(tensors, key=Tensor.numel), result.numel() // result.shape[-1])
+        elif not function.is_view and name not in _FREE:
+            here = self.found.setdefault(len(self.launches), [])
+            if not here or not isinstance(here[-1], int):
+                here.append(0)
+            here[-1] += name in _REDUCTIONS  # type: ignore[operator]
+        return result
+
+    def product(self, weight: Tensor, rows: int) -> None:
+        """A product that the library computes."""
+        self.found.setdefault(len(self.launches), []).append({"weight": weight, "rows": rows})
+
+
+def launcher(op: KernelOp) -> Callable[..., Any]:
+    """The plain function behind an op's fused implementation; it has the op's name."""
+    found: Callable[..., Any] = getattr(importlib.import_module(op.implementations["fused"].partition(":")[0]), op.name)
+    return found
+
+
+def paper_steps(
+    config: LaunchConfig, paper: Paper, variant: Variant, shape: CycleShape, batch: int, context: int, dtype: str
+) -> list[Step] | None:
+    """The launches of a cycle of an engine that is only planned; None: it would not run our kernels, or Triton is not installed.
+
+    Args:
+        config: as composed.
+        paper: facts of both models.
+        variant: catalog entry of the drafter.
+        shape: of the cycle.
+        batch: rows.
+        context: tokens of each row.
+        dtype: of weights and KV.
+    """
+    if find_spec("triton") is None:
+        return None
+    if not shape.num_steps:
+        variant, paper = resolve_variant("none"), replace(paper, draft=None)
+        config = replace(config, variant=VariantConfig(name="none"))
+    _, plan = engine_plan(config, paper, shape, batch, context, device="cuda", dtype=dtype, memory=None)
+    if plan.kernels != "fused" or plan.attention not in ("auto", "fused") or plan.linear not in ("auto", "fused"):
+        return None
+    target = build_target(paper.target, plan.tap_layers)
+    draft = None
+    if paper.draft is not None:
+        draft = build_draft(paper.draft, target, variant, config.variant.token_map, paper.from_config)
+    for network in (target, draft):
+        if network is not None:
+            network.to(DTYPES[dtype])
+    return record(plan, target, draft, batch)
+
+
+def record(plan: Plan, target: LlamaModel, draft: Any, lanes: int, sampling: SamplingClass = GREEDY) -> list[Step]:
+    """The launches of one cycle.
+
+    Args:
+        plan: of the engine, for a fused cycle; its device is not used.
+        target, draft: networks without data, on ``meta``. They are given kernels that only write down.
+        lanes: bucket; one of the plan's.
+        sampling: what the requests ask of the sampler.
+    """
+    from ...kernels.fused.launch import recording, semaphores
+    from ...kernels.fused.linear import Products, fused_linear, linear, linear_summed
+
+    steps: list[Step] = []
+
+    def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, float32: bool) -> Tensor:
+        rows = x.numel() // x.shape[-1]
+        between.product(weight, rows)
+        return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=torch.float32 if float32 else x.dtype)
+
+    multiply = fused_linear(plan.numerics, products=Products(linear, linear_summed, matmul))
+    callables: dict[str, Callable[..., Any]] = {op.name: launcher(op) for op in OPS} | {"linear": multiply}
+    kernels = KernelSet(**{one.name: callables[one.name] for one in fields(KernelSet)})
+    for network in (target, draft):
+        if network is not None:
+            use_kernels(network, kernels)
+    with torch.device("meta"):
+        arena = Arena(plan, MailLayout.of(plan).size, device="meta")
+        arena.allocate(sampling)
+        views = arena.views(lanes)
+    key = next(key for key in plan.graph_keys(sampling) if key.bucket == lanes)
+    # Made once by whoever asks first, which is no launch of this cycle.
+    semaphores(torch.device("meta"), 0)
+    ends: list[tuple[str, int]] = []
+    with recording() as launches, _Between(launches) as between, torch.no_grad():
+        for stage in program_stages(plan, kernels, target, draft, key):
+            stage(views)
+            ends.append((stage.name, len(launches)))
+    for place in range(len(launches) + 1):
+        # What a stage computes after its last launch is fused with what the next one computes before its first.
+        name = next((name for name, end in ends if place < end), ends[-1][0])
+        for one in between.found.get(place, ()):
+            steps += [Step(name, INDUCTOR)] * max(one, 1) if isinstance(one, int) else [Step(name, LIBRARY, values=one)]
+        if place < len(launches):
+            steps.append(Step.of(name, launches[place]))
+    return steps

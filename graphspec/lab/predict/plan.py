@@ -1,0 +1,378 @@
+"""``graphspec plan``: what fits, how long a cycle must take, which shape to choose, from a ``config.json`` and figures of the hardware.
+
+What it assumes, and says with its answer: floors are reached to the share of :class:`Efficiency`; the host costs nothing and stages without
+weights cost nothing, unless a measured file says what they cost; acceptance follows :mod:`.acceptance`. Of shapes within :data:`CLOSE` of
+the fastest the one with the fewest nodes is recommended, for the model is not better than that.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...catalog import Variant, resolve_variant
+from ...errors import ConfigError
+from ...paths import check_writable, make_folder
+from ...plan import resolve_shape
+from ...shapes import PLAIN, CycleShape
+from ..measure.machine import copy_bandwidth, matmul_rate
+from ..measure.provenance import provenance, write_jsonl
+from .acceptance import Acceptance
+from .advice import (
+    LARGEST_BATCH,
+    Efficiency,
+    Prediction,
+    Ranked,
+    StagePrediction,
+    candidate_shapes,
+    crossover,
+    free_width,
+    predict,
+    rank_lengths,
+    rank_shapes,
+)
+from .capacity import Capacity, capacity
+from .floor import FloorModel, Hardware
+from .from_results import Measured, acceptance_of, calibrate, predictions, read_measured, timed
+from .latency import DEVICES, CycleEstimate, estimate_cycle
+from .launches import paper_steps
+from .misfit import Misfit, misfit
+from .paper_models import Paper, read_paper
+
+if TYPE_CHECKING:
+    from ...command_options import LaunchConfig
+
+__all__ = ["Advice", "Prediction", "Ranked", "advise", "predict", "rank_shapes", "run"]
+
+CLOSE = 0.02
+DEFAULT_CONTEXT = 2048
+_GIB = 2**30
+
+
+@dataclass(slots=True)
+class Row:
+    """The advice for one batch size.
+
+    Attributes:
+        plain: plain decoding.
+        best: the recommended shape; plain decoding where nothing is faster.
+        free: nodes of a row that verification has free.
+        break_even: tokens per cycle from which on ``best`` is faster than plain decoding.
+    """
+
+    plain: Ranked
+    best: Ranked
+    free: int
+    break_even: float
+
+    @property
+    def batch(self) -> int:
+        """Rows."""
+        return self.plain.prediction.batch
+
+
+@dataclass(slots=True)
+class Advice:
+    """All that ``graphspec plan`` found out.
+
+    Attributes:
+        configured: the shape the configuration asks for, ranked for every batch; empty where it asks for none.
+        crossover: batch from which on drafting stops paying; None: it pays up to the largest that was tried.
+        predictions: records of kind ``prediction``.
+        launches: launch by launch, with and without programmatic launch: the configured shape, else the recommended one, at the smallest
+            batch; empty where the model does not know the hardware.
+        misfit: why not even one row fits, and what would; None: one does, or the memory is not known.
+        notes: what was assumed or left out.
+    """
+
+    paper: Paper
+    variant: Variant
+    model: FloorModel
+    dtype: str
+    hardware: Hardware
+    acceptance: Acceptance
+    efficiency: Efficiency
+    context: int
+    rows: list[Row]
+    configured: list[Ranked]
+    crossover: int | None
+    capacity: Capacity
+    predictions: list[dict[str, Any]] = field(default_factory=list)
+    launches: list[CycleEstimate] = field(default_factory=list)
+    misfit: Misfit | None = None
+    notes: list[str] = field(default_factory=list)
+
+    def records(self) -> list[dict[str, Any]]:
+        """Records of kind ``plan``, one per batch, then those of kind ``prediction``."""
+        plans = [self._record(row) for row in self.rows]
+        return [*plans, *self.predictions]
+
+    def _record(self, row: Row) -> dict[str, Any]:
+        best = row.best
+        return {
+            "kind": "plan",
+            "model": self.paper.name,
+            "variant": self.variant.name,
+            "hardware": self.hardware.name,
+            "context": self.context,
+            "batch": row.batch,
+            "shape": best.shape.numbers,
+            "floor_ms": best.prediction.floor_ms,
+            "predicted_ms": best.prediction.cycle_ms,
+            "tokens_per_second": best.tokens_per_second,
+            "acceptance_length": best.acceptance_length,
+            "fits": None if self.capacity.rows is None else row.batch <= self.capacity.rows,
+            "plain_floor_ms": row.plain.prediction.floor_ms,
+            "plain_ms": row.plain.prediction.cycle_ms,
+            "plain_tokens_per_second": row.plain.tokens_per_second,
+            "ratio": best.tokens_per_second / row.plain.tokens_per_second,
+            "break_even": row.break_even,
+            "free_width": row.free,
+            "bandwidth": self.hardware.bandwidth,
+            "flops": self.hardware.flops,
+            "efficiency": self.efficiency.overall,
+            "stages": [stage_record(stage) for stage in best.prediction.stages],
+        }
+
+    def document(self) -> dict[str, Any]:
+        """Everything, for ``format=json``."""
+        errors = [abs(record["error"]) for record in self.predictions if record["stage"] is None]
+        return {
+            "model": str(self.paper.folder),
+            "variant": self.variant.name,
+            "draft": self.paper.described,
+            "dtype": self.dtype,
+            "parameters": {"target": self.model.target_weights.number, "draft": self.model.draft_own.number if self.model.draft_own else 0},
+            "hardware": {
+                "name": self.hardware.name,
+                "bandwidth": self.hardware.bandwidth,
+                "flops": self.hardware.flops,
+                "memory": self.hardware.memory,
+                "source": self.hardware.source,
+            },
+            "acceptance": {"shares": list(self.acceptance.shares), "sibling": self.acceptance.sibling, "source": self.acceptance.source},
+            "efficiency": {
+                "overall": self.efficiency.overall,
+                "stages": dict(self.efficiency.stages),
+                "rates": dict(self.efficiency.rates),
+                "host_ms": self.efficiency.host_ms,
+                "source": self.efficiency.source,
+            },
+            "memory": self.capacity.document(),
+            "misfit": self.misfit.document() if self.misfit is not None else None,
+            "plans": [self._record(row) for row in self.rows],
+            "configured": [
+                {
+                    "batch": entry.prediction.batch,
+                    "shape": entry.shape.numbers,
+                    "predicted_ms": entry.prediction.cycle_ms,
+                    "tokens_per_second": entry.tokens_per_second,
+                    "acceptance_length": entry.acceptance_length,
+                }
+                for entry in self.configured
+            ],
+            "crossover": self.crossover,
+            "launches": [estimate.record() for estimate in self.launches],
+            "predictions": self.predictions,
+            "error": {"median": sorted(errors)[len(errors) // 2], "largest": max(errors), "cycles": len(errors)} if errors else None,
+            "notes": self.notes,
+        }
+
+
+def stage_record(stage: StagePrediction) -> dict[str, Any]:
+    """One stage of a record."""
+    return {
+        "name": stage.name,
+        "passes": stage.cost.passes,
+        "bytes": stage.cost.bytes,
+        "parts": dict(stage.cost.parts),
+        "flops": stage.cost.flops,
+        "floor_ms": stage.floor_ms,
+        "ms": stage.ms,
+        "bound": "compute" if stage.compute_bound else "bytes",
+    }
+
+
+def run(config: LaunchConfig) -> int:
+    """The command.
+
+    Raises:
+        ConfigError, CheckpointError: as :func:`advise`; or ``plan.out`` can't be written.
+    """
+    from .tables import show
+
+    out = check_writable("plan.out", config.plan.out) if config.plan.out is not None else None
+    advice = advise(config)
+    if out is not None:
+        make_folder("plan.out", out.parent)
+        write_jsonl(out, [provenance(config), *advice.records()], "plan.out")
+    if config.format == "json":
+        print(json.dumps(advice.document(), default=str))
+    else:
+        show(advice)
+        if out is not None:
+            print(f"written to {out}")
+    return 0
+
+
+def advise(config: LaunchConfig) -> Advice:
+    """Work everything out.
+
+    Raises:
+        ConfigError: no figures of the hardware; a context the model does not have; a bad ``plan.measured``; a draft that is needed and
+            missing; a name that is no model.
+        CheckpointError: a config that is missing, wrong or not supported.
+    """
+    variant, asked = resolve_variant(config.variant.name), config.plan
+    paper = read_paper(config.model.path, config.variant, variant, config.model.revision)
+    device, dtype = resolve_device(config, paper)
+    longest = int(paper.target.max_position_embeddings * (paper.target.rope.factor if paper.target.rope.kind == "dynamic" else 1))
+    context = asked.context or min(DEFAULT_CONTEXT, longest)
+    if context > longest:
+        raise ConfigError("plan.context", f"at most the checkpoint's {longest}", context)
+    model = FloorModel.of(paper.target, paper.draft, dtype, variant, config.variant.token_map, paper.from_config)
+    measured = read_measured(asked.measured, variant, config.sampling.temperature) if asked.measured is not None else None
+    here = measured.on(config.hardware.name, device) if measured is not None else None
+    notes = list(paper.notes)
+    hardware = resolve_hardware(config, device, dtype, here)
+    acceptance = resolve_acceptance(asked.acceptance, variant, measured)
+    efficiency = (calibrate(model, here, timed(here), hardware) if here is not None else None) or Efficiency()
+    checked = predictions(model, here, hardware, Efficiency()) if here is not None else []
+    if measured is not None and not checked:
+        notes.append("no measured side ran on this hardware with its cycle timed: of the file only its acceptance is used")
+    if hardware.flops is None:
+        notes.append(
+            "the peak of this hardware is not known (hardware.tflops): floors are those of the bytes alone, too low for large batches"
+        )
+    if variant.drafter in ("history", "host"):
+        notes.append("the drafter is no network: its own time is not predicted")
+
+    heads = paper.draft.num_heads if paper.draft is not None else 1
+    configured = configured_shape(config, variant, paper, heads)
+    lengths = {shape: acceptance.length(shape) for shape in candidate_shapes(variant, heads, shallowest_window(paper))}
+    if configured is not None:
+        lengths[configured] = acceptance.length(configured)
+    rows, about_configured = [], []
+    for batch in asked.batches:
+        rows.append(_row(model, lengths, batch, context, hardware, efficiency))
+        if configured is not None:
+            about_configured += rank_lengths(model, {configured: lengths[configured]}, batch, context, hardware, efficiency)
+    widest = configured or max((row.best.shape for row in rows), key=lambda shape: (shape.window_width, shape.num_draft_tokens))
+    fitting = capacity(config, paper, model, widest, context, device=device, dtype=dtype, memory=hardware.memory)
+    most = fitting.rows or LARGEST_BATCH
+    shown = configured or rows[0].best.shape
+    launches = _launches(config, paper, variant, model, shown, asked.batches[0], context, dtype, hardware) if device == "cuda" else []
+    return Advice(
+        paper=paper,
+        variant=variant,
+        model=model,
+        dtype=dtype,
+        hardware=hardware,
+        acceptance=acceptance,
+        efficiency=efficiency,
+        context=context,
+        rows=rows,
+        configured=about_configured,
+        crossover=crossover(model, lengths, context, hardware, efficiency, most) if lengths else None,
+        capacity=fitting,
+        predictions=checked,
+        launches=launches,
+        misfit=misfit(config, paper, model, widest, fitting, dtype, hardware.memory) if device == "cuda" else None,
+        notes=notes,
+    )
+
+
+def _launches(
+    config: LaunchConfig, paper: Paper, variant: Variant, model: FloorModel, shape: CycleShape, batch: int, context: int, dtype: str,
+    hardware: Hardware,
+) -> list[CycleEstimate]:  # fmt: skip
+    steps = paper_steps(config, paper, variant, shape, batch, context, dtype) if hardware.name in DEVICES else None
+    if steps is None:
+        return []
+    floor_ms = sum(stage.floor_ms(hardware) for stage in model.stages(shape, batch, context))
+    return [estimate_cycle(steps, shape, batch, context, floor_ms, hardware, programmatic=flag) for flag in (False, True)]
+
+
+def _row(
+    model: FloorModel, lengths: Mapping[CycleShape, float], batch: int, context: int, hardware: Hardware, efficiency: Efficiency
+) -> Row:
+    [plain] = rank_lengths(model, {PLAIN: 1.0}, batch, context, hardware, efficiency)
+    best = recommend([plain, *rank_lengths(model, lengths, batch, context, hardware, efficiency)])
+    break_even = best.prediction.cycle_ms / plain.prediction.cycle_ms
+    return Row(plain, best, free_width(model, batch, context, hardware), break_even)
+
+
+def recommend(ranked: Sequence[Ranked]) -> Ranked:
+    """Of those within :data:`CLOSE` of the fastest the one with the fewest nodes, then the fewest steps.
+
+    Plain decoding is among the candidates, so a shape is recommended only where it is predicted to be faster than that by more than
+    :data:`CLOSE`.
+    """
+    fastest = max(entry.tokens_per_second for entry in ranked)
+    near = [entry for entry in ranked if entry.tokens_per_second >= (1 - CLOSE) * fastest]
+    return min(near, key=lambda entry: (entry.shape.num_draft_tokens, entry.shape.num_steps, entry.shape.topk))
+
+
+def shallowest_window(paper: Paper) -> int | None:
+    """Largest S that the sliding windows of target and draft allow; None: any."""
+    models = [paper.target, *([paper.draft.decoder] if paper.draft is not None else [])]
+    windows = [window for model in models for window in model.sliding_window if window is not None]
+    return min(windows) - 1 if windows else None
+
+
+def configured_shape(config: LaunchConfig, variant: Variant, paper: Paper, heads: int) -> CycleShape | None:
+    """The shape that the ``variant`` group asks for; None where it leaves the choice."""
+    asked = config.variant
+    if asked.tree_choices is None and all(value is None for value in (asked.num_steps, asked.topk, asked.num_draft_tokens)):
+        return None
+    shape = resolve_shape(variant, asked, paper.target.architecture, heads)
+    return shape if shape.num_steps else None
+
+
+def resolve_device(config: LaunchConfig, paper: Paper) -> tuple[str, str]:
+    """Device and dtype, as the engine would settle them; no GPU is needed to plan for one."""
+    device = config.hardware.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = config.hardware.dtype
+    return device, dtype if dtype != "auto" else "float32" if device == "cpu" else paper.target.dtype
+
+
+def resolve_hardware(config: LaunchConfig, device: str, dtype: str, here: Measured | None) -> Hardware:
+    """Figures of the hardware: measured now, else measured beside the sides of a file, else those of the ``hardware`` group.
+
+    Raises:
+        ConfigError: there are none; says what can be set.
+    """
+    asked = config.hardware
+    gib = asked.memory_gib or asked.capacity_gib
+    memory = int(gib * _GIB) if gib is not None else None
+    if memory is None and device == "cpu":
+        from ...graphs.memory import available_bytes
+
+        memory = available_bytes(device, None)
+    flops = 1e12 * asked.tflops if asked.tflops is not None else None
+    if config.plan.measure:
+        if device == "cuda" and not torch.cuda.is_available():
+            raise ConfigError("plan.measure", "false, or a machine with this device (torch sees no CUDA device)", "true")
+        if asked.threads is not None:
+            torch.set_num_threads(asked.threads)
+        return Hardware(copy_bandwidth(device), matmul_rate(device, dtype), memory, asked.name, "measured on this machine")
+    if here is not None and here.bandwidth is not None:
+        return Hardware(here.bandwidth, flops, memory, asked.name, f"bandwidth measured, {here.file}")
+    if asked.bandwidth_gbs is None:
+        expected = "figures: hardware=h200 (or b200, h100, a100, l40s, rtx4090), a number in GB/s, plan.measure=true, or plan.measured=FILE"
+        raise ConfigError("hardware.bandwidth_gbs", expected, f"none with hardware={asked.name}")
+    return Hardware(1e9 * asked.bandwidth_gbs, flops, memory, asked.name, f"hardware={asked.name}")
+
+
+def resolve_acceptance(shares: Sequence[float] | None, variant: Variant, measured: Measured | None) -> Acceptance:
+    """Given shares go before measured ones, and those before the guess."""
+    if shares is not None:
+        return Acceptance(tuple(shares), "plan.acceptance")
+    found = acceptance_of(measured) if measured is not None else None
+    return found or Acceptance(source="a guess" if variant.has_network else "a guess made for draft networks")

@@ -1,0 +1,221 @@
+"""``graphspec plan`` for people: tables of at most 100 columns."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ...errors import spell_bytes
+from .advice import FREE, LARGEST_BATCH
+from .latency import gathered
+from .plan import CLOSE
+
+if TYPE_CHECKING:
+    from ...shapes import CycleShape
+    from .plan import Advice, Row
+
+WIDTH = 100
+KERNELS_SHOWN = 6
+LENGTHS = (1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0)
+"""Acceptance lengths for which speeds are shown."""
+
+
+def spell(shape: CycleShape) -> str:
+    """``(5, 4, 16)``, or ``none`` for plain decoding."""
+    return f"({shape.num_steps}, {shape.topk}, {shape.num_draft_tokens})" if shape.num_steps else "none"
+
+
+def _table(title: str, footer: bool = False) -> Table:
+    return Table(
+        title=title, title_justify="left", show_footer=footer, box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False
+    )
+
+
+def show(advice: Advice, console: Console | None = None) -> None:
+    """Print everything."""
+    console = console or Console()
+    if not console.is_terminal or console.width > WIDTH:
+        console.width = WIDTH
+    for line in misfit_lines(advice):
+        # Commands are copied: they may not be cut.
+        console.print(Text(line), soft_wrap=True)
+    for line in heading(advice):
+        console.print(Text(line), soft_wrap=False)
+    console.print()
+    for table in (memory_table(advice), batches_table(advice), stages_table(advice), lengths_table(advice)):
+        console.print(table)
+    if advice.launches:
+        console.print(launches_table(advice))
+    console.print(Text(crossover_line(advice)))
+    if advice.predictions:
+        console.print(predictions_table(advice))
+        console.print(Text(error_line(advice)))
+    for note in advice.notes:
+        console.print(Text(f"note: {note}"))
+
+
+def heading(advice: Advice) -> list[str]:
+    """What was planned with which figures."""
+    model, hardware, shares = advice.model, advice.hardware, advice.acceptance
+    draft = f"{model.draft_own.number:,} parameters of its own" if model.draft_own is not None else "no parameters"
+    peak = f", {hardware.flops / 1e12:g} TFLOPS" if hardware.flops is not None else ""
+    spelled = ", ".join(f"{share:.2f}" for share in shares.shares)
+    efficiency = advice.efficiency
+    rates = {name: f" and {rate / 1e9:,.3g} GFLOP/s" for name, rate in efficiency.rates.items()}
+    stages = "".join(f", {name} {share:.0%}{rates.get(name, '')}" for name, share in efficiency.stages.items())
+    host = f", {efficiency.host_ms:.3f} ms besides" if efficiency.host_ms else ", nothing besides"
+    return [
+        f"model       {advice.paper.name}, {model.target_weights.number:,} parameters, {advice.dtype}",
+        f"draft       {advice.variant.name}: {advice.paper.described}; {draft}",
+        f"hardware    {hardware.bandwidth / 1e9:,.0f} GB/s{peak} ({hardware.source})",
+        f"acceptance  {spelled}, then as the last; sibling {shares.sibling:g} ({shares.source})",
+        f"efficiency  {efficiency.overall:.0%} of the floor's speed{stages}{host} ({efficiency.source})",
+        f"context     {advice.context} tokens of each row",
+    ]
+
+
+def misfit_lines(advice: Advice) -> list[str]:
+    """What comes first where not even one row fits."""
+    found = advice.misfit
+    if found is None:
+        return []
+    ways = [line for way in found.ways for line in (f"  {way.what}:", f"    {way.command}")]
+    nothing = "No hardware known here has room for it, and several devices are not supported yet."
+    return [found.sentence, *(["What would fit:", *ways] if ways else [nothing]), ""]
+
+
+def memory_table(advice: Advice) -> Table:
+    """What the engine would hold, and what fits."""
+    found = advice.capacity
+    budget = f"{spell_bytes(found.budget)} allowed" if found.budget is not None else "memory of the hardware not known"
+    table = _table(f"memory, {found.shown_rows} row(s) of {found.context} tokens", footer=True)
+    table.add_column("what", footer=budget)
+    table.add_column("bytes", justify="right", footer=spell_bytes(found.total))
+    for name, size, estimate in found.parts:
+        table.add_row(name, ("~" if estimate else "") + spell_bytes(size))
+    target, draft = found.kv_per_token
+    table.add_row("(of the KV: a token in the target's pool)", spell_bytes(target))
+    table.add_row("(of the KV: a token in the draft's pool)", spell_bytes(draft))
+    table.add_row("(of the KV: a row's window)", spell_bytes(found.window))
+    table.add_row("(prompts are read in chunks of)", ", ".join(map(str, found.chunks)))
+    if found.rows is not None:
+        fits = f"most rows at {found.context} tokens: {found.rows}; longest context of one row: {found.longest}"
+        table.add_row(f"({fits if found.rows or found.longest else 'not even one row fits'})", "")
+    return table
+
+
+def batches_table(advice: Advice) -> Table:
+    """One line per batch: plain decoding beside the recommended shape."""
+    table = _table(f"recommended (S, K, N): fewest nodes within {CLOSE:.0%} of the fastest")
+    for name in ("batch", "plain ms", "tok/s", "shape", "ms", "length", "tok/s", "ratio", "pays from", "free N", "fits"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in advice.rows:
+        table.add_row(*_cells(advice, row))
+    for entry, row in zip(advice.configured, advice.rows, strict=False):
+        if entry.shape != row.best.shape:
+            ratio = entry.tokens_per_second / row.plain.tokens_per_second
+            cells = (f"{entry.prediction.cycle_ms:.2f}", f"{entry.acceptance_length:.2f}", f"{entry.tokens_per_second:,.0f}")
+            table.add_row(str(row.batch), "", "", f"{spell(entry.shape)}*", *cells, f"{ratio:.2f}", "", "", "")
+            table.caption = "* as configured"
+    return table
+
+
+def _cells(advice: Advice, row: Row) -> list[str]:
+    best, most = row.best, advice.capacity.rows
+    drafts = best.shape.num_steps > 0
+    return [
+        str(row.batch),
+        f"{row.plain.prediction.cycle_ms:.2f}",
+        f"{row.plain.tokens_per_second:,.0f}",
+        spell(best.shape),
+        f"{best.prediction.cycle_ms:.2f}",
+        f"{best.acceptance_length:.2f}",
+        f"{best.tokens_per_second:,.0f}",
+        f"{best.tokens_per_second / row.plain.tokens_per_second:.2f}",
+        f"{row.break_even:.2f}" if drafts else "-",
+        str(row.free),
+        "?" if most is None else "yes" if row.batch <= most else "no",
+    ]
+
+
+def stages_table(advice: Advice) -> Table:
+    """Floors of the recommended shape at the smallest and the largest batch."""
+    table = _table("stages with weights, recommended shape")
+    for name in ("batch", "stage", "bytes", "weights", "experts", "KV", "floor ms", "ms", "bound"):
+        table.add_column(name, justify="right" if name not in ("stage", "bound") else "left", no_wrap=True)
+    for row in {advice.rows[0].batch: advice.rows[0], advice.rows[-1].batch: advice.rows[-1]}.values():
+        for stage in row.best.prediction.stages:
+            parts = stage.cost.parts
+            shown = [parts["weights"], parts["experts"], parts["kv"]]
+            sizes = [spell_bytes(size) for size in (stage.cost.bytes, *shown)]
+            name = stage.name + (f" x{stage.cost.passes}" if stage.cost.passes > 1 else "")
+            bound = "compute" if stage.compute_bound else "bytes"
+            times = (f"{stage.floor_ms:.3f}", f"{stage.ms:.3f}")
+            table.add_row(str(row.batch), name, *sizes, *times, bound)
+    return table
+
+
+def launches_table(advice: Advice) -> Table:
+    """Where the time of one cycle goes, launch by launch."""
+    plain, programmatic = advice.launches
+    title = f"launch by launch, estimated: {spell(plain.shape)}, batch {plain.batch}, floor {plain.floor_ms:.2f} ms"
+    table = _table(title)
+    for name in ("kernel", "launches", "round trips", "gaps", "exposed", "stream", "alone", "ms"):
+        table.add_column(name, justify="left" if name == "kernel" else "right", no_wrap=True)
+    rest = plain.parts[KERNELS_SHOWN:]
+    for part in [*plain.parts[:KERNELS_SHOWN], *([gathered("others", rest)] if rest else []), plain.whole]:
+        times = (f"{1e3 * seconds:.3f}" for seconds in (part.gap, part.exposed, part.stream, part.alone, part.seconds))
+        table.add_row(part.name, str(part.launches), f"{part.memory + part.cache:.0f}", *times)
+    ratios = [1e3 * one.whole.seconds / one.floor_ms for one in (plain, programmatic)]
+    table.caption = (
+        f"{ratios[0]:.2f}x the floor; {ratios[1]:.2f}x with kernels.programmatic_launch=true. Times in ms; none of it was measured."
+    )
+    return table
+
+
+def lengths_table(advice: Advice) -> Table:
+    """Tokens per second of the recommended shape if a cycle committed so many tokens."""
+    table = _table("tokens/s against acceptance length, recommended shape")
+    table.add_column("batch", justify="right")
+    table.add_column("shape", justify="right")
+    for length in LENGTHS:
+        table.add_column(f"{length:g}", justify="right")
+    for row in advice.rows:
+        shape = row.best.shape
+        speeds = [row.best.prediction.tokens_per_second(x) if 1 < x <= shape.num_steps + 1 else None for x in LENGTHS]
+        table.add_row(str(row.batch), spell(shape), *("-" if speed is None else f"{speed:,.0f}" for speed in speeds))
+    return table
+
+
+def crossover_line(advice: Advice) -> str:
+    """From which batch on drafting stops paying."""
+    free = f"free N: verification costs at most {FREE:.0%} more than for one node; pays from: tokens per cycle that beat plain decoding."
+    if not advice.variant.speculates:
+        return free
+    if advice.crossover is None:
+        most = advice.capacity.rows
+        up_to = f"that fits, up to {most}" if most else f"up to {LARGEST_BATCH}"
+        return f"Drafting is predicted to pay at every batch {up_to}. {free}"
+    return f"Drafting stops paying at batch {advice.crossover}. {free}"
+
+
+def predictions_table(advice: Advice) -> Table:
+    """Predicted against measured."""
+    table = _table("predicted from the other measured sides, against measured")
+    for name in ("batch", "shape", "stage", "predicted ms", "measured ms", "error"):
+        table.add_column(name, justify="left" if name == "stage" else "right")
+    for record in advice.predictions:
+        shape = "none" if not record["shape"][0] else str(tuple(record["shape"]))
+        stage, times = record["stage"] or "cycle", (f"{record['predicted_ms']:.3f}", f"{record['measured_ms']:.3f}")
+        table.add_row(str(record["batch"]), shape, stage, *times, f"{record['error']:+.1%}")
+    return table
+
+
+def error_line(advice: Advice) -> str:
+    """Median and largest error of whole cycles."""
+    error = advice.document()["error"]
+    return f"cycle time: median error {error['median']:.1%}, largest {error['largest']:.1%}, over {error['cycles']} measured cycle(s)"

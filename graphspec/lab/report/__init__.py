@@ -1,0 +1,1 @@
+"""``graphspec report``: result files drawn as one HTML page."""

@@ -1,0 +1,210 @@
+"""What every chart of the report has in common: its parts, colours by role, labels next to what they name.
+
+A figure is plotly's own object, which refuses a key or value that plotly does not know. Its colours are CSS variables such as
+``var(--accent)``, which plotly accepts as they stand: the page puts the values of the reader's light or dark scheme in their place. Text
+passes :func:`plotly_text`, for plotly reads a part of HTML in it. Imports plotly, and no torch.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import plotly.graph_objects as go
+
+from ..measure.results import Side
+from .tables import Table
+
+SUBJECT_COLOURS = ("var(--accent)", "var(--c2)", "var(--c3)", "var(--c4)", "var(--c5)", "var(--c6)")
+BASELINE_COLOURS = ("var(--g1)", "var(--g2)")
+SYMBOLS = ("circle", "diamond", "square", "triangle-up", "cross", "star")
+LABEL_GAP = 17
+"""Pixels between the middles of two labels that name lines."""
+ROW = 58
+"""Pixels of a horizontal bar with its label above."""
+MOST_ROWS = 12
+MOST_SIDES = 8
+"""Rows of charts that look into single sides."""
+MOST_LINES = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """One chart, or the sentence that says why it isn't there.
+
+    Attributes:
+        id: of the element it is drawn in.
+        title: what it shows, in a few words.
+        lede: how to read it.
+        figure: what plotly draws; None: left out.
+        numbers: the same as a table.
+        missing: what the files would have to hold.
+        wide: it takes the whole width of the page.
+    """
+
+    id: str
+    title: str
+    lede: str
+    figure: go.Figure | None = None
+    numbers: Table | None = None
+    missing: str = ""
+    wide: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Style:
+    """How the lines and marks of one side look, the same in every chart."""
+
+    colour: str
+    symbol: str
+    dash: str
+
+
+@dataclass(slots=True)
+class Palette:
+    """Hands every label its style: subjects in the order they come, the first one in the accent; what they are compared with in greys."""
+
+    sides: Sequence[Side]
+    styles: dict[str, Style] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.styles = {}
+        for colours, subject in ((SUBJECT_COLOURS, True), (BASELINE_COLOURS, False)):
+            group = sorted((side for side in self.sides if side.subject is subject), key=lambda side: bool(side.get("synthetic")))
+            labels = dict.fromkeys(side.label for side in group)
+            for index, label in enumerate(labels):
+                dash = "solid" if subject else ("solid", "dash", "dashdot")[index // len(colours) % 3]
+                symbol = SYMBOLS[index // len(colours) % len(SYMBOLS)] if subject else ("circle", "square", "diamond")[index % 3]
+                self.styles[label] = Style(colours[index % len(colours)], symbol, dash)
+
+    def __getitem__(self, side: Side) -> Style:
+        return self.styles[side.label]
+
+
+def plotly_text(text: object) -> str:
+    """``text`` for a label or a tooltip, which plotly then shows as it stands: it reads tags and entities there."""
+    return html.escape(str(text), quote=False)
+
+
+def titled(side: Side, several_batches: bool) -> str:
+    """Its marks, which nothing may cut off, then the label, with its batch where there are several."""
+    return " · ".join([*side.marks, side.label, *([f"batch {side.batch}"] if several_batches else [])])
+
+
+def named(side: Side, more: str = "") -> str:
+    """The label for a legend, marks on a line of their own."""
+    return plotly_text(side.label + more) + (f"<br>{plotly_text(' · '.join(side.marks))}" if side.marks else "")
+
+
+def few(shown: int, all_: int, which: str = "first") -> str:
+    """The sentence that says how many are drawn, empty where all are."""
+    return f" Drawn are the {which} {shown} of {all_}." if shown < all_ else ""
+
+
+def floor_mark(x: Sequence[float | None], rows: Sequence[float], hover: str) -> go.Scatter:
+    """Triangles under the bars of ``rows``, where they would end at the floor."""
+    marker = {"symbol": "triangle-up", "size": 9, "color": "var(--ink)"}
+    return go.Scatter(
+        mode="markers", x=x, y=[row - 0.27 for row in rows], name="floor", marker=marker, cliponaxis=False, showlegend=False,
+        hovertemplate=hover + "<extra></extra>",
+    )  # fmt: skip
+
+
+def drawing(data: Sequence[Any], height: int, *, x: dict[str, Any], y: dict[str, Any], **more: Any) -> go.Figure:
+    """A figure in the report's own style: thin grid, no frame, no legend.
+
+    Args:
+        data: traces.
+        height: in pixels.
+        x: what its x axis has besides, or instead; likewise ``y``.
+        more: what its layout has besides, or instead; of objects the parts given.
+    """
+    axis = {
+        "gridcolor": "var(--grid)",
+        "gridwidth": 1,
+        "zeroline": False,
+        "showline": False,
+        "ticks": "",
+        "tickfont": {"color": "var(--soft)", "size": 12},
+        "title": {"font": {"color": "var(--soft)", "size": 12}, "standoff": 10},
+        "fixedrange": True,
+        "automargin": True,
+    }
+    family = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', sans-serif"
+    hover = {"bgcolor": "var(--surface)", "bordercolor": "var(--line)", "font": {"color": "var(--ink)", "size": 13}, "align": "left"}
+    base = go.Layout(
+        template=go.layout.Template(),  # without one, plotly puts seven kilobytes of its own style into every figure
+        height=height,
+        margin={"l": 12, "r": 16, "t": 14, "b": 44, "pad": 4},
+        paper_bgcolor="rgba(0,0,0,0)",
+        plot_bgcolor="rgba(0,0,0,0)",
+        font={"family": family, "size": 13, "color": "var(--ink)"},
+        hoverlabel=hover,
+        hovermode="closest",
+        dragmode=False,
+        showlegend=False,
+        legend={"orientation": "h", "x": 0, "y": -0.18, "yanchor": "top", "font": {"size": 12, "color": "var(--ink)"}},
+        xaxis=axis,
+        yaxis=axis,
+    )
+    return go.Figure(data, base.update(xaxis=x, yaxis=y, **more))
+
+
+def row_axis(count: int) -> dict[str, Any]:
+    """The y axis of ``count`` horizontal rows, the first on top, without ticks: labels stand above the bars."""
+    return {"range": [-0.45, count - 0.3], "showgrid": False, "showticklabels": False, "automargin": False}
+
+
+def row_labels(
+    labels: Sequence[str], *, bold: Sequence[str] = (), colours: Sequence[str] = (), shift: int = 23
+) -> list[go.layout.Annotation]:
+    """Annotations above the bars of :func:`row_axis`, at the left edge, so that long names fit on a phone; they hide grid lines.
+
+    Args:
+        labels: texts, the first one on top.
+        bold: what stands before each of them.
+        colours: of the labels, where the bars do not show the role of a side.
+        shift: pixels above the middle of the row.
+    """
+    return [
+        go.layout.Annotation(
+            text=(f"<b>{plotly_text(bold[index])}</b>   " if bold else "") + plotly_text(label), name="row", x=0, xref="paper",
+            y=len(labels) - 1 - index, yref="y", yshift=shift, xanchor="left", yanchor="middle", showarrow=False, align="left",
+            font={"size": 12.5, "color": colours[index] if colours else "var(--ink)"}, bgcolor="var(--surface)", borderpad=1,
+        )
+        for index, label in enumerate(labels)
+    ]  # fmt: skip
+
+
+def end_labels(ends: Sequence[tuple[float, float, str, str]], pixels: float, low: float, high: float) -> list[go.layout.Annotation]:
+    """Names after the last points of lines, moved apart where they would overlap.
+
+    Args:
+        ends: x and y in the units of the axes (logarithms on a logarithmic one), text, colour.
+        pixels: height of the plot; ``low`` to ``high`` is what its y axis spans.
+    """
+    annotations = []
+    scale = pixels / (high - low or 1)
+    last = -math.inf
+    for x, y, text, colour in sorted(ends, key=lambda end: end[1]):
+        middle = max((y - low) * scale, last + LABEL_GAP)
+        last = middle
+        annotations.append(go.layout.Annotation(
+            text=plotly_text(text), name="direct", x=x, y=y, xanchor="left", yanchor="middle", xshift=9,
+            yshift=round(middle - (y - low) * scale, 1), showarrow=False, align="left", font={"size": 12, "color": colour},
+        ))  # fmt: skip
+    return annotations
+
+
+def label_margin(labels: Sequence[str]) -> int:
+    """Pixels that the longest of ``labels`` takes next to a plot."""
+    return 24 + round(6.6 * max(map(len, labels), default=0))
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """1, 2, 5, 10, ... from ``low`` to ``high``."""
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    return [digit * 10.0**decade for decade in decades for digit in (1, 2, 5) if low <= digit * 10.0**decade <= high]

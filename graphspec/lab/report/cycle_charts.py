@@ -1,0 +1,270 @@
+"""Charts of what happens inside: acceptance by position, the stages of a cycle, the gaps between tokens and the bursts they come in."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import Any
+
+import plotly.graph_objects as go
+
+from ..measure.results import Results, Side, unique
+from .charts import (
+    MOST_LINES,
+    MOST_SIDES,
+    ROW,
+    Chart,
+    Palette,
+    drawing,
+    end_labels,
+    few,
+    floor_mark,
+    label_margin,
+    log_ticks,
+    named,
+    plotly_text,
+    row_axis,
+    row_labels,
+    titled,
+)
+from .numbers import DASH, spell, spell_tick
+from .tables import Table
+
+STAGE_COLOURS = tuple(f"var(--s{index})" for index in range(1, 9))
+BURST_COLOURS = tuple(f"var(--b{index})" for index in range(1, 7))
+BASELINE_BURST_COLOURS = tuple(f"var(--n{index})" for index in range(1, 7))
+BINS = 48
+RIDGE = 92
+"""Pixels of one row of the distribution of gaps."""
+
+
+def acceptance(results: Results, palette: Palette) -> list[Chart]:
+    """Share of drafts accepted up to each position, and at each position given the ones before."""
+    forms = (
+        ("acceptance_unconditional", "Accepted up to position k", "Share of cycles whose first k drafts were all accepted."),
+        ("acceptance_conditional", "Accepted at position k, given the ones before", "Share of drafts accepted where all before them were."),
+    )  # fmt: skip
+    return [_acceptance(results, palette, key, title, lede) for key, title, lede in forms]
+
+
+def _acceptance(results: Results, palette: Palette, key: str, title: str, lede: str) -> Chart:
+    id_ = key.replace("_", "-")
+    sides: dict[str, Side] = {}
+    # The batch changes what is accepted by chance only: the smallest stands for all.
+    for side in sorted(results.sides, key=lambda side: side.batch):
+        if any(share is not None for share in side.get(key, [])):
+            sides.setdefault(side.label, side)
+    if not sides:
+        return Chart(id_, title, "", missing=f"no side with {key}", wide=False)
+    # The first ones have colours of their own; those whose acceptance says nothing of the drafter stand back.
+    ranked = sorted(sides.values(), key=lambda side: (bool(side.get("synthetic")), list(palette.styles).index(side.label)))
+    shown = ranked[:MOST_LINES]
+    data, ends = [], []
+    for side in shown:
+        shares = side.record[key]
+        style = palette[side]
+        length = side.number("acceptance_length")
+        told = f", {spell(length)}" if length else ""
+        name = " · ".join([side.label + told, *side.marks])
+        data.append(go.Scatter(
+            mode="lines+markers", x=list(range(1, len(shares) + 1)), y=shares, name=named(side, told), cliponaxis=False,
+            line={"color": style.colour, "width": 2.2, "dash": style.dash},
+            marker={"color": style.colour, "symbol": style.symbol, "size": 7, "line": {"color": "var(--surface)", "width": 1.5}},
+            hovertemplate=f"{plotly_text(name)}<br>position %{{x}}: <b>%{{y:.1%}}</b><extra></extra>",
+        ))  # fmt: skip
+        last = max(index for index, share in enumerate(shares) if share is not None)
+        ends.append((float(last + 1), float(shares[last]), name, style.colour))
+    most = max(len(side.record[key]) for side in shown)
+    height = 330
+    drawn = drawing(
+        data,
+        height,
+        x={"dtick": 1, "tick0": 1, "range": [0.8, most + 0.2], "title_text": "draft position k", "showgrid": False},
+        y={"range": [0, 1.04], "tickformat": ".0%", "dtick": 0.25},
+        annotations=end_labels(ends, height - 58, 0, 1.04),
+        margin={"r": label_margin([text for _, _, text, _ in ends])},
+    )
+    lede += (
+        " After each name its acceptance length, in tokens per cycle." if any(side.number("acceptance_length") for side in shown) else ""
+    )
+    lede += few(len(shown), len(ranked))
+    rows = [[" · ".join([side.label, *side.marks]), spell(side.number("acceptance_length")),
+             *(spell(share) for share in side.record[key]), *[DASH] * (most - len(side.record[key]))] for side in shown]  # fmt: skip
+    numbers = Table(["side", "acceptance length", *map(str, range(1, most + 1))], rows)
+    return Chart(id_, title, lede, drawn, numbers, wide=False)
+
+
+def stages(results: Results, palette: Palette) -> Chart:
+    """The stages of one cycle end to end, with the floor next to them. Colours tell stages apart; the names have those of their sides."""
+    title = "Where a cycle's time goes"
+    sides = [side for side in results.sides if any(stage.get("ms") is not None for stage in side.get("stages", []))]
+    if not sides:
+        return Chart("stages", title, "", missing="no side with timed stages")
+    sides.sort(key=lambda side: side.batch)
+    shown = sides[:MOST_SIDES]
+    several = len({side.batch for side in shown}) > 1
+    names = unique(str(stage["name"]) for side in shown for stage in side.record["stages"])
+    data = []
+    longest = max(_total(side) for side in shown)
+    for index, name in enumerate(names):
+        colour, shown_name = STAGE_COLOURS[index % len(STAGE_COLOURS)], plotly_text(name.replace("_", " "))
+        bars = [(len(shown) - 1 - row, _stage(side, name)) for row, side in enumerate(shown)]
+        bars = [(row, stage) for row, stage in bars if stage.get("ms") is not None]
+        told = [[plotly_text(_floor_told(stage))] for _, stage in bars]
+        data.append(go.Bar(
+            orientation="h", x=[stage["ms"] for _, stage in bars], y=[row for row, _ in bars], width=0.38, name=shown_name,
+            marker={"color": colour, "line": {"color": "var(--surface)", "width": 1.5}}, text=[shown_name] * len(bars),
+            textposition="inside", insidetextanchor="middle", textangle=0, textfont={"color": "var(--bar-ink)", "size": 11},
+            customdata=told, showlegend=True,
+            hovertemplate=f"{plotly_text(name)}: <b>%{{x:.3g}} ms</b>%{{customdata[0]}}<extra></extra>",
+        ))  # fmt: skip
+    floors = [(len(shown) - 1 - row, side.number("floor_ms")) for row, side in enumerate(shown)]
+    marked = [(row, floor) for row, floor in floors if floor]
+    if marked:
+        x, y = [floor for _, floor in marked], [row for row, _ in marked]
+        data.append(floor_mark(x, y, "floor of the cycle: <b>%{x:.3g} ms</b>"))
+    labels = row_labels([titled(side, several) + _share(side) for side in shown], colours=[palette[side].colour for side in shown])
+    drawn = drawing(
+        data,
+        len(shown) * (ROW + 4) + 110,
+        x={"range": [0, max(longest, *(floor for _, floor in marked), 0) * 1.03], "title_text": "ms per cycle", "nticks": 7},
+        y=row_axis(len(shown)),
+        annotations=labels,
+        barmode="stack",
+        uniformtext={"minsize": 10, "mode": "hide"},
+        showlegend=True,
+        legend={"traceorder": "normal", "yref": "container", "y": 0.0, "yanchor": "bottom"},
+        margin={"b": 88},
+    )
+    rows = [
+        [titled(side, several_batches=True), str(stage["name"]), spell(stage.get("ms")), spell(stage.get("floor_ms")),
+         spell(stage.get("percent_of_floor")), _size(stage.get("bytes"))]
+        for side in shown for stage in side.record["stages"]
+    ]  # fmt: skip
+    lede = "Each stage timed in a run of its own; the run without timers decides the speed."
+    lede += " The triangle is the cycle's floor: its bytes at the bandwidth measured in the same run." if marked else ""
+    lede += few(len(shown), len(sides))
+    numbers = Table(["side", "stage", "ms", "floor, ms", "% of floor", "bytes moved"], rows)
+    return Chart("stages", title, lede, drawn, numbers)
+
+
+def _share(side: Side) -> str:
+    percent = side.number("percent_of_floor")
+    return f", {percent:.0f} % of floor" if percent is not None else ""
+
+
+def _total(side: Side) -> float:
+    return float(sum(stage.get("ms") or 0 for stage in side.record["stages"]))
+
+
+def _stage(side: Side, name: str) -> dict[str, Any]:
+    return next((stage for stage in side.record["stages"] if stage["name"] == name), {})
+
+
+def _size(size: float | None) -> str:
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size and size >= scale:
+            return spell(size / scale, unit)
+    return spell(size, "B") if size is not None else DASH
+
+
+def _floor_told(stage: dict[str, Any]) -> str:
+    floor, percent = stage.get("floor_ms"), stage.get("percent_of_floor")
+    parts = [f"floor {spell(floor)} ms" if floor is not None else "", f"{spell(percent)} %" if percent is not None else "",
+             f"{_size(stage['bytes'])} moved" if stage.get("bytes") else ""]  # fmt: skip
+    told = ", ".join(part for part in parts if part)
+    return f"; {told}" if told else ""
+
+
+def gaps(results: Results, palette: Palette) -> Chart:
+    """How the gaps between tokens that arrive are distributed, one row a side."""
+    title = "Gaps between tokens"
+    samples = [(side, [float(gap) for gap in side.get("itl_samples_ms", []) if gap > 0]) for side in results.sides]
+    found = sorted(((side, values) for side, values in samples if len(values) > 1), key=lambda sample: sample[0].batch)
+    samples = found[:MOST_SIDES]
+    if not samples:
+        return Chart("gaps", title, "", missing="no side with itl_samples_ms", wide=False)
+    everything = [value for _, values in samples for value in values]
+    low, high = math.log10(min(everything)) - 0.03, math.log10(max(everything)) + 0.03
+    edges = [10 ** (low + (high - low) * index / BINS) for index in range(BINS + 1)]
+    data = []
+    several = len({side.batch for side, _ in samples}) > 1
+    rows = []
+    for index, (side, values) in enumerate(samples):
+        base, colour = float(len(samples) - 1 - index), palette[side].colour
+        counts = _counts(values, edges)
+        x = [edge for edge in edges for _ in (0, 1)]
+        y = [base, *(base + 0.5 * count / max(counts) for count in counts for _ in (0, 1)), base]
+        ends = [edges[0], edges[-1]]
+        data.append(go.Scatter(mode="lines", x=ends, y=[base, base], line={"width": 0}, hoverinfo="skip", showlegend=False))
+        data.append(go.Scatter(
+            mode="lines", x=x, y=y, name=plotly_text(side.label), fill="tonexty", fillcolor=colour, hoverinfo="skip", opacity=0.85,
+            line={"color": colour, "width": 1.4, "shape": "linear"},
+        ))  # fmt: skip
+        known = {part: side.number("itl_ms", part) for part in ("p50", "p90", "p99")}
+        for part, at in known.items():
+            if at:
+                data.append(go.Scatter(
+                    mode="lines", x=[at, at], y=[base - 0.05, base + 0.1], name=part, showlegend=False,
+                    line={"color": "var(--ink)", "width": 2},
+                    hovertemplate=f"{plotly_text(titled(side, several))}<br>{part}: <b>%{{x:.3g}} ms</b><extra></extra>",
+                ))  # fmt: skip
+        rows.append([titled(side, several_batches=True), *(spell(at) for at in known.values()), str(len(values))])
+    marks = log_ticks(10**low, 10**high)
+    texts = [spell_tick(mark) for mark in marks]
+    drawn = drawing(
+        data,
+        len(samples) * RIDGE + 66,
+        x={"type": "log", "range": [low, high], "tickvals": marks, "ticktext": texts, "title_text": "ms between events"},
+        y={"range": [-0.12, len(samples) - 0.1], "showgrid": False, "showticklabels": False, "automargin": False},
+        annotations=row_labels([titled(side, several) for side, _ in samples], shift=60),
+    )
+    lede = "Tokens of one cycle arrive together, so a gap lies between bursts, not tokens: compare sides by TPOT. Ticks: p50, p90, p99."
+    lede += few(len(samples), len(found))
+    numbers = Table(["side", "p50, ms", "p90, ms", "p99, ms", "samples"], rows)
+    return Chart("gaps", title, lede, drawn, numbers, wide=False)
+
+
+def _counts(values: Sequence[float], edges: Sequence[float]) -> list[int]:
+    counts = [0] * (len(edges) - 1)
+    for value in values:
+        counts[min(max(bisect_right(edges, value) - 1, 0), len(counts) - 1)] += 1
+    return counts
+
+
+def bursts(results: Results) -> Chart:
+    """How many tokens arrive together."""
+    title = "Tokens that arrive together"
+    sides = [side for side in results.sides if sum(side.get("burst_tokens", {}).values()) > 0]
+    if not sides:
+        return Chart("bursts", title, "", missing="no side with burst_tokens", wide=False)
+    sides.sort(key=lambda side: side.batch)
+    shown = sides[:MOST_SIDES]
+    sizes = sorted({int(size) for side in shown for size in side.record["burst_tokens"]})
+    several = len({side.batch for side in shown}) > 1
+    data = []
+    for index, size in enumerate(sizes):
+        shares = [side.record["burst_tokens"].get(str(size), 0) / sum(side.record["burst_tokens"].values()) for side in shown]
+        level = index if len(sizes) <= len(BURST_COLOURS) else round(index * (len(BURST_COLOURS) - 1) / (len(sizes) - 1))
+        colours = [(BURST_COLOURS if side.subject else BASELINE_BURST_COLOURS)[level] for side in shown]
+        data.append(go.Bar(
+            orientation="h", x=shares, y=[len(shown) - 1 - row for row in range(len(shown))], width=0.38, name=str(size),
+            marker={"color": colours, "line": {"color": "var(--surface)", "width": 1.5}},
+            text=[str(size) if share else "" for share in shares], textposition="inside", insidetextanchor="middle", textangle=0,
+            textfont={"size": 11, "color": "var(--ink)" if level < 3 else "var(--burst-ink)"},
+            hovertemplate=f"{size} at once: <b>%{{x:.1%}}</b> of bursts<extra></extra>",
+        ))  # fmt: skip
+    drawn = drawing(
+        data,
+        len(shown) * (ROW + 4) + 66,
+        x={"range": [0, 1], "tickformat": ".0%", "title_text": "share of bursts", "nticks": 6},
+        y=row_axis(len(shown)),
+        annotations=row_labels([titled(side, several) for side in shown]),
+        barmode="stack",
+        uniformtext={"minsize": 10, "mode": "hide"},
+        margin={"r": 26},
+    )
+    rows = [[titled(side, several_batches=True), *(str(side.record["burst_tokens"].get(str(size), 0)) for size in sizes)] for side in shown]
+    lede = "Bursts by how many tokens they bring; the numbers in the bars are tokens." + few(len(shown), len(sides))
+    return Chart("bursts", title, lede, drawn, Table(["side", *map(str, sizes)], rows), wide=False)

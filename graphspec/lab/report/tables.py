@@ -1,0 +1,253 @@
+"""The tables of the report, and the words about where its figures come from. Imports neither torch nor plotly."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...core_wait import busy_caution
+from ...errors import spell_bytes
+from ..measure.results import ONCE, SPEEDS, Line, Results, Side, hardware, model, on_cpu, unique
+from .numbers import DASH, TIMES, plural, spell, spell_count
+
+LONG_FORMS = {
+    "S, K, N": "draft depth, branches of a step, tokens verified",
+    "TTFT": "time to first token",
+    "TPOT": "time per output token after the first",
+    "ITL": "gap between two arrivals",
+    "E2E": "whole request",
+    ONCE: "measured in one round: nothing says how far the figures vary",
+}
+"""What an abbreviation of the page stands for."""
+VERSIONS = ("graphspec", "torch", "cuda", "driver", "triton", "transformers", "numpy", "python", "platform")
+WORDS = re.compile(r"[A-Za-z]{4}")
+"""What tells a column of words from one of figures and units."""
+SECRETS = ("api_key",)
+"""Keys of a recorded configuration whose value stays out of the page."""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows of text under headings; the first column names the row.
+
+    Attributes:
+        headings: of the columns.
+        rows: text by row and column.
+        caption: what the table is, for those who can't see it.
+        title: above it, where it stands by itself.
+        note: between title and table.
+        sides: of the rows, where each is one side: its marks follow its name.
+    """
+
+    headings: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    caption: str = ""
+    title: str = ""
+    note: str = ""
+    sides: Sequence[Side] = ()
+
+    @property
+    def words(self) -> list[bool]:
+        """Whether a column holds words, not figures and units."""
+        return [any(WORDS.search(row[column]) for row in self.rows) for column in range(len(self.headings))]
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What one run says of itself: a title, names and values, and its configuration by name as JSON."""
+
+    title: str
+    rows: Sequence[tuple[str, object]]
+    configurations: Sequence[tuple[str, str]]
+
+
+def sides(results: Results) -> Table:
+    """Every side in one row, those without a speed too, with the reason."""
+    headings = ["side", "batch", "rounds", "tokens/s", "per user", "ratio", "acceptance length", "drafted/s", "accepted/s", "cycle, ms"]
+    headings += ["% of floor", "runtime", "dtype", "T", "equal to plain decoding"]
+    rows = []
+    for side in results.sides:
+        ratio = side.get("ratio", {})
+        told = f"{spell(side.number('ratio', 'median'))}{TIMES} {ratio.get('to')}" if ratio else DASH
+        equal = {True: "yes", False: "no"}.get(side.record["equal"], "not compared")
+        keys = ("acceptance_length", "drafted_per_second", "accepted_per_second")
+        rows.append([
+            side.label, str(side.batch), str(side.rounds or DASH), *(spell(side.number(key, "median")) for key in SPEEDS[:2]), told,
+            *(spell(side.number(key)) for key in keys), spell(side.number("cycle_ms", "median")),
+            spell(side.number("percent_of_floor")),
+            *(str(side.get(key, DASH)) for key in ("runtime", "dtype", "temperature")), f"{equal}: {side.get('equality', DASH)}",
+        ])  # fmt: skip
+    return Table(headings, rows, "Every side that was measured", sides=results.sides)
+
+
+def memory(results: Results) -> Table:
+    """What each side keeps in memory."""
+    known = [side for side in results.sides if side.get("memory")]
+    names = unique(_short_name(line) for side in known for line in side.record["memory"])
+    rows = []
+    for side in known:
+        lines = side.record["memory"]
+        total = sum(line.get("bytes") or 0 for line in lines)
+        parts = ([line for line in lines if _short_name(line) == name] for name in names)
+        rows.append([f"{side.label}, batch {side.batch}", spell_bytes(total), *map(_part, parts)])
+    note = "~ marks estimates." if any("~" in cell for row in rows for cell in row[2:]) else ""
+    return Table(["side", "together", *names], rows, "Memory", "Memory", note, known)
+
+
+def _short_name(line: Mapping[str, Any]) -> str:
+    """Without what differs from side to side, such as the pages of a pool."""
+    return str(line["name"]).partition(",")[0]
+
+
+def _part(lines: Sequence[Mapping[str, Any]]) -> str:
+    sizes = [line["bytes"] for line in lines if line.get("bytes") is not None]
+    return ("~" if any(line.get("estimate") for line in lines) else "") + spell_bytes(sum(sizes)) if sizes else DASH
+
+
+def build(results: Results) -> Table:
+    """What it took to build each program."""
+    programs = [(side, program) for side in results.sides for program in side.get("build", [])]
+    rows = [
+        [f"{side.label}, batch {side.batch}", str(program["program"]), spell(program.get("warm_up_s")), spell(program.get("capture_s")),
+         spell_bytes(program["bytes"]) if program.get("bytes") is not None else DASH]
+        for side, program in programs
+    ]  # fmt: skip
+    headings = ["side", "program", "warm-up, s", "capture, s", "memory"]
+    return Table(headings, rows, "Programs built", "Build", sides=[side for side, _ in programs])
+
+
+def host(results: Results) -> Table:
+    """Host time, gaps and graph nodes of a cycle, with the reason where one could not be measured."""
+    keys = ("host_us", "gap_ms", "nodes")
+    known = [side for side in results.sides if any(side.number(key) is not None for key in keys)]
+    rows = [
+        [f"{side.label}, batch {side.batch}", *(spell(side.number(key)) for key in keys),
+         "; ".join(f"{key}: {why}" for key, why in side.get("not_measured", {}).items())]
+        for side in known
+    ]  # fmt: skip
+    return Table(["side", "host, µs", "gaps, ms", "graph nodes", "not measured"], rows, "Host time of a cycle", "Host", sides=known)
+
+
+def plans(results: Results) -> Table:
+    """What ``graphspec plan`` predicts."""
+    keys = ("floor_ms", "predicted_ms", "tokens_per_second", "plain_tokens_per_second", "ratio", "acceptance_length")
+    rows = [
+        [" ".join(str(line.record[key]) for key in ("variant", "model", "hardware") if line.get(key)) or "plan",
+         str(line.record["batch"]), str(line.get("shape", DASH)), *(spell(line.get(key)) for key in keys),
+         {True: "yes", False: "no"}.get(line.get("fits"), DASH)]
+        for line in results.plans
+    ]  # fmt: skip
+    headings = [
+        "what",
+        "batch",
+        "S, K, N",
+        "floor, ms",
+        "predicted, ms",
+        "tokens/s",
+        "plain tokens/s",
+        "ratio",
+        "acceptance length",
+        "fits",
+    ]
+    return Table(headings, rows, "Planned shapes; predictions, not measurements", "Planned")
+
+
+def facts(results: Results) -> list[tuple[str, str]]:
+    """What was measured, on what, when, by which revision: the line under the title."""
+    found = results.provenances
+    places = unique(side.hardware for side in results.sides) or unique(hardware(record) for record in found)
+    dates = sorted(str(record["date"])[:10] for record in found if record.get("date"))
+    when = " to ".join(unique([dates[0], dates[-1]])) if dates else "date unknown"
+    revisions = unique(_short(record.get("revision")) for record in found)
+    work = unique(_work(side) for side in results.sides)
+    batches = sorted({side.batch for side in results.sides})
+    return [
+        (name, text)
+        for name, text in (
+            ("Model", ", ".join(unique(model(record) for record in found))),
+            ("On", "; ".join(places)),
+            ("Work", "; ".join(work[:3]) + (f" and {len(work) - 3} others" if len(work) > 3 else "")),
+            ("Batch", ", ".join(map(str, batches))),
+            ("When", when),
+            ("Revision", ", ".join(revisions) or "unknown"),
+        )
+        if text
+    ]
+
+
+def _short(revision: object) -> str:
+    commit, _, dirty = str(revision or "").partition("-")
+    return commit[:10] + (f" ({dirty})" if dirty else "")
+
+
+def _work(side: Side) -> str:
+    record = side.record
+    if record.get("requests") is None:
+        return ""
+    temperature = record.get("temperature")
+    sampling = "" if not isinstance(temperature, int | float) else ", greedy" if temperature == 0 else f", T={temperature:g}"
+    lengths = [spell_count(side.number(key)) for key in ("input_tokens", "output_tokens")]
+    return f"{plural(record['requests'], 'request')}, {lengths[0]} tokens in, {lengths[1]} out{sampling}"
+
+
+def notices(results: Results) -> list[tuple[str, str]]:
+    """Cautions that apply: a word or two, and a sentence."""
+    cautions = []
+    local = [side for side in results.sides if side.get("device")]
+    if any(on_cpu(side) for side in local):
+        which = "These figures come" if all(on_cpu(side) for side in local) else "Some of these figures come"
+        cautions.append(("CPU.", f"{which} from a CPU: they say how the program behaves, not what a GPU will do."))
+    open_ = [side for side in results.sides if side.equal is None and not side.get("synthetic") and not side.get("lossy")]
+    for lead, sentence, group in (
+        ("Synthetic.", "Acceptance was set, not earned, in", [side for side in results.sides if side.get("synthetic")]),
+        ("Lossy.", "The accept rule may change what is generated in", [side for side in results.sides if side.get("lossy")]),
+        ("Not equal.", "Output differs from plain decoding, so no speed is shown, in", [s for s in results.sides if s.equal is False]),
+        ("Not compared.", "Tokens could not be compared with plain decoding in", open_),
+        ("One round.", f"Nothing says how far the figures marked {ONCE} vary, those of", [s for s in results.sides if ONCE in s.marks]),
+    ):
+        if group:
+            cautions.append((lead, f"{sentence}: {', '.join(unique(side.label for side in group))}."))
+    waited: dict[str, float | None] = {f"{side.label}, batch {side.batch}": side.number("core_wait") for side in results.sides}
+    if (busy := busy_caution(waited)) is not None:
+        cautions.append(("Busy machine.", busy))
+    if results.replaced:
+        cautions.append(("", f"{plural(results.replaced, 'older measurement')} of the same sides left out."))
+    return cautions
+
+
+def origins(results: Results) -> list[Origin]:
+    """Versions, hardware and configuration of every run."""
+    found = []
+    for record in results.provenances:
+        rows = [("date", record.get("date")), ("command", _command(record.get("command"))), ("revision", record.get("revision"))]
+        rows += [("hardware", hardware(record)), ("processor", record.get("cpu"))]
+        rows += [(name, record.get(name)) for name in VERSIONS]
+        told = [(name, record[name]) for name in ("config", "plan") if record.get(name) is not None]
+        found.append(Origin(
+            " · ".join(unique([str(record.get("date") or "undated"), model(record), hardware(record)])),
+            [(name, value) for name, value in rows if value is not None],
+            [(name, json.dumps(_without_secrets(value), indent=2)) for name, value in told],
+        ))  # fmt: skip
+    return found
+
+
+def speculates(results: Results) -> bool:
+    """A shape (S, K, N) stands somewhere on the page."""
+    lines: list[Line] = [*results.sides, *results.predictions, *results.plans]
+    return any(line.get("shape") for line in lines)
+
+
+def _command(command: object) -> str | None:
+    if not isinstance(command, list):
+        return None
+    words = [str(word) for word in command]
+    return " ".join(f"{word.partition('=')[0]}=…" if any(secret in word for secret in SECRETS) else word for word in words)
+
+
+def _without_secrets(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: "…" if key in SECRETS and inner is not None else _without_secrets(inner) for key, inner in value.items()}
+    return [_without_secrets(inner) for inner in value] if isinstance(value, list) else value

@@ -1,0 +1,1 @@
+"""``graphspec tune``: the shape that is fastest on this machine."""

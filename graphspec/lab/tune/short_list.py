@@ -1,0 +1,210 @@
+"""Which shapes ``graphspec tune`` runs: those that are predicted to be fastest on this machine, of every kind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from ...catalog import Variant, resolve_variant
+from ...command_options import LaunchConfig
+from ...errors import ConfigError
+from ...facts import DraftFacts, ModelFacts
+from ...plan import make_plan, resolve_shape
+from ...shapes import MAX_WINDOW, PLAIN, CycleShape
+from ..predict.acceptance import Acceptance
+from ..predict.advice import Efficiency, candidate_shapes, rank_shapes
+from ..predict.floor import FloorModel
+from ..predict.from_results import acceptance_of, calibrate, of_rows, read_measured, timed
+from ..predict.paper_models import Paper, read_paper
+from ..predict.plan import configured_shape, resolve_device, resolve_hardware, shallowest_window
+
+TRIED_FAN, TRIED_NODES = 4, 16
+"""Most children and most nodes of the tree that is tried."""
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """What could be run.
+
+    Attributes:
+        config: model and draft.
+        variant: of the catalog.
+        paper: target and draft as far as their configs tell.
+    """
+
+    config: LaunchConfig
+    variant: Variant
+    paper: Paper
+
+    @classmethod
+    def of(cls, config: LaunchConfig) -> Candidates:
+        """From a configuration.
+
+        Raises:
+            ConfigError, CheckpointError: it or a checkpoint is wrong.
+        """
+        variant = resolve_variant(config.variant.name)
+        return cls(config, variant, read_paper(config.model.path, config.variant, variant, config.model.revision))
+
+    @property
+    def heads(self) -> int:
+        """Prediction heads of the draft."""
+        return self.paper.draft.num_heads if self.paper.draft is not None else 1
+
+    @cached_property
+    def given(self) -> dict[CycleShape, str]:
+        """Shapes that are run whatever is predicted, and why."""
+        unset = replace(self.config.variant, num_steps=None, topk=None, num_draft_tokens=None)
+        given = {resolve_shape(self.variant, unset, self.paper.target.architecture, self.heads): "automatic"}
+        configured = configured_shape(self.config, self.variant, self.paper, self.heads)
+        if configured is not None:
+            given.setdefault(configured, "configured")
+        return given
+
+    @cached_property
+    def possible(self) -> list[CycleShape]:
+        """Every chain and tree this drafter can serve."""
+        device, _ = resolve_device(self.config, self.paper)
+        shapes = candidate_shapes(self.variant, self.heads, shallowest_window(self.paper))
+        return [shape for shape in shapes if _runs(self.config, shape, self.paper.target, self.paper.draft, device)]
+
+    def tried(self) -> list[CycleShape]:
+        """Shapes that tell what the draft is worth and what width costs: a chain of the deepest given depth, and a wide tree of it."""
+        depth = max(shape.num_steps for shape in self.given)
+        chains = [shape for shape in self.possible if shape.is_chain and shape.num_steps <= depth]
+        trees = [
+            shape
+            for shape in self.possible
+            if not shape.is_chain and shape.num_steps <= depth and shape.topk <= TRIED_FAN and shape.num_draft_tokens <= TRIED_NODES
+        ]
+        deepest = [max(chains, key=lambda shape: shape.num_steps)] if chains else []
+        widest = [max(trees, key=lambda shape: (shape.num_draft_tokens, shape.num_steps, shape.topk))] if trees else []
+        return deepest + widest
+
+
+@dataclass(frozen=True, slots=True)
+class Prospect:
+    """A shape that is worth a run.
+
+    Attributes:
+        shape: (S, K, N).
+        why: ``automatic``, ``configured``, or the batch size it is predicted to be fast at.
+        ratios: batch to predicted speed by that of plain decoding.
+    """
+
+    shape: CycleShape
+    why: str
+    ratios: dict[int, float]
+
+
+def tried_shapes(config: LaunchConfig) -> list[list[int]]:
+    """(S, K, N) of :meth:`Candidates.tried`; none where ``plan.measured`` tells what a trial would."""
+    return [] if config.plan.measured is not None else [shape.numbers for shape in Candidates.of(config).tried()]
+
+
+def short_list(config: LaunchConfig, batches: Sequence[int], trial: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
+    """Rank what this drafter can do.
+
+    The prediction is that of ``graphspec plan``, calibrated by the trial or by ``plan.measured``. Bandwidth and peak are measured where the
+    ``hardware`` group has no figures; acceptance is that of the trial, unless ``plan.acceptance`` says it.
+
+    Args:
+        config: model, draft, workload; ``tune.candidates`` is the length of the list.
+        batches: batch sizes the shapes are for, ascending.
+        trial: records of sides that ran the shapes of :func:`tried_shapes`, and of plain decoding.
+
+    Returns:
+        ``prospects`` (rows of ``shape``, ``why``, ``ratios``), ``heads`` of the draft, ``backlog`` (the longest its window allows), and the
+        sources of ``hardware``, ``acceptance`` and ``efficiency``.
+
+    Raises:
+        ConfigError, CheckpointError: the configuration, a checkpoint or ``plan.measured`` is wrong.
+    """
+    candidates = Candidates.of(config)
+    variant, paper, given = candidates.variant, candidates.paper, candidates.given
+    device, dtype = resolve_device(config, paper)
+    measuring = replace(config, plan=replace(config.plan, measure=config.hardware.bandwidth_gbs is None))
+    hardware = resolve_hardware(measuring, device, dtype, None)
+    model = FloorModel.of(paper.target, paper.draft, dtype, variant, config.variant.token_map, paper.from_config)
+    context = (config.workload.input_tokens or 0) + config.workload.output_tokens // 2
+
+    measured = here = of_rows(trial, variant, "a trial") if trial else None
+    if config.plan.measured is not None:
+        measured = read_measured(config.plan.measured, variant, config.sampling.temperature)
+        here = measured.on(config.hardware.name, device)
+    efficiency = (calibrate(model, here, timed(here), hardware) if here is not None else None) or Efficiency()
+    acceptance = acceptance_of(measured) if measured is not None else None
+    if config.plan.acceptance is not None:
+        acceptance = Acceptance(tuple(config.plan.acceptance), "plan.acceptance")
+    acceptance = acceptance or Acceptance(source="a guess: nothing that was measured tells it")
+
+    shapes = list(dict.fromkeys([PLAIN, *given, *candidates.possible]))
+    ratios: dict[CycleShape, dict[int, float]] = {shape: {} for shape in shapes}
+    for batch in batches:
+        ranked = rank_shapes(model, shapes, acceptance, batch, context, hardware, efficiency)
+        plain = next(entry.tokens_per_second for entry in ranked if entry.shape == PLAIN)
+        for entry in ranked:
+            ratios[entry.shape][batch] = entry.tokens_per_second / plain
+    del ratios[PLAIN]
+    windows = [window for window in paper.draft.decoder.sliding_window if window is not None] if paper.draft is not None else []
+    return {
+        "prospects": [
+            {"shape": p.shape.numbers, "why": p.why, "ratios": list(p.ratios.items())} for p in pick(given, ratios, config.tune.candidates)
+        ],
+        "heads": candidates.heads,
+        "backlog": min([MAX_WINDOW, *windows]),
+        "hardware": hardware.source,
+        "acceptance": {"shares": list(acceptance.shares), "source": acceptance.source},
+        "efficiency": efficiency.source,
+    }
+
+
+def pick(given: dict[CycleShape, str], ratios: dict[CycleShape, dict[int, float]], count: int) -> list[Prospect]:
+    """The shapes that are run.
+
+    Shapes that differ in their nodes only do not differ much, so there is one chain and one tree of each depth: the one with the highest
+    geometric mean of predicted ratios. Batch sizes then take turns to name their best, the smallest first; in every second turn a chain
+    where it was a tree before, and the other way round, for what a prediction gets wrong it gets wrong for all trees alike.
+
+    Args:
+        given: shapes that are run in any case, and why; they count.
+        ratios: shape to batch to predicted ratio to plain decoding, ``given`` among them.
+        count: how many, unless more are given.
+    """
+
+    def mean(shape: CycleShape) -> float:
+        product = 1.0
+        for ratio in ratios[shape].values():
+            product *= ratio
+        return product
+
+    best: dict[tuple[int, bool], CycleShape] = {}
+    for shape in sorted(ratios, key=lambda shape: (-mean(shape), shape.num_draft_tokens, shape)):
+        best.setdefault((shape.num_steps, shape.is_chain), shape)
+    taken = {shape: Prospect(shape, why, ratios[shape]) for shape, why in given.items()}
+    left = [shape for shape in best.values() if shape not in taken]
+    batches = list(next(iter(ratios.values())))
+    last: dict[int, CycleShape] = {}
+    while left and len(taken) < count:
+        turn, place = divmod(len(taken) - len(given), len(batches))
+        batch = batches[place]
+        others = [shape for shape in left if turn % 2 and shape.is_chain != last[batch].is_chain]
+        shape = last[batch] = _fastest(others or left, ratios, batch)
+        left.remove(shape)
+        taken[shape] = Prospect(shape, f"predicted at batch {batch}", ratios[shape])
+    return list(taken.values())
+
+
+def _fastest(shapes: Iterable[CycleShape], ratios: Mapping[CycleShape, Mapping[int, float]], batch: int) -> CycleShape:
+    return max(shapes, key=lambda shape: (ratios[shape][batch], -shape.num_draft_tokens))
+
+
+def _runs(config: LaunchConfig, shape: CycleShape, target: ModelFacts, draft: DraftFacts | None, device: str) -> bool:
+    """Whether an engine of that shape can be planned: some limits are those of the rest of the configuration."""
+    try:
+        make_plan(config.with_shape(shape.numbers), target, draft, device=device)
+    except ConfigError:
+        return False
+    return True

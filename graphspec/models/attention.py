@@ -1,0 +1,254 @@
+"""What a decoder layer sees of attention and paged KV: one callable, nothing of pages, trees or chunks.
+
+Letters are those of :mod:`graphspec.shapes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ..kernels.formulas import Rotation
+from ..kernels.planned import BoundCall
+from ..kernels.registry import KernelSet
+
+
+class HeadTransform(NamedTuple):
+    """What happens to each query and key head before it attends."""
+
+    rotation: Rotation
+    """Pairs ``(i, i + d)`` rotate."""
+    query_norm: Tensor | None = None
+    key_norm: Tensor | None = None
+    """``[D]``: weights of an RMSNorm before the rotation."""
+    norm_eps: float = 0.0
+    norm_offset: bool = False
+
+
+class LatentTransform(NamedTuple):
+    """What happens to a token's compressed keys and values, and to the rotated part of its queries, before they meet."""
+
+    norm_weight_L: Tensor
+    norm_eps: float
+    rotation: Rotation
+    interleaved: bool
+    """Pairs are channels ``(2i, 2i + 1)``; otherwise ``(i, i + R/2)``."""
+
+
+class Attention(Protocol):
+    """Positions of the query tokens, and attention over everything they may see, themselves included."""
+
+    @property
+    def position_BT(self) -> Tensor:
+        """RoPE positions, int64."""
+        ...
+
+    @property
+    def rope_length_BT(self) -> Tensor:
+        """Length that length-dependent RoPE scalings ("dynamic") see, int64: position + 1, or the prompt length during prefill."""
+        ...
+
+    @property
+    def valid_BT(self) -> Tensor:
+        """bool; an invalid token has zero input, writes no KV, and nobody reads its output."""
+        ...
+
+    def __call__(
+        self,
+        layer: int,
+        query_BTQD: Tensor,
+        key_BTGD: Tensor,
+        value_BTGD: Tensor,
+        heads: HeadTransform,
+        scale: float,
+        window_left: int | None,
+    ) -> Tensor:
+        """Norm and rotate queries and keys, write this token's KV for ``layer``, then attend; ``[B, T, Q, D]``, dtype of the query.
+
+        ``window_left``: a query at position p sees positions > p - window_left only; None: all of them.
+        """
+        ...
+
+    def write(self, layer: int, query_BTQD: Tensor, key_BTGD: Tensor, value_BTGD: Tensor, heads: HeadTransform) -> Tensor:
+        """The first half of a call: norm and rotate, write this token's KV for ``layer``; the queries, ready to attend."""
+        ...
+
+    def latent(
+        self, layer: int, query_latent_BTQL: Tensor, query_rope_BTQR: Tensor, latent_BTE: Tensor, transform: LatentTransform, scale: float
+    ) -> Tensor:
+        """The same in the absorbed form of multi-head latent attention: norm, rotate, write one row per token, attend; ``[B, T, Q, L]``.
+
+        ``latent_BTE`` is the compressed row as projected, E = L + R; see :mod:`graphspec.kernels.latent_kv_write`.
+        """
+        ...
+
+    def write_latent(self, layer: int, query_rope_BTQR: Tensor, latent_BTE: Tensor, transform: LatentTransform) -> Tensor:
+        """The first half of :meth:`latent`: norm, rotate, write one row per token; the rotated part of the queries."""
+        ...
+
+
+class PagedAttention(Attention, Protocol):
+    """Attention whose KV lies in pages, for those who read and write it themselves."""
+
+    @property
+    def kv_pool(self) -> Tensor:
+        """``[layers, 2, pages, page_size, G, D]``."""
+        ...
+
+    @property
+    def table_BP(self) -> Tensor:
+        """int32."""
+        ...
+
+    @property
+    def slot_BT(self) -> Tensor:
+        """Logical slot each token's KV is written to, int64."""
+        ...
+
+    def visibility(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """First slot each query may see without a sliding window, int64 ``[B, T]``; the prefix's end and the ancestor words, or None twice:
+        each valid query sees everything from there to its own slot.
+        """
+        ...
+
+
+def _within(begin_BT: Tensor, position_BT: Tensor, window_left: int | None) -> Tensor:
+    return begin_BT if window_left is None else torch.maximum(begin_BT, position_BT - window_left + 1)
+
+
+class _PagedWrites:
+    """KV of the tokens at hand into the pages of their rows."""
+
+    __slots__ = ()
+    kernels: KernelSet
+    kv_pool: Tensor
+    table_BP: Tensor
+    slot_BT: Tensor
+    valid_BT: Tensor
+
+    def write(self, layer: int, query_BTQD: Tensor, key_BTGD: Tensor, value_BTGD: Tensor, heads: HeadTransform) -> Tensor:
+        rotated_BTQD: Tensor = self.kernels.rope_kv_write(
+            query_BTQD, key_BTGD, value_BTGD, *heads.rotation, self.kv_pool, layer, self.table_BP, self.slot_BT, self.valid_BT,
+            heads.query_norm, heads.key_norm, heads.norm_eps, heads.norm_offset,
+        )  # fmt: skip
+        return rotated_BTQD
+
+    def write_latent(self, layer: int, query_rope_BTQR: Tensor, latent_BTE: Tensor, transform: LatentTransform) -> Tensor:
+        rotated_BTQR: Tensor = self.kernels.latent_kv_write(
+            self.kv_pool, layer, latent_BTE, query_rope_BTQR, transform.norm_weight_L, *transform.rotation,
+            self.table_BP, self.slot_BT, self.valid_BT, transform.norm_eps, transform.interleaved,
+        )  # fmt: skip
+        return rotated_BTQR
+
+
+@dataclass(frozen=True, slots=True, eq=False)  # Dynamo of torch 2.11 hashes what it calls, before it has fields
+class TreeAttention(_PagedWrites):
+    """Decode-phase attention: a paged prefix, and a window of slots behind it under ancestor words."""
+
+    kernels: KernelSet
+    kv_pool: Tensor
+    """``[layers, 2, pages, page_size, G, D]``, or ``[layers, 1, pages, page_size, 1, E]`` of latent rows."""
+    table_BP: Tensor
+    position_BT: Tensor
+    rope_length_BT: Tensor
+    valid_BT: Tensor
+    slot_BT: Tensor
+    """Logical slot each token's KV is written to, int64."""
+    begin_BT: Tensor
+    """First slot each query may see where a layer has no sliding window, int64."""
+    prefix_end_B: Tensor
+    ancestors_BTX: Tensor
+    """Bit j of a query's words: it sees slot ``prefix_end + j``; its own bit included."""
+    own_window: Callable[[Tensor, Tensor, int, float], Tensor] | None = None
+    """The same attention by :meth:`~graphspec.kernels.registry.KernelSet.own_window`, where caller and kernels allow it."""
+    bound: BoundCall | None = None
+    """The same attention over latent rows by a kernel that the host has planned for, where there is one."""
+
+    def visibility(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        return self.begin_BT, self.prefix_end_B, self.ancestors_BTX
+
+    def __call__(
+        self,
+        layer: int,
+        query_BTQD: Tensor,
+        key_BTGD: Tensor,
+        value_BTGD: Tensor,
+        heads: HeadTransform,
+        scale: float,
+        window_left: int | None,
+    ) -> Tensor:
+        query_BTQD = self.write(layer, query_BTQD, key_BTGD, value_BTGD, heads)
+        if self.own_window is not None and window_left is None:
+            return self.own_window(query_BTQD, self.kv_pool, layer, scale)
+        begin_BT = _within(self.begin_BT, self.position_BT, window_left)
+        return self.kernels.tree_attention(
+            query_BTQD, self.kv_pool, layer, self.table_BP, begin_BT, self.prefix_end_B, self.ancestors_BTX, scale
+        )
+
+    def latent(
+        self, layer: int, query_latent_BTQL: Tensor, query_rope_BTQR: Tensor, latent_BTE: Tensor, transform: LatentTransform, scale: float
+    ) -> Tensor:
+        query_rope_BTQR = self.write_latent(layer, query_rope_BTQR, latent_BTE, transform)
+        if self.bound is not None:
+            return self.bound.latent(query_latent_BTQL, query_rope_BTQR, self.kv_pool, layer, self.valid_BT, scale)
+        return self.kernels.latent_attention(
+            query_latent_BTQL,
+            query_rope_BTQR,
+            self.kv_pool,
+            layer,
+            self.table_BP,
+            self.begin_BT,
+            self.prefix_end_B,
+            self.ancestors_BTX,
+            scale,
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)  # Dynamo of torch 2.11 hashes what it calls, before it has fields
+class ChunkAttention(_PagedWrites):
+    """Prefill attention: a chunk of consecutive prompt tokens, causal, over the paged prefix and itself."""
+
+    kernels: KernelSet
+    kv_pool: Tensor
+    table_BP: Tensor
+    position_BT: Tensor
+    rope_length_BT: Tensor
+    valid_BT: Tensor
+    slot_BT: Tensor
+    prefix_begin: int
+    bound: Mapping[int | None, BoundCall] = field(default_factory=dict)
+    """The same attention by kernels that the host has planned for, by the sliding window of a layer."""
+
+    def visibility(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        return torch.full_like(self.position_BT, self.prefix_begin), None, None
+
+    def __call__(
+        self,
+        layer: int,
+        query_BTQD: Tensor,
+        key_BTGD: Tensor,
+        value_BTGD: Tensor,
+        heads: HeadTransform,
+        scale: float,
+        window_left: int | None,
+    ) -> Tensor:
+        query_BTQD = self.write(layer, query_BTQD, key_BTGD, value_BTGD, heads)
+        if window_left in self.bound:
+            return self.bound[window_left].chunk(query_BTQD, self.kv_pool, layer, self.valid_BT, scale)
+        begin_BT = _within(self.visibility()[0], self.position_BT, window_left)
+        return self.kernels.chunk_attention(query_BTQD, self.kv_pool, layer, self.table_BP, begin_BT, self.slot_BT, self.valid_BT, scale)
+
+    def latent(
+        self, layer: int, query_latent_BTQL: Tensor, query_rope_BTQR: Tensor, latent_BTE: Tensor, transform: LatentTransform, scale: float
+    ) -> Tensor:
+        query_rope_BTQR = self.write_latent(layer, query_rope_BTQR, latent_BTE, transform)
+        if None in self.bound:
+            return self.bound[None].latent(query_latent_BTQL, query_rope_BTQR, self.kv_pool, layer, self.valid_BT, scale)
+        begin_BT = torch.full_like(self.position_BT, self.prefix_begin)
+        return self.kernels.latent_chunk_attention(
+            query_latent_BTQL, query_rope_BTQR, self.kv_pool, layer, self.table_BP, begin_BT, self.slot_BT, self.valid_BT, scale
+        )
