@@ -229,8 +229,8 @@ def test_the_command_writes_one_file(tmp_path, capsys):
 
 def test_the_wheel_takes_the_parts_of_the_page_along():
     folder = Path(page.__file__).parent
-    config = tomllib.loads((folder.parents[1] / "pyproject.toml").read_text(encoding="utf-8"))
-    taken = {file for pattern in config["tool"]["setuptools"]["package-data"]["graphspec.lab"] for file in folder.glob(pattern)}
+    config = tomllib.loads((folder.parents[2] / "pyproject.toml").read_text(encoding="utf-8"))
+    taken = {file for pattern in config["tool"]["setuptools"]["package-data"]["graphspec.lab.report"] for file in folder.glob(pattern)}
     parts = set((folder / "web").iterdir())
     assert {file.name for file in parts} == {
         "page.html", "parts.html", "latencies.html", "provenance.html", "viewer.html", "style.css", "charts.js", "viewer.js",

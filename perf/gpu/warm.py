@@ -183,6 +183,8 @@ def compile_all(launches: Sequence[Launch], target: GPUTarget, seconds: float, p
     Returns:
         For each launch that was compiled or refused: ``kernel``, ``seconds``, ``error``, and ``hash`` where there is none.
     """
+    if seconds <= 0:
+        return []
     context, ends = multiprocessing.get_context("fork"), time.monotonic() + seconds
     with tempfile.TemporaryDirectory() as name:
         folder, turn = Path(name), context.Value("i", 0)
