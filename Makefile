@@ -14,7 +14,7 @@ PYTEST := $(BIN)/python -m pytest
 # One process per core with one thread each: threads of several processes on the same cores wait for each other.
 PARALLEL := OMP_NUM_THREADS=1 $(PYTEST) --numprocesses=auto --dist=loadfile
 
-.PHONY: help demo test test-full test-browser test-oldest fuzz lint format snapshots features gpu-check acceptance train-demo bench compare guard wheel clean
+.PHONY: help demo test test-full test-browser test-oldest fuzz lint format snapshots features gpu-check acceptance train-demo bench compare guard docs wheel clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -92,8 +92,13 @@ TRAIN ?=
 train-demo: $(STAMP) ## train the demo checkpoints anew; interrupted, it goes on; TRAIN="--config python --out outputs/demo"
 	$(BIN)/python -m recipes.train_demo $(TRAIN)
 
+# mkdocs has an extra of its own: nobody needs it to run or to test.
+docs: $(STAMP) ## build the documentation into site/; a link that leads nowhere is an error
+	$(PIP) install --quiet -c constraints.txt -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+
 wheel: $(STAMP) ## build the wheel into dist/
 	$(BIN)/python -m build --wheel
 
 clean: ## remove what the other targets made
-	rm -rf $(VENV) $(OLDEST) dist build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(OLDEST) site dist build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 import runpy
+import shlex
 from pathlib import Path
 
 import pytest
+
+from graphspec import load_config
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
@@ -15,6 +18,19 @@ PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").r
 def test_configuration_page_is_current() -> None:
     generate = runpy.run_path(str(ROOT / "docs" / "generate.py"))
     assert (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8") == generate["page"](), "run python docs/generate.py"
+
+
+def test_pictures_are_current() -> None:
+    draw = runpy.run_path(str(ROOT / "docs" / "pictures.py"))
+    for name, svg in draw["pictures"]().items():
+        assert (ROOT / "docs" / "images" / name).read_text(encoding="utf-8") == svg, "run python docs/pictures.py"
+
+
+def test_every_command_of_the_tutorial_composes() -> None:
+    lines = re.findall(r"^graphspec (\w+) (.+)$", (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert {command for command, _ in lines} == {"generate", "train", "plan", "profile", "tune"}
+    for _, words in lines:
+        load_config(*(word for word in shlex.split(words) if not word.startswith(("prompt=", "experiment=tuned"))))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
