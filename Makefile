@@ -82,7 +82,7 @@ HEAD ?= .
 compare: $(STAMP) ## time two revisions side by side; BASE=HEAD HEAD=. (the working tree) unless told otherwise
 	$(BIN)/python -m perf.compare $(BASE) $(HEAD)
 
-guard: $(STAMP) ## count anew what tests/test_guard.py compares with
+guard: $(STAMP) ## count anew what tests/perf/test_guard.py compares with
 	$(BIN)/python -m perf.counts --write
 
 acceptance: $(STAMP) ## measure acceptance of every demo draft; README's table

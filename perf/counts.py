@@ -1,4 +1,4 @@
-"""What doesn't drift: counts that say how much work a cycle is, kept in ``perf/guard.json`` and compared by ``tests/test_guard.py``.
+"""What doesn't drift: counts that say how much work a cycle is, kept in ``perf/guard.json`` and compared by ``tests/perf/test_guard.py``.
 
 ``python -m perf.counts`` counts and says what differs from the file, ``--write`` (``make guard``) renews it. ``--callgrind`` and
 ``--perf-stat`` print the machine instructions of one host-path scenario per cycle instead, which are not kept: they depend on compiler,

@@ -13,7 +13,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from ._features import FeatureTable
+from tests.support.features import FeatureTable
 
 # Compilation makes single examples slow, so time says nothing about them; the same examples everywhere make a red run repeatable.
 hypothesis.settings.register_profile("graphspec", deadline=None, derandomize=True, max_examples=50, print_blob=True, database=None)

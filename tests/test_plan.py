@@ -19,8 +19,7 @@ from graphspec.errors import ConfigError
 from graphspec.graphs.stages.mailbox import MailLayout
 from graphspec.plan import make_plan, resolve_shape
 from graphspec.shapes import PLAIN, SAMPLED, CycleShape, GraphKey, pick_bucket
-
-from ._plans import draft_facts, model_facts, plan
+from tests.support.plans import draft_facts, model_facts, plan
 
 
 def refused(key: str, expected: str, found: object, make: Any) -> None:

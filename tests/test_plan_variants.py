@@ -13,8 +13,7 @@ from graphspec.errors import ConfigError
 from graphspec.facts import MTPFacts, StandaloneFacts
 from graphspec.plan import Plan, make_plan
 from graphspec.shapes import CycleShape
-
-from ._plans import draft_facts, model_facts
+from tests.support.plans import draft_facts, model_facts
 
 
 def heads(count: int) -> MTPFacts:

@@ -13,7 +13,7 @@ from playwright.sync_api import Browser, Page, sync_playwright
 
 from graphspec.lab.measure.results import read_results
 from graphspec.lab.report import page as report
-from tests._report_records import HOSTILE, records, side, write
+from tests.support.report_records import HOSTILE, records, side, write
 
 pytestmark = pytest.mark.browser
 

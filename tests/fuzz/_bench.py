@@ -21,7 +21,7 @@ from torch import Tensor
 from graphspec import LLM, SamplingParams
 from graphspec.engine.outputs import Output
 from graphspec.facts import check_tokenizer
-from tests._engines import add_tokenizer, mirror_pair
+from tests.support.engines import add_tokenizer, mirror_pair
 
 from ._harness import Case
 

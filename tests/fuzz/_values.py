@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests._engines import MIRROR_VOCAB
+from tests.support.engines import MIRROR_VOCAB
 
 NAN, INF = float("nan"), float("inf")
 

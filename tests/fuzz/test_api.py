@@ -17,7 +17,7 @@ from graphspec.checks import brief
 from graphspec.command_options import LaunchConfig
 from graphspec.config import Config, NgramSettings
 from graphspec.errors import RequestError
-from tests._engines import MIRROR_VOCAB, Pair, add_tokenizer, mirror_pair
+from tests.support.engines import MIRROR_VOCAB, Pair, add_tokenizer, mirror_pair
 
 from ._harness import Case, choose, faults
 from ._values import (

@@ -18,8 +18,8 @@ import pytest
 from graphspec import cli
 from graphspec.command_options import LaunchConfig
 from graphspec.errors import GraphspecError
+from tests.support.engines import add_tokenizer, mirror_pair
 
-from .._engines import add_tokenizer, mirror_pair
 from ._harness import Case, choose, faults
 from ._words import LINES, REFUSED
 

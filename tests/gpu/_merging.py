@@ -1,7 +1,7 @@
 """Calls in which the last program to arrive merges what the others left, in the shapes of Llama-3.1-8B and of DeepSeek's models.
 
 The ops' own cases are small: they have one part nearly everywhere, so that repeating them merges nothing. What a call launches is known
-without a GPU, so the default tests hold these calls to merging (``tests/fused/test_merging.py``), and those on a GPU repeat them
+without a GPU, so the default tests hold these calls to merging (``tests/kernels/fused/test_merging.py``), and those on a GPU repeat them
 (``test_fused_again.py``).
 """
 

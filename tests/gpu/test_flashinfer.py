@@ -16,7 +16,7 @@ from graphspec.kernels.flashinfer.planner import Planner
 from graphspec.kernels.flashinfer.xqa import bind_window
 from graphspec.kernels.planned import HeadShape, PlannedCall
 from graphspec.kernels.tree_attention import random_pool, tree_attention
-from tests._planned import Case, cases, generate, self_drafting
+from tests.support.planned import Case, cases, generate, self_drafting
 
 pytestmark = [
     pytest.mark.gpu,

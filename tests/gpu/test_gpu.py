@@ -27,8 +27,8 @@ from graphspec.graphs.stages.mailbox import Chunk, Join, Message
 from graphspec.kernels import select_kernels
 from graphspec.models.layers import use_kernels
 from graphspec.shapes import SAMPLED, GraphKey, SamplingClass
-from tests._tiny import SHAPES, STRUCTURES, move, same_bits, structure_plan, tiny_networks
 from tests.gpu.limits import seconds
+from tests.support.tiny import SHAPES, STRUCTURES, move, same_bits, structure_plan, tiny_networks
 
 # The versions on a GPU machine are its own, and so are their warnings.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]

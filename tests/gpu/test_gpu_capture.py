@@ -20,9 +20,9 @@ from graphspec.graphs.stages.mailbox import Chunk, Join, Message
 from graphspec.kernels import select_kernels
 from graphspec.models.layers import use_kernels
 from graphspec.shapes import GREEDY, SAMPLED, GraphKey
-from tests._depths import RandomDepth
-from tests._tiny import move, same_bits, structure_plan, tiny_networks
 from tests.gpu.limits import seconds
+from tests.support.depths import RandomDepth
+from tests.support.tiny import move, same_bits, structure_plan, tiny_networks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 

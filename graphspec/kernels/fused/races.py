@@ -64,7 +64,7 @@ STORED_ONCE: dict[str, frozenset[str]] = {
 }
 """Arguments of a kernel that it stores in more than one place, no place twice between two barriers, and why.
 
-``tests/fused/test_stores.py`` holds both tables against the addresses of interpreted programs."""
+``tests/kernels/fused/test_stores.py`` holds both tables against the addresses of interpreted programs."""
 
 CONSTANT: dict[str, frozenset[str]] = {
     "_latent_kv_write": frozenset({"weight"}),

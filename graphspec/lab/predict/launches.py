@@ -2,7 +2,7 @@
 
 Nothing is compiled and nothing runs. Our launchers write down what they would launch (:func:`graphspec.kernels.fused.launch.recording`).
 What lies between two of them in plain torch becomes kernels of Inductor's: as many as it has reductions, at least one, since it fuses what
-is elementwise into its neighbours. ``tests/test_launches.py`` holds that rule against the code Inductor writes.
+is elementwise into its neighbours. ``tests/lab/test_latency.py`` holds that rule against the code Inductor writes.
 """
 
 from __future__ import annotations

@@ -1,0 +1,238 @@
+"""What the console script reads, and when: everything is checked before a model is loaded, most of it before torch is imported."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from graphspec import cli
+from graphspec.compose import load_config
+from graphspec.engine.llm import LLM
+from graphspec.errors import ConfigError
+from graphspec.paths import check_writable, read_text, user_path
+from tests.support.engines import SMALL, add_tokenizer, ids, mirror_pair
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+# In a process of their own, for what must not be imported by then.
+CHEAP = "import sys; from graphspec.cli import main\ntry: main()\nfinally: assert not {'torch', 'numpy', 'transformers'} & set(sys.modules)"
+
+
+def shell(*words: str, redirect: str = "", stdin: bytes = b"", code: str = CHEAP, **env: str) -> subprocess.CompletedProcess[bytes]:
+    command = ["/bin/sh", "-c", f'"$@" {redirect}', "sh", sys.executable, "-c", code, *words]
+    return subprocess.run(command, input=stdin, capture_output=True, env=os.environ | {"OMP_NUM_THREADS": "1"} | env, timeout=120)
+
+
+def refusal(done: subprocess.CompletedProcess[bytes]) -> str:
+    told = done.stderr.decode()
+    assert (done.returncode, done.stdout, told.count("\n")) == (2, b"", 1) and told.startswith("graphspec: "), told
+    return told
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["generate", "sampling.temperature=-1", "prompt=x"], "sampling.temperature"),
+        (["generate", "prompt=\udcff"], "lone surrogate U+DCFF"),
+        (["generate", "prompt_file=/dev/zero"], "a pipe or a device"),
+        (["generate", "prompt_file=/proc/self/mem"], "prompt_file"),
+        (["generate", "model.path=${oc.env:HOME}", "prompt=x"], "model.path: expected a value without ${...}"),
+        (["generate", "variant=${oc.env:HOME}", "prompt=x"], "variant: expected a value without ${...}"),
+        (["generate", "runtime.debug=5", "prompt=x"], "runtime.debug: expected true or false, found 5"),
+        (["generate", "hydra.run.dir=/x", "prompt=x"], "add --multirun"),
+        (["generate", "sampling.seed=" + "9" * 5000, "prompt=x"], "sampling.seed=999"),
+        (["generate", "sampling.stop_token_ids=" + "[" * 3000, "prompt=x"], "sampling.stop_token_ids=[[["),
+        (["generate", "x" * 100000 + "=1", "prompt=x"], "File name too long"),
+        (["generate", "prompt=" + "[" * 50000 + "]" * 50000], "a JSON list of strings"),
+        (["generate", "--nope"], "unrecognized arguments: --nope"),
+        (["generate", "--multirun", "variant=nope,none", "prompt=x"], "variant: expected one of"),
+        (["generate", "--config-name", "nope", "prompt=x"], "nope"),
+        (["diff", "prompt_file=nope"], "No such file"),
+        (["profile", "results=/dev/null/x"], "results: expected a place where files can be written"),
+        (["tune", "tune.out=/dev/null/x.yaml"], "tune.out: expected a place where files can be written"),
+        (["report", "report.files=[/proc/self/mem]"], "files that can be read"),
+    ],
+    ids=lambda value: " ".join(value)[:50].encode("ascii", "replace").decode() if isinstance(value, list) else "",
+)
+def test_refused_before_torch_is_imported(words: list[str], part: str) -> None:
+    told = refusal(shell(*words))
+    assert part in told and len(told) < 2500
+
+
+def test_standard_streams_that_are_closed_or_full() -> None:
+    assert "prompt=TEXT" in refusal(shell("generate", redirect="<&-"))
+    assert "it is closed" in refusal(shell("--help", redirect=">&-"))
+    assert "No space left on device" in refusal(shell("--help", redirect=">/dev/full"))
+    blind = shell("generate", "prompt_file=nope", redirect="2>&-")
+    assert (blind.returncode, blind.stdout, blind.stderr) == (2, b"", b"")
+
+
+def test_standard_input_that_is_no_text() -> None:
+    assert "standard input" in refusal(shell("generate", stdin=b"\xff w1", PYTHONIOENCODING="utf-8:strict"))
+    assert "lone surrogate U+DCFF" in refusal(shell("generate", stdin=b"\xff w1", PYTHONIOENCODING="utf-8:surrogateescape"))
+
+
+def test_what_the_terminal_has_no_code_for_is_shown_as_an_escape() -> None:
+    code = "from graphspec import cli\ncli.COMMANDS['convert'] = cli.Command(lambda words: print(*words) or 0, '', '', True)\ncli.main()"
+    done = shell("convert", "é", code=code, PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"\\xe9\n", b"")
+
+
+def test_files_that_are_open_already(tmp_path: Path) -> None:
+    read, write = os.pipe()
+    os.write(write, b"w1 w2")
+    os.close(write)
+    assert read_text("prompt_file", f"/dev/fd/{read}") == "w1 w2"
+    os.close(read)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="a pipe or a device"):
+        read_text("prompt_file", str(tmp_path / "pipe"))
+
+
+@pytest.mark.parametrize("name", ["a" * 5000, "a\0b", "~nobody-of-that-name/x", "\ud800"], ids=["long", "null", "user", "surrogate"])
+def test_names_that_no_file_can_have(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"model\.path: expected a path that can be looked up") as caught:
+        user_path("model.path", name)
+    assert len(str(caught.value)) < 400
+
+
+def test_places_are_tried_without_a_trace(tmp_path: Path) -> None:
+    assert check_writable("results", str(tmp_path / "a" / "b"), folder=True) == tmp_path / "a" / "b"
+    assert check_writable("tune.out", str(tmp_path / "a" / "b.yaml")) == tmp_path / "a" / "b.yaml"
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").touch()
+    for name, folder in (("file", True), ("file/x", False), ("file/x", True), (".", False)):
+        with pytest.raises(ConfigError, match="results"):
+            check_writable("results", str(tmp_path / name), folder=folder)
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("model: {path: '${oc.env:HOME}'}", "model.path: expected a value without"),
+        ("sampling: {stop_token_ids: ['${sampling.seed}']}", "sampling.stop_token_ids.0: expected a value without"),
+        ("runtime: {debug: 7}", "runtime.debug: expected true or false, found 7"),
+        ("[" * 20000, "a YAML file that can be read"),
+        ("{{{", "a YAML file that can be read"),
+    ],
+)
+def test_experiment_files_that_say_something_else(tmp_path: Path, text: str, part: str) -> None:
+    file = tmp_path / "odd.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(f"experiment={file}")
+    assert part in str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = mirror_pair(tmp_path_factory.mktemp("asked")).target
+    add_tokenizer(made)
+    return made
+
+
+@pytest.fixture(autouse=True)
+def _no_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+
+
+def run(target: Path, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[Any, str, str]:
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(["generate", f"model.path={target}", "variant=none", "runtime=eager", "sampling.max_tokens=3", *words])
+    told = capsys.readouterr()
+    return exit_.value.code, told.out, told.err
+
+
+def lines(path: Path, *rows: object) -> str:
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    return f"prompt_file={path}"
+
+
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What engines did, in order."""
+    done: list[str] = []
+    for name in ("check", "warm_up", "generate"):
+        whole = getattr(LLM, name)
+
+        def noted(self: LLM, *args: Any, _name: str = name, _whole: Any = whole, **kwargs: Any) -> Any:
+            done.append(_name)
+            return _whole(self, *args, **kwargs)
+
+        monkeypatch.setattr(LLM, name, noted)
+    return done
+
+
+@pytest.mark.parametrize(
+    ("rows", "parts"),
+    [
+        ([{"prompt": "w1", "logprobs": 1000}], ["sampling.logprobs"]),
+        ([{"prompt": "w1", "stop_token_ids": [44]}], ["sampling.stop_token_ids"]),
+        (["w1 " * 200, {"prompt": "w1", "logit_bias": {"44": 1}}], ["request 0: prompt", "request 1: sampling.logit_bias"]),
+    ],
+)
+def test_requests_that_all_fail_compile_nothing(
+    target: Path, tmp_path: Path, built: list[str], capsys: Any, rows: list[object], parts: Sequence[str]
+) -> None:
+    code, out, err = run(target, capsys, lines(tmp_path / "asked.jsonl", *rows))
+    assert (code, out, built) == (2, "", ["check"])
+    told = err.splitlines()
+    assert len(told) == len(parts) and all(line.startswith(f"graphspec: {part}") for line, part in zip(told, parts, strict=True))
+
+
+def test_requests_that_fail_alone_leave_the_others(target: Path, tmp_path: Path, built: list[str], capsys: Any) -> None:
+    asked = lines(tmp_path / "asked.jsonl", "w1 w2", {"prompt": "w1", "logprobs": 1000}, {"prompt": "\ud800"}, "w3")
+    code, out, err = run(target, capsys, asked, "format=json")
+    outputs = json.loads(out)["outputs"]
+    assert code == 0 and built[:2] == ["check", "warm_up"]
+    assert [output["finish_reason"] for output in outputs] == ["length", "error", "error", "length"]
+    wanted = ids(LLM(target, variant="none", **SMALL).generate(["w1 w2", "w3"], None))
+    assert [output["token_ids"] for output in (outputs[0], outputs[3])] == [tokens[:3] for tokens in wanted]
+    assert "request 1: sampling.logprobs" in err and "request 2: prompt: expected text in UTF-8" in err
+    code, out, err = run(target, capsys, asked)
+    assert code == 0 and out.startswith("--- 0: w1 w2\n") and "\n--- 3: w3\n" in out and "--- 1" not in out
+
+
+@pytest.mark.parametrize(
+    ("line", "part"),
+    [
+        ("[" * 100000, "one JSON value per line"),
+        ('{"prompt": "w1", "max_tokens": ' + "9" * 5000 + "}", "one JSON value per line"),
+        ('{"prompt": "w1", "temperature": NaN}', "NaN is no JSON"),
+        ('{"prompt": "w1", "logit_bias": {"1": "2"}}', "token ids and numbers"),
+        ('{"prompt": "w1", "logit_bias": {"1_0": 2}}', "token ids and numbers"),
+        ('"w1"\u2028"w2"', "one JSON value per line"),
+    ],
+)
+def test_lines_that_are_no_request(target: Path, tmp_path: Path, capsys: Any, line: str, part: str) -> None:
+    (tmp_path / "asked.jsonl").write_text(f'"w1"\n{line}\n')
+    code, out, err = run(target, capsys, f"prompt_file={tmp_path}/asked.jsonl")
+    assert (code, out, err.count("\n")) == (2, "", 1) and f"{tmp_path}/asked.jsonl:2" in err and part in err and len(err) < 500
+
+
+def test_a_line_ends_where_json_says(target: Path, tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "asked.jsonl").write_text('"w1\u2028w2"\r\n"w3"\r\n', encoding="utf-8", newline="")
+    code, out, _ = run(target, capsys, f"prompt_file={tmp_path}/asked.jsonl", "format=json")
+    assert code == 0 and len(json.loads(out)["outputs"]) == 2
+
+
+def test_overrides_stand_on_both_sides_of_a_flag(target: Path, capsys: Any) -> None:
+    code, out, _ = run(target, capsys, "prompt=w1", "--multirun", "sampling.seed=1,2")
+    assert code == 0 and len(out.splitlines()) == 2
+
+
+def test_a_bug_in_a_sweep_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_: Any) -> int:
+        raise ValueError("a bug")
+
+    monkeypatch.setitem(cli.COMMANDS, "generate", cli.Command(broken, "", ""))
+    with pytest.raises(ValueError, match="a bug"):
+        cli.main(["generate", "prompt=x", "--multirun", "sampling.seed=1,2"])

@@ -1,0 +1,98 @@
+"""A variant from another package: found through its entry point, selected by name, and the output stays the target's own."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from graphspec import catalog
+from graphspec.catalog import Variant, all_variants
+from graphspec.compose import config_groups, load_config
+from graphspec.engine.llm import LLM, SamplingParams
+from graphspec.errors import ConfigError
+from tests.support.engines import Pair, ids, mirror_pair, prompts
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "early_exit"
+
+
+def install(folder: Path, points: str, *modules: Path) -> Path:
+    """What ``pip install`` leaves behind: modules, and a ``dist-info`` folder with entry points."""
+    info = folder / "other_package-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: other-package\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(points)
+    for module in modules:
+        shutil.copy(module, folder)
+    return folder
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The catalog is read once per process; these tests change what it would find."""
+    catalog.all_variants.cache_clear()
+    yield
+    monkeypatch.undo()
+    catalog.all_variants.cache_clear()
+
+
+@pytest.fixture
+def early_exit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh: None) -> None:
+    points = "[graphspec.variants]\nearly_exit = graphspec_early_exit:VARIANT\n"
+    assert 'early_exit = "graphspec_early_exit:VARIANT"' in (EXAMPLE / "pyproject.toml").read_text()
+    monkeypatch.syspath_prepend(install(tmp_path / "site", points, EXAMPLE / "graphspec_early_exit.py"))
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return mirror_pair(tmp_path_factory.mktemp("pair"))
+
+
+def test_the_example_is_a_variant_like_ours(early_exit: None):
+    assert all_variants()[-1].name == "early_exit"
+    assert "early_exit" in config_groups()["variant"]
+    config = load_config("variant=early_exit", "variant.num_steps=2", "variant.topk=1")
+    assert (config.variant.name, config.variant.num_steps) == ("early_exit", 2)
+
+
+@pytest.mark.parametrize("shape", [{}, {"num_steps": 3, "topk": 2, "num_draft_tokens": 8}], ids=["chain", "tree"])
+def test_the_example_gives_the_targets_own_tokens(early_exit: None, pair: Pair, shape: dict[str, int]):
+    llm = LLM(pair.target, variant="early_exit", runtime="eager", prefill_chunks=[8, 16], **shape)
+    asked = prompts(3)
+    assert ids(llm.generate(asked, SamplingParams(max_tokens=16))) == [pair.greedy(prompt, 16) for prompt in asked]
+    # The twin's second layer adds nothing, so one layer of two drafts perfectly.
+    llm.generate(asked, SamplingParams(max_tokens=24, ignore_eos=True))
+    assert llm.metrics is not None
+    assert llm.metrics.acceptance_length == llm.plan.shape.num_steps + 1
+
+
+def test_the_command_line_finds_it(tmp_path: Path):
+    points = "[graphspec.variants]\nearly_exit = graphspec_early_exit:VARIANT\n"
+    site = install(tmp_path / "site", points, EXAMPLE / "graphspec_early_exit.py")
+    code = f"import sys; sys.path.insert(0, {str(site)!r}); from graphspec.cli import main; main()"
+    command = [sys.executable, "-c", code, "generate", "variant=early_exit", "--cfg", "job"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "name: early_exit" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("points", "module", "found"),
+    [
+        ("none = broken:VARIANT", 'VARIANT = Variant(name="none", summary="", drafter="none")', "beside the variant of that name"),
+        ("mine = broken:VARIANT", 'VARIANT = Variant(name="other", summary="", drafter="none")', "name='other'"),
+        ("mine = broken:VARIANT", "VARIANT = 3", "broken:VARIANT: 3"),
+    ],
+)
+def test_a_bad_entry_point_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh: None, points: str, module: str, found: str):
+    site = install(tmp_path / "site", f"[graphspec.variants]\n{points}\n")
+    (site / "broken.py").write_text(f"from graphspec.catalog import Variant\n{module}\n")
+    monkeypatch.syspath_prepend(site)
+    monkeypatch.delitem(sys.modules, "broken", raising=False)
+    with pytest.raises(ConfigError, match=r"graphspec\.variants") as caught:
+        all_variants()
+    assert found in caught.value.found
+    assert Variant.__module__ == "graphspec.catalog"

@@ -1,0 +1,52 @@
+"""Compiled cycles of every drafter give the target's own tokens; one small program each, for compiling takes its time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from graphspec.engine.llm import SamplingParams
+from tests.support.checkpoints import VOCAB_SIZE
+from tests.support.engines import ids, prompts
+from tests.support.variants import Family, build_family
+
+from .test_variants import make, name_of, variant_of
+
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("eagle", {"num_steps": 2, "topk": 3, "num_draft_tokens": 6}),
+    ("eagle", {"tree_choices": [[0], [1], [0, 0], [1, 0]]}),
+    ("mtp-1", {"num_steps": 2, "topk": 1, "num_draft_tokens": 3}),
+    ("mtp-3", {"num_steps": 3, "topk": 1, "num_draft_tokens": 4}),
+    ("standalone", {"num_steps": 2, "topk": 2, "num_draft_tokens": 5}),
+    ("ngram", {"num_steps": 3, "topk": 2, "num_draft_tokens": 6}),
+    ("ngram_trie", {"num_steps": 3, "topk": 2, "num_draft_tokens": 6}),
+]
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
+    return build_family(tmp_path_factory.mktemp("family"))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"), [pytest.param(*case, marks=pytest.mark.covers(variant_of(case[0]), "compiled")) for case in CASES], ids=name_of
+)
+def test_compiled_cycles_give_the_targets_own_tokens(family: Family, name: str, shape: dict[str, Any]) -> None:
+    run_ahead = 0 if name == "ngram_trie" else 1
+    llm = make(family, name, shape, runtime="compiled", buckets=[4], max_rows=4, cycles_in_flight=run_ahead + 1)
+    asked = prompts(5, vocab=VOCAB_SIZE)
+    assert ids(llm.generate(asked, SamplingParams(max_tokens=20))) == [family.pair.greedy(prompt, 20) for prompt in asked]
+    compiled = llm.cycle.compiled_graphs()
+    llm.generate(asked[:3], SamplingParams(max_tokens=20))
+    assert llm.cycle.compiled_graphs() == compiled, "nothing is compiled after the warm-up"
+
+
+def test_so_do_single_ops_with_compiled_code_around_them(family: Family) -> None:
+    """The path that is compiled as for a GPU, where the choice falls on each op by itself."""
+    name, shape = CASES[0]
+    single = {"attention": "native", "linear": "native"}
+    llm = make(family, name, shape, runtime="compiled", buckets=[2], max_rows=2, cycles_in_flight=2, **single)
+    assert set(llm.decoders.values()) == {"op by op: kernels.mode, kernels.linear or kernels.attention has it so"}
+    asked = prompts(3, vocab=VOCAB_SIZE)
+    assert ids(llm.generate(asked, SamplingParams(max_tokens=20))) == [family.pair.greedy(prompt, 20) for prompt in asked]

@@ -1,0 +1,216 @@
+"""Cycles in flight against a device with a clock of its own: what is launched when, what the host may know by then, and who may take what.
+
+The device runs launches one after another for random times; a result reaches the host some random time after its launch ended, so results
+may arrive in another order than they were computed in. The host's own work takes time on the same clock.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from graphspec.engine.llm import SamplingParams
+from graphspec.errors import ConfigError
+from graphspec.graphs.cycle import RingEntry
+from graphspec.graphs.programs import Key
+from graphspec.graphs.stages.mailbox import Message
+from graphspec.plan import Plan
+from graphspec.shapes import GraphKey
+from tests.support.engines import CHAIN, TREE, Pair, ids, mirror_pair, prompts, watch_schedulers
+from tests.support.plans import plan as make
+
+from .test_scheduler import Case, Device
+
+
+@dataclass
+class Times:
+    """Seconds; each is drawn between its two ends."""
+
+    host: tuple[float, float]
+    """Host work before each launch."""
+    device: tuple[float, float]
+    """One launch."""
+    arrival: tuple[float, float] = (0.0, 0.0)
+    """From the end of a launch to its result on the host."""
+
+
+class TimedDevice(Device):
+    """A device with a timeline. Holds no result back on purpose, and shows none before its time."""
+
+    def __init__(self, device: Device, times: Times) -> None:
+        self.__dict__.update(device.__dict__)
+        self.times, self.now, self.free_at = times, 0.0, 0.0
+        self.lanes: dict[int, dict[int, int]] = {}
+        self.visible: dict[int, float] = {}
+        self.done: dict[int, float] = {}
+        self.idle: list[float] = []
+        """Time the device stood still before each cycle, in the order of launch."""
+        self.unread_at_launch: list[int] = []
+        self.waits = 0
+
+    def _draw(self, ends: tuple[float, float]) -> float:
+        return self.rng.uniform(*ends)
+
+    def launch(self, key: Key, message: Message) -> int:
+        self.now += self._draw(self.times.host)
+        for unread in self.lanes.values():
+            if message.join is not None:
+                owner = unread.get(message.join.row, message.join.seed)
+                assert owner == message.join.seed, "a row changes hands while an unread launch uses it"
+        if isinstance(key, GraphKey):
+            self.idle.append(max(0.0, self.now - self.free_at))
+            self.unread_at_launch.append(self.in_flight)
+        number = super().launch(key, message)
+        self.lanes[number] = {row: self.rows[row].owner for row in message.lanes}
+        self.free_at = max(self.now, self.free_at) + self._draw(self.times.device)
+        self.done[number] = self.free_at
+        self.visible[number] = self.free_at + self._draw(self.times.arrival)
+        return number
+
+    def read(self, ticket: int) -> RingEntry:
+        entry = super().read(ticket)  # checks the order
+        self.waits += self.visible[ticket] > self.now
+        self.now = max(self.now, self.visible[ticket])
+        del self.lanes[ticket]
+        return entry
+
+
+def timed(case: Case, times: Times) -> TimedDevice:
+    device = TimedDevice(case.device, times)
+    case.device = case.scheduler.launcher = device
+    return device
+
+
+SHAPES = [(4, 1, 5), (3, 3, 10), None]
+
+
+@st.composite
+def cases(draw: st.DrawFn, cycles_in_flight: int) -> tuple[Case, TimedDevice]:
+    shape = draw(st.sampled_from(SHAPES))
+    rows, page_size = draw(st.integers(1, 4)), draw(st.sampled_from([1, 3, 16]))
+    runtime: dict[str, Any] = {
+        "name": "eager", "max_rows": rows, "page_size": page_size, "cycles_in_flight": cycles_in_flight, "prefill_chunks": [4, 8],
+    }  # fmt: skip
+    variant = "eagle3" if shape else "none"
+    if draw(st.booleans()):
+        roomy = make(variant, shape=shape, runtime=runtime)
+        runtime["num_pages"] = roomy.pages_for(4 + roomy.tokens_in_flight) + draw(st.integers(0, roomy.pages_for(40)))
+    plan = make(variant, shape=shape, runtime=runtime)
+    case = Case(plan, draw(st.integers(0, 2**16)), draw(st.integers(1, 7)), draw(st.integers(1, 24)), draw(st.integers(1, 30)), True)
+    host, device, arrival = (draw(st.sampled_from([0.0, 0.1, 1.0, 5.0])) for _ in range(3))
+    return case, timed(case, Times((0.0, host), (0.1, 0.1 + device), (0.0, arrival)))
+
+
+@pytest.mark.parametrize("cycles_in_flight", [1, 2, 3])
+def test_results_may_arrive_at_any_time_and_in_any_order(cycles_in_flight: int) -> None:
+    """Pages and rows never change hands early and tickets are read in order (the device asserts both); outputs follow the scripts."""
+    arrived_early = 0
+
+    @settings(max_examples=60, deadline=None)
+    @given(cases(cycles_in_flight), st.sampled_from([0.0, 0.0, 0.1]))
+    def run(made: tuple[Case, TimedDevice], aborts: float) -> None:
+        nonlocal arrived_early
+        case, device = made
+        case.run(aborts)
+        times = [device.visible[number] for number in sorted(device.visible)]
+        arrived_early += times != sorted(times)
+        assert max(device.unread_at_launch, default=0) < cycles_in_flight
+
+    run()
+    assert (arrived_early > 5) == (cycles_in_flight > 1), "results overtook each other, wherever there were two at a time"
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2**16), st.sampled_from(SHAPES), st.integers(1, 6))
+def test_outputs_are_those_of_the_synchronous_order(seed: int, shape: tuple[int, int, int] | None, count: int) -> None:
+    found = []
+    for cycles_in_flight in (1, 2, 3):
+        runtime = {"name": "eager", "max_rows": 3, "page_size": 4, "cycles_in_flight": cycles_in_flight, "prefill_chunks": [4, 8]}
+        plan = make("eagle3" if shape else "none", shape=shape, runtime=runtime, max_context=60)
+        case = Case(plan, seed, count, 20, 25, True)
+        timed(case, Times((0.0, 1.0), (0.1, 2.0), (0.0, 2.0)))
+        case.run()
+        found.append([(r.output, r.finish_reason) for r in case.requests])
+    assert found[0] == found[1] == found[2]
+
+
+def steady(cycles_in_flight: int, times: Times, budget: int = 40) -> TimedDevice:
+    """Two rows that decode plainly side by side until their budgets end; nothing else happens."""
+    runtime = {"name": "eager", "max_rows": 2, "page_size": 16, "cycles_in_flight": cycles_in_flight, "prefill_chunks": [8]}
+    case = Case(make("none", runtime=runtime), seed=3, count=2, longest=6, budget=budget, ends=False)
+    for request in case.requests:
+        request.budget = budget
+        case.scheduler.add(request)
+    device = timed(case, times)
+    while case.scheduler.busy:
+        case.scheduler.step()
+    assert [len(r.output) for r in case.requests] == [budget] * 2
+    return device
+
+
+@pytest.mark.parametrize("cycles_in_flight", [1, 2, 3])
+def test_a_launch_never_waits_for_the_result_before_it(cycles_in_flight: int) -> None:
+    device = steady(cycles_in_flight, Times((0.2, 0.2), (1.0, 1.0)))
+    settled = device.unread_at_launch[cycles_in_flight:]
+    assert set(settled) == {cycles_in_flight - 1}, "so many cycles are still unread when the next one is launched"
+    assert device.inert_lanes == 2 * (cycles_in_flight - 1), "rows that ended ride along in what was queued, and emit nothing"
+
+
+@pytest.mark.parametrize(("cycles_in_flight", "idle"), [(1, True), (2, False), (3, False)])
+def test_the_device_never_stands_still_while_the_host_is_faster(cycles_in_flight: int, idle: bool) -> None:
+    device = steady(cycles_in_flight, Times((0.4, 0.4), (1.0, 1.0)))
+    gaps = device.idle[cycles_in_flight:]
+    assert len(gaps) > 30
+    if idle:
+        assert min(gaps) == pytest.approx(0.4), "the host's whole work, every cycle"
+    else:
+        assert max(gaps) == 0.0
+
+
+def test_a_third_cycle_in_flight_hides_a_result_that_comes_late() -> None:
+    """Two hide host work up to one cycle; copying back that takes longer needs three."""
+    late = Times((0.4, 0.4), (1.0, 1.0), (0.9, 0.9))
+    assert max(steady(2, late).idle[3:]) == pytest.approx(0.3)
+    assert max(steady(3, late).idle[3:]) == 0.0
+
+
+def test_a_host_slower_than_the_device_is_what_it_is() -> None:
+    device = steady(2, Times((2.0, 2.0), (1.0, 1.0)))
+    assert min(device.idle[2:]) == pytest.approx(1.0)
+    assert device.waits <= 2, "results are there before they are asked for"
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return mirror_pair(tmp_path_factory.mktemp("pair"), noise=0.8)
+
+
+@pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
+def test_the_engine_gives_the_same_tokens(pair: Pair, shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows end, leave and join while later cycles are queued; pages are short, so that rows are sent back as well."""
+    made = watch_schedulers(monkeypatch)
+    asked = prompts(7)
+    params = [SamplingParams(max_tokens=3 + 4 * i, temperature=(0.0, 0.9)[i % 2], seed=i) for i in range(7)]
+    found = []
+    for cycles_in_flight in (1, 2, 3):
+        llm = pair.llm(**shape, max_rows=3, page_size=4, num_pages=30, cycles_in_flight=cycles_in_flight)
+        assert llm.plan.run_ahead == cycles_in_flight - 1 and llm.plan.ring_depth == cycles_in_flight + 1
+        outputs = llm.generate(asked, params)
+        found.append([(o.token_ids, o.finish_reason) for o in outputs])
+        assert made[-1].allocator.num_used == 0 and llm.cycle.in_flight == 0
+    assert found[0] == found[1] == found[2]
+    assert ids(outputs)[0] == pair.greedy(asked[0], 3)
+
+
+def test_no_cycle_at_all_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"runtime\.cycles_in_flight: expected an integer >= 1, at most 64, found 0"):
+        make("none", runtime={"cycles_in_flight": 0})
+
+
+def test_the_window_is_reserved_for_every_cycle_in_flight() -> None:
+    plans: list[Plan] = [make("eagle3", shape=(4, 1, 5), runtime={"cycles_in_flight": n}) for n in (1, 2, 3)]
+    assert [p.tokens_in_flight - p.window_width for p in plans] == [0, 5, 10]

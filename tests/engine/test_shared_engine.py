@@ -1,0 +1,288 @@
+"""Several open calls on one engine: nothing of one shows in another, whoever drives and whatever each asks of the sampler."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator
+from itertools import zip_longest
+from typing import Any
+
+import pytest
+
+from graphspec.engine.engine import Engine, Turn
+from graphspec.engine.llm import LLM, SamplingParams
+from graphspec.engine.outputs import StreamEvent
+from graphspec.errors import ResourceError
+from graphspec.shapes import SamplingClass
+from tests.support.engines import CHAIN, TREE, Pair, ids, mirror_pair, prompts
+
+SHAPES = pytest.mark.parametrize("shape", [{"variant": "none"}, CHAIN, TREE], ids=["plain", "chain", "tree"])
+LENGTH = 20
+PARAMS = SamplingParams(max_tokens=LENGTH, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return mirror_pair(tmp_path_factory.mktemp("pair"), noise=0.8)
+
+
+def expected(pair: Pair, asked: list[list[int]], length: int = LENGTH) -> list[list[int]]:
+    return [pair.greedy(prompt, length, ignore_eos=True) for prompt in asked]
+
+
+def assert_idle(llm: LLM) -> None:
+    llm.warm_up()  # a turn nobody holds, or a step that did not end, is seen to by whoever comes next
+    scheduler = llm._engine.scheduler
+    assert (scheduler.allocator.num_used, llm.cycle.in_flight, scheduler.busy) == (0, 0, False)
+    assert sorted(scheduler._free_rows) == list(range(llm.plan.max_rows))
+    assert not scheduler.live and not llm._engine._calls and not llm._engine._turn
+
+
+def collect(stream: Iterator[StreamEvent], into: dict[int, list[int]]) -> None:
+    for event in stream:
+        into.setdefault(event.index, []).extend(event.token_ids)
+
+
+@SHAPES
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("cycles_in_flight", [1, 2])
+def test_two_streams_in_turn(pair: Pair, shape: dict[str, Any], rows: int, cycles_in_flight: int) -> None:
+    llm = pair.llm(**shape, max_rows=rows, buckets=[1, 4], cycles_in_flight=cycles_in_flight)
+    asked = prompts(2)
+    streams = [llm.stream(prompt, PARAMS) for prompt in asked]
+    found: list[list[int]] = [[], []]
+    for events in zip_longest(*streams):
+        for tokens, event in zip(found, events, strict=True):
+            tokens += event.token_ids if event is not None else []
+    assert found == expected(pair, asked)
+    assert_idle(llm)
+
+
+@SHAPES
+def test_generating_inside_the_loop_over_a_stream(pair: Pair, shape: dict[str, Any]) -> None:
+    llm = pair.llm(**shape, max_rows=2, buckets=[1, 2])
+    asked, inner = prompts(4), prompts(3, seed=5)
+    found: dict[int, list[int]] = {}
+    for number, event in enumerate(llm.stream(asked, PARAMS)):
+        found.setdefault(event.index, []).extend(event.token_ids)
+        if number % 4 == 0:
+            assert ids(llm.generate(inner, SamplingParams(max_tokens=5, ignore_eos=True))) == expected(pair, inner, 5)
+    assert [found[i] for i in range(4)] == expected(pair, asked)
+    assert_idle(llm)
+
+
+@SHAPES
+def test_a_stream_goes_on_after_another_call_used_its_rows(pair: Pair, shape: dict[str, Any]) -> None:
+    llm = pair.llm(**shape, max_rows=1, buckets=[1])
+    asked = prompts(3)
+    stream, found = llm.stream(asked, PARAMS), {}
+    for _ in range(2):
+        event = next(stream)
+        found.setdefault(event.index, []).extend(event.token_ids)
+    assert ids(llm.generate(asked, PARAMS)) == expected(pair, asked)
+    collect(stream, found)
+    assert [found[i] for i in range(3)] == expected(pair, asked)
+    assert_idle(llm)
+
+
+@SHAPES
+@pytest.mark.parametrize("pages", [None, 24])
+def test_threads(pair: Pair, shape: dict[str, Any], pages: int | None) -> None:
+    """Also with pages so short that rows of one caller make way for those of another."""
+    llm = pair.llm(**shape, max_rows=3, buckets=[1, 4], page_size=4, num_pages=pages)
+    asked = [prompts(3, seed=seed) for seed in range(4)]
+    wanted = [expected(pair, some) for some in asked]
+    found: dict[int, Any] = {}
+
+    def generate(number: int) -> None:
+        try:
+            found[number] = [ids(llm.generate(asked[number], PARAMS)) for _ in range(2)]
+        except BaseException as error:  # noqa: BLE001  the assertion shows it
+            found[number] = error
+
+    def stream(number: int) -> None:
+        tokens: dict[int, list[int]] = {}
+        try:
+            collect(llm.stream(asked[number], PARAMS), tokens)
+        except BaseException as error:  # noqa: BLE001
+            found[number] = error
+        else:
+            found[number] = [[tokens[i] for i in range(3)]] * 2
+
+    threads = [threading.Thread(target=(generate, stream)[i % 2], args=(i,), daemon=True) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert not any(thread.is_alive() for thread in threads)
+    assert [found[i] for i in range(4)] == [[some, some] for some in wanted]
+    assert_idle(llm)
+
+
+def test_what_one_call_asks_of_the_sampler_stays_with_it(pair: Pair) -> None:
+    """Rows that joined under one class run under a larger one, on rows where somebody else's filters, penalties and bias were."""
+    kinds = [
+        SamplingParams(max_tokens=LENGTH, ignore_eos=True),
+        SamplingParams(max_tokens=LENGTH, ignore_eos=True, temperature=0.9, seed=3),
+        SamplingParams(max_tokens=LENGTH, ignore_eos=True, temperature=1.2, seed=4, top_k=2),
+        SamplingParams(max_tokens=LENGTH, ignore_eos=True, repetition_penalty=1.7, presence_penalty=1.0),
+        SamplingParams(max_tokens=LENGTH, ignore_eos=True, logit_bias=dict.fromkeys(range(0, 40, 3), -80.0), logprobs=2),
+        SamplingParams(max_tokens=LENGTH, temperature=0.7, seed=9, min_tokens=LENGTH, min_p=0.2),
+    ]
+    prompt = prompts(1, lengths=(9,))[0]
+    alone = [pair.llm(**CHAIN, max_rows=2).generate([prompt], kind)[0].token_ids for kind in kinds]
+    assert len({tuple(tokens) for tokens in alone}) == len(kinds), "each of them changes what comes out"
+    llm = pair.llm(**CHAIN, max_rows=2, buckets=[1, 2])
+    for first in range(len(kinds)):
+        for second in range(len(kinds)):
+            # The first joins alone, in a class that is its own; then the second brings its own.
+            stream, found = llm.stream([prompt], kinds[first]), []
+            found += next(stream).token_ids
+            assert llm.generate([prompt], kinds[second])[0].token_ids == alone[second], (first, second)
+            for event in stream:
+                found += event.token_ids
+            assert found == alone[first], (first, second)
+    assert_idle(llm)
+
+
+def test_the_smallest_class_that_covers_its_rows_runs(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = pair.llm(**CHAIN, max_rows=2)
+    asked = prompts(2)
+    used: list[SamplingClass] = []
+    launch = type(llm.cycle).launch
+    monkeypatch.setattr(type(llm.cycle), "launch", lambda self, key, message: used.append(key.sampling) or launch(self, key, message))
+    stream = llm.stream(asked[0], PARAMS)
+    next(stream)
+    hot = SamplingParams(max_tokens=4, ignore_eos=True, temperature=1.0, seed=1)
+    llm.generate([asked[1]], hot)
+    together = len(used)
+    collect(stream, {})
+    assert set(used[:2]) == {SamplingClass()}
+    assert SamplingClass(noise=True) in used[2:together]
+    assert set(used[together:]) == {SamplingClass()}, "the request that is left asks for nothing"
+
+
+def test_a_call_has_the_engine_to_itself_or_not_at_all(pair: Pair) -> None:
+    llm = pair.llm(**TREE, max_rows=2)
+    asked = prompts(2)
+    stream = llm.stream(asked, PARAMS)
+    found: dict[int, list[int]] = {}
+    event = next(stream)
+    found[event.index] = list(event.token_ids)
+    for alone in (lambda: llm.draft_tree(asked[0]), lambda: llm.generate(asked, PARAMS, launcher=llm.cycle)):
+        with pytest.raises(ResourceError, match=r"engine: expected no other call open while one has it for itself, found 2 requests"):
+            alone()
+    collect(stream, found)
+    assert [found[i] for i in range(2)] == expected(pair, asked)
+    assert llm.draft_tree(asked[0]).token_N
+    assert ids(llm.generate(asked, PARAMS, launcher=llm.cycle)) == expected(pair, asked)
+    assert_idle(llm)
+
+
+def test_a_turn_that_was_left_behind_is_taken_over(pair: Pair) -> None:
+    """By its own thread, where no frame refers to it; a turn that a suspended generator holds is not."""
+    llm = pair.llm(**CHAIN)
+    asked = prompts(2)
+    llm._engine._turn["turn"] = Turn(threading.get_ident())
+    assert ids(llm.generate(asked, PARAMS)) == expected(pair, asked)
+    alone = llm._engine.serve_alone(llm._requests(asked, PARAMS))
+    next(alone)
+    with pytest.raises(ResourceError, match="engine: expected a call from outside its own steps"):
+        llm.generate(asked, PARAMS)
+    alone.close()
+    assert ids(llm.generate(asked, PARAMS)) == expected(pair, asked)
+    assert_idle(llm)
+
+
+def test_a_call_from_inside_a_step_is_refused(pair: Pair) -> None:
+    inner: list[str] = []
+
+    def progress(*_: Any) -> None:
+        if not inner:
+            with pytest.raises(ResourceError, match="engine: expected a call from outside its own steps") as caught:
+                llm.generate([[1, 2]], PARAMS)
+            inner.append(str(caught.value))
+
+    llm = pair.llm(**CHAIN)
+    llm._engine.progress = progress
+    asked = prompts(2)
+    assert ids(llm.generate(asked, PARAMS)) == expected(pair, asked)
+    assert inner
+    assert_idle(llm)
+
+
+def test_programs_that_cannot_be_built_fail_the_call_that_wants_them(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = pair.llm(**CHAIN)
+    asked = prompts(2)
+    prepare = type(llm.cycle).prepare
+
+    def refuse(self: Any, keys: Any, progress: Any = None) -> None:
+        if any(key.sampling.penalties for key in keys):
+            raise ResourceError("memory", "room", "none")
+        prepare(self, keys, progress)
+
+    monkeypatch.setattr(type(llm.cycle), "prepare", refuse)
+    stream, found = llm.stream(asked, PARAMS), {}
+    event = next(stream)
+    found[event.index] = list(event.token_ids)
+    with pytest.raises(ResourceError, match="memory: expected room, found none"):
+        llm.generate(asked, SamplingParams(repetition_penalty=1.5))
+    collect(stream, found)
+    assert [found[i] for i in range(2)] == expected(pair, asked)
+    assert_idle(llm)
+
+
+def test_a_stream_that_nobody_holds_any_more_gives_back_what_it_had(pair: Pair) -> None:
+    llm = pair.llm(**CHAIN, max_rows=2)
+    stream = llm.stream(prompts(3), PARAMS)
+    next(stream)
+    del stream
+    gc.collect()
+    assert_idle(llm)
+
+
+def test_a_stream_that_is_collected_inside_a_step(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The collector may close it anywhere, in the thread that has the turn too."""
+    llm = pair.llm(**CHAIN, max_rows=3)
+    asked = prompts(2)
+    left = [llm.stream(prompts(1, seed=7), PARAMS)]
+    next(left[0])
+    step = Engine._step
+
+    def collecting(self: Engine) -> None:
+        step(self)
+        left.clear()
+
+    monkeypatch.setattr(Engine, "_step", collecting)
+    assert ids(llm.generate(asked, PARAMS)) == expected(pair, asked)
+    assert_idle(llm)
+
+
+def test_a_consumer_that_raises_ends_its_own_call_only(pair: Pair) -> None:
+    llm = pair.llm(**CHAIN, max_rows=2)
+    asked = prompts(2)
+    stream, found = llm.stream(asked, PARAMS), {}
+    event = next(stream)
+    found[event.index] = list(event.token_ids)
+
+    def progress(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        llm.generate(asked, PARAMS, progress)
+    collect(stream, found)
+    assert [found[i] for i in range(2)] == expected(pair, asked)
+    assert_idle(llm)
+
+
+def test_a_call_next_to_an_open_one_builds_one_class(pair: Pair) -> None:
+    """The class of both together; nothing is built for it alone while the other waits."""
+    llm = pair.llm(**CHAIN, max_rows=2)
+    stream = llm.stream(prompts(1), SamplingParams(max_tokens=LENGTH, ignore_eos=True, repetition_penalty=1.5))
+    next(stream)
+    before = {key.sampling for key in llm.cycle.programs}
+    llm.generate(prompts(1), SamplingParams(max_tokens=3, temperature=1.0, seed=1))
+    assert {key.sampling for key in llm.cycle.programs} - before == {SamplingClass(noise=True, penalties=True)}
+    collect(stream, {})
+    assert_idle(llm)

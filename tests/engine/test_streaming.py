@@ -1,0 +1,117 @@
+"""Streams say what generate says, in pieces; text comes in whole characters."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from graphspec.engine.llm import SamplingParams
+from graphspec.engine.outputs import Detokenizer, StreamEvent
+from graphspec.errors import RequestError
+from tests.support.engines import CHAIN, MIRROR_VOCAB, TREE, Pair, add_tokenizer, mirror_pair, prompts, watch_schedulers, words
+
+PLAIN: dict[str, Any] = {"variant": "none"}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    made = mirror_pair(tmp_path_factory.mktemp("pair"), noise=0.8)
+    add_tokenizer(made.target)
+    return made
+
+
+@pytest.mark.parametrize("shape", [PLAIN, CHAIN, {**TREE, "cycles_in_flight": 3}], ids=["none", "chain", "tree-ahead"])
+def test_a_stream_adds_up_to_the_output(pair: Pair, shape: dict[str, Any]) -> None:
+    llm = pair.llm(**shape, max_rows=3)
+    asked: list[list[int]] = [*prompts(5), [MIRROR_VOCAB]]
+    lengths = ((14, 0.0), (1, 0.0), (9, 1.0), (2, 0.0), (20, 0.0), (3, 0.0))
+    params = [SamplingParams(max_tokens=n, temperature=t, seed=n) for n, t in lengths]
+    outputs = llm.generate(asked, params)
+    events: dict[int, list[StreamEvent]] = defaultdict(list)
+    for event in llm.stream(asked, params):
+        events[event.index].append(event)
+    for output in outputs:
+        mine = events[output.index]
+        assert [t for e in mine for t in e.token_ids] == output.token_ids
+        assert "".join(e.text for e in mine) == output.text == words(output.token_ids)
+        assert [e.finished for e in mine] == [False] * (len(mine) - 1) + [True]
+        assert [e.finish_reason for e in mine] == [None] * (len(mine) - 1) + [output.finish_reason]
+        assert all(e.token_ids for e in mine[:-1])
+    assert outputs[-1].finish_reason == "error"
+    assert {o.index: (o.error, o.seed) for o in outputs} == {i: (mine[-1].error, mine[-1].seed) for i, mine in events.items()}
+    assert outputs[-1].error == f"prompt[0]: expected a token id from 0 to {MIRROR_VOCAB - 1}, found {MIRROR_VOCAB}"
+    assert [o.error for o in outputs[:-1]] == [None] * 5
+    assert len(events[0]) > 2
+    assert llm.metrics is not None
+    assert llm.metrics.cycles == sum(o.metrics.cycles for o in outputs)
+
+
+@pytest.mark.parametrize("run_ahead", [0, 2])
+@pytest.mark.parametrize("events", [0, 1, 4])
+def test_closing_a_stream_frees_what_it_held(pair: Pair, run_ahead: int, events: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = watch_schedulers(monkeypatch)
+    llm = pair.llm(**CHAIN, cycles_in_flight=run_ahead + 1, max_rows=2)
+    stream = llm.stream(prompts(4), SamplingParams(max_tokens=30, ignore_eos=True))
+    for _ in range(events):
+        next(stream)
+    if events:
+        assert made[0].allocator.num_used > 0
+    stream.close()
+    assert llm.cycle.in_flight == 0
+    (scheduler,) = made
+    assert scheduler.allocator.num_used == 0
+    assert not scheduler.busy
+    assert {r.finish_reason for r in scheduler.seen} == ({"abort"} if events else set()), "what was never asked for was never queued"
+
+
+def test_a_bad_request_alone_raises_at_the_first_event(pair: Pair) -> None:
+    with pytest.raises(RequestError, match="found -5"):
+        next(iter(pair.llm(**PLAIN).stream([-5])))
+
+
+def as_bytes(text: str) -> list[int]:
+    return list(text.encode())
+
+
+def decode_bytes(tokens: list[int]) -> str:
+    return bytes(tokens).decode(errors="replace")
+
+
+def decode_words(tokens: list[int]) -> str:
+    """A space before every word but the first, as sentencepiece decoders do."""
+    return " ".join(f"w{token}" for token in tokens)
+
+
+@given(
+    st.text(st.characters(exclude_characters="\ufffd", exclude_categories=("Cs",)), max_size=12), st.lists(st.integers(1, 5), min_size=1)
+)
+def test_characters_split_over_tokens_come_out_whole(text: str, sizes: list[int]) -> None:
+    tokens, whole = as_bytes(text), ""
+    detokenizer = Detokenizer(decode_bytes)
+    while tokens:
+        size = sizes[len(tokens) % len(sizes)]
+        piece, tokens = tokens[:size], tokens[size:]
+        fresh = detokenizer.push(piece, last=not tokens)
+        assert "\ufffd" not in fresh
+        whole += fresh
+        assert text.startswith(whole)
+    assert whole == text
+
+
+def test_a_character_is_held_until_it_is_whole() -> None:
+    detokenizer = Detokenizer(decode_bytes)
+    assert detokenizer.push(as_bytes("a€")[:3]) == ""
+    assert detokenizer.push(as_bytes("€")[2:]) == "a€"
+    assert detokenizer.push(as_bytes("b")) == "b"
+    assert detokenizer.push(as_bytes("€")[:2], last=True) == "\ufffd"
+
+
+@given(st.lists(st.lists(st.integers(0, 9), max_size=4), max_size=6))
+def test_spaces_that_depend_on_the_token_before(pieces: list[list[int]]) -> None:
+    detokenizer = Detokenizer(decode_words)
+    text = "".join(detokenizer.push(piece, last=i == len(pieces) - 1) for i, piece in enumerate(pieces))
+    assert text == decode_words([token for piece in pieces for token in piece])

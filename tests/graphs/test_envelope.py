@@ -1,0 +1,66 @@
+"""A host buffer that rewrites what changed holds, after every message, what a fresh encoding of that message is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from graphspec.errors import ResourceError
+from graphspec.graphs.envelope import Envelope
+from graphspec.graphs.stages.mailbox import Chunk, Join, MailLayout, Message
+from tests.support.plans import plan
+
+PLAN = plan("eagle3", shape=(3, 2, 6), runtime={"max_rows": 4, "buckets": [1, 2, 4], "prefill_chunks": [4, 8]})
+LAYOUT = MailLayout.of(PLAN)
+
+
+@st.composite
+def messages(draw: st.DrawFn) -> Message:
+    lanes = draw(st.lists(st.integers(0, 3), max_size=4, unique=True))
+    if draw(st.integers(0, 2)):
+        return Message(lanes=lanes)
+    message = Message(lanes=lanes, aborts=draw(st.lists(st.integers(0, 3), max_size=3)))
+    message.pages = draw(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2), st.integers(1, 9)), max_size=3))
+    if draw(st.booleans()):
+        message.join = Join(row=1, budget=5, seed=draw(st.integers(0, 2**64 - 1)), temperature=0.5, draft_len=3, stop_ids=(4,))
+        message.chunk = Chunk(draw(st.lists(st.integers(0, 49), min_size=1, max_size=8)), 0, 8)
+    return message
+
+
+@given(st.lists(messages(), min_size=1, max_size=8))
+def test_the_buffer_says_the_last_message_and_nothing_else(sent: list[Message]) -> None:
+    envelope, fresh = Envelope(LAYOUT, pinned=False), torch.zeros(LAYOUT.size, dtype=torch.int64)
+    for message in sent:
+        LAYOUT.encode(message, fresh)
+        assert torch.equal(envelope.write(message), fresh)
+
+
+def test_lanes_that_stay_are_not_written_again() -> None:
+    envelope = Envelope(LAYOUT, pinned=False)
+    lanes = [0, 2]
+    words = envelope.write(Message(lanes=lanes))
+    words.fill_(-5)
+    assert set(envelope.write(Message(lanes=[0, 2])).tolist()) == {-5}
+    assert envelope.write(Message(lanes=[2])).tolist()[LAYOUT.lanes : LAYOUT.lanes + 4] == [2, 4, 4, 4]
+    lanes.append(3)
+    assert envelope.write(Message(lanes=lanes)).tolist()[LAYOUT.lanes : LAYOUT.lanes + 4] == [0, 2, 3, 4]
+
+
+def test_a_list_changed_in_place_is_noticed() -> None:
+    envelope, lanes = Envelope(LAYOUT, pinned=False), [0]
+    envelope.write(Message(lanes=lanes))
+    lanes[0] = 3
+    assert envelope.write(Message(lanes=lanes))[LAYOUT.lanes] == 3
+
+
+def test_too_many_lanes_are_refused() -> None:
+    envelope = Envelope(LAYOUT, pinned=False)
+    envelope.write(Message(lanes=[0]))
+    most = LAYOUT.max_lanes
+    with pytest.raises(ResourceError, match=f"mailbox lanes: expected at most {most} in one launch"):
+        envelope.write(Message(lanes=[0] * (most + 1)))
+    fresh = torch.zeros(LAYOUT.size, dtype=torch.int64)
+    LAYOUT.encode(Message(lanes=[1]), fresh)
+    assert torch.equal(envelope.write(Message(lanes=[1])), fresh), "a refused message leaves nothing behind"

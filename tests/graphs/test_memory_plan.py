@@ -1,0 +1,202 @@
+"""The memory plan: counts that equal what is then allocated, checked before anything is."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+
+from graphspec.catalog import load_object
+from graphspec.config import Config, HardwareConfig, ModelConfig, RuntimeConfig, VariantConfig
+from graphspec.engine import llm as llm_module
+from graphspec.engine.llm import LLM, SamplingParams, model_folder
+from graphspec.errors import ConfigError, spell_bytes
+from graphspec.facts import read_eagle3_facts, read_model_facts
+from graphspec.graphs import memory as memory_module
+from graphspec.graphs.memory import GIB, MemoryLine, MemoryPlan, available_bytes, plan_memory, weigh
+from graphspec.plan import make_plan
+from graphspec.shapes import SamplingClass
+from graphspec.show.inspect import memory_table
+from graphspec.weights.checkpoint import Checkpoint
+from tests.support.engines import CHAIN, TREE, Pair, mirror_pair
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return mirror_pair(tmp_path_factory.mktemp("pair"))
+
+
+def held(*modules: nn.Module) -> int:
+    """Bytes of all parameters and buffers, by storage."""
+    found = {t.untyped_storage().data_ptr(): t for m in modules for t in (*m.parameters(), *m.buffers())}
+    return sum(t.numel() * t.element_size() for t in found.values())
+
+
+def size(memory: MemoryPlan, name: str) -> int:
+    return sum(line.size for line in memory.lines if line.name.startswith(name))
+
+
+@pytest.mark.parametrize("keys", [{"variant": "none"}, CHAIN, {**TREE, "cycles_in_flight": 3, "num_pages": 7, "max_rows": 3}])
+def test_what_is_counted_is_what_is_allocated(pair: Pair, keys: dict[str, Any]) -> None:
+    llm = pair.llm(**keys)
+    memory, arena = llm.memory, llm.cycle.arena
+    arena.allocate(SamplingClass(True, True, True, True, 2))
+    grouped = {slot.name for slot in arena.slots if slot.group}
+    slots = {name: count for name, _, _, count in llm.slots()}
+    pools = {name: count for name, count in slots.items() if name.endswith("_kv")}
+    assert size(memory, "KV pools") == sum(pools.values()) == memory.page_bytes * llm.plan.num_pages
+    assert size(memory, "slots of single") == sum(slots[name] for name in grouped) > 0
+    assert size(memory, "slots") == sum(slots.values()) - sum(pools.values())
+    networks = [llm.cycle.target, *([llm.cycle.draft] if llm.cycle.draft is not None else [])]
+    assert size(memory, "target weights") == held(networks[0])  # type: ignore[arg-type]
+    assert size(memory, "draft weights") == held(*networks) - held(networks[0])  # type: ignore[arg-type]
+    assert llm.generate([1, 2, 3], SamplingParams(max_tokens=2))[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("variant", ["eagle", "eagle3", "standalone", "mtp", "ngram", "none"])
+def test_weights_of_every_variant_are_counted_without_reading_them(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The demo drafts; only vocabulary maps and one small tensor that tells kinds of heads apart are read."""
+    read: list[str] = []
+    raw = Checkpoint.raw
+
+    def noting(self: Checkpoint, name: str) -> torch.Tensor:
+        read.append(name)
+        return raw(self, name)
+
+    config = Config(variant=VariantConfig(name=variant), model=ModelConfig(), runtime=RuntimeConfig(name="eager"))
+    llm = LLM(config=config)
+    monkeypatch.setattr(Checkpoint, "raw", noting)
+    target, draft = weigh(llm.plan)
+    assert target == held(llm.cycle.target)  # type: ignore[arg-type]
+    both = held(llm.cycle.target, *([llm.cycle.draft] if llm.cycle.draft is not None else []))  # type: ignore[list-item, arg-type]
+    assert draft == both - target
+    assert (draft > 0) == llm.plan.variant.has_network
+    assert set(read) <= {"d2t", "t2d", "fc.weight"}
+
+
+def config_for(pair: Pair, memory_gib: float | None = None, fraction: float = 0.9, **runtime: Any) -> Config:
+    return Config(
+        variant=VariantConfig(name="eagle3", draft=str(pair.draft), num_steps=4, topk=1, num_draft_tokens=5),
+        model=ModelConfig(path=str(pair.target)),
+        runtime=RuntimeConfig(name="eager", prefill_chunks=[8, 16], memory_fraction=fraction, **runtime),
+        hardware=HardwareConfig(memory_gib=memory_gib),
+    )
+
+
+@pytest.mark.parametrize("num_pages", [None, 100])
+def test_too_many_pages_are_refused_before_anything_is_allocated(
+    pair: Pair, num_pages: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    roomy = LLM(config=config_for(pair)).memory
+    # Room for all but twelve pages and a half.
+    allowed = roomy.total - 12 * roomy.page_bytes - roomy.page_bytes // 2 if num_pages is None else None
+    if allowed is None:
+        roomy = LLM(config=config_for(pair, num_pages=num_pages)).memory
+        allowed = roomy.total - 12 * roomy.page_bytes - roomy.page_bytes // 2
+    gib = allowed / 0.5 / GIB
+    most = roomy.num_pages - 1 - 13
+
+    def refuse(*args: Any) -> None:
+        raise AssertionError("weights are loaded")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(llm_module, "load_target", refuse)
+        with pytest.raises(ConfigError, match=f"runtime.num_pages: expected at most {most}, found {roomy.num_pages - 1} ") as caught:
+            LLM(config=config_for(pair, gib, 0.5, num_pages=num_pages))
+        with pytest.raises(ConfigError, match=r"runtime\.num_pages"):
+            LLM(config=config_for(pair, gib, 0.5, num_pages=most + 1))
+    for name in ("KV pools", "target weights", "draft weights", "slots", "workspace ~", "0.5 of", "a page is"):
+        assert name in str(caught.value)
+    assert LLM(config=config_for(pair, gib, 0.5, num_pages=most)).plan.num_pages == most + 1
+
+
+def test_weights_that_do_not_fit_name_the_keys_to_lower(pair: Pair) -> None:
+    with pytest.raises(ConfigError, match=r"memory: expected at least .* even with the fewest pages") as caught:
+        LLM(config=config_for(pair, memory_gib=1e-6))
+    assert "lower runtime.max_rows, runtime.buckets, variant.num_draft_tokens, model.max_context" in str(caught.value)
+    assert caught.value.key == "memory"
+
+
+def cuda_memory(pair: Pair, monkeypatch: pytest.MonkeyPatch, free: int, *, unused: int = 0, **runtime: Any) -> MemoryPlan:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, free * 2))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 2 * unused)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: unused)
+    config = replace(config_for(pair, **runtime), runtime=RuntimeConfig(name="captured", prefill_chunks=[8, 16], **runtime))
+    target = read_model_facts(pair.target)
+    plan = make_plan(config, target, read_eagle3_facts(pair.draft, target), device="cuda")
+    return plan_memory(plan, config)
+
+
+def test_a_gpu_is_asked_what_is_free_and_graphs_have_a_reserve(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = cuda_memory(pair, monkeypatch, 3 * GIB, unused=GIB)
+    assert (memory.available, memory.budget) == (4 * GIB, int(4 * GIB * 0.9))
+    memory.check()
+    programs = 4 + 2
+    assert size(memory, "graphs") == memory_module.LIBRARY_RESERVE + programs * memory_module.GRAPH_RESERVE
+    tight = cuda_memory(pair, monkeypatch, int((memory.total - memory.page_bytes // 2) / 0.9))
+    with pytest.raises(ConfigError, match=f"runtime.num_pages: expected at most {memory.num_pages - 2}, found {memory.num_pages - 1}"):
+        tight.check()
+
+
+def test_the_reference_attention_needs_room_for_what_it_gathers(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = LLM(config=config_for(pair)).plan
+    short, long = (memory_module._workspace(replace(plan, table_width=width), torch.float32) for width in (100, 1000))
+    assert long > 5 * short
+    short, long = (
+        memory_module._workspace(replace(plan, table_width=width, kernels="compiled", attention="native"), torch.float32)
+        for width in (100, 1000)
+    )
+    assert long == short
+
+
+def test_what_the_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert available_bytes("cpu", 1.5) == available_bytes("cuda", 1.5) == 3 * GIB // 2
+    total = available_bytes("cpu", None)
+    line = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemTotal"))
+    assert total == pytest.approx(int(line.split()[1]) * 1024, rel=0.1)
+    assert os.sysconf("SC_PHYS_PAGES") > 0
+
+
+@pytest.mark.parametrize("excess", [-1, 0, 1, 5, 7])
+def test_the_largest_number_of_pages_is_exact(excess: int) -> None:
+    lines = (MemoryLine("KV pools", 80, ("runtime.num_pages",)), MemoryLine("rest", 100, ("runtime.max_rows",)))
+    memory = MemoryPlan(lines, 180 - excess, 1.0, page_bytes=8, page_size=1, num_pages=10, least_pages=3)
+    assert memory.largest_num_pages == 9 - math.ceil(excess / 8)
+    if excess > 0:
+        with pytest.raises(ConfigError, match=f"expected at most {memory.largest_num_pages}, found 9"):
+            memory.check()
+    else:
+        memory.check()
+
+
+def test_the_table_says_it_all(pair: Pair) -> None:
+    memory = LLM(config=config_for(pair)).memory
+    console = Console(record=True, width=120)
+    console.print(memory_table(memory))
+    text = console.export_text()
+    for line in memory.lines:
+        assert line.name in text and spell_bytes(line.size) in text
+    assert f"largest num_pages that fits: {memory.largest_num_pages}" in text and spell_bytes(memory.total) in text
+
+
+def test_keys_are_checked() -> None:
+    with pytest.raises(ConfigError, match=r"runtime\.memory_fraction: expected a number above 0, at most 1, found 0"):
+        RuntimeConfig(memory_fraction=0)
+    with pytest.raises(ConfigError, match=r"hardware\.memory_gib: expected a number >= 1e-09, at most 1e\+09, found -1\.0"):
+        HardwareConfig(memory_gib=-1)
+
+
+def test_a_loader_meets_the_device_meta(pair: Pair) -> None:
+    """Loaders of every variant take it: nothing has data, everything has its shape."""
+    llm = pair.llm(**CHAIN)
+    target = llm_module.load_target(llm.plan.target, llm.plan.tap_layers, 64, torch.float32, torch.device("meta"))
+    draft = load_object(llm.plan.variant.loader)(llm.plan.draft, target, 64, torch.float32, torch.device("meta"), None)
+    assert all(p.is_meta for p in (*target.parameters(), *draft.parameters()))
+    assert model_folder("demo").is_dir()

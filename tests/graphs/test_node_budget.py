@@ -1,0 +1,155 @@
+"""How many launches a compiled cycle is, counted in the wrapper Inductor writes for a GPU that is not there.
+
+Every launch costs about a microsecond whatever it does, so the budgets here are speed that can be tested on any machine. A figure above its
+budget is a regression; one below it is progress, and the budget follows. The wrapper calls operators; how many kernels each of them is, its
+launcher says, called with the shapes of the cycle.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from graphspec.graphs.stages.verify import Verify
+from graphspec.shapes import GREEDY, SAMPLED, CycleShape, SamplingClass
+from perf.counts import GUARD, differences, launch_figures
+from perf.none_cost import plain_step
+from tests.support.codegen import Launches, launches_of
+from tests.support.launches import OperatorCall, operator_calls
+from tests.support.shapes_8b import fake_cycle
+
+TREE, PLAIN = CycleShape(5, 4, 8), CycleShape(0, 1, 1)
+LAYER = Counter({"linear": 2, "linear_summed": 2, "rope_kv_write": 1, "fused_tree_attention": 1})
+"""A dense layer: norm and qkv; head norms, RoPE and KV write; attention; o and residual; norm, gate and up; down and residual."""
+DRAFT_PASS = LAYER + Counter({"linear": 1, "draft_topk": 1, "draft_level": 1})
+"""A layer, the head, selection; beside it two of Inductor's kernels: the norms of embedding and hidden state."""
+
+KERNELS = {8: (6, 262), 16: (6, 263), 64: (6, 263)}
+"""By the number of verified nodes: kernels of a decoder layer, and of a cycle of 32. More than 8 rows have their squares added by a kernel
+of its own where no product has left them: once, in front of the first layer."""
+
+
+def count(shape: CycleShape, num_layers: int, **keys: Any) -> Launches:
+    with fake_cycle(shape, num_layers, **keys) as cycle:
+        return launches_of(cycle.program())
+
+
+def calls_of(shape: CycleShape, num_layers: int, **keys: Any) -> list[OperatorCall]:
+    with fake_cycle(shape, num_layers, **keys) as cycle:
+        return operator_calls(cycle.program())
+
+
+def kernels_of(calls: list[OperatorCall]) -> int:
+    return sum(call.kernels for call in calls)
+
+
+def ops_of(found: Launches) -> Counter[str]:
+    return Counter({name.removeprefix("graphspec."): number for name, number in found.ops.items()})
+
+
+@pytest.fixture(scope="module")
+def tree() -> Iterator[Launches]:
+    yield count(TREE, 3)
+
+
+@pytest.fixture(scope="module")
+def deeper() -> Iterator[Launches]:
+    yield count(TREE, 5)
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[Launches]:
+    yield count(PLAIN, 3)
+
+
+def test_a_speculative_cycle_keeps_its_budget(tree: Launches) -> None:
+    """S = 5 passes of an EAGLE-3 head and a target of three layers."""
+    passes = Counter({name: 5 * number for name, number in DRAFT_PASS.items()})
+    layers = Counter({name: 3 * number for name, number in LAYER.items()})
+    once = ("mail_apply", "draft_window", "take_last", "tree_build", "verify_rows", "sample_tokens", "tree_walk", "kv_move", "commit_rows")
+    # fc in front of the first pass, the target's head
+    assert ops_of(tree) == passes + layers + Counter(once) + Counter({"linear": 2})
+    assert tree.kinds == {"op": 74, "triton": 14}
+    assert tree.host_marks == []
+
+
+def test_a_layer_is_six_launches(tree: Launches, deeper: Launches) -> None:
+    assert len(deeper) - len(tree) == 2 * LAYER.total() == 12
+    # What the whole of 32 layers comes to.
+    assert len(tree) + 29 * LAYER.total() == 262
+
+
+@pytest.mark.parametrize("nodes", KERNELS)
+def test_kernels_of_a_layer(nodes: int) -> None:
+    few, many = (kernels_of(calls_of(CycleShape(5, 4, nodes), layers)) for layers in (3, 5))
+    assert many - few == 2 * KERNELS[nodes][0]
+
+
+@pytest.mark.parametrize("nodes", [8, pytest.param(16, marks=pytest.mark.full), 64])
+def test_kernels_of_a_cycle(tree: Launches, nodes: int) -> None:
+    """Inductor's own, and those of the operators that its wrapper calls."""
+    shape = CycleShape(5, 4, nodes)
+    found, calls = tree if shape == TREE else count(shape, 3), calls_of(shape, 3)
+    assert ops_of(found) == Counter(call.name for call in calls)
+    layer, cycle = KERNELS[nodes]
+    assert len(found) - len(calls) + kernels_of(calls) + 29 * layer == cycle
+
+
+def test_plain_decoding_is_a_kernel_an_operator() -> None:
+    calls = calls_of(PLAIN, 3)
+    assert kernels_of(calls) == len(calls) == 25
+
+
+def test_filters_are_five_kernels_wherever_they_are() -> None:
+    """Of the drafts, of which each samples, and of the target."""
+    calls = calls_of(TREE, 3, sampling=SamplingClass(noise=True, truncate=True))
+    several = Counter(call.name for call in calls if call.kernels > 1)
+    assert several == Counter(filter_logits=5, sample_tokens=1) and {call.kernels for call in calls} == {1, 5}
+    for sampling in (GREEDY, SAMPLED):
+        assert kernels_of(calls_of(TREE, 3, sampling=sampling)) == 74
+
+
+def test_plain_decoding_keeps_its_budget(plain: Launches) -> None:
+    assert (plain.kinds["op"], plain.kinds["triton"], len(plain)) == (25, 3, 28)
+    assert plain.host_marks == []
+
+
+def test_plain_decoding_is_five_launches_more_than_the_shortest_loop(plain: Launches) -> None:
+    """Message, layout of one node, its rows, its walk, the books and the logits that are kept, less the loop's own counting."""
+    with fake_cycle(PLAIN, 3) as cycle:
+        verify = next(stage for stage in cycle.stages if isinstance(stage, Verify))
+        token_11, length_1 = (torch.zeros(*size, dtype=torch.int64, device="cuda") for size in ((1, 1), (1,)))
+        views = cycle.views
+        loop = launches_of(plain_step(verify.target, verify.kernels, views.target_kv, views.page_table_RP[:1], token_11, length_1))
+    assert (len(plain) - len(loop), len(loop) + 29 * LAYER.total()) == (5, 197)
+
+
+def test_the_guard_holds_these_counts(tree: Launches, plain: Launches, deeper: Launches) -> None:
+    recorded = json.loads(GUARD.read_text(encoding="utf-8"))["launches"]
+    found = differences("launches", recorded, launch_figures(len(tree), len(plain), len(deeper)))
+    assert not found, "\n".join(found)
+
+
+def test_sampling_adds_no_copy_of_the_vocabulary(tree: Launches) -> None:
+    """Noise is made where it is used: seeded sampling launches what greedy decoding launches, and nothing reads the vocabulary twice."""
+    found = count(TREE, 3, sampling=SAMPLED)
+    assert len(found) - len(tree) <= 2
+    assert ops_of(found)["sample_tokens"] == 1
+
+
+def test_norms_of_heads_cost_no_launch(tree: Launches) -> None:
+    """Qwen3's layers: the norms of queries and keys are part of the same launch as RoPE and the KV write."""
+    assert len(count(TREE, 3, qk_norm=True)) == len(tree)
+
+
+def test_library_products_keep_the_old_budget() -> None:
+    """With every product left to cuBLAS: nine launches a layer, no bias matrix behind a product, no host mark."""
+    found, deeper = (count(PLAIN, layers, mode="fused", linear="reference") for layers in (3, 5))
+    assert len(deeper) - len(found) == 2 * 9
+    assert not any("addmm" in name for _, name in found.names)
+    assert found.host_marks == []

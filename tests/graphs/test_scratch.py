@@ -1,0 +1,195 @@
+"""Scratch of fused kernels: the line of the memory plan is what the launchers of every program allocate on the calls they get."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+from graphspec.buffers import Arena
+from graphspec.config import Config, ModelConfig, RuntimeConfig, VariantConfig
+from graphspec.graphs import scratch
+from graphspec.graphs.memory import plan_memory
+from graphspec.graphs.programs import Key, PrefillKey, program_stages
+from graphspec.graphs.scratch import kernel_scratch, scratch_of
+from graphspec.graphs.stages.mailbox import MailLayout
+from graphspec.kernels import fused, select_kernels
+from graphspec.models.layers import use_kernels
+from graphspec.models.llama import LlamaModel
+from graphspec.plan import Plan, make_plan
+from graphspec.shapes import SamplingClass
+from graphspec.variants.eagle3 import Eagle3Draft
+from tests.support.codegen import pretended_gpu
+from tests.support.fake_cuda import load_cuda_guard
+from tests.support.shapes_8b import llama_8b
+from tests.support.tiny import STRUCTURES, draft_facts, move, structure_plan, target_facts, tiny_networks
+
+EVERY = SamplingClass(True, True, True, True, 2)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cuda_guard() -> None:
+    load_cuda_guard()
+
+
+def launchers() -> dict[str, Callable[..., Any]]:
+    """Launcher of every operator of ours. Products by cuBLAS are torch's own operations, which the workspace counts."""
+    found: dict[str, Callable[..., Any]] = {}
+    for entry in pkgutil.iter_modules(fused.__path__):
+        module = importlib.import_module(f"{fused.__name__}.{entry.name}")
+        for name, value in vars(module).items():
+            if getattr(value, "__module__", "") == module.__name__ and callable(value) and not name.startswith("_"):
+                found.setdefault(name, value)
+    return found
+
+
+@dataclass(frozen=True)
+class Like:
+    """A tensor without data and without a mode."""
+
+    size_and_stride: tuple[tuple[int, ...], tuple[int, ...]]
+    dtype: torch.dtype
+
+
+class Calls(TorchDispatchMode):
+    """Notes every call of an operator of ours: its name and its arguments, one for each set of shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[str, tuple[str, Any, Any]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "graphspec":
+            noted = tree_map(lambda v: Like((tuple(v.shape), v.stride()), v.dtype) if isinstance(v, Tensor) else v, (args, kwargs or {}))
+            self.found[f"{func}{noted}"] = func.overloadpacket.__name__, *noted
+        return func(*args, **(kwargs or {}))
+
+
+def calls_of(plan: Plan, networks: Any) -> Calls:
+    """Every call that some program makes; to be asked for under fake tensors, and counted outside."""
+    arena = Arena(plan, MailLayout.of(plan).size)
+    arena.allocate(EVERY)
+    kernels = select_kernels("fused", "auto", "cuda", dtype=plan.dtype)
+    for network in networks:
+        move(network, "cuda")
+        if network is not None:
+            use_kernels(network, kernels)
+    calls = Calls()
+    keys: list[Key] = [*plan.graph_keys(EVERY), *(PrefillKey(chunk, EVERY) for chunk in plan.prefill_chunks)]
+    for key in keys:
+        views = arena.views(1) if isinstance(key, PrefillKey) else arena.views(key.bucket, key.shape)
+        with torch.no_grad(), calls:
+            for stage in program_stages(plan, kernels, *networks, key):
+                stage(views)
+    return calls
+
+
+def bytes_of(calls: Calls) -> int:
+    """Most scratch of any of these calls."""
+    known = launchers()
+
+    def meta(value: Any) -> Any:
+        return torch.empty_strided(*value.size_and_stride, dtype=value.dtype, device="meta") if isinstance(value, Like) else value
+
+    return max(
+        scratch_of(known[name.removeprefix("fused_")], *tree_map(meta, args), **tree_map(meta, kwargs))
+        for name, args, kwargs in calls.found.values()
+        if name != "matmul"
+    )
+
+
+FEW = ("own-history",)
+
+
+@pytest.mark.parametrize("structure", [s if s in FEW else pytest.param(s, marks=pytest.mark.full) for s in STRUCTURES])
+def test_small_engines(structure: str) -> None:
+    plan = structure_plan(structure, device="cuda", runtime="captured", mode="fused", buckets=[1, 2], max_rows=2)
+    with FakeTensorMode():
+        networks = tiny_networks(plan)
+        calls = calls_of(plan, (networks.target, networks.draft))
+    assert bytes_of(calls) == kernel_scratch(plan) > 0
+
+
+@pytest.mark.parametrize("shape", [pytest.param((7, 1, 8), marks=pytest.mark.full), (5, 4, 32)])
+def test_an_8b_model(shape: tuple[int, int, int]) -> None:
+    head = replace(
+        draft_facts(), decoder=llama_8b(1), draft_vocab_size=32000, target_hidden_size=4096, feature_size=3 * 4096, tap_layers=(0, 1, 2)
+    )
+    config = Config(
+        variant=VariantConfig(name="eagle3", num_steps=shape[0], topk=shape[1], num_draft_tokens=shape[2]),
+        model=ModelConfig(path="8b", max_context=2048),
+        runtime=RuntimeConfig(name="captured", buckets=[1, 8], max_rows=8),
+    )
+    plan = make_plan(config, llama_8b(3), head, device="cuda")
+    with pretended_gpu(), FakeTensorMode():
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            networks = LlamaModel(plan.target, plan.tap_layers, plan.max_positions), Eagle3Draft(head, plan.max_positions)
+        finally:
+            torch.set_default_dtype(before)
+        calls = calls_of(plan, networks)
+    assert bytes_of(calls) == kernel_scratch(plan) > 2**20
+
+
+@pytest.mark.parametrize("heads", [pytest.param(16, marks=pytest.mark.full), 128])
+def test_latent_rows_and_experts(heads: int) -> None:
+    """The structure of DeepSeek in its widths, with few layers."""
+    small = target_facts("latent-experts")
+    assert small.latent is not None and small.experts is not None
+    target = replace(
+        small,
+        vocab_size=129280,
+        hidden_size=2048,
+        intermediate_size=10944,
+        num_heads=heads,
+        max_position_embeddings=4096,
+        dtype="bfloat16",
+        latent=replace(small.latent, rank=512, nope_dim=128, rope_dim=64, value_dim=128, query_rank=None if heads == 16 else 1536),
+        experts=replace(small.experts, num_experts=64, topk=6, intermediate_size=1408, shared_size=2816),
+    )
+    config = Config(
+        variant=VariantConfig(name="none"),
+        model=ModelConfig(path="deepseek", max_context=4096),
+        runtime=RuntimeConfig(name="captured", buckets=[1, 8], max_rows=8),
+    )
+    plan = make_plan(config, target, None, device="cuda")
+    with pretended_gpu(), FakeTensorMode():
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            network = LlamaModel(plan.target, plan.tap_layers, plan.max_positions)
+        finally:
+            torch.set_default_dtype(before)
+        calls = calls_of(plan, (network, None))
+    assert bytes_of(calls) == kernel_scratch(plan) > 2**20
+    config = replace(config, hardware=replace(config.hardware, memory_gib=80))
+    line = next(line for line in plan_memory(plan, config, (0, 0)).lines if line.name == "scratch of kernels")
+    assert line.size == kernel_scratch(plan)
+
+
+def test_results_and_arguments_are_no_scratch() -> None:
+    def launcher(x: Tensor) -> tuple[Tensor, Tensor]:
+        part = x.new_empty(10, dtype=torch.float64)
+        out = x.new_empty(3)
+        x.view(-1).add_(1)
+        return out, part[:2].to(torch.float32)
+
+    assert scratch_of(launcher, torch.empty(4, device="meta")) == 80
+    plan = structure_plan("tree", device="cpu", runtime="eager")
+    assert kernel_scratch(plan) == 0, "references allocate what torch allocates"
+
+
+def test_without_triton_a_warning_says_what_is_not_counted(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(scratch, "find_spec", lambda name: None)
+    assert kernel_scratch(structure_plan("tree", device="cuda", runtime="captured", mode="fused")) == 0
+    assert "scratch of fused kernels is not in the memory plan" in caplog.text

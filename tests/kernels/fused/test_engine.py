@@ -1,0 +1,70 @@
+"""Whole engines on fused kernels, run by Triton's interpreter: token for token what transformers and the references emit.
+
+The pair's draft equals its target, so every off-by-one in a slot, a position, a mask or a beam shows as a shorter run.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from graphspec.engine.request import SamplingParams
+from graphspec.errors import ConfigError
+from graphspec.kernels import select_kernels
+from tests.support.depths import Launches, ScriptedDepth
+from tests.support.engines import CHAIN, TREE, Pair, ids, mirror_pair, prompts
+
+FUSED = {"mode": "fused", "max_rows": 2, "buckets": [2], "page_size": 4, "max_context": 64, "prefill_chunks": [4]}
+LENGTH = 8
+SHAPES = {"chain": CHAIN, "tree": TREE, "none": {"variant": "none"}}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return mirror_pair(tmp_path_factory.mktemp("mirror"))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_greedy_equals_transformers(pair: Pair, shape: str) -> None:
+    llm = pair.llm(**FUSED, **SHAPES[shape])
+    asked = prompts(2, lengths=(2, 5))
+    assert ids(llm.generate(asked, SamplingParams(max_tokens=LENGTH))) == [pair.greedy(p, LENGTH) for p in asked]
+    if shape == "chain":
+        assert llm.metrics is not None and llm.metrics.acceptance_length > 4.5
+
+
+def test_the_drafter_catches_up_after_a_pause(pair: Pair) -> None:
+    """Four plain cycles on top of a full run: the window is read in one wide pass, and the next draft is as right as the first."""
+    llm = pair.llm(**FUSED, num_steps=2, topk=1, num_draft_tokens=3, depths=[0], backlog=7)
+    llm.depth_policy, launcher = ScriptedDepth([2, 0, 0, 0, 0, 2]), Launches(llm.cycle)
+    asked = prompts(2, lengths=(2, 5))
+    outputs = llm.generate(asked, SamplingParams(max_tokens=12, ignore_eos=True), launcher=launcher)
+    assert ids(outputs) == [pair.greedy(prompt, 12, ignore_eos=True) for prompt in asked]
+    assert [-1 if key.catch_up else key.shape.num_steps for key in launcher.keys][:6] == [2, 0, 0, 0, 0, -1]
+    assert all(output.timing.cycle_tokens[6] == 3 for output in outputs)
+
+
+SAMPLED: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.9, "seed": 3},
+    {"temperature": 0.7, "seed": 4, "top_k": 9, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.1},
+)
+
+
+@pytest.mark.parametrize("keys", SAMPLED, ids=["plain", "shaped"])
+def test_seeded_sampling_equals_plain_decoding_by_references(pair: Pair, keys: dict[str, Any]) -> None:
+    asked, params = prompts(1, lengths=(3,)), SamplingParams(max_tokens=LENGTH, **keys)
+    expected = ids(pair.llm(variant="none", max_context=64).generate(asked, params))
+    assert ids(pair.llm(**FUSED, **TREE).generate(asked, params)) == expected
+
+
+def test_every_op_is_fused(pair: Pair) -> None:
+    kernels = select_kernels("fused", "auto", "cpu")
+    references = select_kernels("reference", "reference", "cpu")
+    assert [name for name in kernels.__dataclass_fields__ if getattr(kernels, name) is getattr(references, name)] == []
+
+
+def test_without_the_interpreter_a_cpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("graphspec.kernels.fused.launch.INTERPRETED", False)
+    with pytest.raises(ConfigError, match=r"kernels\.mode.*TRITON_INTERPRET"):
+        select_kernels("fused", "auto", "cpu")

@@ -1,0 +1,31 @@
+"""Calls that the tests on a GPU repeat do merge parts: seen in what their launchers launch, without a GPU."""
+
+from __future__ import annotations
+
+import pytest
+from torch import Tensor
+
+from graphspec.kernels.fused.launch import Launch
+from tests.gpu._merging import MOST_BYTES, Merging, merging_calls, parts
+from tests.support.launches import operator_calls
+
+LANES = (1, 8)
+
+
+def launches_of(call: Merging) -> list[Launch]:
+    case = call.make("meta")
+    return [launch for operator in operator_calls(lambda: call.function(**case)) for launch in operator.launches]
+
+
+@pytest.mark.parametrize("lanes", LANES)
+def test_every_call_merges(lanes: int) -> None:
+    for call in merging_calls(lanes):
+        assert max(map(parts, launches_of(call))) >= call.least, call.name
+
+
+@pytest.mark.parametrize("lanes", LANES)
+def test_they_fit_together(lanes: int) -> None:
+    held: dict[int, Tensor] = {}
+    for call in merging_calls(lanes):
+        held |= {x.untyped_storage()._cdata: x for launch in launches_of(call) for x in launch.args if isinstance(x, Tensor)}
+    assert MOST_BYTES / 2 <= sum(x.untyped_storage().nbytes() for x in held.values()) <= MOST_BYTES

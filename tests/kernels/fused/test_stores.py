@@ -1,0 +1,71 @@
+"""What :mod:`graphspec.kernels.fused.races` takes for disjoint is: no program touches an address twice between two barriers."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from graphspec.kernels import OPS, KernelOp, fused
+from graphspec.kernels.fused.launch import INTERPRETED, launch, recording
+from graphspec.kernels.fused.races import CONSTANT, DISJOINT, STORED_ONCE
+from tests.kernels.fused._touches import meetings
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="watches the interpreter")
+
+
+@triton.jit
+def _twice(out, BARRIER: tl.constexpr, APART: tl.constexpr):
+    tl.store(out + tl.arange(0, 4), 1)
+    if BARRIER:
+        tl.debug_barrier()
+    tl.store(out + APART + tl.arange(0, 4), 2)
+
+
+@triton.jit
+def _there_and_back(out, BARRIER: tl.constexpr):
+    held = tl.load(out + tl.arange(0, 4))
+    if BARRIER:
+        tl.debug_barrier()
+    tl.store(out + 3 - tl.arange(0, 4), held)
+
+
+def met(kernel: object, **constexprs: object) -> list[str]:
+    out = torch.zeros(8, dtype=torch.int32)
+    with meetings() as found:
+        launch(kernel, (2,), out, **constexprs)
+    return found
+
+
+def test_a_meeting_is_found() -> None:
+    """Both programs touch the same places, which is nobody's concern here."""
+    assert met(_twice, BARRIER=False, APART=3) == ["store after store of 1 places"] * 2
+    assert met(_twice, BARRIER=True, APART=3) == met(_twice, BARRIER=False, APART=4) == []
+    assert met(_there_and_back, BARRIER=False) == ["store after load of 4 places"] * 2
+    assert met(_there_and_back, BARRIER=True) == []
+
+
+@pytest.mark.parametrize("op", [pytest.param(op, id=op.name) for op in OPS if "fused" in op.implementations])
+def test_nothing_meets(op: KernelOp) -> None:
+    """In calls that launch a kernel of which something is declared; of the others the compiled kernel says it."""
+    function = op.implementation("fused")
+    for case in op.cases(torch.Generator().manual_seed(3)):
+        with recording() as recorded:
+            function(**case)
+        if {each.kernel.fn.__name__ for each in recorded} & {*DISJOINT, *STORED_ONCE}:
+            with meetings() as found:
+                function(**{key: value.clone() if isinstance(value, Tensor) else value for key, value in case.items()})
+            assert not found
+
+
+def test_what_is_declared_exists() -> None:
+    modules = [importlib.import_module(f"{fused.__name__}.{info.name}") for info in pkgutil.iter_modules(fused.__path__)]
+    kernels = {name: value.arg_names for module in modules for name, value in vars(module).items() if hasattr(value, "arg_names")}
+    for table in (DISJOINT, STORED_ONCE, CONSTANT):
+        for kernel, arguments in table.items():
+            assert arguments <= set(kernels[kernel]), kernel

@@ -1,0 +1,48 @@
+"""Fused kernels compiled for a GPU that is not there: nothing spills, and registers and shared memory are as committed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from graphspec.kernels import OPS
+from graphspec.kernels.fused import aot
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMITTED = json.loads(aot.TABLE.read_text())
+
+
+def test_the_kernels_compile_to_the_committed_table() -> None:
+    """In a process of its own: here Triton interprets, and what it interprets it can't compile."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "graphspec.kernels.fused.aot"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+
+
+def test_nothing_in_the_table_spills() -> None:
+    assert aot.spilling(COMMITTED["kernels"]) == []
+    assert max(used["shared"] for used in COMMITTED["kernels"].values()) <= 227 * 1024
+
+
+def test_every_fused_op_is_in_the_table() -> None:
+    files = {op.implementations["fused"].partition(":")[0].rpartition(".")[2] for op in OPS if "fused" in op.implementations}
+    assert files == {name.partition("/")[0] for name in COMMITTED["kernels"]}
+    assert [op.name for op in OPS if "fused" not in op.implementations] == []
+
+
+def test_a_spill_is_found() -> None:
+    used = {"registers": 255, "stack": 0, "local": 0, "shared": 0, "warps": 4}
+    assert aot.spilling({"a": used, "b": {**used, "stack": 8}, "c": {**used, "local": 1}}) == ["b", "c"]
+
+
+def test_interpreted_kernels_are_refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aot, "INTERPRETED", True)
+    with pytest.raises(SystemExit):
+        aot.main([])
+    assert "TRITON_INTERPRET" in capsys.readouterr().err

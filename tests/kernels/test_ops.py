@@ -1,0 +1,318 @@
+"""Every op of the catalog: implementations against references, references compiled, exact laws."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch._inductor import config as inductor_config
+from torch._inductor import loop_body
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from graphspec.errors import ConfigError
+from graphspec.kernels import OPS, KernelOp, select_kernels
+from graphspec.kernels.noise import counter_hash, gumbel_noise, mix32
+from graphspec.kernels.topk import stable_topk
+from graphspec.kernels.tree_attention import visible_slots
+from tests.support.fake_cuda import NoHostTraffic, load_cuda_guard
+
+PAIRS = [pytest.param(op, name, id=f"{op.name}-{name}") for op in OPS for name in op.implementations]
+BY_OP = [pytest.param(op, id=op.name) for op in OPS]
+
+
+def cases(op: KernelOp, seed: int = 0) -> list[dict[str, Any]]:
+    return op.cases(torch.Generator().manual_seed(seed))
+
+
+def outputs(op: KernelOp, function: Callable[..., Any], case: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+    """Everything a call leaves behind: results, then written arguments without the dummy page. Read-only arguments must not change."""
+    own = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in case.items()}
+    result = function(**own)
+    for key, value in case.items():
+        if isinstance(value, torch.Tensor) and key not in op.mutates:
+            assert torch.equal(own[key].nan_to_num(), value.nan_to_num()), f"{op.name} wrote its argument {key}"
+    results = () if result is None else result if isinstance(result, tuple) else (result,)
+    written = [key for key in op.mutates if own[key] is not None]
+    return (*results, *(own[key][:, :, 1:] if own[key].dim() == 6 else own[key] for key in written))
+
+
+def in_float64(case: dict[str, Any]) -> dict[str, Any]:
+    return {k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in case.items()}
+
+
+def assert_float_law(found: torch.Tensor, reference: torch.Tensor, oracle: torch.Tensor) -> None:
+    """Error against the fp64 oracle at most twice that of the float32 reference, plus one rounding of the largest value."""
+    finite = oracle.isfinite()
+    assert torch.equal(found.isfinite(), finite)
+    if not finite.any():
+        return
+    own = (reference.double() - oracle)[finite].abs().max()
+    eps = torch.finfo(torch.float32).eps * oracle[finite].abs().max()
+    assert (found.double() - oracle)[finite].abs().max() <= 2 * own + eps
+
+
+@pytest.mark.parametrize(("op", "name"), PAIRS)
+@pytest.mark.parametrize("seed", range(4))
+def test_implementation_equals_reference(op: KernelOp, name: str, seed: int) -> None:
+    for case in cases(op, seed):
+        reference = outputs(op, op.reference, case)
+        found = outputs(op, op.implementation(name), case)
+        oracle = reference if op.exact else outputs(op, op.reference, in_float64(case))
+        for f, r, o in zip(found, reference, oracle, strict=True):
+            assert f.dtype == r.dtype and f.shape == r.shape
+            if op.exact:
+                assert torch.equal(f, r)
+            else:
+                assert_float_law(f, r, o)
+
+
+@pytest.mark.parametrize("op", BY_OP)
+def test_reference_compiles_whole_and_agrees(op: KernelOp) -> None:
+    case = cases(op)[1]
+    torch._dynamo.reset()
+    compiled = torch.compile(op.reference, fullgraph=True, dynamic=False)
+    oracle = outputs(op, op.reference, in_float64(case)) if op.name in ("tree_attention", "chunk_attention", "draft_topk") else None
+    for i, (found, expected) in enumerate(zip(outputs(op, compiled, case), outputs(op, op.reference, case), strict=True)):
+        # Index results are exact even of float ops: they decide tokens.
+        if op.exact or not expected.is_floating_point():
+            assert torch.equal(found, expected)
+        elif oracle is not None:
+            assert_float_law(found, expected, oracle[i])
+        else:
+            torch.testing.assert_close(found, expected, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("op", BY_OP)
+def test_reference_reads_nothing_on_the_host(op: KernelOp) -> None:
+    """On fake CUDA tensors a host read, a data-dependent shape, a copy between devices and a tensor left on the CPU all raise."""
+    load_cuda_guard()
+    for case in cases(op):
+        shapes = [(k, v.shape, v.dtype) for k, v in case.items() if isinstance(v, torch.Tensor)]
+        with FakeTensorMode(), NoHostTraffic() as watch:
+            fake = {**case, **{k: torch.empty(shape, dtype=dtype, device="cuda") for k, shape, dtype in shapes}}
+            result = op.reference(**fake)
+        assert watch.ops > 3
+        for tensor in () if result is None else result if isinstance(result, tuple) else (result,):
+            assert tensor.device.type == "cuda"
+
+
+@pytest.mark.parametrize("op", BY_OP)
+def test_contract_is_written_down(op: KernelOp) -> None:
+    assert len(op.contract) > 200 and len(op.cases(torch.Generator())) >= 3
+
+
+def test_cold_import_builds_nothing() -> None:
+    code = (
+        "import sys, subprocess; subprocess.Popen = None; import graphspec.kernels as k; "
+        "assert [op.name for op in k.OPS] == list(k.KernelSet.__dataclass_fields__); "
+        "bad = {'triton', 'graphspec.kernels.native'} & set(sys.modules); assert not bad, bad"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_select_kernels() -> None:
+    reference = {op.name: op.reference for op in OPS}
+    for kernels in (select_kernels("reference", "auto", "cpu"), select_kernels("compiled", "auto", "cuda:0")):
+        for name, function in reference.items():
+            assert getattr(kernels, name) is function
+    for kernels in (select_kernels("compiled", "auto", "cpu"), select_kernels("reference", "native", "cpu")):
+        assert kernels.tree_attention is not reference["tree_attention"]
+        assert kernels.chunk_attention is not reference["chunk_attention"]
+        assert kernels.tree_build is reference["tree_build"]
+    assert select_kernels("compiled", "reference", "cpu").tree_attention is reference["tree_attention"]
+
+
+@pytest.mark.parametrize(
+    ("mode", "attention", "device", "words"),
+    [
+        ("quick", "auto", "cpu", ("quick", "reference, compiled, fused")),
+        ("compiled", "fused", "cuda", ("kernels.attention", "fused", "kernels.mode=compiled")),
+        ("compiled", "native", "cuda", ("native", "CPU only")),
+        ("compiled", "flash", "cpu", ("flash", "native")),
+    ],
+)
+def test_select_kernels_refuses(mode: str, attention: str, device: str, words: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError) as error:
+        select_kernels(mode, attention, device)
+    assert all(word in str(error.value) for word in words)
+
+
+def test_unknown_implementation_names_the_known() -> None:
+    with pytest.raises(ConfigError, match="reference, native"):
+        next(op for op in OPS if op.name == "tree_attention").implementation("triton")
+
+
+@pytest.mark.parametrize(
+    ("length", "k", "compiled"),
+    [(1, 1, False), (7, 7, False), (9, 3, False), (300, 5, False), (40, 25, False), (5, 0, False), (7, 5, True), (300, 3, True)],
+)
+def test_stable_topk_orders_ties_by_index(length: int, k: int, compiled: bool) -> None:
+    generator = torch.Generator().manual_seed(length)
+    x = torch.randint(-2, 3, (6, length), generator=generator).float()
+    x[1] = -torch.inf
+    x[2, ::2] = torch.nan
+    x[3, 1:] = -torch.inf
+    x[4] = torch.where(torch.arange(length) % 2 == 0, 0.0, -0.0)
+    function = torch.compile(stable_topk, fullgraph=True, dynamic=False) if compiled else stable_topk
+    values, index = function(x, k)
+    assert values.shape == index.shape == (6, k)
+    for row, found, kept in zip(x.tolist(), index.tolist(), values.tolist(), strict=True):
+        clean = [-math.inf if math.isnan(v) else v for v in row]
+        expected = sorted(range(length), key=lambda i, clean=clean: (-clean[i], i))[:k]
+        assert found == expected
+        assert kept == [clean[i] for i in expected]
+
+
+def test_tree_attention_sees_what_the_contract_says() -> None:
+    """One query at a time through torch's own dense attention over the visible slots only."""
+    op = next(op for op in OPS if op.name == "tree_attention")
+    for case in cases(op, 3):
+        out = op.reference(**case)
+        query, pool, table = case["query_BTQD"], case["kv_pool"][case["layer"]], case["table_BP"].long()
+        size, repeat = pool.shape[2], query.shape[2] // pool.shape[3]
+        visible = visible_slots(case["prefix_begin_BT"], case["prefix_end_B"], case["ancestors_BTX"], table.shape[1] * size)
+        for lane in range(query.shape[0]):
+            for token in range(query.shape[1]):
+                slot = visible[lane, token].nonzero()[:, 0]
+                rows = pool[:, table[lane, slot // size], slot % size].repeat_interleave(repeat, 2)
+                score = torch.einsum("qd,lqd->ql", query[lane, token], rows[0]) * case["scale"]
+                expected = torch.einsum("ql,lqd->qd", score.softmax(-1), rows[1])
+                torch.testing.assert_close(out[lane, token], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_draft_topk_scores_with_the_keys_that_drew() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits, ids = torch.randn(3, 2, 11, generator=generator), torch.arange(11) * 3
+    temperature, seed, position = torch.tensor([0.0, 0.5, 2.0]), torch.tensor([5, -6, 7]), torch.tensor([1, 2, 3])
+    noise = gumbel_noise(seed, position[:, None], ids)
+    draft_topk = next(op for op in OPS if op.name == "draft_topk").reference
+    logprob, token = draft_topk(logits, 4, ids, seed, position, temperature)
+    for lane in range(3):
+        keys = logits[lane] if lane == 0 else logits[lane] + temperature[lane] * noise[lane]
+        expected, index = keys.log_softmax(-1).topk(4)
+        torch.testing.assert_close(logprob[lane], expected)
+        assert torch.equal(token[lane], 3 * index)
+
+
+def test_draft_topk_of_a_dead_row_is_impossible_not_nan() -> None:
+    draft_topk = next(op for op in OPS if op.name == "draft_topk").reference
+    logprob, token = draft_topk(torch.tensor([[[torch.nan] * 5, [torch.inf] * 4 + [1.0]]]), 2, None, None, None, None)
+    assert logprob.tolist() == [[[-math.inf] * 2, [0.0, -math.inf]]]
+    assert token.tolist() == [[[0, 1], [4, 0]]]
+
+
+def test_mix32_is_a_bijection_on_a_sample_and_matches_c() -> None:
+    assert mix32(torch.tensor([0, 1, 2, 0xFFFFFFFF])).tolist() == [_mix(x) for x in (0, 1, 2, 0xFFFFFFFF)]
+    assert mix32(torch.arange(1 << 18)).unique().numel() == 1 << 18
+
+
+def _mix(x: int) -> int:
+    x ^= x >> 16
+    x = x * 0x7FEB352D & 0xFFFFFFFF
+    x ^= x >> 15
+    x = x * 0x846CA68B & 0xFFFFFFFF
+    return x ^ x >> 16
+
+
+def _hash(seed: int, position: int, token: int) -> int:
+    low, high = seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF
+    a = _mix(_mix(_mix(low ^ 0x9E3779B9) ^ high) ^ position)
+    b = _mix(_mix(_mix(position ^ 0x7F4A7C15) ^ low) ^ high)
+    return _mix(_mix(token ^ a) + b & 0xFFFFFFFF)
+
+
+def test_counter_hash_equals_python_integers() -> None:
+    seeds, positions, tokens = [0, 1, -1, 2**63 - 1, -(2**63), 1 << 32], [[0, 7]] * 6, [0, 1, 128255]
+    found = counter_hash(torch.tensor(seeds), torch.tensor(positions), torch.tensor(tokens))
+    assert found.tolist() == [[[_hash(s, p, t) for t in tokens] for p in (0, 7)] for s in seeds]
+
+
+GOLDEN = [
+    [[3559323298, 2856837032, 2230910891], [2151434563, 1394845487, 2721214510]],
+    [[2316816848, 3336117547, 1477562608], [4218203801, 1250622464, 2527290546]],
+    [[474661382, 2296375886, 1054695404], [3701889043, 3061212086, 2816563404]],
+]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_counter_hash_golden(compiled: bool) -> None:
+    """These bits are an interface: recorded outputs depend on them."""
+    function = torch.compile(counter_hash, fullgraph=True, dynamic=False) if compiled else counter_hash
+    found = function(torch.tensor([0, 1234567890123456789, -1]), torch.tensor([[0, 1], [5, 4096], [2, 3]]), torch.tensor([0, 1, 50000]))
+    assert found.tolist() == GOLDEN
+
+
+def test_inductor_traces_every_mixer_of_the_hash_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inlined into each other they are tens of thousands of operations, and a cycle that samples takes ten minutes to compile."""
+    traced: list[int] = []
+    init = loop_body.LoopBody.__init__
+
+    def watch(self: Any, *inputs: Any, **keys: Any) -> None:
+        init(self, *inputs, **keys)
+        traced.append(len(self.root_block.graph.nodes))
+
+    monkeypatch.setattr(loop_body.LoopBody, "__init__", watch)
+    with inductor_config.patch(force_disable_caches=True):
+        torch.compile(gumbel_noise, fullgraph=True, dynamic=False)(torch.arange(3), torch.arange(6).view(3, 2), torch.arange(50))
+    assert 0 < max(traced) < 1500 and sum(traced) < 6000
+
+
+def test_noise_is_gumbel() -> None:
+    noise = gumbel_noise(torch.arange(4), torch.arange(8).expand(4, 8), torch.arange(8000)).double()
+    count = noise.numel()
+    mean, var = 0.5772156649015329, math.pi**2 / 6
+    assert abs(noise.mean() - mean) < 5 * math.sqrt(var / count)
+    assert abs(noise.var() - var) < 5 * var * math.sqrt(4.4 / count)
+    # Kolmogorov-Smirnov against exp(-exp(-x)).
+    cdf = torch.exp(-torch.exp(-noise.flatten().sort().values))
+    step = torch.arange(1, count + 1, dtype=torch.float64) / count
+    assert (cdf - step).abs().max() < 2.0 / math.sqrt(count)
+
+
+def test_noise_is_finite_at_both_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    import graphspec.kernels.noise as module
+
+    ends = torch.tensor([[[0, 1, 0xFFFFFFFF, 0xFFFFFFFE, 0xFFFFFF00]]])
+    monkeypatch.setattr(module, "counter_hash", lambda *_: ends)
+    noise = module.gumbel_noise(torch.zeros(1), torch.zeros(1, 1), torch.zeros(5))
+    assert noise.isfinite().all() and noise.min() > -2.82 and noise.max() < 22.88
+
+
+def test_hash_bits_are_fair_and_avalanche() -> None:
+    seeds, positions, tokens = torch.arange(16), torch.arange(32).expand(16, 32), torch.arange(256)
+    bits = counter_hash(seeds, positions, tokens)
+    count = bits.numel()
+    ones = ((bits[..., None] >> torch.arange(32)) & 1).flatten(0, -2).double().sum(0)
+    assert ((ones - count / 2) ** 2 / (count / 4)).sum() < 62.5  # chi-square, 32 degrees of freedom, p = 0.001
+    buckets = torch.bincount(bits.flatten() >> 24, minlength=256).double()
+    assert ((buckets - count / 256) ** 2 / (count / 256)).sum() < 330.5  # 255 degrees of freedom, p = 0.001
+    base = counter_hash(seeds, positions, tokens)
+    for changed in (
+        counter_hash(seeds ^ 1, positions, tokens),
+        counter_hash(seeds ^ (1 << 45), positions, tokens),
+        counter_hash(seeds, positions ^ 1, tokens),
+        counter_hash(seeds, positions, tokens ^ 1),
+    ):
+        flips = ((base ^ changed)[..., None] >> torch.arange(32)) & 1
+        assert (flips.double().flatten(0, -2).mean(0) - 0.5).abs().max() < 5 * 0.5 / math.sqrt(count / 2)
+
+
+def test_noise_of_neighbours_is_uncorrelated() -> None:
+    noise = gumbel_noise(torch.arange(8), torch.arange(16).expand(8, 16), torch.arange(1024)).double()
+    noise = (noise - noise.mean()) / noise.std()
+    for a, b in ((noise[1:], noise[:-1]), (noise[:, 1:], noise[:, :-1]), (noise[..., 1:], noise[..., :-1])):
+        assert abs((a * b).mean()) < 5 / math.sqrt(a.numel())
+
+
+def test_argmax_with_noise_draws_from_softmax() -> None:
+    logits, temperature = torch.tensor([1.0, 0.0, -0.5, 2.0, 0.3]), 0.7
+    noise = gumbel_noise(torch.arange(200), torch.arange(100).expand(200, 100), torch.arange(5))
+    drawn = (logits + temperature * noise).argmax(-1).flatten()
+    expected = (logits / temperature).softmax(-1).double() * drawn.numel()
+    assert ((torch.bincount(drawn, minlength=5) - expected) ** 2 / expected).sum() < 18.5  # 4 degrees of freedom, p = 0.001

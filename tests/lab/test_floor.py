@@ -1,0 +1,240 @@
+"""Floors against plain arithmetic: bytes and operations of published models, written out by hand."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from graphspec.catalog import resolve_variant
+from graphspec.compose import load_config
+from graphspec.config import VariantConfig
+from graphspec.engine.llm import LLM
+from graphspec.errors import ConfigError
+from graphspec.graphs.memory import plan_memory, weigh
+from graphspec.lab.predict.floor import FloorModel, Hardware, StageCost, distinct_experts, kv_bytes_per_token
+from graphspec.lab.predict.paper_models import read_paper, shape_names
+from graphspec.plan import make_plan
+from graphspec.shapes import PLAIN, CycleShape
+from tests.support.plans import draft_facts, model_facts
+
+EAGLE3, MTP = resolve_variant("eagle3"), resolve_variant("mtp")
+CONTEXT = 2048
+PARTS = ("weights", "experts", "kv", "embedding", "logits", "features")
+
+# Llama-3.1-8B: parameters of its layers and of its head, and what a layer does of attention for one token and one slot.
+LLAMA_LAYERS = 32 * (4096 * (4096 + 1024 + 1024) + 4096 * 4096 + 3 * 4096 * 14336 + 2 * 4096) + 4096
+LLAMA_HEAD = 4096 * 128256
+# An EAGLE-3 head for it: projection of three tapped streams; one layer that reads two vectors, with three norms and the final one.
+FUSE = 3 * 4096 * 4096
+DRAFT_LAYER = 2 * 4096 * (4096 + 1024 + 1024) + 4096 * 4096 + 3 * 4096 * 14336 + 4 * 4096
+DRAFT_HEAD = 4096 * 32000
+# DeepSeek-V3: attention of a layer (query and latent down, norm, query up, norm, keys and values up, out), its two norms.
+MLA = 7168 * (1536 + 576) + 1536 + 1536 * 128 * 192 + 512 + 128 * (128 + 128) * 512 + 128 * 128 * 7168 + 2 * 7168
+EXPERT = 3 * 7168 * 2048
+ROUTER, CORRECTION = 256 * 7168, 256
+
+
+def floor_model(name: str, variant: str = "eagle3") -> FloorModel:
+    entry = resolve_variant(variant)
+    paper = read_paper(name, VariantConfig(name=variant), entry)
+    return FloorModel.of(paper.target, paper.draft, "bfloat16", entry, from_config=True)
+
+
+@pytest.fixture(scope="module")
+def llama() -> FloorModel:
+    return floor_model("llama-3.1-8b")
+
+
+@pytest.fixture(scope="module")
+def deepseek() -> FloorModel:
+    return floor_model("deepseek-v3", "mtp")
+
+
+def parts(stage: StageCost) -> dict[str, float]:
+    assert set(stage.parts) == set(PARTS)
+    return {name: size for name, size in stage.parts.items() if size}
+
+
+def test_totals_are_those_of_the_published_models(llama: FloorModel, deepseek: FloorModel) -> None:
+    assert llama.target_weights.number == 8_030_261_248 == LLAMA_LAYERS + 2 * LLAMA_HEAD
+    assert floor_model("llama-3.1-70b", "none").target_weights.number == 70_553_706_496
+    dense = 3 * (MLA + 3 * 7168 * 18432)
+    mixtures = 58 * (MLA + ROUTER + CORRECTION + 257 * EXPERT)
+    assert deepseek.target_weights.number == 671_026_419_200 == dense + mixtures + 7168 + 2 * 7168 * 129280
+    # Published with copies of embedding and head, the prediction head makes it 14 billion more.
+    assert deepseek.draft_own is not None
+    assert deepseek.draft_own.number == 2 * 7168 * 7168 + 3 * 7168 + MLA + ROUTER + CORRECTION + 257 * EXPERT
+
+
+@pytest.mark.parametrize("batch", [1, 32])
+@pytest.mark.parametrize("shape", [(7, 1, 8), (5, 4, 16)])
+def test_llama_by_hand(llama: FloorModel, shape: tuple[int, int, int], batch: int) -> None:
+    steps, fan, nodes = shape
+    extend, later, verify = llama.stages(CycleShape(*shape), batch, CONTEXT)
+    assert [(s.name, s.passes) for s in (extend, later, verify)] == [("draft_extend", 1), ("draft_steps", steps - 1), ("verify", 1)]
+
+    assert parts(verify) == {
+        "weights": 2 * (LLAMA_LAYERS + LLAMA_HEAD),
+        "kv": 32 * 2 * 8 * 128 * 2 * (batch * 2048 + batch * nodes),
+        "embedding": batch * nodes * 4096 * 2,
+        "logits": batch * nodes * 128256 * (4 + 4),
+        "features": batch * nodes * 3 * 4096 * 2,
+    }
+    assert verify.flops == 2 * batch * nodes * (LLAMA_LAYERS + LLAMA_HEAD) + batch * nodes * 2048 * 32 * (32 * 4 * 128)
+
+    rows = steps + 1
+    assert parts(extend) == {
+        "weights": 2 * (FUSE + DRAFT_LAYER + DRAFT_HEAD),
+        "kv": 2 * 8 * 128 * 2 * (batch * 2048 + batch * rows),
+        "embedding": batch * rows * 4096 * 2,
+        "logits": batch * 32000 * (4 + 4),
+        "features": batch * rows * 3 * 4096 * 2,
+    }
+    assert extend.flops == 2 * batch * rows * (FUSE + DRAFT_LAYER) + 2 * batch * DRAFT_HEAD + batch * rows * 2048 * 32 * 4 * 128
+
+    assert parts(later) == {
+        "weights": (steps - 1) * 2 * (DRAFT_LAYER + DRAFT_HEAD),
+        "kv": (steps - 1) * 2 * 8 * 128 * 2 * (batch * 2048 + batch * fan),
+        "embedding": (steps - 1) * batch * fan * 4096 * 2,
+        "logits": (steps - 1) * batch * fan * 32000 * (4 + 4),
+    }
+    assert later.flops == (steps - 1) * batch * fan * (2 * (DRAFT_LAYER + DRAFT_HEAD) + 2048 * 32 * 4 * 128)
+
+
+def test_the_floor_is_the_longer_of_the_two(llama: FloorModel) -> None:
+    """H200 by its data sheet: reading 15 GB takes 3.2 ms; 32 rows of 16 nodes compute for longer than they read."""
+    h200 = Hardware(4.8e12, 989.5e12)
+    [plain] = llama.stages(PLAIN, 1, CONTEXT)
+    assert plain.floor_ms(h200) == pytest.approx(1e3 * plain.bytes / 4.8e12) == pytest.approx(3.18, abs=0.01)
+    assert not plain.compute_bound(h200)
+    wide = llama.stages(CycleShape(5, 4, 16), 32, CONTEXT)[-1]
+    assert wide.compute_bound(h200) and wide.floor_ms(h200) == pytest.approx(1e3 * wide.flops / 989.5e12)
+    assert wide.floor_ms(Hardware(4.8e12)) == pytest.approx(1e3 * wide.bytes / 4.8e12)
+    with pytest.raises(ConfigError, match="bandwidth"):
+        Hardware(0.0)
+
+
+@pytest.mark.parametrize("batch", [1, 32])
+def test_deepseek_by_hand(deepseek: FloorModel, batch: int) -> None:
+    """Rows of 576 latent numbers; of 256 experts those that 8 choices of every token are expected to hit; routers in float32."""
+    nodes = 4
+    tokens = batch * nodes
+    extend, later, verify = deepseek.stages(CycleShape(3, 1, nodes), batch, CONTEXT)
+    hit = 256 * (1 - (1 - 8 / 256) ** tokens)
+    always = 61 * MLA + 3 * 3 * 7168 * 18432 + 58 * EXPERT + 7168
+    found = parts(verify)
+    assert found.pop("experts") == pytest.approx(58 * hit * EXPERT * 2)
+    assert found == {
+        "weights": 2 * (always + 7168 * 129280) + 58 * 4 * (ROUTER + CORRECTION),
+        "kv": 61 * 576 * 2 * (batch * 2048 + tokens),
+        "embedding": tokens * 7168 * 2,
+        "logits": tokens * 129280 * 8,
+        "features": tokens * 7168 * 2,
+    }
+    active = always + 58 * (ROUTER + CORRECTION + 8 * EXPERT) + 7168 * 129280
+    assert verify.flops == pytest.approx(2 * tokens * active + tokens * 2048 * 61 * 128 * 2 * (576 + 512))
+
+    # The one prediction head: a whole layer with its mixture between a projection of two vectors and the target's own head.
+    head = 2 * (2 * 7168 * 7168 + 3 * 7168 + MLA + EXPERT + 7168 * 129280) + 4 * (ROUTER + CORRECTION)
+    for stage, passes, rows in ((extend, 1, nodes), (later, 2, 1)):
+        found = parts(stage)
+        hit = 256 * (1 - (1 - 8 / 256) ** (batch * rows))
+        assert stage.passes == passes
+        assert found["weights"] == passes * head
+        assert found["experts"] == pytest.approx(passes * hit * EXPERT * 2)
+        assert found["kv"] == passes * 576 * 2 * (batch * 2048 + batch * rows)
+        assert found["logits"] == passes * batch * 129280 * 8
+    assert kv_bytes_per_token(deepseek.target, 2) == 61 * 576 * 2
+
+
+def test_experts_that_are_hit() -> None:
+    assert distinct_experts(256, 8, 1) == pytest.approx(8)
+    assert distinct_experts(256, 8, 10_000) == pytest.approx(256)
+    draw = random.Random(0)
+    seen = [len({expert for _ in range(12) for expert in draw.sample(range(64), 6)}) for _ in range(400)]
+    assert sum(seen) / len(seen) == pytest.approx(distinct_experts(64, 6, 12), rel=0.01)
+
+
+def test_a_sliding_window_bounds_what_is_read() -> None:
+    facts = model_facts(sliding_window=(None, 16))
+    [stage] = FloorModel.of(facts, None, "float32").stages(PLAIN, 3, 40)
+    row = 2 * 1 * 8 * 4
+    assert stage.parts["kv"] == row * (3 * 40 + 3) + row * (3 * 16 + 3)
+
+
+def test_a_tied_head_is_read_and_counted_once() -> None:
+    loose, tied = (FloorModel.of(model_facts(tie_word_embeddings=flag), None, "float32") for flag in (False, True))
+    assert loose.target_weights.number - tied.target_weights.number == 50 * 16
+    assert tied.target_weights.numbers["head"] == 50 * 16 and tied.target_weights.numbers["embedding"] == 0
+    assert [s.parts for s in tied.stages(PLAIN, 2, 10)] == [s.parts for s in loose.stages(PLAIN, 2, 10)]
+
+
+def test_one_head_per_step_reads_each_head_once(deepseek: FloorModel) -> None:
+    """Three heads instead of one: three passes over the window and the two entries before it, each over one layer of KV."""
+    one = deepseek.draft
+    assert one is not None and one.decoder.experts is not None
+    decoder = replace(
+        one.decoder, num_layers=3, sliding_window=(None,) * 3, experts=replace(one.decoder.experts, layers=(True,) * 3),
+    )  # fmt: skip
+    three = FloorModel.of(deepseek.target, replace(one, decoder=decoder, num_heads=3), "bfloat16", MTP, from_config=True)
+    stage, _ = three.stages(CycleShape(3, 1, 4), 1, CONTEXT)
+    [single, *_] = deepseek.stages(CycleShape(3, 1, 4), 1, CONTEXT)
+    assert (stage.name, stage.passes) == ("head_steps", 3)
+    assert stage.parts["weights"] == 3 * single.parts["weights"]
+    assert stage.parts["kv"] == 3 * 576 * 2 * (2048 + 6)
+    assert three.draft_own is not None and deepseek.draft_own is not None
+    assert three.draft_own.number == 3 * deepseek.draft_own.number
+
+
+def test_a_drafter_without_network_costs_verification_only() -> None:
+    model = floor_model("llama-3.1-8b", "ngram")
+    [verify] = model.stages(CycleShape(6, 4, 12, "paths"), 2, 100)
+    assert verify.name == "verify" and verify.parts["features"] == 0 and model.draft_own is None
+
+
+SMALL = FloorModel.of(model_facts(), draft_facts(), "float32", EAGLE3, from_config=True)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 6), st.integers(1, 40), st.integers(1, 60), st.sampled_from(["batch", "context", "steps"]))
+def test_more_of_anything_never_costs_less(steps: int, batch: int, context: int, what: str) -> None:
+    def cost(steps: int, batch: int, context: int) -> tuple[float, float]:
+        stages = SMALL.stages(CycleShape(steps, 1, steps + 1), batch, context)
+        return sum(s.bytes for s in stages), sum(s.flops for s in stages)
+
+    less = cost(steps, batch, context)
+    more = cost(steps + (what == "steps"), batch + (what == "batch"), context + (what == "context"))
+    assert more[0] > less[0] and more[1] > less[1]
+
+
+@pytest.mark.parametrize("variant", ["none", "eagle", "eagle3", "mtp", "standalone"])
+def test_weights_are_those_the_engine_would_load(variant: str) -> None:
+    """The memory plan counts the same networks from their checkpoints; beside parameters it counts tables of RoPE and token ids."""
+    config = load_config(f"variant={variant}", "hardware=cpu", "runtime=eager")
+    entry = resolve_variant(variant)
+    paper = read_paper("demo", config.variant, entry)
+    plan = make_plan(config, paper.target, paper.draft, device="cpu")
+    model = FloorModel.of(paper.target, paper.draft, "float32", entry)
+    target, draft = weigh(plan)
+    table = 4 * plan.max_positions * paper.target.head_dim
+    assert model.target_weights.size + table == target
+    own = model.draft_own.size if model.draft_own is not None else 0
+    ids = 8 * paper.draft.draft_vocab_size if paper.draft is not None and paper.draft.draft_vocab_size != paper.target.vocab_size else 0
+    assert own + (4 * plan.max_positions * paper.draft.decoder.head_dim + ids if paper.draft is not None else 0) == draft
+    assert plan_memory(plan, config, (target, draft)) == plan_memory(plan, config)
+
+
+def test_shapes_on_paper_have_no_weights() -> None:
+    assert shape_names() == ["deepseek-v3", "llama-3.1-70b", "llama-3.1-8b"]
+    with pytest.raises(ConfigError, match="only the shape comes with the package") as error:
+        LLM("llama-3.1-8b")
+    assert error.value.key == "model.path"
+
+
+def test_a_static_tree_goes_by_the_name_of_its_stage() -> None:
+    stages = SMALL.stages(CycleShape(3, 2, 6, "nodes"), 1, 20)
+    assert [(stage.name, stage.passes) for stage in stages] == [("draft_extend", 1), ("static_steps", 2), ("verify", 1)]

@@ -1,0 +1,177 @@
+"""The launch-and-latency model: its launches are the engine's, its bytes are the floor's, and more of anything never costs less."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from graphspec.catalog import resolve_variant
+from graphspec.command_options import LaunchConfig
+from graphspec.config import KernelsConfig
+from graphspec.kernels import OPS
+from graphspec.kernels.fused.hopper import resident
+from graphspec.lab.predict.floor import FloorModel, Hardware
+from graphspec.lab.predict.latency import HOPPER, WORK, Situation, Work, by_kernel, estimate, estimate_cycle, places, work_of
+from graphspec.lab.predict.launches import INDUCTOR, LIBRARY, Step, launcher, paper_steps
+from graphspec.lab.predict.paper_models import Paper, read_paper
+from graphspec.shapes import PLAIN, CycleShape
+from tests.support.codegen import launches_of
+from tests.support.shapes_8b import fake_cycle
+
+pytest.importorskip("triton")
+
+H200 = Hardware(4.8e12, 989e12, None, "h200")
+CHAIN, TREE = CycleShape(7, 1, 8), CycleShape(5, 4, 8)
+
+
+def on_paper(model: str, variant: str) -> tuple[LaunchConfig, Paper, FloorModel]:
+    entry, config = resolve_variant(variant), LaunchConfig()
+    config = replace(
+        config, model=replace(config.model, path=model), variant=replace(config.variant, name=variant), kernels=KernelsConfig(mode="fused")
+    )
+    paper = read_paper(model, config.variant, entry)
+    return config, paper, FloorModel.of(paper.target, paper.draft, "bfloat16", entry, None, paper.from_config)
+
+
+def steps_of(model: str, variant: str, shape: CycleShape, batch: int = 1, context: int = 2048) -> list[Step]:
+    config, paper, _ = on_paper(model, variant)
+    found = paper_steps(config, paper, resolve_variant(variant), shape, batch, context, "bfloat16")
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("shape", [TREE, PLAIN, CHAIN])
+def test_launches_are_those_of_the_code_inductor_writes(shape: CycleShape) -> None:
+    """Operators that are several launches are counted as such here, and as one there; nodes are few enough that none is."""
+    variant = "eagle3" if shape.num_steps else "none"
+    steps = steps_of("llama-3.1-8b", variant, shape)
+    with fake_cycle(shape, 3) as cycle:
+        written = launches_of(cycle.program())
+    layer = 6
+    assert len(steps) == len(written) + 29 * layer
+    assert sum(step.kernel == INDUCTOR for step in steps) == written.kinds["triton"]
+
+
+@pytest.mark.parametrize(
+    ("model", "variant", "shape", "batch"),
+    [
+        ("llama-3.1-8b", "none", PLAIN, 1),
+        ("llama-3.1-8b", "eagle3", CHAIN, 1),
+        ("llama-3.1-8b", "eagle3", CycleShape(5, 4, 32), 8),
+        ("llama-3.1-70b", "eagle3", TREE, 4),
+        ("deepseek-v3", "mtp", CycleShape(1, 1, 2), 1),
+        ("deepseek-v3", "mtp", CycleShape(3, 1, 4), 8),
+    ],
+)
+def test_bytes_are_those_of_the_floor(model: str, variant: str, shape: CycleShape, batch: int) -> None:
+    """Two ways to count: parameters of modules by group there, tensors that kernels are given here."""
+    config, paper, floor = on_paper(model, variant)
+    steps = paper_steps(config, paper, resolve_variant(variant), shape, batch, 2048, "bfloat16")
+    assert steps is not None
+    found = sum(work_of(step, Situation(2048)).bytes for step in steps)
+    assert found == pytest.approx(sum(stage.bytes for stage in floor.stages(shape, batch, 2048)), rel=0.01)
+
+
+def test_every_op_has_a_launcher_of_its_name() -> None:
+    assert all(callable(launcher(op)) for op in OPS)
+
+
+def test_work_is_described_for_kernels_that_exist() -> None:
+    """A kernel that was renamed would be taken for a small one."""
+    seen = {
+        step.kernel for args in (("llama-3.1-8b", "eagle3", TREE), ("deepseek-v3", "mtp", CycleShape(1, 1, 2))) for step in steps_of(*args)
+    }
+    filters = {"peaks", "histogram", "kth_largest", "least"}
+    assert set(WORK) - seen - filters <= {LIBRARY}
+    from graphspec.kernels.fused import _thresholds
+
+    assert all(hasattr(_thresholds, f"_{name}") for name in filters)
+
+
+def test_what_is_not_small_is_described() -> None:
+    """No kernel that is taken for a small one is given a weight or a pool."""
+    large = 1 << 20
+    for args in (("llama-3.1-8b", "eagle3", TREE), ("deepseek-v3", "mtp", CycleShape(1, 1, 2))):
+        for step in steps_of(*args):
+            names = {name for name, value in step.values.items() if hasattr(value, "numel") and value.numel() > large}
+            # RoPE tables and pools that a few rows are read from or written to.
+            assert step.kernel in WORK or names <= {"pool", "keys", "kv", "cos_sin", "latent_pool", "table", "cos", "sin"}, (
+                step.kernel,
+                names,
+            )
+
+
+@pytest.mark.parametrize("programmatic", [False, True])
+def test_more_of_anything_never_costs_less(programmatic: bool) -> None:
+    times = [
+        sum(
+            estimate(step, Situation(context, programmatic), H200).seconds
+            for step in steps_of("llama-3.1-8b", "eagle3", TREE, batch, context)
+        )
+        for batch, context in ((1, 512), (1, 4096), (4, 4096), (4, 16384))
+    ]
+    assert times == sorted(times)
+
+
+def test_an_estimate_by_hand() -> None:
+    """Four programs a multiprocessor at most: 1056 programs are two waves, and memory keeps up with neither's requests."""
+    step, work = Step("verify", "linear", (1056,)), Work(bytes=1056 * 65536, programs=1056, in_flight=1024, memory=1, cache=2, alone=1e6)
+    room = places(step)
+    waves = -(-1056 // room)
+    rate = room * 1024 / HOPPER.memory
+    assert rate < H200.bandwidth
+    full, left = divmod(1056, room)
+    expected_stream = full * room * 65536 / rate + (left * 65536 / (left * 1024 / HOPPER.memory) if left else 0)
+    found = _priced(step, work)
+    assert found.gap == HOPPER.gap
+    assert found.exposed == pytest.approx(waves * (HOPPER.memory + 2 * HOPPER.cache))
+    assert found.stream == pytest.approx(expected_stream)
+    assert found.alone == pytest.approx(1e6 / HOPPER.link)
+    assert found.seconds == pytest.approx(found.gap + found.exposed + found.stream + found.alone)
+
+
+def _priced(step: Step, work: Work) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("graphspec.lab.predict.latency.work_of", lambda *_: work)
+        return estimate(step, Situation(2048), H200)
+
+
+@pytest.mark.parametrize(
+    ("used", "programs"),
+    [
+        ({"registers": 32, "shared": 0, "warps": 4}, 16),
+        ({"registers": 64, "shared": 81920, "warps": 4}, 2),
+        ({"registers": 255, "shared": 81920, "warps": 4}, 2),
+        ({"registers": 255, "shared": 0, "warps": 8}, 1),
+        ({"registers": 16, "shared": 0, "warps": 1}, 32),
+    ],
+)
+def test_programs_that_a_multiprocessor_holds(used: dict[str, int], programs: int) -> None:
+    """By hand, from the limits of compute capability 9.0: 64 Ki registers, 228 KiB of shared memory, 64 warps, 32 blocks."""
+    assert resident(used) == programs
+
+
+def test_programmatic_launch_never_costs() -> None:
+    steps = steps_of("llama-3.1-8b", "eagle3", TREE)
+    plain, early = (estimate_cycle(steps, TREE, 1, 2048, 4.0, H200, programmatic=flag) for flag in (False, True))
+    assert early.whole.seconds < plain.whole.seconds
+    # Inductor's kernels wait as before.
+    assert next(p for p in early.parts if p.name == INDUCTOR) == next(p for p in plain.parts if p.name == INDUCTOR)
+
+
+def test_parts_add_up_to_the_whole() -> None:
+    steps = steps_of("deepseek-v3", "mtp", CycleShape(1, 1, 2))
+    found = estimate_cycle(steps, CycleShape(1, 1, 2), 1, 2048, 4.0, H200, programmatic=False)
+    assert sum(part.seconds for part in found.parts) == pytest.approx(found.whole.seconds)
+    assert found.whole.launches == len(steps)
+    assert [part.name for part in by_kernel(estimate(step, Situation(2048), H200) for step in steps)] == [part.name for part in found.parts]
+    assert json.loads(json.dumps(found.record()))["launches"] == len(steps)
+
+
+def test_other_kernels_have_no_estimate() -> None:
+    config, paper, _ = on_paper("llama-3.1-8b", "eagle3")
+    for keys in (KernelsConfig(mode="reference"), KernelsConfig(mode="fused", attention="flashinfer")):
+        assert paper_steps(replace(config, kernels=keys), paper, resolve_variant("eagle3"), TREE, 1, 2048, "bfloat16") is None

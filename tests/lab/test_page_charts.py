@@ -1,0 +1,265 @@
+"""graphspec report: its charts, their colours, and what tells figures of one round apart."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+from typing import Any
+
+import plotly.graph_objects as go
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from graphspec.lab.measure import results
+from graphspec.lab.report import charts as canvas
+from graphspec.lab.report import cycle_charts as anatomy
+from graphspec.lab.report import numbers as spelling
+from graphspec.lab.report import speed_charts as figures
+from tests.support.report_page import WEB, Document, charts_of, render
+from tests.support.report_records import provenance, ratio, read, records, side
+
+CSS = (WEB / "style.css").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Document]:
+    return render(tmp_path_factory.mktemp("whole"), records())
+
+
+# Charts
+
+
+def test_every_chart_is_one_plotly_knows(whole):
+    found = charts_of(whole[1])
+    expected = {
+        "throughput",
+        "comparison",
+        "acceptance-unconditional",
+        "acceptance-conditional",
+        "stages",
+        "gaps",
+        "bursts",
+        "shapes-0",
+        "prediction",
+    }
+    assert set(found) == expected
+    for chart in found.values():
+        go.Figure(data=chart["data"], layout=chart["layout"])
+
+
+def test_a_key_that_plotly_does_not_know_is_an_error_when_the_chart_is_made():
+    made = canvas.drawing([go.Scatter(x=[1])], 300, x={"title_text": "x"}, y={})
+    assert (made.layout.xaxis.title.text, made.layout.xaxis.title.font.color) == ("x", "var(--soft)")
+    with pytest.raises(ValueError, match="titel"):
+        canvas.drawing([], 300, x={"titel_text": "x"}, y={})
+    with pytest.raises(ValueError, match="color"):
+        canvas.drawing([], 300, x={"gridcolor": "--grid"}, y={})
+
+
+def test_a_chart_without_data_is_left_out_and_said(tmp_path):
+    bare = {key: value for key, value in side("x", "subject", 1, 100.0).items() if key in results.IDENTITY} | {"kind": "side"}
+    bare["tokens_per_second"] = {"median": 100.0}
+    _, document = render(tmp_path, [bare])
+    assert set(charts_of(document)) == {"throughput"}
+    text = "".join(document.words)
+    for sentence in (
+        "Against the baselines: no side", "Accepted up to position k: no side", "Where a cycle's time goes: no side",
+        "Gaps between tokens: no side",
+        "Tokens that arrive together: no side", "Shapes: fewer than three", "Predicted against measured: no prediction",
+        "A generation, cycle by cycle: no recorded", "Latency percentiles: no side", "Memory and build: no side",
+    ):  # fmt: skip
+        assert sentence in text
+    assert not any(attributes.get("id") == "viewer" for _, attributes in document.elements)
+
+
+def test_nothing_is_left_out_of_a_whole_file(whole):
+    assert not any(attributes.get("id") == "left-out" for _, attributes in whole[1].elements)
+
+
+def test_the_floor_line_is_acceptance_times_batch_over_floor(tmp_path):
+    lines = [side("x", "subject", batch, 100.0 * batch, [2, 1, 3], floor_ms=2.5, acceptance_length=3.0) for batch in (1, 4)]
+    chart = figures.throughput(
+        read(tmp_path, [provenance(), *lines]), canvas.Palette(found := read(tmp_path, [provenance(), *lines]).sides)
+    )
+    assert chart.figure is not None
+    [floor] = [trace for trace in chart.figure.data if trace.name.endswith("floor")]
+    assert floor.x == (1, 4)
+    assert floor.y == pytest.approx((1200.0, 4800.0))
+    assert len(found) == 2
+
+
+def test_one_batch_is_drawn_as_bars_with_the_floor_beside(tmp_path):
+    found = read(
+        tmp_path, [provenance(), side("x", "subject", 1, 800.0, [2, 1, 3]), side("none", "none", 1, 500.0), side("hf", "hf", 1, 300.0)]
+    )
+    chart = figures.throughput(found, canvas.Palette(found.sides))
+    assert chart.figure is not None
+    bars, floor = chart.figure.data
+    assert list(bars.x) == [one.speed for one in found.sides]
+    assert [value is None for value in floor.x] == [False, False, True]
+
+
+def test_the_heat_map_frames_the_best_shape(tmp_path):
+    lines = [side(f"t{s}{n}", "subject", 1, 100.0 * s + n, [s, 4, n], ratio=ratio("none", s + n / 100)) for s in (2, 3) for n in (4, 8)]
+    [chart] = figures.shapes(read(tmp_path, [provenance(), *lines]))
+    assert chart.figure is not None
+    [heat] = chart.figure.data
+    assert [list(row) for row in heat.z] == [[2.04, 2.08], [3.04, 3.08]]
+    [frame] = chart.figure.layout.shapes
+    assert ((frame.x0 + frame.x1) / 2, (frame.y0 + frame.y1) / 2) == (1, 1)
+    told = side("told", "subject", 1, 9999.0, [3, 4, 8], synthetic=True, equal=None)
+    [chart] = figures.shapes(read(tmp_path, [provenance(), *lines, told]))
+    assert chart.figure is not None
+    assert chart.figure.data[0].z == heat.z
+    by_branches = [side(f"k{s}{k}", "subject", 1, 100.0, [s, k, 16]) for s in (2, 3) for k in (1, 4)]
+    [chart] = figures.shapes(read(tmp_path, [provenance(), *by_branches]))
+    assert chart.figure is not None
+    assert chart.figure.layout.xaxis.ticktext == ("1", "4")
+
+
+def test_subjects_are_drawn_in_accents_and_baselines_in_greys(tmp_path):
+    """In every chart: the colour of a trace, of a single bar, or, where colours tell stages apart, of the row's name."""
+    plain = {"kind": "prediction", "case": "p", "batch": 1, "shape": [0, 1, 1], "predicted_ms": 1.0, "measured_ms": 2.0}
+    sides = [side("ours", "subject", batch, 9.0, [2, 1, 3], case="p", ratio=ratio("none", 1.5)) for batch in (1, 4)]
+    sides += [side("none", "none", batch, 5.0, case="p", ratio=ratio("hf", 2.0)) for batch in (1, 4)]
+    sides.append(side("hf", "hf", 1, 2.5, acceptance_unconditional=[0.5], acceptance_conditional=[0.5]))
+    document = render(tmp_path, [provenance(), *sides, plain, {**plain, "shape": [2, 1, 3]}])[1]
+    greys = {f"var(--{letter}{index})" for letter in "gn" for index in range(1, 7)}
+    accents = {*canvas.SUBJECT_COLOURS, *anatomy.BURST_COLOURS}
+    charts = charts_of(document)
+    for name, chart in charts.items():
+        labels = chart["layout"].get("annotations", [])
+        if name == "stages":
+            told = [(label["text"], label["font"]["color"]) for label in labels]
+        elif name == "bursts":
+            told = [(label["text"], trace["marker"]["color"][row]) for trace in chart["data"] for row, label in enumerate(labels)]
+        else:
+            told = [(trace.get("name", ""), (trace.get("line", {}) | trace.get("marker", {})).get("color")) for trace in chart["data"]]
+        if name == "prediction":
+            told = [("none" if "plain" in trace else "ours", colour) for trace, colour in told if trace.startswith(("whole", "stages"))]
+        roles = [(next((who for who in ("ours", "none", "hf") if who in text), None), colour) for text, colour in told]
+        assert {"ours"} < {who for who, _ in roles if who}, name
+        wrong = [(who, colour) for who, colour in roles if who and colour not in (accents if who == "ours" else greys)]
+        assert not wrong, name
+
+
+def test_the_distribution_of_gaps_counts_every_sample():
+    counts = anatomy._counts([1.0, 1.5, 2.0, 3.9, 4.0], [1.0, 2.0, 3.0, 4.0])
+    assert counts == [2, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, "\u2013"), (float("nan"), "\u2013"), (0, "0.00"), (12345.6, "12,346"), (885.4, "885"), (52.81, "52.8"), (1.675, "1.68"),
+     (0.0421, "0.0421"), (-3.14159, "-3.14"), (0.00001, "1.0e-05")],
+)  # fmt: skip
+def test_numbers_are_spelled_with_three_digits(value, text):
+    assert spelling.spell(value) == text
+
+
+@given(st.lists(st.floats(0, 100, allow_subnormal=False), min_size=1, max_size=8))
+def test_labels_after_lines_never_overlap(values):
+    labels = canvas.end_labels([(0.0, value, str(value), "var(--ink)") for value in values], 300, 0, 100)
+    middles = sorted(label.y * 3 + label.yshift for label in labels)
+    assert all(upper - lower > canvas.LABEL_GAP - 0.2 for lower, upper in pairwise(middles))
+
+
+# Rounds
+
+
+def rated(label: str, rounds: list[float], **more: Any) -> dict[str, Any]:
+    """A subject with one ratio a round, and a speed that is the median ratio."""
+    middle = sorted(rounds)[len(rounds) // 2]
+    speeds = {"median": middle, "p10": min(rounds), "p90": max(rounds), "rounds": rounds}
+    told = {"ratio": {"to": "none", "median": middle, "rounds": rounds}, "rounds": len(rounds), "tokens_per_second": speeds}
+    return side(label, "subject", 1, 1.0, [2, 1, 3], **told, **more)
+
+
+STEADY = [1.5, 1.51, 1.52, 1.53, 1.54]
+
+
+@pytest.mark.parametrize("other", [[1.0, 1.1, 1.8, 1.9, 2.0], [3.0]], ids=["wide", "one round"])
+def test_the_headline_goes_by_the_lower_end_of_the_rounds(tmp_path, other):
+    text = "".join(render(tmp_path, [provenance(), rated("other", other), rated("steady", STEADY), side("none", "none", 1, 1.0)])[1].words)
+    assert "Largest gain measured: steady, batch 1" in text
+    assert f"1.50{spelling.TIMES}the tokens/s of none, p10 of 5 rounds; median 1.52{spelling.TIMES}" in text
+    assert "tokens/s at batch 1, median of 5 rounds" in text
+
+
+def test_a_single_round_is_marked_wherever_its_figures_stand(tmp_path):
+    """In the headline, in every row of a table and in every chart; the same side measured in five rounds has no such mark."""
+    for rounds, marked in (([3.0], True), (STEADY, False)):
+        found = [side(f"other {n}", "subject", 1, 2.0, [n, 1, n + 1], ratio=ratio("none", 2.0)) for n in (3, 4)]
+        found[1:1] = [rated("lonely", rounds, case="c"), side("none", "none", 1, 1.0, case="c")]
+        predicted = {"kind": "prediction", "case": "c", "batch": 1, "shape": [2, 1, 3], "predicted_ms": 1.0, "measured_ms": 2.0}
+        text, document = render(tmp_path, [provenance(), predicted, *found])
+        charts = charts_of(document)
+        assert {"throughput", "comparison", "stages", "gaps", "bursts", "shapes-0", "prediction", "acceptance-conditional"} <= set(charts)
+        for name, chart in charts.items():
+            labels = [a["text"] for a in chart["layout"].get("annotations", []) if "lonely" in a["text"]]
+            if name == "shapes-0":
+                [labels] = [[cell for row in chart["data"][0]["text"] for cell in row if cell.startswith(("<b>3.00", "<b>1.52"))]]
+            if name == "prediction":
+                labels = chart["data"][-1]["customdata"]
+            assert labels, name
+            assert all(("n=1" in label) is marked for label in labels), name
+        rows = re.findall(r'<tr><th scope="row">[^/]*lonely.*?</tr>', text, re.DOTALL)
+        assert len(rows) > 8
+        assert all(("n=1" in row) is marked for row in rows)
+        told = "".join(document.words)
+        assert ("Nothing says how far the figures marked n=1 vary, those of: lonely." in told) is marked
+        assert ("tokens/s at batch 1, one round" in told) is False
+    text, document = render(tmp_path, [provenance(), rated("lonely", [3.0]), side("none", "none", 1, 1.0)])
+    tiles = next(part for part in text.split("\n") if 'class="tiles"' in part)
+    assert 'title="measured in one round' in tiles
+    assert "the tokens/s of none, one round" in tiles
+    assert "tokens/s at batch 1, one round" in tiles
+
+
+# Colours
+
+
+def scheme(*, dark: bool) -> dict[str, str]:
+    light_text, dark_text = CSS.split("@media (prefers-color-scheme: dark)")[:2]
+    found = dict(re.findall(r"(--[\w-]+): ([^;]+);", light_text))
+    return {**found, **dict(re.findall(r"(--[\w-]+): ([^;]+);", dark_text.split("* { box-sizing")[0]))} if dark else found
+
+
+def variable(colour: str) -> str:
+    return colour.removeprefix("var(").removesuffix(")")
+
+
+def luminance(colour: str) -> float:
+    parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+TEXT_ON = [("--ink", "--bg"), ("--ink", "--surface"), ("--soft", "--bg"), ("--soft", "--surface"), ("--accent", "--bg"),
+           ("--accent", "--surface"), ("--accent-ink", "--accent"), ("--warn", "--warn-soft"), ("--ink", "--warn-soft"),
+           ("--ink", "--accent-soft"), ("--accent", "--accent-soft"), ("--ink", "--heat-0"),
+           ("--ink", "--heat-1")]  # fmt: skip
+TEXT_ON += [("--bar-ink", variable(colour)) for colour in anatomy.STAGE_COLOURS]
+TEXT_ON += [(variable(colour), "--surface") for colour in (*canvas.SUBJECT_COLOURS, *canvas.BASELINE_COLOURS)]
+for scale in (anatomy.BURST_COLOURS, anatomy.BASELINE_BURST_COLOURS):
+    TEXT_ON += [("--ink" if level < 3 else "--burst-ink", variable(colour)) for level, colour in enumerate(scale)]
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_text_has_the_contrast_of_wcag_aa(dark):
+    colours = scheme(dark=dark)
+    low = {}
+    for text, ground in TEXT_ON:
+        lighter, darker = sorted((luminance(colours[text]), luminance(colours[ground])), reverse=True)
+        if (contrast := (lighter + 0.05) / (darker + 0.05)) < 4.5:
+            low[text, ground] = round(contrast, 2)
+    assert not low
+
+
+def test_every_colour_of_a_chart_has_a_value_in_both_schemes(whole):
+    used = set(re.findall(r'"var\((--[\w-]+)\)"', whole[1].scripts["charts-data"]))
+    assert {"--accent", "--soft", "--grid"} <= used
+    assert used <= set(scheme(dark=False))
+    dark_only = set(re.findall(r"(--[\w-]+): ", CSS.split("@media (prefers-color-scheme: dark)")[1].split("* { box-sizing")[0]))
+    assert used <= dark_only

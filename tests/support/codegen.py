@@ -1,0 +1,195 @@
+"""The launches of a compiled CUDA program, counted on a machine without a GPU.
+
+Fake ``cuda`` tensors go through Dynamo, AOTAutograd and Inductor up to the text of the wrapper, which names every kernel it would launch;
+nothing is compiled for a device, and nothing runs. An operator of ours counts as one launch: each is written as one, or says otherwise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._inductor import config as inductor_config
+from torch._inductor.graph import GraphLowering
+
+from tests.support.fake_cuda import load_cuda_guard
+
+
+class _Properties:
+    """An H200 as ``torch.cuda.get_device_properties`` describes it."""
+
+    name = "NVIDIA H200"
+    major, minor, multi_processor_count, warp_size = 9, 0, 132, 32
+    total_memory, L2_cache_size = 141 << 30, 60 << 20
+    regs_per_multiprocessor, max_threads_per_multi_processor, max_threads_per_block = 65536, 2048, 1024
+    shared_memory_per_block, shared_memory_per_block_optin, shared_memory_per_multiprocessor = 49152, 232448, 233472
+    gcnArchName = ""
+
+
+class _Driver:
+    """Triton's driver for a device that is not there."""
+
+    class utils:
+        @staticmethod
+        def get_device_properties(device: int) -> dict[str, int]:
+            return {"max_shared_mem": 232448, "multiprocessor_count": 132, "max_num_regs": 65536, "warpSize": 32}
+
+    @staticmethod
+    def get_current_target() -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+    @staticmethod
+    def get_device_interface() -> Any:
+        return torch.cuda
+
+    @staticmethod
+    def get_active_torch_device() -> torch.device:
+        return torch.device("cuda", 0)
+
+    get_current_device = staticmethod(lambda: 0)
+    set_current_device = staticmethod(lambda device: None)
+    get_current_stream = staticmethod(lambda device=None: 0)
+    is_active = staticmethod(lambda: True)
+
+
+class _TextReachedError(Exception):
+    """The wrapper's text is there; what follows would need a GPU."""
+
+
+def _always(value: Any) -> Callable[..., Any]:
+    # Dynamo registers handlers by function object and refuses one it knows, so every fake needs an object of its own.
+    return lambda *_, **__: value
+
+
+@contextlib.contextmanager
+def pretended_gpu() -> Iterator[None]:
+    """Inside, torch, Inductor and Triton believe in an H200."""
+    import torch._dynamo.device_interface as device_interface
+    from torch._functorch import config as functorch_config
+    from triton.runtime.driver import driver
+
+    load_cuda_guard()
+    properties = _Properties()
+    interface = device_interface.get_interface_for_device("cuda")
+    on_cuda = {
+        "get_device_properties": properties, "get_device_capability": (9, 0), "is_available": True, "is_initialized": True,
+        "current_device": 0, "device_count": 1, "_lazy_init": None, "synchronize": None, "set_device": None, "_exchange_device": 0,
+        "_maybe_exchange_device": 0, "set_rng_state": None, "get_rng_state": torch.zeros(16, dtype=torch.uint8),
+    }  # fmt: skip
+    on_interface = {
+        "get_device_properties": properties, "current_device": 0, "get_compute_capability": 90, "get_raw_stream": 0, "is_available": True,
+        "device_count": 1,
+    }  # fmt: skip
+    with contextlib.ExitStack() as stack:
+        for name, value in on_cuda.items():
+            stack.enter_context(mock.patch(f"torch.cuda.{name}", _always(value)))
+        for name, value in on_interface.items():
+            stack.enter_context(mock.patch.object(interface, name, staticmethod(_always(value))))
+        for name, value in {"get_device_properties": properties, "current_device": 0}.items():
+            stack.enter_context(mock.patch.object(interface.Worker, name, staticmethod(_always(value))))
+        from torch.utils._triton import has_triton
+
+        # Modules imported before hold the function under their own names.
+        for module in [m for m in list(sys.modules.values()) if getattr(m, "has_triton", None) is has_triton]:
+            stack.enter_context(mock.patch.object(module, "has_triton", _always(True)))
+        stack.enter_context(mock.patch.object(torch._C, "_cuda_getCurrentRawStream", _always(0), create=True))
+        # The first fake tensor would make a real one, to have torch set up the device.
+        stack.enter_context(mock.patch("torch._subclasses.fake_tensor.init_gpu_context", _always(None)))
+        stack.enter_context(mock.patch("torch.cuda.graphs._cuda_isCurrentStreamCapturing", _always(False)))
+        # The attention patterns are made from real CUDA tensors; attention is an operator here, so nothing would match.
+        stack.enter_context(mock.patch("torch._inductor.fx_passes.fuse_attention._sfdp_init", _always(None)))
+        # Padding and constant folding would run on the device.
+        stack.enter_context(
+            inductor_config.patch(compile_threads=1, fx_graph_cache=False, shape_padding=False, joint_graph_constant_folding=False)
+        )
+        stack.enter_context(functorch_config.patch(enable_autograd_cache=False))
+        driver.set_active(_Driver())
+        try:
+            yield
+        finally:
+            torch._dynamo.reset()
+            driver._active = None
+
+
+@dataclass(frozen=True)
+class Launches:
+    """What one program launches, in order."""
+
+    names: tuple[tuple[str, str], ...]
+    """``(kind, name)``: ``triton`` for Inductor's own kernels, ``extern`` for library products, ``op`` for operators, ``copy``."""
+    code: str
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    @property
+    def kinds(self) -> Counter[str]:
+        return Counter(kind for kind, _ in self.names)
+
+    @property
+    def ops(self) -> Counter[str]:
+        """How often each operator is called."""
+        return Counter(name for kind, name in self.names if kind == "op")
+
+    @property
+    def host_marks(self) -> list[str]:
+        """Signs of a host read, of a size that depends on data, or of a copy between devices."""
+        begin = self.code.rindex("def call(")
+        body = self.code[begin : self.code.find("def get_args", begin)]
+        return sorted(sign for sign in HOST_SIGNS if re.search(sign, body))
+
+
+HOST_SIGNS = (
+    r"\.item\(", r"aten\.index\.Tensor", r"aten\.nonzero\.", r"masked_select", r"\bu\d+ = ", r"\.copy_\(", r"device='cpu'",
+    r"empty_strided_cpu", r"repeat_interleave", r"_unique",
+)  # fmt: skip
+
+
+def _read(code: str) -> Launches:
+    found: list[tuple[str, str]] = []
+    for line in code[code.rindex("def call(") :].splitlines():
+        line = line.strip()
+        if line.startswith(("#", "del ", "return", "def ", "assert_size")):
+            continue
+        for kind, pattern in (
+            ("triton", r"^(triton_\w+)\.run\("),
+            ("extern", r"extern_kernels\.(\w+)\("),
+            ("op", r"torch\.ops\.([\w.]+?)(?:\.default)?\("),
+            ("op", r"\b(aten\.\w+)"),
+            ("copy", r"(\.copy_\()"),
+        ):
+            if match := re.search(pattern, line):
+                found.append((kind, match[1]))
+                break
+    return Launches(tuple(found), code)
+
+
+def launches_of(program: Callable[[], None]) -> Launches:
+    """Compile ``program``, a function over fake ``cuda`` tensors, as the runtime does, and list what it would launch.
+
+    Raises:
+        Exception: whatever stops the compiler before the wrapper's text is complete.
+    """
+    texts: list[str] = []
+
+    def keep(code: Any) -> None:
+        texts.append(code if isinstance(code, str) else code.value)
+        raise _TextReachedError
+
+    with mock.patch.object(GraphLowering, "save_output_code", staticmethod(keep)), torch.no_grad():
+        torch._dynamo.reset()
+        try:
+            torch.compile(program, fullgraph=True, dynamic=False)()
+        except Exception:
+            if not texts:
+                raise
+    return _read(texts[-1])

@@ -1,0 +1,97 @@
+"""A cycle in the shapes of Llama-3.1-8B with an EAGLE-3 head, over fake CUDA tensors: for what can be counted without running it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from graphspec.buffers import Arena, Views
+from graphspec.config import Config, HardwareConfig, KernelsConfig, ModelConfig, RuntimeConfig, VariantConfig
+from graphspec.facts import ModelFacts, RopeFacts
+from graphspec.graphs.programs import program_stages
+from graphspec.graphs.stages.mailbox import MailLayout
+from graphspec.graphs.stages.stage import Stage
+from graphspec.kernels import select_kernels
+from graphspec.models.layers import use_kernels
+from graphspec.models.llama import LlamaModel
+from graphspec.plan import Plan, make_plan
+from graphspec.shapes import GREEDY, CycleShape, SamplingClass
+from graphspec.variants.eagle3 import Eagle3Draft
+from tests.support.codegen import pretended_gpu
+from tests.support.tiny import draft_facts, model_facts, move
+
+
+def llama_8b(num_layers: int, **changes: Any) -> ModelFacts:
+    """Llama-3.1-8B, its rope scaling left out."""
+    return replace(
+        model_facts(num_layers), vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_heads=32, num_kv_heads=8, head_dim=128,
+        max_position_embeddings=4096, sliding_window=(None,) * num_layers, dtype="bfloat16", rope=RopeFacts(500000.0), **changes,
+    )  # fmt: skip
+
+
+@dataclass
+class FakeCycle:
+    """The stages of one cycle, and the views they work on."""
+
+    plan: Plan
+    stages: list[Stage]
+    views: Views
+
+    def program(self) -> Callable[[], None]:
+        """All stages, as one launch runs them."""
+
+        def run() -> None:
+            for stage in self.stages:
+                stage(self.views)
+
+        return run
+
+    def stage(self, name: str) -> Callable[[], None]:
+        """One stage."""
+        chosen = next(stage for stage in self.stages if stage.name == name)
+        return lambda: chosen(self.views)
+
+
+@contextmanager
+def fake_cycle(
+    shape: CycleShape, num_layers: int, *, lanes: int = 1, mode: str = "fused", numerics: str = "fast", linear: str = "auto",
+    sampling: SamplingClass = GREEDY, **changes: Any,
+) -> Iterator[FakeCycle]:  # fmt: skip
+    """Inside, a cycle on a GPU that is not there; ``changes`` go into the target's facts."""
+    target = llama_8b(num_layers, **changes)
+    speculates = shape.num_steps > 0
+    head = replace(
+        draft_facts(), decoder=llama_8b(1), draft_vocab_size=32000, target_hidden_size=4096, feature_size=3 * 4096,
+        tap_layers=(0, num_layers // 2, num_layers - 1),
+    )  # fmt: skip
+    keys = {"num_steps": shape.num_steps, "topk": shape.topk, "num_draft_tokens": shape.num_draft_tokens} if speculates else {}
+    config = Config(
+        variant=VariantConfig(name="eagle3" if speculates else "none", **keys),
+        model=ModelConfig(path="8b", max_context=2048),
+        runtime=RuntimeConfig(name="captured", page_size=16, max_rows=lanes, buckets=[lanes]),
+        kernels=KernelsConfig(mode=mode, numerics=numerics, linear=linear),
+        hardware=HardwareConfig(dtype="bfloat16"),
+    )
+    plan = make_plan(config, target, head if speculates else None, device="cuda")
+    with pretended_gpu(), FakeTensorMode():
+        kernels = select_kernels(plan.kernels, plan.attention, "cuda", linear=plan.linear, dtype=plan.dtype, numerics=plan.numerics)
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            networks = [LlamaModel(plan.target, plan.tap_layers, plan.max_positions)]
+            networks += [Eagle3Draft(head, plan.max_positions)] if speculates else []
+        finally:
+            torch.set_default_dtype(before)
+        for network in networks:
+            move(network, "cuda")
+            use_kernels(network, kernels)
+        arena = Arena(plan, MailLayout.of(plan).size)
+        arena.allocate(sampling)
+        key = plan.graph_keys(sampling)[0]
+        stages = program_stages(plan, kernels, networks[0], networks[1] if speculates else None, key)
+        yield FakeCycle(plan, stages, arena.views(lanes))
