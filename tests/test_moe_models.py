@@ -14,7 +14,7 @@ from graphspec.errors import CheckpointError
 from graphspec.facts import read_model_facts
 from graphspec.kernels import select_kernels
 from graphspec.models.layers import use_kernels
-from graphspec.weights import load_target
+from graphspec.models.target import load_target
 
 from ._checkpoints import VOCAB_SIZE, DenseAttention, eagle3_tensors, edit_json, edit_tensors, write_eagle3, write_hf
 from ._engines import ids, prompts
