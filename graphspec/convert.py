@@ -25,8 +25,8 @@ from .facts import Eagle3Facts, EagleFacts, ModelFacts, read_model_facts
 from .facts.eagle import read_eagle_config
 from .facts.eagle3 import DEFAULT_TAPS, TAP_KEY, default_taps, read_eagle3_config
 from .layouts import EAGLE3_WRITTEN, EAGLE_WRITTEN
+from .models.checkpoint import Checkpoint
 from .paths import check_writable, make_folder, unwritable, user_path
-from .weights.checkpoint import Checkpoint
 from .weights.eagle import EAGLE_NORMS, eagle3_checkpoint, eagle_checkpoint, looks_like, read_vocab_map
 
 _OF_A_LAYOUT = {

@@ -27,8 +27,8 @@ from graphspec.graphs.stages.stage import TargetModel
 from graphspec.kernels.registry import KernelSet
 from graphspec.lab.measure.provenance import ROOT, provenance, result_file, within_repository, write_jsonl
 from graphspec.models.attention import TreeAttention
+from graphspec.models.target import load_target
 from graphspec.shapes import GREEDY
-from graphspec.weights import load_target
 from perf.gpu.static_decode import compiled_step
 from perf.speed import held_out_prompts
 

@@ -25,10 +25,11 @@ from ..hub import checkpoint_folder
 from ..kernels import resolve, select_kernels
 from ..models.layers import pack_linear_layers, use_kernels
 from ..models.stack import pack_stack
+from ..models.target import load_target
 from ..paths import user_path
 from ..plan import Plan, make_plan
 from ..shapes import GREEDY, SamplingClass
-from ..weights import apply_token_map, load_target, load_token_map
+from ..weights import apply_token_map, load_token_map
 from .arguments import check_cycles, check_launcher, check_progress, check_warm_up, engine_config
 from .depth import AdaptiveDepth, DepthPolicy
 from .engine import Engine

@@ -1,1 +1,1 @@
-"""Target networks."""
+"""Target networks, and the reading of checkpoints into them."""

@@ -1,11 +1,10 @@
-"""Checkpoints into our modules: one file per kind of network, one table per layout (:mod:`graphspec.layouts`)."""
+"""Draft checkpoints into our modules: one file per kind of network, one table per layout (:mod:`graphspec.layouts`)."""
 
 from __future__ import annotations
 
 from .eagle import load_eagle, load_eagle3
 from .mtp import load_mtp
 from .standalone import load_standalone
-from .target import load_target
 from .token_map import apply_token_map, load_token_map
 
 __all__ = [
@@ -14,6 +13,5 @@ __all__ = [
     "load_eagle3",
     "load_mtp",
     "load_standalone",
-    "load_target",
     "load_token_map",
 ]

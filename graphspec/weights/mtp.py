@@ -9,9 +9,9 @@ import torch
 
 from ..errors import CheckpointError, ConfigError
 from ..layouts import MTP_LAYOUTS, PREDICTION_HEADS, Layout, TensorRule
+from ..models.checkpoint import Checkpoint, Progress, fill
 from ..models.llama import LlamaModel
 from ..variants.mtp import MTPDraft
-from .checkpoint import Checkpoint, Progress, fill
 
 if TYPE_CHECKING:
     from ..facts import MTPFacts

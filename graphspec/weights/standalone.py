@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ..models.checkpoint import Progress
+from ..models.target import load_target
 from ..variants.standalone import StandaloneDraft
-from .checkpoint import Progress
-from .target import load_target
 
 if TYPE_CHECKING:
     import torch

@@ -13,7 +13,7 @@ from ..errors import CheckpointError, ConfigError
 from ..facts.files import plain, require_file, shown
 from ..facts.keys import is_integer
 from ..models.layers import Linear
-from .files import load_pickle, open_tensors
+from ..models.tensor_files import load_pickle, open_tensors
 
 if TYPE_CHECKING:
     from ..facts import DraftFacts

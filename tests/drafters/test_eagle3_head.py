@@ -9,7 +9,8 @@ import torch
 
 from graphspec.errors import CheckpointError, ConfigError
 from graphspec.facts import read_eagle3_facts, read_model_facts
-from graphspec.weights import load_eagle3, load_target
+from graphspec.models.target import load_target
+from graphspec.weights import load_eagle3
 from tests.support.checkpoints import (
     MODELOPT,
     VOCAB_SIZE,

@@ -11,16 +11,9 @@ import torch
 
 from graphspec.errors import CheckpointError
 from graphspec.facts import read_eagle3_facts, read_model_facts
-from graphspec.weights import load_eagle3, load_target
-from tests.support.checkpoints import (
-    TAPS,
-    VOCAB_SIZE,
-    DenseAttention,
-    build_hf,
-    eagle3_tensors,
-    publish_eagle3,
-    write_hf,
-)
+from graphspec.models.target import load_target
+from graphspec.weights import load_eagle3
+from tests.support.checkpoints import TAPS, VOCAB_SIZE, DenseAttention, build_hf, eagle3_tensors, publish_eagle3, write_hf
 from tests.support.eagle_reference import eagle3_fuse, eagle3_step
 
 

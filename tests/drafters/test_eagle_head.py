@@ -9,7 +9,8 @@ import torch
 
 from graphspec.errors import CheckpointError, ConfigError
 from graphspec.facts import read_eagle3_facts, read_eagle_facts, read_model_facts, read_standalone_facts
-from graphspec.weights import apply_token_map, load_eagle, load_eagle3, load_standalone, load_target, load_token_map
+from graphspec.models.target import load_target
+from graphspec.weights import apply_token_map, load_eagle, load_eagle3, load_standalone, load_token_map
 from tests.support.checkpoints import (
     VOCAB_SIZE,
     DenseAttention,

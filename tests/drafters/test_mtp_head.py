@@ -9,7 +9,8 @@ import torch
 
 from graphspec.errors import CheckpointError, ConfigError
 from graphspec.facts import read_model_facts, read_mtp_facts
-from graphspec.weights import apply_token_map, load_mtp, load_target
+from graphspec.models.target import load_target
+from graphspec.weights import apply_token_map, load_mtp
 from tests.support.checkpoints import VOCAB_SIZE, DenseAttention, eagle3_tensors, edit_json, edit_tensors, write_eagle3
 from tests.support.mtp_checkpoints import (
     HEAD_DIM,

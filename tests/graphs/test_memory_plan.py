@@ -21,10 +21,10 @@ from graphspec.errors import ConfigError, spell_bytes
 from graphspec.facts import read_eagle3_facts, read_model_facts
 from graphspec.graphs import memory as memory_module
 from graphspec.graphs.memory import GIB, MemoryLine, MemoryPlan, available_bytes, plan_memory, weigh
+from graphspec.models.checkpoint import Checkpoint
 from graphspec.plan import make_plan
 from graphspec.shapes import SamplingClass
 from graphspec.show.inspect import memory_table
-from graphspec.weights.checkpoint import Checkpoint
 from tests.support.engines import CHAIN, TREE, Pair, mirror_pair
 
 

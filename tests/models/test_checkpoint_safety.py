@@ -29,8 +29,9 @@ from graphspec.facts.keys import (
 )
 from graphspec.facts.mtp import read_tensor_names
 from graphspec.graphs import memory as memory_module
-from graphspec.weights import load_target, load_token_map
-from graphspec.weights.files import load_pickle, open_tensors
+from graphspec.models.target import load_target
+from graphspec.models.tensor_files import load_pickle, open_tensors
+from graphspec.weights import load_token_map
 from tests.fuzz._checkpoints import bomb, program
 from tests.support.checkpoints import build_hf, edit_json, write_hf
 from tests.support.engines import Pair, mirror_pair

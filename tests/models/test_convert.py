@@ -13,7 +13,8 @@ from graphspec.cli import main
 from graphspec.convert import convert
 from graphspec.errors import CheckpointError, ConfigError
 from graphspec.facts import read_eagle3_facts, read_eagle_facts, read_model_facts
-from graphspec.weights import load_eagle, load_eagle3, load_target
+from graphspec.models.target import load_target
+from graphspec.weights import load_eagle, load_eagle3
 from tests.support.checkpoints import (
     VOCAB_SIZE,
     DenseAttention,

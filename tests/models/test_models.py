@@ -13,7 +13,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm
 
 from graphspec.facts import read_model_facts
 from graphspec.models.layers import Embedding, RMSNorm
-from graphspec.weights import load_target
+from graphspec.models.target import load_target
 from tests.support.checkpoints import VOCAB_SIZE, DenseAttention, build_hf, write_hf
 
 TAPS = (0, 1, 3, 5)

@@ -14,7 +14,7 @@ from graphspec.errors import CheckpointError
 from graphspec.facts import read_model_facts
 from graphspec.kernels import select_kernels
 from graphspec.models.layers import use_kernels
-from graphspec.weights import load_target
+from graphspec.models.target import load_target
 from tests.support.checkpoints import VOCAB_SIZE, DenseAttention, eagle3_tensors, edit_json, edit_tensors, write_eagle3, write_hf
 from tests.support.engines import ids, prompts
 from tests.support.moe_checkpoints import HIDDEN, LAYERS, build_mixture, greedy, write_mixture

@@ -13,7 +13,7 @@ import torch
 
 from graphspec.errors import CheckpointError
 from graphspec.facts import ModelFacts, check_tokenizer, read_model_facts
-from graphspec.weights import load_target
+from graphspec.models.target import load_target
 from tests.support.checkpoints import VOCAB_SIZE, build_hf, edit_json, edit_tensors, write_hf
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..layouts import LLAMA_LAYOUT, PREDICTION_HEADS
-from ..models.llama import LlamaModel
 from .checkpoint import Checkpoint, Progress, fill
+from .llama import LlamaModel
 
 if TYPE_CHECKING:
     from ..facts import ModelFacts

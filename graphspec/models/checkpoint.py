@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from ..errors import CheckpointError
 from ..facts.files import find_file, plain, read_shards, require_file
 from ..layouts import Layout
-from ..models.layers import KernelModule, Linear
-from .files import TensorFile, open_tensors
+from .layers import KernelModule, Linear
+from .tensor_files import TensorFile, open_tensors
 
 if TYPE_CHECKING:
     from pathlib import Path
