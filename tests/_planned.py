@@ -28,7 +28,7 @@ from graphspec.kernels.tree_attention import random_pool
 from graphspec.models.layers import use_kernels
 from graphspec.plan import Plan, make_plan
 from graphspec.shapes import SAMPLED
-from graphspec.variants.standalone import StandaloneDraft
+from graphspec.drafters.standalone.network import StandaloneDraft
 from tests._tiny import latent_facts, model_facts, move, tiny_networks
 
 LATENT = HeadShape(4, 1, 12, 4, 0.3)

@@ -21,7 +21,7 @@ from graphspec.models.layers import use_kernels
 from graphspec.models.llama import LlamaModel
 from graphspec.plan import Plan, make_plan
 from graphspec.shapes import GREEDY, CycleShape, SamplingClass
-from graphspec.variants.eagle3 import Eagle3Draft
+from graphspec.drafters.eagle3.network import Eagle3Draft
 from tests._codegen import pretended_gpu
 from tests._tiny import draft_facts, model_facts, move
 

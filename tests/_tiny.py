@@ -25,10 +25,10 @@ from graphspec.facts import (
 from graphspec.models.llama import LlamaModel
 from graphspec.plan import Plan, make_plan
 from graphspec.shapes import CycleShape
-from graphspec.variants.eagle import EagleDraft
-from graphspec.variants.eagle3 import Eagle3Draft
-from graphspec.variants.mtp import MTPDraft
-from graphspec.variants.standalone import StandaloneDraft
+from graphspec.drafters.eagle.network import EagleDraft
+from graphspec.drafters.eagle3.network import Eagle3Draft
+from graphspec.drafters.mtp.network import MTPDraft
+from graphspec.drafters.standalone.network import StandaloneDraft
 
 SHAPES = {
     "none": CycleShape(0, 1, 1),

@@ -27,7 +27,7 @@ from graphspec.facts.keys import (
     MOST_WIDTH,
     Keys,
 )
-from graphspec.facts.mtp import read_tensor_names
+from graphspec.drafters.mtp.facts import read_tensor_names
 from graphspec.graphs import memory as memory_module
 from graphspec.weights import load_target, load_token_map
 from graphspec.weights.files import load_pickle, open_tensors

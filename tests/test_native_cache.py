@@ -15,7 +15,7 @@ import pytest
 from graphspec import native_build
 from graphspec.errors import ResourceError
 from graphspec.native_build import SharedLibrary, cache_folder, check_trusted
-from graphspec.ngram import trie
+from graphspec.drafters.ngram_trie import trie
 
 ANSWER = 'extern "C" int answer() {{ return {0}; }}\n'
 

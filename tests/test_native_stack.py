@@ -25,10 +25,10 @@ from graphspec.models.attention import ChunkAttention, TreeAttention
 from graphspec.models.layers import Linear, pack_linear_layers
 from graphspec.models.llama import LlamaModel
 from graphspec.models.stack import pack_stack
-from graphspec.variants.eagle import EagleDraft
-from graphspec.variants.eagle3 import Eagle3Draft
-from graphspec.variants.mtp import MTPDraft
-from graphspec.variants.standalone import StandaloneDraft
+from graphspec.drafters.eagle.network import EagleDraft
+from graphspec.drafters.eagle3.network import Eagle3Draft
+from graphspec.drafters.mtp.network import MTPDraft
+from graphspec.drafters.standalone.network import StandaloneDraft
 
 from ._engines import mirror_pair
 from ._moe_checkpoints import write_mixture

@@ -9,7 +9,7 @@ import pytest
 
 from graphspec.config import NgramSettings
 from graphspec.engine.llm import LLM, SamplingParams
-from graphspec.engine.proposer import TrieProposer
+from graphspec.drafters.ngram_trie.proposer import TrieProposer
 from graphspec.engine.request import Request
 from graphspec.errors import ConfigError
 

@@ -20,7 +20,7 @@ from graphspec.train.draft import Recipe, Texts, draft_losses, load_draft, train
 from graphspec.train.drafter import Target, default_taps, unrolled
 from graphspec.train.export import export_draft
 from graphspec.train.networks import NETWORKS
-from graphspec.train.networks.eagle3 import choose_draft_vocab
+from graphspec.drafters.eagle3.training import choose_draft_vocab
 from graphspec.train.optim import Optimizers
 from graphspec.train_options import AcceptanceConfig
 

@@ -27,7 +27,7 @@ from graphspec.models.layers import use_kernels
 from graphspec.models.llama import LlamaModel
 from graphspec.plan import Plan, make_plan
 from graphspec.shapes import SamplingClass
-from graphspec.variants.eagle3 import Eagle3Draft
+from graphspec.drafters.eagle3.network import Eagle3Draft
 from tests._codegen import pretended_gpu
 from tests._fake_cuda import load_cuda_guard
 from tests._shapes_8b import llama_8b

@@ -23,7 +23,7 @@ from ..graphs.cycle import Cycle, Progress
 from ..graphs.programs import Key, PrefillKey
 from ..shapes import GREEDY, GraphKey, SamplingClass, pick_bucket
 from .depth import AdaptiveDepth, DepthPolicy
-from .proposer import Proposer
+from ..drafters.ngram_trie.proposer import Proposer
 from .request import Request
 from .scheduler import Launcher, Scheduler
 

@@ -36,7 +36,7 @@ from .outputs import Detokenizer, Metrics, Output, StreamEvent, TreeSnapshot, su
 from .planned import PlannedCycle
 from .programmatic import resolve as resolve_programmatic
 from .prompts import Params, Prompt, make_requests
-from .proposer import TrieProposer
+from ..drafters.ngram_trie.proposer import TrieProposer
 from .request import Request, SamplingParams
 from .scheduler import Launcher
 from .self_test import AcceptanceTest

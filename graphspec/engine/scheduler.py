@@ -21,7 +21,7 @@ from ..shapes import MOST_PADDING, GraphKey, SamplingClass, pick_bucket
 from .depth import DepthPolicy
 from .offers import Offer, Offers
 from .pages import PageAllocator
-from .proposer import Proposer
+from ..drafters.ngram_trie.proposer import Proposer
 from .request import Request, TokenLogprob
 
 FINISH_REASONS = {Status.STOPPED: "stop", Status.LENGTH: "length", Status.FAILED: "error"}

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from .draft import DraftFacts
-from .eagle import EagleFacts, read_eagle_facts
-from .eagle3 import Eagle3Facts, read_eagle3_facts
+from ..drafters.head_config import EagleFacts, read_eagle_facts
+from ..drafters.eagle3.facts import Eagle3Facts, read_eagle3_facts
 from .latent import LatentFacts
 from .model import ModelFacts, read_model_facts
 from .moe import ExpertFacts
-from .mtp import MTPFacts, read_mtp_facts
+from ..drafters.mtp.facts import MTPFacts, read_mtp_facts
 from .rope import RopeFacts
-from .standalone import StandaloneFacts, read_standalone_facts
+from ..drafters.standalone.facts import StandaloneFacts, read_standalone_facts
 from .tokenizer import check_tokenizer
 
 __all__ = [

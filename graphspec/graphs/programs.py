@@ -16,11 +16,11 @@ from .stages.accept import Accept
 from .stages.catch_up import CatchUp
 from .stages.commit import Commit, CommitState
 from .stages.counts import PromptCounts
-from .stages.draft import DraftExtend, DraftSteps, StaticSteps
-from .stages.heads import HeadSteps
+from ..drafters.beams import DraftExtend, DraftSteps, StaticSteps
+from ..drafters.mtp.stages import HeadSteps
 from .stages.logprobs import Logprobs
 from .stages.mailbox import Mailbox
-from .stages.ngram import HostTree, NgramMatch
+from ..drafters.ngram.stages import HostTree, NgramMatch
 from .stages.prefill import Prefill
 from .stages.stage import Build, DraftModel, Stage, TargetModel
 from .stages.tree import ChainLayout, TreeBuild

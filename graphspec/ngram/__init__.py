@@ -7,7 +7,7 @@ cycle must have reached the host before the next tree can be proposed, so no cyc
 
 from __future__ import annotations
 
-from .config import NgramConfig
-from .trie import NgramTrie
+from ..drafters.ngram_trie.config import NgramConfig
+from ..drafters.ngram_trie.trie import NgramTrie
 
 __all__ = ["NgramConfig", "NgramTrie"]

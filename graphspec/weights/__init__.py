@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from .eagle import load_eagle, load_eagle3
-from .mtp import load_mtp
-from .standalone import load_standalone
+from ..drafters.head_tensors import load_eagle, load_eagle3
+from ..drafters.mtp.loading import load_mtp
+from ..drafters.standalone.loading import load_standalone
 from .target import load_target
-from .token_map import apply_token_map, load_token_map
+from ..models.token_map import apply_token_map, load_token_map
 
 __all__ = [
     "apply_token_map",

@@ -31,7 +31,7 @@ from graphspec.models.layers import use_kernels
 from graphspec.models.llama import LlamaModel
 from graphspec.plan import Plan, make_plan
 from graphspec.shapes import GREEDY, CycleShape
-from graphspec.variants.eagle3 import Eagle3Draft
+from graphspec.drafters.eagle3.network import Eagle3Draft
 
 LLAMA_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama",

@@ -35,7 +35,7 @@ from graphspec.models.layers import use_kernels
 from graphspec.models.llama import LlamaModel
 from graphspec.plan import make_plan
 from graphspec.shapes import GREEDY
-from graphspec.variants.eagle3 import Eagle3Draft
+from graphspec.drafters.eagle3.network import Eagle3Draft
 from perf.gpu.bench import Bench, Case, write_configs
 from perf.gpu.latency import SHAPES, SHORTER
 from perf.gpu.processes import triton_cache

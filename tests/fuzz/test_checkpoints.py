@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from graphspec.facts import read_model_facts
-from graphspec.facts.mtp import read_mtp_facts
+from graphspec.drafters.mtp.facts import read_mtp_facts
 
 from ._bench import DRAFT, MAP, SMALL, TARGET, Bench, Evil, Use, keys, pickled, sharded, vocabularies, write
 from ._checkpoints import listed_cases

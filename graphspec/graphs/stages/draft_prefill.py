@@ -11,7 +11,7 @@ from torch import Tensor
 from ...buffers import Views
 from ...kernels.planned import BoundCall
 from ...models.attention import ChunkAttention
-from .heads import shifted_rows
+from ...drafters.mtp.stages import shifted_rows
 from .stage import Build, DraftModel
 
 

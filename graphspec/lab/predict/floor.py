@@ -30,10 +30,10 @@ from ...models.experts import MixtureOfExperts
 from ...models.layers import Embedding
 from ...models.llama import LlamaModel
 from ...paths import user_path
-from ...variants.eagle import EagleDraft
-from ...variants.eagle3 import Eagle3Draft
-from ...variants.mtp import MTPDraft
-from ...variants.standalone import StandaloneDraft
+from ...drafters.eagle.network import EagleDraft
+from ...drafters.eagle3.network import Eagle3Draft
+from ...drafters.mtp.network import MTPDraft
+from ...drafters.standalone.network import StandaloneDraft
 from ...weights import apply_token_map, load_token_map
 
 if TYPE_CHECKING:

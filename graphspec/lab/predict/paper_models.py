@@ -14,10 +14,10 @@ from ...catalog import Variant, load_object
 from ...config import VariantConfig
 from ...errors import CheckpointError, ConfigError
 from ...facts import DraftFacts, Eagle3Facts, EagleFacts, ModelFacts, MTPFacts, read_model_facts
-from ...facts.eagle3 import default_taps
+from ...drafters.eagle3.facts import default_taps
 from ...facts.keys import Keys, read_architecture, read_config
 from ...facts.model import FAMILIES, read_decoder
-from ...facts.mtp import COUNT_KEYS
+from ...drafters.mtp.facts import COUNT_KEYS
 from ...hub import checkpoint_folder, is_hub_id
 from ...paths import user_path
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from ..drafter import Drafter
-from .eagle import EagleDraft
-from .eagle3 import Eagle3Draft
-from .mtp import MtpDraft
-from .standalone import StandaloneDraft
+from ...drafters.eagle.training import EagleDraft
+from ...drafters.eagle3.training import Eagle3Draft
+from ...drafters.mtp.training import MtpDraft
+from ...drafters.standalone.training import StandaloneDraft
 
 NETWORKS: dict[str, type[Drafter]] = {network.variant: network for network in (EagleDraft, Eagle3Draft, MtpDraft, StandaloneDraft)}
 """Every network that can be trained, by the name of its variant."""

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..kernels.linear import Hidden, ResidualStream, hidden_of
-from ..models.layers import MLP, Embedding, Linear, RMSNorm, SelfAttention
-from ..models.llama import DecoderLayer
-from ..models.rope import RotaryEmbedding
-from ..models.stack import DecoderStack, PlainLayer, why_not
+from ...kernels.linear import Hidden, ResidualStream, hidden_of
+from ...models.layers import MLP, Embedding, Linear, RMSNorm, SelfAttention
+from ...models.llama import DecoderLayer
+from ...models.rope import RotaryEmbedding
+from ...models.stack import DecoderStack, PlainLayer, why_not
 
 if TYPE_CHECKING:
-    from ..facts import Eagle3Facts, ModelFacts
-    from ..kernels.formulas import Rotation
-    from ..models.attention import Attention
+    from ...facts import Eagle3Facts, ModelFacts
+    from ...kernels.formulas import Rotation
+    from ...models.attention import Attention
 
 
 class Eagle3Layer(nn.Module):

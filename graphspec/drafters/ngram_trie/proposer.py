@@ -6,11 +6,11 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from ..errors import ConfigError
-from ..ngram import NgramConfig, NgramTrie
-from ..paths import read_text
-from ..plan import Plan
-from .request import Request
+from ...errors import ConfigError
+from ...ngram import NgramConfig, NgramTrie
+from ...paths import read_text
+from ...plan import Plan
+from ...engine.request import Request
 
 Nodes = tuple[list[int], list[int]]
 """Tokens and parents of the proposed nodes; a parent is a place in the same list, -1 the root."""

@@ -7,13 +7,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ...buffers import Views
-from ...kernels.planned import BoundCall
-from ...kernels.tree_build import bit_words
-from ...models.attention import TreeAttention
-from ...static_tree import StaticTree
-from .sampling import DraftSampler
-from .stage import Build, DraftModel, Stage
+from ..buffers import Views
+from ..kernels.planned import BoundCall
+from ..kernels.tree_build import bit_words
+from ..models.attention import TreeAttention
+from ..static_tree import StaticTree
+from ..graphs.stages.sampling import DraftSampler
+from ..graphs.stages.stage import Build, DraftModel, Stage
 
 BEAM_SLOTS = (
     "beam_token_BK", "beam_index_BK", "beam_source_BK", "beam_path_BKS", "beam_ancestors_BKX", "beam_valid_BK", "beam_slot_BK",

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import CheckpointError
-from .draft import DraftFacts
-from .keys import read_config
-from .model import ModelFacts, read_model_facts
+from ...errors import CheckpointError
+from ...facts.draft import DraftFacts
+from ...facts.keys import read_config
+from ...facts.model import ModelFacts, read_model_facts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

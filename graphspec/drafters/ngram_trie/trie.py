@@ -13,8 +13,8 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import RequestError, ResourceError
-from ..native_build import SharedLibrary
+from ...errors import RequestError, ResourceError
+from ...native_build import SharedLibrary
 from .config import NgramConfig
 
 Tokens = Sequence[int] | npt.NDArray[np.integer]

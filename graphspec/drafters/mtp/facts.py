@@ -6,13 +6,13 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..errors import CheckpointError
-from ..layouts import MTP_LAYOUTS, PREDICTION_HEADS
-from .draft import DraftFacts
-from .eagle import nested_keys
-from .files import find_file, open_file, parse_json, plain, read_shards, shown
-from .keys import MOST_LAYERS, Keys, read_architecture, read_config
-from .model import FAMILIES, GATED_FAMILY, HYBRIDS, ModelFacts, read_decoder
+from ...errors import CheckpointError
+from ...layouts import MTP_LAYOUTS, PREDICTION_HEADS
+from ...facts.draft import DraftFacts
+from ..head_config import nested_keys
+from ...facts.files import find_file, open_file, parse_json, plain, read_shards, shown
+from ...facts.keys import MOST_LAYERS, Keys, read_architecture, read_config
+from ...facts.model import FAMILIES, GATED_FAMILY, HYBRIDS, ModelFacts, read_decoder
 
 COUNT_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
 """How configs call the number of heads: DeepSeek and MiMo, Qwen3.5, transformers."""

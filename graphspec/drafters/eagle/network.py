@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from ..kernels.linear import Hidden, ResidualStream, hidden_of
-from ..models.layers import MLP, Embedding, Linear, RMSNorm, SelfAttention
-from ..models.rope import RotaryEmbedding
-from ..models.stack import DecoderStack
+from ...kernels.linear import Hidden, ResidualStream, hidden_of
+from ...models.layers import MLP, Embedding, Linear, RMSNorm, SelfAttention
+from ...models.rope import RotaryEmbedding
+from ...models.stack import DecoderStack
 
 if TYPE_CHECKING:
-    from ..facts import EagleFacts, ModelFacts
-    from ..kernels.formulas import Rotation
-    from ..models.attention import Attention
+    from ...facts import EagleFacts, ModelFacts
+    from ...kernels.formulas import Rotation
+    from ...models.attention import Attention
 
 
 class EagleLayer(nn.Module):

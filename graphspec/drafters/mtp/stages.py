@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from ...buffers import Views
-from .draft import BEAM_SLOTS, DraftStage
-from .stage import Build
+from ..beams import BEAM_SLOTS, DraftStage
+from ...graphs.stages.stage import Build
 
 
 def shifted_rows(token_BU: Tensor, known_B: Tensor, drafted_Bs: Tensor) -> Tensor:

@@ -6,9 +6,9 @@ import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..errors import CheckpointError
-from .draft import DraftFacts
-from .eagle import (
+from ...errors import CheckpointError
+from ...facts.draft import DraftFacts
+from ..head_config import (
     check_vocabulary,
     head_decoder,
     log_default,
@@ -17,9 +17,9 @@ from .eagle import (
     refuse_options,
     speculators_keys,
 )
-from .files import plain, shown
-from .keys import MOST_LAYERS, MOST_WIDTH, Keys, is_integer, read_architecture, read_config
-from .model import ModelFacts
+from ...facts.files import plain, shown
+from ...facts.keys import MOST_LAYERS, MOST_WIDTH, Keys, is_integer, read_architecture, read_config
+from ...facts.model import ModelFacts
 
 TAP_KEY = "eagle_aux_hidden_state_layer_ids"
 DEFAULT_TAPS = 3

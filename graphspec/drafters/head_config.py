@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..errors import CheckpointError
-from .draft import DraftFacts
-from .files import find_file
-from .keys import Keys, is_integer, is_number, read_architecture, read_config
-from .model import ModelFacts, read_decoder
+from ..facts.draft import DraftFacts
+from ..facts.files import find_file
+from ..facts.keys import Keys, is_integer, is_number, read_architecture, read_config
+from ..facts.model import ModelFacts, read_decoder
 
 _LOG = logging.getLogger(__name__)
 _PLAIN = ("LlamaForCausalLM", "Qwen2ForCausalLM", "MistralForCausalLM")

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..blocks import Attend, DecoderLayer, LayerShape, Rope, start_small
-from ..drafter import Drafter, NetworkConfig
-from ..facts import decoder_facts
+from ...train.blocks import Attend, DecoderLayer, LayerShape, Rope, start_small
+from ...train.drafter import Drafter, NetworkConfig
+from ...train.facts import decoder_facts
 
 
 @dataclass

@@ -12,9 +12,9 @@ from torch import Tensor
 from ..errors import CheckpointError, ConfigError
 from ..layouts import EAGLE3_LAYOUT, EAGLE_LAYOUT, PREDICTION_HEADS
 from ..models.llama import LlamaModel
-from ..variants.eagle import EagleDraft
-from ..variants.eagle3 import Eagle3Draft
-from .checkpoint import INTEGERS, Checkpoint, Progress, fill
+from .eagle.network import EagleDraft
+from .eagle3.network import Eagle3Draft
+from ..weights.checkpoint import INTEGERS, Checkpoint, Progress, fill
 
 if TYPE_CHECKING:
     from ..facts import Eagle3Facts, EagleFacts, ModelFacts

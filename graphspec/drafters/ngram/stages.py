@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from ...buffers import Views
-from .mailbox import MailLayout
-from .stage import Build, Stage
+from ...graphs.stages.mailbox import MailLayout
+from ...graphs.stages.stage import Build, Stage
 
 
 class NgramMatch(Stage):

@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 
 from ...checks import INT32_MOST, ascending, in_range
 from ...errors import ConfigError
-from ..blocks import Attend, FeedForward, LayerShape, Rope, SelfAttention, start_small
-from ..drafter import Drafter, NetworkConfig, Target, default_taps
-from ..facts import decoder_facts
+from ...train.blocks import Attend, FeedForward, LayerShape, Rope, SelfAttention, start_small
+from ...train.drafter import Drafter, NetworkConfig, Target, default_taps
+from ...train.facts import decoder_facts
 
 
 @dataclass

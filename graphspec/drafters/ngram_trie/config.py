@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..errors import ConfigError
+from ...errors import ConfigError
 
 MATCH_MODES = ("bfs", "prob")
 MAX_CAPACITY = 2**31 - 2

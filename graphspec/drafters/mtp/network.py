@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor, nn
 
-from ..kernels.linear import ResidualStream
-from ..models.layers import Embedding, Linear, RMSNorm
-from ..models.llama import DecoderLayer
-from ..models.rope import RotaryEmbedding
-from ..models.stack import DecoderStack, why_not
+from ...kernels.linear import ResidualStream
+from ...models.layers import Embedding, Linear, RMSNorm
+from ...models.llama import DecoderLayer
+from ...models.rope import RotaryEmbedding
+from ...models.stack import DecoderStack, why_not
 
 if TYPE_CHECKING:
-    from ..facts import MTPFacts
-    from ..kernels.formulas import Rotation
-    from ..models.attention import Attention
+    from ...facts import MTPFacts
+    from ...kernels.formulas import Rotation
+    from ...models.attention import Attention
 
 
 class MTPHead(nn.Module):

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from ..models.llama import LlamaModel
+from ...models.llama import LlamaModel
 
 if TYPE_CHECKING:
-    from ..facts import StandaloneFacts
-    from ..models.attention import Attention
+    from ...facts import StandaloneFacts
+    from ...models.attention import Attention
 
 
 class StandaloneDraft(nn.Module):

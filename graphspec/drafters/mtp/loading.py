@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..errors import CheckpointError, ConfigError
-from ..layouts import MTP_LAYOUTS, PREDICTION_HEADS, Layout, TensorRule
-from ..models.llama import LlamaModel
-from ..variants.mtp import MTPDraft
-from .checkpoint import Checkpoint, Progress, fill
+from ...errors import CheckpointError, ConfigError
+from ...layouts import MTP_LAYOUTS, PREDICTION_HEADS, Layout, TensorRule
+from ...models.llama import LlamaModel
+from .network import MTPDraft
+from ...weights.checkpoint import Checkpoint, Progress, fill
 
 if TYPE_CHECKING:
-    from ..facts import MTPFacts
+    from ...facts import MTPFacts
 
 _REST_OF_A_MODEL = ("model.", "lm_head.")
 
