@@ -22,6 +22,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
+from graphspec.train.networks import NETWORKS
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -31,7 +32,6 @@ from graphspec.errors import ConfigError
 from graphspec.show.demo import training_progress
 from graphspec.train.draft import Recipe
 from graphspec.train.export import TOKENIZER_FILES, size_in_megabytes
-from graphspec.train.networks import NETWORKS
 from graphspec.train.run import RECORD, headline, run
 
 from .card import model_card

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from graphspec.train.networks import NETWORKS
 from torch import Tensor
 from transformers import (
     LlamaConfig,
@@ -18,7 +19,6 @@ from transformers import (
 
 from graphspec.train.draft import Recipe
 from graphspec.train.drafter import Drafter
-from graphspec.train.networks import NETWORKS
 from graphspec.train_options import TrainConfig
 
 FAMILIES = {

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from graphspec.buffers import Arena
 from graphspec.config import Config, HardwareConfig, KernelsConfig, ModelConfig, RuntimeConfig, VariantConfig
+from graphspec.drafters.standalone.network import StandaloneDraft
 from graphspec.engine.planned import PlannedCycle
 from graphspec.engine.request import Request, SamplingParams
 from graphspec.engine.scheduler import Scheduler
@@ -28,7 +29,6 @@ from graphspec.kernels.tree_attention import random_pool
 from graphspec.models.layers import use_kernels
 from graphspec.plan import Plan, make_plan
 from graphspec.shapes import SAMPLED
-from graphspec.drafters.standalone.network import StandaloneDraft
 from tests._tiny import latent_facts, model_facts, move, tiny_networks
 
 LATENT = HeadShape(4, 1, 12, 4, 0.3)

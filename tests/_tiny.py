@@ -11,6 +11,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from graphspec.config import AcceptConfig, AdaptiveConfig, Config, KernelsConfig, ModelConfig, RuntimeConfig, VariantConfig
+from graphspec.drafters.eagle.network import EagleDraft
+from graphspec.drafters.eagle3.network import Eagle3Draft
+from graphspec.drafters.mtp.network import MTPDraft
+from graphspec.drafters.standalone.network import StandaloneDraft
 from graphspec.facts import (
     DraftFacts,
     Eagle3Facts,
@@ -25,10 +29,6 @@ from graphspec.facts import (
 from graphspec.models.llama import LlamaModel
 from graphspec.plan import Plan, make_plan
 from graphspec.shapes import CycleShape
-from graphspec.drafters.eagle.network import EagleDraft
-from graphspec.drafters.eagle3.network import Eagle3Draft
-from graphspec.drafters.mtp.network import MTPDraft
-from graphspec.drafters.standalone.network import StandaloneDraft
 
 SHAPES = {
     "none": CycleShape(0, 1, 1),

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from graphspec.convert import convert
+from graphspec.drafters.mtp.facts import read_tensor_names
 from graphspec.errors import CheckpointError, ConfigError
 from graphspec.facts import ModelFacts, read_model_facts
 from graphspec.facts.files import MOST_CONFIG, find_file, read_json, read_shards
@@ -27,7 +28,6 @@ from graphspec.facts.keys import (
     MOST_WIDTH,
     Keys,
 )
-from graphspec.drafters.mtp.facts import read_tensor_names
 from graphspec.graphs import memory as memory_module
 from graphspec.weights import load_target, load_token_map
 from graphspec.weights.files import load_pickle, open_tensors

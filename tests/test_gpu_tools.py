@@ -69,9 +69,9 @@ def _plan(bench: Bench, target: Path, draft: Path) -> Any:
 
 
 def _networks(target: Path, draft: Path) -> Any:
+    from graphspec.drafters.eagle3.network import Eagle3Draft
     from graphspec.facts import read_eagle3_facts, read_model_facts
     from graphspec.models.llama import LlamaModel
-    from graphspec.drafters.eagle3.network import Eagle3Draft
 
     facts = read_model_facts(target)
     head = read_eagle3_facts(draft, facts)

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from graphspec import native_build
+from graphspec.drafters.ngram_trie import trie
 from graphspec.errors import ResourceError
 from graphspec.native_build import SharedLibrary, cache_folder, check_trusted
-from graphspec.drafters.ngram_trie import trie
 
 ANSWER = 'extern "C" int answer() {{ return {0}; }}\n'
 

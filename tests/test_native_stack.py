@@ -18,6 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from graphspec import LLM
+from graphspec.drafters.eagle.network import EagleDraft
+from graphspec.drafters.eagle3.network import Eagle3Draft
+from graphspec.drafters.mtp.network import MTPDraft
+from graphspec.drafters.standalone.network import StandaloneDraft
 from graphspec.facts import Eagle3Facts, EagleFacts, ModelFacts, MTPFacts, RopeFacts, StandaloneFacts
 from graphspec.kernels import native, select_kernels
 from graphspec.kernels.tree_attention import poison_unseen, visible_slots
@@ -25,10 +29,6 @@ from graphspec.models.attention import ChunkAttention, TreeAttention
 from graphspec.models.layers import Linear, pack_linear_layers
 from graphspec.models.llama import LlamaModel
 from graphspec.models.stack import pack_stack
-from graphspec.drafters.eagle.network import EagleDraft
-from graphspec.drafters.eagle3.network import Eagle3Draft
-from graphspec.drafters.mtp.network import MTPDraft
-from graphspec.drafters.standalone.network import StandaloneDraft
 
 from ._engines import mirror_pair
 from ._moe_checkpoints import write_mixture

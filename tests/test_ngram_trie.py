@@ -16,13 +16,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from graphspec.ngram import NgramConfig, NgramTrie
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from graphspec.drafters.ngram_trie import trie as trie_module
 from graphspec.errors import ConfigError, RequestError, ResourceError
 from graphspec.native_build import find_compiler
-from graphspec.ngram import NgramConfig, NgramTrie
-from graphspec.drafters.ngram_trie import trie as trie_module
 
 SMALL = NgramConfig(min_window=1, max_window=3, min_breadth=1, max_breadth=3, branch_length=4, capacity=1000)
 Gram = tuple[int, ...]

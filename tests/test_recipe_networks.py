@@ -9,18 +9,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from graphspec.train.networks import NETWORKS
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from graphspec.drafters.eagle3.training import choose_draft_vocab
 from graphspec.errors import CheckpointError, ConfigError, ResourceError
 from graphspec.train.acceptance import target_text
 from graphspec.train.blocks import Rope
 from graphspec.train.draft import Recipe, Texts, draft_losses, load_draft, train_draft
 from graphspec.train.drafter import Target, default_taps, unrolled
 from graphspec.train.export import export_draft
-from graphspec.train.networks import NETWORKS
-from graphspec.drafters.eagle3.training import choose_draft_vocab
 from graphspec.train.optim import Optimizers
 from graphspec.train_options import AcceptanceConfig
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from graphspec.train.networks import NETWORKS
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
@@ -16,7 +17,6 @@ from graphspec.train.acceptance import accepted_lengths, walk
 from graphspec.train.draft import Recipe, draft_losses, load_draft
 from graphspec.train.drafter import Target, load_target
 from graphspec.train.generate import continue_text, repetition
-from graphspec.train.networks import NETWORKS
 from graphspec.train.optim import Optimizers
 from graphspec.train.target import trained_target
 from graphspec.train_options import TrainConfig

@@ -2,84 +2,21 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 
 from ..buffers import Views
-from ..kernels.planned import BoundCall
-from ..kernels.tree_build import bit_words
-from ..models.attention import TreeAttention
-from ..static_tree import StaticTree
+from ..graphs.stages.network import NetworkStage
 from ..graphs.stages.sampling import DraftSampler
-from ..graphs.stages.stage import Build, DraftModel, Stage
+from ..graphs.stages.stage import Build, Stage
+from ..kernels.tree_build import bit_words
+from ..static_tree import StaticTree
 
 BEAM_SLOTS = (
     "beam_token_BK", "beam_index_BK", "beam_source_BK", "beam_path_BKS", "beam_ancestors_BKX", "beam_valid_BK", "beam_slot_BK",
     "beam_position_BK", "beam_end_B", "next_position_B",
 )  # fmt: skip
 """What one level of beams leaves to the next, in the order of :func:`~graphspec.kernels.draft_level.draft_level`."""
-
-
-class NetworkStage(Stage):
-    """What the stages that run a draft network share."""
-
-    feature_reads: ClassVar[tuple[str, ...]] = ()
-    feature_writes: ClassVar[tuple[str, ...]] = ()
-    """Slots that a drafter without features of the target neither has nor needs."""
-
-    def __init__(self, build: Build) -> None:
-        super().__init__(build)
-        assert build.draft is not None, "a draft stage needs a draft network"
-        self.draft: DraftModel = build.draft
-        self.shift = build.plan.variant.shift
-        featured = self.plan.feature_width > 0
-        self.reads = (*self.reads, *(self.feature_reads if featured else ()))
-        self.writes = (*self.writes, *(self.feature_writes if featured else ()))
-
-    def attend(
-        self,
-        v: Views,
-        position_BT: Tensor,
-        valid_BT: Tensor,
-        slot_BT: Tensor,
-        prefix_end_B: Tensor,
-        ancestors_BTX: Tensor,
-        own_window: tuple[Tensor, Tensor] | None = None,
-        planned: BoundCall | None = None,
-    ) -> TreeAttention:
-        """Attention over the row's draft KV from the first consumed token on; invalid tokens see nothing, so their words are 0.
-
-        ``own_window``: the same visibility, told as a prefix's end and words over the slots of these very tokens, where it can be.
-        ``planned``: the same attention over latent rows, planned by the host.
-        """
-        window = None
-        # A drafter that skips tokens leaves their slots unwritten, and such a kernel sees the prefix from slot 0 on.
-        if own_window is not None and self.shift == 0 and planned is None:
-            window = self.kernels.own_window(v.lane_table_BP, self.plan.page_size, *own_window)
-        return TreeAttention(
-            kernels=self.kernels,
-            kv_pool=v.draft_kv,
-            table_BP=v.lane_table_BP,
-            position_BT=position_BT,
-            rope_length_BT=position_BT + 1,
-            valid_BT=valid_BT,
-            slot_BT=slot_BT,
-            begin_BT=v.draft_begin_1.expand(position_BT.shape),
-            prefix_end_B=prefix_end_B,
-            ancestors_BTX=ancestors_BTX,
-            own_window=window,
-            bound=planned,
-        )
-
-    def window(self, v: Views, width: int, num_words: int) -> tuple[Tensor, ...]:
-        """The committed entries the drafter has not read yet; results of :func:`~graphspec.kernels.draft_window.draft_window`."""
-        features = v.window_feature_RAcF if self.plan.feature_width else None
-        before = (v.lookback_token_RY, v.lookback_feature_RYF) if self.plan.lookback else (None, None)
-        return self.kernels.draft_window(
-            v.lane_row_B, v.status_R, v.seq_len_R, v.window_len_R, v.window_token_RAc, features, *before, self.shift, width, num_words
-        )
 
 
 class DraftStage(NetworkStage):
@@ -242,3 +179,10 @@ class StaticSteps(DraftStage):
                 v.candidate_parent_BM[:, child] = tree.parent(child)
             carried_BTH = hidden_BTH if self.plan.feature_width else None
             before, slots = nodes, slots + count
+
+
+def beam_stages(build: Build) -> list[Stage]:
+    """One network, step by step: over the K best beams of each level, or over the nodes of a static tree."""
+    if build.shape.num_steps == 1:
+        return [DraftExtend(build)]
+    return [DraftExtend(build), StaticSteps(build) if build.plan.static_tree is not None else DraftSteps(build)]

@@ -15,6 +15,7 @@ import torch
 from ..buffers import DTYPES
 from ..catalog import Variant, load_object, resolve_variant
 from ..config import Config
+from ..drafters.ngram_trie.proposer import TrieProposer
 from ..errors import ConfigError
 from ..facts import check_tokenizer, read_model_facts
 from ..graphs.capture import CaptureRecord
@@ -36,7 +37,6 @@ from .outputs import Detokenizer, Metrics, Output, StreamEvent, TreeSnapshot, su
 from .planned import PlannedCycle
 from .programmatic import resolve as resolve_programmatic
 from .prompts import Params, Prompt, make_requests
-from ..drafters.ngram_trie.proposer import TrieProposer
 from .request import Request, SamplingParams
 from .scheduler import Launcher
 from .self_test import AcceptanceTest

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from ..errors import CheckpointError, ConfigError
 from ..facts.files import plain, require_file, shown
 from ..facts.keys import is_integer
-from .layers import Linear
 from ..weights.files import load_pickle, open_tensors
+from .layers import Linear
 
 if TYPE_CHECKING:
     from ..facts import DraftFacts

@@ -13,9 +13,11 @@ from ...models.rope import RotaryEmbedding
 from ...models.stack import DecoderStack
 
 if TYPE_CHECKING:
-    from ...facts import EagleFacts, ModelFacts
+    from ...facts import ModelFacts
     from ...kernels.formulas import Rotation
     from ...models.attention import Attention
+    from ...models.llama import LlamaModel
+    from .facts import EagleFacts
 
 
 class EagleLayer(nn.Module):
@@ -119,3 +121,8 @@ class EagleDraft(nn.Module):
         del step
         out: Tensor = self.lm_head(hidden, self.lm_head_layernorm, float32=True)
         return out
+
+
+def outline(facts: EagleFacts, target: LlamaModel) -> EagleDraft:
+    """See :attr:`graphspec.catalog.Variant.outline`."""
+    return EagleDraft(facts, 1, target.embed_tokens, target.lm_head)

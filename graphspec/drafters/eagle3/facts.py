@@ -8,21 +8,23 @@ from pathlib import Path
 
 from ...errors import CheckpointError
 from ...facts.draft import DraftFacts
+from ...facts.files import plain, shown
+from ...facts.keys import MOST_LAYERS, MOST_WIDTH, Keys, is_integer, read_architecture, read_config
+from ...facts.model import ModelFacts
 from ..head_config import (
     check_vocabulary,
     head_decoder,
     log_default,
     nested_keys,
+    one_layer,
     other_draft,
     refuse_options,
     speculators_keys,
 )
-from ...facts.files import plain, shown
-from ...facts.keys import MOST_LAYERS, MOST_WIDTH, Keys, is_integer, read_architecture, read_config
-from ...facts.model import ModelFacts
 
 TAP_KEY = "eagle_aux_hidden_state_layer_ids"
 DEFAULT_TAPS = 3
+_USUAL_VOCABULARY = 32000  # of most published heads
 _MODELOPT_KEYS = (
     "use_input_layernorm_in_first_layer", "use_last_layernorm", "use_mtp_layernorm", "next_layer_regular", "parallel_draft_step",
     "parallel_draft_heads_num_layers",
@@ -38,7 +40,7 @@ class Eagle3Facts(DraftFacts):
     """An EAGLE-3 head (arXiv 2503.01840) that was checked against its target."""
 
     layout: str = "safeailab"
-    """Key of :data:`graphspec.layouts.EAGLE3_WRITTEN`: how the checkpoint is spelled."""
+    """Key of :data:`graphspec.drafters.eagle3.layout.EAGLE3_WRITTEN`: how the checkpoint is spelled."""
     norm_before_residual: bool = False
     """The first layer's residual is the normed hidden state, not the one before the norm."""
     norm_output: bool = False
@@ -195,3 +197,19 @@ def read_eagle3_facts(path: str | Path, target: ModelFacts) -> Eagle3Facts:
         width = "target_hidden_size" if keys.present("target_hidden_size") else "hidden_size"
         raise owner.error(width, f"{target.hidden_size}, as in {target.path}")
     return replace(facts, tap_layers=_check_taps(facts, keys, target.num_layers))
+
+
+def assumed_facts(folder: Path, target: ModelFacts) -> tuple[Eagle3Facts, str]:
+    """See :attr:`graphspec.catalog.Variant.assumed`."""
+    taps = default_taps(target.num_layers)
+    if list(taps) != sorted(set(taps)) or taps[0] < 0:
+        taps = tuple(range(min(3, target.num_layers)))
+    facts = Eagle3Facts(
+        path=folder,
+        decoder=one_layer(target),
+        draft_vocab_size=min(_USUAL_VOCABULARY, target.vocab_size),
+        target_hidden_size=target.hidden_size,
+        feature_size=len(taps) * target.hidden_size,
+        tap_layers=taps,
+    )
+    return facts, f"one layer over {len(taps)} tapped ones, {facts.draft_vocab_size} tokens"

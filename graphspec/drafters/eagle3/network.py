@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +14,11 @@ from ...models.rope import RotaryEmbedding
 from ...models.stack import DecoderStack, PlainLayer, why_not
 
 if TYPE_CHECKING:
-    from ...facts import Eagle3Facts, ModelFacts
+    from ...facts import ModelFacts
     from ...kernels.formulas import Rotation
     from ...models.attention import Attention
+    from ...models.llama import LlamaModel
+    from .facts import Eagle3Facts
 
 
 class Eagle3Layer(nn.Module):
@@ -65,6 +67,9 @@ class Eagle3Draft(nn.Module):
         embed_tokens: the target's embedding where the head has none of its own.
         lm_head: the target's head where it is shared (full vocabulary only).
     """
+
+    first_pass_only: ClassVar[tuple[str, ...]] = ("input_norm", "fc_norm", "fc")
+    """Parameters that only the first pass of a cycle reads."""
 
     def __init__(
         self, facts: Eagle3Facts, max_positions: int, embed_tokens: Embedding | None = None, lm_head: Linear | None = None
@@ -160,3 +165,10 @@ class Eagle3Draft(nn.Module):
         del step
         out: Tensor = self.lm_head(hidden, None if self.facts.norm_output else self.norm, float32=True)
         return out
+
+
+def outline(facts: Eagle3Facts, target: LlamaModel) -> Eagle3Draft:
+    """See :attr:`graphspec.catalog.Variant.outline`; embedding and head are taken as the target's wherever they can be."""
+    same = facts.decoder.hidden_size == target.facts.hidden_size
+    full = same and facts.draft_vocab_size == facts.decoder.vocab_size
+    return Eagle3Draft(facts, 1, target.embed_tokens if same else None, target.lm_head if full else None)

@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ...errors import CheckpointError
-from ...layouts import MTP_LAYOUTS, PREDICTION_HEADS
 from ...facts.draft import DraftFacts
-from ..head_config import nested_keys
 from ...facts.files import find_file, open_file, parse_json, plain, read_shards, shown
 from ...facts.keys import MOST_LAYERS, Keys, read_architecture, read_config
 from ...facts.model import FAMILIES, GATED_FAMILY, HYBRIDS, ModelFacts, read_decoder
+from ...layouts import PREDICTION_HEADS
+from ..head_config import nested_keys
+from .layout import MTP_LAYOUTS
 
 COUNT_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
 """How configs call the number of heads: DeepSeek and MiMo, Qwen3.5, transformers."""
@@ -28,7 +29,7 @@ class MTPFacts(DraftFacts):
     """Prediction heads of one decoder layer each, which share the target's embedding and language-model head."""
 
     layout: str
-    """Key of :data:`graphspec.layouts.MTP_LAYOUTS`."""
+    """Key of :data:`graphspec.drafters.mtp.layout.MTP_LAYOUTS`."""
     first_index: int
     """Number of the first head in the names of its tensors."""
 
@@ -172,3 +173,29 @@ def read_mtp_facts(path: str | Path, target: ModelFacts) -> MTPFacts:
         layout=layout,
         first_index=heads[0],
     )
+
+
+def counted_facts(folder: Path, target: ModelFacts) -> tuple[MTPFacts, str]:
+    """The prediction heads a config counts, as layers after the last; see :attr:`graphspec.catalog.Variant.assumed`."""
+    keys = read_config(folder)
+    architecture = read_architecture(keys, "a model with multi-token-prediction heads")
+    family = FAMILIES.get(architecture.removesuffix("NextN"))
+    if family is None:
+        raise keys.error("architectures", "one of " + ", ".join(FAMILIES))
+    count = keys.integer(next((key for key in COUNT_KEYS if keys.present(key)), COUNT_KEYS[0]))
+    layers = keys.integer("num_hidden_layers")
+    whole = Keys({**keys.values, "num_hidden_layers": layers + count}, keys.where)
+    for key in ("hidden_size", "vocab_size"):
+        if keys.integer(key) != getattr(target, key):
+            raise keys.error(key, f"{getattr(target, key)}, as in {target.path}")
+    facts = MTPFacts(
+        path=folder,
+        decoder=read_decoder(whole, folder, architecture, family).layers_from(layers),
+        draft_vocab_size=target.vocab_size,
+        target_hidden_size=target.hidden_size,
+        feature_size=target.hidden_size,
+        num_heads=count,
+        layout="mimo" if architecture == _MIMO[0] else "deepseek",
+        first_index=layers,
+    )
+    return facts, f"{count} prediction head(s) of {facts.decoder.architecture}, as config.json counts them"

@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ...errors import CheckpointError, ConfigError
-from ...layouts import MTP_LAYOUTS, PREDICTION_HEADS, Layout, TensorRule
+from ...errors import CheckpointError
+from ...layouts import PREDICTION_HEADS, Layout, TensorRule
 from ...models.llama import LlamaModel
-from .network import MTPDraft
 from ...weights.checkpoint import Checkpoint, Progress, fill
+from ..head_tensors import check_sharing
+from .layout import MTP_LAYOUTS
+from .network import MTPDraft
 
 if TYPE_CHECKING:
-    from ...facts import MTPFacts
+    from .facts import MTPFacts
 
 _REST_OF_A_MODEL = ("model.", "lm_head.")
 
@@ -57,10 +59,7 @@ def load_mtp(
         CheckpointError: a tensor of a head that is missing, superfluous, or of another shape or dtype; a damaged file.
         ConfigError: ``dtype`` or ``device`` differ from the target's, whose embedding and head it shares.
     """
-    theirs, place = target.embed_tokens.weight, torch.empty(0, device=device).device
-    if (theirs.dtype, theirs.device) != (dtype, place):
-        expected = f"{theirs.dtype} on {theirs.device}, as the target whose tensors are shared"
-        raise ConfigError("dtype, device", expected, f"{dtype} on {place}")
+    check_sharing(target, dtype, device)
     checkpoint = Checkpoint(facts.path)
     with torch.device("meta"):
         draft = MTPDraft(facts, max_positions, target.embed_tokens, target.lm_head)

@@ -14,9 +14,10 @@ from ...models.rope import RotaryEmbedding
 from ...models.stack import DecoderStack, why_not
 
 if TYPE_CHECKING:
-    from ...facts import MTPFacts
     from ...kernels.formulas import Rotation
     from ...models.attention import Attention
+    from ...models.llama import LlamaModel
+    from .facts import MTPFacts
 
 
 class MTPHead(nn.Module):
@@ -129,3 +130,8 @@ class MTPDraft(nn.Module):
         del step
         out: Tensor = self.lm_head(hidden, float32=True)
         return out
+
+
+def outline(facts: MTPFacts, target: LlamaModel) -> MTPDraft:
+    """See :attr:`graphspec.catalog.Variant.outline`."""
+    return MTPDraft(facts, 1, target.embed_tokens, target.lm_head)

@@ -4,36 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
+from ...engine.proposer import Nodes
+from ...engine.request import Request
 from ...errors import ConfigError
-from ...ngram import NgramConfig, NgramTrie
 from ...paths import read_text
 from ...plan import Plan
-from ...engine.request import Request
-
-Nodes = tuple[list[int], list[int]]
-"""Tokens and parents of the proposed nodes; a parent is a place in the same list, -1 the root."""
-
-
-class Proposer(Protocol):
-    """What the scheduler asks of a drafter on the host. Every token up to the root is known when it is asked."""
-
-    def admit(self, request: Request) -> None:
-        """The request takes a row; its prompt is about to be read."""
-        ...
-
-    def propose(self, requests: Sequence[Request]) -> list[Nodes]:
-        """Nodes for each request's next cycle."""
-        ...
-
-    def observe(self, request: Request, new: int) -> None:
-        """The last ``new`` tokens of the request's output have just become known."""
-        ...
+from .config import NgramConfig
+from .trie import NgramTrie
 
 
 class TrieProposer:
-    """Trees from :class:`~graphspec.ngram.NgramTrie`: what followed the same tokens in this request or in any other.
+    """Trees from :class:`~graphspec.drafters.ngram_trie.trie.NgramTrie`: what followed the same tokens in this request or in any other.
 
     A prompt is inserted while it is being read, new tokens while the next cycle runs: they are queued after the match, for the trie's own
     thread. The next match waits for that thread: the same requests give the same trees. ``num_steps`` is the longest branch, ``topk`` the

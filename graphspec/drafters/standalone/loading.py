@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .network import StandaloneDraft
 from ...weights.checkpoint import Progress
 from ...weights.target import load_target
+from .network import StandaloneDraft
 
 if TYPE_CHECKING:
     import torch
 
-    from ...facts import StandaloneFacts
     from ...models.llama import LlamaModel
+    from .facts import StandaloneFacts
 
 
 def load_standalone(

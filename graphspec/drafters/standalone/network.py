@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from ...models.llama import LlamaModel
 
 if TYPE_CHECKING:
-    from ...facts import StandaloneFacts
     from ...models.attention import Attention
+    from .facts import StandaloneFacts
 
 
 class StandaloneDraft(nn.Module):
@@ -53,3 +53,9 @@ class StandaloneDraft(nn.Module):
         """float32 ``[..., Vd]`` of what :meth:`forward` returned."""
         del step
         return self.model.logits(hidden)
+
+
+def outline(facts: StandaloneFacts, target: LlamaModel) -> StandaloneDraft:
+    """See :attr:`graphspec.catalog.Variant.outline`; it shares nothing with the target."""
+    del target
+    return StandaloneDraft(facts, 1)

@@ -1,0 +1,27 @@
+"""What the engine asks of a drafter on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from .request import Request
+
+Nodes = tuple[list[int], list[int]]
+"""Tokens and parents of the proposed nodes; a parent is a place in the same list, -1 the root."""
+
+
+class Proposer(Protocol):
+    """What the scheduler asks of a drafter on the host. Every token up to the root is known when it is asked."""
+
+    def admit(self, request: Request) -> None:
+        """The request takes a row; its prompt is about to be read."""
+        ...
+
+    def propose(self, requests: Sequence[Request]) -> list[Nodes]:
+        """Nodes for each request's next cycle."""
+        ...
+
+    def observe(self, request: Request, new: int) -> None:
+        """The last ``new`` tokens of the request's output have just become known."""
+        ...
