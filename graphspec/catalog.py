@@ -5,7 +5,6 @@ Stages read capabilities and never a name. A variant is a folder of :mod:`graphs
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -40,7 +39,7 @@ class Variant:
     prefill: str = "graphspec.graphs.stages.draft_prefill:DraftPrefill"
     """What writes the draft KV of a prompt chunk: ``(build, planned attention) -> DraftPrefill``."""
     proposer: str = ""
-    """Of a drafter on the host: ``(plan) -> graphspec.engine.proposer.Proposer``."""
+    """Of a drafter on the host: ``(plan, text to token ids) -> graphspec.engine.proposer.Proposer``."""
     outline: str = ""
     """The network without data, where there is no checkpoint: ``(facts, target network) -> nn.Module``. Without it the loader is called."""
     assumed: str = ""
@@ -128,8 +127,7 @@ def resolve_variant(name: str) -> Variant:
     raise ConfigError("variant", "one of " + ", ".join(v.name for v in variants), repr(name))
 
 
-def load_object(path: str) -> Callable[..., Any]:
+def load_object(path: str) -> Any:
     """Resolve ``module:attribute``; the only place where a line of the catalog turns into code."""
     module, _, attribute = path.partition(":")
-    found: Callable[..., Any] = getattr(import_module(module), attribute)
-    return found
+    return getattr(import_module(module), attribute)

@@ -30,6 +30,7 @@ class Layout:
 
 def decoder_rules(ours: str, theirs: str) -> tuple[TensorRule, ...]:
     """The rules of a decoder layer, given the prefix of its parameters and the prefix of its tensors."""
+
     def rule(name: str, *sources: str) -> tuple[TensorRule, ...]:
         return tuple(TensorRule(f"{ours}{name}.{kind}", tuple(f"{theirs}{s}.{kind}" for s in sources)) for kind in ("weight", "bias"))
 

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from graphspec.buffers import Arena
 from graphspec.config import Config, HardwareConfig, KernelsConfig, ModelConfig, RuntimeConfig, VariantConfig
+from graphspec.drafters.standalone.facts import StandaloneFacts
 from graphspec.drafters.standalone.network import StandaloneDraft
 from graphspec.engine.planned import PlannedCycle
 from graphspec.engine.request import Request, SamplingParams
 from graphspec.engine.scheduler import Scheduler
-from graphspec.facts import LatentFacts, ModelFacts, StandaloneFacts
+from graphspec.facts import LatentFacts, ModelFacts
 from graphspec.graphs.capture import ProgramCapturer
 from graphspec.graphs.programs import PrefillKey
 from graphspec.kernels.chunk_attention import chunk_attention

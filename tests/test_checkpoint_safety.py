@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from graphspec.convert import convert
+from graphspec.drafters.convert import convert
 from graphspec.drafters.mtp.facts import read_tensor_names
 from graphspec.errors import CheckpointError, ConfigError
 from graphspec.facts import ModelFacts, read_model_facts
@@ -29,7 +29,8 @@ from graphspec.facts.keys import (
     Keys,
 )
 from graphspec.graphs import memory as memory_module
-from graphspec.weights import load_target, load_token_map
+from graphspec.models.token_map import load_token_map
+from graphspec.weights import load_target
 from graphspec.weights.files import load_pickle, open_tensors
 
 from ._checkpoints import build_hf, edit_json, write_hf

@@ -18,12 +18,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 
-from ..drafters.ngram_trie.proposer import Proposer
 from ..errors import ResourceError
 from ..graphs.cycle import Cycle, Progress
 from ..graphs.programs import Key, PrefillKey
 from ..shapes import GREEDY, GraphKey, SamplingClass, pick_bucket
 from .depth import AdaptiveDepth, DepthPolicy
+from .proposer import Proposer
 from .request import Request
 from .scheduler import Launcher, Scheduler
 

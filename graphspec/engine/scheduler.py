@@ -12,7 +12,6 @@ from operator import or_
 from typing import Protocol
 
 from ..buffers import Status, slot_groups
-from ..drafters.ngram_trie.proposer import Proposer
 from ..errors import ConfigError
 from ..graphs.cycle import RingEntry
 from ..graphs.programs import Key, PrefillKey
@@ -22,6 +21,7 @@ from ..shapes import MOST_PADDING, GraphKey, SamplingClass, pick_bucket
 from .depth import DepthPolicy
 from .offers import Offer, Offers
 from .pages import PageAllocator
+from .proposer import Proposer
 from .request import Request, TokenLogprob
 
 FINISH_REASONS = {Status.STOPPED: "stop", Status.LENGTH: "length", Status.FAILED: "error"}

@@ -107,7 +107,7 @@ class Bench:
         self.case = case
         self.config = self.config_of(case, target, draft, device, runtime)
         facts = read_model_facts(target)
-        head = load_object("graphspec.facts:read_eagle3_facts")(draft, facts)
+        head = load_object("graphspec.drafters.eagle3.facts:read_eagle3_facts")(draft, facts)
         speculates = case.shape.num_steps > 0
         self.plan: Plan = make_plan(self.config, facts, head if speculates else None, device=device)
         self.networks = networks or self._networks(self.plan, facts, head, device)

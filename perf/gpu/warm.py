@@ -27,8 +27,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from graphspec.buffers import DTYPES, Arena
+from graphspec.drafters.eagle3.facts import read_eagle3_facts
 from graphspec.drafters.eagle3.network import Eagle3Draft
-from graphspec.facts import read_eagle3_facts, read_model_facts
+from graphspec.facts import read_model_facts
 from graphspec.graphs.programs import program_stages
 from graphspec.graphs.stages.mailbox import MailLayout
 from graphspec.kernels.fused.launch import INTERPRETED, NAMESPACE, Launch, recording

@@ -27,7 +27,6 @@ class EagleConfig(NetworkConfig):
 class EagleDraft(Drafter):
     """Its output stands for the target's feature of the next position: it is fed back, and the target's head reads it."""
 
-    variant: ClassVar[str] = "eagle"
     Settings: ClassVar[type[NetworkConfig]] = EagleConfig
     about: ClassVar[str] = "EAGLE-1/2: one Llama layer without an input norm over `fc([embedding; feature])`"
     feeds_feature = True

@@ -74,7 +74,6 @@ def feature_scale(target: PreTrainedModel, tap_layers: tuple[int, ...]) -> Tenso
 class Eagle3Draft(Drafter):
     """The embedding is the target's and not part of the checkpoint."""
 
-    variant: ClassVar[str] = "eagle3"
     Settings: ClassVar[type[NetworkConfig]] = Eagle3Config
     about: ClassVar[str] = "EAGLE-3: one layer over `[embedding; hidden]`, taps entering layers {tap_layers}"
     unmixed = ("lm_head",)

@@ -46,7 +46,6 @@ class MtpHead(DecoderLayer):
 class MtpDraft(Drafter):
     """Head ``s`` consumes token ``i + s`` (from 1) at row ``i`` with the output of the step before, which is past the head's norm."""
 
-    variant: ClassVar[str] = "mtp"
     Settings: ClassVar[type[NetworkConfig]] = MtpConfig
     about: ClassVar[str] = "NextN: one decoder layer over `eh_proj([enorm(embedding); hnorm(feature)])`, {num_heads} head"
     feeds_feature = True

@@ -15,6 +15,6 @@ VARIANT = Variant(
     summary="no network: a trie over all traffic on the host, between two cycles",
     drafter="host",
     stages="graphspec.drafters.ngram_trie.stages:stages",
-    proposer="graphspec.drafters.ngram_trie.proposer:TrieProposer",
+    proposer="graphspec.drafters.ngram_trie.proposer:make_proposer",
     auto_shape=CycleShape(8, 8, 12, "nodes"),
 )

@@ -78,3 +78,11 @@ class TrieProposer:
 
     def observe(self, request: Request, new: int) -> None:
         self._queued.append(([*request.prompt[-self._depth :], *request.output[-self._depth - new :]], new))
+
+
+def make_proposer(plan: Plan, encode: Callable[[str], list[int]]) -> TrieProposer:
+    """See :attr:`graphspec.catalog.Variant.proposer`; the corpus is read, where there is one."""
+    proposer = TrieProposer(plan)
+    if plan.ngram.corpus is not None:
+        proposer.load_corpus(plan.ngram.corpus, encode)
+    return proposer

@@ -51,7 +51,6 @@ class LlamaBody(nn.Module):
 class StandaloneDraft(Drafter):
     """It reads tokens only: what it hands from step to step is its own output, and no step reads it."""
 
-    variant: ClassVar[str] = "standalone"
     Settings: ClassVar[type[NetworkConfig]] = StandaloneConfig
     about: ClassVar[str] = "Llama, {num_hidden_layers} layers, hidden {hidden_size}, tied embedding"
     unmixed = ("embed_tokens",)

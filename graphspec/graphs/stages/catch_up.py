@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 from ...buffers import Views
-from .network import NetworkStage
 from ...shapes import WORD_BITS
+from .network import NetworkStage
 from .stage import Build
 
 

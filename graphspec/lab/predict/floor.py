@@ -28,8 +28,8 @@ from ...errors import ConfigError
 from ...models.experts import MixtureOfExperts
 from ...models.layers import Embedding
 from ...models.llama import LlamaModel
+from ...models.token_map import apply_token_map, load_token_map
 from ...paths import user_path
-from ...weights import apply_token_map, load_token_map
 
 if TYPE_CHECKING:
     from ...facts import DraftFacts, ModelFacts
@@ -147,7 +147,7 @@ def group_parameters(network: nn.Module, itemsize: int, leave_out: Iterable[str]
         leave_out: prefixes of names.
         without: parameters that are not counted, such as those shared with another network.
     """
-    fuse, skipped = _FUSE.get(type(network), ()), {id(parameter) for parameter in without}
+    fuse, skipped = getattr(network, "first_pass_only", ()), {id(parameter) for parameter in without}
     found: dict[int, tuple[str, int, int]] = {}
     for name, parameter in network.named_parameters(remove_duplicate=False):
         if name.startswith(tuple(leave_out)) or id(parameter) in skipped:

@@ -14,8 +14,7 @@ from ...catalog import Variant, load_object
 from ...config import VariantConfig
 from ...errors import CheckpointError, ConfigError
 from ...facts import DraftFacts, ModelFacts, read_model_facts
-from ...facts.keys import Keys, read_architecture, read_config
-from ...facts.model import FAMILIES, read_decoder
+from ...facts.keys import read_config
 from ...hub import checkpoint_folder, is_hub_id
 from ...paths import user_path
 

@@ -20,14 +20,17 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from .drafters.eagle3.facts import DEFAULT_TAPS, TAP_KEY, default_taps, read_eagle3_config
-from .drafters.head_config import read_eagle_config
-from .drafters.head_tensors import EAGLE_NORMS, eagle3_checkpoint, eagle_checkpoint, looks_like, read_vocab_map
-from .errors import CheckpointError, ConfigError, spell_bytes
-from .facts import Eagle3Facts, EagleFacts, ModelFacts, read_model_facts
-from .layouts import EAGLE3_WRITTEN, EAGLE_WRITTEN
-from .paths import check_writable, make_folder, unwritable, user_path
-from .weights.checkpoint import Checkpoint
+from ..errors import CheckpointError, ConfigError, spell_bytes
+from ..facts import ModelFacts, read_model_facts
+from ..paths import check_writable, make_folder, unwritable, user_path
+from ..weights.checkpoint import Checkpoint
+from .eagle.facts import EagleFacts, read_eagle_config
+from .eagle.layout import EAGLE_WRITTEN
+from .eagle.loading import EAGLE_NORMS, eagle_checkpoint
+from .eagle3.facts import DEFAULT_TAPS, TAP_KEY, Eagle3Facts, default_taps, read_eagle3_config
+from .eagle3.layout import EAGLE3_WRITTEN
+from .eagle3.loading import eagle3_checkpoint, read_vocab_map
+from .head_tensors import looks_like
 
 _OF_A_LAYOUT = {
     "architectures", "auto_map", "bias", "draft_vocab_size", "eagle_config", "fc_norm", "fusion_bias", "layernorms", "norm_before_fc",
