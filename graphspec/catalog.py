@@ -1,12 +1,10 @@
-"""The variants as data: names, capabilities and where their networks live. Imports no torch, so that ``--help`` does not either.
+"""The variants as data: names, capabilities and where their code lies. Imports no torch, so that ``--help`` does not either.
 
-Stages read capabilities and never a name; adding a variant means adding an entry here, a layout table and, when the network is new, a
-module under :mod:`graphspec.variants`.
+Stages read capabilities and never a name. A variant is a folder of :mod:`graphspec.drafters`, and one line in :data:`VARIANTS`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -32,9 +30,22 @@ class Variant:
     shift: int = 0
     """Draft RoPE position of a committed token is its slot minus this; the first ``shift`` tokens of a prompt are not consumed."""
     facts: str = ""
-    """``module:function`` that reads the draft checkpoint's config: ``(folder, target facts) -> draft facts``."""
+    """Reads the config of a draft checkpoint: ``(folder, target facts) -> DraftFacts``. This and the following are ``module:attribute``,
+    imported when they are first needed."""
     loader: str = ""
-    """``module:function`` that loads the network."""
+    """Loads the network: ``(facts, target network, max_positions, dtype, device, progress) -> DraftModel``."""
+    stages: str = "graphspec.drafters.beams:beam_stages"
+    """The stages that fill the candidate pool: ``(build) -> list[Stage]``. The default runs the network step by step over beams."""
+    prefill: str = "graphspec.graphs.stages.draft_prefill:DraftPrefill"
+    """What writes the draft KV of a prompt chunk: ``(build, planned attention) -> DraftPrefill``."""
+    proposer: str = ""
+    """Of a drafter on the host: ``(plan, text to token ids) -> graphspec.engine.proposer.Proposer``."""
+    outline: str = ""
+    """The network without data, where there is no checkpoint: ``(facts, target network) -> nn.Module``. Without it the loader is called."""
+    assumed: str = ""
+    """What ``graphspec plan`` assumes where there is no draft, or no tensors: ``(folder, target facts) -> (DraftFacts, in words)``."""
+    training: str = ""
+    """The network that ``graphspec train`` trains, a :class:`graphspec.train.drafter.Drafter`; without it the variant is not trained."""
     draft_in_target: bool = False
     """The draft may lie in the target's own checkpoint: without ``variant.draft`` that folder is read."""
     full_vocabulary: bool = False
@@ -43,7 +54,7 @@ class Variant:
     """Shape when the user sets none of num_steps, topk, num_draft_tokens and the target's architecture has no entry of its own."""
     auto_shape_by_architecture: tuple[tuple[str, CycleShape], ...] = ()
     demo_draft: str | None = None
-    """Folder of the demo draft beside the demo target."""
+    """Folder of the demo draft next to the demo target."""
 
     @property
     def speculates(self) -> bool:
@@ -58,74 +69,25 @@ class Variant:
         return dict(self.auto_shape_by_architecture).get(architecture, self.auto_shape)
 
 
-_CHAIN = CycleShape(3, 1, 4)
-_LLAMA_TREE = (("LlamaForCausalLM", CycleShape(5, 4, 8)),)
+PLAIN_DECODING = Variant(name="none", summary="plain decoding on the same engine: one verify node, no drafter", drafter="none")
 
-VARIANTS: tuple[Variant, ...] = (
-    Variant(name="none", summary="plain decoding on the same engine: one verify node, no drafter", drafter="none"),
-    Variant(
-        name="eagle",
-        summary="EAGLE-1/2 head over the target's last hidden state, the target's embedding and head",
-        drafter="network",
-        feature_source="hidden",
-        shift=1,
-        facts="graphspec.facts:read_eagle_facts",
-        loader="graphspec.weights:load_eagle",
-        full_vocabulary=True,
-        auto_shape=_CHAIN,
-        auto_shape_by_architecture=_LLAMA_TREE,
-        demo_draft="eagle",
-    ),
-    Variant(
-        name="eagle3",
-        summary="EAGLE-3 head over three tapped target layers, own reduced vocabulary",
-        drafter="network",
-        feature_source="taps",
-        shift=1,
-        facts="graphspec.facts:read_eagle3_facts",
-        loader="graphspec.weights:load_eagle3",
-        auto_shape=_CHAIN,
-        auto_shape_by_architecture=_LLAMA_TREE,
-        demo_draft="eagle3",
-    ),
-    Variant(
-        name="standalone",
-        summary="a small language model of the same vocabulary, with embedding, head and KV of its own",
-        drafter="network",
-        facts="graphspec.facts:read_standalone_facts",
-        loader="graphspec.weights:load_standalone",
-        full_vocabulary=True,
-        auto_shape=_CHAIN,
-        demo_draft="standalone",
-    ),
-    Variant(
-        name="mtp",
-        summary="multi-token-prediction heads: DeepSeek NextN, Qwen3-Next, MiMo; one reused, or one per step",
-        drafter="network",
-        feature_source="hidden",
-        shift=1,
-        facts="graphspec.facts:read_mtp_facts",
-        loader="graphspec.weights:load_mtp",
-        draft_in_target=True,
-        full_vocabulary=True,
-        auto_shape=_CHAIN,
-        demo_draft="mtp",
-    ),
-    Variant(
-        name="ngram",
-        summary="no network: continuations of earlier occurrences in the row's own tokens, matched on the device",
-        drafter="history",
-        auto_shape=CycleShape(6, 4, 12, "paths"),
-    ),
-    Variant(
-        name="ngram_trie",
-        summary="no network: a trie over all traffic on the host, between two cycles",
-        drafter="host",
-        auto_shape=CycleShape(8, 8, 12, "nodes"),
-    ),
-)
+VARIANTS = {
+    "eagle": "graphspec.drafters.eagle:VARIANT",
+    "eagle3": "graphspec.drafters.eagle3:VARIANT",
+    "standalone": "graphspec.drafters.standalone:VARIANT",
+    "mtp": "graphspec.drafters.mtp:VARIANT",
+    "ngram": "graphspec.drafters.ngram:VARIANT",
+    "ngram_trie": "graphspec.drafters.ngram_trie:VARIANT",
+}
+"""The drafters that come with the package, written as an entry point is: name, and ``module:attribute`` of its :class:`Variant`."""
 ENTRY_POINTS = "graphspec.variants"
 """Group of entry points through which another package adds a :class:`Variant`: ``name = module:attribute``."""
+
+
+@cache
+def own_variants() -> tuple[Variant, ...]:
+    """Plain decoding, and the drafters that come with the package."""
+    return (PLAIN_DECODING, *(_row(f"VARIANTS: {name}", name, path) for name, path in VARIANTS.items()))
 
 
 @cache
@@ -135,16 +97,21 @@ def all_variants() -> tuple[Variant, ...]:
     Raises:
         ConfigError: an entry point that is no :class:`Variant`, or whose name is taken.
     """
-    found = {variant.name: variant for variant in VARIANTS}
+    found = {variant.name: variant for variant in own_variants()}
     for point in sorted(entry_points(group=ENTRY_POINTS), key=lambda point: point.name):
-        variant = point.load()
         key = f"entry point {ENTRY_POINTS}: {point.name}"
-        if not isinstance(variant, Variant) or variant.name != point.name:
-            raise ConfigError(key, f"a graphspec.catalog.Variant called {point.name!r}", f"{point.value}: {variant!r}"[:200])
+        variant = _row(key, point.name, point.value)
         if variant.name in found:
-            raise ConfigError(key, "a name that is not taken", f"{point.value} beside the variant of that name")
+            raise ConfigError(key, "a name that is not taken", f"{point.value} next to the variant of that name")
         found[variant.name] = variant
     return tuple(found.values())
+
+
+def _row(key: str, name: str, path: str) -> Variant:
+    variant: object = load_object(path)
+    if not isinstance(variant, Variant) or variant.name != name:
+        raise ConfigError(key, f"a graphspec.catalog.Variant called {name!r}", f"{path}: {variant!r}"[:200])
+    return variant
 
 
 def resolve_variant(name: str) -> Variant:
@@ -160,8 +127,7 @@ def resolve_variant(name: str) -> Variant:
     raise ConfigError("variant", "one of " + ", ".join(v.name for v in variants), repr(name))
 
 
-def load_object(path: str) -> Callable[..., Any]:
-    """Resolve ``module:attribute``; the only place where a catalog entry turns into code."""
+def load_object(path: str) -> Any:
+    """Resolve ``module:attribute``; the only place where a line of the catalog turns into code."""
     module, _, attribute = path.partition(":")
-    found: Callable[..., Any] = getattr(import_module(module), attribute)
-    return found
+    return getattr(import_module(module), attribute)

@@ -343,7 +343,7 @@ def _train(config: LaunchConfig) -> int:
 
 
 def _convert(words: Sequence[str]) -> int:
-    from .convert import from_words
+    from .drafters.convert import from_words
 
     print(from_words(words).sentence)
     return 0

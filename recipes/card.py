@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from graphspec.train.networks import NETWORKS
+from graphspec.train.drafter import network_of
 
 UNEQUAL = """- The drafts had unequal amounts of text, steps and draft vocabulary: the difference between two of them says little about \
 the methods."""
@@ -50,7 +50,7 @@ def training_table(drafts: dict[str, Any], configs: dict[str, Any]) -> str:
     for name, draft in drafts.items():
         config = configs[name]
         agreement = ", ".join(f"{x:.3f}" for x in draft["agreement_by_depth"])
-        about = NETWORKS[draft["variant"]].about.format(**config["network"])
+        about = network_of(draft["variant"]).about.format(**config["network"])
         sequences = " and ".join(f"{count} of {length}" for length, count in draft["sequences"].items())
         again = ", ".join(str(step) for step in config["restarts"])
         schedule = phase_text(config["phases"]) + (f"; rates start anew at step {again}" if again else "")

@@ -30,8 +30,8 @@ from graphspec.compose import load_config
 from graphspec.errors import ConfigError
 from graphspec.show.demo import training_progress
 from graphspec.train.draft import Recipe
+from graphspec.train.drafter import trained_variants
 from graphspec.train.export import TOKENIZER_FILES, size_in_megabytes
-from graphspec.train.networks import NETWORKS
 from graphspec.train.run import RECORD, headline, run
 
 from .card import model_card
@@ -57,7 +57,7 @@ class Demo:
             raise ConfigError("--config", "one of " + ", ".join(sorted(f.name for f in CONF.iterdir())), repr(name))
         self.corpus_config = self._corpus_config([word for word in words if word.startswith("corpus.")])
         self.words = [word for word in words if not word.startswith("corpus.")]
-        self.drafts = {name: self.config(name) for name in NETWORKS if (self.folder / f"{name}.yaml").exists()}
+        self.drafts = {name: self.config(name) for name in trained_variants() if (self.folder / f"{name}.yaml").exists()}
         self.target = self.config("target")
 
     def _corpus_config(self, words: list[str]) -> CorpusConfig:

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from graphspec.config import Config, ModelConfig, NgramSettings, RuntimeConfig, VariantConfig
+from graphspec.drafters.mtp.facts import MTPFacts
+from graphspec.drafters.standalone.facts import StandaloneFacts
 from graphspec.errors import ConfigError
-from graphspec.facts import MTPFacts, StandaloneFacts
 from graphspec.plan import Plan, make_plan
 from graphspec.shapes import CycleShape
 from tests.support.plans import draft_facts, model_facts

@@ -26,10 +26,10 @@ from ..kernels import resolve, select_kernels
 from ..models.layers import pack_linear_layers, use_kernels
 from ..models.stack import pack_stack
 from ..models.target import load_target
+from ..models.token_map import apply_token_map, load_token_map
 from ..paths import user_path
 from ..plan import Plan, make_plan
 from ..shapes import GREEDY, SamplingClass
-from ..weights import apply_token_map, load_token_map
 from .arguments import check_cycles, check_launcher, check_progress, check_warm_up, engine_config
 from .depth import AdaptiveDepth, DepthPolicy
 from .engine import Engine
@@ -37,7 +37,7 @@ from .outputs import Detokenizer, Metrics, Output, StreamEvent, TreeSnapshot, su
 from .planned import PlannedCycle
 from .programmatic import resolve as resolve_programmatic
 from .prompts import Params, Prompt, make_requests
-from .proposer import TrieProposer
+from .proposer import Proposer
 from .request import Request, SamplingParams
 from .scheduler import Launcher
 from .self_test import AcceptanceTest
@@ -226,13 +226,11 @@ class LLM:
         depths = {bucket: plan.depths_of(bucket) for bucket in plan.buckets}
         return AdaptiveDepth(depths, adaptive.times, adaptive.rates, self.config.runtime.depth_per_bucket)
 
-    def _load_proposer(self) -> TrieProposer | None:
+    def _load_proposer(self) -> Proposer | None:
         """The drafter on the host, shared by every request of this engine; None where the device drafts."""
-        if self.plan.variant.drafter != "host":
+        if not self.plan.variant.proposer:
             return None
-        proposer = TrieProposer(self.plan)
-        if self.plan.ngram.corpus is not None:
-            proposer.load_corpus(self.plan.ngram.corpus, self.tokenizer.encode)
+        proposer: Proposer = load_object(self.plan.variant.proposer)(self.plan, self._encode)
         return proposer
 
     @cached_property

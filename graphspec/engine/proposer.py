@@ -1,15 +1,10 @@
-"""The host's drafter: one n-gram trie for all requests, asked between two cycles."""
+"""What the engine asks of a drafter on the host."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
-from ..errors import ConfigError
-from ..ngram import NgramConfig, NgramTrie
-from ..paths import read_text
-from ..plan import Plan
 from .request import Request
 
 Nodes = tuple[list[int], list[int]]
@@ -30,69 +25,3 @@ class Proposer(Protocol):
     def observe(self, request: Request, new: int) -> None:
         """The last ``new`` tokens of the request's output have just become known."""
         ...
-
-
-class TrieProposer:
-    """Trees from :class:`~graphspec.ngram.NgramTrie`: what followed the same tokens in this request or in any other.
-
-    A prompt is inserted while it is being read, new tokens while the next cycle runs: they are queued after the match, for the trie's own
-    thread. The next match waits for that thread: the same requests give the same trees. ``num_steps`` is the longest branch, ``topk`` the
-    most children of a node.
-    """
-
-    def __init__(self, plan: Plan) -> None:
-        settings, shape = plan.ngram, plan.shape
-        self._num_nodes = shape.num_draft_tokens
-        self._max_window = settings.max_window
-        self._trie = NgramTrie(
-            NgramConfig(
-                match=settings.match,
-                min_window=settings.min_window,
-                max_window=settings.max_window,
-                min_breadth=settings.min_breadth,
-                max_breadth=shape.topk,
-                branch_length=shape.num_steps,
-                capacity=settings.capacity,
-            )
-        )
-        self._depth = settings.max_window + shape.num_steps
-        self._queued: list[tuple[list[int], int]] = []
-
-    def load_corpus(self, file: str, encode: Callable[[str], list[int]]) -> int:
-        """Insert a corpus: a text file with one document per line, or ``.jsonl`` with a JSON string per line.
-
-        Returns:
-            The number of documents.
-
-        Raises:
-            ConfigError: the file can't be read, or a line is no JSON string.
-        """
-        key = "variant.ngram.corpus"
-        text, in_json = read_text(key, file), file.endswith(".jsonl")
-        documents = [line for line in (text.split("\n") if in_json else text.splitlines()) if line.strip()]
-        if in_json:
-            for number, line in enumerate(documents):
-                try:
-                    document = json.loads(line)
-                except (ValueError, RecursionError):
-                    document = None
-                if not isinstance(document, str):
-                    raise ConfigError(key, "a JSON string on every line", f"{file}, document {number + 1}: {line[:60]}")
-                documents[number] = document
-        return self._trie.insert_corpus(encode(document) for document in documents)
-
-    def admit(self, request: Request) -> None:
-        # A row that was preempted comes back with its prompt inserted long ago.
-        if not request.output:
-            self._trie.insert(request.prompt)
-
-    def propose(self, requests: Sequence[Request]) -> list[Nodes]:
-        contexts = [[*r.prompt[-self._max_window :], *r.output[-self._max_window :]] for r in requests]
-        trees = self._trie.match_batch(contexts, self._num_nodes)
-        for tokens, new in self._queued:
-            self._trie.insert(tokens, new=new)
-        self._queued.clear()
-        return [(tokens.tolist(), (parents - 1).tolist()) for tokens, parents in trees]
-
-    def observe(self, request: Request, new: int) -> None:
-        self._queued.append(([*request.prompt[-self._depth :], *request.output[-self._depth - new :]], new))

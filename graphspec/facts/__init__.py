@@ -3,30 +3,18 @@
 from __future__ import annotations
 
 from .draft import DraftFacts
-from .eagle import EagleFacts, read_eagle_facts
-from .eagle3 import Eagle3Facts, read_eagle3_facts
 from .latent import LatentFacts
 from .model import ModelFacts, read_model_facts
 from .moe import ExpertFacts
-from .mtp import MTPFacts, read_mtp_facts
 from .rope import RopeFacts
-from .standalone import StandaloneFacts, read_standalone_facts
 from .tokenizer import check_tokenizer
 
 __all__ = [
     "DraftFacts",
-    "Eagle3Facts",
-    "EagleFacts",
     "ExpertFacts",
     "LatentFacts",
-    "MTPFacts",
     "ModelFacts",
     "RopeFacts",
-    "StandaloneFacts",
     "check_tokenizer",
-    "read_eagle3_facts",
-    "read_eagle_facts",
     "read_model_facts",
-    "read_mtp_facts",
-    "read_standalone_facts",
 ]

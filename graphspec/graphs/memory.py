@@ -18,10 +18,10 @@ from ..config import Config
 from ..errors import ConfigError, spell_bytes
 from ..kernels import resolve
 from ..models.target import load_target
+from ..models.token_map import apply_token_map, load_token_map
 from ..paths import user_path
 from ..plan import Plan
 from ..shapes import GREEDY
-from ..weights import apply_token_map, load_token_map
 from .scratch import kernel_scratch
 from .stages.mailbox import MailLayout
 

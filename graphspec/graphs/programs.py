@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from ..buffers import Views
+from ..catalog import load_object
 from ..kernels.registry import KernelSet
 from ..plan import Plan
 from ..shapes import GraphKey, SamplingClass
@@ -16,11 +17,8 @@ from .stages.accept import Accept
 from .stages.catch_up import CatchUp
 from .stages.commit import Commit, CommitState
 from .stages.counts import PromptCounts
-from .stages.draft import DraftExtend, DraftSteps, StaticSteps
-from .stages.heads import HeadSteps
 from .stages.logprobs import Logprobs
 from .stages.mailbox import Mailbox
-from .stages.ngram import HostTree, NgramMatch
 from .stages.prefill import Prefill
 from .stages.stage import Build, DraftModel, Stage, TargetModel
 from .stages.tree import ChainLayout, TreeBuild
@@ -61,27 +59,14 @@ def tokens_of(key: Key, capacity: int = 1) -> int:
     return key.bucket * (capacity if key.catch_up else key.shape.num_draft_tokens)
 
 
-def draft_stages(build: Build) -> list[Stage]:
-    """Stages 1 and 2, which fill the candidate pool: by network, by the row's history, or by the host."""
-    plan, shape = build.plan, build.shape
-    if shape.num_steps == 0:
-        return []
-    if plan.variant.drafter == "history":
-        return [NgramMatch(build)]
-    if plan.variant.drafter == "host":
-        return [HostTree(build)]
-    if plan.lookback:
-        return [HeadSteps(build)]
-    if shape.num_steps == 1:
-        return [DraftExtend(build)]
-    return [DraftExtend(build), StaticSteps(build) if plan.static_tree is not None else DraftSteps(build)]
-
-
 def cycle_stages(build: Build, *, catch_up: bool = False) -> list[Stage]:
     """The stages of one speculative cycle in order; the structure follows from the shape, and from whether the drafter catches up."""
     shape = build.shape
     stages: list[Stage] = [Mailbox(build)]
-    stages += [CatchUp(build)] if catch_up else draft_stages(build)
+    if catch_up:
+        stages.append(CatchUp(build))
+    elif shape.num_steps:
+        stages += load_object(build.plan.variant.stages)(build)
     stages.append(ChainLayout(build) if shape.is_chain else TreeBuild(build))
     stages += [Verify(build), Accept(build)]
     if not shape.is_chain:

@@ -53,7 +53,7 @@ def ngram_match(
 
     Cost: ``O(B * T * (max_match + K * S))`` compares and ``O(B * T * S)`` bytes where nothing is fused; T is the context limit here, and
     what a row holds where an implementation looks at no more. Nothing is read on the host, so this drafter is a stage of the cycle like any
-    other; the host trie (:mod:`graphspec.ngram`) needs each cycle's tokens first.
+    other; the host trie (:mod:`graphspec.drafters.ngram_trie`) needs each cycle's tokens first.
 
     Args:
         history_RL: int64 token ids of every row, none negative up to the row's length; anything behind it. L is static, the context limit.

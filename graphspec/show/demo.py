@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from ..catalog import resolve_variant
+from ..catalog import PLAIN_DECODING, resolve_variant
 from ..config import Config, VariantConfig
 from ..core_wait import CoreWait, busy_caution
 from ..errors import ConfigError, ResourceError
@@ -121,12 +121,11 @@ def run_demo(config: Config, prompt: str, console: Console | None = None) -> Non
     variant = config.variant.name
     if not resolve_variant(variant).speculates:
         raise ConfigError("variant", "one that speculates: the demo compares it with plain decoding", repr(variant))
-    from ..catalog import VARIANTS
     from ..engine.llm import LLM
     from ..engine.request import configured_params
 
     console = console or Console()
-    plain = next(entry.name for entry in VARIANTS if not entry.speculates)
+    plain = PLAIN_DECODING.name
     params = configured_params(config.sampling)
     if params.seed is None:
         # What is compared below is one request run on two engines.

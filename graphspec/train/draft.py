@@ -21,9 +21,8 @@ from ..checks import brief
 from ..errors import ConfigError
 from ..train_options import TrainConfig
 from . import checkpoint, loop
-from .drafter import Drafter, NetworkConfig, Target, unrolled
+from .drafter import Drafter, NetworkConfig, Target, network_of, trained_variants, unrolled
 from .loop import Watch, unwatched
-from .networks import NETWORKS
 
 BITS = (
     "lr", "adamw_lr", "schedule", "warmup", "cooldown", "restarts", "clip", "dtype", "seed",
@@ -41,15 +40,17 @@ class Recipe:
 
     def __post_init__(self) -> None:
         config = self.train
-        if self.variant not in NETWORKS:
-            raise ConfigError("variant", "one that is trained: " + ", ".join(NETWORKS) + ", or none for a target", repr(self.variant))
+        if self.variant not in trained_variants():
+            raise ConfigError(
+                "variant", "one that is trained: " + ", ".join(trained_variants()) + ", or none for a target", repr(self.variant)
+            )
         shortest = min(length for _, _, length in config.schedule_phases)
         if shortest <= config.unroll + 1:
             raise ConfigError("train.sequence_length", f"sequences longer than train.unroll + 1 = {config.unroll + 1}", shortest)
         heads = getattr(self.network(), "num_heads", 1)
         if heads > 1 and config.unroll != heads:
             raise ConfigError("train.unroll", f"train.network.num_heads = {heads}, for every head is one step", config.unroll)
-        if config.feature_weight and not NETWORKS[self.variant].feeds_feature:
+        if config.feature_weight and not network_of(self.variant).feeds_feature:
             raise ConfigError("train.feature_weight", f"0, for {self.variant} feeds back no feature", config.feature_weight)
 
     def network(self) -> NetworkConfig:
@@ -58,7 +59,7 @@ class Recipe:
         Raises:
             ConfigError: a key the variant does not have, or a value of the wrong type.
         """
-        kind, given = NETWORKS[self.variant].Settings, self.train.network
+        kind, given = network_of(self.variant).Settings, self.train.network
         for key in given:
             if key not in kind.__dataclass_fields__:
                 raise ConfigError(
@@ -158,7 +159,7 @@ def train_draft(
         raise ConfigError("train.sequence_length", f"sequences within the target's context of {context} tokens", longest)
     target, device = Target(model), next(model.parameters()).device
     torch.manual_seed(config.seed)
-    drafter = NETWORKS[recipe.variant].build(model, recipe.network(), texts.counts(model.config.vocab_size)).to(device)
+    drafter = network_of(recipe.variant).build(model, recipe.network(), texts.counts(model.config.vocab_size)).to(device)
     weights = config.decay ** torch.arange(config.unroll, device=device)
 
     def loss(step: int, batch: int, length: int) -> tuple[Tensor, Tensor]:
@@ -198,6 +199,6 @@ def load_draft(recipe: Recipe, model: PreTrainedModel, file: Path) -> Drafter:
     device = next(model.parameters()).device
     state = checkpoint.load(file, device)
     loop.check_settings(state, recipe.settings(), file)
-    drafter = NETWORKS[recipe.variant].build(model, recipe.network(), None).to(device)
+    drafter = network_of(recipe.variant).build(model, recipe.network(), None).to(device)
     drafter.load_state_dict(state["model"])
     return drafter.eval()

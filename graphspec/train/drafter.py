@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
+from ..catalog import all_variants, load_object, resolve_variant
 from ..checks import check_fields
 from ..errors import CheckpointError, ConfigError
 from ..paths import reason
@@ -41,7 +42,6 @@ class Drafter(nn.Module):
     ``state_dict`` holds what is trained. What it shares with the target (embedding, output head) are buffers that no checkpoint stores.
     """
 
-    variant: ClassVar[str]
     Settings: ClassVar[type[NetworkConfig]]
     about: ClassVar[str]
     """The architecture in a few words for a model card; ``{key}`` stands for a setting."""
@@ -88,6 +88,17 @@ class Drafter(nn.Module):
     @abstractmethod
     def published(self, target: PreTrainedModel) -> tuple[dict[str, object], dict[str, Tensor]]:
         """``config.json`` and tensors as the ecosystem names them."""
+
+
+def trained_variants() -> tuple[str, ...]:
+    """Names of the variants whose network can be trained."""
+    return tuple(variant.name for variant in all_variants() if variant.training)
+
+
+def network_of(variant: str) -> type[Drafter]:
+    """The trained network of one of :func:`trained_variants`."""
+    network: type[Drafter] = load_object(resolve_variant(variant).training)
+    return network
 
 
 class Target:

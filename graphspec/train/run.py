@@ -27,11 +27,10 @@ from ..train_options import TrainConfig
 from .acceptance import check_acceptance, measure_acceptance, target_text
 from .checkpoint import write_json
 from .draft import Recipe, Texts, train_draft
-from .drafter import Target, load_target
+from .drafter import Target, load_target, trained_variants
 from .export import OUT, export_draft, export_target, size_in_megabytes
 from .generate import generate_text, repetition, text_sets
 from .loop import Watch, unwatched
-from .networks import NETWORKS
 from .target import NAME, bits_per_byte, train_target
 from .texts import Documents, Streams, encode
 from .tokenizer import END_OF_TEXT, train_tokenizer
@@ -185,7 +184,7 @@ def _tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 def headline(figures: dict[str, Any], out: str) -> str:
     """What the command says at the end."""
     lines = []
-    if figures["variant"] in NETWORKS:
+    if figures["variant"] in trained_variants():
         acceptance = figures["acceptance"]
         groups = [("greedy", acceptance["shapes"])]
         if "sampled" in acceptance:
@@ -199,5 +198,5 @@ def headline(figures: dict[str, Any], out: str) -> str:
             f"held out: {published['held_out_bits_per_byte']:.3f} bits per byte; "
             f"{100 * published['repeated_16_grams']:.1f} % of 16-grams repeated in greedy text"
         )
-    what = f"{figures['variant']} draft" if figures["variant"] in NETWORKS else "target"
+    what = f"{figures['variant']} draft" if figures["variant"] in trained_variants() else "target"
     return "\n".join([*lines, f"{what} written to {out} ({figures['megabytes']} MB)"])

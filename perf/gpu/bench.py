@@ -20,6 +20,7 @@ from torch import nn
 from graphspec.buffers import DTYPES, Status
 from graphspec.catalog import load_object
 from graphspec.config import AcceptConfig, Config, HardwareConfig, KernelsConfig, ModelConfig, RuntimeConfig, VariantConfig
+from graphspec.drafters.eagle3.network import Eagle3Draft
 from graphspec.facts import read_model_facts
 from graphspec.graphs.cycle import Cycle
 from graphspec.graphs.stages.mailbox import Message
@@ -31,7 +32,6 @@ from graphspec.models.layers import use_kernels
 from graphspec.models.llama import LlamaModel
 from graphspec.plan import Plan, make_plan
 from graphspec.shapes import GREEDY, CycleShape
-from graphspec.variants.eagle3 import Eagle3Draft
 
 LLAMA_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama",
@@ -107,7 +107,7 @@ class Bench:
         self.case = case
         self.config = self.config_of(case, target, draft, device, runtime)
         facts = read_model_facts(target)
-        head = load_object("graphspec.facts:read_eagle3_facts")(draft, facts)
+        head = load_object("graphspec.drafters.eagle3.facts:read_eagle3_facts")(draft, facts)
         speculates = case.shape.num_steps > 0
         self.plan: Plan = make_plan(self.config, facts, head if speculates else None, device=device)
         self.networks = networks or self._networks(self.plan, facts, head, device)

@@ -27,7 +27,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from graphspec.buffers import DTYPES, Arena
-from graphspec.facts import read_eagle3_facts, read_model_facts
+from graphspec.drafters.eagle3.facts import read_eagle3_facts
+from graphspec.drafters.eagle3.network import Eagle3Draft
+from graphspec.facts import read_model_facts
 from graphspec.graphs.programs import program_stages
 from graphspec.graphs.stages.mailbox import MailLayout
 from graphspec.kernels.fused.launch import INTERPRETED, NAMESPACE, Launch, recording
@@ -35,7 +37,6 @@ from graphspec.models.layers import use_kernels
 from graphspec.models.llama import LlamaModel
 from graphspec.plan import make_plan
 from graphspec.shapes import GREEDY
-from graphspec.variants.eagle3 import Eagle3Draft
 from perf.gpu.bench import Bench, Case, write_configs
 from perf.gpu.latency import SHAPES, SHORTER
 from perf.gpu.processes import triton_cache

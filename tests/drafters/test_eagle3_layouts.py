@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from graphspec.drafters.eagle3.facts import read_eagle3_facts
+from graphspec.drafters.eagle3.loading import load_eagle3
 from graphspec.errors import CheckpointError
-from graphspec.facts import read_eagle3_facts, read_model_facts
+from graphspec.facts import read_model_facts
 from graphspec.models.target import load_target
-from graphspec.weights import load_eagle3
 from tests.support.checkpoints import TAPS, VOCAB_SIZE, DenseAttention, build_hf, eagle3_tensors, publish_eagle3, write_hf
 from tests.support.eagle_reference import eagle3_fuse, eagle3_step
 

@@ -7,10 +7,16 @@ from typing import Any
 import pytest
 import torch
 
+from graphspec.drafters.eagle.facts import read_eagle_facts
+from graphspec.drafters.eagle.loading import load_eagle
+from graphspec.drafters.eagle3.facts import read_eagle3_facts
+from graphspec.drafters.eagle3.loading import load_eagle3
+from graphspec.drafters.standalone.facts import read_standalone_facts
+from graphspec.drafters.standalone.loading import load_standalone
 from graphspec.errors import CheckpointError, ConfigError
-from graphspec.facts import read_eagle3_facts, read_eagle_facts, read_model_facts, read_standalone_facts
+from graphspec.facts import read_model_facts
 from graphspec.models.target import load_target
-from graphspec.weights import apply_token_map, load_eagle, load_eagle3, load_standalone, load_token_map
+from graphspec.models.token_map import apply_token_map, load_token_map
 from tests.support.checkpoints import (
     VOCAB_SIZE,
     DenseAttention,

@@ -82,7 +82,7 @@ def test_the_command_line_finds_it(tmp_path: Path):
 @pytest.mark.parametrize(
     ("points", "module", "found"),
     [
-        ("none = broken:VARIANT", 'VARIANT = Variant(name="none", summary="", drafter="none")', "beside the variant of that name"),
+        ("none = broken:VARIANT", 'VARIANT = Variant(name="none", summary="", drafter="none")', "next to the variant of that name"),
         ("mine = broken:VARIANT", 'VARIANT = Variant(name="other", summary="", drafter="none")', "name='other'"),
         ("mine = broken:VARIANT", "VARIANT = 3", "broken:VARIANT: 3"),
     ],

@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from graphspec.drafters.mtp.facts import read_mtp_facts
+from graphspec.drafters.mtp.loading import load_mtp
 from graphspec.errors import CheckpointError, ConfigError
-from graphspec.facts import read_model_facts, read_mtp_facts
+from graphspec.facts import read_model_facts
 from graphspec.models.target import load_target
-from graphspec.weights import apply_token_map, load_mtp
+from graphspec.models.token_map import apply_token_map
 from tests.support.checkpoints import VOCAB_SIZE, DenseAttention, eagle3_tensors, edit_json, edit_tensors, write_eagle3
 from tests.support.mtp_checkpoints import (
     HEAD_DIM,

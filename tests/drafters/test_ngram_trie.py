@@ -19,10 +19,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from graphspec.drafters.ngram_trie import trie as trie_module
+from graphspec.drafters.ngram_trie.config import NgramConfig
+from graphspec.drafters.ngram_trie.trie import NgramTrie
 from graphspec.errors import ConfigError, RequestError, ResourceError
 from graphspec.native_build import find_compiler
-from graphspec.ngram import NgramConfig, NgramTrie
-from graphspec.ngram import trie as trie_module
 
 SMALL = NgramConfig(min_window=1, max_window=3, min_breadth=1, max_breadth=3, branch_length=4, capacity=1000)
 Gram = tuple[int, ...]
@@ -358,5 +359,5 @@ def test_source_has_no_warnings() -> None:
 
 
 def test_the_package_needs_no_torch_and_builds_nothing_on_import() -> None:
-    code = "import sys, subprocess; subprocess.Popen = None; import graphspec.ngram; sys.exit('torch' in sys.modules)"
+    code = "import sys, subprocess; subprocess.Popen = None; import graphspec.drafters.ngram_trie.trie; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from graphspec.drafters.standalone.facts import read_standalone_facts
+from graphspec.drafters.standalone.loading import load_standalone
 from graphspec.errors import CheckpointError
-from graphspec.facts import read_model_facts, read_standalone_facts
+from graphspec.facts import read_model_facts
 from graphspec.models.target import load_target
-from graphspec.weights import apply_token_map, load_standalone
+from graphspec.models.token_map import apply_token_map
 from tests.support.checkpoints import VOCAB_SIZE, DenseAttention, build_hf, eagle3_tensors, edit_json, edit_tensors, write_eagle3, write_hf
 from tests.support.mtp_checkpoints import add_heads, head_tensors, write_heads, write_target
 

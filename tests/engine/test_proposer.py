@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from graphspec.config import NgramSettings
+from graphspec.drafters.ngram_trie.proposer import TrieProposer
 from graphspec.engine.llm import LLM, SamplingParams
-from graphspec.engine.proposer import TrieProposer
 from graphspec.engine.request import Request
 from graphspec.errors import ConfigError
 from tests.support.plans import plan

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from graphspec.drafters.mtp.facts import read_mtp_facts
 from graphspec.facts import read_model_facts
-from graphspec.facts.mtp import read_mtp_facts
 
 from ._bench import DRAFT, MAP, SMALL, TARGET, Bench, Evil, Use, keys, pickled, sharded, vocabularies, write
 from ._checkpoints import listed_cases

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from graphspec.buffers import Status
-from graphspec.engine.proposer import TrieProposer
+from graphspec.drafters.ngram_trie.proposer import TrieProposer
 from graphspec.engine.request import Request, SamplingParams, sampling_class
 from graphspec.engine.scheduler import Scheduler
 from graphspec.errors import CaptureError, ResourceError

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map
 
 from graphspec.buffers import Arena
 from graphspec.config import Config, ModelConfig, RuntimeConfig, VariantConfig
+from graphspec.drafters.eagle3.network import Eagle3Draft
 from graphspec.graphs import scratch
 from graphspec.graphs.memory import plan_memory
 from graphspec.graphs.programs import Key, PrefillKey, program_stages
@@ -27,7 +28,6 @@ from graphspec.models.layers import use_kernels
 from graphspec.models.llama import LlamaModel
 from graphspec.plan import Plan, make_plan
 from graphspec.shapes import SamplingClass
-from graphspec.variants.eagle3 import Eagle3Draft
 from tests.support.codegen import pretended_gpu
 from tests.support.fake_cuda import load_cuda_guard
 from tests.support.shapes_8b import llama_8b

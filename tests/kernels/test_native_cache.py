@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from graphspec import native_build
+from graphspec.drafters.ngram_trie import trie
 from graphspec.errors import ResourceError
 from graphspec.native_build import SharedLibrary, cache_folder, check_trusted
-from graphspec.ngram import trie
 
 ANSWER = 'extern "C" int answer() {{ return {0}; }}\n'
 
@@ -184,7 +184,7 @@ def test_nobody_says_where_home_is(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_processes_that_build_at_once_end_up_with_one_library(tmp_path: Path) -> None:
-    code = "from graphspec.ngram import trie; assert trie.load(); print(trie.LIBRARY.build().name)"
+    code = "from graphspec.drafters.ngram_trie import trie; assert trie.load(); print(trie.LIBRARY.build().name)"
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
     started = [subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True) for _ in range(3)]
     names = {process.communicate()[0].strip() for process in started}

@@ -18,17 +18,21 @@ import torch
 from torch import Tensor, nn
 
 from graphspec import LLM
-from graphspec.facts import Eagle3Facts, EagleFacts, ModelFacts, MTPFacts, RopeFacts, StandaloneFacts
+from graphspec.drafters.eagle.facts import EagleFacts
+from graphspec.drafters.eagle.network import EagleDraft
+from graphspec.drafters.eagle3.facts import Eagle3Facts
+from graphspec.drafters.eagle3.network import Eagle3Draft
+from graphspec.drafters.mtp.facts import MTPFacts
+from graphspec.drafters.mtp.network import MTPDraft
+from graphspec.drafters.standalone.facts import StandaloneFacts
+from graphspec.drafters.standalone.network import StandaloneDraft
+from graphspec.facts import ModelFacts, RopeFacts
 from graphspec.kernels import native, select_kernels
 from graphspec.kernels.tree_attention import poison_unseen, visible_slots
 from graphspec.models.attention import ChunkAttention, TreeAttention
 from graphspec.models.layers import Linear, pack_linear_layers
 from graphspec.models.llama import LlamaModel
 from graphspec.models.stack import pack_stack
-from graphspec.variants.eagle import EagleDraft
-from graphspec.variants.eagle3 import Eagle3Draft
-from graphspec.variants.mtp import MTPDraft
-from graphspec.variants.standalone import StandaloneDraft
 from tests.support.engines import mirror_pair
 from tests.support.moe_checkpoints import write_mixture
 from tests.support.tiny import latent_facts, model_facts

@@ -12,7 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from graphspec.convert import convert
+from graphspec.drafters.convert import convert
+from graphspec.drafters.mtp.facts import read_tensor_names
 from graphspec.errors import CheckpointError, ConfigError
 from graphspec.facts import ModelFacts, read_model_facts
 from graphspec.facts.files import MOST_CONFIG, find_file, read_json, read_shards
@@ -27,11 +28,10 @@ from graphspec.facts.keys import (
     MOST_WIDTH,
     Keys,
 )
-from graphspec.facts.mtp import read_tensor_names
 from graphspec.graphs import memory as memory_module
 from graphspec.models.target import load_target
 from graphspec.models.tensor_files import load_pickle, open_tensors
-from graphspec.weights import load_token_map
+from graphspec.models.token_map import load_token_map
 from tests.fuzz._checkpoints import bomb, program
 from tests.support.checkpoints import build_hf, edit_json, write_hf
 from tests.support.engines import Pair, mirror_pair

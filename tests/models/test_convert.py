@@ -10,11 +10,14 @@ import torch
 from safetensors.torch import load_file
 
 from graphspec.cli import main
-from graphspec.convert import convert
+from graphspec.drafters.convert import convert
+from graphspec.drafters.eagle.facts import read_eagle_facts
+from graphspec.drafters.eagle.loading import load_eagle
+from graphspec.drafters.eagle3.facts import read_eagle3_facts
+from graphspec.drafters.eagle3.loading import load_eagle3
 from graphspec.errors import CheckpointError, ConfigError
-from graphspec.facts import read_eagle3_facts, read_eagle_facts, read_model_facts
+from graphspec.facts import read_model_facts
 from graphspec.models.target import load_target
-from graphspec.weights import load_eagle, load_eagle3
 from tests.support.checkpoints import (
     VOCAB_SIZE,
     DenseAttention,

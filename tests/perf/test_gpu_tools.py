@@ -60,7 +60,8 @@ def test_the_floor_of_llama_8b_is_the_one_computed_by_hand(tmp_path: Path) -> No
 
 
 def _plan(bench: Bench, target: Path, draft: Path) -> Any:
-    from graphspec.facts import read_eagle3_facts, read_model_facts
+    from graphspec.drafters.eagle3.facts import read_eagle3_facts
+    from graphspec.facts import read_model_facts
     from graphspec.plan import make_plan
 
     facts = read_model_facts(target)
@@ -69,9 +70,10 @@ def _plan(bench: Bench, target: Path, draft: Path) -> Any:
 
 
 def _networks(target: Path, draft: Path) -> Any:
-    from graphspec.facts import read_eagle3_facts, read_model_facts
+    from graphspec.drafters.eagle3.facts import read_eagle3_facts
+    from graphspec.drafters.eagle3.network import Eagle3Draft
+    from graphspec.facts import read_model_facts
     from graphspec.models.llama import LlamaModel
-    from graphspec.variants.eagle3 import Eagle3Draft
 
     facts = read_model_facts(target)
     head = read_eagle3_facts(draft, facts)

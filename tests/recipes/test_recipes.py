@@ -14,9 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 from graphspec.errors import ConfigError
 from graphspec.train.acceptance import accepted_lengths, walk
 from graphspec.train.draft import Recipe, draft_losses, load_draft
-from graphspec.train.drafter import Target, load_target
+from graphspec.train.drafter import Target, load_target, network_of, trained_variants
 from graphspec.train.generate import continue_text, repetition
-from graphspec.train.networks import NETWORKS
 from graphspec.train.optim import Optimizers
 from graphspec.train.target import trained_target
 from graphspec.train_options import TrainConfig
@@ -70,7 +69,7 @@ def test_every_draft_is_written_and_learned(toy):
     target = Target(model)
     torch.manual_seed(0)
     tokens = continue_text(model, torch.randint(0, 384, (4, 8)), 40, 1.0, 0)
-    assert set(demo.drafts) == set(NETWORKS)
+    assert set(demo.drafts) == set(trained_variants())
     for name, config in demo.drafts.items():
         made = Recipe(name, config.train)
         trained = load_draft(made, model, work / "drafts.work" / f"{name}.pt")
@@ -82,7 +81,7 @@ def test_every_draft_is_written_and_learned(toy):
         ids = trained.target_ids()
         torch.manual_seed(config.train.seed)
         counts = torch.zeros(384, dtype=torch.int64) if ids is None else torch.zeros(384, dtype=torch.int64).index_fill(0, ids, 1)
-        fresh = NETWORKS[name].build(model, made.network(), counts)
+        fresh = network_of(name).build(model, made.network(), counts)
         with torch.no_grad():
             before, _ = draft_losses(fresh, features, logits, tokens, config.train.unroll)
             after, _ = draft_losses(trained, features, logits, tokens, config.train.unroll)
@@ -203,7 +202,7 @@ def test_settings_that_contradict_each_other_are_refused(word, key, tmp_path):
 @pytest.mark.parametrize("name", sorted(folder.name for folder in CONF.iterdir()))
 def test_every_recipe_composes(name, tmp_path):
     demo = Demo(name, tmp_path, tmp_path, [])
-    assert set(demo.drafts) == set(NETWORKS)
+    assert set(demo.drafts) == set(trained_variants())
     lengths = {length for config in demo.drafts.values() for _, _, length in config.train.schedule_phases}
     assert all(lengths <= {length for _, _, length in config.train.text.sets} for config in demo.drafts.values())
     assert max(lengths) <= demo.target.train.target.max_position_embeddings

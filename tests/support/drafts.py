@@ -17,8 +17,7 @@ from transformers import (
 )
 
 from graphspec.train.draft import Recipe
-from graphspec.train.drafter import Drafter
-from graphspec.train.networks import NETWORKS
+from graphspec.train.drafter import Drafter, network_of
 from graphspec.train_options import TrainConfig
 
 FAMILIES = {
@@ -66,7 +65,7 @@ def build(variant: str, target=None, **network: object) -> Drafter:
     target = target or tiny_target()
     settings = recipe(variant, network={**SMALL[variant], **network}, unroll=network.get("num_heads", 4)).network()
     torch.manual_seed(5)
-    drafter = NETWORKS[variant].build(target, settings, torch.arange(96).flip(0))
+    drafter = network_of(variant).build(target, settings, torch.arange(96).flip(0))
     with torch.no_grad():
         for name, parameter in drafter.named_parameters():
             if parameter.ndim == 1:

@@ -12,10 +12,12 @@ from torch import Tensor
 
 from graphspec.buffers import Arena
 from graphspec.config import Config, HardwareConfig, KernelsConfig, ModelConfig, RuntimeConfig, VariantConfig
+from graphspec.drafters.standalone.facts import StandaloneFacts
+from graphspec.drafters.standalone.network import StandaloneDraft
 from graphspec.engine.planned import PlannedCycle
 from graphspec.engine.request import Request, SamplingParams
 from graphspec.engine.scheduler import Scheduler
-from graphspec.facts import LatentFacts, ModelFacts, StandaloneFacts
+from graphspec.facts import LatentFacts, ModelFacts
 from graphspec.graphs.capture import ProgramCapturer
 from graphspec.graphs.programs import PrefillKey
 from graphspec.kernels.chunk_attention import chunk_attention
@@ -28,7 +30,6 @@ from graphspec.kernels.tree_attention import random_pool
 from graphspec.models.layers import use_kernels
 from graphspec.plan import Plan, make_plan
 from graphspec.shapes import SAMPLED
-from graphspec.variants.standalone import StandaloneDraft
 from tests.support.tiny import latent_facts, model_facts, move, tiny_networks
 
 LATENT = HeadShape(4, 1, 12, 4, 0.3)

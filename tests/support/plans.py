@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from graphspec.config import Config, ModelConfig, RuntimeConfig, VariantConfig
-from graphspec.facts import Eagle3Facts, ModelFacts, RopeFacts
+from graphspec.drafters.eagle3.facts import Eagle3Facts
+from graphspec.facts import ModelFacts, RopeFacts
 from graphspec.plan import Plan, make_plan
 
 

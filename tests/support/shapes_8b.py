@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from graphspec.buffers import Arena, Views
 from graphspec.config import Config, HardwareConfig, KernelsConfig, ModelConfig, RuntimeConfig, VariantConfig
+from graphspec.drafters.eagle3.network import Eagle3Draft
 from graphspec.facts import ModelFacts, RopeFacts
 from graphspec.graphs.programs import program_stages
 from graphspec.graphs.stages.mailbox import MailLayout
@@ -21,7 +22,6 @@ from graphspec.models.layers import use_kernels
 from graphspec.models.llama import LlamaModel
 from graphspec.plan import Plan, make_plan
 from graphspec.shapes import GREEDY, CycleShape, SamplingClass
-from graphspec.variants.eagle3 import Eagle3Draft
 from tests.support.codegen import pretended_gpu
 from tests.support.tiny import draft_facts, model_facts, move
 

@@ -11,24 +11,18 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from graphspec.config import AcceptConfig, AdaptiveConfig, Config, KernelsConfig, ModelConfig, RuntimeConfig, VariantConfig
-from graphspec.facts import (
-    DraftFacts,
-    Eagle3Facts,
-    EagleFacts,
-    ExpertFacts,
-    LatentFacts,
-    ModelFacts,
-    MTPFacts,
-    RopeFacts,
-    StandaloneFacts,
-)
+from graphspec.drafters.eagle.facts import EagleFacts
+from graphspec.drafters.eagle.network import EagleDraft
+from graphspec.drafters.eagle3.facts import Eagle3Facts
+from graphspec.drafters.eagle3.network import Eagle3Draft
+from graphspec.drafters.mtp.facts import MTPFacts
+from graphspec.drafters.mtp.network import MTPDraft
+from graphspec.drafters.standalone.facts import StandaloneFacts
+from graphspec.drafters.standalone.network import StandaloneDraft
+from graphspec.facts import DraftFacts, ExpertFacts, LatentFacts, ModelFacts, RopeFacts
 from graphspec.models.llama import LlamaModel
 from graphspec.plan import Plan, make_plan
 from graphspec.shapes import CycleShape
-from graphspec.variants.eagle import EagleDraft
-from graphspec.variants.eagle3 import Eagle3Draft
-from graphspec.variants.mtp import MTPDraft
-from graphspec.variants.standalone import StandaloneDraft
 
 SHAPES = {
     "none": CycleShape(0, 1, 1),

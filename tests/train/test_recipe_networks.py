@@ -13,14 +13,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from graphspec.drafters.eagle3.training import choose_draft_vocab
 from graphspec.errors import CheckpointError, ConfigError, ResourceError
 from graphspec.train.acceptance import target_text
 from graphspec.train.blocks import Rope
 from graphspec.train.draft import Recipe, Texts, draft_losses, load_draft, train_draft
-from graphspec.train.drafter import Target, default_taps, unrolled
+from graphspec.train.drafter import Target, default_taps, network_of, unrolled
 from graphspec.train.export import export_draft
-from graphspec.train.networks import NETWORKS
-from graphspec.train.networks.eagle3 import choose_draft_vocab
 from graphspec.train.optim import Optimizers
 from graphspec.train_options import AcceptanceConfig
 from tests.support.drafts import FAMILIES, SMALL, build, draft_logits, random_text, recipe, tiny_target
@@ -233,7 +232,7 @@ def test_training_lowers_the_loss_and_resumes_bit_by_bit(variant, network, tmp_p
         variant,
         network={**SMALL[variant], **network},
         unroll=2,
-        feature_weight=0.5 if NETWORKS[variant].feeds_feature else 0.0,
+        feature_weight=0.5 if network_of(variant).feeds_feature else 0.0,
         raw_share=0.25,
         phases=[[22, 4, 20]],
         lr=0.01,
@@ -267,7 +266,7 @@ def test_training_lowers_the_loss_and_resumes_bit_by_bit(variant, network, tmp_p
     tokens = texts.batch(8, 20, 0.0, 0)
     features, logits = Target(target).view(tokens, straight.tap_layers)
     torch.manual_seed(made.train.seed)
-    fresh = NETWORKS[variant].build(target, made.network(), texts.counts(96))
+    fresh = network_of(variant).build(target, made.network(), texts.counts(96))
     with torch.no_grad():
         before, _ = draft_losses(fresh, features, logits, tokens, 2, made.train.feature_weight)
         after, _ = draft_losses(straight, features, logits, tokens, 2, made.train.feature_weight)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ...buffers import Status, Views
+from ...catalog import load_object
 from ...models.attention import ChunkAttention
 from .counts import count_tokens
 from .draft_prefill import ChunkRows, DraftPrefill
@@ -31,7 +32,7 @@ class Prefill(Stage):
         self.bound = self.bind_chunk("target", chunk)
         # Drafters with lookback read more than the chunk, and those of one layer don't attend.
         bound = self.bind_chunk("draft", chunk) if self.plan.draft_attends and not self.plan.lookback else {}
-        self.draft = DraftPrefill(build, bound) if build.draft is not None else None
+        self.draft: DraftPrefill | None = load_object(self.plan.variant.prefill)(build, bound) if build.draft is not None else None
         draft_reads, draft_writes = (self.draft.reads, self.draft.writes) if self.draft is not None else ((), ())
         history = ("history_RL",) if self.plan.keeps_history else ()
         state = ("cycle_1", "window_token_RAc", "window_len_R", "seq_len_R", "budget_R", "status_R")

@@ -27,7 +27,7 @@ class TargetModel(Protocol):
 
 
 class DraftModel(Protocol):
-    """What the stages ask of a draft network (:mod:`graphspec.variants`)."""
+    """What the stages ask of a draft network (``network`` in the folders of :mod:`graphspec.drafters`)."""
 
     @property
     def target_token_Vd(self) -> Tensor | None: ...

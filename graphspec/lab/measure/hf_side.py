@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ...buffers import DTYPES
-from ...catalog import VARIANTS, Variant, resolve_variant
+from ...catalog import Variant, all_variants, resolve_variant
 from ...command_options import LaunchConfig
 from ...config import SamplingConfig
 from ...engine.llm import DEMO, model_folder
@@ -100,7 +100,7 @@ class HfSide:
         variant = resolve_variant(config.variant.name)
         if config.variant.draft is not None and is_whole_model(variant):
             return checkpoint_folder("variant.draft", config.variant.draft, config.variant.draft_revision)
-        whole = next((v.demo_draft for v in VARIANTS if is_whole_model(v) and v.demo_draft), None)
+        whole = next((v.demo_draft for v in all_variants() if is_whole_model(v) and v.demo_draft), None)
         if config.model.path != DEMO or whole is None:
             raise ConfigError("profile.assistant", "the folder of a model of the same vocabulary with baseline=hf_assisted", None)
         return model_folder(DEMO).parent / whole

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ...catalog import VARIANTS, resolve_variant
+from ...catalog import PLAIN_DECODING, resolve_variant
 from ...command_options import LaunchConfig
 from ...config import AcceptConfig, AdaptiveConfig, VariantConfig
 from ...errors import ConfigError
@@ -44,9 +44,10 @@ def speculates(config: LaunchConfig) -> bool:
 
 def plain_config(config: LaunchConfig) -> LaunchConfig:
     """The same engine without drafts: what its tokens must equal, and what its speed is held against."""
-    name = next(variant.name for variant in VARIANTS if not variant.speculates)
     runtime = replace(config.runtime, depth_per_bucket={})
-    return replace(config, variant=VariantConfig(name=name), accept=AcceptConfig(), adaptive=AdaptiveConfig(), runtime=runtime)
+    return replace(
+        config, variant=VariantConfig(name=PLAIN_DECODING.name), accept=AcceptConfig(), adaptive=AdaptiveConfig(), runtime=runtime
+    )
 
 
 def for_workload(config: LaunchConfig) -> LaunchConfig:

@@ -25,16 +25,11 @@ from torch import nn
 from ...buffers import DTYPES
 from ...catalog import Variant, load_object
 from ...errors import ConfigError
-from ...facts import Eagle3Facts, EagleFacts, MTPFacts, StandaloneFacts
 from ...models.experts import MixtureOfExperts
 from ...models.layers import Embedding
 from ...models.llama import LlamaModel
+from ...models.token_map import apply_token_map, load_token_map
 from ...paths import user_path
-from ...variants.eagle import EagleDraft
-from ...variants.eagle3 import Eagle3Draft
-from ...variants.mtp import MTPDraft
-from ...variants.standalone import StandaloneDraft
-from ...weights import apply_token_map, load_token_map
 
 if TYPE_CHECKING:
     from ...facts import DraftFacts, ModelFacts
@@ -43,7 +38,6 @@ if TYPE_CHECKING:
 GROUPS = ("embedding", "layers", "experts", "head", "fuse")
 """What a parameter is for. layers: read by every pass; experts: of the router's choice; fuse: read by the first draft pass only."""
 _EXPERTS = ("gate_up_EFH", "down_EHF")
-_FUSE: dict[type[nn.Module], tuple[str, ...]] = {Eagle3Draft: ("input_norm", "fc_norm", "fc")}
 _LOGIT_BYTES = 2 * 4
 """A float32 logit is written once and read once."""
 
@@ -153,7 +147,7 @@ def group_parameters(network: nn.Module, itemsize: int, leave_out: Iterable[str]
         leave_out: prefixes of names.
         without: parameters that are not counted, such as those shared with another network.
     """
-    fuse, skipped = _FUSE.get(type(network), ()), {id(parameter) for parameter in without}
+    fuse, skipped = getattr(network, "first_pass_only", ()), {id(parameter) for parameter in without}
     found: dict[int, tuple[str, int, int]] = {}
     for name, parameter in network.named_parameters(remove_duplicate=False):
         if name.startswith(tuple(leave_out)) or id(parameter) in skipped:
@@ -196,17 +190,18 @@ def build_draft(
     Args:
         facts: of the draft.
         target: without data.
-        variant: whose loader is asked where the network is none of ours.
+        variant: whose loader is asked where it has no outline.
         token_map: file that trims the head (FR-Spec).
         from_config: leave tensors alone; None: look for them.
 
     Raises:
         CheckpointError: tensors that do not fit the config.
     """
-    draft: nn.Module | None = None
-    if from_config or (from_config is None and not _has_tensors(facts.path)):
-        draft = _from_facts(facts, target)
-    if draft is None:
+    draft: nn.Module
+    if variant.outline and (from_config or (from_config is None and not _has_tensors(facts.path))):
+        with torch.device("meta"):
+            draft = load_object(variant.outline)(facts, target)
+    else:
         draft = load_object(variant.loader)(facts, target, 1, target.embed_tokens.weight.dtype, torch.device("meta"), None)
     if token_map is not None:
         apply_token_map(draft, load_token_map(user_path("variant.token_map", token_map), target.facts.vocab_size))
@@ -215,23 +210,6 @@ def build_draft(
 
 def _has_tensors(folder: Path) -> bool:
     return any(any(folder.glob(pattern)) for pattern in ("*.safetensors", "*.bin", "*.safetensors.index.json", "*.bin.index.json"))
-
-
-def _from_facts(facts: DraftFacts, target: LlamaModel) -> nn.Module | None:
-    decoder = facts.decoder
-    with torch.device("meta"):
-        match facts:
-            case Eagle3Facts():
-                same = decoder.hidden_size == target.facts.hidden_size
-                full = same and facts.draft_vocab_size == decoder.vocab_size
-                return Eagle3Draft(facts, 1, target.embed_tokens if same else None, target.lm_head if full else None)
-            case EagleFacts():
-                return EagleDraft(facts, 1, target.embed_tokens, target.lm_head)
-            case MTPFacts():
-                return MTPDraft(facts, 1, target.embed_tokens, target.lm_head)
-            case StandaloneFacts():
-                return StandaloneDraft(facts, 1)
-    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

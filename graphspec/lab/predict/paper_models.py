@@ -13,20 +13,13 @@ from pathlib import Path
 from ...catalog import Variant, load_object
 from ...config import VariantConfig
 from ...errors import CheckpointError, ConfigError
-from ...facts import DraftFacts, Eagle3Facts, EagleFacts, ModelFacts, MTPFacts, read_model_facts
-from ...facts.eagle3 import default_taps
-from ...facts.keys import Keys, read_architecture, read_config
-from ...facts.model import FAMILIES, read_decoder
-from ...facts.mtp import COUNT_KEYS
+from ...facts import DraftFacts, ModelFacts, read_model_facts
+from ...facts.keys import read_config
 from ...hub import checkpoint_folder, is_hub_id
 from ...paths import user_path
 
 SHAPES = Path(str(files("graphspec"))) / "lab" / "predict" / "models"
 """Published models as their ``config.json`` alone; no weights come with them."""
-DRAFT_VOCABULARY = 32000
-"""Of the assumed EAGLE-3 head, as in most published ones."""
-_HEAD_DIM, _KV_HEADS = 128, 8
-_MIMO = "MiMoForCausalLM"
 
 
 @dataclass(slots=True)
@@ -147,50 +140,11 @@ def _read_draft(paper: Paper, folder: Path, variant: Variant) -> None:
             facts = load_object(variant.facts)(plain, paper.target)
         except CheckpointError:
             # Which heads there are is told by the names of tensors; without any, the config's count has to do.
-            if not variant.draft_in_target:
+            if not variant.draft_in_target or not variant.assumed:
                 raise
-            facts = _heads(plain, paper.target)
-            paper.notes.append(f"{facts.num_heads} prediction head(s) of {facts.decoder.architecture}, as config.json counts them")
+            facts, words = load_object(variant.assumed)(plain, paper.target)
+            paper.notes.append(words)
     paper.draft = replace(facts, path=folder)
-
-
-def _heads(folder: Path, target: ModelFacts) -> MTPFacts:
-    """The prediction heads a config counts, as layers behind the last."""
-    keys = read_config(folder)
-    architecture = read_architecture(keys, "a model with multi-token-prediction heads")
-    family = FAMILIES.get(architecture.removesuffix("NextN"))
-    if family is None:
-        raise keys.error("architectures", "one of " + ", ".join(FAMILIES))
-    count = keys.integer(next((key for key in COUNT_KEYS if keys.present(key)), COUNT_KEYS[0]))
-    layers = keys.integer("num_hidden_layers")
-    whole = Keys({**keys.values, "num_hidden_layers": layers + count}, keys.where)
-    for key in ("hidden_size", "vocab_size"):
-        if keys.integer(key) != getattr(target, key):
-            raise keys.error(key, f"{getattr(target, key)}, as in {target.path}")
-    return MTPFacts(
-        path=folder,
-        decoder=read_decoder(whole, folder, architecture, family).layers_from(layers),
-        draft_vocab_size=target.vocab_size,
-        target_hidden_size=target.hidden_size,
-        feature_size=target.hidden_size,
-        num_heads=count,
-        layout="mimo" if architecture == _MIMO else "deepseek",
-        first_index=layers,
-    )
-
-
-def _one_layer(target: ModelFacts) -> ModelFacts:
-    """A plain Llama layer of the target's width. Where the target's attention is latent: heads of 128, eight of keys and values."""
-    heads, kv_heads, width = target.num_heads, target.num_kv_heads, target.head_dim
-    if target.latent is not None:
-        even = target.hidden_size % _HEAD_DIM == 0 and (target.hidden_size // _HEAD_DIM) % _KV_HEADS == 0
-        heads = target.hidden_size // _HEAD_DIM if even else target.num_heads
-        kv_heads, width = _KV_HEADS if even else heads, target.hidden_size // heads
-    return replace(
-        target, architecture="LlamaForCausalLM", num_layers=1, sliding_window=(None,), latent=None, experts=None, qk_norm=False,
-        attention_bias=False, output_bias=False, mlp_bias=False, attention_gate=False, norm_offset=False,
-        num_heads=heads, num_kv_heads=kv_heads, head_dim=width,
-    )  # fmt: skip
 
 
 def _assume_draft(paper: Paper, variant: Variant) -> None:
@@ -199,30 +153,9 @@ def _assume_draft(paper: Paper, variant: Variant) -> None:
     Raises:
         ConfigError: there is no usual one.
     """
-    target, path = paper.target, Path("assumed")
-    if variant.feature_source == "taps":
-        taps = default_taps(target.num_layers)
-        if list(taps) != sorted(set(taps)) or taps[0] < 0:
-            taps = tuple(range(min(3, target.num_layers)))
-        paper.draft = Eagle3Facts(
-            path=path,
-            decoder=_one_layer(target),
-            draft_vocab_size=min(DRAFT_VOCABULARY, target.vocab_size),
-            target_hidden_size=target.hidden_size,
-            feature_size=len(taps) * target.hidden_size,
-            tap_layers=taps,
-        )
-        paper.described = f"assumed: one layer over {len(taps)} tapped ones, {paper.draft.draft_vocab_size} tokens"
-    elif variant.feature_source == "hidden" and not variant.draft_in_target:
-        paper.draft = EagleFacts(
-            path=path,
-            decoder=_one_layer(target),
-            draft_vocab_size=target.vocab_size,
-            target_hidden_size=target.hidden_size,
-            feature_size=target.hidden_size,
-        )
-        paper.described = "assumed: one layer, the target's embedding and head"
-    else:
+    if not variant.assumed or variant.draft_in_target:
         expected = f"a folder with the config.json of a draft: what variant {variant.name} drafts with can't be guessed"
         raise ConfigError("variant.draft", expected, "no value")
+    paper.draft, words = load_object(variant.assumed)(Path("assumed"), paper.target)
+    paper.described = f"assumed: {words}"
     paper.notes.append(f"no variant.draft was given; {paper.described}; layers of the target's width")

@@ -1,0 +1,69 @@
+"""EAGLE-1/2 heads of a checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from ...errors import CheckpointError
+from ...models.checkpoint import Checkpoint, Progress, fill
+from ...models.llama import LlamaModel
+from ..head_tensors import check_sharing, looks_like, settle, settle_decoder
+from .layout import EAGLE_LAYOUT
+from .network import EagleDraft
+
+if TYPE_CHECKING:
+    from .facts import EagleFacts
+
+EAGLE_NORMS = ("embed_layernorm", "hidden_layernorm", "lm_head_layernorm")
+
+
+def eagle_checkpoint(facts: EagleFacts) -> tuple[Checkpoint, EagleFacts, tuple[str, ...]]:
+    """The tensors of a head, its facts with everything settled that the config leaves to them, and the norms it has.
+
+    Raises:
+        CheckpointError: another kind of checkpoint, or norms that config and tensors disagree on.
+    """
+    checkpoint = Checkpoint(facts.path, EAGLE_LAYOUT.renamed)
+    foreign = any(name.endswith("hidden_norm.weight") for name in checkpoint.names()) or "d2t" in checkpoint
+    if "fc.weight" not in checkpoint or foreign:
+        expected = "an EAGLE-1/2 head, with fc.weight and without hidden_norm or d2t"
+        found = "another set of tensors" if "fc.weight" in checkpoint else "no such tensor"
+        raise CheckpointError(f"{checkpoint.path}: fc.weight", expected, found, f"this looks like {looks_like(checkpoint)}")
+    norms = tuple(name for name in EAGLE_NORMS if f"{name}.weight" in checkpoint)
+    if facts.layernorms is not None and len(norms) != (len(EAGLE_NORMS) if facts.layernorms else 0):
+        wanted = ", ".join(EAGLE_NORMS) if facts.layernorms else "none of them"
+        expected = f"{wanted}, as config.json says layernorms = {str(facts.layernorms).lower()}"
+        raise CheckpointError(f"{checkpoint.path}: layer norms", expected, ", ".join(norms) or "none")
+    fc_bias = settle(checkpoint, "bias", facts.fc_bias, "fc.bias")
+    return checkpoint, replace(facts, decoder=settle_decoder(checkpoint, facts.decoder), fc_bias=fc_bias), norms
+
+
+def load_eagle(
+    facts: EagleFacts,
+    target: LlamaModel,
+    max_positions: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    progress: Progress | None = None,
+) -> EagleDraft:
+    """The EAGLE-1/2 head of a checkpoint, in ``dtype`` on ``device``, with the target's embedding and head.
+
+    Raises:
+        CheckpointError: as :func:`load_target`; also another kind of checkpoint, or norms that config and tensors disagree on.
+        ConfigError: ``dtype`` or ``device`` differ from the target's, whose embedding and head it shares.
+    """
+    checkpoint, facts, norms = eagle_checkpoint(facts)
+    check_sharing(target, dtype, device)
+    size = facts.decoder.hidden_size
+    checkpoint.read("fc.weight", (size, 2 * size))  # first, for its shape tells another kind of head best
+    if "embed_tokens.weight" in checkpoint:
+        checkpoint.read("embed_tokens.weight", (facts.decoder.vocab_size, size))
+    with torch.device("meta"):
+        draft = EagleDraft(facts, max_positions, target.embed_tokens, target.lm_head, norms)
+    own = [name for name, _ in draft.named_parameters(remove_duplicate=False) if not name.startswith(("embed_tokens.", "lm_head."))]
+    fill(draft, checkpoint, EAGLE_LAYOUT, own, set(), dtype, torch.device(device), progress)
+    draft.rotary.to(device)  # not the whole module, which would move what it shares with the target
+    return draft.eval()

@@ -1,0 +1,87 @@
+"""EAGLE-1/2 head: one Llama layer over ``fc([embedding; feature])`` (Li et al. 2024, arXiv 2401.15077 and 2406.16858)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ...train.blocks import Attend, DecoderLayer, LayerShape, Rope, start_small
+from ...train.drafter import Drafter, NetworkConfig
+from ...train.facts import decoder_facts
+
+
+@dataclass
+class EagleConfig(NetworkConfig):
+    """Width, heads and norms are the target's."""
+
+    intermediate_size: int | None = None
+    """Width of the MLP; null: the target's."""
+    bias: bool = False
+    """A bias in ``fc``."""
+
+
+class EagleDraft(Drafter):
+    """Its output stands for the target's feature of the next position: it is fed back, and the target's head reads it."""
+
+    Settings: ClassVar[type[NetworkConfig]] = EagleConfig
+    about: ClassVar[str] = "EAGLE-1/2: one Llama layer without an input norm over `fc([embedding; feature])`"
+    feeds_feature = True
+    embedding_VH: Tensor
+    head_VH: Tensor
+
+    def __init__(self, target: PreTrainedModel, config: EagleConfig) -> None:
+        super().__init__()
+        shape = LayerShape.of(target).plain(config.intermediate_size)
+        self.fc = nn.Linear(2 * shape.hidden, shape.hidden, bias=config.bias)
+        # The one layer has no norm before its attention: it reads what fc wrote.
+        self.layers = nn.ModuleList([DecoderLayer(shape, input_norm=False)])
+        self.rope = Rope.of(target)
+        self.register_buffer("embedding_VH", target.model.embed_tokens.weight.detach(), persistent=False)
+        self.register_buffer("head_VH", target.lm_head.weight.detach(), persistent=False)
+        # fc is trained on embeddings brought to a root mean square of 1 and published for embeddings as they are: embeddings are often
+        # ten times smaller than features, and a matrix whose halves must differ so much in size learns slowly.
+        self.embedding_scale = 1.0 / float(self.embedding_VH.float().square().mean().sqrt().clamp(min=1e-6))
+
+    @classmethod
+    def build(cls, target: PreTrainedModel, config: NetworkConfig, counts_V: Tensor | None) -> EagleDraft:
+        assert isinstance(config, EagleConfig)
+        draft = cls(target, config)
+        start_small(draft)
+        return draft
+
+    def start(self, features_BTF: Tensor) -> Tensor:
+        return features_BTF
+
+    def step(self, index: int, tokens_BT: Tensor, hidden_BTH: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
+        x = self.fc(torch.cat((self.embedding_VH[tokens_BT].float() * self.embedding_scale, hidden_BTH), -1)).float()
+        out: Tensor = self.layers[0](x, self.rope(positions_T), attend)
+        return out
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return nn.functional.linear(hidden.to(self.head_VH.dtype), self.head_VH)
+
+    @torch.no_grad()
+    def round_to_bfloat16(self) -> None:
+        embedding, _ = self.fc.weight.chunk(2, -1)
+        rounded = (embedding * self.embedding_scale).bfloat16().float() / self.embedding_scale
+        super().round_to_bfloat16()
+        embedding.copy_(rounded)
+
+    def published(self, target: PreTrainedModel) -> tuple[dict[str, object], dict[str, Tensor]]:
+        facts: dict[str, object] = {"architectures": ["LlamaForCausalLMEagle"], **decoder_facts(target), "model_type": "llama"}
+        facts.update(
+            intermediate_size=cast("DecoderLayer", self.layers[0]).mlp.gate_proj.out_features,
+            num_hidden_layers=1,
+            attention_bias=False,
+            mlp_bias=False,
+            bias=self.fc.bias is not None,
+            tie_word_embeddings=False,
+        )
+        tensors = dict(self.state_dict())
+        embedding, hidden = self.fc.weight.detach().chunk(2, -1)
+        tensors["fc.weight"] = torch.cat((embedding * self.embedding_scale, hidden), -1)
+        return facts, tensors

@@ -1,0 +1,134 @@
+"""EAGLE-3 heads of a checkpoint."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ...errors import CheckpointError
+from ...models.checkpoint import INTEGERS, Checkpoint, Progress, fill
+from ...models.llama import LlamaModel
+from ..head_tensors import check_sharing, looks_like, settle, settle_decoder
+from .layout import EAGLE3_LAYOUT
+from .network import Eagle3Draft
+
+if TYPE_CHECKING:
+    from .facts import Eagle3Facts
+
+_LOG = logging.getLogger(__name__)
+
+
+def read_vocab_map(checkpoint: Checkpoint, vocab_size: int, draft_vocab_size: int) -> Tensor | None:
+    """Target id of each draft id, or None without a map; ``d2t`` holds offsets: target id = draft id + d2t[draft id].
+
+    Raises:
+        CheckpointError: a map that is missing though needed, leaves the vocabulary, holds ids, not offsets, or disagrees with ``t2d``.
+    """
+    if "d2t" not in checkpoint:
+        if draft_vocab_size != vocab_size:
+            expected = f"{draft_vocab_size} offsets into a vocabulary of {vocab_size}"
+            raise CheckpointError(f"{checkpoint.path}: d2t", expected, "no such tensor")
+        return None
+    offset_Vd = checkpoint.read("d2t", (draft_vocab_size,), INTEGERS).long()
+    token_Vd = torch.arange(draft_vocab_size) + offset_Vd
+    mask_V = checkpoint.read("t2d", (vocab_size,), ("BOOL", "U8", *INTEGERS)).bool() if "t2d" in checkpoint else None
+
+    def is_map(ids_Vd: Tensor) -> bool:
+        inside = bool(((ids_Vd >= 0) & (ids_Vd < vocab_size)).all()) and bool((ids_Vd.diff() > 0).all())
+        return inside and (mask_V is None or (int(mask_V.sum()) == draft_vocab_size and bool(mask_V[ids_Vd].all())))
+
+    if is_map(token_Vd):
+        return token_Vd
+    hint = "d2t looks like target ids, not offsets" if is_map(offset_Vd) else ""
+    expected = f"offsets: i + d2t[i] strictly ascending in [0, {vocab_size})" + ("" if mask_V is None else ", the ids that t2d marks")
+    if bool(((token_Vd >= 0) & (token_Vd < vocab_size)).all()) and bool((token_Vd.diff() > 0).all()) and mask_V is not None:
+        found = f"ids that differ from the {int(mask_V.sum())} marked in t2d"
+    else:
+        found = f"i + d2t[i] from {int(token_Vd.min())} to {int(token_Vd.max())}, {int((token_Vd.diff() <= 0).sum())} steps not ascending"
+    raise CheckpointError(checkpoint.key("d2t"), expected, found, hint)
+
+
+def _settle_norm(checkpoint: Checkpoint, key: str, stated: bool | None, tensor: str) -> bool:
+    """Whether there is an optional norm. A norm that the config denies or that is missing can't be settled: one of the two is damaged."""
+    there = tensor in checkpoint
+    if stated is None and there:
+        _LOG.info("%s: config.json has no %s, but %s is in the checkpoint and is applied", checkpoint.path, key, tensor)
+    if stated is False and there:
+        raise CheckpointError(checkpoint.key(tensor), f"no such tensor, as config.json says {key} = false", "this tensor")
+    return bool(there or stated)
+
+
+def eagle3_checkpoint(facts: Eagle3Facts) -> tuple[Checkpoint, Eagle3Facts]:
+    """The tensors of a head, and its facts with everything settled that the config leaves to them.
+
+    Raises:
+        CheckpointError: another kind of checkpoint, or a norm that config and tensors disagree on.
+    """
+    # layers behind the first may call the norm in front of their attention hidden_norm (SGLang, TensorRT-LLM)
+    further = tuple((f"layers.{i}.hidden_norm.", f"layers.{i}.input_layernorm.") for i in range(1, facts.decoder.num_layers))
+    checkpoint = Checkpoint(facts.path, EAGLE3_LAYOUT.renamed + further)
+    missing = [name for name in ("fc.weight", "layers.0.hidden_norm.weight") if name not in checkpoint]
+    if missing:
+        expected = "an EAGLE-3 head, with fc.weight and layers.0.hidden_norm.weight (or midlayer.)"
+        raise CheckpointError(f"{checkpoint.path}: {missing[0]}", expected, "no such tensor", f"this looks like {looks_like(checkpoint)}")
+    return checkpoint, replace(
+        facts,
+        decoder=settle_decoder(checkpoint, facts.decoder),
+        norm_before_fc=_settle_norm(checkpoint, "norm_before_fc", facts.norm_before_fc, "input_norm.weight"),
+        fc_norm=_settle_norm(checkpoint, "fc_norm", facts.fc_norm, "fc_norm.0.weight"),
+        fc_bias=settle(checkpoint, "bias", facts.fc_bias, "fc.bias"),
+    )
+
+
+def load_eagle3(
+    facts: Eagle3Facts,
+    target: LlamaModel,
+    max_positions: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    progress: Progress | None = None,
+) -> Eagle3Draft:
+    """The EAGLE-3 head of a checkpoint, in ``dtype`` on ``device``.
+
+    The embedding is the target's unless the checkpoint has one. A language-model head of a full vocabulary is, when the checkpoint has
+    none, the embedding with ``tie_word_embeddings``, else the target's.
+
+    Raises:
+        CheckpointError: as :func:`load_target`; also another kind of checkpoint, a norm that config and tensors disagree on, or a
+            vocabulary map that is missing, leaves the vocabulary, or holds ids, not offsets.
+        ConfigError: ``dtype`` or ``device`` differ from the target's, whose embedding or head it shares.
+    """
+    checkpoint, facts = eagle3_checkpoint(facts)
+    decoder = facts.decoder
+    full_vocabulary = facts.draft_vocab_size == decoder.vocab_size
+    same_width = decoder.hidden_size == target.facts.hidden_size
+    share_embedding = "embed_tokens.weight" not in checkpoint and same_width
+    headless = "lm_head.weight" not in checkpoint and full_vocabulary
+    tied = headless and decoder.tie_word_embeddings
+    share_head = headless and not tied and same_width
+    with torch.device("meta"):
+        draft = Eagle3Draft(
+            facts,
+            max_positions,
+            embed_tokens=target.embed_tokens if share_embedding else None,
+            lm_head=target.lm_head if share_head else None,
+        )
+    shared = {"embed_tokens.weight"} if share_embedding else set()
+    shared |= {"lm_head.weight"} if share_head or tied else set()
+    if share_embedding or share_head:
+        check_sharing(target, dtype, device)
+    own = [name for name, _ in draft.named_parameters(remove_duplicate=False) if name not in shared]
+    checkpoint.read("fc.weight", (decoder.hidden_size, facts.feature_size))  # first, for its shape tells another kind of head best
+    token_Vd = read_vocab_map(checkpoint, decoder.vocab_size, facts.draft_vocab_size)
+    fill(draft, checkpoint, EAGLE3_LAYOUT, own, set(), dtype, torch.device(device), progress)
+    if tied:
+        draft.lm_head.weight = draft.embed_tokens.weight
+    # buffers only: moving the whole module would move what it shares with the target
+    draft.rotary.to(device)
+    if token_Vd is not None and not full_vocabulary:  # a map of the full vocabulary is the identity
+        draft.target_token_Vd = token_Vd.to(device)
+    return draft.eval()

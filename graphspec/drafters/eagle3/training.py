@@ -1,0 +1,157 @@
+"""EAGLE-3 head: one layer over ``[embedding; hidden]``, three taps, a draft vocabulary (Li et al. 2025, arXiv 2503.01840)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ...checks import INT32_MOST, ascending, in_range
+from ...errors import ConfigError
+from ...train.blocks import Attend, FeedForward, LayerShape, Rope, SelfAttention, start_small
+from ...train.drafter import Drafter, NetworkConfig, Target, default_taps
+from ...train.facts import decoder_facts
+
+
+@dataclass
+class Eagle3Config(NetworkConfig):
+    """Width, heads and norms are the target's."""
+
+    draft_vocab_size: int = 32000
+    """Most frequent ids it can draft; at least the target's vocabulary: all of them, and no maps in the checkpoint."""
+    intermediate_size: int | None = None
+    """Width of the MLP; null: the target's."""
+    tap_layers: list[int] | None = None
+    """The target's residual stream *entering* these layers is what the head sees: low, middle, high. Null: ``2, L // 2, L - 3``."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        in_range("train.network.draft_vocab_size", self.draft_vocab_size, 1)
+        if self.tap_layers is not None:
+            # Readers of the checkpoint, the engine among them, take no other order.
+            ascending("train.network.tap_layers", self.tap_layers, 1, INT32_MOST)
+
+
+class MidLayer(nn.Module):
+    """The decoder layer: queries, keys and values come from ``[norm(embedding); norm(hidden)]``, the residual is the hidden state."""
+
+    def __init__(self, shape: LayerShape) -> None:
+        super().__init__()
+        self.self_attn = SelfAttention(shape, 2 * shape.hidden)
+        self.mlp = FeedForward(shape)
+        self.input_layernorm = nn.RMSNorm(shape.hidden, shape.eps)
+        self.hidden_norm = nn.RMSNorm(shape.hidden, shape.eps)
+        self.post_attention_layernorm = nn.RMSNorm(shape.hidden, shape.eps)
+
+    def forward(self, embed: Tensor, hidden: Tensor, angles: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        """The un-normed output ``[B, T, H]``, which is also the next step's hidden state."""
+        x = torch.cat((self.input_layernorm(embed), self.hidden_norm(hidden)), -1)
+        hidden = hidden + self.self_attn.o_proj(attend(0, *self.self_attn.project(x, *angles)))
+        out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return out
+
+
+def choose_draft_vocab(counts_V: Tensor, size: int, always: Sequence[int]) -> Tensor:
+    """The ``size`` most counted target ids, ascending, ``always`` among them: ``[size]`` int64. Ties go to the smaller id."""
+    keep = list(dict.fromkeys(always))
+    order = [i for i in counts_V.argsort(descending=True, stable=True).tolist() if i not in set(keep)]
+    return torch.tensor(sorted([*keep, *order[: size - len(keep)]]), dtype=torch.int64)
+
+
+def feature_scale(target: PreTrainedModel, tap_layers: tuple[int, ...]) -> Tensor:
+    """``[F]`` fp32: for each tap the power of two next to 1 / (root mean square of its residual stream on random tokens)."""
+    tokens = torch.randint(0, target.config.vocab_size, (2, 64), generator=torch.Generator().manual_seed(0))
+    features, _ = Target(target).view(tokens.to(target.device), tap_layers)
+    taps = features.unflatten(-1, (len(tap_layers), -1))
+    size = taps.square().mean((0, 1, 3)).sqrt().clamp(min=1e-6)
+    return torch.exp2(-size.log2().round()).repeat_interleave(taps.shape[-1]).cpu()
+
+
+class Eagle3Draft(Drafter):
+    """The embedding is the target's and not part of the checkpoint."""
+
+    Settings: ClassVar[type[NetworkConfig]] = Eagle3Config
+    about: ClassVar[str] = "EAGLE-3: one layer over `[embedding; hidden]`, taps entering layers {tap_layers}"
+    unmixed = ("lm_head",)
+    embedding_VH: Tensor
+    scale_F: Tensor
+    d2t: Tensor
+    t2d: Tensor
+
+    def __init__(self, target: PreTrainedModel, config: Eagle3Config) -> None:
+        super().__init__()
+        shape = LayerShape.of(target).plain(config.intermediate_size)
+        vocab, layers = target.config.vocab_size, target.config.num_hidden_layers
+        taps = config.tap_layers or default_taps(layers)
+        if not all(1 <= layer < layers for layer in taps):
+            raise ConfigError("train.network.tap_layers", f"layers in 1..{layers - 1}", taps)
+        self.tap_layers = tuple(taps)
+        # fc is trained on features brought to a root mean square near 1 and published for features as they are: residual streams are often
+        # ten times larger. Powers of two, so that the rounding of the published matrix is that of the trained one.
+        self.register_buffer("scale_F", feature_scale(target, self.tap_layers), persistent=False)
+        self.fc = nn.Linear(len(taps) * shape.hidden, shape.hidden, bias=False)
+        self.midlayer = MidLayer(shape)
+        self.norm = nn.RMSNorm(shape.hidden, shape.eps)
+        size = min(config.draft_vocab_size, vocab)
+        self.lm_head = nn.Linear(shape.hidden, size, bias=False)
+        self.has_vocab = size < vocab
+        if self.has_vocab:
+            self.register_buffer("d2t", torch.zeros(size, dtype=torch.int64))
+            self.register_buffer("t2d", torch.zeros(vocab, dtype=torch.bool))
+        self.rope = Rope.of(target)
+        self.register_buffer("embedding_VH", target.model.embed_tokens.weight.detach(), persistent=False)
+
+    @classmethod
+    def build(cls, target: PreTrainedModel, config: NetworkConfig, counts_V: Tensor | None) -> Eagle3Draft:
+        assert isinstance(config, Eagle3Config)
+        draft = cls(target, config)
+        start_small(draft)
+        with torch.no_grad():
+            draft.norm.weight.copy_(target.model.norm.weight)
+            rows = target.lm_head.weight
+            if draft.has_vocab and counts_V is not None:
+                ends = target.config.eos_token_id
+                always = ends if isinstance(ends, list) else [] if ends is None else [ends]
+                ids = choose_draft_vocab(counts_V, len(draft.d2t), always)
+                draft.d2t.copy_(ids - torch.arange(len(ids)))
+                draft.t2d[ids] = True
+                rows = rows[ids.to(rows.device)]
+            if len(rows) == draft.lm_head.out_features:
+                draft.lm_head.weight.copy_(rows)
+        return draft
+
+    def target_ids(self) -> Tensor | None:
+        return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t if self.has_vocab else None
+
+    def start(self, features_BTF: Tensor) -> Tensor:
+        out: Tensor = self.fc(features_BTF * self.scale_F).float()
+        return out
+
+    def step(self, index: int, tokens_BT: Tensor, hidden_BTH: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
+        out: Tensor = self.midlayer(self.embedding_VH[tokens_BT].float(), hidden_BTH, self.rope(positions_T), attend)
+        return out
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        out: Tensor = self.lm_head(self.norm(hidden))
+        return out
+
+    def published(self, target: PreTrainedModel) -> tuple[dict[str, object], dict[str, Tensor]]:
+        """``eagle_aux_hidden_state_layer_ids`` counts layers by their *output*, one less than the layer whose input is tapped."""
+        facts: dict[str, object] = {"architectures": ["LlamaForCausalLMEagle3"], **decoder_facts(target), "model_type": "llama"}
+        facts.update(
+            intermediate_size=self.midlayer.mlp.gate_proj.out_features,
+            num_hidden_layers=1,
+            attention_bias=False,
+            mlp_bias=False,
+            tie_word_embeddings=False,
+            draft_vocab_size=self.lm_head.out_features,
+            target_hidden_size=target.config.hidden_size,
+            num_aux_hidden_states=len(self.tap_layers),
+            norm_before_residual=False,
+            eagle_config={"eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in self.tap_layers], "use_aux_hidden_state": True},
+        )
+        return facts, {**self.state_dict(), "fc.weight": self.fc.weight.detach() * self.scale_F}

@@ -1,0 +1,133 @@
+"""Keys of the ``config.json`` of a draft head that several kinds of heads share. Standard library only."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+from ..errors import CheckpointError
+from ..facts.files import find_file
+from ..facts.keys import Keys, is_integer, is_number
+from ..facts.model import ModelFacts, read_decoder
+
+_LOG = logging.getLogger(__name__)
+_HEAD_DIM, _KV_HEADS = 128, 8
+"""Of an assumed layer where the target's attention is latent."""
+_FAMILIES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+
+_MUST_BE_OFF = (
+    "parallel_drafting", "parallel_draft_heads_num_layers", "use_mtp_layernorm", "eh_proj_before_attn", "add_para_norm", "mask_token_id",
+    "mask_token", "mask_hidden", "ptd_token_id", "pard_token", "dflash_config", "block_size", "lora_config", "peft_config",
+    "use_sliding_window", "kv_lora_rank", "num_experts", "num_local_experts", "n_routed_experts", "logits_soft_cap",
+    "final_logit_softcapping",
+)  # fmt: skip
+_MUST_BE_ON = ("is_causal", "use_input_layernorm_in_first_layer", "use_last_layernorm", "next_layer_regular")
+_MUST_BE_ONE = ("parallel_draft_step", "logit_scale")
+
+
+def refuse_options(*owners: Keys) -> None:
+    """Refuse published options that change the computation and aren't supported.
+
+    Raises:
+        CheckpointError: the first of them, by name.
+    """
+    hint = "this option is not supported"
+    for keys in owners:
+        for option in _MUST_BE_OFF:
+            value = keys.values.get(option)
+            none_of_them = is_integer(value) and value == 0 and option.endswith(("_layers", "_experts"))
+            if value is not None and value is not False and not none_of_them:
+                raise keys.error(option, "absent, null or false", hint)
+        for option in _MUST_BE_ON:
+            if keys.present(option) and keys.values[option] is not True:
+                raise keys.error(option, "absent, null or true", hint)
+        for option in _MUST_BE_ONE:
+            if keys.present(option) and not (is_number(keys.values[option]) and keys.values[option] == 1):
+                raise keys.error(option, "absent, null or 1", hint)
+
+
+def other_draft(keys: Keys, architecture: str) -> str:
+    """What kind of checkpoint a config seems to describe, for messages."""
+    architecture = architecture.lower()
+    if "peagle" in architecture or "dflash" in architecture:
+        return "a parallel drafter, which is not supported"
+    if "eagle3" in architecture or keys.present("draft_vocab_size") or keys.present("eagle_config"):
+        return "this looks like an EAGLE-3 head: variant=eagle3"
+    if "eagle" in architecture:
+        return "this looks like an EAGLE-1/2 head: variant=eagle"
+    if "nextn" in architecture or "mtp" in architecture or keys.present("num_nextn_predict_layers"):
+        return "this looks like a model with multi-token-prediction heads: variant=mtp"
+    return "this looks like a whole language model: variant=standalone"
+
+
+def nested_keys(keys: Keys, name: str) -> Keys:
+    """The object under ``name``; empty where it is absent or null.
+
+    Raises:
+        CheckpointError: something else.
+    """
+    values = keys.values.get(name)
+    if values is not None and not isinstance(values, dict):
+        raise keys.error(name, "an object")
+    return Keys(dict(values or {}), f"{keys.where}: {name}")
+
+
+def speculators_keys(keys: Keys, kind: str) -> tuple[Keys, str]:
+    """The nested layer configuration of a config in the layout of speculators, and the family of its layers.
+
+    Raises:
+        CheckpointError: another kind of speculator than ``kind``, no layer configuration, or layers of another family.
+    """
+    if keys.values.get("speculators_model_type") != kind:
+        raise keys.error("speculators_model_type", repr(kind), "another kind of draft belongs to another variant, or is not supported")
+    if not keys.present("transformer_layer_config"):
+        raise keys.error("transformer_layer_config", "an object")
+    layer = nested_keys(keys, "transformer_layer_config")
+    kind_of_layer = layer.values.get("model_type", "llama")
+    if not isinstance(kind_of_layer, str) or kind_of_layer not in _FAMILIES:
+        raise layer.error("model_type", "one of " + ", ".join(_FAMILIES))
+    return layer, _FAMILIES[kind_of_layer]
+
+
+def head_decoder(keys: Keys, path: Path, architecture: str, family: str = "LlamaForCausalLM") -> ModelFacts:
+    """Facts of a head's decoder layers, as far as its config tells them; biases and query / key norms are settled by the tensors.
+
+    Raises:
+        CheckpointError: as :func:`graphspec.facts.model.read_decoder`.
+    """
+    if not keys.present("num_hidden_layers"):
+        keys = Keys({**keys.values, "num_hidden_layers": 1}, keys.where)
+    if find_file(path / "hf_quant_config.json"):
+        expected = "no such file (weights in float32, bfloat16 or float16)"
+        raise CheckpointError(str(path / "hf_quant_config.json"), expected, "a quantised checkpoint")
+    return read_decoder(keys, path, architecture, family)
+
+
+def check_vocabulary(keys: Keys, decoder: ModelFacts, target: ModelFacts) -> None:
+    """Head and target must share one vocabulary.
+
+    Raises:
+        CheckpointError: they don't.
+    """
+    if decoder.vocab_size != target.vocab_size:
+        raise keys.error("vocab_size", f"{target.vocab_size}, as in {target.path}", "head and target must share one vocabulary")
+
+
+def log_default(keys: Keys, key: str, value: object, reason: str, level: int = logging.INFO) -> None:
+    """Say once how an absent key was settled."""
+    _LOG.log(level, "%s: %s is absent and taken as %s: %s", keys.where, key, value, reason)
+
+
+def one_layer(target: ModelFacts) -> ModelFacts:
+    """A plain Llama layer of the target's width. Where the target's attention is latent: heads of 128, eight of keys and values."""
+    heads, kv_heads, width = target.num_heads, target.num_kv_heads, target.head_dim
+    if target.latent is not None:
+        even = target.hidden_size % _HEAD_DIM == 0 and (target.hidden_size // _HEAD_DIM) % _KV_HEADS == 0
+        heads = target.hidden_size // _HEAD_DIM if even else target.num_heads
+        kv_heads, width = _KV_HEADS if even else heads, target.hidden_size // heads
+    return replace(
+        target, architecture="LlamaForCausalLM", num_layers=1, sliding_window=(None,), latent=None, experts=None, qk_norm=False,
+        attention_bias=False, output_bias=False, mlp_bias=False, attention_gate=False, norm_offset=False,
+        num_heads=heads, num_kv_heads=kv_heads, head_dim=width,
+    )  # fmt: skip

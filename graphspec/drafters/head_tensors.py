@@ -1,0 +1,68 @@
+"""What loaders of draft heads share. Where config and tensors disagree, the tensors are what was trained."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..errors import ConfigError
+from ..layouts import PREDICTION_HEADS
+from ..models.checkpoint import Checkpoint
+from ..models.llama import LlamaModel
+
+if TYPE_CHECKING:
+    from ..facts import ModelFacts
+
+_LOG = logging.getLogger(__name__)
+
+
+def looks_like(checkpoint: Checkpoint) -> str:
+    """What kind of checkpoint the names of its tensors suggest, for messages."""
+    names = checkpoint.names()
+    if any("eh_proj." in name or name.startswith(PREDICTION_HEADS) for name in names):
+        return "multi-token-prediction heads: variant=mtp"
+    if any(name.startswith("mask_") for name in names):
+        return "a parallel drafter (P-EAGLE), which is not supported"
+    if any(name.endswith("hidden_norm.weight") for name in names) or "d2t" in names:
+        return "an EAGLE-3 head: variant=eagle3"
+    if "fc.weight" in names:
+        return "an EAGLE-1/2 head: variant=eagle"
+    if any(name.startswith("model.") for name in names):
+        return "a whole language model: variant=standalone"
+    return "another kind of checkpoint"
+
+
+def settle(checkpoint: Checkpoint, key: str, stated: bool | None, tensor: str) -> bool:
+    """Whether the checkpoint has an optional part. Where config and tensors disagree, the tensors are what was trained."""
+    there = tensor in checkpoint
+    if stated is not None and stated != there:
+        state = "is" if there else "is not"
+        _LOG.warning("%s: config.json means %s = %s, but %s %s there; the tensors decide", checkpoint.path, key, stated, tensor, state)
+    return there
+
+
+def settle_decoder(checkpoint: Checkpoint, decoder: ModelFacts) -> ModelFacts:
+    """Biases and query / key norms as the tensors of the first layer have them, whatever the config says; differences are logged."""
+    first = "layers.0."
+    return replace(
+        decoder,
+        attention_bias=settle(checkpoint, "attention_bias", decoder.attention_bias, f"{first}self_attn.q_proj.bias"),
+        output_bias=settle(checkpoint, "a bias of o_proj", decoder.output_bias, f"{first}self_attn.o_proj.bias"),
+        mlp_bias=settle(checkpoint, "mlp_bias", decoder.mlp_bias, f"{first}mlp.gate_proj.bias"),
+        qk_norm=settle(checkpoint, "query and key norms", decoder.qk_norm, f"{first}self_attn.q_norm.weight"),
+    )
+
+
+def check_sharing(target: LlamaModel, dtype: torch.dtype, device: torch.device | str) -> None:
+    """A draft that shares tensors with its target has its dtype and device.
+
+    Raises:
+        ConfigError: it doesn't.
+    """
+    theirs, place = target.embed_tokens.weight, torch.empty(0, device=device).device
+    if (theirs.dtype, theirs.device) != (dtype, place):
+        expected = f"{theirs.dtype} on {theirs.device}, as the target whose tensors are shared"
+        raise ConfigError("dtype, device", expected, f"{dtype} on {place}")

@@ -1,0 +1,201 @@
+"""Multi-token-prediction heads: what config and tensor names say of them, checked against the target. Standard library only."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ...errors import CheckpointError
+from ...facts.draft import DraftFacts
+from ...facts.files import find_file, open_file, parse_json, plain, read_shards, shown
+from ...facts.keys import MOST_LAYERS, Keys, read_architecture, read_config
+from ...facts.model import FAMILIES, GATED_FAMILY, HYBRIDS, ModelFacts, read_decoder
+from ...layouts import PREDICTION_HEADS
+from ..head_config import nested_keys
+from .layout import MTP_LAYOUTS
+
+COUNT_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
+"""How configs call the number of heads: DeepSeek and MiMo, Qwen3.5, transformers."""
+_MIMO = ("MiMoForCausalLM", "MiMoMTP", "MiMoMTPModel")
+_LATENT = re.compile(r"kv_a_proj_with_mqa|kv_b_proj|q_a_proj")
+_MIXTURE = re.compile(r"mlp\.(experts|gate|shared_experts?|shared_expert_gate)\.")
+_NUMBER = r"(\d{1,4})"
+_LARGEST_HEADER = 100_000_000  # the limit of safetensors itself
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MTPFacts(DraftFacts):
+    """Prediction heads of one decoder layer each, which share the target's embedding and language-model head."""
+
+    layout: str
+    """Key of :data:`graphspec.drafters.mtp.layout.MTP_LAYOUTS`."""
+    first_index: int
+    """Number of the first head in the names of its tensors."""
+
+    @property
+    def hidden_first(self) -> bool:
+        """The projection reads ``[hidden; embedding]`` (MiMo); elsewhere ``[embedding; hidden]``."""
+        return self.layout == "mimo"
+
+
+def read_tensor_names(path: Path) -> list[str]:
+    """Names in a folder's ``model.safetensors``, or in its index; no tensor is read.
+
+    Raises:
+        CheckpointError: neither file is there, or one is damaged.
+    """
+    file, index = path / "model.safetensors", path / "model.safetensors.index.json"
+    if not find_file(file):
+        if not find_file(index):
+            raise CheckpointError(str(path), f"{file.name} or {index.name}", "neither")
+        return list(read_shards(index))
+    with open_file(file) as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        header = stream.read(length) if length <= _LARGEST_HEADER else b""
+    if not header or len(header) < length:
+        raise CheckpointError(str(file), "a complete safetensors file", "no header")
+    try:
+        return [name for name in parse_json(header, str(file)) if name != "__metadata__"]
+    except CheckpointError as error:
+        raise CheckpointError(str(file), "a complete safetensors file", error.found) from error
+
+
+def _find_heads(path: Path) -> tuple[str, list[int], list[str]]:
+    """Layout, numbers of the heads, ascending, and all tensor names; the layout is empty where there are no heads."""
+    names = read_tensor_names(path)
+    for layout, table in MTP_LAYOUTS.items():
+        source = next(rule.sources[0] for rule in table.rules if rule.ours == "projection.weight")
+        pattern = re.compile(re.escape(source).replace(r"\*", _NUMBER))
+        matches = [match for name in names if (match := pattern.fullmatch(name))]
+        if matches:
+            return layout, sorted(int(match[1]) if pattern.groups else 0 for match in matches), names
+    return "", [], names
+
+
+def _count(keys: Keys, layout: str, heads: list[int], names: list[str]) -> int:
+    """Heads that config and tensors agree on."""
+    key = next((key for key in COUNT_KEYS if key in keys.values), COUNT_KEYS[1 if layout == "qwen" else 0])
+    declared = keys.integer(key, 0, least=0, most=MOST_LAYERS)
+    if not heads:
+        expected = "a checkpoint with multi-token-prediction heads"
+        if declared:
+            stray = next((name for name in names if name.startswith(PREDICTION_HEADS)), None)
+            found = f"no eh_proj, mtp.fc or input_proj among {len(names)} tensors" + (f" ({plain(stray)} is there)" if stray else "")
+            raise CheckpointError(f"{keys.where}: {key} = {declared}", "tensors of as many prediction heads", found)
+        found = f"neither {COUNT_KEYS[0]} nor tensors of such heads"
+        raise CheckpointError(keys.where, expected, found, "a whole model, or another kind of draft")
+    if not declared:
+        raise keys.error(key, f"{len(heads)}, for the checkpoint has the tensors of as many prediction heads")
+    if declared != len(heads) or heads != list(range(heads[0], heads[0] + len(heads))):
+        raise keys.error(key, f"the number of heads in the checkpoint, which are numbered {shown(heads)}")
+    if layout == "qwen" and declared != 1:
+        raise keys.error(key, "1")
+    return declared
+
+
+def _family(keys: Keys, layout: str, architecture: str) -> str:
+    """The family whose layers the heads have."""
+    if layout == "qwen":
+        if architecture.startswith(HYBRIDS):
+            return GATED_FAMILY
+        raise keys.error("architectures", "a Qwen3Next or Qwen3_5 architecture, whose heads are named mtp.fc")
+    if layout == "mimo":
+        if architecture in _MIMO:
+            return FAMILIES["MiMoForCausalLM"]
+        raise keys.error("architectures", "one of " + ", ".join(_MIMO) + ", whose heads are named model.mtp_layers")
+    family = FAMILIES.get(architecture.removesuffix("NextN"))
+    if family is None:
+        raise keys.error("architectures", "one of " + ", ".join(FAMILIES) + ", or one of them with NextN behind it")
+    return family
+
+
+def _settle_experts(decoder: ModelFacts, layout: str, heads: list[int], names: list[str]) -> ModelFacts:
+    """Which heads have a mixture of experts is told by their tensors: a model's rule for its own layers need not hold behind the last.
+
+    Raises:
+        CheckpointError: a tensor of latent attention or of a mixture that layers of this architecture don't have.
+    """
+    prefixes = tuple(f"model.layers.{head}." for head in heads) if layout == "deepseek" else PREDICTION_HEADS
+    for name in (name for name in names if name.startswith(prefixes)):
+        for pattern, there, what in (
+            (_LATENT, decoder.latent is not None, "attention over keys and values"),
+            (_MIXTURE, decoder.experts is not None, "a dense MLP"),
+        ):
+            if pattern.search(name) and not there:
+                raise CheckpointError(f"{decoder.path}: {plain(name)}", f"a head of {decoder.architecture} with {what}", "this tensor")
+    if decoder.experts is None:
+        return decoder
+    mixtures = tuple(f"{prefix}mlp.gate.weight" in names for prefix in prefixes)
+    return replace(decoder, experts=replace(decoder.experts, layers=mixtures))
+
+
+def read_mtp_facts(path: str | Path, target: ModelFacts) -> MTPFacts:
+    """Facts of the prediction heads in a folder: the target's own, or one beside it.
+
+    The layout follows from the names of the tensors, the kind of layer from ``architectures``.
+
+    Raises:
+        CheckpointError: as :func:`read_model_facts`; also no heads, another kind of draft, config and tensors that disagree on the number
+            of heads, tensors that layers of this architecture don't have, or sizes that don't fit the target.
+    """
+    path = Path(path)
+    keys = read_config(path)
+    architecture = read_architecture(keys, "a model with multi-token-prediction heads")
+    if "eagle" in architecture.lower() or keys.present("draft_vocab_size") or keys.present("eagle_config"):
+        raise keys.error("architectures", "a model with multi-token-prediction heads", "an EAGLE head belongs to another variant")
+    if keys.present("text_config"):  # models that also see images nest their language model's keys
+        keys = nested_keys(keys, "text_config")
+    layout, heads, names = _find_heads(path)
+    num_heads = _count(keys, layout, heads, names)
+    family = _family(keys, layout, architecture)
+    if keys.flag("mtp_use_dedicated_embeddings", False):
+        raise keys.error("mtp_use_dedicated_embeddings", "absent or false", "heads share the target's embedding")
+    num_layers = keys.integer("num_hidden_layers", most=MOST_LAYERS)
+    if layout == "deepseek" and heads[0] not in (0, num_layers, target.num_layers):
+        expected = f"heads numbered from {num_layers} (num_hidden_layers) or from 0"
+        raise CheckpointError(f"{path}: model.layers.{heads[0]}.eh_proj.weight", expected, f"from {heads[0]}")
+    first_layer = heads[0] if layout == "deepseek" else num_layers  # its place in the stack, which decides on its sliding window
+    layers = Keys({**keys.values, "num_hidden_layers": first_layer + num_heads}, keys.where)
+    decoder = read_decoder(layers, path, architecture, family).layers_from(first_layer)
+    decoder = _settle_experts(decoder, layout, heads, names)
+    sizes = {"hidden_size": (decoder.hidden_size, target.hidden_size), "vocab_size": (decoder.vocab_size, target.vocab_size)}
+    for key, (theirs, ours) in sizes.items():
+        if theirs != ours:
+            raise keys.error(key, f"{ours}, as in {target.path}", "heads share the target's embedding and language-model head")
+    return MTPFacts(
+        path=path,
+        decoder=decoder,
+        draft_vocab_size=target.vocab_size,
+        target_hidden_size=target.hidden_size,
+        feature_size=target.hidden_size,
+        num_heads=num_heads,
+        layout=layout,
+        first_index=heads[0],
+    )
+
+
+def counted_facts(folder: Path, target: ModelFacts) -> tuple[MTPFacts, str]:
+    """The prediction heads a config counts, as layers after the last; see :attr:`graphspec.catalog.Variant.assumed`."""
+    keys = read_config(folder)
+    architecture = read_architecture(keys, "a model with multi-token-prediction heads")
+    family = FAMILIES.get(architecture.removesuffix("NextN"))
+    if family is None:
+        raise keys.error("architectures", "one of " + ", ".join(FAMILIES))
+    count = keys.integer(next((key for key in COUNT_KEYS if keys.present(key)), COUNT_KEYS[0]))
+    layers = keys.integer("num_hidden_layers")
+    whole = Keys({**keys.values, "num_hidden_layers": layers + count}, keys.where)
+    for key in ("hidden_size", "vocab_size"):
+        if keys.integer(key) != getattr(target, key):
+            raise keys.error(key, f"{getattr(target, key)}, as in {target.path}")
+    facts = MTPFacts(
+        path=folder,
+        decoder=read_decoder(whole, folder, architecture, family).layers_from(layers),
+        draft_vocab_size=target.vocab_size,
+        target_hidden_size=target.hidden_size,
+        feature_size=target.hidden_size,
+        num_heads=count,
+        layout="mimo" if architecture == _MIMO[0] else "deepseek",
+        first_index=layers,
+    )
+    return facts, f"{count} prediction head(s) of {facts.decoder.architecture}, as config.json counts them"

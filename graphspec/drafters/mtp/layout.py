@@ -1,0 +1,41 @@
+"""How multi-token-prediction heads name their tensors. Standard library only."""
+
+from __future__ import annotations
+
+from ...layouts import Layout, TensorRule, decoder_rules
+
+
+def _prediction_head(
+    prefix: str, embedding_norm: str, hidden_norm: str, projection: str, norm: str, layer: str, ignored: tuple[str, ...] = ()
+) -> Layout:
+    return Layout(
+        rules=(
+            TensorRule("embedding_norm.weight", (f"{prefix}{embedding_norm}.weight",)),
+            TensorRule("hidden_norm.weight", (f"{prefix}{hidden_norm}.weight",)),
+            TensorRule("projection.weight", (f"{prefix}{projection}.weight",)),
+            *decoder_rules("layer.", layer),
+            TensorRule("norm.weight", (f"{prefix}{norm}.weight",)),
+        ),
+        ignored=(f"{layer}self_attn.rotary_emb.inv_freq", *(f"{prefix}{name}" for name in ignored)),
+    )
+
+
+NEXTN_LAYOUT = _prediction_head(
+    "model.layers.*.", "enorm", "hnorm", "eh_proj", "shared_head.norm", "model.layers.*.",
+    ignored=("embed_tokens.weight", "shared_head.head.weight"),  # copies of the target's, which are used instead
+)  # fmt: skip
+"""DeepSeek's NextN heads: layers behind the target's last one, or numbered from 0 in a file of their own."""
+
+
+QWEN_MTP_LAYOUT = _prediction_head("mtp.", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm", "mtp.layers.*.")
+"""The one head of Qwen3-Next and Qwen3.5."""
+
+
+MIMO_MTP_LAYOUT = _prediction_head(
+    "model.mtp_layers.*.", "token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm", "model.mtp_layers.*."
+)
+"""MiMo's heads."""
+
+
+MTP_LAYOUTS = {"deepseek": NEXTN_LAYOUT, "qwen": QWEN_MTP_LAYOUT, "mimo": MIMO_MTP_LAYOUT}
+"""The tables of one prediction head each; ``*`` is where the head stands."""

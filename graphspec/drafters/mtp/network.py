@@ -1,0 +1,137 @@
+"""Multi-token-prediction heads (DeepSeek-V3, arXiv 2412.19437, section 2.2; Qwen3-Next and Qwen3.5; MiMo, arXiv 2505.07608)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor, nn
+
+from ...kernels.linear import ResidualStream
+from ...models.layers import Embedding, Linear, RMSNorm
+from ...models.llama import DecoderLayer
+from ...models.rope import RotaryEmbedding
+from ...models.stack import DecoderStack, why_not
+
+if TYPE_CHECKING:
+    from ...kernels.formulas import Rotation
+    from ...models.attention import Attention
+    from ...models.llama import LlamaModel
+    from .facts import MTPFacts
+
+
+class MTPHead(nn.Module):
+    """Embedding and hidden state, each normed, projected to one vector; a whole decoder layer; a final norm.
+
+    Args:
+        facts: of all heads.
+        layer: index of this head's layer, for its sliding window and its KV.
+    """
+
+    def __init__(self, facts: MTPFacts, layer: int) -> None:
+        super().__init__()
+        decoder = facts.decoder
+        size, eps, offset = decoder.hidden_size, decoder.rms_norm_eps, decoder.norm_offset
+        self.hidden_first = facts.hidden_first
+        self.embedding_norm, self.hidden_norm = RMSNorm(size, eps, offset), RMSNorm(size, eps, offset)
+        self.projection = Linear(2 * size, size)
+        self.layer = DecoderLayer(decoder, layer)
+        self.norm = RMSNorm(size, eps, offset)
+        self.stack: DecoderStack | None = None
+
+    def pack_stack(self, rotary_dim: int) -> str | None:
+        """See :func:`graphspec.models.stack.pack_stack`."""
+        if (reason := why_not([self.layer])) is not None:
+            return reason
+        self.stack = DecoderStack([self.layer], [self.layer.input_layernorm], rotary_dim, self.norm)
+        self.layer.enter_stack(self.stack, 0)
+        return None
+
+    def forward(self, embedding_BTH: Tensor, hidden_BTH: Tensor, rotation: Rotation, attention: Attention) -> Tensor:
+        """Normed ``[B, T, H]`` from embeddings and hidden states ``[B, T, H]``."""
+        residual_BTH = self._enter(embedding_BTH, hidden_BTH)
+        if self.stack is not None:
+            return self.stack(residual_BTH, rotation, attention)[0]
+        out_BTH: Tensor = self.norm(self.layer(ResidualStream(residual_BTH), rotation, attention))
+        return out_BTH
+
+    def write_kv(self, embedding_BTH: Tensor, hidden_BTH: Tensor, rotation: Rotation, attention: Attention) -> None:
+        """This head's KV, where nobody reads what lies behind it."""
+        self.layer.write_kv(self._enter(embedding_BTH, hidden_BTH), rotation, attention)
+
+    def _enter(self, embedding_BTH: Tensor, hidden_BTH: Tensor) -> Tensor:
+        """The residual stream in front of the layer."""
+        halves = (self.embedding_norm(embedding_BTH), self.hidden_norm(hidden_BTH))
+        out_BTH: Tensor = self.projection(torch.cat(halves[::-1] if self.hidden_first else halves, dim=-1))
+        return out_BTH
+
+
+class MTPDraft(nn.Module):
+    """Prediction heads: one per draft step, or one applied over and over.
+
+    Args:
+        facts: sizes, and how many heads.
+        max_positions: positions the RoPE table covers.
+        embed_tokens: the target's embedding; one of its own when absent, for networks without a checkpoint.
+        lm_head: the target's head; likewise.
+    """
+
+    def __init__(self, facts: MTPFacts, max_positions: int, embed_tokens: Embedding | None = None, lm_head: Linear | None = None) -> None:
+        super().__init__()
+        decoder = facts.decoder
+        self.facts = facts
+        self.rotary = RotaryEmbedding(decoder.rope, decoder.head_dim, max_positions)
+        self.embed_tokens = embed_tokens or Embedding(decoder.vocab_size, decoder.hidden_size)
+        self.heads = nn.ModuleList(MTPHead(facts, layer) for layer in range(facts.num_heads))
+        self.lm_head = lm_head or Linear(decoder.hidden_size, decoder.vocab_size)
+        self.target_token_Vd: Tensor | None  # int64, once the head is trimmed to some tokens; None: the vocabularies are one
+        self.register_buffer("target_token_Vd", None, persistent=False)
+
+    def pack_stack(self) -> str | None:
+        """See :func:`graphspec.models.stack.pack_stack`."""
+        reasons = [cast("MTPHead", head).pack_stack(self.rotary.rotary_dim) for head in self.heads]
+        return next((reason for reason in reasons if reason is not None), None)
+
+    def fuse(self, feature_BTF: Tensor) -> Tensor:
+        """The feature itself, ``[B, T, H]``: the target's hidden state after its final norm."""
+        return feature_BTF
+
+    def forward(self, token_BT: Tensor, hidden_BTH: Tensor, attention: Attention, step: int = 0) -> Tensor:
+        """One step: tokens (int64) with the hidden state of the token before each, ``[B, T, H]``.
+
+        Args:
+            token_BT: int64 target ids.
+            hidden_BTH: the target's feature, or what the step before returned.
+            attention: over the KV of the heads.
+            step: static; head ``min(step, num_heads - 1)`` runs.
+
+        Returns:
+            Hidden states ``[B, T, H]`` after the head's norm, the next step's input and what :meth:`logits` takes.
+        """
+        out_BTH: Tensor = self._head(step)(*self._inputs(token_BT, hidden_BTH, attention), attention)
+        return out_BTH
+
+    def write_kv(self, token_BT: Tensor, hidden_BTH: Tensor, attention: Attention, step: int = 0) -> None:
+        """The KV that :meth:`forward` would write."""
+        self._head(step).write_kv(*self._inputs(token_BT, hidden_BTH, attention), attention)
+
+    def _head(self, step: int) -> MTPHead:
+        return cast("MTPHead", self.heads[min(step, self.facts.num_heads - 1)])
+
+    def _inputs(self, token_BT: Tensor, hidden_BTH: Tensor, attention: Attention) -> tuple[Tensor, Tensor, Rotation]:
+        """Embeddings and hidden states, zero where a token isn't valid, and how the head rotates."""
+        valid_BT = attention.valid_BT
+        embedding_BTH = self.embed_tokens(token_BT, valid_BT)
+        rotation = self.rotary(attention.position_BT, attention.rope_length_BT)
+        return embedding_BTH, torch.where(valid_BT[..., None], hidden_BTH, 0.0), rotation
+
+    def logits(self, hidden: Tensor, step: int = 0) -> Tensor:
+        """float32 ``[..., Vd]`` of what :meth:`forward` returned; all heads share one language-model head, so ``step`` chooses nothing."""
+        del step
+        out: Tensor = self.lm_head(hidden, float32=True)
+        return out
+
+
+def outline(facts: MTPFacts, target: LlamaModel) -> MTPDraft:
+    """See :attr:`graphspec.catalog.Variant.outline`."""
+    return MTPDraft(facts, 1, target.embed_tokens, target.lm_head)

@@ -1,0 +1,121 @@
+"""Stages 1 and 2 for drafters with one head per step: every head runs over the same rows, on the output of the head before it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ...buffers import Views
+from ...graphs.stages.draft_prefill import ChunkRows, DraftPrefill
+from ...graphs.stages.stage import Build, Stage
+from ...kernels.planned import BoundCall
+from ..beams import BEAM_SLOTS, DraftStage, beam_stages
+
+
+def shifted_rows(token_BU: Tensor, known_B: Tensor, drafted_Bs: Tensor) -> Tensor:
+    """Tokens that rows consume when they look ``s`` tokens further: row r takes entry r + s, where the known entries end the drafted begin.
+
+    Args:
+        token_BU: int64, entries a row at s = 0 consumes; the first ``known_B`` of each lane are tokens.
+        known_B: int64.
+        drafted_Bs: int64 ``[B, s]``.
+
+    Returns:
+        int64 ``[B, U]``; -1 past the last drafted token.
+    """
+    width, ahead = token_BU.shape[1], drafted_Bs.shape[1]
+    if ahead == 0:
+        return token_BU
+    entry_BU = torch.arange(ahead, ahead + width, device=token_BU.device).expand_as(token_BU)
+    known_BU = token_BU.gather(1, entry_BU.clamp(max=width - 1))
+    behind_BU = entry_BU - known_B[:, None]
+    drafted_BU = drafted_Bs.gather(1, behind_BU.clamp(0, ahead - 1))
+    return torch.where(behind_BU < 0, known_BU, torch.where(behind_BU < ahead, drafted_BU, -1))
+
+
+class HeadSteps(DraftStage):
+    """A chain of S heads (DeepSeek-V3, arXiv 2412.19437, section 2.2): head s reads token i + s beside head s - 1's output at row i.
+
+    Row i of head s depends on token i + s, which was only drafted when the row was first computed. So the Y = heads - 1 rows before the
+    window run again, on the tokens that were committed since; the heads' KV ahead of them is final.
+    """
+
+    name = "head_steps"
+    reads = (
+        "lane_row_B", "lane_table_BP", "status_R", "seq_len_R", "window_len_R", "window_token_RAc", "window_feature_RAcF",
+        "lookback_token_RY", "lookback_feature_RYF", "draft_kv", "draft_begin_1",
+    )  # fmt: skip
+    writes: tuple[str, ...] = ("draft_kv", "candidate_score_BM", "candidate_token_BM", "candidate_parent_BM")
+
+    def __init__(self, build: Build) -> None:
+        super().__init__(build)
+        if self.shape.num_steps > 1:
+            self.writes = (*self.writes, *BEAM_SLOTS)
+
+    def forward(self, v: Views) -> None:
+        token_BU, valid_BU, slot_BU, position_BU, begin_B, ancestors_BUX, known_B, next_B, feature_BUF = self.last_run(v)
+        attention = self.attend(v, position_BU, valid_BU, slot_BU, begin_B, ancestors_BUX)
+        hidden_BUH = self.draft.fuse(feature_BUF)
+        last_B11 = (known_B - 1).clamp(min=0)[:, None, None]
+        for step in range(self.shape.num_steps):
+            drafted_Bs = v.beam_path_BKS[:, 0, :step]
+            consumed_BU = torch.where(valid_BU, shifted_rows(token_BU, known_B, drafted_Bs), -1)
+            hidden_BUH = self.draft(consumed_BU, hidden_BUH.masked_fill(~valid_BU[..., None], 0), attention, step)
+            last_B1H = hidden_BUH.gather(1, last_B11.expand(-1, 1, hidden_BUH.shape[-1]))
+            position_B = v.next_position_B if step else next_B
+            increment_BTK, next_BTK = self.propose(v, last_B1H, position_B, drafted_Bs[:, None], step + 1)
+            self.level(v, increment_BTK, next_BTK, step + 1)
+
+
+class HeadPrefill(DraftPrefill):
+    """The KV of every head, for drafters with one head per step."""
+
+    carried = ("lookback_token_RY", "lookback_feature_RYF")
+
+    def write(self, v: Views, chunk: ChunkRows, before_1CF: Tensor) -> None:
+        """Every head over the lookback and the chunk; a row whose token lies in the next chunk waits for it.
+
+        The Y rows before the chunk run again: when they were computed, heads past the first lacked the tokens of this chunk.
+        """
+        lookback, row_1 = self.plan.lookback, chunk.row_1
+        width = lookback + chunk.token_1C.shape[1]
+        entry_U = torch.arange(width, device=row_1.device)
+        begin_1 = chunk.start_1 - lookback
+        skip_1 = (self.shift - begin_1).clamp(min=0)
+        known_1 = (lookback + chunk.length_1 - skip_1).clamp(min=0)
+        index_1U = (entry_U + skip_1).clamp(max=width - 1)[None]
+        token_1U = torch.cat((v.lookback_token_RY[row_1], chunk.token_1C), 1)
+        feature_1UF = torch.cat((v.lookback_feature_RYF[row_1], before_1CF), 1)
+
+        slot_1U = (begin_1 + skip_1 + entry_U)[None]
+        shifted_1U, index_1UF = token_1U.gather(1, index_1U), index_1U[..., None].expand_as(feature_1UF)
+        hidden_1UH = self.network.fuse(torch.where((entry_U < known_1)[None, :, None], feature_1UF.gather(1, index_1UF), 0))
+        rope_length_1U = torch.maximum(chunk.rope_length_1C[:, :1], slot_1U + 1)
+        for step in range(self.plan.lookback + 1):
+            valid_1U = (entry_U < known_1 - step)[None]
+            consumed_1U = shifted_rows(shifted_1U, known_1, shifted_1U.new_full((1, step), -1))
+            hidden_1UH = hidden_1UH.masked_fill(~valid_1U[..., None], 0)
+            consumed_1U = torch.where(valid_1U, consumed_1U, -1)
+            attention = self.attention(v, chunk, valid_1U, slot_1U, rope_length_1U)
+            if step == self.plan.lookback:
+                self.network.write_kv(consumed_1U, hidden_1UH, attention, step)
+            else:
+                hidden_1UH = self.network(consumed_1U, hidden_1UH, attention, step)
+
+        # The last Y entries so far: those before the chunk's end.
+        tail_1Y = (chunk.length_1 + torch.arange(lookback, device=row_1.device))[None]
+        v.lookback_token_RY.index_copy_(0, row_1, token_1U.gather(1, tail_1Y))
+        tail_1YF = tail_1Y[..., None].expand(-1, -1, feature_1UF.shape[-1])
+        v.lookback_feature_RYF.index_copy_(0, row_1, feature_1UF.gather(1, tail_1YF))
+
+
+def head_stages(build: Build) -> list[Stage]:
+    """One head per step, or the one head over beams."""
+    return [HeadSteps(build)] if build.plan.lookback else beam_stages(build)
+
+
+def head_prefill(build: Build, bound: Mapping[int | None, BoundCall]) -> DraftPrefill:
+    """See :attr:`graphspec.catalog.Variant.prefill`."""
+    return (HeadPrefill if build.plan.lookback else DraftPrefill)(build, bound)

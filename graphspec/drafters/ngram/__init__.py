@@ -1,0 +1,14 @@
+"""Prompt lookup: continuations of earlier occurrences in the row's own tokens."""
+
+from __future__ import annotations
+
+from ...catalog import Variant
+from ...shapes import CycleShape
+
+VARIANT = Variant(
+    name="ngram",
+    summary="no network: continuations of earlier occurrences in the row's own tokens, matched on the device",
+    drafter="history",
+    stages="graphspec.drafters.ngram.stages:stages",
+    auto_shape=CycleShape(6, 4, 12, "paths"),
+)

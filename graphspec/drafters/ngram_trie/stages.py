@@ -1,0 +1,36 @@
+"""Stage 1 where the host drafts: candidates that came with the message."""
+
+from __future__ import annotations
+
+import torch
+
+from ...buffers import Views
+from ...graphs.stages.mailbox import MailLayout
+from ...graphs.stages.stage import Build, Stage
+
+
+class HostTree(Stage):
+    """The trees that came with the message: what the host proposes knowing every token up to the root."""
+
+    name = "host_tree"
+    reads = ("mail", "lane_row_B", "status_R")
+    writes = ("candidate_score_BM", "candidate_token_BM", "candidate_parent_BM")
+
+    def __init__(self, build: Build) -> None:
+        super().__init__(build)
+        self.layout = MailLayout.of(build.plan)
+
+    def forward(self, v: Views) -> None:
+        _, live_B = self.rows(v)
+        at, lanes, nodes = self.layout, v.lane_row_B.shape[0], self.shape.num_draft_tokens - 1
+        token_BM, parent_BM = v.mail[at.trees : at.trees + at.max_lanes * 2 * nodes].view(at.max_lanes, 2, nodes)[:lanes].unbind(1)
+        used_BM = live_B[:, None] & (token_BM >= 0)
+        # Equal scores keep the host's order; all candidates become nodes.
+        v.candidate_score_BM.copy_(torch.where(used_BM, 0.0, float("-inf")))
+        v.candidate_token_BM.copy_(torch.where(used_BM, token_BM, -1))
+        v.candidate_parent_BM.copy_(torch.where(used_BM, parent_BM, -1))
+
+
+def stages(build: Build) -> list[Stage]:
+    """See :attr:`graphspec.catalog.Variant.stages`."""
+    return [HostTree(build)]

@@ -1,0 +1,227 @@
+"""The host trie: n-grams in, draft trees out. The work is done in ``trie.cpp``, through a C interface; this file checks and converts."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import threading
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+from ...errors import RequestError, ResourceError
+from ...native_build import SharedLibrary
+from .config import NgramConfig
+
+Tokens = Sequence[int] | npt.NDArray[np.integer]
+"""Token ids in ``0..2^31-1``; one dimension."""
+Tree = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
+"""Tokens and parents of draft nodes ``1..n``; entry ``i`` is node ``i + 1``."""
+
+SOURCES = ("trie.cpp",)
+FLAGS = ("-O3", "-march=native", "-std=c++17", "-ffp-contract=off", "-pthread", "-shared", "-fPIC")
+MAX_TOKEN = 2**31 - 1
+KEY = "variant.ngram"
+LIBRARY = SharedLibrary("ngram", __package__, SOURCES, (), FLAGS, KEY, "install g++; the host trie exists in C++ only")
+
+
+@functools.cache
+def load() -> ctypes.CDLL:
+    """The library, opened once per process, argument types declared.
+
+    Raises:
+        ResourceError: see :meth:`graphspec.native_build.SharedLibrary.load`.
+    """
+    library = LIBRARY.load()
+    pointer, long = ctypes.c_void_p, ctypes.c_int64
+    for name, arguments, result in (
+        ("open", [pointer], pointer),
+        ("close", [pointer], None),
+        ("insert", [pointer, pointer, long, long], ctypes.c_int),
+        ("synchronize", [pointer], None),
+        ("size", [pointer], long),
+        ("match", [pointer, pointer, pointer, long, long, pointer, pointer, pointer], ctypes.c_int),
+    ):
+        function = getattr(library, f"graphspec_ngram_{name}")
+        function.argtypes, function.restype = arguments, result
+    return library
+
+
+def _tail(name: str, tokens: Tokens, count: int) -> npt.NDArray[np.int32]:
+    """The last ``count`` tokens as a contiguous array; earlier ones are neither converted nor looked at."""
+    if count == 0 or len(tokens) == 0:
+        return np.empty(0, np.int32)
+    array = np.asarray(tokens[-count:])
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise RequestError(name, "a flat sequence of integers", f"{array.dtype} {list(array.shape)}")
+    low, high = array.min(), array.max()
+    if low < 0 or high > MAX_TOKEN:
+        raise RequestError(name, f"token ids in 0..{MAX_TOKEN}", int(low if low < 0 else high))
+    return np.ascontiguousarray(array, np.int32)
+
+
+class NgramTrie:
+    """Every n-gram of up to ``max_window + branch_length`` tokens that was inserted, with how often and how recently it was met.
+
+    **Insertion.** A use of an n-gram is one place where it ends. :meth:`insert` queues; a thread inserts in the order of the queue, one
+    path per start position, in time proportional to ``length * depth``. A path that is inserted makes all of its nodes the most recent of
+    their siblings. With ``new=k`` only n-grams that end in the last k tokens are counted, so a growing sequence counts each once and costs
+    ``(k + depth) * depth``. Cutting a sequence into several insertions leaves the same trie, as long as nothing is evicted.
+
+    **Eviction.** With ``capacity`` nodes in use, a new node takes the place of the leaf whose last insertion lies furthest back; never one
+    of the path being inserted. An evicted n-gram that comes back counts from one. Matching is not a use.
+
+    **Matching.** Anchors are the suffixes of the context that the trie knows, from ``max_window`` tokens down to ``min_window``. Each in
+    turn, the longest first, adds what follows it to one tree until ``num_nodes`` is reached; a path that the tree has already is shared.
+
+    - ``bfs``: level by level, nodes in the order in which they were reached; of each the children, most recent first, as many as the
+      breadth allows: ``max_breadth`` at the shortest anchor, ``min_breadth`` at the longest, linear in between (rounded down), less by
+      one step of that line per level below, and never under one. A shared child counts.
+    - ``prob``: the most probable path first. A node's probability is its parent's times its share in the counts of the ``max_breadth`` most
+      frequent children (ties: more recent first); the anchor's is 1. Equal probabilities: what was reached first, siblings by frequency and
+      then recency. A node costs a pass over all of its trie children.
+
+    Trees depend on the sequence of calls alone, never on timing, as long as one thread makes them (see ``wait`` of :meth:`match`). All
+    methods may be called from any thread.
+
+    **Cost.** This is a host boundary. Between the end of a cycle and the start of the next stand the copy of its tokens to the host, the
+    match (microseconds), and the copy of the tree to the device. Insert after matching, and insertion overlaps the cycle.
+
+    Args:
+        config: sizes and mode; the nodes are allocated here.
+
+    Raises:
+        ResourceError: no compiler for the library, or no memory for the nodes.
+    """
+
+    def __init__(self, config: NgramConfig) -> None:
+        self.config = config
+        self._library = load()
+        numbers = (
+            int(config.match == "prob"),
+            config.min_window,
+            config.max_window,
+            config.min_breadth,
+            config.max_breadth,
+            config.branch_length,
+            config.capacity,
+        )
+        handle = self._library.graphspec_ngram_open((ctypes.c_int64 * len(numbers))(*numbers))
+        if not handle:
+            raise ResourceError("variant.ngram.capacity", "memory for the nodes, and a thread", f"none for {config.capacity} nodes")
+        self._handle: int = handle
+        self._users = 0
+        self._idle = threading.Condition()
+        self._close = weakref.finalize(self, self._library.graphspec_ngram_close, handle)
+
+    @contextmanager
+    def _open(self) -> Iterator[int]:
+        """The handle, kept alive meanwhile."""
+        with self._idle:
+            if not self._close.alive:
+                raise ResourceError(KEY, "an open trie", "one that was closed")
+            self._users += 1
+        try:
+            yield self._handle
+        finally:
+            with self._idle:
+                self._users -= 1
+                self._idle.notify_all()
+
+    def insert(self, tokens: Tokens, new: int | None = None) -> None:
+        """Queue a sequence; returns at once.
+
+        Args:
+            tokens: the sequence so far; of what came before the new tokens, ``depth - 1`` are enough and no more are read.
+            new: how many of the last tokens were not inserted before; None: all of them.
+
+        Raises:
+            RequestError: no token ids, or ``new`` out of range.
+            ResourceError: the trie is closed, or memory for the queue ran out.
+        """
+        length = len(tokens)
+        new = length if new is None else new
+        if not 0 <= new <= length:
+            raise RequestError("ngram insert: new", f"0..{length}, the length of the sequence", new)
+        tail = _tail("ngram insert: tokens", tokens, new + self.config.depth - 1 if new else 0)
+        with self._open() as handle:
+            if tail.size and self._library.graphspec_ngram_insert(handle, tail.ctypes.data, tail.size, new):
+                raise ResourceError(KEY, "memory for the queue", f"none for {tail.size} tokens")
+
+    def insert_corpus(self, documents: Iterable[Tokens]) -> int:
+        """Queue the documents of a corpus, each by itself: no n-gram reaches from one into the next.
+
+        Returns:
+            The number of documents. Those before one that raises stay queued.
+        """
+        count = 0
+        for document in documents:
+            self.insert(document)
+            count += 1
+        return count
+
+    def synchronize(self) -> None:
+        """Wait for everything that was queued before this call."""
+        with self._open() as handle:
+            self._library.graphspec_ngram_synchronize(handle)
+
+    def match(self, context: Tokens, num_nodes: int, *, wait: bool = True) -> Tree:
+        """The draft tree below the context's last token.
+
+        Args:
+            context: tokens so far, the root last; the last ``max_window`` are read.
+            num_nodes: N, root included; the tree has at most N - 1 draft nodes.
+            wait: wait for everything queued before this call. False: match what has been inserted by now, possibly a part of a
+                sequence; the tree then depends on timing.
+
+        Returns:
+            Tokens and parents, int64 ``[n]`` with ``n <= N - 1``, nothing padded. Entry i is node i + 1 and parents are node indices: 0 is
+            the root, which has no entry. A parent comes before its children, siblings differ, no node is deeper than
+            ``branch_length``. Nodes come best first: the tree for fewer nodes is a prefix of the tree for more.
+
+        Raises:
+            RequestError: no token ids, or ``num_nodes`` below 1.
+            ResourceError: the trie is closed.
+        """
+        return self.match_batch([context], num_nodes, wait=wait)[0]
+
+    def match_batch(self, contexts: Sequence[Tokens], num_nodes: int, *, wait: bool = True) -> list[Tree]:
+        """:meth:`match` for several contexts, all against the same state of the trie."""
+        if num_nodes < 1:
+            raise RequestError("ngram match: num_nodes", "1 or more (the root counts)", num_nodes)
+        tails = [_tail("ngram match: context", context, self.config.max_window) for context in contexts]
+        lanes = len(tails)
+        flat = np.concatenate(tails) if tails else np.empty(0, np.int32)
+        offsets = np.zeros(lanes + 1, np.int64)
+        np.cumsum([tail.size for tail in tails], out=offsets[1:])
+        tokens = np.empty((lanes, num_nodes - 1), np.int64)
+        parents, counts = np.empty_like(tokens), np.empty(lanes, np.int64)
+        with self._open() as handle:
+            if wait:
+                self._library.graphspec_ngram_synchronize(handle)
+            pointers = (array.ctypes.data for array in (tokens, parents, counts))
+            if self._library.graphspec_ngram_match(handle, flat.ctypes.data, offsets.ctypes.data, lanes, num_nodes, *pointers):
+                raise ResourceError(KEY, "memory for the trees", f"none for {lanes} of {num_nodes} nodes")
+        return [(tokens[lane, :count], parents[lane, :count]) for lane, count in enumerate(counts.tolist())]
+
+    @property
+    def size(self) -> int:
+        """Nodes in use, at most ``capacity``; what is still queued has no nodes yet."""
+        with self._open() as handle:
+            return int(self._library.graphspec_ngram_size(handle))
+
+    def close(self) -> None:
+        """Wait for other threads' calls, drop what is queued, free the nodes. Closing twice is allowed."""
+        with self._idle:
+            self._idle.wait_for(lambda: self._users == 0)
+            self._close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,61 @@
+"""A whole small language model as drafter (arXiv 2211.17192, 2302.01318)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from ...models.llama import LlamaModel
+
+if TYPE_CHECKING:
+    from ...models.attention import Attention
+    from .facts import StandaloneFacts
+
+
+class StandaloneDraft(nn.Module):
+    """A language model behind the interface of draft networks: it reads tokens only, and nothing of the target.
+
+    Args:
+        facts: the model's sizes.
+        max_positions: positions the RoPE table covers.
+        model: the loaded model; a new one without weights when absent.
+    """
+
+    def __init__(self, facts: StandaloneFacts, max_positions: int, model: LlamaModel | None = None) -> None:
+        super().__init__()
+        self.facts = facts
+        self.model = model or LlamaModel(facts.decoder, (), max_positions)
+        self.target_token_Vd: Tensor | None  # int64, once the head is trimmed to some tokens; None: the vocabularies are one
+        self.register_buffer("target_token_Vd", None, persistent=False)
+
+    def pack_stack(self) -> str | None:
+        """See :func:`graphspec.models.stack.pack_stack`."""
+        return self.model.pack_stack()
+
+    def fuse(self, feature_BTF: Tensor) -> Tensor:
+        """No feature is ever handed to this network; the protocol's identity."""
+        return feature_BTF
+
+    def forward(self, token_BT: Tensor, hidden_BTH: Tensor | None, attention: Attention, step: int = 0) -> Tensor:
+        """Hidden states ``[B, T, H]`` after the final norm of int64 tokens ``[B, T]``; ``hidden_BTH`` and ``step`` change nothing."""
+        del hidden_BTH, step
+        hidden, _ = self.model(token_BT, attention)
+        out_BTH: Tensor = hidden
+        return out_BTH
+
+    def write_kv(self, token_BT: Tensor, hidden_BTH: Tensor | None, attention: Attention, step: int = 0) -> None:
+        """The KV that :meth:`forward` would write."""
+        del hidden_BTH, step
+        self.model.write_kv(token_BT, attention)
+
+    def logits(self, hidden: Tensor, step: int = 0) -> Tensor:
+        """float32 ``[..., Vd]`` of what :meth:`forward` returned."""
+        del step
+        return self.model.logits(hidden)
+
+
+def outline(facts: StandaloneFacts, target: LlamaModel) -> StandaloneDraft:
+    """See :attr:`graphspec.catalog.Variant.outline`; it shares nothing with the target."""
+    del target
+    return StandaloneDraft(facts, 1)

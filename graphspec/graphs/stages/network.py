@@ -1,0 +1,72 @@
+"""What the stages that run a draft network share."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import Tensor
+
+from ...buffers import Views
+from ...kernels.planned import BoundCall
+from ...models.attention import TreeAttention
+from .stage import Build, DraftModel, Stage
+
+
+class NetworkStage(Stage):
+    """What the stages that run a draft network share."""
+
+    feature_reads: ClassVar[tuple[str, ...]] = ()
+    feature_writes: ClassVar[tuple[str, ...]] = ()
+    """Slots that a drafter without features of the target neither has nor needs."""
+
+    def __init__(self, build: Build) -> None:
+        super().__init__(build)
+        assert build.draft is not None, "a draft stage needs a draft network"
+        self.draft: DraftModel = build.draft
+        self.shift = build.plan.variant.shift
+        featured = self.plan.feature_width > 0
+        self.reads = (*self.reads, *(self.feature_reads if featured else ()))
+        self.writes = (*self.writes, *(self.feature_writes if featured else ()))
+
+    def attend(
+        self,
+        v: Views,
+        position_BT: Tensor,
+        valid_BT: Tensor,
+        slot_BT: Tensor,
+        prefix_end_B: Tensor,
+        ancestors_BTX: Tensor,
+        own_window: tuple[Tensor, Tensor] | None = None,
+        planned: BoundCall | None = None,
+    ) -> TreeAttention:
+        """Attention over the row's draft KV from the first consumed token on; invalid tokens see nothing, so their words are 0.
+
+        ``own_window``: the same visibility, told as a prefix's end and words over the slots of these very tokens, where it can be.
+        ``planned``: the same attention over latent rows, planned by the host.
+        """
+        window = None
+        # A drafter that skips tokens leaves their slots unwritten, and such a kernel sees the prefix from slot 0 on.
+        if own_window is not None and self.shift == 0 and planned is None:
+            window = self.kernels.own_window(v.lane_table_BP, self.plan.page_size, *own_window)
+        return TreeAttention(
+            kernels=self.kernels,
+            kv_pool=v.draft_kv,
+            table_BP=v.lane_table_BP,
+            position_BT=position_BT,
+            rope_length_BT=position_BT + 1,
+            valid_BT=valid_BT,
+            slot_BT=slot_BT,
+            begin_BT=v.draft_begin_1.expand(position_BT.shape),
+            prefix_end_B=prefix_end_B,
+            ancestors_BTX=ancestors_BTX,
+            own_window=window,
+            bound=planned,
+        )
+
+    def window(self, v: Views, width: int, num_words: int) -> tuple[Tensor, ...]:
+        """The committed entries the drafter has not read yet; results of :func:`~graphspec.kernels.draft_window.draft_window`."""
+        features = v.window_feature_RAcF if self.plan.feature_width else None
+        before = (v.lookback_token_RY, v.lookback_feature_RYF) if self.plan.lookback else (None, None)
+        return self.kernels.draft_window(
+            v.lane_row_B, v.status_R, v.seq_len_R, v.window_len_R, v.window_token_RAc, features, *before, self.shift, width, num_words
+        )
