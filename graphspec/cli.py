@@ -314,14 +314,14 @@ def _profile(config: LaunchConfig) -> int:
 
 
 def _plan(config: LaunchConfig) -> int:
-    from .lab.predict.plan import run
+    from .lab.predict.command import run
 
     return run(config)
 
 
 def _tune(config: LaunchConfig) -> int:
     from .hub import pinned
-    from .lab.tune.tune import run
+    from .lab.tune.command import run
 
     return run(pinned(config))
 

@@ -11,19 +11,6 @@ from pathlib import Path
 from typing import Any, Self
 
 import pytest
-from graphspec.lab.tune.tune.choice import (
-    Outcome,
-    backlog_for,
-    choose,
-    cycle_times,
-    expected_tokens,
-    first_depths,
-    mean_shares,
-    shallower_depths,
-)
-from graphspec.lab.tune.tune.experiment import experiment_text, write_experiment
-from graphspec.lab.tune.tune.short_list import Candidates, pick
-from graphspec.lab.tune.tune.tables import caution, table
 from rich.console import Console
 
 from graphspec.command_options import LaunchConfig, PlanningConfig, ProfileConfig, TuneConfig, WorkloadConfig
@@ -34,8 +21,21 @@ from graphspec.engine.llm import LLM
 from graphspec.engine.request import SamplingParams
 from graphspec.errors import ConfigError, ResourceError
 from graphspec.lab.measure import compare
-from graphspec.lab.measure.worker import Worker
-from graphspec.lab.tune.tune import tune
+from graphspec.lab.tune import command, tune
+from graphspec.lab.tune.choice import (
+    Outcome,
+    backlog_for,
+    choose,
+    cycle_times,
+    expected_tokens,
+    first_depths,
+    mean_shares,
+    shallower_depths,
+)
+from graphspec.lab.tune.experiment import experiment_text, write_experiment
+from graphspec.lab.tune.short_list import Candidates, pick
+from graphspec.lab.tune.tables import caution, table
+from graphspec.lab.tune.worker import TuneWorker
 from graphspec.shapes import CycleShape
 
 from ._engines import MIRROR_VOCAB, Pair, ids, mirror_pair, prompts
@@ -266,8 +266,8 @@ class Local:
     spoils_changing_depths = False
     core_wait = 0.01
 
-    def __init__(self, name: str, timeout: float, say: object = None) -> None:
-        self.worker, self.about = Worker(), {}
+    def __init__(self, name: str, timeout: float, say: object = None, module: str = "") -> None:
+        self.worker, self.about = TuneWorker(), {}
 
     def __enter__(self) -> Self:
         return self
@@ -333,7 +333,7 @@ def result_of(folder: Path) -> list[dict[str, Any]]:
 
 def test_a_whole_run_writes_what_serves_best(pair: Pair, local: type[Local], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = asked(pair, tmp_path)
-    assert tune.run(config) == 0
+    assert command.run(config) == 0
     shown = capsys.readouterr().out
     head, *sides, tuned = result_of(tmp_path)
     assert (head["kind"], tuned["kind"], {side["kind"] for side in sides}) == ("provenance", "tuned", {"side"})
@@ -382,7 +382,7 @@ def test_where_nothing_pays_plain_decoding_is_written(
     pair: Pair, local: type[Local], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     local.step = 9.0
-    assert tune.run(replace(asked(pair, tmp_path), format="json")) == 0
+    assert command.run(replace(asked(pair, tmp_path), format="json")) == 0
     document = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (document["tuned"]["shape"], document["tuned"]["variant"], document["tuned"]["score"]) == (None, "none", 1.0)
     assert load_config(f"experiment={tmp_path}/made/tuned.yaml").variant.name == "none"
@@ -399,19 +399,19 @@ def test_a_winner_found_on_a_busy_machine_carries_the_caution(
     pair: Pair, local: type[Local], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     local.core_wait = 0.62
-    assert tune.run(small(pair, tmp_path, candidates=1)) == 0
+    assert command.run(small(pair, tmp_path, candidates=1)) == 0
     sentence = "Other programs kept the processor busy, or there are more threads than cores."
     assert sentence in " ".join(capsys.readouterr().out.split())
     file = tmp_path / "made" / "tuned.yaml"
     assert sentence in " ".join(file.read_text(encoding="utf-8").replace("#", " ").split())
     local.core_wait = 0.01
-    assert tune.run(small(pair, tmp_path, candidates=1)) == 0
+    assert command.run(small(pair, tmp_path, candidates=1)) == 0
     assert sentence not in " ".join(capsys.readouterr().out.split())
     assert "processor" not in file.read_text(encoding="utf-8")
 
 
 def test_a_fixed_table_holds_no_depths(pair: Pair, local: type[Local], tmp_path: Path) -> None:
-    assert tune.run(small(pair, tmp_path, adaptive=False, candidates=1)) == 0
+    assert command.run(small(pair, tmp_path, adaptive=False, candidates=1)) == 0
     loaded = load_config(f"experiment={tmp_path}/made/tuned.yaml")
     assert loaded.adaptive == AdaptiveConfig()
     # Every depth accepts everything, and one more costs less than the token it brings: the deepest, everywhere.
@@ -434,7 +434,7 @@ def test_buckets_beyond_every_batch_size_are_not_timed(pair: Pair, local: type[L
 
 def test_wrong_tokens_are_out(pair: Pair, local: type[Local], tmp_path: Path) -> None:
     local.spoiled = (4, 1, 5)
-    assert tune.run(small(pair, tmp_path)) == 0
+    assert command.run(small(pair, tmp_path)) == 0
     *_, tuned = result_of(tmp_path)
     assert tuned["shape"] != [4, 1, 5]
     assert [4, 1, 5] not in [row["shape"] for row in tuned["scores"]]
@@ -442,14 +442,14 @@ def test_wrong_tokens_are_out(pair: Pair, local: type[Local], tmp_path: Path) ->
     only = small(pair, tmp_path, candidates=1)
     local.spoiled = (5, 4, 8)
     with pytest.raises(ResourceError, match="eagle3 tree"):
-        tune.run(replace(only, variant=replace(only.variant, num_steps=None, topk=None, num_draft_tokens=None)))
+        command.run(replace(only, variant=replace(only.variant, num_steps=None, topk=None, num_draft_tokens=None)))
 
 
 def test_nothing_is_written_when_it_gives_wrong_tokens_itself(
     pair: Pair, local: type[Local], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     local.spoils_changing_depths = True
-    assert tune.run(small(pair, tmp_path)) == 1
+    assert command.run(small(pair, tmp_path)) == 1
     assert not (tmp_path / "made").exists()
     *_, tuned = result_of(tmp_path)
     assert tuned["experiment"] is None

@@ -11,10 +11,10 @@ from ...catalog import Variant
 from ...errors import ConfigError
 from ...paths import shorten, user_path
 from ...shapes import PLAIN, CycleShape
+from ..floor import FloorModel, Hardware
 from ..measure.results import Side, read_results
 from .acceptance import SIBLING, Acceptance, conditional, fit_sibling
 from .advice import Efficiency, predict
-from .floor import FloorModel, Hardware
 
 KEY = "plan.measured"
 ROLES = ("subject", "none")

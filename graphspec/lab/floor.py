@@ -22,23 +22,23 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from ...buffers import DTYPES
-from ...catalog import Variant, load_object
-from ...errors import ConfigError
-from ...facts import Eagle3Facts, EagleFacts, MTPFacts, StandaloneFacts
-from ...models.experts import MixtureOfExperts
-from ...models.layers import Embedding
-from ...models.llama import LlamaModel
-from ...paths import user_path
-from ...variants.eagle import EagleDraft
-from ...variants.eagle3 import Eagle3Draft
-from ...variants.mtp import MTPDraft
-from ...variants.standalone import StandaloneDraft
-from ...weights import apply_token_map, load_token_map
+from ..buffers import DTYPES
+from ..catalog import Variant, load_object
+from ..errors import ConfigError
+from ..facts import Eagle3Facts, EagleFacts, MTPFacts, StandaloneFacts
+from ..models.experts import MixtureOfExperts
+from ..models.layers import Embedding
+from ..models.llama import LlamaModel
+from ..paths import user_path
+from ..variants.eagle import EagleDraft
+from ..variants.eagle3 import Eagle3Draft
+from ..variants.mtp import MTPDraft
+from ..variants.standalone import StandaloneDraft
+from ..weights import apply_token_map, load_token_map
 
 if TYPE_CHECKING:
-    from ...facts import DraftFacts, ModelFacts
-    from ...shapes import CycleShape
+    from ..facts import DraftFacts, ModelFacts
+    from ..shapes import CycleShape
 
 GROUPS = ("embedding", "layers", "experts", "head", "fuse")
 """What a parameter is for. layers: read by every pass; experts: of the router's choice; fuse: read by the first draft pass only."""
