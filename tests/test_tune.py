@@ -171,7 +171,7 @@ def test_the_backlog_makes_catching_up_cheap(extra: float, most: int, backlog: i
 def test_what_cannot_be_tuned_is_refused() -> None:
     def refused(*words: str) -> str:
         with pytest.raises(ConfigError) as caught:
-            tune.check(load_config(*words))
+            command.check(load_config(*words))
         return caught.value.key
 
     assert refused("variant=none") == "variant"
@@ -181,8 +181,8 @@ def test_what_cannot_be_tuned_is_refused() -> None:
     for word in ("tune.batches=[4,1]", "tune.batches=[]", "tune.out=tuned.json", "tune.candidates=0"):
         with pytest.raises(ConfigError, match=word.partition("=")[0]):
             load_config(word)
-    assert tune.check(load_config()) == [1, 2, 4, 8]
-    assert tune.check(load_config("tune.batches=[3,16]")) == [3, 16]
+    assert command.check(load_config()) == [1, 2, 4, 8]
+    assert command.check(load_config("tune.batches=[3,16]")) == [3, 16]
 
 
 TIMES = {1: {0: 0.00123, 2: 2.0, 5: 3.25}, 8: {0: 1.0, 2: 2.0, 5: 3.0}}

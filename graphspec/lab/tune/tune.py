@@ -18,7 +18,7 @@ from ...errors import ResourceError
 from ..measure.compare import Bench, Measured, Say, Schedule, pass_judgement, records
 from ..measure.metrics import figures, ratio
 from ..measure.process import WorkerProcess, pack
-from ..measure.sides import PLAIN, SUBJECT, Side, plain_config
+from ..measure.sides import PLAIN, SUBJECT, SideConfig, plain_config
 from .choice import Choice, Outcome, Shape, backlog_for, choose, cycle_times, first_depths, mean_shares, shallower_depths
 
 WRITTEN = "what is written"
@@ -88,9 +88,9 @@ def _try(config: LaunchConfig, shapes: Sequence[Shape], batch: int, say: Say) ->
         workload=replace(config.workload, batch=batch, requests=requests),
         profile=replace(config.profile, stages=True),
     )
-    sides = [Side(SUBJECT, asked.with_shape(shape)) for shape in shapes]
+    sides = [SideConfig(SUBJECT, asked.with_shape(shape)) for shape in shapes]
     schedule = Schedule(1, 0.0, interleave=False, timeout_seconds=config.profile.timeout_seconds, anatomy=True)
-    measured = Bench(schedule, lambda text: say(f"trial: {text}")).measure([*sides, Side(PLAIN, plain_config(asked))])
+    measured = Bench(schedule, lambda text: say(f"trial: {text}")).measure([*sides, SideConfig(PLAIN, plain_config(asked))])
     pass_judgement(measured, None)
     return records(f"trial, batch {batch}", measured)
 
@@ -103,8 +103,8 @@ def _measure(tuning: Tuning, configs: Sequence[LaunchConfig], batch: int, case: 
         Schedule(configs[0].tune.rounds, profile.warm_up_seconds, profile.interleave, profile.timeout_seconds),
         lambda text: say(f"{case}: {text}"),
     )
-    sides = [Side(SUBJECT, replace(config, workload=workload)) for config in configs]
-    measured = bench.measure([*sides, Side(PLAIN, plain_config(sides[0].config))])
+    sides = [SideConfig(SUBJECT, replace(config, workload=workload)) for config in configs]
+    measured = bench.measure([*sides, SideConfig(PLAIN, plain_config(sides[0].config))])
     pass_judgement(measured, None)
     plain = measured[-1]
     for one in measured[:-1]:
