@@ -1,12 +1,20 @@
-"""Write ``docs/configuration.md`` from the docstrings of ``graphspec/config.py``: ``python docs/generate.py``."""
+"""Write what the docs take from the code: ``python docs/generate.py``.
+
+``docs/configuration.md`` comes from the docstrings of ``graphspec/config.py``, the layers in ``docs/design.md`` from the import contract in
+``pyproject.toml`` and the first sentence of each module's docstring.
+"""
 
 from __future__ import annotations
 
 import ast
+import re
+import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "configuration.md"
+DESIGN = ROOT / "docs" / "design.md"
+LAYERS = ("<!-- layers: python docs/generate.py -->\n", "<!-- end of layers -->\n")
 HEAD = """# Configuration
 
 Groups are chosen by name (`variant=none runtime=eager experiment=demo_tree`), keys are set by path (`runtime.page_size=1`). From Python
@@ -68,5 +76,32 @@ def page() -> str:
     return "\n".join(out).rstrip() + "\n"
 
 
+def _first_sentence(path: Path) -> str:
+    text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    sentence = " ".join(re.split(r"(?<=\.)\s", text, maxsplit=1)[0].split())
+    return re.sub(r"``(.+?)``", r"`\1`", re.sub(r":\w+:`~?(.+?)`", r"`\1`", sentence)).replace("|", "\\|")
+
+
+def layers() -> str:
+    """The table of layers, top first: a file imports only from the rows of lower layers."""
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]["contracts"]
+    law = next(contract for contract in contracts if contract.get("containers") == ["graphspec"])
+    rows = ["| layer | module | holds |", "|---:|---|---|"]
+    for number, layer in enumerate(law["layers"][::-1]):
+        for place, module in enumerate(re.split(r"\s*[|:]\s*", layer)):
+            path = ROOT / "graphspec" / module
+            name, file = (f"{module}/", path / "__init__.py") if path.is_dir() else (module, path.with_suffix(".py"))
+            rows.insert(2 + place, f"| {number} | `{name}` | {_first_sentence(file)} |")
+    return "\n".join(rows) + "\n"
+
+
+def design() -> str:
+    """``docs/design.md`` with the present table of layers."""
+    text = DESIGN.read_text(encoding="utf-8")
+    begin, end = (text.index(mark) for mark in LAYERS)
+    return text[: begin + len(LAYERS[0])] + "\n" + layers() + "\n" + text[end:]
+
+
 if __name__ == "__main__":
     PAGE.write_text(page(), encoding="utf-8")
+    DESIGN.write_text(design(), encoding="utf-8")

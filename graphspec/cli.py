@@ -219,7 +219,7 @@ def _generate(config: LaunchConfig) -> int:
         return _refuse(failures([request.error for request in requests]))
     from .engine.llm import LLM
     from .engine.request import sampling_class
-    from .show.demo import progress_bars
+    from .show.progress import progress_bars
 
     served = {i: (request.prompt, request.params) for i, request in enumerate(requests) if request.params is not None}
     with progress_bars() as progress:
@@ -270,8 +270,8 @@ def _inspect(config: LaunchConfig) -> int:
 
     prompt = read_prompt(config)
     from .engine.llm import LLM
-    from .show.demo import progress_bars
     from .show.inspect import show
+    from .show.progress import progress_bars
 
     with progress_bars() as progress:
         llm = LLM.from_config(config, progress=progress)
@@ -314,14 +314,14 @@ def _profile(config: LaunchConfig) -> int:
 
 
 def _plan(config: LaunchConfig) -> int:
-    from .lab.predict.plan import run
+    from .lab.predict.command import run
 
     return run(config)
 
 
 def _tune(config: LaunchConfig) -> int:
     from .hub import pinned
-    from .lab.tune.tune import run
+    from .lab.tune.command import run
 
     return run(pinned(config))
 
@@ -333,7 +333,7 @@ def _report(config: LaunchConfig) -> int:
 
 
 def _train(config: LaunchConfig) -> int:
-    from .show.demo import training_progress
+    from .show.progress import training_progress
     from .train.run import headline, run
 
     with training_progress() as watch:

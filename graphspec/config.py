@@ -19,7 +19,7 @@ RUNTIMES = ("eager", "compiled", "captured")
 KERNELS = ("auto", "reference", "compiled", "fused")
 IMPLEMENTATIONS = ("auto", "reference", "native", "fused")
 ATTENTIONS = (*IMPLEMENTATIONS, "flashinfer")
-PLANNED_OVER_LATENT_ROWS = ("flashinfer",)
+HOST_STEP_OVER_LATENT_ROWS = ("flashinfer",)
 """Attention whose kernels for latent rows take a work list from the host, and chains only."""
 NUMERICS = ("fast", "batch_invariant")
 DEVICES = ("auto", "cpu", "cuda")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from .catalog import Variant, resolve_variant
 from .checks import brief
-from .config import PLANNED_OVER_LATENT_ROWS, AcceptConfig, Config, NgramSettings, VariantConfig
+from .config import HOST_STEP_OVER_LATENT_ROWS, AcceptConfig, Config, NgramSettings, VariantConfig
 from .errors import ConfigError
 from .shapes import MAX_WINDOW, PLAIN, WORD_BITS, CycleShape, GraphKey, SamplingClass, prefill_chunks
 from .static_tree import StaticTree
@@ -146,9 +146,9 @@ class Plan:
         return self.kernels == "compiled" or (self.kernels == "fused" and self.device == "cuda")
 
     @property
-    def plans_cycles(self) -> bool:
-        """The host plans the attention of every cycle right before its launch, from lengths it must know: nothing else may be in flight."""
-        return self.attention in PLANNED_OVER_LATENT_ROWS and self.target.latent is not None
+    def cycles_need_host_step(self) -> bool:
+        """The attention of every cycle needs a host step before its launch, from row lengths: nothing else may be in flight."""
+        return self.attention in HOST_STEP_OVER_LATENT_ROWS and self.target.latent is not None
 
     @property
     def draft_attends(self) -> bool:
@@ -400,9 +400,9 @@ def make_plan(config: Config, target: ModelFacts, draft: DraftFacts | None, *, d
         raise ConfigError(
             "runtime.cycles_in_flight", "1: the host reads every cycle before it proposes the next tree", runtime.cycles_in_flight
         )
-    if config.kernels.attention in PLANNED_OVER_LATENT_ROWS and target.latent is not None:
+    if config.kernels.attention in HOST_STEP_OVER_LATENT_ROWS and target.latent is not None:
         if run_ahead:
-            expected = f"1 with kernels.attention={config.kernels.attention} over latent rows: the host plans every cycle from its lengths"
+            expected = f"1 with kernels.attention={config.kernels.attention} over latent rows: every cycle needs a host step"
             raise ConfigError("runtime.cycles_in_flight", expected, runtime.cycles_in_flight)
         if not shape.is_chain:
             expected = f"1 with kernels.attention={config.kernels.attention} over latent rows: its kernels take no tree mask"

@@ -28,7 +28,7 @@ from omegaconf.errors import OmegaConfBaseException
 from graphspec.command_options import LaunchConfig
 from graphspec.compose import load_config
 from graphspec.errors import ConfigError
-from graphspec.show.demo import training_progress
+from graphspec.show.progress import training_progress
 from graphspec.train.draft import Recipe
 from graphspec.train.drafter import trained_variants
 from graphspec.train.export import TOKENIZER_FILES, size_in_megabytes

@@ -15,9 +15,10 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
 
 
-def test_configuration_page_is_current() -> None:
+def test_generated_pages_are_current() -> None:
     generate = runpy.run_path(str(ROOT / "docs" / "generate.py"))
     assert (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8") == generate["page"](), "run python docs/generate.py"
+    assert (ROOT / "docs" / "design.md").read_text(encoding="utf-8") == generate["design"](), "run python docs/generate.py"
 
 
 def test_pictures_are_current() -> None:

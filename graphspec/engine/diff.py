@@ -123,13 +123,13 @@ def diff(config: Config, left: str, right: str, prompt: Prompt, max_tokens: int 
     """Generate from ``prompt`` under runtime ``left`` while ``right`` runs every launch from the same state.
 
     Raises:
-        ConfigError: a runtime that does not exist or can't run here, or kernels that a launch must be planned for.
+        ConfigError: a runtime that does not exist or can't run here, or kernels with a host step before each launch.
         RequestError: a prompt that can't be served.
     """
     sides = [LLM.from_config(replace(config, runtime=replace(config.runtime, name=name))) for name in (left, right)]
-    if any(side.cycle.plans for side in sides):
+    if any(side.cycle.preparation is not None for side in sides):
         found = config.kernels.attention
-        raise ConfigError("kernels.attention", "one whose launches the host need not plan: the right side launches nothing itself", found)
+        raise ConfigError("kernels.attention", "one without a host step before each launch: the right side launches nothing itself", found)
     params = configured_params(config.sampling, max_tokens=max_tokens, stop_token_ids=(), ignore_eos=False)
     sides[0].check(prompt, params)
     for side in sides:

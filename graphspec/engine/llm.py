@@ -34,7 +34,6 @@ from .arguments import check_cycles, check_launcher, check_progress, check_warm_
 from .depth import AdaptiveDepth, DepthPolicy
 from .engine import Engine
 from .outputs import Detokenizer, Metrics, Output, StreamEvent, TreeSnapshot, summarise
-from .planned import PlannedCycle
 from .programmatic import resolve as resolve_programmatic
 from .prompts import Params, Prompt, make_requests
 from .proposer import Proposer
@@ -178,8 +177,10 @@ class LLM:
             linear_table=table,
         )
         for name, facts in (("target", plan.target), ("draft", plan.draft.decoder if plan.draft is not None else None)):
-            # Where the drafter skips tokens, its attention stays with the general kernels, but for latent rows that the host plans for.
-            if facts is not None and (name == "target" or plan.variant.shift == 0 or (plan.plans_cycles and facts.latent is not None)):
+            # Where the drafter skips tokens, its attention stays with the general kernels, except over latent rows with a host step.
+            if facts is not None and (
+                name == "target" or plan.variant.shift == 0 or (plan.cycles_need_host_step and facts.latent is not None)
+            ):
                 heads = facts.num_heads, facts.num_kv_heads, facts.head_dim
                 latent = (facts.latent.rank, facts.latent.rope_dim) if facts.latent is not None else None
                 kernels.check_model(name, plan.page_size, plan.dtype, *heads, facts.sliding_window, latent=latent)
@@ -207,8 +208,7 @@ class LLM:
         tuner = None
         if table is not None and table_path is not None:
             tuner = LinearTuner(table, user_path("kernels.linear_table", table_path), networks, device)
-        kind = Cycle if kernels.host_planner() is None else PlannedCycle
-        return kind(plan, target, draft, kernels, memory=self.memory, tuner=tuner, loop_threads=loop_threads)
+        return Cycle(plan, target, draft, kernels, memory=self.memory, tuner=tuner, loop_threads=loop_threads)
 
     @property
     def depth_policy(self) -> DepthPolicy | None:

@@ -355,7 +355,7 @@ class Scheduler:
         self._tickets.append(Ticket(number, lanes, key))
 
     def _make_room(self) -> None:
-        """Read until the ring takes one more launch; before a cycle is planned, so that it has no lane whose end this reveals."""
+        """Read until the ring has room for one more launch. Called before lanes are chosen: a row that has ended gets none."""
         while self.launcher.in_flight >= self.plan.ring_depth - 1:
             self._read_oldest()
 

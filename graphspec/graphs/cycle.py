@@ -10,7 +10,6 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
-from typing import ClassVar
 
 import numpy as np
 import torch
@@ -31,6 +30,7 @@ from .capture import (
 )
 from .compile import graphs_compiled
 from .envelope import Envelope
+from .host_step import LaunchPreparation
 from .memory import MemoryPlan
 from .programs import Key, PrefillKey, Program, describe, program_stages, tokens_of
 from .stages.logprobs import RING
@@ -78,9 +78,6 @@ class Cycle:
         loop_threads: of compiled loops on a CPU. None: as many as torch has.
     """
 
-    plans: ClassVar[bool] = False
-    """Attention that the host must plan is planned before each launch."""
-
     def __init__(
         self,
         plan: Plan,
@@ -103,6 +100,9 @@ class Cycle:
         self._capturer = make(self.arena) if make is not None else None
         self._records: dict[Key, CaptureRecord] = {}
         self._tuner, self._loop_threads = tuner, loop_threads
+        step = kernels.host_step()
+        self.preparation = LaunchPreparation(plan, step) if step is not None else None
+        """The host step before each launch; None: the kernels need none."""
         pinned = plan.device == "cuda"
         # A message may still be on its way to the device while the next one is written, hence one buffer per ring slot.
         self._mail = [Envelope(self.layout, pinned=pinned) for _ in range(plan.ring_depth)]
@@ -122,9 +122,8 @@ class Cycle:
         """Fresh stages of the program behind ``key``, checked for dataflow."""
         stages = program_stages(self.plan, self.kernels, self.target, self.draft, key)
         check_dataflow(stages, (s.name for s in self.arena.slots if s.kind in ("mail", "state", "kv")))
-        if not self.plans and any(stage.planned for stage in stages):
-            expected = "a cycle that has its attention planned (graphspec.engine.planned)"
-            raise ResourceError(describe(key), expected, "kernels whose work the host must plan before each launch")
+        if self.preparation is not None:
+            self.preparation.bind(key, stages)
         return stages
 
     def views(self, key: Key) -> Views:
@@ -279,6 +278,9 @@ class Cycle:
         missing = [describe(key) for key in keys if key not in self.programs]
         if missing:
             raise ResourceError("cycle", "programs prepared before they are timed", "; ".join(missing))
+        if self.preparation is not None:
+            for key in keys:
+                self.preparation.prepare(key)
         state = self.arena.snapshot(("mail", "state", "ring"))
         found: dict[GraphKey, list[float]] = {key: [] for key in keys}
         try:
@@ -313,7 +315,9 @@ class Cycle:
             torch.cuda.synchronize()
 
     def ready(self, key: Key, message: Message) -> None:
-        """What the host must do before a program runs on ``message``: nothing here. :meth:`launch` does it by itself."""
+        """The host step before a program runs on ``message``. :meth:`launch` takes it by itself; taking it twice changes nothing."""
+        if self.preparation is not None:
+            self.preparation.send(key, message)
 
     def launch(self, key: Key, message: Message) -> int:
         """Send ``message``, run the program behind ``key``; returns a ticket for :meth:`read`.
@@ -322,7 +326,8 @@ class Cycle:
         :meth:`reset`.
 
         Raises:
-            ResourceError: as many launches are unread as the ring can hold, the program was not prepared, or :meth:`reset` is due.
+            ResourceError: as many launches are unread as the ring can hold, the program was not prepared, :meth:`reset` is due, or the
+                program needs a host step and the length of a row is not known yet.
             CaptureError: the launch compiled something; in debug mode also a buffer that is not what it was when the program was built.
         """
         if not self._whole:
@@ -332,6 +337,9 @@ class Cycle:
         program = self.programs.get(key)
         if program is None:
             raise ResourceError("cycle", "a program prepared before the run", key)
+        if self.preparation is not None:
+            self.preparation.check(key, len(self._in_flight))
+            self.preparation.send(key, message)
         ticket, compiled = self._launched, graphs_compiled()
         slot = ticket % self.plan.ring_depth
         if self.plan.debug:
@@ -350,6 +358,8 @@ class Cycle:
                 self._send(slot, program, key, message)
         if graphs_compiled() != compiled:
             raise CaptureError(describe(key), "no compilation after the warm-up", f"{graphs_compiled() - compiled} graphs compiled")
+        if self.preparation is not None:
+            self.preparation.launched(key, message.lanes)
         self._whole = True
         return ticket
 
@@ -401,6 +411,8 @@ class Cycle:
         lanes = found[names[0]].array[:count].tolist()
         tokens = [lane[RING_FIELDS : RING_FIELDS + lane[0]] for lane in lanes]
         logprobs = self._read_logprobs(found, alternatives, tokens) if alternatives >= 0 else None
+        if self.preparation is not None:
+            self.preparation.received(tokens)
         self._whole = True
         return RingEntry(tokens, [lane[1] for lane in lanes], logprobs)
 
@@ -417,6 +429,8 @@ class Cycle:
         self._whole = False
         self._wait()
         self._in_flight.clear()
+        if self.preparation is not None:
+            self.preparation.reset()
         self.arena["cycle_1"].fill_(self._launched)
         for envelope in self._mail:
             envelope.forget()

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from .host_step import BoundCall, HostStep, PreparedCall
 from .linear import Hidden
-from .planned import BoundCall, HostPlanner, PlannedCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +62,15 @@ class KernelSet:
         """
         return None
 
-    def bind_call(self, call: PlannedCall) -> BoundCall | None:
-        """``call`` by a kernel whose work the host plans before each launch; None: the general op serves.
+    def bind_call(self, call: PreparedCall) -> BoundCall | None:
+        """``call`` by a kernel that needs a host step before each launch; None: the general op serves.
 
         Asked when a stage is built. A stage that holds a bound call declares it, see :class:`graphspec.graphs.stages.stage.Stage`.
         """
         return None
 
-    def host_planner(self) -> HostPlanner | None:
-        """What plans bound calls; None: there are none."""
+    def host_step(self) -> HostStep | None:
+        """The host step that bound calls need; None: there are no bound calls."""
         return None
 
     def check_model(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.formulas import Rotation
-from ..kernels.planned import BoundCall
+from ..kernels.host_step import BoundCall
 from ..kernels.registry import KernelSet
 
 
@@ -166,7 +166,7 @@ class TreeAttention(_PagedWrites):
     own_window: Callable[[Tensor, Tensor, int, float], Tensor] | None = None
     """The same attention by :meth:`~graphspec.kernels.registry.KernelSet.own_window`, where caller and kernels allow it."""
     bound: BoundCall | None = None
-    """The same attention over latent rows by a kernel that the host has planned for, where there is one."""
+    """The same attention over latent rows by a kernel with a host step, where there is one."""
 
     def visibility(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
         return self.begin_BT, self.prefix_end_B, self.ancestors_BTX
@@ -221,7 +221,7 @@ class ChunkAttention(_PagedWrites):
     slot_BT: Tensor
     prefix_begin: int
     bound: Mapping[int | None, BoundCall] = field(default_factory=dict)
-    """The same attention by kernels that the host has planned for, by the sliding window of a layer."""
+    """The same attention by kernels with a host step, by the sliding window of a layer."""
 
     def visibility(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
         return torch.full_like(self.position_BT, self.prefix_begin), None, None

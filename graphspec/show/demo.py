@@ -1,95 +1,28 @@
-"""What is shown to people: progress bars, tables, draft trees, and the demo that puts them together.
-
-With :mod:`graphspec.show.inspect` the only importer of rich. Without a terminal everything is plain text.
-"""
+"""``graphspec demo``: stream a continuation, compare its speed with plain decoding, draw one draft tree."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from statistics import median
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
-from rich.tree import Tree
 
 from ..catalog import PLAIN_DECODING, resolve_variant
 from ..config import Config, VariantConfig
 from ..core_wait import CoreWait, busy_caution
 from ..errors import ConfigError, ResourceError
+from .draft_tree import draw_tree
+from .progress import progress_bars
 
 if TYPE_CHECKING:
     from ..engine.llm import LLM
-    from ..engine.outputs import Output, TreeSnapshot
+    from ..engine.outputs import Output
     from ..engine.request import SamplingParams
 
-ProgressCallback = Callable[[str, int, int], None]
 DEMO_REPEATS = 3
-
-
-@contextmanager
-def progress_bars(console: Console | None = None) -> Iterator[ProgressCallback]:
-    """Bars on stderr, one per stage; yields ``callback(stage, done, total)``. Silent when stderr is no terminal."""
-    console = console or Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
-        tasks: dict[str, TaskID] = {}
-
-        def advance(stage: str, done: int, total: int) -> None:
-            if stage not in tasks:
-                tasks[stage] = bars.add_task(stage, total=total)
-            bars.update(tasks[stage], completed=done, total=total)
-
-        yield advance
-
-
-class TrainingProgress(Protocol):
-    """Called with a stage, how much of how much of it is done, and a few words more."""
-
-    def __call__(self, stage: str, done: int, total: int, note: str = "") -> None: ...
-
-
-@contextmanager
-def training_progress(console: Console | None = None) -> Iterator[TrainingProgress]:
-    """Bars on stderr, one per stage, with a note at the end of each; lines where stderr is no terminal, as in a log file."""
-    console = console or Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.fields[note]}"))
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
-        tasks: dict[str, TaskID] = {}
-
-        def advance(stage: str, done: int, total: int, note: str = "") -> None:
-            if not console.is_terminal:
-                if note or done == total:
-                    console.print(Text(f"{stage} {done}/{total} {note}".rstrip()), soft_wrap=True)
-                return
-            if stage not in tasks:
-                tasks[stage] = bars.add_task(stage, total=total, note="")
-            bars.update(tasks[stage], completed=done, total=total, note=note)
-
-        yield advance
-
-
-def draw_tree(snapshot: TreeSnapshot) -> Tree:
-    """One speculated tree: the root on top, ``+`` and green where the target agreed. Nodes that hold no draft are left out.
-
-    Raises:
-        ResourceError: a node's parent does not come before it.
-    """
-    branches: dict[int, Tree] = {}
-    for node, parent in enumerate(snapshot.parent_N):
-        text, accepted = snapshot.text_N[node], snapshot.accepted[node]
-        label = Text(f"{'+' if accepted or node == 0 else '-'} {text!r}", style="bold green" if accepted or node == 0 else "dim")
-        if node == 0:
-            branches[0] = Tree(label, guide_style="dim")
-        elif snapshot.token_N[node] >= 0:
-            if parent not in branches:
-                raise ResourceError(f"parent_N[{node}]", "a node before it", parent)
-            branches[node] = branches[parent].add(label)
-    return branches[0]
 
 
 def comparison_table(rows: dict[str, tuple[float, Any]], baseline: str) -> Table:

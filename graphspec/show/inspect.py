@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..errors import spell_bytes
-from .demo import draw_tree
+from .draft_tree import draw_tree
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

@@ -18,7 +18,7 @@ from typing import Any
 
 from graphspec.errors import GraphspecError
 from graphspec.lab.measure.provenance import ROOT, provenance, write_jsonl
-from perf.compare.revisions import Checkout, Side, checkouts
+from perf.compare.revisions import Checkout, RevisionProcess, checkouts
 from perf.compare.verdict import LEAST, UNEQUAL, Comparison
 
 CHAIN = {"variant": "eagle3", "num_steps": 4, "topk": 1, "num_draft_tokens": 5}
@@ -83,7 +83,7 @@ def measure(job: Job, pair: Sequence[Checkout]) -> list[Row]:
     prompts: dict[str, list[list[int]]] = {}
     for start in range(1, job.starts + 1):
         with ExitStack() as stack:
-            sides = [stack.enter_context(Side(checkout, job.threads)) for checkout in pair]
+            sides = [stack.enter_context(RevisionProcess(checkout, job.threads)) for checkout in pair]
             if not prompts:
                 # By one side for both, once: a tokenizer that changed would else give the two different work.
                 prompts["decode"] = sides[0].ask("encode", texts=TEXTS, tokens=32)["prompts"]

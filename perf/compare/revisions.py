@@ -92,7 +92,7 @@ def _git_quietly(repository: Path, *words: str) -> None:
     subprocess.run(["git", "-C", str(repository), *words], capture_output=True, check=False)
 
 
-class Side:
+class RevisionProcess:
     """The process of one checkout. Use as a context manager: the process ends with the block.
 
     Args:

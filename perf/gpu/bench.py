@@ -26,8 +26,8 @@ from graphspec.graphs.cycle import Cycle
 from graphspec.graphs.stages.mailbox import Message
 from graphspec.kernels import select_kernels
 from graphspec.kernels.registry import KernelSet
+from graphspec.lab.floor import FloorModel
 from graphspec.lab.measure.machine import measure
-from graphspec.lab.predict.floor import FloorModel
 from graphspec.models.layers import use_kernels
 from graphspec.models.llama import LlamaModel
 from graphspec.plan import Plan, make_plan
@@ -249,7 +249,7 @@ class Bench:
         return found
 
     def floor_bytes(self) -> int:
-        """Bytes one cycle must move, see :mod:`graphspec.lab.predict.floor`."""
+        """Bytes one cycle must move, see :mod:`graphspec.lab.floor`."""
         target, draft = self.networks
         plan, case = self.plan, self.case
         head = draft.facts if case.shape.num_steps else None

@@ -21,8 +21,9 @@ from graphspec.engine.outputs import Metrics, Output, StreamEvent, TreeSnapshot
 from graphspec.errors import ConfigError, RequestError, ResourceError
 from graphspec.graphs.capture import CaptureRecord
 from graphspec.graphs.memory import MemoryLine, MemoryPlan
-from graphspec.show import demo as report
 from graphspec.show import inspect
+from graphspec.show.draft_tree import draw_tree
+from graphspec.show.progress import progress_bars
 
 METRICS = Metrics(
     cycles=7, acceptance_length=2.5, accepted_per_position=[0.9, 0.6], prefill_seconds=0.1, decode_seconds=0.2, tokens_per_second=123.0
@@ -291,17 +292,17 @@ def test_demo_refuses_to_praise_different_output(run, monkeypatch):
 
 def test_drawn_tree_has_its_shape():
     console = Console(file=io.StringIO(), width=60)
-    console.print(report.draw_tree(TREE))
+    console.print(draw_tree(TREE))
     lines = console.file.getvalue().splitlines()
     assert [line.strip() for line in lines] == ["+ 'def'", "├── + ' f'", "│   └── + '('", "└── - ' [bold]g'"]
     with pytest.raises(ResourceError, match="parent_N"):
-        report.draw_tree(TreeSnapshot(token_N=[1, 2], parent_N=[-1, 1], depth_N=[0, 1], accepted=[True, False], text_N=["a", "b"]))
+        draw_tree(TreeSnapshot(token_N=[1, 2], parent_N=[-1, 1], depth_N=[0, 1], accepted=[True, False], text_N=["a", "b"]))
 
 
 def test_progress_is_silent_without_a_terminal_and_drawn_with_one():
     plain, terminal = (Console(file=io.StringIO(), force_terminal=force, width=80) for force in (False, True))
     for console in (plain, terminal):
-        with report.progress_bars(console) as progress:
+        with progress_bars(console) as progress:
             progress("compile", 1, 2)
             progress("compile", 2, 2)
     assert plain.file.getvalue() == ""

@@ -19,12 +19,10 @@ from graphspec.config import Config, KernelsConfig, ModelConfig, RuntimeConfig, 
 from graphspec.engine import llm as llm_module
 from graphspec.engine.diff import diff
 from graphspec.engine.llm import LLM
-from graphspec.engine.planned import PlannedCycle
 from graphspec.engine.request import SamplingParams
 from graphspec.errors import ConfigError, ResourceError
 from graphspec.graphs import compile as compile_module
 from graphspec.graphs import memory
-from graphspec.graphs.cycle import Cycle
 from graphspec.graphs.programs import PrefillKey
 from graphspec.graphs.stages.mailbox import Message
 from graphspec.kernels import select_kernels
@@ -129,7 +127,7 @@ SAMPLED = [SamplingParams(max_tokens=LENGTH, temperature=0.8, seed=seed, top_p=0
 def both(engine: Engine, path: Path, asked: list[list[int]], params: Any, **keys: Any) -> LLM:
     """The engine with FlashInfer, after it emitted what the one without does."""
     planned, plain = engine(path, **keys), engine(path, attention="auto", **keys)
-    assert type(plain.cycle) is Cycle and type(planned.cycle) is PlannedCycle
+    assert plain.cycle.preparation is None and planned.cycle.preparation is not None
     assert ids(planned.generate(asked, params)) == ids(plain.generate(asked, params))
     return planned
 
@@ -142,8 +140,8 @@ def test_a_chain_over_latent_rows(engine: Engine, compared: list[str], stand_ins
     # Draft-extend and verification of 4 tokens, two draft steps of 1, chunks of the target; the head's own chunks stay with the general op.
     assert {run for run, _ in stand_ins.runs} == {"latent"} and {tokens for _, tokens in stand_ins.runs} == {1, 4, 8}
     assert not stand_ins.calls, "xqa has nothing to do with latent rows"
-    cycles = [stage for program in llm.cycle.programs.values() for stage in program.stages if stage.planned]
-    assert {stage.name: len(stage.planned) for stage in cycles} == {"draft_extend": 1, "draft_steps": 2, "verify": 1, "prefill": 1}
+    cycles = [stage for program in llm.cycle.programs.values() for stage in program.stages if stage.prepared_calls]
+    assert {stage.name: len(stage.prepared_calls) for stage in cycles} == {"draft_extend": 1, "draft_steps": 2, "verify": 1, "prefill": 1}
     assert llm.metrics is not None and 1.3 < llm.metrics.acceptance_length < 3.95, "runs of several lengths, or windows were not tested"
     assert compared.count("TreeAttention") > 40 and compared.count("ChunkAttention") > 5
 
@@ -173,7 +171,7 @@ def test_other_drafters_of_a_latent_target(
     assert {tokens for _, tokens in stand_ins.runs} == served
     if variant == "standalone":
         (prefill,) = (p.stages[-1] for key, p in llm.cycle.programs.items() if key == PrefillKey(4, GREEDY))
-        assert [call.pool for call in prefill.planned] == ["target", "draft"]
+        assert [call.pool for call in prefill.prepared_calls] == ["target", "draft"]
 
 
 @pytest.mark.parametrize(
@@ -205,7 +203,7 @@ def test_changing_depths_and_catching_up(
     assert launches.depths == {-1, 0, 2, 3} and {tokens for _, tokens in stand_ins.runs} == served
     (catching_up,) = (p for key, p in llm.cycle.programs.items() if key == llm.plan.key(2, GREEDY, catch_up=True))
     (stage,) = (stage for stage in catching_up.stages if stage.name == "catch_up")
-    assert [call.extent for call in stage.planned] == ([10] if variant == "standalone" else [])
+    assert [call.extent for call in stage.prepared_calls] == ([10] if variant == "standalone" else [])
 
 
 def test_preemption(engine: Engine, compared: list[str], deepseek: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,13 +233,13 @@ def test_captured_programs_follow_the_plans(engine: Engine, stand_ins: StandIns,
 def test_whoever_runs_a_program_itself_has_its_launch_planned(engine: Engine, attentive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Readied beforehand, a launch is planned for the rows it then has, and planning it again changes nothing."""
     told: list[list[tuple[int, int, list[int]]]] = []
-    original = Planner.plan
+    original = Planner.prepare
 
     def note(self: Planner, calls: Any, *arguments: Any) -> None:
         told.append([(span.end, span.known, span.pages.tolist()) for spans in calls.values() for span in spans])
         original(self, calls, *arguments)
 
-    monkeypatch.setattr(Planner, "plan", note)
+    monkeypatch.setattr(Planner, "prepare", note)
     llm = engine(attentive, variant="mtp", **CHAIN, max_rows=2)
     launch, pairs = llm.cycle.launch, []
 
@@ -310,7 +308,7 @@ def test_a_launch_on_the_plans_of_the_one_before_is_seen(engine: Engine, attenti
     """The tokens of these tests would show a plan that was not renewed."""
     asked = prompts(2, (9, 5), VOCAB_SIZE)
     expected = ids(engine(attentive, attention="auto", variant="none", max_rows=2).generate(asked, SAMPLED[:2]))
-    original = Planner.plan
+    original = Planner.prepare
     planned: set[Any] = set()
 
     def once(self: Planner, calls: Any, lanes: int, *rest: Any) -> None:
@@ -320,7 +318,7 @@ def test_a_launch_on_the_plans_of_the_one_before_is_seen(engine: Engine, attenti
         if fresh:
             original(self, {call: calls[call] for call in fresh}, lanes, *rest)
 
-    monkeypatch.setattr(Planner, "plan", once)
+    monkeypatch.setattr(Planner, "prepare", once)
     assert ids(engine(attentive, variant="none", max_rows=2).generate(asked, SAMPLED[:2])) != expected
 
 
@@ -338,7 +336,7 @@ def test_prompts_of_heads(
     assert {run for run, _ in stand_ins.runs} == {"prefill"} and {tokens for _, tokens in stand_ins.runs} == {4, 8}
     assert stand_ins.calls, "cycles run on xqa, several in flight"
     for key, program in llm.cycle.programs.items():
-        planned = [call.pool for stage in program.stages for call in stage.planned]
+        planned = [call.pool for stage in program.stages for call in stage.prepared_calls]
         assert planned == (pools if isinstance(key, PrefillKey) else [])
 
 
@@ -348,13 +346,13 @@ def test_prompts_under_sliding_windows(engine: Engine, compared: list[str], stan
     pair = random_pair(tmp_path, build_hf("qwen2", head_dim=None, **keys, eos_token_id=VOCAB_SIZE - 1))
     llm = both(engine, pair.target, prompts(2, (19, 6), VOCAB_SIZE), SamplingParams(max_tokens=6), variant="none", max_rows=1, page_size=16)
     (stage,) = (p.stages[-1] for key, p in llm.cycle.programs.items() if key == PrefillKey(8, GREEDY))
-    assert [call.window for call in stage.planned] == [None, 5] and stand_ins.runs.count(("prefill", 8)) % 3 == 0
+    assert [call.window for call in stage.prepared_calls] == [None, 5] and stand_ins.runs.count(("prefill", 8)) % 3 == 0
 
 
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ({"cycles_in_flight": 2}, ("runtime.cycles_in_flight", "1 with kernels.attention=flashinfer", "plans every cycle")),
+        ({"cycles_in_flight": 2}, ("runtime.cycles_in_flight", "1 with kernels.attention=flashinfer", "host step")),
         (
             {"num_steps": 3, "topk": 2, "num_draft_tokens": 6},
             ("variant.topk", "1 with kernels.attention=flashinfer", "tree mask", "found 2"),
@@ -374,20 +372,13 @@ def test_shapes_refused(engine: Engine, deepseek: Path, monkeypatch: pytest.Monk
         engine(deepseek, variant="none")
 
 
-def test_a_cycle_that_plans_nothing_refuses_planned_stages(engine: Engine, deepseek: Path) -> None:
-    llm = engine(deepseek, variant="none", max_rows=1)
-    plain = Cycle(llm.plan, llm.cycle.target, None, llm.cycle.kernels)
-    with pytest.raises(ResourceError, match="a cycle that has its attention planned"):
-        plain.prepare(llm.keys(1, GREEDY))
-
-
 def test_a_cycle_is_not_planned_over_one_in_flight(engine: Engine, deepseek: Path) -> None:
     llm = engine(deepseek, variant="none", max_rows=1)
     llm.cycle.plan = replace(llm.cycle.plan, ring_depth=3)
     llm.warm_up()
     key = llm.plan.key(1, GREEDY)
     llm.cycle.launch(key, Message(lanes=()))
-    with pytest.raises(ResourceError, match="nothing in flight when the host plans"):
+    with pytest.raises(ResourceError, match="nothing in flight when the host prepares"):
         llm.cycle.launch(key, Message(lanes=()))
 
 
@@ -395,5 +386,5 @@ def test_comparing_runtimes_is_refused(engine: Engine, deepseek: Path) -> None:
     runtime = RuntimeConfig(name="eager", max_rows=1, buckets=[1])
     model, variant = ModelConfig(path=str(deepseek)), VariantConfig(name="none")
     config = Config(model=model, variant=variant, runtime=runtime, kernels=KernelsConfig(attention="flashinfer"))
-    with pytest.raises(ConfigError, match=r"kernels\.attention.*need not plan"):
+    with pytest.raises(ConfigError, match=r"kernels\.attention.*without a host step"):
         diff(config, "eager", "eager", [1, 2])

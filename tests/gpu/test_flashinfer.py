@@ -14,7 +14,7 @@ from graphspec.kernels import select_kernels
 from graphspec.kernels.flashinfer import version
 from graphspec.kernels.flashinfer.planner import Planner
 from graphspec.kernels.flashinfer.xqa import bind_window
-from graphspec.kernels.planned import HeadShape, PlannedCall
+from graphspec.kernels.host_step import HeadShape, PreparedCall
 from graphspec.kernels.tree_attention import random_pool, tree_attention
 from tests.support.planned import Case, cases, generate, self_drafting
 
@@ -150,18 +150,18 @@ def test_planned_calls(name: str, latent: HeadShape, dtype: torch.dtype) -> None
 @pytest.mark.parametrize(
     ("call", "starts", "counts"),
     [
-        (PlannedCall("target", "root", 4, 4, DEEPSEEK), [3000, 17, 0, 911], [4, 4, 4, 4]),
-        (PlannedCall("draft", "window", 4, 4, DEEPSEEK, 1), [3001, 18, 1, 912], [4, 1, 3, 2]),
-        (PlannedCall("draft", "root", 2, 1, DEEPSEEK, 1), [3001, 18, 1, 912], [1, 1, 1, 1]),
-        (PlannedCall("target", "root", 1, 1, LITE), [3000, 17, 0, 911], [1, 1, 1, 1]),
-        (PlannedCall("target", "chunk", 256, 256, DEEPSEEK), [1024], [200]),
-        (PlannedCall("target", "chunk", 256, 256, LLAMA), [1024], [200]),
-        (PlannedCall("target", "chunk", 256, 256, LLAMA), [0], [256]),
-        (PlannedCall("target", "chunk", 64, 64, LLAMA, 0, 128), [2048], [60]),
+        (PreparedCall("target", "root", 4, 4, DEEPSEEK), [3000, 17, 0, 911], [4, 4, 4, 4]),
+        (PreparedCall("draft", "window", 4, 4, DEEPSEEK, 1), [3001, 18, 1, 912], [4, 1, 3, 2]),
+        (PreparedCall("draft", "root", 2, 1, DEEPSEEK, 1), [3001, 18, 1, 912], [1, 1, 1, 1]),
+        (PreparedCall("target", "root", 1, 1, LITE), [3000, 17, 0, 911], [1, 1, 1, 1]),
+        (PreparedCall("target", "chunk", 256, 256, DEEPSEEK), [1024], [200]),
+        (PreparedCall("target", "chunk", 256, 256, LLAMA), [1024], [200]),
+        (PreparedCall("target", "chunk", 256, 256, LLAMA), [0], [256]),
+        (PreparedCall("target", "chunk", 64, 64, LLAMA, 0, 128), [2048], [60]),
     ],
-    ids=lambda value: f"{value.anchor}-{value.tokens}-{value.shape.heads}" if isinstance(value, PlannedCall) else None,
+    ids=lambda value: f"{value.anchor}-{value.tokens}-{value.shape.heads}" if isinstance(value, PreparedCall) else None,
 )
-def test_planned_calls_of_real_lengths(call: PlannedCall, starts: list[int], counts: list[int], page_size: int) -> None:
+def test_planned_calls_of_real_lengths(call: PreparedCall, starts: list[int], counts: list[int], page_size: int) -> None:
     """Prefixes long enough to be split among blocks; the same plan gives the same bits."""
     planner = Planner("cuda")
     case = Case(call, starts, counts, page_size=page_size, columns=4096 // page_size, device="cuda", dtype=torch.bfloat16)

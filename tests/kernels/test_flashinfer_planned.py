@@ -15,7 +15,7 @@ from graphspec.kernels.flashinfer import version
 from graphspec.kernels.flashinfer.lists import key_lists, most_places
 from graphspec.kernels.flashinfer.planner import Planner
 from graphspec.kernels.flashinfer.wrappers import WORKSPACE_BYTES, workspace_bytes
-from graphspec.kernels.planned import HeadShape, PlannedCall, RowSpan
+from graphspec.kernels.host_step import HeadShape, PreparedCall, RowSpan
 from tests.support.fake_cuda import NoHostTraffic, load_cuda_guard
 from tests.support.flashinfer_wrappers import StandIns, install
 from tests.support.planned import LATENT, Case, cases
@@ -55,7 +55,7 @@ def test_lists_mean_what_the_queries_see(
 ) -> None:
     """Query t of T sees all but the last T - 1 - t keys of its lane: the row's slots from ``begin`` to its own, each once."""
     columns = 48 // page_size
-    call = PlannedCall("draft", anchor, extent, tokens, LATENT, begin)
+    call = PreparedCall("draft", anchor, extent, tokens, LATENT, begin)
     rng = np.random.default_rng(tokens)
     tables = rng.permutation(len(spans) * columns).reshape(-1, columns).astype(np.int32) + 1
     rows = []
@@ -112,13 +112,13 @@ def test_a_stale_plan_gives_something_else(stand_ins: StandIns, name: str) -> No
 def test_what_is_not_served() -> None:
     planner = Planner("cpu")
     of_heads = HeadShape(32, 8, 128, 0, 0.1)
-    served = PlannedCall("target", "chunk", 64, 64, of_heads)
-    assert planner.bind(served) is not None and planner.bind(served) == planner.bind(PlannedCall("target", "chunk", 64, 64, of_heads))
+    served = PreparedCall("target", "chunk", 64, 64, of_heads)
+    assert planner.bind(served) is not None and planner.bind(served) == planner.bind(PreparedCall("target", "chunk", 64, 64, of_heads))
     # 80 is no head dimension of the prefill kernels; a drafter that skips a token has a first chunk of fewer keys than queries.
-    assert planner.bind(PlannedCall("target", "chunk", 64, 64, HeadShape(32, 8, 80, 0, 0.1))) is None
+    assert planner.bind(PreparedCall("target", "chunk", 64, 64, HeadShape(32, 8, 80, 0, 0.1))) is None
     for shape in (of_heads, LATENT):
-        assert planner.bind(PlannedCall("draft", "chunk", 64, 64, shape, 1)) is None
-    assert planner.bind(PlannedCall("draft", "window", 4, 4, LATENT, 1)) is not None
+        assert planner.bind(PreparedCall("draft", "chunk", 64, 64, shape, 1)) is None
+    assert planner.bind(PreparedCall("draft", "window", 4, 4, LATENT, 1)) is not None
 
 
 def test_a_launch_without_a_plan_is_refused(stand_ins: StandIns) -> None:
@@ -199,9 +199,9 @@ def test_a_compiled_region_stays_whole_and_follows_its_plan(stand_ins: StandIns,
 
 def test_workspace_bound() -> None:
     """A chunk of 2048 tokens of Llama-3.1-8B: 64 blocks of 128 rows, more than twice 132 multiprocessors over 8 heads."""
-    call = PlannedCall("target", "chunk", 2048, 2048, HeadShape(32, 8, 128, 0, 0.1))
+    call = PreparedCall("target", "chunk", 2048, 2048, HeadShape(32, 8, 128, 0, 0.1))
     assert workspace_bytes(call, 132, "fa2") == 32 * 64 * 128 * 129 * 4 + 4096 > WORKSPACE_BYTES == workspace_bytes(call, 132, "fa3")
-    assert workspace_bytes(PlannedCall("target", "root", 8, 8, HeadShape(128, 1, 512, 64, 0.1)), 132, "fa2") == WORKSPACE_BYTES
+    assert workspace_bytes(PreparedCall("target", "root", 8, 8, HeadShape(128, 1, 512, 64, 0.1)), 132, "fa2") == WORKSPACE_BYTES
 
 
 DEEPSEEK: dict[str, Any] = {

@@ -15,7 +15,7 @@ from graphspec.config import VariantConfig
 from graphspec.engine.llm import LLM
 from graphspec.errors import ConfigError
 from graphspec.graphs.memory import plan_memory, weigh
-from graphspec.lab.predict.floor import FloorModel, Hardware, StageCost, distinct_experts, kv_bytes_per_token
+from graphspec.lab.floor import FloorModel, Hardware, StageCost, distinct_experts, kv_bytes_per_token
 from graphspec.lab.predict.paper_models import read_paper, shape_names
 from graphspec.plan import make_plan
 from graphspec.shapes import PLAIN, CycleShape

@@ -86,7 +86,7 @@ FIELDS = st.fixed_dictionaries({
 
 @given(st.lists(FIELDS, min_size=1, max_size=8))
 def test_labels_tell_sides_apart_and_begin_with_their_name(fields):
-    sides = [results.Side("f:1", {"equal": True, **record}, {}) for record in fields]
+    sides = [results.SideRecord("f:1", {"equal": True, **record}, {}) for record in fields]
     results._label(sides)
     assert len({(side.label, side.batch) for side in sides}) == len(sides)
     assert all(side.label.startswith(side.record["side"]) for side in sides)

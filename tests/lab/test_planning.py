@@ -19,12 +19,13 @@ from graphspec.cli import main
 from graphspec.compose import config_groups, load_config
 from graphspec.errors import GraphspecError
 from graphspec.facts import read_model_facts
+from graphspec.lab.floor import FloorModel, Hardware
 from graphspec.lab.measure import machine
 from graphspec.lab.predict.acceptance import SIBLING, Acceptance, conditional
 from graphspec.lab.predict.advice import Efficiency, Ranked, candidate_shapes, crossover, free_width, predict, rank_shapes
-from graphspec.lab.predict.floor import FloorModel, Hardware
+from graphspec.lab.predict.command import run
 from graphspec.lab.predict.from_results import acceptance_of, calibrate, context_of, fit_stage, predictions, read_measured, timed
-from graphspec.lab.predict.plan import CLOSE, advise, recommend, run
+from graphspec.lab.predict.plan import CLOSE, advise, recommend
 from graphspec.shapes import PLAIN, CycleShape
 from perf.gpu.bench import write_configs
 from tests.support.plans import draft_facts, model_facts

@@ -23,7 +23,7 @@ from graphspec.lab.measure.compare import Measured
 from graphspec.lab.measure.equality import Reference, judge
 from graphspec.lab.measure.metrics import Timeline
 from graphspec.lab.measure.process import WorkerProcess, pack, unpack
-from graphspec.lab.measure.sides import Side, for_workload, plain_config, reference_of, sides_of
+from graphspec.lab.measure.sides import SideConfig, for_workload, plain_config, reference_of, sides_of
 from graphspec.lab.measure.worker import Worker
 from graphspec.lab.measure.workload import held_out_texts, make_workload
 from recipes import held_out
@@ -114,7 +114,7 @@ def about(**changes: Any) -> dict[str, Any]:
 def test_one_wrong_token_is_a_wrong_side() -> None:
     config = LaunchConfig()
     right = Reference([[1, 2, 3], [4, 5]], ["a", "b"])
-    subject, hf, api = Side("subject", config), Side("hf", config), Side("openai", config)
+    subject, hf, api = SideConfig("subject", config), SideConfig("hf", config), SideConfig("openai", config)
     good = [([[1, 2, 3], [4, 5]], ["a", "b"])] * 2
     bad = [good[0], ([[1, 2, 3], [4, 6]], ["a", "b"])]
     assert judge(subject, about(), good, right, ()).equal is True
@@ -231,7 +231,7 @@ def test_a_busy_machine_is_said_below_the_table(fake: type[FakeWorker], tmp_path
 def test_secrets_stay_out_of_result_files(tmp_path: Path) -> None:
     config = LaunchConfig(results=str(tmp_path), profile=ProfileConfig(api_key="hush"))
     head = {"kind": "provenance", "config": {"profile": {"api_key": "hush"}}, "command": ["profile", "profile.api_key=hush", "x=1"]}
-    subject = Measured(Side("subject", config), about(provenance=head))
+    subject = Measured(SideConfig("subject", config), about(provenance=head))
     files = [profile._write(config, subject, [{"kind": "side"}]) for _ in range(3)]
     assert len(set(files)) == 3, "two cases within one second share no file"
     assert "hush" not in files[0].read_text(encoding="utf-8")

@@ -22,7 +22,7 @@ from graphspec.lab.measure.hf_side import HfSide
 from graphspec.lab.measure.metrics import Timeline, figures
 from graphspec.lab.measure.recorder import MarkedProgram, Recorder, stage_timer
 from graphspec.lab.measure.selfcheck import ReplayTwin, check_runtime
-from graphspec.lab.measure.sides import Side, plain_config, sides_of
+from graphspec.lab.measure.sides import SideConfig, plain_config, sides_of
 from graphspec.lab.measure.stages import Probe, kernel_timeline, summarise_kernels
 from graphspec.lab.measure.trace import TRACKS, chrome_trace
 from tests.support.engines import Pair, add_tokenizer, mirror_pair
@@ -388,7 +388,7 @@ def test_forced_acceptance_is_held_to_a_twin_and_to_its_stages(pair: Pair, monke
     class Here(Bench):
         """Runs sides in this process."""
 
-        def run(self, one: Side, engine: EngineSide) -> Measured:
+        def run(self, one: SideConfig, engine: EngineSide) -> Measured:
             told = engine.round()
             found = Measured(one, engine.describe())
             found.rounds.append(compare.Round([Timeline.from_json(row) for row in told["timelines"]]))
@@ -398,11 +398,11 @@ def test_forced_acceptance_is_held_to_a_twin_and_to_its_stages(pair: Pair, monke
         def measure(self, wanted: Any) -> list[Measured]:
             return [self.run(side, sides[side.role]) for side in wanted]
 
-        def reference(self, side: Side) -> Measured:
+        def reference(self, side: SideConfig) -> Measured:
             assert side.config.accept == AcceptConfig() and side.config.variant == config.variant
             return self.run(side, twin)
 
-        def check(self, side: Side) -> dict[str, Any]:
+        def check(self, side: SideConfig) -> dict[str, Any]:
             assert side.config.accept.rule == "synthetic"
             return {"equal": sound, "sentence": "stages"}
 

@@ -11,19 +11,6 @@ from pathlib import Path
 from typing import Any, Self
 
 import pytest
-from graphspec.lab.tune.tune.choice import (
-    Outcome,
-    backlog_for,
-    choose,
-    cycle_times,
-    expected_tokens,
-    first_depths,
-    mean_shares,
-    shallower_depths,
-)
-from graphspec.lab.tune.tune.experiment import experiment_text, write_experiment
-from graphspec.lab.tune.tune.short_list import Candidates, pick
-from graphspec.lab.tune.tune.tables import caution, table
 from rich.console import Console
 
 from graphspec.command_options import LaunchConfig, PlanningConfig, ProfileConfig, TuneConfig, WorkloadConfig
@@ -34,8 +21,21 @@ from graphspec.engine.llm import LLM
 from graphspec.engine.request import SamplingParams
 from graphspec.errors import ConfigError, ResourceError
 from graphspec.lab.measure import compare
-from graphspec.lab.measure.worker import Worker
-from graphspec.lab.tune.tune import tune
+from graphspec.lab.tune import command, tune
+from graphspec.lab.tune.choice import (
+    Outcome,
+    backlog_for,
+    choose,
+    cycle_times,
+    expected_tokens,
+    first_depths,
+    mean_shares,
+    shallower_depths,
+)
+from graphspec.lab.tune.experiment import experiment_text, write_experiment
+from graphspec.lab.tune.short_list import Candidates, pick
+from graphspec.lab.tune.tables import caution, table
+from graphspec.lab.tune.worker import TuneWorker
 from graphspec.shapes import CycleShape
 from tests.support.engines import MIRROR_VOCAB, Pair, ids, mirror_pair, prompts
 
@@ -170,7 +170,7 @@ def test_the_backlog_makes_catching_up_cheap(extra: float, most: int, backlog: i
 def test_what_cannot_be_tuned_is_refused() -> None:
     def refused(*words: str) -> str:
         with pytest.raises(ConfigError) as caught:
-            tune.check(load_config(*words))
+            command.check(load_config(*words))
         return caught.value.key
 
     assert refused("variant=none") == "variant"
@@ -180,8 +180,8 @@ def test_what_cannot_be_tuned_is_refused() -> None:
     for word in ("tune.batches=[4,1]", "tune.batches=[]", "tune.out=tuned.json", "tune.candidates=0"):
         with pytest.raises(ConfigError, match=word.partition("=")[0]):
             load_config(word)
-    assert tune.check(load_config()) == [1, 2, 4, 8]
-    assert tune.check(load_config("tune.batches=[3,16]")) == [3, 16]
+    assert command.check(load_config()) == [1, 2, 4, 8]
+    assert command.check(load_config("tune.batches=[3,16]")) == [3, 16]
 
 
 TIMES = {1: {0: 0.00123, 2: 2.0, 5: 3.25}, 8: {0: 1.0, 2: 2.0, 5: 3.0}}
@@ -265,8 +265,8 @@ class Local:
     spoils_changing_depths = False
     core_wait = 0.01
 
-    def __init__(self, name: str, timeout: float, say: object = None) -> None:
-        self.worker, self.about = Worker(), {}
+    def __init__(self, name: str, timeout: float, say: object = None, module: str = "") -> None:
+        self.worker, self.about = TuneWorker(), {}
 
     def __enter__(self) -> Self:
         return self
@@ -332,7 +332,7 @@ def result_of(folder: Path) -> list[dict[str, Any]]:
 
 def test_a_whole_run_writes_what_serves_best(pair: Pair, local: type[Local], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = asked(pair, tmp_path)
-    assert tune.run(config) == 0
+    assert command.run(config) == 0
     shown = capsys.readouterr().out
     head, *sides, tuned = result_of(tmp_path)
     assert (head["kind"], tuned["kind"], {side["kind"] for side in sides}) == ("provenance", "tuned", {"side"})
@@ -381,7 +381,7 @@ def test_where_nothing_pays_plain_decoding_is_written(
     pair: Pair, local: type[Local], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     local.step = 9.0
-    assert tune.run(replace(asked(pair, tmp_path), format="json")) == 0
+    assert command.run(replace(asked(pair, tmp_path), format="json")) == 0
     document = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (document["tuned"]["shape"], document["tuned"]["variant"], document["tuned"]["score"]) == (None, "none", 1.0)
     assert load_config(f"experiment={tmp_path}/made/tuned.yaml").variant.name == "none"
@@ -398,19 +398,19 @@ def test_a_winner_found_on_a_busy_machine_carries_the_caution(
     pair: Pair, local: type[Local], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     local.core_wait = 0.62
-    assert tune.run(small(pair, tmp_path, candidates=1)) == 0
+    assert command.run(small(pair, tmp_path, candidates=1)) == 0
     sentence = "Other programs kept the processor busy, or there are more threads than cores."
     assert sentence in " ".join(capsys.readouterr().out.split())
     file = tmp_path / "made" / "tuned.yaml"
     assert sentence in " ".join(file.read_text(encoding="utf-8").replace("#", " ").split())
     local.core_wait = 0.01
-    assert tune.run(small(pair, tmp_path, candidates=1)) == 0
+    assert command.run(small(pair, tmp_path, candidates=1)) == 0
     assert sentence not in " ".join(capsys.readouterr().out.split())
     assert "processor" not in file.read_text(encoding="utf-8")
 
 
 def test_a_fixed_table_holds_no_depths(pair: Pair, local: type[Local], tmp_path: Path) -> None:
-    assert tune.run(small(pair, tmp_path, adaptive=False, candidates=1)) == 0
+    assert command.run(small(pair, tmp_path, adaptive=False, candidates=1)) == 0
     loaded = load_config(f"experiment={tmp_path}/made/tuned.yaml")
     assert loaded.adaptive == AdaptiveConfig()
     # Every depth accepts everything, and one more costs less than the token it brings: the deepest, everywhere.
@@ -433,7 +433,7 @@ def test_buckets_beyond_every_batch_size_are_not_timed(pair: Pair, local: type[L
 
 def test_wrong_tokens_are_out(pair: Pair, local: type[Local], tmp_path: Path) -> None:
     local.spoiled = (4, 1, 5)
-    assert tune.run(small(pair, tmp_path)) == 0
+    assert command.run(small(pair, tmp_path)) == 0
     *_, tuned = result_of(tmp_path)
     assert tuned["shape"] != [4, 1, 5]
     assert [4, 1, 5] not in [row["shape"] for row in tuned["scores"]]
@@ -441,14 +441,14 @@ def test_wrong_tokens_are_out(pair: Pair, local: type[Local], tmp_path: Path) ->
     only = small(pair, tmp_path, candidates=1)
     local.spoiled = (5, 4, 8)
     with pytest.raises(ResourceError, match="eagle3 tree"):
-        tune.run(replace(only, variant=replace(only.variant, num_steps=None, topk=None, num_draft_tokens=None)))
+        command.run(replace(only, variant=replace(only.variant, num_steps=None, topk=None, num_draft_tokens=None)))
 
 
 def test_nothing_is_written_when_it_gives_wrong_tokens_itself(
     pair: Pair, local: type[Local], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     local.spoils_changing_depths = True
-    assert tune.run(small(pair, tmp_path)) == 1
+    assert command.run(small(pair, tmp_path)) == 1
     assert not (tmp_path / "made").exists()
     *_, tuned = result_of(tmp_path)
     assert tuned["experiment"] is None

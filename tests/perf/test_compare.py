@@ -17,7 +17,7 @@ import pytest
 
 from graphspec.errors import ResourceError
 from perf.compare import __main__ as compare
-from perf.compare.revisions import Side, checkouts, git, resolve_commit
+from perf.compare.revisions import RevisionProcess, checkouts, git, resolve_commit
 from perf.compare.verdict import FASTER, SAME, SLOWER, TOO_FEW, UNEQUAL, Comparison, quantile
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -212,7 +212,11 @@ def test_a_package_from_elsewhere_is_refused(repository: Repository) -> None:
     """An installed copy must not stand in for the one to be measured."""
     (repository.folder / "graphspec" / "__init__.py").rename(repository.folder / "other.py")
     (repository.folder / "graphspec").rmdir()
-    with checkouts(repository.folder, ".") as [checkout], pytest.raises(ResourceError, match=r"revision \..*expected"), Side(checkout):
+    with (
+        checkouts(repository.folder, ".") as [checkout],
+        pytest.raises(ResourceError, match=r"revision \..*expected"),
+        RevisionProcess(checkout),
+    ):
         pass
 
 

@@ -14,17 +14,17 @@ from graphspec.buffers import Arena
 from graphspec.config import Config, HardwareConfig, KernelsConfig, ModelConfig, RuntimeConfig, VariantConfig
 from graphspec.drafters.standalone.facts import StandaloneFacts
 from graphspec.drafters.standalone.network import StandaloneDraft
-from graphspec.engine.planned import PlannedCycle
 from graphspec.engine.request import Request, SamplingParams
 from graphspec.engine.scheduler import Scheduler
 from graphspec.facts import LatentFacts, ModelFacts
 from graphspec.graphs.capture import ProgramCapturer
+from graphspec.graphs.cycle import Cycle
 from graphspec.graphs.programs import PrefillKey
 from graphspec.kernels.chunk_attention import chunk_attention
 from graphspec.kernels.flashinfer.planner import Planner
+from graphspec.kernels.host_step import HeadShape, PreparedCall, RowSpan
 from graphspec.kernels.latent_attention import random_latent_pool
 from graphspec.kernels.latent_chunk_attention import latent_chunk_attention
-from graphspec.kernels.planned import HeadShape, PlannedCall, RowSpan
 from graphspec.kernels.registry import KernelSet
 from graphspec.kernels.tree_attention import random_pool
 from graphspec.models.layers import use_kernels
@@ -36,17 +36,17 @@ LATENT = HeadShape(4, 1, 12, 4, 0.3)
 HEADS = HeadShape(6, 3, 16, 0, 0.2)
 
 
-def cases(latent: HeadShape = LATENT, heads: HeadShape = HEADS) -> dict[str, tuple[PlannedCall, list[int], list[int]]]:
+def cases(latent: HeadShape = LATENT, heads: HeadShape = HEADS) -> dict[str, tuple[PreparedCall, list[int], list[int]]]:
     """Calls as the stages make them, with the slot of the first query of each row and how many of them count."""
     return {
-        "verify": (PlannedCall("target", "root", 4, 4, latent), [3, 9, 0], [4, 4, 4]),
-        "extend": (PlannedCall("draft", "window", 4, 4, latent, 1), [3, 9, 1], [4, 1, 2]),
-        "extend from slot 0": (PlannedCall("draft", "window", 4, 4, latent), [3, 9, 0], [4, 1, 2]),
-        "step": (PlannedCall("draft", "root", 3, 1, latent, 1), [3, 9, 1], [1, 1, 1]),
-        "plain": (PlannedCall("target", "root", 1, 1, latent), [3, 15, 0], [1, 1, 1]),
-        "chunk of latent rows": (PlannedCall("target", "chunk", 6, 6, latent), [0, 6, 26], [6, 3, 5]),
-        "chunk": (PlannedCall("target", "chunk", 6, 6, heads), [0, 6, 26], [6, 3, 5]),
-        "chunk under a sliding window": (PlannedCall("target", "chunk", 6, 6, heads, 0, 5), [0, 6, 25], [6, 3, 5]),
+        "verify": (PreparedCall("target", "root", 4, 4, latent), [3, 9, 0], [4, 4, 4]),
+        "extend": (PreparedCall("draft", "window", 4, 4, latent, 1), [3, 9, 1], [4, 1, 2]),
+        "extend from slot 0": (PreparedCall("draft", "window", 4, 4, latent), [3, 9, 0], [4, 1, 2]),
+        "step": (PreparedCall("draft", "root", 3, 1, latent, 1), [3, 9, 1], [1, 1, 1]),
+        "plain": (PreparedCall("target", "root", 1, 1, latent), [3, 15, 0], [1, 1, 1]),
+        "chunk of latent rows": (PreparedCall("target", "chunk", 6, 6, latent), [0, 6, 26], [6, 3, 5]),
+        "chunk": (PreparedCall("target", "chunk", 6, 6, heads), [0, 6, 26], [6, 3, 5]),
+        "chunk under a sliding window": (PreparedCall("target", "chunk", 6, 6, heads, 0, 5), [0, 6, 25], [6, 3, 5]),
     }
 
 
@@ -64,7 +64,7 @@ class Case:
     """
 
     def __init__(
-        self, call: PlannedCall, starts: list[int], counts: list[int], *, page_size: int = 4, columns: int = 8, device: str = "cpu",
+        self, call: PreparedCall, starts: list[int], counts: list[int], *, page_size: int = 4, columns: int = 8, device: str = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> None:  # fmt: skip
         generator = torch.Generator().manual_seed(0)
@@ -114,7 +114,7 @@ class Case:
     def plan(self, planner: Planner) -> None:
         assert planner.bind(self.call) is not None
         name = str(self.query.dtype).removeprefix("torch.")
-        planner.plan({self.call: self.spans}, self.lanes, self.page_size, self.columns, name)
+        planner.prepare({self.call: self.spans}, self.lanes, self.page_size, self.columns, name)
 
     def run(self, planner: Planner, pool: Tensor | None = None, scale: float | None = None) -> Tensor:
         """The call as a stage makes it, over ``pool``, default :meth:`poisoned`."""
@@ -142,7 +142,7 @@ def facts_of(structure: str) -> ModelFacts:
 def self_drafting(
     structure: str, *, device: str, runtime: str, mode: str, dtype: str, kernels: Callable[[Plan], KernelSet],
     capturer: Callable[[Arena], ProgramCapturer] | None = None, **runtime_keys: Any,
-) -> PlannedCycle:  # fmt: skip
+) -> Cycle:  # fmt: skip
     """A random target that drafts chains for itself through FlashInfer: every draft is right, so what is rejected is an error.
 
     ``kernels`` says which implementations a plan gets.
@@ -163,10 +163,10 @@ def self_drafting(
     move(target, device)
     chosen = kernels(plan)
     use_kernels(target, chosen)
-    return PlannedCycle(plan, target, StandaloneDraft(draft, plan.max_positions, target), chosen, capturer=capturer)
+    return Cycle(plan, target, StandaloneDraft(draft, plan.max_positions, target), chosen, capturer=capturer)
 
 
-def generate(cycle: PlannedCycle, lengths: Sequence[int], tokens: int = 24) -> list[Request]:
+def generate(cycle: Cycle, lengths: Sequence[int], tokens: int = 24) -> list[Request]:
     """Requests whose prompts have these lengths, greedy and drawn in turns, to their end."""
     requests = []
     for index, length in enumerate(lengths):

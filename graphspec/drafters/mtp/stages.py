@@ -10,7 +10,7 @@ from torch import Tensor
 from ...buffers import Views
 from ...graphs.stages.draft_prefill import ChunkRows, DraftPrefill
 from ...graphs.stages.stage import Build, Stage
-from ...kernels.planned import BoundCall
+from ...kernels.host_step import BoundCall
 from ..beams import BEAM_SLOTS, DraftStage, beam_stages
 
 

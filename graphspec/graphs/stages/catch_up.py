@@ -34,5 +34,5 @@ class CatchUp(NetworkStage):
         width = self.plan.window_capacity
         found = self.window(v, width, math.ceil(width / WORD_BITS))
         token_BAc, valid_BAc, slot_BAc, position_BAc, begin_B, ancestors_BAcX, _, _, feature_BAcF = found
-        attention = self.attend(v, position_BAc, valid_BAc, slot_BAc, begin_B, ancestors_BAcX, planned=self.bound)
+        attention = self.attend(v, position_BAc, valid_BAc, slot_BAc, begin_B, ancestors_BAcX, bound=self.bound)
         self.draft.write_kv(token_BAc, self.draft.fuse(feature_BAcF) if self.plan.feature_width else None, attention)

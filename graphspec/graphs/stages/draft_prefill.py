@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...buffers import Views
-from ...kernels.planned import BoundCall
+from ...kernels.host_step import BoundCall
 from ...models.attention import ChunkAttention
 from .stage import Build, DraftModel
 
@@ -38,7 +38,7 @@ class DraftPrefill:
 
     Args:
         build: what every stage gets.
-        bound: attention of the chunk by kernels that the host has planned for, where the drafter attends at all.
+        bound: attention of the chunk by kernels with a host step, where the drafter attends at all.
     """
 
     carried: ClassVar[tuple[str, ...]] = ()

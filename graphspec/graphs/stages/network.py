@@ -7,7 +7,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from ...buffers import Views
-from ...kernels.planned import BoundCall
+from ...kernels.host_step import BoundCall
 from ...models.attention import TreeAttention
 from .stage import Build, DraftModel, Stage
 
@@ -37,16 +37,16 @@ class NetworkStage(Stage):
         prefix_end_B: Tensor,
         ancestors_BTX: Tensor,
         own_window: tuple[Tensor, Tensor] | None = None,
-        planned: BoundCall | None = None,
+        bound: BoundCall | None = None,
     ) -> TreeAttention:
         """Attention over the row's draft KV from the first consumed token on; invalid tokens see nothing, so their words are 0.
 
         ``own_window``: the same visibility, told as a prefix's end and words over the slots of these very tokens, where it can be.
-        ``planned``: the same attention over latent rows, planned by the host.
+        ``bound``: the same attention over latent rows, by a kernel with a host step.
         """
         window = None
         # A drafter that skips tokens leaves their slots unwritten, and such a kernel sees the prefix from slot 0 on.
-        if own_window is not None and self.shift == 0 and planned is None:
+        if own_window is not None and self.shift == 0 and bound is None:
             window = self.kernels.own_window(v.lane_table_BP, self.plan.page_size, *own_window)
         return TreeAttention(
             kernels=self.kernels,
@@ -60,7 +60,7 @@ class NetworkStage(Stage):
             prefix_end_B=prefix_end_B,
             ancestors_BTX=ancestors_BTX,
             own_window=window,
-            bound=planned,
+            bound=bound,
         )
 
     def window(self, v: Views, width: int, num_words: int) -> tuple[Tensor, ...]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ...buffers import Status, Views
 from ...errors import GraphspecError
 from ...facts import ModelFacts
-from ...kernels.planned import Anchor, BoundCall, HeadShape, PlannedCall
+from ...kernels.host_step import Anchor, BoundCall, HeadShape, PreparedCall
 from ...kernels.registry import KernelSet
 from ...models.attention import Attention
 from ...plan import Plan
@@ -73,8 +73,8 @@ class Stage(nn.Module):
     name: ClassVar[str]
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
-    planned: tuple[PlannedCall, ...] = ()
-    """Attention calls that must be planned, for the very lengths of a launch, before it."""
+    prepared_calls: tuple[PreparedCall, ...] = ()
+    """Attention calls that need a host step before each launch, from the row lengths of that launch."""
 
     def __init__(self, build: Build) -> None:
         super().__init__()
@@ -84,24 +84,24 @@ class Stage(nn.Module):
         raise NotImplementedError
 
     def bind_call(self, pool: Literal["target", "draft"], anchor: Anchor, extent: int, tokens: int) -> BoundCall | None:
-        """A call over latent rows in which every query sees what lies before it, planned by the host where kernels and plan have it so.
+        """A call over latent rows in which every query sees what lies before it; None where the kernels serve it without a host step.
 
         Args:
             pool: whose rows.
-            anchor, extent, tokens: see :class:`~graphspec.kernels.planned.PlannedCall`.
+            anchor, extent, tokens: see :class:`~graphspec.kernels.host_step.PreparedCall`.
         """
         facts, begin = self._network(pool)
-        if facts is None or facts.latent is None or not self.plan.plans_cycles:
+        if facts is None or facts.latent is None or not self.plan.cycles_need_host_step:
             return None
-        return self._bind(PlannedCall(pool, anchor, extent, tokens, head_shape(facts), begin))
+        return self._bind(PreparedCall(pool, anchor, extent, tokens, head_shape(facts), begin))
 
     def bind_chunk(self, pool: Literal["target", "draft"], chunk: int) -> Mapping[int | None, BoundCall]:
-        """Attention of a prompt chunk by sliding window, for the windows whose layers a planned kernel serves."""
+        """Attention of a prompt chunk by sliding window, for the windows that a kernel with a host step serves."""
         facts, begin = self._network(pool)
         if facts is None:
             return {}
         calls = [
-            PlannedCall(pool, "chunk", chunk, chunk, head_shape(facts), begin, window) for window in dict.fromkeys(facts.sliding_window)
+            PreparedCall(pool, "chunk", chunk, chunk, head_shape(facts), begin, window) for window in dict.fromkeys(facts.sliding_window)
         ]
         return {call.window: bound for call in calls if (bound := self._bind(call)) is not None}
 
@@ -111,10 +111,10 @@ class Stage(nn.Module):
             return self.plan.target, 0
         return self.plan.draft.decoder if self.plan.draft is not None else None, self.plan.variant.shift
 
-    def _bind(self, call: PlannedCall) -> BoundCall | None:
+    def _bind(self, call: PreparedCall) -> BoundCall | None:
         bound = self.kernels.bind_call(call)
         if bound is not None:
-            self.planned = (*self.planned, call)
+            self.prepared_calls = (*self.prepared_calls, call)
         return bound
 
     def feature(self, hidden_BTH: Tensor, taps_BTF: Tensor | None) -> Tensor | None:

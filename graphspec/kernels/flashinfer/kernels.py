@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..planned import PlannedCall
+from ..host_step import PreparedCall
 from ..registry import KernelSet
 from . import version
 from .planner import Bound, Planner
@@ -23,10 +23,10 @@ class FlashInferKernels(KernelSet):
     def own_window(self, table_BP: Tensor, page_size: int, prefix_end_B: Tensor, ancestors_BTX: Tensor) -> XqaWindow:
         return bind_window(table_BP, page_size, prefix_end_B, ancestors_BTX)
 
-    def bind_call(self, call: PlannedCall) -> Bound | None:
+    def bind_call(self, call: PreparedCall) -> Bound | None:
         return self.planner.bind(call)
 
-    def host_planner(self) -> Planner:
+    def host_step(self) -> Planner:
         return self.planner
 
     def check_model(

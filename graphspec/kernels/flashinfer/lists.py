@@ -16,7 +16,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from ..planned import PlannedCall, RowSpan
+from ..host_step import PreparedCall, RowSpan
 
 Ints: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
 
@@ -45,23 +45,23 @@ class KeyLists:
         return ((self.lengths - 1) % self.page_size + 1).astype(np.int32)
 
 
-def by_slot(call: PlannedCall) -> bool:
+def by_slot(call: PreparedCall) -> bool:
     """Keys are told slot by slot: pages would begin before the first visible slot, or hold slots behind the last one that counts."""
     return call.begin > 0 or call.anchor == "window"
 
 
-def place_tokens(call: PlannedCall, page_size: int) -> int:
+def place_tokens(call: PreparedCall, page_size: int) -> int:
     """Tokens of one place of the call's keys."""
     return 1 if by_slot(call) else page_size
 
 
-def most_places(call: PlannedCall, lanes: int, page_size: int, table_width: int) -> int:
+def most_places(call: PreparedCall, lanes: int, page_size: int, table_width: int) -> int:
     """Places that any plan of the call can need."""
     slots = table_width * page_size + call.tokens
     return lanes * (slots if by_slot(call) else -(-slots // page_size))
 
 
-def key_lists(call: PlannedCall, spans: Sequence[RowSpan], lanes: int, page_size: int) -> KeyLists:
+def key_lists(call: PreparedCall, spans: Sequence[RowSpan], lanes: int, page_size: int) -> KeyLists:
     """Lists of one launch.
 
     Args:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...errors import CaptureError
 from ..fused.launch import multiprocessors, register
-from ..planned import PlannedCall, RowSpan
+from ..host_step import PreparedCall, RowSpan
 from . import version
 from .wrappers import LatentWrapper, PromptWrapper, Wrapper, backend_for, make_wrapper, workspace_bytes
 
@@ -20,7 +20,7 @@ from .wrappers import LatentWrapper, PromptWrapper, Wrapper, backend_for, make_w
 class _Slot:
     """A served call: its wrappers by number of lanes."""
 
-    def __init__(self, call: PlannedCall) -> None:
+    def __init__(self, call: PreparedCall) -> None:
         self.call = call
         self.wrappers: dict[int, Wrapper] = {}
 
@@ -103,7 +103,7 @@ LATENT_OP = register("flashinfer_latent", planned_latent, _fake_latent)
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """A served call; see :class:`~graphspec.kernels.planned.BoundCall`."""
+    """A served call; see :class:`~graphspec.kernels.host_step.BoundCall`."""
 
     number: int
 
@@ -118,7 +118,7 @@ class Bound:
 
 
 class Planner:
-    """See :class:`~graphspec.kernels.planned.HostPlanner`.
+    """See :class:`~graphspec.kernels.host_step.HostStep`.
 
     Wrappers are made by the first plan of a call at a number of lanes, each with 8 MiB of lists on the device and as much pinned on the
     host. Programs that share calls share wrappers: each launch is planned right before it, and launches follow each other on one stream.
@@ -129,11 +129,11 @@ class Planner:
 
     def __init__(self, device: str) -> None:
         self.device = torch.device(device)
-        self._slots: dict[PlannedCall, tuple[int, _Slot]] = {}
+        self._slots: dict[PreparedCall, tuple[int, _Slot]] = {}
         self._workspaces: list[Tensor] = []
         self._staged: torch.cuda.Event | None = None
 
-    def bind(self, call: PlannedCall) -> Bound | None:
+    def bind(self, call: PreparedCall) -> Bound | None:
         """The call as a stage holds it; None: it is not served, the fused kernel runs it."""
         shape = call.shape
         if not shape.latent and (shape.dim not in version.PROMPT_DIMS or call.anchor != "chunk" or call.begin > 0):
@@ -147,8 +147,8 @@ class Planner:
             _slots[number] = self._slots[call][1]
         return Bound(self._slots[call][0])
 
-    def plan(self, calls: Mapping[PlannedCall, Sequence[RowSpan]], lanes: int, page_size: int, table_width: int, dtype: str) -> None:
-        """See :meth:`graphspec.kernels.planned.HostPlanner.plan`."""
+    def prepare(self, calls: Mapping[PreparedCall, Sequence[RowSpan]], lanes: int, page_size: int, table_width: int, dtype: str) -> None:
+        """See :meth:`graphspec.kernels.host_step.HostStep.prepare`."""
         if self._staged is not None:
             # The copies of the last plans leave host memory when the stream gets to them; it is about to be written again.
             self._staged.synchronize()
@@ -162,7 +162,7 @@ class Planner:
                 self._staged = torch.cuda.Event()
             self._staged.record()
 
-    def _workspace(self, call: PlannedCall) -> Tensor:
+    def _workspace(self, call: PreparedCall) -> Tensor:
         """Scratch for the call: any that is large enough, since calls follow each other. What captured programs know stays where it is."""
         needed = workspace_bytes(call, multiprocessors(self.device), backend_for(self.device))
         for workspace in self._workspaces:

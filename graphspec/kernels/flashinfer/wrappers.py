@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...errors import CaptureError
-from ..planned import PlannedCall, RowSpan
+from ..host_step import PreparedCall, RowSpan
 from .lists import KeyLists, key_lists, most_places, place_tokens
 
 WORKSPACE_BYTES = 128 * 2**20
@@ -32,7 +32,7 @@ def backend_for(device: torch.device) -> str:
     return "fa3" if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9 else "fa2"
 
 
-def workspace_bytes(call: PlannedCall, multiprocessor_count: int, backend: str) -> int:
+def workspace_bytes(call: PreparedCall, multiprocessor_count: int, backend: str) -> int:
     """Scratch of a call: what FA2's prefill reserves for a chunk is a float32 result and a sum for each row of each block of the grid."""
     if call.shape.latent or backend != "fa2":
         return WORKSPACE_BYTES
@@ -53,7 +53,7 @@ class Wrapper:
         workspace: uint8 scratch, shared by calls that follow each other.
     """
 
-    def __init__(self, call: PlannedCall, lanes: int, page_size: int, table_width: int, dtype: torch.dtype, workspace: Tensor) -> None:
+    def __init__(self, call: PreparedCall, lanes: int, page_size: int, table_width: int, dtype: torch.dtype, workspace: Tensor) -> None:
         self.call, self.lanes, self.page_size, self.dtype = call, lanes, page_size, dtype
         device = self._device = workspace.device
         capacity = most_places(call, lanes, page_size, table_width)
@@ -181,7 +181,7 @@ class LatentWrapper(Wrapper):
             self._wrapper.run(query=(query_latent_NQL, query_rope_NQR), kv_cache=parts, out=out)
 
 
-def make_wrapper(call: PlannedCall, lanes: int, page_size: int, table_width: int, dtype: torch.dtype, workspace: Tensor) -> Wrapper:
+def make_wrapper(call: PreparedCall, lanes: int, page_size: int, table_width: int, dtype: torch.dtype, workspace: Tensor) -> Wrapper:
     """The wrapper of the call's kind."""
     kind = LatentWrapper if call.shape.latent else PromptWrapper
     return kind(call, lanes, page_size, table_width, dtype, workspace)

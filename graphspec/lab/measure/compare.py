@@ -16,7 +16,7 @@ from ...errors import ResourceError
 from .equality import Reference, Texts, Tokens, Verdict, judge
 from .metrics import Round, Timeline, figures, ratio
 from .process import WorkerProcess, pack
-from .sides import PLAIN, SELF, SUBJECT, Side
+from .sides import PLAIN, SELF, SUBJECT, SideConfig
 
 Say = Callable[[str], None]
 INSIDE = ("cycle_ms", "host_us", "gap_ms", "nodes", "stages", "floor_ms", "percent_of_floor", "bandwidth")
@@ -39,7 +39,7 @@ class Measured:
         verdict: whether its output is right.
     """
 
-    side: Side
+    side: SideConfig
     about: dict[str, Any]
     rounds: list[Round] = field(default_factory=list)
     outputs: list[tuple[Tokens, Texts]] = field(default_factory=list)
@@ -92,7 +92,7 @@ class Bench:
         self._digest: str | None = None
         self._bandwidth: float | None = None
 
-    def measure(self, sides: Sequence[Side]) -> list[Measured]:
+    def measure(self, sides: Sequence[SideConfig]) -> list[Measured]:
         """Measure all of them; the first one's dtype and device are what sides that are not ours take.
 
         Raises:
@@ -119,7 +119,7 @@ class Bench:
                 self._look_inside(worker, one, first=place == 0)
         return measured
 
-    def measure_one(self, side: Side, *, first: bool = False) -> Measured:
+    def measure_one(self, side: SideConfig, *, first: bool = False) -> Measured:
         """Measure one side by itself, from its start to its end."""
         with WorkerProcess(side.role, self.schedule.timeout_seconds, self.say) as worker:
             one = self._prepare(worker, side)
@@ -129,7 +129,7 @@ class Bench:
             self._look_inside(worker, one, first=first)
         return one
 
-    def reference(self, side: Side) -> Measured:
+    def reference(self, side: SideConfig) -> Measured:
         """Run the workload once and measure nothing: for outputs that others are compared with."""
         with WorkerProcess(side.role, self.schedule.timeout_seconds, self.say) as worker:
             one = self._prepare(worker, side)
@@ -137,14 +137,14 @@ class Bench:
             self._round(worker, one)
         return one
 
-    def check(self, side: Side) -> dict[str, Any]:
+    def check(self, side: SideConfig) -> dict[str, Any]:
         """``equal`` and a sentence: whether the side's runtime does what its stages do."""
         with WorkerProcess(side.role, self.schedule.timeout_seconds, self.say) as worker:
             self.say("check of the runtime")
             found: dict[str, Any] = worker.ask("check", config=pack(side.config))
         return found
 
-    def _prepare(self, worker: WorkerProcess, side: Side) -> Measured:
+    def _prepare(self, worker: WorkerProcess, side: SideConfig) -> Measured:
         self.say(f"preparing {side.role}")
         about = worker.ask("prepare", role=side.role, config=pack(side.config), command=list(sys.argv), like=self._like)
         if self._like is None:

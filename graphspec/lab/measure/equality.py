@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .sides import API, PLAIN, Side
+from .sides import API, PLAIN, SideConfig
 
 Tokens = Sequence[Sequence[int] | None]
 Texts = Sequence[str | None]
@@ -38,7 +38,11 @@ class Reference:
 
 
 def judge(
-    side: Side, about: Mapping[str, Any], rounds: Sequence[tuple[Tokens, Texts]], reference: Reference, checks: Sequence[Mapping[str, Any]]
+    side: SideConfig,
+    about: Mapping[str, Any],
+    rounds: Sequence[tuple[Tokens, Texts]],
+    reference: Reference,
+    checks: Sequence[Mapping[str, Any]],
 ) -> Verdict:
     """The verdict on one side.
 

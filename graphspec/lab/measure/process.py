@@ -44,14 +44,17 @@ class WorkerProcess:
     Args:
         name: of its side, for messages.
         timeout: seconds an answer may take.
-        say: told how far the worker is, for people.
+        say: called with the worker's progress, as a line for people.
+        module: what the process runs; its questions are those the worker of that module answers.
     """
 
-    def __init__(self, name: str, timeout: float, say: Callable[[str], None] = lambda text: None) -> None:
+    def __init__(
+        self, name: str, timeout: float, say: Callable[[str], None] = lambda text: None, module: str = "graphspec.lab.measure.worker"
+    ) -> None:
         self.name, self.timeout, self.say = name, timeout, say
         self._complaints: IO[str] = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 - lives as long as the worker
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "graphspec.lab.measure.worker"],
+            [sys.executable, "-m", module],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._complaints, text=True, encoding="utf-8",
         )  # fmt: skip
         self._answers: queue.Queue[str | None] = queue.Queue()

@@ -21,7 +21,7 @@ from ...paths import check_writable, user_path
 from .compare import Bench, Measured, Say, Schedule, pass_judgement, records
 from .equality import Reference, Verdict, judge
 from .provenance import result_file, write_jsonl
-from .sides import PLAIN, Side, plain_config, reference_of, sides_of
+from .sides import PLAIN, SideConfig, plain_config, reference_of, sides_of
 from .workload import file_texts
 
 SECRETS = ("profile.api_key=",)
@@ -66,7 +66,7 @@ def run(config: LaunchConfig) -> int:
     return 1 if any(row["equal"] is False for row in found) else 0
 
 
-def profile(config: LaunchConfig, sides: Sequence[Side], say: Say = lambda text: None) -> tuple[list[Measured], list[dict[str, Any]]]:
+def profile(config: LaunchConfig, sides: Sequence[SideConfig], say: Say = lambda text: None) -> tuple[list[Measured], list[dict[str, Any]]]:
     """Measure ``sides``, the first of them the subject, and judge them.
 
     Returns:
@@ -98,10 +98,10 @@ def synthetic_checks(bench: Bench, measured: Sequence[Measured], reference: Meas
     are accepted when they are right, gives the tokens of plain decoding.
     """
     subject = measured[0].side
-    twin = bench.reference(Side(subject.role, replace(subject.config, accept=AcceptConfig())))
+    twin = bench.reference(SideConfig(subject.role, replace(subject.config, accept=AcceptConfig())))
     plain = reference or next((one for one in measured if one.side.role == PLAIN), None)
     if plain is None:
-        plain = bench.reference(Side(PLAIN, plain_config(subject.config)))
+        plain = bench.reference(SideConfig(PLAIN, plain_config(subject.config)))
     verdict: Verdict = judge(twin.side, twin.about, twin.outputs, Reference(*plain.outputs[0]), ())
     told = {"equal": verdict.equal is True, "sentence": f"the same shapes with rule match: {verdict.sentence}"}
     return [bench.check(subject), told]

@@ -57,7 +57,7 @@ class Line:
 
 
 @dataclass(slots=True)
-class Side(Line):
+class SideRecord(Line):
     """One measured side of a case. ``label`` is its name, with what tells it from others of that name."""
 
     label: str = ""
@@ -134,7 +134,7 @@ class Results:
     """What result files hold."""
 
     files: list[Path]
-    sides: list[Side] = field(default_factory=list)
+    sides: list[SideRecord] = field(default_factory=list)
     generations: list[Line] = field(default_factory=list)
     predictions: list[Line] = field(default_factory=list)
     plans: list[Line] = field(default_factory=list)
@@ -142,7 +142,7 @@ class Results:
     replaced: int = 0
     """Measurements left out because the files hold a newer one of the same side."""
 
-    def predicted(self, line: Line) -> list[Side]:
+    def predicted(self, line: Line) -> list[SideRecord]:
         """The sides that a prediction is about: of its case, batch and shape, plain decoding's being ``[0, 1, 1]``; else the subjects."""
         about = (line.record.get("case"), line.record.get("batch"))
         sides = [side for side in self.sides if (side.record["case"], side.batch) == about]
@@ -159,7 +159,7 @@ def hardware(provenance: Mapping[str, Any], device: str | None = None) -> str:
     return (str(cpu) + (f", {threads} thread{'s' * (threads != 1)}" if threads else "")) if cpu else str(device or "unknown hardware")
 
 
-def on_cpu(side: Side) -> bool:
+def on_cpu(side: SideRecord) -> bool:
     """Whether the side ran on a CPU here; what a server ran on is its own business."""
     return str(side.get("device", "")).startswith("cpu")
 
@@ -244,7 +244,7 @@ def read_results(names: Sequence[str]) -> Results:
     return results
 
 
-def _side(line: Line) -> Side:
+def _side(line: Line) -> SideRecord:
     record = line.record
     for key, types in SIDE_KEYS.items():
         if key not in record or not isinstance(record[key], types):
@@ -259,7 +259,7 @@ def _side(line: Line) -> Side:
     _check_parts(line)
     if record["equal"] is False:
         record = {key: record[key] for key in IDENTITY if key in record}
-    return Side(line.place, record, line.provenance)
+    return SideRecord(line.place, record, line.provenance)
 
 
 def _number_or_none(value: object) -> bool:
@@ -315,7 +315,7 @@ def _generation(line: Line) -> Line:
     return line
 
 
-def _identity(side: Side) -> tuple[object, ...]:
+def _identity(side: SideRecord) -> tuple[object, ...]:
     # One baseline serves every shape of a sweep, so the case is no part of who it is.
     keys = [key for key in IDENTITY if key not in ("equal", "equality", "rounds", "requests") and (side.subject or key != "case")]
     place = (side.hardware, side.provenance.get("revision"), model(side.provenance))
@@ -323,7 +323,7 @@ def _identity(side: Side) -> tuple[object, ...]:
 
 
 def _keep_newest(results: Results) -> None:
-    newest: dict[tuple[object, ...], Side] = {}
+    newest: dict[tuple[object, ...], SideRecord] = {}
     for side in sorted(results.sides, key=lambda side: str(side.provenance.get("date") or "")):
         newest[_identity(side)] = side
     kept = {id(side) for side in newest.values()}
@@ -351,7 +351,7 @@ def model(provenance: Mapping[str, Any]) -> str | None:
     return str(name).rstrip("/").rsplit("/", 1)[-1] if name else None
 
 
-FACETS: tuple[Callable[[Side], str], ...] = (
+FACETS: tuple[Callable[[SideRecord], str], ...] = (
     lambda side: model(side.provenance) or "",
     lambda side: side.hardware,
     lambda side: f"T={side.record['temperature']:g}" if isinstance(side.record.get("temperature"), int | float) else "",
@@ -369,14 +369,14 @@ FACETS: tuple[Callable[[Side], str], ...] = (
 """What may tell two sides of one name apart, most telling first."""
 
 
-def _label(sides: list[Side]) -> None:
+def _label(sides: list[SideRecord]) -> None:
     """Set every ``label``: the side's name, and of :data:`FACETS` those by which sides of one name and batch really differ."""
     for name in dict.fromkeys(side.record["side"] for side in sides):
         same = [side for side in sides if side.record["side"] == name]
         for side in same:
             side.label = name
         for facet in FACETS:
-            groups: dict[tuple[str, int], list[Side]] = {}
+            groups: dict[tuple[str, int], list[SideRecord]] = {}
             for side in same:
                 groups.setdefault((side.label, side.batch), []).append(side)
             if any(len({facet(side) for side in group}) > 1 for group in groups.values()):

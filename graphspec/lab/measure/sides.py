@@ -20,7 +20,7 @@ ROLES = (*OURS, "hf", *ONE_ROW, API)
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
+class SideConfig:
     """One way to serve the workload.
 
     Attributes:
@@ -64,27 +64,27 @@ def for_workload(config: LaunchConfig) -> LaunchConfig:
     )
 
 
-def sides_of(config: LaunchConfig) -> list[Side]:
+def sides_of(config: LaunchConfig) -> list[SideConfig]:
     """The configured engine, then ``baseline``; plain decoding is not measured beside itself.
 
     Raises:
         ConfigError: a baseline that can't serve this workload.
     """
-    sides = [Side(SUBJECT, config)]
+    sides = [SideConfig(SUBJECT, config)]
     for role in config.baseline:
         if role in ONE_ROW and config.workload.batch > 1:
             raise ConfigError("workload.batch", f"1 with baseline={role}: transformers assists one row at a time", config.workload.batch)
         if role == PLAIN:
             if speculates(config):
-                sides.append(Side(role, plain_config(config)))
+                sides.append(SideConfig(role, plain_config(config)))
         else:
-            sides.append(Side(role, config))
+            sides.append(SideConfig(role, config))
     return sides
 
 
-def reference_of(sides: Sequence[Side]) -> Side | None:
+def reference_of(sides: Sequence[SideConfig]) -> SideConfig | None:
     """The side whose tokens are right and none of ``sides`` is: plain decoding, where it has to be run for the check alone."""
     subject = sides[0].config
     if not speculates(subject) or any(side.role == PLAIN for side in sides):
         return None
-    return Side(PLAIN, plain_config(subject))
+    return SideConfig(PLAIN, plain_config(subject))

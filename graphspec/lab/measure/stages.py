@@ -15,7 +15,7 @@ from ...graphs.programs import Key
 from ...graphs.stages.mailbox import Message
 from ...plan import Plan
 from ...shapes import GraphKey
-from ..predict.floor import FloorModel, Hardware
+from ..floor import FloorModel, Hardware
 from .machine import copy_bandwidth
 from .metrics import quantiles
 from .recorder import Recorder, StageTimer, stage_timer

@@ -10,8 +10,6 @@ question       with                                                             
 ``trace``                                                                          Chrome trace events; sides of our own only
 ``generation`` ``count``                                                           recorded generations; sides of our own only
 ``check``      ``config`` (packed)                                                 whether the runtime does what its stages do
-``tried``      ``config`` (packed)                                                 shapes that a trial runs; nothing is prepared
-``short_list`` ``config`` (packed), ``batches``, ``trial``                         shapes worth a run; nothing is prepared
 ``depth_times``                                                                    ``[bucket, depth, seconds]`` rows; adaptive engines only
 ``close``
 =============  ==================================================================  ====================================================
@@ -110,16 +108,6 @@ class Worker:
 
         return check_runtime(unpack(config))
 
-    def do_tried(self, config: str) -> list[list[int]]:
-        from ..tune.short_list import tried_shapes
-
-        return tried_shapes(unpack(config))
-
-    def do_short_list(self, config: str, batches: list[int], trial: list[dict[str, Any]]) -> dict[str, Any]:
-        from ..tune.short_list import short_list
-
-        return short_list(unpack(config), batches, trial)
-
     def do_depth_times(self) -> list[tuple[int, int, float]]:
         times: list[tuple[int, int, float]] = self.runner.depth_times()
         return times
@@ -148,7 +136,7 @@ def make_runner(role: str, config: LaunchConfig, like: dict[str, str] | None, te
     return EngineSide(config, tell)
 
 
-def main() -> None:
+def main(kind: type[Worker] = Worker) -> None:
     """Answer until the pipe closes."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
     # Libraries print; nothing of that may stand between two answers.
@@ -157,7 +145,7 @@ def main() -> None:
     def tell(phase: str, done: int, total: int) -> None:
         answers.write(json.dumps({"progress": [phase, done, total]}) + "\n")
 
-    worker = Worker(tell)
+    worker = kind(tell)
     for line in sys.stdin:
         question = json.loads(line)
         if question["do"] == "close":

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from ...catalog import Variant
 from ...errors import ConfigError
 from ...shapes import MAX_WINDOW, PLAIN, CycleShape
+from ..floor import FloorModel, Hardware, StageCost
 from .acceptance import Acceptance
-from .floor import FloorModel, Hardware, StageCost
 
 DEFAULT_EFFICIENCY = 0.85
 """What the repository's README aims at for plain decoding; used where nothing was measured."""

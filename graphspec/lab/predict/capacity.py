@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ...config import Config, HardwareConfig, ModelConfig
 from ...graphs.memory import GIB, MemoryPlan, fit_memory
 from ...plan import Plan, make_plan
-from .floor import FloorModel, kv_bytes_per_token
+from ..floor import FloorModel, kv_bytes_per_token
 
 if TYPE_CHECKING:
     from ...command_options import LaunchConfig

@@ -11,10 +11,10 @@ from ...catalog import Variant
 from ...errors import ConfigError
 from ...paths import shorten, user_path
 from ...shapes import PLAIN, CycleShape
-from ..measure.results import Side, read_results
+from ..floor import FloorModel, Hardware
+from ..measure.results import SideRecord, read_results
 from .acceptance import SIBLING, Acceptance, conditional, fit_sibling
 from .advice import Efficiency, predict
-from .floor import FloorModel, Hardware
 
 KEY = "plan.measured"
 ROLES = ("subject", "none")
@@ -34,7 +34,7 @@ class Measured:
     """
 
     file: str
-    sides: tuple[Side, ...]
+    sides: tuple[SideRecord, ...]
     shapes: tuple[CycleShape, ...]
 
     def on(self, name: str, device: str) -> Measured:
@@ -86,10 +86,10 @@ def of_rows(rows: Iterable[Mapping[str, Any]], variant: Variant, name: str) -> M
         variant: that ran.
         name: where they come from.
     """
-    return _ours((Side(name, dict(row), {}) for row in rows), variant, name)
+    return _ours((SideRecord(name, dict(row), {}) for row in rows), variant, name)
 
 
-def _ours(candidates: Iterable[Side], variant: Variant, name: str) -> Measured:
+def _ours(candidates: Iterable[SideRecord], variant: Variant, name: str) -> Measured:
     """Sides of this engine whose tokens were not wrong."""
     sides, shapes = [], []
     for side in candidates:
@@ -101,7 +101,7 @@ def _ours(candidates: Iterable[Side], variant: Variant, name: str) -> Measured:
     return Measured(name, tuple(sides), tuple(shapes))
 
 
-def _ran_on(side: Side, name: str, device: str) -> bool:
+def _ran_on(side: SideRecord, name: str, device: str) -> bool:
     on_gpu = not str(side.get("device", "cpu")).startswith("cpu")
     if on_gpu != (device == "cuda"):
         return False
@@ -149,7 +149,7 @@ def _best_of(share: float, siblings: int, sibling: float) -> float:
     return low
 
 
-def context_of(side: Side) -> int:
+def context_of(side: SideRecord) -> int:
     """Committed tokens of a row half-way through its request."""
     return round((side.number("input_tokens") or 0) + (side.number("output_tokens") or 0) / 2)
 
@@ -214,7 +214,7 @@ def fit_stage(points: Sequence[tuple[float, float, float]]) -> tuple[float, floa
     return ff / f, None
 
 
-def stage_times(side: Side) -> dict[str, float]:
+def stage_times(side: SideRecord) -> dict[str, float]:
     """Milliseconds of every stage that was timed."""
     rows: Sequence[Mapping[str, Any]] = side.get("stages", [])
     return {str(row["name"]): float(row["ms"]) for row in rows if isinstance(row.get("ms"), int | float)}

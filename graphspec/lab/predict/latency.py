@@ -23,7 +23,7 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from ...kernels.fused.hopper import MULTIPROCESSORS, resident
-from .floor import Hardware, distinct_experts
+from ..floor import Hardware, distinct_experts
 from .launches import INDUCTOR, LIBRARY, Step
 
 if TYPE_CHECKING:

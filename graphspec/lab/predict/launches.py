@@ -26,8 +26,8 @@ from ...kernels import OPS, KernelOp
 from ...kernels.registry import KernelSet
 from ...models.layers import use_kernels
 from ...shapes import GREEDY, SamplingClass
+from ..floor import build_draft, build_target
 from .capacity import engine_plan
-from .floor import build_draft, build_target
 
 if TYPE_CHECKING:
     from ...catalog import Variant

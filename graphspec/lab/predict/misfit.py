@@ -17,7 +17,7 @@ from .capacity import Capacity, capacity
 if TYPE_CHECKING:
     from ...command_options import LaunchConfig
     from ...shapes import CycleShape
-    from .floor import FloorModel
+    from ..floor import FloorModel
     from .paper_models import Paper
 
 

@@ -7,7 +7,6 @@ the fastest the one with the fewest nodes is recommended, for the model is not b
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -16,11 +15,10 @@ import torch
 
 from ...catalog import Variant, resolve_variant
 from ...errors import ConfigError
-from ...paths import check_writable, make_folder
 from ...plan import resolve_shape
 from ...shapes import PLAIN, CycleShape
+from ..floor import FloorModel, Hardware
 from ..measure.machine import copy_bandwidth, matmul_rate
-from ..measure.provenance import provenance, write_jsonl
 from .acceptance import Acceptance
 from .advice import (
     LARGEST_BATCH,
@@ -36,7 +34,6 @@ from .advice import (
     rank_shapes,
 )
 from .capacity import Capacity, capacity
-from .floor import FloorModel, Hardware
 from .from_results import Measured, acceptance_of, calibrate, predictions, read_measured, timed
 from .latency import DEVICES, CycleEstimate, estimate_cycle
 from .launches import paper_steps
@@ -46,7 +43,7 @@ from .paper_models import Paper, read_paper
 if TYPE_CHECKING:
     from ...command_options import LaunchConfig
 
-__all__ = ["Advice", "Prediction", "Ranked", "advise", "predict", "rank_shapes", "run"]
+__all__ = ["Advice", "Prediction", "Ranked", "advise", "predict", "rank_shapes"]
 
 CLOSE = 0.02
 DEFAULT_CONTEXT = 2048
@@ -195,28 +192,6 @@ def stage_record(stage: StagePrediction) -> dict[str, Any]:
         "ms": stage.ms,
         "bound": "compute" if stage.compute_bound else "bytes",
     }
-
-
-def run(config: LaunchConfig) -> int:
-    """The command.
-
-    Raises:
-        ConfigError, CheckpointError: as :func:`advise`; or ``plan.out`` can't be written.
-    """
-    from .tables import show
-
-    out = check_writable("plan.out", config.plan.out) if config.plan.out is not None else None
-    advice = advise(config)
-    if out is not None:
-        make_folder("plan.out", out.parent)
-        write_jsonl(out, [provenance(config), *advice.records()], "plan.out")
-    if config.format == "json":
-        print(json.dumps(advice.document(), default=str))
-    else:
-        show(advice)
-        if out is not None:
-            print(f"written to {out}")
-    return 0
 
 
 def advise(config: LaunchConfig) -> Advice:

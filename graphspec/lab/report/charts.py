@@ -15,7 +15,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from ..measure.results import Side
+from ..measure.results import SideRecord
 from .tables import Table
 
 SUBJECT_COLOURS = ("var(--accent)", "var(--c2)", "var(--c3)", "var(--c4)", "var(--c5)", "var(--c6)")
@@ -67,7 +67,7 @@ class Style:
 class Palette:
     """Hands every label its style: subjects in the order they come, the first one in the accent; what they are compared with in greys."""
 
-    sides: Sequence[Side]
+    sides: Sequence[SideRecord]
     styles: dict[str, Style] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -80,7 +80,7 @@ class Palette:
                 symbol = SYMBOLS[index // len(colours) % len(SYMBOLS)] if subject else ("circle", "square", "diamond")[index % 3]
                 self.styles[label] = Style(colours[index % len(colours)], symbol, dash)
 
-    def __getitem__(self, side: Side) -> Style:
+    def __getitem__(self, side: SideRecord) -> Style:
         return self.styles[side.label]
 
 
@@ -89,12 +89,12 @@ def plotly_text(text: object) -> str:
     return html.escape(str(text), quote=False)
 
 
-def titled(side: Side, several_batches: bool) -> str:
+def titled(side: SideRecord, several_batches: bool) -> str:
     """Its marks, which nothing may cut off, then the label, with its batch where there are several."""
     return " · ".join([*side.marks, side.label, *([f"batch {side.batch}"] if several_batches else [])])
 
 
-def named(side: Side, more: str = "") -> str:
+def named(side: SideRecord, more: str = "") -> str:
     """The label for a legend, marks on a line of their own."""
     return plotly_text(side.label + more) + (f"<br>{plotly_text(' · '.join(side.marks))}" if side.marks else "")
 

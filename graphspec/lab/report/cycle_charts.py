@@ -9,7 +9,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from ..measure.results import Results, Side, unique
+from ..measure.results import Results, SideRecord, unique
 from .charts import (
     MOST_LINES,
     MOST_SIDES,
@@ -50,7 +50,7 @@ def acceptance(results: Results, palette: Palette) -> list[Chart]:
 
 def _acceptance(results: Results, palette: Palette, key: str, title: str, lede: str) -> Chart:
     id_ = key.replace("_", "-")
-    sides: dict[str, Side] = {}
+    sides: dict[str, SideRecord] = {}
     # The batch changes what is accepted by chance only: the smallest stands for all.
     for side in sorted(results.sides, key=lambda side: side.batch):
         if any(share is not None for share in side.get(key, [])):
@@ -149,16 +149,16 @@ def stages(results: Results, palette: Palette) -> Chart:
     return Chart("stages", title, lede, drawn, numbers)
 
 
-def _share(side: Side) -> str:
+def _share(side: SideRecord) -> str:
     percent = side.number("percent_of_floor")
     return f", {percent:.0f} % of floor" if percent is not None else ""
 
 
-def _total(side: Side) -> float:
+def _total(side: SideRecord) -> float:
     return float(sum(stage.get("ms") or 0 for stage in side.record["stages"]))
 
 
-def _stage(side: Side, name: str) -> dict[str, Any]:
+def _stage(side: SideRecord, name: str) -> dict[str, Any]:
     return next((stage for stage in side.record["stages"] if stage["name"] == name), {})
 
 

@@ -21,7 +21,7 @@ from markupsafe import Markup
 from ...command_options import LaunchConfig
 from ...errors import ConfigError
 from ...paths import check_writable, make_folder, unwritable
-from ..measure.results import LATENCIES, Line, Results, Side, model, read_results, unique
+from ..measure.results import LATENCIES, Line, Results, SideRecord, model, read_results, unique
 from . import tables
 from .numbers import TIMES, plural, spell
 
@@ -91,7 +91,7 @@ class Headline:
     """What the page opens with: words, the side that follows them, its figures and what they are."""
 
     lead: str
-    side: Side
+    side: SideRecord
     tiles: Sequence[tuple[str, str]]
 
 
@@ -198,7 +198,7 @@ def _rows(charts: Iterable[Chart]) -> list[Chart]:
     return [*done, *(replace(one, wide=True) for one in row)]
 
 
-def best(results: Results) -> Side | None:
+def best(results: Results) -> SideRecord | None:
     """The subject the page opens with: the largest gain, of those that earned their acceptance where there are any.
 
     Ranked by the lower end of the gain's rounds, then of the speed's. One that was measured in a single round comes after all others.
@@ -206,7 +206,7 @@ def best(results: Results) -> Side | None:
     subjects = [side for side in results.sides if side.subject and side.speed]
     earned = [side for side in subjects if not side.get("synthetic") and not side.get("lossy")]
 
-    def rank(side: Side) -> tuple[bool, float, float]:
+    def rank(side: SideRecord) -> tuple[bool, float, float]:
         gain, speed = side.lower_end("ratio"), side.lower_end("tokens_per_second")
         return speed is not None, gain or side.number("ratio", "median") or 0.0, speed or side.speed or 0.0
 

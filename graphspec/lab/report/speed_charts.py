@@ -9,7 +9,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from ..measure.results import ONCE, Line, Results, Side, unique
+from ..measure.results import ONCE, Line, Results, SideRecord, unique
 from .charts import (
     BASELINE_COLOURS,
     MOST_LINES,
@@ -37,7 +37,7 @@ LOG_FROM = 8.0
 """Values that span more than this factor are drawn on a logarithmic axis."""
 
 
-def floor_of(side: Side) -> float | None:
+def floor_of(side: SideRecord) -> float | None:
     """Tokens/s if every cycle took exactly its floor: acceptance length * batch / floor."""
     floor, length = side.number("floor_ms"), side.number("acceptance_length")
     return length * side.batch * 1e3 / floor if floor and length else None
@@ -84,7 +84,7 @@ def throughput(results: Results, palette: Palette) -> Chart:
     return Chart("throughput", title, lede, _throughput_lines([s for s in sides if s.label in shown], palette), numbers)
 
 
-def _throughput_lines(sides: Sequence[Side], palette: Palette) -> go.Figure:
+def _throughput_lines(sides: Sequence[SideRecord], palette: Palette) -> go.Figure:
     floors = [floor_of(side) for side in sides]
     values = [value for value in (*(side.speed for side in sides), *floors) if value]
     low, high, log = span(values)
@@ -129,7 +129,7 @@ def _throughput_lines(sides: Sequence[Side], palette: Palette) -> go.Figure:
     return drawing(data, height, x=x_axis, y=y_axis, annotations=labels, margin=margin)
 
 
-def _throughput_bars(title: str, sides: list[Side], palette: Palette, numbers: Table, batch: str) -> Chart:
+def _throughput_bars(title: str, sides: list[SideRecord], palette: Palette, numbers: Table, batch: str) -> Chart:
     ranked = sorted(sides, key=lambda side: side.speed or 0, reverse=True)
     shown = ranked[:MOST_ROWS]
     speeds = [side.speed or 0.0 for side in shown]
@@ -210,7 +210,7 @@ def comparison(results: Results, palette: Palette) -> Chart:
 
 def shapes(results: Results) -> list[Chart]:
     """One heat map for every drafter and batch that was measured in several shapes; what compares badly is kept apart."""
-    groups: dict[tuple[str, ...], list[Side]] = {}
+    groups: dict[tuple[str, ...], list[SideRecord]] = {}
     for side in results.sides:
         if side.subject and side.shape and side.speed:
             record = side.record
@@ -234,10 +234,10 @@ def shapes(results: Results) -> list[Chart]:
     return [Chart("shapes", "Shapes", "", missing="fewer than three shapes (S, K, N) of one drafter at one batch")]
 
 
-def _heat_map(id_: str, title: str, sides: list[Side], by: int, name: str) -> Chart:
+def _heat_map(id_: str, title: str, sides: list[SideRecord], by: int, name: str) -> Chart:
     by_ratio = all(side.number("ratio", "median") for side in sides)
 
-    def value(side: Side) -> float:
+    def value(side: SideRecord) -> float:
         return (side.number("ratio", "median") if by_ratio else side.speed) or 0.0
 
     ranked = sorted(sides, key=value)
@@ -271,12 +271,12 @@ def _heat_map(id_: str, title: str, sides: list[Side], by: int, name: str) -> Ch
     return Chart(id_, title, lede, drawn, Table(["S, K, N", "tokens/s", "ratio", "acceptance length", "marks"], rows))
 
 
-def _other(side: Side, by: int) -> str:
+def _other(side: SideRecord, by: int) -> str:
     assert side.shape is not None
     return (f"N={side.shape[2]}" if by == 1 else f"K={side.shape[1]}") + f", {ONCE}" * (ONCE in side.marks)
 
 
-def _told(side: Side) -> str:
+def _told(side: SideRecord) -> str:
     ratio = side.number("ratio", "median")
     parts = [f"{side.shape}", f"{spell(side.speed)} tokens/s", f"{spell(ratio)}{TIMES} {side.get('ratio').get('to')}" if ratio else ""]
     length = side.number("acceptance_length")

@@ -10,7 +10,7 @@ from typing import Any
 
 from ...core_wait import busy_caution
 from ...errors import spell_bytes
-from ..measure.results import ONCE, SPEEDS, Line, Results, Side, hardware, model, on_cpu, unique
+from ..measure.results import ONCE, SPEEDS, Line, Results, SideRecord, hardware, model, on_cpu, unique
 from .numbers import DASH, TIMES, plural, spell, spell_count
 
 LONG_FORMS = {
@@ -47,7 +47,7 @@ class Table:
     caption: str = ""
     title: str = ""
     note: str = ""
-    sides: Sequence[Side] = ()
+    sides: Sequence[SideRecord] = ()
 
     @property
     def words(self) -> list[bool]:
@@ -183,7 +183,7 @@ def _short(revision: object) -> str:
     return commit[:10] + (f" ({dirty})" if dirty else "")
 
 
-def _work(side: Side) -> str:
+def _work(side: SideRecord) -> str:
     record = side.record
     if record.get("requests") is None:
         return ""

@@ -13,9 +13,9 @@ from ...errors import ConfigError
 from ...facts import DraftFacts, ModelFacts
 from ...plan import make_plan, resolve_shape
 from ...shapes import MAX_WINDOW, PLAIN, CycleShape
+from ..floor import FloorModel
 from ..predict.acceptance import Acceptance
 from ..predict.advice import Efficiency, candidate_shapes, rank_shapes
-from ..predict.floor import FloorModel
 from ..predict.from_results import acceptance_of, calibrate, of_rows, read_measured, timed
 from ..predict.paper_models import Paper, read_paper
 from ..predict.plan import configured_shape, resolve_device, resolve_hardware, shallowest_window

@@ -22,18 +22,18 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from ...buffers import DTYPES
-from ...catalog import Variant, load_object
-from ...errors import ConfigError
-from ...models.experts import MixtureOfExperts
-from ...models.layers import Embedding
-from ...models.llama import LlamaModel
-from ...models.token_map import apply_token_map, load_token_map
-from ...paths import user_path
+from ..buffers import DTYPES
+from ..catalog import Variant, load_object
+from ..errors import ConfigError
+from ..models.experts import MixtureOfExperts
+from ..models.layers import Embedding
+from ..models.llama import LlamaModel
+from ..models.token_map import apply_token_map, load_token_map
+from ..paths import user_path
 
 if TYPE_CHECKING:
-    from ...facts import DraftFacts, ModelFacts
-    from ...shapes import CycleShape
+    from ..facts import DraftFacts, ModelFacts
+    from ..shapes import CycleShape
 
 GROUPS = ("embedding", "layers", "experts", "head", "fuse")
 """What a parameter is for. layers: read by every pass; experts: of the router's choice; fuse: read by the first draft pass only."""

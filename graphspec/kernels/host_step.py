@@ -1,7 +1,7 @@
-"""Attention calls whose work the host divides before each launch, from lengths it knows: what such a call is, and who plans it.
+"""Attention calls that need a host step before each launch: what such a call is, and the interface of the backend's host step.
 
-A kernel of this kind reads a work list from device memory. The list belongs to one set of lengths: with another the result is wrong and no
-error says so. So a stage declares its planned calls beside its reads and writes, and whoever launches it has them planned first.
+A kernel of this kind reads a work list from device memory. The list is valid for one set of row lengths; with other lengths the result is
+wrong, silently. So a stage declares these calls next to its reads and writes, and the cycle takes the host step before it launches.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from torch import Tensor
 
 Anchor = Literal["root", "window", "chunk"]
-"""A slot the host knows of a row before a launch: that of the root (``seq_len``), that of the first window entry
+"""A slot of a row that the host knows before a launch: that of the root (``seq_len``), that of the first window entry
 (``seq_len - window_len + 1``), or the first of the prompt chunk."""
 
 
@@ -42,7 +42,7 @@ class HeadShape:
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedCall:
+class PreparedCall:
     """T queries of each lane at consecutive slots, each of which sees the slots from ``begin`` to its own.
 
     Attributes:
@@ -66,12 +66,12 @@ class PlannedCall:
 
 @dataclass(frozen=True, slots=True)
 class RowSpan:
-    """Where one lane's queries stand.
+    """Slots of one lane's queries.
 
     Attributes:
         pages: page of each column of the row's table, int32 ``[P]``.
-        end: slot behind query T - 1; ``anchor + extent``.
-        known: slot behind the last query that counts; the queries behind it are padding.
+        end: slot after query T - 1; ``anchor + extent``.
+        known: slot after the last valid query; later queries are padding.
     """
 
     pages: np.ndarray[tuple[int], np.dtype[np.int32]]
@@ -80,7 +80,7 @@ class RowSpan:
 
 
 class BoundCall(Protocol):
-    """A planned call as a stage holds it; one method per kind of pool. Both mask padding themselves and never read from the host."""
+    """A call as a stage holds it; one method per kind of pool. Both mask padding themselves and never read from the host."""
 
     def chunk(self, query_BTQD: Tensor, kv_pool: Tensor, layer: int, valid_BT: Tensor, scale: float) -> Tensor:
         """``[B, T, Q, D]`` over keys and values of heads; 0 for an invalid query."""
@@ -93,11 +93,11 @@ class BoundCall(Protocol):
         ...
 
 
-class HostPlanner(Protocol):
-    """What plans the calls of one engine."""
+class HostStep(Protocol):
+    """The host step of one engine."""
 
-    def plan(self, calls: Mapping[PlannedCall, Sequence[RowSpan]], lanes: int, page_size: int, table_width: int, dtype: str) -> None:
-        """Divide the work of every call of one program, for its next launch.
+    def prepare(self, calls: Mapping[PreparedCall, Sequence[RowSpan]], lanes: int, page_size: int, table_width: int, dtype: str) -> None:
+        """Make the work list of every call of one program, for its next launch.
 
         Args:
             calls: with the rows of the lanes in use; the others are padding.

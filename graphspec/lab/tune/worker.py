@@ -1,0 +1,34 @@
+"""A worker that also says which shapes are worth a run; neither question prepares anything.
+
+==============  ==============================================  =================================
+question        with                                            answer
+==============  ==============================================  =================================
+``tried``       ``config`` (packed)                             shapes that a trial runs
+``short_list``  ``config`` (packed), ``batches``, ``trial``     :func:`.short_list.short_list`
+==============  ==============================================  =================================
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..measure.process import unpack
+from ..measure.worker import Worker, main
+
+
+class TuneWorker(Worker):
+    """Answers the questions of :class:`~graphspec.lab.measure.worker.Worker` and those above."""
+
+    def do_tried(self, config: str) -> list[list[int]]:
+        from .short_list import tried_shapes
+
+        return tried_shapes(unpack(config))
+
+    def do_short_list(self, config: str, batches: list[int], trial: list[dict[str, Any]]) -> dict[str, Any]:
+        from .short_list import short_list
+
+        return short_list(unpack(config), batches, trial)
+
+
+if __name__ == "__main__":
+    main(TuneWorker)
