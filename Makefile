@@ -14,7 +14,7 @@ PYTEST := $(BIN)/python -m pytest
 # One process per core with one thread each: threads of several processes on the same cores wait for each other.
 PARALLEL := OMP_NUM_THREADS=1 $(PYTEST) --numprocesses=auto --dist=loadfile
 
-.PHONY: help demo test test-full test-browser test-oldest fuzz lint format snapshots features gpu-check acceptance train-demo bench compare guard docs wheel clean
+.PHONY: help demo test test-full test-browser test-oldest fuzz lint format snapshots features gpu-check acceptance train-demo bench race compare guard docs wheel clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -76,6 +76,10 @@ gpu-check: ## all that needs a GPU, in calls of ten minutes (perf/gpu/RUNBOOK.md
 
 bench: $(STAMP) ## measure speed, all sides in one run; README's table
 	$(BIN)/python -m perf.speed --readme
+
+RACE ?=
+race: $(STAMP) ## the same with engines of others, which `pip install -e '.[race]'` brings; RACE="--batch 8", "--prompt-tokens 512 --max-tokens 1"
+	$(BIN)/python -m perf.speed --race $(RACE)
 
 BASE ?= HEAD
 HEAD ?= .

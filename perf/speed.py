@@ -1,17 +1,24 @@
 """Speed of every way to decode, all sides in one run: HF ``generate``, HF assisted generation, plain decoding, chains and trees.
 
-``make bench`` measures the demo model on prompts cut from modules it was not trained on. Sides take turns prompt by prompt, so that a slow
+``make bench`` measures the demo model on prompts cut from modules it was not trained on. Sides take turns batch by batch, so that a slow
 moment of the machine hits all of them; the figure of a side is the median over rounds of its tokens per second, the ratio the median of the
-ratios within a round. A side whose tokens differ from HF's greedy output is reported as wrong and gets no figure.
+ratios within a round. A side whose tokens differ from HF's greedy output is reported as wrong and gets no figure. With one new token the
+rate is that of the prompt.
+
+``make race`` adds engines of others (:mod:`perf.peers`), each in a process of its own; one that can't take part is named with the reason.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,25 +29,31 @@ from graphspec.core_wait import CoreWait, busy_caution
 from graphspec.engine.llm import LLM, model_folder
 from graphspec.engine.request import SamplingParams
 from graphspec.lab.measure.provenance import provenance, result_file, within_repository, write_jsonl
+from perf.peers import PEERS, PeerError, PeerProcess, exporter_of
 from recipes.corpus import load_corpus
 
 RESULTS = Path(__file__).parent / "results"
 README = Path(__file__).parents[1] / "README.md"
+PAUSE = 0.01
+"""Seconds between two sides: threads of the one before may still be awake, waiting for work."""
+SHAPE = ("num_steps", "topk", "num_draft_tokens")
 BEGIN, END = "<!-- speed table: make bench -->", "<!-- end of speed table -->"
 
 
 @dataclass(slots=True)
 class Side:
-    """One way to decode: ``run`` maps a prompt to its new tokens."""
+    """One way to decode: ``run`` maps the prompts of a batch to their new tokens."""
 
     name: str
-    run: Callable[[list[int]], list[int]]
+    run: Callable[[list[list[int]]], list[list[int]]]
     baseline: str = ""
     """The side its ratio is against."""
     rates: list[float] = field(default_factory=list)
     acceptance: Callable[[], float] | None = None
     lengths: list[float] = field(default_factory=list)
     wrong: int = 0
+    version: str | None = None
+    """Of a package that is not in the provenance."""
 
 
 def held_out_prompts(encode: Callable[[str], list[int]], count: int, tokens: int) -> list[list[int]]:
@@ -55,13 +68,15 @@ def held_out_prompts(encode: Callable[[str], list[int]], count: int, tokens: int
     return prompts[:count]
 
 
-def graphspec_side(name: str, max_tokens: int, baseline: str, **overrides: Any) -> Side:
-    """An engine with one row as a side."""
-    llm = LLM(max_rows=1, buckets=[1], max_context=512, **overrides)
-    params = SamplingParams(max_tokens=max_tokens)
+def graphspec_side(name: str, settings: argparse.Namespace, baseline: str, **overrides: Any) -> Side:
+    """An engine with a row for each prompt of a batch as a side."""
+    engine = {"model": settings.model, "runtime": settings.runtime, "dtype": settings.dtype}
+    context = max(512, settings.prompt_tokens + settings.max_tokens + 64)
+    llm = LLM(max_rows=settings.batch, buckets=[settings.batch], max_context=context, **engine, **overrides)
+    params = SamplingParams(max_tokens=settings.max_tokens)
 
-    def run(prompt: list[int]) -> list[int]:
-        return llm.generate(prompt, params)[0].token_ids
+    def run(prompts: list[list[int]]) -> list[list[int]]:
+        return [out.token_ids for out in llm.generate(prompts, params)]
 
     def acceptance() -> float:
         return llm.metrics.acceptance_length if llm.metrics else 0.0
@@ -69,36 +84,67 @@ def graphspec_side(name: str, max_tokens: int, baseline: str, **overrides: Any) 
     return Side(name, run, baseline, acceptance=acceptance)
 
 
-def hf_sides(path: str, max_tokens: int, device: str, dtype: torch.dtype) -> list[Side]:
-    """HF transformers on the same weights: plain, and assisted by prompt lookup (it needs no second model)."""
+def hf_sides(settings: argparse.Namespace, device: str, dtype: torch.dtype) -> list[Side]:
+    """HF transformers on the same weights: plain, and, one prompt at a time, assisted by prompt lookup (it needs no second model)."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(model_folder(path), dtype=dtype, trust_remote_code=False).to(device).eval()
+    model = AutoModelForCausalLM.from_pretrained(model_folder(settings.model), dtype=dtype, trust_remote_code=False).to(device).eval()
+    how = {"max_new_tokens": settings.max_tokens, "do_sample": False, "pad_token_id": 0}
 
-    def generate(prompt: list[int], **how: Any) -> list[int]:
-        ids = torch.tensor([prompt], device=device)
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False, pad_token_id=0, **how)
-        return out[0, len(prompt) :].tolist()
+    def generate(prompts: list[list[int]], **more: Any) -> list[list[int]]:
+        ids = torch.tensor(prompts, device=device)
+        return model.generate(ids, attention_mask=torch.ones_like(ids), **how, **more)[:, ids.shape[1] :].tolist()
 
-    return [
-        Side("HF generate", generate),
-        Side("HF assisted (prompt lookup, 4)", lambda p: generate(p, prompt_lookup_num_tokens=4), "HF generate"),
-    ]
+    sides = [Side("HF generate", generate)]
+    if settings.batch == 1:
+        sides.append(Side("HF assisted (prompt lookup, 4)", lambda p: generate(p, prompt_lookup_num_tokens=4), "HF generate"))
+    return sides
 
 
-def measure(sides: Sequence[Side], prompts: Sequence[list[int]], rounds: int) -> None:
+def peer_sides(settings: argparse.Namespace, threads: int) -> tuple[list[Side], dict[str, str]]:
+    """Engines of others, each in a process of its own, and why the others are missing."""
+    sides, missing = [], {}
+    for peer in PEERS:
+        if settings.batch > 1 and not peer.batches:
+            missing[peer.side] = "takes one prompt at a time"
+            continue
+        try:
+            process = PeerProcess(peer, settings.peers, exporter_of(settings.exporter), model_folder(settings.model), threads)
+        except PeerError as reason:
+            missing[peer.side] = str(reason)
+            continue
+        run = partial(process.generate, max_tokens=settings.max_tokens)
+        sides.append(Side(peer.side, run, peer.baseline or "HF generate", version=process.version))
+    return sides, missing
+
+
+@contextmanager
+def busy_programs(count: int) -> Iterator[None]:
+    """Programs that keep a core busy each, for as long as this lasts."""
+    programs = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for program in programs:
+            program.kill()
+            program.wait()
+
+
+def measure(sides: Sequence[Side], batches: Sequence[list[list[int]]], rounds: int) -> None:
     """Fill every side's rates; the first side's tokens are what the others must produce."""
     for side in sides:
-        side.run(prompts[0])
+        side.run(batches[0])
     for _ in range(rounds):
         tokens, seconds = dict.fromkeys((s.name for s in sides), 0), dict.fromkeys((s.name for s in sides), 0.0)
-        for prompt in prompts:
-            expected: list[int] | None = None
+        for batch in batches:
+            expected: list[list[int]] | None = None
             for side in sides:
+                time.sleep(PAUSE)
                 started = time.perf_counter()
-                out = side.run(prompt)
+                out = side.run(batch)
                 seconds[side.name] += time.perf_counter() - started
-                tokens[side.name] += len(out)
+                new = max(map(len, out))
+                tokens[side.name] += sum(map(len, out if new > 1 else batch))
                 expected = out if expected is None else expected
                 side.wrong += out != expected
                 if side.acceptance is not None:
@@ -123,6 +169,7 @@ def rows(sides: Sequence[Side]) -> list[dict[str, Any]]:
                 "baseline": side.baseline or None,
                 "acceptance_length": statistics.mean(side.lengths) if side.lengths and right else None,
                 "rounds": [round(rate, 2) for rate in side.rates],
+                **({"version": side.version} if side.version else {}),
             }
         )
     return out
@@ -151,43 +198,60 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompts", type=int, default=6)
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--batch", type=int, default=1, help="prompts at a time")
+    parser.add_argument("--threads", type=int, default=None, help="CPU threads of each side; default: torch's own choice")
+    parser.add_argument("--busy", type=int, default=0, help="other programs that keep a core busy each meanwhile")
+    parser.add_argument("--race", action="store_true", help="with engines of others, as far as they are installed")
+    parser.add_argument("--peers", default=sys.executable, help="interpreter of the environment that has them")
+    parser.add_argument("--exporter", default=None, help="optimum-cli, which converts for OpenVINO; default: the one on the path")
     parser.add_argument("--readme", action="store_true", help="rewrite the table in README.md")
     args = parser.parse_args(argv)
 
     torch.set_flush_denormal(True)
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
     plain = "graphspec none"
-    engine = {"model": args.model, "runtime": args.runtime, "dtype": args.dtype}
-    chain = {**engine, "draft": args.draft, "num_steps": 4, "topk": 1, "num_draft_tokens": 5}
-    tree = {**engine, "draft": args.draft, "num_steps": 5, "topk": 4, "num_draft_tokens": 16}
     probe = LLM(args.model, "none", runtime="eager", dtype=args.dtype)
     device = probe.plan.device
     sides = [
-        *hf_sides(args.model, args.max_tokens, device, DTYPES[probe.plan.dtype]),
-        graphspec_side(plain, args.max_tokens, "HF generate", variant="none", **engine),
-        graphspec_side("graphspec eagle3, chain (4, 1, 5)", args.max_tokens, plain, **chain),
-        graphspec_side("graphspec eagle3, tree (5, 4, 16)", args.max_tokens, plain, **tree),
+        *hf_sides(args, device, DTYPES[probe.plan.dtype]),
+        graphspec_side(plain, args, "HF generate", variant="none"),
+        *(
+            graphspec_side(
+                f"graphspec eagle3, {name} {shape}", args, plain, variant="eagle3", draft=args.draft, **dict(zip(SHAPE, shape, strict=True))
+            )
+            for name, shape in (("chain", (4, 1, 5)), ("tree", (5, 4, 16)))
+        ),
     ]
-    encode = probe.tokenizer.encode
-    prompts = held_out_prompts(encode, args.prompts, args.prompt_tokens)
+    peers, missing = peer_sides(args, torch.get_num_threads()) if args.race else ([], {})
+    sides += peers
+    prompts = held_out_prompts(probe.tokenizer.encode, args.prompts * args.batch, args.prompt_tokens)
+    batches = [prompts[i : i + args.batch] for i in range(0, len(prompts) - args.batch + 1, args.batch)]
     watch = CoreWait()
-    measure(sides, prompts, args.rounds)
+    with busy_programs(args.busy):
+        measure(sides, batches, args.rounds)
     busy = watch.share()
     records = rows(sides)
     where = torch.cuda.get_device_name() if device == "cuda" else f"{torch.get_num_threads()} CPU threads"
+    where += f" next to {args.busy} busy programs" if args.busy else ""
     name = "Demo model" if args.model == "demo" else args.model
+    what = f"{args.max_tokens} new tokens" if args.max_tokens > 1 else "1 new token (the rate is the prompt's)"
     caption = (
-        f"{name}, batch 1, greedy, {probe.plan.dtype}, `runtime={args.runtime}`, {where}, {len(prompts)} held-out "
-        f"prompts of {args.prompt_tokens} tokens, {args.max_tokens} new tokens, median of {args.rounds} rounds: `make bench`."
+        f"{name}, batch {args.batch}, greedy, {probe.plan.dtype}, `runtime={args.runtime}`, {where}, {args.batch * len(batches)} held-out "
+        f"prompts of {args.prompt_tokens} tokens, {what}, median of {args.rounds} rounds: `make {'race' if args.race else 'bench'}`."
     )
+    caption = "\n".join([caption, *(f"Missing: {side}: {reason}." for side, reason in missing.items())])
     print(table(records, caption))
     if (told := busy_caution({"all sides": busy})) is not None:
         print(told)
+    settings = {**vars(args), "out": within_repository(args.out), "device": device, "core_wait": busy}
     write_jsonl(
-        result_file(args.out, f"speed-{args.runtime}"),
+        result_file(args.out, f"{'race' if args.race else 'speed'}-{args.runtime}"),
         [
             provenance(),
-            {"kind": "settings", **vars(args), "out": within_repository(args.out), "device": device, "core_wait": busy},
+            {"kind": "settings", **settings, "threads": torch.get_num_threads()},
             *records,
+            *({"side": side, "missing": reason} for side, reason in missing.items()),
         ],
     )
     if args.readme:

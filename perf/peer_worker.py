@@ -1,0 +1,110 @@
+"""One engine of somebody else in a process of its own: JSON lines in, JSON lines out.
+
+Runs under the interpreter of an environment that has the engine, so nothing of graphspec is imported here. A request is
+``{"prompts": [[id, ...], ...], "max_tokens": n}``, the answer ``{"tokens": [[id, ...], ...]}``, greedy; all prompts of a request are one
+batch of equal lengths. The first line out is ``{"version": ...}``.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Batch = list[list[int]]
+Generate = Callable[[Batch, int], Batch]
+
+
+def onnxruntime(folder: str, threads: int, ngram: bool) -> Generate:
+    """ONNX Runtime GenAI; with ``ngram`` its own speculation, which takes one prompt at a time."""
+    import onnxruntime_genai as engine
+
+    config = engine.Config(folder)
+    config.overlay(json.dumps({"model": {"decoder": {"session_options": {"intra_op_num_threads": threads}}}}))
+    model = engine.Model(config)
+    eos = json.loads(Path(folder, "genai_config.json").read_text(encoding="utf-8"))["model"]["eos_token_id"]
+    ends = set(eos if isinstance(eos, list) else [eos])
+
+    def generate(prompts: Batch, max_tokens: int) -> Batch:
+        params = engine.GeneratorParams(model)
+        params.set_search_options(max_length=len(prompts[0]) + max_tokens, do_sample=False, batch_size=len(prompts))
+        if ngram:
+            params.set_speculative_options(ngram_size=2, max_draft_tokens=4)
+        generator = engine.Generator(model, params)
+        generator.append_tokens(prompts if len(prompts) > 1 else prompts[0])
+        out: Batch = [[] for _ in prompts]
+        while not generator.is_done() and len(out[0]) < max_tokens:
+            generator.generate_next_token()
+            for row, token in zip(out, generator.get_next_tokens(), strict=True):
+                row.append(int(token))
+        return [row[: next((i + 1 for i, token in enumerate(row) if token in ends), len(row))] for row in out]
+
+    return generate
+
+
+def ctranslate2(folder: str, threads: int) -> Generate:
+    """CTranslate2 in float32; it reads tokens, not their ids."""
+    import ctranslate2 as engine
+
+    words = json.loads(Path(folder, "vocabulary.json").read_text(encoding="utf-8"))
+    model = engine.Generator(folder, device="cpu", compute_type="float32", intra_threads=threads, inter_threads=1)
+
+    def generate(prompts: Batch, max_tokens: int) -> Batch:
+        tokens = [[words[token] for token in prompt] for prompt in prompts]
+        found = model.generate_batch(tokens, max_length=max_tokens, include_prompt_in_result=False, sampling_topk=1, return_end_token=True)
+        return [list(row.sequences_ids[0]) for row in found]
+
+    return generate
+
+
+def openvino(folder: str, threads: int) -> Generate:
+    """OpenVINO GenAI in float32; by itself it would compute in bfloat16 where the processor can."""
+    import numpy as np
+    import openvino as runtime
+    import openvino_genai as engine
+
+    precision = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
+    pipeline = engine.LLMPipeline(folder, "CPU", INFERENCE_NUM_THREADS=threads, **precision)
+
+    def generate(prompts: Batch, max_tokens: int) -> Batch:
+        config = engine.GenerationConfig()
+        config.max_new_tokens, config.do_sample = max_tokens, False
+        ids = np.array(prompts, dtype=np.int64)
+        inputs = engine.TokenizedInputs(runtime.Tensor(ids), runtime.Tensor(np.ones_like(ids)))
+        return [list(map(int, row)) for row in pipeline.generate(inputs, config).tokens]
+
+    return generate
+
+
+ENGINES: dict[str, tuple[str, Callable[[str, int], Generate]]] = {
+    "ort": ("onnxruntime-genai", lambda folder, threads: onnxruntime(folder, threads, ngram=False)),
+    "ort-ngram": ("onnxruntime-genai", lambda folder, threads: onnxruntime(folder, threads, ngram=True)),
+    "ct2": ("ctranslate2", ctranslate2),
+    "openvino": ("openvino-genai", openvino),
+}
+
+
+def main(name: str, folder: str, threads: int) -> None:
+    """Answer requests until there are no more."""
+    # What the engines print themselves must not stand between the answers.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def answer(record: dict[str, Any]) -> None:
+        answers.write(json.dumps(record) + "\n")
+        answers.flush()
+
+    package, load = ENGINES[name]
+    generate = load(folder, threads)
+    answer({"version": importlib.metadata.version(package)})
+    for line in sys.stdin:
+        request = json.loads(line)
+        answer({"tokens": generate(request["prompts"], request["max_tokens"])})
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))

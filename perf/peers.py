@@ -1,0 +1,146 @@
+"""Engines of others as sides of ``make race``: what each needs, its converted model, and its process.
+
+``pip install -e ".[race]"`` brings ONNX Runtime GenAI, CTranslate2 and OpenVINO GenAI. They may live in an environment of their own,
+whose interpreter is said by ``--peers PYTHON``. Converted models go to the cache folder, by name of the converter and content of the
+checkpoint. OpenVINO's converter needs an older transformers than graphspec; ``--exporter PROGRAM`` says where its ``optimum-cli`` is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from graphspec.native_build import cache_folder
+
+WORKER = Path(__file__).with_name("peer_worker.py")
+
+
+class PeerError(Exception):
+    """An engine that can't take part; says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """An engine: ``side`` is its name in tables, ``model`` the converter's, ``batches`` whether it takes several prompts at once."""
+
+    name: str
+    side: str
+    module: str
+    model: str
+    baseline: str = ""
+    batches: bool = True
+
+
+PEERS = (
+    Peer("ort", "ONNX Runtime GenAI", "onnxruntime_genai", "ort"),
+    Peer("ort-ngram", "ONNX Runtime GenAI, n-gram (2, 4)", "onnxruntime_genai", "ort", "ONNX Runtime GenAI", batches=False),
+    Peer("ct2", "CTranslate2", "ctranslate2", "ct2"),
+    Peer("openvino", "OpenVINO GenAI", "openvino_genai", "openvino"),
+)
+
+
+def _command(model: str, python: str, exporter: str, source: Path, out: Path) -> list[str]:
+    """The converter's own command line."""
+    if model == "ort":
+        return [python, "-m", "onnxruntime_genai.models.builder", "-m", str(source), "-o", str(out), "-p", "fp32", "-e", "cpu"]
+    if model == "ct2":
+        code = "from ctranslate2.converters.transformers import main; main()"
+        return [python, "-c", code, "--model", str(source), "--output_dir", str(out), "--force"]
+    task = ("--task", "text-generation-with-past", "--weight-format", "fp32")
+    return [exporter, "export", "openvino", "--model", str(source), *task, str(out)]
+
+
+def _content(source: Path) -> str:
+    """Digest of a checkpoint: two demo models have one name."""
+    digest = hashlib.sha256()
+    for file in sorted(file for file in source.iterdir() if file.suffix in (".json", ".safetensors")):
+        digest.update(file.name.encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()[:20]
+
+
+def convert(model: str, python: str, exporter: str, source: Path) -> Path:
+    """The folder of a checkpoint in another engine's format; converted unless the cache has it.
+
+    Raises:
+        PeerError: the converter is not there, or failed.
+    """
+    folder = cache_folder() / "race" / f"{model}-{_content(source)}"
+    if folder.is_dir():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+        out = Path(scratch, "model")
+        try:
+            done = subprocess.run(_command(model, python, exporter, source, out), capture_output=True, text=True, check=False)
+        except OSError as error:
+            raise PeerError(f"its converter doesn't run: {error}") from error
+        if done.returncode:
+            raise PeerError(f"its converter failed: {' '.join(done.stderr.split())[-300:]}")
+        config = out / "config.json"
+        if model == "ct2":
+            # Without an unknown token the converter writes what the engine then refuses to read; any word will do.
+            settings, words = json.loads(config.read_text(encoding="utf-8")), json.loads(Path(out, "vocabulary.json").read_text("utf-8"))
+            settings = {name: words[0] if name.endswith("_token") and not value else value for name, value in settings.items()}
+            config.write_text(json.dumps(settings), encoding="utf-8")
+        with suppress(OSError):  # another process was first
+            out.rename(folder)
+    return folder
+
+
+class PeerProcess:
+    """A worker, asked and answered line by line.
+
+    Raises:
+        PeerError: the engine is not installed for ``python``, or it doesn't start.
+    """
+
+    def __init__(self, peer: Peer, python: str, exporter: str, source: Path, threads: int) -> None:
+        try:
+            found = subprocess.run([python, "-c", f"import {peer.module}"], capture_output=True, text=True, check=False)
+        except OSError as error:
+            raise PeerError(f"no interpreter: {error}") from error
+        if found.returncode:
+            raise PeerError(f"not installed: {found.stderr.strip().splitlines()[-1]}")
+        folder = convert(peer.model, python, exporter, source)
+        self._errors: IO[str] = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115 (closed with the process)
+        self._process = subprocess.Popen(
+            [python, str(WORKER), peer.name, str(folder), str(threads)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True,
+        )  # fmt: skip
+        self.version: str = self._read()["version"]
+
+    def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
+        """New tokens of each prompt, all prompts in one batch."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"prompts": prompts, "max_tokens": max_tokens}) + "\n")
+        self._process.stdin.flush()
+        return self._read()["tokens"]
+
+    def close(self) -> None:
+        """End the worker."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+        self._errors.close()
+
+    def _read(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            self._process.wait()
+            self._errors.seek(0)
+            raise PeerError(f"it ended: {' '.join(self._errors.read().split())[-300:]}")
+        return json.loads(line)
+
+
+def exporter_of(asked: str | None) -> str:
+    """``optimum-cli``: as asked, or the one on the path, or its bare name."""
+    return asked or shutil.which("optimum-cli") or "optimum-cli"
