@@ -12,9 +12,13 @@ OLDEST := .venv-oldest
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest
 # One process per core with one thread each: threads of several processes on the same cores wait for each other.
-PARALLEL := OMP_NUM_THREADS=1 $(PYTEST) --numprocesses=auto --dist=loadfile
+SPREAD := --numprocesses=auto --dist=loadfile
+PARALLEL := OMP_NUM_THREADS=1 $(PYTEST) $(SPREAD)
+# The tiers by their markers: `test` is the selection of pyproject.toml.
+KERNELS := 'kernels and not full and not gpu and not browser'
+BOTH := 'not full and not gpu and not browser'
 
-.PHONY: help demo test test-full test-browser test-oldest fuzz lint format snapshots features gpu-check acceptance train-demo bench race compare guard docs wheel clean
+.PHONY: help demo test test-kernels test-full test-browser test-oldest fuzz lint format snapshots features gpu-check acceptance train-demo bench compare guard wheel clean race docs
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -30,10 +34,13 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP) ## generate with and without speculation, draw what was drafted
 	$(BIN)/graphspec demo experiment=demo_chain
 
-test: $(STAMP) ## the tests that need no GPU
+test: $(STAMP) ## what protects most, in minutes
 	$(PARALLEL)
 
-test-full: $(STAMP) ## the same, and the thorough ones
+test-kernels: $(STAMP) ## fused kernels interpreted and compiled ahead of time, Inductor's code
+	$(PARALLEL) -m $(KERNELS)
+
+test-full: $(STAMP) ## every test that needs no GPU, also the thorough ones
 	$(PARALLEL) -m 'not gpu and not browser'
 
 test-browser: $(STAMP) ## the report in a real browser; needs Chromium
@@ -45,12 +52,12 @@ fuzz: $(STAMP) ## inputs of every kind at command line, Python API and checkpoin
 	$(PARALLEL) tests/fuzz --fuzz-seed=$(FUZZ_SEED) --fuzz-budget=$(FUZZ_BUDGET)
 
 # torch 2.11 refuses the setuptools that is pinned for the others.
-test-oldest: ## the tests that need no GPU under the oldest torch that is supported, in .venv-oldest
+test-oldest: ## `test` and `test-kernels` under the oldest torch that is supported, in .venv-oldest
 	$(PYTHON) -m venv $(OLDEST)
 	$(OLDEST)/bin/python -m pip --disable-pip-version-check install torch==2.11.0
 	grep -vE '^(torch|setuptools)==' constraints.txt > $(OLDEST)/constraints.txt
 	$(OLDEST)/bin/python -m pip --disable-pip-version-check install -c $(OLDEST)/constraints.txt -e '.[dev]'
-	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest --numprocesses=auto --dist=loadfile
+	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest $(SPREAD) -m $(BOTH)
 
 lint: $(STAMP) ## ruff, mypy, the layer law
 	$(BIN)/ruff check .
@@ -66,7 +73,7 @@ snapshots: $(STAMP) ## write tests/snapshots anew from conf/experiment
 	$(BIN)/python -m tests.snapshots
 
 features: $(STAMP) ## write docs/features.md from the tests that pass
-	$(PYTEST) --write-features
+	$(PYTEST) -m $(BOTH) --write-features
 
 CALL ?= first
 OUT ?= perf/results

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -19,6 +20,8 @@ from tests.support.features import FeatureTable
 hypothesis.settings.register_profile("graphspec", deadline=None, derandomize=True, max_examples=50, print_blob=True, database=None)
 hypothesis.settings.load_profile("graphspec")
 
+FUSED = Path(__file__).resolve().parent / "kernels" / "fused"
+
 
 @pytest.fixture(autouse=True)
 def _repeatable() -> Iterator[None]:
@@ -28,6 +31,14 @@ def _repeatable() -> Iterator[None]:
     yield
     torch.set_num_threads(threads)
     torch.set_default_dtype(dtype)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Everything about fused kernels is of the kernel tier; marked before pytest selects by marker."""
+    for item in items:
+        if FUSED in item.path.parents:
+            item.add_marker("kernels")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

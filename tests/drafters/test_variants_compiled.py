@@ -13,6 +13,8 @@ from tests.support.variants import Family, build_family
 
 from .test_variants import make, name_of, variant_of
 
+pytestmark = pytest.mark.kernels
+
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("eagle", {"num_steps": 2, "topk": 3, "num_draft_tokens": 6}),
     ("eagle", {"tree_choices": [[0], [1], [0, 0], [1, 0]]}),

@@ -23,6 +23,8 @@ from tests.support.codegen import Launches, launches_of
 from tests.support.launches import OperatorCall, operator_calls
 from tests.support.shapes_8b import fake_cycle
 
+pytestmark = pytest.mark.kernels
+
 TREE, PLAIN = CycleShape(5, 4, 8), CycleShape(0, 1, 1)
 LAYER = Counter({"linear": 2, "linear_summed": 2, "rope_kv_write": 1, "fused_tree_attention": 1})
 """A dense layer: norm and qkv; head norms, RoPE and KV write; attention; o and residual; norm, gate and up; down and residual."""

@@ -21,7 +21,11 @@ from graphspec.kernels.topk import stable_topk
 from graphspec.kernels.tree_attention import visible_slots
 from tests.support.fake_cuda import NoHostTraffic, load_cuda_guard
 
-PAIRS = [pytest.param(op, name, id=f"{op.name}-{name}") for op in OPS for name in op.implementations]
+PAIRS = [
+    pytest.param(op, name, id=f"{op.name}-{name}", marks=[pytest.mark.kernels] if name == "fused" else [])
+    for op in OPS
+    for name in op.implementations
+]
 BY_OP = [pytest.param(op, id=op.name) for op in OPS]
 
 
@@ -71,6 +75,7 @@ def test_implementation_equals_reference(op: KernelOp, name: str, seed: int) -> 
                 assert_float_law(f, r, o)
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("op", BY_OP)
 def test_reference_compiles_whole_and_agrees(op: KernelOp) -> None:
     case = cases(op)[1]
@@ -150,7 +155,10 @@ def test_unknown_implementation_names_the_known() -> None:
 
 @pytest.mark.parametrize(
     ("length", "k", "compiled"),
-    [(1, 1, False), (7, 7, False), (9, 3, False), (300, 5, False), (40, 25, False), (5, 0, False), (7, 5, True), (300, 3, True)],
+    [
+        *((1, 1, False), (7, 7, False), (9, 3, False), (300, 5, False), (40, 25, False), (5, 0, False)),
+        *(pytest.param(*case, marks=pytest.mark.kernels) for case in [(7, 5, True), (300, 3, True)]),
+    ],
 )
 def test_stable_topk_orders_ties_by_index(length: int, k: int, compiled: bool) -> None:
     generator = torch.Generator().manual_seed(length)
@@ -240,7 +248,7 @@ GOLDEN = [
 ]
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.kernels)])
 def test_counter_hash_golden(compiled: bool) -> None:
     """These bits are an interface: recorded outputs depend on them."""
     function = torch.compile(counter_hash, fullgraph=True, dynamic=False) if compiled else counter_hash
@@ -248,6 +256,7 @@ def test_counter_hash_golden(compiled: bool) -> None:
     assert found.tolist() == GOLDEN
 
 
+@pytest.mark.kernels
 def test_inductor_traces_every_mixer_of_the_hash_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Inlined into each other they are tens of thousands of operations, and a cycle that samples takes ten minutes to compile."""
     traced: list[int] = []

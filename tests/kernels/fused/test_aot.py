@@ -13,7 +13,7 @@ import pytest
 from graphspec.kernels import OPS
 from graphspec.kernels.fused import aot
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 COMMITTED = json.loads(aot.TABLE.read_text())
 
 
