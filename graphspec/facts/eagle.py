@@ -8,13 +8,14 @@ from pathlib import Path
 
 from ..errors import CheckpointError
 from .draft import DraftFacts
+from .families import LLAMA, QWEN3, Family, find_family
 from .files import find_file
 from .keys import Keys, is_integer, is_number, read_architecture, read_config
 from .model import ModelFacts, read_decoder
 
 _LOG = logging.getLogger(__name__)
-_PLAIN = ("LlamaForCausalLM", "Qwen2ForCausalLM", "MistralForCausalLM")
-_FAMILIES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_PLAIN = ("llama", "qwen2", "mistral")
+_FAMILIES = {family.name: family for family in (LLAMA, QWEN3)}
 
 _MUST_BE_OFF = (
     "parallel_drafting", "parallel_draft_heads_num_layers", "use_mtp_layernorm", "eh_proj_before_attn", "add_para_norm", "mask_token_id",
@@ -85,7 +86,7 @@ def nested_keys(keys: Keys, name: str) -> Keys:
     return Keys(dict(values or {}), f"{keys.where}: {name}")
 
 
-def speculators_keys(keys: Keys, kind: str) -> tuple[Keys, str]:
+def speculators_keys(keys: Keys, kind: str) -> tuple[Keys, Family]:
     """The nested layer configuration of a config in the layout of speculators, and the family of its layers.
 
     Raises:
@@ -102,7 +103,7 @@ def speculators_keys(keys: Keys, kind: str) -> tuple[Keys, str]:
     return layer, _FAMILIES[kind_of_layer]
 
 
-def head_decoder(keys: Keys, path: Path, architecture: str, family: str = "LlamaForCausalLM") -> ModelFacts:
+def head_decoder(keys: Keys, path: Path, architecture: str, family: Family = LLAMA) -> ModelFacts:
     """Facts of a head's decoder layers, as far as its config tells them; biases and query / key norms are settled by the tensors.
 
     Raises:
@@ -152,12 +153,18 @@ def read_eagle_config(path: str | Path) -> tuple[EagleFacts, Keys]:
         fc_bias: bool | None = keys.flag("fusion_bias", False)
     else:
         architecture = read_architecture(keys, expected)
-        plain = architecture in _PLAIN and not keys.present("draft_vocab_size") and keys.values.get("num_hidden_layers", 1) == 1
+        like = find_family(architecture)
+        plain = (
+            like is not None
+            and like.name in _PLAIN
+            and not keys.present("draft_vocab_size")
+            and keys.values.get("num_hidden_layers", 1) == 1
+        )
         if not plain and not ("eagle" in architecture.lower() and "eagle3" not in architecture.lower()):
             raise keys.error("architectures", expected, other_draft(keys, architecture))
         if keys.present("draft_vocab_size"):
             raise keys.error("draft_vocab_size", "no such key", other_draft(keys, architecture))
-        layout, family, decoder_keys, layernorms = "safeailab", "LlamaForCausalLM", keys, None
+        layout, family, decoder_keys, layernorms = "safeailab", LLAMA, keys, None
         fc_bias = keys.flag("bias", True) if keys.present("bias") else None
     decoder = head_decoder(decoder_keys, path, architecture, family)
     if decoder.num_layers != 1:

@@ -17,6 +17,7 @@ from .eagle import (
     refuse_options,
     speculators_keys,
 )
+from .families import LLAMA
 from .files import plain, shown
 from .keys import MOST_LAYERS, MOST_WIDTH, Keys, is_integer, read_architecture, read_config
 from .model import ModelFacts
@@ -135,7 +136,7 @@ def read_eagle3_config(path: str | Path) -> tuple[Eagle3Facts, Keys]:
         architecture = read_architecture(keys, expected)
         if "eagle3" not in architecture.lower() and not (architecture == "LlamaForCausalLM" and keys.present("draft_vocab_size")):
             raise keys.error("architectures", expected, other_draft(keys, architecture))
-        family, decoder_keys = "LlamaForCausalLM", keys
+        family, decoder_keys = LLAMA, keys
         layout = "sglang" if "eagle3" in architecture.lower() else "safeailab"
         layout = "modelopt" if any(key in eagle.values for key in _MODELOPT_KEYS) else layout
         # here an id means the layer whose output is tapped, that is, the stream entering the next one

@@ -10,9 +10,10 @@ from ..errors import CheckpointError
 from ..layouts import MTP_LAYOUTS, PREDICTION_HEADS
 from .draft import DraftFacts
 from .eagle import nested_keys
+from .families import QWEN2, QWEN3_5, Family, find_family, target_architectures
 from .files import find_file, open_file, parse_json, plain, read_shards, shown
 from .keys import MOST_LAYERS, Keys, read_architecture, read_config
-from .model import FAMILIES, GATED_FAMILY, HYBRIDS, ModelFacts, read_decoder
+from .model import ModelFacts, read_decoder
 
 COUNT_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
 """How configs call the number of heads: DeepSeek and MiMo, Qwen3.5, transformers."""
@@ -93,19 +94,19 @@ def _count(keys: Keys, layout: str, heads: list[int], names: list[str]) -> int:
     return declared
 
 
-def _family(keys: Keys, layout: str, architecture: str) -> str:
+def _family(keys: Keys, layout: str, architecture: str) -> Family:
     """The family whose layers the heads have."""
     if layout == "qwen":
-        if architecture.startswith(HYBRIDS):
-            return GATED_FAMILY
+        if find_family(architecture) is QWEN3_5:
+            return QWEN3_5
         raise keys.error("architectures", "a Qwen3Next or Qwen3_5 architecture, whose heads are named mtp.fc")
     if layout == "mimo":
         if architecture in _MIMO:
-            return FAMILIES["MiMoForCausalLM"]
+            return QWEN2
         raise keys.error("architectures", "one of " + ", ".join(_MIMO) + ", whose heads are named model.mtp_layers")
-    family = FAMILIES.get(architecture.removesuffix("NextN"))
-    if family is None:
-        raise keys.error("architectures", "one of " + ", ".join(FAMILIES) + ", or one of them with NextN behind it")
+    family = find_family(architecture.removesuffix("NextN"))
+    if family is None or family.refused:
+        raise keys.error("architectures", "one of " + ", ".join(target_architectures()) + ", or one of them with NextN behind it")
     return family
 
 

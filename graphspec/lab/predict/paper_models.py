@@ -15,8 +15,9 @@ from ...config import VariantConfig
 from ...errors import CheckpointError, ConfigError
 from ...facts import DraftFacts, Eagle3Facts, EagleFacts, ModelFacts, MTPFacts, read_model_facts
 from ...facts.eagle3 import default_taps
+from ...facts.families import LLAMA, find_family, target_architectures
 from ...facts.keys import Keys, read_architecture, read_config
-from ...facts.model import FAMILIES, read_decoder
+from ...facts.model import read_decoder
 from ...facts.mtp import COUNT_KEYS
 from ...hub import checkpoint_folder, is_hub_id
 from ...paths import user_path
@@ -158,9 +159,9 @@ def _heads(folder: Path, target: ModelFacts) -> MTPFacts:
     """The prediction heads a config counts, as layers behind the last."""
     keys = read_config(folder)
     architecture = read_architecture(keys, "a model with multi-token-prediction heads")
-    family = FAMILIES.get(architecture.removesuffix("NextN"))
-    if family is None:
-        raise keys.error("architectures", "one of " + ", ".join(FAMILIES))
+    family = find_family(architecture.removesuffix("NextN"))
+    if family is None or family.refused:
+        raise keys.error("architectures", "one of " + ", ".join(target_architectures()))
     count = keys.integer(next((key for key in COUNT_KEYS if keys.present(key)), COUNT_KEYS[0]))
     layers = keys.integer("num_hidden_layers")
     whole = Keys({**keys.values, "num_hidden_layers": layers + count}, keys.where)
@@ -187,9 +188,8 @@ def _one_layer(target: ModelFacts) -> ModelFacts:
         heads = target.hidden_size // _HEAD_DIM if even else target.num_heads
         kv_heads, width = _KV_HEADS if even else heads, target.hidden_size // heads
     return replace(
-        target, architecture="LlamaForCausalLM", num_layers=1, sliding_window=(None,), latent=None, experts=None, qk_norm=False,
-        attention_bias=False, output_bias=False, mlp_bias=False, attention_gate=False, norm_offset=False,
-        num_heads=heads, num_kv_heads=kv_heads, head_dim=width,
+        target, architecture="LlamaForCausalLM", family=LLAMA, num_layers=1, sliding_window=(None,), latent=None, experts=None,
+        qk_norm=False, attention_bias=False, output_bias=False, mlp_bias=False, num_heads=heads, num_kv_heads=kv_heads, head_dim=width,
     )  # fmt: skip
 
 
