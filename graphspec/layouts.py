@@ -28,20 +28,29 @@ class Layout:
     """Prefixes in circulation, and what the rules call them."""
 
 
-def decoder_rules(ours: str, theirs: str) -> tuple[TensorRule, ...]:
-    """The rules of a decoder layer, given the prefix of its parameters and the prefix of its tensors."""
+_LAYER_NORMS = ("input_layernorm", "hidden_norm", "post_attention_layernorm", "post_feedforward_layernorm")
+
+
+def decoder_rules(ours: str, theirs: str, *, fused: bool = False) -> tuple[TensorRule, ...]:
+    """The rules of a decoder layer.
+
+    Args:
+        ours: prefix of its parameters.
+        theirs: prefix of its tensors.
+        fused: queries, keys and values are one tensor, and gate and up another.
+    """
 
     def rule(name: str, *sources: str) -> tuple[TensorRule, ...]:
         return tuple(TensorRule(f"{ours}{name}.{kind}", tuple(f"{theirs}{s}.{kind}" for s in sources)) for kind in ("weight", "bias"))
 
     return (
-        *rule("self_attn.qkv_proj", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        *rule("self_attn.qkv_proj", *(["self_attn.qkv_proj"] if fused else (f"self_attn.{one}_proj" for one in "qkv"))),
         *rule("self_attn.o_proj", "self_attn.o_proj"),
-        *rule("mlp.gate_up_proj", "mlp.gate_proj", "mlp.up_proj"),
+        *rule("mlp.gate_up_proj", *(["mlp.gate_up_proj"] if fused else ["mlp.gate_proj", "mlp.up_proj"])),
         *rule("mlp.down_proj", "mlp.down_proj"),
         *(
             TensorRule(f"{ours}{name}.weight", (f"{theirs}{name}.weight",))
-            for name in ("self_attn.q_norm", "self_attn.k_norm", "input_layernorm", "hidden_norm", "post_attention_layernorm")
+            for name in ("self_attn.q_norm", "self_attn.k_norm", *_LAYER_NORMS)
         ),
         *rule("self_attn.qkv_a_proj", "self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"),
         *rule("self_attn.q_proj", "self_attn.q_proj"),
@@ -61,17 +70,24 @@ def decoder_rules(ours: str, theirs: str) -> tuple[TensorRule, ...]:
     )
 
 
-LLAMA_LAYOUT = Layout(
-    rules=(
-        TensorRule("embed_tokens.weight", ("model.embed_tokens.weight",)),
-        *decoder_rules("layers.*.", "model.layers.*."),
-        TensorRule("norm.weight", ("model.norm.weight",)),
-        TensorRule("lm_head.weight", ("lm_head.weight",)),
-    ),
-    ignored=("model.layers.*.self_attn.rotary_emb.inv_freq",),  # derived from config.json
-)
-"""Every target. Which of the rules hold for a layer follows from the parameters it has: biases, query / key norms, latent attention
-(DeepSeek-V2 and V3), a mixture of experts (the same, Qwen3-MoE)."""
+def _target(*, fused: bool) -> Layout:
+    return Layout(
+        rules=(
+            TensorRule("embed_tokens.weight", ("model.embed_tokens.weight",)),
+            *decoder_rules("layers.*.", "model.layers.*.", fused=fused),
+            TensorRule("norm.weight", ("model.norm.weight",)),
+            TensorRule("lm_head.weight", ("lm_head.weight",)),
+        ),
+        ignored=("model.layers.*.self_attn.rotary_emb.inv_freq",),  # derived from config.json
+    )
+
+
+SPLIT_LAYOUT = _target(fused=False)
+"""A target with one tensor per projection. Which of the rules hold for a layer follows from the parameters it has: biases, query / key
+norms, norms after attention and MLP, latent attention, a mixture of experts."""
+
+FUSED_LAYOUT = _target(fused=True)
+"""The same with queries, keys and values in one tensor, and gate and up in another."""
 
 
 PREDICTION_HEADS = ("mtp.", "model.mtp_layers.")

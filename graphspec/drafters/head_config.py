@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..errors import CheckpointError
+from ..facts.families import LLAMA, QWEN3, Family
 from ..facts.files import find_file
 from ..facts.keys import Keys, is_integer, is_number
 from ..facts.model import ModelFacts, read_decoder
@@ -14,7 +15,7 @@ from ..facts.model import ModelFacts, read_decoder
 _LOG = logging.getLogger(__name__)
 _HEAD_DIM, _KV_HEADS = 128, 8
 """Of an assumed layer where the target's attention is latent."""
-_FAMILIES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_FAMILIES = {family.name: family for family in (LLAMA, QWEN3)}
 
 _MUST_BE_OFF = (
     "parallel_drafting", "parallel_draft_heads_num_layers", "use_mtp_layernorm", "eh_proj_before_attn", "add_para_norm", "mask_token_id",
@@ -73,7 +74,7 @@ def nested_keys(keys: Keys, name: str) -> Keys:
     return Keys(dict(values or {}), f"{keys.where}: {name}")
 
 
-def speculators_keys(keys: Keys, kind: str) -> tuple[Keys, str]:
+def speculators_keys(keys: Keys, kind: str) -> tuple[Keys, Family]:
     """The nested layer configuration of a config in the layout of speculators, and the family of its layers.
 
     Raises:
@@ -90,7 +91,7 @@ def speculators_keys(keys: Keys, kind: str) -> tuple[Keys, str]:
     return layer, _FAMILIES[kind_of_layer]
 
 
-def head_decoder(keys: Keys, path: Path, architecture: str, family: str = "LlamaForCausalLM") -> ModelFacts:
+def head_decoder(keys: Keys, path: Path, architecture: str, family: Family = LLAMA) -> ModelFacts:
     """Facts of a head's decoder layers, as far as its config tells them; biases and query / key norms are settled by the tensors.
 
     Raises:
@@ -127,7 +128,6 @@ def one_layer(target: ModelFacts) -> ModelFacts:
         heads = target.hidden_size // _HEAD_DIM if even else target.num_heads
         kv_heads, width = _KV_HEADS if even else heads, target.hidden_size // heads
     return replace(
-        target, architecture="LlamaForCausalLM", num_layers=1, sliding_window=(None,), latent=None, experts=None, qk_norm=False,
-        attention_bias=False, output_bias=False, mlp_bias=False, attention_gate=False, norm_offset=False,
-        num_heads=heads, num_kv_heads=kv_heads, head_dim=width,
+        target, architecture="LlamaForCausalLM", family=LLAMA, num_layers=1, sliding_window=(None,), latent=None, experts=None,
+        qk_norm=False, attention_bias=False, output_bias=False, mlp_bias=False, num_heads=heads, num_kv_heads=kv_heads, head_dim=width,
     )  # fmt: skip

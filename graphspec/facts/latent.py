@@ -7,9 +7,6 @@ from dataclasses import dataclass
 from .keys import MOST_HEAD_DIM, MOST_HEADS, MOST_WIDTH, Keys
 from .rope import RopeFacts, magnitude
 
-_INTERLEAVE_KEY: dict[str, bool] = {"DeepseekV2ForCausalLM": False, "DeepseekV3ForCausalLM": True}
-"""Families with latent attention, and whether ``rope_interleave`` may be false."""
-
 
 @dataclass(frozen=True, slots=True)
 class LatentFacts:
@@ -35,11 +32,6 @@ class LatentFacts:
         return self.rank + self.rope_dim
 
 
-def has_latent(family: str) -> bool:
-    """Layers of this family attend over latent rows."""
-    return family in _INTERLEAVE_KEY
-
-
 def rope_dim(keys: Keys) -> int:
     """The rotated part of a head.
 
@@ -52,21 +44,25 @@ def rope_dim(keys: Keys) -> int:
     return size
 
 
-def read_latent(keys: Keys, family: str, num_heads: int, rope: RopeFacts) -> LatentFacts | None:
-    """Facts of a family's latent attention; None where it has none.
+def read_latent(keys: Keys, num_heads: int, rope: RopeFacts, *, interleaved_only: bool) -> LatentFacts:
+    """Facts of latent attention.
 
     Scores are scaled by ``(nope_dim + rope_dim)^-1/2``, times the square of YaRN's magnitude for ``mscale_all_dim`` where RoPE is scaled:
     cos and sin have lost that factor.
 
+    Args:
+        keys: of the decoder.
+        num_heads: query heads.
+        rope: of the decoder.
+        interleaved_only: ``rope_interleave`` must not be false.
+
     Raises:
         CheckpointError: a key that is missing, wrong or not supported.
     """
-    if not has_latent(family):
-        return None
     if keys.integer("num_key_value_heads", num_heads, most=MOST_HEADS) != num_heads:
         raise keys.error("num_key_value_heads", f"num_attention_heads = {num_heads}, or no such key: all heads share one latent row")
     interleaved = keys.flag("rope_interleave", True)
-    if not interleaved and not _INTERLEAVE_KEY[family]:
+    if not interleaved and interleaved_only:
         raise keys.error("rope_interleave", "true, or no such key")
     if "q_lora_rank" not in keys.values:
         raise keys.error("q_lora_rank", "an integer >= 1, or null where queries are not compressed")

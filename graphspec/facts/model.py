@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..errors import CheckpointError
+from .families import LLAMA, Family, find_family, target_architectures
 from .files import find_file
 from .keys import (
     MOST_HEAD_DIM,
@@ -25,35 +26,16 @@ from .keys import (
     read_config,
     read_keys,
 )
-from .latent import LatentFacts, has_latent, read_latent, rope_dim
-from .moe import ExpertFacts, read_experts
+from .latent import LatentFacts, rope_dim
+from .moe import ExpertFacts
 from .rope import RopeFacts, read_rope
 
-_FAMILY_NAMES = (
-    "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV2ForCausalLM",
-    "DeepseekV3ForCausalLM",
-)  # fmt: skip
-FAMILIES = {**{name: name for name in _FAMILY_NAMES}, "MiMoForCausalLM": "Qwen2ForCausalLM"}
-"""Architectures that can be targets, and the family whose layers each has."""
-ARCHITECTURES = tuple(FAMILIES)
-GATED_FAMILY = "Qwen3_5ForCausalLM"
-"""Full-attention layers of Qwen3-Next and Qwen3.5: gated, query / key norms, norm weights stored minus 1, part of the head rotated."""
-HYBRIDS = ("Qwen3Next", "Qwen3_5")
-"""Beginnings of architectures whose other layers carry recurrent state."""
-_STATED_BIAS = (
-    "LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", GATED_FAMILY,
-)  # fmt: skip
-"""Families whose config says by ``attention_bias`` whether all projections of the attention have one."""
-_QUERY_KEY_NORM = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", GATED_FAMILY)
-_NO_WINDOW = ("LlamaForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", GATED_FAMILY)
-_HEAD_DIM = {"Qwen3ForCausalLM": 128, GATED_FAMILY: 256}
-"""Head sizes that transformers takes for granted, whatever the hidden size."""
 DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """A decoder of one of :data:`FAMILIES`, or the full-attention layers of Qwen3.5."""
+    """A decoder of one of the families in :mod:`graphspec.facts.families`: its row, and what its config and tensors say besides."""
 
     path: Path
     architecture: str
@@ -75,7 +57,7 @@ class ModelFacts:
     """The attention's output projection has a bias."""
     mlp_bias: bool
     qk_norm: bool
-    """RMSNorm over the head dimension of queries and keys, before RoPE."""
+    """RMSNorm of queries and keys before RoPE, over what the family's row says."""
     sliding_window: tuple[int | None, ...]
     """Per layer: a query at p sees positions > p - window; None: all."""
     rope: RopeFacts
@@ -83,10 +65,7 @@ class ModelFacts:
     eos_token_ids: tuple[int, ...]
     dtype: str
     """What the checkpoint says it is stored in; float32 where it doesn't say."""
-    attention_gate: bool = False
-    """The query projection gives each head a gate beside its query; the sigmoid of it scales the attention's output."""
-    norm_offset: bool = False
-    """Norm weights are stored minus 1 (Gemma's norm)."""
+    family: Family = LLAMA
     latent: LatentFacts | None = None
     """Multi-head latent attention in every layer."""
     experts: ExpertFacts | None = None
@@ -107,25 +86,6 @@ class ModelFacts:
         return replace(self, num_layers=self.num_layers - first, sliding_window=self.sliding_window[first:], experts=experts)
 
 
-def _read_sliding_window(keys: Keys, architecture: str, num_layers: int) -> tuple[int | None, ...]:
-    # transformers means 4096 when the key is absent; only an explicit null switches the window off
-    window = None if keys.values.get("sliding_window", 4096) is None else keys.integer("sliding_window", 4096)
-    if architecture == "MistralForCausalLM":
-        return (window,) * num_layers
-    if architecture in _NO_WINDOW or not keys.flag("use_sliding_window", False) or window is None:
-        return (None,) * num_layers
-    if architecture == "Qwen3MoeForCausalLM":  # transformers knows no layers without the window here
-        return (window,) * num_layers
-    kinds = keys.values.get("layer_types")
-    if kinds is None:
-        first = keys.integer("max_window_layers", 28, least=0)
-        return tuple(window if layer >= first else None for layer in range(num_layers))
-    known = ("full_attention", "sliding_attention")
-    if not isinstance(kinds, list) or len(kinds) != num_layers or not all(kind in known for kind in kinds):
-        raise keys.error("layer_types", f"{num_layers} entries of full_attention or sliding_attention")
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
-
-
 def _read_eos(keys: Keys, vocab_size: int) -> tuple[int, ...] | None:
     value = keys.values.get("eos_token_id")
     if value is None:
@@ -144,7 +104,7 @@ def _read_dtype(keys: Keys) -> str:
     return str(keys.values[stated[0]]) if stated else "float32"
 
 
-def read_decoder(keys: Keys, path: Path, architecture: str, family: str) -> ModelFacts:
+def read_decoder(keys: Keys, path: Path, architecture: str, family: Family) -> ModelFacts:
     """Facts of decoder layers that compute as those of ``family`` do, whatever the checkpoint calls itself.
 
     Raises:
@@ -158,17 +118,17 @@ def read_decoder(keys: Keys, path: Path, architecture: str, family: str) -> Mode
     num_layers = keys.integer("num_hidden_layers", most=MOST_LAYERS)
     num_heads = keys.integer("num_attention_heads", most=MOST_HEADS)
     kv = "num_key_value_heads"
-    if has_latent(family):
+    if family.latent is not None:
         num_kv_heads = 1
-    elif keys.values.get(kv) is None and (family == "LlamaForCausalLM" or kv in keys.values):
+    elif keys.values.get(kv) is None and (family.multi_head or kv in keys.values):
         num_kv_heads = num_heads
     else:
         num_kv_heads = keys.integer(kv, most=MOST_HEADS)
     if num_heads % num_kv_heads:
         raise keys.error(kv, f"a divisor of num_attention_heads = {num_heads}")
-    if family in _HEAD_DIM and not keys.present("head_dim"):
-        head_dim = _HEAD_DIM[family]
-    elif has_latent(family):
+    if family.head_dim is not None and not keys.present("head_dim"):
+        head_dim = family.head_dim
+    elif family.latent is not None:
         head_dim = rope_dim(keys)
     elif keys.present("head_dim"):
         head_dim = keys.integer("head_dim", least=2, most=MOST_HEAD_DIM)
@@ -180,11 +140,10 @@ def read_decoder(keys: Keys, path: Path, architecture: str, family: str) -> Mode
         raise CheckpointError(f"{keys.where}: head_dim", f"an even number (RoPE rotates pairs), at most {MOST_HEAD_DIM}", head_dim)
     max_position_embeddings = keys.integer("max_position_embeddings", most=MOST_POSITIONS)
     vocab_size = keys.integer("vocab_size", most=MOST_VOCAB)
-    gated = family == GATED_FAMILY
-    if gated and not keys.flag("attn_output_gate", True):
+    if family.attention_gate and not keys.flag("attn_output_gate", True):
         raise keys.error("attn_output_gate", "true")
-    bias = keys.flag("attention_bias", False) if family in _STATED_BIAS else False
-    rope = read_rope(keys, max_position_embeddings, head_dim, partly=gated)
+    bias = family.attention_bias == "stated" and keys.flag("attention_bias", False)
+    rope = read_rope(keys, max_position_embeddings, head_dim, family.rope_kinds, family.partial_rotary)
     generation = path / "generation_config.json"
     eos, stated = _read_eos(keys, vocab_size), None
     if find_file(generation):
@@ -203,19 +162,18 @@ def read_decoder(keys: Keys, path: Path, architecture: str, family: str) -> Mode
         rms_norm_eps=keys.number("rms_norm_eps", most=1.0),
         max_position_embeddings=max_position_embeddings,
         tie_word_embeddings=keys.flag("tie_word_embeddings", False),
-        attention_bias=bias or family == "Qwen2ForCausalLM",
+        attention_bias=bias or family.attention_bias == "qkv",
         output_bias=bias,
-        mlp_bias=keys.flag("mlp_bias", False) if family == "LlamaForCausalLM" else False,
-        qk_norm=family in _QUERY_KEY_NORM,
-        sliding_window=_read_sliding_window(keys, family, num_layers),
+        mlp_bias=family.mlp_bias and keys.flag("mlp_bias", False),
+        qk_norm=family.qk_norm != "none",
+        sliding_window=family.window(keys, num_layers),
         rope=rope,
         bos_token_id=bos,
         eos_token_ids=(eos or ()) if stated is None else stated,
         dtype=_read_dtype(keys),
-        attention_gate=gated,
-        norm_offset=gated,
-        latent=read_latent(keys, family, num_heads, rope),
-        experts=read_experts(keys, family, num_layers),
+        family=family,
+        latent=family.latent(keys, num_heads, rope) if family.latent is not None else None,
+        experts=family.experts(keys, num_layers) if family.experts is not None else None,
     )
 
 
@@ -228,10 +186,9 @@ def read_model_facts(path: str | Path) -> ModelFacts:
     """
     path = Path(path)
     keys = read_config(path)
-    expected = "one of " + ", ".join(ARCHITECTURES)
+    expected = "one of " + ", ".join(target_architectures())
     architecture = read_architecture(keys, expected)
-    if architecture.startswith(HYBRIDS):
-        raise keys.error("architectures", expected, "its linear-attention layers need recurrent state, which is not supported")
-    if architecture not in FAMILIES:
-        raise keys.error("architectures", expected)
-    return read_decoder(keys, path, architecture, FAMILIES[architecture])
+    family = find_family(architecture)
+    if family is None or family.refused:
+        raise keys.error("architectures", expected, family.refused if family is not None else "")
+    return read_decoder(keys, path, architecture, family)

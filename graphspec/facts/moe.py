@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from .keys import MOST_EXPERTS, MOST_LAYERS, MOST_WIDTH, Keys
@@ -49,8 +48,12 @@ def _read_topk(keys: Keys, experts: int, default: int | None = None) -> int:
     return topk
 
 
-def _read_qwen3(keys: Keys, num_layers: int) -> ExpertFacts:
-    """Qwen3-MoE (arXiv 2505.09388): softmax, no groups, no shared experts."""
+def read_qwen3_experts(keys: Keys, num_layers: int) -> ExpertFacts:
+    """Qwen3-MoE (arXiv 2505.09388): softmax, no groups, no shared experts.
+
+    Raises:
+        CheckpointError: a key that is missing, wrong or not supported.
+    """
     name = "num_experts" if keys.present("num_experts") else "num_local_experts"  # transformers 5 writes the second
     experts = _read_count(keys, name, num_layers)
     step = keys.integer("decoder_sparse_step", 1)
@@ -84,8 +87,12 @@ def _read_groups(keys: Keys, experts: int, topk: int, best: int) -> tuple[int, i
     return groups, chosen
 
 
-def _read_deepseek(keys: Keys, num_layers: int, *, sigmoid: bool) -> ExpertFacts:
-    """DeepSeek-V2 (arXiv 2405.04434, section 2.2): softmax; DeepSeek-V3 (arXiv 2412.19437, section 2.1.2): sigmoid and correction."""
+def read_deepseek_experts(keys: Keys, num_layers: int, *, sigmoid: bool) -> ExpertFacts:
+    """DeepSeek-V2 (arXiv 2405.04434, section 2.2): softmax; DeepSeek-V3 (arXiv 2412.19437, section 2.1.2): sigmoid and correction.
+
+    Raises:
+        CheckpointError: a key that is missing, wrong or not supported.
+    """
     experts = _read_count(keys, "n_routed_experts", num_layers)
     topk, first, step = _read_topk(keys, experts), keys.integer("first_k_dense_replace", 0, least=0), keys.integer("moe_layer_freq", 1)
     if sigmoid:
@@ -117,20 +124,3 @@ def _read_deepseek(keys: Keys, num_layers: int, *, sigmoid: bool) -> ExpertFacts
         scaling=keys.number("routed_scaling_factor", 1.0),
         float32_router=True,
     )
-
-
-_READERS: dict[str, Callable[[Keys, int], ExpertFacts]] = {
-    "Qwen3MoeForCausalLM": _read_qwen3,
-    "DeepseekV2ForCausalLM": lambda keys, layers: _read_deepseek(keys, layers, sigmoid=False),
-    "DeepseekV3ForCausalLM": lambda keys, layers: _read_deepseek(keys, layers, sigmoid=True),
-}
-
-
-def read_experts(keys: Keys, family: str, num_layers: int) -> ExpertFacts | None:
-    """Facts of a family's mixtures of experts; None where all its layers are dense.
-
-    Raises:
-        CheckpointError: a key that is missing, wrong or not supported.
-    """
-    read = _READERS.get(family)
-    return read(keys, num_layers) if read is not None else None

@@ -47,14 +47,14 @@ def magnitude(factor: float, mscale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
-def _read_partial(keys: Keys, rope: Keys, head_dim: int, *, partly: bool) -> float:
+def _read_partial(keys: Keys, rope: Keys, head_dim: int, default: float | None) -> float:
     key = "partial_rotary_factor"
     owner = rope if rope.present(key) else keys
-    if not partly:
+    if default is None:
         if owner.present(key) and not (is_number(owner.values[key]) and owner.values[key] == 1):
             raise CheckpointError(f"{keys.where}: {key}", "1.0 (all of the head is rotated)", shown(owner.values[key]))
         return 1.0
-    partial = owner.number(key, 0.25)  # the default of transformers' Qwen3_5TextConfig
+    partial = owner.number(key, default)
     if partial > 1 or int(head_dim * partial) < 2 or int(head_dim * partial) % 2:
         raise owner.error(key, f"at most 1, and an even number of rotated elements in a head of {head_dim}")
     return partial
@@ -74,14 +74,17 @@ def _number_or(rope: Keys, key: str, default: float) -> float:
     return default if zero else rope.number(key, default)
 
 
-def read_rope(keys: Keys, max_position_embeddings: int, head_dim: int, *, partly: bool = False) -> RopeFacts:
+def read_rope(
+    keys: Keys, max_position_embeddings: int, head_dim: int, kinds: tuple[str, ...] = ROPE_KINDS, partial_rotary: float | None = None
+) -> RopeFacts:
     """RoPE parameters in either spelling.
 
     Args:
         keys: of the decoder.
         max_position_embeddings: its context.
         head_dim: elements of a head.
-        partly: the model may rotate part of the head only.
+        kinds: of :data:`ROPE_KINDS` that are known of the model.
+        partial_rotary: rotated part of a head where the config doesn't say; None: all of it, whatever the config says.
 
     Raises:
         CheckpointError: a kind or key that is missing, wrong or not supported.
@@ -97,9 +100,9 @@ def read_rope(keys: Keys, max_position_embeddings: int, head_dim: int, *, partly
         raise keys.error(name, "one set of parameters for all layers", "parameters per layer type are not supported")
     rope = Keys(raw, f"{keys.where}: {name}")
     kind = raw.get("rope_type", raw.get("type", "default"))
-    if kind not in ROPE_KINDS:
-        raise rope.error("rope_type" if "rope_type" in raw else "type", "one of " + ", ".join(ROPE_KINDS))
-    partial = _read_partial(keys, rope, head_dim, partly=partly)
+    if kind not in kinds:
+        raise rope.error("rope_type" if "rope_type" in raw else "type", "one of " + ", ".join(kinds))
+    partial = _read_partial(keys, rope, head_dim, partial_rotary)
     theta = _read_theta(keys, rope)
     if kind == "default":
         return RopeFacts(theta, partial_rotary_factor=partial)

@@ -165,21 +165,23 @@ def _history(lanes: int, width: int, paths: int, depth: int) -> int:
 def _network(plan: Plan, model: ModelFacts, rows: int) -> Iterator[Call]:
     """Products and experts of one pass over ``rows`` tokens, without the output layer."""
     kind, hidden, latent = (plan.dtype, plan.numerics), model.hidden_size, model.latent
+    added = not model.family.norm_after  # norms after attention and MLP stand between a product and the residual
+    normed = added and model.family.norm != "float32"
     widths = {model.intermediate_size}
     if model.experts is not None:
         widths.add(model.experts.shared_size)
         yield _experts, (rows, model.experts.num_experts, model.experts.topk, hidden, model.experts.intermediate_size, plan.dtype)
     for width in widths - {0}:
-        yield _linear, (rows, 2 * width, hidden, *kind, True, True, False, False)
-        yield _linear, (rows, hidden, width, *kind, False, False, True, False)
+        yield _linear, (rows, 2 * width, hidden, *kind, normed, True, False, False)
+        yield _linear, (rows, hidden, width, *kind, False, False, added, False)
     if latent is not None:
         query = model.num_heads * (latent.nope_dim + latent.rope_dim)
         yield _linear, (rows, query, latent.query_rank or hidden, *kind, True, False, False, False)
-        yield _linear, (rows, hidden, model.num_heads * latent.value_dim, *kind, False, False, True, False)
+        yield _linear, (rows, hidden, model.num_heads * latent.value_dim, *kind, False, False, added, False)
         return
     query, key = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    yield _linear, (rows, (2 if model.attention_gate else 1) * query + 2 * key, hidden, *kind, True, False, False, False)
-    yield _linear, (rows, hidden, query, *kind, False, False, True, False)
+    yield _linear, (rows, (2 if model.family.attention_gate else 1) * query + 2 * key, hidden, *kind, normed, False, False, False)
+    yield _linear, (rows, hidden, query, *kind, False, False, added, False)
 
 
 def _decode(plan: Plan, model: ModelFacts, lanes: int, tokens: int) -> Iterator[Call]:

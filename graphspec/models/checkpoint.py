@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -173,7 +173,9 @@ def fill(
         # One matrix per expert; the heads of a projection lie below each other in the checkpoint.
         matrices = value.unbind() if len(blocks) > 1 else (value.flatten(0, -2) if value.dim() > 2 else value,)
         for matrix, sources in zip(matrices, blocks, strict=True):
-            rows = owner.parts if isinstance(owner, Linear) else (matrix.shape[0] // len(sources),) * len(sources)
+            # A file may have fused the projections that are fused here: one source, which is read at once.
+            fused = isinstance(owner, Linear) and len(sources) > 1
+            rows = cast("Linear", owner).parts if fused else (matrix.shape[0] // len(sources),) * len(sources)
             for part, source in zip(torch.split(matrix, list(rows)), sources, strict=True):
                 if value.is_meta:
                     checkpoint.check(source, tuple(part.shape))

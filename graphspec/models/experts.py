@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from ..kernels.linear import Hidden, finish
+from ..kernels.linear import Hidden, finish, hidden_of
 from ..kernels.moe_mlp import moe_mlp
 from ..kernels.moe_route import moe_route
 from .layers import MLP, KernelModule, Linear, RMSNorm, make_parameter
@@ -51,14 +51,14 @@ class MixtureOfExperts(KernelModule):
     def use_kernels(self, kernels: KernelSet) -> None:
         self.route, self.mix = kernels.moe_route, kernels.moe_mlp
 
-    def forward(self, stream_BTH: Hidden, norm: RMSNorm, residual_BTH: Hidden, valid_BT: Tensor) -> Hidden:
-        """``residual + mixture(norm(x))``, ``[B, T, H]``; tokens that are not valid go to no expert of the router."""
+    def forward(self, stream_BTH: Hidden, norm: RMSNorm | None = None, residual_BTH: Hidden | None = None, *, valid: Tensor) -> Hidden:
+        """``residual + mixture(norm(x))``, ``[B, T, H]``; either may be absent. Tokens that are not valid go to no expert of the router."""
         facts, weight = self.experts, self.router.weight
-        x_BTH = norm(stream_BTH)
+        x_BTH = hidden_of(stream_BTH) if norm is None else norm(stream_BTH)
         routed_BTH = x_BTH.to(weight.dtype) if weight is not None else x_BTH
         logits_BTE = self.router(routed_BTH, float32=True)
         index_TK, weight_TK = self.route(
-            logits_BTE.flatten(0, 1), self.correction_E, valid_BT.flatten(), facts.topk, facts.groups, facts.topk_groups, facts.group_best,
+            logits_BTE.flatten(0, 1), self.correction_E, valid.flatten(), facts.topk, facts.groups, facts.topk_groups, facts.group_best,
             facts.sigmoid, facts.normalize, facts.scaling,
         )  # fmt: skip
         out_BTH = self.mix(x_BTH.flatten(0, 1), index_TK, weight_TK, self.gate_up_EFH, self.down_EHF).view_as(x_BTH)

@@ -71,6 +71,8 @@ class Linear(KernelModule):
         float32: bool = False,
     ) -> Hidden:
         """``[..., in]`` to ``[..., out]``, a stream where ``residual`` is one; see :func:`graphspec.kernels.linear.linear`."""
+        if norm is not None and norm.float32:
+            x, norm = norm(x), None
         if self.packed is not None:
             normed = (None, 0.0) if norm is None else (norm.scale(), norm.eps)
             return finish(self._multiply_packed(hidden_of(x), self.packed, sum(self.parts), self.bias, *normed), residual, gated, float32)
@@ -114,12 +116,18 @@ class RMSNorm(nn.Module):
         size: of the last dimension.
         eps: added to the mean square.
         offset: the weight is stored minus 1 (Gemma, Qwen3.5).
+        float32: scale before the cast back (OLMo 2).
     """
 
-    def __init__(self, size: int, eps: float, offset: bool = False) -> None:
+    def __init__(self, size: int, eps: float, offset: bool = False, float32: bool = False) -> None:
         super().__init__()
-        self.eps, self.offset = eps, offset
+        self.eps, self.offset, self.float32 = eps, offset, float32
         self.weight = make_parameter(size)
+
+    @classmethod
+    def of(cls, facts: ModelFacts, size: int | None = None) -> RMSNorm:
+        """As the family of ``facts`` has it; of the hidden size unless another is given."""
+        return cls(size or facts.hidden_size, facts.rms_norm_eps, facts.family.norm == "offset", facts.family.norm == "float32")
 
     def scale(self) -> Tensor:
         """What the normalised channels are multiplied by."""
@@ -127,7 +135,15 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Hidden) -> Tensor:
         """Normalise the last dimension; dtype and shape stay."""
-        return rms_norm(hidden_of(x), self.weight, self.eps, self.offset)
+        values = hidden_of(x)
+        if self.float32 and values.element_size() < 4:
+            return rms_norm(values.float(), self.weight.float(), self.eps, self.offset).to(values.dtype)
+        return rms_norm(values, self.weight, self.eps, self.offset)
+
+    def by_parts(self, x: Tensor) -> Tensor:
+        """Normalise each part of the last dimension that is as wide as the weight; dtype and shape stay."""
+        out: Tensor = self(x.unflatten(-1, (-1, self.weight.shape[0])))
+        return out.flatten(-2)
 
 
 class SelfAttention(nn.Module):
@@ -145,12 +161,16 @@ class SelfAttention(nn.Module):
         self.layer, self.head_dim = layer, facts.head_dim
         self.scale = facts.head_dim**-0.5
         self.window_left = facts.sliding_window[layer]
-        self.gated = facts.attention_gate
-        fused = (2 * query if facts.attention_gate else query, key, key)
+        self.gated = facts.family.attention_gate
+        fused = (2 * query if self.gated else query, key, key)
         self.qkv_proj = Linear(input_size or facts.hidden_size, *fused, bias=facts.attention_bias)
         self.o_proj = Linear(query, facts.hidden_size, bias=facts.output_bias)
-        self.q_norm = RMSNorm(facts.head_dim, facts.rms_norm_eps, facts.norm_offset) if facts.qk_norm else None
-        self.k_norm = RMSNorm(facts.head_dim, facts.rms_norm_eps, facts.norm_offset) if facts.qk_norm else None
+        whole = facts.family.qk_norm == "projection"
+        self.q_norm = RMSNorm.of(facts, query if whole else facts.head_dim) if facts.qk_norm else None
+        self.k_norm = RMSNorm.of(facts, key if whole else facts.head_dim) if facts.qk_norm else None
+        # The op that rotates queries and keys norms them too, but head by head only, and scales after the cast back.
+        self.norms_apart = facts.qk_norm and (whole or facts.family.norm == "float32")
+        assert not (self.gated and self.norms_apart), "gates lie between the queries of the heads"
 
     def forward(
         self,
@@ -176,15 +196,17 @@ class SelfAttention(nn.Module):
 
     def _project(self, x_BTH: Hidden, norm: RMSNorm | None) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         """Queries, their gate where there is one, keys and values."""
-        query_BTE, *kv = self.qkv_proj(x_BTH, norm).split(self.qkv_proj.parts, dim=-1)
-        key_BTGD, value_BTGD = (part.unflatten(-1, (-1, self.head_dim)) for part in kv)
-        if not self.gated:
-            return query_BTE.unflatten(-1, (-1, self.head_dim)), None, key_BTGD, value_BTGD
-        query_BTQD, gate_BTQD = query_BTE.unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, dim=-1)
+        query_BTE, key_BTE, value_BTE = self.qkv_proj(x_BTH, norm).split(self.qkv_proj.parts, dim=-1)
+        if self.norms_apart and self.q_norm is not None and self.k_norm is not None:
+            query_BTE, key_BTE = self.q_norm.by_parts(query_BTE), self.k_norm.by_parts(key_BTE)
+        query_BTQD, gate_BTQD = query_BTE.unflatten(-1, (-1, (2 if self.gated else 1) * self.head_dim)), None
+        key_BTGD, value_BTGD = (part.unflatten(-1, (-1, self.head_dim)) for part in (key_BTE, value_BTE))
+        if self.gated:
+            query_BTQD, gate_BTQD = query_BTQD.chunk(2, dim=-1)
         return query_BTQD, gate_BTQD, key_BTGD, value_BTGD
 
     def _heads(self, rotation: Rotation) -> HeadTransform:
-        if self.q_norm is None or self.k_norm is None:
+        if self.q_norm is None or self.k_norm is None or self.norms_apart:
             return HeadTransform(rotation)
         return HeadTransform(rotation, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, self.q_norm.offset)
 

@@ -1,4 +1,4 @@
-"""The target: decoders of the Llama, Mistral, Qwen and DeepSeek families. What a layer is made of follows from the facts."""
+"""The target: a decoder of any family. What a layer is made of follows from the facts."""
 
 from __future__ import annotations
 
@@ -30,13 +30,17 @@ class TargetOutput(NamedTuple):
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm attention and MLP, or a mixture of experts in its place, each added to the residual stream."""
+    """Attention and MLP, or a mixture of experts in its place, each added to the residual stream.
+
+    A norm stands before each of them; in families with ``norm_after`` it stands after each, and what is added is normed.
+    """
 
     def __init__(self, facts: ModelFacts, layer: int) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(facts.hidden_size, facts.rms_norm_eps, facts.norm_offset)
+        self.input_layernorm = None if facts.family.norm_after else RMSNorm.of(facts)
         self.self_attn = SelfAttention(facts, layer) if facts.latent is None else LatentAttention(facts, layer)
-        self.post_attention_layernorm = RMSNorm(facts.hidden_size, facts.rms_norm_eps, facts.norm_offset)
+        self.post_attention_layernorm = RMSNorm.of(facts)
+        self.post_feedforward_layernorm = RMSNorm.of(facts) if facts.family.norm_after else None
         self.mlp = MixtureOfExperts(facts) if facts.has_experts(layer) else MLP(facts)
         self.stack: DecoderStack | None = None
         self.place = 0
@@ -50,8 +54,13 @@ class DecoderLayer(nn.Module):
         if self.stack is not None:
             out = self.stack.layer(self.place, hidden_of(residual_BTH), rotation, attention)
             return ResidualStream(out) if isinstance(residual_BTH, ResidualStream) else out
+        if self.post_feedforward_layernorm is not None:
+            x_BTH = hidden_of(residual_BTH)
+            x_BTH = x_BTH + self.post_attention_layernorm(self.self_attn(x_BTH, rotation, attention))
+            x_BTH = x_BTH + self.post_feedforward_layernorm(self.mlp(x_BTH, valid=attention.valid_BT))
+            return ResidualStream(x_BTH) if isinstance(residual_BTH, ResidualStream) else x_BTH
         residual_BTH = self.self_attn(residual_BTH, rotation, attention, self.input_layernorm, residual_BTH)
-        out_BTH: Hidden = self.mlp(residual_BTH, self.post_attention_layernorm, residual_BTH, attention.valid_BT)
+        out_BTH: Hidden = self.mlp(residual_BTH, self.post_attention_layernorm, residual_BTH, valid=attention.valid_BT)
         return out_BTH
 
     def write_kv(self, residual_BTH: Hidden, rotation: Rotation, attention: Attention) -> None:
@@ -77,7 +86,7 @@ class LlamaModel(nn.Module):
         self.rotary = RotaryEmbedding(facts.rope, facts.head_dim, max_positions or facts.max_position_embeddings)
         self.embed_tokens = Embedding(facts.vocab_size, facts.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(facts, layer) for layer in range(facts.num_layers))
-        self.norm = RMSNorm(facts.hidden_size, facts.rms_norm_eps, facts.norm_offset)
+        self.norm = RMSNorm.of(facts)
         self.lm_head = Linear(facts.hidden_size, facts.vocab_size)
         if facts.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class PlainLayer(Protocol):
-    """What a stack asks of a decoder layer: an attention, a norm, an MLP, and residuals around them."""
+    """What a stack asks of a decoder layer: an attention, an MLP, a norm before each, and residuals around them."""
 
     @property
     def self_attn(self) -> nn.Module: ...
@@ -34,6 +34,10 @@ def why_not(layers: Sequence[PlainLayer]) -> str | None:
         return "latent attention"
     if any(not isinstance(layer.mlp, MLP) for layer in layers):
         return "mixtures of experts"
+    if any(getattr(layer, "post_feedforward_layernorm", None) is not None for layer in layers):
+        return "norms after attention and MLP"
+    if any(cast("SelfAttention", layer.self_attn).norms_apart for layer in layers):
+        return "query and key norms over all heads together, or scaled in float32"
     return None
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..layouts import LLAMA_LAYOUT, PREDICTION_HEADS
+from ..layouts import PREDICTION_HEADS
 from .checkpoint import Checkpoint, Progress, fill
 from .llama import LlamaModel
 
@@ -44,13 +44,14 @@ def load_target(
     Raises:
         CheckpointError: a file or tensor that is missing, damaged, superfluous or of another shape or dtype.
     """
-    checkpoint = Checkpoint(facts.path)
+    layout = facts.family.layout
+    checkpoint = Checkpoint(facts.path, layout.renamed)
     with torch.device("meta"):
         model = LlamaModel(facts, tap_layers, max_positions)
     own = [name for name, _ in model.named_parameters()]  # a tied head is no parameter of its own
     ignored = {"lm_head.weight"} if facts.tie_word_embeddings else set()  # some files store the tied copy
     ignored |= _prediction_heads(checkpoint, facts.num_layers)
-    fill(model, checkpoint, LLAMA_LAYOUT, own, ignored, dtype, torch.device(device), progress)
+    fill(model, checkpoint, layout, own, ignored, dtype, torch.device(device), progress)
     if facts.tie_word_embeddings:
         model.lm_head.weight = model.embed_tokens.weight
     return model.to(device).eval()

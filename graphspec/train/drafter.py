@@ -21,11 +21,9 @@ from transformers.utils import logging
 from ..catalog import all_variants, load_object, resolve_variant
 from ..checks import check_fields
 from ..errors import CheckpointError, ConfigError
+from ..facts.families import all_families
 from ..paths import reason
 from .blocks import Attend, attend_rows
-
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-"""``model_type`` of the targets the networks are written for."""
 
 
 @dataclass
@@ -132,8 +130,9 @@ def load_target(folder: Path | str, dtype: torch.dtype | str = torch.float32, de
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # transformers raises what its parsers do
         raise CheckpointError(f"{folder / 'config.json'}", "a configuration transformers reads", reason(error)) from error
-    if config.model_type not in FAMILIES:
-        raise CheckpointError(f"{folder / 'config.json'}: model_type", "one of " + ", ".join(FAMILIES), config.model_type)
+    readable = [family.name for family in all_families() if family.shaped_like_llama]
+    if config.model_type not in readable:
+        raise CheckpointError(f"{folder / 'config.json'}: model_type", "one of " + ", ".join(readable), config.model_type)
     if getattr(config, "quantization_config", None) is not None:
         raise CheckpointError(f"{folder / 'config.json'}: quantization_config", "none: a draft learns from the weights", "one")
     try:

@@ -27,6 +27,7 @@ from graphspec.drafters.mtp.network import MTPDraft
 from graphspec.drafters.standalone.facts import StandaloneFacts
 from graphspec.drafters.standalone.network import StandaloneDraft
 from graphspec.facts import ModelFacts, RopeFacts
+from graphspec.facts.families import LLAMA
 from graphspec.kernels import native, select_kernels
 from graphspec.kernels.tree_attention import poison_unseen, visible_slots
 from graphspec.models.attention import ChunkAttention, TreeAttention
@@ -45,8 +46,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"qk_norm": True, "num_kv_heads": 3},
     "mistral": {"sliding_window": (5, None, 9)},
     "mistral, as wide as a tree": {"sliding_window": (21, None, 33)},
-    "gemma norm": {"norm_offset": True, "qk_norm": True},
-    "gated, a part rotated": {"attention_gate": True, "head_dim": 20, "rope": RopeFacts(10000.0, partial_rotary_factor=0.6)},
+    "gemma norm": {"family": replace(LLAMA, norm="offset"), "qk_norm": True},
+    "gated, a part rotated": {
+        "family": replace(LLAMA, attention_gate=True),
+        "head_dim": 20,
+        "rope": RopeFacts(10000.0, partial_rotary_factor=0.6),
+    },
     "odd sizes": {"hidden_size": 37, "intermediate_size": 29, "head_dim": 10, "num_heads": 5},
     "wide heads": {"head_dim": 72, "num_heads": 2},
     "dynamic": {"rope": RopeFacts(10000.0, "dynamic", factor=2.0, original_max_position_embeddings=16)},

@@ -60,6 +60,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention"] * 3,
         },
     ),
+    "olmo2": ("olmo2", {}),
+    "olmo2-bias-tied-grouped": ("olmo2", {"attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 1}),
+    "phi3": ("phi3", {"num_key_value_heads": 1}),
+    "phi3-partly-rotated-window": (
+        "phi3",
+        {"sliding_window": 7, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}},
+    ),
 }
 
 
@@ -163,9 +170,10 @@ def test_norm_with_an_offset_equals_transformers_bitwise(dtype: torch.dtype) -> 
 
 @torch.inference_mode()
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_low_precision_follows_transformers_casts(dtype: torch.dtype, tmp_path: Any) -> None:
+@pytest.mark.parametrize("family", ["qwen3", "olmo2"])
+def test_low_precision_follows_transformers_casts(family: str, dtype: torch.dtype, tmp_path: Any) -> None:
     """Error against float64 at most twice that of transformers in the same dtype: the casts sit in the same places."""
-    model = build_hf("qwen3")
+    model = build_hf(family)
     facts = read_model_facts(write_hf(model, tmp_path))
     low = copy.deepcopy(model).to(dtype)
     token_BT = torch.arange(24)[None]

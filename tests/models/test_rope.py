@@ -14,8 +14,9 @@ from transformers.models.qwen3_next.configuration_qwen3_next import Qwen3NextCon
 
 from graphspec.errors import CheckpointError
 from graphspec.facts import RopeFacts, read_model_facts
+from graphspec.facts.families import QWEN3_5
 from graphspec.facts.keys import Keys
-from graphspec.facts.model import GATED_FAMILY, read_decoder
+from graphspec.facts.model import read_decoder
 from graphspec.kernels.formulas import apply_rope
 from graphspec.models.rope import RotaryEmbedding, rope_frequency
 
@@ -114,7 +115,7 @@ def read_partial(rope_parameters: dict[str, Any] | None, **keys: Any) -> RopeFac
     """RoPE of a layer that rotates part of a head of 64."""
     values = {"hidden_size": 128, "intermediate_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
     values |= {"vocab_size": 9, "num_hidden_layers": 1, "rms_norm_eps": 1e-6, "max_position_embeddings": 16384, **keys}
-    return read_decoder(Keys({**values, "rope_parameters": rope_parameters}, "config"), Path("nowhere"), "any", GATED_FAMILY).rope
+    return read_decoder(Keys({**values, "rope_parameters": rope_parameters}, "config"), Path("nowhere"), "any", QWEN3_5).rope
 
 
 @pytest.mark.parametrize("factor", [0.25, 0.5, 1.0])

@@ -19,7 +19,7 @@ from graphspec.kernels.formulas import apply_rope, rms_norm
 from graphspec.models.attention import HeadTransform, LatentTransform
 
 VOCAB_SIZE = 61
-FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "olmo2": "Olmo2", "phi3": "Phi3"}
 
 
 def build_hf(family: str, *, seed: int = 0, **overrides: Any) -> Any:
@@ -36,6 +36,7 @@ def build_hf(family: str, *, seed: int = 0, **overrides: Any) -> Any:
         "rms_norm_eps": 1e-5,
         "bos_token_id": 1,
         "eos_token_id": 2,
+        "pad_token_id": None,
         "attn_implementation": "eager",
         **overrides,
     }

@@ -6,11 +6,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ...facts.draft import DraftFacts
+from ...facts.families import LLAMA, find_family
 from ...facts.keys import Keys, read_architecture, read_config
 from ...facts.model import ModelFacts
 from ..head_config import check_vocabulary, head_decoder, nested_keys, one_layer, other_draft, refuse_options, speculators_keys
 
-_PLAIN = ("LlamaForCausalLM", "Qwen2ForCausalLM", "MistralForCausalLM")
+_PLAIN = ("llama", "qwen2", "mistral")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,12 +47,18 @@ def read_eagle_config(path: str | Path) -> tuple[EagleFacts, Keys]:
         fc_bias: bool | None = keys.flag("fusion_bias", False)
     else:
         architecture = read_architecture(keys, expected)
-        plain = architecture in _PLAIN and not keys.present("draft_vocab_size") and keys.values.get("num_hidden_layers", 1) == 1
+        like = find_family(architecture)
+        plain = (
+            like is not None
+            and like.name in _PLAIN
+            and not keys.present("draft_vocab_size")
+            and keys.values.get("num_hidden_layers", 1) == 1
+        )
         if not plain and not ("eagle" in architecture.lower() and "eagle3" not in architecture.lower()):
             raise keys.error("architectures", expected, other_draft(keys, architecture))
         if keys.present("draft_vocab_size"):
             raise keys.error("draft_vocab_size", "no such key", other_draft(keys, architecture))
-        layout, family, decoder_keys, layernorms = "safeailab", "LlamaForCausalLM", keys, None
+        layout, family, decoder_keys, layernorms = "safeailab", LLAMA, keys, None
         fc_bias = keys.flag("bias", True) if keys.present("bias") else None
     decoder = head_decoder(decoder_keys, path, architecture, family)
     if decoder.num_layers != 1:

@@ -8,19 +8,11 @@ from pathlib import Path
 
 from ...errors import CheckpointError
 from ...facts.draft import DraftFacts
+from ...facts.families import LLAMA
 from ...facts.files import plain, shown
 from ...facts.keys import MOST_LAYERS, MOST_WIDTH, Keys, is_integer, read_architecture, read_config
 from ...facts.model import ModelFacts
-from ..head_config import (
-    check_vocabulary,
-    head_decoder,
-    log_default,
-    nested_keys,
-    one_layer,
-    other_draft,
-    refuse_options,
-    speculators_keys,
-)
+from ..head_config import check_vocabulary, head_decoder, log_default, nested_keys, one_layer, other_draft, refuse_options, speculators_keys
 
 TAP_KEY = "eagle_aux_hidden_state_layer_ids"
 DEFAULT_TAPS = 3
@@ -137,7 +129,7 @@ def read_eagle3_config(path: str | Path) -> tuple[Eagle3Facts, Keys]:
         architecture = read_architecture(keys, expected)
         if "eagle3" not in architecture.lower() and not (architecture == "LlamaForCausalLM" and keys.present("draft_vocab_size")):
             raise keys.error("architectures", expected, other_draft(keys, architecture))
-        family, decoder_keys = "LlamaForCausalLM", keys
+        family, decoder_keys = LLAMA, keys
         layout = "sglang" if "eagle3" in architecture.lower() else "safeailab"
         layout = "modelopt" if any(key in eagle.values for key in _MODELOPT_KEYS) else layout
         # here an id means the layer whose output is tapped, that is, the stream entering the next one

@@ -8,9 +8,10 @@ from pathlib import Path
 
 from ...errors import CheckpointError
 from ...facts.draft import DraftFacts
+from ...facts.families import QWEN2, QWEN3_5, Family, find_family, target_architectures
 from ...facts.files import find_file, open_file, parse_json, plain, read_shards, shown
 from ...facts.keys import MOST_LAYERS, Keys, read_architecture, read_config
-from ...facts.model import FAMILIES, GATED_FAMILY, HYBRIDS, ModelFacts, read_decoder
+from ...facts.model import ModelFacts, read_decoder
 from ...layouts import PREDICTION_HEADS
 from ..head_config import nested_keys
 from .layout import MTP_LAYOUTS
@@ -94,19 +95,19 @@ def _count(keys: Keys, layout: str, heads: list[int], names: list[str]) -> int:
     return declared
 
 
-def _family(keys: Keys, layout: str, architecture: str) -> str:
+def _family(keys: Keys, layout: str, architecture: str) -> Family:
     """The family whose layers the heads have."""
     if layout == "qwen":
-        if architecture.startswith(HYBRIDS):
-            return GATED_FAMILY
+        if find_family(architecture) is QWEN3_5:
+            return QWEN3_5
         raise keys.error("architectures", "a Qwen3Next or Qwen3_5 architecture, whose heads are named mtp.fc")
     if layout == "mimo":
         if architecture in _MIMO:
-            return FAMILIES["MiMoForCausalLM"]
+            return QWEN2
         raise keys.error("architectures", "one of " + ", ".join(_MIMO) + ", whose heads are named model.mtp_layers")
-    family = FAMILIES.get(architecture.removesuffix("NextN"))
-    if family is None:
-        raise keys.error("architectures", "one of " + ", ".join(FAMILIES) + ", or one of them with NextN behind it")
+    family = find_family(architecture.removesuffix("NextN"))
+    if family is None or family.refused:
+        raise keys.error("architectures", "one of " + ", ".join(target_architectures()) + ", or one of them with NextN behind it")
     return family
 
 
@@ -179,9 +180,9 @@ def counted_facts(folder: Path, target: ModelFacts) -> tuple[MTPFacts, str]:
     """The prediction heads a config counts, as layers after the last; see :attr:`graphspec.catalog.Variant.assumed`."""
     keys = read_config(folder)
     architecture = read_architecture(keys, "a model with multi-token-prediction heads")
-    family = FAMILIES.get(architecture.removesuffix("NextN"))
-    if family is None:
-        raise keys.error("architectures", "one of " + ", ".join(FAMILIES))
+    family = find_family(architecture.removesuffix("NextN"))
+    if family is None or family.refused:
+        raise keys.error("architectures", "one of " + ", ".join(target_architectures()))
     count = keys.integer(next((key for key in COUNT_KEYS if keys.present(key)), COUNT_KEYS[0]))
     layers = keys.integer("num_hidden_layers")
     whole = Keys({**keys.values, "num_hidden_layers": layers + count}, keys.where)

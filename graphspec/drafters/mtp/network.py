@@ -31,12 +31,12 @@ class MTPHead(nn.Module):
     def __init__(self, facts: MTPFacts, layer: int) -> None:
         super().__init__()
         decoder = facts.decoder
-        size, eps, offset = decoder.hidden_size, decoder.rms_norm_eps, decoder.norm_offset
+        size = decoder.hidden_size
         self.hidden_first = facts.hidden_first
-        self.embedding_norm, self.hidden_norm = RMSNorm(size, eps, offset), RMSNorm(size, eps, offset)
+        self.embedding_norm, self.hidden_norm = RMSNorm.of(decoder), RMSNorm.of(decoder)
         self.projection = Linear(2 * size, size)
         self.layer = DecoderLayer(decoder, layer)
-        self.norm = RMSNorm(size, eps, offset)
+        self.norm = RMSNorm.of(decoder)
         self.stack: DecoderStack | None = None
 
     def pack_stack(self, rotary_dim: int) -> str | None:

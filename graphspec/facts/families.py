@@ -1,0 +1,211 @@
+"""Families of decoders, one row each: what sets a family's layers apart from Llama's, and how its checkpoints spell them.
+
+Facts, networks, loading and messages read the row; nothing else asks for an architecture's name. Standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cache, partial
+from importlib.metadata import entry_points
+from typing import Literal
+
+from ..errors import ConfigError
+from ..layouts import FUSED_LAYOUT, SPLIT_LAYOUT, Layout
+from .keys import Keys
+from .latent import LatentFacts, read_latent
+from .moe import ExpertFacts, read_deepseek_experts, read_qwen3_experts
+from .rope import ROPE_KINDS, RopeFacts
+
+Windows = Callable[[Keys, int], tuple[int | None, ...]]
+"""From a config and a number of layers: each layer's sliding window, None where it sees everything."""
+
+
+def no_window(keys: Keys, num_layers: int) -> tuple[int | None, ...]:
+    """Whatever the config says of sliding windows, the family has none."""
+    del keys
+    return (None,) * num_layers
+
+
+def window_everywhere(keys: Keys, num_layers: int, default: int | None) -> tuple[int | None, ...]:
+    """The same window in every layer; null means none, an absent key ``default``.
+
+    Raises:
+        CheckpointError: no integer.
+    """
+    return (None if keys.values.get("sliding_window", default) is None else keys.integer("sliding_window", default),) * num_layers
+
+
+def window_by_flag(keys: Keys, num_layers: int) -> tuple[int | None, ...]:
+    """The same window in every layer, with ``use_sliding_window`` only.
+
+    Raises:
+        CheckpointError: a flag that is none, or no integer.
+    """
+    windows = window_everywhere(keys, num_layers, 4096)
+    return windows if keys.flag("use_sliding_window", False) else no_window(keys, num_layers)
+
+
+def window_by_layer(keys: Keys, num_layers: int) -> tuple[int | None, ...]:
+    """As :func:`window_by_flag`, in the layers that ``layer_types`` or ``max_window_layers`` say.
+
+    Raises:
+        CheckpointError: as there, or a list of another length or of other kinds of layers.
+    """
+    windows = window_by_flag(keys, num_layers)
+    kinds = keys.values.get("layer_types")
+    if not any(windows):
+        return windows
+    if kinds is None:
+        first = keys.integer("max_window_layers", 28, least=0)
+        return tuple(window if layer >= first else None for layer, window in enumerate(windows))
+    known = ("full_attention", "sliding_attention")
+    if not isinstance(kinds, list) or len(kinds) != num_layers or not all(kind in known for kind in kinds):
+        raise keys.error("layer_types", f"{num_layers} entries of full_attention or sliding_attention")
+    return tuple(window if kind == "sliding_attention" else None for kind, window in zip(kinds, windows, strict=True))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """One row. The defaults are a pre-norm decoder with SwiGLU and grouped queries, without biases and sliding windows."""
+
+    name: str
+    """``model_type`` in ``config.json``; of an entry point, its name."""
+    architectures: tuple[str, ...]
+    """What ``architectures`` in ``config.json`` may say; ``*`` stands for any end of a name."""
+    refused: str = ""
+    """Why such a checkpoint can't be a target, where only a draft may have layers of this family."""
+    layout: Layout = SPLIT_LAYOUT
+    attention_bias: Literal["none", "stated", "qkv"] = "none"
+    """``stated``: ``attention_bias`` says whether all four projections have one; ``qkv``: always, all but the output's."""
+    mlp_bias: bool = False
+    """``mlp_bias`` says whether the MLP has biases."""
+    qk_norm: Literal["none", "head", "projection"] = "none"
+    """RMSNorm of queries and keys before RoPE: over each head, or over all heads together."""
+    norm_after: bool = False
+    """Norms follow attention and MLP, before their results are added; nothing is normed before them (OLMo 2, arXiv 2501.00656)."""
+    norm: Literal["plain", "offset", "float32"] = "plain"
+    """``offset``: norm weights are stored minus 1 (Gemma). ``float32``, and with an offset: scaled before the cast back, not after it."""
+    attention_gate: bool = False
+    """The query projection gives each head a gate next to its query; the sigmoid of it scales the attention's output."""
+    multi_head: bool = False
+    """Without ``num_key_value_heads`` every query head has keys and values of its own; elsewhere the key is required."""
+    head_dim: int | None = None
+    """Width of a head where the config doesn't say; None: ``hidden_size`` over the number of heads."""
+    rope_kinds: tuple[str, ...] = ROPE_KINDS
+    """Of :data:`~graphspec.facts.rope.ROPE_KINDS`, those whose names mean the same here."""
+    partial_rotary: float | None = None
+    """Rotated part of a head where the config doesn't say; None: all of it, and a config that says otherwise is refused."""
+    window: Windows = no_window
+    latent: Callable[[Keys, int, RopeFacts], LatentFacts] | None = None
+    """Reads multi-head latent attention from config, number of heads and RoPE; None: keys and values."""
+    experts: Callable[[Keys, int], ExpertFacts] | None = None
+    """Reads mixtures of experts from config and number of layers; None: every MLP is dense."""
+
+    @property
+    def shaped_like_llama(self) -> bool:
+        """Layers of keys and values and dense MLPs, each after its norm, in separate tensors: ``graphspec train`` can read them."""
+        unusual = (self.refused, self.norm_after, self.attention_gate, self.latent, self.experts, self.layout is not SPLIT_LAYOUT)
+        return not any(unusual)
+
+
+LLAMA = Family(name="llama", architectures=("LlamaForCausalLM",), attention_bias="stated", mlp_bias=True, multi_head=True)
+QWEN2 = Family(name="qwen2", architectures=("Qwen2ForCausalLM", "MiMoForCausalLM"), attention_bias="qkv", window=window_by_layer)
+QWEN3 = Family(
+    name="qwen3", architectures=("Qwen3ForCausalLM",), attention_bias="stated", qk_norm="head", head_dim=128, window=window_by_layer
+)
+QWEN3_5 = Family(
+    name="qwen3_5",
+    architectures=("Qwen3Next*", "Qwen3_5*"),
+    refused="its linear-attention layers need recurrent state, which is not supported",
+    attention_bias="stated",
+    qk_norm="head",
+    norm="offset",
+    attention_gate=True,
+    head_dim=256,
+    partial_rotary=0.25,
+)
+"""The full-attention layers of Qwen3-Next and Qwen3.5, which their prediction heads have."""
+
+FAMILIES: tuple[Family, ...] = (
+    LLAMA,
+    Family(name="mistral", architectures=("MistralForCausalLM",), window=partial(window_everywhere, default=4096)),
+    QWEN2,
+    QWEN3,
+    Family(
+        name="qwen3_moe",
+        architectures=("Qwen3MoeForCausalLM",),
+        attention_bias="stated",
+        qk_norm="head",
+        window=window_by_flag,  # transformers knows no layers without the window here
+        experts=read_qwen3_experts,
+    ),
+    Family(
+        name="deepseek_v2",
+        architectures=("DeepseekV2ForCausalLM",),
+        attention_bias="stated",
+        latent=partial(read_latent, interleaved_only=True),
+        experts=partial(read_deepseek_experts, sigmoid=False),
+    ),
+    Family(
+        name="deepseek_v3",
+        architectures=("DeepseekV3ForCausalLM",),
+        attention_bias="stated",
+        latent=partial(read_latent, interleaved_only=False),
+        experts=partial(read_deepseek_experts, sigmoid=True),
+    ),
+    Family(
+        name="olmo2",
+        architectures=("Olmo2ForCausalLM",),
+        attention_bias="stated",
+        qk_norm="projection",
+        norm_after=True,
+        norm="float32",
+        multi_head=True,
+    ),
+    Family(
+        name="phi3",
+        architectures=("Phi3ForCausalLM",),
+        layout=FUSED_LAYOUT,
+        multi_head=True,
+        rope_kinds=("default",),  # transformers reads "yarn" as LongRoPE (arXiv 2402.13753) here, which is not supported
+        partial_rotary=1.0,
+        window=partial(window_everywhere, default=None),
+    ),
+    QWEN3_5,
+)
+ENTRY_POINTS = "graphspec.families"
+"""Group of entry points through which another package adds a :class:`Family`: ``name = module:attribute``."""
+
+
+@cache
+def all_families() -> tuple[Family, ...]:
+    """Ours, and those of installed packages (read once per process).
+
+    Raises:
+        ConfigError: an entry point that is no :class:`Family`, or whose name or architecture is taken.
+    """
+    found = list(FAMILIES)
+    for point in sorted(entry_points(group=ENTRY_POINTS), key=lambda point: point.name):
+        family = point.load()
+        key = f"entry point {ENTRY_POINTS}: {point.name}"
+        if not isinstance(family, Family) or family.name != point.name:
+            raise ConfigError(key, f"a graphspec.facts.families.Family called {point.name!r}", f"{point.value}: {family!r}"[:200])
+        taken = {name for other in found for name in (other.name, *other.architectures)}
+        if names := taken.intersection((family.name, *family.architectures)):
+            raise ConfigError(key, "a name and architectures that are not taken", f"{point.value}: {', '.join(sorted(names))}")
+        found.append(family)
+    return tuple(found)
+
+
+def find_family(architecture: str) -> Family | None:
+    """The row of an entry of ``architectures``; None: there is none."""
+    rows = (row for row in all_families() if any(fnmatchcase(architecture, name) for name in row.architectures))
+    return next(rows, None)
+
+
+def target_architectures() -> tuple[str, ...]:
+    """Every architecture that loads as a target."""
+    return tuple(name for family in all_families() if not family.refused for name in family.architectures)
