@@ -161,7 +161,7 @@ class FakeWorker:
             extra = {"digest": "d", "dtype": "float32", "device": "cpu", "input_tokens": 3.0, "variant": "v", "provenance": {"command": []}}
             return about(label=self.name) | extra
         if do != "round":
-            return {"warm_up": 1, "anatomy": {"cycle_ms": None, "bandwidth": 1.0}, "generation": [{"prompt": "p", "cycles": []}]}[do]
+            return {"warm_up": 1, "profile": {"cycle_ms": None, "bandwidth": 1.0}, "generation": [{"prompt": "p", "cycles": []}]}[do]
         self.rounds += 1
         step = {"subject": 1.0, "self": 1.25, "none": 2.0, "hf": 4.0}[self.name] * self.rounds
         tokens = [1, 2, 9 if self.name == self.wrong and self.rounds == 2 else 3]

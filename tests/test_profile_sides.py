@@ -80,7 +80,7 @@ def test_acceptance_is_what_the_engine_says_it_is(side: EngineSide) -> None:
 def test_stages_and_cycles_are_timed_without_changing_a_token(side: EngineSide, monkeypatch: pytest.MonkeyPatch) -> None:
     before = side.round()["tokens"]
     monkeypatch.setattr("graphspec.lab.measure.stages.copy_bandwidth", lambda *args, **kwargs: 1e9)
-    found = side.anatomy()
+    found = side.profile()
     assert found["bandwidth"] == 1e9
     names = [stage["name"] for stage in found["stages"]]
     assert names == ["mailbox", "draft_extend", "draft_steps", "tree_build", "verify", "accept", "commit_state", "commit"]
@@ -149,10 +149,10 @@ def test_plain_decoding_is_recorded_too(pair: Pair) -> None:
 def test_stages_are_timed_only_where_that_is_asked(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("graphspec.lab.measure.stages.copy_bandwidth", lambda *args, **kwargs: 1e9)
     one = EngineSide(launch(pair, requests=1, profile=ProfileConfig(stages=False)))
-    found = one.anatomy()
+    found = one.profile()
     assert found["stages"] == [] and found["not_measured"]["stages"] == "profile.stages=false" and found["cycle_ms"]["median"] > 0
     # Nothing but a prefill: no cycle follows another.
-    short = EngineSide(launch(pair, requests=1, output_tokens=1)).anatomy()
+    short = EngineSide(launch(pair, requests=1, output_tokens=1)).profile()
     assert short["cycle_ms"] is None and "cycle_ms" in short["not_measured"]
 
 

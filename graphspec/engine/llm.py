@@ -372,7 +372,7 @@ class LLM:
             yield from self._engine.serve_alone(served, launcher=launcher, policy=policy)
 
     def warm_up(self, requests: int = 1, *, sampling: SamplingClass = GREEDY) -> None:
-        """Build, compile and capture now what a run of so many requests needs; else the first run does.
+        """Build, compile and capture now what a run of ``requests`` requests needs; otherwise the first run does.
 
         Args:
             requests: how many at once.
@@ -383,7 +383,7 @@ class LLM:
         self._engine.prepare(check_warm_up(requests, sampling, self.plan), sampling)
 
     def keys(self, requests: int, sampling: SamplingClass) -> list[Key]:
-        """Programs a run of so many requests can need: every bucket up to theirs, every chunk size."""
+        """Programs that ``requests`` requests can need: every bucket up to theirs, every chunk size."""
         return self._engine.keys(requests, sampling)
 
     def _encode(self, prompt: str | Conversation) -> list[int]:

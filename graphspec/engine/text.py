@@ -86,7 +86,7 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 class Tokenizer:
-    """The tokenizer of a checkpoint. Any number of threads may use it; they take turns, for transformers' own lets one thread in.
+    """The tokenizer of a checkpoint. Any number of threads may use it; they take turns, since transformers' tokenizers are not thread-safe.
 
     Args:
         folder: of the checkpoint. No code in it is ever run.
@@ -153,14 +153,14 @@ def _load(folder: Path) -> Any:
             expected = "a tokenizer that transformers has; code of a checkpoint is never run"
             raise CheckpointError(f"{folder}: auto_map", expected, code, "or pass token ids as prompts") from error
         raise CheckpointError(str(folder), "tokenizer files (or pass token ids as prompts)", _said(error)) from error
-    # transformers compares the length of every text with it, and takes it as it stands in the file.
+    # transformers compares the length of every text with this value, as read from the file.
     if not isinstance(longest := tokenizer.model_max_length, int | float):
         raise CheckpointError(f"{folder / 'tokenizer_config.json'}: model_max_length", "a number", brief(longest))
     return tokenizer
 
 
 def _own_code(folder: Path) -> str | None:
-    """The class of the checkpoint's own that its files ask for as tokenizer; None: they ask for none."""
+    """The tokenizer class that the checkpoint's own code would provide; None: its files name none."""
     for name in ("tokenizer_config.json", "config.json"):
         try:
             keys = json.loads((folder / name).read_text(encoding="utf-8"))

@@ -65,7 +65,7 @@ class Server:
         """One request on a connection of its own; the response is still to be read, and reading it to its end closes the connection.
 
         Raises:
-            ResourceError: nobody answers, or not with status 200; the server's words are in the message.
+            ResourceError: no answer, or one with another status than 200; the server's words are in the message.
         """
         kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
         connection = kind(self._host, self._port, timeout=self.timeout)
@@ -117,7 +117,7 @@ class Server:
 
 
 class ApiSide:
-    """A server as a side: ``workload.batch`` users, each asking the next question when its answer is there.
+    """A server as a side: ``workload.batch`` users, each of whom sends the next request when the last one ends.
 
     Args:
         config: of the run; the tokenizer is that of its ``model``.
@@ -253,7 +253,7 @@ class StreamReader:
 
     @property
     def tokens(self) -> list[int] | None:
-        """The new tokens, where the server told them all."""
+        """The new tokens, where the server reported all of them."""
         return self._ids if self._all_ids and self._ids else None
 
     @property

@@ -24,14 +24,14 @@ from .workload import Ask, make_workload
 
 LABELS = {"hf": "HF generate", "hf_assisted": "HF assisted", "hf_lookup": "HF prompt lookup"}
 LOOKUP_TOKENS = 4
-"""``prompt_lookup_num_tokens``: what transformers proposes at most from the prompt."""
+"""``prompt_lookup_num_tokens``: most tokens that transformers proposes from the prompt."""
 UNDERSTOOD = ("max_tokens", "temperature", "seed", "stop_token_ids", "ignore_eos", "top_k", "top_p", "min_p", "repetition_penalty")
 """Keys of the ``sampling`` group that mean the same to transformers."""
 NOT_MEASURED = "transformers does not report it"
 
 
 def is_whole_model(variant: Variant) -> bool:
-    """Its draft reads tokens and nothing of the target, so it is a model by itself."""
+    """Its draft reads only tokens, so it is a complete model."""
     return variant.has_network and variant.feature_source not in ("hidden", "taps")
 
 
@@ -48,7 +48,7 @@ class Clock:
         self.prompt_seen = True
 
     def end(self) -> None:
-        """Nothing is left to do."""
+        """Required by the interface."""
 
 
 class HfSide:
@@ -178,5 +178,5 @@ class HfSide:
     def _timeline(self, began: float, ended: float, bursts: list[tuple[float, int]]) -> Timeline:
         count = sum(tokens for _, tokens in bursts)
         reason = "length" if count >= self.workload.output_tokens else "stop"
-        # generate() returns when the slowest row of the group is done; each row's user has its answer with its own last token.
+        # generate() returns when the slowest row of the group is done; a row is finished at its own last token.
         return Timeline(began, bursts, bursts[-1][0] if bursts else ended, reason)

@@ -1,4 +1,4 @@
-"""What a side is asked: prompts as token ids, one sampling seed each. The same on every side, which is checked by a digest. No torch."""
+"""The requests of a measurement: prompts as token ids, one sampling seed each. Equal on every side, checked by a digest. No torch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """All requests of one round, and what they have in common.
+    """All requests of one round, and their common settings.
 
     Attributes:
         asks: in the order they are asked.
@@ -51,7 +51,7 @@ class Workload:
 
     @property
     def digest(self) -> str:
-        """Says whether two sides were asked the same."""
+        """Digest of the requests: equal on two sides with the same workload."""
         text = json.dumps([[ask.prompt, ask.seed] for ask in self.asks])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -65,10 +65,10 @@ def _acceptance(results: Results, palette: Palette, key: str, title: str, lede: 
         shares = side.record[key]
         style = palette[side]
         length = side.number("acceptance_length")
-        told = f", {spell(length)}" if length else ""
-        name = " · ".join([side.label + told, *side.marks])
+        note = f", {spell(length)}" if length else ""
+        name = " · ".join([side.label + note, *side.marks])
         data.append(go.Scatter(
-            mode="lines+markers", x=list(range(1, len(shares) + 1)), y=shares, name=named(side, told), cliponaxis=False,
+            mode="lines+markers", x=list(range(1, len(shares) + 1)), y=shares, name=named(side, note), cliponaxis=False,
             line={"color": style.colour, "width": 2.2, "dash": style.dash},
             marker={"color": style.colour, "symbol": style.symbol, "size": 7, "line": {"color": "var(--surface)", "width": 1.5}},
             hovertemplate=f"{plotly_text(name)}<br>position %{{x}}: <b>%{{y:.1%}}</b><extra></extra>",
@@ -111,12 +111,12 @@ def stages(results: Results, palette: Palette) -> Chart:
         colour, shown_name = STAGE_COLOURS[index % len(STAGE_COLOURS)], plotly_text(name.replace("_", " "))
         bars = [(len(shown) - 1 - row, _stage(side, name)) for row, side in enumerate(shown)]
         bars = [(row, stage) for row, stage in bars if stage.get("ms") is not None]
-        told = [[plotly_text(_floor_told(stage))] for _, stage in bars]
+        floor_texts = [[plotly_text(_floor_text(stage))] for _, stage in bars]
         data.append(go.Bar(
             orientation="h", x=[stage["ms"] for _, stage in bars], y=[row for row, _ in bars], width=0.38, name=shown_name,
             marker={"color": colour, "line": {"color": "var(--surface)", "width": 1.5}}, text=[shown_name] * len(bars),
             textposition="inside", insidetextanchor="middle", textangle=0, textfont={"color": "var(--bar-ink)", "size": 11},
-            customdata=told, showlegend=True,
+            customdata=floor_texts, showlegend=True,
             hovertemplate=f"{plotly_text(name)}: <b>%{{x:.3g}} ms</b>%{{customdata[0]}}<extra></extra>",
         ))  # fmt: skip
     floors = [(len(shown) - 1 - row, side.number("floor_ms")) for row, side in enumerate(shown)]
@@ -169,12 +169,12 @@ def _size(size: float | None) -> str:
     return spell(size, "B") if size is not None else DASH
 
 
-def _floor_told(stage: dict[str, Any]) -> str:
+def _floor_text(stage: dict[str, Any]) -> str:
     floor, percent = stage.get("floor_ms"), stage.get("percent_of_floor")
     parts = [f"floor {spell(floor)} ms" if floor is not None else "", f"{spell(percent)} %" if percent is not None else "",
              f"{_size(stage['bytes'])} moved" if stage.get("bytes") else ""]  # fmt: skip
-    told = ", ".join(part for part in parts if part)
-    return f"; {told}" if told else ""
+    text = ", ".join(part for part in parts if part)
+    return f"; {text}" if text else ""
 
 
 def gaps(results: Results, palette: Palette) -> Chart:
