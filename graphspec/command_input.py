@@ -20,7 +20,7 @@ _SHOWN = 60
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class PromptRequest:
     """One request.
 
     Attributes:
@@ -48,7 +48,7 @@ class _Line:
     sampling: dict[str, Any]
 
 
-def read_requests(config: LaunchConfig) -> list[Asked]:
+def read_requests(config: LaunchConfig) -> list[PromptRequest]:
     """The requests of ``prompt``, else of ``prompt_file``, else of standard input when it is not a terminal.
 
     One whose values are out of range carries its error, so that the others can be served.
@@ -78,7 +78,7 @@ def read_prompt(config: LaunchConfig) -> str:
     return check_text("prompt", prompt)
 
 
-def _asked(config: LaunchConfig, line: _Line) -> Asked:
+def _asked(config: LaunchConfig, line: _Line) -> PromptRequest:
     prompt = line.prompt
     try:
         if isinstance(prompt, str):
@@ -86,9 +86,9 @@ def _asked(config: LaunchConfig, line: _Line) -> Asked:
             if config.chat:
                 system = [{"role": "system", "content": check_text("system", config.system)}] if config.system is not None else []
                 prompt = Conversation([*system, {"role": "user", "content": prompt}])
-        return Asked(prompt, configured_params(config.sampling, **line.sampling))
+        return PromptRequest(prompt, configured_params(config.sampling, **line.sampling))
     except RequestError as error:
-        return Asked(prompt, None, str(error))
+        return PromptRequest(prompt, None, str(error))
 
 
 def _lines(config: LaunchConfig) -> list[_Line]:

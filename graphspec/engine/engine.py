@@ -108,7 +108,7 @@ class Engine:
         try:
             self._arriving.append(call)
             while unfinished:
-                for request in self._news(call):
+                for request in self._changed(call):
                     # A change may be reported twice.
                     if request in unfinished:
                         if request.finish_reason is not None:
@@ -134,8 +134,8 @@ class Engine:
         """
         call = Call(requests)
         with self._taken(wait=True):
-            self._mend()
-            self._dismiss()
+            self._recover()
+            self._remove_left_calls()
             others = len(self._calls) + sum(len(other.requests) for other in self._arriving)
             if others:
                 raise ResourceError("engine", "no other open call during an exclusive one", f"{others} requests of other calls")
@@ -167,7 +167,7 @@ class Engine:
             ResourceError: called from inside a step, or memory ran out.
         """
         with self._taken(wait=True):
-            self._mend()
+            self._recover()
             self._whole = False
             self._prepare(requests, sampling)
             self._whole = True
@@ -178,7 +178,7 @@ class Engine:
         cycles = [key for key in self.plan.graph_keys(sampling) if key.bucket <= widest]
         return [*cycles, *(PrefillKey(chunk, sampling) for chunk in self.plan.prefill_chunks)]
 
-    def _news(self, call: Call) -> list[Request]:
+    def _changed(self, call: Call) -> list[Request]:
         """The call's changed requests; runs steps until there is at least one."""
         while True:
             if call.failure is not None:
@@ -186,7 +186,7 @@ class Engine:
             found = call.changed()
             if found:
                 return found
-            if not self._drive():
+            if not self._try_step():
                 self._waiting[call] = None
                 found = call.changed(PATIENCE)
                 self._waiting.pop(call, None)
@@ -207,9 +207,9 @@ class Engine:
                     if not mine:
                         # The holder of the turn does it.
                         return
-                    self._mend()
+                    self._recover()
                     self._whole = False
-                    self._dismiss()
+                    self._remove_left_calls()
                     if not self._calls and self.scheduler.busy:
                         self.scheduler.step()
                     self._whole = True
@@ -219,7 +219,7 @@ class Engine:
             if not quietly:
                 raise
 
-    def _drive(self) -> bool:
+    def _try_step(self) -> bool:
         """Make one step, unless another thread has the turn. The hot path: every cycle goes through here."""
         mine = Turn(threading.get_ident())
         try:
@@ -273,9 +273,9 @@ class Engine:
 
     def _step(self) -> None:
         """One turn: calls that left, calls that arrived, one step of the scheduler, and its changes into the inboxes."""
-        self._mend()
+        self._recover()
         self._whole = False
-        self._dismiss()
+        self._remove_left_calls()
         while self._arriving:
             self._admit(self._arriving[0])
             self._arriving.popleft()
@@ -287,7 +287,7 @@ class Engine:
                     del self._calls[request]
         self._whole = True
 
-    def _mend(self) -> None:
+    def _recover(self) -> None:
         """After a turn that did not end: drop what is in flight, and restart every live request from its tokens."""
         if self._whole:
             return
@@ -298,7 +298,7 @@ class Engine:
         self._calls = {request: call for request, call in self._calls.items() if request.finish_reason is None}
         self._whole = True
 
-    def _dismiss(self) -> None:
+    def _remove_left_calls(self) -> None:
         while self._leaving:
             call = self._leaving[0]
             for request in call.requests:
@@ -318,7 +318,7 @@ class Engine:
                 self._calls.pop(request, None)
                 self.scheduler.abort(request)
             self._whole = False
-            self._mend()
+            self._recover()
             self._whole = False
 
     def _enter(self, call: Call) -> None:

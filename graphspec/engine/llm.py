@@ -402,7 +402,7 @@ class LLM:
         cycles = check_cycles(cycles, self.plan)
         requests = self._requests(prompt, SamplingParams(max_tokens=(cycles + 1) * self.plan.accept_width, ignore_eos=True), one=True)
         bucket = self.cycle.buckets(GREEDY)[0]
-        run = self._run(requests, policy=_Deepest(self.plan))
+        run = self._run(requests, policy=_DeepestCycles(self.plan))
         while requests[0].metrics.cycles < cycles and next(run, None) is not None:
             pass
         v = self.cycle.arena.views(1, self.plan.key(bucket, GREEDY, self.plan.depths_of(bucket)[-1]).shape)
@@ -421,7 +421,7 @@ class LLM:
         )
 
 
-class _Deepest:
+class _DeepestCycles:
     """A policy that always asks for the deepest cycle a bucket has."""
 
     def __init__(self, plan: Plan) -> None:

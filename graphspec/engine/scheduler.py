@@ -314,7 +314,7 @@ class Scheduler:
             self.drain()
         else:
             self._preempt()
-        self._unsent(message)
+        self._return_pages(message)
         return False
 
     def _missing(self, request: Request) -> int:
@@ -323,7 +323,7 @@ class Scheduler:
         end = ahead + self.plan.window_width
         return 0 if end <= len(request.pages) * self.plan.page_size else self.plan.pages_for(end) - len(request.pages)
 
-    def _unsent(self, message: Message) -> None:
+    def _return_pages(self, message: Message) -> None:
         """Take back page-table entries of a message that is not sent: the pages return, and the next plan asks again."""
         by_row = {r.row: r for r in self.running}
         for row, _, page in reversed(message.pages):
@@ -340,7 +340,7 @@ class Scheduler:
             return
         self.running.remove(youngest)
         self._offer = None
-        self._vacate(youngest)
+        self._free_row(youngest)
         youngest.preempted += 1
         self.waiting.appendleft(youngest)
 
@@ -379,7 +379,7 @@ class Scheduler:
         if self._leaving:
             for request in [r for r in self._leaving if r.last_ticket <= ticket.number]:
                 self._leaving.remove(request)
-                self._vacate(request)
+                self._free_row(request)
 
     @staticmethod
     def _note_logprobs(request: Request, tokens: list[int], logprobs: list[tuple[float, dict[int, float]]]) -> None:
@@ -426,12 +426,12 @@ class Scheduler:
             if any(request in ticket.lanes for ticket in self._tickets):
                 self._leaving.append(request)
             else:
-                self._vacate(request)
+                self._free_row(request)
 
     def _report(self, request: Request) -> None:
         self._updated[request] = None
 
-    def _vacate(self, request: Request) -> None:
+    def _free_row(self, request: Request) -> None:
         assert request.row is not None
         self._aborts.append(request.row)
         self._free_rows.append(request.row)

@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 CYCLES = 64
 """Whole cycles that are counted."""
-LEAST = 1.05
+MIN_ACCEPTANCE_LENGTH = 1.05
 """New tokens per cycle below which a draft network is suspected; a drafter that is never right has 1."""
 
 
@@ -35,7 +35,7 @@ class AcceptanceTest:
             return
         self.done = True
         length = self._tokens / self._cycles
-        if length < LEAST:
+        if length < MIN_ACCEPTANCE_LENGTH:
             assert self._plan.draft is not None
             logger.warning(
                 "the draft is almost never accepted: %.2f tokens per cycle over %d cycles. Is %s a draft for %s, of variant %s, with the "

@@ -138,9 +138,9 @@ class Tokenizer:
             with self._lock:
                 return list(self.hf.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False))
         except (TemplateSyntaxError, SecurityError) as error:
-            raise CheckpointError(where, "a template that jinja takes, in its sandbox", _said(error)) from error
+            raise CheckpointError(where, "a template that jinja takes, in its sandbox", _one_line(error)) from error
         except Exception as error:  # templates refuse conversations by exceptions of their own, and trip over unforeseen ones
-            raise RequestError("messages", "a conversation that the checkpoint's chat template takes", _said(error)) from error
+            raise RequestError("messages", "a conversation that the checkpoint's chat template takes", _one_line(error)) from error
 
 
 def _load(folder: Path) -> Any:
@@ -152,7 +152,7 @@ def _load(folder: Path) -> Any:
         if (code := _own_code(folder)) is not None:
             expected = "a tokenizer that transformers has; code of a checkpoint is never run"
             raise CheckpointError(f"{folder}: auto_map", expected, code, "or pass token ids as prompts") from error
-        raise CheckpointError(str(folder), "tokenizer files (or pass token ids as prompts)", _said(error)) from error
+        raise CheckpointError(str(folder), "tokenizer files (or pass token ids as prompts)", _one_line(error)) from error
     # transformers compares the length of every text with this value, as read from the file.
     if not isinstance(longest := tokenizer.model_max_length, int | float):
         raise CheckpointError(f"{folder / 'tokenizer_config.json'}: model_max_length", "a number", brief(longest))
@@ -172,5 +172,5 @@ def _own_code(folder: Path) -> str | None:
     return None
 
 
-def _said(error: Exception) -> str:
+def _one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

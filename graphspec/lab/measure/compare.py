@@ -19,7 +19,7 @@ from .process import WorkerProcess, pack
 from .sides import PLAIN, SELF, SUBJECT, SideConfig
 
 Say = Callable[[str], None]
-INSIDE = ("cycle_ms", "host_us", "gap_ms", "nodes", "stages", "floor_ms", "percent_of_floor", "bandwidth")
+CYCLE_KEYS = ("cycle_ms", "host_us", "gap_ms", "nodes", "stages", "floor_ms", "percent_of_floor", "bandwidth")
 """Keys of a record that only engines of this package fill."""
 
 
@@ -179,7 +179,7 @@ class Bench:
             one.trace = worker.ask("trace")
 
 
-def pass_judgement(measured: Sequence[Measured], reference: Measured | None, checks: Sequence[dict[str, Any]] = ()) -> None:
+def set_verdicts(measured: Sequence[Measured], reference: Measured | None, checks: Sequence[dict[str, Any]] = ()) -> None:
     """Set the verdict of every side.
 
     Args:
@@ -212,7 +212,7 @@ def records(case: str, measured: Sequence[Measured]) -> list[dict[str, Any]]:
             row |= figures(one.rounds) | {"build": about.get("build", []), "memory": about.get("memory", [])}
             row["ratio"] = _ratio(one, measured[0] if one.side.role == SELF else base)
             row |= (
-                dict.fromkeys(INSIDE)
+                dict.fromkeys(CYCLE_KEYS)
                 | {"stages": []}
                 | one.cycles
                 | {"not_measured": one.about.get("not_measured", {}) | one.cycles.get("not_measured", {})}

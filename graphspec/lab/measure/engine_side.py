@@ -21,7 +21,7 @@ from .recorder import Recorder, stage_timer
 from .sides import for_workload
 from .stages import profile_cycles
 from .trace import chrome_trace
-from .workload import Ask, Workload, make_workload
+from .workload import Workload, WorkloadRequest, make_workload
 
 
 class EngineSide:
@@ -39,8 +39,8 @@ class EngineSide:
         self.config = for_workload(config)
         self.llm = LLM.from_config(self.config, progress)
         self.workload: Workload = make_workload(config, self._encode, self.llm.plan.target.vocab_size)
-        self.params = [self.params_of(ask) for ask in self.workload.asks]
-        for index, error in enumerate(self.llm.check([ask.prompt for ask in self.workload.asks], self.params)):
+        self.params = [self.params_of(request) for request in self.workload.requests]
+        for index, error in enumerate(self.llm.check([request.prompt for request in self.workload.requests], self.params)):
             if error is not None:
                 raise ResourceError(f"request {index}", "one that can be served", error)
         self.llm.warm_up(self.workload.batch, sampling=sampling_class(self.params))
@@ -48,10 +48,10 @@ class EngineSide:
     def _encode(self, text: str) -> list[int]:
         return self.llm.tokenizer.encode(text)
 
-    def params_of(self, ask: Ask) -> SamplingParams:
+    def params_of(self, request: WorkloadRequest) -> SamplingParams:
         """Sampling parameters of one request."""
         asked = self.workload
-        return configured_params(asked.sampling, max_tokens=asked.output_tokens, ignore_eos=asked.ignore_eos, seed=ask.seed)
+        return configured_params(asked.sampling, max_tokens=asked.output_tokens, ignore_eos=asked.ignore_eos, seed=request.seed)
 
     @property
     def plan(self) -> Plan:
@@ -85,7 +85,7 @@ class EngineSide:
 
     def run_with(self, launcher: Launcher | None) -> list[Output]:
         """The workload once, launched by ``launcher``."""
-        return self.llm.generate([ask.prompt for ask in self.workload.asks], self.params, launcher=launcher)
+        return self.llm.generate([request.prompt for request in self.workload.requests], self.params, launcher=launcher)
 
     def round(self) -> dict[str, Any]:
         """See :class:`graphspec.lab.measure.worker.Runner`.
@@ -131,8 +131,8 @@ class EngineSide:
 
     def generations(self, count: int) -> list[dict[str, Any]]:
         """The first ``count`` requests, each by itself, cycle by cycle."""
-        pairs = list(zip(self.workload.asks, self.params, strict=True))[:count]
-        return [record_generation(self.llm, ask.prompt, params) for ask, params in pairs]
+        pairs = list(zip(self.workload.requests, self.params, strict=True))[:count]
+        return [record_generation(self.llm, request.prompt, params) for request, params in pairs]
 
 
 def label(plan: Plan) -> str:

@@ -127,7 +127,7 @@ class Round:
 
 
 def closed_loop_arrivals(began: float, finished: Sequence[float], users: int) -> list[float]:
-    """When each request was handed over if so many users wait for an answer before each asks the next question.
+    """Arrival times of requests if each of ``users`` users sends the next request when the last one ends.
 
     Args:
         began: when the first of them were.

@@ -18,7 +18,7 @@ from ...config import AcceptConfig
 from ...core_wait import busy_caution
 from ...errors import ConfigError
 from ...paths import check_writable, user_path
-from .compare import Bench, Measured, Say, Schedule, pass_judgement, records
+from .compare import Bench, Measured, Say, Schedule, records, set_verdicts
 from .equality import Reference, Verdict, judge
 from .provenance import result_file, write_jsonl
 from .sides import PLAIN, SideConfig, plain_config, reference_of, sides_of
@@ -87,7 +87,7 @@ def profile(config: LaunchConfig, sides: Sequence[SideConfig], say: Say = lambda
     reference = bench.reference(plain) if plain is not None else None
     measured = bench.measure(sides)
     checks = synthetic_checks(bench, measured, reference) if measured[0].about["synthetic"] else []
-    pass_judgement(measured, reference, checks)
+    set_verdicts(measured, reference, checks)
     return measured, records(case_name(config, measured[0]), measured)
 
 

@@ -94,7 +94,7 @@ class SideRecord(Line):
         return rounds if isinstance(rounds, int) else len(self.get("tokens_per_second", {}).get("rounds") or []) or None
 
     @property
-    def standing(self) -> list[str]:
+    def caveats(self) -> list[str]:
         """Marks that set its figures apart from those of other sides."""
         marks = ["SYNTHETIC"] * bool(self.get("synthetic")) + ["LOSSY"] * bool(self.get("lossy"))
         if self.equal is not True:
@@ -104,7 +104,7 @@ class SideRecord(Line):
     @property
     def marks(self) -> list[str]:
         """Caveats that a reader must know before its figures."""
-        return self.standing + [ONCE] * (self.rounds == 1 and self.equal is not False)
+        return self.caveats + [ONCE] * (self.rounds == 1 and self.equal is not False)
 
     @property
     def speed(self) -> float | None:
@@ -363,7 +363,7 @@ FACETS: tuple[Callable[[SideRecord], str], ...] = (
     lambda side: str(side.provenance.get("revision") or "")[:7],
     lambda side: str(side.record.get("shape") or ""),
     lambda side: str(side.record["case"]),
-    lambda side: " ".join(side.standing[:1]),
+    lambda side: " ".join(side.caveats[:1]),
     lambda side: str(side.provenance.get("date") or ""),
 )
 """What may distinguish two sides of one name, most significant first."""

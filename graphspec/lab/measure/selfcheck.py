@@ -37,7 +37,7 @@ def check_runtime(config: LaunchConfig) -> dict[str, Any]:
         ``equal``, and a ``sentence`` that says what was compared.
     """
     folder = model_folder(config.model.path, config.model.revision)
-    prompt = make_workload(config, lambda text: Tokenizer(folder).encode(text), read_model_facts(folder).vocab_size).asks[0].prompt
+    prompt = make_workload(config, lambda text: Tokenizer(folder).encode(text), read_model_facts(folder).vocab_size).requests[0].prompt
     tokens = min(config.workload.output_tokens, MOST_TOKENS)
     context = min(config.model.max_context or len(prompt) + tokens + SPARE_CONTEXT, len(prompt) + tokens + SPARE_CONTEXT)
     runtime = replace(config.runtime, max_rows=1, buckets=[1], depth_per_bucket={}, num_pages=None)

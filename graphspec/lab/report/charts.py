@@ -99,7 +99,7 @@ def named(side: SideRecord, more: str = "") -> str:
     return plotly_text(side.label + more) + (f"<br>{plotly_text(' · '.join(side.marks))}" if side.marks else "")
 
 
-def few(shown: int, all_: int, which: str = "first") -> str:
+def shown_note(shown: int, all_: int, which: str = "first") -> str:
     """A sentence with the number of drawn items; empty where all are drawn."""
     return f" Drawn are the {which} {shown} of {all_}." if shown < all_ else ""
 

@@ -18,7 +18,6 @@ from .charts import (
     Palette,
     drawing,
     end_labels,
-    few,
     floor_mark,
     label_margin,
     log_ticks,
@@ -26,6 +25,7 @@ from .charts import (
     plotly_text,
     row_axis,
     row_labels,
+    shown_note,
     titled,
 )
 from .numbers import DASH, spell, spell_tick
@@ -88,7 +88,7 @@ def _acceptance(results: Results, palette: Palette, key: str, title: str, lede: 
     lede += (
         " After each name its acceptance length, in tokens per cycle." if any(side.number("acceptance_length") for side in shown) else ""
     )
-    lede += few(len(shown), len(ranked))
+    lede += shown_note(len(shown), len(ranked))
     rows = [[" · ".join([side.label, *side.marks]), spell(side.number("acceptance_length")),
              *(spell(share) for share in side.record[key]), *[DASH] * (most - len(side.record[key]))] for side in shown]  # fmt: skip
     numbers = Table(["side", "acceptance length", *map(str, range(1, most + 1))], rows)
@@ -144,7 +144,7 @@ def stages(results: Results, palette: Palette) -> Chart:
     ]  # fmt: skip
     lede = "Each stage timed in a run of its own; the run without timers decides the speed."
     lede += " The triangle is the cycle's floor: its bytes at the bandwidth measured in the same run." if marked else ""
-    lede += few(len(shown), len(sides))
+    lede += shown_note(len(shown), len(sides))
     numbers = Table(["side", "stage", "ms", "floor, ms", "% of floor", "bytes moved"], rows)
     return Chart("stages", title, lede, drawn, numbers)
 
@@ -221,7 +221,7 @@ def gaps(results: Results, palette: Palette) -> Chart:
         annotations=row_labels([titled(side, several) for side, _ in samples], shift=60),
     )
     lede = "Tokens of one cycle arrive together, so a gap lies between bursts, not tokens: compare sides by TPOT. Ticks: p50, p90, p99."
-    lede += few(len(samples), len(found))
+    lede += shown_note(len(samples), len(found))
     numbers = Table(["side", "p50, ms", "p90, ms", "p99, ms", "samples"], rows)
     return Chart("gaps", title, lede, drawn, numbers, wide=False)
 
@@ -266,5 +266,5 @@ def bursts(results: Results) -> Chart:
         margin={"r": 26},
     )
     rows = [[titled(side, several_batches=True), *(str(side.record["burst_tokens"].get(str(size), 0)) for size in sizes)] for side in shown]
-    lede = "Bursts by how many tokens they bring; the numbers in the bars are tokens." + few(len(shown), len(sides))
+    lede = "Bursts by how many tokens they bring; the numbers in the bars are tokens." + shown_note(len(shown), len(sides))
     return Chart("bursts", title, lede, drawn, Table(["side", *map(str, sizes)], rows), wide=False)

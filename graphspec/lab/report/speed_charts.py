@@ -20,7 +20,6 @@ from .charts import (
     Palette,
     drawing,
     end_labels,
-    few,
     floor_mark,
     label_margin,
     log_ticks,
@@ -28,6 +27,7 @@ from .charts import (
     plotly_text,
     row_axis,
     row_labels,
+    shown_note,
     titled,
 )
 from .numbers import DASH, TIMES, plural, spell, spell_tick
@@ -149,7 +149,7 @@ def _throughput_bars(title: str, sides: list[SideRecord], palette: Palette, numb
     most = max([*speeds, *(floor for floor in floors if floor)])
     lede = f"All requests together, {batch}; median over rounds."
     lede += " The triangle is the floor, if every cycle took only the time its bytes need." if any(floors) else ""
-    lede += few(len(shown), len(ranked), "fastest")
+    lede += shown_note(len(shown), len(ranked), "fastest")
     x_axis = {"range": [0, most * 1.13], "title_text": "tokens/s", "tickformat": ",.0f", "nticks": 6}
     labels = row_labels([titled(side, several_batches=False) for side in shown])
     drawn = drawing(data, len(shown) * ROW + 66, x=x_axis, y=row_axis(len(shown)), annotations=labels)
@@ -203,7 +203,7 @@ def comparison(results: Results, palette: Palette) -> Chart:
     )
     lede = "Both sides took turns on the same work. Every dot is the ratio of one round, the bar ends at their median."
     lede += f" Left of 1{TIMES} is slower." if least < 1 else ""
-    lede += few(len(shown), len(sides), "largest")
+    lede += shown_note(len(shown), len(sides), "largest")
     numbers = Table(["side", "compared with", "median", "least", "p10", "most", "rounds"], rows)
     return Chart("comparison", title, lede, drawn, numbers)
 
@@ -215,7 +215,7 @@ def shapes(results: Results) -> list[Chart]:
         if side.subject and side.shape and side.speed:
             record = side.record
             about = [str(record.get(key, "")) for key in ("runtime", "dtype", "temperature")]
-            group = (str(side.get("variant", "drafts")), f"batch {side.batch}", *about, side.hardware, " · ".join(side.standing))
+            group = (str(side.get("variant", "drafts")), f"batch {side.batch}", *about, side.hardware, " · ".join(side.caveats))
             groups.setdefault(group, []).append(side)
     charts: list[Chart] = []
     several = [len({group[part] for group in groups}) > 1 for part in range(7)]

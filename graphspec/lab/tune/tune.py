@@ -15,7 +15,7 @@ from ...catalog import resolve_variant
 from ...command_options import LaunchConfig
 from ...config import AdaptiveConfig, Config
 from ...errors import ResourceError
-from ..measure.compare import Bench, Measured, Say, Schedule, pass_judgement, records
+from ..measure.compare import Bench, Measured, Say, Schedule, records, set_verdicts
 from ..measure.metrics import figures, ratio
 from ..measure.process import WorkerProcess, pack
 from ..measure.sides import PLAIN, SUBJECT, SideConfig, plain_config
@@ -91,7 +91,7 @@ def _try(config: LaunchConfig, shapes: Sequence[Shape], batch: int, say: Say) ->
     sides = [SideConfig(SUBJECT, asked.with_shape(shape)) for shape in shapes]
     schedule = Schedule(1, 0.0, interleave=False, timeout_seconds=config.profile.timeout_seconds, cycles=True)
     measured = Bench(schedule, lambda text: say(f"trial: {text}")).measure([*sides, SideConfig(PLAIN, plain_config(asked))])
-    pass_judgement(measured, None)
+    set_verdicts(measured, None)
     return records(f"trial, batch {batch}", measured)
 
 
@@ -105,7 +105,7 @@ def _measure(tuning: Tuning, configs: Sequence[LaunchConfig], batch: int, case: 
     )
     sides = [SideConfig(SUBJECT, replace(config, workload=workload)) for config in configs]
     measured = bench.measure([*sides, SideConfig(PLAIN, plain_config(sides[0].config))])
-    pass_judgement(measured, None)
+    set_verdicts(measured, None)
     plain = measured[-1]
     for one in measured[:-1]:
         if final:
