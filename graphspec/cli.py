@@ -32,18 +32,18 @@ LONGEST_COMPLAINT = 2000
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One first word."""
+    """One command."""
 
     run: Callable[..., int]
-    """Takes the composed configuration, or its own words."""
+    """Called with the composed configuration, or with its raw arguments."""
     summary: str
     usage: str
     own_words: bool = False
-    """It has nothing to configure: its words go to it as they are."""
+    """It takes raw arguments and no configuration."""
 
 
 class _Answer:
-    """Standard output, whose failures are complaints of ours."""
+    """Standard output; a failed write is a :class:`ConfigError`."""
 
     def __init__(self, stream: Any) -> None:
         self.stream = stream
@@ -61,7 +61,7 @@ class _Answer:
         try:
             return do(*arguments)
         except OSError as error:
-            # Keep the interpreter from complaining when it flushes at exit.
+            # The interpreter flushes at exit and would print an error.
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
             if isinstance(error, BrokenPipeError):
                 raise
@@ -72,14 +72,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line and exit with its code."""
     words = list(sys.argv[1:] if argv is None else argv)
     if sys.stderr is None:
-        # It was closed. What libraries write there must not end up in a file that happens to get its number.
+        # It was closed. Libraries must not write into a file that reuses its descriptor.
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123, SIM115
     stdout = sys.stdout
     try:
         if stdout is None:
             raise ConfigError("standard output", "something to write the answer to", "it is closed")
         if isinstance(stdout, io.TextIOWrapper) and stdout.errors == "strict":
-            # What its encoding has no code for is shown as an escape.
+            # Characters outside its encoding are escaped.
             stdout.reconfigure(errors="backslashreplace")
         sys.stdout = _Answer(stdout)
         code = _dispatch(words)
@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         code = 130
     except BrokenPipeError:
-        # The reader left (`| head`).
+        # The reader closed the pipe (`| head`).
         code = 141
     finally:
         sys.stdout = stdout
@@ -101,7 +101,7 @@ def _complain(error: GraphspecError) -> int:
 
 
 def _refuse(sentences: Sequence[str]) -> int:
-    """One line each; returns the exit code."""
+    """Print one line each to stderr; returns the exit code."""
     for sentence in sentences:
         line = " ".join(sentence.split())
         print("graphspec: " + (line if len(line) <= LONGEST_COMPLAINT else line[:LONGEST_COMPLAINT] + "..."), file=sys.stderr)
@@ -165,7 +165,7 @@ def _hydra(name: str, words: list[str]) -> int:
     crashes: list[BaseException] = []
 
     def task(composed: DictConfig) -> None:
-        # One case of a sweep that is refused leaves the others alone.
+        # A refused case of a sweep does not end the others.
         try:
             codes.append(_run(name, compose.to_launch_config(composed, prompts)))
         except GraphspecError as error:
@@ -177,13 +177,13 @@ def _hydra(name: str, words: list[str]) -> int:
     compose.register_schema()
     before, full_error = sys.argv, os.environ.get(FULL_ERROR)
     sys.argv = [before[0], *words]
-    # Hydra would end the process itself, with several lines or a traceback that is cut short.
+    # Hydra would end the process itself, with several lines or a shortened traceback.
     os.environ[FULL_ERROR] = "1"
     try:
         module, name_of_config, version = compose.CONFIG_MODULE, compose.CONFIG_NAME, compose.VERSION_BASE
         hydra.main(config_path=f"pkg://{module}", config_name=name_of_config, version_base=version)(task)()
     except compose.COMPOSING as error:
-        # What a command raised is its own affair.
+        # Exceptions of the command itself pass unchanged.
         if error in crashes:
             raise
         raise compose.explain(error, words) from error
@@ -196,7 +196,7 @@ def _hydra(name: str, words: list[str]) -> int:
 
 
 def _completing(words: list[str]) -> bool:
-    """Serve a completion of the first word, or hide it from Hydra, which completes overrides only. True when nothing is left to do."""
+    """Serve a completion of the first word, or hide it from Hydra, which completes overrides only. Returns whether it was served."""
     line = os.environ.get("COMP_LINE")
     if line is None or not any(word.startswith("query=") for word in words):
         return False
@@ -224,7 +224,7 @@ def _generate(config: LaunchConfig) -> int:
     served = {i: (request.prompt, request.params) for i, request in enumerate(requests) if request.params is not None}
     with progress_bars() as progress:
         llm = LLM.from_config(config, progress=progress)
-        # What needs the model's facts is checked before anything is compiled.
+        # Checks that need the model's facts, before anything is compiled.
         found = llm.check([prompt for prompt, _ in served.values()], [params for _, params in served.values()])
         errors = {i: request.error for i, request in enumerate(requests)} | dict(zip(served, found, strict=True))
         if all(errors.values()):
@@ -253,7 +253,7 @@ def _generate(config: LaunchConfig) -> int:
 def _print_outputs(
     config: LaunchConfig, headlines: Sequence[str], outputs: Mapping[int, Output], errors: Mapping[int, str | None], llm: LLM
 ) -> None:
-    """Print what came out; of a request that failed its error, in JSON."""
+    """Print outputs, and in JSON the errors of failed requests."""
     if config.format == "json":
         rows = [_row(outputs.get(i), error) for i, error in errors.items()]
         setting = {"variant": config.variant.name, "model": config.model.path, "runtime": config.runtime.name, "plan": llm.plan.describe()}
@@ -375,7 +375,7 @@ commands:
   graphspec COMMAND --help                       what a command takes
   graphspec COMMAND --cfg job [override ...]     the whole configuration, as the command would see it
   graphspec --hydra-help                         Hydra's own flags (--multirun, --info, ...)
-  graphspec COMMAND log=info                     say on stderr what was decided (error, warning, info, debug)
+  graphspec COMMAND log=info                     log level on stderr (error, warning, info, debug)
   eval "$(graphspec --shell-completion install=bash)"   completion of commands, groups and keys (also zsh, fish)
   graphspec --version"""
 
@@ -427,7 +427,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "profile": Command(
         _profile,
-        "measure latency and acceptance, beside baselines in the same run",
+        "measure latency and acceptance, with baselines in the same run",
         """\
   workload=held_out|random|file     what is asked: workload.batch=1 workload.requests=8 workload.input_tokens=64 workload.output_tokens=128
   baseline=none                     none, self, hf, hf_assisted, hf_lookup, openai (url=ADDRESS), or a list: baseline=[none,hf]

@@ -1,4 +1,4 @@
-"""What the command line is asked: prompts from the command line, a file or standard input, checked before any model is loaded. No torch."""
+"""Requests of the command line: prompts from an argument, a file or standard input, checked before any model is loaded. No torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SHOWN = 60
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class PromptRequest:
     """One request.
 
     Attributes:
@@ -42,13 +42,13 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """A prompt, and what its line of a ``.jsonl`` file says differently from the ``sampling`` group."""
+    """A prompt, and the sampling keys that its line of a ``.jsonl`` file overrides."""
 
     prompt: str | Conversation
     sampling: dict[str, Any]
 
 
-def read_requests(config: LaunchConfig) -> list[Asked]:
+def read_requests(config: LaunchConfig) -> list[PromptRequest]:
     """The requests of ``prompt``, else of ``prompt_file``, else of standard input when it is not a terminal.
 
     One whose values are out of range carries its error, so that the others can be served.
@@ -60,7 +60,7 @@ def read_requests(config: LaunchConfig) -> list[Asked]:
 
 
 def read_prompt(config: LaunchConfig) -> str:
-    """The one prompt of ``prompt`` or ``prompt_file``; without them that of the demo.
+    """The single prompt of ``prompt`` or ``prompt_file``; default: the demo's.
 
     Raises:
         ConfigError: several, a conversation, or one that can't be read.
@@ -78,7 +78,7 @@ def read_prompt(config: LaunchConfig) -> str:
     return check_text("prompt", prompt)
 
 
-def _asked(config: LaunchConfig, line: _Line) -> Asked:
+def _asked(config: LaunchConfig, line: _Line) -> PromptRequest:
     prompt = line.prompt
     try:
         if isinstance(prompt, str):
@@ -86,9 +86,9 @@ def _asked(config: LaunchConfig, line: _Line) -> Asked:
             if config.chat:
                 system = [{"role": "system", "content": check_text("system", config.system)}] if config.system is not None else []
                 prompt = Conversation([*system, {"role": "user", "content": prompt}])
-        return Asked(prompt, configured_params(config.sampling, **line.sampling))
+        return PromptRequest(prompt, configured_params(config.sampling, **line.sampling))
     except RequestError as error:
-        return Asked(prompt, None, str(error))
+        return PromptRequest(prompt, None, str(error))
 
 
 def _lines(config: LaunchConfig) -> list[_Line]:
@@ -97,7 +97,7 @@ def _lines(config: LaunchConfig) -> list[_Line]:
     if config.prompt_file is not None:
         text = read_text("prompt_file", config.prompt_file)
         if config.prompt_file.endswith(".jsonl"):
-            # A line of JSON ends with "\n" alone: its strings may hold whatever else Unicode calls the end of a line.
+            # Only "\n" ends a line of JSON: its strings may hold the other line ends of Unicode.
             lines = [_parse(f"{config.prompt_file}:{n}", line) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
         else:
             lines = [_Line(text, {})] if text else []

@@ -1,4 +1,4 @@
-"""What only the launcher's commands read, beside the engine's own :class:`~graphspec.config.Config`. Standard library only."""
+"""Options of single commands, in addition to the engine's :class:`~graphspec.config.Config`. Standard library only."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _check(key: str, ok: bool, expected: str, found: object) -> None:
 
 @dataclass(kw_only=True)
 class WorkloadConfig:
-    """What is asked of a side that is measured."""
+    """The requests that measured sides serve."""
 
     source: str = "held_out"
     """held_out: prompts that come with the package and that the demo models were not trained on; file: the user's; random: token ids."""
@@ -43,7 +43,7 @@ class WorkloadConfig:
     batch: int = 1
     """Requests at once."""
     input_tokens: int | None = 64
-    """Prompts are cut to so many tokens; random: so many; null: as they are."""
+    """Prompts are cut to this length in tokens; random: their length; null: not cut."""
     input_spread: float = 0.0
     """random: lengths are drawn evenly from input_tokens * (1 - spread) to input_tokens * (1 + spread)."""
     output_tokens: int = 128
@@ -70,16 +70,16 @@ class WorkloadConfig:
 
 @dataclass(kw_only=True)
 class ProfileConfig:
-    """How ``graphspec profile`` measures."""
+    """Options of ``graphspec profile``."""
 
     rounds: int = 5
     """Rounds of the workload on every side, taking turns; figures are medians over them."""
     warm_up_seconds: float = 2.0
-    """Each side runs the workload at least once, and for at least so long, before the first round."""
+    """Each side runs the workload for this long, and at least once, before the first round."""
     interleave: bool = True
     """All sides stay loaded and take turns round by round; false: one after the other, for models that fit once only."""
     stages: bool = True
-    """Also time every stage of the cycle, in a run of its own."""
+    """Also time every stage of the cycle, in a separate run."""
     generations: int = 1
     """Generations recorded cycle by cycle for the tree viewer of ``graphspec report``."""
     trace: str | None = None
@@ -91,9 +91,9 @@ class ProfileConfig:
     api_key: str | None = None
     """openai: bearer token; null: none."""
     api_prompts: str = "tokens"
-    """openai: prompts are sent as token ids, so that both sides read the same, or as text."""
+    """openai: prompts are sent as token ids, so that all sides read the same tokens, or as text."""
     timeout_seconds: float = 1800.0
-    """Longest a side may take to get ready, or for one round."""
+    """Longest time for a side to get ready, or for one round."""
 
     def __post_init__(self) -> None:
         check_fields(self, "profile", paths=("trace", "assistant"))
@@ -106,7 +106,7 @@ class ProfileConfig:
 
 @dataclass(kw_only=True)
 class PlanningConfig:
-    """What ``graphspec plan`` is asked."""
+    """Options of ``graphspec plan``."""
 
     context: int | None = None
     """Committed tokens of every row; null: 2048, or what the checkpoint allows."""
@@ -130,7 +130,7 @@ class PlanningConfig:
 
 @dataclass(kw_only=True)
 class TuneConfig:
-    """What ``graphspec tune`` does."""
+    """Options of ``graphspec tune``."""
 
     out: str | None = None
     """The experiment file it writes, for experiment=FILE; null: ``tuned.yaml`` in the working folder."""
@@ -141,7 +141,7 @@ class TuneConfig:
     batches: list[int] | None = None
     """Batch sizes; null: the buckets of the configuration."""
     adaptive: bool = True
-    """Also write the table by which the engine changes depth while it runs."""
+    """Also write the table from which the engine chooses its draft depth while it runs."""
 
     def __post_init__(self) -> None:
         check_fields(self, "tune", paths=("out",))
@@ -154,7 +154,7 @@ class TuneConfig:
 
 @dataclass(kw_only=True)
 class ReportConfig:
-    """What ``graphspec report`` reads and writes."""
+    """Options of ``graphspec report``."""
 
     files: list[str] = field(default_factory=lambda: ["results"])
     """Result files, or folders of them."""
@@ -166,7 +166,7 @@ class ReportConfig:
 
 @dataclass(kw_only=True)
 class LaunchConfig(Config):
-    """A :class:`~graphspec.config.Config` plus what only the command line needs."""
+    """A :class:`~graphspec.config.Config` plus the options of the commands."""
 
     prompt: list[str] = field(default_factory=list)
     """Prompts, word for word; on the command line ``prompt=TEXT`` for one, ``prompt='["a", "b"]'`` (JSON) for several."""
@@ -174,19 +174,19 @@ class LaunchConfig(Config):
     """A file that is one prompt; or, ending in ``.jsonl``, one request per line: a string, or ``{"prompt": ..., "max_tokens": ...}``, or
     ``{"messages": [{"role": ..., "content": ...}], ...}``."""
     chat: bool = False
-    """generate: each prompt is a user's message, which the checkpoint's own chat template turns into text."""
+    """generate: each prompt is a user's message; the checkpoint's chat template turns it into text."""
     system: str | None = None
-    """generate, with chat=true: the system message in front of each prompt."""
+    """generate, with chat=true: the system message before each prompt."""
     format: str = "text"
     """text: for people; json: one document as the last line of stdout."""
     log: str = "warning"
-    """How much is said on stderr about what was decided: error, warning, info, debug."""
+    """Log level on stderr: error, warning, info, debug."""
     left: str = "eager"
-    """diff: the runtime held to be right."""
+    """diff: the reference runtime."""
     right: str = "compiled"
     """diff: the runtime compared with it."""
     baseline: Any = "none"
-    """profile: what is measured beside the configured engine, one of none, self (the same once more), hf, hf_assisted, hf_lookup,
+    """profile: what the configured engine is compared with, one of none, self (the same once more), hf, hf_assisted, hf_lookup,
     openai, or a list of them."""
     url: str | None = None
     """profile: base address of the server for ``baseline=openai``, such as http://localhost:8000/v1."""
@@ -210,7 +210,7 @@ class LaunchConfig(Config):
         _check("log", self.log in LOG_LEVELS, "one of " + ", ".join(LOG_LEVELS), repr(self.log))
         for key in ("left", "right"):
             _check(key, getattr(self, key) in RUNTIMES, "one of " + ", ".join(RUNTIMES), repr(getattr(self, key)))
-        _check("prompt_file", not self.prompt or self.prompt_file is None, "nothing beside prompt=", repr(self.prompt_file))
+        _check("prompt_file", not self.prompt or self.prompt_file is None, "null with prompt=", repr(self.prompt_file))
         _check("system", self.system is None or self.chat, "null without chat=true", self.system)
         for name in self.baseline:
             _check("baseline", name in BASELINES, "one of " + ", ".join(BASELINES) + ", or a list of them", repr(name))

@@ -34,12 +34,12 @@ CONFIG_MODULE = "graphspec.conf"
 CONFIG_NAME = "config"
 VERSION_BASE = "1.3"
 COMPOSING = (HydraException, OmegaConfBaseException, ValueError, OSError, RecursionError)
-"""What Hydra and OmegaConf raise about words they are given, their parser and their search for files included."""
+"""Exceptions that Hydra, its parser and OmegaConf raise for invalid arguments."""
 NOTHING_LOOKED_UP = "a value without ${...}: nothing is looked up in other keys or in the environment"
 SHOWN = 200
 """Characters of a word that an error message shows."""
 FROM_FILE = "from_file"
-"""The name an experiment goes by that was given as a file."""
+"""The name of an experiment that was given as a file."""
 
 
 def load_config(*overrides: str) -> LaunchConfig:
@@ -73,7 +73,7 @@ def load_config(*overrides: str) -> LaunchConfig:
 
 
 def to_launch_config(composed: DictConfig, prompts: Sequence[str] = ()) -> LaunchConfig:
-    """The typed object behind a composed config; every ``__post_init__`` check runs here.
+    """The typed object of a composed config; every ``__post_init__`` check runs here.
 
     Raises:
         ConfigError: a value out of range.
@@ -92,7 +92,7 @@ def to_launch_config(composed: DictConfig, prompts: Sequence[str] = ()) -> Launc
 
 
 def check_words(words: Sequence[str]) -> None:
-    """Refuse what Hydra would look up elsewhere; :func:`refuse_interpolations` does it for files.
+    """Refuse interpolations in arguments; :func:`refuse_interpolations` does it for files.
 
     Raises:
         ConfigError: ``${...}`` in an override; names its key.
@@ -104,7 +104,7 @@ def check_words(words: Sequence[str]) -> None:
 
 
 def refuse_interpolations(composed: DictConfig) -> None:
-    """Values are what was written; nothing is looked up in other keys or in the environment.
+    """Refuse interpolations in files: a value is what was written, never looked up in other keys or the environment.
 
     Raises:
         ConfigError: ``${...}`` in a value; names its key.
@@ -121,7 +121,7 @@ def refuse_interpolations(composed: DictConfig) -> None:
 
 
 def check_flag(key: str, value: object) -> None:
-    """Refuse numbers and other words for keys that are true or false, all of which OmegaConf would take for one of the two.
+    """Refuse other values than true and false for boolean keys; OmegaConf would convert numbers and several words.
 
     Args:
         key: of the configuration; empty: its root.
@@ -139,7 +139,7 @@ def check_flag(key: str, value: object) -> None:
 
 
 def sort_words(words: Sequence[str]) -> list[str]:
-    """Overrides first, then Hydra's flags with their values, for Hydra takes overrides in one place only.
+    """Overrides first, then Hydra's flags with their values, since Hydra accepts overrides in one place only.
 
     Raises:
         ConfigError: a flag that Hydra does not have, which it would end the process for.
@@ -155,7 +155,7 @@ def sort_words(words: Sequence[str]) -> list[str]:
 
 
 def split_prompts(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Take ``prompt=`` out of the words meant for Hydra, whose grammar gives meaning to brackets, commas, quotes and dollars.
+    """Take ``prompt=`` out of Hydra's arguments, since its grammar interprets brackets, commas, quotes and dollars.
 
     Raises:
         ConfigError: text in brackets that is not a JSON list of strings, or more than one ``prompt=``.
@@ -222,7 +222,7 @@ def register_schema() -> None:
     """
     store = ConfigStore.instance()
     schema = OmegaConf.structured(LaunchConfig)
-    # Keys whose own keys are the user's to choose.
+    # Mappings with keys of the user's choice.
     for mapping in (schema.sampling.logit_bias, schema.runtime.depth_per_bucket, schema.adaptive.times, schema.train.network):
         OmegaConf.set_struct(mapping, False)
     store.store(name="schema", node=schema, provider="graphspec")
@@ -236,7 +236,7 @@ def register_schema() -> None:
 
 
 def explain(error: Exception, words: Sequence[str]) -> ConfigError:
-    """One message (key, expected, found) for whatever Hydra or OmegaConf raised."""
+    """One error (key, expected, found) for an exception of Hydra or OmegaConf."""
     if isinstance(error, OverrideParseException):
         return ConfigError(
             shown(error.override), "an override such as sampling.max_tokens=64", "words Hydra can't parse", _first_line(error)
@@ -257,7 +257,7 @@ def explain(error: Exception, words: Sequence[str]) -> ConfigError:
     parent, _, leaf = full_key.rpartition(".")
     schema = _schema_of(parent)
     if schema is None:
-        # An entry of a mapping: the mapping is the key the user knows.
+        # An entry of a mapping: report the mapping, a key that the user knows.
         full_key = parent
         parent, _, leaf = full_key.rpartition(".")
         schema = _schema_of(parent)
@@ -272,7 +272,7 @@ def explain(error: Exception, words: Sequence[str]) -> ConfigError:
 
 @contextmanager
 def _private_hydra() -> Iterator[None]:
-    """Hydra is a process-wide singleton: borrow it, and give back what another application had set up."""
+    """Hydra is a process-wide singleton: use it, then restore the state of another application."""
     register_schema()
     instance = GlobalHydra.instance()
     before = instance.hydra

@@ -1,4 +1,4 @@
-"""Structured configuration: what a user may say, and nothing derived. Standard library only.
+"""Structured configuration: the keys that a user may set, nothing derived. Standard library only.
 
 The dataclasses are the schema of the YAML groups under ``conf/`` and can be built in Python just as well. ``None`` means "derive it"
 (:mod:`graphspec.plan` does). Values are checked where they are set; checks that need a checkpoint wait for the plan.
@@ -28,7 +28,7 @@ NGRAM_MATCHES = ("bfs", "prob")
 ACCEPT_RULES = ("match", "target_only", "rejection", "synthetic")
 
 MAX_ROWS = 65536
-"""Most rows or lanes; like the bounds below, far above what anybody runs, and low enough to refuse a slip before anything is counted up."""
+"""Most rows or lanes; like the bounds below far above real use, to refuse typing errors before memory is counted."""
 MAX_PAGE = 65536
 MAX_CHUNK = 2**20
 MAX_IN_FLIGHT = 64
@@ -53,7 +53,7 @@ def _between(key: str, value: float | None, least: float, most: float | None = N
 
 
 def check_sampling(asked: Any, error: Errors) -> None:
-    """The bounds that need no engine, of :class:`SamplingConfig` and of ``SamplingParams``, whose fields have the right types.
+    """Check the bounds of :class:`SamplingConfig` and ``SamplingParams`` that depend on no engine; their types are checked already.
 
     Raises:
         GraphspecError: of class ``error``; names ``sampling.<field>``.
@@ -116,7 +116,7 @@ class NgramSettings:
 
 @dataclass(kw_only=True)
 class VariantConfig:
-    """Which drafter proposes tokens, and how much it proposes per cycle."""
+    """The drafter, and the shape of its drafts."""
 
     name: str = "eagle3"
     """An entry of the variant catalog."""
@@ -168,7 +168,7 @@ class ModelConfig:
 
 @dataclass(kw_only=True)
 class RuntimeConfig:
-    """How the cycle is built and launched, and how much it holds."""
+    """How the cycle is built and launched, and its capacity."""
 
     name: str = "compiled"
     """eager, compiled or captured: presets over the two axes kernels and launch."""
@@ -183,13 +183,13 @@ class RuntimeConfig:
     prefill_chunks: list[int] | None = None
     """Chunk sizes a prompt is cut into, ascending; None: 16, 64, 256, on a GPU 1024 and 2048 too, up to the context and the memory."""
     cycles_in_flight: int = 1
-    """Cycles queued on the device, the one whose result is being waited for included; 1: launch and read in turn."""
+    """Cycles queued on the device, including the one whose result is awaited; 1: launch and read in turn."""
     depth_per_bucket: dict[int, int] = field(default_factory=dict)
     """Draft depth of the cycles of some buckets, at most num_steps, such as {8: 3}; the others have num_steps."""
     memory_fraction: float = 0.9
-    """Share of the memory that is there when the engine is built which it may use."""
+    """Share of the memory free at start that the engine may use."""
     debug: bool = False
-    """Check every buffer before each launch, poison those that live for one cycle, and refuse a call that waits for the device."""
+    """Check every buffer before each launch, poison those that live for one cycle, and refuse calls that wait for the device."""
     max_stop_ids: int = 8
     """Stop ids a request may have."""
     max_logit_bias: int = 32
@@ -230,7 +230,7 @@ class KernelsConfig:
     and both come out native, the decoder layers of a pass are one op; where either says native, each op is one of its own."""
     numerics: str = "fast"
     """Of fused linear layers. fast: the kernel of each shape that measured best; batch_invariant: one order of summation whatever the
-    number of rows, so that a token's logits do not depend on what is computed beside it."""
+    number of rows, so that a token's logits do not depend on the rest of the batch."""
     programmatic_launch: bool | None = None
     """Fused kernels may start while the one before them drains (sm_90 and later). null: where
     ``python -m graphspec.lab.measure.programmatic`` has passed on this machine."""
@@ -260,7 +260,7 @@ class SamplingConfig:
     seed: int | None = None
     """64 bits that decide every draw; null: a fresh one for each request, reported with its output."""
     stop_token_ids: list[int] = field(default_factory=list)
-    """Ids that end a request, besides the checkpoint's end-of-text ids."""
+    """Ids that end a request, in addition to the checkpoint's end-of-text ids."""
     ignore_eos: bool = False
     top_k: int = -1
     """Keep the k most likely tokens; -1 or 0: all."""
@@ -271,15 +271,15 @@ class SamplingConfig:
     repetition_penalty: float = 1.0
     """Divides positive logits, multiplies negative ones, of tokens in the prompt or the output, 0.01 to 100; 1: none."""
     presence_penalty: float = 0.0
-    """Taken off the logit of a token that is in the output."""
+    """Subtracted from the logit of a token that is in the output."""
     frequency_penalty: float = 0.0
-    """Taken off the logit of a token for each time it is in the output."""
+    """Subtracted from the logit of a token for each of its occurrences in the output."""
     logit_bias: dict[int, float] = field(default_factory=dict)
     """Added to the logits of these token ids."""
     min_tokens: int = 0
-    """No stop id before so many tokens."""
+    """No stop id before this many tokens."""
     logprobs: int | None = None
-    """Report each token's log-probability and so many alternatives; null: none."""
+    """Report each token's log-probability and this many alternatives; null: none."""
 
     def __post_init__(self) -> None:
         check_fields(self, "sampling")
@@ -320,7 +320,7 @@ class AcceptConfig:
 
 @dataclass(kw_only=True)
 class HardwareConfig:
-    """Where it runs."""
+    """Device, dtype and the figures of the hardware."""
 
     name: str = "auto"
     device: str = "auto"
@@ -330,13 +330,13 @@ class HardwareConfig:
     threads: int | None = None
     """CPU threads; None: torch's own choice."""
     memory_gib: float | None = None
-    """Memory the engine may count on, in GiB; None: what is free on the GPU, or what the machine has."""
+    """Memory that the engine may assume, in GiB; None: what is free on the GPU, or the machine's memory."""
     bandwidth_gbs: float | None = None
     """Memory bandwidth in GB/s (10^9 bytes), for ``graphspec plan``; None: not known."""
     tflops: float | None = None
     """Dense operations in ``dtype``, 10^12 per second, for ``graphspec plan``; None: not known."""
     capacity_gib: float | None = None
-    """Memory the device is sold with, in GiB, for ``graphspec plan`` where memory_gib is unset."""
+    """Nominal memory of the device, in GiB, for ``graphspec plan`` where memory_gib is unset."""
 
     def __post_init__(self) -> None:
         check_fields(self, "hardware")
@@ -349,16 +349,16 @@ class HardwareConfig:
 
 @dataclass(kw_only=True)
 class AdaptiveConfig:
-    """Draft depth that changes from cycle to cycle. No depth changes a token of the output."""
+    """Draft depth that adapts from cycle to cycle. It never changes the output."""
 
     depths: list[int] = field(default_factory=list)
-    """Depths for which cycles exist beside num_steps, ascending, such as [0, 2]; empty: the depth is fixed. 0 decodes plainly."""
+    """Depths with cycles in addition to num_steps, ascending, such as [0, 2]; empty: the depth is fixed. 0 decodes plainly."""
     backlog: int = 32
     """Tokens a row may decode at depth 0 before the drafter reads them in one wide pass."""
     times: dict[int, dict[int, float]] = field(default_factory=dict)
     """Time of a cycle by bucket and depth, in any unit; a bucket that is missing is measured at warm-up. ``graphspec tune`` writes them."""
     rates: list[float] = field(default_factory=list)
-    """Share of drafts accepted at depth 1, 2, ..., given the ones before, expected until it was seen; empty: drafts are tried first."""
+    """Share of drafts accepted at depth 1, 2, ..., given the ones before, assumed at start; empty: drafting is tried first."""
 
     def __post_init__(self) -> None:
         check_fields(self, "adaptive")

@@ -1,4 +1,4 @@
-"""How much of the time this process stood in line for a processor core: whether the machine was free while something was timed.
+"""The share of time that this process waited for a processor core: whether the machine was free while something was timed.
 
 It does not say for whom: threads of this process, where it has more than there are cores, stand in line for each other.
 
@@ -13,17 +13,11 @@ from pathlib import Path
 
 TASKS = Path("/proc/self/task")
 BUSY = 0.1
-"""Share from which figures of a CPU are not worth much; a free machine stays below 0.02."""
+"""Share above which timings on a CPU are unreliable; a free machine stays below 0.02."""
 
 
-def seconds_waited() -> float | None:
-    """Seconds that the living threads of this process were ready to run and had no core, together; None where the system doesn't tell."""
-    waits = _waits()
-    return sum(waits.values()) / 1e9 if waits is not None else None
-
-
-def _waits() -> dict[str, int] | None:
-    """Nanoseconds by living thread; None where the system doesn't tell. Linux does (``schedstat`` of every thread)."""
+def thread_waits() -> dict[str, int] | None:
+    """Nanoseconds that each living thread was ready to run without a core; None where the system has no ``schedstat`` of threads."""
     waits: dict[str, int] = {}
     counted = False
     try:
@@ -33,30 +27,30 @@ def _waits() -> dict[str, int] | None:
             except (FileNotFoundError, ProcessLookupError):
                 continue  # a thread that ended meanwhile, or a system without the file
             waits[task.name] = int(nanoseconds)
-            counted = counted or turns != "0"  # a kernel that doesn't count shows three zeros, and this thread has had its turn
+            counted = counted or turns != "0"  # a kernel that does not count shows three zeros, even for this running thread
     except OSError:
         return None
     return waits if counted else None
 
 
 class CoreWait:
-    """A watch, started when it is made. It looks at threads that live when it is read: what one waited that ended before is not counted."""
+    """Measures waiting from its construction on, over the threads that are alive when it is read."""
 
     def __init__(self) -> None:
-        self._began, self._waits = time.perf_counter(), _waits()
+        self._began, self._waits = time.perf_counter(), thread_waits()
 
     def share(self) -> float | None:
-        """Seconds waited per second since; above 1 where several threads wait at once. None where the system doesn't tell."""
-        waits, before = _waits(), self._waits
+        """Seconds waited per second since construction; above 1 where several threads wait at once. None: not reported by the system."""
+        waits, before = thread_waits(), self._waits
         if waits is None or before is None:
             return None
-        # The number of a thread that ended may be a new one's.
+        # The number of an ended thread may be reused.
         waited = sum(max(nanoseconds - before.get(task, 0), 0) for task, nanoseconds in waits.items())
         return waited / 1e9 / max(time.perf_counter() - self._began, 1e-9)
 
 
 def busy_caution(shares: dict[str, float | None]) -> str | None:
-    """A sentence for people where a machine was busy; None where it was free or nobody knows.
+    """A caution where the machine was busy; None where it was free, or where that is unknown.
 
     Args:
         shares: :meth:`CoreWait.share` of what was timed, by name.

@@ -13,7 +13,7 @@ from ..plan import Plan
 from ..shapes import SamplingClass
 
 DEFAULTS = {"model": "demo", "variant": "eagle3", "draft": None, "runtime": "compiled"}
-"""Of the arguments of ``LLM`` that a whole configuration takes the place of."""
+"""Arguments of ``LLM`` that a whole configuration replaces."""
 
 
 def engine_config(config: object, overrides: dict[str, Any], **named: Any) -> Config:

@@ -1,9 +1,9 @@
-"""Which draft depth the next cycle has: fixed, or chosen by what was accepted and by what cycles cost. Host side; no torch.
+"""The draft depth of the next cycle: fixed, or chosen from acceptance and from the cost of cycles. Host side; no torch.
 
 A cycle of depth d commits ``length(d) = 1 + c_1 + c_1 c_2 + ... + c_1 ... c_d`` tokens of a row on average, where ``c_j`` is the share of
-drafts at depth j that are accepted, given that the ones before were. With the cycle's time it makes ``length(d) / time(bucket, d)`` tokens
-per second; :class:`AdaptiveDepth` runs the depth where that is highest. Depth costs time and not one token of the output: the acceptance
-rule emits the target's own tokens whatever was drafted.
+drafts at depth j that are accepted, given that the ones before were. Its throughput is ``length(d) / time(bucket, d)``;
+:class:`AdaptiveDepth` runs the depth where that is highest. The depth changes no token of the output: the acceptance rule emits the
+target's own tokens whatever was drafted.
 """
 
 from __future__ import annotations
@@ -15,41 +15,33 @@ from typing import Protocol
 
 from ..errors import ConfigError
 
-MEMORY_TRIALS = 64
-"""A share is remembered over so many drafts, or ..."""
-MEMORY_CYCLES = 32
-"""... over so many cycles, whichever is more drafts."""
-FIRST_SHARE, FIRST_WEIGHT = 0.8, 3.0
-"""What is expected at depth 1 before anything was seen, and how many drafts that counts for."""
+MEMORY = 64
+"""Drafts over which a share is remembered, or cycles of two rows where those are more drafts; cycles after which a position is unseen."""
+PRIOR_SHARE, PRIOR_WEIGHT = 0.8, 3.0
+"""Share expected at depth 1 before anything was seen, and the drafts that a prior, or a share a probe looks at again, counts for."""
 NEIGHBOUR_WEIGHT = 2.0
-"""How many drafts "the same share as one position before" counts for."""
-STALE_WEIGHT = 3.0
-"""How many drafts a share counts for when a probe looks at it again."""
+"""Drafts that "the same share as one position before" counts for."""
+OPTIMISTIC_SHARE = 0.9
+"""Share assumed past the current depth; a depth that would not be better even then is not probed."""
 PATIENCE = 1.5
-"""Tokens that another depth must be believed to have gained before it is taken."""
+"""Tokens that another depth must be estimated to have gained before it is taken."""
 MARGIN = 0.01
-"""Share of a cycle's tokens by which another depth must be better; less is noise."""
-PROBE_TRIALS, PROBE_MISSES, PROBE_CYCLES = 8, 4, (2, 8)
-"""Drafts a probe looks at, how many misses from its start end it, and its fewest and most cycles."""
-HOPE = 0.9
-"""Share that positions past what runs may have; a depth that would not be better even then is not probed."""
-PROBE_SHARE = 0.01
-"""Share of the time that probes may take."""
-PROBE_RARER = 4
-"""Probes that find nothing make the next ones rarer by a factor of two, up to this one."""
-FRESH_CYCLES = 64
-"""A position tried within so many cycles needs no probe."""
+"""Share of a cycle's tokens by which another depth must be better, and share of the time that probes may take."""
+PROBE_DRAFTS = 8
+"""Drafts a probe looks at, and its most cycles; half as many misses from its start end it."""
+MAX_BACKOFF = 4
+"""A probe that finds nothing halves the time for later ones, down to this fraction."""
 
 
 class DepthPolicy(Protocol):
-    """What the scheduler asks before a cycle is launched, and tells after it was read."""
+    """Chooses a depth before each launch and observes each result; used by the scheduler."""
 
     def choose(self, bucket: int, lanes: int) -> int:
-        """Depth of the next cycle of ``bucket``, of whose lanes so many hold a request. Asking changes nothing."""
+        """Depth of the next cycle of ``bucket`` with ``lanes`` requests. Changes no state."""
         ...
 
     def observe(self, bucket: int, depth: int, accepted: Sequence[int]) -> None:
-        """A cycle was read: drafted tokens accepted in each lane whose run was not cut by a stop id or the budget.
+        """Record one cycle: drafted tokens accepted in each lane whose run was not cut by a stop id or the budget.
 
         Cycles of depth 0 are reported too, with a 0 for each such lane; ``accepted`` may be empty.
         """
@@ -59,23 +51,23 @@ class DepthPolicy(Protocol):
 class Acceptance:
     """Running share of drafts accepted at each position, given that the ones before were.
 
-    Old drafts are forgotten as new ones are seen, not as time passes: what is not drafted is not forgotten. A position that was hardly
-    seen leans on the one before it.
+    Old drafts decay as new ones are seen, not with time: a position that is not drafted keeps its share. The estimate of a position with
+    few drafts leans on the position before it.
 
     Args:
         depth: S, the deepest there is.
-        rates: shares expected until they are seen; where there are none, depth 1 expects ``FIRST_SHARE``.
+        rates: shares expected until they are seen; where there are none, depth 1 expects ``PRIOR_SHARE``.
     """
 
     def __init__(self, depth: int, rates: Sequence[float] = ()) -> None:
-        first = [*rates[:depth], *([FIRST_SHARE] if not rates else [])][:depth]
-        self._trials = [FIRST_WEIGHT if position < len(first) else 0.0 for position in range(depth)]
-        self._hits = [FIRST_WEIGHT * share for share in first] + [0.0] * (depth - len(first))
+        first = [*rates[:depth], *([PRIOR_SHARE] if not rates else [])][:depth]
+        self._trials = [PRIOR_WEIGHT if position < len(first) else 0.0 for position in range(depth)]
+        self._hits = [PRIOR_WEIGHT * share for share in first] + [0.0] * (depth - len(first))
         self._lengths: list[float] | None = None
         self.version = 0
         """Changes when :meth:`lengths` does."""
         self._cycles, self._seen = 0, [0] * depth
-        """Cycles so far, and how many there were when one was last as deep as position 1, 2, ... S."""
+        """Cycles so far, and their number when one last reached position 1, 2, ... S."""
 
     def observe(self, depth: int, accepted: Sequence[int]) -> None:
         """Count the drafts of one cycle of ``depth``: ``accepted`` of each lane."""
@@ -86,7 +78,7 @@ class Acceptance:
             return
         self._seen[:depth] = [self._cycles] * depth
         self._forget_lengths()
-        memory = max(MEMORY_TRIALS, MEMORY_CYCLES * len(accepted))
+        memory = max(MEMORY, MEMORY // 2 * len(accepted))
         for position in range(depth):
             trials = sum(run >= position for run in accepted)
             if not trials:
@@ -96,14 +88,14 @@ class Acceptance:
             self._hits[position] = self._hits[position] * kept + sum(run > position for run in accepted)
 
     def age(self, position: int) -> int:
-        """Cycles since one was as deep as ``position``, from 1."""
+        """Cycles since one last reached ``position``, counted from 1."""
         return self._cycles - self._seen[position - 1]
 
-    def doubt(self, beyond: int) -> None:
-        """What is known of positions past ``beyond`` is old: a few new drafts shall outweigh it."""
+    def discount(self, beyond: int) -> None:
+        """Scale what is known of positions past ``beyond`` down to the weight of a prior: it is old."""
         self._forget_lengths()
         for position in range(beyond, len(self._trials)):
-            scale = min(1.0, STALE_WEIGHT / self._trials[position]) if self._trials[position] else 1.0
+            scale = min(1.0, PRIOR_WEIGHT / self._trials[position]) if self._trials[position] else 1.0
             self._trials[position] *= scale
             self._hits[position] *= scale
 
@@ -117,7 +109,7 @@ class Acceptance:
         return shares
 
     def lengths(self) -> list[float]:
-        """Tokens a cycle of depth 0, 1, ... S is expected to commit in a row."""
+        """Tokens that a cycle of depth 0, 1, ... S is expected to commit in one row."""
         if self._lengths is None:
             self._lengths, reach = [1.0], 1.0
             for share in self.shares():
@@ -131,7 +123,7 @@ class Acceptance:
 
 @dataclass(slots=True)
 class _Probe:
-    """Some cycles at a greater depth, to see whether it would pay by now."""
+    """A few cycles at a greater depth, which measure whether it pays."""
 
     depth: int
     cycles: int
@@ -141,32 +133,32 @@ class _Probe:
 
 @dataclass(slots=True)
 class _Bucket:
-    """What is decided for one bucket; what is accepted is known for all of them together."""
+    """The state of one bucket; acceptance is shared by all buckets."""
 
     depths: tuple[int, ...]
     times: dict[int, float]
     depth: int | None = None
-    """The depth that is held to be best; None: not decided yet."""
-    lost: float = 0.0
-    """Tokens that another depth would have gained since this one was last held to be best."""
-    credit: float = 0.0
+    """The depth estimated to be best; None: not decided yet."""
+    regret: float = 0.0
+    """Tokens that another depth would have gained since this one was last estimated to be best."""
+    probe_budget: float = 0.0
     """Time that may be spent on probes."""
-    rarer: int = 1
-    """Probes are so much rarer than ``PROBE_SHARE`` allows."""
+    backoff: int = 1
+    """Probes take ``MARGIN / backoff`` of the time."""
     probe: _Probe | None = None
-    standing: _Standing | None = None
-    """Cycles of depth 0 teach nothing, and there are many: what follows from what is known is worked out once."""
+    assessment: _Assessment | None = None
+    """Cached: cycles of depth 0 change no estimate, and there are many of them."""
 
 
 @dataclass(slots=True)
-class _Standing:
-    """What follows for a bucket from what is known at one time.
+class _Assessment:
+    """What the estimates imply for a bucket.
 
     Attributes:
-        known: the acceptance's version, the depth that runs, and the lanes it follows from.
-        best: the depth that is then the fastest.
-        gain: tokens that it would gain in a cycle, what doesn't count taken off.
-        probe: depth and cycles of a probe worth making, and the time it may take, catching up apart; None: there is none.
+        known: the acceptance's version, the current depth, and the lanes that it was computed for.
+        best: the depth with the highest throughput.
+        gain: tokens per cycle that it would gain, less ``MARGIN``.
+        probe: depth and cycles of a worthwhile probe, its cost in time, and how much of that is catching up; None: there is none.
     """
 
     known: tuple[int, int, int]
@@ -176,22 +168,22 @@ class _Standing:
 
 
 class AdaptiveDepth:
-    """The depth that makes the most tokens per second, by bucket and by running acceptance.
+    """The depth with the most tokens per second, by bucket and by running acceptance.
 
-    Deterministic: it knows no clock and draws nothing. Its rules:
+    Deterministic: it reads no clock and draws no random numbers. Its rules:
 
-    * Another depth is taken once it is believed to have gained ``PATIENCE`` tokens over the one that runs, of which ``MARGIN`` of each
-      cycle's tokens don't count. A great loss ends after a cycle or two, a small one takes long to be believed, noise adds up to nothing.
-    * Positions deeper than what runs are not seen. *Probes* look at them: a few cycles at a greater depth. They are paid from an account
-      that gets ``PROBE_SHARE`` of all time. A probe costs the time of its cycles over that of the tokens they made, and the pass by which
-      the drafter catches up after depth 0. Probes that find nothing become rarer, down to a share of ``PROBE_SHARE / PROBE_RARER``.
-    * Without ``rates`` drafting is tried first, whatever it costs; where nothing is accepted it ends as the first rule says.
+    * Another depth is taken once it is estimated to have gained ``PATIENCE`` tokens over the current one, not counting ``MARGIN`` of each
+      cycle's tokens. A large loss ends after a cycle or two, a small one takes longer, noise cancels out.
+    * Positions past the current depth are not observed. *Probes* observe them: a few cycles at a greater depth. Their budget grows by
+      ``MARGIN`` of all time. A probe costs the time of its cycles less that of the tokens they commit, and the pass in which the drafter
+      catches up after depth 0. Each probe that finds nothing halves the budget's growth, down to ``MARGIN / MAX_BACKOFF``.
+    * Without ``rates`` drafting is tried first, whatever it costs; where nothing is accepted the first rule ends it.
 
     Args:
         depths: bucket to the depths it has cycles of.
         times: bucket to depth to the time of a cycle, in any unit. All depths of a bucket, or none: see :meth:`learn_times`.
-        rates: shares of drafts accepted at depth 1, 2, ..., given the ones before, expected until they are seen.
-        start: depth of a bucket's first cycles; default what ``rates`` make best.
+        rates: expected shares of drafts accepted at depth 1, 2, ..., given the ones before.
+        start: depth of a bucket's first cycles; default the best under ``rates``.
 
     Raises:
         ConfigError: a bucket without depths, a depth below 0, a start that is none of them, times that are not above 0, or times for some
@@ -243,7 +235,7 @@ class AdaptiveDepth:
         if not all(0 < times[depth] < math.inf for depth in state.depths):
             raise ConfigError(f"adaptive.times[{bucket}]", "finite times above 0", dict(times))
         state.times = {depth: float(times[depth]) for depth in state.depths}
-        state.lost, state.credit, state.probe, state.rarer, state.standing = 0.0, 0.0, None, 1, None
+        state.regret, state.probe_budget, state.probe, state.backoff, state.assessment = 0.0, 0.0, None, 1, None
         if state.depth is None:
             state.depth = self._first_depth(bucket, state)
 
@@ -259,15 +251,15 @@ class AdaptiveDepth:
         if state.depth is None:
             return
         lengths = self.acceptance.lengths()
-        state.credit += PROBE_SHARE / state.rarer * state.times.get(depth, state.times[state.depth])
+        state.probe_budget += MARGIN / state.backoff * state.times.get(depth, state.times[state.depth])
         if depth > state.depth:
-            state.credit -= max(0.0, self._extra(state, depth, lengths))
+            state.probe_budget -= max(0.0, self._extra(state, depth, lengths))
         if state.probe is not None:
             self._follow(state, depth, accepted, lengths)
         else:
-            standing = self._standing(state, max(1, len(accepted)), lengths)
-            if not self._reconsider(state, standing) and self._unseen(state):
-                self._consider_probe(state, standing)
+            assessment = self._assess(state, max(1, len(accepted)), lengths)
+            if not self._reconsider(state, assessment) and self._unseen(state):
+                self._consider_probe(state, assessment)
 
     def _first_depth(self, bucket: int, state: _Bucket) -> int:
         if bucket in self._start:
@@ -282,69 +274,68 @@ class AdaptiveDepth:
 
     @staticmethod
     def _extra(state: _Bucket, depth: int, lengths: list[float]) -> float:
-        """Time that a cycle of ``depth`` takes over what its tokens take at the depth held to be best."""
+        """Time of a cycle of ``depth`` less the time of its tokens at the current depth."""
         assert state.depth is not None
         return state.times[depth] - lengths[depth] * state.times[state.depth] / lengths[state.depth]
 
-    def _standing(self, state: _Bucket, lanes: int, lengths: list[float]) -> _Standing:
-        """What follows from what is known now."""
+    def _assess(self, state: _Bucket, lanes: int, lengths: list[float]) -> _Assessment:
+        """What the present estimates imply."""
         assert state.depth is not None
         known = (self.acceptance.version, state.depth, lanes)
-        if state.standing is None or state.standing.known != known:
+        if state.assessment is None or state.assessment.known != known:
             best, here = self._best(state, lengths, state.depths), lengths[state.depth]
             gain = state.times[state.depth] * lengths[best] / state.times[best] - here - MARGIN * here
-            state.standing = _Standing(known, best, gain, self._worthwhile_probe(state, lanes, lengths))
-        return state.standing
+            state.assessment = _Assessment(known, best, gain, self._worthwhile_probe(state, lanes, lengths))
+        return state.assessment
 
     @staticmethod
-    def _reconsider(state: _Bucket, standing: _Standing) -> bool:
-        """Add up what the best depth would have gained in this cycle; True when it was taken."""
-        state.lost = max(0.0, state.lost + standing.gain)
-        if standing.best == state.depth or state.lost < PATIENCE:
+    def _reconsider(state: _Bucket, assessment: _Assessment) -> bool:
+        """Add what the best depth would have gained in this cycle; returns whether it was taken."""
+        state.regret = max(0.0, state.regret + assessment.gain)
+        if assessment.best == state.depth or state.regret < PATIENCE:
             return False
-        state.depth, state.lost = standing.best, 0.0
+        state.depth, state.regret = assessment.best, 0.0
         return True
 
     def _unseen(self, state: _Bucket) -> bool:
-        """There is something deeper than what runs, it was not looked at lately, and nothing shallower is about to be taken."""
+        """A greater depth exists, was not run lately, and no other depth is about to be taken."""
         assert state.depth is not None
-        return state.lost == 0 and state.depth < state.depths[-1] and self.acceptance.age(state.depth + 1) > FRESH_CYCLES
+        return state.regret == 0 and state.depth < state.depths[-1] and self.acceptance.age(state.depth + 1) > MEMORY
 
-    def _consider_probe(self, state: _Bucket, standing: _Standing) -> None:
-        """Begin one when there is one that is worth it and the account can pay for it."""
+    def _consider_probe(self, state: _Bucket, assessment: _Assessment) -> None:
+        """Begin a worthwhile probe that the budget covers."""
         assert state.depth is not None
-        if standing.probe is None:
+        if assessment.probe is None:
             return
-        depth, cycles, cost, catch_up = standing.probe
-        if state.credit >= cost:
-            state.credit = min(state.credit, cost) - catch_up
+        depth, cycles, cost, catch_up = assessment.probe
+        if state.probe_budget >= cost:
+            state.probe_budget = min(state.probe_budget, cost) - catch_up
             state.probe = _Probe(depth, cycles)
-            self.acceptance.doubt(state.depth)
+            self.acceptance.discount(state.depth)
 
     def _worthwhile_probe(self, state: _Bucket, lanes: int, lengths: list[float]) -> tuple[int, int, float, float] | None:
-        """Depth, cycles and cost of a probe, and how much of that is catching up; None: nothing deeper could be better."""
+        """Depth, cycles and cost of a probe, and its share of catching up; None: no greater depth could be better."""
         assert state.depth is not None
         here, deeper = lengths[state.depth], tuple(depth for depth in state.depths if depth > state.depth)
         if not deeper:
             return None
-        # Good drafts everywhere past what runs: only a depth that would then be better is worth a look.
+        # Optimistic shares past the current depth: only a depth that would then be better is worth a probe.
         arriving = max(1e-9, here - lengths[state.depth - 1]) if state.depth else 1.0
-        hopeful, reach = lengths[: state.depth + 1], arriving
+        optimistic, reach = lengths[: state.depth + 1], arriving
         for _ in range(state.depth, deeper[-1]):
-            reach *= HOPE
-            hopeful.append(hopeful[-1] + reach)
-        depth = self._best(state, hopeful, deeper)
-        if hopeful[depth] / state.times[depth] <= (1 + MARGIN) * here / state.times[state.depth]:
+            reach *= OPTIMISTIC_SHARE
+            optimistic.append(optimistic[-1] + reach)
+        depth = self._best(state, optimistic, deeper)
+        if optimistic[depth] / state.times[depth] <= (1 + MARGIN) * here / state.times[state.depth]:
             return None
-        fewest, most = PROBE_CYCLES
-        cycles, enough = (min(most, max(fewest, math.ceil(drafts / (lanes * arriving)))) for drafts in (PROBE_TRIALS, PROBE_MISSES))
-        # The drafter catches up in a cycle that costs about as much as the shallowest that drafts.
+        cycles, enough = (min(PROBE_DRAFTS, max(2, math.ceil(drafts / (lanes * arriving)))) for drafts in (PROBE_DRAFTS, PROBE_DRAFTS // 2))
+        # Catching up costs about as much as the draft work of the shallowest drafting cycle.
         catch_up = max(0.0, state.times[deeper[0]] - state.times[0]) if state.depth == 0 else 0.0
-        # A probe that is worth nothing ends at its first misses; one that goes on earns what it takes.
+        # A useless probe ends at its first misses; one that goes on pays for itself.
         return depth, cycles, enough * self._extra(state, depth, lengths) + catch_up, catch_up
 
     def _follow(self, state: _Bucket, depth: int, accepted: Sequence[int], lengths: list[float]) -> None:
-        """One more cycle was read while a probe is on: its own, or one that was launched before it began."""
+        """Count a cycle read during a probe: one of its own, or one launched before it began."""
         probe = state.probe
         assert probe is not None and state.depth is not None
         if depth < probe.depth:
@@ -352,11 +343,11 @@ class AdaptiveDepth:
         probe.cycles -= 1
         probe.trials += sum(run >= state.depth for run in accepted)
         probe.hits += sum(run > state.depth for run in accepted)
-        if probe.cycles > 0 and (probe.hits or probe.trials < PROBE_MISSES):
+        if probe.cycles > 0 and (probe.hits or probe.trials < PROBE_DRAFTS // 2):
             return
         best = self._best(state, lengths, state.depths)
         found = best > state.depth and lengths[best] / state.times[best] > (1 + MARGIN) * lengths[state.depth] / state.times[state.depth]
-        state.probe, state.lost = None, 0.0
-        state.rarer = 1 if found else min(PROBE_RARER, 2 * state.rarer)
+        state.probe, state.regret = None, 0.0
+        state.backoff = 1 if found else min(MAX_BACKOFF, 2 * state.backoff)
         if found:
-            state.depth, state.credit = best, 0.0
+            state.depth, state.probe_budget = best, 0.0

@@ -23,7 +23,7 @@ RELATIVE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 @dataclass(frozen=True, slots=True)
 class DiffReport:
-    """Where two interpreters part.
+    """The first difference of two interpreters.
 
     Attributes:
         equal: they never did.
@@ -96,7 +96,7 @@ class Twin:
 
 
 def comparable(arena: Arena, name: str) -> Tensor:
-    """The slot without the parts that hold no meaning: the dummy page and the dummy row."""
+    """The slot without its meaningless parts: the dummy page and the dummy row."""
     tensor = arena[name]
     slot = next(s for s in arena.slots if s.name == name)
     if slot.kind == "kv":

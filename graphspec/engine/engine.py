@@ -1,10 +1,10 @@
 """The engine: one scheduler over one cycle, shared by every open call, whichever thread each comes from.
 
-No thread of its own: whoever waits for news drives. One caller at a time takes the *turn* and makes a step, in which the requests of all
-calls move; what became of them is put into the inbox of each call. The others wait for their inbox, and for the turn.
+The engine has no thread of its own: a caller that waits for results runs it. One caller at a time takes the *turn* and makes a step, which
+advances the requests of all calls and puts the changed ones into each call's inbox. The others wait for their inbox and for the turn.
 
-A step may end anywhere: Ctrl-C, a signal handler that raises, an error of the device. Nobody repairs it on the way out. The next step finds
-that its predecessor did not end, forgets what is in flight, and fills the rows anew from the requests' own tokens.
+A step may be interrupted anywhere: Ctrl-C, a signal handler that raises, a device error. Nothing is repaired on the way out. The next step
+finds that the last one did not end, drops what is in flight, and prefills the rows again from the requests' own tokens.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .request import Request
 from .scheduler import Launcher, Scheduler
 
 PATIENCE = 0.05
-"""Seconds after which a caller that waits looks for itself, should nobody have woken it."""
+"""Seconds after which a waiting caller checks for itself, if it was not woken."""
 
 
 @dataclass(eq=False, slots=True)
@@ -37,12 +37,12 @@ class Call:
 
     requests: Sequence[Request]
     inbox: SimpleQueue[Request | None] = field(default_factory=SimpleQueue)
-    """Requests whose output or state changed; None: look around, the turn may be free."""
+    """Requests whose output or state changed; None: check again, the turn may be free."""
     failure: Exception | None = None
     """Why its requests were never queued."""
 
     def changed(self, timeout: float | None = None) -> list[Request]:
-        """Empty the inbox; waits up to ``timeout`` seconds for something to be in it, None: not at all."""
+        """Empty the inbox; waits up to ``timeout`` seconds for a first entry, None: not at all."""
         found: dict[Request, None] = {}
         try:
             request = self.inbox.get(timeout=timeout) if timeout is not None else None
@@ -86,7 +86,7 @@ class Engine:
         self._turn: dict[str, Turn] = {}
         """At most one entry. ``setdefault`` takes the turn in one step, so that an interrupt finds it either taken or not."""
         self._whole = True
-        """The last step, or whatever else was done in a turn, came to its end."""
+        """The last step, or other work in a turn, ended normally."""
         self._arriving: deque[Call] = deque()
         self._leaving: deque[Call] = deque()
         self._waiting: dict[Call, None] = {}
@@ -95,21 +95,21 @@ class Engine:
         """Call of every request that was queued, has not ended, and whose call is open."""
 
     def serve(self, requests: Sequence[Request]) -> Generator[Request, None, None]:
-        """Run checked requests to their end; yields each one whenever its output grew or it ended.
+        """Run checked requests to their end; yields each one when its output has grown or it has ended.
 
         Closing the generator aborts what is left. Any number of these may be open, in any threads.
 
         Raises:
             ResourceError: called from inside a step (a progress callback, a signal handler), or programs could not be built.
-            Exception: whatever stopped a step this caller made; the other calls go on.
+            Exception: one raised by a step of this caller; other calls continue.
         """
         call = Call(requests)
         unfinished = dict.fromkeys(requests)
         try:
             self._arriving.append(call)
             while unfinished:
-                for request in self._news(call):
-                    # News may come twice.
+                for request in self._changed(call):
+                    # A change may be reported twice.
                     if request in unfinished:
                         if request.finish_reason is not None:
                             del unfinished[request]
@@ -122,23 +122,23 @@ class Engine:
     def serve_alone(
         self, requests: Sequence[Request], *, launcher: Launcher | None = None, policy: DepthPolicy | None = None
     ) -> Generator[Request, None, None]:
-        """Like :meth:`serve`, with the engine to itself from beginning to end; other threads wait.
+        """Like :meth:`serve`, with exclusive use of the engine to the end; other threads wait.
 
         Args:
             requests: checked.
-            launcher: stands in front of the cycle.
-            policy: chooses depths instead of the engine's.
+            launcher: used in place of the cycle.
+            policy: used in place of the engine's.
 
         Raises:
             ResourceError: another call is open.
         """
         call = Call(requests)
         with self._taken(wait=True):
-            self._mend()
-            self._dismiss()
+            self._recover()
+            self._remove_left_calls()
             others = len(self._calls) + sum(len(other.requests) for other in self._arriving)
             if others:
-                raise ResourceError("engine", "no other call open while one has it for itself", f"{others} requests of other calls")
+                raise ResourceError("engine", "no other open call during an exclusive one", f"{others} requests of other calls")
             scheduler, usual = self.scheduler, self.scheduler.policy
             scheduler.launcher, scheduler.policy = launcher or self.cycle, policy or usual
             try:
@@ -167,7 +167,7 @@ class Engine:
             ResourceError: called from inside a step, or memory ran out.
         """
         with self._taken(wait=True):
-            self._mend()
+            self._recover()
             self._whole = False
             self._prepare(requests, sampling)
             self._whole = True
@@ -178,15 +178,15 @@ class Engine:
         cycles = [key for key in self.plan.graph_keys(sampling) if key.bucket <= widest]
         return [*cycles, *(PrefillKey(chunk, sampling) for chunk in self.plan.prefill_chunks)]
 
-    def _news(self, call: Call) -> list[Request]:
-        """The call's requests that changed, at least one; drives until there is one."""
+    def _changed(self, call: Call) -> list[Request]:
+        """The call's changed requests; runs steps until there is at least one."""
         while True:
             if call.failure is not None:
                 raise call.failure
             found = call.changed()
             if found:
                 return found
-            if not self._drive():
+            if not self._try_step():
                 self._waiting[call] = None
                 found = call.changed(PATIENCE)
                 self._waiting.pop(call, None)
@@ -194,22 +194,22 @@ class Engine:
                     return found
 
     def _leave(self, call: Call, *, quietly: bool = False) -> None:
-        """End what is left of a call, and see the device off it.
+        """Abort what is left of a call, and step until nothing of it is in flight.
 
         Args:
-            call: nobody waits for it any more.
-            quietly: something else is on its way to the caller already; what goes wrong here the next step will find.
+            call: no longer awaited.
+            quietly: another exception is being raised already; an error here is left to the next step.
         """
         self._leaving.append(call)
         try:
             while True:
                 with self._taken(wait=False) as mine:
                     if not mine:
-                        # Whoever has the turn sees to it.
+                        # The holder of the turn does it.
                         return
-                    self._mend()
+                    self._recover()
                     self._whole = False
-                    self._dismiss()
+                    self._remove_left_calls()
                     if not self._calls and self.scheduler.busy:
                         self.scheduler.step()
                     self._whole = True
@@ -219,8 +219,8 @@ class Engine:
             if not quietly:
                 raise
 
-    def _drive(self) -> bool:
-        """A step, unless another thread has the turn; the short way, for every cycle passes here."""
+    def _try_step(self) -> bool:
+        """Make one step, unless another thread has the turn. The hot path: every cycle goes through here."""
         mine = Turn(threading.get_ident())
         try:
             if not self._take(mine):
@@ -228,7 +228,7 @@ class Engine:
             self._step()
             return True
         finally:
-            # Twice, so that an interrupt inside the first leaves no turn behind.
+            # Twice, so that an interrupt inside the first still gives the turn back.
             try:
                 self._give_back(mine)
             finally:
@@ -236,7 +236,7 @@ class Engine:
 
     @contextmanager
     def _taken(self, *, wait: bool) -> Iterator[bool]:
-        """Take the turn for the body, or say that another thread has it.
+        """Take the turn for the body; yields False where another thread has it.
 
         Raises:
             ResourceError: this thread has it: it is inside a step.
@@ -261,7 +261,7 @@ class Engine:
         del holder
         if _is_held(self._turn):
             raise ResourceError("engine", "a call from outside its own steps", "one from a callback or a signal handler in a step")
-        # An interrupt came where not even a finally had begun: nothing but the table knows of that turn any more.
+        # An interrupt came before any finally had begun: only the table still refers to that turn.
         self._turn["turn"] = turn
         return True
 
@@ -272,10 +272,10 @@ class Engine:
                 call.inbox.put(None)
 
     def _step(self) -> None:
-        """One turn: what left, what came, one step of the scheduler, and the news of it."""
-        self._mend()
+        """One turn: calls that left, calls that arrived, one step of the scheduler, and its changes into the inboxes."""
+        self._recover()
         self._whole = False
-        self._dismiss()
+        self._remove_left_calls()
         while self._arriving:
             self._admit(self._arriving[0])
             self._arriving.popleft()
@@ -287,8 +287,8 @@ class Engine:
                     del self._calls[request]
         self._whole = True
 
-    def _mend(self) -> None:
-        """Where the last turn did not end: nothing in flight counts, and every live request starts from its tokens."""
+    def _recover(self) -> None:
+        """After a turn that did not end: drop what is in flight, and restart every live request from its tokens."""
         if self._whole:
             return
         self.cycle.reset()
@@ -298,7 +298,7 @@ class Engine:
         self._calls = {request: call for request, call in self._calls.items() if request.finish_reason is None}
         self._whole = True
 
-    def _dismiss(self) -> None:
+    def _remove_left_calls(self) -> None:
         while self._leaving:
             call = self._leaving[0]
             for request in call.requests:
@@ -311,18 +311,18 @@ class Engine:
     def _admit(self, call: Call) -> None:
         try:
             self._enter(call)
-        except Exception as error:  # noqa: BLE001  it belongs to that call, which need not be the one that drives
+        except Exception as error:  # noqa: BLE001  it belongs to that call, which need not be the running one
             call.failure = error
             call.inbox.put(None)
             for request in call.requests:
                 self._calls.pop(request, None)
                 self.scheduler.abort(request)
             self._whole = False
-            self._mend()
+            self._recover()
             self._whole = False
 
     def _enter(self, call: Call) -> None:
-        """Queue a call's requests, once the programs exist that they need together with everybody else's."""
+        """Queue a call's requests, after building the programs that all live requests together need."""
         fresh = [request for request in call.requests if request not in self._calls]
         need = GREEDY
         for request in fresh:
@@ -356,7 +356,7 @@ class Engine:
 
 
 def _is_held(table: dict[str, Turn]) -> bool:
-    """More than the table refers to the turn in it: the step that took it is under way, or a generator that did is suspended."""
+    """Whether something besides the table refers to its turn: a running step, or a suspended generator."""
     turn, other = table["turn"], {"turn": Turn(0)}
     unheld = other["turn"]
     return sys.getrefcount(turn) > sys.getrefcount(unheld)

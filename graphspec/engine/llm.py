@@ -371,7 +371,7 @@ class LLM:
             yield from self._engine.serve_alone(served, launcher=launcher, policy=policy)
 
     def warm_up(self, requests: int = 1, *, sampling: SamplingClass = GREEDY) -> None:
-        """Build, compile and capture now what a run of so many requests needs; else the first run does.
+        """Build, compile and capture now what a run of ``requests`` requests needs; otherwise the first run does.
 
         Args:
             requests: how many at once.
@@ -382,7 +382,7 @@ class LLM:
         self._engine.prepare(check_warm_up(requests, sampling, self.plan), sampling)
 
     def keys(self, requests: int, sampling: SamplingClass) -> list[Key]:
-        """Programs a run of so many requests can need: every bucket up to theirs, every chunk size."""
+        """Programs that ``requests`` requests can need: every bucket up to theirs, every chunk size."""
         return self._engine.keys(requests, sampling)
 
     def _encode(self, prompt: str | Conversation) -> list[int]:
@@ -401,7 +401,7 @@ class LLM:
         cycles = check_cycles(cycles, self.plan)
         requests = self._requests(prompt, SamplingParams(max_tokens=(cycles + 1) * self.plan.accept_width, ignore_eos=True), one=True)
         bucket = self.cycle.buckets(GREEDY)[0]
-        run = self._run(requests, policy=_Deepest(self.plan))
+        run = self._run(requests, policy=_DeepestCycles(self.plan))
         while requests[0].metrics.cycles < cycles and next(run, None) is not None:
             pass
         v = self.cycle.arena.views(1, self.plan.key(bucket, GREEDY, self.plan.depths_of(bucket)[-1]).shape)
@@ -420,7 +420,7 @@ class LLM:
         )
 
 
-class _Deepest:
+class _DeepestCycles:
     """A policy that always asks for the deepest cycle a bucket has."""
 
     def __init__(self, plan: Plan) -> None:

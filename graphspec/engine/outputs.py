@@ -1,4 +1,4 @@
-"""What a caller gets back: outputs, figures, and text that grows by whole characters."""
+"""What a call returns: outputs, metrics, and text that grows by whole characters."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class StreamEvent:
 
 @dataclass(frozen=True, slots=True)
 class TreeSnapshot:
-    """One cycle's draft tree as it was verified, for people to look at."""
+    """One cycle's draft tree as it was verified, for display."""
 
     token_N: list[int]
     parent_N: list[int]
@@ -116,7 +116,7 @@ def summarise(requests: Sequence[Request], plan: Plan) -> Metrics:
 
 
 class Detokenizer:
-    """Text of a growing token list: what :meth:`push` returns never has to be taken back.
+    """Text of a growing token list: text that :meth:`push` returned never changes later.
 
     A character may span several tokens, and some tokenizers decide on spaces by the token before; so the decode starts one step back and
     text that ends inside a character is held until it is whole.
@@ -128,7 +128,7 @@ class Detokenizer:
         self._from, self._done = 0, 0
 
     def push(self, tokens: Sequence[int], *, last: bool = False) -> str:
-        """Append ``tokens``; returns the text that is certain now. ``last``: nothing follows, give out what is left."""
+        """Append ``tokens``; returns the text that is final now. ``last``: no tokens follow, so return all that is left."""
         self._tokens += tokens
         before = self._decode(self._tokens[self._from : self._done])
         after = self._decode(self._tokens[self._from :])

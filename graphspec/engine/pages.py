@@ -9,7 +9,7 @@ class PageAllocator:
     """Hands out pages ``1 .. num_pages - 1``.
 
     Pages are reference-counted so that a prefix can be shared: :meth:`retain` adds an owner, :meth:`release` removes one, and the page is
-    free again when nobody owns it.
+    free again when it has no owner.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -18,7 +18,7 @@ class PageAllocator:
 
     @property
     def num_free(self) -> int:
-        """Pages nobody owns."""
+        """Pages without an owner."""
         return len(self._free)
 
     @property
@@ -39,7 +39,7 @@ class PageAllocator:
         """Add an owner to each page.
 
         Raises:
-            ResourceError: a page that nobody owns.
+            ResourceError: a page without an owner.
         """
         self._check(pages)
         for page in pages:
@@ -49,7 +49,7 @@ class PageAllocator:
         """Remove an owner from each page.
 
         Raises:
-            ResourceError: a page that nobody owns; nothing is released then.
+            ResourceError: a page without an owner; nothing is released then.
         """
         self._check(pages)
         for page in pages:

@@ -26,7 +26,7 @@ CAPABILITY = (9, 0)
 
 
 def identity(device: torch.device) -> dict[str, str]:
-    """What a verdict holds for: the GPU, the versions, and the kernels' source."""
+    """What a verdict is valid for: the GPU, the versions, and the kernels' source."""
     from ..kernels.fused.linear_choice import device_identity
 
     source = hashlib.sha256()
@@ -37,7 +37,7 @@ def identity(device: torch.device) -> dict[str, str]:
 
 
 def verdict(device: torch.device, folder: Path | None = None) -> bool | None:
-    """What the probe found on this machine; None: it has not run here, or for other versions or kernels.
+    """The probe's verdict on this machine; None: it has not run here, or ran for other versions or kernels.
 
     Args:
         device: a CUDA device.
@@ -47,14 +47,14 @@ def verdict(device: torch.device, folder: Path | None = None) -> bool | None:
         kept = json.loads(((folder or cache_folder()) / FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    # Any other content is no verdict.
+    # Other content is not a verdict.
     if not isinstance(kept, dict) or kept.get("identity") != identity(device) or not isinstance(kept.get("passed"), bool):
         return None
     return bool(kept["passed"])
 
 
 def remember(device: torch.device, passed: bool, folder: Path | None = None) -> Path:
-    """Keep a verdict; returns its file.
+    """Store a verdict; returns its file.
 
     Raises:
         OSError: it can't be written.

@@ -1,4 +1,4 @@
-"""What a call hands in becomes requests: prompts in every spelling that is taken, and one ``SamplingParams`` for each."""
+"""Turns the arguments of a call into requests: prompts in every accepted form, and one ``SamplingParams`` for each."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Encode = Callable[[str | Conversation], list[int]]
 Params = SamplingParams | Sequence[SamplingParams] | None
 
 LONGEST = 2**24
-"""Most token ids of a prompt, or prompts of a call, that are looked at one by one; ranges and views can claim any length."""
+"""Most token ids of a prompt, or prompts of a call, that are read one by one; ranges and views can claim any length."""
 SPELLINGS = "a text, a list of token ids, {'prompt': text} or {'prompt_token_ids': ids}"
 _BYTES = bytes | bytearray | memoryview
 
@@ -143,7 +143,7 @@ def read_params(params: object, count: int) -> list[SamplingParams]:
 
 
 def make_requests(prompts: object, params: object, plan: Plan, encode: Encode, *, one: bool = False) -> list[Request]:
-    """Checked requests. One that can't be served has a ``finish_reason`` and an ``error`` and stands for itself alone.
+    """Checked requests. One that can't be served has a ``finish_reason`` and an ``error``; the others are served.
 
     Args:
         prompts: of the call.

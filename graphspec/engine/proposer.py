@@ -1,4 +1,4 @@
-"""What the engine asks of a drafter on the host."""
+"""A drafter on the host, as the scheduler uses it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Nodes = tuple[list[int], list[int]]
 
 
 class Proposer(Protocol):
-    """What the scheduler asks of a drafter on the host. Every token up to the root is known when it is asked."""
+    """A drafter on the host, as the scheduler uses it. When called, every token up to the root is known."""
 
     def admit(self, request: Request) -> None:
         """The request takes a row; its prompt is about to be read."""

@@ -1,4 +1,4 @@
-"""Requests: what is asked, what is checked at the door, and what the engine keeps about each one."""
+"""Requests: sampling parameters and their checks, and the engine's state of each request."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..shapes import GREEDY, SamplingClass
 
 
 class LogitBias(dict[int, float]):
-    """A mapping that can't be changed, so that what was checked is what is sent."""
+    """An immutable mapping, so that what was checked is what is sent."""
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:
         raise TypeError("logit_bias can't be changed; dataclasses.replace makes other parameters")
@@ -40,7 +40,7 @@ class SamplingParams:
         temperature: 0 is greedy; above it, from 1e-5 to 1e5.
         seed: 64 bits, signed or not; two requests with one seed and one prompt get one output. None: every request draws a seed of its own,
             which its output names.
-        stop_token_ids: ids that end the request, besides the checkpoint's end-of-text ids; the id itself is part of the output.
+        stop_token_ids: ids that end the request, in addition to the checkpoint's end-of-text ids; the id itself is part of the output.
         ignore_eos: the checkpoint's end-of-text ids do not end the request.
         top_k: sample from the k most likely tokens; -1 or 0: all. Equal logits stay together.
         top_p: of those, from the most likely ones that together hold this share, 0 < top_p <= 1 (1.2e-38 or more).
@@ -49,8 +49,8 @@ class SamplingParams:
         presence_penalty: -2 to 2, taken off the logits of tokens in the output.
         frequency_penalty: -2 to 2, the same for each time they are in it.
         logit_bias: token id to what is added to its logit, -100 to 100.
-        min_tokens: no stop id before so many tokens are out.
-        logprobs: report each token's log-probability and so many most likely tokens; None: neither. They are the target's own, before any
+        min_tokens: no stop id before this many tokens.
+        logprobs: report each token's log-probability and this many most likely tokens; None: neither. They are the target's own, before any
             of the above.
 
     Filters act at temperatures above 0, everything else at 0 too.
@@ -143,7 +143,7 @@ class RequestMetrics:
     finished: float | None = None
 
     def whole_cycles(self) -> list[int]:
-        """Tokens of the cycles that were not cut short; those say how well the drafter does."""
+        """Tokens of the cycles that were not cut short; acceptance is measured on these."""
         return self.cycle_tokens[:-1] if self.cut and len(self.cycle_tokens) > 1 else self.cycle_tokens
 
     def drafted_cycles(self) -> list[tuple[int, int]]:
@@ -161,7 +161,7 @@ class Request:
     stop_ids: tuple[int, ...]
     budget: int
     seed: int = field(init=False)
-    """That of the parameters, or 64 fresh bits where they have none."""
+    """The seed of the parameters, or 64 random bits where they have none."""
     output: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: str | None = None
@@ -182,7 +182,7 @@ class Request:
     """The status that ends it, and the length of the output it belongs to: written before the tokens it came with."""
 
     def leave_row(self) -> None:
-        """It holds no row and no pages any more, and must be prefilled before it can go on."""
+        """Give up row and pages; it must be prefilled before it continues."""
         self.row, self.pages, self.ready = None, [], False
 
     def __post_init__(self) -> None:
@@ -217,7 +217,7 @@ def check_params(params: SamplingParams, plan: Plan, eos_ids: Sequence[int]) -> 
             raise RequestError("sampling.logit_bias", f"token ids from 0 to {vocab - 1}", token)
     if params.logprobs is not None and params.logprobs > plan.max_logprobs:
         raise RequestError("sampling.logprobs", f"None, or 0 to runtime.max_logprobs = {plan.max_logprobs}", params.logprobs)
-    # A synthetic run ends at its budget: its tokens mean nothing, a stop id among them neither.
+    # A synthetic run ends at its budget: its tokens are meaningless, stop ids included.
     return () if plan.accept.synthetic else stops
 
 
@@ -240,6 +240,6 @@ def check_prompt(prompt: Sequence[int], plan: Plan) -> None:
     if needed > available:
         raise RequestError(
             "runtime.num_pages",
-            f"{needed} pages of {plan.page_size} for a prompt of {len(prompt)} tokens and the window behind it",
+            f"{needed} pages of {plan.page_size} for a prompt of {len(prompt)} tokens and the window after it",
             available,
         )

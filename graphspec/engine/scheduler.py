@@ -1,4 +1,4 @@
-"""Scheduler: which rows run, where their pages come from, and what a result means. Host side; no tensor is touched here."""
+"""Scheduler: admits requests to rows, reserves pages, launches programs and applies their results. Host side; touches no tensor."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ JOIN_GROUPS = frozenset(Mailbox.SLOTS)
 
 
 class Launcher(Protocol):
-    """What the scheduler needs of a cycle; tests put a simulator here."""
+    """The part of a cycle that the scheduler uses."""
 
     def launch(self, key: Key, message: Message) -> int: ...
 
@@ -42,7 +42,7 @@ class Launcher(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """A launch whose result is not known yet: its program, and the request of each of its lanes."""
+    """An unread launch: its program, and the request of each of its lanes."""
 
     number: int
     lanes: tuple[Request, ...]
@@ -58,18 +58,18 @@ class Scheduler:
         sampling: a class whose programs exist; None: :meth:`offer` names them before the first launch.
         proposer: the drafter on the host, where there is one.
         buckets: ascending lane counts whose cycles exist, default the plan's; rows beyond the largest take turns.
-        policy: chooses the draft depth of every cycle and is told how it went; None: each bucket keeps the plan's.
+        policy: chooses the draft depth of every cycle and observes the result; None: each bucket keeps the plan's.
         clear_row: makes a row's parameters neutral in some groups of slots (:meth:`graphspec.graphs.cycle.Cycle.clear_row`).
 
-    A launch is made on what the host knows, which is ``run_ahead`` cycles old. Pages are therefore reserved for the longest run every
-    unread cycle may still commit, and given back when the last launch that contains the row has been read.
+    The host's view is up to ``run_ahead`` cycles old. Pages are therefore reserved for the longest run that every unread cycle may still
+    commit, and released when the last launch that contains the row has been read.
 
-    Each launch runs the smallest sampling class that covers its rows. A join writes the parameters its class has room for; what an earlier
-    request left in the others is cleared first, so that a row may later run in any class that covers it.
+    Each launch runs the smallest sampling class that covers its rows. A join writes the parameters its class has room for; values of an
+    earlier request in the others are cleared first, so that a row may later run in any class that covers it.
 
-    Plain cycles of a drafter with a network leave tokens in a row's window that the network has not read. How many they can be follows from
-    what was launched, so nothing waits for a result: before a depth that needs a short window, and before the window is full, one cycle is
-    launched in which the network catches up.
+    After plain cycles a row's window holds tokens that the draft network has not read. A bound on their number follows from the launches
+    alone, without waiting for results: before a depth that needs a short window, and before the window is full, one cycle is launched in
+    which the network catches up.
     """
 
     def __init__(
@@ -92,14 +92,14 @@ class Scheduler:
         self.running: list[Request] = []
         self._leaving: list[Request] = []
         self._asked: dict[SamplingClass, SamplingClass] = {}
-        """One object for all requests that ask the same, so that lanes are quick to compare."""
+        """One object per distinct class, so that lanes compare quickly."""
         self._live: dict[Request, None] = {}
         """Requests that have not ended, in order of arrival."""
         self._free_rows = list(range(plan.max_rows - 1, -1, -1))
         self._written: list[frozenset[str]] = [frozenset()] * plan.max_rows
         """Groups in which a row may hold parameters that are not neutral."""
         self._offer: Offer | None = None
-        """What the running rows launch; None: to be chosen, for other rows run than did."""
+        """What the running rows launch; None: to be chosen anew, since the rows changed."""
         self._tickets: deque[Ticket] = deque()
         self._aborts: list[int] = []
         self._updated: dict[Request, None] = {}
@@ -115,7 +115,7 @@ class Scheduler:
         return tuple(self._live)
 
     def add(self, request: Request) -> None:
-        """Queue a checked request; one that is queued already stays where it is."""
+        """Queue a checked request; no-op for one that is queued or running."""
         if request in self._live:
             return
         asked = request.params.sampling_class
@@ -124,7 +124,7 @@ class Scheduler:
         self.waiting.append(request)
 
     def abort(self, request: Request) -> None:
-        """End a request now; its pages come back when no launch contains it any more."""
+        """End a request now; its pages are released when no launch contains it any more."""
         if request.finish_reason is None:
             self._finish(request, "abort")
 
@@ -134,15 +134,15 @@ class Scheduler:
         return bool(self.waiting or self.running or self._tickets or self._leaving)
 
     def drain(self) -> None:
-        """Read everything that is in flight; the next :meth:`step` says what changed."""
+        """Read everything that is in flight; the next :meth:`step` returns what changed."""
         while self._tickets:
             self._read_oldest()
 
     def recover(self) -> None:
-        """Go on after a step that did not end; the launcher has forgotten what was in flight.
+        """Continue after an interrupted step; the launcher has dropped what was in flight.
 
-        Nothing is taken for granted but the tokens of each request: all that live queue again, in order of arrival, and their rows are
-        filled anew by prefill, which changes no token. Every request that was live counts as changed.
+        Only the tokens of each request are kept: all live requests queue again, in order of arrival, and prefill fills their rows anew,
+        which changes no token. Every request that was live counts as changed.
         """
         held = {*self.running, *self._leaving, *self._live}
         self._tickets.clear()
@@ -159,7 +159,7 @@ class Scheduler:
         for request in tuple(self._live):
             verdict, request.verdict = request.verdict, None
             if request.finish_reason is None and verdict is not None and verdict[0] == len(request.output):
-                # Its last tokens were taken and what they mean was not.
+                # Its last tokens were appended, but its end was not recorded.
                 self._end(request, verdict[1])
             if request.finish_reason is None:
                 self.waiting.append(request)
@@ -167,7 +167,7 @@ class Scheduler:
                 self._live.pop(request, None)
 
     def step(self) -> list[Request]:
-        """Launch what can be launched, read what is due; returns the requests whose output or state changed since the last step."""
+        """Launch what can be launched and read what is due; returns the requests whose output or state changed since the last step."""
         if self.waiting:
             self._admit()
         self._make_room()
@@ -188,7 +188,7 @@ class Scheduler:
             request = self.waiting[0]
             tokens = [*request.prompt, *request.output[:-1]]
             needed = self.plan.pages_for(len(tokens) + self.plan.window_width)
-            # What the running rows need next comes first: else a row that was preempted takes back what it gave away, for ever.
+            # Running rows reserve first; otherwise a preempted row would take its pages back for ever.
             owed = sum(self._missing(r) for r in self.running)
             pages = self.allocator.allocate(needed) if needed + owed <= self.allocator.num_free else None
             if pages is None:
@@ -226,7 +226,7 @@ class Scheduler:
         request.ready, request.window_bound = True, 1
 
     def _clear_leftovers(self, request: Request, sampling: SamplingClass) -> None:
-        """What the row's last request left where a join of this class does not write."""
+        """Clear parameters of the row's last request that a join of this class does not write."""
         assert request.row is not None
         leftovers = self._written[request.row] - slot_groups(sampling)
         if leftovers and self._clear_row is not None:
@@ -260,7 +260,7 @@ class Scheduler:
             offer = self._offer = self._offers.choose(need, len(lanes))
         widest = offer.buckets[-1]
         if len(lanes) > widest:
-            # Those that have waited longest; the others keep their order.
+            # Those that have waited longest, in their usual order.
             chosen = sorted(lanes, key=lambda request: request.last_ticket)[:widest]
             lanes = [request for request in lanes if request in chosen]
         message = Message(lanes=())
@@ -281,10 +281,10 @@ class Scheduler:
         return True
 
     def _next_cycle(self, lanes: list[Request], offer: Offer) -> GraphKey:
-        """The cycle of the depth that is wanted, or the one that must come first.
+        """The cycle of the chosen depth, or a catch-up cycle where one must come first.
 
         Raises:
-            ConfigError: the policy wants a depth that the bucket has no cycle of.
+            ConfigError: the policy chose a depth that the bucket has no cycle of.
         """
         bucket = pick_bucket(offer.buckets, len(lanes))
         key = offer.first[bucket]
@@ -300,7 +300,7 @@ class Scheduler:
         return key
 
     def _reserve(self, request: Request, message: Message) -> bool:
-        """Pages for everything the next cycle may touch in this row. False: state changed, plan the launch anew."""
+        """Reserve pages for everything the next cycle may touch in this row. False: rows changed, compose the launch anew."""
         missing = self._missing(request)
         if missing == 0:
             return True
@@ -314,16 +314,16 @@ class Scheduler:
             self.drain()
         else:
             self._preempt()
-        self._unsent(message)
+        self._return_pages(message)
         return False
 
     def _missing(self, request: Request) -> int:
-        """Pages the row lacks for its next cycle, should every unread one commit its longest run."""
+        """Pages the row lacks for its next cycle if every unread one commits its longest run."""
         ahead = min(request.committed + request.queued_cycles * self.plan.accept_width, len(request.prompt) + request.budget)
         end = ahead + self.plan.window_width
         return 0 if end <= len(request.pages) * self.plan.page_size else self.plan.pages_for(end) - len(request.pages)
 
-    def _unsent(self, message: Message) -> None:
+    def _return_pages(self, message: Message) -> None:
         """Take back page-table entries of a message that is not sent: the pages return, and the next plan asks again."""
         by_row = {r.row: r for r in self.running}
         for row, _, page in reversed(message.pages):
@@ -340,7 +340,7 @@ class Scheduler:
             return
         self.running.remove(youngest)
         self._offer = None
-        self._vacate(youngest)
+        self._free_row(youngest)
         youngest.preempted += 1
         self.waiting.appendleft(youngest)
 
@@ -379,7 +379,7 @@ class Scheduler:
         if self._leaving:
             for request in [r for r in self._leaving if r.last_ticket <= ticket.number]:
                 self._leaving.remove(request)
-                self._vacate(request)
+                self._free_row(request)
 
     @staticmethod
     def _note_logprobs(request: Request, tokens: list[int], logprobs: list[tuple[float, dict[int, float]]]) -> None:
@@ -426,12 +426,12 @@ class Scheduler:
             if any(request in ticket.lanes for ticket in self._tickets):
                 self._leaving.append(request)
             else:
-                self._vacate(request)
+                self._free_row(request)
 
     def _report(self, request: Request) -> None:
         self._updated[request] = None
 
-    def _vacate(self, request: Request) -> None:
+    def _free_row(self, request: Request) -> None:
         assert request.row is not None
         self._aborts.append(request.row)
         self._free_rows.append(request.row)

@@ -1,4 +1,4 @@
-"""A self-test on the first traffic after load: a drafter that is hardly ever right is more often a wrong checkpoint than a bad one."""
+"""A self-test on the first traffic after load: a drafter that is hardly ever right is more often a wrong checkpoint than a bad draft."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from .request import Request
 logger = logging.getLogger(__name__)
 
 CYCLES = 64
-"""Whole cycles that are looked at."""
-LEAST = 1.05
+"""Whole cycles that are counted."""
+MIN_ACCEPTANCE_LENGTH = 1.05
 """New tokens per cycle below which a draft network is suspected; a drafter that is never right has 1."""
 
 
 class AcceptanceTest:
-    """Looks at the first :data:`CYCLES` cycles in which a draft network proposed something, then is silent for ever."""
+    """Counts the first :data:`CYCLES` cycles in which a draft network proposed something; does nothing afterwards."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -25,7 +25,7 @@ class AcceptanceTest:
         self.done = not plan.variant.has_network
 
     def observe(self, requests: Iterable[Request]) -> None:
-        """Count finished requests; warns once when enough was seen and hardly anything was accepted."""
+        """Count finished requests; warns once when :data:`CYCLES` were seen and hardly anything was accepted."""
         if self.done:
             return
         for request in requests:
@@ -35,7 +35,7 @@ class AcceptanceTest:
             return
         self.done = True
         length = self._tokens / self._cycles
-        if length < LEAST:
+        if length < MIN_ACCEPTANCE_LENGTH:
             assert self._plan.draft is not None
             logger.warning(
                 "the draft is almost never accepted: %.2f tokens per cycle over %d cycles. Is %s a draft for %s, of variant %s, with the "

@@ -86,7 +86,7 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 class Tokenizer:
-    """The tokenizer of a checkpoint. Any number of threads may use it; they take turns, for transformers' own lets one thread in.
+    """The tokenizer of a checkpoint. Any number of threads may use it; they take turns, since transformers' tokenizers are not thread-safe.
 
     Args:
         folder: of the checkpoint. No code in it is ever run.
@@ -138,9 +138,9 @@ class Tokenizer:
             with self._lock:
                 return list(self.hf.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False))
         except (TemplateSyntaxError, SecurityError) as error:
-            raise CheckpointError(where, "a template that jinja takes, in its sandbox", _said(error)) from error
+            raise CheckpointError(where, "a template that jinja takes, in its sandbox", _one_line(error)) from error
         except Exception as error:  # templates refuse conversations by exceptions of their own, and trip over unforeseen ones
-            raise RequestError("messages", "a conversation that the checkpoint's chat template takes", _said(error)) from error
+            raise RequestError("messages", "a conversation that the checkpoint's chat template takes", _one_line(error)) from error
 
 
 def _load(folder: Path) -> Any:
@@ -152,15 +152,15 @@ def _load(folder: Path) -> Any:
         if (code := _own_code(folder)) is not None:
             expected = "a tokenizer that transformers has; code of a checkpoint is never run"
             raise CheckpointError(f"{folder}: auto_map", expected, code, "or pass token ids as prompts") from error
-        raise CheckpointError(str(folder), "tokenizer files (or pass token ids as prompts)", _said(error)) from error
-    # transformers compares the length of every text with it, and takes it as it stands in the file.
+        raise CheckpointError(str(folder), "tokenizer files (or pass token ids as prompts)", _one_line(error)) from error
+    # transformers compares the length of every text with this value, as read from the file.
     if not isinstance(longest := tokenizer.model_max_length, int | float):
         raise CheckpointError(f"{folder / 'tokenizer_config.json'}: model_max_length", "a number", brief(longest))
     return tokenizer
 
 
 def _own_code(folder: Path) -> str | None:
-    """The class of the checkpoint's own that its files ask for as tokenizer; None: they ask for none."""
+    """The tokenizer class that the checkpoint's own code would provide; None: its files name none."""
     for name in ("tokenizer_config.json", "config.json"):
         try:
             keys = json.loads((folder / name).read_text(encoding="utf-8"))
@@ -172,5 +172,5 @@ def _own_code(folder: Path) -> str | None:
     return None
 
 
-def _said(error: Exception) -> str:
+def _one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

@@ -1,4 +1,4 @@
-"""Measures the linear layers of a fused engine before anything is compiled or captured, and keeps what it found in a file."""
+"""Measures the linear layers of a fused engine before anything is compiled or captured, and keeps the results in a file."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class LinearTuner:
         return LinearTable.load(path, device_identity(device), "kernels.linear_table")
 
     def __call__(self, run: Callable[[], None]) -> None:
-        """Measure what ``run``, an uncompiled call of one program, asks for and the table lacks; then write the file anew."""
+        """Measure the shapes that ``run``, an uncompiled call of one program, uses and the table lacks; then rewrite the file."""
         from ..kernels.fused.linear_choice import device_identity
         from ..kernels.fused.linear_tune import recorded, tune
 
@@ -60,7 +60,7 @@ class LinearTuner:
         logger.info("measuring %d shapes of linear layers for %s", len(missing), self.path)
         tune(self.table, missing, self.device)
         if any(shape.residual and self.table.entries[shape] is None for shape in missing):
-            # What is left to cuBLAS leaves no sums of squares to the product after it, which then is another shape.
+            # A product left to cuBLAS gives no sums of squares to the next one, which then has another shape.
             alone = dict.fromkeys(replace(shape, summed=False) for shape in missing if shape.summed)
             tune(self.table, [shape for shape in alone if shape not in self.table.entries], self.device)
         self.table.save(self.path, device_identity(self.device))

@@ -1,4 +1,4 @@
-"""A message's host buffer. In steady decoding only the lanes of a message say anything, and they seldom change: then nothing is written."""
+"""The host buffer of a message. In steady state only the lane list is set; it rarely changes, so ``write`` is usually a no-op."""
 
 from __future__ import annotations
 

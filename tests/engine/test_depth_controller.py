@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphspec.engine.depth import FRESH_CYCLES, PROBE_SHARE, Acceptance, AdaptiveDepth
+from graphspec.engine.depth import MARGIN, MEMORY, Acceptance, AdaptiveDepth
 from graphspec.errors import ConfigError
 
 
@@ -142,8 +142,8 @@ def test_stationary_streams_lose_little_and_noise_does_not_make_it_flap(lanes):
         changes.append(1000 * run.changes / 1500)
     assert max(losses) < 0.03
     assert statistics.mean(losses) < 0.01
-    # A probe is two changes, and there is one in FRESH_CYCLES at most.
-    assert max(changes) < 2 * 1000 / FRESH_CYCLES + 5
+    # A probe is two changes, and there is one in MEMORY at most.
+    assert max(changes) < 2 * 1000 / MEMORY + 5
     assert statistics.mean(changes) < 10
 
 
@@ -157,7 +157,7 @@ def test_probes_take_their_share_of_the_time_and_become_rarer():
     run = simulate(policy, times, lambda _: [0.0] * 4, cycles=512)
     settled = [simulate(policy, times, lambda _: [0.0] * 4, cycles=2048) for _ in range(2)]
     for part in settled:
-        assert 0 < part.time / 2048 - 1 < PROBE_SHARE
+        assert 0 < part.time / 2048 - 1 < MARGIN
     assert settled[1].time < run.time / 512 * 2048
     assert 0 < sum(depth > 0 for depth in settled[1].depths) <= 40
 

@@ -201,7 +201,7 @@ def test_a_request_alone_and_too_big(pair: Pair, schedulers: list[Watched], shap
 def test_a_prompt_larger_than_the_pool(pair: Pair) -> None:
     llm = pair.llm(**TREE, page_size=4, num_pages=8)
     with pytest.raises(
-        RequestError, match=r"^runtime\.num_pages: expected 10 pages of 4 for a prompt of 30 tokens and the window behind it, found 8"
+        RequestError, match=r"^runtime\.num_pages: expected 10 pages of 4 for a prompt of 30 tokens and the window after it, found 8"
     ):
         llm.generate(prompts(1, (30,))[0])
 

@@ -171,7 +171,7 @@ def test_a_call_has_the_engine_to_itself_or_not_at_all(pair: Pair) -> None:
     event = next(stream)
     found[event.index] = list(event.token_ids)
     for alone in (lambda: llm.draft_tree(asked[0]), lambda: llm.generate(asked, PARAMS, launcher=llm.cycle)):
-        with pytest.raises(ResourceError, match=r"engine: expected no other call open while one has it for itself, found 2 requests"):
+        with pytest.raises(ResourceError, match=r"engine: expected no other open call during an exclusive one, found 2 requests"):
             alone()
     collect(stream, found)
     assert [found[i] for i in range(2)] == expected(pair, asked)

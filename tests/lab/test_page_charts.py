@@ -12,10 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphspec.lab.measure import results
-from graphspec.lab.report import charts as canvas
-from graphspec.lab.report import cycle_charts as anatomy
+from graphspec.lab.report import charts, cycle_charts, speed_charts
 from graphspec.lab.report import numbers as spelling
-from graphspec.lab.report import speed_charts as figures
 from tests.support.report_page import WEB, Document, charts_of, render
 from tests.support.report_records import provenance, ratio, read, records, side
 
@@ -49,12 +47,12 @@ def test_every_chart_is_one_plotly_knows(whole):
 
 
 def test_a_key_that_plotly_does_not_know_is_an_error_when_the_chart_is_made():
-    made = canvas.drawing([go.Scatter(x=[1])], 300, x={"title_text": "x"}, y={})
+    made = charts.drawing([go.Scatter(x=[1])], 300, x={"title_text": "x"}, y={})
     assert (made.layout.xaxis.title.text, made.layout.xaxis.title.font.color) == ("x", "var(--soft)")
     with pytest.raises(ValueError, match="titel"):
-        canvas.drawing([], 300, x={"titel_text": "x"}, y={})
+        charts.drawing([], 300, x={"titel_text": "x"}, y={})
     with pytest.raises(ValueError, match="color"):
-        canvas.drawing([], 300, x={"gridcolor": "--grid"}, y={})
+        charts.drawing([], 300, x={"gridcolor": "--grid"}, y={})
 
 
 def test_a_chart_without_data_is_left_out_and_said(tmp_path):
@@ -79,8 +77,8 @@ def test_nothing_is_left_out_of_a_whole_file(whole):
 
 def test_the_floor_line_is_acceptance_times_batch_over_floor(tmp_path):
     lines = [side("x", "subject", batch, 100.0 * batch, [2, 1, 3], floor_ms=2.5, acceptance_length=3.0) for batch in (1, 4)]
-    chart = figures.throughput(
-        read(tmp_path, [provenance(), *lines]), canvas.Palette(found := read(tmp_path, [provenance(), *lines]).sides)
+    chart = speed_charts.throughput(
+        read(tmp_path, [provenance(), *lines]), charts.Palette(found := read(tmp_path, [provenance(), *lines]).sides)
     )
     assert chart.figure is not None
     [floor] = [trace for trace in chart.figure.data if trace.name.endswith("floor")]
@@ -93,7 +91,7 @@ def test_one_batch_is_drawn_as_bars_with_the_floor_beside(tmp_path):
     found = read(
         tmp_path, [provenance(), side("x", "subject", 1, 800.0, [2, 1, 3]), side("none", "none", 1, 500.0), side("hf", "hf", 1, 300.0)]
     )
-    chart = figures.throughput(found, canvas.Palette(found.sides))
+    chart = speed_charts.throughput(found, charts.Palette(found.sides))
     assert chart.figure is not None
     bars, floor = chart.figure.data
     assert list(bars.x) == [one.speed for one in found.sides]
@@ -102,18 +100,18 @@ def test_one_batch_is_drawn_as_bars_with_the_floor_beside(tmp_path):
 
 def test_the_heat_map_frames_the_best_shape(tmp_path):
     lines = [side(f"t{s}{n}", "subject", 1, 100.0 * s + n, [s, 4, n], ratio=ratio("none", s + n / 100)) for s in (2, 3) for n in (4, 8)]
-    [chart] = figures.shapes(read(tmp_path, [provenance(), *lines]))
+    [chart] = speed_charts.shapes(read(tmp_path, [provenance(), *lines]))
     assert chart.figure is not None
     [heat] = chart.figure.data
     assert [list(row) for row in heat.z] == [[2.04, 2.08], [3.04, 3.08]]
     [frame] = chart.figure.layout.shapes
     assert ((frame.x0 + frame.x1) / 2, (frame.y0 + frame.y1) / 2) == (1, 1)
     told = side("told", "subject", 1, 9999.0, [3, 4, 8], synthetic=True, equal=None)
-    [chart] = figures.shapes(read(tmp_path, [provenance(), *lines, told]))
+    [chart] = speed_charts.shapes(read(tmp_path, [provenance(), *lines, told]))
     assert chart.figure is not None
     assert chart.figure.data[0].z == heat.z
     by_branches = [side(f"k{s}{k}", "subject", 1, 100.0, [s, k, 16]) for s in (2, 3) for k in (1, 4)]
-    [chart] = figures.shapes(read(tmp_path, [provenance(), *by_branches]))
+    [chart] = speed_charts.shapes(read(tmp_path, [provenance(), *by_branches]))
     assert chart.figure is not None
     assert chart.figure.layout.xaxis.ticktext == ("1", "4")
 
@@ -126,9 +124,9 @@ def test_subjects_are_drawn_in_accents_and_baselines_in_greys(tmp_path):
     sides.append(side("hf", "hf", 1, 2.5, acceptance_unconditional=[0.5], acceptance_conditional=[0.5]))
     document = render(tmp_path, [provenance(), *sides, plain, {**plain, "shape": [2, 1, 3]}])[1]
     greys = {f"var(--{letter}{index})" for letter in "gn" for index in range(1, 7)}
-    accents = {*canvas.SUBJECT_COLOURS, *anatomy.BURST_COLOURS}
-    charts = charts_of(document)
-    for name, chart in charts.items():
+    accents = {*charts.SUBJECT_COLOURS, *cycle_charts.BURST_COLOURS}
+    drawn = charts_of(document)
+    for name, chart in drawn.items():
         labels = chart["layout"].get("annotations", [])
         if name == "stages":
             told = [(label["text"], label["font"]["color"]) for label in labels]
@@ -145,7 +143,7 @@ def test_subjects_are_drawn_in_accents_and_baselines_in_greys(tmp_path):
 
 
 def test_the_distribution_of_gaps_counts_every_sample():
-    counts = anatomy._counts([1.0, 1.5, 2.0, 3.9, 4.0], [1.0, 2.0, 3.0, 4.0])
+    counts = cycle_charts._counts([1.0, 1.5, 2.0, 3.9, 4.0], [1.0, 2.0, 3.0, 4.0])
     assert counts == [2, 1, 2]
 
 
@@ -160,9 +158,9 @@ def test_numbers_are_spelled_with_three_digits(value, text):
 
 @given(st.lists(st.floats(0, 100, allow_subnormal=False), min_size=1, max_size=8))
 def test_labels_after_lines_never_overlap(values):
-    labels = canvas.end_labels([(0.0, value, str(value), "var(--ink)") for value in values], 300, 0, 100)
+    labels = charts.end_labels([(0.0, value, str(value), "var(--ink)") for value in values], 300, 0, 100)
     middles = sorted(label.y * 3 + label.yshift for label in labels)
-    assert all(upper - lower > canvas.LABEL_GAP - 0.2 for lower, upper in pairwise(middles))
+    assert all(upper - lower > charts.LABEL_GAP - 0.2 for lower, upper in pairwise(middles))
 
 
 # Rounds
@@ -240,9 +238,9 @@ TEXT_ON = [("--ink", "--bg"), ("--ink", "--surface"), ("--soft", "--bg"), ("--so
            ("--accent", "--surface"), ("--accent-ink", "--accent"), ("--warn", "--warn-soft"), ("--ink", "--warn-soft"),
            ("--ink", "--accent-soft"), ("--accent", "--accent-soft"), ("--ink", "--heat-0"),
            ("--ink", "--heat-1")]  # fmt: skip
-TEXT_ON += [("--bar-ink", variable(colour)) for colour in anatomy.STAGE_COLOURS]
-TEXT_ON += [(variable(colour), "--surface") for colour in (*canvas.SUBJECT_COLOURS, *canvas.BASELINE_COLOURS)]
-for scale in (anatomy.BURST_COLOURS, anatomy.BASELINE_BURST_COLOURS):
+TEXT_ON += [("--bar-ink", variable(colour)) for colour in cycle_charts.STAGE_COLOURS]
+TEXT_ON += [(variable(colour), "--surface") for colour in (*charts.SUBJECT_COLOURS, *charts.BASELINE_COLOURS)]
+for scale in (cycle_charts.BURST_COLOURS, cycle_charts.BASELINE_BURST_COLOURS):
     TEXT_ON += [("--ink" if level < 3 else "--burst-ink", variable(colour)) for level, colour in enumerate(scale)]
 
 

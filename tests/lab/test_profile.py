@@ -54,18 +54,18 @@ def test_prompts_that_are_shipped_come_from_modules_no_demo_model_was_trained_on
 def test_workloads_are_the_same_for_everybody_and_of_the_length_asked_for(tmp_path: Path) -> None:
     config = LaunchConfig(workload=WorkloadConfig(requests=40, input_tokens=30))
     one, two = (make_workload(config, spell, 44) for _ in range(2))
-    assert one == two and one.digest == two.digest and len(one.asks) == 40 and {len(ask.prompt) for ask in one.asks} == {30}
-    assert one.asks[0].prompt == one.asks[32].prompt and one.asks[0].seed + 32 == one.asks[32].seed
+    assert one == two and one.digest == two.digest and len(one.requests) == 40 and {len(request.prompt) for request in one.requests} == {30}
+    assert one.requests[0].prompt == one.requests[32].prompt and one.requests[0].seed + 32 == one.requests[32].seed
     spread = WorkloadConfig(source="random", requests=50, input_tokens=20, input_spread=0.5, seed=3)
     drawn = make_workload(LaunchConfig(workload=spread), spell, 44)
-    lengths = {len(ask.prompt) for ask in drawn.asks}
+    lengths = {len(request.prompt) for request in drawn.requests}
     assert min(lengths) >= 10 and max(lengths) <= 30 and len(lengths) > 5
-    assert {token for ask in drawn.asks for token in ask.prompt} <= set(range(44))
+    assert {token for request in drawn.requests for token in request.prompt} <= set(range(44))
     assert make_workload(LaunchConfig(workload=replace(spread, seed=4)), spell, 44).digest != drawn.digest
     file = tmp_path / "prompts.jsonl"
     file.write_text('"abc"\n{"prompt": "defg"}\n', encoding="utf-8")
     read = make_workload(LaunchConfig(workload=WorkloadConfig(source="file", file=str(file), input_tokens=None, requests=2)), spell, 44)
-    assert [ask.prompt for ask in read.asks] == [spell("abc"), spell("defg")]
+    assert [request.prompt for request in read.requests] == [spell("abc"), spell("defg")]
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ class FakeWorker:
             extra = {"digest": "d", "dtype": "float32", "device": "cpu", "input_tokens": 3.0, "variant": "v", "provenance": {"command": []}}
             return about(label=self.name) | extra
         if do != "round":
-            return {"warm_up": 1, "anatomy": {"cycle_ms": None, "bandwidth": 1.0}, "generation": [{"prompt": "p", "cycles": []}]}[do]
+            return {"warm_up": 1, "profile": {"cycle_ms": None, "bandwidth": 1.0}, "generation": [{"prompt": "p", "cycles": []}]}[do]
         self.rounds += 1
         step = {"subject": 1.0, "self": 1.25, "none": 2.0, "hf": 4.0}[self.name] * self.rounds
         tokens = [1, 2, 9 if self.name == self.wrong and self.rounds == 2 else 3]

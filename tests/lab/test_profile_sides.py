@@ -43,11 +43,11 @@ def side(pair: Pair) -> EngineSide:
 
 def test_a_round_tells_every_token_and_when_it_came(side: EngineSide, pair: Pair) -> None:
     told = side.round()
-    outputs = side.llm.generate([ask.prompt for ask in side.workload.asks], side.params)
+    outputs = side.llm.generate([request.prompt for request in side.workload.requests], side.params)
     assert (
         told["tokens"]
         == [output.token_ids for output in outputs]
-        == [pair.greedy(a.prompt, 12, ignore_eos=True) for a in side.workload.asks]
+        == [pair.greedy(a.prompt, 12, ignore_eos=True) for a in side.workload.requests]
     )
     lines = [Timeline.from_json(json.loads(json.dumps(row))) for row in told["timelines"]]
     assert [line.tokens for line in lines] == [12, 12, 12] and all(line.bursts[0][1] == 1 and line.served for line in lines)
@@ -79,7 +79,7 @@ def test_acceptance_is_what_the_engine_says_it_is(side: EngineSide) -> None:
 def test_stages_and_cycles_are_timed_without_changing_a_token(side: EngineSide, monkeypatch: pytest.MonkeyPatch) -> None:
     before = side.round()["tokens"]
     monkeypatch.setattr("graphspec.lab.measure.stages.copy_bandwidth", lambda *args, **kwargs: 1e9)
-    found = side.anatomy()
+    found = side.profile()
     assert found["bandwidth"] == 1e9
     names = [stage["name"] for stage in found["stages"]]
     assert names == ["mailbox", "draft_extend", "draft_steps", "tree_build", "verify", "accept", "commit_state", "commit"]
@@ -110,12 +110,12 @@ def test_a_trace_is_one_perfetto_loads(side: EngineSide) -> None:
 
 
 def test_a_generation_holds_every_tree_and_all_of_the_text(side: EngineSide) -> None:
-    ask, params = side.workload.asks[1], side.params[1]
-    record = record_generation(side.llm, ask.prompt, params)
-    output = side.llm.generate(ask.prompt, params)
+    request, params = side.workload.requests[1], side.params[1]
+    record = record_generation(side.llm, request.prompt, params)
+    output = side.llm.generate(request.prompt, params)
     text = output[0].text
     emitted = "".join(piece for cycle in record["cycles"] for piece in cycle["emitted"])
-    assert record["prompt"] + emitted == side.llm.tokenizer.decode(ask.prompt) + text
+    assert record["prompt"] + emitted == side.llm.tokenizer.decode(request.prompt) + text
     assert len(record["cycles"]) == output[0].metrics.cycles
     run, branching = [output[0].token_ids[0]], 0
     for cycle in record["cycles"]:
@@ -134,7 +134,7 @@ def test_a_generation_holds_every_tree_and_all_of_the_text(side: EngineSide) -> 
         branching += len({node["parent"] for node in nodes}) < len(nodes) - 1
     assert run == output[0].token_ids and branching
     # With the sampler's noise in its scores a drafter tells no probabilities.
-    hot = record_generation(side.llm, ask.prompt, replace(params, temperature=1.0, seed=0))
+    hot = record_generation(side.llm, request.prompt, replace(params, temperature=1.0, seed=0))
     assert hot["cycles"][0]["nodes"][1]["probability"] is None
 
 
@@ -148,10 +148,10 @@ def test_plain_decoding_is_recorded_too(pair: Pair) -> None:
 def test_stages_are_timed_only_where_that_is_asked(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("graphspec.lab.measure.stages.copy_bandwidth", lambda *args, **kwargs: 1e9)
     one = EngineSide(launch(pair, requests=1, profile=ProfileConfig(stages=False)))
-    found = one.anatomy()
+    found = one.profile()
     assert found["stages"] == [] and found["not_measured"]["stages"] == "profile.stages=false" and found["cycle_ms"]["median"] > 0
     # Nothing but a prefill: no cycle follows another.
-    short = EngineSide(launch(pair, requests=1, output_tokens=1)).anatomy()
+    short = EngineSide(launch(pair, requests=1, output_tokens=1)).profile()
     assert short["cycle_ms"] is None and "cycle_ms" in short["not_measured"]
 
 
@@ -357,7 +357,7 @@ def test_transformers_gives_the_same_tokens_and_says_when(pair: Pair, role: str)
     config = launch(pair, profile=ProfileConfig(assistant=str(pair.target)), requests=2)
     side = HfSide(role, config, "float32", "cpu")
     told = side.round()
-    assert told["tokens"] == [pair.greedy(ask.prompt, 12, ignore_eos=True) for ask in side.workload.asks]
+    assert told["tokens"] == [pair.greedy(request.prompt, 12, ignore_eos=True) for request in side.workload.requests]
     lines = [Timeline.from_json(row) for row in told["timelines"]]
     assert [line.tokens for line in lines] == [12, 12] and all(line.ttft > 0 and line.reason == "length" for line in lines)
     assert side.describe()["digest"] == EngineSide(config).describe()["digest"]
@@ -371,8 +371,8 @@ def test_transformers_pads_a_batch_and_stops_each_row_for_itself(pair: Pair) -> 
     asked.workload.input_spread = 0.5
     side = HfSide("hf", asked, "float32", "cpu")
     told = side.round()
-    assert told["tokens"] == [pair.greedy(ask.prompt, 12, stop=[7, 21]) for ask in side.workload.asks]
-    assert len({len(ask.prompt) for ask in side.workload.asks}) > 1
+    assert told["tokens"] == [pair.greedy(request.prompt, 12, stop=[7, 21]) for request in side.workload.requests]
+    assert len({len(request.prompt) for request in side.workload.requests}) > 1
     with pytest.raises(ConfigError, match=r"sampling\.presence_penalty"):
         HfSide("hf", replace(asked, sampling=SamplingConfig(presence_penalty=1.0)), "float32", "cpu")
     with pytest.raises(ConfigError, match=r"profile\.assistant"):

@@ -22,9 +22,9 @@ from ...engine.text import Tokenizer
 from ...errors import ConfigError, ResourceError
 from ...facts import read_model_facts
 from .metrics import Timeline
-from .workload import Ask, make_workload
+from .workload import WorkloadRequest, make_workload
 
-TOLD_NOTHING = "the server does not report it"
+NOT_REPORTED = "the server does not report it"
 
 
 def split_url(url: str) -> SplitResult:
@@ -44,7 +44,7 @@ def split_url(url: str) -> SplitResult:
 
 
 class Server:
-    """An HTTP address and how to ask it.
+    """An HTTP server.
 
     Args:
         url: base address, such as ``http://localhost:8000/v1``.
@@ -65,7 +65,7 @@ class Server:
         """One request on a connection of its own; the response is still to be read, and reading it to its end closes the connection.
 
         Raises:
-            ResourceError: nobody answers, or not with status 200; the server's words are in the message.
+            ResourceError: no answer, or one with another status than 200; the server's words are in the message.
         """
         kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
         connection = kind(self._host, self._port, timeout=self.timeout)
@@ -117,7 +117,7 @@ class Server:
 
 
 class ApiSide:
-    """A server as a side: ``workload.batch`` users, each asking the next question when its answer is there.
+    """A server as a side: ``workload.batch`` users, each of whom sends the next request when the last one ends.
 
     Args:
         config: of the run; the tokenizer is that of its ``model``.
@@ -163,13 +163,13 @@ class ApiSide:
             "digest": self.workload.digest,
             "input_tokens": self.workload.input_tokens,
             "temperature": self.config.sampling.temperature,
-            "not_measured": dict.fromkeys(absent, TOLD_NOTHING),
+            "not_measured": dict.fromkeys(absent, NOT_REPORTED),
         }
 
     def round(self) -> dict[str, Any]:
         """See :class:`graphspec.lab.measure.worker.Runner`."""
         with ThreadPoolExecutor(self.workload.batch) as users:
-            answers = list(users.map(self._complete, self.workload.asks))
+            answers = list(users.map(self._complete, self.workload.requests))
         return {
             "timelines": [timeline.to_json() for timeline, _, _ in answers],
             "tokens": [tokens for _, tokens, _ in answers],
@@ -177,15 +177,15 @@ class ApiSide:
             "not_measured": {} if self._exact_bursts else {"burst_tokens": "the server does not say how many tokens an event brought"},
         }
 
-    def _body(self, ask: Ask) -> dict[str, Any]:
+    def _body(self, request: WorkloadRequest) -> dict[str, Any]:
         asked = self.workload.sampling
         body: dict[str, Any] = {
             "model": self.model,
-            "prompt": ask.prompt if self.config.profile.api_prompts == "tokens" else self.tokenizer.decode(ask.prompt),
+            "prompt": request.prompt if self.config.profile.api_prompts == "tokens" else self.tokenizer.decode(request.prompt),
             "max_tokens": self.workload.output_tokens,
             "temperature": asked.temperature,
             "top_p": asked.top_p,
-            "seed": ask.seed,
+            "seed": request.seed,
             "presence_penalty": asked.presence_penalty,
             "frequency_penalty": asked.frequency_penalty,
             "ignore_eos": self.workload.ignore_eos,
@@ -201,10 +201,10 @@ class ApiSide:
             body["logit_bias"] = {str(token): value for token, value in asked.logit_bias.items()}
         return body
 
-    def _complete(self, ask: Ask) -> tuple[Timeline, list[int] | None, str]:
+    def _complete(self, request: WorkloadRequest) -> tuple[Timeline, list[int] | None, str]:
         began = time.perf_counter()
         reader = StreamReader()
-        for moment, event in self.server.events(self._body(ask)):
+        for moment, event in self.server.events(self._body(request)):
             reader.take(moment, event)
         bursts = reader.bursts()
         self._exact_bursts &= reader.exact
@@ -253,7 +253,7 @@ class StreamReader:
 
     @property
     def tokens(self) -> list[int] | None:
-        """The new tokens, where the server told them all."""
+        """The new tokens, where the server reported all of them."""
         return self._ids if self._all_ids and self._ids else None
 
     @property

@@ -19,24 +19,24 @@ from .process import WorkerProcess, pack
 from .sides import PLAIN, SELF, SUBJECT, SideConfig
 
 Say = Callable[[str], None]
-INSIDE = ("cycle_ms", "host_us", "gap_ms", "nodes", "stages", "floor_ms", "percent_of_floor", "bandwidth")
-"""Keys of a record that only sides of our own fill."""
+CYCLE_KEYS = ("cycle_ms", "host_us", "gap_ms", "nodes", "stages", "floor_ms", "percent_of_floor", "bandwidth")
+"""Keys of a record that only engines of this package fill."""
 
 
 @dataclass(slots=True)
 class Measured:
-    """A side and what came of it.
+    """A side and its measurements.
 
     Attributes:
-        side: it.
-        about: what it said of itself.
+        side: its configuration.
+        about: its description of itself.
         rounds: measured rounds.
         outputs: per round, tokens and texts of each request.
-        core_wait: per round, the share of the time that its threads waited for a core; None where the system does not tell.
-        anatomy: times inside its cycle, where they were asked for.
+        core_wait: per round, the share of the time that its threads waited for a core; None where the system does not report it.
+        cycles: times inside its cycles, where requested.
         generations: recorded generations.
         trace: Chrome trace events.
-        verdict: whether its output is right.
+        verdict: whether its output is correct.
     """
 
     side: SideConfig
@@ -44,7 +44,7 @@ class Measured:
     rounds: list[Round] = field(default_factory=list)
     outputs: list[tuple[Tokens, Texts]] = field(default_factory=list)
     core_wait: list[float | None] = field(default_factory=list)
-    anatomy: dict[str, Any] = field(default_factory=dict)
+    cycles: dict[str, Any] = field(default_factory=dict)
     generations: list[dict[str, Any]] = field(default_factory=list)
     trace: list[dict[str, Any]] = field(default_factory=list)
     verdict: Verdict = field(default_factory=lambda: Verdict(None, "not compared"))
@@ -61,11 +61,11 @@ class Schedule:
 
     Attributes:
         rounds: measured rounds of each.
-        warm_up_seconds: each side runs at least once, and so long, before.
+        warm_up_seconds: each side runs this long, and at least once, before.
         interleave: all are loaded and take turns; False: one after the other.
         timeout_seconds: longest answer of a worker.
-        anatomy: also time what is inside the cycles of our sides, after the rounds.
-        generations: record so many generations of the first side.
+        cycles: also time the stages of the cycles of our sides, after the rounds.
+        generations: generations of the first side to record.
         trace: also record the first side's spans.
     """
 
@@ -73,7 +73,7 @@ class Schedule:
     warm_up_seconds: float
     interleave: bool = True
     timeout_seconds: float = 1800.0
-    anatomy: bool = False
+    cycles: bool = False
     generations: int = 0
     trace: bool = False
 
@@ -83,7 +83,7 @@ class Bench:
 
     Args:
         schedule: how to measure.
-        say: told what happens, for people.
+        say: called with progress, as a line for people.
     """
 
     def __init__(self, schedule: Schedule, say: Say = lambda text: None) -> None:
@@ -112,7 +112,7 @@ class Bench:
             for number in range(self.schedule.rounds):
                 self.say(f"round {number + 1} of {self.schedule.rounds}")
                 turns = list(zip(workers, measured, strict=True))
-                # Whoever went last goes first: what a side leaves in caches and clocks helps none of them more often.
+                # The last one goes first next: no side profits more often from the caches and clocks another one left.
                 for (worker, _), one in reversed(turns) if number % 2 else turns:
                     self._round(worker, one)
             for place, ((worker, _), one) in enumerate(zip(workers, measured, strict=True)):
@@ -130,7 +130,7 @@ class Bench:
         return one
 
     def reference(self, side: SideConfig) -> Measured:
-        """Run the workload once and measure nothing: for outputs that others are compared with."""
+        """Run the workload once and measure nothing; its outputs are the reference of others."""
         with WorkerProcess(side.role, self.schedule.timeout_seconds, self.say) as worker:
             one = self._prepare(worker, side)
             self.say(f"{one.label}: reference outputs")
@@ -138,7 +138,7 @@ class Bench:
         return one
 
     def check(self, side: SideConfig) -> dict[str, Any]:
-        """``equal`` and a sentence: whether the side's runtime does what its stages do."""
+        """``equal`` and a sentence: whether the side's runtime equals its stages."""
         with WorkerProcess(side.role, self.schedule.timeout_seconds, self.say) as worker:
             self.say("check of the runtime")
             found: dict[str, Any] = worker.ask("check", config=pack(side.config))
@@ -168,10 +168,10 @@ class Bench:
     def _look_inside(self, worker: WorkerProcess, one: Measured, *, first: bool) -> None:
         if not one.side.ours:
             return
-        if self.schedule.anatomy:
+        if self.schedule.cycles:
             self.say(f"{one.label}: inside the cycle")
-            one.anatomy = worker.ask("anatomy", bandwidth=self._bandwidth)
-            self._bandwidth = one.anatomy["bandwidth"]
+            one.cycles = worker.ask("profile", bandwidth=self._bandwidth)
+            self._bandwidth = one.cycles["bandwidth"]
         if first and self.schedule.generations:
             self.say(f"{one.label}: generations")
             one.generations = worker.ask("generation", count=self.schedule.generations)
@@ -179,7 +179,7 @@ class Bench:
             one.trace = worker.ask("trace")
 
 
-def pass_judgement(measured: Sequence[Measured], reference: Measured | None, checks: Sequence[dict[str, Any]] = ()) -> None:
+def set_verdicts(measured: Sequence[Measured], reference: Measured | None, checks: Sequence[dict[str, Any]] = ()) -> None:
     """Set the verdict of every side.
 
     Args:
@@ -212,10 +212,10 @@ def records(case: str, measured: Sequence[Measured]) -> list[dict[str, Any]]:
             row |= figures(one.rounds) | {"build": about.get("build", []), "memory": about.get("memory", [])}
             row["ratio"] = _ratio(one, measured[0] if one.side.role == SELF else base)
             row |= (
-                dict.fromkeys(INSIDE)
+                dict.fromkeys(CYCLE_KEYS)
                 | {"stages": []}
-                | one.anatomy
-                | {"not_measured": one.about.get("not_measured", {}) | one.anatomy.get("not_measured", {})}
+                | one.cycles
+                | {"not_measured": one.about.get("not_measured", {}) | one.cycles.get("not_measured", {})}
             )
             if "burst_tokens" in row["not_measured"]:
                 row["burst_tokens"] = None
@@ -226,12 +226,12 @@ def records(case: str, measured: Sequence[Measured]) -> list[dict[str, Any]]:
 
 
 def _median(values: Sequence[float | None]) -> float | None:
-    told = [value for value in values if value is not None]
-    return median(told) if told else None
+    known = [value for value in values if value is not None]
+    return median(known) if known else None
 
 
 def _base(measured: Sequence[Measured]) -> Measured | None:
-    """Whom ratios are against: plain decoding, else transformers, else whoever is beside the subject."""
+    """The side that ratios refer to: plain decoding, else transformers, else the first one besides the subject."""
     for role in (PLAIN, "hf"):
         for one in measured:
             if one.side.role == role:

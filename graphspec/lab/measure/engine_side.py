@@ -19,13 +19,13 @@ from .generations import record_generation
 from .metrics import CycleCount, Timeline, closed_loop_arrivals
 from .recorder import Recorder, stage_timer
 from .sides import for_workload
-from .stages import anatomy
+from .stages import profile_cycles
 from .trace import chrome_trace
-from .workload import Ask, Workload, make_workload
+from .workload import Workload, WorkloadRequest, make_workload
 
 
 class EngineSide:
-    """One engine, its workload, and what can be asked of both.
+    """One engine and its workload.
 
     Args:
         config: of the engine and the workload; the engine holds ``workload.batch`` rows.
@@ -39,8 +39,8 @@ class EngineSide:
         self.config = for_workload(config)
         self.llm = LLM.from_config(self.config, progress)
         self.workload: Workload = make_workload(config, self._encode, self.llm.plan.target.vocab_size)
-        self.params = [self.params_of(ask) for ask in self.workload.asks]
-        for index, error in enumerate(self.llm.check([ask.prompt for ask in self.workload.asks], self.params)):
+        self.params = [self.params_of(request) for request in self.workload.requests]
+        for index, error in enumerate(self.llm.check([request.prompt for request in self.workload.requests], self.params)):
             if error is not None:
                 raise ResourceError(f"request {index}", "one that can be served", error)
         self.llm.warm_up(self.workload.batch, sampling=sampling_class(self.params))
@@ -48,10 +48,10 @@ class EngineSide:
     def _encode(self, text: str) -> list[int]:
         return self.llm.tokenizer.encode(text)
 
-    def params_of(self, ask: Ask) -> SamplingParams:
-        """How ``ask`` is sampled and when it ends."""
+    def params_of(self, request: WorkloadRequest) -> SamplingParams:
+        """Sampling parameters of one request."""
         asked = self.workload
-        return configured_params(asked.sampling, max_tokens=asked.output_tokens, ignore_eos=asked.ignore_eos, seed=ask.seed)
+        return configured_params(asked.sampling, max_tokens=asked.output_tokens, ignore_eos=asked.ignore_eos, seed=request.seed)
 
     @property
     def plan(self) -> Plan:
@@ -84,8 +84,8 @@ class EngineSide:
         }
 
     def run_with(self, launcher: Launcher | None) -> list[Output]:
-        """The workload once, with ``launcher`` in front of the cycle."""
-        return self.llm.generate([ask.prompt for ask in self.workload.asks], self.params, launcher=launcher)
+        """The workload once, launched by ``launcher``."""
+        return self.llm.generate([request.prompt for request in self.workload.requests], self.params, launcher=launcher)
 
     def round(self) -> dict[str, Any]:
         """See :class:`graphspec.lab.measure.worker.Runner`.
@@ -104,10 +104,10 @@ class EngineSide:
             "texts": [output.text for output in outputs],
         }
 
-    def anatomy(self, bandwidth: float | None = None) -> dict[str, Any]:
-        """Times inside the cycle (:func:`graphspec.lab.measure.stages.anatomy`)."""
+    def profile(self, bandwidth: float | None = None) -> dict[str, Any]:
+        """Times inside the cycle (:func:`graphspec.lab.measure.stages.profile_cycles`)."""
         context = round(self.workload.input_tokens + self.workload.output_tokens / 2)
-        return anatomy(
+        return profile_cycles(
             self.llm, self.run_with, context, self.config.variant.token_map, stages=self.config.profile.stages, bandwidth=bandwidth
         )
 
@@ -131,8 +131,8 @@ class EngineSide:
 
     def generations(self, count: int) -> list[dict[str, Any]]:
         """The first ``count`` requests, each by itself, cycle by cycle."""
-        pairs = list(zip(self.workload.asks, self.params, strict=True))[:count]
-        return [record_generation(self.llm, ask.prompt, params) for ask, params in pairs]
+        pairs = list(zip(self.workload.requests, self.params, strict=True))[:count]
+        return [record_generation(self.llm, request.prompt, params) for request, params in pairs]
 
 
 def label(plan: Plan) -> str:
@@ -145,7 +145,7 @@ def label(plan: Plan) -> str:
 
 
 def timelines(outputs: list[Output], began: float, users: int, plan: Plan) -> list[Timeline]:
-    """What each request of a call looked like to a user who asks the next question when the answer is there."""
+    """Timelines of the requests of one call, as seen by users who each send the next request when the last one ends."""
     finished = [output.timing.finished or began for output in outputs]
     arrived = closed_loop_arrivals(began, finished, users)
     return [
@@ -155,7 +155,7 @@ def timelines(outputs: list[Output], began: float, users: int, plan: Plan) -> li
 
 
 def cycle_counts(output: Output, plan: Plan) -> list[CycleCount]:
-    """What each cycle of a request gave and drafted."""
+    """Tokens and drafts of each cycle of a request."""
     timing = output.timing
     drafted = {depth: plan.shape.shortened(depth).num_draft_tokens - 1 if depth else 0 for depth in set(timing.cycle_depths)}
     return [CycleCount(tokens, depth, drafted[depth]) for tokens, depth in zip(timing.cycle_tokens, timing.cycle_depths, strict=True)]

@@ -1,4 +1,4 @@
-"""No speed for wrong output: what each side's tokens are compared with, and what that says. Imports no torch.
+"""No speed for wrong output: compares the tokens of each side with its reference. Imports no torch.
 
 Our sides must give the tokens of plain decoding, greedy or with the same seeds; transformers must where decoding is greedy. Where equality
 can't be asked (another sampler, a lossy rule, a server with numerics of its own) the verdict is None and the sentence says why.
@@ -18,10 +18,10 @@ Texts = Sequence[str | None]
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Whether a side's output is what it must be.
+    """Whether a side's output is correct.
 
     Attributes:
-        equal: None: can't be asked here.
+        equal: None: can't be decided here.
         sentence: what was compared with what, and how much of it.
     """
 
@@ -47,8 +47,8 @@ def judge(
     """The verdict on one side.
 
     Args:
-        side: it.
-        about: what it said of itself (:class:`graphspec.lab.measure.worker.Runner`).
+        side: its configuration.
+        about: its description of itself (:class:`graphspec.lab.measure.worker.Runner`).
         rounds: per round, the tokens and the texts of each request.
         reference: what plain decoding gave for the same requests.
         checks: of a synthetic run, which has no right output: answers to ``check`` (``equal``, ``sentence``).
@@ -71,7 +71,7 @@ def judge(
         return _compare_tokens(rounds, reference, itself=False)
     if any(tokens is None for given, _ in rounds for tokens in given):
         return _compare_texts(rounds, reference)
-    # Another program's kernels sum in another order, so a near-tie may fall the other way; that is told and decides nothing.
+    # Another program's kernels sum in another order, so a near-tie may fall the other way; that is reported and decides nothing.
     verdict = _compare_tokens(rounds, reference, itself=False)
     return verdict if verdict.equal else Verdict(None, verdict.sentence)
 
@@ -90,6 +90,6 @@ def _compare_tokens(rounds: Sequence[tuple[Tokens, Texts]], reference: Reference
 
 
 def _compare_texts(rounds: Sequence[tuple[Tokens, Texts]], reference: Reference) -> Verdict:
-    """A server that tells no tokens: texts may differ by how they are joined, so agreement is told and decides nothing."""
+    """A server without token ids: texts may differ by how they are joined, so agreement is reported and decides nothing."""
     same = [given == right for _, texts in rounds for given, right in zip(texts, reference.texts, strict=True)]
     return Verdict(None, f"texts of {sum(same)} of {len(same)} outputs ({100 * sum(same) / len(same):.0f} %) equal those of plain decoding")

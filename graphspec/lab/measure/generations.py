@@ -1,4 +1,4 @@
-"""A generation recorded cycle by cycle: every draft tree as it was verified, and the text it gave. What the tree viewer shows."""
+"""A generation recorded cycle by cycle: every draft tree as it was verified, and its text, for the tree viewer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ...shapes import GraphKey
 
 
 class TreeRecorder:
-    """A launcher that copies lane 0's tree behind every cycle, before the next one overwrites it.
+    """A launcher that copies lane 0's tree after every cycle, before the next one overwrites it.
 
     Args:
         cycle: what launches.
@@ -106,7 +106,7 @@ def record_generation(llm: LLM, prompt: list[int], params: SamplingParams) -> di
         ``prompt``, the text the first cycle continues (the prompt, and the token its prefill gave), and ``cycles``, each with ``nodes``
         (:func:`read_tree`, with ``text``) and ``emitted``, the texts of the tokens it committed; together they are the output's text.
     """
-    # The sampler's noise is in the scores of a coupled drafter; they are no probabilities then.
+    # The scores of a coupled drafter contain the sampler's noise, so they are not log-probabilities.
     accept = llm.plan.accept
     scored = llm.plan.variant.has_network and not accept.sampled_drafts and not (params.temperature > 0 and accept.coupled)
     recorder = TreeRecorder(llm.cycle, scored=scored)

@@ -20,18 +20,18 @@ from ...facts import read_model_facts
 from ...hub import checkpoint_folder
 from ...paths import user_path
 from .metrics import Timeline
-from .workload import Ask, make_workload
+from .workload import WorkloadRequest, make_workload
 
 LABELS = {"hf": "HF generate", "hf_assisted": "HF assisted", "hf_lookup": "HF prompt lookup"}
 LOOKUP_TOKENS = 4
-"""``prompt_lookup_num_tokens``: what transformers proposes at most from the prompt."""
+"""``prompt_lookup_num_tokens``: most tokens that transformers proposes from the prompt."""
 UNDERSTOOD = ("max_tokens", "temperature", "seed", "stop_token_ids", "ignore_eos", "top_k", "top_p", "min_p", "repetition_penalty")
 """Keys of the ``sampling`` group that mean the same to transformers."""
 NOT_MEASURED = "transformers does not report it"
 
 
 def is_whole_model(variant: Variant) -> bool:
-    """Its draft reads tokens and nothing of the target, so it is a model by itself."""
+    """Its draft reads only tokens, so it is a complete model."""
     return variant.has_network and variant.feature_source not in ("hidden", "taps")
 
 
@@ -48,7 +48,7 @@ class Clock:
         self.prompt_seen = True
 
     def end(self) -> None:
-        """Nothing is left to do."""
+        """Required by the interface."""
 
 
 class HfSide:
@@ -124,22 +124,22 @@ class HfSide:
 
     def round(self) -> dict[str, Any]:
         """See :class:`graphspec.lab.measure.worker.Runner`. Requests run in groups of ``workload.batch``, padded on the left."""
-        asks, size = self.workload.asks, self.workload.batch
+        requests, size = self.workload.requests, self.workload.batch
         timelines: list[Timeline] = []
         tokens: list[list[int]] = []
-        for start in range(0, len(asks), size):
-            times, found = self._generate(asks[start : start + size])
+        for start in range(0, len(requests), size):
+            times, found = self._generate(requests[start : start + size])
             timelines += times
             tokens += found
         texts = [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in tokens]
         return {"timelines": [timeline.to_json() for timeline in timelines], "tokens": tokens, "texts": texts}
 
-    def _generate(self, asks: list[Ask]) -> tuple[list[Timeline], list[list[int]]]:
-        width = max(len(ask.prompt) for ask in asks)
-        padded = [[0] * (width - len(ask.prompt)) + ask.prompt for ask in asks]
-        seen = [[0] * (width - len(ask.prompt)) + [1] * len(ask.prompt) for ask in asks]
+    def _generate(self, requests: list[WorkloadRequest]) -> tuple[list[Timeline], list[list[int]]]:
+        width = max(len(request.prompt) for request in requests)
+        padded = [[0] * (width - len(request.prompt)) + request.prompt for request in requests]
+        seen = [[0] * (width - len(request.prompt)) + [1] * len(request.prompt) for request in requests]
         clock = Clock()
-        torch.manual_seed(asks[0].seed)
+        torch.manual_seed(requests[0].seed)
         began = time.perf_counter()
         token_BT = torch.tensor(padded, device=self.device)
         self.model.generate(
@@ -152,7 +152,7 @@ class HfSide:
             **self.how,
         )
         ended = time.perf_counter()
-        rows = [self._row(clock, row, len(asks)) for row in range(len(asks))]
+        rows = [self._row(clock, row, len(requests)) for row in range(len(requests))]
         return [self._timeline(began, ended, bursts) for bursts, _ in rows], [tokens for _, tokens in rows]
 
     def _sampling(self) -> dict[str, Any]:
@@ -178,5 +178,5 @@ class HfSide:
     def _timeline(self, began: float, ended: float, bursts: list[tuple[float, int]]) -> Timeline:
         count = sum(tokens for _, tokens in bursts)
         reason = "length" if count >= self.workload.output_tokens else "stop"
-        # generate() returns when the slowest row of the group is done; each row's user has its answer with its own last token.
+        # generate() returns when the slowest row of the group is done; a row is finished at its own last token.
         return Timeline(began, bursts, bursts[-1][0] if bursts else ended, reason)

@@ -1,4 +1,4 @@
-"""What this machine can do: copy bandwidth, matrix products, and the time of anything that is run again and again."""
+"""Figures of this machine: copy bandwidth, matrix products, and the time of a repeated call."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def measure(
     Args:
         run: what is timed.
         rewind: called before each block, not timed.
-        block: calls between two events (``cuda``) or two looks at the clock.
+        block: calls between two events (``cuda``) or two clock readings.
         device: ``cuda`` or ``cpu``.
-        seconds: measure at least so long, and at least one block.
+        seconds: measure at least this long, and at least one block.
         warm_up: seconds before that, at least one block.
 
     Returns:
@@ -59,7 +59,7 @@ def measure(
 
 
 def copy_bandwidth(device: str, gib: float | None = None, seconds: float = 0.5) -> float:
-    """Bytes per second read plus written by a copy within the memory of ``device``; the figure that floors are held against.
+    """Bytes per second read plus written by a copy within the memory of ``device``; the bandwidth of floors.
 
     Args:
         device: ``cuda`` or ``cpu``.

@@ -1,4 +1,4 @@
-"""What a measured side did, as figures: latencies, throughput, acceptance. Pure functions over timelines; standard library only.
+"""Metrics of a measured side: latencies, throughput, acceptance. Pure functions over timelines; standard library only.
 
 The definitions are those serving benchmarks have agreed on (``vllm bench serve``, ``trtllm-bench``), spelled out where speculation makes a
 difference: one cycle gives several tokens at one moment. Such a *burst* is one event. Gaps between bursts are therefore never zero, and the
@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import Any
 
 FINISHED = ("stop", "length")
-"""How a request ends that was served; any other one is left out of every figure but the count of aborted ones."""
+"""Finish reasons of served requests; others count only as aborted."""
 ITL_SAMPLES = 2000
 
 
@@ -43,7 +43,7 @@ class Timeline:
         bursts: ``(time, tokens)`` of every event that brought tokens, in order; the first is the prefill's.
         finished: when its end was known.
         reason: ``stop``, ``length``, or why it was not served.
-        cycles: what its cycles gave, in order, where the side tells; the prefill's token is in none.
+        cycles: its cycles in order, where the side reports them; the prefill's token is in none.
         cut: the last cycle was cut short by a stop id or the budget.
     """
 
@@ -56,7 +56,7 @@ class Timeline:
 
     @classmethod
     def from_json(cls, row: dict[str, Any]) -> Timeline:
-        """The inverse of :func:`dataclasses.asdict` behind JSON, which has no tuples."""
+        """The inverse of :func:`dataclasses.asdict` after a round trip through JSON, which has no tuples."""
         cycles = [CycleCount(**cycle) for cycle in row["cycles"]]
         return cls(**(row | {"bursts": [(time, tokens) for time, tokens in row["bursts"]], "cycles": cycles}))
 
@@ -95,7 +95,7 @@ class Timeline:
 
     @property
     def whole_cycles(self) -> list[CycleCount]:
-        """Cycles that a stop id or the budget did not cut short; they say how well drafts are accepted."""
+        """Cycles that a stop id or the budget did not cut short; acceptance is measured on these."""
         return self.cycles[:-1] if self.cut else self.cycles
 
 
@@ -127,7 +127,7 @@ class Round:
 
 
 def closed_loop_arrivals(began: float, finished: Sequence[float], users: int) -> list[float]:
-    """When each request was handed over if so many users wait for an answer before each asks the next question.
+    """Arrival times of requests if each of ``users`` users sends the next request when the last one ends.
 
     Args:
         began: when the first of them were.
@@ -208,9 +208,9 @@ def figures(rounds: Sequence[Round]) -> dict[str, Any]:
     gaps = [gap for timeline in served for gap in timeline.itl]
     bursts = Counter(tokens for timeline in served for _, tokens in timeline.bursts[1:])
     seconds = sum(one.seconds for one in rounds)
-    told = [timeline for timeline in served if timeline.cycles]
-    drafted = sum(cycle.drafted for timeline in told for cycle in timeline.cycles)
-    accepted = sum(cycle.tokens - 1 for timeline in told for cycle in timeline.cycles)
+    with_cycles = [timeline for timeline in served if timeline.cycles]
+    drafted = sum(cycle.drafted for timeline in with_cycles for cycle in timeline.cycles)
+    accepted = sum(cycle.tokens - 1 for timeline in with_cycles for cycle in timeline.cycles)
     return {
         "tokens_per_second": spread([one.tokens_per_second for one in rounds]),
         "tokens_per_second_per_user": spread([one.tokens_per_second_per_user for one in rounds]),
@@ -220,9 +220,9 @@ def figures(rounds: Sequence[Round]) -> dict[str, Any]:
         "e2e_ms": latency([timeline.e2e for timeline in served]),
         "itl_samples_ms": [1e3 * gap for gap in thinned(gaps, ITL_SAMPLES)],
         "burst_tokens": {str(tokens): count for tokens, count in sorted(bursts.items())},
-        **acceptance(cycle for timeline in told for cycle in timeline.whole_cycles),
-        "drafted_per_second": drafted / seconds if told and seconds else None,
-        "accepted_per_second": accepted / seconds if told and seconds else None,
+        **acceptance(cycle for timeline in with_cycles for cycle in timeline.whole_cycles),
+        "drafted_per_second": drafted / seconds if with_cycles and seconds else None,
+        "accepted_per_second": accepted / seconds if with_cycles and seconds else None,
         "aborted": sum(not timeline.served for one in rounds for timeline in one.timelines),
     }
 

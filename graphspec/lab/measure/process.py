@@ -1,8 +1,8 @@
-"""Workers: every measured side in a process of its own, asked over pipes. This side of the pipes; imports no torch.
+"""Workers: every measured side in its own process, controlled over pipes. The controlling end; imports no torch.
 
 One JSON object per line. A question is ``{"do": NAME, ...}``, its answer ``{"ok": ...}`` or ``{"error": ...}``, before which there may be
 any number of ``{"progress": [phase, done, total]}``; :mod:`graphspec.lab.measure.worker` lists the questions. A worker prints nothing
-else to its stdout; what else it says goes to a file whose end is shown when it fails.
+else to its stdout; its stderr goes to a file whose end is shown when it fails.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def pack(config: LaunchConfig) -> str:
 
 
 def unpack(text: str) -> LaunchConfig:
-    """The inverse of :func:`pack`; only ever given what this package's own coordinator wrote."""
+    """The inverse of :func:`pack`; for text written by this package only."""
     config: LaunchConfig = pickle.loads(base64.b64decode(text))
     return config
 
@@ -72,7 +72,7 @@ class WorkerProcess:
 
         Raises:
             GraphspecError: the worker refused; key, expected and found are its own, the hint names the side.
-            ResourceError: it died, or took too long; the last lines it wrote are in the message. It is not running any more.
+            ResourceError: it died, or took too long; the last lines it wrote are in the message. The process has ended.
         """
         assert self._process.stdin is not None
         try:
@@ -136,7 +136,7 @@ class WorkerProcess:
                 try:
                     pipe.close()
                 except OSError:
-                    # What was still in the buffer has no reader any more.
+                    # The buffered rest has no reader.
                     continue
 
     def __enter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""``graphspec profile``: the configured engine beside baselines, in processes of their own. Imports no torch."""
+"""``graphspec profile``: the configured engine and baselines, each in its own process. Imports no torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ...config import AcceptConfig
 from ...core_wait import busy_caution
 from ...errors import ConfigError
 from ...paths import check_writable, user_path
-from .compare import Bench, Measured, Say, Schedule, pass_judgement, records
+from .compare import Bench, Measured, Say, Schedule, records, set_verdicts
 from .equality import Reference, Verdict, judge
 from .provenance import result_file, write_jsonl
 from .sides import PLAIN, SideConfig, plain_config, reference_of, sides_of
@@ -78,7 +78,7 @@ def profile(config: LaunchConfig, sides: Sequence[SideConfig], say: Say = lambda
         warm_up_seconds=asked.warm_up_seconds,
         interleave=asked.interleave,
         timeout_seconds=asked.timeout_seconds,
-        anatomy=True,
+        cycles=True,
         generations=asked.generations,
         trace=asked.trace is not None,
     )
@@ -87,7 +87,7 @@ def profile(config: LaunchConfig, sides: Sequence[SideConfig], say: Say = lambda
     reference = bench.reference(plain) if plain is not None else None
     measured = bench.measure(sides)
     checks = synthetic_checks(bench, measured, reference) if measured[0].about["synthetic"] else []
-    pass_judgement(measured, reference, checks)
+    set_verdicts(measured, reference, checks)
     return measured, records(case_name(config, measured[0]), measured)
 
 
@@ -103,8 +103,8 @@ def synthetic_checks(bench: Bench, measured: Sequence[Measured], reference: Meas
     if plain is None:
         plain = bench.reference(SideConfig(PLAIN, plain_config(subject.config)))
     verdict: Verdict = judge(twin.side, twin.about, twin.outputs, Reference(*plain.outputs[0]), ())
-    told = {"equal": verdict.equal is True, "sentence": f"the same shapes with rule match: {verdict.sentence}"}
-    return [bench.check(subject), told]
+    exactness = {"equal": verdict.equal is True, "sentence": f"the same shapes with rule match: {verdict.sentence}"}
+    return [bench.check(subject), exactness]
 
 
 def case_name(config: LaunchConfig, subject: Measured) -> str:
@@ -131,7 +131,7 @@ def _writable(name: str | None) -> Path | None:
 
 
 def _write(config: LaunchConfig, subject: Measured, rows: Sequence[dict[str, Any]]) -> Path:
-    """The records behind a head that says where they come from; secrets are not told."""
+    """The records after a provenance record; secrets are left out."""
     head: dict[str, Any] = subject.about["provenance"]
     if config.profile.api_key is not None:
         head["config"]["profile"]["api_key"] = "***"
@@ -147,7 +147,7 @@ def _write(config: LaunchConfig, subject: Measured, rows: Sequence[dict[str, Any
 
 
 def table(rows: Sequence[dict[str, Any]], title: str) -> Table:
-    """The sides beside each other; medians over rounds, latencies over the requests of all rounds."""
+    """All sides in one table; medians over rounds, latencies over the requests of all rounds."""
     shown = Table(title=title, title_justify="left", caption_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     shown.add_column("side")
     for heading in ("tokens/s", "ratio", "TTFT", "TPOT", "ITL", "ITL p99", "length"):

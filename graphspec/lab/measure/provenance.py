@@ -34,7 +34,7 @@ def _output(*command: str) -> str | None:
 
 
 def within_repository(path: str | Path) -> str:
-    """``path`` relative to the repository where it lies in it: where a checkout stands is nobody's business."""
+    """``path`` relative to the repository if it lies in it, so that results name no folders of this machine."""
     return str(path).removeprefix(f"{ROOT}{os.sep}")
 
 
@@ -47,7 +47,7 @@ def command_line(words: Sequence[str]) -> list[str]:
 
 
 def revision() -> str | None:
-    """The commit, with ``-dirty`` behind it when tracked files differ from it; None in a tree that doesn't know."""
+    """The commit, followed by ``-dirty`` when tracked files differ from it; None outside a git checkout."""
     if (ROOT / ".git").exists():
         commit = _output("git", "rev-parse", "HEAD")
         if commit is None:

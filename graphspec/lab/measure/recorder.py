@@ -58,7 +58,7 @@ class TimingEvent(Protocol):
 
 
 class StageTimer(Protocol):
-    """Runs a program in place of itself, and knows afterwards what each stage took."""
+    """Runs the stages of a program and records the time of each."""
 
     def __call__(self) -> None: ...
 
@@ -66,7 +66,7 @@ class StageTimer(Protocol):
 
 
 class SteppedProgram:
-    """A program run stage by stage with a look at the clock between them; for the CPU, where a call returns when its work is done."""
+    """A program run stage by stage and timed between them; for the CPU, where a call returns when its work is done."""
 
     def __init__(self, program: Program) -> None:
         self._steps, self._times = program.steps, [0.0] * (len(program.steps) + 1)
@@ -107,7 +107,7 @@ class MarkedProgram:
         self._run()
 
     def milliseconds(self) -> list[float]:
-        """Of the last call, which must be over."""
+        """Times of the last call, which must have ended."""
         return [event.elapsed_time(later) for event, later in pairwise(self._events)]
 
 
@@ -118,7 +118,7 @@ def external_event() -> TimingEvent:
 
 @contextmanager
 def inert(cycle: Cycle) -> Iterator[None]:
-    """Programs may be run inside: an empty message is in the mail, and all state is put back afterwards."""
+    """Programs may run inside: the mail holds an empty message, and all state is restored afterwards."""
     state = cycle.arena.snapshot(("mail", "state", "ring"))
     mail = torch.zeros(cycle.layout.size, dtype=torch.int64)
     cycle.layout.encode(Message(lanes=()), mail)
@@ -131,7 +131,7 @@ def inert(cycle: Cycle) -> Iterator[None]:
 
 
 def stage_timer(cycle: Cycle, key: Key) -> StageTimer:
-    """What times the stages of the program behind ``key``; compiled stages are compiled here, one by one."""
+    """A timer of the stages of the program of ``key``; compiled stages are compiled here, one by one."""
     program = cycle.programs[key]
     with inert(cycle):
         # Compiled stages are compiled by their first call, which must not be one inside a launch.
@@ -143,11 +143,11 @@ def stage_timer(cycle: Cycle, key: Key) -> StageTimer:
 
 
 class Recorder:
-    """A launcher that passes everything on and notes when it happened.
+    """A launcher that forwards every call and records its time.
 
     Args:
         cycle: what launches.
-        wait: wait for the device behind every launch, so that the rest of a cycle's time is the host's. Where the device is this CPU there
+        wait: wait for the device after every launch, so that the rest of a cycle's time is the host's. Where the device is this CPU there
             is nothing to wait for.
         timers: programs that are run by a stage timer instead.
     """
@@ -216,7 +216,7 @@ class Recorder:
             program.direct, program.replay = direct, replay
 
     def most_common(self) -> Key | None:
-        """The program of most cycles."""
+        """The key with the most cycles."""
         keys = [one.key for one in self.launches if one.is_cycle]
         return max(dict.fromkeys(keys), key=keys.count, default=None)
 

@@ -22,7 +22,7 @@ IDENTITY = (
     "case", "side", "role", "variant", "shape", "runtime", "attention", "dtype", "device", "temperature", "ignore_eos", "batch", "requests",
     "input_tokens", "output_tokens", "equal", "equality", "synthetic", "lossy", "rounds",
 )  # fmt: skip
-"""What is left of a side that is not equal."""
+"""Fields kept of a side that is not equal."""
 SPEEDS = ("tokens_per_second", "tokens_per_second_per_user", "ratio", "cycle_ms")
 LATENCIES = ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms")
 SIDE_KEYS: dict[str, tuple[type, ...]] = {
@@ -35,7 +35,7 @@ ROWS = {"stages": ("name", "ms", "bytes", "floor_ms", "percent_of_floor"), "buil
 SAMPLES = ("itl_samples_ms", "acceptance_unconditional", "acceptance_conditional")
 COUNTS = "burst_tokens"
 ONCE = "n=1"
-"""Mark of a side that was measured in one round: nothing says how far its figures vary."""
+"""Mark of a side that was measured in one round: its spread is unknown."""
 
 
 @dataclass(slots=True)
@@ -47,7 +47,7 @@ class Line:
     provenance: dict[str, Any]
 
     def fail(self, key: str, expected: str, found: object) -> NoReturn:
-        """Raise the one error of a record that is not as agreed."""
+        """Raise the error of a malformed record."""
         raise ConfigError(f"{self.place}: {key}", expected, found)
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -64,7 +64,7 @@ class SideRecord(Line):
 
     @property
     def equal(self) -> bool | None:
-        """Whether its tokens were those of plain decoding; None where that can't be asked."""
+        """Whether its tokens were those of plain decoding; None where that can't be decided."""
         return self.record["equal"]
 
     @property
@@ -74,12 +74,12 @@ class SideRecord(Line):
 
     @property
     def subject(self) -> bool:
-        """What the case is about; others are there to compare with."""
+        """The subject of its case; the others are baselines."""
         return self.record["role"] == "subject"
 
     @property
     def shape(self) -> tuple[int, int, int] | None:
-        """S, K, N of one that speculates."""
+        """(S, K, N) of a side that speculates."""
         return None if self.record.get("shape") is None else tuple(self.record["shape"])
 
     @property
@@ -90,11 +90,11 @@ class SideRecord(Line):
     @property
     def rounds(self) -> int | None:
         """Measured rounds; None where the record does not say."""
-        told = self.get("rounds")
-        return told if isinstance(told, int) else len(self.get("tokens_per_second", {}).get("rounds") or []) or None
+        rounds = self.get("rounds")
+        return rounds if isinstance(rounds, int) else len(self.get("tokens_per_second", {}).get("rounds") or []) or None
 
     @property
-    def standing(self) -> list[str]:
+    def caveats(self) -> list[str]:
         """Marks that set its figures apart from those of other sides."""
         marks = ["SYNTHETIC"] * bool(self.get("synthetic")) + ["LOSSY"] * bool(self.get("lossy"))
         if self.equal is not True:
@@ -103,8 +103,8 @@ class SideRecord(Line):
 
     @property
     def marks(self) -> list[str]:
-        """What a reader has to know before any figure of it."""
-        return self.standing + [ONCE] * (self.rounds == 1 and self.equal is not False)
+        """Caveats that a reader must know before its figures."""
+        return self.caveats + [ONCE] * (self.rounds == 1 and self.equal is not False)
 
     @property
     def speed(self) -> float | None:
@@ -131,7 +131,7 @@ class SideRecord(Line):
 
 @dataclass(slots=True)
 class Results:
-    """What result files hold."""
+    """The contents of result files."""
 
     files: list[Path]
     sides: list[SideRecord] = field(default_factory=list)
@@ -160,12 +160,12 @@ def hardware(provenance: Mapping[str, Any], device: str | None = None) -> str:
 
 
 def on_cpu(side: SideRecord) -> bool:
-    """Whether the side ran on a CPU here; what a server ran on is its own business."""
+    """Whether the side ran on a CPU here; unknown, hence False, for a server."""
     return str(side.get("device", "")).startswith("cpu")
 
 
 def find_files(names: Sequence[str]) -> list[Path]:
-    """The files themselves, and every ``.jsonl`` below the folders.
+    """The given files, and every ``.jsonl`` below the given folders.
 
     Raises:
         ConfigError: a name is neither, or nothing was found.
@@ -267,7 +267,7 @@ def _number_or_none(value: object) -> bool:
 
 
 def _check_parts(line: Line) -> None:
-    """Refuse a side whose lists and objects hold something else than :data:`ROWS`, :data:`SAMPLES` and :data:`COUNTS` say."""
+    """Refuse a side whose lists and objects have other contents than :data:`ROWS`, :data:`SAMPLES` and :data:`COUNTS` say."""
     for key, (name, *numbers) in ROWS.items():
         for row in _list(line, key, line.record.get(key)):
             if not (isinstance(row, dict) and isinstance(row.get(name), str) and all(_number_or_none(row.get(part)) for part in numbers)):
@@ -316,7 +316,7 @@ def _generation(line: Line) -> Line:
 
 
 def _identity(side: SideRecord) -> tuple[object, ...]:
-    # One baseline serves every shape of a sweep, so the case is no part of who it is.
+    # One baseline serves every shape of a sweep, so the case is not part of its identity.
     keys = [key for key in IDENTITY if key not in ("equal", "equality", "rounds", "requests") and (side.subject or key != "case")]
     place = (side.hardware, side.provenance.get("revision"), model(side.provenance))
     return (*(json.dumps(side.record.get(key)) for key in keys), *place)
@@ -332,15 +332,15 @@ def _keep_newest(results: Results) -> None:
 
 
 def _withhold(results: Results) -> None:
-    """A ratio to a side that is not equal would tell that side's speed, and so would the measured time of a prediction."""
+    """Remove ratios to sides that are not equal, and measured times of their predictions: both would reveal the speed of wrong output."""
     unequal = {(side.record["case"], side.record["side"]) for side in results.sides if side.equal is False}
     for side in results.sides:
         ratio = side.get("ratio", {})
         if (side.record["case"], ratio.get("to")) in unequal:
             side.record = {**side.record, "ratio": None}
 
-    told = [(line, results.predicted(line)) for line in results.predictions]
-    results.predictions = [line for line, sides in told if not sides or any(side.equal is not False for side in sides)]
+    matched = [(line, results.predicted(line)) for line in results.predictions]
+    results.predictions = [line for line, sides in matched if not sides or any(side.equal is not False for side in sides)]
 
 
 def model(provenance: Mapping[str, Any]) -> str | None:
@@ -363,10 +363,10 @@ FACETS: tuple[Callable[[SideRecord], str], ...] = (
     lambda side: str(side.provenance.get("revision") or "")[:7],
     lambda side: str(side.record.get("shape") or ""),
     lambda side: str(side.record["case"]),
-    lambda side: " ".join(side.standing[:1]),
+    lambda side: " ".join(side.caveats[:1]),
     lambda side: str(side.provenance.get("date") or ""),
 )
-"""What may tell two sides of one name apart, most telling first."""
+"""What may distinguish two sides of one name, most significant first."""
 
 
 def _label(sides: list[SideRecord]) -> None:
@@ -389,5 +389,5 @@ def _label(sides: list[SideRecord]) -> None:
 
 
 def unique(values: Iterable[str | None]) -> list[str]:
-    """Those that are something, once each, in order."""
+    """The non-empty ones, once each, in order."""
     return list(dict.fromkeys(value for value in values if value))

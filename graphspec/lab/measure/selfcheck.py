@@ -1,4 +1,4 @@
-"""Whether a runtime does what its stages do: the configured one against another on the same launches, from the same state.
+"""Whether a runtime equals its stages: the configured one against another on the same launches, from the same state.
 
 Asked where acceptance is forced, for then there are no right tokens to compare.
 """
@@ -23,21 +23,21 @@ from .workload import make_workload
 
 MOST_TOKENS = 32
 SPARE_CONTEXT = 256
-"""Positions beyond prompt and output: windows, and what rounding to pages adds."""
+"""Positions past prompt and output: windows, and rounding to pages."""
 
 
 def check_runtime(config: LaunchConfig) -> dict[str, Any]:
     """Compare the configured runtime with its stages run one by one, on the first request of the workload.
 
-    A captured program is replayed beside its own direct launch, on one engine, and every slot it writes must be equal to the bit. Any other
-    runtime runs beside ``eager`` (:func:`graphspec.engine.diff.diff`). Engines hold one row and a short context, so that two fit where one
-    did.
+    A captured program is compared with its own direct launch, on one engine, and every slot it writes must be equal bit for bit. Any
+    other runtime is compared with ``eager`` (:func:`graphspec.engine.diff.diff`). Engines hold one row and a short context, so that two
+    fit into the memory of one.
 
     Returns:
         ``equal``, and a ``sentence`` that says what was compared.
     """
     folder = model_folder(config.model.path, config.model.revision)
-    prompt = make_workload(config, lambda text: Tokenizer(folder).encode(text), read_model_facts(folder).vocab_size).asks[0].prompt
+    prompt = make_workload(config, lambda text: Tokenizer(folder).encode(text), read_model_facts(folder).vocab_size).requests[0].prompt
     tokens = min(config.workload.output_tokens, MOST_TOKENS)
     context = min(config.model.max_context or len(prompt) + tokens + SPARE_CONTEXT, len(prompt) + tokens + SPARE_CONTEXT)
     runtime = replace(config.runtime, max_rows=1, buckets=[1], depth_per_bucket={}, num_pages=None)
@@ -107,5 +107,5 @@ class ReplayTwin:
                 found.append({name: comparable(arena, name).clone() for name in names})
         arena.restore(before)
         self.launches += 1
-        told = ((name, difference(found[0][name], found[1][name], exact=True)) for name in names)
-        self.difference = next((f"slot {name} {detail}" for name, detail in told if detail), "")
+        details = ((name, difference(found[0][name], found[1][name], exact=True)) for name in names)
+        self.difference = next((f"slot {name} {detail}" for name, detail in details if detail), "")

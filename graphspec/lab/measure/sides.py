@@ -15,7 +15,7 @@ OURS = (SUBJECT, PLAIN, SELF)
 ONE_ROW = ("hf_assisted", "hf_lookup")
 """Sides that decode one request at a time."""
 API = "openai"
-"""A server, whose program and numerics are its own."""
+"""A server, with its own program and numerics."""
 ROLES = (*OURS, "hf", *ONE_ROW, API)
 
 
@@ -33,7 +33,7 @@ class SideConfig:
 
     @property
     def ours(self) -> bool:
-        """It is an engine of this package, so its cycles can be looked into."""
+        """It is an engine of this package, so its cycles can be profiled."""
         return self.role in OURS
 
 
@@ -43,7 +43,7 @@ def speculates(config: LaunchConfig) -> bool:
 
 
 def plain_config(config: LaunchConfig) -> LaunchConfig:
-    """The same engine without drafts: what its tokens must equal, and what its speed is held against."""
+    """The same engine without drafts: the reference for its tokens and its speed."""
     runtime = replace(config.runtime, depth_per_bucket={})
     return replace(
         config, variant=VariantConfig(name=PLAIN_DECODING.name), accept=AcceptConfig(), adaptive=AdaptiveConfig(), runtime=runtime
@@ -65,7 +65,7 @@ def for_workload(config: LaunchConfig) -> LaunchConfig:
 
 
 def sides_of(config: LaunchConfig) -> list[SideConfig]:
-    """The configured engine, then ``baseline``; plain decoding is not measured beside itself.
+    """The configured engine, then ``baseline``; plain decoding is its own baseline.
 
     Raises:
         ConfigError: a baseline that can't serve this workload.
@@ -83,7 +83,7 @@ def sides_of(config: LaunchConfig) -> list[SideConfig]:
 
 
 def reference_of(sides: Sequence[SideConfig]) -> SideConfig | None:
-    """The side whose tokens are right and none of ``sides`` is: plain decoding, where it has to be run for the check alone."""
+    """Plain decoding, where it must run only as the reference of tokens; None: it is among ``sides``, or not needed."""
     subject = sides[0].config
     if not speculates(subject) or any(side.role == PLAIN for side in sides):
         return None

@@ -1,4 +1,4 @@
-"""What is inside a cycle: its time, the host's share, each stage beside its floor; on CUDA also graph nodes and the gaps between them."""
+"""Times inside a cycle: the whole, the host's share, each stage with its floor; on CUDA also graph nodes and the gaps between them."""
 
 from __future__ import annotations
 
@@ -22,14 +22,16 @@ from .recorder import Recorder, StageTimer, stage_timer
 
 ON_CPU = "needs a GPU: a CPU has no graph nodes"
 NOT_CAPTURED = "the cycle is not captured, so there is no graph"
-NO_CYCLES = "no two cycles ran one behind the other"
+NO_CYCLES = "no two cycles ran one after the other"
 PROFILED_REPLAYS = 5
 
 Run = Callable[[Recorder], Any]
-"""Runs the workload with a recorder in front of the cycle."""
+"""Runs the workload with a recorder as launcher."""
 
 
-def anatomy(llm: LLM, run: Run, context: int, token_map: str | None, *, stages: bool, bandwidth: float | None = None) -> dict[str, Any]:
+def profile_cycles(
+    llm: LLM, run: Run, context: int, token_map: str | None, *, stages: bool, bandwidth: float | None = None
+) -> dict[str, Any]:
     """Times inside the cycles of a workload, under the keys of a result record.
 
     Args:
@@ -92,9 +94,9 @@ def _stage_row(name: str, milliseconds: float, floor: tuple[float, float] | None
 
 
 class Probe(Recorder):
-    """A recorder that stops once, in the middle of the run, to look at one replay with torch's profiler.
+    """A recorder that profiles one program once, in the middle of the run, with torch's profiler.
 
-    The replays it looks at all start from the state the cycle is about to start from, which is put back behind them.
+    Every profiled replay starts from the state of the next launch, which is restored afterwards.
     """
 
     def __init__(self, cycle: Cycle, key: Key, after: int = 3) -> None:
@@ -102,7 +104,7 @@ class Probe(Recorder):
         self._key, self._left = key, after
         self.found: dict[str, Any] = {}
         self.missing = ""
-        """Why nothing was found, where that is so."""
+        """The reason why there are no figures; empty: there is none."""
 
     def launch(self, key: Key, message: Message) -> int:
         if key == self._key and not (self.found or self.missing):
@@ -130,12 +132,12 @@ class Probe(Recorder):
 
 
 def kernel_timeline(program: Callable[[], None], rewind: Callable[[], None], replays: int = PROFILED_REPLAYS) -> dict[str, Any]:
-    """What runs on the GPU during one call of ``program``, from torch's profiler; see :func:`summarise_kernels`.
+    """The kernels of one call of ``program``, from torch's profiler; see :func:`summarise_kernels`.
 
     Args:
         program: a captured program.
         rewind: puts its state back, before each call.
-        replays: calls that are looked at.
+        replays: profiled calls.
 
     Raises:
         ResourceError: the profiler saw nothing, as where a process may not use CUPTI.
@@ -150,7 +152,7 @@ def kernel_timeline(program: Callable[[], None], rewind: Callable[[], None], rep
             with profile(activities=[ProfilerActivity.CUDA]) as profiler:
                 program()
                 torch.cuda.synchronize()
-            # The profiler itself warms up in its first session.
+            # The profiler's first session is its own warm-up.
             if number:
                 events = [e for e in profiler.events() or [] if e.device_type.name == "CUDA"]
                 calls.append([(float(e.time_range.start), float(e.time_range.end), e.name) for e in events])

@@ -1,4 +1,4 @@
-"""A worker holds one side and answers questions about it. :mod:`.process` starts it: ``python -m graphspec.lab.measure.worker``.
+"""A worker: runs one side and answers questions about it. :mod:`.process` starts it: ``python -m graphspec.lab.measure.worker``.
 
 =============  ==================================================================  ====================================================
 question       with                                                                answer
@@ -6,10 +6,10 @@ question       with                                                             
 ``prepare``    ``role``, ``config`` (packed), ``command``, ``like``                what the side is (:class:`Runner`), ``provenance``
 ``warm_up``    ``seconds``                                                         rounds run
 ``round``                                                                          ``timelines``, ``tokens`` and ``texts``; ``core_wait``
-``anatomy``    ``bandwidth`` of this machine; null: measure it                     times inside the cycle; sides of our own only
+``profile``    ``bandwidth`` of this machine; null: measure it                     times inside the cycle; sides of our own only
 ``trace``                                                                          Chrome trace events; sides of our own only
 ``generation`` ``count``                                                           recorded generations; sides of our own only
-``check``      ``config`` (packed)                                                 whether the runtime does what its stages do
+``check``      ``config`` (packed)                                                 whether the runtime equals its stages
 ``depth_times``                                                                    ``[bucket, depth, seconds]`` rows; adaptive engines only
 ``close``
 =============  ==================================================================  ====================================================
@@ -39,7 +39,7 @@ class Runner(Protocol):
     """One side, ready to be measured."""
 
     def describe(self) -> dict[str, Any]:
-        """``label``, ``variant``, ``shape``, ``runtime``, ``attention``, ``dtype``, ``device``, ``digest`` and what else a record holds."""
+        """``label``, ``variant``, ``shape``, ``runtime``, ``attention``, ``dtype``, ``device``, ``digest`` and other record fields."""
         ...
 
     def round(self) -> dict[str, Any]:
@@ -48,14 +48,14 @@ class Runner(Protocol):
 
 
 Tell = Callable[[str, int, int], None]
-"""Takes a phase, how much of it is done, and how much there is."""
+"""Called with a phase, its units done, and all of them."""
 
 
 class Worker:
-    """Answers questions; :func:`main` puts pipes around it, tests don't.
+    """Answers questions; :func:`main` connects it to pipes.
 
     Args:
-        tell: told how far loading and compilation are.
+        tell: called with the progress of loading and compilation.
     """
 
     def __init__(self, tell: Tell | None = None) -> None:
@@ -91,8 +91,8 @@ class Worker:
         result: dict[str, Any] = self.runner.round()
         return result | {"core_wait": watch.share()}
 
-    def do_anatomy(self, bandwidth: float | None) -> dict[str, Any]:
-        result: dict[str, Any] = self.runner.anatomy(bandwidth)
+    def do_profile(self, bandwidth: float | None) -> dict[str, Any]:
+        result: dict[str, Any] = self.runner.profile(bandwidth)
         return result
 
     def do_trace(self) -> list[dict[str, Any]]:
@@ -114,13 +114,13 @@ class Worker:
 
 
 def make_runner(role: str, config: LaunchConfig, like: dict[str, str] | None, tell: Tell | None = None) -> Runner:
-    """The side that plays ``role``; what needs torch is imported here, by the process that needs it.
+    """The side of ``role``. Modules that import torch are imported here, in the process that needs them.
 
     Args:
         role: of :data:`graphspec.lab.measure.sides.ROLES`.
         config: the whole configuration of this side.
         like: ``dtype`` and ``device`` of the side it is compared with; sides that are not ours take these.
-        tell: told how far sides of our own are.
+        tell: called with the progress of sides of our own.
     """
     if role == API:
         from .api_side import ApiSide
@@ -139,7 +139,7 @@ def make_runner(role: str, config: LaunchConfig, like: dict[str, str] | None, te
 def main(kind: type[Worker] = Worker) -> None:
     """Answer until the pipe closes."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
-    # Libraries print; nothing of that may stand between two answers.
+    # Libraries print to stdout; their output must not mix with answers.
     os.dup2(2, 1)
 
     def tell(phase: str, done: int, total: int) -> None:
@@ -153,8 +153,8 @@ def main(kind: type[Worker] = Worker) -> None:
         try:
             answer: dict[str, Any] = {"ok": worker.answer(**question)}
         except GraphspecError as error:
-            told = {"key": error.key, "expected": str(error.expected), "found": str(error.found), "hint": error.hint}
-            answer = {"error": told}
+            fields = {"key": error.key, "expected": str(error.expected), "found": str(error.found), "hint": error.hint}
+            answer = {"error": fields}
         answers.write(json.dumps(answer, default=str) + "\n")
 
 

@@ -1,4 +1,4 @@
-"""What a side is asked: prompts as token ids, one sampling seed each. The same on every side, which is checked by a digest. No torch."""
+"""The requests of a measurement: prompts as token ids, one sampling seed each. Equal on every side, checked by a digest. No torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAKE_HELD_OUT = "python -m recipes.held_out"
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class WorkloadRequest:
     """One request of the workload.
 
     Attributes:
@@ -33,17 +33,17 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """All requests of one round, and what they have in common.
+    """All requests of one round, and their common settings.
 
     Attributes:
-        asks: in the order they are asked.
+        requests: in order.
         batch: requests at once.
         output_tokens: most new tokens of each.
         ignore_eos: end-of-text ids do not end a request.
         sampling: temperature and the rest.
     """
 
-    asks: list[Ask]
+    requests: list[WorkloadRequest]
     batch: int
     output_tokens: int
     ignore_eos: bool
@@ -51,14 +51,14 @@ class Workload:
 
     @property
     def digest(self) -> str:
-        """Says whether two sides were asked the same."""
-        text = json.dumps([[ask.prompt, ask.seed] for ask in self.asks])
+        """Digest of the requests: equal on two sides with the same workload."""
+        text = json.dumps([[request.prompt, request.seed] for request in self.requests])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @property
     def input_tokens(self) -> float:
         """Mean prompt length."""
-        return sum(len(ask.prompt) for ask in self.asks) / len(self.asks)
+        return sum(len(request.prompt) for request in self.requests) / len(self.requests)
 
 
 def make_workload(config: LaunchConfig, encode: Callable[[str], list[int]], vocab_size: int) -> Workload:
@@ -81,8 +81,8 @@ def make_workload(config: LaunchConfig, encode: Callable[[str], list[int]], voca
         for number, prompt in enumerate(prompts):
             if not prompt:
                 raise ConfigError("workload.file", "prompts of at least one token", f"an empty prompt, number {number}")
-    asks = [Ask(prompts[i % len(prompts)], asked.seed + i) for i in range(asked.requests)]
-    return Workload(asks, asked.batch, asked.output_tokens, asked.ignore_eos, config.sampling)
+    requests = [WorkloadRequest(prompts[i % len(prompts)], asked.seed + i) for i in range(asked.requests)]
+    return Workload(requests, asked.batch, asked.output_tokens, asked.ignore_eos, config.sampling)
 
 
 def random_prompts(asked: WorkloadConfig, vocab_size: int) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""What every chart of the report has in common: its parts, colours by role, labels next to what they name.
+"""Common parts of all charts: axes, colours by role, labels next to what they name.
 
 A figure is plotly's own object, which refuses a key or value that plotly does not know. Its colours are CSS variables such as
 ``var(--accent)``, which plotly accepts as they stand: the page puts the values of the reader's light or dark scheme in their place. Text
@@ -33,7 +33,7 @@ MOST_LINES = 6
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """One chart, or the sentence that says why it isn't there.
+    """One chart, or a sentence that says why there is none.
 
     Attributes:
         id: of the element it is drawn in.
@@ -99,8 +99,8 @@ def named(side: SideRecord, more: str = "") -> str:
     return plotly_text(side.label + more) + (f"<br>{plotly_text(' · '.join(side.marks))}" if side.marks else "")
 
 
-def few(shown: int, all_: int, which: str = "first") -> str:
-    """The sentence that says how many are drawn, empty where all are."""
+def shown_note(shown: int, all_: int, which: str = "first") -> str:
+    """A sentence with the number of drawn items; empty where all are drawn."""
     return f" Drawn are the {which} {shown} of {all_}." if shown < all_ else ""
 
 
@@ -119,8 +119,8 @@ def drawing(data: Sequence[Any], height: int, *, x: dict[str, Any], y: dict[str,
     Args:
         data: traces.
         height: in pixels.
-        x: what its x axis has besides, or instead; likewise ``y``.
-        more: what its layout has besides, or instead; of objects the parts given.
+        x: additional or overriding properties of its x axis; likewise ``y``.
+        more: additional or overriding properties of its layout.
     """
     axis = {
         "gridcolor": "var(--grid)",

@@ -18,7 +18,6 @@ from .charts import (
     Palette,
     drawing,
     end_labels,
-    few,
     floor_mark,
     label_margin,
     log_ticks,
@@ -26,6 +25,7 @@ from .charts import (
     plotly_text,
     row_axis,
     row_labels,
+    shown_note,
     titled,
 )
 from .numbers import DASH, spell, spell_tick
@@ -65,10 +65,10 @@ def _acceptance(results: Results, palette: Palette, key: str, title: str, lede: 
         shares = side.record[key]
         style = palette[side]
         length = side.number("acceptance_length")
-        told = f", {spell(length)}" if length else ""
-        name = " · ".join([side.label + told, *side.marks])
+        note = f", {spell(length)}" if length else ""
+        name = " · ".join([side.label + note, *side.marks])
         data.append(go.Scatter(
-            mode="lines+markers", x=list(range(1, len(shares) + 1)), y=shares, name=named(side, told), cliponaxis=False,
+            mode="lines+markers", x=list(range(1, len(shares) + 1)), y=shares, name=named(side, note), cliponaxis=False,
             line={"color": style.colour, "width": 2.2, "dash": style.dash},
             marker={"color": style.colour, "symbol": style.symbol, "size": 7, "line": {"color": "var(--surface)", "width": 1.5}},
             hovertemplate=f"{plotly_text(name)}<br>position %{{x}}: <b>%{{y:.1%}}</b><extra></extra>",
@@ -88,7 +88,7 @@ def _acceptance(results: Results, palette: Palette, key: str, title: str, lede: 
     lede += (
         " After each name its acceptance length, in tokens per cycle." if any(side.number("acceptance_length") for side in shown) else ""
     )
-    lede += few(len(shown), len(ranked))
+    lede += shown_note(len(shown), len(ranked))
     rows = [[" · ".join([side.label, *side.marks]), spell(side.number("acceptance_length")),
              *(spell(share) for share in side.record[key]), *[DASH] * (most - len(side.record[key]))] for side in shown]  # fmt: skip
     numbers = Table(["side", "acceptance length", *map(str, range(1, most + 1))], rows)
@@ -111,12 +111,12 @@ def stages(results: Results, palette: Palette) -> Chart:
         colour, shown_name = STAGE_COLOURS[index % len(STAGE_COLOURS)], plotly_text(name.replace("_", " "))
         bars = [(len(shown) - 1 - row, _stage(side, name)) for row, side in enumerate(shown)]
         bars = [(row, stage) for row, stage in bars if stage.get("ms") is not None]
-        told = [[plotly_text(_floor_told(stage))] for _, stage in bars]
+        floor_texts = [[plotly_text(_floor_text(stage))] for _, stage in bars]
         data.append(go.Bar(
             orientation="h", x=[stage["ms"] for _, stage in bars], y=[row for row, _ in bars], width=0.38, name=shown_name,
             marker={"color": colour, "line": {"color": "var(--surface)", "width": 1.5}}, text=[shown_name] * len(bars),
             textposition="inside", insidetextanchor="middle", textangle=0, textfont={"color": "var(--bar-ink)", "size": 11},
-            customdata=told, showlegend=True,
+            customdata=floor_texts, showlegend=True,
             hovertemplate=f"{plotly_text(name)}: <b>%{{x:.3g}} ms</b>%{{customdata[0]}}<extra></extra>",
         ))  # fmt: skip
     floors = [(len(shown) - 1 - row, side.number("floor_ms")) for row, side in enumerate(shown)]
@@ -144,7 +144,7 @@ def stages(results: Results, palette: Palette) -> Chart:
     ]  # fmt: skip
     lede = "Each stage timed in a run of its own; the run without timers decides the speed."
     lede += " The triangle is the cycle's floor: its bytes at the bandwidth measured in the same run." if marked else ""
-    lede += few(len(shown), len(sides))
+    lede += shown_note(len(shown), len(sides))
     numbers = Table(["side", "stage", "ms", "floor, ms", "% of floor", "bytes moved"], rows)
     return Chart("stages", title, lede, drawn, numbers)
 
@@ -169,12 +169,12 @@ def _size(size: float | None) -> str:
     return spell(size, "B") if size is not None else DASH
 
 
-def _floor_told(stage: dict[str, Any]) -> str:
+def _floor_text(stage: dict[str, Any]) -> str:
     floor, percent = stage.get("floor_ms"), stage.get("percent_of_floor")
     parts = [f"floor {spell(floor)} ms" if floor is not None else "", f"{spell(percent)} %" if percent is not None else "",
              f"{_size(stage['bytes'])} moved" if stage.get("bytes") else ""]  # fmt: skip
-    told = ", ".join(part for part in parts if part)
-    return f"; {told}" if told else ""
+    text = ", ".join(part for part in parts if part)
+    return f"; {text}" if text else ""
 
 
 def gaps(results: Results, palette: Palette) -> Chart:
@@ -221,7 +221,7 @@ def gaps(results: Results, palette: Palette) -> Chart:
         annotations=row_labels([titled(side, several) for side, _ in samples], shift=60),
     )
     lede = "Tokens of one cycle arrive together, so a gap lies between bursts, not tokens: compare sides by TPOT. Ticks: p50, p90, p99."
-    lede += few(len(samples), len(found))
+    lede += shown_note(len(samples), len(found))
     numbers = Table(["side", "p50, ms", "p90, ms", "p99, ms", "samples"], rows)
     return Chart("gaps", title, lede, drawn, numbers, wide=False)
 
@@ -266,5 +266,5 @@ def bursts(results: Results) -> Chart:
         margin={"r": 26},
     )
     rows = [[titled(side, several_batches=True), *(str(side.record["burst_tokens"].get(str(size), 0)) for size in sizes)] for side in shown]
-    lede = "Bursts by how many tokens they bring; the numbers in the bars are tokens." + few(len(shown), len(sides))
+    lede = "Bursts by how many tokens they bring; the numbers in the bars are tokens." + shown_note(len(shown), len(sides))
     return Chart("bursts", title, lede, drawn, Table(["side", *map(str, sizes)], rows), wide=False)

@@ -1,8 +1,8 @@
-"""``graphspec report``: result files in, one HTML file out that needs neither network nor server.
+"""``graphspec report``: turns result files into one HTML file that needs neither network nor server.
 
-The page holds its charts as data for plotly, whose script the Python package ``plotly`` brings; the tree viewer is the page's own
+The page holds its charts as data for plotly, whose script comes with the Python package ``plotly``; the tree viewer is the page's own
 (``web/viewer.js``). Its HTML is that of the templates in ``web/``, which escape every text they are given. A content security policy names
-the hashes of the scripts and forbids every request. Imports no torch, and plotly only once it was found.
+the hashes of the scripts and forbids every request. Imports no torch, and plotly only after it was found.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class Headline:
-    """What the page opens with: words, the side that follows them, its figures and what they are."""
+    """The top of the page: words, the side they are about, and its figures with their names."""
 
     lead: str
     side: SideRecord
@@ -102,22 +102,21 @@ def page(results: Results, plotly: str) -> str:
         results: what :func:`~graphspec.lab.measure.results.read_results` found.
         plotly: text of plotly's script.
     """
-    # The only importers of plotly, which whoever asks for a report may lack: plotly_script says so.
-    from . import cycle_charts as anatomy
-    from . import speed_charts as figures
+    # The only importers of plotly, which may not be installed: plotly_script reports that.
+    from . import cycle_charts, speed_charts
     from .charts import Palette
 
     palette = Palette(results.sides)
-    speed = [figures.throughput(results, palette), figures.comparison(results, palette)]
-    accepted = anatomy.acceptance(results, palette)
-    cycle = [anatomy.stages(results, palette)]
-    latency = [anatomy.gaps(results, palette), anatomy.bursts(results)]
-    shapes = [*figures.shapes(results), figures.prediction(results)]
+    speed = [speed_charts.throughput(results, palette), speed_charts.comparison(results, palette)]
+    accepted = cycle_charts.acceptance(results, palette)
+    cycle = [cycle_charts.stages(results, palette)]
+    latency = [cycle_charts.gaps(results, palette), cycle_charts.bursts(results)]
+    shapes = [*speed_charts.shapes(results), speed_charts.prediction(results)]
     charts = [*speed, *accepted, *cycle, *latency, *shapes]
     timed = [side for side in results.sides if any(side.get(key) for key in LATENCIES)]
     marks = {(side.record["case"], side.record["side"]): side.marks for side in results.sides}
-    told = [_generation(line, marks.get((line.get("case"), line.get("side")), [])) for line in results.generations]
-    generations = [generation for generation in told if generation["cycles"]]
+    recorded = [_generation(line, marks.get((line.get("case"), line.get("side")), [])) for line in results.generations]
+    generations = [generation for generation in recorded if generation["cycles"]]
     memory = [tables.memory(results), tables.build(results)]
     sections = [
         Section("speed", "Speed", charts=speed),
@@ -157,7 +156,7 @@ def page(results: Results, plotly: str) -> str:
 
 
 def _templates() -> Environment:
-    """The templates: they escape what they are given and refuse names they were not given; JSON can't end its script element."""
+    """The templates: they escape their values and refuse unknown names; JSON can't end its script element."""
     templates = Environment(
         loader=PackageLoader(__package__, "web"), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )

@@ -20,7 +20,6 @@ from .charts import (
     Palette,
     drawing,
     end_labels,
-    few,
     floor_mark,
     label_margin,
     log_ticks,
@@ -28,6 +27,7 @@ from .charts import (
     plotly_text,
     row_axis,
     row_labels,
+    shown_note,
     titled,
 )
 from .numbers import DASH, TIMES, plural, spell, spell_tick
@@ -98,17 +98,17 @@ def _throughput_lines(sides: Sequence[SideRecord], palette: Palette) -> go.Figur
         name = " · ".join(unique([label, *(mark for side in line for mark in side.marks)]))
         legend = next((named(side) for side in line if side.marks), plotly_text(label))
         speeds = [side.speed or 0.0 for side in line]
-        told = [plotly_text(titled(side, several_batches=True)) for side in line]
+        names = [plotly_text(titled(side, several_batches=True)) for side in line]
         x = [side.batch for side in line]
         if any(floor_of(side) for side in line):
             data.append(go.Scatter(
                 mode="lines", x=x, y=[floor_of(side) for side in line], name=f"{plotly_text(name)}, floor", opacity=0.75, showlegend=False,
-                line={"color": style.colour, "width": 1.2, "dash": "4px,4px"}, customdata=told,
+                line={"color": style.colour, "width": 1.2, "dash": "4px,4px"}, customdata=names,
                 hovertemplate="%{customdata}<br>floor: %{y:,.0f} tokens/s<extra></extra>",
             ))  # fmt: skip
         spread = [(side.number("tokens_per_second", "p10"), side.number("tokens_per_second", "p90")) for side in line]
         data.append(go.Scatter(
-            mode="lines+markers", x=x, y=speeds, name=legend, cliponaxis=False, customdata=told,
+            mode="lines+markers", x=x, y=speeds, name=legend, cliponaxis=False, customdata=names,
             line={"color": style.colour, "width": 2.6 if line[0].subject else 1.8, "dash": style.dash},
             marker={"color": style.colour, "symbol": style.symbol, "size": 8, "line": {"color": "var(--surface)", "width": 1.5}},
             error_y={
@@ -149,7 +149,7 @@ def _throughput_bars(title: str, sides: list[SideRecord], palette: Palette, numb
     most = max([*speeds, *(floor for floor in floors if floor)])
     lede = f"All requests together, {batch}; median over rounds."
     lede += " The triangle is the floor, if every cycle took only the time its bytes need." if any(floors) else ""
-    lede += few(len(shown), len(ranked), "fastest")
+    lede += shown_note(len(shown), len(ranked), "fastest")
     x_axis = {"range": [0, most * 1.13], "title_text": "tokens/s", "tickformat": ",.0f", "nticks": 6}
     labels = row_labels([titled(side, several_batches=False) for side in shown])
     drawn = drawing(data, len(shown) * ROW + 66, x=x_axis, y=row_axis(len(shown)), annotations=labels)
@@ -181,11 +181,11 @@ def comparison(results: Results, palette: Palette) -> Chart:
             mode="markers", x=rounds, y=[row] * len(rounds), name="rounds", marker={"color": colour, "size": 6, "opacity": 0.6},
             hovertemplate=f"a round: %{{x:.3f}}x {to}<extra></extra>",
         ))  # fmt: skip
-        told = "the only round" if side.rounds == 1 else "median"
+        kind = "the only round" if side.rounds == 1 else "median"
         data.append(go.Scatter(
-            mode="markers", x=[middle], y=[row], name=told, cliponaxis=False,
+            mode="markers", x=[middle], y=[row], name=kind, cliponaxis=False,
             marker={"color": colour, "symbol": "line-ns", "size": 16, "line": {"width": 3, "color": colour}},
-            hovertemplate=f"{told}: <b>%{{x:.3f}}x</b> {to}<extra></extra>",
+            hovertemplate=f"{kind}: <b>%{{x:.3f}}x</b> {to}<extra></extra>",
         ))  # fmt: skip
         rows.append([titled(side, several_batches=True), str(ratio.get("to", "")), spell(middle), spell(min(rounds, default=None)),
                      spell(side.lower_end("ratio")), spell(max(rounds, default=None)), str(len(rounds))])  # fmt: skip
@@ -203,7 +203,7 @@ def comparison(results: Results, palette: Palette) -> Chart:
     )
     lede = "Both sides took turns on the same work. Every dot is the ratio of one round, the bar ends at their median."
     lede += f" Left of 1{TIMES} is slower." if least < 1 else ""
-    lede += few(len(shown), len(sides), "largest")
+    lede += shown_note(len(shown), len(sides), "largest")
     numbers = Table(["side", "compared with", "median", "least", "p10", "most", "rounds"], rows)
     return Chart("comparison", title, lede, drawn, numbers)
 
@@ -215,11 +215,11 @@ def shapes(results: Results) -> list[Chart]:
         if side.subject and side.shape and side.speed:
             record = side.record
             about = [str(record.get(key, "")) for key in ("runtime", "dtype", "temperature")]
-            told = (str(side.get("variant", "drafts")), f"batch {side.batch}", *about, side.hardware, " · ".join(side.standing))
-            groups.setdefault(told, []).append(side)
+            group = (str(side.get("variant", "drafts")), f"batch {side.batch}", *about, side.hardware, " · ".join(side.caveats))
+            groups.setdefault(group, []).append(side)
     charts: list[Chart] = []
-    several = [len({told[part] for told in groups}) > 1 for part in range(7)]
-    for told, sides in groups.items():
+    several = [len({group[part] for group in groups}) > 1 for part in range(7)]
+    for group, sides in groups.items():
         shapes_ = [side.shape for side in sides if side.shape]
         if len({(s, n) for s, _, n in shapes_}) > 2:
             by, name = 2, "tokens verified per request (N)"
@@ -227,7 +227,7 @@ def shapes(results: Results) -> list[Chart]:
             by, name = 1, "branches per node (K)"
         else:
             continue
-        title = "Shapes: " + ", ".join(part for i, part in enumerate(told) if part and (i < 2 or i == len(told) - 1 or several[i]))
+        title = "Shapes: " + ", ".join(part for i, part in enumerate(group) if part and (i < 2 or i == len(group) - 1 or several[i]))
         charts.append(_heat_map(f"shapes-{len(charts)}", title, sides, by, name))
     if charts:
         return charts
@@ -252,7 +252,7 @@ def _heat_map(id_: str, title: str, sides: list[SideRecord], by: int, name: str)
         x=list(range(len(others))), y=list(range(len(steps))), xgap=3, ygap=3, showscale=False, hoverongaps=False,
         z=[[value(side) if side else None for side in row] for row in grid], colorscale=[[0, "var(--heat-0)"], [1, "var(--heat-1)"]],
         text=text, texttemplate="%{text}", textfont={"size": 12, "color": "var(--ink)"},
-        customdata=[[_told(side) if side else "" for side in row] for row in grid], hovertemplate="%{customdata}<extra></extra>",
+        customdata=[[_cell_text(side) if side else "" for side in row] for row in grid], hovertemplate="%{customdata}<extra></extra>",
     )  # fmt: skip
     x, y = others.index(best[by]), steps.index(best[0])
     frame = {"type": "rect", "x0": x - 0.49, "x1": x + 0.49, "y0": y - 0.48, "y1": y + 0.48}
@@ -276,7 +276,7 @@ def _other(side: SideRecord, by: int) -> str:
     return (f"N={side.shape[2]}" if by == 1 else f"K={side.shape[1]}") + f", {ONCE}" * (ONCE in side.marks)
 
 
-def _told(side: SideRecord) -> str:
+def _cell_text(side: SideRecord) -> str:
     ratio = side.number("ratio", "median")
     parts = [f"{side.shape}", f"{spell(side.speed)} tokens/s", f"{spell(ratio)}{TIMES} {side.get('ratio').get('to')}" if ratio else ""]
     length = side.number("acceptance_length")

@@ -24,7 +24,7 @@ LONG_FORMS = {
 """What an abbreviation of the page stands for."""
 VERSIONS = ("graphspec", "torch", "cuda", "driver", "triton", "transformers", "numpy", "python", "platform")
 WORDS = re.compile(r"[A-Za-z]{4}")
-"""What tells a column of words from one of figures and units."""
+"""Matches a cell of words; figures and units do not match."""
 SECRETS = ("api_key",)
 """Keys of a recorded configuration whose value stays out of the page."""
 
@@ -57,7 +57,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What one run says of itself: a title, names and values, and its configuration by name as JSON."""
+    """Provenance of one run: a title, names and values, and its configuration by name as JSON."""
 
     title: str
     rows: Sequence[tuple[str, object]]
@@ -71,11 +71,11 @@ def sides(results: Results) -> Table:
     rows = []
     for side in results.sides:
         ratio = side.get("ratio", {})
-        told = f"{spell(side.number('ratio', 'median'))}{TIMES} {ratio.get('to')}" if ratio else DASH
+        ratio_text = f"{spell(side.number('ratio', 'median'))}{TIMES} {ratio.get('to')}" if ratio else DASH
         equal = {True: "yes", False: "no"}.get(side.record["equal"], "not compared")
         keys = ("acceptance_length", "drafted_per_second", "accepted_per_second")
         rows.append([
-            side.label, str(side.batch), str(side.rounds or DASH), *(spell(side.number(key, "median")) for key in SPEEDS[:2]), told,
+            side.label, str(side.batch), str(side.rounds or DASH), *(spell(side.number(key, "median")) for key in SPEEDS[:2]), ratio_text,
             *(spell(side.number(key)) for key in keys), spell(side.number("cycle_ms", "median")),
             spell(side.number("percent_of_floor")),
             *(str(side.get(key, DASH)) for key in ("runtime", "dtype", "temperature")), f"{equal}: {side.get('equality', DASH)}",
@@ -84,7 +84,7 @@ def sides(results: Results) -> Table:
 
 
 def memory(results: Results) -> Table:
-    """What each side keeps in memory."""
+    """Memory of each side."""
     known = [side for side in results.sides if side.get("memory")]
     names = unique(_short_name(line) for side in known for line in side.record["memory"])
     rows = []
@@ -108,7 +108,7 @@ def _part(lines: Sequence[Mapping[str, Any]]) -> str:
 
 
 def build(results: Results) -> Table:
-    """What it took to build each program."""
+    """Build time and memory of each program."""
     programs = [(side, program) for side in results.sides for program in side.get("build", [])]
     rows = [
         [f"{side.label}, batch {side.batch}", str(program["program"]), spell(program.get("warm_up_s")), spell(program.get("capture_s")),
@@ -225,17 +225,17 @@ def origins(results: Results) -> list[Origin]:
         rows = [("date", record.get("date")), ("command", _command(record.get("command"))), ("revision", record.get("revision"))]
         rows += [("hardware", hardware(record)), ("processor", record.get("cpu"))]
         rows += [(name, record.get(name)) for name in VERSIONS]
-        told = [(name, record[name]) for name in ("config", "plan") if record.get(name) is not None]
+        configuration = [(name, record[name]) for name in ("config", "plan") if record.get(name) is not None]
         found.append(Origin(
             " · ".join(unique([str(record.get("date") or "undated"), model(record), hardware(record)])),
             [(name, value) for name, value in rows if value is not None],
-            [(name, json.dumps(_without_secrets(value), indent=2)) for name, value in told],
+            [(name, json.dumps(_without_secrets(value), indent=2)) for name, value in configuration],
         ))  # fmt: skip
     return found
 
 
 def speculates(results: Results) -> bool:
-    """A shape (S, K, N) stands somewhere on the page."""
+    """Whether a shape (S, K, N) appears on the page."""
     lines: list[Line] = [*results.sides, *results.predictions, *results.plans]
     return any(line.get("shape") for line in lines)
 

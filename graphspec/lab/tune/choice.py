@@ -1,4 +1,4 @@
-"""What ``graphspec tune`` concludes from its measurements: the shape, the depths beside it, where each bucket begins. Pure functions."""
+"""Conclusions of ``graphspec tune``: the shape, further depths, and each bucket's first depth. Pure functions over measurements."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ CATCH_UP_SHARE = 0.005
 """Share of the time at depth 0 that the drafter's catching up may take."""
 
 NEAR = 0.05
-"""A bucket begins at a depth other than the shape's own only where that is believed to be so much faster: the shape was measured whole,
-cycles between were only timed."""
+"""Share by which another depth must be estimated to be faster before a bucket begins there: the shape itself was measured on the workload,
+other depths were only timed."""
 
 Shape = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One shape at one batch size, measured beside plain decoding.
+    """One shape at one batch size, measured together with plain decoding.
 
     Attributes:
         shape: (S, K, N).
@@ -29,7 +29,7 @@ class Outcome:
         acceptance_length: tokens per cycle; None where no cycle was whole.
         shares: of drafts accepted at depth 1, 2, ... given the ones before, as far as any were seen.
         cycle_ms: median time of a cycle, host included, as its reader saw it; None where no request had two.
-        plain_ms: the same of plain decoding beside it.
+        plain_ms: the same of plain decoding in the same run.
     """
 
     shape: Shape
@@ -44,7 +44,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The shape an engine is to have.
+    """The chosen shape.
 
     Attributes:
         shape: None where plain decoding was fastest at every batch size, or over all of them with a drafter that keeps its depth.
@@ -96,12 +96,12 @@ def geometric_mean(values: Sequence[float]) -> float:
 
 
 def shallower_depths(steps: int) -> list[int]:
-    """Depths worth a cycle of their own beside ``steps``: 0, a quarter and a half. Each costs a program per bucket."""
+    """Depths below ``steps`` to build cycles for: 0, a quarter and a half. Each costs a program per bucket."""
     return sorted({0, *(depth for depth in (steps // 4, steps // 2) if depth < steps)})
 
 
 def mean_shares(outcomes: Sequence[Outcome]) -> list[float]:
-    """Shares of one shape over its batch sizes; a depth counts where it was seen."""
+    """Shares of one shape over its batch sizes; a depth counts where it was observed."""
     deepest = max((len(outcome.shares) for outcome in outcomes), default=0)
     columns = [[outcome.shares[depth] for outcome in outcomes if len(outcome.shares) > depth] for depth in range(deepest)]
     return [sum(column) / len(column) for column in columns]
@@ -123,7 +123,7 @@ def cycle_times(timed: Mapping[int, Mapping[int, float]], measured: Sequence[Out
         deepest, outcome = max(table), found.get(bucket)
         if outcome is not None and outcome.cycle_ms is not None and outcome.plain_ms is not None and 0 in table:
             low, high, span = outcome.plain_ms, outcome.cycle_ms, table[deepest] - table[0]
-            # Where a deeper program was timed as faster than a plain one, the clock told noise.
+            # A deeper program that was timed as faster than a plain one is noise.
             places = {depth: (time - table[0]) / span if span > 0 else depth / deepest for depth, time in table.items()}
             table = {depth: low + (high - low) * min(1.0, max(0.0, place)) for depth, place in places.items()}
         times[bucket] = {depth: float(f"{time:.4g}") for depth, time in table.items()}
@@ -131,7 +131,7 @@ def cycle_times(timed: Mapping[int, Mapping[int, float]], measured: Sequence[Out
 
 
 def first_depths(times: Mapping[int, Mapping[int, float]], shares: Sequence[float], ratios: Mapping[int, float]) -> dict[int, int]:
-    """Where each bucket begins: the depth with the most tokens per second by times and shares, the deepest where it is :data:`NEAR` that.
+    """The first depth of each bucket: the depth with the most tokens per second by times and shares, the deepest within :data:`NEAR`.
 
     The deepest was measured whole, so that counts more than times of programs: where it did not pay, the bucket begins at depth 0.
 
@@ -168,7 +168,7 @@ def ratio_at(bucket: int, ratios: Mapping[int, float]) -> float | None:
 
 
 def backlog_for(times: Mapping[int, Mapping[int, float]], most: int) -> int:
-    """Tokens a row may decode at depth 0 before its drafter catches up: so many that this takes ``CATCH_UP_SHARE`` of the time.
+    """Tokens a row may decode at depth 0 before its drafter catches up, which may take ``CATCH_UP_SHARE`` of the time.
 
     The pass costs about what the shallowest drafting cycle takes beyond a plain one.
 

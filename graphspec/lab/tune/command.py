@@ -63,8 +63,8 @@ def run(config: LaunchConfig) -> int:
         slower = f"batch {batch}: what is written had {tuning.final[batch].ratio:.2f} times the speed of plain decoding"
         console.print(Text(slower), soft_wrap=True)
     console.print(Text(f"measurements written to {results}"), soft_wrap=True)
-    told = f"experiment written to {file}: graphspec generate experiment={file}" if right else "no experiment was written"
-    console.print(Text(told), soft_wrap=True)
+    closing = f"experiment written to {file}: graphspec generate experiment={file}" if right else "no experiment was written"
+    console.print(Text(closing), soft_wrap=True)
     return 0 if right else 1
 
 

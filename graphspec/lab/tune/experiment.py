@@ -20,16 +20,16 @@ _NAMED_BY = {"variant": "name", "model": "path", "runtime": "name", "kernels": "
 def experiment_text(config: Config, comment: Sequence[str]) -> str:
     """YAML that makes ``config`` again when it is given as ``experiment=FILE``, of the form of those under ``conf/experiment``.
 
-    Only what the engine and its sampling are is told; what only one command reads (the workload, files to write) is not part of it.
+    It holds the engine and its sampling; options of single commands (the workload, files to write) are not part of it.
 
     Args:
-        config: what is told.
+        config: what to write.
         comment: lines for the head of the file.
     """
     choices = _choices(config)
     plain = asdict(load_config(*(f"{group}={choice}" for group, choice in choices.items())))
-    told = asdict(config)
-    keys = {group: values for f in fields(Config) if (values := _differing(told[(group := f.name)], plain[group]))}
+    wanted = asdict(config)
+    keys = {group: differing for f in fields(Config) if (differing := _differing(wanted[(group := f.name)], plain[group]))}
     defaults = [*({f"override /{group}": choice} for group, choice in choices.items()), "_self_"]
     lines = "".join(f"# {line}".rstrip() + "\n" for line in comment)
     return f"# @package _global_\n{lines}{OmegaConf.to_yaml(OmegaConf.create({'defaults': defaults, **keys}))}"
@@ -49,7 +49,7 @@ def write_experiment(file: Path, config: Config, comment: Sequence[str]) -> None
 
 
 def _choices(config: Config) -> dict[str, str]:
-    """Group to the choice that ``config`` comes nearest to."""
+    """The choice of each group that is nearest to ``config``."""
     groups, found = config_groups(), {}
     for group, key in _NAMED_BY.items():
         name = getattr(getattr(config, group), key)
@@ -59,10 +59,10 @@ def _choices(config: Config) -> dict[str, str]:
     return found
 
 
-def _differing(told: dict[str, Any], plain: dict[str, Any]) -> dict[str, Any]:
-    """The entries of ``told`` that ``plain`` has otherwise, nested groups likewise; a mapping that the user fills is told whole."""
+def _differing(values: dict[str, Any], plain: dict[str, Any]) -> dict[str, Any]:
+    """The entries of ``values`` that differ from ``plain``, nested groups likewise; a mapping with keys of the user's is kept whole."""
     found: dict[str, Any] = {}
-    for key, value in told.items():
+    for key, value in values.items():
         other = plain[key]
         if value == other:
             continue

@@ -26,7 +26,7 @@ TRIED_FAN, TRIED_NODES = 4, 16
 
 @dataclass(frozen=True)
 class Candidates:
-    """What could be run.
+    """The shapes that could be run.
 
     Attributes:
         config: model and draft.
@@ -71,7 +71,7 @@ class Candidates:
         return [shape for shape in shapes if _runs(self.config, shape, self.paper.target, self.paper.draft, device)]
 
     def tried(self) -> list[CycleShape]:
-        """Shapes that tell what the draft is worth and what width costs: a chain of the deepest given depth, and a wide tree of it."""
+        """Shapes of the trial: a chain of the deepest given depth, and a wide tree of it, for acceptance and the cost of width."""
         depth = max(shape.num_steps for shape in self.given)
         chains = [shape for shape in self.possible if shape.is_chain and shape.num_steps <= depth]
         trees = [
@@ -100,7 +100,7 @@ class Prospect:
 
 
 def tried_shapes(config: LaunchConfig) -> list[list[int]]:
-    """(S, K, N) of :meth:`Candidates.tried`; none where ``plan.measured`` tells what a trial would."""
+    """(S, K, N) of :meth:`Candidates.tried`; none where ``plan.measured`` replaces the trial."""
     return [] if config.plan.measured is not None else [shape.numbers for shape in Candidates.of(config).tried()]
 
 

@@ -1,4 +1,4 @@
-"""What ``graphspec tune`` found, for people: a table, and the comment at the head of the experiment."""
+"""Output of ``graphspec tune``: a table, and the comment at the head of the experiment."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def spell(shape: Shape | None) -> str:
 
 
 def spell_rule(choice: Choice) -> str:
-    """What the shape with the highest score has the most of."""
+    """The criterion of the choice."""
     mean = "highest geometric mean over batch sizes of the median ratio to plain decoding"
     return f"{mean}, below 1 counted as 1: there the engine decodes plainly" if choice.scores != choice.ratios else mean
 
@@ -35,14 +35,14 @@ def spell_choice(choice: Choice) -> str:
     if choice.shape is None:
         best = max(choice.ratios.values(), default=None)
         return "none: no shape was faster" + (f", the best {best:.2f}x plain decoding over all batch sizes" if best is not None else "")
-    told = f"{spell(choice.shape)}, {choice.ratios[choice.shape]:.2f}x plain decoding over all batch sizes"
+    text = f"{spell(choice.shape)}, {choice.ratios[choice.shape]:.2f}x plain decoding over all batch sizes"
     if choice.score != choice.ratios[choice.shape]:
-        told += f", {choice.score:.2f}x with plain decoding where that is faster"
-    return told
+        text += f", {choice.score:.2f}x with plain decoding where that is faster"
+    return text
 
 
 def caution(tuning: Tuning) -> str | None:
-    """That the machine was busy in some part of the run; the side that waited longest stands for its part."""
+    """A caution if the machine was busy in some part of the run, judged by the side that waited longest; None: it was not."""
     waited: dict[str, float | None] = {}
     for row in tuning.rows:
         case, share = row["case"], row.get("core_wait")
@@ -87,7 +87,7 @@ def spell_outcome(outcome: Outcome | None) -> str:
 
 
 def comment(config: LaunchConfig, tuning: Tuning, file: Path) -> list[str]:
-    """What was measured, with what, where: the head of the file that is written."""
+    """The comment at the head of the written file: what was measured, how and where."""
     choice, head, side = tuning.choice, tuning.head, tuning.rows[0]
     assert choice is not None
     workload, sampling = config.workload, config.sampling
@@ -125,7 +125,7 @@ def comment(config: LaunchConfig, tuning: Tuning, file: Path) -> list[str]:
 
 
 def _checked(tuning: Tuning) -> str:
-    """What the equality check said of the sides that count."""
+    """The result of the equality check over the sides that count."""
     rows = [row for row in tuning.rows if row["role"] != "none" and row["equal"] is not False]
     if all(row["equal"] for row in rows):
         return "Tokens equal those of plain decoding."

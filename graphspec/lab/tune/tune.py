@@ -1,6 +1,6 @@
 """``graphspec tune``: run a short list of shapes on the real models, write the best one as an experiment. Imports no torch.
 
-Every candidate runs beside plain decoding, in processes of their own that take turns round by round, for every batch size; a candidate
+Every candidate runs together with plain decoding, in separate processes that take turns round by round, for every batch size; a candidate
 whose tokens are not those of plain decoding is out. What is written is run once more as it will be loaded, depths that adapt included.
 """
 
@@ -15,7 +15,7 @@ from ...catalog import resolve_variant
 from ...command_options import LaunchConfig
 from ...config import AdaptiveConfig, Config
 from ...errors import ResourceError
-from ..measure.compare import Bench, Measured, Say, Schedule, pass_judgement, records
+from ..measure.compare import Bench, Measured, Say, Schedule, records, set_verdicts
 from ..measure.metrics import figures, ratio
 from ..measure.process import WorkerProcess, pack
 from ..measure.sides import PLAIN, SUBJECT, SideConfig, plain_config
@@ -81,7 +81,7 @@ TRIED_REQUESTS = 4
 
 
 def _try(config: LaunchConfig, shapes: Sequence[Shape], batch: int, say: Say) -> list[dict[str, Any]]:
-    """What the draft is worth and what stages cost: some shapes and plain decoding, one after the other, with every stage timed."""
+    """Measure acceptance and stage times: some shapes and plain decoding, one after the other, with every stage timed."""
     requests = max(batch, min(TRIED_REQUESTS, config.workload.requests))
     asked = replace(
         config,
@@ -89,14 +89,14 @@ def _try(config: LaunchConfig, shapes: Sequence[Shape], batch: int, say: Say) ->
         profile=replace(config.profile, stages=True),
     )
     sides = [SideConfig(SUBJECT, asked.with_shape(shape)) for shape in shapes]
-    schedule = Schedule(1, 0.0, interleave=False, timeout_seconds=config.profile.timeout_seconds, anatomy=True)
+    schedule = Schedule(1, 0.0, interleave=False, timeout_seconds=config.profile.timeout_seconds, cycles=True)
     measured = Bench(schedule, lambda text: say(f"trial: {text}")).measure([*sides, SideConfig(PLAIN, plain_config(asked))])
-    pass_judgement(measured, None)
+    set_verdicts(measured, None)
     return records(f"trial, batch {batch}", measured)
 
 
 def _measure(tuning: Tuning, configs: Sequence[LaunchConfig], batch: int, case: str, say: Say, *, final: bool) -> None:
-    """Run some engines beside plain decoding at one batch size."""
+    """Measure some engines and plain decoding at one batch size."""
     profile, asked = configs[0].profile, configs[0].workload
     workload = replace(asked, batch=batch, requests=max(asked.requests, batch))
     bench = Bench(
@@ -105,7 +105,7 @@ def _measure(tuning: Tuning, configs: Sequence[LaunchConfig], batch: int, case: 
     )
     sides = [SideConfig(SUBJECT, replace(config, workload=workload)) for config in configs]
     measured = bench.measure([*sides, SideConfig(PLAIN, plain_config(sides[0].config))])
-    pass_judgement(measured, None)
+    set_verdicts(measured, None)
     plain = measured[-1]
     for one in measured[:-1]:
         if final:
@@ -123,7 +123,7 @@ def _measure(tuning: Tuning, configs: Sequence[LaunchConfig], batch: int, case: 
 
 
 def outcome(one: Measured, plain: Measured, batch: int) -> Outcome:
-    """The figures of a side that the choice goes by."""
+    """The figures of a side that the choice depends on."""
     found = figures(one.rounds)
     shares: list[float] = []
     for share in found["acceptance_conditional"]:
@@ -148,7 +148,7 @@ def conclude(base: LaunchConfig, tuning: Tuning, listed: dict[str, Any], batches
         return config
     depths = shallower_depths(shape[0])
     backlog = min(base.adaptive.backlog, listed["backlog"])
-    # Only buckets that a batch size asked about needs: each depth of each bucket is one more program to compile.
+    # Only buckets that the batch sizes need: each depth of each bucket is one more program to compile.
     workload = replace(config.workload, batch=max(batches))
     adapting = replace(config, adaptive=AdaptiveConfig(depths=depths, backlog=backlog), workload=workload)
     say("timing cycles of every depth")
@@ -179,5 +179,5 @@ def _adapts(base: LaunchConfig, listed: dict[str, Any]) -> bool:
 
 
 def _buckets(buckets: Sequence[int], batches: Sequence[int]) -> list[int]:
-    """The buckets there are, and one for each batch size that was asked about."""
+    """The configured buckets, and one for each tuned batch size."""
     return sorted({*buckets, *batches})
