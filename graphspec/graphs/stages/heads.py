@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from ...buffers import Views
-from .draft import BEAM_SLOTS, DraftStage
+from ...kernels.groups import Beams, Candidates
+from .draft import DraftStage
 from .stage import Build
 
 
@@ -43,12 +44,12 @@ class HeadSteps(DraftStage):
         "lane_row_B", "lane_table_BP", "status_R", "seq_len_R", "window_len_R", "window_token_RAc", "window_feature_RAcF",
         "lookback_token_RY", "lookback_feature_RYF", "draft_kv", "draft_begin_1",
     )  # fmt: skip
-    writes: tuple[str, ...] = ("draft_kv", "candidate_score_BM", "candidate_token_BM", "candidate_parent_BM")
+    writes: tuple[str, ...] = ("draft_kv", *Candidates._fields)
 
     def __init__(self, build: Build) -> None:
         super().__init__(build)
         if self.shape.num_steps > 1:
-            self.writes = (*self.writes, *BEAM_SLOTS)
+            self.writes = (*self.writes, *Beams._fields)
 
     def forward(self, v: Views) -> None:
         token_BU, valid_BU, slot_BU, position_BU, begin_B, ancestors_BUX, known_B, next_B, feature_BUF = self.last_run(v)
