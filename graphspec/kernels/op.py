@@ -77,10 +77,26 @@ class Signature:
                 self.arguments.append(Argument(part, part_kind, written or part_written, parameter.default, name))
 
     @property
-    def flat(self) -> inspect.Signature:
-        """As ``inspect`` has it, with no defaults."""
-        ordered = (inspect.Parameter(one.name, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=one.kind) for one in self.arguments)
-        return inspect.Signature(list(ordered), return_annotation=self.result)
+    def written(self) -> tuple[str, ...]:
+        """Arguments that are written in place."""
+        return tuple(argument.name for argument in self.arguments if argument.written)
+
+    def taking_flat(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """``function`` behind the border: takes flat arguments, and has a signature without groups and defaults."""
+        names = tuple(argument.name for argument in self.arguments)
+
+        def kernel(*flat: Any) -> Any:
+            return function(**self.gather(dict(zip(names, flat, strict=True))))
+
+        ordered = [inspect.Parameter(one.name, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=one.kind) for one in self.arguments]
+        kernel.__signature__ = inspect.Signature(ordered, return_annotation=self.result)  # type: ignore[attr-defined]
+        return kernel
+
+    def giving_flat(self, operator: Callable[..., Any]) -> Callable[..., Any]:
+        """``operator``, which takes flat arguments, in front of the border: a function of this signature."""
+        if all(group is None and default is inspect.Parameter.empty for _, group, default in self._parameters):
+            return operator
+        return lambda *arguments, **named: operator(*self.flatten(arguments, named))
 
     def flatten(self, arguments: Sequence[Any], named: Mapping[str, Any]) -> list[Any]:
         """The flat arguments of a call of the function, defaults filled in.
@@ -157,7 +173,7 @@ class KernelOp:
     @cached_property
     def mutates(self) -> tuple[str, ...]:
         """Arguments the op writes in place; every other argument is read only."""
-        return tuple(argument.name for argument in self.signature.arguments if argument.written)
+        return self.signature.written
 
     @property
     def names(self) -> tuple[str, ...]:

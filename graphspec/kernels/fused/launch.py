@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -207,25 +206,22 @@ def operator(
         argument that has its default, and 2.11 then misses those that are written.
     """
     border = Signature(function) if signature is None else signature
-    names = tuple(argument.name for argument in border.arguments)
-
-    def kernel(*flat: Any) -> Any:
-        return function(**border.gather(dict(zip(names, flat, strict=True))))
+    kernel = border.taking_flat(function)
 
     def empty_results(*flat: Any) -> Any:
         device = next(value.device for value in flat if isinstance(value, Tensor))
         result = dry_call(kernel, *flat)
         return tree_map_only(Tensor, lambda x: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device), result)
 
-    kernel.__signature__ = border.flat  # type: ignore[attr-defined]
-    made = torch.library.custom_op(f"{NAMESPACE}::{name}", kernel, mutates_args=[one.name for one in border.arguments if one.written])
+    made = torch.library.custom_op(f"{NAMESPACE}::{name}", kernel, mutates_args=border.written)
     made.register_fake(empty_results if fake is None else fake)
+    return border.giving_flat(made)
 
-    @functools.wraps(function)
-    def call(*arguments: Any, **named: Any) -> Any:
-        return made(*border.flatten(arguments, named))
 
-    return call
+def launcher(op: KernelOp) -> Callable[..., Any]:
+    """The plain function behind an op's fused implementation; it has the op's name."""
+    found: Callable[..., Any] = getattr(importlib.import_module(op.implementations["fused"].partition(":")[0]), op.name)
+    return found
 
 
 def register(op: KernelOp, launcher: Callable[..., Any]) -> Callable[..., Any]:
