@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from .shapes import MAX_WINDOW, CycleShape, SamplingClass
 if TYPE_CHECKING:
     from .facts import ModelFacts
 
+Group = TypeVar("Group", bound=NamedTuple)
 Kind = Literal["mail", "state", "lane", "ring", "kv"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -218,6 +219,10 @@ class Views:
 
     def __getattr__(self, name: str) -> Tensor:
         raise AttributeError(f"no slot named {name!r} in this plan")
+
+    def take(self, group: type[Group]) -> Group:
+        """Slots that ops take together (:mod:`graphspec.kernels.groups`)."""
+        return group._make(getattr(self, name) for name in group._fields)
 
 
 class Arena:

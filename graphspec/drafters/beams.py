@@ -9,14 +9,9 @@ from ..buffers import Views
 from ..graphs.stages.network import NetworkStage
 from ..graphs.stages.sampling import DraftSampler
 from ..graphs.stages.stage import Build, Stage
+from ..kernels.groups import Beams, Candidates
 from ..kernels.tree_build import bit_words
 from ..static_tree import StaticTree
-
-BEAM_SLOTS = (
-    "beam_token_BK", "beam_index_BK", "beam_source_BK", "beam_path_BKS", "beam_ancestors_BKX", "beam_valid_BK", "beam_slot_BK",
-    "beam_position_BK", "beam_end_B", "next_position_B",
-)  # fmt: skip
-"""What one level of beams leaves to the next, in the order of :func:`~graphspec.kernels.draft_level.draft_level`."""
 
 
 class DraftStage(NetworkStage):
@@ -41,7 +36,7 @@ class DraftStage(NetworkStage):
         """Candidates of one level into the pool; the beams of the next step, if there is one."""
         self.kernels.draft_level(
             increment_BEK, next_BEK, level, level < self.shape.num_steps, self.shift, v.lane_row_B, v.status_R, v.seq_len_R,
-            v.candidate_score_BM, v.candidate_token_BM, v.candidate_parent_BM, *(getattr(v, name) for name in BEAM_SLOTS),
+            v.take(Candidates), v.take(Beams),
         )  # fmt: skip
 
 
@@ -50,14 +45,14 @@ class DraftExtend(DraftStage):
 
     name = "draft_extend"
     reads = ("lane_row_B", "lane_table_BP", "status_R", "seq_len_R", "window_len_R", "window_token_RAc", "draft_kv", "draft_begin_1")
-    writes: tuple[str, ...] = ("draft_kv", "candidate_score_BM", "candidate_token_BM", "candidate_parent_BM")
+    writes: tuple[str, ...] = ("draft_kv", *Candidates._fields)
     feature_reads = ("window_feature_RAcF",)
     feature_writes = ("draft_hidden_BH",)
 
     def __init__(self, build: Build) -> None:
         super().__init__(build)
         if self.plan.static_tree is None and self.shape.num_steps > 1:
-            self.writes = (*self.writes, *BEAM_SLOTS)
+            self.writes = (*self.writes, *Beams._fields)
         width = self.plan.accept_width
         self.bound = self.bind_call("draft", "window", width, width)
 
@@ -92,9 +87,9 @@ class DraftSteps(DraftStage):
     name = "draft_steps"
     reads = (
         "lane_row_B", "lane_table_BP", "status_R", "seq_len_R", "draft_kv", "draft_begin_1", "candidate_score_BM",
-        *(name for name in BEAM_SLOTS if name not in ("beam_source_BK", "next_position_B")),
+        *(name for name in Beams._fields if name not in ("beam_source_BK", "next_position_B")),
     )  # fmt: skip
-    writes = ("draft_kv", "candidate_score_BM", "candidate_token_BM", "candidate_parent_BM", *BEAM_SLOTS)
+    writes = ("draft_kv", *Candidates._fields, *Beams._fields)
     feature_reads = ("draft_hidden_BH", "beam_source_BK")
 
     def __init__(self, build: Build) -> None:

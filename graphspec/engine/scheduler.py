@@ -25,7 +25,7 @@ from .proposer import Proposer
 from .request import Request, TokenLogprob
 
 FINISH_REASONS = {Status.STOPPED: "stop", Status.LENGTH: "length", Status.FAILED: "error"}
-JOIN_GROUPS = frozenset(Mailbox.SLOTS)
+JOIN_GROUPS = frozenset(Mailbox.GROUPS)
 """Groups of slots for which a join has room in some sampling classes only."""
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -90,12 +90,13 @@ def _count(call: Callable[..., int], arguments: tuple[Any, ...]) -> int:
     return call(*arguments)
 
 
-def _fused(file: str, name: str) -> Callable[..., Any]:
-    return getattr(importlib.import_module(f"graphspec.kernels.fused.{file}"), name)
+def _scratch(name: str, sizes: Mapping[str, int], **given: Any) -> int:
+    """Of a call of an op's launcher in these sizes; see :meth:`graphspec.kernels.op.KernelOp.without_data`."""
+    from ..kernels import OPS
+    from ..kernels.fused.launch import launcher
 
-
-def _empty(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-    return torch.empty(*shape, dtype=dtype, device="meta")
+    op = next(op for op in OPS if op.name == name)
+    return scratch_of(launcher(op), **op.signature.gather(op.without_data(sizes, **given)))
 
 
 def _linear(rows: int, outputs: int, inputs: int, dtype: str, numerics: str, norm: bool, gated: bool, added: bool, wide: bool) -> int:
@@ -103,63 +104,49 @@ def _linear(rows: int, outputs: int, inputs: int, dtype: str, numerics: str, nor
     config = choice.LinearTable().choose(choice.LinearShape(rows, outputs, inputs, dtype, norm, gated, added, False, wide), numerics)
     if config is None:
         return 0
-    of = getattr(torch, dtype)
+
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(*shape, dtype=getattr(torch, dtype), device="meta")
+
     width = outputs // 2 if gated else outputs
     return scratch_of(
-        _fused("linear", "linear"), _empty(1, rows, inputs, dtype=of), _empty(outputs, inputs, dtype=of),
-        norm_weight=_empty(inputs, dtype=of) if norm else None, residual=_empty(1, rows, width, dtype=of) if added else None,
+        importlib.import_module("graphspec.kernels.fused.linear").linear, empty(1, rows, inputs), empty(outputs, inputs),
+        norm_weight=empty(inputs) if norm else None, residual=empty(1, rows, width) if added else None,
         gated=gated, float32=wide, config=config.encoded(),
     )  # fmt: skip
 
 
 def _attention(lanes: int, tokens: int, heads: int, groups: int, dim: int, page: int, columns: int, words: int, dtype: str) -> int:
-    of = getattr(torch, dtype)
-    return scratch_of(
-        _fused("tree_attention", "tree_attention"), _empty(lanes, tokens, heads, dim, dtype=of),
-        _empty(1, 2, 1, page, groups, dim, dtype=of), 0, _empty(lanes, columns, dtype=torch.int32), _empty(lanes, tokens), _empty(lanes),
-        _empty(lanes, tokens, words), 1.0,
-    )  # fmt: skip
+    of, sizes = getattr(torch, dtype), {"B": lanes, "T": tokens, "Q": heads, "D": dim, "P": columns, "X": words}
+    return _scratch("tree_attention", sizes, query_BTQD=of, kv_pool=(of, 1, 2, 1, page, groups, dim), layer=0, scale=1.0)
 
 
 def _latent(lanes: int, tokens: int, heads: int, rank: int, rope: int, page: int, columns: int, words: int, dtype: str) -> int:
-    of = getattr(torch, dtype)
-    return scratch_of(
-        _fused("latent_attention", "latent_attention"), _empty(lanes, tokens, heads, rank, dtype=of),
-        _empty(lanes, tokens, heads, rope, dtype=of), _empty(1, 1, 1, page, 1, rank + rope, dtype=of), 0,
-        _empty(lanes, columns, dtype=torch.int32), _empty(lanes, tokens), _empty(lanes), _empty(lanes, tokens, words), 1.0,
-    )  # fmt: skip
+    of, sizes = getattr(torch, dtype), {"B": lanes, "T": tokens, "Q": heads, "L": rank, "R": rope, "P": columns, "X": words}
+    pool = (of, 1, 1, 1, page, 1, rank + rope)
+    return _scratch("latent_attention", sizes, query_latent_BTQL=of, query_rope_BTQR=of, latent_pool=pool, layer=0, scale=1.0)
 
 
 def _sample(lanes: int, rows: int, vocab: int) -> int:
-    logits, heat = _empty(lanes, rows, vocab, dtype=torch.float32), _empty(lanes, dtype=torch.float32)
-    return scratch_of(
-        _fused("sample_tokens", "sample_tokens"), logits, heat, _empty(lanes), _empty(lanes, rows), _empty(lanes), heat, heat, True
-    )
+    return _scratch("sample_tokens", {"B": lanes, "T": rows, "V": vocab}, strict=True)
 
 
 def _filter(lanes: int, rows: int, vocab: int) -> int:
-    logits, heat = _empty(lanes, rows, vocab, dtype=torch.float32), _empty(lanes, dtype=torch.float32)
-    return scratch_of(_fused("filter_logits", "filter_logits"), logits, heat, _empty(lanes), heat, heat)
+    return _scratch("filter_logits", {"B": lanes, "T": rows, "V": vocab})
 
 
 def _topk(lanes: int, rows: int, vocab: int, topk: int) -> int:
-    return scratch_of(_fused("draft_topk", "draft_topk"), _empty(lanes, rows, vocab, dtype=torch.float32), topk, None, None, None, None)
+    return _scratch("draft_topk", {"B": lanes, "T": rows, "Vd": vocab}, topk=topk)
 
 
 def _experts(tokens: int, experts: int, topk: int, hidden: int, width: int, dtype: str) -> int:
-    of = getattr(torch, dtype)
-    return scratch_of(
-        _fused("moe_mlp", "moe_mlp"), _empty(tokens, hidden, dtype=of), _empty(tokens, topk), _empty(tokens, topk, dtype=torch.float32),
-        _empty(experts, 2 * width, hidden, dtype=of), _empty(experts, hidden, width, dtype=of),
-    )  # fmt: skip
+    of, sizes = getattr(torch, dtype), {"T": tokens, "K": topk, "E": experts, "H": hidden, "F": width}
+    return _scratch("moe_mlp", sizes, x_TH=of, gate_up_EFH=(of, experts, 2 * width, hidden), down_EHF=of)
 
 
 def _history(lanes: int, width: int, paths: int, depth: int) -> int:
-    nodes = _empty(lanes, paths * depth)
-    return scratch_of(
-        _fused("ngram_match", "ngram_match"), _empty(lanes + 1, width), _empty(lanes), _empty(lanes + 1), _empty(lanes + 1),
-        _empty(lanes, paths * depth, dtype=torch.float32), nodes, nodes, paths, depth, 1, 2,
-    )  # fmt: skip
+    sizes = {"B": lanes, "R": lanes + 1, "L": width, "M": paths * depth}
+    return _scratch("ngram_match", sizes, num_paths=paths, depth=depth, min_match=1, max_match=2)
 
 
 def _network(plan: Plan, model: ModelFacts, rows: int) -> Iterator[Call]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
 from torch import Tensor
 
-from .op import Case, KernelOp
+from .groups import Nodes
+from .op import WRITTEN, Case, KernelOp
 from .tree_build import causal_words, node_slots, window_case, window_root
 
 
@@ -15,10 +18,7 @@ def chain_layout(
     lane_row_B: Tensor,
     window_token_RAc: Tensor,
     window_len_R: Tensor,
-    node_token_BN: Tensor,
-    node_parent_BN: Tensor,
-    node_depth_BN: Tensor,
-    node_ancestors_BNX: Tensor,
+    nodes: Annotated[Nodes, WRITTEN],
 ) -> None:
     """The root, then one candidate per level, into the four slots of the nodes. Every element of them is written, dead lanes included.
 
@@ -30,16 +30,17 @@ def chain_layout(
         score_BM, token_BM: float32 and int64, ``M = N - 1``; None where N is 1.
         lane_row_B: int64, the row of each lane.
         window_token_RAc, window_len_R: int64, ``window_len <= A``.
-        node_token_BN, node_parent_BN, node_depth_BN, node_ancestors_BNX: int64, written.
+        nodes: int64, written.
     """
-    nodes, words = node_ancestors_BNX.shape[1:]
-    node_N = torch.arange(nodes, device=lane_row_B.device)
+    node_token_BN, node_parent_BN, node_depth_BN, node_ancestors_BNX = nodes
+    count, words = node_ancestors_BNX.shape[1:]
+    node_N = torch.arange(count, device=lane_row_B.device)
     node_token_BN[:, 0] = window_root(lane_row_B, window_token_RAc, window_len_R)
     if score_BM is not None and token_BM is not None:
         node_token_BN[:, 1:] = torch.where(score_BM > -torch.inf, token_BM, -1)
     node_parent_BN.copy_((node_N - 1).expand_as(node_parent_BN))
     node_depth_BN.copy_(node_N.expand_as(node_depth_BN))
-    node_ancestors_BNX.copy_(causal_words(nodes, words, lane_row_B.device).expand_as(node_ancestors_BNX))
+    node_ancestors_BNX.copy_(causal_words(count, words, lane_row_B.device).expand_as(node_ancestors_BNX))
 
 
 def _cases(generator: torch.Generator) -> list[Case]:
@@ -60,9 +61,7 @@ def _cases(generator: torch.Generator) -> list[Case]:
 
 OP = KernelOp(
     name="chain_layout",
-    contract=chain_layout.__doc__ or "",
     reference=chain_layout,
     cases=_cases,
     implementations={"fused": "graphspec.kernels.fused.chain_layout:OP"},
-    mutates=("node_token_BN", "node_parent_BN", "node_depth_BN", "node_ancestors_BNX"),
 )

@@ -69,7 +69,6 @@ def _cases(generator: torch.Generator) -> list[Case]:
 
 OP = KernelOp(
     name="chunk_attention",
-    contract=chunk_attention.__doc__ or "",
     reference=chunk_attention,
     cases=_cases,
     implementations={

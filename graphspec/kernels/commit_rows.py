@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
 from torch import Tensor
 
-from .op import Case, KernelOp
+from .groups import Progress, Run, Window
+from .op import WRITTEN, Case, KernelOp, Written
 
 RING_HEADER = 2
 """Words of a lane in the ring before its tokens: how many there are, and the row's status."""
@@ -13,23 +16,14 @@ RING_HEADER = 2
 
 def commit_rows(
     lane_row_B: Tensor,
-    sample_BN: Tensor,
-    path_BA: Tensor,
-    accept_len_B: Tensor,
-    outcome_B: Tensor,
+    run: Run,
     feature_BNF: Tensor | None,
-    cycle_1: Tensor,
-    ring_ZBJ: Tensor,
-    window_token_RAc: Tensor,
-    window_len_R: Tensor,
-    seq_len_R: Tensor,
-    budget_R: Tensor,
-    status_R: Tensor,
-    window_feature_RAcF: Tensor | None,
-    lookback_token_RY: Tensor | None,
-    lookback_feature_RYF: Tensor | None,
-    history_RL: Tensor | None,
-    output_count_RV: Tensor | None,
+    cycle_1: Written,
+    ring_ZBJ: Written,
+    window: Annotated[Window, WRITTEN],
+    progress: Annotated[Progress, WRITTEN],
+    history_RL: Written | None,
+    output_count_RV: Written | None,
     append: bool,
 ) -> None:
     """Commit every lane's run: ``sample[path[a]]`` for ``a < accept_len``, the last of which is the row's new root. In place.
@@ -64,6 +58,9 @@ def commit_rows(
         output_count_RV: int32, written: how often the row has emitted each token. None: not kept.
         append: static.
     """
+    sample_BN, path_BA, accept_len_B, outcome_B = run
+    window_len_R, window_token_RAc, window_feature_RAcF, lookback_token_RY, lookback_feature_RYF = window
+    seq_len_R, budget_R, status_R = progress
     rows, lanes, width = lane_row_B, lane_row_B.shape[0], path_BA.shape[1]
     entry_A = torch.arange(width, device=rows.device)
     valid_BA = entry_A < accept_len_B[:, None]
@@ -185,12 +182,7 @@ def _cases(generator: torch.Generator) -> list[Case]:
 
 OP = KernelOp(
     name="commit_rows",
-    contract=commit_rows.__doc__ or "",
     reference=commit_rows,
     cases=_cases,
     implementations={"fused": "graphspec.kernels.fused.commit_rows:OP"},
-    mutates=(
-        "cycle_1", "ring_ZBJ", "window_token_RAc", "window_len_R", "seq_len_R", "budget_R", "status_R", "window_feature_RAcF",
-        "lookback_token_RY", "lookback_feature_RYF", "history_RL", "output_count_RV",
-    ),
 )  # fmt: skip

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
 from torch import Tensor
 
 from .draft_window import LIVE
-from .op import Case, KernelOp
+from .groups import Beams, Candidates
+from .op import WRITTEN, Case, KernelOp
 from .topk import stable_topk
 from .tree_build import bit_words
 
@@ -20,19 +23,8 @@ def draft_level(
     lane_row_B: Tensor,
     status_R: Tensor,
     seq_len_R: Tensor,
-    candidate_score_BM: Tensor,
-    candidate_token_BM: Tensor,
-    candidate_parent_BM: Tensor,
-    beam_token_BK: Tensor,
-    beam_index_BK: Tensor,
-    beam_source_BK: Tensor,
-    beam_path_BKS: Tensor,
-    beam_ancestors_BKX: Tensor,
-    beam_valid_BK: Tensor,
-    beam_slot_BK: Tensor,
-    beam_position_BK: Tensor,
-    beam_end_B: Tensor,
-    next_position_B: Tensor,
+    candidates: Annotated[Candidates, WRITTEN],
+    carried: Annotated[Beams, WRITTEN],
 ) -> None:
     """Score the candidates of one level, write them to the pool, and choose the K beams that are expanded next (EAGLE-2, arXiv 2406.16858).
 
@@ -52,7 +44,8 @@ def draft_level(
         shift: static, RoPE position = slot - shift.
         lane_row_B: int64 row of each lane.
         status_R, seq_len_R: int64.
-        candidate_score_BM: float32. candidate_token_BM, candidate_parent_BM: int64. Contiguous, ``M >= K + (level-1)*K*K``.
+        candidates: written; float32, int64, int64. Contiguous, ``M >= K + (level-1)*K*K``.
+        carried: written. Of its fields:
         beam_token_BK: int64, -1 where not valid.
         beam_index_BK: int64, the beam's pool index.
         beam_source_BK: int64 in 0..E-1, which row of this level's increments it came from.
@@ -64,6 +57,9 @@ def draft_level(
         beam_end_B: int64 ``seq_len + 1``, end of the prefix all beams see.
         next_position_B: int64 ``seq_len + 1 + level``, the position of the tokens that are proposed next.
     """
+    candidate_score_BM, candidate_token_BM, candidate_parent_BM = candidates
+    beam_token_BK, beam_index_BK, beam_source_BK, beam_path_BKS, beam_ancestors_BKX, beam_valid_BK = carried[:6]
+    beam_slot_BK, beam_position_BK, beam_end_B, next_position_B = carried[6:]
     lanes, rows, topk = increment_BEK.shape
     row_B = lane_row_B
     live_B, seq_B = status_R[row_B] == LIVE, seq_len_R[row_B]
@@ -144,13 +140,7 @@ def _cases(generator: torch.Generator) -> list[Case]:
 
 OP = KernelOp(
     name="draft_level",
-    contract=draft_level.__doc__ or "",
     reference=draft_level,
     cases=_cases,
     implementations={"fused": "graphspec.kernels.fused.draft_level:OP"},
-    mutates=(
-        "candidate_score_BM", "candidate_token_BM", "candidate_parent_BM",
-        "beam_token_BK", "beam_index_BK", "beam_source_BK", "beam_path_BKS",
-        "beam_ancestors_BKX", "beam_valid_BK", "beam_slot_BK", "beam_position_BK", "beam_end_B", "next_position_B",
-    ),
 )  # fmt: skip

@@ -71,7 +71,6 @@ def _cases(generator: torch.Generator) -> list[Case]:
 
 OP = KernelOp(
     name="draft_topk",
-    contract=draft_topk.__doc__ or "",
     reference=draft_topk,
     cases=_cases,
     implementations={"fused": "graphspec.kernels.fused.draft_topk:OP"},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .groups import Window
 from .op import Case, KernelOp
 from .tree_build import causal_words
 
@@ -16,11 +17,7 @@ def draft_window(
     lane_row_B: Tensor,
     status_R: Tensor,
     seq_len_R: Tensor,
-    window_len_R: Tensor,
-    window_token_RAc: Tensor,
-    window_feature_RAcF: Tensor | None,
-    lookback_token_RY: Tensor | None,
-    lookback_feature_RYF: Tensor | None,
+    window: Window,
     shift: int,
     width: int,
     num_words: int,
@@ -45,6 +42,7 @@ def draft_window(
         ancestors ``[B, U, X]`` int64, bits 0..u of entry u; known ``[B]`` int64, how many entries are valid; next position ``[B]`` int64,
         ``seq_len + 1``, of the first token to propose; feature ``[B, U, F]`` contiguous, ``[B, U, 0]`` without features.
     """
+    window_len_R, window_token_RAc, window_feature_RAcF, lookback_token_RY, lookback_feature_RYF = window
     live_B = status_R[lane_row_B] == LIVE
     seq_B = seq_len_R[lane_row_B]
     length_B = torch.where(live_B, window_len_R[lane_row_B], 0)
@@ -115,7 +113,6 @@ def _cases(generator: torch.Generator) -> list[Case]:
 
 OP = KernelOp(
     name="draft_window",
-    contract=draft_window.__doc__ or "",
     reference=draft_window,
     cases=_cases,
     implementations={"fused": "graphspec.kernels.fused.draft_window:OP"},

@@ -83,7 +83,6 @@ def _cases(generator: torch.Generator) -> list[Case]:
 
 OP = KernelOp(
     name="filter_logits",
-    contract=filter_logits.__doc__ or "",
     reference=filter_logits,
     cases=_cases,
     implementations={"fused": "graphspec.kernels.fused.filter_logits:OP"},

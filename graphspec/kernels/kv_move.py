@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .op import Case, KernelOp
+from .op import Case, KernelOp, Written
 from .paged_kv_write import locate
 
 
 def kv_move(
-    kv_pool: Tensor, table_RP: Tensor, seq_len_R: Tensor, path_BA: Tensor, accept_len_B: Tensor, lane_row_B: Tensor | None = None
+    kv_pool: Written, table_RP: Tensor, seq_len_R: Tensor, path_BA: Tensor, accept_len_B: Tensor, lane_row_B: Tensor | None = None
 ) -> None:
     """Move row ``seq_len + path[i]`` to ``seq_len + i`` for ``i < accept_len``, in every layer, keys and values, in place.
 
@@ -70,9 +70,7 @@ def _cases(generator: torch.Generator) -> list[Case]:
 
 OP = KernelOp(
     name="kv_move",
-    contract=kv_move.__doc__ or "",
     reference=kv_move,
     cases=_cases,
     implementations={"fused": "graphspec.kernels.fused.kv_move:OP"},
-    mutates=("kv_pool",),
 )

@@ -98,7 +98,6 @@ def _cases(generator: torch.Generator) -> list[Case]:
 
 OP = KernelOp(
     name="latent_attention",
-    contract=latent_attention.__doc__ or "",
     reference=latent_attention,
     cases=_cases,
     implementations={"fused": "graphspec.kernels.fused.latent_attention:OP"},

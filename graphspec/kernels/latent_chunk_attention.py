@@ -68,7 +68,6 @@ def _cases(generator: torch.Generator) -> list[Case]:
 
 OP = KernelOp(
     name="latent_chunk_attention",
-    contract=latent_chunk_attention.__doc__ or "",
     reference=latent_chunk_attention,
     cases=_cases,
     implementations={"fused": "graphspec.kernels.fused.latent_attention:CHUNK_OP"},

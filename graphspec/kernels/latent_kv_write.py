@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .formulas import Rotation, apply_rope, rms_norm
-from .op import Case, KernelOp
+from .op import Case, KernelOp, Written
 from .paged_kv_write import locate
 
 
@@ -17,7 +17,7 @@ def _rotate(x_BTQR: Tensor, cos_BTD: Tensor, sin_BTD: Tensor, interleaved: bool)
 
 
 def latent_kv_write(
-    latent_pool: Tensor,
+    latent_pool: Written,
     layer: int,
     latent_BTE: Tensor,
     query_rope_BTQR: Tensor,
@@ -97,10 +97,8 @@ def _cases(generator: torch.Generator) -> list[Case]:
 
 OP = KernelOp(
     name="latent_kv_write",
-    contract=latent_kv_write.__doc__ or "",
     reference=latent_kv_write,
     cases=_cases,
     implementations={"fused": "graphspec.kernels.fused.latent_kv_write:OP"},
-    mutates=("latent_pool",),
     exact=False,
 )

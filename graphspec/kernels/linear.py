@@ -105,7 +105,6 @@ def _cases(generator: Generator) -> list[Case]:
 
 OP = KernelOp(
     name="linear",
-    contract=linear.__doc__ or "",
     reference=linear,
     cases=_cases,
     implementations={"native": "graphspec.kernels.native:linear", "fused": "graphspec.kernels.fused.linear:OP"},

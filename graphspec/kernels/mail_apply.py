@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
 from torch import Tensor
 
-from .op import Case, KernelOp
+from .groups import Bias, Lanes, Penalties, RowRequest, Truncation
+from .op import WRITTEN, Case, KernelOp
 
 FREE = 0
 """``status_R`` of a row nobody holds (:class:`graphspec.buffers.Status`)."""
@@ -24,28 +27,11 @@ def mail_apply(
     aborts_at: int,
     pages_at: int,
     join_at: int,
-    lane_row_B: Tensor,
-    lane_table_BP: Tensor,
-    lane_seed_B: Tensor,
-    lane_temperature_B: Tensor,
-    status_R: Tensor,
-    budget_R: Tensor,
-    seed_R: Tensor,
-    temperature_R: Tensor,
-    draft_len_R: Tensor,
-    stop_id_RE: Tensor,
-    page_table_RP: Tensor,
-    top_k_R: Tensor | None = None,
-    top_p_R: Tensor | None = None,
-    min_p_R: Tensor | None = None,
-    repetition_R: Tensor | None = None,
-    presence_R: Tensor | None = None,
-    frequency_R: Tensor | None = None,
-    output_count_RV: Tensor | None = None,
-    prompt_seen_RV: Tensor | None = None,
-    bias_id_RI: Tensor | None = None,
-    bias_value_RI: Tensor | None = None,
-    stop_from_R: Tensor | None = None,
+    lanes: Annotated[Lanes, WRITTEN],
+    rows: Annotated[RowRequest, WRITTEN],
+    truncation: Annotated[Truncation, WRITTEN] | None = None,
+    penalties: Annotated[Penalties, WRITTEN] | None = None,
+    bias: Annotated[Bias, WRITTEN] | None = None,
 ) -> None:
     """Lanes, aborts, page-table entries and one join, from a vector of int64 words into the slots, in place.
 
@@ -62,12 +48,14 @@ def mail_apply(
     Args:
         mail: int64 words.
         lanes_at, aborts_at, pages_at, join_at: static offsets, in this order; the lanes hold at least B words.
-        lane_row_B, lane_seed_B: int64. lane_table_BP: int32. lane_temperature_B: float32.
-        status_R, budget_R, seed_R, draft_len_R, top_k_R, stop_from_R: int64. temperature_R and the other ``_R``: float32.
-        stop_id_RE, bias_id_RI: int64. bias_value_RI: float32. page_table_RP: int32.
-        output_count_RV, prompt_seen_RV: integers.
-        top_k_R to min_p_R, repetition_R to prompt_seen_RV, bias_id_RI to stop_from_R: three groups of slots, each whole or None.
+        lanes: row and seed int64, table int32, temperature float32; written.
+        rows: page table int32, temperature float32, the others int64; written.
+        truncation: top-k int64, the others float32; written. None, as each of the following: the sampling class has no such slots.
+        penalties: counts and what the prompt has seen integers, the others float32; written.
+        bias: values float32, the others int64; written.
     """
+    lane_row_B, lane_table_BP, lane_seed_B, lane_temperature_B = lanes
+    status_R, budget_R, seed_R, temperature_R, draft_len_R, stop_id_RE, page_table_RP = rows
     lane_row_B.copy_(mail[lanes_at : lanes_at + lane_row_B.shape[0]])
     status_R.index_fill_(0, mail[aborts_at:pages_at], FREE)
     row, column, page = mail[pages_at:join_at].view(-1, 3).unbind(1)
@@ -84,20 +72,20 @@ def mail_apply(
     lane_table_BP.copy_(page_table_RP[lane_row_B])
     lane_seed_B.copy_(seed_R[lane_row_B])
     lane_temperature_B.copy_(temperature_R[lane_row_B])
-    if top_k_R is not None:
-        assert top_p_R is not None and min_p_R is not None
+    if truncation is not None:
+        top_k_R, top_p_R, min_p_R = truncation
         top_k_R.index_copy_(0, to, join[5:6])
         top_p_R.index_copy_(0, to, _floats(join[6:7]))
         min_p_R.index_copy_(0, to, _floats(join[7:8]))
-    if repetition_R is not None:
-        assert presence_R is not None and frequency_R is not None and output_count_RV is not None and prompt_seen_RV is not None
+    if penalties is not None:
+        repetition_R, presence_R, frequency_R, output_count_RV, prompt_seen_RV = penalties
         repetition_R.index_copy_(0, to, _floats(join[8:9]))
         presence_R.index_copy_(0, to, _floats(join[9:10]))
         frequency_R.index_copy_(0, to, _floats(join[10:11]))
         output_count_RV.index_fill_(0, to, 0)
         prompt_seen_RV.index_fill_(0, to, 0)
-    if stop_from_R is not None:
-        assert bias_id_RI is not None and bias_value_RI is not None
+    if bias is not None:
+        bias_id_RI, bias_value_RI, stop_from_R = bias
         values_at = ids_at + bias_id_RI.shape[1]
         stop_from_R.index_copy_(0, to, join[11:12])
         bias_id_RI.index_copy_(0, to, mail[None, ids_at:values_at])
@@ -143,14 +131,7 @@ def _cases(generator: torch.Generator) -> list[Case]:
 
 OP = KernelOp(
     name="mail_apply",
-    contract=mail_apply.__doc__ or "",
     reference=mail_apply,
     cases=_cases,
     implementations={"fused": "graphspec.kernels.fused.mail_apply:OP"},
-    mutates=(
-        "lane_row_B", "lane_table_BP", "lane_seed_B", "lane_temperature_B",
-        "status_R", "budget_R", "seed_R", "temperature_R", "draft_len_R", "stop_id_RE", "page_table_RP",
-        "top_k_R", "top_p_R", "min_p_R", "repetition_R", "presence_R", "frequency_R", "output_count_RV", "prompt_seen_RV",
-        "bias_id_RI", "bias_value_RI", "stop_from_R",
-    ),
 )  # fmt: skip

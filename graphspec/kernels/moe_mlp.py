@@ -70,7 +70,6 @@ def _cases(generator: torch.Generator) -> list[Case]:
 
 OP = KernelOp(
     name="moe_mlp",
-    contract=moe_mlp.__doc__ or "",
     reference=moe_mlp,
     cases=_cases,
     implementations={"fused": "graphspec.kernels.fused.moe_mlp:OP"},

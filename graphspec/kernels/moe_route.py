@@ -110,7 +110,6 @@ def _cases(generator: torch.Generator) -> list[Case]:
 
 OP = KernelOp(
     name="moe_route",
-    contract=moe_route.__doc__ or "",
     reference=moe_route,
     cases=_cases,
     implementations={"fused": "graphspec.kernels.fused.moe_route:OP"},

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
 from torch import Tensor
 
 from .draft_window import LIVE
-from .op import Case, KernelOp
+from .groups import Candidates
+from .op import WRITTEN, Case, KernelOp
 
 PATH_COST = 4
 """How many tokens further down the best path weigh as much as a change to the next best one."""
@@ -31,9 +34,7 @@ def ngram_match(
     lane_row_B: Tensor,
     status_R: Tensor,
     seq_len_R: Tensor,
-    candidate_score_BM: Tensor,
-    candidate_token_BM: Tensor,
-    candidate_parent_BM: Tensor,
+    candidates: Annotated[Candidates, WRITTEN],
     num_paths: int,
     depth: int,
     min_match: int,
@@ -59,16 +60,15 @@ def ngram_match(
         history_RL: int64 token ids of every row, none negative up to the row's length; anything behind it. L is static, the context limit.
         lane_row_B: int64 row of each lane.
         status_R, seq_len_R: int64. A live row knows ``seq_len + 1 <= L`` tokens, the root is the last of them; others know none.
-        candidate_score_BM: float32. candidate_token_BM, candidate_parent_BM: int64. All ``[B, K * S]``, written whole: entry
-            ``(d - 1) * K + k`` is depth d of path k, so that parents come before children. Parent is a pool index, -1: the root. An entry
-            that is not used has score -inf, token -1 and parent -1.
+        candidates: float32, int64, int64, ``[B, K * S]``, written whole: entry ``(d - 1) * K + k`` is depth d of path k, so that parents
+            come before children. Parent is a pool index, -1: the root. An entry that is not used has score -inf, token -1 and parent -1.
         num_paths: K, static.
         depth: S, static.
         min_match, max_match: static, ``1 <= min_match <= max_match``.
     """
     length_B = torch.where(status_R[lane_row_B] == LIVE, seq_len_R[lane_row_B] + 1, 0)
     pool = match_rows(history_RL[lane_row_B], length_B, num_paths, depth, min_match, max_match)
-    for slot, value in zip((candidate_score_BM, candidate_token_BM, candidate_parent_BM), pool, strict=True):
+    for slot, value in zip(candidates, pool, strict=True):
         slot.copy_(value)
 
 
@@ -148,9 +148,7 @@ def _cases(generator: torch.Generator) -> list[Case]:
 
 OP = KernelOp(
     name="ngram_match",
-    contract=ngram_match.__doc__ or "",
     reference=ngram_match,
     cases=_cases,
     implementations={"fused": "graphspec.kernels.fused.ngram_match:OP"},
-    mutates=("candidate_score_BM", "candidate_token_BM", "candidate_parent_BM"),
 )

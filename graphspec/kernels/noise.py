@@ -98,7 +98,6 @@ def _cases(generator: torch.Generator) -> list[Case]:
 
 OP = KernelOp(
     name="gumbel_noise",
-    contract=gumbel_noise.__doc__ or "",
     reference=gumbel_noise,
     cases=_cases,
     implementations={"fused": "graphspec.kernels.fused.noise:OP"},

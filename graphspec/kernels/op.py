@@ -1,21 +1,149 @@
-"""What an op of the catalog is: its contract, its reference, its other implementations, and small inputs to compare them on."""
+"""What an op of the catalog is: its reference, its other implementations, and small inputs to compare them on.
+
+The reference's annotated signature is the only one that is written: the operator's schema, the arguments it writes and the inputs of
+ahead-of-time compilation are derived from it. A parameter may be a *group*, a NamedTuple of tensors that belong together. An operator of
+torch takes flat arguments, so groups are taken apart at its border; their fields are the names of its arguments.
+"""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import torch
+from torch import Tensor
 
 from ..errors import ConfigError
 
 Case = dict[str, Any]
-"""Keyword arguments of one call."""
+"""Arguments of one call by name; those of groups by the names of their fields."""
+
+WRITTEN = "written"
+"""Annotation of a parameter, tensor or group, that the op writes in place; every other argument is read only."""
+Written = Annotated[Tensor, WRITTEN]
 
 
 @dataclass(frozen=True, slots=True)
+class Argument:
+    """One flat argument of an op.
+
+    Attributes:
+        name: unique in the op.
+        kind: its type: a tensor, a number, or one of these and None.
+        written: in place.
+        default: ``inspect.Parameter.empty``: none.
+        group: the parameter it is a field of; empty: none.
+    """
+
+    name: str
+    kind: Any
+    written: bool
+    default: Any
+    group: str = ""
+
+
+class Signature:
+    """A function's signature, with its groups taken apart.
+
+    Attributes:
+        arguments: flat, in order.
+        result: the annotated type of the result.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        hints = get_type_hints(function, include_extras=True)
+        result = hints.pop("return")
+        self.result = None if result is type(None) else result
+        self.arguments: list[Argument] = []
+        self._parameters: list[tuple[str, Any, Any]] = []
+        for name, parameter in inspect.signature(function).parameters.items():
+            kind, written = _bare(hints[name])
+            options = get_args(kind) or (kind,)
+            kinds = [option for option in options if option is not type(None)]
+            group = kinds[0] if len(kinds) == 1 and hasattr(kinds[0], "_fields") else None
+            self._parameters.append((name, group, parameter.default))
+            if group is None:
+                self.arguments.append(Argument(name, kind, written, parameter.default))
+                continue
+            for part, hint in get_type_hints(group, include_extras=True).items():
+                part_kind, part_written = _bare(hint)
+                if type(None) in options:
+                    part_kind = part_kind | None
+                self.arguments.append(Argument(part, part_kind, written or part_written, parameter.default, name))
+
+    @property
+    def written(self) -> tuple[str, ...]:
+        """Arguments that are written in place."""
+        return tuple(argument.name for argument in self.arguments if argument.written)
+
+    def taking_flat(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """``function`` behind the border: takes flat arguments, and has a signature without groups and defaults."""
+        names = tuple(argument.name for argument in self.arguments)
+
+        def kernel(*flat: Any) -> Any:
+            return function(**self.gather(dict(zip(names, flat, strict=True))))
+
+        ordered = [inspect.Parameter(one.name, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=one.kind) for one in self.arguments]
+        kernel.__signature__ = inspect.Signature(ordered, return_annotation=self.result)  # type: ignore[attr-defined]
+        return kernel
+
+    def giving_flat(self, operator: Callable[..., Any]) -> Callable[..., Any]:
+        """``operator``, which takes flat arguments, in front of the border: a function of this signature."""
+        if all(group is None and default is inspect.Parameter.empty for _, group, default in self._parameters):
+            return operator
+        return lambda *arguments, **named: operator(*self.flatten(arguments, named))
+
+    def flatten(self, arguments: Sequence[Any], named: Mapping[str, Any]) -> list[Any]:
+        """The flat arguments of a call of the function, defaults filled in.
+
+        Raises:
+            TypeError: an argument is missing, or one too many.
+        """
+        if len(arguments) > len(self._parameters) or named.keys() - {name for name, _, _ in self._parameters[len(arguments) :]}:
+            raise TypeError(f"expected {[name for name, _, _ in self._parameters]}, found {len(arguments)} and {list(named)}")
+        flat: list[Any] = []
+        for place, (name, group, default) in enumerate(self._parameters):
+            value = arguments[place] if place < len(arguments) else named.get(name, default)
+            if value is inspect.Parameter.empty:
+                raise TypeError(f"missing argument {name}")
+            if group is None:
+                flat.append(value)
+            else:
+                flat.extend((None,) * len(group._fields) if value is None else value)
+        return flat
+
+    def gather(self, flat: Mapping[str, Any]) -> dict[str, Any]:
+        """The function's arguments by name from flat ones; a group of which nothing is given is left out, or None where it may be."""
+        made: dict[str, Any] = {}
+        for name, group, default in self._parameters:
+            if group is None:
+                if name in flat:
+                    made[name] = flat[name]
+                continue
+            parts = [flat.get(part) for part in group._fields]
+            made[name] = default if default is None and all(part is None for part in parts) else group(*parts)
+        return made
+
+
+def _bare(hint: Any) -> tuple[Any, bool]:
+    """A type without its annotations, and whether it, or the part of it that is not None, is written."""
+    if get_origin(hint) is Annotated:
+        return get_args(hint)[0], WRITTEN in hint.__metadata__
+    options = [_bare(option) for option in get_args(hint)] if type(None) in get_args(hint) else []
+    if not options:
+        return hint, False
+    kind = options[0][0]
+    for option, _ in options[1:]:
+        kind = kind | option
+    return kind, any(written for _, written in options)
+
+
+@dataclass(frozen=True)
 class KernelOp:
     """One op: the reference is the specification, every other implementation is measured against it.
 
@@ -24,16 +152,28 @@ class KernelOp:
     """
 
     name: str
-    contract: str
-    """Shapes, dtypes and meaning; the docstring of the reference."""
     reference: Callable[..., Any]
+    """Its docstring is the contract: shapes, dtypes and meaning."""
     cases: Callable[[torch.Generator], list[Case]]
     """Small example inputs, odd sizes included; drawn on the CPU."""
     implementations: Mapping[str, str] = field(default_factory=dict)
-    mutates: tuple[str, ...] = ()
-    """Arguments the op writes in place; every other argument is read only."""
     exact: bool = True
     """True: implementations agree bit for bit. False: a float op, held to an fp64 oracle."""
+
+    @property
+    def contract(self) -> str:
+        """The docstring of the reference."""
+        return self.reference.__doc__ or ""
+
+    @cached_property
+    def signature(self) -> Signature:
+        """The reference's."""
+        return Signature(self.reference)
+
+    @cached_property
+    def mutates(self) -> tuple[str, ...]:
+        """Arguments the op writes in place; every other argument is read only."""
+        return self.signature.written
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -53,3 +193,38 @@ class KernelOp:
         module, _, attribute = self.implementations[name].partition(":")
         function: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
         return function
+
+    def call(self, function: Callable[..., Any], case: Case) -> Any:
+        """The result of an implementation for a case."""
+        return function(**self.signature.gather(case))
+
+    def without_data(self, sizes: Mapping[str, int], **given: Any) -> Case:
+        """A case of ``meta`` tensors in sizes of one's own.
+
+        A tensor has the shape that its name says: ``window_token_RAc`` is ``[R, Ac]``. Its dtype is that of the op's own cases. One that
+        may be None is None where a size is missing.
+
+        Args:
+            sizes: by letter, as :mod:`graphspec.shapes` has them.
+            given: other arguments by name. A dtype is that of the tensor, a tuple its dtype and its shape; None stands for a whole group.
+
+        Raises:
+            KeyError: an argument that may not be None has a size that is missing, or is a number that is not given.
+        """
+        made: Case = {}
+        for one in self.signature.arguments:
+            value = given[one.group] if one.group in given else given.get(one.name, self._dtypes.get(one.name, one.default))
+            if isinstance(value, torch.dtype):
+                letters = re.findall("[A-Z][a-z]?|1", one.name.rpartition("_")[2])
+                known = bool(letters) and sizes.keys() | {"1"} >= set(letters)
+                value = (value, *((1 if letter == "1" else sizes[letter]) for letter in letters)) if known else one.default
+                value = None if value is inspect.Parameter.empty and one.kind is not Tensor else value
+            if value is inspect.Parameter.empty:
+                raise KeyError(one.name)
+            made[one.name] = torch.empty(value[1:], dtype=value[0], device="meta") if isinstance(value, tuple) else value
+        return made
+
+    @cached_property
+    def _dtypes(self) -> dict[str, torch.dtype]:
+        cases = self.cases(torch.Generator().manual_seed(0))
+        return {name: value.dtype for case in cases for name, value in case.items() if isinstance(value, Tensor)}

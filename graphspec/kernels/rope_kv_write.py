@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .formulas import Rotation, apply_rope, rms_norm
-from .op import Case, KernelOp
+from .op import Case, KernelOp, Written
 from .paged_kv_write import paged_kv_write
 
 
@@ -16,7 +16,7 @@ def rope_kv_write(
     value_BTGD: Tensor,
     rope_LD: Tensor,
     rope_row_BT: Tensor,
-    kv_pool: Tensor,
+    kv_pool: Written,
     layer: int,
     table_BP: Tensor,
     slot_BT: Tensor,
@@ -88,10 +88,8 @@ def _cases(generator: torch.Generator) -> list[Case]:
 
 OP = KernelOp(
     name="rope_kv_write",
-    contract=rope_kv_write.__doc__ or "",
     reference=rope_kv_write,
     cases=_cases,
     implementations={"fused": "graphspec.kernels.fused.rope_kv_write:OP"},
-    mutates=("kv_pool",),
     exact=False,
 )

@@ -80,7 +80,6 @@ def _cases(generator: torch.Generator) -> list[Case]:
 
 OP = KernelOp(
     name="sample_tokens",
-    contract=sample_tokens.__doc__ or "",
     reference=sample_tokens,
     cases=_cases,
     implementations={"fused": "graphspec.kernels.fused.sample_tokens:OP"},

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .op import Case, KernelOp
+from .op import Case, KernelOp, Written
 
 
-def take_last(hidden_BTH: Tensor, known_B: Tensor, out_BH: Tensor) -> None:
+def take_last(hidden_BTH: Tensor, known_B: Tensor, out_BH: Written) -> None:
     """The hidden state of the last valid entry of each lane: ``out[b] = hidden[b, known[b] - 1]``, entry 0 where nothing is valid.
 
     In place, so that the next step reads it where the next stage does: torch.compile would copy a result to the slot once more, at the
@@ -35,9 +35,7 @@ def _cases(generator: torch.Generator) -> list[Case]:
 
 OP = KernelOp(
     name="take_last",
-    contract=take_last.__doc__ or "",
     reference=take_last,
     cases=_cases,
     implementations={"fused": "graphspec.kernels.fused.take_last:OP"},
-    mutates=("out_BH",),
 )

@@ -145,7 +145,6 @@ def _cases(generator: torch.Generator) -> list[Case]:
 
 OP = KernelOp(
     name="tree_attention",
-    contract=tree_attention.__doc__ or "",
     reference=tree_attention,
     cases=_cases,
     implementations={

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
 from torch import Tensor
 
-from .op import Case, KernelOp
+from .groups import Nodes
+from .op import WRITTEN, Case, KernelOp
 from .topk import stable_topk
 
 
@@ -104,10 +107,7 @@ def tree_build_into(
     lane_row_B: Tensor,
     window_token_RAc: Tensor,
     window_len_R: Tensor,
-    node_token_BN: Tensor,
-    node_parent_BN: Tensor,
-    node_depth_BN: Tensor,
-    node_ancestors_BNX: Tensor,
+    nodes: Annotated[Nodes, WRITTEN],
     max_depth: int,
 ) -> None:
     """:func:`tree_build` under each lane's root, into the four slots of the nodes. Every element of them is written, dead lanes included.
@@ -119,14 +119,13 @@ def tree_build_into(
         score_BM, token_BM, parent_BM: float32, int64, int64; the candidate pool.
         lane_row_B: int64, the row of each lane.
         window_token_RAc, window_len_R: int64, ``window_len <= A``.
-        node_token_BN, node_parent_BN, node_depth_BN, node_ancestors_BNX: int64, written. Their shapes say N and X: ``N - 1 <= M``,
-            ``64 * X >= N``.
+        nodes: int64, written. Their shapes say N and X: ``N - 1 <= M``, ``64 * X >= N``.
         max_depth: S, static.
     """
-    nodes, words = node_ancestors_BNX.shape[1:]
+    count, words = nodes.node_ancestors_BNX.shape[1:]
     root_B = window_root(lane_row_B, window_token_RAc, window_len_R)
-    tree = tree_build(score_BM, token_BM, parent_BM, root_B, nodes, words, max_depth)
-    for slot, value in zip((node_token_BN, node_parent_BN, node_depth_BN, node_ancestors_BNX), tree, strict=True):
+    tree = tree_build(score_BM, token_BM, parent_BM, root_B, count, words, max_depth)
+    for slot, value in zip(nodes, tree, strict=True):
         slot.copy_(value)
 
 
@@ -169,9 +168,7 @@ def _cases(generator: torch.Generator) -> list[Case]:
 
 OP = KernelOp(
     name="tree_build",
-    contract=tree_build_into.__doc__ or "",
     reference=tree_build_into,
     cases=_cases,
     implementations={"fused": "graphspec.kernels.fused.tree_build:OP"},
-    mutates=("node_token_BN", "node_parent_BN", "node_depth_BN", "node_ancestors_BNX"),
 )

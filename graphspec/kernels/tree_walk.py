@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
 from torch import Tensor
 
-from .op import Case, KernelOp
+from .groups import Limits, Nodes, Run
+from .op import WRITTEN, Case, KernelOp
 from .tree_build import bit_words, candidate_pool, tree_build
 
 LIVE, STOPPED, OUT_OF_BUDGET = 0, 1, 2
@@ -72,24 +75,14 @@ def tree_walk(
 
 
 def tree_walk_into(
-    node_token_BN: Tensor,
-    node_parent_BN: Tensor,
-    node_depth_BN: Tensor,
-    node_ancestors_BNX: Tensor,
+    nodes: Nodes,
     drawn_BN: Tensor,
     finite_BN: Tensor,
     depth_cap_B: Tensor | None,
     lane_row_B: Tensor,
-    status_R: Tensor,
-    seq_len_R: Tensor,
-    draft_len_R: Tensor,
-    budget_R: Tensor,
-    stop_id_RE: Tensor,
+    limits: Limits,
     draft_context: int,
-    sample_BN: Tensor,
-    path_BA: Tensor,
-    accept_len_B: Tensor,
-    outcome_B: Tensor,
+    run: Annotated[Run, WRITTEN],
 ) -> None:
     """:func:`tree_walk` of every lane under its row's limits, and what becomes of the row. Writes four slots, every element of them.
 
@@ -98,27 +91,28 @@ def tree_walk_into(
     and keep their row's status, whatever their nodes and their row hold.
 
     Args:
-        node_token_BN, node_parent_BN, node_depth_BN, node_ancestors_BNX: int64, as :func:`~graphspec.kernels.tree_build.tree_build_into`
-            leaves them; ``parent < N``.
+        nodes: int64, as :func:`~graphspec.kernels.tree_build.tree_build_into` leaves them; ``parent < N``.
         drawn_BN: int64, the token sampled at each node.
         finite_BN: bool, the node's logits are all finite.
         depth_cap_B: int64, a further limit of the depth; None: there is none.
         lane_row_B: int64, the row of each lane.
-        status_R, seq_len_R, draft_len_R, budget_R: int64. stop_id_RE: int64, padded with -1.
+        limits: int64, stop ids padded with -1.
         draft_context: static, positions the drafter was made for.
-        sample_BN: int64, written: ``drawn``.
-        path_BA: int64, written: accepted node of each depth, 0 past the last; not shortened by a stop id, the budget or a failure.
-        accept_len_B: int64, written: tokens emitted, ``0..A``.
-        outcome_B: int64, written: the row's next status: 1 live, 2 stop id, 3 budget used up, 4 logits not finite, or what it was.
+        run: int64, written.
+            sample_BN: ``drawn``.
+            path_BA: accepted node of each depth, 0 past the last; not shortened by a stop id, the budget or a failure.
+            accept_len_B: tokens emitted, ``0..A``.
+            outcome_B: the row's next status: 1 live, 2 stop id, 3 budget used up, 4 logits not finite, or what it was.
     """
+    status_R, seq_len_R, draft_len_R, budget_R, stop_id_RE = limits
+    sample_BN, path_BA, accept_len_B, outcome_B = run
     status_B, seq_B = status_R[lane_row_B], seq_len_R[lane_row_B]
     live_B = status_B == ROW_LIVE
     cap_B = torch.minimum(draft_len_R[lane_row_B], (draft_context - seq_B).clamp(min=0))
     cap_B = cap_B if depth_cap_B is None else torch.minimum(cap_B, depth_cap_B)
     accept_width = path_BA.shape[1]
     found_BA, length_B, reason_B = tree_walk(
-        node_token_BN, node_parent_BN, node_depth_BN, node_ancestors_BNX, drawn_BN, cap_B, budget_R[lane_row_B], stop_id_RE[lane_row_B],
-        accept_width,
+        *nodes, drawn_BN, cap_B, budget_R[lane_row_B], stop_id_RE[lane_row_B], accept_width,
     )  # fmt: skip
     entry_A = torch.arange(accept_width, device=path_BA.device)
     sound_B = torch.where(finite_BN.gather(1, found_BA), accept_width, entry_A).amin(-1)
@@ -165,9 +159,7 @@ def _cases(generator: torch.Generator) -> list[Case]:
 
 OP = KernelOp(
     name="tree_walk",
-    contract=tree_walk_into.__doc__ or "",
     reference=tree_walk_into,
     cases=_cases,
     implementations={"fused": "graphspec.kernels.fused.tree_walk:OP"},
-    mutates=("sample_BN", "path_BA", "accept_len_B", "outcome_B"),
 )

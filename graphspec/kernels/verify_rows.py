@@ -52,7 +52,6 @@ def _cases(generator: torch.Generator) -> list[Case]:
 
 OP = KernelOp(
     name="verify_rows",
-    contract=verify_rows.__doc__ or "",
     reference=verify_rows,
     cases=_cases,
     implementations={"fused": "graphspec.kernels.fused.verify_rows:OP"},

@@ -119,7 +119,7 @@ def kernel(name: str) -> str:
 
     def run(function: Callable[..., Any]) -> list[torch.Tensor]:
         given = {k: v.cuda().clone() if isinstance(v, torch.Tensor) else v for k, v in case.items()}
-        result = function(**given)
+        result = op.call(function, given)
         results = result if isinstance(result, tuple | list) else [result]
         tensors = [t for t in (*results, *(given.get(name) for name in op.mutates)) if isinstance(t, torch.Tensor)]
         # Of a KV pool the dummy page holds whatever was written there last.

@@ -19,10 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._library.custom_ops import OPDEFS
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
+from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
@@ -32,7 +29,7 @@ from graphspec.drafters.eagle3.network import Eagle3Draft
 from graphspec.facts import read_model_facts
 from graphspec.graphs.programs import program_stages
 from graphspec.graphs.stages.mailbox import MailLayout
-from graphspec.kernels.fused.launch import INTERPRETED, NAMESPACE, Launch, recording
+from graphspec.kernels.fused.launch import INTERPRETED, Launch, recording
 from graphspec.models.layers import use_kernels
 from graphspec.models.llama import LlamaModel
 from graphspec.plan import make_plan
@@ -47,31 +44,6 @@ ROWS = (*(Case(name, shape) for name, shape in SHAPES.items()), SHORTER)
 PROCESSES = 16
 SECONDS = 30.0
 WARP = 32
-
-
-class _Launches(TorchDispatchMode):
-    """Keeps what the launchers of fused operators would launch, on arguments without data."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.found: list[Launch] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == NAMESPACE:
-            launcher = OPDEFS[func.name()]._init_fn  # noqa: SLF001 - torch has no other way from an operator to its function
-            with unset_fake_temporarily(), recording() as launches:
-                given, named = tree_map(_without_data, (args, kwargs or {}))
-                launcher(*given, **named)
-            self.found += launches
-        return func(*args, **(kwargs or {}))
-
-
-def _without_data(value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    # With its place in its storage: where that is no multiple of 16 bytes, Triton compiles another kernel.
-    whole = torch.empty(value.untyped_storage().nbytes() // value.element_size(), dtype=value.dtype, device="meta")
-    return whole.as_strided(value.shape, value.stride(), value.storage_offset())
 
 
 def launches_of(case: Case, target: Path, draft: Path) -> list[Launch]:
@@ -104,10 +76,11 @@ def launches_of(case: Case, target: Path, draft: Path) -> list[Launch]:
         arena.allocate(GREEDY)
         key = plan.graph_keys(GREEDY)[0]
         views = arena.views(key.bucket, key.shape)
-        with _Launches() as seen:
-            for stage in program_stages(plan, kernels, networks[0], networks[1] if speculates else None, key):
+        stages = program_stages(plan, kernels, networks[0], networks[1] if speculates else None, key)
+        with recording() as launches:
+            for stage in stages:
                 stage(views)
-    return seen.found
+    return launches
 
 
 class _Target:

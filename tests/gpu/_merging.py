@@ -13,10 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from graphspec.kernels import OPS
 from graphspec.kernels.fused.launch import Launch
 from graphspec.kernels.fused.linear import fused_linear
+from graphspec.kernels.groups import Candidates
 
 Case = dict[str, Any]
 VOCAB, DRAFT_VOCAB, CONTEXT, PAGE = 128256, 32000, 4096, 16
@@ -43,7 +45,7 @@ class Merging:
         name: says op and shape.
         function: the fused op.
         make: its arguments, on a device.
-        mutates: arguments it writes.
+        mutates: groups of arguments it writes.
         least: programs that share a result, at least.
     """
 
@@ -55,10 +57,10 @@ class Merging:
 
     def outputs(self, case: Case) -> list[Tensor]:
         """Results of one launch, and what it has written, into copies."""
-        own = {key: value.clone() if key in self.mutates else value for key, value in case.items()}
+        own = {key: tree_map(Tensor.clone, value) if key in self.mutates else value for key, value in case.items()}
         result = self.function(**own)
         results = () if result is None else result if isinstance(result, tuple) else (result,)
-        return [*results, *(own[name] for name in self.mutates)]
+        return [*results, *(tensor for name in self.mutates for tensor in own[name])]
 
 
 def _normal(device: str, *shape: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0) -> Tensor:
@@ -186,9 +188,10 @@ def _history(lanes: int) -> Callable[[str], Case]:
             "lane_row_B": torch.arange(lanes).to(device),
             "status_R": torch.ones(lanes, dtype=torch.int64).to(device),
             "seq_len_R": (2 * CONTEXT - 1 - torch.arange(lanes)).to(device),
-            "candidate_score_BM": torch.full((lanes, paths * depth), torch.nan).to(device),
-            "candidate_token_BM": torch.zeros(lanes, paths * depth, dtype=torch.int64).to(device),
-            "candidate_parent_BM": torch.zeros(lanes, paths * depth, dtype=torch.int64).to(device),
+            "candidates": Candidates(
+                torch.full((lanes, paths * depth), torch.nan).to(device),
+                *(torch.zeros(lanes, paths * depth, dtype=torch.int64).to(device) for _ in range(2)),
+            ),
             "num_paths": paths,
             "depth": depth,
             "min_match": 1,
@@ -231,5 +234,5 @@ def merging_calls(lanes: int) -> list[Merging]:
         Merging("latent_attention, DeepSeek-V3", fused("latent_attention"), _latent(lanes, 2, 128)),
         Merging("latent_attention, DeepSeek-V2-Lite", fused("latent_attention"), _latent(lanes, tokens, 16)),
         Merging("moe_mlp", fused("moe_mlp"), _experts(lanes)),
-        Merging("ngram_match", fused("ngram_match"), _history(lanes), op["ngram_match"].mutates),
+        Merging("ngram_match", fused("ngram_match"), _history(lanes), ("candidates",)),
     ]

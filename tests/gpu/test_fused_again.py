@@ -38,7 +38,7 @@ def bits(tensor: Tensor) -> Tensor:
 
 def outputs(op: KernelOp, case: Case) -> list[Tensor]:
     """Results, and what the op has written."""
-    result = op.implementation("fused")(**case)
+    result = op.call(op.implementation("fused"), case)
     results = () if result is None else result if isinstance(result, tuple) else (result,)
     return [*results, *(case[name] for name in op.mutates if case[name] is not None)]
 

@@ -18,7 +18,7 @@ BY_OP = [pytest.param(op, id=op.name) for op in OPS if op.name in NAMES]
 
 def outputs(op: KernelOp, function: Any, case: dict[str, Any]) -> list[Tensor]:
     own = {k: v.cuda() if isinstance(v, Tensor) else v for k, v in case.items()}
-    result = function(**own)
+    result = op.call(function, own)
     results = () if result is None else result if isinstance(result, tuple) else (result,)
     return [*results, *(own[name] for name in op.mutates if own[name] is not None)]
 

@@ -38,7 +38,7 @@ def assert_same_bits(op: KernelOp, case: dict[str, Any], dtype: torch.dtype | No
     expected, first, second = on_gpu(case, dtype), on_gpu(case, dtype), on_gpu(case, dtype)
     op.reference(**expected)
     for own in (first, second):
-        op.implementation("fused")(**own)
+        op.call(op.implementation("fused"), own)
     for e, f, s in zip(written(op, expected), written(op, first), written(op, second), strict=True):
         assert torch.equal(f, e)
         assert torch.equal(s, e)
@@ -79,14 +79,14 @@ def test_replayed_equals_direct(op: KernelOp) -> None:
     case = op.cases(torch.Generator().manual_seed(1))[0]
     direct, captured = on_gpu(case), on_gpu(case)
     fused = op.implementation("fused")
-    fused(**direct)
+    op.call(fused, direct)
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        fused(**on_gpu(case))
+        op.call(fused, on_gpu(case))
     stream.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        fused(**captured)
+        op.call(fused, captured)
     graph.replay()
     torch.cuda.synchronize()
     for d, c in zip(written(op, direct), written(op, captured), strict=True):

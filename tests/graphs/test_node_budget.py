@@ -26,7 +26,7 @@ from tests.support.shapes_8b import fake_cycle
 pytestmark = pytest.mark.kernels
 
 TREE, PLAIN = CycleShape(5, 4, 8), CycleShape(0, 1, 1)
-LAYER = Counter({"linear": 2, "linear_summed": 2, "rope_kv_write": 1, "fused_tree_attention": 1})
+LAYER = Counter({"linear": 2, "linear_summed": 2, "rope_kv_write": 1, "tree_attention": 1})
 """A dense layer: norm and qkv; head norms, RoPE and KV write; attention; o and residual; norm, gate and up; down and residual."""
 DRAFT_PASS = LAYER + Counter({"linear": 1, "draft_topk": 1, "draft_level": 1})
 """A layer, the head, selection; beside it two of Inductor's kernels: the norms of embedding and hidden state."""

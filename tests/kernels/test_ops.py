@@ -36,7 +36,7 @@ def cases(op: KernelOp, seed: int = 0) -> list[dict[str, Any]]:
 def outputs(op: KernelOp, function: Callable[..., Any], case: dict[str, Any]) -> tuple[torch.Tensor, ...]:
     """Everything a call leaves behind: results, then written arguments without the dummy page. Read-only arguments must not change."""
     own = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in case.items()}
-    result = function(**own)
+    result = op.call(function, own)
     for key, value in case.items():
         if isinstance(value, torch.Tensor) and key not in op.mutates:
             assert torch.equal(own[key].nan_to_num(), value.nan_to_num()), f"{op.name} wrote its argument {key}"
@@ -100,7 +100,7 @@ def test_reference_reads_nothing_on_the_host(op: KernelOp) -> None:
         shapes = [(k, v.shape, v.dtype) for k, v in case.items() if isinstance(v, torch.Tensor)]
         with FakeTensorMode(), NoHostTraffic() as watch:
             fake = {**case, **{k: torch.empty(shape, dtype=dtype, device="cuda") for k, shape, dtype in shapes}}
-            result = op.reference(**fake)
+            result = op.call(op.reference, fake)
         assert watch.ops > 3
         for tensor in () if result is None else result if isinstance(result, tuple) else (result,):
             assert tensor.device.type == "cuda"

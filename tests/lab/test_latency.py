@@ -13,9 +13,10 @@ from graphspec.command_options import LaunchConfig
 from graphspec.config import KernelsConfig
 from graphspec.kernels import OPS
 from graphspec.kernels.fused.hopper import resident
+from graphspec.kernels.fused.launch import launcher
 from graphspec.lab.floor import FloorModel, Hardware
 from graphspec.lab.predict.latency import HOPPER, WORK, Situation, Work, by_kernel, estimate, estimate_cycle, places, work_of
-from graphspec.lab.predict.launches import INDUCTOR, LIBRARY, Step, launcher, paper_steps
+from graphspec.lab.predict.launches import INDUCTOR, LIBRARY, Step, paper_steps
 from graphspec.lab.predict.paper_models import Paper, read_paper
 from graphspec.shapes import PLAIN, CycleShape
 from tests.support.codegen import launches_of

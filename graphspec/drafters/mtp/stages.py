@@ -10,8 +10,9 @@ from torch import Tensor
 from ...buffers import Views
 from ...graphs.stages.draft_prefill import ChunkRows, DraftPrefill
 from ...graphs.stages.stage import Build, Stage
+from ...kernels.groups import Beams, Candidates
 from ...kernels.host_step import BoundCall
-from ..beams import BEAM_SLOTS, DraftStage, beam_stages
+from ..beams import DraftStage, beam_stages
 
 
 def shifted_rows(token_BU: Tensor, known_B: Tensor, drafted_Bs: Tensor) -> Tensor:
@@ -47,12 +48,12 @@ class HeadSteps(DraftStage):
         "lane_row_B", "lane_table_BP", "status_R", "seq_len_R", "window_len_R", "window_token_RAc", "window_feature_RAcF",
         "lookback_token_RY", "lookback_feature_RYF", "draft_kv", "draft_begin_1",
     )  # fmt: skip
-    writes: tuple[str, ...] = ("draft_kv", "candidate_score_BM", "candidate_token_BM", "candidate_parent_BM")
+    writes: tuple[str, ...] = ("draft_kv", *Candidates._fields)
 
     def __init__(self, build: Build) -> None:
         super().__init__(build)
         if self.shape.num_steps > 1:
-            self.writes = (*self.writes, *BEAM_SLOTS)
+            self.writes = (*self.writes, *Beams._fields)
 
     def forward(self, v: Views) -> None:
         token_BU, valid_BU, slot_BU, position_BU, begin_B, ancestors_BUX, known_B, next_B, feature_BUF = self.last_run(v)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ...buffers import Views
 from ...graphs.stages.stage import Build, Stage
+from ...kernels.groups import Candidates
 
 
 class NgramMatch(Stage):
@@ -11,12 +12,12 @@ class NgramMatch(Stage):
 
     name = "ngram_match"
     reads = ("lane_row_B", "status_R", "seq_len_R", "history_RL")
-    writes = ("candidate_score_BM", "candidate_token_BM", "candidate_parent_BM")
+    writes = Candidates._fields
 
     def forward(self, v: Views) -> None:
         settings = self.plan.ngram
         self.kernels.ngram_match(
-            v.history_RL, v.lane_row_B, v.status_R, v.seq_len_R, v.candidate_score_BM, v.candidate_token_BM, v.candidate_parent_BM,
+            v.history_RL, v.lane_row_B, v.status_R, v.seq_len_R, v.take(Candidates),
             self.shape.topk, self.shape.num_steps, settings.min_window, settings.max_window,
         )  # fmt: skip
 

@@ -7,6 +7,7 @@ import torch
 from ...buffers import Views
 from ...graphs.stages.mailbox import MailLayout
 from ...graphs.stages.stage import Build, Stage
+from ...kernels.groups import Candidates
 
 
 class HostTree(Stage):
@@ -14,7 +15,7 @@ class HostTree(Stage):
 
     name = "host_tree"
     reads = ("mail", "lane_row_B", "status_R")
-    writes = ("candidate_score_BM", "candidate_token_BM", "candidate_parent_BM")
+    writes = Candidates._fields
 
     def __init__(self, build: Build) -> None:
         super().__init__(build)

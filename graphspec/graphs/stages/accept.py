@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ...buffers import Views
+from ...kernels.groups import Limits, Nodes, Run
 from .acceptance_rules import RULES
 from .sampling import LogitShaper, node_paths
 from .stage import Build, Stage
@@ -17,14 +18,14 @@ class Accept(Stage):
     """
 
     name = "accept"
-    writes = ("sample_BN", "path_BA", "accept_len_B", "outcome_B")
+    writes = Run._fields
 
     def __init__(self, build: Build) -> None:
         super().__init__(build)
         self.shaper, self.rule = LogitShaper(build), RULES[build.plan.accept.rule](build)
         base = (
-            "lane_row_B", "status_R", "seq_len_R", "budget_R", "stop_id_RE", "draft_len_R",
-            "logits_BNV", "node_token_BN", "node_parent_BN", "node_depth_BN", "node_ancestors_BNX",
+            "lane_row_B", *Limits._fields,
+            "logits_BNV", *Nodes._fields,
         )  # fmt: skip
         self.reads = tuple(dict.fromkeys((*base, *self.shaper.reads, *self.rule.reads)))
 
@@ -34,7 +35,5 @@ class Accept(Stage):
         logits_BNV = self.shaper(v, v.logits_BNV, position_BN, path_BNN)
         drawn_BN, sound_BN = self.rule(v, logits_BNV)
         self.kernels.tree_walk(
-            v.node_token_BN, v.node_parent_BN, v.node_depth_BN, v.node_ancestors_BNX, drawn_BN, sound_BN, self.rule.depth_cap(v),
-            v.lane_row_B, v.status_R, v.seq_len_R, v.draft_len_R, v.budget_R, v.stop_id_RE, self.plan.draft_context,
-            v.sample_BN, v.path_BA, v.accept_len_B, v.outcome_B,
+            v.take(Nodes), drawn_BN, sound_BN, self.rule.depth_cap(v), v.lane_row_B, v.take(Limits), self.plan.draft_context, v.take(Run)
         )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ...buffers import Views
+from ...kernels.groups import Progress, Run
 from .stage import Build, Stage
 
 
@@ -41,11 +42,8 @@ class Commit(Stage):
 
     def forward(self, v: Views) -> None:
         plan = self.plan
-        feature_BNF, window_feature_RAcF = (v.feature_BNF, v.window_feature_RAcF) if plan.feature_width else (None, None)
-        lookback_token_RY, lookback_feature_RYF = (v.lookback_token_RY, v.lookback_feature_RYF) if plan.lookback else (None, None)
         self.kernels.commit_rows(
-            v.lane_row_B, v.sample_BN, v.path_BA, v.accept_len_B, v.outcome_B, feature_BNF,
-            v.cycle_1, v.ring_ZBJ, v.window_token_RAc, v.window_len_R, v.seq_len_R, v.budget_R, v.status_R,
-            window_feature_RAcF, lookback_token_RY, lookback_feature_RYF,
+            v.lane_row_B, v.take(Run), v.feature_BNF if plan.feature_width else None, v.cycle_1, v.ring_ZBJ,
+            self.window_slots(v), v.take(Progress),
             v.history_RL if plan.keeps_history else None, v.output_count_RV if self.sampling.penalties else None, self.append,
         )  # fmt: skip

@@ -10,13 +10,14 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from torch import Tensor
 
 from ...buffers import Views
 from ...errors import ResourceError
+from ...kernels.groups import Bias, Lanes, Penalties, RowRequest, Truncation
 from ...kernels.mail_apply import JOIN_WORDS
 from ...plan import Plan
 from .stage import Build, Stage
@@ -220,29 +221,20 @@ class Mailbox(Stage):
     """Applies lanes, aborts, page-table entries and joins, and gathers what the lanes read of their rows."""
 
     name = "mailbox"
-    SLOTS: ClassVar[dict[str, tuple[str, ...]]] = {
-        "truncate": ("top_k_R", "top_p_R", "min_p_R"),
-        "penalties": ("repetition_R", "presence_R", "frequency_R", "output_count_RV", "prompt_seen_RV"),
-        "bias": ("bias_id_RI", "bias_value_RI", "stop_from_R"),
-    }
+    GROUPS: ClassVar[dict[str, Any]] = {"truncate": Truncation, "penalties": Penalties, "bias": Bias}
     """Slots of a join that only classes with this field have."""
 
     def __init__(self, build: Build) -> None:
         super().__init__(build)
         self.layout = MailLayout.of(build.plan)
-        self.groups = tuple(name for field, names in self.SLOTS.items() if getattr(self.sampling, field) for name in names)
+        self.groups = [group if getattr(self.sampling, field) else None for field, group in self.GROUPS.items()]
         self.reads = ("mail", "page_table_RP", "seed_R", "temperature_R")
-        self.writes = (
-            "lane_row_B", "lane_table_BP", "lane_seed_B", "lane_temperature_B",
-            "status_R", "budget_R", "seed_R", "temperature_R", "draft_len_R", "stop_id_RE", "page_table_RP",
-            *self.groups,
-        )  # fmt: skip
+        groups = (Lanes, RowRequest, *(group for group in self.groups if group is not None))
+        self.writes = tuple(name for group in groups for name in group._fields)
 
     def forward(self, v: Views) -> None:
         at = self.layout
         self.kernels.mail_apply(
             v.mail, at.lanes, at.aborts, at.pages, at.join,
-            v.lane_row_B, v.lane_table_BP, v.lane_seed_B, v.lane_temperature_B,
-            v.status_R, v.budget_R, v.seed_R, v.temperature_R, v.draft_len_R, v.stop_id_RE, v.page_table_RP,
-            **{name: getattr(v, name) for name in self.groups},
+            v.take(Lanes), v.take(RowRequest), *(None if group is None else v.take(group) for group in self.groups),
         )  # fmt: skip

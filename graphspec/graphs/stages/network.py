@@ -65,8 +65,4 @@ class NetworkStage(Stage):
 
     def window(self, v: Views, width: int, num_words: int) -> tuple[Tensor, ...]:
         """The committed entries the drafter has not read yet; results of :func:`~graphspec.kernels.draft_window.draft_window`."""
-        features = v.window_feature_RAcF if self.plan.feature_width else None
-        before = (v.lookback_token_RY, v.lookback_feature_RYF) if self.plan.lookback else (None, None)
-        return self.kernels.draft_window(
-            v.lane_row_B, v.status_R, v.seq_len_R, v.window_len_R, v.window_token_RAc, features, *before, self.shift, width, num_words
-        )
+        return self.kernels.draft_window(v.lane_row_B, v.status_R, v.seq_len_R, self.window_slots(v), self.shift, width, num_words)

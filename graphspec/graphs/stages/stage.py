@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ...buffers import Status, Views
 from ...errors import GraphspecError
 from ...facts import ModelFacts
+from ...kernels.groups import Window
 from ...kernels.host_step import Anchor, BoundCall, HeadShape, PreparedCall
 from ...kernels.registry import KernelSet
 from ...models.attention import Attention
@@ -120,6 +121,12 @@ class Stage(nn.Module):
     def feature(self, hidden_BTH: Tensor, taps_BTF: Tensor | None) -> Tensor | None:
         """What the drafter reads of the target, ``[B, T, F]``, from a target's output; None: nothing."""
         return hidden_BTH if self.plan.variant.feature_source == "hidden" else taps_BTF
+
+    def window_slots(self, v: Views) -> Window:
+        """The rows' windows; None for what this plan does not keep."""
+        feature_RAcF = v.window_feature_RAcF if self.plan.feature_width else None
+        lookback = (v.lookback_token_RY, v.lookback_feature_RYF) if self.plan.lookback else (None, None)
+        return Window(v.window_len_R, v.window_token_RAc, feature_RAcF, *lookback)
 
     @staticmethod
     def rows(v: Views) -> tuple[Tensor, Tensor]:

@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 from ...buffers import Views
+from ...kernels.groups import Candidates, Nodes
 from .stage import Build, Stage
-
-NODES = ("node_token_BN", "node_parent_BN", "node_depth_BN", "node_ancestors_BNX")
 
 
 class TreeBuild(Stage):
     """The ``N - 1`` best candidates behind the root (EAGLE-2, section 4.1: rerank by cumulative log-probability)."""
 
     name = "tree_build"
-    reads = ("lane_row_B", "window_token_RAc", "window_len_R", "candidate_score_BM", "candidate_token_BM", "candidate_parent_BM")
-    writes = NODES
+    reads = ("lane_row_B", "window_token_RAc", "window_len_R", *Candidates._fields)
+    writes = Nodes._fields
 
     def forward(self, v: Views) -> None:
-        self.kernels.tree_build(
-            v.candidate_score_BM, v.candidate_token_BM, v.candidate_parent_BM, v.lane_row_B, v.window_token_RAc, v.window_len_R,
-            v.node_token_BN, v.node_parent_BN, v.node_depth_BN, v.node_ancestors_BNX, self.shape.num_steps,
-        )  # fmt: skip
+        self.kernels.tree_build(*v.take(Candidates), v.lane_row_B, v.window_token_RAc, v.window_len_R, v.take(Nodes), self.shape.num_steps)
 
 
 class ChainLayout(Stage):
     """Nodes of a chain in path order: the root, then one candidate per level. Plain decoding is the chain of one node."""
 
     name = "chain_layout"
-    writes = NODES
+    writes = Nodes._fields
 
     def __init__(self, build: Build) -> None:
         super().__init__(build)
@@ -35,7 +31,4 @@ class ChainLayout(Stage):
 
     def forward(self, v: Views) -> None:
         score_BM, token_BM = (v.candidate_score_BM, v.candidate_token_BM) if self.shape.num_steps else (None, None)
-        self.kernels.chain_layout(
-            score_BM, token_BM, v.lane_row_B, v.window_token_RAc, v.window_len_R,
-            v.node_token_BN, v.node_parent_BN, v.node_depth_BN, v.node_ancestors_BNX,
-        )  # fmt: skip
+        self.kernels.chain_layout(score_BM, token_BM, v.lane_row_B, v.window_token_RAc, v.window_len_R, v.take(Nodes))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...errors import CaptureError
-from ..fused.launch import multiprocessors, register
+from ..fused.launch import like_first, multiprocessors, operator
 from ..host_step import PreparedCall, RowSpan
 from . import version
 from .wrappers import LatentWrapper, PromptWrapper, Wrapper, backend_for, make_wrapper, workspace_bytes
@@ -89,16 +89,8 @@ def planned_latent(
     return out.view(query_latent_BTQL.shape)
 
 
-def _fake_chunk(query_BTQD: Tensor, kv_pool: Tensor, layer: int, number: int, scale: float) -> Tensor:
-    return query_BTQD.new_empty(query_BTQD.shape)
-
-
-def _fake_latent(query_latent_BTQL: Tensor, query_rope_BTQR: Tensor, latent_pool: Tensor, layer: int, number: int, scale: float) -> Tensor:
-    return query_latent_BTQL.new_empty(query_latent_BTQL.shape)
-
-
-CHUNK_OP = register("flashinfer_chunk", planned_chunk, _fake_chunk)
-LATENT_OP = register("flashinfer_latent", planned_latent, _fake_latent)
+CHUNK_OP = operator("flashinfer_chunk", planned_chunk, fake=like_first)
+LATENT_OP = operator("flashinfer_latent", planned_latent, fake=like_first)
 
 
 @dataclass(frozen=True, slots=True)

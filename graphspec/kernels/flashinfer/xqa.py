@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ...errors import CaptureError, ConfigError
-from ..fused.launch import multiprocessors, register
+from ..fused.launch import like_first, multiprocessors, operator
 
 WORKSPACE_BYTES = 128 * 2**20
 """Scratch for partial results, one buffer per device; :func:`scratch_bytes` bounds what a call needs."""
@@ -127,13 +127,7 @@ def xqa_attention(
     return out
 
 
-def _fake(
-    query_BTQD: Tensor, kv_pool: Tensor, layer: int, table_BP: Tensor, length_B1: Tensor, mask_BTW: Tensor | None, scale: float
-) -> Tensor:
-    return query_BTQD.new_empty(query_BTQD.shape)
-
-
-OP = register("flashinfer_xqa", xqa_attention, _fake)
+OP = operator("flashinfer_xqa", xqa_attention, fake=like_first)
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # Dynamo of torch 2.11 hashes what it calls, before it has fields

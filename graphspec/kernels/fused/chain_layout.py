@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .launch import AotCase, launch, register
-from .tree_build import meta_nodes, window_root
+from ..chain_layout import OP as CONTRACT
+from ..groups import Nodes
+from .launch import AotCase, aot_case, launch, register
+from .tree_build import ROWS, window_root
 
 
 @triton.jit
@@ -51,33 +50,22 @@ def chain_layout(
     lane_row_B: Tensor,
     window_token_RAc: Tensor,
     window_len_R: Tensor,
-    node_token_BN: Tensor,
-    node_parent_BN: Tensor,
-    node_depth_BN: Tensor,
-    node_ancestors_BNX: Tensor,
+    nodes: Nodes,
 ) -> None:
-    lanes, nodes, words = node_ancestors_BNX.shape
+    lanes, count, words = nodes.node_ancestors_BNX.shape
     launch(
         _chain_layout, (lanes,), score_BM, token_BM, lane_row_B, window_token_RAc, window_len_R,
-        node_token_BN, node_parent_BN, node_depth_BN, node_ancestors_BNX, nodes, words, window_token_RAc.shape[1],
-        DRAFTED=score_BM is not None, NODES=max(32, triton.next_power_of_2(nodes)), WORDS=triton.next_power_of_2(words), num_warps=1,
+        *nodes, count, words, window_token_RAc.shape[1],
+        DRAFTED=score_BM is not None, NODES=max(32, triton.next_power_of_2(count)), WORDS=triton.next_power_of_2(words), num_warps=1,
     )  # fmt: skip
 
 
-OP = register("chain_layout", chain_layout, mutates=("node_token_BN", "node_parent_BN", "node_depth_BN", "node_ancestors_BNX"))
+OP = register(CONTRACT, chain_layout)
 
 
-def _call(lanes: int, nodes: int) -> dict[str, Any]:
-    drafted = nodes > 1
-    return {
-        "score_BM": torch.empty(lanes, nodes - 1, device="meta") if drafted else None,
-        "token_BM": torch.empty(lanes, nodes - 1, dtype=torch.int64, device="meta") if drafted else None,
-        **meta_nodes(lanes, nodes),
-    }
+def _case(name: str, lanes: int, nodes: int) -> AotCase:
+    sizes = {"B": lanes, "N": nodes, "X": triton.cdiv(nodes, 64), **ROWS}
+    return aot_case(name, CONTRACT, chain_layout, sizes | ({"M": nodes - 1} if nodes > 1 else {}))
 
 
-AOT = (
-    AotCase("plain", chain_layout, lambda: _call(8, 1)),
-    AotCase("s7", chain_layout, lambda: _call(8, 8)),
-    AotCase("s127", chain_layout, lambda: _call(1, 128)),
-)
+AOT = (_case("plain", 8, 1), _case("s7", 8, 8), _case("s127", 1, 128))

@@ -10,7 +10,6 @@ Source: FlashAttention-2 (Dao, 2023), section 3.1.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 import triton
@@ -18,7 +17,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .launch import AotCase, launch, register
+from ..chunk_attention import OP as CONTRACT
+from .launch import AotCase, aot_case, launch, register
 from .tree_attention import check_dtypes
 
 
@@ -144,32 +144,18 @@ def chunk_attention(
     return out
 
 
-def _fake(query_BTQD: Tensor, *rest: Any, **named: Any) -> Tensor:
-    return query_BTQD.new_empty(query_BTQD.shape)
+OP = register(CONTRACT, chunk_attention)
 
 
-# The native CPU kernel holds the plain name.
-OP = register("fused_chunk_attention", chunk_attention, _fake)
-
-
-def _call(lanes: int, tokens: int, *, heads: int = 32, dim: int = 128, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
-    meta = torch.device("meta")
-    return {
-        "query_BTQD": torch.empty(lanes, tokens, heads, dim, dtype=dtype, device=meta),
-        "kv_pool": torch.empty(32, 2, 1025, 16, 8, dim, dtype=dtype, device=meta),
-        "layer": 31,
-        "table_BP": torch.empty(lanes, 256, dtype=torch.int32, device=meta),
-        "prefix_begin_BT": torch.empty(lanes, tokens, dtype=torch.int64, device=meta),
-        "slot_BT": torch.empty(lanes, tokens, dtype=torch.int64, device=meta),
-        "valid_BT": torch.empty(lanes, tokens, dtype=torch.bool, device=meta),
-        "scale": dim**-0.5,
-    }
+def _case(name: str, tokens: int, heads: int = 32, dim: int = 128, dtype: torch.dtype = torch.bfloat16) -> AotCase:
+    sizes, pool = {"B": 1, "T": tokens, "Q": heads, "D": dim, "P": 256}, (dtype, 32, 2, 1025, 16, 8, dim)
+    return aot_case(name, CONTRACT, chunk_attention, sizes, query_BTQD=dtype, kv_pool=pool, layer=31, scale=dim**-0.5)
 
 
 AOT = (
-    AotCase("llama-8b-c512", chunk_attention, lambda: _call(1, 512)),
-    AotCase("llama-8b-c2048", chunk_attention, lambda: _call(1, 2048)),
-    AotCase("f32-c512", chunk_attention, lambda: _call(1, 512, dtype=torch.float32)),
-    AotCase("d64-c512", chunk_attention, lambda: _call(1, 512, dim=64)),
-    AotCase("d256-c512", chunk_attention, lambda: _call(1, 512, heads=16, dim=256)),
+    _case("llama-8b-c512", 512),
+    _case("llama-8b-c2048", 2048),
+    _case("f32-c512", 512, dtype=torch.float32),
+    _case("d64-c512", 512, dim=64),
+    _case("d256-c512", 512, heads=16, dim=256),
 )

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from ..commit_rows import OP as CONTRACT
 from ..commit_rows import RING_HEADER
-from .launch import AotCase, launch, register
+from ..groups import Progress, Run, Window
+from .launch import AotCase, aot_case, launch, register
 
 CHUNK = 2048
 """Channels of a feature row that one program copies."""
@@ -138,30 +138,21 @@ def _commit_rows(
 
 def commit_rows(
     lane_row_B: Tensor,
-    sample_BN: Tensor,
-    path_BA: Tensor,
-    accept_len_B: Tensor,
-    outcome_B: Tensor,
+    run: Run,
     feature_BNF: Tensor | None,
     cycle_1: Tensor,
     ring_ZBJ: Tensor,
-    window_token_RAc: Tensor,
-    window_len_R: Tensor,
-    seq_len_R: Tensor,
-    budget_R: Tensor,
-    status_R: Tensor,
-    window_feature_RAcF: Tensor | None,
-    lookback_token_RY: Tensor | None,
-    lookback_feature_RYF: Tensor | None,
+    window: Window,
+    progress: Progress,
     history_RL: Tensor | None,
     output_count_RV: Tensor | None,
     append: bool,
 ) -> None:
-    lanes, width = path_BA.shape
+    lanes, width = run.path_BA.shape
     padded = triton.next_power_of_2(width)
     channels = 0 if feature_BNF is None else feature_BNF.shape[2]
     # The lookback ends where the window begins, which appending leaves where it is.
-    lookback = 0 if lookback_token_RY is None or append else lookback_token_RY.shape[1]
+    lookback = 0 if window.lookback_token_RY is None or append else window.lookback_token_RY.shape[1]
     chunks = triton.cdiv(channels, CHUNK)
     copies = lanes * chunks * (1 if lookback else width)
     # Features of the lookback, and places behind the window, are found through the old length of the window: so features go first and the
@@ -169,9 +160,9 @@ def commit_rows(
     launches = [(False, True, copies), (True, False, 1)] if (lookback or append) and copies else [(True, copies > 0, copies + 1)]
     for books, features, programs in launches:
         launch(
-            _commit_rows, (programs,), lane_row_B, sample_BN, path_BA, accept_len_B, outcome_B, feature_BNF, cycle_1, ring_ZBJ,
-            window_token_RAc, window_len_R, seq_len_R, budget_R, status_R, window_feature_RAcF, lookback_token_RY, lookback_feature_RYF,
-            history_RL, output_count_RV, lanes, sample_BN.shape[1], width, window_token_RAc.shape[1], channels, ring_ZBJ.shape[0],
+            _commit_rows, (programs,), lane_row_B, *run, feature_BNF, cycle_1, ring_ZBJ, window.window_token_RAc, window.window_len_R,
+            *progress, *window[2:], history_RL, output_count_RV, lanes, run.sample_BN.shape[1], width, window.window_token_RAc.shape[1],
+            channels, ring_ZBJ.shape[0],
             ring_ZBJ.stride(0), ring_ZBJ.stride(1), lookback, 0 if history_RL is None else history_RL.shape[1],
             0 if output_count_RV is None else output_count_RV.shape[1],
             LANES=min(triton.next_power_of_2(lanes), max(1, TILE // padded)), WIDTH=padded,
@@ -181,52 +172,23 @@ def commit_rows(
         )  # fmt: skip
 
 
-MUTATES = (
-    "cycle_1", "ring_ZBJ", "window_token_RAc", "window_len_R", "seq_len_R", "budget_R", "status_R", "window_feature_RAcF",
-    "lookback_token_RY", "lookback_feature_RYF", "history_RL", "output_count_RV",
-)  # fmt: skip
-OP = register("commit_rows", commit_rows, mutates=MUTATES)
+OP = register(CONTRACT, commit_rows)
 
 
-def _call(
-    lanes: int, nodes: int, width: int, channels: int, lookback: int = 0, history: int = 0, vocab: int = 0, capacity: int = 0
-) -> dict[str, Any]:
-    """With a capacity the run is appended."""
-
-    def words(*shape: int) -> Tensor:
-        return torch.empty(*shape, dtype=torch.int64, device="meta")
-
-    def features(*shape: int) -> Tensor | None:
-        return torch.empty(*shape, channels, dtype=torch.bfloat16, device="meta") if channels else None
-
-    rows = 65
-    return {
-        "lane_row_B": words(lanes),
-        "sample_BN": words(lanes, nodes),
-        "path_BA": words(lanes, width),
-        "accept_len_B": words(lanes),
-        "outcome_B": words(lanes),
-        "feature_BNF": features(lanes, nodes),
-        "cycle_1": words(1),
-        "ring_ZBJ": words(3, lanes, width + RING_HEADER),
-        "window_token_RAc": words(rows, capacity or width),
-        **{name: words(rows) for name in ("window_len_R", "seq_len_R", "budget_R", "status_R")},
-        "window_feature_RAcF": features(rows, capacity or width),
-        "lookback_token_RY": words(rows, lookback) if lookback else None,
-        "lookback_feature_RYF": features(rows, lookback) if lookback else None,
-        "history_RL": words(rows, history) if history else None,
-        "output_count_RV": torch.empty(rows, vocab, dtype=torch.int32, device="meta") if vocab else None,
-        "append": capacity > 0,
-    }
+def _case(name: str, lanes: int, nodes: int, width: int, features: int = 0, capacity: int = 0, **optional: int) -> AotCase:
+    """With a capacity the run is appended. ``optional``: sizes of what the row may have."""
+    sizes = {"B": lanes, "N": nodes, "A": width, "Ac": capacity or width, "J": width + RING_HEADER, "Z": 3, "R": 65, **optional}
+    floats = dict.fromkeys(("feature_BNF", "window_feature_RAcF", "lookback_feature_RYF"), torch.bfloat16)
+    return aot_case(name, CONTRACT, commit_rows, sizes | ({"F": features} if features else {}), append=capacity > 0, **floats)
 
 
 AOT = (
-    AotCase("eagle3-b1-s5-n8", commit_rows, lambda: _call(1, 8, 6, 3 * 4096)),
-    AotCase("eagle3-b8-s5-n64", commit_rows, lambda: _call(8, 64, 6, 3 * 4096)),
-    AotCase("eagle3-b8-s7-chain", commit_rows, lambda: _call(8, 8, 8, 3 * 4096)),
-    AotCase("eagle-b64-s5-n64-penalties", commit_rows, lambda: _call(64, 64, 6, 4096, vocab=128_256)),
-    AotCase("mtp-b8-heads3", commit_rows, lambda: _call(8, 4, 4, 4096, lookback=2)),
-    AotCase("ngram-b8-n128-a128", commit_rows, lambda: _call(8, 128, 128, 0, history=131_072)),
-    AotCase("plain-b8", commit_rows, lambda: _call(8, 1, 1, 0)),
-    AotCase("eagle3-b64-append-c32", commit_rows, lambda: _call(64, 1, 6, 3 * 4096, capacity=32)),
+    _case("eagle3-b1-s5-n8", 1, 8, 6, 3 * 4096),
+    _case("eagle3-b8-s5-n64", 8, 64, 6, 3 * 4096),
+    _case("eagle3-b8-s7-chain", 8, 8, 8, 3 * 4096),
+    _case("eagle-b64-s5-n64-penalties", 64, 64, 6, 4096, V=128_256),
+    _case("mtp-b8-heads3", 8, 4, 4, 4096, Y=2),
+    _case("ngram-b8-n128-a128", 8, 128, 128, L=131_072),
+    _case("plain-b8", 8, 1, 1),
+    _case("eagle3-b64-append-c32", 64, 1, 6, 3 * 4096, capacity=32),
 )

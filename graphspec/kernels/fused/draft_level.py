@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from ..draft_level import OP as CONTRACT
 from ..draft_window import LIVE
-from .launch import AotCase, launch, register
+from ..groups import Beams, Candidates
+from .launch import AotCase, aot_case, launch, register
 
 MINUS_INFINITY = tl.constexpr(-0x7F800001)
 """What :func:`_ordered` makes of -inf."""
@@ -107,67 +106,37 @@ def draft_level(
     lane_row_B: Tensor,
     status_R: Tensor,
     seq_len_R: Tensor,
-    candidate_score_BM: Tensor,
-    candidate_token_BM: Tensor,
-    candidate_parent_BM: Tensor,
-    beam_token_BK: Tensor,
-    beam_index_BK: Tensor,
-    beam_source_BK: Tensor,
-    beam_path_BKS: Tensor,
-    beam_ancestors_BKX: Tensor,
-    beam_valid_BK: Tensor,
-    beam_slot_BK: Tensor,
-    beam_position_BK: Tensor,
-    beam_end_B: Tensor,
-    next_position_B: Tensor,
+    candidates: Candidates,
+    carried: Beams,
 ) -> None:
     lanes, rows, topk = increment_BEK.shape
-    steps, num_words = beam_path_BKS.shape[2], beam_ancestors_BKX.shape[2]
+    steps, num_words = carried.beam_path_BKS.shape[2], carried.beam_ancestors_BKX.shape[2]
     padded = triton.next_power_of_2(rows * topk)
     launch(
         _draft_level, (lanes,),
-        increment_BEK, next_BEK, lane_row_B, status_R, seq_len_R, candidate_score_BM, candidate_token_BM, candidate_parent_BM,
-        beam_token_BK, beam_index_BK, beam_source_BK, beam_path_BKS, beam_ancestors_BKX, beam_valid_BK, beam_slot_BK, beam_position_BK,
-        beam_end_B, next_position_B, level, shift, candidate_score_BM.shape[1], steps,
+        increment_BEK, next_BEK, lane_row_B, status_R, seq_len_R, *candidates, *carried,
+        level, shift, candidates.candidate_score_BM.shape[1], steps,
         K=topk, X=num_words, K_PAD=triton.next_power_of_2(topk), C_PAD=padded, S_PAD=triton.next_power_of_2(steps),
         X_PAD=triton.next_power_of_2(num_words), FIRST=level == 1, BEAMS=beams, LIVE=LIVE,
         num_warps=1 if padded <= 128 else 4 if padded <= 1024 else 8,
     )  # fmt: skip
 
 
-SLOTS = (
-    "candidate_score_BM", "candidate_token_BM", "candidate_parent_BM", "beam_token_BK", "beam_index_BK", "beam_source_BK", "beam_path_BKS",
-    "beam_ancestors_BKX", "beam_valid_BK", "beam_slot_BK", "beam_position_BK", "beam_end_B", "next_position_B",
-)  # fmt: skip
-
-OP = register("draft_level", draft_level, mutates=SLOTS)
+OP = register(CONTRACT, draft_level)
 
 
-def _call(lanes: int, topk: int, level: int, steps: int, num_words: int, beams: bool = True) -> dict[str, Any]:
-    meta, rows = torch.device("meta"), topk if level > 1 else 1
-    sizes = {"B": lanes, "K": topk, "S": steps, "X": num_words, "M": topk + (steps - 1) * topk**2, "R": 9}
-    odd = {"candidate_score_BM": torch.float32, "beam_valid_BK": torch.bool}
-    names = ("lane_row_B", "status_R", "seq_len_R", *SLOTS)
-    slots = {
-        n: torch.empty([sizes[d] for d in n.rpartition("_")[2]], dtype=odd.get(n, torch.int64), device=meta) for n in names
-    }  # fmt: skip
-    return {
-        "increment_BEK": torch.empty(lanes, rows, topk, device=meta),
-        "next_BEK": torch.empty(lanes, rows, topk, dtype=torch.int64, device=meta),
-        "level": level,
-        "beams": beams,
-        "shift": 1,
-        **slots,
-    }
+def _case(name: str, lanes: int, topk: int, level: int, steps: int, num_words: int, beams: bool = True) -> AotCase:
+    sizes = {"B": lanes, "E": topk if level > 1 else 1, "K": topk, "S": steps, "X": num_words, "M": topk + (steps - 1) * topk**2, "R": 9}
+    return aot_case(name, CONTRACT, draft_level, sizes, level=level, beams=beams, shift=1)
 
 
 AOT = (
-    AotCase("k1", draft_level, lambda: _call(1, 1, 2, 5, 1)),
-    AotCase("k4-first", draft_level, lambda: _call(1, 4, 1, 5, 1)),
-    AotCase("k4-b8", draft_level, lambda: _call(8, 4, 2, 5, 1)),
-    AotCase("k8-first", draft_level, lambda: _call(1, 8, 1, 5, 1)),
-    AotCase("k8-b8", draft_level, lambda: _call(8, 8, 3, 5, 1)),
-    AotCase("k8-b8-last", draft_level, lambda: _call(8, 8, 5, 5, 1, beams=False)),
-    AotCase("k32-two-words", draft_level, lambda: _call(8, 32, 2, 4, 2)),
-    AotCase("k63-two-words", draft_level, lambda: _call(1, 63, 2, 3, 2)),
+    _case("k1", 1, 1, 2, 5, 1),
+    _case("k4-first", 1, 4, 1, 5, 1),
+    _case("k4-b8", 8, 4, 2, 5, 1),
+    _case("k8-first", 1, 8, 1, 5, 1),
+    _case("k8-b8", 8, 8, 3, 5, 1),
+    _case("k8-b8-last", 8, 8, 5, 5, 1, beams=False),
+    _case("k32-two-words", 8, 32, 2, 4, 2),
+    _case("k63-two-words", 1, 63, 2, 3, 2),
 )

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from ..draft_topk import OP as CONTRACT
 from ._vocabulary import (
     LOWEST,
     arrive,
@@ -22,7 +21,7 @@ from ._vocabulary import (
     packed_value,
     perturb,
 )  # fmt: skip
-from .launch import AotCase, launch, register, semaphores
+from .launch import AotCase, aot_case, launch, register, semaphores
 
 CHUNK = 1024
 """Columns of a program. Sums of exponentials are added chunk by chunk, so it must not follow the batch."""
@@ -130,35 +129,18 @@ def draft_topk(
     return logprob_BTK, token_BTK
 
 
-def _fake(
-    logits_BTVd: Tensor, topk: int, target_token_Vd: Tensor | None, seed_B: Tensor | None, position_B: Tensor | None,
-    temperature_B: Tensor | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    shape, device = (*logits_BTVd.shape[:2], topk), logits_BTVd.device
-    return torch.empty(shape, dtype=torch.float32, device=device), torch.empty(shape, dtype=torch.int64, device=device)
+OP = register(CONTRACT, draft_topk)
 
 
-OP = register("draft_topk", draft_topk, _fake)
-
-
-def _call(lanes: int, rows: int, vocab: int, topk: int, mapped: bool, noisy: bool) -> dict[str, Any]:
-    def empty(dtype: torch.dtype, *shape: int) -> Tensor:
-        return torch.empty(*shape, dtype=dtype, device="meta")
-
-    return {
-        "logits_BTVd": empty(torch.float32, lanes, rows, vocab),
-        "topk": topk,
-        "target_token_Vd": empty(torch.int64, vocab) if mapped else None,
-        "seed_B": empty(torch.int64, lanes) if noisy else None,
-        "position_B": empty(torch.int64, lanes) if noisy else None,
-        "temperature_B": empty(torch.float32, lanes) if noisy else None,
-    }
+def _case(name: str, lanes: int, rows: int, vocab: int, topk: int, mapped: bool, noisy: bool) -> AotCase:
+    absent = (() if mapped else ("target_token_Vd",)) + (() if noisy else ("seed_B", "position_B", "temperature_B"))
+    return aot_case(name, CONTRACT, draft_topk, {"B": lanes, "T": rows, "Vd": vocab}, topk=topk, **dict.fromkeys(absent))
 
 
 AOT = (
-    AotCase("vd32000-t1-k8", draft_topk, lambda: _call(1, 1, 32000, 8, True, False)),
-    AotCase("vd32000-t8-k8-b8", draft_topk, lambda: _call(8, 8, 32000, 8, True, True)),
-    AotCase("vd32000-t1-k1", draft_topk, lambda: _call(1, 1, 32000, 1, True, False)),
-    AotCase("v128256-t8-k8", draft_topk, lambda: _call(1, 8, 128256, 8, False, False)),
-    AotCase("v128256-k32-b8", draft_topk, lambda: _call(8, 32, 128256, 32, False, True)),
+    _case("vd32000-t1-k8", 1, 1, 32000, 8, True, False),
+    _case("vd32000-t8-k8-b8", 8, 8, 32000, 8, True, True),
+    _case("vd32000-t1-k1", 1, 1, 32000, 1, True, False),
+    _case("v128256-t8-k8", 1, 8, 128256, 8, False, False),
+    _case("v128256-k32-b8", 8, 32, 128256, 32, False, True),
 )

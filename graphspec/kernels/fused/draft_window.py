@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -11,7 +9,9 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..draft_window import LIVE
-from .launch import AotCase, launch, register
+from ..draft_window import OP as CONTRACT
+from ..groups import Window
+from .launch import AotCase, aot_case, launch, register
 
 BLOCK = 2048
 
@@ -76,85 +76,45 @@ def _draft_window(
         tl.store(out_feature + (lane * width + place) * features + channel, copied, mask=within)
 
 
-def _results(
-    lane_row_B: Tensor, window_feature_RAcF: Tensor | None, lookback_token_RY: Tensor | None, width: int, num_words: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    lanes = lane_row_B.shape[0]
-    width += 0 if lookback_token_RY is None else lookback_token_RY.shape[1]
-    token, slot, position = (lane_row_B.new_empty(lanes, width) for _ in range(3))
-    begin, known, following = (lane_row_B.new_empty(lanes) for _ in range(3))
-    valid = lane_row_B.new_empty(lanes, width, dtype=torch.bool)
-    words = lane_row_B.new_empty(lanes, width, num_words)
-    features, dtype = (0, torch.float32) if window_feature_RAcF is None else (window_feature_RAcF.shape[2], window_feature_RAcF.dtype)
-    feature = lane_row_B.new_empty(lanes, width, features, dtype=dtype)
-    return token, valid, slot, position, begin, words, known, following, feature
-
-
 def draft_window(
     lane_row_B: Tensor,
     status_R: Tensor,
     seq_len_R: Tensor,
-    window_len_R: Tensor,
-    window_token_RAc: Tensor,
-    window_feature_RAcF: Tensor | None,
-    lookback_token_RY: Tensor | None,
-    lookback_feature_RYF: Tensor | None,
+    window: Window,
     shift: int,
     width: int,
     num_words: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    results = _results(lane_row_B, window_feature_RAcF, lookback_token_RY, width, num_words)
-    lanes, entries = results[0].shape
-    features = results[-1].shape[2]
+    lanes, features, dtype = lane_row_B.shape[0], 0, torch.float32
+    entries = width + (0 if window.lookback_token_RY is None else window.lookback_token_RY.shape[1])
+    if window.window_feature_RAcF is not None:
+        features, dtype = window.window_feature_RAcF.shape[2], window.window_feature_RAcF.dtype
+    token, slot, position = (lane_row_B.new_empty(lanes, entries) for _ in range(3))
+    begin, known, following = (lane_row_B.new_empty(lanes) for _ in range(3))
+    valid, words = lane_row_B.new_empty(lanes, entries, dtype=torch.bool), lane_row_B.new_empty(lanes, entries, num_words)
+    results = token, valid, slot, position, begin, words, known, following, lane_row_B.new_empty(lanes, entries, features, dtype=dtype)
     launch(
-        _draft_window, (lanes, 1 + entries * triton.cdiv(features, BLOCK)),
-        lane_row_B, status_R, seq_len_R, window_len_R, window_token_RAc, window_feature_RAcF, lookback_token_RY, lookback_feature_RYF,
-        *results, width, window_token_RAc.shape[1], entries - width, features, shift,
+        _draft_window, (lanes, 1 + entries * triton.cdiv(features, BLOCK)), lane_row_B, status_R, seq_len_R, *window,
+        *results, width, window.window_token_RAc.shape[1], entries - width, features, shift,
         X=num_words, U_PAD=triton.next_power_of_2(entries), X_PAD=triton.next_power_of_2(num_words), LIVE=LIVE, BLOCK=BLOCK,
     )  # fmt: skip
     return results
 
 
-def _fake(
-    lane_row_B: Tensor,
-    status_R: Tensor,
-    seq_len_R: Tensor,
-    window_len_R: Tensor,
-    window_token_RAc: Tensor,
-    window_feature_RAcF: Tensor | None,
-    lookback_token_RY: Tensor | None,
-    lookback_feature_RYF: Tensor | None,
-    shift: int,
-    width: int,
-    num_words: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return _results(lane_row_B, window_feature_RAcF, lookback_token_RY, width, num_words)
+OP = register(CONTRACT, draft_window)
 
 
-OP = register("draft_window", draft_window, _fake)
-
-
-def _call(lanes: int, width: int, features: int, lookback: int = 0, num_words: int = 1, capacity: int = 0) -> dict[str, Any]:
-    meta, rows = torch.device("meta"), 9
-    words = {name: torch.empty(rows, dtype=torch.int64, device=meta) for name in ("status_R", "seq_len_R", "window_len_R")}
-    return {
-        "lane_row_B": torch.empty(lanes, dtype=torch.int64, device=meta),
-        **words,
-        "window_token_RAc": torch.empty(rows, capacity or width, dtype=torch.int64, device=meta),
-        "window_feature_RAcF": torch.empty(rows, capacity or width, features, dtype=torch.bfloat16, device=meta) if features else None,
-        "lookback_token_RY": torch.empty(rows, lookback, dtype=torch.int64, device=meta) if lookback else None,
-        "lookback_feature_RYF": torch.empty(rows, lookback, features, dtype=torch.bfloat16, device=meta) if lookback else None,
-        "shift": 1,
-        "width": width,
-        "num_words": num_words,
-    }
+def _case(name: str, lanes: int, width: int, num_words: int = 1, capacity: int = 0, **optional: int) -> AotCase:
+    sizes = {"B": lanes, "R": 9, "Ac": capacity or width, **optional}
+    floats = dict.fromkeys(("window_feature_RAcF", "lookback_feature_RYF"), torch.bfloat16)
+    return aot_case(name, CONTRACT, draft_window, sizes, shift=1, width=width, num_words=num_words, **floats)
 
 
 AOT = (
-    AotCase("llama-8b-a6", draft_window, lambda: _call(1, 6, 12288)),
-    AotCase("llama-8b-b8-a6", draft_window, lambda: _call(8, 6, 12288)),
-    AotCase("llama-8b-a16-no-features", draft_window, lambda: _call(8, 16, 0, num_words=2)),
-    AotCase("deepseek-y3-a5", draft_window, lambda: _call(8, 5, 7168, lookback=3)),
-    AotCase("llama-8b-b8-a6-of-32", draft_window, lambda: _call(8, 6, 12288, capacity=32)),
-    AotCase("llama-8b-b64-all-32", draft_window, lambda: _call(64, 32, 12288)),
+    _case("llama-8b-a6", 1, 6, F=12288),
+    _case("llama-8b-b8-a6", 8, 6, F=12288),
+    _case("llama-8b-a16-no-features", 8, 16, num_words=2),
+    _case("deepseek-y3-a5", 8, 5, F=7168, Y=3),
+    _case("llama-8b-b8-a6-of-32", 8, 6, F=12288, capacity=32),
+    _case("llama-8b-b64-all-32", 64, 32, F=12288),
 )

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from ..filter_logits import OP as CONTRACT
 from ._thresholds import BLOCK, thresholds
 from ._vocabulary import is_finite
-from .launch import AotCase, launch, register
+from .launch import aot_case, launch, register
 
 
 @triton.jit
@@ -40,22 +39,10 @@ def filter_logits(logits_BTV: Tensor, temperature_B: Tensor, top_k_B: Tensor, to
     return out_BTV
 
 
-def _fake(logits_BTV: Tensor, temperature_B: Tensor, top_k_B: Tensor, top_p_B: Tensor, min_p_B: Tensor) -> Tensor:
-    return torch.empty(logits_BTV.shape, dtype=logits_BTV.dtype, device=logits_BTV.device)
+OP = register(CONTRACT, filter_logits)
 
 
-OP = register("filter_logits", filter_logits, _fake)
-
-
-def _call(lanes: int, rows: int, vocab: int) -> dict[str, Any]:
-    meta = torch.device("meta")
-    return {
-        "logits_BTV": torch.empty(lanes, rows, vocab, dtype=torch.float32, device=meta),
-        "temperature_B": torch.empty(lanes, dtype=torch.float32, device=meta),
-        "top_k_B": torch.empty(lanes, dtype=torch.int64, device=meta),
-        "top_p_B": torch.empty(lanes, dtype=torch.float32, device=meta),
-        "min_p_B": torch.empty(lanes, dtype=torch.float32, device=meta),
-    }
-
-
-AOT = (AotCase("vd32000", filter_logits, lambda: _call(1, 1, 32000)), AotCase("v128256-t8", filter_logits, lambda: _call(8, 8, 128256)))
+AOT = (
+    aot_case("vd32000", CONTRACT, filter_logits, {"B": 1, "T": 1, "V": 32000}),
+    aot_case("v128256-t8", CONTRACT, filter_logits, {"B": 8, "T": 8, "V": 128256}),
+)

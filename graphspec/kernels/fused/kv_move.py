@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .launch import AotCase, launch, register
+from ..kv_move import OP as CONTRACT
+from .launch import AotCase, aot_case, launch, register
 
 TILE = 4096
 """Elements one program holds: all rows of a lane, and as many of their channels as fit."""
@@ -64,25 +63,11 @@ def kv_move(
     )  # fmt: skip
 
 
-OP = register("kv_move", kv_move, mutates=("kv_pool",))
+OP = register(CONTRACT, kv_move)
 
 
-def _call(lanes: int, width: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
-    def words(*shape: int) -> Tensor:
-        return torch.empty(*shape, dtype=torch.int64, device="meta")
-
-    return {
-        "kv_pool": torch.empty(32, 2, 1025, 16, 8, 128, dtype=dtype, device="meta"),
-        "table_RP": torch.empty(65, 128, dtype=torch.int32, device="meta"),
-        "seq_len_R": words(65),
-        "path_BA": words(lanes, width),
-        "accept_len_B": words(lanes),
-        "lane_row_B": words(lanes),
-    }
+def _case(name: str, lanes: int, width: int, dtype: torch.dtype = torch.bfloat16) -> AotCase:
+    return aot_case(name, CONTRACT, kv_move, {"B": lanes, "A": width, "R": 65, "P": 128}, kv_pool=(dtype, 32, 2, 1025, 16, 8, 128))
 
 
-AOT = (
-    AotCase("llama-8b-b1-a6", kv_move, lambda: _call(1, 6)),
-    AotCase("llama-8b-b8-a16", kv_move, lambda: _call(8, 16)),
-    AotCase("llama-8b-b8-a128-fp32", kv_move, lambda: _call(8, 128, torch.float32)),
-)
+AOT = (_case("llama-8b-b1-a6", 1, 6), _case("llama-8b-b8-a16", 8, 16), _case("llama-8b-b8-a128-fp32", 8, 128, torch.float32))

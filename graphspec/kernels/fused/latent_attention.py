@@ -17,7 +17,6 @@ through memory twice.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 import triton
@@ -26,7 +25,9 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...errors import ConfigError
-from .launch import AotCase, launch, register
+from ..latent_attention import OP as CONTRACT
+from ..latent_chunk_attention import OP as CHUNK_CONTRACT
+from .launch import AotCase, aot_case, launch, register
 
 SPLIT = 256
 """Fewest slots of a split; doubles until :data:`SPLITS` of them hold a lane."""
@@ -325,49 +326,33 @@ def latent_chunk_attention(
     return _attend(query_latent_BTQL, query_rope_BTQR, latent_pool, layer, table_BP, prefix_begin_BT, slot_BT, valid_BT, None, scale)
 
 
-def _fake(query_latent_BTQL: Tensor, *rest: Any, **named: Any) -> Tensor:
-    return query_latent_BTQL.new_empty(query_latent_BTQL.shape)
+OP = register(CONTRACT, latent_attention)
+CHUNK_OP = register(CHUNK_CONTRACT, latent_chunk_attention)
 
 
-def _chunk_fake(query_latent_BTQL: Tensor, *rest: Any, **named: Any) -> Tensor:
-    return query_latent_BTQL.new_empty(query_latent_BTQL.shape)
-
-
-OP = register("latent_attention", latent_attention, _fake)
-CHUNK_OP = register("latent_chunk_attention", latent_chunk_attention, _chunk_fake)
-
-
-def _call(lanes: int, tokens: int, heads: int, slots: int, words: int = 1, page_size: int = 64, chunk: bool = False) -> dict[str, Any]:
-    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        return torch.empty(*shape, dtype=dtype, device="meta")
-
-    common = {
+def _case(name: str, tokens: int, heads: int, slots: int, lanes: int = 1, words: int = 1, page_size: int = 64) -> AotCase:
+    sizes = {"B": lanes, "T": tokens, "Q": heads, "R": 64, "P": slots // page_size, "X": words}
+    chunk = "chunk" in name
+    return aot_case(
+        name, CHUNK_CONTRACT if chunk else CONTRACT, latent_chunk_attention if chunk else latent_attention, sizes,
         # A batched product per head, seen as tokens by heads.
-        "query_latent_BTQL": empty(heads, lanes * tokens, 512).permute(1, 0, 2).unflatten(0, (lanes, tokens)),
-        "query_rope_BTQR": empty(lanes, tokens, heads, 64),
-        "latent_pool": empty(61, 1, 1 + 131072 // page_size, page_size, 1, 576),
-        "layer": 3,
-        "table_BP": empty(lanes, slots // page_size, dtype=torch.int32),
-        "prefix_begin_BT": empty(lanes, tokens, dtype=torch.int64),
-        "scale": 192**-0.5,
-    }
-    if chunk:
-        slot, valid = empty(lanes, tokens, dtype=torch.int64), empty(lanes, tokens, dtype=torch.bool)
-        return {**common, "slot_BT": slot, "valid_BT": valid}
-    end, ancestors = empty(lanes, dtype=torch.int64), empty(lanes, tokens, words, dtype=torch.int64)
-    return {**common, "prefix_end_B": end, "ancestors_BTX": ancestors}
+        query_latent_BTQL=torch.empty(heads, lanes * tokens, 512, dtype=torch.bfloat16, device="meta")
+        .permute(1, 0, 2).unflatten(0, (lanes, tokens)),
+        query_rope_BTQR=torch.bfloat16, latent_pool=(torch.bfloat16, 61, 1, 1 + 131072 // page_size, page_size, 1, 576),
+        layer=3, scale=192**-0.5,
+    )  # fmt: skip
 
 
 AOT = (
-    AotCase("deepseek-v3-t4", latent_attention, lambda: _call(1, 4, 128, 8192)),
-    AotCase("deepseek-v3-t12-two-groups", latent_attention, lambda: _call(1, 12, 128, 32768)),
-    AotCase("deepseek-v2-lite-t100-two-groups", latent_attention, lambda: _call(1, 100, 16, 32768, words=2)),
-    AotCase("deepseek-v3-t1-one-split", latent_attention, lambda: _call(1, 1, 128, 256)),
-    AotCase("deepseek-v2-lite-t1", latent_attention, lambda: _call(1, 1, 16, 8192)),
-    AotCase("deepseek-v2-lite-b8-t4", latent_attention, lambda: _call(8, 4, 16, 8192)),
-    AotCase("deepseek-v2-lite-page1", latent_attention, lambda: _call(1, 4, 16, 8192, page_size=1)),
-    AotCase("deepseek-v2-lite-page16", latent_attention, lambda: _call(1, 4, 16, 8192, page_size=16)),
-    AotCase("deepseek-v3-chunk256", latent_chunk_attention, lambda: _call(1, 256, 128, 8192, chunk=True)),
-    AotCase("deepseek-v3-chunk2048", latent_chunk_attention, lambda: _call(1, 2048, 128, 8192, chunk=True)),
-    AotCase("deepseek-v2-lite-chunk256", latent_chunk_attention, lambda: _call(1, 256, 16, 8192, chunk=True)),
+    _case("deepseek-v3-t4", 4, 128, 8192),
+    _case("deepseek-v3-t12-two-groups", 12, 128, 32768),
+    _case("deepseek-v2-lite-t100-two-groups", 100, 16, 32768, words=2),
+    _case("deepseek-v3-t1-one-split", 1, 128, 256),
+    _case("deepseek-v2-lite-t1", 1, 16, 8192),
+    _case("deepseek-v2-lite-b8-t4", 4, 16, 8192, lanes=8),
+    _case("deepseek-v2-lite-page1", 4, 16, 8192, page_size=1),
+    _case("deepseek-v2-lite-page16", 4, 16, 8192, page_size=16),
+    _case("deepseek-v3-chunk256", 256, 128, 8192),
+    _case("deepseek-v3-chunk2048", 2048, 128, 8192),
+    _case("deepseek-v2-lite-chunk256", 256, 16, 8192),
 )

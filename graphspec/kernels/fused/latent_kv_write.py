@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .launch import AotCase, launch, register
+from ..latent_kv_write import OP as CONTRACT
+from .launch import AotCase, aot_case, launch, register
 
 HEADS = 16
 """Query heads a program rotates."""
@@ -99,49 +98,21 @@ def latent_kv_write(
     return out
 
 
-def _fake(
-    latent_pool: Tensor,
-    layer: int,
-    latent_BTE: Tensor,
-    query_rope_BTQR: Tensor,
-    norm_weight_L: Tensor,
-    rope_LD: Tensor,
-    rope_row_BT: Tensor,
-    table_BP: Tensor,
-    slot_BT: Tensor,
-    valid_BT: Tensor,
-    eps: float,
-    interleaved: bool,
-) -> Tensor:
-    return query_rope_BTQR.new_empty(query_rope_BTQR.shape)
+OP = register(CONTRACT, latent_kv_write)
 
 
-OP = register("latent_kv_write", latent_kv_write, _fake, mutates=("latent_pool",))
-
-
-def _call(lanes: int, tokens: int, heads: int, interleaved: bool) -> dict[str, Any]:
-    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        return torch.empty(*shape, dtype=dtype, device="meta")
-
-    return {
-        "latent_pool": empty(61, 1, 2049, 64, 1, 576),
-        "layer": 3,
-        "latent_BTE": empty(lanes, tokens, 576),
-        "query_rope_BTQR": empty(lanes, tokens, heads, 192)[..., 128:],
-        "norm_weight_L": empty(512),
-        "rope_LD": empty(4096, 64, dtype=torch.float32),
-        "rope_row_BT": empty(lanes, tokens, dtype=torch.int64),
-        "table_BP": empty(lanes, 256, dtype=torch.int32),
-        "slot_BT": empty(lanes, tokens, dtype=torch.int64),
-        "valid_BT": empty(lanes, tokens, dtype=torch.bool),
-        "eps": 1e-6,
-        "interleaved": interleaved,
-    }
+def _case(name: str, lanes: int, tokens: int, heads: int, interleaved: bool) -> AotCase:
+    query = torch.empty(lanes, tokens, heads, 192, dtype=torch.bfloat16, device="meta")[..., 128:]
+    sizes, pool = {"B": lanes, "T": tokens, "E": 576, "L": 512, "P": 256}, (torch.bfloat16, 61, 1, 2049, 64, 1, 576)
+    return aot_case(
+        name, CONTRACT, latent_kv_write, sizes, latent_pool=pool, layer=3, latent_BTE=torch.bfloat16, query_rope_BTQR=query,
+        norm_weight_L=torch.bfloat16, rope_LD=(torch.float32, 4096, 64), eps=1e-6, interleaved=interleaved,
+    )  # fmt: skip
 
 
 AOT = (
-    AotCase("deepseek-v3-t4", latent_kv_write, lambda: _call(1, 4, 128, True)),
-    AotCase("deepseek-v3-b8-t61", latent_kv_write, lambda: _call(8, 61, 128, True)),
-    AotCase("deepseek-v2-lite-t1", latent_kv_write, lambda: _call(1, 1, 16, True)),
-    AotCase("halves-t4", latent_kv_write, lambda: _call(1, 4, 128, False)),
+    _case("deepseek-v3-t4", 1, 4, 128, True),
+    _case("deepseek-v3-b8-t61", 8, 61, 128, True),
+    _case("deepseek-v2-lite-t1", 1, 1, 16, True),
+    _case("halves-t4", 1, 4, 128, False),
 )

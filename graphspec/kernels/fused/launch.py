@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
-import inspect
-import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -15,8 +12,11 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._pytree import tree_map_only
 
 from ...errors import CaptureError
+from ..op import KernelOp, Signature
 from .hopper import MULTIPROCESSORS
 
 NAMESPACE = "graphspec"
@@ -97,6 +97,11 @@ class AotCase:
     arguments: Callable[[], dict[str, Any]]
 
 
+def aot_case(name: str, op: KernelOp, launcher: Callable[..., Any], sizes: Mapping[str, int], **given: Any) -> AotCase:
+    """A call of an op's launcher in these sizes; see :meth:`~graphspec.kernels.op.KernelOp.without_data`."""
+    return AotCase(name, launcher, lambda: op.signature.gather(op.without_data(sizes, **given)))
+
+
 @dataclass(slots=True)
 class _Recorder:
     launches: list[Launch] = field(default_factory=list)
@@ -113,7 +118,7 @@ def use_programmatic_launch(enabled: bool) -> None:
 
 @contextmanager
 def recording() -> Iterator[list[Launch]]:
-    """Inside, :func:`launch` runs nothing and keeps a list."""
+    """Inside, :func:`launch` runs nothing and keeps a list; operators over fake and ``meta`` tensors add what they would launch."""
     recorder = _Recorder()
     token = _recorder.set(recorder)
     try:
@@ -153,39 +158,75 @@ def launch(kernel: Any, grid: Sequence[int], *args: Any, num_warps: int = 4, num
         kernel[tuple(grid)](*args, **constexprs, num_warps=num_warps, num_stages=num_stages, **extra)
 
 
-def no_result(*arguments: Any, **named: Any) -> None:
-    """The fake of an op that only writes its arguments."""
+def _without_data(value: Any) -> Any:
+    """``value`` with ``meta`` tensors in place of tensors."""
+
+    def empty(tensor: Tensor) -> Tensor:
+        # With its place in its storage: where that is no multiple of 16 bytes, Triton compiles another kernel.
+        whole = torch.empty(tensor.untyped_storage().nbytes() // tensor.element_size(), dtype=tensor.dtype, device="meta")
+        return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    return tree_map_only(Tensor, empty, value)
 
 
-def register(
-    name: str, launcher: Callable[..., Any], fake: Callable[..., Any] = no_result, mutates: Sequence[str] = ()
-) -> Callable[..., Any]:
-    """The launcher as operator ``graphspec::name``: opaque to the compiler, and known to fake tensors.
+def dry_call(launcher: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    """What a call returns, as ``meta`` tensors; nothing runs, and a :func:`recording` around it has its launches.
 
     Args:
-        name: of the op.
-        launcher: annotated with plain types; returns fresh tensors, never its arguments.
-        fake: shapes and dtypes of the results; default: there are none.
-        mutates: arguments written in place.
+        launcher: returns fresh tensors, never its arguments.
+        arguments, named: of the call; of tensors only shape, strides, dtype and place in memory count.
     """
-    defaults = {key: value.default for key, value in inspect.signature(launcher).parameters.items() if value.default is not value.empty}
-    if not set(mutates) & set(defaults):
-        op = torch.library.custom_op(f"{NAMESPACE}::{name}", launcher, mutates_args=tuple(mutates))
-        op.register_fake(fake)
-        return op
-    # Arguments that have their default are not handed on, and torch 2.11 then misses those that are written. So the operator has no
-    # defaults, and they are filled in in front of it.
-    schema = re.sub(r"=[^,)]+", "", torch.library.infer_schema(launcher, mutates_args=tuple(mutates)))
-    op = torch.library.custom_op(f"{NAMESPACE}::{name}", launcher, mutates_args=tuple(mutates), schema=schema)
-    op.register_fake(fake)
-    names = tuple(inspect.signature(launcher).parameters)
+    outer = _recorder.get()
+    with unset_fake_temporarily(), recording() as launches:
+        arguments, named = _without_data((arguments, named))
+        result = launcher(*arguments, **named)
+    if outer is not None:
+        outer.launches += launches
+    return result
 
-    @functools.wraps(launcher)
-    def call(*arguments: Any, **named: Any) -> Any:
-        missing = {key: defaults[key] for key in names[len(arguments) :] if key in defaults and key not in named}
-        return op(*arguments, **named, **missing)
 
-    return call
+def like_first(first: Tensor, *rest: object) -> Tensor:
+    """The fake of an operator whose result is shaped as its first argument."""
+    return first.new_empty(first.shape)
+
+
+def operator(
+    name: str, function: Callable[..., Any], signature: Signature | None = None, fake: Callable[..., Any] | None = None
+) -> Callable[..., Any]:
+    """``function`` as operator ``graphspec::name``: opaque to the compiler, and known to fake tensors.
+
+    Args:
+        name: of the operator.
+        function: annotated with plain types and groups of them; returns fresh tensors, never its arguments.
+        signature: None: that of the function.
+        fake: results for fake tensors, from the flat arguments; None: ``function`` only launches, and is called without launching.
+
+    Returns:
+        A function with the signature, defaults included. The operator itself takes flat arguments without defaults: torch hands on no
+        argument that has its default, and 2.11 then misses those that are written.
+    """
+    border = Signature(function) if signature is None else signature
+    kernel = border.taking_flat(function)
+
+    def empty_results(*flat: Any) -> Any:
+        device = next(value.device for value in flat if isinstance(value, Tensor))
+        result = dry_call(kernel, *flat)
+        return tree_map_only(Tensor, lambda x: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device), result)
+
+    made = torch.library.custom_op(f"{NAMESPACE}::{name}", kernel, mutates_args=border.written)
+    made.register_fake(empty_results if fake is None else fake)
+    return border.giving_flat(made)
+
+
+def launcher(op: KernelOp) -> Callable[..., Any]:
+    """The plain function behind an op's fused implementation; it has the op's name."""
+    found: Callable[..., Any] = getattr(importlib.import_module(op.implementations["fused"].partition(":")[0]), op.name)
+    return found
+
+
+def register(op: KernelOp, launcher: Callable[..., Any]) -> Callable[..., Any]:
+    """The launcher of an op as an operator of that op's name and signature; see :func:`operator`."""
+    return operator(op.name, launcher, op.signature)
 
 
 def multiprocessors(device: torch.device) -> int:

@@ -6,7 +6,6 @@ product asks for its weights first and adds a few numbers while they arrive. The
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -19,7 +18,7 @@ from ...errors import CaptureError
 from ..formulas import rms_norm
 from ..linear import Hidden, ResidualStream, finish, hidden_of
 from ._linear import _linear, _row_squares
-from .launch import AotCase, launch, register, semaphores
+from .launch import AotCase, launch, operator, semaphores
 from .linear_choice import LinearConfig, LinearShape, LinearTable, decoded, fast_config, invariant_config
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -168,26 +167,8 @@ def linear_summed(
     return out, sums
 
 
-def _fake(*arguments: Any, **named: Any) -> Tensor:
-    call = _CALL.bind(*arguments, **named).arguments
-    x, weight = call["x"], call["weight"]
-    outputs = weight.shape[0] // 2 if call.get("gated") else weight.shape[0]
-    out: Tensor = x.new_empty((*x.shape[:-1], outputs), dtype=torch.float32 if call.get("float32") else x.dtype)
-    return out
-
-
-def _fake_summed(*arguments: Any, **named: Any) -> tuple[Tensor, Tensor]:
-    call = _CALL.bind(*arguments, **named)
-    call.apply_defaults()
-    x, weight, bias, norm_weight, _, _, residual, gated, float32, squares, config = call.args
-    use = _used(shape_of(x, weight, bias, norm_weight, residual, gated, float32, squares), config)
-    out = _fake(*arguments, **named)
-    return out, x.new_empty((*x.shape[:-1], triton.cdiv(out.shape[-1], use.tile_outputs)), dtype=torch.float32)
-
-
-_CALL = inspect.signature(linear)
-OP = register("linear", linear, _fake)
-SUMMED = register("linear_summed", linear_summed, _fake_summed)
+OP = operator("linear", linear)
+SUMMED = operator("linear_summed", linear_summed)
 
 
 def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None, float32: bool = False) -> Tensor:
@@ -203,11 +184,7 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None, float32: bool 
     return out.float() if float32 else out
 
 
-def _fake_matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None, float32: bool = False) -> Tensor:
-    return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=torch.float32 if float32 else x.dtype)
-
-
-MATMUL = register("matmul", matmul, _fake_matmul)
+MATMUL = operator("matmul", matmul)
 
 
 class Products(NamedTuple):

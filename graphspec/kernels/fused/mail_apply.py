@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from ..groups import Bias, Lanes, Penalties, RowRequest, Truncation
 from ..mail_apply import FREE, JOIN_WORDS
-from .launch import AotCase, launch, register
+from ..mail_apply import OP as CONTRACT
+from .launch import AotCase, aot_case, launch, register
 
 BLOCK = 256
 COUNTS = 4096
@@ -141,86 +141,33 @@ def mail_apply(
     aborts_at: int,
     pages_at: int,
     join_at: int,
-    lane_row_B: Tensor,
-    lane_table_BP: Tensor,
-    lane_seed_B: Tensor,
-    lane_temperature_B: Tensor,
-    status_R: Tensor,
-    budget_R: Tensor,
-    seed_R: Tensor,
-    temperature_R: Tensor,
-    draft_len_R: Tensor,
-    stop_id_RE: Tensor,
-    page_table_RP: Tensor,
-    top_k_R: Tensor | None = None,
-    top_p_R: Tensor | None = None,
-    min_p_R: Tensor | None = None,
-    repetition_R: Tensor | None = None,
-    presence_R: Tensor | None = None,
-    frequency_R: Tensor | None = None,
-    output_count_RV: Tensor | None = None,
-    prompt_seen_RV: Tensor | None = None,
-    bias_id_RI: Tensor | None = None,
-    bias_value_RI: Tensor | None = None,
-    stop_from_R: Tensor | None = None,
+    lanes: Lanes,
+    rows: RowRequest,
+    truncation: Truncation | None = None,
+    penalties: Penalties | None = None,
+    bias: Bias | None = None,
 ) -> None:
-    lanes, vocab = lane_row_B.shape[0], 0 if output_count_RV is None else output_count_RV.shape[1]
-    biased = 0 if bias_id_RI is None else bias_id_RI.shape[1]
+    programs, vocab = len(lanes.lane_row_B), 0 if penalties is None else penalties.output_count_RV.shape[1]
     launch(
-        _mail_apply, (1 + lanes + triton.cdiv(vocab, COUNTS),),
-        mail, lane_row_B, lane_table_BP, lane_seed_B, lane_temperature_B,
-        status_R, budget_R, seed_R, temperature_R, draft_len_R, stop_id_RE, page_table_RP,
-        top_k_R, top_p_R, min_p_R, repetition_R, presence_R, frequency_R, output_count_RV, prompt_seen_RV,
-        bias_id_RI, bias_value_RI, stop_from_R, lanes_at, aborts_at, pages_at, join_at, vocab,
-        LANES=lanes, ABORTS=pages_at - aborts_at, UPDATES=(join_at - pages_at) // 3, COLUMNS=page_table_RP.shape[1],
-        STOPS=stop_id_RE.shape[1], BIASED=biased,
-        TRUNCATE=top_k_R is not None, PENALTIES=repetition_R is not None, BIAS=stop_from_R is not None, FREE=FREE, JOIN_WORDS=JOIN_WORDS,
+        _mail_apply, (1 + programs + triton.cdiv(vocab, COUNTS),),
+        mail, *lanes, *rows, *(truncation or (None,) * 3), *(penalties or (None,) * 5), *(bias or (None,) * 3),
+        lanes_at, aborts_at, pages_at, join_at, vocab,
+        LANES=programs, ABORTS=pages_at - aborts_at, UPDATES=(join_at - pages_at) // 3, COLUMNS=rows.page_table_RP.shape[1],
+        STOPS=rows.stop_id_RE.shape[1], BIASED=0 if bias is None else bias.bias_id_RI.shape[1],
+        TRUNCATE=truncation is not None, PENALTIES=penalties is not None, BIAS=bias is not None, FREE=FREE, JOIN_WORDS=JOIN_WORDS,
         BLOCK=BLOCK, COUNTS=COUNTS,
     )  # fmt: skip
 
 
-SLOTS = (
-    "lane_row_B", "lane_table_BP", "lane_seed_B", "lane_temperature_B",
-    "status_R", "budget_R", "seed_R", "temperature_R", "draft_len_R", "stop_id_RE", "page_table_RP",
-    "top_k_R", "top_p_R", "min_p_R", "repetition_R", "presence_R", "frequency_R", "output_count_RV", "prompt_seen_RV",
-    "bias_id_RI", "bias_value_RI", "stop_from_R",
-)  # fmt: skip
-
-OP = register("mail_apply", mail_apply, mutates=SLOTS)
+OP = register(CONTRACT, mail_apply)
 
 
-def _call(lanes: int, rows: int, columns: int, updates: int, everything: bool, stops: int = 8, biased: int = 32) -> dict[str, Any]:
-    meta = torch.device("meta")
-
-    def slot(name: str) -> Tensor | None:
-        sizes = {"R": rows, "P": columns, "E": stops, "I": biased, "V": 128256, "B": lanes}
-        dtype = torch.int64
-        if name in (
-            "lane_temperature_B",
-            "temperature_R",
-            "top_p_R",
-            "min_p_R",
-            "repetition_R",
-            "presence_R",
-            "frequency_R",
-            "bias_value_RI",
-        ):
-            dtype = torch.float32
-        elif name in ("lane_table_BP", "page_table_RP", "output_count_RV"):
-            dtype = torch.int32
-        elif name == "prompt_seen_RV":
-            dtype = torch.int8
-        return torch.empty([sizes[letter] for letter in name.rpartition("_")[2]], dtype=dtype, device=meta)
-
-    used = SLOTS if everything else SLOTS[:11]
-    at = (0, lanes, lanes + rows, lanes + rows + 3 * updates)
-    mail = torch.empty(at[3] + JOIN_WORDS + stops + 2 * biased + 2053, dtype=torch.int64, device=meta)
-    offsets = dict(zip(("lanes_at", "aborts_at", "pages_at", "join_at"), at, strict=True))
-    return {"mail": mail, **offsets, **{name: slot(name) for name in used}}
+def _case(name: str, lanes: int, rows: int, updates: int, everything: bool = False) -> AotCase:
+    sizes = {"B": lanes, "R": rows, "P": 514, "E": 8, "I": 32, "V": 128256}
+    at = {"lanes_at": 0, "aborts_at": lanes, "pages_at": lanes + rows, "join_at": lanes + rows + 3 * updates}
+    mail = (torch.int64, at["join_at"] + JOIN_WORDS + sizes["E"] + 2 * sizes["I"] + 2053)
+    absent = () if everything else ("truncation", "penalties", "bias")
+    return aot_case(name, CONTRACT, mail_apply, sizes, mail=mail, **at, **dict.fromkeys(absent))
 
 
-AOT = (
-    AotCase("llama-8b", mail_apply, lambda: _call(1, 2, 514, 130, False)),
-    AotCase("llama-8b-b8", mail_apply, lambda: _call(8, 9, 514, 131, False)),
-    AotCase("llama-8b-b8-all-groups", mail_apply, lambda: _call(8, 9, 514, 131, True)),
-)
+AOT = (_case("llama-8b", 1, 2, 130), _case("llama-8b-b8", 8, 9, 131), _case("llama-8b-b8-all-groups", 8, 9, 131, everything=True))

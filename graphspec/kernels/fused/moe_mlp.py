@@ -16,7 +16,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .launch import AotCase, launch, register, semaphores
+from ..moe_mlp import OP as CONTRACT
+from .launch import AotCase, aot_case, launch, register, semaphores
 
 SCANNED = 512
 """Most choices (tokens x experts of a token) that programs look through themselves."""
@@ -189,24 +190,7 @@ def moe_mlp(x_TH: Tensor, index_TK: Tensor, weight_TK: Tensor, gate_up_EFH: Tens
     return out
 
 
-def _fake(x_TH: Tensor, index_TK: Tensor, weight_TK: Tensor, gate_up_EFH: Tensor, down_EHF: Tensor) -> Tensor:
-    return x_TH.new_empty(x_TH.shape)
-
-
-OP = register("moe_mlp", moe_mlp, _fake)
-
-
-def _call(tokens: int, experts: int, topk: int, hidden: int, width: int) -> dict[str, Any]:
-    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        return torch.empty(*shape, dtype=dtype, device="meta")
-
-    return {
-        "x_TH": empty(tokens, hidden),
-        "index_TK": empty(tokens, topk, dtype=torch.int64),
-        "weight_TK": empty(tokens, topk, dtype=torch.float32),
-        "gate_up_EFH": empty(experts, 2 * width, hidden),
-        "down_EHF": empty(experts, hidden, width),
-    }
+OP = register(CONTRACT, moe_mlp)
 
 
 _MODELS = {
@@ -214,10 +198,13 @@ _MODELS = {
     "deepseek-v2-lite": (64, 6, 2048, 1408),
     "qwen3-30b-a3b": (128, 8, 2048, 768),
 }
+"""Experts, chosen ones, hidden size and width."""
 
 
 def _case(name: str, tokens: int) -> AotCase:
-    return AotCase(f"{name}-t{tokens}", moe_mlp, lambda: _call(tokens, *_MODELS[name]))
+    experts, topk, hidden, width = _MODELS[name]
+    sizes, both = {"T": tokens, "K": topk, "E": experts, "H": hidden, "F": width}, (torch.bfloat16, experts, 2 * width, hidden)
+    return aot_case(f"{name}-t{tokens}", CONTRACT, moe_mlp, sizes, x_TH=torch.bfloat16, gate_up_EFH=both, down_EHF=torch.bfloat16)
 
 
 AOT = tuple(_case(name, tokens) for name in _MODELS for tokens in (1, 8, 32, 256, 2048))

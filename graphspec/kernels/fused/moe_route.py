@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -11,7 +9,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..moe_route import NORM_EPS
-from .launch import AotCase, launch, register
+from ..moe_route import OP as CONTRACT
+from .launch import AotCase, aot_case, launch, register
 
 
 @triton.jit
@@ -111,45 +110,20 @@ def moe_route(
     return index, weight
 
 
-def _fake(
-    logits_TE: Tensor,
-    bias_E: Tensor | None,
-    valid_T: Tensor,
-    topk: int,
-    groups: int,
-    topk_groups: int,
-    group_best: int,
-    sigmoid: bool,
-    normalize: bool,
-    scaling: float,
-) -> tuple[Tensor, Tensor]:
-    tokens = logits_TE.shape[0]
-    return logits_TE.new_empty(tokens, topk, dtype=torch.int64), logits_TE.new_empty(tokens, topk)
+OP = register(CONTRACT, moe_route)
 
 
-OP = register("moe_route", moe_route, _fake)
-
-
-def _call(tokens: int, experts: int, topk: int, groups: int, topk_groups: int, sigmoid: bool, normalize: bool) -> dict[str, Any]:
-    meta = torch.device("meta")
-    return {
-        "logits_TE": torch.empty(tokens, experts, device=meta),
-        "bias_E": torch.empty(experts, device=meta) if sigmoid else None,
-        "valid_T": torch.empty(tokens, dtype=torch.bool, device=meta),
-        "topk": topk,
-        "groups": groups,
-        "topk_groups": topk_groups,
-        "group_best": 2 if sigmoid else 1,
-        "sigmoid": sigmoid,
-        "normalize": normalize,
-        "scaling": 2.5,
-    }
+def _case(name: str, tokens: int, experts: int, topk: int, groups: int, topk_groups: int, sigmoid: bool, normalize: bool) -> AotCase:
+    return aot_case(
+        name, CONTRACT, moe_route, {"T": tokens, "E": experts}, topk=topk, groups=groups, topk_groups=topk_groups,
+        group_best=2 if sigmoid else 1, sigmoid=sigmoid, normalize=normalize, scaling=2.5, **({} if sigmoid else {"bias_E": None}),
+    )  # fmt: skip
 
 
 AOT = (
-    AotCase("deepseek-v3", moe_route, lambda: _call(8, 256, 8, 8, 4, True, True)),
-    AotCase("deepseek-v2", moe_route, lambda: _call(8, 160, 6, 8, 3, False, False)),
-    AotCase("deepseek-v2-lite", moe_route, lambda: _call(1, 64, 6, 1, 1, False, False)),
-    AotCase("qwen3-30b-a3b", moe_route, lambda: _call(32, 128, 8, 1, 1, False, True)),
-    AotCase("kimi-k2", moe_route, lambda: _call(1, 384, 8, 1, 1, True, True)),
+    _case("deepseek-v3", 8, 256, 8, 8, 4, True, True),
+    _case("deepseek-v2", 8, 160, 6, 8, 3, False, False),
+    _case("deepseek-v2-lite", 1, 64, 6, 1, 1, False, False),
+    _case("qwen3-30b-a3b", 32, 128, 8, 1, 1, False, True),
+    _case("kimi-k2", 1, 384, 8, 1, 1, True, True),
 )

@@ -7,17 +7,16 @@ to run, the paths don't: they are maxima of ranks that no two occurrences share.
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..draft_window import LIVE
+from ..groups import Candidates
+from ..ngram_match import OP as CONTRACT
 from ..ngram_match import PATH_COST
-from .launch import AotCase, launch, register, semaphores
+from .launch import AotCase, aot_case, launch, register, semaphores
 
 BLOCK = 1024
 """Places one program looks at."""
@@ -157,9 +156,7 @@ def ngram_match(
     lane_row_B: Tensor,
     status_R: Tensor,
     seq_len_R: Tensor,
-    candidate_score_BM: Tensor,
-    candidate_token_BM: Tensor,
-    candidate_parent_BM: Tensor,
+    candidates: Candidates,
     num_paths: int,
     depth: int,
     min_match: int,
@@ -169,36 +166,24 @@ def ngram_match(
     ranks, paths = history_RL.new_empty(lanes, width), history_RL.new_empty(lanes, num_paths, depth)
     launch(
         _ngram_match, (lanes, triton.cdiv(width, BLOCK)),
-        history_RL, lane_row_B, status_R, seq_len_R, candidate_score_BM, candidate_token_BM, candidate_parent_BM,
+        history_RL, lane_row_B, status_R, seq_len_R, *candidates,
         ranks, paths, semaphores(history_RL.device, 2 * lanes), lanes, width,
         K=num_paths, S=depth, K_PAD=triton.next_power_of_2(num_paths), S_PAD=triton.next_power_of_2(depth), MIN=min_match, MAX=max_match,
         PATH_COST=PATH_COST, LIVE=LIVE, BLOCK=BLOCK, MERGE=MERGE,
     )  # fmt: skip
 
 
-OP = register("ngram_match", ngram_match, mutates=("candidate_score_BM", "candidate_token_BM", "candidate_parent_BM"))
+OP = register(CONTRACT, ngram_match)
 
 
-def _call(lanes: int, width: int, num_paths: int, depth: int) -> dict[str, Any]:
-    meta, rows, pool = torch.device("meta"), lanes + 1, num_paths * depth
-    return {
-        "history_RL": torch.empty(rows, width, dtype=torch.int64, device=meta),
-        "lane_row_B": torch.empty(lanes, dtype=torch.int64, device=meta),
-        "status_R": torch.empty(rows, dtype=torch.int64, device=meta),
-        "seq_len_R": torch.empty(rows, dtype=torch.int64, device=meta),
-        "candidate_score_BM": torch.empty(lanes, pool, device=meta),
-        "candidate_token_BM": torch.empty(lanes, pool, dtype=torch.int64, device=meta),
-        "candidate_parent_BM": torch.empty(lanes, pool, dtype=torch.int64, device=meta),
-        "num_paths": num_paths,
-        "depth": depth,
-        "min_match": 1,
-        "max_match": 12,
-    }
+def _case(name: str, lanes: int, width: int, num_paths: int, depth: int) -> AotCase:
+    sizes = {"B": lanes, "R": lanes + 1, "L": width, "M": num_paths * depth}
+    return aot_case(name, CONTRACT, ngram_match, sizes, num_paths=num_paths, depth=depth, min_match=1, max_match=12)
 
 
 AOT = (
-    AotCase("l8192-k1-s6", ngram_match, lambda: _call(1, 8224, 1, 6)),
-    AotCase("l8192-b8-k4-s6", ngram_match, lambda: _call(8, 8224, 4, 6)),
-    AotCase("l8192-b8-k8-s8", ngram_match, lambda: _call(8, 8224, 8, 8)),
-    AotCase("l131072-b8-k32-s16", ngram_match, lambda: _call(8, 131072, 32, 16)),
+    _case("l8192-k1-s6", 1, 8224, 1, 6),
+    _case("l8192-b8-k4-s6", 8, 8224, 4, 6),
+    _case("l8192-b8-k8-s8", 8, 8224, 8, 8),
+    _case("l131072-b8-k32-s16", 8, 131072, 32, 16),
 )

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from ..noise import OP as CONTRACT
 from ._vocabulary import counter_hash, gumbel, hash_words
-from .launch import AotCase, launch, register
+from .launch import aot_case, launch, register
 
 CHUNK = 1024
 
@@ -38,20 +37,10 @@ def gumbel_noise(seed_B: Tensor, position_BT: Tensor, token_V: Tensor) -> Tensor
     return out_BTV
 
 
-def _fake(seed_B: Tensor, position_BT: Tensor, token_V: Tensor) -> Tensor:
-    return torch.empty(*position_BT.shape, token_V.shape[0], dtype=torch.float32, device=seed_B.device)
+OP = register(CONTRACT, gumbel_noise)
 
 
-OP = register("gumbel_noise", gumbel_noise, _fake)
-
-
-def _call(lanes: int, positions: int, vocab: int) -> dict[str, Any]:
-    meta = torch.device("meta")
-    return {
-        "seed_B": torch.empty(lanes, dtype=torch.int64, device=meta),
-        "position_BT": torch.empty(lanes, positions, dtype=torch.int64, device=meta),
-        "token_V": torch.empty(vocab, dtype=torch.int64, device=meta),
-    }
-
-
-AOT = (AotCase("v128256-t8", gumbel_noise, lambda: _call(8, 8, 128256)), AotCase("vd32000", gumbel_noise, lambda: _call(1, 1, 32000)))
+AOT = (
+    aot_case("v128256-t8", CONTRACT, gumbel_noise, {"B": 8, "T": 8, "V": 128256}),
+    aot_case("vd32000", CONTRACT, gumbel_noise, {"B": 1, "T": 1, "V": 32000}),
+)

@@ -10,7 +10,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .launch import AotCase, launch, register
+from ..rope_kv_write import OP as CONTRACT
+from .launch import AotCase, aot_case, launch, register
 
 HEADS_PER_PROGRAM = 8
 
@@ -141,37 +142,17 @@ def rope_kv_write(
     return out
 
 
-def _fake(query_BTQD: Tensor, *rest: Any, **named: Any) -> Tensor:
-    return query_BTQD.new_empty(query_BTQD.shape)
+OP = register(CONTRACT, rope_kv_write)
 
 
-OP = register("rope_kv_write", rope_kv_write, _fake, mutates=("kv_pool",))
+def _case(name: str, lanes: int, tokens: int, **norm: Any) -> AotCase:
+    projected = torch.empty(lanes, tokens, 48, 128, dtype=torch.bfloat16, device="meta")
+    query, key, value = projected.split((32, 8, 8), 2)
+    return aot_case(
+        name, CONTRACT, rope_kv_write, {"B": lanes, "T": tokens, "P": 128}, query_BTQD=query, key_BTGD=key, value_BTGD=value,
+        rope_LD=(torch.float32, 4096, 128), kv_pool=(torch.bfloat16, 32, 2, 1025, 16, 8, 128), layer=5, **norm,
+    )  # fmt: skip
 
 
-def _call(lanes: int, tokens: int, norm: bool) -> dict[str, Any]:
-    def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    fused = meta(lanes, tokens, 48, 128)
-    query, key, value = fused.split((32, 8, 8), 2)
-    call: dict[str, Any] = {
-        "query_BTQD": query,
-        "key_BTGD": key,
-        "value_BTGD": value,
-        "rope_LD": meta(4096, 128, dtype=torch.float32),
-        "rope_row_BT": meta(lanes, tokens, dtype=torch.int64),
-        "kv_pool": meta(32, 2, 1025, 16, 8, 128),
-        "layer": 5,
-        "table_BP": meta(lanes, 128, dtype=torch.int32),
-        "slot_BT": meta(lanes, tokens, dtype=torch.int64),
-        "valid_BT": meta(lanes, tokens, dtype=torch.bool),
-    }
-    if norm:
-        call |= {"query_norm": meta(128), "key_norm": meta(128), "norm_eps": 1e-6}
-    return call
-
-
-AOT = (
-    AotCase("llama-8b-t8", rope_kv_write, lambda: _call(1, 8, False)),
-    AotCase("qwen3-8b-b8-t64", rope_kv_write, lambda: _call(8, 64, True)),
-)
+HEAD_NORM = (torch.bfloat16, 128)
+AOT = (_case("llama-8b-t8", 1, 8), _case("qwen3-8b-b8-t64", 8, 64, query_norm=HEAD_NORM, key_norm=HEAD_NORM, norm_eps=1e-6))

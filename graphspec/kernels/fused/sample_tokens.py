@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from ..sample_tokens import OP as CONTRACT
 from ._thresholds import BLOCK, Split, thresholds
 from ._vocabulary import LOWEST, arrive, hash_words, is_finite, pack, packed_index, packed_value, perturb
-from .launch import AotCase, launch, register, semaphores
+from .launch import AotCase, aot_case, launch, register, semaphores
 
 
 @triton.jit
@@ -89,38 +88,20 @@ def sample_tokens(
     return token_BT, sound_BT
 
 
-def _fake(
-    logits_BTV: Tensor, temperature_B: Tensor | None, seed_B: Tensor | None, position_BT: Tensor | None, top_k_B: Tensor | None,
-    top_p_B: Tensor | None, min_p_B: Tensor | None, strict: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    shape, device = logits_BTV.shape[:2], logits_BTV.device
-    return torch.empty(shape, dtype=torch.int64, device=device), torch.empty(shape, dtype=torch.bool, device=device)
+OP = register(CONTRACT, sample_tokens)
 
 
-OP = register("sample_tokens", sample_tokens, _fake)
-
-
-def _call(lanes: int, rows: int, noisy: bool = False, filtered: bool = False, strict: bool = True) -> dict[str, Any]:
-    def empty(dtype: torch.dtype, *shape: int) -> Tensor:
-        return torch.empty(*shape, dtype=dtype, device="meta")
-
-    return {
-        "logits_BTV": empty(torch.float32, lanes, rows, 128256),
-        "temperature_B": empty(torch.float32, lanes) if noisy else None,
-        "seed_B": empty(torch.int64, lanes) if noisy else None,
-        "position_BT": empty(torch.int64, lanes, rows) if noisy else None,
-        "top_k_B": empty(torch.int64, lanes) if filtered else None,
-        "top_p_B": empty(torch.float32, lanes) if filtered else None,
-        "min_p_B": empty(torch.float32, lanes) if filtered else None,
-        "strict": strict,
-    }
+def _case(name: str, lanes: int, rows: int, strict: bool = True) -> AotCase:
+    absent = [] if "filtered" in name else ["top_k_B", "top_p_B", "min_p_B"]
+    absent += ["temperature_B", "seed_B", "position_BT"] if "greedy" in name else []
+    return aot_case(name, CONTRACT, sample_tokens, {"B": lanes, "T": rows, "V": 128256}, strict=strict, **dict.fromkeys(absent))
 
 
 AOT = (
-    AotCase("greedy-t1", sample_tokens, lambda: _call(1, 1)),
-    AotCase("greedy-n8-b8", sample_tokens, lambda: _call(8, 8)),
-    AotCase("noisy-n8", sample_tokens, lambda: _call(1, 8, True)),
-    AotCase("noisy-n64-b8", sample_tokens, lambda: _call(8, 64, True)),
-    AotCase("filtered-t1", sample_tokens, lambda: _call(1, 1, True, True)),
-    AotCase("filtered-n64-b8", sample_tokens, lambda: _call(8, 64, True, True, False)),
+    _case("greedy-t1", 1, 1),
+    _case("greedy-n8-b8", 8, 8),
+    _case("noisy-n8", 1, 8),
+    _case("noisy-n64-b8", 8, 64),
+    _case("filtered-t1", 1, 1),
+    _case("filtered-n64-b8", 8, 64, strict=False),
 )

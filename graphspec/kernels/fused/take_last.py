@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .launch import AotCase, launch, register
+from ..take_last import OP as CONTRACT
+from .launch import aot_case, launch, register
 
 BLOCK = 1024
 
@@ -32,16 +31,10 @@ def take_last(hidden_BTH: Tensor, known_B: Tensor, out_BH: Tensor) -> None:
     launch(_take_last, (lanes, triton.cdiv(size, BLOCK)), hidden_BTH, known_B, out_BH, entries, size, BLOCK=BLOCK)
 
 
-OP = register("take_last", take_last, mutates=("out_BH",))
+OP = register(CONTRACT, take_last)
 
 
-def _call(lanes: int) -> dict[str, Any]:
-    meta = torch.device("meta")
-    return {
-        "hidden_BTH": torch.empty(lanes, 6, 4096, dtype=torch.bfloat16, device=meta),
-        "known_B": torch.empty(lanes, dtype=torch.int64, device=meta),
-        "out_BH": torch.empty(lanes, 4096, dtype=torch.bfloat16, device=meta),
-    }
-
-
-AOT = (AotCase("llama-8b-a6", take_last, lambda: _call(1)), AotCase("llama-8b-b8-a6", take_last, lambda: _call(8)))
+AOT = tuple(
+    aot_case(name, CONTRACT, take_last, {"B": lanes, "T": 6, "H": 4096}, hidden_BTH=torch.bfloat16, out_BH=torch.bfloat16)
+    for name, lanes in (("llama-8b-a6", 1), ("llama-8b-b8-a6", 8))
+)

@@ -22,7 +22,6 @@ Source of split-KV attention: Flash-Decoding (Dao et al., 2023); of the online s
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 import triton
@@ -31,8 +30,9 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...errors import ConfigError
+from ..tree_attention import OP as CONTRACT
 from . import _partials as partials
-from .launch import INTERPRETED, AotCase, launch, multiprocessors, register, semaphores
+from .launch import INTERPRETED, AotCase, aot_case, launch, multiprocessors, register, semaphores
 
 RUN, STRETCH = 1024, 8192
 """Slots of a run, and of a stretch. Part of the result's bits."""
@@ -360,38 +360,25 @@ def tree_attention(
     return out
 
 
-def _fake(query_BTQD: Tensor, *rest: Any, **named: Any) -> Tensor:
-    return query_BTQD.new_empty(query_BTQD.shape)
+OP = register(CONTRACT, tree_attention)
 
 
-# The native CPU kernel holds the plain name.
-OP = register("fused_tree_attention", tree_attention, _fake)
-
-
-def _call(lanes: int, tokens: int, *, heads: int = 32, dim: int = 128, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
-    meta = torch.device("meta")
-    return {
-        "query_BTQD": torch.empty(lanes, tokens, heads, dim, dtype=dtype, device=meta),
-        "kv_pool": torch.empty(32, 2, 1025, 16, 8, dim, dtype=dtype, device=meta),
-        "layer": 31,
-        "table_BP": torch.empty(lanes, 256, dtype=torch.int32, device=meta),
-        "prefix_begin_BT": torch.empty(lanes, tokens, dtype=torch.int64, device=meta),
-        "prefix_end_B": torch.empty(lanes, dtype=torch.int64, device=meta),
-        "ancestors_BTX": torch.empty(lanes, tokens, 1 if tokens <= 64 else 2, dtype=torch.int64, device=meta),
-        "scale": dim**-0.5,
-    }
+def _case(name: str, lanes: int, tokens: int, heads: int = 32, dim: int = 128, dtype: torch.dtype = torch.bfloat16) -> AotCase:
+    sizes = {"B": lanes, "T": tokens, "Q": heads, "D": dim, "P": 256, "X": triton.cdiv(tokens, 64)}
+    pool = (dtype, 32, 2, 1025, 16, 8, dim)
+    return aot_case(name, CONTRACT, tree_attention, sizes, query_BTQD=dtype, kv_pool=pool, layer=31, scale=dim**-0.5)
 
 
 AOT = (
-    AotCase("llama-8b-t1", tree_attention, lambda: _call(1, 1)),
-    AotCase("llama-8b-t8", tree_attention, lambda: _call(1, 8)),
-    AotCase("llama-8b-t64", tree_attention, lambda: _call(1, 64)),
-    AotCase("llama-8b-t65", tree_attention, lambda: _call(1, 65)),
-    AotCase("llama-8b-t128", tree_attention, lambda: _call(1, 128)),
-    AotCase("llama-8b-b8-t32", tree_attention, lambda: _call(8, 32)),
-    AotCase("d64-t8", tree_attention, lambda: _call(1, 8, dim=64)),
-    AotCase("d80-t8", tree_attention, lambda: _call(1, 8, dim=80)),
-    AotCase("d256-t8", tree_attention, lambda: _call(1, 8, heads=16, dim=256)),
-    AotCase("f32-t8", tree_attention, lambda: _call(1, 8, dtype=torch.float32)),
-    AotCase("f32-d256-t8", tree_attention, lambda: _call(1, 8, heads=16, dim=256, dtype=torch.float32)),
+    _case("llama-8b-t1", 1, 1),
+    _case("llama-8b-t8", 1, 8),
+    _case("llama-8b-t64", 1, 64),
+    _case("llama-8b-t65", 1, 65),
+    _case("llama-8b-t128", 1, 128),
+    _case("llama-8b-b8-t32", 8, 32),
+    _case("d64-t8", 1, 8, dim=64),
+    _case("d80-t8", 1, 8, dim=80),
+    _case("d256-t8", 1, 8, heads=16, dim=256),
+    _case("f32-t8", 1, 8, dtype=torch.float32),
+    _case("f32-d256-t8", 1, 8, heads=16, dim=256, dtype=torch.float32),
 )

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...errors import ConfigError
-from .launch import AotCase, launch, register
+from ..groups import Nodes
+from ..tree_build import OP as CONTRACT
+from .launch import AotCase, aot_case, launch, register
 
 MAX_CANDIDATES = 1 << 15
 """Candidates that fit into the registers of one program."""
@@ -111,54 +109,30 @@ def tree_build(
     lane_row_B: Tensor,
     window_token_RAc: Tensor,
     window_len_R: Tensor,
-    node_token_BN: Tensor,
-    node_parent_BN: Tensor,
-    node_depth_BN: Tensor,
-    node_ancestors_BNX: Tensor,
+    nodes: Nodes,
     max_depth: int,
 ) -> None:
     lanes, candidates = score_BM.shape
-    nodes, words = node_ancestors_BNX.shape[1:]
+    count, words = nodes.node_ancestors_BNX.shape[1:]
     if candidates > MAX_CANDIDATES:
         raise ConfigError("variant.num_steps, variant.topk", f"at most {MAX_CANDIDATES} candidates for the fused tree_build", candidates)
     pool = max(64, triton.next_power_of_2(candidates))
     launch(
         _tree_build, (lanes,), score_BM, token_BM, parent_BM, lane_row_B, window_token_RAc, window_len_R,
-        node_token_BN, node_parent_BN, node_depth_BN, node_ancestors_BNX,
-        candidates, nodes, words, window_token_RAc.shape[1], max_depth,
-        POOL=pool, POOL_BITS=pool.bit_length() - 1, NODES=max(32, triton.next_power_of_2(nodes)), WORDS=triton.next_power_of_2(words),
+        *nodes, candidates, count, words, window_token_RAc.shape[1], max_depth,
+        POOL=pool, POOL_BITS=pool.bit_length() - 1, NODES=max(32, triton.next_power_of_2(count)), WORDS=triton.next_power_of_2(words),
         num_warps=min(16, max(1, pool // 256)),
     )  # fmt: skip
 
 
-OP = register("tree_build", tree_build, mutates=("node_token_BN", "node_parent_BN", "node_depth_BN", "node_ancestors_BNX"))
+OP = register(CONTRACT, tree_build)
 
 
-def meta_nodes(lanes: int, nodes: int) -> dict[str, Tensor]:
-    """The slots of the nodes and of the window, without data."""
-
-    def words(*shape: int) -> Tensor:
-        return torch.empty(*shape, dtype=torch.int64, device="meta")
-
-    return {
-        "lane_row_B": words(lanes),
-        "window_token_RAc": words(65, 8),
-        "window_len_R": words(65),
-        **{name: words(lanes, nodes) for name in ("node_token_BN", "node_parent_BN", "node_depth_BN")},
-        "node_ancestors_BNX": words(lanes, nodes, (nodes + 63) // 64),
-    }
+def _case(lanes: int, steps: int, topk: int, nodes: int) -> AotCase:
+    sizes = {"B": lanes, "M": topk + (steps - 1) * topk**2, "N": nodes, "X": triton.cdiv(nodes, 64), **ROWS}
+    return aot_case(f"b{lanes}-s{steps}-k{topk}-n{nodes}", CONTRACT, tree_build, sizes, max_depth=steps)
 
 
-def _call(lanes: int, steps: int, topk: int, nodes: int) -> dict[str, Any]:
-    candidates = topk + (steps - 1) * topk**2
-    return {
-        "score_BM": torch.empty(lanes, candidates, device="meta"),
-        "token_BM": torch.empty(lanes, candidates, dtype=torch.int64, device="meta"),
-        "parent_BM": torch.empty(lanes, candidates, dtype=torch.int64, device="meta"),
-        **meta_nodes(lanes, nodes),
-        "max_depth": steps,
-    }
-
-
+ROWS = {"R": 65, "Ac": 8}
 SHAPES = ((1, 5, 4, 8), (8, 5, 8, 64), (8, 5, 10, 60), (8, 9, 8, 128), (1, 5, 32, 128), (1, 2, 127, 128))
-AOT = tuple(AotCase("b{}-s{}-k{}-n{}".format(*shape), tree_build, partial(_call, *shape)) for shape in SHAPES)
+AOT = tuple(_case(*shape) for shape in SHAPES)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from ..groups import Limits, Nodes, Run
 from ..tree_walk import LIVE, OUT_OF_BUDGET, ROW_FAILED, ROW_LIVE, STOPPED
-from .launch import AotCase, launch, register
-from .tree_build import meta_nodes
+from ..tree_walk import OP as CONTRACT
+from .launch import AotCase, aot_case, launch, register
 
 BLOCK = 8
 """Depths of the path that are looked up together: a whole path may be 128 long."""
@@ -83,64 +82,38 @@ def _tree_walk(
 
 
 def tree_walk(
-    node_token_BN: Tensor,
-    node_parent_BN: Tensor,
-    node_depth_BN: Tensor,
-    node_ancestors_BNX: Tensor,
+    nodes: Nodes,
     drawn_BN: Tensor,
     finite_BN: Tensor,
     depth_cap_B: Tensor | None,
     lane_row_B: Tensor,
-    status_R: Tensor,
-    seq_len_R: Tensor,
-    draft_len_R: Tensor,
-    budget_R: Tensor,
-    stop_id_RE: Tensor,
+    limits: Limits,
     draft_context: int,
-    sample_BN: Tensor,
-    path_BA: Tensor,
-    accept_len_B: Tensor,
-    outcome_B: Tensor,
+    run: Run,
 ) -> None:
-    lanes, nodes, words = node_ancestors_BNX.shape
-    stops = stop_id_RE.shape[1]
-    padded = max(32, triton.next_power_of_2(nodes))
+    lanes, count, words = nodes.node_ancestors_BNX.shape
+    stops = limits.stop_id_RE.shape[1]
+    padded = max(32, triton.next_power_of_2(count))
     launch(
-        _tree_walk, (lanes,), node_token_BN, node_parent_BN, node_depth_BN, node_ancestors_BNX, drawn_BN.contiguous(),
-        finite_BN.contiguous().view(torch.uint8), depth_cap_B, lane_row_B, status_R, seq_len_R, draft_len_R, budget_R, stop_id_RE,
-        draft_context, sample_BN, path_BA, accept_len_B, outcome_B, nodes, path_BA.shape[1], stops,
+        _tree_walk, (lanes,), *nodes, drawn_BN.contiguous(), finite_BN.contiguous().view(torch.uint8), depth_cap_B, lane_row_B, *limits,
+        draft_context, *run, count, run.path_BA.shape[1], stops,
         CAPPED=depth_cap_B is not None, NODES=padded, WORDS=words, STOPS=triton.next_power_of_2(max(stops, 1)), BLOCK=BLOCK,
         LIVE=LIVE, STOPPED=STOPPED, OUT_OF_BUDGET=OUT_OF_BUDGET, ROW_LIVE=ROW_LIVE, ROW_FAILED=ROW_FAILED,
         num_warps=1 if padded == 32 else 2,
     )  # fmt: skip
 
 
-OP = register("tree_walk", tree_walk, mutates=("sample_BN", "path_BA", "accept_len_B", "outcome_B"))
+OP = register(CONTRACT, tree_walk)
 
 
-def _call(lanes: int, nodes: int, width: int, capped: bool = False) -> dict[str, Any]:
-    def words(*shape: int) -> Tensor:
-        return torch.empty(*shape, dtype=torch.int64, device="meta")
-
-    slots = meta_nodes(lanes, nodes)
-    return {
-        **{name: slot for name, slot in slots.items() if not name.startswith("window")},
-        "drawn_BN": words(lanes, nodes),
-        "finite_BN": torch.empty(lanes, nodes, dtype=torch.bool, device="meta"),
-        "depth_cap_B": words(lanes) if capped else None,
-        **{name: words(65) for name in ("status_R", "seq_len_R", "draft_len_R", "budget_R")},
-        "stop_id_RE": words(65, 8),
-        "draft_context": 2048,
-        "sample_BN": words(lanes, nodes),
-        "path_BA": words(lanes, width),
-        "accept_len_B": words(lanes),
-        "outcome_B": words(lanes),
-    }
+def _case(name: str, lanes: int, nodes: int, width: int) -> AotCase:
+    sizes = {"B": lanes, "N": nodes, "X": triton.cdiv(nodes, 64), "R": 65, "E": 8, "A": width}
+    return aot_case(name, CONTRACT, tree_walk, sizes, draft_context=2048, **({} if "capped" in name else {"depth_cap_B": None}))
 
 
 AOT = (
-    AotCase("b1-s5-n8", tree_walk, lambda: _call(1, 8, 6)),
-    AotCase("b8-s5-n64", tree_walk, lambda: _call(8, 64, 6)),
-    AotCase("b8-s7-chain", tree_walk, lambda: _call(8, 8, 8)),
-    AotCase("b8-n128-a128-capped", tree_walk, lambda: _call(8, 128, 128, capped=True)),
+    _case("b1-s5-n8", 1, 8, 6),
+    _case("b8-s5-n64", 8, 64, 6),
+    _case("b8-s7-chain", 8, 8, 8),
+    _case("b8-n128-a128-capped", 8, 128, 128),
 )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -11,7 +9,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..draft_window import LIVE
-from .launch import AotCase, launch, register
+from ..verify_rows import OP as CONTRACT
+from .launch import aot_case, launch, register
 
 
 @triton.jit
@@ -47,7 +46,9 @@ def _verify_rows(
 def verify_rows(
     lane_row_B: Tensor, status_R: Tensor, seq_len_R: Tensor, node_token_BN: Tensor, node_depth_BN: Tensor, node_ancestors_BNX: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    out = _fake(lane_row_B, status_R, seq_len_R, node_token_BN, node_depth_BN, node_ancestors_BNX)
+    token, valid = torch.empty_like(node_token_BN), torch.empty_like(node_token_BN, dtype=torch.bool)
+    slot, position, begin = (torch.empty_like(node_token_BN) for _ in range(3))
+    out = token, valid, slot, position, begin, torch.empty_like(lane_row_B), torch.empty_like(node_ancestors_BNX)
     lanes, nodes, words = node_ancestors_BNX.shape
     launch(
         _verify_rows, (lanes,), lane_row_B, status_R, seq_len_R, node_token_BN, node_depth_BN, node_ancestors_BNX, *out, nodes,
@@ -56,29 +57,10 @@ def verify_rows(
     return out
 
 
-def _fake(
-    lane_row_B: Tensor, status_R: Tensor, seq_len_R: Tensor, node_token_BN: Tensor, node_depth_BN: Tensor, node_ancestors_BNX: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    token, valid = torch.empty_like(node_token_BN), torch.empty_like(node_token_BN, dtype=torch.bool)
-    slot, position, begin = (torch.empty_like(node_token_BN) for _ in range(3))
-    return token, valid, slot, position, begin, torch.empty_like(lane_row_B), torch.empty_like(node_ancestors_BNX)
+OP = register(CONTRACT, verify_rows)
 
 
-OP = register("verify_rows", verify_rows, _fake)
-
-
-def _call(lanes: int, nodes: int) -> dict[str, Any]:
-    def meta(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.int64, device="meta")
-
-    return {
-        "lane_row_B": meta(lanes),
-        "status_R": meta(65),
-        "seq_len_R": meta(65),
-        "node_token_BN": meta(lanes, nodes),
-        "node_depth_BN": meta(lanes, nodes),
-        "node_ancestors_BNX": meta(lanes, nodes, 1 if nodes <= 64 else 2),
-    }
-
-
-AOT = (AotCase("n8", verify_rows, lambda: _call(1, 8)), AotCase("b8-n128", verify_rows, lambda: _call(8, 128)))
+AOT = tuple(
+    aot_case(name, CONTRACT, verify_rows, {"B": lanes, "N": nodes, "X": triton.cdiv(nodes, 64), "R": 65})
+    for name, lanes, nodes in (("n8", 1, 8), ("b8-n128", 8, 128))
+)

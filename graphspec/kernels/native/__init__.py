@@ -20,6 +20,7 @@ from torch import Tensor
 from ...errors import ConfigError
 from ..formulas import rms_norm
 from ..linear import Hidden, finish, hidden_of
+from ..op import Signature
 from .build import load
 
 _native = load()
@@ -63,13 +64,21 @@ def _queries(query: Tensor, kv_pool: Tensor) -> Tensor:
 
 
 def _tree_attention(
-    query: Tensor, kv_pool: Tensor, layer: int, table: Tensor, begin: Tensor, end: Tensor, ancestors: Tensor, scale: float
+    query_BTQD: Tensor,
+    kv_pool: Tensor,
+    layer: int,
+    table_BP: Tensor,
+    prefix_begin_BT: Tensor,
+    prefix_end_B: Tensor,
+    ancestors_BTX: Tensor,
+    scale: float,
 ) -> Tensor:
-    query, kv_pool = _queries(query, kv_pool), _pool(kv_pool)
-    require("table", table, _int32)
-    for name, tensor in (("prefix_begin", begin), ("prefix_end", end), ("ancestors", ancestors)):
+    query, kv_pool = _queries(query_BTQD, kv_pool), _pool(kv_pool)
+    require("table", table_BP, _int32)
+    for name, tensor in (("prefix_begin", prefix_begin_BT), ("prefix_end", prefix_end_B), ("ancestors", ancestors_BTX)):
         require(name, tensor, _int64)
-    table, begin, end, ancestors = table.contiguous(), begin.contiguous(), end.contiguous(), ancestors.contiguous()
+    table, begin = table_BP.contiguous(), prefix_begin_BT.contiguous()
+    end, ancestors = prefix_end_B.contiguous(), ancestors_BTX.contiguous()
     lanes, tokens, heads, dim = query.shape
     _, _, pages, page_size, groups, _ = kv_pool.shape
     out = torch.empty((lanes, tokens, heads, dim), dtype=_float32)
@@ -92,14 +101,21 @@ def _tree_attention(
 
 
 def _chunk_attention(
-    query: Tensor, kv_pool: Tensor, layer: int, table: Tensor, begin: Tensor, slot: Tensor, valid: Tensor, scale: float
+    query_BTQD: Tensor,
+    kv_pool: Tensor,
+    layer: int,
+    table_BP: Tensor,
+    prefix_begin_BT: Tensor,
+    slot_BT: Tensor,
+    valid_BT: Tensor,
+    scale: float,
 ) -> Tensor:
-    query, kv_pool = _queries(query, kv_pool), _pool(kv_pool)
-    require("table", table, _int32)
-    require("prefix_begin", begin, _int64)
-    require("slot", slot, _int64)
-    require("valid", valid, _bool)
-    table, begin, slot, valid = table.contiguous(), begin.contiguous(), slot.contiguous(), valid.contiguous()
+    query, kv_pool = _queries(query_BTQD, kv_pool), _pool(kv_pool)
+    require("table", table_BP, _int32)
+    require("prefix_begin", prefix_begin_BT, _int64)
+    require("slot", slot_BT, _int64)
+    require("valid", valid_BT, _bool)
+    table, begin, slot, valid = table_BP.contiguous(), prefix_begin_BT.contiguous(), slot_BT.contiguous(), valid_BT.contiguous()
     lanes, tokens, heads, dim = query.shape
     _, _, pages, page_size, groups, _ = kv_pool.shape
     out = torch.empty((lanes, tokens, heads, dim), dtype=_float32)
@@ -127,6 +143,19 @@ BITS = {torch.float32: 32, torch.bfloat16: 16, torch.float16: -16}
 
 
 def _linear(x: Tensor, packed: Tensor, outputs: int, bias: Tensor | None, norm_weight: Tensor | None, norm_eps: float) -> Tensor:
+    """``norm(x[..., in]) @ weight.T + bias`` as float32 ``[..., outputs]``; a row's bits do not depend on the other rows.
+
+    Args:
+        x: float32.
+        packed: of :func:`pack_linear`.
+        outputs: rows of the weight before packing.
+        bias: float32 ``[outputs]``.
+        norm_weight: float32 ``[in]``, of an RMSNorm of ``x`` first.
+        norm_eps: of that norm.
+
+    Raises:
+        ConfigError: ``x`` is not float32.
+    """
     require("x", x, _float32)
     channels = packed.shape[1]
     rows = x.reshape(-1, channels)
@@ -154,65 +183,36 @@ def _linear_shape(x: Tensor, packed: Tensor, outputs: int, *_: object) -> Tensor
     return x.new_empty((*x.shape[:-1], outputs))
 
 
-def define_op(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> None:
+def define_op(
+    name: str, kernel: Callable[..., Any], fake: Callable[..., Any] = lambda *_: None, signature: Signature | None = None
+) -> Callable[..., Any]:
     """Register ``graphspec_native::name`` for the CPU, opaque to compilers.
 
     Any strides will do: Inductor need not copy an argument that it has not computed yet for each op that reads it.
+
+    Args:
+        name: of the operator.
+        kernel: annotated with plain types and groups of them.
+        fake: results for fake tensors, from the flat arguments; default: there are none.
+        signature: of an op of the catalog, whose parameters the kernel has; None: that of the kernel.
+
+    Returns:
+        A function with the signature.
     """
-    name = schema.partition("(")[0]
+    border = Signature(kernel) if signature is None else signature
+    flat = border.taking_flat(kernel)
+    # Sizes are numbers here, never symbols.
+    schema = torch.library.infer_schema(flat, mutates_args=border.written, op_name=name).replace("SymInt", "int")
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout))
-    _library.impl(name, kernel, "CPU")
+    _library.impl(name, flat, "CPU")
     torch.library.register_fake(f"graphspec_native::{name}", fake, lib=_library)
+    return border.giving_flat(getattr(torch.ops.graphspec_native, name).default)
 
 
-_attention = "Tensor query, Tensor kv_pool, int layer, Tensor table, Tensor prefix_begin, Tensor {}, Tensor {}, float scale) -> Tensor"
-define_op("tree_attention(" + _attention.format("prefix_end", "ancestors"), _tree_attention, _empty_like_query)
-define_op("chunk_attention(" + _attention.format("slot", "valid"), _chunk_attention, _empty_like_query)
-define_op(
-    "linear(Tensor x, Tensor packed, int outputs, Tensor? bias, Tensor? norm_weight, float norm_eps) -> Tensor", _linear, _linear_shape
-)
-
-
-def tree_attention(
-    query_BTQD: Tensor,
-    kv_pool: Tensor,
-    layer: int,
-    table_BP: Tensor,
-    prefix_begin_BT: Tensor,
-    prefix_end_B: Tensor,
-    ancestors_BTX: Tensor,
-    scale: float,
-) -> Tensor:
-    """:func:`graphspec.kernels.tree_attention.tree_attention` in C++.
-
-    Raises:
-        ConfigError: a dtype or shape it wasn't written for.
-    """
-    out: Tensor = torch.ops.graphspec_native.tree_attention.default(
-        query_BTQD, kv_pool, layer, table_BP, prefix_begin_BT, prefix_end_B, ancestors_BTX, scale
-    )
-    return out
-
-
-def chunk_attention(
-    query_BTQD: Tensor,
-    kv_pool: Tensor,
-    layer: int,
-    table_BP: Tensor,
-    prefix_begin_BT: Tensor,
-    slot_BT: Tensor,
-    valid_BT: Tensor,
-    scale: float,
-) -> Tensor:
-    """:func:`graphspec.kernels.chunk_attention.chunk_attention` in C++.
-
-    Raises:
-        ConfigError: a dtype or shape it wasn't written for.
-    """
-    out: Tensor = torch.ops.graphspec_native.chunk_attention.default(
-        query_BTQD, kv_pool, layer, table_BP, prefix_begin_BT, slot_BT, valid_BT, scale
-    )
-    return out
+tree_attention = define_op("tree_attention", _tree_attention, _empty_like_query)
+"""The op of this name in C++. Raises ConfigError for a dtype or shape it wasn't written for, as the next one does."""
+chunk_attention = define_op("chunk_attention", _chunk_attention, _empty_like_query)
+packed_linear = define_op("linear", _linear, _linear_shape)
 
 
 def pack_linear(weight: Tensor) -> Tensor:
@@ -235,26 +235,6 @@ def pack_linear(weight: Tensor) -> Tensor:
     return packed
 
 
-def packed_linear(
-    x: Tensor, packed: Tensor, outputs: int, bias: Tensor | None = None, norm_weight: Tensor | None = None, norm_eps: float = 0.0
-) -> Tensor:
-    """``norm(x[..., in]) @ weight.T + bias`` as float32 ``[..., outputs]``; a row's bits do not depend on the other rows.
-
-    Args:
-        x: float32.
-        packed: of :func:`pack_linear`.
-        outputs: rows of the weight before packing.
-        bias: float32 ``[outputs]``.
-        norm_weight: float32 ``[in]``, of an RMSNorm of ``x`` first.
-        norm_eps: of that norm.
-
-    Raises:
-        ConfigError: ``x`` is not float32.
-    """
-    out: Tensor = torch.ops.graphspec_native.linear.default(x, packed, outputs, bias, norm_weight, norm_eps)
-    return out
-
-
 def linear(
     x: Hidden,
     weight: Tensor,
@@ -270,4 +250,4 @@ def linear(
     x = hidden_of(x)
     if norm_weight is not None:
         x = rms_norm(x, norm_weight, norm_eps, norm_offset)
-    return finish(packed_linear(x, pack_linear(weight), weight.shape[0], bias), residual, gated, float32)
+    return finish(packed_linear(x, pack_linear(weight), weight.shape[0], bias, None, 0.0), residual, gated, float32)

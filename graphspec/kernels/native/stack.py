@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ...errors import ConfigError
+from ..op import Written
 from . import BITS, define_op, pack_linear, require
 from .build import load
 
@@ -138,7 +139,7 @@ def pack_stack(shape: StackShape, layers: Sequence[Layer], final_norm: Tensor | 
 def _decode(
     residual: Tensor,
     entering: Tensor | None,
-    kv_pool: Tensor,
+    kv_pool: Written,
     weights: Tensor,
     plan: Tensor,
     rope: Tensor,
@@ -156,6 +157,31 @@ def _decode(
     final_norm: bool,
     kv_only: bool,
 ) -> tuple[Tensor, Tensor]:
+    """Rows of hidden states through a whole stack of layers; their keys and values go into the pool.
+
+    Args:
+        residual: float32, what enters the first layer.
+        entering: what the first layer's attention reads, already normed, where that is another tensor; the residual stays un-normed.
+        kv_pool: ``[layers, 2, pages, page_size, G, D]`` float32, contiguous; written in place.
+        weights, plan: of :func:`pack_stack`.
+        rope: float32, cosines then sines; rope_row: int64, the row of each token, clamped into the table.
+        table: int32. slot: int64, where each token's KV goes. valid: bool; what is not valid goes to the dummy page.
+        position: int64, for sliding windows.
+        begin: int64, first slot each query may see without a window.
+        end, ancestors: the prefix's end and the ancestor words, as :func:`graphspec.kernels.tree_attention.tree_attention` takes
+            them; both None: causal, as :func:`graphspec.kernels.chunk_attention.chunk_attention`.
+        first, last: run layers ``first`` to ``last - 1``.
+        taps: tapped layers of the stack, or 0: keep no features.
+        final_norm: norm the result, where the stack has a final norm.
+        kv_only: stop at the keys and values of the last layer.
+
+    Returns:
+        ``[B, T, H]`` after the last of these layers, and the tapped residual streams side by side,
+        ``[B, T, taps * H]``; two empty tensors with ``kv_only``.
+
+    Raises:
+        ConfigError: rows or pool are not float32, or the pool is not contiguous.
+    """
     lanes, tokens, hidden = residual.shape
     _, _, pages, page_size, _, _ = kv_pool.shape
     if not kv_pool.is_contiguous() or kv_pool.dtype is not torch.float32 or residual.dtype is not torch.float32:
@@ -211,62 +237,4 @@ def _decode_shape(residual: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
     return residual.new_empty(residual.shape), residual.new_empty((*residual.shape[:-1], taps * residual.shape[-1]))
 
 
-_ARGUMENTS = (
-    "Tensor residual, Tensor? entering, Tensor(a!) kv_pool, Tensor weights, Tensor plan, Tensor rope, Tensor rope_row, Tensor table, "
-    "Tensor slot, Tensor valid, Tensor position, Tensor begin, Tensor? end, Tensor? ancestors, int first, int last, int taps, "
-    "bool final_norm, bool kv_only"
-)
-define_op(f"decode({_ARGUMENTS}) -> (Tensor, Tensor)", _decode, _decode_shape)
-
-
-def decode(
-    residual_BTH: Tensor,
-    entering_BTE: Tensor | None,
-    kv_pool: Tensor,
-    weights: Tensor,
-    plan: Tensor,
-    rope_LD: Tensor,
-    rope_row_BT: Tensor,
-    table_BP: Tensor,
-    slot_BT: Tensor,
-    valid_BT: Tensor,
-    position_BT: Tensor,
-    begin_BT: Tensor,
-    end_B: Tensor | None,
-    ancestors_BTX: Tensor | None,
-    first: int,
-    last: int,
-    taps: int,
-    final_norm: bool,
-    kv_only: bool,
-) -> tuple[Tensor, Tensor]:
-    """Rows of hidden states through a whole stack of layers; their keys and values go into the pool.
-
-    Args:
-        residual_BTH: float32, what enters the first layer.
-        entering_BTE: what the first layer's attention reads, already normed, where that is another tensor; the residual stays un-normed.
-        kv_pool: ``[layers, 2, pages, page_size, G, D]`` float32, contiguous; written in place.
-        weights, plan: of :func:`pack_stack`.
-        rope_LD: float32, cosines then sines; rope_row_BT: int64, the row of each token, clamped into the table.
-        table_BP: int32. slot_BT: int64, where each token's KV goes. valid_BT: bool; what is not valid goes to the dummy page.
-        position_BT: int64, for sliding windows.
-        begin_BT: int64, first slot each query may see without a window.
-        end_B, ancestors_BTX: the prefix's end and the ancestor words, as :func:`graphspec.kernels.tree_attention.tree_attention` takes
-            them; both None: causal, as :func:`graphspec.kernels.chunk_attention.chunk_attention`.
-        first, last: run layers ``first`` to ``last - 1``.
-        taps: tapped layers of the stack, or 0: keep no features.
-        final_norm: norm the result, where the stack has a final norm.
-        kv_only: stop at the keys and values of the last layer.
-
-    Returns:
-        ``[B, T, H]`` after the last of these layers, and the tapped residual streams side by side,
-        ``[B, T, taps * H]``; two empty tensors with ``kv_only``.
-
-    Raises:
-        ConfigError: rows or pool are not float32, or the pool is not contiguous.
-    """
-    out: tuple[Tensor, Tensor] = torch.ops.graphspec_native.decode.default(
-        residual_BTH, entering_BTE, kv_pool, weights, plan, rope_LD, rope_row_BT, table_BP, slot_BT, valid_BT, position_BT, begin_BT, end_B,
-        ancestors_BTX, first, last, taps, final_norm, kv_only,
-    )  # fmt: skip
-    return out
+decode = define_op("decode", _decode, _decode_shape)

@@ -7,7 +7,6 @@ is elementwise into its neighbours. ``tests/lab/test_latency.py`` holds that rul
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from importlib.util import find_spec
@@ -22,7 +21,7 @@ from ...catalog import resolve_variant
 from ...config import VariantConfig
 from ...graphs.programs import program_stages
 from ...graphs.stages.mailbox import MailLayout
-from ...kernels import OPS, KernelOp
+from ...kernels import OPS
 from ...kernels.registry import KernelSet
 from ...models.layers import use_kernels
 from ...shapes import GREEDY, SamplingClass
@@ -109,12 +108,6 @@ class _Between(TorchDispatchMode):
         self.found.setdefault(len(self.launches), []).append({"weight": weight, "rows": rows})
 
 
-def launcher(op: KernelOp) -> Callable[..., Any]:
-    """The plain function behind an op's fused implementation; it has the op's name."""
-    found: Callable[..., Any] = getattr(importlib.import_module(op.implementations["fused"].partition(":")[0]), op.name)
-    return found
-
-
 def paper_steps(
     config: LaunchConfig, paper: Paper, variant: Variant, shape: CycleShape, batch: int, context: int, dtype: str
 ) -> list[Step] | None:
@@ -156,7 +149,7 @@ def record(plan: Plan, target: LlamaModel, draft: Any, lanes: int, sampling: Sam
         lanes: bucket; one of the plan's.
         sampling: what the requests ask of the sampler.
     """
-    from ...kernels.fused.launch import recording, semaphores
+    from ...kernels.fused.launch import launcher, recording, semaphores
     from ...kernels.fused.linear import Products, fused_linear, linear, linear_summed
 
     steps: list[Step] = []

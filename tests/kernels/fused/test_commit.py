@@ -39,7 +39,7 @@ def same(left: torch.Tensor, right: torch.Tensor) -> bool:
 def run(name: str, case: dict[str, Any], times: int = 1) -> dict[str, torch.Tensor]:
     copy = own(case)
     for _ in range(times):
-        OP.implementation(name)(**copy)
+        OP.call(OP.implementation(name), copy)
     return {key: copy[key] for key in OP.mutates if copy[key] is not None}
 
 
@@ -122,7 +122,7 @@ def test_a_ring_wider_than_the_bucket() -> None:
     wide = torch.full((3, 8, 6), -5)
     case["ring_ZBJ"] = wide.narrow(1, 0, 3)
     copy = own({**case, "ring_ZBJ": None})
-    OP.implementation("fused")(**{**copy, "ring_ZBJ": wide.narrow(1, 0, 3)})
+    OP.call(OP.implementation("fused"), {**copy, "ring_ZBJ": wide.narrow(1, 0, 3)})
     slot = int(case["cycle_1"]) % 3
     assert torch.equal(wide[slot, :3], run("reference", case)["ring_ZBJ"][slot])
     assert wide[:, 3:].eq(-5).all() and wide[[(slot + 1) % 3, (slot + 2) % 3]].eq(-5).all()
@@ -150,7 +150,7 @@ def test_runs_pile_up_behind_what_was_there() -> None:
             case["sample_BN"] += 1
             case["feature_BNF"] += 1
             behind = case["window_token_RAc"][:, 3:].clone()
-            OP.implementation(name)(**case)
+            OP.call(OP.implementation(name), case)
             for lane, row in enumerate((1, 0)):
                 nodes = case["path_BA"][lane, : lengths[lane]].tolist()
                 run = [case["sample_BN"][lane, n].item() for n in nodes], [case["feature_BNF"][lane, n].tolist() for n in nodes]
@@ -186,7 +186,7 @@ def test_one_launch_and_two_where_features_are_placed_by_the_old_length() -> Non
     twice = ("lookback", "lookback-wider-than-the-window", "append", "append-of-two-chunks", "append-behind-lookback")
     for kind, expected in ((name, 2 if name in twice else 1) for name in KINDS):
         with recording() as launches:
-            commit_rows(**commit_case(torch.Generator(), 4, 5, 3, **KINDS[kind]))
+            OP.call(commit_rows, commit_case(torch.Generator(), 4, 5, 3, **KINDS[kind]))
         assert len(launches) == expected, kind
 
 

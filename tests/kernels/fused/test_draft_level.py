@@ -14,11 +14,12 @@ from graphspec.kernels.draft_level import OP, draft_level
 from graphspec.kernels.draft_window import LIVE
 from graphspec.kernels.fused.draft_level import draft_level as fused
 from graphspec.kernels.fused.launch import INTERPRETED
+from graphspec.kernels.groups import Beams, Candidates
 from graphspec.kernels.mail_apply import FREE
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 INF = math.inf
-BEAMS = OP.mutates[3:]
+BEAMS = Beams._fields
 
 
 def slots(lanes: int, topk: int, steps: int, num_words: int) -> dict[str, Tensor]:
@@ -28,6 +29,10 @@ def slots(lanes: int, topk: int, steps: int, num_words: int) -> dict[str, Tensor
     found["candidate_score_BM"] = torch.full((lanes, sizes["M"]), math.nan, device=DEVICE)
     found["beam_valid_BK"] = torch.ones(lanes, topk, dtype=torch.bool, device=DEVICE)
     return found
+
+
+def pool_and_beams(found: dict[str, Tensor]) -> tuple[Candidates, Beams]:
+    return Candidates(*(found[name] for name in Candidates._fields)), Beams(*(found[name] for name in BEAMS))
 
 
 def bits(words: Tensor) -> set[int]:
@@ -84,7 +89,7 @@ def test_levels_are_those_of_lists(function: Any, topk: int, steps: int, num_wor
         token = torch.randint(0, 99, (5, rows, topk), generator=generator)
         before = {name: found[name].clone() for name in BEAMS}
         arguments = (increment, token, level, level < steps, steps % 2, row, status, sequence)
-        function(*(x.to(DEVICE) if isinstance(x, Tensor) else x for x in arguments), **found)
+        function(*(x.to(DEVICE) if isinstance(x, Tensor) else x for x in arguments), *pool_and_beams(found))
         for b, lane in enumerate(lanes):
             lane.level(increment[b].tolist(), token[b].tolist(), level)
             pool = zip(*(found[name][b].tolist() for name in OP.mutates[:3]), strict=True)
@@ -112,7 +117,7 @@ def test_a_lane_alone_gives_the_bits_of_the_batch() -> None:
 
     def run(chosen: list[int]) -> dict[str, Tensor]:
         own = {k: v[chosen].clone() if isinstance(v, Tensor) and not k.endswith("_R") else v for k, v in case.items()}
-        fused(**own)
+        OP.call(fused, own)
         return {name: own[name] for name in OP.mutates}
 
     whole, again = run(list(range(lanes))), run(list(range(lanes)))

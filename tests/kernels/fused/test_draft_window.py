@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from graphspec.buffers import POISON, Status
-from graphspec.kernels.draft_window import draft_window
+from graphspec.kernels.draft_window import OP, draft_window
 from graphspec.kernels.fused import draft_window as module
 from graphspec.kernels.fused.launch import INTERPRETED
 from graphspec.kernels.fused.take_last import take_last as fused_take_last
@@ -48,7 +48,7 @@ def rows(width: int, features: int, lookback: int, dtype: torch.dtype = torch.fl
 
 def call(function: Any, case: dict[str, Any], shift: int, num_words: int) -> list[Tensor]:
     placed = {k: v.to(DEVICE) if isinstance(v, Tensor) else v for k, v in case.items()}
-    return [x.cpu() for x in function(**placed, shift=shift, num_words=num_words)]
+    return [x.cpu() for x in OP.call(function, {**placed, "shift": shift, "num_words": num_words})]
 
 
 @pytest.mark.parametrize("function", [draft_window, fused], ids=["reference", "fused"])

@@ -32,6 +32,7 @@ from graphspec.kernels.fused.linear_choice import (
     invariant_config,
 )
 from graphspec.kernels.linear import linear as reference
+from graphspec.kernels.op import Signature
 from graphspec.models.layers import Linear, RMSNorm
 from perf.gpu.linear import LAYERS, record, shapes
 
@@ -350,8 +351,8 @@ def test_cublas_path_equals_the_reference(parts: tuple[str, ...]) -> None:
 
 def test_operators_are_known_to_the_compiler() -> None:
     arguments = call((3,), 20, 12, "norm", "gated")
-    torch.library.opcheck(module.OP, (), arguments)
-    torch.library.opcheck(module.MATMUL, (arguments["x"], arguments["weight"], None, True))
+    torch.library.opcheck(torch.ops.graphspec.linear.default, tuple(Signature(module.linear).flatten((), arguments)))
+    torch.library.opcheck(torch.ops.graphspec.matmul.default, (arguments["x"], arguments["weight"], None, True))
 
 
 def test_shapes_of_a_network() -> None:

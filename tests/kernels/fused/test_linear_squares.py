@@ -27,6 +27,7 @@ from graphspec.kernels.fused.linear import fused_linear, linear, linear_summed
 from graphspec.kernels.fused.linear_choice import LinearConfig, LinearShape, LinearTable, fast_config, invariant_config
 from graphspec.kernels.linear import ResidualStream, hidden_of
 from graphspec.kernels.linear import linear as reference
+from graphspec.kernels.op import Signature
 from graphspec.models.layers import Linear, RMSNorm
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -106,9 +107,11 @@ def test_refuses_squares(squares: Tensor) -> None:
 
 def test_operators_are_known_to_the_compiler() -> None:
     x, weight, residual = torch.randn(2, 3, 40), torch.randn(70, 40), torch.randn(2, 3, 70)
-    torch.library.opcheck(module.SUMMED, (), {"x": x, "weight": weight, "residual": residual, "config": list(SPLIT.encoded())})
-    squares = torch.rand(2, 3, 5)
-    torch.library.opcheck(module.OP, (), {"x": x, "weight": weight, "norm_weight": torch.randn(40), "norm_eps": EPS, "squares": squares})
+    flatten, operators = Signature(linear).flatten, torch.ops.graphspec
+    asked = {"residual": residual, "config": list(SPLIT.encoded())}
+    torch.library.opcheck(operators.linear_summed.default, tuple(flatten((x, weight), asked)))
+    asked = {"norm_weight": torch.randn(40), "norm_eps": EPS, "squares": torch.rand(2, 3, 5)}
+    torch.library.opcheck(operators.linear.default, tuple(flatten((x, weight), asked)))
 
 
 class Blocks(nn.Module):

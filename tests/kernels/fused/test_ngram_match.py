@@ -14,6 +14,7 @@ from torch import Tensor
 from graphspec.buffers import POISON, Status
 from graphspec.kernels.fused import ngram_match as module
 from graphspec.kernels.fused.launch import INTERPRETED, semaphores
+from graphspec.kernels.groups import Candidates
 from graphspec.kernels.ngram_match import OP, match_rows
 from tests.kernels.test_ngram_match import as_entries, best_paths, pool_of, problems
 
@@ -40,7 +41,7 @@ def match(
     lanes = case["lane_row_B"].shape[0]
     score = torch.full((lanes, num_paths * depth), math.nan, device=DEVICE)
     pool = (score, *(torch.full((lanes, num_paths * depth), POISON, device=DEVICE) for _ in range(2)))
-    function(*(x.to(DEVICE) for x in case.values()), *pool, num_paths, depth, low, high)
+    function(*(x.to(DEVICE) for x in case.values()), Candidates(*pool), num_paths, depth, low, high)
     assert not semaphores(torch.device(DEVICE), 2 * lanes).any()
     return tuple(x.cpu() for x in pool)
 

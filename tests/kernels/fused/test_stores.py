@@ -56,10 +56,10 @@ def test_nothing_meets(op: KernelOp) -> None:
     function = op.implementation("fused")
     for case in op.cases(torch.Generator().manual_seed(3)):
         with recording() as recorded:
-            function(**case)
+            op.call(function, case)
         if {each.kernel.fn.__name__ for each in recorded} & {*DISJOINT, *STORED_ONCE}:
             with meetings() as found:
-                function(**{key: value.clone() if isinstance(value, Tensor) else value for key, value in case.items()})
+                op.call(function, {key: value.clone() if isinstance(value, Tensor) else value for key, value in case.items()})
             assert not found
 
 

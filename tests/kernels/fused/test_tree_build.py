@@ -22,7 +22,7 @@ def run(op: KernelOp, name: str, case: dict[str, Any], lanes: slice = slice(None
     """What one implementation leaves in the slots of the nodes, for some of the lanes."""
     own = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in case.items()}
     own = {k: v[lanes] if isinstance(v, torch.Tensor) and "_B" in k else v for k, v in own.items()}
-    op.implementation(name)(**own)
+    op.call(op.implementation(name), own)
     return [own[slot] for slot in NODE_SLOTS]
 
 

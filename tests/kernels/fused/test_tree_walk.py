@@ -20,7 +20,7 @@ ROWS = ("status_R", "seq_len_R", "draft_len_R", "budget_R", "stop_id_RE")
 
 def run(name: str, case: dict[str, Any]) -> dict[str, torch.Tensor]:
     own = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in case.items()}
-    OP.implementation(name)(**own)
+    OP.call(OP.implementation(name), own)
     return {slot: own[slot] for slot in OP.mutates}
 
 

@@ -1,6 +1,6 @@
 """Other spellings of a verify tree: linked lists of children, and dense or packed tree masks, as SGLang's tree kernels take them.
 
-For other backends' kernels, for readers who come from there, and as an oracle in tests. Host side: lengths are read, results may be
+An oracle, and for readers who come from there. Host side: lengths are read, results may be
 ragged; nothing of this runs inside a cycle. Semantics follow ``build_tree_kernel_efficient`` of sgl-kernel, which the functions restate
 over (parent, ancestors) as :func:`~graphspec.kernels.tree_build.tree_build` returns them.
 """
@@ -12,7 +12,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError
+from graphspec.errors import ConfigError
 
 PACKED_DTYPES = ((8, torch.uint8), (16, torch.uint16), (32, torch.uint32))
 
