@@ -22,8 +22,8 @@ from ..graphs.capture import CaptureRecord
 from ..hub import checkpoint_folder
 from ..kernels import resolve, select_kernels
 from ..memory import fit_memory
-from ..models.layers import pack_linear_layers, use_kernels
-from ..models.stack import pack_stack
+from ..models.layers import use_kernels
+from ..models.stack import pack_network, packs
 from ..paths import user_path
 from ..plan import Plan, make_plan
 from ..programs import Key
@@ -188,21 +188,19 @@ class LLM:
             draft = load_object(plan.variant.loader)(plan.draft, target, plan.max_positions, dtype, device, report("load draft"))
             if (token_map := self.config.variant.token_map) is not None:
                 apply_token_map(draft, load_token_map(user_path("variant.token_map", token_map), plan.target.vocab_size))
-        packs = resolve("kernels.linear", plan.linear, plan.kernels, plan.device, plan.dtype) == "native"
+        native = packs(plan)
         networks = (target, draft) if draft is not None else (target,)
-        # Chosen one by one, attention and linear layers are ops of their own.
-        stacks = packs and plan.linear == plan.attention == "auto"
         found: dict[str, str | None] = {}
         for name, network in zip(("target", "draft"), networks, strict=False):
-            found[name] = pack_stack(network) if stacks else "kernels.mode, kernels.linear or kernels.attention has it so"
-            if packs:
-                pack_linear_layers(network)
+            if native:
+                found[name] = pack_network(network, plan)
             else:
+                found[name] = "kernels.mode or kernels.linear has it so"
                 use_kernels(network, kernels)
         self.decoders = {name: f"op by op: {reason}" if reason else "one native op per pass" for name, reason in found.items()}
         """How the decoder layers of target and draft run."""
         # Two teams of threads would take each other's cores, and what is left between native ops is small.
-        loop_threads = 1 if packs else None
+        loop_threads = 1 if native else None
         tuner = None
         if table is not None and table_path is not None:
             tuner = LinearTuner(table, user_path("kernels.linear_table", table_path), networks, device)

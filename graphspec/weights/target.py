@@ -52,5 +52,5 @@ def load_target(
     ignored |= _prediction_heads(checkpoint, facts.num_layers)
     fill(model, checkpoint, LLAMA_LAYOUT, own, ignored, dtype, torch.device(device), progress)
     if facts.tie_word_embeddings:
-        model.lm_head.weight = model.embed_tokens.weight
+        model.lm_head.weight, model.lm_head.stored = model.embed_tokens.weight, model.embed_tokens.stored
     return model.to(device).eval()

@@ -102,6 +102,7 @@ def apply_token_map(draft: nn.Module, token_Vd: Tensor) -> None:
         with torch.device("meta"):
             trimmed = Linear(head.weight.shape[1], token_Vd.numel(), bias=head.bias is not None)
         trimmed.weight = nn.Parameter(head.weight[rows], requires_grad=False)
+        trimmed.stored = head.stored
         if head.bias is not None:
             trimmed.bias = nn.Parameter(head.bias[rows], requires_grad=False)
         owner.lm_head = trimmed.eval()
