@@ -6,8 +6,9 @@ another without gaps, and the host adds nothing unless told to. Those are assump
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from ..catalog import Variant
 from ..errors import ConfigError
@@ -23,6 +24,27 @@ LARGEST_BATCH = 4096
 _DEPTHS = range(1, 11)
 _FANS = (2, 3, 4, 6, 8)
 _NODES = (4, 6, 8, 12, 16, 24, 32, 48, 64)
+
+
+class Timing(Protocol):
+    """How long things take: by a share of their floors (:class:`Efficiency`) or as measured (:class:`graphspec.lab.passes.PassTimes`)."""
+
+    @property
+    def source(self) -> str:
+        """Where the figures come from."""
+        ...
+
+    def milliseconds(self, cost: StageCost, hardware: Hardware) -> float:
+        """Time that a stage is predicted to take."""
+        ...
+
+    def beyond_ms(self, shape: CycleShape, costs: Sequence[StageCost]) -> float:
+        """Time that a cycle takes beyond its stages with weights."""
+        ...
+
+    def record(self) -> dict[str, Any]:
+        """The figures, as JSON."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +75,15 @@ class Efficiency:
         """Time that a stage is predicted to take."""
         beyond = 1e3 * cost.flops / self.rates[cost.name] if cost.name in self.rates else 0.0
         return cost.floor_ms(hardware) / self.stages.get(cost.name, self.overall) + beyond
+
+    def beyond_ms(self, shape: CycleShape, costs: Sequence[StageCost]) -> float:
+        """The host's time, whatever the cycle."""
+        del shape, costs
+        return self.host_ms
+
+    def record(self) -> dict[str, Any]:
+        """As JSON."""
+        return {"overall": self.overall, "stages": dict(self.stages), "rates": dict(self.rates), "host_ms": self.host_ms}
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +141,7 @@ class Ranked:
 
 
 def predict(
-    model: FloorModel, shape: CycleShape, batch: int, context: int, hardware: Hardware, efficiency: Efficiency | None = None
+    model: FloorModel, shape: CycleShape, batch: int, context: int, hardware: Hardware, efficiency: Timing | None = None
 ) -> Prediction:
     """How long one cycle takes.
 
@@ -123,11 +154,11 @@ def predict(
         efficiency: None: :data:`DEFAULT_EFFICIENCY` for every stage, no time of the host.
     """
     efficiency = efficiency or Efficiency()
-    stages = []
-    for cost in model.stages(shape, batch, context):
+    stages, costs = [], model.stages(shape, batch, context)
+    for cost in costs:
         times = cost.floor_ms(hardware), efficiency.milliseconds(cost, hardware)
         stages.append(StagePrediction(cost.name, cost, *times, cost.compute_bound(hardware)))
-    total = sum(stage.ms for stage in stages) + efficiency.host_ms
+    total = sum(stage.ms for stage in stages) + efficiency.beyond_ms(shape, costs)
     return Prediction(shape, batch, context, tuple(stages), total, sum(stage.floor_ms for stage in stages))
 
 
@@ -159,7 +190,7 @@ def candidate_shapes(variant: Variant, heads: int = 1, deepest: int | None = Non
 
 def rank_shapes(
     model: FloorModel, shapes: Iterable[CycleShape], acceptance: Acceptance, batch: int, context: int, hardware: Hardware,
-    efficiency: Efficiency | None = None,
+    efficiency: Timing | None = None,
 ) -> list[Ranked]:  # fmt: skip
     """Shapes by predicted tokens per second, best first; of equally fast ones the smaller first.
 
@@ -178,7 +209,7 @@ def rank_lengths(
     batch: int,
     context: int,
     hardware: Hardware,
-    efficiency: Efficiency | None = None,
+    efficiency: Timing | None = None,
 ) -> list[Ranked]:
     """:func:`rank_shapes` with the tokens per cycle of each shape known, which do not depend on the batch."""
     ranked = []
@@ -207,7 +238,7 @@ def _verify_floor(model: FloorModel, nodes: int, batch: int, context: int, hardw
 
 
 def crossover(
-    model: FloorModel, lengths: Mapping[CycleShape, float], context: int, hardware: Hardware, efficiency: Efficiency | None = None,
+    model: FloorModel, lengths: Mapping[CycleShape, float], context: int, hardware: Hardware, efficiency: Timing | None = None,
     largest: int = LARGEST_BATCH,
 ) -> int | None:  # fmt: skip
     """The batch from which on no shape is predicted to be faster than plain decoding; None: up to ``largest`` one always is.

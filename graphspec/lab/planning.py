@@ -1,18 +1,21 @@
 """``graphspec plan``: what fits, how long a cycle must take, which shape to choose, from a ``config.json`` and figures of the hardware.
 
 What it assumes, and says with its answer: floors are reached to the share of :class:`Efficiency`; the host costs nothing and stages without
-weights cost nothing, unless a measured file says what they cost; acceptance follows :mod:`graphspec.lab.acceptance`. Of shapes within
-:data:`CLOSE` of the fastest the one with the fewest nodes is recommended, for the model is not better than that.
+weights cost nothing, unless a measured file, or passes timed on this CPU, say what they cost; acceptance follows
+:mod:`graphspec.lab.acceptance`. Of shapes within :data:`CLOSE` of the fastest the one with the fewest nodes is recommended, for the model
+is not better than that.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+from rich.console import Console
+from rich.text import Text
 
 from ..catalog import Variant, resolve_variant
 from ..errors import ConfigError
@@ -26,6 +29,7 @@ from .advice import (
     Prediction,
     Ranked,
     StagePrediction,
+    Timing,
     candidate_shapes,
     crossover,
     free_width,
@@ -41,12 +45,15 @@ from .machine import copy_bandwidth, matmul_rate
 from .measured import Measured, acceptance_of, calibrate, predictions, read_measured, timed
 from .misfit import Misfit, misfit
 from .paper import Paper, read_paper
+from .passes import PassTimes
 from .provenance import provenance, write_jsonl
 
 if TYPE_CHECKING:
     from ..launch import LaunchConfig
 
 __all__ = ["Advice", "Prediction", "Ranked", "advise", "predict", "rank_shapes", "run"]
+
+Say = Callable[[str], None]
 
 CLOSE = 0.02
 DEFAULT_CONTEXT = 2048
@@ -95,7 +102,7 @@ class Advice:
     dtype: str
     hardware: Hardware
     acceptance: Acceptance
-    efficiency: Efficiency
+    efficiency: Timing
     context: int
     rows: list[Row]
     configured: list[Ranked]
@@ -134,7 +141,7 @@ class Advice:
             "free_width": row.free,
             "bandwidth": self.hardware.bandwidth,
             "flops": self.hardware.flops,
-            "efficiency": self.efficiency.overall,
+            "efficiency": self.efficiency.overall if isinstance(self.efficiency, Efficiency) else None,
             "stages": [stage_record(stage) for stage in best.prediction.stages],
         }
 
@@ -155,13 +162,7 @@ class Advice:
                 "source": self.hardware.source,
             },
             "acceptance": {"shares": list(self.acceptance.shares), "sibling": self.acceptance.sibling, "source": self.acceptance.source},
-            "efficiency": {
-                "overall": self.efficiency.overall,
-                "stages": dict(self.efficiency.stages),
-                "rates": dict(self.efficiency.rates),
-                "host_ms": self.efficiency.host_ms,
-                "source": self.efficiency.source,
-            },
+            "efficiency": self.efficiency.record() | {"source": self.efficiency.source},
             "memory": self.capacity.document(),
             "misfit": self.misfit.document() if self.misfit is not None else None,
             "plans": [self._record(row) for row in self.rows],
@@ -206,7 +207,12 @@ def run(config: LaunchConfig) -> int:
     from .plan_tables import show
 
     out = check_writable("plan.out", config.plan.out) if config.plan.out is not None else None
-    advice = advise(config)
+    err = Console(stderr=True)
+    if err.is_terminal:
+        with err.status("") as status:
+            advice = advise(config, status.update)
+    else:
+        advice = advise(config, lambda text: err.print(Text(text), soft_wrap=True))
     if out is not None:
         make_folder("plan.out", out.parent)
         write_jsonl(out, [provenance(config), *advice.records()], "plan.out")
@@ -219,8 +225,12 @@ def run(config: LaunchConfig) -> int:
     return 0
 
 
-def advise(config: LaunchConfig) -> Advice:
+def advise(config: LaunchConfig, say: Say = lambda text: None) -> Advice:
     """Work everything out.
+
+    Args:
+        config: as composed.
+        say: told what is being measured.
 
     Raises:
         ConfigError: no figures of the hardware; a context the model does not have; a bad ``plan.measured``; a draft that is needed and
@@ -238,10 +248,14 @@ def advise(config: LaunchConfig) -> Advice:
     measured = read_measured(asked.measured, variant, config.sampling.temperature) if asked.measured is not None else None
     here = measured.on(config.hardware.name, device) if measured is not None else None
     notes = list(paper.notes)
-    hardware = resolve_hardware(config, device, dtype, here)
+    passes = _pass_times(config, variant, paper, model, say) if asked.measure and device == "cpu" else None
+    if isinstance(passes, str):
+        notes.append(f"passes were not timed: {passes}")
+        passes = None
+    hardware = resolve_hardware(config, device, dtype, here, passes)
     acceptance = resolve_acceptance(asked.acceptance, variant, measured)
-    efficiency = (calibrate(model, here, timed(here), hardware) if here is not None else None) or Efficiency()
-    checked = predictions(model, here, hardware, Efficiency()) if here is not None else []
+    efficiency: Timing = passes or (calibrate(model, here, timed(here), hardware) if here is not None else None) or Efficiency()
+    checked = predictions(model, here, hardware, Efficiency(), passes) if here is not None else []
     if measured is not None and not checked:
         notes.append("no measured side ran on this hardware with its cycle timed: of the file only its acceptance is used")
     if hardware.flops is None:
@@ -286,6 +300,12 @@ def advise(config: LaunchConfig) -> Advice:
     )
 
 
+def _pass_times(config: LaunchConfig, variant: Variant, paper: Paper, model: FloorModel, say: Say) -> PassTimes | str:
+    from .calibration import pass_times
+
+    return pass_times(config, variant, paper, model, say)
+
+
 def _launches(
     config: LaunchConfig, paper: Paper, variant: Variant, model: FloorModel, shape: CycleShape, batch: int, context: int, dtype: str,
     hardware: Hardware,
@@ -297,9 +317,7 @@ def _launches(
     return [estimate_cycle(steps, shape, batch, context, floor_ms, hardware, programmatic=flag) for flag in (False, True)]
 
 
-def _row(
-    model: FloorModel, lengths: Mapping[CycleShape, float], batch: int, context: int, hardware: Hardware, efficiency: Efficiency
-) -> Row:
+def _row(model: FloorModel, lengths: Mapping[CycleShape, float], batch: int, context: int, hardware: Hardware, efficiency: Timing) -> Row:
     [plain] = rank_lengths(model, {PLAIN: 1.0}, batch, context, hardware, efficiency)
     best = recommend([plain, *rank_lengths(model, lengths, batch, context, hardware, efficiency)])
     break_even = best.prediction.cycle_ms / plain.prediction.cycle_ms
@@ -342,7 +360,7 @@ def resolve_device(config: LaunchConfig, paper: Paper) -> tuple[str, str]:
     return device, dtype if dtype != "auto" else "float32" if device == "cpu" else paper.target.dtype
 
 
-def resolve_hardware(config: LaunchConfig, device: str, dtype: str, here: Measured | None) -> Hardware:
+def resolve_hardware(config: LaunchConfig, device: str, dtype: str, here: Measured | None, passes: PassTimes | None = None) -> Hardware:
     """Figures of the hardware: measured now, else measured beside the sides of a file, else those of the ``hardware`` group.
 
     Raises:
@@ -356,6 +374,8 @@ def resolve_hardware(config: LaunchConfig, device: str, dtype: str, here: Measur
 
         memory = available_bytes(device, None)
     flops = 1e12 * asked.tflops if asked.tflops is not None else None
+    if passes is not None:
+        return Hardware(passes.bandwidth, flops, memory, asked.name, "bandwidth measured with the passes")
     if config.plan.measure:
         if device == "cuda" and not torch.cuda.is_available():
             raise ConfigError("plan.measure", "false, or a machine with this device (torch sees no CUDA device)", "true")
