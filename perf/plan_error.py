@@ -27,7 +27,7 @@ from graphspec.lab.provenance import ROOT, provenance, result_file, within_repos
 from graphspec.shapes import PLAIN, CycleShape
 
 SHAPES = (
-    "0,1,1", "1,1,2", "2,1,3", "3,1,4", "4,1,5", "5,1,6", "6,1,7", "2,4,8", "3,2,6", "3,4,12", "4,2,8", "4,4,16", "5,4,16", "5,4,32",
+    "0,1,1", "1,1,2", "2,1,3", "3,1,4", "4,1,5", "6,1,7", "2,4,8", "3,2,6", "3,4,12", "4,2,8", "4,4,16", "5,4,16", "5,4,32",
 )  # fmt: skip
 
 

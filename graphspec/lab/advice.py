@@ -19,7 +19,7 @@ from .floor import FloorModel, Hardware, StageCost
 DEFAULT_EFFICIENCY = 0.85
 """What the repository's README aims at for plain decoding; used where nothing was measured."""
 FREE = 0.05
-"""Verification is free as long as its floor is at most this much above that of one node."""
+"""Verification is free as long as its floor, or its measured time, is at most this much above that of one node."""
 LARGEST_BATCH = 4096
 _DEPTHS = range(1, 11)
 _FANS = (2, 3, 4, 6, 8)
@@ -219,22 +219,22 @@ def rank_lengths(
     return sorted(ranked, key=lambda entry: (-entry.tokens_per_second, entry.shape.num_draft_tokens, entry.shape))
 
 
-def free_width(model: FloorModel, batch: int, context: int, hardware: Hardware, slack: float = FREE) -> int:
-    """Most nodes N of a row whose verification has a floor at most ``slack`` above that of one node; no more than a window holds."""
-    least = _verify_floor(model, 1, batch, context, hardware)
+def free_width(model: FloorModel, batch: int, context: int, hardware: Hardware, slack: float = FREE, timing: Timing | None = None) -> int:
+    """Most nodes N of a row whose verification takes at most ``slack`` longer than that of one node; no more than a window holds.
+
+    By their floors, or as ``timing`` has it.
+    """
+
+    def verify(nodes: int) -> float:
+        cost = model.stages(CycleShape(0, 1, 1) if nodes == 1 else CycleShape(nodes - 1, 1, nodes), batch, context)[-1]
+        return cost.floor_ms(hardware) if timing is None else timing.milliseconds(cost, hardware)
+
+    least = verify(1)
     low, high = 1, MAX_WINDOW
     while low < high:
         middle = (low + high + 1) // 2
-        if _verify_floor(model, middle, batch, context, hardware) <= (1 + slack) * least:
-            low = middle
-        else:
-            high = middle - 1
+        low, high = (middle, high) if verify(middle) <= (1 + slack) * least else (low, middle - 1)
     return low
-
-
-def _verify_floor(model: FloorModel, nodes: int, batch: int, context: int, hardware: Hardware) -> float:
-    shape = CycleShape(0, 1, 1) if nodes == 1 else CycleShape(nodes - 1, 1, nodes)
-    return model.stages(shape, batch, context)[-1].floor_ms(hardware)
 
 
 def crossover(

@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..catalog import Variant
+from ..checks import LONG, brief
 from ..errors import ConfigError
-from ..paths import shorten, user_path
+from ..paths import user_path
 from ..shapes import PLAIN, CycleShape
 from .acceptance import SIBLING, Acceptance, conditional, fit_sibling
 from .advice import Efficiency, Timing, predict
@@ -67,7 +68,7 @@ def read_measured(file: str, variant: Variant, temperature: float) -> Measured:
         ConfigError: nothing there, a broken line, or no side of this engine.
     """
     if not user_path(KEY, file).exists():
-        raise ConfigError(KEY, "a file that graphspec profile wrote", f"no file {shorten(file)}")
+        raise ConfigError(KEY, "a file that graphspec profile wrote", f"no file {brief(file, LONG)}")
     try:
         results = read_results([file])
     except ConfigError as error:

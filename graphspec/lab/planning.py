@@ -258,7 +258,7 @@ def advise(config: LaunchConfig, say: Say = lambda text: None) -> Advice:
     checked = predictions(model, here, hardware, Efficiency(), passes) if here is not None else []
     if measured is not None and not checked:
         notes.append("no measured side ran on this hardware with its cycle timed: of the file only its acceptance is used")
-    if hardware.flops is None:
+    if hardware.flops is None and passes is None:
         notes.append(
             "the peak of this hardware is not known (hardware.tflops): floors are those of the bytes alone, too low for large batches"
         )
@@ -320,8 +320,9 @@ def _launches(
 def _row(model: FloorModel, lengths: Mapping[CycleShape, float], batch: int, context: int, hardware: Hardware, efficiency: Timing) -> Row:
     [plain] = rank_lengths(model, {PLAIN: 1.0}, batch, context, hardware, efficiency)
     best = recommend([plain, *rank_lengths(model, lengths, batch, context, hardware, efficiency)])
+    free = free_width(model, batch, context, hardware, timing=efficiency if isinstance(efficiency, PassTimes) else None)
     break_even = best.prediction.cycle_ms / plain.prediction.cycle_ms
-    return Row(plain, best, free_width(model, batch, context, hardware), break_even)
+    return Row(plain, best, free, break_even)
 
 
 def recommend(ranked: Sequence[Ranked]) -> Ranked:
