@@ -6,6 +6,7 @@ import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ..checks import LONG, brief
 from ..errors import CheckpointError
 from .draft import DraftFacts
 from .eagle import (
@@ -17,7 +18,7 @@ from .eagle import (
     refuse_options,
     speculators_keys,
 )
-from .files import plain, shown
+from .files import plain
 from .keys import MOST_LAYERS, MOST_WIDTH, Keys, is_integer, read_architecture, read_config
 from .model import ModelFacts
 
@@ -121,7 +122,7 @@ def read_eagle3_config(path: str | Path) -> tuple[Eagle3Facts, Keys]:
     eagle = nested_keys(keys, "eagle_config")
     unknown = sorted(key for key in set(eagle.values) - _EAGLE_KEYS if eagle.present(key))
     if unknown:
-        found = shown(eagle.values[unknown[0]])
+        found = brief(eagle.values[unknown[0]], LONG)
         expected = "one of " + ", ".join(sorted(_EAGLE_KEYS))
         raise CheckpointError(f"{eagle.where}: {plain(unknown[0])}", expected, found, "this option is not supported")
     refuse_options(keys, eagle)

@@ -6,11 +6,12 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ..checks import LONG, brief
 from ..errors import CheckpointError
 from ..layouts import MTP_LAYOUTS, PREDICTION_HEADS
 from .draft import DraftFacts
 from .eagle import nested_keys
-from .files import find_file, open_file, parse_json, plain, read_shards, shown
+from .files import find_file, open_file, parse_json, plain, read_shards
 from .keys import MOST_LAYERS, Keys, read_architecture, read_config
 from .model import FAMILIES, GATED_FAMILY, HYBRIDS, ModelFacts, read_decoder
 
@@ -87,7 +88,7 @@ def _count(keys: Keys, layout: str, heads: list[int], names: list[str]) -> int:
     if not declared:
         raise keys.error(key, f"{len(heads)}, for the checkpoint has the tensors of as many prediction heads")
     if declared != len(heads) or heads != list(range(heads[0], heads[0] + len(heads))):
-        raise keys.error(key, f"the number of heads in the checkpoint, which are numbered {shown(heads)}")
+        raise keys.error(key, f"the number of heads in the checkpoint, which are numbered {brief(heads, LONG)}")
     if layout == "qwen" and declared != 1:
         raise keys.error(key, "1")
     return declared
