@@ -30,6 +30,7 @@ from ..engine.request import SamplingParams
 from ..models.layers import Linear
 from ..models.stack import DecoderStack
 from ..native_build import cache_folder, cpu_flags
+from ..paths import reason
 from ..shapes import PLAIN, CycleShape
 from .floor import FloorModel, has_tensors
 from .machine import copy_bandwidth
@@ -112,7 +113,6 @@ def pass_times(config: Config, variant: Variant, paper: Paper, model: FloorModel
 
     Raises:
         GraphspecError: the engine can't be built.
-        OSError: the file can't be written.
     """
     if not has_tensors(paper.target.path) or (paper.draft is not None and paper.from_config):
         return "there are no weights"
@@ -130,13 +130,21 @@ def pass_times(config: Config, variant: Variant, paper: Paper, model: FloorModel
         pass  # nothing kept, or something else: it is measured
     found = measure(config, variant, model, say)
     if isinstance(found, PassTimes):
+        record = {"identity": known, "provenance": provenance(config), **found.record()}
+        found = replace(found, source=f"measured now, {_keep(file, record)}")
+    return found
+
+
+def _keep(file: Path, record: dict[str, Any]) -> str:
+    """Where it is kept, or why it is not."""
+    try:
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         scratch = file.with_name(f".{file.name}-{os.getpid()}")
-        record = {"identity": known, "provenance": provenance(config), **found.record()}
         scratch.write_text(json.dumps(record, default=str, indent=1) + "\n", encoding="utf-8")
         scratch.replace(file)
-        found = replace(found, source=f"measured now, kept in {file}")
-    return found
+    except OSError as error:
+        return f"not kept: {file}: {reason(error)}"
+    return f"kept in {file}"
 
 
 def _shape(numbers: Sequence[int], variant: Variant) -> CycleShape:
