@@ -24,8 +24,8 @@ Errors = type[GraphspecError]
 INT32_MOST, INT64_MOST = 2**31 - 1, 2**63 - 1
 FLOAT32_LEAST = 2.0**-126
 """The smallest float32 above 0 that is not denormal; CPUs flush smaller ones to 0."""
-SHOWN = 60
-"""Characters of a value that an error message shows."""
+SHOWN, LONG = 60, 200
+"""Characters of a value that an error message shows, and of a path, a name or a word."""
 LONGEST_FIELD = 65536
 """Most integers of a field; a range can claim any length."""
 
@@ -33,12 +33,17 @@ _SINGULAR = {int: "an integer", float: "a number", bool: "true or false", str: "
 _PLURAL = {int: "integers", float: "numbers", bool: "truth values", str: "texts"}
 
 
-def brief(value: object) -> str:
-    """A short text of ``value``, on one line, whatever its own ``repr`` does."""
+def cut(text: str, most: int = LONG) -> str:
+    """``text``, or the beginning of a longer one."""
+    return text if len(text) <= most else text[:most] + "..."
+
+
+def brief(value: object, most: int = SHOWN) -> str:
+    """A short text of ``value``, on one line, whatever its own ``repr`` does and however deep it is nested."""
     short = reprlib.Repr()
-    short.maxstring = short.maxother = SHOWN
+    short.maxstring = short.maxother = short.maxlong = most
     try:
-        return " ".join(short.repr(value).split())
+        return cut(" ".join(short.repr(value).split()), 2 * LONG)
     except Exception:  # noqa: BLE001  a repr that fails, or an integer of too many digits
         return "a value that can't be shown"
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from .checks import cut
 from .errors import ConfigError, GraphspecError
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ def _refuse(sentences: Sequence[str]) -> int:
     """Print one line each to stderr; returns the exit code."""
     for sentence in sentences:
         line = " ".join(sentence.split())
-        print("graphspec: " + (line if len(line) <= LONGEST_COMPLAINT else line[:LONGEST_COMPLAINT] + "..."), file=sys.stderr)
+        print("graphspec: " + cut(line, LONGEST_COMPLAINT), file=sys.stderr)
     return 2
 
 

@@ -116,7 +116,7 @@ class PlanningConfig:
     measured: str | None = None
     """A file that ``graphspec profile`` wrote: its acceptance and bandwidth are used, and its cycle times compared with the prediction."""
     measure: bool = False
-    """Measure the copy bandwidth and a matrix product of this machine first."""
+    """Take the figures of this machine: on a CPU passes and cycles of the model, timed once and kept, else copy bandwidth and a product."""
     out: str | None = None
     """Write the records to this JSON-lines file."""
 

@@ -26,6 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
 from .catalog import all_variants, own_variants
+from .checks import cut
 from .command_options import LaunchConfig
 from .errors import ConfigError
 from .paths import read_text
@@ -36,8 +37,6 @@ VERSION_BASE = "1.3"
 COMPOSING = (HydraException, OmegaConfBaseException, ValueError, OSError, RecursionError)
 """Exceptions that Hydra, its parser and OmegaConf raise for invalid arguments."""
 NOTHING_LOOKED_UP = "a value without ${...}: nothing is looked up in other keys or in the environment"
-SHOWN = 200
-"""Characters of a word that an error message shows."""
 FROM_FILE = "from_file"
 """The name of an experiment that was given as a file."""
 
@@ -58,10 +57,10 @@ def load_config(*overrides: str) -> LaunchConfig:
     check_words(words)
     for word in words:
         if word.startswith(("+", "~")):
-            raise ConfigError(shown(word), "an override without + or ~ (every key exists, and none can be taken away)", shown(word))
+            raise ConfigError(cut(word), "an override without + or ~ (every key exists, and none can be taken away)", cut(word))
         if word.startswith(("hydra.", "hydra/")):
             expected = "a key of the configuration: keys of Hydra's own go next to one of its flags"
-            raise ConfigError(shown(word), expected, "no flag", "add --multirun")
+            raise ConfigError(cut(word), expected, "no flag", "add --multirun")
         key, _, value = word.partition("=")
         check_flag(key, value.strip().lower() == "true" if value.strip().lower() in ("true", "false") else value)
     try:
@@ -100,7 +99,7 @@ def check_words(words: Sequence[str]) -> None:
     for word in words:
         key, _, value = word.partition("=")
         if "${" in word:
-            raise ConfigError(shown(key), NOTHING_LOOKED_UP, shown(value))
+            raise ConfigError(cut(key), NOTHING_LOOKED_UP, cut(value))
 
 
 def refuse_interpolations(composed: DictConfig) -> None:
@@ -112,7 +111,7 @@ def refuse_interpolations(composed: DictConfig) -> None:
 
     def search(key: str, value: object) -> None:
         if isinstance(value, str) and "${" in value:
-            raise ConfigError(key, NOTHING_LOOKED_UP, shown(value))
+            raise ConfigError(key, NOTHING_LOOKED_UP, cut(value))
         entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
         for name, entry in entries:
             search(f"{key}.{name}" if key else str(name), entry)
@@ -133,7 +132,7 @@ def check_flag(key: str, value: object) -> None:
     parent, _, leaf = key.rpartition(".")
     schema = _schema_of(parent)
     if schema is not None and typing.get_type_hints(schema).get(leaf) is bool and not isinstance(value, bool):
-        raise ConfigError(key, "true or false", shown(str(value)))
+        raise ConfigError(key, "true or false", cut(str(value)))
     for name, entry in value.items() if isinstance(value, dict) else ():
         check_flag(f"{key}.{name}" if key else str(name), entry)
 
@@ -146,7 +145,7 @@ def sort_words(words: Sequence[str]) -> list[str]:
     """
 
     def refuse(message: str) -> NoReturn:
-        raise ConfigError("flags", "those that graphspec --hydra-help lists", shown(message))
+        raise ConfigError("flags", "those that graphspec --hydra-help lists", cut(message))
 
     parser = get_args_parser()
     parser.error = refuse  # type: ignore[method-assign]
@@ -174,7 +173,7 @@ def split_prompts(words: Sequence[str]) -> tuple[list[str], list[str]]:
     except (ValueError, RecursionError):
         prompts = None
     if not isinstance(prompts, list) or not prompts or not all(isinstance(prompt, str) for prompt in prompts):
-        raise ConfigError("prompt", 'text, or a JSON list of strings: ["a", "b"]', shown(text), "text in brackets goes into a prompt_file")
+        raise ConfigError("prompt", 'text, or a JSON list of strings: ["a", "b"]', cut(text), "text in brackets goes into a prompt_file")
     return prompts, rest
 
 
@@ -238,9 +237,7 @@ def register_schema() -> None:
 def explain(error: Exception, words: Sequence[str]) -> ConfigError:
     """One error (key, expected, found) for an exception of Hydra or OmegaConf."""
     if isinstance(error, OverrideParseException):
-        return ConfigError(
-            shown(error.override), "an override such as sampling.max_tokens=64", "words Hydra can't parse", _first_line(error)
-        )
+        return ConfigError(cut(error.override), "an override such as sampling.max_tokens=64", "words Hydra can't parse", _first_line(error))
     group, _, choice = str(getattr(error, "missing_cfg_file", None) or "").partition("/")
     if group in config_groups():
         choices = config_groups()[group]
@@ -253,7 +250,7 @@ def explain(error: Exception, words: Sequence[str]) -> ConfigError:
             if value not in choices:
                 return ConfigError(group, "one of " + ", ".join(choices), repr(value))
         culprit = next((word for word in words if not _parses(word)), " ".join(words) or CONFIG_NAME)
-        return ConfigError(shown(culprit), "words that make a configuration", _first_line(error))
+        return ConfigError(cut(culprit), "words that make a configuration", _first_line(error))
     parent, _, leaf = full_key.rpartition(".")
     schema = _schema_of(parent)
     if schema is None:
@@ -321,9 +318,4 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _first_line(error: BaseException) -> str:
-    return shown(next(iter(str(error).splitlines()), type(error).__name__))
-
-
-def shown(text: str) -> str:
-    """The beginning of a long text."""
-    return text if len(text) <= SHOWN else text[:SHOWN] + "..."
+    return cut(next(iter(str(error).splitlines()), type(error).__name__))

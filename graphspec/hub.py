@@ -11,9 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
+from .checks import LONG, brief
 from .config import Config
 from .errors import ConfigError
-from .paths import reason, shorten, user_path
+from .paths import reason, user_path
 
 ConfigT = TypeVar("ConfigT", bound=Config)
 
@@ -51,7 +52,9 @@ def checkpoint_folder(key: str, name: str, revision: str | None = None, *, weigh
     folder = user_path(key, name)
     if folder.exists() or not is_hub_id(name):
         if revision is not None:
-            raise ConfigError(_REVISIONS[key], f"null, or a model of the Hugging Face Hub in {key}", revision, f"{key} is {shorten(name)}")
+            raise ConfigError(
+                _REVISIONS[key], f"null, or a model of the Hugging Face Hub in {key}", revision, f"{key} is {brief(name, LONG)}"
+            )
         return folder
     return _snapshot(key, name, revision, weights)
 
@@ -94,7 +97,7 @@ def _snapshot(key: str, repository: str, revision: str | None, weights: bool) ->
         raise ConfigError(key, "a model that you may read", f"{repository}, which is gated", hint) from error
     except RepositoryNotFoundError as error:
         expected, hint = "a folder that exists, or a model of the Hugging Face Hub", "a private one needs a login: hf auth login"
-        raise ConfigError(key, expected, shorten(repository), hint) from error
+        raise ConfigError(key, expected, brief(repository, LONG), hint) from error
     except RevisionNotFoundError as error:
         raise ConfigError(_REVISIONS[key], f"a branch, tag or commit of {repository}", repr(revision)) from error
     except LocalEntryNotFoundError as error:
@@ -102,6 +105,8 @@ def _snapshot(key: str, repository: str, revision: str | None, weights: bool) ->
         why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the Hugging Face Hub can't be reached"
         expected = f"a folder that exists, or a model of the Hub that is complete in the cache {constants.HF_HUB_CACHE}, for {why}"
         hint = f"where there is a network: hf download {repository}"
-        raise ConfigError(key, expected, f"{shorten(repository)}{wanted}", hint) from error
+        raise ConfigError(key, expected, f"{brief(repository, LONG)}{wanted}", hint) from error
     except Exception as error:  # the Hub's client has a dozen kinds, some of them of its HTTP library
-        raise ConfigError(key, "a model that can be downloaded", shorten(repository), f"{type(error).__name__}: {reason(error)}") from error
+        raise ConfigError(
+            key, "a model that can be downloaded", brief(repository, LONG), f"{type(error).__name__}: {reason(error)}"
+        ) from error

@@ -94,7 +94,7 @@ def _is_private(found: os.stat_result) -> bool:
     return found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
-def _cpu_flags() -> str:
+def cpu_flags() -> str:
     """What -march=native depends on: a cache folder may be shared between machines."""
     info = Path("/proc/cpuinfo")
     if info.is_file():
@@ -174,7 +174,7 @@ class SharedLibrary:
             version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
         except OSError as error:
             raise ResourceError(self.key, "a C++ compiler that runs", f"{compiler}: {error.strerror}", self.hint) from error
-        parts = (*files.values(), version, " ".join(self.flags).encode(), _cpu_flags().encode())
+        parts = (*files.values(), version, " ".join(self.flags).encode(), cpu_flags().encode())
         made_from = hashlib.sha256(b"\0".join(parts)).hexdigest()[:20]
         stem = f"{self.name}-{made_from}-"
         try:

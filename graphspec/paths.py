@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, NoReturn
 
+from .checks import LONG, brief
 from .errors import ConfigError
 
 OPEN_FILES = (Path("/dev/fd"), Path("/proc/self/fd"))
@@ -25,7 +26,7 @@ def user_path(key: str, name: str) -> Path:
     except (FileNotFoundError, NotADirectoryError):
         return path
     except (OSError, ValueError, RuntimeError) as error:
-        raise ConfigError(key, "a path that can be looked up", shorten(name), reason(error)) from error
+        raise ConfigError(key, "a path that can be looked up", brief(name, LONG), reason(error)) from error
     return path
 
 
@@ -39,11 +40,11 @@ def read_text(key: str, name: str) -> str:
     expected = "a readable UTF-8 file"
     if not path.is_file() and path != Path("/dev/stdin") and path.parent not in OPEN_FILES:
         found = "a folder" if path.is_dir() else "a pipe or a device" if path.exists() else "No such file"
-        raise ConfigError(key, expected, f"{shorten(name)}: {found}")
+        raise ConfigError(key, expected, f"{brief(name, LONG)}: {found}")
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(key, expected, f"{shorten(name)}: {reason(error)}") from error
+        raise ConfigError(key, expected, f"{brief(name, LONG)}: {reason(error)}") from error
 
 
 def read_json(where: str, line: str) -> Any:
@@ -55,7 +56,7 @@ def read_json(where: str, line: str) -> Any:
     try:
         return json.loads(line, parse_constant=_refuse)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(where, "one JSON value per line", shorten(line[:60]), str(error)) from error
+        raise ConfigError(where, "one JSON value per line", brief(line), str(error)) from error
 
 
 def _refuse(constant: str) -> NoReturn:
@@ -75,7 +76,7 @@ def check_writable(key: str, name: str, *, folder: bool = False) -> Path:
     """
     path = user_path(key, name)
     if path.exists() and path.is_dir() != folder:
-        raise ConfigError(key, "a folder" if folder else "a file", f"a {'file' if folder else 'folder'}: {shorten(name)}")
+        raise ConfigError(key, "a folder" if folder else "a file", f"a {'file' if folder else 'folder'}: {brief(name, LONG)}")
     above = path if folder else path.parent
     while not above.exists() and above != above.parent:
         above = above.parent
@@ -100,12 +101,7 @@ def make_folder(key: str, folder: Path) -> None:
 
 def unwritable(key: str, path: Path, error: Exception) -> ConfigError:
     """The error of a file that turned out not to be writable."""
-    return ConfigError(key, "a place where files can be written", shorten(str(path)), reason(error))
-
-
-def shorten(name: str) -> str:
-    """``name`` in quotes; of a long one the beginning."""
-    return repr(name if len(name) <= 200 else name[:200] + "...")
+    return ConfigError(key, "a place where files can be written", brief(str(path), LONG), reason(error))
 
 
 def reason(error: Exception) -> str:

@@ -23,8 +23,8 @@ from ..graphs.memory import fit_memory
 from ..graphs.programs import Key
 from ..hub import checkpoint_folder
 from ..kernels import resolve, select_kernels
-from ..models.layers import pack_linear_layers, use_kernels
-from ..models.stack import pack_stack
+from ..models.layers import use_kernels
+from ..models.stack import pack_network, packs
 from ..models.target import load_target
 from ..models.token_map import apply_token_map, load_token_map
 from ..paths import user_path
@@ -190,21 +190,19 @@ class LLM:
             draft = load_object(plan.variant.loader)(plan.draft, target, plan.max_positions, dtype, device, report("load draft"))
             if (token_map := self.config.variant.token_map) is not None:
                 apply_token_map(draft, load_token_map(user_path("variant.token_map", token_map), plan.target.vocab_size))
-        packs = resolve("kernels.linear", plan.linear, plan.kernels, plan.device, plan.dtype) == "native"
+        native = packs(plan)
         networks = (target, draft) if draft is not None else (target,)
-        # Chosen one by one, attention and linear layers are ops of their own.
-        stacks = packs and plan.linear == plan.attention == "auto"
         found: dict[str, str | None] = {}
         for name, network in zip(("target", "draft"), networks, strict=False):
-            found[name] = pack_stack(network) if stacks else "kernels.mode, kernels.linear or kernels.attention has it so"
-            if packs:
-                pack_linear_layers(network)
+            if native:
+                found[name] = pack_network(network, plan)
             else:
+                found[name] = "kernels.mode or kernels.linear has it so"
                 use_kernels(network, kernels)
         self.decoders = {name: f"op by op: {reason}" if reason else "one native op per pass" for name, reason in found.items()}
         """How the decoder layers of target and draft run."""
         # Two teams of threads would take each other's cores, and what is left between native ops is small.
-        loop_threads = 1 if packs else None
+        loop_threads = 1 if native else None
         tuner = None
         if table is not None and table_path is not None:
             tuner = LinearTuner(table, user_path("kernels.linear_table", table_path), networks, device)

@@ -4,31 +4,21 @@ from __future__ import annotations
 
 import json
 import os
-import reprlib
 import stat
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
+from ..checks import LONG, brief
 from ..errors import CheckpointError, spell_bytes
 
 _MIB = 2**20
 MOST_CONFIG, MOST_INDEX, MOST_TOKENIZER = 16 * _MIB, 128 * _MIB, 512 * _MIB
 """Bytes of a json file: configurations, an index of shards, ``tokenizer.json``. The largest published are 1, 15 and 35 MiB."""
-_MOST_SHOWN = 200
-
-
-def shown(value: object) -> str:
-    """``repr`` for a message: short, on one line, and flat whatever the nesting."""
-    form = reprlib.Repr()
-    form.maxlist = form.maxtuple = form.maxdict = 12
-    form.maxstring = form.maxother = form.maxlong = _MOST_SHOWN
-    text = form.repr(value)
-    return text if len(text) <= 2 * _MOST_SHOWN else text[: 2 * _MOST_SHOWN] + "..."
 
 
 def plain(text: str) -> str:
-    """A name from a file for a message: as it is, or as ``shown`` where it is long or doesn't print."""
-    return text if text.isprintable() and len(text) <= _MOST_SHOWN else shown(text)
+    """A name from a file for a message: as it is, or as :func:`~graphspec.checks.brief` where it is long or doesn't print."""
+    return text if text.isprintable() and len(text) <= LONG else brief(text, LONG)
 
 
 def find_file(file: Path) -> bool:
@@ -123,7 +113,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(values) != len(pairs):
         for key, value in pairs:
             if values[key] != value:
-                raise ValueError(f"the key {shown(key)} is there twice, with different values")
+                raise ValueError(f"the key {brief(key, LONG)} is there twice, with different values")
     return values
 
 
@@ -137,13 +127,13 @@ def read_shards(index: Path) -> dict[str, str]:
     """
     shards = read_json(index, MOST_INDEX).get("weight_map")
     if not isinstance(shards, dict) or not shards or not set(map(type, shards.values())) <= {str}:
-        raise CheckpointError(f"{index}: weight_map", "an object of tensor name: file name", shown(shards))
+        raise CheckpointError(f"{index}: weight_map", "an object of tensor name: file name", brief(shards, LONG))
     suffix = Path(index.name.removesuffix(".index.json")).suffix
     for name in dict.fromkeys(shards.values()):
         parts = PurePosixPath(name).parts
         if not name.isprintable() or "\\" in name or not parts or parts[0] == "/" or ".." in parts or PurePosixPath(name).suffix != suffix:
             tensor = next(tensor for tensor, file in shards.items() if file == name)
-            raise CheckpointError(f"{index}: weight_map: {plain(tensor)}", f"the name of a {suffix} file in this folder", shown(name))
+            raise CheckpointError(f"{index}: weight_map: {plain(tensor)}", f"the name of a {suffix} file in this folder", brief(name, LONG))
     return shards
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from ..checks import LONG, brief
 from ..errors import CheckpointError
-from .files import MOST_CONFIG, read_json, shown
+from .files import MOST_CONFIG, read_json
 
 _REQUIRED: Any = object()
 
@@ -32,7 +33,7 @@ class Keys:
         self.values, self.where = values, where
 
     def error(self, key: str, expected: object, hint: str = "") -> CheckpointError:
-        found = shown(self.values[key]) if key in self.values else "no such key"
+        found = brief(self.values[key], LONG) if key in self.values else "no such key"
         return CheckpointError(f"{self.where}: {key}", expected, found, hint)
 
     def present(self, key: str) -> bool:
@@ -121,7 +122,7 @@ def read_config(path: Path) -> Keys:
     try:
         folder, there = path.is_dir(), path.exists()
     except OSError as error:  # a name that is too long, a folder that may not be entered
-        raise CheckpointError(shown(str(path)), "a folder with a Hugging Face checkpoint", f"{type(error).__name__}") from error
+        raise CheckpointError(brief(str(path), LONG), "a folder with a Hugging Face checkpoint", f"{type(error).__name__}") from error
     if not folder:
         raise CheckpointError(str(path), "a folder with a Hugging Face checkpoint", "a file" if there else "nothing there")
     config = path / "config.json"

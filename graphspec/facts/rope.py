@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from ..checks import LONG, brief
 from ..errors import CheckpointError
-from .files import shown
 from .keys import MOST_POSITIONS, MOST_THETA, Keys, is_number
 
 ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "llama3")
@@ -52,7 +52,7 @@ def _read_partial(keys: Keys, rope: Keys, head_dim: int, default: float | None) 
     owner = rope if rope.present(key) else keys
     if default is None:
         if owner.present(key) and not (is_number(owner.values[key]) and owner.values[key] == 1):
-            raise CheckpointError(f"{keys.where}: {key}", "1.0 (all of the head is rotated)", shown(owner.values[key]))
+            raise CheckpointError(f"{keys.where}: {key}", "1.0 (all of the head is rotated)", brief(owner.values[key], LONG))
         return 1.0
     partial = owner.number(key, default)
     if partial > 1 or int(head_dim * partial) < 2 or int(head_dim * partial) % 2:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from ..checks import LONG, brief
 from ..errors import CheckpointError
-from .files import MOST_TOKENIZER, find_file, read_json, shown
+from .files import MOST_TOKENIZER, find_file, read_json
 from .keys import MOST_VOCAB, is_integer
 
 
@@ -25,7 +26,7 @@ def _read_tokens(file: Path) -> dict[int, str]:
     if added is None:
         return tokens
     if not isinstance(added, list) or not all(isinstance(entry, dict) and {"id", "content"} <= set(entry) for entry in added):
-        raise CheckpointError(f"{file}: added_tokens", "a list of objects with id and content", shown(added))
+        raise CheckpointError(f"{file}: added_tokens", "a list of objects with id and content", brief(added, LONG))
     return tokens | _checked([entry["id"] for entry in added], [entry["content"] for entry in added], f"{file}: added_tokens")
 
 
@@ -38,7 +39,7 @@ def _checked(ids: list[Any], texts: list[Any], where: str) -> dict[int, str]:
         for token_id, text in zip(ids, texts, strict=True)
         if not is_integer(token_id) or not 0 <= token_id < MOST_VOCAB or not isinstance(text, str)
     )
-    raise CheckpointError(where, f"texts with ids in [0, {MOST_VOCAB})", f"{shown(wrong[1])} with id {shown(wrong[0])}")
+    raise CheckpointError(where, f"texts with ids in [0, {MOST_VOCAB})", f"{brief(wrong[1], LONG)} with id {brief(wrong[0], LONG)}")
 
 
 def check_tokenizer(draft_folder: str | Path, target_folder: str | Path) -> None:
@@ -55,7 +56,7 @@ def check_tokenizer(draft_folder: str | Path, target_folder: str | Path) -> None
     if not different:
         return
     first = min(different)
-    expected = f"{shown(target[first])}, as in {target_file}" if first in target else f"no such token, as in {target_file}"
-    found = shown(draft[first]) if first in draft else "no such token"
+    expected = f"{brief(target[first], LONG)}, as in {target_file}" if first in target else f"no such token, as in {target_file}"
+    found = brief(draft[first], LONG) if first in draft else "no such token"
     hint = f"{len(different)} ids differ; draft and target must share one tokenizer"
     raise CheckpointError(f"{draft_file}: token {first}", expected, found, hint)

@@ -17,6 +17,7 @@ from ..catalog import load_object
 from ..config import Config
 from ..errors import ConfigError, spell_bytes
 from ..kernels import resolve
+from ..models.stack import pack_network, packs
 from ..models.target import load_target
 from ..models.token_map import apply_token_map, load_token_map
 from ..paths import user_path
@@ -186,16 +187,23 @@ def _tables(plan: Plan) -> int:
 
 
 def weigh(plan: Plan, token_map: str | None = None) -> tuple[int, int]:
-    """Bytes of the target's parameters and tables, and of the draft's that it does not share with the target."""
+    """Bytes of the target's parameters and tables, and of the draft's that it does not share with the target, packed where they will be.
+
+    Packed weights that the checkpoint has in more than 16 bits count with 32; where every value fits into 16 they take half of that.
+    """
     dtype, nowhere = DTYPES[plan.dtype], torch.device("meta")
     target = load_target(plan.target, plan.tap_layers, plan.max_positions, dtype, nowhere)
-    held = _tensors(target)
-    if plan.draft is None:
-        return sum(held.values()), 0
-    draft = load_object(plan.variant.loader)(plan.draft, target, plan.max_positions, dtype, nowhere, None)
-    if token_map is not None:
-        apply_token_map(draft, load_token_map(user_path("variant.token_map", token_map), plan.target.vocab_size))
-    return sum(held.values()), sum(size for tensor, size in _tensors(draft).items() if tensor not in held)
+    draft: nn.Module | None = None
+    if plan.draft is not None:
+        draft = load_object(plan.variant.loader)(plan.draft, target, plan.max_positions, dtype, nowhere, None)
+        if token_map is not None:
+            apply_token_map(draft, load_token_map(user_path("variant.token_map", token_map), plan.target.vocab_size))
+    networks = [network for network in (target, draft) if network is not None]
+    if packs(plan):
+        for network in networks:
+            pack_network(network, plan)
+    held, *others = (_tensors(network) for network in networks)
+    return sum(held.values()), sum(size for tensors in others for tensor, size in tensors.items() if tensor not in held)
 
 
 def _tensors(module: nn.Module) -> dict[torch.Tensor, int]:

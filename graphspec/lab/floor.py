@@ -86,20 +86,44 @@ class Weights:
 
 
 @dataclass(frozen=True, slots=True)
+class Forward:
+    """One pass of a network.
+
+    Attributes:
+        network: ``target`` or ``draft``.
+        rows: tokens of all lanes together.
+        scored: how many of them get logits.
+        context: committed tokens of each lane.
+        fused: features of the target enter it.
+    """
+
+    network: str
+    rows: int
+    scored: int
+    context: int
+    fused: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class StageCost:
     """What one stage must move and do.
 
     Attributes:
         name: of the stage.
-        passes: forwards of a network in it.
+        forwards: of a network in it.
         parts: bytes of ``weights``, ``experts``, ``kv``, ``embedding``, ``logits``, ``features``.
         flops: operations; a multiplication and an addition are two.
     """
 
     name: str
-    passes: int
+    forwards: tuple[Forward, ...]
     parts: Mapping[str, float]
     flops: float
+
+    @property
+    def passes(self) -> int:
+        """How many forwards."""
+        return len(self.forwards)
 
     @property
     def bytes(self) -> float:
@@ -120,14 +144,14 @@ class StageCost:
 class _Tally:
     """Adds up the passes of one stage."""
 
-    passes: int = 0
+    forwards: list[Forward] = field(default_factory=list)
     parts: dict[str, float] = field(
         default_factory=lambda: dict.fromkeys(("weights", "experts", "kv", "embedding", "logits", "features"), 0.0)
     )
     flops: float = 0.0
 
     def stage(self, name: str) -> StageCost:
-        return StageCost(name, self.passes, self.parts, self.flops)
+        return StageCost(name, tuple(self.forwards), self.parts, self.flops)
 
 
 def distinct_experts(experts: int, topk: int, tokens: float) -> float:
@@ -198,7 +222,7 @@ def build_draft(
         CheckpointError: tensors that do not fit the config.
     """
     draft: nn.Module
-    if variant.outline and (from_config or (from_config is None and not _has_tensors(facts.path))):
+    if variant.outline and (from_config or (from_config is None and not has_tensors(facts.path))):
         with torch.device("meta"):
             draft = load_object(variant.outline)(facts, target)
     else:
@@ -208,7 +232,8 @@ def build_draft(
     return draft
 
 
-def _has_tensors(folder: Path) -> bool:
+def has_tensors(folder: Path) -> bool:
+    """Whether a checkpoint's folder holds weights."""
     return any(any(folder.glob(pattern)) for pattern in ("*.safetensors", "*.bin", "*.safetensors.index.json", "*.bin.index.json"))
 
 
@@ -290,7 +315,7 @@ class FloorModel:
             found += self._draft_stages(self.draft, shape, batch, context)
         verify, nodes = _Tally(), shape.num_draft_tokens
         columns, layers = self.target.vocab_size, range(self.target.num_layers)
-        self._forward(verify, self.target, self.target_weights, batch, nodes, nodes, columns, context, layers)
+        self._forward("target", verify, self.target, self.target_weights, batch, nodes, nodes, columns, context, layers)
         if self.draft is not None:
             verify.parts["features"] += batch * nodes * self.draft.feature_size * self.itemsize
         return (*found, verify.stage("verify"))
@@ -308,19 +333,19 @@ class FloorModel:
             rows = window if heads or step == 0 else shape.topk
             scored = 1 if heads or step == 0 else shape.topk
             tally = first if heads or step == 0 else later
-            self._forward(tally, decoder, weights, batch, rows, scored, columns, context, layers, fuse=step == 0)
+            self._forward("draft", tally, decoder, weights, batch, rows, scored, columns, context, layers, fuse=step == 0)
         if heads:
             return [first.stage("head_steps")]
         names = ("draft_extend", "static_steps" if shape.pool == "nodes" else "draft_steps")
-        return [tally.stage(name) for name, tally in zip(names, (first, later), strict=True) if tally.passes]
+        return [tally.stage(name) for name, tally in zip(names, (first, later), strict=True) if tally.forwards]
 
     def _forward(
-        self, tally: _Tally, facts: ModelFacts, weights: Weights, lanes: int, rows: int, scored: int, columns: int, context: int,
-        layers: range, *, fuse: bool = False,
+        self, network: str, tally: _Tally, facts: ModelFacts, weights: Weights, lanes: int, rows: int, scored: int, columns: int,
+        context: int, layers: range, *, fuse: bool = False,
     ) -> None:  # fmt: skip
         """Add one pass over ``lanes * rows`` tokens, ``lanes * scored`` of which get logits."""
         tokens, parts, size = lanes * rows, tally.parts, self.itemsize
-        tally.passes += 1
+        tally.forwards.append(Forward(network, tokens, lanes * scored, context, fuse))
         streamed = ("layers", "fuse") if fuse else ("layers",)
         parts["weights"] += sum(weights.sizes[group] for group in streamed) + weights.sizes["head"]
         tally.flops += 2 * tokens * sum(weights.numbers[group] for group in streamed) + 2 * lanes * scored * weights.numbers["head"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..errors import CheckpointError
 from ..facts.files import find_file, plain, read_shards, require_file
 from ..layouts import Layout
+from ..models.layers import Embedding
 from .layers import KernelModule, Linear
 from .tensor_files import TensorFile, open_tensors
 
@@ -29,6 +30,7 @@ _QUANTISED_DTYPES = ("I8", "U8", "F8_E4M3", "F8_E5M2")
 _QUANTISED_HINT = "this looks like a quantised checkpoint; only float32, bfloat16 and float16 weights are supported"
 FLOATS = ("F64", "F32", "BF16", "F16")
 INTEGERS = ("I64", "I32")
+_NARROW = {"BF16": torch.bfloat16, "F16": torch.float16}
 
 
 class Checkpoint:
@@ -97,6 +99,11 @@ class Checkpoint:
         """Of a tensor that is there; nothing is read."""
         file, stored = self._tensors[name]
         return self._open(file).describe(stored)[0]
+
+    def narrow(self, names: Iterable[str]) -> torch.dtype | None:
+        """The 16-bit dtype that all of these tensors are stored in; None: they are not. Nothing is read."""
+        found = {self._open(file).describe(stored)[1] for file, stored in (self._tensors[name] for name in names)}
+        return _NARROW.get(found.pop()) if len(found) == 1 else None
 
     def raw(self, name: str) -> Tensor:
         """A tensor that is there, as it is stored."""
@@ -185,3 +192,5 @@ def fill(
                 if progress is not None:
                     progress(done, len(used))
         setattr(owner, leaf, nn.Parameter(value, requires_grad=False))
+        if isinstance(owner, Linear | Embedding) and leaf == "weight":
+            owner.stored = checkpoint.narrow(source for block in blocks for source in block)

@@ -48,6 +48,8 @@ class Linear(KernelModule):
         self.weight: nn.Parameter | None = make_parameter(sum(parts), in_features)
         self.bias = make_parameter(sum(parts)) if bias else None
         self.packed: Tensor | None = None
+        self.stored: torch.dtype | None = None
+        """The 16-bit dtype in which a checkpoint has all of the weight; None: it has another."""
         self.multiply: Callable[..., Hidden] = linear
 
     def use_kernels(self, kernels: KernelSet) -> None:
@@ -59,7 +61,7 @@ class Linear(KernelModule):
             return
         from ..kernels import native
 
-        self.packed, self._multiply_packed = native.pack_linear(self.weight), native.packed_linear
+        self.packed, self._multiply_packed = native.pack_linear(self.weight, self.stored), native.packed_linear
         self.weight = None
 
     def forward(
@@ -101,6 +103,8 @@ class Embedding(nn.Module):
         super().__init__()
         self.vocab_size = vocab_size
         self.weight = make_parameter(vocab_size, hidden_size)
+        self.stored: torch.dtype | None = None
+        """As of :class:`Linear`."""
 
     def forward(self, token_BT: Tensor, valid_BT: Tensor) -> Tensor:
         """``[B, T, H]`` in the dtype of the weights, from int64 tokens and a bool mask."""

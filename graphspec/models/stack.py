@@ -6,12 +6,15 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 from torch import Tensor, nn
 
-from .layers import MLP, Linear, RMSNorm, SelfAttention
+from ..kernels import resolve
+from .layers import MLP, Linear, RMSNorm, SelfAttention, pack_linear_layers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ..kernels.formulas import Rotation
+    from ..kernels.native import stack
+    from ..plan import Plan
     from .attention import Attention, PagedAttention
 
 
@@ -45,9 +48,11 @@ def _scale(norm: RMSNorm | None) -> Tensor | None:
     return None if norm is None else norm.scale()
 
 
-def _product(linear: Linear) -> tuple[Tensor, Tensor | None]:
+def _product(linear: Linear) -> stack.Product:
+    from ..kernels.native.stack import Product
+
     assert linear.weight is not None, "layers that are not packed yet"
-    return linear.weight, linear.bias
+    return Product(linear.weight, linear.bias, linear.stored)
 
 
 class DecoderStack(nn.Module):
@@ -83,13 +88,13 @@ class DecoderStack(nn.Module):
         described = [
             stack.Layer(
                 input_norm=_scale(norm),
-                qkv=stack.Product(*_product(attention.qkv_proj)),
+                qkv=_product(attention.qkv_proj),
                 query_norm=_scale(attention.q_norm),
                 key_norm=_scale(attention.k_norm),
-                out=stack.Product(*_product(attention.o_proj)),
+                out=_product(attention.o_proj),
                 mlp_norm=layer.post_attention_layernorm.scale(),
-                gate_up=stack.Product(*_product(mlp.gate_up_proj)),
-                down=stack.Product(*_product(mlp.down_proj)),
+                gate_up=_product(mlp.gate_up_proj),
+                down=_product(mlp.down_proj),
                 window=attention.window_left,
                 kv_layer=attention.layer,
                 tap=taps.index(index) if index in taps else None,
@@ -146,7 +151,20 @@ class DecoderStack(nn.Module):
         )  # fmt: skip
 
 
-def pack_stack(network: nn.Module) -> str | None:
-    """Run the decoder layers of a network as one native op from now on; what keeps them from it, None: nothing did."""
-    pack: Callable[[], str | None] | None = getattr(network, "pack_stack", None)
-    return "a network of another package" if pack is None else pack()
+def packs(plan: Plan) -> bool:
+    """The linear layers of an engine with this plan are native, their weights packed."""
+    return resolve("kernels.linear", plan.linear, plan.kernels, plan.device, plan.dtype) == "native"
+
+
+def pack_network(network: nn.Module, plan: Plan) -> str | None:
+    """Pack the weights of a network, and run its decoder layers as one native op from now on; what keeps them from it, None: nothing did.
+
+    On the device ``meta`` nothing but sizes comes of it.
+    """
+    reason: str | None = "kernels.mode, kernels.linear or kernels.attention has it so"
+    # Chosen one by one, attention and linear layers are ops of their own.
+    if plan.linear == plan.attention == "auto":
+        pack: Callable[[], str | None] | None = getattr(network, "pack_stack", None)
+        reason = "a network of another package" if pack is None else pack()
+    pack_linear_layers(network)
+    return reason

@@ -53,5 +53,5 @@ def load_target(
     ignored |= _prediction_heads(checkpoint, facts.num_layers)
     fill(model, checkpoint, layout, own, ignored, dtype, torch.device(device), progress)
     if facts.tie_word_embeddings:
-        model.lm_head.weight = model.embed_tokens.weight
+        model.lm_head.weight, model.lm_head.stored = model.embed_tokens.weight, model.embed_tokens.stored
     return model.to(device).eval()

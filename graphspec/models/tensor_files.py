@@ -12,8 +12,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from ..checks import LONG, brief
 from ..errors import CheckpointError, spell_bytes
-from ..facts.files import open_file, plain, require_file, shown
+from ..facts.files import open_file, plain, require_file
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -146,7 +147,7 @@ def _check_program(program: io.BytesIO) -> None:
         if opcode.name in _TOO_NEW:
             raise pickle.UnpicklingError(f"{opcode.name}, which torch.save doesn't write")
         if isinstance(argument, str) and opcode.name == "GLOBAL" and argument not in _TENSOR_PARTS and not _is_dtype(argument):
-            raise pickle.UnpicklingError(f"{shown(argument)}, which is no part of a plain tensor")
+            raise pickle.UnpicklingError(f"{brief(argument, LONG)}, which is no part of a plain tensor")
 
 
 def _is_dtype(name: str) -> bool:
@@ -165,7 +166,7 @@ class _Pickled:
         self._tensors: dict[str, Tensor] = {}
         for name, value in values.items():
             if not isinstance(name, str):
-                raise CheckpointError(str(file), "a dictionary of name: tensor", f"a name that is {shown(name)}")
+                raise CheckpointError(str(file), "a dictionary of name: tensor", f"a name that is {brief(name, LONG)}")
             if not isinstance(value, Tensor):
                 raise CheckpointError(str(file), "a dictionary of name: tensor", f"{plain(name)} of type {type(value).__name__}")
             if value.layout != torch.strided or value.device.type != "cpu" or value.is_quantized:

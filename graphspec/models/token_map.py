@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
+from ..checks import LONG, brief
 from ..errors import CheckpointError, ConfigError
-from ..facts.files import plain, require_file, shown
+from ..facts.files import plain, require_file
 from ..facts.keys import is_integer
 from .layers import Linear
 from .tensor_files import load_pickle, open_tensors
@@ -57,7 +58,7 @@ def load_token_map(path: str | Path, vocab_size: int) -> Tensor:
             raise CheckpointError(key, expected, "other elements")
         outside = next((token for token in found if not 0 <= token < vocab_size), None)
         if outside is not None:
-            raise CheckpointError(key, within, shown(outside), foreign)
+            raise CheckpointError(key, within, brief(outside, LONG), foreign)
         found = torch.tensor(found, dtype=torch.int64)
     if not isinstance(found, Tensor) or found.dtype not in _INTEGERS or found.dim() != 1 or not found.numel():
         what = f"{found.dtype} of shape {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
@@ -102,6 +103,7 @@ def apply_token_map(draft: nn.Module, token_Vd: Tensor) -> None:
         with torch.device("meta"):
             trimmed = Linear(head.weight.shape[1], token_Vd.numel(), bias=head.bias is not None)
         trimmed.weight = nn.Parameter(head.weight[rows], requires_grad=False)
+        trimmed.stored = head.stored
         if head.bias is not None:
             trimmed.bias = nn.Parameter(head.bias[rows], requires_grad=False)
         owner.lm_head = trimmed.eval()

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from graphspec.catalog import load_object
@@ -61,9 +62,10 @@ def test_what_is_counted_is_what_is_allocated(pair: Pair, keys: dict[str, Any]) 
     assert llm.generate([1, 2, 3], SamplingParams(max_tokens=2))[0].finish_reason == "length"
 
 
+@pytest.mark.parametrize("runtime", ["eager", "compiled"])
 @pytest.mark.parametrize("variant", ["eagle", "eagle3", "standalone", "mtp", "ngram", "none"])
-def test_weights_of_every_variant_are_counted_without_reading_them(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The demo drafts; only vocabulary maps and one small tensor that tells kinds of heads apart are read."""
+def test_weights_of_every_variant_are_counted_without_reading_them(variant: str, runtime: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The demo drafts, unpacked and packed; only vocabulary maps and one small tensor that tells kinds of heads apart are read."""
     read: list[str] = []
     raw = Checkpoint.raw
 
@@ -71,7 +73,7 @@ def test_weights_of_every_variant_are_counted_without_reading_them(variant: str,
         read.append(name)
         return raw(self, name)
 
-    config = Config(variant=VariantConfig(name=variant), model=ModelConfig(), runtime=RuntimeConfig(name="eager"))
+    config = Config(variant=VariantConfig(name=variant), model=ModelConfig(), runtime=RuntimeConfig(name=runtime))
     llm = LLM(config=config)
     monkeypatch.setattr(Checkpoint, "raw", noting)
     target, draft = weigh(llm.plan)
@@ -80,6 +82,23 @@ def test_weights_of_every_variant_are_counted_without_reading_them(variant: str,
     assert draft == both - target
     assert (draft > 0) == llm.plan.variant.has_network
     assert set(read) <= {"d2t", "t2d", "fc.weight"}
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
+def test_packed_weights_take_what_the_checkpoint_has_them_in(stored: torch.dtype, tmp_path: Path) -> None:
+    """Half of the projections' bytes where it has them in 16 bits; padded blocks, and copies of norms, are counted with them."""
+    pair = mirror_pair(tmp_path)
+    for file in tmp_path.rglob("*.safetensors"):
+        tensors = load_file(file)
+        noisy = {name: (t + torch.rand(t.shape) / 64).to(stored) if t.is_floating_point() else t for name, t in tensors.items()}
+        save_file(noisy, file)
+    llm = pair.llm(**CHAIN, runtime="compiled")
+    assert set(llm.decoders.values()) == {"one native op per pass"}
+    assert (size(llm.memory, "target weights"), size(llm.memory, "draft weights")) == weigh(llm.plan)
+    target, draft = llm.cycle.target, llm.cycle.draft
+    assert weigh(llm.plan)[0] == held(target)  # type: ignore[arg-type]
+    assert weigh(llm.plan)[1] == held(target, draft) - held(target)  # type: ignore[arg-type]
+    assert target.lm_head.packed.dtype is stored  # type: ignore[attr-defined]
 
 
 def config_for(pair: Pair, memory_gib: float | None = None, fraction: float = 0.9, **runtime: Any) -> Config:

@@ -372,7 +372,8 @@ def test_measuring_this_machine(capsys: pytest.CaptureFixture[str], monkeypatch:
     calls: list[tuple[Any, ...]] = []
     monkeypatch.setattr("graphspec.lab.predict.plan.copy_bandwidth", lambda *a: calls.append(a) or 2e10)
     monkeypatch.setattr("graphspec.lab.predict.plan.matmul_rate", lambda *a: calls.append(a) or 1e11)
-    document = plan(capsys, "hardware=cpu", "plan.measure=true", "plan.batches=[1]")
+    document = plan(capsys, "hardware=cpu", "runtime=eager", "plan.measure=true", "plan.batches=[1]")
+    assert any("passes were not timed: the target's layers run op by op" in note for note in document["notes"])
     assert calls == [("cpu",), ("cpu", "float32")]
     assert (document["hardware"]["bandwidth"], document["hardware"]["flops"]) == (2e10, 1e11)
 

@@ -6,10 +6,11 @@ import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ...checks import LONG, brief
 from ...errors import CheckpointError
 from ...facts.draft import DraftFacts
 from ...facts.families import LLAMA
-from ...facts.files import plain, shown
+from ...facts.files import plain
 from ...facts.keys import MOST_LAYERS, MOST_WIDTH, Keys, is_integer, read_architecture, read_config
 from ...facts.model import ModelFacts
 from ..head_config import check_vocabulary, head_decoder, log_default, nested_keys, one_layer, other_draft, refuse_options, speculators_keys
@@ -115,7 +116,7 @@ def read_eagle3_config(path: str | Path) -> tuple[Eagle3Facts, Keys]:
     eagle = nested_keys(keys, "eagle_config")
     unknown = sorted(key for key in set(eagle.values) - _EAGLE_KEYS if eagle.present(key))
     if unknown:
-        found = shown(eagle.values[unknown[0]])
+        found = brief(eagle.values[unknown[0]], LONG)
         expected = "one of " + ", ".join(sorted(_EAGLE_KEYS))
         raise CheckpointError(f"{eagle.where}: {plain(unknown[0])}", expected, found, "this option is not supported")
     refuse_options(keys, eagle)

@@ -126,7 +126,7 @@ def load_eagle3(
     token_Vd = read_vocab_map(checkpoint, decoder.vocab_size, facts.draft_vocab_size)
     fill(draft, checkpoint, EAGLE3_LAYOUT, own, set(), dtype, torch.device(device), progress)
     if tied:
-        draft.lm_head.weight = draft.embed_tokens.weight
+        draft.lm_head.weight, draft.lm_head.stored = draft.embed_tokens.weight, draft.embed_tokens.stored
     # buffers only: moving the whole module would move what it shares with the target
     draft.rotary.to(device)
     if token_Vd is not None and not full_vocabulary:  # a map of the full vocabulary is the identity

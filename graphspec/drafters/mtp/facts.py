@@ -6,10 +6,11 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ...checks import LONG, brief
 from ...errors import CheckpointError
 from ...facts.draft import DraftFacts
 from ...facts.families import QWEN2, QWEN3_5, Family, find_family, target_architectures
-from ...facts.files import find_file, open_file, parse_json, plain, read_shards, shown
+from ...facts.files import find_file, open_file, parse_json, plain, read_shards
 from ...facts.keys import MOST_LAYERS, Keys, read_architecture, read_config
 from ...facts.model import ModelFacts, read_decoder
 from ...layouts import PREDICTION_HEADS
@@ -89,7 +90,7 @@ def _count(keys: Keys, layout: str, heads: list[int], names: list[str]) -> int:
     if not declared:
         raise keys.error(key, f"{len(heads)}, for the checkpoint has the tensors of as many prediction heads")
     if declared != len(heads) or heads != list(range(heads[0], heads[0] + len(heads))):
-        raise keys.error(key, f"the number of heads in the checkpoint, which are numbered {shown(heads)}")
+        raise keys.error(key, f"the number of heads in the checkpoint, which are numbered {brief(heads, LONG)}")
     if layout == "qwen" and declared != 1:
         raise keys.error(key, "1")
     return declared

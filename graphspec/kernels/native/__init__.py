@@ -215,10 +215,14 @@ chunk_attention = define_op("chunk_attention", _chunk_attention, _empty_like_que
 packed_linear = define_op("linear", _linear, _linear_shape)
 
 
-def pack_linear(weight: Tensor) -> Tensor:
+def pack_linear(weight: Tensor, stored: torch.dtype | None = None) -> Tensor:
     """``[ceil(out / 16), in, 16]`` from a float32 weight ``[out, in]``, for :func:`packed_linear`; the last block is padded with zeros.
 
     Where every value is a bfloat16, or every value a float16, the result is of that dtype: half the bytes, the same products to the bit.
+
+    Args:
+        weight: to be packed.
+        stored: what stands in for its values on the device ``meta``: the 16-bit dtype it is stored in, None: in more bits.
 
     Raises:
         ConfigError: another dtype.
@@ -227,6 +231,8 @@ def pack_linear(weight: Tensor) -> Tensor:
     outputs, channels = weight.shape
     padded = torch.nn.functional.pad(weight.detach(), (0, 0, 0, -outputs % 16))
     packed = padded.view(-1, 16, channels).transpose(1, 2).contiguous()
+    if packed.is_meta:
+        return packed if stored is None else packed.to(stored)
     for narrow in (torch.bfloat16, torch.float16):
         found = packed.to(narrow)
         # By bits: as numbers, denormals that are flushed would all be equal.

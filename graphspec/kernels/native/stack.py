@@ -27,10 +27,11 @@ _CALL = struct.Struct("=29q")
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A projection: its weight ``[out, in]`` and its bias."""
+    """A projection: its weight ``[out, in]``, its bias, and the dtype it is stored in, as :func:`pack_linear` takes it."""
 
     weight: Tensor
     bias: Tensor | None = None
+    stored: torch.dtype | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +96,7 @@ class _Blob:
         return offset
 
     def product(self, product: Product) -> tuple[int, int, int]:
-        packed = pack_linear(product.weight)
+        packed = pack_linear(product.weight, product.stored)
         return self.add(packed), BITS[packed.dtype], self.add(product.bias)
 
 
@@ -107,7 +108,7 @@ def _interleaved(product: Product) -> Product:
         padded = torch.nn.functional.pad(halves, (0, 0) * (halves.dim() - 2) + (0, -halves.shape[1] % 16))
         return padded.unflatten(1, (-1, 16)).transpose(0, 1).flatten(0, 2)
 
-    return Product(blocks(product.weight), None if product.bias is None else blocks(product.bias))
+    return Product(blocks(product.weight), None if product.bias is None else blocks(product.bias), product.stored)
 
 
 def pack_stack(shape: StackShape, layers: Sequence[Layer], final_norm: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ...checks import LONG, brief
 from ...errors import ConfigError
-from ...paths import reason, shorten, user_path
+from ...paths import reason, user_path
 from ...shapes import PLAIN
 from .metrics import percentile
 
@@ -174,7 +175,7 @@ def find_files(names: Sequence[str]) -> list[Path]:
     for name in names:
         path = user_path("report.files", name)
         if not path.is_dir() and not path.is_file():
-            raise ConfigError("report.files", "result files, or folders of them", f"no file or folder {shorten(name)}")
+            raise ConfigError("report.files", "result files, or folders of them", f"no file or folder {brief(name, LONG)}")
         files += sorted(file for file in path.rglob("*.jsonl") if file.is_file()) if path.is_dir() else [path]
     if not files:
         raise ConfigError("report.files", "result files, or folders of them", f"no .jsonl file in {list(names)}")
@@ -200,7 +201,7 @@ def read_lines(file: Path) -> Iterator[Line]:
     try:
         data = file.read_bytes()
     except OSError as error:
-        raise ConfigError("report.files", "files that can be read", shorten(str(file)), reason(error)) from error
+        raise ConfigError("report.files", "files that can be read", brief(str(file), LONG), reason(error)) from error
     for number, text in enumerate(data.split(b"\n"), start=1):
         if not text.strip():
             continue

@@ -6,8 +6,9 @@ another without gaps, and the host adds nothing unless asked to. Those are assum
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from ...catalog import Variant
 from ...errors import ConfigError
@@ -18,11 +19,32 @@ from .acceptance import Acceptance
 DEFAULT_EFFICIENCY = 0.85
 """What the repository's README aims at for plain decoding; used where nothing was measured."""
 FREE = 0.05
-"""Verification is free as long as its floor is at most this much above that of one node."""
+"""Verification is free as long as its floor, or its measured time, is at most this much above that of one node."""
 LARGEST_BATCH = 4096
 _DEPTHS = range(1, 11)
 _FANS = (2, 3, 4, 6, 8)
 _NODES = (4, 6, 8, 12, 16, 24, 32, 48, 64)
+
+
+class Timing(Protocol):
+    """How long things take: by a share of their floors (:class:`Efficiency`) or as measured (:class:`graphspec.lab.passes.PassTimes`)."""
+
+    @property
+    def source(self) -> str:
+        """Where the figures come from."""
+        ...
+
+    def milliseconds(self, cost: StageCost, hardware: Hardware) -> float:
+        """Time that a stage is predicted to take."""
+        ...
+
+    def beyond_ms(self, shape: CycleShape, costs: Sequence[StageCost]) -> float:
+        """Time that a cycle takes beyond its stages with weights."""
+        ...
+
+    def record(self) -> dict[str, Any]:
+        """The figures, as JSON."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +75,15 @@ class Efficiency:
         """Time that a stage is predicted to take."""
         beyond = 1e3 * cost.flops / self.rates[cost.name] if cost.name in self.rates else 0.0
         return cost.floor_ms(hardware) / self.stages.get(cost.name, self.overall) + beyond
+
+    def beyond_ms(self, shape: CycleShape, costs: Sequence[StageCost]) -> float:
+        """The host's time, whatever the cycle."""
+        del shape, costs
+        return self.host_ms
+
+    def record(self) -> dict[str, Any]:
+        """As JSON."""
+        return {"overall": self.overall, "stages": dict(self.stages), "rates": dict(self.rates), "host_ms": self.host_ms}
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +141,7 @@ class Ranked:
 
 
 def predict(
-    model: FloorModel, shape: CycleShape, batch: int, context: int, hardware: Hardware, efficiency: Efficiency | None = None
+    model: FloorModel, shape: CycleShape, batch: int, context: int, hardware: Hardware, efficiency: Timing | None = None
 ) -> Prediction:
     """How long one cycle takes.
 
@@ -123,11 +154,11 @@ def predict(
         efficiency: None: :data:`DEFAULT_EFFICIENCY` for every stage, no time of the host.
     """
     efficiency = efficiency or Efficiency()
-    stages = []
-    for cost in model.stages(shape, batch, context):
+    stages, costs = [], model.stages(shape, batch, context)
+    for cost in costs:
         times = cost.floor_ms(hardware), efficiency.milliseconds(cost, hardware)
         stages.append(StagePrediction(cost.name, cost, *times, cost.compute_bound(hardware)))
-    total = sum(stage.ms for stage in stages) + efficiency.host_ms
+    total = sum(stage.ms for stage in stages) + efficiency.beyond_ms(shape, costs)
     return Prediction(shape, batch, context, tuple(stages), total, sum(stage.floor_ms for stage in stages))
 
 
@@ -159,7 +190,7 @@ def candidate_shapes(variant: Variant, heads: int = 1, deepest: int | None = Non
 
 def rank_shapes(
     model: FloorModel, shapes: Iterable[CycleShape], acceptance: Acceptance, batch: int, context: int, hardware: Hardware,
-    efficiency: Efficiency | None = None,
+    efficiency: Timing | None = None,
 ) -> list[Ranked]:  # fmt: skip
     """Shapes by predicted tokens per second, best first; of equally fast ones the smaller first.
 
@@ -178,7 +209,7 @@ def rank_lengths(
     batch: int,
     context: int,
     hardware: Hardware,
-    efficiency: Efficiency | None = None,
+    efficiency: Timing | None = None,
 ) -> list[Ranked]:
     """:func:`rank_shapes` with the tokens per cycle of each shape known, which do not depend on the batch."""
     ranked = []
@@ -188,26 +219,26 @@ def rank_lengths(
     return sorted(ranked, key=lambda entry: (-entry.tokens_per_second, entry.shape.num_draft_tokens, entry.shape))
 
 
-def free_width(model: FloorModel, batch: int, context: int, hardware: Hardware, slack: float = FREE) -> int:
-    """Most nodes N of a row whose verification has a floor at most ``slack`` above that of one node; no more than a window holds."""
-    least = _verify_floor(model, 1, batch, context, hardware)
+def free_width(model: FloorModel, batch: int, context: int, hardware: Hardware, slack: float = FREE, timing: Timing | None = None) -> int:
+    """Most nodes N of a row whose verification takes at most ``slack`` longer than that of one node; no more than a window holds.
+
+    By their floors, or as ``timing`` has it.
+    """
+
+    def verify(nodes: int) -> float:
+        cost = model.stages(CycleShape(0, 1, 1) if nodes == 1 else CycleShape(nodes - 1, 1, nodes), batch, context)[-1]
+        return cost.floor_ms(hardware) if timing is None else timing.milliseconds(cost, hardware)
+
+    least = verify(1)
     low, high = 1, MAX_WINDOW
     while low < high:
         middle = (low + high + 1) // 2
-        if _verify_floor(model, middle, batch, context, hardware) <= (1 + slack) * least:
-            low = middle
-        else:
-            high = middle - 1
+        low, high = (middle, high) if verify(middle) <= (1 + slack) * least else (low, middle - 1)
     return low
 
 
-def _verify_floor(model: FloorModel, nodes: int, batch: int, context: int, hardware: Hardware) -> float:
-    shape = CycleShape(0, 1, 1) if nodes == 1 else CycleShape(nodes - 1, 1, nodes)
-    return model.stages(shape, batch, context)[-1].floor_ms(hardware)
-
-
 def crossover(
-    model: FloorModel, lengths: Mapping[CycleShape, float], context: int, hardware: Hardware, efficiency: Efficiency | None = None,
+    model: FloorModel, lengths: Mapping[CycleShape, float], context: int, hardware: Hardware, efficiency: Timing | None = None,
     largest: int = LARGEST_BATCH,
 ) -> int | None:  # fmt: skip
     """The batch from which on no shape is predicted to be faster than plain decoding; None: up to ``largest`` one always is.

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ...config import Config, HardwareConfig, ModelConfig
-from ...graphs.memory import GIB, MemoryPlan, fit_memory
+from ...graphs.memory import GIB, MemoryPlan, fit_memory, weigh
+from ...models.stack import packs
 from ...plan import Plan, make_plan
-from ..floor import FloorModel, kv_bytes_per_token
+from ..floor import FloorModel, has_tensors, kv_bytes_per_token
 
 if TYPE_CHECKING:
     from ...command_options import LaunchConfig
@@ -81,9 +82,11 @@ def capacity(
         device, dtype: resolved.
         memory: bytes of the hardware; None: not known.
     """
+    _, smallest = engine_plan(config, paper, shape, 1, context, device=device, dtype=dtype, memory=memory)
+    sizes = _network_sizes(config, paper, model, smallest)
 
     def at(rows: int, context: int) -> tuple[Plan, MemoryPlan]:
-        return _plan(config, paper, model, shape, device, dtype, memory, rows, context)
+        return _plan(config, paper, sizes, shape, device, dtype, memory, rows, context)
 
     def fits(rows: int, context: int) -> bool:
         _, found = at(rows, context)
@@ -129,12 +132,21 @@ def _largest(holds: Callable[[int], bool], limit: int) -> int:
 
 
 def _plan(
-    config: LaunchConfig, paper: Paper, model: FloorModel, shape: CycleShape, device: str, dtype: str, memory: int | None, rows: int,
+    config: LaunchConfig, paper: Paper, sizes: tuple[int, int], shape: CycleShape, device: str, dtype: str, memory: int | None, rows: int,
     context: int,
 ) -> tuple[Plan, MemoryPlan]:  # fmt: skip
     engine, plan = engine_plan(config, paper, shape, rows, context, device=device, dtype=dtype, memory=memory)
-    own = model.draft_own.size + _table(paper.draft.decoder, plan.max_positions) if model.draft_own is not None and paper.draft else 0
-    return fit_memory(plan, engine, (model.target_weights.size + _table(paper.target, plan.max_positions), own))
+    target, draft = (size + table for size, table in zip(sizes, _tables(paper, plan), strict=True))
+    return fit_memory(plan, engine, (target, draft))
+
+
+def _network_sizes(config: LaunchConfig, paper: Paper, model: FloorModel, plan: Plan) -> tuple[int, int]:
+    """Bytes of target and draft without their tables; packed ones are those of the checkpoints, where there are any."""
+    known = has_tensors(paper.target.path) and (paper.draft is None or not paper.from_config)
+    if known and packs(plan):
+        target, draft = (size - table for size, table in zip(weigh(plan, config.variant.token_map), _tables(paper, plan), strict=True))
+        return target, draft
+    return model.target_weights.size, model.draft_own.size if model.draft_own is not None else 0
 
 
 def engine_plan(
@@ -170,6 +182,10 @@ def engine_plan(
         longer = max(draft.decoder.max_position_embeddings, context)
         draft = replace(draft, decoder=replace(draft.decoder, max_position_embeddings=longer))
     return engine, make_plan(engine, paper.target, draft, device=device)
+
+
+def _tables(paper: Paper, plan: Plan) -> tuple[int, int]:
+    return _table(paper.target, plan.max_positions), _table(paper.draft.decoder, plan.max_positions) if paper.draft is not None else 0
 
 
 def _table(facts: ModelFacts, positions: int) -> int:

@@ -8,13 +8,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ...catalog import Variant
+from ...checks import LONG, brief
 from ...errors import ConfigError
-from ...paths import shorten, user_path
+from ...paths import user_path
 from ...shapes import PLAIN, CycleShape
 from ..floor import FloorModel, Hardware
 from ..measure.results import SideRecord, read_results
 from .acceptance import SIBLING, Acceptance, conditional, fit_sibling
-from .advice import Efficiency, predict
+from .advice import Efficiency, Timing, predict
+from .passes import PassTimes
 
 KEY = "plan.measured"
 ROLES = ("subject", "none")
@@ -66,7 +68,7 @@ def read_measured(file: str, variant: Variant, temperature: float) -> Measured:
         ConfigError: nothing there, a broken line, or no side of this engine.
     """
     if not user_path(KEY, file).exists():
-        raise ConfigError(KEY, "a file that graphspec profile wrote", f"no file {shorten(file)}")
+        raise ConfigError(KEY, "a file that graphspec profile wrote", f"no file {brief(file, LONG)}")
     try:
         results = read_results([file])
     except ConfigError as error:
@@ -220,17 +222,20 @@ def stage_times(side: SideRecord) -> dict[str, float]:
     return {str(row["name"]): float(row["ms"]) for row in rows if isinstance(row.get("ms"), int | float)}
 
 
-def predictions(model: FloorModel, measured: Measured, hardware: Hardware, default: Efficiency) -> list[dict[str, Any]]:
+def predictions(
+    model: FloorModel, measured: Measured, hardware: Hardware, default: Efficiency, passes: PassTimes | None = None
+) -> list[dict[str, Any]]:
     """Records of kind ``prediction``: every side with a cycle time, cycle and stages, predicted from the *other* sides alone.
 
-    A side whose shape and batch no other side differs from is predicted with ``default``. The measured time of a stage is its share of the
+    With ``passes`` from these, and from no side at all. A side whose shape and batch no other side differs from is predicted with
+    ``default``. The measured time of a stage is its share of the
     cycle, as the run that timed the stages one by one shared it out.
     """
     records: list[dict[str, Any]] = []
     for i in timed(measured):
         side, shape = measured.sides[i], measured.shapes[i]
         others = [j for j in timed(measured) if (measured.shapes[j], measured.sides[j].batch) != (shape, side.batch)]
-        efficiency = calibrate(model, measured, others, hardware) or default
+        efficiency: Timing = passes or calibrate(model, measured, others, hardware) or default
         prediction = predict(model, shape, side.batch, context_of(side), hardware, efficiency)
         cycle = side.number("cycle_ms", "median")
         assert cycle is not None

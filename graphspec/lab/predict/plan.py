@@ -1,13 +1,13 @@
 """``graphspec plan``: what fits, how long a cycle must take, which shape to choose, from a ``config.json`` and figures of the hardware.
 
 What it assumes, and says with its answer: floors are reached to the share of :class:`Efficiency`; the host costs nothing and stages without
-weights cost nothing, unless a measured file says what they cost; acceptance follows :mod:`.acceptance`. Of shapes within :data:`CLOSE` of
-the fastest the one with the fewest nodes is recommended, for the model is not better than that.
+weights cost nothing, unless a measured file, or passes timed on this CPU, say what they cost; acceptance follows :mod:`.acceptance`. Of
+shapes within :data:`CLOSE` of the fastest the one with the fewest nodes is recommended, for the model is not better than that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,7 @@ from .advice import (
     Prediction,
     Ranked,
     StagePrediction,
+    Timing,
     candidate_shapes,
     crossover,
     free_width,
@@ -39,11 +40,14 @@ from .latency import DEVICES, CycleEstimate, estimate_cycle
 from .launches import paper_steps
 from .misfit import Misfit, misfit
 from .paper_models import Paper, read_paper
+from .passes import PassTimes
 
 if TYPE_CHECKING:
     from ...command_options import LaunchConfig
 
 __all__ = ["Advice", "Prediction", "Ranked", "advise", "predict", "rank_shapes"]
+
+Say = Callable[[str], None]
 
 CLOSE = 0.02
 DEFAULT_CONTEXT = 2048
@@ -92,7 +96,7 @@ class Advice:
     dtype: str
     hardware: Hardware
     acceptance: Acceptance
-    efficiency: Efficiency
+    efficiency: Timing
     context: int
     rows: list[Row]
     configured: list[Ranked]
@@ -131,7 +135,7 @@ class Advice:
             "free_width": row.free,
             "bandwidth": self.hardware.bandwidth,
             "flops": self.hardware.flops,
-            "efficiency": self.efficiency.overall,
+            "efficiency": self.efficiency.overall if isinstance(self.efficiency, Efficiency) else None,
             "stages": [stage_record(stage) for stage in best.prediction.stages],
         }
 
@@ -152,13 +156,7 @@ class Advice:
                 "source": self.hardware.source,
             },
             "acceptance": {"shares": list(self.acceptance.shares), "sibling": self.acceptance.sibling, "source": self.acceptance.source},
-            "efficiency": {
-                "overall": self.efficiency.overall,
-                "stages": dict(self.efficiency.stages),
-                "rates": dict(self.efficiency.rates),
-                "host_ms": self.efficiency.host_ms,
-                "source": self.efficiency.source,
-            },
+            "efficiency": self.efficiency.record() | {"source": self.efficiency.source},
             "memory": self.capacity.document(),
             "misfit": self.misfit.document() if self.misfit is not None else None,
             "plans": [self._record(row) for row in self.rows],
@@ -194,8 +192,12 @@ def stage_record(stage: StagePrediction) -> dict[str, Any]:
     }
 
 
-def advise(config: LaunchConfig) -> Advice:
+def advise(config: LaunchConfig, say: Say = lambda text: None) -> Advice:
     """Work everything out.
+
+    Args:
+        config: as composed.
+        say: called with what is being measured.
 
     Raises:
         ConfigError: no figures of the hardware; a context the model does not have; a bad ``plan.measured``; a draft that is needed and
@@ -213,13 +215,17 @@ def advise(config: LaunchConfig) -> Advice:
     measured = read_measured(asked.measured, variant, config.sampling.temperature) if asked.measured is not None else None
     here = measured.on(config.hardware.name, device) if measured is not None else None
     notes = list(paper.notes)
-    hardware = resolve_hardware(config, device, dtype, here)
+    passes = _pass_times(config, variant, paper, model, say) if asked.measure and device == "cpu" else None
+    if isinstance(passes, str):
+        notes.append(f"passes were not timed: {passes}")
+        passes = None
+    hardware = resolve_hardware(config, device, dtype, here, passes)
     acceptance = resolve_acceptance(asked.acceptance, variant, measured)
-    efficiency = (calibrate(model, here, timed(here), hardware) if here is not None else None) or Efficiency()
-    checked = predictions(model, here, hardware, Efficiency()) if here is not None else []
+    efficiency: Timing = passes or (calibrate(model, here, timed(here), hardware) if here is not None else None) or Efficiency()
+    checked = predictions(model, here, hardware, Efficiency(), passes) if here is not None else []
     if measured is not None and not checked:
         notes.append("no measured side ran on this hardware with its cycle timed: of the file only its acceptance is used")
-    if hardware.flops is None:
+    if hardware.flops is None and passes is None:
         notes.append(
             "the peak of this hardware is not known (hardware.tflops): floors are those of the bytes alone, too low for large batches"
         )
@@ -261,6 +267,12 @@ def advise(config: LaunchConfig) -> Advice:
     )
 
 
+def _pass_times(config: LaunchConfig, variant: Variant, paper: Paper, model: FloorModel, say: Say) -> PassTimes | str:
+    from .calibration import pass_times
+
+    return pass_times(config, variant, paper, model, say)
+
+
 def _launches(
     config: LaunchConfig, paper: Paper, variant: Variant, model: FloorModel, shape: CycleShape, batch: int, context: int, dtype: str,
     hardware: Hardware,
@@ -272,13 +284,12 @@ def _launches(
     return [estimate_cycle(steps, shape, batch, context, floor_ms, hardware, programmatic=flag) for flag in (False, True)]
 
 
-def _row(
-    model: FloorModel, lengths: Mapping[CycleShape, float], batch: int, context: int, hardware: Hardware, efficiency: Efficiency
-) -> Row:
+def _row(model: FloorModel, lengths: Mapping[CycleShape, float], batch: int, context: int, hardware: Hardware, efficiency: Timing) -> Row:
     [plain] = rank_lengths(model, {PLAIN: 1.0}, batch, context, hardware, efficiency)
     best = recommend([plain, *rank_lengths(model, lengths, batch, context, hardware, efficiency)])
+    free = free_width(model, batch, context, hardware, timing=efficiency if isinstance(efficiency, PassTimes) else None)
     break_even = best.prediction.cycle_ms / plain.prediction.cycle_ms
-    return Row(plain, best, free_width(model, batch, context, hardware), break_even)
+    return Row(plain, best, free, break_even)
 
 
 def recommend(ranked: Sequence[Ranked]) -> Ranked:
@@ -317,7 +328,7 @@ def resolve_device(config: LaunchConfig, paper: Paper) -> tuple[str, str]:
     return device, dtype if dtype != "auto" else "float32" if device == "cpu" else paper.target.dtype
 
 
-def resolve_hardware(config: LaunchConfig, device: str, dtype: str, here: Measured | None) -> Hardware:
+def resolve_hardware(config: LaunchConfig, device: str, dtype: str, here: Measured | None, passes: PassTimes | None = None) -> Hardware:
     """Figures of the hardware: measured now, else measured beside the sides of a file, else those of the ``hardware`` group.
 
     Raises:
@@ -331,6 +342,8 @@ def resolve_hardware(config: LaunchConfig, device: str, dtype: str, here: Measur
 
         memory = available_bytes(device, None)
     flops = 1e12 * asked.tflops if asked.tflops is not None else None
+    if passes is not None:
+        return Hardware(passes.bandwidth, flops, memory, asked.name, "bandwidth measured with the passes")
     if config.plan.measure:
         if device == "cuda" and not torch.cuda.is_available():
             raise ConfigError("plan.measure", "false, or a machine with this device (torch sees no CUDA device)", "true")

@@ -10,12 +10,14 @@ from rich.table import Table
 from rich.text import Text
 
 from ...errors import spell_bytes
-from .advice import FREE, LARGEST_BATCH
+from .advice import FREE, LARGEST_BATCH, Efficiency
 from .latency import gathered
+from .passes import PassTimes
 from .plan import CLOSE
 
 if TYPE_CHECKING:
     from ...shapes import CycleShape
+    from .advice import Timing
     from .plan import Advice, Row
 
 WIDTH = 100
@@ -64,18 +66,31 @@ def heading(advice: Advice) -> list[str]:
     draft = f"{model.draft_own.number:,} parameters of its own" if model.draft_own is not None else "no parameters"
     peak = f", {hardware.flops / 1e12:g} TFLOPS" if hardware.flops is not None else ""
     spelled = ", ".join(f"{share:.2f}" for share in shares.shares)
-    efficiency = advice.efficiency
-    rates = {name: f" and {rate / 1e9:,.3g} GFLOP/s" for name, rate in efficiency.rates.items()}
-    stages = "".join(f", {name} {share:.0%}{rates.get(name, '')}" for name, share in efficiency.stages.items())
-    host = f", {efficiency.host_ms:.3f} ms besides" if efficiency.host_ms else ", nothing besides"
     return [
         f"model       {advice.paper.name}, {model.target_weights.number:,} parameters, {advice.dtype}",
         f"draft       {advice.variant.name}: {advice.paper.described}; {draft}",
         f"hardware    {hardware.bandwidth / 1e9:,.0f} GB/s{peak} ({hardware.source})",
         f"acceptance  {spelled}, then as the last; sibling {shares.sibling:g} ({shares.source})",
-        f"efficiency  {efficiency.overall:.0%} of the floor's speed{stages}{host} ({efficiency.source})",
+        timing_line(advice.efficiency),
         f"context     {advice.context} tokens of each row",
     ]
+
+
+def timing_line(timing: Timing) -> str:
+    """What times are made from."""
+    if isinstance(timing, Efficiency):
+        rates = {name: f" and {rate / 1e9:,.3g} GFLOP/s" for name, rate in timing.rates.items()}
+        stages = "".join(f", {name} {share:.0%}{rates.get(name, '')}" for name, share in timing.stages.items())
+        host = f", {timing.host_ms:.3f} ms besides" if timing.host_ms else ", nothing besides"
+        return f"efficiency  {timing.overall:.0%} of the floor's speed{stages}{host} ({timing.source})"
+    assert isinstance(timing, PassTimes)
+    curves = [("target", timing.curves["target.layers"]), ("draft", timing.curves.get("draft.layers"))]
+    shown = "; ".join(
+        f"{name} " + ", ".join(f"{curve.at(rows, curve.contexts[0]):.2f} ms for {rows} row{'s' * (rows > 1)}" for rows in (1, 16, 256))
+        for name, curve in curves
+        if curve is not None
+    )
+    return f"passes      layers of the {shown} ({timing.source})"
 
 
 def misfit_lines(advice: Advice) -> list[str]:
@@ -205,7 +220,8 @@ def crossover_line(advice: Advice) -> str:
 
 def predictions_table(advice: Advice) -> Table:
     """Predicted against measured."""
-    table = _table("predicted from the other measured sides, against measured")
+    source = "timed passes" if isinstance(advice.efficiency, PassTimes) else "the other measured sides"
+    table = _table(f"predicted from {source}, against measured")
     for name in ("batch", "shape", "stage", "predicted ms", "measured ms", "error"):
         table.add_column(name, justify="left" if name == "stage" else "right")
     for record in advice.predictions:

@@ -1,0 +1,162 @@
+"""Times of single network passes on this machine, and cycles of any shape predicted from them. Pure functions.
+
+A pass over R rows that attend C committed tokens takes what lies between the measured rows, in a straight line, and so between the two
+measured contexts. What a cycle takes beyond its passes is ::
+
+    host + each * draft passes + tree, where the shape is one + rate * logits
+
+fitted to the few cycles that were timed whole; no term is negative. Passes are counted by :class:`graphspec.lab.floor.FloorModel`.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...shapes import CycleShape
+from ..floor import FloorModel, Forward, Hardware, StageCost
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+_MEGA = 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Milliseconds of a part of a pass.
+
+    Attributes:
+        rows: how many there were, ascending.
+        times: of each, at each context.
+        contexts: one, or two, ascending.
+    """
+
+    rows: tuple[int, ...]
+    times: tuple[tuple[float, ...], ...]
+    contexts: tuple[int, ...] = (0,)
+
+    def at(self, rows: int, context: int = 0) -> float:
+        """Milliseconds of ``rows`` rows after ``context`` tokens; past the measured ones on in the last straight line."""
+        found = [_between(self.rows, [times[place] for times in self.times], rows) for place in range(len(self.contexts))]
+        return max(_between(self.contexts, found, context), min(found))
+
+    def at_median(self, curves: Sequence[Curve]) -> Curve:
+        """The same points, each with its median over some measurements."""
+        return replace(
+            self, times=tuple(tuple(map(statistics.median, zip(*row, strict=True))) for row in zip(*(c.times for c in curves), strict=True))
+        )
+
+
+def _between(places: Sequence[int], values: Sequence[float], place: int) -> float:
+    """``values`` at ``places``, in straight lines; constant before the first one."""
+    if len(places) == 1 or place <= places[0]:
+        return values[0]
+    right = next((index for index in range(1, len(places)) if places[index] >= place), len(places) - 1)
+    low, high = places[right - 1], places[right]
+    return values[right - 1] + (values[right] - values[right - 1]) * (place - low) / (high - low)
+
+
+@dataclass(frozen=True, slots=True)
+class TimedCycle:
+    """A cycle that ran: its shape, rows, committed tokens of each half-way, and the median milliseconds it took, host included."""
+
+    shape: CycleShape
+    batch: int
+    context: int
+    ms: float
+
+    def at_median(self, cycles: Sequence[TimedCycle]) -> TimedCycle:
+        """The same cycle with its median over some measurements."""
+        return replace(self, ms=statistics.median(cycle.ms for cycle in cycles))
+
+
+@dataclass(frozen=True, slots=True)
+class PassTimes:
+    """What was measured on this machine, and what follows for other cycles.
+
+    Attributes:
+        curves: by network and part: ``target.layers``, ``target.head``, ``draft.layers``, ``draft.head``, ``draft.fuse``.
+        beyond: milliseconds beyond the passes: of every cycle, of each draft pass, of a tree, of a megabyte of logits.
+        cycles: that ``beyond`` was fitted to.
+        bandwidth: bytes per second of a copy, measured beside them.
+        source: where the figures come from.
+    """
+
+    curves: Mapping[str, Curve]
+    beyond: tuple[float, float, float, float]
+    cycles: tuple[TimedCycle, ...]
+    bandwidth: float
+    source: str
+
+    @classmethod
+    def fit(cls, model: FloorModel, curves: Mapping[str, Curve], cycles: Sequence[TimedCycle], bandwidth: float, source: str) -> PassTimes:
+        """From curves and some whole cycles of one model."""
+        times, terms = [], []
+        for cycle in cycles:
+            costs = model.stages(cycle.shape, cycle.batch, cycle.context)
+            spent = sum(_milliseconds(curves, forward) for cost in costs for forward in cost.forwards)
+            times.append((cycle.ms - spent) / cycle.ms)
+            terms.append([term / cycle.ms for term in _terms(cycle.shape, costs)])
+        return cls(curves, _not_negative(np.array(terms), np.array(times)), tuple(cycles), bandwidth, source)
+
+    def milliseconds(self, cost: StageCost, hardware: Hardware) -> float:
+        """Time that the passes of a stage take; the hardware's figures are not asked."""
+        del hardware
+        return sum(_milliseconds(self.curves, forward) for forward in cost.forwards)
+
+    def beyond_ms(self, shape: CycleShape, costs: Sequence[StageCost]) -> float:
+        """Time that a cycle takes beyond its passes."""
+        return sum(factor * term for factor, term in zip(self.beyond, _terms(shape, costs), strict=True))
+
+    def record(self) -> dict[str, Any]:
+        """As JSON."""
+        return {
+            "curves": {name: {"rows": c.rows, "times": c.times, "contexts": c.contexts} for name, c in self.curves.items()},
+            "beyond": dict(zip(("host_ms", "draft_pass_ms", "tree_ms", "logits_ms_per_mb"), self.beyond, strict=True)),
+            "cycles": [{"shape": c.shape.numbers, "batch": c.batch, "context": c.context, "ms": c.ms} for c in self.cycles],
+            "bandwidth": self.bandwidth,
+        }
+
+
+def read_curves(record: Mapping[str, Any]) -> dict[str, Curve]:
+    """The curves of :meth:`PassTimes.record`.
+
+    Raises:
+        KeyError, TypeError, ValueError: it is none.
+    """
+    return {
+        name: Curve(tuple(map(int, c["rows"])), tuple(tuple(map(float, row)) for row in c["times"]), tuple(map(int, c["contexts"])))
+        for name, c in record["curves"].items()
+    }
+
+
+def _milliseconds(curves: Mapping[str, Curve], forward: Forward) -> float:
+    parts = {"layers": forward.rows, "head": forward.scored, **({"fuse": forward.rows} if forward.fused else {})}
+    found = ((curves.get(f"{forward.network}.{part}"), rows) for part, rows in parts.items())
+    return sum(curve.at(rows, forward.context) for curve, rows in found if curve is not None)
+
+
+def _terms(shape: CycleShape, costs: Iterable[StageCost]) -> tuple[float, float, float, float]:
+    costs = list(costs)
+    drafts = sum(forward.network == "draft" for cost in costs for forward in cost.forwards)
+    # A drafter that is no network drafts once.
+    passes = drafts or min(shape.num_steps, 1)
+    return 1.0, float(passes), float(not shape.is_chain), sum(cost.parts["logits"] for cost in costs) / _MEGA
+
+
+def _not_negative(terms: NDArray[np.float64], times: NDArray[np.float64]) -> tuple[float, float, float, float]:
+    """Least squares with factors of 0 or more: the most negative one is dropped until none is."""
+    kept = [column for column in range(terms.shape[1]) if terms[:, column].any()]
+    while kept:
+        factors = np.linalg.lstsq(terms[:, kept], times, rcond=None)[0]
+        if factors.min() >= 0:
+            found = dict(zip(kept, factors.tolist(), strict=True))
+            host, each, tree, rate = (found.get(column, 0.0) for column in range(4))
+            return host, each, tree, rate
+        kept.pop(int(factors.argmin()))
+    return 0.0, 0.0, 0.0, 0.0
