@@ -147,7 +147,7 @@ OP = KernelOp(
     contract=draft_level.__doc__ or "",
     reference=draft_level,
     cases=_cases,
-    implementations={"fused": "graphspec.kernels.fused.draft_level:OP"},
+    implementations={"fused": "graphspec.kernels.fused.draft_level:OP", "native": "graphspec.kernels.native.cycle:draft_level"},
     mutates=(
         "candidate_score_BM", "candidate_token_BM", "candidate_parent_BM",
         "beam_token_BK", "beam_index_BK", "beam_source_BK", "beam_path_BKS",

@@ -74,6 +74,6 @@ OP = KernelOp(
     contract=draft_topk.__doc__ or "",
     reference=draft_topk,
     cases=_cases,
-    implementations={"fused": "graphspec.kernels.fused.draft_topk:OP"},
+    implementations={"fused": "graphspec.kernels.fused.draft_topk:OP", "native": "graphspec.kernels.native.cycle:draft_topk"},
     exact=False,
 )

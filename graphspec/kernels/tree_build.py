@@ -172,6 +172,6 @@ OP = KernelOp(
     contract=tree_build_into.__doc__ or "",
     reference=tree_build_into,
     cases=_cases,
-    implementations={"fused": "graphspec.kernels.fused.tree_build:OP"},
+    implementations={"fused": "graphspec.kernels.fused.tree_build:OP", "native": "graphspec.kernels.native.cycle:tree_build"},
     mutates=("node_token_BN", "node_parent_BN", "node_depth_BN", "node_ancestors_BNX"),
 )
