@@ -108,14 +108,13 @@ class TopRows final : public graphspec::Program {
 struct Level {
   const float* increment;
   const int64_t* next;
-  int64_t level, beams, shift;
   const int64_t *lane_row, *status, *seq_len;
   float* score;
   int64_t *token, *parent;
   int64_t *beam_token, *beam_index, *beam_source, *beam_path, *beam_ancestors;
   uint8_t* beam_valid;
   int64_t *beam_slot, *beam_position, *beam_end, *next_position;
-  int64_t lanes, rows, topk, pool, depth, words;
+  int64_t level, beams, shift, lanes, rows, topk, pool, depth, words;
 };
 
 void draft_level(const Level& c) {

@@ -6,6 +6,7 @@ Contracts stand next to the references, in the files of the same names one folde
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -16,12 +17,12 @@ from . import define_op, require
 from .build import load
 
 _library = load()
+_address = Tensor.data_ptr
 
 
-def _fields(*values: Tensor | int | None) -> bytes:
-    """What a C++ struct of pointers and int64 is filled with. The tensors must live until the call is over."""
-    words = (value.data_ptr() if isinstance(value, Tensor) else 0 if value is None else value for value in values)
-    return struct.pack(f"={len(values)}q", *words)
+def _fields(tensors: Sequence[Tensor], *values: int) -> bytes:
+    """What a C++ struct of pointers, then int64 is filled with. The tensors must live until the call is over."""
+    return struct.pack(f"={len(tensors) + len(values)}q", *map(_address, tensors), *values)
 
 
 def _written(*slots: Tensor) -> None:
@@ -35,7 +36,8 @@ def _top_rows(keys: Tensor, topk: int, target_token: Tensor | None) -> tuple[Ten
     keys = keys.contiguous()
     logprob, token = _top_shape(keys, topk, target_token)
     rows, vocab = keys.numel() // keys.shape[-1], keys.shape[-1]
-    _library.graphspec_draft_topk(_fields(logprob, token, keys, target_token, rows, vocab, topk, torch.get_num_threads()))
+    target = 0 if target_token is None else target_token.data_ptr()
+    _library.graphspec_draft_topk(_fields((logprob, token, keys), target, rows, vocab, topk, torch.get_num_threads()))
     return logprob, token
 
 
@@ -57,7 +59,7 @@ def _draft_level(
     require("increment", increment, torch.float32)
     increment, next_token, lane_row = increment.contiguous(), next_token.contiguous(), lane_row.contiguous()
     sizes = (*increment.shape, score.shape[1], beam_path.shape[2], beam_ancestors.shape[2])
-    _library.graphspec_draft_level(_fields(increment, next_token, level, beams, shift, lane_row, status, seq_len, *slots, *sizes))
+    _library.graphspec_draft_level(_fields((increment, next_token, lane_row, status, seq_len, *slots), level, beams, shift, *sizes))
 
 
 def _tree_build(
@@ -70,7 +72,7 @@ def _tree_build(
     read = tuple(x.contiguous() for x in (score, token, parent, lane_row, window_token, window_len))
     lanes, count, words = node_ancestors.shape
     sizes = (max_depth, lanes, score.shape[1], count, words, window_token.shape[1])
-    _library.graphspec_tree_build(_fields(*read, *nodes, *sizes))
+    _library.graphspec_tree_build(_fields((*read, *nodes), *sizes))
 
 
 def _nothing(*_: object) -> None:
