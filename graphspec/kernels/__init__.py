@@ -177,6 +177,8 @@ def select_kernels(
         "linear": resolve("kernels.linear", linear, mode, device, dtype),
         "attention": resolve("kernels.attention", attention, mode, device, dtype),
     }
+    # A native decoder brings native ops around it. Chosen one by one, they leave what torch.compile writes for a GPU.
+    whole = linear == attention == "auto" and set(chosen.values()) == {"native"}
     if numerics == "batch_invariant" and (mode != "fused" or set(chosen.values()) != {"fused"}):
         raise ConfigError("kernels.numerics", "fast, unless every kernel is fused", "'batch_invariant'", "kernels.mode=fused")
     if mode == "fused":
@@ -195,7 +197,7 @@ def select_kernels(
             # What FlashInfer doesn't serve runs fused.
             name = mode if name == "flashinfer" else name
         else:
-            name = mode
+            name = "native" if whole else mode
         return op.implementation(name if name in op.names else "reference")
 
     callables = {op.name: implementation(op) for op in OPS}

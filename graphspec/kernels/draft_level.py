@@ -142,5 +142,5 @@ OP = KernelOp(
     name="draft_level",
     reference=draft_level,
     cases=_cases,
-    implementations={"fused": "graphspec.kernels.fused.draft_level:OP"},
+    implementations={"fused": "graphspec.kernels.fused.draft_level:OP", "native": "graphspec.kernels.native.cycle:draft_level"},
 )  # fmt: skip

@@ -170,5 +170,5 @@ OP = KernelOp(
     name="tree_build",
     reference=tree_build_into,
     cases=_cases,
-    implementations={"fused": "graphspec.kernels.fused.tree_build:OP"},
+    implementations={"fused": "graphspec.kernels.fused.tree_build:OP", "native": "graphspec.kernels.native.cycle:tree_build"},
 )

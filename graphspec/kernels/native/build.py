@@ -7,7 +7,7 @@ import functools
 
 from ... import native_build
 
-SOURCES = ("attention.cpp", "linear.cpp", "stack.cpp", "team.cpp")
+SOURCES = ("attention.cpp", "cycle.cpp", "linear.cpp", "stack.cpp", "team.cpp")
 HEADERS = ("attention.h", "product.h", "simd.h", "team.h")
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-ffp-contract=off", "-pthread", "-shared", "-fPIC")
 KEY = "kernels.attention=native"
@@ -32,7 +32,9 @@ def load() -> ctypes.CDLL:
     library.graphspec_tree_attention.argtypes = [pointer] * 8 + [real, integer]
     library.graphspec_chunk_attention.argtypes = [pointer] * 8 + [real, integer]
     library.graphspec_linear.argtypes = [pointer] * 5 + [ctypes.c_int64] * 5 + [real, integer]
-    library.graphspec_decode.argtypes = [ctypes.c_char_p]
-    for name in ("tree_attention", "chunk_attention", "linear", "decode"):
+    filled = ("decode", "draft_topk", "draft_level", "tree_build")
+    for name in filled:
+        getattr(library, f"graphspec_{name}").argtypes = [ctypes.c_char_p]
+    for name in ("tree_attention", "chunk_attention", "linear", *filled):
         getattr(library, f"graphspec_{name}").restype = None
     return library

@@ -1,0 +1,60 @@
+"""Native ops that choose, where the catalog's cases don't reach: whole vocabularies, rows among others, and which engines run them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from graphspec.errors import ConfigError
+from graphspec.kernels import OPS, draft_topk, select_kernels
+from graphspec.kernels.native import cycle
+
+CHOOSING = ("draft_topk", "draft_level", "tree_build")
+
+
+@pytest.fixture(autouse=True)
+def threads():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("vocab", [7, 32, 33, 2048, 40_003])
+@pytest.mark.parametrize("topk", [1, 4, 7])
+def test_a_whole_vocabulary_is_ranked_as_the_reference_ranks_it(vocab: int, topk: int) -> None:
+    """Coarse logits, so that many tie; some are not finite."""
+    generator = torch.Generator().manual_seed(vocab + topk)
+    logits = torch.randn(2, 3, vocab, generator=generator).mul(4).round() / 4
+    logits[0, 1, ::3], logits[0, 2], logits[1, 0, 1:], logits[1, 1, ::2] = torch.nan, -torch.inf, torch.inf, -0.0
+    found, expected = (op(logits, topk, None, None, None, None) for op in (cycle.draft_topk, draft_topk.draft_topk))
+    assert torch.equal(found[1], expected[1])
+    torch.testing.assert_close(found[0], expected[0])
+
+
+def test_a_row_has_the_same_bits_among_any_others_and_on_any_threads() -> None:
+    logits = torch.randn(3, 4, 40_003, generator=torch.Generator().manual_seed(0)).mul(5)
+    for threads in (1, 2, 4):
+        torch.set_num_threads(threads)
+        whole = cycle.draft_topk(logits, 4, None, None, None, None)
+        for lane, row in ((0, 0), (1, 3), (2, 1)):
+            alone = cycle.draft_topk(logits[lane : lane + 1, row : row + 1], 4, None, None, None, None)
+            assert all(torch.equal(a[0, 0], w[lane, row]) for a, w in zip(alone, whole, strict=True))
+
+
+def test_only_the_native_decoder_brings_them() -> None:
+    ops = {op.name: op for op in OPS}
+    whole = select_kernels("compiled", "auto", "cpu")
+    one_by_one = select_kernels("compiled", "native", "cpu", linear="native")
+    low = select_kernels("compiled", "auto", "cpu", dtype="bfloat16")
+    for name in CHOOSING:
+        assert getattr(whole, name) is ops[name].implementation("native")
+        assert getattr(one_by_one, name) is getattr(low, name) is ops[name].reference
+
+
+def test_slots_that_lie_apart_are_refused() -> None:
+    [case, *_] = OPS[[op.name for op in OPS].index("tree_build")].cases(torch.Generator().manual_seed(0))
+    apart = torch.empty(*case["node_token_BN"].shape, 2, dtype=torch.int64)[..., 0]
+    with pytest.raises(ConfigError, match="contiguous slots"):
+        cycle.tree_build(**{**case, "node_token_BN": apart})
+    with pytest.raises(ConfigError, match="float32"):
+        cycle.draft_topk(torch.zeros(1, 1, 4, dtype=torch.float64), 1, None, None, None, None)
