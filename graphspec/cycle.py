@@ -26,7 +26,6 @@ from .graphs.capture import (
     ran_out_of_memory,
     signature,
 )
-from .graphs.compile import graphs_compiled
 from .graphs.envelope import Envelope
 from .graphs.logprobs import RING
 from .graphs.mailbox import MailLayout, Message
@@ -34,7 +33,7 @@ from .graphs.stage import DraftModel, Stage, TargetModel, check_dataflow
 from .kernels.registry import KernelSet
 from .memory import MemoryPlan
 from .plan import Plan
-from .programs import Key, PrefillKey, Program, describe, program_stages, tokens_of
+from .programs import Key, PrefillKey, Program, describe, graphs_compiled, program_stages, tokens_of
 from .shapes import GraphKey, SamplingClass
 
 Progress = Callable[[str, int, int], None]

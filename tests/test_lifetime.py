@@ -15,9 +15,10 @@ from graphspec.buffers import Arena
 from graphspec.cycle import Cycle, PrefillKey
 from graphspec.engine.llm import LLM
 from graphspec.engine.request import SamplingParams
-from graphspec.graphs.compile import Region, graphs_compiled
+from graphspec.graphs.compile import Region
 from graphspec.graphs.stage import Stage
 from graphspec.kernels import select_kernels
+from graphspec.programs import graphs_compiled
 from graphspec.shapes import GREEDY
 
 from ._engines import Pair, ids, mirror_pair, prompts
