@@ -1,4 +1,7 @@
-"""torch.compile of stages: one graph for each region, static shapes, nothing shared between programs."""
+"""torch.compile of stages: one graph for each region, static shapes, nothing shared between programs.
+
+Imports Dynamo and Inductor, which takes longer than everything an eager engine imports: only what compiles imports this.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,6 @@ from typing import Any
 import torch
 from torch._dynamo import lookup_backend
 from torch._dynamo.exc import BackendCompilerFailed
-from torch._dynamo.utils import counters
 from torch._inductor import config
 from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
 from torch._inductor.runtime.cache_dir_utils import cache_dir
@@ -117,8 +119,3 @@ def compile_stages(stages: Sequence[Stage], views: Views, threads: int | None = 
     name = f"run_{ordered[0].name}" if len(ordered) == 1 else "run_cycle"
     own = {"__name__": __name__, "__builtins__": __builtins__}
     return Region(FunctionType(run.__code__.replace(co_name=name), own, name, None, run.__closure__), threads)
-
-
-def graphs_compiled() -> int:
-    """Graphs this process has compiled so far; constant after warm-up."""
-    return int(counters["stats"]["unique_graphs"])

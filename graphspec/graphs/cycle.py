@@ -19,20 +19,11 @@ from ..errors import CaptureError, ResourceError
 from ..kernels.registry import KernelSet
 from ..plan import Plan
 from ..shapes import GraphKey, SamplingClass
-from .capture import (
-    Capturer,
-    CaptureRecord,
-    ProgramCapturer,
-    check_unmoved,
-    no_synchronisation,
-    ran_out_of_memory,
-    signature,
-)
-from .compile import graphs_compiled
+from .capture import Capturer, CaptureRecord, ProgramCapturer, check_unmoved, no_synchronisation, ran_out_of_memory, signature
 from .envelope import Envelope
 from .host_step import LaunchPreparation
 from .memory import MemoryPlan
-from .programs import Key, PrefillKey, Program, describe, program_stages, tokens_of
+from .programs import Key, PrefillKey, Program, describe, graphs_compiled, program_stages, tokens_of
 from .stages.logprobs import RING
 from .stages.mailbox import MailLayout, Message
 from .stages.stage import DraftModel, Stage, TargetModel, check_dataflow

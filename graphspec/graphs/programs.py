@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +13,6 @@ from ..kernels.registry import KernelSet
 from ..plan import Plan
 from ..shapes import GraphKey, SamplingClass
 from .capture import Signature, signature
-from .compile import compile_stages
 from .stages.accept import Accept
 from .stages.catch_up import CatchUp
 from .stages.commit import Commit, CommitState
@@ -97,8 +97,14 @@ class Program:
     def __init__(self, stages: list[Stage], views: Views, *, compiled: bool, threads: int | None = None, prefills: bool = False) -> None:
         self.stages, self.views = stages, views
         self.prefills = prefills
-        self.steps: list[Callable[[], None]] = [compile_stages([s], views, threads) if compiled else partial(s, views) for s in stages]
-        self.direct: Callable[[], None] = compile_stages(stages, views, threads) if compiled else self._in_order
+        self.steps: list[Callable[[], None]]
+        self.direct: Callable[[], None]
+        if compiled:
+            from .compile import compile_stages
+
+            self.steps, self.direct = [compile_stages([s], views, threads) for s in stages], compile_stages(stages, views, threads)
+        else:
+            self.steps, self.direct = [partial(s, views) for s in stages], self._in_order
         self.replay: Callable[[], None] | None = None
         self.buffers: Signature = signature(views)
 
@@ -111,3 +117,9 @@ class Program:
             self.replay()
         else:
             self.direct()
+
+
+def graphs_compiled() -> int:
+    """Graphs this process has compiled so far; constant after warm-up."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return int(dynamo.counters["stats"]["unique_graphs"]) if dynamo is not None else 0

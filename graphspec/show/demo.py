@@ -1,28 +1,131 @@
-"""``graphspec demo``: stream a continuation, compare its speed with plain decoding, draw one draft tree."""
+"""``graphspec demo``: stream a continuation, draw a draft tree, compare speeds with plain decoding."""
 
 from __future__ import annotations
 
+import multiprocessing
+import re
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from rich.cells import cell_len
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
 from ..catalog import PLAIN_DECODING, resolve_variant
-from ..config import Config, VariantConfig
+from ..config import AdaptiveConfig, Config, KernelsConfig, RuntimeConfig, VariantConfig
 from ..core_wait import CoreWait, busy_caution
-from ..errors import ConfigError, ResourceError
+from ..errors import ConfigError, GraphspecError, ResourceError
 from .draft_tree import draw_tree
-from .progress import progress_bars
 
 if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
     from ..engine.llm import LLM
     from ..engine.outputs import Output
     from ..engine.request import SamplingParams
+    from ..shapes import SamplingClass
 
 DEMO_REPEATS = 3
+DEMO_WIDTH = 80
+"""Most columns that the demo's text takes."""
+TREE_TOPK, TREE_NODES = 4, 16
+"""Shape of the tree that is drawn where the configured shape is a chain."""
+SMALL_CONTEXT = 1024
+"""Most slots of the eager engine's context, where the demo's text fits: plain torch attends all of them in every cycle."""
+
+
+class WordWrap:
+    """Breaks a stream of text between words, so that no line is longer than ``width`` columns; a longer word is cut.
+
+    Lines that are short enough stay as they are. A break takes the place of white space that has no room left.
+    """
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+        self._column, self._rest = 0, ""
+
+    def push(self, text: str, *, last: bool = False) -> str:
+        """What can be shown after ``text``; a word that may go on in the next piece waits for it, unless this is the ``last``."""
+        *whole, self._rest = re.split(r"(?<=\n)|(?<=\s)(?=\S)", self._rest + text)
+        if last:
+            whole, self._rest = [*whole, self._rest], ""
+        return "".join(map(self._place, whole))
+
+    def _place(self, word: str) -> str:
+        """A word and the white space after it, at the next place that has room."""
+        bare = word.rstrip()
+        shown = "\n" if bare and self._column and self._column + cell_len(bare) > self.width else ""
+        self._column = 0 if shown else self._column
+        for character in word:
+            size = cell_len(character)
+            if character != "\n" and self._column + size > self.width:
+                # White space that has no room is the break itself.
+                shown, self._column = shown + "\n", 0
+                character = "" if character.isspace() else character
+            shown += character
+            self._column = 0 if character == "\n" else self._column + cell_len(character)
+        return shown
+
+
+class Precompiler:
+    """A process that builds an engine and throws it away. What it compiles is in this machine's caches when this process builds the same.
+
+    Of what goes wrong in it nothing is said here: this process builds the same engine, and fails by itself.
+    """
+
+    def __init__(self, config: Config, sampling: SamplingClass) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._phases, theirs = context.Pipe(duplex=False)
+        self._process = context.Process(target=_precompile, args=(config, sampling, theirs), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def wait(self, phase: str | None = None) -> None:
+        """Until loading and building have come to ``phase``, or to their end; None: to their end."""
+        try:
+            while self._phases.recv() != phase:
+                pass
+        except EOFError:
+            self._process.join()
+
+    def close(self) -> None:
+        """End the process, whatever it does."""
+        self._process.terminate()
+        self._process.join()
+
+
+def _precompile(config: Config, sampling: SamplingClass, phases: Connection) -> None:
+    """What the process of a :class:`Precompiler` does."""
+    # Ctrl-C is for the process that shows something; it ends this one.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    from ..engine.llm import LLM
+
+    try:
+        LLM.from_config(config, progress=lambda phase, done, total: phases.send(phase)).warm_up(sampling=sampling)
+    except GraphspecError:
+        return
+
+
+@contextmanager
+def working(what: str, console: Console) -> Iterator[None]:
+    """Says what goes on and then how long it took; in a terminal a bar moves meanwhile."""
+    started = time.perf_counter()
+    if console.is_terminal:
+        with Progress(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=console, transient=True) as bars:
+            bars.add_task(what, total=None)
+            yield
+        console.print(Text(what), end="")
+    else:
+        console.print(Text(what), end="", soft_wrap=True)
+        yield
+    console.print(Text(f": {time.perf_counter() - started:.1f} s"), soft_wrap=True)
 
 
 def comparison_table(rows: dict[str, tuple[float, Any]], baseline: str) -> Table:
@@ -34,9 +137,9 @@ def comparison_table(rows: dict[str, tuple[float, Any]], baseline: str) -> Table
     """
     table = Table(title="decoding speed", title_justify="left")
     table.add_column("variant")
-    for heading in ("tokens/s", f"x {baseline}", "cycles", "tokens per cycle"):
+    for heading in ("tokens/s", f"x {baseline}", "cycles", "tokens/cycle"):
         table.add_column(heading, justify="right")
-    table.add_column("accepted at depth 1, 2, ...")
+    table.add_column("accepted by depth")
     for name, (speed, metrics) in rows.items():
         positions = " ".join(f"{share:.2f}" for share in metrics.accepted_per_position) or "-"
         ratio = speed / rows[baseline][0] if rows[baseline][0] else float("nan")
@@ -44,52 +147,106 @@ def comparison_table(rows: dict[str, tuple[float, Any]], baseline: str) -> Table
     return table
 
 
-def run_demo(config: Config, prompt: str, console: Console | None = None) -> None:
-    """Stream a continuation, time it with and without speculation on the same requests, and draw one tree.
+def run_demo(config: Config, prompt: str, console: Console | None = None, notes: Console | None = None) -> None:
+    """Stream a continuation, draw a tree, then time it with and without speculation on the same request.
+
+    The text comes from an eager engine, which needs no compiler and starts at once; what is timed is compiled next. All must give the
+    same tokens.
+
+    Args:
+        config: of the engine that is compared with plain decoding.
+        prompt: what is continued.
+        console: for text, tree and table; default stdout.
+        notes: says what is being compiled; default stderr.
 
     Raises:
         ConfigError: the configured variant does not speculate.
-        ResourceError: greedy or seeded output differs between the two, which the runtime promises can't happen.
+        ResourceError: greedy or seeded output differs between two engines, which the runtime promises can't happen.
     """
     variant = config.variant.name
     if not resolve_variant(variant).speculates:
         raise ConfigError("variant", "one that speculates: the demo compares it with plain decoding", repr(variant))
+    console, notes = console or Console(), notes or Console(stderr=True)
+    console.width = min(console.width, DEMO_WIDTH)
+    wrap = WordWrap(console.width)
+    console.print("From the eager program, while nothing is compiled:\n", style="dim")
+    console.print(Text(wrap.push(prompt, last=True), style="bold"), end="", soft_wrap=True)
+    import torch
+
     from ..engine.llm import LLM
     from ..engine.request import configured_params
 
-    console = console or Console()
     plain = PLAIN_DECODING.name
+    plainly = replace(config, variant=VariantConfig(name=plain))
     params = configured_params(config.sampling)
     if params.seed is None:
-        # What is compared below is one request run on two engines.
+        # What is compared below is one request run on several engines.
         params = replace(params, seed=0)
-    if config.runtime.name != "eager":
-        Console(stderr=True).print("Building the cycles for this machine; the first time takes a minute or two.")
-    with progress_bars() as progress:
-        engines = {
-            variant: LLM.from_config(config, progress=progress),
-            plain: LLM.from_config(replace(config, variant=VariantConfig(name=plain)), progress=progress),
-        }
-        engines[variant].check(prompt, params)
-        for llm in engines.values():
-            llm.warm_up(sampling=params.sampling_class)
-    console.print(Text(prompt, style="bold"), end="")
-    for event in engines[variant].stream(prompt, params):
-        console.print(Text(event.text), end="", soft_wrap=True)
-    console.print("\n")
-
+    threads = torch.get_num_threads()
+    eager = _eager_engine(config, prompt, max(1, threads - 1))
+    eager.check(prompt, params)
+    with ExitStack() as stack:
+        precompiler, tokens = None, list[int]()
+        for event in eager.stream(prompt, params):
+            console.print(Text(wrap.push(event.text, last=event.finished)), end="", soft_wrap=True)
+            tokens += event.token_ids
+            # Not before the first token: that is what is waited for.
+            if precompiler is None and config.runtime.name == "compiled":
+                precompiler = stack.enter_context(closing(Precompiler(plainly, params.sampling_class)))
+        console.print("\n")
+        shape = eager.plan.shape
+        console.print(
+            f"The draft of its first cycle, S, K, N = {shape.num_steps}, {shape.topk}, {shape.num_draft_tokens} (+ accepted, - rejected):"
+        )
+        console.print(draw_tree(eager.draft_tree(prompt)))
+        console.print()
+        del eager
+        torch.set_num_threads(threads)
+        engines: dict[str, LLM] = {}
+        if precompiler is not None:
+            with working("preparing weights and native kernels", notes):
+                precompiler.wait("compile")
+        for name, each in ((variant, config), (plain, plainly)):
+            with working(f"{'compiling' if precompiler else 'building'} the cycle of {name}", notes):
+                if precompiler is not None and name == plain:
+                    precompiler.wait()
+                engines[name] = LLM.from_config(each)
+                engines[name].warm_up(sampling=params.sampling_class)
     watch = CoreWait()
-    speeds, outputs = measure(engines, prompt, params)
+    with working(f"{DEMO_REPEATS} runs of each after a warm-up", notes):
+        speeds, outputs = measure(engines, prompt, params)
     busy = busy_caution({"both together": watch.share()})
-    if outputs[variant].token_ids != outputs[plain].token_ids:
-        raise ResourceError("output", f"the tokens of {plain}", f"other tokens from {variant}")
-    console.print(comparison_table({name: (speeds[name], outputs[name].metrics) for name in engines}, plain))
-    console.print(f"Both gave the same {len(outputs[variant].token_ids)} tokens.")
-    console.print(f"Speeds are medians of {DEMO_REPEATS} runs after a warm-up, prompt processing excluded.\n")
+    found = {"the eager program": tokens, **{name: output.token_ids for name, output in outputs.items()}}
+    for name, ids in found.items():
+        if ids != found[plain]:
+            raise ResourceError("output", f"the tokens of {plain}", f"other tokens from {name}")
+    console.print(f"The eager program, {variant} and {plain} gave the same {len(tokens)} tokens.")
+    console.print(f"Speeds are medians of {DEMO_REPEATS} runs, prompt processing excluded, runtime={config.runtime.name}.\n")
     if busy is not None:
-        console.print(Text(busy + "\n"), soft_wrap=True)
-    console.print("The draft tree of the first cycle (+ accepted, - rejected):")
-    console.print(draw_tree(engines[variant].draft_tree(prompt)))
+        console.print(Text(busy + "\n"))
+    console.print(comparison_table({name: (speeds[name], outputs[name].metrics) for name in engines}, plain))
+
+
+def _eager_engine(config: Config, prompt: str, threads: int) -> LLM:
+    """An engine of the configured draft that compiles nothing: the smallest that holds the demo's text, with a tree where the draft can.
+
+    ``threads``: of torch, fewer than there are cores, since threads of one operation wait for each other and compilers run next to them.
+    """
+    from ..engine.llm import LLM
+
+    # A token has at least one byte, but for a few that a tokenizer may put in front.
+    room = len(prompt.encode()) + config.sampling.max_tokens + 64
+    model = replace(config.model, max_context=room) if config.model.max_context is None and room <= SMALL_CONTEXT else config.model
+    runtime = RuntimeConfig(name="eager", max_rows=1, buckets=[1], prefill_chunks=[32])
+    hardware = replace(config.hardware, threads=threads)
+    small = replace(config, model=model, runtime=runtime, hardware=hardware, kernels=KernelsConfig(), adaptive=AdaptiveConfig())
+    if config.variant.topk == 1:
+        try:
+            return LLM.from_config(replace(small, variant=replace(config.variant, topk=TREE_TOPK, num_draft_tokens=TREE_NODES)))
+        except ConfigError:
+            # Heads of their own per step draft chains and nothing else, and so does accept=rejection.
+            return LLM.from_config(small)
+    return LLM.from_config(small)
 
 
 def measure(engines: dict[str, LLM], prompt: str, params: SamplingParams) -> tuple[dict[str, float], dict[str, Output]]:
