@@ -1,4 +1,4 @@
-"""Checks of what users say: exact types, finite numbers, ranges. Standard library only.
+"""Checks of user input: exact types, finite numbers, ranges. Standard library only.
 
 A bool is no integer, a float is no integer, an integer is a number; numpy's numbers count as what they are. Whatever is handed in, the
 answer is the value in its plain Python type, or an error of the given class that names key, expected and found.
@@ -34,7 +34,7 @@ _PLURAL = {int: "integers", float: "numbers", bool: "truth values", str: "texts"
 
 
 def brief(value: object) -> str:
-    """A short text of ``value``, on one line, whatever its own ``repr`` does."""
+    """A short text of ``value``, on one line, even if its own ``repr`` fails."""
     short = reprlib.Repr()
     short.maxstring = short.maxother = SHOWN
     try:
@@ -115,7 +115,7 @@ def wholes(key: str, value: object, error: Errors = ConfigError, *, most: int | 
 
 
 def is_array(value: object) -> bool:
-    """Whether ``value`` is an array or a tensor, by what it has; no library of theirs is imported."""
+    """Whether ``value`` is an array or a tensor, judged by its attributes; imports no array library."""
     return all(hasattr(type(value), name) for name in ("shape", "dtype", "tolist", "__len__"))
 
 
