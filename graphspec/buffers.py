@@ -194,7 +194,7 @@ def _sampling_slots(plan: Plan) -> list[Slot]:
 
 
 def slot_groups(sampling: SamplingClass) -> frozenset[str]:
-    """Groups of slots that programs of this class need, beside those without a group."""
+    """Groups of slots that programs of this class need, in addition to those without a group."""
     on = {"noise": sampling.noise, "truncate": sampling.truncate, "penalties": sampling.penalties, "bias": sampling.bias}
     return frozenset(name for name, needed in {**on, "logprobs": sampling.logprobs >= 0}.items() if needed)
 

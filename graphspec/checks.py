@@ -1,4 +1,4 @@
-"""Checks of what users say: exact types, finite numbers, ranges. Standard library only.
+"""Checks of user input: exact types, finite numbers, ranges. Standard library only.
 
 A bool is no integer, a float is no integer, an integer is a number; numpy's numbers count as what they are. Whatever is handed in, the
 answer is the value in its plain Python type, or an error of the given class that names key, expected and found.
@@ -39,7 +39,7 @@ def cut(text: str, most: int = LONG) -> str:
 
 
 def brief(value: object, most: int = SHOWN) -> str:
-    """A short text of ``value``, on one line, whatever its own ``repr`` does and however deep it is nested."""
+    """A short text of ``value``, on one line, however deeply it is nested, even if its own ``repr`` fails."""
     short = reprlib.Repr()
     short.maxstring = short.maxother = short.maxlong = most
     try:
@@ -120,7 +120,7 @@ def wholes(key: str, value: object, error: Errors = ConfigError, *, most: int | 
 
 
 def is_array(value: object) -> bool:
-    """Whether ``value`` is an array or a tensor, by what it has; no library of theirs is imported."""
+    """Whether ``value`` is an array or a tensor, judged by its attributes; imports no array library."""
     return all(hasattr(type(value), name) for name in ("shape", "dtype", "tolist", "__len__"))
 
 

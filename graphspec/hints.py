@@ -1,4 +1,4 @@
-"""What to write instead of a key that does not exist: the closest of ours, or our name for what others have. Standard library only."""
+"""Hints for unknown keys: the closest key, or our name for an option of another engine. Standard library only."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _ABSENT = {
     "safetensors are read where there are any": ("load_format",),
     "there is no server": ("host", "port", "served_model_name", "api_key"),
 }  # fmt: skip
-"""What there is nothing for here, and why, to the names others have for it."""
+"""Options of other engines without an equivalent here: the reason, to their names."""
 
 _PER_REQUEST = {
     "seed": ("random_seed",),
@@ -61,7 +61,7 @@ _PER_REQUEST = {
 
 
 def hint_for(name: str, known: Collection[str], sampling: Collection[str] = ()) -> str:
-    """What to do about a key that does not exist, in a few words.
+    """A hint for an unknown key, in a few words.
 
     Args:
         name: the key.

@@ -15,10 +15,10 @@ OPEN_FILES = (Path("/dev/fd"), Path("/proc/self/fd"))
 
 
 def user_path(key: str, name: str) -> Path:
-    """``name`` as a path, its ``~`` resolved. Nothing need be there.
+    """``name`` as a path, its ``~`` resolved. It need not exist.
 
     Raises:
-        ConfigError: a name that can't be looked up: too long, of an unknown user, behind a closed folder. Names ``key``.
+        ConfigError: a name that can't be looked up: too long, of an unknown user, in a folder without access. Names ``key``.
     """
     try:
         path = Path(name).expanduser()
@@ -34,7 +34,7 @@ def read_text(key: str, name: str) -> str:
     """The text of a UTF-8 file, or of one that is already open (``/dev/stdin``, ``/dev/fd/3``).
 
     Raises:
-        ConfigError: no such file, a pipe or device by name, whose end nobody can tell, or bytes that are no UTF-8. Names ``key``.
+        ConfigError: no such file, a pipe or device by name, which may have no end, or bytes that are no UTF-8. Names ``key``.
     """
     path = user_path(key, name)
     expected = "a readable UTF-8 file"
@@ -64,7 +64,7 @@ def _refuse(constant: str) -> NoReturn:
 
 
 def check_writable(key: str, name: str, *, folder: bool = False) -> Path:
-    """``name`` as a path where a file can be written, which is tried in the nearest folder there is. Leaves nothing behind.
+    """``name`` as a path where a file can be written; tries it in the nearest existing folder, and leaves no file.
 
     Args:
         key: named in errors.
@@ -100,10 +100,10 @@ def make_folder(key: str, folder: Path) -> None:
 
 
 def unwritable(key: str, path: Path, error: Exception) -> ConfigError:
-    """The error of a file that turned out not to be writable."""
+    """The error for a file that is not writable."""
     return ConfigError(key, "a place where files can be written", brief(str(path), LONG), reason(error))
 
 
 def reason(error: Exception) -> str:
-    """What the system says, without the path."""
+    """The message of the system, without the path."""
     return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 KERNELS_OF = {"eager": "reference", "compiled": "compiled", "captured": "fused"}
 """``kernels.mode`` that a runtime preset means."""
 TREE_NODES = 8
-"""Fewest nodes of a tree whose number nobody gave; EAGLE-3's automatic tree has as many."""
+"""Fewest nodes of a tree without a given number; the number of EAGLE-3's automatic tree."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +75,7 @@ class Plan:
     max_rows: int
     max_context: int
     max_positions: int
-    """Rows of the RoPE tables: the context plus the window behind it."""
+    """Rows of the RoPE tables: the context plus the window after it."""
     draft_context: int
     """Positions the drafter was made for; rows past it are no longer drafted for."""
     page_size: int
@@ -91,7 +91,7 @@ class Plan:
     bucket_shapes: tuple[CycleShape, ...]
     """The cycle's shape for each of ``buckets``: ``shape``, or a shallower one. Where depths may change, the one to begin with."""
     depths: tuple[int, ...]
-    """Depths that every bucket has cycles of beside those of ``shape`` and its own; empty: a bucket's depth never changes."""
+    """Depths that every bucket has cycles of in addition to those of ``shape`` and its own; empty: a bucket's depth never changes."""
     max_stop_ids: int
     max_logit_bias: int
     max_logprobs: int
@@ -184,8 +184,8 @@ class Plan:
 
     def describe(self) -> dict[str, Any]:
         """Flat, printable view of the plan."""
-        told = ("variant", "target", "draft", "shape", "static_tree", "bucket_shapes")
-        described = {k: v for k, v in asdict(self).items() if k not in told}
+        spelled = ("variant", "target", "draft", "shape", "static_tree", "bucket_shapes")
+        described = {k: v for k, v in asdict(self).items() if k not in spelled}
         shape = {"num_steps": self.shape.num_steps, "topk": self.shape.topk, "num_draft_tokens": self.shape.num_draft_tokens}
         return {
             "variant": self.variant.name,
@@ -321,7 +321,7 @@ def resolve_bucket_shapes(
         shape: the widest.
         variant: its catalog entry.
         accept: the acceptance rule.
-        fixed: the draft can't stop early: a static tree, or one head per step, whose KV a shorter cycle would leave behind.
+        fixed: the draft can't stop early: a static tree, or one head per step, whose KV a shorter cycle would not write.
 
     Raises:
         ConfigError: no such bucket, a depth that is none, or a drafter or rule whose depth is fixed.

@@ -13,7 +13,7 @@ Suffixes name dimensions throughout the package (``hidden_BAF`` is ``[B, A, F]``
 ``W``   window slots from the root on, ``max(N, (S-1)*K + 1, A)``
 ``X``   64-bit ancestor words, ``ceil(W / 64)``
 ``M``   draft candidates; ``K + (S-1)*K*K`` when every level expands the K best beams
-``Y``   lookback: committed entries a drafter reads again beside its window
+``Y``   lookback: committed entries a drafter reads again before its window
 ``T``   query tokens per lane of whatever stage runs
 ``C``   tokens of a prefill chunk
 ``H``   hidden size of the model at hand
@@ -205,7 +205,7 @@ costs more than to read the weights once more.
 
 
 def prefill_chunks(device: str, max_context: int) -> tuple[int, ...]:
-    """Sizes of prefill chunks where nobody gave them: those of the device, but none that no prompt fills.
+    """Default sizes of prefill chunks: those of the device, without sizes that no prompt fills.
 
     Args:
         device: ``cpu`` or ``cuda``.
