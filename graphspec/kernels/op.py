@@ -82,7 +82,7 @@ class Signature:
         return tuple(argument.name for argument in self.arguments if argument.written)
 
     def taking_flat(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """``function`` behind the border: takes flat arguments, and has a signature without groups and defaults."""
+        """``function`` as an operator calls it: with flat arguments, in a signature without groups and defaults."""
         names = tuple(argument.name for argument in self.arguments)
 
         def kernel(*flat: Any) -> Any:
@@ -93,7 +93,7 @@ class Signature:
         return kernel
 
     def giving_flat(self, operator: Callable[..., Any]) -> Callable[..., Any]:
-        """``operator``, which takes flat arguments, in front of the border: a function of this signature."""
+        """A function of this signature that calls ``operator``, which takes flat arguments."""
         if all(group is None and default is inspect.Parameter.empty for _, group, default in self._parameters):
             return operator
         return lambda *arguments, **named: operator(*self.flatten(arguments, named))

@@ -1,7 +1,7 @@
 """Attention calls whose work the host divides before each launch, from lengths it knows: what such a call is, and who plans it.
 
 A kernel of this kind reads a work list from device memory. The list belongs to one set of lengths: with another the result is wrong and no
-error says so. So a stage declares its planned calls beside its reads and writes, and whoever launches it has them planned first.
+error says so. So a stage declares its planned calls next to its reads and writes, and whoever launches it has them planned first.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class RowSpan:
 
     Attributes:
         pages: page of each column of the row's table, int32 ``[P]``.
-        end: slot behind query T - 1; ``anchor + extent``.
-        known: slot behind the last query that counts; the queries behind it are padding.
+        end: slot after query T - 1; ``anchor + extent``.
+        known: slot after the last query that counts; the queries after it are padding.
     """
 
     pages: np.ndarray[tuple[int], np.dtype[np.int32]]

@@ -1,4 +1,4 @@
-"""Decode-phase attention: a paged prefix, and a window of slots behind it under ancestor words."""
+"""Decode-phase attention: a paged prefix, and a window of slots after it under ancestor words."""
 
 from __future__ import annotations
 

@@ -219,7 +219,7 @@ def operator(
 
 
 def launcher(op: KernelOp) -> Callable[..., Any]:
-    """The plain function behind an op's fused implementation; it has the op's name."""
+    """The plain function that an op's fused implementation calls; it has the op's name."""
     found: Callable[..., Any] = getattr(importlib.import_module(op.implementations["fused"].partition(":")[0]), op.name)
     return found
 
