@@ -180,9 +180,4 @@ def _cases(generator: torch.Generator) -> list[Case]:
     ]
 
 
-OP = KernelOp(
-    name="commit_rows",
-    reference=commit_rows,
-    cases=_cases,
-    implementations={"fused": "graphspec.kernels.fused.commit_rows:OP"},
-)  # fmt: skip
+OP = KernelOp(commit_rows, _cases)

@@ -138,9 +138,4 @@ def _cases(generator: torch.Generator) -> list[Case]:
     ]  # fmt: skip
 
 
-OP = KernelOp(
-    name="draft_level",
-    reference=draft_level,
-    cases=_cases,
-    implementations={"fused": "graphspec.kernels.fused.draft_level:OP"},
-)  # fmt: skip
+OP = KernelOp(draft_level, _cases)

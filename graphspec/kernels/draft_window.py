@@ -111,9 +111,4 @@ def _cases(generator: torch.Generator) -> list[Case]:
     ]
 
 
-OP = KernelOp(
-    name="draft_window",
-    reference=draft_window,
-    cases=_cases,
-    implementations={"fused": "graphspec.kernels.fused.draft_window:OP"},
-)
+OP = KernelOp(draft_window, _cases)

@@ -81,9 +81,4 @@ def _cases(generator: torch.Generator) -> list[Case]:
     return [case(1, 1, 1), case(4, 1, 37), case(3, 2, 130)]
 
 
-OP = KernelOp(
-    name="filter_logits",
-    reference=filter_logits,
-    cases=_cases,
-    implementations={"fused": "graphspec.kernels.fused.filter_logits:OP"},
-)
+OP = KernelOp(filter_logits, _cases)

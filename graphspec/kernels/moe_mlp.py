@@ -68,10 +68,4 @@ def _cases(generator: torch.Generator) -> list[Case]:
     ]
 
 
-OP = KernelOp(
-    name="moe_mlp",
-    reference=moe_mlp,
-    cases=_cases,
-    implementations={"fused": "graphspec.kernels.fused.moe_mlp:OP"},
-    exact=False,
-)
+OP = KernelOp(moe_mlp, _cases, exact=False)

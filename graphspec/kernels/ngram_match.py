@@ -146,9 +146,4 @@ def _cases(generator: torch.Generator) -> list[Case]:
     return [case(2, 40, 3, 3, 4, (1, 4)), case(3, 25, 2, 4, 3, (2, 3)), case(1, 1, 2, 1, 1, (1, 1)), case(5, 64, 4, 1, 6, (1, 80)), empty]
 
 
-OP = KernelOp(
-    name="ngram_match",
-    reference=ngram_match,
-    cases=_cases,
-    implementations={"fused": "graphspec.kernels.fused.ngram_match:OP"},
-)
+OP = KernelOp(ngram_match, _cases)

@@ -11,7 +11,7 @@ import importlib
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
@@ -147,18 +147,33 @@ def _bare(hint: Any) -> tuple[Any, bool]:
 class KernelOp:
     """One op: the reference is the specification, every other implementation is measured against it.
 
-    ``implementations`` maps a name to ``"module:attribute"``; nothing is imported, compiled or built before :meth:`implementation` is asked
-    for it.
+    Nothing is imported, compiled or built before :meth:`implementation` is asked for it.
+
+    Attributes:
+        reference: its docstring is the contract: shapes, dtypes and meaning.
+        cases: small example inputs, odd sizes included; drawn on the CPU.
+        name: empty: the reference's.
+        native: module of this package that has a function of the op's name; None: the CPU has no native kernel.
+        fused: ``file:attribute`` of the operator; empty: ``OP`` in the file of the op's name.
+        exact: implementations agree bit for bit; else it is a float op, held to an fp64 oracle.
     """
 
-    name: str
     reference: Callable[..., Any]
-    """Its docstring is the contract: shapes, dtypes and meaning."""
     cases: Callable[[torch.Generator], list[Case]]
-    """Small example inputs, odd sizes included; drawn on the CPU."""
-    implementations: Mapping[str, str] = field(default_factory=dict)
+    name: str = ""
+    native: str | None = None
+    fused: str = ""
     exact: bool = True
-    """True: implementations agree bit for bit. False: a float op, held to an fp64 oracle."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", self.name or self.reference.__name__)
+
+    @cached_property
+    def implementations(self) -> Mapping[str, str]:
+        """``"module:attribute"`` by name, without the reference."""
+        package = __name__.rpartition(".")[0]
+        native = {} if self.native is None else {"native": f"{package}.{self.native}:{self.name}"}
+        return native | {"fused": f"{package}.fused.{self.fused or f'{self.name}:OP'}"}
 
     @property
     def contract(self) -> str:
