@@ -81,15 +81,36 @@ class Signature:
         """Arguments that are written in place."""
         return tuple(argument.name for argument in self.arguments if argument.written)
 
-    def taking_flat(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """``function`` as an operator calls it: with flat arguments, in a signature without groups and defaults."""
-        names = tuple(argument.name for argument in self.arguments)
+    @property
+    def schema(self) -> str:
+        """Arguments and results as torch writes them, without a name and without defaults."""
 
-        def kernel(*flat: Any) -> Any:
-            return function(**self.gather(dict(zip(names, flat, strict=True))))
+        def flat() -> None:
+            """Carries the signature."""
 
         ordered = [inspect.Parameter(one.name, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=one.kind) for one in self.arguments]
-        kernel.__signature__ = inspect.Signature(ordered, return_annotation=self.result)  # type: ignore[attr-defined]
+        flat.__signature__ = inspect.Signature(ordered, return_annotation=self.result)  # type: ignore[attr-defined]
+        return torch.library.infer_schema(flat, mutates_args=self.written)
+
+    def taking_flat(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """``function`` as an operator calls it: with all flat arguments, in order."""
+        if not any(group for _, group, _ in self._parameters):
+            return function
+        spans, begin = [], 0
+        for _, group, _ in self._parameters:
+            spans.append((begin, begin + (1 if group is None else len(group._fields)), group))
+            begin = spans[-1][1]
+
+        def kernel(*flat: Any) -> Any:
+            made: list[Any] = []
+            for begin, end, group in spans:
+                parts = flat[begin:end]
+                if group is None:
+                    made.append(parts[0])
+                else:
+                    made.append(None if all(part is None for part in parts) else group._make(parts))
+            return function(*made)
+
         return kernel
 
     def giving_flat(self, operator: Callable[..., Any]) -> Callable[..., Any]:

@@ -213,7 +213,7 @@ def operator(
         result = dry_call(kernel, *flat)
         return tree_map_only(Tensor, lambda x: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device), result)
 
-    made = torch.library.custom_op(f"{NAMESPACE}::{name}", kernel, mutates_args=border.written)
+    made = torch.library.custom_op(f"{NAMESPACE}::{name}", kernel, mutates_args=border.written, schema=border.schema)
     made.register_fake(empty_results if fake is None else fake)
     return border.giving_flat(made)
 
