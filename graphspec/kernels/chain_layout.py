@@ -59,9 +59,4 @@ def _cases(generator: torch.Generator) -> list[Case]:
     return [case(3, 8, 1), case(4, 65, 2), case(2, 1, 1), case(1, 2, 1), case(2, 128, 2)]
 
 
-OP = KernelOp(
-    name="chain_layout",
-    reference=chain_layout,
-    cases=_cases,
-    implementations={"fused": "graphspec.kernels.fused.chain_layout:OP"},
-)
+OP = KernelOp(chain_layout, _cases)

@@ -67,13 +67,4 @@ def _cases(generator: torch.Generator) -> list[Case]:
     return [case(1, 1, 1, 3, 1, 1, 8, 0), case(3, 7, 4, 5, 6, 2, 5, 1), case(2, 33, 16, 5, 4, 4, 16, 3)]
 
 
-OP = KernelOp(
-    name="chunk_attention",
-    reference=chunk_attention,
-    cases=_cases,
-    implementations={
-        "native": "graphspec.kernels.native:chunk_attention",
-        "fused": "graphspec.kernels.fused.chunk_attention:OP",
-    },
-    exact=False,
-)
+OP = KernelOp(chunk_attention, _cases, native="native", exact=False)

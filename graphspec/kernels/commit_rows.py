@@ -32,7 +32,7 @@ def commit_rows(
     where the run is not empty ``seq_len += accept_len`` and ``budget -= accept_len``. Ring entries past the run are -1.
 
     Window, where the run is not empty: the run replaces it, ``window_len = accept_len``, and the rest of its first A entries is -1, and 0
-    for features; what lies behind them stays. With ``append`` the run goes behind the ``window_len >= 1`` entries that are there,
+    for features; what lies after them stays. With ``append`` the run goes after the ``window_len >= 1`` entries that are there,
     ``window_len += accept_len``, and nothing else of it changes; the caller sees to it that ``window_len + accept_len <= Ac``.
 
     A lane with an empty run leaves all of its row but the status as it is. Several lanes may share a row, as padded lanes do: then their
@@ -180,9 +180,4 @@ def _cases(generator: torch.Generator) -> list[Case]:
     ]
 
 
-OP = KernelOp(
-    name="commit_rows",
-    reference=commit_rows,
-    cases=_cases,
-    implementations={"fused": "graphspec.kernels.fused.commit_rows:OP"},
-)  # fmt: skip
+OP = KernelOp(commit_rows, _cases)

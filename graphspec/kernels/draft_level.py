@@ -34,7 +34,7 @@ def draft_level(
 
     The pool holds level 1 in entries 0..K-1 and level l in the K*K entries from ``K + (l-2)*K*K`` on. Parents are pool indices, -1: the
     root. The beam slots are read as the level before left them and overwritten; level 1 reads none of them. Step s draws level s + 1 from
-    the beams of level s, which occupy the slots behind the root: ``seq_len + 1 + (s-1)*K + b``.
+    the beams of level s, which occupy the slots after the root: ``seq_len + 1 + (s-1)*K + b``.
 
     Args:
         increment_BEK: float32 log-probabilities; E is 1 at level 1, K later.
@@ -138,9 +138,4 @@ def _cases(generator: torch.Generator) -> list[Case]:
     ]  # fmt: skip
 
 
-OP = KernelOp(
-    name="draft_level",
-    reference=draft_level,
-    cases=_cases,
-    implementations={"fused": "graphspec.kernels.fused.draft_level:OP", "native": "graphspec.kernels.native.cycle:draft_level"},
-)  # fmt: skip
+OP = KernelOp(draft_level, _cases, native="native.cycle")

@@ -24,7 +24,7 @@ def draft_window(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Inputs of a drafter's first pass: U = Y + width entries per lane, the row's lookback and then the front of its window.
 
-    Entry 0 lies at slot ``seq_len - window_len + 1 - Y``, later ones behind it. A row with fewer than Y tokens before its window begins
+    Entry 0 lies at slot ``seq_len - window_len + 1 - Y``, later ones after it. A row with fewer than Y tokens before its window begins
     at slot ``shift``, the first token the drafter consumes, and its entries move up. Entries past the window, and all entries of a lane
     whose row is not live, are invalid: token -1, features 0, no ancestors. Whatever lies in those entries, NaN included, has no effect.
 
@@ -75,10 +75,10 @@ def draft_window(
 
 
 def _cases(generator: torch.Generator) -> list[Case]:
-    def case(lanes: int, width: int, features: int, lookback: int, shift: int, num_words: int, behind: int = 0) -> Case:
-        rows, capacity = lanes + 2, width + behind
+    def case(lanes: int, width: int, features: int, lookback: int, shift: int, num_words: int, spare: int = 0) -> Case:
+        rows, capacity = lanes + 2, width + spare
         length = torch.randint(1, width + 1, (rows,), generator=generator)
-        # A prefill leaves a window of one entry behind L tokens; cycles only add to both.
+        # A prefill leaves a window of one entry after L tokens; cycles only add to both.
         sequence = length + torch.randint(0, 3, (rows,), generator=generator)
         status = torch.randint(0, 2, (rows,), generator=generator)
         status[0] = LIVE
@@ -106,14 +106,9 @@ def _cases(generator: torch.Generator) -> list[Case]:
         case(3, 5, 130, 3, 0, 1),
         case(2, 4, 9, 2, 1, 2),
         case(3, 65, 0, 0, 0, 2),
-        case(4, 5, 11, 0, 1, 1, behind=9),
-        case(3, 4, 6, 2, 0, 1, behind=3),
+        case(4, 5, 11, 0, 1, 1, spare=9),
+        case(3, 4, 6, 2, 0, 1, spare=3),
     ]
 
 
-OP = KernelOp(
-    name="draft_window",
-    reference=draft_window,
-    cases=_cases,
-    implementations={"fused": "graphspec.kernels.fused.draft_window:OP"},
-)
+OP = KernelOp(draft_window, _cases)

@@ -23,7 +23,7 @@ def filter_logits(logits_BTV: Tensor, temperature_B: Tensor, top_k_B: Tensor, to
 
     Weights ``exp((logit - max) / temperature)`` are cut to integers of 40 bits before they are summed. Integer sums are exact, so the
     threshold does not depend on the order of summation and can be found without a sort; a token below ``2^-40`` of the largest weighs
-    nothing. Implementations whose ``exp`` differs in the last bit may cut a weight to the integer beside it; what is kept differs only
+    nothing. Implementations whose ``exp`` differs in the last bit may cut a weight to the next integer; what is kept differs only
     where the sum passes ``top_p`` within that unit.
 
     Args:
@@ -81,9 +81,4 @@ def _cases(generator: torch.Generator) -> list[Case]:
     return [case(1, 1, 1), case(4, 1, 37), case(3, 2, 130)]
 
 
-OP = KernelOp(
-    name="filter_logits",
-    reference=filter_logits,
-    cases=_cases,
-    implementations={"fused": "graphspec.kernels.fused.filter_logits:OP"},
-)
+OP = KernelOp(filter_logits, _cases)

@@ -96,10 +96,4 @@ def _cases(generator: torch.Generator) -> list[Case]:
     ]
 
 
-OP = KernelOp(
-    name="latent_attention",
-    reference=latent_attention,
-    cases=_cases,
-    implementations={"fused": "graphspec.kernels.fused.latent_attention:OP"},
-    exact=False,
-)
+OP = KernelOp(latent_attention, _cases, exact=False)

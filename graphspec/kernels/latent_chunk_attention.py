@@ -66,10 +66,4 @@ def _cases(generator: torch.Generator) -> list[Case]:
     return [case(1, 1, 1, 3, 1, 8, 2, 0), case(3, 7, 4, 5, 6, 20, 4, 1), case(2, 33, 16, 5, 4, 32, 16, 3)]
 
 
-OP = KernelOp(
-    name="latent_chunk_attention",
-    reference=latent_chunk_attention,
-    cases=_cases,
-    implementations={"fused": "graphspec.kernels.fused.latent_attention:CHUNK_OP"},
-    exact=False,
-)
+OP = KernelOp(latent_chunk_attention, _cases, fused="latent_attention:CHUNK_OP", exact=False)

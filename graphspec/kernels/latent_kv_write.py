@@ -95,10 +95,4 @@ def _cases(generator: torch.Generator) -> list[Case]:
     ]
 
 
-OP = KernelOp(
-    name="latent_kv_write",
-    reference=latent_kv_write,
-    cases=_cases,
-    implementations={"fused": "graphspec.kernels.fused.latent_kv_write:OP"},
-    exact=False,
-)
+OP = KernelOp(latent_kv_write, _cases, exact=False)

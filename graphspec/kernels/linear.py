@@ -103,10 +103,4 @@ def _cases(generator: Generator) -> list[Case]:
     ]
 
 
-OP = KernelOp(
-    name="linear",
-    reference=linear,
-    cases=_cases,
-    implementations={"native": "graphspec.kernels.native:linear", "fused": "graphspec.kernels.fused.linear:OP"},
-    exact=False,
-)
+OP = KernelOp(linear, _cases, native="native", exact=False)

@@ -12,7 +12,7 @@ from .op import Case, KernelOp
 def moe_mlp(x_TH: Tensor, index_TK: Tensor, weight_TK: Tensor, gate_up_EFH: Tensor, down_EHF: Tensor) -> Tensor:
     """``sum over k of weight[t, k] * down[e](silu(gate[e] x[t]) * (up[e] x[t]))`` with ``e = index[t, k]``, in order of k.
 
-    SwiGLU experts (arXiv 2002.05202) behind :func:`~graphspec.kernels.moe_route.moe_route`. Products accumulate in float32, and so does
+    SwiGLU experts (arXiv 2002.05202) after :func:`~graphspec.kernels.moe_route.moe_route`. Products accumulate in float32, and so does
     the sum over experts; the activation is rounded to the dtype of ``x`` before the second product.
 
     Args:
@@ -68,10 +68,4 @@ def _cases(generator: torch.Generator) -> list[Case]:
     ]
 
 
-OP = KernelOp(
-    name="moe_mlp",
-    reference=moe_mlp,
-    cases=_cases,
-    implementations={"fused": "graphspec.kernels.fused.moe_mlp:OP"},
-    exact=False,
-)
+OP = KernelOp(moe_mlp, _cases, exact=False)

@@ -108,10 +108,4 @@ def _cases(generator: torch.Generator) -> list[Case]:
     ]
 
 
-OP = KernelOp(
-    name="moe_route",
-    reference=moe_route,
-    cases=_cases,
-    implementations={"fused": "graphspec.kernels.fused.moe_route:OP"},
-    exact=False,
-)
+OP = KernelOp(moe_route, _cases, exact=False)

@@ -57,7 +57,7 @@ def ngram_match(
     other; the host trie (:mod:`graphspec.drafters.ngram_trie`) needs each cycle's tokens first.
 
     Args:
-        history_RL: int64 token ids of every row, none negative up to the row's length; anything behind it. L is static, the context limit.
+        history_RL: int64 token ids of every row, none negative up to the row's length; anything after it. L is static, the context limit.
         lane_row_B: int64 row of each lane.
         status_R, seq_len_R: int64. A live row knows ``seq_len + 1 <= L`` tokens, the root is the last of them; others know none.
         candidates: float32, int64, int64, ``[B, K * S]``, written whole: entry ``(d - 1) * K + k`` is depth d of path k, so that parents
@@ -146,9 +146,4 @@ def _cases(generator: torch.Generator) -> list[Case]:
     return [case(2, 40, 3, 3, 4, (1, 4)), case(3, 25, 2, 4, 3, (2, 3)), case(1, 1, 2, 1, 1, (1, 1)), case(5, 64, 4, 1, 6, (1, 80)), empty]
 
 
-OP = KernelOp(
-    name="ngram_match",
-    reference=ngram_match,
-    cases=_cases,
-    implementations={"fused": "graphspec.kernels.fused.ngram_match:OP"},
-)
+OP = KernelOp(ngram_match, _cases)

@@ -96,10 +96,4 @@ def _cases(generator: torch.Generator) -> list[Case]:
     return [case(1, 1, 1), case(3, 2, 37), case(2, 5, 257)]
 
 
-OP = KernelOp(
-    name="gumbel_noise",
-    reference=gumbel_noise,
-    cases=_cases,
-    implementations={"fused": "graphspec.kernels.fused.noise:OP"},
-    exact=False,
-)
+OP = KernelOp(gumbel_noise, _cases, fused="noise:OP", exact=False)

@@ -11,7 +11,7 @@ import importlib
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
@@ -81,19 +81,40 @@ class Signature:
         """Arguments that are written in place."""
         return tuple(argument.name for argument in self.arguments if argument.written)
 
-    def taking_flat(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """``function`` behind the border: takes flat arguments, and has a signature without groups and defaults."""
-        names = tuple(argument.name for argument in self.arguments)
+    @property
+    def schema(self) -> str:
+        """Arguments and results as torch writes them, without a name and without defaults."""
 
-        def kernel(*flat: Any) -> Any:
-            return function(**self.gather(dict(zip(names, flat, strict=True))))
+        def flat() -> None:
+            """Carries the signature."""
 
         ordered = [inspect.Parameter(one.name, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=one.kind) for one in self.arguments]
-        kernel.__signature__ = inspect.Signature(ordered, return_annotation=self.result)  # type: ignore[attr-defined]
+        flat.__signature__ = inspect.Signature(ordered, return_annotation=self.result)  # type: ignore[attr-defined]
+        return torch.library.infer_schema(flat, mutates_args=self.written)
+
+    def taking_flat(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """``function`` as an operator calls it: with all flat arguments, in order."""
+        if not any(group for _, group, _ in self._parameters):
+            return function
+        spans, begin = [], 0
+        for _, group, _ in self._parameters:
+            spans.append((begin, begin + (1 if group is None else len(group._fields)), group))
+            begin = spans[-1][1]
+
+        def kernel(*flat: Any) -> Any:
+            made: list[Any] = []
+            for begin, end, group in spans:
+                parts = flat[begin:end]
+                if group is None:
+                    made.append(parts[0])
+                else:
+                    made.append(None if all(part is None for part in parts) else group._make(parts))
+            return function(*made)
+
         return kernel
 
     def giving_flat(self, operator: Callable[..., Any]) -> Callable[..., Any]:
-        """``operator``, which takes flat arguments, in front of the border: a function of this signature."""
+        """A function of this signature that calls ``operator``, which takes flat arguments."""
         if all(group is None and default is inspect.Parameter.empty for _, group, default in self._parameters):
             return operator
         return lambda *arguments, **named: operator(*self.flatten(arguments, named))
@@ -147,18 +168,33 @@ def _bare(hint: Any) -> tuple[Any, bool]:
 class KernelOp:
     """One op: the reference is the specification, every other implementation is measured against it.
 
-    ``implementations`` maps a name to ``"module:attribute"``; nothing is imported, compiled or built before :meth:`implementation` is asked
-    for it.
+    Nothing is imported, compiled or built before :meth:`implementation` is asked for it.
+
+    Attributes:
+        reference: its docstring is the contract: shapes, dtypes and meaning.
+        cases: small example inputs, odd sizes included; drawn on the CPU.
+        name: empty: the reference's.
+        native: module of this package that has a function of the op's name; None: the CPU has no native kernel.
+        fused: ``file:attribute`` of the operator; empty: ``OP`` in the file of the op's name.
+        exact: implementations agree bit for bit; else it is a float op, held to an fp64 oracle.
     """
 
-    name: str
     reference: Callable[..., Any]
-    """Its docstring is the contract: shapes, dtypes and meaning."""
     cases: Callable[[torch.Generator], list[Case]]
-    """Small example inputs, odd sizes included; drawn on the CPU."""
-    implementations: Mapping[str, str] = field(default_factory=dict)
+    name: str = ""
+    native: str | None = None
+    fused: str = ""
     exact: bool = True
-    """True: implementations agree bit for bit. False: a float op, held to an fp64 oracle."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", self.name or self.reference.__name__)
+
+    @cached_property
+    def implementations(self) -> Mapping[str, str]:
+        """``"module:attribute"`` by name, without the reference."""
+        package = __name__.rpartition(".")[0]
+        native = {} if self.native is None else {"native": f"{package}.{self.native}:{self.name}"}
+        return native | {"fused": f"{package}.fused.{self.fused or f'{self.name}:OP'}"}
 
     @property
     def contract(self) -> str:

@@ -46,7 +46,7 @@ class KernelSet:
     def own_window(
         self, table_BP: Tensor, page_size: int, prefix_end_B: Tensor, ancestors_BTX: Tensor
     ) -> Callable[[Tensor, Tensor, int, float], Tensor] | None:
-        """``tree_attention`` of T queries over their prefix, from slot 0 on, and exactly the T slots behind it, by a kernel made for that.
+        """``tree_attention`` of T queries over their prefix, from slot 0 on, and exactly the T slots after it, by a kernel made for that.
 
         Narrower than :func:`~graphspec.kernels.tree_attention.tree_attention`: no bit from T on is set, ``prefix_end + T`` slots lie in the
         table wherever a query is valid, and those that no query sees hold finite numbers.

@@ -86,10 +86,4 @@ def _cases(generator: torch.Generator) -> list[Case]:
     ]
 
 
-OP = KernelOp(
-    name="rope_kv_write",
-    reference=rope_kv_write,
-    cases=_cases,
-    implementations={"fused": "graphspec.kernels.fused.rope_kv_write:OP"},
-    exact=False,
-)
+OP = KernelOp(rope_kv_write, _cases, exact=False)

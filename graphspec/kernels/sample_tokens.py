@@ -78,9 +78,4 @@ def _cases(generator: torch.Generator) -> list[Case]:
     ]
 
 
-OP = KernelOp(
-    name="sample_tokens",
-    reference=sample_tokens,
-    cases=_cases,
-    implementations={"fused": "graphspec.kernels.fused.sample_tokens:OP"},
-)
+OP = KernelOp(sample_tokens, _cases)

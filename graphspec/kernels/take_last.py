@@ -33,9 +33,4 @@ def _cases(generator: torch.Generator) -> list[Case]:
     return [case(1, 1, 1), case(5, 6, 37), case(3, 2, 2049)]
 
 
-OP = KernelOp(
-    name="take_last",
-    reference=take_last,
-    cases=_cases,
-    implementations={"fused": "graphspec.kernels.fused.take_last:OP"},
-)
+OP = KernelOp(take_last, _cases)

@@ -1,4 +1,4 @@
-"""Decode-phase attention: a paged prefix, and a window of slots behind it under ancestor words."""
+"""Decode-phase attention: a paged prefix, and a window of slots after it under ancestor words."""
 
 from __future__ import annotations
 
@@ -143,13 +143,4 @@ def _cases(generator: torch.Generator) -> list[Case]:
     ]
 
 
-OP = KernelOp(
-    name="tree_attention",
-    reference=tree_attention,
-    cases=_cases,
-    implementations={
-        "native": "graphspec.kernels.native:tree_attention",
-        "fused": "graphspec.kernels.fused.tree_attention:OP",
-    },
-    exact=False,
-)
+OP = KernelOp(tree_attention, _cases, native="native", exact=False)

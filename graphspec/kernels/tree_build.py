@@ -166,9 +166,4 @@ def _cases(generator: torch.Generator) -> list[Case]:
     return [case(2, 1, 3, 4, 1), case(3, 5, 4, 16, 1), case(2, 5, 8, 65, 2), case(1, 3, 2, 1, 1), broken]
 
 
-OP = KernelOp(
-    name="tree_build",
-    reference=tree_build_into,
-    cases=_cases,
-    implementations={"fused": "graphspec.kernels.fused.tree_build:OP", "native": "graphspec.kernels.native.cycle:tree_build"},
-)
+OP = KernelOp(tree_build_into, _cases, name="tree_build", native="native.cycle")

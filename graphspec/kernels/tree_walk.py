@@ -157,9 +157,4 @@ def _cases(generator: torch.Generator) -> list[Case]:
     ]  # fmt: skip
 
 
-OP = KernelOp(
-    name="tree_walk",
-    reference=tree_walk_into,
-    cases=_cases,
-    implementations={"fused": "graphspec.kernels.fused.tree_walk:OP"},
-)
+OP = KernelOp(tree_walk_into, _cases, name="tree_walk")

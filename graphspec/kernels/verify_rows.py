@@ -50,9 +50,4 @@ def _cases(generator: torch.Generator) -> list[Case]:
     return [case(1, 1, 1), case(3, 8, 1), case(2, 65, 2), case(5, 33, 1)]
 
 
-OP = KernelOp(
-    name="verify_rows",
-    reference=verify_rows,
-    cases=_cases,
-    implementations={"fused": "graphspec.kernels.fused.verify_rows:OP"},
-)
+OP = KernelOp(verify_rows, _cases)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphspec.buffers import Status
+from graphspec.buffers import Status, Views
 from graphspec.config import AcceptConfig, VariantConfig
 from graphspec.engine.request import SamplingParams
 from graphspec.errors import ConfigError
@@ -50,25 +50,27 @@ class Game:
         self.accept, self.sampler = Accept(self.build), DraftSampler(self.build)
         self.cycles, self.samples = 0, samples
 
-    def views(self) -> SimpleNamespace:
+    def views(self) -> Any:
         lanes, nodes = self.samples, self.shape.num_draft_tokens
         full = {"status_R": Status.LIVE, "seq_len_R": 5, "budget_R": 100, "draft_len_R": 100, "top_k_R": self.top_k}
-        return SimpleNamespace(
-            lane_row_B=torch.arange(lanes),
-            lane_seed_B=torch.arange(lanes) * 7 + 11,
-            lane_temperature_B=torch.full((lanes,), self.temperature),
-            top_p_R=torch.ones(lanes),
-            min_p_R=torch.zeros(lanes),
-            stop_id_RE=torch.full((lanes, 1), -1),
-            draft_prob_BSV=torch.full((lanes, max(1, self.shape.num_steps), VOCAB), torch.nan),
-            sample_BN=torch.zeros(lanes, nodes, dtype=torch.int64),
-            path_BA=torch.zeros(lanes, self.shape.accept_width, dtype=torch.int64),
-            accept_len_B=torch.zeros(lanes, dtype=torch.int64),
-            outcome_B=torch.zeros(lanes, dtype=torch.int64),
-            **{name: torch.full((lanes,), value) for name, value in full.items()},
+        return Views(
+            {
+                "lane_row_B": torch.arange(lanes),
+                "lane_seed_B": torch.arange(lanes) * 7 + 11,
+                "lane_temperature_B": torch.full((lanes,), self.temperature),
+                "top_p_R": torch.ones(lanes),
+                "min_p_R": torch.zeros(lanes),
+                "stop_id_RE": torch.full((lanes, 1), -1),
+                "draft_prob_BSV": torch.full((lanes, max(1, self.shape.num_steps), VOCAB), torch.nan),
+                "sample_BN": torch.zeros(lanes, nodes, dtype=torch.int64),
+                "path_BA": torch.zeros(lanes, self.shape.accept_width, dtype=torch.int64),
+                "accept_len_B": torch.zeros(lanes, dtype=torch.int64),
+                "outcome_B": torch.zeros(lanes, dtype=torch.int64),
+                **{name: torch.full((lanes,), value) for name, value in full.items()},
+            }
         )
 
-    def draft(self, v: SimpleNamespace, root_B: Tensor) -> None:
+    def draft(self, v: Any, root_B: Tensor) -> None:
         """Nodes of one cycle, by the sampler's own proposals."""
         topk, lanes = self.shape.topk, self.samples
         nothing = torch.zeros(lanes, 1, 0, dtype=torch.int64)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._library.custom_ops import OPDEFS
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
@@ -23,7 +21,7 @@ from graphspec.graphs.memory import plan_memory
 from graphspec.graphs.programs import Key, PrefillKey, program_stages
 from graphspec.graphs.scratch import kernel_scratch, scratch_of
 from graphspec.graphs.stages.mailbox import MailLayout
-from graphspec.kernels import fused, select_kernels
+from graphspec.kernels import select_kernels
 from graphspec.models.layers import use_kernels
 from graphspec.models.llama import LlamaModel
 from graphspec.plan import Plan, make_plan
@@ -39,17 +37,6 @@ EVERY = SamplingClass(True, True, True, True, 2)
 @pytest.fixture(scope="session", autouse=True)
 def cuda_guard() -> None:
     load_cuda_guard()
-
-
-def launchers() -> dict[str, Callable[..., Any]]:
-    """Launcher of every operator of ours. Products by cuBLAS are torch's own operations, which the workspace counts."""
-    found: dict[str, Callable[..., Any]] = {}
-    for entry in pkgutil.iter_modules(fused.__path__):
-        module = importlib.import_module(f"{fused.__name__}.{entry.name}")
-        for name, value in vars(module).items():
-            if getattr(value, "__module__", "") == module.__name__ and callable(value) and not name.startswith("_"):
-                found.setdefault(name, value)
-    return found
 
 
 @dataclass(frozen=True)
@@ -95,13 +82,12 @@ def calls_of(plan: Plan, networks: Any) -> Calls:
 
 def bytes_of(calls: Calls) -> int:
     """Most scratch of any of these calls."""
-    known = launchers()
 
     def meta(value: Any) -> Any:
         return torch.empty_strided(*value.size_and_stride, dtype=value.dtype, device="meta") if isinstance(value, Like) else value
 
     return max(
-        scratch_of(known[name.removeprefix("fused_")], *tree_map(meta, args), **tree_map(meta, kwargs))
+        scratch_of(OPDEFS[f"graphspec::{name}"]._init_fn, *tree_map(meta, args), **tree_map(meta, kwargs))
         for name, args, kwargs in calls.found.values()
         if name != "matmul"
     )

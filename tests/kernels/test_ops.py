@@ -111,6 +111,49 @@ def test_contract_is_written_down(op: KernelOp) -> None:
     assert len(op.contract) > 200 and len(op.cases(torch.Generator())) >= 3
 
 
+@pytest.mark.parametrize("op", BY_OP)
+def test_flat_arguments_are_those_of_the_case(op: KernelOp) -> None:
+    case, names = cases(op)[1], [argument.name for argument in op.signature.arguments]
+    flat = op.signature.flatten((), op.signature.gather(case))
+    assert case.keys() <= set(names) and set(op.mutates) <= set(names)
+    assert all(flat[names.index(name)] is value for name, value in case.items())
+
+
+def test_a_call_with_wrong_arguments_is_refused() -> None:
+    take_last = next(op for op in OPS if op.name == "take_last").signature
+    for arguments, named in (((1, 2), {}), ((1, 2, 3, 4), {}), ((1, 2), {"out": 3}), ((1, 2, 3), {"out_BH": 3})):
+        with pytest.raises(TypeError):
+            take_last.flatten(arguments, named)
+
+
+@pytest.mark.parametrize("op", [pytest.param(op, id=op.name) for op in OPS if op.name != "linear"])
+def test_fakes_of_operators_are_the_results_of_the_reference(op: KernelOp) -> None:
+    """A fused linear layer is no operator itself: it chooses one."""
+    for case in cases(op):
+        with FakeTensorMode() as mode:
+            fake = {key: mode.from_tensor(value) if isinstance(value, torch.Tensor) else value for key, value in case.items()}
+            found, expected = op.call(op.implementation("fused"), fake), op.call(op.reference, fake)
+        if expected is None:
+            assert found is None
+            continue
+        for f, e in zip(*(x if isinstance(x, tuple) else (x,) for x in (found, expected)), strict=True):
+            assert (f.shape, f.dtype, f.device) == (e.shape, e.dtype, e.device) and f.is_contiguous()
+
+
+def test_a_case_without_data_has_the_shapes_of_its_names() -> None:
+    commit = next(op for op in OPS if op.name == "commit_rows")
+    sizes = {"B": 2, "N": 3, "A": 4, "Ac": 9, "J": 6, "Z": 3, "R": 5, "F": 7}
+    case = commit.without_data(sizes, feature_BNF=torch.bfloat16, append=True)
+    shapes = {key: list(value.shape) for key, value in case.items() if isinstance(value, torch.Tensor)}
+    assert shapes["window_token_RAc"] == [5, 9] and shapes["cycle_1"] == [1] and shapes["window_feature_RAcF"] == [5, 9, 7]
+    assert case["history_RL"] is None and case["output_count_RV"] is None, "no L and no V"
+    assert (case["feature_BNF"].dtype, case["seq_len_R"].dtype) == (torch.bfloat16, torch.int64)
+    with pytest.raises(KeyError, match="append"):
+        commit.without_data(sizes)
+    with pytest.raises(KeyError, match="lane_row_B"):
+        commit.without_data({}, append=True)
+
+
 def test_cold_import_builds_nothing() -> None:
     code = (
         "import sys, subprocess; subprocess.Popen = None; import graphspec.kernels as k; "

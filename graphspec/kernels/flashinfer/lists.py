@@ -1,10 +1,10 @@
-"""The lists a planned call is told in: offsets of queries, offsets, places and number of keys. Host arithmetic; imports no torch.
+"""The lists that describe a planned call: offsets of queries, offsets, places and number of keys. Host arithmetic; imports no torch.
 
 Every lane has T queries, as the stages have them. A causal kernel aligns queries and keys at their ends: query t of a lane with n keys
 sees keys 0 to ``n - T + t``. So with ``n = end - begin`` query t sees the slots from ``begin`` to its own, whatever n is, and the only
 thing that moves between launches is how long the prefix is.
 
-Behind the last query that counts there may be slots nobody wrote, or no page at all. No query that counts sees them, but kernels multiply
+After the last query that counts there may be slots nobody wrote, or no page at all. No query that counts sees them, but kernels multiply
 what they mask by 0; so their keys are those of the last slot that counts, once more.
 """
 
@@ -46,7 +46,7 @@ class KeyLists:
 
 
 def by_slot(call: PreparedCall) -> bool:
-    """Keys are told slot by slot: pages would begin before the first visible slot, or hold slots behind the last one that counts."""
+    """Keys are listed slot by slot: pages would begin before the first visible slot, or hold slots after the last one that counts."""
     return call.begin > 0 or call.anchor == "window"
 
 
@@ -66,7 +66,7 @@ def key_lists(call: PreparedCall, spans: Sequence[RowSpan], lanes: int, page_siz
 
     Args:
         call: what is planned.
-        spans: rows of the first lanes. The lanes behind them read the dummy page, T keys each.
+        spans: rows of the first lanes. The lanes after them read the dummy page, T keys each.
         lanes: of the program.
         page_size: tokens of a page.
     """

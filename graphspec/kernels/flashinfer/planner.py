@@ -34,7 +34,7 @@ class _Slot:
 
 
 _slots: WeakValueDictionary[int, _Slot] = WeakValueDictionary()
-"""An operator is told a number; the engine that owns the call keeps it alive."""
+"""An operator is given a number; the engine that owns the call keeps it alive."""
 _numbers = itertools.count()
 
 

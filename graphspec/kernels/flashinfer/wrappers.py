@@ -1,4 +1,4 @@
-"""FlashInfer's planned attention behind one face: made once per call and batch, planned before each launch, run inside the program.
+"""FlashInfer's planned attention under one interface: made once per call and batch, planned before each launch, run inside the program.
 
 Both wrappers are made with ``use_cuda_graph=True``. Their ``plan`` then writes into memory that never moves, and what ``run`` hands to the
 kernel by value (grid, tile, offsets) follows from the numbers of queries, heads and multiprocessors alone. Every plan is checked for that:
@@ -131,7 +131,7 @@ class PromptWrapper(Wrapper):
 
 
 class LatentWrapper(Wrapper):
-    """``BatchMLAPagedAttentionWrapper``: causal attention over latent rows. From 0.7 on it is told the same things under other names."""
+    """``BatchMLAPagedAttentionWrapper``: causal attention over latent rows. From 0.7 on it takes the same values under other names."""
 
     def _make(self, workspace: Tensor, query_offsets: Tensor, key_offsets: Tensor, lengths: Tensor) -> Any:
         import flashinfer
@@ -149,7 +149,7 @@ class LatentWrapper(Wrapper):
 
     def _plan(self, lists: KeyLists, places: Tensor) -> None:
         shape = self.call.shape
-        told = {
+        values = {
             "qo_indptr": torch.from_numpy(lists.query_offsets),
             "kv_indptr": torch.from_numpy(lists.key_offsets),
             "kv_indices": places,
@@ -167,9 +167,9 @@ class LatentWrapper(Wrapper):
             "kv_data_type": self.dtype,
         }
         if self._metadata is None:
-            self._wrapper.plan(**told, **fixed)
+            self._wrapper.plan(**values, **fixed)
         else:
-            self._wrapper.plan(metadata=self._metadata.csr(**told), query_layout="split", kv_cache_layout="split", **fixed)
+            self._wrapper.plan(metadata=self._metadata.csr(**values), query_layout="split", kv_cache_layout="split", **fixed)
 
     def run(self, query_latent_NQL: Tensor, query_rope_NQR: Tensor, pool: Tensor, out: Tensor) -> None:
         """``out[n, q]`` for queries ``[B * T, Q, L]`` and ``[B * T, Q, R]``; ``pool`` is ``[pages, page_size, E]``."""

@@ -1,4 +1,4 @@
-"""``flashinfer.xqa`` as attention of T queries over their prefix and exactly the T slots behind it.
+"""``flashinfer.xqa`` as attention of T queries over their prefix and exactly the T slots after it.
 
 What the kernel gives: no plan, so nothing to go stale under a CUDA graph; the sequence length is read on the device; the number of splits
 follows from the shapes. Slots before the last T are seen by every query, and of the last T those whose bit stands in the query's mask, so
@@ -27,7 +27,7 @@ ROWS_PER_BLOCK = 32
 
 
 def pack_words(ancestors_BTX: Tensor) -> Tensor:
-    """The mask of the kernel: bit j of query t's row is bit j of its ancestor words, for the T slots behind the prefix.
+    """The mask of the kernel: bit j of query t's row is bit j of its ancestor words, for the T slots after the prefix.
 
     The kernel's uint16 row of ``2 * ceil(T / 32)`` words is, in memory, the int32 row returned here (little endian).
 

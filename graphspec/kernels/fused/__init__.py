@@ -1,4 +1,4 @@
-"""Triton kernels, one file per op beside its contract in :mod:`graphspec.kernels`.
+"""Triton kernels, one file per op; its contract is in the file of the same name in :mod:`graphspec.kernels`.
 
 Nothing here is imported before ``kernels.mode=fused`` is chosen: a machine that runs the references needs no Triton. Every file holds the
 kernels, a *launcher* (plain function with the op's signature) and ``OP``, the launcher registered with ``torch.library`` so that compiled

@@ -92,7 +92,7 @@ def ordered(x):
 
 @triton.jit
 def unordered(image):
-    """The float32 behind :func:`ordered`."""
+    """The inverse of :func:`ordered`."""
     return (image ^ ((image >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 

@@ -2,7 +2,7 @@
 
 Rows of a tile are ``token x query head`` of one key/value head. Blocks are visited in the order of their slots and start at multiples of
 the block size, so a row's bits do not depend on the chunk, the batch or the table width. Blocks that every row of the tile sees whole, most
-of a long prompt, take a loop without masks; what lies before and behind them takes the same loop with masks.
+of a long prompt, take a loop without masks; what lies before and after them takes the same loop with masks.
 
 Source: FlashAttention-2 (Dao, 2023), section 3.1.
 """

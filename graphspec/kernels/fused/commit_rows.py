@@ -155,7 +155,7 @@ def commit_rows(
     lookback = 0 if window.lookback_token_RY is None or append else window.lookback_token_RY.shape[1]
     chunks = triton.cdiv(channels, CHUNK)
     copies = lanes * chunks * (1 if lookback else width)
-    # Features of the lookback, and places behind the window, are found through the old length of the window: so features go first and the
+    # Features of the lookback, and places after the window, are found through the old length of the window: so features go first and the
     # books are kept by a second launch.
     launches = [(False, True, copies), (True, False, 1)] if (lookback or append) and copies else [(True, copies > 0, copies + 1)]
     for books, features, programs in launches:

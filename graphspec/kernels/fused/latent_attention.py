@@ -62,7 +62,7 @@ def _shifted(word, by):
 
 @triton.jit
 def _bit(word, column):
-    """Bit ``column`` of 64, tested on 32-bit halves: a tile of 64-bit words would not fit beside the accumulators."""
+    """Bit ``column`` of 64, tested on 32-bit halves: a tile of 64-bit words would not fit next to the accumulators."""
     low = (word & 0xFFFFFFFF).to(tl.uint32)
     high = (word >> 32).to(tl.uint32)
     half = tl.where(column < 32, low, high)
@@ -229,7 +229,7 @@ def _blocks(dtype: torch.dtype) -> tuple[int, int]:
     """Rows of a tile and slots of a block: constants of a dtype, so that no shape moves a row's bits.
 
     64 rows are what a warp group multiplies at once; their 512 output channels take half the register file, and a block of 64 slots would
-    not fit beside them.
+    not fit next to them.
     """
     return (64, 32) if dtype.itemsize == 2 else (16, 16)
 

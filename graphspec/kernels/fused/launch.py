@@ -213,13 +213,13 @@ def operator(
         result = dry_call(kernel, *flat)
         return tree_map_only(Tensor, lambda x: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device), result)
 
-    made = torch.library.custom_op(f"{NAMESPACE}::{name}", kernel, mutates_args=border.written)
+    made = torch.library.custom_op(f"{NAMESPACE}::{name}", kernel, mutates_args=border.written, schema=border.schema)
     made.register_fake(empty_results if fake is None else fake)
     return border.giving_flat(made)
 
 
 def launcher(op: KernelOp) -> Callable[..., Any]:
-    """The plain function behind an op's fused implementation; it has the op's name."""
+    """The plain function that an op's fused implementation calls; it has the op's name."""
     found: Callable[..., Any] = getattr(importlib.import_module(op.implementations["fused"].partition(":")[0]), op.name)
     return found
 

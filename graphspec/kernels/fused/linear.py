@@ -174,7 +174,7 @@ SUMMED = operator("linear_summed", linear_summed)
 def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None, float32: bool = False) -> Tensor:
     """``x @ weight.T + bias`` by cuBLAS; float32 results of half-precision inputs come from its accumulator.
 
-    An operator of its own because the compiler would turn an addition behind a product into ``addmm`` with a full matrix, which copies that
+    An operator of its own because the compiler would turn an addition after a product into ``addmm`` with a full matrix, which copies that
     matrix first and rounds once where the reference rounds twice.
     """
     if float32 and bias is None and x.is_cuda and x.dtype != torch.float32:

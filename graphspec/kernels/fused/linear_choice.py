@@ -47,7 +47,7 @@ class LinearShape:
         outputs: rows of the weight, gate and up both counted.
         inputs: columns of the weight.
         dtype: of input and weight, as ``bfloat16``.
-        norm, gated, residual, bias, float32: what the call does besides the product.
+        norm, gated, residual, bias, float32: what the call does in addition to the product.
         summed: the norm finds the sums of squares of its input, which the product before has left.
     """
 
@@ -110,7 +110,7 @@ class LinearConfig:
 
 
 def decoded(numbers: Iterable[int]) -> LinearConfig:
-    """The config behind :meth:`LinearConfig.encoded`."""
+    """The config that :meth:`LinearConfig.encoded` gave as these numbers."""
     tile_rows, tile_outputs, tile_inputs, splits, warps, stages, scan = numbers
     return LinearConfig(tile_rows, tile_outputs, tile_inputs, splits, warps, stages, bool(scan))
 
@@ -257,7 +257,7 @@ class LinearTable:
         return self.entries[shape] if shape in self.entries else fast_config(shape)
 
     def save(self, path: Path, identity: dict[str, str]) -> None:
-        """Write the entries as JSON, with ``identity`` (:func:`device_identity`) beside them."""
+        """Write the entries as JSON, with ``identity`` (:func:`device_identity`)."""
         entries = [{"shape": asdict(shape), "config": None if config is None else asdict(config)} for shape, config in self.entries.items()]
         path.parent.mkdir(parents=True, exist_ok=True)
         scratch = path.with_name(path.name + ".part")

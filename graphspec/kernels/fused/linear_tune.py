@@ -23,7 +23,7 @@ Timer = Callable[[Sequence[Call]], float]
 """Microseconds of one of several calls that run one after the other."""
 
 CALLS = 12
-"""At least so many in a measured graph: what starting it costs is shared by all of them."""
+"""Least number of calls in a measured graph: all of them share the cost of starting it."""
 REPLAYS = 15
 EPS = 1e-5
 SUMMED_CHANNELS = 64

@@ -58,7 +58,7 @@ def _choices(index, order, begin, count_all, SORTED: tl.constexpr, PER_EXPERT: t
 
 @triton.jit
 def _picked(match, rank, order, begin, expert, start, count, SORTED: tl.constexpr, PADDED: tl.constexpr, BLOCK_T: tl.constexpr):
-    """Which choices stand at places ``start ...`` among the program's own; 0 behind the last."""
+    """Which choices stand at places ``start ...`` among the program's own; 0 after the last."""
     place = start + tl.arange(0, BLOCK_T)
     if SORTED:
         choice = tl.load(order + tl.load(begin + expert) + place, mask=place < count, other=0).to(tl.int32)

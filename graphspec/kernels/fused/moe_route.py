@@ -58,7 +58,7 @@ def _moe_route(
         better = (across[None, :] > worth[:, None]) | ((across[None, :] == worth[:, None]) & (column[None, :] < group[:, None]))
         ahead = tl.sum((better & (column < GROUPS)[None, :]).to(tl.int32), 1)
         rank = tl.where((ahead < TOPK_GROUPS)[:, None], rank, -float("inf"))
-    # One integer orders a score and, behind it, the lower index: bits of a float, as a signed number that ascends with it.
+    # One integer orders a score and, after it, the lower index: bits of a float, as a signed number that ascends with it.
     bits = tl.where(rank == 0.0, 0.0, rank).to(tl.int32, bitcast=True)
     bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     key = (bits.to(tl.int64) << 32) | (0x7FFFFFFF - expert).to(tl.int64)

@@ -1,6 +1,6 @@
 """Triton kernel of :mod:`graphspec.kernels.ngram_match`: one launch.
 
-Every program looks at one block of a lane's history and adds the occurrences it finds to the lane's list; blocks behind the row's length
+Every program looks at one block of a lane's history and adds the occurrences it finds to the lane's list; blocks past the row's length
 end at once. The last program of a lane to finish has the whole list and picks the paths from it. The order of the list varies from run
 to run, the paths don't: they are maxima of ranks that no two occurrences share.
 """

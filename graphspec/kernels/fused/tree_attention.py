@@ -53,7 +53,7 @@ def _either(left, right):
 def _sees(here, behind, begin, length, word, next_word):
     """Which of the 64 slots from ``here`` on are visible, as bits.
 
-    ``word`` holds the ancestor bits of the word in which ``here`` lies, ``next_word`` those behind; ``behind = here - prefix``.
+    ``word`` holds the ancestor bits of the word in which ``here`` lies, ``next_word`` those after it; ``behind = here - prefix``.
     """
     shift = (behind & 63).to(tl.uint64)
     window = (word.to(tl.uint64, bitcast=True) >> shift).to(tl.int64, bitcast=True)

@@ -45,7 +45,7 @@ def _tree_build(
     lane = tl.program_id(0).to(tl.int64)
     pool = tl.arange(0, POOL)
     key = _ordered(tl.load(score + lane * candidates + pool, mask=pool < candidates, other=float("-inf")))
-    # Behind the pool: below every score.
+    # Past the pool: below every score.
     key = tl.where(pool < candidates, key, 0)
 
     # The key of the last node that is still taken, bit by bit from above: the largest that enough candidates reach.

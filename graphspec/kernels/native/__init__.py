@@ -200,11 +200,10 @@ def define_op(
         A function with the signature.
     """
     border = Signature(kernel) if signature is None else signature
-    flat = border.taking_flat(kernel)
     # Sizes are numbers here, never symbols.
-    schema = torch.library.infer_schema(flat, mutates_args=border.written, op_name=name).replace("SymInt", "int")
+    schema = name + border.schema.replace("SymInt", "int")
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout))
-    _library.impl(name, flat, "CPU")
+    _library.impl(name, border.taking_flat(kernel), "CPU")
     torch.library.register_fake(f"graphspec_native::{name}", fake, lib=_library)
     return border.giving_flat(getattr(torch.ops.graphspec_native, name).default)
 
