@@ -1,8 +1,8 @@
 """How far ``graphspec plan plan.measure=true`` is off on this CPU: ``python -m perf.plan_error``.
 
 Engines of the demo model are built for the few shapes that a calibration times whole, and for others. In every round the passes are timed
-and each engine serves the same requests, so that a machine that is slow for a while is slow for all; figures are medians over rounds. Every
-cycle that the calibration did not time is then predicted and compared.
+and each engine serves the same requests, so that a machine that is slow for a while is slow for all; of every figure the least of all
+rounds counts. Every cycle that the calibration did not time is then predicted and compared.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         curves.append(time_passes(engines[passes]))
         for (shape, batch), llm in engines.items():
             cycles[shape, batch].append(time_cycle(llm, shape, batch, runs=1))
-    found = {case: some[0].at_median(some) for case, some in cycles.items()}
-    middle = {name: curve.at_median([some[name] for some in curves]) for name, curve in curves[0].items()}
+    found = {case: some[0].least(some) for case, some in cycles.items()}
+    middle = {name: curve.least([some[name] for some in curves]) for name, curve in curves[0].items()}
     times = PassTimes.fit(model, middle, [found[case] for case in timed], copy_bandwidth("cpu"), "measured now")
     records = []
     for case in cases:

@@ -43,7 +43,9 @@ def test_between_points_and_past_them() -> None:
     curve = CURVES["target.layers"]
     assert [curve.at(rows, 10) for rows in (1, 2, 4, 10, 16, 28)] == pytest.approx([1.0, 1 + 0.5 / 3, 1.5, 3.0, 4.5, 7.5])
     assert [curve.at(4, context) for context in (0, 10, 60, 110, 210)] == pytest.approx([1.5, 1.5, 2.5, 3.5, 5.5])
-    assert Curve((2,), ((3.0,),)).at(9, 500) == 3.0
+    alone = Curve((2,), ((3.0,),))
+    assert alone.at(9, 500) == 3.0
+    assert alone.least([alone, Curve((2,), ((2.5,),))]).times == ((2.5,),)
 
 
 def test_a_cycle_is_its_passes_and_what_is_beyond_them() -> None:

@@ -47,8 +47,9 @@ ROWS = (1, 2, 4, 8, 16, 32, 64, 256)
 LANES, LANE_ROWS = 4, 64
 MAX_CONTEXT = 1024
 """Tokens of a row for which the engine is built; longer contexts are extrapolated."""
-ROUNDS, SECONDS = 25, 6.0
-"""All points take turns; so many rounds, or for so long."""
+IN_A_ROW = 3
+ROUNDS, SECONDS = 15, 8.0
+"""All points take turns; so many rounds of so many calls, or for so long."""
 PROMPT, NEW_TOKENS = 16, 96
 """Tokens of the request that whole cycles are timed with."""
 FOLDER = "passes"
@@ -199,7 +200,7 @@ def engine_of(config: Config, shape: CycleShape, batches: Sequence[int]) -> Conf
 
 
 def time_cycle(llm: LLM, shape: CycleShape, batch: int, runs: int = 3) -> TimedCycle:
-    """Let an engine serve ``batch`` requests; the median time of their cycles."""
+    """Let an engine serve ``batch`` requests; the median time of their cycles, in the run that was disturbed least."""
     vocab = llm.plan.target.vocab_size
     prompts = [[(31 * row + 7 * place) % vocab for place in range(PROMPT)] for row in range(batch)]
     params = SamplingParams(max_tokens=min(NEW_TOKENS, llm.plan.max_context - PROMPT), ignore_eos=True)
@@ -208,8 +209,8 @@ def time_cycle(llm: LLM, shape: CycleShape, batch: int, runs: int = 3) -> TimedC
     for _ in range(runs):
         recorder = Recorder(llm.cycle)
         llm.generate(prompts, params, launcher=recorder)
-        found += [whole for whole, _ in recorder.cycle_times(recorder.most_common())]
-    return TimedCycle(shape, batch, PROMPT + params.max_tokens // 2, 1e3 * statistics.median(found))
+        found.append(statistics.median(whole for whole, _ in recorder.cycle_times(recorder.most_common())))
+    return TimedCycle(shape, batch, PROMPT + params.max_tokens // 2, 1e3 * min(found))
 
 
 def time_passes(llm: LLM) -> dict[str, Curve]:
@@ -293,18 +294,22 @@ def chain_attention(llm: LLM, pool: str, lanes: int, rows: int, context: int) ->
 
 
 def take_turns(points: dict[tuple[str, int, int], list[Call]]) -> dict[tuple[str, int, int], float]:
-    """Milliseconds of each point, medians; they take turns, so that a machine that is slow for a while is slow for all of them."""
+    """Milliseconds of each point: the median of some calls in a row, the lower quartile of these over rounds.
+
+    Points take turns, so that a machine that is slow for a while is slow for all of them; what disturbs a round makes it longer.
+    """
     found: dict[tuple[str, int, int], list[float]] = {point: [] for point in points}
     end = time.perf_counter() + SECONDS
     with torch.no_grad():
         for number in range(ROUNDS):
             for point, calls in points.items():
-                for call in calls:  # not timed: what the point before left in the caches is another's
-                    call()
-                began = time.perf_counter()
-                for call in calls:
-                    call()
-                found[point].append(1e3 * (time.perf_counter() - began))
+                times = []
+                for _ in range(1 + IN_A_ROW):  # the first is not counted: what the point before left in the caches is another's
+                    began = time.perf_counter()
+                    for call in calls:
+                        call()
+                    times.append(1e3 * (time.perf_counter() - began))
+                found[point].append(statistics.median(times[1:]))
             if number >= 2 and time.perf_counter() > end:
                 break
-    return {point: statistics.median(times) for point, times in found.items()}
+    return {point: sorted(times)[(len(times) - 1) // 4] for point, times in found.items()}

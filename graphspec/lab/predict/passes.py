@@ -10,7 +10,6 @@ fitted to the few cycles that were timed whole; no term is negative. Passes are 
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -45,10 +44,11 @@ class Curve:
         found = [_between(self.rows, [times[place] for times in self.times], rows) for place in range(len(self.contexts))]
         return max(_between(self.contexts, found, context), min(found))
 
-    def at_median(self, curves: Sequence[Curve]) -> Curve:
-        """The same points, each with its median over some measurements."""
+    def least(self, curves: Sequence[Curve]) -> Curve:
+        """The same points, each with its least time of some measurements: what disturbs a measurement makes it longer."""
         return replace(
-            self, times=tuple(tuple(map(statistics.median, zip(*row, strict=True))) for row in zip(*(c.times for c in curves), strict=True))
+            self,
+            times=tuple(tuple(min(times) for times in zip(*rows, strict=True)) for rows in zip(*(c.times for c in curves), strict=True)),
         )
 
 
@@ -70,9 +70,9 @@ class TimedCycle:
     context: int
     ms: float
 
-    def at_median(self, cycles: Sequence[TimedCycle]) -> TimedCycle:
-        """The same cycle with its median over some measurements."""
-        return replace(self, ms=statistics.median(cycle.ms for cycle in cycles))
+    def least(self, cycles: Sequence[TimedCycle]) -> TimedCycle:
+        """The same cycle with its least time of some measurements."""
+        return replace(self, ms=min(cycle.ms for cycle in cycles))
 
 
 @dataclass(frozen=True, slots=True)
