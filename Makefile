@@ -31,7 +31,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PIP) install -c constraints.txt -e '.[dev]'
 	@touch $@
 
-demo: $(STAMP) ## generate with and without speculation, draw what was drafted
+demo: $(STAMP) ## stream a text, draw what was drafted, compare speeds with and without speculation
 	$(BIN)/graphspec demo experiment=demo_chain
 
 test: $(STAMP) ## what protects most, in minutes

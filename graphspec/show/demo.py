@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from ..engine.llm import LLM
     from ..engine.outputs import Output
     from ..engine.request import SamplingParams
-    from ..shapes import SamplingClass
 
 DEMO_REPEATS = 3
 DEMO_WIDTH = 80
@@ -80,10 +79,10 @@ class Precompiler:
     Of what goes wrong in it nothing is said here: this process builds the same engine, and fails by itself.
     """
 
-    def __init__(self, config: Config, sampling: SamplingClass) -> None:
+    def __init__(self, config: Config) -> None:
         context = multiprocessing.get_context("spawn")
         self._phases, theirs = context.Pipe(duplex=False)
-        self._process = context.Process(target=_precompile, args=(config, sampling, theirs), daemon=True)
+        self._process = context.Process(target=_precompile, args=(config, theirs), daemon=True)
         self._process.start()
         theirs.close()
 
@@ -101,14 +100,16 @@ class Precompiler:
         self._process.join()
 
 
-def _precompile(config: Config, sampling: SamplingClass, phases: Connection) -> None:
+def _precompile(config: Config, phases: Connection) -> None:
     """What the process of a :class:`Precompiler` does."""
     # Ctrl-C is for the process that shows something; it ends this one.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     from ..engine.llm import LLM
+    from ..engine.request import configured_params
 
     try:
-        LLM.from_config(config, progress=lambda phase, done, total: phases.send(phase)).warm_up(sampling=sampling)
+        llm = LLM.from_config(config, progress=lambda phase, done, total: phases.send(phase))
+        llm.warm_up(sampling=configured_params(config.sampling).sampling_class)
     except GraphspecError:
         return
 
@@ -171,28 +172,28 @@ def run_demo(config: Config, prompt: str, console: Console | None = None, notes:
     wrap = WordWrap(console.width)
     console.print("From the eager program, while nothing is compiled:\n", style="dim")
     console.print(Text(wrap.push(prompt, last=True), style="bold"), end="", soft_wrap=True)
-    import torch
-
-    from ..engine.llm import LLM
-    from ..engine.request import configured_params
-
     plain = PLAIN_DECODING.name
     plainly = replace(config, variant=VariantConfig(name=plain))
-    params = configured_params(config.sampling)
-    if params.seed is None:
-        # What is compared below is one request run on several engines.
-        params = replace(params, seed=0)
-    threads = torch.get_num_threads()
-    eager = _eager_engine(config, prompt, max(1, threads - 1))
-    eager.check(prompt, params)
     with ExitStack() as stack:
-        precompiler, tokens = None, list[int]()
+        # Loading and eager text keep one core busy; compilers have the others from the first moment.
+        compiles = config.runtime.name == "compiled"
+        precompiler = stack.enter_context(closing(Precompiler(plainly))) if compiles else None
+        import torch
+
+        from ..engine.llm import LLM
+        from ..engine.request import configured_params
+
+        params = configured_params(config.sampling)
+        if params.seed is None:
+            # What is compared below is one request run on several engines.
+            params = replace(params, seed=0)
+        threads = torch.get_num_threads()
+        eager = eager_engine(config, prompt, max(1, threads - 1))
+        eager.check(prompt, params)
+        tokens: list[int] = []
         for event in eager.stream(prompt, params):
             console.print(Text(wrap.push(event.text, last=event.finished)), end="", soft_wrap=True)
             tokens += event.token_ids
-            # Not before the first token: that is what is waited for.
-            if precompiler is None and config.runtime.name == "compiled":
-                precompiler = stack.enter_context(closing(Precompiler(plainly, params.sampling_class)))
         console.print("\n")
         shape = eager.plan.shape
         console.print(
@@ -227,7 +228,7 @@ def run_demo(config: Config, prompt: str, console: Console | None = None, notes:
     console.print(comparison_table({name: (speeds[name], outputs[name].metrics) for name in engines}, plain))
 
 
-def _eager_engine(config: Config, prompt: str, threads: int) -> LLM:
+def eager_engine(config: Config, prompt: str, threads: int) -> LLM:
     """An engine of the configured draft that compiles nothing: the smallest that holds the demo's text, with a tree where the draft can.
 
     ``threads``: of torch, fewer than there are cores, since threads of one operation wait for each other and compilers run next to them.

@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass, field, replace
@@ -45,13 +46,15 @@ class FakeLLM:
     def __init__(self, config):
         self.config, self.metrics, self.calls = config, None, []
         self.plan = SimpleNamespace(
-            describe=lambda: {"buckets": [1, 2], "num_draft_tokens": 16, "accept_width": 6}, shape=SimpleNamespace(num_steps=5)
+            describe=lambda: {"buckets": [1, 2], "num_draft_tokens": 16, "accept_width": 6},
+            shape=SimpleNamespace(num_steps=5, topk=4, num_draft_tokens=16),
         )
         FakeLLM.made.append(self)
 
     @classmethod
     def from_config(cls, config, progress=None):
-        progress("load", 1, 1)
+        if progress is not None:
+            progress("load", 1, 1)
         return cls(config)
 
     def warm_up(self, requests=1, *, sampling=False):
@@ -87,7 +90,7 @@ class FakeLLM:
         self.calls.append(([prompt], [params]))
         self.metrics = METRICS
         for i, piece in enumerate(("one ", "[bold]two")):
-            yield StreamEvent(index=0, text=piece, token_ids=[i], finished=i == 1)
+            yield StreamEvent(index=0, text=piece, token_ids=[5 + i], finished=i == 1)
 
     memory = MemoryPlan((MemoryLine("KV pools", 96 * 1024),), 1024**2, 0.5, page_bytes=1024, page_size=16, num_pages=96, least_pages=2)
 
@@ -270,10 +273,13 @@ def test_diff_names_the_slot_and_exits_1(run):
 
 
 def test_demo_compares_and_draws(run):
-    result = run("demo", "prompt=def f")
+    result = run("demo", "prompt=def f", "runtime=captured", "variant.topk=1")
     assert result.code == 0
-    assert [engine.config.variant.name for engine in result.engines] == ["eagle3", "none"]
-    assert result.out.startswith("def fone [bold]two\n")
+    engines = [(engine.config.runtime.name, engine.config.variant.name, engine.config.variant.topk) for engine in result.engines]
+    assert engines == [("eager", "eagle3", 4), ("captured", "eagle3", 1), ("captured", "none", None)]
+    assert "\n\ndef fone [bold]two\n" in result.out
+    assert result.out.startswith("From the eager program")
+    assert re.search(r"^building the cycle of eagle3: [0-9.]+ s$", result.err, re.MULTILINE)
     for part in ("tokens/s", "123.0", "1.00", "2.50", "0.90 0.60", "+ 'def'", "same 2 tokens"):
         assert part in result.out
 
@@ -284,7 +290,7 @@ def test_demo_refuses_to_praise_different_output(run, monkeypatch):
 
     monkeypatch.setattr(FakeLLM, "_honest_output", FakeLLM._output, raising=False)
     monkeypatch.setattr(FakeLLM, "_output", differing)
-    result = run("demo")
+    result = run("demo", "runtime=eager")
     assert result.code == 2
     assert "the tokens of none" in result.err
     assert "tokens/s" not in result.out

@@ -1,0 +1,38 @@
+"""Write ``docs/demo.svg``, what ``make demo`` shows: ``python docs/record.py``.
+
+Text and trees are those of any run. Speeds and seconds are those of this one: nothing else may run on the machine meanwhile.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from pathlib import Path
+
+from rich._export_format import CONSOLE_SVG_FORMAT
+from rich.console import Console
+
+from graphspec.command_input import DEMO_PROMPT
+from graphspec.compose import load_config
+from graphspec.show.demo import DEMO_WIDTH, run_demo
+
+OUT = Path(__file__).parent / "demo.svg"
+COMMAND = "graphspec demo experiment=demo_chain"
+FONTS = re.compile(r"@font-face \{\{.*?\}\}\s*", re.DOTALL)
+
+
+def record(*overrides: str, prompt: str = DEMO_PROMPT) -> str:
+    """The demo under a configuration as a picture, text and notes in the order in which they came.
+
+    Args:
+        overrides: of the command line, after ``demo``.
+        prompt: what is continued.
+    """
+    console = Console(record=True, width=DEMO_WIDTH, file=io.StringIO())
+    run_demo(load_config(*overrides), prompt, console, console)
+    # Rich's own format asks a network for a font; the reader's own will do.
+    return console.export_svg(title=COMMAND, code_format=FONTS.sub("", CONSOLE_SVG_FORMAT), unique_id="demo") + "\n"
+
+
+if __name__ == "__main__":
+    OUT.write_text(record("experiment=demo_chain"), encoding="utf-8")
