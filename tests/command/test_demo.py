@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
-from graphspec.show import demo as report
 from graphspec.command_input import DEMO_PROMPT
 from graphspec.compose import load_config
 from graphspec.engine.llm import LLM
 from graphspec.engine.request import SamplingParams
+from graphspec.show import demo
 from perf import first_token
 
 ROOT = Path(__file__).parents[1]
@@ -34,7 +34,7 @@ SHORT = [
 
 
 def wrapped(pieces: list[str], width: int) -> str:
-    wrap = report.WordWrap(width)
+    wrap = demo.WordWrap(width)
     return "".join(wrap.push(piece, last=index == len(pieces) - 1) for index, piece in enumerate(pieces))
 
 
@@ -55,7 +55,7 @@ def test_lines_break_between_words_and_short_ones_stay():
 @pytest.fixture(scope="module")
 def shown() -> str:
     console = Console(file=io.StringIO(), width=100)
-    report.run_demo(load_config(*SHORT), DEMO_PROMPT, console, console)
+    demo.run_demo(load_config(*SHORT), DEMO_PROMPT, console, console)
     return console.file.getvalue()
 
 
@@ -65,7 +65,7 @@ def test_demo_streams_eagerly_draws_a_tree_and_ends_in_the_table(shown):
     assert shown.count("├── ") > 1
     assert re.search(r"│   [├└]── [+-]", shown), "branches under a branch"
     assert shown.rstrip().endswith("┘")
-    assert max(map(cell_len, shown.splitlines())) <= report.DEMO_WIDTH
+    assert max(map(cell_len, shown.splitlines())) <= demo.DEMO_WIDTH
     llm = LLM.from_config(load_config(*SHORT, "variant=none"))
     [output] = llm.generate(DEMO_PROMPT, SamplingParams(max_tokens=24))
     assert f"gave the same {len(output.token_ids)} tokens" in shown
@@ -77,7 +77,7 @@ def test_demo_leaves_the_number_of_threads_as_it_was(shown):
     try:
         torch.set_num_threads(2)
         console = Console(file=io.StringIO())
-        report.run_demo(load_config(*SHORT, "sampling.max_tokens=2"), DEMO_PROMPT, console, console)
+        demo.run_demo(load_config(*SHORT, "sampling.max_tokens=2"), DEMO_PROMPT, console, console)
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
@@ -85,15 +85,15 @@ def test_demo_leaves_the_number_of_threads_as_it_was(shown):
 
 def test_a_draft_that_can_only_be_a_chain_is_drawn_as_one():
     sampled = ["sampling=sample", "accept=rejection"]
-    assert report.eager_engine(load_config(*SHORT, *sampled), DEMO_PROMPT, 1).plan.shape.is_chain
-    assert not report.eager_engine(load_config(*SHORT), DEMO_PROMPT, 1).plan.shape.is_chain
+    assert demo.eager_engine(load_config(*SHORT, *sampled), DEMO_PROMPT, 1).plan.shape.is_chain
+    assert not demo.eager_engine(load_config(*SHORT), DEMO_PROMPT, 1).plan.shape.is_chain
 
 
 def test_another_process_builds_what_this_one_will():
-    with closing(report.Precompiler(load_config(*SHORT, "variant=none"))) as precompiler:
+    with closing(demo.Precompiler(load_config(*SHORT, "variant=none"))) as precompiler:
         precompiler.wait("build")
         precompiler.wait()
-    with closing(report.Precompiler(load_config(*SHORT, "model.path=/there/is/none"))) as refused:
+    with closing(demo.Precompiler(load_config(*SHORT, "model.path=/there/is/none"))) as refused:
         refused.wait("build")
         refused.wait()
 
