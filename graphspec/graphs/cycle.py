@@ -45,7 +45,7 @@ TIMED_RUNS = 5
 
 @dataclass(frozen=True, slots=True)
 class RingEntry:
-    """What one launch told the host, per lane of its message: new tokens and :class:`graphspec.buffers.Status`.
+    """The result of one launch, per lane of its message: new tokens and :class:`graphspec.buffers.Status`.
 
     With log-probabilities, also for each token its own and the most likely ones by token id.
     """
@@ -119,7 +119,7 @@ class Cycle:
         """False while a launch or a read is under way, and after one that did not end."""
 
     def stages(self, key: Key) -> list[Stage]:
-        """Fresh stages of the program behind ``key``, checked for dataflow."""
+        """New stages of the program of ``key``, checked for dataflow."""
         stages = program_stages(self.plan, self.kernels, self.target, self.draft, key)
         check_dataflow(stages, (s.name for s in self.arena.slots if s.kind in ("mail", "state", "kv")))
         if self.preparation is not None:
@@ -320,7 +320,7 @@ class Cycle:
             self.preparation.send(key, message)
 
     def launch(self, key: Key, message: Message) -> int:
-        """Send ``message``, run the program behind ``key``; returns a ticket for :meth:`read`.
+        """Send ``message``, run the program of ``key``; returns a ticket for :meth:`read`.
 
         A launch that raises may have run on the device, in part or as a whole. Nothing can be launched or read after it before
         :meth:`reset`.

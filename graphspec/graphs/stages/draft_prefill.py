@@ -31,7 +31,7 @@ class ChunkRows:
 
 
 class DraftPrefill:
-    """Runs the drafter over a chunk, for its KV alone: nothing is proposed behind a prompt's tokens, so the last layer ends at its KV.
+    """Runs the drafter over a chunk, for its KV alone: nothing is proposed after a prompt's tokens, so the last layer ends at its KV.
 
     The row that consumes token j takes the target's feature of j - 1. The feature of a chunk's last token therefore waits in entry 0 of the
     row's window for the next chunk's first token, or for the root.

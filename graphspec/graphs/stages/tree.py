@@ -9,7 +9,7 @@ NODES = ("node_token_BN", "node_parent_BN", "node_depth_BN", "node_ancestors_BNX
 
 
 class TreeBuild(Stage):
-    """The ``N - 1`` best candidates behind the root (EAGLE-2, section 4.1: rerank by cumulative log-probability)."""
+    """The ``N - 1`` best candidates after the root (EAGLE-2, section 4.1: rerank by cumulative log-probability)."""
 
     name = "tree_build"
     reads = ("lane_row_B", "window_token_RAc", "window_len_R", "candidate_score_BM", "candidate_token_BM", "candidate_parent_BM")
