@@ -51,7 +51,7 @@ class NetworkStage(Stage):
     ) -> TreeAttention:
         """Attention over the row's draft KV from the first consumed token on; invalid tokens see nothing, so their words are 0.
 
-        ``own_window``: the same visibility as the end of a prefix and words over the slots of these tokens, where that is possible.
+        ``own_window``: the same visibility, told as a prefix's end and words over the slots of these very tokens, where it can be.
         ``bound``: the same attention over latent rows, by a kernel with a host step.
         """
         window = None
@@ -164,7 +164,7 @@ class DraftSteps(DraftStage):
         super().__init__(build)
         if self.sampler.noisy or self.sampling.bias:
             self.reads = (*self.reads, "next_position_B")
-        # With a single beam, each token sees everything before it.
+        # A beam that has no other beside it sees what lies before it.
         steps = range(1, self.shape.num_steps)
         self.bound = [self.bind_call("draft", "root", step + 1, 1) if self.shape.topk == 1 else None for step in steps]
 

@@ -20,7 +20,7 @@ from ...errors import ConfigError
 from ...shapes import CycleShape
 
 SIBLING = 0.6
-"""g, acceptance of the next best sibling relative to the one before. Fitted to the demo drafts' chains and trees; see ``docs/choosing.md``."""
+"""g, acceptance of a sibling relative to the next better one. Fitted to the demo drafts' chains and trees; see ``docs/choosing.md``."""
 GUESS = (0.8, 0.75, 0.7, 0.65, 0.65, 0.65, 0.65)
 """Shares of a chain where none were measured: about what EAGLE-3 reaches with Llama-3.1-8B on MT-bench (vLLM issue 20780: 2.79 tokens per
 cycle at S = 3, 3.54 at S = 7). Another draft, another text, another temperature: other shares."""

@@ -146,7 +146,7 @@ def _read_draft(paper: Paper, folder: Path, variant: Variant) -> None:
         try:
             facts = load_object(variant.facts)(plain, paper.target)
         except CheckpointError:
-            # The names of tensors say which heads exist; without tensors, the config's count is used.
+            # Which heads there are is told by the names of tensors; without any, the config's count has to do.
             if not variant.draft_in_target:
                 raise
             facts = _heads(plain, paper.target)
