@@ -34,7 +34,7 @@ _PLURAL = {int: "integers", float: "numbers", bool: "truth values", str: "texts"
 
 
 def brief(value: object) -> str:
-    """A short text of ``value``, on one line, whatever its own ``repr`` does."""
+    """A short text of ``value``, on one line, even if its own ``repr`` fails."""
     short = reprlib.Repr()
     short.maxstring = short.maxother = SHOWN
     try:

@@ -99,7 +99,7 @@ def make_folder(key: str, folder: Path) -> None:
 
 
 def unwritable(key: str, path: Path, error: Exception) -> ConfigError:
-    """The error of a file that turned out not to be writable."""
+    """The error for a file that is not writable."""
     return ConfigError(key, "a place where files can be written", shorten(str(path)), reason(error))
 
 
