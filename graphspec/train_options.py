@@ -1,4 +1,4 @@
-"""What ``graphspec train`` is told. Standard library only: the command's own half, :mod:`graphspec.train`, reads it."""
+"""Options of ``graphspec train``. Standard library only: the command's own half, :mod:`graphspec.train`, reads it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DTYPES = ("float32", "bfloat16")
 SCHEDULES = ("linear", "cosine", "constant")
 DEFAULT_STEPS = 600
 MOST_WARM_UP = 40
-"""Steps of a warm-up that nobody set; fewer where a tenth of the schedule is fewer."""
+"""Default steps of the warm-up; fewer where a tenth of the schedule is fewer."""
 LONGEST = 2**20
 """Longest sequence; far above what anybody trains on."""
 

@@ -16,7 +16,8 @@ from typing import Protocol
 from ..errors import ConfigError
 
 MEMORY = 64
-"""Drafts over which a share is remembered, or cycles of two rows where those are more drafts; cycles after which a position is unseen."""
+"""Drafts over which a share is remembered, or over half as many cycles if those have more drafts; cycles without a position after which a
+probe may observe it again."""
 PRIOR_SHARE, PRIOR_WEIGHT = 0.8, 3.0
 """Share expected at depth 1 before anything was seen, and the drafts that a prior, or a share a probe looks at again, counts for."""
 NEIGHBOUR_WEIGHT = 2.0

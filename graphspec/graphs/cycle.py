@@ -36,7 +36,7 @@ TIMED_RUNS = 5
 
 @dataclass(frozen=True, slots=True)
 class RingEntry:
-    """What one launch told the host, per lane of its message: new tokens and :class:`graphspec.buffers.Status`.
+    """The result of one launch, per lane of its message: new tokens and :class:`graphspec.buffers.Status`.
 
     With log-probabilities, also for each token its own and the most likely ones by token id.
     """
@@ -101,8 +101,8 @@ class Cycle:
         self._send_front = [partial(front.copy_, envelope.words[: self.layout.chunk], non_blocking=True) for envelope in self._mail]
         """Per ring slot: copies what a cycle reads of its message."""
         self._arrivals: list[dict[str, Arrival]] = [{} for _ in range(plan.ring_depth)]
-        self._sent: list[tuple[int, tuple[str, ...], int]] = [(0, (), -1)] * plan.ring_depth
-        """Per ring slot: lanes, names of the ring's buffers, and alternatives of the launch that fills it."""
+        self._sent: list[tuple[int, int]] = [(0, -1)] * plan.ring_depth
+        """Per ring slot: lanes and alternatives of the launch that fills it."""
         self._events: list[torch.cuda.Event | None] = [torch.cuda.Event() if pinned else None for _ in range(plan.ring_depth)]
         self._in_flight: deque[int] = deque()
         self._launched = 0
@@ -110,7 +110,7 @@ class Cycle:
         """False while a launch or a read is under way, and after one that did not end."""
 
     def stages(self, key: Key) -> list[Stage]:
-        """Fresh stages of the program behind ``key``, checked for dataflow."""
+        """New stages of the program of ``key``, checked for dataflow."""
         stages = program_stages(self.plan, self.kernels, self.target, self.draft, key)
         check_dataflow(stages, (s.name for s in self.arena.slots if s.kind in ("mail", "state", "kv")))
         if self.preparation is not None:
@@ -311,7 +311,7 @@ class Cycle:
             self.preparation.send(key, message)
 
     def launch(self, key: Key, message: Message) -> int:
-        """Send ``message``, run the program behind ``key``; returns a ticket for :meth:`read`.
+        """Send ``message``, run the program of ``key``; returns a ticket for :meth:`read`.
 
         A launch that raises may have run on the device, in part or as a whole. Nothing can be launched or read after it before
         :meth:`reset`.
@@ -328,17 +328,16 @@ class Cycle:
         program = self.programs.get(key)
         if program is None:
             raise ResourceError("cycle", "a program prepared before the run", key)
-        if self.preparation is not None:
-            self.preparation.check(key, len(self._in_flight))
-            self.preparation.send(key, message)
         ticket, compiled = self._launched, graphs_compiled()
         slot = ticket % self.plan.ring_depth
         if self.plan.debug:
             self.arena.check_addresses()
             check_unmoved(program.views, program.buffers)
+        if self.preparation is not None:
+            self.preparation.launch(key, message, len(self._in_flight))
         # The device counts as soon as its program runs, whether or not this call returns.
         self._whole = False
-        self._launched += 1
+        self._launched = ticket + 1
         self._in_flight.append(ticket)
         if self.plan.debug:
             with torch.no_grad(), no_synchronisation(self.arena.device):
@@ -349,8 +348,6 @@ class Cycle:
                 self._send(slot, program, key, message)
         if graphs_compiled() != compiled:
             raise CaptureError(describe(key), "no compilation after the warm-up", f"{graphs_compiled() - compiled} graphs compiled")
-        if self.preparation is not None:
-            self.preparation.launched(key, message.lanes)
         self._whole = True
         return ticket
 
@@ -363,11 +360,10 @@ class Cycle:
             self._send_front[slot]()
         program()
         alternatives = key.sampling.logprobs
-        names = ("ring_ZBJ",) if alternatives < 0 else ("ring_ZBJ", *(RING if alternatives else RING[:1]))
-        self._sent[slot] = (len(message.lanes), names, alternatives)
+        self._sent[slot] = (len(message.lanes), alternatives)
         event = self._events[slot]
         if event is not None:
-            for name in names:
+            for name in ("ring_ZBJ",) if alternatives < 0 else ("ring_ZBJ", *(RING if alternatives else RING[:1])):
                 arrival = self._arrivals[slot][name]
                 arrival.tensor.copy_(arrival.source, non_blocking=True)
             event.record()
@@ -397,9 +393,9 @@ class Cycle:
         event = self._events[slot]
         if event is not None:
             event.synchronize()
-        count, names, alternatives = self._sent[slot]
+        count, alternatives = self._sent[slot]
         found = self._arrivals[slot]
-        lanes = found[names[0]].array[:count].tolist()
+        lanes = found["ring_ZBJ"].array[:count].tolist()
         tokens = [lane[RING_FIELDS : RING_FIELDS + lane[0]] for lane in lanes]
         logprobs = self._read_logprobs(found, alternatives, tokens) if alternatives >= 0 else None
         if self.preparation is not None:

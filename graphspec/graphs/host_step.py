@@ -83,12 +83,16 @@ class LaunchPreparation:
         self._calls[key] = tuple(dict.fromkeys(call for stage in stages for call in stage.prepared_calls))
         self.prepare(key)
 
-    def check(self, key: Key, in_flight: int) -> None:
-        """Raises:
-        ResourceError: ``key`` is a cycle with prepared calls, and the length of a row is not known yet.
+    def launch(self, key: Key, message: Message, in_flight: int) -> None:
+        """Prepare a launch that follows at once; :meth:`received` gets its result.
+
+        Raises:
+            ResourceError: ``key`` is a cycle with prepared calls, and the length of a row is not known yet.
         """
         if isinstance(key, GraphKey) and self._calls.get(key) and in_flight:
             raise ResourceError("cycle", "nothing in flight when the host prepares a cycle's attention", f"{in_flight} in flight")
+        self.send(key, message)
+        self._unread.append((key, message.lanes))
 
     def send(self, key: Key, message: Message) -> None:
         """Prepare a launch. Idempotent."""
@@ -102,10 +106,6 @@ class LaunchPreparation:
             spans = {call: [self.rows.span(call, row) for row in rows] for call in calls}
             plan = self.plan
             self.step.prepare(spans, 1 if isinstance(key, PrefillKey) else key.bucket, plan.page_size, plan.table_width, plan.dtype)
-
-    def launched(self, key: Key, rows: Sequence[int]) -> None:
-        """A launch was sent; :meth:`received` gets its result."""
-        self._unread.append((key, rows))
 
     def received(self, committed: Sequence[Sequence[int]]) -> None:
         """The tokens that the oldest unread launch committed, per row."""

@@ -1,4 +1,4 @@
-"""The memory plan: what an engine will hold, counted before anything is allocated, beside what the machine has.
+"""The memory plan: what an engine will hold, counted before anything is allocated, against what the machine has.
 
 Weights are counted on networks that are built without data, slots by their declarations. Only the last two lines are estimates.
 """
@@ -158,7 +158,7 @@ def plan_memory(plan: Plan, config: Config, weights: tuple[int, int] | None = No
 
 
 def fit_memory(plan: Plan, config: Config, weights: tuple[int, int] | None = None) -> tuple[Plan, MemoryPlan]:
-    """``plan`` with as many of its prefill chunks as the memory has room for, where nobody gave their sizes, and what it will hold.
+    """``plan`` with as many of its prefill chunks as the memory has room for, where their sizes are not given, and its memory plan.
 
     Chunks of :data:`SMALLEST_CHUNK` tokens and less stay; where not even they fit, nothing is left out.
 

@@ -79,7 +79,7 @@ def cycle_stages(build: Build, *, catch_up: bool = False) -> list[Stage]:
 
 
 def program_stages(plan: Plan, kernels: KernelSet, target: TargetModel, draft: DraftModel | None, key: Key) -> list[Stage]:
-    """The stages of the program behind ``key``, in order. Builds no buffer and needs no device."""
+    """The stages of the program of ``key``, in order. Builds no buffer and needs no device."""
     if isinstance(key, PrefillKey):
         build = Build(plan, kernels, target, draft, plan.shape, key.sampling)
         return [Mailbox(build), *([PromptCounts(build, key.chunk)] if key.sampling.penalties else []), Prefill(build, key.chunk)]

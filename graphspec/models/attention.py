@@ -147,7 +147,7 @@ class _PagedWrites:
 
 @dataclass(frozen=True, slots=True, eq=False)  # Dynamo of torch 2.11 hashes what it calls, before it has fields
 class TreeAttention(_PagedWrites):
-    """Decode-phase attention: a paged prefix, and a window of slots behind it under ancestor words."""
+    """Decode-phase attention: a paged prefix, and a window of slots after it under ancestor words."""
 
     kernels: KernelSet
     kv_pool: Tensor

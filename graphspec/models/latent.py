@@ -24,7 +24,7 @@ class LatentAttention(nn.Module):
     """Projections around an attention over one latent row per token that all heads share.
 
     Keys and values of a head are the row times its ``W_UK`` and ``W_UV``. Here ``W_UK`` is multiplied into the query and ``W_UV`` applied
-    behind the attention, so that neither keys nor values are ever built.
+    after the attention, so that neither keys nor values are ever built.
 
     Args:
         facts: sizes and biases; ``facts.latent`` is there.

@@ -26,7 +26,7 @@ def make_parameter(*shape: int) -> nn.Parameter:
 
 
 class KernelModule(nn.Module):
-    """A module that calls ops of its own; it runs their references until told otherwise."""
+    """A module that calls ops of its own; it runs their references until :func:`use_kernels`."""
 
     float32_names: tuple[str, ...] = ()
     """Parameters that are loaded in float32, whatever the dtype of the model."""
@@ -39,7 +39,7 @@ class KernelModule(nn.Module):
 class Linear(KernelModule):
     """``x @ weight.T + bias``; ``parts`` are the output rows of the projections fused into it, in order.
 
-    What stands before and behind the product (norm, gate, residual) is handed to the same op, which may do all of it in one launch.
+    What stands before and after the product (norm, gate, residual) is handed to the same op, which may do all of it in one launch.
     """
 
     def __init__(self, in_features: int, *parts: int, bias: bool = False) -> None:

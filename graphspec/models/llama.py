@@ -64,7 +64,7 @@ class DecoderLayer(nn.Module):
         return out_BTH
 
     def write_kv(self, residual_BTH: Hidden, rotation: Rotation, attention: Attention) -> None:
-        """This layer's KV, where nobody reads what lies behind it."""
+        """This layer's KV, where its output is not read."""
         if self.stack is not None:
             self.stack.write_kv(hidden_of(residual_BTH), rotation, attention, index=self.place)
             return

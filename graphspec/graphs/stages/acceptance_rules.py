@@ -114,7 +114,7 @@ class Rejection(Match):
     """Chains whose tokens were drawn from the drafter's distribution q: accepted with probability ``min(1, p / q)``.
 
     Accepted when ``coin * q(token) < p(token)``; else the node samples from ``relu(p - q)``, or from p where that is empty. The last node,
-    and one behind which nothing was drafted, samples from p. Rows at temperature 0 are greedy.
+    and one without drafted children, samples from p. Rows at temperature 0 are greedy.
 
     Source: Leviathan et al. 2023 (arXiv 2211.17192), section 2.3 and appendix A.1.
     """

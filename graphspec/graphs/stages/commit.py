@@ -23,7 +23,7 @@ class Commit(Stage):
 
     Args:
         build: what every stage gets.
-        append: the run goes behind the window instead of replacing it, for a drafter that has not read the window yet.
+        append: the run is appended to the window instead of replacing it, for a drafter that has not read the window yet.
     """
 
     name = "commit"

@@ -18,7 +18,7 @@ def count_tokens(v: Views, row_BT: Tensor, token_BT: Tensor, counted_BT: Tensor)
 
 
 class PromptCounts(Stage):
-    """Before a prefill chunk: tokens of the request's own prompt are marked as seen; those behind it, of a row that resumes, are output."""
+    """Before a prefill chunk: tokens of the request's own prompt are marked as seen; those after it, of a row that resumes, are output."""
 
     name = "prompt_counts"
     reads = ("mail", "lane_row_B")

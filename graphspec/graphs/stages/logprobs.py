@@ -13,7 +13,7 @@ RING = ("ring_logprob_ZBA", "ring_top_logprob_ZBAO", "ring_top_token_ZBAO")
 
 
 def write_logprobs(v: Views, slot_1: Tensor, logits_BTV: Tensor, token_BT: Tensor, alternatives: int) -> None:
-    """Write the first T entries of a ring slot: each token's log-probability and the most likely tokens beside it.
+    """Write the first T entries of a ring slot: each token's log-probability and the most likely tokens at its position.
 
     Args:
         v: the bucket's slots.

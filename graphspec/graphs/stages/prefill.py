@@ -72,7 +72,7 @@ class Prefill(Stage):
             self._remember(v, token_1C, valid_1C, slot_1C, total_1)
 
     def _remember(self, v: Views, token_1C: Tensor, valid_1C: Tensor, slot_1C: Tensor, total_1: Tensor) -> None:
-        """The chunk's tokens, and the root behind the prompt, into the row's own tokens."""
+        """The chunk's tokens, and the root after the prompt, into the row's own tokens."""
         row_1 = v.lane_row_B
         position_1C = slot_1C.clamp(max=self.plan.max_positions - 1)
         kept_1C = v.history_RL[row_1].gather(1, position_1C)

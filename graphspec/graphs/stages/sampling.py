@@ -72,7 +72,7 @@ def probabilities(logits_BTV: Tensor, temperature_B: Tensor) -> Tensor:
 
 
 def columns(token: Tensor, vocab_size: int) -> Tensor:
-    """Where to scatter tokens of a vocabulary: negative ids go to a column of their own behind it."""
+    """Where to scatter tokens of a vocabulary: negative ids go to an extra last column."""
     return torch.where(token < 0, vocab_size, token)
 
 

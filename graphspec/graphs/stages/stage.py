@@ -41,7 +41,7 @@ class DraftModel(Protocol):
         ...
 
     def write_kv(self, token_BT: Tensor, hidden_BTH: Tensor | None, attention: Attention, step: int = 0) -> None:
-        """The KV that a call would write, for tokens behind which nothing is proposed."""
+        """The KV that a call would write, for tokens after which nothing is proposed."""
         ...
 
     def fuse(self, feature_BTF: Tensor) -> Tensor: ...
@@ -107,7 +107,7 @@ class Stage(nn.Module):
         return {call.window: bound for call in calls if (bound := self._bind(call)) is not None}
 
     def _network(self, pool: Literal["target", "draft"]) -> tuple[ModelFacts | None, int]:
-        """Facts of the network behind a pool, None where there is none, and the first slot it writes."""
+        """Facts of the network that owns a pool, None where there is none, and the first slot it writes."""
         if pool == "target":
             return self.plan.target, 0
         return self.plan.draft.decoder if self.plan.draft is not None else None, self.plan.variant.shift

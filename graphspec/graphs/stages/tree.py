@@ -8,7 +8,7 @@ from .stage import Build, Stage
 
 
 class TreeBuild(Stage):
-    """The ``N - 1`` best candidates behind the root (EAGLE-2, section 4.1: rerank by cumulative log-probability)."""
+    """The ``N - 1`` best candidates after the root (EAGLE-2, section 4.1: rerank by cumulative log-probability)."""
 
     name = "tree_build"
     reads = ("lane_row_B", "window_token_RAc", "window_len_R", *Candidates._fields)

@@ -1,7 +1,7 @@
 """How many tokens a cycle commits: an estimate from the shares of a chain, for shapes that were not measured.
 
 For a chain there is nothing to estimate: with ``c_d`` the share of drafts accepted at depth d given the ones before, a cycle of depth S
-commits ``1 + c_1 + c_1 c_2 + ... + c_1 ... c_S`` tokens. A tree offers further candidates beside the best one. Assumed is that
+commits ``1 + c_1 + c_1 c_2 + ... + c_1 ... c_S`` tokens. A tree offers further candidates in addition to the best one. Assumed is that
 
 * the r-th best sibling is right in a share ``SIBLING^(r-1)`` of ``c_d`` of the cases in which all better ones are wrong, so that k siblings
   together catch ``1 - (1 - c)(1 - g c)(1 - g^2 c)...`` (``1 - (1-c)^k`` for g = 1);
@@ -20,7 +20,7 @@ from ...errors import ConfigError
 from ...shapes import CycleShape
 
 SIBLING = 0.6
-"""g, how well the next best sibling does beside the one before. Fitted to the demo drafts' chains and trees; see ``docs/choosing.md``."""
+"""g, acceptance of a sibling relative to the next better one. Fitted to the demo drafts' chains and trees; see ``docs/choosing.md``."""
 GUESS = (0.8, 0.75, 0.7, 0.65, 0.65, 0.65, 0.65)
 """Shares of a chain where none were measured: about what EAGLE-3 reaches with Llama-3.1-8B on MT-bench (vLLM issue 20780: 2.79 tokens per
 cycle at S = 3, 3.54 at S = 7). Another draft, another text, another temperature: other shares."""

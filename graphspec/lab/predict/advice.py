@@ -167,7 +167,7 @@ def candidate_shapes(variant: Variant, heads: int = 1, deepest: int | None = Non
 
     Args:
         variant: catalog entry; one that does not speculate has none.
-        heads: prediction heads of the draft with layers of their own; more than one allows chains only, of at most so many steps.
+        heads: prediction heads of the draft with layers of their own; more than one allows chains only, of at most that many steps.
         deepest: largest S.
     """
     if not variant.speculates:
@@ -243,7 +243,7 @@ def crossover(
 ) -> int | None:  # fmt: skip
     """The batch from which on no shape is predicted to be faster than plain decoding; None: up to ``largest`` one always is.
 
-    Batches are tried in powers of two (a mixture of experts may pay at large ones only); behind the last that pays the search is finer.
+    Batches are tried in powers of two (a mixture of experts may pay at large ones only); after the last that pays the search is finer.
 
     Args:
         model, context, hardware, efficiency: as for :func:`predict`.

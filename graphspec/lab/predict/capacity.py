@@ -30,7 +30,7 @@ class Capacity:
         shown_rows: rows of that account.
         context: tokens of a row, prompt and output.
         kv_per_token: bytes of a token in the target's pool and in the draft's.
-        window: bytes of a row's window, behind its committed tokens, in both pools.
+        window: bytes of a row's window, after its committed tokens, in both pools.
         budget: bytes the engine may use; None: the memory of the hardware is not known.
         rows: most rows at ``context``, 0: not even one; None: not known.
         longest: longest context of a single row; likewise.
@@ -178,7 +178,7 @@ def engine_plan(
         hardware=HardwareConfig(device=device, dtype=dtype, memory_gib=(memory or GIB) / GIB),
     )
     draft = paper.draft
-    if draft is not None:  # a draft made for a shorter context decodes plainly behind it, and the plan would say so every time
+    if draft is not None:  # a draft made for a shorter context decodes plainly past it, and the plan would repeat that each time
         longer = max(draft.decoder.max_position_embeddings, context)
         draft = replace(draft, decoder=replace(draft.decoder, max_position_embeddings=longer))
     return engine, make_plan(engine, paper.target, draft, device=device)

@@ -51,7 +51,7 @@ class Measured:
 
     @property
     def bandwidth(self) -> float | None:
-        """Bytes per second, as measured beside the sides; median."""
+        """Bytes per second, measured in the run of the sides; median."""
         found = [value for side in self.sides if (value := side.number("bandwidth")) is not None and value > 0]
         return statistics.median(found) if found else None
 

@@ -153,7 +153,7 @@ def _tree_attention(step: Step, at: Situation) -> Work:
     rows = min(values["ROWS"], values["part_rows"])
     # A block of keys and values is in flight; its pages came while the one before was computed with.
     in_turn = -(-units // values["programs"]) * min(unit, blocks)
-    # Arrival, a claim, and the partials, so many at once.
+    # Arrival, a claim, and the partials, loaded this many at once.
     merge = _ARRIVAL + -(-units // values["MERGE_UNROLL"]) if units > 1 else 0
     row = 2 * values["DIM"] * values["keys"].element_size()
     return Work(

@@ -124,7 +124,7 @@ def memory_table(advice: Advice) -> Table:
 
 
 def batches_table(advice: Advice) -> Table:
-    """One line per batch: plain decoding beside the recommended shape."""
+    """One line per batch: plain decoding and the recommended shape."""
     table = _table(f"recommended (S, K, N): fewest nodes within {CLOSE:.0%} of the fastest")
     for name in ("batch", "plain ms", "tok/s", "shape", "ms", "length", "tok/s", "ratio", "pays from", "free N", "fits"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -193,7 +193,7 @@ def launches_table(advice: Advice) -> Table:
 
 
 def lengths_table(advice: Advice) -> Table:
-    """Tokens per second of the recommended shape if a cycle committed so many tokens."""
+    """Tokens per second of the recommended shape by tokens committed per cycle."""
     table = _table("tokens/s against acceptance length, recommended shape")
     table.add_column("batch", justify="right")
     table.add_column("shape", justify="right")
