@@ -93,7 +93,9 @@ class Signature:
         return torch.library.infer_schema(flat, mutates_args=self.written)
 
     def taking_flat(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """``function`` as an operator calls it: with all flat arguments, in order."""
+        """``function`` as an operator calls it: with all flat arguments, in order. It has the parameters of this signature."""
+        names = [name for name, _, _ in self._parameters]
+        assert list(inspect.signature(function).parameters) == names, f"{function} takes other parameters than {names}"
         if not any(group for _, group, _ in self._parameters):
             return function
         spans, begin = [], 0
@@ -139,7 +141,7 @@ class Signature:
         return flat
 
     def gather(self, flat: Mapping[str, Any]) -> dict[str, Any]:
-        """The function's arguments by name from flat ones; a group of which nothing is given is left out, or None where it may be."""
+        """The function's arguments by name from flat ones. A group of which nothing is given is None where it may be."""
         made: dict[str, Any] = {}
         for name, group, default in self._parameters:
             if group is None:

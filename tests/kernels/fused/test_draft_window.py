@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -123,12 +124,20 @@ def test_the_last_valid_entry_is_taken(dtype: torch.dtype) -> None:
         assert torch.equal(out.cpu(), torch.stack((hidden[0, 2], hidden[1, 0], hidden[2, 0], hidden[3, 1])))
 
 
-def test_every_result_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    def poisoned(*args: Any) -> tuple[Tensor, ...]:
-        return tuple(x.fill_(math.nan if x.is_floating_point() else 77) for x in results(*args))
+@pytest.fixture
+def poisoned() -> Iterator[None]:
+    """Fresh memory is full of NaN, and of the largest integer."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.empty(2).isnan().all() and torch.zeros(1).new_empty(2, dtype=torch.int64)[0] == 2**63 - 1
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
-    case, results = rows(5, 6, 3), module._results
+
+@pytest.mark.usefixtures("poisoned")
+def test_every_result_is_written() -> None:
+    case = rows(5, 6, 3)
     expected = call(draft_window, case, 1, 2)
-    monkeypatch.setattr(module, "_results", poisoned)
     for f, e in zip(call(fused, case, 1, 2), expected, strict=True):
         assert torch.equal(f, e)

@@ -267,7 +267,8 @@ def test_groups_of_tiles_share_their_partials_and_no_bit_moves(monkeypatch: pyte
 def test_partials_are_bounded(lanes: int, tokens: int, heads: int, words: int) -> None:
     """DeepSeek's heads: 8 trees of 100 nodes would have 6.7 GB of partials."""
     with recording() as launches:
-        fused.latent_attention(**fused._call(lanes, tokens, heads, 131072, words=words))
+        case = fused._case("", tokens, heads, 131072, lanes=lanes, words=words)
+        case.launcher(**case.arguments())
     for launch in launches:
         tensors = {id(value): value for value in launch.args if isinstance(value, Tensor)}
         kept = [t for t in tensors.values() if t.dtype == torch.float32]
