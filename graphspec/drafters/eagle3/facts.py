@@ -11,16 +11,7 @@ from ...facts.draft import DraftFacts
 from ...facts.files import plain, shown
 from ...facts.keys import MOST_LAYERS, MOST_WIDTH, Keys, is_integer, read_architecture, read_config
 from ...facts.model import ModelFacts
-from ..head_config import (
-    check_vocabulary,
-    head_decoder,
-    log_default,
-    nested_keys,
-    one_layer,
-    other_draft,
-    refuse_options,
-    speculators_keys,
-)
+from ..head_config import check_vocabulary, head_decoder, log_default, nested_keys, one_layer, other_draft, refuse_options, speculators_keys
 
 TAP_KEY = "eagle_aux_hidden_state_layer_ids"
 DEFAULT_TAPS = 3
@@ -40,7 +31,7 @@ class Eagle3Facts(DraftFacts):
     """An EAGLE-3 head (arXiv 2503.01840) that was checked against its target."""
 
     layout: str = "safeailab"
-    """Key of :data:`graphspec.drafters.eagle3.layout.EAGLE3_WRITTEN`: how the checkpoint is spelled."""
+    """Key of :data:`graphspec.drafters.eagle3.loading.EAGLE3_WRITTEN`: how the checkpoint is spelled."""
     norm_before_residual: bool = False
     """The first layer's residual is the normed hidden state, not the one before the norm."""
     norm_output: bool = False
