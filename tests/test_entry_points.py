@@ -16,6 +16,7 @@ from graphspec.catalog import Variant, all_variants
 from graphspec.compose import config_groups, load_config
 from graphspec.engine.llm import LLM, SamplingParams
 from graphspec.errors import ConfigError
+from graphspec.lab.predict.floor import FloorModel
 from graphspec.shapes import GREEDY
 
 from ._engines import Pair, ids, mirror_pair, prompts
@@ -91,6 +92,9 @@ def test_an_algorithm_from_outside_gives_the_targets_own_tokens(mask_tokens: Non
     key = llm.plan.key(llm.plan.buckets[0], GREEDY)
     names = [stage.name for stage in llm.cycle.stages(key)]
     assert names[:2] == ["mailbox", "mask_tokens"], "one stage fills the pool"
+    assert llm.plan.draft is not None
+    floor = FloorModel.of(llm.plan.target, llm.plan.draft, "float32", llm.plan.variant).stages(llm.plan.shape, 1, 32)
+    assert [(stage.name, stage.passes) for stage in floor] == [("mask_tokens", 1), ("verify", 1)]
 
 
 def test_an_algorithm_from_outside_drafts_what_one_dense_pass_drafts(mask_tokens: None, pair: Pair):
