@@ -72,6 +72,7 @@ class Variant:
 PLAIN_DECODING = Variant(name="none", summary="plain decoding on the same engine: one verify node, no drafter", drafter="none")
 
 VARIANTS = {
+    "none": "graphspec.catalog:PLAIN_DECODING",
     "eagle": "graphspec.drafters.eagle:VARIANT",
     "eagle3": "graphspec.drafters.eagle3:VARIANT",
     "standalone": "graphspec.drafters.standalone:VARIANT",
@@ -79,15 +80,9 @@ VARIANTS = {
     "ngram": "graphspec.drafters.ngram:VARIANT",
     "ngram_trie": "graphspec.drafters.ngram_trie:VARIANT",
 }
-"""The drafters that come with the package, written as an entry point is: name, and ``module:attribute`` of its :class:`Variant`."""
+"""What comes with the package, written as an entry point is: name, and ``module:attribute`` of its :class:`Variant`."""
 ENTRY_POINTS = "graphspec.variants"
 """Group of entry points through which another package adds a :class:`Variant`: ``name = module:attribute``."""
-
-
-@cache
-def own_variants() -> tuple[Variant, ...]:
-    """Plain decoding, and the drafters that come with the package."""
-    return (PLAIN_DECODING, *(_row(f"VARIANTS: {name}", name, path) for name, path in VARIANTS.items()))
 
 
 @cache
@@ -97,7 +92,7 @@ def all_variants() -> tuple[Variant, ...]:
     Raises:
         ConfigError: an entry point that is no :class:`Variant`, or whose name is taken.
     """
-    found = {variant.name: variant for variant in own_variants()}
+    found = {name: _row(f"VARIANTS: {name}", name, path) for name, path in VARIANTS.items()}
     for point in sorted(entry_points(group=ENTRY_POINTS), key=lambda point: point.name):
         key = f"entry point {ENTRY_POINTS}: {point.name}"
         variant = _row(key, point.name, point.value)

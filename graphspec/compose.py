@@ -25,7 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
-from .catalog import all_variants, own_variants
+from .catalog import VARIANTS, all_variants
 from .checks import cut
 from .command_options import LaunchConfig
 from .errors import ConfigError
@@ -225,8 +225,9 @@ def register_schema() -> None:
     for mapping in (schema.sampling.logit_bias, schema.runtime.depth_per_bucket, schema.adaptive.times, schema.train.network):
         OmegaConf.set_struct(mapping, False)
     store.store(name="schema", node=schema, provider="graphspec")
-    for variant in all_variants()[len(own_variants()) :]:
-        store.store(group="variant", name=variant.name, node={"name": variant.name}, provider="graphspec")
+    for variant in all_variants():
+        if variant.name not in VARIANTS:
+            store.store(group="variant", name=variant.name, node={"name": variant.name}, provider="graphspec")
     trained = config_groups()["train"]
     for variant in all_variants():
         if variant.name not in trained:

@@ -25,11 +25,9 @@ from ..facts import ModelFacts, read_model_facts
 from ..models.checkpoint import Checkpoint
 from ..paths import check_writable, make_folder, unwritable, user_path
 from .eagle.facts import EagleFacts, read_eagle_config
-from .eagle.layout import EAGLE_WRITTEN
-from .eagle.loading import EAGLE_NORMS, eagle_checkpoint
+from .eagle.loading import EAGLE_NORMS, EAGLE_WRITTEN, eagle_checkpoint
 from .eagle3.facts import DEFAULT_TAPS, TAP_KEY, Eagle3Facts, default_taps, read_eagle3_config
-from .eagle3.layout import EAGLE3_WRITTEN
-from .eagle3.loading import eagle3_checkpoint, read_vocab_map
+from .eagle3.loading import EAGLE3_WRITTEN, eagle3_checkpoint, read_vocab_map
 from .head_tensors import looks_like
 
 _OF_A_LAYOUT = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .draft import DraftFacts
+from .draft import DraftFacts, DraftPass
 from .latent import LatentFacts
 from .model import ModelFacts, read_model_facts
 from .moe import ExpertFacts
@@ -11,6 +11,7 @@ from .tokenizer import check_tokenizer
 
 __all__ = [
     "DraftFacts",
+    "DraftPass",
     "ExpertFacts",
     "LatentFacts",
     "ModelFacts",

@@ -5,7 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..shapes import CycleShape
 from .model import ModelFacts
+
+
+@dataclass(frozen=True, slots=True)
+class DraftPass:
+    """One forward pass of a draft network in a cycle."""
+
+    stage: str
+    """Name of the stage it belongs to."""
+    rows: int
+    """Tokens per lane."""
+    scored: int
+    """Rows per lane that get logits."""
+    head: int = 0
+    """Which of its prediction heads runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,3 +40,10 @@ class DraftFacts:
     Empty with a feature: the target's hidden state after its final norm."""
     num_heads: int = 1
     """Prediction heads with layers of their own, one per draft step; 1: one network is applied over and over."""
+
+    def passes(self, shape: CycleShape) -> tuple[DraftPass, ...]:
+        """The passes of one cycle that drafts, in order; scratch and floors are counted from them. A variant with stages of its own says
+        here what they run.
+        """
+        later = DraftPass("static_steps" if shape.pool == "nodes" else "draft_steps", shape.topk, shape.topk)
+        return (DraftPass("draft_extend", shape.accept_width, 1), *[later] * (shape.num_steps - 1))

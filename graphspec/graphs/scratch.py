@@ -194,7 +194,8 @@ def _calls(plan: Plan) -> Iterator[Call]:
             yield _filter, (lanes, nodes, vocab)
             if plan.draft is not None and shape.num_steps:
                 model, known = plan.draft.decoder, plan.draft.draft_vocab_size
-                passes = {plan.accept_width, plan.accept_width + plan.lookback, *({shape.topk} if shape.num_steps > 1 else ())}
+                # The first pass reads the widest window, whatever the depth.
+                passes = {run.rows for run in (plan.draft.passes(plan.shape)[0], *plan.draft.passes(shape))}
                 for tokens in passes:
                     yield from _decode(plan, model, lanes, tokens)
                     yield _linear, (lanes * tokens, model.hidden_size, plan.feature_width or model.hidden_size, plan.dtype, plan.numerics,

@@ -321,23 +321,16 @@ class FloorModel:
         return (*found, verify.stage("verify"))
 
     def _draft_stages(self, draft: DraftFacts, shape: CycleShape, batch: int, context: int) -> list[StageCost]:
-        columns, decoder, last = draft.draft_vocab_size, draft.decoder, len(self.draft_weights) - 1
-        heads = draft.num_heads > 1
-        window = shape.accept_width + draft.num_heads - 1
-        first, later = _Tally(), _Tally()
-        first.parts["features"] += batch * window * draft.feature_size * self.itemsize
-        for step in range(shape.num_steps):
-            weights = self.draft_weights[min(step, last)]
-            # With a head per step every head reads the whole window, over KV of its own layer.
-            layers = range(step, step + 1) if heads else range(decoder.num_layers)
-            rows = window if heads or step == 0 else shape.topk
-            scored = 1 if heads or step == 0 else shape.topk
-            tally = first if heads or step == 0 else later
-            self._forward("draft", tally, decoder, weights, batch, rows, scored, columns, context, layers, fuse=step == 0)
-        if heads:
-            return [first.stage("head_steps")]
-        names = ("draft_extend", "static_steps" if shape.pool == "nodes" else "draft_steps")
-        return [tally.stage(name) for name, tally in zip(names, (first, later), strict=True) if tally.forwards]
+        tallies: dict[str, _Tally] = {}
+        for number, run in enumerate(draft.passes(shape)):
+            tally = tallies.setdefault(run.stage, _Tally())
+            if number == 0:
+                tally.parts["features"] += batch * run.rows * draft.feature_size * self.itemsize
+            # A head has KV of its own layer.
+            layers = range(run.head, run.head + 1) if draft.num_heads > 1 else range(draft.decoder.num_layers)
+            weights, columns = self.draft_weights[run.head], draft.draft_vocab_size
+            self._forward("draft", tally, draft.decoder, weights, batch, run.rows, run.scored, columns, context, layers, fuse=number == 0)
+        return [tally.stage(name) for name, tally in tallies.items()]
 
     def _forward(
         self, network: str, tally: _Tally, facts: ModelFacts, weights: Weights, lanes: int, rows: int, scored: int, columns: int,

@@ -23,7 +23,7 @@ from ..checks import check_fields
 from ..errors import CheckpointError, ConfigError
 from ..facts.families import all_families
 from ..paths import reason
-from .blocks import Attend, attend_rows
+from .blocks import Attend, attend_rows, start_small
 
 
 @dataclass
@@ -57,9 +57,17 @@ class Drafter(nn.Module):
     """Its hidden state stands for the target's feature of the next position, so that it can be trained to be near it."""
 
     @classmethod
-    @abstractmethod
     def build(cls, target: PreTrainedModel, config: NetworkConfig, counts_V: Tensor | None) -> Drafter:
         """A fresh network for ``target``. ``counts_V`` (int64): how often each id occurs in the text; None: it will be loaded."""
+        assert isinstance(config, cls.Settings)
+        draft = cls(target, config)
+        start_small(draft)
+        with torch.no_grad():
+            draft.start_from(target, counts_V)
+        return draft
+
+    def start_from(self, target: PreTrainedModel, counts_V: Tensor | None) -> None:
+        """Initialise what does not start small and random, under ``no_grad``."""
 
     @abstractmethod
     def start(self, features_BTF: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from graphspec.drafters.eagle.loading import load_eagle
 from graphspec.drafters.eagle3.facts import read_eagle3_facts
 from graphspec.drafters.eagle3.loading import load_eagle3
 from graphspec.drafters.standalone.facts import read_standalone_facts
-from graphspec.drafters.standalone.loading import load_standalone
+from graphspec.drafters.standalone.network import load_standalone
 from graphspec.errors import CheckpointError, ConfigError
 from graphspec.facts import read_model_facts
 from graphspec.models.target import load_target

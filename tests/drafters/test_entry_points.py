@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from graphspec import catalog
 from graphspec.catalog import Variant, all_variants
 from graphspec.compose import config_groups, load_config
 from graphspec.engine.llm import LLM, SamplingParams
 from graphspec.errors import ConfigError
+from graphspec.lab.floor import FloorModel
+from graphspec.shapes import GREEDY
 from tests.support.engines import Pair, ids, mirror_pair, prompts
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "early_exit"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 def install(folder: Path, points: str, *modules: Path) -> Path:
@@ -39,11 +43,21 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     catalog.all_variants.cache_clear()
 
 
+def example(name: str, folder: Path) -> Path:
+    """A site folder with one of the examples installed."""
+    line = f"graphspec_{name}:VARIANT"
+    assert f'{name} = "{line}"' in (EXAMPLES / name / "pyproject.toml").read_text()
+    return install(folder, f"[graphspec.variants]\n{name} = {line}\n", EXAMPLES / name / f"graphspec_{name}.py")
+
+
 @pytest.fixture
 def early_exit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh: None) -> None:
-    points = "[graphspec.variants]\nearly_exit = graphspec_early_exit:VARIANT\n"
-    assert 'early_exit = "graphspec_early_exit:VARIANT"' in (EXAMPLE / "pyproject.toml").read_text()
-    monkeypatch.syspath_prepend(install(tmp_path / "site", points, EXAMPLE / "graphspec_early_exit.py"))
+    monkeypatch.syspath_prepend(example("early_exit", tmp_path / "site"))
+
+
+@pytest.fixture
+def mask_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh: None) -> None:
+    monkeypatch.syspath_prepend(example("mask_tokens", tmp_path / "site"))
 
 
 @pytest.fixture(scope="module")
@@ -69,9 +83,43 @@ def test_the_example_gives_the_targets_own_tokens(early_exit: None, pair: Pair, 
     assert llm.metrics.acceptance_length == llm.plan.shape.num_steps + 1
 
 
+@pytest.mark.parametrize("shape", [{}, {"num_steps": 3, "topk": 2, "num_draft_tokens": 8}, {"num_steps": 1, "topk": 1}])
+def test_an_algorithm_from_outside_gives_the_targets_own_tokens(mask_tokens: None, pair: Pair, shape: dict[str, int]):
+    llm = LLM(pair.target, variant="mask_tokens", runtime="eager", prefill_chunks=[8, 16], **shape)
+    asked = prompts(3)
+    assert ids(llm.generate(asked, SamplingParams(max_tokens=16))) == [pair.greedy(prompt, 16) for prompt in asked]
+    key = llm.plan.key(llm.plan.buckets[0], GREEDY)
+    names = [stage.name for stage in llm.cycle.stages(key)]
+    assert names[:2] == ["mailbox", "mask_tokens"], "one stage fills the pool"
+    assert llm.plan.draft is not None
+    floor = FloorModel.of(llm.plan.target, llm.plan.draft, "float32", llm.plan.variant).stages(llm.plan.shape, 1, 32)
+    assert [(stage.name, stage.passes) for stage in floor] == [("mask_tokens", 1), ("verify", 1)]
+
+
+def test_an_algorithm_from_outside_drafts_what_one_dense_pass_drafts(mask_tokens: None, pair: Pair):
+    """Cycle by cycle: later ones find keys and values of masks in the slots of tokens that were committed since."""
+    steps, prompt = 4, prompts(1)[0]
+    llm = LLM(pair.target, variant="mask_tokens", runtime="eager", prefill_chunks=[8, 16], num_steps=steps, topk=1)
+    layers = llm.plan.draft.decoder.num_layers
+    dense = copy.deepcopy(pair.hf)
+    dense.model.layers = dense.model.layers[:layers]
+    embedding_VH = dense.model.embed_tokens.weight
+    mask_1SH = embedding_VH.mean(0).expand(1, steps - 1, -1)
+    greedy = pair.greedy(prompt, 40, ignore_eos=True)
+    known = 1
+    for cycle in range(1, 5):
+        token_1T = torch.tensor([[*prompt, *greedy[:known]]])
+        with torch.no_grad():
+            logits_1TV = dense(inputs_embeds=torch.cat((embedding_VH[token_1T], mask_1SH), 1)).logits
+        drafted = logits_1TV[0, -steps:].argmax(-1).tolist()
+        tree = llm.draft_tree(prompt, cycle)
+        assert tree.token_N == [greedy[known - 1], *drafted]
+        matches = [a == b for a, b in zip(drafted, greedy[known:], strict=False)]
+        known += 1 + (matches.index(False) if False in matches else steps)
+
+
 def test_the_command_line_finds_it(tmp_path: Path):
-    points = "[graphspec.variants]\nearly_exit = graphspec_early_exit:VARIANT\n"
-    site = install(tmp_path / "site", points, EXAMPLE / "graphspec_early_exit.py")
+    site = example("early_exit", tmp_path / "site")
     code = f"import sys; sys.path.insert(0, {str(site)!r}); from graphspec.cli import main; main()"
     command = [sys.executable, "-c", code, "generate", "variant=early_exit", "--cfg", "job"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from graphspec.drafters.standalone.facts import read_standalone_facts
-from graphspec.drafters.standalone.loading import load_standalone
+from graphspec.drafters.standalone.network import load_standalone
 from graphspec.errors import CheckpointError
 from graphspec.facts import read_model_facts
 from graphspec.models.target import load_target

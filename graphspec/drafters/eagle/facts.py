@@ -19,7 +19,7 @@ class EagleFacts(DraftFacts):
     """An EAGLE-1/2 head (arXiv 2401.15077, 2406.16858) that was checked against its target."""
 
     layout: str = "safeailab"
-    """Key of :data:`graphspec.drafters.eagle.layout.EAGLE_WRITTEN`: how the checkpoint is spelled."""
+    """Key of :data:`graphspec.drafters.eagle.loading.EAGLE_WRITTEN`: how the checkpoint is spelled."""
     fc_bias: bool | None = None
     """What the config says; None where it doesn't. The tensors decide."""
     layernorms: bool | None = None

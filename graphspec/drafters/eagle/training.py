@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ...train.blocks import Attend, DecoderLayer, LayerShape, Rope, start_small
+from ...train.blocks import Attend, DecoderLayer, LayerShape, Rope
 from ...train.drafter import Drafter, NetworkConfig
 from ...train.facts import decoder_facts
 
@@ -45,13 +45,6 @@ class EagleDraft(Drafter):
         # fc is trained on embeddings brought to a root mean square of 1 and published for embeddings as they are: embeddings are often
         # ten times smaller than features, and a matrix whose halves must differ so much in size learns slowly.
         self.embedding_scale = 1.0 / float(self.embedding_VH.float().square().mean().sqrt().clamp(min=1e-6))
-
-    @classmethod
-    def build(cls, target: PreTrainedModel, config: NetworkConfig, counts_V: Tensor | None) -> EagleDraft:
-        assert isinstance(config, EagleConfig)
-        draft = cls(target, config)
-        start_small(draft)
-        return draft
 
     def start(self, features_BTF: Tensor) -> Tensor:
         return features_BTF

@@ -33,7 +33,7 @@ class Eagle3Facts(DraftFacts):
     """An EAGLE-3 head (arXiv 2503.01840) that was checked against its target."""
 
     layout: str = "safeailab"
-    """Key of :data:`graphspec.drafters.eagle3.layout.EAGLE3_WRITTEN`: how the checkpoint is spelled."""
+    """Key of :data:`graphspec.drafters.eagle3.loading.EAGLE3_WRITTEN`: how the checkpoint is spelled."""
     norm_before_residual: bool = False
     """The first layer's residual is the normed hidden state, not the one before the norm."""
     norm_output: bool = False

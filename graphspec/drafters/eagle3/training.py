@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from ...checks import INT32_MOST, ascending, in_range
 from ...errors import ConfigError
-from ...train.blocks import Attend, FeedForward, LayerShape, Rope, SelfAttention, start_small
+from ...train.blocks import Attend, FeedForward, LayerShape, Rope, SelfAttention
 from ...train.drafter import Drafter, NetworkConfig, Target, default_taps
 from ...train.facts import decoder_facts
 
@@ -105,24 +105,18 @@ class Eagle3Draft(Drafter):
         self.rope = Rope.of(target)
         self.register_buffer("embedding_VH", target.model.embed_tokens.weight.detach(), persistent=False)
 
-    @classmethod
-    def build(cls, target: PreTrainedModel, config: NetworkConfig, counts_V: Tensor | None) -> Eagle3Draft:
-        assert isinstance(config, Eagle3Config)
-        draft = cls(target, config)
-        start_small(draft)
-        with torch.no_grad():
-            draft.norm.weight.copy_(target.model.norm.weight)
-            rows = target.lm_head.weight
-            if draft.has_vocab and counts_V is not None:
-                ends = target.config.eos_token_id
-                always = ends if isinstance(ends, list) else [] if ends is None else [ends]
-                ids = choose_draft_vocab(counts_V, len(draft.d2t), always)
-                draft.d2t.copy_(ids - torch.arange(len(ids)))
-                draft.t2d[ids] = True
-                rows = rows[ids.to(rows.device)]
-            if len(rows) == draft.lm_head.out_features:
-                draft.lm_head.weight.copy_(rows)
-        return draft
+    def start_from(self, target: PreTrainedModel, counts_V: Tensor | None) -> None:
+        self.norm.weight.copy_(target.model.norm.weight)
+        rows = target.lm_head.weight
+        if self.has_vocab and counts_V is not None:
+            ends = target.config.eos_token_id
+            always = ends if isinstance(ends, list) else [] if ends is None else [ends]
+            ids = choose_draft_vocab(counts_V, len(self.d2t), always)
+            self.d2t.copy_(ids - torch.arange(len(ids)))
+            self.t2d[ids] = True
+            rows = rows[ids.to(rows.device)]
+        if len(rows) == self.lm_head.out_features:
+            self.lm_head.weight.copy_(rows)
 
     def target_ids(self) -> Tensor | None:
         return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t if self.has_vocab else None

@@ -8,12 +8,13 @@ from pathlib import Path
 
 from ...checks import LONG, brief
 from ...errors import CheckpointError
-from ...facts.draft import DraftFacts
+from ...facts.draft import DraftFacts, DraftPass
 from ...facts.families import QWEN2, QWEN3_5, Family, find_family, target_architectures
 from ...facts.files import find_file, open_file, parse_json, plain, read_shards
 from ...facts.keys import MOST_LAYERS, Keys, read_architecture, read_config
 from ...facts.model import ModelFacts, read_decoder
 from ...layouts import PREDICTION_HEADS
+from ...shapes import CycleShape
 from ..head_config import nested_keys
 from .layout import MTP_LAYOUTS
 
@@ -39,6 +40,13 @@ class MTPFacts(DraftFacts):
     def hidden_first(self) -> bool:
         """The projection reads ``[hidden; embedding]`` (MiMo); elsewhere ``[embedding; hidden]``."""
         return self.layout == "mimo"
+
+    def passes(self, shape: CycleShape) -> tuple[DraftPass, ...]:
+        """With a head per step every head reads the whole window and the lookback."""
+        if self.num_heads == 1:
+            return DraftFacts.passes(self, shape)
+        rows = shape.accept_width + self.num_heads - 1
+        return tuple(DraftPass("head_steps", rows, 1, head) for head in range(shape.num_steps))
 
 
 def read_tensor_names(path: Path) -> list[str]:

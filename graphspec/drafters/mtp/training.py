@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ...errors import ConfigError
-from ...train.blocks import Attend, DecoderLayer, LayerShape, Rope, start_small
+from ...train.blocks import Attend, DecoderLayer, LayerShape, Rope
 from ...train.drafter import Drafter, NetworkConfig
 from ...train.facts import decoder_facts
 
@@ -60,15 +60,9 @@ class MtpDraft(Drafter):
         self.register_buffer("embedding_VH", target.model.embed_tokens.weight.detach(), persistent=False)
         self.register_buffer("head_VH", target.lm_head.weight.detach(), persistent=False)
 
-    @classmethod
-    def build(cls, target: PreTrainedModel, config: NetworkConfig, counts_V: Tensor | None) -> MtpDraft:
-        assert isinstance(config, MtpConfig)
-        draft = cls(target, config)
-        start_small(draft)
-        with torch.no_grad():
-            for head in cast("list[MtpHead]", draft.heads):
-                head.norm.weight.copy_(target.model.norm.weight)
-        return draft
+    def start_from(self, target: PreTrainedModel, counts_V: Tensor | None) -> None:
+        for head in cast("list[MtpHead]", self.heads):
+            head.norm.weight.copy_(target.model.norm.weight)
 
     def start(self, features_BTF: Tensor) -> Tensor:
         return features_BTF

@@ -6,9 +6,13 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
+from ...models.checkpoint import Progress
 from ...models.llama import LlamaModel
+from ...models.target import load_target
 
 if TYPE_CHECKING:
+    import torch
+
     from ...models.attention import Attention
     from .facts import StandaloneFacts
 
@@ -53,6 +57,24 @@ class StandaloneDraft(nn.Module):
         """float32 ``[..., Vd]`` of what :meth:`forward` returned."""
         del step
         return self.model.logits(hidden)
+
+
+def load_standalone(
+    facts: StandaloneFacts,
+    target: LlamaModel,
+    max_positions: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    progress: Progress | None = None,
+) -> StandaloneDraft:
+    """The language model of a draft checkpoint, in ``dtype`` on ``device``; it shares nothing with the target.
+
+    Raises:
+        CheckpointError: as :func:`load_target`.
+    """
+    del target
+    model = load_target(facts.decoder, (), max_positions, dtype, device, progress)
+    return StandaloneDraft(facts, max_positions, model).eval()
 
 
 def outline(facts: StandaloneFacts, target: LlamaModel) -> StandaloneDraft:

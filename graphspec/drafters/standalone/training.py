@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, cast
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ...checks import in_range
 from ...errors import ConfigError
-from ...train.blocks import Attend, DecoderLayer, LayerShape, Rope, start_small
+from ...train.blocks import Attend, DecoderLayer, LayerShape, Rope
 from ...train.drafter import Drafter, NetworkConfig
 from ...train.facts import decoder_facts
 
@@ -70,18 +69,12 @@ class StandaloneDraft(Drafter):
         self.model = LlamaBody(target.config.vocab_size, config.num_hidden_layers, shape)
         self.rope = Rope.plain(shape.dim, config.rope_theta)
 
-    @classmethod
-    def build(cls, target: PreTrainedModel, config: NetworkConfig, counts_V: Tensor | None) -> StandaloneDraft:
-        assert isinstance(config, StandaloneConfig)
-        draft = cls(target, config)
-        start_small(draft)
-        nn.init.normal_(draft.model.embed_tokens.weight, std=0.02)
-        with torch.no_grad():
-            for layer in cast("list[DecoderLayer]", draft.model.layers):
-                # What writes to the residual stream starts smaller, the more so the deeper the model.
-                layer.self_attn.o_proj.weight.div_((2 * config.num_hidden_layers) ** 0.5)
-                layer.mlp.down_proj.weight.div_((2 * config.num_hidden_layers) ** 0.5)
-        return draft
+    def start_from(self, target: PreTrainedModel, counts_V: Tensor | None) -> None:
+        nn.init.normal_(self.model.embed_tokens.weight, std=0.02)
+        for layer in cast("list[DecoderLayer]", self.model.layers):
+            # What writes to the residual stream starts smaller, the more so the deeper the model.
+            layer.self_attn.o_proj.weight.div_((2 * self.config.num_hidden_layers) ** 0.5)
+            layer.mlp.down_proj.weight.div_((2 * self.config.num_hidden_layers) ** 0.5)
 
     def start(self, features_BTF: Tensor) -> Tensor:
         return features_BTF
