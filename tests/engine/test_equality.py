@@ -199,6 +199,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3": ("qwen3", {"num_key_value_heads": 1, "head_dim": 32}),
     "qwen3-tied": ("qwen3", {"tie_word_embeddings": True}),
+    "olmo2": ("olmo2", {"num_key_value_heads": 1}),
+    "phi3": ("phi3", {"num_key_value_heads": 1}),
+    "phi3-partly-rotated-window": (
+        "phi3",
+        {"sliding_window": 6, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}},
+    ),
 }
 
 

@@ -1,0 +1,162 @@
+"""Families of targets as rows: one from another package, tensors that are fused in the file, and what a row refuses by name."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from graphspec import LLM, SamplingParams
+from graphspec.errors import CheckpointError, ConfigError
+from graphspec.facts import families, read_model_facts
+from graphspec.facts.families import FAMILIES, all_families, target_architectures
+from graphspec.models.target import load_target
+
+from ._checkpoints import VOCAB_SIZE, build_hf, edit_json, edit_tensors, write_hf
+from ._engines import CHAIN, Pair, ids, prompts, random_pair
+from .test_entry_points import install
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT = Path(__file__).resolve().parents[1]
+OUTSIDE = """
+from graphspec.facts.families import Family
+from graphspec.layouts import SPLIT_LAYOUT, Layout
+
+BACKBONE = Family(
+    name="backbone",
+    architectures=("BackboneForCausalLM",),
+    layout=Layout(SPLIT_LAYOUT.rules, renamed=(("backbone.", "model."),)),
+    qk_norm="projection",
+    norm_after=True,
+    norm="float32",
+    multi_head=True,
+)
+"""
+
+
+def pair_of(family: str, path: Path, **overrides: Any) -> Pair:
+    return random_pair(path, build_hf(family, num_hidden_layers=2, eos_token_id=VOCAB_SIZE - 1, **overrides))
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Families are read once per process; these tests change what would be found."""
+    all_families.cache_clear()
+    yield
+    monkeypatch.undo()
+    all_families.cache_clear()
+
+
+def test_names_and_architectures_are_there_once() -> None:
+    counts = Counter(name for family in FAMILIES for name in (family.name, *family.architectures))
+    assert set(counts.values()) == {1}
+
+
+@pytest.mark.parametrize("architecture", target_architectures())
+def test_the_docs_name_every_architecture(architecture: str) -> None:
+    assert f"`{architecture}`" in (ROOT / "docs" / "checkpoints.md").read_text(encoding="utf-8")
+
+
+def test_a_family_of_another_package_is_a_target_like_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh: None) -> None:
+    pair = pair_of("olmo2", tmp_path)
+    weights = pair.target / "model.safetensors"
+    save_file({name.replace("model.", "backbone.", 1): tensor for name, tensor in load_file(weights).items()}, weights)
+    edit_json(pair.target / "config.json", architectures=["BackboneForCausalLM"])
+    with pytest.raises(CheckpointError, match="architectures") as caught:
+        read_model_facts(pair.target)
+    assert "BackboneForCausalLM" not in caught.value.expected
+
+    site = install(tmp_path / "site", "[graphspec.families]\nbackbone = outside_family:BACKBONE\n")
+    (site / "outside_family.py").write_text(OUTSIDE)
+    monkeypatch.syspath_prepend(site)
+    all_families.cache_clear()
+    assert target_architectures()[-1] == "BackboneForCausalLM"
+    asked = prompts(2, (5, 9), VOCAB_SIZE)
+    expected = [pair.greedy(prompt, 10) for prompt in asked]
+    for shape in ({"variant": "none"}, CHAIN):
+        assert ids(pair.llm(**shape).generate(asked, SamplingParams(max_tokens=10))) == expected
+
+
+@pytest.mark.parametrize(
+    ("points", "module", "found"),
+    [
+        ("llama = broken:ROW", 'ROW = Family(name="llama", architectures=("OtherForCausalLM",))', "llama"),
+        ("mine = broken:ROW", 'ROW = Family(name="mine", architectures=("Qwen2ForCausalLM",))', "Qwen2ForCausalLM"),
+        ("mine = broken:ROW", 'ROW = Family(name="other", architectures=())', "name='other'"),
+        ("mine = broken:ROW", "ROW = 3", "broken:ROW: 3"),
+    ],
+)
+def test_a_bad_entry_point_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh: None, points: str, module: str, found: str
+) -> None:
+    site = install(tmp_path / "site", f"[graphspec.families]\n{points}\n")
+    (site / "broken.py").write_text(f"from graphspec.facts.families import Family\n{module}\n")
+    monkeypatch.syspath_prepend(site)
+    monkeypatch.delitem(sys.modules, "broken", raising=False)
+    with pytest.raises(ConfigError, match=r"graphspec\.families") as caught:
+        all_families()
+    assert found in caught.value.found
+    assert families.Family.__module__ == "graphspec.facts.families"
+
+
+@pytest.mark.parametrize(
+    ("family", "key", "changes"),
+    [
+        ("phi3", "type", {"rope_parameters": None, "rope_scaling": {"type": "su", "short_factor": [1.0], "long_factor": [1.0]}}),
+        ("phi3", "rope_type", {"rope_parameters": {"rope_type": "longrope", "rope_theta": 10000.0}}),
+        ("phi3", "rope_type", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}}),
+        ("phi3", "partial_rotary_factor", {"rope_parameters": None, "partial_rotary_factor": 0.35}),
+        ("olmo2", "partial_rotary_factor", {"rope_parameters": None, "partial_rotary_factor": 0.5}),
+    ],
+)
+def test_a_rotation_the_family_does_not_know_is_refused_by_name(family: str, key: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    folder = write_hf(build_hf(family, num_hidden_layers=1), tmp_path, **changes)
+    with pytest.raises(CheckpointError) as caught:
+        read_model_facts(folder)
+    assert str(caught.value.key).endswith(f": {key}")
+
+
+def test_fused_tensors_are_checked_as_a_whole(tmp_path: Path) -> None:
+    folder = write_hf(build_hf("phi3", num_hidden_layers=1, num_key_value_heads=1), tmp_path)
+    name = "model.layers.0.self_attn.qkv_proj.weight"
+    whole = load_file(folder / "model.safetensors")[name]
+    assert whole.shape == (5 * 16, 48)
+
+    def load() -> None:
+        load_target(read_model_facts(folder), (), 16, torch.float32, "cpu")
+
+    edit_tensors(folder / "model.safetensors", **{name: whole[:-1].clone()})
+    with pytest.raises(CheckpointError, match="qkv_proj") as caught:
+        load()
+    assert (caught.value.expected, caught.value.found) == ("shape [80, 48]", "shape [79, 48]")
+    edit_tensors(folder / "model.safetensors", name, **{name.replace("qkv_proj", "q_proj"): whole[:48].clone()})
+    with pytest.raises(CheckpointError, match="q_proj") as caught:
+        load()
+    assert "missing: " + name in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "path"),
+    [("olmo2", "op by op: norms after attention and MLP"), ("phi3", "one native op per pass")],
+)
+def test_a_compiled_engine_says_which_path_the_family_takes(family: str, path: str, tmp_path: Path) -> None:
+    """What it gives is compared in ``test_equality_full``: compiling takes minutes."""
+    assert pair_of(family, tmp_path).llm(runtime="compiled", **CHAIN).decoders == {"target": path, "draft": "one native op per pass"}
+
+
+def test_other_drafters_draft_for_these_families(tmp_path: Path) -> None:
+    """A whole model of the same family, and the n-gram matcher: neither reads a feature, both write their own KV or none."""
+    pair = pair_of("olmo2", tmp_path)
+    draft = write_hf(build_hf("phi3", num_hidden_layers=1, eos_token_id=VOCAB_SIZE - 1), tmp_path / "draft")
+    asked = prompts(2, (5, 9), VOCAB_SIZE)
+    expected = [pair.greedy(prompt, 10) for prompt in asked]
+    for keys in ({"variant": "standalone", "draft": str(draft)}, {"variant": "ngram"}):
+        llm = LLM(str(pair.target), runtime="eager", num_steps=2, topk=2, num_draft_tokens=4, **keys)
+        assert ids(llm.generate(asked, SamplingParams(max_tokens=10))) == expected
