@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ...errors import ConfigError
+from ..threads import team_threads
 from . import BITS, define_op, pack_linear, require
 from .build import load
 
@@ -197,7 +198,7 @@ def _decode(
             taps,
             final_norm,
             kv_only,
-            torch.get_num_threads(),
+            team_threads(),
         )
     )
     return out, tapped
