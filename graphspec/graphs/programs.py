@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,6 +14,7 @@ from ..kernels.registry import KernelSet
 from ..plan import Plan
 from ..shapes import GraphKey, SamplingClass
 from .capture import Signature, signature
+from .kernels.threads import torch_loops
 from .stages.accept import Accept
 from .stages.catch_up import CatchUp
 from .stages.commit import Commit, CommitState
@@ -90,12 +92,12 @@ class Program:
     """One program: its stages on one bucket's views.
 
     A launch runs ``replay`` where the program was captured, else ``direct``: stage after stage, or all of them as one compiled region.
-    ``threads``: of compiled loops, see :class:`~graphspec.graphs.compile.Region`. ``steps`` run single stages, for those who want to look
-    in between; compiled ones compile when they are first called. A program that ``prefills`` reads the chunk of a message too.
+    ``threads``: of torch's loops on a CPU, compiled or not; None: as many as torch has. ``steps`` run single stages, for those who want to
+    look in between; compiled ones compile when they are first called. A program that ``prefills`` reads the chunk of a message too.
     """
 
     def __init__(self, stages: list[Stage], views: Views, *, compiled: bool, threads: int | None = None, prefills: bool = False) -> None:
-        self.stages, self.views = stages, views
+        self.stages, self.views, self.threads = stages, views, threads
         self.prefills = prefills
         self.steps: list[Callable[[], None]]
         self.direct: Callable[[], None]
@@ -109,8 +111,9 @@ class Program:
         self.buffers: Signature = signature(views)
 
     def _in_order(self) -> None:
-        for step in self.steps:
-            step()
+        with nullcontext() if self.threads is None else torch_loops(self.threads):
+            for step in self.steps:
+                step()
 
     def __call__(self) -> None:
         if self.replay is not None:

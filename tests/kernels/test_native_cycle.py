@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from graphspec import programs
 from graphspec.errors import ConfigError
 from graphspec.kernels import OPS, draft_topk, select_kernels
 from graphspec.kernels.native import cycle
+from graphspec.kernels.threads import team_threads, torch_loops
 
 CHOOSING = ("draft_topk", "draft_level", "tree_build")
 
@@ -58,3 +60,25 @@ def test_slots_that_lie_apart_are_refused() -> None:
         cycle.tree_build(**{**case, "node_token_BN": apart})
     with pytest.raises(ConfigError, match="float32"):
         cycle.draft_topk(torch.zeros(1, 1, 4, dtype=torch.float64), 1, None, None, None, None)
+
+
+def test_torch_has_one_thread_around_native_ops_that_keep_theirs() -> None:
+    torch.set_num_threads(3)
+    with torch_loops(1):
+        assert (torch.get_num_threads(), team_threads()) == (1, 3)
+        with torch_loops(2):
+            assert (torch.get_num_threads(), team_threads()) == (2, 3)
+    with pytest.raises(ZeroDivisionError), torch_loops(1):
+        raise ZeroDivisionError
+    assert torch.get_num_threads() == team_threads() == 3
+
+
+def test_a_prompt_is_read_with_one_thread_around_the_team(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The eager program of a compiled engine: OpenMP's threads would wait on the cores of the team."""
+    torch.set_num_threads(3)
+    found = []
+    stage = type("Watched", (), {"__call__": lambda self, views: found.append((torch.get_num_threads(), team_threads()))})()
+    monkeypatch.setattr(programs, "signature", lambda views: None)
+    for threads in (None, 1):
+        programs.Program([stage], None, compiled=False, threads=threads)()
+    assert found == [(3, 3), (1, 3)]

@@ -21,6 +21,7 @@ from ...errors import ConfigError
 from ..formulas import rms_norm
 from ..linear import Hidden, finish, hidden_of
 from ..op import Signature
+from ..threads import team_threads
 from .build import load
 
 _native = load()
@@ -95,7 +96,7 @@ def _tree_attention(
         ancestors.data_ptr(),
         dims,
         scale,
-        torch.get_num_threads(),
+        team_threads(),
     )
     return out
 
@@ -130,7 +131,7 @@ def _chunk_attention(
         valid.data_ptr(),
         dims,
         scale,
-        torch.get_num_threads(),
+        team_threads(),
     )
     return out
 
@@ -174,7 +175,7 @@ def _linear(x: Tensor, packed: Tensor, outputs: int, bias: Tensor | None, norm_w
         rows.shape[0],
         rows.stride(0),
         norm_eps,
-        torch.get_num_threads(),
+        team_threads(),
     )
     return out
 

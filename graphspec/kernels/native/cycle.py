@@ -16,6 +16,7 @@ from ...errors import ConfigError
 from ..groups import Beams, Candidates, Nodes
 from ..noise import gumbel_noise
 from ..op import WRITTEN
+from ..threads import team_threads
 from . import define_op, require
 from .build import load
 
@@ -40,7 +41,7 @@ def _top_rows(keys: Tensor, topk: int, target_token: Tensor | None) -> tuple[Ten
     logprob, token = _top_shape(keys, topk, target_token)
     rows, vocab = keys.numel() // keys.shape[-1], keys.shape[-1]
     target = 0 if target_token is None else target_token.data_ptr()
-    _library.graphspec_draft_topk(_fields((logprob, token, keys), target, rows, vocab, topk, torch.get_num_threads()))
+    _library.graphspec_draft_topk(_fields((logprob, token, keys), target, rows, vocab, topk, team_threads()))
     return logprob, token
 
 

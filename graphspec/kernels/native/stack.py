@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ...errors import ConfigError
 from ..op import Written
+from ..threads import team_threads
 from . import BITS, define_op, pack_linear, require
 from .build import load
 
@@ -224,7 +225,7 @@ def _decode(
             taps,
             final_norm,
             kv_only,
-            torch.get_num_threads(),
+            team_threads(),
         )
     )
     return out, tapped
