@@ -11,10 +11,10 @@ from functools import partial
 from ..buffers import Views
 from ..catalog import load_object
 from ..kernels.registry import KernelSet
+from ..kernels.threads import torch_loops
 from ..plan import Plan
 from ..shapes import GraphKey, SamplingClass
 from .capture import Signature, signature
-from .kernels.threads import torch_loops
 from .stages.accept import Accept
 from .stages.catch_up import CatchUp
 from .stages.commit import Commit, CommitState
