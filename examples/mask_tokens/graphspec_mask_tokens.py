@@ -90,8 +90,9 @@ def stages(build: Build) -> list[Stage]:
     import torch
 
     from graphspec.buffers import Views
-    from graphspec.drafters.beams import BEAM_SLOTS, DraftStage
+    from graphspec.drafters.beams import DraftStage
     from graphspec.errors import ConfigError
+    from graphspec.kernels.groups import Beams, Candidates
     from graphspec.kernels.tree_build import causal_words
 
     if build.plan.accept_width + build.shape.num_steps > 64 * build.plan.num_words:
@@ -100,7 +101,7 @@ def stages(build: Build) -> list[Stage]:
     class MaskTokens(DraftStage):
         name = "mask_tokens"
         reads = ("lane_row_B", "lane_table_BP", "status_R", "seq_len_R", "window_len_R", "window_token_RAc", "draft_kv", "draft_begin_1")
-        writes = ("draft_kv", "candidate_score_BM", "candidate_token_BM", "candidate_parent_BM", *BEAM_SLOTS)
+        writes = ("draft_kv", *Candidates._fields, *Beams._fields)
 
         def forward(self, v: Views) -> None:
             token_BA, valid_BA, slot_BA, position_BA, begin_B, words_BAX, known_B, next_B, _ = self.last_run(v)

@@ -93,7 +93,7 @@ class LlamaModel(nn.Module):
         self.stack: DecoderStack | None = None
 
     def pack_stack(self) -> str | None:
-        """See :func:`graphspec.models.stack.pack_stack`."""
+        """See :func:`graphspec.models.stack.pack_network`."""
         layers = list(cast("list[DecoderLayer]", self.layers))
         if (reason := why_not(layers)) is not None:
             return reason

@@ -157,11 +157,14 @@ def packs(plan: Plan) -> bool:
 
 
 def pack_network(network: nn.Module, plan: Plan) -> str | None:
-    """Pack the weights of a network, and run its decoder layers as one native op from now on; what keeps them from it, None: nothing did.
+    """Pack the weights of a network, and run its decoder layers as one native op from now on.
 
-    On the device ``meta`` nothing but sizes comes of it.
+    On the device ``meta`` this settles sizes alone.
+
+    Returns:
+        Why the layers still run op by op; None where they don't.
     """
-    reason: str | None = "kernels.mode, kernels.linear or kernels.attention has it so"
+    reason: str | None = "set by kernels.mode, kernels.linear or kernels.attention"
     # Chosen one by one, attention and linear layers are ops of their own.
     if plan.linear == plan.attention == "auto":
         pack: Callable[[], str | None] | None = getattr(network, "pack_stack", None)

@@ -49,6 +49,6 @@ def test_so_do_single_ops_with_compiled_code_around_them(family: Family) -> None
     name, shape = CASES[0]
     single = {"attention": "native", "linear": "native"}
     llm = make(family, name, shape, runtime="compiled", buckets=[2], max_rows=2, cycles_in_flight=2, **single)
-    assert set(llm.decoders.values()) == {"op by op: kernels.mode, kernels.linear or kernels.attention has it so"}
+    assert set(llm.decoders.values()) == {"op by op: set by kernels.mode, kernels.linear or kernels.attention"}
     asked = prompts(3, vocab=VOCAB_SIZE)
     assert ids(llm.generate(asked, SamplingParams(max_tokens=20))) == [family.pair.greedy(prompt, 20) for prompt in asked]

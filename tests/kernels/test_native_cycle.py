@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from graphspec import programs
 from graphspec.errors import ConfigError
+from graphspec.graphs import programs
 from graphspec.kernels import OPS, draft_topk, select_kernels
 from graphspec.kernels.native import cycle
 from graphspec.kernels.threads import team_threads, torch_loops

@@ -31,12 +31,15 @@ from graphspec.facts.families import LLAMA
 from graphspec.kernels import native, select_kernels
 from graphspec.kernels.tree_attention import poison_unseen, visible_slots
 from graphspec.models.attention import ChunkAttention, TreeAttention
-from graphspec.models.layers import Linear, pack_linear_layers
+from graphspec.models.layers import Linear
 from graphspec.models.llama import LlamaModel
-from graphspec.models.stack import pack_stack
+from graphspec.models.stack import pack_network
 from tests.support.engines import mirror_pair
 from tests.support.moe_checkpoints import write_mixture
+from tests.support.plans import plan
 from tests.support.tiny import latent_facts, model_facts
+
+PLAN = plan()
 
 COLUMNS, PAGE = 6, 8
 LENGTH = COLUMNS * PAGE
@@ -81,8 +84,7 @@ def fill(network: nn.Module, dtype: torch.dtype = torch.float32) -> Any:
 
 def packed(network: Any) -> Any:
     network = copy.deepcopy(network)
-    assert pack_stack(network) is None
-    pack_linear_layers(network)
+    assert pack_network(network, PLAN) is None
     assert all(module.weight is None for module in network.modules() if isinstance(module, Linear)), "weights are held once"
     return network
 
@@ -286,15 +288,15 @@ def test_one_layer_of_a_stack_runs_by_itself() -> None:
 
 def test_networks_without_such_layers_say_why() -> None:
     latent = fill(LlamaModel(latent_facts(), (), 64))
-    assert pack_stack(latent) == "latent attention" and latent.stack is None
+    assert pack_network(latent, PLAN) == "latent attention" and latent.stack is None
     mixture = latent_facts().experts
-    assert pack_stack(LlamaModel(replace(model_facts(), experts=mixture), (), 64)) == "mixtures of experts"
-    assert pack_stack(nn.Linear(2, 2)) == "a network of another package"
+    assert pack_network(LlamaModel(replace(model_facts(), experts=mixture), (), 64), PLAN) == "mixtures of experts"
+    assert pack_network(nn.Linear(2, 2), PLAN) == "a network of another package"
 
 
 def test_an_engine_says_which_path_its_networks_take(tmp_path: Path) -> None:
     pair = mirror_pair(tmp_path)
-    whole, single = "one native op per pass", "op by op: kernels.mode, kernels.linear or kernels.attention has it so"
+    whole, single = "one native op per pass", "op by op: set by kernels.mode, kernels.linear or kernels.attention"
     for path, keys in (
         (whole, {"runtime": "compiled"}),
         (single, {"runtime": "compiled", "linear": "native"}),

@@ -78,7 +78,7 @@ class EagleDraft(nn.Module):
         self.stack: DecoderStack | None = None
 
     def pack_stack(self) -> None:
-        """See :func:`graphspec.models.stack.pack_stack`."""
+        """See :func:`graphspec.models.stack.pack_network`."""
         self.stack = DecoderStack([self.layer], [self.hidden_layernorm], self.rotary.rotary_dim)
 
     def fuse(self, feature_BTF: Tensor) -> Tensor:

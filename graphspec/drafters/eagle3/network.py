@@ -95,7 +95,7 @@ class Eagle3Draft(nn.Module):
         self.stack: DecoderStack | None = None
 
     def pack_stack(self) -> str | None:
-        """See :func:`graphspec.models.stack.pack_stack`."""
+        """See :func:`graphspec.models.stack.pack_network`."""
         layers = cast("list[PlainLayer]", list(self.layers))
         if (reason := why_not(layers)) is not None:
             return reason

@@ -40,7 +40,7 @@ class MTPHead(nn.Module):
         self.stack: DecoderStack | None = None
 
     def pack_stack(self, rotary_dim: int) -> str | None:
-        """See :func:`graphspec.models.stack.pack_stack`."""
+        """See :func:`graphspec.models.stack.pack_network`."""
         if (reason := why_not([self.layer])) is not None:
             return reason
         self.stack = DecoderStack([self.layer], [self.layer.input_layernorm], rotary_dim, self.norm)
@@ -88,7 +88,7 @@ class MTPDraft(nn.Module):
         self.register_buffer("target_token_Vd", None, persistent=False)
 
     def pack_stack(self) -> str | None:
-        """See :func:`graphspec.models.stack.pack_stack`."""
+        """See :func:`graphspec.models.stack.pack_network`."""
         reasons = [cast("MTPHead", head).pack_stack(self.rotary.rotary_dim) for head in self.heads]
         return next((reason for reason in reasons if reason is not None), None)
 

@@ -34,7 +34,7 @@ class StandaloneDraft(nn.Module):
         self.register_buffer("target_token_Vd", None, persistent=False)
 
     def pack_stack(self) -> str | None:
-        """See :func:`graphspec.models.stack.pack_stack`."""
+        """See :func:`graphspec.models.stack.pack_network`."""
         return self.model.pack_stack()
 
     def fuse(self, feature_BTF: Tensor) -> Tensor:

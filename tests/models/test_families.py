@@ -16,15 +16,14 @@ from graphspec.errors import CheckpointError, ConfigError
 from graphspec.facts import families, read_model_facts
 from graphspec.facts.families import FAMILIES, all_families, target_architectures
 from graphspec.models.target import load_target
-
-from ._checkpoints import VOCAB_SIZE, build_hf, edit_json, edit_tensors, write_hf
-from ._engines import CHAIN, Pair, ids, prompts, random_pair
-from .test_entry_points import install
+from tests.drafters.test_entry_points import install
+from tests.support.checkpoints import VOCAB_SIZE, build_hf, edit_json, edit_tensors, write_hf
+from tests.support.engines import CHAIN, Pair, ids, prompts, random_pair
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 OUTSIDE = """
 from graphspec.facts.families import Family
 from graphspec.layouts import SPLIT_LAYOUT, Layout
