@@ -31,8 +31,8 @@ REQUIRED = {
     "pyproject.toml",
     "tests",
 }
-TOP_LEVEL = REQUIRED | {"CITATION.cff", "docs", "examples", "perf", "recipes"}
-GENERATED = {"build", "dist", "graphspec.egg-info", "multirun", "outputs"}
+TOP_LEVEL = REQUIRED | {"CITATION.cff", "docs", "examples", "mkdocs.yml", "perf", "recipes"}
+GENERATED = {"build", "dist", "graphspec.egg-info", "multirun", "outputs", "site"}
 
 # Everything at the level of the plan and below, and the faces that --help and notebooks touch first.
 WITHOUT_TORCH = [

@@ -197,7 +197,7 @@ class LLM:
             if native:
                 found[name] = pack_network(network, plan)
             else:
-                found[name] = "set by kernels.mode or kernels.linear"
+                found[name] = "set by kernels.mode, kernels.linear or kernels.attention"
                 use_kernels(network, kernels)
         self.decoders = {name: f"op by op: {reason}" if reason else "one native op per pass" for name, reason in found.items()}
         """How the decoder layers of target and draft run."""

@@ -54,10 +54,11 @@ def test_only_the_native_decoder_brings_them() -> None:
 
 
 def test_slots_that_lie_apart_are_refused() -> None:
-    [case, *_] = OPS[[op.name for op in OPS].index("tree_build")].cases(torch.Generator().manual_seed(0))
+    op = OPS[[op.name for op in OPS].index("tree_build")]
+    [case, *_] = op.cases(torch.Generator().manual_seed(0))
     apart = torch.empty(*case["node_token_BN"].shape, 2, dtype=torch.int64)[..., 0]
     with pytest.raises(ConfigError, match="contiguous slots"):
-        cycle.tree_build(**{**case, "node_token_BN": apart})
+        op.call(cycle.tree_build, {**case, "node_token_BN": apart})
     with pytest.raises(ConfigError, match="float32"):
         cycle.draft_topk(torch.zeros(1, 1, 4, dtype=torch.float64), 1, None, None, None, None)
 

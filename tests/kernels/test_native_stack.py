@@ -347,11 +347,11 @@ from graphspec.kernels import native
 torch.set_num_threads(3)
 weight, x = torch.randn(512, 256), torch.randn(8, 256)
 packed = native.pack_linear(weight)
-expected = native.packed_linear(x, packed, 512)
+expected = native.packed_linear(x, packed, 512, None, None, 0.0)
 for _ in range(50):
-    native.packed_linear(x, packed, 512)
+    native.packed_linear(x, packed, 512, None, None, 0.0)
 children = [os.fork() for _ in range(2)]
-same = all(torch.equal(native.packed_linear(x, packed, 512), expected) for _ in range(50))
+same = all(torch.equal(native.packed_linear(x, packed, 512, None, None, 0.0), expected) for _ in range(50))
 if 0 in children:
     os._exit(0 if same else 1)
 assert same and [os.waitpid(child, 0)[1] for child in children] == [0, 0]
@@ -367,7 +367,7 @@ def test_signals_reach_the_main_thread() -> None:
     """The team's threads take none: a handler in Python runs where Python runs."""
     torch.set_num_threads(3)
     packed_weight = native.pack_linear(torch.randn(512, 256))
-    native.packed_linear(torch.randn(8, 256), packed_weight, 512)
+    native.packed_linear(torch.randn(8, 256), packed_weight, 512, None, None, 0.0)
     seen: list[int] = []
     before = signal.signal(signal.SIGUSR1, lambda number, frame: seen.append(number))
     try:
@@ -386,7 +386,7 @@ def test_denormals_are_treated_alike_by_every_thread() -> None:
         for flush in (True, False, True):
             torch.set_flush_denormal(flush)
             for _ in range(20):
-                out = native.packed_linear(x, packed_weight, 4096)
+                out = native.packed_linear(x, packed_weight, 4096, None, None, 0.0)
                 assert ((out.view(torch.int32) == 0) == flush).all()
     finally:
         torch.set_flush_denormal(False)

@@ -27,7 +27,7 @@ _NODES = (4, 6, 8, 12, 16, 24, 32, 48, 64)
 
 
 class Timing(Protocol):
-    """How long things take: by a share of their floors (:class:`Efficiency`) or as measured (:class:`graphspec.lab.predict.passes.PassTimes`)."""
+    """How long things take: by a share of their floors (:class:`Efficiency`) or as measured (:class:`.passes.PassTimes`)."""
 
     @property
     def source(self) -> str:
