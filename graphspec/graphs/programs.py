@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -97,7 +96,7 @@ class Program:
     """
 
     def __init__(self, stages: list[Stage], views: Views, *, compiled: bool, threads: int | None = None, prefills: bool = False) -> None:
-        self.stages, self.views, self.threads = stages, views, threads
+        self.stages, self.views = stages, views
         self.prefills = prefills
         self.steps: list[Callable[[], None]]
         self.direct: Callable[[], None]
@@ -106,14 +105,18 @@ class Program:
 
             self.steps, self.direct = [compile_stages([s], views, threads) for s in stages], compile_stages(stages, views, threads)
         else:
-            self.steps, self.direct = [partial(s, views) for s in stages], self._in_order
+            self.steps = [partial(s, views) for s in stages]
+            self.direct = self._in_order if threads is None else partial(self._in_order_with, threads)
         self.replay: Callable[[], None] | None = None
         self.buffers: Signature = signature(views)
 
     def _in_order(self) -> None:
-        with nullcontext() if self.threads is None else torch_loops(self.threads):
-            for step in self.steps:
-                step()
+        for step in self.steps:
+            step()
+
+    def _in_order_with(self, threads: int) -> None:
+        with torch_loops(threads):
+            self._in_order()
 
     def __call__(self) -> None:
         if self.replay is not None:

@@ -22,7 +22,7 @@ from graphspec.engine.request import SamplingParams
 from graphspec.show import demo
 from perf import first_token
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SHORT = [
     "experiment=demo_chain",
     "runtime=eager",
