@@ -18,7 +18,7 @@ from graphspec.show.demo import DEMO_WIDTH, run_demo
 
 OUT = Path(__file__).parent / "demo.svg"
 COMMAND = "graphspec demo experiment=demo_chain"
-FONTS = re.compile(r"@font-face \{\{.*?\}\}\s*", re.DOTALL)
+ADDRESSES = re.compile(r"@font-face \{\{.*?\}\}\s*|<!-- .*? -->\s*", re.DOTALL)
 
 
 def record(*overrides: str, prompt: str = DEMO_PROMPT) -> str:
@@ -30,8 +30,8 @@ def record(*overrides: str, prompt: str = DEMO_PROMPT) -> str:
     """
     console = Console(record=True, width=DEMO_WIDTH, file=io.StringIO())
     run_demo(load_config(*overrides), prompt, console, console)
-    # Rich's own format asks a network for a font; the reader's own will do.
-    return console.export_svg(title=COMMAND, code_format=FONTS.sub("", CONSOLE_SVG_FORMAT), unique_id="demo") + "\n"
+    # Rich's own format asks a network for a font, and names a site; the reader's own font will do.
+    return console.export_svg(title=COMMAND, code_format=ADDRESSES.sub("", CONSOLE_SVG_FORMAT), unique_id="demo")
 
 
 if __name__ == "__main__":

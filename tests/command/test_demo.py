@@ -9,7 +9,6 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
@@ -28,7 +27,7 @@ SHORT = [
     "runtime=eager",
     "runtime.max_rows=1",
     "runtime.buckets=[1]",
-    "sampling.max_tokens=24",
+    "sampling.max_tokens=12",
     "model.max_context=128",
 ]
 
@@ -66,21 +65,10 @@ def test_demo_streams_eagerly_draws_a_tree_and_ends_in_the_table(shown):
     assert re.search(r"│   [├└]── [+-]", shown), "branches under a branch"
     assert shown.rstrip().endswith("┘")
     assert max(map(cell_len, shown.splitlines())) <= demo.DEMO_WIDTH
-    llm = LLM.from_config(load_config(*SHORT, "variant=none"))
-    [output] = llm.generate(DEMO_PROMPT, SamplingParams(max_tokens=24))
+    llm = LLM.from_config(load_config("experiment=demo_none", *SHORT[1:]))
+    [output] = llm.generate(DEMO_PROMPT, SamplingParams(max_tokens=12))
     assert f"gave the same {len(output.token_ids)} tokens" in shown
     assert "".join(output.text.split()) in "".join(shown[text:tree].split())
-
-
-def test_demo_leaves_the_number_of_threads_as_it_was(shown):
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(2)
-        console = Console(file=io.StringIO())
-        demo.run_demo(load_config(*SHORT, "sampling.max_tokens=2"), DEMO_PROMPT, console, console)
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(before)
 
 
 def test_a_draft_that_can_only_be_a_chain_is_drawn_as_one():
@@ -90,12 +78,14 @@ def test_a_draft_that_can_only_be_a_chain_is_drawn_as_one():
 
 
 def test_another_process_builds_what_this_one_will():
-    with closing(demo.Precompiler(load_config(*SHORT, "variant=none"))) as precompiler:
+    with closing(demo.Precompiler(load_config("experiment=demo_none", *SHORT[1:]))) as precompiler:
         precompiler.wait("build")
         precompiler.wait()
-    with closing(demo.Precompiler(load_config(*SHORT, "model.path=/there/is/none"))) as refused:
-        refused.wait("build")
-        refused.wait()
+
+
+def test_what_another_process_may_not_build_is_left_to_this_one(monkeypatch):
+    monkeypatch.setattr(demo.signal, "signal", lambda *_: None)
+    demo._precompile(load_config(*SHORT, "model.path=/there/is/none"), None)
 
 
 def test_what_a_run_says_of_itself_is_read():
