@@ -12,7 +12,7 @@ import sys
 
 ELSEWHERE = (
     "docs/", "examples/", "perf/", "recipes/",
-    "graphspec/demo/", "graphspec/engine/", "graphspec/lab/", "graphspec/show/", "graphspec/train/",
+    "graphspec/demo/", "graphspec/lab/", "graphspec/show/",
     "tests/browser/", "tests/command/", "tests/engine/", "tests/fuzz/", "tests/gpu/",
     "tests/lab/", "tests/perf/", "tests/recipes/", "tests/train/",
     "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "README.md",

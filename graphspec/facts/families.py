@@ -24,8 +24,12 @@ Windows = Callable[[Keys, int], tuple[int | None, ...]]
 
 
 def no_window(keys: Keys, num_layers: int) -> tuple[int | None, ...]:
-    """Whatever the config says of sliding windows, the family has none."""
-    del keys
+    """Whatever the config says of sliding windows, the family has none.
+
+    Raises:
+        CheckpointError: it says no integer.
+    """
+    window_everywhere(keys, num_layers, None)
     return (None,) * num_layers
 
 

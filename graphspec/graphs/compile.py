@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch._dynamo import lookup_backend
 from torch._dynamo.exc import BackendCompilerFailed
+from torch._dynamo.utils import counters
 from torch._inductor import config
 from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
 from torch._inductor.runtime.cache_dir_utils import cache_dir
@@ -119,3 +120,8 @@ def compile_stages(stages: Sequence[Stage], views: Views, threads: int | None = 
     name = f"run_{ordered[0].name}" if len(ordered) == 1 else "run_cycle"
     own = {"__name__": __name__, "__builtins__": __builtins__}
     return Region(FunctionType(run.__code__.replace(co_name=name), own, name, None, run.__closure__), threads)
+
+
+def graphs_compiled() -> int:
+    """Graphs this process has compiled so far; constant after warm-up."""
+    return int(counters["stats"]["unique_graphs"])

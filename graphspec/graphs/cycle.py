@@ -23,7 +23,7 @@ from .capture import Capturer, CaptureRecord, ProgramCapturer, check_unmoved, no
 from .envelope import Envelope
 from .host_step import LaunchPreparation
 from .memory import MemoryPlan
-from .programs import Key, PrefillKey, Program, describe, graphs_compiled, program_stages, tokens_of
+from .programs import Key, PrefillKey, Program, describe, program_stages, tokens_of
 from .stages.logprobs import RING
 from .stages.mailbox import MailLayout, Message
 from .stages.stage import DraftModel, Stage, TargetModel, check_dataflow
@@ -85,6 +85,12 @@ class Cycle:
         self.layout = MailLayout.of(plan)
         self.arena = Arena(plan, self.layout.size)
         self.programs: dict[Key, Program] = {}
+        self.compiled_graphs: Callable[[], int] = int
+        """Graphs compiled in this process, which do not change after :meth:`prepare`; 0 where nothing of this cycle compiles."""
+        if plan.compiles:
+            from .compile import graphs_compiled
+
+            self.compiled_graphs = graphs_compiled
         self.dropped: set[Key] = set()
         """Programs for which memory ran out; their lanes are served by smaller buckets, their tokens by smaller chunks."""
         make = capturer or (Capturer if plan.captured else None)
@@ -328,7 +334,7 @@ class Cycle:
         program = self.programs.get(key)
         if program is None:
             raise ResourceError("cycle", "a program prepared before the run", key)
-        ticket, compiled = self._launched, graphs_compiled()
+        ticket, compiled = self._launched, self.compiled_graphs()
         slot = ticket % self.plan.ring_depth
         if self.plan.debug:
             self.arena.check_addresses()
@@ -346,8 +352,8 @@ class Cycle:
         else:
             with torch.no_grad():
                 self._send(slot, program, key, message)
-        if graphs_compiled() != compiled:
-            raise CaptureError(describe(key), "no compilation after the warm-up", f"{graphs_compiled() - compiled} graphs compiled")
+        if (now := self.compiled_graphs()) != compiled:
+            raise CaptureError(describe(key), "no compilation after the warm-up", f"{now - compiled} graphs compiled")
         self._whole = True
         return ticket
 
@@ -452,7 +458,3 @@ class Cycle:
     def in_flight(self) -> int:
         """Launches whose result has not been read."""
         return len(self._in_flight)
-
-    def compiled_graphs(self) -> int:
-        """Graphs compiled in this process; does not change after :meth:`prepare`."""
-        return graphs_compiled()

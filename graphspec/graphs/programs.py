@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -123,9 +122,3 @@ class Program:
             self.replay()
         else:
             self.direct()
-
-
-def graphs_compiled() -> int:
-    """Graphs this process has compiled so far; constant after warm-up."""
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    return int(dynamo.counters["stats"]["unique_graphs"]) if dynamo is not None else 0

@@ -163,12 +163,10 @@ def test_a_launch_that_did_not_end_must_be_forgotten_first(pair: Pair, moment: s
 
 def test_a_launch_that_compiles_shifts_nothing(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error comes after the program ran; the device has counted it."""
-    import graphspec.graphs.cycle as module
-
     llm = pair.llm(**CHAIN, max_rows=2)
     asked = prompts(2)
     llm.generate(asked, PARAMS)
-    counted: Callable[[], int] = module.graphs_compiled
+    counted: Callable[[], int] = llm.cycle.compiled_graphs
     calls = [0]
 
     def compiled() -> int:
@@ -176,7 +174,7 @@ def test_a_launch_that_compiles_shifts_nothing(pair: Pair, monkeypatch: pytest.M
         return counted() + (calls[0] == 8)
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, "graphs_compiled", compiled)
+        patch.setattr(llm.cycle, "compiled_graphs", compiled)
         with pytest.raises(CaptureError, match="expected no compilation after the warm-up"):
             llm.generate(asked, PARAMS)
     for _ in range(2):

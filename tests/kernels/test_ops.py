@@ -172,7 +172,7 @@ def test_select_kernels() -> None:
     for kernels in (select_kernels("compiled", "auto", "cpu"), select_kernels("reference", "native", "cpu")):
         assert kernels.tree_attention is not reference["tree_attention"]
         assert kernels.chunk_attention is not reference["chunk_attention"]
-        assert kernels.tree_build is reference["tree_build"]
+        assert kernels.tree_walk is reference["tree_walk"]
     assert select_kernels("compiled", "reference", "cpu").tree_attention is reference["tree_attention"]
 
 

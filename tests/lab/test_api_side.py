@@ -132,11 +132,13 @@ def test_what_is_asked_is_the_workload(server: str) -> None:
     one = side(server, requests=2)
     one.config.profile.api_key = None
     one.workload = type(one.workload)(
-        one.workload.asks, 2, 5, True, SamplingConfig(temperature=0.5, top_k=7, stop_token_ids=[3], logit_bias={4: -1.0})
+        one.workload.requests, 2, 5, True, SamplingConfig(temperature=0.5, top_k=7, stop_token_ids=[3], logit_bias={4: -1.0})
     )
     one.round()
     body = sorted(Handler.bodies, key=lambda body: body["seed"])[1]
-    assert body["prompt"] == one.workload.asks[1].prompt and body["seed"] == 1 and body["max_tokens"] == 5 and body["ignore_eos"] is True
+    assert (
+        body["prompt"] == one.workload.requests[1].prompt and body["seed"] == 1 and body["max_tokens"] == 5 and body["ignore_eos"] is True
+    )
     assert body["stream"] is True and body["stream_options"]["include_usage"] is True and body["model"] == "tiny"
     assert body["temperature"] == 0.5 and body["top_k"] == 7 and body["stop_token_ids"] == [3] and body["logit_bias"] == {"4": -1.0}
     assert "min_p" not in body and "repetition_penalty" not in body
@@ -148,7 +150,7 @@ def test_prompts_may_go_as_text_and_a_token_goes_along(server: str) -> None:
     one = ApiSide(LaunchConfig(baseline=["openai"], url=server, workload=asked, profile=how))
     one.round()
     [body] = Handler.bodies
-    assert body["prompt"] == one.tokenizer.decode(one.workload.asks[0].prompt) and body["model"] == "mine"
+    assert body["prompt"] == one.tokenizer.decode(one.workload.requests[0].prompt) and body["model"] == "mine"
     assert one.server.first_model() == "tiny" and Handler.headers_seen == ["Bearer k"]
 
 

@@ -303,7 +303,7 @@ def test_json_of_a_published_shape(capsys: pytest.CaptureFixture[str], tmp_path:
 
 def test_rows_that_fit_fit_and_one_more_does_not() -> None:
     """Against the memory plan of engines with so many rows."""
-    from graphspec.lab.predict.capacity import _plan
+    from graphspec.lab.predict.capacity import _network_sizes, _plan, engine_plan
     from graphspec.lab.predict.paper_models import read_paper
 
     config = load_config("model=llama-3.1-8b", "hardware=l40s", "plan.batches=[1]", "plan.context=1024")
@@ -312,8 +312,12 @@ def test_rows_that_fit_fit_and_one_more_does_not() -> None:
     assert rows and found.capacity.longest
     memory = int(44.7 * 2**30)
 
+    shape = found.rows[0].best.shape
+    _, smallest = engine_plan(config, paper, shape, 1, 1024, device="cuda", dtype="bfloat16", memory=memory)
+    sizes = _network_sizes(config, paper, found.model, smallest)
+
     def fits(rows: int, context: int) -> bool:
-        _, asked = _plan(config, paper, found.model, found.rows[0].best.shape, "cuda", "bfloat16", memory, rows, context)
+        _, asked = _plan(config, paper, sizes, shape, "cuda", "bfloat16", memory, rows, context)
         return asked.total <= asked.budget
 
     assert fits(rows, 1024) and not fits(rows + 1, 1024)

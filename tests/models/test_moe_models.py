@@ -93,12 +93,12 @@ def test_tokens_that_are_not_valid_go_to_no_expert(tmp_path: Path) -> None:
     valid_BT = torch.tensor([[True, False, True], [False, True, False]])
     poisoned = torch.where(valid_BT[..., None], x_BTH, float("nan"))
     norm, everyone = block.post_attention_layernorm, torch.ones_like(valid_BT)
-    alone = block.mlp(x_BTH, norm, torch.zeros_like(x_BTH), everyone)
-    found = block.mlp(poisoned, norm, torch.zeros_like(x_BTH), valid_BT)
+    alone = block.mlp(x_BTH, norm, torch.zeros_like(x_BTH), valid=everyone)
+    found = block.mlp(poisoned, norm, torch.zeros_like(x_BTH), valid=valid_BT)
     torch.testing.assert_close(found[valid_BT], alone[valid_BT])
     seen: list[torch.Tensor] = []
     block.mlp.mix = lambda x, index, weight, *rest: seen.append(index) or torch.zeros_like(x)
-    block.mlp(poisoned, norm, torch.zeros_like(x_BTH), valid_BT)
+    block.mlp(poisoned, norm, torch.zeros_like(x_BTH), valid=valid_BT)
     assert torch.equal((seen[0] < 0).all(-1), ~valid_BT.flatten())
     assert torch.equal((seen[0] >= 0).all(-1), valid_BT.flatten())
 

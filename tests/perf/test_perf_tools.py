@@ -198,11 +198,11 @@ def test_what_is_packed_installs_offline(checkout: Path, tmp_path: Path, monkeyp
 
 def test_a_side_with_other_tokens_gets_no_figure() -> None:
     sides = [
-        speed.Side("reference", lambda prompt: [*prompt, 1]),
-        speed.Side("same", lambda prompt: [*prompt, 1], "reference", acceptance=lambda: 2.5),
-        speed.Side("other", lambda prompt: [*prompt, 2], "reference"),
+        speed.Side("reference", lambda batch: [[*prompt, 1] for prompt in batch]),
+        speed.Side("same", lambda batch: [[*prompt, 1] for prompt in batch], "reference", acceptance=lambda: 2.5),
+        speed.Side("other", lambda batch: [[*prompt, 2] for prompt in batch], "reference"),
     ]
-    speed.measure(sides, [[5], [6, 7]], rounds=3)
+    speed.measure(sides, [[[5]], [[6, 7]]], rounds=3)
     reference, same, other = speed.rows(sides)
     assert reference["ratio"] is None and reference["tokens_per_second"] > 0
     assert same["equal_to_hf"] and same["ratio"] > 0 and same["acceptance_length"] == 2.5 and len(same["rounds"]) == 3
