@@ -6,6 +6,7 @@ of the package count, so versions of torch and numpy do not. Imports no torch.
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 from types import CodeType, FrameType
@@ -16,9 +17,16 @@ def count_bytecodes(run: Callable[[], object], package: str) -> int:
     """Bytecodes that ``run`` executes in this thread, in functions of ``package`` and its subpackages, those it calls included.
 
     A function belongs to the module whose globals it runs in, which holds for what ``dataclass`` generates as well. Warm ``run`` up first:
-    what is cached or imported at the first call counts there.
+    what is cached or imported at the first call counts there. Garbage is not collected meanwhile: finalizers of other objects would count.
     """
-    return _by_monitoring(run, package) if sys.version_info >= (3, 12) else _by_tracing(run, package)
+    collects = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        return _by_monitoring(run, package) if sys.version_info >= (3, 12) else _by_tracing(run, package)
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _belongs(frame: FrameType, package: str) -> bool:
