@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import re
 import xml.etree.ElementTree as ET
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -75,17 +74,6 @@ def test_a_draft_that_can_only_be_a_chain_is_drawn_as_one():
     sampled = ["sampling=sample", "accept=rejection"]
     assert report.eager_engine(load_config(*SHORT, *sampled), DEMO_PROMPT, 1).plan.shape.is_chain
     assert not report.eager_engine(load_config(*SHORT), DEMO_PROMPT, 1).plan.shape.is_chain
-
-
-def test_another_process_builds_what_this_one_will():
-    with closing(report.Precompiler(load_config("experiment=demo_none", *SHORT[1:]))) as precompiler:
-        precompiler.wait("build")
-        precompiler.wait()
-
-
-def test_what_another_process_may_not_build_is_left_to_this_one(monkeypatch):
-    monkeypatch.setattr(report.signal, "signal", lambda *_: None)
-    report._precompile(load_config(*SHORT, "model.path=/there/is/none"), None)
 
 
 def test_what_a_run_says_of_itself_is_read():
