@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
+from importlib import import_module
 from statistics import median
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rich.cells import cell_len
@@ -38,6 +39,8 @@ DEMO_WIDTH = 80
 """Most columns that the demo's text takes."""
 TREE_TOPK, TREE_NODES = 4, 16
 """Shape of the tree that is drawn where the configured shape is a chain."""
+NATIVE_KERNELS = f"{__package__}.kernels.native"
+"""Compiles its library when it is imported."""
 SMALL_CONTEXT = 1024
 """Most slots of the eager engine's context, where the demo's text fits: plain torch attends all of them in every cycle."""
 
@@ -199,7 +202,6 @@ def run_demo(config: Config, prompt: str, console: Console | None = None, notes:
 
     from .engine.llm import LLM
     from .engine.request import configured_params
-    from .kernels.native.build import LIBRARY
 
     params = configured_params(config.sampling)
     if params.seed is None:
@@ -211,13 +213,13 @@ def run_demo(config: Config, prompt: str, console: Console | None = None, notes:
     compiles = config.runtime.name == "compiled"
     tokens: list[int] = []
     with ThreadPoolExecutor(1) as pool:
-        native: Future[Path] | None = None
+        native: Future[ModuleType] | None = None
         for event in eager.stream(prompt, params):
             console.print(Text(wrap.push(event.text, last=event.finished)), end="", soft_wrap=True)
             tokens += event.token_ids
             if native is None and compiles and (eager.plan.device, eager.plan.dtype) == ("cpu", "float32"):
                 # The compiler is another process, and text keeps one core busy. Not before the first token, which is waited for.
-                native = pool.submit(LIBRARY.build)
+                native = pool.submit(import_module, NATIVE_KERNELS)
         console.print("\n")
         shape = eager.plan.shape
         console.print(
