@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import re
-import signal
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
+from importlib import import_module
 from statistics import median
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from rich.cells import cell_len
@@ -21,12 +22,10 @@ from rich.text import Text
 from ..catalog import PLAIN_DECODING, resolve_variant
 from ..config import AdaptiveConfig, Config, KernelsConfig, RuntimeConfig, VariantConfig
 from ..core_wait import CoreWait, busy_caution
-from ..errors import ConfigError, GraphspecError, ResourceError
+from ..errors import ConfigError, ResourceError
 from .draft_tree import draw_tree
 
 if TYPE_CHECKING:
-    from multiprocessing.connection import Connection
-
     from ..engine.llm import LLM
     from ..engine.outputs import Output
     from ..engine.request import SamplingParams
@@ -36,6 +35,8 @@ DEMO_WIDTH = 80
 """Most columns that the demo's text takes."""
 TREE_TOPK, TREE_NODES = 4, 16
 """Shape of the tree that is drawn where the configured shape is a chain."""
+NATIVE_KERNELS = "graphspec.kernels.native"
+"""Compiles its library when it is imported."""
 SMALL_CONTEXT = 1024
 """Most slots of the eager engine's context, where the demo's text fits: plain torch attends all of them in every cycle."""
 
@@ -71,47 +72,6 @@ class WordWrap:
             shown += character
             self._column = 0 if character == "\n" else self._column + cell_len(character)
         return shown
-
-
-class Precompiler:
-    """A process that builds an engine and throws it away. What it compiles is in this machine's caches when this process builds the same.
-
-    Of what goes wrong in it nothing is said here: this process builds the same engine, and fails by itself.
-    """
-
-    def __init__(self, config: Config) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._phases, theirs = context.Pipe(duplex=False)
-        self._process = context.Process(target=_precompile, args=(config, theirs), daemon=True)
-        self._process.start()
-        theirs.close()
-
-    def wait(self, phase: str | None = None) -> None:
-        """Until loading and building have come to ``phase``, or to their end; None: to their end."""
-        try:
-            while self._phases.recv() != phase:
-                pass
-        except EOFError:
-            self._process.join()
-
-    def close(self) -> None:
-        """End the process, whatever it does."""
-        self._process.terminate()
-        self._process.join()
-
-
-def _precompile(config: Config, phases: Connection) -> None:
-    """What the process of a :class:`Precompiler` does."""
-    # Ctrl-C is for the process that shows something; it ends this one.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    from ..engine.llm import LLM
-    from ..engine.request import configured_params
-
-    try:
-        llm = LLM.from_config(config, progress=lambda phase, done, total: phases.send(phase))
-        llm.warm_up(sampling=configured_params(config.sampling).sampling_class)
-    except GraphspecError:
-        return
 
 
 @contextmanager
@@ -173,46 +133,46 @@ def run_demo(config: Config, prompt: str, console: Console | None = None, notes:
     console.print("From the eager program, while nothing is compiled:\n", style="dim")
     console.print(Text(wrap.push(prompt, last=True), style="bold"), end="", soft_wrap=True)
     plain = PLAIN_DECODING.name
-    plainly = replace(config, variant=VariantConfig(name=plain))
-    with ExitStack() as stack:
-        # Loading and eager text keep one core busy; compilers have the others from the first moment.
-        compiles = config.runtime.name == "compiled"
-        precompiler = stack.enter_context(closing(Precompiler(plainly))) if compiles else None
-        import torch
+    import torch
 
-        from ..engine.llm import LLM
-        from ..engine.request import configured_params
+    from ..engine.llm import LLM
+    from ..engine.request import configured_params
 
-        params = configured_params(config.sampling)
-        if params.seed is None:
-            # What is compared below is one request run on several engines.
-            params = replace(params, seed=0)
-        threads = torch.get_num_threads()
-        eager = eager_engine(config, prompt, max(1, threads - 1))
-        eager.check(prompt, params)
-        tokens: list[int] = []
+    params = configured_params(config.sampling)
+    if params.seed is None:
+        # What is compared below is one request run on several engines.
+        params = replace(params, seed=0)
+    threads = torch.get_num_threads()
+    eager = eager_engine(config, prompt, max(1, threads - 1))
+    eager.check(prompt, params)
+    compiles = config.runtime.name == "compiled"
+    tokens: list[int] = []
+    with ThreadPoolExecutor(1) as pool:
+        native: Future[ModuleType] | None = None
         for event in eager.stream(prompt, params):
             console.print(Text(wrap.push(event.text, last=event.finished)), end="", soft_wrap=True)
             tokens += event.token_ids
+            if native is None and compiles and (eager.plan.device, eager.plan.dtype) == ("cpu", "float32"):
+                # The compiler is another process, and text keeps one core busy. Not before the first token, which is waited for.
+                native = pool.submit(import_module, NATIVE_KERNELS)
         console.print("\n")
         shape = eager.plan.shape
         console.print(
-            f"The draft of its first cycle, S, K, N = {shape.num_steps}, {shape.topk}, {shape.num_draft_tokens} (+ accepted, - rejected):"
+            f"Draft tree of the first cycle, S, K, N = {shape.num_steps}, {shape.topk}, {shape.num_draft_tokens} (+ accepted, - rejected):"
         )
         console.print(draw_tree(eager.draft_tree(prompt)))
         console.print()
         del eager
         torch.set_num_threads(threads)
-        engines: dict[str, LLM] = {}
-        if precompiler is not None:
-            with working("preparing weights and native kernels", notes):
-                precompiler.wait("compile")
-        for name, each in ((variant, config), (plain, plainly)):
-            with working(f"{'compiling' if precompiler else 'building'} the cycle of {name}", notes):
-                if precompiler is not None and name == plain:
-                    precompiler.wait()
-                engines[name] = LLM.from_config(each)
-                engines[name].warm_up(sampling=params.sampling_class)
+        if native is not None:
+            with working("compiling the C++ kernels", notes):
+                # Where it failed, an engine that needs them fails in the same way.
+                native.exception()
+    engines: dict[str, LLM] = {}
+    for name, each in ((variant, config), (plain, replace(config, variant=VariantConfig(name=plain)))):
+        with working(f"{'compiling' if compiles else 'building'} the cycle of {name}", notes):
+            engines[name] = LLM.from_config(each)
+            engines[name].warm_up(sampling=params.sampling_class)
     watch = CoreWait()
     with working(f"{DEMO_REPEATS} runs of each after a warm-up", notes):
         speeds, outputs = measure(engines, prompt, params)
