@@ -23,7 +23,7 @@ class Layout:
 
     rules: tuple[TensorRule, ...]
     ignored: tuple[str, ...] = ()
-    """Tensors that may be there and aren't loaded, each for the reason beside it."""
+    """Tensors that may be there and aren't loaded, each for the reason next to it."""
     renamed: tuple[tuple[str, str], ...] = ()
     """Prefixes in circulation, and what the rules call them."""
 

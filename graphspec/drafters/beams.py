@@ -96,7 +96,7 @@ class DraftSteps(DraftStage):
         super().__init__(build)
         if self.sampler.noisy or self.sampling.bias:
             self.reads = (*self.reads, "next_position_B")
-        # A beam that has no other beside it sees what lies before it.
+        # A beam that is alone sees what lies before it.
         steps = range(1, self.shape.num_steps)
         self.bound = [self.bind_call("draft", "root", step + 1, 1) if self.shape.topk == 1 else None for step in steps]
 

@@ -86,8 +86,8 @@ class Cycle:
         self.arena = Arena(plan, self.layout.size)
         self.programs: dict[Key, Program] = {}
         self.compiled_graphs: Callable[[], int] = int
-        """Graphs compiled in this process, which do not change after :meth:`prepare`; 0 where nothing of this cycle compiles."""
-        if plan.compiles:
+        """Graphs compiled in this process, which do not change after :meth:`prepare`; 0 for an eager cycle, which imports no compiler."""
+        if plan.compiles or plan.captured:
             from .compile import graphs_compiled
 
             self.compiled_graphs = graphs_compiled

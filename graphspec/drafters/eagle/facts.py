@@ -23,7 +23,7 @@ class EagleFacts(DraftFacts):
     fc_bias: bool | None = None
     """What the config says; None where it doesn't. The tensors decide."""
     layernorms: bool | None = None
-    """Likewise: norms behind the embedding, in front of the attention and in front of the head (HASS)."""
+    """Likewise: norms after the embedding, before the attention and before the head (HASS)."""
 
 
 def read_eagle_config(path: str | Path) -> tuple[EagleFacts, Keys]:

@@ -37,7 +37,7 @@ class Eagle3Facts(DraftFacts):
     norm_before_residual: bool = False
     """The first layer's residual is the normed hidden state, not the one before the norm."""
     norm_output: bool = False
-    """EAGLE-3.1: the next step gets the hidden state behind the final norm, not the one before."""
+    """EAGLE-3.1: the next step gets the hidden state after the final norm, not the one before."""
     norm_before_fc: bool | None = None
     """One RMSNorm over the feature; None where the config doesn't say, then the tensors decide."""
     fc_norm: bool | None = None

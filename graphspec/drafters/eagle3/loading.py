@@ -98,7 +98,7 @@ def eagle3_checkpoint(facts: Eagle3Facts) -> tuple[Checkpoint, Eagle3Facts]:
     Raises:
         CheckpointError: another kind of checkpoint, or a norm that config and tensors disagree on.
     """
-    # layers behind the first may call the norm in front of their attention hidden_norm (SGLang, TensorRT-LLM)
+    # layers after the first may call the norm before their attention hidden_norm (SGLang, TensorRT-LLM)
     further = tuple((f"layers.{i}.hidden_norm.", f"layers.{i}.input_layernorm.") for i in range(1, facts.decoder.num_layers))
     checkpoint = Checkpoint(facts.path, EAGLE3_LAYOUT.renamed + further)
     missing = [name for name in ("fc.weight", "layers.0.hidden_norm.weight") if name not in checkpoint]

@@ -121,7 +121,7 @@ def _family(keys: Keys, layout: str, architecture: str) -> Family:
 
 
 def _settle_experts(decoder: ModelFacts, layout: str, heads: list[int], names: list[str]) -> ModelFacts:
-    """Which heads have a mixture of experts is told by their tensors: a model's rule for its own layers need not hold behind the last.
+    """The tensors say which heads have a mixture of experts: a model's rule for its own layers need not hold after the last.
 
     Raises:
         CheckpointError: a tensor of latent attention or of a mixture that layers of this architecture don't have.
@@ -141,7 +141,7 @@ def _settle_experts(decoder: ModelFacts, layout: str, heads: list[int], names: l
 
 
 def read_mtp_facts(path: str | Path, target: ModelFacts) -> MTPFacts:
-    """Facts of the prediction heads in a folder: the target's own, or one beside it.
+    """Facts of the prediction heads in a folder: the target's own, or one next to it.
 
     The layout follows from the names of the tensors, the kind of layer from ``architectures``.
 

@@ -24,7 +24,7 @@ NEXTN_LAYOUT = _prediction_head(
     "model.layers.*.", "enorm", "hnorm", "eh_proj", "shared_head.norm", "model.layers.*.",
     ignored=("embed_tokens.weight", "shared_head.head.weight"),  # copies of the target's, which are used instead
 )  # fmt: skip
-"""DeepSeek's NextN heads: layers behind the target's last one, or numbered from 0 in a file of their own."""
+"""DeepSeek's NextN heads: layers after the target's last one, or numbered from 0 in a file of their own."""
 
 
 QWEN_MTP_LAYOUT = _prediction_head("mtp.", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm", "mtp.layers.*.")

@@ -56,7 +56,7 @@ class MTPHead(nn.Module):
         return out_BTH
 
     def write_kv(self, embedding_BTH: Tensor, hidden_BTH: Tensor, rotation: Rotation, attention: Attention) -> None:
-        """This head's KV, where nobody reads what lies behind it."""
+        """This head's KV, where nobody reads the output."""
         self.layer.write_kv(self._enter(embedding_BTH, hidden_BTH), rotation, attention)
 
     def _enter(self, embedding_BTH: Tensor, hidden_BTH: Tensor) -> Tensor:

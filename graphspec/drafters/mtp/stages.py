@@ -37,7 +37,7 @@ def shifted_rows(token_BU: Tensor, known_B: Tensor, drafted_Bs: Tensor) -> Tenso
 
 
 class HeadSteps(DraftStage):
-    """A chain of S heads (DeepSeek-V3, arXiv 2412.19437, section 2.2): head s reads token i + s beside head s - 1's output at row i.
+    """A chain of S heads (DeepSeek-V3, arXiv 2412.19437, section 2.2): head s reads token i + s and head s - 1's output at row i.
 
     Row i of head s depends on token i + s, which was only drafted when the row was first computed. So the Y = heads - 1 rows before the
     window run again, on the tokens that were committed since; the heads' KV ahead of them is final.

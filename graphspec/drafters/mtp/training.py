@@ -29,7 +29,7 @@ class MtpConfig(NetworkConfig):
 
 
 class MtpHead(DecoderLayer):
-    """A decoder layer over ``eh_proj([enorm(embedding); hnorm(hidden)])``, and the norm behind it."""
+    """A decoder layer over ``eh_proj([enorm(embedding); hnorm(hidden)])``, and the norm after it."""
 
     def __init__(self, shape: LayerShape) -> None:
         super().__init__(shape)
