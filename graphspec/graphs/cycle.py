@@ -85,16 +85,16 @@ class Cycle:
         self.layout = MailLayout.of(plan)
         self.arena = Arena(plan, self.layout.size)
         self.programs: dict[Key, Program] = {}
-        self.compiled_graphs: Callable[[], int] = int
-        """Graphs compiled in this process, which do not change after :meth:`prepare`; 0 for an eager cycle, which imports no compiler."""
-        if plan.compiles or plan.captured:
-            from .compile import graphs_compiled
-
-            self.compiled_graphs = graphs_compiled
         self.dropped: set[Key] = set()
         """Programs for which memory ran out; their lanes are served by smaller buckets, their tokens by smaller chunks."""
         make = capturer or (Capturer if plan.captured else None)
         self._capturer = make(self.arena) if make is not None else None
+        self.compiled_graphs: Callable[[], int] = int
+        """Graphs compiled in this process, which do not change after :meth:`prepare`; 0 for an eager cycle, which imports no compiler."""
+        if plan.compiles or self._capturer is not None:
+            from .compile import graphs_compiled
+
+            self.compiled_graphs = graphs_compiled
         self._records: dict[Key, CaptureRecord] = {}
         self._tuner, self._loop_threads = tuner, loop_threads
         step = kernels.host_step()
