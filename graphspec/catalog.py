@@ -5,11 +5,12 @@ Stages read capabilities and never a name. A variant is a folder of :mod:`graphs
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, TypeVar
 
 from .errors import ConfigError
 from .shapes import PLAIN, CycleShape
@@ -92,21 +93,42 @@ def all_variants() -> tuple[Variant, ...]:
     Raises:
         ConfigError: an entry point that is no :class:`Variant`, or whose name is taken.
     """
-    found = {name: _row(f"VARIANTS: {name}", name, path) for name, path in VARIANTS.items()}
-    for point in sorted(entry_points(group=ENTRY_POINTS), key=lambda point: point.name):
-        key = f"entry point {ENTRY_POINTS}: {point.name}"
-        variant = _row(key, point.name, point.value)
+    found: dict[str, Variant] = {name: load_object(path) for name, path in VARIANTS.items()}
+    for key, value, variant in rows_from_outside(ENTRY_POINTS, Variant):
         if variant.name in found:
-            raise ConfigError(key, "a name that is not taken", f"{point.value} next to the variant of that name")
+            raise ConfigError(key, "a name that is not taken", f"{value} next to the variant of that name")
         found[variant.name] = variant
     return tuple(found.values())
 
 
-def _row(key: str, name: str, path: str) -> Variant:
-    variant: object = load_object(path)
-    if not isinstance(variant, Variant) or variant.name != name:
-        raise ConfigError(key, f"a graphspec.catalog.Variant called {name!r}", f"{path}: {variant!r}"[:200])
-    return variant
+class Named(Protocol):
+    """A row of a catalog."""
+
+    @property
+    def name(self) -> str: ...
+
+
+Row = TypeVar("Row", bound=Named)
+
+
+def rows_from_outside(group: str, kind: type[Row]) -> Iterator[tuple[str, str, Row]]:
+    """Rows that installed packages add through entry points, by name.
+
+    Args:
+        group: of entry points.
+        kind: of the rows; each has the name of its entry point.
+
+    Yields:
+        The key for messages about the entry point, what it points to, and the row.
+
+    Raises:
+        ConfigError: an entry point that is no ``kind``, or has another name.
+    """
+    for point in sorted(entry_points(group=group), key=lambda point: point.name):
+        key, row = f"entry point {group}: {point.name}", point.load()
+        if not isinstance(row, kind) or row.name != point.name:
+            raise ConfigError(key, f"a {kind.__module__}.{kind.__qualname__} called {point.name!r}", f"{point.value}: {row!r}"[:200])
+        yield key, point.value, row
 
 
 def resolve_variant(name: str) -> Variant:

@@ -356,7 +356,7 @@ class Engine:
 
 
 def _is_held(table: dict[str, Turn]) -> bool:
-    """Whether something besides the table refers to its turn: a running step, or a suspended generator."""
+    """Whether its turn is still in use: by a running step, or by a suspended generator."""
     turn, other = table["turn"], {"turn": Turn(0)}
     unheld = other["turn"]
     return sys.getrefcount(turn) > sys.getrefcount(unheld)

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache, partial
-from importlib.metadata import entry_points
 from typing import Literal
 
+from ..catalog import rows_from_outside
 from ..errors import ConfigError
 from ..layouts import FUSED_LAYOUT, SPLIT_LAYOUT, Layout
 from .keys import Keys
@@ -192,14 +192,10 @@ def all_families() -> tuple[Family, ...]:
         ConfigError: an entry point that is no :class:`Family`, or whose name or architecture is taken.
     """
     found = list(FAMILIES)
-    for point in sorted(entry_points(group=ENTRY_POINTS), key=lambda point: point.name):
-        family = point.load()
-        key = f"entry point {ENTRY_POINTS}: {point.name}"
-        if not isinstance(family, Family) or family.name != point.name:
-            raise ConfigError(key, f"a graphspec.facts.families.Family called {point.name!r}", f"{point.value}: {family!r}"[:200])
+    for key, value, family in rows_from_outside(ENTRY_POINTS, Family):
         taken = {name for other in found for name in (other.name, *other.architectures)}
         if names := taken.intersection((family.name, *family.architectures)):
-            raise ConfigError(key, "a name and architectures that are not taken", f"{point.value}: {', '.join(sorted(names))}")
+            raise ConfigError(key, "a name and architectures that are not taken", f"{value}: {', '.join(sorted(names))}")
         found.append(family)
     return tuple(found)
 

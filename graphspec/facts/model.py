@@ -35,7 +35,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """A decoder of one of the families in :mod:`graphspec.facts.families`: its row, and what its config and tensors say besides."""
+    """A decoder of one of the families in :mod:`graphspec.facts.families`: its row, and what its config and tensors add."""
 
     path: Path
     architecture: str

@@ -1,4 +1,4 @@
-"""Scratch of fused kernels: what their launchers allocate besides results. It is in no slot, so the memory plan has a line for it.
+"""Scratch of fused kernels: what their launchers allocate in addition to results. It is in no slot, so the memory plan has a line for it.
 
 Counted by the launchers themselves, called on ``meta`` tensors in the shapes that an engine's programs have. So a launcher that changes
 what it allocates changes the plan, and there is no second formula to keep.

@@ -7,7 +7,7 @@ import torch
 
 from graphspec.errors import ConfigError
 from graphspec.kernels.tree_build import candidate_pool, tree_build
-from tests._tree_forms import (
+from tests.support.tree_forms import (
     TreeMaskMode,
     depths_from_parents,
     links_from_parents,

@@ -16,7 +16,7 @@ from graphspec.kernels.kv_move import OP as KV_MOVE
 from graphspec.kernels.kv_move import kv_move
 from graphspec.kernels.tree_build import candidate_pool, causal_words, tree_build
 from graphspec.kernels.tree_walk import tree_walk
-from tests._tree_forms import links_from_parents
+from tests.support.tree_forms import links_from_parents
 
 Node = tuple[int, int, int, set[int]]
 

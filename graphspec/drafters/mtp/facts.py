@@ -116,7 +116,7 @@ def _family(keys: Keys, layout: str, architecture: str) -> Family:
         raise keys.error("architectures", "one of " + ", ".join(_MIMO) + ", whose heads are named model.mtp_layers")
     family = find_family(architecture.removesuffix("NextN"))
     if family is None or family.refused:
-        raise keys.error("architectures", "one of " + ", ".join(target_architectures()) + ", or one of them with NextN behind it")
+        raise keys.error("architectures", "one of " + ", ".join(target_architectures()) + ", or one of them followed by NextN")
     return family
 
 

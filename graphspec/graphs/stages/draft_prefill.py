@@ -42,7 +42,7 @@ class DraftPrefill:
     """
 
     carried: ClassVar[tuple[str, ...]] = ()
-    """Slots besides the window's that a chunk leaves to the next rows."""
+    """Slots that a chunk leaves to the next rows, in addition to the window's."""
 
     def __init__(self, build: Build, bound: Mapping[int | None, BoundCall]) -> None:
         assert build.draft is not None, "a draft network"

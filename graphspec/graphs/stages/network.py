@@ -41,7 +41,7 @@ class NetworkStage(Stage):
     ) -> TreeAttention:
         """Attention over the row's draft KV from the first consumed token on; invalid tokens see nothing, so their words are 0.
 
-        ``own_window``: the same visibility, told as a prefix's end and words over the slots of these very tokens, where it can be.
+        ``own_window``: the same visibility as a prefix's end and words over the slots of these tokens, where that is possible.
         ``bound``: the same attention over latent rows, by a kernel with a host step.
         """
         window = None

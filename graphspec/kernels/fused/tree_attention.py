@@ -50,20 +50,20 @@ def _either(left, right):
 
 
 @triton.jit
-def _sees(here, behind, begin, length, word, next_word):
+def _sees(here, offset, begin, length, word, next_word):
     """Which of the 64 slots from ``here`` on are visible, as bits.
 
-    ``word`` holds the ancestor bits of the word in which ``here`` lies, ``next_word`` those after it; ``behind = here - prefix``.
+    ``word`` holds the ancestor bits of the word in which ``here`` lies, ``next_word`` those after it; ``offset = here - prefix``.
     """
-    shift = (behind & 63).to(tl.uint64)
+    shift = (offset & 63).to(tl.uint64)
     window = (word.to(tl.uint64, bitcast=True) >> shift).to(tl.int64, bitcast=True)
     # Shifts by 64 in two steps: one step of 64 is undefined.
-    rest = 32 - (behind & 63) // 2
-    window = window | (next_word << rest.to(tl.int64) << (64 - (behind & 63) - rest).to(tl.int64))
+    rest = 32 - (offset & 63) // 2
+    window = window | (next_word << rest.to(tl.int64) << (64 - (offset & 63) - rest).to(tl.int64))
     ones = tl.full([], -1, tl.int64)
     at = tl.minimum(tl.maximum(begin - here, 0), 64)
     from_begin = ones << (at // 2).to(tl.int64) << (at - at // 2).to(tl.int64)
-    at = tl.minimum(tl.maximum(-behind, 0), 64)
+    at = tl.minimum(tl.maximum(-offset, 0), 64)
     from_prefix = ones << (at // 2).to(tl.int64) << (at - at // 2).to(tl.int64)
     at = tl.minimum(tl.maximum(length - here, 0), 64)
     from_length = ones << (at // 2).to(tl.int64) << (at - at // 2).to(tl.int64)
@@ -164,13 +164,13 @@ def _tree_attention(
         position = here + column
         seen = tl.zeros([BLOCK], tl.int32)
         for x in tl.static_range((BLOCK + 63) // 64):
-            behind = here + 64 * x - prefix
+            offset = here + 64 * x - prefix
             word = tl.zeros([], tl.int64)
             next_word = tl.zeros([], tl.int64)
             for y in tl.static_range(WORDS):
-                word = tl.where((behind >> 6) == y, any_words[y], word)
-                next_word = tl.where((behind >> 6) + 1 == y, any_words[y], next_word)
-            tile_sees = _sees(here + 64 * x, behind, low, length, word, next_word)
+                word = tl.where((offset >> 6) == y, any_words[y], word)
+                next_word = tl.where((offset >> 6) + 1 == y, any_words[y], next_word)
+            tile_sees = _sees(here + 64 * x, offset, low, length, word, next_word)
             seen = tl.where(column // 32 == 2 * x, tile_sees.to(tl.int32), seen)
             seen = tl.where(column // 32 == 2 * x + 1, (tile_sees >> 32).to(tl.int32), seen)
         seen = ((seen >> ((column & 31) + (following >> 31))) & 1) == 1
@@ -211,13 +211,13 @@ def _tree_attention(
             half = tl.zeros([ROWS, BLOCK], tl.int32)
             for x in tl.static_range((BLOCK + 63) // 64):
                 there = here + zero + 64 * x
-                behind = there - prefix
-                first_word = behind >> 6
+                offset = there - prefix
+                first_word = offset >> 6
                 found = row_live & (first_word >= 0) & (first_word < WORDS)
                 row_word = tl.load(row_words + first_word, mask=found, other=0)
                 found = row_live & (first_word >= -1) & (first_word + 1 < WORDS)
                 row_next = tl.load(row_words + first_word + 1, mask=found, other=0)
-                row_sees = _sees(there, behind, row_low, length, row_word, row_next)
+                row_sees = _sees(there, offset, row_low, length, row_word, row_next)
                 half = tl.where((column // 32 == 2 * x)[None, :], row_sees.to(tl.int32)[:, None], half)
                 half = tl.where((column // 32 == 2 * x + 1)[None, :], (row_sees >> 32).to(tl.int32)[:, None], half)
             score = tl.where(((half >> ((column & 31) + zero)[None, :]) & 1) == 1, score, float("-inf"))

@@ -231,7 +231,7 @@ def _median(values: Sequence[float | None]) -> float | None:
 
 
 def _base(measured: Sequence[Measured]) -> Measured | None:
-    """The side that ratios refer to: plain decoding, else transformers, else the first one besides the subject."""
+    """The side that ratios refer to: plain decoding, else transformers, else the first one that is not the subject."""
     for role in (PLAIN, "hf"):
         for one in measured:
             if one.side.role == role:
