@@ -18,10 +18,8 @@
 
 namespace {
 
-typedef int32_t i8 __attribute__((vector_size(32)));
-
 constexpr int KEYS = 32;     // keys per block
-constexpr int QUERIES = 32;  // (token, head) pairs that share one transposed block of keys
+constexpr int QUERIES = 64;  // (token, head) pairs that share one transposed block of keys
 constexpr float MINUS_INF = -std::numeric_limits<float>::infinity();
 
 inline float fma1(float a, float b, float c) {
@@ -201,7 +199,7 @@ struct Shape {
 
 struct Scratch {
   std::vector<const float*> key, value;
-  std::vector<float> key_t, score, acc;
+  Floats key_t, score, acc;
 };
 
 inline int64_t clip(int64_t x, int64_t length) { return std::clamp<int64_t>(x, 0, length); }
@@ -237,27 +235,44 @@ inline int64_t token_splits(const Shape& n, int threads) {
   return threads == 1 ? 1 : std::clamp<int64_t>((2 * threads + pairs - 1) / pairs, 1, n.tokens);
 }
 
-// Unseen scores become minus infinity; then the largest, over what was there before. A NaN among visible scores must come out: the caller fails
-// the row by it.
-inline float mask_and_peak(float* score, uint32_t mask, float before) {
-  constexpr i8 LANE = {0, 1, 2, 3, 4, 5, 6, 7};
-  f8 peak = splat(before);
-  for (int k = 0; k < KEYS; k += 8) {
-    f8 s = load8(score + k);
+// Unseen scores become minus infinity; then the largest, lane by lane, over what was there before. A NaN among visible scores must come out: the
+// caller fails the row by it.
+inline void mask_and_peak(float* score, uint32_t mask, widest& peak) {
+  for (int k = 0; k < KEYS; k += WIDTH) {
+    widest s;
+    std::memcpy(&s, score + k, sizeof s);
     if (mask != ~0u) {
-      const i8 bits = i8{} + static_cast<int32_t>(mask >> k & 255u);
-      s = (bits >> LANE & 1) != 0 ? s : splat(MINUS_INF);
-      store8(score + k, s);
+      const widest_int bits = widest_int{} + static_cast<int32_t>(mask >> k & ((1u << WIDTH) - 1));
+      s = (bits >> LANE & 1) != 0 ? s : widest{} + MINUS_INF;
+      std::memcpy(score + k, &s, sizeof s);
     }
     peak = s > peak || s != s ? s : peak;
   }
-  for (int i = 0; i < 8; ++i) before = peak[i] > before || peak[i] != peak[i] ? peak[i] : before;
-  return before;
+}
+
+// The largest of all lanes, or NaN.
+inline float largest(widest x) {
+  float most = x[0];
+  for (int i = 1; i < WIDTH; ++i) most = x[i] > most || x[i] != x[i] ? x[i] : most;
+  return most;
+}
+
+// score = exp(score - peak), for a block of keys.
+inline void exp_block(float* score, float peak) {
+  for (int k = 0; k < KEYS; k += WIDTH) {
+    widest s;
+    std::memcpy(&s, score + k, sizeof s);
+    s = exp_of<widest, widest_int>(s - (widest{} + peak));
+    std::memcpy(score + k, &s, sizeof s);
+  }
 }
 
 // f(int) with the number of queries from `q` on that go together, as a constant.
 template <class F>
 inline int by_quads(int q, int count, F&& f) {
+#ifdef __AVX512F__
+  if (count - q >= 8) return f(std::integral_constant<int, 8>()), 8;
+#endif
   if (count - q >= 4) return f(std::integral_constant<int, 4>()), 4;
   if (count - q >= 2) return f(std::integral_constant<int, 2>()), 2;
   return f(std::integral_constant<int, 1>()), 1;
@@ -287,6 +302,7 @@ inline void attend(const Shape& n, const float* query, const float* pool, const 
     const float* q_row[QUERIES];
     const uint32_t* mask[QUERIES];
     float *out_row[QUERIES], *acc[QUERIES], *totals[QUERIES];
+    widest peaks[QUERIES];
     float peak[QUERIES], sum[QUERIES];
     for (int q = 0; q < count; ++q) {
       const int64_t token = first + (start + q) / repeat, head = group * repeat + (start + q) % repeat;
@@ -295,7 +311,7 @@ inline void attend(const Shape& n, const float* query, const float* pool, const 
       mask[q] = see.masks.data() + token * blocks;
       acc[q] = s.acc.data() + q * n.dim;
       totals[q] = sum + q;
-      peak[q] = MINUS_INF;
+      peaks[q] = widest{} + MINUS_INF;
       sum[q] = 0.0f;
     }
     const auto scores = [&](int q, int64_t b) { return s.score.data() + q * padded + b * KEYS; };
@@ -319,8 +335,9 @@ inline void attend(const Shape& n, const float* query, const float* pool, const 
           score_block<some>(q_row + q, s.key_t.data(), n.dim, scale, score);
         });
       for (int q = 0; q < count; ++q)
-        if (mask[q][b] != 0) peak[q] = mask_and_peak(scores(q, b), mask[q][b], peak[q]);
+        if (mask[q][b] != 0) mask_and_peak(scores(q, b), mask[q][b], peaks[q]);
     }
+    for (int q = 0; q < count; ++q) peak[q] = largest(peaks[q]);
     std::fill(s.acc.begin(), s.acc.end(), 0.0f);
     for (int64_t b = 0; b < blocks; ++b) {
       const int filled = static_cast<int>(std::min<int64_t>(KEYS, total - b * KEYS));
@@ -334,7 +351,7 @@ inline void attend(const Shape& n, const float* query, const float* pool, const 
             if (mask[q + i][b] == 0 || peak[q + i] == MINUS_INF)
               std::fill(score, score + KEYS, 0.0f);
             else
-              for (int k = 0; k < KEYS; k += 8) store8(score + k, exp8(load8(score + k) - splat(peak[q + i])));
+              exp_block(score, peak[q + i]);
           }
           weighted_values<some>(weight, &s.value[b * KEYS], filled, n.dim, acc + q, totals + q);
         });

@@ -76,7 +76,7 @@ void group_product(const W* weight, int blocks, int64_t channels, const float* x
 // a row stride of GROUP * 16.
 template <class W, class Finish>
 void product_of(const W* weight, int64_t channels, int64_t first, int64_t last, const float* x, int64_t stride, int64_t rows, Finish&& finish) {
-  static thread_local std::vector<float> wide;
+  static thread_local Floats wide;
   alignas(64) float values[TILE * GROUP * BLOCK];
   for (int64_t block = first; block < last; block += GROUP) {
     const int blocks = static_cast<int>(std::min<int64_t>(GROUP, last - block));
@@ -122,7 +122,7 @@ inline int64_t blocks_per_chunk(int64_t blocks, int threads) {
 inline void rms_norm(const float* x, const float* weight, float eps, int64_t size, float* out) {
   f8 sum = splat(0.0f);
   int64_t i = 0;
-  for (; i + 8 <= size; i += 8) sum = fma8(load8(x + i), load8(x + i), sum);
+  for (; i + 8 <= size; i += 8) sum = fmadd(load8(x + i), load8(x + i), sum);
   float total = 0.0f;
   for (int j = 0; j < 8; ++j) total += sum[j];
   for (; i < size; ++i) total += x[i] * x[i];

@@ -4,6 +4,8 @@
 
 #include <cstdint>
 #include <cstring>
+#include <new>
+#include <vector>
 
 #if defined(__FMA__) || defined(__AVX512F__) || defined(__F16C__)
 #include <immintrin.h>
@@ -12,6 +14,7 @@
 namespace {
 
 typedef float f8 __attribute__((vector_size(32)));
+typedef int32_t i8 __attribute__((vector_size(32)));
 
 inline f8 load8(const float* p) {
   f8 v;
@@ -25,7 +28,7 @@ inline f8 splat(float x) { return f8{x, x, x, x, x, x, x, x}; }
 
 // Fused where the hardware does it, and then always: compiled with -ffp-contract=off, because a compiler that picks which products to fuse
 // picks differently for one row and for two.
-inline f8 fma8(f8 a, f8 b, f8 c) {
+inline f8 fmadd(f8 a, f8 b, f8 c) {
 #ifdef __FMA__
   return reinterpret_cast<f8>(_mm256_fmadd_ps(reinterpret_cast<__m256>(a), reinterpret_cast<__m256>(b), reinterpret_cast<__m256>(c)));
 #else
@@ -33,30 +36,48 @@ inline f8 fma8(f8 a, f8 b, f8 c) {
 #endif
 }
 
-// exp(x) for x <= 0: Cody-Waite reduction by ln 2 and the degree-6 minimax polynomial of Cephes' expf (about 1 ulp); 0 below -87.
-inline f8 exp8(f8 x) {
-  typedef int32_t i8 __attribute__((vector_size(32)));
-  const f8 magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
-  f8 clipped = x < splat(-87.0f) ? splat(-87.0f) : x;
-  f8 whole = fma8(clipped, splat(1.44269504088896341f), magic);
-  i8 power;
+// The widest register there is, where the width does not matter.
+#ifdef __AVX512F__
+typedef float widest __attribute__((vector_size(64)));
+typedef int32_t widest_int __attribute__((vector_size(64)));
+inline widest fmadd(widest a, widest b, widest c) {
+  return reinterpret_cast<widest>(_mm512_fmadd_ps(reinterpret_cast<__m512>(a), reinterpret_cast<__m512>(b), reinterpret_cast<__m512>(c)));
+}
+constexpr widest_int LANE = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+#else
+typedef f8 widest;
+typedef i8 widest_int;
+constexpr widest_int LANE = {0, 1, 2, 3, 4, 5, 6, 7};
+#endif
+constexpr int WIDTH = sizeof(widest) / sizeof(float);
+
+// exp(x) for x <= 0: Cody-Waite reduction by ln 2 and the degree-6 minimax polynomial of Cephes' expf (about 1 ulp); 0 below -87. V is a vector of
+// floats, I one of as many int32.
+template <class V, class I>
+inline V exp_of(V x) {
+  const V magic = V{} + 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+  const V clipped = x < V{} - 87.0f ? V{} - 87.0f : x;
+  const V whole = fmadd(clipped, V{} + 1.44269504088896341f, magic);
+  I power;
   std::memcpy(&power, &whole, sizeof power);
-  f8 n = whole - magic;
-  f8 r = fma8(n, splat(-0.693359375f), clipped);
-  r = fma8(n, splat(2.12194440e-4f), r);
-  f8 p = splat(1.9875691500e-4f);
-  p = fma8(p, r, splat(1.3981999507e-3f));
-  p = fma8(p, r, splat(8.3334519073e-3f));
-  p = fma8(p, r, splat(4.1665795894e-2f));
-  p = fma8(p, r, splat(1.6666665459e-1f));
-  p = fma8(p, r, splat(5.0000001201e-1f));
-  p = fma8(p, r * r, r) + splat(1.0f);
-  i8 bits;
+  const V n = whole - magic;
+  V r = fmadd(n, V{} - 0.693359375f, clipped);
+  r = fmadd(n, V{} + 2.12194440e-4f, r);
+  V p = V{} + 1.9875691500e-4f;
+  p = fmadd(p, r, V{} + 1.3981999507e-3f);
+  p = fmadd(p, r, V{} + 8.3334519073e-3f);
+  p = fmadd(p, r, V{} + 4.1665795894e-2f);
+  p = fmadd(p, r, V{} + 1.6666665459e-1f);
+  p = fmadd(p, r, V{} + 5.0000001201e-1f);
+  p = fmadd(p, r * r, r) + 1.0f;
+  I bits;
   std::memcpy(&bits, &p, sizeof bits);
   bits += power << 23;  // the low bits of the rounded sum are n; its high bits leave the word
   std::memcpy(&p, &bits, sizeof p);
-  return x < splat(-87.0f) ? splat(0.0f) : p;
+  return x < V{} - 87.0f ? V{} : p;
 }
+
+inline f8 exp8(f8 x) { return exp_of<f8, i8>(x); }
 
 // 1 / (1 + exp(-x)).
 inline f8 sigmoid8(f8 x) {
@@ -85,10 +106,24 @@ inline void store16(float* p, f16 x) {
   store8(p + 8, x.high);
 }
 inline f16 splat16(float x) { return {splat(x), splat(x)}; }
-inline f16 fma16(f16 a, f16 b, f16 c) { return {fma8(a.low, b.low, c.low), fma8(a.high, b.high, c.high)}; }
+inline f16 fma16(f16 a, f16 b, f16 c) { return {fmadd(a.low, b.low, c.low), fmadd(a.high, b.high, c.high)}; }
 inline f16 add16(f16 a, f16 b) { return {a.low + b.low, a.high + b.high}; }
 inline f16 mul16(f16 a, f16 b) { return {a.low * b.low, a.high * b.high}; }
 #endif
+
+// Memory in which no vector lies across two cache lines: those cost two loads each.
+template <class T>
+struct CacheLines {
+  using value_type = T;
+  CacheLines() = default;
+  template <class U>
+  CacheLines(const CacheLines<U>&) {}
+  T* allocate(size_t count) { return static_cast<T*>(::operator new(count * sizeof(T), std::align_val_t{64})); }
+  void deallocate(T* p, size_t) { ::operator delete(p, std::align_val_t{64}); }
+  bool operator==(const CacheLines&) const { return true; }
+  bool operator!=(const CacheLines&) const { return false; }
+};
+using Floats = std::vector<float, CacheLines<float>>;
 
 // Weights as they are stored; load16 widens sixteen of them, which changes no value.
 struct bfloat {

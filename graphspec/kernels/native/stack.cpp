@@ -45,12 +45,12 @@ enum Phase { INPUT_NORM, QKV, HEADS, ATTEND, OUT, MLP_NORM, GATE_UP, DOWN, PHASE
 constexpr int64_t ROWS = 16;  // rows per chunk of the phases that are one row at a time
 
 struct Workspace {
-  std::vector<float> residual, normed, qkv, mixed, act;
+  Floats residual, normed, qkv, mixed, act;
   std::vector<Visible> see;
   std::vector<int64_t> windows, begin;
 };
 
-void reserve(std::vector<float>& v, int64_t size) {
+void reserve(Floats& v, int64_t size) {
   if (static_cast<int64_t>(v.size()) < size) v.resize(size);
 }
 
