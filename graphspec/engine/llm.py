@@ -8,7 +8,7 @@ from contextlib import closing
 from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -31,6 +31,7 @@ from ..paths import user_path
 from ..plan import Plan, make_plan
 from ..shapes import GREEDY, SamplingClass
 from .arguments import check_cycles, check_launcher, check_progress, check_warm_up, engine_config
+from .calls import Alone
 from .depth import AdaptiveDepth, DepthPolicy
 from .engine import Engine
 from .outputs import Detokenizer, Metrics, Output, StreamEvent, TreeSnapshot, summarise
@@ -110,6 +111,9 @@ class LLM:
         self._engine = Engine(self.cycle, self._load_proposer(), self._adaptive_depth(), progress)
         self._acceptance_test = AcceptanceTest(self.plan)
         self._has_tokenizer = has_tokenizer(self.folder)
+        if self.plan.captured:
+            # A class that is captured later makes every other caller wait.
+            self._engine.prepare(self.plan.max_rows, *self.plan.sampling_classes)
 
     @classmethod
     def from_config(cls, config: Config, progress: Progress | None = None) -> LLM:
@@ -211,11 +215,11 @@ class LLM:
     @property
     def depth_policy(self) -> DepthPolicy | None:
         """Chooses the draft depth of every cycle; what it learns of the traffic lasts as long as the engine. None: it never changes."""
-        return self._engine.scheduler.policy
+        return self._engine.policy
 
     @depth_policy.setter
     def depth_policy(self, policy: DepthPolicy | None) -> None:
-        self._engine.scheduler.policy = policy
+        self._engine.set_policy(policy)
 
     def _adaptive_depth(self) -> AdaptiveDepth | None:
         plan, adaptive = self.plan, self.config.adaptive
@@ -275,7 +279,8 @@ class LLM:
         check_launcher(launcher)
         requests = self._requests(prompts, params)
         most = sum(r.budget for r in requests)
-        with closing(self._run(requests, launcher)) as run:
+        alone = Alone(launcher) if launcher is not None else None
+        with closing(self._run(requests, growing=progress is not None, alone=alone)) as run:
             for _ in run:
                 if progress:
                     progress("generate", sum(len(r.output) for r in requests), most)
@@ -355,18 +360,22 @@ class LLM:
     def _requests(self, prompts: Prompt | Sequence[Prompt], params: Params, *, one: bool = False) -> list[Request]:
         return make_requests(prompts, params, self.plan, self._encode, one=one)
 
-    def _run(
-        self, requests: Sequence[Request], launcher: Launcher | None = None, policy: DepthPolicy | None = None
-    ) -> Generator[Request, None, None]:
-        """Run the requests to their end; yields each one whenever its output grew or it ended."""
+    def _run(self, requests: Sequence[Request], *, growing: bool = True, alone: Alone | None = None) -> Generator[Request, None, None]:
+        """Run the requests to their end; yields each one when it ended, and where they are ``growing`` whenever its output grew."""
         served = [r for r in requests if r.finish_reason is None]
         yield from (r for r in requests if r.finish_reason is not None)
-        if not served:
-            return
-        if launcher is None and policy is None:
-            yield from self._engine.serve(served)
-        else:
-            yield from self._engine.serve_alone(served, launcher=launcher, policy=policy)
+        if served:
+            yield from self._engine.serve(served, growing=growing, alone=alone)
+
+    def close(self) -> None:
+        """End the engine's thread. Open calls end with an error, later ones are refused; memory is given back with the last reference."""
+        self._engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def warm_up(self, requests: int = 1, *, sampling: SamplingClass = GREEDY) -> None:
         """Build, compile and capture now what a run of ``requests`` requests needs; otherwise the first run does.
@@ -399,14 +408,21 @@ class LLM:
         cycles = check_cycles(cycles, self.plan)
         requests = self._requests(prompt, SamplingParams(max_tokens=(cycles + 1) * self.plan.accept_width, ignore_eos=True), one=True)
         bucket = self.cycle.buckets(GREEDY)[0]
-        run = self._run(requests, policy=_DeepestCycles(self.plan))
-        while requests[0].metrics.cycles < cycles and next(run, None) is not None:
+        shape = self.plan.key(bucket, GREEDY, self.plan.depths_of(bucket)[-1]).shape
+        found: list[tuple[list[int], list[int], list[int], set[int]]] = []
+
+        def look() -> bool:
+            """Between two steps, before anything else is launched over the nodes."""
+            if requests[0].metrics.cycles < cycles:
+                return False
+            v = self.cycle.arena.views(1, shape)
+            nodes = v.node_token_BN[0].tolist(), v.node_parent_BN[0].tolist(), v.node_depth_BN[0].tolist()
+            found.append((*nodes, set(v.path_BA[0, : int(v.accept_len_B[0])].tolist())))
+            return True
+
+        for _ in self._run(requests, growing=False, alone=Alone(policy=_DeepestCycles(self.plan), until=look)):
             pass
-        v = self.cycle.arena.views(1, self.plan.key(bucket, GREEDY, self.plan.depths_of(bucket)[-1]).shape)
-        nodes = [v.node_token_BN[0].tolist(), v.node_parent_BN[0].tolist(), v.node_depth_BN[0].tolist()]
-        path = set(v.path_BA[0, : int(v.accept_len_B[0])].tolist())
-        run.close()
-        token_N, parent_N, depth_N = nodes
+        token_N, parent_N, depth_N, path = found[0]
         used = [n for n, token in enumerate(token_N) if token >= 0]
         place = {n: i for i, n in enumerate(used)}
         return TreeSnapshot(
