@@ -102,7 +102,7 @@ class Scheduler:
         """What the running rows launch; None: to be chosen anew, since the rows changed."""
         self._tickets: deque[Ticket] = deque()
         self.at_work: tuple[Request, ...] = ()
-        """Requests of the launch made or read last: those an error concerns."""
+        """Requests of what the current step launched or read last: those an error in it concerns."""
         self._aborts: list[int] = []
         self._updated: dict[Request, None] = {}
 
@@ -170,6 +170,7 @@ class Scheduler:
 
     def step(self) -> list[Request]:
         """Launch what can be launched and read what is due; returns the requests whose output or state changed since the last step."""
+        self.at_work = ()
         if self.waiting:
             self._admit()
         self._make_room()
