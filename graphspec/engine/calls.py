@@ -83,10 +83,12 @@ class Handle:
         progress: called in the caller's thread while programs are built.
     """
 
+    ended = True
+    """All that the call sends has been received."""
+
     def __init__(self, call: Call, commands: Commands, engine: object, progress: Progress | None) -> None:
-        self.ended = False
-        """All that the call sends has been received."""
         self._call, self._commands, self._engine, self._progress = call, commands, engine, progress
+        self.ended = False
 
     def wait(self) -> list[Request]:
         """Requests that changed; waits until there is one. Empty: the call has ended. One that has ended may be reported twice.
@@ -131,4 +133,5 @@ class Handle:
         return list(found)
 
     def __del__(self) -> None:
-        self.abort()
+        if not self.ended:
+            self._commands.put(Leave(self._call))
