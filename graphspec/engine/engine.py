@@ -64,7 +64,7 @@ class Engine:
         self._entering: Call | None = None
         self._posts: Posts = []
         self._broken = False
-        """What is in flight is unknown: recovery failed."""
+        """What is in flight is unknown: recovery failed. The next call tries again."""
         self._driver = Driver(self, self.plan)
 
     def submit(
@@ -163,8 +163,6 @@ class Engine:
     def turn(self, command: Call | Leave | None) -> tuple[Posts, bool]:
         """Obey every command, then make one step; returns what callers are to be sent, and whether there is more to do."""
         try:
-            if self._broken:
-                self._recover()
             commands = self._driver.commands
             while True:
                 if command is not None:
@@ -172,13 +170,13 @@ class Engine:
                 if commands.empty():
                     break
                 command = commands.get_nowait()
-            if self.scheduler.busy:
+            if self.scheduler.busy and not self._broken:
                 self._step()
             if self._alone is not None and self._alone not in self._open:
                 self._end_alone()
         except BaseException as error:  # noqa: BLE001  whatever it is, a thread that ends would leave its callers waiting
             self._fail(error)
-        busy = self.scheduler.busy
+        busy = self.scheduler.busy and not self._broken
         if self._ending and (self._open or not busy):
             # The last open call ends when nothing is in flight any more.
             self._posts += [(call, None) for call in self._ending]
@@ -209,6 +207,8 @@ class Engine:
     def _enter(self, call: Call) -> None:
         self._entering = call
         try:
+            if self._broken:
+                self._recover()
             if call.work is not None:
                 call.work()
                 self._end(call)

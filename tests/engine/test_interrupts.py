@@ -21,7 +21,7 @@ from graphspec.graphs.cycle import Cycle
 from graphspec.graphs.envelope import Envelope
 from graphspec.graphs.programs import PrefillKey
 from graphspec.graphs.stages.mailbox import Message
-from graphspec.shapes import GREEDY
+from graphspec.shapes import GREEDY, SamplingClass
 from tests.support.engines import CHAIN, TREE, Pair, ids, mirror_pair, prompts
 from tests.support.interrupts import Fault, failing, interrupted
 from tests.support.lockstep import Lockstep
@@ -208,7 +208,9 @@ def test_a_device_that_is_lost_is_reported_to_every_call(pair: Pair, monkeypatch
 @pytest.mark.parametrize("shape", [{"variant": "none"}, CHAIN], ids=["plain", "chain"])
 def test_results_that_were_taken_are_not_taken_twice(pair: Pair, shape: dict[str, Any]) -> None:
     """An error between tokens and what they mean, with log-probabilities and a stop id; the call that goes on had no part in the launch."""
-    llm = pair.llm(**shape, max_rows=2, buckets=[1])
+    llm = pair.llm(**shape, max_rows=2, buckets=[1, 2])
+    # With one lane the rows take turns, so that an error concerns one of the two.
+    llm.cycle.dropped.update(key for asked in (GREEDY, SamplingClass(logprobs=1)) for key in llm.plan.graph_keys(asked) if key.bucket > 1)
     asked, other = prompts(1), prompts(1, seed=3)
     wanted = pair.greedy(other[0], LENGTH, ignore_eos=True)
     params = SamplingParams(max_tokens=LENGTH, ignore_eos=True, stop_token_ids=[wanted[5]], logprobs=1)
@@ -219,7 +221,6 @@ def test_results_that_were_taken_are_not_taken_twice(pair: Pair, shape: dict[str
     count = lines_of(llm, codes, asked)
     went_on = 0
     for at in range(count):
-        # With one lane the rows take turns, so that an error concerns one of the two.
         stream, events, failed = llm.stream(other, params), [], False
         events.append(next(stream))
         with failing(llm._engine, codes, at):
