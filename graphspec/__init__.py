@@ -11,15 +11,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .compose import load_config
     from .config import Config
+    from .engine.async_llm import AsyncLLM
     from .engine.llm import LLM
     from .engine.request import SamplingParams
     from .errors import GraphspecError
 
 __version__ = "0.1.0.dev0"
 
-__all__ = ["LLM", "Config", "GraphspecError", "SamplingParams", "__version__", "load_config"]
+__all__ = ["LLM", "AsyncLLM", "Config", "GraphspecError", "SamplingParams", "__version__", "load_config"]
 
 _HOMES = {
+    "AsyncLLM": ".engine.async_llm",
     "LLM": ".engine.llm",
     "SamplingParams": ".engine.request",
     "load_config": ".compose",

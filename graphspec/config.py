@@ -13,6 +13,7 @@ from typing import Any
 from .checks import FLOAT32_LEAST, INT32_MOST, INT64_MOST, Errors, ascending, brief, check_fields, in_range, one_of
 from .errors import ConfigError
 from .hints import hint_for
+from .shapes import sampling_class_of
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 RUNTIMES = ("eager", "compiled", "captured")
@@ -196,6 +197,10 @@ class RuntimeConfig:
     """Tokens a request may bias."""
     max_logprobs: int = 20
     """Alternatives a request may ask for with each token's log-probability."""
+    sampling_classes: list[str] = field(default_factory=lambda: ["greedy", "everything"])
+    """What requests ask of the sampler: greedy, everything, or some of noise, truncate, penalties, bias and logprobs, such as
+    noise+truncate. A launch runs the smallest class prepared that covers its rows. Captured cycles of these are made at load; elsewhere
+    programs are made when they are first asked for."""
 
     def __post_init__(self) -> None:
         check_fields(self, "runtime")
@@ -212,6 +217,10 @@ class RuntimeConfig:
         _between("runtime.max_logit_bias", self.max_logit_bias, 1, MAX_ENTRIES)
         _between("runtime.max_logprobs", self.max_logprobs, 1, INT32_MOST)
         ascending("runtime.buckets", self.buckets, 1, MAX_ROWS)
+        for place, name in enumerate(self.sampling_classes):
+            if sampling_class_of(name, self.max_logprobs) is None:
+                expected = "greedy, everything, or some of noise, truncate (with noise), penalties, bias and logprobs, joined by +"
+                raise ConfigError(f"runtime.sampling_classes[{place}]", expected, repr(name))
         if self.prefill_chunks is not None:
             ascending("runtime.prefill_chunks", self.prefill_chunks, 1, MAX_CHUNK)
 

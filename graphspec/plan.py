@@ -12,7 +12,7 @@ from .catalog import Variant, resolve_variant
 from .checks import brief
 from .config import HOST_STEP_OVER_LATENT_ROWS, AcceptConfig, Config, NgramSettings, VariantConfig
 from .errors import ConfigError
-from .shapes import MAX_WINDOW, PLAIN, WORD_BITS, CycleShape, GraphKey, SamplingClass, prefill_chunks
+from .shapes import MAX_WINDOW, PLAIN, WORD_BITS, CycleShape, GraphKey, SamplingClass, prefill_chunks, sampling_class_of
 from .static_tree import StaticTree
 
 if TYPE_CHECKING:
@@ -95,6 +95,8 @@ class Plan:
     max_stop_ids: int
     max_logit_bias: int
     max_logprobs: int
+    sampling_classes: tuple[SamplingClass, ...]
+    """Whose programs are made at load where they are captured."""
     accept: AcceptPlan
     device: str
     dtype: str
@@ -444,6 +446,8 @@ def make_plan(config: Config, target: ModelFacts, draft: DraftFacts | None, *, d
         runtime.depth_per_bucket, config.adaptive.depths, buckets, shape, variant, rule, fixed=static_tree is not None or lookback > 0
     )
     plain = 0 in config.adaptive.depths or any(first.num_steps == 0 for first in bucket_shapes)
+    logprobs = min(runtime.max_logprobs, target.vocab_size)
+    classes = (sampling_class_of(name, logprobs) for name in runtime.sampling_classes)
     return Plan(
         variant=variant,
         target=target,
@@ -474,7 +478,8 @@ def make_plan(config: Config, target: ModelFacts, draft: DraftFacts | None, *, d
         depths=tuple(config.adaptive.depths),
         max_stop_ids=runtime.max_stop_ids,
         max_logit_bias=runtime.max_logit_bias,
-        max_logprobs=min(runtime.max_logprobs, target.vocab_size),
+        max_logprobs=logprobs,
+        sampling_classes=tuple(dict.fromkeys(found for found in classes if found is not None)),
         accept=rule,
         device=device,
         dtype=dtype,

@@ -157,6 +157,24 @@ class SamplingClass:
         )
 
 
+def sampling_class_of(name: str, logprobs: int) -> SamplingClass | None:
+    """The class that is spelled ``greedy``, ``everything``, or by what it has, joined by ``+``, as ``noise+truncate``; None: no class is.
+
+    ``logprobs`` is how many alternatives a class has that says ``logprobs``, or ``everything``.
+    """
+    parts = name.split("+")
+    if parts == ["everything"]:
+        parts = ["noise", "truncate", "penalties", "bias", "logprobs"]
+    if parts == ["greedy"]:
+        parts = []
+    if not {*parts} <= {"noise", "truncate", "penalties", "bias", "logprobs"} or len({*parts}) < len(parts):
+        return None
+    if "truncate" in parts and "noise" not in parts:
+        return None
+    flags = {part: True for part in parts if part != "logprobs"}
+    return SamplingClass(**flags, logprobs=logprobs if "logprobs" in parts else -1)
+
+
 GREEDY = SamplingClass()
 SAMPLED = SamplingClass(noise=True)
 

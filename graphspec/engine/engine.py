@@ -1,67 +1,34 @@
-"""The engine: one scheduler over one cycle, shared by every open call, whichever thread each comes from.
+"""The engine: one scheduler over one cycle, driven by one thread, for any number of callers.
 
-The engine has no thread of its own: a caller that waits for results runs it. One caller at a time takes the *turn* and makes a step, which
-advances the requests of all calls and puts the changed ones into each call's inbox. The others wait for their inbox and for the turn.
+Callers submit and abort; the driving thread obeys between two steps, and sends each caller what changed. It alone touches scheduler and
+cycle, so an interrupt of a caller, Ctrl-C or an exception of a signal handler, is never inside a step.
 
-A step may be interrupted anywhere: Ctrl-C, a signal handler that raises, a device error. Nothing is repaired on the way out. The next step
-finds that the last one did not end, drops what is in flight, and prefills the rows again from the requests' own tokens.
+A step may raise anywhere. Nothing is repaired on the way out: what is in flight is dropped, and rows are prefilled again from the requests'
+own tokens. The error goes to the callers of the requests that were launched or read when it came; the others continue.
 """
 
 from __future__ import annotations
 
-import sys
-import threading
+import logging
 import time
-from collections import deque
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from queue import Empty, SimpleQueue
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import suppress
+from typing import TypeVar
 
 from ..errors import ResourceError
 from ..graphs.cycle import Cycle, Progress
-from ..graphs.programs import Key, PrefillKey
+from ..graphs.programs import Key, PrefillKey, describe_class
 from ..shapes import GREEDY, GraphKey, SamplingClass, pick_bucket
+from .calls import Alone, Call, Handle, Leave
 from .depth import AdaptiveDepth, DepthPolicy
+from .driver import Driver, Posts, closed
+from .offers import size
 from .proposer import Proposer
 from .request import Request
-from .scheduler import Launcher, Scheduler
+from .scheduler import Scheduler
 
-PATIENCE = 0.05
-"""Seconds after which a waiting caller checks for itself, if it was not woken."""
-
-
-@dataclass(eq=False, slots=True)
-class Call:
-    """Requests that came together."""
-
-    requests: Sequence[Request]
-    inbox: SimpleQueue[Request | None] = field(default_factory=SimpleQueue)
-    """Requests whose output or state changed; None: check again, the turn may be free."""
-    failure: Exception | None = None
-    """Why its requests were never queued."""
-
-    def changed(self, timeout: float | None = None) -> list[Request]:
-        """Empty the inbox; waits up to ``timeout`` seconds for a first entry, None: not at all."""
-        found: dict[Request, None] = {}
-        try:
-            request = self.inbox.get(timeout=timeout) if timeout is not None else None
-            if request is not None:
-                found[request] = None
-            while not self.inbox.empty():
-                request = self.inbox.get_nowait()
-                if request is not None:
-                    found[request] = None
-        except Empty:
-            pass
-        return list(found)
-
-
-@dataclass(eq=False, slots=True)
-class Turn:
-    """The right to touch scheduler and cycle."""
-
-    thread: int
+logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
 
 
 class Engine:
@@ -71,7 +38,9 @@ class Engine:
         cycle: what launches.
         proposer: the drafter on the host, where there is one.
         policy: chooses the draft depth of every cycle; None: each bucket keeps the plan's.
-        progress: called while programs are built. It may not call the engine.
+        progress: called while programs are built, in the thread of the caller that waits for them.
+
+    Its thread ends with :meth:`close`, when the engine is collected, or with the interpreter.
     """
 
     def __init__(
@@ -81,96 +50,103 @@ class Engine:
         policy: DepthPolicy | None = None,
         progress: Progress | None = None,
     ) -> None:
-        self.cycle, self.plan, self.progress = cycle, cycle.plan, progress
+        self.cycle, self.plan, self.progress, self.policy = cycle, cycle.plan, progress, policy
         self.scheduler = Scheduler(self.plan, cycle, None, proposer, None, policy, cycle.clear_row)
-        self._turn: dict[str, Turn] = {}
-        """At most one entry. ``setdefault`` takes the turn in one step, so that an interrupt finds it either taken or not."""
-        self._whole = True
-        """The last step, or other work in a turn, ended normally."""
-        self._arriving: deque[Call] = deque()
-        self._leaving: deque[Call] = deque()
-        self._waiting: dict[Call, None] = {}
-        """Calls whose caller waits for the inbox."""
         self._calls: dict[Request, Call] = {}
         """Call of every request that was queued, has not ended, and whose call is open."""
+        self._open: dict[Call, None] = {}
+        """Calls with such requests."""
+        self._ending: list[Call] = []
+        """Calls that have ended and whose callers do not know yet."""
+        self._alone: Call | None = None
+        self._deferred: list[Call] = []
+        """Calls that came while another has the engine to itself."""
+        self._entering: Call | None = None
+        self._posts: Posts = []
+        self._broken = False
+        """What is in flight is unknown: recovery failed. The next call tries again."""
+        self._driver = Driver(self, self.plan)
 
-    def serve(self, requests: Sequence[Request]) -> Generator[Request, None, None]:
+    def submit(
+        self,
+        requests: Sequence[Request],
+        *,
+        growing: bool = True,
+        alone: Alone | None = None,
+        notify: Callable[[], None] | None = None,
+    ) -> Handle:
+        """Queue checked requests, and return at once.
+
+        Args:
+            requests: not ended.
+            growing: report each request whenever its output has grown; otherwise when all have ended.
+            alone: run with the engine to itself; calls that come meanwhile wait.
+            notify: called by the driving thread whenever there is something to receive; it may not block.
+
+        Raises:
+            ResourceError: the engine is closed, or belongs to another process, or this is its own thread.
+        """
+        return self._submit(Call(requests, growing, alone, None, notify))
+
+    def _submit(self, call: Call) -> Handle:
+        handle = Handle(call, self._driver.commands, self, self.progress)
+        self._driver.send(call)
+        return handle
+
+    def serve(self, requests: Sequence[Request], *, growing: bool = True, alone: Alone | None = None) -> Generator[Request, None, None]:
         """Run checked requests to their end; yields each one when its output has grown or it has ended.
 
         Closing the generator aborts what is left. Any number of these may be open, in any threads.
 
+        Args:
+            requests, growing, alone: as for :meth:`submit`.
+
         Raises:
-            ResourceError: called from inside a step (a progress callback, a signal handler), or programs could not be built.
-            Exception: one raised by a step of this caller; other calls continue.
+            ResourceError: as for :meth:`submit`, programs could not be built, or another call is open and this one is to be alone.
+            Exception: one raised by a step that had one of these requests.
         """
-        call = Call(requests)
         unfinished = dict.fromkeys(requests)
+        handle = self.submit(requests, growing=growing, alone=alone)
         try:
-            self._arriving.append(call)
-            while unfinished:
-                for request in self._changed(call):
+            while not handle.ended:
+                for request in handle.wait():
                     # A change may be reported twice.
                     if request in unfinished:
                         if request.finish_reason is not None:
                             del unfinished[request]
                         yield request
-            self._leave(call)
-        except BaseException:
-            self._leave(call, quietly=True)
-            raise
+            # All have ended, those that nothing was reported of with the call.
+            yield from unfinished
+        finally:
+            handle.abort()
 
-    def serve_alone(
-        self, requests: Sequence[Request], *, launcher: Launcher | None = None, policy: DepthPolicy | None = None
-    ) -> Generator[Request, None, None]:
-        """Like :meth:`serve`, with exclusive use of the engine to the end; other threads wait.
-
-        Args:
-            requests: checked.
-            launcher: used in place of the cycle.
-            policy: used in place of the engine's.
+    def between_steps(self, work: Callable[[], Result]) -> Result:
+        """What ``work`` returns, called by the driving thread between two steps.
 
         Raises:
-            ResourceError: another call is open.
+            ResourceError: as for :meth:`submit`.
+            Exception: one of ``work``.
         """
-        call = Call(requests)
-        with self._taken(wait=True):
-            self._recover()
-            self._remove_left_calls()
-            others = len(self._calls) + sum(len(other.requests) for other in self._arriving)
-            if others:
-                raise ResourceError("engine", "no other open call during an exclusive one", f"{others} requests of other calls")
-            scheduler, usual = self.scheduler, self.scheduler.policy
-            scheduler.launcher, scheduler.policy = launcher or self.cycle, policy or usual
-            try:
-                self._whole = False
-                self._enter(call)
-                self._whole = True
-                unfinished = dict.fromkeys(requests)
-                while unfinished:
-                    self._step()
-                    for request in call.changed():
-                        if request.finish_reason is not None:
-                            unfinished.pop(request, None)
-                        yield request
-            finally:
-                self._leaving.append(call)
-                try:
-                    while self._whole and (self._leaving or scheduler.busy):
-                        self._step()
-                finally:
-                    scheduler.launcher, scheduler.policy = self.cycle, usual
+        results: list[Result] = []
+        handle = self._submit(Call(work=lambda: results.append(work())))
+        handle.wait()
+        return results[0]
 
-    def prepare(self, requests: int, sampling: SamplingClass = GREEDY) -> None:
-        """Build the programs that this many requests of a class can need, and time depths that were not timed yet.
+    def prepare(self, requests: int, *classes: SamplingClass) -> None:
+        """Build the programs that this many requests of each class can need, and time depths that were not timed yet.
 
         Raises:
-            ResourceError: called from inside a step, or memory ran out.
+            ResourceError: as for :meth:`submit`, or memory ran out.
         """
-        with self._taken(wait=True):
-            self._recover()
-            self._whole = False
-            self._prepare(requests, sampling)
-            self._whole = True
+        self.between_steps(lambda: self._prepare(requests, *classes))
+
+    def set_policy(self, policy: DepthPolicy | None) -> None:
+        """Let ``policy`` choose the draft depth from the next cycle on."""
+
+        def take() -> None:
+            self.policy = self.scheduler.policy = policy
+
+        self.between_steps(take)
 
     def keys(self, requests: int, sampling: SamplingClass) -> list[Key]:
         """Programs that this many requests can need: every bucket up to theirs, every chunk size."""
@@ -178,185 +154,207 @@ class Engine:
         cycles = [key for key in self.plan.graph_keys(sampling) if key.bucket <= widest]
         return [*cycles, *(PrefillKey(chunk, sampling) for chunk in self.plan.prefill_chunks)]
 
-    def _changed(self, call: Call) -> list[Request]:
-        """The call's changed requests; runs steps until there is at least one."""
-        while True:
-            if call.failure is not None:
-                raise call.failure
-            found = call.changed()
-            if found:
-                return found
-            if not self._try_step():
-                self._waiting[call] = None
-                found = call.changed(PATIENCE)
-                self._waiting.pop(call, None)
-                if found:
-                    return found
+    def close(self) -> None:
+        """End the driving thread after its step. Open calls end with an error, later ones are refused. May be called again."""
+        self._driver.close()
 
-    def _leave(self, call: Call, *, quietly: bool = False) -> None:
-        """Abort what is left of a call, and step until nothing of it is in flight.
+    # What follows runs in the driving thread.
 
-        Args:
-            call: no longer awaited.
-            quietly: another exception is being raised already; an error here is left to the next step.
-        """
-        self._leaving.append(call)
+    def turn(self, command: Call | Leave | None) -> tuple[Posts, bool]:
+        """Obey every command, then make one step; returns what callers are to be sent, and whether there is more to do."""
         try:
+            commands = self._driver.commands
             while True:
-                with self._taken(wait=False) as mine:
-                    if not mine:
-                        # The holder of the turn does it.
-                        return
-                    self._recover()
-                    self._whole = False
-                    self._remove_left_calls()
-                    if not self._calls and self.scheduler.busy:
-                        self.scheduler.step()
-                    self._whole = True
-                    if self._calls or not self.scheduler.busy:
-                        return
-        except Exception:
-            if not quietly:
-                raise
+                if command is not None:
+                    self._obey(command)
+                if commands.empty():
+                    break
+                command = commands.get_nowait()
+            if self.scheduler.busy and not self._broken:
+                self._step()
+            if self._alone is not None and self._alone not in self._open:
+                self._end_alone()
+        except BaseException as error:  # noqa: BLE001  whatever it is, a thread that ends would leave its callers waiting
+            self._fail(error)
+        busy = self.scheduler.busy and not self._broken
+        if self._ending and (self._open or not busy):
+            # The last open call ends when nothing is in flight any more.
+            self._posts += [(call, None) for call in self._ending]
+            self._ending = []
+        posts, self._posts = self._posts, []
+        return posts, busy
 
-    def _try_step(self) -> bool:
-        """Make one step, unless another thread has the turn. The hot path: every cycle goes through here."""
-        mine = Turn(threading.get_ident())
-        try:
-            if not self._take(mine):
-                return False
-            self._step()
-            return True
-        finally:
-            # Twice, so that an interrupt inside the first still gives the turn back.
-            try:
-                self._give_back(mine)
-            finally:
-                self._give_back(mine)
+    def shut(self) -> Posts:
+        """End every open call, and wait for the device; returns what callers are to be sent."""
+        for call in (*self._open, *self._deferred):
+            self._end(call, closed())
+        self._deferred = []
+        with suppress(Exception):
+            # Its weights and buffers may be freed next.
+            self.cycle.reset()
+        ending, self._ending = self._ending, []
+        return [(call, None) for call in ending]
 
-    @contextmanager
-    def _taken(self, *, wait: bool) -> Iterator[bool]:
-        """Take the turn for the body; yields False where another thread has it.
-
-        Raises:
-            ResourceError: this thread has it: it is inside a step.
-        """
-        mine = Turn(threading.get_ident())
-        try:
-            while not (took := self._take(mine)) and wait:
-                time.sleep(PATIENCE / 10)
-            yield took
-        finally:
-            try:
-                self._give_back(mine)
-            finally:
-                self._give_back(mine)
-
-    def _take(self, turn: Turn) -> bool:
-        holder = self._turn.setdefault("turn", turn)
-        if holder is turn:
-            return True
-        if holder.thread != turn.thread:
-            return False
-        del holder
-        if _is_held(self._turn):
-            raise ResourceError("engine", "a call from outside its own steps", "one from a callback or a signal handler in a step")
-        # An interrupt came before any finally had begun: only the table still refers to that turn.
-        self._turn["turn"] = turn
-        return True
-
-    def _give_back(self, turn: Turn) -> None:
-        if self._turn.get("turn") is turn:
-            del self._turn["turn"]
-            for call in tuple(self._waiting):
-                call.inbox.put(None)
-
-    def _step(self) -> None:
-        """One turn: calls that left, calls that arrived, one step of the scheduler, and its changes into the inboxes."""
-        self._recover()
-        self._whole = False
-        self._remove_left_calls()
-        while self._arriving:
-            self._admit(self._arriving[0])
-            self._arriving.popleft()
-        for request in self.scheduler.step():
-            call = self._calls.get(request)
-            if call is not None:
-                call.inbox.put(request)
-                if request.finish_reason is not None:
-                    del self._calls[request]
-        self._whole = True
-
-    def _recover(self) -> None:
-        """After a turn that did not end: drop what is in flight, and restart every live request from its tokens."""
-        if self._whole:
-            return
-        self.cycle.reset()
-        self.scheduler.recover()
-        for request, call in self._calls.items():
-            call.inbox.put(request)
-        self._calls = {request: call for request, call in self._calls.items() if request.finish_reason is None}
-        self._whole = True
-
-    def _remove_left_calls(self) -> None:
-        while self._leaving:
-            call = self._leaving[0]
-            for request in call.requests:
-                self.scheduler.abort(request)
-                self._calls.pop(request, None)
-            if call in self._arriving:
-                self._arriving.remove(call)
-            self._leaving.popleft()
-
-    def _admit(self, call: Call) -> None:
-        try:
-            self._enter(call)
-        except Exception as error:  # noqa: BLE001  it belongs to that call, which need not be the running one
-            call.failure = error
-            call.inbox.put(None)
-            for request in call.requests:
-                self._calls.pop(request, None)
-                self.scheduler.abort(request)
-            self._whole = False
-            self._recover()
-            self._whole = False
+    def _obey(self, command: Call | Leave) -> None:
+        if isinstance(command, Leave):
+            if command.call in self._open or command.call in self._deferred:
+                self._end(command.call)
+        elif self._alone is not None:
+            self._deferred.append(command)
+        else:
+            self._enter(command)
 
     def _enter(self, call: Call) -> None:
+        self._entering = call
+        try:
+            if self._broken:
+                self._recover()
+            if call.work is not None:
+                call.work()
+                self._end(call)
+            else:
+                self._admit(call)
+        except BaseException as error:  # noqa: BLE001  it belongs to that call
+            self._end(call, error)
+            self._recover()
+        finally:
+            self._entering = None
+
+    def _end(self, call: Call, failure: BaseException | None = None) -> None:
+        """Nothing of a call is served any more; what has not ended of it is aborted."""
+        if call in self._deferred:
+            self._deferred.remove(call)
+        for request in call.requests:
+            self.scheduler.abort(request)
+            self._calls.pop(request, None)
+        # The call outlives the engine where its caller holds it.
+        call.failure, call.work, call.alone = failure, None, None
+        self._ending.append(call)
+        self._open.pop(call, None)
+
+    def _admit(self, call: Call) -> None:
         """Queue a call's requests, after building the programs that all live requests together need."""
-        fresh = [request for request in call.requests if request not in self._calls]
-        need = GREEDY
-        for request in fresh:
-            need |= request.params.sampling_class
         live = self.scheduler.live
+        if call.alone is not None:
+            if live:
+                raise ResourceError("engine", "no other open call during an exclusive one", f"{len(live)} requests of other calls")
+            self._finish_launches()
+            self._alone = call
+            self.scheduler.launcher, self.scheduler.policy = call.alone.launcher or self.cycle, call.alone.policy or self.policy
+        need = GREEDY
+        for request in call.requests:
+            need |= request.params.sampling_class
         for request in live:
             need |= request.sampling
-        self._prepare(len(fresh) + len(live), need)
+        count = len(call.requests) + len(live)
+        self._prepare(count, self._cover(count, need))
         now = time.perf_counter()
-        for request in fresh:
+        self._open[call] = None
+        for request in call.requests:
             request.metrics.arrived = now
-            self.scheduler.add(request)
             self._calls[request] = call
+            self.scheduler.add(request)
+        call.unfinished = len(call.requests)
+        if not call.requests:
+            self._end(call)
 
-    def _prepare(self, requests: int, sampling: SamplingClass) -> None:
-        keys = self.keys(requests, sampling)
+    def _cover(self, requests: int, need: SamplingClass) -> SamplingClass:
+        """The smallest class that covers ``need`` and has programs; ``need`` where there is none, or where it is a configured class."""
+        if need in self.plan.sampling_classes:
+            return need
+
+        def ready(sampling: SamplingClass) -> bool:
+            return all(self.cycle.prepared(key) or key in self.cycle.dropped for key in self.keys(requests, sampling))
+
+        classes = {key.sampling for key in self.cycle.programs}
+        return min((each for each in classes if each | need == each and ready(each)), key=size, default=need)
+
+    def _prepare(self, requests: int, *classes: SamplingClass) -> None:
+        keys = [key for sampling in classes for key in self.keys(requests, sampling)]
         if any(not self.cycle.prepared(key) and key not in self.cycle.dropped for key in keys):
+            if self._open:
+                named = "; ".join(map(describe_class, classes))
+                logger.warning("%d requests wait while programs are built for other requests: %s", len(self._calls), named)
             self.scheduler.drain()
-        self.cycle.prepare(keys, self.progress)
-        buckets = self.cycle.buckets(sampling)
-        ready = tuple(bucket for bucket in buckets if self.cycle.prepared(self.plan.key(bucket, sampling)))
-        self.scheduler.offer(sampling, ready, self.cycle.chunks(sampling))
+        self.cycle.prepare(keys, self._building)
         policy = self.scheduler.policy
-        if isinstance(policy, AdaptiveDepth):
-            wanted = {key.bucket for key in keys if isinstance(key, GraphKey)} & set(buckets)
-            missing = sorted(wanted.intersection(policy.unknown()))
-            if missing:
-                self.scheduler.drain()
-                for bucket, times in self.cycle.time_depths(missing, sampling).items():
-                    policy.learn_times(bucket, times)
+        for sampling in classes:
+            buckets = self.cycle.buckets(sampling)
+            ready = tuple(bucket for bucket in buckets if self.cycle.prepared(self.plan.key(bucket, sampling)))
+            self.scheduler.offer(sampling, ready, self.cycle.chunks(sampling))
+            if isinstance(policy, AdaptiveDepth):
+                wanted = {key.bucket for key in keys if isinstance(key, GraphKey)} & set(buckets)
+                missing = sorted(wanted.intersection(policy.unknown()))
+                if missing:
+                    self.scheduler.drain()
+                    for bucket, times in self.cycle.time_depths(missing, sampling).items():
+                        policy.learn_times(bucket, times)
 
+    def _building(self, phase: str, done: int, total: int) -> None:
+        """Tell the caller that waits for the programs, between any two of them."""
+        if self._driver.stopping:
+            raise closed()
+        if self._entering is not None and self.progress is not None:
+            self._entering.send((phase, done, total))
 
-def _is_held(table: dict[str, Turn]) -> bool:
-    """Whether its turn is still in use: by a running step, or by a suspended generator."""
-    turn, other = table["turn"], {"turn": Turn(0)}
-    unheld = other["turn"]
-    return sys.getrefcount(turn) > sys.getrefcount(unheld)
+    def _step(self) -> None:
+        self._report(self.scheduler.step())
+        call = self._alone
+        if call is not None and call.alone is not None and call.alone.until is not None and call.alone.until():
+            self._end(call)
+
+    def _report(self, changed: Iterable[Request]) -> None:
+        calls = self._calls
+        for request in changed:
+            call = calls.get(request)
+            if call is None:
+                continue
+            if call.growing:
+                self._posts.append((call, request))
+            if request.finish_reason is not None:
+                del calls[request]
+                call.unfinished -= 1
+                if not call.unfinished:
+                    self._end(call)
+
+    def _finish_launches(self) -> None:
+        """Step until nothing is in flight; no request is live."""
+        while self.scheduler.busy:
+            self.scheduler.step()
+
+    def _end_alone(self) -> None:
+        """The call that had the engine to itself has ended: give back what it replaced, and let the others in."""
+        self._finish_launches()
+        self.scheduler.launcher, self.scheduler.policy, self._alone = self.cycle, self.policy, None
+        while self._deferred and self._alone is None:
+            self._enter(self._deferred.pop(0))
+
+    def _fail(self, error: BaseException) -> None:
+        """After an error in a step: tell the callers it concerns, and restart every other request from its tokens."""
+        at_work = self.scheduler.at_work
+        concerned = {self._calls[request] for request in at_work if request in self._calls} or {*self._open}
+        if not concerned:
+            logger.error("error in a step that no open call had part in: %s", error, exc_info=error)
+        for call in concerned:
+            self._end(call, error)
+        try:
+            self._recover()
+        except BaseException as again:  # noqa: BLE001  a device that is lost: every call learns it, now and later
+            for call in tuple(self._open):
+                self._end(call, again)
+
+    def _recover(self) -> None:
+        """Drop what is in flight, and restart every live request from its tokens."""
+        self._broken = True
+        self.cycle.reset()
+        self.scheduler.recover()
+        # Counted anew: the error may have come between an end and its counting.
+        self._calls = {request: call for call in self._open for request in call.requests if request.finish_reason is None}
+        for call in tuple(self._open):
+            call.unfinished = sum(request.finish_reason is None for request in call.requests)
+            self._posts += [(call, request) for request in call.requests if call.growing]
+            if not call.unfinished:
+                self._end(call)
+        self._broken = False
+        if self._alone is not None and self._alone not in self._open:
+            self._end_alone()

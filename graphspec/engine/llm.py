@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -31,9 +31,11 @@ from ..paths import user_path
 from ..plan import Plan, make_plan
 from ..shapes import GREEDY, SamplingClass
 from .arguments import check_cycles, check_launcher, check_progress, check_warm_up, engine_config
+from .calls import Alone
 from .depth import AdaptiveDepth, DepthPolicy
 from .engine import Engine
-from .outputs import Detokenizer, Metrics, Output, StreamEvent, TreeSnapshot, summarise
+from .events import Stream
+from .outputs import Metrics, Output, StreamEvent, TreeSnapshot, summarise
 from .programmatic import resolve as resolve_programmatic
 from .prompts import Params, Prompt, make_requests
 from .proposer import Proposer
@@ -72,7 +74,7 @@ class LLM:
         draft: folder of the draft checkpoint, or its name on the Hub; None for the demo model's own draft.
         runtime: ``eager``, ``compiled`` or ``captured``.
         config: a whole configuration instead of the arguments above.
-        progress: called as ``progress(phase, done, total)`` during load and compilation.
+        progress: called as ``progress(phase, done, total)`` during load and compilation, in the thread that waits for them.
         overrides: any other configuration key by its bare name, those of ``sampling`` apart, which belong to each request
             (``num_steps=5, topk=4, num_draft_tokens=16, page_size=1``).
 
@@ -110,6 +112,9 @@ class LLM:
         self._engine = Engine(self.cycle, self._load_proposer(), self._adaptive_depth(), progress)
         self._acceptance_test = AcceptanceTest(self.plan)
         self._has_tokenizer = has_tokenizer(self.folder)
+        if self.plan.captured:
+            # A class that is captured later makes every other caller wait.
+            self._engine.prepare(self.plan.max_rows, *self.plan.sampling_classes)
 
     @classmethod
     def from_config(cls, config: Config, progress: Progress | None = None) -> LLM:
@@ -211,11 +216,11 @@ class LLM:
     @property
     def depth_policy(self) -> DepthPolicy | None:
         """Chooses the draft depth of every cycle; what it learns of the traffic lasts as long as the engine. None: it never changes."""
-        return self._engine.scheduler.policy
+        return self._engine.policy
 
     @depth_policy.setter
     def depth_policy(self, policy: DepthPolicy | None) -> None:
-        self._engine.scheduler.policy = policy
+        self._engine.set_policy(policy)
 
     def _adaptive_depth(self) -> AdaptiveDepth | None:
         plan, adaptive = self.plan, self.config.adaptive
@@ -269,18 +274,19 @@ class LLM:
 
         Raises:
             RequestError: the single prompt of the call can't be served, or there is not one params object per prompt.
-            ResourceError: called from inside a step of the engine (a progress callback of loading, a signal handler), or memory ran out.
+            ResourceError: the engine is closed, belongs to another process or is called by its own thread (a launcher), or memory ran out.
         """
         check_progress(progress)
         check_launcher(launcher)
         requests = self._requests(prompts, params)
         most = sum(r.budget for r in requests)
-        with closing(self._run(requests, launcher)) as run:
+        alone = Alone(launcher) if launcher is not None else None
+        served = [r for r in requests if r.finish_reason is None]
+        with closing(self._engine.serve(served, growing=progress is not None, alone=alone)) as run:
             for _ in run:
                 if progress:
                     progress("generate", sum(len(r.output) for r in requests), most)
-        self._acceptance_test.observe(requests)
-        self.metrics = summarise(requests, self.plan)
+        self._note(requests)
         return [
             Output(
                 index=r.index,
@@ -303,22 +309,31 @@ class LLM:
         Raises:
             RequestError: the single prompt of the call can't be served.
         """
+        stream = self.submit(prompts, params)
+        try:
+            while not stream.ended:
+                yield from stream.wait()
+        finally:
+            stream.abort()
+
+    def submit(self, prompts: Prompt | Sequence[Prompt], params: Params = None, notify: Callable[[], None] | None = None) -> Stream:
+        """Queue every prompt and return at once; the engine's own thread serves them. Dropping what is returned aborts them.
+
+        Args:
+            prompts, params: as for :meth:`generate`.
+            notify: called by the engine's thread whenever there is something to take; it may not block.
+
+        Raises:
+            RequestError: the single prompt of the call can't be served, or there is not one params object per prompt.
+            ResourceError: the engine is closed.
+        """
         requests = self._requests(prompts, params)
-        texts = {r: Detokenizer(self._decode) for r in requests}
-        sent = dict.fromkeys(requests, 0)
-        with closing(self._run(requests)) as run:
-            for request in run:
-                # Another caller's step may add to the output meanwhile; once it has ended, nothing does.
-                finished = request.finish_reason is not None
-                begin = sent[request]
-                fresh = request.output[begin:]
-                if not fresh and not finished:
-                    continue
-                sent[request] += len(fresh)
-                text = texts[request].push(fresh, last=finished)
-                logprobs = request.logprobs[begin : sent[request]] if request.params.logprobs is not None else None
-                reason = request.finish_reason if finished else None
-                yield StreamEvent(request.index, text, fresh, finished, reason, logprobs, request.error, request.seed)
+        served = [request for request in requests if request.finish_reason is None]
+        handle = self._engine.submit(served, notify=notify) if served else None
+        return Stream(requests, handle, self._decode, self._note)
+
+    def _note(self, requests: Sequence[Request]) -> None:
+        """Look over the requests of a call that has ended."""
         self._acceptance_test.observe(requests)
         self.metrics = summarise(requests, self.plan)
 
@@ -355,18 +370,15 @@ class LLM:
     def _requests(self, prompts: Prompt | Sequence[Prompt], params: Params, *, one: bool = False) -> list[Request]:
         return make_requests(prompts, params, self.plan, self._encode, one=one)
 
-    def _run(
-        self, requests: Sequence[Request], launcher: Launcher | None = None, policy: DepthPolicy | None = None
-    ) -> Generator[Request, None, None]:
-        """Run the requests to their end; yields each one whenever its output grew or it ended."""
-        served = [r for r in requests if r.finish_reason is None]
-        yield from (r for r in requests if r.finish_reason is not None)
-        if not served:
-            return
-        if launcher is None and policy is None:
-            yield from self._engine.serve(served)
-        else:
-            yield from self._engine.serve_alone(served, launcher=launcher, policy=policy)
+    def close(self) -> None:
+        """End the engine's thread. Open calls end with an error, later ones are refused; memory is given back with the last reference."""
+        self._engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def warm_up(self, requests: int = 1, *, sampling: SamplingClass = GREEDY) -> None:
         """Build, compile and capture now what a run of ``requests`` requests needs; otherwise the first run does.
@@ -399,14 +411,21 @@ class LLM:
         cycles = check_cycles(cycles, self.plan)
         requests = self._requests(prompt, SamplingParams(max_tokens=(cycles + 1) * self.plan.accept_width, ignore_eos=True), one=True)
         bucket = self.cycle.buckets(GREEDY)[0]
-        run = self._run(requests, policy=_DeepestCycles(self.plan))
-        while requests[0].metrics.cycles < cycles and next(run, None) is not None:
+        shape = self.plan.key(bucket, GREEDY, self.plan.depths_of(bucket)[-1]).shape
+        found: list[tuple[list[int], list[int], list[int], set[int]]] = []
+
+        def look() -> bool:
+            """Between two steps, before anything else is launched over the nodes."""
+            if requests[0].metrics.cycles < cycles:
+                return False
+            v = self.cycle.arena.views(1, shape)
+            nodes = v.node_token_BN[0].tolist(), v.node_parent_BN[0].tolist(), v.node_depth_BN[0].tolist()
+            found.append((*nodes, set(v.path_BA[0, : int(v.accept_len_B[0])].tolist())))
+            return True
+
+        for _ in self._engine.serve(requests, growing=False, alone=Alone(policy=_DeepestCycles(self.plan), until=look)):
             pass
-        v = self.cycle.arena.views(1, self.plan.key(bucket, GREEDY, self.plan.depths_of(bucket)[-1]).shape)
-        nodes = [v.node_token_BN[0].tolist(), v.node_parent_BN[0].tolist(), v.node_depth_BN[0].tolist()]
-        path = set(v.path_BA[0, : int(v.accept_len_B[0])].tolist())
-        run.close()
-        token_N, parent_N, depth_N = nodes
+        token_N, parent_N, depth_N, path = found[0]
         used = [n for n, token in enumerate(token_N) if token >= 0]
         place = {n: i for i, n in enumerate(used)}
         return TreeSnapshot(

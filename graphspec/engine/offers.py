@@ -65,10 +65,11 @@ class Offers:
             covering = [offer for offer in self._offers.values() if offer.sampling | need == offer.sampling]
             if not covering:
                 raise ResourceError("sampling class", f"programs for {need}, prepared before the launch", list(self._offers))
-            found = min(covering, key=lambda offer: (-min(offer.buckets[-1], lanes), _size(offer.sampling)))
+            found = min(covering, key=lambda offer: (-min(offer.buckets[-1], lanes), size(offer.sampling)))
             self._chosen[need, lanes] = found
         return found
 
 
-def _size(sampling: SamplingClass) -> tuple[int, int]:
+def size(sampling: SamplingClass) -> tuple[int, int]:
+    """What classes are ordered by: how much their programs compute."""
     return sampling.noise + sampling.truncate + sampling.penalties + sampling.bias, sampling.logprobs

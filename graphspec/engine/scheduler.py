@@ -101,6 +101,8 @@ class Scheduler:
         self._offer: Offer | None = None
         """What the running rows launch; None: to be chosen anew, since the rows changed."""
         self._tickets: deque[Ticket] = deque()
+        self.at_work: tuple[Request, ...] = ()
+        """Requests of what the current step launched or read last: those an error in it concerns."""
         self._aborts: list[int] = []
         self._updated: dict[Request, None] = {}
 
@@ -168,6 +170,7 @@ class Scheduler:
 
     def step(self) -> list[Request]:
         """Launch what can be launched and read what is due; returns the requests whose output or state changed since the last step."""
+        self.at_work = ()
         if self.waiting:
             self._admit()
         self._make_room()
@@ -349,6 +352,7 @@ class Scheduler:
             rows = {r.row for r in self.running}
             message.aborts = [row for row in self._aborts if row not in rows][: self.plan.max_rows]
             self._aborts = []
+        self.at_work = lanes
         number = self.launcher.launch(key, message)
         for request in lanes:
             request.last_ticket = number
@@ -361,6 +365,7 @@ class Scheduler:
 
     def _read_oldest(self) -> None:
         ticket = self._tickets.popleft()
+        self.at_work = ticket.lanes
         entry = self.launcher.read(ticket.number)
         now = time.perf_counter()
         depth = None

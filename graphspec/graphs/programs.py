@@ -38,13 +38,18 @@ Key = GraphKey | PrefillKey
 
 def describe(key: Key) -> str:
     """A program in words: lanes and depth of a cycle, tokens of a prefill chunk, what its requests ask of the sampler."""
-    asked = [name for name in ("noise", "truncate", "penalties", "bias") if getattr(key.sampling, name)]
-    asked += [f"{key.sampling.logprobs} logprobs"] if key.sampling.logprobs >= 0 else []
     if isinstance(key, PrefillKey):
         what = f"prefill of {key.chunk} tokens"
     else:
         what = f"cycle of {key.bucket} lanes, depth {key.shape.num_steps}{', catching up' if key.catch_up else ''}"
-    return f"{what}, {'+'.join(asked) or 'greedy'}"
+    return f"{what}, {describe_class(key.sampling)}"
+
+
+def describe_class(sampling: SamplingClass) -> str:
+    """What requests ask of the sampler, in words."""
+    asked = [name for name in ("noise", "truncate", "penalties", "bias") if getattr(sampling, name)]
+    asked += [f"{sampling.logprobs} logprobs"] if sampling.logprobs >= 0 else []
+    return "+".join(asked) or "greedy"
 
 
 def tokens_of(key: Key, capacity: int = 1) -> int:

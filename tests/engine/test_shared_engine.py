@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
-from graphspec.engine.engine import Engine, Turn
+from graphspec.engine.engine import Engine
 from graphspec.engine.llm import LLM, SamplingParams
 from graphspec.engine.outputs import StreamEvent
 from graphspec.errors import ResourceError
 from graphspec.shapes import SamplingClass
 from tests.support.engines import CHAIN, TREE, Pair, ids, mirror_pair, prompts
+from tests.support.lockstep import Lockstep
 
 SHAPES = pytest.mark.parametrize("shape", [{"variant": "none"}, CHAIN, TREE], ids=["plain", "chain", "tree"])
 LENGTH = 20
@@ -27,16 +28,23 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return mirror_pair(tmp_path_factory.mktemp("pair"), noise=0.8)
 
 
+@pytest.fixture(autouse=True)
+def lockstep(monkeypatch: pytest.MonkeyPatch) -> Lockstep:
+    """What one call leaves half done is half done while the others run."""
+    return Lockstep(monkeypatch)
+
+
 def expected(pair: Pair, asked: list[list[int]], length: int = LENGTH) -> list[list[int]]:
     return [pair.greedy(prompt, length, ignore_eos=True) for prompt in asked]
 
 
 def assert_idle(llm: LLM) -> None:
-    llm.warm_up()  # a turn nobody holds, or a step that did not end, is seen to by whoever comes next
-    scheduler = llm._engine.scheduler
+    llm.warm_up()  # ends when nothing is in flight any more
+    engine = llm._engine
+    scheduler = engine.scheduler
     assert (scheduler.allocator.num_used, llm.cycle.in_flight, scheduler.busy) == (0, 0, False)
     assert sorted(scheduler._free_rows) == list(range(llm.plan.max_rows))
-    assert not scheduler.live and not llm._engine._calls and not llm._engine._turn
+    assert not scheduler.live and not engine._calls and not engine._open and not engine._broken
 
 
 def collect(stream: Iterator[StreamEvent], into: dict[int, list[int]]) -> None:
@@ -88,8 +96,9 @@ def test_a_stream_goes_on_after_another_call_used_its_rows(pair: Pair, shape: di
 
 @SHAPES
 @pytest.mark.parametrize("pages", [None, 24])
-def test_threads(pair: Pair, shape: dict[str, Any], pages: int | None) -> None:
+def test_threads(pair: Pair, shape: dict[str, Any], pages: int | None, lockstep: Lockstep) -> None:
     """Also with pages so short that rows of one caller make way for those of another."""
+    lockstep.free = True
     llm = pair.llm(**shape, max_rows=3, buckets=[1, 4], page_size=4, num_pages=pages)
     asked = [prompts(3, seed=seed) for seed in range(4)]
     wanted = [expected(pair, some) for some in asked]
@@ -180,35 +189,35 @@ def test_a_call_has_the_engine_to_itself_or_not_at_all(pair: Pair) -> None:
     assert_idle(llm)
 
 
-def test_a_turn_that_was_left_behind_is_taken_over(pair: Pair) -> None:
-    """By its own thread, where no frame refers to it; a turn that a suspended generator holds is not."""
+def test_a_call_from_inside_a_step_is_refused(pair: Pair) -> None:
+    """The thread that steps would wait for itself; progress is reported in the caller's own thread, which may call."""
     llm = pair.llm(**CHAIN)
     asked = prompts(2)
-    llm._engine._turn["turn"] = Turn(threading.get_ident())
-    assert ids(llm.generate(asked, PARAMS)) == expected(pair, asked)
-    alone = llm._engine.serve_alone(llm._requests(asked, PARAMS))
-    next(alone)
-    with pytest.raises(ResourceError, match="engine: expected a call from outside its own steps"):
-        llm.generate(asked, PARAMS)
-    alone.close()
-    assert ids(llm.generate(asked, PARAMS)) == expected(pair, asked)
-    assert_idle(llm)
 
+    class Calling:
+        in_flight = property(lambda self: llm.cycle.in_flight)
+        read = llm.cycle.read
 
-def test_a_call_from_inside_a_step_is_refused(pair: Pair) -> None:
-    inner: list[str] = []
+        def launch(self, key: Any, message: Any) -> int:
+            with pytest.raises(ResourceError, match="engine: expected a call from outside its own steps"):
+                llm.generate([[1, 2]], PARAMS)
+            refused.append(key)
+            return llm.cycle.launch(key, message)
+
+    refused: list[Any] = []
+    assert ids(llm.generate(asked, PARAMS, launcher=Calling())) == expected(pair, asked)
+    assert len(refused) > 4
+    inner: list[list[list[int]]] = []
 
     def progress(*_: Any) -> None:
         if not inner:
-            with pytest.raises(ResourceError, match="engine: expected a call from outside its own steps") as caught:
-                llm.generate([[1, 2]], PARAMS)
-            inner.append(str(caught.value))
+            inner.append([])
+            inner[0] = ids(llm.generate(asked, PARAMS))
 
-    llm = pair.llm(**CHAIN)
     llm._engine.progress = progress
-    asked = prompts(2)
-    assert ids(llm.generate(asked, PARAMS)) == expected(pair, asked)
-    assert inner
+    hot = SamplingParams(max_tokens=3, temperature=1.0, seed=1)
+    assert [len(tokens) for tokens in ids(llm.generate(asked, hot))] == [3, 3]
+    assert inner == [expected(pair, asked)]
     assert_idle(llm)
 
 
@@ -243,7 +252,7 @@ def test_a_stream_that_nobody_holds_any_more_gives_back_what_it_had(pair: Pair) 
 
 
 def test_a_stream_that_is_collected_inside_a_step(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The collector may close it anywhere, in the thread that has the turn too."""
+    """The collector may close it anywhere, in the driving thread too."""
     llm = pair.llm(**CHAIN, max_rows=3)
     asked = prompts(2)
     left = [llm.stream(prompts(1, seed=7), PARAMS)]

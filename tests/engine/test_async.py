@@ -1,0 +1,194 @@
+"""Callers in an event loop: their tokens, and what cancelling, closing and errors leave behind."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+from typing import Any
+
+import pytest
+
+import graphspec
+from graphspec.engine.async_llm import AsyncLLM
+from graphspec.engine.llm import SamplingParams
+from graphspec.errors import RequestError, ResourceError
+from graphspec.graphs.cycle import Cycle
+from tests.support.engines import CHAIN, Pair, ids, mirror_pair, prompts
+from tests.support.interrupts import Fault
+
+from .test_shared_engine import assert_idle, expected
+
+LENGTH = 16
+PARAMS = SamplingParams(max_tokens=LENGTH, ignore_eos=True)
+ENDLESS = SamplingParams(max_tokens=80, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return mirror_pair(tmp_path_factory.mktemp("pair"), noise=0.8)
+
+
+async def collect(llm: AsyncLLM, asked: Any, params: SamplingParams = PARAMS) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
+    async for event in llm.generate(asked, params):
+        found.setdefault(event.index, []).extend(event.token_ids)
+    return found
+
+
+@pytest.mark.parametrize("cycles_in_flight", [1, 2])
+def test_many_callers_at_a_time(pair: Pair, cycles_in_flight: int) -> None:
+    """In the loop and in threads, over one engine."""
+    llm = pair.llm(**CHAIN, max_rows=3, buckets=[1, 4], cycles_in_flight=cycles_in_flight)
+    face = AsyncLLM(llm)
+    asked = prompts(6)
+
+    async def run() -> list[Any]:
+        several = [collect(face, [asked[i], asked[i - 1]]) for i in range(len(asked))]
+        return await asyncio.gather(asyncio.to_thread(llm.generate, asked, PARAMS), *several)
+
+    outputs, *found = asyncio.run(run())
+    wanted = expected(pair, asked, LENGTH)
+    assert ids(outputs) == wanted
+    assert found == [{0: wanted[i], 1: wanted[i - 1]} for i in range(len(asked))]
+    assert_idle(llm)
+
+
+def test_the_loop_goes_on_while_the_engine_steps(pair: Pair) -> None:
+    """What the loop does between two events is not held up by a step that does not end."""
+    llm = pair.llm(**CHAIN)
+    face = AsyncLLM(llm)
+    wait, waited = threading.Event(), []
+    read = llm.cycle.read
+
+    def slow(ticket: int) -> Any:
+        waited.append(wait.wait(120))
+        return read(ticket)
+
+    llm.cycle.read = slow  # type: ignore[method-assign]
+
+    async def run() -> dict[int, list[int]]:
+        task = asyncio.ensure_future(collect(face, prompts(1)))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        wait.set()
+        return await task
+
+    assert asyncio.run(run()) == {0: expected(pair, prompts(1), LENGTH)[0]}
+    assert waited and all(waited)
+
+
+def test_greedy_programs_are_there_before_the_first_caller(pair: Pair) -> None:
+    face = AsyncLLM(target_of(pair))
+    built = len(face.llm.capture_report())
+    assert built == len(face.llm.keys(face.llm.plan.max_rows, graphspec_greedy()))
+    asyncio.run(collect(face, prompts(3)))
+    assert len(face.llm.capture_report()) == built
+
+
+def target_of(pair: Pair) -> Any:
+    return pair.llm(**CHAIN, max_rows=4, buckets=[1, 4])
+
+
+def graphspec_greedy() -> Any:
+    from graphspec.shapes import GREEDY
+
+    return GREEDY
+
+
+@pytest.mark.parametrize("how", ["cancelled", "closed", "left", "loop closed"])
+def test_a_caller_that_leaves_aborts_its_requests(pair: Pair, how: str) -> None:
+    """The requests of others get their tokens; rows and pages are given back."""
+    llm = pair.llm(**CHAIN, max_rows=2)
+    face = AsyncLLM(llm)
+    asked = prompts(3)
+    requests: list[Any] = []
+    add = llm._engine.scheduler.add
+    llm._engine.scheduler.add = lambda request: (requests.append(request), add(request))  # type: ignore[method-assign]
+
+    async def leave() -> Any:
+        events = face.generate(asked[:2], ENDLESS)
+        first = asyncio.Event()
+
+        async def consume() -> None:
+            async for _ in events:
+                first.set()
+                if how == "left":
+                    break
+
+        task = asyncio.ensure_future(consume())
+        if how == "closed":
+            await anext(events)
+            await events.aclose()
+            first.set()
+        await first.wait()
+        if how == "cancelled":
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        elif how != "loop closed":
+            await task
+        return events
+
+    async def run() -> None:
+        other = asyncio.ensure_future(collect(face, asked[2]))
+        left = await leave()
+        assert (await other)[0] == expected(pair, asked, LENGTH)[2]
+        del left
+
+    if how == "closed":
+        # Two readers of one generator are an error of their own.
+        async def run() -> None:
+            other = asyncio.ensure_future(collect(face, asked[2]))
+            events = face.generate(asked[:2], ENDLESS)
+            await anext(events)
+            await events.aclose()
+            assert (await other)[0] == expected(pair, asked, LENGTH)[2]
+
+    asyncio.run(run())
+    gc.collect()
+    assert_idle(llm)
+    reasons = {request.finish_reason for request in requests if request.budget == 80}
+    assert reasons <= {"abort", "length"} and len(requests) == 3
+    if how == "cancelled":
+        assert "abort" in reasons
+
+
+def test_errors_reach_the_caller(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = pair.llm(**CHAIN, max_rows=2)
+    face = AsyncLLM(llm)
+    with pytest.raises(RequestError, match="at least one token"):
+        asyncio.run(collect(face, []))
+
+    def broken(*_: Any) -> None:
+        raise Fault
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Cycle, "read", broken)
+        with pytest.raises(Fault):
+            asyncio.run(collect(face, prompts(2)))
+    assert asyncio.run(collect(face, prompts(1)))[0] == expected(pair, prompts(1), LENGTH)[0]
+    assert_idle(llm)
+
+
+def test_closing_ends_open_calls(pair: Pair) -> None:
+    llm = pair.llm(**CHAIN, max_rows=2)
+
+    async def run() -> None:
+        async with AsyncLLM(llm) as face:
+            open_calls = [asyncio.ensure_future(collect(face, prompts(1), ENDLESS)) for _ in range(3)]
+            await asyncio.sleep(0)
+            held = face.generate(prompts(1), ENDLESS)
+            await anext(held)
+        for call in await asyncio.gather(*open_calls, return_exceptions=True):
+            assert isinstance(call, ResourceError) or len(call[0]) == 80  # type: ignore[index]
+        with pytest.raises(ResourceError, match="engine: expected an open engine, found one that was closed"):
+            await collect(face, prompts(1))
+
+    asyncio.run(run())
+    assert not llm._engine._driver.thread.is_alive()
+
+
+def test_it_is_exported(pair: Pair) -> None:
+    face = graphspec.AsyncLLM(model=pair.target, draft=pair.draft, runtime="eager", prefill_chunks=[8, 16], **CHAIN)
+    assert asyncio.run(collect(face, prompts(1)))[0] == expected(pair, prompts(1), LENGTH)[0]

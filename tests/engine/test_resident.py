@@ -1,0 +1,229 @@
+"""The engine's own thread: when it begins and ends, what it is set to, and who may not use it."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import subprocess
+import sys
+import threading
+import weakref
+from typing import Any
+
+import pytest
+import torch
+
+from graphspec.engine.llm import LLM, SamplingParams
+from graphspec.errors import ConfigError, ResourceError
+from graphspec.shapes import GREEDY, SamplingClass
+from tests.support.engines import CHAIN, Pair, ids, mirror_pair, prompts
+from tests.support.lockstep import Lockstep
+from tests.support.plans import plan as make
+
+from .test_shared_engine import assert_idle, expected
+
+LENGTH = 8
+PARAMS = SamplingParams(max_tokens=LENGTH, ignore_eos=True)
+CLOSED = "engine: expected an open engine, found one that was closed"
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return mirror_pair(tmp_path_factory.mktemp("pair"), noise=0.8)
+
+
+def test_closed_it_ends_open_calls_and_refuses_others(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    Lockstep(monkeypatch)
+    with pair.llm(**CHAIN, max_rows=2) as llm:
+        stream = llm.stream(prompts(2), PARAMS)
+        next(stream)
+        thread = llm._engine._driver.thread
+        assert thread.is_alive()
+    assert not thread.is_alive()
+    with pytest.raises(ResourceError, match=CLOSED):
+        list(stream)
+    for use in (lambda: llm.generate(prompts(1), PARAMS), lambda: next(llm.stream(prompts(1))), llm.warm_up, lambda: llm.draft_tree([1])):
+        with pytest.raises(ResourceError, match=CLOSED):
+            use()
+    llm.close()
+    assert llm.cycle.in_flight == 0 and llm.slots(), "what does not run can still be looked at"
+
+
+def test_closing_wakes_a_caller_that_waits(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In another thread, in a call that would go on for ever."""
+    held = Lockstep(monkeypatch)
+    llm = pair.llm(**CHAIN)
+    errors: list[BaseException] = []
+    begun = threading.Event()
+
+    def call() -> None:
+        try:
+            for _ in llm.stream(prompts(1), SamplingParams(max_tokens=80, ignore_eos=True)):
+                begun.set()
+        except BaseException as error:  # noqa: BLE001
+            errors.append(error)
+
+    real = type(llm._engine)._step
+    monkeypatch.setattr(type(llm._engine), "_step", lambda engine: real(engine) if not begun.is_set() else None)
+    caller = threading.Thread(target=call, daemon=True)
+    caller.start()
+    assert begun.wait(60)
+    llm.close()
+    caller.join(60)
+    assert not caller.is_alive() and held is not None
+    assert [str(error) for error in errors] == [CLOSED]
+
+
+def test_collected_it_leaves_no_thread(pair: Pair) -> None:
+    for _ in range(3):
+        llm = pair.llm(**CHAIN)
+        assert ids(llm.generate(prompts(1), PARAMS)) == expected(pair, prompts(1), LENGTH)
+        thread, cycle = llm._engine._driver.thread, weakref.ref(llm.cycle)
+        del llm
+        gc.collect()
+        thread.join(60)
+        assert not thread.is_alive()
+        assert cycle() is None
+
+
+def test_dropped_while_it_serves_it_ends_after_that(pair: Pair) -> None:
+    """Whoever holds a stream holds the engine."""
+    llm = pair.llm(**CHAIN)
+    stream, thread = llm.stream(prompts(1), PARAMS), llm._engine._driver.thread
+    tokens = list(next(stream).token_ids)
+    del llm
+    gc.collect()
+    for event in stream:
+        tokens += event.token_ids
+    assert tokens == expected(pair, prompts(1), LENGTH)[0]
+    del stream
+    gc.collect()
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+SCRIPT = """
+import sys, threading
+from graphspec.engine.llm import LLM, SamplingParams
+llm = LLM({target!r}, draft={draft!r}, runtime="eager", prefill_chunks=[8, 16])
+stream = llm.stream([[1, 2, 3]], SamplingParams(max_tokens=80, ignore_eos=True))
+next(stream)
+{end}
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [("print('end')", 0), ("sys.exit(3)", 3), ("raise KeyboardInterrupt", -2), ("llm.close(); print('end')", 0)],
+    ids=["end", "exit", "interrupt", "closed"],
+)
+def test_the_interpreter_ends_with_a_call_open(pair: Pair, end: str, code: int) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT.format(target=str(pair.target), draft=str(pair.draft), end=end)],
+        capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    # 130: as a shell names what a signal ended.
+    assert done.returncode in ((code, 130) if code < 0 else (code,)), done.stderr
+    assert "Fatal" not in done.stderr and "terminate" not in done.stderr
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_fork_is_refused_and_harms_nothing(pair: Pair) -> None:
+    script = SCRIPT.format(
+        target=str(pair.target),
+        draft=str(pair.draft),
+        end="""
+import os
+child = os.fork()
+if child == 0:
+    try:
+        llm.generate([[1, 2, 3]])
+    except Exception as error:
+        print(error, flush=True)
+        del llm, stream
+        os._exit(7)
+    os._exit(1)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+print(sum(len(event.token_ids) for event in stream) > 0)
+""",
+    )
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    refusal, served = done.stdout.splitlines()
+    assert refusal.startswith("engine: expected use in the process that made it") and "a fork of it" in refusal
+    assert served == "True"
+
+
+def test_its_thread_is_set_as_the_one_that_loaded_it(pair: Pair) -> None:
+    """torch keeps thread counts and the handling of denormals per thread."""
+    torch.set_num_threads(3)
+    llm = pair.llm(**CHAIN)
+    torch.set_num_threads(2)
+    tiny = torch.tensor([1e-40])
+    threads, product = llm._engine.between_steps(lambda: (torch.get_num_threads(), float(tiny * 1.0)))
+    assert threads == 3
+    assert product == 0.0
+    assert torch.get_num_threads() == 2
+
+
+def test_a_caller_that_wants_whole_outputs_is_woken_once(pair: Pair) -> None:
+    llm = pair.llm(**CHAIN, max_rows=2)
+    woken: list[int] = []
+    requests = llm._requests(prompts(3), PARAMS)
+    handle = llm._engine.submit(requests, growing=False, notify=lambda: woken.append(sum(len(r.output) for r in requests)))
+    assert handle.wait() == [] and handle.ended
+    assert woken == [3 * LENGTH]
+
+
+def test_progress_is_reported_in_the_callers_thread(pair: Pair) -> None:
+    seen: list[tuple[str, int, int, int | None]] = []
+    llm = LLM(
+        pair.target, "none", runtime="eager", prefill_chunks=[8, 16],
+        progress=lambda phase, done, total: seen.append((phase, done, total, threading.get_ident())),
+    )  # fmt: skip
+    llm.generate(prompts(1), PARAMS)
+    assert {entry[3] for entry in seen} == {threading.get_ident()}
+    assert [entry[0] for entry in seen if entry[0] == "build"]
+
+
+def test_building_for_one_call_while_others_wait_is_said(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A class that is there is used, though it computes more than is asked; only one that is missing is built, with a message."""
+    Lockstep(monkeypatch)
+    llm = pair.llm(**CHAIN, max_rows=2)
+    stream = llm.stream(prompts(1), PARAMS)
+    next(stream)
+    with caplog.at_level(logging.WARNING, "graphspec.engine.engine"):
+        llm.generate(prompts(1), SamplingParams(max_tokens=3, temperature=1.0, top_k=5, seed=1))
+    assert caplog.messages == ["1 requests wait while programs are built for other requests: noise+truncate"]
+    built = {key.sampling for key in llm.cycle.programs}
+    assert built == {GREEDY, SamplingClass(noise=True, truncate=True)}
+    llm.generate(prompts(1), SamplingParams(max_tokens=3, temperature=1.0, seed=1))
+    assert {key.sampling for key in llm.cycle.programs} == built
+    stream.close()
+    assert_idle(llm)
+
+
+def test_configured_classes() -> None:
+    everything = SamplingClass(noise=True, truncate=True, penalties=True, bias=True, logprobs=20)
+    assert make("none").sampling_classes == (GREEDY, everything)
+    named = make("none", runtime={"sampling_classes": ["noise+truncate", "greedy", "greedy"], "max_logprobs": 3})
+    assert named.sampling_classes == (SamplingClass(noise=True, truncate=True), GREEDY)
+    for wrong in ("truncate", "noise+noise", "all", ""):
+        with pytest.raises(ConfigError, match=r"runtime.sampling_classes\[0\]: expected greedy, everything, or some of noise"):
+            make("none", runtime={"sampling_classes": [wrong]})
+
+
+def test_all_configured_classes_are_prepared_together(pair: Pair) -> None:
+    """As a captured engine does at load; afterwards no request makes another one wait."""
+    llm: Any = pair.llm(**CHAIN, max_rows=2, max_logprobs=2)
+    llm._engine.prepare(llm.plan.max_rows, *llm.plan.sampling_classes)
+    built = len(llm.cycle.programs)
+    assert {key.sampling for key in llm.cycle.programs} == {*llm.plan.sampling_classes}
+    hot = SamplingParams(max_tokens=LENGTH, ignore_eos=True, temperature=0.9, seed=3)
+    alone = pair.llm(**CHAIN).generate(prompts(1), hot)[0].token_ids
+    assert llm.generate(prompts(1), hot)[0].token_ids == alone
+    assert ids(llm.generate(prompts(1), PARAMS)) == expected(pair, prompts(1), LENGTH)
+    assert len(llm.cycle.programs) == built
