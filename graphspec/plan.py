@@ -12,7 +12,7 @@ from .catalog import Variant, resolve_variant
 from .checks import brief
 from .config import HOST_STEP_OVER_LATENT_ROWS, AcceptConfig, Config, NgramSettings, VariantConfig
 from .errors import ConfigError
-from .shapes import MAX_WINDOW, PLAIN, WORD_BITS, CycleShape, GraphKey, SamplingClass, prefill_chunks
+from .shapes import MAX_WINDOW, MOST_PADDING, PLAIN, WORD_BITS, CycleShape, GraphKey, SamplingClass, prefill_chunks
 from .static_tree import StaticTree
 
 if TYPE_CHECKING:
@@ -85,6 +85,10 @@ class Plan:
     page_updates: int
     """Page-table entries any launch can change."""
     prefill_chunks: tuple[int, ...]
+    prefill_tokens_per_cycle: int
+    """Tokens of prompts, padding included, that may be read before a cycle while rows decode."""
+    max_queued: int | None
+    """Requests that may wait besides those that have rows; None: any number."""
     ring_depth: int
     cycles_in_flight: int
     """Cycles queued before the host waits for the oldest one's result."""
@@ -425,6 +429,9 @@ def make_plan(config: Config, target: ModelFacts, draft: DraftFacts | None, *, d
         )
 
     chunks = tuple(runtime.prefill_chunks) if runtime.prefill_chunks is not None else prefill_chunks(device, max_context)
+    prefill_budget = runtime.prefill_tokens_per_cycle or max(MOST_PADDING, chunks[0])
+    if prefill_budget < chunks[0]:
+        raise ConfigError("runtime.prefill_tokens_per_cycle", f"at least {chunks[0]}, the smallest prefill chunk", prefill_budget)
     page_updates = largest * (math.ceil((accept + window) / runtime.page_size) + 1)
 
     kernels = config.kernels.mode if config.kernels.mode != "auto" else KERNELS_OF[runtime.name]
@@ -468,6 +475,8 @@ def make_plan(config: Config, target: ModelFacts, draft: DraftFacts | None, *, d
         num_pages=pages + 1,
         page_updates=page_updates,
         prefill_chunks=chunks,
+        prefill_tokens_per_cycle=prefill_budget,
+        max_queued=runtime.max_queued,
         ring_depth=runtime.cycles_in_flight + 1,
         cycles_in_flight=runtime.cycles_in_flight,
         bucket_shapes=bucket_shapes,

@@ -310,6 +310,12 @@ class Engine:
 
     def _admit(self, call: Call) -> None:
         try:
+            self.scheduler.check_room(len(call.requests))
+        except ResourceError as error:
+            call.failure = error
+            call.inbox.put(None)
+            return
+        try:
             self._enter(call)
         except Exception as error:  # noqa: BLE001  it belongs to that call, which need not be the running one
             call.failure = error

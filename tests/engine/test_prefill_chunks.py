@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphspec.config import Config, HardwareConfig, ModelConfig, RuntimeConfig
+from graphspec.engine.chunks import chunked
 from graphspec.engine.llm import SamplingParams
 from graphspec.engine.request import Request
-from graphspec.engine.scheduler import Scheduler, chunked
+from graphspec.engine.scheduler import Scheduler
 from graphspec.graphs import memory as memory_module
 from graphspec.graphs.memory import GIB, fit_memory, plan_memory
 from graphspec.graphs.programs import PrefillKey
@@ -39,12 +40,12 @@ LONG = (2047, 2048, 2049)
     ],
 )  # fmt: skip
 def test_a_long_prompt_fills_large_chunks(length: int, sizes: list[int]) -> None:
-    assert [pick_bucket(GPU, part) for _, part in chunked(length, GPU)] == sizes
+    assert [pick_bucket(GPU, part) for _, part in chunked(0, length, GPU)] == sizes
 
 
 @given(st.integers(1, 9000), st.sets(st.integers(1, 3000), min_size=1, max_size=6).map(lambda sizes: tuple(sorted(sizes))))
 def test_chunks_cover_a_prompt_once_with_little_padding(length: int, sizes: tuple[int, ...]) -> None:
-    chunks = chunked(length, sizes)
+    chunks = chunked(0, length, sizes)
     assert [start for start, _ in chunks] == [sum(part for _, part in chunks[:i]) for i in range(len(chunks))]
     assert sum(part for _, part in chunks) == length
     for _, part in chunks:

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphspec.buffers import Status
+from graphspec.engine.chunks import chunked
 from graphspec.engine.request import Request, SamplingParams, check_prompt
-from graphspec.engine.scheduler import Scheduler, chunked
+from graphspec.engine.scheduler import Scheduler
 from graphspec.errors import RequestError
 from graphspec.graphs.cycle import RingEntry
 from graphspec.graphs.programs import Key, PrefillKey
@@ -303,7 +304,7 @@ def test_launches_run_ahead_of_what_was_read(run_ahead: int) -> None:
 
 
 def test_chunks_are_the_largest_size_and_a_rest() -> None:
-    assert chunked(1, (8, 16)) == [(0, 1)]
-    assert chunked(16, (8, 16)) == [(0, 16)]
-    assert chunked(17, (8, 16)) == [(0, 16), (16, 1)]
-    assert chunked(40, (8, 16)) == [(0, 16), (16, 16), (32, 8)]
+    assert chunked(0, 1, (8, 16)) == [(0, 1)]
+    assert chunked(0, 16, (8, 16)) == [(0, 16)]
+    assert chunked(0, 17, (8, 16)) == [(0, 16), (16, 1)]
+    assert chunked(0, 40, (8, 16)) == [(0, 16), (16, 16), (32, 8)]
