@@ -1,7 +1,10 @@
-"""How prompts are cut into the chunks that prefill programs read."""
+"""How prompts are cut into the chunks that prefill programs read, and which prompts share a launch."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from ..graphs.programs import PrefillKey, tokens_of
 from ..shapes import MOST_PADDING, pick_bucket
 
 
@@ -34,3 +37,29 @@ def chunked(start: int, total: int, sizes: tuple[int, ...]) -> list[tuple[int, i
         chunks.append((start, length))
         start += length
     return chunks
+
+
+def choose_prefill(prompts: Sequence[tuple[int, int]], keys: Sequence[PrefillKey], most: int) -> tuple[PrefillKey, list[int]] | None:
+    """The program for the next launch, and the tokens it reads of each of the first prompts.
+
+    The one that reads most for its time, which grows with its tokens, padding included, over that of reading the weights: that of
+    ``MOST_PADDING`` tokens.
+
+    Args:
+        prompts: of each, tokens read before and tokens in all; the first is part of every launch.
+        keys: programs to choose from.
+        most: padded tokens the launch may have.
+
+    Returns:
+        None where no program is small enough.
+    """
+    choices: list[tuple[PrefillKey, list[int]]] = []
+    alone = {key.chunk: key for key in keys if key.lanes == 1 and key.chunk <= most}
+    if alone:
+        sizes = tuple(sorted(alone))
+        length = next_chunk(*prompts[0], sizes)
+        choices.append((alone[pick_bucket(sizes, length)], [length]))
+    for key in keys:
+        if key.lanes > 1 and len(prompts) > 1 and tokens_of(key) <= most:
+            choices.append((key, [next_chunk(*prompt, (key.chunk,)) for prompt in prompts[: key.lanes]]))
+    return max(choices, key=lambda choice: sum(choice[1]) / (MOST_PADDING + tokens_of(choice[0])), default=None)

@@ -173,10 +173,10 @@ class Engine:
             self._whole = True
 
     def keys(self, requests: int, sampling: SamplingClass) -> list[Key]:
-        """Programs that this many requests can need: every bucket up to theirs, every chunk size."""
+        """Programs that this many requests can need: every bucket up to theirs, every chunk size, for several prompts only where there are."""
         widest = pick_bucket(self.plan.buckets, min(requests, self.plan.max_rows))
         cycles = [key for key in self.plan.graph_keys(sampling) if key.bucket <= widest]
-        return [*cycles, *(PrefillKey(chunk, sampling) for chunk in self.plan.prefill_chunks)]
+        return [*cycles, *(PrefillKey(chunk, sampling, lanes) for lanes, chunk in self.plan.prefill_shapes if lanes == 1 or requests > 1)]
 
     def _changed(self, call: Call) -> list[Request]:
         """The call's changed requests; runs steps until there is at least one."""
@@ -350,7 +350,7 @@ class Engine:
         self.cycle.prepare(keys, self.progress)
         buckets = self.cycle.buckets(sampling)
         ready = tuple(bucket for bucket in buckets if self.cycle.prepared(self.plan.key(bucket, sampling)))
-        self.scheduler.offer(sampling, ready, self.cycle.chunks(sampling))
+        self.scheduler.offer(sampling, ready, tuple(key for key in self.cycle.prefills(sampling) if self.cycle.prepared(key)))
         policy = self.scheduler.policy
         if isinstance(policy, AdaptiveDepth):
             wanted = {key.bucket for key in keys if isinstance(key, GraphKey)} & set(buckets)

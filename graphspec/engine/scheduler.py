@@ -15,12 +15,12 @@ from typing import Protocol
 from ..buffers import Status, slot_groups
 from ..errors import ConfigError, ResourceError
 from ..graphs.cycle import RingEntry
-from ..graphs.programs import Key, PrefillKey
+from ..graphs.programs import Key, PrefillKey, tokens_of
 from ..graphs.stages.mailbox import Chunk, Join, Mailbox, Message
 from ..plan import Plan
 from ..shapes import GraphKey, SamplingClass, pick_bucket
 from .admission import Deadlines, Queue
-from .chunks import next_chunk
+from .chunks import choose_prefill
 from .depth import DepthPolicy
 from .offers import Offer, Offers
 from .pages import PageAllocator
@@ -113,9 +113,9 @@ class Scheduler:
         self._aborts: list[int] = []
         self._updated: dict[Request, None] = {}
 
-    def offer(self, sampling: SamplingClass, buckets: tuple[int, ...], chunks: tuple[int, ...] | None = None) -> None:
-        """Programs of this class exist from now on, for chunks of prompts (default: the plan's) and for cycles of these buckets."""
-        self._offers.add(Offer.of(self.plan, sampling, buckets, chunks or self.plan.prefill_chunks))
+    def offer(self, sampling: SamplingClass, buckets: tuple[int, ...], prefills: tuple[PrefillKey, ...] | None = None) -> None:
+        """Programs of this class exist from now on: for cycles of these buckets, and for prompts these, default all of the plan's."""
+        self._offers.add(Offer.of(self.plan, sampling, buckets, prefills))
         self._offer = None
 
     @property
@@ -235,33 +235,39 @@ class Scheduler:
             decoding = len(reading) < len(self.running)
             # Nothing waits for a prompt that is read while no row decodes.
             most = self.plan.prefill_tokens_per_cycle if decoding else max(self.plan.prefill_tokens_per_cycle, self.plan.prefill_chunks[-1])
-            request = min(reading, key=Request.rank)
-            offer = self._offers.choose(request.sampling, 1)
-            sizes = tuple(size for size in offer.chunks if size <= most - spent)
-            if not sizes:
+            reading.sort(key=Request.rank)
+            # Of the first request's class; those whose class covers more wait for their turn to be first.
+            offer = self._offers.choose(reading[0].sampling, 1)
+            covered = [request for request in reading if request.sampling | offer.sampling == offer.sampling]
+            left = [(request.prefilled, request.committed) for request in covered]
+            chosen = choose_prefill(left, offer.prefills, most - spent)
+            if chosen is None:
                 break
-            spent += self._launch_chunk(request, offer, sizes)
+            key, lengths = chosen
+            self._launch_prompts(key, dict(zip(covered, lengths, strict=False)))
+            spent += tokens_of(key)
         return spent > 0
 
-    def _launch_chunk(self, request: Request, offer: Offer, sizes: tuple[int, ...]) -> int:
-        """Launch the next chunk of a prompt, of one of these sizes; its padded tokens."""
-        assert request.row is not None
-        start, total = request.prefilled, request.committed
-        end = start + next_chunk(start, total, sizes)
-        known_root = request.output[-1] if request.output else -1
-        message = Message(lanes=(request.row,), chunk=Chunk(request.known(start, end), start, total, known_root, len(request.prompt)))
-        if request.mapped == 0:
-            self._clear_leftovers(request, offer.sampling)
-            message.join = self._join(request)
-        upto = len(request.pages) if end == total else self.plan.pages_for(end)
-        message.pages = [(request.row, column, request.pages[column]) for column in range(request.mapped, upto)]
-        size = pick_bucket(sizes, end - start)
+    def _launch_prompts(self, key: PrefillKey, lengths: dict[Request, int]) -> None:
+        """Launch the next chunk, of this many tokens, of each of these prompts."""
         self._make_room()
-        self._launch(PrefillKey(size, offer.sampling), message, (request,))
-        request.prefilled, request.mapped = end, upto
-        if end == total:
-            request.ready, request.window_bound, self._offer = True, 1, None
-        return size
+        message, chunks = Message(lanes=[request.row for request in lengths if request.row is not None]), []
+        for row, (request, length) in zip(message.lanes, lengths.items(), strict=True):
+            start, total = request.prefilled, request.committed
+            end = start + length
+            known_root = request.output[-1] if request.output else -1
+            chunks.append(Chunk(request.known(start, end), start, total, known_root, len(request.prompt)))
+            if request.mapped == 0:
+                self._clear_leftovers(request, key.sampling)
+                message.joins = [*message.joins, self._join(request)]
+            upto = len(request.pages) if end == total else self.plan.pages_for(end)
+            message.pages += [(row, column, request.pages[column]) for column in range(request.mapped, upto)]
+            request.prefilled, request.mapped = end, upto
+        message.chunks = chunks
+        self._launch(key, message, tuple(lengths))
+        for request in lengths:
+            if request.prefilled == request.committed:
+                request.ready, request.window_bound, self._offer = True, 1, None
 
     def _clear_leftovers(self, request: Request, sampling: SamplingClass) -> None:
         """Clear parameters of the row's last request that a join of this class does not write."""
