@@ -59,7 +59,6 @@ def choose_prefill(prompts: Sequence[tuple[int, int]], keys: Sequence[PrefillKey
         sizes = tuple(sorted(alone))
         length = next_chunk(*prompts[0], sizes)
         choices.append((alone[pick_bucket(sizes, length)], [length]))
-    for key in keys:
-        if key.lanes > 1 and len(prompts) > 1 and tokens_of(key) <= most:
-            choices.append((key, [next_chunk(*prompt, (key.chunk,)) for prompt in prompts[: key.lanes]]))
+    shared = [key for key in keys if key.lanes > 1 and tokens_of(key) <= most] if len(prompts) > 1 else []
+    choices += [(key, [next_chunk(*prompt, (key.chunk,)) for prompt in prompts[: key.lanes]]) for key in shared]
     return max(choices, key=lambda choice: sum(choice[1]) / (MOST_PADDING + tokens_of(choice[0])), default=None)

@@ -173,7 +173,7 @@ class Engine:
             self._whole = True
 
     def keys(self, requests: int, sampling: SamplingClass) -> list[Key]:
-        """Programs that this many requests can need: every bucket up to theirs, every chunk size, for several prompts only where there are."""
+        """Programs that this many requests can need: every bucket up to theirs, every chunk size, several prompts at once if there are."""
         widest = pick_bucket(self.plan.buckets, min(requests, self.plan.max_rows))
         cycles = [key for key in self.plan.graph_keys(sampling) if key.bucket <= widest]
         return [*cycles, *(PrefillKey(chunk, sampling, lanes) for lanes, chunk in self.plan.prefill_shapes if lanes == 1 or requests > 1)]

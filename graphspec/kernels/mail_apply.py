@@ -135,9 +135,12 @@ def _cases(generator: torch.Generator) -> list[Case]:
         }  # fmt: skip
 
     return [
-        case(1, 2, 1, 0, 1, joins=0), case(3, 5, 7, 9, 2, "tpb"), case(2, 3, 130, 300, 4, "p", vocab=4099), case(4, 9, 17, 1, 8, "tb", biased=1),
+        case(1, 2, 1, 0, 1, joins=0),
+        case(3, 5, 7, 9, 2, "tpb"),
+        case(2, 3, 130, 300, 4, "p", vocab=4099),
+        case(4, 9, 17, 1, 8, "tb", biased=1),
         case(4, 9, 3, 5, 2, "tpb", joins=4, vocab=4099),
-    ]  # fmt: skip
+    ]
 
 
 OP = KernelOp(mail_apply, _cases)
