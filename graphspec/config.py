@@ -183,6 +183,12 @@ class RuntimeConfig:
     """KV pages in each pool, without the dummy page; None: enough for max_rows full contexts."""
     prefill_chunks: list[int] | None = None
     """Chunk sizes a prompt is cut into, ascending; None: 16, 64, 256, on a GPU 1024 and 2048 too, up to the context and the memory."""
+    prefill_lanes: int = 4
+    """Prompts whose chunks one launch may read, up to the largest chunk together; 1: one at a time, as always with attention=flashinfer."""
+    prefill_tokens_per_cycle: int | None = None
+    """Tokens of prompts, padding included, that may be read between two cycles of rows that decode; None: 256, or the smallest chunk."""
+    max_queued: int | None = None
+    """Requests that may wait besides the max_rows that run; a call with more is refused. None: any number."""
     cycles_in_flight: int = 1
     """Cycles queued on the device, including the one whose result is awaited; 1: launch and read in turn."""
     depth_per_bucket: dict[int, int] = field(default_factory=dict)
@@ -209,6 +215,9 @@ class RuntimeConfig:
         _between("runtime.page_size", self.page_size, 1, MAX_PAGE)
         _between("runtime.num_pages", self.num_pages, 1, INT32_MOST)
         _between("runtime.cycles_in_flight", self.cycles_in_flight, 1, MAX_IN_FLIGHT)
+        _between("runtime.prefill_lanes", self.prefill_lanes, 1, MAX_ROWS)
+        _between("runtime.prefill_tokens_per_cycle", self.prefill_tokens_per_cycle, 1, INT32_MOST)
+        _between("runtime.max_queued", self.max_queued, 0, INT32_MOST)
         _between("runtime.memory_fraction", self.memory_fraction, 0, 1, above=True)
         for bucket, depth in self.depth_per_bucket.items():
             _between("runtime.depth_per_bucket", bucket, 1, MAX_ROWS)

@@ -104,7 +104,7 @@ def sizes() -> Counts:
             groups[f"{slot.kind} slots, {slot.group}" if slot.group else f"{slot.kind} slots"] += count
             if slot.name == "ring_ZBJ":
                 groups["to the host per launch"] = count // plan.ring_depth
-        groups["to the device per launch"] = 8 * MailLayout.of(plan).chunk  # of a cycle; a prefill chunk takes all
+        groups["to the device per launch"] = 8 * MailLayout.of(plan).joins  # of a cycle; a prefill chunk takes all
         found |= {f"{name}: {group}": size for group, size in sorted(groups.items())}
     return found
 

@@ -103,16 +103,17 @@ class SimulatedDevice:
     def __call__(self, views: Views) -> None:
         at, words = self.layout, self.words
         self.status[words[at.aborts : at.pages]] = Status.FREE
-        if (row := words[at.join]) != at.dummy_row:
-            self.budget[row], self.status[row] = words[at.join + 1], Status.FREE
         entry = self.ring[self.launch[0] % self.plan.ring_depth]
         if isinstance(self.key, PrefillKey):
-            start, length, total, known_root, _ = words[at.chunk : at.tokens].tolist()
-            row = int(words[at.lanes])
-            ends = start + length >= total
-            if ends:
-                self.status[row] = Status.LIVE
-            self._emit(entry[0], row, int(ends and known_root < 0))
+            for place in range(at.joins, at.joins + self.key.lanes * at.join_words, at.join_words):
+                if (row := words[place]) != at.dummy_row:
+                    self.budget[row], self.status[row] = words[place + 1], Status.FREE
+            for lane in range(self.key.lanes):
+                start, length, total, known_root, _ = words[at.chunks + 5 * lane : at.chunks + 5 * lane + 5].tolist()
+                row, ends = int(words[at.lanes + lane]), 0 < length == total - start
+                if ends:
+                    self.status[row] = Status.LIVE
+                self._emit(entry[lane], row, int(ends and known_root < 0))
         else:
             for lane, row in enumerate(words[at.lanes : at.lanes + self.key.bucket].tolist()):
                 self._emit(entry[lane], row, 1 + (int(self.launch[0]) + row) % self.plan.accept_width)
@@ -149,7 +150,7 @@ class HostPath:
     def __init__(self, scenario: Scenario) -> None:
         self.plan = host_plan(scenario)
         self.cycle = HostCycle(self.plan)
-        self.cycle.prepare([*self.plan.graph_keys(GREEDY), *(PrefillKey(chunk, GREEDY) for chunk in self.plan.prefill_chunks)])
+        self.cycle.prepare([*self.plan.graph_keys(GREEDY), *self.cycle.prefills(GREEDY)])
         self.scheduler = Scheduler(self.plan, self.cycle, GREEDY)
         self.requests: list[Request] = []
         params = SamplingParams(max_tokens=scenario.budget, seed=0)

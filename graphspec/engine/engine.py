@@ -149,10 +149,10 @@ class Engine:
         self.between_steps(take)
 
     def keys(self, requests: int, sampling: SamplingClass) -> list[Key]:
-        """Programs that this many requests can need: every bucket up to theirs, every chunk size."""
+        """Programs that this many requests can need: every bucket up to theirs, every chunk size, several prompts at once if there are."""
         widest = pick_bucket(self.plan.buckets, min(requests, self.plan.max_rows))
         cycles = [key for key in self.plan.graph_keys(sampling) if key.bucket <= widest]
-        return [*cycles, *(PrefillKey(chunk, sampling) for chunk in self.plan.prefill_chunks)]
+        return [*cycles, *(PrefillKey(chunk, sampling, lanes) for lanes, chunk in self.plan.prefill_shapes if lanes == 1 or requests > 1)]
 
     def close(self) -> None:
         """End the driving thread after its step. Open calls end with an error, later ones are refused. May be called again."""
@@ -212,6 +212,9 @@ class Engine:
             if call.work is not None:
                 call.work()
                 self._end(call)
+            elif (full := self.scheduler.why_full(len(call.requests))) is not None:
+                # Nothing was touched: the others go on.
+                self._end(call, full)
             else:
                 self._admit(call)
         except BaseException as error:  # noqa: BLE001  it belongs to that call
@@ -281,7 +284,7 @@ class Engine:
         for sampling in classes:
             buckets = self.cycle.buckets(sampling)
             ready = tuple(bucket for bucket in buckets if self.cycle.prepared(self.plan.key(bucket, sampling)))
-            self.scheduler.offer(sampling, ready, self.cycle.chunks(sampling))
+            self.scheduler.offer(sampling, ready, tuple(key for key in self.cycle.prefills(sampling) if self.cycle.prepared(key)))
             if isinstance(policy, AdaptiveDepth):
                 wanted = {key.bucket for key in keys if isinstance(key, GraphKey)} & set(buckets)
                 missing = sorted(wanted.intersection(policy.unknown()))

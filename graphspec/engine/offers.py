@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..errors import ResourceError
+from ..graphs.programs import PrefillKey
 from ..plan import Plan
 from ..shapes import GraphKey, SamplingClass
 
@@ -19,7 +20,7 @@ class Offer:
         first: each bucket's cycle of the plan's depth.
         cycles: cycles by bucket and depth.
         catch_ups: cycles in which the drafter catches up, by bucket; empty where no drafter has to.
-        chunks: ascending sizes of prefill chunks whose programs exist.
+        prefills: prefill programs that exist.
     """
 
     sampling: SamplingClass
@@ -27,18 +28,18 @@ class Offer:
     first: dict[int, GraphKey]
     cycles: dict[tuple[int, int], GraphKey]
     catch_ups: dict[int, GraphKey]
-    chunks: tuple[int, ...]
+    prefills: tuple[PrefillKey, ...]
 
     @classmethod
-    def of(cls, plan: Plan, sampling: SamplingClass, buckets: tuple[int, ...], chunks: tuple[int, ...]) -> Offer:
-        """What ``plan`` has of this class for these buckets and chunks."""
+    def of(cls, plan: Plan, sampling: SamplingClass, buckets: tuple[int, ...], prefills: tuple[PrefillKey, ...] | None = None) -> Offer:
+        """What ``plan`` has of this class for these buckets, with these prefill programs, default all."""
         return cls(
             sampling,
             buckets,
             {bucket: plan.key(bucket, sampling) for bucket in buckets},
             {(bucket, depth): plan.key(bucket, sampling, depth) for bucket in buckets for depth in plan.depths_of(bucket)},
             {bucket: plan.key(bucket, sampling, catch_up=True) for bucket in buckets if plan.catches_up},
-            chunks,
+            tuple(PrefillKey(chunk, sampling, lanes) for lanes, chunk in plan.prefill_shapes) if prefills is None else prefills,
         )
 
 

@@ -160,6 +160,10 @@ class Request:
     params: SamplingParams
     stop_ids: tuple[int, ...]
     budget: int
+    priority: int = 0
+    """Lower ones are served first."""
+    deadline: float | None = None
+    """Seconds from its arrival after which it ends as it is."""
     seed: int = field(init=False)
     """The seed of the parameters, or 64 random bits where they have none."""
     output: list[int] = field(default_factory=list)
@@ -173,6 +177,14 @@ class Request:
     queued_cycles: int = 0
     window_bound: int = 1
     """Most entries its window can have on the device once everything launched so far has run; counted where plain cycles let it grow."""
+    arrival: int = 0
+    """Place in the order of arrival; the scheduler notes it."""
+    overtaken: int = 0
+    """Later requests that were admitted before it since it waits."""
+    prefilled: int = 0
+    """Tokens of its row that prefill launches have read, or will."""
+    mapped: int = 0
+    """Pages of its row that messages have put into the page table."""
     ready: bool = False
     """Its prefill has been launched to the end."""
     preempted: int = 0
@@ -183,7 +195,16 @@ class Request:
 
     def leave_row(self) -> None:
         """Give up row and pages; it must be prefilled before it continues."""
-        self.row, self.pages, self.ready = None, [], False
+        self.row, self.pages, self.prefilled, self.mapped, self.ready = None, [], 0, 0, False
+
+    def rank(self) -> tuple[int, int]:
+        """Lower ranks are served first, and sent back to the queue last."""
+        return self.priority, self.arrival
+
+    def known(self, start: int, end: int) -> list[int]:
+        """Tokens ``[start, end)`` of prompt and output."""
+        prompt = len(self.prompt)
+        return [*self.prompt[start:end], *self.output[max(0, start - prompt) : max(0, end - prompt)]]
 
     def __post_init__(self) -> None:
         self.seed = secrets.randbits(64) if self.params.seed is None else self.params.seed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable
@@ -12,12 +13,14 @@ from operator import or_
 from typing import Protocol
 
 from ..buffers import Status, slot_groups
-from ..errors import ConfigError
+from ..errors import ConfigError, ResourceError
 from ..graphs.cycle import RingEntry
-from ..graphs.programs import Key, PrefillKey
+from ..graphs.programs import Key, PrefillKey, tokens_of
 from ..graphs.stages.mailbox import Chunk, Join, Mailbox, Message
 from ..plan import Plan
-from ..shapes import MOST_PADDING, GraphKey, SamplingClass, pick_bucket
+from ..shapes import GraphKey, SamplingClass, pick_bucket
+from .admission import Deadlines, Queue
+from .chunks import choose_prefill
 from .depth import DepthPolicy
 from .offers import Offer, Offers
 from .pages import PageAllocator
@@ -60,9 +63,12 @@ class Scheduler:
         buckets: ascending lane counts whose cycles exist, default the plan's; rows beyond the largest take turns.
         policy: chooses the draft depth of every cycle and observes the result; None: each bucket keeps the plan's.
         clear_row: makes a row's parameters neutral in some groups of slots (:meth:`graphspec.graphs.cycle.Cycle.clear_row`).
+        clock: seconds, for deadlines.
 
     The host's view is up to ``run_ahead`` cycles old. Pages are therefore reserved for the longest run that every unread cycle may still
     commit, and released when the last launch that contains the row has been read.
+
+    Prompts are read between cycles: as long as some row decodes, at most ``plan.prefill_tokens_per_cycle`` tokens before each cycle.
 
     Each launch runs the smallest sampling class that covers its rows. A join writes the parameters its class has room for; values of an
     earlier request in the others are cleared first, so that a row may later run in any class that covers it.
@@ -81,6 +87,7 @@ class Scheduler:
         buckets: tuple[int, ...] | None = None,
         policy: DepthPolicy | None = None,
         clear_row: Callable[[int, AbstractSet[str]], None] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.plan, self.launcher, self.proposer, self.policy = plan, launcher, proposer, policy
         self._clear_row = clear_row
@@ -88,7 +95,9 @@ class Scheduler:
         if sampling is not None:
             self.offer(sampling, buckets or plan.buckets)
         self.allocator = PageAllocator(plan.num_pages)
-        self.waiting: deque[Request] = deque()
+        self.waiting = Queue()
+        self._deadlines = Deadlines(clock)
+        self._arrivals = itertools.count()
         self.running: list[Request] = []
         self._leaving: list[Request] = []
         self._asked: dict[SamplingClass, SamplingClass] = {}
@@ -106,9 +115,9 @@ class Scheduler:
         self._aborts: list[int] = []
         self._updated: dict[Request, None] = {}
 
-    def offer(self, sampling: SamplingClass, buckets: tuple[int, ...], chunks: tuple[int, ...] | None = None) -> None:
-        """Programs of this class exist from now on, for chunks of prompts (default: the plan's) and for cycles of these buckets."""
-        self._offers.add(Offer.of(self.plan, sampling, buckets, chunks or self.plan.prefill_chunks))
+    def offer(self, sampling: SamplingClass, buckets: tuple[int, ...], prefills: tuple[PrefillKey, ...] | None = None) -> None:
+        """Programs of this class exist from now on: for cycles of these buckets, and for prompts these, default all of the plan's."""
+        self._offers.add(Offer.of(self.plan, sampling, buckets, prefills))
         self._offer = None
 
     @property
@@ -116,14 +125,24 @@ class Scheduler:
         """Requests that have not ended, in order of arrival."""
         return tuple(self._live)
 
+    def why_full(self, count: int) -> ResourceError | None:
+        """Why the queue has no room for that many requests more; None: it has."""
+        most = self.plan.max_queued
+        if most is None or count + len(self._live) <= self.plan.max_rows + most:
+            return None
+        expected = f"room for {count} more: at most {most} requests wait besides the {self.plan.max_rows} that have rows"
+        return ResourceError("runtime.max_queued", expected, f"{len(self._live)} requests that have not ended")
+
     def add(self, request: Request) -> None:
         """Queue a checked request; no-op for one that is queued or running."""
         if request in self._live:
             return
+        request.arrival = next(self._arrivals)
+        self._deadlines.add(request)
         asked = request.params.sampling_class
         request.sampling = self._asked.setdefault(asked, asked)
         self._live[request] = None
-        self.waiting.append(request)
+        self.waiting.add(request)
 
     def abort(self, request: Request) -> None:
         """End a request now; its pages are released when no launch contains it any more."""
@@ -148,7 +167,7 @@ class Scheduler:
         """
         held = {*self.running, *self._leaving, *self._live}
         self._tickets.clear()
-        self.running, self._leaving, self.waiting, self._offer = [], [], deque(), None
+        self.running, self._leaving, self.waiting, self._offer = [], [], Queue(), None
         self.allocator = PageAllocator(self.plan.num_pages)
         self._free_rows = list(range(self.plan.max_rows - 1, -1, -1))
         self._aborts = list(range(self.plan.max_rows))
@@ -164,21 +183,24 @@ class Scheduler:
                 # Its last tokens were appended, but its end was not recorded.
                 self._end(request, verdict[1])
             if request.finish_reason is None:
-                self.waiting.append(request)
+                self.waiting.add(request)
             else:
                 self._live.pop(request, None)
 
     def step(self) -> list[Request]:
         """Launch what can be launched and read what is due; returns the requests whose output or state changed since the last step."""
         self.at_work = ()
-        if self.waiting:
-            self._admit()
+        for request in self._deadlines.overdue():
+            self._finish(request, "deadline")
+        if self.waiting and self._free_rows:
+            self.waiting.admit(self._place)
+        launched = self._prefill()
         self._make_room()
         while self.proposer is not None and self._tickets:
             # A drafter on the host must know every token up to the root.
             self._read_oldest()
         lanes = [r for r in self.running if r.ready]
-        launched = bool(lanes) and self._launch_cycle(lanes)
+        launched = (bool(lanes) and self._launch_cycle(lanes)) or launched
         while self._tickets and (len(self._tickets) > self.plan.run_ahead or not launched):
             self._read_oldest()
             if not launched:
@@ -186,47 +208,66 @@ class Scheduler:
         updated, self._updated = self._updated, {}
         return list(updated)
 
-    def _admit(self) -> None:
-        while self.waiting and self._free_rows:
-            request = self.waiting[0]
-            tokens = [*request.prompt, *request.output[:-1]]
-            needed = self.plan.pages_for(len(tokens) + self.plan.window_width)
-            # Running rows reserve first; otherwise a preempted row would take its pages back for ever.
-            owed = sum(self._missing(r) for r in self.running)
-            pages = self.allocator.allocate(needed) if needed + owed <= self.allocator.num_free else None
-            if pages is None:
-                if not self.running and not self._tickets:
-                    self.waiting.popleft()
-                    self._finish(request, "memory")
-                    continue
-                return
-            self.waiting.popleft()
-            request.row, request.pages = self._free_rows.pop(), pages
-            self.running.append(request)
-            self._offer = None
-            if self.proposer is not None:
-                self.proposer.admit(request)
-            self._prefill(request, tokens)
+    def _place(self, request: Request) -> bool:
+        """Give a waiting request a row and pages, or end it where the pool is too small for it. False: it has to wait."""
+        if not self._free_rows:
+            return False
+        needed = self.plan.pages_for(request.committed + self.plan.window_width)
+        # Running rows reserve first; otherwise a preempted row would take its pages back for ever.
+        owed = sum(self._missing(r) for r in self.running)
+        pages = self.allocator.allocate(needed) if needed + owed <= self.allocator.num_free else None
+        if pages is None:
+            if self.running or self._tickets:
+                return False
+            self._finish(request, "memory")
+            return True
+        self.waiting.remove(request)
+        request.row, request.pages = self._free_rows.pop(), pages
+        self.running.append(request)
+        if self.proposer is not None:
+            self.proposer.admit(request)
+        return True
 
-    def _prefill(self, request: Request, tokens: list[int]) -> None:
-        assert request.row is not None
-        known_root = request.output[-1] if request.output else -1
-        offer = self._offers.choose(request.sampling, 1)
-        sampling = offer.sampling
-        self._clear_leftovers(request, sampling)
-        sent = 0
-        for start, size in chunked(len(tokens), offer.chunks):
-            part = tokens[start : start + size]
-            message = Message(lanes=(request.row,), chunk=Chunk(part, start, len(tokens), known_root, len(request.prompt)))
-            if start == 0:
-                message.join = self._join(request)
-            upto = len(request.pages) if start + len(part) == len(tokens) else self.plan.pages_for(start + len(part))
-            message.pages = [(request.row, column, request.pages[column]) for column in range(sent, upto)]
-            sent = upto
-            bucket = pick_bucket(offer.chunks, len(part))
-            self._make_room()
-            self._launch(PrefillKey(bucket, sampling), message, (request,))
-        request.ready, request.window_bound = True, 1
+    def _prefill(self) -> bool:
+        """Launch chunks of the rows whose prompts are not read yet, as many as may run before the next cycle; whether there were any."""
+        spent = 0
+        while reading := [request for request in self.running if not request.ready]:
+            decoding = len(reading) < len(self.running)
+            # Nothing waits for a prompt that is read while no row decodes.
+            most = self.plan.prefill_tokens_per_cycle if decoding else max(self.plan.prefill_tokens_per_cycle, self.plan.prefill_chunks[-1])
+            reading.sort(key=Request.rank)
+            # Of the first request's class; those whose class covers more wait for their turn to be first.
+            offer = self._offers.choose(reading[0].sampling, 1)
+            covered = [request for request in reading if request.sampling | offer.sampling == offer.sampling]
+            left = [(request.prefilled, request.committed) for request in covered]
+            chosen = choose_prefill(left, offer.prefills, most - spent)
+            if chosen is None:
+                break
+            key, lengths = chosen
+            self._launch_prompts(key, dict(zip(covered, lengths, strict=False)))
+            spent += tokens_of(key)
+        return spent > 0
+
+    def _launch_prompts(self, key: PrefillKey, lengths: dict[Request, int]) -> None:
+        """Launch the next chunk, of this many tokens, of each of these prompts."""
+        self._make_room()
+        message, chunks = Message(lanes=[request.row for request in lengths if request.row is not None]), []
+        for row, (request, length) in zip(message.lanes, lengths.items(), strict=True):
+            start, total = request.prefilled, request.committed
+            end = start + length
+            known_root = request.output[-1] if request.output else -1
+            chunks.append(Chunk(request.known(start, end), start, total, known_root, len(request.prompt)))
+            if request.mapped == 0:
+                self._clear_leftovers(request, key.sampling)
+                message.joins = [*message.joins, self._join(request)]
+            upto = len(request.pages) if end == total else self.plan.pages_for(end)
+            message.pages += [(row, column, request.pages[column]) for column in range(request.mapped, upto)]
+            request.prefilled, request.mapped = end, upto
+        message.chunks = chunks
+        self._launch(key, message, tuple(lengths))
+        for request in lengths:
+            if request.prefilled == request.committed:
+                request.ready, request.window_bound, self._offer = True, 1, None
 
     def _clear_leftovers(self, request: Request, sampling: SamplingClass) -> None:
         """Clear parameters of the row's last request that a join of this class does not write."""
@@ -336,16 +377,16 @@ class Scheduler:
                 self.allocator.release([page])
 
     def _preempt(self) -> None:
-        """Send the youngest row back to the queue; alone and still too big, it ends here."""
-        youngest = self.running[-1]
+        """Send the row that counts least back to the queue; alone and still too big, it ends here."""
+        last = max(self.running, key=Request.rank)
         if len(self.running) == 1:
-            self._finish(youngest, "memory")
+            self._finish(last, "memory")
             return
-        self.running.remove(youngest)
+        self.running.remove(last)
         self._offer = None
-        self._free_row(youngest)
-        youngest.preempted += 1
-        self.waiting.appendleft(youngest)
+        self._free_row(last)
+        last.preempted += 1
+        self.waiting.add(last)
 
     def _launch(self, key: Key, message: Message, lanes: tuple[Request, ...]) -> None:
         if self._aborts:
@@ -423,6 +464,7 @@ class Scheduler:
         request.finish_reason = reason
         self._report(request)
         self._live.pop(request, None)
+        self._deadlines.remove(request)
         if request in self.waiting:
             self.waiting.remove(request)
         if request in self.running:
@@ -442,24 +484,3 @@ class Scheduler:
         self._free_rows.append(request.row)
         self.allocator.release(request.pages)
         request.leave_row()
-
-
-def chunked(length: int, sizes: tuple[int, ...]) -> list[tuple[int, int]]:
-    """``(start, length)`` of the chunks of a prompt.
-
-    The smallest size that holds what is left, where less than ``MOST_PADDING`` tokens of it are padding; else the largest that what is left
-    fills.
-
-    Args:
-        length: tokens of the prompt.
-        sizes: of chunks, ascending.
-    """
-    chunks, start = [], 0
-    while start < length:
-        left = length - start
-        holding = next((size for size in sizes if size >= left), None)
-        if holding is None or (holding - left >= MOST_PADDING and left >= sizes[0]):
-            left = max(size for size in sizes if size <= left)
-        chunks.append((start, left))
-        start += left
-    return chunks

@@ -103,8 +103,8 @@ class Cycle:
         pinned = plan.device == "cuda"
         # A message may still be on its way to the device while the next one is written, hence one buffer per ring slot.
         self._mail = [Envelope(self.layout, pinned=pinned) for _ in range(plan.ring_depth)]
-        front = self.arena["mail"][: self.layout.chunk]
-        self._send_front = [partial(front.copy_, envelope.words[: self.layout.chunk], non_blocking=True) for envelope in self._mail]
+        front = self.arena["mail"][: self.layout.joins]
+        self._send_front = [partial(front.copy_, envelope.words[: self.layout.joins], non_blocking=True) for envelope in self._mail]
         """Per ring slot: copies what a cycle reads of its message."""
         self._arrivals: list[dict[str, Arrival]] = [{} for _ in range(plan.ring_depth)]
         self._sent: list[tuple[int, int]] = [(0, -1)] * plan.ring_depth
@@ -124,17 +124,17 @@ class Cycle:
         return stages
 
     def views(self, key: Key) -> Views:
-        return self.arena.views(1) if isinstance(key, PrefillKey) else self.arena.views(key.bucket, key.shape)
+        return self.arena.views(key.lanes) if isinstance(key, PrefillKey) else self.arena.views(key.bucket, key.shape)
 
     def buckets(self, sampling: SamplingClass) -> tuple[int, ...]:
         """Buckets whose cycles exist or can be built: all of the plan's but those for one of which memory ran out."""
         without = {key.bucket for key in self.dropped if isinstance(key, GraphKey) and key.sampling == sampling}
         return tuple(bucket for bucket in self.plan.buckets if bucket not in without)
 
-    def chunks(self, sampling: SamplingClass) -> tuple[int, ...]:
-        """Sizes of prefill chunks whose programs exist or can be built."""
-        without = {key.chunk for key in self.dropped if isinstance(key, PrefillKey) and key.sampling == sampling}
-        return tuple(chunk for chunk in self.plan.prefill_chunks if chunk not in without)
+    def prefills(self, sampling: SamplingClass) -> tuple[PrefillKey, ...]:
+        """Prefill programs that exist or can be built."""
+        keys = (PrefillKey(chunk, sampling, lanes) for lanes, chunk in self.plan.prefill_shapes)
+        return tuple(key for key in keys if key not in self.dropped)
 
     def capture_report(self) -> list[CaptureRecord]:
         """What it took to build each program, in the order they were built."""
@@ -228,7 +228,10 @@ class Cycle:
         """A smaller cycle, or a smaller chunk, of the same class exists or is about to be built."""
         others = (*coming, *(other for other in self.programs if other != key))
         if isinstance(key, PrefillKey):
-            return any(isinstance(other, PrefillKey) and other.sampling == key.sampling and other.chunk < key.chunk for other in others)
+            return any(
+                isinstance(other, PrefillKey) and other.sampling == key.sampling and (other.lanes, other.chunk) < (key.lanes, key.chunk)
+                for other in others
+            )
         return any(isinstance(other, GraphKey) and other.sampling == key.sampling and other.bucket < key.bucket for other in others)
 
     def _tune(self, key: Key) -> None:

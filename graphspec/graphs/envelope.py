@@ -32,7 +32,7 @@ class Envelope:
             ResourceError: more changes than a message holds.
         """
         lanes = message.lanes
-        if message.pages or message.join or message.chunk or message.aborts or message.trees or len(lanes) > self.layout.max_lanes:
+        if message.pages or message.joins or message.chunks or message.aborts or message.trees or len(lanes) > self.layout.max_lanes:
             self._lanes = None
             self.layout.encode(message, self.words)
         elif self._lanes is None:

@@ -27,16 +27,16 @@ class RowMirror:
         self.len_R = [0] * plan.max_rows
         self.window_R = [1] * plan.max_rows
         self.table_RP = np.zeros((plan.max_rows, plan.table_width), np.int32)
-        self._chunk = (0, 0)
+        self._chunks: dict[int, tuple[int, int]] = {}
+        """Of the launch at hand: where each row's chunk begins and ends."""
 
     def send(self, message: Message) -> None:
         """Apply a message."""
         for row, column, page in message.pages:
             self.table_RP[row, column] = page
-        chunk = message.chunk
-        if chunk is not None:
-            (row,) = message.lanes
-            self._chunk = chunk.start, chunk.start + len(chunk.tokens)
+        self._chunks = {}
+        for row, chunk in zip(message.lanes, message.chunks, strict=False):
+            self._chunks[row] = chunk.start, chunk.start + len(chunk.tokens)
             # Read only after the last chunk.
             self.len_R[row], self.window_R[row] = chunk.total, 1
 
@@ -54,7 +54,7 @@ class RowMirror:
         """Slots of the queries of ``call`` in the next launch that has ``row``."""
         root = self.len_R[row]
         if call.anchor == "chunk":
-            start, known = self._chunk
+            start, known = self._chunks[row]
         elif call.anchor == "window":
             start, known = root - self.window_R[row] + 1, root + 1
         else:
@@ -105,7 +105,8 @@ class LaunchPreparation:
         if calls:
             spans = {call: [self.rows.span(call, row) for row in rows] for call in calls}
             plan = self.plan
-            self.step.prepare(spans, 1 if isinstance(key, PrefillKey) else key.bucket, plan.page_size, plan.table_width, plan.dtype)
+            lanes = key.lanes if isinstance(key, PrefillKey) else key.bucket
+            self.step.prepare(spans, lanes, plan.page_size, plan.table_width, plan.dtype)
 
     def received(self, committed: Sequence[Sequence[int]]) -> None:
         """The tokens that the oldest unread launch committed, per row."""

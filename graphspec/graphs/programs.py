@@ -27,10 +27,11 @@ from .stages.verify import Verify
 
 @dataclass(frozen=True, slots=True, order=True)
 class PrefillKey:
-    """A prefill program: chunk size, and what its request asks of the sampler."""
+    """A prefill program: chunk size, what its requests ask of the sampler, and lanes."""
 
     chunk: int
     sampling: SamplingClass
+    lanes: int = 1
 
 
 Key = GraphKey | PrefillKey
@@ -39,7 +40,7 @@ Key = GraphKey | PrefillKey
 def describe(key: Key) -> str:
     """A program in words: lanes and depth of a cycle, tokens of a prefill chunk, what its requests ask of the sampler."""
     if isinstance(key, PrefillKey):
-        what = f"prefill of {key.chunk} tokens"
+        what = f"prefill of {key.chunk} tokens" + (f" in each of {key.lanes} lanes" if key.lanes > 1 else "")
     else:
         what = f"cycle of {key.bucket} lanes, depth {key.shape.num_steps}{', catching up' if key.catch_up else ''}"
     return f"{what}, {describe_class(key.sampling)}"
@@ -60,7 +61,7 @@ def tokens_of(key: Key, capacity: int = 1) -> int:
         capacity: window entries that a drafter which catches up reads per lane.
     """
     if isinstance(key, PrefillKey):
-        return key.chunk
+        return key.lanes * key.chunk
     return key.bucket * (capacity if key.catch_up else key.shape.num_draft_tokens)
 
 
@@ -87,7 +88,8 @@ def program_stages(plan: Plan, kernels: KernelSet, target: TargetModel, draft: D
     """The stages of the program of ``key``, in order. Builds no buffer and needs no device."""
     if isinstance(key, PrefillKey):
         build = Build(plan, kernels, target, draft, plan.shape, key.sampling)
-        return [Mailbox(build), *([PromptCounts(build, key.chunk)] if key.sampling.penalties else []), Prefill(build, key.chunk)]
+        counts = [PromptCounts(build, key.lanes, key.chunk)] if key.sampling.penalties else []
+        return [Mailbox(build, key.lanes), *counts, Prefill(build, key.lanes, key.chunk)]
     return cycle_stages(Build(plan, kernels, target, draft, key.shape, key.sampling), catch_up=key.catch_up)
 
 
@@ -96,7 +98,7 @@ class Program:
 
     A launch runs ``replay`` where the program was captured, else ``direct``: stage after stage, or all of them as one compiled region.
     ``threads``: of torch's loops on a CPU, compiled or not; None: as many as torch has. ``steps`` run single stages, for those who want to
-    look in between; compiled ones compile when they are first called. A program that ``prefills`` reads the chunk of a message too.
+    look in between; compiled ones compile when they are first called. A program that ``prefills`` reads the prompts of a message too.
     """
 
     def __init__(self, stages: list[Stage], views: Views, *, compiled: bool, threads: int | None = None, prefills: bool = False) -> None:

@@ -208,8 +208,8 @@ def _calls(plan: Plan) -> Iterator[Call]:
                 yield _history, (lanes, plan.max_positions, shape.topk, shape.num_steps)
         if plan.catches_up and plan.draft is not None:
             yield from _decode(plan, plan.draft.decoder, lanes, plan.window_capacity)
-    for chunk in plan.prefill_chunks:
-        yield from _network(plan, target, chunk)
+    for lanes, chunk in plan.prefill_shapes:
+        yield from _network(plan, target, lanes * chunk)
         if plan.draft is not None:
-            yield from _network(plan, plan.draft.decoder, chunk + plan.lookback)
-    yield _sample, (1, 1, vocab)
+            yield from _network(plan, plan.draft.decoder, lanes * (chunk + plan.lookback))
+        yield _sample, (lanes, 1, vocab)

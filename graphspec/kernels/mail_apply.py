@@ -26,31 +26,36 @@ def mail_apply(
     lanes_at: int,
     aborts_at: int,
     pages_at: int,
-    join_at: int,
+    pages_end: int,
+    joins_at: int,
+    joins: int,
+    join_words: int,
     lanes: Annotated[Lanes, WRITTEN],
     rows: Annotated[RowRequest, WRITTEN],
     truncation: Annotated[Truncation, WRITTEN] | None = None,
     penalties: Annotated[Penalties, WRITTEN] | None = None,
     bias: Annotated[Bias, WRITTEN] | None = None,
 ) -> None:
-    """Lanes, aborts, page-table entries and one join, from a vector of int64 words into the slots, in place.
+    """Lanes, aborts, page-table entries and joins, from a vector of int64 words into the slots, in place.
 
-    Lane b takes row ``mail[lanes_at + b]``. Every row in ``mail[aborts_at:pages_at]`` becomes free. Words from ``pages_at`` to ``join_at``
-    are triples (row, column, page). The join's words are row, budget, seed, temperature, draft length, top-k, top-p, min-p, repetition,
-    presence, frequency, first position of a stop id; E stop ids, I biased ids and I values follow. Floats are the float32 in a word's low
-    half. The join's row takes all of them, and its counts become zero. Nothing says that a part of the message is absent: what is unused
-    names the dummy row, which the join always fills. Joins and aborts touch different slots, so their order shows nowhere.
+    Lane b takes row ``mail[lanes_at + b]``. Every row in ``mail[aborts_at:pages_at]`` becomes free. Words from ``pages_at`` to
+    ``pages_end`` are triples (row, column, page). The words of a join are row, budget, seed, temperature, draft length, top-k, top-p,
+    min-p, repetition, presence, frequency, first position of a stop id; E stop ids, I biased ids and I values follow. Floats are the
+    float32 in a word's low half. A join's row takes all of them, and its counts become zero. Nothing says that a part of the message is
+    absent: what is unused names the dummy row, which unused joins fill. Joins and aborts touch different slots, so their order shows
+    nowhere.
 
     After all that each lane's slots take its row's page table, seed and temperature: what the stages of this launch read.
 
-    Rows and columns are in range. Triples of one row and column, and rows aborted twice, agree on the value.
+    Rows and columns are in range. Triples of one row and column, rows aborted twice and joins of one row agree on the value.
 
     Args:
         mail: int64 words.
-        lanes_at, aborts_at, pages_at, join_at: static offsets, in this order; the lanes hold at least B words.
+        lanes_at, aborts_at, pages_at, pages_end: static offsets, in this order; the lanes hold at least B words.
+        joins_at, joins, join_words: static: offset of the joins, their number, words of each.
         lanes: row and seed int64, table int32, temperature float32; written.
         rows: page table int32, temperature float32, the others int64; written.
-        truncation: top-k int64, the others float32; written. None, as each of the following: the sampling class has no such slots.
+        truncation: top-k int64, the others float32; written. None, as each of the following: no join writes such slots.
         penalties: counts and what the prompt has seen integers, the others float32; written.
         bias: values float32, the others int64; written.
     """
@@ -58,58 +63,61 @@ def mail_apply(
     status_R, budget_R, seed_R, temperature_R, draft_len_R, stop_id_RE, page_table_RP = rows
     lane_row_B.copy_(mail[lanes_at : lanes_at + lane_row_B.shape[0]])
     status_R.index_fill_(0, mail[aborts_at:pages_at], FREE)
-    row, column, page = mail[pages_at:join_at].view(-1, 3).unbind(1)
+    row, column, page = mail[pages_at:pages_end].view(-1, 3).unbind(1)
     page_table_RP.index_put_((row, column), page.to(torch.int32))
-    stops_at = join_at + JOIN_WORDS
-    ids_at = stops_at + stop_id_RE.shape[1]
-    join = mail[join_at:stops_at]
-    to = join[0:1]
-    budget_R.index_copy_(0, to, join[1:2])
-    seed_R.index_copy_(0, to, join[2:3])
-    temperature_R.index_copy_(0, to, _floats(join[3:4]))
-    draft_len_R.index_copy_(0, to, join[4:5])
-    stop_id_RE.index_copy_(0, to, mail[None, stops_at:ids_at])
+    join_JW = mail[joins_at : joins_at + joins * join_words].view(joins, join_words)
+    to, ids_at = join_JW[:, 0], JOIN_WORDS + stop_id_RE.shape[1]
+    if joins:
+        budget_R.index_copy_(0, to, join_JW[:, 1])
+        seed_R.index_copy_(0, to, join_JW[:, 2])
+        temperature_R.index_copy_(0, to, _floats(join_JW[:, 3]))
+        draft_len_R.index_copy_(0, to, join_JW[:, 4])
+        stop_id_RE.index_copy_(0, to, join_JW[:, JOIN_WORDS:ids_at])
     lane_table_BP.copy_(page_table_RP[lane_row_B])
     lane_seed_B.copy_(seed_R[lane_row_B])
     lane_temperature_B.copy_(temperature_R[lane_row_B])
     if truncation is not None:
         top_k_R, top_p_R, min_p_R = truncation
-        top_k_R.index_copy_(0, to, join[5:6])
-        top_p_R.index_copy_(0, to, _floats(join[6:7]))
-        min_p_R.index_copy_(0, to, _floats(join[7:8]))
+        top_k_R.index_copy_(0, to, join_JW[:, 5])
+        top_p_R.index_copy_(0, to, _floats(join_JW[:, 6]))
+        min_p_R.index_copy_(0, to, _floats(join_JW[:, 7]))
     if penalties is not None:
         repetition_R, presence_R, frequency_R, output_count_RV, prompt_seen_RV = penalties
-        repetition_R.index_copy_(0, to, _floats(join[8:9]))
-        presence_R.index_copy_(0, to, _floats(join[9:10]))
-        frequency_R.index_copy_(0, to, _floats(join[10:11]))
+        repetition_R.index_copy_(0, to, _floats(join_JW[:, 8]))
+        presence_R.index_copy_(0, to, _floats(join_JW[:, 9]))
+        frequency_R.index_copy_(0, to, _floats(join_JW[:, 10]))
         output_count_RV.index_fill_(0, to, 0)
         prompt_seen_RV.index_fill_(0, to, 0)
     if bias is not None:
         bias_id_RI, bias_value_RI, stop_from_R = bias
         values_at = ids_at + bias_id_RI.shape[1]
-        stop_from_R.index_copy_(0, to, join[11:12])
-        bias_id_RI.index_copy_(0, to, mail[None, ids_at:values_at])
-        bias_value_RI.index_copy_(0, to, _floats(mail[None, values_at : values_at + bias_id_RI.shape[1]]))
+        stop_from_R.index_copy_(0, to, join_JW[:, 11])
+        bias_id_RI.index_copy_(0, to, join_JW[:, ids_at:values_at])
+        bias_value_RI.index_copy_(0, to, _floats(join_JW[:, values_at : values_at + bias_id_RI.shape[1]]))
 
 
 def _cases(generator: torch.Generator) -> list[Case]:
     def integers(least: int, most: int, *shape: int) -> Tensor:
         return torch.randint(least, most, shape, generator=generator)
 
-    def case(lanes: int, rows: int, columns: int, updates: int, stops: int, groups: str = "", biased: int = 3, vocab: int = 70) -> Case:
+    def case(
+        lanes: int, rows: int, columns: int, updates: int, stops: int, groups: str = "", joins: int = 1, biased: int = 3, vocab: int = 70
+    ) -> Case:
         places = torch.randperm(rows * columns, generator=generator)[:updates]
         pages = torch.stack((places // columns, places % columns, integers(1, 1000, updates)), 1)
-        bits = torch.randn(JOIN_WORDS + biased, generator=generator).view(torch.int32).long()
-        join = integers(-(2**62), 2**62, JOIN_WORDS)
-        join[0] = integers(0, rows, 1)[0]
+        bits = torch.randn(joins, JOIN_WORDS + biased, generator=generator).view(torch.int32).long()
+        join = integers(-(2**62), 2**62, joins, JOIN_WORDS)
+        join[:, 0] = torch.randperm(rows, generator=generator)[:joins]
         for word in (3, 6, 7, 8, 9, 10):
-            join[word] = bits[word]
-        parts = (integers(0, rows, lanes + 1), integers(0, rows, rows), pages.flatten(), join, integers(-1, 99, stops))
+            join[:, word] = bits[:, word]
+        whole = torch.cat((join, integers(-1, 99, joins, stops), integers(-1, 99, joins, biased), bits[:, -biased:]), 1)
+        parts = (integers(0, rows, lanes + 1), integers(0, rows, rows), pages.flatten(), integers(0, 99, 4))
         at = [0, lanes + 1, lanes + 1 + rows, lanes + 1 + rows + 3 * updates]
         truncate, penalties, bias = (group in groups for group in "tpb")
         return {
-            "mail": torch.cat((*parts, integers(-1, 99, biased), bits[-biased:], integers(0, 99, 5))),
-            "lanes_at": at[0], "aborts_at": at[1], "pages_at": at[2], "join_at": at[3],
+            "mail": torch.cat((*parts, whole.flatten(), integers(0, 99, 5))),
+            "lanes_at": at[0], "aborts_at": at[1], "pages_at": at[2], "pages_end": at[3],
+            "joins_at": at[3] + 4, "joins": joins, "join_words": whole.shape[1],
             "lane_row_B": torch.full((lanes,), -(2**40)),
             "lane_table_BP": torch.full((lanes, columns), -(2**31), dtype=torch.int32),
             "lane_seed_B": torch.full((lanes,), -(2**40)), "lane_temperature_B": torch.full((lanes,), torch.nan),
@@ -126,7 +134,13 @@ def _cases(generator: torch.Generator) -> list[Case]:
             "stop_from_R": integers(0, 99, rows) if bias else None,
         }  # fmt: skip
 
-    return [case(1, 2, 1, 0, 1), case(3, 5, 7, 9, 2, "tpb"), case(2, 3, 130, 300, 4, "p", vocab=4099), case(4, 9, 17, 1, 8, "tb", 1)]
+    return [
+        case(1, 2, 1, 0, 1, joins=0),
+        case(3, 5, 7, 9, 2, "tpb"),
+        case(2, 3, 130, 300, 4, "p", vocab=4099),
+        case(4, 9, 17, 1, 8, "tb", biased=1),
+        case(4, 9, 3, 5, 2, "tpb", joins=4, vocab=4099),
+    ]
 
 
 OP = KernelOp(mail_apply, _cases)

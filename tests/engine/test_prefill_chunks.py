@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphspec.config import Config, HardwareConfig, ModelConfig, RuntimeConfig
+from graphspec.engine.chunks import chunked
 from graphspec.engine.llm import SamplingParams
 from graphspec.engine.request import Request
-from graphspec.engine.scheduler import Scheduler, chunked
+from graphspec.engine.scheduler import Scheduler
 from graphspec.graphs import memory as memory_module
 from graphspec.graphs.memory import GIB, fit_memory, plan_memory
 from graphspec.graphs.programs import PrefillKey
@@ -39,12 +40,12 @@ LONG = (2047, 2048, 2049)
     ],
 )  # fmt: skip
 def test_a_long_prompt_fills_large_chunks(length: int, sizes: list[int]) -> None:
-    assert [pick_bucket(GPU, part) for _, part in chunked(length, GPU)] == sizes
+    assert [pick_bucket(GPU, part) for _, part in chunked(0, length, GPU)] == sizes
 
 
 @given(st.integers(1, 9000), st.sets(st.integers(1, 3000), min_size=1, max_size=6).map(lambda sizes: tuple(sorted(sizes))))
 def test_chunks_cover_a_prompt_once_with_little_padding(length: int, sizes: tuple[int, ...]) -> None:
-    chunks = chunked(length, sizes)
+    chunks = chunked(0, length, sizes)
     assert [start for start, _ in chunks] == [sum(part for _, part in chunks[:i]) for i in range(len(chunks))]
     assert sum(part for _, part in chunks) == length
     for _, part in chunks:
@@ -63,7 +64,7 @@ def test_a_cycle_sends_no_more_for_larger_chunks() -> None:
     one = {"page_size": 1, "buckets": [1], "max_rows": 1}
     small, large = (small_plan("eagle3", runtime={"prefill_chunks": chunks, **one}) for chunks in ([256], [256, 2048]))
     layouts = MailLayout.of(small), MailLayout.of(large)
-    assert layouts[0].chunk == layouts[1].chunk, "words of a cycle's message"
+    assert layouts[0].joins == layouts[1].joins, "words of a cycle's message"
     assert layouts[1].size - layouts[0].size == 4 * (2048 - 256), "a token and a page-table entry each"
 
 
@@ -72,10 +73,11 @@ def test_a_cycle_copies_the_front_of_the_message_and_a_chunk_all_of_it() -> None
     cycle = make_cycle(plan, None)
     key, prefill = plan.key(1, GREEDY), PrefillKey(8, GREEDY)
     cycle.prepare([key, prefill])
-    rear = cycle.arena["mail"][cycle.layout.chunk :]
+    rear = cycle.arena["mail"][cycle.layout.joins :]
     pages = [(0, column, 1 + column) for column in range(plan.table_width)]
-    cycle.read(cycle.launch(prefill, Message(lanes=(0,), pages=pages[: plan.page_updates], chunk=Chunk([3, 1, 4], 0, 3))))
-    assert rear[:8].tolist() == [0, 3, 3, -1, 3, 3, 1, 4]
+    cycle.read(cycle.launch(prefill, Message(lanes=(0,), pages=pages[: plan.page_updates], chunks=[Chunk([3, 1, 4], 0, 3)])))
+    words, tokens = cycle.layout.prompt_parts(cycle.arena["mail"], 1, 8)
+    assert (words.tolist(), tokens.tolist()) == ([[0, 3, 3, -1, 3]], [[3, 1, 4, 0, 0, 0, 0, 0]])
     rear.fill_(77)
     cycle.read(cycle.launch(key, Message(lanes=(0,))))
     assert set(rear.tolist()) == {77}
@@ -89,7 +91,7 @@ def test_every_page_of_a_chunk_arrives() -> None:
     cycle.prepare([PrefillKey(64, GREEDY)])
     pages = [(0, column, 1 + column) for column in range(plan.page_updates + plan.chunk_pages)][: plan.table_width]
     assert len(pages) > plan.page_updates
-    cycle.read(cycle.launch(PrefillKey(64, GREEDY), Message(lanes=(0,), pages=pages, chunk=Chunk([5] * 60, 0, 60))))
+    cycle.read(cycle.launch(PrefillKey(64, GREEDY), Message(lanes=(0,), pages=pages, chunks=[Chunk([5] * 60, 0, 60)])))
     assert cycle.arena["page_table_RP"][0, : len(pages)].tolist() == [page for _, _, page in pages]
 
 
@@ -161,9 +163,9 @@ def test_a_chunk_without_memory_is_left_out(caplog: pytest.LogCaptureFixture) ->
     with caplog.at_level(logging.WARNING):
         cycle.prepare([*(PrefillKey(chunk, GREEDY) for chunk in plan.prefill_chunks), plan.key(1, GREEDY)])
     assert "no program for prefill of 16 tokens, greedy; a launch reads at most 8 tokens of a prompt" in caplog.text
-    assert cycle.chunks(GREEDY) == (8,) and plan.prefill_chunks == (8, 16)
+    assert cycle.prefills(GREEDY) == (PrefillKey(8, GREEDY),) and plan.prefill_chunks == (8, 16)
     scheduler = Scheduler(plan, cycle, None)
-    scheduler.offer(GREEDY, (1,), cycle.chunks(GREEDY))
+    scheduler.offer(GREEDY, (1,), cycle.prefills(GREEDY))
     request = Request(index=0, prompt=[5] * 21, params=SamplingParams(), stop_ids=(), budget=4)
     scheduler.add(request)
     while scheduler.busy:

@@ -58,9 +58,9 @@ class TimedDevice(Device):
     def launch(self, key: Key, message: Message) -> int:
         self.now += self._draw(self.times.host)
         for unread in self.lanes.values():
-            if message.join is not None:
-                owner = unread.get(message.join.row, message.join.seed)
-                assert owner == message.join.seed, "a row changes hands while an unread launch uses it"
+            for join in message.joins:
+                owner = unread.get(join.row, join.seed)
+                assert owner == join.seed, "a row changes hands while an unread launch uses it"
         if isinstance(key, GraphKey):
             self.idle.append(max(0.0, self.now - self.free_at))
             self.unread_at_launch.append(self.in_flight)

@@ -12,12 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphspec.buffers import Status
+from graphspec.engine.chunks import chunked
 from graphspec.engine.request import Request, SamplingParams, check_prompt
-from graphspec.engine.scheduler import Scheduler, chunked
+from graphspec.engine.scheduler import Scheduler
 from graphspec.errors import RequestError
 from graphspec.graphs.cycle import RingEntry
 from graphspec.graphs.programs import Key, PrefillKey
-from graphspec.graphs.stages.mailbox import MailLayout, Message
+from graphspec.graphs.stages.mailbox import Chunk, Join, MailLayout, Message
 from graphspec.plan import Plan
 from graphspec.shapes import GREEDY, GraphKey
 from tests.support.plans import plan as make
@@ -36,6 +37,7 @@ class Row:
     seq_len: int = 0
     emitted: int = 0
     budget: int = 0
+    read: int = 0
     table: dict[int, int] = field(default_factory=dict)
 
 
@@ -63,8 +65,8 @@ class Device:
         for row in message.aborts:
             self.rows[row].status = Status.FREE
         in_use = {page: owner for _, _, used in self.unread for page, owner in used.items()}
-        if message.join:
-            self.rows[message.join.row].owner = message.join.seed
+        for join in message.joins:
+            self.rows[join.row].owner = join.seed
         for row, column, page in message.pages:
             assert 0 < page < self.plan.num_pages
             assert in_use.get(page, self.rows[row].owner) == self.rows[row].owner, "a page changes hands while an unread launch uses it"
@@ -94,13 +96,22 @@ class Device:
         assert len(owned) == len(set(owned)), "a page is used by two live rows"
 
     def _prefill(self, key: PrefillKey, message: Message) -> tuple[RingEntry, dict[int, int]]:
-        chunk, (index,) = message.chunk, message.lanes
-        assert chunk is not None
+        assert len(message.lanes) == len(message.chunks) <= key.lanes
+        joins = {join.row: join for join in message.joins}
+        found = [self._chunk(key, index, chunk, joins.pop(index, None)) for index, chunk in zip(message.lanes, message.chunks, strict=True)]
+        assert not joins, "who joins is a lane"
+        idle = key.lanes - len(found)
+        tokens, status = [run for run, _, _ in found], [state for _, state, _ in found]
+        touched = {page: owner for _, _, pages in found for page, owner in pages.items()}
+        return RingEntry([*tokens, *[[]] * idle], [*status, *[Status.FREE] * idle]), touched
+
+    def _chunk(self, key: PrefillKey, index: int, chunk: Chunk, join: Join | None) -> tuple[list[int], int, dict[int, int]]:
         row = self.rows[index]
-        if chunk.start == 0:
-            assert message.join is not None
-            assert message.join.row == index
-            row.budget, row.status = message.join.budget, Status.FREE
+        assert (join is not None) == (chunk.start == 0)
+        if join is not None:
+            row.budget, row.status, row.read = join.budget, Status.FREE, 0
+        assert chunk.start == row.read, "chunks follow each other"
+        row.read += len(chunk.tokens)
         prompt, script = self.prompts[row.owner], self.scripts[row.owner]
         row.emitted = chunk.total - len(prompt) + (chunk.known_root >= 0)
         whole = [*prompt, *script[: max(0, row.emitted - 1)]]
@@ -108,13 +119,13 @@ class Device:
         assert 0 < len(chunk.tokens) <= key.chunk
         touched = self._touch(row, chunk.start + len(chunk.tokens))
         if chunk.start + len(chunk.tokens) < chunk.total:
-            return RingEntry([[]], [Status.FREE]), touched
+            return [], Status.FREE, touched
         row.seq_len = chunk.total
         if chunk.known_root >= 0:
             assert chunk.known_root == script[row.emitted - 1], "the known root is the last token that was emitted"
             row.status = Status.LIVE
-            return RingEntry([[]], [Status.LIVE]), touched
-        return RingEntry([self._emit(row, 1)], [row.status]), touched
+            return [], Status.LIVE, touched
+        return self._emit(row, 1), row.status, touched
 
     def _emit(self, row: Row, length: int) -> list[int]:
         script = self.scripts[row.owner]
@@ -303,7 +314,7 @@ def test_launches_run_ahead_of_what_was_read(run_ahead: int) -> None:
 
 
 def test_chunks_are_the_largest_size_and_a_rest() -> None:
-    assert chunked(1, (8, 16)) == [(0, 1)]
-    assert chunked(16, (8, 16)) == [(0, 16)]
-    assert chunked(17, (8, 16)) == [(0, 16), (16, 1)]
-    assert chunked(40, (8, 16)) == [(0, 16), (16, 16), (32, 8)]
+    assert chunked(0, 1, (8, 16)) == [(0, 1)]
+    assert chunked(0, 16, (8, 16)) == [(0, 16)]
+    assert chunked(0, 17, (8, 16)) == [(0, 16), (16, 1)]
+    assert chunked(0, 40, (8, 16)) == [(0, 16), (16, 16), (32, 8)]

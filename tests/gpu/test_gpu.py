@@ -71,7 +71,7 @@ def build(
         pages = [(row, column, 1 + row * plan.table_width + column) for column in range(plan.table_width)]
         while pages:
             part, pages = pages[: plan.page_updates], pages[plan.page_updates :]
-            cycle.read(cycle.launch(prefill, Message(lanes=(row,), pages=part, join=join, chunk=Chunk(tokens, 0, len(tokens)))))
+            cycle.read(cycle.launch(prefill, Message(lanes=(row,), pages=part, joins=[join], chunks=[Chunk(tokens, 0, len(tokens))])))
     return cycle
 
 
@@ -93,7 +93,7 @@ def run_directly(cycle: Cycle, key: GraphKey, message: Message) -> dict[str, Ten
     """The kernels of a program launched one by one on ``message``, as it reaches a cycle; what every slot then holds."""
     mail = torch.zeros(cycle.layout.size, dtype=torch.int64)
     cycle.layout.encode(message, mail)
-    cycle.arena["mail"][: cycle.layout.chunk].copy_(mail[: cycle.layout.chunk])
+    cycle.arena["mail"][: cycle.layout.joins].copy_(mail[: cycle.layout.joins])
     with torch.no_grad():
         cycle.programs[key].direct()
     return contents(cycle)

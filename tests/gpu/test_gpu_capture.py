@@ -59,7 +59,7 @@ def test_a_captured_prefill_equals_a_direct_one_bitwise(structure: str, mode: st
     for start, size in ((0, 16), (16, 8)):
         part = tokens[start : start + size]
         pages = [(1, column, 7 + column) for column in range(cycle.plan.pages_for(start + len(part)))]
-        message = Message(lanes=(1,), pages=pages, join=join if start == 0 else None, chunk=Chunk(part, start, len(tokens)))
+        message = Message(lanes=(1,), pages=pages, joins=[join] if start == 0 else (), chunks=[Chunk(part, start, len(tokens))])
         key = PrefillKey(size, SAMPLED)
         before = cycle.arena.snapshot(KINDS)
         mail = torch.zeros(cycle.layout.size, dtype=torch.int64)

@@ -295,7 +295,7 @@ def warm_cycle(
         pages = [(row, column, 1 + row * plan.table_width + column) for column in range(plan.table_width)]
         while pages:
             part, pages = pages[: plan.page_updates], pages[plan.page_updates :]
-            message = Message(lanes=(row,), pages=part, join=join, chunk=Chunk(tokens, 0, len(tokens)))
+            message = Message(lanes=(row,), pages=part, joins=[join], chunks=[Chunk(tokens, 0, len(tokens))])
             cycle.read(cycle.launch(PrefillKey(16, sampling), message))
     message = Message(lanes=(2, 0, 1))
     for _ in range(2):
@@ -375,8 +375,8 @@ def test_a_chunk_with_more_pages_than_a_cycle_changes_writes_the_page_table() ->
 
 def prefill_touches_what_it_declares(cycle: Cycle, sampling: SamplingClass) -> None:
     key = PrefillKey(16, sampling)
-    message = Message(lanes=(3,), pages=[(3, c, 70 + c) for c in range(2)], chunk=Chunk([5, 6, 7], 0, 3))
-    message.join = Join(row=3, budget=9, seed=1, temperature=1.0, draft_len=5, stop_ids=(2,))
+    message = Message(lanes=(3,), pages=[(3, c, 70 + c) for c in range(2)], chunks=[Chunk([5, 6, 7], 0, 3)])
+    message.joins = [Join(row=3, budget=9, seed=1, temperature=1.0, draft_len=5, stop_ids=(2,))]
     cycle.layout.encode(message, cycle.arena["mail"])
     with torch.no_grad():
         for stage in stages_of(cycle, key):

@@ -24,8 +24,8 @@ def messages(draw: st.DrawFn) -> Message:
     message = Message(lanes=lanes, aborts=draw(st.lists(st.integers(0, 3), max_size=3)))
     message.pages = draw(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2), st.integers(1, 9)), max_size=3))
     if draw(st.booleans()):
-        message.join = Join(row=1, budget=5, seed=draw(st.integers(0, 2**64 - 1)), temperature=0.5, draft_len=3, stop_ids=(4,))
-        message.chunk = Chunk(draw(st.lists(st.integers(0, 49), min_size=1, max_size=8)), 0, 8)
+        message.joins = [Join(row=1, budget=5, seed=draw(st.integers(0, 2**64 - 1)), temperature=0.5, draft_len=3, stop_ids=(4,))]
+        message.chunks = [Chunk(draw(st.lists(st.integers(0, 49), min_size=1, max_size=8)), 0, 8)]
     return message
 
 

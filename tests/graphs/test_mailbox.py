@@ -20,8 +20,8 @@ from graphspec.shapes import GREEDY, SamplingClass
 from tests.support.plans import plan as make
 
 EVERYTHING = SamplingClass(True, True, True, True, 0)
-PLAN = make(shape=(3, 3, 10), runtime={"prefill_chunks": [8], "max_logit_bias": 3, "max_stop_ids": 2})
-DUMMY = PLAN.max_rows
+PLAN = make(shape=(3, 3, 10), runtime={"prefill_chunks": [8, 32], "max_logit_bias": 3, "max_stop_ids": 2})
+DUMMY, LANES = PLAN.max_rows, 4
 
 
 def build(plan: Plan, sampling: SamplingClass) -> Any:
@@ -30,7 +30,7 @@ def build(plan: Plan, sampling: SamplingClass) -> Any:
 
 def send(arena: Arena, message: Message, sampling: SamplingClass = EVERYTHING) -> None:
     MailLayout.of(PLAN).encode(message, arena["mail"])
-    Mailbox(build(PLAN, sampling))(arena.views(1))
+    Mailbox(build(PLAN, sampling), LANES)(arena.views(1))
 
 
 def fresh(sampling: SamplingClass = EVERYTHING) -> Arena:
@@ -69,7 +69,7 @@ def test_a_join_arrives_as_it_was_sent(join: Join) -> None:
     arena["output_count_RV"].fill_(3)
     arena["prompt_seen_RV"].fill_(1)
     before = arena.snapshot(("state",))
-    send(arena, Message(lanes=(row,), join=join))
+    send(arena, Message(lanes=(row,), joins=[join]))
     for name, value in (
         ("budget_R", join.budget), ("temperature_R", join.temperature), ("draft_len_R", join.draft_len), ("top_k_R", join.top_k),
         ("top_p_R", join.top_p), ("min_p_R", join.min_p), ("repetition_R", join.repetition), ("presence_R", join.presence),
@@ -104,8 +104,8 @@ def test_lanes_take_what_their_rows_have_after_the_message() -> None:
     arena["seed_R"].copy_(torch.arange(DUMMY + 1) + 70)
     before = arena["page_table_RP"].clone()
     join = Join(1, 5, 1234, 0.5, 3, ())
-    MailLayout.of(PLAN).encode(Message(lanes=(3, 1), pages=[(1, 2, 9), (3, 0, 8), (0, 1, 7)], join=join), arena["mail"])
-    Mailbox(build(PLAN, GREEDY))(arena.views(4))
+    MailLayout.of(PLAN).encode(Message(lanes=(3, 1), pages=[(1, 2, 9), (3, 0, 8), (0, 1, 7)], joins=[join]), arena["mail"])
+    Mailbox(build(PLAN, GREEDY), LANES)(arena.views(4))
     before[1, 2], before[3, 0] = 9, 8
     assert torch.equal(arena["lane_table_BP"][:2], before[[3, 1]])
     assert torch.equal(arena["lane_table_BP"][2:4], arena["page_table_RP"][[DUMMY, DUMMY]])
@@ -116,9 +116,9 @@ def test_a_class_without_room_does_not_write_there() -> None:
     arena = fresh()
     join = Join(0, 5, 1, 1.0, 3, (), top_k=4, repetition=1.5, bias=((3, 1.0),), stop_from=9)
     before = arena.snapshot(("state",))
-    send(arena, Message(lanes=(0,), join=join), GREEDY)
+    send(arena, Message(lanes=(0,), joins=[join]), GREEDY)
     changed = {name for name, old in before.items() if not torch.equal(arena[name], old)}
-    assert changed <= set(Mailbox(build(PLAN, GREEDY)).writes) and "top_k_R" not in changed
+    assert changed <= set(Mailbox(build(PLAN, GREEDY), LANES).writes) and "top_k_R" not in changed
 
 
 @pytest.mark.parametrize(
@@ -130,19 +130,19 @@ def test_a_class_without_room_does_not_write_there() -> None:
 )
 def test_more_than_a_message_holds_is_refused(key: str, join: Join) -> None:
     with pytest.raises(ResourceError, match=key):
-        MailLayout.of(PLAN).encode(Message(lanes=(), join=join), fresh()["mail"])
+        MailLayout.of(PLAN).encode(Message(lanes=(), joins=[join]), fresh()["mail"])
 
 
 def test_chunks_fill_prompt_bits_and_output_counts() -> None:
     """Two chunks of a row that resumes: nine tokens of prompt, then four it had put out."""
-    arena, stage = fresh(), PromptCounts(build(PLAN, EVERYTHING), 8)
+    arena, stage = fresh(), PromptCounts(build(PLAN, EVERYTHING), 1, 8)
     prompt, output = [4, 5, 4, 6, 7, 8, 9, 4, 11], [5, 5, 12, 0]
     tokens = [*prompt, *output]
     views = arena.views(1)
     for start in (0, 8):
         part = tokens[start : start + 8]
-        message = Message(lanes=(2,), chunk=Chunk(part, start, len(tokens), known_root=13, prompt=len(prompt)))
-        message.join = Join(2, 5, 1, 0.0, 3, ()) if start == 0 else None
+        message = Message(lanes=(2,), chunks=[Chunk(part, start, len(tokens), known_root=13, prompt=len(prompt))])
+        message.joins = [Join(2, 5, 1, 0.0, 3, ())] if start == 0 else ()
         send(arena, message)
         stage(views)
     assert arena["prompt_seen_RV"][2].nonzero().flatten().tolist() == sorted(set(prompt))

@@ -75,41 +75,42 @@ class HeadPrefill(DraftPrefill):
 
     carried = ("lookback_token_RY", "lookback_feature_RYF")
 
-    def write(self, v: Views, chunk: ChunkRows, before_1CF: Tensor) -> None:
+    def write(self, v: Views, chunk: ChunkRows, before_BCF: Tensor) -> None:
         """Every head over the lookback and the chunk; a row whose token lies in the next chunk waits for it.
 
         The Y rows before the chunk run again: when they were computed, heads past the first lacked the tokens of this chunk.
         """
-        lookback, row_1 = self.plan.lookback, chunk.row_1
-        width = lookback + chunk.token_1C.shape[1]
-        entry_U = torch.arange(width, device=row_1.device)
-        begin_1 = chunk.start_1 - lookback
-        skip_1 = (self.shift - begin_1).clamp(min=0)
-        known_1 = (lookback + chunk.length_1 - skip_1).clamp(min=0)
-        index_1U = (entry_U + skip_1).clamp(max=width - 1)[None]
-        token_1U = torch.cat((v.lookback_token_RY[row_1], chunk.token_1C), 1)
-        feature_1UF = torch.cat((v.lookback_feature_RYF[row_1], before_1CF), 1)
+        lookback, row_B = self.plan.lookback, chunk.row_B
+        width = lookback + chunk.token_BC.shape[1]
+        entry_U = torch.arange(width, device=row_B.device)
+        begin_B = chunk.start_B - lookback
+        skip_B = (self.shift - begin_B).clamp(min=0)
+        known_B = (lookback + chunk.length_B - skip_B).clamp(min=0)
+        index_BU = (entry_U + skip_B[:, None]).clamp(max=width - 1)
+        token_BU = torch.cat((v.lookback_token_RY[row_B], chunk.token_BC), 1)
+        feature_BUF = torch.cat((v.lookback_feature_RYF[row_B], before_BCF), 1)
 
-        slot_1U = (begin_1 + skip_1 + entry_U)[None]
-        shifted_1U, index_1UF = token_1U.gather(1, index_1U), index_1U[..., None].expand_as(feature_1UF)
-        hidden_1UH = self.network.fuse(torch.where((entry_U < known_1)[None, :, None], feature_1UF.gather(1, index_1UF), 0))
-        rope_length_1U = torch.maximum(chunk.rope_length_1C[:, :1], slot_1U + 1)
+        slot_BU = (begin_B + skip_B)[:, None] + entry_U
+        shifted_BU, index_BUF = token_BU.gather(1, index_BU), index_BU[..., None].expand_as(feature_BUF)
+        is_known_BU1 = (entry_U < known_B[:, None])[..., None]
+        hidden_BUH = self.network.fuse(torch.where(is_known_BU1, feature_BUF.gather(1, index_BUF), 0))
+        rope_length_BU = torch.maximum(chunk.rope_length_BC[:, :1], slot_BU + 1)
         for step in range(self.plan.lookback + 1):
-            valid_1U = (entry_U < known_1 - step)[None]
-            consumed_1U = shifted_rows(shifted_1U, known_1, shifted_1U.new_full((1, step), -1))
-            hidden_1UH = hidden_1UH.masked_fill(~valid_1U[..., None], 0)
-            consumed_1U = torch.where(valid_1U, consumed_1U, -1)
-            attention = self.attention(v, chunk, valid_1U, slot_1U, rope_length_1U)
+            valid_BU = entry_U < (known_B - step)[:, None]
+            consumed_BU = shifted_rows(shifted_BU, known_B, shifted_BU.new_full((len(row_B), step), -1))
+            hidden_BUH = hidden_BUH.masked_fill(~valid_BU[..., None], 0)
+            consumed_BU = torch.where(valid_BU, consumed_BU, -1)
+            attention = self.attention(v, chunk, valid_BU, slot_BU, rope_length_BU)
             if step == self.plan.lookback:
-                self.network.write_kv(consumed_1U, hidden_1UH, attention, step)
+                self.network.write_kv(consumed_BU, hidden_BUH, attention, step)
             else:
-                hidden_1UH = self.network(consumed_1U, hidden_1UH, attention, step)
+                hidden_BUH = self.network(consumed_BU, hidden_BUH, attention, step)
 
         # The last Y entries so far: those before the chunk's end.
-        tail_1Y = (chunk.length_1 + torch.arange(lookback, device=row_1.device))[None]
-        v.lookback_token_RY.index_copy_(0, row_1, token_1U.gather(1, tail_1Y))
-        tail_1YF = tail_1Y[..., None].expand(-1, -1, feature_1UF.shape[-1])
-        v.lookback_feature_RYF.index_copy_(0, row_1, feature_1UF.gather(1, tail_1YF))
+        tail_BY = chunk.length_B[:, None] + torch.arange(lookback, device=row_B.device)
+        v.lookback_token_RY.index_copy_(0, row_B, token_BU.gather(1, tail_BY))
+        tail_BYF = tail_BY[..., None].expand(-1, -1, feature_BUF.shape[-1])
+        v.lookback_feature_RYF.index_copy_(0, row_B, feature_BUF.gather(1, tail_BYF))
 
 
 def head_stages(build: Build) -> list[Stage]:

@@ -24,17 +24,16 @@ class PromptCounts(Stage):
     reads = ("mail", "lane_row_B")
     writes = ("prompt_seen_RV", "output_count_RV")
 
-    def __init__(self, build: Build, chunk: int) -> None:
+    def __init__(self, build: Build, lanes: int, chunk: int) -> None:
         super().__init__(build)
-        self.chunk, self.layout = chunk, MailLayout.of(build.plan)
+        self.lanes, self.chunk, self.layout = lanes, chunk, MailLayout.of(build.plan)
 
     def forward(self, v: Views) -> None:
-        at, row_1 = self.layout, v.lane_row_B
-        start_1, length_1, _, _, prompt_1 = v.mail[at.chunk : at.tokens].split(1)
-        entry_C = torch.arange(self.chunk, device=row_1.device)
-        token_C, valid_C = v.mail[at.tokens : at.tokens + self.chunk], entry_C < length_1
-        is_prompt_C = start_1 + entry_C < prompt_1
-        seen_RV = v.prompt_seen_RV
-        row_C = torch.where(valid_C & is_prompt_C, row_1, seen_RV.shape[0] - 1)
-        seen_RV.view(-1).scatter_(0, row_C * seen_RV.shape[1] + token_C, 1)
-        count_tokens(v, row_1.expand(self.chunk), token_C, valid_C & ~is_prompt_C)
+        row_B1, seen_RV = v.lane_row_B[:, None], v.prompt_seen_RV
+        words_B5, token_BC = self.layout.prompt_parts(v.mail, self.lanes, self.chunk)
+        start_B1, length_B1, _, _, prompt_B1 = words_B5.split(1, 1)
+        entry_C = torch.arange(self.chunk, device=row_B1.device)
+        valid_BC, is_prompt_BC = entry_C < length_B1, start_B1 + entry_C < prompt_B1
+        row_BC = torch.where(valid_BC & is_prompt_BC, row_B1, seen_RV.shape[0] - 1)
+        seen_RV.view(-1).scatter_(0, (row_BC * seen_RV.shape[1] + token_BC).flatten(), 1)
+        count_tokens(v, row_B1.expand_as(token_BC), token_BC, valid_BC & ~is_prompt_BC)

@@ -17,21 +17,27 @@ from .stage import Build, DraftModel
 
 @dataclass(frozen=True, slots=True)
 class ChunkRows:
-    """A chunk as prefill sees it; everything is ``[1, C]``, numbers are ``[1]`` int64."""
+    """The chunks of a launch, one per lane, as prefill sees them. Numbers are int64; a lane that is not used has a length of 0."""
 
-    row_1: Tensor
-    token_1C: Tensor
+    row_B: Tensor
+    token_BC: Tensor
     """int64, -1 where not valid."""
-    valid_1C: Tensor
-    slot_1C: Tensor
-    rope_length_1C: Tensor
-    table_1P: Tensor
-    start_1: Tensor
-    length_1: Tensor
+    valid_BC: Tensor
+    slot_BC: Tensor
+    rope_length_BC: Tensor
+    table_BP: Tensor
+    start_B: Tensor
+    length_B: Tensor
+
+
+def take_last(rows_BCE: Tensor, length_B: Tensor) -> Tensor:
+    """The last valid entry of each lane, ``[B, 1, E]``; the first of a lane without any."""
+    last_B11 = (length_B - 1).clamp(min=0)[:, None, None]
+    return rows_BCE.gather(1, last_B11.expand(-1, 1, rows_BCE.shape[-1]))
 
 
 class DraftPrefill:
-    """Runs the drafter over a chunk, for its KV alone: nothing is proposed after a prompt's tokens, so the last layer ends at its KV.
+    """Runs the drafter over chunks, for their KV alone: nothing is proposed after a prompt's tokens, so the last layer ends at its KV.
 
     The row that consumes token j takes the target's feature of j - 1. The feature of a chunk's last token therefore waits in entry 0 of the
     row's window for the next chunk's first token, or for the root.
@@ -54,29 +60,28 @@ class DraftPrefill:
         self.writes = ("draft_kv", *carried)
         self.bound = bound
 
-    def __call__(self, v: Views, chunk: ChunkRows, feature_1CF: Tensor | None) -> None:
-        """Write the chunk's draft KV and carry on what the next rows need; ``feature_1CF`` is the target's, where the drafter reads it."""
-        if feature_1CF is None:
-            attention = self.attention(v, chunk, chunk.valid_1C, chunk.slot_1C, chunk.rope_length_1C)
-            self.network.write_kv(chunk.token_1C, None, attention)
+    def __call__(self, v: Views, chunk: ChunkRows, feature_BCF: Tensor | None) -> None:
+        """Write the chunk's draft KV and carry on what the next rows need; ``feature_BCF`` is the target's, where the drafter reads it."""
+        if feature_BCF is None:
+            attention = self.attention(v, chunk, chunk.valid_BC, chunk.slot_BC, chunk.rope_length_BC)
+            self.network.write_kv(chunk.token_BC, None, attention)
             return
-        before_1CF = torch.cat([v.window_feature_RAcF[chunk.row_1][:, :1], feature_1CF[:, :-1]], 1)
-        self.write(v, chunk, before_1CF)
-        entry_Ac1 = torch.arange(self.plan.window_capacity, device=chunk.row_1.device)[:, None]
-        last_1 = (chunk.length_1 - 1).clamp(min=0)
-        carry_1AcF = torch.where(entry_Ac1 == 0, feature_1CF.index_select(1, last_1), 0)
-        v.window_feature_RAcF.index_copy_(0, chunk.row_1, carry_1AcF)
+        before_BCF = torch.cat([v.window_feature_RAcF[chunk.row_B][:, :1], feature_BCF[:, :-1]], 1)
+        self.write(v, chunk, before_BCF)
+        entry_Ac1 = torch.arange(self.plan.window_capacity, device=chunk.row_B.device)[:, None]
+        carry_BAcF = torch.where(entry_Ac1 == 0, take_last(feature_BCF, chunk.length_B), 0)
+        v.window_feature_RAcF.index_copy_(0, chunk.row_B, carry_BAcF)
 
-    def write(self, v: Views, chunk: ChunkRows, before_1CF: Tensor) -> None:
-        """Write the chunk's draft KV; ``before_1CF`` is the feature of the token before each."""
-        valid_1C = chunk.valid_1C & (chunk.slot_1C >= self.shift)
-        hidden_1CH = self.network.fuse(torch.where(valid_1C[..., None], before_1CF, 0))
-        attention = self.attention(v, chunk, valid_1C, chunk.slot_1C, chunk.rope_length_1C)
-        self.network.write_kv(torch.where(valid_1C, chunk.token_1C, -1), hidden_1CH, attention)
+    def write(self, v: Views, chunk: ChunkRows, before_BCF: Tensor) -> None:
+        """Write the chunk's draft KV; ``before_BCF`` is the feature of the token before each."""
+        valid_BC = chunk.valid_BC & (chunk.slot_BC >= self.shift)
+        hidden_BCH = self.network.fuse(torch.where(valid_BC[..., None], before_BCF, 0))
+        attention = self.attention(v, chunk, valid_BC, chunk.slot_BC, chunk.rope_length_BC)
+        self.network.write_kv(torch.where(valid_BC, chunk.token_BC, -1), hidden_BCH, attention)
 
-    def attention(self, v: Views, chunk: ChunkRows, valid_1T: Tensor, slot_1T: Tensor, rope_length_1T: Tensor) -> ChunkAttention:
-        """Attention of rows ``[1, T]`` over the row's draft KV."""
+    def attention(self, v: Views, chunk: ChunkRows, valid_BT: Tensor, slot_BT: Tensor, rope_length_BT: Tensor) -> ChunkAttention:
+        """Attention of rows ``[B, T]`` over the row's draft KV."""
         return ChunkAttention(
-            self.kernels, v.draft_kv, chunk.table_1P, slot_1T - self.shift, rope_length_1T - self.shift, valid_1T, slot_1T, self.shift,
+            self.kernels, v.draft_kv, chunk.table_BP, slot_BT - self.shift, rope_length_BT - self.shift, valid_BT, slot_BT, self.shift,
             self.bound,
         )  # fmt: skip

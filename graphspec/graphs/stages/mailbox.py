@@ -69,8 +69,10 @@ class Message:
     aborts: list[int] = field(default_factory=list)
     pages: list[tuple[int, int, int]] = field(default_factory=list)
     """``(row, column, page)``"""
-    join: Join | None = None
-    chunk: Chunk | None = None
+    joins: Sequence[Join] = ()
+    """Of prompts whose first chunks these are."""
+    chunks: Sequence[Chunk] = ()
+    """One per lane of a prefill launch."""
     trees: Sequence[tuple[Sequence[int], Sequence[int]]] = ()
     """Per lane the tokens and parents of the nodes the host proposes; a parent is a place in the same list, -1 the root."""
 
@@ -82,10 +84,10 @@ class MailLayout:
     lanes: int
     aborts: int
     pages: int
-    join: int
     trees: int
-    chunk: int
+    joins: int
     """From here on only prefill reads: a cycle's message ends here."""
+    chunks: int
     tokens: int
     chunk_pages: int
     size: int
@@ -94,6 +96,10 @@ class MailLayout:
     max_pages: int
     """Page-table entries of any message; what a chunk needs beyond them stands in its own part."""
     max_chunk_pages: int
+    max_chunks: int
+    """Lanes of a prefill launch."""
+    max_lane_tokens: int
+    """Widest chunk of a launch of several lanes; their tokens lie this far apart."""
     max_stop_ids: int
     max_bias: int
     max_tokens: int
@@ -111,16 +117,18 @@ class MailLayout:
         lanes, aborts, pages = max(plan.buckets), plan.max_rows + 1, plan.page_updates
         nodes = plan.shape.num_draft_tokens - 1 if plan.variant.drafter == "host" else 0
         join = cls.JOIN_WORDS + plan.max_stop_ids + 2 * plan.max_logit_bias
-        tokens, chunk_pages = plan.prefill_chunks[-1], plan.chunk_pages
-        sizes = (lanes, aborts, 3 * pages, join, 2 * lanes * nodes, cls.CHUNK_WORDS, tokens, 3 * chunk_pages)
+        chunks, chunk_pages = max(prefill_lanes for prefill_lanes, _ in plan.prefill_shapes), plan.chunk_pages
+        wide = max((chunk for prefill_lanes, chunk in plan.prefill_shapes if prefill_lanes > 1), default=0)
+        tokens = max(plan.prefill_chunks[-1], chunks * wide)
+        sizes = (lanes, aborts, 3 * pages, 2 * lanes * nodes, chunks * join, chunks * cls.CHUNK_WORDS, tokens, 3 * chunk_pages)
         at = list(accumulate(sizes, initial=0))
         return cls(
             lanes=at[0],
             aborts=at[1],
             pages=at[2],
-            join=at[3],
-            trees=at[4],
-            chunk=at[5],
+            trees=at[3],
+            joins=at[4],
+            chunks=at[5],
             tokens=at[6],
             chunk_pages=at[7],
             size=at[8],
@@ -128,19 +136,30 @@ class MailLayout:
             max_aborts=aborts - 1,
             max_pages=pages,
             max_chunk_pages=chunk_pages,
+            max_chunks=chunks,
+            max_lane_tokens=wide,
             max_stop_ids=plan.max_stop_ids,
             max_bias=plan.max_logit_bias,
-            max_tokens=tokens,
+            max_tokens=plan.prefill_chunks[-1],
             max_nodes=nodes,
             dummy_row=plan.max_rows,
         )
 
     @property
-    def join_parts(self) -> tuple[int, int, int, int]:
-        """Where a join's stop ids, biased ids and bias values begin, and where it ends."""
-        stops = self.join + self.JOIN_WORDS
-        bias = stops + self.max_stop_ids
-        return stops, bias, bias + self.max_bias, self.trees
+    def join_words(self) -> int:
+        """Words of a join."""
+        return self.JOIN_WORDS + self.max_stop_ids + 2 * self.max_bias
+
+    def prompt_parts(self, mail: Tensor, lanes: int, chunk: int) -> tuple[Tensor, Tensor]:
+        """What a prefill program of this shape reads of a message.
+
+        Returns:
+            int64 ``[B, 5]``: start, tokens, total, known root, prompt tokens of each lane's chunk, no tokens where a lane is not used;
+            int64 ``[B, C]``: the tokens.
+        """
+        apart = chunk if lanes == 1 else self.max_lane_tokens
+        words_B5 = mail[self.chunks : self.chunks + lanes * self.CHUNK_WORDS].view(lanes, self.CHUNK_WORDS)
+        return words_B5, mail[self.tokens : self.tokens + lanes * apart].view(lanes, apart)[:, :chunk]
 
     def encode(self, message: Message, out: Tensor) -> None:
         """Write ``message`` into the int64 CPU vector ``out``; what is unused addresses the dummy row and the dummy page.
@@ -148,19 +167,21 @@ class MailLayout:
         Raises:
             ResourceError: more changes than a message holds.
         """
+        most_tokens = self.max_tokens if len(message.chunks) < 2 else self.max_lane_tokens
         for key, count, most in (
             ("lanes", len(message.lanes), self.max_lanes),
             ("aborts", len(message.aborts), self.max_aborts),
-            ("chunk tokens", len(message.chunk.tokens) if message.chunk else 0, self.max_tokens),
+            ("prompts", max(len(message.chunks), len(message.joins)), self.max_chunks),
+            ("chunk tokens", max((len(chunk.tokens) for chunk in message.chunks), default=0), most_tokens),
             ("tree nodes", max((len(tokens) for tokens, _ in message.trees), default=0), self.max_nodes),
-            ("stop ids", len(message.join.stop_ids) if message.join else 0, self.max_stop_ids),
-            ("biased tokens", len(message.join.bias) if message.join else 0, self.max_bias),
+            ("stop ids", max((len(join.stop_ids) for join in message.joins), default=0), self.max_stop_ids),
+            ("biased tokens", max((len(join.bias) for join in message.joins), default=0), self.max_bias),
         ):
             if count > most:
                 raise ResourceError(f"mailbox {key}", f"at most {most} in one launch", count)
         beyond = len(message.pages) - self.max_pages
-        if beyond > 0 and (message.chunk is None or beyond > self.max_chunk_pages):
-            most = self.max_pages if message.chunk is None else self.max_pages + self.max_chunk_pages
+        if beyond > (self.max_chunk_pages if message.chunks else 0):
+            most = self.max_pages + (self.max_chunk_pages if message.chunks else 0)
             raise ResourceError("mailbox page updates", f"at most {most} in one launch", len(message.pages))
         words = out.numpy()
         words[:] = _empty_message(self)
@@ -172,13 +193,13 @@ class MailLayout:
                 words[self.chunk_pages : self.chunk_pages + 3 * beyond] = pages[-3 * beyond :]
                 pages = pages[: -3 * beyond]
             words[self.pages : self.pages + len(pages)] = pages
-        if message.join is not None:
-            self._encode_join(message.join, words)
-        if message.chunk is not None:
-            chunk = message.chunk
+        for place, join in enumerate(message.joins):
+            self._encode_join(join, words[self.joins + place * self.join_words : self.joins + (place + 1) * self.join_words])
+        for lane, chunk in enumerate(message.chunks):
             prompt = chunk.total if chunk.prompt is None else chunk.prompt
-            words[self.chunk : self.tokens] = [chunk.start, len(chunk.tokens), chunk.total, chunk.known_root, prompt]
-            words[self.tokens : self.tokens + len(chunk.tokens)] = chunk.tokens
+            at, tokens_at = self.chunks + lane * self.CHUNK_WORDS, self.tokens + lane * self.max_lane_tokens
+            words[at : at + self.CHUNK_WORDS] = [chunk.start, len(chunk.tokens), chunk.total, chunk.known_root, prompt]
+            words[tokens_at : tokens_at + len(chunk.tokens)] = chunk.tokens
         for lane, (tokens, parents) in enumerate(message.trees):
             token_at = self.trees + lane * 2 * self.max_nodes
             words[token_at : token_at + len(tokens)] = tokens
@@ -186,14 +207,14 @@ class MailLayout:
 
     def _encode_join(self, join: Join, words: np.ndarray[tuple[int], np.dtype[np.int64]]) -> None:
         seed = join.seed - 2**64 if join.seed >= 2**63 else join.seed
-        stops, ids, values, _ = self.join_parts
-        words[self.join : stops] = [
+        stops, ids = self.JOIN_WORDS, self.JOIN_WORDS + self.max_stop_ids
+        words[:stops] = [
             join.row, join.budget, seed, _float_bits(join.temperature), join.draft_len, join.top_k, _float_bits(join.top_p),
             _float_bits(join.min_p), _float_bits(join.repetition), _float_bits(join.presence), _float_bits(join.frequency), join.stop_from,
         ]  # fmt: skip
         words[stops : stops + len(join.stop_ids)] = join.stop_ids
         for entry, (token, value) in enumerate(join.bias):
-            words[ids + entry], words[values + entry] = token, _float_bits(value)
+            words[ids + entry], words[ids + self.max_bias + entry] = token, _float_bits(value)
 
 
 def _float_bits(value: float) -> int:
@@ -207,34 +228,41 @@ def _empty_message(layout: MailLayout) -> np.ndarray[tuple[int], np.dtype[np.int
     """Words of a message that changes nothing: every address in it is the dummy row, every page the dummy page."""
     words = np.zeros(layout.size, dtype=np.int64)
     words[layout.lanes : layout.pages] = layout.dummy_row
-    words[layout.pages : layout.join : 3] = layout.dummy_row
+    words[layout.pages : layout.trees : 3] = layout.dummy_row
+    words[layout.trees : layout.joins] = -1
+    joins = words[layout.joins : layout.chunks].reshape(layout.max_chunks, layout.join_words)
+    joins[:, 0] = layout.dummy_row
+    joins[:, layout.JOIN_WORDS : layout.join_words - layout.max_bias] = -1
+    words[layout.joins : layout.chunks] = joins.ravel()
+    words[layout.chunks + 3 : layout.tokens : layout.CHUNK_WORDS] = -1
     words[layout.chunk_pages :: 3] = layout.dummy_row
-    stops, _, values, _ = layout.join_parts
-    words[layout.join] = layout.dummy_row
-    words[stops:values] = -1
-    words[layout.chunk + 3] = -1
-    words[layout.trees : layout.chunk] = -1
     return words
 
 
 class Mailbox(Stage):
-    """Applies lanes, aborts, page-table entries and joins, and gathers what the lanes read of their rows."""
+    """Applies lanes, aborts, page-table entries and joins, and gathers what the lanes read of their rows.
+
+    Args:
+        build: what every stage gets.
+        joins: most joins of a message: lanes of a prefill program; 0 in a cycle, which nobody joins.
+    """
 
     name = "mailbox"
     GROUPS: ClassVar[dict[str, Any]] = {"truncate": Truncation, "penalties": Penalties, "bias": Bias}
     """Slots of a join that only classes with this field have."""
 
-    def __init__(self, build: Build) -> None:
+    def __init__(self, build: Build, joins: int = 0) -> None:
         super().__init__(build)
-        self.layout = MailLayout.of(build.plan)
-        self.groups = [group if getattr(self.sampling, field) else None for field, group in self.GROUPS.items()]
+        self.layout, self.joins = MailLayout.of(build.plan), joins
+        self.groups = [group if joins and getattr(self.sampling, field) else None for field, group in self.GROUPS.items()]
         self.reads = ("mail", "page_table_RP", "seed_R", "temperature_R")
         groups = (Lanes, RowRequest, *(group for group in self.groups if group is not None))
-        self.writes = tuple(name for group in groups for name in group._fields)
+        written = tuple(name for group in groups for name in group._fields)
+        self.writes = written if joins else (*Lanes._fields, "status_R", "page_table_RP")
 
     def forward(self, v: Views) -> None:
         at = self.layout
         self.kernels.mail_apply(
-            v.mail, at.lanes, at.aborts, at.pages, at.join,
+            v.mail, at.lanes, at.aborts, at.pages, at.trees, at.joins, self.joins, at.join_words,
             v.take(Lanes), v.take(RowRequest), *(None if group is None else v.take(group) for group in self.groups),
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Prefill: one chunk of one prompt through target and drafter, as static as the cycle; the last chunk samples the root."""
+"""Prefill: a chunk of each of some prompts through target and drafter, as static as the cycle; a prompt's last chunk samples its root."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ...buffers import Status, Views
 from ...catalog import load_object
 from ...models.attention import ChunkAttention
 from .counts import count_tokens
-from .draft_prefill import ChunkRows, DraftPrefill
+from .draft_prefill import ChunkRows, DraftPrefill, take_last
 from .logprobs import RING, write_logprobs
 from .mailbox import MailLayout
 from .sampling import LogitShaper, sample_tokens
@@ -17,17 +17,16 @@ from .stage import Build, Stage, TargetModel
 
 
 class Prefill(Stage):
-    """Tokens ``[start, start + len)`` of a prompt of ``total`` tokens, padded to ``chunk``.
+    """Per lane tokens ``[start, start + len)`` of a prompt of ``total`` tokens, padded to ``chunk``.
 
-    After the last chunk ``seq_len`` is the prompt length and the window holds one entry, the root: the
-    first cycle is no special case.
+    After a prompt's last chunk ``seq_len`` is its length and the window holds one entry, the root: the first cycle is no special case.
     """
 
     name = "prefill"
 
-    def __init__(self, build: Build, chunk: int) -> None:
+    def __init__(self, build: Build, lanes: int, chunk: int) -> None:
         super().__init__(build)
-        self.chunk, self.layout = chunk, MailLayout.of(build.plan)
+        self.lanes, self.chunk, self.layout = lanes, chunk, MailLayout.of(build.plan)
         self.target: TargetModel = build.target
         self.bound = self.bind_chunk("target", chunk)
         # Drafters with lookback read more than the chunk, and those of one layer don't attend.
@@ -52,60 +51,60 @@ class Prefill(Stage):
         if at.max_chunk_pages:
             row, column, page = v.mail[at.chunk_pages :].view(-1, 3).unbind(1)
             v.page_table_RP.index_put_((row, column), page.to(torch.int32))
-        start_1, length_1, total_1, known_1, prompt_1 = v.mail[at.chunk : at.tokens].split(1)
-        row_1 = v.lane_row_B
-        entry_C = torch.arange(self.chunk, device=row_1.device)
-        valid_1C = (entry_C < length_1)[None]
-        token_1C = torch.where(valid_1C, v.mail[None, at.tokens : at.tokens + self.chunk], -1)
-        slot_1C = (start_1 + entry_C)[None]
-        length_1C = torch.minimum(torch.maximum(prompt_1, slot_1C + 1), total_1)
-        table_1P = v.page_table_RP[row_1]
-        hidden_1CH, taps_1CF = self.target(
-            token_1C, ChunkAttention(self.kernels, v.target_kv, table_1P, slot_1C, length_1C, valid_1C, slot_1C, 0, self.bound)
+        words_B5, token_BC = at.prompt_parts(v.mail, self.lanes, self.chunk)
+        start_B, length_B, total_B, known_B, prompt_B = words_B5.unbind(1)
+        row_B = v.lane_row_B
+        entry_C = torch.arange(self.chunk, device=row_B.device)
+        valid_BC = entry_C < length_B[:, None]
+        token_BC = torch.where(valid_BC, token_BC, -1)
+        slot_BC = start_B[:, None] + entry_C
+        rope_length_BC = torch.minimum(torch.maximum(prompt_B[:, None], slot_BC + 1), total_B[:, None])
+        table_BP = v.page_table_RP[row_B]
+        hidden_BCH, taps_BCF = self.target(
+            token_BC, ChunkAttention(self.kernels, v.target_kv, table_BP, slot_BC, rope_length_BC, valid_BC, slot_BC, 0, self.bound)
         )
-        last_1 = (length_1 - 1).clamp(min=0)
         if self.draft is not None:
-            chunk = ChunkRows(row_1, token_1C, valid_1C, slot_1C, length_1C, table_1P, start_1, length_1)
-            self.draft(v, chunk, self.feature(hidden_1CH, taps_1CF))
-        self._finish(v, self.target.logits(hidden_1CH.index_select(1, last_1)), start_1 + length_1 == total_1, total_1, known_1)
+            chunk = ChunkRows(row_B, token_BC, valid_BC, slot_BC, rope_length_BC, table_BP, start_B, length_B)
+            self.draft(v, chunk, self.feature(hidden_BCH, taps_BCF))
+        done_B = (length_B > 0) & (start_B + length_B == total_B)
+        self._finish(v, self.target.logits(take_last(hidden_BCH, length_B)), done_B, total_B, known_B)
         if self.plan.keeps_history:
-            self._remember(v, token_1C, valid_1C, slot_1C, total_1)
+            self._remember(v, token_BC, valid_BC, slot_BC, total_B)
 
-    def _remember(self, v: Views, token_1C: Tensor, valid_1C: Tensor, slot_1C: Tensor, total_1: Tensor) -> None:
-        """The chunk's tokens, and the root after the prompt, into the row's own tokens."""
-        row_1 = v.lane_row_B
-        position_1C = slot_1C.clamp(max=self.plan.max_positions - 1)
-        kept_1C = v.history_RL[row_1].gather(1, position_1C)
-        v.history_RL.index_put_((row_1[:, None].expand_as(position_1C), position_1C), torch.where(valid_1C, token_1C, kept_1C))
-        v.history_RL.index_put_((row_1, total_1), v.window_token_RAc[row_1][:, 0])
+    def _remember(self, v: Views, token_BC: Tensor, valid_BC: Tensor, slot_BC: Tensor, total_B: Tensor) -> None:
+        """The chunks' tokens, and the root after each prompt, into the rows' own tokens."""
+        row_B = v.lane_row_B
+        position_BC = slot_BC.clamp(max=self.plan.max_positions - 1)
+        kept_BC = v.history_RL[row_B].gather(1, position_BC)
+        v.history_RL.index_put_((row_B[:, None].expand_as(position_BC), position_BC), torch.where(valid_BC, token_BC, kept_BC))
+        v.history_RL.index_put_((row_B, total_B), v.window_token_RAc[row_B][:, 0])
 
-    def _finish(self, v: Views, logits_11V: Tensor, done_1: Tensor, total_1: Tensor, known_1: Tensor) -> None:
-        """On the last chunk: sample or install the root, open the row, write the ring. On the others: an empty ring entry."""
-        row_1 = v.lane_row_B
-        shaped_11V = self.shaper(v, logits_11V, total_1[:, None])
-        sampled_11, sound_11 = sample_tokens(self.kernels, self.sampling, v, shaped_11V, total_1[:, None])
-        sampled_1 = sampled_11[:, 0]
-        resumed_1 = known_1 >= 0
-        root_1 = torch.where(resumed_1, known_1, sampled_1)
-        failed_1 = ~resumed_1 & ~sound_11[:, 0]
-        emitted_1 = (done_1 & ~resumed_1 & ~failed_1).to(torch.int64)
-        budget_1 = v.budget_R[row_1] - emitted_1
-        stopped_1 = ~resumed_1 & (v.stop_id_RE[row_1] == root_1[:, None]).any(-1)
-        outcome_1 = torch.where(stopped_1, Status.STOPPED, torch.where(budget_1 <= 0, Status.LENGTH, Status.LIVE))
-        outcome_1 = torch.where(done_1, torch.where(failed_1, Status.FAILED, outcome_1), Status.FREE)
+    def _finish(self, v: Views, logits_B1V: Tensor, done_B: Tensor, total_B: Tensor, known_B: Tensor) -> None:
+        """On a prompt's last chunk: sample or install the root, open the row, write the ring. On the others: an empty ring entry."""
+        row_B = v.lane_row_B
+        shaped_B1V = self.shaper(v, logits_B1V, total_B[:, None])
+        sampled_B1, sound_B1 = sample_tokens(self.kernels, self.sampling, v, shaped_B1V, total_B[:, None])
+        resumed_B = known_B >= 0
+        root_B = torch.where(resumed_B, known_B, sampled_B1[:, 0])
+        failed_B = ~resumed_B & ~sound_B1[:, 0]
+        emitted_B = (done_B & ~resumed_B & ~failed_B).to(torch.int64)
+        budget_B = v.budget_R[row_B] - emitted_B
+        stopped_B = ~resumed_B & (v.stop_id_RE[row_B] == root_B[:, None]).any(-1)
+        outcome_B = torch.where(stopped_B, Status.STOPPED, torch.where(budget_B <= 0, Status.LENGTH, Status.LIVE))
+        outcome_B = torch.where(done_B, torch.where(failed_B, Status.FAILED, outcome_B), Status.FREE)
 
         slot_1 = v.cycle_1 % self.plan.ring_depth
-        entry_Ac = torch.arange(self.plan.window_capacity, device=row_1.device)
-        root_1Ac = torch.where(entry_Ac == 0, root_1[:, None], -1)
-        token_1A = torch.where(emitted_1[:, None] > 0, root_1Ac[:, : self.plan.accept_width], -1)
-        v.ring_ZBJ.index_copy_(0, slot_1, torch.cat([emitted_1[:, None], outcome_1[:, None], token_1A], 1)[None])
+        entry_Ac = torch.arange(self.plan.window_capacity, device=row_B.device)
+        root_BAc = torch.where(entry_Ac == 0, root_B[:, None], -1)
+        token_BA = torch.where(emitted_B[:, None] > 0, root_BAc[:, : self.plan.accept_width], -1)
+        v.ring_ZBJ.index_copy_(0, slot_1, torch.cat([emitted_B[:, None], outcome_B[:, None], token_BA], 1)[None])
         if self.sampling.logprobs >= 0:
-            write_logprobs(v, slot_1, logits_11V, root_1[:, None], self.sampling.logprobs)
+            write_logprobs(v, slot_1, logits_B1V, root_B[:, None], self.sampling.logprobs)
         if self.sampling.penalties:
-            count_tokens(v, row_1, root_1, done_1)
+            count_tokens(v, row_B, root_B, done_B)
         v.cycle_1.add_(1)
-        v.window_token_RAc.index_copy_(0, row_1, root_1Ac)
-        v.window_len_R.index_fill_(0, row_1, 1)
-        v.seq_len_R.index_copy_(0, row_1, total_1)
-        v.budget_R.index_copy_(0, row_1, budget_1)
-        v.status_R.index_copy_(0, row_1, outcome_1)
+        v.window_token_RAc.index_copy_(0, row_B, root_BAc)
+        v.window_len_R.index_fill_(0, row_B, 1)
+        v.seq_len_R.index_copy_(0, row_B, total_B)
+        v.budget_R.index_copy_(0, row_B, budget_B)
+        v.status_R.index_copy_(0, row_B, outcome_B)

@@ -25,14 +25,11 @@ def _float(word):
 
 
 @triton.jit
-def _row_programs(
-    mail, join, row, lane_row, status, budget, seed, temperature, draft_len, stop_id, page_table,
-    top_k, top_p, min_p, repetition, presence, frequency, bias_id, bias_value, stop_from,
-    lanes_at, aborts_at, pages_at,
-    LANES: tl.constexpr, ABORTS: tl.constexpr, UPDATES: tl.constexpr, COLUMNS: tl.constexpr, STOPS: tl.constexpr, BIASED: tl.constexpr,
-    TRUNCATE: tl.constexpr, PENALTIES: tl.constexpr, BIAS: tl.constexpr, FREE: tl.constexpr, JOIN_WORDS: tl.constexpr, BLOCK: tl.constexpr,
+def _message(
+    mail, lane_row, status, page_table, lanes_at, aborts_at, pages_at,
+    LANES: tl.constexpr, ABORTS: tl.constexpr, UPDATES: tl.constexpr, COLUMNS: tl.constexpr, FREE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Everything whose size is that of the message."""
+    """Lanes, aborts and pages."""
     offset = tl.arange(0, BLOCK)
     for start in range(0, LANES, BLOCK):
         mask = start + offset < LANES
@@ -48,6 +45,18 @@ def _row_programs(
         column = tl.load(triple + 1, mask=mask, other=0)
         page = tl.load(triple + 2, mask=mask, other=0)
         tl.store(page_table + owner * COLUMNS + column, page.to(tl.int32), mask=mask)
+
+
+@triton.jit
+def _join(
+    join, budget, seed, temperature, draft_len, stop_id,
+    top_k, top_p, min_p, repetition, presence, frequency, bias_id, bias_value, stop_from,
+    STOPS: tl.constexpr, BIASED: tl.constexpr, TRUNCATE: tl.constexpr, PENALTIES: tl.constexpr, BIAS: tl.constexpr,
+    JOIN_WORDS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One join, but for its counts."""
+    offset = tl.arange(0, BLOCK)
+    row = tl.load(join)
     tl.store(budget + row, tl.load(join + 1))
     tl.store(seed + row, tl.load(join + 2))
     tl.store(temperature + row, _float(tl.load(join + 3)))
@@ -97,39 +106,48 @@ def _lane_table(
 def _mail_apply(
     mail, lane_row, lane_table, lane_seed, lane_temperature, status, budget, seed, temperature, draft_len, stop_id, page_table,
     top_k, top_p, min_p, repetition, presence, frequency, output_count, prompt_seen, bias_id, bias_value, stop_from,
-    lanes_at, aborts_at, pages_at, join_at, vocab,
+    lanes_at, aborts_at, pages_at, joins_at, vocab, JOINS: tl.constexpr, JOIN_SIZE: tl.constexpr,
     LANES: tl.constexpr, ABORTS: tl.constexpr, UPDATES: tl.constexpr, COLUMNS: tl.constexpr, STOPS: tl.constexpr, BIASED: tl.constexpr,
     TRUNCATE: tl.constexpr, PENALTIES: tl.constexpr, BIAS: tl.constexpr, FREE: tl.constexpr, JOIN_WORDS: tl.constexpr,
     BLOCK: tl.constexpr, COUNTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program 0 scatters the message, programs 1..B gather what a lane reads of its row, the rest clear counts.
+    """Program 0 scatters the message, one program for each join scatters that, B programs gather what a lane reads of its row, and the
+    rest clear counts.
 
-    They run at the same time, so what program 0 may be writing is taken from the message.
+    They run at the same time, so what others may be writing is taken from the message.
     """
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     program = tl.program_id(0)
-    join = mail + join_at
     if program == 0:
-        row = tl.load(join)
-        _row_programs(
-            mail, join, row, lane_row, status, budget, seed, temperature, draft_len, stop_id, page_table,
-            top_k, top_p, min_p, repetition, presence, frequency, bias_id, bias_value, stop_from,
-            lanes_at, aborts_at, pages_at, LANES, ABORTS, UPDATES, COLUMNS, STOPS, BIASED,
-            TRUNCATE, PENALTIES, BIAS, FREE, JOIN_WORDS, BLOCK,
+        _message(
+            mail, lane_row, status, page_table, lanes_at, aborts_at, pages_at, LANES, ABORTS, UPDATES, COLUMNS, FREE, BLOCK
         )  # fmt: skip
-    elif program <= LANES:
-        lane = program - 1
+    elif program <= JOINS:
+        _join(
+            mail + joins_at + (program - 1) * JOIN_SIZE, budget, seed, temperature, draft_len, stop_id,
+            top_k, top_p, min_p, repetition, presence, frequency, bias_id, bias_value, stop_from,
+            STOPS, BIASED, TRUNCATE, PENALTIES, BIAS, JOIN_WORDS, BLOCK,
+        )  # fmt: skip
+    elif program <= JOINS + LANES:
+        lane = program - 1 - JOINS
         row = tl.load(mail + lanes_at + lane)
-        joins = row == tl.load(join)
-        tl.store(lane_seed + lane, tl.where(joins, tl.load(join + 2), tl.load(seed + row)))
-        tl.store(lane_temperature + lane, tl.where(joins, _float(tl.load(join + 3)), tl.load(temperature + row)))
+        its_seed = tl.load(seed + row)
+        its_temperature = tl.load(temperature + row)
+        for number in range(JOINS):
+            join = mail + joins_at + number * JOIN_SIZE
+            joins = row == tl.load(join)
+            its_seed = tl.where(joins, tl.load(join + 2), its_seed)
+            its_temperature = tl.where(joins, _float(tl.load(join + 3)), its_temperature)
+        tl.store(lane_seed + lane, its_seed)
+        tl.store(lane_temperature + lane, its_temperature)
         _lane_table(mail, page_table, lane_table, lane, row, pages_at, UPDATES, COLUMNS, BLOCK)
     else:
         if PENALTIES:
-            row = tl.load(join)
-            token = (program - 1 - LANES) * COUNTS + tl.arange(0, COUNTS)
+            cleared = program - 1 - JOINS - LANES
+            row = tl.load(mail + joins_at + cleared % JOINS * JOIN_SIZE)
+            token = cleared // JOINS * COUNTS + tl.arange(0, COUNTS)
             inside = token < vocab
             tl.store(output_count + row * vocab + token, tl.zeros([COUNTS], output_count.dtype.element_ty), mask=inside)
             tl.store(prompt_seen + row * vocab + token, tl.zeros([COUNTS], prompt_seen.dtype.element_ty), mask=inside)
@@ -140,7 +158,10 @@ def mail_apply(
     lanes_at: int,
     aborts_at: int,
     pages_at: int,
-    join_at: int,
+    pages_end: int,
+    joins_at: int,
+    joins: int,
+    join_words: int,
     lanes: Lanes,
     rows: RowRequest,
     truncation: Truncation | None = None,
@@ -149,10 +170,10 @@ def mail_apply(
 ) -> None:
     programs, vocab = len(lanes.lane_row_B), 0 if penalties is None else penalties.output_count_RV.shape[1]
     launch(
-        _mail_apply, (1 + programs + triton.cdiv(vocab, COUNTS),),
+        _mail_apply, (1 + joins + programs + joins * triton.cdiv(vocab, COUNTS),),
         mail, *lanes, *rows, *(truncation or (None,) * 3), *(penalties or (None,) * 5), *(bias or (None,) * 3),
-        lanes_at, aborts_at, pages_at, join_at, vocab,
-        LANES=programs, ABORTS=pages_at - aborts_at, UPDATES=(join_at - pages_at) // 3, COLUMNS=rows.page_table_RP.shape[1],
+        lanes_at, aborts_at, pages_at, joins_at, vocab, JOINS=joins, JOIN_SIZE=join_words,
+        LANES=programs, ABORTS=pages_at - aborts_at, UPDATES=(pages_end - pages_at) // 3, COLUMNS=rows.page_table_RP.shape[1],
         STOPS=rows.stop_id_RE.shape[1], BIASED=0 if bias is None else bias.bias_id_RI.shape[1],
         TRUNCATE=truncation is not None, PENALTIES=penalties is not None, BIAS=bias is not None, FREE=FREE, JOIN_WORDS=JOIN_WORDS,
         BLOCK=BLOCK, COUNTS=COUNTS,
@@ -162,12 +183,14 @@ def mail_apply(
 OP = register(CONTRACT, mail_apply)
 
 
-def _case(name: str, lanes: int, rows: int, updates: int, everything: bool = False) -> AotCase:
+def _case(name: str, lanes: int, rows: int, updates: int, joins: int = 0) -> AotCase:
     sizes = {"B": lanes, "R": rows, "P": 514, "E": 8, "I": 32, "V": 128256}
-    at = {"lanes_at": 0, "aborts_at": lanes, "pages_at": lanes + rows, "join_at": lanes + rows + 3 * updates}
-    mail = (torch.int64, at["join_at"] + JOIN_WORDS + sizes["E"] + 2 * sizes["I"] + 2053)
-    absent = () if everything else ("truncation", "penalties", "bias")
-    return aot_case(name, CONTRACT, mail_apply, sizes, mail=mail, **at, **dict.fromkeys(absent))
+    at = {"lanes_at": 0, "aborts_at": lanes, "pages_at": lanes + rows, "pages_end": lanes + rows + 3 * updates}
+    words, joins_at = JOIN_WORDS + sizes["E"] + 2 * sizes["I"], at["pages_end"]
+    mail = (torch.int64, joins_at + joins * words + 2053)
+    absent = () if joins else ("truncation", "penalties", "bias")
+    of_joins = {"joins_at": joins_at, "joins": joins, "join_words": words}
+    return aot_case(name, CONTRACT, mail_apply, sizes, mail=mail, **at, **of_joins, **dict.fromkeys(absent))
 
 
-AOT = (_case("llama-8b", 1, 2, 130), _case("llama-8b-b8", 8, 9, 131), _case("llama-8b-b8-all-groups", 8, 9, 131, everything=True))
+AOT = (_case("llama-8b", 1, 2, 130), _case("llama-8b-b8", 8, 9, 131), _case("llama-8b-prompts-all-groups", 4, 9, 131, joins=4))

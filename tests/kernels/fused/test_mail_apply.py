@@ -22,7 +22,7 @@ from graphspec.shapes import GREEDY, SamplingClass
 from tests.support.plans import plan as make
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
-PLAN = make(shape=(3, 3, 10), max_context=64, runtime={"prefill_chunks": [8], "max_logit_bias": 3, "max_stop_ids": 2, "page_size": 1})
+PLAN = make(shape=(3, 3, 10), max_context=64, runtime={"prefill_chunks": [8, 32], "max_logit_bias": 3, "max_stop_ids": 2, "page_size": 1})
 EVERYTHING = SamplingClass(True, True, True, True, 0)
 JOIN = Join(2, 7, 2**64 - 3, 0.5, 3, (4,), 5, 0.25, 0.125, 1.5, -0.5, 0.75, ((3, 1.0), (9, -2.0)), 11)
 
@@ -34,7 +34,7 @@ class Kernels:
         self.mail_apply = function
 
 
-def after(function: Any, message: Message, sampling: SamplingClass) -> dict[str, Tensor]:
+def after(function: Any, message: Message, sampling: SamplingClass, joins: int) -> dict[str, Tensor]:
     """Every slot after one message over an arena full of poison."""
     arena = Arena(PLAN, MailLayout.of(PLAN).size, device=DEVICE)
     arena.allocate(sampling)
@@ -43,17 +43,17 @@ def after(function: Any, message: Message, sampling: SamplingClass) -> dict[str,
     MailLayout.of(PLAN).encode(message, mail)
     arena["mail"].copy_(mail)
     build = type("Build", (), {"plan": PLAN, "kernels": Kernels(function), "shape": PLAN.shape, "sampling": sampling})()
-    Mailbox(build)(arena.views(2))
+    Mailbox(build, joins)(arena.views(2))
     return arena.snapshot(("lane", "state"))
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, EVERYTHING, SamplingClass(penalties=True)], ids=["greedy", "everything", "penalties"])
-@pytest.mark.parametrize("join", [None, JOIN], ids=["nobody", "join"])
+@pytest.mark.parametrize(("join", "joins"), [(None, 0), (None, 1), (JOIN, 1), (JOIN, 4)], ids=["cycle", "nobody", "join", "one of four"])
 @pytest.mark.parametrize("updates", [0, 1, PLAN.page_updates])
-def test_slots_are_those_of_the_reference(sampling: SamplingClass, join: Join | None, updates: int) -> None:
+def test_slots_are_those_of_the_reference(sampling: SamplingClass, join: Join | None, joins: int, updates: int) -> None:
     pages = [(n // PLAN.table_width, n % PLAN.table_width, n + 1) for n in range(updates)]
-    message = Message(lanes=(0, 2), aborts=[1, 3] if join else [], pages=pages, join=join)
-    found, expected = after(fused, message, sampling), after(mail_apply, message, sampling)
+    message = Message(lanes=(0, 2), aborts=[1, 3] if join else [], pages=pages, joins=[join] if join else ())
+    found, expected = (after(function, message, sampling, joins) for function in (fused, mail_apply))
     for name, value in expected.items():
         assert torch.equal(found[name].nan_to_num(nan=-7.0), value.nan_to_num(nan=-7.0)), name
     assert torch.equal(found["lane_table_BP"][:2], found["page_table_RP"][[0, 2]])
