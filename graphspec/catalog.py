@@ -47,6 +47,9 @@ class Variant:
     """What ``graphspec plan`` assumes where there is no draft, or no tensors: ``(folder, target facts) -> (DraftFacts, in words)``."""
     training: str = ""
     """The network that ``graphspec train`` trains, a :class:`graphspec.train.drafter.Drafter`; without it the variant is not trained."""
+    shares_prefix: bool = False
+    """All it knows of a prompt's token is that token's draft KV, target feature and id, none of which depends on more than Y tokens after
+    it: requests that begin alike may share pages."""
     draft_in_target: bool = False
     """The draft may lie in the target's own checkpoint: without ``variant.draft`` that folder is read."""
     full_vocabulary: bool = False
@@ -70,7 +73,9 @@ class Variant:
         return dict(self.auto_shape_by_architecture).get(architecture, self.auto_shape)
 
 
-PLAIN_DECODING = Variant(name="none", summary="plain decoding on the same engine: one verify node, no drafter", drafter="none")
+PLAIN_DECODING = Variant(
+    name="none", summary="plain decoding on the same engine: one verify node, no drafter", drafter="none", shares_prefix=True
+)
 
 VARIANTS = {
     "none": "graphspec.catalog:PLAIN_DECODING",

@@ -92,6 +92,8 @@ class Plan:
     """The cycle's shape for each of ``buckets``: ``shape``, or a shallower one. Where depths may change, the one to begin with."""
     depths: tuple[int, ...]
     """Depths that every bucket has cycles of in addition to those of ``shape`` and its own; empty: a bucket's depth never changes."""
+    prefix_cache: bool
+    """Requests share the pages of equal beginnings."""
     max_stop_ids: int
     max_logit_bias: int
     max_logprobs: int
@@ -366,6 +368,19 @@ def resolve_window_capacity(backlog: int, shape: CycleShape, draft: DraftFacts |
     return capacity
 
 
+def resolve_prefix_cache(wanted: bool | None, variant: Variant) -> bool:
+    """Whether requests share the pages of equal beginnings; None: where the drafter lets them.
+
+    Raises:
+        ConfigError: it doesn't.
+    """
+    if wanted and not variant.shares_prefix:
+        raise ConfigError(
+            "runtime.prefix_cache", f"null or false: the catalog does not say that variant {variant.name} shares prefixes", wanted
+        )
+    return variant.shares_prefix if wanted is None else wanted
+
+
 def make_plan(config: Config, target: ModelFacts, draft: DraftFacts | None, *, device: str) -> Plan:
     """Derive every number of an engine.
 
@@ -472,6 +487,7 @@ def make_plan(config: Config, target: ModelFacts, draft: DraftFacts | None, *, d
         cycles_in_flight=runtime.cycles_in_flight,
         bucket_shapes=bucket_shapes,
         depths=tuple(config.adaptive.depths),
+        prefix_cache=resolve_prefix_cache(runtime.prefix_cache, variant),
         max_stop_ids=runtime.max_stop_ids,
         max_logit_bias=runtime.max_logit_bias,
         max_logprobs=min(runtime.max_logprobs, target.vocab_size),

@@ -130,6 +130,7 @@ class RequestMetrics:
         cycle_tokens: tokens per cycle, in order; the prefill's token is not counted.
         cycle_depths: draft depth of each of those cycles; 0 decoded plainly.
         cut: the last cycle was cut short by a stop id or the budget.
+        cached_tokens: of the prompt, found in pages of other requests (``runtime.prefix_cache``) and not computed.
         bursts: when tokens became known and how many, the prefill's first; seconds of :func:`time.perf_counter`, as are the three below.
     """
 
@@ -137,6 +138,7 @@ class RequestMetrics:
     cycle_tokens: list[int] = field(default_factory=list)
     cycle_depths: list[int] = field(default_factory=list)
     cut: bool = False
+    cached_tokens: int = 0
     bursts: list[tuple[float, int]] = field(default_factory=list)
     arrived: float = field(default_factory=time.perf_counter)
     first_token: float | None = None
@@ -178,15 +180,24 @@ class Request:
     preempted: int = 0
     sampling: SamplingClass = GREEDY
     """What it asks of the sampler; the scheduler notes it."""
+    page_keys: list[bytes] = field(default_factory=list)
+    """Names of its first full pages (:mod:`graphspec.engine.prefix`); they follow from its tokens."""
+    offered: int = 0
+    """How many of its pages were taken over from others or may be by others: nothing writes into them."""
     verdict: tuple[int, int] | None = None
     """The status that ends it, and the length of the output it belongs to: written before the tokens it came with."""
 
     def leave_row(self) -> None:
         """Give up row and pages; it must be prefilled before it continues."""
-        self.row, self.pages, self.ready = None, [], False
+        self.row, self.pages, self.ready, self.offered = None, [], False, 0
 
     def __post_init__(self) -> None:
         self.seed = secrets.randbits(64) if self.params.seed is None else self.params.seed
+
+    def known_tokens(self, begin: int, end: int) -> list[int]:
+        """Tokens ``[begin, end)`` of prompt and output."""
+        length = len(self.prompt)
+        return self.prompt[begin:end] + self.output[max(0, begin - length) : max(0, end - length)]
 
     @property
     def committed(self) -> int:

@@ -15,12 +15,13 @@ from ..buffers import Status, slot_groups
 from ..errors import ConfigError
 from ..graphs.cycle import RingEntry
 from ..graphs.programs import Key, PrefillKey
-from ..graphs.stages.mailbox import Chunk, Join, Mailbox, Message
+from ..graphs.stages.mailbox import Chunk, Join, Mailbox, Message, SharedPages
 from ..plan import Plan
 from ..shapes import MOST_PADDING, GraphKey, SamplingClass, pick_bucket
 from .depth import DepthPolicy
 from .offers import Offer, Offers
 from .pages import PageAllocator
+from .prefix import PrefixCache
 from .proposer import Proposer
 from .request import Request, TokenLogprob
 
@@ -87,7 +88,7 @@ class Scheduler:
         self._offers = Offers()
         if sampling is not None:
             self.offer(sampling, buckets or plan.buckets)
-        self.allocator = PageAllocator(plan.num_pages)
+        self._reset_pages()
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self._leaving: list[Request] = []
@@ -142,12 +143,12 @@ class Scheduler:
         """Continue after an interrupted step; the launcher has dropped what was in flight.
 
         Only the tokens of each request are kept: all live requests queue again, in order of arrival, and prefill fills their rows anew,
-        which changes no token. Every request that was live counts as changed.
+        which changes no token. What pages hold is not known, so none is found again. Every request that was live counts as changed.
         """
         held = {*self.running, *self._leaving, *self._live}
         self._tickets.clear()
         self.running, self._leaving, self.waiting, self._offer = [], [], deque(), None
-        self.allocator = PageAllocator(self.plan.num_pages)
+        self._reset_pages()
         self._free_rows = list(range(self.plan.max_rows - 1, -1, -1))
         self._aborts = list(range(self.plan.max_rows))
         self._written = [JOIN_GROUPS] * self.plan.max_rows
@@ -165,6 +166,10 @@ class Scheduler:
                 self.waiting.append(request)
             else:
                 self._live.pop(request, None)
+
+    def _reset_pages(self) -> None:
+        self.allocator = PageAllocator(self.plan.num_pages)
+        self.prefix = PrefixCache(self.plan, self.allocator)
 
     def step(self) -> list[Request]:
         """Launch what can be launched and read what is due; returns the requests whose output or state changed since the last step."""
@@ -187,18 +192,23 @@ class Scheduler:
         while self.waiting and self._free_rows:
             request = self.waiting[0]
             tokens = [*request.prompt, *request.output[:-1]]
-            needed = self.plan.pages_for(len(tokens) + self.plan.window_width)
+            shared = self.prefix.find(request, len(tokens))
+            self.allocator.retain(shared)
+            needed = self.plan.pages_for(len(tokens) + self.plan.window_width) - len(shared)
             # Running rows reserve first; otherwise a preempted row would take its pages back for ever.
             owed = sum(self._missing(r) for r in self.running)
             pages = self.allocator.allocate(needed) if needed + owed <= self.allocator.num_free else None
             if pages is None:
+                self.allocator.release(shared)
                 if not self.running and not self._tickets:
                     self.waiting.popleft()
                     self._finish(request, "memory")
                     continue
                 return
             self.waiting.popleft()
-            request.row, request.pages = self._free_rows.pop(), pages
+            request.row, request.pages, request.offered = self._free_rows.pop(), [*shared, *pages], len(shared)
+            if not request.output:
+                request.metrics.cached_tokens = len(shared) * self.plan.page_size
             self.running.append(request)
             self._offer = None
             if self.proposer is not None:
@@ -211,18 +221,21 @@ class Scheduler:
         offer = self._offers.choose(request.sampling, 1)
         sampling = offer.sampling
         self._clear_leftovers(request, sampling)
-        sent = 0
-        for start, size in chunked(len(tokens), offer.chunks):
+        taken = request.offered
+        sent, shared = taken, taken * self.plan.page_size
+        for start, size in chunked(len(tokens), offer.chunks, shared):
             part = tokens[start : start + size]
-            message = Message(lanes=(request.row,), chunk=Chunk(part, start, len(tokens), known_root, len(request.prompt)))
-            if start == 0:
+            message = Message(lanes=(request.row,), chunk=Chunk(part, start, len(tokens), known_root, shared, len(request.prompt)))
+            if start == shared:
                 message.join = self._join(request)
+                message.shared = SharedPages(request.row, request.pages[:taken], tokens[:shared]) if taken else None
             upto = len(request.pages) if start + len(part) == len(tokens) else self.plan.pages_for(start + len(part))
             message.pages = [(request.row, column, request.pages[column]) for column in range(sent, upto)]
             sent = upto
             bucket = pick_bucket(offer.chunks, len(part))
             self._make_room()
             self._launch(PrefillKey(bucket, sampling), message, (request,))
+            self.prefix.offer_prompt(request, start + len(part))
         request.ready, request.window_bound = True, 1
 
     def _clear_leftovers(self, request: Request, sampling: SamplingClass) -> None:
@@ -393,6 +406,7 @@ class Scheduler:
             request.verdict = len(request.output) + len(tokens), status
         if tokens:
             request.output += tokens
+            self.prefix.offer_output(request)
             if self.proposer is not None:
                 self.proposer.observe(request, len(tokens))
             metrics = request.metrics
@@ -439,21 +453,22 @@ class Scheduler:
         request.leave_row()
 
 
-def chunked(length: int, sizes: tuple[int, ...]) -> list[tuple[int, int]]:
+def chunked(length: int, sizes: tuple[int, ...], start: int = 0) -> list[tuple[int, int]]:
     """``(start, length)`` of the chunks of a prompt.
 
-    The smallest size that holds what is left, where less than ``MOST_PADDING`` tokens of it are padding; else the largest that what is left
-    fills.
+    The smallest size that holds what is left up to the next multiple of the largest, where less than ``MOST_PADDING`` tokens of it are
+    padding; else the largest that what is left fills. So chunks after the first such multiple do not depend on ``start``.
 
     Args:
         length: tokens of the prompt.
         sizes: of chunks, ascending.
+        start: tokens of it that are not read.
     """
-    chunks, start = [], 0
+    chunks = []
     while start < length:
-        left = length - start
-        holding = next((size for size in sizes if size >= left), None)
-        if holding is None or (holding - left >= MOST_PADDING and left >= sizes[0]):
+        left = min(length - start, sizes[-1] - start % sizes[-1])
+        holding = next(size for size in sizes if size >= left)
+        if holding - left >= MOST_PADDING and left >= sizes[0]:
             left = max(size for size in sizes if size <= left)
         chunks.append((start, left))
         start += left

@@ -33,6 +33,8 @@ class RowMirror:
         """Apply a message."""
         for row, column, page in message.pages:
             self.table_RP[row, column] = page
+        if message.shared is not None:
+            self.table_RP[message.shared.row, : len(message.shared.pages)] = message.shared.pages
         chunk = message.chunk
         if chunk is not None:
             (row,) = message.lanes

@@ -78,13 +78,14 @@ class HeadPrefill(DraftPrefill):
     def write(self, v: Views, chunk: ChunkRows, before_1CF: Tensor) -> None:
         """Every head over the lookback and the chunk; a row whose token lies in the next chunk waits for it.
 
-        The Y rows before the chunk run again: when they were computed, heads past the first lacked the tokens of this chunk.
+        The Y rows before the chunk run again: when they were computed, heads past the first lacked the tokens of this chunk. Rows in shared
+        pages are final, with the Y tokens after them, and do not.
         """
         lookback, row_1 = self.plan.lookback, chunk.row_1
         width = lookback + chunk.token_1C.shape[1]
         entry_U = torch.arange(width, device=row_1.device)
         begin_1 = chunk.start_1 - lookback
-        skip_1 = (self.shift - begin_1).clamp(min=0)
+        skip_1 = (chunk.shared_1.clamp(min=self.shift) - begin_1).clamp(min=0)
         known_1 = (lookback + chunk.length_1 - skip_1).clamp(min=0)
         index_1U = (entry_U + skip_1).clamp(max=width - 1)[None]
         token_1U = torch.cat((v.lookback_token_RY[row_1], chunk.token_1C), 1)

@@ -30,7 +30,7 @@ class PromptCounts(Stage):
 
     def forward(self, v: Views) -> None:
         at, row_1 = self.layout, v.lane_row_B
-        start_1, length_1, _, _, prompt_1 = v.mail[at.chunk : at.tokens].split(1)
+        start_1, length_1, _, _, prompt_1, _ = v.mail[at.chunk : at.tokens].split(1)
         entry_C = torch.arange(self.chunk, device=row_1.device)
         token_C, valid_C = v.mail[at.tokens : at.tokens + self.chunk], entry_C < length_1
         is_prompt_C = start_1 + entry_C < prompt_1

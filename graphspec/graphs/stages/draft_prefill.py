@@ -12,6 +12,7 @@ from torch import Tensor
 from ...buffers import Views
 from ...kernels.host_step import BoundCall
 from ...models.attention import ChunkAttention
+from .page_features import page_feature, save_page_features
 from .stage import Build, DraftModel
 
 
@@ -28,13 +29,16 @@ class ChunkRows:
     table_1P: Tensor
     start_1: Tensor
     length_1: Tensor
+    shared_1: Tensor
+    """Tokens before the first chunk; their rows are in the pools and may not be written."""
 
 
 class DraftPrefill:
     """Runs the drafter over a chunk, for its KV alone: nothing is proposed after a prompt's tokens, so the last layer ends at its KV.
 
     The row that consumes token j takes the target's feature of j - 1. The feature of a chunk's last token therefore waits in entry 0 of the
-    row's window for the next chunk's first token, or for the root.
+    row's window for the next chunk's first token, or for the root. That of a page's last token is kept with the page, for rows whose first
+    chunk begins after it.
 
     Args:
         build: what every stage gets.
@@ -49,7 +53,8 @@ class DraftPrefill:
         self.plan, self.kernels = build.plan, build.kernels
         self.network: DraftModel = build.draft
         self.shift = build.plan.variant.shift
-        carried = (*(("window_feature_RAcF",) if self.plan.feature_width else ()), *self.carried)
+        features = ("window_feature_RAcF", *(("page_feature",) if self.plan.prefix_cache else ())) if self.plan.feature_width else ()
+        carried = (*features, *self.carried)
         self.reads = ("draft_kv", *carried) if build.plan.draft_attends else carried
         self.writes = ("draft_kv", *carried)
         self.bound = bound
@@ -60,7 +65,12 @@ class DraftPrefill:
             attention = self.attention(v, chunk, chunk.valid_1C, chunk.slot_1C, chunk.rope_length_1C)
             self.network.write_kv(chunk.token_1C, None, attention)
             return
-        before_1CF = torch.cat([v.window_feature_RAcF[chunk.row_1][:, :1], feature_1CF[:, :-1]], 1)
+        first_11F = v.window_feature_RAcF[chunk.row_1][:, :1]
+        if self.plan.prefix_cache:
+            takes_over_1 = (chunk.shared_1 > 0) & (chunk.start_1 == chunk.shared_1)
+            first_11F = torch.where(takes_over_1[:, None, None], page_feature(v, chunk.table_1P, chunk.shared_1), first_11F)
+            save_page_features(v, chunk.table_1P, chunk.start_1, chunk.length_1, feature_1CF)
+        before_1CF = torch.cat([first_11F, feature_1CF[:, :-1]], 1)
         self.write(v, chunk, before_1CF)
         entry_Ac1 = torch.arange(self.plan.window_capacity, device=chunk.row_1.device)[:, None]
         last_1 = (chunk.length_1 - 1).clamp(min=0)

@@ -57,8 +57,20 @@ class Chunk:
     total: int
     known_root: int = -1
     """Resuming a preempted request: the token that follows its tokens, which was sampled before and must not be sampled again."""
+    shared: int = 0
+    """Tokens of the prompt that lie in pages shared with other rows, before the first chunk."""
     prompt: int | None = None
     """Tokens of the request's own prompt, ``total`` unless it resumes: length-dependent RoPE saw the others one by one."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPages:
+    """Pages that hold the front of a prompt already. The row reads them and never writes into them."""
+
+    row: int
+    pages: Sequence[int]
+    tokens: Sequence[int]
+    """That lie in them, for rows that keep their tokens."""
 
 
 @dataclass(slots=True)
@@ -71,6 +83,8 @@ class Message:
     """``(row, column, page)``"""
     join: Join | None = None
     chunk: Chunk | None = None
+    shared: SharedPages | None = None
+    """Written into the row before the program runs: there may be as many pages as a row has, which no message has room for."""
     trees: Sequence[tuple[Sequence[int], Sequence[int]]] = ()
     """Per lane the tokens and parents of the nodes the host proposes; a parent is a place in the same list, -1 the root."""
 
@@ -103,7 +117,7 @@ class MailLayout:
 
     JOIN_WORDS: ClassVar[int] = JOIN_WORDS
     """The biased ids and then their values follow the stop ids."""
-    CHUNK_WORDS: ClassVar[int] = 5
+    CHUNK_WORDS: ClassVar[int] = 6
 
     @classmethod
     def of(cls, plan: Plan) -> MailLayout:
@@ -177,7 +191,7 @@ class MailLayout:
         if message.chunk is not None:
             chunk = message.chunk
             prompt = chunk.total if chunk.prompt is None else chunk.prompt
-            words[self.chunk : self.tokens] = [chunk.start, len(chunk.tokens), chunk.total, chunk.known_root, prompt]
+            words[self.chunk : self.tokens] = [chunk.start, len(chunk.tokens), chunk.total, chunk.known_root, prompt, chunk.shared]
             words[self.tokens : self.tokens + len(chunk.tokens)] = chunk.tokens
         for lane, (tokens, parents) in enumerate(message.trees):
             token_at = self.trees + lane * 2 * self.max_nodes

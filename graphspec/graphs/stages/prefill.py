@@ -52,7 +52,7 @@ class Prefill(Stage):
         if at.max_chunk_pages:
             row, column, page = v.mail[at.chunk_pages :].view(-1, 3).unbind(1)
             v.page_table_RP.index_put_((row, column), page.to(torch.int32))
-        start_1, length_1, total_1, known_1, prompt_1 = v.mail[at.chunk : at.tokens].split(1)
+        start_1, length_1, total_1, known_1, prompt_1, shared_1 = v.mail[at.chunk : at.tokens].split(1)
         row_1 = v.lane_row_B
         entry_C = torch.arange(self.chunk, device=row_1.device)
         valid_1C = (entry_C < length_1)[None]
@@ -65,7 +65,7 @@ class Prefill(Stage):
         )
         last_1 = (length_1 - 1).clamp(min=0)
         if self.draft is not None:
-            chunk = ChunkRows(row_1, token_1C, valid_1C, slot_1C, length_1C, table_1P, start_1, length_1)
+            chunk = ChunkRows(row_1, token_1C, valid_1C, slot_1C, length_1C, table_1P, start_1, length_1, shared_1)
             self.draft(v, chunk, self.feature(hidden_1CH, taps_1CF))
         self._finish(v, self.target.logits(hidden_1CH.index_select(1, last_1)), start_1 + length_1 == total_1, total_1, known_1)
         if self.plan.keeps_history:
