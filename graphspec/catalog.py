@@ -72,6 +72,16 @@ class Variant:
         """The automatic ``(S, K, N)`` for a target architecture."""
         return dict(self.auto_shape_by_architecture).get(architecture, self.auto_shape)
 
+    def resolve_prefix_cache(self, wanted: bool | None) -> bool:
+        """Whether requests share the pages of equal beginnings; ``wanted`` None: where this drafter allows it.
+
+        Raises:
+            ConfigError: it doesn't.
+        """
+        if wanted and not self.shares_prefix:
+            raise ConfigError("runtime.prefix_cache", f"null or false: variant {self.name} does not declare shares_prefix", wanted)
+        return self.shares_prefix if wanted is None else wanted
+
 
 PLAIN_DECODING = Variant(
     name="none", summary="plain decoding on the same engine: one verify node, no drafter", drafter="none", shares_prefix=True

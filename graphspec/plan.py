@@ -368,19 +368,6 @@ def resolve_window_capacity(backlog: int, shape: CycleShape, draft: DraftFacts |
     return capacity
 
 
-def resolve_prefix_cache(wanted: bool | None, variant: Variant) -> bool:
-    """Whether requests share the pages of equal beginnings; None: where the drafter lets them.
-
-    Raises:
-        ConfigError: it doesn't.
-    """
-    if wanted and not variant.shares_prefix:
-        raise ConfigError(
-            "runtime.prefix_cache", f"null or false: the catalog does not say that variant {variant.name} shares prefixes", wanted
-        )
-    return variant.shares_prefix if wanted is None else wanted
-
-
 def make_plan(config: Config, target: ModelFacts, draft: DraftFacts | None, *, device: str) -> Plan:
     """Derive every number of an engine.
 
@@ -487,7 +474,7 @@ def make_plan(config: Config, target: ModelFacts, draft: DraftFacts | None, *, d
         cycles_in_flight=runtime.cycles_in_flight,
         bucket_shapes=bucket_shapes,
         depths=tuple(config.adaptive.depths),
-        prefix_cache=resolve_prefix_cache(runtime.prefix_cache, variant),
+        prefix_cache=variant.resolve_prefix_cache(runtime.prefix_cache),
         max_stop_ids=runtime.max_stop_ids,
         max_logit_bias=runtime.max_logit_bias,
         max_logprobs=min(runtime.max_logprobs, target.vocab_size),

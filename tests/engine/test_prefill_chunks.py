@@ -52,6 +52,15 @@ def test_chunks_cover_a_prompt_once_with_little_padding(length: int, sizes: tupl
         assert padding < MOST_PADDING or part < sizes[0]
 
 
+@given(st.integers(1, 9000), st.integers(0, 9000), st.sampled_from([GPU, (16, 64, 256), (5, 7)]))
+def test_chunks_after_a_shared_prefix_are_those_of_the_whole_prompt(length: int, shared: int, sizes: tuple[int, ...]) -> None:
+    shared = min(shared, length - 1)
+    whole, rest = chunked(length, sizes), chunked(length, sizes, shared)
+    assert rest[0][0] == shared and sum(part for _, part in rest) == length - shared
+    grid = -(-shared // sizes[-1]) * sizes[-1]
+    assert [chunk for chunk in rest if chunk[0] >= grid] == [chunk for chunk in whole if chunk[0] >= grid]
+
+
 def test_sizes_follow_device_and_context() -> None:
     assert prefill_chunks("cuda", 131072) == GPU and GPU[-1] == 2048
     assert prefill_chunks("cuda", 1793) == GPU and prefill_chunks("cuda", 1792) == GPU[:-1]
@@ -75,7 +84,7 @@ def test_a_cycle_copies_the_front_of_the_message_and_a_chunk_all_of_it() -> None
     rear = cycle.arena["mail"][cycle.layout.chunk :]
     pages = [(0, column, 1 + column) for column in range(plan.table_width)]
     cycle.read(cycle.launch(prefill, Message(lanes=(0,), pages=pages[: plan.page_updates], chunk=Chunk([3, 1, 4], 0, 3))))
-    assert rear[:8].tolist() == [0, 3, 3, -1, 3, 3, 1, 4]
+    assert rear[:9].tolist() == [0, 3, 3, -1, 3, 0, 3, 1, 4]
     rear.fill_(77)
     cycle.read(cycle.launch(key, Message(lanes=(0,))))
     assert set(rear.tolist()) == {77}
