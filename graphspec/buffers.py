@@ -129,6 +129,9 @@ def declare_slots(plan: Plan, mail_size: int) -> tuple[Slot, ...]:
     ]
     if plan.feature_width:
         slots += [Slot("window_feature_RAcF", ("R", "Ac", "F"), dtype, "state"), Slot("feature_BNF", ("B", "N", "F"), dtype, "lane")]
+    if plan.feature_width and plan.prefix_cache:
+        # One row per page, of its last token; laid out like the pools, whose pages it belongs to.
+        slots.append(Slot("page_feature", (1, 1, plan.num_pages, 1, 1, "F"), dtype, "kv"))
     if plan.lookback:
         slots += [Slot("lookback_token_RY", ("R", "Y"), i64, "state", -1), Slot("lookback_feature_RYF", ("R", "Y", "F"), dtype, "state")]
     if plan.keeps_history:

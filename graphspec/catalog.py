@@ -47,6 +47,9 @@ class Variant:
     """What ``graphspec plan`` assumes where there is no draft, or no tensors: ``(folder, target facts) -> (DraftFacts, in words)``."""
     training: str = ""
     """The network that ``graphspec train`` trains, a :class:`graphspec.train.drafter.Drafter`; without it the variant is not trained."""
+    shares_prefix: bool = False
+    """All it knows of a prompt's token is that token's draft KV, target feature and id, none of which depends on more than Y tokens after
+    it: requests that begin alike may share pages."""
     draft_in_target: bool = False
     """The draft may lie in the target's own checkpoint: without ``variant.draft`` that folder is read."""
     full_vocabulary: bool = False
@@ -69,8 +72,20 @@ class Variant:
         """The automatic ``(S, K, N)`` for a target architecture."""
         return dict(self.auto_shape_by_architecture).get(architecture, self.auto_shape)
 
+    def resolve_prefix_cache(self, wanted: bool | None) -> bool:
+        """Whether requests share the pages of equal beginnings; ``wanted`` None: where this drafter allows it.
 
-PLAIN_DECODING = Variant(name="none", summary="plain decoding on the same engine: one verify node, no drafter", drafter="none")
+        Raises:
+            ConfigError: it doesn't.
+        """
+        if wanted and not self.shares_prefix:
+            raise ConfigError("runtime.prefix_cache", f"null or false: variant {self.name} does not declare shares_prefix", wanted)
+        return self.shares_prefix if wanted is None else wanted
+
+
+PLAIN_DECODING = Variant(
+    name="none", summary="plain decoding on the same engine: one verify node, no drafter", drafter="none", shares_prefix=True
+)
 
 VARIANTS = {
     "none": "graphspec.catalog:PLAIN_DECODING",

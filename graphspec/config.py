@@ -195,6 +195,9 @@ class RuntimeConfig:
     """Draft depth of the cycles of some buckets, at most num_steps, such as {8: 3}; the others have num_steps."""
     memory_fraction: float = 0.9
     """Share of the memory free at start that the engine may use."""
+    prefix_cache: bool | None = None
+    """Prompts that begin alike share KV pages, and only the rest of a later one is computed; null: where the drafter allows it. A prompt
+    is then read in other chunks: with numerics=fast that may flip a near-tie, as other requests in the batch may."""
     debug: bool = False
     """Check every buffer before each launch, poison those that live for one cycle, and refuse calls that wait for the device."""
     max_stop_ids: int = 8

@@ -98,6 +98,8 @@ class Plan:
     """The cycle's shape for each of ``buckets``: ``shape``, or a shallower one. Where depths may change, the one to begin with."""
     depths: tuple[int, ...]
     """Depths that every bucket has cycles of in addition to those of ``shape`` and its own; empty: a bucket's depth never changes."""
+    prefix_cache: bool
+    """Requests share the pages of equal beginnings."""
     max_stop_ids: int
     max_logit_bias: int
     max_logprobs: int
@@ -500,6 +502,7 @@ def make_plan(config: Config, target: ModelFacts, draft: DraftFacts | None, *, d
         cycles_in_flight=runtime.cycles_in_flight,
         bucket_shapes=bucket_shapes,
         depths=tuple(config.adaptive.depths),
+        prefix_cache=variant.resolve_prefix_cache(runtime.prefix_cache),
         max_stop_ids=runtime.max_stop_ids,
         max_logit_bias=runtime.max_logit_bias,
         max_logprobs=logprobs,

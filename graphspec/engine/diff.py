@@ -65,6 +65,8 @@ class Twin:
         return self.left.launch(key, message)
 
     def _compare(self, key: Key, message: Message) -> None:
+        for shared in message.shared:
+            self.left.share(shared)
         before = self.left.arena.snapshot()
         arenas = (self.left.arena, self.right.arena)
         programs = (self.left.programs[key], self.right.programs[key])

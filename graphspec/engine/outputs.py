@@ -21,6 +21,7 @@ class Metrics:
         prefill_seconds: arrival to first token; for a whole call, the longest.
         decode_seconds: first token to the end; for a whole call, wall time from the first request's first token to the end.
         tokens_per_second: tokens after each request's first, per decode second.
+        cached_tokens: of the prompts, found in pages of other requests (``runtime.prefix_cache``) and not computed.
         lossy: the acceptance rule does not leave the target's distribution as it is.
         synthetic: the accepted lengths were forced; nothing but the time means anything.
     """
@@ -31,6 +32,7 @@ class Metrics:
     prefill_seconds: float
     decode_seconds: float
     tokens_per_second: float
+    cached_tokens: int = 0
     lossy: bool = False
     synthetic: bool = False
 
@@ -59,6 +61,11 @@ class Output:
     seed: int
     logprobs: list[TokenLogprob] | None = None
     timing: RequestMetrics = field(default_factory=RequestMetrics)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of the prompt that were found in pages of other requests and not computed."""
+        return self.metrics.cached_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +117,7 @@ def summarise(requests: Sequence[Request], plan: Plan) -> Metrics:
         prefill_seconds=prefill,
         decode_seconds=decode,
         tokens_per_second=later / decode if decode > 0 else 0.0,
+        cached_tokens=sum(r.metrics.cached_tokens for r in requests),
         lossy=plan.accept.lossy,
         synthetic=plan.accept.synthetic,
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ..errors import ResourceError
 
 
@@ -9,55 +11,90 @@ class PageAllocator:
     """Hands out pages ``1 .. num_pages - 1``.
 
     Pages are reference-counted so that a prefix can be shared: :meth:`retain` adds an owner, :meth:`release` removes one, and the page is
-    free again when it has no owner.
+    free again when it has no owner. A page that was kept under a key can still be found and retained then, until its memory is needed for
+    something else: of the kept pages without an owner the least recently used one goes first.
     """
 
     def __init__(self, num_pages: int) -> None:
         self._free = list(range(num_pages - 1, 0, -1))
         self._owners = [0] * num_pages
+        self._page_of: dict[bytes, int] = {}
+        self._key_of: dict[int, bytes] = {}
+        self._idle: dict[int, None] = {}
+        """Kept pages without an owner, least recently used first."""
 
     @property
     def num_free(self) -> int:
-        """Pages without an owner."""
-        return len(self._free)
+        """Pages without an owner, kept or not."""
+        return len(self._free) + len(self._idle)
 
     @property
     def num_used(self) -> int:
         """Pages with at least one owner."""
-        return len(self._owners) - 1 - len(self._free)
+        return len(self._owners) - 1 - self.num_free
+
+    @property
+    def num_kept(self) -> int:
+        """Pages that can be found under a key."""
+        return len(self._key_of)
 
     def allocate(self, count: int) -> list[int] | None:
-        """``count`` pages with one owner each, or None when there are not as many (nothing is taken then)."""
-        if count > len(self._free):
+        """``count`` pages with one owner each and without a key, or None when there are not as many (nothing is taken then)."""
+        if count > self.num_free:
             return None
-        pages = [self._free.pop() for _ in range(count)]
+        pages = [self._free.pop() if self._free else self._evict() for _ in range(count)]
         for page in pages:
             self._owners[page] = 1
         return pages
 
-    def retain(self, pages: list[int]) -> None:
-        """Add an owner to each page.
+    def _evict(self) -> int:
+        page = next(iter(self._idle))
+        del self._idle[page]
+        del self._page_of[self._key_of.pop(page)]
+        return page
+
+    def keep(self, page: int, key: bytes) -> None:
+        """Let ``page`` be found under ``key`` from now on. No-op where another page already is, or where this one has a key.
 
         Raises:
             ResourceError: a page without an owner.
         """
-        self._check(pages)
+        self._check([page])
+        if key not in self._page_of and page not in self._key_of:
+            self._page_of[key], self._key_of[page] = page, key
+
+    def find(self, key: bytes) -> int | None:
+        """The page kept under ``key``; None: there is none."""
+        return self._page_of.get(key)
+
+    def retain(self, pages: Sequence[int]) -> None:
+        """Add an owner to each page.
+
+        Raises:
+            ResourceError: a page that has no owner and is not kept; nothing is retained then.
+        """
+        self._check([page for page in pages if page not in self._idle])
         for page in pages:
+            self._idle.pop(page, None)
             self._owners[page] += 1
 
-    def release(self, pages: list[int]) -> None:
+    def release(self, pages: Sequence[int]) -> None:
         """Remove an owner from each page.
 
         Raises:
             ResourceError: a page without an owner; nothing is released then.
         """
         self._check(pages)
-        for page in pages:
+        # A prefix can be found without what follows it and not the other way round, so its end is given up first.
+        for page in reversed(pages):
             self._owners[page] -= 1
             if self._owners[page] == 0:
-                self._free.append(page)
+                if page in self._key_of:
+                    self._idle[page] = None
+                else:
+                    self._free.append(page)
 
-    def _check(self, pages: list[int]) -> None:
+    def _check(self, pages: Sequence[int]) -> None:
         for page in set(pages):
             owners = self._owners[page] if 0 < page < len(self._owners) else 0
             if owners < pages.count(page):

@@ -130,6 +130,7 @@ class RequestMetrics:
         cycle_tokens: tokens per cycle, in order; the prefill's token is not counted.
         cycle_depths: draft depth of each of those cycles; 0 decoded plainly.
         cut: the last cycle was cut short by a stop id or the budget.
+        cached_tokens: of the prompt, found in pages of other requests (``runtime.prefix_cache``) and not computed.
         bursts: when tokens became known and how many, the prefill's first; seconds of :func:`time.perf_counter`, as are the three below.
     """
 
@@ -137,6 +138,7 @@ class RequestMetrics:
     cycle_tokens: list[int] = field(default_factory=list)
     cycle_depths: list[int] = field(default_factory=list)
     cut: bool = False
+    cached_tokens: int = 0
     bursts: list[tuple[float, int]] = field(default_factory=list)
     arrived: float = field(default_factory=time.perf_counter)
     first_token: float | None = None
@@ -183,6 +185,8 @@ class Request:
     """Later requests that were admitted before it since it waits."""
     prefilled: int = 0
     """Tokens of its row that prefill launches have read, or will."""
+    shared: int = 0
+    """Pages of its row that other requests had filled when it took the row."""
     mapped: int = 0
     """Pages of its row that messages have put into the page table."""
     ready: bool = False
@@ -190,12 +194,17 @@ class Request:
     preempted: int = 0
     sampling: SamplingClass = GREEDY
     """What it asks of the sampler; the scheduler notes it."""
+    page_keys: list[bytes] = field(default_factory=list)
+    """Names of its first full pages (:mod:`graphspec.engine.prefix`); they follow from its tokens."""
+    offered: int = 0
+    """How many of its pages were taken over from others or may be by others: nothing writes into them."""
     verdict: tuple[int, int] | None = None
     """The status that ends it, and the length of the output it belongs to: written before the tokens it came with."""
 
     def leave_row(self) -> None:
         """Give up row and pages; it must be prefilled before it continues."""
-        self.row, self.pages, self.prefilled, self.mapped, self.ready = None, [], 0, 0, False
+        self.row, self.pages, self.ready = None, [], False
+        self.shared = self.prefilled = self.mapped = self.offered = 0
 
     def rank(self) -> tuple[int, int]:
         """Lower ranks are served first, and sent back to the queue last."""

@@ -16,7 +16,7 @@ from ..buffers import Status, slot_groups
 from ..errors import ConfigError, ResourceError
 from ..graphs.cycle import RingEntry
 from ..graphs.programs import Key, PrefillKey, tokens_of
-from ..graphs.stages.mailbox import Chunk, Join, Mailbox, Message
+from ..graphs.stages.mailbox import Chunk, Join, Mailbox, Message, SharedPages
 from ..plan import Plan
 from ..shapes import GraphKey, SamplingClass, pick_bucket
 from .admission import Deadlines, Queue
@@ -24,6 +24,7 @@ from .chunks import choose_prefill
 from .depth import DepthPolicy
 from .offers import Offer, Offers
 from .pages import PageAllocator
+from .prefix import PrefixCache
 from .proposer import Proposer
 from .request import Request, TokenLogprob
 
@@ -94,7 +95,7 @@ class Scheduler:
         self._offers = Offers()
         if sampling is not None:
             self.offer(sampling, buckets or plan.buckets)
-        self.allocator = PageAllocator(plan.num_pages)
+        self._reset_pages()
         self.waiting = Queue()
         self._deadlines = Deadlines(clock)
         self._arrivals = itertools.count()
@@ -163,12 +164,12 @@ class Scheduler:
         """Continue after an interrupted step; the launcher has dropped what was in flight.
 
         Only the tokens of each request are kept: all live requests queue again, in order of arrival, and prefill fills their rows anew,
-        which changes no token. Every request that was live counts as changed.
+        which changes no token. What pages hold is not known, so none is found again. Every request that was live counts as changed.
         """
         held = {*self.running, *self._leaving, *self._live}
         self._tickets.clear()
         self.running, self._leaving, self.waiting, self._offer = [], [], Queue(), None
-        self.allocator = PageAllocator(self.plan.num_pages)
+        self._reset_pages()
         self._free_rows = list(range(self.plan.max_rows - 1, -1, -1))
         self._aborts = list(range(self.plan.max_rows))
         self._written = [JOIN_GROUPS] * self.plan.max_rows
@@ -186,6 +187,10 @@ class Scheduler:
                 self.waiting.add(request)
             else:
                 self._live.pop(request, None)
+
+    def _reset_pages(self) -> None:
+        self.allocator = PageAllocator(self.plan.num_pages)
+        self.prefix = PrefixCache(self.plan, self.allocator)
 
     def step(self) -> list[Request]:
         """Launch what can be launched and read what is due; returns the requests whose output or state changed since the last step."""
@@ -212,21 +217,42 @@ class Scheduler:
         """Give a waiting request a row and pages, or end it where the pool is too small for it. False: it has to wait."""
         if not self._free_rows:
             return False
-        needed = self.plan.pages_for(request.committed + self.plan.window_width)
+        shared = self.prefix.find(request, request.committed)
+        self.allocator.retain(shared)
+        needed = self.plan.pages_for(request.committed + self.plan.window_width) - len(shared)
         # Running rows reserve first; otherwise a preempted row would take its pages back for ever.
         owed = sum(self._missing(r) for r in self.running)
         pages = self.allocator.allocate(needed) if needed + owed <= self.allocator.num_free else None
         if pages is None:
+            self.allocator.release(shared)
             if self.running or self._tickets:
                 return False
             self._finish(request, "memory")
             return True
         self.waiting.remove(request)
-        request.row, request.pages = self._free_rows.pop(), pages
+        request.row, request.pages = self._free_rows.pop(), [*shared, *pages]
+        self._begin_after(request, len(shared))
         self.running.append(request)
         if self.proposer is not None:
             self.proposer.admit(request)
         return True
+
+    def _begin_after(self, request: Request, pages: int) -> None:
+        """Let prefill of a row begin after that many pages, which others have filled."""
+        request.shared = request.mapped = request.offered = pages
+        request.prefilled = pages * self.plan.page_size
+        if not request.output:
+            request.metrics.cached_tokens = request.prefilled
+
+    def _share(self, request: Request) -> None:
+        """Exchange pages of a row of which nothing was read for those that others have filled since it got them."""
+        shared = self.prefix.find(request, request.committed)[request.shared :]
+        if shared:
+            upto = request.shared + len(shared)
+            self.allocator.retain(shared)
+            self.allocator.release(request.pages[request.shared : upto])
+            request.pages[request.shared : upto] = shared
+            self._begin_after(request, upto)
 
     def _prefill(self) -> bool:
         """Launch chunks of the rows whose prompts are not read yet, as many as may run before the next cycle; whether there were any."""
@@ -235,7 +261,10 @@ class Scheduler:
             decoding = len(reading) < len(self.running)
             # Nothing waits for a prompt that is read while no row decodes.
             most = self.plan.prefill_tokens_per_cycle if decoding else max(self.plan.prefill_tokens_per_cycle, self.plan.prefill_chunks[-1])
-            reading.sort(key=Request.rank)
+            for request in reading:
+                if request.prefilled == request.shared * self.plan.page_size:
+                    self._share(request)
+            reading = self.prefix.leaders(sorted(reading, key=Request.rank))
             # Of the first request's class; those whose class covers more wait for their turn to be first.
             offer = self._offers.choose(reading[0].sampling, 1)
             covered = [request for request in reading if request.sampling | offer.sampling == offer.sampling]
@@ -256,16 +285,20 @@ class Scheduler:
             start, total = request.prefilled, request.committed
             end = start + length
             known_root = request.output[-1] if request.output else -1
-            chunks.append(Chunk(request.known(start, end), start, total, known_root, len(request.prompt)))
-            if request.mapped == 0:
+            shared = request.shared * self.plan.page_size
+            chunks.append(Chunk(request.known(start, end), start, total, known_root, shared, len(request.prompt)))
+            if start == shared:
                 self._clear_leftovers(request, key.sampling)
                 message.joins = [*message.joins, self._join(request)]
+                if shared:
+                    message.shared = [*message.shared, SharedPages(row, request.pages[: request.shared], request.known(0, shared))]
             upto = len(request.pages) if end == total else self.plan.pages_for(end)
             message.pages += [(row, column, request.pages[column]) for column in range(request.mapped, upto)]
             request.prefilled, request.mapped = end, upto
         message.chunks = chunks
         self._launch(key, message, tuple(lengths))
         for request in lengths:
+            self.prefix.offer_prompt(request, request.prefilled)
             if request.prefilled == request.committed:
                 request.ready, request.window_bound, self._offer = True, 1, None
 
@@ -439,6 +472,7 @@ class Scheduler:
             request.verdict = len(request.output) + len(tokens), status
         if tokens:
             request.output += tokens
+            self.prefix.offer_output(request)
             if self.proposer is not None:
                 self.proposer.observe(request, len(tokens))
             metrics = request.metrics

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,7 +25,7 @@ from .host_step import LaunchPreparation
 from .memory import MemoryPlan
 from .programs import Key, PrefillKey, Program, describe, program_stages, tokens_of
 from .stages.logprobs import RING
-from .stages.mailbox import MailLayout, Message
+from .stages.mailbox import MailLayout, Message, SharedPages
 from .stages.stage import DraftModel, Stage, TargetModel, check_dataflow
 
 Progress = Callable[[str, int, int], None]
@@ -363,6 +363,8 @@ class Cycle:
     def _send(self, slot: int, program: Program, key: Key, message: Message) -> None:
         """One copy to the device, one program, one copy back."""
         words = self._mail[slot].write(message)
+        for shared in message.shared:
+            self.share(shared)
         if program.prefills:
             self.arena["mail"].copy_(words, non_blocking=True)
         else:
@@ -376,6 +378,14 @@ class Cycle:
                 arrival = self._arrivals[slot][name]
                 arrival.tensor.copy_(arrival.source, non_blocking=True)
             event.record()
+
+    def share(self, shared: SharedPages) -> None:
+        """Write pages that a row takes over into its table, and their tokens where rows keep theirs. Ordered like a launch."""
+        slots: list[tuple[str, Sequence[int]]] = [("page_table_RP", shared.pages)]
+        slots += [("history_RL", shared.tokens)] if self.plan.keeps_history else []
+        for name, values in slots:
+            row = self.arena[name][shared.row, : len(values)]
+            row.copy_(torch.tensor(values, dtype=row.dtype, pin_memory=self.plan.device == "cuda"), non_blocking=True)
 
     def _open_ring(self) -> None:
         """Where the host reads the ring's buffers, for all there are by now: where they lie, or in pinned memory they are copied to."""

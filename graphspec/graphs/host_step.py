@@ -34,6 +34,8 @@ class RowMirror:
         """Apply a message."""
         for row, column, page in message.pages:
             self.table_RP[row, column] = page
+        for shared in message.shared:
+            self.table_RP[shared.row, : len(shared.pages)] = shared.pages
         self._chunks = {}
         for row, chunk in zip(message.lanes, message.chunks, strict=False):
             self._chunks[row] = chunk.start, chunk.start + len(chunk.tokens)

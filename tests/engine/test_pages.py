@@ -1,4 +1,4 @@
-"""The page allocator against a model of it: a count of owners per page."""
+"""The page allocator against a model of it: a count of owners per page, and the keys under which pages may be found."""
 
 from __future__ import annotations
 
@@ -21,6 +21,9 @@ class Pages(RuleBasedStateMachine):
         self.num_pages = num_pages
         self.allocator = PageAllocator(num_pages)
         self.holders: list[list[int]] = []
+        self.kept: dict[bytes, int] = {}
+        self.idle: list[int] = []
+        """Kept pages without an owner, in the order in which they were given back."""
 
     @property
     def owners(self) -> Counter[int]:
@@ -28,7 +31,7 @@ class Pages(RuleBasedStateMachine):
 
     @rule(count=st.integers(0, 13))
     def allocate(self, count: int) -> None:
-        before = set(self.owners)
+        before, unkept = set(self.owners), self.num_pages - 1 - len({*self.owners, *self.kept.values()})
         pages = self.allocator.allocate(count)
         if count > self.num_pages - 1 - len(before):
             assert pages is None
@@ -37,6 +40,9 @@ class Pages(RuleBasedStateMachine):
         assert len(pages) == len(set(pages)) == count
         assert not before & set(pages)
         assert all(0 < page < self.num_pages for page in pages), "page 0 is the dummy"
+        taken, self.idle = self.idle[: max(0, count - unkept)], self.idle[max(0, count - unkept) :]
+        assert set(taken) == set(pages) & {*taken, *self.idle}, "first those that cannot be found, then the least recently used"
+        self.kept = {key: page for key, page in self.kept.items() if page not in taken}
         self.holders.append(pages)
 
     @precondition(lambda self: self.holders)
@@ -47,11 +53,28 @@ class Pages(RuleBasedStateMachine):
         self.allocator.retain(shared)
         self.holders.append(list(shared))
 
+    @precondition(lambda self: self.owners)
+    @rule(data=st.data(), key=st.sampled_from([b"a", b"b", b"c", b"d"]))
+    def keep(self, data: st.DataObject, key: bytes) -> None:
+        page = data.draw(st.sampled_from(sorted(self.owners)))
+        self.allocator.keep(page, key)
+        if page not in self.kept.values():
+            self.kept.setdefault(key, page)
+
+    @precondition(lambda self: self.kept)
+    @rule(data=st.data())
+    def take_what_is_kept(self, data: st.DataObject) -> None:
+        page = self.kept[data.draw(st.sampled_from(sorted(self.kept)))]
+        self.allocator.retain([page])
+        self.idle = [other for other in self.idle if other != page]
+        self.holders.append([page])
+
     @precondition(lambda self: self.holders)
     @rule(data=st.data())
     def give_back(self, data: st.DataObject) -> None:
         pages = self.holders.pop(data.draw(st.integers(0, len(self.holders) - 1)))
         self.allocator.release(pages)
+        self.idle += [page for page in reversed(pages) if page in self.kept.values() and page not in self.owners]
 
     @precondition(lambda self: self.holders)
     @rule(data=st.data())
@@ -64,9 +87,9 @@ class Pages(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def touch_what_nobody_owns(self, data: st.DataObject) -> None:
-        free = sorted(set(range(self.num_pages)) - set(self.owners))
+        free = sorted(set(range(self.num_pages)) - set(self.owners) - set(self.kept.values()))
         page = data.draw(st.sampled_from([*free, self.num_pages, -1]))
-        for move in (self.allocator.retain, self.allocator.release):
+        for move in (self.allocator.retain, self.allocator.release, lambda pages: self.allocator.keep(*pages, b"e")):
             with pytest.raises(ResourceError, match=f"page {page}: expected at least 1 owners, found 0"):
                 move([page])
 
@@ -75,6 +98,10 @@ class Pages(RuleBasedStateMachine):
         if hasattr(self, "allocator"):
             assert self.allocator.num_used == len(self.owners)
             assert self.allocator.num_free == self.num_pages - 1 - len(self.owners)
+            assert self.allocator.num_kept == len(self.kept)
+            assert {key: self.allocator.find(key) for key in (b"a", b"b", b"c", b"d")} == {
+                key: self.kept.get(key) for key in (b"a", b"b", b"c", b"d")
+            }
 
     def teardown(self) -> None:
         if not hasattr(self, "allocator"):

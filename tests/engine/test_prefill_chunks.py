@@ -53,6 +53,12 @@ def test_chunks_cover_a_prompt_once_with_little_padding(length: int, sizes: tupl
         assert padding < MOST_PADDING or part < sizes[0]
 
 
+@given(st.integers(1, 9000), st.integers(0, 40), st.sampled_from([GPU, GPU[:-1], (16, 64, 256)]))
+def test_chunks_after_a_shared_prefix_are_those_of_the_whole_prompt(length: int, largest: int, sizes: tuple[int, ...]) -> None:
+    shared = min(largest, (length - 1) // sizes[-1]) * sizes[-1]
+    assert chunked(shared, length, sizes) == [chunk for chunk in chunked(0, length, sizes) if chunk[0] >= shared]
+
+
 def test_sizes_follow_device_and_context() -> None:
     assert prefill_chunks("cuda", 131072) == GPU and GPU[-1] == 2048
     assert prefill_chunks("cuda", 1793) == GPU and prefill_chunks("cuda", 1792) == GPU[:-1]
@@ -77,7 +83,7 @@ def test_a_cycle_copies_the_front_of_the_message_and_a_chunk_all_of_it() -> None
     pages = [(0, column, 1 + column) for column in range(plan.table_width)]
     cycle.read(cycle.launch(prefill, Message(lanes=(0,), pages=pages[: plan.page_updates], chunks=[Chunk([3, 1, 4], 0, 3)])))
     words, tokens = cycle.layout.prompt_parts(cycle.arena["mail"], 1, 8)
-    assert (words.tolist(), tokens.tolist()) == ([[0, 3, 3, -1, 3]], [[3, 1, 4, 0, 0, 0, 0, 0]])
+    assert (words.tolist(), tokens.tolist()) == ([[0, 3, 3, -1, 3, 0]], [[3, 1, 4, 0, 0, 0, 0, 0]])
     rear.fill_(77)
     cycle.read(cycle.launch(key, Message(lanes=(0,))))
     assert set(rear.tolist()) == {77}

@@ -1,9 +1,10 @@
-"""The scheduler against a simulated device that follows a script and watches every page."""
+"""The scheduler against a simulated device that follows a script and watches what every page holds."""
 
 from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -28,6 +29,25 @@ STOP, BROKEN = 1, -7
 MOST_STEPS = 3000
 
 
+class Pool:
+    """Whose KV each slot holds: a token, -1 for what is nobody's."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.size = plan.page_size
+        self.tokens = [[-1] * plan.page_size for _ in range(plan.num_pages)]
+        self.final: Collection[int] = ()
+        """Pages that others may find."""
+
+    def write(self, table: dict[int, int], begin: int, tokens: Sequence[int]) -> None:
+        for slot, token in enumerate(tokens, begin):
+            page = table[slot // self.size]
+            assert page not in self.final, "a page that others may find is written"
+            self.tokens[page][slot % self.size] = token
+
+    def read(self, table: dict[int, int], end: int) -> list[int]:
+        return [self.tokens[table[slot // self.size]][slot % self.size] for slot in range(end)]
+
+
 @dataclass
 class Row:
     """What the device knows of one row."""
@@ -38,6 +58,7 @@ class Row:
     emitted: int = 0
     budget: int = 0
     read: int = 0
+    window: int = 1
     table: dict[int, int] = field(default_factory=dict)
 
 
@@ -53,6 +74,8 @@ class Device:
         self.launched = 0
         self.cycles = 0
         self.inert_lanes = 0
+        self.target = Pool(plan)
+        self.draft = Pool(plan) if plan.draft is not None else None
 
     @property
     def in_flight(self) -> int:
@@ -67,6 +90,8 @@ class Device:
         in_use = {page: owner for _, _, used in self.unread for page, owner in used.items()}
         for join in message.joins:
             self.rows[join.row].owner = join.seed
+        for shared in message.shared:
+            self.rows[shared.row].table.update(enumerate(shared.pages))
         for row, column, page in message.pages:
             assert 0 < page < self.plan.num_pages
             assert in_use.get(page, self.rows[row].owner) == self.rows[row].owner, "a page changes hands while an unread launch uses it"
@@ -76,7 +101,6 @@ class Device:
         else:
             assert key.bucket >= len(message.lanes) >= 1
             entry, touched = self._cycle(key, message)
-        self._check_pages()
         self.unread.append((self.launched, entry, touched))
         self.launched += 1
         return self.launched - 1
@@ -90,10 +114,8 @@ class Device:
         """Pages behind the first ``slots`` slots; all of them must be there."""
         return {row.table[column]: row.owner for column in range(self.plan.pages_for(slots))}
 
-    def _check_pages(self) -> None:
-        live = [row for row in self.rows if row.status == Status.LIVE]
-        owned = [page for row in live for page in self._touch(row, row.seq_len)]
-        assert len(owned) == len(set(owned)), "a page is used by two live rows"
+    def _whole(self, row: Row) -> list[int]:
+        return [*self.prompts[row.owner], *self.scripts[row.owner]]
 
     def _prefill(self, key: PrefillKey, message: Message) -> tuple[RingEntry, dict[int, int]]:
         assert len(message.lanes) == len(message.chunks) <= key.lanes
@@ -107,17 +129,20 @@ class Device:
 
     def _chunk(self, key: PrefillKey, index: int, chunk: Chunk, join: Join | None) -> tuple[list[int], int, dict[int, int]]:
         row = self.rows[index]
-        assert (join is not None) == (chunk.start == 0)
+        assert (join is not None) == (chunk.start == chunk.shared)
         if join is not None:
-            row.budget, row.status, row.read = join.budget, Status.FREE, 0
+            row.budget, row.status, row.read = join.budget, Status.FREE, chunk.start
         assert chunk.start == row.read, "chunks follow each other"
         row.read += len(chunk.tokens)
         prompt, script = self.prompts[row.owner], self.scripts[row.owner]
-        row.emitted = chunk.total - len(prompt) + (chunk.known_root >= 0)
-        whole = [*prompt, *script[: max(0, row.emitted - 1)]]
+        row.emitted, row.window = chunk.total - len(prompt) + (chunk.known_root >= 0), 1
+        whole = self._whole(row)
         assert list(chunk.tokens) == whole[chunk.start : chunk.start + len(chunk.tokens)]
         assert 0 < len(chunk.tokens) <= key.chunk
         touched = self._touch(row, chunk.start + len(chunk.tokens))
+        for pool in filter(None, (self.target, self.draft)):
+            assert pool.read(row.table, chunk.start) == whole[: chunk.start], "KV of the tokens before the chunk"
+            pool.write(row.table, chunk.start, chunk.tokens)
         if chunk.start + len(chunk.tokens) < chunk.total:
             return [], Status.FREE, touched
         row.seq_len = chunk.total
@@ -151,8 +176,15 @@ class Device:
                 tokens.append([])
                 continue
             touched |= self._touch(row, row.seq_len + self.plan.window_width)
+            whole, nobodys = self._whole(row), [-1] * self.plan.window_width
+            assert self.target.read(row.table, row.seq_len) == whole[: row.seq_len]
+            if self.draft is not None:
+                self.draft.write(row.table, row.seq_len, nobodys)
+                self.draft.write(row.table, row.seq_len - row.window + 1, whole[row.seq_len - row.window + 1 : row.seq_len + 1])
+            self.target.write(row.table, row.seq_len, nobodys)
             run = self._emit(row, self.rng.randint(1, key.shape.accept_width))
-            row.seq_len += len(run)
+            self.target.write(row.table, row.seq_len, whole[row.seq_len : row.seq_len + len(run)])
+            row.seq_len, row.window = row.seq_len + len(run), len(run)
             tokens.append(run)
         idle = key.bucket - len(tokens)
         return RingEntry([*tokens, *[[]] * idle], [*(self.rows[i].status for i in message.lanes), *[Status.FREE] * idle]), touched
@@ -177,6 +209,11 @@ class Case:
         prompts, scripts = [], []
         while len(prompts) < count:
             prompt = [rng.randrange(2, 50) for _ in range(rng.randint(1, longest))]
+            if prompts and rng.random() < 0.7:
+                # It begins as another one does, or goes on where that one's output ends.
+                other = rng.randrange(len(prompts))
+                known = [*prompts[other], *(token for token in scripts[other] if token > STOP)]
+                prompt = [*known[: rng.randint(1, longest)], *prompt[: rng.randint(0, 3)]][:longest]
             try:
                 check_prompt(prompt, plan)
             except RequestError:
@@ -192,6 +229,8 @@ class Case:
             scripts.append(script)
         self.device = Device(plan, prompts, scripts, rng)
         self.scheduler = Scheduler(plan, self.device, sampling=GREEDY)
+        for pool in filter(None, (self.device.target, self.device.draft)):
+            pool.final = self.scheduler.allocator._key_of
 
     def run(self, abort_chance: float = 0.0) -> None:
         waiting = list(self.requests)
@@ -219,6 +258,7 @@ class Case:
         allocator = self.scheduler.allocator
         assert allocator.num_used == 0
         assert allocator.num_free == self.plan.num_pages - 1
+        assert len(allocator._idle) == allocator.num_kept
         assert self.device.in_flight == 0
         assert sorted(self.scheduler._free_rows) == list(range(self.plan.max_rows))
         assert len(ended) == len(set(ended)), "a request ends once"

@@ -43,11 +43,11 @@ class Poisoner:
         self.done += 1
 
     def free_pages(self, cycle: Cycle, key: Key, message: Message) -> None:
-        """Every page nobody owns, and the dummy page."""
-        owners = self.schedulers[-1].allocator._owners
-        free = torch.tensor([owned == 0 for owned in owners])
+        """Every page nobody owns or may find, and the dummy page."""
+        allocator = self.schedulers[-1].allocator
+        free = torch.tensor([owned == 0 and page not in allocator._key_of for page, owned in enumerate(allocator._owners)])
         assert free[0]
-        for name in ("target_kv", "draft_kv"):
+        for name in ("target_kv", "draft_kv", "page_feature"):
             if name in cycle.views(key).names:
                 cycle.arena[name][:, :, free] = float("nan")
         self.done += int(free.sum()) > 1

@@ -78,13 +78,14 @@ class HeadPrefill(DraftPrefill):
     def write(self, v: Views, chunk: ChunkRows, before_BCF: Tensor) -> None:
         """Every head over the lookback and the chunk; a row whose token lies in the next chunk waits for it.
 
-        The Y rows before the chunk run again: when they were computed, heads past the first lacked the tokens of this chunk.
+        The Y rows before the chunk run again: when they were computed, heads past the first lacked the tokens of this chunk. Rows in shared
+        pages are final, with the Y tokens after them, and do not.
         """
         lookback, row_B = self.plan.lookback, chunk.row_B
         width = lookback + chunk.token_BC.shape[1]
         entry_U = torch.arange(width, device=row_B.device)
         begin_B = chunk.start_B - lookback
-        skip_B = (self.shift - begin_B).clamp(min=0)
+        skip_B = (chunk.shared_B.clamp(min=self.shift) - begin_B).clamp(min=0)
         known_B = (lookback + chunk.length_B - skip_B).clamp(min=0)
         index_BU = (entry_U + skip_B[:, None]).clamp(max=width - 1)
         token_BU = torch.cat((v.lookback_token_RY[row_B], chunk.token_BC), 1)

@@ -14,6 +14,7 @@ VARIANT = Variant(
     name="ngram_trie",
     summary="no network: a trie over all traffic on the host, between two cycles",
     drafter="host",
+    shares_prefix=True,
     stages="graphspec.drafters.ngram_trie.stages:stages",
     proposer="graphspec.drafters.ngram_trie.proposer:make_proposer",
     auto_shape=CycleShape(8, 8, 12, "nodes"),

@@ -9,6 +9,7 @@ VARIANT = Variant(
     name="standalone",
     summary="a small language model of the same vocabulary, with embedding, head and KV of its own",
     drafter="network",
+    shares_prefix=True,
     facts="graphspec.drafters.standalone.facts:read_standalone_facts",
     loader="graphspec.drafters.standalone.network:load_standalone",
     outline="graphspec.drafters.standalone.network:outline",

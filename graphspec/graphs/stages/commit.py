@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ...buffers import Views
 from ...kernels.groups import Progress, Run
+from .page_features import save_page_features
 from .stage import Build, Stage
 
 
@@ -31,17 +32,22 @@ class Commit(Stage):
     def __init__(self, build: Build, *, append: bool = False) -> None:
         super().__init__(build)
         self.append = append
+        self.saves = self.plan.feature_width > 0 and self.plan.prefix_cache
         features = ("feature_BNF", "window_feature_RAcF") if self.plan.feature_width else ()
         lookback = ("lookback_token_RY", "lookback_feature_RYF") if self.plan.lookback else ()
         history = ("history_RL",) if self.plan.keeps_history else ()
         counts = ("output_count_RV",) if self.sampling.penalties else ()
         state = ("seq_len_R", "window_token_RAc", "window_len_R", "budget_R", "cycle_1", *lookback, *history)
         self.reads = ("lane_row_B", "sample_BN", "path_BA", "accept_len_B", "outcome_B", *state, *features)
+        if self.saves:
+            self.reads, features = (*self.reads, "lane_table_BP"), (*features, "page_feature")
         # Counts are added to, whatever they are.
         self.writes = (*state, "status_R", *counts, *features[1:], "ring_ZBJ")
 
     def forward(self, v: Views) -> None:
         plan = self.plan
+        if self.saves:
+            save_page_features(v, v.lane_table_BP, v.seq_len_R[v.lane_row_B], v.accept_len_B, v.feature_BNF, v.path_BA)
         self.kernels.commit_rows(
             v.lane_row_B, v.take(Run), v.feature_BNF if plan.feature_width else None, v.cycle_1, v.ring_ZBJ,
             self.window_slots(v), v.take(Progress),

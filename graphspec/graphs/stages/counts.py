@@ -30,8 +30,8 @@ class PromptCounts(Stage):
 
     def forward(self, v: Views) -> None:
         row_B1, seen_RV = v.lane_row_B[:, None], v.prompt_seen_RV
-        words_B5, token_BC = self.layout.prompt_parts(v.mail, self.lanes, self.chunk)
-        start_B1, length_B1, _, _, prompt_B1 = words_B5.split(1, 1)
+        words_B6, token_BC = self.layout.prompt_parts(v.mail, self.lanes, self.chunk)
+        start_B1, length_B1, _, _, prompt_B1, _ = words_B6.split(1, 1)
         entry_C = torch.arange(self.chunk, device=row_B1.device)
         valid_BC, is_prompt_BC = entry_C < length_B1, start_B1 + entry_C < prompt_B1
         row_BC = torch.where(valid_BC & is_prompt_BC, row_B1, seen_RV.shape[0] - 1)

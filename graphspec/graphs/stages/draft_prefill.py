@@ -12,6 +12,7 @@ from torch import Tensor
 from ...buffers import Views
 from ...kernels.host_step import BoundCall
 from ...models.attention import ChunkAttention
+from .page_features import page_feature, save_page_features
 from .stage import Build, DraftModel
 
 
@@ -28,6 +29,8 @@ class ChunkRows:
     table_BP: Tensor
     start_B: Tensor
     length_B: Tensor
+    shared_B: Tensor
+    """Tokens before the first chunk; their rows are in the pools and may not be written."""
 
 
 def take_last(rows_BCE: Tensor, length_B: Tensor) -> Tensor:
@@ -40,7 +43,8 @@ class DraftPrefill:
     """Runs the drafter over chunks, for their KV alone: nothing is proposed after a prompt's tokens, so the last layer ends at its KV.
 
     The row that consumes token j takes the target's feature of j - 1. The feature of a chunk's last token therefore waits in entry 0 of the
-    row's window for the next chunk's first token, or for the root.
+    row's window for the next chunk's first token, or for the root. That of a page's last token is kept with the page, for rows whose first
+    chunk begins after it.
 
     Args:
         build: what every stage gets.
@@ -55,7 +59,8 @@ class DraftPrefill:
         self.plan, self.kernels = build.plan, build.kernels
         self.network: DraftModel = build.draft
         self.shift = build.plan.variant.shift
-        carried = (*(("window_feature_RAcF",) if self.plan.feature_width else ()), *self.carried)
+        features = ("window_feature_RAcF", *(("page_feature",) if self.plan.prefix_cache else ())) if self.plan.feature_width else ()
+        carried = (*features, *self.carried)
         self.reads = ("draft_kv", *carried) if build.plan.draft_attends else carried
         self.writes = ("draft_kv", *carried)
         self.bound = bound
@@ -66,8 +71,12 @@ class DraftPrefill:
             attention = self.attention(v, chunk, chunk.valid_BC, chunk.slot_BC, chunk.rope_length_BC)
             self.network.write_kv(chunk.token_BC, None, attention)
             return
-        before_BCF = torch.cat([v.window_feature_RAcF[chunk.row_B][:, :1], feature_BCF[:, :-1]], 1)
-        self.write(v, chunk, before_BCF)
+        first_B1F = v.window_feature_RAcF[chunk.row_B][:, :1]
+        if self.plan.prefix_cache:
+            takes_over_B = (chunk.shared_B > 0) & (chunk.start_B == chunk.shared_B)
+            first_B1F = torch.where(takes_over_B[:, None, None], page_feature(v, chunk.table_BP, chunk.shared_B), first_B1F)
+            save_page_features(v, chunk.table_BP, chunk.start_B, chunk.length_B, feature_BCF)
+        self.write(v, chunk, torch.cat([first_B1F, feature_BCF[:, :-1]], 1))
         entry_Ac1 = torch.arange(self.plan.window_capacity, device=chunk.row_B.device)[:, None]
         carry_BAcF = torch.where(entry_Ac1 == 0, take_last(feature_BCF, chunk.length_B), 0)
         v.window_feature_RAcF.index_copy_(0, chunk.row_B, carry_BAcF)

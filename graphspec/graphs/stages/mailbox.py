@@ -57,8 +57,20 @@ class Chunk:
     total: int
     known_root: int = -1
     """Resuming a preempted request: the token that follows its tokens, which was sampled before and must not be sampled again."""
+    shared: int = 0
+    """Tokens of the prompt that lie in pages shared with other rows, before the first chunk."""
     prompt: int | None = None
     """Tokens of the request's own prompt, ``total`` unless it resumes: length-dependent RoPE saw the others one by one."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPages:
+    """Pages that hold the front of a prompt already. The row reads them and never writes into them."""
+
+    row: int
+    pages: Sequence[int]
+    tokens: Sequence[int]
+    """That lie in them, for rows that keep their tokens."""
 
 
 @dataclass(slots=True)
@@ -73,6 +85,8 @@ class Message:
     """Of prompts whose first chunks these are."""
     chunks: Sequence[Chunk] = ()
     """One per lane of a prefill launch."""
+    shared: Sequence[SharedPages] = ()
+    """Written into the rows before the program runs: there may be as many pages as a row has, which no message has room for."""
     trees: Sequence[tuple[Sequence[int], Sequence[int]]] = ()
     """Per lane the tokens and parents of the nodes the host proposes; a parent is a place in the same list, -1 the root."""
 
@@ -109,7 +123,7 @@ class MailLayout:
 
     JOIN_WORDS: ClassVar[int] = JOIN_WORDS
     """The biased ids and then their values follow the stop ids."""
-    CHUNK_WORDS: ClassVar[int] = 5
+    CHUNK_WORDS: ClassVar[int] = 6
 
     @classmethod
     def of(cls, plan: Plan) -> MailLayout:
@@ -154,12 +168,13 @@ class MailLayout:
         """What a prefill program of this shape reads of a message.
 
         Returns:
-            int64 ``[B, 5]``: start, tokens, total, known root, prompt tokens of each lane's chunk, no tokens where a lane is not used;
+            int64 ``[B, 6]``: start, tokens, total, known root, prompt tokens and shared tokens of each lane's chunk, no tokens where a lane
+            is not used;
             int64 ``[B, C]``: the tokens.
         """
         apart = chunk if lanes == 1 else self.max_lane_tokens
-        words_B5 = mail[self.chunks : self.chunks + lanes * self.CHUNK_WORDS].view(lanes, self.CHUNK_WORDS)
-        return words_B5, mail[self.tokens : self.tokens + lanes * apart].view(lanes, apart)[:, :chunk]
+        words_B6 = mail[self.chunks : self.chunks + lanes * self.CHUNK_WORDS].view(lanes, self.CHUNK_WORDS)
+        return words_B6, mail[self.tokens : self.tokens + lanes * apart].view(lanes, apart)[:, :chunk]
 
     def encode(self, message: Message, out: Tensor) -> None:
         """Write ``message`` into the int64 CPU vector ``out``; what is unused addresses the dummy row and the dummy page.
@@ -198,7 +213,7 @@ class MailLayout:
         for lane, chunk in enumerate(message.chunks):
             prompt = chunk.total if chunk.prompt is None else chunk.prompt
             at, tokens_at = self.chunks + lane * self.CHUNK_WORDS, self.tokens + lane * self.max_lane_tokens
-            words[at : at + self.CHUNK_WORDS] = [chunk.start, len(chunk.tokens), chunk.total, chunk.known_root, prompt]
+            words[at : at + self.CHUNK_WORDS] = [chunk.start, len(chunk.tokens), chunk.total, chunk.known_root, prompt, chunk.shared]
             words[tokens_at : tokens_at + len(chunk.tokens)] = chunk.tokens
         for lane, (tokens, parents) in enumerate(message.trees):
             token_at = self.trees + lane * 2 * self.max_nodes

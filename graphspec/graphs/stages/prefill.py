@@ -51,8 +51,8 @@ class Prefill(Stage):
         if at.max_chunk_pages:
             row, column, page = v.mail[at.chunk_pages :].view(-1, 3).unbind(1)
             v.page_table_RP.index_put_((row, column), page.to(torch.int32))
-        words_B5, token_BC = at.prompt_parts(v.mail, self.lanes, self.chunk)
-        start_B, length_B, total_B, known_B, prompt_B = words_B5.unbind(1)
+        words_B6, token_BC = at.prompt_parts(v.mail, self.lanes, self.chunk)
+        start_B, length_B, total_B, known_B, prompt_B, shared_B = words_B6.unbind(1)
         row_B = v.lane_row_B
         entry_C = torch.arange(self.chunk, device=row_B.device)
         valid_BC = entry_C < length_B[:, None]
@@ -64,7 +64,7 @@ class Prefill(Stage):
             token_BC, ChunkAttention(self.kernels, v.target_kv, table_BP, slot_BC, rope_length_BC, valid_BC, slot_BC, 0, self.bound)
         )
         if self.draft is not None:
-            chunk = ChunkRows(row_B, token_BC, valid_BC, slot_BC, rope_length_BC, table_BP, start_B, length_B)
+            chunk = ChunkRows(row_B, token_BC, valid_BC, slot_BC, rope_length_BC, table_BP, start_B, length_B, shared_B)
             self.draft(v, chunk, self.feature(hidden_BCH, taps_BCF))
         done_B = (length_B > 0) & (start_B + length_B == total_B)
         self._finish(v, self.target.logits(take_last(hidden_BCH, length_B)), done_B, total_B, known_B)
