@@ -12,15 +12,18 @@ if TYPE_CHECKING:
     from .compose import load_config
     from .config import Config
     from .engine.llm import LLM
+    from .engine.outputs import Output, StreamEvent
     from .engine.request import SamplingParams
     from .errors import GraphspecError
 
 __version__ = "0.1.0.dev0"
 
-__all__ = ["LLM", "Config", "GraphspecError", "SamplingParams", "__version__", "load_config"]
+__all__ = ["LLM", "Config", "GraphspecError", "Output", "SamplingParams", "StreamEvent", "__version__", "load_config"]
 
 _HOMES = {
     "LLM": ".engine.llm",
+    "Output": ".engine.outputs",
+    "StreamEvent": ".engine.outputs",
     "SamplingParams": ".engine.request",
     "load_config": ".compose",
     "Config": ".config",

@@ -82,7 +82,7 @@ class Engine:
         progress: Progress | None = None,
     ) -> None:
         self.cycle, self.plan, self.progress = cycle, cycle.plan, progress
-        self.scheduler = Scheduler(self.plan, cycle, None, proposer, None, policy, cycle.clear_row)
+        self.scheduler = Scheduler(self.plan, cycle, None, proposer, None, policy, cycle.clear_row, cycle.write_row)
         self._turn: dict[str, Turn] = {}
         """At most one entry. ``setdefault`` takes the turn in one step, so that an interrupt finds it either taken or not."""
         self._whole = True

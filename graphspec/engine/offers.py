@@ -71,4 +71,4 @@ class Offers:
 
 
 def _size(sampling: SamplingClass) -> tuple[int, int]:
-    return sampling.noise + sampling.truncate + sampling.penalties + sampling.bias, sampling.logprobs
+    return sum(getattr(sampling, name) is True for name in sampling.__slots__), sampling.logprobs

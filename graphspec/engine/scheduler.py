@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
 from typing import Protocol
+
+import numpy as np
 
 from ..buffers import Status, slot_groups
 from ..errors import ConfigError
@@ -18,15 +20,18 @@ from ..graphs.programs import Key, PrefillKey
 from ..graphs.stages.mailbox import Chunk, Join, Mailbox, Message
 from ..plan import Plan
 from ..shapes import MOST_PADDING, GraphKey, SamplingClass, pick_bucket
+from . import bans
 from .depth import DepthPolicy
 from .offers import Offer, Offers
 from .pages import PageAllocator
 from .proposer import Proposer
-from .request import Request, TokenLogprob
+from .request import Request
 
 FINISH_REASONS = {Status.STOPPED: "stop", Status.LENGTH: "length", Status.FAILED: "error"}
 JOIN_GROUPS = frozenset(Mailbox.GROUPS)
 """Groups of slots for which a join has room in some sampling classes only."""
+ROW_GROUPS = JOIN_GROUPS | bans.GROUPS
+"""Groups of slots in which a row may hold parameters that are not neutral."""
 
 
 class Launcher(Protocol):
@@ -60,6 +65,7 @@ class Scheduler:
         buckets: ascending lane counts whose cycles exist, default the plan's; rows beyond the largest take turns.
         policy: chooses the draft depth of every cycle and observes the result; None: each bucket keeps the plan's.
         clear_row: makes a row's parameters neutral in some groups of slots (:meth:`graphspec.graphs.cycle.Cycle.clear_row`).
+        write_row: writes slots of a row for which no message has room (:meth:`graphspec.graphs.cycle.Cycle.write_row`).
 
     The host's view is up to ``run_ahead`` cycles old. Pages are therefore reserved for the longest run that every unread cycle may still
     commit, and released when the last launch that contains the row has been read.
@@ -81,9 +87,10 @@ class Scheduler:
         buckets: tuple[int, ...] | None = None,
         policy: DepthPolicy | None = None,
         clear_row: Callable[[int, AbstractSet[str]], None] | None = None,
+        write_row: Callable[[int, Mapping[str, bans.Table]], None] | None = None,
     ) -> None:
         self.plan, self.launcher, self.proposer, self.policy = plan, launcher, proposer, policy
-        self._clear_row = clear_row
+        self._clear_row, self._write_row = clear_row, write_row
         self._offers = Offers()
         if sampling is not None:
             self.offer(sampling, buckets or plan.buckets)
@@ -150,7 +157,7 @@ class Scheduler:
         self.allocator = PageAllocator(self.plan.num_pages)
         self._free_rows = list(range(self.plan.max_rows - 1, -1, -1))
         self._aborts = list(range(self.plan.max_rows))
-        self._written = [JOIN_GROUPS] * self.plan.max_rows
+        self._written = [ROW_GROUPS] * self.plan.max_rows
         for request in held:
             request.leave_row()
             request.queued_cycles, request.window_bound = 0, 1
@@ -208,9 +215,15 @@ class Scheduler:
     def _prefill(self, request: Request, tokens: list[int]) -> None:
         assert request.row is not None
         known_root = request.output[-1] if request.output else -1
-        offer = self._offers.choose(request.sampling, 1)
+        scored = request.sampling.prompt_logprobs and len(request.prompt_logprobs) < len(request.prompt) - 1
+        if scored:
+            request.prompt_logprobs = []
+        offer = self._offers.choose(request.sampling if scored else request.sampling.of_cycles, 1)
         sampling = offer.sampling
         self._clear_leftovers(request, sampling)
+        tables = bans.row_tables(request, tokens, self.plan)
+        if tables and self._write_row is not None:
+            self._write_row(request.row, tables)
         sent = 0
         for start, size in chunked(len(tokens), offer.chunks):
             part = tokens[start : start + size]
@@ -220,18 +233,21 @@ class Scheduler:
             upto = len(request.pages) if start + len(part) == len(tokens) else self.plan.pages_for(start + len(part))
             message.pages = [(request.row, column, request.pages[column]) for column in range(sent, upto)]
             sent = upto
+            if scored and self._write_row is not None:
+                self._write_row(request.row, {"following_token_R": np.asarray([*tokens[start + size : start + size + 1], -1][0])})
             bucket = pick_bucket(offer.chunks, len(part))
             self._make_room()
             self._launch(PrefillKey(bucket, sampling), message, (request,))
         request.ready, request.window_bound = True, 1
 
     def _clear_leftovers(self, request: Request, sampling: SamplingClass) -> None:
-        """Clear parameters of the row's last request that a join of this class does not write."""
+        """Clear parameters of the row's last request that neither a join of this class nor the request's own tables write."""
         assert request.row is not None
-        leftovers = self._written[request.row] - slot_groups(sampling)
+        written = (JOIN_GROUPS & slot_groups(sampling)) | (bans.GROUPS & slot_groups(request.sampling))
+        leftovers = self._written[request.row] - written
         if leftovers and self._clear_row is not None:
             self._clear_row(request.row, leftovers)
-        self._written[request.row] = JOIN_GROUPS & slot_groups(request.sampling)
+        self._written[request.row] = ROW_GROUPS & slot_groups(request.sampling)
 
     def _join(self, request: Request) -> Join:
         assert request.row is not None
@@ -241,7 +257,7 @@ class Scheduler:
             budget=request.budget - len(request.output),
             seed=request.seed,
             temperature=params.temperature,
-            draft_len=self.plan.shape.num_steps,
+            draft_len=request.depth_of(self.plan.shape.num_steps),
             stop_ids=request.stop_ids,
             top_k=params.top_k,
             top_p=params.top_p,
@@ -363,29 +379,30 @@ class Scheduler:
         ticket = self._tickets.popleft()
         entry = self.launcher.read(ticket.number)
         now = time.perf_counter()
+        if entry.prompt_logprobs:
+            ticket.lanes[0].note_prompt_logprobs(entry.prompt_logprobs)
         depth = None
         if isinstance(ticket.key, GraphKey):
             depth = ticket.key.shape.num_steps
             if self.policy is not None:
-                results = zip(entry.tokens, entry.status, strict=True)
-                whole = [len(tokens) - 1 for tokens, status in results if tokens and status == Status.LIVE]
+                results = zip(ticket.lanes, entry.tokens, entry.status, strict=True)
+                whole = [
+                    len(tokens) - 1 for r, tokens, status in results if tokens and status == Status.LIVE and r.depth_of(depth) == depth
+                ]
                 self.policy.observe(ticket.key.bucket, depth, whole)
         for lane, request in enumerate(ticket.lanes):
             request.queued_cycles -= depth is not None
             if request.finish_reason is None:
-                if entry.logprobs is not None and request.params.logprobs is not None:
-                    self._note_logprobs(request, entry.tokens[lane], entry.logprobs[lane])
-                self._take(request, entry.tokens[lane], entry.status[lane], depth, now)
+                tokens, status = entry.tokens[lane], entry.status[lane]
+                if request.stops is not None:
+                    tokens, status = request.stops.cut(request.output, tokens, status)
+                if entry.logprobs is not None:
+                    request.note_logprobs(tokens, entry.logprobs[lane])
+                self._take(request, tokens, status, depth, now)
         if self._leaving:
             for request in [r for r in self._leaving if r.last_ticket <= ticket.number]:
                 self._leaving.remove(request)
                 self._free_row(request)
-
-    @staticmethod
-    def _note_logprobs(request: Request, tokens: list[int], logprobs: list[tuple[float, dict[int, float]]]) -> None:
-        """The run's class may report more alternatives than this request asked for."""
-        for token, (logprob, top) in zip(tokens, logprobs, strict=True):
-            request.logprobs.append(TokenLogprob(token, logprob, dict(list(top.items())[: request.params.logprobs])))
 
     def _take(self, request: Request, tokens: list[int], status: int, depth: int | None, now: float) -> None:
         ends = status in FINISH_REASONS
@@ -401,7 +418,7 @@ class Scheduler:
             if depth is not None:
                 metrics.cycles += 1
                 metrics.cycle_tokens.append(len(tokens))
-                metrics.cycle_depths.append(depth)
+                metrics.cycle_depths.append(request.depth_of(depth))
                 metrics.cut = status != Status.LIVE
             self._report(request)
         if ends:
@@ -409,7 +426,8 @@ class Scheduler:
 
     def _end(self, request: Request, status: int) -> None:
         if status == Status.FAILED:
-            request.error = "logits: expected finite numbers, found nan or inf in the target's output"
+            expected = "a finite one that is not banned" if request.sampling.bans else "finite numbers"
+            request.error = f"logits: expected {expected}, found nan or inf in the target's output"
         self._finish(request, FINISH_REASONS[status])
 
     def _finish(self, request: Request, reason: str) -> None:

@@ -14,6 +14,7 @@ from ..plan import Plan
 from ..shapes import GraphKey, SamplingClass
 from .capture import Signature, signature
 from .stages.accept import Accept
+from .stages.bans import RecentTokens
 from .stages.catch_up import CatchUp
 from .stages.commit import Commit, CommitState
 from .stages.counts import PromptCounts
@@ -38,7 +39,7 @@ Key = GraphKey | PrefillKey
 
 def describe(key: Key) -> str:
     """A program in words: lanes and depth of a cycle, tokens of a prefill chunk, what its requests ask of the sampler."""
-    asked = [name for name in ("noise", "truncate", "penalties", "bias") if getattr(key.sampling, name)]
+    asked = [name for name in key.sampling.__slots__ if getattr(key.sampling, name) is True]
     asked += [f"{key.sampling.logprobs} logprobs"] if key.sampling.logprobs >= 0 else []
     if isinstance(key, PrefillKey):
         what = f"prefill of {key.chunk} tokens"
@@ -75,6 +76,8 @@ def cycle_stages(build: Build, *, catch_up: bool = False) -> list[Stage]:
         stages.append(Logprobs(build))
     # A draft network that has not read the window will want to.
     stages.append(Commit(build, append=build.plan.catches_up and shape.num_steps == 0 and not catch_up))
+    if build.sampling.bad_words:
+        stages.append(RecentTokens(build))
     return stages
 
 

@@ -8,9 +8,10 @@ from torch import Tensor
 from ...buffers import Status, Views
 from ...catalog import load_object
 from ...models.attention import ChunkAttention
+from .bans import WORDS, note_tokens
 from .counts import count_tokens
 from .draft_prefill import ChunkRows, DraftPrefill
-from .logprobs import RING, write_logprobs
+from .logprobs import ring_buffers, write_logprobs, write_prompt_logprobs
 from .mailbox import MailLayout
 from .sampling import LogitShaper, sample_tokens
 from .stage import Build, Stage, TargetModel
@@ -38,14 +39,15 @@ class Prefill(Stage):
         state = ("cycle_1", "window_token_RAc", "window_len_R", "seq_len_R", "budget_R", "status_R")
         self.shaper = LogitShaper(build)
         noise = ("lane_temperature_B", "lane_seed_B") if self.sampling.noise else ()
+        words = WORDS if self.sampling.bad_words else ()
+        scored = ("following_token_R",) if self.sampling.prompt_logprobs else ()
         self.reads = (
             "mail", "lane_row_B", "page_table_RP", "stop_id_RE", "budget_R", "cycle_1", "target_kv",
-            *draft_reads, *history, *noise, *self.shaper.reads,
+            *draft_reads, *history, *noise, *self.shaper.reads, *words, *scored,
         )  # fmt: skip
-        counts = ("output_count_RV",) if self.sampling.penalties else ()
-        logprobs = () if self.sampling.logprobs < 0 else RING if self.sampling.logprobs else RING[:1]
+        counts = (*(("output_count_RV",) if self.sampling.penalties else ()), *words[:1])
         tables = ("page_table_RP",) if self.layout.max_chunk_pages else ()
-        self.writes = ("target_kv", *tables, *state, *draft_writes, *history, *counts, *logprobs, "ring_ZBJ")
+        self.writes = ("target_kv", *tables, *state, *draft_writes, *history, *counts, *ring_buffers(self.sampling))
 
     def forward(self, v: Views) -> None:
         at = self.layout
@@ -63,6 +65,8 @@ class Prefill(Stage):
         hidden_1CH, taps_1CF = self.target(
             token_1C, ChunkAttention(self.kernels, v.target_kv, table_1P, slot_1C, length_1C, valid_1C, slot_1C, 0, self.bound)
         )
+        if self.sampling.prompt_logprobs:
+            write_prompt_logprobs(v, self.target, v.cycle_1 % self.plan.ring_depth, hidden_1CH, token_1C, length_1)
         last_1 = (length_1 - 1).clamp(min=0)
         if self.draft is not None:
             chunk = ChunkRows(row_1, token_1C, valid_1C, slot_1C, length_1C, table_1P, start_1, length_1)
@@ -82,7 +86,8 @@ class Prefill(Stage):
     def _finish(self, v: Views, logits_11V: Tensor, done_1: Tensor, total_1: Tensor, known_1: Tensor) -> None:
         """On the last chunk: sample or install the root, open the row, write the ring. On the others: an empty ring entry."""
         row_1 = v.lane_row_B
-        shaped_11V = self.shaper(v, logits_11V, total_1[:, None])
+        before_11t = v.recent_token_RBt[row_1][:, None, 1:] if self.sampling.bad_words else None
+        shaped_11V = self.shaper(v, logits_11V, total_1[:, None], before_BTt=before_11t)
         sampled_11, sound_11 = sample_tokens(self.kernels, self.sampling, v, shaped_11V, total_1[:, None])
         sampled_1 = sampled_11[:, 0]
         resumed_1 = known_1 >= 0
@@ -103,6 +108,8 @@ class Prefill(Stage):
             write_logprobs(v, slot_1, logits_11V, root_1[:, None], self.sampling.logprobs)
         if self.sampling.penalties:
             count_tokens(v, row_1, root_1, done_1)
+        if self.sampling.bad_words:
+            note_tokens(v, root_1[:, None], done_1.to(torch.int64))
         v.cycle_1.add_(1)
         v.window_token_RAc.index_copy_(0, row_1, root_1Ac)
         v.window_len_R.index_fill_(0, row_1, 1)
