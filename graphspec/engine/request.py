@@ -105,7 +105,9 @@ class SamplingParams:
     def __post_init__(self) -> None:
         check_fields(self, "sampling", error=RequestError)
         check_sampling(self, RequestError)
-        in_range("sampling.n", self.n, 1, MOST_SAMPLES if self.temperature > 0 else 1, error=RequestError)
+        in_range("sampling.n", self.n, 1, MOST_SAMPLES, error=RequestError)
+        if self.n > 1 and self.temperature == 0:
+            raise RequestError("sampling.n", "1 at temperature 0, where all outputs would be the same", self.n)
         for name in ("num_steps", "prompt_logprobs"):
             if (value := getattr(self, name)) is not None:
                 in_range(f"sampling.{name}", value, 0, INT32_MOST, error=RequestError)
