@@ -13,16 +13,21 @@ if TYPE_CHECKING:
     from .config import Config
     from .engine.async_llm import AsyncLLM
     from .engine.llm import LLM
+    from .engine.outputs import Output, StreamEvent
     from .engine.request import SamplingParams
     from .errors import GraphspecError
 
 __version__ = "0.1.0.dev0"
 
-__all__ = ["LLM", "AsyncLLM", "Config", "GraphspecError", "SamplingParams", "__version__", "load_config"]
+__all__ = [
+    "LLM", "AsyncLLM", "Config", "GraphspecError", "Output", "SamplingParams", "StreamEvent", "__version__", "load_config",
+]  # fmt: skip
 
 _HOMES = {
     "AsyncLLM": ".engine.async_llm",
     "LLM": ".engine.llm",
+    "Output": ".engine.outputs",
+    "StreamEvent": ".engine.outputs",
     "SamplingParams": ".engine.request",
     "load_config": ".compose",
     "Config": ".config",

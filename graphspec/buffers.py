@@ -1,7 +1,8 @@
 """Static buffers: every tensor a cycle touches is a declared slot, allocated once and never moved.
 
 Letters are those of :mod:`graphspec.shapes`; ``1``-suffixed slots are scalars, ``Z`` is the ring depth, ``J`` the words of a ring lane,
-``E`` the stop ids a row may have, ``I`` the tokens it may bias, ``O`` the alternatives reported with a log-probability.
+``E`` the stop ids a row may have, ``I`` the tokens it may bias, ``O`` the alternatives reported with a log-probability, ``U`` the 64-bit
+words that hold a bit for every token, ``Bw`` the bad words a row may have and ``Bt`` their tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from .errors import CaptureError
 from .plan import Plan
-from .shapes import MAX_WINDOW, CycleShape, SamplingClass
+from .shapes import MAX_WINDOW, WORD_BITS, CycleShape, SamplingClass
 
 if TYPE_CHECKING:
     from .facts import ModelFacts
@@ -81,6 +82,10 @@ def plan_sizes(plan: Plan) -> dict[str, int]:
         "E": plan.max_stop_ids,
         "I": plan.max_logit_bias,
         "O": plan.max_logprobs,
+        "U": math.ceil(plan.target.vocab_size / WORD_BITS),
+        "Bw": plan.max_bad_words,
+        "Bt": plan.max_bad_word_tokens,
+        "C": plan.prefill_chunks[-1],
         **_cycle_sizes(plan.shape),
         "Z": plan.ring_depth,
         "Y": plan.lookback,
@@ -190,6 +195,13 @@ def _sampling_slots(plan: Plan) -> list[Slot]:
         Slot("ring_logprob_ZBA", ("Z", "B", "A"), f32, "ring", 0, "logprobs"),
         Slot("ring_top_logprob_ZBAO", ("Z", "B", "A", "O"), f32, "ring", 0, "logprobs"),
         Slot("ring_top_token_ZBAO", ("Z", "B", "A", "O"), i64, "ring", -1, "logprobs"),
+        Slot("allowed_RU", ("R", "U"), i64, "state", -1, "allowed"),
+        Slot("bad_word_RBwBt", ("R", "Bw", "Bt"), i64, "state", -1, "bad_words"),
+        Slot("recent_token_RBt", ("R", "Bt"), i64, "state", -1, "bad_words"),
+        Slot("following_token_R", ("R",), i64, "state", -1, "prompt_logprobs"),
+        Slot("ring_prompt_logprob_ZC", ("Z", "C"), f32, "ring", 0, "prompt_logprobs"),
+        Slot("ring_prompt_top_logprob_ZCO", ("Z", "C", "O"), f32, "ring", 0, "prompt_logprobs"),
+        Slot("ring_prompt_top_token_ZCO", ("Z", "C", "O"), i64, "ring", -1, "prompt_logprobs"),
     ]
     if plan.accept.sampled_drafts:
         slots.append(Slot("draft_prob_BSV", ("B", "S", "V"), f32, "lane", 0, "noise"))
@@ -198,8 +210,8 @@ def _sampling_slots(plan: Plan) -> list[Slot]:
 
 def slot_groups(sampling: SamplingClass) -> frozenset[str]:
     """Groups of slots that programs of this class need, in addition to those without a group."""
-    on = {"noise": sampling.noise, "truncate": sampling.truncate, "penalties": sampling.penalties, "bias": sampling.bias}
-    return frozenset(name for name, needed in {**on, "logprobs": sampling.logprobs >= 0}.items() if needed)
+    on = {name: getattr(sampling, name) for name in sampling.__slots__} | {"logprobs": sampling.logprobs >= 0}
+    return frozenset(name for name, needed in on.items() if needed)
 
 
 def _pool(name: str, plan: Plan, model: ModelFacts, dtype: torch.dtype) -> Slot:

@@ -202,6 +202,7 @@ def check_fields(instance: Any, group: str, *, paths: Collection[str] = (), erro
     """Check every field of a dataclass against its annotation, and put plain Python values in the fields' places.
 
     Understood are int, float, bool, str, ``Any`` and dataclasses; optional ones; lists, sequences (made tuples) and mappings of them.
+    Where a sequence of texts is wanted, a text alone is one of one.
 
     Args:
         instance: of the dataclass; call this first in its ``__post_init__``.
@@ -243,6 +244,10 @@ def conform(key: str, value: Any, wanted: Any, error: Errors, *, is_path: bool =
         return [conform(f"{key}[{place}]", entry, args[0], error, is_path=is_path) for place, entry in enumerate(value)]
     if origin is Sequence and args == (int,):
         return tuple(wholes(key, value, error, most=LONGEST_FIELD))
+    if origin is Sequence and args == (str,) and isinstance(value, str | list | tuple):
+        return tuple(
+            conform(f"{key}[{place}]", entry, str, error) for place, entry in enumerate([value] if isinstance(value, str) else value)
+        )
     if origin in (dict, Mapping) and isinstance(value, Mapping):
         return _entries(key, value, args, error)
     if isinstance(wanted, type) and origin is None and isinstance(value, wanted) and (wanted is not bool or type(value) is bool):
@@ -260,7 +265,7 @@ def _entries(key: str, value: Mapping[Any, Any], args: tuple[Any, ...], error: E
 
 def _spell_type(wanted: Any, *, many: bool = False) -> str:
     origin, args = get_origin(wanted), get_args(wanted)
-    if origin is list:
+    if origin in (list, Sequence):
         return ("lists" if many else "a list") + f" of {_spell_type(args[0], many=True)}"
     if origin in (dict, Mapping):
         keys, values = (_spell_type(arg, many=True) for arg in args)

@@ -354,7 +354,7 @@ def _row(output: Output | None, error: str | None) -> dict[str, Any]:
     if output is None:
         return {"text": "", "token_ids": [], "finish_reason": "error", "error": error}
     row: dict[str, Any] = {"text": output.text, "token_ids": list(output.token_ids), "finish_reason": output.finish_reason}
-    row["seed"] = output.seed
+    row |= {"seed": output.seed, "stop_reason": output.stop_reason}
     if output.logprobs is not None:
         row["logprobs"] = [asdict(entry) for entry in output.logprobs]
     return row | ({"error": error} if error is not None else {})

@@ -82,8 +82,15 @@ def check_sampling(asked: Any, error: Errors) -> None:
         raise error("sampling.min_tokens", f"an integer >= 0, at most {most}{whose}", brief(asked.min_tokens))
     if asked.logprobs is not None:
         in_range("sampling.logprobs", asked.logprobs, 0, INT32_MOST, error=error)
-    for place, token in enumerate(asked.stop_token_ids):
-        in_range(f"sampling.stop_token_ids[{place}]", token, 0, INT64_MOST, error=error)
+    for name in ("stop_token_ids", "allowed_token_ids"):
+        for place, token in enumerate(getattr(asked, name) or ()):
+            in_range(f"sampling.{name}[{place}]", token, 0, INT64_MOST, error=error)
+    if asked.allowed_token_ids is not None and not asked.allowed_token_ids:
+        raise error("sampling.allowed_token_ids", "null, or at least one token id", [])
+    for name in ("stop", "bad_words"):
+        for place, text in enumerate(getattr(asked, name) or ()):
+            if not text.strip() if name == "bad_words" else not text:
+                raise error(f"sampling.{name}[{place}]", "text that is not empty", repr(text))
     for token, value in (asked.logit_bias or {}).items():
         in_range("sampling.logit_bias", token, 0, INT64_MOST, error=error)
         in_range(f"sampling.logit_bias[{token}]", value, -BIAS_LIMIT, BIAS_LIMIT, error=error)
@@ -207,9 +214,13 @@ class RuntimeConfig:
     max_logprobs: int = 20
     """Alternatives a request may ask for with each token's log-probability."""
     sampling_classes: list[str] = field(default_factory=lambda: ["greedy", "everything"])
-    """What requests ask of the sampler: greedy, everything, or some of noise, truncate, penalties, bias and logprobs, such as
-    noise+truncate. A launch runs the smallest class prepared that covers its rows. Captured cycles of these are made at load; elsewhere
-    programs are made when they are first asked for."""
+    """What requests ask of the sampler: greedy, everything, or some of noise, truncate, penalties, bias, allowed, bad_words and logprobs,
+    such as noise+truncate. A launch runs the smallest class prepared that covers its rows. Captured cycles of these are made at load;
+    elsewhere programs are made when they are first asked for."""
+    max_bad_words: int = 64
+    """Token sequences a request's bad words may come to; a word has one or two, with a space in front of it and without."""
+    max_bad_word_tokens: int = 8
+    """Tokens of the longest of them."""
 
     def __post_init__(self) -> None:
         check_fields(self, "runtime")
@@ -228,10 +239,13 @@ class RuntimeConfig:
         _between("runtime.max_stop_ids", self.max_stop_ids, 1, MAX_ENTRIES)
         _between("runtime.max_logit_bias", self.max_logit_bias, 1, MAX_ENTRIES)
         _between("runtime.max_logprobs", self.max_logprobs, 1, INT32_MOST)
+        _between("runtime.max_bad_words", self.max_bad_words, 1, MAX_ENTRIES)
+        _between("runtime.max_bad_word_tokens", self.max_bad_word_tokens, 1, MAX_NGRAM)
         ascending("runtime.buckets", self.buckets, 1, MAX_ROWS)
         for place, name in enumerate(self.sampling_classes):
             if sampling_class_of(name, self.max_logprobs) is None:
-                expected = "greedy, everything, or some of noise, truncate (with noise), penalties, bias and logprobs, joined by +"
+                parts = "noise, truncate (with noise), penalties, bias, allowed, bad_words and logprobs"
+                expected = f"greedy, everything, or some of {parts}, joined by +"
                 raise ConfigError(f"runtime.sampling_classes[{place}]", expected, repr(name))
         if self.prefill_chunks is not None:
             ascending("runtime.prefill_chunks", self.prefill_chunks, 1, MAX_CHUNK)
@@ -283,6 +297,10 @@ class SamplingConfig:
     stop_token_ids: list[int] = field(default_factory=list)
     """Ids that end a request, in addition to the checkpoint's end-of-text ids."""
     ignore_eos: bool = False
+    stop: list[str] = field(default_factory=list)
+    """Texts that end a request where they come up in its output."""
+    include_stop_str_in_output: bool = False
+    """The text that ended a request is part of its output."""
     top_k: int = -1
     """Keep the k most likely tokens; -1 or 0: all."""
     top_p: float = 1.0
@@ -297,8 +315,16 @@ class SamplingConfig:
     """Subtracted from the logit of a token for each of its occurrences in the output."""
     logit_bias: dict[int, float] = field(default_factory=dict)
     """Added to the logits of these token ids."""
+    allowed_token_ids: list[int] | None = None
+    """Sample from these token ids alone; null: from all."""
+    bad_words: list[str] = field(default_factory=list)
+    """Texts that never come up in the output; their last token is not sampled after the others."""
     min_tokens: int = 0
-    """No stop id before this many tokens."""
+    """No stop id, and no text of stop, before this many tokens."""
+    speculate: bool = True
+    """false: decode these requests plainly, one token per cycle."""
+    skip_special_tokens: bool = True
+    """Leave special tokens out of the output's text."""
     logprobs: int | None = None
     """Report each token's log-probability and this many alternatives; null: none."""
 

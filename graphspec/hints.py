@@ -56,6 +56,8 @@ _PER_REQUEST = {
     "max_tokens": ("max_new_tokens", "max_length"),
     "temperature": ("do_sample",),
     "stop_token_ids": ("eos_token_id",),
+    "stop": ("stop_strings", "stop_sequences"),
+    "bad_words": ("bad_words_ids",),
 }
 """Field of ``SamplingParams`` to names others have for it."""
 

@@ -105,6 +105,8 @@ class Plan:
     max_logprobs: int
     sampling_classes: tuple[SamplingClass, ...]
     """Whose programs are made at load where they are captured."""
+    max_bad_words: int
+    max_bad_word_tokens: int
     accept: AcceptPlan
     device: str
     dtype: str
@@ -146,9 +148,9 @@ class Plan:
             catch_up: the cycle, of depth 0, in which the drafter reads the whole window first.
         """
         if catch_up:
-            return GraphKey(bucket, self.shape.shortened(0), sampling, catch_up=True)
+            return GraphKey(bucket, self.shape.shortened(0), sampling.of_cycles, catch_up=True)
         shape = self.bucket_shapes[self.buckets.index(bucket)]
-        return GraphKey(bucket, shape if depth is None else self.shape.shortened(depth), sampling)
+        return GraphKey(bucket, shape if depth is None else self.shape.shortened(depth), sampling.of_cycles)
 
     @property
     def compiles(self) -> bool:
@@ -507,6 +509,8 @@ def make_plan(config: Config, target: ModelFacts, draft: DraftFacts | None, *, d
         max_logit_bias=runtime.max_logit_bias,
         max_logprobs=logprobs,
         sampling_classes=tuple(dict.fromkeys(found for found in classes if found is not None)),
+        max_bad_words=runtime.max_bad_words,
+        max_bad_word_tokens=runtime.max_bad_word_tokens,
         accept=rule,
         device=device,
         dtype=dtype,

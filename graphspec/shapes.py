@@ -138,6 +138,9 @@ class SamplingClass:
         penalties: repetition, presence or frequency; rows keep counts of their tokens.
         bias: a logit bias or a minimum length.
         logprobs: alternatives reported for each token; -1: no log-probabilities at all.
+        allowed: rows may be limited to some tokens.
+        bad_words: rows may have sequences of tokens that must not come up; they keep their last tokens.
+        prompt_logprobs: the prompt's tokens are scored. Of prefill programs only; cycles are those of the class without.
     """
 
     noise: bool = False
@@ -145,16 +148,27 @@ class SamplingClass:
     penalties: bool = False
     bias: bool = False
     logprobs: int = -1
+    allowed: bool = False
+    bad_words: bool = False
+    prompt_logprobs: bool = False
 
     def __or__(self, other: SamplingClass) -> SamplingClass:
         """The class that serves the requests of both."""
-        return SamplingClass(
-            self.noise or other.noise,
-            self.truncate or other.truncate,
-            self.penalties or other.penalties,
-            self.bias or other.bias,
-            max(self.logprobs, other.logprobs),
-        )
+        return SamplingClass(*(max(getattr(self, name), getattr(other, name)) for name in self.__slots__))
+
+    @property
+    def bans(self) -> bool:
+        """Tokens may be banned, by a logit of -inf."""
+        return self.bias or self.allowed or self.bad_words
+
+    @property
+    def of_cycles(self) -> SamplingClass:
+        """The class of the cycles that follow a prefill of this one."""
+        return replace(self, prompt_logprobs=False) if self.prompt_logprobs else self
+
+
+SPELLED = ("noise", "truncate", "penalties", "bias", "allowed", "bad_words", "logprobs")
+"""Parts of a class that a configuration can name."""
 
 
 def sampling_class_of(name: str, logprobs: int) -> SamplingClass | None:
@@ -164,10 +178,10 @@ def sampling_class_of(name: str, logprobs: int) -> SamplingClass | None:
     """
     parts = name.split("+")
     if parts == ["everything"]:
-        parts = ["noise", "truncate", "penalties", "bias", "logprobs"]
+        parts = [*SPELLED]
     if parts == ["greedy"]:
         parts = []
-    if not {*parts} <= {"noise", "truncate", "penalties", "bias", "logprobs"} or len({*parts}) < len(parts):
+    if not {*parts} <= {*SPELLED} or len({*parts}) < len(parts):
         return None
     if "truncate" in parts and "noise" not in parts:
         return None

@@ -9,7 +9,7 @@ from typing import Any, Self
 from ..shapes import GREEDY
 from .llm import LLM
 from .outputs import StreamEvent
-from .prompts import Params, Prompt
+from .prompts import Params, Prompt, one_of_params
 from .text import conversations
 
 
@@ -32,7 +32,9 @@ class AsyncLLM:
         """The same engine for callers that wait."""
         self.llm.warm_up(self.llm.plan.max_rows, sampling=GREEDY)
 
-    async def generate(self, prompts: Prompt | Sequence[Prompt], params: Params = None) -> AsyncGenerator[StreamEvent, None]:
+    async def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: Params = None, *, sampling_params: Params = None
+    ) -> AsyncGenerator[StreamEvent, None]:
         """Yields the tokens of every prompt as they are accepted, as :meth:`graphspec.engine.llm.LLM.stream` does.
 
         Cancelling the task that waits, or closing the generator, aborts what is left.
@@ -48,7 +50,7 @@ class AsyncLLM:
             loop.call_soon_threadsafe(changed.set)
 
         # Long texts take long to encode.
-        stream = await asyncio.to_thread(self.llm.submit, prompts, params, wake)
+        stream = await asyncio.to_thread(self.llm.submit, prompts, one_of_params(params, sampling_params), wake)
         try:
             while not stream.ended:
                 changed.clear()
@@ -59,9 +61,9 @@ class AsyncLLM:
         finally:
             stream.abort()
 
-    def chat(self, messages: Any, params: Params = None) -> AsyncGenerator[StreamEvent, None]:
+    def chat(self, messages: Any, params: Params = None, *, sampling_params: Params = None) -> AsyncGenerator[StreamEvent, None]:
         """Like :meth:`generate`, for conversations as :meth:`graphspec.engine.llm.LLM.chat` takes them."""
-        return self.generate(conversations(messages), params)
+        return self.generate(conversations(messages), params, sampling_params=sampling_params)
 
     async def close(self) -> None:
         """End the engine's thread; open calls, of :attr:`llm` too, end with an error, later ones are refused."""

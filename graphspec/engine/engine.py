@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from ..errors import ResourceError
 from ..graphs.cycle import Cycle, Progress
-from ..graphs.programs import Key, PrefillKey, describe_class
+from ..graphs.programs import Key, describe_class, prefill_keys
 from ..shapes import GREEDY, GraphKey, SamplingClass, pick_bucket
 from .calls import Alone, Call, Handle, Leave
 from .depth import AdaptiveDepth, DepthPolicy
@@ -51,7 +51,7 @@ class Engine:
         progress: Progress | None = None,
     ) -> None:
         self.cycle, self.plan, self.progress, self.policy = cycle, cycle.plan, progress, policy
-        self.scheduler = Scheduler(self.plan, cycle, None, proposer, None, policy, cycle.clear_row)
+        self.scheduler = Scheduler(self.plan, cycle, None, proposer, None, policy, cycle.clear_row, cycle.write_row)
         self._calls: dict[Request, Call] = {}
         """Call of every request that was queued, has not ended, and whose call is open."""
         self._open: dict[Call, None] = {}
@@ -152,7 +152,7 @@ class Engine:
         """Programs that this many requests can need: every bucket up to theirs, every chunk size, several prompts at once if there are."""
         widest = pick_bucket(self.plan.buckets, min(requests, self.plan.max_rows))
         cycles = [key for key in self.plan.graph_keys(sampling) if key.bucket <= widest]
-        return [*cycles, *(PrefillKey(chunk, sampling, lanes) for lanes, chunk in self.plan.prefill_shapes if lanes == 1 or requests > 1)]
+        return [*cycles, *(key for key in prefill_keys(self.plan, sampling) if key.lanes == 1 or requests > 1)]
 
     def close(self) -> None:
         """End the driving thread after its step. Open calls end with an error, later ones are refused. May be called again."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from .calls import Handle
-from .outputs import Detokenizer, StreamEvent
+from .outputs import EventStream, StreamEvent
 from .request import Request
+from .stops import OutputText
 
 
 class Stream:
@@ -15,7 +16,7 @@ class Stream:
     Args:
         requests: all of the call, those that were refused among them.
         handle: of the others; None: there are none.
-        decode: text of tokens.
+        text: a request's text from its beginning; None: it has none.
         done: called once with the requests when all have ended.
     """
 
@@ -23,14 +24,13 @@ class Stream:
         self,
         requests: Sequence[Request],
         handle: Handle | None,
-        decode: Callable[[list[int]], str],
+        text: Callable[[Request], OutputText | None],
         done: Callable[[Sequence[Request]], None],
     ) -> None:
         self.requests, self._handle, self._done = requests, handle, done
         self.ended = False
         """Every event has been returned."""
-        self._texts = {request: Detokenizer(decode) for request in requests}
-        self._sent: dict[Request, int] = dict.fromkeys(requests, 0)
+        self._events = {request: EventStream(request, text(request)) for request in requests}
         self._refused = [request for request in requests if request.finish_reason is not None]
 
     def wait(self) -> list[StreamEvent]:
@@ -42,19 +42,19 @@ class Stream:
         """
         found: list[StreamEvent] = []
         while not found and not self.ended:
-            found = self._events([] if self._handle is None or self._refused else self._handle.wait())
+            found = self._next([] if self._handle is None or self._refused else self._handle.wait())
         return found
 
     def take(self) -> list[StreamEvent]:
         """What :meth:`wait` returns, as far as it is there; does not wait."""
-        return self._events(self._handle.take() if self._handle is not None else [])
+        return self._next(self._handle.take() if self._handle is not None else [])
 
     def abort(self) -> None:
         """End what is left, and return at once. Any thread may do so, more than once."""
         if self._handle is not None:
             self._handle.abort()
 
-    def _events(self, changed: list[Request]) -> list[StreamEvent]:
+    def _next(self, changed: list[Request]) -> list[StreamEvent]:
         refused, self._refused = self._refused, []
         found = [event for request in (*refused, *changed) if (event := self._event(request)) is not None]
         if not self.ended and (self._handle is None or self._handle.ended):
@@ -64,19 +64,10 @@ class Stream:
 
     def _event(self, request: Request) -> StreamEvent | None:
         """What is new of a request since its last event; None: nothing."""
-        if request not in self._sent:
+        if request not in self._events:
             # Its last event was returned.
             return None
-        # The engine may add to the output meanwhile; once the request has ended, nothing does.
-        finished = request.finish_reason is not None
-        begin = self._sent[request]
-        fresh = request.output[begin:]
-        if not fresh and not finished:
-            return None
-        end = self._sent[request] = begin + len(fresh)
-        if finished:
-            del self._sent[request]
-        text = self._texts[request].push(fresh, last=finished)
-        logprobs = request.logprobs[begin:end] if request.params.logprobs is not None else None
-        reason = request.finish_reason if finished else None
-        return StreamEvent(request.index, text, fresh, finished, reason, logprobs, request.error, request.seed)
+        event = self._events[request].next()
+        if event is not None and event.finished:
+            del self._events[request]
+        return event

@@ -35,13 +35,14 @@ from .calls import Alone
 from .depth import AdaptiveDepth, DepthPolicy
 from .engine import Engine
 from .events import Stream
-from .outputs import Metrics, Output, StreamEvent, TreeSnapshot, summarise
+from .outputs import Metrics, Output, StreamEvent, TreeSnapshot, make_output, summarise
 from .programmatic import resolve as resolve_programmatic
-from .prompts import Params, Prompt, make_requests
+from .prompts import Params, Prompt, make_requests, one_of_params
 from .proposer import Proposer
 from .request import Request, SamplingParams
 from .scheduler import Launcher
 from .self_test import AcceptanceTest
+from .stops import OutputText
 from .text import Conversation, Tokenizer, conversations, has_tokenizer
 from .tuning import LinearTuner
 
@@ -259,6 +260,8 @@ class LLM:
         params: Params = None,
         progress: Progress | None = None,
         launcher: Launcher | None = None,
+        *,
+        sampling_params: Params = None,
     ) -> list[Output]:
         """Generate for every prompt; a request that can't be served comes back with ``finish_reason="error"``, the others finish.
 
@@ -271,6 +274,10 @@ class LLM:
             progress: called as ``progress("generate", tokens, most tokens)``.
             launcher: what launches the programs, default the engine's own cycle; a comparison or a recorder may stand in front of it, and
                 then no other call may be open.
+            sampling_params: another name of ``params``.
+
+        Returns:
+            The outputs in the order of the prompts, ``params.n`` for each.
 
         Raises:
             RequestError: the single prompt of the call can't be served, or there is not one params object per prompt.
@@ -278,7 +285,7 @@ class LLM:
         """
         check_progress(progress)
         check_launcher(launcher)
-        requests = self._requests(prompts, params)
+        requests = self._requests(prompts, one_of_params(params, sampling_params))
         most = sum(r.budget for r in requests)
         alone = Alone(launcher) if launcher is not None else None
         served = [r for r in requests if r.finish_reason is None]
@@ -287,29 +294,15 @@ class LLM:
                 if progress:
                     progress("generate", sum(len(r.output) for r in requests), most)
         self._note(requests)
-        return [
-            Output(
-                index=r.index,
-                prompt_token_ids=r.prompt,
-                token_ids=r.output,
-                text=self._decode(r.output),
-                finish_reason=r.finish_reason or "error",
-                error=r.error,
-                metrics=summarise([r], self.plan),
-                seed=r.seed,
-                logprobs=r.logprobs if r.params.logprobs is not None else None,
-                timing=r.metrics,
-            )
-            for r in requests
-        ]
+        return [make_output(r, self._text(r), self.plan) for r in requests]
 
-    def stream(self, prompts: Prompt | Sequence[Prompt], params: Params = None) -> Iterator[StreamEvent]:
+    def stream(self, prompts: Prompt | Sequence[Prompt], params: Params = None, *, sampling_params: Params = None) -> Iterator[StreamEvent]:
         """Like :meth:`generate`, but yields tokens as they are accepted. Closing the iterator early aborts what is left.
 
         Raises:
             RequestError: the single prompt of the call can't be served.
         """
-        stream = self.submit(prompts, params)
+        stream = self.submit(prompts, one_of_params(params, sampling_params))
         try:
             while not stream.ended:
                 yield from stream.wait()
@@ -330,30 +323,33 @@ class LLM:
         requests = self._requests(prompts, params)
         served = [request for request in requests if request.finish_reason is None]
         handle = self._engine.submit(served, notify=notify) if served else None
-        return Stream(requests, handle, self._decode, self._note)
+        return Stream(requests, handle, self._text, self._note)
 
     def _note(self, requests: Sequence[Request]) -> None:
         """Look over the requests of a call that has ended."""
         self._acceptance_test.observe(requests)
         self.metrics = summarise(requests, self.plan)
 
-    def chat(self, messages: Any, params: Params = None, progress: Progress | None = None) -> list[Output]:
+    def chat(
+        self, messages: Any, params: Params = None, progress: Progress | None = None, *, sampling_params: Params = None
+    ) -> list[Output]:
         """Like :meth:`generate`, for conversations: the assistant's next turn, by the checkpoint's own chat template.
 
         Args:
             messages: one conversation, a list of ``{"role": "user", "content": "..."}``, oldest first; or a list of conversations.
             params: one for all conversations, or one per conversation; default greedy, 128 tokens.
             progress: called as ``progress("generate", tokens, most tokens)``.
+            sampling_params: another name of ``params``.
 
         Raises:
             CheckpointError: the checkpoint has no chat template, or a broken one.
             RequestError: the single conversation of the call can't be served.
         """
-        return self.generate(conversations(messages), params, progress)
+        return self.generate(conversations(messages), params, progress, sampling_params=sampling_params)
 
-    def stream_chat(self, messages: Any, params: Params = None) -> Iterator[StreamEvent]:
+    def stream_chat(self, messages: Any, params: Params = None, *, sampling_params: Params = None) -> Iterator[StreamEvent]:
         """Like :meth:`stream`, for conversations as :meth:`chat` takes them."""
-        return self.stream(conversations(messages), params)
+        return self.stream(conversations(messages), params, sampling_params=sampling_params)
 
     def check(self, prompts: Prompt | Sequence[Prompt], params: Params = None) -> list[str | None]:
         """What :meth:`generate` would refuse, before anything is compiled or run for it.
@@ -368,7 +364,7 @@ class LLM:
         return [request.error for request in self._requests(prompts, params)]
 
     def _requests(self, prompts: Prompt | Sequence[Prompt], params: Params, *, one: bool = False) -> list[Request]:
-        return make_requests(prompts, params, self.plan, self._encode, one=one)
+        return make_requests(prompts, params, self.plan, self._encode, one=one, tokenizer=lambda: self.tokenizer)
 
     def close(self) -> None:
         """End the engine's thread. Open calls end with an error, later ones are refused; memory is given back with the last reference."""
@@ -397,6 +393,12 @@ class LLM:
 
     def _encode(self, prompt: str | Conversation) -> list[int]:
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else self.tokenizer.chat(prompt)
+
+    def _text(self, request: Request) -> OutputText | None:
+        """The text of a request from its beginning; None: it has none."""
+        if not (self._has_tokenizer and request.params.detokenize):
+            return None
+        return OutputText(self.tokenizer, request.params, request.prompt if request.params.echo else ())
 
     def _decode(self, tokens: list[int]) -> str:
         return self.tokenizer.decode(tokens, skip_special_tokens=True) if self._has_tokenizer else ""

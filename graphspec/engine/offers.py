@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..errors import ResourceError
-from ..graphs.programs import PrefillKey
+from ..graphs.programs import PrefillKey, prefill_keys
 from ..plan import Plan
 from ..shapes import GraphKey, SamplingClass
 
@@ -39,7 +39,7 @@ class Offer:
             {bucket: plan.key(bucket, sampling) for bucket in buckets},
             {(bucket, depth): plan.key(bucket, sampling, depth) for bucket in buckets for depth in plan.depths_of(bucket)},
             {bucket: plan.key(bucket, sampling, catch_up=True) for bucket in buckets if plan.catches_up},
-            tuple(PrefillKey(chunk, sampling, lanes) for lanes, chunk in plan.prefill_shapes) if prefills is None else prefills,
+            prefills if prefills is not None else prefill_keys(plan, sampling),
         )
 
 
@@ -73,4 +73,4 @@ class Offers:
 
 def size(sampling: SamplingClass) -> tuple[int, int]:
     """What classes are ordered by: how much their programs compute."""
-    return sampling.noise + sampling.truncate + sampling.penalties + sampling.bias, sampling.logprobs
+    return sum(getattr(sampling, name) is True for name in sampling.__slots__), sampling.logprobs

@@ -1,12 +1,13 @@
-"""What a call returns: outputs, metrics, and text that grows by whole characters."""
+"""What a call returns: outputs, stream events and metrics."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ..plan import Plan
 from .request import Request, RequestMetrics, TokenLogprob
+from .stops import OutputText
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +44,15 @@ class Output:
 
     Attributes:
         index: position in the call's prompts.
-        token_ids: new tokens; a stop id that ended the request is the last one.
+        token_ids: new tokens; a stop id that ended the request is the last one, or the token in which a stop text ended.
+        text: theirs, without the stop text unless that was asked for.
         finish_reason: ``stop``, ``length``, ``memory`` (page pool too small), ``abort`` or ``error``.
         error: the message when ``finish_reason`` is ``error``.
         seed: what every draw followed from; ``SamplingParams(seed=...)`` with it gives these tokens again.
         logprobs: one for each token when they were asked for, else None.
+        sample: which of the ``n`` outputs of the prompt. They follow each other in the call's outputs.
+        stop_reason: the stop text, or the id of ``stop_token_ids``, that ended the request; None: something else did.
+        prompt_logprobs: one for each token of the prompt when they were asked for, None for the first.
         timing: when its tokens came, cycle by cycle.
     """
 
@@ -60,6 +65,9 @@ class Output:
     metrics: Metrics
     seed: int
     logprobs: list[TokenLogprob] | None = None
+    sample: int = 0
+    stop_reason: str | int | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
     timing: RequestMetrics = field(default_factory=RequestMetrics)
 
     @property
@@ -73,8 +81,10 @@ class StreamEvent:
     """New tokens of one request, as soon as they are accepted.
 
     Attributes:
+        text: what is final now; of the tokens so far, the end may be held back as long as it may be part of a character or a stop text.
         error: the message when ``finish_reason`` is ``error``.
-        seed: as in :class:`Output`.
+        seed, sample, stop_reason: as in :class:`Output`.
+        prompt_logprobs: as in :class:`Output`, in the request's first event.
     """
 
     index: int
@@ -85,6 +95,9 @@ class StreamEvent:
     logprobs: list[TokenLogprob] | None = None
     error: str | None = None
     seed: int | None = None
+    sample: int = 0
+    stop_reason: str | int | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,25 +136,65 @@ def summarise(requests: Sequence[Request], plan: Plan) -> Metrics:
     )
 
 
-class Detokenizer:
-    """Text of a growing token list: text that :meth:`push` returned never changes later.
+def make_output(request: Request, text: OutputText | None, plan: Plan) -> Output:
+    """What a call returns for a request that has ended.
 
-    A character may span several tokens, and some tokenizers decide on spaces by the token before; so the decode starts one step back and
-    text that ends inside a character is held until it is whole.
+    Args:
+        request: has ended.
+        text: its text, nothing pushed yet; None: it has none.
+        plan: it ran under.
+    """
+    return Output(
+        index=request.index,
+        prompt_token_ids=request.prompt,
+        token_ids=request.output,
+        text=text.push(request.output, last=True) if text is not None else "",
+        finish_reason=request.finish_reason or "error",
+        error=request.error,
+        metrics=summarise([request], plan),
+        seed=request.seed,
+        logprobs=request.logprobs if request.params.logprobs is not None else None,
+        sample=request.sample,
+        stop_reason=request.stop_reason(text.stop if text is not None else None),
+        prompt_logprobs=request.scored_prompt,
+        timing=request.metrics,
+    )
+
+
+class EventStream:
+    """The events of one request.
+
+    Args:
+        request: being run.
+        text: its text, nothing pushed yet; None: it has none.
     """
 
-    def __init__(self, decode: Callable[[list[int]], str]) -> None:
-        self._decode = decode
-        self._tokens: list[int] = []
-        self._from, self._done = 0, 0
+    def __init__(self, request: Request, text: OutputText | None) -> None:
+        self._request, self._text = request, text
+        self._sent = 0
+        self._begun = False
 
-    def push(self, tokens: Sequence[int], *, last: bool = False) -> str:
-        """Append ``tokens``; returns the text that is final now. ``last``: no tokens follow, so return all that is left."""
-        self._tokens += tokens
-        before = self._decode(self._tokens[self._from : self._done])
-        after = self._decode(self._tokens[self._from :])
-        if after.endswith("\ufffd") and not last:
-            return ""
-        if len(self._tokens) > self._done:
-            self._from, self._done = self._done, len(self._tokens)
-        return after[len(before) :]
+    def next(self) -> StreamEvent | None:
+        """What is new since the last event; None: nothing."""
+        request, begin = self._request, self._sent
+        # Another thread may add to the output meanwhile; once the request has ended, nothing does.
+        finished = request.finish_reason is not None
+        fresh = request.output[begin:]
+        if not fresh and not finished:
+            return None
+        self._sent += len(fresh)
+        text = self._text.push(fresh, last=finished) if self._text is not None else ""
+        first, self._begun = not self._begun, True
+        return StreamEvent(
+            index=request.index,
+            text=text,
+            token_ids=fresh,
+            finished=finished,
+            finish_reason=request.finish_reason if finished else None,
+            logprobs=request.logprobs[begin : self._sent] if request.params.logprobs is not None else None,
+            error=request.error,
+            seed=request.seed,
+            sample=request.sample,
+            stop_reason=request.stop_reason(self._text.stop if self._text is not None else None) if finished else None,
+            prompt_logprobs=request.scored_prompt if first else None,
+        )

@@ -35,7 +35,7 @@ class PrefixCache:
         """Pages that hold the front of the request's first ``length`` tokens, none of which is missing. They are not retained.
 
         The last token is never among them, since its logits are needed; nor are the Y before it, whose draft KV the first cycle writes.
-        Empty for a request that has to read its whole prompt: tokens are counted for penalties as they are read.
+        Empty for a request that has to read its whole prompt: to score its tokens, or to count them for penalties.
         """
         pages: list[int] = []
         for index in range(self._findable(request, length)):
@@ -67,7 +67,7 @@ class PrefixCache:
 
     def _findable(self, request: Request, length: int) -> int:
         """Most pages that :meth:`find` can return."""
-        if not self.plan.prefix_cache or request.params.sampling_class.penalties:
+        if not self.plan.prefix_cache or request.sampling.penalties or request.scores_prompt:
             return 0
         return (length - max(1, self._lookahead)) // self.plan.page_size
 

@@ -9,8 +9,10 @@ from typing import TypedDict
 from ..checks import brief, is_array, typed, wholes
 from ..errors import CheckpointError, GraphspecError, RequestError
 from ..plan import Plan
+from .bans import check_bans, encode_bad_words
 from .request import Request, SamplingParams, check_params, check_prompt
-from .text import Conversation
+from .stops import OutputText, StopCheck
+from .text import Conversation, Tokenizer
 
 
 class TextPrompt(TypedDict):
@@ -23,6 +25,10 @@ class TokensPrompt(TypedDict):
     """A tokenised prompt as vLLM spells it."""
 
     prompt_token_ids: Sequence[int]
+
+
+def _no_tokenizer() -> Tokenizer:
+    raise CheckpointError("tokenizer", "one", "none")
 
 
 Prompt = str | Sequence[int] | TextPrompt | TokensPrompt | Conversation
@@ -142,8 +148,28 @@ def read_params(params: object, count: int) -> list[SamplingParams]:
     return list(params)
 
 
-def make_requests(prompts: object, params: object, plan: Plan, encode: Encode, *, one: bool = False) -> list[Request]:
-    """Checked requests. One that can't be served has a ``finish_reason`` and an ``error``; the others are served.
+def one_of_params(params: Params, sampling_params: Params) -> Params:
+    """The parameters of a call, by either of their names.
+
+    Raises:
+        RequestError: both were given.
+    """
+    if params is not None and sampling_params is not None:
+        raise RequestError("sampling_params", "nothing next to params, which it is another name of", typed(sampling_params))
+    return params if sampling_params is None else sampling_params
+
+
+def make_requests(
+    prompts: object,
+    params: object,
+    plan: Plan,
+    encode: Encode,
+    *,
+    one: bool = False,
+    tokenizer: Callable[[], Tokenizer] = _no_tokenizer,
+) -> list[Request]:
+    """Checked requests, ``n`` of them for each prompt, one after the other. One that can't be served has a ``finish_reason`` and an
+    ``error``; the others are served.
 
     Args:
         prompts: of the call.
@@ -151,6 +177,7 @@ def make_requests(prompts: object, params: object, plan: Plan, encode: Encode, *
         plan: of the engine that is to serve them.
         encode: the tokenizer's.
         one: there must be exactly one prompt.
+        tokenizer: of the checkpoint, for requests with texts in their parameters.
 
     Raises:
         RequestError: the arguments are no prompts or no parameters, or the call's single prompt can't be served.
@@ -161,15 +188,47 @@ def make_requests(prompts: object, params: object, plan: Plan, encode: Encode, *
         raise RequestError("prompt", "one prompt", f"{len(many)} of them")
     requests = []
     for index, (prompt, param) in enumerate(zip(many, read_params(params, len(many)), strict=True)):
-        request = Request(index=index, prompt=[], params=param, stop_ids=(), budget=0)
+        request = Request(index=index, prompt=[], params=param.sample(0), stop_ids=(), budget=0)
         try:
             request.prompt = read_prompt(prompt, encode)
             request.stop_ids = check_params(param, plan, plan.target.eos_token_ids)
             check_prompt(request.prompt, plan)
             request.budget = min(param.max_tokens, plan.max_context - len(request.prompt))
+            _add_texts(request, plan, tokenizer)
         except (RequestError, CheckpointError) as error:
             if single or one:
                 raise
             request.finish_reason, request.error = "error", str(error)
         requests.append(request)
+        requests += [_another(request, param, sample) for sample in range(1, param.n)]
     return requests
+
+
+def _add_texts(request: Request, plan: Plan, tokenizer: Callable[[], Tokenizer]) -> None:
+    """What a request's parameters say in text.
+
+    Raises:
+        RequestError: there is no tokenizer, or bad words that the engine can't serve.
+    """
+    params = request.params
+    for name in ("stop", "bad_words", "echo"):
+        if getattr(params, name):
+            try:
+                tokenizer()
+            except CheckpointError as error:
+                raise RequestError(f"sampling.{name}", "a checkpoint with a tokenizer", str(error)) from error
+    if params.bad_words:
+        request.bad_words = encode_bad_words(params, plan, tokenizer())
+        check_bans(params, request.bad_words, plan)
+    if params.stop and not plan.accept.synthetic:
+        request.stops = StopCheck(lambda: OutputText(tokenizer(), params))
+
+
+def _another(first: Request, params: SamplingParams, sample: int) -> Request:
+    """One more output of the same prompt."""
+    stops = first.stops.again() if first.stops is not None else None
+    another = Request(first.index, first.prompt, params.sample(sample), first.stop_ids, first.budget)
+    another.sample, another.bad_words, another.stops = sample, first.bad_words, stops
+    another.priority, another.deadline = first.priority, first.deadline
+    another.finish_reason, another.error = first.finish_reason, first.error
+    return another

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any, NoReturn
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from itertools import islice
+from typing import Any, NoReturn, Protocol
 
-from ..checks import brief, check_fields
+from ..checks import INT32_MOST, brief, check_fields, in_range
 from ..config import SamplingConfig, check_sampling
 from ..errors import RequestError
 from ..plan import Plan
 from ..shapes import GREEDY, SamplingClass
+
+MOST_SAMPLES = 65536
+"""Outputs of one prompt; far above real use, to refuse typing errors."""
 
 
 class LogitBias(dict[int, float]):
@@ -40,8 +44,12 @@ class SamplingParams:
         temperature: 0 is greedy; above it, from 1e-5 to 1e5.
         seed: 64 bits, signed or not; two requests with one seed and one prompt get one output. None: every request draws a seed of its own,
             which its output names.
+        n: outputs for each prompt, at a temperature above 0 if more than one. Each is a request of its own, with the seed ``seed + i``.
         stop_token_ids: ids that end the request, in addition to the checkpoint's end-of-text ids; the id itself is part of the output.
         ignore_eos: the checkpoint's end-of-text ids do not end the request.
+        stop: texts that end the request where they come up in its text. What follows is dropped, with the tokens after the one in which the
+            stop text ended. A text alone is one of one.
+        include_stop_str_in_output: the stop text is part of the text.
         top_k: sample from the k most likely tokens; -1 or 0: all. Equal logits stay together.
         top_p: of those, from the most likely ones that together hold this share, 0 < top_p <= 1 (1.2e-38 or more).
         min_p: of those, from the ones at least this share as likely as the most likely, 0 <= min_p <= 1.
@@ -49,7 +57,16 @@ class SamplingParams:
         presence_penalty: -2 to 2, taken off the logits of tokens in the output.
         frequency_penalty: -2 to 2, the same for each time they are in it.
         logit_bias: token id to what is added to its logit, -100 to 100.
-        min_tokens: no stop id before this many tokens.
+        allowed_token_ids: only these are sampled, however many they are; None: all.
+        bad_words: texts whose tokens never come up one after the other in the output: the last one is not sampled after the others, of
+            which the first may stand in the prompt. A word counts with a space in front of it and without.
+        min_tokens: no stop id, and no text of ``stop``, before this many tokens.
+        speculate: False: this request is decoded plainly, one token per cycle, next to others that are not.
+        num_steps: most drafted tokens that a cycle accepts, at most the engine's own depth; None: that.
+        skip_special_tokens: special tokens are not part of the text.
+        detokenize: False: no text is made, only token ids.
+        echo: the text begins with the prompt's; ``token_ids`` and ``logprobs`` do not.
+        prompt_logprobs: the same as ``logprobs`` for the prompt's tokens.
         logprobs: report each token's log-probability and this many most likely tokens; None: neither. They are the target's own, before any
             of the above.
 
@@ -62,8 +79,11 @@ class SamplingParams:
     max_tokens: int = 128
     temperature: float = 0.0
     seed: int | None = None
+    n: int = 1
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
+    stop: Sequence[str] | None = ()
+    include_stop_str_in_output: bool = False
     top_k: int = -1
     top_p: float = 1.0
     min_p: float = 0.0
@@ -71,12 +91,32 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] | None = ()
     min_tokens: int = 0
+    speculate: bool = True
+    num_steps: int | None = None
+    skip_special_tokens: bool = True
+    detokenize: bool = True
+    echo: bool = False
+    prompt_logprobs: int | None = None
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, "sampling", error=RequestError)
         check_sampling(self, RequestError)
+        in_range("sampling.n", self.n, 1, MOST_SAMPLES, error=RequestError)
+        if self.n > 1 and self.temperature == 0:
+            raise RequestError("sampling.n", "1 at temperature 0, where all outputs would be the same", self.n)
+        for name in ("num_steps", "prompt_logprobs"):
+            if (value := getattr(self, name)) is not None:
+                in_range(f"sampling.{name}", value, 0, INT32_MOST, error=RequestError)
+        for name in ("stop", "echo"):
+            if getattr(self, name) and not self.detokenize:
+                raise RequestError("sampling.detokenize", f"true with sampling.{name}, which is about text", False)
+        for name in ("stop", "bad_words"):
+            # Unset in the words of other engines.
+            object.__setattr__(self, name, tuple(getattr(self, name) or ()))
         if self.logit_bias is not None:
             object.__setattr__(self, "logit_bias", LogitBias(self.logit_bias))
 
@@ -90,7 +130,23 @@ class SamplingParams:
             penalties=(self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0),
             bias=bool(self.logit_bias) or self.min_tokens > 0,
             logprobs=-1 if self.logprobs is None else self.logprobs,
+            allowed=self.allowed_token_ids is not None,
+            bad_words=bool(self.bad_words),
+            prompt_logprobs=self.prompt_logprobs is not None,
         )
+
+    @property
+    def depth(self) -> int | None:
+        """Most drafted tokens that a cycle accepts; None: as many as the engine drafts."""
+        return self.num_steps if self.speculate else 0
+
+    def sample(self, number: int) -> SamplingParams:
+        """The parameters of one of the ``n`` outputs."""
+        if self.n == 1:
+            return self
+        seed = self.seed + number if self.seed is not None else None
+        # 64 bits, which a seed may fill with and without a sign.
+        return replace(self, n=1, seed=seed - 2**64 if seed is not None and seed >= 2**64 else seed)
 
 
 def configured_params(config: SamplingConfig, **changes: Any) -> SamplingParams:
@@ -153,6 +209,14 @@ class RequestMetrics:
         return [(tokens, depth) for tokens, depth in zip(self.whole_cycles(), self.cycle_depths, strict=False) if depth]
 
 
+class Stops(Protocol):
+    """Looks for a request's stop texts (:class:`graphspec.engine.stops.StopCheck`)."""
+
+    def cut(self, output: Sequence[int], tokens: list[int], status: int) -> tuple[list[int], int]: ...
+
+    def again(self) -> Stops: ...
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One request inside the engine."""
@@ -166,10 +230,18 @@ class Request:
     """Lower ones are served first."""
     deadline: float | None = None
     """Seconds from its arrival after which it ends as it is."""
+    sample: int = 0
+    """Its place among the ``n`` outputs of its prompt."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Token sequences that must not come up."""
+    stops: Stops | None = None
+    """Looks for stop texts; None where there are none."""
     seed: int = field(init=False)
     """The seed of the parameters, or 64 random bits where they have none."""
     output: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    """Of the prompt's tokens after the first, as far as they are known."""
     finish_reason: str | None = None
     error: str | None = None
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
@@ -187,6 +259,8 @@ class Request:
     """Tokens of its row that prefill launches have read, or will."""
     shared: int = 0
     """Pages of its row that other requests had filled when it took the row."""
+    scoring: bool = False
+    """Its prompt's tokens are scored while its row is filled."""
     mapped: int = 0
     """Pages of its row that messages have put into the page table."""
     ready: bool = False
@@ -218,10 +292,54 @@ class Request:
     def __post_init__(self) -> None:
         self.seed = secrets.randbits(64) if self.params.seed is None else self.params.seed
 
+    def begin(self, row: int, pages: list[int]) -> None:
+        """Take a row and pages."""
+        self.row, self.pages = row, pages
+        self.scoring = self.scores_prompt
+        if self.scoring:
+            # Those of a prefill that did not end.
+            self.prompt_logprobs = []
+
+    @property
+    def scores_prompt(self) -> bool:
+        """It asked for log-probabilities of its prompt, and they are not all known."""
+        return self.sampling.prompt_logprobs and len(self.prompt_logprobs) < len(self.prompt) - 1
+
+    def note_logprobs(self, tokens: Iterable[int], logprobs: Iterable[tuple[float, dict[int, float]]]) -> None:
+        """Of a run, where it asked for them. The run's class may report more alternatives, and the run go on after the request's end."""
+        if self.params.logprobs is not None:
+            self.logprobs += _shortened(tokens, logprobs, self.params.logprobs)
+
+    def note_prompt_logprobs(self, logprobs: Iterable[tuple[float, dict[int, float]]]) -> None:
+        """Of the next tokens of its prompt, as far as it asked for them and they were not read before."""
+        if self.params.prompt_logprobs is not None and self.finish_reason is None:
+            left = self.prompt[len(self.prompt_logprobs) + 1 :]
+            self.prompt_logprobs += _shortened(left, logprobs, self.params.prompt_logprobs)
+
+    @property
+    def scored_prompt(self) -> list[TokenLogprob | None] | None:
+        """Log-probabilities of the prompt's tokens, None for the first; None where nobody asked."""
+        return [None, *self.prompt_logprobs] if self.params.prompt_logprobs is not None else None
+
+    def stop_reason(self, text: str | None) -> str | int | None:
+        """What of its parameters ended it: the stop text that was found, else a stop id of its own; None: something else did."""
+        if text is not None or self.finish_reason != "stop":
+            return text
+        return self.output[-1] if self.output[-1] in self.params.stop_token_ids else None
+
+    def depth_of(self, depth: int) -> int:
+        """Most drafted tokens that this request accepts of a cycle of that depth."""
+        return depth if self.params.depth is None else min(depth, self.params.depth)
+
     @property
     def committed(self) -> int:
         """Tokens known to have target KV once everything read so far is counted."""
         return len(self.prompt) + max(0, len(self.output) - 1)
+
+
+def _shortened(tokens: Iterable[int], logprobs: Iterable[tuple[float, dict[int, float]]], most: int) -> Iterator[TokenLogprob]:
+    for token, (logprob, top) in zip(tokens, logprobs, strict=False):
+        yield TokenLogprob(token, logprob, dict(islice(top.items(), most)))
 
 
 def check_params(params: SamplingParams, plan: Plan, eos_ids: Sequence[int]) -> tuple[int, ...]:
@@ -245,8 +363,16 @@ def check_params(params: SamplingParams, plan: Plan, eos_ids: Sequence[int]) -> 
     for token in bias:
         if token >= vocab:
             raise RequestError("sampling.logit_bias", f"token ids from 0 to {vocab - 1}", token)
-    if params.logprobs is not None and params.logprobs > plan.max_logprobs:
-        raise RequestError("sampling.logprobs", f"None, or 0 to runtime.max_logprobs = {plan.max_logprobs}", params.logprobs)
+    for name in ("logprobs", "prompt_logprobs"):
+        if (asked := getattr(params, name)) is not None and asked > plan.max_logprobs:
+            raise RequestError(f"sampling.{name}", f"None, or 0 to runtime.max_logprobs = {plan.max_logprobs}", asked)
+    if params.num_steps is not None and params.num_steps > plan.shape.num_steps:
+        raise RequestError("sampling.num_steps", f"None, or 0 to variant.num_steps = {plan.shape.num_steps}", params.num_steps)
+    allowed = set(params.allowed_token_ids or ())
+    if allowed and max(allowed) >= vocab:
+        raise RequestError("sampling.allowed_token_ids", f"token ids from 0 to {vocab - 1}", max(allowed))
+    if allowed and params.min_tokens and allowed.issubset(stops):
+        raise RequestError("sampling.allowed_token_ids", "a token that ends nothing, for min_tokens of them", sorted(allowed))
     # A synthetic run ends at its budget: its tokens are meaningless, stop ids included.
     return () if plan.accept.synthetic else stops
 

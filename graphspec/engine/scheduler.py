@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
 from typing import Protocol
+
+import numpy as np
 
 from ..buffers import Status, slot_groups
 from ..errors import ConfigError, ResourceError
@@ -19,6 +21,7 @@ from ..graphs.programs import Key, PrefillKey, tokens_of
 from ..graphs.stages.mailbox import Chunk, Join, Mailbox, Message, SharedPages
 from ..plan import Plan
 from ..shapes import GraphKey, SamplingClass, pick_bucket
+from . import bans
 from .admission import Deadlines, Queue
 from .chunks import choose_prefill
 from .depth import DepthPolicy
@@ -26,11 +29,13 @@ from .offers import Offer, Offers
 from .pages import PageAllocator
 from .prefix import PrefixCache
 from .proposer import Proposer
-from .request import Request, TokenLogprob
+from .request import Request
 
 FINISH_REASONS = {Status.STOPPED: "stop", Status.LENGTH: "length", Status.FAILED: "error"}
 JOIN_GROUPS = frozenset(Mailbox.GROUPS)
 """Groups of slots for which a join has room in some sampling classes only."""
+ROW_GROUPS = JOIN_GROUPS | bans.GROUPS
+"""Groups of slots in which a row may hold parameters that are not neutral."""
 
 
 class Launcher(Protocol):
@@ -64,6 +69,7 @@ class Scheduler:
         buckets: ascending lane counts whose cycles exist, default the plan's; rows beyond the largest take turns.
         policy: chooses the draft depth of every cycle and observes the result; None: each bucket keeps the plan's.
         clear_row: makes a row's parameters neutral in some groups of slots (:meth:`graphspec.graphs.cycle.Cycle.clear_row`).
+        write_row: writes slots of a row for which no message has room (:meth:`graphspec.graphs.cycle.Cycle.write_row`).
         clock: seconds, for deadlines.
 
     The host's view is up to ``run_ahead`` cycles old. Pages are therefore reserved for the longest run that every unread cycle may still
@@ -88,10 +94,11 @@ class Scheduler:
         buckets: tuple[int, ...] | None = None,
         policy: DepthPolicy | None = None,
         clear_row: Callable[[int, AbstractSet[str]], None] | None = None,
+        write_row: Callable[[int, Mapping[str, bans.Table]], None] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.plan, self.launcher, self.proposer, self.policy = plan, launcher, proposer, policy
-        self._clear_row = clear_row
+        self._clear_row, self._write_row = clear_row, write_row
         self._offers = Offers()
         if sampling is not None:
             self.offer(sampling, buckets or plan.buckets)
@@ -172,7 +179,7 @@ class Scheduler:
         self._reset_pages()
         self._free_rows = list(range(self.plan.max_rows - 1, -1, -1))
         self._aborts = list(range(self.plan.max_rows))
-        self._written = [JOIN_GROUPS] * self.plan.max_rows
+        self._written = [ROW_GROUPS] * self.plan.max_rows
         for request in held:
             request.leave_row()
             request.queued_cycles, request.window_bound = 0, 1
@@ -230,7 +237,7 @@ class Scheduler:
             self._finish(request, "memory")
             return True
         self.waiting.remove(request)
-        request.row, request.pages = self._free_rows.pop(), [*shared, *pages]
+        request.begin(self._free_rows.pop(), [*shared, *pages])
         self._begin_after(request, len(shared))
         self.running.append(request)
         if self.proposer is not None:
@@ -266,8 +273,9 @@ class Scheduler:
                     self._share(request)
             reading = self.prefix.leaders(sorted(reading, key=Request.rank))
             # Of the first request's class; those whose class covers more wait for their turn to be first.
-            offer = self._offers.choose(reading[0].sampling, 1)
-            covered = [request for request in reading if request.sampling | offer.sampling == offer.sampling]
+            need = {request: request.sampling if request.scoring else request.sampling.of_cycles for request in reading}
+            offer = self._offers.choose(need[reading[0]], 1)
+            covered = [request for request in reading if need[request] | offer.sampling == offer.sampling]
             left = [(request.prefilled, request.committed) for request in covered]
             chosen = choose_prefill(left, offer.prefills, most - spent)
             if chosen is None:
@@ -289,9 +297,12 @@ class Scheduler:
             chunks.append(Chunk(request.known(start, end), start, total, known_root, shared, len(request.prompt)))
             if start == shared:
                 self._clear_leftovers(request, key.sampling)
+                self._write_slots(row, bans.row_tables(request, request.known(0, total), self.plan))
                 message.joins = [*message.joins, self._join(request)]
                 if shared:
                     message.shared = [*message.shared, SharedPages(row, request.pages[: request.shared], request.known(0, shared))]
+            if request.scoring:
+                self._write_slots(row, {"following_token_R": np.asarray([*request.known(end, end + 1), -1][0])})
             upto = len(request.pages) if end == total else self.plan.pages_for(end)
             message.pages += [(row, column, request.pages[column]) for column in range(request.mapped, upto)]
             request.prefilled, request.mapped = end, upto
@@ -302,13 +313,18 @@ class Scheduler:
             if request.prefilled == request.committed:
                 request.ready, request.window_bound, self._offer = True, 1, None
 
+    def _write_slots(self, row: int, tables: Mapping[str, bans.Table]) -> None:
+        if tables and self._write_row is not None:
+            self._write_row(row, tables)
+
     def _clear_leftovers(self, request: Request, sampling: SamplingClass) -> None:
-        """Clear parameters of the row's last request that a join of this class does not write."""
+        """Clear parameters of the row's last request that neither a join of this class nor the request's own tables write."""
         assert request.row is not None
-        leftovers = self._written[request.row] - slot_groups(sampling)
+        written = (JOIN_GROUPS & slot_groups(sampling)) | (bans.GROUPS & slot_groups(request.sampling))
+        leftovers = self._written[request.row] - written
         if leftovers and self._clear_row is not None:
             self._clear_row(request.row, leftovers)
-        self._written[request.row] = JOIN_GROUPS & slot_groups(request.sampling)
+        self._written[request.row] = ROW_GROUPS & slot_groups(request.sampling)
 
     def _join(self, request: Request) -> Join:
         assert request.row is not None
@@ -318,7 +334,7 @@ class Scheduler:
             budget=request.budget - len(request.output),
             seed=request.seed,
             temperature=params.temperature,
-            draft_len=self.plan.shape.num_steps,
+            draft_len=request.depth_of(self.plan.shape.num_steps),
             stop_ids=request.stop_ids,
             top_k=params.top_k,
             top_p=params.top_p,
@@ -442,29 +458,30 @@ class Scheduler:
         self.at_work = ticket.lanes
         entry = self.launcher.read(ticket.number)
         now = time.perf_counter()
+        if entry.prompt_logprobs:
+            ticket.lanes[0].note_prompt_logprobs(entry.prompt_logprobs)
         depth = None
         if isinstance(ticket.key, GraphKey):
             depth = ticket.key.shape.num_steps
             if self.policy is not None:
-                results = zip(entry.tokens, entry.status, strict=True)
-                whole = [len(tokens) - 1 for tokens, status in results if tokens and status == Status.LIVE]
+                results = zip(ticket.lanes, entry.tokens, entry.status, strict=True)
+                whole = [
+                    len(tokens) - 1 for r, tokens, status in results if tokens and status == Status.LIVE and r.depth_of(depth) == depth
+                ]
                 self.policy.observe(ticket.key.bucket, depth, whole)
         for lane, request in enumerate(ticket.lanes):
             request.queued_cycles -= depth is not None
             if request.finish_reason is None:
-                if entry.logprobs is not None and request.params.logprobs is not None:
-                    self._note_logprobs(request, entry.tokens[lane], entry.logprobs[lane])
-                self._take(request, entry.tokens[lane], entry.status[lane], depth, now)
+                tokens, status = entry.tokens[lane], entry.status[lane]
+                if request.stops is not None:
+                    tokens, status = request.stops.cut(request.output, tokens, status)
+                if entry.logprobs is not None:
+                    request.note_logprobs(tokens, entry.logprobs[lane])
+                self._take(request, tokens, status, depth, now)
         if self._leaving:
             for request in [r for r in self._leaving if r.last_ticket <= ticket.number]:
                 self._leaving.remove(request)
                 self._free_row(request)
-
-    @staticmethod
-    def _note_logprobs(request: Request, tokens: list[int], logprobs: list[tuple[float, dict[int, float]]]) -> None:
-        """The run's class may report more alternatives than this request asked for."""
-        for token, (logprob, top) in zip(tokens, logprobs, strict=True):
-            request.logprobs.append(TokenLogprob(token, logprob, dict(list(top.items())[: request.params.logprobs])))
 
     def _take(self, request: Request, tokens: list[int], status: int, depth: int | None, now: float) -> None:
         ends = status in FINISH_REASONS
@@ -481,7 +498,7 @@ class Scheduler:
             if depth is not None:
                 metrics.cycles += 1
                 metrics.cycle_tokens.append(len(tokens))
-                metrics.cycle_depths.append(depth)
+                metrics.cycle_depths.append(request.depth_of(depth))
                 metrics.cut = status != Status.LIVE
             self._report(request)
         if ends:
@@ -489,7 +506,8 @@ class Scheduler:
 
     def _end(self, request: Request, status: int) -> None:
         if status == Status.FAILED:
-            request.error = "logits: expected finite numbers, found nan or inf in the target's output"
+            expected = "a finite one that is not banned" if request.sampling.bans else "finite numbers"
+            request.error = f"logits: expected {expected}, found nan or inf in the target's output"
         self._finish(request, FINISH_REASONS[status])
 
     def _finish(self, request: Request, reason: str) -> None:

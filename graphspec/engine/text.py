@@ -113,10 +113,24 @@ class Tokenizer:
         with self._lock:
             return list(self.hf.encode(text))
 
-    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """Text of token ids that the engine emitted or accepted."""
+    def words(self, text: str) -> list[int]:
+        """Token ids of a piece of text, without special tokens around it."""
         with self._lock:
-            return str(self.hf.decode(list(tokens), skip_special_tokens=skip_special_tokens))
+            return list(self.hf.encode(text, add_special_tokens=False))
+
+    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """Text of token ids that the engine emitted or accepted, as they spell it: no space is tidied away."""
+        with self._lock:
+            return str(self.hf.decode(list(tokens), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False))
+
+    def step(self, stream: Any, token: int) -> str:
+        """The text that one more token of a ``tokenizers.decoders.DecodeStream`` completes.
+
+        Raises:
+            Exception: what the stream raises where it loses its place.
+        """
+        with self._lock:
+            return stream.step(self.hf.backend_tokenizer, token) or ""
 
     def chat(self, conversation: Conversation) -> list[int]:
         """Token ids of a conversation by the checkpoint's chat template, up to where the assistant's answer begins.
@@ -141,6 +155,51 @@ class Tokenizer:
             raise CheckpointError(where, "a template that jinja takes, in its sandbox", _one_line(error)) from error
         except Exception as error:  # templates refuse conversations by exceptions of their own, and trip over unforeseen ones
             raise RequestError("messages", "a conversation that the checkpoint's chat template takes", _one_line(error)) from error
+
+
+class Detokenizer:
+    """Text of a growing token list: text that was returned never changes later. A character that spans tokens is held until it is whole.
+
+    Tokenizers of the ``tokenizers`` library decode one token after the other; the others decode all of them again at each.
+
+    Args:
+        tokenizer: the checkpoint's.
+        skip_special_tokens: they are not part of the text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+        from tokenizers.decoders import DecodeStream
+
+        self._tokenizer, self._skip = tokenizer, skip_special_tokens
+        self._stream = DecodeStream(skip_special_tokens=skip_special_tokens) if tokenizer.hf.is_fast else None
+        self._tokens: list[int] = []
+        self._length = 0
+
+    def push(self, token: int) -> str:
+        """Append a token; returns the text that is final now."""
+        self._tokens.append(token)
+        if self._stream is not None:
+            try:
+                text = self._tokenizer.step(self._stream, token)
+            except Exception:  # noqa: BLE001  bytes that are no text; what the whole list says is still right
+                self._stream = None
+            else:
+                self._length += len(text)
+                return text
+        whole = self._whole()
+        return "" if whole.endswith("\ufffd") else self._beyond(whole)
+
+    def rest(self) -> str:
+        """The text that is left when no token follows."""
+        return self._beyond(self._whole())
+
+    def _whole(self) -> str:
+        return self._tokenizer.decode(self._tokens, skip_special_tokens=self._skip)
+
+    def _beyond(self, whole: str) -> str:
+        fresh = whole[self._length :]
+        self._length += len(fresh)
+        return fresh
 
 
 def _load(folder: Path) -> Any:

@@ -23,8 +23,8 @@ from .capture import Capturer, CaptureRecord, ProgramCapturer, check_unmoved, no
 from .envelope import Envelope
 from .host_step import LaunchPreparation
 from .memory import MemoryPlan
-from .programs import Key, PrefillKey, Program, describe, program_stages, tokens_of
-from .stages.logprobs import RING
+from .programs import Key, PrefillKey, Program, describe, prefill_keys, program_stages, tokens_of
+from .stages.logprobs import PROMPT_RING, RING, ring_buffers
 from .stages.mailbox import MailLayout, Message, SharedPages
 from .stages.stage import DraftModel, Stage, TargetModel, check_dataflow
 
@@ -38,12 +38,14 @@ TIMED_RUNS = 5
 class RingEntry:
     """The result of one launch, per lane of its message: new tokens and :class:`graphspec.buffers.Status`.
 
-    With log-probabilities, also for each token its own and the most likely ones by token id.
+    With log-probabilities, also for each token its own and the most likely ones by token id; of a scored prompt, for each token of the
+    chunk those of the token after it.
     """
 
     tokens: list[list[int]]
     status: list[int]
     logprobs: list[list[tuple[float, dict[int, float]]]] | None = None
+    prompt_logprobs: Sequence[tuple[float, dict[int, float]]] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +109,8 @@ class Cycle:
         self._send_front = [partial(front.copy_, envelope.words[: self.layout.joins], non_blocking=True) for envelope in self._mail]
         """Per ring slot: copies what a cycle reads of its message."""
         self._arrivals: list[dict[str, Arrival]] = [{} for _ in range(plan.ring_depth)]
-        self._sent: list[tuple[int, int]] = [(0, -1)] * plan.ring_depth
-        """Per ring slot: lanes and alternatives of the launch that fills it."""
+        self._sent: list[tuple[int, int, int]] = [(0, -1, 0)] * plan.ring_depth
+        """Per ring slot: lanes, alternatives and scored prompt tokens of the launch that fills it."""
         self._events: list[torch.cuda.Event | None] = [torch.cuda.Event() if pinned else None for _ in range(plan.ring_depth)]
         self._in_flight: deque[int] = deque()
         self._launched = 0
@@ -128,13 +130,12 @@ class Cycle:
 
     def buckets(self, sampling: SamplingClass) -> tuple[int, ...]:
         """Buckets whose cycles exist or can be built: all of the plan's but those for one of which memory ran out."""
-        without = {key.bucket for key in self.dropped if isinstance(key, GraphKey) and key.sampling == sampling}
+        without = {key.bucket for key in self.dropped if isinstance(key, GraphKey) and key.sampling == sampling.of_cycles}
         return tuple(bucket for bucket in self.plan.buckets if bucket not in without)
 
     def prefills(self, sampling: SamplingClass) -> tuple[PrefillKey, ...]:
         """Prefill programs that exist or can be built."""
-        keys = (PrefillKey(chunk, sampling, lanes) for lanes, chunk in self.plan.prefill_shapes)
-        return tuple(key for key in keys if key not in self.dropped)
+        return tuple(key for key in prefill_keys(self.plan, sampling) if key not in self.dropped)
 
     def capture_report(self) -> list[CaptureRecord]:
         """What it took to build each program, in the order they were built."""
@@ -370,11 +371,12 @@ class Cycle:
         else:
             self._send_front[slot]()
         program()
-        alternatives = key.sampling.logprobs
-        self._sent[slot] = (len(message.lanes), alternatives)
+        sampling = key.sampling
+        scored = len(message.chunks[0].tokens) if sampling.prompt_logprobs and message.chunks else 0
+        self._sent[slot] = (len(message.lanes), sampling.logprobs, scored)
         event = self._events[slot]
         if event is not None:
-            for name in ("ring_ZBJ",) if alternatives < 0 else ("ring_ZBJ", *(RING if alternatives else RING[:1])):
+            for name in ring_buffers(sampling):
                 arrival = self._arrivals[slot][name]
                 arrival.tensor.copy_(arrival.source, non_blocking=True)
             event.record()
@@ -412,7 +414,7 @@ class Cycle:
         event = self._events[slot]
         if event is not None:
             event.synchronize()
-        count, alternatives = self._sent[slot]
+        count, alternatives, scored = self._sent[slot]
         found = self._arrivals[slot]
         lanes = found["ring_ZBJ"].array[:count].tolist()
         tokens = [lane[RING_FIELDS : RING_FIELDS + lane[0]] for lane in lanes]
@@ -420,7 +422,7 @@ class Cycle:
         if self.preparation is not None:
             self.preparation.received(tokens)
         self._whole = True
-        return RingEntry(tokens, [lane[1] for lane in lanes], logprobs)
+        return RingEntry(tokens, [lane[1] for lane in lanes], logprobs, self._read_prompt_logprobs(found, scored))
 
     @staticmethod
     def _interrupted() -> ResourceError:
@@ -456,6 +458,20 @@ class Cycle:
                 if slot.group in groups and slot.dims[0] == "R":
                     self.arena[slot.name][row].fill_(slot.fill)
 
+    def write_row(self, row: int, values: Mapping[str, np.ndarray[tuple[int, ...], np.dtype[np.int64]]]) -> None:
+        """Write slots of a row that no message has room for. Ordered like a launch, as :meth:`clear_row` is.
+
+        Args:
+            row: that no unread launch has as a lane.
+            values: by the name of a slot that is allocated, in the slot's shape for one row.
+        """
+        with torch.no_grad():
+            for name, value in values.items():
+                words = torch.from_numpy(value)
+                # Pinned, the copy waits for no launch; torch keeps the memory until it has run.
+                words = words.pin_memory() if self.plan.device == "cuda" else words
+                self.arena[name][row].copy_(words, non_blocking=True)
+
     @staticmethod
     def _read_logprobs(found: Mapping[str, Arrival], count: int, tokens: list[list[int]]) -> list[list[tuple[float, dict[int, float]]]]:
         chosen = found[RING[0]].array.tolist()
@@ -466,6 +482,13 @@ class Cycle:
             [(chosen[lane][i], dict(zip(names[lane][i], values[lane][i], strict=True))) for i in range(len(new))]
             for lane, new in enumerate(tokens)
         ]
+
+    @staticmethod
+    def _read_prompt_logprobs(found: Mapping[str, Arrival], count: int) -> list[tuple[float, dict[int, float]]]:
+        if count == 0:
+            return []
+        chosen, values, names = (found[name].array[:count].tolist() for name in PROMPT_RING)
+        return [(one, dict(zip(ids, top, strict=True))) for one, top, ids in zip(chosen, values, names, strict=True)]
 
     @property
     def in_flight(self) -> int:

@@ -14,6 +14,7 @@ from ..plan import Plan
 from ..shapes import GraphKey, SamplingClass
 from .capture import Signature, signature
 from .stages.accept import Accept
+from .stages.bans import RecentTokens
 from .stages.catch_up import CatchUp
 from .stages.commit import Commit, CommitState
 from .stages.counts import PromptCounts
@@ -37,6 +38,12 @@ class PrefillKey:
 Key = GraphKey | PrefillKey
 
 
+def prefill_keys(plan: Plan, sampling: SamplingClass) -> tuple[PrefillKey, ...]:
+    """Every prefill program of a class. A prompt whose tokens are scored is read alone."""
+    shapes = (shape for shape in plan.prefill_shapes if shape[0] == 1 or not sampling.prompt_logprobs)
+    return tuple(PrefillKey(chunk, sampling, lanes) for lanes, chunk in shapes)
+
+
 def describe(key: Key) -> str:
     """A program in words: lanes and depth of a cycle, tokens of a prefill chunk, what its requests ask of the sampler."""
     if isinstance(key, PrefillKey):
@@ -48,7 +55,7 @@ def describe(key: Key) -> str:
 
 def describe_class(sampling: SamplingClass) -> str:
     """What requests ask of the sampler, in words."""
-    asked = [name for name in ("noise", "truncate", "penalties", "bias") if getattr(sampling, name)]
+    asked = [name for name in sampling.__slots__ if getattr(sampling, name) is True]
     asked += [f"{sampling.logprobs} logprobs"] if sampling.logprobs >= 0 else []
     return "+".join(asked) or "greedy"
 
@@ -81,6 +88,8 @@ def cycle_stages(build: Build, *, catch_up: bool = False) -> list[Stage]:
         stages.append(Logprobs(build))
     # A draft network that has not read the window will want to.
     stages.append(Commit(build, append=build.plan.catches_up and shape.num_steps == 0 and not catch_up))
+    if build.sampling.bad_words:
+        stages.append(RecentTokens(build))
     return stages
 
 

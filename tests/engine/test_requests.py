@@ -225,6 +225,15 @@ BAD_FIELDS: list[tuple[str, Any, str]] = [
     *[("logit_bias", {key: 1.0}, "an integer") for key in ("1", 1.5, True, None)],
     *[("logit_bias", {1: value}, r"logit_bias\[1\]") for value in (NAN, INF, None, "1", True, 101, -100.5, torch.tensor(1.0))],
     ("logit_bias", {-1: 1.0}, ">= 0"), ("stop_token_ids", range(10**15), "at most 65536 entries"),
+    *[("n", value, "an integer") for value in ("2", 1.5, True, None)], ("n", 0, ">= 1"), ("n", 2, "1 at temperature 0, .* found 2"),
+    *[(name, value, "a list of texts") for name in ("stop", "bad_words") for value in (b"a", 5, {"a": 1}, {"a"}, iter("a"))],
+    *[(name, [value], rf"{name}\[0\]: expected text") for name in ("stop", "bad_words") for value in (5, None, b"a", "")],
+    ("stop", "", "not empty"), ("bad_words", [" "], "not empty"),
+    *[("allowed_token_ids", value, "a list of integers|at least one") for value in ("abc", 5, {1}, [])],
+    ("allowed_token_ids", [-1], ">= 0"),
+    *[(name, 1, "true or false") for name in ("speculate", "echo", "detokenize", "skip_special_tokens", "include_stop_str_in_output")],
+    *[(name, value, "an integer") for name in ("num_steps", "prompt_logprobs") for value in ("1", 0.5, True)],
+    *[(name, -1, ">= 0") for name in ("num_steps", "prompt_logprobs")],
 ]  # fmt: skip
 
 
@@ -235,7 +244,7 @@ def test_a_parameter_is_checked_where_it_is_set(name: str, value: Any, message: 
     assert len(str(caught.value)) < 300
     with pytest.raises(RequestError, match=message):
         replace(SamplingParams(), **{name: value})
-    if name not in ("stop_token_ids", "logit_bias"):
+    if name in {f.name for f in fields(SamplingConfig)} - {"stop_token_ids", "logit_bias", "allowed_token_ids", "stop", "bad_words"}:
         with pytest.raises(ConfigError, match=rf"^sampling\.{name}"):
             SamplingConfig(**{name: value})
 
@@ -269,6 +278,9 @@ def test_parameters_are_values() -> None:
     assert hash(params) == hash(copy.deepcopy(params))
     assert replace(params, seed=3).seed == 3
     assert configured_params(SamplingConfig(logit_bias={3: 1.0}, stop_token_ids=[1, 2])) == params
+    texts = SamplingParams(logit_bias={}, stop="a", bad_words=("b",), allowed_token_ids=[1])
+    assert texts == configured_params(SamplingConfig(stop=["a"], bad_words=["b"], allowed_token_ids=[1])) == replace(texts)
+    assert SamplingParams(stop=None, bad_words=None) == SamplingParams()
 
 
 @given(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphspec.engine.llm import SamplingParams
-from graphspec.engine.outputs import Detokenizer, StreamEvent
+from graphspec.engine.outputs import StreamEvent
+from graphspec.engine.text import Detokenizer, Tokenizer
 from graphspec.errors import RequestError
 from tests.support.engines import CHAIN, MIRROR_VOCAB, TREE, Pair, add_tokenizer, mirror_pair, prompts, watch_schedulers, words
 
@@ -73,45 +75,78 @@ def test_a_bad_request_alone_raises_at_the_first_event(pair: Pair) -> None:
         next(iter(pair.llm(**PLAIN).stream([-5])))
 
 
-def as_bytes(text: str) -> list[int]:
-    return list(text.encode())
+class Slow:
+    """A tokenizer of bytes that can only decode all tokens at once, as far as :class:`Detokenizer` asks it."""
+
+    hf = SimpleNamespace(is_fast=False)
+
+    def decode(self, tokens: list[int], *, skip_special_tokens: bool) -> str:
+        return bytes(tokens).decode(errors="replace")
 
 
-def decode_bytes(tokens: list[int]) -> str:
-    return bytes(tokens).decode(errors="replace")
-
-
-def decode_words(tokens: list[int]) -> str:
+class SlowWords(Slow):
     """A space before every word but the first, as sentencepiece decoders do."""
-    return " ".join(f"w{token}" for token in tokens)
+
+    def decode(self, tokens: list[int], *, skip_special_tokens: bool) -> str:
+        return words(tokens)
 
 
-@given(
-    st.text(st.characters(exclude_characters="\ufffd", exclude_categories=("Cs",)), max_size=12), st.lists(st.integers(1, 5), min_size=1)
-)
-def test_characters_split_over_tokens_come_out_whole(text: str, sizes: list[int]) -> None:
-    tokens, whole = as_bytes(text), ""
-    detokenizer = Detokenizer(decode_bytes)
-    while tokens:
-        size = sizes[len(tokens) % len(sizes)]
-        piece, tokens = tokens[:size], tokens[size:]
-        fresh = detokenizer.push(piece, last=not tokens)
-        assert "\ufffd" not in fresh
-        whole += fresh
-        assert text.startswith(whole)
-    assert whole == text
+@pytest.fixture(scope="module")
+def fast_bytes(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """A token for every byte; 256 is a special token."""
+    from tokenizers import Tokenizer as Rust
+    from tokenizers import decoders, models
+    from transformers import PreTrainedTokenizerFast
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    rust = Rust(models.BPE({letter: byte for byte, letter in bytes_to_unicode().items()}, []))
+    rust.decoder = decoders.ByteLevel()
+    rust.add_special_tokens(["<end>"])
+    folder = tmp_path_factory.mktemp("bytes")
+    PreTrainedTokenizerFast(tokenizer_object=rust, eos_token="<end>").save_pretrained(folder)
+    return Tokenizer(folder)
 
 
-def test_a_character_is_held_until_it_is_whole() -> None:
-    detokenizer = Detokenizer(decode_bytes)
-    assert detokenizer.push(as_bytes("a€")[:3]) == ""
-    assert detokenizer.push(as_bytes("€")[2:]) == "a€"
-    assert detokenizer.push(as_bytes("b")) == "b"
-    assert detokenizer.push(as_bytes("€")[:2], last=True) == "\ufffd"
+def pieces(tokenizer: Any, tokens: list[int], **how: Any) -> list[str]:
+    detokenizer = Detokenizer(tokenizer, **how)
+    return [*map(detokenizer.push, tokens), detokenizer.rest()]
 
 
-@given(st.lists(st.lists(st.integers(0, 9), max_size=4), max_size=6))
-def test_spaces_that_depend_on_the_token_before(pieces: list[list[int]]) -> None:
-    detokenizer = Detokenizer(decode_words)
-    text = "".join(detokenizer.push(piece, last=i == len(pieces) - 1) for i, piece in enumerate(pieces))
-    assert text == decode_words([token for piece in pieces for token in piece])
+@given(st.text(st.characters(exclude_characters="\ufffd", exclude_categories=("Cs",)), max_size=12))
+def test_characters_split_over_tokens_come_out_whole(fast_bytes: Tokenizer, text: str) -> None:
+    for tokenizer in (fast_bytes, Slow()):
+        found = pieces(tokenizer, list(text.encode()))
+        assert "".join(found) == text
+        assert not any("\ufffd" in piece for piece in found)
+        assert found[-1] == ""
+
+
+@given(st.lists(st.integers(0, 256), max_size=12))
+def test_what_is_no_text_is_not_lost(fast_bytes: Tokenizer, tokens: list[int]) -> None:
+    for skip in (True, False):
+        whole = fast_bytes.decode(tokens, skip_special_tokens=skip)
+        assert "".join(pieces(fast_bytes, tokens, skip_special_tokens=skip)) == whole
+        assert ("<end>" in whole) == (not skip and 256 in tokens)
+
+
+def test_a_character_is_held_until_it_is_whole(fast_bytes: Tokenizer) -> None:
+    for tokenizer in (fast_bytes, Slow()):
+        assert pieces(tokenizer, [*"a€b".encode(), 0xE2, 0x82]) == ["a", "", "", "€", "b", "", "", fast_bytes.decode([0xE2, 0x82])]
+
+
+def test_bytes_that_change_what_was_read_before_them(tmp_path: Any) -> None:
+    """Bytes that are no text spoil the ones next to them; what was returned stays, and what follows is not lost."""
+    from tokenizers import Tokenizer as Rust
+    from tokenizers import decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    rust = Rust(models.BPE({f"<0x{byte:02X}>": byte for byte in range(256)} | {"A": 256}, [], byte_fallback=True))
+    rust.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    PreTrainedTokenizerFast(tokenizer_object=rust).save_pretrained(tmp_path)
+    assert "".join(pieces(Tokenizer(tmp_path), [66, 128, 256, 67, 256])) == "B\ufffdACA"
+
+
+@given(st.lists(st.integers(0, MIRROR_VOCAB - 1), max_size=6))
+def test_spaces_that_depend_on_the_token_before(pair: Pair, tokens: list[int]) -> None:
+    for tokenizer in (Tokenizer(pair.target), SlowWords()):
+        assert "".join(pieces(tokenizer, tokens)) == words(tokens)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ...buffers import Views
 from ...kernels.groups import Limits, Nodes, Run
 from .acceptance_rules import RULES
+from .bans import WORDS, node_contexts
 from .sampling import LogitShaper, node_paths
 from .stage import Build, Stage
 
@@ -27,12 +28,14 @@ class Accept(Stage):
             "lane_row_B", *Limits._fields,
             "logits_BNV", *Nodes._fields,
         )  # fmt: skip
-        self.reads = tuple(dict.fromkeys((*base, *self.shaper.reads, *self.rule.reads)))
+        words = WORDS if self.sampling.bad_words else ()
+        self.reads = tuple(dict.fromkeys((*base, *self.shaper.reads, *self.rule.reads, *words)))
 
     def forward(self, v: Views) -> None:
         path_BNN = node_paths(v.node_token_BN, v.node_ancestors_BNX) if self.sampling.penalties else None
         position_BN = v.seq_len_R[v.lane_row_B][:, None] + 1 + v.node_depth_BN
-        logits_BNV = self.shaper(v, v.logits_BNV, position_BN, path_BNN)
+        before_BNt = node_contexts(v) if self.sampling.bad_words else None
+        logits_BNV = self.shaper(v, v.logits_BNV, position_BN, path_BNN, before_BTt=before_BNt)
         drawn_BN, sound_BN = self.rule(v, logits_BNV)
         self.kernels.tree_walk(
             v.take(Nodes), drawn_BN, sound_BN, self.rule.depth_cap(v), v.lane_row_B, v.take(Limits), self.plan.draft_context, v.take(Run)

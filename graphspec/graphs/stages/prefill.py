@@ -8,9 +8,10 @@ from torch import Tensor
 from ...buffers import Status, Views
 from ...catalog import load_object
 from ...models.attention import ChunkAttention
+from .bans import WORDS, note_tokens
 from .counts import count_tokens
 from .draft_prefill import ChunkRows, DraftPrefill, take_last
-from .logprobs import RING, write_logprobs
+from .logprobs import ring_buffers, write_logprobs, write_prompt_logprobs
 from .mailbox import MailLayout
 from .sampling import LogitShaper, sample_tokens
 from .stage import Build, Stage, TargetModel
@@ -37,14 +38,15 @@ class Prefill(Stage):
         state = ("cycle_1", "window_token_RAc", "window_len_R", "seq_len_R", "budget_R", "status_R")
         self.shaper = LogitShaper(build)
         noise = ("lane_temperature_B", "lane_seed_B") if self.sampling.noise else ()
+        words = WORDS if self.sampling.bad_words else ()
+        scored = ("following_token_R",) if self.sampling.prompt_logprobs else ()
         self.reads = (
             "mail", "lane_row_B", "page_table_RP", "stop_id_RE", "budget_R", "cycle_1", "target_kv",
-            *draft_reads, *history, *noise, *self.shaper.reads,
+            *draft_reads, *history, *noise, *self.shaper.reads, *words, *scored,
         )  # fmt: skip
-        counts = ("output_count_RV",) if self.sampling.penalties else ()
-        logprobs = () if self.sampling.logprobs < 0 else RING if self.sampling.logprobs else RING[:1]
+        counts = (*(("output_count_RV",) if self.sampling.penalties else ()), *words[:1])
         tables = ("page_table_RP",) if self.layout.max_chunk_pages else ()
-        self.writes = ("target_kv", *tables, *state, *draft_writes, *history, *counts, *logprobs, "ring_ZBJ")
+        self.writes = ("target_kv", *tables, *state, *draft_writes, *history, *counts, *ring_buffers(self.sampling))
 
     def forward(self, v: Views) -> None:
         at = self.layout
@@ -63,6 +65,8 @@ class Prefill(Stage):
         hidden_BCH, taps_BCF = self.target(
             token_BC, ChunkAttention(self.kernels, v.target_kv, table_BP, slot_BC, rope_length_BC, valid_BC, slot_BC, 0, self.bound)
         )
+        if self.sampling.prompt_logprobs:
+            write_prompt_logprobs(v, self.target, v.cycle_1 % self.plan.ring_depth, hidden_BCH, token_BC, length_B)
         if self.draft is not None:
             chunk = ChunkRows(row_B, token_BC, valid_BC, slot_BC, rope_length_BC, table_BP, start_B, length_B, shared_B)
             self.draft(v, chunk, self.feature(hidden_BCH, taps_BCF))
@@ -82,7 +86,8 @@ class Prefill(Stage):
     def _finish(self, v: Views, logits_B1V: Tensor, done_B: Tensor, total_B: Tensor, known_B: Tensor) -> None:
         """On a prompt's last chunk: sample or install the root, open the row, write the ring. On the others: an empty ring entry."""
         row_B = v.lane_row_B
-        shaped_B1V = self.shaper(v, logits_B1V, total_B[:, None])
+        before_B1t = v.recent_token_RBt[row_B][:, None, 1:] if self.sampling.bad_words else None
+        shaped_B1V = self.shaper(v, logits_B1V, total_B[:, None], before_BTt=before_B1t)
         sampled_B1, sound_B1 = sample_tokens(self.kernels, self.sampling, v, shaped_B1V, total_B[:, None])
         resumed_B = known_B >= 0
         root_B = torch.where(resumed_B, known_B, sampled_B1[:, 0])
@@ -102,6 +107,8 @@ class Prefill(Stage):
             write_logprobs(v, slot_1, logits_B1V, root_B[:, None], self.sampling.logprobs)
         if self.sampling.penalties:
             count_tokens(v, row_B, root_B, done_B)
+        if self.sampling.bad_words:
+            note_tokens(v, root_B[:, None], done_B.to(torch.int64))
         v.cycle_1.add_(1)
         v.window_token_RAc.index_copy_(0, row_B, root_BAc)
         v.window_len_R.index_fill_(0, row_B, 1)

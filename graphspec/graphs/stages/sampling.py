@@ -13,6 +13,7 @@ from ...buffers import Views
 from ...kernels.noise import BELOW_ONE, counter_hash
 from ...kernels.registry import KernelSet
 from ...shapes import WORD_BITS, SamplingClass
+from .bans import allowed_tokens, columns, ends_of_words
 from .stage import Build
 
 # The first 64 fractional bits of the square roots of 2, 3 and 5, as signed words.
@@ -42,7 +43,7 @@ def sample_tokens(
     Returns:
         int64 ``[B, T]``; bool ``[B, T]``.
     """
-    strict, row_B = not sampling.bias, v.lane_row_B
+    strict, row_B = not sampling.bans, v.lane_row_B
     if not sampling.noise:
         return kernels.sample_tokens(logits_BTV, None, None, None, None, None, None, strict)
     temperature_B, seed_B = v.lane_temperature_B, v.lane_seed_B
@@ -57,7 +58,7 @@ def sample_tokens(
 def trusted(sampling: SamplingClass, logits_BTV: Tensor) -> Tensor:
     """Whether the logits of a position can be trusted, bool ``[B, T]``; as :func:`sample_tokens` judges them."""
     known_BTV = logits_BTV.isfinite()
-    return (logits_BTV < torch.inf).all(-1) & known_BTV.any(-1) if sampling.bias else known_BTV.all(-1)
+    return (logits_BTV < torch.inf).all(-1) & known_BTV.any(-1) if sampling.bans else known_BTV.all(-1)
 
 
 def coins(seed_B: Tensor, position_BT: Tensor) -> Tensor:
@@ -71,11 +72,6 @@ def probabilities(logits_BTV: Tensor, temperature_B: Tensor) -> Tensor:
     return torch.softmax(logits_BTV / torch.where(temperature_B > 0, temperature_B, 1.0)[:, None, None], -1)
 
 
-def columns(token: Tensor, vocab_size: int) -> Tensor:
-    """Where to scatter tokens of a vocabulary: negative ids go to an extra last column."""
-    return torch.where(token < 0, vocab_size, token)
-
-
 def node_paths(token_BN: Tensor, ancestors_BNX: Tensor) -> Tensor:
     """Tokens on the way to every node, itself included and the root not: int64 ``[B, N, N]``, -1 where a node is not on the way."""
     node_N = torch.arange(token_BN.shape[1], device=token_BN.device)
@@ -85,12 +81,12 @@ def node_paths(token_BN: Tensor, ancestors_BNX: Tensor) -> Tensor:
 
 
 class LogitShaper:
-    """What a request wants changed in its logits, in this order: penalties, bias, minimum length, and apart from these the filters.
+    """What a request wants changed in its logits, in this order: penalties, bias, banned tokens, and apart from these the filters.
 
-    The order is that of transformers and vLLM: repetition penalty, frequency penalty, presence penalty, logit bias, stop ids banned before
-    the minimum length; then, at temperatures above 0, top-k, top-p, min-p. The filters are a step of their own (:meth:`truncate`), for
-    the target's sampler applies them itself. Only what the sampling class names is computed. A row that asks for nothing keeps its logits
-    to the bit.
+    The order is that of transformers and vLLM: repetition penalty, frequency penalty, presence penalty, logit bias; banned are stop ids
+    before the minimum length, tokens that are not allowed and ends of bad words; then, at temperatures above 0, top-k, top-p, min-p. The
+    filters are a step of their own (:meth:`truncate`), for the target's sampler applies them itself. Only what the sampling class names is
+    computed. A row that asks for nothing keeps its logits to the bit.
 
     A ban puts -inf where the logit was finite. Where bans are possible, an -inf of the network's own becomes NaN, so that it is still seen.
 
@@ -103,11 +99,18 @@ class LogitShaper:
         self.reads: tuple[str, ...] = (
             *(penalties if self.sampling.penalties else ()),
             *(("bias_id_RI", "bias_value_RI", "stop_from_R", "stop_id_RE") if self.sampling.bias else ()),
+            *(("allowed_RU",) if self.sampling.allowed else ()),
             *(("top_k_R", "top_p_R", "min_p_R", "lane_temperature_B") if self.sampling.truncate else ()),
         )
 
     def __call__(
-        self, v: Views, logits_BTV: Tensor, position_BT: Tensor, path_BTs: Tensor | None = None, target_token_Vd: Tensor | None = None
+        self,
+        v: Views,
+        logits_BTV: Tensor,
+        position_BT: Tensor,
+        path_BTs: Tensor | None = None,
+        target_token_Vd: Tensor | None = None,
+        before_BTt: Tensor | None = None,
     ) -> Tensor:
         """The logits a token is sampled from, before the filters.
 
@@ -118,12 +121,14 @@ class LogitShaper:
             path_BTs: target ids of the tokens between the row's last emitted token (not among them) and the one being sampled, in any
                 order, -1 for none; None: there are none.
             target_token_Vd: int64, column to target id; None: columns are target ids.
+            before_BTt: the tokens before the one being sampled, as long as the longest bad word without its last token, newest last; None:
+                bad words are not looked for, as in drafts.
         """
         row_B = v.lane_row_B
         if self.sampling.penalties:
             logits_BTV = self._penalise(v, row_B, logits_BTV, path_BTs, target_token_Vd)
-        if self.sampling.bias:
-            logits_BTV = self._bias(v, row_B, logits_BTV, position_BT, target_token_Vd)
+        if self.sampling.bans:
+            logits_BTV = self._ban(v, row_B, logits_BTV, position_BT, target_token_Vd, before_BTt)
         return logits_BTV
 
     def truncate(self, v: Views, logits_BTV: Tensor) -> Tensor:
@@ -150,17 +155,29 @@ class LogitShaper:
         logits_BTV = logits_BTV - v.frequency_R[row_B][:, None, None] * count_BTV.to(logits_BTV.dtype)
         return logits_BTV - v.presence_R[row_B][:, None, None] * put_out_BTV.to(logits_BTV.dtype)
 
-    def _bias(self, v: Views, row_B: Tensor, logits_BTV: Tensor, position_BT: Tensor, target_token_Vd: Tensor | None) -> Tensor:
-        shape = (row_B.shape[0], self.vocab_size + 1)
-        # Ids of a row are distinct; the unused ones share the column that is cut off.
-        added_BV = torch.zeros(shape, device=row_B.device).scatter(1, columns(v.bias_id_RI[row_B], self.vocab_size), v.bias_value_RI[row_B])
-        stops_BV = torch.zeros(shape, dtype=torch.bool, device=row_B.device)
-        stops_BV = stops_BV.scatter(1, columns(v.stop_id_RE[row_B], self.vocab_size), True)
+    def _ban(
+        self, v: Views, row_B: Tensor, logits_BTV: Tensor, position_BT: Tensor, target_token_Vd: Tensor | None, before_BTt: Tensor | None
+    ) -> Tensor:
         kept = slice(self.vocab_size) if target_token_Vd is None else target_token_Vd
-        early_BT1 = (position_BT < v.stop_from_R[row_B][:, None])[..., None]
-        banned_BTV = early_BT1 & stops_BV[:, None, kept] & logits_BTV.isfinite()
-        biased_BTV = torch.where(logits_BTV == -torch.inf, torch.nan, logits_BTV + added_BV[:, None, kept])
-        return torch.where(banned_BTV, -torch.inf, biased_BTV)
+        known_BTV = logits_BTV.isfinite()
+        biased_BTV = torch.where(logits_BTV == -torch.inf, torch.nan, logits_BTV)
+        bans: list[Tensor] = []
+        if self.sampling.bias:
+            shape = (row_B.shape[0], self.vocab_size + 1)
+            # Ids of a row are distinct; the unused ones share the column that is cut off.
+            added_BV = torch.zeros(shape, device=row_B.device)
+            added_BV = added_BV.scatter(1, columns(v.bias_id_RI[row_B], self.vocab_size), v.bias_value_RI[row_B])
+            biased_BTV = biased_BTV + added_BV[:, None, kept]
+            stops_BV = torch.zeros(shape, dtype=torch.bool, device=row_B.device)
+            stops_BV = stops_BV.scatter(1, columns(v.stop_id_RE[row_B], self.vocab_size), True)
+            bans.append((position_BT < v.stop_from_R[row_B][:, None])[..., None] & stops_BV[:, None, kept])
+        if self.sampling.allowed:
+            bans.append(~allowed_tokens(v.allowed_RU[row_B], self.vocab_size)[:, None, kept])
+        if self.sampling.bad_words and before_BTt is not None:
+            bans.append(ends_of_words(v.bad_word_RBwBt[row_B], before_BTt, self.vocab_size))
+        for banned_BTV in bans:
+            biased_BTV = torch.where(banned_BTV & known_BTV, -torch.inf, biased_BTV)
+        return biased_BTV
 
 
 class DraftSampler:

@@ -2,7 +2,7 @@
 
 Requests are streamed (server-sent events). Of what these servers add to the protocol, four keys are asked for, and none is needed:
 ``ignore_eos``, ``stream_options.continuous_usage_stats`` (tokens so far with every event), ``return_token_ids`` (vLLM: the tokens
-themselves) and, among the sampling keys, ``top_k``, ``min_p`` and ``repetition_penalty`` where they are set.
+themselves) and, among the sampling keys, those of ``BEYOND`` where they are set.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 from ...command_options import LaunchConfig
+from ...config import SamplingConfig
 from ...engine.llm import model_folder
 from ...engine.text import Tokenizer
 from ...errors import ConfigError, ResourceError
@@ -25,6 +26,11 @@ from .metrics import Timeline
 from .workload import WorkloadRequest, make_workload
 
 NOT_REPORTED = "the server does not report it"
+BEYOND = (
+    "top_k", "min_p", "repetition_penalty", "stop_token_ids", "stop", "include_stop_str_in_output", "allowed_token_ids", "bad_words",
+    "skip_special_tokens",
+)  # fmt: skip
+"""Keys of the ``sampling`` group that are sent where they are set; their names are vLLM's."""
 
 
 def split_url(url: str) -> SplitResult:
@@ -193,10 +199,8 @@ class ApiSide:
             "stream_options": {"include_usage": True, "continuous_usage_stats": True},
             "return_token_ids": True,
         }
-        beyond = {"top_k": (asked.top_k, -1), "min_p": (asked.min_p, 0.0), "repetition_penalty": (asked.repetition_penalty, 1.0)}
-        body |= {key: value for key, (value, default) in beyond.items() if value != default}
-        if asked.stop_token_ids:
-            body["stop_token_ids"] = list(asked.stop_token_ids)
+        usual = SamplingConfig()
+        body |= {key: getattr(asked, key) for key in BEYOND if getattr(asked, key) != getattr(usual, key)}
         if asked.logit_bias:
             body["logit_bias"] = {str(token): value for token, value in asked.logit_bias.items()}
         return body

@@ -9,8 +9,8 @@ import torch
 
 from ...buffers import Views
 from ...engine.llm import LLM
-from ...engine.outputs import Detokenizer
 from ...engine.request import SamplingParams
+from ...engine.stops import OutputText
 from ...graphs.cycle import Cycle, RingEntry
 from ...graphs.programs import Key
 from ...graphs.stages.mailbox import Message
@@ -122,12 +122,12 @@ def record_generation(llm: LLM, prompt: list[int], params: SamplingParams) -> di
     for tree in recorder.trees:
         for node in tree:
             node["text"] = text_of(node["token"]) if node["token"] >= 0 else ""
-    detokenizer = Detokenizer(lambda tokens: str(decode(tokens, skip_special_tokens=True)))
+    text = OutputText(llm.tokenizer, params)
     left = len(output.token_ids)
     emitted: list[list[str]] = []
     for run in (recorder.first, *recorder.emitted):
         left -= len(run)
-        emitted.append([detokenizer.push([token], last=left == 0 and i == len(run) - 1) for i, token in enumerate(run)])
+        emitted.append([text.push([token], last=left == 0 and i == len(run) - 1) for i, token in enumerate(run)])
     shown = decode(prompt, skip_special_tokens=True) + "".join(emitted[0])
     cycles = [{"nodes": tree, "emitted": run} for tree, run in zip(recorder.trees, emitted[1:], strict=False) if run]
     return {"prompt": shown, "cycles": cycles}

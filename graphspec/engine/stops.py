@@ -1,0 +1,107 @@
+"""The text of a request as it grows, and the stop texts that end it.
+
+A stop text may begin and end inside tokens, and inside the run of a cycle. It is looked for after each token, in text that is final; the
+tokens after the one in which it ended never become part of the output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from ..buffers import Status
+from .request import SamplingParams
+from .text import Detokenizer, Tokenizer
+
+ENDS = (Status.STOPPED, Status.LENGTH, Status.FAILED)
+
+
+class OutputText:
+    """Text of one request's output, token by token: what was returned is final, and what might begin a stop text is held back.
+
+    Args:
+        tokenizer: the checkpoint's.
+        params: of the request. Its seed does not matter.
+        prompt: tokens whose text comes first.
+
+    Attributes:
+        count: tokens so far, at most up to the one in which a stop text ended.
+        stop: that stop text; None: none was found.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, prompt: Sequence[int] = ()) -> None:
+        self._pieces = Detokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)
+        self._params, self._stops = params, params.stop or ()
+        self._held = ""
+        self._echo = "".join(map(self._pieces.push, prompt))
+        self.count = 0
+        self.stop: str | None = None
+
+    def push(self, tokens: Sequence[int], *, last: bool = False) -> str:
+        """Append tokens of the output; returns the text that is final now.
+
+        Args:
+            tokens: read up to the one in which a stop text ends.
+            last: none follow, so nothing is held back any more.
+        """
+        text, self._echo = self._echo, ""
+        for token in tokens:
+            if self.stop is not None:
+                break
+            self.count += 1
+            text += self._search(self._pieces.push(token))
+        if last and self.stop is None:
+            text += self._search(self._pieces.rest())
+            text, self._held = text + self._held, ""
+        return text
+
+    def _search(self, fresh: str) -> str:
+        """The part of the held text and the fresh one that is final; notes a stop text that ends in the fresh one."""
+        text, known = self._held + fresh, len(self._held)
+        if fresh and self.count > self._params.min_tokens:
+            places = [(text.find(stop, max(0, known - len(stop) + 1)), stop) for stop in self._stops]
+            found = [(place + len(stop), place, stop) for place, stop in places if place >= 0]
+            if found:
+                end, begin, self.stop = min(found)
+                self._held = ""
+                return text[: end if self._params.include_stop_str_in_output else begin]
+        held = max((_overlap(text, stop) for stop in self._stops), default=0)
+        final = len(text) - held
+        self._held = text[final:]
+        return text[:final]
+
+
+class StopCheck:
+    """Looks for a request's stop texts where its tokens come in.
+
+    Args:
+        make: its text from the beginning.
+    """
+
+    def __init__(self, make: Callable[[], OutputText]) -> None:
+        self._make = make
+        self._text = make()
+
+    def again(self) -> StopCheck:
+        """The same for another output."""
+        return StopCheck(self._make)
+
+    def cut(self, output: Sequence[int], tokens: list[int], status: int) -> tuple[list[int], int]:
+        """The tokens of a run up to the end of a stop text, and the row's status: ``Status.STOPPED`` where there is one.
+
+        Args:
+            output: of the request before the run.
+            tokens: of the run.
+            status: of the row after it.
+        """
+        before = len(output)
+        if self._text.count != before:
+            # An interrupt came between this and the output.
+            self._text = self._make()
+            self._text.push(output)
+        self._text.push(tokens, last=status in ENDS)
+        return (tokens, status) if self._text.stop is None else (tokens[: self._text.count - before], Status.STOPPED)
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Characters at the end of ``text`` with which ``stop`` begins, not all of it."""
+    return next((length for length in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:length])), 0)
