@@ -42,6 +42,7 @@ from .scheduler import Launcher
 from .self_test import AcceptanceTest
 from .text import Conversation, Tokenizer, conversations, has_tokenizer
 from .tuning import LinearTuner
+from .urgency import Deadline, Priority, set_urgency
 
 DEMO = "demo"
 logger = logging.getLogger(__name__)
@@ -254,6 +255,9 @@ class LLM:
         params: Params = None,
         progress: Progress | None = None,
         launcher: Launcher | None = None,
+        *,
+        priority: Priority = 0,
+        deadline: Deadline = None,
     ) -> list[Output]:
         """Generate for every prompt; a request that can't be served comes back with ``finish_reason="error"``, the others finish.
 
@@ -266,14 +270,18 @@ class LLM:
             progress: called as ``progress("generate", tokens, most tokens)``.
             launcher: what launches the programs, default the engine's own cycle; a comparison or a recorder may stand in front of it, and
                 then no other call may be open.
+            priority: the lower, the earlier requests get a row, before those of other calls too; one for all prompts, or one per prompt.
+            deadline: seconds after which requests end with what they have, ``finish_reason="deadline"``; the same.
 
         Raises:
             RequestError: the single prompt of the call can't be served, or there is not one params object per prompt.
-            ResourceError: called from inside a step of the engine (a progress callback of loading, a signal handler), or memory ran out.
+            ResourceError: more requests would wait than ``runtime.max_queued``; called from inside a step of the engine (a callback of
+                loading, a signal handler); or memory ran out.
         """
         check_progress(progress)
         check_launcher(launcher)
         requests = self._requests(prompts, params)
+        set_urgency(requests, priority, deadline)
         most = sum(r.budget for r in requests)
         with closing(self._run(requests, launcher)) as run:
             for _ in run:
@@ -297,13 +305,16 @@ class LLM:
             for r in requests
         ]
 
-    def stream(self, prompts: Prompt | Sequence[Prompt], params: Params = None) -> Iterator[StreamEvent]:
+    def stream(
+        self, prompts: Prompt | Sequence[Prompt], params: Params = None, *, priority: Priority = 0, deadline: Deadline = None
+    ) -> Iterator[StreamEvent]:
         """Like :meth:`generate`, but yields tokens as they are accepted. Closing the iterator early aborts what is left.
 
         Raises:
             RequestError: the single prompt of the call can't be served.
         """
         requests = self._requests(prompts, params)
+        set_urgency(requests, priority, deadline)
         texts = {r: Detokenizer(self._decode) for r in requests}
         sent = dict.fromkeys(requests, 0)
         with closing(self._run(requests)) as run:
@@ -322,23 +333,28 @@ class LLM:
         self._acceptance_test.observe(requests)
         self.metrics = summarise(requests, self.plan)
 
-    def chat(self, messages: Any, params: Params = None, progress: Progress | None = None) -> list[Output]:
+    def chat(
+        self, messages: Any, params: Params = None, progress: Progress | None = None, *, priority: Priority = 0, deadline: Deadline = None
+    ) -> list[Output]:
         """Like :meth:`generate`, for conversations: the assistant's next turn, by the checkpoint's own chat template.
 
         Args:
             messages: one conversation, a list of ``{"role": "user", "content": "..."}``, oldest first; or a list of conversations.
             params: one for all conversations, or one per conversation; default greedy, 128 tokens.
             progress: called as ``progress("generate", tokens, most tokens)``.
+            priority, deadline: as for :meth:`generate`.
 
         Raises:
             CheckpointError: the checkpoint has no chat template, or a broken one.
             RequestError: the single conversation of the call can't be served.
         """
-        return self.generate(conversations(messages), params, progress)
+        return self.generate(conversations(messages), params, progress, priority=priority, deadline=deadline)
 
-    def stream_chat(self, messages: Any, params: Params = None) -> Iterator[StreamEvent]:
+    def stream_chat(
+        self, messages: Any, params: Params = None, *, priority: Priority = 0, deadline: Deadline = None
+    ) -> Iterator[StreamEvent]:
         """Like :meth:`stream`, for conversations as :meth:`chat` takes them."""
-        return self.stream(conversations(messages), params)
+        return self.stream(conversations(messages), params, priority=priority, deadline=deadline)
 
     def check(self, prompts: Prompt | Sequence[Prompt], params: Params = None) -> list[str | None]:
         """What :meth:`generate` would refuse, before anything is compiled or run for it.
