@@ -12,7 +12,18 @@ from .catalog import Variant, resolve_variant
 from .checks import brief
 from .config import HOST_STEP_OVER_LATENT_ROWS, AcceptConfig, Config, NgramSettings, VariantConfig
 from .errors import ConfigError
-from .shapes import MAX_WINDOW, MOST_PADDING, PLAIN, WORD_BITS, CycleShape, GraphKey, SamplingClass, prefill_chunks, sampling_class_of
+from .shapes import (
+    MAX_WINDOW,
+    PLAIN,
+    WORD_BITS,
+    CycleShape,
+    GraphKey,
+    SamplingClass,
+    prefill_budget,
+    prefill_chunks,
+    prefill_shapes,
+    sampling_class_of,
+)  # fmt: skip
 from .static_tree import StaticTree
 
 if TYPE_CHECKING:
@@ -88,9 +99,8 @@ class Plan:
     prefill_lanes: int
     """Most prompts whose chunks are read by one launch."""
     prefill_tokens_per_cycle: int
-    """Tokens of prompts, padding included, that may be read before a cycle while rows decode."""
+    """See :func:`graphspec.shapes.prefill_budget`."""
     max_queued: int | None
-    """Requests that may wait besides those that have rows; None: any number."""
     ring_depth: int
     cycles_in_flight: int
     """Cycles queued before the host waits for the oldest one's result."""
@@ -179,16 +189,8 @@ class Plan:
 
     @property
     def prefill_shapes(self) -> tuple[tuple[int, int], ...]:
-        """``(lanes, chunk)`` of every prefill program: each chunk alone, and several lanes of those that together are no larger."""
-        most = self.prefill_chunks[-1]
-        several = [chunk for chunk in self.prefill_chunks if 1 < self.prefill_lanes <= most // chunk]
-        return (*((1, chunk) for chunk in self.prefill_chunks), *((self.prefill_lanes, chunk) for chunk in several))
-
-    @property
-    def chunk_pages(self) -> int:
-        """Page-table entries that a prefill launch can change beyond ``page_updates``."""
-        entries = (lanes * (self.pages_for(chunk + self.tokens_in_flight) + 1) for lanes, chunk in self.prefill_shapes)
-        return max(0, max(entries) - self.page_updates)
+        """``(lanes, chunk)`` of every prefill program."""
+        return prefill_shapes(self.prefill_chunks, self.prefill_lanes)
 
     def graph_keys(self, sampling: SamplingClass) -> tuple[GraphKey, ...]:
         """Keys of every cycle, largest bucket first, then deepest first; the one that catches up, where there is one, ends its bucket."""
@@ -445,13 +447,8 @@ def make_plan(config: Config, target: ModelFacts, draft: DraftFacts | None, *, d
         )
 
     chunks = tuple(runtime.prefill_chunks) if runtime.prefill_chunks is not None else prefill_chunks(device, max_context)
-    prefill_budget = runtime.prefill_tokens_per_cycle or max(MOST_PADDING, chunks[0])
-    if prefill_budget < chunks[0]:
-        raise ConfigError("runtime.prefill_tokens_per_cycle", f"at least {chunks[0]}, the smallest prefill chunk", prefill_budget)
-    prefill_lanes = min(runtime.prefill_lanes, runtime.max_rows)
-    if config.kernels.attention in HOST_STEP_OVER_LATENT_ROWS and prefill_lanes > 1:
-        # Their work lists are made and tested for the chunk of one prompt.
-        prefill_lanes = 1
+    # The work lists of a host step are made for the chunk of one prompt.
+    prefill_lanes = 1 if config.kernels.attention in HOST_STEP_OVER_LATENT_ROWS else min(runtime.prefill_lanes, runtime.max_rows)
     page_updates = largest * (math.ceil((accept + window) / runtime.page_size) + 1)
 
     kernels = config.kernels.mode if config.kernels.mode != "auto" else KERNELS_OF[runtime.name]
@@ -498,7 +495,7 @@ def make_plan(config: Config, target: ModelFacts, draft: DraftFacts | None, *, d
         page_updates=page_updates,
         prefill_chunks=chunks,
         prefill_lanes=prefill_lanes,
-        prefill_tokens_per_cycle=prefill_budget,
+        prefill_tokens_per_cycle=prefill_budget(chunks, runtime.prefill_tokens_per_cycle),
         max_queued=runtime.max_queued,
         ring_depth=runtime.cycles_in_flight + 1,
         cycles_in_flight=runtime.cycles_in_flight,

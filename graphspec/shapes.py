@@ -244,3 +244,27 @@ def prefill_chunks(device: str, max_context: int) -> tuple[int, ...]:
         max_context: tokens a row may have.
     """
     return tuple(size for size in CHUNKS[device] if size - max_context < MOST_PADDING)
+
+
+def prefill_shapes(chunks: tuple[int, ...], lanes: int) -> tuple[tuple[int, int], ...]:
+    """``(lanes, chunk)`` of the prefill programs: each chunk alone, then several lanes of those that together are at most the largest.
+
+    Args:
+        chunks: sizes, ascending.
+        lanes: most prompts of a launch.
+    """
+    several = [chunk for chunk in chunks if 1 < lanes <= chunks[-1] // chunk]
+    return (*((1, chunk) for chunk in chunks), *((lanes, chunk) for chunk in several))
+
+
+def prefill_budget(chunks: tuple[int, ...], given: int | None) -> int:
+    """Tokens of prompts, padding included, that may be read before a cycle while rows decode.
+
+    By default ``MOST_PADDING``: on a GPU, as long as reading the weights once more takes, which is about what a cycle takes.
+
+    Raises:
+        ConfigError: ``given`` is less than the smallest chunk.
+    """
+    if given is not None and given < chunks[0]:
+        raise ConfigError("runtime.prefill_tokens_per_cycle", f"at least {chunks[0]}, the smallest prefill chunk", given)
+    return given or max(MOST_PADDING, chunks[0])

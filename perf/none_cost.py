@@ -22,7 +22,6 @@ from graphspec.buffers import DTYPES
 from graphspec.engine.llm import LLM
 from graphspec.engine.request import SamplingParams
 from graphspec.graphs.compile import Region
-from graphspec.graphs.programs import PrefillKey
 from graphspec.graphs.stages.stage import TargetModel
 from graphspec.kernels.registry import KernelSet
 from graphspec.lab.measure.provenance import ROOT, provenance, result_file, within_repository, write_jsonl
@@ -162,7 +161,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.runtime == "compiled":
         loops.append(DenseLoop(llm, args.prompt_tokens + args.max_tokens))
     llm.warm_up()
-    llm.cycle.prepare([PrefillKey(chunk, GREEDY) for chunk in llm.plan.prefill_chunks])
+    llm.cycle.prepare(llm.cycle.prefills(GREEDY))
     ratios: dict[str, list[float]] = {loop.name: [] for loop in loops}
     rates: dict[str, list[float]] = {"engine": [], **{loop.name: [] for loop in loops}}
     for round_number in range(args.rounds + 1):

@@ -11,6 +11,7 @@ from .llm import LLM
 from .outputs import StreamEvent
 from .prompts import Params, Prompt, one_of_params
 from .text import conversations
+from .urgency import Deadline, Priority
 
 
 class AsyncLLM:
@@ -33,7 +34,13 @@ class AsyncLLM:
         self.llm.warm_up(self.llm.plan.max_rows, sampling=GREEDY)
 
     async def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: Params = None, *, sampling_params: Params = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: Params = None,
+        *,
+        sampling_params: Params = None,
+        priority: Priority = 0,
+        deadline: Deadline = None,
     ) -> AsyncGenerator[StreamEvent, None]:
         """Yields the tokens of every prompt as they are accepted, as :meth:`graphspec.engine.llm.LLM.stream` does.
 
@@ -50,7 +57,8 @@ class AsyncLLM:
             loop.call_soon_threadsafe(changed.set)
 
         # Long texts take long to encode.
-        stream = await asyncio.to_thread(self.llm.submit, prompts, one_of_params(params, sampling_params), wake)
+        chosen = one_of_params(params, sampling_params)
+        stream = await asyncio.to_thread(self.llm.submit, prompts, chosen, wake, priority=priority, deadline=deadline)
         try:
             while not stream.ended:
                 changed.clear()
@@ -61,9 +69,18 @@ class AsyncLLM:
         finally:
             stream.abort()
 
-    def chat(self, messages: Any, params: Params = None, *, sampling_params: Params = None) -> AsyncGenerator[StreamEvent, None]:
+    def chat(
+        self,
+        messages: Any,
+        params: Params = None,
+        *,
+        sampling_params: Params = None,
+        priority: Priority = 0,
+        deadline: Deadline = None,
+    ) -> AsyncGenerator[StreamEvent, None]:
         """Like :meth:`generate`, for conversations as :meth:`graphspec.engine.llm.LLM.chat` takes them."""
-        return self.generate(conversations(messages), params, sampling_params=sampling_params)
+        chosen = one_of_params(params, sampling_params)
+        return self.generate(conversations(messages), chosen, priority=priority, deadline=deadline)
 
     async def close(self) -> None:
         """End the engine's thread; open calls, of :attr:`llm` too, end with an error, later ones are refused."""

@@ -45,6 +45,7 @@ from .self_test import AcceptanceTest
 from .stops import OutputText
 from .text import Conversation, Tokenizer, conversations, has_tokenizer
 from .tuning import LinearTuner
+from .urgency import Deadline, Priority, set_urgency
 
 DEMO = "demo"
 logger = logging.getLogger(__name__)
@@ -262,6 +263,8 @@ class LLM:
         launcher: Launcher | None = None,
         *,
         sampling_params: Params = None,
+        priority: Priority = 0,
+        deadline: Deadline = None,
     ) -> list[Output]:
         """Generate for every prompt; a request that can't be served comes back with ``finish_reason="error"``, the others finish.
 
@@ -275,17 +278,21 @@ class LLM:
             launcher: what launches the programs, default the engine's own cycle; a comparison or a recorder may stand in front of it, and
                 then no other call may be open.
             sampling_params: another name of ``params``.
+            priority: the lower, the earlier requests get a row, before those of other calls too; one for all prompts, or one per prompt.
+            deadline: seconds after which requests end with what they have, ``finish_reason="deadline"``; the same.
 
         Returns:
             The outputs in the order of the prompts, ``params.n`` for each.
 
         Raises:
             RequestError: the single prompt of the call can't be served, or there is not one params object per prompt.
-            ResourceError: the engine is closed, belongs to another process or is called by its own thread (a launcher), or memory ran out.
+            ResourceError: more requests would wait than ``runtime.max_queued``; the engine is closed, belongs to another process or is
+                called by its own thread (a launcher); or memory ran out.
         """
         check_progress(progress)
         check_launcher(launcher)
         requests = self._requests(prompts, one_of_params(params, sampling_params))
+        set_urgency(requests, priority, deadline)
         most = sum(r.budget for r in requests)
         alone = Alone(launcher) if launcher is not None else None
         served = [r for r in requests if r.finish_reason is None]
@@ -296,24 +303,40 @@ class LLM:
         self._note(requests)
         return [make_output(r, self._text(r), self.plan) for r in requests]
 
-    def stream(self, prompts: Prompt | Sequence[Prompt], params: Params = None, *, sampling_params: Params = None) -> Iterator[StreamEvent]:
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: Params = None,
+        *,
+        sampling_params: Params = None,
+        priority: Priority = 0,
+        deadline: Deadline = None,
+    ) -> Iterator[StreamEvent]:
         """Like :meth:`generate`, but yields tokens as they are accepted. Closing the iterator early aborts what is left.
 
         Raises:
             RequestError: the single prompt of the call can't be served.
         """
-        stream = self.submit(prompts, one_of_params(params, sampling_params))
+        stream = self.submit(prompts, one_of_params(params, sampling_params), priority=priority, deadline=deadline)
         try:
             while not stream.ended:
                 yield from stream.wait()
         finally:
             stream.abort()
 
-    def submit(self, prompts: Prompt | Sequence[Prompt], params: Params = None, notify: Callable[[], None] | None = None) -> Stream:
+    def submit(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: Params = None,
+        notify: Callable[[], None] | None = None,
+        *,
+        priority: Priority = 0,
+        deadline: Deadline = None,
+    ) -> Stream:
         """Queue every prompt and return at once; the engine's own thread serves them. Dropping what is returned aborts them.
 
         Args:
-            prompts, params: as for :meth:`generate`.
+            prompts, params, priority, deadline: as for :meth:`generate`.
             notify: called by the engine's thread whenever there is something to take; it may not block.
 
         Raises:
@@ -321,6 +344,7 @@ class LLM:
             ResourceError: the engine is closed.
         """
         requests = self._requests(prompts, params)
+        set_urgency(requests, priority, deadline)
         served = [request for request in requests if request.finish_reason is None]
         handle = self._engine.submit(served, notify=notify) if served else None
         return Stream(requests, handle, self._text, self._note)
@@ -331,7 +355,14 @@ class LLM:
         self.metrics = summarise(requests, self.plan)
 
     def chat(
-        self, messages: Any, params: Params = None, progress: Progress | None = None, *, sampling_params: Params = None
+        self,
+        messages: Any,
+        params: Params = None,
+        progress: Progress | None = None,
+        *,
+        sampling_params: Params = None,
+        priority: Priority = 0,
+        deadline: Deadline = None,
     ) -> list[Output]:
         """Like :meth:`generate`, for conversations: the assistant's next turn, by the checkpoint's own chat template.
 
@@ -339,17 +370,26 @@ class LLM:
             messages: one conversation, a list of ``{"role": "user", "content": "..."}``, oldest first; or a list of conversations.
             params: one for all conversations, or one per conversation; default greedy, 128 tokens.
             progress: called as ``progress("generate", tokens, most tokens)``.
-            sampling_params: another name of ``params``.
+            sampling_params, priority, deadline: as for :meth:`generate`.
 
         Raises:
             CheckpointError: the checkpoint has no chat template, or a broken one.
             RequestError: the single conversation of the call can't be served.
         """
-        return self.generate(conversations(messages), params, progress, sampling_params=sampling_params)
+        prompts, params = conversations(messages), one_of_params(params, sampling_params)
+        return self.generate(prompts, params, progress, priority=priority, deadline=deadline)
 
-    def stream_chat(self, messages: Any, params: Params = None, *, sampling_params: Params = None) -> Iterator[StreamEvent]:
+    def stream_chat(
+        self,
+        messages: Any,
+        params: Params = None,
+        *,
+        sampling_params: Params = None,
+        priority: Priority = 0,
+        deadline: Deadline = None,
+    ) -> Iterator[StreamEvent]:
         """Like :meth:`stream`, for conversations as :meth:`chat` takes them."""
-        return self.stream(conversations(messages), params, sampling_params=sampling_params)
+        return self.stream(conversations(messages), one_of_params(params, sampling_params), priority=priority, deadline=deadline)
 
     def check(self, prompts: Prompt | Sequence[Prompt], params: Params = None) -> list[str | None]:
         """What :meth:`generate` would refuse, before anything is compiled or run for it.

@@ -46,7 +46,7 @@ class Output:
         index: position in the call's prompts.
         token_ids: new tokens; a stop id that ended the request is the last one, or the token in which a stop text ended.
         text: theirs, without the stop text unless that was asked for.
-        finish_reason: ``stop``, ``length``, ``memory`` (page pool too small), ``abort`` or ``error``.
+        finish_reason: ``stop``, ``length``, ``memory`` (page pool too small), ``deadline``, ``abort`` or ``error``.
         error: the message when ``finish_reason`` is ``error``.
         seed: what every draw followed from; ``SamplingParams(seed=...)`` with it gives these tokens again.
         logprobs: one for each token when they were asked for, else None.

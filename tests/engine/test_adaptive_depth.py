@@ -165,7 +165,7 @@ def tiny(structure: str, depths: list[int], backlog: int = 9, **keys: Any) -> Pl
 def tiny_cycle(plan: Plan, sampling: SamplingClass, capturer: Any = None) -> Cycle:
     networks = tiny_networks(plan)
     cycle = Cycle(plan, networks.target, networks.draft, select_kernels("reference", "auto", "cpu"), capturer=capturer)
-    cycle.prepare([*(PrefillKey(chunk, sampling) for chunk in plan.prefill_chunks), *plan.graph_keys(sampling)])
+    cycle.prepare([*cycle.prefills(sampling), *plan.graph_keys(sampling)])
     return cycle
 
 
@@ -256,7 +256,7 @@ class WindowDevice(Device):
         self.launches: list[GraphKey] = []
 
     def _prefill(self, key: PrefillKey, message: Message) -> Any:
-        self.window[message.lanes[0]] = 1
+        self.window |= dict.fromkeys(message.lanes, 1)
         return super()._prefill(key, message)
 
     def _cycle(self, key: GraphKey, message: Message) -> Any:

@@ -15,7 +15,7 @@ from graphspec.buffers import Arena
 from graphspec.engine.llm import LLM
 from graphspec.engine.request import SamplingParams
 from graphspec.graphs.compile import Region, graphs_compiled
-from graphspec.graphs.cycle import Cycle, PrefillKey
+from graphspec.graphs.cycle import Cycle
 from graphspec.graphs.stages.stage import Stage
 from graphspec.kernels import select_kernels
 from graphspec.shapes import GREEDY
@@ -112,7 +112,7 @@ def test_a_captured_cycle_dies() -> None:
     plan = structure_plan("tree", device="cpu", runtime="eager", buckets=[1, 2], max_rows=2)
     networks = tiny_networks(plan)
     cycle = Cycle(plan, networks.target, networks.draft, select_kernels("reference", "auto", "cpu"), capturer=TapeCapturer)
-    cycle.prepare([*plan.graph_keys(GREEDY), *(PrefillKey(chunk, GREEDY) for chunk in plan.prefill_chunks)])
+    cycle.prepare([*plan.graph_keys(GREEDY), *cycle.prefills(GREEDY)])
     found = parts(cycle)
     assert "replay 0" in found and "slot draft_kv" in found
     del cycle, networks

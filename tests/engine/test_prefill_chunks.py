@@ -92,10 +92,11 @@ def test_a_cycle_copies_the_front_of_the_message_and_a_chunk_all_of_it() -> None
 def test_every_page_of_a_chunk_arrives() -> None:
     """A chunk of one-token pages changes more of the page table than the front of a message has room for."""
     plan = captured_plan("chain", page_size=1, prefill_chunks=[8, 64], buckets=[1], max_rows=1)
-    assert plan.chunk_pages > 0
+    layout = MailLayout.of(plan)
+    assert layout.max_chunk_pages > 0
     cycle = make_cycle(plan, None)
     cycle.prepare([PrefillKey(64, GREEDY)])
-    pages = [(0, column, 1 + column) for column in range(plan.page_updates + plan.chunk_pages)][: plan.table_width]
+    pages = [(0, column, 1 + column) for column in range(layout.max_pages + layout.max_chunk_pages)][: plan.table_width]
     assert len(pages) > plan.page_updates
     cycle.read(cycle.launch(PrefillKey(64, GREEDY), Message(lanes=(0,), pages=pages, chunks=[Chunk([5] * 60, 0, 60)])))
     assert cycle.arena["page_table_RP"][0, : len(pages)].tolist() == [page for _, _, page in pages]

@@ -36,7 +36,7 @@ def plan_of(engine: Mapping[str, Any]) -> Plan:
 
 def programs_of(plan: Plan) -> int:
     """Programs that an engine compiles when as many requests come as it has rows."""
-    return len(plan.graph_keys(GREEDY)) + len(plan.prefill_chunks) if plan.compiles else 0
+    return len(plan.graph_keys(GREEDY)) + len(plan.prefill_shapes) if plan.compiles else 0
 
 
 def seconds(engines: Sequence[Mapping[str, Any]]) -> float:

@@ -43,7 +43,7 @@ def tiny(structure: str, mode: str = "reference", **keys: Any) -> Cycle:
 
 
 def keys_of(cycle: Cycle, sampling: Any = SAMPLED) -> list[Key]:
-    return [*cycle.plan.graph_keys(sampling), *(PrefillKey(chunk, sampling) for chunk in cycle.plan.prefill_chunks)]
+    return [*cycle.plan.graph_keys(sampling), *cycle.prefills(sampling)]
 
 
 @pytest.mark.parametrize(

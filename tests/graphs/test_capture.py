@@ -46,7 +46,7 @@ def make_cycle(plan: Plan, capturer: Callable[..., Any] | None = TapeCapturer) -
 
 def keys_of(plan: Plan, sampling: SamplingClass) -> list[Key]:
     """Smallest first: the cycle must find the order itself."""
-    return [*(PrefillKey(chunk, sampling) for chunk in plan.prefill_chunks), *reversed(plan.graph_keys(sampling))]
+    return [*(PrefillKey(chunk, sampling, lanes) for lanes, chunk in plan.prefill_shapes), *reversed(plan.graph_keys(sampling))]
 
 
 def run(cycle: Cycle, count: int, *, seed: int = 0, length: int = 5, sampling: SamplingClass = SAMPLED) -> list[list[int]]:
@@ -137,7 +137,7 @@ def test_the_largest_program_is_captured_first_and_prefill_as_well() -> None:
     cycle.prepare(keys, lambda phase, done, total: phases.append((phase, done, total)))
     order = [next(key for key, program in cycle.programs.items() if program is owner) for owner in made[0].order]
     assert order == sorted(keys, key=tokens_of, reverse=True) and isinstance(order[-1], PrefillKey)
-    assert phases == [(phase, done, 5) for phase in ("build", "capture") for done in range(6)]
+    assert phases == [(phase, done, 6) for phase in ("build", "capture") for done in range(7)]
     report = cycle.capture_report()
     assert [record.name for record in report] == [describe(key) for key in order]
     assert report[0].name == "cycle of 4 lanes, depth 5, greedy" and report[-1].name == "prefill of 8 tokens, greedy"

@@ -135,7 +135,7 @@ def test_the_prefill_needs_no_host(shape: str, sampling: SamplingClass) -> None:
     plan = fake_plan(shape)
     with FakeTensorMode():
         program = FakeProgram(plan)
-        assert min(program.build(PrefillKey(chunk, sampling)).run() for chunk in plan.prefill_chunks) > 50
+        assert min(program.build(PrefillKey(chunk, sampling, lanes)).run() for lanes, chunk in plan.prefill_shapes) > 50
 
 
 UNORDERED: dict[str, Callable[[Tensor, Tensor], Any]] = {
@@ -369,7 +369,7 @@ def test_prefill_touches_exactly_what_it_declares(shape: str, sampling: str) -> 
 
 def test_a_chunk_with_more_pages_than_a_cycle_changes_writes_the_page_table() -> None:
     cycle, _, _ = warm_cycle("tree", prefill_chunks=[16, 256])
-    assert cycle.plan.chunk_pages > 0
+    assert cycle.layout.max_chunk_pages > 0
     prefill_touches_what_it_declares(cycle, SAMPLED)
 
 

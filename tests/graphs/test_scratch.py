@@ -71,7 +71,7 @@ def calls_of(plan: Plan, networks: Any) -> Calls:
         if network is not None:
             use_kernels(network, kernels)
     calls = Calls()
-    keys: list[Key] = [*plan.graph_keys(EVERY), *(PrefillKey(chunk, EVERY) for chunk in plan.prefill_chunks)]
+    keys: list[Key] = [*plan.graph_keys(EVERY), *(PrefillKey(chunk, EVERY, lanes) for lanes, chunk in plan.prefill_shapes)]
     for key in keys:
         views = arena.views(1) if isinstance(key, PrefillKey) else arena.views(key.bucket, key.shape)
         with torch.no_grad(), calls:

@@ -19,7 +19,6 @@ from graphspec.engine.scheduler import Scheduler
 from graphspec.facts import LatentFacts, ModelFacts
 from graphspec.graphs.capture import ProgramCapturer
 from graphspec.graphs.cycle import Cycle
-from graphspec.graphs.programs import PrefillKey
 from graphspec.kernels.chunk_attention import chunk_attention
 from graphspec.kernels.flashinfer.planner import Planner
 from graphspec.kernels.host_step import HeadShape, PreparedCall, RowSpan
@@ -173,8 +172,7 @@ def generate(cycle: Cycle, lengths: Sequence[int], tokens: int = 24) -> list[Req
         params = SamplingParams(max_tokens=tokens, temperature=0.7 * (index % 2), seed=index, ignore_eos=True)
         prompt = [(7 * index + 3 * i) % 61 for i in range(length)]
         requests.append(Request(index=index, prompt=prompt, params=params, stop_ids=(), budget=tokens))
-    chunks = cycle.plan.prefill_chunks
-    cycle.prepare([*cycle.plan.graph_keys(SAMPLED), *(PrefillKey(chunk, SAMPLED) for chunk in chunks)])
+    cycle.prepare([*cycle.plan.graph_keys(SAMPLED), *cycle.prefills(SAMPLED)])
     scheduler = Scheduler(cycle.plan, cycle, SAMPLED)
     for request in requests:
         scheduler.add(request)

@@ -125,7 +125,14 @@ def _plan(
         variant=variant,
         model=ModelConfig(path="tiny", max_context=96),
         runtime=RuntimeConfig(
-            **{"page_size": 8, "prefill_chunks": [8, 16], **runtime_keys, "name": runtime, "cycles_in_flight": cycles_in_flight}
+            **{
+                "page_size": 8,
+                "prefill_chunks": [8, 16],
+                "prefill_lanes": 2,
+                **runtime_keys,
+                "name": runtime,
+                "cycles_in_flight": cycles_in_flight,
+            }
         ),
         kernels=KernelsConfig(mode=mode, attention="auto" if mode == "fused" else "reference"),
         accept=AcceptConfig(rule=rule, synthetic_length=1.5 if rule == "synthetic" else None),

@@ -131,7 +131,9 @@ class MailLayout:
         lanes, aborts, pages = max(plan.buckets), plan.max_rows + 1, plan.page_updates
         nodes = plan.shape.num_draft_tokens - 1 if plan.variant.drafter == "host" else 0
         join = cls.JOIN_WORDS + plan.max_stop_ids + 2 * plan.max_logit_bias
-        chunks, chunk_pages = max(prefill_lanes for prefill_lanes, _ in plan.prefill_shapes), plan.chunk_pages
+        chunks = max(prefill_lanes for prefill_lanes, _ in plan.prefill_shapes)
+        entries = (of * (plan.pages_for(chunk + plan.tokens_in_flight) + 1) for of, chunk in plan.prefill_shapes)
+        chunk_pages = max(0, max(entries) - pages)
         wide = max((chunk for prefill_lanes, chunk in plan.prefill_shapes if prefill_lanes > 1), default=0)
         tokens = max(plan.prefill_chunks[-1], chunks * wide)
         sizes = (lanes, aborts, 3 * pages, 2 * lanes * nodes, chunks * join, chunks * cls.CHUNK_WORDS, tokens, 3 * chunk_pages)

@@ -1,0 +1,38 @@
+"""Which requests go first, and when they end at the latest: arguments of a call, one for all its prompts or one for each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..checks import in_range, real, typed, whole
+from ..errors import RequestError
+from .request import Request
+
+Priority = int | Sequence[int]
+"""The lower, the earlier a request gets a row, and the later it is sent back to the queue when pages run out; of equals the earlier arrival
+goes first."""
+Deadline = float | Sequence[float | None] | None
+"""Seconds from its arrival after which a request ends with what it has, ``finish_reason="deadline"``; None: never."""
+
+
+def set_urgency(requests: Sequence[Request], priority: object, deadline: object) -> None:
+    """Check both arguments and write them into a call's requests.
+
+    Raises:
+        RequestError: a value of another type or out of range, or not one for each prompt.
+    """
+    for request, its_priority, its_deadline in zip(
+        requests, _each("priority", priority, len(requests)), _each("deadline", deadline, len(requests)), strict=True
+    ):
+        request.priority = whole("priority", its_priority, RequestError)
+        if its_deadline is not None:
+            request.deadline = real("deadline", its_deadline, RequestError)
+            in_range("deadline", request.deadline, 0, error=RequestError)
+
+
+def _each(key: str, value: object, count: int) -> list[object]:
+    if not isinstance(value, list | tuple):
+        return [value] * count
+    if len(value) != count:
+        raise RequestError(key, f"one value, or one for each of the {count} prompts", typed(value))
+    return list(value)

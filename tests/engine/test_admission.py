@@ -1,0 +1,182 @@
+"""Who gets a row when: priority and arrival, small requests before a large one that waits for pages, deadlines, and a full queue."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from graphspec.engine.admission import LOOK_AHEAD, MOST_OVERTAKEN, Queue
+from graphspec.engine.request import Request, SamplingParams
+from graphspec.engine.scheduler import Scheduler
+from graphspec.engine.urgency import set_urgency
+from graphspec.errors import RequestError, ResourceError
+from graphspec.shapes import GREEDY
+from tests.support.engines import Pair, mirror_pair, prompts
+from tests.support.plans import plan as make
+
+from .test_scheduler import Case, two_rows
+
+
+def request(arrival: int, tokens: int = 1, priority: int = 0) -> Request:
+    made = Request(arrival, [5] * tokens, SamplingParams(), (), 1, priority=priority)
+    made.arrival = arrival
+    return made
+
+
+@given(st.lists(st.tuples(st.integers(-2, 2), st.booleans()), max_size=30))
+def test_the_queue_is_in_order_of_priority_and_arrival(entries: list[tuple[int, bool]]) -> None:
+    queue, waiting = Queue(), []
+    for arrival, (priority, leaves) in enumerate(entries):
+        fresh = request(arrival, priority=priority)
+        queue.add(fresh)
+        waiting.append(fresh)
+        if leaves:
+            queue.remove(waiting.pop(0))
+    assert list(queue) == sorted(waiting, key=lambda one: (one.priority, one.arrival))
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 2**16), st.integers(1, 6))
+def test_nobody_is_overtaken_for_ever(seed: int, places: int) -> None:
+    """A pool of pages that small requests would keep full: a large one waits for at most so many of them, and gets its turn."""
+    rng, queue = random.Random(seed), Queue()
+    free, held, arrivals = places, [], 0
+    overtaken: Counter[Request] = Counter()
+    served: list[Request] = []
+
+    def place(one: Request) -> bool:
+        nonlocal free
+        if len(one.prompt) > free:
+            return False
+        for other in queue:
+            if other.arrival < one.arrival:
+                overtaken[other] += 1
+        queue.remove(one)
+        free -= len(one.prompt)
+        held.append(one)
+        served.append(one)
+        return True
+
+    for _ in range(600):
+        while len(queue) < 2 * LOOK_AHEAD and arrivals < 200:
+            queue.add(request(arrivals, rng.choice([1, 1, 1, places])))
+            arrivals += 1
+        queue.admit(place)
+        if held:
+            free += len(held.pop(rng.randrange(len(held))).prompt)
+    assert not len(queue) and len(served) == arrivals
+    assert max(overtaken.values(), default=0) <= MOST_OVERTAKEN
+
+
+def test_a_small_request_does_not_wait_for_pages_that_a_large_one_lacks() -> None:
+    case = Case(two_rows(num_pages=4, max_rows=3, buckets=[4]), seed=0, count=3, longest=4, budget=20, ends=False)
+    first, large, small = case.requests
+    case.device.prompts[0], case.device.prompts[1] = first.prompt, large.prompt = [5] * 20, [5] * 40
+    for one in case.requests:
+        one.budget = 6
+        case.scheduler.add(one)
+    for _ in range(3):
+        case.scheduler.step()
+    assert (first.row is not None, large.row, small.row is not None) == (True, None, True)
+    while case.scheduler.busy:
+        case.scheduler.step()
+    assert [len(one.output) for one in case.requests] == [6] * 3
+
+
+@pytest.mark.parametrize(("priorities", "order"), [((0, 0, 0), [0, 1, 2]), ((2, 1, 0), [2, 1, 0]), ((1, 0, 1), [1, 0, 2])])
+def test_rows_go_by_priority(priorities: tuple[int, ...], order: list[int]) -> None:
+    case = Case(two_rows(max_rows=1, buckets=[1]), seed=0, count=3, longest=4, budget=3, ends=False)
+    for one, priority in zip(case.requests, priorities, strict=True):
+        one.priority = priority
+        case.scheduler.add(one)
+    ended: list[int] = []
+    while case.scheduler.busy:
+        ended += [one.index for one in case.scheduler.step() if one.finish_reason is not None]
+    assert ended == order
+
+
+def test_the_row_that_counts_least_is_sent_back() -> None:
+    """Two rows that do not fit together, the more urgent one admitted last."""
+    case = Case(two_rows(num_pages=3), seed=0, count=2, longest=15, budget=30, ends=False)
+    for one, priority in zip(case.requests, (1, 0), strict=True):
+        one.budget, one.priority = 30, priority
+        case.scheduler.add(one)
+        case.scheduler.step()
+    while case.scheduler.busy:
+        case.scheduler.step()
+    assert case.requests[0].preempted > 0 == case.requests[1].preempted
+    assert [len(one.output) for one in case.requests] == [30, 30]
+
+
+@pytest.mark.parametrize("cycles_in_flight", [1, 2])
+def test_a_deadline_ends_a_request_where_it_is(cycles_in_flight: int) -> None:
+    """One row: the first request keeps what it has by then, the second never got a row, the third has time and gets the row."""
+    now = 0.0
+    case = Case(two_rows(max_rows=1, buckets=[1], cycles_in_flight=cycles_in_flight), seed=0, count=3, longest=4, budget=40, ends=False)
+    case.scheduler = Scheduler(case.plan, case.device, GREEDY, clock=lambda: now)
+    for one, deadline in zip(case.requests, (5.0, 3.0, None), strict=True):
+        one.budget, one.deadline, one.metrics.arrived = 30, deadline, 0.0
+        case.scheduler.add(one)
+    while case.scheduler.busy:
+        case.scheduler.step()
+        now += 0.5
+    first, second, third = case.requests
+    assert (first.finish_reason, second.finish_reason, third.finish_reason) == ("deadline", "deadline", "length")
+    script = case.device.scripts[0]
+    assert 5 <= len(first.output) <= 11 and first.output == script[: len(first.output)]
+    assert second.output == [] and len(third.output) == 30
+    assert case.scheduler.allocator.num_used == 0 and case.device.in_flight == 0
+
+
+def test_a_full_queue_refuses() -> None:
+    case = Case(two_rows(max_queued=1), seed=0, count=4, longest=4, budget=3, ends=False)
+    for one in case.requests[:3]:
+        case.scheduler.check_room(1)
+        case.scheduler.add(one)
+    expected = r"runtime\.max_queued: expected room for 1 more: at most 1 requests wait besides the 2 that have rows, found 3 requests"
+    with pytest.raises(ResourceError, match=expected):
+        case.scheduler.check_room(1)
+    while case.scheduler.busy:
+        case.scheduler.step()
+    case.scheduler.check_room(3)
+    make("none", runtime={"max_queued": 0})
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return mirror_pair(tmp_path_factory.mktemp("pair"))
+
+
+def test_the_callers_arguments(pair: Pair) -> None:
+    llm = pair.llm(variant="none", max_rows=1, buckets=[1], max_queued=2)
+    asked, params = prompts(3), SamplingParams(max_tokens=4, ignore_eos=True)
+    outputs = llm.generate(asked, params, priority=[2, 1, 0], deadline=[None, 0, 1e6])
+    assert [(out.finish_reason, len(out.token_ids)) for out in outputs] == [("length", 4), ("deadline", 0), ("length", 4)]
+    ended = [event.index for event in llm.stream(asked, params, priority=[2, 1, 0]) if event.finished]
+    assert ended == [2, 1, 0]
+    running = llm.stream(asked[0], SamplingParams(max_tokens=40, ignore_eos=True))
+    first = next(running).token_ids
+    with pytest.raises(ResourceError, match=r"runtime\.max_queued"):
+        llm.generate(asked, params)
+    rest = [token for event in running for token in event.token_ids]
+    assert [*first, *rest] == pair.greedy(asked[0], 40, ignore_eos=True), "a refusal disturbs nobody"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"priority": 0.5}, "priority: expected an integer, found 0.5"),
+        ({"priority": [1, 2, 3]}, "priority: expected one value, or one for each of the 2 prompts"),
+        ({"deadline": "soon"}, "deadline: expected a number, found 'soon'"),
+        ({"deadline": [1.0, -1.0]}, "deadline: expected a number >= 0, found -1.0"),
+        ({"deadline": float("inf")}, "deadline: expected a finite number"),
+    ],
+)
+def test_other_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message.replace("(", r"\(")):
+        set_urgency([request(0), request(1)], **{"priority": 0, "deadline": None, **arguments})
