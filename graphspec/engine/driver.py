@@ -49,6 +49,8 @@ class ThreadSettings:
 
     def apply(self) -> None:
         """Give them to this thread."""
+        # A thread that has never asked takes the count that was set last in any thread, whatever was set in it before.
+        torch.get_num_threads()
         torch.set_num_threads(self.threads)
         if self.flush_denormal:
             torch.set_flush_denormal(True)
