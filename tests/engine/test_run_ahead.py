@@ -180,7 +180,7 @@ def test_the_device_never_stands_still_while_the_host_is_faster(cycles_in_flight
 def traffic(cycles_in_flight: int, times: Times) -> tuple[Case, TimedDevice]:
     """Requests of several prompt chunks join while others decode, and end or are aborted at different times; there are rows for all."""
     runtime = {"name": "eager", "max_rows": 4, "page_size": 4, "cycles_in_flight": cycles_in_flight, "prefill_chunks": [4, 8]}
-    case = Case(make("eagle3", shape=(4, 1, 5), runtime=runtime, max_context=90), 5, count=12, longest=30, budget=40, ends=True)
+    case = Case(make("eagle3", shape=(4, 1, 5), runtime=runtime, max_context=60), 5, count=12, longest=30, budget=25, ends=True)
     device, scheduler, coming = timed(case, times), case.scheduler, list(case.requests)
     for step in range(MOST_STEPS):
         # A row that has ended is free once the last launch that names it was read.
