@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
+from contextlib import suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Protocol
@@ -16,6 +17,7 @@ from ..plan import Plan
 from .calls import Call, Commands, Item, Leave
 
 Posts = list[tuple[Call, Item]]
+"""What callers are to be sent."""
 
 
 class Driven(Protocol):
@@ -49,6 +51,8 @@ class ThreadSettings:
 
     def apply(self) -> None:
         """Give them to this thread."""
+        # A thread that has never asked takes the count that was set last in any thread, whatever was set in it before.
+        torch.get_num_threads()
         torch.set_num_threads(self.threads)
         if self.flush_denormal:
             torch.set_flush_denormal(True)
@@ -119,7 +123,9 @@ def closed() -> ResourceError:
 
 def _refuse(call: Call) -> None:
     call.failure = call.failure or closed()
-    call.send(None)
+    # An event loop may be closed as well.
+    with suppress(RuntimeError):
+        call.send(None)
 
 
 def _stop(commands: Commands, stopping: threading.Event, thread: threading.Thread, process: int) -> None:
@@ -141,18 +147,21 @@ def _drive(weak: weakref.ref[Driven], commands: Commands, stopping: threading.Ev
         if driven is None:
             break
         posts: Posts = []
-        if not stopping.is_set():
+        last = stopping.is_set()
+        if not last:
             posts, busy = driven.turn(command)
-        elif isinstance(command, Call):
-            _refuse(command)
-        if stopping.is_set():
-            posts += driven.shut()
+        else:
+            if isinstance(command, Call):
+                _refuse(command)
+            posts = driven.shut()
         # What callers learn of a step they learn after the step: whoever drops the engine then drops the last reference.
         del driven, command
         _send(posts, commands)
         posts.clear()
-        if stopping.is_set():
+        if last:
             break
+        # The next turn is the last: nothing waits for a command that has come already.
+        busy = busy or stopping.is_set()
     while True:
         try:
             command = commands.get_nowait()

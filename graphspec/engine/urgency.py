@@ -21,9 +21,10 @@ def set_urgency(requests: Sequence[Request], priority: object, deadline: object)
     Raises:
         RequestError: a value of another type or out of range, or not one for each prompt.
     """
-    for request, its_priority, its_deadline in zip(
-        requests, _each("priority", priority, len(requests)), _each("deadline", deadline, len(requests)), strict=True
-    ):
+    count = max((request.index for request in requests), default=-1) + 1
+    priorities, deadlines = _each("priority", priority, count), _each("deadline", deadline, count)
+    for request in requests:
+        its_priority, its_deadline = priorities[request.index], deadlines[request.index]
         request.priority = whole("priority", its_priority, RequestError)
         if its_deadline is not None:
             request.deadline = real("deadline", its_deadline, RequestError)

@@ -144,8 +144,16 @@ def plan_memory(plan: Plan, config: Config, weights: tuple[int, int] | None = No
     ]
     lines.append(MemoryLine("scratch of kernels", kernel_scratch(plan), (*rows, "runtime.prefill_chunks")))
     if plan.device == "cuda":
-        programs = len(plan.graph_keys(GREEDY)) + len(plan.prefill_shapes) if plan.captured else 0
-        lines.append(MemoryLine("graphs and libraries", LIBRARY_RESERVE + programs * GRAPH_RESERVE, ("runtime.buckets",), estimate=True))
+        classes = plan.sampling_classes or (GREEDY,)
+        programs = sum(len(plan.graph_keys(each)) + len(plan.prefill_shapes) for each in classes) if plan.captured else 0
+        lines.append(
+            MemoryLine(
+                "graphs and libraries",
+                LIBRARY_RESERVE + programs * GRAPH_RESERVE,
+                ("runtime.buckets", "runtime.sampling_classes"),
+                estimate=True,
+            )
+        )
     return MemoryPlan(
         lines=tuple(line for line in lines if line.size),
         available=available,

@@ -32,7 +32,7 @@ ESSENTIAL = ("device", "graph", "engine-reference")
 KERNEL = "kernel-"
 """What the names of the probes of single kernels begin with."""
 PROMPT = [11, 45, 210, 7, 93, 18, 400, 31, 5, 77, 64, 12]
-OPTIONS = {"device": "cuda", "dtype": "float32", "max_rows": 2, "buckets": [1, 2], "prefill_chunks": [16]}
+OPTIONS = {"device": "cuda", "dtype": "float32", "max_rows": 2, "buckets": [1, 2], "prefill_chunks": [16], "sampling_classes": []}
 SHAPES: dict[str, dict[str, Any]] = {
     "none": {"variant": "none"},
     "chain": {"variant": "eagle3", "num_steps": 4, "topk": 1, "num_draft_tokens": 5},

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+import time
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -14,8 +16,10 @@ from graphspec.engine.async_llm import AsyncLLM
 from graphspec.engine.llm import SamplingParams
 from graphspec.errors import RequestError, ResourceError
 from graphspec.graphs.cycle import Cycle
+from graphspec.shapes import GREEDY
 from tests.support.engines import CHAIN, Pair, ids, mirror_pair, prompts
 from tests.support.interrupts import Fault
+from tests.support.lockstep import PAUSE
 
 from .test_shared_engine import assert_idle, expected
 
@@ -79,21 +83,11 @@ def test_the_loop_goes_on_while_the_engine_steps(pair: Pair) -> None:
 
 
 def test_greedy_programs_are_there_before_the_first_caller(pair: Pair) -> None:
-    face = AsyncLLM(target_of(pair))
+    face = AsyncLLM(pair.llm(**CHAIN, max_rows=4, buckets=[1, 4]))
     built = len(face.llm.capture_report())
-    assert built == len(face.llm.keys(face.llm.plan.max_rows, graphspec_greedy()))
+    assert built == len(face.llm.keys(4, GREEDY))
     asyncio.run(collect(face, prompts(3)))
     assert len(face.llm.capture_report()) == built
-
-
-def target_of(pair: Pair) -> Any:
-    return pair.llm(**CHAIN, max_rows=4, buckets=[1, 4])
-
-
-def graphspec_greedy() -> Any:
-    from graphspec.shapes import GREEDY
-
-    return GREEDY
 
 
 @pytest.mark.parametrize("how", ["cancelled", "closed", "left", "loop closed"])
@@ -103,62 +97,52 @@ def test_a_caller_that_leaves_aborts_its_requests(pair: Pair, how: str) -> None:
     face = AsyncLLM(llm)
     asked = prompts(3)
     requests: list[Any] = []
-    add = llm._engine.scheduler.add
-    llm._engine.scheduler.add = lambda request: (requests.append(request), add(request))  # type: ignore[method-assign]
+    engine, left = llm._engine, threading.Event()
+    add, step = engine.scheduler.add, engine._step
 
-    async def leave() -> Any:
-        events = face.generate(asked[:2], ENDLESS)
-        first = asyncio.Event()
+    def held() -> None:
+        """From the first token on, no step until the caller has left."""
+        if left.is_set() or not any(request.output for request in requests):
+            step()
+        else:
+            time.sleep(PAUSE)
 
-        async def consume() -> None:
-            async for _ in events:
-                first.set()
-                if how == "left":
-                    break
-
-        task = asyncio.ensure_future(consume())
-        if how == "closed":
-            await anext(events)
-            await events.aclose()
-            first.set()
-        await first.wait()
-        if how == "cancelled":
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-        elif how != "loop closed":
-            await task
-        return events
+    engine.scheduler.add = lambda request: (requests.append(request), add(request))  # type: ignore[method-assign]
+    engine._step = held  # type: ignore[method-assign]
 
     async def run() -> None:
+        events = face.generate(asked[:2], ENDLESS)
+        await anext(events)
         other = asyncio.ensure_future(collect(face, asked[2]))
-        left = await leave()
-        assert (await other)[0] == expected(pair, asked, LENGTH)[2]
-        del left
-
-    if how == "closed":
-        # Two readers of one generator are an error of their own.
-        async def run() -> None:
-            other = asyncio.ensure_future(collect(face, asked[2]))
-            events = face.generate(asked[:2], ENDLESS)
-            await anext(events)
+        if how == "loop closed":
+            return
+        if how == "cancelled":
+            task = asyncio.ensure_future(anext(events))
+            await asyncio.sleep(0)
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+        elif how == "closed":
             await events.aclose()
-            assert (await other)[0] == expected(pair, asked, LENGTH)[2]
+        elif how == "left":
+            del events
+            gc.collect()
+            await asyncio.sleep(0)
+        left.set()
+        assert (await other)[0] == expected(pair, asked, LENGTH)[2]
 
     asyncio.run(run())
-    gc.collect()
+    left.set()
     assert_idle(llm)
-    reasons = {request.finish_reason for request in requests if request.budget == 80}
-    assert reasons <= {"abort", "length"} and len(requests) == 3
-    if how == "cancelled":
-        assert "abort" in reasons
+    reasons = [request.finish_reason for request in requests if request.budget == ENDLESS.max_tokens]
+    assert reasons == ["abort", "abort"]
 
 
 def test_errors_reach_the_caller(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = pair.llm(**CHAIN, max_rows=2)
     face = AsyncLLM(llm)
-    with pytest.raises(RequestError, match="at least one token"):
-        asyncio.run(collect(face, []))
+    with pytest.raises(RequestError):
+        asyncio.run(collect(face, prompts(1), [PARAMS, PARAMS]))  # type: ignore[arg-type]
 
     def broken(*_: Any) -> None:
         raise Fault

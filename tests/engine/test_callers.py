@@ -1,13 +1,15 @@
-"""Several callers in any order: submit, step, close, generate, interrupt; every request's tokens are those of a run of its own.
+"""Several callers in any order, in the event loop too: submit, step, leave, generate, cancel, interrupt, fail a step, close the engine;
+every request's tokens are those of a run of its own.
 
 A stateful property test. The engine is small and stays the same over all examples, so that what one leaves behind would show in the next.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -15,12 +17,15 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 
+from graphspec.engine.async_llm import AsyncLLM
 from graphspec.engine.llm import LLM, SamplingParams
 from graphspec.engine.outputs import StreamEvent
+from graphspec.errors import ResourceError
 from tests.support.engines import CHAIN, TREE, Pair, mirror_pair, prompts
-from tests.support.interrupts import interrupted
+from tests.support.interrupts import Fault, failing, interrupted
+from tests.support.lockstep import Lockstep
 
-from .test_interrupts import FILES
+from .test_interrupts import FILES, STEP
 from .test_shared_engine import assert_idle
 
 PROMPTS = prompts(6, lengths=(5, 3, 17, 8, 1, 9))
@@ -64,32 +69,50 @@ class Open:
     """A stream, what it was asked for, and what it gave so far."""
 
     some: list[Asked]
-    events: Iterator[StreamEvent]
-    tokens: list[list[int]]
-    ended: list[str | None]
+    events: Iterator[StreamEvent] | AsyncIterator[StreamEvent]
+    tokens: list[list[int]] = field(init=False)
+    ended: list[str | None] = field(init=False)
+    may_fail: bool = False
+    """A step failed while it was open."""
+
+    def __post_init__(self) -> None:
+        self.tokens, self.ended = [[] for _ in self.some], [None] * len(self.some)
 
 
 PLACES = 4
 place = st.integers(0, PLACES - 1)
+"""The last place is in the event loop."""
 
 
 class Callers(RuleBasedStateMachine):
     """Some places for streams. What may be done never depends on what was found: a place that is empty is passed over."""
 
-    llm: LLM
+    make: Callable[[], LLM]
     alone: Alone
+    lockstep: Lockstep
 
     def __init__(self) -> None:
         super().__init__()
+        self.llm = self.make()
+        self.loop = asyncio.new_event_loop()
         self.places: list[Open | None] = [None] * PLACES
 
     @rule(at=place, some=batch)
     def submit(self, at: int, some: list[Asked]) -> None:
-        self.close(at)
+        self.leave(at)
         for one in some:
             self.alone(one)
-        events = self.llm.stream([PROMPTS[one[0]] for one in some], [params(one) for one in some])
-        self.places[at] = Open(some, events, [[] for _ in some], [None] * len(some))
+        face = self.llm.stream if at < PLACES - 1 else AsyncLLM(self.llm).generate
+        self.places[at] = Open(some, face([PROMPTS[one[0]] for one in some], [params(one) for one in some]))
+
+    def next_event(self, stream: Open) -> StreamEvent | None:
+        if isinstance(stream.events, Iterator):
+            return next(stream.events, None)
+        self.lockstep.free = True
+        try:
+            return self.loop.run_until_complete(anext(stream.events, None))  # type: ignore[arg-type]
+        finally:
+            self.lockstep.free = False
 
     @rule(at=place, count=st.integers(1, 6))
     def step(self, at: int, count: int) -> None:
@@ -97,7 +120,12 @@ class Callers(RuleBasedStateMachine):
         for _ in range(count if stream is not None else 0):
             assert stream is not None
             wanted = [self.alone(one) for one in stream.some]
-            event = next(stream.events, None)
+            try:
+                event = self.next_event(stream)
+            except Fault:
+                assert stream.may_fail
+                self.places[at] = None
+                return
             if event is None:
                 assert stream.ended == ["length"] * len(stream.some)
                 assert stream.tokens == wanted
@@ -110,10 +138,31 @@ class Callers(RuleBasedStateMachine):
             assert tokens == wanted[event.index][: len(tokens)]
 
     @rule(at=place)
-    def close(self, at: int) -> None:
+    def leave(self, at: int) -> None:
         stream, self.places[at] = self.places[at], None
-        if stream is not None:
+        if stream is None:
+            return
+        if isinstance(stream.events, Iterator):
             stream.events.close()  # type: ignore[attr-defined]
+        else:
+            self.loop.run_until_complete(stream.events.aclose())  # type: ignore[attr-defined]
+
+    @rule(turns=st.integers(0, 5))
+    def cancel(self, turns: int) -> None:
+        """A task that waits for its next event."""
+        stream, self.places[-1] = self.places[-1], None
+
+        async def run() -> None:
+            assert stream is not None
+            task = asyncio.ensure_future(anext(stream.events, None))  # type: ignore[arg-type]
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+
+        if stream is not None:
+            self.loop.run_until_complete(run())
 
     @rule(some=batch)
     def generate(self, some: list[Asked]) -> None:
@@ -121,12 +170,12 @@ class Callers(RuleBasedStateMachine):
         outputs = self.llm.generate([PROMPTS[one[0]] for one in some], [params(one) for one in some])
         assert [output.token_ids for output in outputs] == wanted
 
-    @rule(some=batch, line=st.integers(0, 3000))
+    @rule(some=batch, line=st.integers(0, 250))
     def interrupt(self, some: list[Asked], line: int) -> None:
         with suppress(KeyboardInterrupt), interrupted(FILES, line):
             self.generate(some)
 
-    @rule(at=place, line=st.integers(0, 600))
+    @rule(at=st.integers(0, PLACES - 2), line=st.integers(0, 60))
     def interrupt_a_stream(self, at: int, line: int) -> None:
         try:
             with interrupted(FILES, line):
@@ -134,9 +183,32 @@ class Callers(RuleBasedStateMachine):
         except KeyboardInterrupt:
             self.places[at] = None
 
+    @rule(some=batch, line=st.integers(0, 3000))
+    def fail_a_step(self, some: list[Asked], line: int) -> None:
+        for stream in self.places:
+            if stream is not None:
+                stream.may_fail = True
+        with suppress(Fault), failing(self.llm._engine, STEP, line):
+            self.generate(some)
+
+    @rule(chance=st.integers(0, 3))
+    def close(self, chance: int) -> None:
+        """Only now and then: an engine has to be loaded again."""
+        if chance:
+            return
+        self.llm.close()
+        for at, stream in enumerate(self.places):
+            begun = stream is not None and any(stream.tokens)
+            with pytest.raises((ResourceError, Fault)) if begun and None in stream.ended else suppress(ResourceError, Fault):  # type: ignore[union-attr]
+                while stream is not None and self.next_event(stream) is not None:
+                    pass
+            self.places[at] = None
+        self.llm = self.make()
+
     def teardown(self) -> None:
         for at in range(PLACES):
             self.step(at, 1000)
+        self.loop.close()
         assert_idle(self.llm)
 
 
@@ -145,9 +217,18 @@ class Callers(RuleBasedStateMachine):
     [{"variant": "none", "cycles_in_flight": 2}, {**CHAIN, "page_size": 4, "num_pages": 26}, {**TREE, "cycles_in_flight": 2}],
     ids=["plain", "chain, short of pages", "tree"],
 )
-def test_every_request_gets_the_tokens_of_a_run_of_its_own(pair: Pair, keys: dict[str, Any]) -> None:
+def test_every_request_gets_the_tokens_of_a_run_of_its_own(pair: Pair, keys: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    held = Lockstep(monkeypatch)
+    engines: list[LLM] = []
+
+    def make() -> LLM:
+        if not engines or engines[-1]._engine._driver.stopping:
+            engines.append(pair.llm(**keys, max_rows=3, buckets=[1, 4]))
+        return engines[-1]
+
     class Machine(Callers):
-        llm = pair.llm(**keys, max_rows=3, buckets=[1, 4])
+        make = staticmethod(make)
         alone = Alone(pair.llm(variant="none", max_rows=1, buckets=[1]))
+        lockstep = held
 
     run_state_machine_as_test(Machine, settings=settings(max_examples=10, stateful_step_count=12, phases=[Phase.generate]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -65,8 +66,11 @@ def parts(cycle: Cycle) -> dict[str, weakref.ref[Any]]:
     return {name: weakref.ref(value) for name, value in found.items()}
 
 
-def alive(found: dict[str, weakref.ref[Any]]) -> list[str]:
+def alive(found: dict[str, weakref.ref[Any]], thread: threading.Thread | None = None) -> list[str]:
     gc.collect()
+    if thread is not None:
+        thread.join(60)
+        assert not thread.is_alive()
     return [name for name, reference in found.items() if reference() is not None]
 
 
@@ -86,8 +90,9 @@ def test_an_engine_dies(pair: Pair, launch: str, arenas: weakref.WeakSet[Arena])
         found = parts(llm.cycle)
         assert {"slot target_kv", "program 0"} <= set(found)
         assert ("region 0" in found or "region 1" in found) == (launch != "eager")
+        thread = llm._engine._driver.thread
         del llm
-        assert alive(found) == []
+        assert alive(found, thread) == []
         assert len(arenas) == 0
     assert storages() <= before + 4096, "what transformers and torch keep for themselves is smaller than any pool"
 
@@ -99,9 +104,9 @@ def test_what_another_engine_compiled_stays(pair: Pair, launch: str) -> None:
     asked = prompts(2)
     expected = [pair.greedy(prompt, 6, ignore_eos=True) for prompt in asked]
     assert ids(first.generate(asked, PARAMS)) == ids(second.generate(asked, PARAMS)) == expected
-    compiled, found = graphs_compiled(), parts(first.cycle)
+    compiled, found, thread = graphs_compiled(), parts(first.cycle), first._engine._driver.thread
     del first
-    assert alive(found) == []
+    assert alive(found, thread) == []
     assert ids(second.generate(asked, PARAMS)) == expected
     torch._dynamo.reset()
     assert ids(second.generate(asked, PARAMS)) == expected
@@ -124,9 +129,10 @@ def test_an_engine_dies_whose_run_was_left_halfway(pair: Pair) -> None:
     events = llm.stream(prompts(1), PARAMS)
     next(events)
     found = parts(llm.cycle)
+    thread = llm._engine._driver.thread
     events.close()
     del llm, events
-    assert alive(found) == []
+    assert alive(found, thread) == []
 
 
 def test_an_engine_dies_whose_compilation_failed(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,6 +147,7 @@ def test_an_engine_dies_whose_compilation_failed(pair: Pair, monkeypatch: pytest
     monkeypatch.setattr("graphspec.graphs.stages.commit.Commit.forward", broken)
     with pytest.raises(Exception, match="can't be compiled") as caught:
         llm.generate(prompts(1), PARAMS)
+    thread = llm._engine._driver.thread
     llm = None
     del caught
-    assert alive(found) == []
+    assert alive(found, thread) == []

@@ -6,6 +6,8 @@ may arrive in another order than they were computed in. The host's own work take
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,17 +15,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from graphspec.engine.async_llm import AsyncLLM
 from graphspec.engine.llm import SamplingParams
 from graphspec.errors import ConfigError
 from graphspec.graphs.cycle import RingEntry
-from graphspec.graphs.programs import Key
+from graphspec.graphs.programs import Key, PrefillKey
 from graphspec.graphs.stages.mailbox import Message
 from graphspec.plan import Plan
 from graphspec.shapes import GraphKey
 from tests.support.engines import CHAIN, TREE, Pair, ids, mirror_pair, prompts, watch_schedulers
 from tests.support.plans import plan as make
 
-from .test_scheduler import Case, Device
+from .test_scheduler import MOST_STEPS, Case, Device
 
 
 @dataclass
@@ -49,6 +52,8 @@ class TimedDevice(Device):
         self.done: dict[int, float] = {}
         self.idle: list[float] = []
         """Time the device stood still before each cycle, in the order of launch."""
+        self.gaps: list[tuple[Key, float]] = []
+        """The same before every launch, with its program."""
         self.unread_at_launch: list[int] = []
         self.waits = 0
 
@@ -61,6 +66,7 @@ class TimedDevice(Device):
             for join in message.joins:
                 owner = unread.get(join.row, join.seed)
                 assert owner == join.seed, "a row changes hands while an unread launch uses it"
+        self.gaps.append((key, max(0.0, self.now - self.free_at)))
         if isinstance(key, GraphKey):
             self.idle.append(max(0.0, self.now - self.free_at))
             self.unread_at_launch.append(self.in_flight)
@@ -171,6 +177,36 @@ def test_the_device_never_stands_still_while_the_host_is_faster(cycles_in_flight
         assert max(gaps) == 0.0
 
 
+def traffic(cycles_in_flight: int, times: Times) -> tuple[Case, TimedDevice]:
+    """Requests of several prompt chunks join while others decode, and end or are aborted at different times; there are rows for all."""
+    runtime = {"name": "eager", "max_rows": 4, "page_size": 4, "cycles_in_flight": cycles_in_flight, "prefill_chunks": [4, 8]}
+    case = Case(make("none", runtime=runtime, max_context=60), 5, count=16, longest=30, budget=25, ends=True)
+    device, scheduler, coming = timed(case, times), case.scheduler, list(case.requests)
+    for step in range(MOST_STEPS):
+        # A row that has ended is free once the last launch that names it was read.
+        if coming and (step % 5 == 0 or len(scheduler.live) < 3) and len(scheduler._free_rows) > len(scheduler.waiting):
+            scheduler.add(coming.pop())
+        if step == 20:
+            scheduler.abort(scheduler.running[0])
+        if not scheduler.busy and not coming:
+            break
+        scheduler.step()
+    assert all(request.finish_reason is not None for request in case.requests)
+    return case, device
+
+
+def test_joins_leaves_and_prefill_leave_no_gap() -> None:
+    """Every launch after the first is queued before the device has done the one before it."""
+    case, device = traffic(2, Times((0.4, 0.4), (1.0, 1.0)))
+    assert {request.finish_reason for request in case.requests} >= {"stop", "length", "abort"}
+    chunks = [number for number, (key, _) in enumerate(device.gaps) if isinstance(key, PrefillKey)]
+    assert len(chunks) > 20, "prompts are cut into chunks"
+    assert {type(device.gaps[number + 1][0]) for number in chunks} == {PrefillKey, GraphKey}, "and rows decode between prompts"
+    assert [gap for _, gap in device.gaps[1:] if gap] == []
+    _, waiting = traffic(1, Times((0.4, 0.4), (1.0, 1.0)))
+    assert min(gap for _, gap in waiting.gaps[1:]) == pytest.approx(0.4), "with one cycle in flight there is a gap before every launch"
+
+
 def test_a_third_cycle_in_flight_hides_a_result_that_comes_late() -> None:
     """Two hide host work up to one cycle; copying back that takes longer needs three."""
     late = Times((0.4, 0.4), (1.0, 1.0), (0.9, 0.9))
@@ -204,6 +240,34 @@ def test_the_engine_gives_the_same_tokens(pair: Pair, shape: dict[str, Any], mon
         assert made[-1].allocator.num_used == 0 and llm.cycle.in_flight == 0
     assert found[0] == found[1] == found[2]
     assert ids(outputs)[0] == pair.greedy(asked[0], 3)
+
+
+@pytest.mark.parametrize("face", ["generate", "stream", "a launcher in front", "async"])
+def test_every_face_keeps_two_cycles_in_flight(pair: Pair, face: str) -> None:
+    llm = pair.llm(**CHAIN, max_rows=2, buckets=[1, 2], cycles_in_flight=2)
+    unread: list[int] = []
+    launch, asked = llm.cycle.launch, prompts(2)
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
+
+    def noted(key: Key, message: Message) -> int:
+        if isinstance(key, GraphKey):
+            unread.append(llm.cycle.in_flight)
+        return launch(key, message)
+
+    llm.cycle.launch = noted  # type: ignore[method-assign]
+
+    async def stream() -> list[int]:
+        return [token async for event in AsyncLLM(llm).generate(asked, params) for token in event.token_ids]
+
+    run: dict[str, Callable[[], Any]] = {
+        "generate": lambda: llm.generate(asked, params),
+        "stream": lambda: list(llm.stream(asked, params)),
+        "a launcher in front": lambda: llm.generate(asked, params, launcher=llm.cycle),
+        "async": lambda: asyncio.run(stream()),
+    }
+    run[face]()
+    # The second prompt is prefilled next to the first, and when one row has ended the other goes on.
+    assert len(unread) > 5 and set(unread[1:]) == {1}
 
 
 def test_no_cycle_at_all_is_refused() -> None:

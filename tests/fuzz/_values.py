@@ -125,6 +125,7 @@ KEYS: dict[str, Callable[[Any], bool]] = {
     "max_stop_ids": lambda v: is_whole(v, 1, 65536),
     "max_logit_bias": lambda v: is_whole(v, 1, 65536),
     "max_logprobs": lambda v: is_whole(v, 1, 2**31 - 1),
+    "sampling_classes": lambda v: isinstance(v, list | tuple) and all(isinstance(c, str) and c in ("greedy", "everything") for c in v),
     "memory_gib": _optional(lambda v: is_real(v, 1e-9, 1e9)),
     "buckets": lambda v: _sizes(v, 65536),
     "prefill_chunks": _optional(lambda v: _sizes(v, 2**20)),

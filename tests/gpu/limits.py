@@ -35,8 +35,9 @@ def plan_of(engine: Mapping[str, Any]) -> Plan:
 
 
 def programs_of(plan: Plan) -> int:
-    """Programs that an engine compiles when as many requests come as it has rows."""
-    return len(plan.graph_keys(GREEDY)) + len(plan.prefill_shapes) if plan.compiles else 0
+    """Programs that an engine compiles when as many requests of one class come as it has rows, and at load."""
+    classes = {GREEDY, *plan.sampling_classes} if plan.captured else {GREEDY}
+    return sum(len(plan.graph_keys(each)) + len(plan.prefill_shapes) for each in classes) if plan.compiles else 0
 
 
 def seconds(engines: Sequence[Mapping[str, Any]]) -> float:

@@ -224,9 +224,12 @@ def test_cycles_queued_ahead_read_in_order(shape: str, run_ahead: int) -> None:
 
 
 def demo(shape: str, **keys: object) -> LLM:
-    """The demo model in float32; kernels wait for each other, whatever is the default: what decides green stands on nothing new."""
+    """The demo model in float32; kernels wait for each other, whatever is the default: what decides green stands on nothing new.
+
+    Nothing is captured at load: a check has time for the class it asks for.
+    """
     wanted = SHAPES[shape]
-    keys = {"programmatic_launch": False, **keys}
+    keys = {"programmatic_launch": False, "sampling_classes": [], **keys}
     if wanted.num_steps:
         keys |= {"num_steps": wanted.num_steps, "topk": wanted.topk, "num_draft_tokens": wanted.num_draft_tokens}
     return LLM(variant="eagle3" if wanted.num_steps else "none", device=DEVICE, dtype="float32", **keys)  # type: ignore[arg-type]
@@ -290,7 +293,15 @@ VARIANTS: tuple[tuple[str, dict[str, object]], ...] = (
 @pytest.mark.parametrize(("variant", "keys"), VARIANTS)
 @pytest.mark.parametrize("mode", ["reference", "fused"])
 def test_every_variant_gives_the_targets_own_tokens(mode: str, variant: str, keys: dict[str, object], expected: list[list[int]]) -> None:
-    llm = LLM(variant=variant, device=DEVICE, dtype="float32", runtime=RUNTIME, mode=mode, buckets=[4], max_rows=4, **keys)  # type: ignore[arg-type]
+    common: dict[str, Any] = {
+        "device": DEVICE,
+        "dtype": "float32",
+        "runtime": RUNTIME,
+        "buckets": [4],
+        "max_rows": 4,
+        "sampling_classes": [],
+    }
+    llm = LLM(variant=variant, mode=mode, **common, **keys)
     outputs = llm.generate(PROMPTS, SamplingParams(max_tokens=64, ignore_eos=True))
     assert [out.token_ids for out in outputs] == expected
 
@@ -306,6 +317,7 @@ CHAINS: tuple[tuple[str, dict[str, object]], ...] = (
 def invariant(variant: str, keys: dict[str, object]) -> list[dict[str, Any]]:
     """An engine that decodes plainly and one that drafts, both under batch-invariant numerics."""
     common = {"device": DEVICE, "dtype": "bfloat16", "runtime": RUNTIME, "mode": "fused", "numerics": "batch_invariant", "max_rows": 4}
+    common["sampling_classes"] = []
     return [{"variant": "none", "buckets": [1, 4], **common}, {"variant": variant, "buckets": [4], **common, **keys}]
 
 

@@ -92,7 +92,7 @@ def test_depths_side_by_side_change_no_token(temperature: float) -> None:
     for depths in ({}, {1: 5, 2: 3, 4: 1}):
         llm = LLM(
             variant="eagle3", device="cuda", dtype="float32", runtime="captured", mode="reference", num_steps=5, topk=4,
-            num_draft_tokens=16, buckets=[1, 2, 4], max_rows=4, depth_per_bucket=depths, cycles_in_flight=2,
+            num_draft_tokens=16, buckets=[1, 2, 4], max_rows=4, depth_per_bucket=depths, cycles_in_flight=2, sampling_classes=[],
         )  # fmt: skip
         found.append([out.token_ids for out in llm.generate(PROMPTS, params)])
     assert found[0] == found[1]
@@ -101,6 +101,7 @@ def test_depths_side_by_side_change_no_token(temperature: float) -> None:
 def changing_depths(mode: str) -> list[dict[str, Any]]:
     """An engine that decodes plainly, and two whose depths change."""
     keys = {"device": "cuda", "dtype": "float32", "runtime": "captured", "mode": mode, "buckets": [1, 2, 4], "max_rows": 4}
+    keys["sampling_classes"] = []
     drafting = {"variant": "eagle3", "num_steps": 4, "depths": [0, 2], "backlog": 6, "cycles_in_flight": 3, **keys}
     shapes = ({"topk": 1, "num_draft_tokens": 5}, {"topk": 4, "num_draft_tokens": 12})
     return [{"variant": "none", **keys}, *({**drafting, **shape} for shape in shapes)]
@@ -122,7 +123,10 @@ def test_depths_that_change_while_it_runs_change_no_token(temperature: float, mo
 
 
 def test_debug_mode_runs_and_notices() -> None:
-    llm = LLM(variant="eagle3", device="cuda", dtype="float32", runtime="captured", mode="reference", buckets=[4], max_rows=4, debug=True)
+    llm = LLM(
+        variant="eagle3", device="cuda", dtype="float32", runtime="captured", mode="reference", buckets=[4], max_rows=4, debug=True,
+        sampling_classes=[],
+    )  # fmt: skip
     outputs = llm.generate(PROMPTS, SamplingParams(max_tokens=24, ignore_eos=True))
     assert [len(out.token_ids) for out in outputs] == [24] * 4
     assert torch.cuda.get_sync_debug_mode() == 0
@@ -157,4 +161,5 @@ def test_memory_that_runs_out_while_capturing_costs_a_bucket(monkeypatch: pytest
 def test_pages_that_do_not_fit_are_refused_with_the_number_that_does() -> None:
     with pytest.raises(ConfigError, match=r"runtime\.num_pages: expected at most \d+"):
         LLM(variant="none", device="cuda", runtime="captured", num_pages=10**9)
-    assert LLM(variant="none", device="cuda", dtype="float32", runtime="captured", num_pages=1000).memory.largest_num_pages > 1000
+    keys = {"runtime": "captured", "num_pages": 1000, "sampling_classes": []}
+    assert LLM(variant="none", device="cuda", dtype="float32", **keys).memory.largest_num_pages > 1000
