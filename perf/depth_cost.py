@@ -107,6 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "perf" / "results", help="folder of the result file")
     args = parser.parse_args(argv)
     keys: dict[str, Any] = {"runtime": args.runtime, "max_rows": args.batch, "buckets": [args.batch], "max_context": 512}
+    keys["prefix_cache"] = False
     with TemporaryDirectory() as folder:
         draft = useless_draft(Path(folder) / "draft")
         adaptive = LLM(variant="eagle3", draft=draft, **SHAPE, depths=DEPTHS, backlog=args.backlog, rates=args.rates, **keys)

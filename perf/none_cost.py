@@ -153,7 +153,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, default=ROOT / "perf" / "results", help="folder of the result file")
     args = parser.parse_args(argv)
-    llm = LLM(variant="none", runtime=args.runtime, max_rows=1, buckets=[1], max_context=512)
+    llm = LLM(variant="none", runtime=args.runtime, max_rows=1, buckets=[1], max_context=512, prefix_cache=False)
     prompts = held_out_prompts(llm.tokenizer.encode, args.prompts, args.prompt_tokens)
     params = SamplingParams(max_tokens=args.max_tokens)
     stop = llm.plan.target.eos_token_ids[0]

@@ -70,7 +70,7 @@ def held_out_prompts(encode: Callable[[str], list[int]], count: int, tokens: int
 
 def graphspec_side(name: str, settings: argparse.Namespace, baseline: str, **overrides: Any) -> Side:
     """An engine with a row for each prompt of a batch as a side."""
-    engine = {"model": settings.model, "runtime": settings.runtime, "dtype": settings.dtype}
+    engine = {"model": settings.model, "runtime": settings.runtime, "dtype": settings.dtype, "prefix_cache": False}
     context = max(512, settings.prompt_tokens + settings.max_tokens + 64)
     llm = LLM(max_rows=settings.batch, buckets=[settings.batch], max_context=context, **engine, **overrides)
     params = SamplingParams(max_tokens=settings.max_tokens)

@@ -37,9 +37,12 @@ class Revision:
     def build(self, name: str, keys: dict[str, Any], prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
         """An engine, warmed up by one pass over ``prompts``."""
         from graphspec import LLM, SamplingParams
+        from graphspec.config import RuntimeConfig
 
         started = time.perf_counter()
-        self.engines[name] = LLM(model="demo", **keys), prompts, SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        # Prompts repeat, and are read each time; older versions know no cache.
+        off = {"prefix_cache": False} if hasattr(RuntimeConfig, "prefix_cache") else {}
+        self.engines[name] = LLM(model="demo", **off, **keys), prompts, SamplingParams(max_tokens=max_tokens, ignore_eos=True)
         self.run(name)
         return {"seconds": time.perf_counter() - started}
 

@@ -103,6 +103,7 @@ def test_an_engine_has_the_rows_of_the_workload() -> None:
     runtime = RuntimeConfig(buckets=[1, 2, 4, 8], depth_per_bucket={8: 2, 2: 3})
     three = for_workload(LaunchConfig(workload=WorkloadConfig(batch=3), runtime=runtime)).runtime
     assert (three.max_rows, three.buckets, three.depth_per_bucket) == (3, [1, 2, 4], {2: 3})
+    assert three.prefix_cache is False, "prompts repeat from round to round"
     twelve = for_workload(LaunchConfig(workload=WorkloadConfig(batch=12), runtime=runtime)).runtime
     assert (twelve.max_rows, twelve.buckets) == (12, [1, 2, 4, 8, 12])
 

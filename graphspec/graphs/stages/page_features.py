@@ -33,7 +33,9 @@ def save_page_features(
     source_BE = entry_BE.clamp(max=width - 1)
     source_BE = source_BE if index_BT is None else index_BT.gather(1, source_BE)
     feature_BEF = feature_BTF.gather(1, source_BE[..., None].expand(-1, -1, feature_BTF.shape[2]))
-    v.page_feature[0, 0, :, 0, 0].index_put_((page_BE,), feature_BEF)
+    # Indexed as a pool is: writing through a view would have the compiler copy all pages.
+    first_BE = torch.zeros_like(page_BE)
+    v.page_feature.index_put_((first_BE, first_BE, page_BE, first_BE), feature_BEF[:, :, None])
 
 
 def page_feature(v: Views, table_BP: Tensor, end_B: Tensor) -> Tensor:

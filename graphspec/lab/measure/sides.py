@@ -51,7 +51,10 @@ def plain_config(config: LaunchConfig) -> LaunchConfig:
 
 
 def for_workload(config: LaunchConfig) -> LaunchConfig:
-    """The engine with exactly as many rows as the workload has requests at once; the buckets it has no rows for are left out."""
+    """The engine with exactly as many rows as the workload has requests at once; the buckets it has no rows for are left out.
+
+    Prompts repeat from round to round: unless the prefix cache is asked for, they are read each time.
+    """
     rows, runtime = config.workload.batch, config.runtime
     buckets = runtime.buckets if runtime.buckets[-1] >= rows else [*runtime.buckets, rows]
     used = [bucket for bucket in buckets if bucket < rows] + [next(bucket for bucket in buckets if bucket >= rows)]
@@ -59,7 +62,7 @@ def for_workload(config: LaunchConfig) -> LaunchConfig:
     times = {bucket: times for bucket, times in config.adaptive.times.items() if bucket in used}
     return replace(
         config,
-        runtime=replace(runtime, max_rows=rows, buckets=used, depth_per_bucket=depths),
+        runtime=replace(runtime, max_rows=rows, buckets=used, depth_per_bucket=depths, prefix_cache=runtime.prefix_cache is True),
         adaptive=replace(config.adaptive, times=times),
     )
 
