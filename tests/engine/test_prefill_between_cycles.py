@@ -75,7 +75,7 @@ def test_a_running_row_waits_for_one_chunk_at_most(cycles_in_flight: int, budget
     plan = make("none", runtime=runtime, target=model_facts(max_position_embeddings=2048))
     case = Case(plan, seed=1, count=9, longest=4, budget=300, ends=False)
     for request in case.requests[1:]:
-        case.device.prompts[request.index] = request.prompt = [5] * 1000
+        case.device.prompts[request.index] = request.prompt = [request.index, *[5] * 999]  # none shares another's pages
     for request, tokens in zip(case.requests, [300, *[9] * 8], strict=True):
         request.budget = tokens
     device = PacedDevice(case.device, host=0.1)
