@@ -18,7 +18,7 @@ PARALLEL := OMP_NUM_THREADS=1 $(PYTEST) $(SPREAD)
 KERNELS := 'kernels and not full and not gpu and not browser'
 BOTH := 'not full and not gpu and not browser'
 
-.PHONY: help demo test test-kernels test-full test-browser test-oldest fuzz lint format snapshots features gpu-check acceptance train-demo bench compare guard wheel clean race docs
+.PHONY: help demo test test-kernels test-full test-browser test-oldest fuzz soak lint format snapshots features gpu-check acceptance train-demo bench compare guard wheel clean race docs
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -50,6 +50,10 @@ FUZZ_SEED ?= 0
 FUZZ_BUDGET ?= 1000
 fuzz: $(STAMP) ## inputs of every kind at command line, Python API and checkpoints; FUZZ_SEED=0 FUZZ_BUDGET=1000 for each of the three
 	$(PARALLEL) tests/fuzz --fuzz-seed=$(FUZZ_SEED) --fuzz-budget=$(FUZZ_BUDGET)
+
+SOAK_REQUESTS ?= 100000
+soak: $(STAMP) ## many requests over one engine, with aborts, errors and short pages; SOAK_REQUESTS=100000 of each kind
+	$(PYTEST) tests/engine/test_soak.py --soak-requests=$(SOAK_REQUESTS)
 
 # torch 2.11 refuses the setuptools that is pinned for the others.
 test-oldest: ## `test` and `test-kernels` under the oldest torch that is supported, in .venv-oldest

@@ -86,6 +86,9 @@ class Engine:
         Raises:
             ResourceError: the engine is closed, or belongs to another process, or this is its own thread.
         """
+        now = time.perf_counter()
+        for request in requests:
+            request.metrics.arrived = now
         return self._submit(Call(requests, growing, alone, None, notify))
 
     def _submit(self, call: Call) -> Handle:
@@ -249,12 +252,13 @@ class Engine:
             need |= request.params.sampling_class
         for request in live:
             need |= request.sampling
-        count = len(call.requests) + len(live)
+        count, built = len(call.requests) + len(live), len(self.cycle.programs)
         self._prepare(count, self._cover(count, need))
-        now = time.perf_counter()
+        now = time.perf_counter() if len(self.cycle.programs) > built else None
         self._open[call] = None
         for request in call.requests:
-            request.metrics.arrived = now
+            # The time to the first token is without what was built for it.
+            request.metrics.arrived = now or request.metrics.arrived
             self._calls[request] = call
             self.scheduler.add(request)
         call.unfinished = len(call.requests)

@@ -221,13 +221,13 @@ def test_every_request_gets_the_tokens_of_a_run_of_its_own(pair: Pair, keys: dic
     held = Lockstep(monkeypatch)
     engines: list[LLM] = []
 
-    def make() -> LLM:
+    def engine() -> LLM:
         if not engines or engines[-1]._engine._driver.stopping:
             engines.append(pair.llm(**keys, max_rows=3, buckets=[1, 4]))
         return engines[-1]
 
     class Machine(Callers):
-        make = staticmethod(make)
+        make = staticmethod(engine)
         alone = Alone(pair.llm(variant="none", max_rows=1, buckets=[1]))
         lockstep = held
 

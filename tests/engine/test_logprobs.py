@@ -73,6 +73,4 @@ def test_a_stream_carries_them(pair: Pair) -> None:
     events = list(llm.stream(prompts(1), PARAMS[0]))
     assert [entry for event in events for entry in event.logprobs or ()] == output.logprobs
     assert all(len(event.logprobs or ()) == len(event.token_ids) for event in events)
-    assert [event.logprobs for event in llm.stream(prompts(1), SamplingParams(max_tokens=3))] == [None] * len(
-        list(llm.stream(prompts(1), SamplingParams(max_tokens=3)))
-    )
+    assert {event.logprobs for event in llm.stream(prompts(1), SamplingParams(max_tokens=3))} == {None}

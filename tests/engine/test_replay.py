@@ -15,6 +15,7 @@ from graphspec.graphs.programs import PrefillKey
 from graphspec.graphs.stages.mailbox import Message
 from graphspec.shapes import GREEDY
 from tests.support.engines import CHAIN, TREE, WIDE, Pair, ids, mirror_pair, prompts
+from tests.support.lockstep import Lockstep
 
 PLAIN: dict[str, Any] = {"variant": "none"}
 
@@ -49,7 +50,8 @@ def test_runs_are_deterministic(pair: Pair) -> None:
     assert figures[0] == figures[1] == figures[2]
 
 
-def test_an_aborted_run_leaves_nothing_behind(pair: Pair) -> None:
+def test_an_aborted_run_leaves_nothing_behind(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    Lockstep(monkeypatch)
     llm = pair.llm(**CHAIN, cycles_in_flight=3, max_rows=2)
     asked = prompts(4)
     expected = [pair.greedy(p, 9, ignore_eos=True) for p in asked]
@@ -59,6 +61,7 @@ def test_an_aborted_run_leaves_nothing_behind(pair: Pair) -> None:
         for _ in range(events):
             next(stream)
         stream.close()
+        llm.warm_up()  # ends when nothing is in flight any more
         assert llm.cycle.in_flight == 0
         assert ids(llm.generate(asked, params)) == expected
 

@@ -15,6 +15,7 @@ from graphspec.engine.outputs import StreamEvent
 from graphspec.engine.text import Detokenizer, Tokenizer
 from graphspec.errors import RequestError
 from tests.support.engines import CHAIN, MIRROR_VOCAB, TREE, Pair, add_tokenizer, mirror_pair, prompts, watch_schedulers, words
+from tests.support.lockstep import Lockstep
 
 PLAIN: dict[str, Any] = {"variant": "none"}
 
@@ -27,7 +28,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 
 @pytest.mark.parametrize("shape", [PLAIN, CHAIN, {**TREE, "cycles_in_flight": 3}], ids=["none", "chain", "tree-ahead"])
-def test_a_stream_adds_up_to_the_output(pair: Pair, shape: dict[str, Any]) -> None:
+def test_a_stream_adds_up_to_the_output(pair: Pair, shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    Lockstep(monkeypatch)
     llm = pair.llm(**shape, max_rows=3)
     asked: list[list[int]] = [*prompts(5), [MIRROR_VOCAB]]
     lengths = ((14, 0.0), (1, 0.0), (9, 1.0), (2, 0.0), (20, 0.0), (3, 0.0))
@@ -55,6 +57,7 @@ def test_a_stream_adds_up_to_the_output(pair: Pair, shape: dict[str, Any]) -> No
 @pytest.mark.parametrize("run_ahead", [0, 2])
 @pytest.mark.parametrize("events", [0, 1, 4])
 def test_closing_a_stream_frees_what_it_held(pair: Pair, run_ahead: int, events: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    Lockstep(monkeypatch)
     made = watch_schedulers(monkeypatch)
     llm = pair.llm(**CHAIN, cycles_in_flight=run_ahead + 1, max_rows=2)
     stream = llm.stream(prompts(4), SamplingParams(max_tokens=30, ignore_eos=True))
@@ -63,6 +66,7 @@ def test_closing_a_stream_frees_what_it_held(pair: Pair, run_ahead: int, events:
     if events:
         assert made[0].allocator.num_used > 0
     stream.close()
+    llm.warm_up()  # ends when nothing is in flight any more
     assert llm.cycle.in_flight == 0
     (scheduler,) = made
     assert scheduler.allocator.num_used == 0

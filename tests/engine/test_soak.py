@@ -1,0 +1,109 @@
+"""Many requests over one engine: no page, row or request stays behind, memory is flat, and outputs are those of a fresh engine.
+
+The suite runs a few; ``make soak`` runs 100,000.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from graphspec.engine.events import Stream
+from graphspec.engine.llm import SamplingParams
+from graphspec.engine.request import Request
+from tests.support.engines import CHAIN, MIRROR_VOCAB, Pair, mirror_pair
+from tests.support.interrupts import Fault
+
+from .test_shared_engine import assert_idle
+
+OPEN = 8
+"""Calls at a time; each asks for one to three requests."""
+CHECKED = 200
+"""Every so many requests one is run again on an engine of its own."""
+FAULTS = 2000
+"""Reads of results, about, to one that fails."""
+GROWTH = 48 * 2**20
+"""Bytes that resident memory may grow by after the first quarter of a long run."""
+LONG = 10_000
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return mirror_pair(tmp_path_factory.mktemp("pair"), noise=0.8)
+
+
+def resident() -> int:
+    """Bytes of this process in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def draw(rng: random.Random) -> tuple[list[int], SamplingParams]:
+    kinds: list[dict[str, Any]] = [
+        {}, {}, {"temperature": 0.9}, {"temperature": 1.2, "top_k": 5}, {"repetition_penalty": 1.5},
+        {"logit_bias": {3: 2.0}, "logprobs": 1},
+    ]  # fmt: skip
+    prompt = [rng.randrange(MIRROR_VOCAB - 1) for _ in range(rng.choice((1, 3, 9, 17, 30)))]
+    return prompt, SamplingParams(
+        max_tokens=rng.randint(1, 24), ignore_eos=rng.random() < 0.7, seed=rng.getrandbits(32), **rng.choice(kinds)
+    )
+
+
+@pytest.mark.parametrize("variant", ["none", "eagle3"])
+def test_many_requests(pair: Pair, variant: str, request: pytest.FixtureRequest) -> None:
+    count, rng = request.config.getoption("--soak-requests"), random.Random(7)
+    keys = CHAIN if variant == "eagle3" else {}
+    llm = pair.llm(variant=variant, **keys, max_rows=4, buckets=[1, 2, 4], page_size=4, num_pages=40, cycles_in_flight=2)
+    fresh = pair.llm(variant="none", max_rows=1, buckets=[1])
+    everything = SamplingParams(temperature=1.0, top_k=5, repetition_penalty=1.5, logit_bias={3: 2.0}, logprobs=1).sampling_class
+    llm.warm_up(4, sampling=everything)
+    read, failures, settled = llm.cycle.read, 0, 0
+
+    def failing(ticket: int) -> Any:
+        nonlocal failures
+        if rng_faults.random() < 1 / FAULTS:
+            failures += 1
+            raise Fault
+        return read(ticket)
+
+    rng_faults = random.Random(8)
+    llm.cycle.read = failing  # type: ignore[method-assign]
+    sent = checked = 0
+    open_calls: list[Stream] = []
+    while sent < count or open_calls:
+        if sent < count and len(open_calls) < OPEN:
+            some = [draw(rng) for _ in range(rng.randint(1, 3))]
+            open_calls.append(llm.submit([prompt for prompt, _ in some], [params for _, params in some]))
+            sent += len(some)
+            settled = settled or (resident() if sent > count // 4 else 0)
+            continue
+        stream = rng.choice(open_calls)
+        how = rng.random()
+        if how < 0.05:
+            stream.abort()
+        elif how < 0.1:
+            # Dropped, as by an interrupt of its caller.
+            open_calls.remove(stream)
+            continue
+        with suppress(Fault):
+            stream.wait()
+        if not stream.ended and stream._handle is not None and not stream._handle.ended:
+            continue
+        open_calls.remove(stream)
+        for one in stream.requests:
+            if one.finish_reason in ("stop", "length") and (sent // CHECKED > checked or (count < LONG and checked < 3)):
+                checked += 1
+                again = fresh.generate([one.prompt], one.params)[0]
+                assert (again.token_ids, again.finish_reason) == (one.output, one.finish_reason)
+    del stream, one
+    assert_idle(llm)
+    assert checked >= min(3, count // CHECKED)
+    gc.collect()
+    assert sum(type(thing) is Request for thing in gc.get_objects()) < 3 * OPEN, "what has ended is let go"
+    if count >= LONG:
+        assert failures > 0
+        assert resident() - settled < GROWTH
