@@ -12,7 +12,9 @@ _OURS = {
     "max_rows": ("max_num_seqs", "max_running_requests", "max_batch_size", "batch_size"),
     "page_size": ("block_size",),
     "num_pages": ("num_gpu_blocks_override", "max_total_tokens"),
-    "prefill_chunks": ("max_num_batched_tokens", "enable_chunked_prefill", "chunked_prefill_size", "long_prefill_token_threshold"),
+    "prefill_chunks": ("enable_chunked_prefill",),
+    "prefill_tokens_per_cycle": ("max_num_batched_tokens", "chunked_prefill_size", "max_prefill_tokens", "long_prefill_token_threshold"),
+    "max_queued": ("max_queued_requests",),
     "buckets, the batch sizes for which a cycle exists": (
         "cuda_graph_sizes", "cuda_graph_bs", "cuda_graph_max_bs", "cudagraph_capture_sizes", "compilation_config",
     ),

@@ -168,9 +168,9 @@ def test_a_chunk_without_memory_is_left_out(caplog: pytest.LogCaptureFixture) ->
 
     cycle = make_cycle(plan, lambda arena: TapeCapturer(arena, refuse))
     with caplog.at_level(logging.WARNING):
-        cycle.prepare([*(PrefillKey(chunk, GREEDY) for chunk in plan.prefill_chunks), plan.key(1, GREEDY)])
+        cycle.prepare([*cycle.prefills(GREEDY), plan.key(1, GREEDY)])
     assert "no program for prefill of 16 tokens, greedy; a launch reads at most 8 tokens of a prompt" in caplog.text
-    assert cycle.prefills(GREEDY) == (PrefillKey(8, GREEDY),) and plan.prefill_chunks == (8, 16)
+    assert cycle.prefills(GREEDY) == (PrefillKey(8, GREEDY), PrefillKey(8, GREEDY, 2)) and plan.prefill_chunks == (8, 16)
     scheduler = Scheduler(plan, cycle, None)
     scheduler.offer(GREEDY, (1,), cycle.prefills(GREEDY))
     request = Request(index=0, prompt=[5] * 21, params=SamplingParams(), stop_ids=(), budget=4)
