@@ -24,6 +24,8 @@ from .test_interrupts import FILES
 from .test_shared_engine import assert_idle
 
 PROMPTS = prompts(6, lengths=(5, 3, 17, 8, 1, 9))
+PROMPTS += [[*PROMPTS[2], 4, 9], [*PROMPTS[2][:13], 30]]
+"""The last two begin as another one does."""
 KINDS = (
     {},
     {"temperature": 0.9, "seed": 11},
@@ -142,12 +144,12 @@ class Callers(RuleBasedStateMachine):
 
 @pytest.mark.parametrize(
     "keys",
-    [{"variant": "none", "cycles_in_flight": 2}, {**CHAIN, "page_size": 4, "num_pages": 26}, {**TREE, "cycles_in_flight": 2}],
+    [{"variant": "none", "cycles_in_flight": 2}, {**CHAIN, "num_pages": 26}, {**TREE, "cycles_in_flight": 2}],
     ids=["plain", "chain, short of pages", "tree"],
 )
 def test_every_request_gets_the_tokens_of_a_run_of_its_own(pair: Pair, keys: dict[str, Any]) -> None:
     class Machine(Callers):
-        llm = pair.llm(**keys, max_rows=3, buckets=[1, 4])
+        llm = pair.llm(**keys, page_size=4, max_rows=3, buckets=[1, 4])
         alone = Alone(pair.llm(variant="none", max_rows=1, buckets=[1]))
 
     run_state_machine_as_test(Machine, settings=settings(max_examples=10, stateful_step_count=12, phases=[Phase.generate]))

@@ -21,7 +21,15 @@ from tests.support.interrupts import interrupted
 
 from .test_shared_engine import assert_idle, collect, expected
 
-FILES = ("engine/engine.py", "engine/scheduler.py", "engine/offers.py", "graphspec/graphs/cycle.py", "graphs/envelope.py")
+FILES = (
+    "engine/engine.py",
+    "engine/scheduler.py",
+    "engine/offers.py",
+    "engine/prefix.py",
+    "engine/pages.py",
+    "graphspec/graphs/cycle.py",
+    "graphs/envelope.py",
+)
 LENGTH = 7
 PARAMS = SamplingParams(max_tokens=LENGTH, ignore_eos=True)
 BOUNDARIES = (Cycle.launch.__code__, Cycle._send.__code__, Cycle.read.__code__, Envelope.write.__code__)
