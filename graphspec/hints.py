@@ -15,6 +15,7 @@ _OURS = {
     "prefill_chunks": ("enable_chunked_prefill",),
     "prefill_tokens_per_cycle": ("max_num_batched_tokens", "chunked_prefill_size", "max_prefill_tokens", "long_prefill_token_threshold"),
     "max_queued": ("max_queued_requests",),
+    "prefix_cache": ("enable_prefix_caching", "disable_radix_cache"),
     "buckets, the batch sizes for which a cycle exists": (
         "cuda_graph_sizes", "cuda_graph_bs", "cuda_graph_max_bs", "cudagraph_capture_sizes", "compilation_config",
     ),
@@ -44,7 +45,6 @@ _ABSENT = {
     "quantised weights and KV are not supported": (
         "quantization", "quantization_config", "load_in_8bit", "load_in_4bit", "kv_cache_dtype",
     ),
-    "there is no prefix cache": ("enable_prefix_caching", "disable_radix_cache"),
     "the tokenizer is the one in the model's folder": ("tokenizer", "tokenizer_mode", "tokenizer_path", "skip_tokenizer_init"),
     "adapters are not supported": ("enable_lora", "lora_paths"),
     "the cache of the Hugging Face Hub is where HF_HUB_CACHE says": ("download_dir", "cache_dir"),

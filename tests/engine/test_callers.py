@@ -29,6 +29,8 @@ from .test_interrupts import FILES, STEP
 from .test_shared_engine import assert_idle
 
 PROMPTS = prompts(6, lengths=(5, 3, 17, 8, 1, 9))
+PROMPTS += [[*PROMPTS[2], 4, 9], [*PROMPTS[2][:13], 30]]
+"""The last two begin as another one does."""
 KINDS = (
     {},
     {"temperature": 0.9, "seed": 11},
@@ -214,7 +216,7 @@ class Callers(RuleBasedStateMachine):
 
 @pytest.mark.parametrize(
     "keys",
-    [{"variant": "none", "cycles_in_flight": 2}, {**CHAIN, "page_size": 4, "num_pages": 26}, {**TREE, "cycles_in_flight": 2}],
+    [{"variant": "none", "cycles_in_flight": 2}, {**CHAIN, "num_pages": 26}, {**TREE, "cycles_in_flight": 2}],
     ids=["plain", "chain, short of pages", "tree"],
 )
 def test_every_request_gets_the_tokens_of_a_run_of_its_own(pair: Pair, keys: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,7 +225,7 @@ def test_every_request_gets_the_tokens_of_a_run_of_its_own(pair: Pair, keys: dic
 
     def engine() -> LLM:
         if not engines or engines[-1]._engine._driver.stopping:
-            engines.append(pair.llm(**keys, max_rows=3, buckets=[1, 4]))
+            engines.append(pair.llm(**keys, page_size=4, max_rows=3, buckets=[1, 4]))
         return engines[-1]
 
     class Machine(Callers):
