@@ -132,7 +132,7 @@ def test_captured_equals_direct_bitwise(shape: str, mode: str) -> None:
 @pytest.mark.parametrize("shape", ["none", "tree"])
 def test_filters_give_the_same_bits_every_time(shape: str, mode: str) -> None:
     """Top-p is a sum over the vocabulary: every replay and every direct launch from one state must cut alike."""
-    every = SamplingClass(True, True, True, True, 2)
+    every = SamplingClass(True, True, True, True, 2, True, True, True)
     cycle = build(shape, mode, sampling=every)
     for key, message in shuffled(cycle, 4, every):
         before = cycle.arena.snapshot(KINDS)

@@ -32,7 +32,7 @@ from graphspec.shapes import GREEDY, SAMPLED, GraphKey, SamplingClass
 from tests.support.tape import Tape, TapeCapturer
 from tests.support.tiny import STRUCTURES, same_bits, structure_plan, tiny_networks
 
-EVERYTHING = SamplingClass(True, True, True, True, 2)
+EVERYTHING = SamplingClass(True, True, True, True, 2, True, True, True)
 
 
 def make_plan(structure: str, **keys: Any) -> Plan:

@@ -31,7 +31,7 @@ from tests.support.fake_cuda import load_cuda_guard
 from tests.support.shapes_8b import llama_8b
 from tests.support.tiny import STRUCTURES, draft_facts, move, structure_plan, target_facts, tiny_networks
 
-EVERY = SamplingClass(True, True, True, True, 2)
+EVERY = SamplingClass(True, True, True, True, 2, True, True, True)
 
 
 @pytest.fixture(scope="session", autouse=True)

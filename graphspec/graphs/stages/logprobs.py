@@ -75,7 +75,7 @@ class Logprobs(Stage):
 
     def __init__(self, build: Build) -> None:
         super().__init__(build)
-        self.writes = ring_buffers(self.sampling)[1:]
+        self.writes = ring_buffers(self.sampling.of_cycles)[1:]
 
     def forward(self, v: Views) -> None:
         logits_BAV = v.logits_BNV.gather(1, v.path_BA[..., None].expand(-1, -1, v.logits_BNV.shape[-1]))
