@@ -105,10 +105,11 @@ class DraftSteps(DraftStage):
         for step in range(1, self.shape.num_steps):
             carried_BKH = None
             if hidden_BTH is not None:
-                carried_BKH = hidden_BTH.gather(1, v.beam_source_BK[..., None].expand(-1, -1, hidden_BTH.shape[-1]))
-                carried_BKH = carried_BKH.masked_fill(~v.beam_valid_BK[..., None], 0)
-            # The one beam of a chain sees every slot before its own; more beams have a window wider than they are.
-            chain = (v.beam_slot_BK[:, 0], v.beam_valid_BK[..., None].to(torch.int64)) if self.shape.topk == 1 else None
+                carried_BKH = self.kernels.carry(hidden_BTH, v.beam_source_BK, v.beam_valid_BK)
+            chain = None
+            if self.shape.topk == 1 and self.kernels.serves_windows:
+                # The one beam of a chain sees every slot before its own; more beams have a window wider than they are.
+                chain = (v.beam_slot_BK[:, 0], v.beam_valid_BK[..., None].to(torch.int64))
             attention = self.attend(
                 v, v.beam_position_BK, v.beam_valid_BK, v.beam_slot_BK, v.beam_end_B, v.beam_ancestors_BKX, chain, self.bound[step - 1]
             )

@@ -129,4 +129,4 @@ def _cases(generator: torch.Generator) -> list[Case]:
     return [case(1, 2, 1, 0, 1), case(3, 5, 7, 9, 2, "tpb"), case(2, 3, 130, 300, 4, "p", vocab=4099), case(4, 9, 17, 1, 8, "tb", 1)]
 
 
-OP = KernelOp(mail_apply, _cases)
+OP = KernelOp(mail_apply, _cases, native="native.state")

@@ -107,14 +107,14 @@ class LogitShaper:
         )
 
     def __call__(
-        self, v: Views, logits_BTV: Tensor, position_BT: Tensor, path_BTs: Tensor | None = None, target_token_Vd: Tensor | None = None
+        self, v: Views, logits_BTV: Tensor, position_BT: Tensor | None, path_BTs: Tensor | None = None, target_token_Vd: Tensor | None = None
     ) -> Tensor:
         """The logits a token is sampled from, before the filters.
 
         Args:
             v: the bucket's slots.
             logits_BTV: float32.
-            position_BT: position of the token being sampled.
+            position_BT: position of the token being sampled; needed where the class has bias.
             path_BTs: target ids of the tokens between the row's last emitted token (not among them) and the one being sampled, in any
                 order, -1 for none; None: there are none.
             target_token_Vd: int64, column to target id; None: columns are target ids.
@@ -123,6 +123,7 @@ class LogitShaper:
         if self.sampling.penalties:
             logits_BTV = self._penalise(v, row_B, logits_BTV, path_BTs, target_token_Vd)
         if self.sampling.bias:
+            assert position_BT is not None, "bans end at a position"
             logits_BTV = self._bias(v, row_B, logits_BTV, position_BT, target_token_Vd)
         return logits_BTV
 
