@@ -14,7 +14,8 @@ from torch import Tensor
 from graphspec.buffers import Arena
 from graphspec.engine.llm import LLM
 from graphspec.engine.request import SamplingParams
-from graphspec.graphs.compile import Region, graphs_compiled
+from graphspec.graphs.compile import Region
+from graphspec.graphs.programs import graphs_compiled
 from graphspec.graphs.cycle import Cycle, PrefillKey
 from graphspec.graphs.stages.stage import Stage
 from graphspec.kernels import select_kernels
