@@ -65,8 +65,9 @@ class DraftExtend(DraftStage):
             self.kernels.take_last(hidden_BAH, known_B, v.draft_hidden_BH)
             hidden_B1H = v.draft_hidden_BH[:, None]
         else:
-            last_B11 = (known_B - 1).clamp(min=0)[:, None, None]
-            hidden_B1H = hidden_BAH.gather(1, last_B11.expand(-1, 1, hidden_BAH.shape[-1]))
+            last_BH = hidden_BAH.new_empty(hidden_BAH.shape[0], hidden_BAH.shape[-1])
+            self.kernels.take_last(hidden_BAH, known_B, last_BH)
+            hidden_B1H = last_BH[:, None]
         nothing_B1s = token_BA.new_empty(token_BA.shape[0], 1, 0)
         score_BTK, token_BTK = self.propose(v, hidden_B1H, next_B, nothing_B1s, 1)
         tree = self.plan.static_tree

@@ -137,16 +137,18 @@ class Program:
 
     def _record(self) -> None:
         """Run all stages, and make ``direct`` and ``steps`` from what they did."""
-        from ..kernels.native.tape import Tape, record
+        from ..kernels.native.record import record
+        from ..kernels.native.tape import Calls, Tape
 
         with nullcontext() if self.threads is None else torch_loops(self.threads):
             found = [record(partial(stage, self.views)) for stage in self.stages]
-        self.steps, parts = [], []
-        for native, group in groupby(zip(self.stages, found, strict=True), lambda pair: isinstance(pair[1], Tape)):
-            stages, tapes = zip(*group, strict=True)
+        self.steps = []
+        parts: list[Callable[[], None]] = []
+        for native, group in groupby(zip(self.stages, found, strict=True), lambda pair: isinstance(pair[1], Calls)):
+            stages, calls = zip(*group, strict=True)
             if native:
-                self.steps += [Tape.joined([tape]) for tape in tapes]
-                parts.append(Tape.joined(tapes))
+                self.steps += [Tape([each]) for each in calls]
+                parts.append(Tape(calls))
                 continue
             from .compile import compile_stages
 

@@ -15,8 +15,8 @@ from graphspec.buffers import Arena
 from graphspec.engine.llm import LLM
 from graphspec.engine.request import SamplingParams
 from graphspec.graphs.compile import Region
-from graphspec.graphs.programs import graphs_compiled
 from graphspec.graphs.cycle import Cycle, PrefillKey
+from graphspec.graphs.programs import graphs_compiled
 from graphspec.graphs.stages.stage import Stage
 from graphspec.kernels import select_kernels
 from graphspec.shapes import GREEDY

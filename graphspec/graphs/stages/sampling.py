@@ -107,7 +107,12 @@ class LogitShaper:
         )
 
     def __call__(
-        self, v: Views, logits_BTV: Tensor, position_BT: Tensor | None, path_BTs: Tensor | None = None, target_token_Vd: Tensor | None = None
+        self,
+        v: Views,
+        logits_BTV: Tensor,
+        position_BT: Tensor | None,
+        path_BTs: Tensor | None = None,
+        target_token_Vd: Tensor | None = None,
     ) -> Tensor:
         """The logits a token is sampled from, before the filters.
 

@@ -26,9 +26,9 @@ def call(name: str, tensors: Sequence[Tensor | None], *values: int) -> None:
     fields = struct.pack(f"={len(tensors) + len(values)}q", *(0 if x is None else x.data_ptr() for x in tensors), *values)
     run = function(name)
     run(fields, team_threads())
-    tape = recording()
-    if tape is not None:
-        tape.add(run, fields, [x for x in tensors if x is not None])
+    calls = recording()
+    if calls is not None:
+        calls.add(run, fields, [x for x in tensors if x is not None])
 
 
 @functools.lru_cache(maxsize=256)

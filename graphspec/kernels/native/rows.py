@@ -1,7 +1,7 @@
-"""What stands between the passes of a network, as native ops: embeddings, what a drafter's first layer reads, and rows that change places.
+"""What stands between the passes of a network, as native ops: embeddings, a drafter's input, and rows that change places.
 
-None of these is an op of the catalog: networks whose layers are one native op (:mod:`graphspec.models.stack`) use them in place of what they
-do in torch otherwise, and :class:`NativeKernels` has the ones that stages ask for.
+None of these is an op of the catalog: networks whose layers are one native op (:mod:`graphspec.models.stack`) use them in place of what
+they do in torch otherwise, and :class:`NativeKernels` has the ones that stages ask for.
 """
 
 from __future__ import annotations

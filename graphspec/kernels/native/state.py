@@ -136,7 +136,20 @@ def _commit_rows(
     features = 0 if feature_BNF is None else feature_BNF.shape[2] * feature_BNF.element_size()
     capacity, nodes = window.window_token_RAc.shape[1], run.sample_BN.shape[1]
     ring = ring_ZBJ.shape[0], ring_ZBJ.stride(0)
-    call("commit_rows", tensors, lane_row_B.shape[0], nodes, run.path_BA.shape[1], capacity, features, lookback, history, vocab, *ring, append)
+    call(
+        "commit_rows",
+        tensors,
+        lane_row_B.shape[0],
+        nodes,
+        run.path_BA.shape[1],
+        capacity,
+        features,
+        lookback,
+        history,
+        vocab,
+        *ring,
+        append,
+    )
 
 
 mail_apply = define_op("mail_apply", _mail_apply, signature=mails.OP.signature)
