@@ -48,6 +48,8 @@ class Region:
         self._settings = {} if threads is None else {"cpp.threads": threads}
         self._first: Callable[[], None] = torch.compile(run, fullgraph=True, dynamic=False, backend=_backend(weakref.ref(self)))
         self._code: Callable[..., Any] | None = None
+        self.runs = False
+        """What is compiled also runs at once. Stages write slots and return nothing, so a region of them can do without."""
         self._tensors: tuple[Any, ...] = ()
 
     def take(self, code: Callable[..., Any], tensors: tuple[Any, ...]) -> None:
@@ -60,10 +62,11 @@ class Region:
         Raises:
             ResourceError: no C++ compiler that works.
         """
-        if self._code is None:
-            self.compile()
-        assert self._code is not None, "compiled"
-        self._code(*self._tensors)
+        if self._code is not None:
+            self._code(*self._tensors)
+            return
+        self.runs = True
+        self.compile()
 
     def compile(self) -> None:
         """Compile, and run nothing.
@@ -91,7 +94,7 @@ def _backend(weak: weakref.ref[Region]) -> Callable[[torch.fx.GraphModule, list[
             code, region = compiled.pop(), weak()
             assert region is not None, "a region calls this itself"
             region.take(code, tensors)
-            return ()
+            return code(*tensors) if region.runs else ()
 
         return first
 
