@@ -100,11 +100,6 @@ def _in_order(parts: Sequence[Callable[[], None]]) -> None:
         part()
 
 
-def _with_threads(threads: int, parts: Sequence[Callable[[], None]]) -> None:
-    with torch_loops(threads):
-        _in_order(parts)
-
-
 class Program:
     """One program: its stages on one bucket's views.
 
@@ -131,9 +126,16 @@ class Program:
             self.steps, self.direct = [compile_stages([s], views, threads) for s in stages], compile_stages(stages, views, threads)
         else:
             self.steps = [partial(s, views) for s in stages]
-            self.direct = partial(_in_order, self.steps) if threads is None else partial(_with_threads, threads, self.steps)
+            self.direct = self._in_order if threads is None else partial(self._in_order_with, threads)
         self.replay: Callable[[], None] | None = None
         self.buffers: Signature = signature(views)
+
+    def _in_order(self) -> None:
+        _in_order(self.steps)
+
+    def _in_order_with(self, threads: int) -> None:
+        with torch_loops(threads):
+            self._in_order()
 
     def _record(self) -> None:
         """Run all stages, and make ``direct`` and ``steps`` from what they did."""
