@@ -112,7 +112,6 @@ def plain_step(
             kv_pool=kv_pool,
             table_BP=table_1P,
             position_BT=position_11,
-            rope_length_BT=position_11 + 1,
             valid_BT=valid_11,
             slot_BT=position_11,
             begin_BT=begin_11,

@@ -58,7 +58,7 @@ def load(facts: DraftFacts, target: LlamaModel, max_positions: int, dtype: Any, 
 
         def before_last(self, token_BT: Tensor, attention: Any) -> tuple[Tensor, Any]:
             residual_BTH = self.embed_tokens(token_BT, attention.valid_BT)
-            rotation = self.rotary(attention.position_BT, attention.rope_length_BT)
+            rotation = self.rotary.of(attention)
             for layer in self.layers[:-1]:
                 residual_BTH = layer(residual_BTH, rotation, attention)
             return residual_BTH, rotation

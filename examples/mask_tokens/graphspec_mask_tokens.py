@@ -74,7 +74,7 @@ def load(facts: MaskFacts, target: LlamaModel, max_positions: int, dtype: Any, d
         def before_last(self, token_BT: Tensor, attention: Any) -> tuple[Tensor, Any]:
             masked_BT1 = ((token_BT == MASK) & attention.valid_BT)[..., None]
             residual_BTH = torch.where(masked_BT1, self.mask_H, self.embed_tokens(token_BT, attention.valid_BT))
-            rotation = self.rotary(attention.position_BT, attention.rope_length_BT)
+            rotation = self.rotary.of(attention)
             for layer in self.layers[:-1]:
                 residual_BTH = layer(residual_BTH, rotation, attention)
             return residual_BTH, rotation

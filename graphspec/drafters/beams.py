@@ -65,8 +65,9 @@ class DraftExtend(DraftStage):
             self.kernels.take_last(hidden_BAH, known_B, v.draft_hidden_BH)
             hidden_B1H = v.draft_hidden_BH[:, None]
         else:
-            last_B11 = (known_B - 1).clamp(min=0)[:, None, None]
-            hidden_B1H = hidden_BAH.gather(1, last_B11.expand(-1, 1, hidden_BAH.shape[-1]))
+            last_BH = hidden_BAH.new_empty(hidden_BAH.shape[0], hidden_BAH.shape[-1])
+            self.kernels.take_last(hidden_BAH, known_B, last_BH)
+            hidden_B1H = last_BH[:, None]
         nothing_B1s = token_BA.new_empty(token_BA.shape[0], 1, 0)
         score_BTK, token_BTK = self.propose(v, hidden_B1H, next_B, nothing_B1s, 1)
         tree = self.plan.static_tree
@@ -105,10 +106,11 @@ class DraftSteps(DraftStage):
         for step in range(1, self.shape.num_steps):
             carried_BKH = None
             if hidden_BTH is not None:
-                carried_BKH = hidden_BTH.gather(1, v.beam_source_BK[..., None].expand(-1, -1, hidden_BTH.shape[-1]))
-                carried_BKH = carried_BKH.masked_fill(~v.beam_valid_BK[..., None], 0)
-            # The one beam of a chain sees every slot before its own; more beams have a window wider than they are.
-            chain = (v.beam_slot_BK[:, 0], v.beam_valid_BK[..., None].to(torch.int64)) if self.shape.topk == 1 else None
+                carried_BKH = self.kernels.carry(hidden_BTH, v.beam_source_BK, v.beam_valid_BK)
+            chain = None
+            if self.shape.topk == 1 and self.kernels.serves_windows:
+                # The one beam of a chain sees every slot before its own; more beams have a window wider than they are.
+                chain = (v.beam_slot_BK[:, 0], v.beam_valid_BK[..., None].to(torch.int64))
             attention = self.attend(
                 v, v.beam_position_BK, v.beam_valid_BK, v.beam_slot_BK, v.beam_end_B, v.beam_ancestors_BKX, chain, self.bound[step - 1]
             )

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch._dynamo import lookup_backend
 from torch._dynamo.exc import BackendCompilerFailed
-from torch._dynamo.utils import counters
 from torch._inductor import config
 from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
 from torch._inductor.runtime.cache_dir_utils import cache_dir
@@ -49,6 +48,8 @@ class Region:
         self._settings = {} if threads is None else {"cpp.threads": threads}
         self._first: Callable[[], None] = torch.compile(run, fullgraph=True, dynamic=False, backend=_backend(weakref.ref(self)))
         self._code: Callable[..., Any] | None = None
+        self.runs = False
+        """What is compiled also runs at once. Stages write slots and return nothing, so a region of them can do without."""
         self._tensors: tuple[Any, ...] = ()
 
     def take(self, code: Callable[..., Any], tensors: tuple[Any, ...]) -> None:
@@ -64,6 +65,15 @@ class Region:
         if self._code is not None:
             self._code(*self._tensors)
             return
+        self.runs = True
+        self.compile()
+
+    def compile(self) -> None:
+        """Compile, and run nothing.
+
+        Raises:
+            ResourceError: no C++ compiler that works.
+        """
         try:
             with config.patch(self._settings):
                 self._first()
@@ -84,7 +94,7 @@ def _backend(weak: weakref.ref[Region]) -> Callable[[torch.fx.GraphModule, list[
             code, region = compiled.pop(), weak()
             assert region is not None, "a region calls this itself"
             region.take(code, tensors)
-            return code(*tensors)
+            return code(*tensors) if region.runs else ()
 
         return first
 
@@ -103,7 +113,7 @@ def check_cache() -> None:
         raise ResourceError("compiler cache", "a folder for compiled code", error, OWN_CACHE) from error
 
 
-def compile_stages(stages: Sequence[Stage], views: Views, threads: int | None = None) -> Callable[[], None]:
+def compile_stages(stages: Sequence[Stage], views: Views, threads: int | None = None) -> Region:
     """Compile ``stages`` over ``views`` as one region; the compilation itself happens at the first call.
 
     ``threads``: of the compiled loops on a CPU, see :class:`Region`.
@@ -120,8 +130,3 @@ def compile_stages(stages: Sequence[Stage], views: Views, threads: int | None = 
     name = f"run_{ordered[0].name}" if len(ordered) == 1 else "run_cycle"
     own = {"__name__": __name__, "__builtins__": __builtins__}
     return Region(FunctionType(run.__code__.replace(co_name=name), own, name, None, run.__closure__), threads)
-
-
-def graphs_compiled() -> int:
-    """Graphs this process has compiled so far; constant after warm-up."""
-    return int(counters["stats"]["unique_graphs"])

@@ -23,7 +23,7 @@ from .capture import Capturer, CaptureRecord, ProgramCapturer, check_unmoved, no
 from .envelope import Envelope
 from .host_step import LaunchPreparation
 from .memory import MemoryPlan
-from .programs import Key, PrefillKey, Program, describe, prefill_keys, program_stages, tokens_of
+from .programs import Key, PrefillKey, Program, describe, graphs_compiled, prefill_keys, program_stages, tokens_of
 from .stages.logprobs import PROMPT_RING, RING, ring_buffers
 from .stages.mailbox import MailLayout, Message, SharedPages
 from .stages.stage import DraftModel, Stage, TargetModel, check_dataflow
@@ -92,10 +92,8 @@ class Cycle:
         make = capturer or (Capturer if plan.captured else None)
         self._capturer = make(self.arena) if make is not None else None
         self.compiled_graphs: Callable[[], int] = int
-        """Graphs compiled in this process, which do not change after :meth:`prepare`; 0 for an eager cycle, which imports no compiler."""
+        """Graphs compiled in this process, which do not change after :meth:`prepare`; 0 for an eager cycle."""
         if plan.compiles or self._capturer is not None:
-            from .compile import graphs_compiled
-
             self.compiled_graphs = graphs_compiled
         self._records: dict[Key, CaptureRecord] = {}
         self._tuner, self._loop_threads = tuner, loop_threads

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 
 from ..buffers import Views
 from ..catalog import load_object
@@ -102,12 +105,27 @@ def program_stages(plan: Plan, kernels: KernelSet, target: TargetModel, draft: D
     return cycle_stages(Build(plan, kernels, target, draft, key.shape, key.sampling), catch_up=key.catch_up)
 
 
+def graphs_compiled() -> int:
+    """Graphs that Dynamo has compiled in this process so far; constant after warm-up. 0 where nobody has imported it."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return 0 if dynamo is None else int(dynamo.counters["stats"]["unique_graphs"])
+
+
+def _in_order(parts: Sequence[Callable[[], None]]) -> None:
+    for part in parts:
+        part()
+
+
 class Program:
     """One program: its stages on one bucket's views.
 
-    A launch runs ``replay`` where the program was captured, else ``direct``: stage after stage, or all of them as one compiled region.
-    ``threads``: of torch's loops on a CPU, compiled or not; None: as many as torch has. ``steps`` run single stages, for those who want to
-    look in between; compiled ones compile when they are first called. A program that ``prefills`` reads the prompts of a message too.
+    A launch runs ``replay`` where the program was captured, else ``direct``: stage after stage, or all of them as one compiled region, or
+    as one tape of native ops. ``threads``: of torch's loops on a CPU, compiled or not; None: as many as torch has. ``steps`` run single
+    stages, for those who want to look in between; compiled ones compile when they are first called. A program that ``prefills`` reads the
+    prompts of a message too.
+
+    Where kernels record, the first call of ``direct`` runs the stages as they are and notes their calls. Stages that did nothing else are
+    played back from then on; each run of others between them is compiled as a region. There are no ``steps`` before.
     """
 
     def __init__(self, stages: list[Stage], views: Views, *, compiled: bool, threads: int | None = None, prefills: bool = False) -> None:
@@ -115,7 +133,10 @@ class Program:
         self.prefills = prefills
         self.steps: list[Callable[[], None]]
         self.direct: Callable[[], None]
-        if compiled:
+        self.threads = threads
+        if compiled and stages[0].kernels.records:
+            self.steps, self.direct = [], self._record
+        elif compiled:
             from .compile import compile_stages
 
             self.steps, self.direct = [compile_stages([s], views, threads) for s in stages], compile_stages(stages, views, threads)
@@ -126,12 +147,34 @@ class Program:
         self.buffers: Signature = signature(views)
 
     def _in_order(self) -> None:
-        for step in self.steps:
-            step()
+        _in_order(self.steps)
 
     def _in_order_with(self, threads: int) -> None:
         with torch_loops(threads):
             self._in_order()
+
+    def _record(self) -> None:
+        """Run all stages, and make ``direct`` and ``steps`` from what they did."""
+        from ..kernels.native.record import record
+        from ..kernels.native.tape import Calls, Tape
+
+        with nullcontext() if self.threads is None else torch_loops(self.threads):
+            found = [record(partial(stage, self.views)) for stage in self.stages]
+        self.steps = []
+        parts: list[Callable[[], None]] = []
+        for native, group in groupby(zip(self.stages, found, strict=True), lambda pair: isinstance(pair[1], Calls)):
+            stages, calls = zip(*group, strict=True)
+            if native:
+                self.steps += [Tape([each]) for each in calls]
+                parts.append(Tape(calls))
+                continue
+            from .compile import compile_stages
+
+            self.steps += [compile_stages([stage], self.views, self.threads) for stage in stages]
+            region = compile_stages(stages, self.views, self.threads)
+            region.compile()
+            parts.append(region)
+        self.direct = parts[0] if len(parts) == 1 else partial(_in_order, parts)
 
     def __call__(self) -> None:
         if self.replay is not None:

@@ -208,6 +208,10 @@ def select_kernels(
         from .flashinfer.planner import Planner
 
         return FlashInferKernels(**ops, planner=Planner(device))
+    if whole:
+        from .native.rows import NativeKernels
+
+        return NativeKernels(**ops)
     return KernelSet(**ops)
 
 

@@ -59,4 +59,4 @@ def _cases(generator: torch.Generator) -> list[Case]:
     return [case(3, 8, 1), case(4, 65, 2), case(2, 1, 1), case(1, 2, 1), case(2, 128, 2)]
 
 
-OP = KernelOp(chain_layout, _cases)
+OP = KernelOp(chain_layout, _cases, native="native.state")

@@ -180,4 +180,4 @@ def _cases(generator: torch.Generator) -> list[Case]:
     ]
 
 
-OP = KernelOp(commit_rows, _cases)
+OP = KernelOp(commit_rows, _cases, native="native.state")

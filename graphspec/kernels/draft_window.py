@@ -111,4 +111,4 @@ def _cases(generator: torch.Generator) -> list[Case]:
     ]
 
 
-OP = KernelOp(draft_window, _cases)
+OP = KernelOp(draft_window, _cases, native="native.state")

@@ -68,4 +68,4 @@ def _cases(generator: torch.Generator) -> list[Case]:
     return [case(1, 1, 6, 1, 1, 1, 5, 3), many, case(3, 3, 7, 3, 7, 2, 9, 4), through_rows(case(4, 4, 5, 2, 3, 2, 8, 4)), latent]
 
 
-OP = KernelOp(kv_move, _cases)
+OP = KernelOp(kv_move, _cases, native="native.state")

@@ -143,4 +143,4 @@ def _cases(generator: torch.Generator) -> list[Case]:
     ]
 
 
-OP = KernelOp(mail_apply, _cases)
+OP = KernelOp(mail_apply, _cases, native="native.state")

@@ -96,4 +96,4 @@ def _cases(generator: torch.Generator) -> list[Case]:
     return [case(1, 1, 1), case(3, 2, 37), case(2, 5, 257)]
 
 
-OP = KernelOp(gumbel_noise, _cases, fused="noise:OP", exact=False)
+OP = KernelOp(gumbel_noise, _cases, native="native.sampling", fused="noise:OP", exact=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -61,6 +62,28 @@ class KernelSet:
             ``(query_BTQD, kv_pool, layer, scale) -> [B, T, Q, D]``, for layers without a sliding window; None: ``tree_attention`` serves.
         """
         return None
+
+    serves_windows: ClassVar[bool] = False
+    """:meth:`own_window` may give a kernel."""
+    records: ClassVar[bool] = False
+    """A program whose ops are all native becomes a tape (:mod:`graphspec.kernels.native.tape`)."""
+
+    def carry(self, hidden_BEH: Tensor, source_BK: Tensor, valid_BK: Tensor) -> Tensor:
+        """Hidden states of the rows that beams came from, zero for beams that are not valid, whatever those rows hold.
+
+        Args:
+            hidden_BEH: of the draft rows.
+            source_BK: int64, in 0..E-1. valid_BK: bool.
+
+        Returns:
+            ``[B, K, H]`` in the dtype of ``hidden``.
+        """
+        carried_BKH = hidden_BEH.gather(1, source_BK[..., None].expand(-1, -1, hidden_BEH.shape[-1]))
+        return carried_BKH.masked_fill(~valid_BK[..., None], 0)
+
+    def sampled_positions(self, lane_row_B: Tensor, seq_len_R: Tensor, depth_BN: Tensor) -> Tensor:
+        """The position whose token is sampled at each node: ``seq_len + 1 + depth``, int64 ``[B, N]``; all arguments int64."""
+        return seq_len_R[lane_row_B][:, None] + 1 + depth_BN
 
     def bind_call(self, call: PreparedCall) -> BoundCall | None:
         """``call`` by a kernel that needs a host step before each launch; None: the general op serves.

@@ -78,4 +78,4 @@ def _cases(generator: torch.Generator) -> list[Case]:
     ]
 
 
-OP = KernelOp(sample_tokens, _cases)
+OP = KernelOp(sample_tokens, _cases, native="native.sampling")

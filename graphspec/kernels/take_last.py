@@ -33,4 +33,4 @@ def _cases(generator: torch.Generator) -> list[Case]:
     return [case(1, 1, 1), case(5, 6, 37), case(3, 2, 2049)]
 
 
-OP = KernelOp(take_last, _cases)
+OP = KernelOp(take_last, _cases, native="native.state")

@@ -157,4 +157,4 @@ def _cases(generator: torch.Generator) -> list[Case]:
     ]  # fmt: skip
 
 
-OP = KernelOp(tree_walk_into, _cases, name="tree_walk")
+OP = KernelOp(tree_walk_into, _cases, name="tree_walk", native="native.state")

@@ -50,4 +50,4 @@ def _cases(generator: torch.Generator) -> list[Case]:
     return [case(1, 1, 1), case(3, 8, 1), case(2, 65, 2), case(5, 33, 1)]
 
 
-OP = KernelOp(verify_rows, _cases)
+OP = KernelOp(verify_rows, _cases, native="native.state")

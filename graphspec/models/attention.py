@@ -154,7 +154,6 @@ class TreeAttention(_PagedWrites):
     """``[layers, 2, pages, page_size, G, D]``, or ``[layers, 1, pages, page_size, 1, E]`` of latent rows."""
     table_BP: Tensor
     position_BT: Tensor
-    rope_length_BT: Tensor
     valid_BT: Tensor
     slot_BT: Tensor
     """Logical slot each token's KV is written to, int64."""
@@ -167,6 +166,10 @@ class TreeAttention(_PagedWrites):
     """The same attention by :meth:`~graphspec.kernels.registry.KernelSet.own_window`, where caller and kernels allow it."""
     bound: BoundCall | None = None
     """The same attention over latent rows by a kernel with a host step, where there is one."""
+
+    @property
+    def rope_length_BT(self) -> Tensor:
+        return self.position_BT + 1
 
     def visibility(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
         return self.begin_BT, self.prefix_end_B, self.ancestors_BTX

@@ -105,9 +105,13 @@ class Embedding(nn.Module):
         self.weight = make_parameter(vocab_size, hidden_size)
         self.stored: torch.dtype | None = None
         """As of :class:`Linear`."""
+        self.lookup: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+        """The native op, where there is one around a native stack; see :mod:`graphspec.kernels.native.rows`."""
 
     def forward(self, token_BT: Tensor, valid_BT: Tensor) -> Tensor:
         """``[B, T, H]`` in the dtype of the weights, from int64 tokens and a bool mask."""
+        if self.lookup is not None:
+            return self.lookup(token_BT, valid_BT, self.weight)
         known_BT = valid_BT & (token_BT >= 0) & (token_BT < self.vocab_size)
         hidden_BTH = F.embedding(torch.where(known_BT, token_BT, 0), self.weight)
         return torch.where(known_BT[..., None], hidden_BTH, 0.0)

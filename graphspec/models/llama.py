@@ -111,7 +111,7 @@ class LlamaModel(nn.Module):
     def forward(self, token_BT: Tensor, attention: Attention) -> TargetOutput:
         """Hidden states and features of int64 tokens ``[B, T]`` at the positions, and over the KV, of ``attention``."""
         embedding_BTH = self.embed(token_BT, attention.valid_BT)
-        rotation = self.rotary(attention.position_BT, attention.rope_length_BT)
+        rotation = self.rotary.of(attention)
         if self.stack is not None:
             hidden_BTH, taps_BTF = self.stack(embedding_BTH, rotation, attention)
             return TargetOutput(hidden_BTH, taps_BTF if self.tap_layers else None)
@@ -126,7 +126,7 @@ class LlamaModel(nn.Module):
     def write_kv(self, token_BT: Tensor, attention: Attention) -> None:
         """KV of all layers, where nobody reads the hidden states: the last layer ends at its keys and values."""
         embedding_BTH = self.embed(token_BT, attention.valid_BT)
-        rotation = self.rotary(attention.position_BT, attention.rope_length_BT)
+        rotation = self.rotary.of(attention)
         if self.stack is not None:
             self.stack.write_kv(embedding_BTH, rotation, attention)
             return

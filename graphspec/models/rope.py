@@ -15,6 +15,7 @@ from ..kernels.formulas import Rotation
 
 if TYPE_CHECKING:
     from ..facts import RopeFacts
+    from .attention import Attention
 
 
 def _base_frequency(theta: float, head_dim: int) -> Tensor:
@@ -86,6 +87,12 @@ class RotaryEmbedding(nn.Module):
             angle = torch.arange(max_positions, dtype=torch.float32, device="cpu")[:, None] * frequency
             table = torch.cat((angle.cos(), angle.sin()), dim=-1) * rope.attention_factor
             self.register_buffer("table_LD", table, persistent=False)
+
+    def of(self, attention: Attention) -> Rotation:
+        """How the query tokens of ``attention`` are rotated."""
+        position_BT = attention.position_BT
+        rotation: Rotation = self(position_BT, attention.rope_length_BT if self.rope.kind == "dynamic" else position_BT)
+        return rotation
 
     def forward(self, position_BT: Tensor, rope_length_BT: Tensor) -> Rotation:
         """How tokens at int64 positions are rotated; the lengths, int64, matter to kind "dynamic" only."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 from torch import Tensor, nn
 
 from ..kernels import resolve
-from .layers import MLP, Linear, RMSNorm, SelfAttention, pack_linear_layers
+from .layers import MLP, Embedding, Linear, RMSNorm, SelfAttention, pack_linear_layers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -151,6 +151,36 @@ class DecoderStack(nn.Module):
         )  # fmt: skip
 
 
+class DraftEntry(nn.Module):
+    """What a drafter's layers read, as one native op: embeddings and hidden states side by side, see :mod:`graphspec.kernels.native.rows`.
+
+    Args:
+        embedding: of the tokens.
+        embedding_norm, hidden_norm: of each half; None: it is read as it is.
+        hidden_first: hidden states on the left.
+    """
+
+    def __init__(
+        self, embedding: Embedding, embedding_norm: RMSNorm | None, hidden_norm: RMSNorm | None, hidden_first: bool = False
+    ) -> None:
+        super().__init__()
+        from ..kernels.native import rows
+
+        self.embedding, self.hidden_first, self._enter = embedding, hidden_first, rows.enter
+        norms = [norm for norm in (embedding_norm, hidden_norm) if norm is not None]
+        self.eps = norms[0].eps if norms else 0.0
+        assert all(norm.eps == self.eps for norm in norms), "one epsilon"
+        self.register_buffer("embedding_scale", _scale(embedding_norm), persistent=False)
+        self.register_buffer("hidden_scale", _scale(hidden_norm), persistent=False)
+
+    def forward(self, token_BT: Tensor, hidden_BTH: Tensor, valid_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """``[B, T, 2 * H]``, and the hidden states themselves; zero before any norm where a token is not valid."""
+        entering: tuple[Tensor, Tensor] = self._enter(
+            token_BT, valid_BT, self.embedding.weight, hidden_BTH, self.embedding_scale, self.hidden_scale, self.eps, self.hidden_first
+        )
+        return entering
+
+
 def packs(plan: Plan) -> bool:
     """The linear layers of an engine with this plan are native, their weights packed."""
     return resolve("kernels.linear", plan.linear, plan.kernels, plan.device, plan.dtype) == "native"
@@ -169,5 +199,11 @@ def pack_network(network: nn.Module, plan: Plan) -> str | None:
     if plan.linear == plan.attention == "auto":
         pack: Callable[[], str | None] | None = getattr(network, "pack_stack", None)
         reason = "a network of another package" if pack is None else pack()
+    if reason is None:
+        from ..kernels.native import rows
+
+        for module in network.modules():
+            if isinstance(module, Embedding):
+                module.lookup = rows.embed
     pack_linear_layers(network)
     return reason

@@ -15,10 +15,12 @@ from torch import Tensor
 from graphspec.buffers import Arena
 from graphspec.engine.llm import LLM
 from graphspec.engine.request import SamplingParams
-from graphspec.graphs.compile import Region, graphs_compiled
+from graphspec.graphs.compile import Region
 from graphspec.graphs.cycle import Cycle
+from graphspec.graphs.programs import graphs_compiled
 from graphspec.graphs.stages.stage import Stage
 from graphspec.kernels import select_kernels
+from graphspec.kernels.native.tape import Tape
 from graphspec.shapes import GREEDY
 from tests.support.engines import Pair, ids, mirror_pair, prompts
 from tests.support.tape import TapeCapturer
@@ -30,6 +32,7 @@ LAUNCHES: dict[str, dict[str, Any]] = {
     "eager": {"runtime": "eager"},
     "compiled": {"runtime": "compiled", "attention": "reference", "linear": "reference"},
     "native": {"runtime": "compiled", "attention": "native", "linear": "native"},
+    "tape": {"runtime": "compiled"},
 }
 PARAMS = SamplingParams(max_tokens=6, ignore_eos=True)
 
@@ -61,7 +64,7 @@ def parts(cycle: Cycle) -> dict[str, weakref.ref[Any]]:
             found |= {f"{type(network).__name__} {name}": tensor for name, tensor in network.named_parameters()}
     for number, program in enumerate(cycle.programs.values()):
         found[f"program {number}"] = program
-        found |= {f"region {number}": program.direct} if isinstance(program.direct, Region) else {}
+        found |= {f"region {number}": program.direct} if isinstance(program.direct, Region | Tape) else {}
         found |= {f"replay {number}": program.replay} if program.replay is not None else {}
     return {name: weakref.ref(value) for name, value in found.items()}
 

@@ -13,6 +13,7 @@ from graphspec.errors import ResourceError
 from graphspec.graphs.compile import Region
 from graphspec.graphs.programs import PrefillKey
 from graphspec.graphs.stages.mailbox import Message
+from graphspec.kernels.native.tape import Tape
 from graphspec.shapes import GREEDY
 from tests.support.engines import CHAIN, TREE, WIDE, Pair, ids, mirror_pair, prompts
 from tests.support.lockstep import Lockstep
@@ -71,7 +72,7 @@ def buffers(llm: LLM) -> dict[str, int]:
 
 
 def test_compiled_chain_equals_transformers_and_compiles_nothing_later(pair: Pair) -> None:
-    llm = pair.llm(num_steps=2, topk=1, num_draft_tokens=3, runtime="compiled", buckets=[3], max_rows=3)
+    llm = pair.llm(num_steps=2, topk=1, num_draft_tokens=3, runtime="compiled", linear="native", buckets=[3], max_rows=3)
     asked, before = prompts(5), llm.cycle.compiled_graphs()
     warm = llm.generate(asked[:1], SamplingParams(max_tokens=3))
     assert ids(warm) == [pair.greedy(asked[0], 3)]
@@ -92,6 +93,20 @@ def test_compiled_chain_equals_transformers_and_compiles_nothing_later(pair: Pai
     assert llm.cycle.compiled_graphs() == graphs
     assert buffers(llm) == places
     llm.cycle.arena.check_addresses()
+
+
+@pytest.mark.parametrize("topk", [1, 2])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_cycle_of_native_ops_is_one_tape_and_needs_no_compiler(pair: Pair, topk: int, temperature: float) -> None:
+    shape = {"num_steps": 2, "topk": topk, "num_draft_tokens": 3 if topk == 1 else 5}
+    llm = pair.llm(**shape, runtime="compiled", buckets=[3], max_rows=3)
+    asked, before = prompts(4), llm.cycle.compiled_graphs()
+    params = [SamplingParams(max_tokens=5 + 4 * i, temperature=temperature, seed=i) for i in range(4)]
+    plain = pair.llm(**PLAIN).generate(asked, params)
+    for _ in range(2):
+        assert ids(llm.generate(asked, params)) == ids(plain)
+    assert llm.cycle.compiled_graphs() == before
+    assert {type(program.direct) for key, program in llm.cycle.programs.items() if not isinstance(key, PrefillKey)} == {Tape}
 
 
 def test_launches_the_cycle_refuses(pair: Pair) -> None:

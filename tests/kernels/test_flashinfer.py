@@ -347,7 +347,7 @@ def test_sliding_window_layers_stay_with_the_general_op(stand_in: StandIn) -> No
     case = window_case(2, [20], 3, queries=2, groups=2)
     position = case["prefix_end_B"][:, None] + torch.arange(3)
     attention = TreeAttention(
-        kernels=kernels, kv_pool=case["kv_pool"], table_BP=case["table_BP"], position_BT=position, rope_length_BT=position + 1,
+        kernels=kernels, kv_pool=case["kv_pool"], table_BP=case["table_BP"], position_BT=position,
         valid_BT=torch.ones(1, 3, dtype=torch.bool), slot_BT=position, begin_BT=torch.zeros_like(position),
         prefix_end_B=case["prefix_end_B"],
         ancestors_BTX=case["ancestors_BTX"],

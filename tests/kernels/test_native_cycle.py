@@ -7,11 +7,11 @@ import torch
 
 from graphspec.errors import ConfigError
 from graphspec.graphs import programs
-from graphspec.kernels import OPS, draft_topk, select_kernels
+from graphspec.kernels import ATTENTION_OPS, OPS, draft_topk, select_kernels
 from graphspec.kernels.native import cycle
 from graphspec.kernels.threads import team_threads, torch_loops
 
-CHOOSING = ("draft_topk", "draft_level", "tree_build")
+WHOLE = tuple(op.name for op in OPS if "native" in op.implementations and op.name not in (*ATTENTION_OPS, "linear"))
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +48,8 @@ def test_only_the_native_decoder_brings_them() -> None:
     whole = select_kernels("compiled", "auto", "cpu")
     one_by_one = select_kernels("compiled", "native", "cpu", linear="native")
     low = select_kernels("compiled", "auto", "cpu", dtype="bfloat16")
-    for name in CHOOSING:
+    assert {"draft_topk", "tree_walk", "commit_rows", "sample_tokens"} <= set(WHOLE)
+    for name in WHOLE:
         assert getattr(whole, name) is ops[name].implementation("native")
         assert getattr(one_by_one, name) is getattr(low, name) is ops[name].reference
 

@@ -110,10 +110,10 @@ class Scene:
         """Over a copy of the pool."""
         shared = {
             "kernels": select_kernels("reference", "reference", "cpu"), "kv_pool": self.pool.to(like, copy=True), "table_BP": self.table,
-            "position_BT": self.position, "rope_length_BT": self.position + 1, "valid_BT": self.valid, "slot_BT": self.slot,
+            "position_BT": self.position, "valid_BT": self.valid, "slot_BT": self.slot,
         }  # fmt: skip
         if self.words is None:
-            return ChunkAttention(**shared, prefix_begin=0)
+            return ChunkAttention(**shared, rope_length_BT=self.position + 1, prefix_begin=0)
         return TreeAttention(**shared, begin_BT=self.begin, prefix_end_B=self.end, ancestors_BTX=self.words)
 
     def rows(self, lane: int, *tokens: int) -> Scene:

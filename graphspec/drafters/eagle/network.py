@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ...kernels.linear import Hidden, ResidualStream, hidden_of
 from ...models.layers import MLP, Embedding, Linear, RMSNorm, SelfAttention
 from ...models.rope import RotaryEmbedding
-from ...models.stack import DecoderStack
+from ...models.stack import DecoderStack, DraftEntry
 
 if TYPE_CHECKING:
     from ...facts import ModelFacts
@@ -76,9 +76,11 @@ class EagleDraft(nn.Module):
         self.target_token_Vd: Tensor | None
         self.register_buffer("target_token_Vd", None, persistent=False)
         self.stack: DecoderStack | None = None
+        self.entry: DraftEntry | None = None
 
     def pack_stack(self) -> None:
         """See :func:`graphspec.models.stack.pack_network`."""
+        self.entry = DraftEntry(self.embed_tokens, self.embed_layernorm, None)
         self.stack = DecoderStack([self.layer], [self.hidden_layernorm], self.rotary.rotary_dim)
 
     def fuse(self, feature_BTF: Tensor) -> Tensor:
@@ -108,9 +110,10 @@ class EagleDraft(nn.Module):
 
     def _enter(self, token_BT: Tensor, hidden_BTH: Tensor, attention: Attention) -> tuple[Tensor, Rotation]:
         """What the layer reads: the residual stream in front of it, and how it rotates."""
-        valid_BT = attention.valid_BT
+        valid_BT, rotation = attention.valid_BT, self.rotary.of(attention)
+        if self.entry is not None:
+            return self.fc(self.entry(token_BT, hidden_BTH, valid_BT)[0]), rotation
         embedding_BTH = self.embed_tokens(token_BT, valid_BT)
-        rotation = self.rotary(attention.position_BT, attention.rope_length_BT)
         hidden_BTH = torch.where(valid_BT[..., None], hidden_BTH, 0.0)
         if self.embed_layernorm is not None:
             embedding_BTH = self.embed_layernorm(embedding_BTH)

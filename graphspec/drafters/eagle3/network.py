@@ -11,7 +11,7 @@ from ...kernels.linear import Hidden, ResidualStream, hidden_of
 from ...models.layers import MLP, Embedding, Linear, RMSNorm, SelfAttention
 from ...models.llama import DecoderLayer
 from ...models.rope import RotaryEmbedding
-from ...models.stack import DecoderStack, PlainLayer, why_not
+from ...models.stack import DecoderStack, DraftEntry, PlainLayer, why_not
 
 if TYPE_CHECKING:
     from ...facts import ModelFacts
@@ -93,6 +93,7 @@ class Eagle3Draft(nn.Module):
         table_Vd = torch.arange(facts.draft_vocab_size, device="cpu") if reduced else None
         self.register_buffer("target_token_Vd", table_Vd, persistent=False)
         self.stack: DecoderStack | None = None
+        self.entry: DraftEntry | None = None
 
     def pack_stack(self) -> str | None:
         """See :func:`graphspec.models.stack.pack_network`."""
@@ -100,6 +101,8 @@ class Eagle3Draft(nn.Module):
         if (reason := why_not(layers)) is not None:
             return reason
         norms = [None, *(layer.input_layernorm for layer in cast("list[DecoderLayer]", list(self.layers[1:])))]
+        first = cast("Eagle3Layer", self.layers[0])
+        self.entry = DraftEntry(self.embed_tokens, first.input_layernorm, first.hidden_norm)
         self.stack = DecoderStack(layers, norms, self.rotary.rotary_dim, self.norm if self.facts.norm_output else None)
         return None
 
@@ -142,14 +145,16 @@ class Eagle3Draft(nn.Module):
         """Embeddings and hidden states, zero where a token is not valid, and how they rotate."""
         valid_BT = attention.valid_BT
         embedding_BTH = self.embed_tokens(token_BT, valid_BT)
-        rotation = self.rotary(attention.position_BT, attention.rope_length_BT)
+        rotation = self.rotary.of(attention)
         return embedding_BTH, torch.where(valid_BT[..., None], hidden_BTH, 0.0), rotation
 
     def _enter(self, token_BT: Tensor, hidden_BTH: Tensor, attention: Attention) -> tuple[Tensor, Rotation, Tensor]:
         """The residual stream before the first layer, how it rotates, and what that layer's attention reads."""
-        embedding_BTH, hidden_BTH, rotation = self._read(token_BT, hidden_BTH, attention)
-        entering_BTE, residual_BTH = cast("Eagle3Layer", self.layers[0]).enter(embedding_BTH, hidden_BTH)
-        return residual_BTH, rotation, entering_BTE
+        assert self.entry is not None, "a packed network"
+        entering_BTE, residual_BTH = self.entry(token_BT, hidden_BTH, attention.valid_BT)
+        if cast("Eagle3Layer", self.layers[0]).norm_before_residual:
+            residual_BTH = entering_BTE[..., residual_BTH.shape[-1] :]
+        return residual_BTH, self.rotary.of(attention), entering_BTE
 
     def _upto_last(self, token_BT: Tensor, hidden_BTH: Tensor, attention: Attention) -> tuple[Any, tuple[Any, ...]]:
         """Run all layers but the last; the last one, and what it is called with."""

@@ -11,7 +11,7 @@ from ...kernels.linear import ResidualStream
 from ...models.layers import Embedding, Linear, RMSNorm
 from ...models.llama import DecoderLayer
 from ...models.rope import RotaryEmbedding
-from ...models.stack import DecoderStack, why_not
+from ...models.stack import DecoderStack, DraftEntry, why_not
 
 if TYPE_CHECKING:
     from ...kernels.formulas import Rotation
@@ -38,31 +38,33 @@ class MTPHead(nn.Module):
         self.layer = DecoderLayer(decoder, layer)
         self.norm = RMSNorm.of(decoder)
         self.stack: DecoderStack | None = None
+        self.entry: DraftEntry | None = None
 
-    def pack_stack(self, rotary_dim: int) -> str | None:
+    def pack_stack(self, rotary_dim: int, embedding: Embedding) -> str | None:
         """See :func:`graphspec.models.stack.pack_network`."""
         if (reason := why_not([self.layer])) is not None:
             return reason
+        self.entry = DraftEntry(embedding, self.embedding_norm, self.hidden_norm, self.hidden_first)
         self.stack = DecoderStack([self.layer], [self.layer.input_layernorm], rotary_dim, self.norm)
         self.layer.enter_stack(self.stack, 0)
         return None
 
-    def forward(self, embedding_BTH: Tensor, hidden_BTH: Tensor, rotation: Rotation, attention: Attention) -> Tensor:
-        """Normed ``[B, T, H]`` from embeddings and hidden states ``[B, T, H]``."""
-        residual_BTH = self._enter(embedding_BTH, hidden_BTH)
+    def forward(self, residual_BTH: Tensor, rotation: Rotation, attention: Attention) -> Tensor:
+        """Normed ``[B, T, H]`` from the residual stream in front of the layer."""
         if self.stack is not None:
             return self.stack(residual_BTH, rotation, attention)[0]
         out_BTH: Tensor = self.norm(self.layer(ResidualStream(residual_BTH), rotation, attention))
         return out_BTH
 
-    def write_kv(self, embedding_BTH: Tensor, hidden_BTH: Tensor, rotation: Rotation, attention: Attention) -> None:
-        """This head's KV, where nobody reads the output."""
-        self.layer.write_kv(self._enter(embedding_BTH, hidden_BTH), rotation, attention)
-
-    def _enter(self, embedding_BTH: Tensor, hidden_BTH: Tensor) -> Tensor:
-        """The residual stream in front of the layer."""
-        halves = (self.embedding_norm(embedding_BTH), self.hidden_norm(hidden_BTH))
-        out_BTH: Tensor = self.projection(torch.cat(halves[::-1] if self.hidden_first else halves, dim=-1))
+    def enter(self, token_BT: Tensor, hidden_BTH: Tensor, valid_BT: Tensor, embedding: Embedding) -> Tensor:
+        """The residual stream in front of the layer, ``[B, T, H]``; what is not valid is zero before the norms."""
+        if self.entry is not None:
+            entering_BTE, _ = self.entry(token_BT, hidden_BTH, valid_BT)
+        else:
+            hidden_BTH = torch.where(valid_BT[..., None], hidden_BTH, 0.0)
+            halves = (self.embedding_norm(embedding(token_BT, valid_BT)), self.hidden_norm(hidden_BTH))
+            entering_BTE = torch.cat(halves[::-1] if self.hidden_first else halves, dim=-1)
+        out_BTH: Tensor = self.projection(entering_BTE)
         return out_BTH
 
 
@@ -89,7 +91,7 @@ class MTPDraft(nn.Module):
 
     def pack_stack(self) -> str | None:
         """See :func:`graphspec.models.stack.pack_network`."""
-        reasons = [cast("MTPHead", head).pack_stack(self.rotary.rotary_dim) for head in self.heads]
+        reasons = [cast("MTPHead", head).pack_stack(self.rotary.rotary_dim, self.embed_tokens) for head in self.heads]
         return next((reason for reason in reasons if reason is not None), None)
 
     def fuse(self, feature_BTF: Tensor) -> Tensor:
@@ -108,22 +110,19 @@ class MTPDraft(nn.Module):
         Returns:
             Hidden states ``[B, T, H]`` after the head's norm, the next step's input and what :meth:`logits` takes.
         """
-        out_BTH: Tensor = self._head(step)(*self._inputs(token_BT, hidden_BTH, attention), attention)
+        head = self._head(step)
+        residual_BTH = head.enter(token_BT, hidden_BTH, attention.valid_BT, self.embed_tokens)
+        out_BTH: Tensor = head(residual_BTH, self.rotary.of(attention), attention)
         return out_BTH
 
     def write_kv(self, token_BT: Tensor, hidden_BTH: Tensor, attention: Attention, step: int = 0) -> None:
         """The KV that :meth:`forward` would write."""
-        self._head(step).write_kv(*self._inputs(token_BT, hidden_BTH, attention), attention)
+        head = self._head(step)
+        residual_BTH = head.enter(token_BT, hidden_BTH, attention.valid_BT, self.embed_tokens)
+        head.layer.write_kv(residual_BTH, self.rotary.of(attention), attention)
 
     def _head(self, step: int) -> MTPHead:
         return cast("MTPHead", self.heads[min(step, self.facts.num_heads - 1)])
-
-    def _inputs(self, token_BT: Tensor, hidden_BTH: Tensor, attention: Attention) -> tuple[Tensor, Tensor, Rotation]:
-        """Embeddings and hidden states, zero where a token isn't valid, and how the head rotates."""
-        valid_BT = attention.valid_BT
-        embedding_BTH = self.embed_tokens(token_BT, valid_BT)
-        rotation = self.rotary(attention.position_BT, attention.rope_length_BT)
-        return embedding_BTH, torch.where(valid_BT[..., None], hidden_BTH, 0.0), rotation
 
     def logits(self, hidden: Tensor, step: int = 0) -> Tensor:
         """float32 ``[..., Vd]`` of what :meth:`forward` returned; all heads share one language-model head, so ``step`` chooses nothing."""

@@ -33,7 +33,8 @@ class Accept(Stage):
 
     def forward(self, v: Views) -> None:
         path_BNN = node_paths(v.node_token_BN, v.node_ancestors_BNX) if self.sampling.penalties else None
-        position_BN = v.seq_len_R[v.lane_row_B][:, None] + 1 + v.node_depth_BN
+        # The position of what is sampled matters to bans alone.
+        position_BN = self.rule.positions(v) if self.sampling.bias else None
         before_BNt = node_contexts(v) if self.sampling.bad_words else None
         logits_BNV = self.shaper(v, v.logits_BNV, position_BN, path_BNN, before_BTt=before_BNt)
         drawn_BN, sound_BN = self.rule(v, logits_BNV)

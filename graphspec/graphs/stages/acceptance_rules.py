@@ -46,8 +46,12 @@ class Match:
         return None
 
     def _draw(self, v: Views, logits_BNV: Tensor, stream: int, *, truncate: bool = False) -> tuple[Tensor, Tensor]:
-        position_BN = v.seq_len_R[v.lane_row_B][:, None] + 1 + v.node_depth_BN if self.sampling.noise else None
+        position_BN = self.positions(v) if self.sampling.noise else None
         return sample_tokens(self.kernels, self.sampling, v, logits_BNV, position_BN, stream=stream, truncate=truncate)
+
+    def positions(self, v: Views) -> Tensor:
+        """The position whose token is sampled at each node, int64 ``[B, N]``."""
+        return self.kernels.sampled_positions(v.lane_row_B, v.seq_len_R, v.node_depth_BN)
 
     def _positions(self, v: Views) -> Tensor:
         """Positions sampled at depth 0, 1, ... S."""

@@ -53,7 +53,6 @@ class NetworkStage(Stage):
             kv_pool=v.draft_kv,
             table_BP=v.lane_table_BP,
             position_BT=position_BT,
-            rope_length_BT=position_BT + 1,
             valid_BT=valid_BT,
             slot_BT=slot_BT,
             begin_BT=v.draft_begin_1.expand(position_BT.shape),

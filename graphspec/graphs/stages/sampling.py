@@ -107,7 +107,7 @@ class LogitShaper:
         self,
         v: Views,
         logits_BTV: Tensor,
-        position_BT: Tensor,
+        position_BT: Tensor | None,
         path_BTs: Tensor | None = None,
         target_token_Vd: Tensor | None = None,
         before_BTt: Tensor | None = None,
@@ -117,7 +117,7 @@ class LogitShaper:
         Args:
             v: the bucket's slots.
             logits_BTV: float32.
-            position_BT: position of the token being sampled.
+            position_BT: position of the token being sampled; needed where the class has bias.
             path_BTs: target ids of the tokens between the row's last emitted token (not among them) and the one being sampled, in any
                 order, -1 for none; None: there are none.
             target_token_Vd: int64, column to target id; None: columns are target ids.
@@ -156,7 +156,13 @@ class LogitShaper:
         return logits_BTV - v.presence_R[row_B][:, None, None] * put_out_BTV.to(logits_BTV.dtype)
 
     def _ban(
-        self, v: Views, row_B: Tensor, logits_BTV: Tensor, position_BT: Tensor, target_token_Vd: Tensor | None, before_BTt: Tensor | None
+        self,
+        v: Views,
+        row_B: Tensor,
+        logits_BTV: Tensor,
+        position_BT: Tensor | None,
+        target_token_Vd: Tensor | None,
+        before_BTt: Tensor | None,
     ) -> Tensor:
         kept = slice(self.vocab_size) if target_token_Vd is None else target_token_Vd
         known_BTV = logits_BTV.isfinite()
@@ -168,6 +174,7 @@ class LogitShaper:
             added_BV = torch.zeros(shape, device=row_B.device)
             added_BV = added_BV.scatter(1, columns(v.bias_id_RI[row_B], self.vocab_size), v.bias_value_RI[row_B])
             biased_BTV = biased_BTV + added_BV[:, None, kept]
+            assert position_BT is not None, "bans of stop ids end at a position"
             stops_BV = torch.zeros(shape, dtype=torch.bool, device=row_B.device)
             stops_BV = stops_BV.scatter(1, columns(v.stop_id_RE[row_B], self.vocab_size), True)
             bans.append((position_BT < v.stop_from_R[row_B][:, None])[..., None] & stops_BV[:, None, kept])

@@ -34,7 +34,6 @@ class Verify(Stage):
             kv_pool=v.target_kv,
             table_BP=v.lane_table_BP,
             position_BT=position_BN,
-            rope_length_BT=position_BN + 1,
             valid_BT=valid_BN,
             slot_BT=slot_BN,
             begin_BT=begin_BN,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -18,6 +19,7 @@ from .xqa import XqaWindow, bind_window
 class FlashInferKernels(KernelSet):
     """``xqa`` for windows of a call's own queries, planned wrappers for prompts and chains over latent rows, fused kernels elsewhere."""
 
+    serves_windows: ClassVar[bool] = True
     planner: Planner
 
     def own_window(self, table_BP: Tensor, page_size: int, prefix_end_B: Tensor, ancestors_BTX: Tensor) -> XqaWindow:

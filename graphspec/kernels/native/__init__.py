@@ -9,8 +9,6 @@ attends alike alone, in a tree, in a chunk, and in any batch.
 
 from __future__ import annotations
 
-import ctypes
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -21,32 +19,12 @@ from ...errors import ConfigError
 from ..formulas import rms_norm
 from ..linear import Hidden, finish, hidden_of
 from ..op import Signature
-from ..threads import team_threads
 from .build import load
+from .call import bits, call, dense, require
 
-_native = load()
-_tree, _chunk = _native.graphspec_tree_attention, _native.graphspec_chunk_attention
-_multiply = _native.graphspec_linear
+load()
 _library = torch.library.Library("graphspec_native", "FRAGMENT")
 _float32, _int32, _int64, _bool = torch.float32, torch.int32, torch.int64, torch.bool
-
-
-@functools.lru_cache(maxsize=4096)
-def _longs(*values: int) -> tuple[int, object]:
-    """Address of a C array that lives as long as its cache entry; callers keep the second item while they use the first."""
-    array = (ctypes.c_int64 * len(values))(*values)
-    return ctypes.addressof(array), array
-
-
-def require(name: str, tensor: Tensor, dtype: torch.dtype) -> None:
-    """That a tensor has the dtype the C++ takes it for.
-
-    Raises:
-        ConfigError: it has another.
-    """
-    if tensor.dtype is not dtype:
-        hint = "the native CPU kernels are float32 only; choose kernels.attention=reference for others" if dtype is _float32 else ""
-        raise ConfigError(f"native attention: {name}", str(dtype), str(tensor.dtype), hint)
 
 
 def _pool(kv_pool: Tensor) -> Tensor:
@@ -61,7 +39,7 @@ def _queries(query: Tensor, kv_pool: Tensor) -> Tensor:
     if query.shape[2] % kv_pool.shape[4] or query.shape[3] != kv_pool.shape[5]:
         expected = f"[B, T, a multiple of {kv_pool.shape[4]}, {kv_pool.shape[5]}]"
         raise ConfigError("native attention: query", expected, list(query.shape))
-    return query if query.stride(3) == 1 else query.contiguous()
+    return query if query.stride(3) == 1 else dense(query)
 
 
 def _tree_attention(
@@ -78,26 +56,9 @@ def _tree_attention(
     require("table", table_BP, _int32)
     for name, tensor in (("prefix_begin", prefix_begin_BT), ("prefix_end", prefix_end_B), ("ancestors", ancestors_BTX)):
         require(name, tensor, _int64)
-    table, begin = table_BP.contiguous(), prefix_begin_BT.contiguous()
-    end, ancestors = prefix_end_B.contiguous(), ancestors_BTX.contiguous()
-    lanes, tokens, heads, dim = query.shape
-    _, _, pages, page_size, groups, _ = kv_pool.shape
-    out = torch.empty((lanes, tokens, heads, dim), dtype=_float32)
-    dims, _keep = _longs(
-        lanes, tokens, heads, groups, dim, table.shape[1], page_size, pages, layer, ancestors.shape[2], *query.stride()[:3]
-    )
-    _tree(
-        out.data_ptr(),
-        query.data_ptr(),
-        kv_pool.data_ptr(),
-        table.data_ptr(),
-        begin.data_ptr(),
-        end.data_ptr(),
-        ancestors.data_ptr(),
-        dims,
-        scale,
-        team_threads(),
-    )
+    out = torch.empty(query.shape, dtype=_float32)
+    tensors = (out, query, kv_pool, *map(dense, (table_BP, prefix_begin_BT, prefix_end_B, ancestors_BTX)))
+    call("tree_attention", tensors, *_shape(query, kv_pool, table_BP, layer, ancestors_BTX.shape[2]), bits(scale))
     return out
 
 
@@ -116,24 +77,17 @@ def _chunk_attention(
     require("prefix_begin", prefix_begin_BT, _int64)
     require("slot", slot_BT, _int64)
     require("valid", valid_BT, _bool)
-    table, begin, slot, valid = table_BP.contiguous(), prefix_begin_BT.contiguous(), slot_BT.contiguous(), valid_BT.contiguous()
-    lanes, tokens, heads, dim = query.shape
-    _, _, pages, page_size, groups, _ = kv_pool.shape
-    out = torch.empty((lanes, tokens, heads, dim), dtype=_float32)
-    dims, _keep = _longs(lanes, tokens, heads, groups, dim, table.shape[1], page_size, pages, layer, 0, *query.stride()[:3])
-    _chunk(
-        out.data_ptr(),
-        query.data_ptr(),
-        kv_pool.data_ptr(),
-        table.data_ptr(),
-        begin.data_ptr(),
-        slot.data_ptr(),
-        valid.data_ptr(),
-        dims,
-        scale,
-        team_threads(),
-    )
+    out = torch.empty(query.shape, dtype=_float32)
+    tensors = (out, query, kv_pool, *map(dense, (table_BP, prefix_begin_BT, slot_BT, valid_BT)))
+    call("chunk_attention", tensors, *_shape(query, kv_pool, table_BP, layer, 0), bits(scale))
     return out
+
+
+def _shape(query: Tensor, kv_pool: Tensor, table: Tensor, layer: int, words: int) -> tuple[int, ...]:
+    """Words of the C++ struct of that name."""
+    _, _, pages, page_size, groups, _ = kv_pool.shape
+    lanes, tokens, heads, dim = query.shape
+    return (lanes, tokens, heads, groups, dim, table.shape[1], page_size, pages, layer, words, *query.stride()[:3])
 
 
 def _empty_like_query(query: Tensor, *_: object) -> Tensor:
@@ -159,24 +113,10 @@ def _linear(x: Tensor, packed: Tensor, outputs: int, bias: Tensor | None, norm_w
     """
     require("x", x, _float32)
     channels = packed.shape[1]
-    rows = x.reshape(-1, channels)
-    if rows.stride(1) != 1:
-        rows = rows.contiguous()
+    rows = x if x.dim() == 2 and x.stride(1) == 1 else dense(x).view(-1, channels)
     out = torch.empty((*x.shape[:-1], outputs), dtype=_float32)
-    _multiply(
-        out.data_ptr(),
-        rows.data_ptr(),
-        None if bias is None else bias.data_ptr(),
-        None if norm_weight is None else norm_weight.data_ptr(),
-        packed.data_ptr(),
-        BITS[packed.dtype],
-        channels,
-        outputs,
-        rows.shape[0],
-        rows.stride(0),
-        norm_eps,
-        team_threads(),
-    )
+    words = (BITS[packed.dtype], channels, packed.shape[0], rows.shape[0], rows.stride(0), outputs)
+    call("linear", (out, rows, bias, norm_weight, packed), *words, bits(norm_eps))
     return out
 
 

@@ -2,6 +2,7 @@
 
 #include "attention.h"
 
+#include "call.h"
 #include "team.h"
 
 namespace {
@@ -43,28 +44,44 @@ void run(const Shape& n, const float* query, const float* pool, const int32_t* t
   graphspec::run(attention, threads);
 }
 
+// Filled by graphspec/kernels/native/__init__.py, as the next one.
+struct TreeCall {
+  float* out;
+  const float *query, *pool;
+  const int32_t* table;
+  const int64_t *prefix_begin, *prefix_end, *ancestors;
+  Shape shape;
+  double scale;
+};
+
+struct ChunkCall {
+  float* out;
+  const float *query, *pool;
+  const int32_t* table;
+  const int64_t *prefix_begin, *slot;
+  const uint8_t* valid;
+  Shape shape;
+  double scale;
+};
+
 }  // namespace
 
 extern "C" {
 
-void graphspec_tree_attention(float* out, const float* query, const float* pool, const int32_t* table, const int64_t* prefix_begin,
-                              const int64_t* prefix_end, const int64_t* ancestors, const int64_t* dims, double scale, int threads) {
-  Shape n;
-  std::memcpy(&n, dims, sizeof n);
+void graphspec_tree_attention(const char* fields, int threads) {
+  const TreeCall c = graphspec::call_of<TreeCall>(fields);
   static thread_local std::vector<Visible> see;
-  see.resize(n.lanes);
-  for (int64_t b = 0; b < n.lanes; ++b) see_tree(see[b], n, b, prefix_begin, prefix_end, ancestors);
-  run(n, query, pool, table, see, scale, out, threads);
+  see.resize(c.shape.lanes);
+  for (int64_t b = 0; b < c.shape.lanes; ++b) see_tree(see[b], c.shape, b, c.prefix_begin, c.prefix_end, c.ancestors);
+  run(c.shape, c.query, c.pool, c.table, see, c.scale, c.out, threads);
 }
 
-void graphspec_chunk_attention(float* out, const float* query, const float* pool, const int32_t* table, const int64_t* prefix_begin,
-                               const int64_t* slot, const uint8_t* valid, const int64_t* dims, double scale, int threads) {
-  Shape n;
-  std::memcpy(&n, dims, sizeof n);
+void graphspec_chunk_attention(const char* fields, int threads) {
+  const ChunkCall c = graphspec::call_of<ChunkCall>(fields);
   static thread_local std::vector<Visible> see;
-  see.resize(n.lanes);
-  for (int64_t b = 0; b < n.lanes; ++b) see_chunk(see[b], n, b, prefix_begin, slot, valid);
-  run(n, query, pool, table, see, scale, out, threads);
+  see.resize(c.shape.lanes);
+  for (int64_t b = 0; b < c.shape.lanes; ++b) see_chunk(see[b], c.shape, b, c.prefix_begin, c.slot, c.valid);
+  run(c.shape, c.query, c.pool, c.table, see, c.scale, c.out, threads);
 }
 
 }  // extern "C"

@@ -1,14 +1,15 @@
-"""The library of the C++ kernels: its sources, its flags, and its functions with their argument types."""
+"""The library of the C++ kernels: its sources, its flags, and its functions."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Callable
 
 from ... import native_build
 
-SOURCES = ("attention.cpp", "cycle.cpp", "linear.cpp", "stack.cpp", "team.cpp")
-HEADERS = ("attention.h", "product.h", "simd.h", "team.h")
+SOURCES = ("attention.cpp", "cycle.cpp", "linear.cpp", "rows.cpp", "sampling.cpp", "stack.cpp", "state.cpp", "tape.cpp", "team.cpp")
+HEADERS = ("attention.h", "call.h", "noise.h", "product.h", "simd.h", "team.h")
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-ffp-contract=off", "-pthread", "-shared", "-fPIC")
 KEY = "kernels.attention=native"
 HINT = "install g++, or choose runtime=eager, with kernels.attention and kernels.linear auto or reference"
@@ -22,19 +23,19 @@ def find_compiler() -> str:
 
 @functools.cache
 def load() -> ctypes.CDLL:
-    """The library, opened once per process, argument types declared.
+    """The library, opened once per process.
 
     Raises:
         ResourceError: see :meth:`graphspec.native_build.SharedLibrary.load`.
     """
-    library = LIBRARY.load()
-    pointer, integer, real = ctypes.c_void_p, ctypes.c_int, ctypes.c_double
-    library.graphspec_tree_attention.argtypes = [pointer] * 8 + [real, integer]
-    library.graphspec_chunk_attention.argtypes = [pointer] * 8 + [real, integer]
-    library.graphspec_linear.argtypes = [pointer] * 5 + [ctypes.c_int64] * 5 + [real, integer]
-    filled = ("decode", "draft_topk", "draft_level", "tree_build")
-    for name in filled:
-        getattr(library, f"graphspec_{name}").argtypes = [ctypes.c_char_p]
-    for name in ("tree_attention", "chunk_attention", "linear", *filled):
-        getattr(library, f"graphspec_{name}").restype = None
-    return library
+    return LIBRARY.load()
+
+
+@functools.cache
+def function(name: str) -> Callable[..., None]:
+    """``graphspec_<name>``: the fields of a call, and how many threads may work; ``replay``: entries, how many, threads."""
+    found = getattr(load(), f"graphspec_{name}")
+    found.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int] if name == "replay" else [ctypes.c_char_p, ctypes.c_int]
+    found.restype = None
+    run: Callable[..., None] = found
+    return run

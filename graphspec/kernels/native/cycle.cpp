@@ -8,7 +8,8 @@
 #include <limits>
 #include <vector>
 
-#include "simd.h"
+#include "call.h"
+#include "noise.h"
 #include "team.h"
 
 namespace {
@@ -57,8 +58,10 @@ struct TopK {
   float* logprob;
   int64_t* token;
   const float* keys;
-  const int64_t* target;  // or null
-  int64_t rows, vocab, topk, threads;
+  const int64_t* target;          // or null
+  const int64_t *seed, *position;  // of a lane; null: no noise
+  const float* temperature;
+  int64_t rows, vocab, topk, per_lane;
 };
 
 class TopRows final : public graphspec::Program {
@@ -68,7 +71,7 @@ class TopRows final : public graphspec::Program {
   int chunks(int) const override { return static_cast<int>(c_.rows); }
   void work(int, int row) override {
     static thread_local Best best;
-    const float* key = c_.keys + row * c_.vocab;
+    const float* key = keys(row);
     best.begin(c_.topk);
     int64_t i = 0;
     for (; i < std::min(c_.topk, c_.vocab); ++i) best.offer(finite1(key[i]), i);
@@ -102,6 +105,23 @@ class TopRows final : public graphspec::Program {
   }
 
  private:
+  // What ranks a row's tokens: their logits, with noise where there is any.
+  const float* keys(int row) const {
+    static thread_local std::vector<float> noisy;
+    const float* logits = c_.keys + row * c_.vocab;
+    const int64_t lane = row / c_.per_lane;
+    if (c_.seed == nullptr || !(c_.temperature[lane] > 0)) return logits;
+    const Noise noise(c_.seed[lane], c_.position[lane]);
+    const f8 temperature = splat(c_.temperature[lane]);
+    noisy.resize((c_.vocab + 7) / 8 * 8);
+    for (int64_t i = 0; i < c_.vocab; i += 8) {
+      f8 x = splat(NEVER);
+      std::memcpy(&x, logits + i, std::min<int64_t>(8, c_.vocab - i) * sizeof(float));
+      store8(noisy.data() + i, finite8(x) + temperature * noise.of(c_.target, i, c_.vocab));
+    }
+    return noisy.data();
+  }
+
   const TopK& c_;
 };
 
@@ -209,26 +229,20 @@ void tree_build(const Tree& c) {
   }
 }
 
-template <class T>
-T fields_of(const char* fields) {
-  T call;
-  std::memcpy(&call, fields, sizeof call);
-  return call;
-}
-
 }  // namespace
 
 extern "C" {
 
-void graphspec_draft_topk(const char* fields) {
-  const TopK call = fields_of<TopK>(fields);
+void graphspec_draft_topk(const char* fields, int threads) {
+  const TopK call = graphspec::call_of<TopK>(fields);
   TopRows program(call);
   // A few microseconds a row at small vocabularies: less than a second thread costs.
-  graphspec::run(program, call.rows * call.vocab >= 1 << 16 ? static_cast<int>(call.threads) : 1);
+  const int64_t cost = call.seed == nullptr ? 1 : 8;
+  graphspec::run(program, call.rows * call.vocab * cost >= 1 << 16 ? threads : 1);
 }
 
-void graphspec_draft_level(const char* fields) { draft_level(fields_of<Level>(fields)); }
+void graphspec_draft_level(const char* fields, int) { draft_level(graphspec::call_of<Level>(fields)); }
 
-void graphspec_tree_build(const char* fields) { tree_build(fields_of<Tree>(fields)); }
+void graphspec_tree_build(const char* fields, int) { tree_build(graphspec::call_of<Tree>(fields)); }
 
 }  // extern "C"

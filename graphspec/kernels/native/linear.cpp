@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "call.h"
 #include "product.h"
 #include "team.h"
 
@@ -10,6 +11,7 @@ namespace {
 
 constexpr int64_t PARALLEL_FROM = 1 << 15;  // multiply-adds below which a second thread costs more than it saves
 
+// Filled by graphspec/kernels/native/__init__.py.
 struct Call {
   float* y;
   const float* x;
@@ -17,7 +19,6 @@ struct Call {
   Matrix weight;
   int64_t rows, stride, outputs;
   double eps;
-  int64_t threads;
 };
 
 class Linear final : public graphspec::Program {
@@ -64,12 +65,12 @@ class Linear final : public graphspec::Program {
 
 extern "C" {
 
-void graphspec_linear(float* y, const float* x, const float* bias, const float* norm, const void* weight, int64_t bits, int64_t channels,
-                      int64_t outputs, int64_t rows, int64_t stride, double eps, int threads) {
-  const Call call{y, x, bias, norm, Matrix{weight, bits, channels, (outputs + BLOCK - 1) / BLOCK}, rows, stride, outputs, eps, threads};
+void graphspec_linear(const char* fields, int threads) {
+  const Call call = graphspec::call_of<Call>(fields);
+  const int64_t channels = call.weight.channels;
   static thread_local std::vector<float> normed;
-  if (norm != nullptr && static_cast<int64_t>(normed.size()) < rows * channels) normed.resize(rows * channels);
-  threads = rows * channels * outputs >= PARALLEL_FROM ? threads : 1;
+  if (call.norm != nullptr && static_cast<int64_t>(normed.size()) < call.rows * channels) normed.resize(call.rows * channels);
+  threads = call.rows * channels * call.outputs >= PARALLEL_FROM ? threads : 1;
   Linear linear(call, normed.data(), threads);
   graphspec::run(linear, threads);
 }

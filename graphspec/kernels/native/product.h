@@ -23,6 +23,8 @@ constexpr int TILE = 6;
 constexpr int blocks_at_once(int rows) { return rows == 1 ? 4 : rows <= 3 ? 2 : 1; }
 #endif
 
+constexpr int64_t MANY = 4 * TILE;  // rows from which on weights are widened once, in a buffer
+
 // A packed weight [blocks][channels][16]; the last block is padded with zeros.
 struct Matrix {
   const void* data;
@@ -30,8 +32,8 @@ struct Matrix {
   int64_t channels, blocks;
 };
 
-// out[ROWS][BLOCKS * 16], row stride GROUP * 16.
-template <class W, int ROWS, int BLOCKS>
+// out[ROWS][BLOCKS * 16], row stride GROUP * 16. AHEAD: the weights that come next are fetched meanwhile.
+template <class W, int ROWS, int BLOCKS, bool AHEAD>
 inline void tile(const W* weight, int64_t channels, const float* x, int64_t stride, float* out) {
   f16 sum[ROWS][BLOCKS];
   for (auto& row : sum)
@@ -39,6 +41,8 @@ inline void tile(const W* weight, int64_t channels, const float* x, int64_t stri
   for (int64_t k = 0; k < channels; ++k) {
     f16 w[BLOCKS];
     for (int b = 0; b < BLOCKS; ++b) w[b] = load16(weight + (b * channels + k) * BLOCK);
+    if (AHEAD)
+      for (int b = 0; b < BLOCKS; b += sizeof(float) / sizeof(W)) __builtin_prefetch(weight + ((channels + k) * BLOCKS + b) * BLOCK);
     for (int r = 0; r < ROWS; ++r) {
       const f16 v = splat16(x[r * stride + k]);
       for (int b = 0; b < BLOCKS; ++b) sum[r][b] = fma16(v, w[b], sum[r][b]);
@@ -48,27 +52,29 @@ inline void tile(const W* weight, int64_t channels, const float* x, int64_t stri
     for (int b = 0; b < BLOCKS; ++b) store16(out + r * GROUP * BLOCK + b * BLOCK, sum[r][b]);
 }
 
-template <class W, int ROWS>
+template <class W, bool AHEAD, int ROWS>
 void rows_of_group(const W* weight, int blocks, int64_t channels, const float* x, int64_t stride, float* out) {
   constexpr int MOST = blocks_at_once(ROWS);
+  // One row computes nothing that could hide a fetch.
+  constexpr bool FETCH = AHEAD && ROWS > 1;
   int b = 0;
-  for (; b + MOST <= blocks; b += MOST) tile<W, ROWS, MOST>(weight + b * channels * BLOCK, channels, x, stride, out + b * BLOCK);
-  for (; b < blocks; ++b) tile<W, ROWS, 1>(weight + b * channels * BLOCK, channels, x, stride, out + b * BLOCK);
+  for (; b + MOST <= blocks; b += MOST) tile<W, ROWS, MOST, FETCH>(weight + b * channels * BLOCK, channels, x, stride, out + b * BLOCK);
+  for (; b < blocks; ++b) tile<W, ROWS, 1, FETCH>(weight + b * channels * BLOCK, channels, x, stride, out + b * BLOCK);
 }
 
-template <class W>
+template <class W, bool AHEAD>
 void group_product(const W* weight, int blocks, int64_t channels, const float* x, int64_t stride, int rows, float* out) {
   switch (rows) {
-    case 1: return rows_of_group<W, 1>(weight, blocks, channels, x, stride, out);
-    case 2: return rows_of_group<W, 2>(weight, blocks, channels, x, stride, out);
-    case 3: return rows_of_group<W, 3>(weight, blocks, channels, x, stride, out);
-    case 4: return rows_of_group<W, 4>(weight, blocks, channels, x, stride, out);
-    case 5: return rows_of_group<W, 5>(weight, blocks, channels, x, stride, out);
+    case 1: return rows_of_group<W, AHEAD, 1>(weight, blocks, channels, x, stride, out);
+    case 2: return rows_of_group<W, AHEAD, 2>(weight, blocks, channels, x, stride, out);
+    case 3: return rows_of_group<W, AHEAD, 3>(weight, blocks, channels, x, stride, out);
+    case 4: return rows_of_group<W, AHEAD, 4>(weight, blocks, channels, x, stride, out);
+    case 5: return rows_of_group<W, AHEAD, 5>(weight, blocks, channels, x, stride, out);
 #ifdef __AVX512F__
-    case 6: return rows_of_group<W, 6>(weight, blocks, channels, x, stride, out);
-    case 7: return rows_of_group<W, 7>(weight, blocks, channels, x, stride, out);
+    case 6: return rows_of_group<W, AHEAD, 6>(weight, blocks, channels, x, stride, out);
+    case 7: return rows_of_group<W, AHEAD, 7>(weight, blocks, channels, x, stride, out);
 #endif
-    default: return rows_of_group<W, TILE>(weight, blocks, channels, x, stride, out);
+    default: return rows_of_group<W, AHEAD, TILE>(weight, blocks, channels, x, stride, out);
   }
 }
 
@@ -81,18 +87,20 @@ void product_of(const W* weight, int64_t channels, int64_t first, int64_t last, 
   for (int64_t block = first; block < last; block += GROUP) {
     const int blocks = static_cast<int>(std::min<int64_t>(GROUP, last - block));
     const W* from = weight + block * channels * BLOCK;
-    const bool widened = sizeof(W) < sizeof(float) && rows > TILE;
+    const bool widened = sizeof(W) < sizeof(float) && rows > MANY;
     if (widened) {
-      // Many rows would widen the same weights again and again.
+      // So many rows that widening the weights once for all of them costs less than the instructions it saves.
       wide.resize(GROUP * channels * BLOCK);
       for (int64_t i = 0; i < blocks * channels; ++i) store16(wide.data() + i * BLOCK, load16(from + i * BLOCK));
     }
     for (int64_t row = 0; row < rows; row += TILE) {
       const int count = static_cast<int>(std::min<int64_t>(TILE, rows - row));
       if (widened)
-        group_product(static_cast<const float*>(wide.data()), blocks, channels, x + row * stride, stride, count, values);
+        group_product<float, false>(static_cast<const float*>(wide.data()), blocks, channels, x + row * stride, stride, count, values);
+      else if (row == 0)
+        group_product<W, true>(from, blocks, channels, x, stride, count, values);
       else
-        group_product(from, blocks, channels, x + row * stride, stride, count, values);
+        group_product<W, false>(from, blocks, channels, x + row * stride, stride, count, values);
       finish(row, count, block, blocks, static_cast<float*>(values));
     }
   }

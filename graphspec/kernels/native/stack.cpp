@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "call.h"
 #include "product.h"
 #include "team.h"
 
@@ -37,7 +38,7 @@ struct Call {
   const int64_t *slot, *position, *begin, *end, *ancestors;  // no ancestors: causal
   const uint8_t* valid;
   int64_t lanes, tokens, columns, page_size, pages, num_words, rope_rows;
-  int64_t first, last, num_taps, final_norm, kv_only, threads;  // layers [first, last); num_taps 0: keep none
+  int64_t first, last, num_taps, final_norm, kv_only;  // layers [first, last); num_taps 0: keep none
 };
 
 enum Phase { INPUT_NORM, QKV, HEADS, ATTEND, OUT, MLP_NORM, GATE_UP, DOWN, PHASES };
@@ -56,7 +57,8 @@ void reserve(Floats& v, int64_t size) {
 
 class Stack final : public graphspec::Program {
  public:
-  Stack(const Call& call, Workspace& work) : c_(call), p_(*call.plan), w_(work), rows_(call.lanes * call.tokens) {
+  Stack(const Call& call, Workspace& work, int threads)
+      : c_(call), p_(*call.plan), w_(work), rows_(call.lanes * call.tokens), threads_(threads) {
     layers_ = reinterpret_cast<const LayerPlan*>(call.plan + 1) + call.first;
     count_ = call.last - call.first;
     normed_at_end_ = call.final_norm && p_.final_norm >= 0;
@@ -74,7 +76,6 @@ class Stack final : public graphspec::Program {
     reserve(w_.act, rows_ * widest);
     shape_ = Shape{c_.lanes, c_.tokens, p_.heads, p_.groups, p_.dim, c_.columns, c_.page_size, c_.pages, 0, c_.num_words,
                    c_.tokens * qkv_, qkv_, (p_.gated ? 2 : 1) * p_.dim};
-    threads_ = static_cast<int>(c_.threads);
     splits_ = token_splits(shape_, threads_);
     per_chunk_[0] = {blocks(qkv_), blocks_per_chunk(blocks(qkv_), threads_)};
     per_chunk_[1] = {blocks(p_.hidden), blocks_per_chunk(blocks(p_.hidden), threads_)};
@@ -287,10 +288,10 @@ class Stack final : public graphspec::Program {
   const StackPlan& p_;
   Workspace& w_;
   const int64_t rows_;
+  const int threads_;
   const LayerPlan* layers_;
   int64_t count_, query_, qkv_, splits_;
   bool normed_at_end_;
-  int threads_;
   Shape shape_;
   struct {
     int64_t blocks, each;
@@ -301,14 +302,12 @@ class Stack final : public graphspec::Program {
 
 extern "C" {
 
-// The fields of a Call, in order.
-void graphspec_decode(const char* fields) {
-  Call call;
-  std::memcpy(&call, fields, sizeof call);
+void graphspec_decode(const char* fields, int threads) {
+  const Call call = graphspec::call_of<Call>(fields);
   if (call.lanes * call.tokens == 0) return;
   static thread_local Workspace workspace;
-  Stack stack(call, workspace);
-  graphspec::run(stack, static_cast<int>(call.threads));
+  Stack stack(call, workspace, threads);
+  graphspec::run(stack, threads);
 }
 
 }  // extern "C"

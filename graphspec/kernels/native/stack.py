@@ -6,7 +6,6 @@ them: they are copied, moved and freed with it, and C++ keeps nothing of them be
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
@@ -15,15 +14,11 @@ from torch import Tensor
 
 from ...errors import ConfigError
 from ..op import Written
-from ..threads import team_threads
-from . import BITS, define_op, pack_linear, require
-from .build import load
+from . import BITS, define_op, pack_linear
+from .call import bits, call, dense, require
 
-_decode_pass = load().graphspec_decode
 ALIGNMENT = 64
 """Bytes; every tensor of a stack begins at a multiple of it."""
-
-_CALL = struct.Struct("=29q")
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +129,7 @@ def pack_stack(shape: StackShape, layers: Sequence[Layer], final_norm: Tensor | 
         rows += [input_norm, *qkv, *norms, *out, mlp_norm, *gate_up, *down, *sizes, window, layer.kv_layer, tap]
     *integers, eps, scale = astuple(shape)
     head = [len(layers), layers[0].down.weight.shape[0], *integers, blob.add(final_norm)]
-    reals = torch.tensor([eps, scale], dtype=torch.float64).view(torch.int64).tolist()
-    return torch.cat(blob.parts), torch.tensor([*head, *reals, *rows], dtype=torch.int64)
+    return torch.cat(blob.parts), torch.tensor([*head, bits(eps), bits(scale), *rows], dtype=torch.int64)
 
 
 def _decode(
@@ -188,46 +182,15 @@ def _decode(
     _, _, pages, page_size, _, _ = kv_pool.shape
     if not kv_pool.is_contiguous() or kv_pool.dtype is not torch.float32 or residual.dtype is not torch.float32:
         raise ConfigError("native decoder", "a contiguous float32 pool and float32 rows", f"{kv_pool.dtype}, {residual.dtype}")
-    residual, rope, rope_row, table, slot = (x.contiguous() for x in (residual, rope, rope_row, table, slot))
-    valid, position, begin = valid.contiguous(), position.contiguous(), begin.contiguous()
-    entering = None if entering is None else entering.contiguous()
-    end = None if end is None else end.contiguous()
-    ancestors = None if ancestors is None else ancestors.contiguous()
     out = residual.new_empty((0,) if kv_only else residual.shape)
     tapped = residual.new_empty((0,) if kv_only else (lanes, tokens, taps * hidden))
-    _decode_pass(
-        _CALL.pack(
-            weights.data_ptr(),
-            plan.data_ptr(),
-            residual.data_ptr(),
-            0 if entering is None else entering.data_ptr(),
-            kv_pool.data_ptr(),
-            out.data_ptr(),
-            tapped.data_ptr(),
-            rope.data_ptr(),
-            rope_row.data_ptr(),
-            table.data_ptr(),
-            slot.data_ptr(),
-            position.data_ptr(),
-            begin.data_ptr(),
-            0 if end is None else end.data_ptr(),
-            0 if ancestors is None else ancestors.data_ptr(),
-            valid.data_ptr(),
-            lanes,
-            tokens,
-            table.shape[1],
-            page_size,
-            pages,
-            0 if ancestors is None else ancestors.shape[2],
-            rope.shape[0],
-            first,
-            last,
-            taps,
-            final_norm,
-            kv_only,
-            team_threads(),
-        )
-    )
+    read = (residual, entering, kv_pool, out, tapped, rope, rope_row, table, slot, position, begin, end, ancestors, valid)
+    words = 0 if ancestors is None else ancestors.shape[2]
+    call(
+        "decode",
+        (weights, plan, *(None if x is None else dense(x) for x in read)),
+        lanes, tokens, table.shape[1], page_size, pages, words, rope.shape[0], first, last, taps, final_norm, kv_only,
+    )  # fmt: skip
     return out, tapped
 
 

@@ -284,7 +284,6 @@ def chain_attention(llm: LLM, pool: str, lanes: int, rows: int, context: int) ->
         kv_pool=arena[pool],
         table_BP=torch.arange(1, 1 + lanes * pages, dtype=torch.int32).view(lanes, pages),
         position_BT=slot_BT,
-        rope_length_BT=slot_BT + 1,
         valid_BT=torch.ones(lanes, rows, dtype=torch.bool),
         slot_BT=slot_BT,
         begin_BT=torch.zeros(lanes, rows, dtype=torch.int64),

@@ -1,0 +1,89 @@
+"""How Python calls the C++: one packed struct per call, which a tape can keep and hand over again."""
+
+from __future__ import annotations
+
+import functools
+import struct
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ...errors import ConfigError
+from ..threads import team_threads
+from .build import function
+from .tape import recording
+
+
+def call(name: str, tensors: Sequence[Tensor | None], *values: int) -> None:
+    """Run ``graphspec_<name>`` of the library.
+
+    Args:
+        name: of the function.
+        tensors: the pointers that its struct begins with; None: null.
+        values: int64 words that follow; a double as :func:`bits`.
+    """
+    fields = struct.pack(f"={len(tensors) + len(values)}q", *(0 if x is None else x.data_ptr() for x in tensors), *values)
+    run = function(name)
+    run(fields, team_threads())
+    calls = recording()
+    if calls is not None:
+        calls.add(run, fields, [x for x in tensors if x is not None])
+
+
+@functools.lru_cache(maxsize=256)
+def bits(value: float) -> int:
+    """A double as the word it is."""
+    word: int = struct.unpack("=q", struct.pack("=d", value))[0]
+    return word
+
+
+MOST_DIMS = 6
+
+
+def copy(to: Tensor, x: Tensor) -> None:
+    """``to.copy_(x)`` for any strides.
+
+    Args:
+        to: written; no two elements share memory.
+        x: of the same dtype, shape or a shape that broadcasts to it.
+
+    Raises:
+        ConfigError: another dtype, or more than :data:`MOST_DIMS` dimensions.
+    """
+    if to.dtype != x.dtype or to.dim() > MOST_DIMS:
+        raise ConfigError("native copy", f"{to.dtype} of at most {MOST_DIMS} dimensions", f"{x.dtype} of {to.dim()}")
+    x = x.expand(to.shape)
+    room = [1] * (MOST_DIMS - to.dim())
+    call("copy", (to, x), to.element_size(), *room, *to.shape, *room, *to.stride(), *room, *x.stride())
+
+
+def dense(x: Tensor) -> Tensor:
+    """``x``, or where its elements lie apart a copy of it."""
+    if x.is_contiguous():
+        return x
+    made = torch.empty(x.shape, dtype=x.dtype)
+    copy(made, x)
+    return made
+
+
+def require(name: str, tensor: Tensor, dtype: torch.dtype) -> None:
+    """That a tensor has the dtype the C++ takes it for.
+
+    Raises:
+        ConfigError: it has another.
+    """
+    if tensor.dtype is not dtype:
+        hint = "the native CPU kernels are float32 only; choose kernels.attention=reference for others" if dtype is torch.float32 else ""
+        raise ConfigError(f"native kernels: {name}", str(dtype), str(tensor.dtype), hint)
+
+
+def require_slots(*slots: Tensor | None) -> None:
+    """That slots which are written, or read where they lie, have no gaps.
+
+    Raises:
+        ConfigError: one has.
+    """
+    for slot in slots:
+        if slot is not None and not slot.is_contiguous():
+            raise ConfigError("native cycle op", "contiguous slots", f"strides {slot.stride()}")

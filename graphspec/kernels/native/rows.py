@@ -1,0 +1,108 @@
+"""What stands between the passes of a network, as native ops: embeddings, a drafter's input, and rows that change places.
+
+None of these is an op of the catalog: networks whose layers are one native op (:mod:`graphspec.models.stack`) use them in place of what
+they do in torch otherwise, and :class:`NativeKernels` has the ones that stages ask for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ..registry import KernelSet
+from . import define_op
+from .call import bits, call, dense, require
+
+__all__ = ["NativeKernels", "embed", "enter"]
+
+
+def _embed(token: Tensor, valid: Tensor, weight: Tensor) -> Tensor:
+    """Rows of ``weight``, float32 ``[..., H]``; zero where a token is not valid or out of range."""
+    require("embedding", weight, torch.float32)
+    out = _embed_shape(token, valid, weight)
+    call("embed", (out, dense(token), dense(valid), dense(weight)), *weight.shape, token.numel())
+    return out
+
+
+def _embed_shape(token: Tensor, valid: Tensor, weight: Tensor) -> Tensor:
+    return weight.new_empty((*token.shape, weight.shape[1]))
+
+
+def _enter(
+    token: Tensor, valid: Tensor, weight: Tensor, hidden: Tensor, embedding_norm: Tensor | None, hidden_norm: Tensor | None, eps: float,
+    hidden_first: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Embeddings and hidden states side by side, each normed where it has weights of a norm; and the hidden states, un-normed.
+
+    Args:
+        token: int64 ``[B, T]``. valid: bool; rows that are not valid are zero before any norm, whatever they hold.
+        weight: of the embedding, float32 ``[V, H]``.
+        hidden: float32 ``[B, T, H]``.
+        embedding_norm, hidden_norm: float32 ``[H]``, what normed channels are multiplied by.
+        eps: of both norms.
+        hidden_first: hidden states on the left.
+
+    Returns:
+        ``[B, T, 2 * H]`` and ``[B, T, H]``.
+
+    Raises:
+        ConfigError: embedding or hidden states are not float32.
+    """
+    require("embedding", weight, torch.float32)
+    require("hidden", hidden, torch.float32)
+    out = _enter_shape(token, valid, weight)
+    norms = (None if x is None else dense(x) for x in (embedding_norm, hidden_norm))
+    tensors = (*out, dense(hidden), *norms, dense(token), dense(valid), dense(weight))
+    call("enter", tensors, *weight.shape, token.numel(), hidden_first, bits(eps))
+    return out
+
+
+def _enter_shape(token: Tensor, valid: Tensor, weight: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    size = weight.shape[1]
+    return weight.new_empty((*token.shape, 2 * size)), weight.new_empty((*token.shape, size))
+
+
+def _carry(hidden: Tensor, source: Tensor, valid: Tensor) -> Tensor:
+    require("hidden", hidden, torch.float32)
+    out = _carry_shape(hidden, source, valid)
+    lanes, after, size = out.shape
+    call("carry", (out, *map(dense, (hidden, source, valid))), lanes, hidden.shape[1], after, size)
+    return out
+
+
+def _carry_shape(hidden: Tensor, source: Tensor, valid: Tensor) -> Tensor:
+    return hidden.new_empty((*source.shape, hidden.shape[2]))
+
+
+def _positions(lane_row: Tensor, seq_len: Tensor, depth: Tensor) -> Tensor:
+    out = depth.new_empty(depth.shape)
+    call("positions", (out, *map(dense, (lane_row, seq_len, depth))), *depth.shape)
+    return out
+
+
+def _positions_shape(lane_row: Tensor, seq_len: Tensor, depth: Tensor) -> Tensor:
+    return depth.new_empty(depth.shape)
+
+
+embed = define_op("embed", _embed, _embed_shape)
+enter = define_op("enter", _enter, _enter_shape)
+_carried = define_op("carry", _carry, _carry_shape)
+_sampled = define_op("positions", _positions, _positions_shape)
+
+
+@dataclass(frozen=True, slots=True)
+class NativeKernels(KernelSet):
+    """Native ops throughout."""
+
+    records: ClassVar[bool] = True
+
+    def carry(self, hidden_BEH: Tensor, source_BK: Tensor, valid_BK: Tensor) -> Tensor:
+        carried: Tensor = _carried(hidden_BEH, source_BK, valid_BK)
+        return carried
+
+    def sampled_positions(self, lane_row_B: Tensor, seq_len_R: Tensor, depth_BN: Tensor) -> Tensor:
+        positions: Tensor = _sampled(lane_row_B, seq_len_R, depth_BN)
+        return positions

@@ -1,0 +1,113 @@
+// Noise, and the token that each row of logits gives. What they mean stands next to the references; fields are filled by sampling.py.
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+#include "call.h"
+#include "noise.h"
+#include "team.h"
+
+namespace {
+
+constexpr int64_t PARALLEL_FROM = 1 << 15;  // logits below which a second thread costs more than it saves
+constexpr int64_t COST_OF_NOISE = 8;        // in logits that are only compared
+constexpr float NEVER = -std::numeric_limits<float>::infinity();
+
+struct NoiseCall {
+  float* out;
+  const int64_t *seed, *position, *token;
+  int64_t lanes, tokens, vocab;
+};
+
+class NoiseRows final : public graphspec::Program {
+ public:
+  explicit NoiseRows(const NoiseCall& call) : c_(call) {}
+  int phases() const override { return 1; }
+  int chunks(int) const override { return static_cast<int>(c_.lanes * c_.tokens); }
+  void work(int, int row) override {
+    const Noise noise(c_.seed[row / c_.tokens], c_.position[row]);
+    float* out = c_.out + row * c_.vocab;
+    for (int64_t i = 0; i < c_.vocab; i += 8) {
+      const f8 found = noise.of(c_.token, i, c_.vocab);
+      std::memcpy(out + i, &found, std::min<int64_t>(8, c_.vocab - i) * sizeof(float));
+    }
+  }
+
+ private:
+  const NoiseCall& c_;
+};
+
+struct SampleCall {
+  int64_t* token;
+  uint8_t* sound;
+  const float *logits, *temperature;  // no temperature: every row is greedy
+  const int64_t *seed, *position;
+  int64_t lanes, tokens, vocab, strict;
+};
+
+class SampleRows final : public graphspec::Program {
+ public:
+  explicit SampleRows(const SampleCall& call) : c_(call) {}
+  int phases() const override { return 1; }
+  int chunks(int) const override { return static_cast<int>(c_.lanes * c_.tokens); }
+
+  void work(int, int row) override {
+    static thread_local std::vector<float> keys;
+    keys.resize((c_.vocab + 7) / 8 * 8);
+    const int64_t lane = row / c_.tokens;
+    const float* logits = c_.logits + row * c_.vocab;
+    const float temperature = c_.temperature == nullptr ? 0.0f : c_.temperature[lane];
+    const bool hot = temperature > 0;
+    const Noise noise(hot ? c_.seed[lane] : 0, hot ? c_.position[row] : 0);
+    const f8 most = splat(std::numeric_limits<float>::max()), ban = splat(c_.strict ? 1.0f : 0.0f);
+    f8 peak = splat(NEVER), known = splat(0.0f), wrong = splat(0.0f);  // whether any is finite, whether any must not be as it is
+    for (int64_t i = 0; i < c_.vocab; i += 8) {
+      f8 x = splat(NEVER);
+      const int64_t count = std::min<int64_t>(8, c_.vocab - i);
+      std::memcpy(&x, logits + i, count * sizeof(float));
+      const auto finite = (x <= most) & (x >= -most);
+      known = finite ? splat(1.0f) : known;
+      // Nothing but what bans a token may be less than finite where bans are possible; what fills up the last eight counts for nothing.
+      const f8 fault = finite ? splat(0.0f) : (x < -most ? ban : splat(1.0f));
+      if (count == 8)
+        wrong = fault > wrong ? fault : wrong;
+      else
+        for (int j = 0; j < count; ++j) wrong[j] = std::max(wrong[j], fault[j]);
+      f8 key = finite ? x : splat(NEVER);
+      if (hot) key = key + splat(temperature) * noise.of(nullptr, i, c_.vocab);
+      store8(keys.data() + i, key);
+      peak = key > peak ? key : peak;
+    }
+    float best = NEVER;
+    bool any = false, bad = false;
+    for (int j = 0; j < 8; ++j) best = std::max(best, peak[j]), any |= known[j] != 0, bad |= wrong[j] != 0;
+    int64_t at = 0;
+    while (at < c_.vocab && keys[at] != best) ++at;
+    c_.token[row] = at < c_.vocab ? at : 0;
+    c_.sound[row] = !bad && any;
+  }
+
+ private:
+  const SampleCall& c_;
+};
+
+}  // namespace
+
+extern "C" {
+
+void graphspec_gumbel_noise(const char* fields, int threads) {
+  const NoiseCall call = graphspec::call_of<NoiseCall>(fields);
+  NoiseRows program(call);
+  graphspec::run(program, call.lanes * call.tokens * call.vocab * COST_OF_NOISE >= PARALLEL_FROM ? threads : 1);
+}
+
+void graphspec_sample_tokens(const char* fields, int threads) {
+  const SampleCall call = graphspec::call_of<SampleCall>(fields);
+  SampleRows program(call);
+  const int64_t work = call.lanes * call.tokens * call.vocab * (call.temperature == nullptr ? 1 : COST_OF_NOISE);
+  graphspec::run(program, work >= PARALLEL_FROM ? threads : 1);
+}
+
+}  // extern "C"

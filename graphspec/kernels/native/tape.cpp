@@ -1,0 +1,23 @@
+// Calls that were made once, made again: the functions of a tape one after the other, on the memory they had then.
+
+#include <cstdint>
+
+#include "call.h"
+
+namespace {
+
+// Filled by graphspec/kernels/native/tape.py.
+struct Entry {
+  graphspec::Function function;
+  const char* fields;
+};
+
+}  // namespace
+
+extern "C" {
+
+void graphspec_replay(const Entry* entries, int64_t count, int threads) {
+  for (const Entry* entry = entries; entry < entries + count; ++entry) entry->function(entry->fields, threads);
+}
+
+}  // extern "C"

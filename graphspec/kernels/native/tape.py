@@ -1,0 +1,78 @@
+"""A program of native ops as one call: what a captured graph is on a GPU.
+
+Every slot and every weight lies where it lies for as long as an engine lives, and every op has the same sizes at each launch. So the calls
+that one run of a program makes can be made again, in one loop in C++ and without Python, dispatcher or compiler. A tape holds what the run
+left between two ops as well, so nothing is allocated later. :mod:`.record` notes the calls.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+from torch import Tensor
+
+from ..threads import team_threads
+from .build import function
+
+
+class Calls:
+    """Calls of native ops in order, and the memory they use."""
+
+    def __init__(self) -> None:
+        self.made: list[tuple[int, bytes]] = []
+        """Address of a function, and the fields it was called with."""
+        self.memory: list[Tensor] = []
+
+    def add(self, run: Callable[..., None], fields: bytes, tensors: Iterable[Tensor]) -> None:
+        """Note one call."""
+        address = ctypes.cast(run, ctypes.c_void_p).value  # type: ignore[arg-type]
+        assert address is not None, "a function of the library"
+        self.made.append((address, fields))
+        self.memory.extend(tensors)
+
+
+class Tape:
+    """Noted calls, made again whenever this is called.
+
+    Args:
+        calls: one after the other.
+    """
+
+    def __init__(self, calls: Sequence[Calls]) -> None:
+        self._made = [made for each in calls for made in each.made]
+        self._memory = [tensor for each in calls for tensor in each.memory]
+        self._entries = array("Q")
+        for address, fields in self._made:
+            at = ctypes.cast(ctypes.c_char_p(fields), ctypes.c_void_p).value
+            assert at is not None, "bytes have an address"
+            self._entries.extend((address, at))
+        self._replay = function("replay")
+
+    def __len__(self) -> int:
+        return len(self._made)
+
+    def __call__(self) -> None:
+        """All calls, in order."""
+        self._replay(self._entries.buffer_info()[0], len(self._made), team_threads())
+
+
+_noted: ContextVar[Calls | None] = ContextVar("noted", default=None)
+
+
+def recording() -> Calls | None:
+    """Where native ops of this thread are noted, if anywhere."""
+    return _noted.get()
+
+
+@contextmanager
+def noting(calls: Calls) -> Iterator[None]:
+    """Inside, native ops of this thread are noted."""
+    token = _noted.set(calls)
+    try:
+        yield
+    finally:
+        _noted.reset(token)

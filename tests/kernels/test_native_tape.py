@@ -1,0 +1,189 @@
+"""Tapes of native ops: what may be on one, that it does what the run did, and programs that are tapes in parts."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from graphspec.buffers import Views
+from graphspec.errors import ConfigError
+from graphspec.graphs.compile import Region
+from graphspec.graphs.programs import Program
+from graphspec.kernels import select_kernels
+from graphspec.kernels.native import pack_linear, packed_linear, rows
+from graphspec.kernels.native.call import copy
+from graphspec.kernels.native.record import record
+from graphspec.kernels.native.tape import Calls, Tape
+from graphspec.kernels.registry import KernelSet
+
+KERNELS = select_kernels("compiled", "auto", "cpu")
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def fill(slots: Any, seed: int) -> None:
+    slots.x.copy_(draw(2, 3, 8, seed=seed))
+    slots.index.copy_(torch.randint(0, 3, (2, 2), generator=torch.Generator().manual_seed(seed)))
+
+
+class Native(nn.Module):
+    """Rows taken, multiplied and copied: views, allocations, native ops and one copy."""
+
+    name: ClassVar[str] = "native"
+    kernels: ClassVar[KernelSet] = KERNELS
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = pack_linear(draw(17, 8))
+
+    def forward(self, v: Any) -> None:
+        taken = self.kernels.carry(v.x, v.index, v.valid)
+        v.y.copy_(packed_linear(taken, self.weight, 17, None, None, 0.0))
+
+
+class Torch(nn.Module):
+    """Something that no native op does."""
+
+    name: ClassVar[str] = "torch"
+    kernels: ClassVar[KernelSet] = KERNELS
+
+    def forward(self, v: Any) -> None:
+        v.z.copy_(v.y * 2 + 1)
+
+
+class Back(nn.Module):
+    """One copy."""
+
+    name: ClassVar[str] = "back"
+    kernels: ClassVar[KernelSet] = KERNELS
+
+    def forward(self, v: Any) -> None:
+        v.y.copy_(v.z)
+
+
+@pytest.fixture
+def slots() -> Any:
+    """As much of an arena as these stages ask for."""
+    shapes = {"x": (2, 3, 8), "y": (2, 2, 17), "z": (2, 2, 17)}
+    made = Views({name: torch.zeros(shape) for name, shape in shapes.items()})
+    made.add({"index": torch.zeros(2, 2, dtype=torch.int64), "valid": torch.tensor([[True, False], [True, True]])})
+    fill(made, 0)
+    return made
+
+
+def expected(slots: Any, stage: Native) -> Tensor:
+    out = KernelSet.carry(KERNELS, slots.x, slots.index, slots.valid)
+    return packed_linear(out, stage.weight, 17, None, None, 0.0)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_tape_does_what_the_run_did_on_what_the_slots_hold_by_then(slots: Any, threads: int) -> None:
+    before = torch.get_num_threads()
+    stage = Native()
+    calls = record(lambda: stage(slots))
+    assert isinstance(calls, Calls)
+    tape = Tape([calls, calls])
+    assert len(calls.made) == 3 and len(tape) == 6
+    torch.set_num_threads(threads)
+    try:
+        for seed in (1, 2):
+            fill(slots, seed)
+            wanted = expected(slots, stage)
+            tape()
+            assert torch.equal(slots.y, wanted) and wanted.any()
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("name", "run"),
+    [
+        ("aten.mul", lambda v: v.y.copy_(v.y * 2)),
+        ("aten.copy_", lambda v: v.index.copy_(v.x[:, :2, 0])),
+        ("aten.arange", lambda v: v.index.copy_(torch.arange(2))),
+        ("aten.clone", lambda v: v.y.transpose(0, 1).contiguous()),
+        ("aten.fill_", lambda v: v.y.fill_(0)),
+    ],
+)
+def test_what_a_tape_cannot_repeat_is_named(slots: Any, name: str, run: Any) -> None:
+    found = record(lambda: run(slots))
+    assert isinstance(found, str) and found.startswith(name)
+
+
+def test_only_native_kernel_sets_record() -> None:
+    assert KERNELS.records
+    for other in (select_kernels("reference", "auto", "cpu"), select_kernels("compiled", "native", "cpu", linear="native")):
+        assert not other.records
+
+
+def test_a_program_is_a_tape_where_its_stages_are_native(slots: Any) -> None:
+    program = Program([Native(), Back()], slots, compiled=True)  # type: ignore[list-item]
+    fill(slots, 3)
+    program()
+    assert isinstance(program.direct, Tape) and [type(step) for step in program.steps] == [Tape, Tape]
+
+
+def test_stages_between_native_ones_are_compiled_and_run_in_their_place(slots: Any) -> None:
+    native = Native()
+    program = Program([native, Torch(), Back()], slots, compiled=True)  # type: ignore[list-item]
+    for seed in (4, 5, 6):
+        fill(slots, seed)
+        wanted = expected(slots, native) * 2 + 1
+        program()
+        torch.testing.assert_close(slots.y, wanted)
+    assert [type(step) for step in program.steps] == [Tape, Region, Tape]
+    for step in program.steps:
+        step()
+    torch.testing.assert_close(slots.y, wanted)
+
+
+@pytest.mark.parametrize(
+    ("to", "x"),
+    [
+        (torch.zeros(3, 4, 5), draw(3, 4, 5)),
+        (torch.zeros(5, 4, 3).transpose(0, 2), draw(3, 4, 5)),
+        (torch.zeros(3, 4, 5), draw(3, 1, 5).expand(3, 4, 5)),
+        (torch.zeros(2, 3, 8)[:, :, 2:7], draw(5)),
+        (torch.zeros(3, dtype=torch.bool), torch.tensor([True, False, True])),
+        (torch.zeros(4, 0), draw(4, 0)),
+        (torch.zeros(()), draw(1)[0]),
+        (torch.zeros(6, 4)[::2], draw(4, 3).t()),
+    ],
+)
+def test_copies_of_any_strides(to: Tensor, x: Tensor) -> None:
+    wanted = to.clone().copy_(x)
+    copy(to, x)
+    assert torch.equal(to, wanted)
+
+
+def test_copies_that_would_convert_are_refused() -> None:
+    with pytest.raises(ConfigError, match="native copy"):
+        copy(torch.zeros(2), torch.zeros(2, dtype=torch.int64))
+
+
+def test_rows_between_passes_are_those_of_torch() -> None:
+    token = torch.tensor([[3, -1, 7], [0, 6, 2]])
+    valid = torch.tensor([[True, True, True], [False, True, True]])
+    weight, hidden = draw(7, 10), draw(2, 3, 10, seed=1)
+    hidden[1, 0] = torch.nan
+    embedding = torch.where((valid & (token >= 0) & (token < 7))[..., None], weight[token.clamp(0, 6)], 0.0)
+    assert torch.equal(rows.embed(token, valid, weight), embedding)
+    masked = torch.where(valid[..., None], hidden, 0.0)
+    for first in (False, True):
+        side, alone = rows.enter(token, valid, weight, hidden, None, None, 0.0, first)
+        assert torch.equal(side, torch.cat((masked, embedding) if first else (embedding, masked), -1)) and torch.equal(alone, masked)
+    norms = draw(10, seed=2), draw(10, seed=3)
+    side, alone = rows.enter(token, valid, weight, hidden, *norms, 1e-5, False)
+    normed = [nn.functional.rms_norm(x, (10,), norm, 1e-5) for x, norm in zip((embedding, masked), norms, strict=True)]
+    torch.testing.assert_close(side, torch.cat(normed, -1))
+    assert torch.equal(alone, masked)
+    source = torch.tensor([[2, 0], [1, 1]])
+    arguments = hidden, source, torch.tensor([[True, True], [True, False]])
+    assert torch.equal(KERNELS.carry(*arguments), KernelSet.carry(KERNELS, *arguments))
+    lanes = torch.tensor([1, 0]), torch.tensor([40, 2**40]), torch.tensor([[0, 1, 1], [0, 3, 2]])
+    assert torch.equal(KERNELS.sampled_positions(*lanes), KernelSet.sampled_positions(KERNELS, *lanes))
