@@ -52,8 +52,9 @@ class Variant:
     full_vocabulary: bool = False
     """Its logits span the target's vocabulary unless a token map trims the head (FR-Spec)."""
     auto_shape: CycleShape = PLAIN
-    """Shape when the user sets none of num_steps, topk, num_draft_tokens and the target's architecture has no entry of its own."""
-    auto_shape_by_architecture: tuple[tuple[str, CycleShape], ...] = ()
+    """Shape when the user sets none of num_steps, topk and num_draft_tokens."""
+    auto_tree: CycleShape | None = None
+    """The same for targets of a family with ``drafts_trees``, where it differs."""
     demo_draft: str | None = None
     """Folder of the demo draft next to the demo target."""
 
@@ -64,10 +65,6 @@ class Variant:
     @property
     def has_network(self) -> bool:
         return self.drafter == "network"
-
-    def shape_for(self, architecture: str) -> CycleShape:
-        """The automatic ``(S, K, N)`` for a target architecture."""
-        return dict(self.auto_shape_by_architecture).get(architecture, self.auto_shape)
 
 
 PLAIN_DECODING = Variant(name="none", summary="plain decoding on the same engine: one verify node, no drafter", drafter="none")

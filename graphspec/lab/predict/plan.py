@@ -315,7 +315,7 @@ def configured_shape(config: LaunchConfig, variant: Variant, paper: Paper, heads
     asked = config.variant
     if asked.tree_choices is None and all(value is None for value in (asked.num_steps, asked.topk, asked.num_draft_tokens)):
         return None
-    shape = resolve_shape(variant, asked, paper.target.architecture, heads)
+    shape = resolve_shape(variant, asked, paper.target.family, heads)
     return shape if shape.num_steps else None
 
 

@@ -57,7 +57,7 @@ class Candidates:
     def given(self) -> dict[CycleShape, str]:
         """Shapes that are run whatever is predicted, and why."""
         unset = replace(self.config.variant, num_steps=None, topk=None, num_draft_tokens=None)
-        given = {resolve_shape(self.variant, unset, self.paper.target.architecture, self.heads): "automatic"}
+        given = {resolve_shape(self.variant, unset, self.paper.target.family, self.heads): "automatic"}
         configured = configured_shape(self.config, self.variant, self.paper, self.heads)
         if configured is not None:
             given.setdefault(configured, "configured")
