@@ -6,12 +6,8 @@ import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import torch
-
-from ..errors import ConfigError
 from ..layouts import PREDICTION_HEADS
 from ..models.checkpoint import Checkpoint
-from ..models.llama import LlamaModel
 
 if TYPE_CHECKING:
     from ..facts import ModelFacts
@@ -54,15 +50,3 @@ def settle_decoder(checkpoint: Checkpoint, decoder: ModelFacts) -> ModelFacts:
         mlp_bias=settle(checkpoint, "mlp_bias", decoder.mlp_bias, f"{first}mlp.gate_proj.bias"),
         qk_norm=settle(checkpoint, "query and key norms", decoder.qk_norm, f"{first}self_attn.q_norm.weight"),
     )
-
-
-def check_sharing(target: LlamaModel, dtype: torch.dtype, device: torch.device | str) -> None:
-    """A draft that shares tensors with its target has its dtype and device.
-
-    Raises:
-        ConfigError: it doesn't.
-    """
-    theirs, place = target.embed_tokens.weight, torch.empty(0, device=device).device
-    if (theirs.dtype, theirs.device) != (dtype, place):
-        expected = f"{theirs.dtype} on {theirs.device}, as the target whose tensors are shared"
-        raise ConfigError("dtype, device", expected, f"{dtype} on {place}")
