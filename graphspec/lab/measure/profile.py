@@ -17,6 +17,7 @@ from ...command_options import LaunchConfig
 from ...config import AcceptConfig
 from ...core_wait import busy_caution
 from ...errors import ConfigError
+from ...hub import pinned
 from ...paths import check_writable, user_path
 from .compare import Bench, Measured, Say, Schedule, records, set_verdicts
 from .equality import Reference, Verdict, judge
@@ -37,6 +38,7 @@ def run(config: LaunchConfig) -> int:
     Raises:
         GraphspecError: a side refused, died or took too long.
     """
+    config = pinned(config)
     if config.workload.source == "file":
         file_texts(config.workload)
     trace = _writable(config.profile.trace)
