@@ -86,7 +86,7 @@ def real(key: str, value: object, error: Errors = ConfigError) -> float:
     return number
 
 
-def wholes(key: str, value: object, error: Errors = ConfigError, *, most: int | None = None, expected: str = "an integer") -> list[int]:
+def integers(key: str, value: object, error: Errors = ConfigError, *, most: int | None = None, expected: str = "an integer") -> list[int]:
     """A list, tuple, range, other sequence or one-dimensional integer array as a list of ints.
 
     Args:
@@ -242,7 +242,7 @@ def conform(key: str, value: Any, wanted: Any, error: Errors, *, is_path: bool =
     if origin is list and isinstance(value, list | tuple):
         return [conform(f"{key}[{place}]", entry, args[0], error, is_path=is_path) for place, entry in enumerate(value)]
     if origin is Sequence and args == (int,):
-        return tuple(wholes(key, value, error, most=LONGEST_FIELD))
+        return tuple(integers(key, value, error, most=LONGEST_FIELD))
     if origin in (dict, Mapping) and isinstance(value, Mapping):
         return _entries(key, value, args, error)
     if isinstance(wanted, type) and origin is None and isinstance(value, wanted) and (wanted is not bool or type(value) is bool):

@@ -17,7 +17,7 @@ from graphspec import LLM, SamplingParams, cli, load_config
 from graphspec.catalog import resolve_variant
 from graphspec.errors import ConfigError
 from graphspec.hub import checkpoint_folder, is_hub_id, pinned
-from graphspec.lab.predict.paper_models import read_paper
+from graphspec.lab.predict.model_pair import read_model_pair
 from tests.support.engines import CHAIN, SMALL, Pair, add_tokenizer, mirror_pair
 
 if TYPE_CHECKING:
@@ -195,8 +195,8 @@ def test_a_run_of_several_processes_reads_one_commit(cache: Path) -> None:
 
 def test_plan_takes_models_of_the_hub(cache: Path) -> None:
     config = load_config(f"model.path={MODEL}", f"variant.draft={DRAFT}")
-    paper = read_paper(MODEL, config.variant, resolve_variant("eagle3"), "v1")
-    assert paper.name == MODEL and paper.folder.name == OLD and paper.draft is not None and paper.draft.path.name == OLD
+    pair = read_model_pair(MODEL, config.variant, resolve_variant("eagle3"), "v1")
+    assert pair.name == MODEL and pair.folder.name == OLD and pair.draft is not None and pair.draft.path.name == OLD
 
 
 def test_the_environment_names_the_cache(pair: Pair, tmp_path: Path) -> None:

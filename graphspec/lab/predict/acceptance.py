@@ -98,8 +98,8 @@ def fit_sibling(shares: tuple[float, ...], trees: dict[CycleShape, float]) -> fl
     if not trees:
         return None
 
-    def misfit(sibling: float) -> float:
+    def squared_error(sibling: float) -> float:
         model = Acceptance(shares, sibling=sibling)
         return sum((model.estimate(shape) / length - 1) ** 2 for shape, length in trees.items())
 
-    return min((step / 100 for step in range(151)), key=misfit)
+    return min((step / 100 for step in range(151)), key=squared_error)

@@ -40,7 +40,7 @@ from .passes import Curve, PassTimes, TimedCycle, read_curves
 
 if TYPE_CHECKING:
     from ...catalog import Variant
-    from .paper_models import Paper
+    from .model_pair import ModelPair
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 256)
 """Rows of a pass; more rows than one lane's window holds are those of several lanes."""
@@ -98,13 +98,15 @@ def kept_file(known: dict[str, Any], folder: Path | None = None) -> Path:
     return (folder or cache_folder()) / FOLDER / f"{name}.json"
 
 
-def pass_times(config: Config, variant: Variant, paper: Paper, model: FloorModel, say: Say, folder: Path | None = None) -> PassTimes | str:
+def pass_times(
+    config: Config, variant: Variant, pair: ModelPair, model: FloorModel, say: Say, folder: Path | None = None
+) -> PassTimes | str:
     """Times kept for this machine and model, else measured now and kept.
 
     Args:
         config: of the engine, its device the CPU.
         variant: of the catalog.
-        paper: of target and draft.
+        pair: of target and draft.
         model: of the same.
         say: told what is being done.
         folder: of the cache; None: the user's.
@@ -115,11 +117,11 @@ def pass_times(config: Config, variant: Variant, paper: Paper, model: FloorModel
     Raises:
         GraphspecError: the engine can't be built.
     """
-    if not has_tensors(paper.target.path) or (paper.draft is not None and paper.from_config):
+    if not has_tensors(pair.target.path) or (pair.draft is not None and pair.from_config):
         return "there are no weights"
     if config.hardware.threads is not None:
         torch.set_num_threads(config.hardware.threads)
-    folders = [paper.target.path, *([paper.draft.path] if paper.draft is not None else [])]
+    folders = [pair.target.path, *([pair.draft.path] if pair.draft is not None else [])]
     known = identity(config, folders)
     file = kept_file(known, folder)
     try:

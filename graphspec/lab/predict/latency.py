@@ -372,7 +372,7 @@ class CycleEstimate:
 def estimate_cycle(
     steps: Iterable[Step], shape: CycleShape, batch: int, context: int, floor_ms: float, hardware: Hardware, *, programmatic: bool
 ) -> CycleEstimate:
-    """The launches of one cycle (:func:`graphspec.lab.predict.launches.paper_steps`), priced and added up."""
+    """The launches of one cycle (:func:`graphspec.lab.predict.launches.planned_steps`), priced and added up."""
     at = Situation(context, programmatic)
     found = [estimate(step, at, hardware) for step in steps]
     return CycleEstimate(shape, batch, floor_ms, programmatic, by_kernel(found), _part("cycle", found))
