@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from ...kernels.linear import Hidden, ResidualStream, hidden_of
 from ...models.layers import MLP, Embedding, Linear, RMSNorm, SelfAttention
+from ...models.rope import RotaryEmbedding
 from ...models.stack import DecoderStack
-from ..head_network import HeadNetwork
 
 if TYPE_CHECKING:
     from ...facts import ModelFacts
@@ -36,14 +36,16 @@ class EagleLayer(nn.Module):
         return out_BTH
 
 
-class EagleDraft(HeadNetwork):
+class EagleDraft(nn.Module):
     """EAGLE-1/2 head: one layer over ``fc([embedding; hidden])``, between the target's embedding and the target's head.
 
     Args:
         facts: the head's sizes; ``fc_bias`` and ``layernorms`` settled (None counts as no).
-        max_positions, embed_tokens, lm_head: as :class:`~graphspec.drafters.head_network.HeadNetwork`.
-        norms: which of ``embed_layernorm`` (after the embedding), ``hidden_layernorm`` (before the attention; the residual stays un-normed)
-            and ``lm_head_layernorm`` (before the head) there are.
+        max_positions: positions the RoPE table covers; the head's own ``max_position_embeddings`` doesn't limit it.
+        embed_tokens: the target's embedding; one of its own when absent, for networks without a checkpoint.
+        lm_head: the target's head; likewise.
+        norms: which of ``embed_layernorm`` (behind the embedding), ``hidden_layernorm`` (in front of the attention, the residual stays
+            un-normed) and ``lm_head_layernorm`` (in front of the head) there are.
     """
 
     def __init__(
@@ -54,27 +56,34 @@ class EagleDraft(HeadNetwork):
         lm_head: Linear | None = None,
         norms: tuple[str, ...] = (),
     ) -> None:
-        super().__init__(facts, max_positions, embed_tokens, lm_head)
+        super().__init__()
         decoder = facts.decoder
         size = decoder.hidden_size
 
         def norm(name: str) -> RMSNorm | None:
             return RMSNorm(size, decoder.rms_norm_eps) if name in norms else None
 
+        self.facts = facts
+        self.rotary = RotaryEmbedding(decoder.rope, decoder.head_dim, max_positions)
+        self.embed_tokens = embed_tokens or Embedding(decoder.vocab_size, size)
         self.embed_layernorm = norm("embed_layernorm")
         self.fc = Linear(2 * size, size, bias=bool(facts.fc_bias))
         self.hidden_layernorm = norm("hidden_layernorm")
         self.layer = EagleLayer(decoder)
         self.lm_head_layernorm = norm("lm_head_layernorm")
+        self.lm_head = lm_head or Linear(size, decoder.vocab_size)
+        # int64, draft id to target id; None until a token map trims the head
+        self.target_token_Vd: Tensor | None
+        self.register_buffer("target_token_Vd", None, persistent=False)
         self.stack: DecoderStack | None = None
-
-    @property
-    def last_norm(self) -> RMSNorm | None:
-        return self.lm_head_layernorm
 
     def pack_stack(self) -> None:
         """See :func:`graphspec.models.stack.pack_network`."""
         self.stack = DecoderStack([self.layer], [self.hidden_layernorm], self.rotary.rotary_dim)
+
+    def fuse(self, feature_BTF: Tensor) -> Tensor:
+        """The feature itself, ``[B, T, H]``: the target's hidden state after its final norm."""
+        return feature_BTF
 
     def forward(self, token_BT: Tensor, hidden_BTH: Tensor, attention: Attention, step: int = 0) -> Tensor:
         """One step: tokens (int64 target ids) with the hidden state of the token before each, ``[B, T, H]``; ``step`` changes nothing.
@@ -99,10 +108,19 @@ class EagleDraft(HeadNetwork):
 
     def _enter(self, token_BT: Tensor, hidden_BTH: Tensor, attention: Attention) -> tuple[Tensor, Rotation]:
         """What the layer reads: the residual stream in front of it, and how it rotates."""
-        embedding_BTH, hidden_BTH, rotation = self.read(token_BT, hidden_BTH, attention)
+        valid_BT = attention.valid_BT
+        embedding_BTH = self.embed_tokens(token_BT, valid_BT)
+        rotation = self.rotary(attention.position_BT, attention.rope_length_BT)
+        hidden_BTH = torch.where(valid_BT[..., None], hidden_BTH, 0.0)
         if self.embed_layernorm is not None:
             embedding_BTH = self.embed_layernorm(embedding_BTH)
         return self.fc(torch.cat((embedding_BTH, hidden_BTH), dim=-1)), rotation
+
+    def logits(self, hidden: Tensor, step: int = 0) -> Tensor:
+        """float32 ``[..., Vd]`` of what :meth:`forward` returned; column i is target token ``target_token_Vd[i]``, or i without a map."""
+        del step
+        out: Tensor = self.lm_head(hidden, self.lm_head_layernorm, float32=True)
+        return out
 
 
 def outline(facts: EagleFacts, target: LlamaModel) -> EagleDraft:

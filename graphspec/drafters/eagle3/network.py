@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from ...kernels.linear import Hidden, ResidualStream, hidden_of
 from ...models.layers import MLP, Embedding, Linear, RMSNorm, SelfAttention
 from ...models.llama import DecoderLayer
+from ...models.rope import RotaryEmbedding
 from ...models.stack import DecoderStack, PlainLayer, why_not
-from ..head_network import HeadNetwork
 
 if TYPE_CHECKING:
     from ...facts import ModelFacts
@@ -58,38 +58,41 @@ class Eagle3Layer(nn.Module):
         return entering_BTE, normed_BTH if self.norm_before_residual else hidden_BTH
 
 
-class Eagle3Draft(HeadNetwork):
+class Eagle3Draft(nn.Module):
     """EAGLE-3 head: ``fuse`` for features of the target, ``forward`` once per draft step, ``logits`` over the draft vocabulary.
 
     Args:
         facts: the head's sizes and options; ``norm_before_fc``, ``fc_norm`` and ``fc_bias`` settled (None counts as no).
-        max_positions, embed_tokens: as :class:`~graphspec.drafters.head_network.HeadNetwork`.
+        max_positions: positions the RoPE table covers; the head's own ``max_position_embeddings`` doesn't limit it.
+        embed_tokens: the target's embedding where the head has none of its own.
         lm_head: the target's head where it is shared (full vocabulary only).
     """
 
-    facts: Eagle3Facts
     first_pass_only: ClassVar[tuple[str, ...]] = ("input_norm", "fc_norm", "fc")
     """Parameters that only the first pass of a cycle reads."""
 
     def __init__(
         self, facts: Eagle3Facts, max_positions: int, embed_tokens: Embedding | None = None, lm_head: Linear | None = None
     ) -> None:
-        super().__init__(facts, max_positions, embed_tokens, lm_head)
+        super().__init__()
         decoder = facts.decoder
         eps, num_taps = decoder.rms_norm_eps, facts.feature_size // facts.target_hidden_size
+        self.facts = facts
         self.input_norm = RMSNorm(facts.feature_size, eps) if facts.norm_before_fc else None
         self.fc_norm = nn.ModuleList(RMSNorm(facts.target_hidden_size, eps) for _ in range(num_taps)) if facts.fc_norm else None
         self.fc = Linear(facts.feature_size, decoder.hidden_size, bias=bool(facts.fc_bias))
+        self.rotary = RotaryEmbedding(decoder.rope, decoder.head_dim, max_positions)
+        self.embed_tokens = embed_tokens or Embedding(decoder.vocab_size, decoder.hidden_size)
         further = (DecoderLayer(decoder, layer) for layer in range(1, decoder.num_layers))
         self.layers = nn.ModuleList((Eagle3Layer(decoder, facts.norm_before_residual), *further))
         self.norm = RMSNorm(decoder.hidden_size, decoder.rms_norm_eps)
-        if facts.draft_vocab_size != decoder.vocab_size:
-            self.target_token_Vd = torch.arange(facts.draft_vocab_size, device="cpu")
+        self.lm_head = lm_head or Linear(decoder.hidden_size, facts.draft_vocab_size)
+        # int64, draft id to target id; None where the vocabularies are one
+        self.target_token_Vd: Tensor | None
+        reduced = facts.draft_vocab_size != decoder.vocab_size
+        table_Vd = torch.arange(facts.draft_vocab_size, device="cpu") if reduced else None
+        self.register_buffer("target_token_Vd", table_Vd, persistent=False)
         self.stack: DecoderStack | None = None
-
-    @property
-    def last_norm(self) -> RMSNorm | None:
-        return None if self.facts.norm_output else self.norm
 
     def pack_stack(self) -> str | None:
         """See :func:`graphspec.models.stack.pack_network`."""
@@ -135,20 +138,33 @@ class Eagle3Draft(HeadNetwork):
         last, inputs = self._upto_last(token_BT, hidden_BTH, attention)
         last.write_kv(*inputs)
 
+    def _read(self, token_BT: Tensor, hidden_BTH: Tensor, attention: Attention) -> tuple[Tensor, Tensor, Rotation]:
+        """Embeddings and hidden states, zero where a token is not valid, and how they rotate."""
+        valid_BT = attention.valid_BT
+        embedding_BTH = self.embed_tokens(token_BT, valid_BT)
+        rotation = self.rotary(attention.position_BT, attention.rope_length_BT)
+        return embedding_BTH, torch.where(valid_BT[..., None], hidden_BTH, 0.0), rotation
+
     def _enter(self, token_BT: Tensor, hidden_BTH: Tensor, attention: Attention) -> tuple[Tensor, Rotation, Tensor]:
         """The residual stream before the first layer, how it rotates, and what that layer's attention reads."""
-        embedding_BTH, hidden_BTH, rotation = self.read(token_BT, hidden_BTH, attention)
+        embedding_BTH, hidden_BTH, rotation = self._read(token_BT, hidden_BTH, attention)
         entering_BTE, residual_BTH = cast("Eagle3Layer", self.layers[0]).enter(embedding_BTH, hidden_BTH)
         return residual_BTH, rotation, entering_BTE
 
     def _upto_last(self, token_BT: Tensor, hidden_BTH: Tensor, attention: Attention) -> tuple[Any, tuple[Any, ...]]:
         """Run all layers but the last; the last one, and what it is called with."""
-        embedding_BTH, hidden_BTH, rotation = self.read(token_BT, hidden_BTH, attention)
+        embedding_BTH, hidden_BTH, rotation = self._read(token_BT, hidden_BTH, attention)
         inputs: tuple[Any, ...] = (embedding_BTH, hidden_BTH, rotation, attention)
         *before, last = self.layers
         for layer in before:
             inputs = (layer(*inputs), rotation, attention)
         return last, inputs
+
+    def logits(self, hidden: Tensor, step: int = 0) -> Tensor:
+        """float32 ``[..., Vd]`` of what :meth:`forward` returned; column i is target token ``target_token_Vd[i]``, or i without a map."""
+        del step
+        out: Tensor = self.lm_head(hidden, None if self.facts.norm_output else self.norm, float32=True)
+        return out
 
 
 def outline(facts: Eagle3Facts, target: LlamaModel) -> Eagle3Draft:

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from ...kernels.linear import ResidualStream
 from ...models.layers import Embedding, Linear, RMSNorm
 from ...models.llama import DecoderLayer
+from ...models.rope import RotaryEmbedding
 from ...models.stack import DecoderStack, why_not
-from ..head_network import HeadNetwork
 
 if TYPE_CHECKING:
     from ...kernels.formulas import Rotation
@@ -66,24 +66,35 @@ class MTPHead(nn.Module):
         return out_BTH
 
 
-class MTPDraft(HeadNetwork):
+class MTPDraft(nn.Module):
     """Prediction heads: one per draft step, or one applied over and over.
 
     Args:
         facts: sizes, and how many heads.
-        max_positions, embed_tokens, lm_head: as :class:`~graphspec.drafters.head_network.HeadNetwork`.
+        max_positions: positions the RoPE table covers.
+        embed_tokens: the target's embedding; one of its own when absent, for networks without a checkpoint.
+        lm_head: the target's head; likewise.
     """
 
-    facts: MTPFacts
-
     def __init__(self, facts: MTPFacts, max_positions: int, embed_tokens: Embedding | None = None, lm_head: Linear | None = None) -> None:
-        super().__init__(facts, max_positions, embed_tokens, lm_head)
+        super().__init__()
+        decoder = facts.decoder
+        self.facts = facts
+        self.rotary = RotaryEmbedding(decoder.rope, decoder.head_dim, max_positions)
+        self.embed_tokens = embed_tokens or Embedding(decoder.vocab_size, decoder.hidden_size)
         self.heads = nn.ModuleList(MTPHead(facts, layer) for layer in range(facts.num_heads))
+        self.lm_head = lm_head or Linear(decoder.hidden_size, decoder.vocab_size)
+        self.target_token_Vd: Tensor | None  # int64, once the head is trimmed to some tokens; None: the vocabularies are one
+        self.register_buffer("target_token_Vd", None, persistent=False)
 
     def pack_stack(self) -> str | None:
         """See :func:`graphspec.models.stack.pack_network`."""
         reasons = [cast("MTPHead", head).pack_stack(self.rotary.rotary_dim) for head in self.heads]
         return next((reason for reason in reasons if reason is not None), None)
+
+    def fuse(self, feature_BTF: Tensor) -> Tensor:
+        """The feature itself, ``[B, T, H]``: the target's hidden state after its final norm."""
+        return feature_BTF
 
     def forward(self, token_BT: Tensor, hidden_BTH: Tensor, attention: Attention, step: int = 0) -> Tensor:
         """One step: tokens (int64) with the hidden state of the token before each, ``[B, T, H]``.
@@ -97,15 +108,28 @@ class MTPDraft(HeadNetwork):
         Returns:
             Hidden states ``[B, T, H]`` after the head's norm, the next step's input and what :meth:`logits` takes.
         """
-        out_BTH: Tensor = self._head(step)(*self.read(token_BT, hidden_BTH, attention), attention)
+        out_BTH: Tensor = self._head(step)(*self._inputs(token_BT, hidden_BTH, attention), attention)
         return out_BTH
 
     def write_kv(self, token_BT: Tensor, hidden_BTH: Tensor, attention: Attention, step: int = 0) -> None:
         """The KV that :meth:`forward` would write."""
-        self._head(step).write_kv(*self.read(token_BT, hidden_BTH, attention), attention)
+        self._head(step).write_kv(*self._inputs(token_BT, hidden_BTH, attention), attention)
 
     def _head(self, step: int) -> MTPHead:
         return cast("MTPHead", self.heads[min(step, self.facts.num_heads - 1)])
+
+    def _inputs(self, token_BT: Tensor, hidden_BTH: Tensor, attention: Attention) -> tuple[Tensor, Tensor, Rotation]:
+        """Embeddings and hidden states, zero where a token isn't valid, and how the head rotates."""
+        valid_BT = attention.valid_BT
+        embedding_BTH = self.embed_tokens(token_BT, valid_BT)
+        rotation = self.rotary(attention.position_BT, attention.rope_length_BT)
+        return embedding_BTH, torch.where(valid_BT[..., None], hidden_BTH, 0.0), rotation
+
+    def logits(self, hidden: Tensor, step: int = 0) -> Tensor:
+        """float32 ``[..., Vd]`` of what :meth:`forward` returned; all heads share one language-model head, so ``step`` chooses nothing."""
+        del step
+        out: Tensor = self.lm_head(hidden, float32=True)
+        return out
 
 
 def outline(facts: MTPFacts, target: LlamaModel) -> MTPDraft:
