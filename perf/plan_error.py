@@ -32,7 +32,7 @@ SHAPES = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print predicted beside measured, write the records to ``perf/results``."""
+    """Measure, print predicted next to measured, write the records to ``perf/results``."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--variant", default="eagle3")
     parser.add_argument("--shapes", nargs="*", default=SHAPES, help="num_steps,topk,num_draft_tokens")

@@ -242,8 +242,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     caption = "\n".join([caption, *(f"Missing: {side}: {reason}." for side, reason in missing.items())])
     print(table(records, caption))
-    if (told := busy_caution({"all sides": busy})) is not None:
-        print(told)
+    if (caution := busy_caution({"all sides": busy})) is not None:
+        print(caution)
     settings = {**vars(args), "out": within_repository(args.out), "device": device, "core_wait": busy}
     write_jsonl(
         result_file(args.out, f"{'race' if args.race else 'speed'}-{args.runtime}"),

@@ -18,9 +18,9 @@ from .checkpoint import write_json, write_whole
 from .loop import Watch, unwatched
 
 REUSE = 3
-"""Times that a draft reads each token its target wrote, where nobody says how much it writes."""
+"""Times that a draft reads each token its target wrote; decides how much it writes by default."""
 SEQUENCES = 128
-"""Most sequences that are written at once, where nobody says."""
+"""Most sequences that are written at once by default."""
 
 
 class PreallocatedLayer(DynamicLayer):

@@ -41,7 +41,7 @@ VARIANTS_AT_ONE: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...] = (
     ("batch_invariant", (("numerics", "batch_invariant"),)),
     ("programmatic_launch", (("programmatic_launch", True),)),
 )
-"""Other kernels at batch 1, beside the fused ones: keys of the kernels group."""
+"""Other kernels at batch 1, next to the fused ones: keys of the kernels group."""
 GROUPS = ("rows", "baselines", "buckets", "anatomy")
 SHORTER = Case("tree (3,4,8)", CycleShape(3, 4, 8))
 """What the tree of depth 5 is held against, for the cost of a draft step."""

@@ -1,6 +1,6 @@
 """Several callers in any order: submit, step, close, generate, interrupt; every request's tokens are those of a run of its own.
 
-A stateful property test. The engine is small and stays the same over all examples, so that what one leaves behind would show in the next.
+A stateful property test. The engine is small and stays the same over all examples, so that what one leaves would show in the next.
 """
 
 from __future__ import annotations

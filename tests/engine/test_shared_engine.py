@@ -32,7 +32,7 @@ def expected(pair: Pair, asked: list[list[int]], length: int = LENGTH) -> list[l
 
 
 def assert_idle(llm: LLM) -> None:
-    llm.warm_up()  # a turn nobody holds, or a step that did not end, is seen to by whoever comes next
+    llm.warm_up()  # the next caller clears a turn without holder and a step that did not end
     scheduler = llm._engine.scheduler
     assert (scheduler.allocator.num_used, llm.cycle.in_flight, scheduler.busy) == (0, 0, False)
     assert sorted(scheduler._free_rows) == list(range(llm.plan.max_rows))
@@ -121,7 +121,7 @@ def test_threads(pair: Pair, shape: dict[str, Any], pages: int | None) -> None:
 
 
 def test_what_one_call_asks_of_the_sampler_stays_with_it(pair: Pair) -> None:
-    """Rows that joined under one class run under a larger one, on rows where somebody else's filters, penalties and bias were."""
+    """Rows that joined under one class run under a larger one, on rows where another request's filters, penalties and bias were."""
     kinds = [
         SamplingParams(max_tokens=LENGTH, ignore_eos=True),
         SamplingParams(max_tokens=LENGTH, ignore_eos=True, temperature=0.9, seed=3),

@@ -213,7 +213,7 @@ def test_more_of_anything_never_costs_less(steps: int, batch: int, context: int,
 
 @pytest.mark.parametrize("variant", ["none", "eagle", "eagle3", "mtp", "standalone"])
 def test_weights_are_those_the_engine_would_load(variant: str) -> None:
-    """The memory plan counts the same networks from their checkpoints; beside parameters it counts tables of RoPE and token ids."""
+    """The memory plan counts the same networks from their checkpoints; besides parameters it counts tables of RoPE and token ids."""
     config = load_config(f"variant={variant}", "hardware=cpu", "runtime=eager")
     entry = resolve_variant(variant)
     pair = read_model_pair("demo", config.variant, entry)

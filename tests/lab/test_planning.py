@@ -302,7 +302,7 @@ def test_json_of_a_published_shape(capsys: pytest.CaptureFixture[str], tmp_path:
 
 
 def test_rows_that_fit_fit_and_one_more_does_not() -> None:
-    """Against the memory plan of engines with so many rows."""
+    """Against the memory plan of engines with this many rows."""
     from graphspec.lab.predict.capacity import _network_sizes, _plan, engine_plan
     from graphspec.lab.predict.model_pair import read_model_pair
 

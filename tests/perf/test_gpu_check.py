@@ -105,11 +105,11 @@ def test_a_check_that_hangs_says_where(suite: Path) -> None:
 
 def test_other_tests_of_the_same_run_have_no_limit(tmp_path: Path, suite: Path) -> None:
     """pytest calls that hook for every test once a folder's conftest is loaded: slow tests elsewhere took their worker with them."""
-    beside = tmp_path / "test_beside.py"
-    beside.write_text("import time\ndef test_slow(): time.sleep(2)\n")
+    other = tmp_path / "test_beside.py"
+    other.write_text("import time\ndef test_slow(): time.sleep(2)\n")
     conftest = suite / "conftest.py"
     conftest.write_text(conftest.read_text().replace("SECONDS = 120.0", "SECONDS = 1.0"))
-    command = [sys.executable, "-m", "pytest", str(beside), str(suite), "-q", "-k", "slow or passes", "-c", str(suite / "pytest.ini")]
+    command = [sys.executable, "-m", "pytest", str(other), str(suite), "-q", "-k", "slow or passes", "-c", str(suite / "pytest.ini")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, env={**os.environ, "PYTHONPATH": str(suite)})
     assert done.returncode == 0 and "2 passed" in done.stdout, done.stdout + done.stderr
 
@@ -293,7 +293,7 @@ def test_every_task_of_latency_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     # Nothing is left to do.
     assert latency.main(["--device", "cpu", "--runtime", "eager", "--buckets", "1", "2", "--file", str(file)]) == 0
     assert results.read(file) == rows
-    # What another file has is left out, and so are groups nobody asked for.
+    # What another file has is left out, and so are groups that were not asked for.
     other, known = tmp_path / "other.jsonl", [row["task"] for row in rows if row["kind"] == "cycle"]
     assert latency.main(["--device", "cpu", "--runtime", "eager", "--groups", "rows", "--file", str(other), "--without", *known]) == 0
     assert [row["kind"] for row in results.read(other)] == ["provenance", "bandwidth", "draft_step"]

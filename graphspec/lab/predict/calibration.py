@@ -49,7 +49,7 @@ MAX_CONTEXT = 1024
 """Tokens of a row for which the engine is built; longer contexts are extrapolated."""
 IN_A_ROW = 3
 ROUNDS, SECONDS = 15, 8.0
-"""All points take turns; so many rounds of so many calls, or for so long."""
+"""All points take turns: rounds, calls of each, and the seconds after which no further round begins."""
 PROMPT, NEW_TOKENS = 16, 96
 """Tokens of the request that whole cycles are timed with."""
 FOLDER = "passes"
@@ -92,7 +92,7 @@ def kept_file(known: dict[str, Any], folder: Path | None = None) -> Path:
     """Where a measurement of this identity is kept.
 
     Raises:
-        ResourceError: nobody says where the cache folder is.
+        ResourceError: the place of the cache folder is not known.
     """
     name = hashlib.sha256(json.dumps(known, sort_keys=True, default=str).encode()).hexdigest()[:20]
     return (folder or cache_folder()) / FOLDER / f"{name}.json"
@@ -108,7 +108,7 @@ def pass_times(
         variant: of the catalog.
         pair: of target and draft.
         model: of the same.
-        say: told what is being done.
+        say: called with what is being done.
         folder: of the cache; None: the user's.
 
     Returns:
@@ -185,7 +185,7 @@ def timed_shapes(variant: Variant, model: FloorModel) -> list[tuple[CycleShape, 
 
 
 def engine_of(config: Config, shape: CycleShape, batches: Sequence[int]) -> Config:
-    """The engine that runs cycles of a shape with so many rows."""
+    """The engine that runs cycles of a shape with this many rows."""
     asked = replace(config.variant, tree_choices=None, num_steps=None, topk=None, num_draft_tokens=None)
     if shape.num_steps:
         asked = replace(asked, num_steps=shape.num_steps, topk=shape.topk, num_draft_tokens=shape.num_draft_tokens)

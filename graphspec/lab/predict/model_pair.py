@@ -139,7 +139,7 @@ def _read_draft(pair: ModelPair, folder: Path, variant: Variant) -> None:
         try:
             facts = load_object(variant.facts)(plain, pair.target)
         except CheckpointError:
-            # Which heads there are is told by the names of tensors; without any, the config's count has to do.
+            # The names of tensors say which heads there are; without any, the config's count has to do.
             if not variant.draft_in_target or not variant.assumed:
                 raise
             facts, words = load_object(variant.assumed)(plain, pair.target)

@@ -329,7 +329,7 @@ def resolve_device(config: LaunchConfig, pair: ModelPair) -> tuple[str, str]:
 
 
 def resolve_hardware(config: LaunchConfig, device: str, dtype: str, here: Measured | None, passes: PassTimes | None = None) -> Hardware:
-    """Figures of the hardware: measured now, else measured beside the sides of a file, else those of the ``hardware`` group.
+    """Figures of the hardware: measured now, else measured with the sides of a file, else those of the ``hardware`` group.
 
     Raises:
         ConfigError: there are none; says what can be set.
