@@ -23,10 +23,10 @@ class Variant:
     name: str
     summary: str
     drafter: Literal["none", "network", "history", "host"]
-    """What proposes: a ``network`` inside the cycle, over KV of its own; a matcher over the row's own ``history``, inside the cycle too;
+    """The kind of drafter: a ``network`` inside the cycle, over KV of its own; a matcher over the row's own ``history``, inside the cycle too;
     the ``host``, between two cycles."""
     feature_source: Literal["none", "hidden", "taps"] = "none"
-    """What the target hands to the drafter for each token: its ``hidden`` state after the final norm, or ``taps``, the residual streams
+    """Feature of the target that the drafter reads for each token: its ``hidden`` state after the final norm, or ``taps``, the residual streams
     entering chosen layers."""
     shift: int = 0
     """Draft RoPE position of a committed token is its slot minus this; the first ``shift`` tokens of a prompt are not consumed."""
@@ -38,13 +38,13 @@ class Variant:
     stages: str = "graphspec.drafters.beams:beam_stages"
     """The stages that fill the candidate pool: ``(build) -> list[Stage]``. The default runs the network step by step over beams."""
     prefill: str = "graphspec.graphs.stages.draft_prefill:DraftPrefill"
-    """What writes the draft KV of a prompt chunk: ``(build, planned attention) -> DraftPrefill``."""
+    """Writes the draft KV of a prompt chunk: ``(build, planned attention) -> DraftPrefill``."""
     proposer: str = ""
     """Of a drafter on the host: ``(plan, text to token ids) -> graphspec.engine.proposer.Proposer``."""
     outline: str = ""
     """The network without data, where there is no checkpoint: ``(facts, target network) -> nn.Module``. Without it the loader is called."""
     assumed: str = ""
-    """What ``graphspec plan`` assumes where there is no draft, or no tensors: ``(folder, target facts) -> (DraftFacts, in words)``."""
+    """Facts that ``graphspec plan`` assumes where there is no draft, or no tensors: ``(folder, target facts) -> (DraftFacts, in words)``."""
     training: str = ""
     """The network that ``graphspec train`` trains, a :class:`graphspec.train.drafter.Drafter`; without it the variant is not trained."""
     draft_in_target: bool = False
@@ -78,7 +78,7 @@ VARIANTS = {
     "ngram": "graphspec.drafters.ngram:VARIANT",
     "ngram_trie": "graphspec.drafters.ngram_trie:VARIANT",
 }
-"""What comes with the package, written as an entry point is: name, and ``module:attribute`` of its :class:`Variant`."""
+"""The variants of the package, written like entry points: name, and ``module:attribute`` of its :class:`Variant`."""
 ENTRY_POINTS = "graphspec.variants"
 """Group of entry points through which another package adds a :class:`Variant`: ``name = module:attribute``."""
 

@@ -95,7 +95,7 @@ def _is_private(found: os.stat_result) -> bool:
 
 
 def cpu_flags() -> str:
-    """What -march=native depends on: a cache folder may be shared between machines."""
+    """Processor features that -march=native depends on: a cache folder may be shared between machines."""
     info = Path("/proc/cpuinfo")
     if info.is_file():
         wanted = ("flags", "Features", "model name")
@@ -115,9 +115,9 @@ class SharedLibrary:
     headers: tuple[str, ...]
     flags: tuple[str, ...]
     key: str
-    """What a failure is reported as: the configuration that asked for the library."""
+    """Key of errors: the configuration that asked for the library."""
     hint: str
-    """What to do where there is no compiler."""
+    """Hint of the error where there is no compiler."""
 
     def build(self, folder: Path | None = None) -> Path:
         """The library for this source, compiler and CPU; compiled unless the cache has it.

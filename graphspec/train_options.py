@@ -117,7 +117,7 @@ class TargetConfig:
 
 @dataclass(kw_only=True)
 class TrainConfig:
-    """What ``graphspec train`` does. The group's choices are presets, one for each variant that is trained."""
+    """Options of ``graphspec train``. The group's choices are presets, one for each variant that is trained."""
 
     data: list[str] = field(default_factory=list)
     """Text files, or folders of them."""
@@ -156,7 +156,7 @@ class TrainConfig:
     clip: float = 1.0
     """Largest norm of the gradient."""
     dtype: str = "float32"
-    """What linear layers are computed in: float32, or bfloat16 by autocast, which pays where the hardware has bfloat16 arithmetic. Weights
+    """Of the products of linear layers: float32, or bfloat16 by autocast, which pays where the hardware has bfloat16 arithmetic. Weights
     and optimizers stay in float32."""
     compile: bool = False
     """Compile the forward pass of a target; pays from some hundred steps on."""

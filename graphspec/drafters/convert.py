@@ -67,7 +67,7 @@ class _Head:
 
 @dataclass(frozen=True, slots=True)
 class Converted:
-    """What :func:`convert` wrote.
+    """Result of :func:`convert`.
 
     Attributes:
         folder: the new one.
@@ -227,7 +227,7 @@ def _renamed(name: str, patterns: tuple[tuple[str, str], ...]) -> str:
 
 
 def _meaning(head: _Head) -> Any:
-    """What must not change: everything but the names of things."""
+    """The part of a head that a conversion must not change: everything but names."""
     facts, decoder = head.facts, replace(head.facts.decoder, path=Path(), architecture="", eos_token_ids=())
     meaning = replace(facts, path=Path(), layout="", decoder=decoder, tap_layers=())
     # Norms of EAGLE-1/2 are known by their tensors; flags that the config left open are settled by now.

@@ -1,4 +1,4 @@
-"""What loaders of draft heads share. Where config and tensors disagree, the tensors are what was trained."""
+"""Helpers of the loaders of draft heads. Where config and tensors disagree, the tensors are what was trained."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LOG = logging.getLogger(__name__)
 
 
 def looks_like(checkpoint: Checkpoint) -> str:
-    """What kind of checkpoint the names of its tensors suggest, for messages."""
+    """The kind of checkpoint that the names of its tensors suggest, for messages."""
     names = checkpoint.names()
     if any("eh_proj." in name or name.startswith(PREDICTION_HEADS) for name in names):
         return "multi-token-prediction heads: variant=mtp"

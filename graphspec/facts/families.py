@@ -78,7 +78,7 @@ class Family:
     name: str
     """``model_type`` in ``config.json``; of an entry point, its name."""
     architectures: tuple[str, ...]
-    """What ``architectures`` in ``config.json`` may say; ``*`` stands for any end of a name."""
+    """Names in ``architectures`` of ``config.json``; ``*`` stands for any end of a name."""
     refused: str = ""
     """Why such a checkpoint can't be a target, where only a draft may have layers of this family."""
     layout: Layout = SPLIT_LAYOUT

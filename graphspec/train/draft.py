@@ -76,7 +76,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Texts:
-    """What drafts are trained on."""
+    """The texts that drafts are trained on."""
 
     stream: np.ndarray
     """``[tokens]``: the training text."""

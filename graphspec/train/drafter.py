@@ -1,4 +1,4 @@
-"""What the trainer asks of a draft network, and what it knows of its target.
+"""The interface of a draft network in training, and of its target.
 
 Rows follow one convention, the same as at inference: row ``i`` consumes token ``i + 1`` together with the target's feature of position
 ``i``, sits at RoPE position ``i``, and predicts token ``i + 2``. Token 0 is never consumed.

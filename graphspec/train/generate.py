@@ -18,7 +18,7 @@ from .checkpoint import write_json, write_whole
 from .loop import Watch, unwatched
 
 REUSE = 3
-"""Times that a draft reads each token its target wrote; decides how much it writes by default."""
+"""Times that a draft reads each token its target wrote: the default amount of text follows from it."""
 SEQUENCES = 128
 """Most sequences that are written at once by default."""
 

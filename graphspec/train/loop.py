@@ -64,7 +64,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Trained:
-    """What a finished run says of itself: ``figures`` as the job describes them, ``seconds`` of training over all its sessions."""
+    """Result of a finished run: ``figures`` as the job describes them, ``seconds`` of training over all its sessions."""
 
     figures: dict[str, Any]
     seconds: float

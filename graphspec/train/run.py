@@ -159,7 +159,7 @@ def _tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
 
 def headline(figures: dict[str, Any], out: str) -> str:
-    """What the command says at the end."""
+    """Last lines of the command's output."""
     lines = []
     if figures["variant"] in trained_variants():
         acceptance = figures["acceptance"]

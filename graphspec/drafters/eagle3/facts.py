@@ -106,7 +106,7 @@ def _residual_flag(owners: tuple[Keys, ...], layout: str) -> bool:
 
 
 def read_eagle3_config(path: str | Path) -> tuple[Eagle3Facts, Keys]:
-    """What a head's config says by itself, and the keys of its decoder layers. Empty ``tap_layers``: the default of the target.
+    """Facts of a head from its config alone, and the keys of its decoder layers. Empty ``tap_layers``: the default of the target.
 
     Raises:
         CheckpointError: as :func:`read_eagle3_facts`, except for what concerns the target.

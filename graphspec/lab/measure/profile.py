@@ -94,7 +94,7 @@ def profile(config: LaunchConfig, sides: Sequence[SideConfig], say: Say = lambda
 
 
 def synthetic_checks(bench: Bench, measured: Sequence[Measured], reference: Measured | None) -> list[dict[str, Any]]:
-    """What stands in for equality where acceptance is forced.
+    """Checks in place of equality where acceptance is forced.
 
     The configured runtime does what its stages do on the very launches of this configuration; and a twin of the same shapes, whose drafts
     are accepted when they are right, gives the tokens of plain decoding.

@@ -28,7 +28,7 @@ cycle at S = 3, 3.54 at S = 7). Another draft, another text, another temperature
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """What a draft is worth.
+    """Acceptance of a draft.
 
     Attributes:
         shares: conditional, of the best candidate at depth 1, 2, ...; deeper ones are as likely as the last.

@@ -59,7 +59,7 @@ Call = Callable[[], Any]
 
 
 def identity(config: Config, folders: Sequence[Path]) -> dict[str, Any]:
-    """What a measurement holds for.
+    """Key of a measurement.
 
     Args:
         config: of the engine.
@@ -262,7 +262,7 @@ def network_calls(llm: LLM, name: str, lanes: int, rows: int, context: int) -> d
 
 
 def noted(network: nn.Module, run: Callable[[], Tensor]) -> tuple[Tensor, list[Call]]:
-    """What ``run`` returns, and the calls of native ops it makes."""
+    """Result of ``run``, and the calls of native ops it makes."""
     calls: list[Call] = []
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

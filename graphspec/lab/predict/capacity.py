@@ -1,4 +1,4 @@
-"""What fits: the engine's own memory plan, asked for one number of rows and one context after the other."""
+"""Rows and contexts that fit, from the engine's own memory plan, asked for one number of rows and one context after the other."""
 
 from __future__ import annotations
 

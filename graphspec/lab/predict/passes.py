@@ -77,7 +77,7 @@ class TimedCycle:
 
 @dataclass(frozen=True, slots=True)
 class PassTimes:
-    """What was measured on this machine, and what follows for other cycles.
+    """Times measured on this machine, and the estimates for other cycles that follow.
 
     Attributes:
         curves: by network and part: ``target.layers``, ``target.head``, ``draft.layers``, ``draft.head``, ``draft.fuse``.

@@ -51,7 +51,7 @@ class Shortfall:
 
     @property
     def sentence(self) -> str:
-        """What is said first."""
+        """The first line of the answer."""
         return f"Does not fit: one row of {self.context} tokens needs {spell_bytes(self.needed)}, {spell_bytes(self.allowed)} may be used."
 
     def document(self) -> dict[str, Any]:

@@ -61,7 +61,7 @@ def show(advice: Advice, console: Console | None = None) -> None:
 
 
 def heading(advice: Advice) -> list[str]:
-    """What was planned with which figures."""
+    """The model, the hardware and the figures that were used."""
     model, hardware, shares = advice.model, advice.hardware, advice.acceptance
     draft = f"{model.draft_own.number:,} parameters of its own" if model.draft_own is not None else "no parameters"
     peak = f", {hardware.flops / 1e12:g} TFLOPS" if hardware.flops is not None else ""
@@ -77,7 +77,7 @@ def heading(advice: Advice) -> list[str]:
 
 
 def timing_line(timing: Timing) -> str:
-    """What times are made from."""
+    """The source of the times."""
     if isinstance(timing, Efficiency):
         rates = {name: f" and {rate / 1e9:,.3g} GFLOP/s" for name, rate in timing.rates.items()}
         stages = "".join(f", {name} {share:.0%}{rates.get(name, '')}" for name, share in timing.stages.items())
@@ -94,7 +94,7 @@ def timing_line(timing: Timing) -> str:
 
 
 def shortfall_lines(advice: Advice) -> list[str]:
-    """What comes first where not even one row fits."""
+    """The first lines where not even one row fits."""
     found = advice.shortfall
     if found is None:
         return []
@@ -104,7 +104,7 @@ def shortfall_lines(advice: Advice) -> list[str]:
 
 
 def memory_table(advice: Advice) -> Table:
-    """What the engine would hold, and what fits."""
+    """Memory that the engine would hold, and the rows and contexts that fit."""
     found = advice.capacity
     budget = f"{spell_bytes(found.budget)} allowed" if found.budget is not None else "memory of the hardware not known"
     table = _table(f"memory, {found.shown_rows} row(s) of {found.context} tokens", footer=True)
