@@ -23,11 +23,11 @@ class Variant:
     name: str
     summary: str
     drafter: Literal["none", "network", "history", "host"]
-    """The kind of drafter: a ``network`` inside the cycle, over KV of its own; a matcher over the row's own ``history``, inside the cycle too;
+    """Kind of drafter: a ``network`` inside the cycle, over KV of its own; a matcher over the row's own ``history``, inside the cycle too;
     the ``host``, between two cycles."""
     feature_source: Literal["none", "hidden", "taps"] = "none"
-    """Feature of the target that the drafter reads for each token: its ``hidden`` state after the final norm, or ``taps``, the residual streams
-    entering chosen layers."""
+    """Feature of the target that the drafter reads for each token: its ``hidden`` state after the final norm, or ``taps``, the residual
+    streams entering chosen layers."""
     shift: int = 0
     """Draft RoPE position of a committed token is its slot minus this; the first ``shift`` tokens of a prompt are not consumed."""
     facts: str = ""
@@ -44,7 +44,7 @@ class Variant:
     outline: str = ""
     """The network without data, where there is no checkpoint: ``(facts, target network) -> nn.Module``. Without it the loader is called."""
     assumed: str = ""
-    """Facts that ``graphspec plan`` assumes where there is no draft, or no tensors: ``(folder, target facts) -> (DraftFacts, in words)``."""
+    """Facts for ``graphspec plan`` where there is no draft, or no tensors: ``(folder, target facts) -> (DraftFacts, in words)``."""
     training: str = ""
     """The network that ``graphspec train`` trains, a :class:`graphspec.train.drafter.Drafter`; without it the variant is not trained."""
     draft_in_target: bool = False
