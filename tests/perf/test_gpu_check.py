@@ -25,7 +25,7 @@ from graphspec.shapes import GREEDY, CycleShape
 from perf import gpu_check
 from perf.gpu import bench, checks, first, latency, processes, results, static_decode
 from perf.gpu.bench import EAGLE3_8B, LLAMA_8B
-from perf.gpu.latency import Session, earlier, run
+from perf.gpu.latency import Session, interrupted_rows, run
 from tests.support.tiny import structure_plan, tiny_networks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -268,9 +268,9 @@ def test_what_was_begun_and_never_ended_counts_as_failed(tmp_path: Path) -> None
     file = tmp_path / "x.jsonl"
     rows = [{"kind": "provenance"}, {"kind": "cycle", "task": "a"}, {"kind": "begun", "task": "b"}]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"kind": "cy')
-    found = earlier(file)
+    found = interrupted_rows(file)
     assert found[:2] == rows[:2] and found[2]["kind"] == "failed" and found[2]["task"] == "b"
-    assert earlier(tmp_path / "none") == []
+    assert interrupted_rows(tmp_path / "none") == []
 
 
 def test_every_task_of_latency_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
