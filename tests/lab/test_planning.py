@@ -326,9 +326,9 @@ def test_rows_that_fit_fit_and_one_more_does_not() -> None:
 
 def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     """DeepSeek-V3 in 16 bits on one H200: ten times too large. Planned in seconds nevertheless, its 256 experts never built."""
-    began = time.perf_counter()
+    began = time.process_time()
     document = plan(capsys, "model=deepseek-v3", "variant=mtp", "hardware=h200", "plan.batches=[1,8]")
-    assert time.perf_counter() - began < 15
+    assert time.process_time() - began < 15
     assert document["memory"]["rows_that_fit"] == 0 and not any(row["fits"] for row in document["plans"])
     assert any("quantised" in note for note in document["notes"])
     # 8 of 256 experts and all that every token reads: far less than the whole model, far more than its KV.
