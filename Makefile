@@ -94,7 +94,7 @@ race: $(STAMP) ## the same with engines of others, which `pip install -e '.[race
 
 BASE ?= HEAD
 HEAD ?= .
-compare: $(STAMP) ## time two revisions side by side; BASE=HEAD HEAD=. (the working tree) unless told otherwise
+compare: $(STAMP) ## time two revisions side by side; BASE=HEAD and HEAD=. (the working tree) by default
 	$(BIN)/python -m perf.compare $(BASE) $(HEAD)
 
 guard: $(STAMP) ## count anew what tests/perf/test_guard.py compares with
@@ -107,7 +107,7 @@ TRAIN ?=
 train-demo: $(STAMP) ## train the demo checkpoints anew; interrupted, it goes on; TRAIN="--config python --out outputs/demo"
 	$(BIN)/python -m recipes.train_demo $(TRAIN)
 
-# mkdocs has an extra of its own: nobody needs it to run or to test.
+# mkdocs has an extra of its own: neither running nor testing needs it.
 docs: $(STAMP) ## build the documentation into site/; a link that leads nowhere is an error
 	$(PIP) install --quiet -c constraints.txt -e '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet

@@ -23,11 +23,11 @@ class Variant:
     name: str
     summary: str
     drafter: Literal["none", "network", "history", "host"]
-    """What proposes: a ``network`` inside the cycle, over KV of its own; a matcher over the row's own ``history``, inside the cycle too;
+    """Kind of drafter: a ``network`` inside the cycle, over KV of its own; a matcher over the row's own ``history``, inside the cycle too;
     the ``host``, between two cycles."""
     feature_source: Literal["none", "hidden", "taps"] = "none"
-    """What the target hands to the drafter for each token: its ``hidden`` state after the final norm, or ``taps``, the residual streams
-    entering chosen layers."""
+    """Feature of the target that the drafter reads for each token: its ``hidden`` state after the final norm, or ``taps``, the residual
+    streams entering chosen layers."""
     shift: int = 0
     """Draft RoPE position of a committed token is its slot minus this; the first ``shift`` tokens of a prompt are not consumed."""
     facts: str = ""
@@ -38,13 +38,13 @@ class Variant:
     stages: str = "graphspec.drafters.beams:beam_stages"
     """The stages that fill the candidate pool: ``(build) -> list[Stage]``. The default runs the network step by step over beams."""
     prefill: str = "graphspec.graphs.stages.draft_prefill:DraftPrefill"
-    """What writes the draft KV of a prompt chunk: ``(build, planned attention) -> DraftPrefill``."""
+    """Writes the draft KV of a prompt chunk: ``(build, planned attention) -> DraftPrefill``."""
     proposer: str = ""
     """Of a drafter on the host: ``(plan, text to token ids) -> graphspec.engine.proposer.Proposer``."""
     outline: str = ""
     """The network without data, where there is no checkpoint: ``(facts, target network) -> nn.Module``. Without it the loader is called."""
     assumed: str = ""
-    """What ``graphspec plan`` assumes where there is no draft, or no tensors: ``(folder, target facts) -> (DraftFacts, in words)``."""
+    """Facts for ``graphspec plan`` where there is no draft, or no tensors: ``(folder, target facts) -> (DraftFacts, in words)``."""
     training: str = ""
     """The network that ``graphspec train`` trains, a :class:`graphspec.train.drafter.Drafter`; without it the variant is not trained."""
     shares_prefix: bool = False
@@ -55,8 +55,9 @@ class Variant:
     full_vocabulary: bool = False
     """Its logits span the target's vocabulary unless a token map trims the head (FR-Spec)."""
     auto_shape: CycleShape = PLAIN
-    """Shape when the user sets none of num_steps, topk, num_draft_tokens and the target's architecture has no entry of its own."""
-    auto_shape_by_architecture: tuple[tuple[str, CycleShape], ...] = ()
+    """Shape when the user sets none of num_steps, topk and num_draft_tokens."""
+    auto_tree: CycleShape | None = None
+    """The same for targets of a family with ``drafts_trees``, where it differs."""
     demo_draft: str | None = None
     """Folder of the demo draft next to the demo target."""
 
@@ -67,10 +68,6 @@ class Variant:
     @property
     def has_network(self) -> bool:
         return self.drafter == "network"
-
-    def shape_for(self, architecture: str) -> CycleShape:
-        """The automatic ``(S, K, N)`` for a target architecture."""
-        return dict(self.auto_shape_by_architecture).get(architecture, self.auto_shape)
 
     def resolve_prefix_cache(self, wanted: bool | None) -> bool:
         """Whether requests share the pages of equal beginnings; ``wanted`` None: where this drafter allows it.
@@ -96,7 +93,7 @@ VARIANTS = {
     "ngram": "graphspec.drafters.ngram:VARIANT",
     "ngram_trie": "graphspec.drafters.ngram_trie:VARIANT",
 }
-"""What comes with the package, written as an entry point is: name, and ``module:attribute`` of its :class:`Variant`."""
+"""The variants of the package, written like entry points: name, and ``module:attribute`` of its :class:`Variant`."""
 ENTRY_POINTS = "graphspec.variants"
 """Group of entry points through which another package adds a :class:`Variant`: ``name = module:attribute``."""
 

@@ -86,7 +86,7 @@ def real(key: str, value: object, error: Errors = ConfigError) -> float:
     return number
 
 
-def wholes(key: str, value: object, error: Errors = ConfigError, *, most: int | None = None, expected: str = "an integer") -> list[int]:
+def integers(key: str, value: object, error: Errors = ConfigError, *, most: int | None = None, expected: str = "an integer") -> list[int]:
     """A list, tuple, range, other sequence or one-dimensional integer array as a list of ints.
 
     Args:
@@ -243,7 +243,7 @@ def conform(key: str, value: Any, wanted: Any, error: Errors, *, is_path: bool =
     if origin is list and isinstance(value, list | tuple):
         return [conform(f"{key}[{place}]", entry, args[0], error, is_path=is_path) for place, entry in enumerate(value)]
     if origin is Sequence and args == (int,):
-        return tuple(wholes(key, value, error, most=LONGEST_FIELD))
+        return tuple(integers(key, value, error, most=LONGEST_FIELD))
     if origin is Sequence and args == (str,) and isinstance(value, str | list | tuple):
         return tuple(
             conform(f"{key}[{place}]", entry, str, error) for place, entry in enumerate([value] if isinstance(value, str) else value)
@@ -252,7 +252,7 @@ def conform(key: str, value: Any, wanted: Any, error: Errors, *, is_path: bool =
         return _entries(key, value, args, error)
     if isinstance(wanted, type) and origin is None and isinstance(value, wanted) and (wanted is not bool or type(value) is bool):
         return value
-    raise error(key, _spell_type(wanted), typed(value))
+    raise error(key, spell_type(wanted), typed(value))
 
 
 def _entries(key: str, value: Mapping[Any, Any], args: tuple[Any, ...], error: Errors) -> dict[Any, Any]:
@@ -263,12 +263,15 @@ def _entries(key: str, value: Mapping[Any, Any], args: tuple[Any, ...], error: E
     return {conform(key, entry, args[0], error): conform(f"{key}[{brief(entry)}]", inner, args[1], error) for entry, inner in pairs}
 
 
-def _spell_type(wanted: Any, *, many: bool = False) -> str:
+def spell_type(wanted: Any, *, many: bool = False) -> str:
+    """An annotation in words: ``a list of integers``; the plural with ``many``."""
     origin, args = get_origin(wanted), get_args(wanted)
+    if origin in (Union, types.UnionType):
+        return " or ".join("null" if arg is types.NoneType else spell_type(arg, many=many) for arg in args)
     if origin in (list, Sequence):
-        return ("lists" if many else "a list") + f" of {_spell_type(args[0], many=True)}"
+        return ("lists" if many else "a list") + f" of {spell_type(args[0], many=True)}"
     if origin in (dict, Mapping):
-        keys, values = (_spell_type(arg, many=True) for arg in args)
+        keys, values = (spell_type(arg, many=True) for arg in args)
         return ("mappings" if many else "a mapping") + f" of {keys} to {values}"
     if is_dataclass(wanted):
         return f"an object of class {getattr(wanted, '__name__', wanted)}"

@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .checks import cut
@@ -307,37 +308,21 @@ def _demo(config: LaunchConfig) -> int:
     return 0
 
 
-def _profile(config: LaunchConfig) -> int:
-    from .hub import pinned
-    from .lab.measure.profile import run
+def _command_of(module: str) -> Callable[[LaunchConfig], int]:
+    """The ``run`` of a module that is imported when the command is given."""
 
-    return run(pinned(config))
+    def run(config: LaunchConfig) -> int:
+        code: int = import_module(module, __package__).run(config)
+        return code
 
-
-def _plan(config: LaunchConfig) -> int:
-    from .lab.predict.command import run
-
-    return run(config)
-
-
-def _tune(config: LaunchConfig) -> int:
-    from .hub import pinned
-    from .lab.tune.command import run
-
-    return run(pinned(config))
-
-
-def _report(config: LaunchConfig) -> int:
-    from .lab.report.page import run
-
-    return run(config)
+    return run
 
 
 def _train(config: LaunchConfig) -> int:
-    from .show.progress import training_progress
+    from .show.progress import progress_bars
     from .train.run import headline, run
 
-    with training_progress() as watch:
+    with progress_bars(lines=True) as watch:
         figures = run(config, watch)
     print(json.dumps(figures, default=str) if config.format == "json" else headline(figures, str(config.train.out)))
     return 0
@@ -427,7 +412,7 @@ COMMANDS: dict[str, Command] = {
         "  prompt=TEXT              another prompt",
     ),
     "profile": Command(
-        _profile,
+        _command_of(".lab.measure.profile"),
         "measure latency and acceptance, with baselines in the same run",
         """\
   workload=held_out|random|file     what is asked: workload.batch=1 workload.requests=8 workload.input_tokens=64 workload.output_tokens=128
@@ -438,7 +423,7 @@ COMMANDS: dict[str, Command] = {
   graphspec profile experiment=demo_tree baseline=[none,hf]""",
     ),
     "plan": Command(
-        _plan,
+        _command_of(".lab.predict.command"),
         "what fits, how long a cycle must take, which shape to choose; needs a config.json and no GPU",
         """\
   model.path=FOLDER hardware=h200   the target's config.json and where it would run
@@ -447,7 +432,7 @@ COMMANDS: dict[str, Command] = {
   graphspec plan model=llama-3.1-8b hardware=h200""",
     ),
     "tune": Command(
-        _tune,
+        _command_of(".lab.tune.command"),
         "run the plan's short list on the real models and write the winner as an experiment",
         """\
   tune.out=FILE tune.candidates=6 tune.batches=[1,4] tune.adaptive=true workload=...
@@ -455,7 +440,7 @@ COMMANDS: dict[str, Command] = {
   graphspec tune model=demo variant=eagle3 tune.out=tuned.yaml""",
     ),
     "report": Command(
-        _report,
+        _command_of(".lab.report.page"),
         "turn result files into one HTML page",
         """\
   report.files=[results] report.out=report.html    files or folders; the page needs no network""",

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from dataclasses import dataclass
+from typing import Any, get_type_hints
 
+from .checks import brief, conform
 from .command_options import LaunchConfig
 from .config import SamplingConfig
 from .engine.request import SamplingParams, configured_params
@@ -119,14 +119,6 @@ def _standard_input() -> str:
         raise ConfigError("standard input", f"text in {sys.stdin.encoding or 'UTF-8'}", "something else", str(error)) from error
 
 
-def _types(key: str) -> tuple[type, ...]:
-    """Types of the JSON values that a key of the ``sampling`` group takes."""
-    hint = get_type_hints(SamplingConfig)[key]
-    parts = get_args(hint) if isinstance(hint, UnionType) else (hint,)
-    types = tuple(get_origin(part) or part for part in parts)
-    return (*types, int) if float in types else types
-
-
 def _parse(where: str, line: str) -> _Line:
     row = read_json(where, line)
     if isinstance(row, str):
@@ -136,17 +128,13 @@ def _parse(where: str, line: str) -> _Line:
     prompt = _messages(where, row["messages"]) if "messages" in row else row["prompt"]
     if not isinstance(prompt, str | Conversation):
         raise ConfigError(where, 'a string, or an object with text as "prompt"', line[:_SHOWN])
-    known = [f.name for f in fields(SamplingConfig)]
+    hints = get_type_hints(SamplingConfig)
     sampling = {key: value for key, value in row.items() if key not in ("prompt", "messages")}
     for key, value in sampling.items():
-        if key not in known:
-            raise ConfigError(where, "keys prompt, messages, " + ", ".join(known), repr(key)[:_SHOWN])
-        types = _types(key)
-        if type(value) not in types:
-            wanted = " or ".join("null" if kind is type(None) else kind.__name__ for kind in types)
-            raise ConfigError(f"{where}: {key}", f"a value of type {wanted}", repr(value)[:_SHOWN])
-    if "logit_bias" in sampling:
-        sampling["logit_bias"] = _parse_bias(f"{where}: logit_bias", sampling["logit_bias"])
+        if key not in hints:
+            raise ConfigError(where, "keys prompt, messages, " + ", ".join(hints), brief(key))
+        given = _parse_bias(f"{where}: {key}", value) if key == "logit_bias" and isinstance(value, dict) else value
+        sampling[key] = conform(f"{where}: {key}", given, hints[key], ConfigError)
     return _Line(prompt, sampling)
 
 

@@ -1,6 +1,6 @@
 """Hydra at the border: command-line overrides and the YAML groups become one typed, checked configuration object.
 
-Beside :mod:`graphspec.cli` the only module that imports Hydra. Nothing below ever sees a ``DictConfig``.
+Next to :mod:`graphspec.cli` the only module that imports Hydra. Nothing below ever sees a ``DictConfig``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
 from .catalog import VARIANTS, all_variants
-from .checks import cut
+from .checks import cut, spell_type
 from .command_options import LaunchConfig
 from .errors import ConfigError
 from .paths import read_text
@@ -303,8 +303,7 @@ def _schema_of(dotted: str) -> type | None:
 def _spell(annotation: object) -> str:
     if isinstance(annotation, type) and is_dataclass(annotation):
         return "one of its keys (" + ", ".join(f.name for f in fields(annotation)) + ") or a choice of the group"
-    text = annotation.__name__ if isinstance(annotation, type) and not typing.get_args(annotation) else str(annotation)
-    return "a value of type " + text.replace("None", "null")
+    return spell_type(annotation)
 
 
 def _closest(word: str, known: Sequence[str]) -> str:

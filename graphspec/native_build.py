@@ -1,6 +1,6 @@
 """Compile C++ source that ships with the package, once per machine. No torch headers: a build takes seconds.
 
-A library in the cache is code that will run, so nobody else may be able to put one there. The folder is opened once and must be this
+A library in the cache is code that will run, so no other user may be able to put one there. The folder is opened once and must be this
 user's alone to write; all that follows happens relative to that open folder, so it doesn't matter who may write to its parents. A
 library's name ends in the SHA-256 of its bytes, which is compared before the library is loaded: a file that was cut short is built again.
 """
@@ -34,7 +34,7 @@ def cache_folder() -> Path:
     """Where the system keeps caches of this user: on Linux ``$XDG_CACHE_HOME/graphspec``, or ``~/.cache/graphspec``.
 
     Raises:
-        ResourceError: nobody says where home is, or where the cache is relative to.
+        ResourceError: neither home nor an absolute cache folder is known.
     """
     try:
         folder = user_cache_path("graphspec", appauthor=False)
@@ -84,7 +84,7 @@ def check_trusted(folder: str | Path, key: str, hint: str) -> None:
 
 
 def _untrusted(key: str, what: str, path: Path, found: os.stat_result, hint: str) -> ResourceError:
-    expected = f"a {what} that is yours and that nobody else may write to"
+    expected = f"a {what} that is yours and that no one else may write to"
     return ResourceError(
         key, expected, f"{path}: user {found.st_uid}, mode {stat.S_IMODE(found.st_mode):04o}; you are {os.geteuid()}", hint
     )
@@ -95,7 +95,7 @@ def _is_private(found: os.stat_result) -> bool:
 
 
 def cpu_flags() -> str:
-    """What -march=native depends on: a cache folder may be shared between machines."""
+    """Processor features that -march=native depends on: a cache folder may be shared between machines."""
     info = Path("/proc/cpuinfo")
     if info.is_file():
         wanted = ("flags", "Features", "model name")
@@ -115,9 +115,9 @@ class SharedLibrary:
     headers: tuple[str, ...]
     flags: tuple[str, ...]
     key: str
-    """What a failure is reported as: the configuration that asked for the library."""
+    """Key of errors: the configuration that asked for the library."""
     hint: str
-    """What to do where there is no compiler."""
+    """Hint of the error where there is no compiler."""
 
     def build(self, folder: Path | None = None) -> Path:
         """The library for this source, compiler and CPU; compiled unless the cache has it.

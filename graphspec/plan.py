@@ -28,6 +28,7 @@ from .static_tree import StaticTree
 
 if TYPE_CHECKING:
     from .facts import DraftFacts, ModelFacts
+    from .facts.families import Family
 
 logger = logging.getLogger(__name__)
 
@@ -219,13 +220,13 @@ class Plan:
         }
 
 
-def resolve_shape(variant: Variant, config: VariantConfig, architecture: str, heads: int = 1) -> CycleShape:
+def resolve_shape(variant: Variant, config: VariantConfig, family: Family, heads: int = 1) -> CycleShape:
     """``(S, K, N)`` from the config. What is unset is that of the automatic shape, made to fit what is set.
 
     Args:
         variant: its catalog entry.
         config: what the user asked for.
-        architecture: of the target.
+        family: of the target.
         heads: prediction heads of the draft with layers of their own; more than one means one per step.
 
     Raises:
@@ -245,7 +246,9 @@ def resolve_shape(variant: Variant, config: VariantConfig, architecture: str, he
         if not unset:
             raise ConfigError("variant.tree_choices", "num_steps, topk and num_draft_tokens unset: the tree says them", given)
         return StaticTree.of(config.tree_choices).shape
-    auto = CycleShape(heads, 1, heads + 1) if heads > 1 else variant.shape_for(architecture)
+    auto = (variant.auto_tree if family.drafts_trees else None) or variant.auto_shape
+    if heads > 1:
+        auto = CycleShape(heads, 1, heads + 1)
     shape = auto if unset else _fit(auto, config.num_steps, config.topk, config.num_draft_tokens)
     if heads > 1 and (shape.topk > 1 or shape.num_steps > heads):
         raise ConfigError("variant.num_steps, variant.topk", f"at most {heads} steps, one per head of the draft, and topk = 1", given)
@@ -401,7 +404,7 @@ def make_plan(config: Config, target: ModelFacts, draft: DraftFacts | None, *, d
         ConfigError: a value out of range for this model, or values that contradict each other.
     """
     variant, runtime = resolve_variant(config.variant.name), config.runtime
-    shape = resolve_shape(variant, config.variant, target.architecture, draft.num_heads if draft else 1)
+    shape = resolve_shape(variant, config.variant, target.family, draft.num_heads if draft else 1)
     max_context = config.model.max_context or target.max_position_embeddings
     longest = int(target.max_position_embeddings * (target.rope.factor if target.rope.kind == "dynamic" else 1))
     if max_context > longest:

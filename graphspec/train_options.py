@@ -117,7 +117,7 @@ class TargetConfig:
 
 @dataclass(kw_only=True)
 class TrainConfig:
-    """What ``graphspec train`` does. The group's choices are presets, one for each variant that is trained."""
+    """Options of ``graphspec train``. The group's choices are presets, one for each variant that is trained."""
 
     data: list[str] = field(default_factory=list)
     """Text files, or folders of them."""
@@ -156,7 +156,7 @@ class TrainConfig:
     clip: float = 1.0
     """Largest norm of the gradient."""
     dtype: str = "float32"
-    """What linear layers are computed in: float32, or bfloat16 by autocast, which pays where the hardware has bfloat16 arithmetic. Weights
+    """Of the products of linear layers: float32, or bfloat16 by autocast, which pays where the hardware has bfloat16 arithmetic. Weights
     and optimizers stay in float32."""
     compile: bool = False
     """Compile the forward pass of a target; pays from some hundred steps on."""
@@ -211,7 +211,7 @@ class TrainConfig:
         inside = all(0 < step < total for step in self.restarts) and all(a < b for a, b in pairwise(self.restarts))
         _check("train.restarts", inside, f"ascending steps between 0 and {total}", brief(self.restarts))
         in_range("train.cooldown", self.cooldown or 0, 0, INT32_MOST)
-        for length in self.courses():
+        for length in self.periods():
             in_range("train.warmup", self.warm_up_of(length), 0, length)
 
     @property
@@ -227,16 +227,16 @@ class TrainConfig:
     def total_steps(self) -> int:
         return sum(phase[0] for phase in self.schedule_phases)
 
-    def courses(self) -> list[int]:
-        """Steps of each course of the learning-rate schedule; one more than there are restarts."""
+    def periods(self) -> list[int]:
+        """Steps of each period of the learning-rate schedule: one more than there are restarts."""
         return [end - begin for begin, end in pairwise([0, *self.restarts, self.total_steps])]
 
     def warm_up_of(self, length: int) -> int:
-        """Steps of the warm-up in a course of ``length`` steps."""
+        """Steps of the warm-up in a period of ``length`` steps."""
         return self.warmup if self.warmup is not None else min(MOST_WARM_UP, length // 10)
 
     def cool_down_of(self, length: int) -> int:
-        """Steps of the way down in a course of ``length`` steps."""
+        """Steps of the way down in a period of ``length`` steps."""
         if self.schedule != "linear":
             return 0
         return self.cooldown if self.cooldown is not None else length // 2

@@ -65,7 +65,7 @@ def _by_monitoring(run: Callable[[], object], package: str) -> int:
     if tool is None:
         raise RuntimeError("sys.monitoring: expected a free tool number, found all six in use")
     count = 0
-    # The code object is kept beside the answer: a number of a dead one may be given to another.
+    # The code object is kept with the answer: a number of a dead one may be given to another.
     known: dict[int, tuple[CodeType, bool]] = {}
 
     def executed(code: CodeType, offset: int) -> Any:

@@ -1,4 +1,4 @@
-"""How long somebody waits who types ``graphspec demo``: seconds to the first streamed token, and to the end.
+"""How long ``graphspec demo`` takes: seconds to the first streamed token, and to the end.
 
 ``python -m perf.first_token`` runs the demo in processes of its own, in turn with a fresh folder for every cache (cold: C++ kernels and
 cycles are compiled) and with what the run before left there (warm). Times count from the start of the process, imports included. A figure

@@ -96,7 +96,7 @@ class Check:
 
     def probes(self, seconds: float) -> Outcome:
         """What nothing works without, and the kernels; ``hopeless`` when one of the former did not pass."""
-        outcomes = self.try_all(first.before_all_else(first.probes()), seconds)
+        outcomes = self.try_all(first.early_probes(first.probes()), seconds)
         self.unfinished = [name for name, outcome in outcomes.items() if outcome == "not_run"]
         hopeless = any(outcomes.get(name) != "passed" for name in first.ESSENTIAL)
         return self.verdict(outcomes) if not hopeless else (1, "hopeless")
@@ -117,13 +117,13 @@ class Check:
 
     def rest(self, seconds: float) -> Outcome:
         """The other probes, then a look inside a cycle."""
-        ends, early = self.clock() + seconds, first.before_all_else(first.probes())
+        ends, early = self.clock() + seconds, first.early_probes(first.probes())
         outcomes = self.try_all([name for name in first.probes() if name not in early or name in self.unfinished], seconds / 2)
         code, why = self.verdict(outcomes)
         left = ends - self.clock()
         if left < SHORTEST:
-            return None, why or "no time for the anatomy"
-        inside, said = self.latency(["anatomy"], left)
+            return None, why or "no time for the nodes of cycles"
+        inside, said = self.latency(["nodes"], left)
         return (inside if inside != 0 else code), ", ".join(words for words in (why, said) if words)
 
     def tests(self, seconds: float) -> Outcome:

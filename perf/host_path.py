@@ -132,7 +132,7 @@ class HostCycle(Cycle):
     """The engine's cycle with its envelopes, launches and reads, over programs of one simulated stage."""
 
     def __init__(self, plan: Plan) -> None:
-        nothing = cast("Any", None)  # Stages are what needs networks, and here nobody builds them.
+        nothing = cast("Any", None)  # Only stages need networks, and none are built here.
         super().__init__(plan, nothing, None, select_kernels(plan.kernels, plan.attention, plan.device))
         self.cycles_launched = 0
 
@@ -166,7 +166,7 @@ class HostPath:
         self.scheduler.add(fresh)
 
     def run(self, cycles: int) -> None:
-        """Step until so many more cycles are launched."""
+        """Step until this many more cycles are launched."""
         goal = self.cycle.cycles_launched + cycles
         while self.cycle.cycles_launched < goal:
             for request in self.scheduler.step():
@@ -195,7 +195,7 @@ def scenario_named(name: str) -> Scenario:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one scenario for so many cycles."""
+    """Run one scenario for this many cycles."""
     parser = argparse.ArgumentParser(prog=f"python -m perf.{Path(__file__).stem}", description=__doc__)
     parser.add_argument("--scenario", required=True)
     parser.add_argument("--cycles", type=int, required=True)

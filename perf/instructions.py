@@ -44,12 +44,12 @@ def read_perf_stat(text: str) -> int:
         value, _, rest = line.partition(",")
         if "instructions" in rest and value.strip().isdigit():
             return int(value)
-    hint = "this machine lets nobody read the counter; use --callgrind"
+    hint = "the counter can't be read on this machine; use --callgrind"
     raise ResourceError("perf stat", "a count of instructions", text.strip() or "nothing", hint)
 
 
 def per_cycle(count: Callable[[int], int]) -> float:
-    """What one cycle more costs, where ``count`` says what a run of so many cycles costs."""
+    """Cost of one more cycle, where ``count`` gives the cost of a run of a number of cycles."""
     return (count(MANY) - count(FEW)) / (MANY - FEW)
 
 

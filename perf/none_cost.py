@@ -126,7 +126,7 @@ def plain_step(
 
 
 def prefill(llm: LLM, prompt: list[int]) -> int:
-    """The first token; a run of one token leaves the prompt's KV behind, and row 0 keeps its pages."""
+    """The first token; a run of one token leaves the prompt's KV in its pages, which row 0 keeps."""
     [first] = llm.generate(prompt, SamplingParams(max_tokens=1))[0].token_ids
     return first
 

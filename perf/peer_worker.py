@@ -1,4 +1,4 @@
-"""One engine of somebody else in a process of its own: JSON lines in, JSON lines out.
+"""One engine of another project in a process of its own: JSON lines in, JSON lines out.
 
 Runs under the interpreter of an environment that has the engine, so nothing of graphspec is imported here. A request is
 ``{"prompts": [[id, ...], ...], "max_tokens": n}``, the answer ``{"tokens": [[id, ...], ...]}``, greedy; all prompts of a request are one

@@ -20,7 +20,7 @@ from graphspec.lab.measure.machine import copy_bandwidth
 from graphspec.lab.measure.provenance import ROOT, provenance, result_file, within_repository, write_jsonl
 from graphspec.lab.predict.advice import predict
 from graphspec.lab.predict.calibration import engine_of, time_cycle, time_passes, timed_shapes
-from graphspec.lab.predict.paper_models import read_paper
+from graphspec.lab.predict.model_pair import read_model_pair
 from graphspec.lab.predict.passes import Curve, PassTimes, TimedCycle
 from graphspec.lab.predict.plan import resolve_device
 from graphspec.lab.predict.tables import spell
@@ -32,7 +32,7 @@ SHAPES = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print predicted beside measured, write the records to ``perf/results``."""
+    """Measure, print predicted next to measured, write the records to ``perf/results``."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--variant", default="eagle3")
     parser.add_argument("--shapes", nargs="*", default=SHAPES, help="num_steps,topk,num_draft_tokens")
@@ -41,9 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "perf" / "results", help="folder of the result file")
     args = parser.parse_args(argv)
     config, variant = load_config("hardware=cpu", f"variant={args.variant}"), resolve_variant(args.variant)
-    paper = read_paper(config.model.path, config.variant, variant, None)
-    _, dtype = resolve_device(config, paper)
-    model = FloorModel.of(paper.target, paper.draft, dtype, variant, None, paper.from_config)
+    pair = read_model_pair(config.model.path, config.variant, variant, None)
+    _, dtype = resolve_device(config, pair)
+    model = FloorModel.of(pair.target, pair.draft, dtype, variant, None, pair.from_config)
     timed = {(shape, batch) for shape, batches in timed_shapes(variant, model) for batch in batches}
     asked = [tuple(map(int, shape.split(","))) for shape in args.shapes]
     checked = [(CycleShape(*shape, variant.auto_shape.pool) if shape[0] else PLAIN, batch) for shape in asked for batch in args.batches]

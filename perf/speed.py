@@ -41,7 +41,7 @@ BEGIN, END = "<!-- speed table: make bench -->", "<!-- end of speed table -->"
 
 
 @dataclass(slots=True)
-class Side:
+class Decoder:
     """One way to decode: ``run`` maps the prompts of a batch to their new tokens."""
 
     name: str
@@ -68,7 +68,7 @@ def held_out_prompts(encode: Callable[[str], list[int]], count: int, tokens: int
     return prompts[:count]
 
 
-def graphspec_side(name: str, settings: argparse.Namespace, baseline: str, **overrides: Any) -> Side:
+def graphspec_decoder(name: str, settings: argparse.Namespace, baseline: str, **overrides: Any) -> Decoder:
     """An engine with a row for each prompt of a batch as a side."""
     engine = {"model": settings.model, "runtime": settings.runtime, "dtype": settings.dtype, "prefix_cache": False}
     context = max(512, settings.prompt_tokens + settings.max_tokens + 64)
@@ -81,10 +81,10 @@ def graphspec_side(name: str, settings: argparse.Namespace, baseline: str, **ove
     def acceptance() -> float:
         return llm.metrics.acceptance_length if llm.metrics else 0.0
 
-    return Side(name, run, baseline, acceptance=acceptance)
+    return Decoder(name, run, baseline, acceptance=acceptance)
 
 
-def hf_sides(settings: argparse.Namespace, device: str, dtype: torch.dtype) -> list[Side]:
+def hf_decoders(settings: argparse.Namespace, device: str, dtype: torch.dtype) -> list[Decoder]:
     """HF transformers on the same weights: plain, and, one prompt at a time, assisted by prompt lookup (it needs no second model)."""
     from transformers import AutoModelForCausalLM
 
@@ -95,13 +95,13 @@ def hf_sides(settings: argparse.Namespace, device: str, dtype: torch.dtype) -> l
         ids = torch.tensor(prompts, device=device)
         return model.generate(ids, attention_mask=torch.ones_like(ids), **how, **more)[:, ids.shape[1] :].tolist()
 
-    sides = [Side("HF generate", generate)]
+    sides = [Decoder("HF generate", generate)]
     if settings.batch == 1:
-        sides.append(Side("HF assisted (prompt lookup, 4)", lambda p: generate(p, prompt_lookup_num_tokens=4), "HF generate"))
+        sides.append(Decoder("HF assisted (prompt lookup, 4)", lambda p: generate(p, prompt_lookup_num_tokens=4), "HF generate"))
     return sides
 
 
-def peer_sides(settings: argparse.Namespace, threads: int) -> tuple[list[Side], dict[str, str]]:
+def peer_decoders(settings: argparse.Namespace, threads: int) -> tuple[list[Decoder], dict[str, str]]:
     """Engines of others, each in a process of its own, and why the others are missing."""
     sides, missing = [], {}
     for peer in PEERS:
@@ -114,7 +114,7 @@ def peer_sides(settings: argparse.Namespace, threads: int) -> tuple[list[Side], 
             missing[peer.side] = str(reason)
             continue
         run = partial(process.generate, max_tokens=settings.max_tokens)
-        sides.append(Side(peer.side, run, peer.baseline or "HF generate", version=process.version))
+        sides.append(Decoder(peer.side, run, peer.baseline or "HF generate", version=process.version))
     return sides, missing
 
 
@@ -130,7 +130,7 @@ def busy_programs(count: int) -> Iterator[None]:
             program.wait()
 
 
-def measure(sides: Sequence[Side], batches: Sequence[list[list[int]]], rounds: int) -> None:
+def measure(sides: Sequence[Decoder], batches: Sequence[list[list[int]]], rounds: int) -> None:
     """Fill every side's rates; the first side's tokens are what the others must produce."""
     for side in sides:
         side.run(batches[0])
@@ -153,7 +153,7 @@ def measure(sides: Sequence[Side], batches: Sequence[list[list[int]]], rounds: i
             side.rates.append(tokens[side.name] / seconds[side.name])
 
 
-def rows(sides: Sequence[Side]) -> list[dict[str, Any]]:
+def rows(sides: Sequence[Decoder]) -> list[dict[str, Any]]:
     """One record per side, the medians in it."""
     by_name = {side.name: side for side in sides}
     out = []
@@ -214,16 +214,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     probe = LLM(args.model, "none", runtime="eager", dtype=args.dtype)
     device = probe.plan.device
     sides = [
-        *hf_sides(args, device, DTYPES[probe.plan.dtype]),
-        graphspec_side(plain, args, "HF generate", variant="none"),
+        *hf_decoders(args, device, DTYPES[probe.plan.dtype]),
+        graphspec_decoder(plain, args, "HF generate", variant="none"),
         *(
-            graphspec_side(
+            graphspec_decoder(
                 f"graphspec eagle3, {name} {shape}", args, plain, variant="eagle3", draft=args.draft, **dict(zip(SHAPE, shape, strict=True))
             )
             for name, shape in (("chain", (4, 1, 5)), ("tree", (5, 4, 16)))
         ),
     ]
-    peers, missing = peer_sides(args, torch.get_num_threads()) if args.race else ([], {})
+    peers, missing = peer_decoders(args, torch.get_num_threads()) if args.race else ([], {})
     sides += peers
     prompts = held_out_prompts(probe.tokenizer.encode, args.prompts * args.batch, args.prompt_tokens)
     batches = [prompts[i : i + args.batch] for i in range(0, len(prompts) - args.batch + 1, args.batch)]
@@ -242,8 +242,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     caption = "\n".join([caption, *(f"Missing: {side}: {reason}." for side, reason in missing.items())])
     print(table(records, caption))
-    if (told := busy_caution({"all sides": busy})) is not None:
-        print(told)
+    if (caution := busy_caution({"all sides": busy})) is not None:
+        print(caution)
     settings = {**vars(args), "out": within_repository(args.out), "device": device, "core_wait": busy}
     write_jsonl(
         result_file(args.out, f"{'race' if args.race else 'speed'}-{args.runtime}"),

@@ -142,7 +142,7 @@ def _documents(distribution: Distribution, site: Path) -> Iterator[tuple[str, st
     licensed = {file.parent for file in files if file.name.upper().startswith(("LICENSE", "LICENCE", "COPYING"))}
     for file in files:
         folders = file.parts[:-1]
-        # A folder below the package's own with a licence of its own is somebody else's.
+        # A folder below the package's own with a licence of its own is third-party code.
         foreign = any(parent in licensed for parent in file.parents if len(parent.parts) > 1)
         foreign |= bool((VENDORED | TESTING | EXCLUDED_PACKAGES).intersection(folders))
         named_out = file.name.startswith(("test_", "__editable__"))

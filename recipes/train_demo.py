@@ -71,7 +71,7 @@ class Demo:
             raise ConfigError(f"corpus.{error.full_key or '?'}", "a setting of the corpus", str(error).splitlines()[0]) from error
 
     def config(self, name: str) -> LaunchConfig:
-        """What ``graphspec train`` is told for the target or one draft."""
+        """The options of ``graphspec train`` for the target or one draft."""
         corpus = self.work / "corpus"
         words = [f"experiment={self.folder / name}.yaml", f"train.data=['{corpus / 'train'}']", f"train.held_out=['{corpus / 'held_out'}']"]
         words += [f"train.out='{self.work / name}'", f"train.work='{self.work / ('target.work' if name == 'target' else 'drafts.work')}'"]

@@ -100,6 +100,6 @@ def test_more_threads_than_cores_wait_for_themselves() -> None:
 
 def test_the_caution_names_who_waited() -> None:
     assert busy_caution({"a": 0.0, "b": BUSY}) is None
-    told = busy_caution({"eagle3": 0.62, "none": 0.01, "hf": 1.34})
-    assert told is not None and told.startswith("Other programs kept the processor busy, or there are more threads than cores.")
-    assert "per second timed: eagle3 0.62, hf 1.34." in told and "none" not in told
+    reported = busy_caution({"eagle3": 0.62, "none": 0.01, "hf": 1.34})
+    assert reported is not None and reported.startswith("Other programs kept the processor busy, or there are more threads than cores.")
+    assert "per second timed: eagle3 0.62, hf 1.34." in reported and "none" not in reported

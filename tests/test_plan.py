@@ -16,10 +16,16 @@ from hypothesis import strategies as st
 from graphspec.catalog import resolve_variant
 from graphspec.config import Config, VariantConfig
 from graphspec.errors import ConfigError
+from graphspec.facts.families import LLAMA, Family, find_family
 from graphspec.graphs.stages.mailbox import MailLayout
 from graphspec.plan import make_plan, resolve_shape
 from graphspec.shapes import PLAIN, SAMPLED, CycleShape, GraphKey, pick_bucket
 from tests.support.plans import draft_facts, model_facts, plan
+
+
+def family_of(architecture: str) -> Family:
+    """The row of an architecture; Llama's where the drafter reads no target."""
+    return find_family(architecture) or LLAMA
 
 
 def refused(key: str, expected: str, found: object, make: Any) -> None:
@@ -68,8 +74,8 @@ def test_shapes_out_of_range() -> None:
     [("LlamaForCausalLM", (5, 4, 8)), ("Qwen3ForCausalLM", (3, 1, 4)), ("MistralForCausalLM", (3, 1, 4)), ("Qwen2ForCausalLM", (3, 1, 4))],
 )
 def test_automatic_shape(architecture: str, shape: tuple[int, int, int]) -> None:
-    assert resolve_shape(resolve_variant("eagle3"), VariantConfig(), architecture) == CycleShape(*shape)
-    assert resolve_shape(resolve_variant("none"), VariantConfig(), architecture) == PLAIN
+    assert resolve_shape(resolve_variant("eagle3"), VariantConfig(), family_of(architecture)) == CycleShape(*shape)
+    assert resolve_shape(resolve_variant("none"), VariantConfig(), family_of(architecture)) == PLAIN
 
 
 STEPS, FAN_OUT, NODES = "num_steps", "topk", "num_draft_tokens"
@@ -110,7 +116,7 @@ DERIVED: list[tuple[str, str, int, dict[str, int], tuple[int, int, int]]] = [
 def test_what_is_unset_comes_from_the_automatic_shape(
     variant: str, architecture: str, heads: int, given: dict[str, int], shape: tuple[int, int, int]
 ) -> None:
-    found = resolve_shape(resolve_variant(variant), VariantConfig(name=variant, **given), architecture, heads)
+    found = resolve_shape(resolve_variant(variant), VariantConfig(name=variant, **given), family_of(architecture), heads)
     assert found.numbers == list(shape)
 
 
@@ -124,7 +130,7 @@ def test_a_derived_shape_keeps_what_is_set(which: tuple[str, str], steps: int | 
     variant, architecture = resolve_variant(which[0]), which[1]
     given = {STEPS: steps, FAN_OUT: topk, NODES: nodes}
     try:
-        shape = resolve_shape(variant, VariantConfig(name=which[0], **given), architecture)
+        shape = resolve_shape(variant, VariantConfig(name=which[0], **given), family_of(architecture))
     except ConfigError:
         assert nodes is not None or (steps and topk), "a depth alone and a fan-out alone contradict nothing"
         return
@@ -136,7 +142,7 @@ def test_a_derived_shape_keeps_what_is_set(which: tuple[str, str], steps: int | 
 
 def test_numbers_that_contradict_each_other() -> None:
     def resolve(architecture: str, **values: int) -> CycleShape:
-        return resolve_shape(resolve_variant("eagle3"), VariantConfig(**values), architecture)
+        return resolve_shape(resolve_variant("eagle3"), VariantConfig(**values), family_of(architecture))
 
     refused(
         "variant.topk", r"above 1, or num_draft_tokens = num_steps \+ 1 = 4", "num_draft_tokens = 9",
@@ -151,14 +157,14 @@ def test_numbers_that_contradict_each_other() -> None:
 def test_a_chain_has_as_many_nodes_as_steps_and_a_root(nodes: int | None, caplog: pytest.LogCaptureFixture) -> None:
     config = VariantConfig(num_steps=4, topk=1, num_draft_tokens=nodes)
     with caplog.at_level(logging.WARNING):
-        assert resolve_shape(resolve_variant("eagle3"), config, "LlamaForCausalLM") == CycleShape(4, 1, 5)
+        assert resolve_shape(resolve_variant("eagle3"), config, LLAMA) == CycleShape(4, 1, 5)
     warned = [record.getMessage() for record in caplog.records]
     assert warned == (["topk=1 is a chain: num_draft_tokens=9 becomes num_steps + 1 = 5"] if nodes == 9 else [])
 
 
 def test_plain_decoding_takes_no_shape() -> None:
     def resolve(**values: int) -> CycleShape:
-        return resolve_shape(resolve_variant("none"), VariantConfig(name="none", **values), "LlamaForCausalLM")
+        return resolve_shape(resolve_variant("none"), VariantConfig(name="none", **values), LLAMA)
 
     assert resolve(num_steps=0, topk=1, num_draft_tokens=1) == PLAIN
     refused("variant.num_steps", "nothing to draft", {"num_steps": 3, "topk": None, "num_draft_tokens": None}, lambda: resolve(num_steps=3))

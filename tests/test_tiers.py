@@ -135,7 +135,7 @@ def test_main_is_compared_with_its_parent_and_a_branch_with_where_it_left_main(r
     assert decide(repository)[0] == RUNS, "main's parent is the first"
     git(repository, "branch", "-D", "-q", "branch")
     git(repository, "branch", "-m", "trunk")
-    assert decide(repository)[0] == RUNS, "nobody knows where main was"
+    assert decide(repository)[0] == RUNS, "it is not known where main was"
 
 
 def test_what_is_not_committed_counts(repository: Path) -> None:

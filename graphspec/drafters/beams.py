@@ -15,7 +15,7 @@ from ..static_tree import StaticTree
 
 
 class DraftStage(NetworkStage):
-    """What the stages share that also propose tokens."""
+    """Base of the stages that also propose tokens."""
 
     def __init__(self, build: Build) -> None:
         super().__init__(build)

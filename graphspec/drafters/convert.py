@@ -67,7 +67,7 @@ class _Head:
 
 @dataclass(frozen=True, slots=True)
 class Converted:
-    """What :func:`convert` wrote.
+    """Result of :func:`convert`.
 
     Attributes:
         folder: the new one.
@@ -227,15 +227,11 @@ def _renamed(name: str, patterns: tuple[tuple[str, str], ...]) -> str:
 
 
 def _meaning(head: _Head) -> Any:
-    """What must not change: everything but the names of things."""
-    decoder = replace(head.facts.decoder, path=Path(), architecture="", eos_token_ids=())
-    taps = () if isinstance(head.facts, EagleFacts) else head.facts.tap_layers
-    return replace(head.facts, path=Path(), layout="", decoder=decoder, tap_layers=(), **_nothing(head.facts)), taps
-
-
-def _nothing(facts: Eagle3Facts | EagleFacts) -> dict[str, Any]:
-    # norms of EAGLE-1/2 are known by their tensors; flags that nobody stated are settled by now
-    return {"layernorms": None} if isinstance(facts, EagleFacts) else {}
+    """The part of a head that a conversion must not change: everything but names."""
+    facts, decoder = head.facts, replace(head.facts.decoder, path=Path(), architecture="", eos_token_ids=())
+    meaning = replace(facts, path=Path(), layout="", decoder=decoder, tap_layers=())
+    # Norms of EAGLE-1/2 are known by their tensors; flags that the config left open are settled by now.
+    return replace(meaning, layernorms=None) if isinstance(meaning, EagleFacts) else meaning, facts.tap_layers
 
 
 def _same_bits(left: Tensor, right: Tensor) -> bool:

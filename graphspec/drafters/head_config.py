@@ -49,7 +49,7 @@ def refuse_options(*owners: Keys) -> None:
 
 
 def other_draft(keys: Keys, architecture: str) -> str:
-    """What kind of checkpoint a config seems to describe, for messages."""
+    """The kind of checkpoint that a config seems to describe, for messages."""
     architecture = architecture.lower()
     if "peagle" in architecture or "dflash" in architecture:
         return "a parallel drafter, which is not supported"

@@ -1,4 +1,4 @@
-"""What loaders of draft heads share. Where config and tensors disagree, the tensors are what was trained."""
+"""Helpers of the loaders of draft heads. Where config and tensors disagree, the tensors are what was trained."""
 
 from __future__ import annotations
 
@@ -6,12 +6,8 @@ import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import torch
-
-from ..errors import ConfigError
 from ..layouts import PREDICTION_HEADS
 from ..models.checkpoint import Checkpoint
-from ..models.llama import LlamaModel
 
 if TYPE_CHECKING:
     from ..facts import ModelFacts
@@ -20,7 +16,7 @@ _LOG = logging.getLogger(__name__)
 
 
 def looks_like(checkpoint: Checkpoint) -> str:
-    """What kind of checkpoint the names of its tensors suggest, for messages."""
+    """The kind of checkpoint that the names of its tensors suggest, for messages."""
     names = checkpoint.names()
     if any("eh_proj." in name or name.startswith(PREDICTION_HEADS) for name in names):
         return "multi-token-prediction heads: variant=mtp"
@@ -54,15 +50,3 @@ def settle_decoder(checkpoint: Checkpoint, decoder: ModelFacts) -> ModelFacts:
         mlp_bias=settle(checkpoint, "mlp_bias", decoder.mlp_bias, f"{first}mlp.gate_proj.bias"),
         qk_norm=settle(checkpoint, "query and key norms", decoder.qk_norm, f"{first}self_attn.q_norm.weight"),
     )
-
-
-def check_sharing(target: LlamaModel, dtype: torch.dtype, device: torch.device | str) -> None:
-    """A draft that shares tensors with its target has its dtype and device.
-
-    Raises:
-        ConfigError: it doesn't.
-    """
-    theirs, place = target.embed_tokens.weight, torch.empty(0, device=device).device
-    if (theirs.dtype, theirs.device) != (dtype, place):
-        expected = f"{theirs.dtype} on {theirs.device}, as the target whose tensors are shared"
-        raise ConfigError("dtype, device", expected, f"{dtype} on {place}")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from numbers import Number
 from typing import TypedDict
 
-from ..checks import brief, is_array, typed, wholes
+from ..checks import brief, integers, is_array, typed
 from ..errors import CheckpointError, GraphspecError, RequestError
 from ..plan import Plan
 from .bans import check_bans, encode_bad_words
@@ -102,7 +102,7 @@ def read_prompt(prompt: object, encode: Encode) -> list[int]:
             raise RequestError("prompt", "text that the tokenizer reads", f"{brief(prompt)}: {kind}: {brief(str(reason))}") from reason
     if isinstance(prompt, _BYTES) or not (isinstance(prompt, Sequence) or is_array(prompt)):
         raise RequestError("prompt", SPELLINGS, typed(prompt))
-    return wholes("prompt", prompt, RequestError, most=LONGEST, expected="a token id")
+    return integers("prompt", prompt, RequestError, most=LONGEST, expected="a token id")
 
 
 def _unwrap(prompt: Mapping[object, object]) -> object:

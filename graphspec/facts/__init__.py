@@ -1,4 +1,4 @@
-"""What a checkpoint folder says about its model: ``config.json`` read into frozen facts. Standard library only."""
+"""Facts of a model, read from the ``config.json`` of its checkpoint folder. Standard library only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every draft network has in common, whatever its variant. Standard library only."""
+"""Facts that draft networks of all variants have. Standard library only."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ class Family:
     name: str
     """``model_type`` in ``config.json``; of an entry point, its name."""
     architectures: tuple[str, ...]
-    """What ``architectures`` in ``config.json`` may say; ``*`` stands for any end of a name."""
+    """Names in ``architectures`` of ``config.json``; ``*`` stands for any end of a name."""
     refused: str = ""
     """Why such a checkpoint can't be a target, where only a draft may have layers of this family."""
     layout: Layout = SPLIT_LAYOUT
@@ -107,6 +107,8 @@ class Family:
     """Reads multi-head latent attention from config, number of heads and RoPE; None: keys and values."""
     experts: Callable[[Keys, int], ExpertFacts] | None = None
     """Reads mixtures of experts from config and number of layers; None: every MLP is dense."""
+    drafts_trees: bool = False
+    """Drafters that choose a shape by themselves choose a tree, not a chain."""
 
     @property
     def shaped_like_llama(self) -> bool:
@@ -115,7 +117,9 @@ class Family:
         return not any(unusual)
 
 
-LLAMA = Family(name="llama", architectures=("LlamaForCausalLM",), attention_bias="stated", mlp_bias=True, multi_head=True)
+LLAMA = Family(
+    name="llama", architectures=("LlamaForCausalLM",), attention_bias="stated", mlp_bias=True, multi_head=True, drafts_trees=True
+)
 QWEN2 = Family(name="qwen2", architectures=("Qwen2ForCausalLM", "MiMoForCausalLM"), attention_bias="qkv", window=window_by_layer)
 QWEN3 = Family(
     name="qwen3", architectures=("Qwen3ForCausalLM",), attention_bias="stated", qk_norm="head", head_dim=128, window=window_by_layer

@@ -19,8 +19,8 @@ MOST_WIDTH = 2**20
 MOST_VOCAB = 2**24
 MOST_POSITIONS = 2**23
 MOST_EXPERTS = 2**17
-"""What a config may ask for, several times the largest published; of experts in all layers together. Sizes that are possible one by one and
-too much together are refused by the memory plan."""
+"""Limits of the numbers in a config, several times the largest published; of experts in all layers together. Sizes that are possible one
+by one and too large together are refused by the memory plan."""
 MOST_NUMBER, MOST_THETA = 1e6, 1e12
 MOST_IDS = 1024
 """Ids in one list."""

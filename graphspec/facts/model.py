@@ -1,4 +1,4 @@
-"""What a checkpoint folder says about its model: ``config.json`` read into frozen facts. Standard library only.
+"""Facts of a decoder, read from the ``config.json`` of its checkpoint folder. Standard library only.
 
 Both spellings in circulation are read: ``rope_theta`` plus ``rope_scaling`` (with ``type`` or ``rope_type``), and the ``rope_parameters``
 of transformers 5. A key that would change the computation and isn't supported is an error, never ignored.
@@ -64,7 +64,7 @@ class ModelFacts:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     dtype: str
-    """What the checkpoint says it is stored in; float32 where it doesn't say."""
+    """Of the stored weights, as the config states it; float32 where it doesn't."""
     family: Family = LLAMA
     latent: LatentFacts | None = None
     """Multi-head latent attention in every layer."""
@@ -73,7 +73,7 @@ class ModelFacts:
 
     @property
     def kv_row(self) -> tuple[int, int, int]:
-        """What a layer keeps of a token: sides (keys and values, or one latent row), heads, and the width of each."""
+        """Shape of a layer's cache row of a token: sides (keys and values, or one latent row), heads, and the width of each."""
         return (2, self.num_kv_heads, self.head_dim) if self.latent is None else (1, 1, self.latent.row_dim)
 
     def has_experts(self, layer: int) -> bool:

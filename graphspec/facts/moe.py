@@ -24,7 +24,7 @@ class ExpertFacts:
     topk_groups: int = 1
     """A token's experts come from this many of the groups."""
     group_best: int = 1
-    """A group is worth the sum of so many of its best experts."""
+    """A group is worth the sum of this many of its best experts."""
     sigmoid: bool = False
     """Scores are sigmoids, ranked after a correction was added; otherwise a softmax."""
     normalize: bool = False
@@ -81,7 +81,7 @@ def _read_groups(keys: Keys, experts: int, topk: int, best: int) -> tuple[int, i
     if experts % groups:
         raise keys.error("n_group", f"a divisor of n_routed_experts = {experts}")
     if chosen > groups or chosen * (experts // groups) < topk:
-        raise keys.error("topk_group", f"at most n_group = {groups}, with num_experts_per_tok = {topk} experts in so many groups")
+        raise keys.error("topk_group", f"at most n_group = {groups}, with num_experts_per_tok = {topk} experts in that many groups")
     if chosen < groups and experts // groups < best:
         raise keys.error("n_group", f"groups of at least {best} experts, the sum of whose scores ranks them")
     return groups, chosen

@@ -64,7 +64,7 @@ def _read_theta(keys: Keys, rope: Keys) -> float:
     """The base, from either place; above 1, for its logarithm divides."""
     stated = [owner.number("rope_theta", above=1.0, most=MOST_THETA) for owner in (rope, keys) if owner.present("rope_theta")]
     if len(stated) == 2 and stated[0] != stated[1]:
-        raise rope.error("rope_theta", f"{stated[1]:g}, as rope_theta beside it says")
+        raise rope.error("rope_theta", f"{stated[1]:g}, as the other rope_theta says")
     return stated[0] if stated else 10000.0
 
 

@@ -132,7 +132,7 @@ def plan_memory(plan: Plan, config: Config, weights: tuple[int, int] | None = No
     if weights is None and tables > int(available * config.runtime.memory_fraction):
         networks = [MemoryLine("position tables, besides weights", tables)]
     else:
-        target, draft = weights or weigh(plan, config.variant.token_map)
+        target, draft = weights or parameter_bytes(plan, config.variant.token_map)
         networks = [MemoryLine("target weights", target), MemoryLine("draft weights", draft)]
     rows = ("runtime.max_rows", "runtime.buckets", "variant.num_draft_tokens")
     lines = [
@@ -194,7 +194,7 @@ def _tables(plan: Plan) -> int:
     return sum(plan.max_positions * model.rope.rotary_dim(model.head_dim) * torch.float32.itemsize for model in tabled)
 
 
-def weigh(plan: Plan, token_map: str | None = None) -> tuple[int, int]:
+def parameter_bytes(plan: Plan, token_map: str | None = None) -> tuple[int, int]:
     """Bytes of the target's parameters and tables, and of the draft's that it does not share with the target, packed where they will be.
 
     Packed weights that the checkpoint has in more than 16 bits count with 32; where every value fits into 16 they take half of that.

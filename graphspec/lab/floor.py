@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from ..shapes import CycleShape
 
 GROUPS = ("embedding", "layers", "experts", "head", "fuse")
-"""What a parameter is for. layers: read by every pass; experts: of the router's choice; fuse: read by the first draft pass only."""
+"""Use of a parameter. layers: read by every pass; experts: of the router's choice; fuse: read by the first draft pass only."""
 _EXPERTS = ("gate_up_EFH", "down_EHF")
 _LOGIT_BYTES = 2 * 4
 """A float32 logit is written once and read once."""
@@ -44,7 +44,7 @@ _LOGIT_BYTES = 2 * 4
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """What a floor is held against.
+    """Hardware that a floor is computed for.
 
     Attributes:
         bandwidth: bytes per second between memory and processor.
@@ -106,7 +106,7 @@ class Forward:
 
 @dataclass(frozen=True, slots=True)
 class StageCost:
-    """What one stage must move and do.
+    """Bytes and operations of one stage.
 
     Attributes:
         name: of the stage.

@@ -1,4 +1,4 @@
-"""What a decoder layer sees of attention and paged KV: one callable, nothing of pages, trees or chunks.
+"""The attention that a decoder layer calls: one interface over paged KV, for trees and for prompt chunks.
 
 Letters are those of :mod:`graphspec.shapes`.
 """
@@ -18,7 +18,7 @@ from ..kernels.registry import KernelSet
 
 
 class HeadTransform(NamedTuple):
-    """What happens to each query and key head before it attends."""
+    """Norm and rotation of each query and key head before it attends."""
 
     rotation: Rotation
     """Pairs ``(i, i + d)`` rotate."""
@@ -30,7 +30,7 @@ class HeadTransform(NamedTuple):
 
 
 class LatentTransform(NamedTuple):
-    """What happens to a token's compressed keys and values, and to the rotated part of its queries, before they meet."""
+    """Norm and rotation of a token's compressed keys and values, and rotation of its queries' rotated part."""
 
     norm_weight_L: Tensor
     norm_eps: float

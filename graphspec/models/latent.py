@@ -71,7 +71,7 @@ class LatentAttention(nn.Module):
         return out_BTH
 
     def write_kv(self, x_BTH: Hidden, rotation: Rotation, attention: Attention, norm: RMSNorm | None = None) -> None:
-        """What a call writes, and nothing of what it returns."""
+        """The KV write of a call, without its result."""
         _, rope_BTQR, latent_BTE = self._project(x_BTH, norm)
         attention.write_latent(self.layer, rope_BTQR, latent_BTE, self._transform(rotation))
 

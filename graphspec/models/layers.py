@@ -138,7 +138,7 @@ class RMSNorm(nn.Module):
         return cls(size or facts.hidden_size, facts.rms_norm_eps, facts.family.norm == "offset", facts.family.norm == "float32")
 
     def scale(self) -> Tensor:
-        """What the normalised channels are multiplied by."""
+        """Factors of the normalised channels."""
         return 1.0 + self.weight if self.offset else self.weight
 
     def forward(self, x: Hidden) -> Tensor:
@@ -198,7 +198,7 @@ class SelfAttention(nn.Module):
         return out_BTH
 
     def write_kv(self, x_BTH: Hidden, rotation: Rotation, attention: Attention, norm: RMSNorm | None = None) -> None:
-        """What a call writes, and nothing of what it returns."""
+        """The KV write of a call, without its result."""
         query_BTQD, _, key_BTGD, value_BTGD = self._project(x_BTH, norm)
         attention.write(self.layer, query_BTQD, key_BTGD, value_BTGD, self._heads(rotation))
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class TargetOutput(NamedTuple):
-    """What one forward of a target gives."""
+    """Result of one forward of a target."""
 
     hidden_BTH: Tensor
     """After the final norm; what :meth:`LlamaModel.logits` takes."""

@@ -36,7 +36,7 @@ _TENSOR_PARTS = (
     "collections OrderedDict", "torch._utils _rebuild_tensor", "torch._utils _rebuild_tensor_v2", "torch._utils _rebuild_tensor_v3",
     "torch._utils _rebuild_parameter", "torch.nn.parameter Parameter", "torch Tensor", "torch Size",
 )  # fmt: skip
-"""What the pickle of a dictionary of plain tensors names besides storages and dtypes. ``weights_only`` lets more through, among it
+"""Names in the pickle of a dictionary of plain tensors, besides storages and dtypes. ``weights_only`` lets more through, among it
 ``bytearray``, which takes any amount of memory."""
 _TOO_NEW = {"STACK_GLOBAL", "INST", "OBJ", "EXT1", "EXT2", "EXT4", "FRAME"}
 
@@ -77,7 +77,7 @@ class _Safetensors:
 
 
 def load_pickle(file: Path) -> Any:
-    """What ``torch.save`` wrote: plain tensors, numbers, texts and containers of them.
+    """Contents of a file of ``torch.save``: plain tensors, numbers, texts and containers of them.
 
     Nothing in the file is run. Before torch sees it (``weights_only``), the pickle in it is read as text: what it names must be a part of a
     tensor, and neither it nor the archive around it may unfold into more than the file has.

@@ -1,1 +1,1 @@
-"""What people see in a terminal."""
+"""Output in a terminal."""

@@ -52,7 +52,7 @@ class WordWrap:
         self._column, self._rest = 0, ""
 
     def push(self, text: str, *, last: bool = False) -> str:
-        """What can be shown after ``text``; a word that may go on in the next piece waits for it, unless this is the ``last``."""
+        """Text to show after ``text``; a word that may go on in the next piece waits for it, unless this is the ``last``."""
         *whole, self._rest = re.split(r"(?<=\n)|(?<=\s)(?=\S)", self._rest + text)
         if last:
             whole, self._rest = [*whole, self._rest], ""

@@ -1,4 +1,4 @@
-"""What an engine is made of, printed: the plan, its buckets, every slot with its bytes, and one draft tree."""
+"""``graphspec inspect``: the plan of an engine, its buckets, every slot with its bytes, and one draft tree."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def plan_table(described: Mapping[str, object]) -> Table:
 
 
 def buckets_table(buckets: Sequence[int], nodes: int, accept_width: int) -> Table:
-    """What one cycle of each bucket verifies and can commit."""
+    """Nodes that one cycle of each bucket verifies, and tokens that it can commit."""
     table = Table(title="buckets", title_justify="left")
     for heading in ("lanes", "verify rows", "most tokens per cycle"):
         table.add_column(heading, justify="right")
@@ -72,7 +72,7 @@ def slots_table(slots: Iterable[tuple[str, Sequence[int], object, int]]) -> Tabl
 
 
 def memory_table(memory: MemoryPlan) -> Table:
-    """What the engine holds, line by line, and what it may."""
+    """Memory that the engine holds, line by line, and its budget."""
     table = Table(title="memory", title_justify="left", show_footer=True)
     table.add_column("what", footer=f"{spell_bytes(memory.budget)} allowed: {memory.fraction:g} of {spell_bytes(memory.available)}")
     table.add_column("bytes", justify="right", footer=spell_bytes(memory.total))
@@ -83,7 +83,7 @@ def memory_table(memory: MemoryPlan) -> Table:
 
 
 def programs_table(records: Iterable[CaptureRecord]) -> Table:
-    """What it took to build each program."""
+    """Seconds and bytes of building each program."""
     table = Table(title="programs", title_justify="left")
     table.add_column("program")
     for heading in ("warm-up", "capture", "graph memory"):

@@ -1,4 +1,4 @@
-"""What a run writes as it goes: checkpoints that are whole or not there, and one JSON record for each interval."""
+"""Files of a run in progress: checkpoints, written whole or not at all, and one JSON record for each interval."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from ..checks import brief
 from ..errors import ConfigError
 from ..train_options import TrainConfig
-from . import checkpoint, loop
+from . import loop
 from .drafter import Drafter, NetworkConfig, Target, network_of, trained_variants, unrolled
 from .loop import Watch, unwatched
 
@@ -76,7 +76,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Texts:
-    """What drafts are trained on."""
+    """The texts that drafts are trained on."""
 
     stream: np.ndarray
     """``[tokens]``: the training text."""
@@ -192,13 +192,3 @@ def train_draft(
         figures["draft_vocab_size"] = len(ids)
         figures["draft_vocab_coverage"] = round(float(np.isin(drafted, ids.cpu().numpy()).mean()), 4)
     return drafter.eval(), figures
-
-
-def load_draft(recipe: Recipe, model: PreTrainedModel, file: Path) -> Drafter:
-    """The network of a checkpoint of :func:`train_draft`, in evaluation mode on the model's device."""
-    device = next(model.parameters()).device
-    state = checkpoint.load(file, device)
-    loop.check_settings(state, recipe.settings(), file)
-    drafter = network_of(recipe.variant).build(model, recipe.network(), None).to(device)
-    drafter.load_state_dict(state["model"])
-    return drafter.eval()

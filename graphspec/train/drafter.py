@@ -1,4 +1,4 @@
-"""What the trainer and the simulator of acceptance ask of a draft network, and what both know of its target.
+"""The interface of a draft network in training, and of its target.
 
 Rows follow one convention, the same as at inference: row ``i`` consumes token ``i + 1`` together with the target's feature of position
 ``i``, sits at RoPE position ``i``, and predicts token ``i + 2``. Token 0 is never consumed.
@@ -84,12 +84,6 @@ class Drafter(nn.Module):
     def target_ids(self) -> Tensor | None:
         """``[Vd]`` int64: target id of every draft id; None: the vocabulary is the target's."""
         return None
-
-    @torch.no_grad()
-    def round_to_bfloat16(self) -> None:
-        """Round every parameter, in place, to what it will be in a bfloat16 checkpoint; its dtype stays."""
-        for parameter in self.parameters():
-            parameter.copy_(parameter.bfloat16())
 
     @abstractmethod
     def published(self, target: PreTrainedModel) -> tuple[dict[str, object], dict[str, Tensor]]:

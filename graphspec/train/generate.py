@@ -1,8 +1,9 @@
-"""Text written by the target itself: what its drafter is trained on, and what acceptance is measured on."""
+"""Text written by the target itself, which its drafter is trained on."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,9 @@ from .checkpoint import write_json, write_whole
 from .loop import Watch, unwatched
 
 REUSE = 3
-"""Times that a draft reads each token its target wrote, where nobody says how much it writes."""
+"""Times that a draft reads each token its target wrote: the default amount of text follows from it."""
 SEQUENCES = 128
-"""Most sequences that are written at once, where nobody says."""
+"""Most sequences that are written at once by default."""
 
 
 class PreallocatedLayer(DynamicLayer):
@@ -163,12 +164,12 @@ def _check_text(file: Path, settings: dict[str, Any]) -> None:
             raise ConfigError(f"{file}: {key}", value, stored.get(key), hint)
 
 
-def repetition(tokens_BT: torch.Tensor, begin: int, width: int = 16) -> float:
-    """Share of the ``width``-token runs from ``begin`` on that occurred earlier in the same sequence: how much a text loops."""
+def repetition(texts: Iterable[Sequence[int]], width: int = 16) -> float:
+    """Share of the ``width``-token runs that occurred earlier in the same text: how much a text loops."""
     seen_again = total = 0
-    for row in tokens_BT.tolist():
+    for row in texts:
         seen: set[tuple[int, ...]] = set()
-        for i in range(begin, len(row) - width + 1):
+        for i in range(len(row) - width + 1):
             run = tuple(row[i : i + width])
             seen_again += run in seen
             total += 1

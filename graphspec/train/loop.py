@@ -32,13 +32,13 @@ STATE_COPIES = 3
 
 
 class Watch(Protocol):
-    """Told how far a stage is; ``note`` says more in a few words."""
+    """Called with a stage, its units done and in all, and a note of a few words."""
 
     def __call__(self, stage: str, done: int, total: int, note: str = "") -> None: ...
 
 
 def unwatched(stage: str, done: int, total: int, note: str = "") -> None:
-    """A :class:`Watch` that nobody reads."""
+    """A :class:`Watch` that shows nothing."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Trained:
-    """What a finished run says of itself: ``figures`` as the job describes them, ``seconds`` of training over all its sessions."""
+    """Result of a finished run: ``figures`` as the job describes them, ``seconds`` of training over all its sessions."""
 
     figures: dict[str, Any]
     seconds: float

@@ -73,7 +73,7 @@ def make_schedule(optimizer: torch.optim.Optimizer, config: TrainConfig) -> LRSc
         ends.append((ends[-1] if ends else 0) + steps)
 
     peak = optimizer.param_groups[0]["lr"]
-    for length in config.courses():
+    for length in config.periods():
         warmup, whole = config.warm_up_of(length), config.cool_down_of(length)
         cooldown = min(whole, length - warmup)
         rest = length - warmup - cooldown

@@ -9,7 +9,6 @@ export      OUT/config.json, OUT/model.safetensors, ...                         
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,15 +23,15 @@ from ..engine.llm import model_folder
 from ..errors import CheckpointError, ConfigError
 from ..paths import check_writable, make_folder, reason
 from ..train_options import TrainConfig
-from .acceptance import check_acceptance, measure_acceptance, target_text
+from .acceptance import check_acceptance, continue_held_out, measure_acceptance, small_engine
 from .checkpoint import write_json
 from .draft import Recipe, Texts, train_draft
-from .drafter import Target, load_target, trained_variants
+from .drafter import load_target, trained_variants
 from .export import OUT, export_draft, export_target, size_in_megabytes
 from .generate import generate_text, repetition, text_sets
 from .loop import Watch, unwatched
 from .target import NAME, bits_per_byte, train_target
-from .texts import Documents, Streams, encode
+from .texts import Documents, encode
 from .tokenizer import END_OF_TEXT, train_tokenizer
 
 RECORD = "training.json"
@@ -56,14 +55,14 @@ def run(config: LaunchConfig, watch: Watch = unwatched) -> dict[str, Any]:
         _clear(work, NAME if recipe is None else variant.name)
     figures: dict[str, Any] = {"variant": variant.name, "graphspec": __version__}
     if recipe is None:
-        figures |= _target(train, documents, work, out, device, watch)
+        figures |= _target(config, documents, work, out, device, watch)
     else:
         dtype: torch.dtype | str = config.hardware.dtype
         if dtype == "auto":
             dtype = "float32" if device == "cpu" else "auto"
         folder = model_folder(config.model.path, config.model.revision)
         model = load_target(folder, dtype if dtype == "auto" else getattr(torch, str(dtype)), device)
-        figures |= _draft(recipe, model, folder, documents, work, out, watch)
+        figures |= _draft(config, recipe, model, folder, documents, work, out, watch)
     figures["megabytes"] = round(size_in_megabytes(out), 3)
     figures["config"] = asdict(train)
     write_json(out / RECORD, figures, OUT)
@@ -104,8 +103,8 @@ def _clear(work: Path, name: str) -> None:
             file.unlink()
 
 
-def _target(train: TrainConfig, documents: Documents, work: Path, out: Path, device: str, watch: Watch) -> dict[str, Any]:
-    vocab, folder = train.target.vocab_size, work / "tokenizer"
+def _target(config: LaunchConfig, documents: Documents, work: Path, out: Path, device: str, watch: Watch) -> dict[str, Any]:
+    train, vocab, folder = config.train, config.train.target.vocab_size, work / "tokenizer"
     if not (folder / "tokenizer_config.json").exists():
         watch("tokenizer", 0, 1)
         train_tokenizer(documents.train.values(), vocab, folder)
@@ -117,61 +116,39 @@ def _target(train: TrainConfig, documents: Documents, work: Path, out: Path, dev
     model, figures = train_target(train, streams, work, device, watch)
     export_target(model, folder, out)
     # What is published is measured: weights rounded to bfloat16.
-    published = load_target(out, torch.float32, device)
-    nats, bits = bits_per_byte(published, streams.held_out, streams.facts["held_out_bytes"])
-    text_BT, begin = target_text(train.acceptance, Target(published), streams.held_out), train.acceptance.prompt_length
+    nats, bits = bits_per_byte(load_target(out, torch.float32, device), streams.held_out, streams.facts["held_out_bytes"])
+    outputs = continue_held_out(small_engine(config, str(out), config.variant), train.acceptance, streams.held_out)
     return {
         "data": streams.facts,
         "training": figures,
         "published": {
             "held_out_loss": nats,
             "held_out_bits_per_byte": bits,
-            "repeated_16_grams": round(repetition(text_BT, begin), 4),
-            "samples": samples(tokenizer, text_BT[: train.acceptance.samples], begin, end),
+            "repeated_16_grams": round(repetition([output.token_ids for output in outputs]), 4),
+            "samples": [
+                {"prompt": tokenizer.decode(output.prompt_token_ids), "continuation": output.text}
+                for output in outputs[: train.acceptance.samples]
+            ],
         },
     }
 
 
 def _draft(
-    recipe: Recipe, model: PreTrainedModel, folder: Path, documents: Documents, work: Path, out: Path, watch: Watch
+    config: LaunchConfig, recipe: Recipe, model: PreTrainedModel, folder: Path, documents: Documents, work: Path, out: Path, watch: Watch
 ) -> dict[str, Any]:
-    train, target = recipe.train, Target(model)
-    tokenizer, ends = _tokenizer(folder), model.config.eos_token_id
+    train, tokenizer, ends = recipe.train, _tokenizer(folder), model.config.eos_token_id
     end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else ends[0] if isinstance(ends, list) else ends
     streams = encode(documents, tokenizer, end, model.config.vocab_size, {"model.path": str(folder.resolve())}, work, watch)
     check_acceptance(train.acceptance, model.config.max_position_embeddings, streams.held_out)
     texts = Texts(streams.train, generate_text(train.text, text_sets(train), model, streams.train, work, watch))
     drafter, figures = train_draft(recipe, model, texts, work, watch)
     export_draft(drafter, model, out, folder)
-    drafter.round_to_bfloat16()
-    measured = measure(
-        train, target, streams, lambda text_BT: measure_acceptance(train.acceptance, target, drafter, text_BT, streams.end), watch
-    )
+    # The engine that measures reads the target again: two of them need not fit on the device.
+    model.to("cpu")
+    # A network with a head for each step drafts chains, no deeper than it has heads.
+    shapes = [s for s in train.acceptance.shapes if drafter.num_heads == 1 or (s[1] == 1 and s[0] <= drafter.num_heads)]
+    measured = measure_acceptance(config, shapes, streams.held_out, watch)
     return {"target": folder.name, "data": streams.facts, "training": figures, "acceptance": measured}
-
-
-def measure(
-    train: TrainConfig, target: Target, streams: Streams, of_text: Callable[[torch.Tensor], dict[str, object]], watch: Watch
-) -> dict[str, Any]:
-    """Acceptance on the target's greedy text, and under ``sampled`` on text at ``train.acceptance.temperature``."""
-    temperature = train.acceptance.temperature
-    watch("acceptance", 0, 2)
-    figures: dict[str, Any] = of_text(target_text(train.acceptance, target, streams.held_out))
-    watch("acceptance", 1, 2)
-    if temperature:
-        sampled = of_text(target_text(train.acceptance, target, streams.held_out, temperature))
-        figures["sampled"] = {"temperature": temperature, "repeated_16_grams": sampled["repeated_16_grams"], "shapes": sampled["shapes"]}
-    watch("acceptance", 2, 2)
-    return figures
-
-
-def samples(tokenizer: PreTrainedTokenizerBase, text_BT: torch.Tensor, begin: int, end: int) -> list[dict[str, str]]:
-    """Prompts and continuations as text, each up to its end."""
-    found = []
-    for row in text_BT.tolist():
-        continuation = row[begin : row.index(end, begin) if end in row[begin:] else None]
-        found.append({"prompt": tokenizer.decode(row[:begin]), "continuation": tokenizer.decode(continuation)})
-    return found
 
 
 def _tokenizer(folder: Path) -> PreTrainedTokenizerBase:
@@ -182,7 +159,7 @@ def _tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
 
 def headline(figures: dict[str, Any], out: str) -> str:
-    """What the command says at the end."""
+    """Last lines of the command's output."""
     lines = []
     if figures["variant"] in trained_variants():
         acceptance = figures["acceptance"]

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from ..errors import ConfigError
 from ..train_options import TargetConfig, TrainConfig
-from . import checkpoint, loop
+from . import loop
 from .loop import Watch, unwatched
 from .texts import Streams
 
@@ -55,15 +55,6 @@ def settings(config: TrainConfig) -> dict[str, Any]:
     """Everything that decides the bits, but the text."""
     given = asdict(config)
     return {"variant": "none", "phases": config.schedule_phases, **{key: given[key] for key in BITS}, "target": given["target"]}
-
-
-def trained_target(config: TrainConfig, work: Path) -> LlamaForCausalLM:
-    """The model of the checkpoint in ``work``, as it was trained, on the CPU."""
-    model, file = build_target(config.target, config.seed), work / f"{NAME}.pt"
-    state = checkpoint.load(file, torch.device("cpu"))
-    loop.check_settings(state, settings(config), file)
-    model.load_state_dict(state["model"])
-    return model.requires_grad_(False).eval()
 
 
 def bits_per_byte(model: PreTrainedModel, stream: np.ndarray, num_bytes: int, length: int = 512) -> tuple[float, float]:

@@ -104,7 +104,7 @@ class Documents:
 
     @classmethod
     def read(cls, config: TrainConfig) -> Documents:
-        """What ``train.data`` and ``train.held_out`` name; without the latter a share of the former is held out.
+        """The texts of ``train.data`` and ``train.held_out``; without the latter a share of the former is held out.
 
         Raises:
             ConfigError: no data, or paths without text.

@@ -145,7 +145,7 @@ def parse(argv: Sequence[str] | None) -> tuple[Job, Path | None]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Compare and print; exit code 0, or 1 where tokens differ."""
     job, file = parse(argv)
-    # A polite kill leaves no worktree behind either.
+    # A SIGTERM leaves no worktree either.
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         with checkouts(job.repository, job.base, job.head) as pair:

@@ -25,7 +25,7 @@ class Checkout:
 
     Attributes:
         label: what the user called it.
-        commit: its hash, with ``-dirty`` behind it for a working tree that differs from it.
+        commit: its hash, with ``-dirty`` after it for a working tree that differs from it.
         folder: its root.
         cache: where its compiled code goes, shared with no other checkout.
     """

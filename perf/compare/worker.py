@@ -1,4 +1,4 @@
-"""One revision's process: builds an engine per workload and runs it when told to. Uses nothing but that revision's public API.
+"""One revision's process: builds an engine per workload and runs it when asked. Uses nothing but that revision's public API.
 
 Commands arrive on standard input and answers leave on standard output, one JSON object a line. Whatever the revision itself prints goes to
 standard error.

@@ -33,7 +33,7 @@ CALLS: dict[str, tuple[Part, ...]] = {
         Part("cache", 30, 30, "kernels of the 8B cycles compiled by many processes"),
         Part("rows", 250, 200, "README's rows: none, trees, chain, one draft step"),
         Part("core", 240, 180, "the tests that decide green"),
-        Part("rest", 570, 0, "the other probes; stages and anatomy of a cycle"),
+        Part("rest", 570, 0, "the other probes; stages and nodes of a cycle"),
     ),
     "second": (Part("tests", 570, 300, "every test in tests/gpu, the sanitizer among them"),),
     "third": (

@@ -203,7 +203,7 @@ def probes() -> dict[str, Callable[[], str]]:
     return found
 
 
-def before_all_else(names: Iterable[str]) -> list[str]:
+def early_probes(names: Iterable[str]) -> list[str]:
     """The essential probes, then those of the kernels: what is tried before anything is measured."""
     return [name for name in names if name in ESSENTIAL] + [name for name in names if name.startswith(KERNEL)]
 

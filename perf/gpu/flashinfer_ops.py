@@ -1,4 +1,4 @@
-"""FlashInfer's norm, rope and sampling beside ours on a GPU, in the shapes of Llama-3.1-8B: ``python -m perf.gpu.flashinfer_ops``.
+"""FlashInfer's norm, rope and sampling next to ours on a GPU, in the shapes of Llama-3.1-8B: ``python -m perf.gpu.flashinfer_ops``.
 
 Every pair does the same work on the same tensors inside a CUDA graph; the result file has a line for each, with the median time of a call,
 in microseconds. Ours are what a fused cycle runs; nothing in the package takes these of FlashInfer's, whatever the file says.
@@ -91,7 +91,7 @@ def sampling(lanes: int, tokens: int, device: torch.device) -> Iterator[Pair]:
     position = torch.arange(tokens, device=device).expand(lanes, -1).contiguous()
     # As tensors: numbers, and torch's generator, would be frozen in a graph.
     theirs = {"seed": torch.zeros(1, dtype=torch.int64, device=device), "offset": torch.zeros(1, dtype=torch.int64, device=device)}
-    # FlashInfer has no argmax; torch's is what stands beside it.
+    # FlashInfer has no argmax; it is compared with torch's.
     yield "greedy", lambda: sample_tokens(logits, None, None, None, None, None, None, True), lambda: rows.argmax(-1)
     ours = (logits, temperature, seed, position, None, None, None, True)
     yield "drawn", lambda: sample_tokens(*ours), lambda: flashinfer.sampling_from_logits(rows, **theirs)

@@ -5,7 +5,7 @@ graph nodes and gaps of one case; host time per cycle; and at batch 1 what HF tr
 loop need for a token. Medians, against the bytes that have to move at the bandwidth just measured. One JSONL file in the folder of
 ``--out``, written as it comes. Acceptance is synthetic in every drafting row, and the row says so.
 
-``--groups`` chooses: ``rows`` is what the README states; ``anatomy`` comes last, for once the profiler was there, it costs every launch a
+``--groups`` chooses: ``rows`` is what the README states; ``nodes`` comes last, for once the profiler was there, it costs every launch a
 little. When CUDA gives up on the process, it ends with a code of its own; the same ``--file`` given again goes on after the case that did
 it. Whether the checks of this code were green is not asked here: README's section is written from both.
 """
@@ -41,11 +41,11 @@ VARIANTS_AT_ONE: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...] = (
     ("batch_invariant", (("numerics", "batch_invariant"),)),
     ("programmatic_launch", (("programmatic_launch", True),)),
 )
-"""Other kernels at batch 1, beside the fused ones: keys of the kernels group."""
-GROUPS = ("rows", "baselines", "buckets", "anatomy")
+"""Other kernels at batch 1, next to the fused ones: keys of the kernels group."""
+GROUPS = ("rows", "baselines", "buckets", "nodes")
 SHORTER = Case("tree (3,4,8)", CycleShape(3, 4, 8))
 """What the tree of depth 5 is held against, for the cost of a draft step."""
-ANATOMY, ANATOMY_SECONDS = "anatomy of ", 25.0
+NODES, NODES_SECONDS = "nodes of ", 25.0
 """What looks inside with the profiler comes last, and this much time is kept for it."""
 AGAIN = 75
 """Exit code: CUDA gave up on this process, and there is more to measure."""
@@ -89,11 +89,11 @@ def record(bench: Bench, bandwidth: float, seconds: float) -> dict[str, Any]:
     }
 
 
-def anatomy(bench: Bench) -> dict[str, Any]:
+def cycle_nodes(bench: Bench) -> dict[str, Any]:
     """Nodes of one replayed cycle, the time they run, and the gaps between them, from the profiler."""
     found = kernel_timeline(bench.cycle.programs[bench.key], bench.rewind)
     return {
-        "kind": "anatomy",
+        "kind": "nodes",
         "case": bench.case.name,
         "lanes": bench.case.lanes,
         "synthetic": bench.case.shape.num_steps > 0,
@@ -203,8 +203,8 @@ class Session:
     def cycle(self, case: Case) -> dict[str, Any]:
         return record(self.bench(case), self.bandwidth, self.options.each)
 
-    def anatomy(self, case: Case) -> dict[str, Any]:
-        return anatomy(self.bench(case))
+    def nodes(self, case: Case) -> dict[str, Any]:
+        return cycle_nodes(self.bench(case))
 
     def draft_step(self) -> dict[str, Any]:
         return draft_step(self.bench(Case("tree (5,4,8)", TREE)), self.bench(SHORTER))
@@ -240,11 +240,11 @@ def tasks(session: Session) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]
     if "buckets" in groups:
         for case in other_cases(session.options.buckets):
             yield f"{case.name} x{case.lanes}", partial(session.cycle, case)
-    if "anatomy" in groups:
+    if "nodes" in groups:
         yield "stages", session.stages
         for case in plain if session.options.device == "cuda" else ():
             if case.shape in (PLAIN, TREE):
-                yield f"{ANATOMY}{case.name}", partial(session.anatomy, case)
+                yield f"{NODES}{case.name}", partial(session.nodes, case)
 
 
 def run(session: Session, done: Mapping[str, str]) -> bool:
@@ -261,7 +261,7 @@ def run(session: Session, done: Mapping[str, str]) -> bool:
     for name, do in tasks(session):
         if name in done or not any(part in name for part in options.match or [""]):
             continue
-        kept = 0.0 if name.startswith(ANATOMY) or "anatomy" not in options.groups else ANATOMY_SECONDS
+        kept = 0.0 if name.startswith(NODES) or "nodes" not in options.groups else NODES_SECONDS
         if time.perf_counter() - began > options.seconds - kept:
             session.put({"kind": "not_run", "task": name, "error": f"{options.seconds:.0f} seconds were over"})
             sound = False
@@ -292,7 +292,7 @@ def line(row: Mapping[str, Any]) -> str:
         return f"         {row['task']:36} not run: {row['error']}"
     if kind == "failed":
         return f"{took}  {row['task']:36} failed: {str(row['error']).splitlines()[0][:160]}"
-    if kind == "anatomy":
+    if kind == "nodes":
         figures = f"{row['nodes']} nodes, busy {row['busy_milliseconds']:.3f} ms, gaps {row['gap_milliseconds']:.3f} ms"
         return f"{took}  {row['task']:36} {figures}"
     if kind == "stages":
@@ -300,7 +300,7 @@ def line(row: Mapping[str, Any]) -> str:
     return f"{took}  {row['task']:36} {row['milliseconds']:.3f} ms"
 
 
-def earlier(file: Path) -> list[dict[str, Any]]:
+def interrupted_rows(file: Path) -> list[dict[str, Any]]:
     """Rows of an attempt that ended early: what was begun and has no row ended it, and is a failure."""
     if not file.is_file():
         return []
@@ -331,7 +331,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("no CUDA device: nothing was run, nothing is claimed")
         return 0
     file = options.file or result_file(options.out, "gpu-latency")
-    rows = earlier(file) or [{**provenance(), "tree": tree_digest()}]
+    rows = interrupted_rows(file) or [{**provenance(), "tree": tree_digest()}]
     done = {row["task"]: row["kind"] for row in rows if "task" in row} | dict.fromkeys(options.without, "cycle")
 
     def put(row: dict[str, Any]) -> None:

@@ -28,7 +28,7 @@ SOURCE_ONLY = ("antlr4-python3-runtime",)
 MIB = 2**20
 
 INSTALL = """#!/bin/sh
-# Installs the wheels beside this script into ./site, without a network. Nothing outside this folder is touched, except that compiled
+# Installs the wheels next to this script into ./site, without a network. Nothing outside this folder is touched, except that compiled
 # kernels for FlashInfer, where there are any, go into its own folder.
 set -eu
 cd "$(dirname "$0")"
@@ -38,7 +38,7 @@ if ls wheels/*.whl >/dev/null 2>&1; then
     "${PYTHON:-python3}" -m pip install --quiet --no-index --no-deps --upgrade --target site wheels/*.whl
 fi
 if [ -d flashinfer-aot ]; then
-    # Beside FlashInfer, where it looks for kernels that need no compiler.
+    # Next to FlashInfer, where it looks for kernels that need no compiler.
     PYTHONPATH="$PWD/site" "${PYTHON:-python3}" -c 'import shutil, sys
 from importlib import metadata
 from importlib.util import find_spec
@@ -116,7 +116,7 @@ def sizes(files: Sequence[Path]) -> dict[str, int]:
 
 
 def copy_repository(files: Sequence[Path], folder: Path) -> None:
-    """Copy ``files`` and write the commit beside them, since ``.git`` stays behind."""
+    """Copy ``files`` and write the commit next to them, since ``.git`` is not copied."""
     for path in files:
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / path, folder / path)

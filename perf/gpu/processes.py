@@ -1,4 +1,4 @@
-"""A command in a process group of its own, over in time whatever it does."""
+"""A command in a process group of its own, which ends in time whatever it does."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def run_command(
             _waited(process, ends)
             return None
         finally:
-            # Also whatever it started and left behind, which would hold the device.
+            # Also what it started and did not end, which would hold the device.
             _signal(process, signal.SIGKILL)
 
 

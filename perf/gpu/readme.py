@@ -1,6 +1,6 @@
 """README's GPU section, from the result files: ``python -m perf.gpu.readme`` rewrites it, ``--check`` says whether it is up to date.
 
-What no file shows is said to be not yet run; nobody types a figure in here. Checks and latency come from different calls of ``make
+What no file shows is shown as not yet run; no figure is typed in by hand. Checks and latency come from different calls of ``make
 gpu-check``: figures are shown where the checks of the same code on the same kind of GPU, under the same torch and Triton, were green.
 """
 

@@ -1,7 +1,7 @@
 """Plain decoding as the shortest loop around a compiled model with a dense static KV cache: what a user would write without an engine.
 
 The style is that of gpt-fast: one row, ``scaled_dot_product_attention`` over the whole cache under a mask, ``torch.compile`` with CUDA
-graphs. It shares the network classes, so weights and shapes are those of the engine beside it.
+graphs. It shares the network classes, so weights and shapes are those of the engine it is compared with.
 """
 
 from __future__ import annotations

@@ -128,7 +128,7 @@ def _kind(value: Any) -> object:
 
 
 def _work(launches: Sequence[Launch], target: GPUTarget, turn: Any, folder: Path) -> None:
-    """One process: the next launch nobody has begun, until there is none."""
+    """One process: the next launch that no other process has begun, until there is none."""
     driver.set_active(_Target(target))
     with (folder / f"{os.getpid()}.jsonl").open("a", encoding="utf-8") as sink:
         while True:

@@ -108,10 +108,10 @@ def test_charts_follow_the_colours_of_the_system(open_page: Open) -> None:
 
 def test_the_viewer_steps_with_buttons_and_slider(open_page: Open, lines: list[dict[str, Any]]) -> None:
     page = open_page()
-    told = next(line for line in lines if line["kind"] == "generation")
-    cycles = told["cycles"]
+    reported = next(line for line in lines if line["kind"] == "generation")
+    cycles = reported["cycles"]
     assert page.locator("#viewer-back").is_disabled()
-    text, paths = told["prompt"], []
+    text, paths = reported["prompt"], []
     for number, cycle in enumerate(cycles, start=1):
         text += "".join(cycle["emitted"])
         assert text_of(page) == text
@@ -242,11 +242,11 @@ def test_wide_and_deep_trees_scroll_in_their_box(open_page: Open, width: int) ->
 
 def test_hostile_text_stays_text(open_page: Open, lines: list[dict[str, Any]]) -> None:
     page = open_page()
-    told = [line for line in lines if line["kind"] == "generation"][HOSTILE_GENERATION]
+    reported = [line for line in lines if line["kind"] == "generation"][HOSTILE_GENERATION]
     page.locator("#viewer-select").select_option(index=HOSTILE_GENERATION)
     page.locator("#viewer-last").click()
     text = text_of(page)
-    assert text == told["prompt"] + "".join(piece for cycle in told["cycles"] for piece in cycle["emitted"])
+    assert text == reported["prompt"] + "".join(piece for cycle in reported["cycles"] for piece in cycle["emitted"])
     assert HOSTILE[1:] in text
     assert page.locator("img, #viewer script").count() == 0
     option = page.locator("#viewer-select option").nth(HOSTILE_GENERATION).text_content() or ""

@@ -216,9 +216,9 @@ def test_jsonl_requests_carry_their_own_sampling(run, tmp_path):
         ('{"prompt": 3}', '"prompt"'),
         ('{"prompt": "a", "top_q": 1}', "top_q"),
         ('{"prompt": "a", "logit_bias": {"x": 1}}', "token ids and numbers"),
-        ('{"prompt": "a", "logprobs": "x"}', "type int"),
-        ('{"prompt": "a", "max_tokens": "many"}', "type int"),
-        ('{"prompt": "a", "max_tokens": true}', "type int"),
+        ('{"prompt": "a", "logprobs": "x"}', "expected an integer"),
+        ('{"prompt": "a", "max_tokens": "many"}', "expected an integer"),
+        ('{"prompt": "a", "max_tokens": true}', "expected an integer"),
     ],
 )
 def test_a_malformed_jsonl_line_is_named(run, tmp_path, line, part):

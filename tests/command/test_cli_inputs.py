@@ -32,9 +32,9 @@ def shell(*words: str, redirect: str = "", stdin: bytes = b"", code: str = CHEAP
 
 
 def refusal(done: subprocess.CompletedProcess[bytes]) -> str:
-    told = done.stderr.decode()
-    assert (done.returncode, done.stdout, told.count("\n")) == (2, b"", 1) and told.startswith("graphspec: "), told
-    return told
+    reported = done.stderr.decode()
+    assert (done.returncode, done.stdout, reported.count("\n")) == (2, b"", 1) and reported.startswith("graphspec: "), reported
+    return reported
 
 
 @pytest.mark.parametrize(
@@ -63,8 +63,8 @@ def refusal(done: subprocess.CompletedProcess[bytes]) -> str:
     ids=lambda value: " ".join(value)[:50].encode("ascii", "replace").decode() if isinstance(value, list) else "",
 )
 def test_refused_before_torch_is_imported(words: list[str], part: str) -> None:
-    told = refusal(shell(*words))
-    assert part in told and len(told) < 2500
+    reported = refusal(shell(*words))
+    assert part in reported and len(reported) < 2500
 
 
 def test_standard_streams_that_are_closed_or_full() -> None:
@@ -147,8 +147,8 @@ def _no_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
 def run(target: Path, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[Any, str, str]:
     with pytest.raises(SystemExit) as exit_:
         cli.main(["generate", f"model.path={target}", "variant=none", "runtime=eager", "sampling.max_tokens=3", *words])
-    told = capsys.readouterr()
-    return exit_.value.code, told.out, told.err
+    reported = capsys.readouterr()
+    return exit_.value.code, reported.out, reported.err
 
 
 def lines(path: Path, *rows: object) -> str:
@@ -184,8 +184,8 @@ def test_requests_that_all_fail_compile_nothing(
 ) -> None:
     code, out, err = run(target, capsys, lines(tmp_path / "asked.jsonl", *rows))
     assert (code, out, built) == (2, "", ["check"])
-    told = err.splitlines()
-    assert len(told) == len(parts) and all(line.startswith(f"graphspec: {part}") for line, part in zip(told, parts, strict=True))
+    reported = err.splitlines()
+    assert len(reported) == len(parts) and all(line.startswith(f"graphspec: {part}") for line, part in zip(reported, parts, strict=True))
 
 
 def test_requests_that_fail_alone_leave_the_others(target: Path, tmp_path: Path, built: list[str], capsys: Any) -> None:

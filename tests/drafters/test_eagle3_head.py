@@ -9,7 +9,7 @@ import torch
 
 from graphspec.drafters.eagle3.facts import read_eagle3_facts
 from graphspec.drafters.eagle3.loading import load_eagle3
-from graphspec.errors import CheckpointError, ConfigError
+from graphspec.errors import CheckpointError
 from graphspec.facts import read_model_facts
 from graphspec.models.target import load_target
 from tests.support.checkpoints import (
@@ -335,10 +335,3 @@ def test_everything_lands_on_the_device(tmp_path: Any, target_path: Any) -> None
         places = {name: tensor.device.type for name, tensor in (*module.named_parameters(), *module.named_buffers())}
         assert set(places.values()) == {"meta"}, places
     assert {"rotary.table_LD", "target_token_Vd"} == {name for name, _ in draft.named_buffers()}
-
-
-def test_sharing_across_dtypes_is_refused(tmp_path: Any, target_path: Any) -> None:
-    _, target = load(write_eagle3(tmp_path, eagle3_tensors()), target_path)
-    facts = read_eagle3_facts(tmp_path, target.facts)
-    with pytest.raises(ConfigError, match=r"torch\.float32 on cpu"):
-        load_eagle3(facts, target, 8, torch.bfloat16, "cpu")

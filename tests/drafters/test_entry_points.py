@@ -24,7 +24,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 def install(folder: Path, points: str, *modules: Path) -> Path:
-    """What ``pip install`` leaves behind: modules, and a ``dist-info`` folder with entry points."""
+    """What ``pip install`` leaves on disk: modules, and a ``dist-info`` folder with entry points."""
     info = folder / "other_package-1.0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: other-package\nVersion: 1.0\n")

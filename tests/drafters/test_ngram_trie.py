@@ -19,20 +19,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from graphspec.config import NgramSettings
 from graphspec.drafters.ngram_trie import trie as trie_module
-from graphspec.drafters.ngram_trie.config import NgramConfig
-from graphspec.drafters.ngram_trie.trie import NgramTrie
+from graphspec.drafters.ngram_trie.trie import NgramTrie, TrieSettings
 from graphspec.errors import ConfigError, RequestError, ResourceError
 from graphspec.native_build import find_compiler
 
-SMALL = NgramConfig(min_window=1, max_window=3, min_breadth=1, max_breadth=3, branch_length=4, capacity=1000)
+SMALL = TrieSettings(min_window=1, max_window=3, min_breadth=1, max_breadth=3, branch_length=4, capacity=1000)
 Gram = tuple[int, ...]
 
 
 class Oracle:
     """Every n-gram is a tuple; recency is the number of the last path that held it."""
 
-    def __init__(self, config: NgramConfig) -> None:
+    def __init__(self, config: TrieSettings) -> None:
         self.config, self.count, self.last, self.clock = config, {}, {}, 0
 
     def insert(self, tokens: Sequence[int], new: int | None = None) -> None:
@@ -105,13 +105,13 @@ def paths(tree: tuple[np.ndarray, np.ndarray]) -> list[Gram]:
 
 
 @st.composite
-def configs(draw: Callable, tight: bool) -> NgramConfig:
+def configs(draw: Callable, tight: bool) -> TrieSettings:
     low, high = sorted((draw(st.integers(1, 4)), draw(st.integers(1, 4))))
     narrow, wide = sorted((draw(st.integers(1, 5)), draw(st.integers(1, 5))))
     branch = draw(st.integers(1, 5))
     capacity = high + branch + draw(st.integers(0, 25)) if tight else 10_000
     mode = draw(st.sampled_from(("bfs", "prob")))
-    return NgramConfig(mode, low, high, narrow, wide, branch, capacity)
+    return TrieSettings(mode, low, high, narrow, wide, branch, capacity)
 
 
 @given(st.data(), st.booleans(), st.integers(0, 2**32), st.integers(1, 5))
@@ -194,7 +194,7 @@ def test_documents_do_not_run_into_one_another() -> None:
 
 
 def test_an_evicted_ngram_counts_from_one() -> None:
-    config = NgramConfig("prob", 1, 1, 1, 2, 1, capacity=5)
+    config = TrieSettings("prob", 1, 1, 1, 2, 1, capacity=5)
     with NgramTrie(config) as trie:
         for _ in range(5):
             trie.insert([1, 2])
@@ -210,7 +210,7 @@ def test_an_evicted_ngram_counts_from_one() -> None:
 @pytest.mark.parametrize("mode", ["bfs", "prob"])
 def test_capacity_of_one_path(mode: str) -> None:
     """The smallest trie there can be holds the last path and survives any traffic."""
-    config = NgramConfig(mode, 1, 2, 1, 2, 3, capacity=5)
+    config = TrieSettings(mode, 1, 2, 1, 2, 3, capacity=5)
     oracle, rng = Oracle(config), random.Random(0)
     with NgramTrie(config) as trie:
         for _ in range(60):
@@ -269,7 +269,7 @@ def test_every_ngram_is_counted_where_it_ends() -> None:
     """Through prob's order: of two continuations the one that was met more often comes first, whatever came last."""
     rng = random.Random(1)
     tokens = [rng.choice((0, 0, 0, 1, 1, 2)) for _ in range(600)]
-    config = NgramConfig("prob", 1, 2, 1, 9, 1, 5000)
+    config = TrieSettings("prob", 1, 2, 1, 9, 1, 5000)
     pairs = Counter(itertools.pairwise(tokens))
     with NgramTrie(config) as trie:
         for end in range(1, len(tokens) + 1):
@@ -280,7 +280,7 @@ def test_every_ngram_is_counted_where_it_ends() -> None:
 
 
 def test_insert_returns_before_the_work_is_done_and_matching_does_not_wait_for_strangers() -> None:
-    with NgramTrie(NgramConfig(capacity=300_000)) as trie:
+    with NgramTrie(TrieSettings(capacity=300_000)) as trie:
         trie.insert([7001, 7002])
         trie.synchronize()
         trie.insert(np.arange(300_000) % 5003)
@@ -292,7 +292,7 @@ def test_insert_returns_before_the_work_is_done_and_matching_does_not_wait_for_s
 
 
 def test_closing_drops_the_queue_and_says_so_afterwards() -> None:
-    trie = NgramTrie(NgramConfig(capacity=300_000))
+    trie = NgramTrie(TrieSettings(capacity=300_000))
     for _ in range(50):
         trie.insert(np.arange(500_000) % 100_003)
     start = time.perf_counter()
@@ -305,21 +305,20 @@ def test_closing_drops_the_queue_and_says_so_afterwards() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("kind", "change", "words"),
     [
-        ({"match": "dfs"}, r"variant\.ngram\.match: expected one of bfs, prob, found 'dfs'"),
-        ({"min_window": 0}, r"variant\.ngram\.min_window: expected an integer >= 1, found 0"),
-        ({"max_window": 2.0}, r"variant\.ngram\.max_window: expected an integer >= 1, found 2\.0"),
-        ({"min_window": 4}, r"variant\.ngram\.max_window: expected at least min_window = 4, found 3"),
-        ({"min_breadth": 4}, r"variant\.ngram\.max_breadth: expected at least min_breadth = 4, found 3"),
-        ({"branch_length": True}, r"variant\.ngram\.branch_length: expected an integer >= 1, found True"),
-        ({"capacity": 6}, r"variant\.ngram\.capacity: expected max_window \+ branch_length = 7 nodes or more"),
-        ({"capacity": 2**31}, r"variant\.ngram\.capacity: expected .* at most 2147483646"),
+        (NgramSettings, {"match": "dfs"}, r"variant\.ngram\.match: expected one of bfs, prob, found 'dfs'"),
+        (NgramSettings, {"min_window": 0}, r"variant\.ngram\.min_window: expected an integer >= 1, .*found 0"),
+        (NgramSettings, {"max_window": 2.0}, r"variant\.ngram\.max_window: expected an integer, found 2\.0"),
+        (NgramSettings, {"min_window": 9}, r"variant\.ngram\.max_window: expected an integer >= 9, .*found 8"),
+        (NgramSettings, {"capacity": 2**31}, r"variant\.ngram\.capacity: expected .* at most 2147483646"),
+        (TrieSettings, {"min_breadth": 11}, r"variant\.ngram\.min_breadth: expected at most topk = 10, found 11"),
+        (TrieSettings, {"capacity": 29}, r"variant\.ngram\.capacity: expected at least 30 nodes, one whole path .*, found 29"),
     ],
 )
-def test_bad_numbers(change: dict[str, object], words: str) -> None:
+def test_bad_numbers(kind: type, change: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        replace(SMALL, **change)
+        kind(**change)
 
 
 def test_bad_tokens() -> None:

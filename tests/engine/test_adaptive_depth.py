@@ -72,7 +72,7 @@ def asked() -> tuple[list[list[int]], list[SamplingParams]]:
     return prompts(6, vocab=40), params
 
 
-# draft, its shape, depths beside the widest, backlog, page size, rows, cycles in flight, pages
+# draft, its shape, depths besides the widest, backlog, page size, rows, cycles in flight, pages
 CASES: list[tuple[str, dict[str, Any], list[int], int, int, int, int, int | None]] = [
     ("eagle3", CHAIN, [0, 1, 2], 7, 1, 1, 1, None),
     ("eagle3", CHAIN, [0, 2], 16, 16, 3, 3, None),
@@ -105,8 +105,10 @@ def test_no_depth_changes_a_token(
         before = len(launcher.keys)
         outputs = llm.generate(prompt, params, launcher=launcher)
         assert ids(outputs) == plain["misses" if name == "eagle3" else "family"]
-        assert [depth for _, depth, _ in policy.told] == [key.shape.num_steps for key in launcher.keys[before:]], "in the order of launch"
-        assert max(max(run, default=0) for _, depth, run in policy.told if depth) >= 1
+        assert [depth for _, depth, _ in policy.reported] == [key.shape.num_steps for key in launcher.keys[before:]], (
+            "in the order of launch"
+        )
+        assert max(max(run, default=0) for _, depth, run in policy.reported if depth) >= 1
     assert launcher.depths == {*depths, shape["num_steps"], *([] if name == "ngram" else [-1])}, "every depth had its turn"
     assert (made[-1].preempted > 0) == (pages is not None), "pages are short where they should be"
     assert made[-1].allocator.num_used == 0
@@ -134,7 +136,7 @@ def test_poison_in_what_no_cycle_may_read(
 @pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("pause", [1, 4, 5, 6, 13, 30])
 def test_after_any_pause_the_drafter_is_as_right_as_before(twin: Pair, shape: dict[str, Any], pause: int) -> None:
-    """A draft that is always right is so in the first cycle behind the pause, however often the window ran full in it."""
+    """A draft that is always right is so in the first cycle after the pause, however often the window ran full in it."""
     llm, steps = twin.llm(**shape, depths=[0], backlog=6, max_rows=2, buckets=[1, 2], cycles_in_flight=2), shape["num_steps"]
     llm.depth_policy = ScriptedDepth([steps, steps, *[0] * pause, steps])
     launcher = Launches(llm.cycle)
@@ -196,7 +198,7 @@ def test_the_drafters_cache_is_that_of_a_run_that_never_paused(structure: str) -
         launches = Launches(cycle)
         scheduler = Scheduler(plan, launches, GREEDY, None, None, ScriptedDepth(script))
         scheduler.add(request)
-        # The paused run ends right behind its last pass over a full window.
+        # The paused run ends right after its last pass over a full window.
         while len(request.output) < length - 8 or (len(script) > 1 and not launches.keys[-1].catch_up):
             scheduler.step()
         row = request.row
@@ -208,7 +210,7 @@ def test_the_drafters_cache_is_that_of_a_run_that_never_paused(structure: str) -
     assert depths == {-1, 0, steps}
     common, known = min(len(output), len(again)), min(never.shape[2], paused.shape[2])
     assert output[:common] == again[:common] and known >= len(prompt) + 25
-    # Rows are computed beside other rows, so products may round differently.
+    # Rows are computed together with other rows, so products may round differently.
     torch.testing.assert_close(paused[:, :, :known], never[:, :, :known], rtol=2e-5, atol=2e-5)
     assert never[:, :, :known].abs().mean() > 0.1
 

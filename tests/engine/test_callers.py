@@ -1,7 +1,7 @@
 """Several callers in any order, in the event loop too: submit, step, leave, generate, cancel, interrupt, fail a step, close the engine;
 every request's tokens are those of a run of its own.
 
-A stateful property test. The engine is small and stays the same over all examples, so that what one leaves behind would show in the next.
+A stateful property test. The engine is small and stays the same over all examples, so that what one leaves would show in the next.
 """
 
 from __future__ import annotations

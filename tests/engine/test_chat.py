@@ -139,9 +139,9 @@ def test_code_of_a_checkpoint_never_runs(folder: Path, tmp_path: Path, monkeypat
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\ny\ny\n"))
     with pytest.raises(SystemExit) as exit_:
         cli.main(["generate", f"model.path={tmp_path}", "variant=none", "runtime=eager", "prompt=w1"])
-    told = capsys.readouterr().err
+    reported = capsys.readouterr().err
     assert exit_.value.code == 2 and not mark.exists()
-    assert told.count("\n") == 1 and "own.Own" in told and "never run" in told
+    assert reported.count("\n") == 1 and "own.Own" in reported and "never run" in reported
 
 
 def test_threads_take_turns_with_a_tokenizer(folder: Path) -> None:
@@ -180,8 +180,8 @@ def generate(folder: Path, capsys: Any, *words: str) -> tuple[Any, str]:
     asked = [f"model.path={folder}", "variant=none", "runtime=eager", "sampling.max_tokens=4", "sampling.ignore_eos=true", "format=json"]
     with pytest.raises(SystemExit) as exit_:
         cli.main(["generate", *asked, *words])
-    told = capsys.readouterr()
-    return json.loads(told.out.splitlines()[-1]) if exit_.value.code == 0 else exit_.value.code, told.err
+    reported = capsys.readouterr()
+    return json.loads(reported.out.splitlines()[-1]) if exit_.value.code == 0 else exit_.value.code, reported.err
 
 
 def test_the_command_line_chats(folder: Path, llm: LLM, tmp_path: Path, capsys: Any) -> None:
@@ -189,17 +189,17 @@ def test_the_command_line_chats(folder: Path, llm: LLM, tmp_path: Path, capsys: 
     raw = ids(llm.generate("w7 w8", GREEDY))
     assert raw[0] != wanted[0]
 
-    def told(*words: str) -> list[list[int]]:
+    def reported(*words: str) -> list[list[int]]:
         document, _ = generate(folder, capsys, *words)
         return [row["token_ids"] for row in document["outputs"]]
 
-    assert told("prompt=w7 w8") == raw
-    assert told("prompt=w7 w8", "chat=true") == wanted[:1]
-    assert told("prompt=w7 w8", "chat=true", "system=w20") == wanted[1:2]
+    assert reported("prompt=w7 w8") == raw
+    assert reported("prompt=w7 w8", "chat=true") == wanted[:1]
+    assert reported("prompt=w7 w8", "chat=true", "system=w20") == wanted[1:2]
     file = tmp_path / "asked.jsonl"
     file.write_text("\n".join([json.dumps({"messages": LONGER}), json.dumps({"prompt": "w7 w8"}), json.dumps("w7 w8")]))
-    assert told(f"prompt_file={file}") == [wanted[2], *raw, *raw]
-    assert told(f"prompt_file={file}", "chat=true") == [wanted[2], wanted[0], wanted[0]]
+    assert reported(f"prompt_file={file}") == [wanted[2], *raw, *raw]
+    assert reported(f"prompt_file={file}", "chat=true") == [wanted[2], wanted[0], wanted[0]]
 
 
 @pytest.mark.parametrize(
@@ -214,8 +214,8 @@ def test_the_command_line_chats(folder: Path, llm: LLM, tmp_path: Path, capsys: 
 def test_a_line_whose_messages_are_none_is_named(folder: Path, tmp_path: Path, capsys: Any, line: str, part: str) -> None:
     file = tmp_path / "asked.jsonl"
     file.write_text(line)
-    code, told = generate(folder, capsys, f"prompt_file={file}")
-    assert code == 2 and told.startswith(f"graphspec: {file}:1") and part in told and told.count("\n") == 1
+    code, reported = generate(folder, capsys, f"prompt_file={file}")
+    assert code == 2 and reported.startswith(f"graphspec: {file}:1") and part in reported and reported.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -229,5 +229,5 @@ def test_a_line_whose_messages_are_none_is_named(folder: Path, tmp_path: Path, c
 def test_chat_where_it_means_nothing(words: list[str], part: str, capsys: Any) -> None:
     with pytest.raises(SystemExit) as exit_:
         cli.main(words)
-    told = capsys.readouterr().err
-    assert exit_.value.code == 2 and part in told and told.count("\n") == 1
+    reported = capsys.readouterr().err
+    assert exit_.value.code == 2 and part in reported and reported.count("\n") == 1

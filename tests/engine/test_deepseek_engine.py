@@ -114,7 +114,7 @@ def test_a_small_latent_model_as_draft(targets: Any) -> None:
 def tree_of_transformers(
     head: HeadOfTransformers, tokens: list[int], steps: int, topk: int, nodes: int
 ) -> tuple[set[tuple[int, ...]], float]:
-    """The paths of the tree behind ``tokens`` (the root is the last): beams of the head, then the best candidates (EAGLE-2).
+    """The paths of the tree after ``tokens`` (the root is the last): beams of the head, then the best candidates (EAGLE-2).
 
     Also the margin between the worst node that is in and the best that is out.
     """

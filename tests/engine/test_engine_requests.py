@@ -1,4 +1,4 @@
-"""Requests of every kind through the engine: what ends them, what refuses them, what they share, and what they leave behind."""
+"""Requests of every kind through the engine: what ends them, what refuses them, what they share, and what they leave."""
 
 from __future__ import annotations
 

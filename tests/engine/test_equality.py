@@ -148,7 +148,7 @@ def test_greedy_and_sampled_rows_share_a_batch(misses: Pair, plain: dict[tuple[f
 def test_a_draft_equal_to_its_target_is_always_accepted(twin: Pair, steps: int, temperature: float, page_size: int) -> None:
     """Finds every off-by-one in slots, positions, features and noise: each would show as a miss."""
     llm = twin.llm(num_steps=steps, topk=1, num_draft_tokens=steps + 1, page_size=page_size)
-    # The drafter doesn't consume a prompt's first token, so both agree once three tokens lie behind it.
+    # The drafter doesn't consume a prompt's first token, so both agree once three tokens follow it.
     asked = prompts(4, (4, 9, 8, 17))
     outputs = llm.generate(asked, [SamplingParams(max_tokens=40, temperature=temperature, seed=i, ignore_eos=True) for i in range(4)])
     assert llm.metrics is not None

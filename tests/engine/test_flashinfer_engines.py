@@ -232,11 +232,11 @@ def test_captured_programs_follow_the_plans(engine: Engine, stand_ins: StandIns,
 
 def test_whoever_runs_a_program_itself_has_its_launch_planned(engine: Engine, attentive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Readied beforehand, a launch is planned for the rows it then has, and planning it again changes nothing."""
-    told: list[list[tuple[int, int, list[int]]]] = []
+    reported: list[list[tuple[int, int, list[int]]]] = []
     original = Planner.prepare
 
     def note(self: Planner, calls: Any, *arguments: Any) -> None:
-        told.append([(span.end, span.known, span.pages.tolist()) for spans in calls.values() for span in spans])
+        reported.append([(span.end, span.known, span.pages.tolist()) for spans in calls.values() for span in spans])
         original(self, calls, *arguments)
 
     monkeypatch.setattr(Planner, "prepare", note)
@@ -245,9 +245,9 @@ def test_whoever_runs_a_program_itself_has_its_launch_planned(engine: Engine, at
 
     def readied(key: Any, message: Message) -> int:
         llm.cycle.ready(key, message)
-        before = told[-1]
+        before = reported[-1]
         ticket = launch(key, message)
-        pairs.append((before, told[-1]))
+        pairs.append((before, reported[-1]))
         return ticket
 
     asked = prompts(3, (9, 1, 13), VOCAB_SIZE)

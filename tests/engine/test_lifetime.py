@@ -102,7 +102,7 @@ def test_an_engine_dies(pair: Pair, launch: str, arenas: weakref.WeakSet[Arena])
 
 @pytest.mark.parametrize("launch", ["compiled", "native"])
 def test_what_another_engine_compiled_stays(pair: Pair, launch: str) -> None:
-    """The first of two engines of the same shape dies, somebody resets Dynamo, and the second goes on without compiling again."""
+    """The first of two engines of the same shape dies, Dynamo is reset, and the second goes on without compiling again."""
     first, second = (pair.llm(**ONE, **LAUNCHES[launch]) for _ in range(2))
     asked = prompts(2)
     expected = [pair.greedy(prompt, 6, ignore_eos=True) for prompt in asked]

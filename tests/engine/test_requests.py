@@ -311,10 +311,10 @@ def test_what_is_taken_fits_the_message(params: SamplingParams) -> None:
     words = np.zeros(LAYOUT.size, dtype=np.int64)
     LAYOUT._encode_join(join, words)
     for value in (join.temperature, join.top_p, join.min_p, join.repetition):
-        told = struct.unpack("<f", struct.pack("<f", value))[0]
-        assert math.isfinite(told)
-        assert (told > 0) == (value > 0)
-        assert told == 0 or told >= 2.0**-126, "no denormal"
+        reported = struct.unpack("<f", struct.pack("<f", value))[0]
+        assert math.isfinite(reported)
+        assert (reported > 0) == (value > 0)
+        assert reported == 0 or reported >= 2.0**-126, "no denormal"
 
 
 def test_no_finite_logit_becomes_infinite() -> None:

@@ -162,7 +162,7 @@ def steady(cycles_in_flight: int, times: Times, budget: int = 40) -> TimedDevice
 def test_a_launch_never_waits_for_the_result_before_it(cycles_in_flight: int) -> None:
     device = steady(cycles_in_flight, Times((0.2, 0.2), (1.0, 1.0)))
     settled = device.unread_at_launch[cycles_in_flight:]
-    assert set(settled) == {cycles_in_flight - 1}, "so many cycles are still unread when the next one is launched"
+    assert set(settled) == {cycles_in_flight - 1}, "this many cycles are still unread when the next one is launched"
     assert device.inert_lanes == 2 * (cycles_in_flight - 1), "rows that ended ride along in what was queued, and emit nothing"
 
 

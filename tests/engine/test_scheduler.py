@@ -111,7 +111,7 @@ class Device:
         return entry
 
     def _touch(self, row: Row, slots: int) -> dict[int, int]:
-        """Pages behind the first ``slots`` slots; all of them must be there."""
+        """Pages of the first ``slots`` slots; all of them must be there."""
         return {row.table[column]: row.owner for column in range(self.plan.pages_for(slots))}
 
     def _whole(self, row: Row) -> list[int]:

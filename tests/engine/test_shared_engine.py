@@ -130,7 +130,7 @@ def test_threads(pair: Pair, shape: dict[str, Any], pages: int | None, lockstep:
 
 
 def test_what_one_call_asks_of_the_sampler_stays_with_it(pair: Pair) -> None:
-    """Rows that joined under one class run under a larger one, on rows where somebody else's filters, penalties and bias were."""
+    """Rows that joined under one class run under a larger one, on rows where another request's filters, penalties and bias were."""
     kinds = [
         SamplingParams(max_tokens=LENGTH, ignore_eos=True),
         SamplingParams(max_tokens=LENGTH, ignore_eos=True, temperature=0.9, seed=3),

@@ -1,4 +1,4 @@
-"""Every damaged or hostile checkpoint somebody thought of."""
+"""The listed damaged and hostile checkpoints."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def choose(listed: Sequence[Case], invent: Callable[[random.Random, int], Case] 
     """``budget`` inputs: listed ones in random order, and, when these are used up, invented ones.
 
     Args:
-        listed: every input somebody thought of.
+        listed: every input of the list.
         invent: makes one more input from a generator and a number; None: there are the listed ones only.
         seed: of order and inventions. The same seed and budget give the same inputs.
         budget: how many.

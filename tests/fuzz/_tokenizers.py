@@ -78,7 +78,7 @@ def _linked(folder: Path) -> None:
 
 
 def tokenizer_cases(bench: Bench) -> list[Case]:
-    """What somebody thought of; a text prompt reads all of it, and token ids read it for the text of the output."""
+    """The listed ones; a text prompt reads all of it, and token ids read it for the text of the output."""
     words = json.loads((bench.words / "tokenizer.json").read_text())
     hostile = {
         "auto_map": _auto_map("evil.Tok"),

@@ -34,8 +34,8 @@ SLOW = {"runtime.name": "compiled", "variant.num_draft_tokens": "999999999999999
 class RefusedError(GraphspecError):
     """Exit code 2 and nothing but complaints on stderr."""
 
-    def __init__(self, told: str) -> None:
-        Exception.__init__(self, told)
+    def __init__(self, reported: str) -> None:
+        Exception.__init__(self, reported)
 
 
 class Input(io.StringIO):
@@ -66,10 +66,10 @@ def run(words: Sequence[str], stdin: str | bytes | None = "", complaints: int = 
         code = exit_.code
     finally:
         sys.stdin = before
-    told = err.getvalue().splitlines()
-    if code == 2 and 1 <= len(told) <= complaints and all(line.startswith("graphspec: ") for line in told):
-        raise RefusedError(told[0])
-    assert code == 0, f"exit code {code}: {told}"
+    reported = err.getvalue().splitlines()
+    if code == 2 and 1 <= len(reported) <= complaints and all(line.startswith("graphspec: ") for line in reported):
+        raise RefusedError(reported[0])
+    assert code == 0, f"exit code {code}: {reported}"
     return out.getvalue()
 
 
@@ -220,7 +220,7 @@ def words_of(place: Place) -> list[Case]:
     files = [str(place.file(content, name)) for name, content in odd.items()]
     files += ["d", "d.jsonl", "nope.txt", "/dev/null", "/dev/zero", "/proc/self/mem", "a" * 5000, "\udcff", "/etc/shadow/x", "''"]
     prompts = [case(f"prompt_file {name[-40:]!r}", place.generate(f"prompt_file={name}")) for name in files]
-    told = place.file("prompt: x\nmodel: {path: '${oc.env:HOME}'}\n", ".yaml")
+    reported = place.file("prompt: x\nmodel: {path: '${oc.env:HOME}'}\n", ".yaml")
     experiments = [
         b"{{{",
         b"\xff",
@@ -240,7 +240,7 @@ def words_of(place: Place) -> list[Case]:
         *prompts,
         *yamls,
         *(case(" ".join(words)[:80], [named.get(word, word) for word in words]) for words in REFUSED),
-        case("an experiment that looks into the environment", ["generate", "runtime=eager", "variant=none", f"experiment={told}"]),
+        case("an experiment that looks into the environment", ["generate", "runtime=eager", "variant=none", f"experiment={reported}"]),
         case("nothing on stdin", place.generate()),
         case("stdin closed", place.generate(), None),
         case("stdin not UTF-8", place.generate(), b"\xff\xfe w1"),

@@ -177,7 +177,7 @@ def test_planned_calls_of_real_lengths(call: PreparedCall, starts: list[int], co
 
 
 def test_plans_do_not_wait_for_the_device() -> None:
-    """Nothing a plan is told lies on the device."""
+    """No argument of a plan lies on the device."""
     call, starts, counts = cases(DEEPSEEK, LLAMA)["verify"]
     planner, case = Planner("cuda"), Case(call, starts, counts, page_size=16, device="cuda", dtype=torch.bfloat16)
     case.plan(planner)

@@ -41,7 +41,7 @@ def tree_case(ends: list[int], tokens: int, *, queries: int, groups: int, dim: i
 
 
 def chunk_case(first: int, tokens: int, *, queries: int, groups: int, dim: int, dtype: torch.dtype) -> Case:
-    """One chunk behind ``first`` slots."""
+    """One chunk after ``first`` slots."""
     case = tree_case([first + tokens], 1, queries=queries, groups=groups, dim=dim, dtype=dtype)
     case["kv_pool"].nan_to_num_(0.0)
     del case["prefix_end_B"], case["ancestors_BTX"]

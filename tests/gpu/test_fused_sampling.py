@@ -74,7 +74,7 @@ def test_filters_keep_what_the_reference_keeps(lanes: int, rows: int) -> None:
     logits = model_logits(lanes, rows, VOCAB, 1)
     case = {"temperature_B": asks(lanes, rows)["temperature_B"] + 0.1, **filters(lanes)}
     found, expected = OP["filter_logits"].implementation("fused")(logits, **case), filter_logits(logits, **case)
-    # A weight may be cut to the integer beside it: at most the logits of one value come or go with it.
+    # A weight may be cut to the next integer: at most the logits of one value come or go with it.
     differ = found.isfinite() != expected.isfinite()
     for row, values in zip(differ.flatten(0, 1), logits.flatten(0, 1), strict=True):
         assert values[row].unique().numel() <= 1

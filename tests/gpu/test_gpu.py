@@ -327,7 +327,7 @@ def invariant(variant: str, keys: dict[str, object]) -> list[dict[str, Any]]:
 def test_bfloat16_chains_repeat_plain_decoding_under_batch_invariant_numerics(
     variant: str, keys: dict[str, object], temperature: float
 ) -> None:
-    """One order of summation for every number of rows: what is verified beside a token does not reach its logits."""
+    """One order of summation for every number of rows: what is verified with a token does not reach its logits."""
     params = [SamplingParams(max_tokens=96, temperature=temperature, seed=i, ignore_eos=True) for i in range(len(PROMPTS))]
     plain, drafted = ([out.token_ids for out in LLM(**engine).generate(PROMPTS, params)] for engine in invariant(variant, keys))
     assert plain == drafted

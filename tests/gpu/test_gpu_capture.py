@@ -119,7 +119,7 @@ def test_depths_that_change_while_it_runs_change_no_token(temperature: float, mo
         llm = LLM(**keys)
         llm.depth_policy = RandomDepth(llm.plan)
         assert [out.token_ids for out in llm.generate(PROMPTS, params)] == [out.token_ids for out in plain.generate(PROMPTS, params)]
-        assert {depth for _, depth, _ in llm.depth_policy.told} == {0, 2, 4}
+        assert {depth for _, depth, _ in llm.depth_policy.reported} == {0, 2, 4}
 
 
 def test_debug_mode_runs_and_notices() -> None:

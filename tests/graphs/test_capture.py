@@ -206,7 +206,7 @@ def test_rows_beyond_the_largest_bucket_take_turns() -> None:
     while scheduler.busy:
         scheduler.step()
         lengths = [len(r.output) for r in requests if r.output]
-        assert max(lengths, default=0) - min(lengths, default=0) <= 1, "nobody starves"
+        assert max(lengths, default=0) - min(lengths, default=0) <= 1, "no caller starves"
     assert [len(r.output) for r in requests] == [12] * 4
 
 

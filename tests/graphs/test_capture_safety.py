@@ -260,7 +260,7 @@ def test_capture_itself_asks_for_a_gpu() -> None:
 
 
 class Touched(TorchDispatchMode):
-    """Names of the slots that operations read and write, told by their storage, so views count as what they look at."""
+    """Names of the slots that operations read and write, known by their storage, so views count as what they look at."""
 
     def __init__(self, arena: Arena) -> None:
         super().__init__()
@@ -350,7 +350,7 @@ def check_what_stages_touch(cycle: Cycle, key: Key) -> None:
             changed = {name for name in after if not same_bits(before[name], after[name])}
             assert changed <= set(stage.writes), stage.name
 
-            # The same from buffers in which everything undeclared is NaN or an index nobody survives.
+            # The same from buffers in which everything undeclared is NaN or an index out of any range.
             arena.restore(before)
             others = [slot.name for slot in arena.slots if slot.name not in {*stage.reads, *stage.writes}]
             poisoned = Arena(cycle.plan, cycle.layout.size)

@@ -63,4 +63,4 @@ def test_too_many_lanes_are_refused() -> None:
         envelope.write(Message(lanes=[0] * (most + 1)))
     fresh = torch.zeros(LAYOUT.size, dtype=torch.int64)
     LAYOUT.encode(Message(lanes=[1]), fresh)
-    assert torch.equal(envelope.write(Message(lanes=[1])), fresh), "a refused message leaves nothing behind"
+    assert torch.equal(envelope.write(Message(lanes=[1])), fresh), "a refused message leaves nothing"

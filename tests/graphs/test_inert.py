@@ -43,7 +43,7 @@ class Poisoner:
         self.done += 1
 
     def free_pages(self, cycle: Cycle, key: Key, message: Message) -> None:
-        """Every page nobody owns or may find, and the dummy page."""
+        """Every page without an owner that no request may find, and the dummy page."""
         allocator = self.schedulers[-1].allocator
         free = torch.tensor([owned == 0 and page not in allocator._key_of for page, owned in enumerate(allocator._owners)])
         assert free[0]
@@ -53,7 +53,7 @@ class Poisoner:
         self.done += int(free.sum()) > 1
 
     def unwritten_slots(self, cycle: Cycle, key: Key, message: Message) -> None:
-        """Slots behind the committed tokens on pages that rows do own."""
+        """Slots after the committed tokens on pages that rows do own."""
         if not isinstance(key, GraphKey):
             return
         size = cycle.plan.page_size
@@ -108,7 +108,7 @@ def test_poison_does_not_move_the_output(pair: Pair, setting: str, what: str, mo
         if param.temperature == 0:
             assert output.token_ids == pair.greedy(prompt, param.max_tokens, ignore_eos=True)
     monkeypatch.setattr(Cycle, "launch", launch)
-    assert ids(llm.generate(asked, params)) == ids(outputs), "nothing is left behind either"
+    assert ids(llm.generate(asked, params)) == ids(outputs), "nothing is left either"
     if (setting, what) == ("none", "windows"):
         assert poisoner.done == 0, "plain decoding has windows of one entry"
     else:

@@ -98,7 +98,7 @@ def test_an_empty_message_changes_no_row() -> None:
 
 
 def test_lanes_take_what_their_rows_have_after_the_message() -> None:
-    """A row that joins in the same message, one that only gets a page, and the dummy row behind the last lane."""
+    """A row that joins in the same message, one that only gets a page, and the dummy row after the last lane."""
     arena = fresh()
     arena["page_table_RP"].copy_(torch.arange(arena["page_table_RP"].numel()).view(DUMMY + 1, -1))
     arena["seed_R"].copy_(torch.arange(DUMMY + 1) + 70)

@@ -22,7 +22,7 @@ from graphspec.engine.llm import LLM, SamplingParams, model_folder
 from graphspec.errors import ConfigError, spell_bytes
 from graphspec.facts import read_model_facts
 from graphspec.graphs import memory as memory_module
-from graphspec.graphs.memory import GIB, MemoryLine, MemoryPlan, available_bytes, plan_memory, weigh
+from graphspec.graphs.memory import GIB, MemoryLine, MemoryPlan, available_bytes, parameter_bytes, plan_memory
 from graphspec.models.checkpoint import Checkpoint
 from graphspec.plan import make_plan
 from graphspec.shapes import SamplingClass
@@ -76,7 +76,7 @@ def test_weights_of_every_variant_are_counted_without_reading_them(variant: str,
     config = Config(variant=VariantConfig(name=variant), model=ModelConfig(), runtime=RuntimeConfig(name=runtime))
     llm = LLM(config=config)
     monkeypatch.setattr(Checkpoint, "raw", noting)
-    target, draft = weigh(llm.plan)
+    target, draft = parameter_bytes(llm.plan)
     assert target == held(llm.cycle.target)  # type: ignore[arg-type]
     both = held(llm.cycle.target, *([llm.cycle.draft] if llm.cycle.draft is not None else []))  # type: ignore[list-item, arg-type]
     assert draft == both - target
@@ -94,10 +94,10 @@ def test_packed_weights_take_what_the_checkpoint_has_them_in(stored: torch.dtype
         save_file(noisy, file)
     llm = pair.llm(**CHAIN, runtime="compiled")
     assert set(llm.decoders.values()) == {"one native op per pass"}
-    assert (size(llm.memory, "target weights"), size(llm.memory, "draft weights")) == weigh(llm.plan)
+    assert (size(llm.memory, "target weights"), size(llm.memory, "draft weights")) == parameter_bytes(llm.plan)
     target, draft = llm.cycle.target, llm.cycle.draft
-    assert weigh(llm.plan)[0] == held(target)  # type: ignore[arg-type]
-    assert weigh(llm.plan)[1] == held(target, draft) - held(target)  # type: ignore[arg-type]
+    assert parameter_bytes(llm.plan)[0] == held(target)  # type: ignore[arg-type]
+    assert parameter_bytes(llm.plan)[1] == held(target, draft) - held(target)  # type: ignore[arg-type]
     assert target.lm_head.packed.dtype is stored  # type: ignore[attr-defined]
 
 

@@ -29,7 +29,7 @@ TREE, PLAIN = CycleShape(5, 4, 8), CycleShape(0, 1, 1)
 LAYER = Counter({"linear": 2, "linear_summed": 2, "rope_kv_write": 1, "tree_attention": 1})
 """A dense layer: norm and qkv; head norms, RoPE and KV write; attention; o and residual; norm, gate and up; down and residual."""
 DRAFT_PASS = LAYER + Counter({"linear": 1, "draft_topk": 1, "draft_level": 1})
-"""A layer, the head, selection; beside it two of Inductor's kernels: the norms of embedding and hidden state."""
+"""A layer, the head, selection; and two of Inductor's kernels: the norms of embedding and hidden state."""
 
 KERNELS = {8: (6, 263), 16: (6, 264), 64: (6, 264)}
 """By the number of verified nodes: kernels of a decoder layer, and of a cycle of 32. More than 8 rows have their squares added by a kernel
@@ -150,7 +150,7 @@ def test_norms_of_heads_cost_no_launch(tree: Launches) -> None:
 
 
 def test_library_products_keep_the_old_budget() -> None:
-    """With every product left to cuBLAS: nine launches a layer, no bias matrix behind a product, no host mark."""
+    """With every product left to cuBLAS: nine launches a layer, no bias matrix after a product, no host mark."""
     found, deeper = (count(PLAIN, layers, mode="fused", linear="reference") for layers in (3, 5))
     assert len(deeper) - len(found) == 2 * 9
     assert not any("addmm" in name for _, name in found.names)

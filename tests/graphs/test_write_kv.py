@@ -1,4 +1,4 @@
-"""Writing a drafter's KV alone: the same bits as by the whole network, and nothing computed behind the last layer's keys and values."""
+"""Writing a drafter's KV alone: the same bits as by the whole network, and nothing computed after the last layer's keys and values."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LATENT = {"max_position_embeddings": 96}
 
 
 def last_mlp(draft: Any) -> nn.Module:
-    """The block behind the attention whose KV is all that is wanted."""
+    """The block after the attention, of which only the KV is wanted."""
     if hasattr(draft, "heads"):
         draft = draft.heads[-1]
     layers = draft.model.layers if hasattr(draft, "model") else getattr(draft, "layers", [getattr(draft, "layer", None)])

@@ -30,7 +30,7 @@ def stand_ins(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 
 def slots_of(lists: Any, lane: int, page_size: int) -> list[int]:
-    """Every key of a lane as a slot of the pool: page times page size, plus what is behind."""
+    """Every key of a lane as a slot of the pool: page times page size, plus the offset."""
     places = lists.places[lists.key_offsets[lane] : lists.key_offsets[lane + 1]].tolist()
     if lists.page_size == 1:
         return places[: lists.lengths[lane]]
@@ -141,7 +141,7 @@ def test_a_launch_that_would_differ_from_a_captured_one_is_refused(stand_ins: St
 
 
 def test_staging_memory_is_not_written_before_it_was_copied(stand_ins: StandIns) -> None:
-    """A plan waits for the event behind the copies of the one before, then for nothing else."""
+    """A plan waits for the event after the copies of the one before, then for nothing else."""
     planner, case = Planner("cpu"), Case(*CASES["chunk"])
     case.plan(planner)
     staged, order = planner._slots[case.call][1].wrappers[case.lanes]._staged, []

@@ -253,7 +253,7 @@ def test_weights_kept_in_16_bits_give_the_bits_of_float32(dtype: torch.dtype, ro
 def test_a_weight_with_one_other_value_stays_in_float32() -> None:
     weight = torch.ones(3, 4)
     assert native.pack_linear(weight).dtype is torch.bfloat16
-    # As bits, for an engine in the same process may have told the processor to flush denormals: 1 + 2^-20, the least denormal, infinity.
+    # As bits, for an engine in the same process may have set the processor to flush denormals: 1 + 2^-20, the least denormal, infinity.
     for bits, narrow in ((0x3F800008, False), (1, False), (0x7F800000, True)):
         weight.view(torch.int32)[1, 2] = bits
         assert native.pack_linear(weight).dtype is (torch.bfloat16 if narrow else torch.float32)

@@ -57,7 +57,7 @@ def as_entries(result: tuple[Tensor, Tensor, Tensor], lane: int) -> list[Entry]:
 
 
 def batch(histories: list[list[int]], width: int, garbage: int) -> tuple[Tensor, Tensor]:
-    """Histories side by side; behind each, values that look like tokens or like nothing at all."""
+    """Histories side by side; after each, values that look like tokens or like nothing at all."""
     rows = [[*h, *((garbage * (i + 1)) % 7 - 2 for i in range(width - len(h)))] for h in histories]
     return torch.tensor(rows, dtype=torch.int64).reshape(len(rows), width), torch.tensor([len(h) for h in histories])
 

@@ -34,7 +34,7 @@ def cases(op: KernelOp, seed: int = 0) -> list[dict[str, Any]]:
 
 
 def outputs(op: KernelOp, function: Callable[..., Any], case: dict[str, Any]) -> tuple[torch.Tensor, ...]:
-    """Everything a call leaves behind: results, then written arguments without the dummy page. Read-only arguments must not change."""
+    """Everything a call leaves: results, then written arguments without the dummy page. Read-only arguments must not change."""
     own = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in case.items()}
     result = op.call(function, own)
     for key, value in case.items():

@@ -115,16 +115,16 @@ def side(url: str, **changes: Any) -> ApiSide:
 def test_times_and_sizes_come_from_the_events(server: str, style: str) -> None:
     Handler.style = style
     one = side(server)
-    told = one.round()
-    lines = [Timeline.from_json(row) for row in told["timelines"]]
-    assert one.describe()["label"] == "openai tiny" and told["texts"] == ["<11><12><13><14><15>"] * 5
+    reported = one.round()
+    lines = [Timeline.from_json(row) for row in reported["timelines"]]
+    assert one.describe()["label"] == "openai tiny" and reported["texts"] == ["<11><12><13><14><15>"] * 5
     # Whoever tells ids is compared by ids.
-    assert told["tokens"] == ([[11, 12, 13, 14, 15]] * 5 if style == "vllm" else [None] * 5)
+    assert reported["tokens"] == ([[11, 12, 13, 14, 15]] * 5 if style == "vllm" else [None] * 5)
     for line in lines:
         assert line.tokens == 5 and line.reason == "length" and len(line.bursts) == 3
         assert line.ttft > 0.5 * PAUSE and all(gap > 0.5 * PAUSE for gap in line.itl)
         assert [size for _, size in line.bursts] == ([1, 1, 3] if style == "plain" else [1, 3, 1])
-    assert ("burst_tokens" in told["not_measured"]) is (style == "plain")
+    assert ("burst_tokens" in reported["not_measured"]) is (style == "plain")
     assert Handler.at_once[1] == 2, "as many requests at once as the workload says"
 
 

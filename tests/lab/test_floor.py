@@ -14,9 +14,9 @@ from graphspec.compose import load_config
 from graphspec.config import VariantConfig
 from graphspec.engine.llm import LLM
 from graphspec.errors import ConfigError
-from graphspec.graphs.memory import plan_memory, weigh
+from graphspec.graphs.memory import parameter_bytes, plan_memory
 from graphspec.lab.floor import FloorModel, Hardware, StageCost, distinct_experts, kv_bytes_per_token
-from graphspec.lab.predict.paper_models import read_paper, shape_names
+from graphspec.lab.predict.model_pair import read_model_pair, shape_names
 from graphspec.plan import make_plan
 from graphspec.shapes import PLAIN, CycleShape
 from tests.support.plans import draft_facts, model_facts
@@ -40,8 +40,8 @@ ROUTER, CORRECTION = 256 * 7168, 256
 
 def floor_model(name: str, variant: str = "eagle3") -> FloorModel:
     entry = resolve_variant(variant)
-    paper = read_paper(name, VariantConfig(name=variant), entry)
-    return FloorModel.of(paper.target, paper.draft, "bfloat16", entry, from_config=True)
+    pair = read_model_pair(name, VariantConfig(name=variant), entry)
+    return FloorModel.of(pair.target, pair.draft, "bfloat16", entry, from_config=True)
 
 
 @pytest.fixture(scope="module")
@@ -213,18 +213,18 @@ def test_more_of_anything_never_costs_less(steps: int, batch: int, context: int,
 
 @pytest.mark.parametrize("variant", ["none", "eagle", "eagle3", "mtp", "standalone"])
 def test_weights_are_those_the_engine_would_load(variant: str) -> None:
-    """The memory plan counts the same networks from their checkpoints; beside parameters it counts tables of RoPE and token ids."""
+    """The memory plan counts the same networks from their checkpoints; besides parameters it counts tables of RoPE and token ids."""
     config = load_config(f"variant={variant}", "hardware=cpu", "runtime=eager")
     entry = resolve_variant(variant)
-    paper = read_paper("demo", config.variant, entry)
-    plan = make_plan(config, paper.target, paper.draft, device="cpu")
-    model = FloorModel.of(paper.target, paper.draft, "float32", entry)
-    target, draft = weigh(plan)
-    table = 4 * plan.max_positions * paper.target.head_dim
+    pair = read_model_pair("demo", config.variant, entry)
+    plan = make_plan(config, pair.target, pair.draft, device="cpu")
+    model = FloorModel.of(pair.target, pair.draft, "float32", entry)
+    target, draft = parameter_bytes(plan)
+    table = 4 * plan.max_positions * pair.target.head_dim
     assert model.target_weights.size + table == target
     own = model.draft_own.size if model.draft_own is not None else 0
-    ids = 8 * paper.draft.draft_vocab_size if paper.draft is not None and paper.draft.draft_vocab_size != paper.target.vocab_size else 0
-    assert own + (4 * plan.max_positions * paper.draft.decoder.head_dim + ids if paper.draft is not None else 0) == draft
+    ids = 8 * pair.draft.draft_vocab_size if pair.draft is not None and pair.draft.draft_vocab_size != pair.target.vocab_size else 0
+    assert own + (4 * plan.max_positions * pair.draft.decoder.head_dim + ids if pair.draft is not None else 0) == draft
     assert plan_memory(plan, config, (target, draft)) == plan_memory(plan, config)
 
 

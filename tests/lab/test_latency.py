@@ -16,8 +16,8 @@ from graphspec.kernels.fused.hopper import resident
 from graphspec.kernels.fused.launch import launcher
 from graphspec.lab.floor import FloorModel, Hardware
 from graphspec.lab.predict.latency import HOPPER, WORK, Situation, Work, by_kernel, estimate, estimate_cycle, places, work_of
-from graphspec.lab.predict.launches import INDUCTOR, LIBRARY, Step, paper_steps
-from graphspec.lab.predict.paper_models import Paper, read_paper
+from graphspec.lab.predict.launches import INDUCTOR, LIBRARY, Step, planned_steps
+from graphspec.lab.predict.model_pair import ModelPair, read_model_pair
 from graphspec.shapes import PLAIN, CycleShape
 from tests.support.codegen import launches_of
 from tests.support.shapes_8b import fake_cycle
@@ -28,18 +28,18 @@ H200 = Hardware(4.8e12, 989e12, None, "h200")
 CHAIN, TREE = CycleShape(7, 1, 8), CycleShape(5, 4, 8)
 
 
-def on_paper(model: str, variant: str) -> tuple[LaunchConfig, Paper, FloorModel]:
+def planned(model: str, variant: str) -> tuple[LaunchConfig, ModelPair, FloorModel]:
     entry, config = resolve_variant(variant), LaunchConfig()
     config = replace(
         config, model=replace(config.model, path=model), variant=replace(config.variant, name=variant), kernels=KernelsConfig(mode="fused")
     )
-    paper = read_paper(model, config.variant, entry)
-    return config, paper, FloorModel.of(paper.target, paper.draft, "bfloat16", entry, None, paper.from_config)
+    pair = read_model_pair(model, config.variant, entry)
+    return config, pair, FloorModel.of(pair.target, pair.draft, "bfloat16", entry, None, pair.from_config)
 
 
 def steps_of(model: str, variant: str, shape: CycleShape, batch: int = 1, context: int = 2048) -> list[Step]:
-    config, paper, _ = on_paper(model, variant)
-    found = paper_steps(config, paper, resolve_variant(variant), shape, batch, context, "bfloat16")
+    config, pair, _ = planned(model, variant)
+    found = planned_steps(config, pair, resolve_variant(variant), shape, batch, context, "bfloat16")
     assert found is not None
     return found
 
@@ -69,8 +69,8 @@ def test_launches_are_those_of_the_code_inductor_writes(shape: CycleShape) -> No
 )
 def test_bytes_are_those_of_the_floor(model: str, variant: str, shape: CycleShape, batch: int) -> None:
     """Two ways to count: parameters of modules by group there, tensors that kernels are given here."""
-    config, paper, floor = on_paper(model, variant)
-    steps = paper_steps(config, paper, resolve_variant(variant), shape, batch, 2048, "bfloat16")
+    config, pair, floor = planned(model, variant)
+    steps = planned_steps(config, pair, resolve_variant(variant), shape, batch, 2048, "bfloat16")
     assert steps is not None
     found = sum(work_of(step, Situation(2048)).bytes for step in steps)
     assert found == pytest.approx(sum(stage.bytes for stage in floor.stages(shape, batch, 2048)), rel=0.01)
@@ -173,6 +173,6 @@ def test_parts_add_up_to_the_whole() -> None:
 
 
 def test_other_kernels_have_no_estimate() -> None:
-    config, paper, _ = on_paper("llama-3.1-8b", "eagle3")
+    config, pair, _ = planned("llama-3.1-8b", "eagle3")
     for keys in (KernelsConfig(mode="reference"), KernelsConfig(mode="fused", attention="flashinfer")):
-        assert paper_steps(replace(config, kernels=keys), paper, resolve_variant("eagle3"), TREE, 1, 2048, "bfloat16") is None
+        assert planned_steps(replace(config, kernels=keys), pair, resolve_variant("eagle3"), TREE, 1, 2048, "bfloat16") is None

@@ -17,11 +17,11 @@ from graphspec.lab.measure.metrics import (
     Timeline,
     acceptance,
     closed_loop_arrivals,
+    downsampled,
     figures,
     latency,
     percentile,
     ratio,
-    thinned,
 )
 
 BURSTY = Timeline(
@@ -127,7 +127,7 @@ def test_percentiles_are_those_of_numpy(values: list[float], share: float) -> No
 
 @given(st.lists(thousandths(0, 10**4), min_size=1, max_size=200), st.integers(2, 50))
 def test_thinning_keeps_the_ends_and_the_order(values: list[float], most: int) -> None:
-    kept = thinned(values, most)
+    kept = downsampled(values, most)
     assert len(kept) == min(len(values), most) and kept == sorted(kept)
     assert (kept[0], kept[-1]) == (min(values), max(values))
 

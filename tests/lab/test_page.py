@@ -73,14 +73,14 @@ def test_a_side_that_is_not_equal_shows_no_figure_anywhere(tmp_path, equal):
 
 
 def test_marks_stand_beside_every_figure_of_a_marked_side(tmp_path):
-    marked = side("eagle3 told", "subject", 1, 900.0, [3, 1, 4], synthetic=True, lossy=True, equal=None, ratio=ratio("none", 2.0))
+    marked = side("eagle3 reported", "subject", 1, 900.0, [3, 1, 4], synthetic=True, lossy=True, equal=None, ratio=ratio("none", 2.0))
     _, document = render(tmp_path, [provenance(), marked, side("none", "none", 1, 450.0)])
     text = "".join(document.words)
     assert "Synthetic. Acceptance was set" in text
     assert "Lossy. The accept rule" in text
     for chart in charts_of(document).values():
-        named = [a["text"] for a in chart["layout"].get("annotations", []) if "eagle3 told" in a["text"]]
-        named += [trace["name"] for trace in chart["data"] if trace.get("name", "").startswith("eagle3 told")] if not named else []
+        named = [a["text"] for a in chart["layout"].get("annotations", []) if "eagle3 reported" in a["text"]]
+        named += [trace["name"] for trace in chart["data"] if trace.get("name", "").startswith("eagle3 reported")] if not named else []
         assert named, chart["id"]
         assert all("SYNTHETIC" in name and "LOSSY" in name for name in named), chart["id"]
     tile = next(part for part in text.split("\n") if "tokens/s at batch 1" in part)
@@ -176,16 +176,16 @@ def test_hostile_text_stays_text(tmp_path):
     )
     evil["stages"] = [{"name": HOSTILE, "ms": 1.0}]
     evil["memory"] = [{"name": HOSTILE, "bytes": 1}]
-    told = generation(text=HOSTILE * 4, side=HOSTILE, prompt=HOSTILE)
+    reported = generation(text=HOSTILE * 4, side=HOSTILE, prompt=HOSTILE)
     plain = {**provenance(), "cpu": HOSTILE, "revision": HOSTILE, "config": {HOSTILE: HOSTILE, "model": HOSTILE}}
-    text, document = render(tmp_path, [plain, evil, told, {"kind": "plan", "batch": 1, "shape": HOSTILE, "model": HOSTILE}])
+    text, document = render(tmp_path, [plain, evil, reported, {"kind": "plan", "batch": 1, "shape": HOSTILE, "model": HOSTILE}])
     assert [tag for tag, _ in document.elements].count("script") == 5
     assert not [tag for tag, attributes in document.elements if tag == "img" or any(name.startswith("on") for name in attributes)]
     # Browsers end a script at more than "</script>", and begin one inside at "<!--<script": no such character may be there at all.
     assert not set("<>&") & set(document.scripts["generations-data"] + document.scripts["charts-data"])
     [shown] = json.loads(document.scripts["generations-data"])
     assert shown["prompt"] == HOSTILE
-    assert shown["cycles"][0]["nodes"][0][1] == told["cycles"][0]["nodes"][0]["text"]
+    assert shown["cycles"][0]["nodes"][0][1] == reported["cycles"][0]["nodes"][0]["text"]
     # plotly reads tags in labels: none but those the report writes itself.
     labels = json.dumps(charts_of(document))
     assert set(re.findall(r"<[^>]*>", labels)) <= {"<b>", "</b>", "<br>", "<extra>", "</extra>"}
@@ -194,21 +194,21 @@ def test_hostile_text_stays_text(tmp_path):
 
 
 def test_the_viewer_gets_every_cycle(tmp_path):
-    told = generation()
-    told["cycles"][0]["nodes"][1]["probability"] = None
-    _, document = render(tmp_path, [provenance(), told])
+    reported = generation()
+    reported["cycles"][0]["nodes"][1]["probability"] = None
+    _, document = render(tmp_path, [provenance(), reported])
     [shown] = json.loads(document.scripts["generations-data"])
     assert shown["prompt"].startswith(PROMPT)
-    assert [cycle["emitted"] for cycle in shown["cycles"]] == [cycle["emitted"] for cycle in told["cycles"]]
-    for ours, theirs in zip(shown["cycles"], told["cycles"], strict=True):
+    assert [cycle["emitted"] for cycle in shown["cycles"]] == [cycle["emitted"] for cycle in reported["cycles"]]
+    for ours, theirs in zip(shown["cycles"], reported["cycles"], strict=True):
         for (token, text, parent, probability, accepted), node in zip(ours["nodes"], theirs["nodes"], strict=True):
             assert (token, text, parent, bool(accepted)) == (node["token"], node["text"], node["parent"], node["accepted"])
             assert probability == (None if node["probability"] is None else pytest.approx(node["probability"], rel=1e-3))
 
 
 def test_a_generation_of_a_marked_side_carries_its_marks(tmp_path):
-    told = side("x", "subject", 1, 10.0, [2, 1, 3], synthetic=True, equal=None, case="c")
-    _, document = render(tmp_path, [provenance(), told, generation(side="x", case="c"), generation(side="y", case="y on c")])
+    reported = side("x", "subject", 1, 10.0, [2, 1, 3], synthetic=True, equal=None, case="c")
+    _, document = render(tmp_path, [provenance(), reported, generation(side="x", case="c"), generation(side="y", case="y on c")])
     names = [one["name"] for one in json.loads(document.scripts["generations-data"])]
     assert names == ["SYNTHETIC · not compared · x · c", "y on c"]
 
@@ -219,9 +219,9 @@ def test_the_command_writes_one_file(tmp_path, capsys):
     with pytest.raises(SystemExit) as done:
         cli.main(["report", f"report.files=[{tmp_path / 'in'}]", f"report.out={out}", "format=json"])
     assert done.value.code == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["out"] == str(out)
-    assert told["bytes"] == out.stat().st_size > 1_000_000
+    reported = json.loads(capsys.readouterr().out)
+    assert reported["out"] == str(out)
+    assert reported["bytes"] == out.stat().st_size > 1_000_000
     text = out.read_text(encoding="utf-8")
     assert text.count("<!doctype html>") == 1
     assert page.plotly_script() in text

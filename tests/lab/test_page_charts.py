@@ -106,8 +106,8 @@ def test_the_heat_map_frames_the_best_shape(tmp_path):
     assert [list(row) for row in heat.z] == [[2.04, 2.08], [3.04, 3.08]]
     [frame] = chart.figure.layout.shapes
     assert ((frame.x0 + frame.x1) / 2, (frame.y0 + frame.y1) / 2) == (1, 1)
-    told = side("told", "subject", 1, 9999.0, [3, 4, 8], synthetic=True, equal=None)
-    [chart] = speed_charts.shapes(read(tmp_path, [provenance(), *lines, told]))
+    reported = side("reported", "subject", 1, 9999.0, [3, 4, 8], synthetic=True, equal=None)
+    [chart] = speed_charts.shapes(read(tmp_path, [provenance(), *lines, reported]))
     assert chart.figure is not None
     assert chart.figure.data[0].z == heat.z
     by_branches = [side(f"k{s}{k}", "subject", 1, 100.0, [s, k, 16]) for s in (2, 3) for k in (1, 4)]
@@ -129,14 +129,16 @@ def test_subjects_are_drawn_in_accents_and_baselines_in_greys(tmp_path):
     for name, chart in drawn.items():
         labels = chart["layout"].get("annotations", [])
         if name == "stages":
-            told = [(label["text"], label["font"]["color"]) for label in labels]
+            reported = [(label["text"], label["font"]["color"]) for label in labels]
         elif name == "bursts":
-            told = [(label["text"], trace["marker"]["color"][row]) for trace in chart["data"] for row, label in enumerate(labels)]
+            reported = [(label["text"], trace["marker"]["color"][row]) for trace in chart["data"] for row, label in enumerate(labels)]
         else:
-            told = [(trace.get("name", ""), (trace.get("line", {}) | trace.get("marker", {})).get("color")) for trace in chart["data"]]
+            reported = [(trace.get("name", ""), (trace.get("line", {}) | trace.get("marker", {})).get("color")) for trace in chart["data"]]
         if name == "prediction":
-            told = [("none" if "plain" in trace else "ours", colour) for trace, colour in told if trace.startswith(("whole", "stages"))]
-        roles = [(next((who for who in ("ours", "none", "hf") if who in text), None), colour) for text, colour in told]
+            reported = [
+                ("none" if "plain" in trace else "ours", colour) for trace, colour in reported if trace.startswith(("whole", "stages"))
+            ]
+        roles = [(next((who for who in ("ours", "none", "hf") if who in text), None), colour) for text, colour in reported]
         assert {"ours"} < {who for who, _ in roles if who}, name
         wrong = [(who, colour) for who, colour in roles if who and colour not in (accents if who == "ours" else greys)]
         assert not wrong, name
@@ -170,8 +172,8 @@ def rated(label: str, rounds: list[float], **more: Any) -> dict[str, Any]:
     """A subject with one ratio a round, and a speed that is the median ratio."""
     middle = sorted(rounds)[len(rounds) // 2]
     speeds = {"median": middle, "p10": min(rounds), "p90": max(rounds), "rounds": rounds}
-    told = {"ratio": {"to": "none", "median": middle, "rounds": rounds}, "rounds": len(rounds), "tokens_per_second": speeds}
-    return side(label, "subject", 1, 1.0, [2, 1, 3], **told, **more)
+    reported = {"ratio": {"to": "none", "median": middle, "rounds": rounds}, "rounds": len(rounds), "tokens_per_second": speeds}
+    return side(label, "subject", 1, 1.0, [2, 1, 3], **reported, **more)
 
 
 STEADY = [1.5, 1.51, 1.52, 1.53, 1.54]
@@ -205,9 +207,9 @@ def test_a_single_round_is_marked_wherever_its_figures_stand(tmp_path):
         rows = re.findall(r'<tr><th scope="row">[^/]*lonely.*?</tr>', text, re.DOTALL)
         assert len(rows) > 8
         assert all(("n=1" in row) is marked for row in rows)
-        told = "".join(document.words)
-        assert ("Nothing says how far the figures marked n=1 vary, those of: lonely." in told) is marked
-        assert ("tokens/s at batch 1, one round" in told) is False
+        reported = "".join(document.words)
+        assert ("Nothing says how far the figures marked n=1 vary, those of: lonely." in reported) is marked
+        assert ("tokens/s at batch 1, one round" in reported) is False
     text, document = render(tmp_path, [provenance(), rated("lonely", [3.0]), side("none", "none", 1, 1.0)])
     tiles = next(part for part in text.split("\n") if 'class="tiles"' in part)
     assert 'title="measured in one round' in tiles

@@ -302,22 +302,22 @@ def test_json_of_a_published_shape(capsys: pytest.CaptureFixture[str], tmp_path:
 
 
 def test_rows_that_fit_fit_and_one_more_does_not() -> None:
-    """Against the memory plan of engines with so many rows."""
+    """Against the memory plan of engines with this many rows."""
     from graphspec.lab.predict.capacity import _network_sizes, _plan, engine_plan
-    from graphspec.lab.predict.paper_models import read_paper
+    from graphspec.lab.predict.model_pair import read_model_pair
 
     config = load_config("model=llama-3.1-8b", "hardware=l40s", "plan.batches=[1]", "plan.context=1024")
     found = advise(config)
-    paper, rows = read_paper(config.model.path, config.variant, EAGLE3), found.capacity.rows
+    pair, rows = read_model_pair(config.model.path, config.variant, EAGLE3), found.capacity.rows
     assert rows and found.capacity.longest
     memory = int(44.7 * 2**30)
 
     shape = found.rows[0].best.shape
-    _, smallest = engine_plan(config, paper, shape, 1, 1024, device="cuda", dtype="bfloat16", memory=memory)
-    sizes = _network_sizes(config, paper, found.model, smallest)
+    _, smallest = engine_plan(config, pair, shape, 1, 1024, device="cuda", dtype="bfloat16", memory=memory)
+    sizes = _network_sizes(config, pair, found.model, smallest)
 
     def fits(rows: int, context: int) -> bool:
-        _, asked = _plan(config, paper, sizes, shape, "cuda", "bfloat16", memory, rows, context)
+        _, asked = _plan(config, pair, sizes, shape, "cuda", "bfloat16", memory, rows, context)
         return asked.total <= asked.budget
 
     assert fits(rows, 1024) and not fits(rows + 1, 1024)
@@ -326,9 +326,9 @@ def test_rows_that_fit_fit_and_one_more_does_not() -> None:
 
 def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     """DeepSeek-V3 in 16 bits on one H200: ten times too large. Planned in seconds nevertheless, its 256 experts never built."""
-    began = time.perf_counter()
+    began = time.process_time()
     document = plan(capsys, "model=deepseek-v3", "variant=mtp", "hardware=h200", "plan.batches=[1,8]")
-    assert time.perf_counter() - began < 15
+    assert time.process_time() - began < 15
     assert document["memory"]["rows_that_fit"] == 0 and not any(row["fits"] for row in document["plans"])
     assert any("quantised" in note for note in document["notes"])
     # 8 of 256 experts and all that every token reads: far less than the whole model, far more than its KV.
@@ -473,13 +473,13 @@ def test_a_quantised_target_is_planned_and_still_refused(capsys: pytest.CaptureF
 def test_what_is_said_to_fit_fits(capsys: pytest.CaptureFixture[str], words: tuple[str, ...]) -> None:
     """Every command that a refusal gives, as it stands, plans an engine that holds a row."""
     document = plan(capsys, *words, "plan.batches=[1]")
-    misfit = document["misfit"]
-    assert misfit["needed"] > misfit["allowed"] > 0 and misfit["ways"]
-    for way in misfit["ways"]:
-        program, command, *rest = shlex.split(way["command"])
+    shortfall = document["shortfall"]
+    assert shortfall["needed"] > shortfall["allowed"] > 0 and shortfall["alternatives"]
+    for each in shortfall["alternatives"]:
+        program, command, *rest = shlex.split(each["command"])
         assert (program, command) == ("graphspec", "plan")
         found = plan(capsys, *rest, "plan.batches=[1]")
-        assert found["memory"]["rows_that_fit"] > 0 and found["misfit"] is None, way
+        assert found["memory"]["rows_that_fit"] > 0 and found["shortfall"] is None, each
 
 
 def test_a_refusal_comes_first(capsys: pytest.CaptureFixture[str]) -> None:

@@ -125,8 +125,8 @@ def test_one_wrong_token_is_a_wrong_side() -> None:
     assert judge(hf, about(), bad, right, ()).equal is False
     # What can't be asked is said, and decides nothing.
     assert judge(hf, about(temperature=1.0), bad, right, ()).equal is None
-    told = judge(api, about(), [([None, None], ["a", "c"])], right, ())
-    assert told.equal is None and "1 of 2 outputs (50 %)" in told.sentence
+    reported = judge(api, about(), [([None, None], ["a", "c"])], right, ())
+    assert reported.equal is None and "1 of 2 outputs (50 %)" in reported.sentence
     # A server's numerics are its own: tokens that agree are equal, others decide nothing.
     assert judge(api, about(), good, right, ()).equal is True
     near = judge(api, about(), bad, right, ())
@@ -208,14 +208,14 @@ def test_a_side_that_is_wrong_once_gets_no_figure_at_all(
         baseline=["none"], results=str(tmp_path), format="json", profile=ProfileConfig(rounds=3, generations=1, interleave=interleave)
     )
     assert profile.run(config) == 1
-    told = json.loads(capsys.readouterr().out.splitlines()[-1])
-    wrong, right = told["records"]
+    reported = json.loads(capsys.readouterr().out.splitlines()[-1])
+    wrong, right = reported["records"]
     assert wrong["equal"] is False and "2 of 3" in wrong["equality"] and wrong["side"] == "subject"
     assert not {
         key for key in wrong if "tokens_per_second" in key or key.endswith("_ms") or key in ("ratio", "stages", "acceptance_length")
     }
     assert right["equal"] is True and right["tokens_per_second"]["median"] > 0
-    kinds = [json.loads(line).get("kind") for line in Path(told["file"]).read_text(encoding="utf-8").splitlines()]
+    kinds = [json.loads(line).get("kind") for line in Path(reported["file"]).read_text(encoding="utf-8").splitlines()]
     assert kinds[1:] == ["side", "side"]
     profile.Console().print(profile.table([wrong, right], "case"))
     assert "NO" in capsys.readouterr().out

@@ -42,14 +42,14 @@ def side(pair: Pair) -> EngineSide:
 
 
 def test_a_round_tells_every_token_and_when_it_came(side: EngineSide, pair: Pair) -> None:
-    told = side.round()
+    reported = side.round()
     outputs = side.llm.generate([request.prompt for request in side.workload.requests], side.params)
     assert (
-        told["tokens"]
+        reported["tokens"]
         == [output.token_ids for output in outputs]
         == [pair.greedy(a.prompt, 12, ignore_eos=True) for a in side.workload.requests]
     )
-    lines = [Timeline.from_json(json.loads(json.dumps(row))) for row in told["timelines"]]
+    lines = [Timeline.from_json(json.loads(json.dumps(row))) for row in reported["timelines"]]
     assert [line.tokens for line in lines] == [12, 12, 12] and all(line.bursts[0][1] == 1 and line.served for line in lines)
     for line in lines:
         assert [cycle.tokens for cycle in line.cycles] == [tokens for _, tokens in line.bursts[1:]] and min(line.itl) > 0
@@ -68,8 +68,8 @@ def test_a_request_that_is_refused_ends_the_run_before_it_starts(pair: Pair, mon
 
 
 def test_acceptance_is_what_the_engine_says_it_is(side: EngineSide) -> None:
-    told = side.round()
-    found = figures([compare.Round([Timeline.from_json(row) for row in told["timelines"]])])
+    reported = side.round()
+    found = figures([compare.Round([Timeline.from_json(row) for row in reported["timelines"]])])
     assert side.llm.metrics is not None
     assert found["acceptance_length"] == pytest.approx(side.llm.metrics.acceptance_length)
     assert found["acceptance_unconditional"] == pytest.approx(side.llm.metrics.accepted_per_position)
@@ -190,7 +190,7 @@ class FakeCapturer:
 
 
 def test_marks_between_captured_stages_time_each_of_them(side: EngineSide) -> None:
-    """One event before the first stage and one behind every stage, recorded anew by each replay, in order."""
+    """One event before the first stage and one after every stage, recorded anew by each replay, in order."""
     program = side.llm.cycle.programs[side.llm.plan.key(1, side.params[0].sampling_class)]
     order: list[str] = []
 
@@ -206,7 +206,7 @@ def test_marks_between_captured_stages_time_each_of_them(side: EngineSide) -> No
             order.clear()
             marked()
             assert order == [stage.name for stage in program.stages]
-            # One tick by the stage itself, one by the mark behind it.
+            # One tick by the stage itself, one by the mark after it.
             assert marked.milliseconds() == [2.0] * len(order)
             assert marked._events[0].time > first  # type: ignore[attr-defined]
             first = marked._events[0].time  # type: ignore[attr-defined]
@@ -344,11 +344,11 @@ def test_the_runtime_is_checked_where_acceptance_is_forced(pair: Pair, monkeypat
         return DiffReport(False, 3, 2, "verify", "logits_BNV", "[0]: 1 against 2")
 
     monkeypatch.setattr("graphspec.lab.measure.selfcheck.diff", diff)
-    told = check_runtime(replace(config, runtime=replace(config.runtime, name="compiled")))
+    reported = check_runtime(replace(config, runtime=replace(config.runtime, name="compiled")))
     assert (
         asked == [("eager", "compiled")]
-        and told["equal"] is False
-        and "logits_BNV differs after stage verify of launch 2" in told["sentence"]
+        and reported["equal"] is False
+        and "logits_BNV differs after stage verify of launch 2" in reported["sentence"]
     )
 
 
@@ -356,9 +356,9 @@ def test_the_runtime_is_checked_where_acceptance_is_forced(pair: Pair, monkeypat
 def test_transformers_gives_the_same_tokens_and_says_when(pair: Pair, role: str) -> None:
     config = launch(pair, profile=ProfileConfig(assistant=str(pair.target)), requests=2)
     side = HfSide(role, config, "float32", "cpu")
-    told = side.round()
-    assert told["tokens"] == [pair.greedy(request.prompt, 12, ignore_eos=True) for request in side.workload.requests]
-    lines = [Timeline.from_json(row) for row in told["timelines"]]
+    reported = side.round()
+    assert reported["tokens"] == [pair.greedy(request.prompt, 12, ignore_eos=True) for request in side.workload.requests]
+    lines = [Timeline.from_json(row) for row in reported["timelines"]]
     assert [line.tokens for line in lines] == [12, 12] and all(line.ttft > 0 and line.reason == "length" for line in lines)
     assert side.describe()["digest"] == EngineSide(config).describe()["digest"]
     sizes = {tokens for line in lines for _, tokens in line.bursts}
@@ -370,8 +370,8 @@ def test_transformers_pads_a_batch_and_stops_each_row_for_itself(pair: Pair) -> 
     asked = launch(pair, batch=2, ignore_eos=False, sampling=SamplingConfig(stop_token_ids=[7, 21]))
     asked.workload.input_spread = 0.5
     side = HfSide("hf", asked, "float32", "cpu")
-    told = side.round()
-    assert told["tokens"] == [pair.greedy(request.prompt, 12, stop=[7, 21]) for request in side.workload.requests]
+    reported = side.round()
+    assert reported["tokens"] == [pair.greedy(request.prompt, 12, stop=[7, 21]) for request in side.workload.requests]
     assert len({len(request.prompt) for request in side.workload.requests}) > 1
     with pytest.raises(ConfigError, match=r"sampling\.presence_penalty"):
         HfSide("hf", replace(asked, sampling=SamplingConfig(presence_penalty=1.0)), "float32", "cpu")
@@ -389,10 +389,10 @@ def test_forced_acceptance_is_held_to_a_twin_and_to_its_stages(pair: Pair, monke
         """Runs sides in this process."""
 
         def run(self, one: SideConfig, engine: EngineSide) -> Measured:
-            told = engine.round()
+            reported = engine.round()
             found = Measured(one, engine.describe())
-            found.rounds.append(compare.Round([Timeline.from_json(row) for row in told["timelines"]]))
-            found.outputs.append((told["tokens"], told["texts"]))
+            found.rounds.append(compare.Round([Timeline.from_json(row) for row in reported["timelines"]]))
+            found.outputs.append((reported["tokens"], reported["texts"]))
             return found
 
         def measure(self, wanted: Any) -> list[Measured]:

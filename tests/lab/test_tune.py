@@ -121,8 +121,8 @@ def test_a_busy_machine_is_said() -> None:
         {"case": case, "side": side, "core_wait": share}
         for case, side, share in (("batch 1", "eagle3", 0.3), ("batch 1", "none", 0.7), ("batch 8", "none", 0.01), ("old", "none", None))
     ]
-    told = caution(tuning)
-    assert told is not None and "per second timed: batch 1 0.70." in told
+    reported = caution(tuning)
+    assert reported is not None and "per second timed: batch 1 0.70." in reported
     tuning.rows = tuning.rows[2:]
     assert caution(tuning) is None
 
@@ -256,7 +256,7 @@ def test_a_trial_runs_a_chain_and_a_wide_tree(variant: VariantConfig, tried: lis
 
 
 class Local:
-    """Answers in this process what a worker's process would, through JSON all the same. Time is told by a model: a cycle takes
+    """Answers in this process what a worker's process would, through JSON all the same. Time comes from a model: a cycle takes
     ``1 + step * S``, or ``1`` without drafts, so that what is faster does not depend on the machine.
     """
 
@@ -284,8 +284,8 @@ class Local:
             answer["core_wait"] = self.core_wait
             shape = self.about["shape"]
             for timeline in answer["timelines"]:
-                told = [0.0, *((1 + self.step * cycle["depth"]) for cycle in timeline["cycles"])]
-                times = [sum(told[: i + 1]) + 1.0 for i in range(len(timeline["bursts"]))]
+                reported = [0.0, *((1 + self.step * cycle["depth"]) for cycle in timeline["cycles"])]
+                times = [sum(reported[: i + 1]) + 1.0 for i in range(len(timeline["bursts"]))]
                 timeline["bursts"] = [[time, tokens] for time, (_, tokens) in zip(times, timeline["bursts"], strict=True)]
                 timeline["arrived"], timeline["finished"] = 0.0, times[-1]
             changing = self.spoils_changing_depths and self.about["plan"]["depths"]
@@ -336,7 +336,7 @@ def test_a_whole_run_writes_what_serves_best(pair: Pair, local: type[Local], tmp
     shown = capsys.readouterr().out
     head, *sides, tuned = result_of(tmp_path)
     assert (head["kind"], tuned["kind"], {side["kind"] for side in sides}) == ("provenance", "tuned", {"side"})
-    # A trial; two candidates and plain decoding at two batch sizes; then what is written, again beside plain decoding.
+    # A trial; two candidates and plain decoding at two batch sizes; then what is written, again next to plain decoding.
     assert [side["role"] for side in sides] == ["subject", "subject", "none"] * 3 + ["subject", "none"] * 2
     assert all(side["equal"] for side in sides)
     assert [(side["case"], side["shape"]) for side in sides[:3]] == [("trial, batch 1", shape) for shape in ([5, 1, 6], [5, 4, 16], None)]

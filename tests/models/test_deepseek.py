@@ -144,7 +144,7 @@ def test_tree_attention_over_pages_is_latent_attention_of_the_visible_tokens() -
 
 
 def test_pools_hold_one_row_per_token(tmp_path: Path) -> None:
-    """The target's pool and the head's are latent; an ordinary draft beside it is not."""
+    """The target's pool and the head's are latent; an ordinary draft next to it is not."""
     path, _ = write_mixture(tmp_path, "deepseek_v3")
     add_heads(path, head_tensors())
     target = read_model_facts(path)
@@ -162,13 +162,13 @@ def test_pools_hold_one_row_per_token(tmp_path: Path) -> None:
 
 @torch.inference_mode()
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
-@pytest.mark.parametrize("beside", [False, True])
-def test_the_head_equals_that_of_transformers(family: str, beside: bool, tmp_path: Path) -> None:
-    """Three steps, each over what the one before returned. Beside the target its number is 0, where a model's own layers are dense."""
-    raw = head_tensors(family, 0 if beside else LAYERS, copies=True)
+@pytest.mark.parametrize("next_to", [False, True])
+def test_the_head_equals_that_of_transformers(family: str, next_to: bool, tmp_path: Path) -> None:
+    """Three steps, each over what the one before returned. Next to the target its number is 0, where a model's own layers are dense."""
+    raw = head_tensors(family, 0 if next_to else LAYERS, copies=True)
     path, model = write_mixture(tmp_path / "target", family, rope_parameters=YARN)
     folder = path
-    if beside:
+    if next_to:
         config = json.loads((path / "config.json").read_text())
         name = config["architectures"][0] + "NextN"
         folder = write_folder(
@@ -192,7 +192,7 @@ def test_the_head_equals_that_of_transformers(family: str, beside: bool, tmp_pat
 
 @torch.inference_mode()
 def test_several_heads_and_a_dense_one(tmp_path: Path) -> None:
-    """What a head has in place of an MLP is told by its tensors."""
+    """What a head has in place of an MLP is known by its tensors."""
     dense = head_tensors(index=LAYERS + 1, seed=6, first_k_dense_replace=1)
     assert not any("experts" in name for name in dense)
     path, _ = write_mixture(tmp_path, "deepseek_v3")

@@ -17,7 +17,7 @@ from graphspec import LLM, SamplingParams, cli, load_config
 from graphspec.catalog import resolve_variant
 from graphspec.errors import ConfigError
 from graphspec.hub import checkpoint_folder, is_hub_id, pinned
-from graphspec.lab.predict.paper_models import read_paper
+from graphspec.lab.predict.model_pair import read_model_pair
 from tests.support.engines import CHAIN, SMALL, Pair, add_tokenizer, mirror_pair
 
 if TYPE_CHECKING:
@@ -101,11 +101,11 @@ def test_what_the_cache_lacks_is_one_message(cache: Path, name: str, revision: s
     words = ["generate", f"model.path={name}", "variant=none", "prompt=x", *([f"model.revision={revision}"] if revision else [])]
     with pytest.raises(SystemExit) as exit_:
         cli.main(words)
-    told = capsys.readouterr()
-    assert (exit_.value.code, told.out, told.err.count("\n")) == (2, "", 1)
+    reported = capsys.readouterr()
+    assert (exit_.value.code, reported.out, reported.err.count("\n")) == (2, "", 1)
     for part in ("model.path", str(cache), "HF_HUB_OFFLINE is set", f"hf download {name}", name):
-        assert part in told.err
-    assert revision is None or revision in told.err
+        assert part in reported.err
+    assert revision is None or revision in reported.err
 
 
 def test_a_wrong_path_is_looked_for_on_disk_alone(cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
@@ -113,8 +113,12 @@ def test_a_wrong_path_is_looked_for_on_disk_alone(cache: Path, monkeypatch: pyte
     for path in ("./nope", "../a/nope", "/some/nope", "nope", "a/b/nope"):
         with pytest.raises(SystemExit) as exit_:
             cli.main(["generate", f"model.path={path}", "variant=none", "prompt=x"])
-        told = capsys.readouterr().err
-        assert exit_.value.code == 2 and told.count("\n") == 1 and "a folder with a Hugging Face checkpoint, found nothing there" in told
+        reported = capsys.readouterr().err
+        assert (
+            exit_.value.code == 2
+            and reported.count("\n") == 1
+            and "a folder with a Hugging Face checkpoint, found nothing there" in reported
+        )
 
 
 RESPONSE = SimpleNamespace(headers={}, status_code=404, request=SimpleNamespace(), text="")
@@ -140,8 +144,8 @@ def test_what_the_hub_says_is_one_message(cache: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
     with pytest.raises(SystemExit) as exit_:
         cli.main(["generate", "model.path=some-org/other", "model.revision=v1", "variant=none", "prompt=x"])
-    told = capsys.readouterr().err
-    assert exit_.value.code == 2 and told.count("\n") == 1 and part in told
+    reported = capsys.readouterr().err
+    assert exit_.value.code == 2 and reported.count("\n") == 1 and part in reported
 
 
 class Repository:
@@ -187,16 +191,16 @@ def test_what_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wei
 
 def test_a_run_of_several_processes_reads_one_commit(cache: Path) -> None:
     config = load_config(f"model.path={MODEL}", f"variant.draft={DRAFT}", "variant.draft_revision=main")
-    told = pinned(config)
-    assert (told.model.path, told.model.revision, told.variant.draft_revision) == (MODEL, NEW, OLD)
-    assert pinned(told) == told
+    reported = pinned(config)
+    assert (reported.model.path, reported.model.revision, reported.variant.draft_revision) == (MODEL, NEW, OLD)
+    assert pinned(reported) == reported
     assert pinned(load_config()) == load_config()
 
 
 def test_plan_takes_models_of_the_hub(cache: Path) -> None:
     config = load_config(f"model.path={MODEL}", f"variant.draft={DRAFT}")
-    paper = read_paper(MODEL, config.variant, resolve_variant("eagle3"), "v1")
-    assert paper.name == MODEL and paper.folder.name == OLD and paper.draft is not None and paper.draft.path.name == OLD
+    pair = read_model_pair(MODEL, config.variant, resolve_variant("eagle3"), "v1")
+    assert pair.name == MODEL and pair.folder.name == OLD and pair.draft is not None and pair.draft.path.name == OLD
 
 
 def test_the_environment_names_the_cache(pair: Pair, tmp_path: Path) -> None:

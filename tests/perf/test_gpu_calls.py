@@ -41,7 +41,7 @@ BANDWIDTH = {"kind": "bandwidth", "bytes_per_second": 4.3e12}
 
 
 class Clock:
-    """Seconds that pass when somebody says so."""
+    """Seconds that pass when the test says so."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -142,7 +142,7 @@ def test_a_call_on_a_clock_of_its_own(scenario: str, tmp_path: Path, monkeypatch
     assert given_seconds["rows"] >= 200 and given_seconds["core"] >= 180
     assert list(given_seconds)[:4] == ["probes", "cache", "rows", "core"]
     if scenario == "all is quick":
-        assert list(given_seconds)[4:] == ["other probes", "anatomy"]
+        assert list(given_seconds)[4:] == ["other probes", "nodes"]
 
 
 def test_all_probes_have_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +169,7 @@ def test_all_probes_have_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_essential_probes_and_kernels_come_first() -> None:
     known = first.probes()
-    early = first.before_all_else(known)
+    early = first.early_probes(known)
     assert tuple(early[: len(first.ESSENTIAL)]) == first.ESSENTIAL
     assert all(name.startswith(first.KERNEL) for name in early[len(first.ESSENTIAL) :]) and len(early) > 20
     assert {name for name in known if name not in early} >= {"engine-fused-tree", "profiler", "engine-debug"}

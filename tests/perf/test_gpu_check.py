@@ -25,7 +25,7 @@ from graphspec.shapes import GREEDY, CycleShape
 from perf import gpu_check
 from perf.gpu import bench, checks, first, latency, processes, results, static_decode
 from perf.gpu.bench import EAGLE3_8B, LLAMA_8B
-from perf.gpu.latency import Session, earlier, run
+from perf.gpu.latency import Session, interrupted_rows, run
 from tests.support.tiny import structure_plan, tiny_networks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -105,11 +105,11 @@ def test_a_check_that_hangs_says_where(suite: Path) -> None:
 
 def test_other_tests_of_the_same_run_have_no_limit(tmp_path: Path, suite: Path) -> None:
     """pytest calls that hook for every test once a folder's conftest is loaded: slow tests elsewhere took their worker with them."""
-    beside = tmp_path / "test_beside.py"
-    beside.write_text("import time\ndef test_slow(): time.sleep(2)\n")
+    other = tmp_path / "test_beside.py"
+    other.write_text("import time\ndef test_slow(): time.sleep(2)\n")
     conftest = suite / "conftest.py"
     conftest.write_text(conftest.read_text().replace("SECONDS = 120.0", "SECONDS = 1.0"))
-    command = [sys.executable, "-m", "pytest", str(beside), str(suite), "-q", "-k", "slow or passes", "-c", str(suite / "pytest.ini")]
+    command = [sys.executable, "-m", "pytest", str(other), str(suite), "-q", "-k", "slow or passes", "-c", str(suite / "pytest.ini")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, env={**os.environ, "PYTHONPATH": str(suite)})
     assert done.returncode == 0 and "2 passed" in done.stdout, done.stdout + done.stderr
 
@@ -268,9 +268,9 @@ def test_what_was_begun_and_never_ended_counts_as_failed(tmp_path: Path) -> None
     file = tmp_path / "x.jsonl"
     rows = [{"kind": "provenance"}, {"kind": "cycle", "task": "a"}, {"kind": "begun", "task": "b"}]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"kind": "cy')
-    found = earlier(file)
+    found = interrupted_rows(file)
     assert found[:2] == rows[:2] and found[2]["kind"] == "failed" and found[2]["task"] == "b"
-    assert earlier(tmp_path / "none") == []
+    assert interrupted_rows(tmp_path / "none") == []
 
 
 def test_every_task_of_latency_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -293,7 +293,7 @@ def test_every_task_of_latency_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     # Nothing is left to do.
     assert latency.main(["--device", "cpu", "--runtime", "eager", "--buckets", "1", "2", "--file", str(file)]) == 0
     assert results.read(file) == rows
-    # What another file has is left out, and so are groups nobody asked for.
+    # What another file has is left out, and so are groups that were not asked for.
     other, known = tmp_path / "other.jsonl", [row["task"] for row in rows if row["kind"] == "cycle"]
     assert latency.main(["--device", "cpu", "--runtime", "eager", "--groups", "rows", "--file", str(other), "--without", *known]) == 0
     assert [row["kind"] for row in results.read(other)] == ["provenance", "bandwidth", "draft_step"]

@@ -198,9 +198,9 @@ def test_what_is_packed_installs_offline(checkout: Path, tmp_path: Path, monkeyp
 
 def test_a_side_with_other_tokens_gets_no_figure() -> None:
     sides = [
-        speed.Side("reference", lambda batch: [[*prompt, 1] for prompt in batch]),
-        speed.Side("same", lambda batch: [[*prompt, 1] for prompt in batch], "reference", acceptance=lambda: 2.5),
-        speed.Side("other", lambda batch: [[*prompt, 2] for prompt in batch], "reference"),
+        speed.Decoder("reference", lambda batch: [[*prompt, 1] for prompt in batch]),
+        speed.Decoder("same", lambda batch: [[*prompt, 1] for prompt in batch], "reference", acceptance=lambda: 2.5),
+        speed.Decoder("other", lambda batch: [[*prompt, 2] for prompt in batch], "reference"),
     ]
     speed.measure(sides, [[[5]], [[6, 7]]], rounds=3)
     reference, same, other = speed.rows(sides)

@@ -83,12 +83,12 @@ def test_the_rate_of_a_batch_counts_every_row_and_that_of_one_token_the_prompt(m
     monkeypatch.setattr(speed, "PAUSE", 0.0)
     monkeypatch.setattr(speed.time, "perf_counter", lambda: float(next(clock)))
     batches = [[[1] * 8, [2] * 8]]
-    first = speed.Side("first", lambda prompts: [[5, 6, 7] for _ in prompts])
-    other = speed.Side("other", lambda prompts: [[5, 6, 0] for _ in prompts], "first")
+    first = speed.Decoder("first", lambda prompts: [[5, 6, 7] for _ in prompts])
+    other = speed.Decoder("other", lambda prompts: [[5, 6, 0] for _ in prompts], "first")
     speed.measure([first, other], batches, 2)
     assert first.rates == [6.0, 6.0] and first.wrong == 0 and other.wrong == 2
     assert speed.rows([first, other])[1]["tokens_per_second"] is None
-    prompt = speed.Side("prompt", lambda prompts: [[5] for _ in prompts])
+    prompt = speed.Decoder("prompt", lambda prompts: [[5] for _ in prompts])
     speed.measure([prompt], batches, 1)
     assert prompt.rates == [16.0]
 

@@ -23,7 +23,7 @@ FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "
 
 
 def build_hf(family: str, *, seed: int = 0, **overrides: Any) -> Any:
-    """A random transformers model of ``family``: 6 layers, 3 query heads of width 16 over 3 KV heads unless told otherwise."""
+    """A random transformers model of ``family``: 6 layers, 3 query heads of width 16 over 3 KV heads by default."""
     values: dict[str, Any] = {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 48,

@@ -13,12 +13,12 @@ from graphspec.shapes import GraphKey
 
 
 class RandomDepth:
-    """Any depth of the bucket at any cycle, each for some cycles at a time; 0 for longer ones. Remembers what it is told."""
+    """Any depth of the bucket at any cycle, each for some cycles at a time; 0 for longer ones. Remembers what it is given."""
 
     def __init__(self, plan: Plan, seed: int = 0) -> None:
         self.plan, self.rng = plan, random.Random(seed)
         self.depth: int | None = None
-        self.told: list[tuple[int, int, list[int]]] = []
+        self.reported: list[tuple[int, int, list[int]]] = []
 
     def choose(self, bucket: int, lanes: int) -> int:
         depths = self.plan.depths_of(bucket)
@@ -29,7 +29,7 @@ class RandomDepth:
 
     def observe(self, bucket: int, depth: int, accepted: Sequence[int]) -> None:
         assert all(0 <= run <= depth for run in accepted) and len(accepted) <= bucket
-        self.told.append((bucket, depth, list(accepted)))
+        self.reported.append((bucket, depth, list(accepted)))
 
 
 class ScriptedDepth:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from torch import Tensor
 from transformers import (
@@ -53,6 +55,20 @@ def tiny_target(family: str = "llama", seed: int = 0, **changes: object) -> PreT
             elif name.endswith("bias"):
                 parameter.normal_(std=0.5)
     return built.requires_grad_(False).eval()
+
+
+def load_draft(recipe: Recipe, model: PreTrainedModel, file: Path) -> Drafter:
+    """The network of a checkpoint that training left in its work folder."""
+    drafter = network_of(recipe.variant).build(model, recipe.network(), None)
+    drafter.load_state_dict(torch.load(file, weights_only=True)["model"])
+    return drafter.eval()
+
+
+def round_to_bfloat16(drafter: Drafter) -> None:
+    """Round every parameter in place to what a bfloat16 checkpoint holds; its dtype stays."""
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            parameter.copy_(parameter.bfloat16())
 
 
 def recipe(variant: str, **settings: object) -> Recipe:

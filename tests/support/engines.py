@@ -41,7 +41,7 @@ class Pair:
     _greedy: dict[tuple[Any, ...], list[int]] = field(default_factory=dict)
 
     def llm(self, **overrides: Any) -> LLM:
-        """An engine; ``eagle3`` unless told otherwise."""
+        """An engine; ``eagle3`` by default."""
         values = {"variant": "eagle3", **SMALL, **overrides}
         return LLM(self.target, draft=self.draft if values["variant"] == "eagle3" else None, **values)
 
@@ -83,7 +83,7 @@ MIRROR_VOCAB = 44
 def _pointer(distance: int, rms: float) -> tuple[Tensor, Tensor]:
     """Query and key columns (over the constant channel) of a head that attends the token ``distance`` back, with weight exactly 1.
 
-    Slow and fast rotary frequencies together leave every other distance more than 104 behind, where float32 softmax is 0.
+    Slow and fast rotary frequencies together leave every other distance more than 104 below, where float32 softmax is 0.
     """
     frequency = 10000.0 ** (-torch.arange(HEAD_DIM // 2, dtype=torch.float64) * 2 / HEAD_DIM)
     size = math.sqrt(1100 * math.sqrt(HEAD_DIM)) * rms / CONST_VALUE

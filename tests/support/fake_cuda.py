@@ -202,7 +202,7 @@ class FakeGraph:
         driver = self.driver
         assert driver.current == "side" and capture_error_mode == "thread_local"
         assert not driver.directed, "the allocator still serves a capture that is over"
-        assert driver.shares.get(pool) != 0, "a pool nobody has a share of may not be begun again"
+        assert driver.shares.get(pool) != 0, "a pool without shares may not be begun again"
         driver.shares[pool] = driver.shares.get(pool, 0) + 1
         driver.directed[pool], self.pool = 1, pool
         if pool in driver.host_records:
@@ -252,7 +252,7 @@ def fake_driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
 
 
 class LateDevice:
-    """A device that runs nothing before somebody waits for it: copies that don't block and programs are queued, over memory of this CPU.
+    """A device that runs nothing until it is waited for: copies that don't block and programs are queued, over memory of this CPU.
 
     What the host writes into a buffer that is still to be copied from, or reads before it has waited, is then wrong for certain.
     """

@@ -50,7 +50,7 @@ def cases(latent: HeadShape = LATENT, heads: HeadShape = HEADS) -> dict[str, tup
 
 
 class Case:
-    """A planned call at some rows, and a lane without a request behind them.
+    """A planned call at some rows, and a lane without a request after them.
 
     Args:
         call: what is planned.
@@ -89,7 +89,7 @@ class Case:
         self.spans = [RowSpan(self.table[i].numpy(), start + call.tokens, known[i]) for i, start in enumerate(starts)]
 
     def poisoned(self) -> Tensor:
-        """The pool with NaN in the dummy page, before the first slot that may be seen, and in every page behind the last that counts."""
+        """The pool with NaN in the dummy page, before the first slot that may be seen, and in every page after the last that counts."""
         pool = self.pool.clone()
         pool[:, :, 0] = torch.nan
         for lane, span in enumerate(self.spans):

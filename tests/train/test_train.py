@@ -23,7 +23,7 @@ from graphspec import cli
 from graphspec.compose import load_config
 from graphspec.engine.llm import LLM, SamplingParams
 from graphspec.errors import CheckpointError, ConfigError
-from graphspec.show.progress import training_progress
+from graphspec.show.progress import progress_bars
 from graphspec.train import checkpoint, token_map
 from graphspec.train.drafter import load_target
 from graphspec.train.optim import Optimizers
@@ -212,7 +212,7 @@ def test_a_killed_process_goes_on_to_the_same_bits(tmp_path, texts):
     # It kills itself when the second checkpoint is half on the disk, which no handler hears of.
     code = f"""
 import os, signal, sys
-from graphspec.show.progress import training_progress
+from graphspec.show.progress import progress_bars
 from graphspec.train import checkpoint, token_map
 whole, saved = checkpoint.torch.save, []
 def save(state, stream):
@@ -380,7 +380,7 @@ def test_the_command_shows_progress_and_says_what_it_wrote(tmp_path, texts, caps
 
 def test_bars_carry_a_note():
     console = Console(file=io.StringIO(), force_terminal=True, width=160)
-    with training_progress(console) as watch:
+    with progress_bars(console, lines=True) as watch:
         watch("eagle3", 0, 10)
         watch("eagle3", 4, 10, "loss 2.000, 5 tokens/s, 0:00:06 left")
     shown = console.file.getvalue()

@@ -19,6 +19,6 @@ VARIANT = Variant(
     training="graphspec.drafters.eagle.training:EagleDraft",
     full_vocabulary=True,
     auto_shape=CycleShape(3, 1, 4),
-    auto_shape_by_architecture=(("LlamaForCausalLM", CycleShape(5, 4, 8)),),
+    auto_tree=CycleShape(5, 4, 8),
     demo_draft="eagle",
 )

@@ -21,13 +21,13 @@ class EagleFacts(DraftFacts):
     layout: str = "safeailab"
     """Key of :data:`graphspec.drafters.eagle.loading.EAGLE_WRITTEN`: how the checkpoint is spelled."""
     fc_bias: bool | None = None
-    """What the config says; None where it doesn't. The tensors decide."""
+    """As the config states it; None where it doesn't. The tensors decide."""
     layernorms: bool | None = None
     """Likewise: norms after the embedding, before the attention and before the head (HASS)."""
 
 
 def read_eagle_config(path: str | Path) -> tuple[EagleFacts, Keys]:
-    """What a head's config says by itself, and the keys of its decoder layer.
+    """Facts of a head from its config alone, and the keys of its decoder layer.
 
     Raises:
         CheckpointError: as :func:`read_eagle_facts`, except for what concerns the target.

@@ -11,7 +11,7 @@ from ...errors import CheckpointError
 from ...layouts import Layout, TensorRule, decoder_rules
 from ...models.checkpoint import Checkpoint, Progress, fill
 from ...models.llama import LlamaModel
-from ..head_tensors import check_sharing, looks_like, settle, settle_decoder
+from ..head_tensors import looks_like, settle, settle_decoder
 from .network import EagleDraft
 
 if TYPE_CHECKING:
@@ -86,10 +86,8 @@ def load_eagle(
 
     Raises:
         CheckpointError: as :func:`load_target`; also another kind of checkpoint, or norms that config and tensors disagree on.
-        ConfigError: ``dtype`` or ``device`` differ from the target's, whose embedding and head it shares.
     """
     checkpoint, facts, norms = eagle_checkpoint(facts)
-    check_sharing(target, dtype, device)
     size = facts.decoder.hidden_size
     checkpoint.read("fc.weight", (size, 2 * size))  # first, for its shape tells another kind of head best
     if "embed_tokens.weight" in checkpoint:

@@ -57,13 +57,6 @@ class EagleDraft(Drafter):
     def logits(self, hidden: Tensor) -> Tensor:
         return nn.functional.linear(hidden.to(self.head_VH.dtype), self.head_VH)
 
-    @torch.no_grad()
-    def round_to_bfloat16(self) -> None:
-        embedding, _ = self.fc.weight.chunk(2, -1)
-        rounded = (embedding * self.embedding_scale).bfloat16().float() / self.embedding_scale
-        super().round_to_bfloat16()
-        embedding.copy_(rounded)
-
     def published(self, target: PreTrainedModel) -> tuple[dict[str, object], dict[str, Tensor]]:
         facts: dict[str, object] = {"architectures": ["LlamaForCausalLMEagle"], **decoder_facts(target), "model_type": "llama"}
         facts.update(

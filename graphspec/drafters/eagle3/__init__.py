@@ -18,6 +18,6 @@ VARIANT = Variant(
     assumed="graphspec.drafters.eagle3.facts:assumed_facts",
     training="graphspec.drafters.eagle3.training:Eagle3Draft",
     auto_shape=CycleShape(3, 1, 4),
-    auto_shape_by_architecture=(("LlamaForCausalLM", CycleShape(5, 4, 8)),),
+    auto_tree=CycleShape(5, 4, 8),
     demo_draft="eagle3",
 )

@@ -106,7 +106,7 @@ def _residual_flag(owners: tuple[Keys, ...], layout: str) -> bool:
 
 
 def read_eagle3_config(path: str | Path) -> tuple[Eagle3Facts, Keys]:
-    """What a head's config says by itself, and the keys of its decoder layers. Empty ``tap_layers``: the default of the target.
+    """Facts of a head from its config alone, and the keys of its decoder layers. Empty ``tap_layers``: the default of the target.
 
     Raises:
         CheckpointError: as :func:`read_eagle3_facts`, except for what concerns the target.
@@ -146,7 +146,7 @@ def read_eagle3_config(path: str | Path) -> tuple[Eagle3Facts, Keys]:
     owners = (keys, eagle)
     norm_before_fc, fc_norm = _norm_flag(owners, "norm_before_fc"), _norm_flag(owners, "fc_norm", "use_aux_norm")
     if norm_before_fc and fc_norm:
-        raise CheckpointError(f"{keys.where}: norm_before_fc", "false beside fc_norm: one or the other", True)
+        raise CheckpointError(f"{keys.where}: norm_before_fc", "false next to fc_norm: one or the other", True)
     norm_output = bool(_norm_flag(owners, "norm_output"))
     if norm_output and not fc_norm and layout in ("safeailab", "sglang"):
         log_default(keys, "fc_norm", False, "norm_output without it: SpecForge wrote that for plain EAGLE-3 once", logging.WARNING)

@@ -13,7 +13,7 @@ from ...errors import CheckpointError
 from ...layouts import Layout, TensorRule, decoder_rules
 from ...models.checkpoint import INTEGERS, Checkpoint, Progress, fill
 from ...models.llama import LlamaModel
-from ..head_tensors import check_sharing, looks_like, settle, settle_decoder
+from ..head_tensors import looks_like, settle, settle_decoder
 from .network import Eagle3Draft
 
 if TYPE_CHECKING:
@@ -130,7 +130,6 @@ def load_eagle3(
     Raises:
         CheckpointError: as :func:`load_target`; also another kind of checkpoint, a norm that config and tensors disagree on, or a
             vocabulary map that is missing, leaves the vocabulary, or holds ids, not offsets.
-        ConfigError: ``dtype`` or ``device`` differ from the target's, whose embedding or head it shares.
     """
     checkpoint, facts = eagle3_checkpoint(facts)
     decoder = facts.decoder
@@ -149,8 +148,6 @@ def load_eagle3(
         )
     shared = {"embed_tokens.weight"} if share_embedding else set()
     shared |= {"lm_head.weight"} if share_head or tied else set()
-    if share_embedding or share_head:
-        check_sharing(target, dtype, device)
     own = [name for name, _ in draft.named_parameters(remove_duplicate=False) if name not in shared]
     checkpoint.read("fc.weight", (decoder.hidden_size, facts.feature_size))  # first, for its shape tells another kind of head best
     token_Vd = read_vocab_map(checkpoint, decoder.vocab_size, facts.draft_vocab_size)

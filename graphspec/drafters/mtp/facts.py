@@ -169,10 +169,13 @@ def read_mtp_facts(path: str | Path, target: ModelFacts) -> MTPFacts:
     layers = Keys({**keys.values, "num_hidden_layers": first_layer + num_heads}, keys.where)
     decoder = read_decoder(layers, path, architecture, family).layers_from(first_layer)
     decoder = _settle_experts(decoder, layout, heads, names)
-    sizes = {"hidden_size": (decoder.hidden_size, target.hidden_size), "vocab_size": (decoder.vocab_size, target.vocab_size)}
-    for key, (theirs, ours) in sizes.items():
-        if theirs != ours:
-            raise keys.error(key, f"{ours}, as in {target.path}", "heads share the target's embedding and language-model head")
+    return _facts(keys, path, target, decoder, num_heads, layout, heads[0])
+
+
+def _facts(keys: Keys, path: Path, target: ModelFacts, decoder: ModelFacts, num_heads: int, layout: str, first: int) -> MTPFacts:
+    for key, theirs in {"hidden_size": decoder.hidden_size, "vocab_size": decoder.vocab_size}.items():
+        if theirs != getattr(target, key):
+            raise keys.error(key, f"{getattr(target, key)}, as in {target.path}", "heads share the target's embedding and output head")
     return MTPFacts(
         path=path,
         decoder=decoder,
@@ -181,7 +184,7 @@ def read_mtp_facts(path: str | Path, target: ModelFacts) -> MTPFacts:
         feature_size=target.hidden_size,
         num_heads=num_heads,
         layout=layout,
-        first_index=heads[0],
+        first_index=first,
     )
 
 
@@ -195,17 +198,7 @@ def counted_facts(folder: Path, target: ModelFacts) -> tuple[MTPFacts, str]:
     count = keys.integer(next((key for key in COUNT_KEYS if keys.present(key)), COUNT_KEYS[0]))
     layers = keys.integer("num_hidden_layers")
     whole = Keys({**keys.values, "num_hidden_layers": layers + count}, keys.where)
-    for key in ("hidden_size", "vocab_size"):
-        if keys.integer(key) != getattr(target, key):
-            raise keys.error(key, f"{getattr(target, key)}, as in {target.path}")
-    facts = MTPFacts(
-        path=folder,
-        decoder=read_decoder(whole, folder, architecture, family).layers_from(layers),
-        draft_vocab_size=target.vocab_size,
-        target_hidden_size=target.hidden_size,
-        feature_size=target.hidden_size,
-        num_heads=count,
-        layout="mimo" if architecture == _MIMO[0] else "deepseek",
-        first_index=layers,
-    )
+    decoder = read_decoder(whole, folder, architecture, family).layers_from(layers)
+    layout = "mimo" if architecture == _MIMO[0] else "deepseek"
+    facts = _facts(keys, folder, target, decoder, count, layout, layers)
     return facts, f"{count} prediction head(s) of {facts.decoder.architecture}, as config.json counts them"

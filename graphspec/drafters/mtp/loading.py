@@ -11,7 +11,6 @@ from ...errors import CheckpointError
 from ...layouts import PREDICTION_HEADS, Layout, TensorRule
 from ...models.checkpoint import Checkpoint, Progress, fill
 from ...models.llama import LlamaModel
-from ..head_tensors import check_sharing
 from .layout import MTP_LAYOUTS
 from .network import MTPDraft
 
@@ -57,9 +56,7 @@ def load_mtp(
 
     Raises:
         CheckpointError: a tensor of a head that is missing, superfluous, or of another shape or dtype; a damaged file.
-        ConfigError: ``dtype`` or ``device`` differ from the target's, whose embedding and head it shares.
     """
-    check_sharing(target, dtype, device)
     checkpoint = Checkpoint(facts.path)
     with torch.device("meta"):
         draft = MTPDraft(facts, max_positions, target.embed_tokens, target.lm_head)

@@ -10,8 +10,7 @@ from ...engine.request import Request
 from ...errors import ConfigError
 from ...paths import read_text
 from ...plan import Plan
-from .config import NgramConfig
-from .trie import NgramTrie
+from .trie import NgramTrie, TrieSettings
 
 
 class TrieProposer:
@@ -27,7 +26,7 @@ class TrieProposer:
         self._num_nodes = shape.num_draft_tokens
         self._max_window = settings.max_window
         self._trie = NgramTrie(
-            NgramConfig(
+            TrieSettings(
                 match=settings.match,
                 min_window=settings.min_window,
                 max_window=settings.max_window,

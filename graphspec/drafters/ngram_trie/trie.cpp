@@ -1,6 +1,6 @@
 // A trie of every n-gram up to a fixed depth, shared by all requests, with a thread of its own for insertion.
 //
-// Nodes come from one array that never grows. Node 0 is the root and also stands for "none": it is nobody's child, sibling or neighbour.
+// Nodes come from one array that never grows. Node 0 is the root and also stands for "none": it is no node's child, sibling or neighbour.
 // Three intrusive structures run through the nodes:
 //   - a hash table over (parent, token), chained: finding a child costs the same below the root as anywhere else;
 //   - the children of a node, most recent first;
@@ -226,7 +226,7 @@ class Trie {
         link_sibling(at);
     }
 
-    // Right behind `newer` in the order of use, or in front of all when that is 0.
+    // Right after `newer` in the order of use, or in front of all when that is 0.
     void link_use(Index at, Index newer) {
         const Index older = newer != 0 ? nodes_[newer].older : newest_;
         nodes_[at].newer = newer;
@@ -307,7 +307,7 @@ class Shared {
     static constexpr int64_t kPathsPerTurn = 64;
     static constexpr int kPatience = 1000;
 
-    // Holds the trie for reading; the worker lets go between turns when somebody waits here.
+    // Holds the trie for reading; the worker lets go between turns when a reader waits here.
     class Reader {
       public:
         explicit Reader(Shared& shared) : shared_(shared) {

@@ -8,14 +8,14 @@ import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 
-from ...errors import RequestError, ResourceError
+from ...errors import ConfigError, RequestError, ResourceError
 from ...native_build import SharedLibrary
-from .config import NgramConfig
 
 Tokens = Sequence[int] | npt.NDArray[np.integer]
 """Token ids in ``0..2^31-1``; one dimension."""
@@ -27,6 +27,41 @@ FLAGS = ("-O3", "-march=native", "-std=c++17", "-ffp-contract=off", "-pthread", 
 MAX_TOKEN = 2**31 - 1
 KEY = "variant.ngram"
 LIBRARY = SharedLibrary("ngram", __package__, SOURCES, (), FLAGS, KEY, "install g++; the host trie exists in C++ only")
+
+
+@dataclass(frozen=True, slots=True)
+class TrieSettings:
+    """How n-grams are stored and how a tree is read from them: numbers of :class:`graphspec.config.NgramSettings` and of the shape.
+
+    Raises:
+        ConfigError: two that contradict each other.
+    """
+
+    match: str = "bfs"
+    """``bfs``: recent continuations first. ``prob``: frequent continuations first."""
+    min_window: int = 1
+    """Tokens of the shortest context suffix that anchors a match."""
+    max_window: int = 12
+    """Tokens of the longest one."""
+    min_breadth: int = 1
+    """``bfs``: children taken directly below an anchor of ``max_window`` tokens."""
+    max_breadth: int = 10
+    """``bfs``: children taken directly below an anchor of ``min_window`` tokens. ``prob``: children considered below any node."""
+    branch_length: int = 18
+    """Tokens of the longest path below an anchor."""
+    capacity: int = 1_000_000
+    """Nodes, allocated at once, 40 to 48 bytes each."""
+
+    def __post_init__(self) -> None:
+        if self.max_breadth < self.min_breadth:
+            raise ConfigError(f"{KEY}.min_breadth", f"at most topk = {self.max_breadth}", self.min_breadth)
+        if self.capacity < self.depth:
+            raise ConfigError(f"{KEY}.capacity", f"at least {self.depth} nodes, one whole path (max_window + num_steps)", self.capacity)
+
+    @property
+    def depth(self) -> int:
+        """Longest n-gram the trie stores: an anchor and the path below it."""
+        return self.max_window + self.branch_length
 
 
 @functools.cache
@@ -98,7 +133,7 @@ class NgramTrie:
         ResourceError: no compiler for the library, or no memory for the nodes.
     """
 
-    def __init__(self, config: NgramConfig) -> None:
+    def __init__(self, config: TrieSettings) -> None:
         self.config = config
         self._library = load()
         numbers = (

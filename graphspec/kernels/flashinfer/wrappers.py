@@ -25,7 +25,7 @@ TILE_ROWS = 128
 
 
 def backend_for(device: torch.device) -> str:
-    """What ``auto`` takes for these calls: FA3 where it exists, on compute capability 9.x, else FA2.
+    """The backend that ``auto`` takes for these calls: FA3 where it exists, on compute capability 9.x, else FA2.
 
     Said by name, so that every plan of a wrapper takes the same.
     """

@@ -132,7 +132,7 @@ OP = operator("flashinfer_xqa", xqa_attention, fake=like_first)
 
 @dataclass(frozen=True, slots=True, eq=False)  # Dynamo of torch 2.11 hashes what it calls, before it has fields
 class XqaWindow:
-    """What all layers of one call share."""
+    """Arguments that all layers of one call share."""
 
     table_BP: Tensor
     length_B1: Tensor

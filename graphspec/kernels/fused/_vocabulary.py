@@ -1,4 +1,4 @@
-"""What kernels over a vocabulary share: the counter hash, its Gumbel noise, and floats packed with their index into one ordered word."""
+"""Parts of the kernels over a vocabulary: the counter hash, its Gumbel noise, and floats packed with their index into one ordered word."""
 
 from __future__ import annotations
 

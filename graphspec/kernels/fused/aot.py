@@ -52,7 +52,7 @@ def aot_cases() -> Iterator[tuple[str, AotCase]]:
 
 
 def source_of(launch: Launch) -> ASTSource:
-    """What Triton would compile for this launch: types, constants, and which numbers are divisible by 16."""
+    """Signature that Triton compiles for this launch: types, constants, and which numbers are divisible by 16."""
     signature: dict[str, str] = {}
     constants: dict[str, Any] = {}
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}
@@ -105,7 +105,7 @@ def lowered(launch: Launch, last: str = "ttgir") -> str:
 
 
 def unspecialised(launch: Launch) -> list[str]:
-    """What stops the kernel from being compiled when integers that a launch passes happen to be 1, which Triton makes constants.
+    """The error that stops the kernel from being compiled when integers that a launch passes happen to be 1, which Triton makes constants.
 
     Each by itself, then all of them; only as far as Triton's own dialect.
     """
@@ -122,7 +122,7 @@ def unspecialised(launch: Launch) -> list[str]:
 
 
 def faults(launch: Launch, ttgir: str, programmatic: bool = True) -> list[str]:
-    """What :mod:`~graphspec.kernels.fused.races` finds in one launch.
+    """Races that :mod:`~graphspec.kernels.fused.races` finds in one launch.
 
     Args:
         launch: the launch.
@@ -140,7 +140,7 @@ def faults(launch: Launch, ttgir: str, programmatic: bool = True) -> list[str]:
 
 
 def unfenced(compiled: Any) -> list[str]:
-    """What is missing in the machine code of a kernel whose programs merge parts that others wrote.
+    """Fences missing in the machine code of a kernel whose programs merge parts that others wrote.
 
     Args:
         compiled: :func:`compiled_for_gpu` of a launch.

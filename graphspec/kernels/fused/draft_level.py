@@ -13,7 +13,7 @@ from ..groups import Beams, Candidates
 from .launch import AotCase, aot_case, launch, register
 
 MINUS_INFINITY = tl.constexpr(-0x7F800001)
-"""What :func:`_ordered` makes of -inf."""
+"""-inf as :func:`_ordered` maps it."""
 
 
 @triton.jit

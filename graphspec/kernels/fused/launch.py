@@ -170,7 +170,7 @@ def _without_data(value: Any) -> Any:
 
 
 def dry_call(launcher: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    """What a call returns, as ``meta`` tensors; nothing runs, and a :func:`recording` around it has its launches.
+    """Result of a call as ``meta`` tensors; nothing runs, and a :func:`recording` around it has its launches.
 
     Args:
         launcher: returns fresh tensors, never its arguments.

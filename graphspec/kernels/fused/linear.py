@@ -188,7 +188,7 @@ MATMUL = operator("matmul", matmul)
 
 
 class Products(NamedTuple):
-    """What a linear layer calls: our kernel, our kernel that also returns sums of squares, and the library's product."""
+    """Products of a linear layer: our kernel, our kernel that also returns sums of squares, and the library's product."""
 
     linear: Callable[..., Tensor]
     summed: Callable[..., tuple[Tensor, Tensor]]

@@ -205,7 +205,7 @@ def _narrow(shape: LinearShape) -> list[LinearConfig]:
 
 
 def fast_config(shape: LinearShape) -> LinearConfig | None:
-    """What to run where nothing was measured; None: cuBLAS."""
+    """Choice without a measurement; None: cuBLAS."""
     if shape.rows > FUSED_ROWS:
         return None
     if narrow := _narrow(shape):
@@ -230,7 +230,7 @@ def candidates(shape: LinearShape) -> list[LinearConfig]:
 
 
 def device_identity(device: torch.device) -> dict[str, str]:
-    """What a measurement holds for: the GPU, and who compiled the kernels."""
+    """Key of a measurement: the GPU, and who compiled the kernels."""
     import triton
 
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
@@ -266,7 +266,7 @@ class LinearTable:
 
     @classmethod
     def load(cls, path: Path, identity: dict[str, str], key: str = "linear table") -> LinearTable:
-        """What :meth:`save` wrote.
+        """Contents of a file of :meth:`save`.
 
         Args:
             path: of the file.

@@ -196,7 +196,7 @@ def recorded(network: nn.Module) -> Iterator[dict[LinearShape, None]]:
 
 
 def shapes_of(network: nn.Module, run: Call, rows: Sequence[int] = ()) -> list[LinearShape]:
-    """What ``network`` asks of its linear layers.
+    """Products that ``network`` asks of its linear layers.
 
     Args:
         network: any module; its linear layers are those with an attribute ``multiply``.

@@ -17,7 +17,7 @@ import triton
 
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@(!?U?P\w+)\s+)?([A-Z][\w.]*)\s*([^;]*?)\s*;")
 _MEMORY = ("LDG", "LD.", "STG", "ST.", "ATOM", "RED.", "MEMBAR", "CCTL", "BAR", "BRA", "EXIT", "RET")
-"""What may not stand between an arrival and its fences."""
+"""Instructions that may not stand between an arrival and its fences."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Instruction:
 
 
 def cuobjdump(cubin: bytes, option: str) -> str:
-    """What ``cuobjdump`` prints of a compiled kernel.
+    """Output of ``cuobjdump`` for a compiled kernel.
 
     Args:
         cubin: ``CompiledKernel.asm["cubin"]``.

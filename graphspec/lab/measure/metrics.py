@@ -169,7 +169,7 @@ def latency(seconds: Sequence[float]) -> dict[str, float] | None:
     return {"mean": 1e3 * statistics.fmean(seconds), **{f"p{share}": 1e3 * percentile(seconds, share) for share in (50, 90, 99)}}
 
 
-def thinned(values: Sequence[float], most: int) -> list[float]:
+def downsampled(values: Sequence[float], most: int) -> list[float]:
     """At most ``most`` of them, evenly spaced over their order of size, so that the distribution stays what it is."""
     ordered = sorted(values)
     if len(ordered) <= most:
@@ -218,7 +218,7 @@ def figures(rounds: Sequence[Round]) -> dict[str, Any]:
         "tpot_ms": latency([tpot for timeline in served if (tpot := timeline.tpot) is not None]),
         "itl_ms": latency(gaps),
         "e2e_ms": latency([timeline.e2e for timeline in served]),
-        "itl_samples_ms": [1e3 * gap for gap in thinned(gaps, ITL_SAMPLES)],
+        "itl_samples_ms": [1e3 * gap for gap in downsampled(gaps, ITL_SAMPLES)],
         "burst_tokens": {str(tokens): count for tokens, count in sorted(bursts.items())},
         **acceptance(cycle for timeline in with_cycles for cycle in timeline.whole_cycles),
         "drafted_per_second": drafted / seconds if with_cycles and seconds else None,

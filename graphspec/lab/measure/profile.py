@@ -17,6 +17,7 @@ from ...command_options import LaunchConfig
 from ...config import AcceptConfig
 from ...core_wait import busy_caution
 from ...errors import ConfigError
+from ...hub import pinned
 from ...paths import check_writable, user_path
 from .compare import Bench, Measured, Say, Schedule, records, set_verdicts
 from .equality import Reference, Verdict, judge
@@ -37,6 +38,7 @@ def run(config: LaunchConfig) -> int:
     Raises:
         GraphspecError: a side refused, died or took too long.
     """
+    config = pinned(config)
     if config.workload.source == "file":
         file_texts(config.workload)
     trace = _writable(config.profile.trace)
@@ -92,7 +94,7 @@ def profile(config: LaunchConfig, sides: Sequence[SideConfig], say: Say = lambda
 
 
 def synthetic_checks(bench: Bench, measured: Sequence[Measured], reference: Measured | None) -> list[dict[str, Any]]:
-    """What stands in for equality where acceptance is forced.
+    """Checks in place of equality where acceptance is forced.
 
     The configured runtime does what its stages do on the very launches of this configuration; and a twin of the same shapes, whose drafts
     are accepted when they are right, gives the tokens of plain decoding.

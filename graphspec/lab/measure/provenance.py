@@ -25,7 +25,7 @@ PACKAGES = ("torch", "triton", "transformers", "numpy")
 
 
 def _output(*command: str) -> str | None:
-    """What ``command`` prints, or None where it doesn't exist or fails."""
+    """Output of ``command``, or None where it doesn't exist or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -74,7 +74,7 @@ def cpu_name() -> str:
 
 
 def devices() -> dict[str, Any]:
-    """What torch runs on: its CUDA, the driver, the GPUs; ``gpus`` is empty on a machine without one."""
+    """Versions and devices of torch: its CUDA, the driver, the GPUs; ``gpus`` is empty on a machine without one."""
     import torch
 
     gpus = []

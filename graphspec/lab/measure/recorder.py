@@ -50,7 +50,7 @@ class Launch:
 
 
 class TimingEvent(Protocol):
-    """What of a CUDA event is used."""
+    """The methods of a CUDA event that are used."""
 
     def record(self) -> None: ...
 

@@ -152,7 +152,7 @@ class Results:
 
 
 def hardware(provenance: Mapping[str, Any], device: str | None = None) -> str:
-    """What ran: GPU names where the device is no CPU, else the processor; with how many."""
+    """Hardware of a run: GPU names where the device is no CPU, else the processor; with how many."""
     gpus = [str(gpu.get("name")) for gpu in provenance.get("gpus") or [] if isinstance(gpu, Mapping)]
     if gpus and not str(device or "cuda").startswith("cpu"):
         return " + ".join(f"{gpus.count(name)} x {name}" if gpus.count(name) > 1 else name for name in dict.fromkeys(gpus))
@@ -367,7 +367,7 @@ FACETS: tuple[Callable[[SideRecord], str], ...] = (
     lambda side: " ".join(side.caveats[:1]),
     lambda side: str(side.provenance.get("date") or ""),
 )
-"""What may distinguish two sides of one name, most significant first."""
+"""Properties that may distinguish two sides of one name, most significant first."""
 
 
 def _label(sides: list[SideRecord]) -> None:

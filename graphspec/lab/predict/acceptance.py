@@ -28,7 +28,7 @@ cycle at S = 3, 3.54 at S = 7). Another draft, another text, another temperature
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """What a draft is worth.
+    """Acceptance of a draft.
 
     Attributes:
         shares: conditional, of the best candidate at depth 1, 2, ...; deeper ones are as likely as the last.
@@ -98,8 +98,8 @@ def fit_sibling(shares: tuple[float, ...], trees: dict[CycleShape, float]) -> fl
     if not trees:
         return None
 
-    def misfit(sibling: float) -> float:
+    def squared_error(sibling: float) -> float:
         model = Acceptance(shares, sibling=sibling)
         return sum((model.estimate(shape) / length - 1) ** 2 for shape, length in trees.items())
 
-    return min((step / 100 for step in range(151)), key=misfit)
+    return min((step / 100 for step in range(151)), key=squared_error)

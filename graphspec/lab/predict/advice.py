@@ -17,7 +17,7 @@ from ..floor import FloorModel, Hardware, StageCost
 from .acceptance import Acceptance
 
 DEFAULT_EFFICIENCY = 0.85
-"""What the repository's README aims at for plain decoding; used where nothing was measured."""
+"""Efficiency the README aims at for plain decoding; used where nothing was measured."""
 FREE = 0.05
 """Verification is free as long as its floor, or its measured time, is at most this much above that of one node."""
 LARGEST_BATCH = 4096

@@ -40,7 +40,7 @@ from .passes import Curve, PassTimes, TimedCycle, read_curves
 
 if TYPE_CHECKING:
     from ...catalog import Variant
-    from .paper_models import Paper
+    from .model_pair import ModelPair
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 256)
 """Rows of a pass; more rows than one lane's window holds are those of several lanes."""
@@ -49,7 +49,7 @@ MAX_CONTEXT = 1024
 """Tokens of a row for which the engine is built; longer contexts are extrapolated."""
 IN_A_ROW = 3
 ROUNDS, SECONDS = 15, 8.0
-"""All points take turns; so many rounds of so many calls, or for so long."""
+"""All points take turns: rounds, calls of each, and the seconds after which no further round begins."""
 PROMPT, NEW_TOKENS = 16, 96
 """Tokens of the request that whole cycles are timed with."""
 FOLDER = "passes"
@@ -59,7 +59,7 @@ Call = Callable[[], Any]
 
 
 def identity(config: Config, folders: Sequence[Path]) -> dict[str, Any]:
-    """What a measurement holds for.
+    """Key of a measurement.
 
     Args:
         config: of the engine.
@@ -92,21 +92,23 @@ def kept_file(known: dict[str, Any], folder: Path | None = None) -> Path:
     """Where a measurement of this identity is kept.
 
     Raises:
-        ResourceError: nobody says where the cache folder is.
+        ResourceError: the place of the cache folder is not known.
     """
     name = hashlib.sha256(json.dumps(known, sort_keys=True, default=str).encode()).hexdigest()[:20]
     return (folder or cache_folder()) / FOLDER / f"{name}.json"
 
 
-def pass_times(config: Config, variant: Variant, paper: Paper, model: FloorModel, say: Say, folder: Path | None = None) -> PassTimes | str:
+def pass_times(
+    config: Config, variant: Variant, pair: ModelPair, model: FloorModel, say: Say, folder: Path | None = None
+) -> PassTimes | str:
     """Times kept for this machine and model, else measured now and kept.
 
     Args:
         config: of the engine, its device the CPU.
         variant: of the catalog.
-        paper: of target and draft.
+        pair: of target and draft.
         model: of the same.
-        say: told what is being done.
+        say: called with what is being done.
         folder: of the cache; None: the user's.
 
     Returns:
@@ -115,11 +117,11 @@ def pass_times(config: Config, variant: Variant, paper: Paper, model: FloorModel
     Raises:
         GraphspecError: the engine can't be built.
     """
-    if not has_tensors(paper.target.path) or (paper.draft is not None and paper.from_config):
+    if not has_tensors(pair.target.path) or (pair.draft is not None and pair.from_config):
         return "there are no weights"
     if config.hardware.threads is not None:
         torch.set_num_threads(config.hardware.threads)
-    folders = [paper.target.path, *([paper.draft.path] if paper.draft is not None else [])]
+    folders = [pair.target.path, *([pair.draft.path] if pair.draft is not None else [])]
     known = identity(config, folders)
     file = kept_file(known, folder)
     try:
@@ -183,7 +185,7 @@ def timed_shapes(variant: Variant, model: FloorModel) -> list[tuple[CycleShape, 
 
 
 def engine_of(config: Config, shape: CycleShape, batches: Sequence[int]) -> Config:
-    """The engine that runs cycles of a shape with so many rows."""
+    """The engine that runs cycles of a shape with this many rows."""
     asked = replace(config.variant, tree_choices=None, num_steps=None, topk=None, num_draft_tokens=None)
     if shape.num_steps:
         asked = replace(asked, num_steps=shape.num_steps, topk=shape.topk, num_draft_tokens=shape.num_draft_tokens)
@@ -260,7 +262,7 @@ def network_calls(llm: LLM, name: str, lanes: int, rows: int, context: int) -> d
 
 
 def noted(network: nn.Module, run: Callable[[], Tensor]) -> tuple[Tensor, list[Call]]:
-    """What ``run`` returns, and the calls of native ops it makes."""
+    """Result of ``run``, and the calls of native ops it makes."""
     calls: list[Call] = []
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

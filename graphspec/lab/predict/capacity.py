@@ -1,4 +1,4 @@
-"""What fits: the engine's own memory plan, asked for one number of rows and one context after the other."""
+"""Rows and contexts that fit, from the engine's own memory plan, asked for one number of rows and one context after the other."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ...config import Config, HardwareConfig, ModelConfig
-from ...graphs.memory import GIB, MemoryPlan, fit_memory, weigh
+from ...graphs.memory import GIB, MemoryPlan, fit_memory, parameter_bytes
 from ...models.stack import packs
 from ...plan import Plan, make_plan
 from ..floor import FloorModel, has_tensors, kv_bytes_per_token
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ...command_options import LaunchConfig
     from ...facts import ModelFacts
     from ...shapes import CycleShape
-    from .paper_models import Paper
+    from .model_pair import ModelPair
 
 MOST_ROWS = 4096
 
@@ -69,30 +69,38 @@ class Capacity:
 
 
 def capacity(
-    config: LaunchConfig, paper: Paper, model: FloorModel, shape: CycleShape, context: int, *, device: str, dtype: str, memory: int | None
+    config: LaunchConfig,
+    pair: ModelPair,
+    model: FloorModel,
+    shape: CycleShape,
+    context: int,
+    *,
+    device: str,
+    dtype: str,
+    memory: int | None,
 ) -> Capacity:
     """Ask the memory plan.
 
     Args:
         config: as composed; its runtime group says page size, chunks and share of the memory. A GPU is planned with the captured runtime.
-        paper: facts of both models.
+        pair: facts of both models.
         model: their weights.
         shape: the widest that is to be served; without steps the automatic one of the variant.
         context: tokens of each row.
         device, dtype: resolved.
         memory: bytes of the hardware; None: not known.
     """
-    _, smallest = engine_plan(config, paper, shape, 1, context, device=device, dtype=dtype, memory=memory)
-    sizes = _network_sizes(config, paper, model, smallest)
+    _, smallest = engine_plan(config, pair, shape, 1, context, device=device, dtype=dtype, memory=memory)
+    sizes = _network_sizes(config, pair, model, smallest)
 
     def at(rows: int, context: int) -> tuple[Plan, MemoryPlan]:
-        return _plan(config, paper, sizes, shape, device, dtype, memory, rows, context)
+        return _plan(config, pair, sizes, shape, device, dtype, memory, rows, context)
 
     def fits(rows: int, context: int) -> bool:
         _, found = at(rows, context)
         return found.total <= found.budget
 
-    longest = paper.target.max_position_embeddings
+    longest = pair.target.max_position_embeddings
     most = longest_context = None
     if memory is not None:
         most = _largest(lambda rows: fits(rows, context), MOST_ROWS)
@@ -103,8 +111,8 @@ def capacity(
     shown = max((batch for batch in batches if most is None or batch <= most), default=batches[0])
     engine, plan = at(shown, context)
     per_token = (
-        kv_bytes_per_token(paper.target, model.itemsize),
-        kv_bytes_per_token(paper.draft.decoder, model.itemsize) if paper.draft is not None else 0,
+        kv_bytes_per_token(pair.target, model.itemsize),
+        kv_bytes_per_token(pair.draft.decoder, model.itemsize) if pair.draft is not None else 0,
     )
     return Capacity(
         parts=tuple((line.name, line.size, line.estimate) for line in plan.lines),
@@ -132,30 +140,32 @@ def _largest(holds: Callable[[int], bool], limit: int) -> int:
 
 
 def _plan(
-    config: LaunchConfig, paper: Paper, sizes: tuple[int, int], shape: CycleShape, device: str, dtype: str, memory: int | None, rows: int,
-    context: int,
+    config: LaunchConfig, pair: ModelPair, sizes: tuple[int, int], shape: CycleShape, device: str, dtype: str, memory: int | None,
+    rows: int, context: int,
 ) -> tuple[Plan, MemoryPlan]:  # fmt: skip
-    engine, plan = engine_plan(config, paper, shape, rows, context, device=device, dtype=dtype, memory=memory)
-    target, draft = (size + table for size, table in zip(sizes, _tables(paper, plan), strict=True))
+    engine, plan = engine_plan(config, pair, shape, rows, context, device=device, dtype=dtype, memory=memory)
+    target, draft = (size + table for size, table in zip(sizes, _tables(pair, plan), strict=True))
     return fit_memory(plan, engine, (target, draft))
 
 
-def _network_sizes(config: LaunchConfig, paper: Paper, model: FloorModel, plan: Plan) -> tuple[int, int]:
+def _network_sizes(config: LaunchConfig, pair: ModelPair, model: FloorModel, plan: Plan) -> tuple[int, int]:
     """Bytes of target and draft without their tables; packed ones are those of the checkpoints, where there are any."""
-    known = has_tensors(paper.target.path) and (paper.draft is None or not paper.from_config)
+    known = has_tensors(pair.target.path) and (pair.draft is None or not pair.from_config)
     if known and packs(plan):
-        target, draft = (size - table for size, table in zip(weigh(plan, config.variant.token_map), _tables(paper, plan), strict=True))
+        target, draft = (
+            size - table for size, table in zip(parameter_bytes(plan, config.variant.token_map), _tables(pair, plan), strict=True)
+        )
         return target, draft
     return model.target_weights.size, model.draft_own.size if model.draft_own is not None else 0
 
 
 def engine_plan(
-    config: LaunchConfig, paper: Paper, shape: CycleShape, rows: int, context: int, *, device: str, dtype: str, memory: int | None
+    config: LaunchConfig, pair: ModelPair, shape: CycleShape, rows: int, context: int, *, device: str, dtype: str, memory: int | None
 ) -> tuple[Config, Plan]:
     """Configuration and plan of the engine that would serve ``rows`` rows of ``context`` tokens with cycles of ``shape``.
 
     Args:
-        config, paper, device, dtype, memory: as of :func:`capacity`.
+        config, pair, device, dtype, memory: as of :func:`capacity`.
         shape: of its cycles; without steps the automatic one of the variant.
         rows: lanes of its largest bucket.
         context: tokens of each row.
@@ -177,15 +187,15 @@ def engine_plan(
         kernels=config.kernels,
         hardware=HardwareConfig(device=device, dtype=dtype, memory_gib=(memory or GIB) / GIB),
     )
-    draft = paper.draft
+    draft = pair.draft
     if draft is not None:  # a draft made for a shorter context decodes plainly past it, and the plan would repeat that each time
         longer = max(draft.decoder.max_position_embeddings, context)
         draft = replace(draft, decoder=replace(draft.decoder, max_position_embeddings=longer))
-    return engine, make_plan(engine, paper.target, draft, device=device)
+    return engine, make_plan(engine, pair.target, draft, device=device)
 
 
-def _tables(paper: Paper, plan: Plan) -> tuple[int, int]:
-    return _table(paper.target, plan.max_positions), _table(paper.draft.decoder, plan.max_positions) if paper.draft is not None else 0
+def _tables(pair: ModelPair, plan: Plan) -> tuple[int, int]:
+    return _table(pair.target, plan.max_positions), _table(pair.draft.decoder, plan.max_positions) if pair.draft is not None else 0
 
 
 def _table(facts: ModelFacts, positions: int) -> int:

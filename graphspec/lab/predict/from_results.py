@@ -1,4 +1,4 @@
-"""What ``graphspec plan`` takes from results of ``graphspec profile``: acceptance, bandwidth, how near the floor this runtime comes."""
+"""Figures that ``graphspec plan`` takes from results of ``graphspec profile``: acceptance, bandwidth, share of the floor."""
 
 from __future__ import annotations
 

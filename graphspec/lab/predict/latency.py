@@ -1,4 +1,4 @@
-"""What a fused cycle takes on a GPU when bytes are not all that counts: launches, and round trips to memory that nothing hides.
+"""Estimated time of a fused cycle on a GPU beyond its bytes: launches, and round trips to memory that nothing hides.
 
 A launch is taken to cost
 
@@ -60,7 +60,7 @@ HOPPER = Latencies()
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What one launch does.
+    """Work of one launch.
 
     Attributes:
         bytes: streamed from memory by all programs together.
@@ -105,7 +105,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """What work depends on besides the launch.
+    """Properties of the engine that the work of a launch depends on.
 
     Attributes:
         context: committed tokens of each row.
@@ -238,14 +238,14 @@ WORK: Mapping[str, Callable[[Step, Situation], Work]] = {
 
 
 def work_of(step: Step, at: Situation) -> Work:
-    """What a launch does."""
+    """The work of a launch."""
     describe = WORK.get(step.kernel)
     return SMALL if describe is None else describe(step, at)
 
 
 @cache
 def _table() -> dict[str, list[dict[str, int]]]:
-    """What the compiled kernels use, by kernel: the entries of the committed table."""
+    """Resources of the compiled kernels, by name: the entries of the committed table."""
     read = json.loads((files("graphspec") / "kernels" / "fused" / "sm_90.json").read_text(encoding="utf-8"))
     found: dict[str, list[dict[str, int]]] = {}
     for name, used in read["kernels"].items():
@@ -372,7 +372,7 @@ class CycleEstimate:
 def estimate_cycle(
     steps: Iterable[Step], shape: CycleShape, batch: int, context: int, floor_ms: float, hardware: Hardware, *, programmatic: bool
 ) -> CycleEstimate:
-    """The launches of one cycle (:func:`graphspec.lab.predict.launches.paper_steps`), priced and added up."""
+    """The launches of one cycle (:func:`graphspec.lab.predict.launches.planned_steps`), priced and added up."""
     at = Situation(context, programmatic)
     found = [estimate(step, at, hardware) for step in steps]
     return CycleEstimate(shape, batch, floor_ms, programmatic, by_kernel(found), _part("cycle", found))

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ...models.llama import LlamaModel
     from ...plan import Plan
     from ...shapes import CycleShape
-    from .paper_models import Paper
+    from .model_pair import ModelPair
 
 INDUCTOR, LIBRARY = "inductor", "cublas"
 """Kernels that are not ours: between our launches, and products that are left to the library."""
@@ -108,14 +108,14 @@ class _Between(TorchDispatchMode):
         self.found.setdefault(len(self.launches), []).append({"weight": weight, "rows": rows})
 
 
-def paper_steps(
-    config: LaunchConfig, paper: Paper, variant: Variant, shape: CycleShape, batch: int, context: int, dtype: str
+def planned_steps(
+    config: LaunchConfig, pair: ModelPair, variant: Variant, shape: CycleShape, batch: int, context: int, dtype: str
 ) -> list[Step] | None:
     """The launches of a cycle of an engine that is only planned; None: it would not run our kernels, or Triton is not installed.
 
     Args:
         config: as composed.
-        paper: facts of both models.
+        pair: facts of both models.
         variant: catalog entry of the drafter.
         shape: of the cycle.
         batch: rows.
@@ -125,15 +125,15 @@ def paper_steps(
     if find_spec("triton") is None:
         return None
     if not shape.num_steps:
-        variant, paper = resolve_variant("none"), replace(paper, draft=None)
+        variant, pair = resolve_variant("none"), replace(pair, draft=None)
         config = replace(config, variant=VariantConfig(name="none"))
-    _, plan = engine_plan(config, paper, shape, batch, context, device="cuda", dtype=dtype, memory=None)
+    _, plan = engine_plan(config, pair, shape, batch, context, device="cuda", dtype=dtype, memory=None)
     if plan.kernels != "fused" or plan.attention not in ("auto", "fused") or plan.linear not in ("auto", "fused"):
         return None
-    target = build_target(paper.target, plan.tap_layers)
+    target = build_target(pair.target, plan.tap_layers)
     draft = None
-    if paper.draft is not None:
-        draft = build_draft(paper.draft, target, variant, config.variant.token_map, paper.from_config)
+    if pair.draft is not None:
+        draft = build_draft(pair.draft, target, variant, config.variant.token_map, pair.from_config)
     for network in (target, draft):
         if network is not None:
             network.to(DTYPES[dtype])

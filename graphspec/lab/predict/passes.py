@@ -77,13 +77,13 @@ class TimedCycle:
 
 @dataclass(frozen=True, slots=True)
 class PassTimes:
-    """What was measured on this machine, and what follows for other cycles.
+    """Times measured on this machine, and the estimates for other cycles that follow.
 
     Attributes:
         curves: by network and part: ``target.layers``, ``target.head``, ``draft.layers``, ``draft.head``, ``draft.fuse``.
         beyond: milliseconds beyond the passes: of every cycle, of each draft pass, of a tree, of a megabyte of logits.
         cycles: that ``beyond`` was fitted to.
-        bandwidth: bytes per second of a copy, measured beside them.
+        bandwidth: bytes per second of a copy, measured at the same time.
         source: where the figures come from.
     """
 

@@ -37,10 +37,10 @@ from .advice import (
 from .capacity import Capacity, capacity
 from .from_results import Measured, acceptance_of, calibrate, predictions, read_measured, timed
 from .latency import DEVICES, CycleEstimate, estimate_cycle
-from .launches import paper_steps
-from .misfit import Misfit, misfit
-from .paper_models import Paper, read_paper
+from .launches import planned_steps
+from .model_pair import ModelPair, read_model_pair
 from .passes import PassTimes
+from .shortfall import Shortfall, find_shortfall
 
 if TYPE_CHECKING:
     from ...command_options import LaunchConfig
@@ -86,11 +86,11 @@ class Advice:
         predictions: records of kind ``prediction``.
         launches: launch by launch, with and without programmatic launch: the configured shape, else the recommended one, at the smallest
             batch; empty where the model does not know the hardware.
-        misfit: why not even one row fits, and what would; None: one does, or the memory is not known.
+        shortfall: why not even one row fits, and what would; None: one does, or the memory is not known.
         notes: what was assumed or left out.
     """
 
-    paper: Paper
+    pair: ModelPair
     variant: Variant
     model: FloorModel
     dtype: str
@@ -104,7 +104,7 @@ class Advice:
     capacity: Capacity
     predictions: list[dict[str, Any]] = field(default_factory=list)
     launches: list[CycleEstimate] = field(default_factory=list)
-    misfit: Misfit | None = None
+    shortfall: Shortfall | None = None
     notes: list[str] = field(default_factory=list)
 
     def records(self) -> list[dict[str, Any]]:
@@ -116,7 +116,7 @@ class Advice:
         best = row.best
         return {
             "kind": "plan",
-            "model": self.paper.name,
+            "model": self.pair.name,
             "variant": self.variant.name,
             "hardware": self.hardware.name,
             "context": self.context,
@@ -143,9 +143,9 @@ class Advice:
         """Everything, for ``format=json``."""
         errors = [abs(record["error"]) for record in self.predictions if record["stage"] is None]
         return {
-            "model": str(self.paper.folder),
+            "model": str(self.pair.folder),
             "variant": self.variant.name,
-            "draft": self.paper.described,
+            "draft": self.pair.described,
             "dtype": self.dtype,
             "parameters": {"target": self.model.target_weights.number, "draft": self.model.draft_own.number if self.model.draft_own else 0},
             "hardware": {
@@ -158,7 +158,7 @@ class Advice:
             "acceptance": {"shares": list(self.acceptance.shares), "sibling": self.acceptance.sibling, "source": self.acceptance.source},
             "efficiency": self.efficiency.record() | {"source": self.efficiency.source},
             "memory": self.capacity.document(),
-            "misfit": self.misfit.document() if self.misfit is not None else None,
+            "shortfall": self.shortfall.document() if self.shortfall is not None else None,
             "plans": [self._record(row) for row in self.rows],
             "configured": [
                 {
@@ -205,17 +205,17 @@ def advise(config: LaunchConfig, say: Say = lambda text: None) -> Advice:
         CheckpointError: a config that is missing, wrong or not supported.
     """
     variant, asked = resolve_variant(config.variant.name), config.plan
-    paper = read_paper(config.model.path, config.variant, variant, config.model.revision)
-    device, dtype = resolve_device(config, paper)
-    longest = int(paper.target.max_position_embeddings * (paper.target.rope.factor if paper.target.rope.kind == "dynamic" else 1))
+    pair = read_model_pair(config.model.path, config.variant, variant, config.model.revision)
+    device, dtype = resolve_device(config, pair)
+    longest = int(pair.target.max_position_embeddings * (pair.target.rope.factor if pair.target.rope.kind == "dynamic" else 1))
     context = asked.context or min(DEFAULT_CONTEXT, longest)
     if context > longest:
         raise ConfigError("plan.context", f"at most the checkpoint's {longest}", context)
-    model = FloorModel.of(paper.target, paper.draft, dtype, variant, config.variant.token_map, paper.from_config)
+    model = FloorModel.of(pair.target, pair.draft, dtype, variant, config.variant.token_map, pair.from_config)
     measured = read_measured(asked.measured, variant, config.sampling.temperature) if asked.measured is not None else None
     here = measured.on(config.hardware.name, device) if measured is not None else None
-    notes = list(paper.notes)
-    passes = _pass_times(config, variant, paper, model, say) if asked.measure and device == "cpu" else None
+    notes = list(pair.notes)
+    passes = _pass_times(config, variant, pair, model, say) if asked.measure and device == "cpu" else None
     if isinstance(passes, str):
         notes.append(f"passes were not timed: {passes}")
         passes = None
@@ -232,9 +232,9 @@ def advise(config: LaunchConfig, say: Say = lambda text: None) -> Advice:
     if variant.drafter in ("history", "host"):
         notes.append("the drafter is no network: its own time is not predicted")
 
-    heads = paper.draft.num_heads if paper.draft is not None else 1
-    configured = configured_shape(config, variant, paper, heads)
-    lengths = {shape: acceptance.length(shape) for shape in candidate_shapes(variant, heads, shallowest_window(paper))}
+    heads = pair.draft.num_heads if pair.draft is not None else 1
+    configured = configured_shape(config, variant, pair, heads)
+    lengths = {shape: acceptance.length(shape) for shape in candidate_shapes(variant, heads, shallowest_window(pair))}
     if configured is not None:
         lengths[configured] = acceptance.length(configured)
     rows, about_configured = [], []
@@ -243,12 +243,12 @@ def advise(config: LaunchConfig, say: Say = lambda text: None) -> Advice:
         if configured is not None:
             about_configured += rank_lengths(model, {configured: lengths[configured]}, batch, context, hardware, efficiency)
     widest = configured or max((row.best.shape for row in rows), key=lambda shape: (shape.window_width, shape.num_draft_tokens))
-    fitting = capacity(config, paper, model, widest, context, device=device, dtype=dtype, memory=hardware.memory)
+    fitting = capacity(config, pair, model, widest, context, device=device, dtype=dtype, memory=hardware.memory)
     most = fitting.rows or LARGEST_BATCH
     shown = configured or rows[0].best.shape
-    launches = _launches(config, paper, variant, model, shown, asked.batches[0], context, dtype, hardware) if device == "cuda" else []
+    launches = _launches(config, pair, variant, model, shown, asked.batches[0], context, dtype, hardware) if device == "cuda" else []
     return Advice(
-        paper=paper,
+        pair=pair,
         variant=variant,
         model=model,
         dtype=dtype,
@@ -262,22 +262,22 @@ def advise(config: LaunchConfig, say: Say = lambda text: None) -> Advice:
         capacity=fitting,
         predictions=checked,
         launches=launches,
-        misfit=misfit(config, paper, model, widest, fitting, dtype, hardware.memory) if device == "cuda" else None,
+        shortfall=find_shortfall(config, pair, model, widest, fitting, dtype, hardware.memory) if device == "cuda" else None,
         notes=notes,
     )
 
 
-def _pass_times(config: LaunchConfig, variant: Variant, paper: Paper, model: FloorModel, say: Say) -> PassTimes | str:
+def _pass_times(config: LaunchConfig, variant: Variant, pair: ModelPair, model: FloorModel, say: Say) -> PassTimes | str:
     from .calibration import pass_times
 
-    return pass_times(config, variant, paper, model, say)
+    return pass_times(config, variant, pair, model, say)
 
 
 def _launches(
-    config: LaunchConfig, paper: Paper, variant: Variant, model: FloorModel, shape: CycleShape, batch: int, context: int, dtype: str,
+    config: LaunchConfig, pair: ModelPair, variant: Variant, model: FloorModel, shape: CycleShape, batch: int, context: int, dtype: str,
     hardware: Hardware,
 ) -> list[CycleEstimate]:  # fmt: skip
-    steps = paper_steps(config, paper, variant, shape, batch, context, dtype) if hardware.name in DEVICES else None
+    steps = planned_steps(config, pair, variant, shape, batch, context, dtype) if hardware.name in DEVICES else None
     if steps is None:
         return []
     floor_ms = sum(stage.floor_ms(hardware) for stage in model.stages(shape, batch, context))
@@ -303,33 +303,33 @@ def recommend(ranked: Sequence[Ranked]) -> Ranked:
     return min(near, key=lambda entry: (entry.shape.num_draft_tokens, entry.shape.num_steps, entry.shape.topk))
 
 
-def shallowest_window(paper: Paper) -> int | None:
+def shallowest_window(pair: ModelPair) -> int | None:
     """Largest S that the sliding windows of target and draft allow; None: any."""
-    models = [paper.target, *([paper.draft.decoder] if paper.draft is not None else [])]
+    models = [pair.target, *([pair.draft.decoder] if pair.draft is not None else [])]
     windows = [window for model in models for window in model.sliding_window if window is not None]
     return min(windows) - 1 if windows else None
 
 
-def configured_shape(config: LaunchConfig, variant: Variant, paper: Paper, heads: int) -> CycleShape | None:
+def configured_shape(config: LaunchConfig, variant: Variant, pair: ModelPair, heads: int) -> CycleShape | None:
     """The shape that the ``variant`` group asks for; None where it leaves the choice."""
     asked = config.variant
     if asked.tree_choices is None and all(value is None for value in (asked.num_steps, asked.topk, asked.num_draft_tokens)):
         return None
-    shape = resolve_shape(variant, asked, paper.target.architecture, heads)
+    shape = resolve_shape(variant, asked, pair.target.family, heads)
     return shape if shape.num_steps else None
 
 
-def resolve_device(config: LaunchConfig, paper: Paper) -> tuple[str, str]:
+def resolve_device(config: LaunchConfig, pair: ModelPair) -> tuple[str, str]:
     """Device and dtype, as the engine would settle them; no GPU is needed to plan for one."""
     device = config.hardware.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = config.hardware.dtype
-    return device, dtype if dtype != "auto" else "float32" if device == "cpu" else paper.target.dtype
+    return device, dtype if dtype != "auto" else "float32" if device == "cpu" else pair.target.dtype
 
 
 def resolve_hardware(config: LaunchConfig, device: str, dtype: str, here: Measured | None, passes: PassTimes | None = None) -> Hardware:
-    """Figures of the hardware: measured now, else measured beside the sides of a file, else those of the ``hardware`` group.
+    """Figures of the hardware: measured now, else measured with the sides of a file, else those of the ``hardware`` group.
 
     Raises:
         ConfigError: there are none; says what can be set.

@@ -42,7 +42,7 @@ def show(advice: Advice, console: Console | None = None) -> None:
     console = console or Console()
     if not console.is_terminal or console.width > WIDTH:
         console.width = WIDTH
-    for line in misfit_lines(advice):
+    for line in shortfall_lines(advice):
         # Commands are copied: they may not be cut.
         console.print(Text(line), soft_wrap=True)
     for line in heading(advice):
@@ -61,14 +61,14 @@ def show(advice: Advice, console: Console | None = None) -> None:
 
 
 def heading(advice: Advice) -> list[str]:
-    """What was planned with which figures."""
+    """The model, the hardware and the figures that were used."""
     model, hardware, shares = advice.model, advice.hardware, advice.acceptance
     draft = f"{model.draft_own.number:,} parameters of its own" if model.draft_own is not None else "no parameters"
     peak = f", {hardware.flops / 1e12:g} TFLOPS" if hardware.flops is not None else ""
     spelled = ", ".join(f"{share:.2f}" for share in shares.shares)
     return [
-        f"model       {advice.paper.name}, {model.target_weights.number:,} parameters, {advice.dtype}",
-        f"draft       {advice.variant.name}: {advice.paper.described}; {draft}",
+        f"model       {advice.pair.name}, {model.target_weights.number:,} parameters, {advice.dtype}",
+        f"draft       {advice.variant.name}: {advice.pair.described}; {draft}",
         f"hardware    {hardware.bandwidth / 1e9:,.0f} GB/s{peak} ({hardware.source})",
         f"acceptance  {spelled}, then as the last; sibling {shares.sibling:g} ({shares.source})",
         timing_line(advice.efficiency),
@@ -77,7 +77,7 @@ def heading(advice: Advice) -> list[str]:
 
 
 def timing_line(timing: Timing) -> str:
-    """What times are made from."""
+    """The source of the times."""
     if isinstance(timing, Efficiency):
         rates = {name: f" and {rate / 1e9:,.3g} GFLOP/s" for name, rate in timing.rates.items()}
         stages = "".join(f", {name} {share:.0%}{rates.get(name, '')}" for name, share in timing.stages.items())
@@ -93,18 +93,18 @@ def timing_line(timing: Timing) -> str:
     return f"passes      layers of the {shown} ({timing.source})"
 
 
-def misfit_lines(advice: Advice) -> list[str]:
-    """What comes first where not even one row fits."""
-    found = advice.misfit
+def shortfall_lines(advice: Advice) -> list[str]:
+    """The first lines where not even one row fits."""
+    found = advice.shortfall
     if found is None:
         return []
-    ways = [line for way in found.ways for line in (f"  {way.what}:", f"    {way.command}")]
+    alternatives = [line for each in found.alternatives for line in (f"  {each.what}:", f"    {each.command}")]
     nothing = "No hardware known here has room for it, and several devices are not supported yet."
-    return [found.sentence, *(["What would fit:", *ways] if ways else [nothing]), ""]
+    return [found.sentence, *(["What would fit:", *alternatives] if alternatives else [nothing]), ""]
 
 
 def memory_table(advice: Advice) -> Table:
-    """What the engine would hold, and what fits."""
+    """Memory that the engine would hold, and the rows and contexts that fit."""
     found = advice.capacity
     budget = f"{spell_bytes(found.budget)} allowed" if found.budget is not None else "memory of the hardware not known"
     table = _table(f"memory, {found.shown_rows} row(s) of {found.context} tokens", footer=True)

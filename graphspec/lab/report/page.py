@@ -233,7 +233,7 @@ def _headline(results: Results) -> Headline | None:
 
 
 def _generation(line: Line, marks: Sequence[str]) -> dict[str, Any]:
-    """What the viewer needs; a node is [token, text, parent, probability of its path, accepted]."""
+    """Data of the tree viewer; a node is [token, text, parent, probability of its path, accepted]."""
     cycles = [
         {
             "nodes": [

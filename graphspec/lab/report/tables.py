@@ -21,7 +21,7 @@ LONG_FORMS = {
     "E2E": "whole request",
     ONCE: "measured in one round: nothing says how far the figures vary",
 }
-"""What an abbreviation of the page stands for."""
+"""Meanings of the abbreviations on the page."""
 VERSIONS = ("graphspec", "torch", "cuda", "driver", "triton", "transformers", "numpy", "python", "platform")
 WORDS = re.compile(r"[A-Za-z]{4}")
 """Matches a cell of words; figures and units do not match."""
@@ -132,7 +132,7 @@ def host(results: Results) -> Table:
 
 
 def plans(results: Results) -> Table:
-    """What ``graphspec plan`` predicts."""
+    """Predictions of ``graphspec plan``."""
     keys = ("floor_ms", "predicted_ms", "tokens_per_second", "plain_tokens_per_second", "ratio", "acceptance_length")
     rows = [
         [" ".join(str(line.record[key]) for key in ("variant", "model", "hardware") if line.get(key)) or "plan",
@@ -156,7 +156,7 @@ def plans(results: Results) -> Table:
 
 
 def facts(results: Results) -> list[tuple[str, str]]:
-    """What was measured, on what, when, by which revision: the line under the title."""
+    """The line under the title: the measurement, its hardware, date and revision."""
     found = results.provenances
     places = unique(side.hardware for side in results.sides) or unique(hardware(record) for record in found)
     dates = sorted(str(record["date"])[:10] for record in found if record.get("date"))

@@ -12,6 +12,7 @@ from rich.text import Text
 from ...catalog import resolve_variant
 from ...command_options import LaunchConfig
 from ...errors import ConfigError
+from ...hub import pinned
 from ...paths import check_writable
 from ..measure.provenance import result_file, write_jsonl
 from ..measure.sides import PLAIN
@@ -35,6 +36,7 @@ def run(config: LaunchConfig) -> int:
         ResourceError: no candidate gave the right tokens.
         GraphspecError: a side refused, died or took too long.
     """
+    config = pinned(config)
     batches = check(config)
     file = check_writable("tune.out", config.tune.out or OUT)
     folder = check_writable("results", config.results, folder=True)

@@ -17,7 +17,7 @@ from ..floor import FloorModel
 from ..predict.acceptance import Acceptance
 from ..predict.advice import Efficiency, candidate_shapes, rank_shapes
 from ..predict.from_results import acceptance_of, calibrate, of_rows, read_measured, timed
-from ..predict.paper_models import Paper, read_paper
+from ..predict.model_pair import ModelPair, read_model_pair
 from ..predict.plan import configured_shape, resolve_device, resolve_hardware, shallowest_window
 
 TRIED_FAN, TRIED_NODES = 4, 16
@@ -31,12 +31,12 @@ class Candidates:
     Attributes:
         config: model and draft.
         variant: of the catalog.
-        paper: target and draft as far as their configs tell.
+        pair: target and draft as far as their configs tell.
     """
 
     config: LaunchConfig
     variant: Variant
-    paper: Paper
+    pair: ModelPair
 
     @classmethod
     def of(cls, config: LaunchConfig) -> Candidates:
@@ -46,19 +46,19 @@ class Candidates:
             ConfigError, CheckpointError: it or a checkpoint is wrong.
         """
         variant = resolve_variant(config.variant.name)
-        return cls(config, variant, read_paper(config.model.path, config.variant, variant, config.model.revision))
+        return cls(config, variant, read_model_pair(config.model.path, config.variant, variant, config.model.revision))
 
     @property
     def heads(self) -> int:
         """Prediction heads of the draft."""
-        return self.paper.draft.num_heads if self.paper.draft is not None else 1
+        return self.pair.draft.num_heads if self.pair.draft is not None else 1
 
     @cached_property
     def given(self) -> dict[CycleShape, str]:
         """Shapes that are run whatever is predicted, and why."""
         unset = replace(self.config.variant, num_steps=None, topk=None, num_draft_tokens=None)
-        given = {resolve_shape(self.variant, unset, self.paper.target.architecture, self.heads): "automatic"}
-        configured = configured_shape(self.config, self.variant, self.paper, self.heads)
+        given = {resolve_shape(self.variant, unset, self.pair.target.family, self.heads): "automatic"}
+        configured = configured_shape(self.config, self.variant, self.pair, self.heads)
         if configured is not None:
             given.setdefault(configured, "configured")
         return given
@@ -66,9 +66,9 @@ class Candidates:
     @cached_property
     def possible(self) -> list[CycleShape]:
         """Every chain and tree this drafter can serve."""
-        device, _ = resolve_device(self.config, self.paper)
-        shapes = candidate_shapes(self.variant, self.heads, shallowest_window(self.paper))
-        return [shape for shape in shapes if _runs(self.config, shape, self.paper.target, self.paper.draft, device)]
+        device, _ = resolve_device(self.config, self.pair)
+        shapes = candidate_shapes(self.variant, self.heads, shallowest_window(self.pair))
+        return [shape for shape in shapes if _runs(self.config, shape, self.pair.target, self.pair.draft, device)]
 
     def tried(self) -> list[CycleShape]:
         """Shapes of the trial: a chain of the deepest given depth, and a wide tree of it, for acceptance and the cost of width."""
@@ -123,11 +123,11 @@ def short_list(config: LaunchConfig, batches: Sequence[int], trial: Sequence[Map
         ConfigError, CheckpointError: the configuration, a checkpoint or ``plan.measured`` is wrong.
     """
     candidates = Candidates.of(config)
-    variant, paper, given = candidates.variant, candidates.paper, candidates.given
-    device, dtype = resolve_device(config, paper)
+    variant, pair, given = candidates.variant, candidates.pair, candidates.given
+    device, dtype = resolve_device(config, pair)
     measuring = replace(config, plan=replace(config.plan, measure=config.hardware.bandwidth_gbs is None))
     hardware = resolve_hardware(measuring, device, dtype, None)
-    model = FloorModel.of(paper.target, paper.draft, dtype, variant, config.variant.token_map, paper.from_config)
+    model = FloorModel.of(pair.target, pair.draft, dtype, variant, config.variant.token_map, pair.from_config)
     context = (config.workload.input_tokens or 0) + config.workload.output_tokens // 2
 
     measured = here = of_rows(trial, variant, "a trial") if trial else None
@@ -148,7 +148,7 @@ def short_list(config: LaunchConfig, batches: Sequence[int], trial: Sequence[Map
         for entry in ranked:
             ratios[entry.shape][batch] = entry.tokens_per_second / plain
     del ratios[PLAIN]
-    windows = [window for window in paper.draft.decoder.sliding_window if window is not None] if paper.draft is not None else []
+    windows = [window for window in pair.draft.decoder.sliding_window if window is not None] if pair.draft is not None else []
     return {
         "prospects": [
             {"shape": p.shape.numbers, "why": p.why, "ratios": list(p.ratios.items())} for p in pick(given, ratios, config.tune.candidates)

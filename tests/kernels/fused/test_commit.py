@@ -62,7 +62,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "append": {"features": 37, "append": True},
     "append-of-two-chunks": {"features": CHUNK + 5, "append": True},
     "append-tokens": {"vocab": 9, "append": True},
-    "append-behind-lookback": {"features": 5, "lookback": 2, "append": True},
+    "append-after-lookback": {"features": 5, "lookback": 2, "append": True},
 }
 
 
@@ -149,7 +149,7 @@ def test_runs_pile_up_behind_what_was_there() -> None:
             case["accept_len_B"][:], case["append"] = torch.tensor(lengths), append
             case["sample_BN"] += 1
             case["feature_BNF"] += 1
-            behind = case["window_token_RAc"][:, 3:].clone()
+            rest = case["window_token_RAc"][:, 3:].clone()
             OP.call(OP.implementation(name), case)
             for lane, row in enumerate((1, 0)):
                 nodes = case["path_BA"][lane, : lengths[lane]].tolist()
@@ -159,7 +159,7 @@ def test_runs_pile_up_behind_what_was_there() -> None:
                 length = case["window_len_R"][row].item()
                 found = case["window_token_RAc"][row, :length].tolist(), case["window_feature_RAcF"][row, :length].tolist()
                 assert found == expected[row], name
-        assert torch.equal(case["window_token_RAc"][:2, 3:], behind[:2]), "what lies behind a replaced window stays"
+        assert torch.equal(case["window_token_RAc"][:2, 3:], rest[:2]), "what lies after a replaced window stays"
         assert case["window_token_RAc"][1, :3].tolist() == [*expected[1][0], -1, -1]
 
 
@@ -183,7 +183,7 @@ def test_a_failed_row_without_a_run_still_fails() -> None:
 
 
 def test_one_launch_and_two_where_features_are_placed_by_the_old_length() -> None:
-    twice = ("lookback", "lookback-wider-than-the-window", "append", "append-of-two-chunks", "append-behind-lookback")
+    twice = ("lookback", "lookback-wider-than-the-window", "append", "append-of-two-chunks", "append-after-lookback")
     for kind, expected in ((name, 2 if name in twice else 1) for name in KINDS):
         with recording() as launches:
             OP.call(commit_rows, commit_case(torch.Generator(), 4, 5, 3, **KINDS[kind]))
@@ -191,7 +191,7 @@ def test_one_launch_and_two_where_features_are_placed_by_the_old_length() -> Non
 
 
 def test_compiled_stages_are_one_operator_each() -> None:
-    """Slots are written in place: no copy comes before or behind an operator, in whatever region the stages are compiled."""
+    """Slots are written in place: no copy comes before or after an operator, in whatever region the stages are compiled."""
     plan = structure_plan("tree", device="cpu", runtime="eager", buckets=[2, 3], max_rows=3)
     names = ("tree_build", "kv_move", "commit_rows")
     fused = {op.name: op.implementation("fused") for op in OPS if op.name in names}

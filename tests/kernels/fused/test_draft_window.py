@@ -22,7 +22,7 @@ fused = module.draft_window
 
 
 def rows(width: int, features: int, lookback: int, dtype: torch.dtype = torch.float32, behind: int = 0) -> dict[str, Any]:
-    """Four rows: full window behind many tokens, one entry behind one token, stopped, and free; poison wherever nothing may be read."""
+    """Four rows: full window after many tokens, one entry after one token, stopped, and free; poison wherever nothing may be read."""
     generator = torch.Generator().manual_seed(width)
     length = torch.tensor([width, 1, 1, POISON])
     sequence = torch.tensor([2 * width + lookback, 1, POISON, POISON])

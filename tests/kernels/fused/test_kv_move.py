@@ -71,7 +71,7 @@ def test_rows_of_several_chunks_and_latent_pools() -> None:
 
 @ORDERS
 def test_lanes_reach_their_rows(order: int | None) -> None:
-    """Two live lanes behind rows 3 and 1; padded ones share a dummy row that holds nothing usable."""
+    """Two live lanes on rows 3 and 1; padded ones share a dummy row that holds nothing usable."""
     case = make([[0, 2, 5], [0, 3, 4]], [3, 2], dtype=torch.float32)
     expected = run("reference", case)
     table, seq_len = torch.full((5, case["table_RP"].shape[1]), -(2**30), dtype=torch.int32), torch.full((5,), -(2**40))

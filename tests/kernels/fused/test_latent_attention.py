@@ -21,7 +21,7 @@ from graphspec.kernels.tree_attention import poison_unseen, visible_slots
 
 @pytest.fixture(autouse=True)
 def _poisoned_outputs() -> Iterator[None]:
-    """What ``torch.empty`` gives is NaN, so that an element nobody writes shows."""
+    """What ``torch.empty`` gives is NaN, so that an element that is not written shows."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -39,7 +39,7 @@ def call(
     words: int = 1,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Lanes with these prefixes and a chain of ``tokens`` behind each; what nobody sees is NaN."""
+    """Lanes with these prefixes and a chain of ``tokens`` after each; what no query sees is NaN."""
     generator = torch.Generator().manual_seed(seed)
     lanes = len(ends)
     pool, table = random_latent_pool(generator, lanes=lanes, columns=columns, page_size=page_size, dim=latent + rope, layers=1)
@@ -77,7 +77,7 @@ def assert_right(case: dict[str, Any], found: Tensor) -> None:
 
 
 def test_reference_is_the_attention_before_absorption() -> None:
-    """Keys ``W_UK c`` beside the shared rotated part, values ``W_UV c``, per head, one query at a time."""
+    """Keys ``W_UK c`` next to the shared rotated part, values ``W_UV c``, per head, one query at a time."""
     case = double(call([5, 19], 3, 4, latent=12, rope=4))
     generator = torch.Generator().manual_seed(1)
     up_key, up_value = (torch.randn(4, width, 12, generator=generator, dtype=torch.float64) for width in (7, 9))
@@ -173,7 +173,7 @@ def test_holes_in_what_is_seen_may_hold_nan() -> None:
 
 
 def test_splits_grow_with_the_lane_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few splits allowed: a long lane has larger ones beside a short lane, and both have the bits they have alone."""
+    """Few splits allowed: a long lane has larger ones next to a short lane, and both have the bits they have alone."""
     monkeypatch.setattr(fused, "SPLIT", 32)
     monkeypatch.setattr(fused, "SPLITS", 4)
     case = call([10, 400], 2, 2, columns=28)

@@ -42,7 +42,7 @@ APART = LinearConfig(16, 32, 16, 3, 4, 2)
 
 
 def call(rows: Sequence[int], inputs: int, outputs: int, *parts: str, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    """Arguments; parts name what there is beside input and weight."""
+    """Arguments; parts name what there is besides input and weight."""
     width = outputs // 2 if "gated" in parts else outputs
     made: dict[str, Any] = {"x": torch.randn(*rows, inputs), "weight": torch.randn(outputs, inputs) / inputs**0.5}
     if "bias" in parts:

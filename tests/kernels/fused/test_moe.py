@@ -19,7 +19,7 @@ from graphspec.kernels.moe_route import moe_route
 
 @pytest.fixture(autouse=True)
 def _poisoned_outputs() -> Iterator[None]:
-    """What ``torch.empty`` gives is NaN, so that an element nobody writes shows."""
+    """What ``torch.empty`` gives is NaN, so that an element that is not written shows."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)

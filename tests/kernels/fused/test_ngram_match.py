@@ -22,7 +22,7 @@ DEVICE = "cpu" if INTERPRETED else "cuda"
 
 
 def rows(histories: list[list[int]], width: int) -> dict[str, Tensor]:
-    """One live row for each history, poison behind it, and a row that is not live; lanes in another order than the rows."""
+    """One live row for each history, poison after it, and a row that is not live; lanes in another order than the rows."""
     count = len(histories)
     history = torch.full((count + 1, width), POISON)
     for r, tokens in enumerate(histories):
@@ -63,7 +63,7 @@ def test_pool_is_that_of_the_oracle(problem: tuple[list[list[int]], int, int, in
 
 @pytest.mark.parametrize("length", [1023, 1024, 1025, 1026, 2050])
 def test_occurrences_on_both_sides_of_a_block(length: int) -> None:
-    """The match ends in the first block and its continuation in the second; the context limit is far behind."""
+    """The match ends in the first block and its continuation in the second; the context limit is far off."""
     history = list(range(3, 3 + length))
     for n, at in enumerate((1018, 1020, 1022, 1024, 7)):
         if at + 3 < length:
@@ -77,7 +77,7 @@ def test_a_loop_lists_every_place() -> None:
 
 
 def test_blocks_behind_the_row_read_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only so many programs arrive as the row has blocks: with one more or one fewer nobody would be the last."""
+    """Only so many programs arrive as the row has blocks: with one more or one fewer none would be the last."""
     monkeypatch.setattr(module, "BLOCK", 8)
     monkeypatch.setattr(module, "MERGE", 8)
     for length in (1, 8, 9, 10, 17):

@@ -43,7 +43,7 @@ def met(kernel: object, **constexprs: object) -> list[str]:
 
 
 def test_a_meeting_is_found() -> None:
-    """Both programs touch the same places, which is nobody's concern here."""
+    """Both programs touch the same places, which does not matter here."""
     assert met(_twice, BARRIER=False, APART=3) == ["store after store of 1 places"] * 2
     assert met(_twice, BARRIER=True, APART=3) == met(_twice, BARRIER=False, APART=4) == []
     assert met(_there_and_back, BARRIER=False) == ["store after load of 4 places"] * 2

@@ -118,7 +118,7 @@ def test_head_dimensions(dim: int) -> None:
 
 @pytest.mark.parametrize("begin", [40, 400])
 def test_sliding_windows(begin: int) -> None:
-    """Blocks before every row's begin aren't read; a begin behind the prefix leaves the window alone."""
+    """Blocks before every row's begin aren't read; a begin after the prefix leaves the window alone."""
     assert_law(make([150], 9, columns=11, begin=begin))
 
 

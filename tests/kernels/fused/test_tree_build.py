@@ -40,7 +40,7 @@ def tree_case(seed: int, lanes: int, steps: int, topk: int, nodes: int, *, coars
 
 
 def harm(case: dict[str, Any], seed: int) -> None:
-    """NaN and -inf scores, tokens nobody drew, parents that are out of range, behind their children, or themselves."""
+    """NaN and -inf scores, tokens that were never drawn, parents that are out of range, after their children, or themselves."""
     generator = torch.Generator().manual_seed(seed)
     dice = torch.randint(0, 24, case["score_BM"].shape, generator=generator)
     case["score_BM"][dice == 0] = torch.nan

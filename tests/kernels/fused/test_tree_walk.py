@@ -106,7 +106,7 @@ def chain(lanes: int, size: int, **changes: Any) -> dict[str, Any]:
 
 
 def test_how_a_run_ends() -> None:
-    """Stop id, budget, both on one token, a failure before and behind them, a cap, no budget at all."""
+    """Stop id, budget, both on one token, a failure before and after them, a cap, no budget at all."""
     cases: list[tuple[dict[str, Any], int, int]] = [
         ({}, 5, Status.LIVE),
         ({"budget_R": 3}, 3, Status.LENGTH),
@@ -184,7 +184,7 @@ def test_poisoned_rows_change_nothing_for_others(order: int | None) -> None:
 
 
 def test_broken_trees() -> None:
-    """Siblings with one token, tokens nobody drew, nodes below nothing: still what the reference says."""
+    """Siblings with one token, tokens that were never drawn, nodes below nothing: still what the reference says."""
     generator = torch.Generator().manual_seed(1)
     case = grown(11, 6, 5, 4, 33, 6)
     case["node_token_BN"] = torch.randint(-1, 3, (6, 33), generator=generator)

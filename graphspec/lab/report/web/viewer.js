@@ -126,13 +126,13 @@
     const { nodes, gap, width, height } = arrange(shown);
     const path = nodes.filter((node) => node.kind === "accepted");
     const drafts = shown.nodes.length ? shown.nodes.length - 1 : 0;
-    const told = path.length ? `accepted: ${path.map((node) => visible(node.raw)).join(" ")}` : "none accepted";
+    const summary = path.length ? `accepted: ${path.map((node) => visible(node.raw)).join(" ")}` : "none accepted";
     const svg = element("svg", {
       viewBox: `0 0 ${width} ${height}`, width, height, role: "img", class: "tree fresh",
-      "aria-label": `Draft tree of ${drafts} drafts, ${told}`,
+      "aria-label": `Draft tree of ${drafts} drafts, ${summary}`,
     });
-    const behind = [...nodes].sort((a, b) => (a.kind === "rejected" ? 0 : 1) - (b.kind === "rejected" ? 0 : 1));
-    for (const node of behind) if (node.parent >= 0) svg.append(edge(node, nodes[node.parent], gap));
+    const rejectedFirst = [...nodes].sort((a, b) => (a.kind === "rejected" ? 0 : 1) - (b.kind === "rejected" ? 0 : 1));
+    for (const node of rejectedFirst) if (node.parent >= 0) svg.append(edge(node, nodes[node.parent], gap));
     for (const node of nodes) svg.append(drawNode(node));
     if (!nodes.length) svg.append(element("text", { class: "number", x: PAD, y: PAD + NODE / 2 }, "no draft in this cycle"));
     box.replaceChildren(svg);

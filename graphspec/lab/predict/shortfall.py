@@ -1,4 +1,4 @@
-"""When not even one row fits: how much is missing, and what would fit, each way with the command that plans it."""
+"""When not even one row fits: how much is missing, and what would fit, each with the command that plans it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from ...command_options import LaunchConfig
     from ...shapes import CycleShape
     from ..floor import FloorModel
-    from .paper_models import Paper
+    from .model_pair import ModelPair
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class Alternative:
     """Something that would fit.
 
     Attributes:
@@ -35,39 +35,39 @@ class Way:
 
 
 @dataclass(frozen=True, slots=True)
-class Misfit:
+class Shortfall:
     """Why not even one row fits.
 
     Attributes:
         needed, allowed: bytes of an engine with one row, and bytes that may be used.
         context: tokens of that row.
-        ways: what would fit, the smallest change first.
+        alternatives: what would fit, the smallest change first.
     """
 
     needed: int
     allowed: int
     context: int
-    ways: list[Way] = field(default_factory=list)
+    alternatives: list[Alternative] = field(default_factory=list)
 
     @property
     def sentence(self) -> str:
-        """What is said first."""
+        """The first line of the answer."""
         return f"Does not fit: one row of {self.context} tokens needs {spell_bytes(self.needed)}, {spell_bytes(self.allowed)} may be used."
 
     def document(self) -> dict[str, Any]:
         """For ``format=json``."""
-        ways = [{"what": way.what, "command": way.command} for way in self.ways]
-        return {"needed": self.needed, "allowed": self.allowed, "context": self.context, "ways": ways}
+        alternatives = [{"what": each.what, "command": each.command} for each in self.alternatives]
+        return {"needed": self.needed, "allowed": self.allowed, "context": self.context, "alternatives": alternatives}
 
 
-def misfit(
-    config: LaunchConfig, paper: Paper, model: FloorModel, shape: CycleShape, found: Capacity, dtype: str, memory: int | None
-) -> Misfit | None:
-    """None where a row fits, or where nobody knows how much memory there is.
+def find_shortfall(
+    config: LaunchConfig, pair: ModelPair, model: FloorModel, shape: CycleShape, found: Capacity, dtype: str, memory: int | None
+) -> Shortfall | None:
+    """None where a row fits, or where the memory is not known.
 
     Args:
         config: as composed.
-        paper: facts of both models.
+        pair: facts of both models.
         model: their weights.
         shape: of the cycles that were planned.
         found: what fits with it.
@@ -80,27 +80,27 @@ def misfit(
         # The commands plan this shape, whatever would be recommended there.
         steps, topk, nodes = shape.num_steps, shape.topk, shape.num_draft_tokens
         config = replace(config, variant=replace(config.variant, num_steps=steps, topk=topk, num_draft_tokens=nodes))
-    return Misfit(found.total, found.budget, found.context, list(_ways(config, paper, model, shape, found, dtype, memory)))
+    return Shortfall(found.total, found.budget, found.context, list(_alternatives(config, pair, model, shape, found, dtype, memory)))
 
 
-def _ways(
-    config: LaunchConfig, paper: Paper, model: FloorModel, shape: CycleShape, found: Capacity, dtype: str, memory: int
-) -> Iterator[Way]:
+def _alternatives(
+    config: LaunchConfig, pair: ModelPair, model: FloorModel, shape: CycleShape, found: Capacity, dtype: str, memory: int
+) -> Iterator[Alternative]:
     if found.longest:
-        yield Way(f"a row of at most {found.longest} tokens", _command(config, f"plan.context={found.longest}"))
+        yield Alternative(f"a row of at most {found.longest} tokens", _command(config, f"plan.context={found.longest}"))
     plain = replace(config, variant=VariantConfig(name="none"))
-    alone = replace(paper, draft=None), replace(model, draft=None, draft_own=None, draft_weights=())
-    if paper.draft is not None and _fits(plain, *alone, PLAIN, found.context, dtype, memory):
-        yield Way("plain decoding, without the draft", _command(plain))
+    alone = replace(pair, draft=None), replace(model, draft=None, draft_own=None, draft_weights=())
+    if pair.draft is not None and _fits(plain, *alone, PLAIN, found.context, dtype, memory):
+        yield Alternative("plain decoding, without the draft", _command(plain))
     for name, larger in sorted(_known_hardware(), key=lambda entry: entry[1]):
-        if name != config.hardware.name and _fits(config, paper, model, shape, found.context, dtype, larger):
-            yield Way(f"{name}, which has {spell_bytes(larger)}", _command(config, hardware=name))
+        if name != config.hardware.name and _fits(config, pair, model, shape, found.context, dtype, larger):
+            yield Alternative(f"{name}, which has {spell_bytes(larger)}", _command(config, hardware=name))
             return
 
 
-def _fits(config: LaunchConfig, paper: Paper, model: FloorModel, shape: CycleShape, context: int, dtype: str, memory: int) -> bool:
+def _fits(config: LaunchConfig, pair: ModelPair, model: FloorModel, shape: CycleShape, context: int, dtype: str, memory: int) -> bool:
     asked = replace(config, plan=replace(config.plan, batches=[1]))
-    found = capacity(asked, paper, model, shape, context, device="cuda", dtype=dtype, memory=memory)
+    found = capacity(asked, pair, model, shape, context, device="cuda", dtype=dtype, memory=memory)
     return bool(found.rows)
 
 

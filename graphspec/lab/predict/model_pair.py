@@ -1,4 +1,4 @@
-"""Models on paper: what ``graphspec plan`` knows of a target and its draft when there may be nothing but a ``config.json``."""
+"""Models on pair: what ``graphspec plan`` knows of a target and its draft when there may be nothing but a ``config.json``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SHAPES = Path(str(files("graphspec"))) / "lab" / "predict" / "models"
 
 
 @dataclass(slots=True)
-class Paper:
+class ModelPair:
     """Target and draft as facts.
 
     Attributes:
@@ -68,7 +68,7 @@ def config_folder(path: str, revision: str | None = None) -> Path:
     raise ConfigError("model.path", f"a folder with a config.json, or one of demo, {', '.join(shape_names())}", repr(path))
 
 
-def read_paper(model_path: str, config: VariantConfig, variant: Variant, revision: str | None = None) -> Paper:
+def read_model_pair(model_path: str, config: VariantConfig, variant: Variant, revision: str | None = None) -> ModelPair:
     """Facts of the target and of its draft, assumed where there is none.
 
     Args:
@@ -83,20 +83,20 @@ def read_paper(model_path: str, config: VariantConfig, variant: Variant, revisio
     """
     folder = config_folder(model_path, revision)
     with _plain_config(folder) as (plain, quantised):
-        paper = Paper(model_path if is_hub_id(model_path) else folder.name, folder, replace(read_model_facts(plain), path=folder))
+        pair = ModelPair(model_path if is_hub_id(model_path) else folder.name, folder, replace(read_model_facts(plain), path=folder))
     if quantised:
-        paper.notes.append("the checkpoint is quantised: counted as if it were not, which is how this engine would need it")
+        pair.notes.append("the checkpoint is quantised: counted as if it were not, which is how this engine would need it")
     if not variant.has_network:
         if config.draft is not None:
             raise ConfigError("variant.draft", f"nothing for variant {variant.name!r}, which has no draft network", config.draft)
-        paper.described = "no network"
-        return paper
+        pair.described = "no network"
+        return pair
     draft_folder = _draft_folder(folder, model_path, config, variant)
     if draft_folder is not None:
-        _read_draft(paper, draft_folder, variant)
+        _read_draft(pair, draft_folder, variant)
     else:
-        _assume_draft(paper, variant)
-    return paper
+        _assume_draft(pair, variant)
+    return pair
 
 
 @contextmanager
@@ -126,28 +126,28 @@ def _draft_folder(folder: Path, model_path: str, config: VariantConfig, variant:
     return folder if variant.draft_in_target else None
 
 
-def _read_draft(paper: Paper, folder: Path, variant: Variant) -> None:
+def _read_draft(pair: ModelPair, folder: Path, variant: Variant) -> None:
     """From a folder with tensors as the engine reads it, else from its config as far as that goes."""
-    paper.described = "in the target's own checkpoint" if folder == paper.folder else str(folder)
+    pair.described = "in the target's own checkpoint" if folder == pair.folder else str(folder)
     tensors = any(any(folder.glob(pattern)) for pattern in ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json"))
     with _plain_config(folder) as (plain, quantised):
         if tensors and not quantised:
-            paper.draft, paper.from_config = load_object(variant.facts)(folder, paper.target), False
+            pair.draft, pair.from_config = load_object(variant.facts)(folder, pair.target), False
             return
-        if quantised and folder != paper.folder:
-            paper.notes.append("the draft is quantised: counted as if it were not")
+        if quantised and folder != pair.folder:
+            pair.notes.append("the draft is quantised: counted as if it were not")
         try:
-            facts = load_object(variant.facts)(plain, paper.target)
+            facts = load_object(variant.facts)(plain, pair.target)
         except CheckpointError:
-            # Which heads there are is told by the names of tensors; without any, the config's count has to do.
+            # The names of tensors say which heads there are; without any, the config's count has to do.
             if not variant.draft_in_target or not variant.assumed:
                 raise
-            facts, words = load_object(variant.assumed)(plain, paper.target)
-            paper.notes.append(words)
-    paper.draft = replace(facts, path=folder)
+            facts, words = load_object(variant.assumed)(plain, pair.target)
+            pair.notes.append(words)
+    pair.draft = replace(facts, path=folder)
 
 
-def _assume_draft(paper: Paper, variant: Variant) -> None:
+def _assume_draft(pair: ModelPair, variant: Variant) -> None:
     """A head of the kind that is usually trained for such a target.
 
     Raises:
@@ -156,6 +156,6 @@ def _assume_draft(paper: Paper, variant: Variant) -> None:
     if not variant.assumed or variant.draft_in_target:
         expected = f"a folder with the config.json of a draft: what variant {variant.name} drafts with can't be guessed"
         raise ConfigError("variant.draft", expected, "no value")
-    paper.draft, words = load_object(variant.assumed)(Path("assumed"), paper.target)
-    paper.described = f"assumed: {words}"
-    paper.notes.append(f"no variant.draft was given; {paper.described}; layers of the target's width")
+    pair.draft, words = load_object(variant.assumed)(Path("assumed"), pair.target)
+    pair.described = f"assumed: {words}"
+    pair.notes.append(f"no variant.draft was given; {pair.described}; layers of the target's width")
