@@ -16,11 +16,11 @@ from ..buffers import Status, slot_groups
 from ..errors import ConfigError, ResourceError
 from ..graphs.cycle import RingEntry
 from ..graphs.programs import Key, PrefillKey, tokens_of
-from ..graphs.stages.mailbox import Chunk, Join, Mailbox, Message
+from ..graphs.stages.mailbox import Mailbox, Message
 from ..plan import Plan
 from ..shapes import GraphKey, SamplingClass, pick_bucket
 from .admission import Deadlines, Queue
-from .chunks import choose_prefill
+from .chunks import choose_prefill, prompt_message
 from .depth import DepthPolicy
 from .offers import Offer, Offers
 from .pages import PageAllocator
@@ -251,19 +251,10 @@ class Scheduler:
     def _launch_prompts(self, key: PrefillKey, lengths: dict[Request, int]) -> None:
         """Launch the next chunk, of this many tokens, of each of these prompts."""
         self._make_room()
-        message, chunks = Message(lanes=[request.row for request in lengths if request.row is not None]), []
-        for row, (request, length) in zip(message.lanes, lengths.items(), strict=True):
-            start, total = request.prefilled, request.committed
-            end = start + length
-            known_root = request.output[-1] if request.output else -1
-            chunks.append(Chunk(request.known(start, end), start, total, known_root, len(request.prompt)))
+        for request in lengths:
             if request.mapped == 0:
                 self._clear_leftovers(request, key.sampling)
-                message.joins = [*message.joins, self._join(request)]
-            upto = len(request.pages) if end == total else self.plan.pages_for(end)
-            message.pages += [(row, column, request.pages[column]) for column in range(request.mapped, upto)]
-            request.prefilled, request.mapped = end, upto
-        message.chunks = chunks
+        message = prompt_message(self.plan, lengths)
         self._launch(key, message, tuple(lengths))
         for request in lengths:
             if request.prefilled == request.committed:
@@ -276,26 +267,6 @@ class Scheduler:
         if leftovers and self._clear_row is not None:
             self._clear_row(request.row, leftovers)
         self._written[request.row] = JOIN_GROUPS & slot_groups(request.sampling)
-
-    def _join(self, request: Request) -> Join:
-        assert request.row is not None
-        params = request.params
-        return Join(
-            row=request.row,
-            budget=request.budget - len(request.output),
-            seed=request.seed,
-            temperature=params.temperature,
-            draft_len=self.plan.shape.num_steps,
-            stop_ids=request.stop_ids,
-            top_k=params.top_k,
-            top_p=params.top_p,
-            min_p=params.min_p,
-            repetition=params.repetition_penalty,
-            presence=params.presence_penalty,
-            frequency=params.frequency_penalty,
-            bias=tuple((params.logit_bias or {}).items()),
-            stop_from=len(request.prompt) + params.min_tokens,
-        )
 
     def _launch_cycle(self, lanes: list[Request]) -> bool:
         offer = self._offer
