@@ -2,8 +2,8 @@
 
 ``python -m perf.prefill_gap`` decodes one request on the demo model while prompts of 1,000 tokens arrive, and notes the time between
 results of that request. It does so for several values of ``runtime.prefill_tokens_per_cycle``, the last of which reads whole prompts at
-once. A gap is at most two cycles and the prompts' tokens that were read before one of them, so the bound is that sum, from the times of the
-launches themselves: the medians of a cycle, and of a prefill launch of each size.
+once. Between two results are one cycle and what is read of prompts before it. ``chunk`` is the 99th percentile of the time that prefill
+launches took before a cycle, later chunks of a prompt more than earlier ones; ``bound`` is that and two median cycles.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -37,13 +36,21 @@ class Timed:
 
     def __init__(self, cycle: Cycle) -> None:
         self.cycle = cycle
-        self.seconds: dict[int, list[float]] = defaultdict(list)
-        """By tokens of a prefill program; 0: a cycle."""
+        self.cycles: list[float] = []
+        self.prompts: list[float] = []
+        """Seconds of prefill launches before each cycle that had any before it."""
+        self._since_cycle = 0.0
 
     def launch(self, key: Key, message: Message) -> int:
         started = time.perf_counter()
         ticket = self.cycle.launch(key, message)
-        self.seconds[key.lanes * key.chunk if isinstance(key, PrefillKey) else 0].append(time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        if isinstance(key, PrefillKey):
+            self._since_cycle += seconds
+        else:
+            self.cycles.append(seconds)
+            self.prompts += [self._since_cycle] if self._since_cycle else []
+            self._since_cycle = 0.0
         return ticket
 
     def read(self, ticket: int) -> RingEntry:
@@ -97,13 +104,12 @@ def measure(llm: LLM, prompts: Sequence[Sequence[int]], tokens_per_cycle: int, n
         steps += 1
     times = [moment for moment, _ in requests[0].metrics.bursts]
     others = [request.metrics for request in requests[1:]]
-    chunk = max(statistics.median(seconds) for tokens, seconds in cycle.seconds.items() if 0 < tokens <= tokens_per_cycle)
     return Gaps(
         tokens_per_cycle,
         [later - earlier for earlier, later in pairwise(times)],
         [metrics.first_token - metrics.arrived for metrics in others if metrics.first_token is not None],
-        statistics.median(cycle.seconds[0]),
-        chunk,
+        statistics.median(cycle.cycles),
+        statistics.quantiles(cycle.prompts, n=100, method="inclusive")[98],
         requests[0].output,
     )
 

@@ -1,11 +1,14 @@
-"""How prompts are cut into the chunks that prefill programs read, and which prompts share a launch."""
+"""How prompts are cut into the chunks that prefill programs read, which prompts share a launch, and what it says of them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ..graphs.programs import PrefillKey, tokens_of
+from ..graphs.stages.mailbox import Chunk, Join, Message, SharedPages
+from ..plan import Plan
 from ..shapes import MOST_PADDING, pick_bucket
+from .request import Request
 
 
 def next_chunk(start: int, total: int, sizes: tuple[int, ...]) -> int:
@@ -62,3 +65,46 @@ def choose_prefill(prompts: Sequence[tuple[int, int]], keys: Sequence[PrefillKey
     shared = [key for key in keys if key.lanes > 1 and tokens_of(key) <= most] if len(prompts) > 1 else []
     choices += [(key, [next_chunk(*prompt, (key.chunk,)) for prompt in prompts[: key.lanes]]) for key in shared]
     return max(choices, key=lambda choice: sum(choice[1]) / (MOST_PADDING + tokens_of(choice[0])), default=None)
+
+
+def prompt_message(plan: Plan, lengths: Mapping[Request, int]) -> Message:
+    """The message of a launch that reads that many more tokens of each of these rows; notes in the requests that it does.
+
+    The first message of a row also says what its request asks for.
+    """
+    rows, chunks, joins, pages, shared = [], [], [], [], []
+    for request, length in lengths.items():
+        assert request.row is not None
+        start, total = request.prefilled, request.committed
+        end = start + length
+        known_root = request.output[-1] if request.output else -1
+        rows.append(request.row)
+        chunks.append(Chunk(request.known(start, end), start, total, known_root, request.shared_tokens, len(request.prompt)))
+        if request.begins:
+            joins.append(_join(plan, request, request.row))
+            if request.shared:
+                shared.append(SharedPages(request.row, request.pages[: request.shared], request.known(0, start)))
+        upto = len(request.pages) if end == total else plan.pages_for(end)
+        pages += [(request.row, column, request.pages[column]) for column in range(request.mapped, upto)]
+        request.prefilled, request.mapped = end, upto
+    return Message(rows, pages=pages, joins=joins, chunks=chunks, shared=shared)
+
+
+def _join(plan: Plan, request: Request, row: int) -> Join:
+    params = request.params
+    return Join(
+        row=row,
+        budget=request.budget - len(request.output),
+        seed=request.seed,
+        temperature=params.temperature,
+        draft_len=request.depth_of(plan.shape.num_steps),
+        stop_ids=request.stop_ids,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        repetition=params.repetition_penalty,
+        presence=params.presence_penalty,
+        frequency=params.frequency_penalty,
+        bias=tuple((params.logit_bias or {}).items()),
+        stop_from=len(request.prompt) + params.min_tokens,
+    )

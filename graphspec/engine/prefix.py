@@ -53,8 +53,7 @@ class PrefixCache:
         """
         leaders: list[Request] = []
         for request in reading:
-            begun = request.prefilled > request.shared * self.plan.page_size
-            if begun or not any(self._will_fill(other, request) for other in leaders):
+            if not request.begins or not any(self._will_fill(other, request) for other in leaders):
                 leaders.append(request)
         return leaders
 
@@ -70,6 +69,23 @@ class PrefixCache:
         if not self.plan.prefix_cache or request.sampling.penalties or request.scores_prompt:
             return 0
         return (length - max(1, self._lookahead)) // self.plan.page_size
+
+    def begin_after(self, request: Request, pages: int) -> None:
+        """Let prefill of a row begin after that many pages, which others have filled."""
+        request.shared = request.mapped = request.offered = pages
+        request.prefilled = request.shared_tokens = pages * self.plan.page_size
+        if not request.output:
+            request.metrics.cached_tokens = request.prefilled
+
+    def take_over(self, request: Request) -> None:
+        """Exchange pages of a row of which nothing was read for those that others have filled since it got them."""
+        shared = self.find(request, request.committed)[request.shared :]
+        if shared:
+            upto = request.shared + len(shared)
+            self.allocator.retain(shared)
+            self.allocator.release(request.pages[request.shared : upto])
+            request.pages[request.shared : upto] = shared
+            self.begin_after(request, upto)
 
     def offer_prompt(self, request: Request, end: int) -> None:
         """The launches so far read the first ``end`` tokens of the request; launches run in order, so others may rely on it."""

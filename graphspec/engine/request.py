@@ -261,6 +261,8 @@ class Request:
     """Pages of its row that other requests had filled when it took the row."""
     scoring: bool = False
     """Its prompt's tokens are scored while its row is filled."""
+    shared_tokens: int = 0
+    """Tokens in those pages."""
     mapped: int = 0
     """Pages of its row that messages have put into the page table."""
     ready: bool = False
@@ -278,7 +280,7 @@ class Request:
     def leave_row(self) -> None:
         """Give up row and pages; it must be prefilled before it continues."""
         self.row, self.pages, self.ready = None, [], False
-        self.shared = self.prefilled = self.mapped = self.offered = 0
+        self.shared = self.shared_tokens = self.prefilled = self.mapped = self.offered = 0
 
     def rank(self) -> tuple[int, int]:
         """Lower ranks are served first, and sent back to the queue last."""
@@ -299,6 +301,11 @@ class Request:
         if self.scoring:
             # Those of a prefill that did not end.
             self.prompt_logprobs = []
+
+    @property
+    def begins(self) -> bool:
+        """Nothing was read into its row yet."""
+        return self.prefilled == self.shared_tokens
 
     @property
     def scores_prompt(self) -> bool:

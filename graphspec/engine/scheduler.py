@@ -18,12 +18,12 @@ from ..buffers import Status, slot_groups
 from ..errors import ConfigError, ResourceError
 from ..graphs.cycle import RingEntry
 from ..graphs.programs import Key, PrefillKey, tokens_of
-from ..graphs.stages.mailbox import Chunk, Join, Mailbox, Message, SharedPages
+from ..graphs.stages.mailbox import Mailbox, Message
 from ..plan import Plan
 from ..shapes import GraphKey, SamplingClass, pick_bucket
 from . import bans
 from .admission import Deadlines, Queue
-from .chunks import choose_prefill
+from .chunks import choose_prefill, prompt_message
 from .depth import DepthPolicy
 from .offers import Offer, Offers
 from .pages import PageAllocator
@@ -238,28 +238,11 @@ class Scheduler:
             return True
         self.waiting.remove(request)
         request.begin(self._free_rows.pop(), [*shared, *pages])
-        self._begin_after(request, len(shared))
+        self.prefix.begin_after(request, len(shared))
         self.running.append(request)
         if self.proposer is not None:
             self.proposer.admit(request)
         return True
-
-    def _begin_after(self, request: Request, pages: int) -> None:
-        """Let prefill of a row begin after that many pages, which others have filled."""
-        request.shared = request.mapped = request.offered = pages
-        request.prefilled = pages * self.plan.page_size
-        if not request.output:
-            request.metrics.cached_tokens = request.prefilled
-
-    def _share(self, request: Request) -> None:
-        """Exchange pages of a row of which nothing was read for those that others have filled since it got them."""
-        shared = self.prefix.find(request, request.committed)[request.shared :]
-        if shared:
-            upto = request.shared + len(shared)
-            self.allocator.retain(shared)
-            self.allocator.release(request.pages[request.shared : upto])
-            request.pages[request.shared : upto] = shared
-            self._begin_after(request, upto)
 
     def _prefill(self) -> bool:
         """Launch chunks of the rows whose prompts are not read yet, as many as may run before the next cycle; whether there were any."""
@@ -269,8 +252,8 @@ class Scheduler:
             # Nothing waits for a prompt that is read while no row decodes.
             most = self.plan.prefill_tokens_per_cycle if decoding else max(self.plan.prefill_tokens_per_cycle, self.plan.prefill_chunks[-1])
             for request in reading:
-                if request.prefilled == request.shared * self.plan.page_size:
-                    self._share(request)
+                if request.begins:
+                    self.prefix.take_over(request)
             reading = self.prefix.leaders(sorted(reading, key=Request.rank))
             # Of the first request's class; those whose class covers more wait for their turn to be first.
             need = {request: request.sampling if request.scoring else request.sampling.of_cycles for request in reading}
@@ -288,34 +271,26 @@ class Scheduler:
     def _launch_prompts(self, key: PrefillKey, lengths: dict[Request, int]) -> None:
         """Launch the next chunk, of this many tokens, of each of these prompts."""
         self._make_room()
-        message, chunks = Message(lanes=[request.row for request in lengths if request.row is not None]), []
-        for row, (request, length) in zip(message.lanes, lengths.items(), strict=True):
-            start, total = request.prefilled, request.committed
-            end = start + length
-            known_root = request.output[-1] if request.output else -1
-            shared = request.shared * self.plan.page_size
-            chunks.append(Chunk(request.known(start, end), start, total, known_root, shared, len(request.prompt)))
-            if start == shared:
+        for request, length in lengths.items():
+            if request.begins:
                 self._clear_leftovers(request, key.sampling)
-                self._write_slots(row, bans.row_tables(request, request.known(0, total), self.plan))
-                message.joins = [*message.joins, self._join(request)]
-                if shared:
-                    message.shared = [*message.shared, SharedPages(row, request.pages[: request.shared], request.known(0, shared))]
-            if request.scoring:
-                self._write_slots(row, {"following_token_R": np.asarray([*request.known(end, end + 1), -1][0])})
-            upto = len(request.pages) if end == total else self.plan.pages_for(end)
-            message.pages += [(row, column, request.pages[column]) for column in range(request.mapped, upto)]
-            request.prefilled, request.mapped = end, upto
-        message.chunks = chunks
+            self._write_tables(request, length)
+        message = prompt_message(self.plan, lengths)
         self._launch(key, message, tuple(lengths))
         for request in lengths:
             self.prefix.offer_prompt(request, request.prefilled)
             if request.prefilled == request.committed:
                 request.ready, request.window_bound, self._offer = True, 1, None
 
-    def _write_slots(self, row: int, tables: Mapping[str, bans.Table]) -> None:
+    def _write_tables(self, request: Request, length: int) -> None:
+        """Write what the next chunk, of that length, reads of the row and no message has room for."""
+        tables = bans.row_tables(request, request.known(0, request.committed), self.plan) if request.begins else {}
+        if request.scoring:
+            end = request.prefilled + length
+            tables["following_token_R"] = np.asarray([*request.known(end, end + 1), -1][0])
         if tables and self._write_row is not None:
-            self._write_row(row, tables)
+            assert request.row is not None
+            self._write_row(request.row, tables)
 
     def _clear_leftovers(self, request: Request, sampling: SamplingClass) -> None:
         """Clear parameters of the row's last request that neither a join of this class nor the request's own tables write."""
@@ -325,26 +300,6 @@ class Scheduler:
         if leftovers and self._clear_row is not None:
             self._clear_row(request.row, leftovers)
         self._written[request.row] = ROW_GROUPS & slot_groups(request.sampling)
-
-    def _join(self, request: Request) -> Join:
-        assert request.row is not None
-        params = request.params
-        return Join(
-            row=request.row,
-            budget=request.budget - len(request.output),
-            seed=request.seed,
-            temperature=params.temperature,
-            draft_len=request.depth_of(self.plan.shape.num_steps),
-            stop_ids=request.stop_ids,
-            top_k=params.top_k,
-            top_p=params.top_p,
-            min_p=params.min_p,
-            repetition=params.repetition_penalty,
-            presence=params.presence_penalty,
-            frequency=params.frequency_penalty,
-            bias=tuple((params.logit_bias or {}).items()),
-            stop_from=len(request.prompt) + params.min_tokens,
-        )
 
     def _launch_cycle(self, lanes: list[Request]) -> bool:
         offer = self._offer
