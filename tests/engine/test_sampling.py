@@ -155,6 +155,8 @@ def shaping_views(asks: list[dict[str, Any]], prompts_: list[list[int]], outputs
         for i, (token, value) in enumerate(asks[r]["bias"].items()):
             bias_id_RI[r, i], bias_value_RI[r, i] = token, value
     return SimpleNamespace(
+        allowed_RU=torch.full((rows, -(-VOCAB // 64)), -1),
+        bad_word_RBwBt=torch.full((rows, 2, 3), -1),
         lane_row_B=torch.arange(rows).flip(0),
         output_count_RV=count_RV,
         prompt_seen_RV=seen_RV,
@@ -224,20 +226,24 @@ def test_rows_that_ask_for_nothing_keep_their_bits() -> None:
     v.lane_temperature_B, v.top_k_R = torch.tensor([0.0, 1.0])[v.lane_row_B], torch.tensor([3, -1])
     v.top_p_R, v.min_p_R = torch.tensor([0.1, 1.0]), torch.tensor([0.9, 0.0])
     logits_BTV = torch.randn(2, 3, VOCAB, generator=torch.Generator().manual_seed(1))
-    shaper = LogitShaper(build(SamplingClass(True, True, True, True)))
-    assert torch.equal(shaper.truncate(v, shaper(v, logits_BTV, torch.full((2, 3), 5), torch.full((2, 3, 2), 3))), logits_BTV)
+    shaper = LogitShaper(build(SamplingClass(True, True, True, True, -1, True, True)))
+    shaped_BTV = shaper(v, logits_BTV, torch.full((2, 3), 5), torch.full((2, 3, 2), 3), before_BTt=torch.full((2, 3, 2), 3))
+    assert torch.equal(shaper.truncate(v, shaped_BTV), logits_BTV)
 
 
-def test_a_ban_hides_no_broken_logit() -> None:
+@pytest.mark.parametrize("field", ["bias", "allowed", "bad_words"])
+def test_a_ban_hides_no_broken_logit(field: str) -> None:
     """Bans put -inf where the sampler then expects it; what the network got wrong is still seen, under a ban too."""
     ask = {"repetition": 1.0, "presence": 0.0, "frequency": 0.0, "bias": {1: 0.5}, "stop_from": 9}
     v = shaping_views([ask], [[1]], [[1]], [2, 4])
-    sampling = SamplingClass(bias=True)
+    sampling = SamplingClass(**{field: True})
+    v.allowed_RU[0, 0] = ~(1 << 2 | 1 << 4)
+    v.bad_word_RBwBt[0] = torch.tensor([[-1, -1, 2], [-1, 3, 4]])
     for column, value, sound in ((None, 0.0, True), *((c, x, False) for c in (1, 2, 4, 7) for x in (torch.inf, -torch.inf, torch.nan))):
         logits_11V = torch.linspace(-1, 1, VOCAB)[None, None].clone()
         if column is not None:
             logits_11V[..., column] = value
-        shaped_11V = LogitShaper(build(sampling))(v, logits_11V, torch.full((1, 1), 5))
+        shaped_11V = LogitShaper(build(sampling))(v, logits_11V, torch.full((1, 1), 5), before_BTt=torch.tensor([[[9, 3]]]))
         assert column is not None or shaped_11V[0, 0, [2, 4]].tolist() == [-torch.inf] * 2
         token_11, sound_11 = sample_tokens(select_kernels("reference", "auto", "cpu"), sampling, v, shaped_11V, torch.full((1, 1), 5))
         assert sound_11.tolist() == [[sound]] == trusted(sampling, shaped_11V).tolist(), (column, value)
