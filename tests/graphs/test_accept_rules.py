@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from graphspec.acceptance import resolve_accept
 from graphspec.buffers import Status, Views
 from graphspec.config import AcceptConfig, VariantConfig
 from graphspec.engine.request import SamplingParams
@@ -19,7 +20,6 @@ from graphspec.graphs.stages.accept import Accept
 from graphspec.graphs.stages.sampling import COIN_STREAM, DRAFT_STREAM, RESIDUAL_STREAM, DraftSampler, coins
 from graphspec.kernels import select_kernels
 from graphspec.kernels.tree_build import tree_build
-from graphspec.plan import resolve_accept
 from graphspec.shapes import PLAIN, CycleShape, SamplingClass
 from tests.support.engines import CHAIN, TREE, Pair, ids, mirror_pair, prompts
 
