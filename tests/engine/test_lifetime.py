@@ -72,8 +72,10 @@ def parts(cycle: Cycle) -> dict[str, weakref.ref[Any]]:
 def alive(found: dict[str, weakref.ref[Any]], thread: threading.Thread | None = None) -> list[str]:
     gc.collect()
     if thread is not None:
+        # It may have held the engine at the first collection.
         thread.join(60)
         assert not thread.is_alive()
+        gc.collect()
     return [name for name, reference in found.items() if reference() is not None]
 
 

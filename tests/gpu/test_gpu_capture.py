@@ -160,6 +160,6 @@ def test_memory_that_runs_out_while_capturing_costs_a_bucket(monkeypatch: pytest
 
 def test_pages_that_do_not_fit_are_refused_with_the_number_that_does() -> None:
     with pytest.raises(ConfigError, match=r"runtime\.num_pages: expected at most \d+"):
-        LLM(variant="none", device="cuda", runtime="captured", num_pages=10**9)
-    keys = {"runtime": "captured", "num_pages": 1000, "sampling_classes": []}
-    assert LLM(variant="none", device="cuda", dtype="float32", **keys).memory.largest_num_pages > 1000
+        LLM(variant="none", device="cuda", runtime="captured", num_pages=10**9, sampling_classes=[])
+    fits = LLM(variant="none", device="cuda", dtype="float32", runtime="captured", num_pages=1000, sampling_classes=[])
+    assert fits.memory.largest_num_pages > 1000
