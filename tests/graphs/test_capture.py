@@ -23,7 +23,7 @@ from graphspec.engine.scheduler import Scheduler
 from graphspec.errors import CaptureError, ResourceError
 from graphspec.graphs.capture import ran_out_of_memory
 from graphspec.graphs.cycle import Cycle
-from graphspec.graphs.programs import Key, PrefillKey, describe, tokens_of
+from graphspec.graphs.programs import Key, PrefillKey, describe, prefill_keys, tokens_of
 from graphspec.graphs.stages.mailbox import Message
 from graphspec.graphs.stages.stage import Stage
 from graphspec.kernels import select_kernels
@@ -46,7 +46,7 @@ def make_cycle(plan: Plan, capturer: Callable[..., Any] | None = TapeCapturer) -
 
 def keys_of(plan: Plan, sampling: SamplingClass) -> list[Key]:
     """Smallest first: the cycle must find the order itself."""
-    return [*(PrefillKey(chunk, sampling, lanes) for lanes, chunk in plan.prefill_shapes), *reversed(plan.graph_keys(sampling))]
+    return [*prefill_keys(plan, sampling), *reversed(plan.graph_keys(sampling))]
 
 
 def run(cycle: Cycle, count: int, *, seed: int = 0, length: int = 5, sampling: SamplingClass = SAMPLED) -> list[list[int]]:

@@ -7,6 +7,7 @@ the CPU raises. ``torch.compile(fullgraph=True)`` would not show these; it compi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from graphspec.buffers import Arena, Views
 from graphspec.config import AdaptiveConfig
 from graphspec.graphs.capture import Capturer
 from graphspec.graphs.cycle import Cycle
-from graphspec.graphs.programs import Key, PrefillKey, program_stages
+from graphspec.graphs.programs import Key, PrefillKey, prefill_keys, program_stages
 from graphspec.graphs.stages.mailbox import Chunk, Join, MailLayout, Message
 from graphspec.graphs.stages.stage import Stage
 from graphspec.kernels import select_kernels
@@ -135,7 +136,7 @@ def test_the_prefill_needs_no_host(shape: str, sampling: SamplingClass) -> None:
     plan = fake_plan(shape)
     with FakeTensorMode():
         program = FakeProgram(plan)
-        assert min(program.build(PrefillKey(chunk, sampling, lanes)).run() for lanes, chunk in plan.prefill_shapes) > 50
+        assert min(program.build(key).run() for key in prefill_keys(plan, sampling)) > 50
 
 
 UNORDERED: dict[str, Callable[[Tensor, Tensor], Any]] = {
@@ -354,7 +355,7 @@ def check_what_stages_touch(cycle: Cycle, key: Key) -> None:
             arena.restore(before)
             others = [slot.name for slot in arena.slots if slot.name not in {*stage.reads, *stage.writes}]
             poisoned = Arena(cycle.plan, cycle.layout.size)
-            poisoned.allocate(key.sampling)
+            poisoned.allocate(replace(key.sampling, prompt_logprobs=True))
             poisoned.poison(ALL_KINDS)
             arena.restore({name: poisoned[name] for name in others})
             stage(views)

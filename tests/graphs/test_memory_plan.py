@@ -158,7 +158,7 @@ def test_a_gpu_is_asked_what_is_free_and_graphs_have_a_reserve(pair: Pair, monke
     memory = cuda_memory(pair, monkeypatch, 3 * GIB, unused=GIB)
     assert (memory.available, memory.budget) == (4 * GIB, int(4 * GIB * 0.9))
     memory.check()
-    programs = 4 + 2
+    programs = 2 * (4 + 2)  # of two sampling classes
     assert size(memory, "graphs") == memory_module.LIBRARY_RESERVE + programs * memory_module.GRAPH_RESERVE
     tight = cuda_memory(pair, monkeypatch, int((memory.total - memory.page_bytes // 2) / 0.9))
     with pytest.raises(ConfigError, match=f"runtime.num_pages: expected at most {memory.num_pages - 2}, found {memory.num_pages - 1}"):

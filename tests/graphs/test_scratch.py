@@ -18,7 +18,7 @@ from graphspec.config import Config, ModelConfig, RuntimeConfig, VariantConfig
 from graphspec.drafters.eagle3.network import Eagle3Draft
 from graphspec.graphs import scratch
 from graphspec.graphs.memory import plan_memory
-from graphspec.graphs.programs import Key, PrefillKey, program_stages
+from graphspec.graphs.programs import Key, PrefillKey, prefill_keys, program_stages
 from graphspec.graphs.scratch import kernel_scratch, scratch_of
 from graphspec.graphs.stages.mailbox import MailLayout
 from graphspec.kernels import select_kernels
@@ -71,7 +71,7 @@ def calls_of(plan: Plan, networks: Any) -> Calls:
         if network is not None:
             use_kernels(network, kernels)
     calls = Calls()
-    keys: list[Key] = [*plan.graph_keys(EVERY), *(PrefillKey(chunk, EVERY, lanes) for lanes, chunk in plan.prefill_shapes)]
+    keys: list[Key] = [*plan.graph_keys(EVERY), *prefill_keys(plan, EVERY)]
     for key in keys:
         views = arena.views(1) if isinstance(key, PrefillKey) else arena.views(key.bucket, key.shape)
         with torch.no_grad(), calls:
