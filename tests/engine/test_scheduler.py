@@ -122,10 +122,9 @@ class Device:
         joins = {join.row: join for join in message.joins}
         found = [self._chunk(key, index, chunk, joins.pop(index, None)) for index, chunk in zip(message.lanes, message.chunks, strict=True)]
         assert not joins, "who joins is a lane"
-        idle = key.lanes - len(found)
         tokens, status = [run for run, _, _ in found], [state for _, state, _ in found]
         touched = {page: owner for _, _, pages in found for page, owner in pages.items()}
-        return RingEntry([*tokens, *[[]] * idle], [*status, *[Status.FREE] * idle]), touched
+        return RingEntry(tokens, status), touched
 
     def _chunk(self, key: PrefillKey, index: int, chunk: Chunk, join: Join | None) -> tuple[list[int], int, dict[int, int]]:
         row = self.rows[index]
@@ -186,8 +185,7 @@ class Device:
             self.target.write(row.table, row.seq_len, whole[row.seq_len : row.seq_len + len(run)])
             row.seq_len, row.window = row.seq_len + len(run), len(run)
             tokens.append(run)
-        idle = key.bucket - len(tokens)
-        return RingEntry([*tokens, *[[]] * idle], [*(self.rows[i].status for i in message.lanes), *[Status.FREE] * idle]), touched
+        return RingEntry(tokens, [self.rows[i].status for i in message.lanes]), touched
 
 
 def expected(script: list[int], budget: int) -> tuple[list[int], str]:

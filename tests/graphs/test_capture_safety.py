@@ -56,7 +56,7 @@ class FakeProgram:
             if network is not None:
                 use_kernels(network, kernels)
         self.stages = program_stages(self.plan, kernels, self.networks.target, self.networks.draft, key)
-        self.views = self.arena.views(1) if isinstance(key, PrefillKey) else self.arena.views(key.bucket, key.shape)
+        self.views = self.arena.views(key.lanes) if isinstance(key, PrefillKey) else self.arena.views(key.bucket, key.shape)
         return self
 
     def run(self) -> int:
