@@ -73,7 +73,7 @@ def calls_of(plan: Plan, networks: Any) -> Calls:
     calls = Calls()
     keys: list[Key] = [*plan.graph_keys(EVERY), *prefill_keys(plan, EVERY)]
     for key in keys:
-        views = arena.views(1) if isinstance(key, PrefillKey) else arena.views(key.bucket, key.shape)
+        views = arena.views(key.lanes) if isinstance(key, PrefillKey) else arena.views(key.bucket, key.shape)
         with torch.no_grad(), calls:
             for stage in program_stages(plan, kernels, *networks, key):
                 stage(views)

@@ -95,7 +95,7 @@ def launches(plan: Plan) -> Iterator[tuple[str, Launch]]:
         for key in programs(plan):
             arena = Arena(plan, MailLayout.of(plan).size)
             arena.allocate(key.sampling)
-            views = arena.views(1) if isinstance(key, PrefillKey) else arena.views(key.bucket, key.shape)
+            views = arena.views(key.lanes) if isinstance(key, PrefillKey) else arena.views(key.bucket, key.shape)
             stages = program_stages(plan, kernels, *networks, key)
 
             def run(stages: Any = stages, views: Any = views) -> None:
