@@ -207,7 +207,7 @@ def test_building_for_one_call_while_others_wait_is_said(
 
 
 def test_configured_classes() -> None:
-    everything = SamplingClass(noise=True, truncate=True, penalties=True, bias=True, logprobs=20)
+    everything = SamplingClass(noise=True, truncate=True, penalties=True, bias=True, logprobs=20, allowed=True, bad_words=True)
     assert make("none").sampling_classes == (GREEDY, everything)
     named = make("none", runtime={"sampling_classes": ["noise+truncate", "greedy", "greedy"], "max_logprobs": 3})
     assert named.sampling_classes == (SamplingClass(noise=True, truncate=True), GREEDY)
