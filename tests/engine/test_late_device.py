@@ -61,8 +61,12 @@ def serve(cycle: Cycle, requests: int) -> list[tuple[list[int], list[Any]]]:
         params = SamplingParams(max_tokens=7 + 3 * index, temperature=0.8 * (index % 2), seed=index, logprobs=2)
         asked.append(Request(index, [(5 * index + i) % 58 + 3 for i in range(3 + 7 * index)], params, (2,), params.max_tokens))
         scheduler.add(asked[-1])
-    while scheduler.busy:
+    for _ in range(2000):
         scheduler.step()
+        if not scheduler.busy:
+            break
+    else:
+        raise RuntimeError("requests that never end")
     return [(r.output, r.logprobs) for r in asked]
 
 

@@ -292,11 +292,11 @@ def test_json_of_a_published_shape(capsys: pytest.CaptureFixture[str], tmp_path:
     assert memory["kv_per_token"] == {"target": 131072, "draft": 4096}
     assert memory["total"] == sum(part["bytes"] for part in memory["parts"]) <= memory["budget"] == int(0.9 * int(131.3 * 2**30))
     assert memory["rows_that_fit"] >= 32 and memory["context_that_fits"] == 131072
-    # Every row has pages for its context and the widest window, and there is the dummy page.
+    # Every row has pages for its context and the widest window, and there is the dummy page. Each keeps the feature of its last token.
     window = max(CycleShape(*row["shape"]).window_width for row in (one, many))
     pages = 32 * math.ceil((2048 + window) / 16) + 1
     assert memory["rows"] == 32 and memory["window"] == window * (131072 + 4096)
-    assert next(part["bytes"] for part in memory["parts"] if part["name"].startswith("KV")) == pages * 16 * (131072 + 4096)
+    assert next(part["bytes"] for part in memory["parts"] if part["name"].startswith("KV")) == pages * (16 * (131072 + 4096) + 3 * 4096 * 2)
     head, *records = map(json.loads, out.read_text().splitlines())
     assert head["kind"] == "provenance" and head["config"]["plan"]["batches"] == [1, 32] and records == document["plans"]
 

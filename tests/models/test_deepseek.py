@@ -122,7 +122,6 @@ def test_tree_attention_over_pages_is_latent_attention_of_the_visible_tokens() -
             pool,
             table,
             position[:, rows],
-            position[:, rows] + 1,
             torch.ones_like(slot, dtype=torch.bool),
             slot,
             torch.zeros_like(slot),
@@ -157,6 +156,7 @@ def test_pools_hold_one_row_per_token(tmp_path: Path) -> None:
     assert pools == {
         "target_kv": (LAYERS, 1, plan.num_pages, plan.page_size, 1, 16),
         "draft_kv": (1, 1, plan.num_pages, plan.page_size, 1, 16),
+        "page_feature": (1, 1, plan.num_pages, 1, 1, "F"),
     }
 
 

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 INDUCTOR, LIBRARY = "inductor", "cublas"
 """Kernels that are not ours: between our launches, and products that are left to the library."""
 _REDUCTIONS = ("mean", "sum", "amax", "amin", "argmax", "argmin", "cumsum", "any", "all", "topk", "sort", "logsumexp")
+_SCATTERS = ("index_put_",)
+"""Writes into a buffer at computed places: a launch of their own."""
 _PRODUCTS = ("mm", "bmm", "addmm", "baddbmm")
 _FREE = ("empty", "new_empty", "empty_like", "detach", "_unsafe_view")
 
@@ -98,7 +100,7 @@ class _Between(TorchDispatchMode):
             self.product(max(tensors, key=Tensor.numel), result.numel() // result.shape[-1])
         elif not function.is_view and name not in _FREE:
             here = self.found.setdefault(len(self.launches), [])
-            if not here or not isinstance(here[-1], int):
+            if not here or not isinstance(here[-1], int) or name in _SCATTERS:
                 here.append(0)
             here[-1] += name in _REDUCTIONS  # type: ignore[operator]
         return result
