@@ -109,7 +109,7 @@ class SimulatedDevice:
                 if (row := words[place]) != at.dummy_row:
                     self.budget[row], self.status[row] = words[place + 1], Status.FREE
             for lane in range(self.key.lanes):
-                start, length, total, known_root, _ = words[at.chunks + 5 * lane : at.chunks + 5 * lane + 5].tolist()
+                start, length, total, known_root = words[at.chunks + at.CHUNK_WORDS * lane :][:4].tolist()
                 row, ends = int(words[at.lanes + lane]), 0 < length == total - start
                 if ends:
                     self.status[row] = Status.LIVE
@@ -160,7 +160,7 @@ class HostPath:
 
     def _add(self) -> None:
         prototype = self._next
-        fresh = replace(prototype, index=len(self.requests), prompt=list(prototype.prompt), output=[], logprobs=[], pages=[])
+        fresh = replace(prototype, index=len(self.requests), prompt=list(prototype.prompt), output=[], logprobs=[], pages=[], page_keys=[])
         fresh.metrics = type(prototype.metrics)()
         self.requests.append(fresh)
         self.scheduler.add(fresh)

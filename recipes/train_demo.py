@@ -28,7 +28,7 @@ from omegaconf.errors import OmegaConfBaseException
 from graphspec.command_options import LaunchConfig
 from graphspec.compose import load_config
 from graphspec.errors import ConfigError
-from graphspec.show.progress import training_progress
+from graphspec.show.progress import progress_bars
 from graphspec.train.draft import Recipe
 from graphspec.train.drafter import trained_variants
 from graphspec.train.export import TOKENIZER_FILES, size_in_megabytes
@@ -98,7 +98,7 @@ class Demo:
                 print(f"corpus: {facts['train_modules']} modules, {facts['train_bytes']:,} bytes", flush=True)
             else:
                 config = self.target if name == "target" else self.drafts[name]
-                with training_progress() as watch:
+                with progress_bars(lines=True) as watch:
                     figures = run(config, watch)
                 print(headline(figures, str(config.train.out)), flush=True)
 

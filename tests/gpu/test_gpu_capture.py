@@ -80,7 +80,7 @@ def test_the_report_says_what_graphs_weigh() -> None:
     cycle = tiny("tree")
     cycle.prepare(keys_of(cycle))
     report = cycle.capture_report()
-    assert len(report) == 5
+    assert len(report) == len(keys_of(cycle))
     assert all(r.capture_seconds is not None and r.capture_seconds > 0 and r.pool_bytes is not None for r in report)
     assert report[0].pool_bytes == max(r.pool_bytes or 0 for r in report) > 0, "the smaller graphs fit into the largest one's memory"
 
@@ -158,6 +158,7 @@ def test_memory_that_runs_out_while_capturing_costs_a_bucket(monkeypatch: pytest
     torch.cuda.synchronize()
 
 
+@pytest.mark.seconds(150)
 def test_pages_that_do_not_fit_are_refused_with_the_number_that_does() -> None:
     with pytest.raises(ConfigError, match=r"runtime\.num_pages: expected at most \d+"):
         LLM(variant="none", device="cuda", runtime="captured", num_pages=10**9, sampling_classes=[])
