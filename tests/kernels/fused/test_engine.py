@@ -5,6 +5,7 @@ The pair's draft equals its target, so every off-by-one in a slot, a position, a
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -61,7 +62,7 @@ def test_seeded_sampling_equals_plain_decoding_by_references(pair: Pair, keys: d
 def test_every_op_is_fused(pair: Pair) -> None:
     kernels = select_kernels("fused", "auto", "cpu")
     references = select_kernels("reference", "reference", "cpu")
-    assert [name for name in kernels.__dataclass_fields__ if getattr(kernels, name) is getattr(references, name)] == []
+    assert [one.name for one in fields(kernels) if getattr(kernels, one.name) is getattr(references, one.name)] == []
 
 
 def test_without_the_interpreter_a_cpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
