@@ -11,7 +11,7 @@ from graphspec.kernels import OPS, draft_topk, select_kernels
 from graphspec.kernels.native import cycle
 from graphspec.kernels.threads import team_threads, torch_loops
 
-CHOOSING = ("draft_topk", "draft_level", "tree_build")
+CHOOSING = ("draft_topk", "draft_level", "marginal_pool", "tree_build")
 
 
 @pytest.fixture(autouse=True)

@@ -32,7 +32,7 @@ def load() -> ctypes.CDLL:
     library.graphspec_tree_attention.argtypes = [pointer] * 8 + [real, integer]
     library.graphspec_chunk_attention.argtypes = [pointer] * 8 + [real, integer]
     library.graphspec_linear.argtypes = [pointer] * 5 + [ctypes.c_int64] * 5 + [real, integer]
-    filled = ("decode", "draft_topk", "draft_level", "tree_build")
+    filled = ("decode", "draft_topk", "draft_level", "marginal_pool", "tree_build")
     for name in filled:
         getattr(library, f"graphspec_{name}").argtypes = [ctypes.c_char_p]
     for name in ("tree_attention", "chunk_attention", "linear", *filled):

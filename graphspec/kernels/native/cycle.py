@@ -75,8 +75,19 @@ def _tree_build(
     _library.graphspec_tree_build(_fields((*read, *nodes), *sizes))
 
 
+def _marginal_pool(
+    increment_BSK: Tensor, next_BSK: Tensor, lane_row_B: Tensor, status_R: Tensor, candidates: Annotated[Candidates, WRITTEN]
+) -> None:
+    _written(*candidates)
+    require("increment", increment_BSK, torch.float32)
+    read = tuple(x.contiguous() for x in (increment_BSK, next_BSK, lane_row_B, status_R))
+    _library.graphspec_marginal_pool(_fields((*read, *candidates), *increment_BSK.shape))
+
+
 _topk = define_op("draft_topk", _top_rows, _top_shape)
 draft_level = define_op("draft_level", _draft_level)
+"""The op of this name in C++."""
+marginal_pool = define_op("marginal_pool", _marginal_pool)
 """The op of this name in C++."""
 tree_build = define_op("tree_build", _tree_build)
 """:func:`graphspec.kernels.tree_build.tree_build_into` in C++."""
