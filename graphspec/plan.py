@@ -216,9 +216,9 @@ def resolve_shape(variant: Variant, config: VariantConfig, architecture: str, he
             raise ConfigError("variant.num_steps", f"nothing to draft with variant {variant.name!r}", given)
         return PLAIN
     if config.tree_choices is not None:
-        if variant.drafter != "network" or heads > 1:
+        if variant.drafter != "network" or variant.auto_shape.pool != "beams" or heads > 1:
             raise ConfigError(
-                "variant.tree_choices", "null: only a drafter with one network fills a static tree", brief(config.tree_choices)
+                "variant.tree_choices", "null: only one network, run step by step, fills a static tree", brief(config.tree_choices)
             )
         if not unset:
             raise ConfigError("variant.tree_choices", "num_steps, topk and num_draft_tokens unset: the tree says them", given)
@@ -384,10 +384,12 @@ def make_plan(config: Config, target: ModelFacts, draft: DraftFacts | None, *, d
     longest = int(target.max_position_embeddings * (target.rope.factor if target.rope.kind == "dynamic" else 1))
     if max_context > longest:
         raise ConfigError("model.max_context", f"at most the checkpoint's {longest}", max_context)
+    entries = {"target": shape.accept_width, "draft": max((run.rows for run in draft.passes(shape)[:1]), default=0) if draft else 0}
     for whose, model in (("target", target), ("draft", draft.decoder if draft else None)):
         narrowest = min((window for window in model.sliding_window if window is not None), default=None) if model else None
-        if narrowest is not None and narrowest < shape.accept_width:
-            raise ConfigError("variant.num_steps", f"less than the {whose}'s sliding window of {narrowest}", shape.num_steps)
+        if narrowest is not None and narrowest < entries[whose]:
+            expected = f"few enough that a pass of {entries[whose]} tokens lies in the {whose}'s sliding window of {narrowest}"
+            raise ConfigError("variant.num_steps", expected, shape.num_steps)
     if config.variant.token_map is not None and not variant.full_vocabulary:
         what = "brings its own vocabulary" if variant.has_network else "has no draft network"
         raise ConfigError("variant.token_map", f"null: variant {variant.name} {what}", config.variant.token_map)
@@ -453,7 +455,7 @@ def make_plan(config: Config, target: ModelFacts, draft: DraftFacts | None, *, d
         accept_width=accept,
         window_width=window,
         window_capacity=resolve_window_capacity(config.adaptive.backlog, shape, draft, plain=plain),
-        num_words=max(shape.num_words, math.ceil((accept + lookback) / WORD_BITS)),
+        num_words=max(shape.num_words, math.ceil(max(accept + lookback, entries["draft"]) / WORD_BITS)),
         lookback=lookback,
         ngram=config.variant.ngram,
         feature_width=draft.feature_size if draft else 0,
