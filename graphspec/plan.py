@@ -152,8 +152,8 @@ class Plan:
 
     @property
     def draft_attends(self) -> bool:
-        """Writing a token's draft KV takes attention: not with one layer, whose KV follows from its input."""
-        return self.draft is not None and self.draft.decoder.num_layers > 1
+        """Writing a token's draft KV takes attention."""
+        return self.draft is not None and self.draft.attends
 
     @property
     def keeps_history(self) -> bool:
@@ -197,7 +197,9 @@ class Plan:
         }
 
 
-def resolve_shape(variant: Variant, config: VariantConfig, architecture: str, heads: int = 1) -> CycleShape:
+def resolve_shape(
+    variant: Variant, config: VariantConfig, architecture: str, heads: int = 1, max_steps: int | None = None
+) -> CycleShape:  # fmt: skip
     """``(S, K, N)`` from the config. What is unset is that of the automatic shape, made to fit what is set.
 
     Args:
@@ -205,6 +207,7 @@ def resolve_shape(variant: Variant, config: VariantConfig, architecture: str, he
         config: what the user asked for.
         architecture: of the target.
         heads: prediction heads of the draft with layers of their own; more than one means one per step.
+        max_steps: most levels the draft can give; None: any number.
 
     Raises:
         ConfigError: the numbers contradict each other, the variant or the draft.
@@ -224,7 +227,11 @@ def resolve_shape(variant: Variant, config: VariantConfig, architecture: str, he
             raise ConfigError("variant.tree_choices", "num_steps, topk and num_draft_tokens unset: the tree says them", given)
         return StaticTree.of(config.tree_choices).shape
     auto = CycleShape(heads, 1, heads + 1) if heads > 1 else variant.shape_for(architecture)
+    if max_steps is not None and max_steps < auto.num_steps:
+        auto = auto.shortened(max_steps)
     shape = auto if unset else _fit(auto, config.num_steps, config.topk, config.num_draft_tokens)
+    if max_steps is not None and shape.num_steps > max_steps:
+        raise ConfigError("variant.num_steps", f"at most {max_steps}, the block of the draft", shape.num_steps)
     if heads > 1 and (shape.topk > 1 or shape.num_steps > heads):
         raise ConfigError("variant.num_steps, variant.topk", f"at most {heads} steps, one per head of the draft, and topk = 1", given)
     return shape
@@ -379,7 +386,8 @@ def make_plan(config: Config, target: ModelFacts, draft: DraftFacts | None, *, d
         ConfigError: a value out of range for this model, or values that contradict each other.
     """
     variant, runtime = resolve_variant(config.variant.name), config.runtime
-    shape = resolve_shape(variant, config.variant, target.architecture, draft.num_heads if draft else 1)
+    limits = (draft.num_heads, draft.max_steps) if draft else (1, None)
+    shape = resolve_shape(variant, config.variant, target.architecture, *limits)
     max_context = config.model.max_context or target.max_position_embeddings
     longest = int(target.max_position_embeddings * (target.rope.factor if target.rope.kind == "dynamic" else 1))
     if max_context > longest:
@@ -415,7 +423,9 @@ def make_plan(config: Config, target: ModelFacts, draft: DraftFacts | None, *, d
         raise ConfigError("runtime.buckets", f"a bucket of at least max_rows = {runtime.max_rows} lanes", list(runtime.buckets))
     buckets = (*buckets, largest)
 
-    window, accept = shape.window_width, shape.accept_width
+    window, accept = shape.window_width if draft is None else max(shape.window_width, draft.slots(shape)), shape.accept_width
+    if window > MAX_WINDOW:
+        raise ConfigError("variant.num_steps", f"a window of at most {MAX_WINDOW} slots", f"{window}, which the draft's block takes")
     ahead = run_ahead * accept + window
     slots = max_context + ahead
     table_width = math.ceil(slots / runtime.page_size)

@@ -40,7 +40,7 @@ def heads(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tup
     path, made = tmp_path_factory.mktemp("heads"), {}
     for name, options, layout in (
         ("reduced", {"num_layers": 2, "extras": ("fc_norm",)}, "speculators"),
-        ("full", {"num_layers": 1, "reduced": False}, "sglang"),
+        ("full", {"num_layers": 1, "reduced": False, "extras": ("fc_norm",)}, "sglang"),
     ):
         tensors = p_eagle_tensors(pair, **options)
         made[name] = (write_p_eagle(path / name, tensors, layout), tensors)
@@ -95,7 +95,7 @@ def prefixes(tree: Any) -> set[tuple[int, ...]]:
 def test_the_tree_is_that_of_the_equations(pair: Pair, heads: Any, name: str, length: int) -> None:
     """Prompts shorter than a chunk, on its border, over several chunks: the best prefixes of the marginals, the window one entry wide."""
     draft, raw = heads[name]
-    llm = make(pair, draft, page_size=4, num_steps=5, topk=12, num_draft_tokens=20)
+    llm = make(pair, draft, page_size=4, num_steps=5, topk=19, num_draft_tokens=20)  # no level is wider
     prompt = prompts(1, (length,), VOCAB_SIZE, seed=length)[0]
     tree = llm.draft_tree(prompt)
     assert prefixes(tree) == best_prefixes(marginals(pair, raw, [*prompt, tree.token_N[0]], 5), 19)

@@ -234,7 +234,7 @@ def advise(config: LaunchConfig, say: Say = lambda text: None) -> Advice:
 
     heads = paper.draft.num_heads if paper.draft is not None else 1
     configured = configured_shape(config, variant, paper, heads)
-    lengths = {shape: acceptance.length(shape) for shape in candidate_shapes(variant, heads, shallowest_window(paper))}
+    lengths = {shape: acceptance.length(shape) for shape in candidate_shapes(variant, heads, deepest(paper))}
     if configured is not None:
         lengths[configured] = acceptance.length(configured)
     rows, about_configured = [], []
@@ -303,11 +303,17 @@ def recommend(ranked: Sequence[Ranked]) -> Ranked:
     return min(near, key=lambda entry: (entry.shape.num_draft_tokens, entry.shape.num_steps, entry.shape.topk))
 
 
-def shallowest_window(paper: Paper) -> int | None:
-    """Largest S that the sliding windows of target and draft allow; None: any."""
+def most_steps(paper: Paper) -> int | None:
+    """Most levels the draft can give; None: any number."""
+    return paper.draft.max_steps if paper.draft is not None else None
+
+
+def deepest(paper: Paper) -> int | None:
+    """Largest S that the block of the draft, and the sliding windows of target and draft, allow; None: any."""
     models = [paper.target, *([paper.draft.decoder] if paper.draft is not None else [])]
     windows = [window for model in models for window in model.sliding_window if window is not None]
-    return min(windows) - 1 if windows else None
+    limits = [most_steps(paper), min(windows) - 1 if windows else None]
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def configured_shape(config: LaunchConfig, variant: Variant, paper: Paper, heads: int) -> CycleShape | None:
@@ -315,7 +321,7 @@ def configured_shape(config: LaunchConfig, variant: Variant, paper: Paper, heads
     asked = config.variant
     if asked.tree_choices is None and all(value is None for value in (asked.num_steps, asked.topk, asked.num_draft_tokens)):
         return None
-    shape = resolve_shape(variant, asked, paper.target.architecture, heads)
+    shape = resolve_shape(variant, asked, paper.target.architecture, heads, most_steps(paper))
     return shape if shape.num_steps else None
 
 
