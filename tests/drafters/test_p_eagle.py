@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,6 +14,7 @@ from graphspec.facts import read_model_facts
 from tests.support.checkpoints import VOCAB_SIZE, eagle3_tensors, edit_json, edit_tensors, publish_eagle3
 from tests.support.eagle_reference import eagle3_fuse, eagle3_step
 from tests.support.engines import SMALL, Pair, ids, prompts
+from tests.support.marginal_trees import best_prefixes, prefixes
 from tests.support.parallel_checkpoints import HIDDEN, MASK, TAPS, THETA, favouring_target, p_eagle_tensors, write_p_eagle
 
 if TYPE_CHECKING:
@@ -64,29 +64,6 @@ def marginals(pair: Pair, raw: dict[str, Tensor], tokens: list[int], steps: int)
     if "d2t" not in raw:
         return own
     return torch.full((steps, VOCAB_SIZE), -torch.inf, dtype=torch.float64).index_copy(1, torch.arange(len(raw["d2t"])) + raw["d2t"], own)
-
-
-def best_prefixes(marginal_SV: Tensor, count: int) -> set[tuple[int, ...]]:
-    """The ``count`` prefixes of highest probability under independent depths, by a heap."""
-    ranked = [sorted(((-float(p), t) for t, p in enumerate(row)), key=lambda x: x[0]) for row in marginal_SV]
-    queue = [(ranked[0][0][0], (0,))]
-    found: set[tuple[int, ...]] = set()
-    while len(found) < count:
-        cost, path = heapq.heappop(queue)
-        depth = len(path) - 1
-        found.add(tuple(ranked[d][rank][1] for d, rank in enumerate(path)))
-        if path[-1] + 1 < VOCAB_SIZE:
-            heapq.heappush(queue, (cost - ranked[depth][path[-1]][0] + ranked[depth][path[-1] + 1][0], (*path[:-1], path[-1] + 1)))
-        if depth + 1 < len(ranked):
-            heapq.heappush(queue, (cost + ranked[depth + 1][0][0], (*path, 0)))
-    return found
-
-
-def prefixes(tree: Any) -> set[tuple[int, ...]]:
-    paths: list[tuple[int, ...]] = [()]
-    for node in range(1, len(tree.token_N)):
-        paths.append((*paths[tree.parent_N[node]], tree.token_N[node]))
-    return set(paths[1:])
 
 
 @torch.no_grad()
