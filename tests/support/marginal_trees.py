@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import heapq
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+@dataclass
+class DraftedTree:
+    """Nodes in level order, the root first."""
+
+    token_N: list[int]
+    parent_N: list[int]
 
 
 def best_prefixes(marginal_SV: Tensor, count: int) -> set[tuple[int, ...]]:
