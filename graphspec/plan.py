@@ -221,7 +221,9 @@ def resolve_shape(
     if config.tree_choices is not None:
         if variant.drafter != "network" or variant.auto_shape.pool != "beams" or heads > 1:
             raise ConfigError(
-                "variant.tree_choices", "null: only one network, run step by step, fills a static tree", brief(config.tree_choices)
+                "variant.tree_choices",
+                "null: only a drafter with one network, run step by step, fills a static tree",
+                brief(config.tree_choices),
             )
         if not unset:
             raise ConfigError("variant.tree_choices", "num_steps, topk and num_draft_tokens unset: the tree says them", given)

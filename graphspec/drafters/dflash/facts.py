@@ -16,7 +16,8 @@ from ...shapes import CycleShape
 from ..head_config import check_vocabulary, head_decoder, nested_keys, one_layer, other_draft
 
 _KNOWN = {
-    "mask_token_id", "target_layer_ids", "block_size", "causal", "causal_head", "is_causal", "sliding_window_non_causal",
+    "mask_token_id", "target_layer_ids", "block_size", "causal", "causal_head", "is_causal", "sliding_window_non_causal", "draft_shift",
+    "sample_from_anchor",
     "use_aux_hidden_state",
 }  # fmt: skip
 """Keys of ``dflash_config`` that are read; any other changes the computation in a way that is not supported."""
@@ -26,6 +27,7 @@ _RELATIVES = {
     "gru_hidden_dim": "Domino", "xpress_rank": "XPress", "num_jacobi_passes": "XPress", "lilicorr_candidate_topk": "LiLiCorr",
 }  # fmt: skip
 """Keys of relatives on the same backbone, whose heads are not supported."""
+_NO_PROJECTOR = (None, "", "none", "dflash")
 _REFUSED = ("mask_embedding", "lora_config", "peft_config", "final_logit_softcapping", "logits_soft_cap", "num_experts", "kv_lora_rank")
 _LAYERS, _BLOCK = 5, 16  # of the published drafts
 
@@ -67,7 +69,7 @@ def _refuse(*owners: Keys) -> None:
             if keys.present(key):
                 raise keys.error(key, "a draft without this head", f"{name} is not supported")
         kind = keys.values.get("projector_type")
-        if kind not in (None, "", "none", "dflash"):
+        if kind not in _NO_PROJECTOR:
             raise keys.error("projector_type", "absent or null", "a head after the block is not supported")
         for key in _REFUSED:
             if keys.present(key) and keys.values[key] is not False:

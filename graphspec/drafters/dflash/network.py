@@ -37,7 +37,9 @@ class DFlashDraft(nn.Module):
 
     first_pass_only: ClassVar[tuple[str, ...]] = ("fc", "hidden_norm", "context_proj")
 
-    def __init__(self, facts: DFlashFacts, max_positions: int, embed_tokens: Embedding, lm_head: Linear | None = None) -> None:
+    def __init__(
+        self, facts: DFlashFacts, max_positions: int, embed_tokens: Embedding | None = None, lm_head: Linear | None = None
+    ) -> None:
         super().__init__()
         decoder = facts.decoder
         key = decoder.num_kv_heads * decoder.head_dim
@@ -47,7 +49,7 @@ class DFlashDraft(nn.Module):
         # Keys and values of all layers: the features are the same for each, so they are one product. The block's own come from the layers.
         self.context_proj = Linear(decoder.hidden_size, *[key] * (2 * decoder.num_layers))
         self.rotary = RotaryEmbedding(decoder.rope, decoder.head_dim, max_positions)
-        self.embed_tokens = embed_tokens
+        self.embed_tokens = embed_tokens or Embedding(decoder.vocab_size, decoder.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(decoder, layer) for layer in range(decoder.num_layers))
         self.norm = RMSNorm(decoder.hidden_size, decoder.rms_norm_eps)
         self.lm_head = lm_head or Linear(decoder.hidden_size, facts.draft_vocab_size)
