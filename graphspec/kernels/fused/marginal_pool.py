@@ -66,7 +66,7 @@ def marginal_pool(increment_BSK: Tensor, next_BSK: Tensor, lane_row_B: Tensor, s
     launch(
         _marginal_pool, (lanes,),
         increment_BSK.contiguous(), next_BSK.contiguous(), lane_row_B, status_R, *candidates, steps, candidates.candidate_score_BM.shape[1],
-        K=topk, K_PAD=triton.next_power_of_2(topk), C_PAD=padded, LIVE=LIVE, num_warps=1 if padded <= 128 else 4 if padded <= 1024 else 8,
+        K=topk, K_PAD=triton.next_power_of_2(topk), C_PAD=padded, LIVE=LIVE, num_warps=1 if padded <= 128 else 4 if padded <= 1024 else 16,
     )  # fmt: skip
 
 
