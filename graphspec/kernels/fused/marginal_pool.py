@@ -36,16 +36,16 @@ def _marginal_pool(
     for level in range(steps):
         inside = place < count
         row = (lane * steps + level) * K
-        added = tl.load(increment + row + rank, mask=inside, other=float("-inf"))
-        drawn = tl.load(next_token + row + rank, mask=inside, other=-1)
         at = tl.where(inside, source, 0)
+        out = lane * pool + begin + place
+        # What a candidate is first, what it is worth last: fewer registers are held at a time.
+        tl.store(token + out, tl.load(next_token + row + rank, mask=inside, other=-1), mask=inside)
+        tl.store(parent + out, tl.gather(above, at, 0).to(tl.int64), mask=inside)
         before = tl.gather(base, at, 0)
+        added = tl.load(increment + row + rank, mask=inside, other=float("-inf"))
         total = tl.where(inside & (before > float("-inf")), before + added, float("-inf"))
         total = tl.where(total == total, total, float("-inf"))
-        out = lane * pool + begin + place
         tl.store(score + out, total, mask=inside)
-        tl.store(token + out, drawn, mask=inside)
-        tl.store(parent + out, tl.gather(above, at, 0).to(tl.int64), mask=inside)
         # Entries past the level lose against -inf inside it, since ties go to the lower index.
         key = pack(total, place)
         best = key
@@ -66,7 +66,7 @@ def marginal_pool(increment_BSK: Tensor, next_BSK: Tensor, lane_row_B: Tensor, s
     launch(
         _marginal_pool, (lanes,),
         increment_BSK.contiguous(), next_BSK.contiguous(), lane_row_B, status_R, *candidates, steps, candidates.candidate_score_BM.shape[1],
-        K=topk, K_PAD=triton.next_power_of_2(topk), C_PAD=padded, LIVE=LIVE, num_warps=1 if padded <= 128 else 4 if padded <= 1024 else 16,
+        K=topk, K_PAD=triton.next_power_of_2(topk), C_PAD=padded, LIVE=LIVE, num_warps=1 if padded <= 128 else 4 if padded <= 1024 else 8,
     )  # fmt: skip
 
 
