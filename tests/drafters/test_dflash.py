@@ -175,6 +175,14 @@ def test_output_is_the_targets_own(
     assert llm.metrics is not None and 1.1 < llm.metrics.acceptance_length < shape["num_steps"] + 0.95
 
 
+@pytest.mark.kernels
+@pytest.mark.covers("dflash", "compiled")
+def test_compiled_cycles_give_the_targets_own_tokens(pair: Pair, drafts: Any) -> None:
+    llm = make(pair, drafts["sliding"][0], **TREE, runtime="compiled", buckets=[2], max_rows=2, cycles_in_flight=2)
+    asked = prompts(3, vocab=VOCAB_SIZE)
+    assert ids(llm.generate(asked, SamplingParams(max_tokens=20))) == [pair.greedy(prompt, 20) for prompt in asked]
+
+
 @pytest.mark.covers("dflash", "preemption and exact resumption")
 def test_preemption_resumes_exactly(pair: Pair, drafts: Any) -> None:
     llm = make(pair, drafts["sliding"][0], **TREE, page_size=4, max_rows=4, num_pages=26)

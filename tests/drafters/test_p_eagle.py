@@ -124,6 +124,14 @@ def test_output_is_the_targets_own(
         assert ids(llm.generate(asked, params)) == ids(plain.generate(asked, params))
 
 
+@pytest.mark.kernels
+@pytest.mark.covers("p_eagle", "compiled")
+def test_compiled_cycles_give_the_targets_own_tokens(pair: Pair, heads: Any) -> None:
+    llm = make(pair, heads["reduced"][0], **TREE, runtime="compiled", buckets=[2], max_rows=2, cycles_in_flight=2)
+    asked = prompts(3, vocab=VOCAB_SIZE)
+    assert ids(llm.generate(asked, SamplingParams(max_tokens=20))) == [pair.greedy(prompt, 20) for prompt in asked]
+
+
 @pytest.mark.covers("p_eagle", "preemption and exact resumption")
 def test_preemption_resumes_exactly(pair: Pair, heads: Any) -> None:
     llm = make(pair, heads["reduced"][0], **TREE, page_size=4, max_rows=4, num_pages=26)
