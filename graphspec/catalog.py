@@ -88,6 +88,8 @@ VARIANTS = {
     "none": "graphspec.catalog:PLAIN_DECODING",
     "eagle": "graphspec.drafters.eagle:VARIANT",
     "eagle3": "graphspec.drafters.eagle3:VARIANT",
+    "p_eagle": "graphspec.drafters.p_eagle:VARIANT",
+    "dflash": "graphspec.drafters.dflash:VARIANT",
     "standalone": "graphspec.drafters.standalone:VARIANT",
     "mtp": "graphspec.drafters.mtp:VARIANT",
     "ngram": "graphspec.drafters.ngram:VARIANT",

@@ -152,8 +152,8 @@ class Plan:
 
     @property
     def draft_attends(self) -> bool:
-        """Writing a token's draft KV takes attention: not with one layer, whose KV follows from its input."""
-        return self.draft is not None and self.draft.decoder.num_layers > 1
+        """Writing a token's draft KV takes attention."""
+        return self.draft is not None and self.draft.attends
 
     @property
     def keeps_history(self) -> bool:
@@ -197,7 +197,7 @@ class Plan:
         }
 
 
-def resolve_shape(variant: Variant, config: VariantConfig, family: Family, heads: int = 1) -> CycleShape:
+def resolve_shape(variant: Variant, config: VariantConfig, family: Family, heads: int = 1, max_steps: int | None = None) -> CycleShape:
     """``(S, K, N)`` from the config. What is unset is that of the automatic shape, made to fit what is set.
 
     Args:
@@ -205,6 +205,7 @@ def resolve_shape(variant: Variant, config: VariantConfig, family: Family, heads
         config: what the user asked for.
         family: of the target.
         heads: prediction heads of the draft with layers of their own; more than one means one per step.
+        max_steps: most levels the draft can give; None: any number.
 
     Raises:
         ConfigError: the numbers contradict each other, the variant or the draft.
@@ -216,9 +217,11 @@ def resolve_shape(variant: Variant, config: VariantConfig, family: Family, heads
             raise ConfigError("variant.num_steps", f"nothing to draft with variant {variant.name!r}", given)
         return PLAIN
     if config.tree_choices is not None:
-        if variant.drafter != "network" or heads > 1:
+        if variant.drafter != "network" or variant.auto_shape.pool != "beams" or heads > 1:
             raise ConfigError(
-                "variant.tree_choices", "null: only a drafter with one network fills a static tree", brief(config.tree_choices)
+                "variant.tree_choices",
+                "null: only a drafter with one network, run step by step, fills a static tree",
+                brief(config.tree_choices),
             )
         if not unset:
             raise ConfigError("variant.tree_choices", "num_steps, topk and num_draft_tokens unset: the tree says them", given)
@@ -226,7 +229,11 @@ def resolve_shape(variant: Variant, config: VariantConfig, family: Family, heads
     auto = (variant.auto_tree if family.drafts_trees else None) or variant.auto_shape
     if heads > 1:
         auto = CycleShape(heads, 1, heads + 1)
+    if max_steps is not None and max_steps < auto.num_steps:
+        auto = auto.shortened(max_steps)
     shape = auto if unset else _fit(auto, config.num_steps, config.topk, config.num_draft_tokens)
+    if max_steps is not None and shape.num_steps > max_steps:
+        raise ConfigError("variant.num_steps", f"at most {max_steps}, the block of the draft", shape.num_steps)
     if heads > 1 and (shape.topk > 1 or shape.num_steps > heads):
         raise ConfigError("variant.num_steps, variant.topk", f"at most {heads} steps, one per head of the draft, and topk = 1", given)
     return shape
@@ -338,15 +345,18 @@ def make_plan(config: Config, target: ModelFacts, draft: DraftFacts | None, *, d
         ConfigError: a value out of range for this model, or values that contradict each other.
     """
     variant, runtime = resolve_variant(config.variant.name), config.runtime
-    shape = resolve_shape(variant, config.variant, target.family, draft.num_heads if draft else 1)
+    limits = (draft.num_heads, draft.max_steps) if draft else (1, None)
+    shape = resolve_shape(variant, config.variant, target.family, *limits)
     max_context = config.model.max_context or target.max_position_embeddings
     longest = int(target.max_position_embeddings * (target.rope.factor if target.rope.kind == "dynamic" else 1))
     if max_context > longest:
         raise ConfigError("model.max_context", f"at most the checkpoint's {longest}", max_context)
+    entries = {"target": shape.accept_width, "draft": max((run.rows for run in draft.passes(shape)[:1]), default=0) if draft else 0}
     for whose, model in (("target", target), ("draft", draft.decoder if draft else None)):
         narrowest = min((window for window in model.sliding_window if window is not None), default=None) if model else None
-        if narrowest is not None and narrowest < shape.accept_width:
-            raise ConfigError("variant.num_steps", f"less than the {whose}'s sliding window of {narrowest}", shape.num_steps)
+        if narrowest is not None and narrowest < entries[whose]:
+            expected = f"few enough that a pass of {entries[whose]} tokens lies in the {whose}'s sliding window of {narrowest}"
+            raise ConfigError("variant.num_steps", expected, shape.num_steps)
     if config.variant.token_map is not None and not variant.full_vocabulary:
         what = "brings its own vocabulary" if variant.has_network else "has no draft network"
         raise ConfigError("variant.token_map", f"null: variant {variant.name} {what}", config.variant.token_map)
@@ -372,7 +382,9 @@ def make_plan(config: Config, target: ModelFacts, draft: DraftFacts | None, *, d
         raise ConfigError("runtime.buckets", f"a bucket of at least max_rows = {runtime.max_rows} lanes", list(runtime.buckets))
     buckets = (*buckets, largest)
 
-    window, accept = shape.window_width, shape.accept_width
+    window, accept = shape.window_width if draft is None else max(shape.window_width, draft.slots(shape)), shape.accept_width
+    if window > MAX_WINDOW:
+        raise ConfigError("variant.num_steps", f"a window of at most {MAX_WINDOW} slots", f"{window}, which the draft's block takes")
     ahead = run_ahead * accept + window
     slots = max_context + ahead
     table_width = math.ceil(slots / runtime.page_size)
@@ -416,7 +428,7 @@ def make_plan(config: Config, target: ModelFacts, draft: DraftFacts | None, *, d
         accept_width=accept,
         window_width=window,
         window_capacity=resolve_window_capacity(config.adaptive.backlog, shape, draft, plain=plain),
-        num_words=max(shape.num_words, math.ceil((accept + lookback) / WORD_BITS)),
+        num_words=max(shape.num_words, math.ceil(max(accept + lookback, entries["draft"]) / WORD_BITS)),
         lookback=lookback,
         ngram=config.variant.ngram,
         feature_width=draft.feature_size if draft else 0,

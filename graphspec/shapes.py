@@ -10,7 +10,7 @@ Suffixes name dimensions throughout the package (``hidden_BAF`` is ``[B, A, F]``
 ``N``   ``num_draft_tokens``: verify nodes, root included
 ``A``   ``A_max = S_max + 1``: widest accepted run, one per engine
 ``Ac``  window capacity: ``A``, or more where rows may decode at depth 0 before the drafter catches up
-``W``   window slots from the root on, ``max(N, (S-1)*K + 1, A)``
+``W``   window slots from the root on, ``max(N, A)``, and ``(S-1)*K + 1`` for the beams that have slots
 ``X``   64-bit ancestor words, ``ceil(W / 64)``
 ``M``   draft candidates; ``K + (S-1)*K*K`` when every level expands the K best beams
 ``Y``   lookback: committed entries a drafter reads again before its window
@@ -42,20 +42,22 @@ class CycleShape:
 
     ``S == 0`` is plain decoding: no draft, ``N == 1``. ``pool`` says how many candidates there are:
 
-    ``beams``   every level expands the K best beams by K tokens each, ``K + (S-1)*K*K`` (EAGLE-2)
-    ``paths``   K continuations of S tokens each, ``S*K``
-    ``nodes``   the N - 1 nodes themselves: a fixed tree, or one the host brings along
+    ``beams``      every level expands the K best beams by K tokens each, ``K + (S-1)*K*K`` (EAGLE-2)
+    ``marginals``  as many, where one pass gives every depth its distribution: the beams have no slots, for no network runs on them
+    ``paths``      K continuations of S tokens each, ``S*K``
+    ``nodes``      the N - 1 nodes themselves: a fixed tree, or one the host brings along
 
     Raises:
         ConfigError: a number is out of range, or ``N`` can't be reached with ``S`` and ``K``.
     """
 
-    _POOLS: ClassVar[dict[str, str]] = {"beams": "1 + topk + (num_steps-1)*topk^2", "paths": "1 + num_steps*topk", "nodes": "any"}
+    _LEVELS: ClassVar[str] = "1 + topk + (num_steps-1)*topk^2"
+    _POOLS: ClassVar[dict[str, str]] = {"beams": _LEVELS, "marginals": _LEVELS, "paths": "1 + num_steps*topk", "nodes": "any"}
 
     num_steps: int
     topk: int
     num_draft_tokens: int
-    pool: Literal["beams", "paths", "nodes"] = "beams"
+    pool: Literal["beams", "marginals", "paths", "nodes"] = "beams"
 
     def __post_init__(self) -> None:
         if self.num_steps < 0:

@@ -28,7 +28,7 @@ VARIANT = Variant(
     stages="graphspec_mask_tokens:stages",
     draft_in_target=True,
     full_vocabulary=True,
-    auto_shape=CycleShape(3, 1, 4),
+    auto_shape=CycleShape(3, 1, 4, "marginals"),
 )
 MASK = -2
 """Stands for a mask among the token ids a stage hands to the network."""
@@ -88,43 +88,29 @@ def load(facts: MaskFacts, target: LlamaModel, max_positions: int, dtype: Any, d
 def stages(build: Build) -> list[Stage]:
     """One stage fills the candidate pool."""
     import torch
+    from torch.nn import functional as F
 
     from graphspec.buffers import Views
-    from graphspec.drafters.beams import DraftStage
-    from graphspec.errors import ConfigError
-    from graphspec.kernels.groups import Beams, Candidates
+    from graphspec.drafters.marginals import MarginalStage
     from graphspec.kernels.tree_build import causal_words
 
-    if build.plan.accept_width + build.shape.num_steps > 64 * build.plan.num_words:
-        raise ConfigError("variant.num_steps", f"at most {32 * build.plan.num_words - 1} with mask tokens", build.shape.num_steps)
-
-    class MaskTokens(DraftStage):
+    class MaskTokens(MarginalStage):
         name = "mask_tokens"
-        reads = ("lane_row_B", "lane_table_BP", "status_R", "seq_len_R", "window_len_R", "window_token_RAc", "draft_kv", "draft_begin_1")
-        writes = ("draft_kv", *Candidates._fields, *Beams._fields)
 
         def forward(self, v: Views) -> None:
-            token_BA, valid_BA, slot_BA, position_BA, begin_B, words_BAX, known_B, next_B, _ = self.last_run(v)
-            lanes, masks, device = token_BA.shape[0], self.shape.num_steps - 1, token_BA.device
-            step_T = torch.arange(masks, device=device)
-            live_BT = (known_B > 0)[:, None].expand(lanes, masks)
-            slot_BT = next_B[:, None] + step_T
-            # A mask sees the prefix, the known entries of the window, and the masks up to itself.
-            words_UX = causal_words(token_BA.shape[1] + masks, words_BAX.shape[-1], device)
-            words_BTX = words_UX[known_B[:, None] + step_T].masked_fill(~live_BT[..., None], 0)
-            attention = self.attend(
-                v, torch.cat((position_BA, slot_BT - self.shift), 1), torch.cat((valid_BA, live_BT), 1), torch.cat((slot_BA, slot_BT), 1),
-                begin_B, torch.cat((words_BAX, words_BTX), 1),
-            )  # fmt: skip
-            hidden_BTH = self.draft(torch.cat((token_BA, torch.where(live_BT, MASK, -1)), 1), None, attention)
-            last_BS = torch.cat(((known_B - 1).clamp(min=0)[:, None], (token_BA.shape[1] + step_T).expand(lanes, -1)), 1)
-            logits_BSV = self.draft.logits(hidden_BTH.gather(1, last_BS[..., None].expand(-1, -1, hidden_BTH.shape[-1])))
-            for level in range(1, self.shape.num_steps + 1):
-                # All beams of a level get the same distribution: no mask has seen what led to them.
-                rows = 1 if level == 1 else self.shape.topk
-                logits_BKV = logits_BSV[:, level - 1 : level].expand(-1, rows, -1).contiguous()
-                position_B, path_BKs = next_B if level == 1 else v.next_position_B, v.beam_path_BKS[:, :rows, : level - 1]
-                proposed = self.sampler.propose(v, logits_BKV, self.draft.target_token_Vd, position_B, path_BKs, level)
-                self.level(v, *proposed, level)
+            token_BA, _, _, _, begin_B, _, known_B, next_B, _ = self.window(v, self.plan.accept_width, self.plan.num_words)
+            masks, known_B1 = self.shape.num_steps - 1, known_B[:, None]
+            # Masks follow the last known entry, so the rows are one causal run.
+            entry_U = torch.arange(token_BA.shape[1] + masks, device=token_BA.device)
+            valid_BU = (entry_U < known_B1 + masks) & (known_B1 > 0)
+            token_BU = torch.where(valid_BU & (entry_U >= known_B1), MASK, F.pad(token_BA, (0, masks), value=-1))
+            slot_BU = begin_B[:, None] + entry_U
+            words_UX = causal_words(len(entry_U), self.plan.num_words, token_BA.device)
+            words_BUX = words_UX.expand(len(known_B), -1, -1).masked_fill(~valid_BU[..., None], 0)
+            attention = self.attend(v, slot_BU - self.shift, valid_BU, slot_BU, begin_B, words_BUX)
+            hidden_BUH = self.draft(torch.where(valid_BU, token_BU, -1), None, attention)
+            row_BS = (known_B1 - 1).clamp(min=0) + torch.arange(masks + 1, device=token_BA.device)
+            logits_BSV = self.draft.logits(hidden_BUH.gather(1, row_BS[..., None].expand(-1, -1, hidden_BUH.shape[-1])))
+            self.fill_pool(v, logits_BSV, next_B)
 
     return [MaskTokens(build)]

@@ -51,8 +51,10 @@ def refuse_options(*owners: Keys) -> None:
 def other_draft(keys: Keys, architecture: str) -> str:
     """The kind of checkpoint that a config seems to describe, for messages."""
     architecture = architecture.lower()
-    if "peagle" in architecture or "dflash" in architecture:
-        return "a parallel drafter, which is not supported"
+    if "peagle" in architecture:
+        return "this looks like a P-EAGLE head: variant=p_eagle"
+    if "dflash" in architecture or keys.present("dflash_config"):
+        return "this looks like a block drafter: variant=dflash"
     if "eagle3" in architecture or keys.present("draft_vocab_size") or keys.present("eagle_config"):
         return "this looks like an EAGLE-3 head: variant=eagle3"
     if "eagle" in architecture:

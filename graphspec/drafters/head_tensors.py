@@ -21,7 +21,7 @@ def looks_like(checkpoint: Checkpoint) -> str:
     if any("eh_proj." in name or name.startswith(PREDICTION_HEADS) for name in names):
         return "multi-token-prediction heads: variant=mtp"
     if any(name.startswith("mask_") for name in names):
-        return "a parallel drafter (P-EAGLE), which is not supported"
+        return "a P-EAGLE head: variant=p_eagle"
     if any(name.endswith("hidden_norm.weight") for name in names) or "d2t" in names:
         return "an EAGLE-3 head: variant=eagle3"
     if "fc.weight" in names:

@@ -41,6 +41,18 @@ class DraftFacts:
     num_heads: int = 1
     """Prediction heads with layers of their own, one per draft step; 1: one network is applied over and over."""
 
+    max_steps: int | None = None
+    """Most levels it can draft; None: the shape says."""
+
+    @property
+    def attends(self) -> bool:
+        """Writing a token's draft KV takes attention: not with one layer, whose KV follows from its input."""
+        return self.decoder.num_layers > 1
+
+    def slots(self, shape: CycleShape) -> int:
+        """Slots from the root on that a draft pass writes, where these are more than the shape's own."""
+        return shape.window_width
+
     def passes(self, shape: CycleShape) -> tuple[DraftPass, ...]:
         """The passes of one cycle that drafts, in order; scratch and floors are counted from them. A variant with stages of its own says
         here what they run.

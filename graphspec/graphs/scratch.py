@@ -200,7 +200,7 @@ def _calls(plan: Plan) -> Iterator[Call]:
                     yield from _decode(plan, model, lanes, tokens)
                     yield _linear, (lanes * tokens, model.hidden_size, plan.feature_width or model.hidden_size, plan.dtype, plan.numerics,
                                       False, False, False, False)  # fmt: skip
-                for rows in {1, shape.topk}:
+                for rows in {run.scored for run in plan.draft.passes(shape)}:
                     yield _linear, (lanes * rows, known, model.hidden_size, plan.dtype, plan.numerics, False, False, False, True)
                     yield _filter, (lanes, rows, known)
                     yield _topk, (lanes, rows, known, shape.topk)

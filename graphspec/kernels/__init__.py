@@ -27,6 +27,7 @@ from . import (
     latent_kv_write,
     linear,
     mail_apply,
+    marginal_pool,
     moe_mlp,
     moe_route,
     ngram_match,
@@ -67,6 +68,7 @@ OPS: tuple[KernelOp, ...] = (
     moe_route.OP,
     moe_mlp.OP,
     verify_rows.OP,
+    marginal_pool.OP,
 )
 """Every op, in the order of :class:`~graphspec.kernels.registry.KernelSet`."""
 

@@ -43,6 +43,7 @@ class KernelSet:
     moe_route: Callable[..., tuple[Tensor, Tensor]]
     moe_mlp: Callable[..., Tensor]
     verify_rows: Callable[..., tuple[Tensor, ...]]
+    marginal_pool: Callable[..., None]
 
     def own_window(
         self, table_BP: Tensor, page_size: int, prefix_end_B: Tensor, ancestors_BTX: Tensor

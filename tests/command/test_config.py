@@ -64,9 +64,14 @@ def test_no_stale_snapshots():
 
 
 BAD = {
-    "variant=eagle9": ("variant", "one of eagle, eagle3, mtp, ngram, ngram_trie, none, standalone", "'eagle9'", "did you mean eagle?"),
+    "variant=eagle9": (
+        "variant",
+        "one of dflash, eagle, eagle3, mtp, ngram, ngram_trie, none, p_eagle, standalone",
+        "'eagle9'",
+        "did you mean eagle?",
+    ),
     "model=/some/folder": ("model", "one of deepseek-v3, demo", "'/some/folder'", "model.path=/the/folder"),
-    "variant=[nothing]": ("variant", "one of eagle, eagle3, mtp, ngram, ngram_trie, none, standalone"),
+    "variant=[nothing]": ("variant", "one of dflash, eagle, eagle3, mtp, ngram, ngram_trie, none, p_eagle, standalone"),
     "sampling=3": ("sampling", "one of greedy, sample", "'3'"),
     "experiment=nothing": ("experiment", "demo_tree"),
     "variant.topkk=1": ("variant.topkk", "num_draft_tokens", "topkk=1", "did you mean topk?"),

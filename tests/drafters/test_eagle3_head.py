@@ -277,7 +277,8 @@ def test_other_kinds_of_draft_are_named(tmp_path: Any, target_path: Any) -> None
         ("LlamaForCausalLMEagle", "variant=eagle"),
         ("LlamaForCausalLM", "variant=standalone"),
         ("DeepseekV3ForCausalLMNextN", "variant=mtp"),
-        ("PEagleDraftModel", "parallel drafter"),
+        ("PEagleDraftModel", "variant=p_eagle"),
+        ("DFlashDraftModel", "variant=dflash"),
     ):
         path = write_eagle3(tmp_path / architecture, raw, architectures=[architecture], draft_vocab_size=None, eagle_config=None)
         with pytest.raises(CheckpointError) as caught:
@@ -291,7 +292,7 @@ def test_other_kinds_of_draft_are_named(tmp_path: Any, target_path: Any) -> None
     edit_tensors(nextn / "model.safetensors", "fc.weight", model__layers__0__eh_proj__weight=torch.zeros(48, 96))
     parallel = write_eagle3(tmp_path / "parallel", raw)
     edit_tensors(parallel / "model.safetensors", "fc.weight", mask_hidden=torch.zeros(1, 144))
-    for path, hint in ((whole, "variant=standalone"), (first, "variant=eagle"), (nextn, "variant=mtp"), (parallel, "P-EAGLE")):
+    for path, hint in ((whole, "variant=standalone"), (first, "variant=eagle"), (nextn, "variant=mtp"), (parallel, "variant=p_eagle")):
         with pytest.raises(CheckpointError, match="expected an EAGLE-3 head") as caught:
             load(path, target_path)
         assert hint in caught.value.hint, path

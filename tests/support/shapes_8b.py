@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from graphspec.buffers import Arena, Views
 from graphspec.config import Config, HardwareConfig, KernelsConfig, ModelConfig, RuntimeConfig, VariantConfig
-from graphspec.drafters.eagle3.network import Eagle3Draft
-from graphspec.facts import ModelFacts, RopeFacts
+from graphspec.drafters.dflash.facts import DFlashFacts
+from graphspec.facts import DraftFacts, ModelFacts, RopeFacts
 from graphspec.graphs.programs import program_stages
 from graphspec.graphs.stages.mailbox import MailLayout
 from graphspec.graphs.stages.stage import Stage
@@ -23,7 +23,7 @@ from graphspec.models.llama import LlamaModel
 from graphspec.plan import Plan, make_plan
 from graphspec.shapes import GREEDY, CycleShape, SamplingClass
 from tests.support.codegen import pretended_gpu
-from tests.support.tiny import draft_facts, model_facts, move
+from tests.support.tiny import NETWORKS, draft_facts, model_facts, move
 
 
 def llama_8b(num_layers: int, **changes: Any) -> ModelFacts:
@@ -60,18 +60,23 @@ class FakeCycle:
 @contextmanager
 def fake_cycle(
     shape: CycleShape, num_layers: int, *, lanes: int = 1, mode: str = "fused", numerics: str = "fast", linear: str = "auto",
-    sampling: SamplingClass = GREEDY, **changes: Any,
+    sampling: SamplingClass = GREEDY, variant: str = "eagle3", **changes: Any,
 ) -> Iterator[FakeCycle]:  # fmt: skip
-    """Inside, a cycle on a GPU that is not there; ``changes`` go into the target's facts."""
+    """Inside, a cycle on a GPU that is not there; ``changes`` go into the target's facts. ``variant`` is ``eagle3`` or ``dflash``."""
     target = llama_8b(num_layers, **changes)
     speculates = shape.num_steps > 0
-    head = replace(
+    head: DraftFacts = replace(
         draft_facts(), decoder=llama_8b(1), draft_vocab_size=32000, target_hidden_size=4096, feature_size=3 * 4096,
         tap_layers=(0, num_layers // 2, num_layers - 1),
     )  # fmt: skip
+    if variant == "dflash":
+        head = DFlashFacts(
+            path=head.path, decoder=llama_8b(5, qk_norm=True), draft_vocab_size=128256, target_hidden_size=4096, feature_size=2 * 4096,
+            tap_layers=(1, num_layers - 1), mask_token_id=0, block_size=17, max_steps=16, from_anchor=False, causal=(True,) * 5,
+        )  # fmt: skip
     keys = {"num_steps": shape.num_steps, "topk": shape.topk, "num_draft_tokens": shape.num_draft_tokens} if speculates else {}
     config = Config(
-        variant=VariantConfig(name="eagle3" if speculates else "none", **keys),
+        variant=VariantConfig(name=variant if speculates else "none", **keys),
         model=ModelConfig(path="8b", max_context=2048),
         runtime=RuntimeConfig(name="captured", page_size=16, max_rows=lanes, buckets=[lanes]),
         kernels=KernelsConfig(mode=mode, numerics=numerics, linear=linear),
@@ -84,7 +89,7 @@ def fake_cycle(
         torch.set_default_dtype(torch.bfloat16)
         try:
             networks = [LlamaModel(plan.target, plan.tap_layers, plan.max_positions)]
-            networks += [Eagle3Draft(head, plan.max_positions)] if speculates else []
+            networks += [NETWORKS[type(head)](head, plan.max_positions)] if speculates else []
         finally:
             torch.set_default_dtype(before)
         for network in networks:

@@ -11,12 +11,16 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from graphspec.config import AcceptConfig, AdaptiveConfig, Config, KernelsConfig, ModelConfig, RuntimeConfig, VariantConfig
+from graphspec.drafters.dflash.facts import DFlashFacts
+from graphspec.drafters.dflash.network import DFlashDraft
 from graphspec.drafters.eagle.facts import EagleFacts
 from graphspec.drafters.eagle.network import EagleDraft
 from graphspec.drafters.eagle3.facts import Eagle3Facts
 from graphspec.drafters.eagle3.network import Eagle3Draft
 from graphspec.drafters.mtp.facts import MTPFacts
 from graphspec.drafters.mtp.network import MTPDraft
+from graphspec.drafters.p_eagle.facts import PEagleFacts
+from graphspec.drafters.p_eagle.network import PEagleDraft
 from graphspec.drafters.standalone.facts import StandaloneFacts
 from graphspec.drafters.standalone.network import StandaloneDraft
 from graphspec.facts import DraftFacts, ExpertFacts, LatentFacts, ModelFacts, RopeFacts
@@ -35,6 +39,8 @@ SHAPES = {
 OTHERS: dict[str, dict[str, Any]] = {
     "hidden-feature": {"name": "eagle", "num_steps": 3, "topk": 3, "num_draft_tokens": 10},
     "static-tree": {"name": "eagle", "tree_choices": [[0], [1], [3], [0, 0], [0, 2], [1, 0], [0, 0, 1]]},
+    "masks": {"name": "p_eagle", "num_steps": 4, "topk": 3, "num_draft_tokens": 12},
+    "block": {"name": "dflash", "num_steps": 4, "topk": 3, "num_draft_tokens": 10},
     "no-feature": {"name": "standalone", "num_steps": 3, "topk": 2, "num_draft_tokens": 8},
     "one-head": {"name": "mtp", "num_steps": 3, "topk": 1, "num_draft_tokens": 4},
     "head-per-step": {"name": "mtp", "num_steps": 3, "topk": 1, "num_draft_tokens": 4},
@@ -84,6 +90,16 @@ def other_draft_facts(structure: str) -> DraftFacts | None:
     common = {"path": Path("tiny-draft"), "draft_vocab_size": 61, "target_hidden_size": 48}
     if structure in ("hidden-feature", "static-tree"):
         return EagleFacts(**common, decoder=model_facts(1), feature_size=48, fc_bias=True, layernorms=False)
+    tapped = {**common, "feature_size": 96, "tap_layers": (1, 2)}
+    if structure == "masks":
+        return PEagleFacts(**{**tapped, "draft_vocab_size": 23}, decoder=model_facts(2), mask_token_id=60)
+    if structure == "block":
+        # One layer in which rows look ahead, one in which they don't.
+        decoder, rows = (
+            replace(model_facts(2), qk_norm=True),
+            {"block_size": 6, "max_steps": 5, "from_anchor": False, "causal": (False, True)},
+        )
+        return DFlashFacts(**tapped, **rows, decoder=decoder, mask_token_id=60)
     if structure == "no-feature":
         return StandaloneFacts(**common, decoder=model_facts(2))
     if structure in ("one-head", "head-per-step", "latent-experts"):
@@ -149,7 +165,14 @@ class Networks:
     draft: Any
 
 
-NETWORKS = {Eagle3Facts: Eagle3Draft, EagleFacts: EagleDraft, StandaloneFacts: StandaloneDraft, MTPFacts: MTPDraft}
+NETWORKS = {
+    Eagle3Facts: Eagle3Draft,
+    EagleFacts: EagleDraft,
+    StandaloneFacts: StandaloneDraft,
+    MTPFacts: MTPDraft,
+    PEagleFacts: PEagleDraft,
+    DFlashFacts: DFlashDraft,
+}
 
 
 def tiny_networks(plan: Plan) -> Networks:

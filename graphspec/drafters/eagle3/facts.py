@@ -111,8 +111,11 @@ def read_eagle3_config(path: str | Path) -> tuple[Eagle3Facts, Keys]:
     Raises:
         CheckpointError: as :func:`read_eagle3_facts`, except for what concerns the target.
     """
-    path = Path(path)
-    keys = read_config(path)
+    return eagle3_config(Path(path), read_config(Path(path)))
+
+
+def eagle3_config(path: Path, keys: Keys) -> tuple[Eagle3Facts, Keys]:
+    """:func:`read_eagle3_config` of the keys of a config that was read."""
     eagle = nested_keys(keys, "eagle_config")
     unknown = sorted(key for key in set(eagle.values) - _EAGLE_KEYS if eagle.present(key))
     if unknown:
@@ -182,8 +185,12 @@ def read_eagle3_facts(path: str | Path, target: ModelFacts) -> Eagle3Facts:
         CheckpointError: as :func:`read_model_facts`; also another kind of draft, one that doesn't fit the target (hidden size, vocabulary,
             tapped layers), or an option that isn't supported.
     """
-    facts, decoder_keys = read_eagle3_config(path)
-    keys = read_config(facts.path)
+    keys = read_config(Path(path))
+    return check_target(*eagle3_config(Path(path), keys), keys, target)
+
+
+def check_target(facts: Eagle3Facts, decoder_keys: Keys, keys: Keys, target: ModelFacts) -> Eagle3Facts:
+    """The facts with the layers they tap, once head and target fit; see :func:`read_eagle3_facts`."""
     check_vocabulary(decoder_keys, facts.decoder, target)
     if facts.target_hidden_size != target.hidden_size:
         owner = keys if keys.present("target_hidden_size") else decoder_keys

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .facts import Eagle3Facts
 
 _LOG = logging.getLogger(__name__)
+Network = TypeVar("Network", bound=Eagle3Draft)
 EAGLE3_LAYOUT = Layout(
     rules=(
         *(TensorRule(name, (name,)) for name in ("fc.weight", "fc.bias", "input_norm.weight", "fc_norm.*.weight")),
@@ -122,7 +123,15 @@ def load_eagle3(
     device: torch.device | str,
     progress: Progress | None = None,
 ) -> Eagle3Draft:
-    """The EAGLE-3 head of a checkpoint, in ``dtype`` on ``device``.
+    """The EAGLE-3 head of a checkpoint, in ``dtype`` on ``device``: :func:`load_head`."""
+    return load_head(Eagle3Draft, EAGLE3_LAYOUT, facts, target, max_positions, dtype, device, progress)
+
+
+def load_head(
+    network: type[Network], layout: Layout, facts: Eagle3Facts, target: LlamaModel, max_positions: int, dtype: torch.dtype,
+    device: torch.device | str, progress: Progress | None = None,
+) -> Network:  # fmt: skip
+    """The head of a checkpoint as ``network``, whose tensors ``layout`` names.
 
     The embedding is the target's unless the checkpoint has one. A language-model head of a full vocabulary is, when the checkpoint has
     none, the embedding with ``tie_word_embeddings``, else the target's.
@@ -140,7 +149,7 @@ def load_eagle3(
     tied = headless and decoder.tie_word_embeddings
     share_head = headless and not tied and same_width
     with torch.device("meta"):
-        draft = Eagle3Draft(
+        draft = network(
             facts,
             max_positions,
             embed_tokens=target.embed_tokens if share_embedding else None,
@@ -151,7 +160,7 @@ def load_eagle3(
     own = [name for name, _ in draft.named_parameters(remove_duplicate=False) if name not in shared]
     checkpoint.read("fc.weight", (decoder.hidden_size, facts.feature_size))  # first, for its shape tells another kind of head best
     token_Vd = read_vocab_map(checkpoint, decoder.vocab_size, facts.draft_vocab_size)
-    fill(draft, checkpoint, EAGLE3_LAYOUT, own, set(), dtype, torch.device(device), progress)
+    fill(draft, checkpoint, layout, own, set(), dtype, torch.device(device), progress)
     if tied:
         draft.lm_head.weight, draft.lm_head.stored = draft.embed_tokens.weight, draft.embed_tokens.stored
     # buffers only: moving the whole module would move what it shares with the target

@@ -224,14 +224,48 @@ class DraftSampler:
         temperature_B, seed_B = v.lane_temperature_B, v.lane_seed_B
         if self.drawn:
             seed_B = seed_B ^ DRAFT_STREAM
-            self._keep(v, logits_BTV[:, 0], temperature_B, target_token_Vd, level)
+            self._keep(v, logits_BTV[:, :1], temperature_B, target_token_Vd, level)
         return self.kernels.draft_topk(logits_BTV, self.shape.topk, target_token_Vd, seed_B, position_B, temperature_B)
 
-    def _keep(self, v: Views, logits_BV: Tensor, temperature_B: Tensor, target_token_Vd: Tensor | None, level: int) -> None:
-        """The distribution this level's token is drawn from, over the target's vocabulary; tokens the drafter doesn't know have none."""
-        logits_BV = torch.where(logits_BV.isfinite(), logits_BV, -torch.inf)
+    def propose_levels(
+        self, v: Views, logits_BSV: Tensor, target_token_Vd: Tensor | None, position_BS: Tensor
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Top-K tokens of every depth, where a depth has one distribution whatever was drafted before it.
+
+        Penalties count what the row has committed, no drafted token. Noise is that of the position, so one vector of keys serves all
+        parents of a depth: the target samples with the same noise under each of them.
+
+        Args:
+            v: the bucket's slots.
+            logits_BSV: float32 over the draft vocabulary, one row per depth.
+            target_token_Vd: int64, draft id to target id; None where the vocabularies are one.
+            position_BS: position of the token being proposed at each depth.
+
+        Returns:
+            log-probabilities float32 and target ids int64, both ``[B, S, K]``.
+        """
+        logits_BSV = self.shaper.truncate(v, self.shaper(v, logits_BSV, position_BS, None, target_token_Vd))
+        topk, depths = self.shape.topk, position_BS.shape
+        if not self.noisy:
+            return self.kernels.draft_topk(logits_BSV, topk, target_token_Vd, None, None, None)
+        seed_B = v.lane_seed_B
+        if self.drawn:
+            seed_B = seed_B ^ DRAFT_STREAM
+            self._keep(v, logits_BSV, v.lane_temperature_B, target_token_Vd, 1)
+        # The op takes one position per lane, so here every depth is a lane.
+        seed_D, temperature_D = (x_B[:, None].expand(depths).flatten() for x_B in (seed_B, v.lane_temperature_B))
+        logits_D1V = logits_BSV.flatten(0, 1)[:, None]
+        score, token = self.kernels.draft_topk(logits_D1V, topk, target_token_Vd, seed_D, position_BS.flatten(), temperature_D)
+        return score.view(*depths, topk), token.view(*depths, topk)
+
+    def _keep(self, v: Views, logits_BLV: Tensor, temperature_B: Tensor, target_token_Vd: Tensor | None, level: int) -> None:
+        """The distributions that tokens from ``level`` on are drawn from, over the target's vocabulary; what the drafter doesn't know has
+        none.
+        """
+        logits_BLV = torch.where(logits_BLV.isfinite(), logits_BLV, -torch.inf)
         # A row without a finite logit proposes nothing; its share is never asked for.
-        share_BV = probabilities(logits_BV[:, None], temperature_B)[:, 0].nan_to_num(0.0)
+        share_BLV = probabilities(logits_BLV, temperature_B).nan_to_num(0.0)
+        kept_BLV = v.draft_prob_BSV[:, level - 1 : level - 1 + logits_BLV.shape[1]]
         if target_token_Vd is not None:
-            share_BV = torch.zeros_like(v.draft_prob_BSV[:, 0]).index_copy(1, target_token_Vd, share_BV)
-        v.draft_prob_BSV[:, level - 1] = share_BV
+            share_BLV = torch.zeros_like(kept_BLV).index_copy(2, target_token_Vd, share_BLV)
+        kept_BLV.copy_(share_BLV)

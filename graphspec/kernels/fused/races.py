@@ -50,6 +50,8 @@ STORED_ONCE: dict[str, frozenset[str]] = {
     "_least": frozenset({"values"}),
     # Gate and up have a half each.
     "_linear": frozenset({"partial"}),
+    # A level for every turn of the loop.
+    "_marginal_pool": frozenset({"parent", "score", "token"}),
     # A message names a column of a row once.
     "_mail_apply": frozenset({"lane_table"}),
     # The two halves of a head that rotate, and the rest.

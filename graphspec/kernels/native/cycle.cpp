@@ -185,6 +185,46 @@ void draft_level(const Level& c) {
   }
 }
 
+struct Marginals {
+  const float* increment;
+  const int64_t *next, *lane_row, *status;
+  float* score;
+  int64_t *token, *parent;
+  int64_t lanes, steps, topk;
+};
+
+void marginal_pool(const Marginals& c) {
+  static thread_local Best best;
+  static thread_local std::vector<int64_t> beams;
+  const int64_t k = c.topk, pool = k + (c.steps - 1) * k * k;
+  for (int64_t lane = 0; lane < c.lanes; ++lane) {
+    float* score = c.score + lane * pool;
+    int64_t *token = c.token + lane * pool, *parent = c.parent + lane * pool;
+    const bool live = c.status[c.lane_row[lane]] == LIVE;
+    beams.assign(1, -1);
+    int64_t begin = 0;
+    for (int64_t level = 0; level < c.steps; ++level) {
+      const float* increment = c.increment + (lane * c.steps + level) * k;
+      const int64_t* next = c.next + (lane * c.steps + level) * k;
+      best.begin(k);
+      int64_t at = begin;
+      for (const int64_t beam : beams) {
+        const float above = beam < 0 ? (live ? 0.0f : NEVER) : score[beam];
+        for (int64_t i = 0; i < k; ++i, ++at) {
+          const float sum = above + increment[i];
+          score[at] = above > NEVER && !std::isnan(sum) ? sum : NEVER;
+          token[at] = next[i];
+          parent[at] = beam;
+          best.offer(score[at], at);
+        }
+      }
+      beams.resize(k);
+      for (int64_t b = 0; b < k; ++b) beams[b] = best.index(b);
+      begin = at;
+    }
+  }
+}
+
 struct Tree {
   const float* score;
   const int64_t *token, *parent, *lane_row, *window_token, *window_len;
@@ -242,6 +282,8 @@ void graphspec_draft_topk(const char* fields, int threads) {
 }
 
 void graphspec_draft_level(const char* fields, int) { draft_level(graphspec::call_of<Level>(fields)); }
+
+void graphspec_marginal_pool(const char* fields, int) { marginal_pool(graphspec::call_of<Marginals>(fields)); }
 
 void graphspec_tree_build(const char* fields, int) { tree_build(graphspec::call_of<Tree>(fields)); }
 

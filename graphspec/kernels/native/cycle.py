@@ -58,8 +58,18 @@ def _tree_build(
     call("tree_build", (*read, *nodes), *sizes)
 
 
+def _marginal_pool(
+    increment_BSK: Tensor, next_BSK: Tensor, lane_row_B: Tensor, status_R: Tensor, candidates: Annotated[Candidates, WRITTEN]
+) -> None:
+    require_slots(*candidates)
+    require("increment", increment_BSK, torch.float32)
+    read = map(dense, (increment_BSK, next_BSK, lane_row_B, status_R))
+    call("marginal_pool", (*read, *candidates), *increment_BSK.shape)
+
+
 draft_topk = define_op("draft_topk", _top_rows, _top_shape, draft_topks.OP.signature)
-"""The op of this name in C++, as the next one."""
+"""The op of this name in C++, as the next two."""
 draft_level = define_op("draft_level", _draft_level)
+marginal_pool = define_op("marginal_pool", _marginal_pool)
 tree_build = define_op("tree_build", _tree_build)
 """:func:`graphspec.kernels.tree_build.tree_build_into` in C++."""

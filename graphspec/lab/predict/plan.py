@@ -234,7 +234,7 @@ def advise(config: LaunchConfig, say: Say = lambda text: None) -> Advice:
 
     heads = pair.draft.num_heads if pair.draft is not None else 1
     configured = configured_shape(config, variant, pair, heads)
-    lengths = {shape: acceptance.length(shape) for shape in candidate_shapes(variant, heads, shallowest_window(pair))}
+    lengths = {shape: acceptance.length(shape) for shape in candidate_shapes(variant, heads, deepest(pair))}
     if configured is not None:
         lengths[configured] = acceptance.length(configured)
     rows, about_configured = [], []
@@ -303,11 +303,17 @@ def recommend(ranked: Sequence[Ranked]) -> Ranked:
     return min(near, key=lambda entry: (entry.shape.num_draft_tokens, entry.shape.num_steps, entry.shape.topk))
 
 
-def shallowest_window(pair: ModelPair) -> int | None:
-    """Largest S that the sliding windows of target and draft allow; None: any."""
+def most_steps(pair: ModelPair) -> int | None:
+    """Most levels the draft can give; None: any number."""
+    return pair.draft.max_steps if pair.draft is not None else None
+
+
+def deepest(pair: ModelPair) -> int | None:
+    """Largest S that the block of the draft, and the sliding windows of target and draft, allow; None: any."""
     models = [pair.target, *([pair.draft.decoder] if pair.draft is not None else [])]
     windows = [window for model in models for window in model.sliding_window if window is not None]
-    return min(windows) - 1 if windows else None
+    limits = [most_steps(pair), min(windows) - 1 if windows else None]
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def configured_shape(config: LaunchConfig, variant: Variant, pair: ModelPair, heads: int) -> CycleShape | None:
@@ -315,7 +321,7 @@ def configured_shape(config: LaunchConfig, variant: Variant, pair: ModelPair, he
     asked = config.variant
     if asked.tree_choices is None and all(value is None for value in (asked.num_steps, asked.topk, asked.num_draft_tokens)):
         return None
-    shape = resolve_shape(variant, asked, pair.target.family, heads)
+    shape = resolve_shape(variant, asked, pair.target.family, heads, most_steps(pair))
     return shape if shape.num_steps else None
 
 

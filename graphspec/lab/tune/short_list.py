@@ -18,7 +18,7 @@ from ..predict.acceptance import Acceptance
 from ..predict.advice import Efficiency, candidate_shapes, rank_shapes
 from ..predict.from_results import acceptance_of, calibrate, of_rows, read_measured, timed
 from ..predict.model_pair import ModelPair, read_model_pair
-from ..predict.plan import configured_shape, resolve_device, resolve_hardware, shallowest_window
+from ..predict.plan import configured_shape, deepest, most_steps, resolve_device, resolve_hardware
 
 TRIED_FAN, TRIED_NODES = 4, 16
 """Most children and most nodes of the tree that is tried."""
@@ -57,7 +57,7 @@ class Candidates:
     def given(self) -> dict[CycleShape, str]:
         """Shapes that are run whatever is predicted, and why."""
         unset = replace(self.config.variant, num_steps=None, topk=None, num_draft_tokens=None)
-        given = {resolve_shape(self.variant, unset, self.pair.target.family, self.heads): "automatic"}
+        given = {resolve_shape(self.variant, unset, self.pair.target.family, self.heads, most_steps(self.pair)): "automatic"}
         configured = configured_shape(self.config, self.variant, self.pair, self.heads)
         if configured is not None:
             given.setdefault(configured, "configured")
@@ -67,7 +67,7 @@ class Candidates:
     def possible(self) -> list[CycleShape]:
         """Every chain and tree this drafter can serve."""
         device, _ = resolve_device(self.config, self.pair)
-        shapes = candidate_shapes(self.variant, self.heads, shallowest_window(self.pair))
+        shapes = candidate_shapes(self.variant, self.heads, deepest(self.pair))
         return [shape for shape in shapes if _runs(self.config, shape, self.pair.target, self.pair.draft, device)]
 
     def tried(self) -> list[CycleShape]:

@@ -1,0 +1,210 @@
+"""Block drafters: what their ``config.json`` says in either layout, checked against the target. Standard library only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ...checks import LONG, brief
+from ...errors import CheckpointError
+from ...facts.draft import DraftFacts, DraftPass
+from ...facts.families import QWEN3
+from ...facts.files import plain
+from ...facts.keys import MOST_LAYERS, MOST_WIDTH, Keys, is_integer, read_architecture, read_config
+from ...facts.model import ModelFacts
+from ...shapes import CycleShape
+from ..head_config import check_vocabulary, head_decoder, nested_keys, one_layer, other_draft
+
+_KNOWN = {
+    "mask_token_id", "target_layer_ids", "block_size", "causal", "causal_head", "is_causal", "sliding_window_non_causal", "draft_shift",
+    "sample_from_anchor",
+    "use_aux_hidden_state",
+}  # fmt: skip
+"""Keys of ``dflash_config`` that are read; any other changes the computation in a way that is not supported."""
+_HARMLESS = {"attention_value_scale": 1, "output_multiplier": 1, "use_swa": False, "attention_sink_bias": False}
+_RELATIVES = {
+    "conv_kernel_size": "DFlash2", "selector_rank": "DFlash2", "markov_rank": "DSpark", "markov_head_type": "DSpark",
+    "gru_hidden_dim": "Domino", "xpress_rank": "XPress", "num_jacobi_passes": "XPress", "lilicorr_candidate_topk": "LiLiCorr",
+}  # fmt: skip
+"""Keys of relatives on the same backbone, whose heads are not supported."""
+_NO_PROJECTOR = (None, "", "none", "dflash")
+_REFUSED = ("mask_embedding", "lora_config", "peft_config", "final_logit_softcapping", "logits_soft_cap", "num_experts", "kv_lora_rank")
+_LAYERS, _BLOCK = 5, 16  # of the published drafts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DFlashFacts(DraftFacts):
+    """A block drafter (DFlash, arXiv 2602.06036; JetSpec, arXiv 2606.18394) that was checked against its target."""
+
+    mask_token_id: int
+    """Its embedding stands for every token of the block but the anchor."""
+    block_size: int
+    """Rows of a block, anchor included."""
+    from_anchor: bool
+    """Row s proposes the token after its position, the anchor included; otherwise each mask proposes the token it stands for."""
+    causal: tuple[bool, ...]
+    """Of each layer: a row of the block sees those before it only; otherwise all of them."""
+
+    @property
+    def attends(self) -> bool:
+        """Never: keys and values of the context are a projection of the target's features."""
+        return False
+
+    def rows(self, num_steps: int) -> int:
+        """Rows of the block that run: those that later ones see, so all of them where any layer looks ahead."""
+        return num_steps + (0 if self.from_anchor else 1) if all(self.causal) else self.block_size
+
+    def slots(self, shape: CycleShape) -> int:
+        """The block begins after the root's slot, which holds the context before the root."""
+        return max(shape.window_width, 1 + self.rows(shape.num_steps))
+
+    def passes(self, shape: CycleShape) -> tuple[DraftPass, ...]:
+        """One: the block."""
+        return (DraftPass("dflash", self.rows(shape.num_steps), shape.num_steps),)
+
+
+def _refuse(*owners: Keys) -> None:
+    for keys in owners:
+        for key, name in _RELATIVES.items():
+            if keys.present(key):
+                raise keys.error(key, "a draft without this head", f"{name} is not supported")
+        kind = keys.values.get("projector_type")
+        if kind not in _NO_PROJECTOR:
+            raise keys.error("projector_type", "absent or null", "a head after the block is not supported")
+        for key in _REFUSED:
+            if keys.present(key) and keys.values[key] is not False:
+                raise keys.error(key, "absent, null or false", "this option is not supported")
+        for key, value in _HARMLESS.items():
+            if keys.present(key) and keys.values[key] != value:
+                raise keys.error(key, f"absent, null or {str(value).lower()}", "this option is not supported")
+
+
+def _first(owners: tuple[Keys, ...], *names: str) -> tuple[Keys, str]:
+    """Where one of the names is said; the last owner and first name where none is."""
+    return next(((keys, name) for keys in owners for name in names if keys.present(name)), (owners[-1], names[0]))
+
+
+def _flag(owners: tuple[Keys, ...], *names: str) -> bool:
+    return any(keys.flag(name, False) for keys in owners for name in names)
+
+
+def default_layers(num_layers: int, count: int) -> tuple[int, ...]:
+    """Layers whose output is read where a config names none: as many as the draft has, evenly spaced."""
+    return tuple(round(1 + i * (num_layers - 4) / max(count - 1, 1)) for i in range(count))
+
+
+def _read_taps(owners: tuple[Keys, ...], target: ModelFacts, num_layers: int, speculators: bool) -> tuple[int, ...]:
+    """Layers entered by the tapped streams. The original layout names layers by their output, speculators by what enters them."""
+    owner, key = _first(owners, *(("aux_hidden_state_layer_ids",) if speculators else ("target_layer_ids",)))
+    if not owner.present(key):
+        taps = tuple(i + 1 for i in default_layers(target.num_layers, num_layers))
+    else:
+        ids = owner.values[key]
+        if not isinstance(ids, list) or not 0 < len(ids) <= MOST_LAYERS or not all(is_integer(i) for i in ids):
+            raise owner.error(key, "a list of layer ids")
+        # The last stream of a speculators config is the one its training compares with, not one the draft reads.
+        ids = ids[:-1] if speculators and len(ids) > 1 and ids[-1] == target.num_layers else ids
+        taps = tuple(i if speculators else i + 1 for i in ids)
+    if list(taps) != sorted(set(taps)) or not taps[0] > 0 or taps[-1] >= target.num_layers:
+        least, most = (1, target.num_layers - 1) if speculators else (0, target.num_layers - 2)
+        expected = f"ascending, distinct ids from {least} to {most} (the target has {target.num_layers} layers)"
+        raise CheckpointError(f"{owner.where}: {key}", expected, list(owner.values.get(key) or taps))
+    return taps
+
+
+def _windows(keys: Keys, num_layers: int) -> Keys:
+    """The layer keys with the flag that the family wants for sliding layers."""
+    kinds = keys.values.get("layer_types")
+    sliding = isinstance(kinds, list) and "sliding_attention" in kinds
+    return Keys({**keys.values, "use_sliding_window": sliding, "num_hidden_layers": num_layers}, keys.where)
+
+
+def read_dflash_facts(path: str | Path, target: ModelFacts) -> DFlashFacts:
+    """Facts of a block drafter, checked against the target it drafts for.
+
+    Read are the layouts of z-lab (DFlash, JetSpec) and of speculators (nested ``transformer_layer_config``).
+
+    Raises:
+        CheckpointError: as :func:`graphspec.facts.model.read_model_facts`; also another kind of draft, a relative with a head after the
+            block, no block size or mask token, a mask outside the vocabulary, tapped layers the target doesn't have, or another size.
+    """
+    path = Path(path)
+    keys = read_config(path)
+    own = nested_keys(keys, "dflash_config")
+    speculators = keys.present("speculators_model_type")
+    _refuse(keys, own)
+    unknown = sorted(key for key in set(own.values) - _KNOWN - set(_HARMLESS) - {"projector_type"} if own.present(key))
+    if unknown:
+        found = brief(own.values[unknown[0]], LONG)
+        raise CheckpointError(
+            f"{own.where}: {plain(unknown[0])}", "one of " + ", ".join(sorted(_KNOWN)), found, "this option is not supported"
+        )
+    if speculators:
+        if keys.values["speculators_model_type"] != "dflash":
+            raise keys.error("speculators_model_type", "'dflash'", "another kind of draft belongs to another variant, or is not supported")
+        architecture, layers = "DFlashSpeculator", nested_keys(keys, "transformer_layer_config")
+    else:
+        expected = "a block drafter (DFlashDraftModel)"
+        architecture = read_architecture(keys, expected)
+        if "dflash" not in architecture.lower():
+            raise keys.error("architectures", expected, other_draft(keys, architecture))
+        layers = keys
+    owners = (own, keys, layers)
+    if not _flagged_on(owners, "use_aux_hidden_state"):
+        raise keys.error("use_aux_hidden_state", "true (the draft reads intermediate layers of its target)")
+    num_layers = layers.integer("num_hidden_layers", most=MOST_LAYERS)
+    decoder = head_decoder(_windows(layers, num_layers), path, architecture, QWEN3)
+    check_vocabulary(layers, decoder, target)
+    width = keys.integer("target_hidden_size", decoder.hidden_size, most=MOST_WIDTH)
+    if decoder.hidden_size != target.hidden_size or width != target.hidden_size:
+        raise layers.error("hidden_size", f"{target.hidden_size}, as in {target.path}", "the draft reads the target's embedding")
+    if keys.present("num_target_layers") and keys.integer("num_target_layers") != target.num_layers:
+        raise keys.error("num_target_layers", f"{target.num_layers}, as in {target.path}", "this draft was made for another target")
+    block_owner, block_key = _first((own, keys), "block_size")
+    block = block_owner.integer(block_key, least=2, most=64)
+    mask_owner, mask_key = _first((own, keys), "mask_token_id")
+    mask = mask_owner.integer(mask_key, least=0)
+    if mask >= target.vocab_size:
+        raise mask_owner.error(mask_key, f"a token of the vocabulary of {target.vocab_size}")
+    everywhere = _flag(owners, "causal", "causal_head", "is_causal")
+    in_sliding = not _flag(owners, "sliding_window_non_causal")
+    taps = _read_taps((own, keys), target, num_layers, speculators)
+    from_anchor = _flag((own, keys), "sample_from_anchor", "draft_shift")
+    return DFlashFacts(
+        path=path,
+        decoder=decoder,
+        draft_vocab_size=keys.integer("draft_vocab_size", decoder.vocab_size, most=decoder.vocab_size),
+        target_hidden_size=target.hidden_size,
+        feature_size=len(taps) * target.hidden_size,
+        tap_layers=taps,
+        max_steps=block if from_anchor else block - 1,
+        mask_token_id=mask,
+        block_size=block,
+        from_anchor=from_anchor,
+        causal=tuple(everywhere or (in_sliding and window is not None) for window in decoder.sliding_window),
+    )
+
+
+def _flagged_on(owners: tuple[Keys, ...], name: str) -> bool:
+    return all(keys.flag(name, True) for keys in owners)
+
+
+def assumed_facts(folder: Path, target: ModelFacts) -> tuple[DFlashFacts, str]:
+    """See :attr:`graphspec.catalog.Variant.assumed`."""
+    count = min(_LAYERS, max(1, target.num_layers - 3))
+    taps = tuple(sorted({i + 1 for i in default_layers(target.num_layers, count) if 0 <= i < target.num_layers - 1}))
+    decoder = replace(one_layer(target), num_layers=count, sliding_window=(None,) * count, family=QWEN3, qk_norm=True)
+    facts = DFlashFacts(
+        path=folder,
+        decoder=decoder,
+        draft_vocab_size=target.vocab_size,
+        target_hidden_size=target.hidden_size,
+        feature_size=len(taps) * target.hidden_size,
+        tap_layers=taps,
+        max_steps=_BLOCK - 1,
+        mask_token_id=0,
+        block_size=_BLOCK,
+        from_anchor=False,
+        causal=(False,) * count,
+    )
+    return facts, f"{count} layers over {len(taps)} tapped ones, blocks of {_BLOCK}"

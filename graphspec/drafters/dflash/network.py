@@ -1,0 +1,160 @@
+"""The block-drafting network of DFlash (arXiv 2602.06036) and JetSpec (arXiv 2606.18394)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import CheckpointError
+from ...kernels.linear import Hidden, ResidualStream
+from ...layouts import Layout, TensorRule, decoder_rules
+from ...models.attention import HeadTransform
+from ...models.checkpoint import Checkpoint, Progress, fill
+from ...models.layers import Embedding, Linear, RMSNorm, SelfAttention
+from ...models.llama import DecoderLayer
+from ...models.rope import RotaryEmbedding
+from ..eagle3.loading import read_vocab_map
+from ..head_tensors import looks_like, settle_decoder
+
+if TYPE_CHECKING:
+    from ...models.attention import Attention
+    from ...models.llama import LlamaModel
+    from .facts import DFlashFacts
+
+
+class DFlashDraft(nn.Module):
+    """``write_kv`` for the context, from the target's features; :meth:`block` for the anchor and the masks after it.
+
+    Args:
+        facts: the draft's sizes and options.
+        max_positions: positions the RoPE table covers.
+        embed_tokens: the target's.
+        lm_head: the target's, where the draft has none of its own.
+    """
+
+    first_pass_only: ClassVar[tuple[str, ...]] = ("fc", "hidden_norm", "context_proj")
+
+    def __init__(
+        self, facts: DFlashFacts, max_positions: int, embed_tokens: Embedding | None = None, lm_head: Linear | None = None
+    ) -> None:
+        super().__init__()
+        decoder = facts.decoder
+        key = decoder.num_kv_heads * decoder.head_dim
+        self.facts = facts
+        self.fc = Linear(facts.feature_size, decoder.hidden_size)
+        self.hidden_norm = RMSNorm(decoder.hidden_size, decoder.rms_norm_eps)
+        # Keys and values of all layers: the features are the same for each, so they are one product. The block's own come from the layers.
+        self.context_proj = Linear(decoder.hidden_size, *[key] * (2 * decoder.num_layers))
+        self.rotary = RotaryEmbedding(decoder.rope, decoder.head_dim, max_positions)
+        self.embed_tokens = embed_tokens or Embedding(decoder.vocab_size, decoder.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(decoder, layer) for layer in range(decoder.num_layers))
+        self.norm = RMSNorm(decoder.hidden_size, decoder.rms_norm_eps)
+        self.lm_head = lm_head or Linear(decoder.hidden_size, facts.draft_vocab_size)
+        self.target_token_Vd: Tensor | None
+        reduced = facts.draft_vocab_size != decoder.vocab_size
+        table_Vd = torch.arange(facts.draft_vocab_size, device="cpu") if reduced else None
+        self.register_buffer("target_token_Vd", table_Vd, persistent=False)
+
+    def pack_stack(self) -> str | None:
+        """See :func:`graphspec.models.stack.pack_network`."""
+        return "a block whose layers see each other in two ways"
+
+    def fuse(self, feature_BTF: Tensor) -> Tensor:
+        """What all layers take keys and values of the context from, ``[B, T, H]``, of the target's tapped residual streams."""
+        return self.hidden_norm(self.fc(feature_BTF))
+
+    def write_kv(self, token_BT: Tensor, hidden_BTH: Tensor, attention: Attention, step: int = 0) -> None:
+        """Keys and values of the context in every layer; the tokens are not read, for the features are those of the tokens before."""
+        del token_BT, step
+        rotation = self.rotary(attention.position_BT, attention.rope_length_BT)
+        parts = self.context_proj(hidden_BTH).unflatten(-1, (-1, self.facts.decoder.head_dim)).split(self.facts.decoder.num_kv_heads, dim=2)
+        for layer, (key_BTGD, value_BTGD) in enumerate(zip(parts[::2], parts[1::2], strict=True)):
+            own = cast("SelfAttention", cast("DecoderLayer", self.layers[layer]).self_attn)
+            norm = None if own.k_norm is None else own.k_norm.weight
+            heads = HeadTransform(rotation, norm, norm, self.norm.eps)
+            # Nobody asks here, but the op rotates queries too.
+            attention.write(layer, key_BTGD[:, :, :1], key_BTGD, value_BTGD, heads)
+
+    def block(self, token_BT: Tensor, position_BT: Tensor, full: Attention, causal: Attention) -> Tensor:
+        """Hidden states ``[B, T, H]`` of a block, the anchor first.
+
+        Args:
+            token_BT: int64.
+            position_BT: int64 RoPE positions.
+            full, causal: attention where rows see the whole block, and where they see those before them.
+        """
+        rotation = self.rotary(position_BT, position_BT + 1)
+        residual_BTH: Hidden = ResidualStream(self.embed_tokens(token_BT, full.valid_BT))
+        for layer, alone in zip(self.layers, self.facts.causal, strict=True):
+            residual_BTH = layer(residual_BTH, rotation, causal if alone else full)
+        return self.norm(residual_BTH)
+
+    def forward(self, token_BT: Tensor, hidden_BTH: Tensor | None, attention: Attention, step: int = 0) -> Tensor:
+        """One causal or bidirectional block, where one attention serves all layers; see :meth:`block`."""
+        del hidden_BTH, step
+        return self.block(token_BT, attention.position_BT, attention, attention)
+
+    def logits(self, hidden: Tensor, step: int = 0) -> Tensor:
+        """float32 ``[..., Vd]`` of what :meth:`block` returned."""
+        del step
+        out: Tensor = self.lm_head(hidden, float32=True)
+        return out
+
+
+def dflash_layout(num_layers: int) -> Layout:
+    """Tensor names of a draft; keys and values of the layers are read twice, once for the context."""
+    context = tuple(f"layers.{layer}.self_attn.{kind}_proj.weight" for layer in range(num_layers) for kind in "kv")
+    names = ("fc.weight", "hidden_norm.weight", "norm.weight", "lm_head.weight")
+    rules = (
+        *(TensorRule(name, (name,)) for name in names),
+        TensorRule("context_proj.weight", context),
+        *decoder_rules("layers.*.", "layers.*."),
+    )
+    return Layout(rules, ("layers.*.self_attn.rotary_emb.inv_freq", "t2d", "d2t"))
+
+
+def load_dflash(
+    facts: DFlashFacts,
+    target: LlamaModel,
+    max_positions: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    progress: Progress | None = None,
+) -> DFlashDraft:
+    """The block drafter of a checkpoint, in ``dtype`` on ``device``. Its embedding is the target's, and so is its head unless it has one.
+
+    Raises:
+        CheckpointError: another kind of checkpoint, or tensors that do not fit the config.
+        ConfigError: ``dtype`` or ``device`` differ from the target's.
+    """
+    checkpoint = Checkpoint(facts.path)
+    missing = [name for name in ("fc.weight", "hidden_norm.weight") if name not in checkpoint]
+    if missing:
+        expected = "a block drafter, with fc.weight and hidden_norm.weight"
+        raise CheckpointError(f"{checkpoint.path}: {missing[0]}", expected, "no such tensor", f"this looks like {looks_like(checkpoint)}")
+    facts = replace(facts, decoder=settle_decoder(checkpoint, facts.decoder))
+    if facts.decoder.attention_bias:
+        raise CheckpointError(f"{checkpoint.path}: attention_bias", "no biases of queries, keys and values", "biases")
+    own_head = "lm_head.weight" in checkpoint
+    if not own_head and facts.draft_vocab_size != facts.decoder.vocab_size:
+        raise CheckpointError(f"{checkpoint.path}: lm_head.weight", f"a head of {facts.draft_vocab_size} tokens", "no such tensor")
+    with torch.device("meta"):
+        draft = DFlashDraft(facts, max_positions, target.embed_tokens, None if own_head else target.lm_head)
+    shared = {"embed_tokens.weight", *(() if own_head else ("lm_head.weight",))}
+    own = [name for name, _ in draft.named_parameters(remove_duplicate=False) if name not in shared]
+    checkpoint.read("fc.weight", (facts.decoder.hidden_size, facts.feature_size))  # first: a wrong number of taps shows in its shape
+    token_Vd = read_vocab_map(checkpoint, facts.decoder.vocab_size, facts.draft_vocab_size)
+    fill(draft, checkpoint, dflash_layout(facts.decoder.num_layers), own, set(), dtype, torch.device(device), progress)
+    # buffers only: moving the whole module would move what it shares with the target
+    draft.rotary.to(device)
+    if token_Vd is not None and facts.draft_vocab_size != facts.decoder.vocab_size:
+        draft.target_token_Vd = token_Vd.to(device)
+    return draft.eval()
+
+
+def outline(facts: DFlashFacts, target: LlamaModel) -> DFlashDraft:
+    """See :attr:`graphspec.catalog.Variant.outline`; the head is taken as the target's where it can be."""
+    return DFlashDraft(facts, 1, target.embed_tokens, target.lm_head if facts.draft_vocab_size == facts.decoder.vocab_size else None)

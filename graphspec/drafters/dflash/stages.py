@@ -1,0 +1,56 @@
+"""Stage 1 and only: keys and values of the context committed last, then the block."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+
+from ...buffers import Views
+from ...graphs.stages.stage import Build, Stage
+from ...kernels.tree_build import causal_words
+from ..marginals import MarginalStage
+from .network import DFlashDraft
+
+
+class DFlash(MarginalStage):
+    """One pass over the root and the masks after it, after the context has grown by what the target committed (DFlash, section 3).
+
+    A window entry at slot j carries the target's feature of the token before it, so slot j holds keys and values of position j - 1, up to
+    slot ``seq_len``. The block lies in the slots after that, the root first; the next cycle overwrites it.
+    """
+
+    name = "dflash"
+
+    def __init__(self, build: Build) -> None:
+        super().__init__(build)
+        self.network = cast("DFlashDraft", build.draft)
+        self.rows_of_block = self.network.facts.rows(self.shape.num_steps)
+
+    def forward(self, v: Views) -> None:
+        network, rows, steps = self.network, self.rows_of_block, self.shape.num_steps
+        token_BA, valid_BA, slot_BA, position_BA, begin_B, words_BAX, known_B, next_B, feature_BAF = self.window(
+            v, self.plan.accept_width, self.plan.num_words
+        )
+        network.write_kv(token_BA, network.fuse(feature_BAF), self.attend(v, position_BA, valid_BA, slot_BA, begin_B, words_BAX))
+
+        row_T = torch.arange(rows, device=token_BA.device)
+        lanes, words = token_BA.shape[0], self.plan.num_words
+        live_B1 = known_B[:, None] > 0
+        root_B1 = token_BA.gather(1, (known_B - 1).clamp(min=0)[:, None])
+        token_BT = torch.where(live_B1, torch.where(row_T == 0, root_B1, network.facts.mask_token_id), -1)
+        valid_BT, slot_BT = live_B1.expand(lanes, rows), next_B[:, None] + row_T
+        causal_TX = causal_words(rows, words, token_BA.device)
+        # Sliding windows count slots here, as long as those of positions.
+        full, causal = (
+            self.attend(v, slot_BT, valid_BT, slot_BT, next_B, seen_TX.expand(lanes, -1, -1).masked_fill(~live_B1[..., None], 0))
+            for seen_TX in (causal_TX[-1:].expand(rows, -1), causal_TX)
+        )
+        hidden_BTH = network.block(token_BT, slot_BT - self.shift, full, causal)
+        first = 0 if network.facts.from_anchor else 1
+        self.fill_pool(v, network.logits(hidden_BTH[:, first : first + steps]), next_B)
+
+
+def stages(build: Build) -> list[Stage]:
+    """See :attr:`graphspec.catalog.Variant.stages`."""
+    return [DFlash(build)]

@@ -1,0 +1,83 @@
+"""P-EAGLE heads: what their ``config.json`` says, checked against the target. Standard library only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from ...facts.draft import DraftFacts, DraftPass
+from ...facts.keys import Keys, read_architecture, read_config
+from ...facts.model import ModelFacts
+from ...shapes import CycleShape
+from ..eagle3.facts import Eagle3Facts, check_target, eagle3_config
+from ..eagle3.facts import assumed_facts as assumed_eagle3
+from ..head_config import other_draft
+
+MASK_KEYS = ("mask_token_id", "ptd_token_id", "pard_token")
+"""How configs call the mask token, in the order they are looked up."""
+_PARALLEL = {*MASK_KEYS, "parallel_drafting", "mask_hidden"}
+_LAYERS = 4  # of the published heads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PEagleFacts(Eagle3Facts):
+    """A P-EAGLE head (arXiv 2602.01469) that was checked against its target."""
+
+    mask_token_id: int
+    """Its embedding stands for a token that is not known yet."""
+
+    def passes(self, shape: CycleShape) -> tuple[DraftPass, ...]:
+        """One: the window, and a mask for every level but the first."""
+        return (DraftPass("p_eagle", shape.accept_width + shape.num_steps - 1, shape.num_steps),)
+
+
+def _of(facts: Eagle3Facts, **more: Any) -> PEagleFacts:
+    return PEagleFacts(**{field.name: getattr(facts, field.name) for field in fields(facts)}, **more)
+
+
+def _as_eagle3(keys: Keys) -> Keys:
+    """The same config without what sets it apart from an EAGLE-3 head's.
+
+    Raises:
+        CheckpointError: another kind of draft.
+    """
+    values = {key: value for key, value in keys.values.items() if key not in _PARALLEL}
+    if keys.present("speculators_model_type"):
+        if keys.values["speculators_model_type"] != "peagle":
+            raise keys.error("speculators_model_type", "'peagle'", "another kind of draft belongs to another variant")
+        return Keys({**values, "speculators_model_type": "eagle3"}, keys.where)
+    expected = "a P-EAGLE head (PEagleDraftModel, PeagleLlamaForCausalLM, or LlamaForCausalLMEagle3 with a mask token)"
+    architecture = read_architecture(keys, expected)
+    masked = any(keys.present(key) for key in MASK_KEYS)
+    if "peagle" not in architecture.lower() and not (masked and "eagle3" in architecture.lower()):
+        raise keys.error("architectures", expected, other_draft(keys, architecture))
+    return Keys({**values, "architectures": ["LlamaForCausalLMEagle3"]}, keys.where)
+
+
+def read_p_eagle_facts(path: str | Path, target: ModelFacts) -> PEagleFacts:
+    """Facts of a P-EAGLE head, checked against the target it drafts for.
+
+    Everything but the mask is read as in an EAGLE-3 head (:func:`graphspec.drafters.eagle3.facts.read_eagle3_facts`).
+
+    Raises:
+        CheckpointError: as for an EAGLE-3 head; also no mask token, or one outside the vocabulary.
+    """
+    path = Path(path)
+    stated = read_config(path)
+    keys = _as_eagle3(stated)
+    facts = check_target(*eagle3_config(path, keys), keys, target)
+    key = next((key for key in MASK_KEYS if stated.present(key)), MASK_KEYS[0])
+    mask = stated.integer(key, least=0)
+    if mask >= target.vocab_size:
+        raise stated.error(key, f"a token of the vocabulary of {target.vocab_size}")
+    return _of(facts, mask_token_id=mask)
+
+
+def assumed_facts(folder: Path, target: ModelFacts) -> tuple[DraftFacts, str]:
+    """See :attr:`graphspec.catalog.Variant.assumed`."""
+    facts, _ = assumed_eagle3(folder, target)
+    decoder = replace(facts.decoder, num_layers=_LAYERS, sliding_window=(None,) * _LAYERS)
+    taps = len(facts.tap_layers)
+    masked = _of(replace(facts, decoder=decoder), mask_token_id=0)
+    return masked, f"{_LAYERS} layers over {taps} tapped ones, {facts.draft_vocab_size} tokens"

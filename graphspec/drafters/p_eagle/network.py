@@ -1,0 +1,65 @@
+"""The P-EAGLE draft network: that of EAGLE-3, and a feature that stands for the ones the target has not computed yet."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from ...errors import CheckpointError
+from ...layouts import TensorRule
+from ...models.checkpoint import Checkpoint, Progress
+from ...models.layers import Embedding, Linear, make_parameter
+from ...models.llama import LlamaModel
+from ..eagle3.loading import EAGLE3_LAYOUT, load_head
+from ..eagle3.network import Eagle3Draft
+from ..head_tensors import looks_like
+
+if TYPE_CHECKING:
+    from .facts import PEagleFacts
+
+P_EAGLE_LAYOUT = replace(EAGLE3_LAYOUT, rules=(*EAGLE3_LAYOUT.rules, TensorRule("mask_hidden", ("mask_hidden",))))
+
+
+class PEagleDraft(Eagle3Draft):
+    """An EAGLE-3 head with ``mask_hidden`` ``[1, F]``, which takes the place of the target's feature wherever a mask is read.
+
+    Args:
+        facts, max_positions, embed_tokens, lm_head: of :class:`~graphspec.drafters.eagle3.network.Eagle3Draft`.
+    """
+
+    def __init__(
+        self, facts: PEagleFacts, max_positions: int, embed_tokens: Embedding | None = None, lm_head: Linear | None = None
+    ) -> None:
+        super().__init__(facts, max_positions, embed_tokens, lm_head)
+        self.mask_token_id = facts.mask_token_id
+        self.mask_hidden = make_parameter(1, facts.feature_size)
+
+
+def load_p_eagle(
+    facts: PEagleFacts,
+    target: LlamaModel,
+    max_positions: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    progress: Progress | None = None,
+) -> PEagleDraft:
+    """The P-EAGLE head of a checkpoint, in ``dtype`` on ``device``.
+
+    Raises:
+        CheckpointError: as :func:`graphspec.drafters.eagle3.loading.load_head`; also no ``mask_hidden``.
+        ConfigError: as there.
+    """
+    checkpoint = Checkpoint(facts.path)
+    if "mask_hidden" not in checkpoint:
+        expected = f"a P-EAGLE head, with mask_hidden [1, {facts.feature_size}]"
+        raise CheckpointError(f"{checkpoint.path}: mask_hidden", expected, "no such tensor", f"this looks like {looks_like(checkpoint)}")
+    return load_head(PEagleDraft, P_EAGLE_LAYOUT, facts, target, max_positions, dtype, device, progress)
+
+
+def outline(facts: PEagleFacts, target: LlamaModel) -> PEagleDraft:
+    """See :attr:`graphspec.catalog.Variant.outline`; embedding and head are taken as the target's wherever they can be."""
+    same = facts.decoder.hidden_size == target.facts.hidden_size
+    full = same and facts.draft_vocab_size == facts.decoder.vocab_size
+    return PEagleDraft(facts, 1, target.embed_tokens if same else None, target.lm_head if full else None)

@@ -1,0 +1,264 @@
+"""Block drafters against the published equations, written out from the raw tensors; and the output, which is the target's own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from graphspec.drafters.dflash.facts import default_layers, read_dflash_facts
+from graphspec.engine.llm import LLM, SamplingParams
+from graphspec.errors import CheckpointError, ConfigError
+from graphspec.facts import read_model_facts
+from tests.support.checkpoints import VOCAB_SIZE, edit_json, edit_tensors
+from tests.support.eagle_reference import project, rms, rotate
+from tests.support.engines import SMALL, Pair, ids, prompts
+from tests.support.marginal_trees import DraftedTree, best_prefixes, prefixes
+from tests.support.parallel_checkpoints import MASK, TAPS, THETA, dflash_tensors, favouring_target, write_dflash
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor
+
+LENGTH, BLOCK, WINDOW = 20, 6, 7
+SLIDING = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": WINDOW}
+CHAIN = {"num_steps": 5, "topk": 1, "num_draft_tokens": 6}
+SHORT = {"num_steps": 2, "topk": 1, "num_draft_tokens": 3}
+TREE = {"num_steps": 4, "topk": 3, "num_draft_tokens": 12}
+WIDE = {"num_steps": 5, "topk": 8, "num_draft_tokens": 128}
+
+# name: options of the tensors, options of the config, causal layers, sliding layers, whether rows look one position ahead
+KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[bool, ...], tuple[bool, ...], bool]] = {
+    "dflash": ({}, {}, (False, False), (False, False), False),
+    "sliding": ({"num_layers": 3}, {"layer": SLIDING}, (True, False, True), (True, False, True), False),
+    "looking_ahead": (
+        {"num_layers": 3}, {"layer": SLIDING, "sliding_window_non_causal": True}, (False, False, False), (True, False, True), False,
+    ),
+    "jetspec": ({}, {"causal_head": True}, (True, True), (False, False), False),
+    "speculators": ({"reduced": True}, {"speculators": True, "sample_from_anchor": True}, (False, False), (False, False), True),
+}  # fmt: skip
+COVERED = ("greedy equals transformers", "seeded sampling equals plain decoding", "filters, penalties and bias mixed in a batch")
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return favouring_target(tmp_path_factory.mktemp("favouring"))
+
+
+@pytest.fixture(scope="module")
+def drafts(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, dict[str, Tensor]]]:
+    path, made = tmp_path_factory.mktemp("drafts"), {}
+    for name, (options, config, *_) in KINDS.items():
+        tensors = dflash_tensors(pair, **options)
+        made[name] = (write_dflash(path / name, tensors, block=BLOCK, **config), tensors)
+    return made
+
+
+def make(pair: Pair, draft: Path, **overrides: Any) -> LLM:
+    return LLM(pair.target, variant="dflash", draft=draft, **{**SMALL, **overrides})
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
+    """``[T, Q * D]`` of heads over groups of keys; ``seen`` is ``[T, U]``."""
+    group = query.shape[1] // key.shape[1]
+    heads = []
+    for head in range(query.shape[1]):
+        score = (query[:, head] @ key[:, head // group].T / query.shape[-1] ** 0.5).masked_fill(~seen, -torch.inf)
+        heads.append(score.softmax(-1) @ value[:, head // group])
+    return torch.cat(heads, -1)
+
+
+def marginals(pair: Pair, name: str, raw: dict[str, Tensor], tokens: list[int], steps: int, taps: tuple[int, ...] = TAPS) -> Tensor:
+    """Log-probabilities ``[S, V]`` after ``tokens``, the last of which is the anchor, in float64: one block over the whole context."""
+    _, _, causal, sliding, ahead = KINDS[name]
+    w = {key: tensor.double() for key, tensor in raw.items()}
+    states = pair.hf(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+    context = rms(project(w, "fc", torch.cat([states[layer][0, :-1] for layer in taps], -1).double()), w["hidden_norm.weight"])
+    anchor, block = len(tokens) - 1, [tokens[-1], *[MASK] * (BLOCK - 1)]
+    hidden = pair.hf.model.embed_tokens.weight.detach().double()[block]
+    row_T, at_U = anchor + torch.arange(BLOCK)[:, None], torch.arange(anchor + BLOCK)[None]
+    for layer, (alone, short) in enumerate(zip(causal, sliding, strict=True)):
+        at = f"layers.{layer}.self_attn."
+        x = rms(hidden, w[f"layers.{layer}.input_layernorm.weight"])
+        query = rotate(rms(project(w, f"{at}q_proj", x).unflatten(-1, (-1, 16)), w[f"{at}q_norm.weight"]), anchor, THETA)
+        keys, values = [], []
+        for source, first in ((context, 0), (x, anchor)):
+            keys.append(rotate(rms(project(w, f"{at}k_proj", source).unflatten(-1, (-1, 16)), w[f"{at}k_norm.weight"]), first, THETA))
+            values.append(project(w, f"{at}v_proj", source).unflatten(-1, (-1, 16)))
+        seen = (at_U <= row_T) if alone else torch.ones(BLOCK, anchor + BLOCK, dtype=torch.bool)
+        seen = seen & (at_U > row_T - WINDOW) if short else seen
+        hidden = hidden + project(w, f"{at}o_proj", attend(query, torch.cat(keys), torch.cat(values), seen))
+        y = rms(hidden, w[f"layers.{layer}.post_attention_layernorm.weight"])
+        gate = project(w, f"layers.{layer}.mlp.gate_proj", y)
+        hidden = hidden + project(w, f"layers.{layer}.mlp.down_proj", gate * gate.sigmoid() * project(w, f"layers.{layer}.mlp.up_proj", y))
+    out = rms(hidden, w["norm.weight"])[(0 if ahead else 1) :][:steps]
+    own = (out @ w.get("lm_head.weight", pair.hf.lm_head.weight.detach().double()).T).log_softmax(-1)
+    if "d2t" not in raw:
+        return own
+    return torch.full((steps, VOCAB_SIZE), -torch.inf, dtype=torch.float64).index_copy(1, torch.arange(len(raw["d2t"])) + raw["d2t"], own)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("length", [2, 9, 21])
+def test_the_tree_is_that_of_the_equations(pair: Pair, drafts: Any, name: str, length: int) -> None:
+    """Prompts shorter than a chunk, on its border, over several chunks. Taps or slots that are off by one would show."""
+    draft, raw = drafts[name]
+    llm = make(pair, draft, page_size=4, num_steps=5, topk=15, num_draft_tokens=16)  # no level is wider
+    prompt = prompts(1, (length,), VOCAB_SIZE, seed=length)[0]
+    tree = llm.draft_tree(prompt)
+    known = [*prompt, tree.token_N[0]]
+    own = marginals(pair, name, raw, known, 5)
+    assert prefixes(tree) == best_prefixes(own, 15)
+    first_K = llm.cycle.arena["candidate_score_BM"][0, :15].double()
+
+    def error(marginal_SV: Tensor) -> float:
+        return float((marginal_SV[0].sort(descending=True).values[:15] - first_K).abs().max())
+
+    assert error(own) < 1e-4
+    assert error(marginals(pair, name, raw, known, 5, tuple(i + 1 for i in TAPS))) > 1e-3
+    assert error(marginals(pair, name, raw, [known[0], *known], 5)) > 1e-3
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["sliding", "jetspec", "speculators"])
+def test_every_cycle_drafts_what_the_equations_draft(pair: Pair, drafts: Any, name: str) -> None:
+    from tests.drafters.test_variants import Watch
+
+    class Trees(Watch):
+        def launch(self, key: Any, message: Any) -> int:
+            ticket = super().launch(key, message)
+            if len(self.nodes) > len(trees):
+                views = self.cycle.arena.views(1)
+                trees.append(DraftedTree(views.node_token_BN[0].tolist(), views.node_parent_BN[0].tolist()))
+            return ticket
+
+    draft, raw = drafts[name]
+    trees: list[DraftedTree] = []
+    llm = make(pair, draft, num_steps=4, topk=15, num_draft_tokens=16, page_size=4, draft_noise="none")
+    prompt = prompts(1, (9,), VOCAB_SIZE)[0]
+    params = SamplingParams(max_tokens=40, ignore_eos=True, temperature=0.7, seed=5)
+    known = [*prompt, *llm.generate(prompt, params, launcher=Trees(llm))[0].token_ids]
+    at, lengths = len(prompt), set()
+    for tree in trees:
+        drafted = prefixes(tree)
+        assert drafted == best_prefixes(marginals(pair, name, raw, known[: at + 1], 4), 15), f"root at {at}"
+        taken = max((d for d in range(5) if at + d < len(known) and (d == 0 or tuple(known[at + 1 : at + 1 + d]) in drafted)), default=0)
+        lengths.add(taken)
+        at += taken + 1
+    assert len(lengths) > 1, "runs of several lengths, or the windows were not tested"
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "page_size", "rows", "run_ahead"),
+    [
+        pytest.param("dflash", CHAIN, 16, 2, 2, marks=pytest.mark.covers("dflash", *COVERED, "chain", "pages of 16", "batch", "run-ahead")),
+        pytest.param("jetspec", TREE, 1, 4, 0, marks=pytest.mark.covers("dflash", *COVERED, "tree", "pages of 1", "batch")),
+        pytest.param("sliding", WIDE, 16, 4, 1, marks=pytest.mark.covers("dflash", *COVERED, "tree", "pages of 16", "batch", "run-ahead")),
+        pytest.param("speculators", SHORT, 16, 3, 0, marks=pytest.mark.covers("dflash", *COVERED, "chain", "pages of 16", "batch")),
+    ],
+    ids=["chain", "tree", "wide", "short"],
+)
+def test_output_is_the_targets_own(
+    pair: Pair, drafts: Any, name: str, shape: dict[str, int], page_size: int, rows: int, run_ahead: int
+) -> None:
+    from tests.drafters.test_variants import mixed
+
+    llm = make(pair, drafts[name][0], **shape, page_size=page_size, max_rows=rows, cycles_in_flight=run_ahead + 1)
+    plain = LLM(pair.target, variant="none", **SMALL)
+    asked = prompts(4, (3, 9, 17, 5), VOCAB_SIZE)
+    assert ids(llm.generate(asked, SamplingParams(max_tokens=LENGTH))) == [pair.greedy(prompt, LENGTH) for prompt in asked]
+    for params in ([SamplingParams(max_tokens=LENGTH, temperature=0.8, seed=50 + i) for i in range(4)], mixed(1.0, 4, LENGTH)):
+        assert ids(llm.generate(asked, params)) == ids(plain.generate(asked, params))
+    assert llm.metrics is not None and 1.1 < llm.metrics.acceptance_length < shape["num_steps"] + 0.95
+
+
+@pytest.mark.kernels
+@pytest.mark.covers("dflash", "compiled")
+def test_compiled_cycles_give_the_targets_own_tokens(pair: Pair, drafts: Any) -> None:
+    llm = make(pair, drafts["sliding"][0], **TREE, runtime="compiled", buckets=[2], max_rows=2, cycles_in_flight=2)
+    asked = prompts(3, vocab=VOCAB_SIZE)
+    assert ids(llm.generate(asked, SamplingParams(max_tokens=20))) == [pair.greedy(prompt, 20) for prompt in asked]
+
+
+@pytest.mark.covers("dflash", "preemption and exact resumption")
+def test_preemption_resumes_exactly(pair: Pair, drafts: Any) -> None:
+    llm = make(pair, drafts["sliding"][0], **TREE, page_size=4, max_rows=4, num_pages=26)
+    asked = prompts(4, (9, 12, 5, 16), VOCAB_SIZE)
+    outputs = llm.generate(asked, SamplingParams(max_tokens=20, ignore_eos=True))
+    assert ids(outputs) == [pair.greedy(prompt, 20, ignore_eos=True) for prompt in asked]
+
+
+@pytest.mark.covers("dflash", "adaptive depth")
+def test_depths_change_and_the_drafter_catches_up(pair: Pair, drafts: Any) -> None:
+    """Four rows decode plainly; the last one drafts as an engine that always drafted."""
+    asked, lengths = prompts(4, (9, 12, 5, 16), VOCAB_SIZE), (4, 9, 16, 30)
+    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in lengths]
+    llm = make(pair, drafts["dflash"][0], **TREE, max_rows=4, buckets=[1, 2, 4], depth_per_bucket={4: 0, 2: 2})
+    outputs = llm.generate(asked, params)
+    assert ids(outputs) == [pair.greedy(prompt, n, ignore_eos=True) for prompt, n in zip(asked, lengths, strict=True)]
+    assert outputs[3].metrics.cycles < 28, "drafts after catching up are accepted now and then"
+
+
+@pytest.mark.covers("dflash", "accept=rejection")
+def test_rejection_serves_greedy_rows_exactly(pair: Pair, drafts: Any) -> None:
+    llm = make(pair, drafts["jetspec"][0], **CHAIN, rule="rejection")
+    asked = prompts(3, (9, 12, 5), VOCAB_SIZE)
+    params = [SamplingParams(max_tokens=30, temperature=t, seed=7, ignore_eos=True) for t in (0.0, 1.0, 0.0)]
+    outputs = llm.generate(asked, params)
+    assert [outputs[i].token_ids for i in (0, 2)] == [pair.greedy(asked[i], 30, ignore_eos=True) for i in (0, 2)]
+    assert len(outputs[1].token_ids) == 30
+
+
+REFUSED: list[tuple[dict[str, Any], str, str]] = [
+    ({"mask_token_id": VOCAB_SIZE}, "mask_token_id", f"vocabulary of {VOCAB_SIZE}"),
+    ({"mask_token_id": None}, "mask_token_id", "an integer"),
+    ({"block_size": None}, "block_size", "an integer"),
+    ({"target_layer_ids": [0, 3]}, "target_layer_ids", "from 0 to 2"),
+    ({"target_layer_ids": [2, 0]}, "target_layer_ids", "ascending"),
+    ({"conv_kernel_size": 2}, "conv_kernel_size", "DFlash2 is not supported"),
+    ({"markov_rank": 256}, "markov_rank", "DSpark is not supported"),
+    ({"gru_hidden_dim": 1024}, "gru_hidden_dim", "Domino is not supported"),
+    ({"projector_type": "domino"}, "projector_type", "absent or null"),
+    ({"xpress_rank": 256}, "xpress_rank", "XPress is not supported"),
+    ({"lilicorr_candidate_topk": 8}, "lilicorr_candidate_topk", "LiLiCorr is not supported"),
+    ({"attention_value_scale": 0.5}, "attention_value_scale", "absent, null or 1"),
+    ({"something_new": 1}, "something_new", "not supported"),
+]
+
+
+@pytest.mark.parametrize(("edit", "key", "expected"), REFUSED)
+def test_what_cannot_be_drafted_is_refused(pair: Pair, tmp_path: Path, edit: dict[str, Any], key: str, expected: str) -> None:
+    draft = write_dflash(tmp_path / "draft", dflash_tensors(pair), **edit)
+    with pytest.raises(CheckpointError) as raised:
+        read_dflash_facts(draft, read_model_facts(pair.target))
+    assert key in str(raised.value) and expected in str(raised.value)
+
+
+def test_a_draft_of_another_target_is_refused(pair: Pair, tmp_path: Path) -> None:
+    draft, facts = write_dflash(tmp_path / "draft", dflash_tensors(pair)), read_model_facts(pair.target)
+    edit_json(draft / "config.json", num_target_layers=36)
+    with pytest.raises(CheckpointError, match=r"num_target_layers.*another target"):
+        read_dflash_facts(draft, facts)
+    edit_json(draft / "config.json", num_target_layers=4, architectures=["LlamaForCausalLMEagle3"])
+    with pytest.raises(CheckpointError, match="a block drafter"):
+        read_dflash_facts(draft, facts)
+    edit_json(draft / "config.json", architectures=["DFlashDraftModel"])
+    edit_tensors(draft / "model.safetensors", **{"fc.weight": torch.zeros(48, 48)})
+    with pytest.raises(CheckpointError, match=r"fc\.weight"):
+        make(pair, draft)
+
+
+def test_the_block_bounds_the_depth(pair: Pair, drafts: Any) -> None:
+    """What is unset is the whole block; a fill-in layout drafts one token less than the block has rows."""
+    assert make(pair, drafts["dflash"][0]).plan.shape.numbers == [5, 1, 6]
+    assert make(pair, drafts["speculators"][0]).plan.shape.numbers == [6, 1, 7]
+    with pytest.raises(ConfigError, match=r"num_steps.*at most 5"):
+        make(pair, drafts["dflash"][0], num_steps=6)
+
+
+def test_default_layers_are_the_published_ones() -> None:
+    assert default_layers(36, 5) == (1, 9, 17, 25, 33)
+    assert default_layers(64, 5) == (1, 16, 31, 46, 61)
