@@ -21,7 +21,7 @@ NORM_EPS = 1e-6
 
 
 class DeltaTokens(NamedTuple):
-    """What tokens bring to the rule, in float32 (float64 for float64 channels), heads of queries and keys repeated for their value heads."""
+    """What tokens bring to the rule, in float32 (float64 for float64 channels). Queries and keys are repeated for the heads they serve."""
 
     query_BTHK: Tensor
     key_BTHK: Tensor

@@ -9,9 +9,7 @@ from .delta_walk import tree_cases
 from .op import KernelOp
 
 
-def delta_solve(
-    mixed_BTE: Tensor, gate_BTG: Tensor, matrix_RUHKV: Tensor, layer: int, lane_row_B: Tensor, ancestors_BTX: Tensor
-) -> Tensor:
+def delta_solve(mixed_BTE: Tensor, gate_BTG: Tensor, matrix_RUHKV: Tensor, layer: int, lane_row_B: Tensor, ancestors_BTX: Tensor) -> Tensor:
     """What :func:`~graphspec.kernels.delta_walk.delta_walk` computes, by matrix products and one triangular system per head and lane.
 
     Nodes are ordered, ancestors first, so the system is lower triangular; decays sum along each node's path, and pairs that share none are

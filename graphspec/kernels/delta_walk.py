@@ -9,9 +9,7 @@ from .delta_rule import ancestor_matrix, delta_tokens, delta_update, random_ance
 from .op import Case, KernelOp
 
 
-def delta_walk(
-    mixed_BTE: Tensor, gate_BTG: Tensor, matrix_RUHKV: Tensor, layer: int, lane_row_B: Tensor, ancestors_BTX: Tensor
-) -> Tensor:
+def delta_walk(mixed_BTE: Tensor, gate_BTG: Tensor, matrix_RUHKV: Tensor, layer: int, lane_row_B: Tensor, ancestors_BTX: Tensor) -> Tensor:
     """What every node reads after its own ancestors and itself have updated its row's state, one after the other.
 
     The update is that of :mod:`graphspec.kernels.delta_rule`, with the same operations in the same order whatever the tree: a node's result

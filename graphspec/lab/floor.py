@@ -352,6 +352,8 @@ class FloorModel:
         # Of a query head and a committed token: score and weighted sum.
         per_slot = 4 * facts.head_dim if facts.latent is None else 2 * (facts.latent.row_dim + facts.latent.rank)
         for layer in layers:
+            if facts.is_recurrent(layer):
+                continue
             limit = facts.sliding_window[layer]
             seen = context if limit is None else min(context, limit)
             parts["kv"] += row * (lanes * seen + tokens)
@@ -362,4 +364,4 @@ class FloorModel:
 def kv_bytes_per_token(facts: ModelFacts, itemsize: int) -> int:
     """Bytes all layers keep of one token."""
     sides, heads, width = facts.kv_row
-    return facts.num_layers * sides * heads * width * itemsize
+    return facts.kv_layers * sides * heads * width * itemsize

@@ -126,7 +126,9 @@ def test_a_prompt_in_pieces_ends_in_the_same_state(op: Any, tokens: int) -> None
     out = op(case["mixed_BTE"], case["gate_BTG"], whole, **rows, length_B=length, fresh_B=fresh)
     found = []
     for begin in range(0, tokens, 40):
-        part = [torch.nn.functional.pad(case[name][:, begin : begin + 40], (0, 0, 0, 7), value=torch.nan) for name in ("mixed_BTE", "gate_BTG")]
+        part = [
+            torch.nn.functional.pad(case[name][:, begin : begin + 40], (0, 0, 0, 7), value=torch.nan) for name in ("mixed_BTE", "gate_BTG")
+        ]
         length = torch.full((LANES,), part[0].shape[1] - 7)
         found.append(op(*part, pieces, **rows, length_B=length, fresh_B=fresh if begin == 0 else None)[:, :-7])
     torch.testing.assert_close(torch.cat(found, 1), out, rtol=2e-5, atol=2e-5)
@@ -158,7 +160,9 @@ def test_solve_and_chunk_keep_within_twice_the_error_of_the_walk() -> None:
 
 def conv_case(seed: int, nodes: int) -> dict[str, Any]:
     drawn = generator(seed)
-    parent = torch.stack([torch.tensor([-1, *(int(torch.randint(0, n, (1,), generator=drawn)) for n in range(1, nodes))]) for _ in range(LANES)])
+    parent = torch.stack(
+        [torch.tensor([-1, *(int(torch.randint(0, n, (1,), generator=drawn)) for n in range(1, nodes))]) for _ in range(LANES)]
+    )
     return {
         "input_BTE": torch.randn(LANES, nodes, 5, generator=drawn),
         "column_RUOE": torch.randn(LANES + 1, 2, 3, 5, generator=drawn),
@@ -192,7 +196,9 @@ def test_a_path_one_by_one_gives_the_bits_of_the_tree() -> None:
     for node in path:
         one = {**case, "input_BTE": case["input_BTE"][:, node : node + 1], "parent_BT": torch.full((LANES, 1), -1), "column_RUOE": columns}
         assert same_bits(tree_conv(**one)[1, 0], found[1, node])
-        conv_shift(one["input_BTE"][None], columns, 1, case["lane_row_B"], torch.zeros(LANES, 1, dtype=torch.int64), torch.tensor([0, 1, 0]))
+        conv_shift(
+            one["input_BTE"][None], columns, 1, case["lane_row_B"], torch.zeros(LANES, 1, dtype=torch.int64), torch.tensor([0, 1, 0])
+        )
     whole = case["column_RUOE"].clone()
     padded = torch.tensor([path + [0] * (9 - len(path))] * LANES)
     conv_shift(case["input_BTE"][None], whole, 1, case["lane_row_B"], padded, torch.tensor([0, len(path), 0]))

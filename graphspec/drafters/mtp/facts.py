@@ -9,7 +9,7 @@ from pathlib import Path
 from ...checks import LONG, brief
 from ...errors import CheckpointError
 from ...facts.draft import DraftFacts, DraftPass
-from ...facts.families import QWEN2, QWEN3_5, Family, find_family, target_architectures
+from ...facts.families import QWEN2, Family, find_family, target_architectures
 from ...facts.files import find_file, open_file, parse_json, plain, read_shards
 from ...facts.keys import MOST_LAYERS, Keys, read_architecture, read_config
 from ...facts.model import ModelFacts, read_decoder
@@ -107,8 +107,10 @@ def _count(keys: Keys, layout: str, heads: list[int], names: list[str]) -> int:
 def _family(keys: Keys, layout: str, architecture: str) -> Family:
     """The family whose layers the heads have."""
     if layout == "qwen":
-        if find_family(architecture) is QWEN3_5:
-            return QWEN3_5
+        family = find_family(architecture)
+        if family is not None and family.recurrent is not None:
+            # The layer of the head attends, and its MLP is dense.
+            return replace(family, refused="", recurrent=None, experts=None)
         raise keys.error("architectures", "a Qwen3Next or Qwen3_5 architecture, whose heads are named mtp.fc")
     if layout == "mimo":
         if architecture in _MIMO:

@@ -8,6 +8,7 @@ from torch import Tensor
 from ...buffers import Status, Views
 from ...catalog import load_object
 from ...models.attention import ChunkAttention
+from ...models.recurrence import RecurrentStates, RunRecurrence
 from .counts import count_tokens
 from .draft_prefill import ChunkRows, DraftPrefill
 from .logprobs import RING, write_logprobs
@@ -36,16 +37,17 @@ class Prefill(Stage):
         draft_reads, draft_writes = (self.draft.reads, self.draft.writes) if self.draft is not None else ((), ())
         history = ("history_RL",) if self.plan.keeps_history else ()
         state = ("cycle_1", "window_token_RAc", "window_len_R", "seq_len_R", "budget_R", "status_R")
+        self.states = RecurrentStates._fields if self.plan.target.recurrent is not None else ()
         self.shaper = LogitShaper(build)
         noise = ("lane_temperature_B", "lane_seed_B") if self.sampling.noise else ()
         self.reads = (
             "mail", "lane_row_B", "page_table_RP", "stop_id_RE", "budget_R", "cycle_1", "target_kv",
-            *draft_reads, *history, *noise, *self.shaper.reads,
+            *self.states, *draft_reads, *history, *noise, *self.shaper.reads,
         )  # fmt: skip
         counts = ("output_count_RV",) if self.sampling.penalties else ()
         logprobs = () if self.sampling.logprobs < 0 else RING if self.sampling.logprobs else RING[:1]
         tables = ("page_table_RP",) if self.layout.max_chunk_pages else ()
-        self.writes = ("target_kv", *tables, *state, *draft_writes, *history, *counts, *logprobs, "ring_ZBJ")
+        self.writes = ("target_kv", *self.states, *tables, *state, *draft_writes, *history, *counts, *logprobs, "ring_ZBJ")
 
     def forward(self, v: Views) -> None:
         at = self.layout
@@ -60,8 +62,12 @@ class Prefill(Stage):
         slot_1C = (start_1 + entry_C)[None]
         length_1C = torch.minimum(torch.maximum(prompt_1, slot_1C + 1), total_1)
         table_1P = v.page_table_RP[row_1]
+        recurrence = None
+        if self.states:
+            exact = self.plan.numerics == "batch_invariant"
+            recurrence = RunRecurrence(self.kernels, v.take(RecurrentStates), row_1, length_1, start_1 == 0, exact)
         hidden_1CH, taps_1CF = self.target(
-            token_1C, ChunkAttention(self.kernels, v.target_kv, table_1P, slot_1C, length_1C, valid_1C, slot_1C, 0, self.bound)
+            token_1C, ChunkAttention(self.kernels, v.target_kv, table_1P, slot_1C, length_1C, valid_1C, slot_1C, 0, self.bound, recurrence)
         )
         last_1 = (length_1 - 1).clamp(min=0)
         if self.draft is not None:
