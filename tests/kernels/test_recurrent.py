@@ -100,7 +100,7 @@ def test_commit_at_every_end_node(op: Any) -> None:
     for node in range(NODES):
         path = path_of(ancestors, 0, node)
         width = len(path) + 2
-        index = torch.tensor(path + [NODES - 1, 0])
+        index = torch.tensor([*path, NODES - 1, 0])
         picked = {name: case[name][:, index] for name in ("mixed_BTE", "gate_BTG")}
         picked["mixed_BTE"][:, len(path) :] = torch.nan  # past the accepted path
         length = torch.tensor([len(path), 0, 0])

@@ -39,6 +39,7 @@ def build_hybrid(family: str, *, seed: int = 0, **overrides: Any) -> Any:
         "bos_token_id": 1,
         "eos_token_id": EOS,
         "attn_implementation": "eager",
+        "experts_implementation": "eager",
         **FAMILIES[family],
         **overrides,
     }
