@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from graphspec.graphs.programs import Key
     from graphspec.graphs.stages.mailbox import Message
 
-LENGTH = 20
+LENGTH = 15
 ASKED = prompts(4, (12, 1, 25, 7), VOCAB_SIZE)
 WIDE_TREE = {"num_steps": 4, "topk": 3, "num_draft_tokens": 12}
 HOST = {"variant": "ngram_trie", "page_size": 4, **WIDE_TREE}
@@ -113,7 +113,7 @@ def test_cycles_in_flight_change_nothing(dense: Pair, shape: dict[str, Any]) -> 
 def test_preempted_rows_start_afresh(dense: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     consult(monkeypatch, dense)
     made = watch_schedulers(monkeypatch)
-    llm = dense.llm(**HOST, max_rows=3, num_pages=18)
+    llm = dense.llm(**HOST, max_rows=3, num_pages=16)
     assert ids(llm.generate(ASKED, SamplingParams(max_tokens=LENGTH))) == expected(dense)
     assert made[-1].preempted > 0
 
@@ -152,7 +152,7 @@ def test_states_of_other_rows_keep_their_bits(dense: Pair, shape: dict[str, Any]
 
     monkeypatch.setattr(Cycle, "launch", poisoned)
     llm = dense.llm(**shape, page_size=4, max_rows=4, buckets=[3, 4])
-    budgets = (20, 3, 8, 1)
+    budgets = (15, 3, 8, 1)
     outputs = ids(llm.generate(ASKED, [SamplingParams(max_tokens=count) for count in budgets]))
     assert outputs == [dense.greedy(prompt, count) for prompt, count in zip(ASKED, budgets, strict=True)]
     assert len(held) > 4 and all(held)

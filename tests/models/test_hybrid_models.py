@@ -56,8 +56,8 @@ def whole_prompts(facts: ModelFacts, batch: int, length: int, *, exact: bool = F
 
 
 def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """As far apart as sums in another order are: 64 roundings of the largest value."""
-    torch.testing.assert_close(found, expected, rtol=0, atol=64 * torch.finfo(torch.float32).eps * float(expected.abs().max()))
+    """As far apart as sums in another order are after four layers: 256 roundings of the largest value."""
+    torch.testing.assert_close(found, expected, rtol=0, atol=256 * torch.finfo(torch.float32).eps * float(expected.abs().max()))
 
 
 @pytest.mark.parametrize("name", CASES)
