@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Literal
 
 from .keys import MOST_HEAD_DIM, MOST_HEADS, Keys
@@ -22,6 +23,10 @@ class StateSlot:
     """Of one row, or one node, in one layer."""
     float32: bool
     """Whatever the dtype of the model."""
+
+
+def _bytes(slots: tuple[StateSlot, ...], itemsize: int) -> int:
+    return sum(prod(slot.shape) * (4 if slot.float32 else itemsize) for slot in slots)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +68,14 @@ class RecurrentFacts:
             StateSlot("inputs", (self.channels,), float32=False),
             StateSlot("gates", (2 * self.value_heads,), float32=True),
         )
+
+    def state_bytes(self, itemsize: int) -> int:
+        """Of one row, in all layers; ``itemsize``: bytes of a number in the dtype of the model."""
+        return self.count * _bytes(self.states, itemsize)
+
+    def record_bytes(self, itemsize: int) -> int:
+        """Of one node, in all layers."""
+        return self.count * _bytes(self.records, itemsize)
 
     def layers_from(self, first: int) -> RecurrentFacts | None:
         """The same without the first layers; None where no layer is recurrent any more."""

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 GROUPS = ("embedding", "layers", "experts", "head", "fuse")
 """What a parameter is for. layers: read by every pass; experts: of the router's choice; fuse: read by the first draft pass only."""
 _EXPERTS = ("gate_up_EFH", "down_EHF")
+_UPDATE_FLOPS = 7
+"""Of an element of a recurrent layer's matrix and a token: decay, what the key reads, the change, what the query reads."""
 _LOGIT_BYTES = 2 * 4
 """A float32 logit is written once and read once."""
 
@@ -111,7 +113,7 @@ class StageCost:
     Attributes:
         name: of the stage.
         forwards: of a network in it.
-        parts: bytes of ``weights``, ``experts``, ``kv``, ``embedding``, ``logits``, ``features``.
+        parts: bytes of ``weights``, ``experts``, ``kv``, ``state``, ``embedding``, ``logits``, ``features``.
         flops: operations; a multiplication and an addition are two.
     """
 
@@ -146,7 +148,7 @@ class _Tally:
 
     forwards: list[Forward] = field(default_factory=list)
     parts: dict[str, float] = field(
-        default_factory=lambda: dict.fromkeys(("weights", "experts", "kv", "embedding", "logits", "features"), 0.0)
+        default_factory=lambda: dict.fromkeys(("weights", "experts", "kv", "state", "embedding", "logits", "features"), 0.0)
     )
     flops: float = 0.0
 
@@ -358,6 +360,12 @@ class FloorModel:
             seen = context if limit is None else min(context, limit)
             parts["kv"] += row * (lanes * seen + tokens)
             tally.flops += tokens * seen * facts.num_heads * per_slot
+        if facts.recurrent is not None:
+            # Verification reads the states, the commit reads and writes them; what nodes record is written and read.
+            state, record = facts.recurrent.state_bytes(size), facts.recurrent.record_bytes(size)
+            parts["state"] += 3 * lanes * state + 2 * tokens * record
+            own = facts.recurrent
+            tally.flops += tokens * own.count * own.value_heads * own.key_dim * own.value_dim * _UPDATE_FLOPS
         parts["logits"] += lanes * scored * columns * _LOGIT_BYTES
 
 

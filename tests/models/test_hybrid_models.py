@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from graphspec.errors import CheckpointError, ConfigError
 from graphspec.facts import ModelFacts, read_model_facts
 from graphspec.facts.keys import Keys
 from graphspec.facts.recurrent import read_gated_delta
+from graphspec.graphs.memory import plan_memory
 from graphspec.kernels import select_kernels
 from graphspec.models.recurrence import RecurrentStates, RunRecurrence
 from graphspec.models.target import load_target
@@ -158,28 +160,20 @@ def test_a_node_costs_its_inputs_and_no_state() -> None:
     """Sixteen nodes of Qwen3-Next cost a row at most 12 MiB beside its state of 72 MiB; the pool has rows of attention layers only."""
     plan = make_plan(config(), published(), None, device="cpu")
     sizes = plan_sizes(plan)
-    slots = {slot.name: slot for slot in declare_slots(plan, 1)}
-
-    def mib(name: str, share: int) -> float:
-        count = 1
-        for size in slots[name].dims:
-            count *= sizes[size] if isinstance(size, str) else size
-        return count * slots[name].dtype.itemsize / share / 2**20
-
-    rows, lanes = plan.max_rows + 1, max(plan.buckets)
-    assert mib("matrix_RUHKV", rows) == 72
-    assert mib("column_RUOE", rows) < 1.7
-    assert 9 < mib("record_input_UBNE", lanes) + mib("record_gate_UBNG", lanes) <= 12
-    assert slots["target_kv"].dims[0] == plan.target.kv_layers == 12
-    others = [slot.name for slot in slots.values() if "N" in slot.dims and math_size(slot.dims, sizes) > 2**20]
-    assert others == ["record_input_UBNE"], "nothing else of that size is kept per node"
-
-
-def math_size(dims: tuple[str | int, ...], sizes: dict[str, int]) -> int:
-    count = 1
-    for size in dims:
-        count *= sizes[size] if isinstance(size, str) else size
-    return count
+    slots = declare_slots(plan, 1)
+    size = {slot.name: math.prod(sizes[d] if isinstance(d, str) else d for d in slot.dims) * slot.dtype.itemsize for slot in slots}
+    rows, lanes, mib = plan.max_rows + 1, max(plan.buckets), 2**20
+    assert size["matrix_RUHKV"] == rows * 72 * mib
+    assert size["column_RUOE"] < rows * 1.7 * mib
+    records = size["record_input_UBNE"] + size["record_gate_UBNG"]
+    assert 9 * mib < records / lanes <= 12 * mib
+    facts = plan.target.recurrent
+    assert facts is not None
+    assert (facts.state_bytes(2) * rows, facts.record_bytes(2) * 16 * lanes) == (size["matrix_RUHKV"] + size["column_RUOE"], records)
+    assert next(slot for slot in slots if slot.name == "target_kv").dims[0] == plan.target.kv_layers == 12
+    assert [slot.name for slot in slots if "N" in slot.dims and size[slot.name] > mib] == ["record_input_UBNE"], "nothing else per node"
+    lines = {line.name: line.size for line in plan_memory(plan, config(), (0, 0)).lines}
+    assert lines["recurrent states"] == size["matrix_RUHKV"] + size["column_RUOE"] + records
 
 
 def test_fused_kernels_are_refused() -> None:
