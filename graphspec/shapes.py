@@ -24,8 +24,8 @@ Suffixes name dimensions throughout the package (``hidden_BAF`` is ``[B, A, F]``
 ``U``   recurrent layers
 ======  ==============================================================================
 
-Of recurrent layers: ``H`` value heads, ``K`` and ``V`` widths of a key and a value, ``E`` channels of the convolution, ``O`` inputs that it keeps,
-``G`` gates of a token.
+Of recurrent layers: ``H`` value heads, ``K`` and ``V`` widths of a key and a value, ``E`` channels of the convolution, ``O`` inputs
+that it keeps, ``G`` gates of a token.
 """
 
 from __future__ import annotations
