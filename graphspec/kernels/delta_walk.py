@@ -14,7 +14,8 @@ def delta_walk(mixed_BTE: Tensor, gate_BTG: Tensor, matrix_RUHKV: Tensor, layer:
 
     The update is that of :mod:`graphspec.kernels.delta_rule`, with the same operations in the same order whatever the tree: a node's result
     has the bits that plain decoding of its path has. No state is written. An implementation gives each node to programs of its own, which
-    walk from the row's state along its ancestor bits; the reference keeps the states of all nodes and goes on from the parent's.
+    walk from the row's state along its ancestor bits; the reference keeps the states of all nodes and goes on from the parent's. On a CPU
+    torch's exponential may round by where in a tensor a number lies, so there the reference promises the order alone.
 
     Args:
         mixed_BTE: after the convolution, E = 2 * Hk * K + H * V: queries, keys, values.
