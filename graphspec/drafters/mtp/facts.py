@@ -117,7 +117,7 @@ def _family(keys: Keys, layout: str, architecture: str) -> Family:
             return QWEN2
         raise keys.error("architectures", "one of " + ", ".join(_MIMO) + ", whose heads are named model.mtp_layers")
     family = find_family(architecture.removesuffix("NextN"))
-    if family is None or family.refused:
+    if family is None or family.refused or family.recurrent is not None:
         raise keys.error("architectures", "one of " + ", ".join(target_architectures()) + ", or one of them followed by NextN")
     return family
 
@@ -192,7 +192,7 @@ def counted_facts(folder: Path, target: ModelFacts) -> tuple[MTPFacts, str]:
     keys = read_config(folder)
     architecture = read_architecture(keys, "a model with multi-token-prediction heads")
     family = find_family(architecture.removesuffix("NextN"))
-    if family is None or family.refused:
+    if family is None or family.refused or family.recurrent is not None:
         raise keys.error("architectures", "one of " + ", ".join(target_architectures()))
     count = keys.integer(next((key for key in COUNT_KEYS if keys.present(key)), COUNT_KEYS[0]))
     layers = keys.integer("num_hidden_layers")
