@@ -21,7 +21,8 @@ from .plan import Plan
 from .shapes import MAX_WINDOW, WORD_BITS, CycleShape, SamplingClass
 
 if TYPE_CHECKING:
-    from .facts import ModelFacts
+    from .facts import ModelFacts, RecurrentFacts
+    from .facts.recurrent import StateSlot
 
 Group = TypeVar("Group", bound=NamedTuple)
 Kind = Literal["mail", "state", "lane", "ring", "kv"]
@@ -132,6 +133,8 @@ def declare_slots(plan: Plan, mail_size: int) -> tuple[Slot, ...]:
         Slot("ring_ZBJ", ("Z", "B", plan.accept_width + RING_FIELDS), i64, "ring", -1),
         _pool("target_kv", plan, plan.target, dtype),
     ]
+    if plan.target.recurrent is not None:
+        slots += _recurrent_slots(plan.target.recurrent, dtype)
     if plan.feature_width:
         slots += [Slot("window_feature_RAcF", ("R", "Ac", "F"), dtype, "state"), Slot("feature_BNF", ("B", "N", "F"), dtype, "lane")]
     if plan.feature_width and plan.prefix_cache:
@@ -158,6 +161,20 @@ def declare_slots(plan: Plan, mail_size: int) -> tuple[Slot, ...]:
         if plan.shape.pool == "beams":
             slots += _beam_slots()
     return (*slots, *_sampling_slots(plan))
+
+
+RECURRENT_SLOTS = {"matrix": "matrix_RUHKV", "convolution": "column_RUOE", "inputs": "record_input_UBNE", "gates": "record_gate_UBNG"}
+"""By kind, as the facts declare them."""
+
+
+def _recurrent_slots(facts: RecurrentFacts, dtype: torch.dtype) -> list[Slot]:
+    """The states of every row, and what the nodes of a cycle leave for its commit."""
+
+    def slot(one: StateSlot, kind: Kind, *dims: str | int) -> Slot:
+        return Slot(RECURRENT_SLOTS[one.kind], (*dims, *one.shape), torch.float32 if one.float32 else dtype, kind)
+
+    states = [slot(one, "state", "R", facts.count) for one in facts.states]
+    return [*states, *(slot(one, "lane", facts.count, "B", "N") for one in facts.records)]
 
 
 def _beam_slots() -> list[Slot]:
@@ -216,7 +233,7 @@ def slot_groups(sampling: SamplingClass) -> frozenset[str]:
 
 def _pool(name: str, plan: Plan, model: ModelFacts, dtype: torch.dtype) -> Slot:
     sides, heads, width = model.kv_row
-    return Slot(name, (model.num_layers, sides, plan.num_pages, plan.page_size, heads, width), dtype, "kv")
+    return Slot(name, (model.kv_layers, sides, plan.num_pages, plan.page_size, heads, width), dtype, "kv")
 
 
 class Views:

@@ -69,15 +69,17 @@ class Variant:
     def has_network(self) -> bool:
         return self.drafter == "network"
 
-    def resolve_prefix_cache(self, wanted: bool | None) -> bool:
-        """Whether requests share the pages of equal beginnings; ``wanted`` None: where this drafter allows it.
+    def resolve_prefix_cache(self, wanted: bool | None, *, recurrent: bool) -> bool:
+        """Whether requests share the pages of equal beginnings; ``wanted`` None: where this drafter and the target allow it.
 
         Raises:
             ConfigError: it doesn't.
         """
         if wanted and not self.shares_prefix:
             raise ConfigError("runtime.prefix_cache", f"null or false: variant {self.name} does not declare shares_prefix", wanted)
-        return self.shares_prefix if wanted is None else wanted
+        if wanted and recurrent:
+            raise ConfigError("runtime.prefix_cache", "null or false: the target has recurrent layers, whose state no page holds", wanted)
+        return self.shares_prefix and not recurrent if wanted is None else wanted
 
 
 PLAIN_DECODING = Variant(

@@ -24,6 +24,8 @@ class Layout:
     rules: tuple[TensorRule, ...]
     ignored: tuple[str, ...] = ()
     """Tensors that may be there and aren't loaded, each for the reason next to it."""
+    unread: tuple[str, ...] = ()
+    """Prefixes of tensors that belong to other parts of the checkpoint's model."""
     renamed: tuple[tuple[str, str], ...] = ()
     """Prefixes in circulation, and what the rules call them."""
 
@@ -70,24 +72,52 @@ def decoder_rules(ours: str, theirs: str, *, fused: bool = False) -> tuple[Tenso
     )
 
 
-def _target(*, fused: bool) -> Layout:
+def _hybrid_rules(ours: str, theirs: str, *projections: str) -> tuple[TensorRule, ...]:
+    """A gated delta net with its projections in this order, and a shared expert. They stand before the rules of other decoders."""
+    net = {"A_log": "A_log", "dt_bias": "dt_bias", "conv_weight_E1O": "conv1d.weight", "norm.weight": "norm.weight"}
+    net["out_proj.weight"] = "out_proj.weight"
+    shared = {"shared_experts.down_proj": "shared_expert.down_proj", "shared_gate": "shared_expert_gate"}
+    return (
+        TensorRule(f"{ours}self_attn.in_proj.weight", tuple(f"{theirs}linear_attn.{name}.weight" for name in projections)),
+        *(TensorRule(f"{ours}self_attn.{mine}", (f"{theirs}linear_attn.{name}",)) for mine, name in net.items()),
+        TensorRule(
+            f"{ours}mlp.shared_experts.gate_up_proj.weight", tuple(f"{theirs}mlp.shared_expert.{one}_proj.weight" for one in ("gate", "up"))
+        ),
+        *(TensorRule(f"{ours}mlp.{mine}.weight", (f"{theirs}mlp.{name}.weight",)) for mine, name in shared.items()),
+    )
+
+
+def _target(*further: TensorRule, fused: bool = False, renamed: tuple[tuple[str, str], ...] = (), unread: tuple[str, ...] = ()) -> Layout:
     return Layout(
         rules=(
+            *further,
             TensorRule("embed_tokens.weight", ("model.embed_tokens.weight",)),
             *decoder_rules("layers.*.", "model.layers.*.", fused=fused),
             TensorRule("norm.weight", ("model.norm.weight",)),
             TensorRule("lm_head.weight", ("lm_head.weight",)),
         ),
         ignored=("model.layers.*.self_attn.rotary_emb.inv_freq",),  # derived from config.json
+        renamed=renamed,
+        unread=unread,
     )
 
 
-SPLIT_LAYOUT = _target(fused=False)
+SPLIT_LAYOUT = _target()
 """A target with one tensor per projection. Which of the rules hold for a layer follows from the parameters it has: biases, query / key
 norms, norms after attention and MLP, latent attention, a mixture of experts."""
 
 FUSED_LAYOUT = _target(fused=True)
 """The same with queries, keys and values in one tensor, and gate and up in another."""
+
+QWEN3_5_LAYOUT = _target(
+    *_hybrid_rules("layers.*.", "model.layers.*.", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+    renamed=(("model.language_model.", "model."),),
+    unread=("model.visual.",),
+)
+"""Qwen3.5; the language model of a checkpoint that also sees images."""
+
+QWEN3_NEXT_LAYOUT = _target(*_hybrid_rules("layers.*.", "model.layers.*.", "in_proj_qkvz", "in_proj_ba"))
+"""Qwen3-Next, whose projections are stored key head by key head."""
 
 
 PREDICTION_HEADS = ("mtp.", "model.mtp_layers.")

@@ -401,6 +401,10 @@ def make_plan(config: Config, target: ModelFacts, draft: DraftFacts | None, *, d
     page_updates = largest * (math.ceil((accept + window) / runtime.page_size) + 1)
 
     kernels = config.kernels.mode if config.kernels.mode != "auto" else KERNELS_OF[runtime.name]
+    if target.recurrent is not None and kernels == "fused":
+        raise ConfigError(
+            "kernels.mode", "reference or compiled for a target with recurrent layers", repr(kernels), "they have no fused kernels"
+        )
     draft_context = draft.decoder.max_position_embeddings if draft else max_context
     if draft_context < max_context:
         logger.warning("the draft was made for %d positions, the context is %d: rows past them decode plainly", draft_context, max_context)
@@ -450,7 +454,7 @@ def make_plan(config: Config, target: ModelFacts, draft: DraftFacts | None, *, d
         cycles_in_flight=runtime.cycles_in_flight,
         bucket_shapes=bucket_shapes,
         depths=tuple(config.adaptive.depths),
-        prefix_cache=variant.resolve_prefix_cache(runtime.prefix_cache),
+        prefix_cache=variant.resolve_prefix_cache(runtime.prefix_cache, recurrent=target.recurrent is not None),
         max_stop_ids=runtime.max_stop_ids,
         max_logit_bias=runtime.max_logit_bias,
         max_logprobs=logprobs,

@@ -21,7 +21,11 @@ Suffixes name dimensions throughout the package (``hidden_BAF`` is ``[B, A, F]``
 ``V``   target vocabulary; ``Vd`` draft vocabulary
 ``P``   page-table columns
 ``Q``   query heads, ``G`` key/value heads, ``D`` head dimension
+``U``   recurrent layers
 ======  ==============================================================================
+
+Of recurrent layers: ``H`` value heads, ``K`` and ``V`` widths of a key and a value, ``E`` channels of the convolution, ``O`` inputs
+that it keeps, ``G`` gates of a token.
 """
 
 from __future__ import annotations

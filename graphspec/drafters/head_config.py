@@ -131,5 +131,6 @@ def one_layer(target: ModelFacts) -> ModelFacts:
         kv_heads, width = _KV_HEADS if even else heads, target.hidden_size // heads
     return replace(
         target, architecture="LlamaForCausalLM", family=LLAMA, num_layers=1, sliding_window=(None,), latent=None, experts=None,
-        qk_norm=False, attention_bias=False, output_bias=False, mlp_bias=False, num_heads=heads, num_kv_heads=kv_heads, head_dim=width,
+        recurrent=None, qk_norm=False, attention_bias=False, output_bias=False, mlp_bias=False, num_heads=heads, num_kv_heads=kv_heads,
+        head_dim=width,
     )  # fmt: skip

@@ -6,6 +6,7 @@ from .draft import DraftFacts, DraftPass
 from .latent import LatentFacts
 from .model import ModelFacts, read_model_facts
 from .moe import ExpertFacts
+from .recurrent import RecurrentFacts
 from .rope import RopeFacts
 from .tokenizer import check_tokenizer
 
@@ -15,6 +16,7 @@ __all__ = [
     "ExpertFacts",
     "LatentFacts",
     "ModelFacts",
+    "RecurrentFacts",
     "RopeFacts",
     "check_tokenizer",
     "read_model_facts",

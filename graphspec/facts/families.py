@@ -6,17 +6,18 @@ Facts, networks, loading and messages read the row; nothing else asks for an arc
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cache, partial
 from typing import Literal
 
 from ..catalog import rows_from_outside
 from ..errors import ConfigError
-from ..layouts import FUSED_LAYOUT, SPLIT_LAYOUT, Layout
+from ..layouts import FUSED_LAYOUT, QWEN3_5_LAYOUT, QWEN3_NEXT_LAYOUT, SPLIT_LAYOUT, Layout
 from .keys import Keys
 from .latent import LatentFacts, read_latent
-from .moe import ExpertFacts, read_deepseek_experts, read_qwen3_experts
+from .moe import ExpertFacts, read_deepseek_experts, read_qwen3_experts, read_qwen3_next_experts
+from .recurrent import RecurrentFacts, read_gated_delta
 from .rope import ROPE_KINDS, RopeFacts
 
 Windows = Callable[[Keys, int], tuple[int | None, ...]]
@@ -109,12 +110,18 @@ class Family:
     """Reads mixtures of experts from config and number of layers; None: every MLP is dense."""
     drafts_trees: bool = False
     """Drafters that choose a shape by themselves choose a tree, not a chain."""
+    recurrent: Callable[[Keys, int], RecurrentFacts | None] | None = None
+    """Reads recurrent layers from config and number of layers; None: every layer attends."""
+    nested: str = ""
+    """Key under which a config may have those of the language model, where the model also sees images."""
+    grouped_projection: bool = False
+    """Projections of recurrent layers are stored key head by key head (Qwen3-Next), not part by part."""
 
     @property
     def shaped_like_llama(self) -> bool:
         """Layers of keys and values and dense MLPs, each after its norm, in separate tensors: ``graphspec train`` can read them."""
-        unusual = (self.refused, self.norm_after, self.attention_gate, self.latent, self.experts, self.layout is not SPLIT_LAYOUT)
-        return not any(unusual)
+        unusual = (self.refused, self.norm_after, self.attention_gate, self.latent, self.experts, self.recurrent)
+        return self.layout is SPLIT_LAYOUT and not any(unusual)
 
 
 LLAMA = Family(
@@ -126,16 +133,33 @@ QWEN3 = Family(
 )
 QWEN3_5 = Family(
     name="qwen3_5",
-    architectures=("Qwen3Next*", "Qwen3_5*"),
-    refused="its linear-attention layers need recurrent state, which is not supported",
+    architectures=("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"),
+    layout=QWEN3_5_LAYOUT,
     attention_bias="stated",
     qk_norm="head",
     norm="offset",
     attention_gate=True,
     head_dim=256,
     partial_rotary=0.25,
+    recurrent=read_gated_delta,
+    nested="text_config",
 )
-"""The full-attention layers of Qwen3-Next and Qwen3.5, which their prediction heads have."""
+"""Three gated delta nets to one gated attention; of models that also see images, the language model."""
+QWEN3_NEXT = replace(
+    QWEN3_5,
+    name="qwen3_next",
+    architectures=("Qwen3NextForCausalLM",),
+    layout=QWEN3_NEXT_LAYOUT,
+    nested="",
+    grouped_projection=True,
+    experts=read_qwen3_next_experts,
+)
+QWEN3_5_MOE = replace(
+    QWEN3_5,
+    name="qwen3_5_moe",
+    architectures=("Qwen3_5Moe*",),
+    refused="the experts of its checkpoints lie in one tensor, which is not supported",
+)
 
 FAMILIES: tuple[Family, ...] = (
     LLAMA,
@@ -183,6 +207,8 @@ FAMILIES: tuple[Family, ...] = (
         window=partial(window_everywhere, default=None),
     ),
     QWEN3_5,
+    QWEN3_NEXT,
+    QWEN3_5_MOE,
 )
 ENTRY_POINTS = "graphspec.families"
 """Group of entry points through which another package adds a :class:`Family`: ``name = module:attribute``."""

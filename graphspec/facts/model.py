@@ -28,6 +28,7 @@ from .keys import (
 )
 from .latent import LatentFacts, rope_dim
 from .moe import ExpertFacts
+from .recurrent import RecurrentFacts
 from .rope import RopeFacts, read_rope
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -70,11 +71,26 @@ class ModelFacts:
     """Multi-head latent attention in every layer."""
     experts: ExpertFacts | None = None
     """Mixtures of experts in some layers."""
+    recurrent: RecurrentFacts | None = None
+    """Layers with a recurrent state in place of keys and values."""
 
     @property
     def kv_row(self) -> tuple[int, int, int]:
         """Shape of a layer's cache row of a token: sides (keys and values, or one latent row), heads, and the width of each."""
         return (2, self.num_kv_heads, self.head_dim) if self.latent is None else (1, 1, self.latent.row_dim)
+
+    def is_recurrent(self, layer: int) -> bool:
+        """The layer keeps a recurrent state and no keys and values."""
+        return self.recurrent is not None and self.recurrent.layers[layer]
+
+    def place(self, layer: int) -> int:
+        """The layer's number among the layers of its kind: in the KV pool, or in the recurrent states."""
+        return sum(self.is_recurrent(before) == self.is_recurrent(layer) for before in range(layer))
+
+    @property
+    def kv_layers(self) -> int:
+        """Layers that keep keys and values."""
+        return self.num_layers - (self.recurrent.count if self.recurrent is not None else 0)
 
     def has_experts(self, layer: int) -> bool:
         """The MLP of this layer is a mixture."""
@@ -83,7 +99,14 @@ class ModelFacts:
     def layers_from(self, first: int) -> ModelFacts:
         """The same without its first layers."""
         experts = self.experts and replace(self.experts, layers=self.experts.layers[first:])
-        return replace(self, num_layers=self.num_layers - first, sliding_window=self.sliding_window[first:], experts=experts)
+        recurrent = self.recurrent and self.recurrent.layers_from(first)
+        return replace(
+            self,
+            num_layers=self.num_layers - first,
+            sliding_window=self.sliding_window[first:],
+            experts=experts,
+            recurrent=recurrent,
+        )
 
 
 def _read_eos(keys: Keys, vocab_size: int) -> tuple[int, ...] | None:
@@ -174,7 +197,20 @@ def read_decoder(keys: Keys, path: Path, architecture: str, family: Family) -> M
         family=family,
         latent=family.latent(keys, num_heads, rope) if family.latent is not None else None,
         experts=family.experts(keys, num_layers) if family.experts is not None else None,
+        recurrent=family.recurrent(keys, num_layers) if family.recurrent is not None else None,
     )
+
+
+def _language_model(keys: Keys, family: Family) -> Keys:
+    """The keys of the language model, with those around them where it says nothing; ``tie_word_embeddings`` is the whole model's."""
+    if not family.nested or not keys.present(family.nested):
+        return keys
+    inner, around = keys.values[family.nested], dict(keys.values)
+    if not isinstance(inner, dict):
+        raise keys.error(family.nested, "an object")
+    del around[family.nested]
+    whole = {key: around[key] for key in ("tie_word_embeddings",) if around.get(key) is not None}
+    return Keys({**around, **inner, **whole}, f"{keys.where}: {family.nested}")
 
 
 def read_model_facts(path: str | Path) -> ModelFacts:
@@ -191,4 +227,4 @@ def read_model_facts(path: str | Path) -> ModelFacts:
     family = find_family(architecture)
     if family is None or family.refused:
         raise keys.error("architectures", expected, family.refused if family is not None else "")
-    return read_decoder(keys, path, architecture, family)
+    return read_decoder(_language_model(keys, family), path, architecture, family)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .keys import MOST_EXPERTS, MOST_LAYERS, MOST_WIDTH, Keys
 
@@ -20,6 +20,8 @@ class ExpertFacts:
     """F: width of one expert."""
     shared_size: int = 0
     """Width of the experts that every token goes to, side by side; 0: there are none."""
+    shared_gate: bool = False
+    """Their result is scaled by the sigmoid of one more projection of the token."""
     groups: int = 1
     topk_groups: int = 1
     """A token's experts come from this many of the groups."""
@@ -65,6 +67,18 @@ def read_qwen3_experts(keys: Keys, num_layers: int) -> ExpertFacts:
         intermediate_size=keys.integer("moe_intermediate_size", 768, most=MOST_WIDTH),
         normalize=keys.flag("norm_topk_prob", False),
     )
+
+
+def read_qwen3_next_experts(keys: Keys, num_layers: int) -> ExpertFacts:
+    """Qwen3-Next: as Qwen3-MoE, with a shared expert behind a gate, and other defaults.
+
+    Raises:
+        CheckpointError: a key that is missing, wrong or not supported.
+    """
+    defaults = {"num_experts_per_tok": 10, "moe_intermediate_size": 512, "norm_topk_prob": True}
+    stated = {key: value for key, value in keys.values.items() if value is not None}
+    facts = read_qwen3_experts(Keys({**defaults, **stated}, keys.where), num_layers)
+    return replace(facts, shared_size=keys.integer("shared_expert_intermediate_size", 512, most=MOST_WIDTH), shared_gate=True)
 
 
 def _one_of(keys: Keys, key: str, default: str, *allowed: str) -> str:

@@ -12,11 +12,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from ..buffers import DTYPES, declare_slots, plan_sizes
+from ..buffers import DTYPES, RECURRENT_SLOTS, declare_slots, plan_sizes
 from ..catalog import load_object
 from ..config import Config
 from ..errors import ConfigError, spell_bytes
 from ..kernels import resolve
+from ..kernels.delta_chunk import BLOCK
 from ..models.stack import pack_network, packs
 from ..models.target import load_target
 from ..models.token_map import apply_token_map, load_token_map
@@ -124,10 +125,12 @@ def plan_memory(plan: Plan, config: Config, weights: tuple[int, int] | None = No
     """
     sizes, dtype = plan_sizes(plan), DTYPES[plan.dtype]
     slots: dict[str, int] = {}
-    groups = {"kv": 0, "slots": 0, "sampling": 0}
+    groups = {"kv": 0, "slots": 0, "sampling": 0, "recurrent": 0}
+    recurrent = RECURRENT_SLOTS.values()
     for slot in declare_slots(plan, MailLayout.of(plan).size):
         slots[slot.name] = math.prod(sizes[d] if isinstance(d, str) else d for d in slot.dims) * slot.dtype.itemsize
-        groups["kv" if slot.kind == "kv" else "sampling" if slot.group else "slots"] += slots[slot.name]
+        group = "kv" if slot.kind == "kv" else "sampling" if slot.group else "recurrent" if slot.name in recurrent else "slots"
+        groups[group] += slots[slot.name]
     available, tables = available_bytes(plan.device, config.hardware.memory_gib), _tables(plan)
     if weights is None and tables > int(available * config.runtime.memory_fraction):
         networks = [MemoryLine("position tables, besides weights", tables)]
@@ -138,6 +141,7 @@ def plan_memory(plan: Plan, config: Config, weights: tuple[int, int] | None = No
     lines = [
         MemoryLine(f"KV pools, {plan.num_pages} pages of {plan.page_size}", groups["kv"], ("runtime.num_pages",)),
         *networks,
+        MemoryLine("recurrent states", groups["recurrent"], rows),
         MemoryLine("slots", groups["slots"], (*rows, "model.max_context")),
         MemoryLine("slots of single sampling classes", groups["sampling"], rows),
         MemoryLine("workspace", _workspace(plan, dtype), ("runtime.buckets", "runtime.prefill_chunks", "model.max_context"), estimate=True),
@@ -232,6 +236,10 @@ def _workspace(plan: Plan, dtype: torch.dtype) -> int:
         mlp = max(mlp, run * (3 * model.experts.intermediate_size + model.hidden_size))
     if plan.catches_up:
         tokens = max(tokens, lanes * plan.window_capacity)
+    if model.recurrent is not None:
+        # Inputs before and after the convolution, its parts in float32, and the pairs of a block of tokens.
+        block = max(plan.shape.num_draft_tokens, BLOCK)
+        heads = max(heads, 4 * model.recurrent.channels + 4 * model.recurrent.value_heads * block)
     layer = tokens * (3 * model.hidden_size + max(mlp, heads) + plan.feature_width) * wide
     logits = lanes * plan.shape.num_draft_tokens * model.vocab_size * 4 * LOGIT_COPIES
     if resolve("kernels.attention", plan.attention, plan.kernels, plan.device, plan.dtype) != "reference":

@@ -19,7 +19,7 @@ from .capture import Signature, signature
 from .stages.accept import Accept
 from .stages.bans import RecentTokens
 from .stages.catch_up import CatchUp
-from .stages.commit import Commit, CommitState
+from .stages.commit import Commit, CommitRecurrent, CommitState
 from .stages.counts import PromptCounts
 from .stages.logprobs import Logprobs
 from .stages.mailbox import Mailbox
@@ -87,6 +87,8 @@ def cycle_stages(build: Build, *, catch_up: bool = False) -> list[Stage]:
     stages += [Verify(build), Accept(build)]
     if not shape.is_chain:
         stages.append(CommitState(build))
+    if build.plan.target.recurrent is not None:
+        stages.append(CommitRecurrent(build))
     if build.sampling.logprobs >= 0:
         stages.append(Logprobs(build))
     # A draft network that has not read the window will want to.

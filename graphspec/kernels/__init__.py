@@ -17,6 +17,11 @@ from . import (
     chain_layout,
     chunk_attention,
     commit_rows,
+    conv_shift,
+    delta_chunk,
+    delta_scan,
+    delta_solve,
+    delta_walk,
     draft_level,
     draft_topk,
     draft_window,
@@ -37,6 +42,7 @@ from . import (
     take_last,
     tree_attention,
     tree_build,
+    tree_conv,
     tree_walk,
     verify_rows,
 )
@@ -69,6 +75,12 @@ OPS: tuple[KernelOp, ...] = (
     moe_mlp.OP,
     verify_rows.OP,
     marginal_pool.OP,
+    tree_conv.OP,
+    conv_shift.OP,
+    delta_walk.OP,
+    delta_solve.OP,
+    delta_scan.OP,
+    delta_chunk.OP,
 )
 """Every op, in the order of :class:`~graphspec.kernels.registry.KernelSet`."""
 

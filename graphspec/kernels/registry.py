@@ -44,6 +44,12 @@ class KernelSet:
     moe_mlp: Callable[..., Tensor]
     verify_rows: Callable[..., tuple[Tensor, ...]]
     marginal_pool: Callable[..., None]
+    tree_conv: Callable[..., Tensor]
+    conv_shift: Callable[..., None]
+    delta_walk: Callable[..., Tensor]
+    delta_solve: Callable[..., Tensor]
+    delta_scan: Callable[..., Tensor]
+    delta_chunk: Callable[..., Tensor]
 
     def own_window(
         self, table_BP: Tensor, page_size: int, prefix_end_B: Tensor, ancestors_BTX: Tensor

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 GROUPS = ("embedding", "layers", "experts", "head", "fuse")
 """Use of a parameter. layers: read by every pass; experts: of the router's choice; fuse: read by the first draft pass only."""
 _EXPERTS = ("gate_up_EFH", "down_EHF")
+_UPDATE_FLOPS = 7
+"""Of an element of a recurrent layer's matrix and a token: decay, what the key reads, the change, what the query reads."""
 _LOGIT_BYTES = 2 * 4
 """A float32 logit is written once and read once."""
 
@@ -111,7 +113,7 @@ class StageCost:
     Attributes:
         name: of the stage.
         forwards: of a network in it.
-        parts: bytes of ``weights``, ``experts``, ``kv``, ``embedding``, ``logits``, ``features``.
+        parts: bytes of ``weights``, ``experts``, ``kv``, ``state``, ``embedding``, ``logits``, ``features``.
         flops: operations; a multiplication and an addition are two.
     """
 
@@ -146,7 +148,7 @@ class _Tally:
 
     forwards: list[Forward] = field(default_factory=list)
     parts: dict[str, float] = field(
-        default_factory=lambda: dict.fromkeys(("weights", "experts", "kv", "embedding", "logits", "features"), 0.0)
+        default_factory=lambda: dict.fromkeys(("weights", "experts", "kv", "state", "embedding", "logits", "features"), 0.0)
     )
     flops: float = 0.0
 
@@ -352,14 +354,22 @@ class FloorModel:
         # Of a query head and a committed token: score and weighted sum.
         per_slot = 4 * facts.head_dim if facts.latent is None else 2 * (facts.latent.row_dim + facts.latent.rank)
         for layer in layers:
+            if facts.is_recurrent(layer):
+                continue
             limit = facts.sliding_window[layer]
             seen = context if limit is None else min(context, limit)
             parts["kv"] += row * (lanes * seen + tokens)
             tally.flops += tokens * seen * facts.num_heads * per_slot
+        if facts.recurrent is not None:
+            # Verification reads the states, the commit reads and writes them; what nodes record is written and read.
+            state, record = facts.recurrent.state_bytes(size), facts.recurrent.record_bytes(size)
+            parts["state"] += 3 * lanes * state + 2 * tokens * record
+            own = facts.recurrent
+            tally.flops += tokens * own.count * own.value_heads * own.key_dim * own.value_dim * _UPDATE_FLOPS
         parts["logits"] += lanes * scored * columns * _LOGIT_BYTES
 
 
 def kv_bytes_per_token(facts: ModelFacts, itemsize: int) -> int:
     """Bytes all layers keep of one token."""
     sides, heads, width = facts.kv_row
-    return facts.num_layers * sides * heads * width * itemsize
+    return facts.kv_layers * sides * heads * width * itemsize

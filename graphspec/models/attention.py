@@ -15,6 +15,7 @@ from torch import Tensor
 from ..kernels.formulas import Rotation
 from ..kernels.host_step import BoundCall
 from ..kernels.registry import KernelSet
+from .recurrence import Recurrence
 
 
 class HeadTransform(NamedTuple):
@@ -55,6 +56,11 @@ class Attention(Protocol):
     @property
     def valid_BT(self) -> Tensor:
         """bool; an invalid token has zero input, writes no KV, and nobody reads its output."""
+        ...
+
+    @property
+    def recurrence(self) -> Recurrence | None:
+        """What recurrent layers see; None: the caller has none of them."""
         ...
 
     def __call__(
@@ -166,6 +172,7 @@ class TreeAttention(_PagedWrites):
     """The same attention by :meth:`~graphspec.kernels.registry.KernelSet.own_window`, where caller and kernels allow it."""
     bound: BoundCall | None = None
     """The same attention over latent rows by a kernel with a host step, where there is one."""
+    recurrence: Recurrence | None = None
 
     @property
     def rope_length_BT(self) -> Tensor:
@@ -225,6 +232,7 @@ class ChunkAttention(_PagedWrites):
     prefix_begin: int
     bound: Mapping[int | None, BoundCall] = field(default_factory=dict)
     """The same attention by kernels with a host step, by the sliding window of a layer."""
+    recurrence: Recurrence | None = None
 
     def visibility(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
         return torch.full_like(self.position_BT, self.prefix_begin), None, None

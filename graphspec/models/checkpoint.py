@@ -166,7 +166,8 @@ def fill(
     used = {source for blocks in wanted.values() for block in blocks for source in block}
     patterns = [re.escape(pattern).replace(r"\*", r"\d+") for pattern in layout.ignored]
     for name in checkpoint.names():
-        if name not in used and name not in ignored and not any(re.fullmatch(pattern, name) for pattern in patterns):
+        known = name in used or name in ignored or name.startswith(layout.unread)
+        if not known and not any(re.fullmatch(pattern, name) for pattern in patterns):
             # a missing tensor says more about a wrong checkpoint than a superfluous one
             missing = next((source for source in sorted(used) if source not in checkpoint), None)
             hint = _QUANTISED_HINT if _QUANTISED.search(name) else f"missing: {missing}" if missing else ""
@@ -177,12 +178,13 @@ def fill(
         owner = module.get_submodule(owner_name)
         wide = isinstance(owner, KernelModule) and leaf in owner.float32_names
         value = torch.empty(owner.get_parameter(leaf).shape, dtype=torch.float32 if wide else dtype, device=device)
-        # One matrix per expert; the heads of a projection lie below each other in the checkpoint.
-        matrices = value.unbind() if len(blocks) > 1 else (value.flatten(0, -2) if value.dim() > 2 else value,)
+        # One matrix per expert; the heads of a projection lie below each other in the checkpoint, unless it has them as we do.
+        as_stored = value.dim() <= 2 or (blocks[0][0] in checkpoint and checkpoint.shape(blocks[0][0]) == tuple(value.shape))
+        matrices = value.unbind() if len(blocks) > 1 else (value if as_stored else value.flatten(0, -2),)
         for matrix, sources in zip(matrices, blocks, strict=True):
             # A file may have fused the projections that are fused here: one source, which is read at once.
             fused = isinstance(owner, Linear) and len(sources) > 1
-            rows = cast("Linear", owner).parts if fused else (matrix.shape[0] // len(sources),) * len(sources)
+            rows = cast("Linear", owner).stored_parts if fused else (matrix.shape[0] // len(sources),) * len(sources)
             for part, source in zip(torch.split(matrix, list(rows)), sources, strict=True):
                 if value.is_meta:
                     checkpoint.check(source, tuple(part.shape))
@@ -191,6 +193,7 @@ def fill(
                 done += 1
                 if progress is not None:
                     progress(done, len(used))
+        value = owner.arrange(value) if isinstance(owner, Linear) and leaf == "weight" else value
         setattr(owner, leaf, nn.Parameter(value, requires_grad=False))
         if isinstance(owner, Linear | Embedding) and leaf == "weight":
             owner.stored = checkpoint.narrow(source for block in blocks for source in block)

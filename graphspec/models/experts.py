@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from ..kernels.linear import Hidden, finish, hidden_of
@@ -45,6 +46,7 @@ class MixtureOfExperts(KernelModule):
         self.gate_up_EFH = make_parameter(experts.num_experts, 2 * width, hidden)
         self.down_EHF = make_parameter(experts.num_experts, hidden, width)
         self.shared_experts = MLP(facts, experts.shared_size) if experts.shared_size else None
+        self.shared_gate = Linear(hidden, 1) if experts.shared_gate else None
         self.route: Callable[..., tuple[Tensor, Tensor]] = moe_route
         self.mix: Callable[..., Tensor] = moe_mlp
 
@@ -62,6 +64,8 @@ class MixtureOfExperts(KernelModule):
             facts.sigmoid, facts.normalize, facts.scaling,
         )  # fmt: skip
         out_BTH = self.mix(x_BTH.flatten(0, 1), index_TK, weight_TK, self.gate_up_EFH, self.down_EHF).view_as(x_BTH)
-        if self.shared_experts is not None:
+        if self.shared_experts is not None and self.shared_gate is not None:
+            out_BTH = out_BTH + torch.sigmoid(self.shared_gate(x_BTH)) * self.shared_experts(x_BTH)
+        elif self.shared_experts is not None:
             out_BTH = self.shared_experts(x_BTH, residual=out_BTH)
         return finish(out_BTH, residual_BTH, gated=False, float32=False)

@@ -52,6 +52,15 @@ class Linear(KernelModule):
         """The 16-bit dtype in which a checkpoint has all of the weight; None: it has another."""
         self.multiply: Callable[..., Hidden] = linear
 
+    @property
+    def stored_parts(self) -> tuple[int, ...]:
+        """Rows of the tensors that a checkpoint makes the weight of, in order."""
+        return self.parts
+
+    def arrange(self, weight: Tensor) -> Tensor:
+        """The weight from these tensors, one below the other."""
+        return weight
+
     def use_kernels(self, kernels: KernelSet) -> None:
         self.multiply = kernels.linear
 
@@ -159,14 +168,14 @@ class SelfAttention(nn.Module):
 
     Args:
         facts: sizes and biases.
-        layer: index of this layer, for its sliding window and its KV.
+        layer: index of this layer, for its sliding window and the place of its KV.
         input_size: width of the input where it isn't the hidden size.
     """
 
     def __init__(self, facts: ModelFacts, layer: int, input_size: int | None = None) -> None:
         super().__init__()
         query, key = facts.num_heads * facts.head_dim, facts.num_kv_heads * facts.head_dim
-        self.layer, self.head_dim = layer, facts.head_dim
+        self.layer, self.head_dim = facts.place(layer), facts.head_dim
         self.scale = facts.head_dim**-0.5
         self.window_left = facts.sliding_window[layer]
         self.gated = facts.family.attention_gate

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ..kernels.linear import Hidden, ResidualStream, hidden_of
 from .experts import MixtureOfExperts
+from .gated_delta import GatedDeltaNet
 from .latent import LatentAttention
 from .layers import MLP, Embedding, Linear, RMSNorm, SelfAttention
 from .rope import RotaryEmbedding
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from ..facts import ModelFacts
     from ..kernels.formulas import Rotation
     from .attention import Attention
+    from .recurrence import PathCommit
 
 
 class TargetOutput(NamedTuple):
@@ -30,7 +32,7 @@ class TargetOutput(NamedTuple):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP, or a mixture of experts in its place, each added to the residual stream.
+    """Attention or a recurrent net, and MLP or a mixture of experts, each added to the residual stream.
 
     A norm stands before each of them; in families with ``norm_after`` it stands after each, and what is added is normed.
     """
@@ -38,7 +40,11 @@ class DecoderLayer(nn.Module):
     def __init__(self, facts: ModelFacts, layer: int) -> None:
         super().__init__()
         self.input_layernorm = None if facts.family.norm_after else RMSNorm.of(facts)
-        self.self_attn = SelfAttention(facts, layer) if facts.latent is None else LatentAttention(facts, layer)
+        self.self_attn: SelfAttention | LatentAttention | GatedDeltaNet
+        if facts.is_recurrent(layer):
+            self.self_attn = GatedDeltaNet(facts, layer)
+        else:
+            self.self_attn = SelfAttention(facts, layer) if facts.latent is None else LatentAttention(facts, layer)
         self.post_attention_layernorm = RMSNorm.of(facts)
         self.post_feedforward_layernorm = RMSNorm.of(facts) if facts.family.norm_after else None
         self.mlp = MixtureOfExperts(facts) if facts.has_experts(layer) else MLP(facts)
@@ -68,6 +74,7 @@ class DecoderLayer(nn.Module):
         if self.stack is not None:
             self.stack.write_kv(hidden_of(residual_BTH), rotation, attention, index=self.place)
             return
+        assert not isinstance(self.self_attn, GatedDeltaNet), "drafters attend in their last layer"
         self.self_attn.write_kv(residual_BTH, rotation, attention, self.input_layernorm)
 
 
@@ -135,6 +142,13 @@ class LlamaModel(nn.Module):
         for layer in before:
             residual_BTH = layer(residual_BTH, rotation, attention)
         last.write_kv(residual_BTH, rotation, attention)
+
+    def commit(self, path: PathCommit) -> None:
+        """Advance the states of all recurrent layers by what was accepted."""
+        for layer in cast("list[DecoderLayer]", self.layers):
+            if isinstance(layer.self_attn, GatedDeltaNet):
+                layer.self_attn.commit(path)
+        path.shift_columns()
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 ``[..., V]`` of hidden states after the final norm, ``[..., H]``."""

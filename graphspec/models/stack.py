@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 from torch import Tensor, nn
 
 from ..kernels import resolve
+from .gated_delta import GatedDeltaNet
 from .layers import MLP, Embedding, Linear, RMSNorm, SelfAttention, pack_linear_layers
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ class PlainLayer(Protocol):
 
 def why_not(layers: Sequence[PlainLayer]) -> str | None:
     """What keeps layers from being a stack; None: nothing does."""
+    if any(isinstance(layer.self_attn, GatedDeltaNet) for layer in layers):
+        return "recurrent layers"
     if any(not isinstance(layer.self_attn, SelfAttention) for layer in layers):
         return "latent attention"
     if any(not isinstance(layer.mlp, MLP) for layer in layers):

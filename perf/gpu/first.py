@@ -198,7 +198,7 @@ def probes() -> dict[str, Callable[[], str]]:
     found["engine-debug"] = partial(engine, "tree", "fused", debug=True)
     found["engine-ahead"] = partial(engine, "chain", "reference", cycles_in_flight=3)
     found["profiler"] = profiler
-    for op in OPS:
+    for op in (op for op in OPS if "fused" in op.names):
         found[f"{KERNEL}{op.name}"] = partial(kernel, op.name)
     return found
 

@@ -13,7 +13,7 @@ from graphspec.errors import CheckpointError
 from graphspec.facts import read_model_facts
 from graphspec.models.target import load_target
 from graphspec.models.token_map import apply_token_map
-from tests.support.checkpoints import VOCAB_SIZE, DenseAttention, eagle3_tensors, edit_json, edit_tensors, write_eagle3
+from tests.support.checkpoints import VOCAB_SIZE, DenseAttention, eagle3_tensors, edit_tensors, write_eagle3
 from tests.support.mtp_checkpoints import (
     HEAD_DIM,
     HIDDEN,
@@ -299,13 +299,6 @@ def test_a_layer_too_many_is_no_head(tmp_path: Path) -> None:
     add_heads(write_target(tmp_path), head)
     with pytest.raises(CheckpointError, match=rf"model\.layers\.{LAYERS}\."):
         load_target(read_model_facts(tmp_path), (), 8, torch.float32, "cpu")
-
-
-@pytest.mark.parametrize("architecture", ["Qwen3NextForCausalLM", "Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM"])
-def test_hybrid_targets_are_refused(architecture: str, tmp_path: Path) -> None:
-    edit_json(write_target(tmp_path) / "config.json", architectures=[architecture])
-    with pytest.raises(CheckpointError, match="recurrent state"):
-        read_model_facts(tmp_path)
 
 
 def renamed(head: dict[str, torch.Tensor], old: str, new: str) -> dict[str, torch.Tensor]:

@@ -239,9 +239,12 @@ def test_who_may_share() -> None:
     assert make_plan("chain").prefix_cache, "null: on"
     assert not make_plan("chain", prefix_cache=False).prefix_cache
     unfinished = replace(PLAIN_DECODING, name="unfinished", shares_prefix=False)
-    assert not unfinished.resolve_prefix_cache(None)
+    assert not unfinished.resolve_prefix_cache(None, recurrent=False)
     with pytest.raises(ConfigError, match=r"runtime\.prefix_cache: expected null or false: variant unfinished does not declare"):
-        unfinished.resolve_prefix_cache(True)
+        unfinished.resolve_prefix_cache(True, recurrent=False)
+    assert not PLAIN_DECODING.resolve_prefix_cache(None, recurrent=True)
+    with pytest.raises(ConfigError, match=r"runtime\.prefix_cache: expected null or false: the target has recurrent layers"):
+        PLAIN_DECODING.resolve_prefix_cache(True, recurrent=True)
     assert Config().runtime.prefix_cache is None and RuntimeConfig(prefix_cache=False).prefix_cache is False
 
 

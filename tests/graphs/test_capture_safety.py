@@ -28,7 +28,7 @@ from graphspec.models.layers import use_kernels
 from graphspec.plan import Plan
 from graphspec.shapes import GREEDY, SAMPLED, GraphKey, SamplingClass
 from tests.support.fake_cuda import FixedOrder, HostTrafficError, NoHostTraffic, UnorderedSumError, load_cuda_guard, tensors
-from tests.support.tiny import OTHERS, SHAPES, STRUCTURES, move, same_bits, structure_plan, tiny_networks, tiny_plan
+from tests.support.tiny import HYBRIDS, OTHERS, SHAPES, STRUCTURES, move, same_bits, structure_plan, tiny_networks, tiny_plan
 
 ALL_KINDS = ("mail", "state", "lane", "ring", "kv")
 CLASSES = {"greedy": GREEDY, "sampling": SAMPLED, "all": SamplingClass(True, True, True, True, 2, True, True, True)}
@@ -100,7 +100,7 @@ def test_the_whole_cycle_needs_no_host(shape: str, sampling: SamplingClass) -> N
     assert min(counts) > 100
 
 
-@pytest.mark.parametrize("structure", OTHERS)
+@pytest.mark.parametrize("structure", [*OTHERS, *HYBRIDS])
 def test_no_drafter_needs_the_host(structure: str) -> None:
     plan = fake_plan(structure)
     with FakeTensorMode():
@@ -311,7 +311,7 @@ def stages_of(cycle: Cycle, key: Key) -> Iterator[Stage]:
 
 @pytest.mark.parametrize(
     ("shape", "sampling", "rule"),
-    [*((shape, "sampling", "match") for shape in STRUCTURES), ("tree", "greedy", "match"), ("tree", "all", "match"),
+    [*((shape, "sampling", "match") for shape in (*STRUCTURES, *HYBRIDS)), ("tree", "greedy", "match"), ("tree", "all", "match"),
      ("chain", "all", "match"), ("tree", "greedy", "synthetic"), ("chain", "all", "rejection"),
      *((shape, "sampling", rule) for shape, rule in RULES)],
 )  # fmt: skip
@@ -363,7 +363,9 @@ def check_what_stages_touch(cycle: Cycle, key: Key) -> None:
             arena.restore(after)
 
 
-@pytest.mark.parametrize(("shape", "sampling"), [*(("tree", name) for name in CLASSES), *((shape, "sampling") for shape in OTHERS)])
+@pytest.mark.parametrize(
+    ("shape", "sampling"), [*(("tree", name) for name in CLASSES), *((shape, "sampling") for shape in (*OTHERS, "hybrid-tree"))]
+)
 def test_prefill_touches_exactly_what_it_declares(shape: str, sampling: str) -> None:
     prefill_touches_what_it_declares(warm_cycle(shape, CLASSES[sampling])[0], CLASSES[sampling])
 
@@ -387,7 +389,7 @@ def prefill_touches_what_it_declares(cycle: Cycle, sampling: SamplingClass) -> N
             assert set(stage.reads) <= touched.read <= {*stage.reads, *stage.writes}, stage.name
 
 
-@pytest.mark.parametrize("shape", STRUCTURES)
+@pytest.mark.parametrize("shape", [*STRUCTURES, *HYBRIDS])
 def test_nothing_but_slots_of_state_crosses_from_cycle_to_cycle(shape: str) -> None:
     cycle, key, _ = warm_cycle(shape)
     arena = cycle.arena

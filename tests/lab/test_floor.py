@@ -14,6 +14,9 @@ from graphspec.compose import load_config
 from graphspec.config import VariantConfig
 from graphspec.engine.llm import LLM
 from graphspec.errors import ConfigError
+from graphspec.facts.families import QWEN3_5
+from graphspec.facts.keys import Keys
+from graphspec.facts.recurrent import read_gated_delta
 from graphspec.graphs.memory import parameter_bytes, plan_memory
 from graphspec.lab.floor import FloorModel, Hardware, StageCost, distinct_experts, kv_bytes_per_token
 from graphspec.lab.predict.model_pair import read_model_pair, shape_names
@@ -23,7 +26,7 @@ from tests.support.plans import draft_facts, model_facts
 
 EAGLE3, MTP = resolve_variant("eagle3"), resolve_variant("mtp")
 CONTEXT = 2048
-PARTS = ("weights", "experts", "kv", "embedding", "logits", "features")
+PARTS = ("weights", "experts", "kv", "state", "embedding", "logits", "features")
 
 # Llama-3.1-8B: parameters of its layers and of its head, and what a layer does of attention for one token and one slot.
 LLAMA_LAYERS = 32 * (4096 * (4096 + 1024 + 1024) + 4096 * 4096 + 3 * 4096 * 14336 + 2 * 4096) + 4096
@@ -238,3 +241,19 @@ def test_shapes_on_paper_have_no_weights() -> None:
 def test_a_static_tree_goes_by_the_name_of_its_stage() -> None:
     stages = SMALL.stages(CycleShape(3, 2, 6, "nodes"), 1, 20)
     assert [(stage.name, stage.passes) for stage in stages] == [("draft_extend", 1), ("static_steps", 2), ("verify", 1)]
+
+
+def test_a_recurrent_state_is_read_for_verification_and_read_and_written_by_the_commit() -> None:
+    """Whatever the tree: nodes add what they record, and no state."""
+    values = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 6}
+    recurrent = read_gated_delta(Keys(values, "config.json"), 4)
+    assert recurrent is not None
+    facts = replace(model_facts(num_layers=4), family=QWEN3_5, recurrent=recurrent, sliding_window=(None,) * 4)
+    floors = FloorModel.of(facts, None, "bfloat16", resolve_variant("ngram"))
+    channels, matrix = 2 * 2 * 8 + 4 * 6, 4 * 8 * 6
+    for shape in (PLAIN, CycleShape(3, 2, 7, "paths")):
+        stage = floors.stages(shape, 3, 50)[-1]
+        state, record = 3 * (matrix * 4 + 3 * channels * 2), channels * 2 + 8 * 4
+        assert stage.parts["state"] == 3 * 3 * state + 2 * 3 * shape.num_draft_tokens * 3 * record
+        rows = facts.num_kv_heads * facts.head_dim * 2 * 2
+        assert stage.parts["kv"] == rows * 3 * (50 + shape.num_draft_tokens), "one layer attends"

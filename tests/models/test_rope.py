@@ -114,7 +114,7 @@ def test_yarn_factor_null_means_the_ratio_of_the_contexts(tmp_path: Any) -> None
 def read_partial(rope_parameters: dict[str, Any] | None, **keys: Any) -> RopeFacts:
     """RoPE of a layer that rotates part of a head of 64."""
     values = {"hidden_size": 128, "intermediate_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
-    values |= {"vocab_size": 9, "num_hidden_layers": 1, "rms_norm_eps": 1e-6, "max_position_embeddings": 16384, **keys}
+    values |= {"vocab_size": 9, "num_hidden_layers": 4, "rms_norm_eps": 1e-6, "max_position_embeddings": 16384, **keys}
     return read_decoder(Keys({**values, "rope_parameters": rope_parameters}, "config"), Path("nowhere"), "any", QWEN3_5).rope
 
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 from graphspec.kernels.formulas import apply_rope, rms_norm
 from graphspec.models.attention import HeadTransform, LatentTransform
+from graphspec.models.recurrence import Recurrence
 
 VOCAB_SIZE = 61
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "olmo2": "Olmo2", "phi3": "Phi3"}
@@ -333,6 +334,7 @@ class DenseAttention:
     position_BT: Tensor
     rope_length_BT: Tensor
     valid_BT: Tensor
+    recurrence: Recurrence | None = None
 
     @classmethod
     def prompt(cls, batch: int, length: int, device: str = "cpu") -> DenseAttention:

@@ -23,7 +23,8 @@ from graphspec.drafters.p_eagle.facts import PEagleFacts
 from graphspec.drafters.p_eagle.network import PEagleDraft
 from graphspec.drafters.standalone.facts import StandaloneFacts
 from graphspec.drafters.standalone.network import StandaloneDraft
-from graphspec.facts import DraftFacts, ExpertFacts, LatentFacts, ModelFacts, RopeFacts
+from graphspec.facts import DraftFacts, ExpertFacts, LatentFacts, ModelFacts, RecurrentFacts, RopeFacts
+from graphspec.facts.families import QWEN3_5
 from graphspec.models.llama import LlamaModel
 from graphspec.plan import Plan, make_plan
 from graphspec.shapes import CycleShape
@@ -49,6 +50,11 @@ OTHERS: dict[str, dict[str, Any]] = {
     "host-tree": {"name": "ngram_trie", "num_steps": 4, "topk": 3, "num_draft_tokens": 9},
 }
 """The structures other variants have: keys of their :class:`VariantConfig`."""
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "hybrid-chain": {"name": "mtp", "num_steps": 3, "topk": 1, "num_draft_tokens": 4},
+    "hybrid-tree": {"name": "ngram", "num_steps": 4, "topk": 3, "num_draft_tokens": 9},
+}
+"""Recurrent layers in the target, which have no fused kernels."""
 STRUCTURES = (*SHAPES, *OTHERS)
 
 
@@ -73,8 +79,16 @@ def latent_facts(num_layers: int = 3) -> ModelFacts:
     return replace(facts, sliding_window=(None,) * num_layers)
 
 
+def hybrid_facts() -> ModelFacts:
+    """Two gated delta nets around one attention layer."""
+    recurrent = RecurrentFacts(layers=(True, False, True), key_heads=2, value_heads=4, key_dim=8, value_dim=6, taps=4)
+    return replace(model_facts(), family=QWEN3_5, sliding_window=(None,) * 3, recurrent=recurrent)
+
+
 def target_facts(structure: str) -> ModelFacts:
     """Facts of the target a structure has."""
+    if structure in HYBRIDS:
+        return hybrid_facts()
     return latent_facts() if structure == "latent-experts" else model_facts()
 
 
@@ -102,7 +116,7 @@ def other_draft_facts(structure: str) -> DraftFacts | None:
         return DFlashFacts(**tapped, **rows, decoder=decoder, mask_token_id=60)
     if structure == "no-feature":
         return StandaloneFacts(**common, decoder=model_facts(2))
-    if structure in ("one-head", "head-per-step", "latent-experts"):
+    if structure in ("one-head", "head-per-step", "latent-experts", "hybrid-chain"):
         heads = 3 if structure == "head-per-step" else 1
         decoder = latent_facts(heads) if structure == "latent-experts" else model_facts(heads)
         return MTPFacts(**common, decoder=decoder, feature_size=48, num_heads=heads, layout="deepseek", first_index=0)
@@ -125,12 +139,14 @@ def structure_plan(
     structure: str, *, device: str, runtime: str, mode: str = "reference", cycles_in_flight: int = 1, rule: str = "match",
     adaptive: AdaptiveConfig | None = None, **keys: Any,
 ) -> Plan:  # fmt: skip
-    """A plan of one of :data:`STRUCTURES`."""
+    """A plan of one of :data:`STRUCTURES` or :data:`HYBRIDS`."""
     if structure in SHAPES:
         shared = {"runtime": runtime, "mode": mode, "cycles_in_flight": cycles_in_flight, "rule": rule, "adaptive": adaptive, **keys}
         return tiny_plan(SHAPES[structure], device=device, **shared)
     draft, target = other_draft_facts(structure), target_facts(structure)
-    return _plan(VariantConfig(**OTHERS[structure]), draft, device, runtime, mode, cycles_in_flight, keys, rule, target, adaptive)
+    return _plan(
+        VariantConfig(**{**OTHERS, **HYBRIDS}[structure]), draft, device, runtime, mode, cycles_in_flight, keys, rule, target, adaptive
+    )
 
 
 def _plan(

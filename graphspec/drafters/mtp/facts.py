@@ -9,7 +9,7 @@ from pathlib import Path
 from ...checks import LONG, brief
 from ...errors import CheckpointError
 from ...facts.draft import DraftFacts, DraftPass
-from ...facts.families import QWEN2, QWEN3_5, Family, find_family, target_architectures
+from ...facts.families import QWEN2, Family, find_family, target_architectures
 from ...facts.files import find_file, open_file, parse_json, plain, read_shards
 from ...facts.keys import MOST_LAYERS, Keys, read_architecture, read_config
 from ...facts.model import ModelFacts, read_decoder
@@ -107,15 +107,17 @@ def _count(keys: Keys, layout: str, heads: list[int], names: list[str]) -> int:
 def _family(keys: Keys, layout: str, architecture: str) -> Family:
     """The family whose layers the heads have."""
     if layout == "qwen":
-        if find_family(architecture) is QWEN3_5:
-            return QWEN3_5
+        family = find_family(architecture)
+        if family is not None and family.recurrent is not None:
+            # The layer of the head attends, and its MLP is dense.
+            return replace(family, refused="", recurrent=None, experts=None)
         raise keys.error("architectures", "a Qwen3Next or Qwen3_5 architecture, whose heads are named mtp.fc")
     if layout == "mimo":
         if architecture in _MIMO:
             return QWEN2
         raise keys.error("architectures", "one of " + ", ".join(_MIMO) + ", whose heads are named model.mtp_layers")
     family = find_family(architecture.removesuffix("NextN"))
-    if family is None or family.refused:
+    if family is None or family.refused or family.recurrent is not None:
         raise keys.error("architectures", "one of " + ", ".join(target_architectures()) + ", or one of them followed by NextN")
     return family
 
@@ -193,7 +195,7 @@ def counted_facts(folder: Path, target: ModelFacts) -> tuple[MTPFacts, str]:
     keys = read_config(folder)
     architecture = read_architecture(keys, "a model with multi-token-prediction heads")
     family = find_family(architecture.removesuffix("NextN"))
-    if family is None or family.refused:
+    if family is None or family.refused or family.recurrent is not None:
         raise keys.error("architectures", "one of " + ", ".join(target_architectures()))
     count = keys.integer(next((key for key in COUNT_KEYS if keys.present(key)), COUNT_KEYS[0]))
     layers = keys.integer("num_hidden_layers")

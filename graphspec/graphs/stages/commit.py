@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from ...buffers import Views
 from ...kernels.groups import Progress, Run
+from ...models.recurrence import NodeRecords, PathCommit, RecurrentStates
 from .page_features import save_page_features
-from .stage import Build, Stage
+from .stage import Build, Stage, TargetModel
 
 
 class CommitState(Stage):
@@ -17,6 +18,22 @@ class CommitState(Stage):
 
     def forward(self, v: Views) -> None:
         self.kernels.kv_move(v.target_kv, v.page_table_RP, v.seq_len_R, v.path_BA, v.accept_len_B, v.lane_row_B)
+
+
+class CommitRecurrent(Stage):
+    """The accepted path's tokens enter the states of the recurrent layers, in trees and chains alike."""
+
+    name = "commit_recurrent"
+    reads = ("lane_row_B", "path_BA", "accept_len_B", *NodeRecords._fields, *RecurrentStates._fields)
+    writes = RecurrentStates._fields
+
+    def __init__(self, build: Build) -> None:
+        super().__init__(build)
+        self.target: TargetModel = build.target
+
+    def forward(self, v: Views) -> None:
+        states, records = v.take(RecurrentStates), v.take(NodeRecords)
+        self.target.commit(PathCommit(self.kernels, states, records, v.lane_row_B, v.path_BA, v.accept_len_B))
 
 
 class Commit(Stage):

@@ -8,6 +8,7 @@ from torch import Tensor
 from ...buffers import Status, Views
 from ...catalog import load_object
 from ...models.attention import ChunkAttention
+from ...models.recurrence import RecurrentStates, RunRecurrence
 from .bans import WORDS, note_tokens
 from .counts import count_tokens
 from .draft_prefill import ChunkRows, DraftPrefill, take_last
@@ -36,17 +37,18 @@ class Prefill(Stage):
         draft_reads, draft_writes = (self.draft.reads, self.draft.writes) if self.draft is not None else ((), ())
         history = ("history_RL",) if self.plan.keeps_history else ()
         state = ("cycle_1", "window_token_RAc", "window_len_R", "seq_len_R", "budget_R", "status_R")
+        self.states = RecurrentStates._fields if self.plan.target.recurrent is not None else ()
         self.shaper = LogitShaper(build)
         noise = ("lane_temperature_B", "lane_seed_B") if self.sampling.noise else ()
         words = WORDS if self.sampling.bad_words else ()
         scored = ("following_token_R",) if self.sampling.prompt_logprobs else ()
         self.reads = (
             "mail", "lane_row_B", "page_table_RP", "stop_id_RE", "budget_R", "cycle_1", "target_kv",
-            *draft_reads, *history, *noise, *self.shaper.reads, *words, *scored,
+            *self.states, *draft_reads, *history, *noise, *self.shaper.reads, *words, *scored,
         )  # fmt: skip
         counts = (*(("output_count_RV",) if self.sampling.penalties else ()), *words[:1])
         tables = ("page_table_RP",) if self.layout.max_chunk_pages else ()
-        self.writes = ("target_kv", *tables, *state, *draft_writes, *history, *counts, *ring_buffers(self.sampling))
+        self.writes = ("target_kv", *self.states, *tables, *state, *draft_writes, *history, *counts, *ring_buffers(self.sampling))
 
     def forward(self, v: Views) -> None:
         at = self.layout
@@ -62,8 +64,13 @@ class Prefill(Stage):
         slot_BC = start_B[:, None] + entry_C
         rope_length_BC = torch.minimum(torch.maximum(prompt_B[:, None], slot_BC + 1), total_B[:, None])
         table_BP = v.page_table_RP[row_B]
+        recurrence = None
+        if self.states:
+            exact = self.plan.numerics == "batch_invariant"
+            recurrence = RunRecurrence(self.kernels, v.take(RecurrentStates), row_B, length_B, start_B == 0, exact)
         hidden_BCH, taps_BCF = self.target(
-            token_BC, ChunkAttention(self.kernels, v.target_kv, table_BP, slot_BC, rope_length_BC, valid_BC, slot_BC, 0, self.bound)
+            token_BC,
+            ChunkAttention(self.kernels, v.target_kv, table_BP, slot_BC, rope_length_BC, valid_BC, slot_BC, 0, self.bound, recurrence),
         )
         if self.sampling.prompt_logprobs:
             write_prompt_logprobs(v, self.target, v.cycle_1 % self.plan.ring_depth, hidden_BCH, token_BC, length_B)

@@ -15,6 +15,7 @@ from ...kernels.groups import Window
 from ...kernels.host_step import Anchor, BoundCall, HeadShape, PreparedCall
 from ...kernels.registry import KernelSet
 from ...models.attention import Attention
+from ...models.recurrence import PathCommit
 from ...plan import Plan
 from ...shapes import CycleShape, SamplingClass
 
@@ -23,6 +24,10 @@ class TargetModel(Protocol):
     """What the stages ask of a target network (:mod:`graphspec.models.llama`)."""
 
     def __call__(self, token_BT: Tensor, attention: Attention) -> tuple[Tensor, Tensor | None]: ...
+
+    def commit(self, path: PathCommit) -> None:
+        """Advance the states of recurrent layers; asked of targets that have them."""
+        ...
 
     def logits(self, hidden: Tensor) -> Tensor: ...
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ...buffers import Views
 from ...models.attention import TreeAttention
+from ...models.recurrence import NodeRecords, RecurrentStates, TreeRecurrence
 from .stage import Build, Stage, TargetModel
 
 
@@ -17,7 +18,10 @@ class Verify(Stage):
         self.target: TargetModel = build.target
         nodes = ("node_token_BN", "node_depth_BN", "node_ancestors_BNX")
         self.reads = ("lane_row_B", "status_R", "seq_len_R", "lane_table_BP", "target_kv", *nodes)
-        self.writes = ("target_kv", "logits_BNV", *(("feature_BNF",) if self.plan.feature_width else ()))
+        if self.plan.target.recurrent is not None:
+            self.reads += ("node_parent_BN", *RecurrentStates._fields)
+        records = NodeRecords._fields if self.plan.target.recurrent is not None else ()
+        self.writes = ("target_kv", "logits_BNV", *records, *(("feature_BNF",) if self.plan.feature_width else ()))
         # The mask of a chain is causal.
         count = self.shape.num_draft_tokens
         self.bound = self.bind_call("target", "root", count, count) if self.shape.is_chain else None
@@ -29,6 +33,12 @@ class Verify(Stage):
         window = None
         if self.bound is None:
             window = self.kernels.own_window(v.lane_table_BP, self.plan.page_size, end_B, ancestors_BNX)
+        recurrence = None
+        if self.plan.target.recurrent is not None:
+            recurrence = TreeRecurrence(
+                self.kernels, v.take(RecurrentStates), v.take(NodeRecords), v.lane_row_B, v.node_parent_BN, ancestors_BNX,
+                exact=self.plan.numerics == "batch_invariant",
+            )  # fmt: skip
         attention = TreeAttention(
             kernels=self.kernels,
             kv_pool=v.target_kv,
@@ -41,6 +51,7 @@ class Verify(Stage):
             ancestors_BTX=ancestors_BNX,
             own_window=window,
             bound=self.bound,
+            recurrence=recurrence,
         )
         hidden_BNH, taps_BNF = self.target(token_BN, attention)
         v.logits_BNV.copy_(self.target.logits(hidden_BNH))

@@ -160,12 +160,12 @@ def _cells(advice: Advice, row: Row) -> list[str]:
 def stages_table(advice: Advice) -> Table:
     """Floors of the recommended shape at the smallest and the largest batch."""
     table = _table("stages with weights, recommended shape")
-    for name in ("batch", "stage", "bytes", "weights", "experts", "KV", "floor ms", "ms", "bound"):
+    for name in ("batch", "stage", "bytes", "weights", "experts", "KV, states", "floor ms", "ms", "bound"):
         table.add_column(name, justify="right" if name not in ("stage", "bound") else "left", no_wrap=True)
     for row in {advice.rows[0].batch: advice.rows[0], advice.rows[-1].batch: advice.rows[-1]}.values():
         for stage in row.best.prediction.stages:
             parts = stage.cost.parts
-            shown = [parts["weights"], parts["experts"], parts["kv"]]
+            shown = [parts["weights"], parts["experts"], parts["kv"] + parts["state"]]
             sizes = [spell_bytes(size) for size in (stage.cost.bytes, *shown)]
             name = stage.name + (f" x{stage.cost.passes}" if stage.cost.passes > 1 else "")
             bound = "compute" if stage.compute_bound else "bytes"

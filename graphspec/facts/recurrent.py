@@ -1,0 +1,117 @@
+"""Layers with a recurrent state in place of keys and values, as ``config.json`` describes them. Standard library only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Literal
+
+from .keys import MOST_HEAD_DIM, MOST_HEADS, Keys
+
+MOST_CONVOLUTION = 16
+"""Taps of a convolution, several times the published 4."""
+INTERVAL = "full_attention_interval"
+KINDS = ("linear_attention", "full_attention")
+
+
+@dataclass(frozen=True, slots=True)
+class StateSlot:
+    """What a recurrent layer keeps of a row between cycles, or of a node from verification to commit."""
+
+    kind: Literal["matrix", "convolution", "inputs", "gates"]
+    shape: tuple[int, ...]
+    """Of one row, or one node, in one layer."""
+    float32: bool
+    """Whatever the dtype of the model."""
+
+
+def _bytes(slots: tuple[StateSlot, ...], itemsize: int) -> int:
+    return sum(prod(slot.shape) * (4 if slot.float32 else itemsize) for slot in slots)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecurrentFacts:
+    """Gated delta net (arXiv 2412.06464): a causal convolution, then a matrix per head that each token decays, corrects and reads."""
+
+    layers: tuple[bool, ...]
+    """Per layer: whether it is recurrent; the others attend."""
+    key_heads: int
+    value_heads: int
+    """A multiple of ``key_heads``: queries and keys of one head serve consecutive value heads."""
+    key_dim: int
+    value_dim: int
+    taps: int
+    """Tokens that the convolution reads, the current one included."""
+
+    @property
+    def count(self) -> int:
+        """U: recurrent layers."""
+        return sum(self.layers)
+
+    @property
+    def channels(self) -> int:
+        """E: channels of the convolution, queries, keys and values side by side."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    @property
+    def states(self) -> tuple[StateSlot, ...]:
+        """What lives per row."""
+        return (
+            StateSlot("matrix", (self.value_heads, self.key_dim, self.value_dim), float32=True),
+            StateSlot("convolution", (self.taps - 1, self.channels), float32=False),
+        )
+
+    @property
+    def records(self) -> tuple[StateSlot, ...]:
+        """What a node leaves for the commit, which computes everything else from it again."""
+        return (
+            StateSlot("inputs", (self.channels,), float32=False),
+            StateSlot("gates", (2 * self.value_heads,), float32=True),
+        )
+
+    def state_bytes(self, itemsize: int) -> int:
+        """Of one row, in all layers; ``itemsize``: bytes of a number in the dtype of the model."""
+        return self.count * _bytes(self.states, itemsize)
+
+    def record_bytes(self, itemsize: int) -> int:
+        """Of one node, in all layers."""
+        return self.count * _bytes(self.records, itemsize)
+
+    def layers_from(self, first: int) -> RecurrentFacts | None:
+        """The same without the first layers; None where no layer is recurrent any more."""
+        rest = replace(self, layers=self.layers[first:])
+        return rest if rest.count else None
+
+
+def read_gated_delta(keys: Keys, num_layers: int) -> RecurrentFacts | None:
+    """Qwen3-Next and Qwen3.5: three gated delta nets, then one attention, unless ``layer_types`` says otherwise.
+
+    Returns:
+        None where every layer attends.
+
+    Raises:
+        CheckpointError: a key that is wrong or not supported.
+    """
+    kinds = keys.values.get("layer_types")
+    if kinds is None:
+        interval = keys.integer(INTERVAL, 4)
+        kinds = [KINDS[(layer + 1) % interval == 0] for layer in range(num_layers)]
+    if not isinstance(kinds, list) or len(kinds) != num_layers or not all(kind in KINDS for kind in kinds):
+        raise keys.error("layer_types", f"{num_layers} entries of {' or '.join(KINDS)}")
+    layers = tuple(kind == "linear_attention" for kind in kinds)
+    if not any(layers):
+        return None
+    if all(layers):
+        raise keys.error("layer_types", "at least one entry of full_attention")
+    key_heads = keys.integer("linear_num_key_heads", 16, most=MOST_HEADS)
+    value_heads = keys.integer("linear_num_value_heads", 32, most=MOST_HEADS)
+    if value_heads % key_heads:
+        raise keys.error("linear_num_value_heads", f"a multiple of linear_num_key_heads = {key_heads}")
+    return RecurrentFacts(
+        layers=layers,
+        key_heads=key_heads,
+        value_heads=value_heads,
+        key_dim=keys.integer("linear_key_head_dim", 128, most=MOST_HEAD_DIM),
+        value_dim=keys.integer("linear_value_head_dim", 128, most=MOST_HEAD_DIM),
+        taps=keys.integer("linear_conv_kernel_dim", 4, least=2, most=MOST_CONVOLUTION),
+    )

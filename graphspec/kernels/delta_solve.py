@@ -1,0 +1,31 @@
+"""Gated delta rule over a tree, all nodes at once."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from .delta_rule import ancestor_matrix, delta_solve_block, delta_tokens, rows_of
+from .delta_walk import tree_cases
+from .op import KernelOp
+
+
+def delta_solve(mixed_BTE: Tensor, gate_BTG: Tensor, matrix_RUHKV: Tensor, layer: int, lane_row_B: Tensor, ancestors_BTX: Tensor) -> Tensor:
+    """What :func:`~graphspec.kernels.delta_walk.delta_walk` computes, by matrix products and one triangular system per head and lane.
+
+    Nodes are ordered, ancestors first, so the system is lower triangular; decays sum along each node's path, and pairs that share none are
+    masked by a choice, never by a product. The work is that of T tokens, not of T paths, and the state is read once. Results differ from
+    those of the walk by rounding, and depend on T in their last bits.
+
+    Args:
+        mixed_BTE, gate_BTG, matrix_RUHKV, layer, lane_row_B, ancestors_BTX: as there.
+
+    Returns:
+        ``[B, T, H, V]`` in the dtype of ``mixed``; nobody reads an unused node's.
+    """
+    heads, key_dim, value_dim = matrix_RUHKV.shape[2:]
+    before_BTT = ancestor_matrix(ancestors_BTX)
+    tokens = delta_tokens(mixed_BTE, gate_BTG, heads, key_dim, value_dim).masked(before_BTT.diagonal(dim1=1, dim2=2))
+    return delta_solve_block(rows_of(matrix_RUHKV, layer, lane_row_B, None), tokens, before_BTT)[0].to(mixed_BTE.dtype)
+
+
+OP = KernelOp(delta_solve, tree_cases, fused=None, exact=False)

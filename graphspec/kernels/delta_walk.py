@@ -1,0 +1,62 @@
+"""Gated delta rule over a tree, node by node: the bits of plain decoding."""
+
+from __future__ import annotations
+
+import torch
+from torch import Generator, Tensor
+
+from .delta_rule import ancestor_matrix, delta_tokens, delta_update, random_ancestors, random_tokens, rows_of
+from .op import Case, KernelOp
+
+
+def delta_walk(mixed_BTE: Tensor, gate_BTG: Tensor, matrix_RUHKV: Tensor, layer: int, lane_row_B: Tensor, ancestors_BTX: Tensor) -> Tensor:
+    """What every node reads after its own ancestors and itself have updated its row's state, one after the other.
+
+    The update is that of :mod:`graphspec.kernels.delta_rule`, with the same operations in the same order whatever the tree: a node's result
+    has the bits that plain decoding of its path has. No state is written. An implementation gives each node to programs of its own, which
+    walk from the row's state along its ancestor bits; the reference keeps the states of all nodes and goes on from the parent's. On a CPU
+    torch's exponential may round by where in a tensor a number lies, so there the reference promises the order alone.
+
+    Args:
+        mixed_BTE: after the convolution, E = 2 * Hk * K + H * V: queries, keys, values.
+        gate_BTG: float32, G = 2 * H: log-decays, at most 0, then rates.
+        matrix_RUHKV: float32, the committed states of each row and recurrent layer.
+        layer: static; of the recurrent ones.
+        lane_row_B: int64.
+        ancestors_BTX: int64 words, 64 bits each: bit j of node i: j is an ancestor of i, or i itself. A node without its own bit is unused:
+            its inputs may be NaN, and nobody reads its result. Ancestors come before their descendants.
+
+    Returns:
+        ``[B, T, H, V]`` in the dtype of ``mixed``.
+    """
+    heads, key_dim, value_dim = matrix_RUHKV.shape[2:]
+    tokens = delta_tokens(mixed_BTE, gate_BTG, heads, key_dim, value_dim)
+    start_BHKV = rows_of(matrix_RUHKV, layer, lane_row_B, None)
+    state_BHKV, read_BHV = delta_update(start_BHKV, tokens.at(0))
+    count = mixed_BTE.shape[1]
+    out = [read_BHV]
+    if count > 1:
+        node_T = torch.arange(count, device=mixed_BTE.device)
+        ancestor_BTT = ancestor_matrix(ancestors_BTX) & (node_T < node_T[:, None])
+        parent_BT = torch.where(ancestor_BTT, node_T, -1).amax(-1)
+        lane_B = torch.arange(mixed_BTE.shape[0], device=mixed_BTE.device)
+        states = start_BHKV.new_empty(start_BHKV.shape[0], count + 1, *start_BHKV.shape[1:])
+        states[:, 0], states[:, 1] = start_BHKV, state_BHKV
+        for node in range(1, count):
+            states[:, node + 1], read_BHV = delta_update(states[lane_B, parent_BT[:, node] + 1], tokens.at(node))
+            out.append(read_BHV)
+    return torch.stack(out, 1).to(mixed_BTE.dtype)
+
+
+def tree_cases(generator: Generator) -> list[Case]:
+    """Of this op and of :func:`~graphspec.kernels.delta_solve.delta_solve`: odd sizes, unused nodes, more than one word."""
+
+    def case(lanes: int, tokens: int, key_heads: int, value_heads: int, key_dim: int, value_dim: int) -> Case:
+        made = random_tokens(generator, lanes, tokens, key_heads, value_heads, key_dim, value_dim)
+        made["ancestors_BTX"] = random_ancestors(generator, lanes, tokens)
+        return made
+
+    return [case(1, 1, 1, 1, 4, 4), case(2, 5, 2, 4, 8, 6), case(3, 9, 1, 3, 5, 7), case(1, 70, 2, 2, 4, 8)]
+
+
+OP = KernelOp(delta_walk, tree_cases, fused=None, exact=False)

@@ -1,0 +1,165 @@
+"""Hybrid targets in the engine: greedy tokens are those of transformers, whoever drafts, whatever is accepted."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from graphspec.buffers import Status
+from graphspec.drafters.ngram_trie.proposer import TrieProposer
+from graphspec.engine.llm import LLM, SamplingParams
+from graphspec.graphs.cycle import Cycle
+from graphspec.shapes import GraphKey
+from tests.support.checkpoints import VOCAB_SIZE, edit_json, write_hf
+from tests.support.engines import CHAIN, SMALL, TREE, Pair, ids, prompts, random_pair, watch_schedulers
+from tests.support.hybrid_checkpoints import build_hybrid
+from tests.support.mtp_checkpoints import add_heads, head_tensors
+from tests.support.tiny import same_bits
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from graphspec.engine.proposer import Nodes
+    from graphspec.engine.request import Request
+    from graphspec.graphs.programs import Key
+    from graphspec.graphs.stages.mailbox import Message
+
+LENGTH = 15
+ASKED = prompts(4, (12, 1, 25, 7), VOCAB_SIZE)
+WIDE_TREE = {"num_steps": 4, "topk": 3, "num_draft_tokens": 12}
+HOST = {"variant": "ngram_trie", "page_size": 4, **WIDE_TREE}
+
+
+@pytest.fixture(scope="module", params=["qwen3_5", "qwen3_next"])
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return random_pair(tmp_path_factory.mktemp(request.param), build_hybrid(request.param))
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """One of the two where the other would show the same."""
+    return random_pair(tmp_path_factory.mktemp("dense"), build_hybrid("qwen3_5", seed=1))
+
+
+def expected(pair: Pair, asked: Sequence[Sequence[int]] = ASKED, length: int = LENGTH) -> list[list[int]]:
+    return [pair.greedy(prompt, length) for prompt in asked]
+
+
+class Oracle:
+    """Proposes the true continuation to a drawn depth, between siblings that are wrong, so that every node may be the last accepted one."""
+
+    def __init__(self, known: dict[tuple[int, ...], list[int]]) -> None:
+        self.known, self.draw, self.ends = known, random.Random(0), set[int]()
+
+    def propose(self, requests: Sequence[Request]) -> list[Nodes]:
+        return [self.tree(request) for request in requests]
+
+    def tree(self, request: Request) -> Nodes:
+        true = self.known[tuple(request.prompt)][len(request.output) :]
+        tokens, parents, last, end = [], [], -1, 0
+        for depth in range(self.draw.randint(0, WIDE_TREE["num_steps"])):
+            if depth >= len(true):
+                break
+            wrong = (true[depth] + 1) % VOCAB_SIZE
+            before = self.draw.randint(0, 1)
+            for token in [wrong] * before + [true[depth]] + [wrong + 1] * (1 - before):
+                tokens.append(token % VOCAB_SIZE)
+                parents.append(last)
+            last = len(tokens) - 2 + before
+            end = last + 1
+        self.ends.add(end)
+        return tokens, parents
+
+
+def consult(monkeypatch: pytest.MonkeyPatch, pair: Pair, asked: Sequence[Sequence[int]] = ASKED, length: int = LENGTH) -> Oracle:
+    """Every tree of ``ngram_trie`` comes from an oracle from now on."""
+    oracle = Oracle({tuple(prompt): pair.greedy(prompt, length) for prompt in asked})
+    monkeypatch.setattr(TrieProposer, "propose", lambda self, requests: oracle.propose(requests))
+    return oracle
+
+
+@pytest.mark.parametrize("shape", [{"variant": "none"}, CHAIN, TREE, {"variant": "ngram", **TREE}], ids=["none", "chain", "tree", "ngram"])
+def test_greedy_equals_transformers(pair: Pair, shape: dict[str, Any]) -> None:
+    llm = pair.llm(**shape, page_size=4, max_rows=3)
+    assert ids(llm.generate(ASKED, SamplingParams(max_tokens=LENGTH))) == expected(pair)
+
+
+def test_every_node_may_be_the_last_accepted_one(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    oracle = consult(monkeypatch, pair)
+    llm = pair.llm(**HOST, max_rows=3)
+    outputs = llm.generate(ASKED, SamplingParams(max_tokens=LENGTH))
+    assert ids(outputs) == expected(pair)
+    assert llm.metrics is not None
+    assert 1.5 < llm.metrics.acceptance_length < 4.5
+    assert len(oracle.ends) > 5, "ends on both sides of their siblings"
+
+
+def test_seeded_sampling_equals_plain_decoding(dense: Pair) -> None:
+    params = [SamplingParams(max_tokens=LENGTH, temperature=0.8, seed=seed) for seed in range(len(ASKED))]
+    plain, *others = (ids(dense.llm(**shape, page_size=4).generate(ASKED, params)) for shape in ({"variant": "none"}, CHAIN, TREE))
+    assert others == [plain, plain]
+
+
+@pytest.mark.parametrize("shape", [{"variant": "none"}, {"variant": "ngram", **TREE}], ids=["none", "ngram"])
+def test_cycles_in_flight_change_nothing(dense: Pair, shape: dict[str, Any]) -> None:
+    llm = dense.llm(**shape, page_size=4, max_rows=3, cycles_in_flight=3)
+    assert ids(llm.generate(ASKED, SamplingParams(max_tokens=LENGTH))) == expected(dense)
+
+
+def test_preempted_rows_start_afresh(dense: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    consult(monkeypatch, dense)
+    made = watch_schedulers(monkeypatch)
+    llm = dense.llm(**HOST, max_rows=3, num_pages=12)
+    assert ids(llm.generate(ASKED, SamplingParams(max_tokens=LENGTH))) == expected(dense)
+    assert made[-1].preempted > 0
+
+
+def test_prediction_head_of_the_same_checkpoint(tmp_path: Path) -> None:
+    model = build_hybrid("qwen3_5")
+    path = add_heads(write_hf(model, tmp_path), head_tensors("qwen"), mtp_num_hidden_layers=1)
+    pair = Pair(path, path, model)
+    for shape in (CHAIN, TREE):
+        llm = LLM(path, variant="mtp", **SMALL, **shape, page_size=4)
+        assert ids(llm.generate(ASKED, SamplingParams(max_tokens=LENGTH))) == expected(pair)
+
+
+def test_depths_that_change_and_catching_up(dense: Pair) -> None:
+    llm = dense.llm(**TREE, page_size=4, max_rows=4, buckets=[2, 4], depth_per_bucket={2: 3, 4: 0})
+    assert ids(llm.generate(ASKED, SamplingParams(max_tokens=LENGTH))) == expected(dense)
+
+
+@pytest.mark.parametrize("shape", [{"variant": "none"}, TREE], ids=["none", "tree"])
+def test_states_of_other_rows_keep_their_bits(dense: Pair, shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that finished, are free or wait for a lane, poisoned before every cycle; what verification records is poisoned as well."""
+    launch, held = Cycle.launch, []
+
+    def poisoned(self: Cycle, key: Key, message: Message) -> int:
+        if not isinstance(key, GraphKey):
+            return launch(self, key, message)
+        self.arena.poison(("lane",))
+        idle_R = self.arena["status_R"][:-1] != Status.LIVE
+        states = [self.arena[name] for name in ("matrix_RUHKV", "column_RUOE")]
+        for state in states:
+            state[:-1][idle_R] = torch.nan
+        before = [state[:-1][idle_R].clone() for state in states]
+        done = launch(self, key, message)
+        held.extend(same_bits(state[:-1][idle_R], old) for state, old in zip(states, before, strict=True) if idle_R.any())
+        return done
+
+    monkeypatch.setattr(Cycle, "launch", poisoned)
+    llm = dense.llm(**shape, page_size=4, max_rows=4, buckets=[3, 4])
+    budgets = (15, 3, 8, 1)
+    outputs = ids(llm.generate(ASKED, [SamplingParams(max_tokens=count) for count in budgets]))
+    assert outputs == [dense.greedy(prompt, count) for prompt, count in zip(ASKED, budgets, strict=True)]
+    assert len(held) > 4 and all(held)
+
+
+def test_a_checkpoint_without_recurrent_layers_has_no_states(tmp_path: Path) -> None:
+    path = write_hf(build_hybrid("qwen3_5", layer_types=["full_attention"] * 4), tmp_path)
+    edit_json(path / "config.json")
+    llm = LLM(path, variant="none", **SMALL)
+    assert not {"matrix_RUHKV", "record_input_UBNE"} & {name for name, *_ in llm.slots()}

@@ -1,0 +1,209 @@
+"""Ops of recurrent layers against a plain float64 recurrence, and against each other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from graphspec.kernels.conv_shift import conv_shift
+from graphspec.kernels.delta_chunk import delta_chunk
+from graphspec.kernels.delta_rule import ancestor_matrix, random_ancestors, random_tokens
+from graphspec.kernels.delta_scan import delta_scan
+from graphspec.kernels.delta_solve import delta_solve
+from graphspec.kernels.delta_walk import delta_walk
+from graphspec.kernels.tree_conv import tree_conv
+from tests.support.tiny import same_bits
+
+LANES, NODES, KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM = 3, 12, 2, 4, 8, 6
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def tree(seed: int = 0, nodes: int = NODES) -> dict[str, Any]:
+    drawn = generator(seed)
+    case = random_tokens(drawn, LANES, nodes, KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM)
+    return {**case, "ancestors_BTX": random_ancestors(drawn, LANES, nodes)}
+
+
+def run(seed: int = 0, tokens: int = NODES) -> dict[str, Any]:
+    return random_tokens(generator(seed), LANES, tokens, KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM)
+
+
+def path_of(ancestors_BTX: Tensor, lane: int, node: int) -> list[int]:
+    """From the root to the node; empty: the node is unused."""
+    return ancestor_matrix(ancestors_BTX)[lane, node].nonzero()[:, 0].tolist()
+
+
+def recurrence(case: dict[str, Any], lane: int, path: list[int]) -> tuple[Tensor, Tensor]:
+    """The state after a path and what its last token reads, in float64, one head at a time, as the papers write it."""
+    state = case["matrix_RUHKV"][case["lane_row_B"][lane], case["layer"]].double().clone()
+    out = torch.zeros(HEADS, VALUE_DIM, dtype=torch.float64)
+    for node in path:
+        mixed, gate = case["mixed_BTE"][lane, node].double(), case["gate_BTG"][lane, node].double()
+        for head in range(HEADS):
+            served = head // (HEADS // KEY_HEADS) * KEY_DIM
+            query, key = (mixed[at + served : at + served + KEY_DIM] for at in (0, KEY_HEADS * KEY_DIM))
+            value = mixed[2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM :][:VALUE_DIM]
+            query, key = (x / torch.sqrt(x @ x + 1e-6) for x in (query, key))
+            matrix = state[head] * torch.exp(gate[head])
+            matrix = matrix + torch.outer(key, gate[HEADS + head] * (value - matrix.T @ key))
+            state[head], out[head] = matrix, matrix.T @ query * KEY_DIM**-0.5
+    return state, out
+
+
+@pytest.mark.parametrize("op", [delta_walk, delta_solve])
+@pytest.mark.parametrize("nodes", [1, 12, 70])
+def test_every_node_follows_its_own_ancestors(op: Any, nodes: int) -> None:
+    case = tree(nodes, nodes)
+    found = op(**case)
+    for lane in range(LANES):
+        for node in range(max(0, nodes - 12), nodes):
+            if path := path_of(case["ancestors_BTX"], lane, node):
+                torch.testing.assert_close(found[lane, node].double(), recurrence(case, lane, path)[1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("op", [delta_walk, delta_solve])
+def test_unused_nodes_are_seen_by_nobody(op: Any) -> None:
+    case = tree(3)
+    used_BT = ancestor_matrix(case["ancestors_BTX"]).diagonal(dim1=1, dim2=2)
+    assert not used_BT.all()
+    clean = op(**case)
+    for name in ("mixed_BTE", "gate_BTG"):
+        case[name] = torch.where(used_BT[..., None], case[name], torch.nan)
+    # The dummy row of a padded lane holds anything.
+    torch.testing.assert_close(op(**case)[used_BT], clean[used_BT], rtol=2e-6, atol=2e-6)
+    assert clean[used_BT].isfinite().all()
+
+
+def test_a_walk_is_decoding_of_its_path_token_by_token() -> None:
+    """As near as torch's own exponentials are, whose last bit may depend on where in a tensor a number lies."""
+    case = tree(1)
+    found = delta_walk(**case)
+    for node in range(NODES):
+        path = path_of(case["ancestors_BTX"], 0, node)
+        matrix = case["matrix_RUHKV"].clone()
+        for at in path:
+            one = {name: case[name][:, at : at + 1] for name in ("mixed_BTE", "gate_BTG")}
+            length = torch.tensor([1, 0, 0])
+            read = delta_scan(**one, matrix_RUHKV=matrix, layer=case["layer"], lane_row_B=case["lane_row_B"], length_B=length)
+        torch.testing.assert_close(read[0, 0], found[0, node], rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("op", [delta_scan, delta_chunk])
+def test_commit_at_every_end_node(op: Any) -> None:
+    case = tree(2)
+    ancestors = case.pop("ancestors_BTX")
+    for node in range(NODES):
+        path = path_of(ancestors, 0, node)
+        width = len(path) + 2
+        index = torch.tensor([*path, NODES - 1, 0])
+        picked = {name: case[name][:, index] for name in ("mixed_BTE", "gate_BTG")}
+        picked["mixed_BTE"][:, len(path) :] = torch.nan  # past the accepted path
+        length = torch.tensor([len(path), 0, 0])
+        matrix = case["matrix_RUHKV"].clone()
+        out = op(**picked, matrix_RUHKV=matrix, layer=1, lane_row_B=case["lane_row_B"], length_B=length)
+        assert out.shape == (LANES, width, HEADS, VALUE_DIM)
+        row = int(case["lane_row_B"][0])
+        state, _ = recurrence(case, 0, path)
+        torch.testing.assert_close(matrix[row, 1].double(), state, rtol=1e-5, atol=1e-5)
+        matrix[row, 1] = case["matrix_RUHKV"][row, 1]
+        assert same_bits(matrix, case["matrix_RUHKV"]), "rows that nothing was accepted in, and the other layer, keep their bits"
+
+
+@pytest.mark.parametrize("op", [delta_scan, delta_chunk])
+@pytest.mark.parametrize("tokens", [1, 63, 64, 65, 150])
+def test_a_prompt_in_pieces_ends_in_the_same_state(op: Any, tokens: int) -> None:
+    case = run(4, tokens)
+    rows = {"layer": case["layer"], "lane_row_B": case["lane_row_B"]}
+    whole = case["matrix_RUHKV"].clone()
+    whole[case["lane_row_B"]] = torch.nan  # what a row held before a fresh start
+    pieces, fresh = whole.clone(), torch.ones(LANES, dtype=torch.bool)
+    length = torch.full((LANES,), tokens)
+    out = op(case["mixed_BTE"], case["gate_BTG"], whole, **rows, length_B=length, fresh_B=fresh)
+    found = []
+    for begin in range(0, tokens, 40):
+        part = [
+            torch.nn.functional.pad(case[name][:, begin : begin + 40], (0, 0, 0, 7), value=torch.nan) for name in ("mixed_BTE", "gate_BTG")
+        ]
+        length = torch.full((LANES,), part[0].shape[1] - 7)
+        found.append(op(*part, pieces, **rows, length_B=length, fresh_B=fresh if begin == 0 else None)[:, :-7])
+    torch.testing.assert_close(torch.cat(found, 1), out, rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(pieces[case["lane_row_B"], 1], whole[case["lane_row_B"], 1], rtol=2e-5, atol=2e-5)
+    zeros = {**case, "matrix_RUHKV": torch.zeros_like(whole)}
+    state, last = recurrence(zeros, 2, list(range(tokens)))
+    torch.testing.assert_close(out[2, -1].double(), last, rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(whole[case["lane_row_B"][2], 1].double(), state, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("op", [delta_scan, delta_chunk])
+def test_a_row_without_tokens_keeps_its_bits(op: Any) -> None:
+    case = run(5)
+    case["matrix_RUHKV"][case["lane_row_B"][1]] = torch.nan
+    before = case["matrix_RUHKV"].clone()
+    case["mixed_BTE"].fill_(torch.nan)
+    op(**case, length_B=torch.zeros(LANES, dtype=torch.int64))
+    assert same_bits(case["matrix_RUHKV"], before)
+
+
+def test_solve_and_chunk_keep_within_twice_the_error_of_the_walk() -> None:
+    case = tree(6, 40)
+    wide = {name: value.double() if torch.is_tensor(value) and value.is_floating_point() else value for name, value in case.items()}
+    exact = delta_walk(**wide)
+    used_BT = ancestor_matrix(case["ancestors_BTX"]).diagonal(dim1=1, dim2=2)
+    errors = [(op(**case).double() - exact)[used_BT].abs().max() for op in (delta_walk, delta_solve)]
+    assert errors[1] <= 2 * errors[0] + torch.finfo(torch.float32).eps * exact[used_BT].abs().max()
+
+
+def conv_case(seed: int, nodes: int) -> dict[str, Any]:
+    drawn = generator(seed)
+    parent = torch.stack(
+        [torch.tensor([-1, *(int(torch.randint(0, n, (1,), generator=drawn)) for n in range(1, nodes))]) for _ in range(LANES)]
+    )
+    return {
+        "input_BTE": torch.randn(LANES, nodes, 5, generator=drawn),
+        "column_RUOE": torch.randn(LANES + 1, 2, 3, 5, generator=drawn),
+        "layer": 1,
+        "lane_row_B": torch.tensor([2, 0, 3]),
+        "parent_BT": parent,
+        "weight_EO": torch.randn(5, 4, generator=drawn),
+    }
+
+
+def test_convolution_goes_on_across_the_root() -> None:
+    """By torch's own convolution over the committed columns and the node's path."""
+    case = conv_case(0, 9)
+    found = tree_conv(**case)
+    for lane in range(LANES):
+        for node in range(9):
+            path = [node]
+            while (parent := int(case["parent_BT"][lane, path[0]])) >= 0:
+                path.insert(0, parent)
+            line = torch.cat((case["column_RUOE"][case["lane_row_B"][lane], 1], case["input_BTE"][lane, path]))
+            plain = torch.nn.functional.conv1d(line.T[None], case["weight_EO"][:, None], groups=5)[0, :, -1]
+            torch.testing.assert_close(found[lane, node], torch.nn.functional.silu(plain))
+
+
+def test_a_path_one_by_one_gives_what_the_tree_gives() -> None:
+    case = conv_case(1, 9)
+    found, columns = tree_conv(**case), case["column_RUOE"].clone()
+    path = [8]
+    while (parent := int(case["parent_BT"][1, path[0]])) >= 0:
+        path.insert(0, parent)
+    for node in path:
+        one = {**case, "input_BTE": case["input_BTE"][:, node : node + 1], "parent_BT": torch.full((LANES, 1), -1), "column_RUOE": columns}
+        torch.testing.assert_close(tree_conv(**one)[1, 0], found[1, node], rtol=2e-6, atol=2e-6)
+        conv_shift(
+            one["input_BTE"][None], columns, 1, case["lane_row_B"], torch.zeros(LANES, 1, dtype=torch.int64), torch.tensor([0, 1, 0])
+        )
+    whole = case["column_RUOE"].clone()
+    padded = torch.tensor([path + [0] * (9 - len(path))] * LANES)
+    conv_shift(case["input_BTE"][None], whole, 1, case["lane_row_B"], padded, torch.tensor([0, len(path), 0]))
+    assert same_bits(whole, columns)
+    kept = torch.cat((case["column_RUOE"][0, 1], case["input_BTE"][1, path]))[-3:]
+    assert same_bits(whole[0, 1], kept)
+    assert same_bits(whole[1:], case["column_RUOE"][1:]), "other rows keep their bits"
