@@ -147,7 +147,7 @@ def _engine(make: Callable[..., Any], variant: str, shape: tuple[int, int, int] 
 
 def launches() -> Counts:
     """GPU launches of fused cycles in the shapes of Llama-3.1-8B, from the code Inductor writes for a GPU that need not be there."""
-    from tests import test_node_budget as budget
+    from tests.graphs import test_node_budget as budget
 
     tree, plain, deeper = budget.count(budget.TREE, 3), budget.count(budget.PLAIN, 3), budget.count(budget.TREE, 5)
     return launch_figures(len(tree), len(plain), len(deeper))

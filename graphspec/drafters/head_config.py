@@ -76,14 +76,23 @@ def nested_keys(keys: Keys, name: str) -> Keys:
     return Keys(dict(values or {}), f"{keys.where}: {name}")
 
 
+def check_speculator(keys: Keys, kind: str) -> None:
+    """Check that a config in the layout of speculators is of that kind.
+
+    Raises:
+        CheckpointError: it is of another.
+    """
+    if keys.values.get("speculators_model_type") != kind:
+        raise keys.error("speculators_model_type", repr(kind), "another kind of draft belongs to another variant, or is not supported")
+
+
 def speculators_keys(keys: Keys, kind: str) -> tuple[Keys, Family]:
     """The nested layer configuration of a config in the layout of speculators, and the family of its layers.
 
     Raises:
         CheckpointError: another kind of speculator than ``kind``, no layer configuration, or layers of another family.
     """
-    if keys.values.get("speculators_model_type") != kind:
-        raise keys.error("speculators_model_type", repr(kind), "another kind of draft belongs to another variant, or is not supported")
+    check_speculator(keys, kind)
     if not keys.present("transformer_layer_config"):
         raise keys.error("transformer_layer_config", "an object")
     layer = nested_keys(keys, "transformer_layer_config")

@@ -113,7 +113,7 @@ def test_cycles_in_flight_change_nothing(dense: Pair, shape: dict[str, Any]) -> 
 def test_preempted_rows_start_afresh(dense: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     consult(monkeypatch, dense)
     made = watch_schedulers(monkeypatch)
-    llm = dense.llm(**HOST, max_rows=3, num_pages=12)
+    llm = dense.llm(**HOST, max_rows=3, num_pages=14)
     assert ids(llm.generate(ASKED, SamplingParams(max_tokens=LENGTH))) == expected(dense)
     assert made[-1].preempted > 0
 

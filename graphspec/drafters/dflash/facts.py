@@ -13,7 +13,7 @@ from ...facts.files import plain
 from ...facts.keys import MOST_LAYERS, MOST_WIDTH, Keys, is_integer, read_architecture, read_config
 from ...facts.model import ModelFacts
 from ...shapes import CycleShape
-from ..head_config import check_vocabulary, head_decoder, nested_keys, one_layer, other_draft
+from ..head_config import check_speculator, check_vocabulary, head_decoder, nested_keys, one_layer, other_draft
 
 _KNOWN = {
     "mask_token_id", "target_layer_ids", "block_size", "causal", "causal_head", "is_causal", "sliding_window_non_causal", "draft_shift",
@@ -140,8 +140,7 @@ def read_dflash_facts(path: str | Path, target: ModelFacts) -> DFlashFacts:
             f"{own.where}: {plain(unknown[0])}", "one of " + ", ".join(sorted(_KNOWN)), found, "this option is not supported"
         )
     if speculators:
-        if keys.values["speculators_model_type"] != "dflash":
-            raise keys.error("speculators_model_type", "'dflash'", "another kind of draft belongs to another variant, or is not supported")
+        check_speculator(keys, "dflash")
         architecture, layers = "DFlashSpeculator", nested_keys(keys, "transformer_layer_config")
     else:
         expected = "a block drafter (DFlashDraftModel)"
