@@ -165,11 +165,12 @@ class Engine:
 
     def turn(self, command: Call | Leave | None) -> tuple[Posts, bool]:
         """Obey every command, then make one step; returns what callers are to be sent, and whether there is more to do."""
+        commands = self._driver.commands
         try:
-            commands = self._driver.commands
             while True:
                 if command is not None:
                     self._obey(command)
+                    command = None
                 if commands.empty():
                     break
                 command = commands.get_nowait()
@@ -177,9 +178,16 @@ class Engine:
                 self._step()
             if self._alone is not None and self._alone not in self._open:
                 self._end_alone()
+            busy = self.scheduler.busy
         except BaseException as error:  # noqa: BLE001  whatever it is, a thread that ends would leave its callers waiting
+            if isinstance(command, Leave):
+                commands.put(command)
+            elif command is not None and command not in self._ending:
+                self._end(command, error)
             self._fail(error)
-        busy = self.scheduler.busy and not self._broken
+            # The next turn knows better.
+            busy = True
+        busy = busy and not self._broken
         if self._ending and (self._open or not busy):
             # The last open call ends when nothing is in flight any more.
             self._posts += [(call, None) for call in self._ending]
