@@ -348,7 +348,13 @@ class Engine:
         """After an error in a step: tell the callers it concerns, and restart every other request from its tokens."""
         at_work = self.scheduler.at_work
         concerned = {self._calls[request] for request in at_work if request in self._calls} or {*self._open}
+        last: list[Call] = []
         if not concerned:
+            # The last call's end waits until nothing is in flight; it learns what went wrong with that.
+            last += [call for call in self._ending if call.requests]
+            for call in last:
+                call.failure = call.failure or error
+        if not concerned and not last:
             logger.error("error in a step that no open call had part in: %s", error, exc_info=error)
         for call in concerned:
             self._end(call, error)
