@@ -15,6 +15,7 @@ import torch
 from graphspec.engine.engine import Engine
 from graphspec.engine.llm import LLM, SamplingParams
 from graphspec.engine.outputs import StreamEvent
+from graphspec.engine.request import Request
 from graphspec.engine.scheduler import Scheduler
 from graphspec.errors import CaptureError, ResourceError
 from graphspec.graphs.cycle import Cycle
@@ -173,7 +174,7 @@ def test_callers_of_other_launches_continue(pair: Pair) -> None:
     launch = llm.cycle.launch
 
     def broken(key: Any, message: Message) -> int:
-        if isinstance(key, PrefillKey) and message.chunk is not None and message.chunk.tokens == asked[0]:
+        if isinstance(key, PrefillKey) and any(list(chunk.tokens) == asked[0] for chunk in message.chunks):
             raise Fault
         return launch(key, message)
 
@@ -216,8 +217,8 @@ def test_results_that_were_taken_are_not_taken_twice(pair: Pair, shape: dict[str
     wanted = pair.greedy(other[0], LENGTH, ignore_eos=True)
     params = SamplingParams(max_tokens=LENGTH, ignore_eos=True, stop_token_ids=[wanted[5]], logprobs=1)
     whole = llm.generate(other, params)[0]
-    taking = ("_read_oldest", "_take", "_finish", "_note_logprobs", "_end")
-    codes = tuple(getattr(Scheduler, name).__code__ for name in taking)
+    taking = (Scheduler._read_oldest, Scheduler._take, Scheduler._finish, Scheduler._end, Request.note_logprobs)
+    codes = tuple(function.__code__ for function in taking)
     llm.generate(asked, PARAMS)
     count = lines_of(llm, codes, asked)
     went_on = 0
