@@ -235,7 +235,7 @@ def test_a_malformed_jsonl_line_is_named(run, tmp_path, line, part):
     [
         (("generate",), "prompt=TEXT"),
         (("generate", "prompt_file=/no/such/file"), "readable"),
-        (("generate", "prompt=x", "variant=eagle9"), "one of eagle, eagle3, mtp, ngram, ngram_trie, none, standalone"),
+        (("generate", "prompt=x", "variant=eagle9"), "one of dflash, eagle, eagle3, mtp, ngram, ngram_trie, none, p_eagle, standalone"),
         (("teach",), "generate, inspect, diff, demo"),
         (("inspect", 'prompt=["a", "b"]'), "one prompt"),
         (("demo", "variant=none"), "one that speculates"),
