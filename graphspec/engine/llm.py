@@ -336,7 +336,10 @@ class LLM:
         """Queue every prompt and return at once; the engine's own thread serves them. Dropping what is returned aborts them.
 
         Args:
-            prompts, params, priority, deadline: as for :meth:`generate`.
+            prompts: as for :meth:`generate`.
+            params: as for :meth:`generate`.
+            priority: as for :meth:`generate`.
+            deadline: as for :meth:`generate`.
             notify: called by the engine's thread whenever there is something to take; it may not block.
 
         Raises:
@@ -370,7 +373,9 @@ class LLM:
             messages: one conversation, a list of ``{"role": "user", "content": "..."}``, oldest first; or a list of conversations.
             params: one for all conversations, or one per conversation; default greedy, 128 tokens.
             progress: called as ``progress("generate", tokens, most tokens)``.
-            sampling_params, priority, deadline: as for :meth:`generate`.
+            sampling_params: another name of ``params``.
+            priority: as for :meth:`generate`.
+            deadline: as for :meth:`generate`.
 
         Raises:
             CheckpointError: the checkpoint has no chat template, or a broken one.
