@@ -186,7 +186,7 @@ def test_a_prompt_whose_scoring_was_interrupted_is_scored_anew(pair: Pair, monke
     [request], scheduler, launch = llm._requests(prompts(1, (40,)), params), llm._engine.scheduler, llm.cycle.launch
 
     def interrupted(key: Any, message: Any) -> int:
-        if message.chunk.start == 32:
+        if message.chunks[0].start == 32:
             raise KeyboardInterrupt
         return launch(key, message)
 
