@@ -12,7 +12,7 @@ from graphspec.kernels import OPS, KernelOp
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
-NAMES = ("mail_apply", "draft_window", "draft_level", "take_last", "ngram_match", "verify_rows")
+NAMES = ("mail_apply", "draft_window", "draft_level", "marginal_pool", "take_last", "ngram_match", "verify_rows")
 BY_OP = [pytest.param(op, id=op.name) for op in OPS if op.name in NAMES]
 
 
