@@ -32,7 +32,7 @@ def delta_chunk(
         mixed_BTE, gate_BTG, matrix_RUHKV, layer, lane_row_B, length_B, fresh_B: as there; the matrix is written.
 
     Returns:
-        ``[B, T, H, V]`` in the dtype of ``mixed``; nobody reads it past a lane's length.
+        ``[B, T, H, V]`` in the dtype of ``mixed``; 0 past a lane's length.
     """
     heads, key_dim, value_dim = matrix_RUHKV.shape[2:]
     count, device = mixed_BTE.shape[1], mixed_BTE.device
@@ -52,7 +52,8 @@ def delta_chunk(
     # A row that is not finite would not survive a product with 0.
     state_BHKV = torch.where((length_B > 0)[:, None, None, None], state_BHKV, start_BHKV)
     matrix_RUHKV[:, layer].index_copy_(0, lane_row_B, state_BHKV)
-    return torch.cat(out, 1).to(mixed_BTE.dtype)
+    read_BTHV = torch.where((token_T < length_B[:, None])[..., None, None], torch.cat(out, 1), 0.0)
+    return read_BTHV.to(mixed_BTE.dtype)
 
 
-OP = KernelOp(delta_chunk, run_cases, fused=None, exact=False)
+OP = KernelOp(delta_chunk, run_cases, native="native.recurrent", fused=None, exact=False)

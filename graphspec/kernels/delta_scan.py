@@ -17,11 +17,12 @@ def delta_scan(
     lane_row_B: Tensor,
     length_B: Tensor,
     fresh_B: Tensor | None = None,
+    path_BA: Tensor | None = None,
 ) -> Tensor:
-    """Update the states of the lanes' rows by their first ``length`` tokens, in order, and say what each token reads.
+    """Update the states of the lanes' rows by ``length`` tokens, one after the other, and say what each token reads.
 
     The update is that of :mod:`graphspec.kernels.delta_rule`. A lane of length 0 that isn't fresh keeps its row's state, bit for bit. What
-    lies past a lane's length may be NaN. With the accepted path of a tree this is its commit: the operations are those of
+    isn't among them may be NaN. With the accepted path of a tree this is its commit: the operations are those of
     :func:`~graphspec.kernels.delta_walk.delta_walk`, in the same order.
 
     Args:
@@ -29,19 +30,24 @@ def delta_scan(
         matrix_RUHKV: float32, written at the lanes' rows. Lanes of one row agree in everything, or nobody reads the row.
         layer: static; of the recurrent ones.
         lane_row_B: int64.
-        length_B: int64, at most T.
+        length_B: int64, at most the number of steps.
         fresh_B: bool: the row's tokens start here, from a state of zeros, whatever it held. None: in no lane.
+        path_BA: int64, the place in T of each step's token; the steps are A. None: the first tokens, in order; the steps are T.
 
     Returns:
-        ``[B, T, H, V]`` in the dtype of ``mixed``; nobody reads it past a lane's length.
+        ``[B, steps, H, V]`` in the dtype of ``mixed``; 0 past a lane's length.
     """
     heads, key_dim, value_dim = matrix_RUHKV.shape[2:]
+    if path_BA is not None:
+        lane_B1 = torch.arange(path_BA.shape[0], device=path_BA.device)[:, None]
+        mixed_BTE, gate_BTG = mixed_BTE[lane_B1, path_BA], gate_BTG[lane_B1, path_BA]
     tokens = delta_tokens(mixed_BTE, gate_BTG, heads, key_dim, value_dim)
     state_BHKV, out = rows_of(matrix_RUHKV, layer, lane_row_B, fresh_B), []
-    for token in range(mixed_BTE.shape[1]):
-        after_BHKV, read_BHV = delta_update(state_BHKV, tokens.at(token))
-        state_BHKV = torch.where((token < length_B)[:, None, None, None], after_BHKV, state_BHKV)
-        out.append(read_BHV)
+    for step in range(mixed_BTE.shape[1]):
+        after_BHKV, read_BHV = delta_update(state_BHKV, tokens.at(step))
+        counts_B1 = (step < length_B)[:, None]
+        state_BHKV = torch.where(counts_B1[..., None, None], after_BHKV, state_BHKV)
+        out.append(torch.where(counts_B1[..., None], read_BHV, 0.0))
     matrix_RUHKV[:, layer].index_copy_(0, lane_row_B, state_BHKV)
     return torch.stack(out, 1).to(mixed_BTE.dtype)
 
@@ -64,4 +70,18 @@ def run_cases(generator: Generator) -> list[Case]:
     ]
 
 
-OP = KernelOp(delta_scan, run_cases, fused=None, exact=False)
+def path_cases(generator: Generator) -> list[Case]:
+    """Those of a run, and accepted paths through trees, off which nothing may be read."""
+    cases = run_cases(generator)
+    for lanes, tokens, width in ((1, 6, 3), (3, 9, 5)):
+        made = random_tokens(generator, lanes, tokens, 2, 4, 8, 6)
+        made["path_BA"] = torch.stack([torch.randperm(tokens, generator=generator)[:width].sort().values for _ in range(lanes)])
+        made["length_B"] = torch.randint(0, width + 1, (lanes,), generator=generator)
+        for lane in range(lanes):
+            off = sorted(set(range(tokens)) - set(made["path_BA"][lane, : int(made["length_B"][lane])].tolist()))
+            made["mixed_BTE"][lane, off] = made["gate_BTG"][lane, off] = torch.nan
+        cases.append(made)
+    return cases
+
+
+OP = KernelOp(delta_scan, path_cases, native="native.recurrent", fused=None, exact=False)

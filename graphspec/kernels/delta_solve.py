@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from .delta_rule import ancestor_matrix, delta_solve_block, delta_tokens, rows_of
@@ -20,12 +21,14 @@ def delta_solve(mixed_BTE: Tensor, gate_BTG: Tensor, matrix_RUHKV: Tensor, layer
         mixed_BTE, gate_BTG, matrix_RUHKV, layer, lane_row_B, ancestors_BTX: as there.
 
     Returns:
-        ``[B, T, H, V]`` in the dtype of ``mixed``; nobody reads an unused node's.
+        ``[B, T, H, V]`` in the dtype of ``mixed``; 0 at unused nodes.
     """
     heads, key_dim, value_dim = matrix_RUHKV.shape[2:]
     before_BTT = ancestor_matrix(ancestors_BTX)
-    tokens = delta_tokens(mixed_BTE, gate_BTG, heads, key_dim, value_dim).masked(before_BTT.diagonal(dim1=1, dim2=2))
-    return delta_solve_block(rows_of(matrix_RUHKV, layer, lane_row_B, None), tokens, before_BTT)[0].to(mixed_BTE.dtype)
+    used_BT = before_BTT.diagonal(dim1=1, dim2=2)
+    tokens = delta_tokens(mixed_BTE, gate_BTG, heads, key_dim, value_dim).masked(used_BT)
+    read_BTHV = delta_solve_block(rows_of(matrix_RUHKV, layer, lane_row_B, None), tokens, before_BTT)[0]
+    return torch.where(used_BT[..., None, None], read_BTHV, 0.0).to(mixed_BTE.dtype)
 
 
-OP = KernelOp(delta_solve, tree_cases, fused=None, exact=False)
+OP = KernelOp(delta_solve, tree_cases, native="native.recurrent", fused=None, exact=False)

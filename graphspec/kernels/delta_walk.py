@@ -24,10 +24,10 @@ def delta_walk(mixed_BTE: Tensor, gate_BTG: Tensor, matrix_RUHKV: Tensor, layer:
         layer: static; of the recurrent ones.
         lane_row_B: int64.
         ancestors_BTX: int64 words, 64 bits each: bit j of node i: j is an ancestor of i, or i itself. A node without its own bit is unused:
-            its inputs may be NaN, and nobody reads its result. Ancestors come before their descendants.
+            its inputs may be NaN. Ancestors come before their descendants.
 
     Returns:
-        ``[B, T, H, V]`` in the dtype of ``mixed``.
+        ``[B, T, H, V]`` in the dtype of ``mixed``; 0 at unused nodes.
     """
     heads, key_dim, value_dim = matrix_RUHKV.shape[2:]
     tokens = delta_tokens(mixed_BTE, gate_BTG, heads, key_dim, value_dim)
@@ -45,7 +45,8 @@ def delta_walk(mixed_BTE: Tensor, gate_BTG: Tensor, matrix_RUHKV: Tensor, layer:
         for node in range(1, count):
             states[:, node + 1], read_BHV = delta_update(states[lane_B, parent_BT[:, node] + 1], tokens.at(node))
             out.append(read_BHV)
-    return torch.stack(out, 1).to(mixed_BTE.dtype)
+    used_BT = ancestor_matrix(ancestors_BTX).diagonal(dim1=1, dim2=2)
+    return torch.where(used_BT[..., None, None], torch.stack(out, 1), 0.0).to(mixed_BTE.dtype)
 
 
 def tree_cases(generator: Generator) -> list[Case]:
@@ -59,4 +60,4 @@ def tree_cases(generator: Generator) -> list[Case]:
     return [case(1, 1, 1, 1, 4, 4), case(2, 5, 2, 4, 8, 6), case(3, 9, 1, 3, 5, 7), case(1, 70, 2, 2, 4, 8)]
 
 
-OP = KernelOp(delta_walk, tree_cases, fused=None, exact=False)
+OP = KernelOp(delta_walk, tree_cases, native="native.recurrent", fused=None, exact=False)

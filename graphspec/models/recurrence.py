@@ -107,6 +107,8 @@ class PathCommit:
     states: RecurrentStates
     records: NodeRecords
     lane_row_B: Tensor
+    parent_BN: Tensor
+    """int64, as verification had them."""
     path_BA: Tensor
     """int64 nodes."""
     length_B: Tensor
@@ -114,11 +116,11 @@ class PathCommit:
 
     def gated_delta(self, layer: int, weight_EO: Tensor) -> None:
         """Advance the matrices of one layer."""
-        lane_B1 = torch.arange(self.path_BA.shape[0], device=self.path_BA.device)[:, None]
-        input_BAE, gate_BAG = (record[layer][lane_B1, self.path_BA] for record in self.records)
-        parent_BA = (torch.arange(self.path_BA.shape[1], device=self.path_BA.device) - 1).expand_as(self.path_BA)
-        mixed_BAE = self.kernels.tree_conv(input_BAE, self.states.column_RUOE, layer, self.lane_row_B, parent_BA, weight_EO)
-        self.kernels.delta_scan(mixed_BAE, gate_BAG, self.states.matrix_RUHKV, layer, self.lane_row_B, self.length_B)
+        matrix, column = self.states
+        input_BNE, gate_BNG = (record[layer] for record in self.records)
+        # Of all nodes, as in verification: that costs less than a launch that gathers the path's.
+        mixed_BNE = self.kernels.tree_conv(input_BNE, column, layer, self.lane_row_B, self.parent_BN, weight_EO)
+        self.kernels.delta_scan(mixed_BNE, gate_BNG, matrix, layer, self.lane_row_B, self.length_B, None, self.path_BA)
 
     def shift_columns(self) -> None:
         """Advance the convolutions of all layers; last, for the matrices need the old columns."""

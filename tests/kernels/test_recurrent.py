@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from graphspec.errors import ConfigError
+from graphspec.kernels import OPS
 from graphspec.kernels.conv_shift import conv_shift
 from graphspec.kernels.delta_chunk import delta_chunk
 from graphspec.kernels.delta_rule import ancestor_matrix, random_ancestors, random_tokens
@@ -16,6 +18,22 @@ from graphspec.kernels.delta_solve import delta_solve
 from graphspec.kernels.delta_walk import delta_walk
 from graphspec.kernels.tree_conv import tree_conv
 from tests.support.tiny import same_bits
+
+BY_NAME = {op.name: op for op in OPS}
+
+
+def implementations(*names: str) -> pytest.MarkDecorator:
+    """Every implementation of these ops."""
+    return pytest.mark.parametrize(
+        "op",
+        [
+            pytest.param(BY_NAME[name].implementation(which), id=f"{name}-{which}")
+            for name in names
+            for which in BY_NAME[name].names
+            if which != "fused"
+        ],
+    )
+
 
 LANES, NODES, KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM = 3, 12, 2, 4, 8, 6
 
@@ -56,7 +74,7 @@ def recurrence(case: dict[str, Any], lane: int, path: list[int]) -> tuple[Tensor
     return state, out
 
 
-@pytest.mark.parametrize("op", [delta_walk, delta_solve])
+@implementations("delta_walk", "delta_solve")
 @pytest.mark.parametrize("nodes", [1, 12, 70])
 def test_every_node_follows_its_own_ancestors(op: Any, nodes: int) -> None:
     case = tree(nodes, nodes)
@@ -67,17 +85,20 @@ def test_every_node_follows_its_own_ancestors(op: Any, nodes: int) -> None:
                 torch.testing.assert_close(found[lane, node].double(), recurrence(case, lane, path)[1], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("op", [delta_walk, delta_solve])
-def test_unused_nodes_are_seen_by_nobody(op: Any) -> None:
+@implementations("delta_walk", "delta_solve")
+def test_unused_nodes_are_seen_by_nobody_and_read_zero(op: Any) -> None:
     case = tree(3)
     used_BT = ancestor_matrix(case["ancestors_BTX"]).diagonal(dim1=1, dim2=2)
     assert not used_BT.all()
     clean = op(**case)
     for name in ("mixed_BTE", "gate_BTG"):
         case[name] = torch.where(used_BT[..., None], case[name], torch.nan)
-    # The dummy row of a padded lane holds anything.
-    torch.testing.assert_close(op(**case)[used_BT], clean[used_BT], rtol=2e-6, atol=2e-6)
-    assert clean[used_BT].isfinite().all()
+    case["ancestors_BTX"][2] = 0
+    used_BT[2] = False
+    case["matrix_RUHKV"][case["lane_row_B"][2]] = torch.nan  # the dummy row of a padded lane holds anything
+    found = op(**case)
+    torch.testing.assert_close(found[used_BT], clean[used_BT], rtol=2e-6, atol=2e-6)
+    assert clean[used_BT].isfinite().all() and not found[~used_BT].any()
 
 
 def test_a_walk_is_decoding_of_its_path_token_by_token() -> None:
@@ -94,7 +115,7 @@ def test_a_walk_is_decoding_of_its_path_token_by_token() -> None:
         torch.testing.assert_close(read[0, 0], found[0, node], rtol=2e-6, atol=2e-6)
 
 
-@pytest.mark.parametrize("op", [delta_scan, delta_chunk])
+@implementations("delta_scan", "delta_chunk")
 def test_commit_at_every_end_node(op: Any) -> None:
     case = tree(2)
     ancestors = case.pop("ancestors_BTX")
@@ -108,6 +129,7 @@ def test_commit_at_every_end_node(op: Any) -> None:
         matrix = case["matrix_RUHKV"].clone()
         out = op(**picked, matrix_RUHKV=matrix, layer=1, lane_row_B=case["lane_row_B"], length_B=length)
         assert out.shape == (LANES, width, HEADS, VALUE_DIM)
+        assert not out[0, len(path) :].any() and not out[1:].any()
         row = int(case["lane_row_B"][0])
         state, _ = recurrence(case, 0, path)
         torch.testing.assert_close(matrix[row, 1].double(), state, rtol=1e-5, atol=1e-5)
@@ -115,7 +137,7 @@ def test_commit_at_every_end_node(op: Any) -> None:
         assert same_bits(matrix, case["matrix_RUHKV"]), "rows that nothing was accepted in, and the other layer, keep their bits"
 
 
-@pytest.mark.parametrize("op", [delta_scan, delta_chunk])
+@implementations("delta_scan", "delta_chunk")
 @pytest.mark.parametrize("tokens", [1, 63, 64, 65, 150])
 def test_a_prompt_in_pieces_ends_in_the_same_state(op: Any, tokens: int) -> None:
     case = run(4, tokens)
@@ -140,7 +162,7 @@ def test_a_prompt_in_pieces_ends_in_the_same_state(op: Any, tokens: int) -> None
     torch.testing.assert_close(whole[case["lane_row_B"][2], 1].double(), state, rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("op", [delta_scan, delta_chunk])
+@implementations("delta_scan", "delta_chunk")
 def test_a_row_without_tokens_keeps_its_bits(op: Any) -> None:
     case = run(5)
     case["matrix_RUHKV"][case["lane_row_B"][1]] = torch.nan
@@ -159,6 +181,92 @@ def test_solve_and_chunk_keep_within_twice_the_error_of_the_walk() -> None:
     assert errors[1] <= 2 * errors[0] + torch.finfo(torch.float32).eps * exact[used_BT].abs().max()
 
 
+@implementations("delta_scan")
+def test_a_path_through_recorded_nodes_is_a_run_of_its_tokens(op: Any) -> None:
+    """Whatever other nodes hold."""
+    case = tree(7)
+    ancestors = case.pop("ancestors_BTX")
+    for node in range(NODES):
+        path = path_of(ancestors, 0, node)
+        padded = torch.tensor([[*path, 0, NODES - 1]] * LANES)
+        rest = {"layer": 1, "lane_row_B": case["lane_row_B"], "length_B": torch.tensor([len(path), 0, 0])}
+        records = {name: torch.full_like(case[name], torch.nan) for name in ("mixed_BTE", "gate_BTG")}
+        for name, record in records.items():
+            record[0, path] = case[name][0, path]
+        run, through = case["matrix_RUHKV"].clone(), case["matrix_RUHKV"].clone()
+        picked = {name: record[:, padded[0]] for name, record in records.items()}
+        expected = op(**picked, matrix_RUHKV=run, **rest)
+        assert same_bits(op(**records, matrix_RUHKV=through, **rest, path_BA=padded), expected) and expected[0, 0].any()
+        assert same_bits(through, run) and not same_bits(run, case["matrix_RUHKV"])
+
+
+NATIVE = {name: BY_NAME[name].implementation("native") for name in ("delta_walk", "delta_solve", "delta_scan", "delta_chunk", "tree_conv")}
+
+
+@pytest.mark.parametrize("value_dim", [6, 16, 70, 128])
+def test_native_nodes_have_the_bits_of_decoding_their_path(value_dim: int) -> None:
+    """Token by token, every one committed before the next; in a tree, in a run, in both forms."""
+    drawn = generator(8)
+    case = random_tokens(drawn, LANES, NODES, KEY_HEADS, HEADS, KEY_DIM, value_dim)
+    case["ancestors_BTX"] = random_ancestors(drawn, LANES, NODES)
+    found = NATIVE["delta_walk"](**case)
+    assert same_bits(NATIVE["delta_solve"](**case), found)
+    for node in range(NODES):
+        path = path_of(case["ancestors_BTX"], 0, node)
+        plain, run, block = (case["matrix_RUHKV"].clone() for _ in range(3))
+        one_bit = torch.ones(LANES, 1, 1, dtype=torch.int64)
+        rest = {"layer": case["layer"], "lane_row_B": case["lane_row_B"]}
+        for at in path:
+            one = {name: case[name][:, at : at + 1] for name in ("mixed_BTE", "gate_BTG")}
+            read = NATIVE["delta_walk"](**one, matrix_RUHKV=plain, **rest, ancestors_BTX=one_bit)
+            NATIVE["delta_scan"](**one, matrix_RUHKV=plain, **rest, length_B=torch.tensor([1, 0, 0]))
+        assert same_bits(read[0, 0], found[0, node])
+        tokens = {name: case[name][:, path] for name in ("mixed_BTE", "gate_BTG")}
+        length = torch.tensor([len(path), 0, 0])
+        for name, matrix in (("delta_scan", run), ("delta_chunk", block)):
+            out = NATIVE[name](**tokens, matrix_RUHKV=matrix, **rest, length_B=length)
+            assert same_bits(out[0, -1], found[0, node]) and same_bits(matrix, plain)
+
+
+@pytest.mark.parametrize("name", ["delta_walk", "delta_scan", "tree_conv"])
+def test_a_native_row_has_the_same_bits_in_any_batch_and_on_any_threads(name: str) -> None:
+    drawn = generator(9)
+    case: dict[str, Any] = random_tokens(drawn, LANES, NODES, KEY_HEADS, HEADS, 64, 80)
+    if name == "delta_walk":
+        case["ancestors_BTX"] = random_ancestors(drawn, LANES, NODES)
+    elif name == "delta_scan":
+        case["length_B"] = torch.tensor([NODES, 3, 0])
+    else:
+        case = {**conv_case(9, NODES), "input_BTE": torch.randn(LANES, NODES, 700, generator=drawn)}
+        case |= {"column_RUOE": torch.randn(LANES + 1, 2, 3, 700, generator=drawn), "weight_EO": torch.randn(700, 4, generator=drawn)}
+    states = "column_RUOE" if name == "tree_conv" else "matrix_RUHKV"
+
+    def result(lanes: slice) -> tuple[Tensor, Tensor]:
+        own = {key: value[lanes] if torch.is_tensor(value) and key not in (states, "weight_EO") else value for key, value in case.items()}
+        own[states] = case[states].clone()
+        return NATIVE[name](**own), own[states][case["lane_row_B"][lanes]]
+
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        whole = result(slice(None))
+        for threads in (1, 2, 4):
+            torch.set_num_threads(threads)
+            assert all(map(same_bits, result(slice(None)), whole))
+            for lane in range(LANES):
+                assert all(same_bits(one[0], of_all[lane]) for one, of_all in zip(result(slice(lane, lane + 1)), whole, strict=True))
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_native_kernel_refuses_other_dtypes_and_slots_with_gaps() -> None:
+    case = tree()
+    with pytest.raises(ConfigError, match="mixed.*float32"):
+        NATIVE["delta_walk"](**{**case, "mixed_BTE": case["mixed_BTE"].double()})
+    with pytest.raises(ConfigError, match="contiguous slots"):
+        NATIVE["delta_walk"](**{**case, "matrix_RUHKV": case["matrix_RUHKV"].transpose(3, 4).contiguous().transpose(3, 4)})
+
+
 def conv_case(seed: int, nodes: int) -> dict[str, Any]:
     drawn = generator(seed)
     parent = torch.stack(
@@ -174,10 +282,11 @@ def conv_case(seed: int, nodes: int) -> dict[str, Any]:
     }
 
 
-def test_convolution_goes_on_across_the_root() -> None:
+@implementations("tree_conv")
+def test_convolution_goes_on_across_the_root(op: Any) -> None:
     """By torch's own convolution over the committed columns and the node's path."""
     case = conv_case(0, 9)
-    found = tree_conv(**case)
+    found = op(**case)
     for lane in range(LANES):
         for node in range(9):
             path = [node]

@@ -24,7 +24,7 @@ class CommitRecurrent(Stage):
     """The accepted path's tokens enter the states of the recurrent layers, in trees and chains alike."""
 
     name = "commit_recurrent"
-    reads = ("lane_row_B", "path_BA", "accept_len_B", *NodeRecords._fields, *RecurrentStates._fields)
+    reads = ("lane_row_B", "node_parent_BN", "path_BA", "accept_len_B", *NodeRecords._fields, *RecurrentStates._fields)
     writes = RecurrentStates._fields
 
     def __init__(self, build: Build) -> None:
@@ -33,7 +33,7 @@ class CommitRecurrent(Stage):
 
     def forward(self, v: Views) -> None:
         states, records = v.take(RecurrentStates), v.take(NodeRecords)
-        self.target.commit(PathCommit(self.kernels, states, records, v.lane_row_B, v.path_BA, v.accept_len_B))
+        self.target.commit(PathCommit(self.kernels, states, records, v.lane_row_B, v.node_parent_BN, v.path_BA, v.accept_len_B))
 
 
 class Commit(Stage):
