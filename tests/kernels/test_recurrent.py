@@ -11,7 +11,6 @@ from torch import Tensor
 from graphspec.errors import ConfigError
 from graphspec.kernels import OPS
 from graphspec.kernels.conv_shift import conv_shift
-from graphspec.kernels.delta_chunk import delta_chunk
 from graphspec.kernels.delta_rule import ancestor_matrix, random_ancestors, random_tokens
 from graphspec.kernels.delta_scan import delta_scan
 from graphspec.kernels.delta_solve import delta_solve
@@ -261,7 +260,7 @@ def test_a_native_row_has_the_same_bits_in_any_batch_and_on_any_threads(name: st
 
 def test_a_native_kernel_refuses_other_dtypes_and_slots_with_gaps() -> None:
     case = tree()
-    with pytest.raises(ConfigError, match="mixed.*float32"):
+    with pytest.raises(ConfigError, match=r"mixed.*float32"):
         NATIVE["delta_walk"](**{**case, "mixed_BTE": case["mixed_BTE"].double()})
     with pytest.raises(ConfigError, match="contiguous slots"):
         NATIVE["delta_walk"](**{**case, "matrix_RUHKV": case["matrix_RUHKV"].transpose(3, 4).contiguous().transpose(3, 4)})

@@ -8,7 +8,18 @@ from collections.abc import Callable
 
 from ... import native_build
 
-SOURCES = ("attention.cpp", "cycle.cpp", "linear.cpp", "recurrent.cpp", "rows.cpp", "sampling.cpp", "stack.cpp", "state.cpp", "tape.cpp", "team.cpp")
+SOURCES = (
+    "attention.cpp",
+    "cycle.cpp",
+    "linear.cpp",
+    "recurrent.cpp",
+    "rows.cpp",
+    "sampling.cpp",
+    "stack.cpp",
+    "state.cpp",
+    "tape.cpp",
+    "team.cpp",
+)
 HEADERS = ("attention.h", "call.h", "delta.h", "noise.h", "product.h", "simd.h", "team.h")
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-ffp-contract=off", "-pthread", "-shared", "-fPIC")
 KEY = "kernels.attention=native"

@@ -129,7 +129,7 @@ inline void each_tile(const DeltaHead& h, DeltaScratch& s, int64_t buffers, Work
 }
 
 // The order in which a tree's nodes are visited, children after their parent, and how many buffers that takes. A parent's last child takes
-// over its buffer, so that a chain needs one besides the row's own, which is buffer 0 and never written.
+// over its buffer, so that a chain needs one apart from buffer 0, which is the row's own and not written.
 inline int64_t plan_visits(const int64_t* ancestors, int64_t nodes, int64_t words, DeltaScratch& s) {
   const auto parent_of = [&](int64_t n) -> int64_t {
     for (int64_t x = n >> 6; x >= 0; --x) {
