@@ -1,8 +1,8 @@
 """Ops of recurrent layers in C++, float32.
 
-Contracts stand next to the references, in the files of the same names one folder up. There is one form of the gated delta rule here: a core
-keeps the states on the path to a node, so a tree costs one update per node and a prompt one per token, about as many operations as the block
-forms, which therefore are the same functions. Whatever computes a token, its bits are those of plain decoding.
+Contracts stand next to the references, in the files of the same names one folder up. There is one form of the gated delta rule here. A core
+keeps the states on the path to a node, so a tree costs one update per node and a prompt one per token. That is about as many operations as
+the block forms need, so these are the same functions. Whatever computes a token, its bits are those of plain decoding.
 """
 
 from __future__ import annotations
