@@ -4,14 +4,47 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from typing import Any, Self
 
 from ..shapes import GREEDY
+from .events import Stream
 from .llm import LLM
 from .outputs import StreamEvent
 from .prompts import Params, Prompt, one_of_params
 from .text import conversations
 from .urgency import Deadline, Priority
+
+
+class AsyncStream:
+    """Events of requests that were submitted together, for one coroutine. Whoever stops waiting calls :meth:`abort`.
+
+    Attributes:
+        stream: the engine's own, with its requests.
+    """
+
+    def __init__(self, stream: Stream, changed: asyncio.Event) -> None:
+        self.stream, self._changed = stream, changed
+
+    async def events(self) -> AsyncGenerator[StreamEvent, None]:
+        """Yields what is new as it comes, to the end; closing the generator aborts what is left.
+
+        Raises:
+            ResourceError: the queue is full, the engine was closed, or memory ran out.
+        """
+        try:
+            while not self.stream.ended:
+                self._changed.clear()
+                for event in self.stream.take():
+                    yield event
+                if not self.stream.ended:
+                    await self._changed.wait()
+        finally:
+            self.abort()
+
+    def abort(self) -> None:
+        """End what is left, and return at once."""
+        self.stream.abort()
 
 
 class AsyncLLM:
@@ -50,6 +83,21 @@ class AsyncLLM:
             RequestError: the single prompt of the call can't be served, or there is not one params object per prompt.
             ResourceError: the engine is closed, or memory ran out.
         """
+        chosen = one_of_params(params, sampling_params)
+        stream = await self.submit(prompts, chosen, priority=priority, deadline=deadline)
+        async with aclosing(stream.events()) as events:
+            async for event in events:
+                yield event
+
+    async def submit(
+        self, prompts: Prompt | Sequence[Prompt], params: Params = None, *, priority: Priority = 0, deadline: Deadline = None
+    ) -> AsyncStream:
+        """Queue every prompt, and return as soon as they are checked; :meth:`AsyncStream.events` has the tokens.
+
+        Raises:
+            RequestError: as for :meth:`generate`.
+            ResourceError: the engine is closed.
+        """
         loop, changed = asyncio.get_running_loop(), asyncio.Event()
 
         def wake() -> None:
@@ -57,17 +105,8 @@ class AsyncLLM:
             loop.call_soon_threadsafe(changed.set)
 
         # Long texts take long to encode.
-        chosen = one_of_params(params, sampling_params)
-        stream = await asyncio.to_thread(self.llm.submit, prompts, chosen, wake, priority=priority, deadline=deadline)
-        try:
-            while not stream.ended:
-                changed.clear()
-                for event in stream.take():
-                    yield event
-                if not stream.ended:
-                    await changed.wait()
-        finally:
-            stream.abort()
+        stream = await asyncio.to_thread(self.llm.submit, prompts, params, wake, priority=priority, deadline=deadline)
+        return AsyncStream(stream, changed)
 
     def chat(
         self,

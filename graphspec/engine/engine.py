@@ -22,6 +22,7 @@ from ..shapes import GREEDY, GraphKey, SamplingClass, pick_bucket
 from .calls import Alone, Call, Handle, Leave
 from .depth import AdaptiveDepth, DepthPolicy
 from .driver import Driver, Posts, closed
+from .meter import Load
 from .offers import size
 from .proposer import Proposer
 from .request import Request
@@ -156,6 +157,12 @@ class Engine:
         widest = pick_bucket(self.plan.buckets, min(requests, self.plan.max_rows))
         cycles = [key for key in self.plan.graph_keys(sampling) if key.bucket <= widest]
         return [*cycles, *(key for key in prefill_keys(self.plan, sampling) if key.lanes == 1 or requests > 1)]
+
+    def load(self) -> Load:
+        """What there is to do now, and what was done; any thread may ask."""
+        scheduler = self.scheduler
+        pages = scheduler.allocator.num_used, self.plan.num_pages - 1
+        return Load(len(scheduler.running), len(scheduler.waiting), *pages, scheduler.meter.cycles())
 
     def close(self) -> None:
         """End the driving thread after its step. Open calls end with an error, later ones are refused. May be called again."""

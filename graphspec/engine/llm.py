@@ -112,6 +112,8 @@ class LLM:
         self.cycle = self._load()
         self.metrics: Metrics | None = None
         self._engine = Engine(self.cycle, self._load_proposer(), self._adaptive_depth(), progress)
+        self.load = self._engine.load
+        """What there is to do now, as :class:`graphspec.engine.meter.Load`; any thread may ask."""
         self._acceptance_test = AcceptanceTest(self.plan)
         self._has_tokenizer = has_tokenizer(self.folder)
         if self.plan.captured:

@@ -187,7 +187,8 @@ class RequestMetrics:
         cycle_depths: draft depth of each of those cycles; 0 decoded plainly.
         cut: the last cycle was cut short by a stop id or the budget.
         cached_tokens: of the prompt, found in pages of other requests (``runtime.prefix_cache``) and not computed.
-        bursts: when tokens became known and how many, the prefill's first; seconds of :func:`time.perf_counter`, as are the three below.
+        bursts: when tokens became known and how many, the prefill's first; seconds of :func:`time.perf_counter`, as are those below.
+        admitted: when it got its first row; None: it waits, or ended while it waited.
     """
 
     cycles: int = 0
@@ -197,6 +198,7 @@ class RequestMetrics:
     cached_tokens: int = 0
     bursts: list[tuple[float, int]] = field(default_factory=list)
     arrived: float = field(default_factory=time.perf_counter)
+    admitted: float | None = None
     first_token: float | None = None
     finished: float | None = None
 
@@ -297,6 +299,7 @@ class Request:
     def begin(self, row: int, pages: list[int]) -> None:
         """Take a row and pages."""
         self.row, self.pages = row, pages
+        self.metrics.admitted = self.metrics.admitted or time.perf_counter()
         self.scoring = self.scores_prompt
         if self.scoring:
             # Those of a prefill that did not end.

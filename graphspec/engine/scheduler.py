@@ -25,6 +25,7 @@ from . import bans
 from .admission import Deadlines, Queue
 from .chunks import choose_prefill, prompt_message
 from .depth import DepthPolicy
+from .meter import Meter
 from .offers import Offer, Offers
 from .pages import PageAllocator
 from .prefix import PrefixCache
@@ -56,6 +57,7 @@ class Ticket:
     number: int
     lanes: tuple[Request, ...]
     key: Key
+    launched: float
 
 
 class Scheduler:
@@ -103,7 +105,7 @@ class Scheduler:
         if sampling is not None:
             self.offer(sampling, buckets or plan.buckets)
         self._reset_pages()
-        self.waiting = Queue()
+        self.waiting, self.meter = Queue(), Meter()
         self._deadlines = Deadlines(clock)
         self._arrivals = itertools.count()
         self.running: list[Request] = []
@@ -401,7 +403,7 @@ class Scheduler:
         number = self.launcher.launch(key, message)
         for request in lanes:
             request.last_ticket = number
-        self._tickets.append(Ticket(number, lanes, key))
+        self._tickets.append(Ticket(number, lanes, key, time.perf_counter()))
 
     def _make_room(self) -> None:
         """Read until the ring has room for one more launch. Called before lanes are chosen: a row that has ended gets none."""
@@ -413,6 +415,7 @@ class Scheduler:
         self.at_work = ticket.lanes
         entry = self.launcher.read(ticket.number)
         now = time.perf_counter()
+        self.meter.note(ticket.key, ticket.launched, now)
         if entry.prompt_logprobs:
             ticket.lanes[0].note_prompt_logprobs(entry.prompt_logprobs)
         depth = None

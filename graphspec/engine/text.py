@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +13,27 @@ from ..checks import brief
 from ..errors import CheckpointError, RequestError
 
 FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
-MESSAGE_KEYS = ("role", "content", "name")
+MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id")
+STRUCTURED_KEYS = ("tool_calls",)
+"""Keys of a message whose value is no text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Messages, oldest first, as a prompt: the checkpoint's chat template turns them into text, and a new turn of the assistant follows.
+    """Messages, oldest first, as a prompt: the checkpoint's chat template turns them into text.
 
     Attributes:
-        messages: ``{"role": ..., "content": ...}`` each, and ``name`` where the template reads one; checked when they are encoded.
+        messages: ``{"role": ..., "content": ...}`` each, and ``name``, ``tool_calls`` or ``tool_call_id`` where the template reads one;
+            checked when they are encoded. A message with ``tool_calls`` needs no content.
+        tools: descriptions of functions that the template is handed, each ``{"type": "function", "function": {...}}``; None: none.
+        options: names that the template reads in addition, such as ``enable_thinking``.
+        continued: the last message is the beginning of the answer, which goes on in its middle; otherwise a new turn of the assistant follows.
     """
 
     messages: Any
+    tools: Sequence[Mapping[str, Any]] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    continued: bool = False
 
 
 def conversations(messages: Any) -> Conversation | list[Conversation]:
@@ -40,7 +49,7 @@ def conversations(messages: Any) -> Conversation | list[Conversation]:
     return Conversation(messages)
 
 
-def check_messages(messages: Any) -> list[dict[str, str]]:
+def check_messages(messages: Any) -> list[dict[str, Any]]:
     """The messages of one conversation as plain dictionaries.
 
     Raises:
@@ -51,17 +60,20 @@ def check_messages(messages: Any) -> list[dict[str, str]]:
     return [_check_message(f"messages[{index}]", message) for index, message in enumerate(messages)]
 
 
-def _check_message(key: str, message: Any) -> dict[str, str]:
+def _check_message(key: str, message: Any) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise RequestError(key, 'an object with "role" and "content"', brief(message))
     for name in message:
         if name not in MESSAGE_KEYS:
             raise RequestError(key, "keys " + ", ".join(MESSAGE_KEYS), brief(name))
-    for name in ("role", "content"):
+    for name in ("role",) if message.get("tool_calls") else ("role", "content"):
         if name not in message:
             raise RequestError(f"{key}.{name}", "text", "nothing")
     for name, value in message.items():
-        check_text(f"{key}.{name}", value)
+        if name not in STRUCTURED_KEYS:
+            check_text(f"{key}.{name}", value)
+        elif not isinstance(value, Sequence) or not all(isinstance(entry, Mapping) for entry in value):
+            raise RequestError(f"{key}.{name}", "a list of objects", brief(value))
     return dict(message)
 
 
@@ -102,6 +114,11 @@ class Tokenizer:
         self.folder = folder
         self.hf = _load(folder)
         self._lock = threading.Lock()
+
+    @property
+    def has_chat_template(self) -> bool:
+        """The checkpoint says how conversations are written."""
+        return bool(getattr(self.hf, "chat_template", None))
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, with the special tokens that the tokenizer puts around every text.
@@ -145,12 +162,22 @@ class Tokenizer:
 
         messages = check_messages(conversation.messages)
         where = f"{self.folder}: chat_template"
-        if not getattr(self.hf, "chat_template", None):
+        if not self.has_chat_template:
             hint = "a base model has none: send it prompts, without chat"
             raise CheckpointError(where, "the checkpoint's chat template", "none", hint)
         try:
             with self._lock:
-                return list(self.hf.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False))
+                return list(
+                    self.hf.apply_chat_template(
+                        messages,
+                        tools=conversation.tools,
+                        add_generation_prompt=not conversation.continued,
+                        continue_final_message=conversation.continued,
+                        tokenize=True,
+                        return_dict=False,
+                        **conversation.options,
+                    )
+                )
         except (TemplateSyntaxError, SecurityError) as error:
             raise CheckpointError(where, "a template that jinja takes, in its sandbox", _one_line(error)) from error
         except Exception as error:  # templates refuse conversations by exceptions of their own, and trip over unforeseen ones
