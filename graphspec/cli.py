@@ -411,6 +411,15 @@ COMMANDS: dict[str, Command] = {
         "generate with and without speculation, compare, draw a draft tree",
         "  prompt=TEXT              another prompt",
     ),
+    "serve": Command(
+        _command_of(".serve.run"),
+        "serve OpenAI's protocol over HTTP: completions, chat, models, metrics",
+        """\
+  server.port=8000 server=local|container server.model_name=NAME server.api_key_file=FILE
+  server.max_waiting=256 server.request_seconds=600 server.drain_seconds=60 runtime.max_rows=8 variant=... model.path=...
+
+  graphspec serve model=demo variant=eagle3""",
+    ),
     "profile": Command(
         _command_of(".lab.measure.profile"),
         "measure latency and acceptance, with baselines in the same run",

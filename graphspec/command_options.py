@@ -9,6 +9,7 @@ from typing import Any
 from .checks import INT32_MOST, INT64_MOST, ascending, brief, check_fields, in_range, path, typed
 from .config import LEAST, MAX_ROWS, MOST, RUNTIMES, Config
 from .errors import ConfigError
+from .server_options import ServerConfig
 from .train_options import TrainConfig
 
 FORMATS = ("text", "json")
@@ -198,6 +199,7 @@ class LaunchConfig(Config):
     tune: TuneConfig = field(default_factory=TuneConfig)
     report: ReportConfig = field(default_factory=ReportConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()

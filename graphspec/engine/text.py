@@ -27,7 +27,7 @@ class Conversation:
             checked when they are encoded. A message with ``tool_calls`` needs no content.
         tools: descriptions of functions that the template is handed, each ``{"type": "function", "function": {...}}``; None: none.
         options: names that the template reads in addition, such as ``enable_thinking``.
-        continued: the last message is the beginning of the answer, which goes on in its middle; otherwise a new turn of the assistant follows.
+        continued: the last message is the beginning of the answer, which goes on from there; otherwise a new turn of the assistant follows.
     """
 
     messages: Any
@@ -72,8 +72,8 @@ def _check_message(key: str, message: Any) -> dict[str, Any]:
     for name, value in message.items():
         if name not in STRUCTURED_KEYS:
             check_text(f"{key}.{name}", value)
-        elif not isinstance(value, Sequence) or not all(isinstance(entry, Mapping) for entry in value):
-            raise RequestError(f"{key}.{name}", "a list of objects", brief(value))
+        elif not isinstance(value, Sequence) or not value or not all(isinstance(entry, Mapping) for entry in value):
+            raise RequestError(f"{key}.{name}", "a list of at least one object", brief(value))
     return dict(message)
 
 

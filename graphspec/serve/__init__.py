@@ -1,0 +1,1 @@
+"""The OpenAI face: an HTTP server over one engine."""

@@ -1,0 +1,132 @@
+"""The HTTP server: uvicorn, with limits on what a connection may hold up, and an end that loses no request it has accepted."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from ..errors import ConfigError
+from ..server_options import ServerConfig
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+def bind(options: ServerConfig) -> socket.socket:
+    """A socket at the address, which does not listen yet: until the model is loaded, clients are refused at once.
+
+    Raises:
+        ConfigError: another program has the port, or the address is not one of this machine.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            options.host, options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        found = socket.socket(family, kind, protocol)
+        try:
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            found.bind(address)
+        except OSError:
+            found.close()
+            raise
+    except OSError as error:
+        raise ConfigError("server.port", f"a free port at {options.host}", f"{options.port}: {error.strerror or error}") from error
+    return found
+
+
+def connection_type(options: ServerConfig) -> type[H11Protocol]:
+    """The class of a connection that closes itself where headers do not come, or what was sent is not taken, in time."""
+
+    class Connection(H11Protocol):
+        _reading: asyncio.TimerHandle | None = None
+        _writing: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self._await_headers()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            if self.cycle is None or self.cycle.response_complete:
+                self._await_headers()
+            else:
+                self._stop_reading()
+
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self._writing = self.loop.call_later(options.write_seconds, self.transport.abort)
+
+        def resume_writing(self) -> None:
+            super().resume_writing()
+            self._stop_writing()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._stop_reading()
+            self._stop_writing()
+            super().connection_lost(exc)
+
+        def _await_headers(self) -> None:
+            """Headers have to come from now on; the time for a header that comes byte by byte is that of its first byte."""
+            if self._reading is None:
+                self._reading = self.loop.call_later(options.read_seconds, self.transport.abort)
+
+        def _stop_reading(self) -> None:
+            if self._reading is not None:
+                self._reading.cancel()
+                self._reading = None
+
+        def _stop_writing(self) -> None:
+            if self._writing is not None:
+                self._writing.cancel()
+                self._writing = None
+
+    return Connection
+
+
+class HttpServer(uvicorn.Server):
+    """A server that ends in order: at a signal it accepts nothing more, finishes what it has, and returns. A second one ends it at once."""
+
+    def __init__(self, app: ASGIApp, options: ServerConfig) -> None:
+        config = uvicorn.Config(
+            app,
+            http=connection_type(options),
+            ws="none",
+            lifespan="off",
+            loop="asyncio",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=max(1, round(options.keep_alive_seconds)),
+            timeout_graceful_shutdown=max(1, round(options.drain_seconds)),
+        )
+        super().__init__(config)
+        self.draining = False
+        """It ends when the requests that it has are done."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """While it serves, signals drain it. uvicorn's own would end the process afterwards by the signal."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        loop = asyncio.get_running_loop()
+        for number in SIGNALS:
+            loop.add_signal_handler(number, self.drain)
+        try:
+            yield
+        finally:
+            for number in SIGNALS:
+                loop.remove_signal_handler(number)
+
+    def drain(self) -> None:
+        """Begin the end, or at the second time end it."""
+        self.force_exit, self.should_exit = self.draining, True
+        self.draining = True

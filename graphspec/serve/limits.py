@@ -1,0 +1,154 @@
+"""What one server bears: requests at once, bytes of a body, time to read and to write, and who may ask."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+
+from ..checks import brief
+from ..errors import ConfigError
+from .errors import ApiError, busy
+
+Result = TypeVar("Result")
+RETRY_SECONDS = 1
+
+
+class ClientGone(Exception):  # noqa: N818  no error of anybody's
+    """Nobody waits for the answer any more."""
+
+
+class Slots:
+    """Room for requests that run or wait.
+
+    Args:
+        most: how many.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most, self.taken = most, 0
+
+    @contextmanager
+    def take(self, count: int) -> Iterator[None]:
+        """Hold room for ``count`` requests.
+
+        Raises:
+            ApiError: 503, there is less now; 400, there will never be as much.
+        """
+        if count > self.most:
+            raise ApiError(400, f"expected at most {self.most} outputs in one request, found {count}", "n")
+        if self.taken + count > self.most:
+            raise busy(RETRY_SECONDS)
+        self.taken += count
+        try:
+            yield
+        finally:
+            self.taken -= count
+
+
+class Keys:
+    """The keys a request may carry.
+
+    Args:
+        keys: any of them; none: everyone may ask.
+    """
+
+    def __init__(self, keys: Sequence[str] = ()) -> None:
+        self._keys = [key.encode() for key in keys]
+
+    @classmethod
+    def read(cls, file: Path) -> Keys:
+        """Keys from a file, one per line.
+
+        Raises:
+            ConfigError: it can't be read, or has none.
+        """
+        try:
+            keys = [line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError("server.api_key_file", "a file of keys, one per line", f"{file}: {type(error).__name__}") from error
+        if not keys:
+            raise ConfigError("server.api_key_file", "at least one key", f"none in {file}")
+        return cls(keys)
+
+    def check(self, header: str | None) -> None:
+        """Check the ``Authorization`` header, in a time that does not depend on how much of a key is right.
+
+        Raises:
+            ApiError: 401.
+        """
+        if not self._keys:
+            return
+        given = (header or "").removeprefix("Bearer ").strip().encode()
+        # All of them are compared: the answer's time does not say which one nearly fitted.
+        if not sum(hmac.compare_digest(given, key) for key in self._keys):
+            raise ApiError(401, "expected a valid API key as Authorization: Bearer KEY", code="invalid_api_key")
+
+
+async def read_json(request: Request, most: int, seconds: float) -> dict[str, Any]:
+    """The body of a request, which is a JSON object.
+
+    Raises:
+        ApiError: 400, 408 or 413.
+        ClientGone: it went while it sent.
+    """
+    too_long = ApiError(413, f"expected a body of at most {most} bytes", code="body_too_large")
+    length = request.headers.get("content-length", "0")
+    if length.isdecimal() and int(length) > most:
+        raise too_long
+    body = bytearray()
+    try:
+        async with asyncio.timeout(seconds):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > most:
+                    raise too_long
+    except TimeoutError as error:
+        raise ApiError(408, "the body did not come in time", code="timeout") from error
+    except ClientDisconnect as error:
+        raise ClientGone from error
+    try:
+        data = json.loads(body.decode("utf-8"), parse_constant=_no_number)
+        json.dumps(data, ensure_ascii=False).encode("utf-8")
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, "expected a body of JSON in UTF-8", code="invalid_json") from error
+    if not isinstance(data, dict):
+        raise ApiError(400, f"expected a JSON object, found {brief(type(data).__name__)}", code="invalid_json")
+    return data
+
+
+def _no_number(name: str) -> NoReturn:
+    raise ValueError(name)
+
+
+async def unless_gone(receive: Callable[[], Awaitable[Any]], work: Awaitable[Result]) -> Result:
+    """What ``work`` returns; it is cancelled where the client disconnects.
+
+    Args:
+        receive: of a request whose body was read.
+        work: that makes the answer.
+
+    Raises:
+        ClientGone: the client disconnected first.
+    """
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(watch())
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        return task.result()
+    finally:
+        task.cancel()
+        gone.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)

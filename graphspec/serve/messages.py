@@ -1,0 +1,76 @@
+"""Conversations as clients send them, as the engine's :class:`~graphspec.engine.text.Conversation`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from ..engine.text import MESSAGE_KEYS, Conversation
+from .errors import bad_field
+from .protocol import ChatBody
+from .tools import Tools
+
+ABSENT = ("refusal", "audio", "function_call", "annotations")
+"""Keys of an answer that come back in the next request, empty."""
+ROLES = {"developer": "system"}
+"""Newer names of roles that templates know by an older one."""
+RESERVED = ("messages", "tools", "documents", "conversation", "chat_template", "add_generation_prompt", "continue_final_message")
+RESERVED_FORM = ("tokenize", "return_dict", "return_tensors", "return_assistant_tokens_mask", "padding", "truncation", "max_length")
+
+
+def conversation_of(body: ChatBody, tools: Tools) -> Conversation:
+    """What a request says, for the checkpoint's template.
+
+    Raises:
+        ApiError: 400, a message with parts that are no text, or with keys nobody reads.
+    """
+    messages = [_message(f"messages[{place}]", message) for place, message in enumerate(body.messages)]
+    options = dict(body.chat_template_kwargs or {})
+    for name in options:
+        if name in RESERVED or name in RESERVED_FORM or name.startswith("_"):
+            raise bad_field("chat_template_kwargs", "names that only the template reads", name)
+    return Conversation(messages, list(tools.described) or None, options, continued=body.continue_final_message)
+
+
+def _message(key: str, message: object) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise bad_field(key, 'an object with "role" and "content"', "something else")
+    given = {name: value for name, value in message.items() if value is not None and not (name in ABSENT and not value)}
+    if unknown := [name for name in given if name not in MESSAGE_KEYS]:
+        raise bad_field(key, "keys " + ", ".join(MESSAGE_KEYS), ", ".join(map(str, unknown)))
+    if isinstance(given.get("role"), str):
+        given["role"] = ROLES.get(given["role"], given["role"])
+    if isinstance(given.get("content"), list):
+        given["content"] = "".join(_part(f"{key}.content[{place}]", part) for place, part in enumerate(given["content"]))
+    if given.get("tool_calls") == []:
+        del given["tool_calls"]
+    if "tool_calls" in given:
+        given["tool_calls"] = _calls(f"{key}.tool_calls", given["tool_calls"])
+        given.setdefault("content", "")
+    return given
+
+
+def _part(key: str, part: object) -> str:
+    if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+        raise bad_field(key, "a part of type text", "something else")
+    return str(part["text"])
+
+
+def _calls(key: str, calls: object) -> list[dict[str, Any]]:
+    """Calls whose arguments are objects, as templates write them."""
+    if not isinstance(calls, list):
+        raise bad_field(key, "a list of calls", "something else")
+    found = []
+    for place, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise bad_field(f"{key}[{place}]", '{"function": {"name": ..., "arguments": ...}}', "something else")
+        arguments = function.get("arguments", {})
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments or "{}")
+            except (ValueError, RecursionError) as error:
+                raise bad_field(f"{key}[{place}].function.arguments", "JSON", "something else") from error
+        found.append({**call, "function": {"name": function["name"], "arguments": arguments}})
+    return found

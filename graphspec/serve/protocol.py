@@ -1,0 +1,264 @@
+"""Request bodies: which fields there are, and the :class:`~graphspec.engine.request.SamplingParams` they make.
+
+Field names are OpenAI's, and vLLM's where OpenAI has none. A field that is null counts as not sent. Unknown fields are refused, all of them
+in one error, but for those that change nothing: :data:`NO_BEARING`, and :data:`NEUTRAL` at the value that says nothing.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Self, TypeVar
+
+from ..checks import brief, check_fields
+from ..engine.request import SamplingParams
+from ..errors import RequestError
+from .errors import ApiError, bad_field
+
+Kind = TypeVar("Kind")
+NO_BEARING = frozenset({"user", "safety_identifier", "prompt_cache_key", "metadata", "request_id"})
+"""Fields about the client's own books."""
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "suffix": ("",),
+    "store": (False,),
+    "service_tier": ("auto", "default"),
+    "use_beam_search": (False,),
+    "length_penalty": (1, 1.0),
+    "spaces_between_special_tokens": (True,),
+    "add_special_tokens": (True,),
+    "functions": ([],),
+    "modalities": (["text"],),
+    "verbosity": ("medium",),
+}
+"""Fields that are accepted at these values, and refused at others."""
+COMPLETION_TOKENS = 16
+"""New tokens of a completion that names no number, as OpenAI has it."""
+PASSED_ON = (
+    "top_p", "seed", "stop", "presence_penalty", "frequency_penalty", "top_k", "min_p", "repetition_penalty", "stop_token_ids",
+    "include_stop_str_in_output", "ignore_eos", "min_tokens", "skip_special_tokens", "allowed_token_ids", "bad_words", "speculate",
+    "num_steps",
+)  # fmt: skip
+"""Fields that :class:`SamplingParams` has under the same name, with the same meaning."""
+
+
+@dataclass(kw_only=True)
+class StreamOptions:
+    """What a stream says of its tokens' number.
+
+    Attributes:
+        include_usage: once, in a last chunk without choices.
+        continuous_usage_stats: in every chunk.
+    """
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self, "stream_options", error=RequestError)
+
+
+@dataclass(kw_only=True)
+class Body(ABC):
+    """Fields of both kinds of requests. Absent ones are None, or what they are by default."""
+
+    model: str | None = None
+    max_tokens: int | None = None
+    temperature: float = 1.0
+    top_p: float | None = None
+    n: int = 1
+    seed: int | None = None
+    stop: Sequence[str] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: Mapping[str, float] | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    stop_token_ids: Sequence[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    skip_special_tokens: bool | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] | None = None
+    prompt_logprobs: int | None = None
+    speculate: bool | None = None
+    num_steps: int | None = None
+    priority: int = 0
+    stream: bool = False
+    stream_options: Mapping[str, Any] | None = None
+    echo: bool = False
+    return_token_ids: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self, "", error=RequestError)
+        if self.stream_options is not None and not self.stream:
+            raise RequestError("stream_options", "nothing without stream", brief(dict(self.stream_options)))
+        read(StreamOptions, self.stream_options or {}, "stream_options.")
+
+    @property
+    def streaming(self) -> StreamOptions:
+        """What its stream says of usage."""
+        return read(StreamOptions, self.stream_options or {}, "stream_options.")
+
+    @property
+    @abstractmethod
+    def alternatives(self) -> int | None:
+        """Alternatives of each token's log-probability; None: no log-probabilities."""
+
+    @property
+    def scored_prompt(self) -> int | None:
+        """The same for the prompt's tokens."""
+        return self.prompt_logprobs
+
+    @abstractmethod
+    def new_tokens(self, most: int) -> int:
+        """Most new tokens, where the server allows ``most``."""
+
+    def params(self, most: int) -> SamplingParams:
+        """How the request is sampled.
+
+        Args:
+            most: new tokens that the server allows.
+
+        Raises:
+            RequestError: a value out of range.
+        """
+        new = self.new_tokens(most)
+        if new > most:
+            raise RequestError("max_tokens", f"at most {most}", new)
+        given: dict[str, Any] = {name: value for name in PASSED_ON if (value := getattr(self, name)) is not None}
+        given |= {"logprobs": self.alternatives, "prompt_logprobs": self.scored_prompt, "logit_bias": self._bias()}
+        return SamplingParams(max_tokens=new, temperature=self.temperature, n=self.n, echo=self.echo, **given)
+
+    def _bias(self) -> dict[int, float] | None:
+        if self.logit_bias is None:
+            return None
+        for token in self.logit_bias:
+            if not token.isascii() or not token.isdigit():
+                raise RequestError("logit_bias", "token ids", brief(token))
+        return {int(token): value for token, value in self.logit_bias.items()}
+
+    @classmethod
+    def read(cls, data: Mapping[str, Any]) -> Self:
+        """A body from its JSON.
+
+        Raises:
+            ApiError: 400, naming every field that is not supported.
+            RequestError: a value of another type.
+        """
+        return read(cls, data)
+
+
+@dataclass(kw_only=True)
+class CompletionBody(Body):
+    """``/v1/completions``."""
+
+    prompt: Any = None
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.prompt is None:
+            raise RequestError("prompt", "a text, a list of texts, token ids, or a list of these", "nothing")
+
+    @property
+    def scored_prompt(self) -> int | None:
+        return self.prompt_logprobs if self.prompt_logprobs is not None or not self.echo else self.logprobs
+
+    @property
+    def alternatives(self) -> int | None:
+        return self.logprobs
+
+    def new_tokens(self, most: int) -> int:
+        return min(COMPLETION_TOKENS, most) if self.max_tokens is None else self.max_tokens
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """Its prompts, one or several.
+
+        Raises:
+            RequestError: no texts and no token ids, or a list of nothing.
+        """
+        given = self.prompt
+        if isinstance(given, str) or (isinstance(given, list) and given and all(type(entry) is int for entry in given)):
+            return [given]
+        fine = isinstance(given, list) and given
+        if not fine or not all(isinstance(p, str) or (isinstance(p, list) and all(type(entry) is int for entry in p)) for p in given):
+            raise RequestError("prompt", "a text, a list of texts, token ids, or a list of these", "something else")
+        return list(given)
+
+
+@dataclass(kw_only=True)
+class ChatBody(Body):
+    """``/v1/chat/completions``."""
+
+    messages: Any = None
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = None
+    tools: Any = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool = True
+    response_format: Any = None
+    chat_template_kwargs: Mapping[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.messages, list) or not self.messages:
+            raise RequestError("messages", "a list of at least one message", "something else")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise RequestError("top_logprobs", "nothing without logprobs", self.top_logprobs)
+        if self.add_generation_prompt is self.continue_final_message:
+            expected = "true, or false with continue_final_message"
+            raise RequestError("add_generation_prompt", expected, self.add_generation_prompt)
+        if self.echo:
+            raise RequestError("echo", "false in chat", True)
+
+    @property
+    def alternatives(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def new_tokens(self, most: int) -> int:
+        wanted = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+        return most if wanted is None else wanted
+
+
+def read(kind: type[Kind], data: Mapping[str, Any], prefix: str = "") -> Kind:
+    """A dataclass from the fields of a JSON object.
+
+    Raises:
+        ApiError: 400, naming every field that is not supported.
+        RequestError: a value of another type.
+    """
+    given = {name: value for name, value in data.items() if value is not None}
+    known = {field.name for field in fields(kind)}  # type: ignore[arg-type]
+    others = [name for name in given if name not in known and name not in NO_BEARING]
+    refused = [brief(prefix + name, 200).strip("'") for name in others if name not in NEUTRAL or given[name] not in NEUTRAL[name]]
+    if refused:
+        raise ApiError(400, f"unsupported: {', '.join(refused)}", refused[0], "unsupported_field")
+    return kind(**{name: value for name, value in given.items() if name in known})
+
+
+def check_model(asked: str | None, served: str) -> None:
+    """Check the name of the model that a request asks for.
+
+    Raises:
+        ApiError: 404, another one is served here.
+    """
+    if asked is not None and asked != served:
+        raise ApiError(404, f"expected model {served!r}, found {brief(asked)}", "model", "model_not_found")
+
+
+def check_supported(name: str, value: object, served: Sequence[object]) -> None:
+    """Check a field of which only some values are served.
+
+    Raises:
+        ApiError: 400.
+    """
+    if value not in served:
+        raise bad_field(name, "one of " + ", ".join(map(str, served)), brief(value))

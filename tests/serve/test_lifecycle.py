@@ -1,0 +1,196 @@
+"""Clients that leave, stall or never ask, requests whose time is over, and the end of a server."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+import httpx2
+import pytest
+
+from graphspec.errors import ConfigError
+from graphspec.serve.http import bind
+from graphspec.server_options import ServerConfig
+from tests.support.engines import CHAIN
+from tests.support.serving import PATIENCE, Served, held_after_the_first_token, serving, wait_for
+
+if TYPE_CHECKING:
+    from graphspec.engine.llm import LLM
+    from tests.support.engines import Pair
+
+PATH = "/v1/completions"
+ENDLESS = {"prompt": "w7", "max_tokens": 80, "ignore_eos": True, "temperature": 0}
+
+
+def closed_by_server(connection: socket.socket) -> bytes:
+    """What came until the server closed the connection."""
+    found = b""
+    try:
+        while piece := connection.recv(65536):
+            found += piece
+    except ConnectionResetError:
+        pass
+    return found
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("waiting", [True, False])
+def test_a_client_that_leaves_aborts_its_request(pair: Pair, stream: bool, waiting: bool) -> None:
+    """While it decodes, and while it waits for a row; the others go on."""
+    with pair.llm(**CHAIN, max_rows=1, buckets=[1]) as llm, serving(llm) as server:
+        wanted = server.complete(**ENDLESS)["choices"][0]["text"]
+        with held_after_the_first_token(llm) as go:
+            body = json.dumps({**ENDLESS, "stream": stream}).encode()
+            head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+            first, second = server.connect(), server.connect()
+            first.sendall(head + body)
+            wait_for(lambda: llm.load().running == 1)
+            second.sendall(head + body)
+            wait_for(lambda: llm.load().waiting == 1)
+            leaving, staying = (second, first) if waiting else (first, second)
+            leaving.close()
+            wait_for(lambda: server.face.slots.taken == 1)
+            go.set()
+        answer = b""
+        while b"[DONE]" not in answer and b'"usage"' not in answer:
+            piece = staying.recv(65536)
+            assert piece
+            answer += piece
+        staying.close()
+        server.idle()
+        assert server.metric("vllm:request_success_total", finished_reason="abort") == 1
+        assert server.complete(**ENDLESS)["choices"][0]["text"] == wanted
+
+
+def test_headers_have_to_come_in_time(llm: LLM) -> None:
+    with serving(llm, read_seconds=1.0) as server:
+        silent, slow = server.connect(), server.connect()
+        slow.sendall(b"POST /v1/completions HT")
+        assert closed_by_server(silent) == closed_by_server(slow) == b""
+        assert server.complete(prompt="w7", max_tokens=1)
+
+
+def test_a_body_has_to_come_in_time(llm: LLM) -> None:
+    with serving(llm, read_seconds=1.0) as server:
+        connection = server.connect()
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        assert connection.recv(65536).startswith(b"HTTP/1.1 408 ")
+        connection.close()
+        server.idle()
+
+
+def test_a_connection_is_kept_for_the_next_request(llm: LLM) -> None:
+    """It outlives the time in which headers have to come: that begins anew."""
+    with serving(llm, read_seconds=0.5, keep_alive_seconds=30.0) as server:
+        connection = server.connect()
+        for _ in range(2):
+            connection.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
+            answer = b""
+            while not answer.endswith(b"}"):
+                answer += connection.recv(65536)
+            assert b"200 OK" in answer
+            threading.Event().wait(1.0)
+        connection.close()
+
+
+def test_a_client_that_does_not_read_is_let_go(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its request is aborted, and its row serves others."""
+    from graphspec.serve import app
+
+    # One event fills every buffer on the way; the tiny model's own would take minutes.
+    monkeypatch.setattr(app, "sse", lambda _: b"data: " + b"x" * 2**20 + b"\n\n")
+    with pair.llm(**CHAIN, max_rows=1, buckets=[1]) as llm, serving(llm, write_seconds=0.3) as server:
+        connection = server.connect()
+        body = json.dumps({**ENDLESS, "stream": True}).encode()
+        connection.sendall(f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+        wait_for(lambda: server.face.slots.taken == 1)
+        server.idle()
+        connection.close()
+        assert server.complete(prompt="w7", max_tokens=1)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_request_whose_time_is_over_ends_with_what_it_has(llm: LLM, stream: bool) -> None:
+    with serving(llm, request_seconds=0.2) as server, held_after_the_first_token(llm) as go:
+        threading.Timer(0.5, go.set).start()
+        choice = server.chunks(PATH, **ENDLESS)[-1]["choices"][0] if stream else server.complete(**ENDLESS)["choices"][0]
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("length", "deadline")
+
+
+def test_the_end_waits_for_what_was_accepted(pair: Pair) -> None:
+    """Streams, whole answers and those that wait for a row are finished; nothing new gets in."""
+    with pair.llm(**CHAIN, max_rows=1, buckets=[1]) as llm:
+        server = Served(llm)
+        wanted = server.complete(**ENDLESS)["choices"][0]["text"]
+        found: dict[bool, Any] = {}
+        with held_after_the_first_token(llm) as go:
+
+            def ask(stream: bool) -> None:
+                with httpx2.Client(base_url=server.url, timeout=PATIENCE) as client:
+                    found[stream] = client.post(PATH, json={**ENDLESS, "stream": stream}).text
+
+            threads = [threading.Thread(target=ask, args=(stream,)) for stream in (True, False)]
+            for thread in threads:
+                thread.start()
+            wait_for(lambda: (load := llm.load()).running == load.waiting == 1)
+            server.server.drain()
+            wait_for(lambda: not server.server.servers[0].is_serving())
+            with pytest.raises(httpx2.ConnectError):
+                httpx2.get(server.url + "/health")
+            go.set()
+            for thread in threads:
+                thread.join(PATIENCE)
+        server.stop()
+        assert json.loads(found[False])["choices"][0]["text"] == wanted
+        events = [json.loads(line[6:]) for line in found[True].split("\n\n") if line and not line.endswith("[DONE]")]
+        assert "".join(event["choices"][0]["text"] for event in events) == wanted and found[True].endswith("[DONE]\n\n")
+
+
+def test_the_end_does_not_wait_for_ever(pair: Pair) -> None:
+    """What is left when its time is over is aborted."""
+    with pair.llm(**CHAIN, max_rows=1, buckets=[1]) as llm:
+        server = Served(llm, drain_seconds=1.0)
+        with held_after_the_first_token(llm):
+            connection = server.connect()
+            body = json.dumps({**ENDLESS, "stream": True}).encode()
+            connection.sendall(f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+            wait_for(lambda: llm.load().running == 1)
+            server.stop()
+            assert b"[DONE]" not in closed_by_server(connection)
+        server.idle()
+
+
+def test_a_taken_port_is_an_error(server: Served) -> None:
+    with pytest.raises(ConfigError, match=r"server\.port: expected a free port at 127\.0\.0\.1"):
+        bind(ServerConfig(port=server.address[1]))
+    with pytest.raises(ConfigError, match=r"server\.port"):
+        bind(ServerConfig(host="no.such.host.invalid"))
+
+
+def test_the_command_serves_and_ends_at_a_signal(pair: Pair) -> None:
+    """In a process of its own: the address on stdout, one answer, SIGTERM in the middle of a stream, exit code 0."""
+    words = [f"model.path={pair.target}", "variant=none", "runtime=eager", "server.port=0", "server.model_name=mine"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        [sys.executable, "-m", "graphspec.cli", "serve", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, text=True
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        line = process.stdout.readline()
+        assert line.startswith("graphspec serve: mine at http://127.0.0.1:"), process.stderr.read()
+        url = line.split()[-1]
+        body = {**ENDLESS, "model": "mine"}
+        whole = httpx2.post(f"{url}/completions", json=body, timeout=PATIENCE).json()["choices"][0]["text"]
+        with httpx2.stream("POST", f"{url}/completions", json={**body, "stream": True}, timeout=PATIENCE) as response:
+            lines = response.iter_lines()
+            events = [next(lines)]
+            process.send_signal(signal.SIGTERM)
+            events += [line for line in lines if line]
+        assert process.wait(PATIENCE) == 0 and process.stderr.read() == ""
+    assert events[-1] == "data: [DONE]"
+    assert "".join(json.loads(event[6:])["choices"][0]["text"] for event in events[:-1]) == whole

@@ -1,0 +1,134 @@
+"""A server over a tiny engine, in a thread of the test: real sockets, a real event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import httpx2
+
+from graphspec.engine.async_llm import AsyncLLM
+from graphspec.serve.app import Face
+from graphspec.serve.http import HttpServer, bind
+from graphspec.server_options import ServerConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from graphspec.engine.llm import LLM
+    from graphspec.serve.limits import Keys
+
+MODEL = "tiny"
+PATIENCE = 60.0
+"""Seconds until a test gives up waiting; nothing is measured by it."""
+BOS = 5
+TEMPLATE = (
+    "{{ bos_token }} {% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}{% for message in messages %}"
+    "{% if message.role not in ['system', 'user', 'assistant', 'tool'] %}{{ raise_exception('no such role') }}{% endif %}"
+    "{% if message.role == 'user' %}w1{% elif message.role == 'system' %}w2{% else %}w3{% endif %} {{ message.content }} "
+    "{% for call in message.tool_calls or [] %}{{ call.function.arguments.word }} {% endfor %}w4 {% endfor %}"
+    "{% if flag %}w6 {% endif %}{% if add_generation_prompt %}w3{% endif %}"
+)
+
+
+class Served:
+    """A running server, and a client of it."""
+
+    def __init__(self, llm: LLM, keys: Keys | None = None, **options: Any) -> None:
+        self.llm, self.options = llm, ServerConfig(**{"port": 0, "keep_alive_seconds": 1.0, **options})
+        self.face = Face(AsyncLLM(llm), self.options, MODEL, keys)
+        self.socket = bind(self.options)
+        self.address = self.socket.getsockname()[:2]
+        self.url = f"http://{self.address[0]}:{self.address[1]}"
+        self.server = HttpServer(self.face.app(), self.options)
+        self.thread = threading.Thread(target=lambda: asyncio.run(self.server.serve(sockets=[self.socket])), daemon=True)
+        self.thread.start()
+        wait_for(lambda: self.server.started)
+        self.client = httpx2.Client(base_url=self.url, timeout=PATIENCE)
+
+    def post(self, path: str, body: dict[str, Any], **headers: str) -> httpx2.Response:
+        return self.client.post(path, json=body, headers=headers)
+
+    def complete(self, **body: Any) -> dict[str, Any]:
+        """A completion that is served."""
+        return served(self.post("/v1/completions", body))
+
+    def chat(self, **body: Any) -> dict[str, Any]:
+        """A chat that is served."""
+        return served(self.post("/v1/chat/completions", body))
+
+    def chunks(self, path: str, **body: Any) -> list[dict[str, Any]]:
+        """Events of a stream, whose end is checked."""
+        with self.client.stream("POST", path, json={**body, "stream": True}) as response:
+            assert response.status_code == 200, response.read()
+            assert response.headers["content-type"].startswith("text/event-stream")
+            lines = [line for line in response.iter_lines() if line]
+        assert all(line.startswith("data: ") for line in lines) and lines[-1] == "data: [DONE]"
+        return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+    def metric(self, name: str, **labels: str) -> float:
+        """A sample of ``/metrics``; 0 where there is none."""
+        value = self.face.metrics.registry.get_sample_value(name, {"model_name": MODEL, **labels})
+        return value or 0.0
+
+    def connect(self) -> socket.socket:
+        """A connection without a request."""
+        return socket.create_connection(self.address, timeout=PATIENCE)
+
+    def idle(self) -> None:
+        """Wait until nothing runs, and check that everything was given back."""
+        wait_for(lambda: (load := self.llm.load()).running == load.waiting == load.pages_used == 0)
+        wait_for(lambda: self.face.slots.taken == 0)
+
+    def stop(self) -> None:
+        self.server.drain()
+        self.thread.join(PATIENCE)
+        assert not self.thread.is_alive()
+        self.client.close()
+
+
+def served(response: httpx2.Response) -> dict[str, Any]:
+    assert response.status_code == 200, response.text
+    document: dict[str, Any] = response.json()
+    return document
+
+
+def wait_for(done: Any) -> None:
+    end = time.monotonic() + PATIENCE
+    while not done():
+        assert time.monotonic() < end, "gave up waiting"
+        time.sleep(0.005)
+
+
+@contextmanager
+def serving(llm: LLM, keys: Keys | None = None, **options: Any) -> Iterator[Served]:
+    found = Served(llm, keys, **options)
+    try:
+        yield found
+    finally:
+        found.stop()
+
+
+@contextmanager
+def held_after_the_first_token(llm: LLM) -> Iterator[threading.Event]:
+    """The engine makes no step after some request's first token until the event is set, which happens at the end at the latest."""
+    engine, go = llm._engine, threading.Event()
+    step = engine._step
+
+    def held() -> None:
+        if go.is_set() or not any(request.output for request in engine.scheduler.running):
+            step()
+        else:
+            time.sleep(0.002)
+
+    engine._step = held  # type: ignore[method-assign]
+    try:
+        yield go
+    finally:
+        go.set()
+        engine._step = step  # type: ignore[method-assign]
