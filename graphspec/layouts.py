@@ -1,7 +1,8 @@
 """How checkpoints name their tensors: tables that :mod:`graphspec.models.checkpoint` interprets. Data only, standard library only.
 
 ``*`` stands for a layer index. A rule with several sources concatenates them along the output rows, in order. ``#`` in a source stands
-for the number of an expert: the parameter has one more dimension in front, and every expert fills its part of it.
+for the number of an expert: the parameter has one more dimension in front, and every expert fills its part of it. Where a parameter has
+several rules, the first one whose tensors a checkpoint has holds.
 """
 
 from __future__ import annotations
@@ -87,6 +88,19 @@ def _hybrid_rules(ours: str, theirs: str, *projections: str) -> tuple[TensorRule
     )
 
 
+def _stacked_experts(ours: str, theirs: str, gate_up: str, down: str) -> tuple[TensorRule, ...]:
+    """Experts of a layer in one tensor per projection."""
+    return TensorRule(f"{ours}mlp.gate_up_EFH", (f"{theirs}{gate_up}",)), TensorRule(f"{ours}mlp.down_EHF", (f"{theirs}{down}",))
+
+
+def _ssm_rules(ours: str, theirs: str) -> tuple[TensorRule, ...]:
+    """A Mamba-2 layer; its input projection is one tensor: output gate, x, B, C, steps."""
+    names = {"conv_weight_E1O": "conv1d.weight", "conv_bias_E": "conv1d.bias", "skip_H": "D", "A_log": "A_log", "dt_bias": "dt_bias"}
+    names |= {"norm.weight": "norm.weight"}
+    names |= {name: name for one in ("in_proj", "out_proj") for name in (f"{one}.weight", f"{one}.bias")}
+    return tuple(TensorRule(f"{ours}{mine}", (f"{theirs}{name}",)) for mine, name in names.items())
+
+
 def _target(*further: TensorRule, fused: bool = False, renamed: tuple[tuple[str, str], ...] = (), unread: tuple[str, ...] = ()) -> Layout:
     return Layout(
         rules=(
@@ -109,15 +123,62 @@ norms, norms after attention and MLP, latent attention, a mixture of experts."""
 FUSED_LAYOUT = _target(fused=True)
 """The same with queries, keys and values in one tensor, and gate and up in another."""
 
+_STACKED = _stacked_experts("layers.*.", "model.layers.*.", "mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+
 QWEN3_5_LAYOUT = _target(
     *_hybrid_rules("layers.*.", "model.layers.*.", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+    *_STACKED,
     renamed=(("model.language_model.", "model."),),
     unread=("model.visual.",),
 )
-"""Qwen3.5; the language model of a checkpoint that also sees images."""
+"""Qwen3.5; the language model of a checkpoint that also sees images. Experts are stored in one tensor, or one by one."""
 
 QWEN3_NEXT_LAYOUT = _target(*_hybrid_rules("layers.*.", "model.layers.*.", "in_proj_qkvz", "in_proj_ba"))
 """Qwen3-Next, whose projections are stored key head by key head."""
+
+
+def _renamed(prefix: str, theirs: str, *names: tuple[str, str]) -> tuple[TensorRule, ...]:
+    """Rules of matrices, and of their biases where a layer has them."""
+    return tuple(
+        TensorRule(f"layers.*.{prefix}{mine}.{kind}", (f"model.layers.*.{theirs}{name}.{kind}",))
+        for mine, name in names
+        for kind in ("weight", "bias")
+    )
+
+
+GRANITE_LAYOUT = _target(
+    *_ssm_rules("layers.*.self_attn.", "model.layers.*.mamba."),
+    *(
+        rule
+        for ours in ("mlp.", "mlp.shared_experts.")
+        for rule in _renamed(ours, "shared_mlp.", ("gate_up_proj", "input_linear"), ("down_proj", "output_linear"))
+    ),
+    *_renamed("mlp.", "block_sparse_moe.", ("router", "router.layer")),
+    *_stacked_experts("layers.*.", "model.layers.*.", "block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
+)
+"""Granite 4 (``granitemoehybrid``)."""
+
+NEMOTRON_LAYOUT = Layout(
+    rules=(
+        TensorRule("embed_tokens.weight", ("model.embeddings.weight",)),
+        TensorRule("layers.*.norm.weight", ("model.layers.*.norm.weight",)),
+        *_ssm_rules("layers.*.mixer.", "model.layers.*.mixer."),
+        *(
+            TensorRule(f"layers.*.mixer.qkv_proj.{kind}", tuple(f"model.layers.*.mixer.{one}_proj.{kind}" for one in "qkv"))
+            for kind in ("weight", "bias")
+        ),
+        *_renamed("mixer.", "mixer.", *((name, name) for name in ("o_proj", "up_proj", "down_proj"))),
+        *_renamed("mixer.", "mixer.", ("router", "gate")),
+        *_renamed("mixer.shared_experts.", "mixer.shared_experts.", ("up_proj", "up_proj"), ("down_proj", "down_proj")),
+        TensorRule("layers.*.mixer.correction_E", ("model.layers.*.mixer.gate.e_score_correction_bias",)),
+        TensorRule("layers.*.mixer.gate_up_EFH", ("model.layers.*.mixer.experts.#.up_proj.weight",)),
+        TensorRule("layers.*.mixer.down_EHF", ("model.layers.*.mixer.experts.#.down_proj.weight",)),
+        TensorRule("norm.weight", ("model.norm_f.weight",)),
+        TensorRule("lm_head.weight", ("lm_head.weight",)),
+    ),
+    renamed=(("backbone.", "model."),),
+)
+"""Nemotron-H: one mixer in each layer."""
 
 
 PREDICTION_HEADS = ("mtp.", "model.mtp_layers.")

@@ -13,10 +13,21 @@ from typing import Literal
 
 from ..catalog import rows_from_outside
 from ..errors import ConfigError
-from ..layouts import FUSED_LAYOUT, QWEN3_5_LAYOUT, QWEN3_NEXT_LAYOUT, SPLIT_LAYOUT, Layout
+from ..layouts import FUSED_LAYOUT, GRANITE_LAYOUT, NEMOTRON_LAYOUT, QWEN3_5_LAYOUT, QWEN3_NEXT_LAYOUT, SPLIT_LAYOUT, Layout
 from .keys import Keys
 from .latent import LatentFacts, read_latent
-from .moe import ExpertFacts, read_deepseek_experts, read_qwen3_experts, read_qwen3_next_experts
+from .mamba import (
+    Mixer,
+    granite_keys,
+    nemotron_keys,
+    read_granite_experts,
+    read_granite_ssm,
+    read_mixers,
+    read_nemotron_experts,
+    read_nemotron_ssm,
+)
+from .moe import ExpertFacts, read_deepseek_experts, read_qwen3_5_experts, read_qwen3_experts, read_qwen3_next_experts
+from .multipliers import Multipliers, read_granite_multipliers
 from .recurrent import RecurrentFacts, read_gated_delta
 from .rope import ROPE_KINDS, RopeFacts
 
@@ -106,7 +117,7 @@ class Family:
     window: Windows = no_window
     latent: Callable[[Keys, int, RopeFacts], LatentFacts] | None = None
     """Reads multi-head latent attention from config, number of heads and RoPE; None: keys and values."""
-    experts: Callable[[Keys, int], ExpertFacts] | None = None
+    experts: Callable[[Keys, int], ExpertFacts | None] | None = None
     """Reads mixtures of experts from config and number of layers; None: every MLP is dense."""
     drafts_trees: bool = False
     """Drafters that choose a shape by themselves choose a tree, not a chain."""
@@ -116,11 +127,21 @@ class Family:
     """Key under which a config may have those of the language model, where the model also sees images."""
     grouped_projection: bool = False
     """Projections of recurrent layers are stored key head by key head (Qwen3-Next), not part by part."""
+    usual: Callable[[Keys], Keys] | None = None
+    """The config under the names that all other readers use; None: it has them."""
+    mixers: Callable[[Keys, int], tuple[Mixer, ...]] | None = None
+    """Reads what each layer holds, where it holds one net after one norm; None: attention or a recurrent net, and an MLP."""
+    squared_relu: bool = False
+    """MLPs and experts are ``down(relu(up x)^2)``, without a gate (arXiv 2109.08668)."""
+    rotates: bool | None = True
+    """Queries and keys are rotated; None: ``position_embedding_type`` says whether."""
+    multipliers: Callable[[Keys], Multipliers] | None = None
+    """Reads constants that streams are multiplied by; None: there are none."""
 
     @property
     def shaped_like_llama(self) -> bool:
         """Layers of keys and values and dense MLPs, each after its norm, in separate tensors: ``graphspec train`` can read them."""
-        unusual = (self.refused, self.norm_after, self.attention_gate, self.latent, self.experts, self.recurrent)
+        unusual = (self.refused, self.norm_after, self.attention_gate, self.latent, self.experts, self.recurrent, self.multipliers)
         return self.layout is SPLIT_LAYOUT and not any(unusual)
 
 
@@ -157,8 +178,41 @@ QWEN3_NEXT = replace(
 QWEN3_5_MOE = replace(
     QWEN3_5,
     name="qwen3_5_moe",
-    architectures=("Qwen3_5Moe*",),
-    refused="the experts of its checkpoints lie in one tensor, which is not supported",
+    architectures=("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
+    experts=read_qwen3_5_experts,
+)
+NEMOTRON_H = Family(
+    name="nemotron_h",
+    architectures=("NemotronHForCausalLM",),
+    layout=NEMOTRON_LAYOUT,
+    mlp_bias=True,
+    norm="float32",
+    multi_head=True,
+    usual=nemotron_keys,
+    mixers=read_mixers,
+    recurrent=read_nemotron_ssm,
+    experts=read_nemotron_experts,
+    squared_relu=True,
+    rotates=False,
+)
+"""Mamba-2, attention, MLP or experts, one of them in each layer (arXiv 2504.03624)."""
+GRANITE_HYBRID = Family(
+    name="granitemoehybrid",
+    architectures=("GraniteMoeHybridForCausalLM",),
+    layout=GRANITE_LAYOUT,
+    attention_bias="stated",
+    multi_head=True,
+    usual=granite_keys,
+    recurrent=read_granite_ssm,
+    experts=read_granite_experts,
+    rotates=None,
+    multipliers=read_granite_multipliers,
+)
+"""Granite 4: Mamba-2 or attention, then an MLP for every token, with or without experts next to it."""
+KIMI_LINEAR = Family(
+    name="kimi_linear",
+    architectures=("KimiLinearForCausalLM",),
+    refused="the gates of its recurrent layers are vectors, which is not supported",
 )
 
 FAMILIES: tuple[Family, ...] = (
@@ -209,6 +263,9 @@ FAMILIES: tuple[Family, ...] = (
     QWEN3_5,
     QWEN3_NEXT,
     QWEN3_5_MOE,
+    NEMOTRON_H,
+    GRANITE_HYBRID,
+    KIMI_LINEAR,
 )
 ENTRY_POINTS = "graphspec.families"
 """Group of entry points through which another package adds a :class:`Family`: ``name = module:attribute``."""

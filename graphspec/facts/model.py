@@ -27,9 +27,11 @@ from .keys import (
     read_keys,
 )
 from .latent import LatentFacts, rope_dim
+from .mamba import Mixer
 from .moe import ExpertFacts
+from .multipliers import NO_MULTIPLIERS, Multipliers
 from .recurrent import RecurrentFacts
-from .rope import RopeFacts, read_rope
+from .rope import NO_ROPE, RopeFacts, read_position_embedding, read_rope
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -73,6 +75,9 @@ class ModelFacts:
     """Mixtures of experts in some layers."""
     recurrent: RecurrentFacts | None = None
     """Layers with a recurrent state in place of keys and values."""
+    mixers: tuple[Mixer, ...] | None = None
+    """What each layer holds, where it is one net; None: attention or a recurrent net, and an MLP."""
+    multipliers: Multipliers = NO_MULTIPLIERS
 
     @property
     def kv_row(self) -> tuple[int, int, int]:
@@ -83,14 +88,24 @@ class ModelFacts:
         """The layer keeps a recurrent state and no keys and values."""
         return self.recurrent is not None and self.recurrent.layers[layer]
 
+    def attends(self, layer: int) -> bool:
+        """The layer keeps keys and values."""
+        return not self.is_recurrent(layer) if self.mixers is None else self.mixers[layer] == "attention"
+
     def place(self, layer: int) -> int:
         """The layer's number among the layers of its kind: in the KV pool, or in the recurrent states."""
-        return sum(self.is_recurrent(before) == self.is_recurrent(layer) for before in range(layer))
+        kind = self.is_recurrent if self.is_recurrent(layer) else self.attends
+        return sum(kind(before) for before in range(layer))
 
     @property
     def kv_layers(self) -> int:
         """Layers that keep keys and values."""
-        return self.num_layers - (self.recurrent.count if self.recurrent is not None else 0)
+        return sum(self.attends(layer) for layer in range(self.num_layers))
+
+    @property
+    def score_scale(self) -> float:
+        """Factor of attention scores, without latent attention."""
+        return self.head_dim**-0.5 if self.multipliers.attention is None else self.multipliers.attention
 
     def has_experts(self, layer: int) -> bool:
         """The MLP of this layer is a mixture."""
@@ -106,6 +121,7 @@ class ModelFacts:
             sliding_window=self.sliding_window[first:],
             experts=experts,
             recurrent=recurrent,
+            mixers=self.mixers and self.mixers[first:],
         )
 
 
@@ -165,8 +181,16 @@ def read_decoder(keys: Keys, path: Path, architecture: str, family: Family) -> M
     vocab_size = keys.integer("vocab_size", most=MOST_VOCAB)
     if family.attention_gate and not keys.flag("attn_output_gate", True):
         raise keys.error("attn_output_gate", "true")
+    experts = family.experts(keys, num_layers) if family.experts is not None else None
+    # Where every MLP is a mixture, a config need not have the width of a dense one.
+    if not keys.present("intermediate_size") and experts is not None and all(experts.layers):
+        width = experts.intermediate_size
+    else:
+        width = keys.integer("intermediate_size", most=MOST_WIDTH)
     bias = family.attention_bias == "stated" and keys.flag("attention_bias", False)
-    rope = read_rope(keys, max_position_embeddings, head_dim, family.rope_kinds, family.partial_rotary)
+    rope = RopeFacts(0.0, NO_ROPE)
+    if read_position_embedding(keys, family.rotates):
+        rope = read_rope(keys, max_position_embeddings, head_dim, family.rope_kinds, family.partial_rotary)
     generation = path / "generation_config.json"
     eos, stated = _read_eos(keys, vocab_size), None
     if find_file(generation):
@@ -177,7 +201,7 @@ def read_decoder(keys: Keys, path: Path, architecture: str, family: Family) -> M
         architecture=architecture,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
-        intermediate_size=keys.integer("intermediate_size", most=MOST_WIDTH),
+        intermediate_size=width,
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -196,8 +220,10 @@ def read_decoder(keys: Keys, path: Path, architecture: str, family: Family) -> M
         dtype=_read_dtype(keys),
         family=family,
         latent=family.latent(keys, num_heads, rope) if family.latent is not None else None,
-        experts=family.experts(keys, num_layers) if family.experts is not None else None,
+        experts=experts,
         recurrent=family.recurrent(keys, num_layers) if family.recurrent is not None else None,
+        mixers=family.mixers(keys, num_layers) if family.mixers is not None else None,
+        multipliers=family.multipliers(keys) if family.multipliers is not None else NO_MULTIPLIERS,
     )
 
 
@@ -227,4 +253,5 @@ def read_model_facts(path: str | Path) -> ModelFacts:
     family = find_family(architecture)
     if family is None or family.refused:
         raise keys.error("architectures", expected, family.refused if family is not None else "")
-    return read_decoder(_language_model(keys, family), path, architecture, family)
+    keys = _language_model(keys, family)
+    return read_decoder(keys if family.usual is None else family.usual(keys), path, architecture, family)

@@ -35,6 +35,10 @@ class ExpertFacts:
     float32_router: bool = False
     """Router weights and logits are float32, whatever the dtype of the model."""
 
+    def in_layers(self, layers: tuple[bool, ...], shared_size: int) -> ExpertFacts:
+        """The same mixtures in these layers, with shared experts of this width."""
+        return replace(self, layers=layers, shared_size=shared_size)
+
 
 def _read_count(keys: Keys, name: str, num_layers: int) -> int:
     experts = keys.integer(name, most=MOST_EXPERTS)
@@ -79,6 +83,16 @@ def read_qwen3_next_experts(keys: Keys, num_layers: int) -> ExpertFacts:
     stated = {key: value for key, value in keys.values.items() if value is not None}
     facts = read_qwen3_experts(Keys({**defaults, **stated}, keys.where), num_layers)
     return replace(facts, shared_size=keys.integer("shared_expert_intermediate_size", 512, most=MOST_WIDTH), shared_gate=True)
+
+
+def read_qwen3_5_experts(keys: Keys, num_layers: int) -> ExpertFacts:
+    """Qwen3.5: as Qwen3-Next, in every layer, with another default.
+
+    Raises:
+        CheckpointError: a key that is missing, wrong or not supported.
+    """
+    stated = {key: value for key, value in keys.values.items() if value is not None}
+    return read_qwen3_next_experts(Keys({"num_experts_per_tok": 8, **stated}, keys.where), num_layers)
 
 
 def _one_of(keys: Keys, key: str, default: str, *allowed: str) -> str:

@@ -29,19 +29,35 @@ def _bytes(slots: tuple[StateSlot, ...], itemsize: int) -> int:
     return sum(prod(slot.shape) * (4 if slot.float32 else itemsize) for slot in slots)
 
 
+@dataclass(frozen=True, slots=True)
+class SsmFacts:
+    """What sets a Mamba-2 layer (arXiv 2405.21060) apart from a gated delta net of the same sizes."""
+
+    conv_bias: bool
+    projection_bias: bool
+    """Of both projections."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecurrentFacts:
-    """Gated delta net (arXiv 2412.06464): a causal convolution, then a matrix per head that each token decays, corrects and reads."""
+    """A causal convolution, then a matrix per head that each token decays, changes and reads.
+
+    A gated delta net (arXiv 2412.06464), or Mamba-2. Of Mamba-2 the keys are B, the queries C and the values x, and the groups of heads
+    that share B and C are the key heads.
+    """
 
     layers: tuple[bool, ...]
-    """Per layer: whether it is recurrent; the others attend."""
+    """Per layer: whether it is recurrent."""
     key_heads: int
     value_heads: int
     """A multiple of ``key_heads``: queries and keys of one head serve consecutive value heads."""
     key_dim: int
+    """Of Mamba-2 the size of the state."""
     value_dim: int
     taps: int
     """Tokens that the convolution reads, the current one included."""
+    ssm: SsmFacts | None = None
+    """Mamba-2; None: the gated delta rule."""
 
     @property
     def count(self) -> int:
@@ -66,6 +82,7 @@ class RecurrentFacts:
         """What a node leaves for the commit, which computes everything else from it again."""
         return (
             StateSlot("inputs", (self.channels,), float32=False),
+            # Of each head a log-decay, and the rate of the delta rule or the step of Mamba-2. A decay per channel would be more of them.
             StateSlot("gates", (2 * self.value_heads,), float32=True),
         )
 

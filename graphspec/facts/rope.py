@@ -10,6 +10,8 @@ from ..errors import CheckpointError
 from .keys import MOST_POSITIONS, MOST_THETA, Keys, is_number
 
 ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "llama3")
+NO_ROPE = "none"
+"""Kind of a model without positions: one pair of channels turns by nothing, which is the identity to the bit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +23,7 @@ class RopeFacts:
 
     theta: float
     kind: str = "default"
-    """One of :data:`ROPE_KINDS`."""
+    """One of :data:`ROPE_KINDS`, or :data:`NO_ROPE`."""
     factor: float = 1.0
     original_max_position_embeddings: int = 0
     """Context before scaling: yarn, llama3; for dynamic the length from which on the base grows."""
@@ -39,7 +41,7 @@ class RopeFacts:
 
     def rotary_dim(self, head_dim: int) -> int:
         """Elements of a head of ``head_dim`` that are rotated."""
-        return int(head_dim * self.partial_rotary_factor)
+        return 2 if self.kind == NO_ROPE else int(head_dim * self.partial_rotary_factor)
 
 
 def magnitude(factor: float, mscale: float) -> float:
@@ -72,6 +74,20 @@ def _number_or(rope: Keys, key: str, default: float) -> float:
     """Null and 0 mean the default, as in transformers."""
     zero = is_number(rope.values.get(key)) and rope.values[key] == 0
     return default if zero else rope.number(key, default)
+
+
+def read_position_embedding(keys: Keys, family_has: bool | None) -> bool:
+    """Whether queries and keys are rotated: always, never, or (None) as ``position_embedding_type`` says.
+
+    Raises:
+        CheckpointError: a type that is not known.
+    """
+    if family_has is not None:
+        return family_has
+    stated = keys.values.get("position_embedding_type")
+    if stated not in (None, "rope", "nope"):
+        raise keys.error("position_embedding_type", "rope, nope or null")
+    return stated == "rope"
 
 
 def read_rope(

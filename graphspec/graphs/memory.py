@@ -17,7 +17,7 @@ from ..catalog import load_object
 from ..config import Config
 from ..errors import ConfigError, spell_bytes
 from ..kernels import resolve
-from ..kernels.delta_chunk import BLOCK
+from ..kernels.state_runs import BLOCK
 from ..models.stack import pack_network, packs
 from ..models.target import load_target
 from ..models.token_map import apply_token_map, load_token_map

@@ -152,7 +152,8 @@ def _history(lanes: int, width: int, paths: int, depth: int) -> int:
 def _network(plan: Plan, model: ModelFacts, rows: int) -> Iterator[Call]:
     """Products and experts of one pass over ``rows`` tokens, without the output layer."""
     kind, hidden, latent = (plan.dtype, plan.numerics), model.hidden_size, model.latent
-    added = not model.family.norm_after  # norms after attention and MLP stand between a product and the residual
+    # Norms after attention and MLP, and a multiplier, stand between a product and the residual.
+    added = not model.family.norm_after and model.multipliers.residual == 1
     normed = added and model.family.norm != "float32"
     widths = {model.intermediate_size}
     if model.experts is not None:

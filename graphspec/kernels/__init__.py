@@ -39,6 +39,10 @@ from . import (
     noise,
     rope_kv_write,
     sample_tokens,
+    ssm_chunk,
+    ssm_dual,
+    ssm_scan,
+    ssm_walk,
     take_last,
     tree_attention,
     tree_build,
@@ -81,6 +85,10 @@ OPS: tuple[KernelOp, ...] = (
     delta_solve.OP,
     delta_scan.OP,
     delta_chunk.OP,
+    ssm_walk.OP,
+    ssm_dual.OP,
+    ssm_scan.OP,
+    ssm_chunk.OP,
 )
 """Every op, in the order of :class:`~graphspec.kernels.registry.KernelSet`."""
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from .delta_rule import delta_solve_block, delta_tokens, rows_of
 from .delta_scan import run_cases
 from .op import KernelOp, Written
-
-BLOCK = 64
-"""Tokens that one triangular system covers."""
+from .state_runs import run_blocks
 
 
 def delta_chunk(
@@ -35,25 +32,11 @@ def delta_chunk(
         ``[B, T, H, V]`` in the dtype of ``mixed``; 0 past a lane's length.
     """
     heads, key_dim, value_dim = matrix_RUHKV.shape[2:]
-    count, device = mixed_BTE.shape[1], mixed_BTE.device
-    token_T = torch.arange(count, device=device)
-    tokens = delta_tokens(mixed_BTE, gate_BTG, heads, key_dim, value_dim).masked(token_T < length_B[:, None])
-    start_BHKV = state_BHKV = rows_of(matrix_RUHKV, layer, lane_row_B, fresh_B)
-    out = []
-    for begin in range(0, count, BLOCK):
-        block = type(tokens)(*(part[:, begin : begin + BLOCK] for part in tokens))
-        place_T = torch.arange(block.decay_BTH.shape[1], device=device)
-        before_BTT = (place_T <= place_T[:, None]).expand(mixed_BTE.shape[0], -1, -1)
-        read_BTHV, change_BHTV, path_BHT = delta_solve_block(state_BHKV, block, before_BTT)
-        out.append(read_BTHV)
-        end_BH1 = path_BHT[..., -1:]
-        key_BHKT = block.key_BTHK.permute(0, 2, 3, 1) * (end_BH1 - path_BHT).exp()[:, :, None]
-        state_BHKV = state_BHKV * end_BH1.exp()[..., None] + key_BHKT @ change_BHTV
-    # A row that is not finite would not survive a product with 0.
-    state_BHKV = torch.where((length_B > 0)[:, None, None, None], state_BHKV, start_BHKV)
+    tokens = delta_tokens(mixed_BTE, gate_BTG, heads, key_dim, value_dim)
+    start_BHKV = rows_of(matrix_RUHKV, layer, lane_row_B, fresh_B)
+    state_BHKV, out_BTHV = run_blocks(delta_solve_block, start_BHKV, tokens, length_B)
     matrix_RUHKV[:, layer].index_copy_(0, lane_row_B, state_BHKV)
-    read_BTHV = torch.where((token_T < length_B[:, None])[..., None, None], torch.cat(out, 1), 0.0)
-    return read_BTHV.to(mixed_BTE.dtype)
+    return out_BTHV.to(mixed_BTE.dtype)
 
 
 OP = KernelOp(delta_chunk, run_cases, native="native.recurrent", fused=None, exact=False)

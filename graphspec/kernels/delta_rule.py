@@ -20,8 +20,8 @@ NORM_EPS = 1e-6
 """Added to the squared length of queries and keys."""
 
 
-class DeltaTokens(NamedTuple):
-    """What tokens bring to the rule, in float32 (float64 for float64 channels). Queries and keys are repeated for the heads they serve."""
+class StateTokens(NamedTuple):
+    """What tokens bring to an update, in float32 (float64 for float64 channels). Queries and keys are repeated for the heads they serve."""
 
     query_BTHK: Tensor
     key_BTHK: Tensor
@@ -29,16 +29,16 @@ class DeltaTokens(NamedTuple):
     decay_BTH: Tensor
     rate_BTH: Tensor
 
-    def masked(self, valid_BT: Tensor) -> DeltaTokens:
+    def masked(self, valid_BT: Tensor) -> StateTokens:
         """The same where a token that is not valid changes no state and reads 0, whatever it holds."""
-        return DeltaTokens(*(torch.where(valid_BT.view(*valid_BT.shape, *[1] * (part.dim() - 2)), part, 0.0) for part in self))
+        return StateTokens(*(torch.where(valid_BT.view(*valid_BT.shape, *[1] * (part.dim() - 2)), part, 0.0) for part in self))
 
-    def at(self, token: int) -> DeltaTokens:
+    def at(self, token: int) -> StateTokens:
         """One token, ``[B, H, ...]``."""
-        return DeltaTokens(*(part[:, token] for part in self))
+        return StateTokens(*(part[:, token] for part in self))
 
 
-def delta_tokens(mixed_BTE: Tensor, gate_BTG: Tensor, heads: int, key_dim: int, value_dim: int) -> DeltaTokens:
+def delta_tokens(mixed_BTE: Tensor, gate_BTG: Tensor, heads: int, key_dim: int, value_dim: int) -> StateTokens:
     """Taken apart and normed.
 
     Args:
@@ -59,10 +59,10 @@ def delta_tokens(mixed_BTE: Tensor, gate_BTG: Tensor, heads: int, key_dim: int, 
         return x_BTHK.repeat_interleave(repeat, dim=2) if repeat > 1 else x_BTHK
 
     decay_BTH, rate_BTH = gate_BTG.to(wide).chunk(2, dim=-1)
-    return DeltaTokens(normed(query_BTE) * key_dim**-0.5, normed(key_BTE), value_BTE.unflatten(-1, (heads, value_dim)), decay_BTH, rate_BTH)
+    return StateTokens(normed(query_BTE) * key_dim**-0.5, normed(key_BTE), value_BTE.unflatten(-1, (heads, value_dim)), decay_BTH, rate_BTH)
 
 
-def delta_update(state_BHKV: Tensor, token: DeltaTokens) -> tuple[Tensor, Tensor]:
+def delta_update(state_BHKV: Tensor, token: StateTokens) -> tuple[Tensor, Tensor]:
     """State after one token, and what the token reads, ``[B, H, V]``."""
     query_BHK, key_BHK, value_BHV, decay_BH, rate_BH = token
     state_BHKV = state_BHKV * decay_BH.exp()[..., None, None]
@@ -71,7 +71,7 @@ def delta_update(state_BHKV: Tensor, token: DeltaTokens) -> tuple[Tensor, Tensor
     return state_BHKV, (state_BHKV * query_BHK[..., None]).sum(-2)
 
 
-def delta_solve_block(state_BHKV: Tensor, tokens: DeltaTokens, before_BTT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def delta_solve_block(state_BHKV: Tensor, tokens: StateTokens, before_BTT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """All tokens at once: each follows those before it on its own path, from the same state.
 
     With D the sum of log-decays on a path, the changes u solve a unit triangular system, ``u_i + beta_i sum_j (k_i.k_j) exp(D_i - D_j) u_j

@@ -7,6 +7,7 @@ from torch import Generator, Tensor
 
 from .delta_rule import delta_tokens, delta_update, random_tokens, rows_of
 from .op import Case, KernelOp, Written
+from .state_runs import along, scan_run
 
 
 def delta_scan(
@@ -38,18 +39,11 @@ def delta_scan(
         ``[B, steps, H, V]`` in the dtype of ``mixed``; 0 past a lane's length.
     """
     heads, key_dim, value_dim = matrix_RUHKV.shape[2:]
-    if path_BA is not None:
-        lane_B1 = torch.arange(path_BA.shape[0], device=path_BA.device)[:, None]
-        mixed_BTE, gate_BTG = mixed_BTE[lane_B1, path_BA], gate_BTG[lane_B1, path_BA]
-    tokens = delta_tokens(mixed_BTE, gate_BTG, heads, key_dim, value_dim)
-    state_BHKV, out = rows_of(matrix_RUHKV, layer, lane_row_B, fresh_B), []
-    for step in range(mixed_BTE.shape[1]):
-        after_BHKV, read_BHV = delta_update(state_BHKV, tokens.at(step))
-        counts_B1 = (step < length_B)[:, None]
-        state_BHKV = torch.where(counts_B1[..., None, None], after_BHKV, state_BHKV)
-        out.append(torch.where(counts_B1[..., None], read_BHV, 0.0))
+    tokens = delta_tokens(*along(path_BA, mixed_BTE, gate_BTG), heads, key_dim, value_dim)
+    start_BHKV = rows_of(matrix_RUHKV, layer, lane_row_B, fresh_B)
+    state_BHKV, out_BTHV = scan_run(delta_update, start_BHKV, tokens, length_B)
     matrix_RUHKV[:, layer].index_copy_(0, lane_row_B, state_BHKV)
-    return torch.stack(out, 1).to(mixed_BTE.dtype)
+    return out_BTHV.to(mixed_BTE.dtype)
 
 
 def run_cases(generator: Generator) -> list[Case]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Generator, Tensor
 
-from .delta_rule import ancestor_matrix, delta_tokens, delta_update, random_ancestors, random_tokens, rows_of
+from .delta_rule import delta_tokens, delta_update, random_ancestors, random_tokens, rows_of
 from .op import Case, KernelOp
+from .state_runs import walk_tree
 
 
 def delta_walk(mixed_BTE: Tensor, gate_BTG: Tensor, matrix_RUHKV: Tensor, layer: int, lane_row_B: Tensor, ancestors_BTX: Tensor) -> Tensor:
@@ -32,21 +32,7 @@ def delta_walk(mixed_BTE: Tensor, gate_BTG: Tensor, matrix_RUHKV: Tensor, layer:
     heads, key_dim, value_dim = matrix_RUHKV.shape[2:]
     tokens = delta_tokens(mixed_BTE, gate_BTG, heads, key_dim, value_dim)
     start_BHKV = rows_of(matrix_RUHKV, layer, lane_row_B, None)
-    state_BHKV, read_BHV = delta_update(start_BHKV, tokens.at(0))
-    count = mixed_BTE.shape[1]
-    out = [read_BHV]
-    if count > 1:
-        node_T = torch.arange(count, device=mixed_BTE.device)
-        ancestor_BTT = ancestor_matrix(ancestors_BTX) & (node_T < node_T[:, None])
-        parent_BT = torch.where(ancestor_BTT, node_T, -1).amax(-1)
-        lane_B = torch.arange(mixed_BTE.shape[0], device=mixed_BTE.device)
-        states = start_BHKV.new_empty(start_BHKV.shape[0], count + 1, *start_BHKV.shape[1:])
-        states[:, 0], states[:, 1] = start_BHKV, state_BHKV
-        for node in range(1, count):
-            states[:, node + 1], read_BHV = delta_update(states[lane_B, parent_BT[:, node] + 1], tokens.at(node))
-            out.append(read_BHV)
-    used_BT = ancestor_matrix(ancestors_BTX).diagonal(dim1=1, dim2=2)
-    return torch.where(used_BT[..., None, None], torch.stack(out, 1), 0.0).to(mixed_BTE.dtype)
+    return walk_tree(delta_update, start_BHKV, tokens, ancestors_BTX).to(mixed_BTE.dtype)
 
 
 def tree_cases(generator: Generator) -> list[Case]:

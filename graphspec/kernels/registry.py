@@ -50,6 +50,10 @@ class KernelSet:
     delta_solve: Callable[..., Tensor]
     delta_scan: Callable[..., Tensor]
     delta_chunk: Callable[..., Tensor]
+    ssm_walk: Callable[..., Tensor]
+    ssm_dual: Callable[..., Tensor]
+    ssm_scan: Callable[..., Tensor]
+    ssm_chunk: Callable[..., Tensor]
 
     def own_window(
         self, table_BP: Tensor, page_size: int, prefix_end_B: Tensor, ancestors_BTX: Tensor

@@ -354,7 +354,7 @@ class FloorModel:
         # Of a query head and a committed token: score and weighted sum.
         per_slot = 4 * facts.head_dim if facts.latent is None else 2 * (facts.latent.row_dim + facts.latent.rank)
         for layer in layers:
-            if facts.is_recurrent(layer):
+            if not facts.attends(layer):
                 continue
             limit = facts.sliding_window[layer]
             seen = context if limit is None else min(context, limit)

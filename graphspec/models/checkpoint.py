@@ -132,17 +132,17 @@ class Checkpoint:
         return self.raw(name)
 
 
-def _sources(layout: Layout, ours: str) -> tuple[str, ...]:
+def _sources(layout: Layout, ours: str, checkpoint: Checkpoint) -> tuple[str, ...]:
     generic, index = re.sub(r"\.\d+\.", ".*.", ours), re.search(r"\.(\d+)\.", ours)
-    for rule in layout.rules:
-        if rule.ours == generic:
-            return tuple(source.replace("*", index[1] if index else "*") for source in rule.sources)
-    raise KeyError(f"the layout has no rule for {ours}")
+    found = [tuple(s.replace("*", index[1] if index else "*") for s in rule.sources) for rule in layout.rules if rule.ours == generic]
+    if not found:
+        raise KeyError(f"the layout has no rule for {ours}")
+    return next((sources for sources in found if sources[0].replace("#", "0") in checkpoint), found[0])
 
 
-def _blocks(layout: Layout, ours: str, parameter: Tensor) -> list[tuple[str, ...]]:
+def _blocks(layout: Layout, ours: str, parameter: Tensor, checkpoint: Checkpoint) -> list[tuple[str, ...]]:
     """Sources of a parameter, one tuple per matrix: one for each expert where there are experts."""
-    sources = _sources(layout, ours)
+    sources = _sources(layout, ours, checkpoint)
     if not any("#" in source for source in sources):
         return [sources]
     return [tuple(source.replace("#", str(expert)) for source in sources) for expert in range(parameter.shape[0])]
@@ -162,7 +162,7 @@ def fill(
 
     On the device ``meta`` everything is checked and no data is read.
     """
-    wanted = {name: _blocks(layout, name, module.get_parameter(name)) for name in own}
+    wanted = {name: _blocks(layout, name, module.get_parameter(name), checkpoint) for name in own}
     used = {source for blocks in wanted.values() for block in blocks for source in block}
     patterns = [re.escape(pattern).replace(r"\*", r"\d+") for pattern in layout.ignored]
     for name in checkpoint.names():

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..kernels.linear import Hidden, finish, hidden_of
 from ..kernels.moe_mlp import moe_mlp
 from ..kernels.moe_route import moe_route
-from .layers import MLP, KernelModule, Linear, RMSNorm, make_parameter
+from .layers import KernelModule, Linear, RMSNorm, dense_mlp, make_parameter
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,9 +43,10 @@ class MixtureOfExperts(KernelModule):
         hidden, width = facts.hidden_size, experts.intermediate_size
         self.router = Router(hidden, experts.num_experts, float32=experts.float32_router)
         self.correction_E = make_parameter(experts.num_experts) if experts.sigmoid else None
-        self.gate_up_EFH = make_parameter(experts.num_experts, 2 * width, hidden)
+        entering = width if facts.family.squared_relu else 2 * width
+        self.gate_up_EFH = make_parameter(experts.num_experts, entering, hidden)
         self.down_EHF = make_parameter(experts.num_experts, hidden, width)
-        self.shared_experts = MLP(facts, experts.shared_size) if experts.shared_size else None
+        self.shared_experts = dense_mlp(facts, experts.shared_size) if experts.shared_size else None
         self.shared_gate = Linear(hidden, 1) if experts.shared_gate else None
         self.route: Callable[..., tuple[Tensor, Tensor]] = moe_route
         self.mix: Callable[..., Tensor] = moe_mlp

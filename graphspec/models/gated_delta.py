@@ -10,13 +10,13 @@ from torch import Tensor
 
 from ..kernels.formulas import Rotation, rms_norm
 from ..kernels.linear import Hidden
-from .layers import KernelModule, Linear, RMSNorm, make_parameter
+from .layers import Linear, RMSNorm
+from .recurrence import GatedDeltaRule, Rule
+from .recurrent_net import RecurrentNet
 
 if TYPE_CHECKING:
     from ..facts import ModelFacts, RecurrentFacts
-    from ..kernels.registry import KernelSet
     from .attention import Attention
-    from .recurrence import PathCommit
 
 
 class GroupedProjection(Linear):
@@ -46,7 +46,7 @@ class GroupedProjection(Linear):
         return torch.cat([part.flatten(0, 1) for part in parts])
 
 
-class GatedDeltaNet(KernelModule):
+class GatedDeltaNet(RecurrentNet):
     """Projection, causal convolution, gated delta rule, a norm scaled by a gate, projection.
 
     Args:
@@ -54,25 +54,18 @@ class GatedDeltaNet(KernelModule):
         layer: index of this layer, for the place of its states.
     """
 
-    float32_names = ("A_log", "dt_bias")
-
     def __init__(self, facts: ModelFacts, layer: int) -> None:
-        super().__init__()
-        assert facts.recurrent is not None, "a model with recurrent layers"
-        own = facts.recurrent
+        super().__init__(facts, layer)
+        own = self.recurrent
         values = own.value_heads * own.value_dim
-        self.layer = facts.place(layer)
         parts = (own.channels, values, own.value_heads, own.value_heads)
         grouped = facts.family.grouped_projection
         self.in_proj = GroupedProjection(facts.hidden_size, own, *parts) if grouped else Linear(facts.hidden_size, *parts)
-        self.conv_weight_E1O = make_parameter(own.channels, 1, own.taps)
-        self.A_log = make_parameter(own.value_heads)
-        self.dt_bias = make_parameter(own.value_heads)
         self.norm = RMSNorm(own.value_dim, facts.rms_norm_eps)
         self.out_proj = Linear(values, facts.hidden_size)
 
-    def use_kernels(self, kernels: KernelSet) -> None:
-        """Nothing: a :class:`~graphspec.models.recurrence.Recurrence` brings the ops."""
+    def rule(self) -> Rule:
+        return GatedDeltaRule()
 
     def forward(
         self,
@@ -84,16 +77,10 @@ class GatedDeltaNet(KernelModule):
     ) -> Hidden:
         """``residual + net(norm(x))``, ``[B, T, H]``; either may be absent. A stream where the residual is one. Positions don't matter."""
         del rotation
-        assert attention.recurrence is not None, "a caller that brings states"
         input_BTE, gate_BTE, rate_BTH, decay_BTH = self.in_proj(x_BTH, norm).split(self.in_proj.parts, dim=-1)
         decay_BTH = -self.A_log.exp() * F.softplus(decay_BTH.float() + self.dt_bias)
-        gates_BTG = torch.cat((decay_BTH, torch.sigmoid(rate_BTH).float()), -1)
-        out_BTHV = attention.recurrence.gated_delta(self.layer, input_BTE, gates_BTG, self.conv_weight_E1O[:, 0])
+        out_BTHV = self.mix(attention, input_BTE, torch.cat((decay_BTH, torch.sigmoid(rate_BTH).float()), -1))
         normed_BTHV = rms_norm(out_BTHV, self.norm.weight, self.norm.eps)
         gated_BTHV = normed_BTHV * F.silu(gate_BTE.unflatten(-1, out_BTHV.shape[2:]).float())
         out_BTH: Hidden = self.out_proj(gated_BTHV.to(input_BTE.dtype).flatten(2), residual=residual_BTH)
         return out_BTH
-
-    def commit(self, path: PathCommit) -> None:
-        """Advance this layer's matrices by what was accepted."""
-        path.gated_delta(self.layer, self.conv_weight_E1O[:, 0])

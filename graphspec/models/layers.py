@@ -176,7 +176,7 @@ class SelfAttention(nn.Module):
         super().__init__()
         query, key = facts.num_heads * facts.head_dim, facts.num_kv_heads * facts.head_dim
         self.layer, self.head_dim = facts.place(layer), facts.head_dim
-        self.scale = facts.head_dim**-0.5
+        self.scale = facts.score_scale
         self.window_left = facts.sliding_window[layer]
         self.gated = facts.family.attention_gate
         fused = (2 * query if self.gated else query, key, key)
@@ -253,3 +253,35 @@ class MLP(nn.Module):
         del valid
         out: Hidden = self.down_proj(self.gate_up_proj(x, norm, gated=True), residual=residual)
         return out
+
+
+class SquaredReluMLP(nn.Module):
+    """``down(relu(up x)^2)``, without a gate (arXiv 2109.08668).
+
+    Args:
+        facts: sizes and biases.
+        intermediate_size: where it isn't that of the facts.
+    """
+
+    def __init__(self, facts: ModelFacts, intermediate_size: int | None = None) -> None:
+        super().__init__()
+        width = intermediate_size or facts.intermediate_size
+        self.up_proj = Linear(facts.hidden_size, width, bias=facts.mlp_bias)
+        self.down_proj = Linear(width, facts.hidden_size, bias=facts.mlp_bias)
+
+    def forward(
+        self,
+        x: Hidden,
+        norm: RMSNorm | None = None,
+        residual: Hidden | None = None,
+        valid: Tensor | None = None,
+    ) -> Hidden:
+        """As :class:`MLP`."""
+        del valid
+        out: Hidden = self.down_proj(torch.relu(self.up_proj(x, norm)).square(), residual=residual)
+        return out
+
+
+def dense_mlp(facts: ModelFacts, intermediate_size: int | None = None) -> MLP | SquaredReluMLP:
+    """The MLP that the family has."""
+    return SquaredReluMLP(facts, intermediate_size) if facts.family.squared_relu else MLP(facts, intermediate_size)

@@ -11,7 +11,9 @@ from ..kernels.linear import Hidden, ResidualStream, hidden_of
 from .experts import MixtureOfExperts
 from .gated_delta import GatedDeltaNet
 from .latent import LatentAttention
-from .layers import MLP, Embedding, Linear, RMSNorm, SelfAttention
+from .layers import MLP, Embedding, Linear, RMSNorm, SelfAttention, SquaredReluMLP, dense_mlp
+from .mamba2 import Mamba2
+from .recurrent_net import RecurrentNet
 from .rope import RotaryEmbedding
 from .stack import DecoderStack, why_not
 
@@ -31,6 +33,42 @@ class TargetOutput(NamedTuple):
     """The tapped residual streams side by side, ascending by layer; None without taps."""
 
 
+def make_net(facts: ModelFacts, layer: int) -> SelfAttention | LatentAttention | RecurrentNet:
+    """What carries tokens to each other in a layer: attention, or a recurrent net."""
+    if facts.recurrent is not None and facts.is_recurrent(layer):
+        return GatedDeltaNet(facts, layer) if facts.recurrent.ssm is None else Mamba2(facts, layer)
+    return SelfAttention(facts, layer) if facts.latent is None else LatentAttention(facts, layer)
+
+
+def make_mlp(facts: ModelFacts, layer: int) -> MLP | SquaredReluMLP | MixtureOfExperts:
+    """What a token goes through alone."""
+    return MixtureOfExperts(facts) if facts.has_experts(layer) else dense_mlp(facts)
+
+
+class MixerLayer(nn.Module):
+    """One net after one norm, added to the residual stream: attention, a recurrent net, MLP or a mixture of experts (Nemotron-H)."""
+
+    def __init__(self, facts: ModelFacts, layer: int) -> None:
+        super().__init__()
+        self.norm = RMSNorm.of(facts)
+        self.alone = not (facts.attends(layer) or facts.is_recurrent(layer))
+        self.mixer: nn.Module = make_mlp(facts, layer) if self.alone else make_net(facts, layer)
+
+    def forward(self, residual_BTH: Hidden, rotation: Rotation, attention: Attention) -> Hidden:
+        """As :class:`DecoderLayer`."""
+        out_BTH: Hidden
+        if self.alone:
+            out_BTH = self.mixer(residual_BTH, self.norm, residual_BTH, valid=attention.valid_BT)
+        else:
+            out_BTH = self.mixer(residual_BTH, rotation, attention, self.norm, residual_BTH)
+        return out_BTH
+
+    def commit(self, path: PathCommit) -> None:
+        """As :class:`DecoderLayer`."""
+        if isinstance(self.mixer, RecurrentNet):
+            self.mixer.commit(path)
+
+
 class DecoderLayer(nn.Module):
     """Attention or a recurrent net, and MLP or a mixture of experts, each added to the residual stream.
 
@@ -40,14 +78,11 @@ class DecoderLayer(nn.Module):
     def __init__(self, facts: ModelFacts, layer: int) -> None:
         super().__init__()
         self.input_layernorm = None if facts.family.norm_after else RMSNorm.of(facts)
-        self.self_attn: SelfAttention | LatentAttention | GatedDeltaNet
-        if facts.is_recurrent(layer):
-            self.self_attn = GatedDeltaNet(facts, layer)
-        else:
-            self.self_attn = SelfAttention(facts, layer) if facts.latent is None else LatentAttention(facts, layer)
+        self.self_attn = make_net(facts, layer)
         self.post_attention_layernorm = RMSNorm.of(facts)
         self.post_feedforward_layernorm = RMSNorm.of(facts) if facts.family.norm_after else None
-        self.mlp = MixtureOfExperts(facts) if facts.has_experts(layer) else MLP(facts)
+        self.mlp = make_mlp(facts, layer)
+        self.residual_scale = facts.multipliers.residual
         self.stack: DecoderStack | None = None
         self.place = 0
 
@@ -65,6 +100,11 @@ class DecoderLayer(nn.Module):
             x_BTH = x_BTH + self.post_attention_layernorm(self.self_attn(x_BTH, rotation, attention))
             x_BTH = x_BTH + self.post_feedforward_layernorm(self.mlp(x_BTH, valid=attention.valid_BT))
             return ResidualStream(x_BTH) if isinstance(residual_BTH, ResidualStream) else x_BTH
+        if self.residual_scale != 1:
+            x_BTH = hidden_of(residual_BTH)
+            x_BTH = x_BTH + self.residual_scale * self.self_attn(x_BTH, rotation, attention, self.input_layernorm)
+            x_BTH = x_BTH + self.residual_scale * self.mlp(x_BTH, self.post_attention_layernorm, valid=attention.valid_BT)
+            return ResidualStream(x_BTH) if isinstance(residual_BTH, ResidualStream) else x_BTH
         residual_BTH = self.self_attn(residual_BTH, rotation, attention, self.input_layernorm, residual_BTH)
         out_BTH: Hidden = self.mlp(residual_BTH, self.post_attention_layernorm, residual_BTH, valid=attention.valid_BT)
         return out_BTH
@@ -74,8 +114,13 @@ class DecoderLayer(nn.Module):
         if self.stack is not None:
             self.stack.write_kv(hidden_of(residual_BTH), rotation, attention, index=self.place)
             return
-        assert not isinstance(self.self_attn, GatedDeltaNet), "drafters attend in their last layer"
+        assert not isinstance(self.self_attn, RecurrentNet), "drafters attend in their last layer"
         self.self_attn.write_kv(residual_BTH, rotation, attention, self.input_layernorm)
+
+    def commit(self, path: PathCommit) -> None:
+        """Advance the states of a recurrent net by what was accepted."""
+        if isinstance(self.self_attn, RecurrentNet):
+            self.self_attn.commit(path)
 
 
 class LlamaModel(nn.Module):
@@ -92,7 +137,8 @@ class LlamaModel(nn.Module):
         self.facts, self.tap_layers = facts, tap_layers
         self.rotary = RotaryEmbedding(facts.rope, facts.head_dim, max_positions or facts.max_position_embeddings)
         self.embed_tokens = Embedding(facts.vocab_size, facts.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(facts, layer) for layer in range(facts.num_layers))
+        make_layer = DecoderLayer if facts.mixers is None else MixerLayer
+        self.layers = nn.ModuleList(make_layer(facts, layer) for layer in range(facts.num_layers))
         self.norm = RMSNorm.of(facts)
         self.lm_head = Linear(facts.hidden_size, facts.vocab_size)
         if facts.tie_word_embeddings:
@@ -101,6 +147,8 @@ class LlamaModel(nn.Module):
 
     def pack_stack(self) -> str | None:
         """See :func:`graphspec.models.stack.pack_network`."""
+        if self.facts.mixers is not None:
+            return "layers of one mixer"
         layers = list(cast("list[DecoderLayer]", self.layers))
         if (reason := why_not(layers)) is not None:
             return reason
@@ -113,7 +161,8 @@ class LlamaModel(nn.Module):
     def embed(self, token_BT: Tensor, valid_BT: Tensor) -> Tensor:
         """``[B, T, H]``; a token that is -1, out of range or not valid is the zero vector."""
         hidden_BTH: Tensor = self.embed_tokens(token_BT, valid_BT)
-        return hidden_BTH
+        scale = self.facts.multipliers.embedding
+        return hidden_BTH if scale == 1 else hidden_BTH * scale
 
     def forward(self, token_BT: Tensor, attention: Attention) -> TargetOutput:
         """Hidden states and features of int64 tokens ``[B, T]`` at the positions, and over the KV, of ``attention``."""
@@ -145,12 +194,12 @@ class LlamaModel(nn.Module):
 
     def commit(self, path: PathCommit) -> None:
         """Advance the states of all recurrent layers by what was accepted."""
-        for layer in cast("list[DecoderLayer]", self.layers):
-            if isinstance(layer.self_attn, GatedDeltaNet):
-                layer.self_attn.commit(path)
+        for layer in cast("list[DecoderLayer | MixerLayer]", self.layers):
+            layer.commit(path)
         path.shift_columns()
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 ``[..., V]`` of hidden states after the final norm, ``[..., H]``."""
         out: Tensor = self.lm_head(hidden, float32=True)
-        return out
+        divisor = self.facts.multipliers.logits
+        return out if divisor == 1 else out / divisor

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from ..facts.rope import NO_ROPE
 from ..kernels.formulas import Rotation
 
 if TYPE_CHECKING:
@@ -56,6 +57,8 @@ def rope_frequency(rope: RopeFacts, head_dim: int) -> Tensor:
     Where only part of the head is rotated, D is that part here and in everything below.
     """
     head_dim = rope.rotary_dim(head_dim)
+    if rope.kind == NO_ROPE:
+        return torch.zeros(head_dim // 2, device="cpu")
     if rope.kind == "linear":
         return _base_frequency(rope.theta, head_dim) / rope.factor
     if rope.kind == "yarn":

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Protocol, cast
 from torch import Tensor, nn
 
 from ..kernels import resolve
-from .gated_delta import GatedDeltaNet
 from .layers import MLP, Embedding, Linear, RMSNorm, SelfAttention, pack_linear_layers
+from .recurrent_net import RecurrentNet
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -34,7 +34,7 @@ class PlainLayer(Protocol):
 
 def why_not(layers: Sequence[PlainLayer]) -> str | None:
     """What keeps layers from being a stack; None: nothing does."""
-    if any(isinstance(layer.self_attn, GatedDeltaNet) for layer in layers):
+    if any(isinstance(layer.self_attn, RecurrentNet) for layer in layers):
         return "recurrent layers"
     if any(not isinstance(layer.self_attn, SelfAttention) for layer in layers):
         return "latent attention"
@@ -42,6 +42,8 @@ def why_not(layers: Sequence[PlainLayer]) -> str | None:
         return "mixtures of experts"
     if any(getattr(layer, "post_feedforward_layernorm", None) is not None for layer in layers):
         return "norms after attention and MLP"
+    if any(getattr(layer, "residual_scale", 1) != 1 for layer in layers):
+        return "a multiplier of what blocks add"
     if any(cast("SelfAttention", layer.self_attn).norms_apart for layer in layers):
         return "query and key norms over all heads together, or scaled in float32"
     return None

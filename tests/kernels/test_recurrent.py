@@ -15,6 +15,9 @@ from graphspec.kernels.delta_rule import ancestor_matrix, random_ancestors, rand
 from graphspec.kernels.delta_scan import delta_scan
 from graphspec.kernels.delta_solve import delta_solve
 from graphspec.kernels.delta_walk import delta_walk
+from graphspec.kernels.ssm_dual import ssm_dual
+from graphspec.kernels.ssm_scan import ssm_scan
+from graphspec.kernels.ssm_walk import ssm_walk
 from graphspec.kernels.tree_conv import tree_conv
 from tests.support.tiny import same_bits
 
@@ -34,6 +37,8 @@ def implementations(*names: str) -> pytest.MarkDecorator:
     )
 
 
+SELECTIVE = {BY_NAME[name].implementation(which) for name in BY_NAME if name.startswith("ssm_") for which in BY_NAME[name].names}
+SKIP = torch.tensor([0.5, -1.5, 2.0, 0.25])
 LANES, NODES, KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM = 3, 12, 2, 4, 8, 6
 
 
@@ -56,8 +61,15 @@ def path_of(ancestors_BTX: Tensor, lane: int, node: int) -> list[int]:
     return ancestor_matrix(ancestors_BTX)[lane, node].nonzero()[:, 0].tolist()
 
 
-def recurrence(case: dict[str, Any], lane: int, path: list[int]) -> tuple[Tensor, Tensor]:
+def own(op: Any) -> dict[str, Tensor]:
+    """What an op takes besides tokens and states."""
+    return {"skip_H": SKIP} if op in SELECTIVE else {}
+
+
+def recurrence(op: Any, case: dict[str, Any], lane: int, path: list[int]) -> tuple[Tensor, Tensor]:
     """The state after a path and what its last token reads, in float64, one head at a time, as the papers write it."""
+    if op in SELECTIVE:
+        return selective(case, lane, path)
     state = case["matrix_RUHKV"][case["lane_row_B"][lane], case["layer"]].double().clone()
     out = torch.zeros(HEADS, VALUE_DIM, dtype=torch.float64)
     for node in path:
@@ -73,48 +85,64 @@ def recurrence(case: dict[str, Any], lane: int, path: list[int]) -> tuple[Tensor
     return state, out
 
 
-@implementations("delta_walk", "delta_solve")
+def selective(case: dict[str, Any], lane: int, path: list[int]) -> tuple[Tensor, Tensor]:
+    """The same of Mamba-2."""
+    state = case["matrix_RUHKV"][case["lane_row_B"][lane], case["layer"]].double().clone()
+    out, values = torch.zeros(HEADS, VALUE_DIM, dtype=torch.float64), HEADS * VALUE_DIM
+    for node in path:
+        mixed, gate = case["mixed_BTE"][lane, node].double(), case["gate_BTG"][lane, node].double()
+        for head in range(HEADS):
+            x = mixed[head * VALUE_DIM :][:VALUE_DIM]
+            group = values + head // (HEADS // KEY_HEADS) * KEY_DIM
+            into, out_of = (mixed[group + at :][:KEY_DIM] for at in (0, KEY_HEADS * KEY_DIM))
+            state[head] = state[head] * torch.exp(gate[head]) + torch.outer(into, gate[HEADS + head] * x)
+            out[head] = state[head].T @ out_of + float(SKIP[head]) * x
+    return state, out
+
+
+@implementations("delta_walk", "delta_solve", "ssm_walk", "ssm_dual")
 @pytest.mark.parametrize("nodes", [1, 12, 70])
 def test_every_node_follows_its_own_ancestors(op: Any, nodes: int) -> None:
     case = tree(nodes, nodes)
-    found = op(**case)
+    found = op(**case, **own(op))
     for lane in range(LANES):
         for node in range(max(0, nodes - 12), nodes):
             if path := path_of(case["ancestors_BTX"], lane, node):
-                torch.testing.assert_close(found[lane, node].double(), recurrence(case, lane, path)[1], rtol=1e-5, atol=1e-5)
+                torch.testing.assert_close(found[lane, node].double(), recurrence(op, case, lane, path)[1], rtol=1e-5, atol=1e-5)
 
 
-@implementations("delta_walk", "delta_solve")
+@implementations("delta_walk", "delta_solve", "ssm_walk", "ssm_dual")
 def test_unused_nodes_are_seen_by_nobody_and_read_zero(op: Any) -> None:
     case = tree(3)
     used_BT = ancestor_matrix(case["ancestors_BTX"]).diagonal(dim1=1, dim2=2)
     assert not used_BT.all()
-    clean = op(**case)
+    clean = op(**case, **own(op))
     for name in ("mixed_BTE", "gate_BTG"):
         case[name] = torch.where(used_BT[..., None], case[name], torch.nan)
     case["ancestors_BTX"][2] = 0
     used_BT[2] = False
     case["matrix_RUHKV"][case["lane_row_B"][2]] = torch.nan  # the dummy row of a padded lane holds anything
-    found = op(**case)
+    found = op(**case, **own(op))
     torch.testing.assert_close(found[used_BT], clean[used_BT], rtol=2e-6, atol=2e-6)
     assert clean[used_BT].isfinite().all() and not found[~used_BT].any()
 
 
-def test_a_walk_is_decoding_of_its_path_token_by_token() -> None:
+@pytest.mark.parametrize(("walk", "scan"), [(delta_walk, delta_scan), (ssm_walk, ssm_scan)])
+def test_a_walk_is_decoding_of_its_path_token_by_token(walk: Any, scan: Any) -> None:
     """As near as torch's own exponentials are, whose last bit may depend on where in a tensor a number lies."""
     case = tree(1)
-    found = delta_walk(**case)
+    found = walk(**case, **own(walk))
     for node in range(NODES):
         path = path_of(case["ancestors_BTX"], 0, node)
         matrix = case["matrix_RUHKV"].clone()
         for at in path:
             one = {name: case[name][:, at : at + 1] for name in ("mixed_BTE", "gate_BTG")}
             length = torch.tensor([1, 0, 0])
-            read = delta_scan(**one, matrix_RUHKV=matrix, layer=case["layer"], lane_row_B=case["lane_row_B"], length_B=length)
+            read = scan(**one, **own(scan), matrix_RUHKV=matrix, layer=case["layer"], lane_row_B=case["lane_row_B"], length_B=length)
         torch.testing.assert_close(read[0, 0], found[0, node], rtol=2e-6, atol=2e-6)
 
 
-@implementations("delta_scan", "delta_chunk")
+@implementations("delta_scan", "delta_chunk", "ssm_scan", "ssm_chunk")
 def test_commit_at_every_end_node(op: Any) -> None:
     case = tree(2)
     ancestors = case.pop("ancestors_BTX")
@@ -126,17 +154,17 @@ def test_commit_at_every_end_node(op: Any) -> None:
         picked["mixed_BTE"][:, len(path) :] = torch.nan  # past the accepted path
         length = torch.tensor([len(path), 0, 0])
         matrix = case["matrix_RUHKV"].clone()
-        out = op(**picked, matrix_RUHKV=matrix, layer=1, lane_row_B=case["lane_row_B"], length_B=length)
+        out = op(**picked, **own(op), matrix_RUHKV=matrix, layer=1, lane_row_B=case["lane_row_B"], length_B=length)
         assert out.shape == (LANES, width, HEADS, VALUE_DIM)
         assert not out[0, len(path) :].any() and not out[1:].any()
         row = int(case["lane_row_B"][0])
-        state, _ = recurrence(case, 0, path)
+        state, _ = recurrence(op, case, 0, path)
         torch.testing.assert_close(matrix[row, 1].double(), state, rtol=1e-5, atol=1e-5)
         matrix[row, 1] = case["matrix_RUHKV"][row, 1]
         assert same_bits(matrix, case["matrix_RUHKV"]), "rows that nothing was accepted in, and the other layer, keep their bits"
 
 
-@implementations("delta_scan", "delta_chunk")
+@implementations("delta_scan", "delta_chunk", "ssm_scan", "ssm_chunk")
 @pytest.mark.parametrize("tokens", [1, 63, 64, 65, 150])
 def test_a_prompt_in_pieces_ends_in_the_same_state(op: Any, tokens: int) -> None:
     case = run(4, tokens)
@@ -145,42 +173,43 @@ def test_a_prompt_in_pieces_ends_in_the_same_state(op: Any, tokens: int) -> None
     whole[case["lane_row_B"]] = torch.nan  # what a row held before a fresh start
     pieces, fresh = whole.clone(), torch.ones(LANES, dtype=torch.bool)
     length = torch.full((LANES,), tokens)
-    out = op(case["mixed_BTE"], case["gate_BTG"], whole, **rows, length_B=length, fresh_B=fresh)
+    out = op(case["mixed_BTE"], case["gate_BTG"], *own(op).values(), whole, **rows, length_B=length, fresh_B=fresh)
     found = []
     for begin in range(0, tokens, 40):
         part = [
             torch.nn.functional.pad(case[name][:, begin : begin + 40], (0, 0, 0, 7), value=torch.nan) for name in ("mixed_BTE", "gate_BTG")
         ]
         length = torch.full((LANES,), part[0].shape[1] - 7)
-        found.append(op(*part, pieces, **rows, length_B=length, fresh_B=fresh if begin == 0 else None)[:, :-7])
+        found.append(op(*part, *own(op).values(), pieces, **rows, length_B=length, fresh_B=fresh if begin == 0 else None)[:, :-7])
     torch.testing.assert_close(torch.cat(found, 1), out, rtol=2e-5, atol=2e-5)
     torch.testing.assert_close(pieces[case["lane_row_B"], 1], whole[case["lane_row_B"], 1], rtol=2e-5, atol=2e-5)
     zeros = {**case, "matrix_RUHKV": torch.zeros_like(whole)}
-    state, last = recurrence(zeros, 2, list(range(tokens)))
+    state, last = recurrence(op, zeros, 2, list(range(tokens)))
     torch.testing.assert_close(out[2, -1].double(), last, rtol=2e-5, atol=2e-5)
     torch.testing.assert_close(whole[case["lane_row_B"][2], 1].double(), state, rtol=2e-5, atol=2e-5)
 
 
-@implementations("delta_scan", "delta_chunk")
+@implementations("delta_scan", "delta_chunk", "ssm_scan", "ssm_chunk")
 def test_a_row_without_tokens_keeps_its_bits(op: Any) -> None:
     case = run(5)
     case["matrix_RUHKV"][case["lane_row_B"][1]] = torch.nan
     before = case["matrix_RUHKV"].clone()
     case["mixed_BTE"].fill_(torch.nan)
-    op(**case, length_B=torch.zeros(LANES, dtype=torch.int64))
+    op(**case, **own(op), length_B=torch.zeros(LANES, dtype=torch.int64))
     assert same_bits(case["matrix_RUHKV"], before)
 
 
-def test_solve_and_chunk_keep_within_twice_the_error_of_the_walk() -> None:
-    case = tree(6, 40)
+@pytest.mark.parametrize(("walk", "at_once"), [(delta_walk, delta_solve), (ssm_walk, ssm_dual)])
+def test_all_nodes_at_once_keep_within_twice_the_error_of_the_walk(walk: Any, at_once: Any) -> None:
+    case = {**tree(6, 40), **own(walk)}
     wide = {name: value.double() if torch.is_tensor(value) and value.is_floating_point() else value for name, value in case.items()}
-    exact = delta_walk(**wide)
+    exact = walk(**wide)
     used_BT = ancestor_matrix(case["ancestors_BTX"]).diagonal(dim1=1, dim2=2)
-    errors = [(op(**case).double() - exact)[used_BT].abs().max() for op in (delta_walk, delta_solve)]
+    errors = [(op(**case).double() - exact)[used_BT].abs().max() for op in (walk, at_once)]
     assert errors[1] <= 2 * errors[0] + torch.finfo(torch.float32).eps * exact[used_BT].abs().max()
 
 
-@implementations("delta_scan")
+@implementations("delta_scan", "ssm_scan")
 def test_a_path_through_recorded_nodes_is_a_run_of_its_tokens(op: Any) -> None:
     """Whatever other nodes hold."""
     case = tree(7)
@@ -194,8 +223,8 @@ def test_a_path_through_recorded_nodes_is_a_run_of_its_tokens(op: Any) -> None:
             record[0, path] = case[name][0, path]
         run, through = case["matrix_RUHKV"].clone(), case["matrix_RUHKV"].clone()
         picked = {name: record[:, padded[0]] for name, record in records.items()}
-        expected = op(**picked, matrix_RUHKV=run, **rest)
-        assert same_bits(op(**records, matrix_RUHKV=through, **rest, path_BA=padded), expected) and expected[0, 0].any()
+        expected = op(**picked, **own(op), matrix_RUHKV=run, **rest)
+        assert same_bits(op(**records, **own(op), matrix_RUHKV=through, **rest, path_BA=padded), expected) and expected[0, 0].any()
         assert same_bits(through, run) and not same_bits(run, case["matrix_RUHKV"])
 
 

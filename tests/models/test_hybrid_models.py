@@ -39,6 +39,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"layer_types": ["full_attention", "linear_attention"] * 2, "tie_word_embeddings": True, "num_key_value_heads": 3},
     ),
     "qwen3_next": ("qwen3_next", {}),
+    "qwen3_5_moe": ("qwen3_5_moe", {}),
+    "nemotron_h": ("nemotron_h", {}),
+    "nemotron_h-biases": ("nemotron_h", {"mlp_bias": True, "use_bias": True, "use_conv_bias": False}),
+    "nemotron_h-experts": ("nemotron_h_moe", {}),
+    "granite": ("granite", {"tie_word_embeddings": True}),
+    "granite-rope-one-group": ("granite", {"position_embedding_type": "rope", "mamba_n_groups": 1, "attention_bias": True}),
+    "granite-experts": ("granite_moe", {"mamba_d_conv": 3, "mamba_conv_bias": False, "mamba_proj_bias": True}),
+    "granite-attention-only": ("granite", {"layer_types": ["full_attention"] * 4, "position_embedding_type": "rope"}),
     "qwen3_next-dense-layers": ("qwen3_next", {"mlp_only_layers": [1, 3], "norm_topk_prob": False, "linear_num_key_heads": 4}),
 }
 
@@ -53,7 +61,8 @@ def whole_prompts(facts: ModelFacts, batch: int, length: int, *, exact: bool = F
     attention = DenseAttention.prompt(batch, length)
     lengths, fresh = torch.full((batch,), length), torch.ones(batch, dtype=torch.bool)
     kernels = select_kernels("reference", "reference", "cpu")
-    attention.recurrence = RunRecurrence(kernels, states(facts, batch), torch.arange(batch), lengths, fresh, exact)
+    if facts.recurrent is not None:
+        attention.recurrence = RunRecurrence(kernels, states(facts, batch), torch.arange(batch), lengths, fresh, exact)
     return attention
 
 
@@ -127,7 +136,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "heads": ({"linear_num_value_heads": 5}, "linear_num_value_heads: expected a multiple of linear_num_key_heads = 2"),
     "no convolution": ({"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim: expected an integer >= 2"),
     "no gate": ({"attn_output_gate": False}, "attn_output_gate: expected true"),
-    "fused experts": ({"architectures": ["Qwen3_5MoeForCausalLM"]}, "lie in one tensor"),
+    "vector gates": ({"architectures": ["KimiLinearForCausalLM"]}, "the gates of its recurrent layers are vectors"),
 }
 
 

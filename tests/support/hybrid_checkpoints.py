@@ -14,51 +14,92 @@ if TYPE_CHECKING:
 
 HIDDEN, LAYERS = 48, 4
 EOS = VOCAB_SIZE - 1
-FAMILIES: dict[str, dict[str, Any]] = {
-    "qwen3_5": {},
-    "qwen3_next": {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 12, "shared_expert_intermediate_size": 20},
+_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 12, "shared_expert_intermediate_size": 20}
+_DELTA = {
+    "intermediate_size": 40,
+    "num_hidden_layers": LAYERS,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-6,
 }
+_NEMOTRON = {
+    "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
+    "intermediate_size": 40,
+    "head_dim": 16,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 6,
+    "n_groups": 2,
+    "ssm_state_size": 8,
+    "chunk_size": 16,
+    "layer_norm_epsilon": 1e-6,
+}
+_GRANITE = {
+    "num_hidden_layers": LAYERS,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    "num_local_experts": 0,
+    "intermediate_size": 12,
+    "shared_intermediate_size": 40,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 24,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 8,
+    "mamba_chunk_size": 16,
+    "rms_norm_eps": 1e-6,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.6,
+    "attention_multiplier": 0.3,
+    "logits_scaling": 2.5,
+}
+_MOE = {"layers_block_type": ["linear_attention", "moe", "full_attention", "linear_attention", "moe"], "n_routed_experts": 8}
+_MOE |= {"moe_intermediate_size": 12, "moe_shared_expert_intermediate_size": 20, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2}
+FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "qwen3_5": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", _DELTA),
+    "qwen3_next": ("Qwen3NextConfig", "Qwen3NextForCausalLM", {**_DELTA, **_EXPERTS}),
+    "qwen3_5_moe": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", {**_DELTA, **_EXPERTS}),
+    "nemotron_h": ("NemotronHConfig", "NemotronHForCausalLM", _NEMOTRON),
+    "nemotron_h_moe": ("NemotronHConfig", "NemotronHForCausalLM", {**_NEMOTRON, **_MOE, "routed_scaling_factor": 1.5}),
+    "granite": ("GraniteMoeHybridConfig", "GraniteMoeHybridForCausalLM", _GRANITE),
+    "granite_moe": (
+        "GraniteMoeHybridConfig", "GraniteMoeHybridForCausalLM", {**_GRANITE, "num_local_experts": 6, "num_experts_per_tok": 3},
+    ),
+}  # fmt: skip
+_OFFSET = ("qwen3_5", "qwen3_next", "qwen3_5_moe")
+"""Weights of norms are stored minus 1."""
 
 
 def build_hybrid(family: str, *, seed: int = 0, **overrides: Any) -> Any:
-    """A random transformers model: three gated delta nets of 2 key and 4 value heads, then gated attention of 3 heads over one."""
+    """A random transformers model: recurrent nets of 2 key and 4 value heads, and attention of 3 heads over one."""
+    config_name, model_name, own = FAMILIES[family]
     values: dict[str, Any] = {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": HIDDEN,
-        "intermediate_size": 40,
-        "num_hidden_layers": LAYERS,
         "num_attention_heads": 3,
         "num_key_value_heads": 1,
-        "head_dim": 16,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 6,
         "max_position_embeddings": 96,
-        "rms_norm_eps": 1e-6,
         "bos_token_id": 1,
         "eos_token_id": EOS,
         "attn_implementation": "eager",
         "experts_implementation": "eager",
-        **FAMILIES[family],
+        **own,
         **overrides,
     }
-    name = {"qwen3_5": "Qwen3_5Text", "qwen3_next": "Qwen3Next"}[family]
-    config = getattr(transformers, f"{name}Config")(**values)
-    model = getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")(config).eval()
+    model = getattr(transformers, model_name)(getattr(transformers, config_name)(**values)).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for key, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(_drawn(key, noise))
+        for key, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if "inv_freq" not in key:
+                tensor.copy_(_drawn(key, torch.randn(tensor.shape, generator=generator), offset=family in _OFFSET))
     return model
 
 
-def _drawn(name: str, noise: Tensor) -> Tensor:
+def _drawn(name: str, noise: Tensor, *, offset: bool) -> Tensor:
     """Values at which leaving something out shows: decays of many lengths, weights of norms around their neutral value."""
-    if name.endswith("linear_attn.norm.weight"):
+    if name.endswith(("linear_attn.norm.weight", "mamba.norm.weight", "mixer.norm.weight")) or ("norm" in name and not offset):
         return 1 + 0.2 * noise
-    if "norm" in name:  # stored minus 1
+    if "norm" in name:
         return 0.2 * noise
     if name.endswith(("A_log", "dt_bias")):
         return noise - 1

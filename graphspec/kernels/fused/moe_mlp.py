@@ -154,6 +154,7 @@ def _down(
 def moe_mlp(x_TH: Tensor, index_TK: Tensor, weight_TK: Tensor, gate_up_EFH: Tensor, down_EHF: Tensor) -> Tensor:
     tokens, topk = index_TK.shape
     experts, hidden, width = down_EHF.shape
+    assert gate_up_EFH.shape[1] == 2 * width, "plans with experts without a gate are refused"
     choices = tokens * topk
     index, weight = index_TK.contiguous(), weight_TK.contiguous()
     order = begin = None

@@ -14,7 +14,18 @@ from graphspec.kernels import OPS
 from graphspec.kernels.fused import aot
 
 ROOT = Path(__file__).resolve().parents[3]
-RECURRENT = ("tree_conv", "conv_shift", "delta_walk", "delta_solve", "delta_scan", "delta_chunk")
+RECURRENT = (
+    "tree_conv",
+    "conv_shift",
+    "delta_walk",
+    "delta_solve",
+    "delta_scan",
+    "delta_chunk",
+    "ssm_walk",
+    "ssm_dual",
+    "ssm_scan",
+    "ssm_chunk",
+)
 COMMITTED = json.loads(aot.TABLE.read_text())
 
 

@@ -1,0 +1,62 @@
+"""Mamba-2 (arXiv 2405.21060), as Nemotron-H and Granite 4 have it in the place of attention."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+
+from ..kernels.formulas import Rotation, rms_norm
+from ..kernels.linear import Hidden
+from .layers import Linear, RMSNorm, make_parameter
+from .recurrence import Rule, SelectiveRule
+from .recurrent_net import RecurrentNet
+
+if TYPE_CHECKING:
+    from ..facts import ModelFacts
+    from .attention import Attention
+
+
+class Mamba2(RecurrentNet):
+    """Projection, causal convolution, selective state space, a gate and a norm over groups of channels, projection.
+
+    Args:
+        facts: sizes; ``facts.recurrent.ssm`` is there.
+        layer: index of this layer, for the place of its states.
+    """
+
+    float32_names = ("A_log", "dt_bias", "skip_H")
+
+    def __init__(self, facts: ModelFacts, layer: int) -> None:
+        own = facts.recurrent
+        assert own is not None and own.ssm is not None, "a model with Mamba-2 layers"
+        super().__init__(facts, layer, conv_bias=own.ssm.conv_bias)
+        width = own.value_heads * own.value_dim
+        self.in_proj = Linear(facts.hidden_size, width, own.channels, own.value_heads, bias=own.ssm.projection_bias)
+        self.skip_H = make_parameter(own.value_heads)
+        self.norm = RMSNorm(width, facts.rms_norm_eps)
+        self.out_proj = Linear(width, facts.hidden_size, bias=own.ssm.projection_bias)
+
+    def rule(self) -> Rule:
+        return SelectiveRule(self.skip_H)
+
+    def forward(
+        self,
+        x_BTH: Hidden,
+        rotation: Rotation,
+        attention: Attention,
+        norm: RMSNorm | None = None,
+        residual_BTH: Hidden | None = None,
+    ) -> Hidden:
+        """``residual + net(norm(x))``, ``[B, T, H]``; either may be absent. A stream where the residual is one. Positions don't matter."""
+        del rotation
+        gate_BTE, input_BTE, step_BTH = self.in_proj(x_BTH, norm).split(self.in_proj.parts, dim=-1)
+        step_BTH = F.softplus(step_BTH.float() + self.dt_bias)
+        out_BTHV = self.mix(attention, input_BTE, torch.cat((-self.A_log.exp() * step_BTH, step_BTH), -1))
+        gated_BTE = out_BTHV.flatten(2).float() * F.silu(gate_BTE.float())
+        # Each group of heads that share B and C is normed by itself.
+        groups = self.recurrent.key_heads
+        normed_BTGE = rms_norm(gated_BTE.unflatten(-1, (groups, -1)), self.norm.weight.float().view(groups, -1), self.norm.eps)
+        out_BTH: Hidden = self.out_proj(normed_BTGE.flatten(2).to(input_BTE.dtype), residual=residual_BTH)
+        return out_BTH

@@ -1,0 +1,56 @@
+"""What the recurrent nets share that stand in the place of attention: a convolution, a rule, and their states' place."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from .layers import KernelModule, make_parameter
+from .recurrence import Convolution, Rule
+
+if TYPE_CHECKING:
+    from ..facts import ModelFacts
+    from ..kernels.registry import KernelSet
+    from .attention import Attention
+    from .recurrence import PathCommit
+
+
+class RecurrentNet(KernelModule):
+    """A causal convolution, then a matrix per head that each token changes and reads.
+
+    Args:
+        facts: sizes; ``facts.recurrent`` is there.
+        layer: index of this layer, for the place of its states.
+        conv_bias: the convolution has one.
+    """
+
+    float32_names: tuple[str, ...] = ("A_log", "dt_bias")
+
+    def __init__(self, facts: ModelFacts, layer: int, *, conv_bias: bool = False) -> None:
+        super().__init__()
+        assert facts.recurrent is not None, "a model with recurrent layers"
+        self.recurrent, self.layer = facts.recurrent, facts.place(layer)
+        self.conv_weight_E1O = make_parameter(self.recurrent.channels, 1, self.recurrent.taps)
+        self.conv_bias_E = make_parameter(self.recurrent.channels) if conv_bias else None
+        self.A_log = make_parameter(self.recurrent.value_heads)
+        self.dt_bias = make_parameter(self.recurrent.value_heads)
+
+    def rule(self) -> Rule:
+        """How a token changes the matrices."""
+        raise NotImplementedError
+
+    def use_kernels(self, kernels: KernelSet) -> None:
+        """Nothing: a :class:`~graphspec.models.recurrence.Recurrence` brings the ops."""
+
+    def mix(self, attention: Attention, input_BTE: Tensor, gate_BTG: Tensor) -> Tensor:
+        """Convolution and rule, see :class:`~graphspec.models.recurrence.Recurrence`; ``[B, T, H, V]``."""
+        assert attention.recurrence is not None, "a caller that brings states"
+        return attention.recurrence(self.layer, input_BTE, gate_BTG, self._convolution(), self.rule())
+
+    def commit(self, path: PathCommit) -> None:
+        """Advance this layer's matrices by what was accepted."""
+        path.advance(self.layer, self._convolution(), self.rule())
+
+    def _convolution(self) -> Convolution:
+        return Convolution(self.conv_weight_E1O[:, 0], self.conv_bias_E)
