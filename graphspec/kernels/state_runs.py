@@ -19,7 +19,7 @@ BLOCK = 64
 
 
 def walk_tree(update: Update, start_BHKV: Tensor, tokens: StateTokens, ancestors_BTX: Tensor) -> Tensor:
-    """What every node reads, ``[B, T, H, V]``, after its ancestors and itself; each goes on from its parent's state. An unused one reads 0."""
+    """What every node reads, ``[B, T, H, V]``, after its ancestors and itself; each goes on from its parent's state. Unused ones read 0."""
     state_BHKV, read_BHV = update(start_BHKV, tokens.at(0))
     lanes, count = ancestors_BTX.shape[:2]
     out = [read_BHV]
