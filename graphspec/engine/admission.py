@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 
 from .request import Request
@@ -20,24 +20,26 @@ class Queue:
     """Requests that wait for a row: the lowest ``priority`` first, and of equal ones the earliest."""
 
     def __init__(self) -> None:
-        self._waiting: list[Request] = []
+        self.requests: list[Request] = []
+        """In order. A step looks here before it calls anything: usually nobody waits."""
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self.requests)
 
     def __contains__(self, request: Request) -> bool:
-        return request in self._waiting
+        place = bisect_left(self.requests, request.rank(), key=Request.rank)
+        return place < len(self.requests) and self.requests[place] is request
 
     def __iter__(self) -> Iterator[Request]:
-        return iter(self._waiting)
+        return iter(self.requests)
 
     def add(self, request: Request) -> None:
         """Queue a request; one that comes back from a row has its old place."""
-        insort(self._waiting, request, key=Request.rank)
+        insort(self.requests, request, key=Request.rank)
 
     def remove(self, request: Request) -> None:
-        """Take a request out."""
-        self._waiting.remove(request)
+        """Take a request out that is in here."""
+        del self.requests[bisect_left(self.requests, request.rank(), key=Request.rank)]
         request.overtaken = 0
 
     def admit(self, place: Callable[[Request], bool]) -> None:
@@ -47,13 +49,15 @@ class Queue:
             place: takes the request out of this queue and returns True, or does neither. After False nothing has changed.
         """
         passed: list[Request] = []
-        for request in self._waiting[:]:
-            if place(request):
+        # Those that were passed are the first of the queue.
+        while len(passed) <= LOOK_AHEAD and len(passed) < len(self.requests):
+            request = self.requests[len(passed)]
+            if not place(request):
+                passed.append(request)
+            else:
                 for other in passed:
                     other.overtaken += 1
-            else:
-                passed.append(request)
-            if len(passed) > LOOK_AHEAD or any(other.overtaken >= MOST_OVERTAKEN for other in passed):
+            if any(other.overtaken >= MOST_OVERTAKEN for other in passed):
                 return
 
 
@@ -66,23 +70,24 @@ class Deadlines:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self._due: dict[Request, float] = {}
+        self.due: dict[Request, float] = {}
+        """When each request that has a deadline is due. A step looks here before it reads the clock."""
         self._next = math.inf
 
     def add(self, request: Request) -> None:
         """Note when a request is due, where it says so."""
         if request.deadline is not None:
-            self._due[request] = due = request.metrics.arrived + request.deadline
+            self.due[request] = due = request.metrics.arrived + request.deadline
             self._next = min(self._next, due)
 
     def remove(self, request: Request) -> None:
         """A request has ended."""
-        self._due.pop(request, None)
+        self.due.pop(request, None)
 
     def overdue(self) -> list[Request]:
         """Requests whose time is over."""
         if self._next == math.inf or (now := self._clock()) < self._next:
             return []
-        over = [request for request, due in self._due.items() if due <= now]
-        self._next = min((due for due in self._due.values() if due > now), default=math.inf)
+        over = [request for request, due in self.due.items() if due <= now]
+        self._next = min((due for due in self.due.values() if due > now), default=math.inf)
         return over

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from array import array
 from collections.abc import Sequence
 
@@ -73,6 +74,7 @@ class PrefixCache:
     def begin_after(self, request: Request, pages: int) -> None:
         """Let prefill of a row begin after that many pages, which others have filled."""
         request.shared = request.mapped = request.offered = pages
+        request.offer_at = 0
         request.prefilled = request.shared_tokens = pages * self.plan.page_size
         if not request.output:
             request.metrics.cached_tokens = request.prefilled
@@ -92,8 +94,16 @@ class PrefixCache:
         self._offer(request, end - self._lookahead)
 
     def offer_output(self, request: Request) -> None:
-        """More tokens of the request were read from results. Draft KV of the last ones is left to later cycles."""
-        self._offer(request, request.committed - self._unread - self._lookahead)
+        """More tokens of the request were read from results. Draft KV of the last ones is left to later cycles.
+
+        Notes in the request how long its output must be for the next page: before that a call changes nothing.
+        """
+        if not self.plan.prefix_cache:
+            request.offer_at = math.inf
+            return
+        unread = self._unread + self._lookahead
+        self._offer(request, request.committed - unread)
+        request.offer_at = (request.offered + 1) * self.plan.page_size + unread - len(request.prompt) + 1
 
     def _offer(self, request: Request, final: int) -> None:
         """Let others find the pages within the first ``final`` tokens of a request, whose KV is not written again."""

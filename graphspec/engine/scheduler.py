@@ -12,17 +12,15 @@ from functools import reduce
 from operator import or_
 from typing import Protocol
 
-import numpy as np
-
-from ..buffers import Status, slot_groups
+from ..buffers import Status
 from ..errors import ConfigError, ResourceError
 from ..graphs.cycle import RingEntry
 from ..graphs.programs import Key, PrefillKey, tokens_of
-from ..graphs.stages.mailbox import Mailbox, Message
+from ..graphs.stages.mailbox import Message
 from ..plan import Plan
 from ..shapes import GraphKey, SamplingClass, pick_bucket
-from . import bans
 from .admission import Deadlines, Queue
+from .bans import Table
 from .chunks import choose_prefill, prompt_message
 from .depth import DepthPolicy
 from .meter import Meter
@@ -31,12 +29,9 @@ from .pages import PageAllocator
 from .prefix import PrefixCache
 from .proposer import Proposer
 from .request import Request
+from .row_parameters import RowParameters
 
 FINISH_REASONS = {Status.STOPPED: "stop", Status.LENGTH: "length", Status.FAILED: "error"}
-JOIN_GROUPS = frozenset(Mailbox.GROUPS)
-"""Groups of slots for which a join has room in some sampling classes only."""
-ROW_GROUPS = JOIN_GROUPS | bans.GROUPS
-"""Groups of slots in which a row may hold parameters that are not neutral."""
 
 
 class Launcher(Protocol):
@@ -96,11 +91,11 @@ class Scheduler:
         buckets: tuple[int, ...] | None = None,
         policy: DepthPolicy | None = None,
         clear_row: Callable[[int, AbstractSet[str]], None] | None = None,
-        write_row: Callable[[int, Mapping[str, bans.Table]], None] | None = None,
+        write_row: Callable[[int, Mapping[str, Table]], None] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.plan, self.launcher, self.proposer, self.policy = plan, launcher, proposer, policy
-        self._clear_row, self._write_row = clear_row, write_row
+        self._rows = RowParameters(plan, clear_row, write_row)
         self._offers = Offers()
         if sampling is not None:
             self.offer(sampling, buckets or plan.buckets)
@@ -115,10 +110,10 @@ class Scheduler:
         self._live: dict[Request, None] = {}
         """Requests that have not ended, in order of arrival."""
         self._free_rows = list(range(plan.max_rows - 1, -1, -1))
-        self._written: list[frozenset[str]] = [frozenset()] * plan.max_rows
-        """Groups in which a row may hold parameters that are not neutral."""
         self._offer: Offer | None = None
         """What the running rows launch; None: to be chosen anew, since the rows changed."""
+        self._ready: list[Request] | None = None
+        """Running requests whose prompts are read; None: to be found anew."""
         self._tickets: deque[Ticket] = deque()
         self.at_work: tuple[Request, ...] = ()
         """Requests of what the current step launched or read last: those an error in it concerns."""
@@ -162,7 +157,7 @@ class Scheduler:
     @property
     def busy(self) -> bool:
         """There is something to launch or to read."""
-        return bool(self.waiting or self.running or self._tickets or self._leaving)
+        return bool(self.running or self._tickets or self.waiting.requests or self._leaving)
 
     def drain(self) -> None:
         """Read everything that is in flight; the next :meth:`step` returns what changed."""
@@ -177,11 +172,12 @@ class Scheduler:
         """
         held = {*self.running, *self._leaving, *self._live}
         self._tickets.clear()
-        self.running, self._leaving, self.waiting, self._offer = [], [], Queue(), None
+        self.running, self._leaving, self.waiting = [], [], Queue()
+        self._offer = self._ready = None
         self._reset_pages()
         self._free_rows = list(range(self.plan.max_rows - 1, -1, -1))
         self._aborts = list(range(self.plan.max_rows))
-        self._written = [ROW_GROUPS] * self.plan.max_rows
+        self._rows.forget()
         for request in held:
             request.leave_row()
             request.queued_cycles, request.window_bound = 0, 1
@@ -204,16 +200,21 @@ class Scheduler:
     def step(self) -> list[Request]:
         """Launch what can be launched and read what is due; returns the requests whose output or state changed since the last step."""
         self.at_work = ()
-        for request in self._deadlines.overdue():
-            self._finish(request, "deadline")
-        if self.waiting and self._free_rows:
+        # A row that decodes pays for nothing that it alone does not need: this runs in every cycle.
+        if self._deadlines.due:
+            for request in self._deadlines.overdue():
+                self._finish(request, "deadline")
+        if self._free_rows and self.waiting.requests:
             self.waiting.admit(self._place)
-        launched = self._prefill()
-        self._make_room()
+        launched = self._ready is None or len(self._ready) < len(self.running)
+        if launched and (launched := self._prefill()):
+            # Before lanes are chosen: a row that has ended gets none.
+            self._make_room()
         while self.proposer is not None and self._tickets:
             # A drafter on the host must know every token up to the root.
             self._read_oldest()
-        lanes = [r for r in self.running if r.ready]
+        if (lanes := self._ready) is None:
+            lanes = self._ready = [r for r in self.running if r.ready]
         launched = (bool(lanes) and self._launch_cycle(lanes)) or launched
         while self._tickets and (len(self._tickets) > self.plan.run_ahead or not launched):
             self._read_oldest()
@@ -274,34 +275,14 @@ class Scheduler:
         """Launch the next chunk, of this many tokens, of each of these prompts."""
         self._make_room()
         for request, length in lengths.items():
-            if request.begins:
-                self._clear_leftovers(request, key.sampling)
-            self._write_tables(request, length)
+            self._rows.prepare(request, length, key.sampling)
         message = prompt_message(self.plan, lengths)
         self._launch(key, message, tuple(lengths))
         for request in lengths:
             self.prefix.offer_prompt(request, request.prefilled)
             if request.prefilled == request.committed:
-                request.ready, request.window_bound, self._offer = True, 1, None
-
-    def _write_tables(self, request: Request, length: int) -> None:
-        """Write what the next chunk, of that length, reads of the row and no message has room for."""
-        tables = bans.row_tables(request, request.known(0, request.committed), self.plan) if request.begins else {}
-        if request.scoring:
-            end = request.prefilled + length
-            tables["following_token_R"] = np.asarray([*request.known(end, end + 1), -1][0])
-        if tables and self._write_row is not None:
-            assert request.row is not None
-            self._write_row(request.row, tables)
-
-    def _clear_leftovers(self, request: Request, sampling: SamplingClass) -> None:
-        """Clear parameters of the row's last request that neither a join of this class nor the request's own tables write."""
-        assert request.row is not None
-        written = (JOIN_GROUPS & slot_groups(sampling)) | (bans.GROUPS & slot_groups(request.sampling))
-        leftovers = self._written[request.row] - written
-        if leftovers and self._clear_row is not None:
-            self._clear_row(request.row, leftovers)
-        self._written[request.row] = ROW_GROUPS & slot_groups(request.sampling)
+                request.ready, request.window_bound = True, 1
+                self._offer = self._ready = None
 
     def _launch_cycle(self, lanes: list[Request]) -> bool:
         offer = self._offer
@@ -351,8 +332,9 @@ class Scheduler:
 
     def _reserve(self, request: Request, message: Message) -> bool:
         """Reserve pages for everything the next cycle may touch in this row. False: rows changed, compose the launch anew."""
-        missing = self._missing(request)
-        if missing == 0:
+        most = len(request.prompt) + len(request.output) + request.queued_cycles * self.plan.accept_width + self.plan.window_width
+        # Usually there are pages for one token more than the exact figure below.
+        if most <= len(request.pages) * self.plan.page_size or (missing := self._missing(request)) == 0:
             return True
         pages = self.allocator.allocate(missing)
         if pages is not None:
@@ -389,7 +371,7 @@ class Scheduler:
             self._finish(last, "memory")
             return
         self.running.remove(last)
-        self._offer = None
+        self._offer = self._ready = None
         self._free_row(last)
         last.preempted += 1
         self.waiting.add(last)
@@ -406,7 +388,7 @@ class Scheduler:
         self._tickets.append(Ticket(number, lanes, key, time.perf_counter()))
 
     def _make_room(self) -> None:
-        """Read until the ring has room for one more launch. Called before lanes are chosen: a row that has ended gets none."""
+        """Read until the ring has room for one more launch. Without chunks of prompts a step leaves it room for the next one's cycle."""
         while self.launcher.in_flight >= self.plan.ring_depth - 1:
             self._read_oldest()
 
@@ -447,7 +429,8 @@ class Scheduler:
             request.verdict = len(request.output) + len(tokens), status
         if tokens:
             request.output += tokens
-            self.prefix.offer_output(request)
+            if len(request.output) >= request.offer_at:
+                self.prefix.offer_output(request)
             if self.proposer is not None:
                 self.proposer.observe(request, len(tokens))
             metrics = request.metrics
@@ -479,7 +462,7 @@ class Scheduler:
             self.waiting.remove(request)
         if request in self.running:
             self.running.remove(request)
-            self._offer = None
+            self._offer = self._ready = None
             if any(request in ticket.lanes for ticket in self._tickets):
                 self._leaving.append(request)
             else:

@@ -32,8 +32,8 @@ from .test_shared_engine import assert_idle, expected
 FILES = ("engine/engine.py", "engine/calls.py", "engine/driver.py", "engine/llm.py")
 """What a caller runs."""
 STEP = (
-    "engine/scheduler.py", "engine/offers.py", "engine/prefix.py", "engine/pages.py", "engine/admission.py", "graphspec/graphs/cycle.py",
-    "graphs/envelope.py",
+    "engine/scheduler.py", "engine/offers.py", "engine/prefix.py", "engine/pages.py", "engine/admission.py", "engine/row_parameters.py",
+    "graphspec/graphs/cycle.py", "graphs/envelope.py",
     *(getattr(Engine, name).__code__ for name in ("_obey", "_enter", "_admit", "_cover", "_prepare", "_building", "_report")),
 )  # fmt: skip
 """What the driving thread runs, but for what it does after an error."""
