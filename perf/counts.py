@@ -133,10 +133,10 @@ def graphs() -> Counts:
     with mock.patch("graphspec.graphs.compile.lookup_backend", lambda name: lambda module, inputs: module):
         for variant, shape, buckets in GRAPH_CASES:
             llm = _engine(LLM, variant, shape, runtime="compiled", max_rows=buckets[-1], buckets=list(buckets))
-            before = llm.cycle.compiled_graphs()
+            before = llm.cycle.compilations.graphs
             llm.warm_up(buckets[-1])
             name = f"{variant} {shape}" if shape else variant
-            found[f"{name}, bucket {' and '.join(map(str, buckets))}"] = llm.cycle.compiled_graphs() - before
+            found[f"{name}, bucket {' and '.join(map(str, buckets))}"] = llm.cycle.compilations.graphs - before
     return found
 
 

@@ -20,6 +20,7 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 from ..buffers import Views
 from ..errors import ResourceError
 from ..native_build import check_trusted
+from .compilations import Compilations
 from .stages.stage import Stage
 
 KEY, HINT = "runtime=compiled", "install g++, or choose runtime=eager"
@@ -38,22 +39,25 @@ class Region:
     Args:
         run: what to compile; a function with a code object and globals of its own.
         threads: of the compiled loops on a CPU; None: as many as torch has.
+        compilations: counts its graph when that is compiled.
 
     Raises:
         ResourceError: see :func:`check_cache`.
     """
 
-    def __init__(self, run: Callable[[], None], threads: int | None = None) -> None:
+    def __init__(self, run: Callable[[], None], threads: int | None = None, compilations: Compilations | None = None) -> None:
         check_cache()
         self._settings = {} if threads is None else {"cpp.threads": threads}
         self._first: Callable[[], None] = torch.compile(run, fullgraph=True, dynamic=False, backend=_backend(weakref.ref(self)))
         self._code: Callable[..., Any] | None = None
+        self._compilations = compilations or Compilations()
         self.runs = False
         """What is compiled also runs at once. Stages write slots and return nothing, so a region of them can do without."""
         self._tensors: tuple[Any, ...] = ()
 
     def take(self, code: Callable[..., Any], tensors: tuple[Any, ...]) -> None:
         """Own the compiled code, and the tensors to call it with."""
+        self._compilations.graphs += 1
         self._code, self._tensors = code, tensors
 
     def __call__(self) -> None:
@@ -113,10 +117,10 @@ def check_cache() -> None:
         raise ResourceError("compiler cache", "a folder for compiled code", error, OWN_CACHE) from error
 
 
-def compile_stages(stages: Sequence[Stage], views: Views, threads: int | None = None) -> Region:
+def compile_stages(stages: Sequence[Stage], views: Views, threads: int | None = None, compilations: Compilations | None = None) -> Region:
     """Compile ``stages`` over ``views`` as one region; the compilation itself happens at the first call.
 
-    ``threads``: of the compiled loops on a CPU, see :class:`Region`.
+    ``threads`` and ``compilations`` are those of :class:`Region`.
 
     The region has a code object of its own. Dynamo keeps its compiled graphs per code object; with one code object for all buckets it would
     look through all of them, and hit the recompilation limit. It has globals of its own as well: Dynamo installs there what it compiled.
@@ -129,4 +133,4 @@ def compile_stages(stages: Sequence[Stage], views: Views, threads: int | None = 
 
     name = f"run_{ordered[0].name}" if len(ordered) == 1 else "run_cycle"
     own = {"__name__": __name__, "__builtins__": __builtins__}
-    return Region(FunctionType(run.__code__.replace(co_name=name), own, name, None, run.__closure__), threads)
+    return Region(FunctionType(run.__code__.replace(co_name=name), own, name, None, run.__closure__), threads, compilations)

@@ -20,10 +20,11 @@ from ..kernels.registry import KernelSet
 from ..plan import Plan
 from ..shapes import GraphKey, SamplingClass
 from .capture import Capturer, CaptureRecord, ProgramCapturer, check_unmoved, no_synchronisation, ran_out_of_memory, signature
+from .compilations import Compilations
 from .envelope import Envelope
 from .host_step import LaunchPreparation
 from .memory import MemoryPlan
-from .programs import Key, PrefillKey, Program, describe, graphs_compiled, prefill_keys, program_stages, tokens_of
+from .programs import Key, PrefillKey, Program, describe, prefill_keys, program_stages, tokens_of
 from .stages.logprobs import PROMPT_RING, RING, ring_buffers
 from .stages.mailbox import MailLayout, Message, SharedPages
 from .stages.stage import DraftModel, Stage, TargetModel, check_dataflow
@@ -91,10 +92,8 @@ class Cycle:
         """Programs for which memory ran out; their lanes are served by smaller buckets, their tokens by smaller chunks."""
         make = capturer or (Capturer if plan.captured else None)
         self._capturer = make(self.arena) if make is not None else None
-        self.compiled_graphs: Callable[[], int] = int
-        """Graphs compiled in this process, which do not change after :meth:`prepare`; 0 for an eager cycle."""
-        if plan.compiles or self._capturer is not None:
-            self.compiled_graphs = graphs_compiled
+        self.compilations = Compilations()
+        """Of this cycle's programs; they do not change after :meth:`prepare`."""
         self._records: dict[Key, CaptureRecord] = {}
         self._tuner, self._loop_threads = tuner, loop_threads
         step = kernels.host_step()
@@ -247,7 +246,8 @@ class Cycle:
         started = time.perf_counter()
         prefills = isinstance(key, PrefillKey)
         compiled = self.plan.compiles and not (prefills and self._capturer is None)
-        program = Program(self.stages(key), self.views(key), compiled=compiled, threads=self._loop_threads, prefills=prefills)
+        threads, counted = self._loop_threads, self.compilations
+        program = Program(self.stages(key), self.views(key), compiled=compiled, threads=threads, prefills=prefills, compilations=counted)
         program.direct()
         self._wait()
         self.programs[key] = program
@@ -336,7 +336,7 @@ class Cycle:
         program = self.programs.get(key)
         if program is None:
             raise ResourceError("cycle", "a program prepared before the run", key)
-        ticket, compiled = self._launched, self.compiled_graphs()
+        ticket, compiled = self._launched, self.compilations.graphs
         slot = ticket % self.plan.ring_depth
         if self.plan.debug:
             self.arena.check_addresses()
@@ -354,8 +354,8 @@ class Cycle:
         else:
             with torch.no_grad():
                 self._send(slot, program, key, message)
-        if (now := self.compiled_graphs()) != compiled:
-            raise CaptureError(describe(key), "no compilation after the warm-up", f"{now - compiled} graphs compiled")
+        if (late := self.compilations.graphs - compiled) != 0:
+            raise CaptureError(describe(key), "no compilation after the warm-up", f"{late} graphs compiled")
         self._whole = True
         return ticket
 

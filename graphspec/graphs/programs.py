@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from ..kernels.threads import torch_loops
 from ..plan import Plan
 from ..shapes import GraphKey, SamplingClass
 from .capture import Signature, signature
+from .compilations import Compilations
 from .stages.accept import Accept
 from .stages.bans import RecentTokens
 from .stages.catch_up import CatchUp
@@ -107,12 +107,6 @@ def program_stages(plan: Plan, kernels: KernelSet, target: TargetModel, draft: D
     return cycle_stages(Build(plan, kernels, target, draft, key.shape, key.sampling), catch_up=key.catch_up)
 
 
-def graphs_compiled() -> int:
-    """Graphs that Dynamo has compiled in this process so far; constant after warm-up. 0 where nobody has imported it."""
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    return 0 if dynamo is None else int(dynamo.counters["stats"]["unique_graphs"])
-
-
 def _in_order(parts: Sequence[Callable[[], None]]) -> None:
     for part in parts:
         part()
@@ -122,16 +116,26 @@ class Program:
     """One program: its stages on one bucket's views.
 
     A launch runs ``replay`` where the program was captured, else ``direct``: stage after stage, or all of them as one compiled region, or
-    as one tape of native ops. ``threads``: of torch's loops on a CPU, compiled or not; None: as many as torch has. ``steps`` run single
-    stages, for those who want to look in between; compiled ones compile when they are first called. A program that ``prefills`` reads the
-    prompts of a message too.
+    as one tape of native ops. ``threads``: of torch's loops on a CPU, compiled or not; None: as many as torch has. ``compilations`` counts
+    the graphs compiled for it. ``steps`` run single stages, for those who want to look in between; compiled ones compile when they are
+    first called. A program that ``prefills`` reads the prompts of a message too.
 
     Where kernels record, the first call of ``direct`` runs the stages as they are and notes their calls. Stages that did nothing else are
     played back from then on; each run of others between them is compiled as a region. There are no ``steps`` before.
     """
 
-    def __init__(self, stages: list[Stage], views: Views, *, compiled: bool, threads: int | None = None, prefills: bool = False) -> None:
+    def __init__(
+        self,
+        stages: list[Stage],
+        views: Views,
+        *,
+        compiled: bool,
+        threads: int | None = None,
+        prefills: bool = False,
+        compilations: Compilations | None = None,
+    ) -> None:
         self.stages, self.views = stages, views
+        self._compilations = compilations
         self.prefills = prefills
         self.steps: list[Callable[[], None]]
         self.direct: Callable[[], None]
@@ -141,7 +145,8 @@ class Program:
         elif compiled:
             from .compile import compile_stages
 
-            self.steps, self.direct = [compile_stages([s], views, threads) for s in stages], compile_stages(stages, views, threads)
+            self.steps = [compile_stages([s], views, threads, compilations) for s in stages]
+            self.direct = compile_stages(stages, views, threads, compilations)
         else:
             self.steps = [partial(s, views) for s in stages]
             self.direct = self._in_order if threads is None else partial(self._in_order_with, threads)
@@ -172,8 +177,8 @@ class Program:
                 continue
             from .compile import compile_stages
 
-            self.steps += [compile_stages([stage], self.views, self.threads) for stage in stages]
-            region = compile_stages(stages, self.views, self.threads)
+            self.steps += [compile_stages([stage], self.views, self.threads, self._compilations) for stage in stages]
+            region = compile_stages(stages, self.views, self.threads, self._compilations)
             region.compile()
             parts.append(region)
         self.direct = parts[0] if len(parts) == 1 else partial(_in_order, parts)

@@ -39,9 +39,9 @@ def test_compiled_cycles_give_the_targets_own_tokens(family: Family, name: str, 
     llm = make(family, name, shape, runtime="compiled", buckets=[4], max_rows=4, cycles_in_flight=run_ahead + 1)
     asked = prompts(5, vocab=VOCAB_SIZE)
     assert ids(llm.generate(asked, SamplingParams(max_tokens=20))) == [family.pair.greedy(prompt, 20) for prompt in asked]
-    compiled = llm.cycle.compiled_graphs()
+    compiled = llm.cycle.compilations.graphs
     llm.generate(asked[:3], SamplingParams(max_tokens=20))
-    assert llm.cycle.compiled_graphs() == compiled, "nothing is compiled after the warm-up"
+    assert llm.cycle.compilations.graphs == compiled, "nothing is compiled after the warm-up"
 
 
 def test_so_do_single_ops_with_compiled_code_around_them(family: Family) -> None:

@@ -459,8 +459,8 @@ def test_figures_count_what_was_drafted() -> None:
 def test_compiled_depths_change_no_token(misses: Pair) -> None:
     llm = misses.llm(num_steps=2, topk=1, num_draft_tokens=3, depths=[0], backlog=6, max_rows=2, buckets=[2], runtime="compiled")
     llm.warm_up(2)
-    compiled = llm.cycle.compiled_graphs()
+    compiled = llm.cycle.compilations.graphs
     llm.depth_policy = RandomDepth(llm.plan)
     asked, launcher = prompts(3), Launches(llm.cycle)
     assert ids(llm.generate(asked, SamplingParams(max_tokens=LENGTH), launcher=launcher)) == [misses.greedy(p, LENGTH) for p in asked]
-    assert launcher.depths == {-1, 0, 2} and llm.cycle.compiled_graphs() == compiled
+    assert launcher.depths == {-1, 0, 2} and llm.cycle.compilations.graphs == compiled

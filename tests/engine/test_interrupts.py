@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo import utils as dynamo_utils
 
 from graphspec.engine.engine import Engine
 from graphspec.engine.llm import LLM, SamplingParams
@@ -20,7 +21,7 @@ from graphspec.engine.scheduler import Scheduler
 from graphspec.errors import CaptureError, ResourceError
 from graphspec.graphs.cycle import Cycle
 from graphspec.graphs.envelope import Envelope
-from graphspec.graphs.programs import PrefillKey
+from graphspec.graphs.programs import PrefillKey, Program
 from graphspec.graphs.stages.mailbox import Message
 from graphspec.shapes import GREEDY, SamplingClass
 from tests.support.engines import CHAIN, TREE, Pair, ids, mirror_pair, prompts
@@ -301,19 +302,43 @@ def test_a_launch_that_compiles_shifts_nothing(pair: Pair, monkeypatch: pytest.M
     llm = pair.llm(**CHAIN, max_rows=2)
     asked = prompts(2)
     llm.generate(asked, PARAMS)
-    counted: Callable[[], int] = llm.cycle.compiled_graphs
+    run: Callable[[Program], None] = Program.__call__
     calls = [0]
 
-    def compiled() -> int:
+    def compiling(program: Program) -> None:
+        run(program)
         calls[0] += 1
-        return counted() + (calls[0] == 8)
+        llm.cycle.compilations.graphs += calls[0] == 4
 
     with monkeypatch.context() as patch:
-        patch.setattr(llm.cycle, "compiled_graphs", compiled)
+        patch.setattr(Program, "__call__", compiling)
         with pytest.raises(CaptureError, match="expected no compilation after the warm-up"):
             llm.generate(asked, PARAMS)
     for _ in range(2):
         assert ids(llm.generate(asked, PARAMS)) == expected(pair, asked, LENGTH)
+    assert_idle(llm)
+
+
+def test_what_others_compile_meanwhile_is_not_a_launch_that_compiles(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo counts for the whole process; another engine has a thread of its own."""
+    llm = pair.llm(variant="none", runtime="compiled", max_rows=1, buckets=[1])
+    asked = prompts(1)
+    llm.generate(asked, PARAMS)
+    run: Callable[[Program], None] = Program.__call__
+    another = torch.compile(lambda x: x + 1, backend="eager", dynamic=False)
+    graphs = [dynamo_utils.counters["stats"]["unique_graphs"]]
+
+    def run_while_another_compiles(program: Program) -> None:
+        # Another shape each time is another graph.
+        thread = threading.Thread(target=another, args=(torch.ones(len(graphs)),))
+        thread.start()
+        run(program)
+        thread.join()
+        graphs.append(dynamo_utils.counters["stats"]["unique_graphs"])
+
+    monkeypatch.setattr(Program, "__call__", run_while_another_compiles)
+    assert ids(llm.generate(asked, PARAMS)) == expected(pair, asked, LENGTH)
+    assert len(set(graphs[:5])) == 5, "launches saw Dynamo's own count rise"
     assert_idle(llm)
 
 

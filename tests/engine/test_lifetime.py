@@ -17,7 +17,6 @@ from graphspec.engine.llm import LLM
 from graphspec.engine.request import SamplingParams
 from graphspec.graphs.compile import Region
 from graphspec.graphs.cycle import Cycle
-from graphspec.graphs.programs import graphs_compiled
 from graphspec.graphs.stages.stage import Stage
 from graphspec.kernels import select_kernels
 from graphspec.kernels.native.tape import Tape
@@ -109,13 +108,13 @@ def test_what_another_engine_compiled_stays(pair: Pair, launch: str) -> None:
     asked = prompts(2)
     expected = [pair.greedy(prompt, 6, ignore_eos=True) for prompt in asked]
     assert ids(first.generate(asked, PARAMS)) == ids(second.generate(asked, PARAMS)) == expected
-    compiled, found, thread = graphs_compiled(), parts(first.cycle), first._engine._driver.thread
+    compiled, found, thread = second.cycle.compilations.graphs, parts(first.cycle), first._engine._driver.thread
     del first
     assert alive(found, thread) == []
     assert ids(second.generate(asked, PARAMS)) == expected
     torch._dynamo.reset()
     assert ids(second.generate(asked, PARAMS)) == expected
-    assert graphs_compiled() == compiled
+    assert second.cycle.compilations.graphs == compiled
 
 
 def test_a_captured_cycle_dies() -> None:

@@ -73,10 +73,10 @@ def buffers(llm: LLM) -> dict[str, int]:
 
 def test_compiled_chain_equals_transformers_and_compiles_nothing_later(pair: Pair) -> None:
     llm = pair.llm(num_steps=2, topk=1, num_draft_tokens=3, runtime="compiled", linear="native", buckets=[3], max_rows=3)
-    asked, before = prompts(5), llm.cycle.compiled_graphs()
+    asked, before = prompts(5), llm.cycle.compilations.graphs
     warm = llm.generate(asked[:1], SamplingParams(max_tokens=3))
     assert ids(warm) == [pair.greedy(asked[0], 3)]
-    graphs, places = llm.cycle.compiled_graphs(), buffers(llm)
+    graphs, places = llm.cycle.compilations.graphs, buffers(llm)
 
     def through_dynamo() -> None:
         raise AssertionError("the compiled code is called by itself")
@@ -90,7 +90,7 @@ def test_compiled_chain_equals_transformers_and_compiles_nothing_later(pair: Pai
         for count in (5, 1, 2, 3):
             outputs = llm.generate(asked[:count], [SamplingParams(max_tokens=5 + 6 * i) for i in range(count)])
             assert ids(outputs) == [pair.greedy(p, 5 + 6 * i) for i, p in enumerate(asked[:count])]
-    assert llm.cycle.compiled_graphs() == graphs
+    assert llm.cycle.compilations.graphs == graphs
     assert buffers(llm) == places
     llm.cycle.arena.check_addresses()
 
@@ -100,21 +100,21 @@ def test_compiled_chain_equals_transformers_and_compiles_nothing_later(pair: Pai
 def test_a_cycle_of_native_ops_is_one_tape_and_needs_no_compiler(pair: Pair, topk: int, temperature: float) -> None:
     shape = {"num_steps": 2, "topk": topk, "num_draft_tokens": 3 if topk == 1 else 5}
     llm = pair.llm(**shape, runtime="compiled", buckets=[3], max_rows=3, prefix_cache=False)
-    asked, before = prompts(4), llm.cycle.compiled_graphs()
+    asked, before = prompts(4), llm.cycle.compilations.graphs
     params = [SamplingParams(max_tokens=5 + 4 * i, temperature=temperature, seed=i) for i in range(4)]
     plain = pair.llm(**PLAIN).generate(asked, params)
     for _ in range(2):
         assert ids(llm.generate(asked, params)) == ids(plain)
-    assert llm.cycle.compiled_graphs() == before
+    assert llm.cycle.compilations.graphs == before
     assert {type(program.direct) for key, program in llm.cycle.programs.items() if not isinstance(key, PrefillKey)} == {Tape}
 
 
 def test_shared_pages_leave_the_commit_alone_to_the_compiler(pair: Pair) -> None:
     """It keeps the features of pages that others may find, with operations of torch's."""
     llm = pair.llm(num_steps=2, topk=1, num_draft_tokens=3, runtime="compiled", buckets=[1], max_rows=1)
-    before = llm.cycle.compiled_graphs()
+    before = llm.cycle.compilations.graphs
     llm.generate(prompts(1), SamplingParams(max_tokens=5))
-    assert llm.plan.prefix_cache and llm.cycle.compiled_graphs() == before + 1
+    assert llm.plan.prefix_cache and llm.cycle.compilations.graphs == before + 1
     [program] = [program for key, program in llm.cycle.programs.items() if not isinstance(key, PrefillKey)]
     assert [type(step) for step in program.steps].count(Region) == 1
 
