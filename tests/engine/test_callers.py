@@ -1,5 +1,5 @@
-"""Several callers in any order, in the event loop too: submit, step, leave, generate, cancel, interrupt, fail a step, close the engine;
-every request's tokens are those of a run of its own.
+"""Several callers in any order, in the event loop too: submit, step, leave, generate, cancel, interrupt, fail a step, close the engine, let
+deadlines pass; every request's tokens are those of a run of its own, whatever it shares, whoever goes first, whatever others sample.
 
 A stateful property test. The engine is small and stays the same over all examples, so that what one leaves would show in the next.
 """
@@ -7,6 +7,7 @@ A stateful property test. The engine is small and stays the same over all exampl
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -37,11 +38,16 @@ KINDS = (
     {"temperature": 1.1, "seed": 12, "top_k": 5, "logprobs": 1},
     {"repetition_penalty": 1.6, "frequency_penalty": 0.3},
     {"logit_bias": {4: 3.0, 7: -90.0, 20: 2.0}},
+    {"speculate": False, "temperature": 0.7, "seed": 13},
+    {"allowed_token_ids": list(range(0, 40, 2))},
 )
 Asked = tuple[int, int, int]
 """Numbers of a prompt and of a kind, and how many tokens."""
 asked = st.tuples(st.integers(0, len(PROMPTS) - 1), st.integers(0, len(KINDS) - 1), st.integers(1, 12))
 batch = st.lists(asked, min_size=1, max_size=3)
+priority = st.sampled_from((0, 0, -1, 3))
+LATER = 10_000.0
+"""Seconds to any deadline, far more than a test takes; the clock jumps by as many."""
 
 
 def params(one: Asked) -> SamplingParams:
@@ -74,6 +80,8 @@ class Open:
     events: Iterator[StreamEvent] | AsyncIterator[StreamEvent]
     tokens: list[list[int]] = field(init=False)
     ended: list[str | None] = field(init=False)
+    due: float | None = None
+    """When its requests end at the latest, by the clock that jumps."""
     may_fail: bool = False
     """A step failed while it was open."""
 
@@ -81,9 +89,9 @@ class Open:
         self.tokens, self.ended = [[] for _ in self.some], [None] * len(self.some)
 
 
-PLACES = 4
-place = st.integers(0, PLACES - 1)
-"""The last place is in the event loop."""
+PLACES, ASYNC = 5, 2
+place, async_place = st.integers(0, PLACES - 1), st.integers(PLACES - ASYNC, PLACES - 1)
+"""The last places are in the event loop."""
 
 
 class Callers(RuleBasedStateMachine):
@@ -98,14 +106,30 @@ class Callers(RuleBasedStateMachine):
         self.llm = self.make()
         self.loop = asyncio.new_event_loop()
         self.places: list[Open | None] = [None] * PLACES
+        self.passed = 0.0
+        self.take_clock()
 
-    @rule(at=place, some=batch)
-    def submit(self, at: int, some: list[Asked]) -> None:
+    def now(self) -> float:
+        return time.perf_counter() + self.passed
+
+    def take_clock(self) -> None:
+        self.llm._engine.scheduler._deadlines._clock = self.now
+
+    @rule(at=place, some=batch, priority=priority, due=st.booleans())
+    def submit(self, at: int, some: list[Asked], priority: int, due: bool) -> None:
         self.leave(at)
         for one in some:
             self.alone(one)
-        face = self.llm.stream if at < PLACES - 1 else AsyncLLM(self.llm).generate
-        self.places[at] = Open(some, face([PROMPTS[one[0]] for one in some], [params(one) for one in some]))
+        face = self.llm.stream if at < PLACES - ASYNC else AsyncLLM(self.llm).generate
+        # It counts from the arrival, by a clock that does not jump.
+        deadline = self.passed + LATER if due else None
+        events = face([PROMPTS[one[0]] for one in some], [params(one) for one in some], priority=priority, deadline=deadline)
+        self.places[at] = Open(some, events, self.now() + LATER if due else None)
+
+    @rule()
+    def time_passes(self) -> None:
+        """Everything that has a deadline is due."""
+        self.passed += 2 * LATER
 
     def next_event(self, stream: Open) -> StreamEvent | None:
         if isinstance(stream.events, Iterator):
@@ -129,8 +153,10 @@ class Callers(RuleBasedStateMachine):
                 self.places[at] = None
                 return
             if event is None:
-                assert stream.ended == ["length"] * len(stream.some)
-                assert stream.tokens == wanted
+                overdue = stream.due is not None and stream.due < self.now()
+                for tokens, reason, right in zip(stream.tokens, stream.ended, wanted, strict=True):
+                    assert reason == "length" or (overdue and reason == "deadline")
+                    assert tokens == (right if reason == "length" else right[: len(tokens)])
                 self.places[at] = None
                 return
             assert stream.ended[event.index] is None, "nothing comes after the end"
@@ -149,10 +175,10 @@ class Callers(RuleBasedStateMachine):
         else:
             self.loop.run_until_complete(stream.events.aclose())  # type: ignore[attr-defined]
 
-    @rule(turns=st.integers(0, 5))
-    def cancel(self, turns: int) -> None:
+    @rule(at=async_place, turns=st.integers(0, 5))
+    def cancel(self, at: int, turns: int) -> None:
         """A task that waits for its next event."""
-        stream, self.places[-1] = self.places[-1], None
+        stream, self.places[at] = self.places[at], None
 
         async def run() -> None:
             assert stream is not None
@@ -166,10 +192,10 @@ class Callers(RuleBasedStateMachine):
         if stream is not None:
             self.loop.run_until_complete(run())
 
-    @rule(some=batch)
-    def generate(self, some: list[Asked]) -> None:
+    @rule(some=batch, priority=priority)
+    def generate(self, some: list[Asked], priority: int = 0) -> None:
         wanted = [self.alone(one) for one in some]
-        outputs = self.llm.generate([PROMPTS[one[0]] for one in some], [params(one) for one in some])
+        outputs = self.llm.generate([PROMPTS[one[0]] for one in some], [params(one) for one in some], priority=priority)
         assert [output.token_ids for output in outputs] == wanted
 
     @rule(some=batch, line=st.integers(0, 250))
@@ -177,7 +203,7 @@ class Callers(RuleBasedStateMachine):
         with suppress(KeyboardInterrupt), interrupted(FILES, line):
             self.generate(some)
 
-    @rule(at=st.integers(0, PLACES - 2), line=st.integers(0, 60))
+    @rule(at=st.integers(0, PLACES - ASYNC - 1), line=st.integers(0, 60))
     def interrupt_a_stream(self, at: int, line: int) -> None:
         try:
             with interrupted(FILES, line):
@@ -206,11 +232,17 @@ class Callers(RuleBasedStateMachine):
                     pass
             self.places[at] = None
         self.llm = self.make()
+        self.take_clock()
 
     def teardown(self) -> None:
         for at in range(PLACES):
             self.step(at, 1000)
         self.loop.close()
+        assert_idle(self.llm)
+        longest, begins_as_it = (2, 0, 4), (6, 1, 4)
+        self.generate([longest])
+        [output] = self.llm.generate([PROMPTS[begins_as_it[0]]], params(begins_as_it))
+        assert (output.token_ids, output.cached_tokens) == (self.alone(begins_as_it), 16), "pages of another kind of request are found"
         assert_idle(self.llm)
 
 
