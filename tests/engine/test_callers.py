@@ -243,6 +243,12 @@ class Callers(RuleBasedStateMachine):
         self.generate([longest])
         [output] = self.llm.generate([PROMPTS[begins_as_it[0]]], params(begins_as_it))
         assert (output.token_ids, output.cached_tokens) == (self.alone(begins_as_it), 16), "pages of another kind of request are found"
+        events = self.llm.stream([PROMPTS[longest[0]]], params((*longest[:2], 12)), deadline=self.passed + LATER)
+        found = [next(events)]
+        self.time_passes()
+        found += events
+        tokens = [token for event in found for token in event.token_ids]
+        assert found[-1].finish_reason == "deadline" and tokens == self.alone((*longest[:2], 12))[: len(tokens)]
         assert_idle(self.llm)
 
 
