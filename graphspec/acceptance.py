@@ -19,6 +19,7 @@ class AcceptPlan:
     Attributes:
         rule: its name in :data:`graphspec.graphs.stages.acceptance_rules.RULES`.
         threshold_single, threshold_acc: of rule ``target_only``.
+        block_verification: of rule ``rejection``: the chain is judged as a whole. Coins and drafts then belong to a cycle, not to a position.
         rates: of rule ``synthetic``: share of cycles that accept depth 1, 2, ... S.
         coupled: drafters rank by the sampler's own noise.
         sampled_drafts: drafters draw one token of their own distribution, which is kept for the rule.
@@ -29,6 +30,7 @@ class AcceptPlan:
     rule: str
     threshold_single: float
     threshold_acc: float
+    block_verification: bool
     rates: tuple[float, ...]
     coupled: bool
     sampled_drafts: bool
@@ -71,6 +73,7 @@ def resolve_accept(config: AcceptConfig, variant: VariantConfig, shape: CycleSha
         rule=config.rule,
         threshold_single=config.threshold_single,
         threshold_acc=config.threshold_acc,
+        block_verification=config.block_verification and steps > 0,
         rates=(*rates, *[0.0] * (steps - len(rates))),
         coupled=variant.draft_noise == "coupled" and (config.rule == "match" or synthetic),
         sampled_drafts=rejection and steps > 0,

@@ -343,6 +343,8 @@ class AcceptConfig:
     """target_only: a child at least this likely is accepted without a coin; below 1 the output deviates from the target's."""
     threshold_acc: float = 1.0
     """target_only: the children's probabilities count divided by this; below 1 the output deviates from the target's."""
+    block_verification: bool = False
+    """rejection: judge the drafted chain as a whole, which accepts no fewer tokens on average; otherwise token by token."""
     synthetic_length: float | None = None
     """synthetic: mean tokens per cycle, the bonus token included, from 1 to num_steps + 1."""
     synthetic_rates: list[float] | None = None
@@ -355,6 +357,8 @@ class AcceptConfig:
         _between("accept.threshold_acc", self.threshold_acc, LEAST, 1)
         if self.rule != "target_only" and (self.threshold_single, self.threshold_acc) != (1.0, 1.0):
             raise ConfigError("accept.threshold_single, accept.threshold_acc", f"1.0: rule {self.rule} knows no thresholds", "less")
+        if self.block_verification and self.rule != "rejection":
+            raise ConfigError("accept.block_verification", f"false: rule {self.rule} rejects no draft by its probability", True)
         forced = [self.synthetic_length, self.synthetic_rates]
         if (self.rule == "synthetic") != (sum(value is not None for value in forced) == 1):
             expected = "one of the two" if self.rule == "synthetic" else f"null: rule {self.rule} forces nothing"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,15 +17,18 @@ from graphspec.buffers import Status, Views
 from graphspec.config import AcceptConfig, VariantConfig
 from graphspec.engine.request import SamplingParams
 from graphspec.errors import ConfigError
+from graphspec.graphs.stages import acceptance_rules, sampling
 from graphspec.graphs.stages.accept import Accept
 from graphspec.graphs.stages.sampling import COIN_STREAM, DRAFT_STREAM, RESIDUAL_STREAM, DraftSampler, coins
 from graphspec.kernels import select_kernels
+from graphspec.kernels.groups import Candidates
+from graphspec.kernels.marginal_pool import marginal_pool
 from graphspec.kernels.tree_build import tree_build
 from graphspec.shapes import PLAIN, CycleShape, SamplingClass
 from tests.support.engines import CHAIN, TREE, Pair, ids, mirror_pair, prompts
 
 VOCAB, LENGTH, SAMPLES = 6, 3, 100_000
-SHAPES = {"plain": PLAIN, "chain": CycleShape(2, 1, 3), "tree": CycleShape(2, 2, 6)}
+SHAPES = {"plain": PLAIN, "chain": CycleShape(2, 1, 3), "tree": CycleShape(2, 2, 6), "deep": CycleShape(3, 1, 4)}
 KNOWN = torch.tensor([0, 2, 3, 5])
 """Target ids of the drafter's vocabulary."""
 
@@ -34,19 +38,22 @@ class Game:
 
     def __init__(
         self, shape: CycleShape, accept: AcceptConfig, *, temperature: float = 0.9, top_k: int = 0, draft_noise: str = "coupled",
-        samples: int = SAMPLES,
+        samples: int = SAMPLES, marginals: bool = False,
     ) -> None:  # fmt: skip
         generator = torch.Generator().manual_seed(4)
         self.target_VV = torch.randn(VOCAB, VOCAB, generator=generator) * 1.2
         self.draft_VVd = (self.target_VV + 0.7 * torch.randn(VOCAB, VOCAB, generator=generator))[:, KNOWN]
         self.shape, self.temperature, self.top_k = shape, temperature, top_k
+        # Of a drafter that gives every depth one distribution: that of depth 2, by the root.
+        self.second_VVd = torch.randn(VOCAB, VOCAB, generator=generator)[:, KNOWN]
+        self.marginals = marginals
         rule = resolve_accept(accept, VariantConfig(draft_noise=draft_noise), shape, has_network=True)
         plan = SimpleNamespace(
             target=SimpleNamespace(vocab_size=VOCAB), accept=rule, accept_width=shape.accept_width, draft_context=1000, num_words=1
         )
-        sampling = SamplingClass(noise=True, truncate=top_k > 0)
+        sampling_class = SamplingClass(noise=True, truncate=top_k > 0)
         kernels = select_kernels("reference", "auto", "cpu")
-        self.build: Any = SimpleNamespace(plan=plan, kernels=kernels, shape=shape, sampling=sampling, target=None, draft=None)
+        self.build: Any = SimpleNamespace(plan=plan, kernels=kernels, shape=shape, sampling=sampling_class, target=None, draft=None)
         self.accept, self.sampler = Accept(self.build), DraftSampler(self.build)
         self.cycles, self.samples = 0, samples
 
@@ -79,14 +86,35 @@ class Game:
             v.node_parent_BN, v.node_depth_BN = torch.full((lanes, 1), -1), torch.zeros(lanes, 1, dtype=torch.int64)
             v.node_ancestors_BNX = torch.ones(lanes, 1, 1, dtype=torch.int64)
             return
+        if self.marginals:
+            self.draft_marginals(v, root_B)
+            return
         score_BTK, token_BTK = self.sampler.propose(v, self.draft_VVd[root_B][:, None], KNOWN, v.seq_len_R + 1, nothing, 1)
-        score_BK, token_BK = score_BTK[:, 0], token_BTK[:, 0]
-        more_BKK, next_BKK = self.sampler.propose(v, self.draft_VVd[token_BK], KNOWN, v.seq_len_R + 2, token_BK[..., None], 2)
-        score_BM = torch.cat((score_BK, (score_BK[..., None] + more_BKK).flatten(1)), 1)
-        token_BM = torch.cat((token_BK, next_BKK.flatten(1)), 1)
-        parent_BM = torch.tensor([-1] * topk + [k for k in range(topk) for _ in range(topk)]).expand(lanes, -1)
+        score_BE, token_BE = score_BTK[:, 0], token_BTK[:, 0]
+        scores, tokens, parents = [score_BE], [token_BE], [-1] * topk
+        for level in range(2, self.shape.num_steps + 1):
+            path_BEs = torch.stack(tokens, -1) if topk == 1 else token_BE[..., None]
+            more_BEK, next_BEK = self.sampler.propose(v, self.draft_VVd[token_BE], KNOWN, v.seq_len_R + level, path_BEs, level)
+            parents += [len(parents) - topk + k for k in range(topk) for _ in range(topk)]
+            score_BE, token_BE = (score_BE[..., None] + more_BEK).flatten(1), next_BEK.flatten(1)
+            scores.append(score_BE)
+            tokens.append(token_BE)
         v.node_token_BN, v.node_parent_BN, v.node_depth_BN, v.node_ancestors_BNX = tree_build(
-            score_BM, token_BM, parent_BM, root_B, self.shape.num_draft_tokens, 1, 2
+            torch.cat(scores, 1), torch.cat(tokens, 1), torch.tensor(parents).expand(lanes, -1), root_B,
+            self.shape.num_draft_tokens, 1, self.shape.num_steps,
+        )  # fmt: skip
+
+    def draft_marginals(self, v: Any, root_B: Tensor) -> None:
+        """Nodes of one cycle of a drafter that proposes all depths at once."""
+        steps, pool = self.shape.num_steps, self.shape.topk + self.shape.topk**2
+        logits_BSV = torch.stack((self.draft_VVd[root_B], self.second_VVd[root_B]), 1)
+        position_BS = v.seq_len_R[:, None] + 1 + torch.arange(steps)
+        score_BSK, token_BSK = self.sampler.propose_levels(v, logits_BSV, KNOWN, position_BS)
+        sizes = (torch.float32, torch.int64, torch.int64)
+        candidates = Candidates(*(torch.empty(self.samples, pool, dtype=dtype) for dtype in sizes))
+        marginal_pool(score_BSK, token_BSK, v.lane_row_B, v.status_R, candidates)
+        v.node_token_BN, v.node_parent_BN, v.node_depth_BN, v.node_ancestors_BNX = tree_build(
+            *candidates, root_B, self.shape.num_draft_tokens, 1, steps
         )
 
     def play(self) -> Tensor:
@@ -140,20 +168,41 @@ def excess(game: Game) -> float:
     return (statistic - freedom) / (2 * freedom) ** 0.5
 
 
+BLOCK: dict[str, Any] = {"rule": "rejection", "block_verification": True}
+
+
+def name_of(value: Any) -> str:
+    return value if isinstance(value, str) else "block" if value == BLOCK else value["rule"]
+
+
 EXACT = [
     ("plain", {"rule": "match"}), ("chain", {"rule": "match"}), ("tree", {"rule": "match"}),
     ("plain", {"rule": "target_only"}), ("chain", {"rule": "target_only"}), ("tree", {"rule": "target_only"}),
     ("plain", {"rule": "rejection"}), ("chain", {"rule": "rejection"}),
+    ("plain", BLOCK), ("chain", BLOCK), ("deep", BLOCK),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("shape", "accept"), EXACT, ids=lambda value: value if isinstance(value, str) else value["rule"])
+@pytest.mark.parametrize(("shape", "accept"), EXACT, ids=name_of)
 @pytest.mark.parametrize("top_k", [0, 4])
 def test_sequences_have_the_exact_law(shape: str, accept: dict[str, Any], top_k: int) -> None:
     """Three tokens over one to three cycles: each next one given those before it, whatever the drafts were and how far they got."""
     game = Game(SHAPES[shape], AcceptConfig(**accept), top_k=top_k, samples=40_000 if top_k else SAMPLES)
     assert excess(game) < 4.5
     assert (game.mean > 1.1) == (shape != "plain"), "drafts are accepted, or the test shows nothing"
+
+
+@pytest.mark.parametrize(
+    ("shape", "accept"),
+    [("chain", {"rule": "match"}), ("tree", {"rule": "match"}), ("tree", {"rule": "target_only"}), ("chain", {"rule": "rejection"}),
+     ("chain", BLOCK)],
+    ids=name_of,
+)  # fmt: skip
+def test_drafts_from_marginals_leave_the_law_as_it_is(shape: str, accept: dict[str, Any]) -> None:
+    """A drafter whose second token does not depend on its first: what it misses is rejected, and nothing else changes."""
+    game = Game(SHAPES[shape], AcceptConfig(**accept), marginals=True)
+    assert excess(game) < 4.5
+    assert game.mean > 1.1, "drafts are accepted, or the test shows nothing"
 
 
 @pytest.mark.parametrize("thresholds", [{"threshold_single": 0.3}, {"threshold_acc": 0.6}], ids=str)
@@ -174,6 +223,72 @@ def test_a_wrong_draft_distribution_deviates(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(game.sampler, "propose", forget)
     assert excess(game) > 15
+
+
+def expected_accepted(target_VV: Tensor, draft_VV: Tensor, steps: int, *, block: bool) -> float:
+    """Mean number of accepted drafts after root 1, by enumeration of all drafted chains in float64; written from the papers."""
+    mean = 0.0
+    for chain in itertools.product(range(VOCAB), repeat=steps):
+        pairs = list(itertools.pairwise((1, *chain)))
+        p, q = ([float(table[pair]) for pair in pairs] for table in (target_VV, draft_VV))
+        drawn = math.prod(q)
+        if drawn == 0:
+            continue
+        if not block:
+            mean += drawn * sum(math.prod(min(1.0, p[i] / q[i]) for i in range(n)) for n in range(1, steps + 1))
+            continue
+        prefix, shares = 1.0, []
+        for i in range(steps):
+            prefix = min(1.0, prefix * p[i] / q[i])
+            if i + 1 == steps:
+                shares.append(prefix)
+                continue
+            rest = float((prefix * target_VV[chain[i]] - draft_VV[chain[i]]).clamp(min=0).sum())
+            shares.append(rest / (rest + 1 - prefix) if prefix < 1 else 1.0)
+        later = 1.0
+        for n in range(steps, 0, -1):
+            mean += drawn * later * shares[n - 1] * n
+            later *= 1 - shares[n - 1]
+    return mean
+
+
+@pytest.mark.parametrize("steps", [2, 3])
+def test_a_block_is_accepted_as_often_as_the_paper_says(steps: int) -> None:
+    """One cycle of the stage against the exact mean, which is above that of token-by-token rejection."""
+    means = {}
+    for block in (False, True):
+        game = Game(CycleShape(steps, 1, steps + 1), AcceptConfig(rule="rejection", block_verification=block), samples=SAMPLES)
+        v = game.views()
+        game.draft(v, torch.ones(SAMPLES, dtype=torch.int64))
+        v.logits_BNV = game.target_VV[v.node_token_BN.clamp(min=0)]
+        game.accept(v)
+        target_VV = torch.softmax(game.target_VV.double() / game.temperature, -1)
+        draft_VV = torch.zeros(VOCAB, VOCAB, dtype=torch.float64)
+        draft_VV[:, KNOWN] = torch.softmax(game.draft_VVd.double() / game.temperature, -1)
+        means[block] = expected_accepted(target_VV, draft_VV, steps, block=block)
+        found_B = v.accept_len_B.double() - 1
+        assert abs(float(found_B.mean()) - means[block]) < 4.5 * float(found_B.std()) / SAMPLES**0.5
+    assert means[True] > means[False] + 0.003
+
+
+def test_a_block_accepts_no_fewer_than_its_tokens() -> None:
+    """In expectation, for any two models: exact, over random tables from almost equal to unrelated."""
+    generator = torch.Generator().manual_seed(1)
+    gains = []
+    for spread in (0.1, 0.5, 1.0, 3.0) * 3:
+        target_VV = torch.randn(VOCAB, VOCAB, generator=generator, dtype=torch.float64)
+        draft_VV = target_VV + spread * torch.randn(VOCAB, VOCAB, generator=generator, dtype=torch.float64)
+        tables = [torch.softmax(table, -1) for table in (target_VV, draft_VV)]
+        by_token, by_block = (expected_accepted(*tables, 3, block=block) for block in (False, True))
+        gains.append(by_block - by_token)
+    assert min(gains) > -1e-12 and max(gains) > 0.05
+
+
+def test_a_block_judged_with_the_coins_of_positions_deviates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rejected drafts and their coins decide how much is kept; drawn again by a later cycle they bias it."""
+    for module in (acceptance_rules, sampling):
+        monkeypatch.setattr(module, "cycle_positions", lambda first_B, levels, width: first_B[:, None] + torch.arange(levels))
+    assert excess(Game(SHAPES["deep"], AcceptConfig(**BLOCK))) > 15
 
 
 def test_streams_are_independent() -> None:
@@ -206,6 +321,8 @@ def resolve(shape: CycleShape, *, has_network: bool = True, draft_noise: str = "
         ("accept.rule", lambda: resolve(SHAPES["chain"], rule="rejection", has_network=False)),
         ("variant.draft_noise", lambda: resolve(SHAPES["chain"], rule="rejection", draft_noise="none")),
         ("accept.rule", lambda: resolve(SHAPES["chain"], rule="luck")),
+        ("accept.block_verification", lambda: resolve(SHAPES["chain"], rule="match", block_verification=True)),
+        ("variant.topk", lambda: resolve(SHAPES["tree"], **BLOCK)),
         ("accept.threshold_acc", lambda: resolve(SHAPES["tree"], rule="target_only", threshold_acc=0.0)),
         ("accept.threshold_single", lambda: resolve(SHAPES["tree"], rule="target_only", threshold_single=1.1)),
         ("accept.threshold_single, accept.threshold_acc", lambda: resolve(SHAPES["tree"], threshold_acc=0.9)),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...buffers import Views
 from ...shapes import WORD_BITS
-from .sampling import RESIDUAL_STREAM, LogitShaper, coins, probabilities, sample_tokens, trusted
+from .sampling import RESIDUAL_STREAM, LogitShaper, coins, cycle_positions, probabilities, sample_tokens, trusted
 from .stage import Build
 
 NODES = ("node_token_BN", "node_parent_BN", "node_depth_BN", "node_ancestors_BNX")
@@ -115,12 +115,13 @@ class TargetOnly(Match):
 
 
 class Rejection(Match):
-    """Chains whose tokens were drawn from the drafter's distribution q: accepted with probability ``min(1, p / q)``.
+    """Chains whose tokens were drawn from the drafter's distribution q. A node whose draft is not accepted samples from what is left of p.
 
-    Accepted when ``coin * q(token) < p(token)``; else the node samples from ``relu(p - q)``, or from p where that is empty. The last node,
-    and one without drafted children, samples from p. Rows at temperature 0 are greedy.
+    Token by token, a draft is accepted when ``coin * q(token) < p(token)``, with probability ``min(1, p / q)``; else its node samples from
+    ``relu(p - q)``. With ``accept.block_verification`` the chain is judged as a whole, see :meth:`_as_a_block`. In both, an empty rest
+    becomes p; the last node, and one without drafted children, samples from p. Rows at temperature 0 are greedy.
 
-    Source: Leviathan et al. 2023 (arXiv 2211.17192), section 2.3 and appendix A.1.
+    Source: Leviathan et al. 2023 (arXiv 2211.17192), section 2.3 and appendix A.1; Sun et al. 2024 (arXiv 2403.10444), algorithm 2.
     """
 
     def __init__(self, build: Build) -> None:
@@ -141,9 +142,12 @@ class Rejection(Match):
         token_BS = v.node_token_BN[:, 1:].clamp(min=0)
         target_BS = target_BSV.gather(2, token_BS[..., None]).squeeze(-1)
         draft_BS = draft_BSV.gather(2, token_BS[..., None]).squeeze(-1)
-        accepted_BS = drafted_BS & (self._coin(v)[:, :steps] * draft_BS < target_BS)
+        if self.plan.accept.block_verification:
+            accepted_BS, rest_BSV = self._as_a_block(v, drafted_BS, target_BS, draft_BS, target_BSV, draft_BSV)
+        else:
+            accepted_BS = drafted_BS & (self._coin(v)[:, :steps] * draft_BS < target_BS)
+            rest_BSV = (target_BSV - draft_BSV).clamp(min=0)
 
-        rest_BSV = (target_BSV - draft_BSV).clamp(min=0)
         rest_BSV = torch.where((rest_BSV > 0).any(-1, keepdim=True) & drafted_BS[..., None], rest_BSV, target_BSV)
         # As logits at the row's temperature, so that the same noise serves.
         rest_BSV = torch.log(rest_BSV) * temperature_B[:, None, None]
@@ -151,6 +155,38 @@ class Rejection(Match):
         logits_BNV = torch.cat((torch.where(hot_B1[..., None], rest_BSV, logits_BNV[:, :steps]), logits_BNV[:, steps:]), 1)
         drawn_BN, _ = self._draw(v, logits_BNV, RESIDUAL_STREAM)
         return torch.cat((torch.where(hot_B1 & accepted_BS, token_BS, drawn_BN[:, :steps]), drawn_BN[:, steps:]), 1), sound_BN
+
+    def _as_a_block(
+        self, v: Views, drafted_BS: Tensor, target_BS: Tensor, draft_BS: Tensor, target_BSV: Tensor, draft_BSV: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Which drafts the longest accepted prefix holds, bool ``[B, S]``, and the unnormalised rest at each node, ``[B, S, V]``.
+
+        A prefix of i drafts carries ``P_i = min(1, P_{i-1} p_i / q_i)``, ``P_0 = 1``. Its rest is ``relu(P_i p - q)`` over the next token,
+        of mass R_i. It is accepted with probability ``R_i / (R_i + 1 - P_i)``, the whole chain with P; the longest one accepted is kept.
+        No rule that emits the target's distribution accepts more on average, knowing the two models along the chain alone.
+
+        The number of accepted drafts depends on all coins and drafts of the cycle, the rejected ones too. A later cycle must not see these
+        again, so they are drawn under :func:`.sampling.cycle_positions`.
+        """
+        steps, width = self.shape.num_steps, self.plan.accept_width
+        tiny = torch.finfo(torch.float32).tiny
+        # log P: a sum that is cut off at 0 wherever it would rise above it. A running maximum of the uncut sum says by how much it was cut.
+        ratio_BS = torch.where(drafted_BS, target_BS.log() - draft_BS.clamp(min=tiny).log(), -torch.inf)
+        sum_BS = ratio_BS.cumsum(1)
+        prefix_BS = (sum_BS - sum_BS.cummax(1).values.clamp(min=0)).exp()
+        before_BS = torch.cat((torch.ones_like(prefix_BS[:, :1]), prefix_BS[:, :-1]), 1)
+        rest_BSV = (before_BS[..., None] * target_BSV - draft_BSV).clamp(min=0)
+
+        # Entry i is the prefix of i + 1 drafts; its rest is that of the node which the last of them is.
+        mass_BS, lost_BS = rest_BSV.sum(-1)[:, 1:], 1 - prefix_BS[:, :-1]
+        # Nothing lost and nothing left: p equals q after this prefix, and a longer one is accepted in any case.
+        share_BS = torch.where(lost_BS > 0, mass_BS / (mass_BS + lost_BS), 1.0)
+        last_BS = torch.cat((~drafted_BS[:, 1:], torch.ones_like(drafted_BS[:, :1])), 1)
+        share_BS = torch.where(last_BS, prefix_BS, torch.cat((share_BS, torch.ones_like(prefix_BS[:, :1])), 1))
+        coin_BS = coins(v.lane_seed_B, cycle_positions(v.seq_len_R[v.lane_row_B] + 1, steps, width))
+        kept_BS = drafted_BS & (coin_BS < share_BS)
+        # A draft is accepted with every prefix that holds it.
+        return kept_BS.flip(1).to(torch.int64).cummax(1).values.flip(1).bool(), rest_BSV
 
 
 class Synthetic(Match):

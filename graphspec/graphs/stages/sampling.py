@@ -67,6 +67,19 @@ def coins(seed_B: Tensor, position_BT: Tensor) -> Tensor:
     return ((bits_BT.to(torch.float32) + 0.5) * 2.0**-32).clamp(max=BELOW_ONE)
 
 
+def cycle_positions(first_B: Tensor, levels: int, accept_width: int) -> Tensor:
+    """Positions for the hash under which no two cycles of a row share a number: int64 ``[B, levels]``.
+
+    What is drawn for a level is then fresh even where an earlier cycle looked at the draft of that position and threw it away.
+
+    Args:
+        first_B: int64, position of the first token that the cycle drafts.
+        levels: of the cycle.
+        accept_width: of the engine's deepest cycle, at least ``levels``.
+    """
+    return first_B[:, None] * accept_width + torch.arange(levels, device=first_B.device)
+
+
 def probabilities(logits_BTV: Tensor, temperature_B: Tensor) -> Tensor:
     """``softmax(logits / T)``; rows at ``T == 0`` as if it were 1."""
     return torch.softmax(logits_BTV / torch.where(temperature_B > 0, temperature_B, 1.0)[:, None, None], -1)
@@ -198,6 +211,7 @@ class DraftSampler:
         self.plan, self.kernels, self.shape, self.sampling = build.plan, build.kernels, build.shape, build.sampling
         self.shaper = LogitShaper(build)
         self.drawn = self.sampling.noise and self.plan.accept.sampled_drafts
+        self.by_cycle = self.drawn and self.plan.accept.block_verification
         self.noisy = self.drawn or (self.sampling.noise and self.plan.accept.coupled)
         self.reads = (*self.shaper.reads, *(("lane_seed_B", "lane_temperature_B") if self.noisy else ()))
         self.writes = ("draft_prob_BSV",) if self.drawn else ()
@@ -225,6 +239,8 @@ class DraftSampler:
         if self.drawn:
             seed_B = seed_B ^ DRAFT_STREAM
             self._keep(v, logits_BTV[:, :1], temperature_B, target_token_Vd, level)
+        if self.by_cycle:
+            position_B = cycle_positions(position_B - (level - 1), level, self.plan.accept_width)[:, -1]
         return self.kernels.draft_topk(logits_BTV, self.shape.topk, target_token_Vd, seed_B, position_B, temperature_B)
 
     def propose_levels(
@@ -252,6 +268,8 @@ class DraftSampler:
         if self.drawn:
             seed_B = seed_B ^ DRAFT_STREAM
             self._keep(v, logits_BSV, v.lane_temperature_B, target_token_Vd, 1)
+        if self.by_cycle:
+            position_BS = cycle_positions(position_BS[:, 0], position_BS.shape[1], self.plan.accept_width)
         # The op takes one position per lane, so here every depth is a lane.
         seed_D, temperature_D = (x_B[:, None].expand(depths).flatten() for x_B in (seed_B, v.lane_temperature_B))
         logits_D1V = logits_BSV.flatten(0, 1)[:, None]
