@@ -19,7 +19,7 @@ class AcceptPlan:
     Attributes:
         rule: its name in :data:`graphspec.graphs.stages.acceptance_rules.RULES`.
         threshold_single, threshold_acc: of rule ``target_only``.
-        block_verification: of rule ``rejection``: the chain is judged as a whole. Coins and drafts then belong to a cycle, not to a position.
+        block_verification: of rule ``rejection``: the chain is judged as a whole, with coins and drafts of the cycle, not of positions.
         rates: of rule ``synthetic``: share of cycles that accept depth 1, 2, ... S.
         coupled: drafters rank by the sampler's own noise.
         sampled_drafts: drafters draw one token of their own distribution, which is kept for the rule.

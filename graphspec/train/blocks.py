@@ -59,10 +59,13 @@ class LayerShape:
             qk_norm=hasattr(attention, "q_norm"),
         )
 
-    def plain(self, intermediate: int | None) -> LayerShape:
-        """The same sizes as a plain Llama layer: no biases, no query and key norms; ``intermediate`` None keeps the width of the MLP."""
+    def plain(self, intermediate: int | None, *, qk_norm: bool = False) -> LayerShape:
+        """The same sizes as a Llama layer without biases, or with ``qk_norm`` as a Qwen3 layer.
+
+        ``intermediate`` None keeps the width of the MLP.
+        """
         width = intermediate or self.intermediate
-        return replace(self, intermediate=width, qkv_bias=False, output_bias=False, mlp_bias=False, qk_norm=False)
+        return replace(self, intermediate=width, qkv_bias=False, output_bias=False, mlp_bias=False, qk_norm=qk_norm)
 
 
 def rotate(x: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
@@ -122,12 +125,18 @@ class SelfAttention(nn.Module):
     def project(self, x: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """``[B, T, inputs]`` to rotated queries ``[B, G, Q/G, T, D]``, rotated keys and values ``[B, G, T, D]``."""
         q = self.q_proj(x).unflatten(-1, (self.shape.heads, self.shape.dim))
+        if self.shape.qk_norm:
+            q = self.q_norm(q)
+        q = rotate(q.transpose(1, 2), cos_TD, sin_TD)
+        return q.unflatten(1, (self.shape.kv_heads, -1)), *self.keys_and_values(x, cos_TD, sin_TD)
+
+    def keys_and_values(self, x: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """``[B, T, inputs]`` to rotated keys and values ``[B, G, T, D]``."""
         k = self.k_proj(x).unflatten(-1, (self.shape.kv_heads, self.shape.dim))
         v = self.v_proj(x).unflatten(-1, (self.shape.kv_heads, self.shape.dim)).transpose(1, 2)
         if self.shape.qk_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q.transpose(1, 2), cos_TD, sin_TD), rotate(k.transpose(1, 2), cos_TD, sin_TD)
-        return q.unflatten(1, (self.shape.kv_heads, -1)), k, v
+            k = self.k_norm(k)
+        return rotate(k.transpose(1, 2), cos_TD, sin_TD), v
 
 
 class FeedForward(nn.Module):
@@ -198,3 +207,31 @@ def attend_rows(
             prefix_w, own_w = weights.split((prefix_k.shape[2], own_k.shape[3]), -1)
             out = torch.einsum("bghtr,bgrd->bghtd", prefix_w, prefix_v.float()) + torch.einsum("bghtj,bgtjd->bghtd", own_w, own_v.float())
         return out.flatten(1, 2).transpose(1, 2).flatten(2)
+
+
+def attend_blocks(
+    q: Tensor, prefix_k: Tensor, prefix_v: Tensor, visible_AR: Tensor, own_k: Tensor, own_v: Tensor, *, causal: bool
+) -> Tensor:
+    """Attention of A blocks of M rows: over a prefix that all blocks share as far as each may see it, and over the rows of their own block.
+
+    Args:
+        q: ``[B, G, Q/G, A * M, D]``.
+        prefix_k, prefix_v: ``[B, G, R, D]``.
+        visible_AR: ``[A, R]`` bool, the prefix rows that a block may see.
+        own_k, own_v: ``[B, G, A * M, D]``.
+        causal: a row sees those of its block up to itself; otherwise all of them.
+
+    Returns:
+        ``[B, A * M, Q * D]``.
+    """
+    blocks, rows = len(visible_AR), q.shape[3] // len(visible_AR)
+    with torch.autocast(q.device.type, enabled=False):
+        query = q.float().unflatten(3, (blocks, rows)) * q.shape[-1] ** -0.5
+        keys, values = (x.float().unflatten(2, (blocks, rows)) for x in (own_k, own_v))
+        scores = torch.einsum("bghamd,bgrd->bghamr", query, prefix_k.float()).masked_fill(~visible_AR[:, None], float("-inf"))
+        own = torch.einsum("bghamd,bgand->bghamn", query, keys)
+        if causal:
+            own = own.masked_fill(~torch.ones(rows, rows, dtype=torch.bool, device=q.device).tril(), float("-inf"))
+        prefix_w, own_w = torch.cat((scores, own), -1).softmax(-1).split((prefix_k.shape[2], rows), -1)
+        out = torch.einsum("bghamr,bgrd->bghamd", prefix_w, prefix_v.float()) + torch.einsum("bghamn,bgand->bghamd", own_w, values)
+        return out.flatten(3, 4).flatten(1, 2).transpose(1, 2).flatten(2)

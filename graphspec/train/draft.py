@@ -2,7 +2,8 @@
 
 The loss of a draft step is the soft cross-entropy against the target's full next-token distribution (Hinton et al. 2015; EAGLE's
 classification loss), for heads whose hidden state stands for the target's feature plus EAGLE's SmoothL1 distance to it (Li et al. 2024).
-Steps after the first run on the network's own hidden states (HASS, Zhang et al. 2024; training-time test of EAGLE-3, Li et al. 2025).
+Steps after the first run on the network's own hidden states (HASS, Zhang et al. 2024; training-time test of EAGLE-3, Li et al. 2025). A
+network that drafts all depths in one pass has no such states: its blocks begin at some rows of each sequence (DFlash, arXiv 2602.06036).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from ..checks import brief
 from ..errors import ConfigError
 from ..train_options import TrainConfig
 from . import loop
-from .drafter import Drafter, NetworkConfig, Target, network_of, trained_variants, unrolled
+from .drafter import Drafter, NetworkConfig, Target, network_of, trained_variants
 from .loop import Watch, unwatched
 
 BITS = (
@@ -47,9 +48,9 @@ class Recipe:
         shortest = min(length for _, _, length in config.schedule_phases)
         if shortest <= config.unroll + 1:
             raise ConfigError("train.sequence_length", f"sequences longer than train.unroll + 1 = {config.unroll + 1}", shortest)
-        heads = getattr(self.network(), "num_heads", 1)
-        if heads > 1 and config.unroll != heads:
-            raise ConfigError("train.unroll", f"train.network.num_heads = {heads}, for every head is one step", config.unroll)
+        fixed = self.network().steps
+        if fixed is not None and config.unroll != fixed[1]:
+            raise ConfigError("train.unroll", f"{fixed[1]}, as train.network.{fixed[0]} says", config.unroll)
         if config.feature_weight and not network_of(self.variant).feeds_feature:
             raise ConfigError("train.feature_weight", f"0, for {self.variant} feeds back no feature", config.feature_weight)
 
@@ -114,9 +115,9 @@ class Texts:
 
 
 def draft_losses(
-    drafter: Drafter, features_BTF: Tensor, logits_BTV: Tensor, tokens_BT: Tensor, unroll: int, feature_weight: float = 0.0
+    drafter: Drafter, features_BTF: Tensor, logits_BTV: Tensor, tokens_BT: Tensor, unroll: int, feature_weight: float = 0.0, turn: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Loss and top-1 agreement with the target of every unrolled step, each ``[unroll]``.
+    """Loss and top-1 agreement with the target at every drafted depth, each ``[unroll]``, over the rows that draft in step ``turn``.
 
     Rows whose argmax the draft vocabulary does not hold carry no cross-entropy and count as misses.
     """
@@ -129,9 +130,9 @@ def draft_losses(
         to_draft_V = torch.full((logits_BTV.shape[-1],), -1, device=ids.device).scatter(0, ids, torch.arange(len(ids), device=ids.device))
         hard_BT = to_draft_V[hard_BT]
     losses, hits = [], []
-    rows = tokens_BT.shape[1] - unroll
-    for k, hidden in enumerate(unrolled(drafter, features_BTF, tokens_BT, unroll)):
-        seen = slice(1 + k, 1 + k + rows)
+    row_A = drafter.anchors(tokens_BT.shape[1] - unroll, turn).to(tokens_BT.device)
+    for k, hidden in enumerate(drafter.drafts(features_BTF, tokens_BT, unroll, row_A)):
+        seen = 1 + k + row_A
         logits = drafter.logits(hidden).float()
         soft, hard = soft_BTv[:, seen], hard_BT[:, seen]
         inside = (hard >= 0).float()
@@ -166,7 +167,7 @@ def train_draft(
         tokens_BT = texts.batch(batch, length, config.raw_share, config.seed * 1_000_003 + step).to(device)
         with torch.autocast(device.type, torch.bfloat16, enabled=config.dtype == "bfloat16"):
             features, logits = target.view(tokens_BT, drafter.tap_layers)
-            losses, hits = draft_losses(drafter, features, logits, tokens_BT, config.unroll, config.feature_weight)
+            losses, hits = draft_losses(drafter, features, logits, tokens_BT, config.unroll, config.feature_weight, step)
             return (losses * weights).sum(), torch.stack((losses.detach(), hits))
 
     def describe(means: Tensor) -> dict[str, Any]:
@@ -179,7 +180,7 @@ def train_draft(
         "variant": recipe.variant,
         "steps": config.total_steps,
         "tokens": loop.tokens_until(config, config.total_steps),
-        "rows": sum(steps * batch * (length - config.unroll) for steps, batch, length in config.schedule_phases),
+        "rows": sum(steps * batch * len(drafter.anchors(length - config.unroll, 0)) for steps, batch, length in config.schedule_phases),
         "seconds": round(trained.seconds),
         "parameters": sum(p.numel() for p in drafter.parameters()),
         "sequences": {str(length): len(tokens) for length, tokens in texts.written.items()},

@@ -1,7 +1,8 @@
 """The interface of a draft network in training, and of its target.
 
 Rows follow one convention, the same as at inference: row ``i`` consumes token ``i + 1`` together with the target's feature of position
-``i``, sits at RoPE position ``i``, and predicts token ``i + 2``. Token 0 is never consumed.
+``i``, sits at RoPE position ``i``, and predicts token ``i + 2``. Token 0 is never consumed. At depth ``k``, counted from 0, row
+``i`` predicts token ``i + 2 + k``.
 """
 
 from __future__ import annotations
@@ -33,6 +34,11 @@ class NetworkConfig:
     def __post_init__(self) -> None:
         check_fields(self, "train.network")
 
+    @property
+    def steps(self) -> tuple[str, int] | None:
+        """The key that decides ``train.unroll``, and how deep that is; None: any depth will do."""
+        return None
+
 
 class Drafter(nn.Module):
     """A draft network in its published layout.
@@ -47,6 +53,8 @@ class Drafter(nn.Module):
     """Parts of the names of matrices that map to or from the vocabulary."""
     num_heads: int = 1
     """Steps with weights of their own; 1: the same weights serve every step."""
+    most_steps: int | None = None
+    """Depth it can draft to at most; None: any."""
     tap_layers: tuple[int, ...] = ()
     """The features are the target's residual streams entering these layers; empty: its hidden state after the final norm."""
     has_vocab: bool = False
@@ -69,17 +77,18 @@ class Drafter(nn.Module):
     def start_from(self, target: PreTrainedModel, counts_V: Tensor | None) -> None:
         """Initialise what does not start small and random, under ``no_grad``."""
 
-    @abstractmethod
-    def start(self, features_BTF: Tensor) -> Tensor:
-        """The hidden states ``[B, T, H]`` of step 0 from the target's features."""
+    def anchors(self, rows: int, turn: int) -> Tensor:
+        """Rows, of ``rows``, that draft in training step ``turn``: int64 ``[A]``, ascending."""
+        del turn
+        return torch.arange(rows)
 
     @abstractmethod
-    def step(self, index: int, tokens_BT: Tensor, hidden_BTH: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
-        """Draft step ``index`` of every row: consumes a token and a hidden state, returns the next hidden state ``[B, T, H]``."""
+    def drafts(self, features_BTF: Tensor, tokens_BT: Tensor, steps: int, row_A: Tensor) -> Iterator[Tensor]:
+        """Draft ``steps`` deep from the rows that :meth:`anchors` named, on true tokens: for each depth ``[B, A, H]``."""
 
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
-        """``[.., H]`` hidden states out of :meth:`step` to ``[.., Vd]``."""
+        """``[.., H]`` hidden states out of :meth:`drafts` to ``[.., Vd]``."""
 
     def target_ids(self) -> Tensor | None:
         """``[Vd]`` int64: target id of every draft id; None: the vocabulary is the target's."""
@@ -99,6 +108,23 @@ def network_of(variant: str) -> type[Drafter]:
     """The trained network of one of :func:`trained_variants`."""
     network: type[Drafter] = load_object(resolve_variant(variant).training)
     return network
+
+
+class StepDrafter(Drafter):
+    """A network that drafts step by step, each on the token and the hidden state of the one before."""
+
+    @abstractmethod
+    def start(self, features_BTF: Tensor) -> Tensor:
+        """The hidden states ``[B, T, H]`` of step 0 from the target's features."""
+
+    @abstractmethod
+    def step(self, index: int, tokens_BT: Tensor, hidden_BTH: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
+        """Draft step ``index`` of every row: consumes a token and a hidden state, returns the next hidden state ``[B, T, H]``."""
+
+    def drafts(self, features_BTF: Tensor, tokens_BT: Tensor, steps: int, row_A: Tensor) -> Iterator[Tensor]:
+        """Of all rows: see :func:`unrolled`."""
+        del row_A
+        return unrolled(self, features_BTF, tokens_BT, steps)
 
 
 class Target:
@@ -169,7 +195,16 @@ def default_taps(layers: int) -> list[int]:
     return taps
 
 
-def unrolled(drafter: Drafter, features_BTF: Tensor, tokens_BT: Tensor, steps: int) -> Iterator[Tensor]:
+def feature_scale(target: PreTrainedModel, tap_layers: tuple[int, ...]) -> Tensor:
+    """``[F]`` fp32: for each tap the power of two next to 1 / (root mean square of its residual stream on random tokens)."""
+    tokens = torch.randint(0, target.config.vocab_size, (2, 64), generator=torch.Generator().manual_seed(0))
+    features, _ = Target(target).view(tokens.to(target.device), tap_layers)
+    taps = features.unflatten(-1, (len(tap_layers), -1))
+    size = taps.square().mean((0, 1, 3)).sqrt().clamp(min=1e-6)
+    return torch.exp2(-size.log2().round()).repeat_interleave(taps.shape[-1]).cpu()
+
+
+def unrolled(drafter: StepDrafter, features_BTF: Tensor, tokens_BT: Tensor, steps: int) -> Iterator[Tensor]:
     """Draft ``steps`` deep from every row at once, on true tokens and the drafter's own hidden states (training-time test).
 
     Yields for each step ``[B, T - steps, H]``. A row of step ``k`` sees the causal prefix of step 0, and of each later step up to its

@@ -145,8 +145,9 @@ def _draft(
     export_draft(drafter, model, out, folder)
     # The engine that measures reads the target again: two of them need not fit on the device.
     model.to("cpu")
-    # A network with a head for each step drafts chains, no deeper than it has heads.
-    shapes = [s for s in train.acceptance.shapes if drafter.num_heads == 1 or (s[1] == 1 and s[0] <= drafter.num_heads)]
+    most = drafter.most_steps if drafter.most_steps is not None else max((s[0] for s in train.acceptance.shapes), default=0)
+    # A network with a head for each step drafts chains.
+    shapes = [s for s in train.acceptance.shapes if s[0] <= most and (drafter.num_heads == 1 or s[1] == 1)]
     measured = measure_acceptance(config, shapes, streams.held_out, watch)
     return {"target": folder.name, "data": streams.facts, "training": figures, "acceptance": measured}
 

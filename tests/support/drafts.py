@@ -37,6 +37,11 @@ SMALL = {
     "standalone": {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1},
 }
 """Network settings that fit :func:`tiny_target`."""
+PARALLEL = {
+    "dflash": {"num_hidden_layers": 2, "intermediate_size": 40, "tap_layers": [1, 2], "block_size": 5},
+    "p_eagle": {"num_hidden_layers": 2, "draft_vocab_size": 48, "tap_layers": [1, 2]},
+}
+"""The same of networks that draft all depths in one pass."""
 
 
 def tiny_target(family: str = "llama", seed: int = 0, **changes: object) -> PreTrainedModel:
@@ -79,7 +84,7 @@ def recipe(variant: str, **settings: object) -> Recipe:
 def build(variant: str, target=None, **network: object) -> Drafter:
     """A random drafter whose every parameter matters."""
     target = target or tiny_target()
-    settings = recipe(variant, network={**SMALL[variant], **network}, unroll=network.get("num_heads", 4)).network()
+    settings = recipe(variant, network={**(SMALL | PARALLEL)[variant], **network}, unroll=network.get("num_heads", 4)).network()
     torch.manual_seed(5)
     drafter = network_of(variant).build(target, settings, torch.arange(96).flip(0))
     with torch.no_grad():
@@ -128,3 +133,11 @@ def draft_logits(drafter: Drafter, features: Tensor, tokens: Tensor, row: int, p
     for step in range(1, len(path) + 1):
         hidden = drafter.step(step, known[:, row + 1 + step : row + 2 + step], hidden, torch.tensor([row + step]), attend)
     return drafter.logits(hidden)[0, 0]
+
+
+@torch.no_grad()
+def block_logits(drafter: Drafter, features: Tensor, tokens: Tensor, row: int, steps: int) -> Tensor:
+    """Logits ``[steps, Vd]`` that a block begun at ``row`` drafts, whose root is at ``row + 1``; nothing after the root is shown to it."""
+    blank = torch.zeros(1, steps, dtype=torch.int64), torch.zeros(1, steps, features.shape[-1])
+    known, seen = torch.cat((tokens[:, : row + 2], blank[0]), 1)[:, : row + 1 + steps], torch.cat((features[:, : row + 1], blank[1]), 1)
+    return torch.stack([drafter.logits(hidden)[0, 0] for hidden in drafter.drafts(seen, known, steps, torch.tensor([row]))])

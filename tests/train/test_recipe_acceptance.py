@@ -14,19 +14,23 @@ from graphspec.train.drafter import Target
 from graphspec.train.export import export_draft
 from graphspec.train.generate import continue_text, cut_prompts
 from graphspec.train.loop import unwatched
-from tests.support.drafts import SMALL, draft_logits, random_text, recipe, round_to_bfloat16, tiny_target
+from tests.support.drafts import PARALLEL, SMALL, block_logits, draft_logits, random_text, recipe, round_to_bfloat16, tiny_target
 
 PROMPT, NEW, STEPS = 8, 24, 3
 
 
-@pytest.mark.parametrize(("variant", "network"), [("eagle3", {}), ("mtp", {}), ("mtp", {"num_heads": STEPS})])
+@pytest.mark.parametrize(
+    ("variant", "network"),
+    [("eagle3", {}), ("mtp", {}), ("mtp", {"num_heads": STEPS}), ("p_eagle", {}), ("dflash", {"block_size": STEPS + 1}),
+     ("dflash", {"block_size": STEPS + 1, "causal": False})],
+)  # fmt: skip
 def test_the_engine_accepts_what_the_trained_network_drafts(variant, network, tmp_path):
     target, stream = tiny_target(), random_text(1, 400)[0].numpy()
     target.save_pretrained(tmp_path / "target")
     # A short training, so that some drafts are accepted.
     texts = Texts(stream, {32: continue_text(target, cut_prompts(stream, 4, PROMPT, 3), 32, 0.0, 0).numpy()})
     schedule = {"unroll": STEPS, "phases": [[25, 4, 32]], "lr": 0.02, "warmup": 2, "cooldown": 5, "checkpoint_steps": 100}
-    made = recipe(variant, network={**SMALL[variant], **network}, **schedule)
+    made = recipe(variant, network={**(SMALL | PARALLEL)[variant], **network}, **schedule)
     drafter, _ = train_draft(made, target, texts, tmp_path)
     round_to_bfloat16(drafter)
     export_draft(drafter, target, tmp_path / "draft")
@@ -44,8 +48,10 @@ def test_the_engine_accepts_what_the_trained_network_drafts(variant, network, tm
         root = PROMPT
         while root + 1 < len(text):
             path: list[int] = []
-            for _ in range(STEPS):
-                choice = int(draft_logits(drafter, features, tokens, root - 1, path).argmax())
+            block = block_logits(drafter, features, tokens, root - 1, STEPS) if variant in PARALLEL else None
+            for depth in range(STEPS):
+                logits = block[depth] if block is not None else draft_logits(drafter, features, tokens, root - 1, path)
+                choice = int(logits.argmax())
                 path.append(choice if ids is None else int(ids[choice]))
             right = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(path, text[root + 1 :], strict=False))))
             # The last cycle may have been cut short.

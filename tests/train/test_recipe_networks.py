@@ -24,6 +24,7 @@ from graphspec.train.optim import Optimizers
 from graphspec.train_options import AcceptanceConfig
 from tests.support.drafts import (
     FAMILIES,
+    PARALLEL,
     SMALL,
     build,
     draft_logits,
@@ -219,13 +220,16 @@ def test_unrolled_steps_equal_drafting_row_by_row(variant, network):
                 torch.testing.assert_close(drafter.logits(hidden[0, row]), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("variant", "network"), [*((v, {}) for v in SMALL), ("mtp", {"num_heads": 2})])
+@pytest.mark.parametrize(
+    ("variant", "network"),
+    [*((v, {}) for v in SMALL), ("mtp", {"num_heads": 2}), ("p_eagle", {}), ("dflash", {"block_size": 3})],
+)
 def test_training_lowers_the_loss_and_resumes_bit_by_bit(variant, network, tmp_path, monkeypatch):
     target = tiny_target()
     texts = Texts(random_text(1, 500)[0].numpy(), {20: random_text(12, 20, seed=3).numpy()})
     made = recipe(
         variant,
-        network={**SMALL[variant], **network},
+        network={**(SMALL | PARALLEL)[variant], **network},
         unroll=2,
         feature_weight=0.5 if network_of(variant).feeds_feature else 0.0,
         raw_share=0.25,
@@ -334,6 +338,10 @@ def test_both_kinds_of_text_weigh_the_same():
         ({"variant": "mtp", "network": {"num_heads": "two"}}, "train.network.num_heads"),
         ({"variant": "mtp", "network": {"num_heads": 0}}, "train.network.num_heads"),
         ({"variant": "mtp", "network": {"num_heads": 3}, "unroll": 2}, "train.unroll"),
+        ({"variant": "dflash", "network": {"block_size": 8}, "unroll": 4}, "train.unroll"),
+        ({"variant": "dflash", "network": {"block_size": 1}}, "train.network.block_size"),
+        ({"variant": "dflash", "network": {"anchors": 0}, "unroll": 7}, "train.network.anchors"),
+        ({"variant": "p_eagle", "network": {"num_hidden_layers": 0}}, "train.network.num_hidden_layers"),
         ({"variant": "standalone", "feature_weight": 1.0}, "train.feature_weight"),
         ({"variant": "standalone", "network": {"hidden_size": 30}}, "train.network.num_attention_heads"),
         # The engine reads taps in ascending order only: what could not be loaded is not trained.

@@ -75,6 +75,8 @@ def words(texts: Path, out: Path, *more: str) -> list[str]:
         ("mistral", "eagle3", ["train.dtype=bfloat16", "train.network.tap_layers=[1,2]", "train.network.draft_vocab_size=64"]),
         ("qwen3", "mtp", ["hardware.dtype=bfloat16", "train.dtype=bfloat16"]),
         ("llama", "mtp", ["train.network.num_heads=2"]),
+        ("qwen2", "dflash", ["train.network.block_size=3", "train.network.num_hidden_layers=1", "train.network.tap_layers=[1,2]"]),
+        ("llama", "p_eagle", ["train.network.num_hidden_layers=2", "train.network.tap_layers=[1,2]", "train.network.draft_vocab_size=64"]),
         ("qwen3", "standalone", ["train.network.hidden_size=16", "train.network.intermediate_size=24"]),
     ],
 )

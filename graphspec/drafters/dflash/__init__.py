@@ -16,5 +16,6 @@ VARIANT = Variant(
     stages="graphspec.drafters.dflash.stages:stages",
     outline="graphspec.drafters.dflash.network:outline",
     assumed="graphspec.drafters.dflash.facts:assumed_facts",
+    training="graphspec.drafters.dflash.training:DFlashDraft",
     auto_shape=CycleShape(15, 1, 16, "marginals"),
 )

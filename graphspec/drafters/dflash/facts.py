@@ -30,6 +30,8 @@ _RELATIVES = {
 _NO_PROJECTOR = (None, "", "none", "dflash")
 _REFUSED = ("mask_embedding", "lora_config", "peft_config", "final_logit_softcapping", "logits_soft_cap", "num_experts", "kv_lora_rank")
 _LAYERS, _BLOCK = 5, 16  # of the published drafts
+LONGEST_BLOCK = 64
+"""Rows of a block, at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +151,7 @@ def read_dflash_facts(path: str | Path, target: ModelFacts) -> DFlashFacts:
             raise keys.error("architectures", expected, other_draft(keys, architecture))
         layers = keys
     owners = (own, keys, layers)
-    if not _flagged_on(owners, "use_aux_hidden_state"):
+    if not _unless_off(owners, "use_aux_hidden_state"):
         raise keys.error("use_aux_hidden_state", "true (the draft reads intermediate layers of its target)")
     num_layers = layers.integer("num_hidden_layers", most=MOST_LAYERS)
     decoder = head_decoder(_windows(layers, num_layers), path, architecture, QWEN3)
@@ -160,7 +162,7 @@ def read_dflash_facts(path: str | Path, target: ModelFacts) -> DFlashFacts:
     if keys.present("num_target_layers") and keys.integer("num_target_layers") != target.num_layers:
         raise keys.error("num_target_layers", f"{target.num_layers}, as in {target.path}", "this draft was made for another target")
     block_owner, block_key = _first((own, keys), "block_size")
-    block = block_owner.integer(block_key, least=2, most=64)
+    block = block_owner.integer(block_key, least=2, most=LONGEST_BLOCK)
     mask_owner, mask_key = _first((own, keys), "mask_token_id")
     mask = mask_owner.integer(mask_key, least=0)
     if mask >= target.vocab_size:
@@ -184,7 +186,7 @@ def read_dflash_facts(path: str | Path, target: ModelFacts) -> DFlashFacts:
     )
 
 
-def _flagged_on(owners: tuple[Keys, ...], name: str) -> bool:
+def _unless_off(owners: tuple[Keys, ...], name: str) -> bool:
     return all(keys.flag(name, True) for keys in owners)
 
 

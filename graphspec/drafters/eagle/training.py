@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ...train.blocks import Attend, DecoderLayer, LayerShape, Rope
-from ...train.drafter import Drafter, NetworkConfig
+from ...train.drafter import NetworkConfig, StepDrafter
 from ...train.facts import decoder_facts
 
 
@@ -24,7 +24,7 @@ class EagleConfig(NetworkConfig):
     """A bias in ``fc``."""
 
 
-class EagleDraft(Drafter):
+class EagleDraft(StepDrafter):
     """Its output stands for the target's feature of the next position: it is fed back, and the target's head reads it."""
 
     Settings: ClassVar[type[NetworkConfig]] = EagleConfig

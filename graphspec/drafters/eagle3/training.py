@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from ...checks import INT32_MOST, ascending, in_range
 from ...errors import ConfigError
 from ...train.blocks import Attend, FeedForward, LayerShape, Rope, SelfAttention
-from ...train.drafter import Drafter, NetworkConfig, Target, default_taps
+from ...train.drafter import NetworkConfig, StepDrafter, default_taps, feature_scale
 from ...train.facts import decoder_facts
 
 
@@ -62,21 +62,12 @@ def choose_draft_vocab(counts_V: Tensor, size: int, always: Sequence[int]) -> Te
     return torch.tensor(sorted([*keep, *order[: size - len(keep)]]), dtype=torch.int64)
 
 
-def feature_scale(target: PreTrainedModel, tap_layers: tuple[int, ...]) -> Tensor:
-    """``[F]`` fp32: for each tap the power of two next to 1 / (root mean square of its residual stream on random tokens)."""
-    tokens = torch.randint(0, target.config.vocab_size, (2, 64), generator=torch.Generator().manual_seed(0))
-    features, _ = Target(target).view(tokens.to(target.device), tap_layers)
-    taps = features.unflatten(-1, (len(tap_layers), -1))
-    size = taps.square().mean((0, 1, 3)).sqrt().clamp(min=1e-6)
-    return torch.exp2(-size.log2().round()).repeat_interleave(taps.shape[-1]).cpu()
-
-
-class Eagle3Draft(Drafter):
+class Eagle3Draft(StepDrafter):
     """The embedding is the target's and not part of the checkpoint."""
 
     Settings: ClassVar[type[NetworkConfig]] = Eagle3Config
     about: ClassVar[str] = "EAGLE-3: one layer over `[embedding; hidden]`, taps entering layers {tap_layers}"
-    unmixed = ("lm_head",)
+    unmixed: ClassVar[tuple[str, ...]] = ("lm_head",)
     embedding_VH: Tensor
     scale_F: Tensor
     d2t: Tensor

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from ...errors import ConfigError
 from ...train.blocks import Attend, DecoderLayer, LayerShape, Rope
-from ...train.drafter import Drafter, NetworkConfig
+from ...train.drafter import NetworkConfig, StepDrafter
 from ...train.facts import decoder_facts
 
 
@@ -26,6 +26,11 @@ class MtpConfig(NetworkConfig):
         super().__post_init__()
         if self.num_heads < 1:
             raise ConfigError("train.network.num_heads", "at least 1", self.num_heads)
+
+    @property
+    def steps(self) -> tuple[str, int] | None:
+        """Every head is one step."""
+        return ("num_heads", self.num_heads) if self.num_heads > 1 else None
 
 
 class MtpHead(DecoderLayer):
@@ -43,7 +48,7 @@ class MtpHead(DecoderLayer):
         return cast("nn.RMSNorm", self.shared_head["norm"])
 
 
-class MtpDraft(Drafter):
+class MtpDraft(StepDrafter):
     """Head ``s`` consumes token ``i + s`` (from 1) at row ``i`` with the output of the step before, which is past the head's norm."""
 
     Settings: ClassVar[type[NetworkConfig]] = MtpConfig
@@ -55,6 +60,7 @@ class MtpDraft(Drafter):
     def __init__(self, target: PreTrainedModel, config: MtpConfig) -> None:
         super().__init__()
         self.num_heads = config.num_heads
+        self.most_steps = config.num_heads if config.num_heads > 1 else None
         self.heads = nn.ModuleList([MtpHead(LayerShape.of(target)) for _ in range(config.num_heads)])
         self.rope = Rope.of(target)
         self.register_buffer("embedding_VH", target.model.embed_tokens.weight.detach(), persistent=False)

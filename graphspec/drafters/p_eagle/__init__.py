@@ -16,6 +16,7 @@ VARIANT = Variant(
     stages="graphspec.drafters.p_eagle.stages:stages",
     outline="graphspec.drafters.p_eagle.network:outline",
     assumed="graphspec.drafters.p_eagle.facts:assumed_facts",
+    training="graphspec.drafters.p_eagle.training:PEagleDraft",
     auto_shape=CycleShape(7, 1, 8, "marginals"),
     auto_tree=CycleShape(7, 4, 16, "marginals"),
 )

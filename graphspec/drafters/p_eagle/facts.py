@@ -12,7 +12,7 @@ from ...facts.model import ModelFacts
 from ...shapes import CycleShape
 from ..eagle3.facts import Eagle3Facts, check_target, eagle3_config
 from ..eagle3.facts import assumed_facts as assumed_eagle3
-from ..head_config import other_draft
+from ..head_config import check_speculator, other_draft
 
 MASK_KEYS = ("mask_token_id", "ptd_token_id", "pard_token")
 """How configs call the mask token, in the order they are looked up."""
@@ -44,8 +44,7 @@ def _as_eagle3(keys: Keys) -> Keys:
     """
     values = {key: value for key, value in keys.values.items() if key not in _PARALLEL}
     if keys.present("speculators_model_type"):
-        if keys.values["speculators_model_type"] != "peagle":
-            raise keys.error("speculators_model_type", "'peagle'", "another kind of draft belongs to another variant")
+        check_speculator(keys, "peagle")
         return Keys({**values, "speculators_model_type": "eagle3"}, keys.where)
     expected = "a P-EAGLE head (PEagleDraftModel, PeagleLlamaForCausalLM, or LlamaForCausalLMEagle3 with a mask token)"
     architecture = read_architecture(keys, expected)

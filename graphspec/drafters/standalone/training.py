@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from ...checks import in_range
 from ...errors import ConfigError
 from ...train.blocks import Attend, DecoderLayer, LayerShape, Rope
-from ...train.drafter import Drafter, NetworkConfig
+from ...train.drafter import NetworkConfig, StepDrafter
 from ...train.facts import decoder_facts
 
 
@@ -47,7 +47,7 @@ class LlamaBody(nn.Module):
         self.norm = nn.RMSNorm(shape.hidden, shape.eps)
 
 
-class StandaloneDraft(Drafter):
+class StandaloneDraft(StepDrafter):
     """It reads tokens only: what it hands from step to step is its own output, and no step reads it."""
 
     Settings: ClassVar[type[NetworkConfig]] = StandaloneConfig

@@ -1,0 +1,53 @@
+"""What networks that draft all depths in one pass share in training: a mask token, and the rows at which blocks begin."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..checks import in_range
+from ..errors import ConfigError
+from .drafter import NetworkConfig
+
+
+@dataclass
+class MaskConfig(NetworkConfig):
+    """Settings of a network that reads masks for the tokens it drafts."""
+
+    mask_token_id: int | None = None
+    """Token whose embedding stands for a token that is not known yet; null: the one that is rarest in the text."""
+    anchors: int = 64
+    """Most blocks in each sequence of a training step. A block costs as many rows as it drafts, so a long sequence can't have one at every
+    token."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        in_range("train.network.mask_token_id", self.mask_token_id or 0, 0)
+        in_range("train.network.anchors", self.anchors, 1)
+
+    def mask_of(self, target: PreTrainedModel, counts_V: Tensor | None) -> int:
+        """The mask token: the one that was set, or the one counted least, which no end of text is and of equals the last.
+
+        Raises:
+            ConfigError: it is outside the vocabulary.
+        """
+        vocab = target.config.vocab_size
+        if self.mask_token_id is not None:
+            if self.mask_token_id >= vocab:
+                raise ConfigError("train.network.mask_token_id", f"a token of the target's vocabulary of {vocab}", self.mask_token_id)
+            return self.mask_token_id
+        if counts_V is None:
+            return 0
+        counts_V = counts_V.clone()
+        ends = target.config.eos_token_id
+        counts_V[ends if isinstance(ends, list) else [] if ends is None else [ends]] = torch.iinfo(torch.int64).max
+        return vocab - 1 - int(counts_V.flip(0).argmin())
+
+
+def spread(rows: int, count: int, turn: int) -> Tensor:
+    """At most ``count`` of ``rows`` rows, evenly spaced, from a first one that moves on by one with every turn: int64, ascending."""
+    stride = -(-rows // count)
+    return torch.arange(turn % stride, rows, stride)
