@@ -15,12 +15,14 @@ if TYPE_CHECKING:
     from .engine.llm import LLM
     from .engine.outputs import Output, StreamEvent
     from .engine.request import SamplingParams
+    from .engine.structured import Structured
     from .errors import GraphspecError
 
 __version__ = "0.1.0.dev0"
 
 __all__ = [
-    "LLM", "AsyncLLM", "Config", "GraphspecError", "Output", "SamplingParams", "StreamEvent", "__version__", "load_config",
+    "LLM", "AsyncLLM", "Config", "GraphspecError", "Output", "SamplingParams", "StreamEvent", "Structured", "__version__",
+    "load_config",
 ]  # fmt: skip
 
 _HOMES = {
@@ -29,6 +31,7 @@ _HOMES = {
     "Output": ".engine.outputs",
     "StreamEvent": ".engine.outputs",
     "SamplingParams": ".engine.request",
+    "Structured": ".engine.structured",
     "load_config": ".compose",
     "Config": ".config",
     "GraphspecError": ".errors",

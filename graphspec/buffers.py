@@ -2,7 +2,7 @@
 
 Letters are those of :mod:`graphspec.shapes`; ``1``-suffixed slots are scalars, ``Z`` is the ring depth, ``J`` the words of a ring lane,
 ``E`` the stop ids a row may have, ``I`` the tokens it may bias, ``O`` the alternatives reported with a log-probability, ``U`` the 64-bit
-words that hold a bit for every token, ``Bw`` the bad words a row may have and ``Bt`` their tokens.
+words that hold a bit for every token, ``Vw`` the 32-bit ones, ``Bw`` the bad words a row may have and ``Bt`` their tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .errors import CaptureError
 from .plan import Plan
-from .shapes import MAX_WINDOW, WORD_BITS, CycleShape, SamplingClass
+from .shapes import MASK_BITS, MAX_WINDOW, WORD_BITS, CycleShape, SamplingClass
 
 if TYPE_CHECKING:
     from .facts import ModelFacts, RecurrentFacts
@@ -84,6 +84,7 @@ def plan_sizes(plan: Plan) -> dict[str, int]:
         "I": plan.max_logit_bias,
         "O": plan.max_logprobs,
         "U": math.ceil(plan.target.vocab_size / WORD_BITS),
+        "Vw": math.ceil(plan.target.vocab_size / MASK_BITS),
         "Bw": plan.max_bad_words,
         "Bt": plan.max_bad_word_tokens,
         "C": plan.prefill_chunks[-1],
@@ -216,6 +217,8 @@ def _sampling_slots(plan: Plan) -> list[Slot]:
         Slot("bad_word_RBwBt", ("R", "Bw", "Bt"), i64, "state", -1, "bad_words"),
         Slot("recent_token_RBt", ("R", "Bt"), i64, "state", -1, "bad_words"),
         Slot("following_token_R", ("R",), i64, "state", -1, "prompt_logprobs"),
+        # Filled by the host between two segments of a program; every bit set where a lane has no grammar.
+        Slot("token_mask_BNVw", ("B", "N", "Vw"), torch.int32, "lane", -1, "grammar"),
         Slot("ring_prompt_logprob_ZC", ("Z", "C"), f32, "ring", 0, "prompt_logprobs"),
         Slot("ring_prompt_top_logprob_ZCO", ("Z", "C", "O"), f32, "ring", 0, "prompt_logprobs"),
         Slot("ring_prompt_top_token_ZCO", ("Z", "C", "O"), i64, "ring", -1, "prompt_logprobs"),

@@ -214,9 +214,9 @@ class RuntimeConfig:
     max_logprobs: int = 20
     """Alternatives a request may ask for with each token's log-probability."""
     sampling_classes: list[str] = field(default_factory=lambda: ["greedy", "everything"])
-    """What requests ask of the sampler: greedy, everything, or some of noise, truncate, penalties, bias, allowed, bad_words and logprobs,
-    such as noise+truncate. A launch runs the smallest class prepared that covers its rows. Captured cycles of these are made at load;
-    elsewhere programs are made when they are first asked for."""
+    """What requests ask of the sampler: greedy, everything, or some of noise, truncate, penalties, bias, allowed, bad_words, logprobs and
+    grammar, such as noise+truncate; everything is all but grammar, and everything+grammar has that too. A launch runs the smallest class
+    prepared that covers its rows. Captured cycles of these are made at load; elsewhere programs are made when they are first asked for."""
     max_bad_words: int = 64
     """Token sequences a request's bad words may come to; a word has one or two, with a space in front of it and without."""
     max_bad_word_tokens: int = 8
@@ -244,8 +244,8 @@ class RuntimeConfig:
         ascending("runtime.buckets", self.buckets, 1, MAX_ROWS)
         for place, name in enumerate(self.sampling_classes):
             if sampling_class_of(name, self.max_logprobs) is None:
-                parts = "noise, truncate (with noise), penalties, bias, allowed, bad_words and logprobs"
-                expected = f"greedy, everything, or some of {parts}, joined by +"
+                parts = "noise, truncate (with noise), penalties, bias, allowed, bad_words, logprobs and grammar"
+                expected = f"greedy, everything, everything+grammar, or some of {parts}, joined by +"
                 raise ConfigError(f"runtime.sampling_classes[{place}]", expected, repr(name))
         if self.prefill_chunks is not None:
             ascending("runtime.prefill_chunks", self.prefill_chunks, 1, MAX_CHUNK)

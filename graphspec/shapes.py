@@ -37,6 +37,8 @@ from typing import ClassVar, Literal
 from .errors import ConfigError
 
 WORD_BITS = 64
+MASK_BITS = 32
+"""Of the words that a grammar's masks are made of."""
 MAX_WINDOW = 128
 
 
@@ -147,6 +149,7 @@ class SamplingClass:
         allowed: rows may be limited to some tokens.
         bad_words: rows may have sequences of tokens that must not come up; they keep their last tokens.
         prompt_logprobs: the prompt's tokens are scored. Of prefill programs only; cycles are those of the class without.
+        grammar: rows may follow a grammar, whose masks the host fills over the draft tree: the program runs in segments around that.
     """
 
     noise: bool = False
@@ -157,6 +160,7 @@ class SamplingClass:
     allowed: bool = False
     bad_words: bool = False
     prompt_logprobs: bool = False
+    grammar: bool = False
 
     def __or__(self, other: SamplingClass) -> SamplingClass:
         """The class that serves the requests of both."""
@@ -165,7 +169,7 @@ class SamplingClass:
     @property
     def bans(self) -> bool:
         """Tokens may be banned, by a logit of -inf."""
-        return self.bias or self.allowed or self.bad_words
+        return self.bias or self.allowed or self.bad_words or self.grammar
 
     @property
     def of_cycles(self) -> SamplingClass:
@@ -173,18 +177,21 @@ class SamplingClass:
         return replace(self, prompt_logprobs=False) if self.prompt_logprobs else self
 
 
-SPELLED = ("noise", "truncate", "penalties", "bias", "allowed", "bad_words", "logprobs")
+EVERYTHING = ("noise", "truncate", "penalties", "bias", "allowed", "bad_words", "logprobs")
+"""All that runs on the device in one launch."""
+SPELLED = (*EVERYTHING, "grammar")
 """Parts of a class that a configuration can name."""
 
 
 def sampling_class_of(name: str, logprobs: int) -> SamplingClass | None:
     """The class that is spelled ``greedy``, ``everything``, or by what it has, joined by ``+``, as ``noise+truncate``; None: no class is.
 
-    ``logprobs`` is how many alternatives a class has that says ``logprobs``, or ``everything``.
+    ``everything`` is all but ``grammar``, for which a program is cut into segments; ``everything+grammar`` has that too. ``logprobs`` is
+    how many alternatives a class has that says ``logprobs``, or ``everything``.
     """
     parts = name.split("+")
-    if parts == ["everything"]:
-        parts = [*SPELLED]
+    if parts[0] == "everything" and parts[1:] in ([], ["grammar"]):
+        parts = [*EVERYTHING, *parts[1:]]
     if parts == ["greedy"]:
         parts = []
     if not {*parts} <= {*SPELLED} or len({*parts}) < len(parts):

@@ -8,8 +8,8 @@ from queue import Empty, SimpleQueue
 
 from ..graphs.cycle import Progress
 from .depth import DepthPolicy
+from .launcher import Launcher
 from .request import Request
-from .scheduler import Launcher
 
 Built = tuple[str, int, int]
 """Progress of building programs: phase, done, total."""

@@ -352,3 +352,16 @@ class AdaptiveDepth:
         state.backoff = 1 if found else min(MAX_BACKOFF, 2 * state.backoff)
         if found:
             state.depth, state.probe_budget = best, 0.0
+
+
+class DeepestCycles:
+    """A policy that always asks for the deepest cycle a bucket has."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+
+    def choose(self, bucket: int, lanes: int) -> int:
+        return self._plan.depths_of(bucket)[-1]
+
+    def observe(self, bucket: int, depth: int, accepted: Sequence[int]) -> None:
+        pass

@@ -13,6 +13,8 @@ import logging
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import suppress
+from functools import reduce
+from operator import or_
 from typing import TypeVar
 
 from ..errors import ResourceError
@@ -262,13 +264,13 @@ class Engine:
             self._finish_launches()
             self._alone = call
             self.scheduler.launcher, self.scheduler.policy = call.alone.launcher or self.cycle, call.alone.policy or self.policy
-        need = GREEDY
-        for request in call.requests:
-            need |= request.params.sampling_class
-        for request in live:
-            need |= request.sampling
+        asked = [*(request.params.sampling_class for request in call.requests), *(request.sampling for request in live)]
+        needs = [reduce(or_, asked, GREEDY)]
+        if needs[0].grammar and (others := [each for each in asked if not each.grammar]):
+            # Rows without a grammar go on in one launch as soon as they are among themselves.
+            needs.append(reduce(or_, others))
         count, built = len(call.requests) + len(live), len(self.cycle.programs)
-        self._prepare(count, self._cover(count, need))
+        self._prepare(count, *(self._cover(count, need) for need in needs))
         now = time.perf_counter() if len(self.cycle.programs) > built else None
         self._open[call] = None
         for request in call.requests:
@@ -281,7 +283,10 @@ class Engine:
             self._end(call)
 
     def _cover(self, requests: int, need: SamplingClass) -> SamplingClass:
-        """The smallest class that covers ``need`` and has programs; ``need`` where there is none, or where it is a configured class."""
+        """The smallest class that covers ``need`` and has programs; ``need`` where there is none, or where it is a configured class.
+
+        A class with a grammar serves nobody who has none: its cycles wait for the host.
+        """
         if need in self.plan.sampling_classes:
             return need
 
@@ -289,7 +294,8 @@ class Engine:
             return all(self.cycle.prepared(key) or key in self.cycle.dropped for key in self.keys(requests, sampling))
 
         classes = {key.sampling for key in self.cycle.programs}
-        return min((each for each in classes if each | need == each and ready(each)), key=size, default=need)
+        covering = (each for each in classes if each | need == each and each.grammar == need.grammar)
+        return min(filter(ready, covering), key=size, default=need)
 
     def _prepare(self, requests: int, *classes: SamplingClass) -> None:
         keys = [key for sampling in classes for key in self.keys(requests, sampling)]

@@ -32,15 +32,16 @@ from ..plan import Plan, make_plan
 from ..shapes import GREEDY, SamplingClass
 from .arguments import check_cycles, check_launcher, check_progress, check_warm_up, engine_config
 from .calls import Alone
-from .depth import AdaptiveDepth, DepthPolicy
+from .depth import AdaptiveDepth, DeepestCycles, DepthPolicy
 from .engine import Engine
 from .events import Stream
+from .grammar import Grammars
+from .launcher import Launcher
 from .outputs import Metrics, Output, StreamEvent, TreeSnapshot, make_output, summarise
 from .programmatic import resolve as resolve_programmatic
 from .prompts import Params, Prompt, make_requests, one_of_params
 from .proposer import Proposer
 from .request import Request, SamplingParams
-from .scheduler import Launcher
 from .self_test import AcceptanceTest
 from .stops import OutputText
 from .text import Conversation, Tokenizer, conversations, has_tokenizer
@@ -116,6 +117,7 @@ class LLM:
         """What there is to do now, as :class:`graphspec.engine.meter.Load`; any thread may ask."""
         self._acceptance_test = AcceptanceTest(self.plan)
         self._has_tokenizer = has_tokenizer(self.folder)
+        self._grammars = Grammars(self.plan)
         if self.plan.captured:
             # A class that is captured later makes every other caller wait.
             self._engine.prepare(self.plan.max_rows, *self.plan.sampling_classes)
@@ -411,7 +413,7 @@ class LLM:
         return [request.error for request in self._requests(prompts, params)]
 
     def _requests(self, prompts: Prompt | Sequence[Prompt], params: Params, *, one: bool = False) -> list[Request]:
-        return make_requests(prompts, params, self.plan, self._encode, one=one, tokenizer=lambda: self.tokenizer)
+        return make_requests(prompts, params, self.plan, self._encode, one=one, tokenizer=lambda: self.tokenizer, grammars=self._grammars)
 
     def close(self) -> None:
         """End the engine's thread. Open calls end with an error, later ones are refused; memory is given back with the last reference."""
@@ -472,7 +474,7 @@ class LLM:
             found.append((*nodes, set(v.path_BA[0, : int(v.accept_len_B[0])].tolist())))
             return True
 
-        for _ in self._engine.serve(requests, growing=False, alone=Alone(policy=_DeepestCycles(self.plan), until=look)):
+        for _ in self._engine.serve(requests, growing=False, alone=Alone(policy=DeepestCycles(self.plan), until=look)):
             pass
         token_N, parent_N, depth_N, path = found[0]
         used = [n for n, token in enumerate(token_N) if token >= 0]
@@ -484,16 +486,3 @@ class LLM:
             accepted=[n in path for n in used],
             text_N=[self._decode([token_N[n]]) for n in used],
         )
-
-
-class _DeepestCycles:
-    """A policy that always asks for the deepest cycle a bucket has."""
-
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
-
-    def choose(self, bucket: int, lanes: int) -> int:
-        return self._plan.depths_of(bucket)[-1]
-
-    def observe(self, bucket: int, depth: int, accepted: Sequence[int]) -> None:
-        pass

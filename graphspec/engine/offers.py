@@ -71,6 +71,6 @@ class Offers:
         return found
 
 
-def size(sampling: SamplingClass) -> tuple[int, int]:
-    """What classes are ordered by: how much their programs compute."""
-    return sum(getattr(sampling, name) is True for name in sampling.__slots__), sampling.logprobs
+def size(sampling: SamplingClass) -> tuple[bool, int, int]:
+    """What classes are ordered by: whether their programs wait for the host, then how much they compute."""
+    return sampling.grammar, sum(getattr(sampling, name) is True for name in sampling.__slots__), sampling.logprobs

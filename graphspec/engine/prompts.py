@@ -10,6 +10,7 @@ from ..checks import brief, integers, is_array, typed
 from ..errors import CheckpointError, GraphspecError, RequestError
 from ..plan import Plan
 from .bans import check_bans, encode_bad_words
+from .grammar import Grammars
 from .request import Request, SamplingParams, check_params, check_prompt
 from .stops import OutputText, StopCheck
 from .text import Conversation, Tokenizer
@@ -167,6 +168,7 @@ def make_requests(
     *,
     one: bool = False,
     tokenizer: Callable[[], Tokenizer] = _no_tokenizer,
+    grammars: Grammars | None = None,
 ) -> list[Request]:
     """Checked requests, ``n`` of them for each prompt, one after the other. One that can't be served has a ``finish_reason`` and an
     ``error``; the others are served.
@@ -178,12 +180,14 @@ def make_requests(
         encode: the tokenizer's.
         one: there must be exactly one prompt.
         tokenizer: of the checkpoint, for requests with texts in their parameters.
+        grammars: compiles those of the requests; None: grammars of this call are compiled for it alone.
 
     Raises:
         RequestError: the arguments are no prompts or no parameters, or the call's single prompt can't be served.
         CheckpointError: the single prompt is a text, and there is no tokenizer.
     """
     single, many = split_prompts(prompts)
+    grammars = grammars or Grammars(plan)
     if one and len(many) != 1:
         raise RequestError("prompt", "one prompt", f"{len(many)} of them")
     requests = []
@@ -195,6 +199,8 @@ def make_requests(
             check_prompt(request.prompt, plan)
             request.budget = min(param.max_tokens, plan.max_context - len(request.prompt))
             _add_texts(request, plan, tokenizer)
+            if param.structured is not None:
+                request.grammar = grammars.grammar(param, request.stop_ids, tokenizer)
         except (RequestError, CheckpointError) as error:
             if single or one:
                 raise
@@ -229,6 +235,7 @@ def _another(first: Request, params: SamplingParams, sample: int) -> Request:
     stops = first.stops.again() if first.stops is not None else None
     another = Request(first.index, first.prompt, params.sample(sample), first.stop_ids, first.budget)
     another.sample, another.bad_words, another.stops = sample, first.bad_words, stops
+    another.grammar = first.grammar.again() if first.grammar is not None else None
     another.priority, another.deadline = first.priority, first.deadline
     another.finish_reason, another.error = first.finish_reason, first.error
     return another

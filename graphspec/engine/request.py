@@ -12,8 +12,10 @@ from typing import Any, NoReturn, Protocol
 from ..checks import INT32_MOST, brief, check_fields, in_range
 from ..config import SamplingConfig, check_sampling
 from ..errors import RequestError
+from ..graphs.stages.stage import Grammar
 from ..plan import Plan
 from ..shapes import GREEDY, SamplingClass
+from .structured import Structured
 
 MOST_SAMPLES = 65536
 """Outputs of one prompt; far above real use, to refuse typing errors."""
@@ -69,6 +71,7 @@ class SamplingParams:
         prompt_logprobs: the same as ``logprobs`` for the prompt's tokens.
         logprobs: report each token's log-probability and this many most likely tokens; None: neither. They are the target's own, before any
             of the above.
+        structured: a grammar that the whole output follows; it then ends by an end-of-text id, at the latest where nothing else may follow.
 
     Filters act at temperatures above 0, everything else at 0 too.
 
@@ -101,6 +104,7 @@ class SamplingParams:
     echo: bool = False
     prompt_logprobs: int | None = None
     logprobs: int | None = None
+    structured: Structured | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, "sampling", error=RequestError)
@@ -111,6 +115,8 @@ class SamplingParams:
         for name in ("num_steps", "prompt_logprobs"):
             if (value := getattr(self, name)) is not None:
                 in_range(f"sampling.{name}", value, 0, INT32_MOST, error=RequestError)
+        if self.structured is not None and self.min_tokens:
+            raise RequestError("sampling.min_tokens", "0 with sampling.structured, whose text may be complete before", self.min_tokens)
         for name in ("stop", "echo"):
             if getattr(self, name) and not self.detokenize:
                 raise RequestError("sampling.detokenize", f"true with sampling.{name}, which is about text", False)
@@ -133,6 +139,7 @@ class SamplingParams:
             allowed=self.allowed_token_ids is not None,
             bad_words=bool(self.bad_words),
             prompt_logprobs=self.prompt_logprobs is not None,
+            grammar=self.structured is not None,
         )
 
     @property
@@ -219,6 +226,14 @@ class Stops(Protocol):
     def again(self) -> Stops: ...
 
 
+class OutputGrammar(Grammar, Protocol):
+    """The grammar of a request, and how far its output has come in it (:class:`graphspec.engine.grammar.RowGrammar`)."""
+
+    def follow(self, output: Sequence[int]) -> bool: ...
+
+    def again(self) -> OutputGrammar: ...
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One request inside the engine."""
@@ -238,6 +253,8 @@ class Request:
     """Token sequences that must not come up."""
     stops: Stops | None = None
     """Looks for stop texts; None where there are none."""
+    grammar: OutputGrammar | None = None
+    """What its output follows; None: anything."""
     seed: int = field(init=False)
     """The seed of the parameters, or 64 random bits where they have none."""
     output: list[int] = field(default_factory=list)

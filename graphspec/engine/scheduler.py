@@ -5,16 +5,13 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
 from functools import reduce
 from operator import or_
-from typing import Protocol
 
 from ..buffers import Status
 from ..errors import ConfigError, ResourceError
-from ..graphs.cycle import RingEntry
 from ..graphs.programs import Key, PrefillKey, tokens_of
 from ..graphs.stages.mailbox import Message
 from ..plan import Plan
@@ -23,6 +20,7 @@ from .admission import Deadlines, Queue
 from .bans import Table
 from .chunks import choose_prefill, prompt_message
 from .depth import DepthPolicy
+from .launcher import Launcher, Ticket
 from .meter import Meter
 from .offers import Offer, Offers
 from .pages import PageAllocator
@@ -32,27 +30,6 @@ from .request import Request
 from .row_parameters import RowParameters
 
 FINISH_REASONS = {Status.STOPPED: "stop", Status.LENGTH: "length", Status.FAILED: "error"}
-
-
-class Launcher(Protocol):
-    """The part of a cycle that the scheduler uses."""
-
-    def launch(self, key: Key, message: Message) -> int: ...
-
-    def read(self, ticket: int) -> RingEntry: ...
-
-    @property
-    def in_flight(self) -> int: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Ticket:
-    """An unread launch: its program, and the request of each of its lanes."""
-
-    number: int
-    lanes: tuple[Request, ...]
-    key: Key
-    launched: float
 
 
 class Scheduler:
@@ -210,8 +187,7 @@ class Scheduler:
         if launched and (launched := self._prefill()):
             # Before lanes are chosen: a row that has ended gets none.
             self._make_room()
-        while self.proposer is not None and self._tickets:
-            # A drafter on the host must know every token up to the root.
+        while self._tickets and self._host_needs_roots():
             self._read_oldest()
         if (lanes := self._ready) is None:
             lanes = self._ready = [r for r in self.running if r.ready]
@@ -222,6 +198,20 @@ class Scheduler:
                 break
         updated, self._updated = self._updated, {}
         return list(updated)
+
+    def _host_needs_roots(self) -> bool:
+        """Before the next cycle the host must know every token up to the roots: it drafts, or fills masks of a grammar."""
+        if self.proposer is not None or self._offer is not None:
+            return self.proposer is not None or (self._offer is not None and self._offer.sampling.grammar)
+        return any(request.grammar is not None and request.ready for request in self.running)
+
+    def _follow(self, lanes: Sequence[Request]) -> bool:
+        """Bring the grammars of these rows up to their outputs. False: a row had a token that its grammar refuses, and ended."""
+        refused = [request for request in lanes if request.grammar is not None and not request.grammar.follow(request.output)]
+        for request in refused:
+            request.error = f"structured: expected a token that the grammar allows, found {request.output[-1]}"
+            self._finish(request, "error")
+        return not refused
 
     def _place(self, request: Request) -> bool:
         """Give a waiting request a row and pages, or end it where the pool is too small for it. False: it has to wait."""
@@ -277,6 +267,9 @@ class Scheduler:
         for request, length in lengths.items():
             self._rows.prepare(request, length, key.sampling)
         message = prompt_message(self.plan, lengths)
+        if key.sampling.grammar:
+            self._follow(tuple(lengths))
+            message.grammars = [request.grammar for request in lengths]
         self._launch(key, message, tuple(lengths))
         for request in lengths:
             self.prefix.offer_prompt(request, request.prefilled)
@@ -294,11 +287,15 @@ class Scheduler:
             # Those that have waited longest, in their usual order.
             chosen = sorted(lanes, key=lambda request: request.last_ticket)[:widest]
             lanes = [request for request in lanes if request in chosen]
+        if offer.sampling.grammar and not self._follow(lanes):
+            return False
         message = Message(lanes=())
         for request in lanes:
             if not self._reserve(request, message):
                 return False
         message.lanes = [r.row for r in lanes if r.row is not None]
+        if offer.sampling.grammar:
+            message.grammars = [request.grammar for request in lanes]
         if self.proposer is not None:
             message.trees = self.proposer.propose(lanes)
         key = self._next_cycle(lanes, offer)

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
@@ -256,11 +257,11 @@ class Cycle:
     def _capture(self, key: Key) -> None:
         assert self._capturer is not None
         started, program = time.perf_counter(), self.programs[key]
-        replay = self._capturer.capture(program.direct)
-        program.replay, program.buffers = replay, signature(program.views)
+        grown = program.capture(self._capturer)
+        program.buffers = signature(program.views)
         self._wait()
         seconds = time.perf_counter() - started
-        self._records[key] = replace(self._records[key], capture_seconds=seconds, pool_bytes=replay.pool_bytes)
+        self._records[key] = replace(self._records[key], capture_seconds=seconds, pool_bytes=grown)
 
     def time_depths(self, buckets: Iterable[int], sampling: SamplingClass, runs: int = TIMED_RUNS) -> dict[int, dict[int, float]]:
         """What the prepared cycles of each depth cost: bucket to depth to seconds, the median of some runs. Only between runs.
@@ -348,7 +349,7 @@ class Cycle:
         self._launched = ticket + 1
         self._in_flight.append(ticket)
         if self.plan.debug:
-            with torch.no_grad(), no_synchronisation(self.arena.device):
+            with torch.no_grad(), nullcontext() if program.on_host else no_synchronisation(self.arena.device):
                 self.arena.poison(("lane",))
                 self._send(slot, program, key, message)
         else:
@@ -368,6 +369,8 @@ class Cycle:
             self.arena["mail"].copy_(words, non_blocking=True)
         else:
             self._send_front[slot]()
+        for stage in program.on_host:
+            stage.grammars = message.grammars
         program()
         sampling = key.sampling
         scored = len(message.chunks[0].tokens) if sampling.prompt_logprobs and message.chunks else 0

@@ -14,17 +14,18 @@ from ..kernels.registry import KernelSet
 from ..kernels.threads import torch_loops
 from ..plan import Plan
 from ..shapes import GraphKey, SamplingClass
-from .capture import Signature, signature
+from .capture import ProgramCapturer, Signature, signature
 from .compilations import Compilations
 from .stages.accept import Accept
 from .stages.bans import RecentTokens
 from .stages.catch_up import CatchUp
 from .stages.commit import Commit, CommitRecurrent, CommitState
 from .stages.counts import PromptCounts
+from .stages.grammar import GrammarMasks, TreeToHost
 from .stages.logprobs import Logprobs
 from .stages.mailbox import Mailbox
 from .stages.prefill import Prefill
-from .stages.stage import Build, DraftModel, Stage, TargetModel
+from .stages.stage import Build, DraftModel, HostStage, Stage, TargetModel
 from .stages.tree import ChainLayout, TreeBuild
 from .stages.verify import Verify
 
@@ -84,7 +85,11 @@ def cycle_stages(build: Build, *, catch_up: bool = False) -> list[Stage]:
     elif shape.num_steps:
         stages += load_object(build.plan.variant.stages)(build)
     stages.append(ChainLayout(build) if shape.is_chain else TreeBuild(build))
-    stages += [Verify(build), Accept(build)]
+    if build.sampling.grammar:
+        tree = TreeToHost(build)
+        stages += [tree, Verify(build), GrammarMasks(build, tree), Accept(build)]
+    else:
+        stages += [Verify(build), Accept(build)]
     if not shape.is_chain:
         stages.append(CommitState(build))
     if build.plan.target.recurrent is not None:
@@ -103,13 +108,31 @@ def program_stages(plan: Plan, kernels: KernelSet, target: TargetModel, draft: D
     if isinstance(key, PrefillKey):
         build = Build(plan, kernels, target, draft, plan.shape, key.sampling)
         counts = [PromptCounts(build, key.lanes, key.chunk)] if key.sampling.penalties else []
-        return [Mailbox(build, key.lanes), *counts, Prefill(build, key.lanes, key.chunk)]
+        masks = [GrammarMasks(build, None)] if key.sampling.grammar else []
+        return [*masks, Mailbox(build, key.lanes), *counts, Prefill(build, key.lanes, key.chunk)]
     return cycle_stages(Build(plan, kernels, target, draft, key.shape, key.sampling), catch_up=key.catch_up)
 
 
 def _in_order(parts: Sequence[Callable[[], None]]) -> None:
     for part in parts:
         part()
+
+
+def _in_order_with(parts: Sequence[Callable[[], None]], threads: int) -> None:
+    with torch_loops(threads):
+        _in_order(parts)
+
+
+def _runs_on_host(stage: Stage) -> bool:
+    return isinstance(stage, HostStage)
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A part of a program that is run, compiled and captured as one; or what the host does between two of them."""
+
+    run: Callable[[], None]
+    on_host: bool
 
 
 class Program:
@@ -122,6 +145,8 @@ class Program:
 
     Where kernels record, the first call of ``direct`` runs the stages as they are and notes their calls. Stages that did nothing else are
     played back from then on; each run of others between them is compiled as a region. There are no ``steps`` before.
+
+    Where stages run on the host, the program is cut there: what lies between two of them is compiled, recorded and captured by itself.
     """
 
     def __init__(
@@ -140,16 +165,19 @@ class Program:
         self.steps: list[Callable[[], None]]
         self.direct: Callable[[], None]
         self.threads = threads
+        self.on_host = [stage for stage in stages if isinstance(stage, HostStage)]
+        self._segments: list[Segment] = []
         if compiled and stages[0].kernels.records:
             self.steps, self.direct = [], self._record
         elif compiled:
-            from .compile import compile_stages
-
-            self.steps = [compile_stages([s], views, threads, compilations) for s in stages]
-            self.direct = compile_stages(stages, views, threads, compilations)
+            self.steps = [self._part([stage], isinstance(stage, HostStage)) for stage in stages]
+            self._cut([Segment(self._part(list(group), host), host) for host, group in groupby(stages, _runs_on_host)])
         else:
             self.steps = [partial(s, views) for s in stages]
             self.direct = self._in_order if threads is None else partial(self._in_order_with, threads)
+            if self.on_host:
+                parts = groupby(zip(stages, self.steps, strict=True), lambda pair: _runs_on_host(pair[0]))
+                self._cut([Segment(self._direct([step for _, step in group]), host) for host, group in parts])
         self.replay: Callable[[], None] | None = None
         self.buffers: Signature = signature(views)
 
@@ -160,28 +188,59 @@ class Program:
         with torch_loops(threads):
             self._in_order()
 
+    def _direct(self, steps: Sequence[Callable[[], None]]) -> Callable[[], None]:
+        if self.threads is None:
+            return partial(_in_order, steps)
+        return partial(_in_order_with, steps, self.threads)
+
+    def _part(self, stages: Sequence[Stage], on_host: bool, *, now: bool = False) -> Callable[[], None]:
+        """These stages, compiled unless they run on the host; ``now``, or when they are first called."""
+        if on_host:
+            return partial(_in_order, [partial(stage, self.views) for stage in stages])
+        from .compile import compile_stages
+
+        region = compile_stages(stages, self.views, self.threads, self._compilations)
+        if now:
+            region.compile()
+        return region
+
+    def _cut(self, segments: list[Segment]) -> None:
+        self._segments = segments
+        runs = [segment.run for segment in segments]
+        self.direct = runs[0] if len(runs) == 1 else partial(_in_order, runs)
+
     def _record(self) -> None:
         """Run all stages, and make ``direct`` and ``steps`` from what they did."""
         from ..kernels.native.record import record
         from ..kernels.native.tape import Calls, Tape
 
         with nullcontext() if self.threads is None else torch_loops(self.threads):
-            found = [record(partial(stage, self.views)) for stage in self.stages]
+            # What the host does of a launch without grammars is recorded by nobody.
+            found = [stage(self.views) if _runs_on_host(stage) else record(partial(stage, self.views)) for stage in self.stages]
         self.steps = []
-        parts: list[Callable[[], None]] = []
-        for native, group in groupby(zip(self.stages, found, strict=True), lambda pair: isinstance(pair[1], Calls)):
+        segments: list[Segment] = []
+        for kind, group in groupby(zip(self.stages, found, strict=True), lambda pair: type(pair[1])):
             stages, calls = zip(*group, strict=True)
-            if native:
+            if kind is Calls:
                 self.steps += [Tape([each]) for each in calls]
-                parts.append(Tape(calls))
+                segments.append(Segment(Tape(calls), False))
                 continue
-            from .compile import compile_stages
+            host = _runs_on_host(stages[0])
+            self.steps += [self._part([stage], host) for stage in stages]
+            segments.append(Segment(self._part(stages, host, now=True), host))
+        self._cut(segments)
 
-            self.steps += [compile_stages([stage], self.views, self.threads, self._compilations) for stage in stages]
-            region = compile_stages(stages, self.views, self.threads, self._compilations)
-            region.compile()
-            parts.append(region)
-        self.direct = parts[0] if len(parts) == 1 else partial(_in_order, parts)
+    def capture(self, capturer: ProgramCapturer) -> int | None:
+        """Capture it, segment by segment where the host has stages; returns the bytes that the graphs' pool has grown by, None: no pool."""
+        if not self.on_host:
+            replay = capturer.capture(self.direct)
+            self.replay = replay
+            return replay.pool_bytes
+        replays = [None if segment.on_host else capturer.capture(segment.run) for segment in self._segments]
+        runs = [segment.run if replay is None else replay for segment, replay in zip(self._segments, replays, strict=True)]
+        self.replay = partial(_in_order, runs)
+        grown = [replay.pool_bytes for replay in replays if replay is not None and replay.pool_bytes is not None]
+        return sum(grown) if grown else None
 
     def __call__(self) -> None:
         if self.replay is not None:

@@ -212,7 +212,7 @@ def test_configured_classes() -> None:
     named = make("none", runtime={"sampling_classes": ["noise+truncate", "greedy", "greedy"], "max_logprobs": 3})
     assert named.sampling_classes == (SamplingClass(noise=True, truncate=True), GREEDY)
     for wrong in ("truncate", "noise+noise", "all", ""):
-        with pytest.raises(ConfigError, match=r"runtime.sampling_classes\[0\]: expected greedy, everything, or some of noise"):
+        with pytest.raises(ConfigError, match=r"runtime.sampling_classes\[0\]: expected greedy, everything, everything\+grammar, or some"):
             make("none", runtime={"sampling_classes": [wrong]})
 
 

@@ -31,7 +31,7 @@ from tests.support.fake_cuda import FixedOrder, HostTrafficError, NoHostTraffic,
 from tests.support.tiny import HYBRIDS, OTHERS, SHAPES, STRUCTURES, move, same_bits, structure_plan, tiny_networks, tiny_plan
 
 ALL_KINDS = ("mail", "state", "lane", "ring", "kv")
-CLASSES = {"greedy": GREEDY, "sampling": SAMPLED, "all": SamplingClass(True, True, True, True, 2, True, True, True)}
+CLASSES = {"greedy": GREEDY, "sampling": SAMPLED, "all": SamplingClass(True, True, True, True, 2, True, True, True, True)}
 ADAPTIVE = AdaptiveConfig(depths=[0, 2], backlog=9)
 CAUGHT = (DataDependentOutputException, DynamicOutputShapeException, HostTrafficError)
 

@@ -64,8 +64,8 @@ class Recorder(TorchDispatchMode):
 class Tape:
     """A recorded program."""
 
-    def __init__(self, steps: list[Step], arena: Arena) -> None:
-        self.steps, self.arena = steps, arena
+    def __init__(self, steps: list[Step], arena: Arena, poisons: bool = True) -> None:
+        self.steps, self.arena, self.poisons = steps, arena, poisons
         self.replays = 0
 
     @property
@@ -74,7 +74,8 @@ class Tape:
 
     def __call__(self) -> None:
         self.replays += 1
-        self.arena.poison(("lane",))
+        if self.poisons:
+            self.arena.poison(("lane",))
         for step in self.steps:
             for _, tensor in step.fresh:
                 spoil(tensor)
@@ -85,17 +86,19 @@ class Tape:
 
 
 class TapeCapturer:
-    """Stands where the CUDA-graph capturer stands. ``refuse`` says for which programs memory runs out."""
+    """Stands where the CUDA-graph capturer stands. ``refuse`` says for which programs memory runs out; ``poisons`` spoils
+    lanes' slots before each replay, which the segments of one program would miss.
+    """
 
-    def __init__(self, arena: Arena, refuse: Callable[[Any], bool] = lambda program: False) -> None:
-        self.arena, self.refuse = arena, refuse
+    def __init__(self, arena: Arena, refuse: Callable[[Any], bool] = lambda program: False, *, poisons: bool = True) -> None:
+        self.arena, self.refuse, self.poisons = arena, refuse, poisons
         self.order: list[Any] = []
 
     def capture(self, program: Any) -> Tape:
-        owner = program.__self__
+        owner = getattr(program, "__self__", program)
         self.order.append(owner)
         if self.refuse(owner):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
         with Recorder() as recorder:
             program()
-        return Tape(recorder.steps, self.arena)
+        return Tape(recorder.steps, self.arena, self.poisons)

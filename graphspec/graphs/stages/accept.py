@@ -29,14 +29,16 @@ class Accept(Stage):
             "logits_BNV", *Nodes._fields,
         )  # fmt: skip
         words = WORDS if self.sampling.bad_words else ()
-        self.reads = tuple(dict.fromkeys((*base, *self.shaper.reads, *self.rule.reads, *words)))
+        mask = ("token_mask_BNVw",) if self.sampling.grammar else ()
+        self.reads = tuple(dict.fromkeys((*base, *self.shaper.reads, *self.rule.reads, *words, *mask)))
 
     def forward(self, v: Views) -> None:
         path_BNN = node_paths(v.node_token_BN, v.node_ancestors_BNX) if self.sampling.penalties else None
         # The position of what is sampled matters to bans alone.
         position_BN = self.rule.positions(v) if self.sampling.bias else None
         before_BNt = node_contexts(v) if self.sampling.bad_words else None
-        logits_BNV = self.shaper(v, v.logits_BNV, position_BN, path_BNN, before_BTt=before_BNt)
+        mask_BNVw = v.token_mask_BNVw if self.sampling.grammar else None
+        logits_BNV = self.shaper(v, v.logits_BNV, position_BN, path_BNN, before_BTt=before_BNt, mask_BTVw=mask_BNVw)
         drawn_BN, sound_BN = self.rule(v, logits_BNV)
         self.kernels.tree_walk(
             v.take(Nodes), drawn_BN, sound_BN, self.rule.depth_cap(v), v.lane_row_B, v.take(Limits), self.plan.draft_context, v.take(Run)

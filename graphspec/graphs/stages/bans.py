@@ -1,4 +1,4 @@
-"""Tokens that a row must not sample: all but the allowed ones, and the last token of a bad word after its others.
+"""Tokens that a row must not sample: all but the allowed ones, the last token of a bad word after its others, what its grammar refuses.
 
 A row keeps its last committed tokens. Before a node the node's own ancestors follow them, so every branch is its own text here too.
 """
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...buffers import Views
-from ...shapes import WORD_BITS
+from ...shapes import MASK_BITS, WORD_BITS
 from .stage import Stage
 
 WORDS = ("recent_token_RBt", "bad_word_RBwBt")
@@ -24,6 +24,12 @@ def allowed_tokens(word_BU: Tensor, vocab_size: int) -> Tensor:
     """Bit v of a row's words, bool ``[B, V]``."""
     token_V = torch.arange(vocab_size, device=word_BU.device)
     return ((word_BU[:, token_V // WORD_BITS] >> (token_V % WORD_BITS)) & 1).bool()
+
+
+def masked_tokens(mask_BTVw: Tensor, vocab_size: int) -> Tensor:
+    """Tokens that a grammar leaves, bool ``[B, T, V]``, from bits in 32-bit words."""
+    token_V = torch.arange(vocab_size, device=mask_BTVw.device)
+    return ((mask_BTVw[..., token_V // MASK_BITS] >> (token_V % MASK_BITS).to(torch.int32)) & 1).bool()
 
 
 def ends_of_words(word_BwBt: Tensor, before_BTt: Tensor, vocab_size: int) -> Tensor:

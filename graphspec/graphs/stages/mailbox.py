@@ -20,7 +20,7 @@ from ...errors import ResourceError
 from ...kernels.groups import Bias, Lanes, Penalties, RowRequest, Truncation
 from ...kernels.mail_apply import JOIN_WORDS
 from ...plan import Plan
-from .stage import Build, Stage
+from .stage import Build, Grammar, Stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +89,8 @@ class Message:
     """Written into the rows before the program runs: there may be as many pages as a row has, which no message has room for."""
     trees: Sequence[tuple[Sequence[int], Sequence[int]]] = ()
     """Per lane the tokens and parents of the nodes the host proposes; a parent is a place in the same list, -1 the root."""
+    grammars: Sequence[Grammar | None] = ()
+    """Per lane the grammar that it follows, as far as its root; stays on the host."""
 
 
 @dataclass(frozen=True, slots=True)

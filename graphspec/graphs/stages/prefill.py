@@ -42,9 +42,10 @@ class Prefill(Stage):
         noise = ("lane_temperature_B", "lane_seed_B") if self.sampling.noise else ()
         words = WORDS if self.sampling.bad_words else ()
         scored = ("following_token_R",) if self.sampling.prompt_logprobs else ()
+        mask = ("token_mask_BNVw",) if self.sampling.grammar else ()
         self.reads = (
             "mail", "lane_row_B", "page_table_RP", "stop_id_RE", "budget_R", "cycle_1", "target_kv",
-            *self.states, *draft_reads, *history, *noise, *self.shaper.reads, *words, *scored,
+            *self.states, *draft_reads, *history, *noise, *self.shaper.reads, *words, *scored, *mask,
         )  # fmt: skip
         counts = (*(("output_count_RV",) if self.sampling.penalties else ()), *words[:1])
         tables = ("page_table_RP",) if self.layout.max_chunk_pages else ()
@@ -94,7 +95,8 @@ class Prefill(Stage):
         """On a prompt's last chunk: sample or install the root, open the row, write the ring. On the others: an empty ring entry."""
         row_B = v.lane_row_B
         before_B1t = v.recent_token_RBt[row_B][:, None, 1:] if self.sampling.bad_words else None
-        shaped_B1V = self.shaper(v, logits_B1V, total_B[:, None], before_BTt=before_B1t)
+        mask_B1Vw = v.token_mask_BNVw[:, :1] if self.sampling.grammar else None
+        shaped_B1V = self.shaper(v, logits_B1V, total_B[:, None], before_BTt=before_B1t, mask_BTVw=mask_B1Vw)
         sampled_B1, sound_B1 = sample_tokens(self.kernels, self.sampling, v, shaped_B1V, total_B[:, None])
         resumed_B = known_B >= 0
         root_B = torch.where(resumed_B, known_B, sampled_B1[:, 0])

@@ -13,7 +13,7 @@ from ...buffers import Views
 from ...kernels.noise import BELOW_ONE, counter_hash
 from ...kernels.registry import KernelSet
 from ...shapes import WORD_BITS, SamplingClass
-from .bans import allowed_tokens, columns, ends_of_words
+from .bans import allowed_tokens, columns, ends_of_words, masked_tokens
 from .stage import Build
 
 # The first 64 fractional bits of the square roots of 2, 3 and 5, as signed words.
@@ -97,9 +97,9 @@ class LogitShaper:
     """What a request wants changed in its logits, in this order: penalties, bias, banned tokens, and apart from these the filters.
 
     The order is that of transformers and vLLM: repetition penalty, frequency penalty, presence penalty, logit bias; banned are stop ids
-    before the minimum length, tokens that are not allowed and ends of bad words; then, at temperatures above 0, top-k, top-p, min-p. The
-    filters are a step of their own (:meth:`truncate`), for the target's sampler applies them itself. Only what the sampling class names is
-    computed. A row that asks for nothing keeps its logits to the bit.
+    before the minimum length, tokens that are not allowed, ends of bad words and what a grammar refuses; then, at temperatures above 0,
+    top-k, top-p, min-p. The filters are a step of their own (:meth:`truncate`), for the target's sampler applies them itself. Only what the
+    sampling class names is computed. A row that asks for nothing keeps its logits to the bit.
 
     A ban puts -inf where the logit was finite. Where bans are possible, an -inf of the network's own becomes NaN, so that it is still seen.
 
@@ -124,6 +124,7 @@ class LogitShaper:
         path_BTs: Tensor | None = None,
         target_token_Vd: Tensor | None = None,
         before_BTt: Tensor | None = None,
+        mask_BTVw: Tensor | None = None,
     ) -> Tensor:
         """The logits a token is sampled from, before the filters.
 
@@ -136,12 +137,13 @@ class LogitShaper:
             target_token_Vd: int64, column to target id; None: columns are target ids.
             before_BTt: the tokens before the one being sampled, as long as the longest bad word without its last token, newest last; None:
                 bad words are not looked for, as in drafts.
+            mask_BTVw: int32, a bit for every token that the grammar leaves; None: it is not asked, as in drafts.
         """
         row_B = v.lane_row_B
         if self.sampling.penalties:
             logits_BTV = self._penalise(v, row_B, logits_BTV, path_BTs, target_token_Vd)
         if self.sampling.bans:
-            logits_BTV = self._ban(v, row_B, logits_BTV, position_BT, target_token_Vd, before_BTt)
+            logits_BTV = self._ban(v, row_B, logits_BTV, position_BT, target_token_Vd, before_BTt, mask_BTVw)
         return logits_BTV
 
     def truncate(self, v: Views, logits_BTV: Tensor) -> Tensor:
@@ -176,6 +178,7 @@ class LogitShaper:
         position_BT: Tensor | None,
         target_token_Vd: Tensor | None,
         before_BTt: Tensor | None,
+        mask_BTVw: Tensor | None,
     ) -> Tensor:
         kept = slice(self.vocab_size) if target_token_Vd is None else target_token_Vd
         known_BTV = logits_BTV.isfinite()
@@ -195,6 +198,8 @@ class LogitShaper:
             bans.append(~allowed_tokens(v.allowed_RU[row_B], self.vocab_size)[:, None, kept])
         if self.sampling.bad_words and before_BTt is not None:
             bans.append(ends_of_words(v.bad_word_RBwBt[row_B], before_BTt, self.vocab_size))
+        if mask_BTVw is not None:
+            bans.append(~masked_tokens(mask_BTVw, self.vocab_size))
         for banned_BTV in bans:
             biased_BTV = torch.where(banned_BTV & known_BTV, -torch.inf, biased_BTV)
         return biased_BTV

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Protocol
 
@@ -138,6 +138,31 @@ class Stage(nn.Module):
         """``(row_B int64, live_B bool)`` of the lanes. Padded lanes point at the dummy row, which is never live."""
         row_B = v.lane_row_B
         return row_B, v.status_R[row_B] == Status.LIVE
+
+
+class Grammar(Protocol):
+    """What one row's output has to follow, as far as the tokens known of it (:mod:`graphspec.engine.grammar`)."""
+
+    def fill(self, token_N: Sequence[int], parent_N: Sequence[int], mask_NVw: Tensor) -> None:
+        """Write for every node the tokens that may follow it.
+
+        Args:
+            token_N: of the nodes, the root, which is known, first; -1 is no node.
+            parent_N: a node's parent, which comes before it.
+            mask_NVw: int32 on the CPU, a bit for every token, all of them set. Rows of nodes that the grammar refuses, and below them, say
+                nothing: acceptance does not get there.
+        """
+        ...
+
+
+class HostStage(Stage):
+    """A step that the host takes between two segments of a program; it may wait for the device and read values.
+
+    Attributes:
+        grammars: of the lanes of the launch at hand, None for a lane without one.
+    """
+
+    grammars: Sequence[Grammar | None] = ()
 
 
 def check_dataflow(stages: Iterable[Stage], inputs: Iterable[str]) -> None:

@@ -8,10 +8,10 @@ from typing import Any
 
 from ...command_options import LaunchConfig
 from ...engine.depth import AdaptiveDepth
+from ...engine.launcher import Launcher
 from ...engine.llm import LLM
 from ...engine.outputs import Output
 from ...engine.request import SamplingParams, configured_params, sampling_class
-from ...engine.scheduler import Launcher
 from ...errors import ResourceError
 from ...kernels import resolve
 from ...plan import Plan

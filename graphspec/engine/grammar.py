@@ -1,0 +1,199 @@
+"""Grammars of requests, by xgrammar (extra ``grammar``), which is imported when a request first asks for one.
+
+A grammar's state follows the tokens of its own request and nothing else: what is drafted is walked and taken back within one call, so
+preemption, an interrupt or a new prefill need nothing of it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..checks import brief
+from ..errors import CheckpointError, RequestError
+from ..plan import Plan
+from ..shapes import MASK_BITS
+from .request import SamplingParams
+from .schemas import check_schema
+from .structured import KEY, Structured
+from .text import Tokenizer
+
+if TYPE_CHECKING:
+    from xgrammar import CompiledGrammar, GrammarCompiler, GrammarMatcher
+
+CACHE_BYTES = 1 << 28
+"""Most memory for compiled grammars; the least recently used make room."""
+COMPILER_THREADS = 2
+
+
+class RowGrammar:
+    """The grammar of one request, and how far its output has come in it.
+
+    Args:
+        compiled: the grammar.
+        stop_ids: that may be sampled where the text is complete, and end the request.
+    """
+
+    def __init__(self, compiled: CompiledGrammar, stop_ids: Sequence[int]) -> None:
+        self._compiled, self._stop_ids = compiled, tuple(stop_ids)
+        self._matcher: GrammarMatcher = self._start()
+        self._known: int | None = 0
+        """Tokens of the output that the matcher has accepted; None while it does: an interrupt may come between."""
+
+    def _start(self) -> GrammarMatcher:
+        from xgrammar import GrammarMatcher
+
+        return GrammarMatcher(self._compiled, override_stop_tokens=list(self._stop_ids))
+
+    def again(self) -> RowGrammar:
+        """The same for another output."""
+        return RowGrammar(self._compiled, self._stop_ids)
+
+    def follow(self, output: Sequence[int]) -> bool:
+        """Go on to the end of ``output``, from its beginning if need be. False: a token of it is refused."""
+        known = self._known
+        if known is None or known > len(output):
+            self._matcher, known = self._start(), 0
+        self._known = None
+        for token in output[known:]:
+            # A matcher that has accepted a stop id accepts nothing more.
+            if self._matcher.is_terminated() or not self._matcher.accept_token(token):
+                return False
+        self._known = len(output)
+        return True
+
+    def fill(self, token_N: Sequence[int], parent_N: Sequence[int], mask_NVw: Tensor) -> None:
+        """See :meth:`graphspec.graphs.stages.stage.Grammar.fill`. The root is the last token of the output followed."""
+        if self._matcher.is_terminated():
+            mask_NVw.zero_()
+            for stop in self._stop_ids:
+                mask_NVw[:, stop // MASK_BITS] |= _bit(stop)
+            return
+        child, sibling = first_children(token_N, parent_N)
+        tokens = torch.tensor([max(token, 0) for token in token_N])
+        self._matcher.traverse_draft_tree(torch.tensor(child), torch.tensor(sibling), tokens, mask_NVw)
+
+
+def _bit(token: int) -> int:
+    """The bit of a token in its word, as a signed number."""
+    place = token % MASK_BITS
+    return 1 << place if place < MASK_BITS - 1 else -(1 << place)
+
+
+def first_children(token_N: Sequence[int], parent_N: Sequence[int]) -> tuple[list[int], list[int]]:
+    """First child and next sibling of every node, -1 where there is none; -1 is no token, and no node."""
+    child, sibling = [-1] * len(token_N), [-1] * len(token_N)
+    for node in range(len(token_N) - 1, 0, -1):
+        if token_N[node] >= 0:
+            parent = parent_N[node]
+            sibling[node], child[parent] = child[parent], node
+    return child, sibling
+
+
+class Grammars:
+    """Compiles the grammars of an engine's requests, each of them once.
+
+    Args:
+        plan: of the engine.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._compilers: dict[bool, GrammarCompiler] = {}
+        """By whether special tokens are text."""
+        self._special: frozenset[int] = frozenset()
+        self._lock = threading.Lock()
+
+    def grammar(self, params: SamplingParams, stop_ids: Sequence[int], tokenizer: Callable[[], Tokenizer]) -> RowGrammar:
+        """The grammar of a request at the beginning of its output.
+
+        Args:
+            params: of the request, with ``structured``.
+            stop_ids: that end it.
+            tokenizer: of the checkpoint.
+
+        Raises:
+            RequestError: xgrammar is not installed, does not take the grammar or the tokenizer, there is no tokenizer, no special token
+                ends the request, or the acceptance rule makes tokens up.
+        """
+        structured = params.structured
+        assert structured is not None, "a request with a grammar"
+        if self._plan.accept.synthetic:
+            raise RequestError(KEY, "None with accept=synthetic, whose tokens mean nothing", structured.kind)
+        compiler = self._compiler(tokenizer, tags=structured.structural_tag is not None)
+        # A stop id that is text is sampled where the grammar has that text.
+        ends = [stop for stop in stop_ids if stop in self._special]
+        if not ends:
+            expected = "a special token to end with: an end-of-text id (ignore_eos=False), or one of stop_token_ids"
+            raise RequestError(KEY, expected, f"stop ids {list(stop_ids)}")
+        return RowGrammar(_compile(compiler, structured), ends)
+
+    def _compiler(self, tokenizer: Callable[[], Tokenizer], *, tags: bool) -> GrammarCompiler:
+        with self._lock:
+            if tags not in self._compilers:
+                self._compilers[tags] = self._make(tokenizer, tags)
+            return self._compilers[tags]
+
+    def _make(self, tokenizer: Callable[[], Tokenizer], tags: bool) -> GrammarCompiler:
+        try:
+            from xgrammar import GrammarCompiler, TokenizerInfo
+        except ImportError as error:
+            raise RequestError(KEY, "the package xgrammar", "no such package", "pip install 'graphspec[grammar]'") from error
+        try:
+            hf = tokenizer().hf
+        except CheckpointError as error:
+            raise RequestError(KEY, "a checkpoint with a tokenizer", str(error)) from error
+        vocab, stops = self._plan.target.vocab_size, list(self._plan.target.eos_token_ids)
+        try:
+            found = TokenizerInfo.from_huggingface(hf, vocab_size=max(vocab, len(hf)), stop_token_ids=stops)
+            special = {*hf.all_special_ids, *(token for token, added in hf.added_tokens_decoder.items() if added.special), *stops}
+            texts = [""] * vocab
+            for text, token in hf.get_vocab().items():
+                # The text of an output has no special tokens, so a grammar over text can't either; tags are made of them.
+                if token < vocab and (tags or token not in special):
+                    texts[token] = text
+            info = TokenizerInfo(
+                texts, found.vocab_type, vocab_size=vocab, stop_token_ids=stops, add_prefix_space=found.add_prefix_space
+            )  # fmt: skip
+        except Exception as error:
+            raise RequestError(KEY, "a tokenizer that xgrammar reads", f"{type(hf).__name__}: {_reason(error)}") from error
+        self._special = frozenset(special)
+        return GrammarCompiler(info, max_threads=COMPILER_THREADS, cache_enabled=True, cache_limit_bytes=CACHE_BYTES)
+
+
+def _compile(compiler: GrammarCompiler, structured: Structured) -> CompiledGrammar:
+    """Compile, or find what was compiled before.
+
+    Raises:
+        RequestError: it is no grammar, or asks for what xgrammar does not enforce.
+    """
+    kind = structured.kind
+    if structured.json_schema is not None:
+        check_schema(f"{KEY}.{kind}", json.loads(str(structured.json_schema)))
+    source: Any = getattr(structured, kind)
+    try:
+        if kind == "json_schema":
+            return compiler.compile_json_schema(source, any_whitespace=structured.any_whitespace)
+        if kind == "json_object":
+            return compiler.compile_json_schema('{"type": "object"}', any_whitespace=structured.any_whitespace)
+        if kind == "regex":
+            return compiler.compile_regex(source)
+        if kind == "structural_tag":
+            return compiler.compile_structural_tag(source)
+        if kind == "choice":
+            source = "root ::= " + " | ".join(json.dumps(text, ensure_ascii=False) for text in source)
+        return compiler.compile_grammar(source)
+    except Exception as error:  # xgrammar's own reasons, most of them RuntimeError
+        raise RequestError(f"{KEY}.{kind}", "a grammar that xgrammar takes", f"{brief(source)}: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    """What xgrammar says, without time and place in its source."""
+    text = " ".join(str(error).split())
+    return re.sub(r"^\[[\d:]+\] \S+:\d+: (Check failed: \(.*?\) is false: )?", "", text)[:300] or type(error).__name__
