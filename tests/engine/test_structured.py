@@ -74,8 +74,9 @@ def requests() -> tuple[list[str], list[SamplingParams]]:
     return ["def fib(n):\n", "class Stack:", "import re\n"] * (len(params) // 3), params
 
 
-def run(llm: LLM) -> list[tuple[list[int], str, str]]:
-    return [(out.token_ids, out.text, out.finish_reason) for out in llm.generate(*requests())]
+def run(llm: LLM, count: int | None = None) -> list[tuple[list[int], str, str]]:
+    prompts, params = requests()
+    return [(out.token_ids, out.text, out.finish_reason) for out in llm.generate(prompts[:count], params[:count])]
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +122,7 @@ def test_captured_segments_give_the_tokens_of_direct_launches(tree: LLM, expecte
     llm._engine.close()
     llm.cycle, llm._engine = cycle, Engine(cycle)
     with llm:
-        assert run(llm) == expected
+        assert run(llm, 4) == expected[:4]
     cut = {key: program for key, program in cycle.programs.items() if key.sampling.grammar}
     assert cut
     for key, program in cut.items():
@@ -158,7 +159,7 @@ def test_rows_without_a_grammar_pay_one_launch(tree: LLM) -> None:
 
 
 def test_preemption_and_few_rows_change_nothing(expected: list[tuple[list[int], str, str]]) -> None:
-    with engine(**TREE, page_size=4, num_pages=44) as llm:
+    with engine(**TREE, page_size=4, num_pages=24) as llm:
         seen = []
         preempt = llm._engine.scheduler._preempt
         llm._engine.scheduler._preempt = lambda: (seen.append(1), preempt())[1]  # type: ignore[method-assign, func-returns-value]
