@@ -70,6 +70,11 @@ class RecurrentFacts:
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
     @property
+    def update_flops(self) -> int:
+        """Operations of an element of a matrix and a token: decay, change, what the query reads, and under the delta rule the key."""
+        return 7 if self.ssm is None else 5
+
+    @property
     def states(self) -> tuple[StateSlot, ...]:
         """What lives per row."""
         return (

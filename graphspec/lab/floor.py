@@ -38,8 +38,6 @@ if TYPE_CHECKING:
 GROUPS = ("embedding", "layers", "experts", "head", "fuse")
 """Use of a parameter. layers: read by every pass; experts: of the router's choice; fuse: read by the first draft pass only."""
 _EXPERTS = ("gate_up_EFH", "down_EHF")
-_UPDATE_FLOPS = 7
-"""Of an element of a recurrent layer's matrix and a token: decay, what the key reads, the change, what the query reads."""
 _LOGIT_BYTES = 2 * 4
 """A float32 logit is written once and read once."""
 
@@ -365,7 +363,7 @@ class FloorModel:
             state, record = facts.recurrent.state_bytes(size), facts.recurrent.record_bytes(size)
             parts["state"] += 3 * lanes * state + 2 * tokens * record
             own = facts.recurrent
-            tally.flops += tokens * own.count * own.value_heads * own.key_dim * own.value_dim * _UPDATE_FLOPS
+            tally.flops += tokens * own.count * own.value_heads * own.key_dim * own.value_dim * own.update_flops
         parts["logits"] += lanes * scored * columns * _LOGIT_BYTES
 
 

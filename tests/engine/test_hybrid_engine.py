@@ -11,9 +11,10 @@ import torch
 from graphspec.buffers import Status
 from graphspec.drafters.ngram_trie.proposer import TrieProposer
 from graphspec.engine.llm import LLM, SamplingParams
+from graphspec.errors import ConfigError
 from graphspec.graphs.cycle import Cycle
 from graphspec.shapes import GraphKey
-from tests.support.checkpoints import VOCAB_SIZE, edit_json, write_hf
+from tests.support.checkpoints import VOCAB_SIZE, build_hf, edit_json, write_hf
 from tests.support.engines import CHAIN, SMALL, TREE, Pair, ids, prompts, random_pair, watch_schedulers
 from tests.support.hybrid_checkpoints import build_hybrid
 from tests.support.mtp_checkpoints import add_heads, head_tensors
@@ -39,10 +40,10 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return random_pair(tmp_path_factory.mktemp(request.param), build_hybrid(request.param))
 
 
-@pytest.fixture(scope="module")
-def dense(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    """One of the two where the other would show the same."""
-    return random_pair(tmp_path_factory.mktemp("dense"), build_hybrid("qwen3_5", seed=1))
+@pytest.fixture(scope="module", params=["qwen3_5", "nemotron_h"])
+def dense(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """One of each rule, where the others would show the same."""
+    return random_pair(tmp_path_factory.mktemp("dense"), build_hybrid(request.param, seed=1))
 
 
 def expected(pair: Pair, asked: Sequence[Sequence[int]] = ASKED, length: int = LENGTH) -> list[list[int]]:
@@ -125,6 +126,20 @@ def test_prediction_head_of_the_same_checkpoint(tmp_path: Path) -> None:
     for shape in (CHAIN, TREE):
         llm = LLM(path, variant="mtp", **SMALL, **shape, page_size=4)
         assert ids(llm.generate(ASKED, SamplingParams(max_tokens=LENGTH))) == expected(pair)
+
+
+@pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
+def test_a_small_model_drafts_for_a_hybrid(dense: Pair, shape: dict[str, Any], tmp_path: Path) -> None:
+    llm = LLM(dense.target, variant="standalone", draft=write_hf(build_hf("llama"), tmp_path), **SMALL, **shape, page_size=4)
+    assert ids(llm.generate(ASKED, SamplingParams(max_tokens=LENGTH))) == expected(dense)
+
+
+def test_pages_are_not_shared(dense: Pair) -> None:
+    with pytest.raises(ConfigError, match=r"runtime\.prefix_cache: expected null or false: the target has recurrent layers"):
+        dense.llm(variant="none", prefix_cache=True)
+    llm = dense.llm(variant="none", page_size=4)
+    again = llm.generate([ASKED[0], ASKED[0]], SamplingParams(max_tokens=LENGTH))
+    assert [out.cached_tokens for out in again] == [0, 0]
 
 
 def test_depths_that_change_and_catching_up(dense: Pair) -> None:

@@ -112,7 +112,37 @@ def test_the_language_model_of_one_that_sees_images(tmp_path: Path) -> None:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])
+def test_experts_in_one_tensor(tmp_path: Path) -> None:
+    """As Qwen3.5's published checkpoints have them."""
+    path = write_hf(build_hybrid("qwen3_5_moe"), tmp_path)
+    one_by_one = load_target(read_model_facts(path), (), 16, torch.float32, "cpu")
+    tensors = load_file(path / "model.safetensors")
+    for layer in range(4):
+        prefix = f"model.layers.{layer}.mlp.experts."
+        gate, up, down = ([tensors.pop(f"{prefix}{expert}.{one}_proj.weight") for expert in range(6)] for one in ("gate", "up", "down"))
+        tensors[f"{prefix}gate_up_proj"] = torch.stack([torch.cat(both) for both in zip(gate, up, strict=True)])
+        tensors[f"{prefix}down_proj"] = torch.stack(down)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path / "model.safetensors")
+    stacked = load_target(read_model_facts(path), (), 16, torch.float32, "cpu")
+    for (name, mine), theirs in zip(stacked.named_parameters(), one_by_one.parameters(), strict=True):
+        assert torch.equal(mine, theirs), name
+
+
+def test_older_configs_of_mamba_hybrids_say_the_same(tmp_path: Path) -> None:
+    """A pattern of letters, another key for the epsilon, and older names of kinds."""
+    path = write_hf(build_hybrid("nemotron_h_moe"), tmp_path / "nemotron")
+    new = read_model_facts(path)
+    edit_json(path / "config.json", "layers_block_type", "layer_norm_epsilon", hybrid_override_pattern="ME*ME", rms_norm_eps=1e-6)
+    assert read_model_facts(path) == new and new.mixers == ("recurrent", "mlp", "attention", "recurrent", "mlp")
+    assert new.kv_layers == 1 and [new.place(layer) for layer in (0, 2, 3)] == [0, 0, 1]
+    path = write_hf(build_hybrid("granite"), tmp_path / "granite")
+    new = read_model_facts(path)
+    edit_json(path / "config.json", "time_step_limit", layer_types=["mamba", "mamba", "attention", "mamba"], mamba_d_head="auto")
+    assert read_model_facts(path) == new
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next", "nemotron_h", "granite"])
 def test_low_precision_follows_transformers_casts(family: str, tmp_path: Path) -> None:
     """Error against float32 at most twice that of transformers in bfloat16."""
     model = build_hybrid(family)
@@ -138,6 +168,34 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no gate": ({"attn_output_gate": False}, "attn_output_gate: expected true"),
     "vector gates": ({"architectures": ["KimiLinearForCausalLM"]}, "the gates of its recurrent layers are vectors"),
 }
+
+
+MAMBA_REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "clamped steps": ("granite", {"time_step_limit": [0.01, 1.0]}, r"time_step_limit: expected \[0.0, Infinity\]"),
+    "compressed experts": ("nemotron_h_moe", {"moe_latent_size": 16}, "moe_latent_size: expected null"),
+    "another activation": ("nemotron_h", {"mlp_hidden_act": "silu"}, "mlp_hidden_act: expected 'relu2'"),
+    "unknown letter": ("nemotron_h", {"layers_block_type": None, "hybrid_override_pattern": "M*X"}, "hybrid_override_pattern: expected"),
+    "no attention by letters": (
+        "nemotron_h",
+        {"layers_block_type": None, "hybrid_override_pattern": "M-"},
+        "at least one layer that attends",
+    ),
+    "no attention": ("granite", {"layer_types": ["mamba"] * 4}, "layer_types: expected at least one layer that attends"),
+    "unknown kind": ("granite", {"layer_types": ["mamba", "moe"]}, "layer_types: expected a list of linear_attention or full_attention"),
+    "too few kinds": ("granite", {"layer_types": ["mamba", "attention"]}, "layer_types: expected 4 entries"),
+    "groups": ("granite", {"mamba_n_groups": 3}, "mamba_n_heads: expected a multiple of mamba_n_groups = 3"),
+    "positions": ("granite", {"position_embedding_type": "alibi"}, "position_embedding_type: expected rope, nope or null"),
+    "multiplier": ("granite", {"residual_multiplier": -1}, "residual_multiplier: expected a positive number"),
+}
+
+
+@pytest.mark.parametrize("name", MAMBA_REFUSED)
+def test_mamba_hybrids_refused_by_config(name: str, tmp_path: Path) -> None:
+    family, changes, message = MAMBA_REFUSED[name]
+    path = write_hf(build_hybrid(family), tmp_path)
+    edit_json(path / "config.json", **changes)
+    with pytest.raises(CheckpointError, match=message):
+        read_model_facts(path)
 
 
 @pytest.mark.parametrize("name", REFUSED)

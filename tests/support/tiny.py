@@ -24,7 +24,10 @@ from graphspec.drafters.p_eagle.network import PEagleDraft
 from graphspec.drafters.standalone.facts import StandaloneFacts
 from graphspec.drafters.standalone.network import StandaloneDraft
 from graphspec.facts import DraftFacts, ExpertFacts, LatentFacts, ModelFacts, RecurrentFacts, RopeFacts
-from graphspec.facts.families import QWEN3_5
+from graphspec.facts.families import NEMOTRON_H, QWEN3_5
+from graphspec.facts.mamba import Mixer
+from graphspec.facts.recurrent import SsmFacts
+from graphspec.facts.rope import NO_ROPE
 from graphspec.models.llama import LlamaModel
 from graphspec.plan import Plan, make_plan
 from graphspec.shapes import CycleShape
@@ -53,6 +56,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 HYBRIDS: dict[str, dict[str, Any]] = {
     "hybrid-chain": {"name": "mtp", "num_steps": 3, "topk": 1, "num_draft_tokens": 4},
     "hybrid-tree": {"name": "ngram", "num_steps": 4, "topk": 3, "num_draft_tokens": 9},
+    "mamba-tree": {"name": "ngram", "num_steps": 4, "topk": 3, "num_draft_tokens": 9},
 }
 """Recurrent layers in the target, which have no fused kernels."""
 STRUCTURES = (*SHAPES, *OTHERS)
@@ -85,8 +89,20 @@ def hybrid_facts() -> ModelFacts:
     return replace(model_facts(), family=QWEN3_5, sliding_window=(None,) * 3, recurrent=recurrent)
 
 
+def mamba_facts() -> ModelFacts:
+    """One net per layer, without positions: Mamba-2, attention, an MLP with squared ReLU."""
+    ssm = SsmFacts(conv_bias=True, projection_bias=False)
+    recurrent = RecurrentFacts(layers=(True, False, False), key_heads=2, value_heads=4, key_dim=8, value_dim=6, taps=4, ssm=ssm)
+    mixers: tuple[Mixer, ...] = ("recurrent", "attention", "mlp")
+    return replace(
+        model_facts(), family=NEMOTRON_H, sliding_window=(None,) * 3, recurrent=recurrent, mixers=mixers, rope=RopeFacts(0.0, NO_ROPE)
+    )
+
+
 def target_facts(structure: str) -> ModelFacts:
     """Facts of the target a structure has."""
+    if structure == "mamba-tree":
+        return mamba_facts()
     if structure in HYBRIDS:
         return hybrid_facts()
     return latent_facts() if structure == "latent-experts" else model_facts()

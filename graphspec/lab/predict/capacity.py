@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ...config import Config, HardwareConfig, ModelConfig
@@ -14,11 +14,36 @@ from ..floor import FloorModel, has_tensors, kv_bytes_per_token
 
 if TYPE_CHECKING:
     from ...command_options import LaunchConfig
-    from ...facts import ModelFacts
+    from ...facts import ModelFacts, RecurrentFacts
     from ...shapes import CycleShape
     from .model_pair import ModelPair
 
 MOST_ROWS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class StateCost:
+    """What the recurrent layers of one row cost, in bytes, and what a state kept for each node would.
+
+    Attributes:
+        state: of the row, in all layers.
+        records: of the nodes of a cycle, from verification to commit.
+        snapshots: of a state per node, which is not kept.
+        traffic: moved in a cycle. Verification reads the state, the commit reads and writes it, and what nodes record is written and read.
+        snapshot_traffic: moved with a state per node: read once, written for each node, and copied by the commit.
+    """
+
+    state: int
+    records: int
+    snapshots: int
+    traffic: int
+    snapshot_traffic: int
+
+    @classmethod
+    def of(cls, facts: RecurrentFacts, nodes: int, itemsize: int) -> StateCost:
+        """From sizes: nodes of a cycle, and bytes of a number in the dtype of the model."""
+        state, records = facts.state_bytes(itemsize), nodes * facts.record_bytes(itemsize)
+        return cls(state, records, nodes * state, 3 * state + 2 * records, (3 + nodes) * state)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +60,7 @@ class Capacity:
         rows: most rows at ``context``, 0: not even one; None: not known.
         longest: longest context of a single row; likewise.
         chunks: sizes of prefill chunks in that account.
+        states: of one row; None: no layer is recurrent.
     """
 
     parts: tuple[tuple[str, int, bool], ...]
@@ -46,6 +72,7 @@ class Capacity:
     rows: int | None
     longest: int | None
     chunks: tuple[int, ...]
+    states: StateCost | None = None
 
     @property
     def total(self) -> int:
@@ -65,6 +92,7 @@ class Capacity:
             "rows_that_fit": self.rows,
             "context_that_fits": self.longest,
             "prefill_chunks": list(self.chunks),
+            "states": asdict(self.states) if self.states is not None else None,
         }
 
 
@@ -110,6 +138,7 @@ def capacity(
     batches = config.plan.batches
     shown = max((batch for batch in batches if most is None or batch <= most), default=batches[0])
     engine, plan = at(shown, context)
+    recurrent = pair.target.recurrent
     per_token = (
         kv_bytes_per_token(pair.target, model.itemsize),
         kv_bytes_per_token(pair.draft.decoder, model.itemsize) if pair.draft is not None else 0,
@@ -124,6 +153,7 @@ def capacity(
         rows=most,
         longest=longest_context,
         chunks=engine.prefill_chunks,
+        states=StateCost.of(recurrent, shape.num_draft_tokens, model.itemsize) if recurrent is not None else None,
     )
 
 

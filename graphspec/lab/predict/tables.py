@@ -116,6 +116,15 @@ def memory_table(advice: Advice) -> Table:
     table.add_row("(of the KV: a token in the target's pool)", spell_bytes(target))
     table.add_row("(of the KV: a token in the draft's pool)", spell_bytes(draft))
     table.add_row("(of the KV: a row's window)", spell_bytes(found.window))
+    if found.states is not None:
+        costs = found.states
+        table.add_row("(of the states: a row)", spell_bytes(costs.state))
+        table.add_row("(of the states: what a row's nodes record)", spell_bytes(costs.records))
+        table.add_row("(a state per node, which is not kept, would take)", spell_bytes(costs.snapshots))
+        table.add_row(
+            "(states moved in a cycle of a row; with a state per node)",
+            " / ".join(map(spell_bytes, (costs.traffic, costs.snapshot_traffic))),
+        )
     table.add_row("(prompts are read in chunks of)", ", ".join(map(str, found.chunks)))
     if found.rows is not None:
         fits = f"most rows at {found.context} tokens: {found.rows}; longest context of one row: {found.longest}"
