@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from graphspec.buffers import declare_slots, plan_sizes
 from graphspec.config import Config, HardwareConfig, KernelsConfig, ModelConfig, RuntimeConfig, VariantConfig
 from graphspec.errors import CheckpointError, ConfigError
-from graphspec.facts import ModelFacts, read_model_facts
+from graphspec.facts import ExpertFacts, ModelFacts, read_model_facts
 from graphspec.facts.keys import Keys
 from graphspec.facts.recurrent import read_gated_delta
 from graphspec.graphs.memory import plan_memory
@@ -24,7 +24,7 @@ from graphspec.models.target import load_target
 from graphspec.plan import make_plan
 from tests.support.checkpoints import VOCAB_SIZE, DenseAttention, edit_json, write_hf
 from tests.support.hybrid_checkpoints import build_hybrid
-from tests.support.tiny import model_facts
+from tests.support.tiny import mamba_facts, model_facts
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -246,3 +246,9 @@ def test_a_node_costs_its_inputs_and_no_state() -> None:
 def test_fused_kernels_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"kernels\.mode: expected reference or compiled for a target with recurrent layers"):
         make_plan(config(mode="fused"), published(), None, device="cpu")
+    with pytest.raises(ConfigError, match=r"kernels\.mode: expected reference or compiled for a target with Mamba-2 layers"):
+        make_plan(config(mode="fused"), mamba_facts(), None, device="cpu")
+    routed = ExpertFacts(layers=(False, False, True), num_experts=4, topk=2, intermediate_size=8)
+    without_states = replace(mamba_facts(), recurrent=None, mixers=("attention", "attention", "mlp"), experts=routed)
+    with pytest.raises(ConfigError, match=r"kernels\.mode: expected reference or compiled for experts without a gate"):
+        make_plan(config(mode="fused"), without_states, None, device="cpu")
