@@ -30,6 +30,7 @@ ACCEPT_RULES = ("match", "target_only", "rejection", "synthetic")
 
 MAX_ROWS = 65536
 """Most rows or lanes; like the bounds below far above real use, to refuse typing errors before memory is counted."""
+MAX_RANKS = 64
 MAX_PAGE = 65536
 MAX_CHUNK = 2**20
 MAX_IN_FLIGHT = 64
@@ -205,8 +206,11 @@ class RuntimeConfig:
     prefix_cache: bool | None = None
     """Prompts that begin alike share KV pages, and only the rest of a later one is computed; null: where the drafter allows it. A prompt
     is then read in other chunks: with numerics=fast that may flip a near-tie, as other requests in the batch may."""
+    tensor_parallel: int = 1
+    """Ranks that hold the target together, a GPU or a share of the CPU each; started with the engine, or by torchrun."""
     debug: bool = False
-    """Check every buffer before each launch, poison those that live for one cycle, and refuse calls that wait for the device."""
+    """Check every buffer before each launch, poison those that live for one cycle, and refuse calls that wait for the device. Several ranks
+    also compare what each cycle decided."""
     max_stop_ids: int = 8
     """Stop ids a request may have."""
     max_logit_bias: int = 32
@@ -225,6 +229,7 @@ class RuntimeConfig:
     def __post_init__(self) -> None:
         check_fields(self, "runtime")
         one_of("runtime.name", self.name, RUNTIMES)
+        _between("runtime.tensor_parallel", self.tensor_parallel, 1, MAX_RANKS)
         _between("runtime.max_rows", self.max_rows, 1, MAX_ROWS)
         _between("runtime.page_size", self.page_size, 1, MAX_PAGE)
         _between("runtime.num_pages", self.num_pages, 1, INT32_MOST)

@@ -332,6 +332,21 @@ def resolve_window_capacity(backlog: int, shape: CycleShape, draft: DraftFacts |
     return capacity
 
 
+def _check_ranks(config: Config, target: ModelFacts) -> None:
+    """Refuse what several ranks don't do.
+
+    Raises:
+        ConfigError: it is asked for.
+    """
+    spread = f"with runtime.tensor_parallel={target.share.size}"
+    if config.variant.token_map is not None:
+        raise ConfigError("variant.token_map", f"null {spread}: no rank has all rows of the head", config.variant.token_map)
+    if config.kernels.attention == "flashinfer":
+        raise ConfigError("kernels.attention", f"another implementation {spread}: its host step is not shared", "flashinfer")
+    if config.kernels.linear_table is not None:
+        raise ConfigError("kernels.linear_table", f"null {spread}: each rank would choose for itself", config.kernels.linear_table)
+
+
 def make_plan(config: Config, target: ModelFacts, draft: DraftFacts | None, *, device: str) -> Plan:
     """Derive every number of an engine.
 
@@ -357,6 +372,8 @@ def make_plan(config: Config, target: ModelFacts, draft: DraftFacts | None, *, d
         if narrowest is not None and narrowest < entries[whose]:
             expected = f"few enough that a pass of {entries[whose]} tokens lies in the {whose}'s sliding window of {narrowest}"
             raise ConfigError("variant.num_steps", expected, shape.num_steps)
+    if target.share.split:
+        _check_ranks(config, target)
     if config.variant.token_map is not None and not variant.full_vocabulary:
         what = "brings its own vocabulary" if variant.has_network else "has no draft network"
         raise ConfigError("variant.token_map", f"null: variant {variant.name} {what}", config.variant.token_map)

@@ -55,7 +55,7 @@ def _demo_plan(variant: str, shape: tuple[int, int, int] | None, rows: int, **fa
     """A plan over the demo's facts; with ``facts``, over a bfloat16 model of those sizes on a GPU, and an EAGLE-3 head for it."""
     from graphspec.catalog import load_object, resolve_variant
     from graphspec.config import Config, ModelConfig, RuntimeConfig, VariantConfig
-    from graphspec.engine.llm import model_folder
+    from graphspec.engine.folders import model_folder
     from graphspec.facts import read_model_facts
     from graphspec.plan import make_plan
 

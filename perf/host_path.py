@@ -18,7 +18,7 @@ import torch
 from graphspec.buffers import RING_FIELDS, Arena, Status, Views
 from graphspec.catalog import load_object, resolve_variant
 from graphspec.config import Config, ModelConfig, RuntimeConfig, VariantConfig
-from graphspec.engine.llm import model_folder
+from graphspec.engine.folders import model_folder
 from graphspec.engine.request import Request, SamplingParams
 from graphspec.engine.scheduler import Scheduler
 from graphspec.facts import read_model_facts

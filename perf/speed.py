@@ -26,7 +26,8 @@ import torch
 
 from graphspec.buffers import DTYPES
 from graphspec.core_wait import CoreWait, busy_caution
-from graphspec.engine.llm import LLM, model_folder
+from graphspec.engine.folders import model_folder
+from graphspec.engine.llm import LLM
 from graphspec.engine.request import SamplingParams
 from graphspec.lab.measure.provenance import provenance, result_file, within_repository, write_jsonl
 from perf.peers import PEERS, PeerError, PeerProcess, exporter_of

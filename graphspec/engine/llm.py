@@ -5,15 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from functools import cached_property
-from importlib.resources import files
+from dataclasses import replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 
 from ..buffers import DTYPES
-from ..catalog import Variant, load_object, resolve_variant
+from ..catalog import load_object, resolve_variant
 from ..config import Config
 from ..errors import ConfigError
 from ..facts import check_tokenizer, read_model_facts
@@ -21,20 +21,22 @@ from ..graphs.capture import CaptureRecord
 from ..graphs.cycle import Cycle, Progress
 from ..graphs.memory import fit_memory
 from ..graphs.programs import Key
-from ..hub import checkpoint_folder
+from ..graphs.ranks import FollowingCycle, LeadingCycle
 from ..kernels import resolve, select_kernels
-from ..models.layers import use_kernels
+from ..models.layers import join_ranks, use_kernels
 from ..models.stack import pack_network, packs
 from ..models.target import load_target
 from ..models.token_map import apply_token_map, load_token_map
 from ..paths import user_path
 from ..plan import Plan, make_plan
 from ..shapes import GREEDY, SamplingClass
+from . import ranks
 from .arguments import check_cycles, check_launcher, check_progress, check_warm_up, engine_config
 from .calls import Alone
 from .depth import AdaptiveDepth, DeepestCycles, DepthPolicy
 from .engine import Engine
 from .events import Stream
+from .folders import model_folder
 from .grammar import Grammars
 from .launcher import Launcher
 from .outputs import Metrics, Output, StreamEvent, TreeSnapshot, make_output, summarise
@@ -48,24 +50,7 @@ from .text import Conversation, Tokenizer, conversations, has_tokenizer
 from .tuning import LinearTuner
 from .urgency import Deadline, Priority, set_urgency
 
-DEMO = "demo"
 logger = logging.getLogger(__name__)
-
-
-def model_folder(path: str, revision: str | None = None) -> Path:
-    """Folder of a target: ``demo`` is the one shipped with the package, ``org/model`` one of the Hugging Face Hub at that revision.
-
-    Raises:
-        ConfigError: the name of a model of which only the shape is shipped, for ``graphspec plan``; else as
-            :func:`graphspec.hub.checkpoint_folder`.
-    """
-    package = Path(str(files("graphspec")))
-    if path == DEMO and revision is None:
-        return package / "demo" / "target"
-    if not user_path("model.path", path).exists() and (package / "lab" / "predict" / "models" / path / "config.json").is_file():
-        expected = "a folder with a checkpoint; of this model only the shape comes with the package"
-        raise ConfigError("model.path", expected, repr(path), "graphspec plan takes it as it is")
-    return checkpoint_folder("model.path", path, revision)
 
 
 class LLM:
@@ -101,8 +86,27 @@ class LLM:
         self.progress = progress
         self.folder = model_folder(self.config.model.path, self.config.model.revision)
         """Of the target's checkpoint."""
-        asked = self._plan()
+        size = self.config.runtime.tensor_parallel
+        self.ranks: ranks.Ranks | None = None
+        """The processes that hold the target together; None: this one alone."""
+        if size > 1:
+            self.ranks = ranks.place(size, self.config.hardware.device)
+        asked = self._plan(0 if self.ranks is None else self.ranks.rank)
+        if size > 1 and self.ranks is None:
+            self.ranks = ranks.start(self.config, asked.device)
+        try:
+            self._open(asked, progress)
+        except BaseException:
+            if self.ranks is not None:
+                self.ranks.abandon()
+            raise
+
+    def _open(self, asked: Plan, progress: Progress | None) -> None:
         self.plan, self.memory = fit_memory(asked, self.config)
+        if self.ranks is not None:
+            # Another rank may have less memory.
+            chunks = self.ranks.agree(self.plan.prefill_chunks)
+            self.plan = self.plan if chunks == self.plan.prefill_chunks else replace(self.plan, prefill_chunks=chunks)
         self.memory.check()
         if self.plan is not asked:
             logger.warning(
@@ -111,6 +115,7 @@ class LLM:
             )  # fmt: skip
         logger.info("memory: %s", self.memory.text())
         self.cycle = self._load()
+        self._close_ranks = self.ranks.lead_or_follow(self.cycle) if self.ranks is not None else None
         self.metrics: Metrics | None = None
         self._engine = Engine(self.cycle, self._load_proposer(), self._adaptive_depth(), progress)
         self.load = self._engine.load
@@ -127,7 +132,7 @@ class LLM:
         """An engine from a whole configuration, as :func:`graphspec.load_config` gives it."""
         return cls(config=config, progress=progress)
 
-    def _plan(self) -> Plan:
+    def _plan(self, rank: int = 0) -> Plan:
         hardware = self.config.hardware
         has_cuda = torch.cuda.is_available()
         device = hardware.device if hardware.device != "auto" else ("cuda" if has_cuda else "cpu")
@@ -135,6 +140,8 @@ class LLM:
             raise ConfigError("hardware.device", "cpu or auto (torch sees no CUDA device)", "cuda")
         if hardware.threads is not None:
             torch.set_num_threads(hardware.threads)
+        elif device == "cpu" and self.config.runtime.tensor_parallel > 1:
+            torch.set_num_threads(max(1, torch.get_num_threads() // self.config.runtime.tensor_parallel))
         if device == "cpu":
             # Denormals make CPU kernels many times slower and carry no information here.
             torch.set_flush_denormal(True)
@@ -142,24 +149,14 @@ class LLM:
         target = read_model_facts(self.folder)
         draft = None
         if variant.has_network:
-            draft_folder = self._draft_folder(variant)
-            draft = load_object(variant.facts)(draft_folder, target)
-            check_tokenizer(draft_folder, self.folder)
+            folder = draft_folder(self.config, variant, self.folder)
+            draft = load_object(variant.facts)(folder, target)
+            check_tokenizer(folder, self.folder)
         elif self.config.variant.draft is not None:
             raise ConfigError(
                 "variant.draft", f"nothing for variant {variant.name!r}, which has no draft network", self.config.variant.draft
             )
-        return make_plan(self.config, target, draft, device=device)
-
-    def _draft_folder(self, variant: Variant) -> Path:
-        draft = self.config.variant.draft
-        if draft is not None:
-            return checkpoint_folder("variant.draft", draft, self.config.variant.draft_revision)
-        if self.config.model.path == DEMO and variant.demo_draft is not None:
-            return self.folder.parent / variant.demo_draft
-        if variant.draft_in_target:
-            return self.folder
-        raise ConfigError("variant.draft", f"the folder of a draft checkpoint for {self.config.model.path}", "no value")
+        return make_plan(self.config, target.of_rank(rank, self.config.runtime.tensor_parallel), draft, device=device)
 
     def _load(self) -> Cycle:
         plan = self.plan
@@ -201,6 +198,11 @@ class LLM:
             draft = load_object(plan.variant.loader)(plan.draft, target, plan.max_positions, dtype, device, report("load draft"))
             if (token_map := self.config.variant.token_map) is not None:
                 apply_token_map(draft, load_token_map(user_path("variant.token_map", token_map), plan.target.vocab_size))
+        if self.ranks is not None:
+            comm = self.ranks.comm(device)
+            for network in (target, draft):
+                if network is not None:
+                    join_ranks(network, comm)
         native = packs(plan)
         networks = (target, draft) if draft is not None else (target,)
         found: dict[str, str | None] = {}
@@ -217,7 +219,10 @@ class LLM:
         tuner = None
         if table is not None and table_path is not None:
             tuner = LinearTuner(table, user_path("kernels.linear_table", table_path), networks, device)
-        return Cycle(plan, target, draft, kernels, memory=self.memory, tuner=tuner, loop_threads=loop_threads)
+        make: Callable[..., Cycle] = Cycle
+        if self.ranks is not None:
+            make = partial(FollowingCycle, comm=comm) if self.ranks.rank else partial(LeadingCycle, comm=comm, channel=self.ranks.channel)
+        return make(plan, target, draft, kernels, memory=self.memory, tuner=tuner, loop_threads=loop_threads)
 
     @property
     def depth_policy(self) -> DepthPolicy | None:
@@ -418,6 +423,8 @@ class LLM:
     def close(self) -> None:
         """End the engine's thread. Open calls end with an error, later ones are refused; memory is given back with the last reference."""
         self._engine.close()
+        if self._close_ranks is not None:
+            self._close_ranks()
 
     def __enter__(self) -> Self:
         return self

@@ -8,6 +8,7 @@ from .model import ModelFacts, read_model_facts
 from .moe import ExpertFacts
 from .recurrent import RecurrentFacts
 from .rope import RopeFacts
+from .share import Part, Share
 from .tokenizer import check_tokenizer
 
 __all__ = [
@@ -16,8 +17,10 @@ __all__ = [
     "ExpertFacts",
     "LatentFacts",
     "ModelFacts",
+    "Part",
     "RecurrentFacts",
     "RopeFacts",
+    "Share",
     "check_tokenizer",
     "read_model_facts",
 ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, ConfigError
 from .families import LLAMA, Family, find_family, target_architectures
 from .files import find_file
 from .keys import (
@@ -32,6 +32,7 @@ from .moe import ExpertFacts
 from .multipliers import NO_MULTIPLIERS, Multipliers
 from .recurrent import RecurrentFacts
 from .rope import NO_ROPE, RopeFacts, read_position_embedding, read_rope
+from .share import WHOLE, Share, share_of
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -78,6 +79,8 @@ class ModelFacts:
     mixers: tuple[Mixer, ...] | None = None
     """What each layer holds, where it is one net; None: attention or a recurrent net, and an MLP."""
     multipliers: Multipliers = NO_MULTIPLIERS
+    share: Share = WHOLE
+    """What of the model these facts describe. Heads and widths are those of one rank; vocabulary and hidden size are the model's."""
 
     @property
     def kv_row(self) -> tuple[int, int, int]:
@@ -111,6 +114,30 @@ class ModelFacts:
         """The MLP of this layer is a mixture."""
         return self.experts is not None and self.experts.layers[layer]
 
+    def of_rank(self, rank: int, size: int) -> ModelFacts:
+        """What one of ``size`` ranks holds; a single one holds everything.
+
+        Raises:
+            ConfigError: that many ranks can't hold the model together.
+        """
+        if size == 1:
+            return self
+        _check_ranks(self, size)
+        share = share_of(rank, size, self.num_heads, self.num_kv_heads)
+        experts = self.experts and replace(
+            self.experts,
+            intermediate_size=self.experts.intermediate_size // size,
+            shared_size=self.experts.shared_size // size,
+        )
+        return replace(
+            self,
+            num_heads=self.num_heads // size,
+            num_kv_heads=len(share.key_heads) if self.latent is None else 1,
+            intermediate_size=self.intermediate_size // size,
+            experts=experts,
+            share=share,
+        )
+
     def layers_from(self, first: int) -> ModelFacts:
         """The same without its first layers."""
         experts = self.experts and replace(self.experts, layers=self.experts.layers[first:])
@@ -123,6 +150,24 @@ class ModelFacts:
             recurrent=recurrent,
             mixers=self.mixers and self.mixers[first:],
         )
+
+
+def _check_ranks(facts: ModelFacts, size: int) -> None:
+    key, reason = "runtime.tensor_parallel", ""
+    if facts.recurrent is not None:
+        reason = "has recurrent layers"
+    if facts.family.qk_norm == "projection":
+        reason = "norms the queries of all heads together"
+    if facts.mixers is not None or facts.family.squared_relu:
+        reason = "has one net per layer, or MLPs without a gate"
+    if reason:
+        raise ConfigError(key, f"1 for {facts.architecture}, which {reason}", size)
+    widths = [("num_attention_heads", facts.num_heads), ("intermediate_size", facts.intermediate_size)]
+    if facts.experts is not None:
+        widths += [("moe_intermediate_size", facts.experts.intermediate_size), ("the shared experts' width", facts.experts.shared_size)]
+    for name, width in widths:
+        if width % size:
+            raise ConfigError(key, f"a divisor of {name} = {width}", size)
 
 
 def _read_eos(keys: Keys, vocab_size: int) -> tuple[int, ...] | None:

@@ -13,7 +13,7 @@ from ..errors import CheckpointError
 from ..facts.files import find_file, plain, read_shards, require_file
 from ..layouts import Layout
 from ..models.layers import Embedding
-from .layers import KernelModule, Linear
+from .layers import Cut, KernelModule, Linear
 from .tensor_files import TensorFile, open_tensors
 
 if TYPE_CHECKING:
@@ -131,6 +131,11 @@ class Checkpoint:
         self.check(name, shape, dtypes)
         return self.raw(name)
 
+    def part(self, name: str, dim: int, begin: int, length: int) -> Tensor:
+        """Consecutive rows or columns of a tensor that is there, as it is stored; the others are not read."""
+        file, stored = self._tensors[name]
+        return self._open(file).part(stored, dim, begin, length)
+
 
 def _sources(layout: Layout, ours: str, checkpoint: Checkpoint) -> tuple[str, ...]:
     generic, index = re.sub(r"\.\d+\.", ".*.", ours), re.search(r"\.(\d+)\.", ours)
@@ -148,6 +153,28 @@ def _blocks(layout: Layout, ours: str, parameter: Tensor, checkpoint: Checkpoint
     return [tuple(source.replace("#", str(expert)) for source in sources) for expert in range(parameter.shape[0])]
 
 
+def _fill_cut(matrix: Tensor, sources: tuple[str, ...], cut: Cut, checkpoint: Checkpoint) -> None:
+    """A rank's parameter from its parts of tensors that are stored whole: one for each part, or all parts in one."""
+    shape, dim = list(matrix.shape), cut.dim
+    fused = len(sources) < len(cut.parts)
+    stored = [sum(part.whole for part in cut.parts)] if fused else [part.whole for part in cut.parts]
+    for source, size in zip(sources, stored, strict=True):
+        shape[dim] = size
+        checkpoint.check(source, tuple(shape))
+    if matrix.is_meta:
+        return
+    at = before = 0
+    for place, part in enumerate(cut.parts):
+        source, own = sources[0 if fused else place], matrix.narrow(dim, at, part.room)
+        filled = 0
+        for begin, length in part.pieces:
+            if length:
+                own.narrow(dim, filled, length).copy_(checkpoint.part(source, dim, begin + (before if fused else 0), length))
+            filled += length
+        own.narrow(dim, filled, part.room - filled).zero_()
+        at, before = at + part.room, before + part.whole
+
+
 def fill(
     module: nn.Module,
     checkpoint: Checkpoint,
@@ -160,7 +187,7 @@ def fill(
 ) -> None:
     """Replace the parameters named in ``own`` by the checkpoint's tensors; refuse tensors that nothing uses.
 
-    On the device ``meta`` everything is checked and no data is read.
+    Of a tensor that is spread over ranks only this rank's part is read. On the device ``meta`` everything is checked and no data is read.
     """
     wanted = {name: _blocks(layout, name, module.get_parameter(name), checkpoint) for name in own}
     used = {source for blocks in wanted.values() for block in blocks for source in block}
@@ -181,7 +208,14 @@ def fill(
         # One matrix per expert; the heads of a projection lie below each other in the checkpoint, unless it has them as we do.
         as_stored = value.dim() <= 2 or (blocks[0][0] in checkpoint and checkpoint.shape(blocks[0][0]) == tuple(value.shape))
         matrices = value.unbind() if len(blocks) > 1 else (value if as_stored else value.flatten(0, -2),)
+        cut = cast("dict[str, Cut]", getattr(owner, "cuts", {})).get(leaf)
         for matrix, sources in zip(matrices, blocks, strict=True):
+            if cut is not None:
+                _fill_cut(matrix, sources, cut, checkpoint)
+                done += len(sources)
+                if progress is not None:
+                    progress(done, len(used))
+                continue
             # A file may have fused the projections that are fused here: one source, which is read at once.
             fused = isinstance(owner, Linear) and len(sources) > 1
             rows = cast("Linear", owner).stored_parts if fused else (matrix.shape[0] // len(sources),) * len(sources)

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..kernels.linear import Hidden, finish, hidden_of
 from ..kernels.moe_mlp import moe_mlp
 from ..kernels.moe_route import moe_route
-from .layers import KernelModule, Linear, RMSNorm, dense_mlp, make_parameter
+from .layers import Cut, KernelModule, Linear, RankModule, RMSNorm, dense_mlp, make_parameter
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,7 +27,7 @@ class Router(Linear):
         self.float32_names = ("weight",) if float32 else ()
 
 
-class MixtureOfExperts(KernelModule):
+class MixtureOfExperts(KernelModule, RankModule):
     """A router, the experts it chooses for each token, and the experts that every token goes to.
 
     Args:
@@ -46,8 +46,11 @@ class MixtureOfExperts(KernelModule):
         entering = width if facts.family.squared_relu else 2 * width
         self.gate_up_EFH = make_parameter(experts.num_experts, entering, hidden)
         self.down_EHF = make_parameter(experts.num_experts, hidden, width)
-        self.shared_experts = dense_mlp(facts, experts.shared_size) if experts.shared_size else None
+        self.shared_experts = dense_mlp(facts, experts.shared_size, partial=True) if experts.shared_size else None
         self.shared_gate = Linear(hidden, 1) if experts.shared_gate else None
+        self.spread = facts.share.split
+        part = facts.share.part(width)
+        self.cuts = {"gate_up_EFH": Cut(0, (part, part)), "down_EHF": Cut(1, (part,))} if facts.share.split else {}
         self.route: Callable[..., tuple[Tensor, Tensor]] = moe_route
         self.mix: Callable[..., Tensor] = moe_mlp
 
@@ -69,4 +72,6 @@ class MixtureOfExperts(KernelModule):
             out_BTH = out_BTH + torch.sigmoid(self.shared_gate(x_BTH)) * self.shared_experts(x_BTH)
         elif self.shared_experts is not None:
             out_BTH = self.shared_experts(x_BTH, residual=out_BTH)
+        if self.spread:
+            out_BTH = self.comm.all_reduce(out_BTH)
         return finish(out_BTH, residual_BTH, gated=False, float32=False)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..kernels.linear import Hidden
 from .attention import LatentTransform
-from .layers import Linear, RMSNorm, make_parameter
+from .layers import Cut, Linear, RMSNorm, make_parameter, summed_linear
 
 if TYPE_CHECKING:
     from ..facts import ModelFacts
@@ -41,16 +41,21 @@ class LatentAttention(nn.Module):
         self.qkv_a_proj: Linear | None = None
         self.q_a_layernorm: RMSNorm | None = None
         if latent.query_rank is None:
-            self.q_proj = Linear(facts.hidden_size, query)
+            queries = self.q_proj = Linear(facts.hidden_size, query)
             self.kv_a_proj = Linear(facts.hidden_size, latent.row_dim, bias=bias)
         else:
             self.qkv_a_proj = Linear(facts.hidden_size, latent.query_rank, latent.row_dim, bias=bias)
             self.q_a_layernorm = RMSNorm(latent.query_rank, NORM_EPS)
-            self.q_b_proj = Linear(latent.query_rank, query)
+            queries = self.q_b_proj = Linear(latent.query_rank, query)
         self.kv_a_layernorm = RMSNorm(latent.rank, NORM_EPS)
         # Per head the rows of W_UK, then those of W_UV, as the checkpoint has them.
         self.kv_b_QDL = make_parameter(heads, latent.nope_dim + latent.value_dim, latent.rank)
-        self.o_proj = Linear(heads * latent.value_dim, facts.hidden_size, bias=facts.output_bias)
+        self.o_proj = summed_linear(facts.share, heads * latent.value_dim, facts.hidden_size, bias=facts.output_bias)
+        self.cuts: dict[str, Cut] = {}
+        if facts.share.split:
+            # Compressed queries and the latent row are every rank's.
+            queries.cut_rows(facts.share.part(query))
+            self.cuts = {"kv_b_QDL": Cut(0, (facts.share.part(heads * (latent.nope_dim + latent.value_dim)),))}
 
     def forward(
         self,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..facts.share import WHOLE, Part, Share
 from ..kernels.formulas import Rotation, rms_norm
 from ..kernels.linear import Hidden, finish, hidden_of, linear
 from .attention import HeadTransform
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ..facts import ModelFacts
+    from ..kernels.collectives import Comm
     from ..kernels.registry import KernelSet
     from .attention import Attention
 
@@ -36,6 +39,23 @@ class KernelModule(nn.Module):
         raise NotImplementedError
 
 
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a rank's parameter lies in tensors that were stored whole: along one dimension, the parts of what is fused there."""
+
+    dim: int
+    """0: rows of a stored matrix, or of a bias; 1: columns."""
+    parts: tuple[Part, ...]
+
+
+class RankModule(nn.Module):
+    """A module of which a rank may hold a part; it then takes part in collectives."""
+
+    spread = False
+    """It holds a part."""
+    comm: Comm
+
+
 class Linear(KernelModule):
     """``x @ weight.T + bias``; ``parts`` are the output rows of the projections fused into it, in order.
 
@@ -51,6 +71,11 @@ class Linear(KernelModule):
         self.stored: torch.dtype | None = None
         """The 16-bit dtype in which a checkpoint has all of the weight; None: it has another."""
         self.multiply: Callable[..., Hidden] = linear
+        self.cuts: dict[str, Cut] = {}
+
+    def cut_rows(self, *parts: Part) -> None:
+        """Each fused projection is a part of the stored one; biases are cut with the weight."""
+        self.cuts = {"weight": Cut(0, parts), "bias": Cut(0, parts)}
 
     @property
     def stored_parts(self) -> tuple[int, ...]:
@@ -91,6 +116,89 @@ class Linear(KernelModule):
         return self.multiply(x, self.weight, self.bias, weight, eps, offset, residual, gated, float32)
 
 
+class SummedLinear(Linear, RankModule):
+    """A product whose input is spread over ranks: each multiplies its columns, and all take the sum. Bias and residual follow the sum.
+
+    Args:
+        share: of the model.
+        in_features: that this rank has.
+        out_features: all of them.
+        bias: as of :class:`Linear`.
+    """
+
+    spread = True
+
+    def __init__(self, share: Share, in_features: int, out_features: int, *, bias: bool = False) -> None:
+        super().__init__(in_features, out_features, bias=bias)
+        self.cuts = {"weight": Cut(1, (share.part(in_features),))}
+
+    def forward(
+        self,
+        x: Hidden,
+        norm: RMSNorm | None = None,
+        residual: Hidden | None = None,
+        gated: bool = False,
+        float32: bool = False,
+    ) -> Hidden:
+        """As of :class:`Linear`; nothing stands before such a product."""
+        assert norm is None and not gated, "a product that ends a block"
+        if self.packed is not None:
+            part = self._multiply_packed(hidden_of(x), self.packed, sum(self.parts), None, None, 0.0)
+        else:
+            part = hidden_of(self.multiply(x, self.weight))
+        out = self.comm.all_reduce(part)
+        return finish(out if self.bias is None else out + self.bias, residual, gated, float32)
+
+
+class VocabularyLinear(Linear, RankModule):
+    """A language-model head of which each rank has the rows of some tokens; all take all logits.
+
+    Args:
+        share: of the model.
+        in_features: hidden size.
+        vocab_size: tokens of all ranks.
+    """
+
+    spread = True
+
+    def __init__(self, share: Share, in_features: int, vocab_size: int) -> None:
+        part = share.vocabulary(vocab_size)
+        super().__init__(in_features, part.room)
+        self.vocab_size = vocab_size
+        self.cut_rows(part)
+
+    def forward(
+        self,
+        x: Hidden,
+        norm: RMSNorm | None = None,
+        residual: Hidden | None = None,
+        gated: bool = False,
+        float32: bool = False,
+    ) -> Hidden:
+        """As of :class:`Linear`, ``[..., vocab_size]``."""
+        assert residual is None and not gated, "a head"
+        own = hidden_of(super().forward(x, norm, float32=float32))
+        return self.comm.all_gather(own)[..., : self.vocab_size]
+
+
+def summed_linear(share: Share, in_features: int, out_features: int, *, bias: bool = False) -> Linear:
+    """The product that ends a block of a model of this share."""
+    return SummedLinear(share, in_features, out_features, bias=bias) if share.split else Linear(in_features, out_features, bias=bias)
+
+
+def vocabulary_head(facts: ModelFacts, vocab_size: int | None = None) -> Linear:
+    """The language-model head of a model; over its own vocabulary unless another is given."""
+    size = vocab_size or facts.vocab_size
+    return VocabularyLinear(facts.share, facts.hidden_size, size) if facts.share.split else Linear(facts.hidden_size, size)
+
+
+def join_ranks(network: nn.Module, comm: Comm) -> None:
+    """``network``, or what of it is spread over ranks, sums and gathers by ``comm`` from now on."""
+    for module in network.modules():
+        if isinstance(module, RankModule) and module.spread:
+            module.comm = comm
+
+
 def use_kernels(network: nn.Module, kernels: KernelSet) -> None:
     """``network`` runs the ops of ``kernels`` from now on."""
     for module in network.modules():
@@ -114,6 +222,7 @@ class Embedding(nn.Module):
         self.weight = make_parameter(vocab_size, hidden_size)
         self.stored: torch.dtype | None = None
         """As of :class:`Linear`."""
+        self.cuts: dict[str, Cut] = {}
         self.lookup: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
         """The native op, where there is one around a native stack; see :mod:`graphspec.kernels.native.rows`."""
 
@@ -124,6 +233,34 @@ class Embedding(nn.Module):
         known_BT = valid_BT & (token_BT >= 0) & (token_BT < self.vocab_size)
         hidden_BTH = F.embedding(torch.where(known_BT, token_BT, 0), self.weight)
         return torch.where(known_BT[..., None], hidden_BTH, 0.0)
+
+
+class VocabularyEmbedding(Embedding, RankModule):
+    """An embedding of which each rank has the rows of some tokens.
+
+    Args:
+        share: of the model.
+        vocab_size: tokens of all ranks.
+        hidden_size: of a row.
+    """
+
+    spread = True
+
+    def __init__(self, share: Share, vocab_size: int, hidden_size: int) -> None:
+        part = share.vocabulary(vocab_size)
+        super().__init__(part.room, hidden_size)
+        self.begin = part.pieces[0][0]
+        self.cuts = {"weight": Cut(0, (part,))}
+
+    def forward(self, token_BT: Tensor, valid_BT: Tensor) -> Tensor:
+        """As of :class:`Embedding`. One rank at most adds anything else than zeros, so the sum is exact."""
+        return self.comm.all_reduce(super().forward(token_BT - self.begin, valid_BT))
+
+
+def token_embedding(facts: ModelFacts) -> Embedding:
+    """The embedding of a model."""
+    made = VocabularyEmbedding(facts.share, facts.vocab_size, facts.hidden_size) if facts.share.split else None
+    return made or Embedding(facts.vocab_size, facts.hidden_size)
 
 
 class RMSNorm(nn.Module):
@@ -181,7 +318,10 @@ class SelfAttention(nn.Module):
         self.gated = facts.family.attention_gate
         fused = (2 * query if self.gated else query, key, key)
         self.qkv_proj = Linear(input_size or facts.hidden_size, *fused, bias=facts.attention_bias)
-        self.o_proj = Linear(query, facts.hidden_size, bias=facts.output_bias)
+        if facts.share.split:
+            keys = facts.share.key_part(facts.head_dim)
+            self.qkv_proj.cut_rows(facts.share.part(fused[0]), keys, keys)
+        self.o_proj = summed_linear(facts.share, query, facts.hidden_size, bias=facts.output_bias)
         whole = facts.family.qk_norm == "projection"
         self.q_norm = RMSNorm.of(facts, query if whole else facts.head_dim) if facts.qk_norm else None
         self.k_norm = RMSNorm.of(facts, key if whole else facts.head_dim) if facts.qk_norm else None
@@ -234,13 +374,17 @@ class MLP(nn.Module):
     Args:
         facts: sizes and biases.
         intermediate_size: where it isn't that of the facts.
+        partial: where a model is spread over ranks, leave the sum over them to the caller.
     """
 
-    def __init__(self, facts: ModelFacts, intermediate_size: int | None = None) -> None:
+    def __init__(self, facts: ModelFacts, intermediate_size: int | None = None, *, partial: bool = False) -> None:
         super().__init__()
-        width = intermediate_size or facts.intermediate_size
+        width, share = intermediate_size or facts.intermediate_size, facts.share
         self.gate_up_proj = Linear(facts.hidden_size, width, width, bias=facts.mlp_bias)
-        self.down_proj = Linear(width, facts.hidden_size, bias=facts.mlp_bias)
+        self.down_proj = summed_linear(WHOLE if partial else share, width, facts.hidden_size, bias=facts.mlp_bias)
+        if share.split:
+            self.gate_up_proj.cut_rows(share.part(width), share.part(width))
+            self.down_proj.cuts = {"weight": Cut(1, (share.part(width),))}
 
     def forward(
         self,
@@ -282,6 +426,6 @@ class SquaredReluMLP(nn.Module):
         return out
 
 
-def dense_mlp(facts: ModelFacts, intermediate_size: int | None = None) -> MLP | SquaredReluMLP:
-    """The MLP that the family has."""
-    return SquaredReluMLP(facts, intermediate_size) if facts.family.squared_relu else MLP(facts, intermediate_size)
+def dense_mlp(facts: ModelFacts, intermediate_size: int | None = None, *, partial: bool = False) -> MLP | SquaredReluMLP:
+    """The MLP that the family has; ``partial`` as of :class:`MLP`."""
+    return SquaredReluMLP(facts, intermediate_size) if facts.family.squared_relu else MLP(facts, intermediate_size, partial=partial)

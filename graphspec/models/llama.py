@@ -11,7 +11,7 @@ from ..kernels.linear import Hidden, ResidualStream, hidden_of
 from .experts import MixtureOfExperts
 from .gated_delta import GatedDeltaNet
 from .latent import LatentAttention
-from .layers import MLP, Embedding, Linear, RMSNorm, SelfAttention, SquaredReluMLP, dense_mlp
+from .layers import MLP, RMSNorm, SelfAttention, SquaredReluMLP, dense_mlp, token_embedding, vocabulary_head
 from .mamba2 import Mamba2
 from .recurrent_net import RecurrentNet
 from .rope import RotaryEmbedding
@@ -136,11 +136,11 @@ class LlamaModel(nn.Module):
         super().__init__()
         self.facts, self.tap_layers = facts, tap_layers
         self.rotary = RotaryEmbedding(facts.rope, facts.head_dim, max_positions or facts.max_position_embeddings)
-        self.embed_tokens = Embedding(facts.vocab_size, facts.hidden_size)
+        self.embed_tokens = token_embedding(facts)
         make_layer = DecoderLayer if facts.mixers is None else MixerLayer
         self.layers = nn.ModuleList(make_layer(facts, layer) for layer in range(facts.num_layers))
         self.norm = RMSNorm.of(facts)
-        self.lm_head = Linear(facts.hidden_size, facts.vocab_size)
+        self.lm_head = vocabulary_head(facts)
         if facts.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
         self.stack: DecoderStack | None = None

@@ -52,6 +52,10 @@ class TensorFile(Protocol):
 
     def tensor(self, name: str) -> Tensor: ...
 
+    def part(self, name: str, dim: int, begin: int, length: int) -> Tensor:
+        """Consecutive rows (``dim`` 0) or columns (1), without reading the others."""
+        ...
+
 
 class _Safetensors:
     def __init__(self, file: Path) -> None:
@@ -72,6 +76,14 @@ class _Safetensors:
         try:
             found: Tensor = self._handle.get_tensor(name)
         except Exception as error:  # as above: a dtype that torch doesn't have
+            raise CheckpointError(f"{self._file}: {plain(name)}", "a tensor that torch can hold", _line(error)) from error
+        return found
+
+    def part(self, name: str, dim: int, begin: int, length: int) -> Tensor:
+        view = self._handle.get_slice(name)
+        try:
+            found: Tensor = view[begin : begin + length] if dim == 0 else view[:, begin : begin + length]
+        except Exception as error:  # as above
             raise CheckpointError(f"{self._file}: {plain(name)}", "a tensor that torch can hold", _line(error)) from error
         return found
 
@@ -182,6 +194,9 @@ class _Pickled:
 
     def tensor(self, name: str) -> Tensor:
         return self._tensors[name]
+
+    def part(self, name: str, dim: int, begin: int, length: int) -> Tensor:
+        return self._tensors[name].narrow(dim, begin, length)  # the file is mapped: what is not touched is not read
 
 
 def open_tensors(file: Path) -> TensorFile:

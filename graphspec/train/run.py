@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from .. import __version__
 from ..catalog import resolve_variant
 from ..command_options import LaunchConfig
-from ..engine.llm import model_folder
+from ..engine.folders import model_folder
 from ..errors import CheckpointError, ConfigError
 from ..paths import check_writable, make_folder, reason
 from ..train_options import TrainConfig

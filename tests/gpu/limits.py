@@ -7,7 +7,7 @@ from typing import Any
 
 from graphspec.catalog import load_object, resolve_variant
 from graphspec.engine.arguments import DEFAULTS, engine_config
-from graphspec.engine.llm import model_folder
+from graphspec.engine.folders import model_folder
 from graphspec.facts import read_model_facts
 from graphspec.plan import Plan, make_plan
 from graphspec.shapes import GREEDY

@@ -17,7 +17,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphspec.engine.llm import LLM, model_folder
+from graphspec.engine.folders import model_folder
+from graphspec.engine.llm import LLM
 from graphspec.engine.request import SamplingParams
 from graphspec.errors import CaptureError
 from graphspec.graphs.capture import Captured

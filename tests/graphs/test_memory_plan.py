@@ -18,7 +18,8 @@ from graphspec.catalog import load_object
 from graphspec.config import Config, HardwareConfig, ModelConfig, RuntimeConfig, VariantConfig
 from graphspec.drafters.eagle3.facts import read_eagle3_facts
 from graphspec.engine import llm as llm_module
-from graphspec.engine.llm import LLM, SamplingParams, model_folder
+from graphspec.engine.folders import model_folder
+from graphspec.engine.llm import LLM, SamplingParams
 from graphspec.errors import ConfigError, spell_bytes
 from graphspec.facts import read_model_facts
 from graphspec.graphs import memory as memory_module

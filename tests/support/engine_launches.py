@@ -20,7 +20,7 @@ from graphspec.buffers import Arena
 from graphspec.catalog import load_object, resolve_variant
 from graphspec.config import AdaptiveConfig, Config, HardwareConfig, ModelConfig, RuntimeConfig, VariantConfig
 from graphspec.drafters.eagle3.facts import Eagle3Facts
-from graphspec.engine.llm import model_folder
+from graphspec.engine.folders import model_folder
 from graphspec.facts import read_model_facts
 from graphspec.graphs.programs import Key, PrefillKey, describe, program_stages
 from graphspec.graphs.stages.mailbox import MailLayout

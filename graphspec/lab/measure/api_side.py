@@ -18,7 +18,7 @@ from urllib.parse import SplitResult, urlsplit
 
 from ...command_options import LaunchConfig
 from ...config import SamplingConfig
-from ...engine.llm import model_folder
+from ...engine.folders import model_folder
 from ...engine.text import Tokenizer
 from ...errors import ConfigError, ResourceError
 from ...facts import read_model_facts

@@ -13,7 +13,7 @@ from ...buffers import DTYPES
 from ...catalog import Variant, all_variants, resolve_variant
 from ...command_options import LaunchConfig
 from ...config import SamplingConfig
-from ...engine.llm import DEMO, model_folder
+from ...engine.folders import DEMO, model_folder
 from ...engine.text import Tokenizer
 from ...errors import CheckpointError, ConfigError
 from ...facts import read_model_facts

@@ -12,7 +12,8 @@ import torch
 
 from ...command_options import LaunchConfig
 from ...engine.diff import comparable, diff, difference
-from ...engine.llm import LLM, model_folder
+from ...engine.folders import model_folder
+from ...engine.llm import LLM
 from ...engine.request import configured_params
 from ...engine.text import Tokenizer
 from ...facts import read_model_facts

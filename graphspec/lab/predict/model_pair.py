@@ -56,7 +56,7 @@ def config_folder(path: str, revision: str | None = None) -> Path:
     Raises:
         ConfigError: there is no such folder and no such name.
     """
-    from ...engine.llm import DEMO, model_folder
+    from ...engine.folders import DEMO, model_folder
 
     if path == DEMO:
         return model_folder(path, revision)
@@ -117,7 +117,7 @@ def _plain_config(folder: Path) -> Iterator[tuple[Path, bool]]:
 
 
 def _draft_folder(folder: Path, model_path: str, config: VariantConfig, variant: Variant) -> Path | None:
-    from ...engine.llm import DEMO
+    from ...engine.folders import DEMO
 
     if config.draft is not None:
         return checkpoint_folder("variant.draft", config.draft, config.draft_revision, weights=False)

@@ -1,0 +1,37 @@
+"""The process of a rank that an engine starts: ``python -m graphspec.engine.follower``, its configuration on the standard input."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import struct
+import sys
+
+from ..errors import GraphspecError
+from .llm import LLM
+from .ranks import READY, end_with_pipe, join
+
+
+def main() -> int:
+    """Serve rank 0 to its end, and say in the pipe why where that is an error."""
+    words, given = os.fdopen(int(sys.argv[1]), "wb", buffering=0), sys.stdin.buffer
+    (size,) = struct.unpack("=q", given.read(8))
+    config, *meeting = pickle.loads(given.read(size))
+    end_with_pipe(given)
+    try:
+        words.write(READY)
+        join(*meeting)
+        LLM(config=config)
+    except SystemExit:
+        return 0
+    except GraphspecError as error:
+        if error.key != "ranks":
+            words.write(str(error).encode())
+    except Exception as error:
+        words.write(f"{type(error).__name__}: {error}".encode())
+        raise
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

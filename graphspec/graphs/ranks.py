@@ -1,0 +1,223 @@
+"""Several ranks, one scheduler: rank 0 decides, and the others do what it does, in its order.
+
+Rank 0 sends its message of a launch before it launches, a block of fixed size; what is rare (programs to build, rows to clear) travels as
+an object. Everything that a program computes after its logits has the same bits on every rank, so nothing comes back.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Set as AbstractSet
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..errors import GraphspecError, ResourceError
+from ..kernels.collectives import Comm
+from ..shapes import SamplingClass
+from .cycle import TIMED_RUNS, Cycle, Progress, RingEntry
+from .programs import Key, Program
+from .stages.mailbox import Message
+
+CLOSE = "close"
+MIRRORED = ("prepare", "time_depths", "share", "clear_row", "write_row", "reset")
+"""Methods of a cycle that every rank calls."""
+HEADER = 2
+"""Words before the message of a launch: what follows (0: a launch, else bytes of an object), and the number of the program."""
+HASHED = ("ring_ZBJ", "seq_len_R", "status_R", "window_token_RAc", "window_len_R", "path_BA", "accept_len_B")
+"""What ranks compare in debug mode: tokens, paths and lengths."""
+
+
+class Channel:
+    """What rank 0 says to the others, on the host. Not for two threads at once.
+
+    Args:
+        words: of a message.
+        why: says why the ranks are no longer together, after an operation over them failed.
+    """
+
+    def __init__(self, words: int, why: Callable[[], str]) -> None:
+        self._block = torch.zeros(HEADER + words, dtype=torch.int64)
+        self._why = why
+
+    def launch(self, number: int, words: Tensor) -> None:
+        """Have every rank launch a program.
+
+        Args:
+            number: of the program, in the order they were built.
+            words: int64, the message.
+        """
+        self._block[:HEADER] = torch.tensor((0, number))
+        self._block[HEADER:] = words
+        dist.broadcast(self._block, 0)
+
+    def tell(self, name: str, *arguments: Any) -> None:
+        """Have every rank call a method of its cycle, or end with :data:`CLOSE`."""
+        said = torch.frombuffer(bytearray(pickle.dumps((name, arguments))), dtype=torch.uint8)
+        self._block[:HEADER] = torch.tensor((said.numel(), 0))
+        dist.broadcast(self._block, 0)
+        dist.broadcast(said, 0)
+
+    def hear(self) -> tuple[int, Tensor] | tuple[str, tuple[Any, ...]]:
+        """The next thing rank 0 says: a program's number and a message, or a method and its arguments."""
+        dist.broadcast(self._block, 0)
+        size, number = self._block[:HEADER].tolist()
+        if size == 0:
+            return number, self._block[HEADER:]
+        said = torch.empty(size, dtype=torch.uint8)
+        dist.broadcast(said, 0)
+        name, arguments = pickle.loads(said.numpy().tobytes())
+        return name, arguments
+
+    def parted(self, error: BaseException) -> ResourceError:
+        """The error of ranks that are no longer in step, because of this one."""
+        torn = isinstance(error, RuntimeError) and not isinstance(error, GraphspecError)  # as a collective raises when a peer is gone
+        reason = self._why() if torn else str(error) or type(error).__name__
+        return ResourceError("ranks", "every rank in step with rank 0", reason, "the engine has to be made anew")
+
+
+class RankCycle(Cycle):
+    """A cycle whose programs run on every rank at once; ``comm`` is that of its networks."""
+
+    def __init__(self, *arguments: Any, comm: Comm, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._comm = comm
+
+    def _dispensable(self, key: Key, coming: list[Key]) -> bool:
+        """Every rank has the programs of every other: nothing is left out where memory is short."""
+        return False
+
+    def _digest(self, program: Program) -> Tensor:
+        """A hash of what the last program decided, int64 ``[ranks]``; all are equal, unless the ranks fell apart."""
+        total = torch.zeros(1, dtype=torch.int64, device=self.arena.device)
+        for name in HASHED:
+            values = getattr(program.views, name).flatten().to(torch.int64)
+            total = total * 1_000_003 + (values * torch.arange(1, len(values) + 1, device=values.device)).sum()
+        return self._comm.all_gather(total)
+
+
+class LeadingCycle(RankCycle):
+    """The cycle of rank 0. After an error in the middle of something that every rank does, nothing more can be done but to close."""
+
+    def __init__(self, *arguments: Any, channel: Callable[[int], Channel], **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.channel = channel(self.layout.size)
+        self._numbers: dict[Key, int] = {}
+        self._digests: dict[int, Tensor] = {}
+        self.parting: list[ResourceError] = []
+        """Why the ranks are no longer in step, once they aren't."""
+
+    def _together(self, do: Callable[[], Any], *said: Any) -> Any:
+        """What ``do`` returns, after the others were told to do the same.
+
+        Raises:
+            ResourceError: it failed here, or a rank has ended; every later call raises the same.
+        """
+        if self.parting:
+            raise self.parting[0]
+        try:
+            if said:
+                self.channel.tell(*said)
+            return do()
+        except BaseException as error:
+            self.parting.append(self.channel.parted(error))
+            raise self.parting[0] from error
+
+    def prepare(self, keys: Iterable[Key], progress: Progress | None = None) -> None:
+        missing = [key for key in keys if not self.prepared(key)]
+        if not missing:
+            return
+        if self._in_flight:
+            super().prepare(missing, progress)
+        self._together(lambda: super(LeadingCycle, self).prepare(missing, progress), "prepare", missing)
+        for key in missing:
+            self._numbers.setdefault(key, len(self._numbers))
+
+    def time_depths(self, buckets: Iterable[int], sampling: SamplingClass, runs: int = TIMED_RUNS) -> dict[int, dict[int, float]]:
+        found = list(buckets)
+        do = super().time_depths
+        times: dict[int, dict[int, float]] = self._together(lambda: do(found, sampling, runs), "time_depths", found, sampling, runs)
+        return times
+
+    def clear_row(self, row: int, groups: AbstractSet[str]) -> None:
+        do = super().clear_row
+        self._together(lambda: do(row, groups), "clear_row", row, groups)
+
+    def write_row(self, row: int, values: Mapping[str, np.ndarray[tuple[int, ...], np.dtype[np.int64]]]) -> None:
+        do = super().write_row
+        self._together(lambda: do(row, values), "write_row", row, dict(values))
+
+    def reset(self) -> None:
+        do = super().reset
+        self._together(do, "reset")
+
+    def _send(self, slot: int, program: Program, key: Key, message: Message) -> None:
+        do = super()._send
+
+        def launch() -> None:
+            for shared in message.shared:
+                self.channel.tell("share", shared)
+            self.channel.launch(self._numbers[key], self._mail[slot].write(message))
+            do(slot, program, key, message)
+            if self.plan.debug:
+                self._digests[slot] = self._digest(program)
+
+        self._together(launch)
+
+    def read(self, ticket: int) -> RingEntry:
+        entry = super().read(ticket)
+        digest = self._digests.pop(ticket % self.plan.ring_depth, None)
+        if digest is not None and len(found := set(digest.tolist())) > 1:
+            fell = ResourceError("ranks", "the same tokens, paths and lengths on every rank", f"{len(found)} different hashes")
+            self.parting.append(fell)
+            raise fell
+        return entry
+
+
+class FollowingCycle(RankCycle):
+    """The cycle of every other rank."""
+
+    def follow(self, channel: Channel) -> None:
+        """Do what rank 0 does, until it closes.
+
+        Raises:
+            ResourceError: rank 0 or another rank has ended.
+        """
+        keys: list[Key] = []
+        while True:
+            heard = channel.hear()
+            if isinstance(heard[1], Tensor):
+                self._launch_again(keys[int(heard[0])], heard[1])
+                continue
+            name, arguments = heard
+            if name == CLOSE:
+                return
+            assert name in MIRRORED, "rank 0 runs the same code"
+            getattr(self, str(name))(*arguments)
+            if name == "prepare":
+                keys += arguments[0]
+
+    def _launch_again(self, key: Key, words: Tensor) -> None:
+        program, slot = self.programs[key], self._launched % self.plan.ring_depth
+        event = self._events[slot]
+        if event is not None:
+            # The copy of the message that was here before may not have run yet.
+            event.synchronize()
+        self._mail[slot].words.copy_(words)
+        self._launched += 1
+        with torch.no_grad():
+            if self.plan.debug:
+                self.arena.poison(("lane",))
+            if program.prefills:
+                self.arena["mail"].copy_(self._mail[slot].words, non_blocking=True)
+            else:
+                self._send_front[slot]()
+            program()
+            if event is not None:
+                event.record()
+            if self.plan.debug:
+                self._digest(program)

@@ -1,0 +1,103 @@
+"""What the ranks of an engine exchange inside a program: sums where a product ends whose input is spread, and gathered logits.
+
+Everything after the logits is computed by every rank from the same bits, so nothing else travels. Collectives are torch's functional ones:
+they have shapes without data, stay in one region of ``torch.compile``, and are captured with the rest of a program.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+collectives = torch.ops._c10d_functional  # noqa: SLF001  the operators of torch.distributed's functional collectives
+ONE_SHOT_BYTES = 512 * 2**10
+"""Largest tensor that is summed at once: every rank reads all of every other's."""
+
+
+class Comm(Protocol):
+    """Collectives over the ranks of an engine; every rank calls them in the same order."""
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum of every rank's ``x``, the same bits on every rank; shape and dtype stay."""
+        ...
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Every rank's ``x`` side by side along the last dimension, in order of rank: ``[..., ranks * n]`` from ``[..., n]``."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class OrderedComm:
+    """Sums are gathered and then added in order of rank: on every rank the same additions. For CPUs.
+
+    Attributes:
+        size: ranks.
+        group: name of a process group.
+    """
+
+    size: int
+    group: str
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        total, *others = self.parts(x).unbind()
+        for other in others:
+            total = total + other
+        return total
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return torch.cat(self.parts(x).unbind(), dim=-1)
+
+    def parts(self, x: Tensor) -> Tensor:
+        """Every rank's ``x``, ``[ranks, ...]``."""
+        gathered = collectives.all_gather_into_tensor(x.contiguous().flatten(), self.size, self.group)
+        out: Tensor = collectives.wait_tensor(gathered)
+        return out.view(self.size, *x.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceComm(OrderedComm):
+    """Sums are NCCL's, or made at once where GPUs reach each other's memory.
+
+    NCCL sums every element once and copies the sum, in rings and trees, but does not promise it; ``runtime.debug`` compares the ranks.
+
+    Attributes:
+        symmetric: uint8, memory of :data:`ONE_SHOT_BYTES` that every rank may read; one kernel copies a tensor into it and adds those of
+            all ranks in order. None: NCCL sums everything.
+    """
+
+    symmetric: Tensor | None = None
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        size = x.numel() * x.element_size()
+        if self.symmetric is not None and size <= ONE_SHOT_BYTES:
+            shared = self.symmetric[:size].view(x.dtype).view(x.shape)
+            out: Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(shared, x, "sum", self.group)
+            return out
+        reduced: Tensor = collectives.wait_tensor(collectives.all_reduce(x, "sum", self.group))
+        return reduced
+
+
+def make_comm(size: int, group: str, device: torch.device) -> Comm:
+    """The collectives of a device, chosen before anything is captured. Every rank calls this at the same time.
+
+    Args:
+        size: ranks.
+        group: name of a process group, whose backend for the device is gloo on a CPU and NCCL on GPUs.
+        device: of this rank.
+    """
+    import torch.distributed._functional_collectives  # shapes of the operators without data
+
+    if device.type != "cuda":
+        return OrderedComm(size, group)
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    peers = all(torch.cuda.can_device_access_peer(device.index or 0, other) for other in range(size) if other != (device.index or 0))
+    if not peers:
+        return DeviceComm(size, group)
+    memory = symmetric_memory.empty(ONE_SHOT_BYTES, dtype=torch.uint8, device=device)
+    symmetric_memory.rendezvous(memory, group)
+    return DeviceComm(size, group, memory)

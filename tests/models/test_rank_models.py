@@ -1,0 +1,205 @@
+"""Targets spread over ranks, all of them threads of one process: logits against transformers, and what each rank reads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from graphspec.errors import ConfigError
+from graphspec.facts import read_model_facts
+from graphspec.facts.share import share_of
+from graphspec.models import tensor_files
+from graphspec.models.layers import join_ranks
+from graphspec.models.llama import LlamaModel
+from graphspec.models.target import load_target
+from tests.support.checkpoints import VOCAB_SIZE, DenseAttention, build_hf, write_hf
+from tests.support.moe_checkpoints import build_mixture
+
+from .test_models import in_float64
+
+LENGTH = 24
+TAPS = (0, 2)
+FOUR = {"num_hidden_layers": 3, "hidden_size": 64, "num_attention_heads": 4}
+DENSE: dict[str, tuple[str, dict[str, Any]]] = {
+    "one-key-head-of-each": ("llama", {**FOUR, "num_key_value_heads": 4}),
+    "copies-of-one-key-head": ("llama", {**FOUR, "num_key_value_heads": 1}),
+    "key-heads-across-ranks": ("llama", {**FOUR, "hidden_size": 96, "num_attention_heads": 12, "num_key_value_heads": 3}),
+    "biases-tied": ("llama", {**FOUR, "num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "qkv-bias": ("qwen2", {**FOUR, "num_key_value_heads": 2, "head_dim": None}),
+    "norms-of-heads": ("qwen3", {**FOUR, "num_key_value_heads": 2}),
+    "window": ("mistral", {**FOUR, "num_key_value_heads": 2, "sliding_window": 7}),
+    "fused-tensors": ("phi3", {**FOUR, "num_key_value_heads": 2}),
+}
+MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "experts": ("qwen3_moe", {}),
+    "latent": ("deepseek_v2", {}),
+    "latent-compressed-queries": ("deepseek_v3", {"attention_bias": True}),
+}
+CASES = DENSE | MIXTURES
+
+
+class ThreadComm:
+    """Collectives between threads, in order of rank."""
+
+    def __init__(self, size: int) -> None:
+        self.parts: list[Tensor | None] = [None] * size
+        self.barrier = threading.Barrier(size, timeout=300)
+        self.calls = {"sums": 0, "gathers": 0}
+
+    def exchange(self, rank: int, x: Tensor) -> list[Tensor]:
+        self.parts[rank] = x
+        self.barrier.wait()
+        found = [part for part in self.parts if part is not None]
+        self.barrier.wait()
+        return found
+
+    def of(self, rank: int) -> OneThread:
+        return OneThread(self, rank)
+
+
+class OneThread:
+    def __init__(self, all_ranks: ThreadComm, rank: int) -> None:
+        self.all_ranks, self.rank = all_ranks, rank
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        self.all_ranks.calls["sums"] += self.rank == 0
+        total, *others = self.all_ranks.exchange(self.rank, x)
+        for other in others:
+            total = total + other
+        return total
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        self.all_ranks.calls["gathers"] += self.rank == 0
+        return torch.cat(self.all_ranks.exchange(self.rank, x), dim=-1)
+
+
+def together(size: int, run: Callable[[int], Any]) -> list[Any]:
+    with ThreadPoolExecutor(size) as pool:
+        return [future.result() for future in [pool.submit(run, rank) for rank in range(size)]]
+
+
+def build(name: str, path: Path) -> Any:
+    family, overrides = CASES[name]
+    model = build_mixture(family, **overrides) if name in MIXTURES else build_hf(family, **overrides)
+    write_hf(model, path, shard_size="40KB" if name == "biases-tied" else None)
+    return model
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_together_have_the_logits_of_transformers(name: str, size: int, tmp_path: Path) -> None:
+    model = build(name, tmp_path)
+    facts, comm = read_model_facts(tmp_path), ThreadComm(size)
+    token_BT = torch.randint(0, VOCAB_SIZE, (2, LENGTH), generator=torch.Generator().manual_seed(3))
+
+    def run(rank: int) -> tuple[Tensor, Tensor]:
+        with torch.inference_mode():
+            ours = load_target(facts.of_rank(rank, size), TAPS, LENGTH, torch.float32, "cpu")
+            join_ranks(ours, comm.of(rank))
+            found = ours(token_BT, DenseAttention.prompt(2, LENGTH))
+            assert found.feature_BTF is not None
+            return ours.logits(found.hidden_BTH), found.feature_BTF
+
+    (logits, features), *others = together(size, run)
+    assert comm.calls == {"sums": 1 + 2 * facts.num_layers, "gathers": 1}
+    for other_logits, other_features in others:
+        assert torch.equal(other_logits, logits) and torch.equal(other_features, features)
+    with torch.inference_mode():
+        theirs, exact = (each(token_BT, output_hidden_states=True) for each in (model, in_float64(model)))
+    error, allowed = (logits - exact.logits).abs().max(), (theirs.logits - exact.logits).abs().max()
+    assert error <= 2 * allowed + torch.finfo(torch.float32).eps * exact.logits.abs().max()
+    assert torch.equal(logits.argmax(-1), theirs.logits.argmax(-1))
+
+
+@pytest.mark.parametrize("name", ["biases-tied", "fused-tensors", "experts", "latent"])
+def test_a_rank_reads_its_part_of_the_bytes_and_no_more(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build(name, tmp_path)
+    facts, read = read_model_facts(tmp_path), [0]
+    whole, part = tensor_files._Safetensors.tensor, tensor_files._Safetensors.part
+
+    def counted(found: Tensor) -> Tensor:
+        read[0] += found.numel()
+        return found
+
+    monkeypatch.setattr(tensor_files._Safetensors, "tensor", lambda self, key: counted(whole(self, key)))
+    monkeypatch.setattr(tensor_files._Safetensors, "part", lambda self, key, *where: counted(part(self, key, *where)))
+
+    def loaded(rank: int, size: int) -> tuple[int, int]:
+        read[0] = 0
+        model = load_target(facts.of_rank(rank, size), (), LENGTH, torch.float32, "cpu")
+        return read[0], sum(parameter.numel() for parameter in model.parameters())
+
+    all_read, all_held = loaded(0, 1)
+    assert all_read == all_held
+    first, second = loaded(0, 2), loaded(1, 2)
+    # 61 tokens: the second rank holds a row of zeros that nobody stored.
+    padding = facts.hidden_size * (1 if facts.tie_word_embeddings else 2)
+    assert first[0] == first[1] and second[0] == second[1] - padding
+    assert first[0] < 0.75 * all_read
+
+
+def test_pickled_checkpoints_are_cut_too(tmp_path: Path) -> None:
+    build("fused-tensors", tmp_path)
+    facts = read_model_facts(tmp_path)
+    models = [load_target(facts.of_rank(1, 2), (), LENGTH, torch.float32, "cpu")]
+    torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / "pytorch_model.bin")
+    (tmp_path / "model.safetensors").unlink()
+    models.append(load_target(facts.of_rank(1, 2), (), LENGTH, torch.float32, "cpu"))
+    mine, theirs = (dict(model.named_parameters()) for model in models)
+    assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def test_a_tensor_of_another_shape_is_named(tmp_path: Path) -> None:
+    build("one-key-head-of-each", tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.1.mlp.down_proj.weight"] = torch.zeros(64, 20)  # as wide as one rank's
+    save_file(tensors, file)
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.down_proj.*\[64, 40\].*\[64, 20\]"):
+        load_target(read_model_facts(tmp_path).of_rank(0, 2), (), LENGTH, torch.float32, "cpu")
+
+
+KEY_HEADS = [(1, 2, 8, 4, (2, 3)), (3, 4, 8, 2, (1,)), (0, 2, 6, 3, (0, 0, 1)), (1, 2, 6, 3, (1, 2, 2)), (2, 4, 12, 3, (1, 1, 2))]
+
+
+@pytest.mark.parametrize(("rank", "size", "queries", "keys", "heads"), KEY_HEADS)
+def test_key_heads_are_those_of_the_query_heads(rank: int, size: int, queries: int, keys: int, heads: tuple[int, ...]) -> None:
+    own, group = queries // size, queries // keys
+    share = share_of(rank, size, queries, keys)
+    assert share.key_heads == heads
+    run = own // len(heads)
+    assert [heads[query // run] for query in range(own)] == [(rank * own + query) // group for query in range(own)]
+    part = share.key_part(5)
+    rows = [row for begin, length in part.pieces for row in range(begin, begin + length)]
+    assert rows == [head * 5 + row for head in heads for row in range(5)] and part.whole == keys * 5
+
+
+REFUSED: list[tuple[str, dict[str, Any], int, str]] = [
+    ("olmo2", {"num_attention_heads": 4, "num_key_value_heads": 4, "hidden_size": 64}, 2, "norms the queries of all heads"),
+    ("llama", {}, 2, "num_attention_heads = 3"),
+    ("llama", {}, 3, "intermediate_size = 40"),
+]
+
+
+@pytest.mark.parametrize(("family", "keys", "size", "named"), REFUSED)
+def test_what_does_not_divide_is_refused_by_name(family: str, keys: dict[str, Any], size: int, named: str, tmp_path: Path) -> None:
+    facts = read_model_facts(write_hf(build_hf(family, **{"num_hidden_layers": 3, **keys}), tmp_path))
+    with pytest.raises(ConfigError, match=f"runtime.tensor_parallel.*{named}"):
+        facts.of_rank(0, size)
+
+
+def test_one_rank_holds_the_model_as_it_was(tmp_path: Path) -> None:
+    build("experts", tmp_path)
+    facts = read_model_facts(tmp_path)
+    assert facts.of_rank(0, 1) is facts
+    with torch.device("meta"):
+        kinds = {type(module).__name__ for module in LlamaModel(facts).modules()}
+    assert not kinds & {"SummedLinear", "VocabularyLinear", "VocabularyEmbedding"}
