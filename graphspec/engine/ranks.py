@@ -82,7 +82,8 @@ class Ranks:
 
     def comm(self, device: torch.device) -> Comm:
         """The collectives of the networks."""
-        return make_comm(self.size, str(dist.group.WORLD.group_name), device)  # type: ignore[union-attr]
+        assert dist.group.WORLD is not None, "a group that was joined"
+        return make_comm(dist.group.WORLD, device)
 
     def agree(self, values: tuple[int, ...]) -> tuple[int, ...]:
         """The shortest of what the ranks have."""
@@ -230,7 +231,7 @@ def join(rank: int, size: int, meeting: str, device: str) -> None:
     """Join the ranks of an engine on this machine, which meet in a file."""
     if device == "cuda":
         torch.cuda.set_device(rank)
-    dist.init_process_group(_backend(device), store=dist.FileStore(meeting, size), rank=rank, world_size=size, timeout=PATIENCE)
+    dist.init_process_group(_backend(device), init_method=f"file://{meeting}", rank=rank, world_size=size, timeout=PATIENCE)
 
 
 def end_with_pipe(pipe: IO[bytes]) -> None:

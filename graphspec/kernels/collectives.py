@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 collectives = torch.ops._c10d_functional  # noqa: SLF001  the operators of torch.distributed's functional collectives
@@ -81,23 +82,23 @@ class DeviceComm(OrderedComm):
         return reduced
 
 
-def make_comm(size: int, group: str, device: torch.device) -> Comm:
+def make_comm(group: dist.ProcessGroup, device: torch.device) -> Comm:
     """The collectives of a device, chosen before anything is captured. Every rank calls this at the same time.
 
     Args:
-        size: ranks.
-        group: name of a process group, whose backend for the device is gloo on a CPU and NCCL on GPUs.
+        group: all ranks; its backend for the device is gloo on a CPU and NCCL on GPUs.
         device: of this rank.
     """
     import torch.distributed._functional_collectives  # shapes of the operators without data
 
+    size, name = group.size(), str(group.group_name)
     if device.type != "cuda":
-        return OrderedComm(size, group)
+        return OrderedComm(size, name)
     import torch.distributed._symmetric_memory as symmetric_memory
 
-    peers = all(torch.cuda.can_device_access_peer(device.index or 0, other) for other in range(size) if other != (device.index or 0))
-    if not peers:
-        return DeviceComm(size, group)
+    here, found = torch.cuda.current_device(), torch.cuda.device_count()
+    if size > found or not all(torch.cuda.can_device_access_peer(here, other) for other in range(size) if other != here):
+        return DeviceComm(size, name)
     memory = symmetric_memory.empty(ONE_SHOT_BYTES, dtype=torch.uint8, device=device)
     symmetric_memory.rendezvous(memory, group)
-    return DeviceComm(size, group, memory)
+    return DeviceComm(size, name, memory)

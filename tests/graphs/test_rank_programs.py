@@ -1,0 +1,97 @@
+"""Programs of the first of eight ranks on fake GPUs: nothing needs the host, and collectives are counted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from graphspec.buffers import Arena
+from graphspec.config import Config, ModelConfig, RuntimeConfig, VariantConfig
+from graphspec.graphs.programs import PrefillKey, program_stages
+from graphspec.graphs.stages.mailbox import MailLayout
+from graphspec.kernels import select_kernels
+from graphspec.kernels.collectives import DeviceComm, OrderedComm
+from graphspec.models.layers import join_ranks, use_kernels
+from graphspec.plan import Plan, make_plan
+from graphspec.shapes import SAMPLED
+from tests.support.fake_cuda import NoHostTraffic, load_cuda_guard
+from tests.support.tiny import draft_facts, latent_facts, model_facts, move, tiny_networks
+
+RANKS, LAYERS = 8, 3
+SHAPES = {"none": (0, 1, 1), "chain": (4, 1, 5), "tree": (3, 3, 10)}
+
+
+@pytest.fixture(autouse=True)
+def eight_ranks() -> Iterator[str]:
+    load_cuda_guard()
+    dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
+    yield str(dist.group.WORLD.group_name)  # type: ignore[union-attr]
+    dist.destroy_process_group()
+
+
+class Collectives(NoHostTraffic):
+    """Counts sums and gathers on the way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counted: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if func.namespace in ("_c10d_functional", "symm_mem") and name != "wait_tensor":
+            self.counted.append(name)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def rank_plan(shape: str, mode: str, *, latent: bool = False) -> Plan:
+    steps, topk, nodes = SHAPES[shape]
+    wide = {"num_heads": 8, "num_kv_heads": 1, "intermediate_size": 80, "hidden_size": 48}
+    target = replace(latent_facts(LAYERS), num_heads=8, intermediate_size=80) if latent else replace(model_facts(LAYERS), **wide)
+    if target.experts is not None:
+        target = replace(target, experts=replace(target.experts, intermediate_size=16, shared_size=16))
+    speculates = steps > 0
+    keys = {"num_steps": steps, "topk": topk, "num_draft_tokens": nodes} if speculates else {}
+    config = Config(
+        variant=VariantConfig(name="eagle3" if speculates else "none", **keys),
+        model=ModelConfig(path="tiny", max_context=96),
+        runtime=RuntimeConfig(name="captured", page_size=8, prefill_chunks=[8, 16], buckets=[1, 2], max_rows=2, tensor_parallel=RANKS),
+    )
+    config = config.replaced(mode=mode)
+    return make_plan(config, target.of_rank(0, RANKS), draft_facts() if speculates else None, device="cuda")
+
+
+@pytest.mark.parametrize("mode", ["reference", "fused"])
+@pytest.mark.parametrize("latent", [False, True], ids=["heads", "latent-experts"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_cycle_exchanges_two_sums_per_layer_one_for_tokens_and_the_logits(shape: str, latent: bool, mode: str, eight_ranks: str) -> None:
+    plan = rank_plan(shape, mode, latent=latent)
+    with FakeTensorMode():
+        arena, networks = Arena(plan, MailLayout.of(plan).size), tiny_networks(plan)
+        kernels = select_kernels(mode, "auto", "cuda")
+        symmetric = torch.empty(2**16, dtype=torch.uint8, device="cuda")
+        for comm, kinds in (
+            (OrderedComm(RANKS, eight_ranks), {"sum": "all_gather_into_tensor", "gather": "all_gather_into_tensor"}),
+            (DeviceComm(RANKS, eight_ranks), {"sum": "all_reduce", "gather": "all_gather_into_tensor"}),
+            (DeviceComm(RANKS, eight_ranks, symmetric), {"sum": "one_shot_all_reduce_copy", "gather": "all_gather_into_tensor"}),
+        ):
+            for network in (networks.target, networks.draft):
+                if network is not None:
+                    move(network, "cuda")
+                    use_kernels(network, kernels)
+                    join_ranks(network, comm)
+            for key in (*plan.graph_keys(SAMPLED), PrefillKey(16, SAMPLED)):
+                arena.allocate(key.sampling)
+                views = arena.views(key.lanes) if isinstance(key, PrefillKey) else arena.views(key.bucket, key.shape)
+                stages = program_stages(plan, kernels, networks.target, networks.draft, key)
+                with torch.no_grad(), Collectives() as seen:
+                    for stage in stages:
+                        stage(views)
+                # The draft is every rank's own, so drafting adds none.
+                assert seen.counted == [kinds["sum"]] * (1 + 2 * LAYERS) + [kinds["gather"]]
