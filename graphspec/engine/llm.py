@@ -36,7 +36,7 @@ from .calls import Alone
 from .depth import AdaptiveDepth, DeepestCycles, DepthPolicy
 from .engine import Engine
 from .events import Stream
-from .folders import model_folder
+from .folders import DEMO, draft_folder, model_folder
 from .grammar import Grammars
 from .launcher import Launcher
 from .outputs import Metrics, Output, StreamEvent, TreeSnapshot, make_output, summarise
