@@ -15,6 +15,8 @@ from .train_options import TrainConfig
 FORMATS = ("text", "json")
 LOG_LEVELS = ("error", "warning", "info", "debug")
 SOURCES = ("held_out", "file", "random")
+CLOSED = "closed"
+ARRIVALS = (CLOSED, "poisson", "bursts", "trace")
 BASELINES = ("none", "self", "hf", "hf_assisted", "hf_lookup", "openai")
 API_PROMPTS = ("tokens", "text")
 
@@ -24,6 +26,7 @@ MAX_RANDOM = 2**26
 """Most random token ids that one workload draws."""
 MAX_ROUNDS = 10**6
 MAX_STEPS = 128
+MAX_RATE = 1e6
 
 
 def _check(key: str, ok: bool, expected: str, found: object) -> None:
@@ -52,10 +55,29 @@ class WorkloadConfig:
     ignore_eos: bool = True
     """End-of-text ids do not end a request, so that all sides do the same work."""
     seed: int = 0
-    """Of random prompts, and the sampling seed of request i is seed + i."""
+    """Of random prompts and arrivals, and the sampling seed of request i is seed + i."""
+    arrivals: str = CLOSED
+    """closed: each of ``batch`` users sends the next request when the last one is answered; poisson, bursts: requests arrive at ``rate``,
+    alone or in groups, whether or not earlier ones are answered; trace: when ``trace`` says. In an open loop ``batch`` is the number of
+    rows."""
+    rate: float | None = None
+    """poisson, bursts: requests per second."""
+    burst: int = 4
+    """bursts: requests that arrive together."""
+    trace: str | None = None
+    """trace: a .jsonl file, per line an object with "arrival" in seconds, either "prompt" or "input_tokens", and, where it has its own,
+    "output_tokens"."""
+    long_every: int = 0
+    """poisson, bursts: every so many requests one has a prompt of ``long_input_tokens``; 0: none."""
+    long_input_tokens: int = 1000
+    """Length of those prompts; texts are repeated until they are that long."""
+    ttft_limit_ms: float = 500.0
+    """Goodput: the first token of a request comes within this time."""
+    itl_limit_ms: float = 100.0
+    """Goodput: its reader never waits longer than this for the next tokens."""
 
     def __post_init__(self) -> None:
-        check_fields(self, "workload", paths=("file",))
+        check_fields(self, "workload", paths=("file", "trace"))
         _check("workload.source", self.source in SOURCES, "one of " + ", ".join(SOURCES), repr(self.source))
         for key, most in {"requests": MAX_REQUESTS, "batch": MAX_ROWS, "output_tokens": INT32_MOST}.items():
             in_range(f"workload.{key}", getattr(self, key), 1, most)
@@ -67,6 +89,18 @@ class WorkloadConfig:
             _check("workload.input_tokens", self.input_tokens is not None, "a number with workload.source=random", None)
             drawn = self.requests * (self.input_tokens or 0)
             _check("workload.requests", drawn <= MAX_RANDOM, f"requests of at most {MAX_RANDOM} random tokens together", f"{drawn} tokens")
+        _check("workload.arrivals", self.arrivals in ARRIVALS, "one of " + ", ".join(ARRIVALS), repr(self.arrivals))
+        drawn_arrivals = self.arrivals in ("poisson", "bursts")
+        expected = f"{'requests per second' if drawn_arrivals else 'null'} with workload.arrivals={self.arrivals}"
+        _check("workload.rate", (self.rate is not None) == drawn_arrivals, expected, self.rate)
+        in_range("workload.rate", 1.0 if self.rate is None else self.rate, LEAST, MAX_RATE)
+        expected = f"{'the path of a file' if self.arrivals == 'trace' else 'null'} with workload.arrivals={self.arrivals}"
+        _check("workload.trace", (self.trace is not None) == (self.arrivals == "trace"), expected, self.trace)
+        in_range("workload.burst", self.burst, 1, MAX_REQUESTS)
+        in_range("workload.long_every", self.long_every, 0, MAX_REQUESTS if drawn_arrivals else 0)
+        in_range("workload.long_input_tokens", self.long_input_tokens, 1, MAX_PROMPT)
+        for key in ("ttft_limit_ms", "itl_limit_ms"):
+            in_range(f"workload.{key}", getattr(self, key), LEAST, MOST)
 
 
 @dataclass(kw_only=True)

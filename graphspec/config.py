@@ -194,7 +194,8 @@ class RuntimeConfig:
     prefill_lanes: int = 4
     """Prompts whose chunks one launch may read, up to the largest chunk together; 1: one at a time, as always with attention=flashinfer."""
     prefill_tokens_per_cycle: int | None = None
-    """Tokens of prompts, padding included, that may be read between two cycles of rows that decode; None: 256, or the smallest chunk."""
+    """Tokens of prompts, padding included, that may be read between two cycles of rows that decode, where each launch after the first
+    counts as 256 more; None: 256, or the smallest chunk."""
     max_queued: int | None = None
     """Requests that may wait besides the max_rows that run; a call with more is refused. None: any number."""
     cycles_in_flight: int = 1

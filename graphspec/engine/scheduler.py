@@ -15,7 +15,7 @@ from ..errors import ConfigError, ResourceError
 from ..graphs.programs import Key, PrefillKey, tokens_of
 from ..graphs.stages.mailbox import Message
 from ..plan import Plan
-from ..shapes import GraphKey, SamplingClass, pick_bucket
+from ..shapes import MOST_PADDING, GraphKey, SamplingClass, pick_bucket
 from .admission import Deadlines, Queue
 from .bans import Table
 from .chunks import choose_prefill, prompt_message
@@ -238,8 +238,12 @@ class Scheduler:
         return True
 
     def _prefill(self) -> bool:
-        """Launch chunks of the rows whose prompts are not read yet, as many as may run before the next cycle; whether there were any."""
-        spent = 0
+        """Launch chunks of the rows whose prompts are not read yet, as many as may run before the next cycle; whether there were any.
+
+        Together they take no longer than one launch of that many tokens would: every launch after the first reads the weights once more,
+        which takes about as long as ``MOST_PADDING`` tokens.
+        """
+        launched, spent = False, 0
         while reading := [request for request in self.running if not request.ready]:
             decoding = len(reading) < len(self.running)
             # Nothing waits for a prompt that is read while no row decodes.
@@ -258,8 +262,8 @@ class Scheduler:
                 break
             key, lengths = chosen
             self._launch_prompts(key, dict(zip(covered, lengths, strict=False)))
-            spent += tokens_of(key)
-        return spent > 0
+            launched, spent = True, spent + tokens_of(key) + MOST_PADDING
+        return launched
 
     def _launch_prompts(self, key: PrefillKey, lengths: dict[Request, int]) -> None:
         """Launch the next chunk, of this many tokens, of each of these prompts."""

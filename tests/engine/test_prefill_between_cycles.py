@@ -47,7 +47,9 @@ class PacedDevice(TimedDevice):
         self.ends: dict[int, list[float]] = {}
         self.prompt_tokens: list[int] = []
         """Padded tokens of prompts that were launched before each cycle."""
-        self._unread_tokens = 0
+        self.prompt_launches: list[int] = []
+        """The launches that read them."""
+        self._unread_tokens = self._unread_launches = 0
 
     def launch(self, key: Key, message: Message) -> int:
         is_cycle = isinstance(key, GraphKey)
@@ -56,11 +58,13 @@ class PacedDevice(TimedDevice):
         number = super().launch(key, message)
         if is_cycle:
             self.prompt_tokens.append(self._unread_tokens)
-            self._unread_tokens = 0
+            self.prompt_launches.append(self._unread_launches)
+            self._unread_tokens = self._unread_launches = 0
             for owner in self.lanes[number].values():
                 self.ends.setdefault(owner, []).append(self.free_at)
         else:
             self._unread_tokens += tokens_of(key)
+            self._unread_launches += 1
         return number
 
 
@@ -95,6 +99,32 @@ def test_a_running_row_waits_for_one_chunk_at_most(cycles_in_flight: int, budget
     assert sum(gap > CYCLE + 0.3 for gap in gaps) >= 8 * 1000 // most, "prompts were read between this row's cycles"
     if cycles_in_flight > 1:
         assert max(device.idle[cycles_in_flight:]) == 0.0, "prompts keep the device as busy as cycles do"
+
+
+@pytest.mark.parametrize(("budget", "most"), [(None, 1), (256, 1), (1024, 4)])
+def test_chunks_before_a_cycle_take_no_longer_than_one_of_their_budget(budget: int | None, most: int) -> None:
+    """Prompts that leave room in the budget arrive together while a row decodes: a launch costs the weights, however little it reads."""
+    runtime = {
+        "name": "eager", "max_rows": 9, "buckets": [16], "prefill_chunks": list(CHUNKS), "prefill_lanes": 1,
+        "prefill_tokens_per_cycle": budget,
+    }  # fmt: skip
+    case = Case(make("none", runtime=runtime), seed=1, count=9, longest=4, budget=300, ends=False)
+    for request in case.requests[1:]:
+        case.device.prompts[request.index] = request.prompt = [request.index, *[5] * 39]
+    device = PacedDevice(case.device, host=0.1)
+    case.device = case.scheduler.launcher = device
+    for request in case.requests:
+        case.scheduler.add(request)
+        for _ in range(3 if request is case.requests[0] else 0):
+            case.scheduler.step()
+    for request, tokens in zip(case.requests, [60, *[3] * 8], strict=True):
+        request.budget = tokens
+    while case.scheduler.busy:
+        case.scheduler.step()
+    while_decoding = device.prompt_launches[1:]
+    assert max(while_decoding) == most and sum(while_decoding) >= 8
+    for launches, tokens in zip(while_decoding, device.prompt_tokens[1:], strict=True):
+        assert not launches or tokens + (launches - 1) * MOST_PADDING <= (budget or 256)
 
 
 def test_the_budget_holds_at_least_one_chunk() -> None:

@@ -12,9 +12,12 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
+from ...command_options import CLOSED
 from ...errors import ResourceError
 from .equality import Reference, Texts, Tokens, Verdict, judge
 from .metrics import Round, Timeline, figures, ratio
+from .open_loop import describe
+from .open_loop import figures as open_figures
 from .process import WorkerProcess, pack
 from .sides import PLAIN, SELF, SUBJECT, SideConfig
 
@@ -203,14 +206,18 @@ def records(case: str, measured: Sequence[Measured]) -> list[dict[str, Any]]:
             "kind": "side", "case": case, "side": one.label, "role": one.side.role,
             **{key: about.get(key) for key in ("variant", "shape", "runtime", "attention", "dtype", "device", "temperature")},
             "ignore_eos": config.workload.ignore_eos, "batch": config.workload.batch, "requests": config.workload.requests,
-            "input_tokens": about["input_tokens"], "output_tokens": config.workload.output_tokens,
+            "input_tokens": about["input_tokens"], "output_tokens": config.workload.output_tokens, "arrivals": describe(config.workload),
             "equal": one.verdict.equal, "equality": one.verdict.sentence,
             "synthetic": bool(about.get("synthetic")), "lossy": bool(about.get("lossy")), "rounds": len(one.rounds),
             "core_wait": _median(one.core_wait),
         }  # fmt: skip
         if one.verdict.equal is not False:
             row |= figures(one.rounds) | {"build": about.get("build", []), "memory": about.get("memory", [])}
-            row["ratio"] = _ratio(one, measured[0] if one.side.role == SELF else base)
+            if config.workload.arrivals == CLOSED:
+                row["ratio"] = _ratio(one, measured[0] if one.side.role == SELF else base)
+            else:
+                # Tokens per second follow from the load that was given.
+                row |= {"ratio": None, "open_loop": open_figures(one.rounds, config.workload, about["long_prompts"])}
             row |= (
                 dict.fromkeys(CYCLE_KEYS)
                 | {"stages": []}

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ...command_options import LaunchConfig
 from ...engine.depth import AdaptiveDepth
+from ...engine.events import Stream
 from ...engine.launcher import Launcher
 from ...engine.llm import LLM
 from ...engine.outputs import Output
-from ...engine.request import SamplingParams, configured_params, sampling_class
+from ...engine.request import RequestMetrics, SamplingParams, configured_params, sampling_class
 from ...errors import ResourceError
 from ...kernels import resolve
 from ...plan import Plan
 from .generations import record_generation
 from .metrics import CycleCount, Timeline, closed_loop_arrivals
+from .open_loop import play
 from .recorder import Recorder, stage_timer
 from .sides import for_workload
 from .stages import profile_cycles
@@ -51,7 +53,9 @@ class EngineSide:
     def params_of(self, request: WorkloadRequest) -> SamplingParams:
         """Sampling parameters of one request."""
         asked = self.workload
-        return configured_params(asked.sampling, max_tokens=asked.output_tokens, ignore_eos=asked.ignore_eos, seed=request.seed)
+        return configured_params(
+            asked.sampling, max_tokens=request.output_tokens or asked.output_tokens, ignore_eos=asked.ignore_eos, seed=request.seed
+        )
 
     @property
     def plan(self) -> Plan:
@@ -70,6 +74,7 @@ class EngineSide:
             "dtype": plan.dtype,
             "device": plan.device,
             "digest": self.workload.digest,
+            "long_prompts": list(self.workload.long),
             "input_tokens": self.workload.input_tokens,
             "temperature": self.config.sampling.temperature,
             "synthetic": plan.accept.synthetic,
@@ -93,6 +98,8 @@ class EngineSide:
         Raises:
             ResourceError: a request was refused or failed; no figure of a run in which some did nothing means anything.
         """
+        if self.workload.arrivals is not None:
+            return self._open_round(self.workload.arrivals)
         began = time.perf_counter()
         outputs = self.run_with(None)
         for output in outputs:
@@ -102,6 +109,30 @@ class EngineSide:
             "timelines": [timeline.to_json() for timeline in timelines(outputs, began, self.workload.batch, self.plan)],
             "tokens": [output.token_ids for output in outputs],
             "texts": [output.text for output in outputs],
+        }
+
+    def _open_round(self, arrivals: Sequence[float]) -> dict[str, Any]:
+        """Each request is submitted when it is due; the engine's own thread notes when its tokens came."""
+        streams: list[Stream] = []
+
+        def submit(number: int) -> None:
+            streams.append(self.llm.submit([self.workload.requests[number].prompt], self.params[number]))
+
+        due = play(arrivals, submit)
+        for stream in streams:
+            while not stream.ended:
+                stream.wait()
+        requests = [request for stream in streams for request in stream.requests]
+        for number, request in enumerate(requests):
+            if request.finish_reason == "error":
+                raise ResourceError(f"request {number}", "an output", request.error)
+        return {
+            "timelines": [
+                timeline_of(request.metrics, request.finish_reason or "", arrived, self.plan).to_json()
+                for request, arrived in zip(requests, due, strict=True)
+            ],
+            "tokens": [request.output for request in requests],
+            "texts": [None] * len(requests),
         }
 
     def profile(self, bandwidth: float | None = None) -> dict[str, Any]:
@@ -148,14 +179,15 @@ def timelines(outputs: list[Output], began: float, users: int, plan: Plan) -> li
     """Timelines of the requests of one call, as seen by users who each send the next request when the last one ends."""
     finished = [output.timing.finished or began for output in outputs]
     arrived = closed_loop_arrivals(began, finished, users)
-    return [
-        Timeline(start, list(output.timing.bursts), end, output.finish_reason, cycle_counts(output, plan), output.timing.cut)
-        for output, start, end in zip(outputs, arrived, finished, strict=True)
-    ]
+    return [timeline_of(output.timing, output.finish_reason, start, plan) for output, start in zip(outputs, arrived, strict=True)]
 
 
-def cycle_counts(output: Output, plan: Plan) -> list[CycleCount]:
+def timeline_of(timing: RequestMetrics, reason: str, arrived: float, plan: Plan) -> Timeline:
+    """A request that arrived then, as its caller saw it."""
+    return Timeline(arrived, list(timing.bursts), timing.finished or arrived, reason, cycle_counts(timing, plan), timing.cut)
+
+
+def cycle_counts(timing: RequestMetrics, plan: Plan) -> list[CycleCount]:
     """Tokens and drafts of each cycle of a request."""
-    timing = output.timing
     drafted = {depth: plan.shape.shortened(depth).num_draft_tokens - 1 if depth else 0 for depth in set(timing.cycle_depths)}
     return [CycleCount(tokens, depth, drafted[depth]) for tokens, depth in zip(timing.cycle_tokens, timing.cycle_depths, strict=True)]

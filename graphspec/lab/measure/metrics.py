@@ -163,10 +163,14 @@ def quantiles(values: Sequence[float]) -> dict[str, float]:
 
 
 def latency(seconds: Sequence[float]) -> dict[str, float] | None:
-    """Mean and percentiles in milliseconds; None without a value."""
+    """How many, mean and percentiles in milliseconds; None without a value."""
     if not seconds:
         return None
-    return {"mean": 1e3 * statistics.fmean(seconds), **{f"p{share}": 1e3 * percentile(seconds, share) for share in (50, 90, 99)}}
+    return {
+        "count": len(seconds),
+        "mean": 1e3 * statistics.fmean(seconds),
+        **{f"p{share}": 1e3 * percentile(seconds, share) for share in (50, 90, 99)},
+    }
 
 
 def downsampled(values: Sequence[float], most: int) -> list[float]:

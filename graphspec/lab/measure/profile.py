@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ...command_options import LaunchConfig
+from ...command_options import CLOSED, LaunchConfig
 from ...config import AcceptConfig
 from ...core_wait import busy_caution
 from ...errors import ConfigError
@@ -21,6 +21,8 @@ from ...hub import pinned
 from ...paths import check_writable, user_path
 from .compare import Bench, Measured, Say, Schedule, records, set_verdicts
 from .equality import Reference, Verdict, judge
+from .open_loop import describe, read_trace
+from .open_loop import table as open_table
 from .provenance import result_file, write_jsonl
 from .sides import PLAIN, SideConfig, plain_config, reference_of, sides_of
 from .workload import file_texts
@@ -41,6 +43,8 @@ def run(config: LaunchConfig) -> int:
     config = pinned(config)
     if config.workload.source == "file":
         file_texts(config.workload)
+    if config.workload.trace is not None:
+        read_trace(config.workload)
     trace = _writable(config.profile.trace)
     check_writable("results", config.results, folder=True)
     sides = sides_of(config)
@@ -58,7 +62,8 @@ def run(config: LaunchConfig) -> int:
     if config.format == "json":
         print(json.dumps({"file": str(file), "records": rows}, default=str))
     else:
-        Console().print(table(found, case_name(config, measured[0])))
+        draw = table if config.workload.arrivals == CLOSED else open_table
+        Console().print(draw(found, case_name(config, measured[0])))
         for row in found:
             mark = " SYNTHETIC acceptance, the text means nothing." if row["synthetic"] else " LOSSY acceptance." if row["lossy"] else ""
             Console().print(Text(f"{row['side']}: {row['equality']}.{mark}"), soft_wrap=True)
@@ -115,7 +120,8 @@ def case_name(config: LaunchConfig, subject: Measured) -> str:
     heat_text = f"temperature {heat:g}" if heat else "greedy"
     lengths = f"{round(subject.about['input_tokens'])} + {workload.output_tokens} tokens"
     model = Path(config.model.path).name
-    return f"{subject.about['label']} on {model}: {workload.source}, {lengths}, batch {workload.batch}, {heat_text}"
+    load = "" if workload.arrivals == CLOSED else f", {describe(workload)}"
+    return f"{subject.about['label']} on {model}: {workload.source}, {lengths}, batch {workload.batch}, {heat_text}{load}"
 
 
 def _writable(name: str | None) -> Path | None:

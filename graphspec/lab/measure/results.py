@@ -21,7 +21,7 @@ from .metrics import percentile
 
 IDENTITY = (
     "case", "side", "role", "variant", "shape", "runtime", "attention", "dtype", "device", "temperature", "ignore_eos", "batch", "requests",
-    "input_tokens", "output_tokens", "equal", "equality", "synthetic", "lossy", "rounds",
+    "input_tokens", "output_tokens", "arrivals", "equal", "equality", "synthetic", "lossy", "rounds",
 )  # fmt: skip
 """Fields kept of a side that is not equal."""
 SPEEDS = ("tokens_per_second", "tokens_per_second_per_user", "ratio", "cycle_ms")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ...catalog import PLAIN_DECODING, resolve_variant
-from ...command_options import LaunchConfig
+from ...command_options import CLOSED, LaunchConfig
 from ...config import AcceptConfig, AdaptiveConfig, VariantConfig
 from ...errors import ConfigError
 
@@ -77,6 +77,9 @@ def sides_of(config: LaunchConfig) -> list[SideConfig]:
     for role in config.baseline:
         if role in ONE_ROW and config.workload.batch > 1:
             raise ConfigError("workload.batch", f"1 with baseline={role}: transformers assists one row at a time", config.workload.batch)
+        if role not in OURS and config.workload.arrivals != CLOSED:
+            expected = f"closed with baseline={role}: only engines of this package are asked in an open loop"
+            raise ConfigError("workload.arrivals", expected, config.workload.arrivals)
         if role == PLAIN:
             if speculates(config):
                 sides.append(SideConfig(role, plain_config(config)))

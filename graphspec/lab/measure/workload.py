@@ -6,13 +6,14 @@ import hashlib
 import json
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 
-from ...command_options import LaunchConfig, WorkloadConfig
+from ...command_options import CLOSED, LaunchConfig, WorkloadConfig
 from ...config import SamplingConfig
 from ...errors import ConfigError
 from ...paths import read_json, read_text
+from .open_loop import TraceLine, arrivals, read_trace
 
 HELD_OUT = "held_out.jsonl"
 MAKE_HELD_OUT = "python -m recipes.held_out"
@@ -25,10 +26,12 @@ class WorkloadRequest:
     Attributes:
         prompt: token ids.
         seed: of its sampling.
+        output_tokens: most new tokens; None: those of the workload.
     """
 
     prompt: list[int]
     seed: int
+    output_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,8 @@ class Workload:
         output_tokens: most new tokens of each.
         ignore_eos: end-of-text ids do not end a request.
         sampling: temperature and the rest.
+        arrivals: seconds from the beginning of a round at which each request arrives; None: a closed loop.
+        long: which requests have a long prompt among shorter ones.
     """
 
     requests: list[WorkloadRequest]
@@ -48,11 +53,16 @@ class Workload:
     output_tokens: int
     ignore_eos: bool
     sampling: SamplingConfig
+    arrivals: list[float] | None = None
+    long: tuple[bool, ...] = ()
 
     @property
     def digest(self) -> str:
         """Digest of the requests: equal on two sides with the same workload."""
-        text = json.dumps([[request.prompt, request.seed] for request in self.requests])
+        described: list[object] = [[request.prompt, request.seed] for request in self.requests]
+        if self.arrivals is not None:
+            described += [[request.output_tokens for request in self.requests], self.arrivals]
+        text = json.dumps(described)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @property
@@ -73,6 +83,9 @@ def make_workload(config: LaunchConfig, encode: Callable[[str], list[int]], voca
         ConfigError: a file that can't be read or holds no prompt, or a prompt that is empty.
     """
     asked = config.workload
+    if asked.trace is not None:
+        return _traced(config, read_trace(asked), encode, vocab_size)
+    texts: list[str] = []
     if asked.source == "random":
         prompts = random_prompts(asked, vocab_size)
     else:
@@ -82,7 +95,38 @@ def make_workload(config: LaunchConfig, encode: Callable[[str], list[int]], voca
             if not prompt:
                 raise ConfigError("workload.file", "prompts of at least one token", f"an empty prompt, number {number}")
     requests = [WorkloadRequest(prompts[i % len(prompts)], asked.seed + i) for i in range(asked.requests)]
-    return Workload(requests, asked.batch, asked.output_tokens, asked.ignore_eos, config.sampling)
+    long = tuple(asked.long_every > 0 and (i + 1) % asked.long_every == 0 for i in range(asked.requests))
+    if any(long):
+        whole = prompts if asked.source == "random" else [encode(text) for text in texts]
+        for i in (i for i, is_long in enumerate(long) if is_long):
+            requests[i] = replace(requests[i], prompt=_long_prompt(whole, i, asked.long_input_tokens))
+    moments = None if asked.arrivals == CLOSED else arrivals(asked)
+    return Workload(requests, asked.batch, asked.output_tokens, asked.ignore_eos, config.sampling, moments, long)
+
+
+def _long_prompt(texts: Sequence[Sequence[int]], first: int, length: int) -> list[int]:
+    """Prompts one after another from number ``first`` on, cut to the length."""
+    found: list[int] = []
+    number = first
+    while len(found) < length:
+        found += texts[number % len(texts)]
+        number += 1
+    return found[:length]
+
+
+def _traced(config: LaunchConfig, lines: Sequence[TraceLine], encode: Callable[[str], list[int]], vocab_size: int) -> Workload:
+    """The requests of a trace; a prompt of which only the length is known is random ids. Long ones have ``long_input_tokens`` or more."""
+    asked = config.workload
+    drawn = random.Random(asked.seed)
+    requests = []
+    for number, line in enumerate(lines):
+        prompt = [drawn.randrange(vocab_size) for _ in range(line.input_tokens)] if line.prompt is None else encode(line.prompt)
+        if not prompt:
+            raise ConfigError("workload.trace", "prompts of at least one token", f"an empty prompt, number {number}")
+        requests.append(WorkloadRequest(prompt, asked.seed + number, line.output_tokens))
+    long = tuple(len(request.prompt) >= asked.long_input_tokens for request in requests)
+    moments = [line.arrival for line in lines]
+    return Workload(requests, asked.batch, asked.output_tokens, asked.ignore_eos, config.sampling, moments, long)
 
 
 def random_prompts(asked: WorkloadConfig, vocab_size: int) -> list[list[int]]:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ...catalog import resolve_variant
-from ...command_options import LaunchConfig
+from ...command_options import CLOSED, LaunchConfig
 from ...errors import ConfigError
 from ...hub import pinned
 from ...paths import check_writable
@@ -81,6 +81,8 @@ def check(config: LaunchConfig) -> list[int]:
         raise ConfigError("variant", "one that drafts: there is nothing to tune without", variant.name)
     if config.variant.tree_choices is not None:
         raise ConfigError("variant.tree_choices", "null: a static tree leaves nothing to choose", config.variant.tree_choices)
+    if config.workload.arrivals != CLOSED:
+        raise ConfigError("workload.arrivals", "closed: shapes are compared by tokens per second", config.workload.arrivals)
     accept = config.accept
     lossy = accept.threshold_single < 1 or accept.threshold_acc < 1
     if accept.synthetic_length is not None or accept.synthetic_rates is not None or lossy:

@@ -1,0 +1,195 @@
+"""Open-loop workloads: requests arrive when they arrive, whether or not the earlier ones are answered. No torch.
+
+A closed loop sends the next request when the last one ends, so a slow engine is asked less. Here the load is given, and the question is how
+long requests wait under it: TTFT and ITL over the load, and *goodput*, the share of requests that stay inside stated limits (DistServe,
+Zhong et al. 2024, section 2).
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from rich.text import Text
+
+from ...command_options import CLOSED, WorkloadConfig
+from ...errors import ConfigError
+from ...paths import read_json, read_text
+from .metrics import Round, Timeline, latency
+
+
+@dataclass(frozen=True, slots=True)
+class TraceLine:
+    """One request of a trace file.
+
+    Attributes:
+        arrival: seconds after the first request of the file.
+        prompt: its text; None: ``input_tokens`` random ids.
+        input_tokens: length of the prompt where that has no text.
+        output_tokens: most new tokens; None: ``workload.output_tokens``.
+    """
+
+    arrival: float
+    prompt: str | None
+    input_tokens: int
+    output_tokens: int | None
+
+
+def arrivals(asked: WorkloadConfig) -> list[float]:
+    """Seconds from the beginning of a round at which its requests arrive, ascending; the same in every round and on every side.
+
+    ``poisson``: gaps are exponential, ``1 / rate`` in the mean. ``bursts``: groups of ``burst`` requests at one moment, whose gaps are
+    exponential as well, so that the mean load is ``rate``. Both begin with the first request.
+    """
+    assert asked.rate is not None
+    drawn = random.Random(f"arrivals {asked.seed}")
+    together = asked.burst if asked.arrivals == "bursts" else 1
+    times: list[float] = []
+    moment = 0.0
+    while len(times) < asked.requests:
+        times += [moment] * min(together, asked.requests - len(times))
+        moment += drawn.expovariate(asked.rate / together)
+    return times
+
+
+def read_trace(asked: WorkloadConfig) -> list[TraceLine]:
+    """The first ``workload.requests`` lines of ``workload.trace``, in order of arrival.
+
+    Raises:
+        ConfigError: no file, one that can't be read or holds nothing, or a line that is no such object; names it.
+    """
+    assert asked.trace is not None
+    lines = read_text("workload.trace", asked.trace).split("\n")
+    found = [_trace_line(f"{asked.trace}:{number}", line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not found:
+        raise ConfigError("workload.trace", "at least one request", f"none in {asked.trace}")
+    found = sorted(found, key=lambda line: line.arrival)[: asked.requests]
+    first = found[0].arrival
+    return [TraceLine(line.arrival - first, line.prompt, line.input_tokens, line.output_tokens) for line in found]
+
+
+def _trace_line(where: str, text: str) -> TraceLine:
+    row = read_json(where, text)
+    row = row if isinstance(row, dict) else {}
+    arrival, prompt = row.get("arrival"), row.get("prompt")
+    counts = [row.get("input_tokens"), row.get("output_tokens")]
+    fits = isinstance(arrival, int | float) and not isinstance(arrival, bool) and 0 <= arrival < float("inf")
+    fits = fits and all(count is None or (type(count) is int and count > 0) for count in counts)
+    if not (fits and (isinstance(prompt, str) if counts[0] is None else prompt is None)):
+        expected = 'an object with "arrival" in seconds, either "prompt" or "input_tokens", and "output_tokens" where it has its own'
+        raise ConfigError(where, expected, text[:60])
+    return TraceLine(float(row["arrival"]), prompt, counts[0] or 0, counts[1])
+
+
+def play(
+    offsets: Sequence[float],
+    submit: Callable[[int], None],
+    clock: Callable[[], float] = time.perf_counter,
+    sleep: Callable[[float], None] = time.sleep,
+) -> list[float]:
+    """Call ``submit(i)`` for each request when it is due; returns when each was.
+
+    One that is submitted late counts from when it was due, or a caller that is held up would hide what its requests wait for.
+    """
+    began = clock()
+    due = [began + offset for offset in offsets]
+    for number, moment in enumerate(due):
+        while (left := moment - clock()) > 0:
+            sleep(left)
+        submit(number)
+    return due
+
+
+def within_limits(timeline: Timeline, ttft_ms: float, itl_ms: float) -> bool:
+    """It was served, its first token came within ``ttft_ms``, and its reader never waited longer than ``itl_ms`` for the next ones."""
+    return timeline.served and 1e3 * timeline.ttft <= ttft_ms and 1e3 * max(timeline.itl, default=0.0) <= itl_ms
+
+
+def gaps_while_prompts_arrive(timelines: Sequence[Timeline], long: Sequence[bool]) -> list[float]:
+    """Seconds between tokens of a request, of gaps in which a long prompt of another one waited or was read.
+
+    Args:
+        timelines: of one round.
+        long: which of them have a long prompt.
+    """
+    spans = [(t.arrived, t.bursts[0][0], number) for number, t in enumerate(timelines) if long[number] and t.bursts]
+    found: list[float] = []
+    for number, timeline in enumerate(timelines):
+        times = [moment for moment, _ in timeline.bursts]
+        touched: set[int] = set()
+        for begin, end, other in spans:
+            if other != number:
+                # Gap i lies between bursts i and i + 1.
+                touched.update(range(max(0, bisect_right(times, begin) - 1), min(len(times) - 1, bisect_right(times, end))))
+        gaps = [later - earlier for earlier, later in pairwise(times)]
+        found += [gaps[place] for place in sorted(touched)]
+    return found
+
+
+def figures(rounds: Sequence[Round], asked: WorkloadConfig, long: Sequence[bool]) -> dict[str, Any]:
+    """What a side's rounds say of its service under the load, under the key ``open_loop`` of a result record.
+
+    Args:
+        rounds: of one side.
+        asked: the workload.
+        long: which requests of a round have a long prompt.
+    """
+    every = [timeline for one in rounds for timeline in one.timelines]
+    spans = [max(t.arrived for t in one.timelines) - min(t.arrived for t in one.timelines) for one in rounds]
+    offered = sum(len(one.timelines) - 1 for one in rounds) / sum(spans) if sum(spans) > 0 else None
+    good = sum(within_limits(timeline, asked.ttft_limit_ms, asked.itl_limit_ms) for timeline in every)
+    seconds = sum(one.seconds for one in rounds)
+    return {
+        "offered_per_second": offered,
+        "goodput": {
+            "share": good / len(every),
+            "requests": len(every),
+            "within": good,
+            "per_second": good / seconds if seconds else None,
+            "ttft_limit_ms": asked.ttft_limit_ms,
+            "itl_limit_ms": asked.itl_limit_ms,
+        },
+        "gap_while_long_prompts_ms": latency([gap for one in rounds for gap in gaps_while_prompts_arrive(one.timelines, long)]),
+        "long_prompts": sum(long),
+    }
+
+
+def describe(asked: WorkloadConfig) -> str:
+    """``poisson, 4/s``: part of a case's name, and what tells the records of one load from those of another."""
+    if asked.arrivals == CLOSED:
+        return CLOSED
+    text = f"trace {asked.trace}" if asked.arrivals == "trace" else f"{asked.arrivals}, {asked.rate:g}/s"
+    text += f" in groups of {asked.burst}" if asked.arrivals == "bursts" else ""
+    return text + (f", every {asked.long_every}. prompt of {asked.long_input_tokens} tokens" if asked.long_every else "")
+
+
+def table(rows: Sequence[dict[str, Any]], title: str) -> Table:
+    """All sides in one table; latencies and goodput over the requests of all rounds."""
+    shown = Table(title=title, title_justify="left", caption_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    shown.add_column("side")
+    for heading in ("goodput", "tokens/s", "TTFT", "TTFT p99", "ITL", "ITL p99", "gap p99", "length"):
+        shown.add_column(heading, justify="right", no_wrap=True)
+    shown.add_column("equal", no_wrap=True)
+    for row in rows:
+        if row["equal"] is False:
+            shown.add_row(Text(row["side"]), *[""] * 8, Text("NO"))
+            continue
+        served, gap = row["open_loop"]["goodput"], row["open_loop"]["gap_while_long_prompts_ms"]
+        times = [f"{row[key][part]:.2f}" if row[key] else "" for key in ("ttft_ms", "itl_ms") for part in ("p50", "p99")]
+        length = f"{row['acceptance_length']:.2f}" if row["acceptance_length"] else ""
+        shown.add_row(
+            Text(row["side"]), f"{served['within']} of {served['requests']}", f"{row['tokens_per_second']['median']:.1f}", *times,
+            f"{gap['p99']:.2f}" if gap else "", length, "yes" if row["equal"] else "-",
+        )  # fmt: skip
+        limits = f"within {served['ttft_limit_ms']:g} ms to the first token and {served['itl_limit_ms']:g} ms between tokens"
+        shown.caption = (
+            f"times in ms, p50 or as said; goodput: requests {limits}; gap: between tokens while a long prompt of another waits or is read"
+        )
+    return shown
