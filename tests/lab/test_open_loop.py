@@ -17,8 +17,11 @@ from graphspec.lab.measure.compare import Measured
 from graphspec.lab.measure.engine_side import EngineSide
 from graphspec.lab.measure.metrics import Round, Timeline
 from graphspec.lab.measure.open_loop import arrivals, describe, figures, gaps_while_prompts_arrive, play, read_trace, table, within_limits
+from graphspec.lab.measure.results import read_results
 from graphspec.lab.measure.sides import SideConfig, plain_config, sides_of
 from graphspec.lab.measure.workload import make_workload
+from graphspec.lab.report.numbers import spell
+from graphspec.lab.report.tables import loads
 from graphspec.lab.tune.command import check as check_tune
 from tests.support.engines import Pair, add_tokenizer, mirror_pair
 from tests.support.profile import launch
@@ -195,6 +198,36 @@ def test_a_round_over_the_resident_engine(pair: Pair, monkeypatch: pytest.Monkey
     compare.set_verdicts([wrong, measured[1]], None)
     [row, _] = compare.records("case", [wrong, measured[1]])
     assert row["equal"] is False and "open_loop" not in row and table([row], "case").row_count == 1
+
+
+def side_record(rate: float, role: str, open_loop: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "kind": "side", "case": f"case, {rate:g}/s", "side": role, "role": role, "variant": "none", "batch": 2, "equal": True, "rounds": 2,
+        "arrivals": f"poisson, {rate:g}/s", "tokens_per_second": {"median": 10 * rate, "rounds": [10 * rate] * 2},
+        "ttft_ms": {"p50": 20.0, "p99": 30.0}, "itl_ms": {"p50": 2.0, "p99": 3.0}, "open_loop": open_loop,
+    }  # fmt: skip
+
+
+def test_the_report_keeps_every_load_and_shows_none_as_speed(tmp_path: Path) -> None:
+    goodput = {"within": 7, "requests": 8, "share": 0.875, "ttft_limit_ms": 500.0, "itl_limit_ms": 100.0}
+    rows = [
+        side_record(rate, "none", {"offered_per_second": rate, "goodput": goodput, "gap_while_long_prompts_ms": None})
+        for rate in (8.0, 2.0)
+    ]
+    file = tmp_path / "r.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)) + "\n", encoding="utf-8")
+    results = read_results([str(file)])
+    assert len(results.sides) == 2 and all(side.speed is None for side in results.sides), "one baseline for each load"
+    shown = loads(results)
+    assert [row[1:5] for row in shown.rows] == [[f"poisson, {rate}/s", spell(rate), "7 of 8", "500 / 100"] for rate in (2, 8)]
+    closed = [{**row, "open_loop": None, "arrivals": "closed"} for row in rows[:1]]
+    old = [{key: value for key, value in closed[0].items() if key not in ("arrivals", "open_loop")}]
+    file.write_text("\n".join(map(json.dumps, old + closed)) + "\n", encoding="utf-8")
+    results = read_results([str(file)])
+    assert len(results.sides) == 1 and results.sides[0].speed == 80.0 and loads(results).rows == []
+    file.write_text(json.dumps(side_record(1.0, "none", {"goodput": {"within": "all"}})) + "\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"open_loop\.goodput"):
+        read_results([str(file)])
 
 
 def replace_tokens(one: Measured) -> Measured:

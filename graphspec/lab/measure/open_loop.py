@@ -167,29 +167,27 @@ def describe(asked: WorkloadConfig) -> str:
         return CLOSED
     text = f"trace {asked.trace}" if asked.arrivals == "trace" else f"{asked.arrivals}, {asked.rate:g}/s"
     text += f" in groups of {asked.burst}" if asked.arrivals == "bursts" else ""
-    return text + (f", every {asked.long_every}. prompt of {asked.long_input_tokens} tokens" if asked.long_every else "")
+    return text + (f", 1 in {asked.long_every} prompts of {asked.long_input_tokens} tokens" if asked.long_every else "")
 
 
 def table(rows: Sequence[dict[str, Any]], title: str) -> Table:
     """All sides in one table; latencies and goodput over the requests of all rounds."""
     shown = Table(title=title, title_justify="left", caption_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     shown.add_column("side")
-    for heading in ("goodput", "tokens/s", "TTFT", "TTFT p99", "ITL", "ITL p99", "gap p99", "length"):
+    for heading in ("goodput", "TTFT", "p99", "ITL", "p99", "gap p99", "length"):
         shown.add_column(heading, justify="right", no_wrap=True)
     shown.add_column("equal", no_wrap=True)
     for row in rows:
         if row["equal"] is False:
-            shown.add_row(Text(row["side"]), *[""] * 8, Text("NO"))
+            shown.add_row(Text(row["side"]), *[""] * 7, Text("NO"))
             continue
         served, gap = row["open_loop"]["goodput"], row["open_loop"]["gap_while_long_prompts_ms"]
-        times = [f"{row[key][part]:.2f}" if row[key] else "" for key in ("ttft_ms", "itl_ms") for part in ("p50", "p99")]
-        length = f"{row['acceptance_length']:.2f}" if row["acceptance_length"] else ""
+        times = [f"{row[key][part]:.1f}" if row[key] else "" for key in ("ttft_ms", "itl_ms") for part in ("p50", "p99")]
         shown.add_row(
-            Text(row["side"]), f"{served['within']} of {served['requests']}", f"{row['tokens_per_second']['median']:.1f}", *times,
-            f"{gap['p99']:.2f}" if gap else "", length, "yes" if row["equal"] else "-",
+            Text(row["side"]), f"{served['within']} of {served['requests']}", *times, f"{gap['p99']:.1f}" if gap else "",
+            f"{row['acceptance_length']:.2f}" if row["acceptance_length"] else "", "yes" if row["equal"] else "-",
         )  # fmt: skip
         limits = f"within {served['ttft_limit_ms']:g} ms to the first token and {served['itl_limit_ms']:g} ms between tokens"
-        shown.caption = (
-            f"times in ms, p50 or as said; goodput: requests {limits}; gap: between tokens while a long prompt of another waits or is read"
-        )
+        gaps = "gap: between tokens while a long prompt of another request waits or is read"
+        shown.caption = f"times in ms, p50 or as said; goodput: requests {limits}; {gaps}"
     return shown

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ...checks import LONG, brief
+from ...command_options import CLOSED
 from ...errors import ConfigError
 from ...paths import reason, user_path
 from ...shapes import PLAIN
@@ -108,9 +109,15 @@ class SideRecord(Line):
         return self.caveats + [ONCE] * (self.rounds == 1 and self.equal is not False)
 
     @property
+    def open_loop(self) -> dict[str, Any]:
+        """Figures of a load that was given; empty of a closed loop."""
+        found: dict[str, Any] = self.get("open_loop", {})
+        return found
+
+    @property
     def speed(self) -> float | None:
-        """Median tokens/s of all requests together."""
-        return self.number("tokens_per_second", "median")
+        """Median tokens/s of all requests together; None where they follow from the load that was given."""
+        return None if self.open_loop else self.number("tokens_per_second", "median")
 
     def lower_end(self, key: str) -> float | None:
         """10th percentile over the rounds of ``key``; None where fewer than two are recorded, for one has no spread."""
@@ -254,7 +261,7 @@ def _side(line: Line) -> SideRecord:
     shape = record.get("shape")
     if shape is not None and not (isinstance(shape, list) and len(shape) == 3 and all(isinstance(n, int) for n in shape)):
         line.fail("shape", "[num_steps, topk, num_draft_tokens] or null", repr(shape))
-    for key in (*SPEEDS, *LATENCIES):
+    for key in (*SPEEDS, *LATENCIES, "open_loop"):
         if record.get(key) is not None and not isinstance(record[key], dict):
             line.fail(key, "an object", repr(record[key])[:60])
     _check_parts(line)
@@ -280,6 +287,9 @@ def _check_parts(line: Line) -> None:
     counts = line.get(COUNTS, {})
     if not (isinstance(counts, dict) and all(size.isdecimal() and isinstance(count, int) for size, count in counts.items())):
         line.fail(COUNTS, "an object of numbers by burst size", repr(counts)[:80])
+    for key, value in line.get("open_loop", {}).items():
+        if not all(map(_number_or_none, value.values() if isinstance(value, dict) else [value])):
+            line.fail(f"open_loop.{key}", "a number, null, or an object of numbers", repr(value)[:60])
     for key in ("ratio", "tokens_per_second"):
         rounds = _list(line, f"{key}.rounds", line.get(key, {}).get("rounds"))
         if any(value is None or not _number_or_none(value) for value in rounds):
@@ -320,7 +330,8 @@ def _identity(side: SideRecord) -> tuple[object, ...]:
     # One baseline serves every shape of a sweep, so the case is not part of its identity.
     keys = [key for key in IDENTITY if key not in ("equal", "equality", "rounds", "requests") and (side.subject or key != "case")]
     place = (side.hardware, side.provenance.get("revision"), model(side.provenance))
-    return (*(json.dumps(side.record.get(key)) for key in keys), *place)
+    # Records from before there were open loops don't say that theirs is closed.
+    return (*(json.dumps(side.record.get(key, CLOSED if key == "arrivals" else None)) for key in keys), *place)
 
 
 def _keep_newest(results: Results) -> None:

@@ -126,7 +126,7 @@ def page(results: Results, plotly: str) -> str:
         Section("latency", "Latency", charts=latency, body="latencies.html" if timed else ""),
         Section("shapes", "Choosing a shape", "Shapes", shapes, tables=[tables.plans(results)]),
         Section("resources", "Memory and build", "Memory", tables=memory),
-        Section("sides", "Every side", "All sides", tables=[tables.sides(results)]),
+        Section("sides", "Every side", "All sides", tables=[tables.sides(results), tables.loads(results)]),
         Section("provenance", "Where the figures come from", "Provenance", body="provenance.html"),
     ]
     sections = [replace(one, charts=_rows(one.charts), tables=[table for table in one.tables if table.rows]) for one in sections]

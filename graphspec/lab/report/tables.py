@@ -83,6 +83,33 @@ def sides(results: Results) -> Table:
     return Table(headings, rows, "Every side that was measured", sides=results.sides)
 
 
+def loads(results: Results) -> Table:
+    """Sides of open loops: how requests were served under the load that was given."""
+    known = sorted((side for side in results.sides if side.open_loop), key=lambda side: side.open_loop.get("offered_per_second") or 0.0)
+    rows = []
+    for side in known:
+        served, gap = side.open_loop.get("goodput") or {}, side.open_loop.get("gap_while_long_prompts_ms") or {}
+        times = [spell(side.number(key, part)) for key in ("ttft_ms", "itl_ms") for part in ("p50", "p99")]
+        limits = f"{spell(served.get('ttft_limit_ms'))} / {spell(served.get('itl_limit_ms'))}"
+        requests = f"{served.get('within', DASH)} of {served.get('requests', DASH)}"
+        offered = spell(side.open_loop.get("offered_per_second"))
+        rows.append([side.label, str(side.get("arrivals", DASH)), offered, requests, limits, *times, spell(gap.get("p99"))])
+    headings = [
+        "side",
+        "arrivals",
+        "offered/s",
+        "in time",
+        "limits TTFT / ITL, ms",
+        "TTFT p50, ms",
+        "p99",
+        "ITL p50, ms",
+        "p99",
+        "gap p99, ms",
+    ]
+    note = "in time: requests within both limits. gap: between tokens of a request while a long prompt of another waits or is read."
+    return Table(headings, rows, "How requests were served under given loads", "Open loops", note if rows else "", known)
+
+
 def memory(results: Results) -> Table:
     """Memory of each side."""
     known = [side for side in results.sides if side.get("memory")]
