@@ -158,6 +158,18 @@ GRANITE_LAYOUT = _target(
 )
 """Granite 4 (``granitemoehybrid``)."""
 
+BAMBA_LAYOUT = _target(
+    TensorRule("norm.weight", ("model.final_layernorm.weight",)),
+    TensorRule("layers.*.post_attention_layernorm.weight", ("model.layers.*.pre_ff_layernorm.weight",)),
+    *_ssm_rules("layers.*.self_attn.", "model.layers.*.mamba."),
+    *(
+        TensorRule(f"layers.*.mlp.gate_up_proj.{kind}", tuple(f"model.layers.*.feed_forward.{one}_proj.{kind}" for one in ("gate", "up")))
+        for kind in ("weight", "bias")
+    ),
+    *_renamed("mlp.", "feed_forward.", ("down_proj", "down_proj")),
+)
+"""Bamba."""
+
 NEMOTRON_LAYOUT = Layout(
     rules=(
         TensorRule("embed_tokens.weight", ("model.embeddings.weight",)),

@@ -13,11 +13,12 @@ from typing import Literal
 
 from ..catalog import rows_from_outside
 from ..errors import ConfigError
-from ..layouts import FUSED_LAYOUT, GRANITE_LAYOUT, NEMOTRON_LAYOUT, QWEN3_5_LAYOUT, QWEN3_NEXT_LAYOUT, SPLIT_LAYOUT, Layout
+from ..layouts import BAMBA_LAYOUT, FUSED_LAYOUT, GRANITE_LAYOUT, NEMOTRON_LAYOUT, QWEN3_5_LAYOUT, QWEN3_NEXT_LAYOUT, SPLIT_LAYOUT, Layout
 from .keys import Keys
 from .latent import LatentFacts, read_latent
 from .mamba import (
     Mixer,
+    bamba_keys,
     granite_keys,
     nemotron_keys,
     read_granite_experts,
@@ -209,6 +210,18 @@ GRANITE_HYBRID = Family(
     multipliers=read_granite_multipliers,
 )
 """Granite 4: Mamba-2 or attention, then an MLP for every token, with or without experts next to it."""
+BAMBA = Family(
+    name="bamba",
+    architectures=("BambaForCausalLM",),
+    layout=BAMBA_LAYOUT,
+    attention_bias="stated",
+    mlp_bias=True,
+    multi_head=True,
+    partial_rotary=0.5,
+    usual=bamba_keys,
+    recurrent=read_granite_ssm,
+)
+"""Mamba-2 or attention with partial rotary, then an MLP."""
 KIMI_LINEAR = Family(
     name="kimi_linear",
     architectures=("KimiLinearForCausalLM",),
@@ -265,6 +278,7 @@ FAMILIES: tuple[Family, ...] = (
     QWEN3_5_MOE,
     NEMOTRON_H,
     GRANITE_HYBRID,
+    BAMBA,
     KIMI_LINEAR,
 )
 ENTRY_POINTS = "graphspec.families"

@@ -1,4 +1,4 @@
-"""Hybrids of attention and Mamba-2 (arXiv 2405.21060) as ``config.json`` describes them: Nemotron-H, Granite 4. Standard library only."""
+"""Hybrids of attention and Mamba-2 (arXiv 2405.21060) as ``config.json`` describes them. Standard library only."""
 
 from __future__ import annotations
 
@@ -73,6 +73,20 @@ def granite_keys(keys: Keys) -> Keys:
     return Keys(values, keys.where)
 
 
+def bamba_keys(keys: Keys) -> Keys:
+    """Bamba's config with ``layer_types`` from the layers that it says attend.
+
+    Raises:
+        CheckpointError: no list of layers, or none that attends.
+    """
+    count = keys.integer("num_hidden_layers", most=MOST_LAYERS)
+    attending = keys.integers("attn_layer_indices", f"a list of layers from 0 to {count - 1}", 0, count - 1)
+    if not attending:
+        raise keys.error("attn_layer_indices", "at least one layer that attends")
+    kinds = ["full_attention" if layer in attending else "linear_attention" for layer in range(count)]
+    return Keys({**keys.values, "layer_types": kinds}, keys.where)
+
+
 def _rename(values: dict[str, Any], **names: str) -> None:
     for theirs, ours in names.items():
         if values.get(ours) is None and values.get(theirs) is not None:
@@ -98,7 +112,7 @@ def read_nemotron_ssm(keys: Keys, num_layers: int) -> RecurrentFacts | None:
 
 
 def read_granite_ssm(keys: Keys, num_layers: int) -> RecurrentFacts | None:
-    """Granite 4's recurrent layers; None where there are none.
+    """Recurrent layers of Granite 4 and Bamba; None where there are none.
 
     Raises:
         CheckpointError: a key that is missing, wrong or not supported.

@@ -47,6 +47,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "granite-rope-one-group": ("granite", {"position_embedding_type": "rope", "mamba_n_groups": 1, "attention_bias": True}),
     "granite-experts": ("granite_moe", {"mamba_d_conv": 3, "mamba_conv_bias": False, "mamba_proj_bias": True}),
     "granite-attention-only": ("granite", {"layer_types": ["full_attention"] * 4, "position_embedding_type": "rope"}),
+    "bamba": ("bamba", {}),
+    "bamba-biases": ("bamba", {"mlp_bias": True, "attention_bias": True, "mamba_proj_bias": True, "tie_word_embeddings": True}),
     "qwen3_next-dense-layers": ("qwen3_next", {"mlp_only_layers": [1, 3], "norm_topk_prob": False, "linear_num_key_heads": 4}),
 }
 
@@ -183,6 +185,8 @@ MAMBA_REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "no attention": ("granite", {"layer_types": ["mamba"] * 4}, "layer_types: expected at least one layer that attends"),
     "unknown kind": ("granite", {"layer_types": ["mamba", "moe"]}, "layer_types: expected a list of linear_attention or full_attention"),
     "too few kinds": ("granite", {"layer_types": ["mamba", "attention"]}, "layer_types: expected 4 entries"),
+    "bamba without attention": ("bamba", {"attn_layer_indices": None}, "attn_layer_indices: expected at least one layer that attends"),
+    "bamba beyond": ("bamba", {"attn_layer_indices": [4]}, "attn_layer_indices: expected a list of layers from 0 to 3"),
     "groups": ("granite", {"mamba_n_groups": 3}, "mamba_n_heads: expected a multiple of mamba_n_groups = 3"),
     "positions": ("granite", {"position_embedding_type": "alibi"}, "position_embedding_type: expected rope, nope or null"),
     "multiplier": ("granite", {"residual_multiplier": -1}, "residual_multiplier: expected a positive number"),

@@ -53,6 +53,8 @@ _GRANITE = {
     "attention_multiplier": 0.3,
     "logits_scaling": 2.5,
 }
+_BAMBA = {key: value for key, value in _GRANITE.items() if key.startswith("mamba") or key in ("num_hidden_layers", "rms_norm_eps")}
+_BAMBA |= {"attn_layer_indices": [1, 3], "intermediate_size": 40}
 _MOE = {"layers_block_type": ["linear_attention", "moe", "full_attention", "linear_attention", "moe"], "n_routed_experts": 8}
 _MOE |= {"moe_intermediate_size": 12, "moe_shared_expert_intermediate_size": 20, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2}
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -62,6 +64,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "nemotron_h": ("NemotronHConfig", "NemotronHForCausalLM", _NEMOTRON),
     "nemotron_h_moe": ("NemotronHConfig", "NemotronHForCausalLM", {**_NEMOTRON, **_MOE, "routed_scaling_factor": 1.5}),
     "granite": ("GraniteMoeHybridConfig", "GraniteMoeHybridForCausalLM", _GRANITE),
+    "bamba": ("BambaConfig", "BambaForCausalLM", _BAMBA),
     "granite_moe": (
         "GraniteMoeHybridConfig", "GraniteMoeHybridForCausalLM", {**_GRANITE, "num_local_experts": 6, "num_experts_per_tok": 3},
     ),
