@@ -134,6 +134,9 @@ def test_heads_are_no_language_models(tmp_path: Path, target_path: Path) -> None
     edit_json(path / "config.json", architectures=["Qwen3_5ForCausalLM"], full_attention_interval=2)
     with pytest.raises(CheckpointError, match="every layer attends"):
         read_standalone_facts(path, target)
+    edit_json(path / "config.json", architectures=["NemotronHForCausalLM"], hybrid_override_pattern="*-*-")
+    with pytest.raises(CheckpointError, match="every layer attends"):
+        read_standalone_facts(path, target)
 
 
 def test_a_superfluous_tensor_is_refused(tmp_path: Path, target_path: Path) -> None:

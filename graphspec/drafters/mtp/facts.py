@@ -108,9 +108,9 @@ def _family(keys: Keys, layout: str, architecture: str) -> Family:
     """The family whose layers the heads have."""
     if layout == "qwen":
         family = find_family(architecture)
-        if family is not None and family.recurrent is not None:
+        if family is not None and family.recurrent is not None and family.attention_gate:
             # The layer of the head attends, and its MLP is dense.
-            return replace(family, refused="", recurrent=None, experts=None)
+            return replace(family, recurrent=None, experts=None)
         raise keys.error("architectures", "a Qwen3Next or Qwen3_5 architecture, whose heads are named mtp.fc")
     if layout == "mimo":
         if architecture in _MIMO:
