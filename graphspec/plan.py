@@ -422,10 +422,6 @@ def make_plan(config: Config, target: ModelFacts, draft: DraftFacts | None, *, d
         raise ConfigError(
             "kernels.mode", "reference or compiled for a target with Mamba-2 layers", repr(kernels), "they have no fused kernels"
         )
-    if target.recurrent is not None and kernels == "fused":
-        raise ConfigError(
-            "kernels.mode", "reference or compiled for a target with recurrent layers", repr(kernels), "they have no fused kernels"
-        )
     if target.experts is not None and target.family.squared_relu and kernels == "fused":
         raise ConfigError("kernels.mode", "reference or compiled for experts without a gate", repr(kernels), "they have no fused kernels")
     draft_context = draft.decoder.max_position_embeddings if draft else max_context

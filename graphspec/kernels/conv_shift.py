@@ -67,4 +67,4 @@ def _cases(generator: Generator) -> list[Case]:
     return [case(1, 1, 1, 1, 3, 4), case(3, 3, 9, 5, 3, 6), case(2, 4, 5, 5, 1, 3), case(1, 3, 12, 12, 3, 5, fresh=True)]
 
 
-OP = KernelOp(conv_shift, _cases, native="native.recurrent", fused=None)
+OP = KernelOp(conv_shift, _cases, native="native.recurrent")

@@ -39,4 +39,4 @@ def delta_chunk(
     return out_BTHV.to(mixed_BTE.dtype)
 
 
-OP = KernelOp(delta_chunk, run_cases, native="native.recurrent", fused=None, exact=False)
+OP = KernelOp(delta_chunk, run_cases, native="native.recurrent", exact=False)

@@ -78,4 +78,4 @@ def path_cases(generator: Generator) -> list[Case]:
     return cases
 
 
-OP = KernelOp(delta_scan, path_cases, native="native.recurrent", fused=None, exact=False)
+OP = KernelOp(delta_scan, path_cases, native="native.recurrent", exact=False)

@@ -31,4 +31,4 @@ def delta_solve(mixed_BTE: Tensor, gate_BTG: Tensor, matrix_RUHKV: Tensor, layer
     return torch.where(used_BT[..., None, None], read_BTHV, 0.0).to(mixed_BTE.dtype)
 
 
-OP = KernelOp(delta_solve, tree_cases, native="native.recurrent", fused=None, exact=False)
+OP = KernelOp(delta_solve, tree_cases, native="native.recurrent", exact=False)

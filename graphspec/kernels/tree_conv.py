@@ -75,4 +75,4 @@ def _cases(generator: Generator) -> list[Case]:
     return [case(1, 1, 5, 4), case(3, 9, 12, 4, bias=True), case(2, 7, 33, 2), case(3, 20, 8, 4, chain=True)]
 
 
-OP = KernelOp(tree_conv, _cases, native="native.recurrent", fused=None, exact=False)
+OP = KernelOp(tree_conv, _cases, native="native.recurrent", exact=False)

@@ -58,7 +58,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     "hybrid-tree": {"name": "ngram", "num_steps": 4, "topk": 3, "num_draft_tokens": 9},
     "mamba-tree": {"name": "ngram", "num_steps": 4, "topk": 3, "num_draft_tokens": 9},
 }
-"""Recurrent layers in the target, which have no fused kernels."""
+"""Recurrent layers in the target."""
 STRUCTURES = (*SHAPES, *OTHERS)
 
 

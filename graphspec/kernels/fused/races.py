@@ -32,6 +32,10 @@ DISJOINT: dict[str, frozenset[str]] = {
 STORED_ONCE: dict[str, frozenset[str]] = {
     # Header, state and tokens of a lane's message; a column of the features for every entry.
     "_commit_rows": frozenset({"ring", "window_feature"}),
+    # A block of tokens, a step and a node for every turn of a loop.
+    "_delta_chunk": frozenset({"out"}),
+    "_delta_scan": frozenset({"out"}),
+    "_delta_walk": frozenset({"out"}),
     # A choice belongs to one turn of the loop, and so does a token of the sum.
     "_down": frozenset({"partial", "out"}),
     # Steps before this level, and this one.

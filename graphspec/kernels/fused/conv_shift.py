@@ -1,0 +1,79 @@
+"""Triton kernel of :mod:`graphspec.kernels.conv_shift`."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from ..conv_shift import OP as CONTRACT
+from .delta_walk import QWEN3_NEXT
+from .launch import AotCase, aot_case, launch, register
+
+BLOCK = 512
+"""Channels of a program."""
+
+
+@triton.jit
+def _conv_shift(
+    inputs, column, lane_row, path, length, fresh, lanes, tokens, width, channels, layers, layer,
+    COLUMNS: tl.constexpr, COLUMNS_PAD: tl.constexpr, FRESH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program owns all columns of a (layer, lane, block of channels): it loads every column before it stores any."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    unit = tl.program_id(0).to(tl.int64)
+    lane = tl.program_id(1).to(tl.int64)
+    channel = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    order = tl.arange(0, COLUMNS_PAD)
+    count = tl.load(length + lane)
+    starts = False
+    if FRESH:
+        starts = tl.load(fresh + lane) != 0
+    base = column + (tl.load(lane_row + lane) * layers + layer + unit) * COLUMNS * channels
+    place = count + order - COLUMNS
+    real = order < COLUMNS
+    node = tl.load(path + lane * width + place, mask=real & (place >= 0), other=0)
+    inside = real[:, None] & (channel < channels)[None, :]
+    arrived = (place >= 0)[:, None]
+    new = tl.load(inputs + ((unit * lanes + lane) * tokens + node)[:, None] * channels + channel[None, :], mask=inside & arrived, other=0.0)
+    known = inside & (place < 0)[:, None] & (not starts)
+    old = tl.load(base + (COLUMNS + place)[:, None] * channels + channel[None, :], mask=known, other=0.0)
+    # Threads of this program store where others have loaded.
+    tl.debug_barrier()
+    to = base + order[:, None] * channels + channel[None, :]
+    tl.store(to, tl.where(arrived, new, old), mask=inside & ((count > 0) | starts))
+
+
+def conv_shift(
+    input_UBTE: Tensor,
+    column_RUOE: Tensor,
+    layer: int,
+    lane_row_B: Tensor,
+    path_BA: Tensor,
+    length_B: Tensor,
+    fresh_B: Tensor | None = None,
+) -> None:
+    units, lanes, tokens, channels = input_UBTE.shape
+    layers, columns = column_RUOE.shape[1:3]
+    block = min(BLOCK, triton.next_power_of_2(channels))
+    launch(
+        _conv_shift, (units, lanes, triton.cdiv(channels, block)), input_UBTE.contiguous(), column_RUOE, lane_row_B, path_BA.contiguous(),
+        length_B, None if fresh_B is None else fresh_B.view(torch.uint8), lanes, tokens, path_BA.shape[1], channels, layers, layer,
+        COLUMNS=columns, COLUMNS_PAD=triton.next_power_of_2(columns), FRESH=fresh_B is not None, BLOCK=block,
+    )  # fmt: skip
+
+
+OP = register(CONTRACT, conv_shift)
+
+
+def _case(name: str, units: int, lanes: int, tokens: int, width: int, dtype: torch.dtype = torch.bfloat16) -> AotCase:
+    sizes = {**QWEN3_NEXT, "B": lanes, "T": tokens, "A": width, "O": 3}
+    given = {"input_UBTE": (dtype, units, lanes, tokens, QWEN3_NEXT["E"]), "column_RUOE": dtype, "layer": 0}
+    return aot_case(name, CONTRACT, conv_shift, sizes, **given, **({} if "run" in name else {"fresh_B": None}))
+
+
+AOT = (_case("qwen3-next-b1-n16-a6", 36, 1, 16, 6), _case("qwen3-next-run-b1-t256-fp32", 1, 1, 256, 256, torch.float32))
