@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,15 +25,27 @@ from tests.support.tiny import same_bits
 BY_NAME = {op.name: op for op in OPS}
 
 
-def implementations(*names: str) -> pytest.MarkDecorator:
-    """Every implementation of these ops."""
+def implementations(*names: str, fused: bool = True) -> pytest.MarkDecorator:
+    """Every implementation of these ops; without fused ones where interpreting them would take minutes."""
+
+    def found(name: str, which: str) -> Callable[..., Any]:
+        implementation = BY_NAME[name].implementation
+        if which != "fused":
+            return implementation(which)
+
+        def fused_op(*given: Any, **named: Any) -> Any:
+            """Triton is imported by the test that needs it."""
+            return implementation("fused")(*given, **named)
+
+        return fused_op
+
     return pytest.mark.parametrize(
         "op",
         [
-            pytest.param(BY_NAME[name].implementation(which), id=f"{name}-{which}")
+            pytest.param(found(name, which), id=f"{name}-{which}", marks=[pytest.mark.kernels] if which == "fused" else [])
             for name in names
             for which in BY_NAME[name].names
-            if which != "fused"
+            if fused or which != "fused"
         ],
     )
 
@@ -100,7 +113,7 @@ def selective(case: dict[str, Any], lane: int, path: list[int]) -> tuple[Tensor,
     return state, out
 
 
-@implementations("delta_walk", "delta_solve", "ssm_walk", "ssm_dual")
+@implementations("delta_walk", "delta_solve", "ssm_walk", "ssm_dual", fused=False)
 @pytest.mark.parametrize("nodes", [1, 12, 70])
 def test_every_node_follows_its_own_ancestors(op: Any, nodes: int) -> None:
     case = tree(nodes, nodes)
@@ -164,7 +177,7 @@ def test_commit_at_every_end_node(op: Any) -> None:
         assert same_bits(matrix, case["matrix_RUHKV"]), "rows that nothing was accepted in, and the other layer, keep their bits"
 
 
-@implementations("delta_scan", "delta_chunk", "ssm_scan", "ssm_chunk")
+@implementations("delta_scan", "delta_chunk", "ssm_scan", "ssm_chunk", fused=False)
 @pytest.mark.parametrize("tokens", [1, 63, 64, 65, 150])
 def test_a_prompt_in_pieces_ends_in_the_same_state(op: Any, tokens: int) -> None:
     case = run(4, tokens)

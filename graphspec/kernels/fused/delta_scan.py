@@ -35,7 +35,7 @@ def _delta_scan(
     at, inside = state_tile(matrix, tl.load(lane_row + lane), layers, layer, head, first, HEADS, KEY, VALUE, KEY_PAD, COLUMNS)
     state = tl.load(at, mask=inside & (not starts), other=0.0)
     place = out + (lane * steps * HEADS + head) * VALUE + column
-    for step in range(0, count):
+    for step in range(count):
         token = step
         if PATH:
             token = tl.load(path + lane * steps + step)

@@ -36,7 +36,7 @@ def _delta_solve(
     state = matrix + ((tl.load(lane_row + lane) * layers + layer) * HEADS + head) * (KEY * VALUE)
     used = ((word >> node.to(tl.int64)) & 1) != 0
     before = ((word[:, None] >> node.to(tl.int64)[None, :]) & 1) != 0
-    read, change, key_unit, path = delta_block(
+    read, _, _, _ = delta_block(
         state, True, mixed, gate, lane * nodes + node, used, before & used[:, None], head, first, HEADS, REPEAT, KEY, VALUE, KEY_PAD,
         COLUMNS, TOKENS, PART, EPS,
     )  # fmt: skip

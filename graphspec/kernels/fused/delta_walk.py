@@ -38,7 +38,7 @@ def _delta_walk(
         read = tl.zeros([COLUMNS], tl.float32)
         words = ancestors + (lane * nodes + node) * WORDS
         if (tl.load(words + node // 64) >> (node % 64)) & 1 != 0:
-            for j in range(0, node + 1):
+            for j in range(node + 1):
                 if (tl.load(words + j // 64) >> (j % 64)) & 1 != 0:
                     query, key, value, decay, rate = delta_token(
                         mixed, gate, lane * nodes + j, head, first, HEADS, REPEAT, KEY, VALUE, KEY_PAD, COLUMNS, EPS

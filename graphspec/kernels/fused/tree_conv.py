@@ -40,7 +40,7 @@ def _tree_conv(
     for _ in tl.static_range(COLUMNS):
         next_place = tl.load(parent + lane * tokens + tl.maximum(place, 0))
         place = tl.where(place >= 0, next_place, place - 1)
-        places = places + (place,)
+        places = places + (place,)  # type: ignore[assignment]  # noqa: RUF005 - Triton unpacks no tuples
     total = tl.zeros([BLOCK], tl.float32)
     for tap in tl.static_range(COLUMNS + 1):
         place = places[COLUMNS - tap]

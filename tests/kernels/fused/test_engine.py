@@ -6,6 +6,7 @@ The pair's draft equals its target, so every off-by-one in a slot, a position, a
 from __future__ import annotations
 
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from graphspec.engine.request import SamplingParams
 from graphspec.errors import ConfigError
 from graphspec.kernels import OPS, select_kernels
 from tests.support.depths import Launches, ScriptedDepth
-from tests.support.engines import CHAIN, TREE, Pair, ids, mirror_pair, prompts
+from tests.support.engines import CHAIN, TREE, Pair, ids, mirror_pair, prompts, random_pair
+from tests.support.hybrid_checkpoints import build_hybrid
 
 FUSED = {"mode": "fused", "max_rows": 2, "buckets": [2], "page_size": 4, "max_context": 64, "prefill_chunks": [4]}
 LENGTH = 8
@@ -57,6 +59,17 @@ def test_seeded_sampling_equals_plain_decoding_by_references(pair: Pair, keys: d
     asked, params = prompts(1, lengths=(3,)), SamplingParams(max_tokens=LENGTH, **keys)
     expected = ids(pair.llm(variant="none", max_context=64).generate(asked, params))
     assert ids(pair.llm(**FUSED, **TREE).generate(asked, params)) == expected
+
+
+@pytest.mark.parametrize(
+    "keys", [{"variant": "none", "numerics": "batch_invariant"}, {"variant": "ngram", **TREE}], ids=["none-exact", "tree"]
+)
+def test_a_hybrid_target_decodes_as_transformers_does(tmp_path: Path, keys: dict[str, Any]) -> None:
+    """In both forms of verification and of prompts."""
+    hybrid = random_pair(tmp_path, build_hybrid("qwen3_5"))
+    asked = prompts(2, lengths=(2, 5))
+    outputs = hybrid.llm(**FUSED, **keys).generate(asked, SamplingParams(max_tokens=4))
+    assert ids(outputs) == [hybrid.greedy(prompt, 4) for prompt in asked]
 
 
 def test_every_op_is_fused(pair: Pair) -> None:
