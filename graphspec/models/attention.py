@@ -116,14 +116,15 @@ class PagedAttention(Attention, Protocol):
         ...
 
     def visibility(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """First slot each query may see without a sliding window, int64 ``[B, T]``; the prefix's end and the ancestor words, or None twice:
+        """First slot each query may see without a sliding window, that of position 0, int64 ``[B, T]``; the prefix's end and the ancestor words, or None twice:
         each valid query sees everything from there to its own slot.
         """
         ...
 
 
 def _within(begin_BT: Tensor, position_BT: Tensor, window_left: int | None) -> Tensor:
-    return begin_BT if window_left is None else torch.maximum(begin_BT, position_BT - window_left + 1)
+    """First slot each query sees. A window counts positions, and position 0 lies in the slot ``begin``, which drafts that skip tokens shift."""
+    return begin_BT if window_left is None else begin_BT + (position_BT - window_left + 1).clamp(min=0)
 
 
 class _PagedWrites:
@@ -164,7 +165,7 @@ class TreeAttention(_PagedWrites):
     slot_BT: Tensor
     """Logical slot each token's KV is written to, int64."""
     begin_BT: Tensor
-    """First slot each query may see where a layer has no sliding window, int64."""
+    """First slot each query may see where a layer has no sliding window, int64: that of position 0."""
     prefix_end_B: Tensor
     ancestors_BTX: Tensor
     """Bit j of a query's words: it sees slot ``prefix_end + j``; its own bit included."""

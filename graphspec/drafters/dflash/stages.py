@@ -41,12 +41,12 @@ class DFlash(MarginalStage):
         token_BT = torch.where(live_B1, torch.where(row_T == 0, root_B1, network.facts.mask_token_id), -1)
         valid_BT, slot_BT = live_B1.expand(lanes, rows), next_B[:, None] + row_T
         causal_TX = causal_words(rows, words, token_BA.device)
-        # Sliding windows count slots here, as long as those of positions.
+        position_BT = slot_BT - self.shift
         full, causal = (
-            self.attend(v, slot_BT, valid_BT, slot_BT, next_B, seen_TX.expand(lanes, -1, -1).masked_fill(~live_B1[..., None], 0))
+            self.attend(v, position_BT, valid_BT, slot_BT, next_B, seen_TX.expand(lanes, -1, -1).masked_fill(~live_B1[..., None], 0))
             for seen_TX in (causal_TX[-1:].expand(rows, -1), causal_TX)
         )
-        hidden_BTH = network.block(token_BT, slot_BT - self.shift, full, causal)
+        hidden_BTH = network.block(token_BT, position_BT, full, causal)
         first = 0 if network.facts.from_anchor else 1
         self.fill_pool(v, network.logits(hidden_BTH[:, first : first + steps]), next_B)
 

@@ -156,7 +156,7 @@ class Stack final : public graphspec::Program {
     const int64_t lane = chunk % c_.lanes, window = w_.windows[chunk / c_.lanes];
     int64_t* begin = w_.begin.data() + chunk / c_.lanes * rows_;
     for (int64_t i = lane * c_.tokens; i < (lane + 1) * c_.tokens; ++i)
-      begin[i] = window < 0 ? c_.begin[i] : std::max(c_.begin[i], c_.position[i] - window + 1);
+      begin[i] = c_.begin[i] + (window < 0 ? 0 : std::max<int64_t>(0, c_.position[i] - window + 1));
     Visible& v = w_.see[chunk];
     if (c_.ancestors != nullptr)
       see_tree(v, shape_, lane, begin, c_.end, c_.ancestors);

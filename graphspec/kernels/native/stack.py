@@ -163,7 +163,7 @@ def _decode(
         rope: float32, cosines then sines; rope_row: int64, the row of each token, clamped into the table.
         table: int32. slot: int64, where each token's KV goes. valid: bool; what is not valid goes to the dummy page.
         position: int64, for sliding windows.
-        begin: int64, first slot each query may see without a window.
+        begin: int64, first slot each query may see without a window: that of position 0.
         end, ancestors: the prefix's end and the ancestor words, as :func:`graphspec.kernels.tree_attention.tree_attention` takes
             them; both None: causal, as :func:`graphspec.kernels.chunk_attention.chunk_attention`.
         first, last: run layers ``first`` to ``last - 1``.
