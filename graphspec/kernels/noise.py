@@ -33,14 +33,14 @@ def mix32(x: Tensor) -> Tensor:
 
 def _absorb(state: Tensor, *words: Tensor) -> Tensor:
     """Mix ``state``, then every word into it."""
-    state = _kept(mix32(state))
+    state = computed_once(mix32(state))
     for word in words:
-        state = _kept(mix32(state ^ word))
+        state = computed_once(mix32(state ^ word))
     return state
 
 
-def _kept(x: Tensor) -> Tensor:
-    """``x`` itself, which Inductor then computes once.
+def computed_once(x: Tensor) -> Tensor:
+    """``x`` itself, contiguous, which Inductor then computes once.
 
     It inlines an elementwise expression wherever it is used, and a mixer uses each of its intermediate values twice: three mixers in a
     row were traced as thousands of operations, and took minutes to compile. What is viewed with strides has to be a buffer.

@@ -116,14 +116,14 @@ class PagedAttention(Attention, Protocol):
         ...
 
     def visibility(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """First slot each query may see without a sliding window, that of position 0, int64 ``[B, T]``; the prefix's end and the ancestor words, or None twice:
-        each valid query sees everything from there to its own slot.
+        """First slot each query may see without a sliding window, that of position 0, int64 ``[B, T]``; the prefix's end and the ancestor
+        words, or None twice: each valid query sees everything from there to its own slot.
         """
         ...
 
 
 def _within(begin_BT: Tensor, position_BT: Tensor, window_left: int | None) -> Tensor:
-    """First slot each query sees. A window counts positions, and position 0 lies in the slot ``begin``, which drafts that skip tokens shift."""
+    """First slot each query sees. A window counts positions; position 0 lies in slot ``begin``, which is 1 where a draft skips a token."""
     return begin_BT if window_left is None else begin_BT + (position_BT - window_left + 1).clamp(min=0)
 
 

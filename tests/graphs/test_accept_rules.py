@@ -365,10 +365,11 @@ def test_greedy_rows_do_not_notice_the_rule(pair: Pair, shape: dict[str, Any], r
     assert [outputs[i] for i in (0, 2)] == [pair.greedy(asked[i], 12) for i in (0, 2)]
 
 
-def test_drafts_drawn_from_the_target_are_always_accepted(tmp_path_factory: pytest.TempPathFactory) -> None:
+@pytest.mark.parametrize("block", [False, True])
+def test_drafts_drawn_from_the_target_are_always_accepted(tmp_path_factory: pytest.TempPathFactory, block: bool) -> None:
     """p / q is 1 everywhere; an index that is off by one would show as a rejection."""
     twin = mirror_pair(tmp_path_factory.mktemp("twin"))
-    llm = twin.llm(**CHAIN, rule="rejection")
+    llm = twin.llm(**CHAIN, rule="rejection", block_verification=block)
     llm.generate(prompts(3, (4, 9, 8)), [SamplingParams(max_tokens=40, temperature=1.0, seed=i, ignore_eos=True) for i in range(3)])
     assert llm.metrics is not None
     assert llm.metrics.acceptance_length > 4.9
@@ -396,11 +397,15 @@ def test_a_synthetic_run_has_its_mean(pair: Pair, shape: dict[str, Any], accept:
         assert metrics.accepted_per_position[3] == 0
 
 
-@pytest.mark.parametrize(("shape", "rule"), [("tree", "target_only"), ("chain", "rejection"), ("tree", "synthetic")])
-def test_the_stage_is_one_graph_under_every_rule(shape: str, rule: str) -> None:
+@pytest.mark.parametrize(
+    ("shape", "accept"),
+    [("tree", {"rule": "target_only"}), ("chain", {"rule": "rejection"}), ("deep", BLOCK),
+     ("tree", {"rule": "synthetic", "synthetic_length": 2.0})],
+    ids=name_of,
+)  # fmt: skip
+def test_the_stage_is_one_graph_under_every_rule(shape: str, accept: dict[str, Any]) -> None:
     """Traced whole, and the same tokens; code generation is the business of the compiled engines' tests."""
-    accept = AcceptConfig(rule=rule, synthetic_length=2.0 if rule == "synthetic" else None)
-    game = Game(SHAPES[shape], accept, top_k=4, samples=50)
+    game = Game(SHAPES[shape], AcceptConfig(**accept), top_k=4, samples=50)
     v = game.views()
     game.draft(v, torch.ones(50, dtype=torch.int64))
     v.logits_BNV = game.target_VV[v.node_token_BN.clamp(min=0)]

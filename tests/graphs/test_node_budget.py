@@ -102,6 +102,15 @@ def test_kernels_of_a_cycle(tree: Launches, nodes: int) -> None:
     assert len(found) - len(calls) + kernels_of(calls) + 29 * layer == cycle
 
 
+@pytest.mark.parametrize(("depth", "kernels"), [(8, 250), pytest.param(16, 251, marks=pytest.mark.full)])
+def test_kernels_of_a_cycle_that_drafts_in_one_pass(depth: int, kernels: int) -> None:
+    """A block drafter of five layers, 64 nodes. A head of more than 8 rows has their squares added by a kernel of its own."""
+    shape = CycleShape(depth, 7, 64, "marginals")
+    found, calls = count(shape, 3, variant="dflash"), calls_of(shape, 3, variant="dflash")
+    assert len(found) - len(calls) + kernels_of(calls) + 29 * KERNELS[64][0] == kernels
+    assert found.host_marks == []
+
+
 def test_plain_decoding_is_a_kernel_an_operator() -> None:
     calls = calls_of(PLAIN, 3)
     assert kernels_of(calls) == len(calls) == 25

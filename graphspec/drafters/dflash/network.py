@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import CheckpointError
-from ...kernels.linear import Hidden, ResidualStream
+from ...kernels.linear import Hidden, ResidualStream, hidden_of
 from ...layouts import Layout, TensorRule, decoder_rules
 from ...models.attention import HeadTransform
 from ...models.checkpoint import Checkpoint, Progress, fill
@@ -63,14 +63,19 @@ class DFlashDraft(nn.Module):
         return "a block whose layers see each other in two ways"
 
     def fuse(self, feature_BTF: Tensor) -> Tensor:
-        """What all layers take keys and values of the context from, ``[B, T, H]``, of the target's tapped residual streams."""
-        return self.hidden_norm(self.fc(feature_BTF))
+        """What all layers take keys and values of the context from, ``[B, T, H]``, un-normed, of the target's tapped residual streams."""
+        hidden_BTH: Tensor = self.fc(feature_BTF)
+        return hidden_BTH
 
     def write_kv(self, token_BT: Tensor, hidden_BTH: Tensor, attention: Attention, step: int = 0) -> None:
         """Keys and values of the context in every layer; the tokens are not read, for the features are those of the tokens before."""
         del token_BT, step
         rotation = self.rotary(attention.position_BT, attention.rope_length_BT)
-        parts = self.context_proj(hidden_BTH).unflatten(-1, (-1, self.facts.decoder.head_dim)).split(self.facts.decoder.num_kv_heads, dim=2)
+        parts = (
+            self.context_proj(hidden_BTH, self.hidden_norm)
+            .unflatten(-1, (-1, self.facts.decoder.head_dim))
+            .split(self.facts.decoder.num_kv_heads, dim=2)
+        )
         for layer, (key_BTGD, value_BTGD) in enumerate(zip(parts[::2], parts[1::2], strict=True)):
             own = cast("SelfAttention", cast("DecoderLayer", self.layers[layer]).self_attn)
             norm = None if own.k_norm is None else own.k_norm.weight
@@ -79,7 +84,7 @@ class DFlashDraft(nn.Module):
             attention.write(layer, key_BTGD[:, :, :1], key_BTGD, value_BTGD, heads)
 
     def block(self, token_BT: Tensor, position_BT: Tensor, full: Attention, causal: Attention) -> Tensor:
-        """Hidden states ``[B, T, H]`` of a block, the anchor first.
+        """Hidden states ``[B, T, H]`` of a block, un-normed, the anchor first.
 
         Args:
             token_BT: int64.
@@ -90,7 +95,7 @@ class DFlashDraft(nn.Module):
         residual_BTH: Hidden = ResidualStream(self.embed_tokens(token_BT, full.valid_BT))
         for layer, alone in zip(self.layers, self.facts.causal, strict=True):
             residual_BTH = layer(residual_BTH, rotation, causal if alone else full)
-        return self.norm(residual_BTH)
+        return hidden_of(residual_BTH)
 
     def forward(self, token_BT: Tensor, hidden_BTH: Tensor | None, attention: Attention, step: int = 0) -> Tensor:
         """One causal or bidirectional block, where one attention serves all layers; see :meth:`block`."""
@@ -100,7 +105,7 @@ class DFlashDraft(nn.Module):
     def logits(self, hidden: Tensor, step: int = 0) -> Tensor:
         """float32 ``[..., Vd]`` of what :meth:`block` returned."""
         del step
-        out: Tensor = self.lm_head(hidden, float32=True)
+        out: Tensor = self.lm_head(hidden, self.norm, float32=True)
         return out
 
 

@@ -8,6 +8,7 @@ import torch
 
 from ...buffers import Views
 from ...graphs.stages.stage import Build, Stage
+from ...kernels.noise import computed_once
 from ...kernels.tree_build import causal_words
 from ..marginals import MarginalStage
 from .network import DFlashDraft
@@ -35,15 +36,17 @@ class DFlash(MarginalStage):
         network.write_kv(token_BA, network.fuse(feature_BAF), self.attend(v, position_BA, valid_BA, slot_BA, begin_B, words_BAX))
 
         row_T = torch.arange(rows, device=token_BA.device)
-        lanes, words = token_BA.shape[0], self.plan.num_words
+        words = self.plan.num_words
         live_B1 = known_B[:, None] > 0
         root_B1 = token_BA.gather(1, (known_B - 1).clamp(min=0)[:, None])
-        token_BT = torch.where(live_B1, torch.where(row_T == 0, root_B1, network.facts.mask_token_id), -1)
-        valid_BT, slot_BT = live_B1.expand(lanes, rows), next_B[:, None] + row_T
+        # Every layer reads these: they are computed once, not once for each. Each is made of the one before, so that one kernel makes them.
+        slot_BT = computed_once(next_B[:, None] + row_T)
+        position_BT = computed_once(slot_BT - self.shift)
+        valid_BT = computed_once(live_B1 & (slot_BT >= 0))
+        token_BT = torch.where(valid_BT, torch.where(row_T == 0, root_B1, network.facts.mask_token_id), -1)
         causal_TX = causal_words(rows, words, token_BA.device)
-        position_BT = slot_BT - self.shift
         full, causal = (
-            self.attend(v, position_BT, valid_BT, slot_BT, next_B, seen_TX.expand(lanes, -1, -1).masked_fill(~live_B1[..., None], 0))
+            self.attend(v, position_BT, valid_BT, slot_BT, next_B, computed_once(torch.where(valid_BT[..., None], seen_TX, 0)))
             for seen_TX in (causal_TX[-1:].expand(rows, -1), causal_TX)
         )
         hidden_BTH = network.block(token_BT, position_BT, full, causal)
