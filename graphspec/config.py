@@ -394,13 +394,15 @@ class HardwareConfig:
     """Dense operations in ``dtype``, 10^12 per second, for ``graphspec plan``; None: not known."""
     capacity_gib: float | None = None
     """Nominal memory of the device, in GiB, for ``graphspec plan`` where memory_gib is unset."""
+    link_gbs: float | None = None
+    """What a device reads from others, in GB/s and one direction, for ``graphspec plan``; None: not known."""
 
     def __post_init__(self) -> None:
         check_fields(self, "hardware")
         one_of("hardware.device", self.device, DEVICES)
         one_of("hardware.dtype", self.dtype, DTYPES)
         _between("hardware.threads", self.threads, 1, MAX_THREADS)
-        for key in ("memory_gib", "bandwidth_gbs", "tflops", "capacity_gib"):
+        for key in ("memory_gib", "bandwidth_gbs", "tflops", "capacity_gib", "link_gbs"):
             _between(f"hardware.{key}", getattr(self, key), LEAST, MOST)
 
 

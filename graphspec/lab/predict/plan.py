@@ -8,7 +8,7 @@ shapes within :data:`CLOSE` of the fastest the one with the fewest nodes is reco
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,6 +40,7 @@ from .latency import DEVICES, CycleEstimate, estimate_cycle
 from .launches import planned_steps
 from .model_pair import ModelPair, read_model_pair
 from .passes import PassTimes
+from .ranks import RankPrice, price_ranks
 from .shortfall import Shortfall, find_shortfall
 
 if TYPE_CHECKING:
@@ -87,6 +88,7 @@ class Advice:
         launches: launch by launch, with and without programmatic launch: the configured shape, else the recommended one, at the smallest
             batch; empty where the model does not know the hardware.
         shortfall: why not even one row fits, and what would; None: one does, or the memory is not known.
+        ranks: the same target over several ranks of the hardware; empty on a CPU, or where the link between them is not known.
         notes: what was assumed or left out.
     """
 
@@ -105,6 +107,7 @@ class Advice:
     predictions: list[dict[str, Any]] = field(default_factory=list)
     launches: list[CycleEstimate] = field(default_factory=list)
     shortfall: Shortfall | None = None
+    ranks: list[RankPrice] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def records(self) -> list[dict[str, Any]]:
@@ -159,6 +162,7 @@ class Advice:
             "efficiency": self.efficiency.record() | {"source": self.efficiency.source},
             "memory": self.capacity.document(),
             "shortfall": self.shortfall.document() if self.shortfall is not None else None,
+            "ranks": [price.document() for price in self.ranks],
             "plans": [self._record(row) for row in self.rows],
             "configured": [
                 {
@@ -207,6 +211,11 @@ def advise(config: LaunchConfig, say: Say = lambda text: None) -> Advice:
     variant, asked = resolve_variant(config.variant.name), config.plan
     pair = read_model_pair(config.model.path, config.variant, variant, config.model.revision)
     device, dtype = resolve_device(config, pair)
+    whole, size = pair, config.runtime.tensor_parallel
+    if size > 1:
+        if asked.measure:
+            raise ConfigError("plan.measure", f"false with runtime.tensor_parallel={size}: one process is no rank", "true")
+        pair = replace(pair, target=pair.target.of_rank(0, size))
     longest = int(pair.target.max_position_embeddings * (pair.target.rope.factor if pair.target.rope.kind == "dynamic" else 1))
     context = asked.context or min(DEFAULT_CONTEXT, longest)
     if context > longest:
@@ -215,6 +224,8 @@ def advise(config: LaunchConfig, say: Say = lambda text: None) -> Advice:
     measured = read_measured(asked.measured, variant, config.sampling.temperature) if asked.measured is not None else None
     here = measured.on(config.hardware.name, device) if measured is not None else None
     notes = list(pair.notes)
+    if size > 1:
+        notes.append(f"memory, floors and times are those of one of {size} ranks, without the sums between them")
     passes = _pass_times(config, variant, pair, model, say) if asked.measure and device == "cpu" else None
     if isinstance(passes, str):
         notes.append(f"passes were not timed: {passes}")
@@ -246,7 +257,10 @@ def advise(config: LaunchConfig, say: Say = lambda text: None) -> Advice:
     fitting = capacity(config, pair, model, widest, context, device=device, dtype=dtype, memory=hardware.memory)
     most = fitting.rows or LARGEST_BATCH
     shown = configured or rows[0].best.shape
-    launches = _launches(config, pair, variant, model, shown, asked.batches[0], context, dtype, hardware) if device == "cuda" else []
+    prices = price_ranks(config, whole, variant, context, dtype=dtype, hardware=hardware) if device == "cuda" else []
+    launches = (
+        _launches(config, pair, variant, model, shown, asked.batches[0], context, dtype, hardware) if device == "cuda" and size == 1 else []
+    )
     return Advice(
         pair=pair,
         variant=variant,
@@ -263,6 +277,7 @@ def advise(config: LaunchConfig, say: Say = lambda text: None) -> Advice:
         predictions=checked,
         launches=launches,
         shortfall=find_shortfall(config, pair, model, widest, fitting, dtype, hardware.memory) if device == "cuda" else None,
+        ranks=prices,
         notes=notes,
     )
 

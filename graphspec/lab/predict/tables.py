@@ -14,6 +14,7 @@ from .advice import FREE, LARGEST_BATCH, Efficiency
 from .latency import gathered
 from .passes import PassTimes
 from .plan import CLOSE
+from .ranks import recommended
 
 if TYPE_CHECKING:
     from ...shapes import CycleShape
@@ -50,6 +51,8 @@ def show(advice: Advice, console: Console | None = None) -> None:
     console.print()
     for table in (memory_table(advice), batches_table(advice), stages_table(advice), lengths_table(advice)):
         console.print(table)
+    if advice.ranks:
+        console.print(ranks_table(advice))
     if advice.launches:
         console.print(launches_table(advice))
     console.print(Text(crossover_line(advice)))
@@ -99,8 +102,28 @@ def shortfall_lines(advice: Advice) -> list[str]:
     if found is None:
         return []
     alternatives = [line for each in found.alternatives for line in (f"  {each.what}:", f"    {each.command}")]
-    nothing = "No hardware known here has room for it, and several devices are not supported yet."
+    ranks = recommended(advice.ranks)
+    if ranks is not None:
+        alternatives += [f"  {ranks.size} of these devices, each with {spell_bytes(ranks.needed)}: runtime.tensor_parallel={ranks.size}"]
+    nothing = "Nothing known here has room for it."
     return [found.sentence, *(["What would fit:", *alternatives] if alternatives else [nothing]), ""]
+
+
+def ranks_table(advice: Advice) -> Table:
+    """Plain decoding of the smallest batch over several devices, and the fewest that have room for a row."""
+    fewest = recommended(advice.ranks)
+    words = f"{fewest.size} are the fewest with room for a row" if fewest is not None else "no number of them has room for a row"
+    table = _table(f"ranks, {advice.rows[0].batch} row(s), plain decoding: {words}")
+    for heading in ("ranks", "weights of each", "one row needs", "rows", "floor", "sums", "time of sums", "together"):
+        table.add_column(heading, justify="right")
+    for price in advice.ranks:
+        if price.refused:
+            table.add_row(str(price.size), Text(price.refused, overflow="fold"))
+            continue
+        times = (f"{price.floor_ms:.2f} ms", str(price.sums), f"{price.sums_ms:.2f} ms", f"{price.total_ms:.2f} ms")
+        rows = "?" if price.rows is None else str(price.rows)
+        table.add_row(str(price.size), spell_bytes(price.weights), spell_bytes(price.needed), rows, *times)
+    return table
 
 
 def memory_table(advice: Advice) -> Table:

@@ -1,0 +1,133 @@
+"""What a target costs over several ranks: memory of each, floors, and the sums between them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from ...errors import ConfigError
+from ...shapes import PLAIN
+from ..floor import FloorModel
+from .capacity import capacity
+
+if TYPE_CHECKING:
+    from ...catalog import Variant
+    from ...command_options import LaunchConfig
+    from ...facts import ModelFacts
+    from ..floor import Hardware
+    from .model_pair import ModelPair
+
+SIZES = (1, 2, 4, 8, 16)
+"""Numbers of ranks that are priced."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankPrice:
+    """Plain decoding of the smallest batch over some ranks.
+
+    Attributes:
+        size: ranks.
+        refused: why the target can't be spread over that many; then nothing else is known.
+        weights: bytes of the target on each rank.
+        needed: bytes of an engine with one row, on each rank.
+        rows: most rows that fit; None: the memory of the hardware is not known.
+        floor_ms: milliseconds of the bytes and operations of a rank.
+        sums: collectives of a pass.
+        sums_ms: milliseconds of them all.
+    """
+
+    size: int
+    refused: str = ""
+    weights: int = 0
+    needed: int = 0
+    rows: int | None = None
+    floor_ms: float = 0.0
+    sums: int = 0
+    sums_ms: float = 0.0
+
+    @property
+    def fits(self) -> bool:
+        """One row does."""
+        return not self.refused and bool(self.rows)
+
+    @property
+    def total_ms(self) -> float:
+        """Floor and sums, one after the other."""
+        return self.floor_ms + self.sums_ms
+
+    def document(self) -> dict[str, Any]:
+        """For ``format=json``."""
+        if self.refused:
+            return {"ranks": self.size, "refused": self.refused}
+        names = ("weights", "needed", "rows", "floor_ms", "sums", "sums_ms")
+        return {"ranks": self.size} | {name: getattr(self, name) for name in names}
+
+
+def sums_of(facts: ModelFacts, size: int) -> int:
+    """Collectives of one pass of a target: two per layer, one for its tokens, one for its logits."""
+    return 2 * facts.num_layers + 2 if size > 1 else 0
+
+
+def sums_ms(facts: ModelFacts, size: int, tokens: int, itemsize: int, start_us: float, link: float) -> float:
+    """Milliseconds of the collectives of a pass, none of which overlaps with anything.
+
+    Every rank reads what all others have, over a link of its own: ``size - 1`` parts of each sum, and of the float32 logits.
+
+    Args:
+        facts: of the target.
+        size: ranks.
+        tokens: of all lanes together.
+        itemsize: bytes of an activation.
+        start_us: microseconds of a sum without data.
+        link: bytes per second that a rank reads.
+    """
+    if size == 1:
+        return 0.0
+    read = (size - 1) * tokens * (facts.hidden_size * itemsize * (2 * facts.num_layers + 1) + facts.vocab_size / size * 4)
+    return sums_of(facts, size) * start_us * 1e-3 + 1e3 * read / link
+
+
+def price_ranks(
+    config: LaunchConfig, pair: ModelPair, variant: Variant, context: int, *, dtype: str, hardware: Hardware
+) -> list[RankPrice]:
+    """Price every number of ranks of :data:`SIZES`; none where the link between the devices is not known.
+
+    Args:
+        config: as composed.
+        pair: facts of both models, the target's whole.
+        variant: catalog entry.
+        context: tokens of each row.
+        dtype: of the weights.
+        hardware: of each rank.
+    """
+    link, found = config.hardware.link_gbs, []
+    if link is None:
+        return []
+    batch = config.plan.batches[0]
+    asked = replace(config, plan=replace(config.plan, batches=[batch]))
+    for size in SIZES:
+        try:
+            facts = pair.target.of_rank(0, size)
+        except ConfigError as error:
+            found.append(RankPrice(size, refused=f"expected {error.expected}"))
+            continue
+        of_rank = replace(pair, target=facts)
+        model = FloorModel.of(facts, pair.draft, dtype, variant, config.variant.token_map if size == 1 else None, pair.from_config)
+        room = capacity(asked, of_rank, model, PLAIN, context, device="cuda", dtype=dtype, memory=hardware.memory)
+        found.append(
+            RankPrice(
+                size,
+                weights=model.target_weights.size,
+                needed=room.total,
+                rows=room.rows,
+                floor_ms=sum(stage.floor_ms(hardware) for stage in model.stages(PLAIN, batch, context)),
+                sums=sums_of(facts, size),
+                sums_ms=sums_ms(facts, size, batch, model.itemsize, config.plan.sum_us, 1e9 * link),
+            )
+        )
+    return found
+
+
+def recommended(prices: list[RankPrice]) -> RankPrice | None:
+    """The fewest ranks over which one row fits; None: over none of them, or nothing was priced."""
+    return next((price for price in prices if price.fits), None)

@@ -1,0 +1,55 @@
+"""What ``graphspec plan`` says of several ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+from graphspec.catalog import resolve_variant
+from graphspec.compose import load_config
+from graphspec.errors import ConfigError
+from graphspec.lab.predict.model_pair import read_model_pair
+from graphspec.lab.predict.plan import Advice, advise
+from graphspec.lab.predict.ranks import recommended, sums_ms, sums_of
+from graphspec.lab.predict.tables import shortfall_lines
+
+ASKED = ("variant=none", "hardware=h100", "plan.batches=[1]")
+
+
+def planned(*words: str) -> Advice:
+    return advise(load_config(*ASKED, *words))
+
+
+def test_sums_of_llama_70b_are_those_counted_by_hand() -> None:
+    facts = read_model_pair("llama-3.1-70b", load_config(*ASKED).variant, resolve_variant("none")).target
+    assert sums_of(facts, 1) == 0 and sums_of(facts, 4) == 162
+    # 161 sums of 8192 numbers of 2 bytes from 3 others, and a quarter of 128256 float32 logits from each, at 450 GB/s.
+    seconds = (3 * 161 * 8192 * 2 + 3 * 128256 / 4 * 4) / 450e9
+    assert sums_ms(facts, 4, 1, 2, 8.0, 450e9) == pytest.approx(162 * 8e-3 + 1e3 * seconds)
+    assert sums_ms(facts, 1, 1, 2, 8.0, 450e9) == 0
+
+
+def test_a_model_too_large_for_one_device_gets_a_number_of_them() -> None:
+    found = planned("model=llama-3.1-70b")
+    one, two, four, *_ = found.ranks
+    assert [price.size for price in found.ranks] == [1, 2, 4, 8, 16] and not one.fits
+    # All matrices are cut; norms, of 161 vectors of 8192 numbers, are every rank's.
+    norms = 161 * 8192 * 2
+    assert one.weights == 70_553_706_496 * 2 and two.weights == (one.weights - norms) // 2 + norms
+    assert four.weights == (one.weights - norms) // 4 + norms
+    fewest = recommended(found.ranks)
+    assert fewest is not None and fewest.size in (2, 4) and fewest.needed < one.needed / 1.9
+    assert any(f"runtime.tensor_parallel={fewest.size}" in line for line in shortfall_lines(found))
+
+
+def test_a_plan_with_ranks_is_that_of_one_of_them() -> None:
+    whole, half = planned("model=llama-3.1-8b"), planned("model=llama-3.1-8b", "runtime.tensor_parallel=2")
+    assert half.capacity.kv_per_token[0] * 2 == whole.capacity.kv_per_token[0]
+    assert half.model.target_weights.size == whole.ranks[1].weights < whole.model.target_weights.size
+    assert half.ranks == whole.ranks and any("one of 2 ranks" in note for note in half.notes)
+
+
+def test_numbers_that_do_not_divide_are_named() -> None:
+    with pytest.raises(ConfigError, match="num_attention_heads = 32"):
+        planned("model=llama-3.1-8b", "runtime.tensor_parallel=3")
+    with pytest.raises(ConfigError, match=r"plan\.measure.*tensor_parallel=2"):
+        planned("model=llama-3.1-8b", "runtime.tensor_parallel=2", "plan.measure=true")
