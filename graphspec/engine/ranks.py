@@ -174,6 +174,8 @@ def place(size: int, device: str) -> Ranks | None:
     if owns and not dist.is_torchelastic_launched():
         return None
     if owns:
+        if "cuda" in _backend(device):
+            torch.cuda.set_device(dist.get_node_local_rank())
         dist.init_process_group(_backend(device), timeout=PATIENCE)
     if dist.get_world_size() != size:
         raise ConfigError(KEY, f"{dist.get_world_size()}, the processes that were started", size)
