@@ -197,7 +197,7 @@ class RuntimeConfig:
     """Tokens of prompts, padding included, that may be read between two cycles of rows that decode, where each launch after the first
     counts as 256 more; None: 256, or the smallest chunk."""
     max_queued: int | None = None
-    """Requests that may wait besides the max_rows that run; a call with more is refused. None: any number."""
+    """Requests that may wait, in addition to the max_rows that run; a call with more is refused. None: any number."""
     cycles_in_flight: int = 1
     """Cycles queued on the device, including the one whose result is awaited; 1: launch and read in turn."""
     depth_per_bucket: dict[int, int] = field(default_factory=dict)

@@ -246,6 +246,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if (caution := busy_caution({"all sides": busy})) is not None:
         print(caution)
     settings = {**vars(args), "out": within_repository(args.out), "device": device, "core_wait": busy}
+    for other in ("peers", "exporter"):
+        settings[other] = within_repository(settings[other]) if args.race and settings[other] else None
     write_jsonl(
         result_file(args.out, f"{'race' if args.race else 'speed'}-{args.runtime}"),
         [

@@ -24,7 +24,7 @@ class Alone:
     Attributes:
         launcher: used in place of the cycle; None: the cycle.
         policy: used in place of the engine's; None: the engine's.
-        until: asked after every step; True ends the call, whose unfinished requests are aborted. It may read what the step left behind.
+        until: asked after every step; True ends the call, whose unfinished requests are aborted. It may read what the step left.
     """
 
     launcher: Launcher | None = None

@@ -112,7 +112,7 @@ class Scheduler:
         most = self.plan.max_queued
         if most is None or count + len(self._live) <= self.plan.max_rows + most:
             return None
-        expected = f"room for {count} more: at most {most} requests wait besides the {self.plan.max_rows} that have rows"
+        expected = f"room for {count} more: at most {most} requests wait, in addition to the {self.plan.max_rows} that have rows"
         return ResourceError("runtime.max_queued", expected, f"{len(self._live)} requests that have not ended")
 
     def add(self, request: Request) -> None:
@@ -400,6 +400,7 @@ class Scheduler:
         now = time.perf_counter()
         self.meter.note(ticket.key, ticket.launched, now)
         if entry.prompt_logprobs:
+            # A prompt whose log-probabilities are asked for is read alone.
             ticket.lanes[0].note_prompt_logprobs(entry.prompt_logprobs)
         depth = None
         if isinstance(ticket.key, GraphKey):

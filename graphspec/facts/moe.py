@@ -74,7 +74,7 @@ def read_qwen3_experts(keys: Keys, num_layers: int) -> ExpertFacts:
 
 
 def read_qwen3_next_experts(keys: Keys, num_layers: int) -> ExpertFacts:
-    """Qwen3-Next: as Qwen3-MoE, with a shared expert behind a gate, and other defaults.
+    """Qwen3-Next: as Qwen3-MoE, with a gated shared expert, and other defaults.
 
     Raises:
         CheckpointError: a key that is missing, wrong or not supported.

@@ -30,7 +30,7 @@ from .stages.mailbox import MailLayout
 GIB = 2**30
 
 GRAPH_RESERVE = 32 * 2**20
-"""Bytes set aside for each captured program besides its tensors: kernel nodes and their parameters. An estimate: the driver holds them, and
+"""Bytes set aside for each captured program in addition to its tensors: kernel nodes and their parameters. An estimate: the driver holds them, and
 the capture report knows of tensors alone."""
 LIBRARY_RESERVE = 512 * 2**20
 """Bytes set aside on a GPU for what libraries allocate for themselves (cuBLAS workspaces, loaded kernels)."""
@@ -133,7 +133,7 @@ def plan_memory(plan: Plan, config: Config, weights: tuple[int, int] | None = No
         groups[group] += slots[slot.name]
     available, tables = available_bytes(plan.device, config.hardware.memory_gib), _tables(plan)
     if weights is None and tables > int(available * config.runtime.memory_fraction):
-        networks = [MemoryLine("position tables, besides weights", tables)]
+        networks = [MemoryLine("position tables, not counted as weights", tables)]
     else:
         target, draft = weights or parameter_bytes(plan, config.variant.token_map)
         networks = [MemoryLine("target weights", target), MemoryLine("draft weights", draft)]

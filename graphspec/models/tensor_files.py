@@ -36,7 +36,7 @@ _TENSOR_PARTS = (
     "collections OrderedDict", "torch._utils _rebuild_tensor", "torch._utils _rebuild_tensor_v2", "torch._utils _rebuild_tensor_v3",
     "torch._utils _rebuild_parameter", "torch.nn.parameter Parameter", "torch Tensor", "torch Size",
 )  # fmt: skip
-"""Names in the pickle of a dictionary of plain tensors, besides storages and dtypes. ``weights_only`` lets more through, among it
+"""Names in the pickle of a dictionary of plain tensors, apart from storages and dtypes. ``weights_only`` lets more through, among it
 ``bytearray``, which takes any amount of memory."""
 _TOO_NEW = {"STACK_GLOBAL", "INST", "OBJ", "EXT1", "EXT2", "EXT4", "FRAME"}
 

@@ -259,7 +259,7 @@ def test_position_tables_are_counted_before_they_are_built(pair: Pair, tmp_path:
     target = shutil.copytree(pair.target, tmp_path / "target")
     edit_json(target / "config.json", max_position_embeddings=MOST_POSITIONS, head_dim=64)
     monkeypatch.setattr(memory_module, "parameter_bytes", lambda *_: pytest.fail("networks were built"))
-    with pytest.raises(ConfigError, match=r"model\.max_context, .* position tables, besides weights 2\.0 GiB"):
+    with pytest.raises(ConfigError, match=r"model\.max_context, .* position tables, not counted as weights 2\.0 GiB"):
         Pair(target, pair.draft, None).llm(variant="none", num_pages=4, memory_gib=1.0)
 
 

@@ -44,7 +44,7 @@ class EagleDraft(nn.Module):
         max_positions: positions the RoPE table covers; the head's own ``max_position_embeddings`` doesn't limit it.
         embed_tokens: the target's embedding; one of its own when absent, for networks without a checkpoint.
         lm_head: the target's head; likewise.
-        norms: which of ``embed_layernorm`` (behind the embedding), ``hidden_layernorm`` (in front of the attention, the residual stays
+        norms: which of ``embed_layernorm`` (after the embedding), ``hidden_layernorm`` (in front of the attention, the residual stays
             un-normed) and ``lm_head_layernorm`` (in front of the head) there are.
     """
 

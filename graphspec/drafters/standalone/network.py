@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class StandaloneDraft(nn.Module):
-    """A language model behind the interface of draft networks: it reads tokens only, and nothing of the target.
+    """A language model with the interface of draft networks: it reads tokens only, and nothing of the target.
 
     Args:
         facts: the model's sizes.

@@ -84,7 +84,7 @@ def timing_line(timing: Timing) -> str:
     if isinstance(timing, Efficiency):
         rates = {name: f" and {rate / 1e9:,.3g} GFLOP/s" for name, rate in timing.rates.items()}
         stages = "".join(f", {name} {share:.0%}{rates.get(name, '')}" for name, share in timing.stages.items())
-        host = f", {timing.host_ms:.3f} ms besides" if timing.host_ms else ", nothing besides"
+        host = f", {timing.host_ms:.3f} ms more" if timing.host_ms else ", nothing more"
         return f"efficiency  {timing.overall:.0%} of the floor's speed{stages}{host} ({timing.source})"
     assert isinstance(timing, PassTimes)
     curves = [("target", timing.curves["target.layers"]), ("draft", timing.curves.get("draft.layers"))]
