@@ -27,6 +27,7 @@ class KernelSet:
     chain_layout: Callable[..., None]
     tree_walk: Callable[..., None]
     kv_move: Callable[..., None]
+    page_feature_write: Callable[..., None]
     commit_rows: Callable[..., None]
     gumbel_noise: Callable[..., Tensor]
     linear: Callable[..., Hidden]

@@ -23,8 +23,9 @@ from graphspec.facts import RopeFacts
 from graphspec.graphs.cycle import Cycle, RingEntry
 from graphspec.graphs.host_step import RowMirror
 from graphspec.graphs.programs import Key
+from graphspec.graphs.stages.draft_prefill import page_feature
 from graphspec.graphs.stages.mailbox import Message, SharedPages
-from graphspec.graphs.stages.page_features import page_feature, save_page_features
+from graphspec.kernels.page_feature_write import OP as PAGE_FEATURE_WRITE
 from graphspec.shapes import GREEDY, SAMPLED, SamplingClass
 from tests.graphs.test_capture import keys_of, make_cycle, make_plan
 from tests.support.depths import RandomDepth
@@ -265,10 +266,12 @@ def test_pages_of_one_chain_have_names_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 3, 8])
-def test_features_at_the_ends_of_pages(size: int) -> None:
+@pytest.mark.parametrize("implementation", ["reference", "native"])
+def test_features_at_the_ends_of_pages(size: int, implementation: str) -> None:
     """Against a loop over tokens; what fills no page leaves all pages but the dummy page as they are."""
     plan = make_plan("chain", page_size=size)
     views = make_cycle(plan, None).arena.views(2)
+    write = PAGE_FEATURE_WRITE.implementation(implementation)
     generator = torch.Generator().manual_seed(size)
     table = (torch.randperm(plan.num_pages - 1, generator=generator)[: 2 * 8].view(2, 8) + 1).to(torch.int32)
     wanted = views.page_feature.clone()
@@ -276,7 +279,7 @@ def test_features_at_the_ends_of_pages(size: int) -> None:
         feature = torch.randn(2, 9, plan.feature_width, generator=generator)
         index = torch.randint(0, 9, (2, 5), generator=generator)
         begins, lengths = torch.tensor([begin, max(begin, 0) + 1]), torch.tensor([length, 0])
-        save_page_features(views, table, begins, lengths, feature, index)
+        write(views.page_feature, size, table, begins, lengths, feature, index)
         for token in range(length):
             if (begin + token + 1) % size == 0 and (begin + token) // size < 8:
                 wanted[0, 0, table[0, (begin + token) // size], 0, 0] = feature[0, index[0, token]]

@@ -13,7 +13,7 @@ from graphspec.kernels.op import KernelOp
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
-MINE = {op.name: op for op in OPS if op.name in ("tree_build", "chain_layout", "tree_walk", "kv_move", "commit_rows")}
+MINE = {op.name: op for op in OPS if op.name in ("tree_build", "chain_layout", "tree_walk", "kv_move", "page_feature_write", "commit_rows")}
 BY_OP = [pytest.param(op, id=name) for name, op in MINE.items()]
 
 

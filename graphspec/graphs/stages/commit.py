@@ -5,7 +5,6 @@ from __future__ import annotations
 from ...buffers import Views
 from ...kernels.groups import Progress, Run
 from ...models.recurrence import NodeRecords, PathCommit, RecurrentStates
-from .page_features import save_page_features
 from .stage import Build, Stage, TargetModel
 
 
@@ -64,7 +63,9 @@ class Commit(Stage):
     def forward(self, v: Views) -> None:
         plan = self.plan
         if self.saves:
-            save_page_features(v, v.lane_table_BP, v.seq_len_R[v.lane_row_B], v.accept_len_B, v.feature_BNF, v.path_BA)
+            self.kernels.page_feature_write(
+                v.page_feature, plan.page_size, v.lane_table_BP, v.seq_len_R, v.accept_len_B, v.feature_BNF, v.path_BA, v.lane_row_B
+            )
         self.kernels.commit_rows(
             v.lane_row_B, v.take(Run), v.feature_BNF if plan.feature_width else None, v.cycle_1, v.ring_ZBJ,
             self.window_slots(v), v.take(Progress),

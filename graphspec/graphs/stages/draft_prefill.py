@@ -12,7 +12,6 @@ from torch import Tensor
 from ...buffers import Views
 from ...kernels.host_step import BoundCall
 from ...models.attention import ChunkAttention
-from .page_features import page_feature, save_page_features
 from .stage import Build, DraftModel
 
 
@@ -37,6 +36,13 @@ def take_last(rows_BCE: Tensor, length_B: Tensor) -> Tensor:
     """The last valid entry of each lane, ``[B, 1, E]``; the first of a lane without any."""
     last_B11 = (length_B - 1).clamp(min=0)[:, None, None]
     return rows_BCE.gather(1, last_B11.expand(-1, 1, rows_BCE.shape[-1]))
+
+
+def page_feature(v: Views, table_BP: Tensor, end_B: Tensor) -> Tensor:
+    """Features ``[B, 1, F]`` of the tokens before the positions ``end_B``, each of which begins a page; the dummy page's where it is 0."""
+    column_B1 = (end_B[:, None] // v.target_kv.shape[3] - 1).clamp(min=0)
+    page_B1 = torch.where(end_B[:, None] > 0, table_BP.gather(1, column_B1).long(), 0)
+    return v.page_feature[0, 0, :, 0, 0][page_B1]
 
 
 class DraftPrefill:
@@ -75,7 +81,8 @@ class DraftPrefill:
         if self.plan.prefix_cache:
             takes_over_B = (chunk.shared_B > 0) & (chunk.start_B == chunk.shared_B)
             first_B1F = torch.where(takes_over_B[:, None, None], page_feature(v, chunk.table_BP, chunk.shared_B), first_B1F)
-            save_page_features(v, chunk.table_BP, chunk.start_B, chunk.length_B, feature_BCF)
+            size = self.plan.page_size
+            self.kernels.page_feature_write(v.page_feature, size, chunk.table_BP, chunk.start_B, chunk.length_B, feature_BCF)
         self.write(v, chunk, torch.cat([first_B1F, feature_BCF[:, :-1]], 1))
         entry_Ac1 = torch.arange(self.plan.window_capacity, device=chunk.row_B.device)[:, None]
         carry_BAcF = torch.where(entry_Ac1 == 0, take_last(feature_BCF, chunk.length_B), 0)

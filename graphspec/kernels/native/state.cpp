@@ -265,6 +265,27 @@ void kv_move(const Move& c) {
   }
 }
 
+struct PageFeature {
+  char* pool;
+  const int32_t* table;
+  const int64_t *begin, *length;
+  const char* feature;
+  const int64_t *path, *lane_row;  // no path: the tokens in order; no rows: the lanes are the rows
+  int64_t lanes, page_size, columns, tokens, width, bytes;
+};
+
+void page_feature_write(const PageFeature& c) {
+  for (int64_t b = 0; b < c.lanes; ++b) {
+    const int64_t count = c.length[b];
+    if (count <= 0) continue;
+    const int64_t begin = c.begin[c.lane_row == nullptr ? b : c.lane_row[b]];
+    for (int64_t t = c.page_size - 1 - begin % c.page_size; t < count; t += c.page_size) {
+      const int64_t page = c.table[b * c.columns + (begin + t) / c.page_size], source = c.path == nullptr ? t : c.path[b * c.width + t];
+      std::memcpy(c.pool + page * c.bytes, c.feature + (b * c.tokens + source) * c.bytes, c.bytes);
+    }
+  }
+}
+
 struct Commit {
   const int64_t *lane_row, *sample, *path, *accept_len, *outcome;
   const char* feature;  // may be null, as what belongs to it, the lookback, the history and the counts
@@ -347,6 +368,8 @@ void graphspec_tree_walk(const char* fields, int) {
 }
 
 void graphspec_kv_move(const char* fields, int) { kv_move(graphspec::call_of<Move>(fields)); }
+
+void graphspec_page_feature_write(const char* fields, int) { page_feature_write(graphspec::call_of<PageFeature>(fields)); }
 
 void graphspec_commit_rows(const char* fields, int) {
   const Commit c = graphspec::call_of<Commit>(fields);

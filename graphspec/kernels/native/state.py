@@ -13,6 +13,7 @@ from .. import commit_rows as commits
 from .. import draft_window as windows
 from .. import kv_move as moves
 from .. import mail_apply as mails
+from .. import page_feature_write as page_features
 from .. import take_last as lasts
 from .. import tree_walk as walks
 from .. import verify_rows as verifies
@@ -121,6 +122,20 @@ def _kv_move(
     call("kv_move", (kv_pool, table_RP, seq_len_R, path_BA, accept_len_B, lane_row_B), *sizes)
 
 
+def _page_feature_write(
+    page_feature: Tensor, page_size: int, table_BP: Tensor, begin_R: Tensor, length_B: Tensor, feature_BTF: Tensor,
+    path_BA: Tensor | None, lane_row_B: Tensor | None,
+) -> None:  # fmt: skip
+    require("page table", table_BP, _int32)
+    require("page feature", page_feature, feature_BTF.dtype)
+    feature, length = dense(feature_BTF), dense(length_B)
+    require_slots(page_feature, table_BP, begin_R, path_BA, lane_row_B)
+    lanes, tokens, channels = feature.shape
+    width = tokens if path_BA is None else path_BA.shape[1]
+    sizes = (lanes, page_size, table_BP.shape[1], tokens, width, channels * feature.element_size())
+    call("page_feature_write", (page_feature, table_BP, begin_R, length, feature, path_BA, lane_row_B), *sizes)
+
+
 def _commit_rows(
     lane_row_B: Tensor, run: Run, feature_BNF: Tensor | None, cycle_1: Tensor, ring_ZBJ: Tensor, window: Window, progress: Progress,
     history_RL: Tensor | None, output_count_RV: Tensor | None, append: bool,
@@ -160,4 +175,5 @@ chain_layout = define_op("chain_layout", _chain_layout, signature=chain.OP.signa
 verify_rows = define_op("verify_rows", _verify_rows, _verify_shape, verifies.OP.signature)
 tree_walk = define_op("tree_walk", _tree_walk, signature=walks.OP.signature)
 kv_move = define_op("kv_move", _kv_move, signature=moves.OP.signature)
+page_feature_write = define_op("page_feature_write", _page_feature_write, signature=page_features.OP.signature)
 commit_rows = define_op("commit_rows", _commit_rows, signature=commits.OP.signature)
