@@ -139,7 +139,7 @@ def test_a_full_queue_refuses() -> None:
     for one in case.requests[:3]:
         assert case.scheduler.why_full(1) is None
         case.scheduler.add(one)
-    expected = r"runtime\.max_queued: expected room for 1 more: at most 1 requests wait, in addition to the 2 that have rows, found 3 requests"
+    expected = r"runtime\.max_queued: expected room for 1 more: at most 1 requests wait, in addition to the 2 that have rows, found 3"
     assert re.match(expected, str(case.scheduler.why_full(1)))
     while case.scheduler.busy:
         case.scheduler.step()
