@@ -30,8 +30,8 @@ from .stages.mailbox import MailLayout
 GIB = 2**30
 
 GRAPH_RESERVE = 32 * 2**20
-"""Bytes set aside for each captured program, apart from its tensors: kernel nodes and their parameters. An estimate: the driver holds them, and
-the capture report knows of tensors alone."""
+"""Bytes set aside for each captured program, apart from its tensors: kernel nodes and their parameters. An estimate: the driver holds them,
+and the capture report knows of tensors alone."""
 LIBRARY_RESERVE = 512 * 2**20
 """Bytes set aside on a GPU for what libraries allocate for themselves (cuBLAS workspaces, loaded kernels)."""
 SMALLEST_CHUNK = 256
