@@ -1,8 +1,8 @@
-"""Ahead-of-time compilation of the fused kernels for sm_90, on any machine: ``python -m graphspec.kernels.fused.aot [--write]``.
+"""Ahead-of-time compilation of the fused kernels for sm_90, on any machine: ``python -m graphspec.kernels.fused.aot [FILE ...] [--write]``.
 
 Compiles every case in ``AOT`` of every file here with the ptxas that comes with Triton, and reads registers, stack, shared memory and local
-memory from the cubin. ``--write`` stores the table; without it the table is compared. A kernel that spills is an error, and so is one that
-:mod:`~graphspec.kernels.fused.races` finds fault with.
+memory from the cubin. ``--write`` stores the table, or the rows of the named files; without either the table is compared. A kernel that
+spills is an error, and so is one that :mod:`~graphspec.kernels.fused.races` finds fault with.
 """
 
 from __future__ import annotations
@@ -233,6 +233,11 @@ def spilling(table: dict[str, dict[str, int]]) -> list[str]:
     return [name for name, used in table.items() if used["stack"] or used["local"]]
 
 
+def file_of(name: str) -> str:
+    """The file whose case a row of the table is of."""
+    return name.partition("/")[0]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0: nothing spills, and the table is as committed (or was written)."""
     parser = argparse.ArgumentParser(
@@ -251,13 +256,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     if spills := spilling(table):
         print("spilling:", *spills, sep="\n  ")
         return 1
-    if options.ops:
-        return 0
-    found = {"triton": triton.__version__, "target": "sm_90", "kernels": table}
-    if options.write:
-        TABLE.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    if options.ops and not options.write:
         return 0
     committed = json.loads(TABLE.read_text(encoding="utf-8"))
+    if options.write:
+        others = {name: used for name, used in committed["kernels"].items() if options.ops and file_of(name) not in options.ops}
+        if others and committed["triton"] != triton.__version__:
+            parser.error(f"the table is of triton {committed['triton']}, this is {triton.__version__}: write all of it")
+        kernels = dict(sorted((others | table).items(), key=lambda row: file_of(row[0])))
+        found = {"triton": triton.__version__, "target": "sm_90", "kernels": kernels}
+        TABLE.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        return 0
     if committed["triton"] != triton.__version__:
         print(f"the table is of triton {committed['triton']}, this is {triton.__version__}: not compared")
         return 0

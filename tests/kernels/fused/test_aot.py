@@ -43,6 +43,21 @@ def test_a_spill_is_found() -> None:
     assert aot.spilling({"a": used, "b": {**used, "stack": 8}, "c": {**used, "local": 1}}) == ["b", "c"]
 
 
+def test_named_files_are_written_into_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    used = {"registers": 20, "stack": 0, "local": 0, "shared": 0, "warps": 4}
+    table = tmp_path / "table.json"
+    table.write_text(json.dumps(COMMITTED))
+    monkeypatch.setattr(aot, "TABLE", table)
+    monkeypatch.setattr(aot, "INTERPRETED", False)
+    monkeypatch.setattr(aot, "compile_all", lambda files, jobs: {f"{file}/new/{file}": used for file in files})
+    assert aot.main(["take_last", "--write"]) == 0
+    written = json.loads(table.read_text())["kernels"]
+    others = {name: row for name, row in COMMITTED["kernels"].items() if not name.startswith("take_last/")}
+    assert written == others | {"take_last/new/take_last": used}
+    files = [name.partition("/")[0] for name in written]
+    assert files == sorted(files)
+
+
 def test_interpreted_kernels_are_refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(aot, "INTERPRETED", True)
     with pytest.raises(SystemExit):
