@@ -219,6 +219,7 @@ def _sampling_slots(plan: Plan) -> list[Slot]:
         Slot("following_token_R", ("R",), i64, "state", -1, "prompt_logprobs"),
         # Filled by the host between two segments of a program; every bit set where a lane has no grammar.
         Slot("token_mask_BNVw", ("B", "N", "Vw"), torch.int32, "lane", -1, "grammar"),
+        *([Slot("forced_token_BS", ("B", "S"), i64, "lane", -1, "grammar")] if plan.shape.num_steps else []),
         Slot("ring_prompt_logprob_ZC", ("Z", "C"), f32, "ring", 0, "prompt_logprobs"),
         Slot("ring_prompt_top_logprob_ZCO", ("Z", "C", "O"), f32, "ring", 0, "prompt_logprobs"),
         Slot("ring_prompt_top_token_ZCO", ("Z", "C", "O"), i64, "ring", -1, "prompt_logprobs"),

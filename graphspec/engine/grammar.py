@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 CACHE_BYTES = 1 << 28
 """Most memory for compiled grammars; the least recently used make room."""
 COMPILER_THREADS = 2
+LONGEST_TOKEN = 32
+"""Bytes of the longest token that forced text is spelled with."""
 
 
 class RowGrammar:
@@ -38,10 +40,11 @@ class RowGrammar:
     Args:
         compiled: the grammar.
         stop_ids: that may be sampled where the text is complete, and end the request.
+        speller: spells forced text.
     """
 
-    def __init__(self, compiled: CompiledGrammar, stop_ids: Sequence[int]) -> None:
-        self._compiled, self._stop_ids = compiled, tuple(stop_ids)
+    def __init__(self, compiled: CompiledGrammar, stop_ids: Sequence[int], speller: Speller) -> None:
+        self._compiled, self._stop_ids, self._speller = compiled, tuple(stop_ids), speller
         self._matcher: GrammarMatcher = self._start()
         self._known: int | None = 0
         """Tokens of the output that the matcher has accepted; None while it does: an interrupt may come between."""
@@ -53,7 +56,7 @@ class RowGrammar:
 
     def again(self) -> RowGrammar:
         """The same for another output."""
-        return RowGrammar(self._compiled, self._stop_ids)
+        return RowGrammar(self._compiled, self._stop_ids, self._speller)
 
     def follow(self, output: Sequence[int]) -> bool:
         """Go on to the end of ``output``, from its beginning if need be. False: a token of it is refused."""
@@ -78,6 +81,53 @@ class RowGrammar:
         child, sibling = first_children(token_N, parent_N)
         tokens = torch.tensor([max(token, 0) for token in token_N])
         self._matcher.traverse_draft_tree(torch.tensor(child), torch.tensor(sibling), tokens, mask_NVw)
+
+    def forced(self, most: int) -> list[int]:
+        """See :meth:`graphspec.graphs.stages.stage.Grammar.forced`. The end is part of it where nothing else may follow."""
+        if self._matcher.is_terminated():
+            return []
+        text = self._matcher.find_jump_forward_string()
+        run, whole = self._speller.spell(text.encode(), most)
+        if len(run) == most or not whole or len(self._stop_ids) > 1:
+            return run
+        ahead = self._matcher
+        if text:
+            ahead = self._matcher.fork()
+            ahead.accept_string(text)
+        if ahead.is_completed():
+            mask_1Vw = torch.zeros(1, self._speller.words, dtype=torch.int32)
+            ahead.fill_next_token_bitmask(mask_1Vw)
+            [stop] = self._stop_ids
+            mask_1Vw[0, stop // MASK_BITS] ^= _bit(stop)
+            if not mask_1Vw.any():
+                run.append(stop)
+        return run
+
+
+class Speller:
+    """Spells text in tokens, always by the longest that fits: about as a tokenizer does, and without waiting for one.
+
+    Args:
+        texts: of the tokens; empty ones are not used.
+    """
+
+    def __init__(self, texts: Sequence[bytes]) -> None:
+        self.words = -(-len(texts) // MASK_BITS)
+        """Of a mask."""
+        self._token = {text: token for token, text in enumerate(texts) if 0 < len(text) <= LONGEST_TOKEN}
+
+    def spell(self, text: bytes, most: int) -> tuple[list[int], bool]:
+        """At most ``most`` tokens that the text begins with, and whether they are all of it."""
+        found: list[int] = []
+        begin = 0
+        while begin < len(text) and len(found) < most:
+            ends = range(min(begin + LONGEST_TOKEN, len(text)), begin, -1)
+            end = next((end for end in ends if text[begin:end] in self._token), None)
+            if end is None:
+                break
+            found.append(self._token[text[begin:end]])
+            begin = end
+        return found, begin == len(text)
 
 
 def _bit(token: int) -> int:
@@ -105,7 +155,7 @@ class Grammars:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._compilers: dict[bool, GrammarCompiler] = {}
+        self._compilers: dict[bool, tuple[GrammarCompiler, Speller]] = {}
         """By whether special tokens are text."""
         self._special: frozenset[int] = frozenset()
         self._lock = threading.Lock()
@@ -126,21 +176,21 @@ class Grammars:
         assert structured is not None, "a request with a grammar"
         if self._plan.accept.synthetic:
             raise RequestError(KEY, "None with accept=synthetic, whose tokens mean nothing", structured.kind)
-        compiler = self._compiler(tokenizer, tags=structured.structural_tag is not None)
+        compiler, speller = self._compiler(tokenizer, tags=structured.structural_tag is not None)
         # A stop id that is text is sampled where the grammar has that text.
         ends = [stop for stop in stop_ids if stop in self._special]
         if not ends:
             expected = "a special token to end with: an end-of-text id (ignore_eos=False), or one of stop_token_ids"
             raise RequestError(KEY, expected, f"stop ids {list(stop_ids)}")
-        return RowGrammar(_compile(compiler, structured), ends)
+        return RowGrammar(_compile(compiler, structured), ends, speller)
 
-    def _compiler(self, tokenizer: Callable[[], Tokenizer], *, tags: bool) -> GrammarCompiler:
+    def _compiler(self, tokenizer: Callable[[], Tokenizer], *, tags: bool) -> tuple[GrammarCompiler, Speller]:
         with self._lock:
             if tags not in self._compilers:
                 self._compilers[tags] = self._make(tokenizer, tags)
             return self._compilers[tags]
 
-    def _make(self, tokenizer: Callable[[], Tokenizer], tags: bool) -> GrammarCompiler:
+    def _make(self, tokenizer: Callable[[], Tokenizer], tags: bool) -> tuple[GrammarCompiler, Speller]:
         try:
             from xgrammar import GrammarCompiler, TokenizerInfo
         except ImportError as error:
@@ -164,7 +214,8 @@ class Grammars:
         except Exception as error:
             raise RequestError(KEY, "a tokenizer that xgrammar reads", f"{type(hf).__name__}: {_reason(error)}") from error
         self._special = frozenset(special)
-        return GrammarCompiler(info, max_threads=COMPILER_THREADS, cache_enabled=True, cache_limit_bytes=CACHE_BYTES)
+        compiler = GrammarCompiler(info, max_threads=COMPILER_THREADS, cache_enabled=True, cache_limit_bytes=CACHE_BYTES)
+        return compiler, Speller(info.decoded_vocab)
 
 
 def _compile(compiler: GrammarCompiler, structured: Structured) -> CompiledGrammar:

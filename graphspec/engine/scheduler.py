@@ -25,7 +25,7 @@ from .meter import Meter
 from .offers import Offer, Offers
 from .pages import PageAllocator
 from .prefix import PrefixCache
-from .proposer import Proposer
+from .proposer import Proposer, with_forced
 from .request import Request
 from .row_parameters import RowParameters
 
@@ -301,7 +301,7 @@ class Scheduler:
         if offer.sampling.grammar:
             message.grammars = [request.grammar for request in lanes]
         if self.proposer is not None:
-            message.trees = self.proposer.propose(lanes)
+            message.trees = with_forced(lanes, self.proposer.propose(lanes), self.plan.shape.num_steps)
         key = self._next_cycle(lanes, offer)
         self._launch(key, message, tuple(lanes))
         for request in lanes:

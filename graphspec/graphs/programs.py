@@ -21,7 +21,7 @@ from .stages.bans import RecentTokens
 from .stages.catch_up import CatchUp
 from .stages.commit import Commit, CommitRecurrent, CommitState
 from .stages.counts import PromptCounts
-from .stages.grammar import GrammarMasks, TreeToHost
+from .stages.grammar import ForcedRuns, GrammarMasks, TreeToHost
 from .stages.logprobs import Logprobs
 from .stages.mailbox import Mailbox
 from .stages.prefill import Prefill
@@ -83,6 +83,9 @@ def cycle_stages(build: Build, *, catch_up: bool = False) -> list[Stage]:
     if catch_up:
         stages.append(CatchUp(build))
     elif shape.num_steps:
+        if build.sampling.grammar and build.plan.variant.has_network:
+            # The host begins: there is one segment up to the tree.
+            stages.insert(0, ForcedRuns(build))
         stages += load_object(build.plan.variant.stages)(build)
     stages.append(ChainLayout(build) if shape.is_chain else TreeBuild(build))
     if build.sampling.grammar:

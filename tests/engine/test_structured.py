@@ -17,6 +17,7 @@ from graphspec.engine.grammar import Grammars, RowGrammar, first_children
 from graphspec.errors import RequestError
 from graphspec.graphs.cycle import Cycle
 from graphspec.graphs.programs import PrefillKey
+from graphspec.graphs.stages.sampling import put_first
 from graphspec.graphs.stages.stage import HostStage
 from graphspec.shapes import SamplingClass
 from tests.support.grammars import parses, random_structured
@@ -128,7 +129,8 @@ def test_captured_segments_give_the_tokens_of_direct_launches(tree: LLM, expecte
     for key, program in cut.items():
         captured = [segment for segment in program._segments if not segment.on_host]
         assert len(captured) == (1 if isinstance(key, PrefillKey) else 3)
-        assert [stage.name for stage in program.on_host] == ([] if isinstance(key, PrefillKey) else ["tree_to_host"]) + ["grammar_masks"]
+        before = [] if isinstance(key, PrefillKey) else ["forced_runs", "tree_to_host"]
+        assert [stage.name for stage in program.on_host] == [*before, "grammar_masks"]
 
 
 def test_rows_without_a_grammar_pay_one_launch(tree: LLM) -> None:
@@ -289,8 +291,43 @@ def test_a_terminated_matcher_leaves_stop_ids_and_accepts_nothing(plain: LLM) ->
     assert one.follow([a]) and one.follow([a, END])
 
 
+def test_what_must_follow_is_spelled(plain: LLM) -> None:
+    """The longest tokens that spell it, cut at the length that is asked for, and the end where nothing else may come."""
+    one = grammar(plain, Structured(json_schema=PERSON, any_whitespace=False))
+    run = one.forced(20)
+    assert plain.tokenizer.decode(run) == '{"name": "' and len(run) < 8
+    assert one.forced(2) == run[:2]
+    assert one.follow(run) and one.forced(20) == []
+    choice = grammar(plain, Structured(choice=["def self"]))
+    assert plain.tokenizer.decode(choice.forced(20)[:-1]) == "def self" and choice.forced(20)[-1] == END
+    assert choice.follow(choice.forced(20)) and choice.forced(20) == []
+    either = grammar(plain, Structured(regex="a(b?)"))
+    assert plain.tokenizer.decode(either.forced(20)) == "a"
+    assert either.follow(either.forced(20)) and either.forced(20) == []
+
+
+def test_a_forced_token_comes_first_and_scores_stay_sorted() -> None:
+    score = torch.tensor([[[-1.0, -2.0, -3.0]] * 4])
+    token = torch.tensor([[[7, 8, 9]] * 4])
+    found = put_first(score, token, torch.tensor([[-1, 8, 5, 7]]))
+    assert found[1].tolist() == [[[7, 8, 9], [8, 7, 9], [5, 7, 8], [7, 8, 9]]]
+    assert found[0].tolist() == [[[-1.0, -2.0, -3.0], [0.0, -1.0, -3.0], [0.0, -1.0, -2.0], [0.0, -2.0, -3.0]]]
+
+
+@pytest.mark.parametrize("keys", [CHAIN, TREE, TRIE], ids=["chain", "tree", "trie"])
+def test_forced_text_is_accepted_whole(keys: dict[str, Any], tree: LLM) -> None:
+    """One way to spell a digit, twelve times and an end: as fast as the depth allows."""
+    asked = SamplingParams(structured=Structured(regex="(x7){6}"), max_tokens=40, logit_bias=dict.fromkeys(tree.tokenizer.words("x"), 50.0))
+    with engine(**keys) as llm:
+        out = llm.generate("a = ", asked)[0]
+        depth = llm.plan.shape.num_steps
+    assert out.text == "x7" * 6 and len(out.token_ids) == 13
+    assert len(out.timing.cycle_tokens) == -(-12 // (depth + 1))
+
+
 def test_the_highest_bit_of_a_word_is_a_token_too(plain: LLM) -> None:
-    one = RowGrammar(grammar(plain, Structured(choice=["a"]))._compiled, (31,))
+    other = grammar(plain, Structured(choice=["a"]))
+    one = RowGrammar(other._compiled, (31,), other._speller)
     assert one.follow([plain.tokenizer.words("a")[0], 31])
     mask = torch.full((1, 64), -1, dtype=torch.int32)
     one.fill([31], [-1], mask)

@@ -11,6 +11,22 @@ from ...buffers import Views
 from .stage import Build, HostStage
 
 
+class ForcedRuns(HostStage):
+    """Before the drafter: the tokens that must follow the root of a lane with a grammar."""
+
+    name = "forced_runs"
+    writes = ("forced_token_BS",)
+
+    def forward(self, v: Views) -> None:
+        forced_BS = v.forced_token_BS
+        forced_BS.fill_(-1)
+        for lane, grammar in enumerate(self.grammars):
+            run = list(grammar.forced(forced_BS.shape[1])) if grammar is not None else []
+            if run:
+                tokens = torch.tensor(run, pin_memory=forced_BS.is_cuda)
+                forced_BS[lane, : len(run)].copy_(tokens, non_blocking=True)
+
+
 class TreeToHost(HostStage):
     """Before verification: ask for the nodes. On a CPU they lie where the host can read them."""
 

@@ -218,7 +218,8 @@ class DraftSampler:
         self.drawn = self.sampling.noise and self.plan.accept.sampled_drafts
         self.by_cycle = self.drawn and self.plan.accept.block_verification
         self.noisy = self.drawn or (self.sampling.noise and self.plan.accept.coupled)
-        self.reads = (*self.shaper.reads, *(("lane_seed_B", "lane_temperature_B") if self.noisy else ()))
+        forced = ("forced_token_BS",) if self.sampling.grammar else ()
+        self.reads = (*self.shaper.reads, *(("lane_seed_B", "lane_temperature_B") if self.noisy else ()), *forced)
         self.writes = ("draft_prob_BSV",) if self.drawn else ()
 
     def propose(
@@ -235,8 +236,18 @@ class DraftSampler:
             level: depth of the token being proposed, from 1; static.
 
         Returns:
-            log-probabilities float32 and target ids int64, both ``[B, T, K]``.
+            log-probabilities float32 and target ids int64, both ``[B, T, K]``. On the way that a grammar forces, its token comes first.
         """
+        found = self._propose(v, logits_BTV, target_token_Vd, position_B, path_BTs, level)
+        if not self.sampling.grammar:
+            return found
+        forced_BS = v.forced_token_BS
+        on_way_BT = (path_BTs == forced_BS[:, None, : level - 1]).all(-1)
+        return put_first(*found, torch.where(on_way_BT, forced_BS[:, level - 1, None], -1))
+
+    def _propose(
+        self, v: Views, logits_BTV: Tensor, target_token_Vd: Tensor | None, position_B: Tensor, path_BTs: Tensor, level: int
+    ) -> tuple[Tensor, Tensor]:
         logits_BTV = self.shaper.truncate(v, self.shaper(v, logits_BTV, position_B[:, None], path_BTs, target_token_Vd))
         if not self.noisy:
             return self.kernels.draft_topk(logits_BTV, self.shape.topk, target_token_Vd, None, None, None)
@@ -263,8 +274,14 @@ class DraftSampler:
             position_BS: position of the token being proposed at each depth.
 
         Returns:
-            log-probabilities float32 and target ids int64, both ``[B, S, K]``.
+            log-probabilities float32 and target ids int64, both ``[B, S, K]``. Where a grammar forces a token, it comes first.
         """
+        found = self._propose_levels(v, logits_BSV, target_token_Vd, position_BS)
+        return put_first(*found, v.forced_token_BS) if self.sampling.grammar else found
+
+    def _propose_levels(
+        self, v: Views, logits_BSV: Tensor, target_token_Vd: Tensor | None, position_BS: Tensor
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         logits_BSV = self.shaper.truncate(v, self.shaper(v, logits_BSV, position_BS, None, target_token_Vd))
         topk, depths = self.shape.topk, position_BS.shape
         if not self.noisy:
@@ -291,4 +308,26 @@ class DraftSampler:
         kept_BLV = v.draft_prob_BSV[:, level - 1 : level - 1 + logits_BLV.shape[1]]
         if target_token_Vd is not None:
             share_BLV = torch.zeros_like(kept_BLV).index_copy(2, target_token_Vd, share_BLV)
+        if self.sampling.grammar:
+            # What a grammar forces is drafted with certainty.
+            forced_BL1 = v.forced_token_BS[:, level - 1 : level - 1 + logits_BLV.shape[1], None]
+            certain_BLV = torch.zeros_like(share_BLV).scatter(2, forced_BL1.clamp(min=0), 1.0)
+            share_BLV = torch.where(forced_BL1 >= 0, certain_BLV, share_BLV)
         kept_BLV.copy_(share_BLV)
+
+
+def put_first(score_BTK: Tensor, token_BTK: Tensor, forced_BT: Tensor) -> tuple[Tensor, Tensor]:
+    """Continuations with a certain token in front of the others, of which the last makes room unless that token was among them.
+
+    Args:
+        score_BTK: log-probabilities, sorted; so they stay.
+        token_BTK: int64, all different where they are tokens.
+        forced_BT: int64, the certain token, -1 where there is none.
+    """
+    place_K = torch.arange(token_BTK.shape[-1], device=token_BTK.device)
+    room_BT1 = torch.where(token_BTK == forced_BT[..., None], place_K, token_BTK.shape[-1] - 1).amin(-1, keepdim=True)
+    source_BTK = torch.where(place_K <= room_BT1, (place_K - 1).clamp(min=0), place_K)
+    forced_BTK = (forced_BT >= 0)[..., None].expand_as(token_BTK)
+    score, token = score_BTK.gather(-1, source_BTK), token_BTK.gather(-1, source_BTK)
+    score, token = torch.where(place_K == 0, 0.0, score), torch.where(place_K == 0, forced_BT[..., None], token)
+    return torch.where(forced_BTK, score, score_BTK), torch.where(forced_BTK, token, token_BTK)

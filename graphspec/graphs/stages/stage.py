@@ -154,6 +154,10 @@ class Grammar(Protocol):
         """
         ...
 
+    def forced(self, most: int) -> Sequence[int]:
+        """Tokens that spell what must follow the root, as far as something must: a draft, since other tokens may spell it too."""
+        ...
+
 
 class HostStage(Stage):
     """A step that the host takes between two segments of a program; it may wait for the device and read values.
