@@ -164,7 +164,7 @@ class Engine:
         """What there is to do now, and what was done; any thread may ask."""
         scheduler = self.scheduler
         pages = scheduler.allocator.num_used, self.plan.num_pages - 1
-        return Load(len(scheduler.running), len(scheduler.waiting), *pages, scheduler.meter.cycles())
+        return Load(len(scheduler.running), len(scheduler.waiting), *pages, scheduler.meter.cycles(), scheduler.meter.with_grammar())
 
     def close(self) -> None:
         """End the driving thread after its step. Open calls end with an error, later ones are refused. May be called again."""

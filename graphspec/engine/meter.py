@@ -31,6 +31,8 @@ class Load:
         pages_used: pages that requests hold.
         pages: pages there are.
         cycles: by bucket and draft depth, since the engine was made.
+        with_grammar: those of them in which a row had a grammar, so that the host filled masks and one was in flight. Their mean time
+            next to that of the others is what all rows of such a batch pay.
     """
 
     running: int
@@ -38,6 +40,7 @@ class Load:
     pages_used: int
     pages: int
     cycles: dict[tuple[int, int], CycleTimes]
+    with_grammar: dict[tuple[int, int], CycleTimes]
 
 
 class Meter:
@@ -45,6 +48,7 @@ class Meter:
 
     def __init__(self) -> None:
         self._cycles: dict[tuple[int, int], CycleTimes] = {}
+        self._with_grammar: dict[tuple[int, int], CycleTimes] = {}
         self._last = 0.0
 
     def note(self, key: Key, launched: float, read: float) -> None:
@@ -57,9 +61,14 @@ class Meter:
         begin, self._last = max(launched, self._last), read
         if isinstance(key, GraphKey):
             kind = key.bucket, key.shape.num_steps
-            before = self._cycles.get(kind, CycleTimes(0, 0.0))
-            self._cycles[kind] = CycleTimes(before.count + 1, before.seconds + read - begin)
+            for times in (self._cycles, self._with_grammar) if key.sampling.grammar else (self._cycles,):
+                before = times.get(kind, CycleTimes(0, 0.0))
+                times[kind] = CycleTimes(before.count + 1, before.seconds + read - begin)
 
     def cycles(self) -> dict[tuple[int, int], CycleTimes]:
         """By bucket and draft depth."""
         return dict(self._cycles)
+
+    def with_grammar(self) -> dict[tuple[int, int], CycleTimes]:
+        """Those of them in which a row had a grammar."""
+        return dict(self._with_grammar)

@@ -151,6 +151,8 @@ def test_rows_without_a_grammar_pay_one_launch(tree: LLM) -> None:
     finally:
         del tree.cycle.launch
     assert both[0].token_ids == alone.token_ids and both[1].text == "ab"
+    load = tree.load()
+    assert 0 < sum(times.count for times in load.with_grammar.values()) < sum(times.count for times in load.cycles.values())
     cycles = [entry for entry in keys if entry[1]]
     assert cycles and not keys[-1][0], "the last cycles are whole again"
     # A grammar's cycle is launched when everything before it was read.
