@@ -86,7 +86,11 @@ class RowGrammar:
         """See :meth:`graphspec.graphs.stages.stage.Grammar.forced`. The end is part of it where nothing else may follow."""
         if self._matcher.is_terminated():
             return []
-        text = self._matcher.find_jump_forward_string()
+        try:
+            text = self._matcher.find_jump_forward_string()
+        except UnicodeDecodeError:
+            # The output ends, or what is forced does, inside a character; xgrammar has text only.
+            return []
         run, whole = self._speller.spell(text.encode(), most)
         if len(run) == most or not whole or len(self._stop_ids) > 1:
             return run

@@ -303,6 +303,10 @@ def test_what_must_follow_is_spelled(plain: LLM) -> None:
     choice = grammar(plain, Structured(choice=["def self"]))
     assert plain.tokenizer.decode(choice.forced(20)[:-1]) == "def self" and choice.forced(20)[-1] == END
     assert choice.follow(choice.forced(20)) and choice.forced(20) == []
+    # Inside a character nothing is text.
+    inside = grammar(plain, Structured(choice=["é"]))
+    [first] = [token for token, text in enumerate(plain.tokenizer.hf.convert_ids_to_tokens(range(256))) if text == "Ã"]
+    assert inside.follow([first]) and inside.forced(20) == []
     either = grammar(plain, Structured(regex="a(b?)"))
     assert plain.tokenizer.decode(either.forced(20)) == "a"
     assert either.follow(either.forced(20)) and either.forced(20) == []
