@@ -9,16 +9,17 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 OLDEST := .venv-oldest
+CLIENTS := .venv-clients
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest
 # One process per core with one thread each: threads of several processes on the same cores wait for each other.
 SPREAD := --numprocesses=auto --dist=loadfile
 PARALLEL := OMP_NUM_THREADS=1 $(PYTEST) $(SPREAD)
 # The tiers by their markers: `test` is the selection of pyproject.toml.
-KERNELS := 'kernels and not full and not gpu and not browser'
-BOTH := 'not full and not gpu and not browser'
+KERNELS := 'kernels and not full and not gpu and not browser and not clients'
+BOTH := 'not full and not gpu and not browser and not clients'
 
-.PHONY: help demo test test-kernels test-full test-browser test-oldest fuzz soak lint format snapshots features gpu-check acceptance train-demo bench compare guard wheel clean race docs
+.PHONY: help demo test test-kernels test-full test-browser test-clients test-oldest fuzz soak lint format snapshots features gpu-check acceptance train-demo bench compare guard wheel clean race docs
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -41,10 +42,17 @@ test-kernels: $(STAMP) ## fused kernels interpreted and compiled ahead of time, 
 	$(PARALLEL) -m $(KERNELS)
 
 test-full: $(STAMP) ## every test that needs no GPU, also the thorough ones
-	$(PARALLEL) -m 'not gpu and not browser'
+	$(PARALLEL) -m 'not gpu and not browser and not clients'
 
 test-browser: $(STAMP) ## the report in a real browser; needs Chromium
 	$(PYTEST) -m browser tests/browser
+
+# Their versions are the newest. They see torch and transformers of .venv, which guidellm would install otherwise; nothing of theirs gets into it.
+test-clients: $(STAMP) ## OpenAI's client, lm-eval and guidellm against graphspec serve, installed into .venv-clients
+	$(PYTHON) -m venv $(CLIENTS)
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$$($(CLIENTS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/shared.pth"
+	$(CLIENTS)/bin/python -m pip --disable-pip-version-check install openai 'lm-eval[api]' guidellm
+	$(PYTEST) -m clients tests/clients --clients=$(CLIENTS)/bin
 
 FUZZ_SEED ?= 0
 FUZZ_BUDGET ?= 1000
@@ -116,4 +124,4 @@ wheel: $(STAMP) ## build the wheel into dist/
 	$(BIN)/python -m build --wheel
 
 clean: ## remove what the other targets made
-	rm -rf $(VENV) $(OLDEST) site dist build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(OLDEST) $(CLIENTS) site dist build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

@@ -12,9 +12,9 @@ import sys
 
 ELSEWHERE = (
     "docs/", "examples/", "perf/", "recipes/",
-    "graphspec/demo/", "graphspec/lab/", "graphspec/show/",
+    "graphspec/demo/", "graphspec/lab/", "graphspec/serve/", "graphspec/show/",
     "tests/browser/", "tests/command/", "tests/engine/", "tests/fuzz/", "tests/gpu/",
-    "tests/lab/", "tests/perf/", "tests/recipes/", "tests/train/",
+    "tests/clients/", "tests/lab/", "tests/perf/", "tests/recipes/", "tests/serve/", "tests/train/",
     "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "README.md",
 )  # fmt: skip
 """What kernels, graphs and models are not built from and not tested by. Anything else counts, so that a new folder does."""

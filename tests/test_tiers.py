@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / ".ci" / "kernel_tier.py"
 ELSEWHERE: tuple[str, ...] = runpy.run_path(str(SCRIPT))["ELSEWHERE"]
-MARKS = ("kernels", "full", "gpu", "browser")
+MARKS = ("kernels", "full", "gpu", "browser", "clients")
 LEFT_OUT, RUNS = "test\n", "test test-kernels\n"
 
 
@@ -26,7 +26,7 @@ def selections() -> dict[str, str]:
     variables = dict(re.findall(r"^(\w+) := ('.+')$", makefile, re.M))
     options = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["pytest"]["ini_options"]["addopts"]
     found = {"test": options[options.index("-m") + 1]}
-    for target in ("test-kernels", "test-full", "test-oldest", "features", "test-browser"):
+    for target in ("test-kernels", "test-full", "test-oldest", "features", "test-browser", "test-clients"):
         recipe = re.search(rf"^{target}:.*\n((?:\t.*\n)+)", makefile, re.M)
         assert recipe is not None
         chosen = re.findall(r" -m (\$\(\w+\)|'[^']+'|\w+)(?= |$)", recipe[1], re.M)[-1]
@@ -41,12 +41,13 @@ def chosen_by(expression: str, marks: tuple[str, ...]) -> bool:
 @pytest.mark.parametrize("marks", [some for n in range(3) for some in itertools.combinations(MARKS, n)], ids="-".join)
 def test_a_test_is_in_one_tier_and_the_wider_targets_hold_the_narrower(marks: tuple[str, ...]) -> None:
     found = {target: chosen_by(expression, marks) for target, expression in selections().items()}
-    needs_machine = "gpu" in marks or "browser" in marks
+    needs_machine = not {"gpu", "browser", "clients"}.isdisjoint(marks)
     assert found["test"] == (not marks)
     assert found["test-kernels"] == (marks == ("kernels",))
     assert found["test-full"] == (not needs_machine)
     assert found["test-oldest"] == found["features"] == (found["test"] or found["test-kernels"])
     assert found["test-browser"] == ("browser" in marks)
+    assert found["test-clients"] == ("clients" in marks)
 
 
 def test_everything_about_fused_kernels_is_marked(request: pytest.FixtureRequest) -> None:
