@@ -6,7 +6,7 @@ import asyncio
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -92,9 +92,15 @@ def connection_type(options: ServerConfig) -> type[H11Protocol]:
 
 
 class HttpServer(uvicorn.Server):
-    """A server that ends in order: at a signal it accepts nothing more, finishes what it has, and returns. A second one ends it at once."""
+    """A server that ends in order: at a signal it accepts nothing more, finishes what it has, and returns. A second one ends it at once.
 
-    def __init__(self, app: ASGIApp, options: ServerConfig) -> None:
+    Args:
+        app: what answers.
+        options: of the server.
+        ready: called when the port is open.
+    """
+
+    def __init__(self, app: ASGIApp, options: ServerConfig, ready: Callable[[], None] | None = None) -> None:
         config = uvicorn.Config(
             app,
             http=connection_type(options),
@@ -108,8 +114,15 @@ class HttpServer(uvicorn.Server):
             timeout_graceful_shutdown=max(1, round(options.drain_seconds)),
         )
         super().__init__(config)
+        self._ready = ready
         self.draining = False
         """It ends when the requests that it has are done."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Open the port."""
+        await super().startup(sockets)
+        if self._ready is not None:
+            self._ready()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

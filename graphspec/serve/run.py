@@ -39,10 +39,13 @@ def run(config: LaunchConfig) -> int:
                 llm.warm_up(llm.plan.max_rows, sampling=sampling)
         with llm:
             model = served_name(config)
-            server = HttpServer(Face(face, options, model, keys).app(), options)
             host, port = sock.getsockname()[:2]
-            address = f"[{host}]" if ":" in host else host
-            print(f"graphspec serve: {model} at http://{address}:{port}/v1", flush=True)  # noqa: T201
+            address = f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"
+
+            def ready() -> None:
+                print(f"graphspec serve: {model} at {address}", flush=True)  # noqa: T201
+
+            server = HttpServer(Face(face, options, model, keys).app(), options, ready)
             asyncio.run(server.serve(sockets=[sock]))
     return 0
 
