@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 from .. import __version__
 from ..engine.async_llm import AsyncLLM
 from ..engine.prompts import Prompt
+from ..engine.structured import Structured
 from ..engine.text import check_text
 from ..errors import GraphspecError
 from ..server_options import ServerConfig
@@ -28,6 +29,7 @@ from .limits import ClientGone, Keys, Slots, read_json, unless_gone
 from .messages import conversation_of
 from .metrics import CONTENT_TYPE, Metrics
 from .protocol import Body, ChatBody, CompletionBody, check_model, check_supported
+from .structured import structured_of
 from .tokens import TokenTexts
 from .tools import read_tools
 
@@ -111,7 +113,7 @@ class Face:
         def make(generation: Generation) -> Writer:
             return CompletionWriter(body, generation, self.model, self.tokenizer, self.texts)
 
-        return await self._answer(request, body, prompts, make)
+        return await self._answer(request, body, prompts, make, structured_of(body))
 
     async def chat(self, request: Request) -> Response:
         """``POST /v1/chat/completions``."""
@@ -119,18 +121,17 @@ class Face:
         check_model(body.model, self.model)
         if not self.tokenizer.has_chat_template:
             raise bad_field("messages", "a checkpoint with a chat template", "one without: send a prompt to /v1/completions")
-        tools = read_tools(body.tools, body.tool_choice)
-        check_response_format(body.response_format)
+        tools = read_tools(body.tools, body.tool_choice, parallel=body.parallel_tool_calls)
         conversation = conversation_of(body, tools)
 
         def make(generation: Generation) -> Writer:
             return ChatWriter(body, generation, self.model, self.tokenizer, self.texts, tools)
 
-        return await self._answer(request, body, [conversation], make)
+        return await self._answer(request, body, [conversation], make, structured_of(body, tools))
 
-    async def _answer(self, request: Request, body: Body, prompts: list[Prompt], make: Make) -> Response:
+    async def _answer(self, request: Request, body: Body, prompts: list[Prompt], make: Make, structured: Structured | None) -> Response:
         """Serve a request; a stream begins when its prompts have been accepted."""
-        params = body.params(self.most_tokens)
+        params = body.params(self.most_tokens, structured)
         with ExitStack() as held:
             held.enter_context(self.slots.take(len(prompts) * params.n))
             deadline = self.options.request_seconds
@@ -242,17 +243,6 @@ class EventStream(Response):
 async def _whole(writer: Writer) -> dict[str, Any]:
     async with aclosing(writer.generation.events()) as events:
         return writer.whole([event async for event in events])
-
-
-def check_response_format(given: object) -> None:
-    """Check the form that an answer is to have.
-
-    Raises:
-        ApiError: 400, another one than text.
-    """
-    if given is None or given == {"type": "text"}:
-        return
-    raise ApiError(400, "unsupported: response_format other than text", "response_format", "unsupported_field")
 
 
 def _only(data: dict[str, Any], *names: str) -> None:

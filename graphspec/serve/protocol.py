@@ -13,6 +13,7 @@ from typing import Any, Self, TypeVar
 
 from ..checks import brief, check_fields
 from ..engine.request import SamplingParams
+from ..engine.structured import Structured
 from ..errors import RequestError
 from .errors import ApiError, bad_field
 
@@ -90,6 +91,7 @@ class Body(ABC):
     stream: bool = False
     stream_options: Mapping[str, Any] | None = None
     echo: bool = False
+    structured_outputs: Mapping[str, Any] | None = None
     return_token_ids: bool = False
 
     def __post_init__(self) -> None:
@@ -117,11 +119,12 @@ class Body(ABC):
     def new_tokens(self, most: int) -> int:
         """Most new tokens, where the server allows ``most``."""
 
-    def params(self, most: int) -> SamplingParams:
+    def params(self, most: int, structured: Structured | None = None) -> SamplingParams:
         """How the request is sampled.
 
         Args:
             most: new tokens that the server allows.
+            structured: what its answer must look like.
 
         Raises:
             RequestError: a value out of range.
@@ -131,7 +134,7 @@ class Body(ABC):
             raise RequestError("max_tokens", f"at most {most}", new)
         given: dict[str, Any] = {name: value for name in PASSED_ON if (value := getattr(self, name)) is not None}
         given |= {"logprobs": self.alternatives, "prompt_logprobs": self.scored_prompt, "logit_bias": self._bias()}
-        return SamplingParams(max_tokens=new, temperature=self.temperature, n=self.n, echo=self.echo, **given)
+        return SamplingParams(max_tokens=new, temperature=self.temperature, n=self.n, echo=self.echo, structured=structured, **given)
 
     def _bias(self) -> dict[int, float] | None:
         if self.logit_bias is None:

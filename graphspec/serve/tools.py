@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .errors import ApiError, bad_field
+from .errors import bad_field
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 CHOICES = ("none", "auto", "required")
@@ -43,14 +43,21 @@ class Tools:
     Attributes:
         described: for the template; none: it has none, or ``tool_choice`` is ``none``.
         read: calls are looked for in the text.
+        form: what the text must look like where calls are demanded, as xgrammar's structural tag; None: calls are not demanded.
     """
 
     described: tuple[Mapping[str, Any], ...] = ()
     read: bool = False
+    form: dict[str, Any] | None = None
 
 
-def read_tools(tools: object, choice: object) -> Tools:
+def read_tools(tools: object, choice: object, *, parallel: bool = True) -> Tools:
     """The tools of a request.
+
+    Args:
+        tools: that it offers.
+        choice: which of them are to be called.
+        parallel: more than one call may come.
 
     Raises:
         ApiError: 400, no such tools, or a choice that is not served.
@@ -70,9 +77,28 @@ def read_tools(tools: object, choice: object) -> Tools:
         return Tools(tuple(tools), read=True)
     if choice == "none":
         return Tools()
-    if choice == "required" or isinstance(choice, dict):
-        raise ApiError(400, "unsupported: tool_choice other than none and auto", "tool_choice", "unsupported_field")
-    raise bad_field("tool_choice", "one of " + ", ".join(CHOICES) + ", or a function", "something else")
+    if choice == "required":
+        return Tools(tuple(tools), read=True, form=_calls_of(tools, single=not parallel))
+    wanted = choice.get("function") if isinstance(choice, dict) else None
+    chosen = [tool for tool in tools if isinstance(wanted, dict) and tool["function"]["name"] == wanted.get("name")]
+    if not chosen:
+        raise bad_field("tool_choice", "one of " + ", ".join(CHOICES) + ", or a function among tools", "something else")
+    return Tools(tuple(tools), read=True, form=_calls_of(chosen[:1], single=True))
+
+
+def _calls_of(tools: Sequence[Mapping[str, Any]], *, single: bool) -> dict[str, Any]:
+    """The form of a text that is calls of these functions and nothing else, one of them at least."""
+    tags = [
+        {
+            "type": "tag",
+            "begin": f'{BEGIN}\n{{"name": {json.dumps(tool["function"]["name"])}, "arguments": ',
+            "content": {"type": "json_schema", "json_schema": tool["function"].get("parameters", {"type": "object"})},
+            "end": f"}}\n{END}",
+        }
+        for tool in tools
+    ]
+    form = {"type": "tags_with_separator", "tags": tags, "separator": "\n", "at_least_one": True, "stop_after_first": single}
+    return {"type": "structural_tag", "format": form}
 
 
 class CallReader:

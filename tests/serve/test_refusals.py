@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 SECRET = "w7 unutterable"
 QUESTION = [{"role": "user", "content": SECRET}]
+TOOL = {"type": "function", "function": {"name": "w20"}}
 ENDLESS = {"prompt": "w7", "max_tokens": 80, "ignore_eos": True, "temperature": 0}
 
 
@@ -75,7 +76,15 @@ def test_fields_of_a_completion(server: Served, fields: dict[str, Any], param: s
         ({"messages": [{"role": "user", "content": "w7", "audio": {"id": 1}}]}, "messages[0]", "audio"),
         ({"messages": [{"role": SECRET, "content": "w7"}]}, "messages", "chat template takes"),
         ({"top_logprobs": 2}, "top_logprobs", "without logprobs"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "unsupported"),
+        ({"response_format": {"type": "xml"}}, "response_format.type", "json_schema"),
+        ({"response_format": "text"}, "response_format.type", "json_schema"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema", "a JSON schema"),
+        ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs", "exactly one"),
+        ({"structured_outputs": {"xml": 1}}, "structured_outputs", "found xml"),
+        ({"structured_outputs": {"regex": 3}}, "structured_outputs.regex", "text"),
+        ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "response_format", "one form"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice", "among tools"),
+        ({"tools": [TOOL], "tool_choice": "any"}, "tool_choice", "none, auto, required"),
         ({"tool_choice": "auto"}, "tool_choice", "without tools"),
         ({"tools": [{"type": "function"}]}, "tools[0]", "function"),
         ({"tools": {}}, "tools", "a list"),

@@ -1,0 +1,77 @@
+"""The form that an answer must have: ``response_format``, ``structured_outputs``, and the calls that ``tool_choice`` demands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..engine.structured import Structured
+from ..errors import RequestError
+from .errors import bad_field
+from .protocol import Body, ChatBody
+from .tools import Tools
+
+FORMATS: Mapping[str, Callable[[Mapping[str, Any]], Structured | None]] = {
+    "text": lambda given: None,
+    "json_object": lambda given: Structured(json_object=True),
+    "json_schema": lambda given: Structured(json_schema=_schema(given)),
+    "structural_tag": lambda given: Structured(structural_tag=dict(given)),
+}
+"""``response_format`` by its type."""
+KINDS = {
+    "json": "json_schema",
+    "regex": "regex",
+    "choice": "choice",
+    "grammar": "grammar",
+    "json_object": "json_object",
+    "structural_tag": "structural_tag",
+}
+"""Fields of vLLM's ``structured_outputs``, and what :class:`Structured` calls them."""
+
+
+def structured_of(body: Body, tools: Tools | None = None) -> Structured | None:
+    """What a request's answer must look like; None: anything.
+
+    Raises:
+        ApiError: 400, no such form, or several.
+        RequestError: a grammar that can't be one.
+    """
+    found: dict[str, Structured] = {}
+    if isinstance(body, ChatBody) and body.response_format is not None:
+        form = _response_format(body.response_format)
+        found |= {"response_format": form} if form is not None else {}
+    if body.structured_outputs is not None:
+        found["structured_outputs"] = _structured_outputs(body.structured_outputs)
+    if tools is not None and tools.form is not None:
+        found["tool_choice"] = Structured(structural_tag=tools.form)
+    if len(found) > 1:
+        raise bad_field(next(iter(found)), "one form for the answer", " and ".join(found))
+    return next(iter(found.values()), None)
+
+
+def _response_format(given: object) -> Structured | None:
+    kind = given.get("type") if isinstance(given, Mapping) else None
+    if not isinstance(given, Mapping) or not isinstance(kind, str) or kind not in FORMATS:
+        raise bad_field("response_format.type", "one of " + ", ".join(FORMATS), "something else")
+    return FORMATS[kind](given)
+
+
+def _schema(given: Mapping[str, Any]) -> Any:
+    described = given.get("json_schema")
+    schema = described.get("schema") if isinstance(described, Mapping) else None
+    if schema is None:
+        raise bad_field("response_format.json_schema.schema", "a JSON schema", "nothing")
+    return schema
+
+
+def _structured_outputs(given: Mapping[str, Any]) -> Structured:
+    named = {name: value for name, value in given.items() if value is not None and value is not False}
+    if unknown := [name for name in named if name not in KINDS]:
+        raise bad_field("structured_outputs", "one of " + ", ".join(KINDS), ", ".join(unknown))
+    if len(named) != 1:
+        raise bad_field("structured_outputs", "exactly one of " + ", ".join(KINDS), ", ".join(named) or "none")
+    [(name, value)] = named.items()
+    try:
+        return Structured(**{KINDS[name]: value})
+    except RequestError as error:
+        raise bad_field(f"structured_outputs.{name}", str(error.expected), error.found) from error
