@@ -72,7 +72,7 @@ class RowGrammar:
         return True
 
     def fill(self, token_N: Sequence[int], parent_N: Sequence[int], mask_NVw: Tensor) -> None:
-        """See :meth:`graphspec.graphs.stages.stage.Grammar.fill`. The root is the last token of the output followed."""
+        """See :meth:`graphspec.graphs.grammar.Grammar.fill`. The root is the last token of the output followed."""
         if self._matcher.is_terminated():
             mask_NVw.zero_()
             for stop in self._stop_ids:
@@ -83,7 +83,7 @@ class RowGrammar:
         self._matcher.traverse_draft_tree(torch.tensor(child), torch.tensor(sibling), tokens, mask_NVw)
 
     def forced(self, most: int) -> list[int]:
-        """See :meth:`graphspec.graphs.stages.stage.Grammar.forced`. The end is part of it where nothing else may follow."""
+        """See :meth:`graphspec.graphs.grammar.Grammar.forced`. The end is part of it where nothing else may follow."""
         if self._matcher.is_terminated():
             return []
         try:

@@ -12,7 +12,7 @@ from typing import Any, NoReturn, Protocol
 from ..checks import INT32_MOST, brief, check_fields, in_range
 from ..config import SamplingConfig, check_sampling
 from ..errors import RequestError
-from ..graphs.stages.stage import Grammar
+from ..graphs.grammar import Grammar
 from ..plan import Plan
 from ..shapes import GREEDY, SamplingClass
 from .structured import Structured

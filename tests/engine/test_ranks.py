@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,82 +18,20 @@ from graphspec import LLM, SamplingParams
 from graphspec.errors import ConfigError, ResourceError
 from graphspec.graphs.ranks import LeadingCycle
 from tests.support.checkpoints import VOCAB_SIZE, build_hf
-from tests.support.engines import ids, prompts, random_pair, watch_schedulers
+from tests.support.engines import random_pair
 from tests.support.moe_checkpoints import write_mixture
-
-SIZES: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
-TREE = {"num_steps": 3, "topk": 3, "num_draft_tokens": 10}
-CHAIN = {"num_steps": 3, "topk": 1, "num_draft_tokens": 4}
-# Three rows share pages that are enough for two: rows are preempted, and equal beginnings shared.
-BUSY: dict[str, Any] = {"max_rows": 3, "buckets": [1, 3], "page_size": 4, "num_pages": 22, "prefill_chunks": [8], "max_context": 60,
-                        "runtime": "eager", "debug": True}  # fmt: skip
-BEGINNING = [5, 9, 3, 17, 2, 8, 40, 21, 33]
-PARAMS = [
-    SamplingParams(max_tokens=14, ignore_eos=True),
-    SamplingParams(max_tokens=14, ignore_eos=True, temperature=0.9, seed=7, top_p=0.9, repetition_penalty=1.1),
-    SamplingParams(max_tokens=14, ignore_eos=True, temperature=1.2, seed=3, logprobs=2),
-]
+from tests.support.rank_runs import BUSY, CHAIN, SIZES, TREE, assert_same_tokens
 
 
-def requests() -> tuple[list[list[int]], list[SamplingParams]]:
-    asked = [*prompts(3, vocab=VOCAB_SIZE), *(BEGINNING + end for end in prompts(3, (2, 5, 4), vocab=VOCAB_SIZE, seed=1))]
-    return asked, PARAMS * 2
-
-
-def run(target: Path, draft: Path | None, size: int, **keys: Any) -> tuple[list[list[int]], int]:
-    """Tokens, and how many tokens of prompts were shared."""
-    asked, params = requests()
-    with LLM(target, draft=draft, tensor_parallel=size, **BUSY | keys) as llm:
-        first = llm.generate(asked, params)
-        again = llm.generate(asked[3:], params[:3])
-    outputs = [*first, *again]
-    return ids(outputs), sum(out.cached_tokens for out in outputs)
-
-
-@pytest.fixture
-def same_tokens(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Checks that ranks together emit what one does, while rows are preempted and share pages."""
-
-    def check(target: Path, draft: Path | None, size: int, **keys: Any) -> None:
-        watched = watch_schedulers(monkeypatch)
-        one, together = run(target, draft, 1, **keys), run(target, draft, size, **keys)
-        assert together == one and one[1] > 0
-        assert len(watched) == 2 and all(scheduler.preempted for scheduler in watched)
-
-    return check
-
-
-def test_two_ranks_draft_a_tree_as_one_does(tmp_path: Path, same_tokens: Callable[..., None]) -> None:
+def test_two_ranks_draft_a_tree_as_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The draft shares the embedding, of which each rank has a half."""
     pair = random_pair(tmp_path, build_hf("llama", **SIZES))
-    same_tokens(pair.target, pair.draft, 2, variant="eagle3", cycles_in_flight=2, **TREE)
+    assert_same_tokens(monkeypatch, pair.target, pair.draft, 2, variant="eagle3", cycles_in_flight=2, **TREE)
 
 
-def test_two_ranks_decode_a_latent_mixture_of_experts(tmp_path: Path, same_tokens: Callable[..., None]) -> None:
+def test_two_ranks_decode_a_latent_mixture_of_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target, _ = write_mixture(tmp_path, "deepseek_v3")
-    same_tokens(target, None, 2, variant="ngram", num_pages=14, **CHAIN)
-
-
-@pytest.mark.kernels
-@pytest.mark.parametrize("variant", ["eagle3", "ngram_trie", "standalone", "none"])
-def test_four_ranks_of_every_kind_of_drafter(variant: str, tmp_path: Path, same_tokens: Callable[..., None]) -> None:
-    pair = random_pair(tmp_path, build_hf("qwen2", **SIZES | {"head_dim": None}))
-    draft = {"eagle3": pair.draft, "standalone": pair.target}.get(variant)
-    same_tokens(pair.target, draft, 4, variant=variant, num_pages=14, **({} if variant == "none" else CHAIN))
-
-
-@pytest.mark.kernels
-def test_two_ranks_compiled_with_a_depth_that_changes(tmp_path: Path) -> None:
-    pair = random_pair(tmp_path, build_hf("llama", **SIZES))
-    keys = {"variant": "eagle3", "depths": [0, 2], "max_rows": 1, "buckets": [1], **CHAIN}
-    asked, params = requests()
-    found = []
-    for size, runtime in ((1, "eager"), (2, "compiled")):
-        with LLM(pair.target, draft=pair.draft, tensor_parallel=size, **BUSY | keys | {"runtime": runtime}) as llm:
-            found.append(ids(llm.generate(asked[:2], params[:2])))
-            if size == 2:
-                assert all("several ranks" in path for path in llm.decoders.values())
-    assert found[0] == found[1]
+    assert_same_tokens(monkeypatch, target, None, 2, variant="ngram", num_pages=14, **CHAIN)
 
 
 SCRIPT = """

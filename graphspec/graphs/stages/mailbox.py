@@ -20,7 +20,8 @@ from ...errors import ResourceError
 from ...kernels.groups import Bias, Lanes, Penalties, RowRequest, Truncation
 from ...kernels.mail_apply import JOIN_WORDS
 from ...plan import Plan
-from .stage import Build, Grammar, Stage
+from ..grammar import Grammar
+from .stage import Build, Stage
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from ...models.attention import Attention
 from ...models.recurrence import PathCommit
 from ...plan import Plan
 from ...shapes import CycleShape, SamplingClass
+from ..grammar import Grammar
 
 
 class TargetModel(Protocol):
@@ -138,25 +139,6 @@ class Stage(nn.Module):
         """``(row_B int64, live_B bool)`` of the lanes. Padded lanes point at the dummy row, which is never live."""
         row_B = v.lane_row_B
         return row_B, v.status_R[row_B] == Status.LIVE
-
-
-class Grammar(Protocol):
-    """What one row's output has to follow, as far as the tokens known of it (:mod:`graphspec.engine.grammar`)."""
-
-    def fill(self, token_N: Sequence[int], parent_N: Sequence[int], mask_NVw: Tensor) -> None:
-        """Write for every node the tokens that may follow it.
-
-        Args:
-            token_N: of the nodes, the root, which is known, first; -1 is no node.
-            parent_N: a node's parent, which comes before it.
-            mask_NVw: int32 on the CPU, a bit for every token, all of them set. Rows of nodes that the grammar refuses, and below them, say
-                nothing: acceptance does not get there.
-        """
-        ...
-
-    def forced(self, most: int) -> Sequence[int]:
-        """Tokens that spell what must follow the root, as far as something must: a draft, since other tokens may spell it too."""
-        ...
 
 
 class HostStage(Stage):

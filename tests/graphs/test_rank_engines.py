@@ -1,0 +1,34 @@
+"""More ranks and compiled programs: slower than what `tests/engine/test_ranks.py` proves of two."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from graphspec import LLM
+from tests.support.checkpoints import build_hf
+from tests.support.engines import ids, random_pair
+from tests.support.rank_runs import BUSY, CHAIN, SIZES, assert_same_tokens, requests
+
+pytestmark = pytest.mark.kernels
+
+
+@pytest.mark.parametrize("variant", ["eagle3", "ngram_trie", "standalone", "none"])
+def test_four_ranks_of_every_kind_of_drafter(variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = random_pair(tmp_path, build_hf("qwen2", **SIZES | {"head_dim": None}))
+    draft = {"eagle3": pair.draft, "standalone": pair.target}.get(variant)
+    assert_same_tokens(monkeypatch, pair.target, draft, 4, variant=variant, num_pages=14, **({} if variant == "none" else CHAIN))
+
+
+def test_two_ranks_compiled_with_a_depth_that_changes(tmp_path: Path) -> None:
+    pair = random_pair(tmp_path, build_hf("llama", **SIZES))
+    keys = {"variant": "eagle3", "depths": [0, 2], "max_rows": 1, "buckets": [1], **CHAIN}
+    asked, params = requests()
+    found = []
+    for size, runtime in ((1, "eager"), (2, "compiled")):
+        with LLM(pair.target, draft=pair.draft, tensor_parallel=size, **BUSY | keys | {"runtime": runtime}) as llm:
+            found.append(ids(llm.generate(asked[:2], params[:2])))
+            if size == 2:
+                assert all("several ranks" in path for path in llm.decoders.values())
+    assert found[0] == found[1]
