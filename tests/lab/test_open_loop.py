@@ -77,6 +77,7 @@ def test_a_trace_says_when_what_arrives(tmp_path: Path) -> None:
     [
         "[]", '{"arrival": -1, "prompt": "a"}', '{"arrival": true, "prompt": "a"}', '{"arrival": 1}', '{"arrival": 1, "input_tokens": 0}',
         '{"arrival": 1, "prompt": "a", "input_tokens": 3}', '{"arrival": 1, "input_tokens": 2, "output_tokens": 1.5}',
+        '{"arrival": 1, "input_tokens": 2000000000000}',
     ],
 )  # fmt: skip
 def test_a_line_that_is_no_request_is_refused_by_its_place(line: str, tmp_path: Path) -> None:

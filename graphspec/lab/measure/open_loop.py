@@ -19,7 +19,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from ...command_options import CLOSED, WorkloadConfig
+from ...command_options import CLOSED, MAX_PROMPT, WorkloadConfig
 from ...errors import ConfigError
 from ...paths import read_json, read_text
 from .metrics import Round, Timeline, latency
@@ -81,7 +81,7 @@ def _trace_line(where: str, text: str) -> TraceLine:
     arrival, prompt = row.get("arrival"), row.get("prompt")
     counts = [row.get("input_tokens"), row.get("output_tokens")]
     fits = isinstance(arrival, int | float) and not isinstance(arrival, bool) and 0 <= arrival < float("inf")
-    fits = fits and all(count is None or (type(count) is int and count > 0) for count in counts)
+    fits = fits and all(count is None or (type(count) is int and 0 < count <= MAX_PROMPT) for count in counts)
     if not (fits and (isinstance(prompt, str) if counts[0] is None else prompt is None)):
         expected = 'an object with "arrival" in seconds, either "prompt" or "input_tokens", and "output_tokens" where it has its own'
         raise ConfigError(where, expected, text[:60])
