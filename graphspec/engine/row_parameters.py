@@ -61,4 +61,5 @@ class RowParameters:
         leftovers = self._held[row] - written
         if leftovers and self._clear is not None:
             self._clear(row, leftovers)
-        self._held[row] = ROW_GROUPS & slot_groups(request.sampling)
+        # A join writes all its class has room for. What is neutral for this request, as where its prompt ends, may not be for the next.
+        self._held[row] = written

@@ -295,3 +295,18 @@ def test_a_call_next_to_an_open_one_builds_one_class(pair: Pair) -> None:
     assert {key.sampling for key in llm.cycle.programs} - before == {SamplingClass(noise=True, penalties=True)}
     collect(stream, {})
     assert_idle(llm)
+
+
+@SHAPES
+def test_what_a_larger_class_wrote_for_an_earlier_request_is_cleared(pair: Pair, shape: dict[str, Any], lockstep: Lockstep) -> None:
+    """Where a prompt ends is written by every join with room for it: before that no stop id comes, which is not so for a shorter one."""
+    # Latest, so that the other one has joined before.
+    right = max((pair.greedy([token], LENGTH) for token in range(43)), key=lambda tokens: (tokens[-1] == 43) * len(tokens))
+    stops = next([token] for token in range(43) if pair.greedy([token], LENGTH) == right)
+    llm = pair.llm(**shape, max_rows=2, buckets=[2], prefix_cache=False)
+    biased = SamplingParams(max_tokens=LENGTH, ignore_eos=True, temperature=0.9, logit_bias={3: 2.0})
+    llm.warm_up(2, sampling=biased.sampling_class)
+    llm.generate(prompts(2, lengths=(30, 30)), SamplingParams(max_tokens=2, ignore_eos=True, temperature=0.9))
+    llm.warm_up(2)  # with greedy programs there the short one joins in one of them, and decodes in one of the others' class
+    short, _ = llm.generate([stops, prompts(1)[0]], [SamplingParams(max_tokens=LENGTH), biased])
+    assert (short.token_ids, short.finish_reason) == (right, "stop")
