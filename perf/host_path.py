@@ -78,7 +78,7 @@ def host_plan(scenario: Scenario) -> Plan:
         model=ModelConfig(),
         runtime=RuntimeConfig(
             name="eager", max_rows=scenario.rows, buckets=[scenario.rows], cycles_in_flight=scenario.cycles_in_flight,
-            prefill_chunks=list(CHUNKS),
+            prefill_chunks=list(CHUNKS), prefill_tokens_per_cycle=2**16,
         ),
     )  # fmt: skip
     variant, folder = resolve_variant(scenario.variant), model_folder(config.model.path)

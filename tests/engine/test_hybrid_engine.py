@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from graphspec.buffers import Status
 from graphspec.drafters.ngram_trie.proposer import TrieProposer
 from graphspec.engine.llm import LLM, SamplingParams
 from graphspec.errors import ConfigError
 from graphspec.graphs.cycle import Cycle
 from graphspec.shapes import GraphKey
 from tests.support.checkpoints import VOCAB_SIZE, build_hf, edit_json, write_hf
-from tests.support.engines import CHAIN, SMALL, TREE, Pair, ids, prompts, random_pair, watch_schedulers
+from tests.support.engines import CHAIN, SMALL, TREE, Pair, idle_rows, ids, prompts, random_pair, watch_schedulers
 from tests.support.hybrid_checkpoints import build_hybrid
 from tests.support.mtp_checkpoints import add_heads, head_tensors
 from tests.support.tiny import same_bits
@@ -114,7 +113,7 @@ def test_cycles_in_flight_change_nothing(dense: Pair, shape: dict[str, Any]) -> 
 def test_preempted_rows_start_afresh(dense: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     consult(monkeypatch, dense)
     made = watch_schedulers(monkeypatch)
-    llm = dense.llm(**HOST, max_rows=3, num_pages=14)
+    llm = dense.llm(**HOST, max_rows=3, num_pages=14, prefill_tokens_per_cycle=4096)
     assert ids(llm.generate(ASKED, SamplingParams(max_tokens=LENGTH))) == expected(dense)
     assert made[-1].preempted > 0
 
@@ -150,13 +149,14 @@ def test_depths_that_change_and_catching_up(dense: Pair) -> None:
 @pytest.mark.parametrize("shape", [{"variant": "none"}, TREE], ids=["none", "tree"])
 def test_states_of_other_rows_keep_their_bits(dense: Pair, shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that finished, are free or wait for a lane, poisoned before every cycle; what verification records is poisoned as well."""
+    made = watch_schedulers(monkeypatch)
     launch, held = Cycle.launch, []
 
     def poisoned(self: Cycle, key: Key, message: Message) -> int:
         if not isinstance(key, GraphKey):
             return launch(self, key, message)
         self.arena.poison(("lane",))
-        idle_R = self.arena["status_R"][:-1] != Status.LIVE
+        idle_R = idle_rows(self, made[-1])[:-1]
         states = [self.arena[name] for name in ("matrix_RUHKV", "column_RUOE")]
         for state in states:
             state[:-1][idle_R] = torch.nan

@@ -153,6 +153,8 @@ def test_ctrl_c_reaches_a_caller_that_waits(pair: Pair, lockstep: Lockstep) -> N
         step(engine)
 
     engine_step, Engine._step = step, stopped  # type: ignore[method-assign]
+    # A shell has what it starts in the background ignore the signal.
+    heeded = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         opened = llm.stream(asked, SamplingParams(max_tokens=70, ignore_eos=True))
         with pytest.raises(KeyboardInterrupt):
@@ -162,6 +164,7 @@ def test_ctrl_c_reaches_a_caller_that_waits(pair: Pair, lockstep: Lockstep) -> N
             llm.generate(asked, SamplingParams(max_tokens=70, ignore_eos=True))
     finally:
         Engine._step = engine_step  # type: ignore[method-assign]
+        signal.signal(signal.SIGINT, heeded)
     assert ids(llm.generate(asked, PARAMS)) == expected(pair, asked, LENGTH)
     assert_idle(llm)
 

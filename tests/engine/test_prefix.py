@@ -154,7 +154,7 @@ PRESSED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("structure", PRESSED)
 def test_pages_short_aborts_and_preemption(structure: str) -> None:
     rng = random.Random(11)
-    keys = {"max_rows": 4, "page_size": 4, **PRESSED[structure]}
+    keys = {"max_rows": 4, "page_size": 4, "prefill_tokens_per_cycle": 4096, **PRESSED[structure]}
     asked: list[list[int]] = []
     for number in range(14):
         other = rng.choice(asked) if asked else []

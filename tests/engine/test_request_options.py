@@ -193,7 +193,8 @@ def test_a_prompt_whose_scoring_was_interrupted_is_scored_anew(pair: Pair, monke
     monkeypatch.setattr(llm.cycle, "launch", interrupted)
     scheduler.add(request)
     with pytest.raises(KeyboardInterrupt):
-        scheduler.step()
+        while scheduler.busy:
+            scheduler.step()
     monkeypatch.undo()
     assert 0 < len(request.prompt_logprobs) < 39
     llm.cycle.reset()

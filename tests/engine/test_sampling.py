@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from graphspec.buffers import POISON, Status
+from graphspec.buffers import POISON
 from graphspec.engine.llm import LLM
 from graphspec.engine.request import SamplingParams, sampling_class
 from graphspec.errors import RequestError
@@ -27,7 +27,7 @@ from graphspec.kernels.filter_logits import filter_logits
 from graphspec.kernels.topk import stable_topk
 from graphspec.kernels.tree_build import causal_words
 from graphspec.shapes import GREEDY, GraphKey, SamplingClass
-from tests.support.engines import CHAIN, MIRROR_VOCAB, TREE, WIDE, Pair, ids, mirror_pair, prompts, watch_schedulers
+from tests.support.engines import CHAIN, MIRROR_VOCAB, TREE, WIDE, Pair, idle_rows, ids, mirror_pair, prompts, watch_schedulers
 
 LENGTH = 18
 STOPS = (5, 9, 17, 23, 31)
@@ -394,12 +394,14 @@ def test_a_preempted_row_resumes_with_its_counts(pair: Pair, shape: dict[str, An
 
 def test_idle_rows_and_lanes_may_hold_anything(pair: Pair, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     """What a cycle may not read is NaN, or a number no index survives, before every launch."""
+    made = watch_schedulers(monkeypatch)
     launch, poisoned = Cycle.launch, []
 
     def poison(self: Cycle, key: Key, message: Message) -> int:
         self.arena.poison(("lane",))
         if isinstance(key, GraphKey):
-            idle_R = self.arena["status_R"] != Status.LIVE
+            idle_R = idle_rows(self, made[-1])
+            made[-1]._rows.forget()
             for slot in self.arena.slots:
                 if slot.group and slot.kind == "state":
                     tensor = self.arena[slot.name]

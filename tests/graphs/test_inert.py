@@ -13,7 +13,7 @@ from graphspec.graphs.cycle import Cycle
 from graphspec.graphs.programs import Key
 from graphspec.graphs.stages.mailbox import Message
 from graphspec.shapes import GraphKey
-from tests.support.engines import CHAIN, TREE, Pair, Watched, ids, mirror_pair, prompts, watch_schedulers
+from tests.support.engines import CHAIN, TREE, Pair, Watched, idle_rows, ids, mirror_pair, prompts, watch_schedulers
 
 PLAIN: dict[str, Any] = {"variant": "none"}
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -74,10 +74,10 @@ class Poisoner:
         self.done += int(behind_RA[list(message.lanes)].sum())
 
     def rows(self, cycle: Cycle, key: Key, message: Message) -> None:
-        """Rows that are not live: free, finished with cycles still queued, and the dummy row. Prefills carry a feature in such a row."""
+        """Rows that are not live: free, finished with cycles still queued, and the dummy row. Prompts carry a feature on."""
         if not isinstance(key, GraphKey):
             return
-        idle_R = cycle.arena["status_R"] != Status.LIVE
+        idle_R = idle_rows(cycle, self.schedulers[-1])
         for name in ("window_token_RAc", "seq_len_R", "budget_R", "draft_len_R", "stop_id_RE"):
             cycle.arena[name][idle_R] = POISON
         for name in ("temperature_R", "window_feature_RAcF"):

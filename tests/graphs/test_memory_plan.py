@@ -50,7 +50,7 @@ def size(memory: MemoryPlan, name: str) -> int:
 def test_what_is_counted_is_what_is_allocated(pair: Pair, keys: dict[str, Any]) -> None:
     llm = pair.llm(**keys)
     memory, arena = llm.memory, llm.cycle.arena
-    arena.allocate(SamplingClass(True, True, True, True, 2, True, True, True))
+    arena.allocate(SamplingClass(True, True, True, True, 2, True, True, True, True))
     grouped = {slot.name for slot in arena.slots if slot.group}
     slots = {name: count for name, _, _, count in llm.slots()}
     pools = {name: count for name, count in slots.items() if name.endswith("_kv") or name == "page_feature"}

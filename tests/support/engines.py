@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from graphspec.buffers import Status
 from graphspec.engine import engine as engine_module
 from graphspec.engine.llm import LLM
 from graphspec.engine.scheduler import Scheduler
+from graphspec.graphs.cycle import Cycle
 from tests.support.checkpoints import eagle3_tensors, write_eagle3, write_hf
 
 if TYPE_CHECKING:
@@ -224,6 +226,13 @@ class Watched(Scheduler):
     @property
     def preempted(self) -> int:
         return sum(request.preempted for request in self.seen)
+
+
+def idle_rows(cycle: Cycle, scheduler: Scheduler) -> torch.Tensor:
+    """bool ``[R]``: rows that no request decodes in, and none that is half read waits in; the dummy row among them."""
+    idle_R = cycle.arena["status_R"] != Status.LIVE
+    idle_R[[request.row for request in scheduler.running if request.prefilled and not request.ready]] = False
+    return idle_R
 
 
 def watch_schedulers(monkeypatch: pytest.MonkeyPatch) -> list[Watched]:

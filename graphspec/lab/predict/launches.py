@@ -42,6 +42,8 @@ INDUCTOR, LIBRARY = "inductor", "cublas"
 _REDUCTIONS = ("mean", "sum", "amax", "amin", "argmax", "argmin", "cumsum", "any", "all", "topk", "sort", "logsumexp")
 _SCATTERS = ("index_put_",)
 """Writes into a buffer at computed places: a launch of their own."""
+_COPY = "copy_"
+"""Into a slot. Slots of different sizes are written by different launches."""
 _PRODUCTS = ("mm", "bmm", "addmm", "baddbmm")
 _FREE = ("empty", "new_empty", "empty_like", "detach", "_unsafe_view")
 
@@ -91,6 +93,7 @@ class _Between(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.launches = launches
         self.found: dict[int, list[int | Mapping[str, Any]]] = {}
+        self._copied: dict[int, int] = {}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
@@ -100,7 +103,8 @@ class _Between(TorchDispatchMode):
             self.product(max(tensors, key=Tensor.numel), result.numel() // result.shape[-1])
         elif not function.is_view and name not in _FREE:
             here = self.found.setdefault(len(self.launches), [])
-            if not here or not isinstance(here[-1], int) or name in _SCATTERS:
+            other = name == _COPY and result.numel() != self._copied.setdefault(len(self.launches), result.numel())
+            if not here or not isinstance(here[-1], int) or name in _SCATTERS or other:
                 here.append(0)
             here[-1] += name in _REDUCTIONS  # type: ignore[operator]
         return result

@@ -34,7 +34,8 @@ def meetings() -> Iterator[list[str]]:
         barrier()
 
     def note(kind: str, others: tuple[str, ...], pointers: Any, mask: Any) -> None:
-        addresses = set(pointers.data[mask.data].tolist())
+        # A loaded boolean is an integer here.
+        addresses = set(pointers.data[mask.data.astype(bool)].tolist())
         found.extend(f"{kind} after {other} of {len(met)} places" for other in others if (met := touched[other] & addresses))
         touched[kind] |= addresses
 

@@ -39,7 +39,7 @@ def test_greedy_equals_transformers(pair: Pair, shape: str) -> None:
 
 def test_the_drafter_catches_up_after_a_pause(pair: Pair) -> None:
     """Four plain cycles on top of a full run: the window is read in one wide pass, and the next draft is as right as the first."""
-    llm = pair.llm(**FUSED, num_steps=2, topk=1, num_draft_tokens=3, depths=[0], backlog=7)
+    llm = pair.llm(**FUSED, num_steps=2, topk=1, num_draft_tokens=3, depths=[0], backlog=7, prefill_tokens_per_cycle=4096)
     llm.depth_policy, launcher = ScriptedDepth([2, 0, 0, 0, 0, 2]), Launches(llm.cycle)
     asked = prompts(2, lengths=(2, 5))
     outputs = llm.generate(asked, SamplingParams(max_tokens=12, ignore_eos=True), launcher=launcher)

@@ -1,0 +1,77 @@
+"""The fused ops of recurrent layers on a GPU: within twice the reference's error, in the op's own sizes and in those of Qwen3-Next."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from graphspec.kernels import OPS, KernelOp
+from graphspec.kernels.delta_rule import random_ancestors, random_tokens
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
+
+NAMES = ("tree_conv", "conv_shift", "delta_walk", "delta_solve", "delta_scan", "delta_chunk")
+MINE = {op.name: op for op in OPS if op.name in NAMES}
+BY_OP = [pytest.param(op, id=name) for name, op in MINE.items()]
+VERIFY, RUNS = ("delta_walk", "delta_solve"), ("delta_scan", "delta_chunk")
+
+
+def on_gpu(case: dict[str, Any], *, double: bool = False) -> dict[str, Any]:
+    """A copy of the case on the device."""
+
+    def copy(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return value.to("cuda", torch.float64 if double and value.is_floating_point() else value.dtype, copy=True)
+
+    return {key: copy(value) for key, value in case.items()}
+
+
+def outputs(op: KernelOp, function: Any, case: dict[str, Any]) -> list[Tensor]:
+    """What a call returns and writes; it may write into ``case``."""
+    result = op.call(function, case)
+    return [*(() if result is None else (result,)), *(case[name] for name in op.mutates if case[name] is not None)]
+
+
+def assert_float_law(op: KernelOp, case: dict[str, Any]) -> None:
+    """Error against the float64 reference at most twice the float32 one, plus one rounding of the largest value; the same every time."""
+    reference = outputs(op, op.reference, on_gpu(case))
+    oracle = reference if op.exact else outputs(op, op.reference, on_gpu(case, double=True))
+    first, second = (outputs(op, op.implementation("fused"), on_gpu(case)) for _ in range(2))
+    for found, again, plain, exact in zip(first, second, reference, oracle, strict=True):
+        assert found.dtype == plain.dtype and torch.equal(found.nan_to_num(), again.nan_to_num())
+        finite = exact.isfinite()
+        assert torch.equal(found.isfinite(), finite)
+        if op.exact:
+            assert torch.equal(found[finite], plain[finite])
+            continue
+        own = (plain.double() - exact)[finite].abs().max()
+        eps = torch.finfo(torch.float32).eps * exact[finite].abs().max()
+        assert (found.double() - exact)[finite].abs().max() <= 2 * own + eps
+
+
+@pytest.mark.references(*NAMES)
+@pytest.mark.parametrize("op", BY_OP)
+def test_equals_the_reference(op: KernelOp) -> None:
+    for seed in range(4):
+        for case in op.cases(torch.Generator().manual_seed(seed)):
+            assert_float_law(op, case)
+
+
+@pytest.mark.parametrize("name", VERIFY)
+@pytest.mark.parametrize("nodes", [1, 8, 16, 64])
+def test_a_tree_in_the_sizes_of_a_model(name: str, nodes: int) -> None:
+    generator = torch.Generator().manual_seed(nodes)
+    case = random_tokens(generator, 2, nodes, 16, 32, 128, 128)
+    assert_float_law(MINE[name], {**case, "ancestors_BTX": random_ancestors(generator, 2, nodes)})
+
+
+@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("tokens", [1, 16, 300])
+def test_a_run_in_the_sizes_of_a_model(name: str, tokens: int) -> None:
+    generator = torch.Generator().manual_seed(tokens)
+    case = random_tokens(generator, 2, tokens, 16, 32, 128, 128)
+    assert_float_law(MINE[name], {**case, "length_B": torch.tensor([tokens, tokens // 2]), "fresh_B": torch.tensor([False, True])})
