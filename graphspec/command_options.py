@@ -68,7 +68,7 @@ class WorkloadConfig:
     """trace: a .jsonl file, per line an object with "arrival" in seconds, either "prompt" or "input_tokens", and, where it has its own,
     "output_tokens"."""
     long_every: int = 0
-    """poisson, bursts: every so many requests one has a prompt of ``long_input_tokens``; 0: none."""
+    """poisson, bursts: one request in this many has a prompt of ``long_input_tokens``; 0: none."""
     long_input_tokens: int = 1000
     """Length of those prompts; texts are repeated until they are that long."""
     ttft_limit_ms: float = 500.0

@@ -26,7 +26,7 @@ class ServerConfig:
     api_key_file: str | None = None
     """A file of keys, one per line, one of which a request must carry (``Authorization: Bearer KEY``); null: none is asked for."""
     max_waiting: int = 256
-    """Requests that may wait besides those that run, where runtime.max_queued is null; one more gets status 503."""
+    """Requests that may wait, in addition to those that run, where runtime.max_queued is null; one more gets status 503."""
     max_body_bytes: int = 4 * 2**20
     """Longest body of a request."""
     max_tokens: int | None = None

@@ -112,7 +112,7 @@ class LeadingCycle(RankCycle):
         """Why the ranks are no longer in step, once they aren't."""
 
     def _together(self, do: Callable[[], Any], *said: Any) -> Any:
-        """What ``do`` returns, after the others were told to do the same.
+        """What ``do`` returns, after the others were sent the same.
 
         Raises:
             ResourceError: it failed here, or a rank has ended; every later call raises the same.

@@ -1,4 +1,4 @@
-"""``graphspec serve``: loads a model, and answers until it is told to end."""
+"""``graphspec serve``: loads a model and answers until a signal ends it."""
 
 from __future__ import annotations
 
