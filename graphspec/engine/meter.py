@@ -47,8 +47,10 @@ class Meter:
     """Times cycles. One thread notes; any may look."""
 
     def __init__(self) -> None:
-        self._cycles: dict[tuple[int, int], CycleTimes] = {}
-        self._with_grammar: dict[tuple[int, int], CycleTimes] = {}
+        self._sums: dict[GraphKey, list[float]] = {}
+        """Of each program: how often it ran, and seconds."""
+        self._key: Key | None = None
+        self._sum: list[float] = []
         self._last = 0.0
 
     def note(self, key: Key, launched: float, read: float) -> None:
@@ -58,17 +60,27 @@ class Meter:
             key: its program.
             launched, read: when; seconds of one clock.
         """
-        begin, self._last = max(launched, self._last), read
-        if isinstance(key, GraphKey):
-            kind = key.bucket, key.shape.num_steps
-            for times in (self._cycles, self._with_grammar) if key.sampling.grammar else (self._cycles,):
-                before = times.get(kind, CycleTimes(0, 0.0))
-                times[kind] = CycleTimes(before.count + 1, before.seconds + read - begin)
+        begin, self._last = launched if launched > self._last else self._last, read
+        # In every cycle, and mostly of the same program.
+        if key is not self._key:
+            self._key, self._sum = key, self._sums.setdefault(key, [0.0, 0.0]) if isinstance(key, GraphKey) else [0.0, 0.0]
+        self._sum[0] += 1
+        self._sum[1] += read - begin
 
     def cycles(self) -> dict[tuple[int, int], CycleTimes]:
         """By bucket and draft depth."""
-        return dict(self._cycles)
+        return self._times(grammar=False)
 
     def with_grammar(self) -> dict[tuple[int, int], CycleTimes]:
         """Those of them in which a row had a grammar."""
-        return dict(self._with_grammar)
+        return self._times(grammar=True)
+
+    def _times(self, *, grammar: bool) -> dict[tuple[int, int], CycleTimes]:
+        """Of all programs, or of those with a grammar alone."""
+        times: dict[tuple[int, int], CycleTimes] = {}
+        for key, (count, seconds) in dict(self._sums).items():
+            if key.sampling.grammar or not grammar:
+                kind = key.bucket, key.shape.num_steps
+                before = times.get(kind, CycleTimes(0, 0.0))
+                times[kind] = CycleTimes(before.count + int(count), before.seconds + seconds)
+        return times

@@ -187,8 +187,9 @@ class Scheduler:
         if launched and (launched := self._prefill()):
             # Before lanes are chosen: a row that has ended gets none.
             self._make_room()
-        while self._tickets and self._host_needs_roots():
-            self._read_oldest()
+        if self.proposer is not None or self._offer is None or self._offer.sampling.grammar:
+            while self._tickets and self._host_needs_roots():
+                self._read_oldest()
         if (lanes := self._ready) is None:
             lanes = self._ready = [r for r in self.running if r.ready]
         launched = (bool(lanes) and self._launch_cycle(lanes)) or launched

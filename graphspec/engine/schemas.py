@@ -83,9 +83,7 @@ def _check_alone(key: str, schema: dict[str, Any], asserted: frozenset[str]) -> 
         if name == "oneOf" and isinstance(schema[name], list):
             for (first, one), (second, other) in combinations(enumerate(schema[name]), 2):
                 if not _disjoint(one, other):
-                    expected = (
-                        "alternatives of different types, or a required property that differs by const or enum (else write anyOf)"
-                    )
+                    expected = "alternatives of different types, or a required property that differs by const or enum (else write anyOf)"
                     raise RequestError(f"{key}.oneOf", expected, f"alternatives {first} and {second}")
 
 

@@ -97,7 +97,19 @@ def test_every_text_parses(expected: list[tuple[list[int], str, str]]) -> None:
         assert parses(grammar, text), (grammar, text)
 
 
-@pytest.mark.parametrize("keys", [CHAIN, TREE, TRIE, {**TREE, "rule": "target_only"}], ids=["chain", "tree", "trie", "target-only"])
+WAYS: dict[str, dict[str, Any]] = {
+    "chain": CHAIN,
+    "tree": TREE,
+    "trie": TRIE,
+    "target-only": {**TREE, "rule": "target_only"},
+    "mtp": {**TREE, "variant": "mtp"},
+    "eagle": {**CHAIN, "variant": "eagle"},
+    "ngram": {"variant": "ngram"},
+    "depths": {**CHAIN, "depths": [0, 2]},
+}
+
+
+@pytest.mark.parametrize("keys", WAYS.values(), ids=WAYS)
 def test_tokens_are_those_of_plain_decoding(keys: dict[str, Any], expected: list[tuple[list[int], str, str]]) -> None:
     keys = dict(keys)
     rule = keys.pop("rule", "match")
