@@ -19,6 +19,7 @@ _OURS = {
     "buckets, the batch sizes for which a cycle exists": (
         "cuda_graph_sizes", "cuda_graph_bs", "cuda_graph_max_bs", "cudagraph_capture_sizes", "compilation_config",
     ),
+    "tensor_parallel": ("tensor_parallel_size", "tp_size", "tp"),
     "dtype": ("torch_dtype",),
     "device": ("device_map",),
     "attention": ("attn_implementation", "attention_backend"),
@@ -37,9 +38,8 @@ _OURS = {
 """Key of ours to names that vLLM, SGLang and transformers have for it."""
 
 _ABSENT = {
-    "one GPU or one CPU only": (
-        "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "tp_size", "tp", "pp_size", "dp_size", "ep_size",
-        "enable_expert_parallel",
+    "a target is spread by tensor_parallel alone": (
+        "pipeline_parallel_size", "data_parallel_size", "pp_size", "dp_size", "ep_size", "enable_expert_parallel",
     ),
     "no code of a checkpoint is ever run": ("trust_remote_code",),
     "quantised weights and KV are not supported": (
@@ -49,7 +49,9 @@ _ABSENT = {
     "adapters are not supported": ("enable_lora", "lora_paths"),
     "the cache of the Hugging Face Hub is where HF_HUB_CACHE says": ("download_dir", "cache_dir"),
     "safetensors are read where there are any": ("load_format",),
-    "there is no server": ("host", "port", "served_model_name", "api_key"),
+    "graphspec serve has server.host, port, model_name and api_key_file": (
+        "host", "port", "served_model_name", "api_key",
+    ),
 }  # fmt: skip
 """Options of other engines without an equivalent here: the reason, to their names."""
 
@@ -60,6 +62,15 @@ _PER_REQUEST = {
     "stop_token_ids": ("eos_token_id",),
     "stop": ("stop_strings", "stop_sequences"),
     "bad_words": ("bad_words_ids",),
+    "structured": (
+        "structured_outputs",
+        "guided_decoding",
+        "guided_json",
+        "guided_regex",
+        "guided_choice",
+        "guided_grammar",
+        "response_format",
+    ),
 }
 """Field of ``SamplingParams`` to names others have for it."""
 

@@ -11,6 +11,7 @@ from ..errors import ConfigError, GraphspecError, RequestError
 from ..hints import hint_for
 from ..plan import Plan
 from ..shapes import SamplingClass
+from .request import SamplingParams
 
 DEFAULTS = {"model": "demo", "variant": "eagle3", "draft": None, "runtime": "compiled"}
 """Arguments of ``LLM`` that a whole configuration replaces."""
@@ -43,7 +44,7 @@ def engine_config(config: object, overrides: dict[str, Any], **named: Any) -> Co
     known = {f.name for group in fields(Config) if is_dataclass(node := getattr(config, group.name)) for f in fields(node)} - sampling
     for name, value in overrides.items():
         if name not in known or name == "name":
-            hint = hint_for(name, {*known, *DEFAULTS} - {"name"}, sampling)
+            hint = hint_for(name, {*known, *DEFAULTS} - {"name"}, [field.name for field in fields(SamplingParams)])
             raise ConfigError(name, "a configuration key", f"{name}={brief(value)}", hint)
     return config.replaced(**overrides)
 

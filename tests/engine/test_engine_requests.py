@@ -299,7 +299,10 @@ def test_keys_of_other_engines_are_explained(pair: Pair) -> None:
     for keys, hint in (
         ({"max_model_len": 64}, "here it is max_context"),
         ({"gpu_memory_utilization": 0.5}, "here it is memory_fraction"),
-        ({"tensor_parallel_size": 2}, "one GPU or one CPU only"),
+        ({"tensor_parallel_size": 2}, "here it is tensor_parallel"),
+        ({"pp_size": 2}, "a target is spread by tensor_parallel alone"),
+        ({"port": 8000}, "graphspec serve has server.host, port"),
+        ({"guided_regex": "a+"}, r"SamplingParams\(structured=...\)"),
         ({"seed": 3}, r"each request has its own: SamplingParams\(seed=...\)"),
         ({"max_new_tokens": 3}, r"SamplingParams\(max_tokens=...\)"),
         ({"pag_size": 3}, "did you mean page_size"),
