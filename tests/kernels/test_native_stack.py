@@ -101,10 +101,12 @@ class Scene:
     slot: Tensor
     valid: Tensor
     words: Tensor | None
+    shift: int = 0
+    """Slots before position 0, which nobody sees."""
 
     @property
     def begin(self) -> Tensor:
-        return torch.zeros_like(self.position)
+        return torch.full_like(self.position, self.shift)
 
     def attention(self, *, like: torch.dtype = torch.float32) -> Any:
         """Over a copy of the pool."""
@@ -113,7 +115,7 @@ class Scene:
             "position_BT": self.position, "valid_BT": self.valid, "slot_BT": self.slot,
         }  # fmt: skip
         if self.words is None:
-            return ChunkAttention(**shared, rope_length_BT=self.position + 1, prefix_begin=0)
+            return ChunkAttention(**shared, rope_length_BT=self.position + 1, prefix_begin=self.shift)
         return TreeAttention(**shared, begin_BT=self.begin, prefix_end_B=self.end, ancestors_BTX=self.words)
 
     def rows(self, lane: int, *tokens: int) -> Scene:
@@ -126,7 +128,7 @@ class Scene:
         )  # fmt: skip
 
 
-def scene(model: ModelFacts, *, tree: bool, lanes: int = 2, tokens: int = 7, layers: int = 3) -> Scene:
+def scene(model: ModelFacts, *, tree: bool, lanes: int = 2, tokens: int = 7, layers: int = 3, shift: int = 0) -> Scene:
     """A last token that is not valid, and otherwise a chain: what each row sees is what lies before it."""
     generator = torch.Generator().manual_seed(lanes + tokens)
     pages = lanes * COLUMNS + 1
@@ -138,7 +140,8 @@ def scene(model: ModelFacts, *, tree: bool, lanes: int = 2, tokens: int = 7, lay
     words = ((1 << (offset + 1)) - 1).masked_fill(~valid, 0)[..., None] if tree else None
     token = torch.randint(0, model.vocab_size, (lanes, tokens), generator=generator)
     position = end[:, None] + offset
-    return Scene(pool, table, end, torch.where(valid, token, -1), position, torch.where(valid, position, -3), valid, words)
+    slot = torch.where(valid, position + shift, -3)
+    return Scene(pool, table, end + shift, torch.where(valid, token, -1), position, slot, valid, words, shift)
 
 
 def check_against_float64(native_run: Callable[[], Tensor], run: Callable[[torch.dtype], Tensor]) -> None:
@@ -154,11 +157,11 @@ def wide(network: nn.Module, dtype: torch.dtype) -> Any:
 
 
 @pytest.mark.parametrize("tree", [True, False], ids=["tree", "chunk"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_target_is_its_reference(family: str, tree: bool) -> None:
+@pytest.mark.parametrize(("family", "shift"), [*((family, 0) for family in FAMILIES), ("llama", 1), ("mistral", 1)])
+def test_a_target_is_its_reference(family: str, shift: int, tree: bool) -> None:
     model = facts(**FAMILIES[family])
     network = fill(LlamaModel(model, (0, 2), 64))
-    ours, at = packed(network), scene(model, tree=tree)
+    ours, at = packed(network), scene(model, tree=tree, shift=shift)
 
     def kept(hidden: Tensor, taps: Tensor, pool: Tensor) -> Tensor:
         valid = at.valid[..., None]
