@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor
 
-from .delta_rule import delta_solve_block, delta_tokens, rows_of
-from .delta_scan import run_cases
+from .delta_rule import delta_solve_block, delta_tokens
 from .op import KernelOp, Written
+from .state_cases import random_tokens, run_cases
 from .state_runs import run_blocks
+from .state_tokens import rows_of
 
 
 def delta_chunk(
@@ -39,4 +42,4 @@ def delta_chunk(
     return out_BTHV.to(mixed_BTE.dtype)
 
 
-OP = KernelOp(delta_chunk, run_cases, native="native.recurrent", exact=False)
+OP = KernelOp(delta_chunk, partial(run_cases, random_tokens), native="native.recurrent", exact=False)

@@ -9,33 +9,13 @@ and reads ``S^T q`` with its query q. Queries and keys have length 1, queries ar
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 
-from .op import Case
+from .state_tokens import StateTokens
 
 NORM_EPS = 1e-6
 """Added to the squared length of queries and keys."""
-
-
-class StateTokens(NamedTuple):
-    """What tokens bring to an update, in float32 (float64 for float64 channels). Queries and keys are repeated for the heads they serve."""
-
-    query_BTHK: Tensor
-    key_BTHK: Tensor
-    value_BTHV: Tensor
-    decay_BTH: Tensor
-    rate_BTH: Tensor
-
-    def masked(self, valid_BT: Tensor) -> StateTokens:
-        """The same where a token that is not valid changes no state and reads 0, whatever it holds."""
-        return StateTokens(*(torch.where(valid_BT.view(*valid_BT.shape, *[1] * (part.dim() - 2)), part, 0.0) for part in self))
-
-    def at(self, token: int) -> StateTokens:
-        """One token, ``[B, H, ...]``."""
-        return StateTokens(*(part[:, token] for part in self))
 
 
 def delta_tokens(mixed_BTE: Tensor, gate_BTG: Tensor, heads: int, key_dim: int, value_dim: int) -> StateTokens:
@@ -98,46 +78,3 @@ def delta_solve_block(state_BHKV: Tensor, tokens: StateTokens, before_BTT: Tenso
     change_BHTV = torch.linalg.solve_triangular(system_BHTT, right_BHTV, upper=False, unitriangular=True)
     read_BHTV = from_state_BHT1 * (query_BHTK @ state_BHKV) + (query_BHTK @ key_BHTK.transpose(-1, -2) * decay_BHTT) @ change_BHTV
     return read_BHTV.transpose(1, 2), change_BHTV, path_BHT
-
-
-def ancestor_matrix(ancestors_BTX: Tensor) -> Tensor:
-    """Words of T nodes as bool ``[B, T, T]``: node j is an ancestor of node i, or i itself."""
-    node_T = torch.arange(ancestors_BTX.shape[1], device=ancestors_BTX.device)
-    return ((ancestors_BTX[:, :, node_T >> 6] >> (node_T & 63)) & 1) == 1
-
-
-def rows_of(state_RUHKV: Tensor, layer: int, lane_row_B: Tensor, fresh_B: Tensor | None) -> Tensor:
-    """The states of the lanes' rows in one layer; zero in a lane that starts afresh, whatever the row held."""
-    state_B = state_RUHKV[lane_row_B, layer]
-    if fresh_B is None:
-        return state_B
-    return torch.where(fresh_B.view(-1, *[1] * (state_B.dim() - 1)), 0.0, state_B)
-
-
-def random_tokens(generator: Generator, lanes: int, tokens: int, key_heads: int, value_heads: int, key_dim: int, value_dim: int) -> Case:
-    """Inputs of an op over ``lanes + 2`` rows and two layers, as cases have them."""
-    channels = 2 * key_heads * key_dim + value_heads * value_dim
-    gate = torch.rand(lanes, tokens, 2 * value_heads, generator=generator)
-    gate[..., :value_heads] *= -3
-    return {
-        "mixed_BTE": torch.randn(lanes, tokens, channels, generator=generator),
-        "gate_BTG": gate,
-        "matrix_RUHKV": torch.randn(lanes + 2, 2, value_heads, key_dim, value_dim, generator=generator),
-        "layer": 1,
-        "lane_row_B": torch.randperm(lanes + 2, generator=generator)[:lanes],
-    }
-
-
-def random_ancestors(generator: Generator, lanes: int, tokens: int) -> Tensor:
-    """Words of random trees, parents before children, in which some nodes of lanes after the first are unused."""
-    words = (tokens + 63) // 64
-    matrix = torch.zeros(lanes, tokens, tokens, dtype=torch.bool)
-    for lane in range(lanes):
-        used = tokens if lane == 0 else int(torch.randint(0, tokens + 1, (1,), generator=generator))
-        for node in range(used):
-            if node:
-                matrix[lane, node] = matrix[lane, int(torch.randint(max(0, node - 3), node, (1,), generator=generator))]
-            matrix[lane, node, node] = True
-    bits = torch.zeros(lanes, tokens, 64 * words, dtype=torch.int64)
-    bits[..., :tokens] = matrix
-    return (bits.view(lanes, tokens, words, 64) << torch.arange(64)).sum(-1)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Generator, Tensor
+from functools import partial
 
-from .delta_rule import delta_tokens, delta_update, random_tokens, rows_of
-from .op import Case, KernelOp, Written
+from torch import Tensor
+
+from .delta_rule import delta_tokens, delta_update
+from .op import KernelOp, Written
+from .state_cases import path_cases, random_tokens
 from .state_runs import along, scan_run
+from .state_tokens import rows_of
 
 
 def delta_scan(
@@ -46,36 +49,4 @@ def delta_scan(
     return out_BTHV.to(mixed_BTE.dtype)
 
 
-def run_cases(generator: Generator) -> list[Case]:
-    """Of this op and of :func:`~graphspec.kernels.delta_chunk.delta_chunk`: odd sizes, runs of every length, fresh rows."""
-
-    def case(lanes: int, tokens: int, key_heads: int, value_heads: int, key_dim: int, value_dim: int, *, fresh: bool) -> Case:
-        made = random_tokens(generator, lanes, tokens, key_heads, value_heads, key_dim, value_dim)
-        made["length_B"] = torch.randint(0, tokens + 1, (lanes,), generator=generator)
-        made["length_B"][0] = tokens
-        made["fresh_B"] = torch.rand(lanes, generator=generator) < 0.5 if fresh else None
-        return made
-
-    return [
-        case(1, 1, 1, 1, 4, 4, fresh=False),
-        case(3, 6, 2, 4, 8, 6, fresh=True),
-        case(4, 5, 1, 3, 5, 7, fresh=False),
-        case(2, 130, 1, 2, 4, 8, fresh=True),
-    ]
-
-
-def path_cases(generator: Generator) -> list[Case]:
-    """Those of a run, and accepted paths through trees, off which nothing may be read."""
-    cases = run_cases(generator)
-    for lanes, tokens, width in ((1, 6, 3), (3, 9, 5)):
-        made = random_tokens(generator, lanes, tokens, 2, 4, 8, 6)
-        made["path_BA"] = torch.stack([torch.randperm(tokens, generator=generator)[:width].sort().values for _ in range(lanes)])
-        made["length_B"] = torch.randint(0, width + 1, (lanes,), generator=generator)
-        for lane in range(lanes):
-            off = sorted(set(range(tokens)) - set(made["path_BA"][lane, : int(made["length_B"][lane])].tolist()))
-            made["mixed_BTE"][lane, off] = made["gate_BTG"][lane, off] = torch.nan
-        cases.append(made)
-    return cases
-
-
-OP = KernelOp(delta_scan, path_cases, native="native.recurrent", exact=False)
+OP = KernelOp(delta_scan, partial(path_cases, random_tokens), native="native.recurrent", exact=False)

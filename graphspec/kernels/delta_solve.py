@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
-from .delta_rule import ancestor_matrix, delta_solve_block, delta_tokens, rows_of
-from .delta_walk import tree_cases
+from .delta_rule import delta_solve_block, delta_tokens
 from .op import KernelOp
+from .state_cases import random_tokens, tree_cases
+from .state_tokens import ancestor_matrix, rows_of
 
 
 def delta_solve(mixed_BTE: Tensor, gate_BTG: Tensor, matrix_RUHKV: Tensor, layer: int, lane_row_B: Tensor, ancestors_BTX: Tensor) -> Tensor:
@@ -31,4 +34,4 @@ def delta_solve(mixed_BTE: Tensor, gate_BTG: Tensor, matrix_RUHKV: Tensor, layer
     return torch.where(used_BT[..., None, None], read_BTHV, 0.0).to(mixed_BTE.dtype)
 
 
-OP = KernelOp(delta_solve, tree_cases, native="native.recurrent", exact=False)
+OP = KernelOp(delta_solve, partial(tree_cases, random_tokens), native="native.recurrent", exact=False)

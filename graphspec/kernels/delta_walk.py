@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from torch import Generator, Tensor
+from functools import partial
 
-from .delta_rule import delta_tokens, delta_update, random_ancestors, random_tokens, rows_of
-from .op import Case, KernelOp
+from torch import Tensor
+
+from .delta_rule import delta_tokens, delta_update
+from .op import KernelOp
+from .state_cases import random_tokens, tree_cases
 from .state_runs import walk_tree
+from .state_tokens import rows_of
 
 
 def delta_walk(mixed_BTE: Tensor, gate_BTG: Tensor, matrix_RUHKV: Tensor, layer: int, lane_row_B: Tensor, ancestors_BTX: Tensor) -> Tensor:
@@ -35,15 +39,4 @@ def delta_walk(mixed_BTE: Tensor, gate_BTG: Tensor, matrix_RUHKV: Tensor, layer:
     return walk_tree(delta_update, start_BHKV, tokens, ancestors_BTX).to(mixed_BTE.dtype)
 
 
-def tree_cases(generator: Generator) -> list[Case]:
-    """Of this op and of :func:`~graphspec.kernels.delta_solve.delta_solve`: odd sizes, unused nodes, more than one word."""
-
-    def case(lanes: int, tokens: int, key_heads: int, value_heads: int, key_dim: int, value_dim: int) -> Case:
-        made = random_tokens(generator, lanes, tokens, key_heads, value_heads, key_dim, value_dim)
-        made["ancestors_BTX"] = random_ancestors(generator, lanes, tokens)
-        return made
-
-    return [case(1, 1, 1, 1, 4, 4), case(2, 5, 2, 4, 8, 6), case(3, 9, 1, 3, 5, 7), case(1, 66, 1, 1, 4, 8)]
-
-
-OP = KernelOp(delta_walk, tree_cases, native="native.recurrent", exact=False)
+OP = KernelOp(delta_walk, partial(tree_cases, random_tokens), native="native.recurrent", exact=False)

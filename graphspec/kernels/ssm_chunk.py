@@ -6,11 +6,11 @@ from functools import partial
 
 from torch import Tensor
 
-from .delta_rule import rows_of
 from .op import KernelOp, Written
-from .ssm_rule import ssm_block, ssm_tokens
-from .ssm_scan import run_cases
+from .ssm_rule import random_ssm, ssm_block, ssm_tokens
+from .state_cases import run_cases
 from .state_runs import run_blocks
+from .state_tokens import rows_of
 
 
 def ssm_chunk(
@@ -41,4 +41,4 @@ def ssm_chunk(
     return out_BTHV.to(mixed_BTE.dtype)
 
 
-OP = KernelOp(ssm_chunk, run_cases, fused=None, exact=False)
+OP = KernelOp(ssm_chunk, partial(run_cases, random_ssm), native="native.recurrent", fused=None, exact=False)

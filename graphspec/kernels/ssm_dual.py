@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
-from .delta_rule import ancestor_matrix, rows_of
 from .op import KernelOp
-from .ssm_rule import ssm_block, ssm_tokens
-from .ssm_walk import tree_cases
+from .ssm_rule import random_ssm, ssm_block, ssm_tokens
+from .state_cases import tree_cases
+from .state_tokens import ancestor_matrix, rows_of
 
 
 def ssm_dual(
@@ -33,4 +35,4 @@ def ssm_dual(
     return torch.where(used_BT[..., None, None], read_BTHV, 0.0).to(mixed_BTE.dtype)
 
 
-OP = KernelOp(ssm_dual, tree_cases, fused=None, exact=False)
+OP = KernelOp(ssm_dual, partial(tree_cases, random_ssm), native="native.recurrent", fused=None, exact=False)

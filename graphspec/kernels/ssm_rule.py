@@ -14,8 +14,9 @@ from __future__ import annotations
 import torch
 from torch import Generator, Tensor
 
-from .delta_rule import StateTokens, random_tokens
 from .op import Case
+from .state_cases import random_tokens
+from .state_tokens import StateTokens
 
 
 def ssm_tokens(mixed_BTE: Tensor, gate_BTG: Tensor, heads: int, state_dim: int, head_dim: int) -> StateTokens:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from functools import partial
 
-import torch
-from torch import Generator, Tensor
+from torch import Tensor
 
-from .delta_rule import rows_of
-from .op import Case, KernelOp, Written
+from .op import KernelOp, Written
 from .ssm_rule import random_ssm, ssm_tokens, ssm_update
+from .state_cases import path_cases
 from .state_runs import along, scan_run
+from .state_tokens import rows_of
 
 
 def ssm_scan(
@@ -49,22 +49,4 @@ def ssm_scan(
     return out_BTHV.to(mixed_BTE.dtype)
 
 
-def run_cases(generator: Generator) -> list[Case]:
-    """Of this op and of :func:`~graphspec.kernels.ssm_chunk.ssm_chunk`: odd sizes, runs of every length, fresh rows."""
-
-    def case(lanes: int, tokens: int, groups: int, heads: int, state_dim: int, head_dim: int, *, fresh: bool) -> Case:
-        made = random_ssm(generator, lanes, tokens, groups, heads, state_dim, head_dim)
-        made["length_B"] = torch.randint(0, tokens + 1, (lanes,), generator=generator)
-        made["length_B"][0] = tokens
-        made["fresh_B"] = torch.rand(lanes, generator=generator) < 0.5 if fresh else None
-        return made
-
-    return [
-        case(1, 1, 1, 1, 4, 4, fresh=False),
-        case(3, 6, 2, 4, 8, 6, fresh=True),
-        case(4, 5, 1, 3, 5, 7, fresh=False),
-        case(2, 130, 1, 2, 4, 8, fresh=True),
-    ]
-
-
-OP = KernelOp(ssm_scan, run_cases, fused=None, exact=False)
+OP = KernelOp(ssm_scan, partial(path_cases, random_ssm), native="native.recurrent", fused=None, exact=False)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from functools import partial
 
-from torch import Generator, Tensor
+from torch import Tensor
 
-from .delta_rule import random_ancestors, rows_of
-from .op import Case, KernelOp
+from .op import KernelOp
 from .ssm_rule import random_ssm, ssm_tokens, ssm_update
+from .state_cases import tree_cases
 from .state_runs import walk_tree
+from .state_tokens import rows_of
 
 
 def ssm_walk(
@@ -38,14 +39,4 @@ def ssm_walk(
     return walk_tree(partial(ssm_update, skip_H), start_BHKV, tokens, ancestors_BTX).to(mixed_BTE.dtype)
 
 
-def tree_cases(generator: Generator) -> list[Case]:
-    """Of this op and of :func:`~graphspec.kernels.ssm_dual.ssm_dual`: odd sizes, unused nodes, more than one word."""
-
-    def case(lanes: int, tokens: int, groups: int, heads: int, state_dim: int, head_dim: int) -> Case:
-        made = random_ssm(generator, lanes, tokens, groups, heads, state_dim, head_dim)
-        return {**made, "ancestors_BTX": random_ancestors(generator, lanes, tokens)}
-
-    return [case(1, 1, 1, 1, 4, 4), case(2, 5, 2, 4, 8, 6), case(3, 9, 1, 3, 5, 7), case(1, 70, 2, 2, 4, 8)]
-
-
-OP = KernelOp(ssm_walk, tree_cases, fused=None, exact=False)
+OP = KernelOp(ssm_walk, partial(tree_cases, random_ssm), native="native.recurrent", fused=None, exact=False)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .delta_rule import StateTokens, ancestor_matrix
+from .state_tokens import StateTokens, ancestor_matrix
 
 Update = Callable[[Tensor, StateTokens], tuple[Tensor, Tensor]]
 """From states ``[B, H, K, V]`` and one token to the states after it, and what it reads, ``[B, H, V]``."""

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor
 
-from .delta_rule import rows_of
 from .op import Case, KernelOp
+from .state_tokens import rows_of
 
 
 def tree_conv(

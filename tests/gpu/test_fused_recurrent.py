@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from graphspec.kernels import OPS, KernelOp
-from graphspec.kernels.delta_rule import random_ancestors, random_tokens
+from graphspec.kernels.state_cases import random_ancestors, random_tokens
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 

@@ -12,13 +12,14 @@ from torch import Tensor
 from graphspec.errors import ConfigError
 from graphspec.kernels import OPS
 from graphspec.kernels.conv_shift import conv_shift
-from graphspec.kernels.delta_rule import ancestor_matrix, random_ancestors, random_tokens
 from graphspec.kernels.delta_scan import delta_scan
 from graphspec.kernels.delta_solve import delta_solve
 from graphspec.kernels.delta_walk import delta_walk
 from graphspec.kernels.ssm_dual import ssm_dual
 from graphspec.kernels.ssm_scan import ssm_scan
 from graphspec.kernels.ssm_walk import ssm_walk
+from graphspec.kernels.state_cases import random_ancestors, random_tokens
+from graphspec.kernels.state_tokens import ancestor_matrix
 from graphspec.kernels.tree_conv import tree_conv
 from tests.support.tiny import same_bits
 
@@ -241,51 +242,56 @@ def test_a_path_through_recorded_nodes_is_a_run_of_its_tokens(op: Any) -> None:
         assert same_bits(through, run) and not same_bits(run, case["matrix_RUHKV"])
 
 
-NATIVE = {name: BY_NAME[name].implementation("native") for name in ("delta_walk", "delta_solve", "delta_scan", "delta_chunk", "tree_conv")}
+RULES = {"delta": ("delta_walk", "delta_solve", "delta_scan", "delta_chunk"), "ssm": ("ssm_walk", "ssm_dual", "ssm_scan", "ssm_chunk")}
+"""Of each rule the ops that walk a tree, take it at once, scan a run, and take it in blocks."""
+NATIVE = {name: BY_NAME[name].implementation("native") for name in (*RULES["delta"], *RULES["ssm"], "tree_conv")}
 
 
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("value_dim", [6, 16, 70, 128])
-def test_native_nodes_have_the_bits_of_decoding_their_path(value_dim: int) -> None:
+def test_native_nodes_have_the_bits_of_decoding_their_path(rule: str, value_dim: int) -> None:
     """Token by token, every one committed before the next; in a tree, in a run, in both forms."""
-    drawn = generator(8)
-    case = random_tokens(drawn, LANES, NODES, KEY_HEADS, HEADS, KEY_DIM, value_dim)
+    walk, at_once, scan, chunk = (NATIVE[name] for name in RULES[rule])
+    drawn, skip = generator(8), own(walk)
+    case = {**random_tokens(drawn, LANES, NODES, KEY_HEADS, HEADS, KEY_DIM, value_dim), **skip}
     case["ancestors_BTX"] = random_ancestors(drawn, LANES, NODES)
-    found = NATIVE["delta_walk"](**case)
-    assert same_bits(NATIVE["delta_solve"](**case), found)
+    found = walk(**case)
+    assert same_bits(at_once(**case), found)
     for node in range(NODES):
         path = path_of(case["ancestors_BTX"], 0, node)
         plain, run, block = (case["matrix_RUHKV"].clone() for _ in range(3))
         one_bit = torch.ones(LANES, 1, 1, dtype=torch.int64)
-        rest = {"layer": case["layer"], "lane_row_B": case["lane_row_B"]}
+        rest = {"layer": case["layer"], "lane_row_B": case["lane_row_B"], **skip}
         for at in path:
             one = {name: case[name][:, at : at + 1] for name in ("mixed_BTE", "gate_BTG")}
-            read = NATIVE["delta_walk"](**one, matrix_RUHKV=plain, **rest, ancestors_BTX=one_bit)
-            NATIVE["delta_scan"](**one, matrix_RUHKV=plain, **rest, length_B=torch.tensor([1, 0, 0]))
+            read = walk(**one, matrix_RUHKV=plain, **rest, ancestors_BTX=one_bit)
+            scan(**one, matrix_RUHKV=plain, **rest, length_B=torch.tensor([1, 0, 0]))
         assert same_bits(read[0, 0], found[0, node])
         tokens = {name: case[name][:, path] for name in ("mixed_BTE", "gate_BTG")}
         length = torch.tensor([len(path), 0, 0])
-        for name, matrix in (("delta_scan", run), ("delta_chunk", block)):
-            out = NATIVE[name](**tokens, matrix_RUHKV=matrix, **rest, length_B=length)
+        for op, matrix in ((scan, run), (chunk, block)):
+            out = op(**tokens, matrix_RUHKV=matrix, **rest, length_B=length)
             assert same_bits(out[0, -1], found[0, node]) and same_bits(matrix, plain)
 
 
-@pytest.mark.parametrize("name", ["delta_walk", "delta_scan", "tree_conv"])
+@pytest.mark.parametrize("name", ["delta_walk", "delta_scan", "ssm_walk", "ssm_scan", "tree_conv"])
 def test_a_native_row_has_the_same_bits_in_any_batch_and_on_any_threads(name: str) -> None:
     drawn = generator(9)
-    case: dict[str, Any] = random_tokens(drawn, LANES, NODES, KEY_HEADS, HEADS, 64, 80)
-    if name == "delta_walk":
+    case: dict[str, Any] = {**random_tokens(drawn, LANES, NODES, KEY_HEADS, HEADS, 64, 80), **own(NATIVE[name])}
+    if name.endswith("_walk"):
         case["ancestors_BTX"] = random_ancestors(drawn, LANES, NODES)
-    elif name == "delta_scan":
+    elif name.endswith("_scan"):
         case["length_B"] = torch.tensor([NODES, 3, 0])
     else:
         case = {**conv_case(9, NODES), "input_BTE": torch.randn(LANES, NODES, 700, generator=drawn)}
         case |= {"column_RUOE": torch.randn(LANES + 1, 2, 3, 700, generator=drawn), "weight_EO": torch.randn(700, 4, generator=drawn)}
     states = "column_RUOE" if name == "tree_conv" else "matrix_RUHKV"
+    shared = (states, "weight_EO", "skip_H")
 
     def result(lanes: slice) -> tuple[Tensor, Tensor]:
-        own = {key: value[lanes] if torch.is_tensor(value) and key not in (states, "weight_EO") else value for key, value in case.items()}
-        own[states] = case[states].clone()
-        return NATIVE[name](**own), own[states][case["lane_row_B"][lanes]]
+        part = {key: value[lanes] if torch.is_tensor(value) and key not in shared else value for key, value in case.items()}
+        part[states] = case[states].clone()
+        return NATIVE[name](**part), part[states][case["lane_row_B"][lanes]]
 
     before = torch.get_num_threads()
     try:
@@ -306,6 +312,8 @@ def test_a_native_kernel_refuses_other_dtypes_and_slots_with_gaps() -> None:
         NATIVE["delta_walk"](**{**case, "mixed_BTE": case["mixed_BTE"].double()})
     with pytest.raises(ConfigError, match="contiguous slots"):
         NATIVE["delta_walk"](**{**case, "matrix_RUHKV": case["matrix_RUHKV"].transpose(3, 4).contiguous().transpose(3, 4)})
+    with pytest.raises(ConfigError, match=r"skip.*float32"):
+        NATIVE["ssm_walk"](**case, skip_H=SKIP.double())
 
 
 def conv_case(seed: int, nodes: int) -> dict[str, Any]:

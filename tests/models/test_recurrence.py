@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from graphspec.kernels import select_kernels
-from graphspec.kernels.delta_rule import ancestor_matrix, random_ancestors
 from graphspec.kernels.registry import KernelSet
+from graphspec.kernels.state_cases import random_ancestors
+from graphspec.kernels.state_tokens import ancestor_matrix
 from graphspec.models.recurrence import (
     Convolution,
     GatedDeltaRule,
@@ -59,7 +60,7 @@ WAYS = {
     "delta-reference": How(REFERENCE, GatedDeltaRule()),
     "delta-native": How(NATIVE, GatedDeltaRule()),
     "ssm-reference": How(REFERENCE, *SELECTIVE),
-    "ssm-compiled": How(NATIVE, *SELECTIVE),
+    "ssm-native": How(NATIVE, *SELECTIVE),
 }
 EVERY_WAY = pytest.mark.parametrize("how", WAYS.values(), ids=WAYS)
 
@@ -98,7 +99,7 @@ def cycle(
 
 def agree(how: How, mine: Tensor, theirs: Tensor, about: str = "") -> None:
     """Native kernels agree bit for bit; the references as near as torch's own exponentials and sums are."""
-    if how is WAYS["delta-native"]:
+    if how.kernels is NATIVE:
         assert same_bits(mine, theirs), about
     else:
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5, msg=about or None)

@@ -1,5 +1,6 @@
-// Ops of recurrent layers, float32: the convolution over paths and its window, and the gated delta rule (delta.h). What they mean stands next
-// to the references; fields are filled by graphspec/kernels/native/recurrent.py, in the order of these structs.
+// Ops of recurrent layers, float32: the convolution over paths and its window, and the rules by which tokens change and read states (delta.h,
+// ssm.h). What they mean stands next to the references; fields are filled by graphspec/kernels/native/recurrent.py, in the order of these
+// structs.
 
 #include <algorithm>
 #include <cstdint>
@@ -8,6 +9,7 @@
 
 #include "call.h"
 #include "delta.h"
+#include "ssm.h"
 #include "team.h"
 
 namespace {
@@ -95,9 +97,9 @@ void conv_shift(const Shift& c) {
     }
 }
 
-struct Rule {
+struct States {
   float* out;
-  const float *mixed, *gate;
+  const float *mixed, *gate, *skip;  // no skip: null
   float* matrix;
   const int64_t *lane_row, *ancestors;  // no ancestors: a run
   const int64_t *length, *path;         // of a run; no path: in order
@@ -106,40 +108,49 @@ struct Rule {
 };
 
 // One chunk: a head of a lane.
-class DeltaRule final : public graphspec::Program {
+template <class RULE>
+class StateRule final : public graphspec::Program {
  public:
-  explicit DeltaRule(const Rule& call) : c_(call) {}
+  explicit StateRule(const States& call) : c_(call) {}
   int phases() const override { return 1; }
   int chunks(int) const override { return static_cast<int>(c_.lanes * c_.heads); }
 
   void work(int, int chunk) override {
-    static thread_local DeltaScratch scratch;
+    static thread_local StateScratch scratch;
     const int64_t lane = chunk / c_.heads, head = chunk % c_.heads, values = c_.heads * c_.value_dim, keys = (c_.channels - values) / 2;
     const int64_t served = head * keys / (c_.heads * c_.key_dim) * c_.key_dim;
     const float *mixed = c_.mixed + lane * c_.tokens * c_.channels, *gate = c_.gate + lane * c_.tokens * 2 * c_.heads;
-    DeltaHead h;
-    h.query = mixed + served;
-    h.key = mixed + keys + served;
-    h.value = mixed + 2 * keys + head * c_.value_dim;
+    StateHead h;
+    h.query = mixed + (RULE::VALUES_FIRST ? values + keys : 0) + served;
+    h.key = mixed + (RULE::VALUES_FIRST ? values : keys) + served;
+    h.value = mixed + (RULE::VALUES_FIRST ? 0 : 2 * keys) + head * c_.value_dim;
     h.decay = gate + head;
     h.rate = gate + c_.heads + head;
     h.mixed_stride = c_.channels;
     h.gate_stride = 2 * c_.heads;
+    h.skip = c_.skip == nullptr ? 0.0f : c_.skip[head];
     h.out = c_.out + (lane * c_.steps * c_.heads + head) * c_.value_dim;
     h.out_stride = values;
     h.state = c_.matrix + ((c_.lane_row[lane] * c_.layers + c_.layer) * c_.heads + head) * c_.key_dim * c_.value_dim;
     h.key_dim = c_.key_dim;
     h.value_dim = c_.value_dim;
     if (c_.ancestors != nullptr)
-      delta_tree(h, c_.ancestors + lane * c_.tokens * c_.words, c_.tokens, c_.words, scratch);
+      state_tree<RULE>(h, c_.ancestors + lane * c_.tokens * c_.words, c_.tokens, c_.words, scratch);
     else
-      delta_run(h, c_.path == nullptr ? nullptr : c_.path + lane * c_.steps, c_.steps, c_.length[lane],
-                c_.fresh != nullptr && c_.fresh[lane], scratch);
+      state_run<RULE>(h, c_.path == nullptr ? nullptr : c_.path + lane * c_.steps, c_.steps, c_.length[lane],
+                      c_.fresh != nullptr && c_.fresh[lane], scratch);
   }
 
  private:
-  const Rule& c_;
+  const States& c_;
 };
+
+template <class RULE>
+void run_rule(const char* fields, int threads) {
+  const States call = graphspec::call_of<States>(fields);
+  StateRule<RULE> rule(call);
+  graphspec::run(rule, call.lanes * call.steps * call.heads * call.key_dim * call.value_dim >= PARALLEL_FROM ? threads : 1);
+}
 
 }  // namespace
 
@@ -153,10 +164,8 @@ void graphspec_tree_conv(const char* fields, int threads) {
 
 void graphspec_conv_shift(const char* fields, int) { conv_shift(graphspec::call_of<Shift>(fields)); }
 
-void graphspec_delta_rule(const char* fields, int threads) {
-  const Rule call = graphspec::call_of<Rule>(fields);
-  DeltaRule rule(call);
-  graphspec::run(rule, call.lanes * call.steps * call.heads * call.key_dim * call.value_dim >= PARALLEL_FROM ? threads : 1);
-}
+void graphspec_delta_rule(const char* fields, int threads) { run_rule<DeltaRule>(fields, threads); }
+
+void graphspec_ssm_rule(const char* fields, int threads) { run_rule<SelectiveRule>(fields, threads); }
 
 }  // extern "C"

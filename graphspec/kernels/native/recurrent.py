@@ -1,11 +1,14 @@
 """Ops of recurrent layers in C++, float32.
 
-Contracts stand next to the references, in the files of the same names one folder up. There is one form of the gated delta rule here. A core
-keeps the states on the path to a node, so a tree costs one update per node and a prompt one per token. That is about as many operations as
-the block forms need, so these are the same functions. Whatever computes a token, its bits are those of plain decoding.
+Contracts stand next to the references, in the files of the same names one folder up. There is one form of each rule here, the gated
+delta rule and Mamba-2's. A core keeps the states on the path to a node, so a tree costs one update per node and a prompt one per token.
+That is about as many operations as the block forms need, so these are the same functions. Whatever computes a token, its bits are those of
+plain decoding.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +18,10 @@ from .. import delta_chunk as chunks
 from .. import delta_scan as scans
 from .. import delta_solve as solves
 from .. import delta_walk as walks
+from .. import ssm_chunk as ssm_chunks
+from .. import ssm_dual as ssm_duals
+from .. import ssm_scan as ssm_scans
+from .. import ssm_walk as ssm_walks
 from .. import tree_conv as convs
 from . import define_op
 from .call import call, dense, require, require_slots
@@ -51,54 +58,90 @@ def _conv_shift(
 
 
 def _rule(
-    mixed: Tensor, gate: Tensor, matrix: Tensor, layer: int, lane_row: Tensor, *,
+    name: str, mixed: Tensor, gate: Tensor, skip: Tensor | None, matrix: Tensor, layer: int, lane_row: Tensor, *,
     ancestors: Tensor | None = None, length: Tensor | None = None, path: Tensor | None = None, fresh: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    for name, tensor in (("mixed", mixed), ("gate", gate), ("matrix", matrix)):
-        require(name, tensor, _float32)
+    for key, tensor in (("mixed", mixed), ("gate", gate), ("skip", skip), ("matrix", matrix)):
+        if tensor is not None:
+            require(key, tensor, _float32)
     require_slots(matrix)
     lanes, tokens, channels = mixed.shape
     _, layers, heads, key_dim, value_dim = matrix.shape
     steps = tokens if path is None else path.shape[1]
     out = torch.empty((lanes, steps, heads, value_dim), dtype=_float32)
+    own = None if skip is None else dense(skip)
     may = (None if x is None else dense(x) for x in (ancestors, length, path, fresh))
     words = 0 if ancestors is None else ancestors.shape[2]
     sizes = (lanes, tokens, steps, channels, heads, key_dim, value_dim, layers, layer, words)
-    call("delta_rule", (out, dense(mixed), dense(gate), matrix, dense(lane_row), *may), *sizes)
+    call(name, (out, dense(mixed), dense(gate), own, matrix, dense(lane_row), *may), *sizes)
     return out
 
 
 def _delta_walk(mixed_BTE: Tensor, gate_BTG: Tensor, matrix_RUHKV: Tensor, layer: int, lane_row_B: Tensor, ancestors_BTX: Tensor) -> Tensor:
-    return _rule(mixed_BTE, gate_BTG, matrix_RUHKV, layer, lane_row_B, ancestors=ancestors_BTX)
+    return _rule("delta_rule", mixed_BTE, gate_BTG, None, matrix_RUHKV, layer, lane_row_B, ancestors=ancestors_BTX)
 
 
 def _delta_scan(
     mixed_BTE: Tensor, gate_BTG: Tensor, matrix_RUHKV: Tensor, layer: int, lane_row_B: Tensor, length_B: Tensor,
     fresh_B: Tensor | None, path_BA: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    return _rule(mixed_BTE, gate_BTG, matrix_RUHKV, layer, lane_row_B, length=length_B, path=path_BA, fresh=fresh_B)
+    run = {"length": length_B, "path": path_BA, "fresh": fresh_B}
+    return _rule("delta_rule", mixed_BTE, gate_BTG, None, matrix_RUHKV, layer, lane_row_B, **run)
 
 
 def _delta_chunk(
     mixed_BTE: Tensor, gate_BTG: Tensor, matrix_RUHKV: Tensor, layer: int, lane_row_B: Tensor, length_B: Tensor, fresh_B: Tensor | None
 ) -> Tensor:
-    return _rule(mixed_BTE, gate_BTG, matrix_RUHKV, layer, lane_row_B, length=length_B, fresh=fresh_B)
+    return _delta_scan(mixed_BTE, gate_BTG, matrix_RUHKV, layer, lane_row_B, length_B, fresh_B, None)
 
 
-def _tree_shape(mixed: Tensor, gate: Tensor, matrix: Tensor, *_: object) -> Tensor:
+def _ssm_walk(
+    mixed_BTE: Tensor, gate_BTG: Tensor, skip_H: Tensor, matrix_RUHKV: Tensor, layer: int, lane_row_B: Tensor, ancestors_BTX: Tensor
+) -> Tensor:
+    return _rule("ssm_rule", mixed_BTE, gate_BTG, skip_H, matrix_RUHKV, layer, lane_row_B, ancestors=ancestors_BTX)
+
+
+def _ssm_scan(
+    mixed_BTE: Tensor, gate_BTG: Tensor, skip_H: Tensor, matrix_RUHKV: Tensor, layer: int, lane_row_B: Tensor, length_B: Tensor,
+    fresh_B: Tensor | None, path_BA: Tensor | None,
+) -> Tensor:  # fmt: skip
+    run = {"length": length_B, "path": path_BA, "fresh": fresh_B}
+    return _rule("ssm_rule", mixed_BTE, gate_BTG, skip_H, matrix_RUHKV, layer, lane_row_B, **run)
+
+
+def _ssm_chunk(
+    mixed_BTE: Tensor, gate_BTG: Tensor, skip_H: Tensor, matrix_RUHKV: Tensor, layer: int, lane_row_B: Tensor, length_B: Tensor,
+    fresh_B: Tensor | None,
+) -> Tensor:  # fmt: skip
+    return _ssm_scan(mixed_BTE, gate_BTG, skip_H, matrix_RUHKV, layer, lane_row_B, length_B, fresh_B, None)
+
+
+def _delta_tree_shape(mixed: Tensor, gate: Tensor, matrix: Tensor, *_: object) -> Tensor:
     return mixed.new_empty((*mixed.shape[:2], matrix.shape[2], matrix.shape[4]))
 
 
-def _run_shape(mixed: Tensor, gate: Tensor, matrix: Tensor, *rest: Tensor | None) -> Tensor:
+def _delta_run_shape(mixed: Tensor, gate: Tensor, matrix: Tensor, *rest: Tensor | None) -> Tensor:
     path = rest[4] if len(rest) > 4 else None
     steps = mixed.shape[1] if path is None else path.shape[1]
     return mixed.new_empty((mixed.shape[0], steps, matrix.shape[2], matrix.shape[4]))
 
 
+def _ssm_tree_shape(mixed: Tensor, gate: Tensor, skip: Tensor, *rest: Any) -> Tensor:
+    return _delta_tree_shape(mixed, gate, *rest)
+
+
+def _ssm_run_shape(mixed: Tensor, gate: Tensor, skip: Tensor, *rest: Any) -> Tensor:
+    return _delta_run_shape(mixed, gate, *rest)
+
+
 tree_conv = define_op("tree_conv", _tree_conv, _like_first, convs.OP.signature)
 """The op of this name in C++, as those below."""
 conv_shift = define_op("conv_shift", _conv_shift, signature=shifts.OP.signature)
-delta_walk = define_op("delta_walk", _delta_walk, _tree_shape, walks.OP.signature)
-delta_solve = define_op("delta_solve", _delta_walk, _tree_shape, solves.OP.signature)
-delta_scan = define_op("delta_scan", _delta_scan, _run_shape, scans.OP.signature)
-delta_chunk = define_op("delta_chunk", _delta_chunk, _run_shape, chunks.OP.signature)
+delta_walk = define_op("delta_walk", _delta_walk, _delta_tree_shape, walks.OP.signature)
+delta_solve = define_op("delta_solve", _delta_walk, _delta_tree_shape, solves.OP.signature)
+delta_scan = define_op("delta_scan", _delta_scan, _delta_run_shape, scans.OP.signature)
+delta_chunk = define_op("delta_chunk", _delta_chunk, _delta_run_shape, chunks.OP.signature)
+ssm_walk = define_op("ssm_walk", _ssm_walk, _ssm_tree_shape, ssm_walks.OP.signature)
+ssm_dual = define_op("ssm_dual", _ssm_walk, _ssm_tree_shape, ssm_duals.OP.signature)
+ssm_scan = define_op("ssm_scan", _ssm_scan, _ssm_run_shape, ssm_scans.OP.signature)
+ssm_chunk = define_op("ssm_chunk", _ssm_chunk, _ssm_run_shape, ssm_chunks.OP.signature)
