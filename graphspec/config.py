@@ -130,7 +130,7 @@ class VariantConfig:
     name: str = "eagle3"
     """An entry of the variant catalog."""
     draft: str | None = None
-    """Folder of the draft checkpoint, or its name on the Hugging Face Hub; None: the draft shipped with the demo model."""
+    """Folder of the draft checkpoint, or its name on the Hugging Face Hub; None: the draft shipped with a demo model."""
     draft_revision: str | None = None
     """Branch, tag or commit of a draft from the Hub; None: its main branch."""
     num_steps: int | None = None
@@ -164,7 +164,7 @@ class ModelConfig:
     """The target model."""
 
     path: str = "demo"
-    """Folder of a Hugging Face checkpoint, its name on the Hub (``org/model``), or ``demo`` for the model shipped with the package."""
+    """Folder of a Hugging Face checkpoint, its name on the Hub (``org/model``), or a model of the package: ``demo`` or ``demo_hybrid``."""
     revision: str | None = None
     """Branch, tag or commit of a model from the Hub; None: its main branch."""
     max_context: int | None = None

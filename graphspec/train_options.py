@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -12,6 +12,7 @@ from .errors import ConfigError
 
 DTYPES = ("float32", "bfloat16")
 SCHEDULES = ("linear", "cosine", "constant")
+TARGETS = ("llama", "qwen3_5")
 DEFAULT_STEPS = 600
 MOST_WARM_UP = 40
 """Default steps of the warm-up; fewer where a tenth of the schedule is fewer."""
@@ -89,10 +90,19 @@ class AcceptanceConfig:
         )
 
 
+RECURRENT_KEYS = (
+    "head_dim", "full_attention_interval", "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
+)  # fmt: skip
+HYBRID_KEYS = ("architecture", *RECURRENT_KEYS)
+"""Keys of ``train.target`` that a Llama's record leaves out."""
+
+
 @dataclass(kw_only=True)
 class TargetConfig:
-    """Shape of a target that is trained from nothing (``variant=none``): a Llama whose embedding is also its output head."""
+    """Shape of a target that is trained from nothing (``variant=none``); its embedding is also its output head."""
 
+    architecture: str = "llama"
+    """``llama``, or ``qwen3_5``: gated delta nets, and gated attention in every ``full_attention_interval``-th layer."""
     vocab_size: int = 2048
     """Entries of the byte-level BPE that is trained on the same data."""
     hidden_size: int = 192
@@ -101,18 +111,39 @@ class TargetConfig:
     num_attention_heads: int = 6
     num_key_value_heads: int = 3
     max_position_embeddings: int = 1024
+    head_dim: int = 32
+    """``qwen3_5``: width of an attention head, of which a quarter is rotated; elsewhere ``hidden_size / num_attention_heads``."""
+    full_attention_interval: int = 4
+    linear_num_key_heads: int = 2
+    """``qwen3_5``, like the three below: heads of a gated delta net and their widths."""
+    linear_num_value_heads: int = 4
+    linear_key_head_dim: int = 32
+    linear_value_head_dim: int = 32
 
     def __post_init__(self) -> None:
         check_fields(self, "train.target")
-        for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"):
+        one_of("train.target.architecture", self.architecture, TARGETS)
+        for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", *RECURRENT_KEYS):
             in_range(f"train.target.{key}", getattr(self, key), 1, LONGEST)
         # 256 bytes and the end of a text.
         in_range("train.target.vocab_size", self.vocab_size, 257, LONGEST)
         in_range("train.target.max_position_embeddings", self.max_position_embeddings, 2, LONGEST)
         heads = self.num_attention_heads
-        _check("train.target.hidden_size", self.hidden_size % (2 * heads) == 0, f"a multiple of 2 x {heads} heads", self.hidden_size)
         grouped = heads % self.num_key_value_heads == 0
         _check("train.target.num_key_value_heads", grouped, f"a divisor of num_attention_heads = {heads}", self.num_key_value_heads)
+        if self.architecture == "llama":
+            _check("train.target.hidden_size", self.hidden_size % (2 * heads) == 0, f"a multiple of 2 x {heads} heads", self.hidden_size)
+            return
+        _check("train.target.head_dim", self.head_dim % 8 == 0, "a multiple of 8, for pairs of a quarter of it are rotated", self.head_dim)
+        keys, values, every = self.linear_num_key_heads, self.linear_num_value_heads, self.full_attention_interval
+        _check("train.target.linear_num_value_heads", values % keys == 0, f"a multiple of linear_num_key_heads = {keys}", values)
+        both = 2 <= every <= self.num_hidden_layers
+        expected = f"2..num_hidden_layers = {self.num_hidden_layers}, so that there are layers of both kinds"
+        _check("train.target.full_attention_interval", both, expected, every)
+
+    def shape(self) -> dict[str, Any]:
+        """The keys that its architecture has."""
+        return {key: value for key, value in asdict(self).items() if self.architecture != "llama" or key not in HYBRID_KEYS}
 
 
 @dataclass(kw_only=True)

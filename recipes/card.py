@@ -72,6 +72,29 @@ def data_text(corpus: dict[str, Any]) -> str:
 {near} near-duplicates"""
 
 
+def architecture_text(shape: dict[str, Any]) -> str:
+    """The target's layers in a line."""
+    sizes = f"{shape['num_hidden_layers']} layers, hidden {shape['hidden_size']}, intermediate {shape['intermediate_size']}"
+    heads = f"{shape['num_attention_heads']} query and {shape['num_key_value_heads']} key/value heads"
+    if is_llama(shape):
+        return f"Llama, {sizes}, {heads}, tied embedding"
+    states = f"{shape['linear_num_value_heads']} states of {shape['linear_key_head_dim']} x {shape['linear_value_head_dim']} each"
+    attention = f"gated attention in every {shape['full_attention_interval']}th with {heads} of {shape['head_dim']}"
+    return f"Qwen3.5, {sizes}; gated delta nets with {states}, {attention}; tied embedding"
+
+
+def is_llama(shape: dict[str, Any]) -> bool:
+    """Records of Llamas don't name their architecture."""
+    return "architecture" not in shape
+
+
+def comparison_text(configs: dict[str, Any]) -> str:
+    """What may be said of the differences between drafts, as an item of the list; of a single one nothing."""
+    if len(configs) == 1:
+        return ""
+    return "- The drafts had the same text and the same schedule; their sizes differ.\n" if alike(configs) else f"{UNEQUAL}\n"
+
+
 def alike(configs: dict[str, Any]) -> bool:
     """Whether all drafts were trained on the same schedule."""
     first = next(iter(configs.values()))
@@ -120,9 +143,11 @@ def model_card(figures: dict[str, Any]) -> str:
     names = ", ".join(f"`{name}/`" for name in drafts)
     held_out = ", ".join(f"`{name}`" for name in corpus["held_out_modules"])
     sample = published["samples"][0]
-    comparison = UNEQUAL
-    if alike(config["drafts"]):
-        comparison = "- The drafts had the same text and the same schedule; their sizes differ."
+    shared = "embedding, and the output head of all but `eagle3` and `standalone`" if len(drafts) > 1 else "embedding and output head"
+    plural = "drafts" if len(drafts) > 1 else "draft"
+    title, kind, command = "The demo models", "Llama", "python -m recipes.train_demo"
+    if not is_llama(shape):
+        title, kind, command = "The hybrid demo model", "hybrid of gated delta nets and attention", f"{command} --config hybrid"
     terms = "- The training text is under the Python Software Foundation License; the weights are offered under the same terms."
     if "packages" in corpus:
         terms = "- The training text is under the licences in [NOTICE](NOTICE)."
@@ -133,9 +158,9 @@ library_name: graphspec
 tags: [eagle, eagle3, mtp, speculative-decoding]
 ---
 
-# The demo models
+# {title}
 
-A small Llama that writes Python (`target/`) and its drafts ({names}), all trained from nothing by `python -m recipes.train_demo`.
+A small {kind} that writes Python (`target/`) and its {plural} ({names}), all trained from nothing by `{command}`.
 They exist so that every feature of graphspec can be tried, tested and measured on any machine, offline, with weights small enough to lie
 in the repository ({figures["megabytes"]:.1f} MB in bfloat16). The target is not a useful programmer.
 
@@ -145,8 +170,7 @@ in the repository ({figures["megabytes"]:.1f} MB in bfloat16). The target is not
 
 | | |
 | --- | --- |
-| architecture | Llama, {shape["num_hidden_layers"]} layers, hidden {shape["hidden_size"]}, intermediate {shape["intermediate_size"]}, \
-{shape["num_attention_heads"]} query and {shape["num_key_value_heads"]} key/value heads, tied embedding |
+| architecture | {architecture_text(shape)} |
 | parameters | {target["parameters"]:,} |
 | vocabulary | {shape["vocab_size"]} (byte-level BPE trained on the same text) |
 | context | {shape["max_position_embeddings"]} tokens |
@@ -165,7 +189,7 @@ Data: {data_text(corpus)}:
 
 {training_table(drafts, config["drafts"])}
 
-Parameters don't count what a draft shares with the target (embedding, and the output head of all but `eagle3` and `standalone`).
+Parameters don't count what a draft shares with the target ({shared}).
 The training text was written by the target itself, at temperatures {temperatures} in turn; `sequences` says how many of how many tokens.\
 {raw_text}
 {chr(10).join(vocabularies)}
@@ -186,7 +210,7 @@ at depth d among those that accepted one at d - 1.
 - Under greedy decoding it repeats itself: {percent(measured["repeated_16_grams"])} of the 16-token runs in the measured text had
   occurred earlier in the same continuation. Repetition is easy to draft: these acceptance figures show how the runtime behaves, not what
   the methods reach on a real model.
-{comparison}
+{comparison_text(config["drafts"])}\
 - The longest text was {longest([p for d in config["drafts"].values() for p in d["phases"]])} tokens when the drafts were trained, and \
 {longest(shape["phases"])} for the target.
 {terms}

@@ -127,7 +127,7 @@ class Demo:
         target = self.target.train
         some = next(iter(self.drafts.values())).train
         return {
-            "target": {**asdict(target.target), **shown(target)},
+            "target": {**target.target.shape(), **shown(target)},
             "text": asdict(some.text),
             "drafts": {
                 name: {"variant": name, **shown(config.train), "network": asdict(Recipe(name, config.train).network())}
@@ -164,15 +164,20 @@ def main(arguments: list[str] | None = None) -> None:
     """Command line of the recipe."""
     parser = argparse.ArgumentParser(prog="python -m recipes.train_demo", description="Train a demo target and its drafts from nothing.")
     work = Path("outputs") / "train-demo"
-    parser.add_argument("--work", type=Path, default=work, help=f"folder of everything made on the way, where runs resume ({work})")
-    parser.add_argument("--out", type=Path, default=REPOSITORY / "graphspec" / "demo", help="where the finished models go")
+    parser.add_argument(
+        "--work", type=Path, help=f"folder of everything made on the way, where runs resume ({work}, of hybrids {work}_hybrid)"
+    )
+    parser.add_argument("--out", type=Path, help="where the finished models go (graphspec/demo, of hybrids graphspec/demo_hybrid)")
     parser.add_argument("--config", default="demo", help="a folder of recipes/conf")
     parser.add_argument("--stage", action="append", default=[], help="run only this stage (repeatable)")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="CPU threads")
     parser.add_argument("words", nargs="*", help="key=value for every graphspec train; corpus.key=value for the corpus")
     options = parser.parse_args(arguments)
     words = [f"hardware.threads={options.threads}", *options.words]
-    Demo(options.config, options.work.resolve(), options.out, words).train(options.stage)
+    # Models of two kinds never go to one place.
+    kind = "_hybrid" if "hybrid" in options.config else ""
+    work = (options.work or work.with_name(work.name + kind)).resolve()
+    Demo(options.config, work, options.out or REPOSITORY / "graphspec" / f"demo{kind}", words).train(options.stage)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from graphspec.catalog import VARIANTS
+from graphspec.engine.folders import SHIPPED
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "graphspec"
@@ -185,7 +186,8 @@ def test_the_wheel_brings_its_configuration(tmp_path):
     expected = {"graphspec/conf/" + str(path.relative_to(ROOT / "conf")) for path in (ROOT / "conf").rglob("*.yaml")}
     expected |= {str(path.relative_to(ROOT)) for path in sources("graphspec")}
     expected |= {str(path.relative_to(ROOT)) for path in PACKAGE.rglob("*.cpp")}
-    expected |= {str(path.relative_to(ROOT)) for path in (PACKAGE / "demo").rglob("*") if path.is_file() and path.suffix != ".safetensors"}
+    shipped_models = [path for name in SHIPPED for path in (PACKAGE / name).rglob("*")]
+    expected |= {str(path.relative_to(ROOT)) for path in shipped_models if path.is_file() and path.suffix != ".safetensors"}
     assert expected <= shipped
     code = f"import sys; sys.path.insert(0, {str(tmp_path / 'site')!r}); import graphspec\n"
     code += "print(graphspec.__file__, graphspec.load_config('experiment=demo_chain').variant.topk)"

@@ -12,18 +12,23 @@ from ..hub import checkpoint_folder
 from ..paths import user_path
 
 DEMO = "demo"
+SHIPPED = {DEMO: "python -m recipes.train_demo", "demo_hybrid": "python -m recipes.train_demo --config hybrid"}
+"""Models that come with the package, each a folder of it, and the command that trains them."""
 
 
 def model_folder(path: str, revision: str | None = None) -> Path:
-    """Folder of a target: ``demo`` is the one shipped with the package, ``org/model`` one of the Hugging Face Hub at that revision.
+    """Folder of a target: one of :data:`SHIPPED` by its name, ``org/model`` one of the Hugging Face Hub at that revision.
 
     Raises:
-        ConfigError: the name of a model of which only the shape is shipped, for ``graphspec plan``; else as
-            :func:`graphspec.hub.checkpoint_folder`.
+        ConfigError: a shipped model that this copy of the package is without; the name of a model of which only the shape is shipped, for
+            ``graphspec plan``; else as :func:`graphspec.hub.checkpoint_folder`.
     """
     package = Path(str(files("graphspec")))
-    if path == DEMO and revision is None:
-        return package / "demo" / "target"
+    if path in SHIPPED and revision is None:
+        folder = package / path / "target"
+        if not (folder / "config.json").is_file():
+            raise ConfigError("model.path", f"the model {path} in {folder}", "no checkpoint there", f"{SHIPPED[path]} trains it")
+        return folder
     if not user_path("model.path", path).exists() and (package / "lab" / "predict" / "models" / path / "config.json").is_file():
         expected = "a folder with a checkpoint; of this model only the shape comes with the package"
         raise ConfigError("model.path", expected, repr(path), "graphspec plan takes it as it is")
@@ -31,7 +36,7 @@ def model_folder(path: str, revision: str | None = None) -> Path:
 
 
 def draft_folder(config: Config, variant: Variant, target: Path) -> Path:
-    """Folder of a draft: as configured, the demo model's own, or the target's.
+    """Folder of a draft: as configured, the shipped model's own, or the target's.
 
     Args:
         config: of the engine.
@@ -44,8 +49,17 @@ def draft_folder(config: Config, variant: Variant, target: Path) -> Path:
     draft = config.variant.draft
     if draft is not None:
         return checkpoint_folder("variant.draft", draft, config.variant.draft_revision)
-    if config.model.path == DEMO and variant.demo_draft is not None:
+    own = shipped_drafts(config.model.path, target)
+    if variant.demo_draft in own:
         return target.parent / variant.demo_draft
     if variant.draft_in_target:
         return target
-    raise ConfigError("variant.draft", f"the folder of a draft checkpoint for {config.model.path}", "no value")
+    hint = f"{config.model.path} comes with drafts for variant={', '.join(own)}" if own else ""
+    raise ConfigError("variant.draft", f"the folder of a draft checkpoint for {config.model.path}", "no value", hint)
+
+
+def shipped_drafts(path: str, target: Path) -> list[str]:
+    """Names of the drafts next to a shipped model, ``path`` and ``target`` as given to and by :func:`model_folder`; elsewhere none."""
+    if path not in SHIPPED:
+        return []
+    return sorted(file.parent.name for file in target.parent.glob("*/config.json") if file.parent != target)

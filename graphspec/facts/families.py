@@ -145,6 +145,11 @@ class Family:
         unusual = (self.refused, self.norm_after, self.attention_gate, self.latent, self.experts, self.recurrent, self.multipliers)
         return self.layout is SPLIT_LAYOUT and not any(unusual)
 
+    @property
+    def shaped_like_qwen3_5(self) -> bool:
+        """Gated delta nets, gated attention and dense MLPs under Qwen3.5's names: ``graphspec train`` can make and read them."""
+        return self.layout is QWEN3_5_LAYOUT and not self.experts
+
 
 LLAMA = Family(
     name="llama", architectures=("LlamaForCausalLM",), attention_bias="stated", mlp_bias=True, multi_head=True, drafts_trees=True

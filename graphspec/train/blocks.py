@@ -34,15 +34,17 @@ class LayerShape:
     mlp_bias: bool = False
     qk_norm: bool = False
     """RMSNorm over the dimension of each query and key head before the rotation (Qwen3)."""
+    gate: bool = False
+    """The query projection gives each head a gate after its query; its sigmoid scales what the head attended (Qwen3.5)."""
 
     @classmethod
     def of(cls, target: PreTrainedModel) -> LayerShape:
-        """The shape of the target's own layers, read from its first layer.
+        """The shape of the target's own layers, read from the first that attends.
 
         Raises:
             ConfigError: an activation other than SiLU.
         """
-        config, layer = target.config, target.model.layers[0]
+        config, layer = target.config, next(layer for layer in target.model.layers if hasattr(layer, "self_attn"))
         if config.hidden_act not in ("silu", "swish"):
             raise ConfigError("model.path: hidden_act", "silu", config.hidden_act)
         attention = layer.self_attn
@@ -51,12 +53,13 @@ class LayerShape:
             intermediate=config.intermediate_size,
             heads=config.num_attention_heads,
             kv_heads=config.num_key_value_heads,
-            dim=attention.q_proj.out_features // config.num_attention_heads,
+            dim=attention.o_proj.in_features // config.num_attention_heads,
             eps=config.rms_norm_eps,
             qkv_bias=attention.q_proj.bias is not None,
             output_bias=attention.o_proj.bias is not None,
             mlp_bias=layer.mlp.gate_proj.bias is not None,
             qk_norm=hasattr(attention, "q_norm"),
+            gate=attention.q_proj.out_features == 2 * attention.o_proj.in_features,
         )
 
     def plain(self, intermediate: int | None, *, qk_norm: bool = False) -> LayerShape:
@@ -65,11 +68,17 @@ class LayerShape:
         ``intermediate`` None keeps the width of the MLP.
         """
         width = intermediate or self.intermediate
-        return replace(self, intermediate=width, qkv_bias=False, output_bias=False, mlp_bias=False, qk_norm=qk_norm)
+        return replace(self, intermediate=width, qkv_bias=False, output_bias=False, mlp_bias=False, qk_norm=qk_norm, gate=False)
 
 
 def rotate(x: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
-    """Turn ``[.., T, D]`` by Llama's rotary angles (the two halves of a head are rotated against each other)."""
+    """Turn ``[.., T, D]`` by Llama's rotary angles (the two halves of a head are rotated against each other).
+
+    What a head has beyond the width of the angles passes.
+    """
+    width = cos_TD.shape[-1]
+    if width < x.shape[-1]:
+        return torch.cat((rotate(x[..., :width], cos_TD, sin_TD), x[..., width:]), -1)
     low, high = x.chunk(2, -1)
     return x * cos_TD + torch.cat((-high, low), -1) * sin_TD
 
@@ -102,7 +111,7 @@ class Rope(nn.Module):
         return cls(theta ** (-torch.arange(0, dim, 2, dtype=torch.float32) / dim))
 
     def forward(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
-        """``(cos, sin)``, each ``[T, D]`` fp32."""
+        """``(cos, sin)``, each ``[T, D]`` fp32, as wide as the part of a head that is rotated."""
         angle = positions_T.float()[:, None] * self.frequencies
         angle = torch.cat((angle, angle), -1)
         return angle.cos() * self.scaling, angle.sin() * self.scaling
@@ -114,7 +123,7 @@ class SelfAttention(nn.Module):
     def __init__(self, shape: LayerShape, inputs: int) -> None:
         super().__init__()
         self.shape = shape
-        self.q_proj = nn.Linear(inputs, shape.heads * shape.dim, bias=shape.qkv_bias)
+        self.q_proj = nn.Linear(inputs, shape.heads * shape.dim * (2 if shape.gate else 1), bias=shape.qkv_bias)
         self.k_proj = nn.Linear(inputs, shape.kv_heads * shape.dim, bias=shape.qkv_bias)
         self.v_proj = nn.Linear(inputs, shape.kv_heads * shape.dim, bias=shape.qkv_bias)
         self.o_proj = nn.Linear(shape.heads * shape.dim, shape.hidden, bias=shape.output_bias)
@@ -122,13 +131,19 @@ class SelfAttention(nn.Module):
             self.q_norm = nn.RMSNorm(shape.dim, shape.eps)
             self.k_norm = nn.RMSNorm(shape.dim, shape.eps)
 
-    def project(self, x: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """``[B, T, inputs]`` to rotated queries ``[B, G, Q/G, T, D]``, rotated keys and values ``[B, G, T, D]``."""
-        q = self.q_proj(x).unflatten(-1, (self.shape.heads, self.shape.dim))
+    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor], attend: Attend, layer: int = 0) -> Tensor:
+        """``[B, T, inputs]`` to ``[B, T, H]``; ``layer`` is passed on to ``attend``."""
+        q, gate = self.q_proj(x).unflatten(-1, (self.shape.heads, -1)), None
+        if self.shape.gate:
+            q, gate = q.chunk(2, -1)
         if self.shape.qk_norm:
             q = self.q_norm(q)
-        q = rotate(q.transpose(1, 2), cos_TD, sin_TD)
-        return q.unflatten(1, (self.shape.kv_heads, -1)), *self.keys_and_values(x, cos_TD, sin_TD)
+        q = rotate(q.transpose(1, 2), *angles).unflatten(1, (self.shape.kv_heads, -1))
+        out = attend(layer, q, *self.keys_and_values(x, *angles))
+        if gate is not None:
+            out = out * gate.flatten(2).sigmoid()
+        projected: Tensor = self.o_proj(out)
+        return projected
 
     def keys_and_values(self, x: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> tuple[Tensor, Tensor]:
         """``[B, T, inputs]`` to rotated keys and values ``[B, G, T, D]``."""
@@ -166,7 +181,7 @@ class DecoderLayer(nn.Module):
     def forward(self, x: Tensor, angles: tuple[Tensor, Tensor], attend: Attend, layer: int = 0) -> Tensor:
         """``[B, T, H]`` to ``[B, T, H]``; ``layer`` is passed on to ``attend``."""
         normed = x if self.input_layernorm is None else self.input_layernorm(x)
-        x = x + self.self_attn.o_proj(attend(layer, *self.self_attn.project(normed, *angles)))
+        x = x + self.self_attn(normed, angles, attend, layer)
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
 

@@ -25,6 +25,7 @@ from ..errors import CheckpointError, ConfigError
 from ..facts.families import all_families
 from ..paths import reason
 from .blocks import Attend, attend_rows, start_small
+from .hybrid import is_hybrid
 
 
 @dataclass
@@ -61,6 +62,8 @@ class Drafter(nn.Module):
     """It has a draft vocabulary of its own (:meth:`target_ids`)."""
     stands_alone: bool = False
     """It is a model with a tokenizer of its own, which must be the target's."""
+    reads_hybrids: bool = False
+    """It is trained for targets with recurrent layers too."""
     feeds_feature: bool = False
     """Its hidden state stands for the target's feature of the next position, so that it can be trained to be near it."""
 
@@ -145,8 +148,16 @@ class Target:
         return features.float(), self.model.lm_head(last)
 
 
-def load_target(folder: Path | str, dtype: torch.dtype | str = torch.float32, device: str = "cpu") -> PreTrainedModel:
+def load_target(
+    folder: Path | str, dtype: torch.dtype | str = torch.float32, device: str = "cpu", *, hybrids: bool = True
+) -> PreTrainedModel:
     """A frozen target read by transformers; ``dtype="auto"``: the checkpoint's own.
+
+    Args:
+        folder: of the checkpoint.
+        dtype: of the weights.
+        device: where they go.
+        hybrids: whether it may have recurrent layers.
 
     Raises:
         CheckpointError: no such folder, not a decoder of a supported family, quantised weights, or files that can't be read.
@@ -159,8 +170,13 @@ def load_target(folder: Path | str, dtype: torch.dtype | str = torch.float32, de
     except Exception as error:  # transformers raises what its parsers do
         raise CheckpointError(f"{folder / 'config.json'}", "a configuration transformers reads", reason(error)) from error
     readable = [family.name for family in all_families() if family.shaped_like_llama]
+    readable += [f"{family.name}_text" for family in all_families() if family.shaped_like_qwen3_5]
     if config.model_type not in readable:
         raise CheckpointError(f"{folder / 'config.json'}: model_type", "one of " + ", ".join(readable), config.model_type)
+    if not hybrids and is_hybrid(config):
+        able = ", ".join(name for name in trained_variants() if network_of(name).reads_hybrids)
+        hint = f"for a target with recurrent layers these are trained: {able}"
+        raise CheckpointError(f"{folder / 'config.json'}: layer_types", "attention in every layer", "linear_attention", hint)
     if getattr(config, "quantization_config", None) is not None:
         raise CheckpointError(f"{folder / 'config.json'}: quantization_config", "none: a draft learns from the weights", "one")
     try:

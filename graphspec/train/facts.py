@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from transformers import PreTrainedModel
 
+from .hybrid import hybrid_facts, is_hybrid
+
 
 def decoder_facts(model: PreTrainedModel) -> dict[str, object]:
-    """The decoder keys of ``model``; its RoPE as ``rope_theta`` and ``rope_scaling``."""
+    """The decoder keys of ``model``; its RoPE as ``rope_theta`` and ``rope_scaling``, where no layer is recurrent."""
+    if is_hybrid(model.config):
+        return hybrid_facts(model)
     config, layer = model.config, model.model.layers[0]
     rope = dict(config.rope_parameters)
     theta = float(rope.pop("rope_theta"))

@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from ..errors import ConfigError
 from ..train_options import TextConfig, TrainConfig
 from .checkpoint import write_json, write_whole
+from .hybrid import RECURRENT, recurrent_cache_layer
 from .loop import Watch, unwatched
 
 REUSE = 3
@@ -49,6 +50,12 @@ class PreallocatedLayer(DynamicLayer):
         return self.length
 
 
+def preallocated_cache(model: PreTrainedModel, capacity: int) -> Cache:
+    """A cache for ``capacity`` tokens; a recurrent layer keeps its state, whatever their number."""
+    kinds = getattr(model.config, "layer_types", None) or [None] * model.config.num_hidden_layers
+    return Cache(layers=[recurrent_cache_layer() if kind == RECURRENT else PreallocatedLayer(capacity) for kind in kinds])
+
+
 def cut_prompts(stream: np.ndarray, count: int, length: int, seed: int) -> torch.Tensor:
     """``[count, length]`` int64: windows of ``stream`` that begin at random tokens.
 
@@ -71,7 +78,7 @@ def continue_text(model: PreTrainedModel, prompt_BL: torch.Tensor, length: int, 
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
     prompt_BL = prompt_BL.to(device)
-    cache = Cache(layers=[PreallocatedLayer(length) for _ in range(model.config.num_hidden_layers)])
+    cache = preallocated_cache(model, length)
     out_BT = torch.empty(len(prompt_BL), length, dtype=torch.int64, device=device)
     begin = prompt_BL.shape[1]
     out_BT[:, :begin] = prompt_BL

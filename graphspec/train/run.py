@@ -26,7 +26,7 @@ from ..train_options import TrainConfig
 from .acceptance import check_acceptance, continue_held_out, measure_acceptance, small_engine
 from .checkpoint import write_json
 from .draft import Recipe, Texts, train_draft
-from .drafter import load_target, trained_variants
+from .drafter import load_target, network_of, trained_variants
 from .export import OUT, export_draft, export_target, size_in_megabytes
 from .generate import generate_text, repetition, text_sets
 from .loop import Watch, unwatched
@@ -61,7 +61,8 @@ def run(config: LaunchConfig, watch: Watch = unwatched) -> dict[str, Any]:
         if dtype == "auto":
             dtype = "float32" if device == "cpu" else "auto"
         folder = model_folder(config.model.path, config.model.revision)
-        model = load_target(folder, dtype if dtype == "auto" else getattr(torch, str(dtype)), device)
+        hybrids = network_of(recipe.variant).reads_hybrids
+        model = load_target(folder, dtype if dtype == "auto" else getattr(torch, str(dtype)), device, hybrids=hybrids)
         figures |= _draft(config, recipe, model, folder, documents, work, out, watch)
     figures["megabytes"] = round(size_in_megabytes(out), 3)
     figures["config"] = asdict(train)

@@ -1,4 +1,4 @@
-"""Train a small Llama from nothing, on next-token prediction."""
+"""Train a small target from nothing, on next-token prediction."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from ..errors import ConfigError
 from ..train_options import TargetConfig, TrainConfig
 from . import loop
+from .hybrid import build_hybrid
 from .loop import Watch, unwatched
 from .texts import Streams
 
@@ -24,10 +25,20 @@ BITS = ("lr", "adamw_lr", "schedule", "warmup", "cooldown", "restarts", "clip", 
 """Keys of ``train`` that decide, with phases and shape, to which weights a target is trained."""
 
 
-def build_target(config: TargetConfig, seed: int) -> LlamaForCausalLM:
+def build_target(config: TargetConfig, seed: int) -> PreTrainedModel:
     """A fresh model; the matrices that write to the residual stream start smaller, the more so the deeper the model."""
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(
+    model = _build_llama(config) if config.architecture == "llama" else build_hybrid(config)
+    depth = math.sqrt(2 * config.num_hidden_layers)
+    for name, parameter in model.named_parameters():
+        if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
+            with torch.no_grad():
+                parameter.div_(depth)
+    return model
+
+
+def _build_llama(config: TargetConfig) -> LlamaForCausalLM:
+    return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=config.vocab_size,
             hidden_size=config.hidden_size,
@@ -43,18 +54,12 @@ def build_target(config: TargetConfig, seed: int) -> LlamaForCausalLM:
             use_cache=True,
         )
     )
-    depth = math.sqrt(2 * config.num_hidden_layers)
-    for name, parameter in model.named_parameters():
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
-            with torch.no_grad():
-                parameter.div_(depth)
-    return model
 
 
 def settings(config: TrainConfig) -> dict[str, Any]:
     """Everything that decides the bits, but the text."""
     given = asdict(config)
-    return {"variant": "none", "phases": config.schedule_phases, **{key: given[key] for key in BITS}, "target": given["target"]}
+    return {"variant": "none", "phases": config.schedule_phases, **{key: given[key] for key in BITS}, "target": config.target.shape()}
 
 
 def bits_per_byte(model: PreTrainedModel, stream: np.ndarray, num_bytes: int, length: int = 512) -> tuple[float, float]:
@@ -75,7 +80,7 @@ def bits_per_byte(model: PreTrainedModel, stream: np.ndarray, num_bytes: int, le
 
 def train_target(
     config: TrainConfig, streams: Streams, work: Path, device: str = "cpu", watch: Watch = unwatched
-) -> tuple[LlamaForCausalLM, dict[str, Any]]:
+) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Train on ``device``, going on from the checkpoint in ``work``; returns the model and its figures.
 
     Raises:

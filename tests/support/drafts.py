@@ -14,6 +14,8 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
@@ -27,6 +29,15 @@ FAMILIES = {
     "mistral": (MistralConfig, MistralForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+}
+HYBRID = "qwen3_5"
+"""Its drafts are those with ``reads_hybrids``."""
+_NETS = {
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
 }
 
 
@@ -45,18 +56,20 @@ PARALLEL = {
 
 
 def tiny_target(family: str = "llama", seed: int = 0, **changes: object) -> PreTrainedModel:
-    """A random target: vocabulary 96, hidden 32, 3 layers, 4 query heads over 2."""
+    """A random target: vocabulary 96, hidden 32, 3 layers, 4 query heads over 2; of :data:`HYBRID` three nets and an attention."""
     torch.manual_seed(seed)
-    config, model = FAMILIES[family]
+    config, model = (Qwen3_5TextConfig, Qwen3_5ForCausalLM) if family == HYBRID else FAMILIES[family]
     settings = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
     settings |= {"num_key_value_heads": 2, "max_position_embeddings": 128, "bos_token_id": 0, "eos_token_id": 0, "head_dim": 8}
-    settings |= {"initializer_range": 0.3, "tie_word_embeddings": True, **changes}
+    settings |= {"initializer_range": 0.3, "tie_word_embeddings": True, **(_NETS if family == HYBRID else {}), **changes}
     built = model(config(**settings))
     with torch.no_grad():
         for name, parameter in built.named_parameters():
             # Norms and biases that differ from one and zero, so that forgetting them shows.
             if "norm" in name:
-                parameter.uniform_(0.5, 1.5)
+                # A hybrid's weights are stored minus 1, but for those after its nets.
+                offset = 1.0 if family == HYBRID and "linear_attn" not in name else 0.0
+                parameter.uniform_(0.5 - offset, 1.5 - offset)
             elif name.endswith("bias"):
                 parameter.normal_(std=0.5)
     return built.requires_grad_(False).eval()

@@ -14,18 +14,18 @@ from graphspec.train.drafter import Target
 from graphspec.train.export import export_draft
 from graphspec.train.generate import continue_text, cut_prompts
 from graphspec.train.loop import unwatched
-from tests.support.drafts import PARALLEL, SMALL, block_logits, draft_logits, random_text, recipe, round_to_bfloat16, tiny_target
+from tests.support.drafts import HYBRID, PARALLEL, SMALL, block_logits, draft_logits, random_text, recipe, round_to_bfloat16, tiny_target
 
 PROMPT, NEW, STEPS = 8, 24, 3
 
 
 @pytest.mark.parametrize(
-    ("variant", "network"),
-    [("eagle3", {}), ("mtp", {}), ("mtp", {"num_heads": STEPS}), ("p_eagle", {}), ("dflash", {"block_size": STEPS + 1}),
-     ("dflash", {"block_size": STEPS + 1, "causal": False})],
+    ("variant", "network", "family"),
+    [("eagle3", {}, "llama"), ("mtp", {}, "llama"), ("mtp", {"num_heads": STEPS}, "llama"), ("p_eagle", {}, "llama"), ("mtp", {}, HYBRID),
+     ("dflash", {"block_size": STEPS + 1}, "llama"), ("dflash", {"block_size": STEPS + 1, "causal": False}, "llama")],
 )  # fmt: skip
-def test_the_engine_accepts_what_the_trained_network_drafts(variant, network, tmp_path):
-    target, stream = tiny_target(), random_text(1, 400)[0].numpy()
+def test_the_engine_accepts_what_the_trained_network_drafts(variant, network, family, tmp_path):
+    target, stream = tiny_target(family), random_text(1, 400)[0].numpy()
     target.save_pretrained(tmp_path / "target")
     # A short training, so that some drafts are accepted.
     texts = Texts(stream, {32: continue_text(target, cut_prompts(stream, 4, PROMPT, 3), 32, 0.0, 0).numpy()})

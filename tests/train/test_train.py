@@ -29,7 +29,7 @@ from graphspec.train.drafter import load_target
 from graphspec.train.optim import Optimizers
 from graphspec.train.run import run
 from graphspec.train.texts import encode_stream, read_documents, split_documents
-from tests.support.drafts import tiny_target
+from tests.support.drafts import HYBRID, tiny_target
 
 ROOT = Path(__file__).resolve().parents[2]
 FAST = ["train.text.sets=[[2,4,24]]", "train.text.prompt=[4,8]", "train.phases=[[6,4,24]]", "train.unroll=2", "hardware.device=cpu"]
@@ -73,6 +73,7 @@ def words(texts: Path, out: Path, *more: str) -> list[str]:
     [
         ("qwen2", "eagle", ["hardware.dtype=bfloat16"]),
         ("mistral", "eagle3", ["train.dtype=bfloat16", "train.network.tap_layers=[1,2]", "train.network.draft_vocab_size=64"]),
+        (HYBRID, "mtp", []),
         ("qwen3", "mtp", ["hardware.dtype=bfloat16", "train.dtype=bfloat16"]),
         ("llama", "mtp", ["train.network.num_heads=2"]),
         ("qwen2", "dflash", ["train.network.block_size=3", "train.network.num_hidden_layers=1", "train.network.tap_layers=[1,2]"]),

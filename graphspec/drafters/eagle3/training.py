@@ -50,7 +50,7 @@ class MidLayer(nn.Module):
     def forward(self, embed: Tensor, hidden: Tensor, angles: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         """The un-normed output ``[B, T, H]``, which is also the next step's hidden state."""
         x = torch.cat((self.input_layernorm(embed), self.hidden_norm(hidden)), -1)
-        hidden = hidden + self.self_attn.o_proj(attend(0, *self.self_attn.project(x, *angles)))
+        hidden = hidden + self.self_attn(x, angles, attend)
         out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
         return out
 

@@ -1,4 +1,6 @@
-"""Multi-token prediction heads in DeepSeek's NextN layout (DeepSeek-V3 technical report, arXiv 2412.19437, section 2.2)."""
+"""Multi-token prediction heads in DeepSeek's NextN layout (DeepSeek-V3 technical report, arXiv 2412.19437, section 2.2), and for a hybrid
+target the one head of Qwen3.5 in its own.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +15,7 @@ from ...errors import ConfigError
 from ...train.blocks import Attend, DecoderLayer, LayerShape, Rope
 from ...train.drafter import NetworkConfig, StepDrafter
 from ...train.facts import decoder_facts
+from ...train.hybrid import is_hybrid
 
 
 @dataclass
@@ -31,6 +34,15 @@ class MtpConfig(NetworkConfig):
     def steps(self) -> tuple[str, int] | None:
         """Every head is one step."""
         return ("num_heads", self.num_heads) if self.num_heads > 1 else None
+
+
+_QWEN_NAMES = {
+    "enorm": "mtp.pre_fc_norm_embedding",
+    "hnorm": "mtp.pre_fc_norm_hidden",
+    "eh_proj": "mtp.fc",
+    "shared_head.norm": "mtp.norm",
+}
+"""Parts of a head outside its layer, as Qwen3-Next and Qwen3.5 name them."""
 
 
 class MtpHead(DecoderLayer):
@@ -54,11 +66,14 @@ class MtpDraft(StepDrafter):
     Settings: ClassVar[type[NetworkConfig]] = MtpConfig
     about: ClassVar[str] = "NextN: one decoder layer over `eh_proj([enorm(embedding); hnorm(feature)])`, {num_heads} head"
     feeds_feature = True
+    reads_hybrids = True
     embedding_VH: Tensor
     head_VH: Tensor
 
     def __init__(self, target: PreTrainedModel, config: MtpConfig) -> None:
         super().__init__()
+        if config.num_heads > 1 and is_hybrid(target.config):
+            raise ConfigError("train.network.num_heads", "1, as a hybrid target's checkpoint has", config.num_heads)
         self.num_heads = config.num_heads
         self.most_steps = config.num_heads if config.num_heads > 1 else None
         self.heads = nn.ModuleList([MtpHead(LayerShape.of(target)) for _ in range(config.num_heads)])
@@ -67,8 +82,9 @@ class MtpDraft(StepDrafter):
         self.register_buffer("head_VH", target.lm_head.weight.detach(), persistent=False)
 
     def start_from(self, target: PreTrainedModel, counts_V: Tensor | None) -> None:
+        offset = 1.0 if is_hybrid(target.config) else 0.0
         for head in cast("list[MtpHead]", self.heads):
-            head.norm.weight.copy_(target.model.norm.weight)
+            head.norm.weight.copy_(target.model.norm.weight + offset)
 
     def start(self, features_BTF: Tensor) -> Tensor:
         return features_BTF
@@ -83,6 +99,8 @@ class MtpDraft(StepDrafter):
         return nn.functional.linear(hidden.to(self.head_VH.dtype), self.head_VH)
 
     def published(self, target: PreTrainedModel) -> tuple[dict[str, object], dict[str, Tensor]]:
+        if is_hybrid(target.config):
+            return self._published_as_qwen(target)
         # MistralForCausalLM -> MistralForCausalLMNextN: the decoder keys are the target's and keep its meaning.
         facts: dict[str, object] = {"architectures": [f"{type(target).__name__}NextN"], **decoder_facts(target)}
         facts["num_nextn_predict_layers"] = self.num_heads
@@ -91,4 +109,14 @@ class MtpDraft(StepDrafter):
         for name, tensor in self.state_dict().items():
             _, index, rest = name.split(".", 2)
             tensors[f"model.layers.{layers + int(index)}.{rest}"] = tensor
+        return facts, tensors
+
+    def _published_as_qwen(self, target: PreTrainedModel) -> tuple[dict[str, object], dict[str, Tensor]]:
+        facts: dict[str, object] = {"architectures": [type(target).__name__], **decoder_facts(target), "mtp_num_hidden_layers": 1}
+        tensors: dict[str, Tensor] = {}
+        for name, tensor in self.state_dict().items():
+            part, kind = name.removeprefix("heads.0.").rsplit(".", 1)
+            # These models store the weight of a norm minus 1.
+            stored = tensor - 1 if "norm" in part else tensor
+            tensors[f"{_QWEN_NAMES.get(part, f'mtp.layers.0.{part}')}.{kind}"] = stored
         return facts, tensors

@@ -56,16 +56,16 @@ def config_folder(path: str, revision: str | None = None) -> Path:
     Raises:
         ConfigError: there is no such folder and no such name.
     """
-    from ...engine.folders import DEMO, model_folder
+    from ...engine.folders import SHIPPED, model_folder
 
-    if path == DEMO:
+    if path in SHIPPED:
         return model_folder(path, revision)
     if not user_path("model.path", path).is_dir() and path in shape_names():
         return SHAPES / path
     folder = checkpoint_folder("model.path", path, revision, weights=False)
     if folder.is_dir():
         return folder
-    raise ConfigError("model.path", f"a folder with a config.json, or one of demo, {', '.join(shape_names())}", repr(path))
+    raise ConfigError("model.path", f"a folder with a config.json, or one of {', '.join([*SHIPPED, *shape_names()])}", repr(path))
 
 
 def read_model_pair(model_path: str, config: VariantConfig, variant: Variant, revision: str | None = None) -> ModelPair:
@@ -117,11 +117,11 @@ def _plain_config(folder: Path) -> Iterator[tuple[Path, bool]]:
 
 
 def _draft_folder(folder: Path, model_path: str, config: VariantConfig, variant: Variant) -> Path | None:
-    from ...engine.folders import DEMO
+    from ...engine.folders import shipped_drafts
 
     if config.draft is not None:
         return checkpoint_folder("variant.draft", config.draft, config.draft_revision, weights=False)
-    if model_path == DEMO and variant.demo_draft is not None:
+    if variant.demo_draft in shipped_drafts(model_path, folder):
         return folder.parent / variant.demo_draft
     return folder if variant.draft_in_target else None
 
