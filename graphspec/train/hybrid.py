@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from transformers import PreTrainedConfig, PreTrainedModel
 
 if TYPE_CHECKING:
-    from transformers.cache_utils import CacheLayerMixin
+    from transformers.cache_utils import LinearAttentionLayer
 
     from ..train_options import TargetConfig
 
@@ -63,7 +63,7 @@ def hybrid_facts(model: PreTrainedModel) -> dict[str, object]:
     return {**{key: getattr(model.config, key) for key in _KEYS}, "attn_output_gate": True, "torch_dtype": "bfloat16"}
 
 
-def recurrent_cache_layer() -> CacheLayerMixin:
+def recurrent_cache_layer() -> LinearAttentionLayer:
     """An empty cache layer of a gated delta net."""
     from transformers.cache_utils import LinearAttentionLayer
 
