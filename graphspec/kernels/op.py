@@ -177,7 +177,7 @@ class KernelOp:
         cases: small example inputs, odd sizes included; drawn on the CPU.
         name: empty: the reference's.
         native: module of this package that has a function of the op's name; None: the CPU has no native kernel.
-        fused: ``file:attribute`` of the operator; empty: ``OP`` in the file of the op's name. None: there is no fused kernel.
+        fused: ``file:attribute`` of the operator; empty: ``OP`` in the file of the op's name.
         exact: implementations agree bit for bit; else it is a float op, held to an fp64 oracle.
     """
 
@@ -185,7 +185,7 @@ class KernelOp:
     cases: Callable[[torch.Generator], list[Case]]
     name: str = ""
     native: str | None = None
-    fused: str | None = ""
+    fused: str = ""
     exact: bool = True
 
     def __post_init__(self) -> None:
@@ -196,8 +196,7 @@ class KernelOp:
         """``"module:attribute"`` by name, without the reference."""
         package = __name__.rpartition(".")[0]
         native = {} if self.native is None else {"native": f"{package}.{self.native}:{self.name}"}
-        fused = {} if self.fused is None else {"fused": f"{package}.fused.{self.fused or f'{self.name}:OP'}"}
-        return native | fused
+        return native | {"fused": f"{package}.fused.{self.fused or f'{self.name}:OP'}"}
 
     @property
     def contract(self) -> str:

@@ -41,4 +41,4 @@ def ssm_chunk(
     return out_BTHV.to(mixed_BTE.dtype)
 
 
-OP = KernelOp(ssm_chunk, partial(run_cases, random_ssm), native="native.recurrent", fused=None, exact=False)
+OP = KernelOp(ssm_chunk, partial(run_cases, random_ssm), native="native.recurrent", exact=False)

@@ -35,4 +35,4 @@ def ssm_dual(
     return torch.where(used_BT[..., None, None], read_BTHV, 0.0).to(mixed_BTE.dtype)
 
 
-OP = KernelOp(ssm_dual, partial(tree_cases, random_ssm), native="native.recurrent", fused=None, exact=False)
+OP = KernelOp(ssm_dual, partial(tree_cases, random_ssm), native="native.recurrent", exact=False)

@@ -49,4 +49,4 @@ def ssm_scan(
     return out_BTHV.to(mixed_BTE.dtype)
 
 
-OP = KernelOp(ssm_scan, partial(path_cases, random_ssm), native="native.recurrent", fused=None, exact=False)
+OP = KernelOp(ssm_scan, partial(path_cases, random_ssm), native="native.recurrent", exact=False)

@@ -39,4 +39,4 @@ def ssm_walk(
     return walk_tree(partial(ssm_update, skip_H), start_BHKV, tokens, ancestors_BTX).to(mixed_BTE.dtype)
 
 
-OP = KernelOp(ssm_walk, partial(tree_cases, random_ssm), native="native.recurrent", fused=None, exact=False)
+OP = KernelOp(ssm_walk, partial(tree_cases, random_ssm), native="native.recurrent", exact=False)

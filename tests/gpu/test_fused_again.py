@@ -16,8 +16,7 @@ from tests.gpu._merging import Merging, merging_calls
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
 DEVICE = torch.device("cuda", 0)
-FUSED = [op for op in OPS if "fused" in op.implementations]
-BY_OP = [pytest.param(op, id=op.name) for op in FUSED]
+BY_OP = [pytest.param(op, id=op.name) for op in OPS]
 LAUNCHES = 200
 LANES = (1, 8)
 MERGING = [pytest.param(call, id=f"b{lanes}-{call.name}") for lanes in LANES for call in merging_calls(lanes)]
@@ -80,7 +79,7 @@ def programmatic(request: pytest.FixtureRequest) -> Iterator[bool]:
 
 def test_all_of_them_behind_each_other_in_one_graph(programmatic: bool) -> None:
     """They share counters, and with programmatic launch each begins while the one before it still runs."""
-    cases = [(op, case) for op in FUSED for case in op.cases(torch.Generator().manual_seed(6))]
+    cases = [(op, case) for op in OPS for case in op.cases(torch.Generator().manual_seed(6))]
     use_programmatic_launch(False)
     expected = [outputs(op, on_gpu(case)) for op, case in cases]
     use_programmatic_launch(programmatic)

@@ -1,4 +1,4 @@
-"""The fused ops of recurrent layers on a GPU: within twice the reference's error, in the op's own sizes and in those of Qwen3-Next."""
+"""The fused ops of recurrent layers on a GPU: within twice the reference's error, in the op's own sizes and in those of a model."""
 
 from __future__ import annotations
 
@@ -9,14 +9,22 @@ import torch
 from torch import Tensor
 
 from graphspec.kernels import OPS, KernelOp
+from graphspec.kernels.ssm_rule import random_ssm
 from graphspec.kernels.state_cases import random_ancestors, random_tokens
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
-NAMES = ("tree_conv", "conv_shift", "delta_walk", "delta_solve", "delta_scan", "delta_chunk")
+VERIFY, RUNS = ("delta_walk", "delta_solve", "ssm_walk", "ssm_dual"), ("delta_scan", "delta_chunk", "ssm_scan", "ssm_chunk")
+NAMES = ("tree_conv", "conv_shift", *VERIFY, *RUNS)
 MINE = {op.name: op for op in OPS if op.name in NAMES}
 BY_OP = [pytest.param(op, id=name) for name, op in MINE.items()]
-VERIFY, RUNS = ("delta_walk", "delta_solve"), ("delta_scan", "delta_chunk")
+
+
+def drawn(name: str, generator: torch.Generator, tokens: int) -> dict[str, Any]:
+    """Inputs of an op in the sizes of Qwen3-Next or Nemotron-H."""
+    if name.startswith("delta"):
+        return random_tokens(generator, 2, tokens, 16, 32, 128, 128)
+    return random_ssm(generator, 2, tokens, 8, 128, 128, 64)
 
 
 def on_gpu(case: dict[str, Any], *, double: bool = False) -> dict[str, Any]:
@@ -65,13 +73,12 @@ def test_equals_the_reference(op: KernelOp) -> None:
 @pytest.mark.parametrize("nodes", [1, 8, 16, 64])
 def test_a_tree_in_the_sizes_of_a_model(name: str, nodes: int) -> None:
     generator = torch.Generator().manual_seed(nodes)
-    case = random_tokens(generator, 2, nodes, 16, 32, 128, 128)
-    assert_float_law(MINE[name], {**case, "ancestors_BTX": random_ancestors(generator, 2, nodes)})
+    assert_float_law(MINE[name], {**drawn(name, generator, nodes), "ancestors_BTX": random_ancestors(generator, 2, nodes)})
 
 
 @pytest.mark.parametrize("name", RUNS)
 @pytest.mark.parametrize("tokens", [1, 16, 300])
 def test_a_run_in_the_sizes_of_a_model(name: str, tokens: int) -> None:
     generator = torch.Generator().manual_seed(tokens)
-    case = random_tokens(generator, 2, tokens, 16, 32, 128, 128)
-    assert_float_law(MINE[name], {**case, "length_B": torch.tensor([tokens, tokens // 2]), "fresh_B": torch.tensor([False, True])})
+    rows = {"length_B": torch.tensor([tokens, tokens // 2]), "fresh_B": torch.tensor([False, True])}
+    assert_float_law(MINE[name], {**drawn(name, generator, tokens), **rows})

@@ -119,7 +119,7 @@ def test_no_depth_needs_the_host(structure: str, mode: str) -> None:
     assert len(counts) == (4 if plan.draft is None else 5) and min(counts.values()) > 10
 
 
-@pytest.mark.parametrize("structure", [*STRUCTURES, "hybrid-chain", "hybrid-tree"])
+@pytest.mark.parametrize("structure", [*STRUCTURES, *HYBRIDS])
 def test_fused_kernels_need_no_host(structure: str) -> None:
     """Every bucket and the prefill; what runs between the operators, and the operators' own promises of shape, dtype and device."""
     plan = structure_plan(structure, device="cuda", runtime="captured", mode="fused")

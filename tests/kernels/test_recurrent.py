@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -12,12 +12,6 @@ from torch import Tensor
 from graphspec.errors import ConfigError
 from graphspec.kernels import OPS
 from graphspec.kernels.conv_shift import conv_shift
-from graphspec.kernels.delta_scan import delta_scan
-from graphspec.kernels.delta_solve import delta_solve
-from graphspec.kernels.delta_walk import delta_walk
-from graphspec.kernels.ssm_dual import ssm_dual
-from graphspec.kernels.ssm_scan import ssm_scan
-from graphspec.kernels.ssm_walk import ssm_walk
 from graphspec.kernels.state_cases import random_ancestors, random_tokens
 from graphspec.kernels.state_tokens import ancestor_matrix
 from graphspec.kernels.tree_conv import tree_conv
@@ -26,24 +20,23 @@ from tests.support.tiny import same_bits
 BY_NAME = {op.name: op for op in OPS}
 
 
+@dataclass(frozen=True)
+class Op:
+    """An implementation of an op, which is imported by the test that calls it."""
+
+    name: str
+    which: str = "reference"
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        return BY_NAME[self.name].implementation(self.which)(*given, **named)
+
+
 def implementations(*names: str, fused: bool = True) -> pytest.MarkDecorator:
     """Every implementation of these ops; without fused ones where interpreting them would take minutes."""
-
-    def found(name: str, which: str) -> Callable[..., Any]:
-        implementation = BY_NAME[name].implementation
-        if which != "fused":
-            return implementation(which)
-
-        def fused_op(*given: Any, **named: Any) -> Any:
-            """Triton is imported by the test that needs it."""
-            return implementation("fused")(*given, **named)
-
-        return fused_op
-
     return pytest.mark.parametrize(
         "op",
         [
-            pytest.param(found(name, which), id=f"{name}-{which}", marks=[pytest.mark.kernels] if which == "fused" else [])
+            pytest.param(Op(name, which), id=f"{name}-{which}", marks=[pytest.mark.kernels] if which == "fused" else [])
             for name in names
             for which in BY_NAME[name].names
             if fused or which != "fused"
@@ -51,7 +44,6 @@ def implementations(*names: str, fused: bool = True) -> pytest.MarkDecorator:
     )
 
 
-SELECTIVE = {BY_NAME[name].implementation(which) for name in BY_NAME if name.startswith("ssm_") for which in BY_NAME[name].names}
 SKIP = torch.tensor([0.5, -1.5, 2.0, 0.25])
 LANES, NODES, KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM = 3, 12, 2, 4, 8, 6
 
@@ -75,14 +67,14 @@ def path_of(ancestors_BTX: Tensor, lane: int, node: int) -> list[int]:
     return ancestor_matrix(ancestors_BTX)[lane, node].nonzero()[:, 0].tolist()
 
 
-def own(op: Any) -> dict[str, Tensor]:
+def own(op: Op) -> dict[str, Tensor]:
     """What an op takes besides tokens and states."""
-    return {"skip_H": SKIP} if op in SELECTIVE else {}
+    return {"skip_H": SKIP} if op.name.startswith("ssm_") else {}
 
 
-def recurrence(op: Any, case: dict[str, Any], lane: int, path: list[int]) -> tuple[Tensor, Tensor]:
+def recurrence(op: Op, case: dict[str, Any], lane: int, path: list[int]) -> tuple[Tensor, Tensor]:
     """The state after a path and what its last token reads, in float64, one head at a time, as the papers write it."""
-    if op in SELECTIVE:
+    if own(op):
         return selective(case, lane, path)
     state = case["matrix_RUHKV"][case["lane_row_B"][lane], case["layer"]].double().clone()
     out = torch.zeros(HEADS, VALUE_DIM, dtype=torch.float64)
@@ -116,7 +108,7 @@ def selective(case: dict[str, Any], lane: int, path: list[int]) -> tuple[Tensor,
 
 @implementations("delta_walk", "delta_solve", "ssm_walk", "ssm_dual", fused=False)
 @pytest.mark.parametrize("nodes", [1, 12, 70])
-def test_every_node_follows_its_own_ancestors(op: Any, nodes: int) -> None:
+def test_every_node_follows_its_own_ancestors(op: Op, nodes: int) -> None:
     case = tree(nodes, nodes)
     found = op(**case, **own(op))
     for lane in range(LANES):
@@ -126,7 +118,7 @@ def test_every_node_follows_its_own_ancestors(op: Any, nodes: int) -> None:
 
 
 @implementations("delta_walk", "delta_solve", "ssm_walk", "ssm_dual")
-def test_unused_nodes_are_seen_by_nobody_and_read_zero(op: Any) -> None:
+def test_unused_nodes_are_seen_by_nobody_and_read_zero(op: Op) -> None:
     case = tree(3)
     used_BT = ancestor_matrix(case["ancestors_BTX"]).diagonal(dim1=1, dim2=2)
     assert not used_BT.all()
@@ -141,8 +133,8 @@ def test_unused_nodes_are_seen_by_nobody_and_read_zero(op: Any) -> None:
     assert clean[used_BT].isfinite().all() and not found[~used_BT].any()
 
 
-@pytest.mark.parametrize(("walk", "scan"), [(delta_walk, delta_scan), (ssm_walk, ssm_scan)])
-def test_a_walk_is_decoding_of_its_path_token_by_token(walk: Any, scan: Any) -> None:
+@pytest.mark.parametrize(("walk", "scan"), [(Op("delta_walk"), Op("delta_scan")), (Op("ssm_walk"), Op("ssm_scan"))])
+def test_a_walk_is_decoding_of_its_path_token_by_token(walk: Op, scan: Op) -> None:
     """As near as torch's own exponentials are, whose last bit may depend on where in a tensor a number lies."""
     case = tree(1)
     found = walk(**case, **own(walk))
@@ -157,7 +149,7 @@ def test_a_walk_is_decoding_of_its_path_token_by_token(walk: Any, scan: Any) -> 
 
 
 @implementations("delta_scan", "delta_chunk", "ssm_scan", "ssm_chunk")
-def test_commit_at_every_end_node(op: Any) -> None:
+def test_commit_at_every_end_node(op: Op) -> None:
     case = tree(2)
     ancestors = case.pop("ancestors_BTX")
     for node in range(NODES):
@@ -180,7 +172,7 @@ def test_commit_at_every_end_node(op: Any) -> None:
 
 @implementations("delta_scan", "delta_chunk", "ssm_scan", "ssm_chunk", fused=False)
 @pytest.mark.parametrize("tokens", [1, 63, 64, 65, 150])
-def test_a_prompt_in_pieces_ends_in_the_same_state(op: Any, tokens: int) -> None:
+def test_a_prompt_in_pieces_ends_in_the_same_state(op: Op, tokens: int) -> None:
     case = run(4, tokens)
     rows = {"layer": case["layer"], "lane_row_B": case["lane_row_B"]}
     whole = case["matrix_RUHKV"].clone()
@@ -204,7 +196,7 @@ def test_a_prompt_in_pieces_ends_in_the_same_state(op: Any, tokens: int) -> None
 
 
 @implementations("delta_scan", "delta_chunk", "ssm_scan", "ssm_chunk")
-def test_a_row_without_tokens_keeps_its_bits(op: Any) -> None:
+def test_a_row_without_tokens_keeps_its_bits(op: Op) -> None:
     case = run(5)
     case["matrix_RUHKV"][case["lane_row_B"][1]] = torch.nan
     before = case["matrix_RUHKV"].clone()
@@ -213,8 +205,8 @@ def test_a_row_without_tokens_keeps_its_bits(op: Any) -> None:
     assert same_bits(case["matrix_RUHKV"], before)
 
 
-@pytest.mark.parametrize(("walk", "at_once"), [(delta_walk, delta_solve), (ssm_walk, ssm_dual)])
-def test_all_nodes_at_once_keep_within_twice_the_error_of_the_walk(walk: Any, at_once: Any) -> None:
+@pytest.mark.parametrize(("walk", "at_once"), [(Op("delta_walk"), Op("delta_solve")), (Op("ssm_walk"), Op("ssm_dual"))])
+def test_all_nodes_at_once_keep_within_twice_the_error_of_the_walk(walk: Op, at_once: Op) -> None:
     case = {**tree(6, 40), **own(walk)}
     wide = {name: value.double() if torch.is_tensor(value) and value.is_floating_point() else value for name, value in case.items()}
     exact = walk(**wide)
@@ -224,7 +216,7 @@ def test_all_nodes_at_once_keep_within_twice_the_error_of_the_walk(walk: Any, at
 
 
 @implementations("delta_scan", "ssm_scan")
-def test_a_path_through_recorded_nodes_is_a_run_of_its_tokens(op: Any) -> None:
+def test_a_path_through_recorded_nodes_is_a_run_of_its_tokens(op: Op) -> None:
     """Whatever other nodes hold."""
     case = tree(7)
     ancestors = case.pop("ancestors_BTX")
@@ -244,7 +236,7 @@ def test_a_path_through_recorded_nodes_is_a_run_of_its_tokens(op: Any) -> None:
 
 RULES = {"delta": ("delta_walk", "delta_solve", "delta_scan", "delta_chunk"), "ssm": ("ssm_walk", "ssm_dual", "ssm_scan", "ssm_chunk")}
 """Of each rule the ops that walk a tree, take it at once, scan a run, and take it in blocks."""
-NATIVE = {name: BY_NAME[name].implementation("native") for name in (*RULES["delta"], *RULES["ssm"], "tree_conv")}
+NATIVE = {name: Op(name, "native") for name in (*RULES["delta"], *RULES["ssm"], "tree_conv")}
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -332,7 +324,7 @@ def conv_case(seed: int, nodes: int) -> dict[str, Any]:
 
 
 @implementations("tree_conv")
-def test_convolution_goes_on_across_the_root(op: Any) -> None:
+def test_convolution_goes_on_across_the_root(op: Op) -> None:
     """By torch's own convolution over the committed columns and the node's path."""
     case = conv_case(0, 9)
     found = op(**case)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +22,8 @@ from graphspec.lab.predict.model_pair import ModelPair, read_model_pair
 from graphspec.shapes import PLAIN, CycleShape
 from tests.support.codegen import launches_of
 from tests.support.shapes_8b import fake_cycle
+
+from .test_state_prices import NEMOTRON_H_8B
 
 pytest.importorskip("triton")
 
@@ -42,6 +45,14 @@ def steps_of(model: str, variant: str, shape: CycleShape, batch: int = 1, contex
     found = planned_steps(config, pair, resolve_variant(variant), shape, batch, context, "bfloat16")
     assert found is not None
     return found
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A target with Mamba-2 layers."""
+    path = tmp_path_factory.mktemp("hybrid")
+    (path / "config.json").write_text(json.dumps(NEMOTRON_H_8B))
+    return str(path)
 
 
 @pytest.mark.parametrize("shape", [TREE, PLAIN, CHAIN])
@@ -76,30 +87,45 @@ def test_bytes_are_those_of_the_floor(model: str, variant: str, shape: CycleShap
     assert found == pytest.approx(sum(stage.bytes for stage in floor.stages(shape, batch, 2048)), rel=0.01)
 
 
+@pytest.mark.parametrize(("shape", "verify"), [(PLAIN, "walk_nodes"), (TREE, "block_nodes")])
+def test_states_are_read_by_verification_and_read_and_written_by_the_commit(hybrid: str, shape: CycleShape, verify: str) -> None:
+    found: Counter[str] = Counter()
+    for step in steps_of(hybrid, "ngram" if shape.num_steps else "none", shape, batch=2):
+        if "matrix" in step.values:
+            found[step.kernel] += int(work_of(step, Situation(2048)).bytes)
+    matrices = 2 * 24 * 128 * 128 * 64 * 4
+    assert found == {verify: matrices, "scan_tokens": 2 * matrices}
+
+
 def test_every_op_has_a_launcher_of_its_name() -> None:
-    assert all(callable(launcher(op)) for op in OPS if "fused" in op.names)
+    assert all(callable(launcher(op)) for op in OPS)
 
 
-def test_work_is_described_for_kernels_that_exist() -> None:
+def test_work_is_described_for_kernels_that_exist(hybrid: str) -> None:
     """A kernel that was renamed would be taken for a small one."""
-    seen = {
-        step.kernel for args in (("llama-3.1-8b", "eagle3", TREE), ("deepseek-v3", "mtp", CycleShape(1, 1, 2))) for step in steps_of(*args)
-    }
+    engines = (
+        ("llama-3.1-8b", "eagle3", TREE),
+        ("deepseek-v3", "mtp", CycleShape(1, 1, 2)),
+        (hybrid, "none", PLAIN),
+        (hybrid, "ngram", TREE),
+    )
+    seen = {step.kernel for args in (*engines, (hybrid, "ngram", TREE)) for step in steps_of(*args)}
     filters = {"peaks", "histogram", "kth_largest", "least"}
-    assert set(WORK) - seen - filters <= {LIBRARY}
-    from graphspec.kernels.fused import _thresholds
+    assert set(WORK) - seen - filters <= {LIBRARY, "block_tokens"}
+    from graphspec.kernels.fused import _run_states, _thresholds
 
-    assert all(hasattr(_thresholds, f"_{name}") for name in filters)
+    assert all(hasattr(_thresholds, f"_{name}") for name in filters) and hasattr(_run_states, "_block_tokens")
 
 
-def test_what_is_not_small_is_described() -> None:
+def test_what_is_not_small_is_described(hybrid: str) -> None:
     """No kernel that is taken for a small one is given a weight or a pool."""
     large = 1 << 20
-    for args in (("llama-3.1-8b", "eagle3", TREE), ("deepseek-v3", "mtp", CycleShape(1, 1, 2))):
+    for args in (("llama-3.1-8b", "eagle3", TREE), ("deepseek-v3", "mtp", CycleShape(1, 1, 2)), (hybrid, "ngram", TREE)):
         for step in steps_of(*args):
             names = {name for name, value in step.values.items() if hasattr(value, "numel") and value.numel() > large}
-            # RoPE tables and pools that a few rows are read from or written to.
-            assert step.kernel in WORK or names <= {"pool", "keys", "kv", "cos_sin", "latent_pool", "table", "cos", "sin"}, (
+            # RoPE tables, and pools, columns and records that a few rows are read from or written to.
+            small = {"pool", "keys", "kv", "cos_sin", "latent_pool", "table", "cos", "sin", "column", "inputs"}
+            assert step.kernel in WORK or names <= small, (
                 step.kernel,
                 names,
             )

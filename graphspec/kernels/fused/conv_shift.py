@@ -9,7 +9,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..conv_shift import OP as CONTRACT
-from .delta_walk import QWEN3_NEXT
+from ._states import QWEN3_NEXT
 from .launch import AotCase, aot_case, launch, register
 
 BLOCK = 512

@@ -30,12 +30,10 @@ DISJOINT: dict[str, frozenset[str]] = {
 """Arguments of a kernel that it reads in one place and writes in another, and why."""
 
 STORED_ONCE: dict[str, frozenset[str]] = {
+    # A block of tokens for every turn of a loop.
+    "_block_tokens": frozenset({"out"}),
     # Header, state and tokens of a lane's message; a column of the features for every entry.
     "_commit_rows": frozenset({"ring", "window_feature"}),
-    # A block of tokens, a step and a node for every turn of a loop.
-    "_delta_chunk": frozenset({"out"}),
-    "_delta_scan": frozenset({"out"}),
-    "_delta_walk": frozenset({"out"}),
     # A choice belongs to one turn of the loop, and so does a token of the sum.
     "_down": frozenset({"partial", "out"}),
     # Steps before this level, and this one.
@@ -60,6 +58,8 @@ STORED_ONCE: dict[str, frozenset[str]] = {
     "_mail_apply": frozenset({"lane_table"}),
     # The two halves of a head that rotate, and the rest.
     "_rope_kv_write": frozenset({"out", "pool"}),
+    # A step for every turn of a loop.
+    "_scan_tokens": frozenset({"out"}),
     # One of three ways out of the kernel writes a row; peaks and totals have a half each, and a unit, a program and a row a slot; two
     # counters.
     "_tree_attention": frozenset({"out", "part_acc", "part_stat", "counters"}),
@@ -67,6 +67,8 @@ STORED_ONCE: dict[str, frozenset[str]] = {
     "_tree_walk": frozenset({"path"}),
     # A word for every turn of the loop.
     "_verify_rows": frozenset({"out_ancestors"}),
+    # A node for every turn of a loop.
+    "_walk_nodes": frozenset({"out"}),
 }
 """Arguments of a kernel that it stores in more than one place, no place twice between two barriers, and why.
 

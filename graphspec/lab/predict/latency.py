@@ -213,6 +213,26 @@ def _experts(step: Step, at: Situation) -> Work:
     )
 
 
+def _states(step: Step, at: Situation) -> Work:
+    """States of recurrent layers: read once from memory, and written where they advance.
+
+    A program that holds its tile meets tokens one by one; others pass through the state a part at a time, once for every block of tokens.
+    """
+    values = step.values
+    advances, width = "length" in values, values.get("PART", values["KEY_PAD"])
+    if width == values["KEY_PAD"]:
+        turns = values["steps"] if advances else values["nodes"]
+    else:
+        turns = values["KEY_PAD"] // width * (-(-values["tokens"] // values["TOKENS"]) if advances else 1)
+    return Work(
+        bytes=4 * values["lane_row"].shape[0] * values["matrix"][0, 0].numel() * (2 if advances else 1),
+        programs=step.programs,
+        in_flight=4 * width * values["COLUMNS"],
+        memory=1,
+        cache=1 + turns,
+    )
+
+
 def _library(step: Step, at: Situation) -> Work:
     weight = step.values["weight"]
     matrix = weight.shape[-1] * weight.shape[-2]
@@ -233,6 +253,10 @@ WORK: Mapping[str, Callable[[Step, Situation], Work]] = {
     "least": _searched,
     "gate_up": _experts,
     "down": _experts,
+    "walk_nodes": _states,
+    "block_nodes": _states,
+    "scan_tokens": _states,
+    "block_tokens": _states,
     LIBRARY: _library,
 }
 

@@ -166,7 +166,7 @@ def record(plan: Plan, target: LlamaModel, draft: Any, lanes: int, sampling: Sam
         return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=torch.float32 if float32 else x.dtype)
 
     multiply = fused_linear(plan.numerics, products=Products(linear, linear_summed, matmul))
-    callables: dict[str, Callable[..., Any]] = {op.name: launcher(op) if "fused" in op.names else op.reference for op in OPS}
+    callables: dict[str, Callable[..., Any]] = {op.name: launcher(op) for op in OPS}
     callables["linear"] = multiply
     kernels = KernelSet(**{one.name: callables[one.name] for one in fields(KernelSet)})
     for network in (target, draft):

@@ -1,0 +1,156 @@
+"""A row's state after a run of tokens, and what they read, for both rules of recurrent layers: token by token, or in blocks."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ._states import PART, head_sizes, head_state, own_columns, state_tile, token_of, token_places
+from .delta_rule import delta_block, delta_update
+from .launch import launch
+from .ssm_rule import ssm_block, ssm_update
+
+TOKENS = 16
+"""Of a block. The delta rule's system is solved row by row, so wider blocks would wait longer for it than they save."""
+
+
+@triton.jit
+def _scan_tokens(
+    out, mixed, gate, skip, matrix, lane_row, length, fresh, path, tokens, steps, layers, layer,
+    FRESH: tl.constexpr, PATH: tl.constexpr, SELECTIVE: tl.constexpr, HEADS: tl.constexpr, REPEAT: tl.constexpr, KEY: tl.constexpr,
+    VALUE: tl.constexpr, KEY_PAD: tl.constexpr, COLUMNS: tl.constexpr, EPS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: all steps of a (lane, head), a tile of columns."""
+    lane, head, column = own_columns(HEADS, COLUMNS, PDL)
+    count = tl.load(length + lane)
+    starts = False
+    if FRESH:
+        starts = tl.load(fresh + lane) != 0
+    at, inside = state_tile(
+        head_state(matrix, tl.load(lane_row + lane), layers, layer, head, HEADS, KEY, VALUE), column, KEY, VALUE, KEY_PAD
+    )
+    state = tl.load(at, mask=inside & (not starts), other=0.0)
+    place = out + (lane * steps * HEADS + head) * VALUE + column
+    for step in range(count):
+        token = step
+        if PATH:
+            token = tl.load(path + lane * steps + step)
+        query, key, value, decay, rate = token_of(
+            mixed, gate, lane * tokens + token, head, column, SELECTIVE, HEADS, REPEAT, KEY, VALUE, KEY_PAD
+        )
+        if SELECTIVE:
+            state, read = ssm_update(state, query, key, value, decay, rate, tl.load(skip + head))
+        else:
+            state, read = delta_update(state, query, key, value, decay, rate, KEY, EPS)
+        tl.store(place + step * HEADS * VALUE, read.to(out.dtype.element_ty), mask=column < VALUE)
+    for step in range(count, steps):
+        tl.store(place + step * HEADS * VALUE, tl.zeros([COLUMNS], out.dtype.element_ty), mask=column < VALUE)
+    tl.debug_barrier()
+    tl.store(at, state, mask=inside & ((count > 0) | starts))
+
+
+@triton.jit
+def _block_tokens(
+    out, mixed, gate, skip, matrix, lane_row, length, fresh, tokens, layers, layer,
+    FRESH: tl.constexpr, TOKENS: tl.constexpr, PART: tl.constexpr, SELECTIVE: tl.constexpr, HEADS: tl.constexpr, REPEAT: tl.constexpr,
+    KEY: tl.constexpr, VALUE: tl.constexpr, KEY_PAD: tl.constexpr, COLUMNS: tl.constexpr, EPS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: all blocks of a (lane, head), a tile of columns."""
+    lane, head, column = own_columns(HEADS, COLUMNS, PDL)
+    order = tl.arange(0, TOKENS)
+    count = tl.load(length + lane)
+    starts = False
+    if FRESH:
+        starts = tl.load(fresh + lane) != 0
+    state = head_state(matrix, tl.load(lane_row + lane), layers, layer, head, HEADS, KEY, VALUE)
+    for begin in range(0, tokens, TOKENS):
+        token = begin + order
+        used = token < count
+        place = out + ((lane * tokens + token) * HEADS + head)[:, None] * VALUE + column[None, :]
+        there = (token < tokens)[:, None] & (column < VALUE)[None, :]
+        # A row without tokens keeps its bits, and one that starts afresh without any is zero.
+        if (begin < count) | ((begin == 0) & starts):
+            at_token = lane * tokens + token
+            known = (begin > 0) | (not starts)
+            before = order[None, :] <= order[:, None]
+            if SELECTIVE:
+                read, change, path = ssm_block(
+                    state, known, mixed, gate, skip, at_token, used, before, head, column, HEADS, REPEAT, KEY, VALUE, KEY_PAD, COLUMNS,
+                    TOKENS, PART,
+                )  # fmt: skip
+            else:
+                read, change, key_unit, path = delta_block(
+                    state, known, mixed, gate, at_token, used, before, head, column, HEADS, REPEAT, KEY, VALUE, KEY_PAD, COLUMNS, TOKENS,
+                    PART, EPS,
+                )  # fmt: skip
+            tl.store(place, tl.where(used[:, None], read, 0.0).to(out.dtype.element_ty), mask=there)
+            # Tokens that don't count decay nothing, so the last sum is that of the block.
+            end = tl.sum(tl.where(order == TOKENS - 1, path, 0.0), 0)
+            left = tl.exp(end - path)
+            if not SELECTIVE:
+                left = key_unit * left
+            _, at_key, _ = token_places(mixed, at_token, head, SELECTIVE, HEADS, REPEAT, KEY, VALUE)
+            for part in range(0, KEY_PAD, PART):
+                channel = part + tl.arange(0, PART)
+                at = state + channel[:, None] * VALUE + column[None, :]
+                inside = (channel < KEY)[:, None] & (column < VALUE)[None, :]
+                old = tl.load(at, mask=inside & known, other=0.0)
+                key = tl.load(at_key[:, None] + channel[None, :], mask=used[:, None] & (channel < KEY)[None, :], other=0.0).to(tl.float32)
+                added = tl.dot(tl.trans(key * left[:, None]), change, input_precision="tf32x3")
+                # The block, and this part before, were loaded by other threads than those that store.
+                tl.debug_barrier()
+                tl.store(at, old * tl.exp(end) + added, mask=inside)
+                tl.debug_barrier()
+        else:
+            tl.store(place, tl.zeros([TOKENS, COLUMNS], out.dtype.element_ty), mask=there)
+
+
+def scan_tokens(
+    mixed_BTE: Tensor,
+    gate_BTG: Tensor,
+    skip_H: Tensor | None,
+    matrix_RUHKV: Tensor,
+    layer: int,
+    lane_row_B: Tensor,
+    length_B: Tensor,
+    fresh_B: Tensor | None,
+    path_BA: Tensor | None,
+) -> Tensor:
+    """Both rules' scan (:mod:`..delta_scan`, :mod:`..ssm_scan`); ``skip_H`` chooses the rule, see :func:`~._states.head_sizes`."""
+    lanes, tokens, _ = mixed_BTE.shape
+    steps = tokens if path_BA is None else path_BA.shape[1]
+    sizes = head_sizes(mixed_BTE, skip_H, matrix_RUHKV)
+    heads, _, width = matrix_RUHKV.shape[2:]
+    out = mixed_BTE.new_empty(lanes, steps, heads, width)
+    launch(
+        _scan_tokens, (lanes * heads, triton.cdiv(width, sizes["COLUMNS"])), out, mixed_BTE.contiguous(), gate_BTG.contiguous(), skip_H,
+        matrix_RUHKV, lane_row_B, length_B, None if fresh_B is None else fresh_B.view(torch.uint8),
+        None if path_BA is None else path_BA.contiguous(), tokens, steps, matrix_RUHKV.shape[1], layer,
+        FRESH=fresh_B is not None, PATH=path_BA is not None, **sizes,
+    )  # fmt: skip
+    return out
+
+
+def block_tokens(
+    mixed_BTE: Tensor,
+    gate_BTG: Tensor,
+    skip_H: Tensor | None,
+    matrix_RUHKV: Tensor,
+    layer: int,
+    lane_row_B: Tensor,
+    length_B: Tensor,
+    fresh_B: Tensor | None,
+) -> Tensor:
+    """The same in blocks (:mod:`..delta_chunk`, :mod:`..ssm_chunk`)."""
+    lanes, tokens, _ = mixed_BTE.shape
+    sizes = head_sizes(mixed_BTE, skip_H, matrix_RUHKV)
+    heads, _, width = matrix_RUHKV.shape[2:]
+    out = mixed_BTE.new_empty(lanes, tokens, heads, width)
+    launch(
+        _block_tokens, (lanes * heads, triton.cdiv(width, sizes["COLUMNS"])), out, mixed_BTE.contiguous(), gate_BTG.contiguous(), skip_H,
+        matrix_RUHKV, lane_row_B, length_B, None if fresh_B is None else fresh_B.view(torch.uint8), tokens, matrix_RUHKV.shape[1], layer,
+        FRESH=fresh_B is not None, TOKENS=TOKENS, PART=min(PART, sizes["KEY_PAD"]), **sizes,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,133 @@
+"""What the Triton kernels of recurrent layers share, whatever the rule: sizes, a program's part of the work, where tokens and states lie.
+
+A program has a tile of columns of one head's state. Columns don't meet, so tiles are independent. Walk and scan keep theirs in registers,
+have tiles of one shape and call one update.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from ..delta_rule import NORM_EPS
+
+TILE = 4096
+"""Most elements of a tile: a thread of four warps has 32 registers of state."""
+COLUMNS = 32
+"""Most columns of a tile."""
+PART = 32
+"""Channels of a key that a block of tokens takes at a time."""
+
+QWEN3_NEXT = {"U": 36, "H": 32, "K": 128, "V": 128, "E": 8192, "G": 64, "R": 65}
+NEMOTRON_H = {"U": 24, "H": 128, "K": 128, "V": 64, "E": 10240, "G": 256, "R": 65}
+"""Sizes of its recurrent layers (8B)."""
+WIDE_STATE = {**NEMOTRON_H, "K": 256, "E": 8704}
+"""The same with a state twice as large and one group, which configurations of Granite 4 and Bamba allow."""
+
+
+def head_sizes(mixed: Tensor, skip: Tensor | None, matrix: Tensor) -> dict[str, int | float | bool]:
+    """The rule, as a flag, and compile-time sizes of a head: its own, and those padded for tiles.
+
+    Args:
+        mixed: channels of tokens.
+        skip: Mamba-2's D; None: the rule is the gated delta rule.
+        matrix: states.
+    """
+    heads, key_dim, value_dim = matrix.shape[2:]
+    keys = (mixed.shape[-1] - heads * value_dim) // 2
+    key_pad = max(16, triton.next_power_of_2(key_dim))
+    return {
+        "SELECTIVE": skip is not None,
+        "HEADS": heads,
+        "REPEAT": heads * key_dim // keys,
+        "KEY": key_dim,
+        "VALUE": value_dim,
+        "KEY_PAD": key_pad,
+        "COLUMNS": max(16, min(COLUMNS, TILE // key_pad, triton.next_power_of_2(value_dim))),
+        "EPS": NORM_EPS,
+    }
+
+
+@triton.jit
+def own_columns(HEADS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr):
+    """Lane, head and columns of this program, which waits for the kernel before it."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    lane = (tl.program_id(0) // HEADS).to(tl.int64)
+    head = tl.program_id(0) % HEADS
+    return lane, head, tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+
+
+@triton.jit
+def head_state(matrix, row, layers, layer, head, HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr):
+    """Where a head's state begins."""
+    return matrix + ((row * layers + layer) * HEADS + head) * (KEY * VALUE)
+
+
+@triton.jit
+def state_tile(state, column, KEY: tl.constexpr, VALUE: tl.constexpr, KEY_PAD: tl.constexpr):
+    """Places of some columns of a head's state, and which of them there are."""
+    channel = tl.arange(0, KEY_PAD)
+    return state + channel[:, None] * VALUE + column[None, :], (channel < KEY)[:, None] & (column < VALUE)[None, :]
+
+
+@triton.jit
+def token_places(
+    mixed, token, head, SELECTIVE: tl.constexpr, HEADS: tl.constexpr, REPEAT: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
+):  # fmt: skip
+    """Where query, key and value of a token begin; ``token`` counts over lanes. One token or several."""
+    keys: tl.constexpr = HEADS // REPEAT * KEY
+    values: tl.constexpr = HEADS * VALUE
+    base = mixed + token * (2 * keys + values)
+    served = base + head // REPEAT * KEY
+    if SELECTIVE:
+        query = served + values + keys
+        key = served + values
+        value = base + head * VALUE
+    else:
+        query = served
+        key = served + keys
+        value = base + 2 * keys + head * VALUE
+    return query, key, value
+
+
+@triton.jit
+def token_of(
+    mixed, gate, token, head, column, SELECTIVE: tl.constexpr, HEADS: tl.constexpr, REPEAT: tl.constexpr, KEY: tl.constexpr,
+    VALUE: tl.constexpr, KEY_PAD: tl.constexpr,
+):  # fmt: skip
+    """Query, key, value, log-decay and rate (or step) of one token, as they lie there."""
+    channel = tl.arange(0, KEY_PAD)
+    at_query, at_key, at_value = token_places(mixed, token, head, SELECTIVE, HEADS, REPEAT, KEY, VALUE)
+    query = tl.load(at_query + channel, mask=channel < KEY, other=0.0).to(tl.float32)
+    key = tl.load(at_key + channel, mask=channel < KEY, other=0.0).to(tl.float32)
+    value = tl.load(at_value + column, mask=column < VALUE, other=0.0).to(tl.float32)
+    decay = tl.load(gate + token * 2 * HEADS + head)
+    rate = tl.load(gate + token * 2 * HEADS + HEADS + head)
+    return query, key, value, decay, rate
+
+
+@triton.jit
+def block_part(
+    state, known, at_query, at_key, used, column, begin, KEY: tl.constexpr, VALUE: tl.constexpr, PART: tl.constexpr
+):  # fmt: skip
+    """Channels from ``begin`` on of the queries and keys of a block, and of a tile of the state; 0 where there are none."""
+    channel = begin + tl.arange(0, PART)
+    there = used[:, None] & (channel < KEY)[None, :]
+    query = tl.load(at_query[:, None] + channel[None, :], mask=there, other=0.0).to(tl.float32)
+    key = tl.load(at_key[:, None] + channel[None, :], mask=there, other=0.0).to(tl.float32)
+    inside = (channel < KEY)[:, None] & (column < VALUE)[None, :] & known
+    return query, key, tl.load(state + channel[:, None] * VALUE + column[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def block_gates(gate, token, used, before, head, HEADS: tl.constexpr):
+    """Rates (or steps) of a block of tokens, sums of log-decays on their paths, and the decay from every token to every other."""
+    decay = tl.load(gate + token * 2 * HEADS + head, mask=used, other=0.0)
+    rate = tl.load(gate + token * 2 * HEADS + HEADS + head, mask=used, other=0.0)
+    path = tl.sum(tl.where(before, decay[None, :], 0.0), 1)
+    # An exponent of a pair that is no pair may be positive, and overflow.
+    return rate, path, tl.exp(tl.where(before, path[:, None] - path[None, :], float("-inf")))

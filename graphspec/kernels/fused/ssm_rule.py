@@ -1,0 +1,44 @@
+"""The selective state space of Mamba-2 in Triton: its update, and a block of tokens (:mod:`..ssm_rule`)."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ._states import block_gates, block_part, token_places
+
+
+@triton.jit
+def ssm_update(state, query, key, value, decay, step, skip):
+    """The state after one token, and what the token reads."""
+    # Fused by name: a compiler that may choose could round a state another way in a walk than in a scan.
+    added = tl.broadcast_to((step * value)[None, :], state.shape)
+    state = tl.fma(tl.broadcast_to(key[:, None], state.shape), added, state * tl.exp(decay))
+    return state, tl.fma(value, tl.broadcast_to(skip, value.shape), tl.sum(state * query[:, None], 0))
+
+
+@triton.jit
+def ssm_block(
+    state, known, mixed, gate, skip, token, used, before, head, column, HEADS: tl.constexpr, REPEAT: tl.constexpr, KEY: tl.constexpr,
+    VALUE: tl.constexpr, KEY_PAD: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
+    """A block of tokens at once: what they read, their changes, and sums of log-decays on their paths.
+
+    Args and products are those of :func:`~graphspec.kernels.fused.delta_rule.delta_block`. What a token changes does not depend on the
+    state, so there is no system to solve.
+
+    Args:
+        skip: where D of the heads begins.
+    """
+    at_query, at_key, at_value = token_places(mixed, token, head, True, HEADS, REPEAT, KEY, VALUE)
+    step, path, since = block_gates(gate, token, used, before, head, HEADS)
+    read = tl.zeros([TOKENS, COLUMNS], tl.float32)
+    seen = tl.zeros([TOKENS, TOKENS], tl.float32)
+    for begin in range(0, KEY_PAD, PART):
+        query, key, part = block_part(state, known, at_query, at_key, used, column, begin, KEY, VALUE, PART)
+        read = tl.dot(query, part, read, input_precision="tf32x3")
+        seen = tl.dot(query, tl.trans(key), seen, input_precision="tf32x3")
+    value = tl.load(at_value[:, None] + column[None, :], mask=used[:, None] & (column < VALUE)[None, :], other=0.0).to(tl.float32)
+    change = step[:, None] * value
+    read = read * tl.exp(path)[:, None] + tl.load(skip + head) * value
+    return tl.dot(seen * since, change, read, input_precision="tf32x3"), change, path
