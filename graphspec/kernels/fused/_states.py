@@ -6,6 +6,8 @@ have tiles of one shape and call one update.
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -27,7 +29,7 @@ WIDE_STATE = {**NEMOTRON_H, "K": 256, "E": 8704}
 """The same with a state twice as large and one group, which configurations of Granite 4 and Bamba allow."""
 
 
-def head_sizes(mixed: Tensor, skip: Tensor | None, matrix: Tensor) -> dict[str, int | float | bool]:
+def head_sizes(mixed: Tensor, skip: Tensor | None, matrix: Tensor) -> dict[str, Any]:
     """The rule, as a flag, and compile-time sizes of a head: its own, and those padded for tiles.
 
     Args:
