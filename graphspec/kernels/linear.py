@@ -30,6 +30,14 @@ def hidden_of(x: Hidden) -> Tensor:
     return x.hidden if isinstance(x, ResidualStream) else x
 
 
+def stream_rows(x: Hidden, begin: int, end: int) -> Hidden:
+    """Tokens ``begin .. end`` of ``[B, T, H]``; a stream goes on with their sums of squares, dense as products take them."""
+    if isinstance(x, ResidualStream):
+        squares = None if x.squares is None else x.squares[:, begin:end].contiguous()
+        return ResidualStream(x.hidden[:, begin:end], squares)
+    return x[:, begin:end]
+
+
 def linear(
     x: Hidden,
     weight: Tensor,

@@ -105,12 +105,29 @@ def test_kernels_of_a_cycle(tree: Launches, nodes: int) -> None:
     assert len(found) - len(calls) + kernels_of(calls) + 29 * layer == cycle
 
 
-@pytest.mark.parametrize(("depth", "kernels"), [(8, 250), pytest.param(16, 251, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("depth", "kernels"),
+    [pytest.param(s, 248 if s < 8 else 250, marks=() if s in (2, 8, 20) else pytest.mark.full) for s in range(2, 21)],
+)
 def test_kernels_of_a_cycle_that_drafts_in_one_pass(depth: int, kernels: int) -> None:
-    """A block drafter of five layers, 64 nodes. A head of more than 8 rows has their squares added by a kernel of its own."""
-    shape = CycleShape(depth, 7, 64, "marginals")
+    """A block drafter of five layers, 64 nodes. A block of more than 8 rows has its squares added by a kernel where no product left them."""
+    shape = CycleShape(depth, 8, 64, "marginals")
     found, calls = count(shape, 3, variant="dflash"), calls_of(shape, 3, variant="dflash")
     assert len(found) - len(calls) + kernels_of(calls) + 29 * KERNELS[64][0] == kernels
+    assert found.host_marks == []
+
+
+def test_more_nodes_than_fused_rows_are_left_to_the_library() -> None:
+    """128 nodes: the target's products, and what is fused into them elsewhere; its drafter stays as it is."""
+    shape = CycleShape(16, 8, 128, "marginals")
+    found, deeper = (count(shape, layers, variant="dflash") for layers in (3, 5))
+    layer = Counter({"matmul": 4, "rope_kv_write": 1, "tree_attention": 1})
+    assert ops_of(deeper) - ops_of(found) == layer + layer
+    # and three of Inductor's: both norms, and the gate
+    assert len(deeper) - len(found) == 2 * 9
+    assert ops_of(found)["matmul"] + 29 * 4 == 129
+    calls = calls_of(shape, 3, variant="dflash")
+    assert len(found) - len(calls) + kernels_of(calls) + 29 * 9 == 345
     assert found.host_marks == []
 
 

@@ -72,7 +72,7 @@ def fake_cycle(
     if variant == "dflash":
         head = DFlashFacts(
             path=head.path, decoder=llama_8b(5, qk_norm=True), draft_vocab_size=128256, target_hidden_size=4096, feature_size=2 * 4096,
-            tap_layers=(1, num_layers - 1), mask_token_id=0, block_size=17, max_steps=16, from_anchor=False, causal=(True,) * 5,
+            tap_layers=(1, num_layers - 1), mask_token_id=0, block_size=21, max_steps=20, from_anchor=False, causal=(True,) * 5,
         )  # fmt: skip
     keys = {"num_steps": shape.num_steps, "topk": shape.topk, "num_draft_tokens": shape.num_draft_tokens} if speculates else {}
     config = Config(

@@ -83,8 +83,8 @@ class DFlashDraft(nn.Module):
             # Nobody asks here, but the op rotates queries too.
             attention.write(layer, key_BTGD[:, :, :1], key_BTGD, value_BTGD, heads)
 
-    def block(self, token_BT: Tensor, position_BT: Tensor, full: Attention, causal: Attention) -> Tensor:
-        """Hidden states ``[B, T, H]`` of a block, un-normed, the anchor first.
+    def block(self, token_BT: Tensor, position_BT: Tensor, full: Attention, causal: Attention) -> Hidden:
+        """Hidden states ``[B, T, H]`` of a block, un-normed, the anchor first, as the stream that the last product leaves.
 
         Args:
             token_BT: int64.
@@ -95,14 +95,14 @@ class DFlashDraft(nn.Module):
         residual_BTH: Hidden = ResidualStream(self.embed_tokens(token_BT, full.valid_BT))
         for layer, alone in zip(self.layers, self.facts.causal, strict=True):
             residual_BTH = layer(residual_BTH, rotation, causal if alone else full)
-        return hidden_of(residual_BTH)
+        return residual_BTH
 
     def forward(self, token_BT: Tensor, hidden_BTH: Tensor | None, attention: Attention, step: int = 0) -> Tensor:
         """One causal or bidirectional block, where one attention serves all layers; see :meth:`block`."""
         del hidden_BTH, step
-        return self.block(token_BT, attention.position_BT, attention, attention)
+        return hidden_of(self.block(token_BT, attention.position_BT, attention, attention))
 
-    def logits(self, hidden: Tensor, step: int = 0) -> Tensor:
+    def logits(self, hidden: Hidden, step: int = 0) -> Tensor:
         """float32 ``[..., Vd]`` of what :meth:`block` returned."""
         del step
         out: Tensor = self.lm_head(hidden, self.norm, float32=True)

@@ -8,6 +8,7 @@ import torch
 
 from ...buffers import Views
 from ...graphs.stages.stage import Build, Stage
+from ...kernels.linear import stream_rows
 from ...kernels.noise import computed_once
 from ...kernels.tree_build import causal_words
 from ..marginals import MarginalStage
@@ -49,9 +50,9 @@ class DFlash(MarginalStage):
             self.attend(v, position_BT, valid_BT, slot_BT, next_B, computed_once(torch.where(valid_BT[..., None], seen_TX, 0)))
             for seen_TX in (causal_TX[-1:].expand(rows, -1), causal_TX)
         )
-        hidden_BTH = network.block(token_BT, position_BT, full, causal)
+        block_BTH = network.block(token_BT, position_BT, full, causal)
         first = 0 if network.facts.from_anchor else 1
-        self.fill_pool(v, network.logits(hidden_BTH[:, first : first + steps]), next_B)
+        self.fill_pool(v, network.logits(stream_rows(block_BTH, first, first + steps)), next_B)
 
 
 def stages(build: Build) -> list[Stage]:
