@@ -475,9 +475,10 @@ COMMANDS: dict[str, Command] = {
 
 rewrite a draft checkpoint into another published layout
 
-  SRC DST                  folder of an EAGLE head; a folder that doesn't exist yet
-  layout=NAME              EAGLE-3: safeailab, sglang, speculators, modelopt; EAGLE-1/2: safeailab, hass, speculators-old
-  target=FOLDER            the target model, which tells default tapped layers from others""",
+  SRC DST                  folder of a draft; a folder that doesn't exist yet
+  layout=NAME              EAGLE-3: safeailab, sglang, speculators, modelopt; P-EAGLE: sglang, speculators;
+                           EAGLE-1/2: safeailab, hass, speculators-old; block drafters: z-lab, jetspec, speculators
+  target=FOLDER            the target model, which tells default tapped layers from others; block drafters need it""",
         own_words=True,
     ),
 }

@@ -22,6 +22,8 @@ def looks_like(checkpoint: Checkpoint) -> str:
         return "multi-token-prediction heads: variant=mtp"
     if any(name.startswith("mask_") for name in names):
         return "a P-EAGLE head: variant=p_eagle"
+    if "hidden_norm.weight" in names:
+        return "a block drafter: variant=dflash"
     if any(name.endswith("hidden_norm.weight") for name in names) or "d2t" in names:
         return "an EAGLE-3 head: variant=eagle3"
     if "fc.weight" in names:

@@ -18,8 +18,10 @@ import torch
 from torch import nn
 
 from graphspec.buffers import DTYPES, Status
-from graphspec.catalog import load_object
+from graphspec.catalog import load_object, resolve_variant
 from graphspec.config import AcceptConfig, Config, HardwareConfig, KernelsConfig, ModelConfig, RuntimeConfig, VariantConfig
+from graphspec.drafters.dflash.facts import DFlashFacts
+from graphspec.drafters.dflash.network import DFlashDraft
 from graphspec.drafters.eagle3.network import Eagle3Draft
 from graphspec.facts import read_model_facts
 from graphspec.graphs.cycle import Cycle
@@ -44,6 +46,22 @@ EAGLE3_8B: dict[str, Any] = {
     **LLAMA_8B, "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": 32000,
 }  # fmt: skip
 
+QWEN3_8B: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3",
+    "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960, "rms_norm_eps": 1e-6,
+    "hidden_act": "silu", "rope_theta": 1000000.0, "tie_word_embeddings": False, "attention_bias": False, "torch_dtype": "bfloat16",
+    "bos_token_id": 151643, "eos_token_id": 151645,
+}  # fmt: skip
+JETSPEC_8B: dict[str, Any] = {
+    **QWEN3_8B, "architectures": ["DFlashDraftModel"], "num_hidden_layers": 5, "num_target_layers": 36,
+    "dflash_config": {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33], "block_size": 17, "causal_head": True},
+}  # fmt: skip
+"""JetSpec's block drafter for Qwen3-8B, with a block for a depth of 16."""
+PEAK = 3200.0
+"""Of the last norm's weight of a block drafter, times the square root of the hidden size: its distributions are so narrow that the best
+paths are as deep as the block. Random weights alone would give a wide and shallow tree, of which no long run can be accepted."""
+
 BLOCK = 50
 """Most cycles between two looks at the clock."""
 
@@ -59,6 +77,7 @@ class Case:
         context: committed tokens of each row.
         length: tokens a cycle accepts, forced.
         keys: further keys of the kernels group (``mode``, ``numerics``, ``programmatic_launch``).
+        variant: who drafts, ``eagle3`` or ``dflash``.
     """
 
     name: str
@@ -67,6 +86,7 @@ class Case:
     context: int = 2048
     length: float = 4.0
     keys: tuple[tuple[str, Any], ...] = ()
+    variant: str = "eagle3"
 
 
 def write_configs(folder: Path, target: dict[str, Any] | None = None, draft: dict[str, Any] | None = None) -> tuple[Path, Path]:
@@ -75,6 +95,10 @@ def write_configs(folder: Path, target: dict[str, Any] | None = None, draft: dic
         (folder / name).mkdir(parents=True, exist_ok=True)
         (folder / name / "config.json").write_text(json.dumps(values), encoding="utf-8")
     return folder / "target", folder / "draft"
+
+
+Networks = tuple[LlamaModel, Eagle3Draft | DFlashDraft]
+"""Target and draft."""
 
 
 def fill_at_random(network: nn.Module, seed: int = 0) -> None:
@@ -87,6 +111,13 @@ def fill_at_random(network: nn.Module, seed: int = 0) -> None:
             parameter.data.fill_(1.0)
         else:
             parameter.data.normal_(0.0, 0.02, generator=generator)
+
+
+def draft_of(facts: Any, max_positions: int, target: LlamaModel) -> Eagle3Draft | DFlashDraft:
+    """A draft network, without weights, that shares with its target what a published one does not bring."""
+    if isinstance(facts, DFlashFacts):
+        return DFlashDraft(facts, max_positions, target.embed_tokens, target.lm_head)
+    return Eagle3Draft(facts, max_positions, embed_tokens=target.embed_tokens)
 
 
 class Bench:
@@ -102,12 +133,12 @@ class Bench:
 
     def __init__(
         self, case: Case, target: Path, draft: Path, *, device: str = "cuda", runtime: str = "captured",
-        networks: tuple[LlamaModel, Eagle3Draft] | None = None,
+        networks: Networks | None = None,
     ) -> None:  # fmt: skip
         self.case = case
         self.config = self.config_of(case, target, draft, device, runtime)
         facts = read_model_facts(target)
-        head = load_object("graphspec.drafters.eagle3.facts:read_eagle3_facts")(draft, facts)
+        head = load_object(resolve_variant(case.variant).facts)(draft, facts)
         speculates = case.shape.num_steps > 0
         self.plan: Plan = make_plan(self.config, facts, head if speculates else None, device=device)
         self.networks = networks or self._networks(self.plan, facts, head, device)
@@ -124,7 +155,7 @@ class Bench:
         keys = {"num_steps": shape.num_steps, "topk": shape.topk, "num_draft_tokens": shape.num_draft_tokens} if speculates else {}
         return Config(
             model=ModelConfig(path=str(target), max_context=case.context + 1024),
-            variant=VariantConfig(name="eagle3" if speculates else "none", draft=str(draft) if speculates else None, **keys),
+            variant=VariantConfig(name=case.variant if speculates else "none", draft=str(draft) if speculates else None, **keys),
             runtime=RuntimeConfig(name=runtime, max_rows=case.lanes, buckets=[case.lanes], page_size=16, cycles_in_flight=2),
             kernels=KernelsConfig(**dict(case.keys)),
             accept=AcceptConfig(rule="synthetic", synthetic_length=min(case.length, shape.num_steps + 1)) if speculates else AcceptConfig(),
@@ -146,18 +177,20 @@ class Bench:
         )  # fmt: skip
 
     @staticmethod
-    def _networks(plan: Plan, facts: Any, head: Any, device: str) -> tuple[LlamaModel, Eagle3Draft]:
+    def _networks(plan: Plan, facts: Any, head: Any, device: str) -> Networks:
         before = torch.get_default_dtype()
         torch.set_default_dtype(DTYPES[plan.dtype])
         try:
             with torch.device(device):
                 target = LlamaModel(facts, head.tap_layers, plan.max_positions)
-                draft = Eagle3Draft(head, plan.max_positions, embed_tokens=target.embed_tokens)
+                draft = draft_of(head, plan.max_positions, target)
         finally:
             torch.set_default_dtype(before)
         for network in (target, draft):
             network.rotary.to(device)
             fill_at_random(network)
+        if isinstance(draft, DFlashDraft):
+            draft.norm.weight.data.fill_(PEAK / facts.hidden_size**0.5)
         if draft.target_token_Vd is not None:
             generator = torch.Generator().manual_seed(0)
             chosen = torch.randperm(facts.vocab_size, generator=generator)[: head.draft_vocab_size].sort().values

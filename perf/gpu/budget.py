@@ -38,7 +38,7 @@ CALLS: dict[str, tuple[Part, ...]] = {
     "second": (Part("tests", 570, 300, "every test in tests/gpu, the sanitizer among them"),),
     "third": (
         Part("engine", 200, 120, "the whole engine, two cycles in flight, and its first token, at 8B shapes"),
-        Part("buckets", 400, 240, "baselines, other kernels, batches"),
+        Part("buckets", 400, 240, "baselines, JetSpec's shape, other kernels, batches"),
         Part("ops", 60, 0, "FlashInfer's ops next to ours, where it is installed"),
         Part("speed", 150, 0, "the demo model, where the checks were green"),
     ),

@@ -1,9 +1,10 @@
 """Latency on a GPU: ``python -m perf.gpu.latency``.
 
-Measures copy bandwidth; cycle time of a Llama-3.1-8B-shaped target with an EAGLE-3-shaped head, plain and drafting, by bucket; stages,
-graph nodes and gaps of one case; host time per cycle; and at batch 1 what HF transformers' compiled static cache and the shortest compiled
-loop need for a token. Medians, against the bytes that have to move at the bandwidth just measured. One JSONL file in the folder of
-``--out``, written as it comes. Acceptance is synthetic in every drafting row, and the row says so.
+Measures copy bandwidth; cycle time of a Llama-3.1-8B-shaped target with an EAGLE-3-shaped head, plain and drafting, by bucket, and of
+JetSpec's block drafter over a Qwen3-8B-shaped one; stages, graph nodes and gaps of one case; host time per cycle; and at batch 1 what HF
+transformers' compiled static cache and the shortest compiled loop need for a token. Medians, against the bytes that have to move at the
+bandwidth just measured. One JSONL file in the folder of ``--out``, written as it comes. Acceptance is synthetic in every drafting row, and
+the row says so.
 
 ``--groups`` chooses: ``rows`` is what the README states; ``nodes`` comes last, for once the profiler was there, it costs every launch a
 little. When CUDA gives up on the process, it ends with a code of its own; the same ``--file`` given again goes on after the case that did
@@ -29,7 +30,7 @@ from graphspec.lab.measure.machine import copy_bandwidth, measure
 from graphspec.lab.measure.provenance import ROOT, provenance, result_file, write_jsonl
 from graphspec.lab.measure.stages import kernel_timeline
 from graphspec.shapes import CycleShape
-from perf.gpu.bench import Bench, Case, write_configs
+from perf.gpu.bench import JETSPEC_8B, QWEN3_8B, Bench, Case, write_configs
 from perf.gpu.results import read, tree_digest
 from perf.gpu.static_decode import compiled_step, require_graph, skipped_graphs
 
@@ -42,7 +43,13 @@ VARIANTS_AT_ONE: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...] = (
     ("programmatic_launch", (("programmatic_launch", True),)),
 )
 """Other kernels at batch 1, next to the fused ones: keys of the kernels group."""
-GROUPS = ("rows", "baselines", "buckets", "nodes")
+PARALLEL = tuple(
+    Case(f"jetspec ({depth},7,{nodes})", CycleShape(depth, 7, nodes, "marginals"), length=length, variant="dflash")
+    for nodes in (64, 128)
+    for depth, length in ((8, 4.88), (16, 9.56))
+)
+"""JetSpec's block drafter over Qwen3-8B, at the lengths it publishes (arXiv 2606.18394): MT-Bench 4.88, MATH-500 9.56."""
+GROUPS = ("rows", "baselines", "parallel", "buckets", "nodes")
 SHORTER = Case("tree (3,4,8)", CycleShape(3, 4, 8))
 """What the tree of depth 5 is held against, for the cost of a draft step."""
 NODES, NODES_SECONDS = "nodes of ", 25.0
@@ -176,25 +183,30 @@ class Session:
 
     Attributes:
         options: of the command line.
-        configs: folder of the configs.
+        configs: folders of target and draft, by variant.
         bandwidth: bytes per second, measured in this run.
         put: takes a row that is found.
-        networks: made once, used by every case.
+        networks: made once, used by every case of one variant.
+        variant: whose networks these are.
         benches: engines that are looked at again: batch 1, default kernels.
     """
 
     options: argparse.Namespace
-    configs: tuple[Path, Path]
+    configs: Mapping[str, tuple[Path, Path]]
     bandwidth: float
     put: Callable[[dict[str, Any]], None]
     networks: Any = None
+    variant: str = ""
     benches: dict[str, Bench] = field(default_factory=dict)
 
     def bench(self, case: Case) -> Bench:
         """An engine for ``case``; one that will be looked at again is kept."""
         if case.name in self.benches and case == self.benches[case.name].case:
             return self.benches[case.name]
-        bench = Bench(case, *self.configs, device=self.options.device, runtime=self.options.runtime, networks=self.networks)
+        if case.variant != self.variant:
+            self.forget()
+            self.variant = case.variant
+        bench = Bench(case, *self.configs[case.variant], device=self.options.device, runtime=self.options.runtime, networks=self.networks)
         self.networks = bench.networks
         if case.lanes == 1 and not case.keys:
             self.benches[case.name] = bench
@@ -216,13 +228,17 @@ class Session:
     def static_loop(self) -> dict[str, Any]:
         return static_loop(self.bench(Case("none", PLAIN)), self.options.each)
 
-    def transformers(self) -> dict[str, Any]:
+    def forget(self) -> None:
+        """Make room for another model."""
         self.benches.clear()
         self.networks = None
         gc.collect()
         if self.options.device == "cuda":
             torch.cuda.empty_cache()
-        return transformers_generate(self.configs[0], 2048, self.options.device)
+
+    def transformers(self) -> dict[str, Any]:
+        self.forget()
+        return transformers_generate(self.configs["eagle3"][0], 2048, self.options.device)
 
 
 def tasks(session: Session) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
@@ -237,6 +253,9 @@ def tasks(session: Session) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]
         # The first gives the networks other kernels, the second makes room for one of its own; whoever is next sees to both.
         yield "compiled static cache", session.static_loop
         yield "transformers", session.transformers
+    if "parallel" in groups:
+        for case in PARALLEL:
+            yield f"{case.name} x1", partial(session.cycle, case)
     if "buckets" in groups:
         for case in other_cases(session.options.buckets):
             yield f"{case.name} x{case.lanes}", partial(session.cycle, case)
@@ -346,7 +365,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if bandwidth is None:
             bandwidth = copy_bandwidth(options.device, 2.0 if options.device == "cuda" else 0.05)
             put({"kind": "bandwidth", "bytes_per_second": bandwidth})
-        sound = run(Session(options, write_configs(Path(folder)), bandwidth, put), done)
+        models = {"eagle3": write_configs(Path(folder)), "dflash": write_configs(Path(folder) / "jetspec", QWEN3_8B, JETSPEC_8B)}
+        sound = run(Session(options, models, bandwidth, put), done)
     print(f"written to {file}")
     return 0 if sound else 1
 

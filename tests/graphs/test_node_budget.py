@@ -110,7 +110,7 @@ def test_kernels_of_a_cycle(tree: Launches, nodes: int) -> None:
     [pytest.param(s, 248 if s < 8 else 250, marks=() if s in (2, 8, 20) else pytest.mark.full) for s in range(2, 21)],
 )
 def test_kernels_of_a_cycle_that_drafts_in_one_pass(depth: int, kernels: int) -> None:
-    """A block drafter of five layers, 64 nodes. A block of more than 8 rows has its squares added by a kernel where no product left them."""
+    """A block drafter of five layers, 64 nodes. Where no product left them, squares of more than 8 rows are added by a kernel."""
     shape = CycleShape(depth, 8, 64, "marginals")
     found, calls = count(shape, 3, variant="dflash"), calls_of(shape, 3, variant="dflash")
     assert len(found) - len(calls) + kernels_of(calls) + 29 * KERNELS[64][0] == kernels

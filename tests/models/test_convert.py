@@ -256,7 +256,10 @@ def test_names_of_speculators_before_it_dropped_eagle(tmp_path: Path) -> None:
 
 def test_what_is_no_eagle_head_is_named(tmp_path: Path) -> None:
     whole = write_hf(build_hf("llama", num_hidden_layers=1), tmp_path / "whole")
-    with pytest.raises(CheckpointError, match="expected an EAGLE or EAGLE-3 head, found this looks like a whole language model"):
+    with pytest.raises(
+        CheckpointError,
+        match="a P-EAGLE head or a block drafter, found this looks like a whole language model",
+    ):
         convert(whole, tmp_path / "out", "safeailab")
     source = publish_eagle3(tmp_path / "source", eagle3_tensors(), "sglang")
     edit_json(source / "config.json", parallel_drafting=True)

@@ -26,6 +26,7 @@ from perf import gpu_check
 from perf.gpu import bench, checks, first, latency, processes, results, static_decode
 from perf.gpu.bench import EAGLE3_8B, LLAMA_8B
 from perf.gpu.latency import Session, interrupted_rows, run
+from tests.support.gpu_configs import small_jetspec
 from tests.support.tiny import structure_plan, tiny_networks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -245,7 +246,7 @@ def test_latency_goes_on_after_the_case_that_ended_its_process(
 def session(monkeypatch: pytest.MonkeyPatch, rows: list[dict[str, Any]], tasks: dict[str, Any]) -> Session:
     monkeypatch.setattr(latency, "tasks", lambda session: tasks.items())
     options = latency.argparse.Namespace(seconds=100.0, device="cuda", match=None, groups=latency.GROUPS)
-    return Session(options, (Path(), Path()), 1.0, rows.append)
+    return Session(options, {"eagle3": (Path(), Path())}, 1.0, rows.append)
 
 
 def test_a_case_that_fails_costs_no_other_and_a_lost_device_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,7 +277,8 @@ def test_what_was_begun_and_never_ended_counts_as_failed(tmp_path: Path) -> None
 def test_every_task_of_latency_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """On a model so small that it means nothing, without a compiler and without CUDA."""
     real = latency.write_configs
-    monkeypatch.setattr(latency, "write_configs", lambda folder: real(folder, {**LLAMA_8B, **SMALL}, {**EAGLE3_8B, **SMALL_DRAFT}))
+    small = {"llama": ({**LLAMA_8B, **SMALL}, {**EAGLE3_8B, **SMALL_DRAFT}), "qwen3": small_jetspec(SMALL)}
+    monkeypatch.setattr(latency, "write_configs", lambda folder, target=LLAMA_8B, _=None: real(folder, *small[target["model_type"]]))
     monkeypatch.setattr(latency, "VARIANTS_AT_ONE", ())
     monkeypatch.setattr(latency, "measure", lambda run, rewind, *_: (rewind(), run(), {"median": 1.0, "p10": 1.0, "p90": 1.0})[-1])
     monkeypatch.setattr(bench, "measure", latency.measure)
@@ -287,7 +289,7 @@ def test_every_task_of_latency_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     file = tmp_path / "latency.jsonl"
     assert latency.main(["--device", "cpu", "--runtime", "eager", "--buckets", "1", "2", "--file", str(file)]) == 0, capsys.readouterr().out
     rows = results.read(file)
-    cycles = [*["cycle"] * 4, "draft_step", "baseline", "baseline", *["cycle"] * 3]
+    cycles = [*["cycle"] * 4, "draft_step", "baseline", "baseline", *["cycle"] * 4, *["cycle"] * 3]
     assert [row["kind"] for row in rows] == ["provenance", "bandwidth", *cycles, "stages"]
     assert len({row["task"] for row in rows[2:]}) == len(rows) - 2
     # Nothing is left to do.

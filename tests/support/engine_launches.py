@@ -47,8 +47,9 @@ ENGINES: dict[str, dict[str, Any]] = {
     "ngram": {"name": "ngram", "num_steps": 6, "topk": 4, "num_draft_tokens": 12},
     "ngram_trie": {"name": "ngram_trie", "num_steps": 8, "topk": 8, "num_draft_tokens": 12},
 }
-"""Over the demo model, in the shapes of the README; latent attention and experts, which it has not, come from a tiny model."""
-LATENT = "latent-experts"
+"""Over the demo model, in the shapes of the README."""
+TINY = ("latent-experts", "masks", "block")
+"""What it has not comes from tiny models: latent attention, experts, drafts in one pass."""
 LAYERS = 3
 """Of the demo model's twelve: a layer's number is all that differs, and 1 is the one that Triton makes a constant."""
 
@@ -126,8 +127,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     load_cuda_guard()
     found: dict[str, tuple[str, Launch]] = {}
     made = sum(distinct(found, engine, demo_plan(keys, buckets)) for engine, keys in ENGINES.items())
-    latent = structure_plan(LATENT, device="cuda", runtime="captured", mode="fused", max_rows=buckets[-1], buckets=buckets)
-    made += distinct(found, LATENT, latent)
+    for structure in TINY:
+        plan = structure_plan(structure, device="cuda", runtime="captured", mode="fused", max_rows=buckets[-1], buckets=buckets)
+        made += distinct(found, structure, plan)
     refused: dict[str, str] = {}
     merging: dict[str, list[str]] = {}
     for where, launch in found.values():

@@ -122,7 +122,12 @@ def _windows(keys: Keys, num_layers: int) -> Keys:
 
 
 def read_dflash_facts(path: str | Path, target: ModelFacts) -> DFlashFacts:
-    """Facts of a block drafter, checked against the target it drafts for.
+    """See :func:`read_dflash_config`."""
+    return read_dflash_config(path, target)[0]
+
+
+def read_dflash_config(path: str | Path, target: ModelFacts) -> tuple[DFlashFacts, Keys]:
+    """Facts of a block drafter, checked against the target it drafts for, and the keys of its layers.
 
     Read are the layouts of z-lab (DFlash, JetSpec) and of speculators (nested ``transformer_layer_config``).
 
@@ -168,10 +173,11 @@ def read_dflash_facts(path: str | Path, target: ModelFacts) -> DFlashFacts:
     if mask >= target.vocab_size:
         raise mask_owner.error(mask_key, f"a token of the vocabulary of {target.vocab_size}")
     everywhere = _flag(owners, "causal", "causal_head", "is_causal")
-    in_sliding = not _flag(owners, "sliding_window_non_causal")
+    # As vLLM reads it: what dflash_config says of causality holds for every layer, sliding ones too.
+    in_sliding = not _flag(owners, "sliding_window_non_causal") and own.flag("causal", True)
     taps = _read_taps((own, keys), target, num_layers, speculators)
     from_anchor = _flag((own, keys), "sample_from_anchor", "draft_shift")
-    return DFlashFacts(
+    facts = DFlashFacts(
         path=path,
         decoder=decoder,
         draft_vocab_size=keys.integer("draft_vocab_size", decoder.vocab_size, most=decoder.vocab_size),
@@ -184,6 +190,7 @@ def read_dflash_facts(path: str | Path, target: ModelFacts) -> DFlashFacts:
         from_anchor=from_anchor,
         causal=tuple(everywhere or (in_sliding and window is not None) for window in decoder.sliding_window),
     )
+    return facts, layers
 
 
 def _unless_off(owners: tuple[Keys, ...], name: str) -> bool:

@@ -121,6 +121,24 @@ def dflash_layout(num_layers: int) -> Layout:
     return Layout(rules, ("layers.*.self_attn.rotary_emb.inv_freq", "t2d", "d2t"))
 
 
+def dflash_checkpoint(facts: DFlashFacts) -> tuple[Checkpoint, DFlashFacts]:
+    """The tensors of a draft, and its facts with what the config leaves to them.
+
+    Raises:
+        CheckpointError: another kind of checkpoint, another number of tapped layers, or biases.
+    """
+    checkpoint = Checkpoint(facts.path)
+    missing = [name for name in ("fc.weight", "hidden_norm.weight") if name not in checkpoint]
+    if missing:
+        expected = "a block drafter, with fc.weight and hidden_norm.weight"
+        raise CheckpointError(f"{checkpoint.path}: {missing[0]}", expected, "no such tensor", f"this looks like {looks_like(checkpoint)}")
+    facts = replace(facts, decoder=settle_decoder(checkpoint, facts.decoder))
+    if facts.decoder.attention_bias:
+        raise CheckpointError(f"{checkpoint.path}: attention_bias", "no biases of queries, keys and values", "biases")
+    checkpoint.check("fc.weight", (facts.decoder.hidden_size, facts.feature_size))  # first: a wrong number of taps shows in its shape
+    return checkpoint, facts
+
+
 def load_dflash(
     facts: DFlashFacts,
     target: LlamaModel,
@@ -135,14 +153,7 @@ def load_dflash(
         CheckpointError: another kind of checkpoint, or tensors that do not fit the config.
         ConfigError: ``dtype`` or ``device`` differ from the target's.
     """
-    checkpoint = Checkpoint(facts.path)
-    missing = [name for name in ("fc.weight", "hidden_norm.weight") if name not in checkpoint]
-    if missing:
-        expected = "a block drafter, with fc.weight and hidden_norm.weight"
-        raise CheckpointError(f"{checkpoint.path}: {missing[0]}", expected, "no such tensor", f"this looks like {looks_like(checkpoint)}")
-    facts = replace(facts, decoder=settle_decoder(checkpoint, facts.decoder))
-    if facts.decoder.attention_bias:
-        raise CheckpointError(f"{checkpoint.path}: attention_bias", "no biases of queries, keys and values", "biases")
+    checkpoint, facts = dflash_checkpoint(facts)
     own_head = "lm_head.weight" in checkpoint
     if not own_head and facts.draft_vocab_size != facts.decoder.vocab_size:
         raise CheckpointError(f"{checkpoint.path}: lm_head.weight", f"a head of {facts.draft_vocab_size} tokens", "no such tensor")
@@ -150,7 +161,6 @@ def load_dflash(
         draft = DFlashDraft(facts, max_positions, target.embed_tokens, None if own_head else target.lm_head)
     shared = {"embed_tokens.weight", *(() if own_head else ("lm_head.weight",))}
     own = [name for name, _ in draft.named_parameters(remove_duplicate=False) if name not in shared]
-    checkpoint.read("fc.weight", (facts.decoder.hidden_size, facts.feature_size))  # first: a wrong number of taps shows in its shape
     token_Vd = read_vocab_map(checkpoint, facts.decoder.vocab_size, facts.draft_vocab_size)
     fill(draft, checkpoint, dflash_layout(facts.decoder.num_layers), own, set(), dtype, torch.device(device), progress)
     # buffers only: moving the whole module would move what it shares with the target

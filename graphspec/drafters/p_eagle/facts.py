@@ -45,13 +45,32 @@ def _as_eagle3(keys: Keys) -> Keys:
     values = {key: value for key, value in keys.values.items() if key not in _PARALLEL}
     if keys.present("speculators_model_type"):
         check_speculator(keys, "peagle")
-        return Keys({**values, "speculators_model_type": "eagle3"}, keys.where)
+        # As vLLM reads it; an EAGLE-3 head of this layout that leaves the key out means true.
+        residual = values["norm_before_residual"] if keys.present("norm_before_residual") else False
+        return Keys({**values, "speculators_model_type": "eagle3", "norm_before_residual": residual}, keys.where)
     expected = "a P-EAGLE head (PEagleDraftModel, PeagleLlamaForCausalLM, or LlamaForCausalLMEagle3 with a mask token)"
     architecture = read_architecture(keys, expected)
     masked = any(keys.present(key) for key in MASK_KEYS)
     if "peagle" not in architecture.lower() and not (masked and "eagle3" in architecture.lower()):
         raise keys.error("architectures", expected, other_draft(keys, architecture))
     return Keys({**values, "architectures": ["LlamaForCausalLMEagle3"]}, keys.where)
+
+
+def read_p_eagle_config(path: str | Path) -> tuple[PEagleFacts, Keys]:
+    """Facts of a head from its config alone, and the keys of its decoder layers; see
+    :func:`graphspec.drafters.eagle3.facts.read_eagle3_config`.
+
+    Raises:
+        CheckpointError: as :func:`read_p_eagle_facts`, except for what concerns the target.
+    """
+    path = Path(path)
+    stated = read_config(path)
+    facts, decoder_keys = eagle3_config(path, _as_eagle3(stated))
+    key = next((key for key in MASK_KEYS if stated.present(key)), MASK_KEYS[0])
+    mask = stated.integer(key, least=0)
+    if mask >= facts.decoder.vocab_size:
+        raise stated.error(key, f"a token of the vocabulary of {facts.decoder.vocab_size}")
+    return _of(facts, mask_token_id=mask), decoder_keys
 
 
 def read_p_eagle_facts(path: str | Path, target: ModelFacts) -> PEagleFacts:
@@ -62,15 +81,9 @@ def read_p_eagle_facts(path: str | Path, target: ModelFacts) -> PEagleFacts:
     Raises:
         CheckpointError: as for an EAGLE-3 head; also no mask token, or one outside the vocabulary.
     """
-    path = Path(path)
-    stated = read_config(path)
-    keys = _as_eagle3(stated)
-    facts = check_target(*eagle3_config(path, keys), keys, target)
-    key = next((key for key in MASK_KEYS if stated.present(key)), MASK_KEYS[0])
-    mask = stated.integer(key, least=0)
-    if mask >= target.vocab_size:
-        raise stated.error(key, f"a token of the vocabulary of {target.vocab_size}")
-    return _of(facts, mask_token_id=mask)
+    facts, decoder_keys = read_p_eagle_config(path)
+    checked = check_target(facts, decoder_keys, _as_eagle3(read_config(Path(path))), target)
+    return replace(facts, tap_layers=checked.tap_layers)
 
 
 def assumed_facts(folder: Path, target: ModelFacts) -> tuple[DraftFacts, str]:

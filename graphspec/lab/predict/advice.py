@@ -24,6 +24,8 @@ LARGEST_BATCH = 4096
 _DEPTHS = range(1, 11)
 _FANS = (2, 3, 4, 6, 8)
 _NODES = (4, 6, 8, 12, 16, 24, 32, 48, 64)
+_DEEP, _WIDE = (12, 15, 16, 20), (96, 128)
+"""What a drafter may add to these whose pass costs the same at any depth."""
 
 
 class Timing(Protocol):
@@ -173,8 +175,10 @@ def candidate_shapes(variant: Variant, heads: int = 1, deepest: int | None = Non
     if not variant.speculates:
         return []
     pool = variant.auto_shape.pool
-    limit = min(deepest or _DEPTHS[-1], _DEPTHS[-1], heads if heads > 1 else _DEPTHS[-1])
-    depths = [depth for depth in _DEPTHS if depth <= limit]
+    at_once = pool == "marginals"
+    asked, sizes = (*_DEPTHS, *(_DEEP if at_once else ())), (*_NODES, *(_WIDE if at_once else ()))
+    limit = min(deepest or asked[-1], heads if heads > 1 else asked[-1])
+    depths = [depth for depth in asked if depth <= limit]
     found = [CycleShape(depth, 1, depth + 1, pool) for depth in depths]
     if heads > 1:
         return found
@@ -183,7 +187,7 @@ def candidate_shapes(variant: Variant, heads: int = 1, deepest: int | None = Non
             most = 1 + (fan * depth if pool == "paths" else fan + (depth - 1) * fan**2)
             slots = (depth - 1) * fan + 1 if pool == "beams" else 0
             found += [
-                CycleShape(depth, fan, nodes, pool) for nodes in _NODES if depth + 1 < nodes <= most and max(nodes, slots) <= MAX_WINDOW
+                CycleShape(depth, fan, nodes, pool) for nodes in sizes if depth + 1 < nodes <= most and max(nodes, slots) <= MAX_WINDOW
             ]
     return found
 

@@ -10,13 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from graphspec.engine.llm import LLM
 from graphspec.engine.request import SamplingParams
 from graphspec.errors import ConfigError
 from graphspec.kernels import select_kernels
+from tests.support.checkpoints import VOCAB_SIZE
 from tests.support.depths import Launches, ScriptedDepth
-from tests.support.engines import CHAIN, TREE, Pair, ids, mirror_pair, prompts, random_pair
+from tests.support.engines import CHAIN, SMALL, TREE, Pair, ids, mirror_pair, prompts, random_pair
 from tests.support.hybrid_checkpoints import build_hybrid
+from tests.support.parallel_checkpoints import dflash_tensors, favouring_target, p_eagle_tensors, write_dflash, write_p_eagle
 
 FUSED = {"mode": "fused", "max_rows": 2, "buckets": [2], "page_size": 4, "max_context": 64, "prefill_chunks": [4]}
 LENGTH = 8
@@ -71,6 +75,24 @@ def test_a_hybrid_target_decodes_as_transformers_does(tmp_path: Path, family: st
     asked = prompts(2, lengths=(2, 5))
     outputs = hybrid.llm(**FUSED, **keys).generate(asked, SamplingParams(max_tokens=4))
     assert ids(outputs) == [hybrid.greedy(prompt, 4) for prompt in asked]
+
+
+@pytest.mark.parametrize("variant", ["dflash", pytest.param("p_eagle", marks=pytest.mark.full)])
+def test_drafts_of_one_pass_are_those_of_the_references(tmp_path: Path, variant: str) -> None:
+    """Two lanes, and a head that reads some rows of a block: the sums of squares that go with them are those of the same rows."""
+    favouring = favouring_target(tmp_path)
+    if variant == "dflash":
+        draft = write_dflash(tmp_path / "draft", dflash_tensors(favouring), causal_head=True)
+    else:
+        draft = write_p_eagle(tmp_path / "draft", p_eagle_tensors(favouring, reduced=False))
+    asked, params = prompts(2, lengths=(2, 3), vocab=VOCAB_SIZE), SamplingParams(max_tokens=3, ignore_eos=True)
+    keys = {**SMALL, **FUSED, "num_steps": 4, "topk": 2, "num_draft_tokens": 8}
+    found = {mode: LLM(favouring.target, variant=variant, draft=draft, **{**keys, "mode": mode}) for mode in ("fused", "reference")}
+    tokens = {mode: ids(llm.generate(asked, params)) for mode, llm in found.items()}
+    assert tokens["fused"] == tokens["reference"] == [favouring.greedy(prompt, 3, ignore_eos=True) for prompt in asked]
+    left, right = (found[mode].cycle.arena for mode in ("fused", "reference"))
+    assert torch.equal(left["candidate_token_BM"], right["candidate_token_BM"])
+    torch.testing.assert_close(left["candidate_score_BM"], right["candidate_score_BM"], rtol=1e-4, atol=1e-4)
 
 
 def test_every_op_is_fused(pair: Pair) -> None:

@@ -23,7 +23,7 @@ def test_every_launch_of_demo_engines_can_be_compiled(engines: dict[str, Any]) -
     assert engines["refused"] == {}
     # Drafting, prefill, filters, catching up, latent attention and experts were among them.
     wanted = {"_linear", "_rope_kv_write", "_draft_level", "_tree_build", "_chunk_attention", "_least", "_apply_least", "_draft_window"}
-    wanted |= {"_ngram_match", "_latent_attention", "_latent_kv_write", "_down", "_take_last", "_commit_rows", "_kv_move"}
+    wanted |= {"_ngram_match", "_latent_attention", "_latent_kv_write", "_down", "_take_last", "_commit_rows", "_kv_move", "_marginal_pool"}
     assert wanted <= set(engines["kernels"])
     assert engines["distinct"] < engines["made"] / 5
 

@@ -1,0 +1,161 @@
+"""Rewrite a draft from any published layout into another: names and config keys change, the weights stay bit for bit.
+
+What a layout can't express is an error. Before anything is left on disk the result is read back and compared with its source.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ...errors import CheckpointError, ConfigError, spell_bytes
+from ...facts import ModelFacts, read_model_facts
+from ...models.checkpoint import Checkpoint
+from ...paths import check_writable, make_folder, unwritable, user_path
+from ..head_tensors import looks_like
+from .dflash import DFLASH
+from .eagle import EAGLE
+from .eagle3 import EAGLE3, P_EAGLE
+from .head import Head, Kind
+
+
+@dataclass(frozen=True, slots=True)
+class Converted:
+    """Result of :func:`convert`.
+
+    Attributes:
+        folder: the new one.
+        kind: of the draft, in words.
+        layout: of its files.
+        tensors: how many.
+        size: bytes of all tensors.
+    """
+
+    folder: Path
+    kind: str
+    layout: str
+    tensors: int
+    size: int
+
+    @property
+    def sentence(self) -> str:
+        """In words."""
+        found = f"{self.tensors} tensors, {spell_bytes(self.size)}, read back and equal to the bit"
+        return f"{self.folder}: {self.kind} in the layout {self.layout}; config.json, model.safetensors with {found}"
+
+
+def _renamed(name: str, patterns: tuple[tuple[str, str], ...]) -> str:
+    for pattern, theirs in patterns:
+        if re.match(pattern, name):
+            return re.sub(f"^(?:{pattern})", theirs, name)
+    return name
+
+
+def _same_bits(left: Tensor, right: Tensor) -> bool:
+    same = (left.dtype, left.shape) == (right.dtype, right.shape)
+    return same and torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8))
+
+
+def _kind(source: Path) -> Kind:
+    """By the names of the tensors."""
+    checkpoint = Checkpoint(source)
+    names = set(checkpoint.names())
+    if "mask_hidden" in names:
+        return P_EAGLE
+    if {"fc.weight", "hidden_norm.weight"} <= names:
+        return DFLASH
+    if any(name.endswith("hidden_norm.weight") for name in names):
+        return EAGLE3
+    if {"fc.weight", "fusion_fc.weight"} & names:
+        return EAGLE
+    expected = "an EAGLE or EAGLE-3 head, a P-EAGLE head or a block drafter"
+    raise CheckpointError(str(source), expected, f"this looks like {looks_like(checkpoint)}")
+
+
+def _check(source: Head, folder: Path, layout: str, kind: Kind, target: ModelFacts | None) -> None:
+    found = kind.read(folder, target)
+    before, after = (replace(kind.meaning(head), tap_layers=()) for head in (source, found))
+    dropped = {"t2d", "embed_tokens.weight"}
+    same = {
+        name: name in found.tensors and _same_bits(found.tensors[name], tensor)
+        for name, tensor in source.tensors.items()
+        if name not in dropped or name in found.tensors
+    }
+    taps = source.facts.tap_layers == found.facts.tap_layers or layout == "safeailab"
+    if before != after or not taps or not all(same.values()):
+        wrong = [name for name, equal in same.items() if not equal]
+        raise CheckpointError(f"{source.facts.path}: layout {layout}", f"a draft that reads back as {before}", f"{after}, {wrong}")
+
+
+def convert(source: str | Path, destination: str | Path, layout: str, target: str | Path | None = None) -> Converted:
+    """Write the draft in ``source`` to the new folder ``destination``: ``config.json`` and ``model.safetensors``.
+
+    Args:
+        source: folder of the draft, in any layout that loads.
+        destination: a folder that doesn't exist yet, or is empty.
+        layout: for EAGLE-3 ``safeailab``, ``sglang``, ``speculators`` or ``modelopt``; for P-EAGLE ``sglang`` or ``speculators``; for
+            EAGLE-1/2 ``safeailab``, ``hass`` or ``speculators-old``; for block drafters ``z-lab``, ``jetspec`` or ``speculators``.
+        target: folder of the target model; tells default tapped layers from others, and names the verifier for speculators. Block
+            drafters need it.
+
+    Returns:
+        What was written.
+
+    Raises:
+        CheckpointError: a source that can't be read, or that the layout can't express.
+        ConfigError: an unknown layout, no target where one is needed, or a destination that holds something or can't be written.
+    """
+    source, destination = user_path("SRC", str(source)), user_path("DST", str(destination))
+    if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
+        raise ConfigError("DST", "a folder that doesn't exist yet, or is empty", str(destination))
+    check_writable("DST", str(destination), folder=True)
+    kind = _kind(source)
+    if layout not in kind.written:
+        article = "an" if kind.name.startswith("EAGLE") else "a"
+        raise ConfigError("layout", f"one of {', '.join(kind.written)} for {article} {kind.name}", repr(layout))
+    facts = read_model_facts(user_path("target", str(target))) if target is not None else None
+    head = kind.read(source, facts)
+    config, tensors = kind.write(head, layout, facts)
+    stored = {_renamed(name, kind.written[layout]): tensor.contiguous().clone() for name, tensor in tensors.items()}
+    make_folder("DST", destination.parent)
+    folder: Path | None = None
+    try:
+        folder = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", dir=destination.parent))
+        folder.chmod(0o755)
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+        _check(head, folder, layout, kind, facts)
+        if destination.exists():
+            destination.rmdir()
+        os.rename(folder, destination)  # noqa: PTH104
+    except (OSError, SafetensorError) as error:
+        raise unwritable("DST", destination, error) from error
+    finally:
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+    size = sum(tensor.nbytes for tensor in stored.values())
+    return Converted(destination, kind.name, layout, len(stored), size)
+
+
+def from_words(words: Sequence[str]) -> Converted:
+    """:func:`convert` with the words of the command line: ``SRC DST layout=NAME [target=FOLDER]``.
+
+    Raises:
+        ConfigError: other words.
+    """
+    options = dict(word.split("=", 1) for word in words if word.startswith(("layout=", "target=")))
+    folders = [word for word in words if not word.startswith(("layout=", "target="))]
+    if len(folders) != 2 or "layout" not in options:
+        raise ConfigError("convert", "SRC DST layout=NAME [target=FOLDER]", " ".join(words) or "nothing")
+    return convert(folders[0], folders[1], options["layout"], options.get("target"))

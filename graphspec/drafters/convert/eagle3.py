@@ -1,0 +1,124 @@
+"""EAGLE-3 heads, and P-EAGLE heads, from layout to layout."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import CheckpointError
+from ...facts import DraftFacts, ModelFacts
+from ..eagle3.facts import DEFAULT_TAPS, TAP_KEY, Eagle3Facts, default_taps, read_eagle3_config
+from ..eagle3.loading import EAGLE3_WRITTEN, eagle3_checkpoint, read_vocab_map
+from ..p_eagle.facts import PEagleFacts, read_p_eagle_config
+from .head import Head, Kind, decoder_config, decoder_needs, plain_meaning, refuse, speculators
+
+_EXPRESSES: dict[str, set[str]] = {
+    "safeailab": {"target_hidden_size", "embed_tokens"},
+    "sglang": {
+        "target_hidden_size", "embed_tokens", "num_hidden_layers", "norm_before_fc", "fc_norm", "norm_output", "fc bias", "no lm_head",
+        TAP_KEY,
+    },
+    "speculators": {
+        "target_hidden_size", "embed_tokens", "num_hidden_layers", "norm_before_fc", "fc_norm", "norm_output", "norm_before_residual",
+        "no lm_head", TAP_KEY, "attention_bias", "mlp_bias", "query and key norms", "sliding_window",
+    },
+    "modelopt": {"num_hidden_layers", "no lm_head", TAP_KEY, "attention_bias", "mlp_bias"},
+}  # fmt: skip
+
+
+def _head(facts: Eagle3Facts, config: dict[str, Any]) -> Head:
+    checkpoint, facts = eagle3_checkpoint(facts)
+    read_vocab_map(checkpoint, facts.decoder.vocab_size, facts.draft_vocab_size)
+    return Head(facts, config, {name: checkpoint.raw(name) for name in checkpoint.names()})
+
+
+def _read(path: Path, target: ModelFacts | None) -> Head:
+    del target
+    facts, keys = read_eagle3_config(path)
+    return _head(facts, keys.values)
+
+
+def _meaning(head: Head) -> DraftFacts:
+    assert isinstance(head.facts, Eagle3Facts)
+    return plain_meaning(replace(head.facts, layout=""))
+
+
+def _write(head: Head, layout: str, target: ModelFacts | None) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    facts, tensors = head.facts, dict(head.tensors)
+    assert isinstance(facts, Eagle3Facts)
+    decoder, taps = facts.decoder, facts.tap_layers
+    if taps and layout == "safeailab" and target is not None and taps == default_taps(target.num_layers):
+        taps = ()
+    elif taps and layout == "safeailab":
+        expected = "the default layers, the only ones this layout knows"
+        raise CheckpointError(f"{facts.path}: {TAP_KEY}", expected, f"layers {taps}", "target=FOLDER tells whether they are the default")
+    own_head = "lm_head.weight" in tensors
+    needs = {
+        "num_hidden_layers": decoder.num_layers > 1,
+        "target_hidden_size": facts.target_hidden_size != decoder.hidden_size,
+        "norm_before_residual": facts.norm_before_residual,
+        "norm_before_fc": bool(facts.norm_before_fc),
+        "fc_norm": bool(facts.fc_norm),
+        "norm_output": facts.norm_output,
+        "fc bias": bool(facts.fc_bias),
+        "no lm_head": not own_head,
+        "embed_tokens": "embed_tokens.weight" in tensors,
+        TAP_KEY: bool(taps),
+    }
+    refuse(facts.path, layout, _EXPRESSES[layout], needs | decoder_needs(decoder))
+    if layout == "modelopt":
+        tensors.pop("t2d", None)
+    elif "d2t" in tensors and "t2d" not in tensors:
+        tensors["t2d"] = torch.zeros(decoder.vocab_size, dtype=torch.bool)
+        tensors["t2d"][tensors["d2t"] + torch.arange(facts.draft_vocab_size)] = True
+    config = decoder_config(head.config, decoder)
+    sizes: dict[str, Any] = {"draft_vocab_size": facts.draft_vocab_size}
+    if needs["target_hidden_size"]:
+        sizes["target_hidden_size"] = facts.target_hidden_size
+    outputs = [i - 1 for i in taps] or None  # by the layer whose output is tapped
+    if layout == "safeailab":
+        return config | sizes | {"architectures": ["LlamaForCausalLM"]}, tensors
+    if layout == "speculators":
+        flags = {key: bool(getattr(facts, key)) for key in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")}
+        outer = speculators("eagle3", "Eagle3Speculator", target) | sizes | flags | {TAP_KEY: list(taps) or None}
+        return outer | {"transformer_layer_config": config}, tensors
+    flat = config | sizes | {"architectures": ["LlamaForCausalLMEagle3"]}
+    if layout == "modelopt":
+        eagle: dict[str, Any] = {
+            "use_input_layernorm_in_first_layer": True,
+            "use_last_layernorm": True,
+            "use_mtp_layernorm": False,
+            "next_layer_regular": True,
+            "parallel_draft_step": 1,
+            "parallel_draft_heads_num_layers": None,
+        }
+    else:
+        eagle = {"norm_before_fc": True} if facts.norm_before_fc else {}
+        flat |= {"fc_norm": bool(facts.fc_norm), "norm_output": facts.norm_output, "bias": bool(facts.fc_bias)}
+        flat |= {"num_aux_hidden_states": len(taps) or DEFAULT_TAPS}
+        if not own_head and not decoder.tie_word_embeddings:
+            flat["draft_vocab_size"] = None  # the head is the target's
+    return flat | {"eagle_config": {TAP_KEY: outputs, "use_aux_hidden_state": True} | eagle}, tensors
+
+
+def _read_masked(path: Path, target: ModelFacts | None) -> Head:
+    del target
+    facts, keys = read_p_eagle_config(path)
+    return _head(facts, keys.values)
+
+
+def _write_masked(head: Head, layout: str, target: ModelFacts | None) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    assert isinstance(head.facts, PEagleFacts)
+    config, tensors = _write(head, layout, target)
+    config |= {"architectures": ["PeagleLlamaForCausalLM"], "mask_token_id": head.facts.mask_token_id}
+    if layout == "speculators":
+        config |= speculators("peagle", "PEagleDraftModel", target)
+    return config, tensors
+
+
+EAGLE3 = Kind("EAGLE-3 head", EAGLE3_WRITTEN, _read, _write, _meaning)
+P_EAGLE = Kind("P-EAGLE head", {name: EAGLE3_WRITTEN[name] for name in ("sglang", "speculators")}, _read_masked, _write_masked, _meaning)

@@ -1,0 +1,105 @@
+"""A draft between two layouts, and what all kinds of drafts need to be written in another one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ...errors import CheckpointError
+from ...facts import DraftFacts, ModelFacts
+from ..eagle3.facts import TAP_KEY
+
+_OF_A_LAYOUT = {
+    "architectures", "auto_map", "aux_hidden_state_layer_ids", "bias", "block_size", "causal", "causal_head", "dflash_config",
+    "draft_shift", "draft_vocab_size", "eagle_config", "fc_norm", "fusion_bias", "is_causal", "layernorms", "mask_token_id",
+    "norm_before_fc", "norm_before_residual", "norm_output", "num_aux_hidden_states", "num_target_layers", "sample_from_anchor",
+    "sliding_window_non_causal", "speculators_config", "speculators_model_type", "speculators_version", "target_hidden_size",
+    "target_layer_ids", "use_aux_norm", TAP_KEY,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """A draft read from its files, in names of no layout's own."""
+
+    facts: DraftFacts
+    config: dict[str, Any]
+    """Keys of its decoder layers."""
+    tensors: dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of drafts, all of whose layouts hold the same tensors.
+
+    Attributes:
+        name: for people.
+        written: per layout, patterns at the beginning of our names of tensors, and what stands there in its files.
+        read: a folder in any layout, for a target if one is known.
+        write: ``config.json`` and tensors under our names, in a layout.
+        meaning: what a conversion must not change, apart from layers that are tapped by default.
+    """
+
+    name: str
+    written: dict[str, tuple[tuple[str, str], ...]]
+    read: Callable[[Path, ModelFacts | None], Head]
+    write: Callable[[Head, str, ModelFacts | None], tuple[dict[str, Any], dict[str, Tensor]]]
+    meaning: Callable[[Head], DraftFacts]
+
+
+def refuse(path: Path, layout: str, can: set[str], needs: dict[str, bool]) -> None:
+    """Refuse a draft with something that the layout can't say.
+
+    Raises:
+        CheckpointError: the first of ``needs``.
+    """
+    for what, needed in needs.items():
+        if needed and what not in can:
+            raise CheckpointError(f"{path}: {what}", f"a head that the layout {layout} can express", f"one with {what}")
+
+
+def decoder_needs(decoder: ModelFacts) -> dict[str, bool]:
+    """Options of decoder layers, for :func:`refuse`."""
+    both = decoder.attention_bias and decoder.output_bias
+    return {
+        "attention_bias": both,
+        "q, k, v biases": decoder.attention_bias and not both,
+        "o_proj bias": decoder.output_bias and not both,
+        "mlp_bias": decoder.mlp_bias,
+        "query and key norms": decoder.qk_norm,
+        "sliding_window": any(decoder.sliding_window),
+    }
+
+
+def decoder_config(keys: dict[str, Any], decoder: ModelFacts) -> dict[str, Any]:
+    """Keys of the layers, without those that belong to a layout."""
+    kept = {key: value for key, value in keys.items() if key not in _OF_A_LAYOUT}
+    sizes = {"num_hidden_layers": decoder.num_layers, "num_key_value_heads": decoder.num_kv_heads, "head_dim": decoder.head_dim}
+    biases = {"attention_bias": decoder.attention_bias and decoder.output_bias, "mlp_bias": decoder.mlp_bias}
+    return kept | {"model_type": "qwen3" if decoder.qk_norm else "llama"} | sizes | biases
+
+
+def speculators(kind: str, architecture: str, target: ModelFacts | None) -> dict[str, Any]:
+    """Keys at the top of every config of speculators."""
+    method = {"proposal_type": "greedy", "speculative_tokens": 3, "accept_tolerance": 0.0, "verifier_accept_k": 1}
+    verifier = {"name_or_path": str(target.path) if target else None, "architectures": [target.architecture] if target else []}
+    return {
+        "architectures": [architecture],
+        "speculators_model_type": kind,
+        "speculators_config": {
+            "algorithm": kind,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [method],
+            "verifier": verifier,
+        },
+    }
+
+
+def plain_meaning(facts: DraftFacts) -> DraftFacts:
+    """The facts without folder, layout and names of classes."""
+    decoder = replace(facts.decoder, path=Path(), architecture="", eos_token_ids=())
+    return replace(facts, path=Path(), decoder=decoder)
