@@ -1,4 +1,4 @@
-"""Block drafters against the published equations, written out from the raw tensors; and the output, which is the target's own."""
+"""Block drafters against the published equations, written out from the raw tensors; and what their configs may not say."""
 
 from __future__ import annotations
 
@@ -6,40 +6,43 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from graphspec.drafters.dflash.facts import default_layers, read_dflash_facts
 from graphspec.engine.llm import LLM, SamplingParams
 from graphspec.errors import CheckpointError, ConfigError
 from graphspec.facts import read_model_facts
-from tests.support.checkpoints import VOCAB_SIZE, edit_json, edit_tensors
+from tests.support.checkpoints import VOCAB_SIZE, eagle3_tensors, edit_json, edit_tensors, publish_eagle3
 from tests.support.eagle_reference import project, rms, rotate
-from tests.support.engines import SMALL, Pair, ids, prompts
+from tests.support.engines import SMALL, Pair, prompts
 from tests.support.marginal_trees import DraftedTree, best_prefixes, prefixes
-from tests.support.parallel_checkpoints import MASK, TAPS, THETA, dflash_tensors, favouring_target, write_dflash
+from tests.support.parallel_checkpoints import (
+    BLOCK,
+    MASK,
+    SLIDING,
+    TAPS,
+    THETA,
+    WINDOW,
+    ParallelDraft,
+    dflash_tensors,
+    favouring_target,
+    parallel_drafts,
+    write_dflash,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from torch import Tensor
 
-LENGTH, BLOCK, WINDOW = 20, 6, 7
-SLIDING = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": WINDOW}
-CHAIN = {"num_steps": 5, "topk": 1, "num_draft_tokens": 6}
-SHORT = {"num_steps": 2, "topk": 1, "num_draft_tokens": 3}
-TREE = {"num_steps": 4, "topk": 3, "num_draft_tokens": 12}
-WIDE = {"num_steps": 5, "topk": 8, "num_draft_tokens": 128}
-
-# name: options of the tensors, options of the config, causal layers, sliding layers, whether rows look one position ahead
-KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[bool, ...], tuple[bool, ...], bool]] = {
-    "dflash": ({}, {}, (False, False), (False, False), False),
-    "sliding": ({"num_layers": 3}, {"layer": SLIDING}, (True, False, True), (True, False, True), False),
-    "looking_ahead": (
-        {"num_layers": 3}, {"layer": SLIDING, "sliding_window_non_causal": True}, (False, False, False), (True, False, True), False,
-    ),
-    "jetspec": ({}, {"causal_head": True}, (True, True), (False, False), False),
-    "speculators": ({"reduced": True}, {"speculators": True, "sample_from_anchor": True}, (False, False), (False, False), True),
-}  # fmt: skip
-COVERED = ("greedy equals transformers", "seeded sampling equals plain decoding", "filters, penalties and bias mixed in a batch")
+# causal layers, sliding layers, whether rows look one position ahead
+KINDS: dict[str, tuple[tuple[bool, ...], tuple[bool, ...], bool]] = {
+    "dflash": ((False, False), (False, False), False),
+    "sliding": ((True, False, True), (True, False, True), False),
+    "looking_ahead": ((False, False, False), (True, False, True), False),
+    "jetspec": ((True, True), (False, False), False),
+    "speculators": ((False, False), (False, False), True),
+}
 
 
 @pytest.fixture(scope="module")
@@ -48,16 +51,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 
 @pytest.fixture(scope="module")
-def drafts(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, dict[str, Tensor]]]:
-    path, made = tmp_path_factory.mktemp("drafts"), {}
-    for name, (options, config, *_) in KINDS.items():
-        tensors = dflash_tensors(pair, **options)
-        made[name] = (write_dflash(path / name, tensors, block=BLOCK, **config), tensors)
-    return made
-
-
-def make(pair: Pair, draft: Path, **overrides: Any) -> LLM:
-    return LLM(pair.target, variant="dflash", draft=draft, **{**SMALL, **overrides})
+def drafts(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> dict[str, ParallelDraft]:
+    return parallel_drafts(pair, tmp_path_factory.mktemp("drafts"))
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
@@ -72,7 +67,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
 
 def marginals(pair: Pair, name: str, raw: dict[str, Tensor], tokens: list[int], steps: int, taps: tuple[int, ...] = TAPS) -> Tensor:
     """Log-probabilities ``[S, V]`` after ``tokens``, the last of which is the anchor, in float64: one block over the whole context."""
-    _, _, causal, sliding, ahead = KINDS[name]
+    causal, sliding, ahead = KINDS[name]
     w = {key: tensor.double() for key, tensor in raw.items()}
     states = pair.hf(torch.tensor([tokens]), output_hidden_states=True).hidden_states
     context = rms(project(w, "fc", torch.cat([states[layer][0, :-1] for layer in taps], -1).double()), w["hidden_norm.weight"])
@@ -105,8 +100,8 @@ def marginals(pair: Pair, name: str, raw: dict[str, Tensor], tokens: list[int], 
 @pytest.mark.parametrize("length", [2, 9, 21])
 def test_the_tree_is_that_of_the_equations(pair: Pair, drafts: Any, name: str, length: int) -> None:
     """Prompts shorter than a chunk, on its border, over several chunks. Taps or slots that are off by one would show."""
-    draft, raw = drafts[name]
-    llm = make(pair, draft, page_size=4, num_steps=5, topk=15, num_draft_tokens=16)  # no level is wider
+    draft, raw = drafts[name], drafts[name].tensors
+    llm = draft.llm(pair, page_size=4, num_steps=5, topk=15, num_draft_tokens=16)  # no level is wider
     prompt = prompts(1, (length,), VOCAB_SIZE, seed=length)[0]
     tree = llm.draft_tree(prompt)
     known = [*prompt, tree.token_N[0]]
@@ -135,9 +130,9 @@ def test_every_cycle_drafts_what_the_equations_draft(pair: Pair, drafts: Any, na
                 trees.append(DraftedTree(views.node_token_BN[0].tolist(), views.node_parent_BN[0].tolist()))
             return ticket
 
-    draft, raw = drafts[name]
+    draft, raw = drafts[name], drafts[name].tensors
     trees: list[DraftedTree] = []
-    llm = make(pair, draft, num_steps=4, topk=15, num_draft_tokens=16, page_size=4, draft_noise="none")
+    llm = draft.llm(pair, num_steps=4, topk=15, num_draft_tokens=16, page_size=4, draft_noise="none")
     prompt = prompts(1, (9,), VOCAB_SIZE)[0]
     params = SamplingParams(max_tokens=40, ignore_eos=True, temperature=0.7, seed=5)
     known = [*prompt, *llm.generate(prompt, params, launcher=Trees(llm))[0].token_ids]
@@ -149,67 +144,6 @@ def test_every_cycle_drafts_what_the_equations_draft(pair: Pair, drafts: Any, na
         lengths.add(taken)
         at += taken + 1
     assert len(lengths) > 1, "runs of several lengths, or the windows were not tested"
-
-
-@pytest.mark.parametrize(
-    ("name", "shape", "page_size", "rows", "run_ahead"),
-    [
-        pytest.param("dflash", CHAIN, 16, 2, 2, marks=pytest.mark.covers("dflash", *COVERED, "chain", "pages of 16", "batch", "run-ahead")),
-        pytest.param("jetspec", TREE, 1, 4, 0, marks=pytest.mark.covers("dflash", *COVERED, "tree", "pages of 1", "batch")),
-        pytest.param("sliding", WIDE, 16, 4, 1, marks=pytest.mark.covers("dflash", *COVERED, "tree", "pages of 16", "batch", "run-ahead")),
-        pytest.param("speculators", SHORT, 16, 3, 0, marks=pytest.mark.covers("dflash", *COVERED, "chain", "pages of 16", "batch")),
-    ],
-    ids=["chain", "tree", "wide", "short"],
-)
-def test_output_is_the_targets_own(
-    pair: Pair, drafts: Any, name: str, shape: dict[str, int], page_size: int, rows: int, run_ahead: int
-) -> None:
-    from tests.drafters.test_variants import mixed
-
-    llm = make(pair, drafts[name][0], **shape, page_size=page_size, max_rows=rows, cycles_in_flight=run_ahead + 1)
-    plain = LLM(pair.target, variant="none", **SMALL)
-    asked = prompts(4, (3, 9, 17, 5), VOCAB_SIZE)
-    assert ids(llm.generate(asked, SamplingParams(max_tokens=LENGTH))) == [pair.greedy(prompt, LENGTH) for prompt in asked]
-    for params in ([SamplingParams(max_tokens=LENGTH, temperature=0.8, seed=50 + i) for i in range(4)], mixed(1.0, 4, LENGTH)):
-        assert ids(llm.generate(asked, params)) == ids(plain.generate(asked, params))
-    assert llm.metrics is not None and 1.1 < llm.metrics.acceptance_length < shape["num_steps"] + 0.95
-
-
-@pytest.mark.kernels
-@pytest.mark.covers("dflash", "compiled")
-def test_compiled_cycles_give_the_targets_own_tokens(pair: Pair, drafts: Any) -> None:
-    llm = make(pair, drafts["sliding"][0], **TREE, runtime="compiled", buckets=[2], max_rows=2, cycles_in_flight=2)
-    asked = prompts(3, vocab=VOCAB_SIZE)
-    assert ids(llm.generate(asked, SamplingParams(max_tokens=20))) == [pair.greedy(prompt, 20) for prompt in asked]
-
-
-@pytest.mark.covers("dflash", "preemption and exact resumption")
-def test_preemption_resumes_exactly(pair: Pair, drafts: Any) -> None:
-    llm = make(pair, drafts["sliding"][0], **TREE, page_size=4, max_rows=4, num_pages=26)
-    asked = prompts(4, (9, 12, 5, 16), VOCAB_SIZE)
-    outputs = llm.generate(asked, SamplingParams(max_tokens=20, ignore_eos=True))
-    assert ids(outputs) == [pair.greedy(prompt, 20, ignore_eos=True) for prompt in asked]
-
-
-@pytest.mark.covers("dflash", "adaptive depth")
-def test_depths_change_and_the_drafter_catches_up(pair: Pair, drafts: Any) -> None:
-    """Four rows decode plainly; the last one drafts as an engine that always drafted."""
-    asked, lengths = prompts(4, (9, 12, 5, 16), VOCAB_SIZE), (4, 9, 16, 30)
-    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in lengths]
-    llm = make(pair, drafts["dflash"][0], **TREE, max_rows=4, buckets=[1, 2, 4], depth_per_bucket={4: 0, 2: 2})
-    outputs = llm.generate(asked, params)
-    assert ids(outputs) == [pair.greedy(prompt, n, ignore_eos=True) for prompt, n in zip(asked, lengths, strict=True)]
-    assert outputs[3].metrics.cycles < 28, "drafts after catching up are accepted now and then"
-
-
-@pytest.mark.covers("dflash", "accept=rejection")
-def test_rejection_serves_greedy_rows_exactly(pair: Pair, drafts: Any) -> None:
-    llm = make(pair, drafts["jetspec"][0], **CHAIN, rule="rejection")
-    asked = prompts(3, (9, 12, 5), VOCAB_SIZE)
-    params = [SamplingParams(max_tokens=30, temperature=t, seed=7, ignore_eos=True) for t in (0.0, 1.0, 0.0)]
-    outputs = llm.generate(asked, params)
-    assert [outputs[i].token_ids for i in (0, 2)] == [pair.greedy(asked[i], 30, ignore_eos=True) for i in (0, 2)]
-    assert len(outputs[1].token_ids) == 30
 
 
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
@@ -248,17 +182,35 @@ def test_a_draft_of_another_target_is_refused(pair: Pair, tmp_path: Path) -> Non
     edit_json(draft / "config.json", architectures=["DFlashDraftModel"])
     edit_tensors(draft / "model.safetensors", **{"fc.weight": torch.zeros(48, 48)})
     with pytest.raises(CheckpointError, match=r"fc\.weight"):
-        make(pair, draft)
+        LLM(pair.target, variant="dflash", draft=draft, **SMALL)
 
 
 def test_the_block_bounds_the_depth(pair: Pair, drafts: Any) -> None:
     """What is unset is the whole block; a fill-in layout drafts one token less than the block has rows."""
-    assert make(pair, drafts["dflash"][0]).plan.shape.numbers == [5, 1, 6]
-    assert make(pair, drafts["speculators"][0]).plan.shape.numbers == [6, 1, 7]
+    assert drafts["dflash"].llm(pair).plan.shape.numbers == [5, 1, 6]
+    assert drafts["speculators"].llm(pair).plan.shape.numbers == [6, 1, 7]
     with pytest.raises(ConfigError, match=r"num_steps.*at most 5"):
-        make(pair, drafts["dflash"][0], num_steps=6)
+        drafts["dflash"].llm(pair, num_steps=6)
 
 
 def test_default_layers_are_the_published_ones() -> None:
     assert default_layers(36, 5) == (1, 9, 17, 25, 33)
     assert default_layers(64, 5) == (1, 16, 31, 46, 61)
+
+
+@pytest.mark.parametrize(
+    ("said", "causal"), [({}, (True, False, True)), ({"causal": False}, (False,) * 3), ({"causal": True}, (True,) * 3)]
+)
+def test_what_a_config_says_of_causality_holds_for_every_layer(
+    pair: Pair, tmp_path: Path, said: dict[str, bool], causal: tuple[bool, ...]
+) -> None:
+    draft = write_dflash(tmp_path / "draft", dflash_tensors(pair, num_layers=3), layer=SLIDING, **said)
+    assert read_dflash_facts(draft, read_model_facts(pair.target)).causal == causal
+
+
+def test_a_head_of_another_variant_is_called_a_block_drafter(pair: Pair, drafts: dict[str, ParallelDraft], tmp_path: Path) -> None:
+    """By its tensors, where the config could be that of an EAGLE-3 head."""
+    draft = publish_eagle3(tmp_path / "draft", eagle3_tensors(num_taps=2), "sglang", taps=TAPS)
+    save_file(drafts["dflash"].tensors, draft / "model.safetensors")
+    with pytest.raises(CheckpointError, match="this looks like a block drafter: variant=dflash"):
+        LLM(pair.target, variant="eagle3", draft=draft, **SMALL)

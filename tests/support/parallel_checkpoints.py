@@ -2,20 +2,60 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from graphspec.engine.llm import LLM
 from tests.support.checkpoints import VOCAB_SIZE, build_hf, eagle3_tensors, llama_config, publish_eagle3, write_folder, write_hf
-from tests.support.engines import Pair
+from tests.support.engines import SMALL, Pair
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from torch import Tensor
 
 HIDDEN, CONST, TAPS, MASK, THETA = 48, 2.0, (1, 3), 60, 500.0
 FAVOURITES = (5, 17, 23, 41)
+BLOCK, WINDOW = 6, 7
+SLIDING = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": WINDOW}
+DFLASH_KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "dflash": ({}, {}),
+    "sliding": ({"num_layers": 3}, {"layer": SLIDING}),
+    "looking_ahead": ({"num_layers": 3}, {"layer": SLIDING, "sliding_window_non_causal": True}),
+    "jetspec": ({}, {"causal_head": True}),
+    "speculators": ({"reduced": True}, {"speculators": True, "sample_from_anchor": True}),
+}
+"""Options of the tensors, options of the config."""
+P_EAGLE_KINDS: dict[str, tuple[dict[str, Any], str]] = {
+    "reduced": ({"num_layers": 2, "extras": ("fc_norm",)}, "speculators"),
+    "full": ({"num_layers": 1, "reduced": False, "extras": ("fc_norm",)}, "sglang"),
+}
+"""Options of the tensors, layout: two layers and a vocabulary of its own; one layer, and the target's output layer."""
+
+
+@dataclass(frozen=True)
+class ParallelDraft:
+    """A draft of one pass, for a target of :func:`favouring_target`."""
+
+    variant: str
+    folder: Path
+    tensors: dict[str, Tensor]
+
+    def llm(self, pair: Pair, **overrides: Any) -> LLM:
+        return LLM(pair.target, variant=self.variant, draft=self.folder, **{**SMALL, **overrides})
+
+
+def parallel_drafts(pair: Pair, path: Path) -> dict[str, ParallelDraft]:
+    """One of every kind, by name."""
+    made = {}
+    for name, (options, config) in DFLASH_KINDS.items():
+        tensors = dflash_tensors(pair, **options)
+        made[name] = ParallelDraft("dflash", write_dflash(path / name, tensors, block=BLOCK, **config), tensors)
+    for name, (options, layout) in P_EAGLE_KINDS.items():
+        tensors = p_eagle_tensors(pair, **options)
+        made[name] = ParallelDraft("p_eagle", write_p_eagle(path / name, tensors, layout), tensors)
+    return made
 
 
 def favouring_target(path: Path) -> Pair:
