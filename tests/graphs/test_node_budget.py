@@ -15,6 +15,9 @@ from typing import Any
 import pytest
 import torch
 
+from graphspec.facts import RecurrentFacts
+from graphspec.facts.families import NEMOTRON_H, QWEN3_5
+from graphspec.facts.recurrent import SsmFacts
 from graphspec.graphs.stages.verify import Verify
 from graphspec.shapes import GREEDY, SAMPLED, CycleShape, SamplingClass
 from perf.counts import GUARD, differences, launch_figures
@@ -87,6 +90,35 @@ def test_a_layer_is_six_launches(tree: Launches, deeper: Launches) -> None:
     assert len(deeper) - len(tree) == 2 * LAYER.total() == 12
     # What the whole of 32 layers comes to.
     assert len(tree) + 29 * LAYER.total() == 263
+
+
+def recurrent(rule: str, num_layers: int) -> dict[str, Any]:
+    """Facts of a target whose layers, but the last, have the sizes of Qwen3-Next's recurrent layers, or of Nemotron-H's."""
+    layers = (True,) * (num_layers - 1) + (False,)
+    if rule == "delta":
+        return {
+            "family": QWEN3_5,
+            "recurrent": RecurrentFacts(layers=layers, key_heads=16, value_heads=32, key_dim=128, value_dim=128, taps=4),
+        }
+    ssm = SsmFacts(conv_bias=True, projection_bias=False)
+    own = RecurrentFacts(layers=layers, key_heads=8, value_heads=128, key_dim=128, value_dim=64, taps=4, ssm=ssm)
+    return {"family": NEMOTRON_H, "recurrent": own, "mixers": ("recurrent",) * (num_layers - 1) + ("attention",)}
+
+
+@pytest.mark.parametrize(("rule", "products", "own"), [("delta", 2, 2), ("ssm", 1, 3)])
+def test_launches_of_a_recurrent_layer(rule: str, products: int, own: int) -> None:
+    """Convolution and rule for the nodes, and again for the commit; Inductor's own: gates, and a norm with the output gate.
+
+    Products are those of the layer, and of the MLP where it has one. Mamba-2's third is the norm in front of its projection. What nodes
+    leave to the commit is copied for all layers together.
+    """
+    few, many = (Counter(call.name for call in calls_of(PLAIN, layers, **recurrent(rule, layers))) for layers in (3, 5))
+    layer = Counter({"linear": products, "linear_summed": products, "tree_conv": 2, f"{rule}_walk": 1, f"{rule}_scan": 1})
+    assert many - few == layer + layer
+    found = count(PLAIN, 5, **recurrent(rule, 5))
+    assert ops_of(found) == many and found.host_marks == []
+    written = Counter(name for kind, name in found.names if kind == "triton")
+    assert sum(times >= 3 for times in written.values()) == own, "kernels that come with every layer"
 
 
 @pytest.mark.parametrize("nodes", KERNELS)

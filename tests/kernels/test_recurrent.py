@@ -338,6 +338,29 @@ def test_convolution_goes_on_across_the_root(op: Op) -> None:
             torch.testing.assert_close(found[lane, node], torch.nn.functional.silu(plain))
 
 
+@implementations("tree_conv")
+def test_convolution_of_a_part_of_wider_rows(op: Op) -> None:
+    """As a projection leaves them: tokens lie apart."""
+    case = conv_case(2, 9)
+    wide = torch.full((LANES, 9, 12), torch.nan)
+    wide[..., 3:8] = case["input_BTE"]
+    assert same_bits(op(**{**case, "input_BTE": wide[..., 3:8]}), op(**case))
+
+
+@pytest.mark.kernels
+def test_a_part_of_wider_rows_is_not_copied() -> None:
+    from graphspec.kernels.fused.launch import recording
+    from graphspec.kernels.fused.tree_conv import tree_conv as launcher
+
+    for lanes, nodes in ((LANES, 9), (1, 9), (LANES, 1)):
+        case = {**conv_case(2, 9), "input_BTE": torch.zeros(lanes, nodes, 12)[..., 3:8]}
+        with recording() as launches:
+            launcher(**case)
+        (launch,) = launches
+        inputs = dict(zip(launch.kernel.arg_names, launch.args, strict=False))["inputs"]
+        assert inputs.data_ptr() == case["input_BTE"].data_ptr() and inputs.stride(0) == 12
+
+
 def test_a_path_one_by_one_gives_what_the_tree_gives() -> None:
     case = conv_case(1, 9)
     found, columns = tree_conv(**case), case["column_RUOE"].clone()

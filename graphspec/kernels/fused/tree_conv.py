@@ -18,7 +18,7 @@ BLOCK = 1024
 
 @triton.jit
 def _tree_conv(
-    out, inputs, column, lane_row, parent, weight, bias, fresh, tokens, channels, layers, layer,
+    out, inputs, column, lane_row, parent, weight, bias, fresh, tokens, channels, stride, layers, layer,
     COLUMNS: tl.constexpr, BIAS: tl.constexpr, FRESH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: a node, a block of channels."""
@@ -30,7 +30,7 @@ def _tree_conv(
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < channels
     kept = column + (tl.load(lane_row + lane) * layers + layer) * COLUMNS * channels + channel
-    nodes = inputs + lane * tokens * channels + channel
+    nodes = inputs + lane * tokens * stride + channel
     known = inside
     if FRESH:
         known = inside & (tl.load(fresh + lane) == 0)
@@ -44,7 +44,7 @@ def _tree_conv(
     total = tl.zeros([BLOCK], tl.float32)
     for tap in tl.static_range(COLUMNS + 1):
         place = places[COLUMNS - tap]
-        of_node = tl.load(nodes + tl.maximum(place, 0) * channels, mask=inside & (place >= 0), other=0.0)
+        of_node = tl.load(nodes + tl.maximum(place, 0) * stride, mask=inside & (place >= 0), other=0.0)
         of_row = tl.load(kept + (COLUMNS + tl.minimum(place, -1)) * channels, mask=known & (place < 0), other=0.0)
         factor = tl.load(weight + channel * (COLUMNS + 1) + tap, mask=inside, other=0.0)
         total += tl.where(place >= 0, of_node, of_row).to(tl.float32) * factor.to(tl.float32)
@@ -68,11 +68,14 @@ def tree_conv(
     lanes, tokens, channels = input_BTE.shape
     layers, columns = column_RUOE.shape[1:3]
     out = input_BTE.new_empty(lanes, tokens, channels)
+    # A part of what one projection leaves: rows lie apart, and are read where they are.
+    rows = input_BTE.flatten(0, 1)
+    rows = rows if rows.stride(1) == 1 else rows.contiguous()
     block = min(BLOCK, triton.next_power_of_2(channels))
     launch(
-        _tree_conv, (lanes * tokens, triton.cdiv(channels, block)), out, input_BTE.contiguous(), column_RUOE, lane_row_B,
+        _tree_conv, (lanes * tokens, triton.cdiv(channels, block)), out, rows, column_RUOE, lane_row_B,
         parent_BT.contiguous(), weight_EO.contiguous(), bias_E, None if fresh_B is None else fresh_B.view(torch.uint8), tokens, channels,
-        layers, layer, COLUMNS=columns, BIAS=bias_E is not None, FRESH=fresh_B is not None, BLOCK=block,
+        rows.stride(0), layers, layer, COLUMNS=columns, BIAS=bias_E is not None, FRESH=fresh_B is not None, BLOCK=block,
     )  # fmt: skip
     return out
 
