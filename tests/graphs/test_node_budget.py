@@ -109,8 +109,8 @@ def recurrent(rule: str, num_layers: int) -> dict[str, Any]:
 def test_launches_of_a_recurrent_layer(rule: str, products: int, own: int) -> None:
     """Convolution and rule for the nodes, and again for the commit; Inductor's own: gates, and a norm with the output gate.
 
-    Products are those of the layer, and of the MLP where it has one. Mamba-2's third is the norm in front of its projection. What nodes
-    leave to the commit is copied for all layers together.
+    Products are those of the layer, and of the MLP where it has one. Nemotron-H has a third: its norm scales before it
+    rounds, which no product of ours does. What nodes leave to the commit is copied for all layers together.
     """
     few, many = (Counter(call.name for call in calls_of(PLAIN, layers, **recurrent(rule, layers))) for layers in (3, 5))
     layer = Counter({"linear": products, "linear_summed": products, "tree_conv": 2, f"{rule}_walk": 1, f"{rule}_scan": 1})
