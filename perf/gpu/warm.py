@@ -24,8 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from graphspec.buffers import DTYPES, Arena
-from graphspec.drafters.eagle3.facts import read_eagle3_facts
-from graphspec.drafters.eagle3.network import Eagle3Draft
+from graphspec.catalog import load_object, resolve_variant
 from graphspec.facts import read_model_facts
 from graphspec.graphs.programs import program_stages
 from graphspec.graphs.stages.mailbox import MailLayout
@@ -34,7 +33,7 @@ from graphspec.models.layers import use_kernels
 from graphspec.models.llama import LlamaModel
 from graphspec.plan import make_plan
 from graphspec.shapes import GREEDY
-from perf.gpu.bench import Bench, Case, write_configs
+from perf.gpu.bench import Bench, Case, draft_of, write_configs
 from perf.gpu.latency import SHAPES, SHORTER
 from perf.gpu.processes import triton_cache
 from perf.gpu.results import append
@@ -51,11 +50,11 @@ def launches_of(case: Case, target: Path, draft: Path) -> list[Launch]:
 
     Args:
         case: of :mod:`perf.gpu.latency`.
-        target, draft: folders with a ``config.json``.
+        target, draft: folders with a ``config.json``, of the case's variant.
     """
     speculates = case.shape.num_steps > 0
     facts = read_model_facts(target)
-    head = read_eagle3_facts(draft, facts)
+    head = load_object(resolve_variant(case.variant).facts)(draft, facts)
     plan = make_plan(Bench.config_of(case, target, draft, "cuda", "captured"), facts, head if speculates else None, device="cuda")
     with FakeTensorMode(), torch.no_grad():
         kernels = Bench.kernels_of(plan)
@@ -64,7 +63,7 @@ def launches_of(case: Case, target: Path, draft: Path) -> list[Launch]:
         try:
             with torch.device("cuda"):
                 networks: list[Any] = [LlamaModel(facts, plan.tap_layers, plan.max_positions)]
-                networks += [Eagle3Draft(head, plan.max_positions, embed_tokens=networks[0].embed_tokens)] if speculates else []
+                networks += [draft_of(head, plan.max_positions, networks[0])] if speculates else []
         finally:
             torch.set_default_dtype(before)
         for network in networks:

@@ -89,7 +89,7 @@ def test_preemption_resumes_exactly(pair: Pair, drafts: dict[str, ParallelDraft]
     assert ids(outputs) == [pair.greedy(prompt, 20, ignore_eos=True) for prompt in asked]
 
 
-@covering("adaptive depth", {"dflash": "dflash", "p_eagle": "reduced"})
+@pytest.mark.parametrize("name", ["dflash", "reduced"])
 def test_depths_change_and_the_drafter_catches_up(pair: Pair, drafts: dict[str, ParallelDraft], name: str) -> None:
     """Four rows decode plainly; with fewer of them drafting begins, and the drafter reads what it has missed."""
     asked, lengths = prompts(4, (9, 12, 5, 16), VOCAB_SIZE), (4, 9, 16, 30)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,13 @@ import torch
 
 from graphspec.shapes import CycleShape
 from perf import gpu_check
-from perf.gpu import checks, readme
-from perf.gpu.bench import EAGLE3_8B, LLAMA_8B, Bench, Case, measure, write_configs
+from perf.gpu import checks, readme, warm
+from perf.gpu.bench import EAGLE3_8B, JETSPEC_8B, LLAMA_8B, QWEN3_8B, Bench, Case, measure, write_configs
+from perf.gpu.latency import PARALLEL
 from perf.gpu.results import Evidence
 from perf.gpu.static_decode import compiled_step
 from perf.none_cost import DenseLoop, PlainLoop
+from tests.support.codegen import pretended_gpu
 from tests.support.gpu_configs import small_jetspec
 
 SMALL = {
@@ -55,6 +58,20 @@ def test_a_block_drafters_cycle_accepts_runs_as_deep_as_its_block(tmp_path: Path
     assert bench.accepted_length(4) == 9.0
     weights = sum(parameter.numel() for network in bench.networks for parameter in network.parameters())
     assert 4 * weights * 0.9 < bench.floor_bytes() < 4 * weights * 3
+
+
+def test_the_cycles_of_jetspecs_shape_need_no_host(tmp_path: Path) -> None:
+    """The programs that would be captured, at the real sizes over fake CUDA tensors: 36 target layers and 5 of the draft, in one pass."""
+    folders = write_configs(tmp_path, QWEN3_8B, JETSPEC_8B)
+    cases = (PARALLEL[0], PARALLEL[-1])
+    with pretended_gpu():
+        found = [Counter(launch.kernel.fn.__name__ for launch in warm.launches_of(case, *folders)) for case in cases]
+    assert [case.shape.numbers for case in cases] == [[8, 7, 64], [16, 7, 128]]
+    for kernels in found:
+        assert kernels["_tree_attention"] == 41 and kernels["_marginal_pool"] == kernels["_draft_topk"] == kernels["_tree_build"] == 1
+        assert not {"_draft_level", "_take_last"} & set(kernels)
+    # Four products a layer and the target's head are ours for 64 nodes, and the library's for 128.
+    assert found[0]["_linear"] - found[1]["_linear"] == 4 * 36 + 1
 
 
 def test_the_floor_of_llama_8b_is_the_one_computed_by_hand(tmp_path: Path) -> None:
