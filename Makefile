@@ -112,7 +112,7 @@ acceptance: $(STAMP) ## measure acceptance of every demo draft; README's table
 	$(BIN)/python -m perf.acceptance --readme
 
 TRAIN ?=
-train-demo: $(STAMP) ## train the demo checkpoints anew; interrupted, it goes on; TRAIN="--config python --out outputs/demo"
+train-demo: $(STAMP) ## train the demo checkpoints anew; interrupted, it goes on; TRAIN="--out outputs/demo"
 	$(BIN)/python -m recipes.train_demo $(TRAIN)
 
 # mkdocs has an extra of its own: neither running nor testing needs it.

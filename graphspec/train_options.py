@@ -190,7 +190,7 @@ class TrainConfig:
     """Of the products of linear layers: float32, or bfloat16 by autocast, which pays where the hardware has bfloat16 arithmetic. Weights
     and optimizers stay in float32."""
     compile: bool = False
-    """Compile the forward pass of a target; pays from some hundred steps on."""
+    """Compile the forward pass, a draft's for those phases that have enough steps; pays from some hundred steps on."""
     seed: int = 2
     checkpoint_steps: int = 50
     """Steps between two checkpoints."""
@@ -263,8 +263,11 @@ class TrainConfig:
         return [end - begin for begin, end in pairwise([0, *self.restarts, self.total_steps])]
 
     def warm_up_of(self, length: int) -> int:
-        """Steps of the warm-up in a period of ``length`` steps."""
-        return self.warmup if self.warmup is not None else min(MOST_WARM_UP, length // 10)
+        """Steps of the warm-up in a period of ``length`` steps; one that is too short for both ways has them in proportion."""
+        if self.warmup is None:
+            return min(MOST_WARM_UP, length // 10)
+        ways = self.warmup + self.cool_down_of(length)
+        return self.warmup if ways <= length else length * self.warmup // ways
 
     def cool_down_of(self, length: int) -> int:
         """Steps of the way down in a period of ``length`` steps."""

@@ -151,11 +151,12 @@ def model_card(figures: dict[str, Any]) -> str:
     terms = "- The training text is under the Python Software Foundation License; the weights are offered under the same terms."
     if "packages" in corpus:
         terms = "- The training text is under the licences in [NOTICE](NOTICE)."
+    licence = "other" if "packages" in corpus else "psf-2.0"
     return f"""---
-license: psf-2.0
+license: {licence}
 language: code
 library_name: graphspec
-tags: [eagle, eagle3, mtp, speculative-decoding]
+tags: [{", ".join(drafts)}, speculative-decoding]
 ---
 
 # {title}

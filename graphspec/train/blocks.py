@@ -210,18 +210,16 @@ def attend_rows(
     Returns:
         ``[B, T, Q * D]``.
     """
-    # In float32 under autocast too: these products are small, and a CPU without bfloat16 arithmetic takes many times longer over them.
-    with torch.autocast(q.device.type, enabled=False):
-        scale = q.shape[-1] ** -0.5
-        scores = torch.einsum("bghtd,bgrd->bghtr", q.float() * scale, prefix_k.float()).masked_fill(~visible_TR, float("-inf"))
-        if own_k is None or own_v is None:
-            out = torch.einsum("bghtr,bgrd->bghtd", scores.softmax(-1), prefix_v.float())
-        else:
-            own = torch.einsum("bghtd,bgtjd->bghtj", q.float() * scale, own_k.float())
-            weights = torch.cat((scores, own), -1).softmax(-1)
-            prefix_w, own_w = weights.split((prefix_k.shape[2], own_k.shape[3]), -1)
-            out = torch.einsum("bghtr,bgrd->bghtd", prefix_w, prefix_v.float()) + torch.einsum("bghtj,bgtjd->bghtd", own_w, own_v.float())
-        return out.flatten(1, 2).transpose(1, 2).flatten(2)
+    scale = q.shape[-1] ** -0.5
+    scores = torch.einsum("bghtd,bgrd->bghtr", q * scale, prefix_k).masked_fill(~visible_TR, float("-inf"))
+    if own_k is None or own_v is None:
+        out = torch.einsum("bghtr,bgrd->bghtd", scores.softmax(-1), prefix_v)
+    else:
+        own = torch.einsum("bghtd,bgtjd->bghtj", q * scale, own_k)
+        weights = torch.cat((scores, own), -1).softmax(-1)
+        prefix_w, own_w = weights.split((prefix_k.shape[2], own_k.shape[3]), -1)
+        out = torch.einsum("bghtr,bgrd->bghtd", prefix_w, prefix_v) + torch.einsum("bghtj,bgtjd->bghtd", own_w, own_v)
+    return out.flatten(1, 2).transpose(1, 2).flatten(2)
 
 
 def attend_blocks(
@@ -240,13 +238,12 @@ def attend_blocks(
         ``[B, A * M, Q * D]``.
     """
     blocks, rows = len(visible_AR), q.shape[3] // len(visible_AR)
-    with torch.autocast(q.device.type, enabled=False):
-        query = q.float().unflatten(3, (blocks, rows)) * q.shape[-1] ** -0.5
-        keys, values = (x.float().unflatten(2, (blocks, rows)) for x in (own_k, own_v))
-        scores = torch.einsum("bghamd,bgrd->bghamr", query, prefix_k.float()).masked_fill(~visible_AR[:, None], float("-inf"))
-        own = torch.einsum("bghamd,bgand->bghamn", query, keys)
-        if causal:
-            own = own.masked_fill(~torch.ones(rows, rows, dtype=torch.bool, device=q.device).tril(), float("-inf"))
-        prefix_w, own_w = torch.cat((scores, own), -1).softmax(-1).split((prefix_k.shape[2], rows), -1)
-        out = torch.einsum("bghamr,bgrd->bghamd", prefix_w, prefix_v.float()) + torch.einsum("bghamn,bgand->bghamd", own_w, values)
-        return out.flatten(3, 4).flatten(1, 2).transpose(1, 2).flatten(2)
+    query = q.unflatten(3, (blocks, rows)) * q.shape[-1] ** -0.5
+    keys, values = (x.unflatten(2, (blocks, rows)) for x in (own_k, own_v))
+    scores = torch.einsum("bghamd,bgrd->bghamr", query, prefix_k).masked_fill(~visible_AR[:, None], float("-inf"))
+    own = torch.einsum("bghamd,bgand->bghamn", query, keys)
+    if causal:
+        own = own.masked_fill(~torch.ones(rows, rows, dtype=torch.bool, device=q.device).tril(), float("-inf"))
+    prefix_w, own_w = torch.cat((scores, own), -1).softmax(-1).split((prefix_k.shape[2], rows), -1)
+    out = torch.einsum("bghamr,bgrd->bghamd", prefix_w, prefix_v) + torch.einsum("bghamn,bgand->bghamd", own_w, values)
+    return out.flatten(3, 4).flatten(1, 2).transpose(1, 2).flatten(2)

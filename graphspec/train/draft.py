@@ -26,10 +26,12 @@ from .drafter import Drafter, NetworkConfig, Target, network_of, trained_variant
 from .loop import Watch, unwatched
 
 BITS = (
-    "lr", "adamw_lr", "schedule", "warmup", "cooldown", "restarts", "clip", "dtype", "seed",
+    "lr", "adamw_lr", "schedule", "warmup", "cooldown", "restarts", "clip", "dtype", "compile", "seed",
     "unroll", "decay", "feature_weight", "raw_share",
 )  # fmt: skip
 """Keys of ``train`` that decide, with phases and network, to which weights a draft is trained."""
+COMPILE_PAYS = 100
+"""Steps of one shape from which on ``train.compile`` compiles it: a minute for each shape."""
 
 
 @dataclass(frozen=True)
@@ -115,9 +117,9 @@ class Texts:
 
 
 def draft_losses(
-    drafter: Drafter, features_BTF: Tensor, logits_BTV: Tensor, tokens_BT: Tensor, unroll: int, feature_weight: float = 0.0, turn: int = 0
+    drafter: Drafter, features_BTF: Tensor, logits_BTV: Tensor, tokens_BT: Tensor, row_A: Tensor, unroll: int, feature_weight: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Loss and top-1 agreement with the target at every drafted depth, each ``[unroll]``, over the rows that draft in step ``turn``.
+    """Loss and top-1 agreement with the target at every drafted depth, each ``[unroll]``, over the rows ``row_A`` that draft.
 
     Rows whose argmax the draft vocabulary does not hold carry no cross-entropy and count as misses.
     """
@@ -130,18 +132,19 @@ def draft_losses(
         to_draft_V = torch.full((logits_BTV.shape[-1],), -1, device=ids.device).scatter(0, ids, torch.arange(len(ids), device=ids.device))
         hard_BT = to_draft_V[hard_BT]
     losses, hits = [], []
-    row_A = drafter.anchors(tokens_BT.shape[1] - unroll, turn).to(tokens_BT.device)
     for k, hidden in enumerate(drafter.drafts(features_BTF, tokens_BT, unroll, row_A)):
         seen = 1 + k + row_A
         logits = drafter.logits(hidden).float()
         soft, hard = soft_BTv[:, seen], hard_BT[:, seen]
-        inside = (hard >= 0).float()
-        cross_entropy = logits.logsumexp(-1) - torch.einsum("btv,btv->bt", soft, logits)
+        inside = hard >= 0
+        cross_entropy = logits.logsumexp(-1) - (soft * logits).sum(-1)
         loss = (cross_entropy * inside).sum() / inside.sum().clamp(min=1)
         if feature_weight:
             loss = loss + feature_weight * F.smooth_l1_loss(hidden.float(), features_BTF[:, seen].float())
         losses.append(loss)
-        hits.append((logits.argmax(-1) == hard).float().mean())
+        # An argmax of each row costs a CPU more than the row's maximum and one look-up.
+        top = logits.gather(-1, hard.clamp(min=0)[..., None])[..., 0] >= logits.amax(-1)
+        hits.append((top & inside).float().mean())
     return torch.stack(losses), torch.stack(hits)
 
 
@@ -161,13 +164,18 @@ def train_draft(
     target, device = Target(model), next(model.parameters()).device
     torch.manual_seed(config.seed)
     drafter = network_of(recipe.variant).build(model, recipe.network(), texts.counts(model.config.vocab_size)).to(device)
+    eager = target.view, draft_losses
+    compiled = torch.compile(target.view, dynamic=False), torch.compile(draft_losses, dynamic=False)
+    worth = {(batch, length) for steps, batch, length in config.schedule_phases if config.compile and steps >= COMPILE_PAYS}
     weights = config.decay ** torch.arange(config.unroll, device=device)
 
     def loss(step: int, batch: int, length: int) -> tuple[Tensor, Tensor]:
         tokens_BT = texts.batch(batch, length, config.raw_share, config.seed * 1_000_003 + step).to(device)
+        view, losses_of = compiled if (batch, length) in worth else eager
         with torch.autocast(device.type, torch.bfloat16, enabled=config.dtype == "bfloat16"):
-            features, logits = target.view(tokens_BT, drafter.tap_layers)
-            losses, hits = draft_losses(drafter, features, logits, tokens_BT, config.unroll, config.feature_weight, step)
+            features, logits = view(tokens_BT, drafter.tap_layers)
+            row_A = drafter.anchors(length - config.unroll, step).to(device)
+            losses, hits = losses_of(drafter, features, logits, tokens_BT, row_A, config.unroll, config.feature_weight)
             return (losses * weights).sum(), torch.stack((losses.detach(), hits))
 
     def describe(means: Tensor) -> dict[str, Any]:

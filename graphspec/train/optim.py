@@ -13,25 +13,28 @@ LOWEST = 0.02
 """Share of the peak learning rate at the end of a way down."""
 
 
-def orthogonalised(update: torch.Tensor, iterations: int = 5) -> torch.Tensor:
-    """Each ``[.., rows, columns]`` update made nearly orthogonal by the quintic Newton-Schulz iteration of Jordan et al. (2024)."""
+def orthogonalised(update: torch.Tensor, dtype: torch.dtype = torch.float32, iterations: int = 5) -> torch.Tensor:
+    """Each ``[.., rows, columns]`` update made nearly orthogonal by the quintic Newton-Schulz iteration of Jordan et al. (2024) in ``dtype``."""
     x: torch.Tensor = update.mT if update.shape[-2] > update.shape[-1] else update
-    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    x = (x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)).to(dtype)
     for _ in range(iterations):
         gram = x @ x.mT
         x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
-    return x.mT if update.shape[-2] > update.shape[-1] else x
+    return (x.mT if update.shape[-2] > update.shape[-1] else x).to(update.dtype)
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum whose update is orthogonalised, in float32 and batched over matrices of one shape.
+    """Momentum whose update is orthogonalised in ``dtype``, batched over matrices of one shape.
 
-    ``torch.optim.Muon`` iterates in bfloat16, which a CPU without bfloat16 arithmetic emulates: many times slower than the training step.
+    ``torch.optim.Muon`` always iterates in bfloat16, which a CPU without bfloat16 arithmetic emulates: many times slower than the training step.
     The learning rate is scaled by ``0.2 * sqrt(max(rows, columns))`` so that one rate serves AdamW and Muon (Liu et al. 2025).
     """
 
-    def __init__(self, params: list[torch.nn.Parameter], lr: float, momentum: float = 0.95, weight_decay: float = 0.01) -> None:
+    def __init__(
+        self, params: list[torch.nn.Parameter], lr: float, dtype: torch.dtype, momentum: float = 0.95, weight_decay: float = 0.01
+    ) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+        self.dtype = dtype
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
@@ -48,7 +51,7 @@ class Muon(torch.optim.Optimizer):
                     velocity.lerp_(parameter.grad, 1 - group["momentum"])
                     updates.append(parameter.grad.lerp(velocity, group["momentum"]))
                 scale = 0.2 * max(shape) ** 0.5
-                for parameter, update in zip(parameters, orthogonalised(torch.stack(updates)), strict=True):
+                for parameter, update in zip(parameters, orthogonalised(torch.stack(updates), self.dtype), strict=True):
                     parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"] * scale)
 
 
@@ -77,9 +80,11 @@ def make_schedule(optimizer: torch.optim.Optimizer, config: TrainConfig) -> LRSc
         warmup, whole = config.warm_up_of(length), config.cool_down_of(length)
         cooldown = min(whole, length - warmup)
         rest = length - warmup - cooldown
+        # A way down that is not whole begins lower, and the warm-up ends there.
+        top = cooldown / whole if cooldown and not rest else 1.0
         if warmup:
-            # Its first step has 1 / warmup of the peak, its last one the peak.
-            add(LinearLR(optimizer, 1 / warmup, 1.0, max(1, warmup - 1)), warmup)
+            # Its first step has 1 / warmup of the top, its last one the top.
+            add(LinearLR(optimizer, top / warmup, top, max(1, warmup - 1)), warmup)
         if rest and config.schedule == "cosine":
             add(CosineAnnealingLR(optimizer, max(1, rest - 1), LOWEST * peak), rest)
         elif rest:
@@ -103,7 +108,7 @@ class Optimizers:
         rest = [p for name, p in named if p.ndim != 2 or any(key in name for key in adamw_names)]
         adamw_lr = config.lr if config.adamw_lr is None else config.adamw_lr
         self.optimizers: list[torch.optim.Optimizer] = [
-            Muon(matrices, lr=config.lr),
+            Muon(matrices, lr=config.lr, dtype=getattr(torch, config.dtype)),
             torch.optim.AdamW(rest, lr=adamw_lr, betas=(0.9, 0.95), weight_decay=0.0),
         ]
         self.schedules = [make_schedule(optimizer, config) for optimizer in self.optimizers]

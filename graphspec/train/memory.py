@@ -1,0 +1,24 @@
+"""How glibc's allocator treats the large blocks of a training step."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4
+"""Parameters of ``mallopt`` (malloc.h)."""
+MOST = 2**31 - 1
+PADDING = 2**28
+
+
+def keep_freed_memory() -> None:
+    """Keep freed blocks in the process instead of giving each one back to the kernel, where the C library is glibc.
+
+    A step allocates the same large tensors again and again; each would be mapped and faulted in anew, up to a third of the step's time.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        for parameter, value in ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, MOST), (M_TOP_PAD, PADDING)):
+            mallopt(parameter, value)
