@@ -16,6 +16,7 @@ class Attention final : public graphspec::Program {
 
   int phases() const override { return 1; }
   int chunks(int) const override { return static_cast<int>(n_.lanes * n_.groups * splits_); }
+  int64_t size() const override { return n_.lanes * n_.tokens * n_.heads * n_.dim; }
   void work(int, int task) override {
     static thread_local Scratch scratch;
     const int64_t lane = task / (n_.groups * splits_), group = task / splits_ % n_.groups, part = task % splits_;

@@ -69,6 +69,7 @@ class TopRows final : public graphspec::Program {
   explicit TopRows(const TopK& call) : c_(call) {}
   int phases() const override { return 1; }
   int chunks(int) const override { return static_cast<int>(c_.rows); }
+  int64_t size() const override { return c_.rows * c_.vocab; }
   void work(int, int row) override {
     static thread_local Best best;
     const float* key = keys(row);

@@ -31,6 +31,7 @@ class Linear final : public graphspec::Program {
     if (phase == 0) return call_.norm == nullptr ? 0 : static_cast<int>((call_.rows + ROWS - 1) / ROWS);
     return static_cast<int>((call_.weight.blocks + per_chunk_ - 1) / per_chunk_);
   }
+  int64_t size() const override { return call_.rows * call_.weight.channels * call_.outputs; }
   void work(int phase, int chunk) override {
     const int64_t channels = call_.weight.channels;
     if (phase == 0) {

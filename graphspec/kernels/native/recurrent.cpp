@@ -31,6 +31,7 @@ class TreeConv final : public graphspec::Program {
   explicit TreeConv(const Conv& call) : c_(call) {}
   int phases() const override { return 1; }
   int chunks(int) const override { return static_cast<int>((c_.lanes * c_.tokens + ROWS - 1) / ROWS); }
+  int64_t size() const override { return c_.lanes * c_.tokens * c_.channels; }
   void work(int, int chunk) override {
     for (int64_t r = chunk * ROWS; r < std::min(c_.lanes * c_.tokens, (chunk + 1) * ROWS); ++r) row(r);
   }
@@ -114,6 +115,7 @@ class StateRule final : public graphspec::Program {
   explicit StateRule(const States& call) : c_(call) {}
   int phases() const override { return 1; }
   int chunks(int) const override { return static_cast<int>(c_.lanes * c_.heads); }
+  int64_t size() const override { return c_.lanes * c_.steps * c_.heads * c_.key_dim * c_.value_dim; }
 
   void work(int, int chunk) override {
     static thread_local StateScratch scratch;

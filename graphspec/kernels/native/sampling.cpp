@@ -26,6 +26,7 @@ class NoiseRows final : public graphspec::Program {
   explicit NoiseRows(const NoiseCall& call) : c_(call) {}
   int phases() const override { return 1; }
   int chunks(int) const override { return static_cast<int>(c_.lanes * c_.tokens); }
+  int64_t size() const override { return c_.lanes * c_.tokens * c_.vocab; }
   void work(int, int row) override {
     const Noise noise(c_.seed[row / c_.tokens], c_.position[row]);
     float* out = c_.out + row * c_.vocab;
@@ -52,6 +53,7 @@ class SampleRows final : public graphspec::Program {
   explicit SampleRows(const SampleCall& call) : c_(call) {}
   int phases() const override { return 1; }
   int chunks(int) const override { return static_cast<int>(c_.lanes * c_.tokens); }
+  int64_t size() const override { return c_.lanes * c_.tokens * c_.vocab; }
 
   void work(int, int row) override {
     static thread_local std::vector<float> keys;

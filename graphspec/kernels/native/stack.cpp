@@ -91,6 +91,7 @@ class Stack final : public graphspec::Program {
   // One for what each lane sees, those of every layer, one for the final norm.
   int phases() const override { return static_cast<int>(1 + count_ * PHASES + 1); }
 
+  int64_t size() const override { return rows_ * p_.hidden; }
   int chunks(int number) const override {
     if (number == 0) return static_cast<int>(w_.windows.size() * c_.lanes);
     if (number == phases() - 1) return normed_at_end_ && !c_.kv_only ? row_chunks() : 0;

@@ -3,16 +3,15 @@
 // One word says which chunk of which phase comes next; claiming a chunk is one compare-and-swap on it, and whoever finishes the last chunk of
 // a phase opens the next one. No phase waits for a member, only for chunks that were claimed: a member that another program keeps off its
 // core holds nothing up, unless it had a chunk just then. Who waits for such a chunk soon sleeps, which leaves its core to the member.
-// Where the caller's thread is off its core for too large a part of the time, the next programs run on it alone.
+// Each kind of program runs together or on the caller's thread alone, whichever has been faster (pace.h).
 
 #include "team.h"
 
 #include <fenv.h>
 #include <pthread.h>
 #include <signal.h>
-#include <time.h>
 
-#include <algorithm>
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -20,6 +19,9 @@
 #include <mutex>
 #include <system_error>
 #include <thread>
+#include <typeinfo>
+
+#include "pace.h"
 
 #if defined(__x86_64__) || defined(__i386__)
 #include <immintrin.h>
@@ -33,13 +35,7 @@ using Nanoseconds = std::chrono::nanoseconds;
 
 constexpr Nanoseconds PATIENCE = std::chrono::microseconds(50);  // awake while a phase is under way
 constexpr Nanoseconds LINGER = std::chrono::microseconds(500);   // awake after a program: the next one may come at once
-constexpr Nanoseconds PAUSE = std::chrono::milliseconds(20);     // between two programs; after a longer one the caller had something else to do
-constexpr int LOSS = 4;               // the caller's thread may be off its core for 1/LOSS of the time
-constexpr int STRIKES = 2;            // times that may happen less than FORGIVEN programs apart
-constexpr int64_t FORGIVEN = 64;
-constexpr int64_t ALONE_LEAST = 256;  // programs that run alone after that, doubled each time it happens again
-constexpr int64_t ALONE_MOST = 16384;
-constexpr int64_t TRUSTED = 1024;     // programs in a row that lost less, after which it begins anew
+constexpr size_t KINDS = 256;  // of programs that are told apart; a power of two
 
 void relax() {
 #if defined(__x86_64__) || defined(__i386__)
@@ -59,52 +55,46 @@ class Team {
  public:
   void run(Program& program, int threads) {
     const std::unique_lock<std::mutex> lead(leading_, std::try_to_lock);
-    if (!lead.owns_lock() || threads < 2 || alone_ > 0) {
-      // The counters are the leader's own.
-      if (lead.owns_lock() && threads > 1) --alone_;
-      for (int phase = 0; phase < program.phases(); ++phase)
-        for (int chunk = 0, count = program.chunks(phase); chunk < count; ++chunk) program.work(phase, chunk);
+    if (!lead.owns_lock() || threads < 2) {
+      alone(program);
       return;
     }
+    Pace& pace = pace_of(program, threads);
+    const auto begin = Clock::now();
+    if (pace.together())
+      together(program, threads);
+    else
+      alone(program);
+    pace.took(std::chrono::duration<double>(Clock::now() - begin).count());
+  }
+
+ private:
+  struct Kind {
+    size_t name = 0;
+    Pace pace;
+  };
+
+  // The leader's own. A kind whose place another one takes begins anew.
+  Pace& pace_of(const Program& program, int threads) {
+    const size_t parts = (static_cast<size_t>(program.size()) << 16 | static_cast<size_t>(program.phases())) ^ static_cast<size_t>(threads) << 56;
+    const size_t name = (typeid(program).hash_code() ^ parts) * 0x9e3779b97f4a7c15u | 1;
+    Kind& kind = kinds_[name >> 32 & (KINDS - 1)];
+    if (kind.name != name) kind = {name, {}};
+    return kind.pace;
+  }
+
+  static void alone(Program& program) {
+    for (int phase = 0; phase < program.phases(); ++phase)
+      for (int chunk = 0, count = program.chunks(phase); chunk < count; ++chunk) program.work(phase, chunk);
+  }
+
+  void together(Program& program, int threads) {
     grow(threads);
     width_.store(threads, std::memory_order_relaxed);
-    const Stamp begin = stamp();
     program_ = &program;
     fegetenv(&environment_);
     open(++programs_, 0);
     help(false);
-    judge(begin);
-  }
-
- private:
-  // When, and how long the calling thread had run by then.
-  struct Stamp {
-    Nanoseconds wall, run;
-    std::thread::id thread;
-  };
-
-  static Stamp stamp() {
-    timespec run;
-    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &run);
-    return {Clock::now().time_since_epoch(), std::chrono::seconds(run.tv_sec) + Nanoseconds(run.tv_nsec), std::this_thread::get_id()};
-  }
-
-  // Other programs, or members on the wrong core, keep a thread from running in a program as well as between two of them.
-  void judge(const Stamp& begin) {
-    const bool follows = last_.thread == begin.thread && begin.wall - last_.wall < PAUSE;
-    const Stamp since = follows ? last_ : begin;
-    last_ = stamp();
-    const Nanoseconds took = last_.wall - since.wall, off = took - (last_.run - since.run);
-    if (off * LOSS > took && off > PATIENCE) {
-      good_ = 0;
-      if (++strikes_ < STRIKES) return;
-      alone_ = penalty_;
-      penalty_ = std::min(2 * penalty_, ALONE_MOST);
-    } else {
-      ++good_;
-      if (good_ == FORGIVEN) strikes_ = 0;
-      if (good_ == TRUSTED) penalty_ = ALONE_LEAST;
-    }
   }
 
   void grow(int threads) {
@@ -193,9 +183,7 @@ class Team {
   std::mutex leading_;
   uint64_t programs_ = 0;
   int members_ = 0;
-  Stamp last_{};
-  int64_t alone_ = 0, penalty_ = ALONE_LEAST, good_ = 0;
-  int strikes_ = 0;
+  std::array<Kind, KINDS> kinds_{};
   std::mutex sleeping_;
   std::condition_variable changed_;
 };
@@ -221,3 +209,16 @@ Team& team() {
 void run(Program& program, int threads) { team().run(program, threads); }
 
 }  // namespace graphspec
+
+extern "C" {
+
+// What a Pace chooses over `count` programs that take `together[i]` or `alone[i]`; for tests.
+void graphspec_pace(const double* together, const double* alone, int64_t count, uint8_t* chosen) {
+  graphspec::Pace pace;
+  for (int64_t i = 0; i < count; ++i) {
+    chosen[i] = pace.together();
+    pace.took(chosen[i] ? together[i] : alone[i]);
+  }
+}
+
+}  // extern "C"

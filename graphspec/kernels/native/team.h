@@ -13,12 +13,14 @@ class Program {
   // Chunks of a phase, at most 65535; 0 skips it.
   virtual int chunks(int phase) const = 0;
   virtual void work(int phase, int chunk) = 0;
+  // How much work it is, in any unit: programs of one class with as many phases and as much work take about the same time.
+  virtual int64_t size() const = 0;
 
  protected:
   ~Program() = default;
 };
 
-// Run every phase of `program` on the calling thread and up to `threads` - 1 others. Returns when all is done.
+// Run every phase of `program` on the calling thread and up to `threads` - 1 others, where that has been faster. Returns when all is done.
 void run(Program& program, int threads);
 
 }  // namespace graphspec
