@@ -126,10 +126,10 @@ def test_kinds_of_models_have_places_of_their_own(monkeypatch: pytest.MonkeyPatc
             assert stages == []
 
     monkeypatch.setattr("recipes.train_demo.Demo", Recorded)
-    for name in ("demo", "python", "hybrid"):
+    for name in ("demo", "hybrid"):
         main(["--config", name])
     assert [(name, work.name, out.name) for name, work, out in asked] == [
-        ("demo", "train-demo", "demo"), ("python", "train-demo", "demo"), ("hybrid", "train-demo_hybrid", "demo_hybrid"),
+        ("demo", "train-demo", "demo"), ("hybrid", "train-demo_hybrid", "demo_hybrid"),
     ]  # fmt: skip
 
 
