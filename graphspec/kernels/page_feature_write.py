@@ -67,6 +67,8 @@ def page_feature_case(
         "feature_BTF": torch.randn(lanes, nodes or width, features, generator=generator),
     }
     if not nodes:
+        # Of prompts' chunks they are columns of the message.
+        case["begin_R"], case["length_B"] = torch.stack((case["begin_R"], case["length_B"]), 1).unbind(1)
         return case
     row = torch.cat((torch.randperm(lanes, generator=generator)[:-1], torch.tensor([lanes])))
     case["length_B"][-1] = 0

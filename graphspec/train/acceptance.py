@@ -6,12 +6,14 @@ new tokens per cycle, the target's own token included, the prefill's token not c
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import torch
 
 from ..command_options import LaunchConfig
 from ..config import Config, RuntimeConfig, VariantConfig
@@ -39,10 +41,11 @@ def check_acceptance(config: AcceptanceConfig, context: int, stream: np.ndarray)
 
 
 def small_engine(config: LaunchConfig, target: str, variant: VariantConfig) -> LLM:
-    """An eager engine for one batch of the measured prompts, with the checkpoint ``target``."""
+    """An engine for one batch of the measured prompts, with the checkpoint ``target``: native on a CPU with a C++ compiler, eager elsewhere."""
     measured = config.train.acceptance
     model = replace(config.model, path=target, max_context=measured.prompt_length + measured.new_tokens)
-    runtime = RuntimeConfig(name="eager", max_rows=measured.batch, buckets=[measured.batch])
+    native = config.hardware.device != "cuda" and not torch.cuda.is_available() and shutil.which("g++") is not None
+    runtime = RuntimeConfig(name="compiled" if native else "eager", max_rows=measured.batch, buckets=[measured.batch])
     return LLM.from_config(Config(variant=variant, model=model, runtime=runtime, hardware=config.hardware))
 
 

@@ -128,12 +128,12 @@ def _page_feature_write(
 ) -> None:  # fmt: skip
     require("page table", table_BP, _int32)
     require("page feature", page_feature, feature_BTF.dtype)
-    feature, length = dense(feature_BTF), dense(length_B)
-    require_slots(page_feature, table_BP, begin_R, path_BA, lane_row_B)
+    feature, length, begin = dense(feature_BTF), dense(length_B), dense(begin_R)
+    require_slots(page_feature, table_BP, path_BA, lane_row_B)
     lanes, tokens, channels = feature.shape
     width = tokens if path_BA is None else path_BA.shape[1]
     sizes = (lanes, page_size, table_BP.shape[1], tokens, width, channels * feature.element_size())
-    call("page_feature_write", (page_feature, table_BP, begin_R, length, feature, path_BA, lane_row_B), *sizes)
+    call("page_feature_write", (page_feature, table_BP, begin, length, feature, path_BA, lane_row_B), *sizes)
 
 
 def _commit_rows(
