@@ -73,7 +73,7 @@ def measure(llm: LLM, prompts: list[list[int]], max_tokens: int, temperature: fl
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print a Markdown table, write the records to ``perf/results``; with ``--readme`` also rewrite README's table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runtime", default="eager", choices=("eager", "compiled", "captured"))
+    parser.add_argument("--runtime", default="compiled", choices=("eager", "compiled", "captured"))
     parser.add_argument("--variant", nargs="+", default=sorted({case[0] for case in CASES}), help="only these")
     parser.add_argument("--prompts", type=int, default=24)
     parser.add_argument("--prompt-tokens", type=int, default=64)
