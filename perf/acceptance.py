@@ -30,12 +30,10 @@ EAGLE_1 = [
 """The default tree of EAGLE-1's published code: 25 nodes and the root."""
 
 CHAIN, TREE, DEEP = (4, 1, 5), (4, 4, 16), (5, 4, 16)
-BLOCK, BLOCK_TREE = (7, 1, 8), (7, 4, 16)
 CASES: tuple[tuple[str, str, dict[str, Any] | tuple[int, int, int]], ...] = (
     *((variant, shape, size) for variant in ("eagle", "eagle3", "mtp", "standalone") for shape, size in (("chain", CHAIN), ("tree", TREE))),
     ("eagle3", "tree", DEEP),
     ("eagle", "EAGLE-1's static tree", {"tree_choices": EAGLE_1}),
-    *((variant, shape, size) for variant in ("dflash", "p_eagle") for shape, size in (("one pass, chain", BLOCK), ("one pass, tree", BLOCK_TREE))),
     ("ngram", "paths", (6, 4, 12)),
     ("ngram_trie", "tree", (8, 8, 12)),
 )

@@ -106,20 +106,25 @@ class Demo:
         """The figures ``graphspec train`` left."""
         return dict(json.loads((self.work / name / RECORD).read_text(encoding="utf-8")))
 
+    def trained(self) -> list[str]:
+        """The drafts whose training is finished."""
+        return [name for name in self.drafts if (self.work / name / RECORD).exists()]
+
     def figures(self) -> dict[str, Any]:
         """Everything the card is written from."""
         target, corpus = self.record("target"), json.loads((self.work / "corpus" / "corpus.json").read_text(encoding="utf-8"))
         corpus |= {key: target["data"][key] for key in ("train_tokens", "held_out_tokens")}
         drafts: dict[str, Any] = {}
-        for name in self.drafts:
+        for name in self.trained():
             record = self.record(name)
             drafts[name] = {**record["training"], "megabytes": round(record["megabytes"], 2), "acceptance": record["acceptance"]}
+        settings = self.settings()
         return {
             "corpus": corpus,
             "target": {**target["training"], "published": target["published"]},
             "drafts": drafts,
             "megabytes": round(size_in_megabytes(self.out), 2),
-            "config": self.settings(),
+            "config": {**settings, "drafts": {name: settings["drafts"][name] for name in drafts}},
         }
 
     def settings(self) -> dict[str, Any]:
@@ -137,8 +142,13 @@ class Demo:
         }
 
     def export(self) -> None:
-        """Copy what ``graphspec`` loads to ``out``, with the record, the card and the NOTICE."""
-        for name in ("target", *self.drafts):
+        """Copy what ``graphspec`` loads to ``out``, with the record, the card and the NOTICE. Drafts that are not trained are named and left out."""
+        trained = self.trained()
+        if not trained:
+            raise ConfigError("--stage", "a draft that is trained before export", "none of " + ", ".join(self.drafts))
+        if left := [name for name in self.drafts if name not in trained]:
+            print("not trained, left out: " + ", ".join(left), flush=True)
+        for name in ("target", *trained):
             self.record(name)
             (self.out / name).mkdir(parents=True, exist_ok=True)
             for file in ("config.json", "generation_config.json", "model.safetensors", *TOKENIZER_FILES):
