@@ -142,7 +142,7 @@ class Demo:
         }
 
     def export(self) -> None:
-        """Copy what ``graphspec`` loads to ``out``, with the record, the card and the NOTICE. Drafts that are not trained are named and left out."""
+        """Copy what ``graphspec`` loads to ``out``, with the record, the card and the NOTICE; drafts that are not trained are left out."""
         trained = self.trained()
         if not trained:
             raise ConfigError("--stage", "a draft that is trained before export", "none of " + ", ".join(self.drafts))

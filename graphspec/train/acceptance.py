@@ -41,7 +41,7 @@ def check_acceptance(config: AcceptanceConfig, context: int, stream: np.ndarray)
 
 
 def small_engine(config: LaunchConfig, target: str, variant: VariantConfig) -> LLM:
-    """An engine for one batch of the measured prompts, with the checkpoint ``target``: native on a CPU with a C++ compiler, eager elsewhere."""
+    """An engine for one batch of the measured prompts, with the checkpoint ``target``; eager on GPUs and without a compiler."""
     measured = config.train.acceptance
     model = replace(config.model, path=target, max_context=measured.prompt_length + measured.new_tokens)
     native = config.hardware.device != "cuda" and not torch.cuda.is_available() and shutil.which("g++") is not None

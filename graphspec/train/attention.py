@@ -1,8 +1,8 @@
 """Causal attention for training on a CPU in bfloat16: batched products over whole score matrices.
 
-PyTorch's flash attention for CPUs multiplies small blocks, and its backward pass takes a third of a training step of a thin model where the
-matrix unit (amx_bf16) would do. Written as batched products, one layer takes a third of the time; the probabilities are kept for the backward
-pass, ``2 * batch * heads * length ** 2`` bytes a layer. The two passes are operators of their own, so that a compiler does not take them apart.
+PyTorch's flash attention for CPUs multiplies small blocks, and its backward pass takes a third of a training step of a thin model where a
+matrix unit (amx_bf16) would do. Written as batched products, one layer takes a third of the time. The probabilities are kept for the
+backward pass, ``2 * batch * heads * length ** 2`` bytes a layer. Each pass is an operator, so that a compiler does not take it apart.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def causal_attention_backward(
     gradient = gradient_BHTD.reshape(B * G, H // G * T, D)
     of_v = torch.bmm(probabilities.mT, gradient)
     of_probabilities = torch.bmm(gradient, v_BGTD.reshape(B * G, T, D).mT)
-    of_scores = torch.ops.aten._softmax_backward_data(of_probabilities, probabilities, -1, probabilities.dtype)
+    of_scores = torch.ops.aten._softmax_backward_data.default(of_probabilities, probabilities, -1, probabilities.dtype)
     of_q = torch.bmm(of_scores, k_BGTD.reshape(B * G, T, D)).mul_(scale)
     of_k = torch.bmm(of_scores.mT, q_BHTD.reshape(B * G, H // G * T, D)).mul_(scale)
     return of_q.view(B, H, T, D), of_k.view(B, G, T, D), of_v.view(B, G, T, D)

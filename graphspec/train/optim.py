@@ -14,7 +14,7 @@ LOWEST = 0.02
 
 
 def orthogonalised(update: torch.Tensor, dtype: torch.dtype = torch.float32, iterations: int = 5) -> torch.Tensor:
-    """Each ``[.., rows, columns]`` update made nearly orthogonal by the quintic Newton-Schulz iteration of Jordan et al. (2024) in ``dtype``."""
+    """Each ``[.., rows, columns]`` update made nearly orthogonal in ``dtype`` by Newton-Schulz iteration (quintic; Jordan et al. 2024)."""
     x: torch.Tensor = update.mT if update.shape[-2] > update.shape[-1] else update
     x = (x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)).to(dtype)
     for _ in range(iterations):
@@ -26,7 +26,7 @@ def orthogonalised(update: torch.Tensor, dtype: torch.dtype = torch.float32, ite
 class Muon(torch.optim.Optimizer):
     """Momentum whose update is orthogonalised in ``dtype``, batched over matrices of one shape.
 
-    ``torch.optim.Muon`` always iterates in bfloat16, which a CPU without bfloat16 arithmetic emulates: many times slower than the training step.
+    ``torch.optim.Muon`` always iterates in bfloat16, which a CPU without bfloat16 arithmetic emulates: many times slower than a step.
     The learning rate is scaled by ``0.2 * sqrt(max(rows, columns))`` so that one rate serves AdamW and Muon (Liu et al. 2025).
     """
 

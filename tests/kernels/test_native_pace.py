@@ -1,5 +1,7 @@
 """When a kind of program runs on the whole team and when on one thread: the choice over times that are given, by no clock."""
 
+from __future__ import annotations
+
 import ctypes
 from collections.abc import Sequence
 

@@ -1,5 +1,7 @@
 """Attention of training on a CPU in bfloat16, against PyTorch's."""
 
+from __future__ import annotations
+
 import pytest
 import torch
 import torch.nn.functional as F
