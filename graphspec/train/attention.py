@@ -45,7 +45,8 @@ def causal_attention_backward(
     gradient = gradient_BHTD.reshape(B * G, H // G * T, D)
     of_v = torch.bmm(probabilities.mT, gradient)
     of_probabilities = torch.bmm(gradient, v_BGTD.reshape(B * G, T, D).mT)
-    of_scores = torch.ops.aten._softmax_backward_data.default(of_probabilities, probabilities, -1, probabilities.dtype)
+    backward = torch.ops.aten._softmax_backward_data  # noqa: SLF001
+    of_scores = backward(of_probabilities, probabilities, -1, probabilities.dtype)
     of_q = torch.bmm(of_scores, k_BGTD.reshape(B * G, T, D)).mul_(scale)
     of_k = torch.bmm(of_scores.mT, q_BHTD.reshape(B * G, H // G * T, D)).mul_(scale)
     return of_q.view(B, H, T, D), of_k.view(B, G, T, D), of_v.view(B, G, T, D)

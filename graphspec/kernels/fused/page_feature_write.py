@@ -53,8 +53,8 @@ def page_feature_write(
     # Starts and lengths of prompts' chunks are columns of the message.
     launch(
         _page_feature_write, (lanes, triton.cdiv(width, page_size), triton.cdiv(channels, BLOCK)), page_feature, table_BP,
-        begin_R.contiguous(), length_B.contiguous(), feature_BTF, path_BA, lane_row_B, page_size, table_BP.shape[1], tokens, width, channels,
-        THROUGH_ROWS=lane_row_B is not None, PATH=path_BA is not None, BLOCK=BLOCK,
+        begin_R.contiguous(), length_B.contiguous(), feature_BTF, path_BA, lane_row_B, page_size, table_BP.shape[1], tokens, width,
+        channels, THROUGH_ROWS=lane_row_B is not None, PATH=path_BA is not None, BLOCK=BLOCK,
     )  # fmt: skip
 
 
