@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from graphspec.train.drafter import network_of
@@ -92,13 +93,12 @@ def comparison_text(configs: dict[str, Any]) -> str:
     """What may be said of the differences between drafts, as an item of the list; of a single one nothing."""
     if len(configs) == 1:
         return ""
-    return "- The drafts had the same text and the same schedule; their sizes differ.\n" if alike(configs) else f"{UNEQUAL}\n"
-
-
-def alike(configs: dict[str, Any]) -> bool:
-    """Whether all drafts were trained on the same schedule."""
-    first = next(iter(configs.values()))
-    return all(config["phases"] == first["phases"] and config["restarts"] == first["restarts"] for config in configs.values())
+    schedules = {name: (str(config["phases"]), str(config["restarts"])) for name, config in configs.items()}
+    usual, count = Counter(schedules.values()).most_common(1)[0]
+    if 2 * count <= len(configs):
+        return f"{UNEQUAL}\n"
+    others = " and ".join(f"`{name}`" for name, schedule in schedules.items() if schedule != usual)
+    return f"- The drafts had the same text and{f', but for {others},' if others else ''} the same schedule; their sizes differ.\n"
 
 
 def sampled_text(drafts: dict[str, Any]) -> str:
@@ -206,7 +206,7 @@ at depth d among those that accepted one at d - 1.
 {sampled_text(drafts)}
 ## Limits
 
-- {target["parameters"] / 1e6:.1f} million parameters and {corpus["train_tokens"] / 1e6:.1f} million tokens of one kind of text:
+- {target["parameters"] / 1e6:.1f} million parameters and {target["tokens"] / 1e6:.1f} million tokens of one kind of text:
   it knows the look of Python and little of its sense.
 - Under greedy decoding it repeats itself: {percent(measured["repeated_16_grams"])} of the 16-token runs in the measured text had
   occurred earlier in the same continuation. Repetition is easy to draft: these acceptance figures show how the runtime behaves, not what
