@@ -242,8 +242,7 @@ class TrainConfig:
         inside = all(0 < step < total for step in self.restarts) and all(a < b for a, b in pairwise(self.restarts))
         _check("train.restarts", inside, f"ascending steps between 0 and {total}", brief(self.restarts))
         in_range("train.cooldown", self.cooldown or 0, 0, INT32_MOST)
-        for length in self.periods():
-            in_range("train.warmup", self.warm_up_of(length), 0, length)
+        in_range("train.warmup", self.warmup or 0, 0, max(self.periods()))
 
     @property
     def schedule_phases(self) -> list[list[int]]:
