@@ -88,13 +88,6 @@ def test_greedy_equals_transformers(pair: Pair, shape: dict[str, Any]) -> None:
     assert ids(llm.generate(ASKED, SamplingParams(max_tokens=LENGTH))) == expected(pair)
 
 
-@pytest.mark.kernels
-def test_compiled_cycles_decode_the_same(dense: Pair) -> None:
-    llm = dense.llm(**TREE, mode="compiled", page_size=4, max_rows=3)
-    assert llm.cycle.kernels.records, "they are native"
-    assert ids(llm.generate(ASKED, SamplingParams(max_tokens=LENGTH))) == expected(dense)
-
-
 def test_every_node_may_be_the_last_accepted_one(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     oracle = consult(monkeypatch, pair)
     llm = pair.llm(**HOST, max_rows=3)
