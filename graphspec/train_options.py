@@ -129,10 +129,11 @@ class TargetConfig:
         in_range("train.target.vocab_size", self.vocab_size, 257, LONGEST)
         in_range("train.target.max_position_embeddings", self.max_position_embeddings, 2, LONGEST)
         heads = self.num_attention_heads
+        whole = self.architecture != "llama" or self.hidden_size % (2 * heads) == 0
+        _check("train.target.hidden_size", whole, f"a multiple of 2 x {heads} heads", self.hidden_size)
         grouped = heads % self.num_key_value_heads == 0
         _check("train.target.num_key_value_heads", grouped, f"a divisor of num_attention_heads = {heads}", self.num_key_value_heads)
         if self.architecture == "llama":
-            _check("train.target.hidden_size", self.hidden_size % (2 * heads) == 0, f"a multiple of 2 x {heads} heads", self.hidden_size)
             return
         _check("train.target.head_dim", self.head_dim % 8 == 0, "a multiple of 8, for pairs of a quarter of it are rotated", self.head_dim)
         keys, values, every = self.linear_num_key_heads, self.linear_num_value_heads, self.full_attention_interval

@@ -26,6 +26,10 @@ from .generate import cut_prompts, repetition
 from .loop import Watch
 
 
+NATIVE_PAYS = 4096
+"""Tokens from which on a CPU's native programs save more than building them costs."""
+
+
 def check_acceptance(config: AcceptanceConfig, context: int, stream: np.ndarray) -> None:
     """Refuse what can't be measured, before anything is trained.
 
@@ -41,10 +45,11 @@ def check_acceptance(config: AcceptanceConfig, context: int, stream: np.ndarray)
 
 
 def small_engine(config: LaunchConfig, target: str, variant: VariantConfig) -> LLM:
-    """An engine for one batch of the measured prompts, with the checkpoint ``target``; eager on GPUs and without a compiler."""
+    """An engine for one batch of the measured prompts, with the checkpoint ``target``; eager on GPUs, without a compiler, and for few tokens."""
     measured = config.train.acceptance
     model = replace(config.model, path=target, max_context=measured.prompt_length + measured.new_tokens)
-    native = config.hardware.device != "cuda" and not torch.cuda.is_available() and shutil.which("g++") is not None
+    on_cpu = config.hardware.device != "cuda" and not torch.cuda.is_available() and shutil.which("g++") is not None
+    native = on_cpu and measured.prompts * measured.new_tokens >= NATIVE_PAYS
     runtime = RuntimeConfig(name="compiled" if native else "eager", max_rows=measured.batch, buckets=[measured.batch])
     return LLM.from_config(Config(variant=variant, model=model, runtime=runtime, hardware=config.hardware))
 
