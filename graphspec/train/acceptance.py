@@ -25,7 +25,6 @@ from ..train_options import AcceptanceConfig
 from .generate import cut_prompts, repetition
 from .loop import Watch
 
-
 NATIVE_PAYS = 4096
 """Tokens from which on a CPU's native programs save more than building them costs."""
 
@@ -45,7 +44,7 @@ def check_acceptance(config: AcceptanceConfig, context: int, stream: np.ndarray)
 
 
 def small_engine(config: LaunchConfig, target: str, variant: VariantConfig) -> LLM:
-    """An engine for one batch of the measured prompts, with the checkpoint ``target``; eager on GPUs, without a compiler, and for few tokens."""
+    """An engine for one batch of the measured prompts, with the checkpoint ``target``: native on a CPU for many tokens, else eager."""
     measured = config.train.acceptance
     model = replace(config.model, path=target, max_context=measured.prompt_length + measured.new_tokens)
     on_cpu = config.hardware.device != "cuda" and not torch.cuda.is_available() and shutil.which("g++") is not None
