@@ -48,9 +48,6 @@ class MaskConfig(NetworkConfig):
 
 
 def spread(rows: int, count: int, turn: int) -> Tensor:
-    """At most ``count`` of ``rows`` rows, evenly spaced, all of which move on by one with every turn: int64, ascending.
-
-    Every turn has the same number of rows, for a step is compiled for its shapes.
-    """
-    count = min(rows, count)
-    return ((torch.arange(count) * rows // count + turn) % rows).sort().values
+    """At most ``count`` of ``rows`` rows, evenly spaced, from a first one that moves on by one with every turn: int64, ascending."""
+    stride = -(-rows // count)
+    return torch.arange(turn % stride, rows, stride)

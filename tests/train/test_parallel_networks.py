@@ -73,9 +73,9 @@ def test_only_rows_of_a_causal_block_are_alike_in_blocks_of_other_lengths():
 def test_every_row_is_an_anchor_in_its_turn():
     assert spread(10, 64, 3).tolist() == list(range(10))
     turns = [spread(10, 4, turn).tolist() for turn in range(3)]
-    assert turns == [[0, 2, 5, 7], [1, 3, 6, 8], [2, 4, 7, 9]] and {row for turn in turns for row in turn} == set(range(10))
-    assert spread(10, 4, 13).tolist() == spread(10, 4, 3).tolist() == [0, 3, 5, 8]
-    assert all(len(spread(rows, 7, turn)) == min(rows, 7) for rows in range(1, 60) for turn in range(9))
+    assert turns == [[0, 3, 6, 9], [1, 4, 7], [2, 5, 8]]
+    assert spread(10, 4, 5).tolist() == turns[2]
+    assert max(len(spread(rows, 7, turn)) for rows in range(1, 60) for turn in range(9)) == 7
 
 
 def test_the_mask_is_the_rarest_token_that_ends_no_text():
