@@ -320,8 +320,10 @@ def _command_of(module: str) -> Callable[[LaunchConfig], int]:
 
 def _train(config: LaunchConfig) -> int:
     from .show.progress import progress_bars
+    from .train.memory import keep_freed_memory
     from .train.run import headline, run
 
+    keep_freed_memory()
     with progress_bars(lines=True) as watch:
         figures = run(config, watch)
     print(json.dumps(figures, default=str) if config.format == "json" else headline(figures, str(config.train.out)))

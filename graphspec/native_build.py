@@ -45,8 +45,15 @@ def cache_folder() -> Path:
     return folder
 
 
+def compiler_on_path() -> str | None:
+    """``$CXX``, or the first of :data:`COMPILERS` on the path; None: there is none."""
+    asked = os.environ.get("CXX")
+    found = (shutil.which(name) for name in ((asked,) if asked else COMPILERS))
+    return next((path for path in found if path is not None), None)
+
+
 def find_compiler(key: str, hint: str) -> str:
-    """``$CXX``, or the first of :data:`COMPILERS` on the path.
+    """See :func:`compiler_on_path`.
 
     Args:
         key: what asked for a compiler, for the message.
@@ -55,12 +62,11 @@ def find_compiler(key: str, hint: str) -> str:
     Raises:
         ResourceError: there is none.
     """
-    asked = os.environ.get("CXX")
-    for name in (asked,) if asked else COMPILERS:
-        found = shutil.which(name)
-        if found is not None:
-            return found
-    raise ResourceError(key, "a C++ compiler: $CXX or one of " + ", ".join(COMPILERS), asked or "none on PATH", hint)
+    found = compiler_on_path()
+    if found is None:
+        expected = "a C++ compiler: $CXX or one of " + ", ".join(COMPILERS)
+        raise ResourceError(key, expected, os.environ.get("CXX") or "none on PATH", hint)
+    return found
 
 
 def check_trusted(folder: str | Path, key: str, hint: str) -> None:

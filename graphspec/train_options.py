@@ -188,8 +188,8 @@ class TrainConfig:
     clip: float = 1.0
     """Largest norm of the gradient."""
     dtype: str = "float32"
-    """Of the products of linear layers: float32, or bfloat16 by autocast, which pays where the hardware has bfloat16 arithmetic. Weights
-    and optimizers stay in float32."""
+    """Of products, in linear layers, attention and Muon's iterations: float32, or bfloat16, which pays where the hardware has bfloat16
+    arithmetic. Weights and the optimizers' states stay in float32."""
     compile: bool = False
     """Compile the forward pass, a draft's for those phases that have enough steps; pays from some hundred steps on."""
     seed: int = 2

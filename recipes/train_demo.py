@@ -32,6 +32,7 @@ from graphspec.show.progress import progress_bars
 from graphspec.train.draft import Recipe
 from graphspec.train.drafter import trained_variants
 from graphspec.train.export import TOKENIZER_FILES, size_in_megabytes
+from graphspec.train.memory import keep_freed_memory
 from graphspec.train.run import RECORD, headline, run
 
 from .card import model_card
@@ -191,4 +192,5 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    keep_freed_memory()
     main()

@@ -13,7 +13,7 @@ from ..paths import user_path
 
 DEMO = "demo"
 SHIPPED = {DEMO: "python -m recipes.train_demo", "demo_hybrid": "python -m recipes.train_demo --config hybrid"}
-"""Models that come with the package, each a folder of it, and the command that trains them."""
+"""Models whose place is a folder of the package, and the command that trains each."""
 
 
 def model_folder(path: str, revision: str | None = None) -> Path:

@@ -6,7 +6,6 @@ new tokens per cycle, the target's own token included, the prefill's token not c
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -21,6 +20,7 @@ from ..engine.llm import LLM
 from ..engine.outputs import Output
 from ..engine.request import SamplingParams
 from ..errors import ConfigError, ResourceError
+from ..native_build import compiler_on_path
 from ..train_options import AcceptanceConfig
 from .generate import cut_prompts, repetition
 from .loop import Watch
@@ -47,8 +47,8 @@ def small_engine(config: LaunchConfig, target: str, variant: VariantConfig) -> L
     """An engine for one batch of the measured prompts, with the checkpoint ``target``: native on a CPU for many tokens, else eager."""
     measured = config.train.acceptance
     model = replace(config.model, path=target, max_context=measured.prompt_length + measured.new_tokens)
-    on_cpu = config.hardware.device != "cuda" and not torch.cuda.is_available() and shutil.which("g++") is not None
-    native = on_cpu and measured.prompts * measured.new_tokens >= NATIVE_PAYS
+    on_cpu = config.hardware.device == "cpu" or not torch.cuda.is_available()
+    native = on_cpu and compiler_on_path() is not None and measured.prompts * measured.new_tokens >= NATIVE_PAYS
     runtime = RuntimeConfig(name="compiled" if native else "eager", max_rows=measured.batch, buckets=[measured.batch])
     return LLM.from_config(Config(variant=variant, model=model, runtime=runtime, hardware=config.hardware))
 

@@ -1,4 +1,4 @@
-"""How glibc's allocator treats the large blocks of a training step."""
+"""How glibc's allocator treats the large blocks of a training step: a setting of the whole process, for commands that only train."""
 
 from __future__ import annotations
 

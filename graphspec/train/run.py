@@ -30,7 +30,6 @@ from .drafter import load_target, network_of, trained_variants
 from .export import OUT, export_draft, export_target, size_in_megabytes
 from .generate import generate_text, repetition, text_sets
 from .loop import Watch, unwatched
-from .memory import keep_freed_memory
 from .target import NAME, bits_per_byte, train_target
 from .texts import Documents, encode
 from .tokenizer import END_OF_TEXT, train_tokenizer
@@ -95,7 +94,6 @@ def _set_up(config: LaunchConfig) -> str:
         torch.set_num_threads(hardware.threads)
     # Denormals make CPU kernels many times slower and carry no information here.
     torch.set_flush_denormal(True)
-    keep_freed_memory()
     return "cuda" if hardware.device == "auto" and has_cuda else "cpu" if hardware.device == "auto" else hardware.device
 
 

@@ -96,6 +96,7 @@ def train_target(
     if len(streams.held_out) < 2:
         raise ConfigError("train.held_out", "at least two tokens", len(streams.held_out))
     model = build_target(config.target, config.seed).to(device)
+    usual = model.config._attn_implementation  # noqa: SLF001
     if config.dtype == "bfloat16" and model.device.type == "cpu" and isinstance(model, LlamaForCausalLM):
         use_batched_products(model)
     forward = torch.compile(model, dynamic=False) if config.compile else model
@@ -112,8 +113,7 @@ def train_target(
     job = loop.Job(NAME, model, ("embed_tokens", "lm_head"), loss, settings(config), lambda means: {"loss": round(float(means), 4)})
     trained = loop.run(job, config, work, watch)
     model.requires_grad_(False).eval()
-    if isinstance(model, LlamaForCausalLM):
-        model.set_attn_implementation("sdpa")
+    model.set_attn_implementation(usual)
     nats, bits = bits_per_byte(model, streams.held_out, streams.facts["held_out_bytes"])
     return model, {
         "steps": config.total_steps,

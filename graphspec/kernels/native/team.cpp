@@ -35,7 +35,7 @@ using Nanoseconds = std::chrono::nanoseconds;
 
 constexpr Nanoseconds PATIENCE = std::chrono::microseconds(50);  // awake while a phase is under way
 constexpr Nanoseconds LINGER = std::chrono::microseconds(500);   // awake after a program: the next one may come at once
-constexpr size_t KINDS = 256;  // of programs that are told apart; a power of two
+constexpr size_t KINDS = 256;  // kinds of programs with a pace of their own; a power of two
 
 void relax() {
 #if defined(__x86_64__) || defined(__i386__)
