@@ -83,8 +83,8 @@ def cycle_stages(build: Build, *, catch_up: bool = False) -> list[Stage]:
     if catch_up:
         stages.append(CatchUp(build))
     elif shape.num_steps:
-        if build.sampling.grammar and build.plan.variant.has_network:
-            # The host begins: there is one segment up to the tree.
+        if build.sampling.grammar and build.plan.variant.drafter != "host":
+            # The host begins: there is one segment up to the tree. Where it drafts, the run came with the message.
             stages.insert(0, ForcedRuns(build))
         stages += load_object(build.plan.variant.stages)(build)
     stages.append(ChainLayout(build) if shape.is_chain else TreeBuild(build))

@@ -26,6 +26,7 @@ from tests.support.tape import TapeCapturer
 CHAIN = {"variant": "eagle3", "num_steps": 4, "topk": 1, "num_draft_tokens": 5}
 TREE = {"variant": "eagle3", "num_steps": 3, "topk": 3, "num_draft_tokens": 10}
 TRIE = {"variant": "ngram_trie"}
+NGRAM = {"variant": "ngram"}
 NONE = {"variant": "none"}
 PERSON = {
     "type": "object",
@@ -104,7 +105,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "target-only": {**TREE, "rule": "target_only"},
     "mtp": {**TREE, "variant": "mtp"},
     "eagle": {**CHAIN, "variant": "eagle"},
-    "ngram": {"variant": "ngram"},
+    "ngram": NGRAM,
+    "ngram-chain": {**CHAIN, "variant": "ngram"},
     "depths": {**CHAIN, "depths": [0, 2]},
 }
 
@@ -332,7 +334,9 @@ def test_a_forced_token_comes_first_and_scores_stay_sorted() -> None:
     assert found[0].tolist() == [[[-1.0, -2.0, -3.0], [0.0, -1.0, -3.0], [0.0, -1.0, -2.0], [0.0, -2.0, -3.0]]]
 
 
-@pytest.mark.parametrize("keys", [CHAIN, TREE, TRIE], ids=["chain", "tree", "trie"])
+@pytest.mark.parametrize(
+    "keys", [CHAIN, TREE, TRIE, NGRAM, {**CHAIN, "variant": "ngram"}], ids=["chain", "tree", "trie", "ngram", "ngram-chain"]
+)
 def test_forced_text_is_accepted_whole(keys: dict[str, Any], tree: LLM) -> None:
     """One way to spell a digit, twelve times and an end: as fast as the depth allows."""
     asked = SamplingParams(structured=Structured(regex="(x7){6}"), max_tokens=40, logit_bias=dict.fromkeys(tree.tokenizer.words("x"), 50.0))

@@ -312,7 +312,7 @@ def stages_of(cycle: Cycle, key: Key) -> Iterator[Stage]:
 @pytest.mark.parametrize(
     ("shape", "sampling", "rule"),
     [*((shape, "sampling", "match") for shape in (*STRUCTURES, *HYBRIDS)), ("tree", "greedy", "match"), ("tree", "all", "match"),
-     ("chain", "all", "match"), ("tree", "greedy", "synthetic"), ("chain", "all", "rejection"),
+     ("chain", "all", "match"), ("own-history", "all", "match"), ("tree", "greedy", "synthetic"), ("chain", "all", "rejection"),
      *((shape, "sampling", rule) for shape, rule in RULES)],
 )  # fmt: skip
 def test_stages_touch_exactly_what_they_declare(shape: str, sampling: str, rule: str) -> None:
