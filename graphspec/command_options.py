@@ -115,6 +115,8 @@ class ProfileConfig:
     """All sides stay loaded and take turns round by round; false: one after the other, for models that fit once only."""
     stages: bool = True
     """Also time every stage of the cycle, in a separate run."""
+    structured_rows: int = 0
+    """Also measure what the other rows of a batch pay while this many follow a grammar (extra grammar); 0: don't."""
     generations: int = 1
     """Generations recorded cycle by cycle for the tree viewer of ``graphspec report``."""
     trace: str | None = None
@@ -134,6 +136,7 @@ class ProfileConfig:
         check_fields(self, "profile", paths=("trace", "assistant"))
         in_range("profile.rounds", self.rounds, 1, MAX_ROUNDS)
         in_range("profile.warm_up_seconds", self.warm_up_seconds, 0, MOST)
+        in_range("profile.structured_rows", self.structured_rows, 0, MAX_ROWS)
         in_range("profile.generations", self.generations, 0, MAX_ROUNDS)
         _check("profile.api_prompts", self.api_prompts in API_PROMPTS, "one of " + ", ".join(API_PROMPTS), repr(self.api_prompts))
         in_range("profile.timeout_seconds", self.timeout_seconds, LEAST, MOST)
@@ -253,6 +256,8 @@ class LaunchConfig(Config):
         _check("system", self.system is None or self.chat, "null without chat=true", self.system)
         for name in self.baseline:
             _check("baseline", name in BASELINES, "one of " + ", ".join(BASELINES) + ", or a list of them", repr(name))
+        rows, batch = self.profile.structured_rows, self.workload.batch
+        _check("profile.structured_rows", rows in range(batch), f"fewer than workload.batch = {batch}, so that other rows are left", rows)
         _check("url", "openai" not in self.baseline or self.url is not None, "the server's address with baseline=openai", None)
 
     def with_shape(self, shape: Sequence[int]) -> LaunchConfig:

@@ -22,7 +22,7 @@ from .process import WorkerProcess, pack
 from .sides import PLAIN, SELF, SUBJECT, SideConfig
 
 Say = Callable[[str], None]
-CYCLE_KEYS = ("cycle_ms", "host_us", "gap_ms", "nodes", "stages", "floor_ms", "percent_of_floor", "bandwidth")
+CYCLE_KEYS = ("cycle_ms", "host_us", "gap_ms", "nodes", "stages", "floor_ms", "percent_of_floor", "bandwidth", "next_to_grammar")
 """Keys of a record that only engines of this package fill."""
 
 

@@ -17,6 +17,7 @@ from ...errors import ResourceError
 from ...kernels import resolve
 from ...plan import Plan
 from .generations import record_generation
+from .grammar_rows import GrammarRows
 from .metrics import CycleCount, Timeline, closed_loop_arrivals
 from .open_loop import play
 from .recorder import Recorder, stage_timer
@@ -42,10 +43,26 @@ class EngineSide:
         self.llm = LLM.from_config(self.config, progress)
         self.workload: Workload = make_workload(config, self._encode, self.llm.plan.target.vocab_size)
         self.params = [self.params_of(request) for request in self.workload.requests]
-        for index, error in enumerate(self.llm.check([request.prompt for request in self.workload.requests], self.params)):
+        self._check([request.prompt for request in self.workload.requests], self.params)
+        self.llm.warm_up(self.workload.batch, sampling=sampling_class(self.params))
+        self.grammar_rows = self._grammar_rows(self.config.profile.structured_rows)
+
+    def _check(self, prompts: list[list[int]], params: list[SamplingParams]) -> None:
+        for index, error in enumerate(self.llm.check(prompts, params)):
             if error is not None:
                 raise ResourceError(f"request {index}", "one that can be served", error)
-        self.llm.warm_up(self.workload.batch, sampling=sampling_class(self.params))
+
+    def _grammar_rows(self, structured: int) -> GrammarRows | None:
+        """A batch of the workload's requests in which that many rows follow a grammar, checked and built; None: none of them."""
+        if structured == 0:
+            return None
+        places = [place % len(self.params) for place in range(self.workload.batch)]
+        prompts, params = [self.workload.requests[place].prompt for place in places], [self.params[place] for place in places]
+        rows = GrammarRows(self.llm, prompts, params, structured)
+        together = rows.requests(grammar=True)
+        self._check(*together)
+        self.llm.warm_up(self.workload.batch, sampling=sampling_class([*together[1], *self.params]))
+        return rows
 
     def _encode(self, text: str) -> list[int]:
         return self.llm.tokenizer.encode(text)
@@ -136,11 +153,14 @@ class EngineSide:
         }
 
     def profile(self, bandwidth: float | None = None) -> dict[str, Any]:
-        """Times inside the cycle (:func:`graphspec.lab.measure.stages.profile_cycles`)."""
+        """Times inside the cycle (:func:`graphspec.lab.measure.stages.profile_cycles`), and next to rows with a grammar, where asked."""
         context = round(self.workload.input_tokens + self.workload.output_tokens / 2)
-        return profile_cycles(
+        found = profile_cycles(
             self.llm, self.run_with, context, self.config.variant.token_map, stages=self.config.profile.stages, bandwidth=bandwidth
         )
+        if self.grammar_rows is not None:
+            found["next_to_grammar"] = self.grammar_rows.measure(self.config.profile.rounds)
+        return found
 
     def depth_times(self) -> list[tuple[int, int, float]]:
         """``(bucket, depth, time)`` of every cycle of an engine whose depth adapts; none of another."""
