@@ -129,7 +129,7 @@ class SimulatedDevice:
 
 
 class HostCycle(Cycle):
-    """The engine's cycle with its envelopes, launches and reads, over programs of one simulated stage."""
+    """The engine's cycle with its message buffers, launches and reads, over programs of one simulated stage."""
 
     def __init__(self, plan: Plan) -> None:
         nothing = cast("Any", None)  # Only stages need networks, and none are built here.

@@ -91,7 +91,7 @@ def measure(llm: LLM, prompts: Sequence[Sequence[int]], tokens_per_cycle: int, n
     """One request of ``new_tokens`` tokens, and the other prompts one after another as it runs."""
     plan, cycle = replace(llm.plan, prefill_tokens_per_cycle=tokens_per_cycle), Timed(llm.cycle)
     scheduler = Scheduler(plan, cycle, None)
-    scheduler.offer(GREEDY, plan.buckets, llm.cycle.prefills(GREEDY))
+    scheduler.add_programs(GREEDY, plan.buckets, llm.cycle.prefills(GREEDY))
     requests = [
         Request(index, list(prompt), SamplingParams(seed=0), (), new_tokens if index == 0 else NEW) for index, prompt in enumerate(prompts)
     ]

@@ -27,7 +27,7 @@ class Queue:
         return len(self.requests)
 
     def __contains__(self, request: Request) -> bool:
-        place = bisect_left(self.requests, request.rank(), key=Request.rank)
+        place = bisect_left(self.requests, request.precedence(), key=Request.precedence)
         return place < len(self.requests) and self.requests[place] is request
 
     def __iter__(self) -> Iterator[Request]:
@@ -35,11 +35,11 @@ class Queue:
 
     def add(self, request: Request) -> None:
         """Queue a request; one that comes back from a row has its old place."""
-        insort(self.requests, request, key=Request.rank)
+        insort(self.requests, request, key=Request.precedence)
 
     def remove(self, request: Request) -> None:
         """Take a request out that is in here."""
-        del self.requests[bisect_left(self.requests, request.rank(), key=Request.rank)]
+        del self.requests[bisect_left(self.requests, request.precedence(), key=Request.precedence)]
         request.overtaken = 0
 
     def admit(self, place: Callable[[Request], bool]) -> None:

@@ -11,9 +11,9 @@ from ..shapes import GREEDY
 from .events import Stream
 from .llm import LLM
 from .outputs import StreamEvent
+from .priority import Deadline, Priority
 from .prompts import Params, Prompt, one_of_params
 from .text import conversations
-from .urgency import Deadline, Priority
 
 
 class AsyncStream:

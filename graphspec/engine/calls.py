@@ -11,14 +11,14 @@ from .depth import DepthPolicy
 from .launcher import Launcher
 from .request import Request
 
-Built = tuple[str, int, int]
+BuildProgress = tuple[str, int, int]
 """Progress of building programs: phase, done, total."""
-Item = Request | Built | None
+InboxItem = Request | BuildProgress | None
 """What a caller is sent: a request whose output or state changed, progress, or that the call has ended."""
 
 
 @dataclass(frozen=True, slots=True)
-class Alone:
+class Exclusive:
     """How a call runs that has the engine to itself.
 
     Attributes:
@@ -38,8 +38,8 @@ class Call:
 
     Attributes:
         requests: checked, and not ended.
-        growing: the caller wants each request whenever its output has grown; otherwise it is woken when all have ended.
-        alone: the call has the engine to itself.
+        streaming: the caller wants each request whenever its output has grown; otherwise it is woken when all have ended.
+        exclusive: the call has the engine to itself.
         work: what the driving thread does between two steps, where that is all there is to the call.
         notify: called by the driving thread after each item it sent; it may not block.
         failure: what ended the call before its requests had ended.
@@ -47,15 +47,15 @@ class Call:
     """
 
     requests: Sequence[Request] = ()
-    growing: bool = True
-    alone: Alone | None = None
+    streaming: bool = True
+    exclusive: Exclusive | None = None
     work: Callable[[], None] | None = None
     notify: Callable[[], None] | None = None
     failure: BaseException | None = None
-    inbox: SimpleQueue[Item] = field(default_factory=SimpleQueue)
+    inbox: SimpleQueue[InboxItem] = field(default_factory=SimpleQueue)
     unfinished: int = 0
 
-    def send(self, item: Item) -> None:
+    def send(self, item: InboxItem) -> None:
         """Give an item to the caller, in any thread."""
         self.inbox.put(item)
         if self.notify is not None:
@@ -63,13 +63,13 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Leave:
+class CallerLeft:
     """The caller of a call does not wait for it any more."""
 
     call: Call
 
 
-Commands = SimpleQueue[Call | Leave | None]
+Commands = SimpleQueue[Call | CallerLeft | None]
 """What callers send to the driving thread, None to end it. Putting is one step, so a finalizer may do it anywhere."""
 
 
@@ -108,17 +108,17 @@ class Handle:
     def abort(self) -> None:
         """End what is left of the call. Any thread may do so, more than once; what was sent before stays."""
         if not self.ended:
-            self._commands.put(Leave(self._call))
+            self._commands.put(CallerLeft(self._call))
 
-    def _received(self) -> list[Item]:
-        items: list[Item] = []
+    def _received(self) -> list[InboxItem]:
+        items: list[InboxItem] = []
         while True:
             try:
                 items.append(self._call.inbox.get_nowait())
             except Empty:
                 return items
 
-    def _sort(self, items: list[Item]) -> list[Request]:
+    def _sort(self, items: list[InboxItem]) -> list[Request]:
         found: dict[Request, None] = {}
         for item in items:
             if item is None:
@@ -134,4 +134,4 @@ class Handle:
 
     def __del__(self) -> None:
         if not self.ended:
-            self._commands.put(Leave(self._call))
+            self._commands.put(CallerLeft(self._call))

@@ -14,19 +14,19 @@ import torch
 
 from ..errors import ResourceError
 from ..plan import Plan
-from .calls import Call, Commands, Item, Leave
+from .calls import Call, CallerLeft, Commands, InboxItem
 
-Posts = list[tuple[Call, Item]]
+Outbox = list[tuple[Call, InboxItem]]
 """What callers are to be sent."""
 
 
-class Driven(Protocol):
+class DrivenEngine(Protocol):
     """What the thread drives. It is held weakly between turns, so that an engine nobody holds can be collected."""
 
-    def turn(self, command: Call | Leave | None) -> tuple[Posts, bool]:
+    def turn(self, command: Call | CallerLeft | None) -> tuple[Outbox, bool]:
         """Obey, make one step; returns what callers are to be sent, and whether there is more to do. Raises nothing."""
 
-    def shut(self) -> Posts:
+    def shut_down(self) -> Outbox:
         """End every call and wait for the device. Raises nothing."""
 
 
@@ -71,7 +71,7 @@ class Driver:
         plan: of the engine.
     """
 
-    def __init__(self, driven: Driven, plan: Plan) -> None:
+    def __init__(self, driven: DrivenEngine, plan: Plan) -> None:
         self.commands: Commands = SimpleQueue()
         self._stopping, self._process = threading.Event(), os.getpid()
         arguments = weakref.ref(driven), self.commands, self._stopping, ThreadSettings.of(plan)
@@ -137,7 +137,7 @@ def _stop(commands: Commands, stopping: threading.Event, thread: threading.Threa
         thread.join()
 
 
-def _drive(weak: weakref.ref[Driven], commands: Commands, stopping: threading.Event, settings: ThreadSettings) -> None:
+def _drive(weak: weakref.ref[DrivenEngine], commands: Commands, stopping: threading.Event, settings: ThreadSettings) -> None:
     settings.apply()
     busy = False
     while True:
@@ -146,18 +146,18 @@ def _drive(weak: weakref.ref[Driven], commands: Commands, stopping: threading.Ev
         driven = weak()
         if driven is None:
             break
-        posts: Posts = []
+        outbox: Outbox = []
         last = stopping.is_set()
         if not last:
-            posts, busy = driven.turn(command)
+            outbox, busy = driven.turn(command)
         else:
             if isinstance(command, Call):
                 _refuse(command)
-            posts = driven.shut()
+            outbox = driven.shut_down()
         # What callers learn of a step they learn after the step: whoever drops the engine then drops the last reference.
         del driven, command
-        _send(posts, commands)
-        posts.clear()
+        _send(outbox, commands)
+        outbox.clear()
         if last:
             break
         # The next turn is the last: nothing waits for a command that has come already.
@@ -171,9 +171,9 @@ def _drive(weak: weakref.ref[Driven], commands: Commands, stopping: threading.Ev
             _refuse(command)
 
 
-def _send(posts: Posts, commands: Commands) -> None:
-    for call, item in posts:
+def _send(outbox: Outbox, commands: Commands) -> None:
+    for call, item in outbox:
         try:
             call.send(item)
         except Exception:  # noqa: BLE001  an event loop that was closed: nobody waits for that call
-            commands.put(Leave(call))
+            commands.put(CallerLeft(call))

@@ -1,6 +1,6 @@
 """The engine: one scheduler over one cycle, driven by one thread, for any number of callers.
 
-Callers submit and abort; the driving thread obeys between two steps, and sends each caller what changed. It alone touches scheduler and
+Callers submit and abort. The driving thread takes their commands between two steps and sends each caller what changed. Only it touches scheduler and
 cycle, so an interrupt of a caller, Ctrl-C or an exception of a signal handler, is never inside a step.
 
 A step may raise anywhere. Nothing is repaired on the way out: what is in flight is dropped, and rows are prefilled again from the requests'
@@ -21,11 +21,10 @@ from ..errors import ResourceError
 from ..graphs.cycle import Cycle, Progress
 from ..graphs.programs import Key, describe_class, prefill_keys
 from ..shapes import GREEDY, GraphKey, SamplingClass, pick_bucket
-from .calls import Alone, Call, Handle, Leave
+from .calls import Call, CallerLeft, Exclusive, Handle
 from .depth import AdaptiveDepth, DepthPolicy
-from .driver import Driver, Posts, closed
+from .driver import Driver, Outbox, closed
 from .meter import Load
-from .offers import size
 from .proposer import Proposer
 from .request import Request
 from .scheduler import Scheduler
@@ -61,11 +60,11 @@ class Engine:
         """Calls with such requests."""
         self._ending: list[Call] = []
         """Calls that have ended and whose callers do not know yet."""
-        self._alone: Call | None = None
+        self._exclusive: Call | None = None
         self._deferred: list[Call] = []
         """Calls that came while another has the engine to itself."""
-        self._entering: Call | None = None
-        self._posts: Posts = []
+        self._starting: Call | None = None
+        self._outbox: Outbox = []
         self._broken = False
         """What is in flight is unknown: recovery failed. The next call tries again."""
         self._driver = Driver(self, self.plan)
@@ -74,16 +73,16 @@ class Engine:
         self,
         requests: Sequence[Request],
         *,
-        growing: bool = True,
-        alone: Alone | None = None,
+        streaming: bool = True,
+        exclusive: Exclusive | None = None,
         notify: Callable[[], None] | None = None,
     ) -> Handle:
         """Queue checked requests, and return at once.
 
         Args:
             requests: not ended.
-            growing: report each request whenever its output has grown; otherwise when all have ended.
-            alone: run with the engine to itself; calls that come meanwhile wait.
+            streaming: report each request whenever its output has grown; otherwise when all have ended.
+            exclusive: run with the engine to itself; calls that come meanwhile wait.
             notify: called by the driving thread whenever there is something to receive; it may not block.
 
         Raises:
@@ -92,27 +91,29 @@ class Engine:
         now = time.perf_counter()
         for request in requests:
             request.metrics.arrived = now
-        return self._submit(Call(requests, growing, alone, None, notify))
+        return self._submit(Call(requests, streaming, exclusive, None, notify))
 
     def _submit(self, call: Call) -> Handle:
         handle = Handle(call, self._driver.commands, self, self.progress)
         self._driver.send(call)
         return handle
 
-    def serve(self, requests: Sequence[Request], *, growing: bool = True, alone: Alone | None = None) -> Generator[Request, None, None]:
+    def serve(
+        self, requests: Sequence[Request], *, streaming: bool = True, exclusive: Exclusive | None = None
+    ) -> Generator[Request, None, None]:
         """Run checked requests to their end; yields each one when its output has grown or it has ended.
 
         Closing the generator aborts what is left. Any number of these may be open, in any threads.
 
         Args:
-            requests, growing, alone: as for :meth:`submit`.
+            requests, streaming, exclusive: as for :meth:`submit`.
 
         Raises:
-            ResourceError: as for :meth:`submit`, programs could not be built, or another call is open and this one is to be alone.
+            ResourceError: as for :meth:`submit`, programs could not be built, or another call is open and this one is exclusive.
             Exception: one raised by a step that had one of these requests.
         """
         unfinished = dict.fromkeys(requests)
-        handle = self.submit(requests, growing=growing, alone=alone)
+        handle = self.submit(requests, streaming=streaming, exclusive=exclusive)
         try:
             while not handle.ended:
                 for request in handle.wait():
@@ -172,42 +173,42 @@ class Engine:
 
     # What follows runs in the driving thread.
 
-    def turn(self, command: Call | Leave | None) -> tuple[Posts, bool]:
+    def turn(self, command: Call | CallerLeft | None) -> tuple[Outbox, bool]:
         """Obey every command, then make one step; returns what callers are to be sent, and whether there is more to do."""
         commands = self._driver.commands
         try:
             while True:
                 if command is not None:
-                    self._obey(command)
+                    self._handle_command(command)
                     command = None
                 if commands.empty():
                     break
                 command = commands.get_nowait()
             if self.scheduler.busy and not self._broken:
                 self._step()
-            if self._alone is not None and self._alone not in self._open:
-                self._end_alone()
+            if self._exclusive is not None and self._exclusive not in self._open:
+                self._end_exclusive()
             busy = self.scheduler.busy
         except BaseException as error:  # noqa: BLE001  whatever it is, a thread that ends would leave its callers waiting
-            if isinstance(command, Leave):
+            if isinstance(command, CallerLeft):
                 commands.put(command)
             elif command is not None and command not in self._ending:
-                self._end(command, error)
-            self._fail(error)
+                self._end_call(command, error)
+            self._handle_failure(error)
             # The next turn knows better.
             busy = True
         busy = busy and not self._broken
         if self._ending and (self._open or not busy):
             # The last open call ends when nothing is in flight any more.
-            self._posts += [(call, None) for call in self._ending]
+            self._outbox += [(call, None) for call in self._ending]
             self._ending = []
-        posts, self._posts = self._posts, []
-        return posts, busy
+        outbox, self._outbox = self._outbox, []
+        return outbox, busy
 
-    def shut(self) -> Posts:
+    def shut_down(self) -> Outbox:
         """End every open call, and wait for the device; returns what callers are to be sent."""
         for call in (*self._open, *self._deferred):
-            self._end(call, closed())
+            self._end_call(call, closed())
         self._deferred = []
         with suppress(Exception):
             # Its weights and buffers may be freed next.
@@ -215,35 +216,35 @@ class Engine:
         ending, self._ending = self._ending, []
         return [(call, None) for call in ending]
 
-    def _obey(self, command: Call | Leave) -> None:
-        if isinstance(command, Leave):
+    def _handle_command(self, command: Call | CallerLeft) -> None:
+        if isinstance(command, CallerLeft):
             if command.call in self._open or command.call in self._deferred:
-                self._end(command.call)
-        elif self._alone is not None:
+                self._end_call(command.call)
+        elif self._exclusive is not None:
             self._deferred.append(command)
         else:
-            self._enter(command)
+            self._start_call(command)
 
-    def _enter(self, call: Call) -> None:
-        self._entering = call
+    def _start_call(self, call: Call) -> None:
+        self._starting = call
         try:
             if self._broken:
                 self._recover()
             if call.work is not None:
                 call.work()
-                self._end(call)
+                self._end_call(call)
             elif (full := self.scheduler.why_full(len(call.requests))) is not None:
                 # Nothing was touched: the others go on.
-                self._end(call, full)
+                self._end_call(call, full)
             else:
                 self._admit(call)
         except BaseException as error:  # noqa: BLE001  it belongs to that call
-            self._end(call, error)
+            self._end_call(call, error)
             self._recover()
         finally:
-            self._entering = None
+            self._starting = None
 
-    def _end(self, call: Call, failure: BaseException | None = None) -> None:
+    def _end_call(self, call: Call, failure: BaseException | None = None) -> None:
         """Nothing of a call is served any more; what has not ended of it is aborted."""
         if call in self._deferred:
             self._deferred.remove(call)
@@ -251,19 +252,19 @@ class Engine:
             self.scheduler.abort(request)
             self._calls.pop(request, None)
         # The call outlives the engine where its caller holds it.
-        call.failure, call.work, call.alone = failure, None, None
+        call.failure, call.work, call.exclusive = failure, None, None
         self._ending.append(call)
         self._open.pop(call, None)
 
     def _admit(self, call: Call) -> None:
         """Queue a call's requests, after building the programs that all live requests together need."""
         live = self.scheduler.live
-        if call.alone is not None:
+        if call.exclusive is not None:
             if live:
                 raise ResourceError("engine", "no other open call during an exclusive one", f"{len(live)} requests of other calls")
             self._finish_launches()
-            self._alone = call
-            self.scheduler.launcher, self.scheduler.policy = call.alone.launcher or self.cycle, call.alone.policy or self.policy
+            self._exclusive = call
+            self.scheduler.launcher, self.scheduler.policy = call.exclusive.launcher or self.cycle, call.exclusive.policy or self.policy
         asked = [*(request.params.sampling_class for request in call.requests), *(request.sampling for request in live)]
         needs = [reduce(or_, asked, GREEDY)]
         if needs[0].grammar and (others := [each for each in asked if not each.grammar]):
@@ -280,7 +281,7 @@ class Engine:
             self.scheduler.add(request)
         call.unfinished = len(call.requests)
         if not call.requests:
-            self._end(call)
+            self._end_call(call)
 
     def _cover(self, requests: int, need: SamplingClass) -> SamplingClass:
         """The smallest class that covers ``need`` and has programs; ``need`` where there is none, or where it is a configured class.
@@ -294,8 +295,8 @@ class Engine:
             return all(self.cycle.prepared(key) or key in self.cycle.dropped for key in self.keys(requests, sampling))
 
         classes = {key.sampling for key in self.cycle.programs}
-        covering = (each for each in classes if each | need == each and each.grammar == need.grammar)
-        return min(filter(ready, covering), key=size, default=need)
+        covering = (each for each in classes if each.covers(need) and each.grammar == need.grammar)
+        return min(filter(ready, covering), key=class_cost, default=need)
 
     def _prepare(self, requests: int, *classes: SamplingClass) -> None:
         keys = [key for sampling in classes for key in self.keys(requests, sampling)]
@@ -304,12 +305,12 @@ class Engine:
                 named = "; ".join(map(describe_class, classes))
                 logger.warning("%d requests wait while programs are built for other requests: %s", len(self._calls), named)
             self.scheduler.drain()
-        self.cycle.prepare(keys, self._building)
+        self.cycle.prepare(keys, self._report_building)
         policy = self.scheduler.policy
         for sampling in classes:
             buckets = self.cycle.buckets(sampling)
             ready = tuple(bucket for bucket in buckets if self.cycle.prepared(self.plan.key(bucket, sampling)))
-            self.scheduler.offer(sampling, ready, tuple(key for key in self.cycle.prefills(sampling) if self.cycle.prepared(key)))
+            self.scheduler.add_programs(sampling, ready, tuple(key for key in self.cycle.prefills(sampling) if self.cycle.prepared(key)))
             if isinstance(policy, AdaptiveDepth):
                 wanted = {key.bucket for key in keys if isinstance(key, GraphKey)} & set(buckets)
                 missing = sorted(wanted.intersection(policy.unknown()))
@@ -318,18 +319,18 @@ class Engine:
                     for bucket, times in self.cycle.time_depths(missing, sampling).items():
                         policy.learn_times(bucket, times)
 
-    def _building(self, phase: str, done: int, total: int) -> None:
+    def _report_building(self, phase: str, done: int, total: int) -> None:
         """Tell the caller that waits for the programs, between any two of them."""
         if self._driver.stopping:
             raise closed()
-        if self._entering is not None and self.progress is not None:
-            self._entering.send((phase, done, total))
+        if self._starting is not None and self.progress is not None:
+            self._starting.send((phase, done, total))
 
     def _step(self) -> None:
         self._report(self.scheduler.step())
-        call = self._alone
-        if call is not None and call.alone is not None and call.alone.until is not None and call.alone.until():
-            self._end(call)
+        call = self._exclusive
+        if call is not None and call.exclusive is not None and call.exclusive.until is not None and call.exclusive.until():
+            self._end_call(call)
 
     def _report(self, changed: Iterable[Request]) -> None:
         calls = self._calls
@@ -337,30 +338,30 @@ class Engine:
             call = calls.get(request)
             if call is None:
                 continue
-            if call.growing:
-                self._posts.append((call, request))
+            if call.streaming:
+                self._outbox.append((call, request))
             if request.finish_reason is not None:
                 del calls[request]
                 call.unfinished -= 1
                 if not call.unfinished:
-                    self._end(call)
+                    self._end_call(call)
 
     def _finish_launches(self) -> None:
         """Step until nothing is in flight; no request is live."""
         while self.scheduler.busy:
             self.scheduler.step()
 
-    def _end_alone(self) -> None:
+    def _end_exclusive(self) -> None:
         """The call that had the engine to itself has ended: give back what it replaced, and let the others in."""
         self._finish_launches()
-        self.scheduler.launcher, self.scheduler.policy, self._alone = self.cycle, self.policy, None
-        while self._deferred and self._alone is None:
-            self._enter(self._deferred.pop(0))
+        self.scheduler.launcher, self.scheduler.policy, self._exclusive = self.cycle, self.policy, None
+        while self._deferred and self._exclusive is None:
+            self._start_call(self._deferred.pop(0))
 
-    def _fail(self, error: BaseException) -> None:
+    def _handle_failure(self, error: BaseException) -> None:
         """After an error in a step: tell the callers it concerns, and restart every other request from its tokens."""
-        at_work = self.scheduler.at_work
-        concerned = {self._calls[request] for request in at_work if request in self._calls} or {*self._open}
+        step_requests = self.scheduler.step_requests
+        concerned = {self._calls[request] for request in step_requests if request in self._calls} or {*self._open}
         last: list[Call] = []
         if not concerned:
             # The last call's end waits until nothing is in flight; it learns what went wrong with that.
@@ -370,12 +371,12 @@ class Engine:
         if not concerned and not last:
             logger.error("error in a step that no open call had part in: %s", error, exc_info=error)
         for call in concerned:
-            self._end(call, error)
+            self._end_call(call, error)
         try:
             self._recover()
         except BaseException as again:  # noqa: BLE001  a device that is lost: every call learns it, now and later
             for call in tuple(self._open):
-                self._end(call, again)
+                self._end_call(call, again)
 
     def _recover(self) -> None:
         """Drop what is in flight, and restart every live request from its tokens."""
@@ -386,9 +387,9 @@ class Engine:
         self._calls = {request: call for call in self._open for request in call.requests if request.finish_reason is None}
         for call in tuple(self._open):
             call.unfinished = sum(request.finish_reason is None for request in call.requests)
-            self._posts += [(call, request) for request in call.requests if call.growing]
+            self._outbox += [(call, request) for request in call.requests if call.streaming]
             if not call.unfinished:
-                self._end(call)
+                self._end_call(call)
         self._broken = False
-        if self._alone is not None and self._alone not in self._open:
-            self._end_alone()
+        if self._exclusive is not None and self._exclusive not in self._open:
+            self._end_exclusive()

@@ -14,21 +14,21 @@ from .ranks import READY, end_with_pipe, join
 
 def main() -> int:
     """Serve rank 0 to its end, and say in the pipe why where that is an error."""
-    words, given = os.fdopen(int(sys.argv[1]), "wb", buffering=0), sys.stdin.buffer
+    pipe, given = os.fdopen(int(sys.argv[1]), "wb", buffering=0), sys.stdin.buffer
     (size,) = struct.unpack("=q", given.read(8))
-    config, *meeting = pickle.loads(given.read(size))
+    config, *rendezvous = pickle.loads(given.read(size))
     end_with_pipe(given)
     try:
-        words.write(READY)
-        join(*meeting)
+        pipe.write(READY)
+        join(*rendezvous)
         LLM(config=config)
     except SystemExit:
         return 0
     except GraphspecError as error:
         if error.key != "ranks":
-            words.write(str(error).encode())
+            pipe.write(str(error).encode())
     except Exception as error:
-        words.write(f"{type(error).__name__}: {error}".encode())
+        pipe.write(f"{type(error).__name__}: {error}".encode())
         raise
     return 1
 

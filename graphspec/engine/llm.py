@@ -32,7 +32,7 @@ from ..plan import Plan, make_plan
 from ..shapes import GREEDY, SamplingClass
 from . import ranks
 from .arguments import check_cycles, check_launcher, check_progress, check_warm_up, engine_config
-from .calls import Alone
+from .calls import Exclusive
 from .depth import AdaptiveDepth, DeepestCycles, DepthPolicy
 from .engine import Engine
 from .events import Stream
@@ -40,6 +40,7 @@ from .folders import DEMO, draft_folder, model_folder
 from .grammar import Grammars
 from .launcher import Launcher
 from .outputs import Metrics, Output, StreamEvent, TreeSnapshot, make_output, summarise
+from .priority import Deadline, Priority, set_priority_and_deadline
 from .programmatic import resolve as resolve_programmatic
 from .prompts import Params, Prompt, make_requests, one_of_params
 from .proposer import Proposer
@@ -48,7 +49,6 @@ from .self_test import AcceptanceTest
 from .stops import OutputText
 from .text import Conversation, Tokenizer, conversations, has_tokenizer
 from .tuning import LinearTuner
-from .urgency import Deadline, Priority, set_urgency
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ class LLM:
         self.ranks: ranks.Ranks | None = None
         """The processes that hold the target together; None: this one alone."""
         if size > 1:
-            self.ranks = ranks.place(size, self.config.hardware.device)
+            self.ranks = ranks.existing_ranks(size, self.config.hardware.device)
         asked = self._plan(0 if self.ranks is None else self.ranks.rank)
         if size > 1 and self.ranks is None:
             self.ranks = ranks.start(self.config, asked.device)
@@ -301,11 +301,11 @@ class LLM:
         check_progress(progress)
         check_launcher(launcher)
         requests = self._requests(prompts, one_of_params(params, sampling_params))
-        set_urgency(requests, priority, deadline)
+        set_priority_and_deadline(requests, priority, deadline)
         most = sum(r.budget for r in requests)
-        alone = Alone(launcher) if launcher is not None else None
+        exclusive = Exclusive(launcher) if launcher is not None else None
         served = [r for r in requests if r.finish_reason is None]
-        with closing(self._engine.serve(served, growing=progress is not None, alone=alone)) as run:
+        with closing(self._engine.serve(served, streaming=progress is not None, exclusive=exclusive)) as run:
             for _ in run:
                 if progress:
                     progress("generate", sum(len(r.output) for r in requests), most)
@@ -356,7 +356,7 @@ class LLM:
             ResourceError: the engine is closed.
         """
         requests = self._requests(prompts, params)
-        set_urgency(requests, priority, deadline)
+        set_priority_and_deadline(requests, priority, deadline)
         served = [request for request in requests if request.finish_reason is None]
         handle = self._engine.submit(served, notify=notify) if served else None
         return Stream(requests, handle, self._text, self._note)
@@ -481,7 +481,7 @@ class LLM:
             found.append((*nodes, set(v.path_BA[0, : int(v.accept_len_B[0])].tolist())))
             return True
 
-        for _ in self._engine.serve(requests, growing=False, alone=Alone(policy=DeepestCycles(self.plan), until=look)):
+        for _ in self._engine.serve(requests, streaming=False, exclusive=Exclusive(policy=DeepestCycles(self.plan), until=look)):
             pass
         token_N, parent_N, depth_N, path = found[0]
         used = [n for n, token in enumerate(token_N) if token >= 0]

@@ -73,8 +73,8 @@ class PrefixCache:
 
     def begin_after(self, request: Request, pages: int) -> None:
         """Let prefill of a row begin after that many pages, which others have filled."""
-        request.shared = request.mapped = request.offered = pages
-        request.offer_at = 0
+        request.shared = request.mapped = request.published = pages
+        request.publish_at = 0
         request.prefilled = request.shared_tokens = pages * self.plan.page_size
         if not request.output:
             request.metrics.cached_tokens = request.prefilled
@@ -89,29 +89,29 @@ class PrefixCache:
             request.pages[request.shared : upto] = shared
             self.begin_after(request, upto)
 
-    def offer_prompt(self, request: Request, end: int) -> None:
+    def publish_prompt(self, request: Request, end: int) -> None:
         """The launches so far read the first ``end`` tokens of the request; launches run in order, so others may rely on it."""
-        self._offer(request, end - self._lookahead)
+        self._publish(request, end - self._lookahead)
 
-    def offer_output(self, request: Request) -> None:
+    def publish_output(self, request: Request) -> None:
         """More tokens of the request were read from results. Draft KV of the last ones is left to later cycles.
 
         Notes in the request how long its output must be for the next page: before that a call changes nothing.
         """
         if not self.plan.prefix_cache:
-            request.offer_at = math.inf
+            request.publish_at = math.inf
             return
         unread = self._unread + self._lookahead
-        self._offer(request, request.committed - unread)
-        request.offer_at = (request.offered + 1) * self.plan.page_size + unread - len(request.prompt) + 1
+        self._publish(request, request.committed - unread)
+        request.publish_at = (request.published + 1) * self.plan.page_size + unread - len(request.prompt) + 1
 
-    def _offer(self, request: Request, final: int) -> None:
+    def _publish(self, request: Request, final: int) -> None:
         """Let others find the pages within the first ``final`` tokens of a request, whose KV is not written again."""
         if not self.plan.prefix_cache:
             return
-        for index in range(request.offered, final // self.plan.page_size):
+        for index in range(request.published, final // self.plan.page_size):
             self.allocator.keep(request.pages[index], self._key(request, index))
-            request.offered = index + 1
+            request.published = index + 1
 
     def _key(self, request: Request, index: int) -> bytes:
         """Name of a page of the request, all of whose tokens are known, the Y after it too."""

@@ -32,12 +32,13 @@ from ..graphs.ranks import CLOSE, Channel, FollowingCycle, LeadingCycle
 from ..kernels.collectives import Comm, make_comm
 
 KEY = "runtime.tensor_parallel"
-PATIENCE = timedelta(days=365)
-"""How long a rank waits for another: an idle engine has its ranks wait. A rank that dies closes its sockets, which ends the wait."""
-GRACE = 30.0
-"""Seconds that a rank has to end by itself."""
-LAST_WORDS = 5.0
-"""Seconds that a rank has to say why it ended."""
+COLLECTIVE_TIMEOUT = timedelta(days=365)
+"""Timeout of a collective. It is long because the ranks of an idle engine wait in one; a rank that dies closes its sockets, which ends
+the wait at once."""
+EXIT_SECONDS = 30.0
+"""Seconds that a rank has to exit by itself before it is killed."""
+REASON_SECONDS = 5.0
+"""Seconds to wait for a rank to exit and give its reason."""
 READY = b"\n"
 
 
@@ -47,29 +48,30 @@ class Child:
 
     rank: int
     process: subprocess.Popen[bytes]
-    words: IO[bytes]
-    """It says that it is ready, and why it ends."""
-    said: str = ""
+    pipe: IO[bytes]
+    """From the rank: :data:`READY`, and later why it exits."""
+    reason: str = ""
 
-    def last_words(self) -> str:
-        """Why it ended; empty where another rank's end was the reason, or it still runs."""
+    def exit_reason(self) -> str:
+        """Why the rank exited; empty if it still runs, or exited because of another rank."""
         try:
-            code = self.process.wait(LAST_WORDS)
+            code = self.process.wait(REASON_SECONDS)
         except subprocess.TimeoutExpired:
             return ""
-        self.said = self.said or self.words.read().decode(errors="replace").strip()
-        if self.said:
-            return f"rank {self.rank}: {self.said}"
+        self.reason = self.reason or self.pipe.read().decode(errors="replace").strip()
+        if self.reason:
+            return f"rank {self.rank}: {self.reason}"
         return f"rank {self.rank} was ended by signal {-code}" if code < 0 else ""
 
 
 @dataclass(slots=True)
 class Ranks:
-    """This process's place among the ranks of an engine.
+    """The ranks of an engine, as this process sees them.
 
     Attributes:
-        rank, size: of the engine's ranks.
-        children: those that this process started.
+        rank: of this process.
+        size: number of ranks.
+        children: the ranks that this process started.
         owns_group: the process group is this engine's, and ends with it.
     """
 
@@ -78,7 +80,7 @@ class Ranks:
     children: list[Child] = field(default_factory=list)
     owns_group: bool = False
     folder: tempfile.TemporaryDirectory[str] | None = None
-    """Where they met; NCCL looks there again when it is first used."""
+    """Holds the rendezvous file; NCCL looks there again when it is first used."""
 
     def comm(self, device: torch.device) -> Comm:
         """The collectives of the networks."""
@@ -86,24 +88,24 @@ class Ranks:
         return make_comm(dist.group.WORLD, device)
 
     def agree(self, values: tuple[int, ...]) -> tuple[int, ...]:
-        """The shortest of what the ranks have."""
+        """The shortest of the ranks' tuples, the same on every rank."""
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, values)
         return min(found, key=len)
 
     def channel(self, words: int) -> Channel:
-        return Channel(words, self.why)
+        return Channel(words, self.failure_reason)
 
-    def why(self) -> str:
-        """Why another rank has ended, as far as this one knows."""
-        return next((said for child in self.children if (said := child.last_words())), "another rank has ended")
+    def failure_reason(self) -> str:
+        """Why another rank ended, as far as this one knows."""
+        return next((reason for child in self.children if (reason := child.exit_reason())), "another rank has ended")
 
     def abandon(self) -> None:
-        """End what was begun, after an error before there is a cycle."""
+        """Kill the started ranks, after an error before the cycle exists."""
         self.end(at_once=True)
 
     def end(self, *, at_once: bool) -> None:
-        """Wait for the ranks that were started here, and kill those that don't end by themselves; leave the group."""
+        """Wait for the ranks that were started here, kill those that don't exit in time, and leave the process group."""
         _end_children(self.children, at_once=at_once)
         if self.owns_group and dist.is_initialized():
             with suppress(Exception):
@@ -112,14 +114,15 @@ class Ranks:
             self.folder.cleanup()
 
     def lead_or_follow(self, cycle: Cycle) -> Callable[[], None]:
-        """On rank 0, return what closes the ranks; the end of the cycle or of the interpreter does so too. Elsewhere follow, then exit.
+        """On rank 0, return a function that closes the ranks; they also close with the cycle and with the interpreter. On the other
+        ranks, follow rank 0 until it closes, then exit.
 
         Raises:
-            ResourceError: a rank has ended otherwise.
+            ResourceError: a rank ended unexpectedly.
             SystemExit: rank 0 has closed the engine.
         """
         if isinstance(cycle, LeadingCycle):
-            closing = weakref.finalize(cycle, _close, self, cycle.channel, cycle.parting)
+            closing = weakref.finalize(cycle, _close, self, cycle.channel, cycle.failures)
 
             def close() -> None:
                 closing()
@@ -130,16 +133,16 @@ class Ranks:
         try:
             cycle.follow(channel)
         except RuntimeError as error:
-            raise error if isinstance(error, GraphspecError) else channel.parted(error) from error
+            raise error if isinstance(error, GraphspecError) else channel.out_of_step(error) from error
         self.end(at_once=False)
         sys.exit(0)
 
 
-def _close(ranks: Ranks, channel: Channel, parting: list[ResourceError]) -> None:
-    if not parting:
+def _close(ranks: Ranks, channel: Channel, failures: list[ResourceError]) -> None:
+    if not failures:
         with suppress(Exception):
-            channel.tell(CLOSE)
-    ranks.end(at_once=bool(parting))
+            channel.send_call(CLOSE)
+    ranks.end(at_once=bool(failures))
 
 
 def _end_children(children: list[Child], *, at_once: bool) -> None:
@@ -150,16 +153,16 @@ def _end_children(children: list[Child], *, at_once: bool) -> None:
         with suppress(OSError):
             child.process.stdin.close()
         try:
-            child.process.wait(GRACE)
+            child.process.wait(EXIT_SECONDS)
         except subprocess.TimeoutExpired:
             child.process.kill()
             child.process.wait()
-        child.words.close()
+        child.pipe.close()
     children.clear()
 
 
-def place(size: int, device: str) -> Ranks | None:
-    """This process's place among ranks that are there already, started by ``torchrun`` or joined by the caller; None: there are none.
+def existing_ranks(size: int, device: str) -> Ranks | None:
+    """This process's rank where ``torchrun`` or the caller has started the ranks; None if nobody has.
 
     Args:
         size: ranks of the engine.
@@ -176,7 +179,7 @@ def place(size: int, device: str) -> Ranks | None:
     if owns:
         if "cuda" in _backend(device):
             torch.cuda.set_device(dist.get_node_local_rank())
-        dist.init_process_group(_backend(device), timeout=PATIENCE)
+        dist.init_process_group(_backend(device), timeout=COLLECTIVE_TIMEOUT)
     if dist.get_world_size() != size:
         raise ConfigError(KEY, f"{dist.get_world_size()}, the processes that were started", size)
     return Ranks(dist.get_rank(), size, owns_group=owns)
@@ -200,14 +203,14 @@ def start(config: Config, device: str) -> Ranks:
     size = config.runtime.tensor_parallel
     folder = tempfile.TemporaryDirectory(prefix="graphspec-ranks-")
     ranks = Ranks(0, size, owns_group=True, folder=folder)
-    meeting = str(Path(folder.name) / "store")
+    rendezvous = str(Path(folder.name) / "store")
     try:
         for rank in range(1, size):
-            ranks.children.append(_spawn(rank, pickle.dumps((config, rank, size, meeting, device))))
+            ranks.children.append(_spawn(rank, pickle.dumps((config, rank, size, rendezvous, device))))
         for child in ranks.children:
-            if child.words.read(len(READY)) != READY:
-                raise ResourceError("ranks", f"rank {child.rank} to start", child.last_words() or "it ended")
-        join(0, size, meeting, device)
+            if child.pipe.read(len(READY)) != READY:
+                raise ResourceError("ranks", f"rank {child.rank} to start", child.exit_reason() or "it ended")
+        join(0, size, rendezvous, device)
     except BaseException:
         ranks.abandon()
         raise
@@ -225,15 +228,15 @@ def _spawn(rank: int, given: bytes) -> Child:
         process.stdin.write(struct.pack("=q", len(given)) + given)
         process.stdin.flush()
     except OSError as error:
-        raise ResourceError("ranks", f"rank {rank} to start", child.last_words() or error) from error
+        raise ResourceError("ranks", f"rank {rank} to start", child.exit_reason() or error) from error
     return child
 
 
-def join(rank: int, size: int, meeting: str, device: str) -> None:
-    """Join the ranks of an engine on this machine, which meet in a file."""
+def join(rank: int, size: int, rendezvous: str, device: str) -> None:
+    """Join the ranks of an engine on this machine, whose rendezvous is a file."""
     if device == "cuda":
         torch.cuda.set_device(rank)
-    dist.init_process_group(_backend(device), init_method=f"file://{meeting}", rank=rank, world_size=size, timeout=PATIENCE)
+    dist.init_process_group(_backend(device), init_method=f"file://{rendezvous}", rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT)
 
 
 def end_with_pipe(pipe: IO[bytes]) -> None:

@@ -291,19 +291,19 @@ class Request:
     """What it asks of the sampler; the scheduler notes it."""
     page_keys: list[bytes] = field(default_factory=list)
     """Names of its first full pages (:mod:`graphspec.engine.prefix`); they follow from its tokens."""
-    offered: int = 0
+    published: int = 0
     """How many of its pages were taken over from others or may be by others: nothing writes into them."""
-    offer_at: float = 0
-    """Length of the output from which one more page may be (:meth:`graphspec.engine.prefix.PrefixCache.offer_output`)."""
-    verdict: tuple[int, int] | None = None
+    publish_at: float = 0
+    """Length of the output from which one more page may be (:meth:`graphspec.engine.prefix.PrefixCache.publish_output`)."""
+    pending_end: tuple[int, int] | None = None
     """The status that ends it, and the length of the output it belongs to: written before the tokens it came with."""
 
     def leave_row(self) -> None:
         """Give up row and pages; it must be prefilled before it continues."""
         self.row, self.pages, self.ready = None, [], False
-        self.shared = self.shared_tokens = self.prefilled = self.mapped = self.offered = self.offer_at = 0
+        self.shared = self.shared_tokens = self.prefilled = self.mapped = self.published = self.publish_at = 0
 
-    def rank(self) -> tuple[int, int]:
+    def precedence(self) -> tuple[int, int]:
         """Lower ranks are served first, and sent back to the queue last."""
         return self.priority, self.arrival
 

@@ -19,10 +19,10 @@ from ..shapes import MOST_PADDING, GraphKey, SamplingClass, pick_bucket
 from .admission import Deadlines, Queue
 from .bans import Table
 from .chunks import choose_prefill, prompt_message
+from .class_programs import ClassPrograms, PreparedPrograms
 from .depth import DepthPolicy
 from .launcher import Launcher, Ticket
 from .meter import Meter
-from .offers import Offer, Offers
 from .pages import PageAllocator
 from .prefix import PrefixCache
 from .proposer import Proposer, with_forced
@@ -38,7 +38,7 @@ class Scheduler:
     Args:
         plan: every static number.
         launcher: runs programs; results are read in the order of launch.
-        sampling: a class whose programs exist; None: :meth:`offer` names them before the first launch.
+        sampling: a class whose programs exist; None: :meth:`add_programs` is called before the first launch.
         proposer: the drafter on the host, where there is one.
         buckets: ascending lane counts whose cycles exist, default the plan's; rows beyond the largest take turns.
         policy: chooses the draft depth of every cycle and observes the result; None: each bucket keeps the plan's.
@@ -73,9 +73,9 @@ class Scheduler:
     ) -> None:
         self.plan, self.launcher, self.proposer, self.policy = plan, launcher, proposer, policy
         self._rows = RowParameters(plan, clear_row, write_row)
-        self._offers = Offers()
+        self._prepared = PreparedPrograms()
         if sampling is not None:
-            self.offer(sampling, buckets or plan.buckets)
+            self.add_programs(sampling, buckets or plan.buckets)
         self._reset_pages()
         self.waiting, self.meter = Queue(), Meter()
         self._deadlines = Deadlines(clock)
@@ -87,20 +87,20 @@ class Scheduler:
         self._live: dict[Request, None] = {}
         """Requests that have not ended, in order of arrival."""
         self._free_rows = list(range(plan.max_rows - 1, -1, -1))
-        self._offer: Offer | None = None
-        """What the running rows launch; None: to be chosen anew, since the rows changed."""
+        self._programs: ClassPrograms | None = None
+        """Programs of the class that the running rows launch; None: choose again, because the rows changed."""
         self._ready: list[Request] | None = None
         """Running requests whose prompts are read; None: to be found anew."""
         self._tickets: deque[Ticket] = deque()
-        self.at_work: tuple[Request, ...] = ()
+        self.step_requests: tuple[Request, ...] = ()
         """Requests of what the current step launched or read last: those an error in it concerns."""
         self._aborts: list[int] = []
         self._updated: dict[Request, None] = {}
 
-    def offer(self, sampling: SamplingClass, buckets: tuple[int, ...], prefills: tuple[PrefillKey, ...] | None = None) -> None:
+    def add_programs(self, sampling: SamplingClass, buckets: tuple[int, ...], prefills: tuple[PrefillKey, ...] | None = None) -> None:
         """Programs of this class exist from now on: for cycles of these buckets, and for prompts these, default all of the plan's."""
-        self._offers.add(Offer.of(self.plan, sampling, buckets, prefills))
-        self._offer = None
+        self._prepared.add(ClassPrograms.of(self.plan, sampling, buckets, prefills))
+        self._programs = None
 
     @property
     def live(self) -> tuple[Request, ...]:
@@ -150,7 +150,7 @@ class Scheduler:
         held = {*self.running, *self._leaving, *self._live}
         self._tickets.clear()
         self.running, self._leaving, self.waiting = [], [], Queue()
-        self._offer = self._ready = None
+        self._programs = self._ready = None
         self._reset_pages()
         self._free_rows = list(range(self.plan.max_rows - 1, -1, -1))
         self._aborts = list(range(self.plan.max_rows))
@@ -161,10 +161,10 @@ class Scheduler:
             del request.logprobs[len(request.output) :]
             self._report(request)
         for request in tuple(self._live):
-            verdict, request.verdict = request.verdict, None
-            if request.finish_reason is None and verdict is not None and verdict[0] == len(request.output):
+            pending_end, request.pending_end = request.pending_end, None
+            if request.finish_reason is None and pending_end is not None and pending_end[0] == len(request.output):
                 # Its last tokens were appended, but its end was not recorded.
-                self._end(request, verdict[1])
+                self._end(request, pending_end[1])
             if request.finish_reason is None:
                 self.waiting.add(request)
             else:
@@ -176,7 +176,7 @@ class Scheduler:
 
     def step(self) -> list[Request]:
         """Launch what can be launched and read what is due; returns the requests whose output or state changed since the last step."""
-        self.at_work = ()
+        self.step_requests = ()
         # A row that decodes pays for nothing that it alone does not need: this runs in every cycle.
         if self._deadlines.due:
             for request in self._deadlines.overdue():
@@ -187,7 +187,7 @@ class Scheduler:
         if launched and (launched := self._prefill()):
             # Before lanes are chosen: a row that has ended gets none.
             self._make_room()
-        if self.proposer is not None or self._offer is None or self._offer.sampling.grammar:
+        if self.proposer is not None or self._programs is None or self._programs.sampling.grammar:
             while self._tickets and self._host_needs_roots():
                 self._read_oldest()
         if (lanes := self._ready) is None:
@@ -202,8 +202,8 @@ class Scheduler:
 
     def _host_needs_roots(self) -> bool:
         """Before the next cycle the host must know every token up to the roots: it drafts, or fills masks of a grammar."""
-        if self.proposer is not None or self._offer is not None:
-            return self.proposer is not None or (self._offer is not None and self._offer.sampling.grammar)
+        if self.proposer is not None or self._programs is not None:
+            return self.proposer is not None or (self._programs is not None and self._programs.sampling.grammar)
         return any(request.grammar is not None and request.ready for request in self.running)
 
     def _follow(self, lanes: Sequence[Request]) -> bool:
@@ -252,13 +252,13 @@ class Scheduler:
             for request in reading:
                 if request.begins:
                     self.prefix.take_over(request)
-            reading = self.prefix.leaders(sorted(reading, key=Request.rank))
+            reading = self.prefix.leaders(sorted(reading, key=Request.precedence))
             # Of the first request's class; those whose class covers more wait for their turn to be first.
             need = {request: request.sampling if request.scoring else request.sampling.of_cycles for request in reading}
-            offer = self._offers.choose(need[reading[0]], 1)
-            covered = [request for request in reading if need[request] | offer.sampling == offer.sampling]
+            programs = self._prepared.choose(need[reading[0]], 1)
+            covered = [request for request in reading if programs.sampling.covers(need[request])]
             left = [(request.prefilled, request.committed) for request in covered]
-            chosen = choose_prefill(left, offer.prefills, most - spent)
+            chosen = choose_prefill(left, programs.prefills, most - spent)
             if chosen is None:
                 break
             key, lengths = chosen
@@ -277,59 +277,59 @@ class Scheduler:
             message.grammars = [request.grammar for request in lengths]
         self._launch(key, message, tuple(lengths))
         for request in lengths:
-            self.prefix.offer_prompt(request, request.prefilled)
+            self.prefix.publish_prompt(request, request.prefilled)
             if request.prefilled == request.committed:
                 request.ready, request.window_bound = True, 1
-                self._offer = self._ready = None
+                self._programs = self._ready = None
 
     def _launch_cycle(self, lanes: list[Request]) -> bool:
-        offer = self._offer
-        if offer is None:
+        programs = self._programs
+        if programs is None:
             need = reduce(or_, (request.sampling for request in lanes))
-            offer = self._offer = self._offers.choose(need, len(lanes))
-        widest = offer.buckets[-1]
+            programs = self._programs = self._prepared.choose(need, len(lanes))
+        widest = programs.buckets[-1]
         if len(lanes) > widest:
             # Those that have waited longest, in their usual order.
             chosen = sorted(lanes, key=lambda request: request.last_ticket)[:widest]
             lanes = [request for request in lanes if request in chosen]
-        if offer.sampling.grammar and not self._follow(lanes):
+        if programs.sampling.grammar and not self._follow(lanes):
             return False
         message = Message(lanes=())
         for request in lanes:
             if not self._reserve(request, message):
                 return False
         message.lanes = [r.row for r in lanes if r.row is not None]
-        if offer.sampling.grammar:
+        if programs.sampling.grammar:
             message.grammars = [request.grammar for request in lanes]
         if self.proposer is not None:
             message.trees = with_forced(lanes, self.proposer.propose(lanes), self.plan.shape.num_steps)
-        key = self._next_cycle(lanes, offer)
+        key = self._next_cycle(lanes, programs)
         self._launch(key, message, tuple(lanes))
         for request in lanes:
             request.queued_cycles += 1
-        if offer.catch_ups:
+        if programs.catch_ups:
             depth = key.shape.num_steps
             for request in lanes:
                 request.window_bound = request.window_bound + 1 if depth == 0 and not key.catch_up else depth + 1
         return True
 
-    def _next_cycle(self, lanes: list[Request], offer: Offer) -> GraphKey:
+    def _next_cycle(self, lanes: list[Request], programs: ClassPrograms) -> GraphKey:
         """The cycle of the chosen depth, or a catch-up cycle where one must come first.
 
         Raises:
             ConfigError: the policy chose a depth that the bucket has no cycle of.
         """
-        bucket = pick_bucket(offer.buckets, len(lanes))
-        key = offer.first[bucket]
+        bucket = pick_bucket(programs.buckets, len(lanes))
+        key = programs.first[bucket]
         if self.policy is not None:
             depth = self.policy.choose(bucket, len(lanes))
-            if (bucket, depth) not in offer.cycles:
+            if (bucket, depth) not in programs.cycles:
                 raise ConfigError(f"draft depth of {bucket} lanes", "one of " + ", ".join(map(str, self.plan.depths_of(bucket))), depth)
-            key = offer.cycles[bucket, depth]
-        if offer.catch_ups:
+            key = programs.cycles[bucket, depth]
+        if programs.catch_ups:
             widest = max(request.window_bound for request in lanes)
             if widest > (self.plan.accept_width if key.shape.num_steps else self.plan.window_capacity - 1):
-                return offer.catch_ups[bucket]
+                return programs.catch_ups[bucket]
         return key
 
     def _reserve(self, request: Request, message: Message) -> bool:
@@ -368,12 +368,12 @@ class Scheduler:
 
     def _preempt(self) -> None:
         """Send the row that counts least back to the queue; alone and still too big, it ends here."""
-        last = max(self.running, key=Request.rank)
+        last = max(self.running, key=Request.precedence)
         if len(self.running) == 1:
             self._finish(last, "memory")
             return
         self.running.remove(last)
-        self._offer = self._ready = None
+        self._programs = self._ready = None
         self._free_row(last)
         last.preempted += 1
         self.waiting.add(last)
@@ -383,7 +383,7 @@ class Scheduler:
             rows = {r.row for r in self.running}
             message.aborts = [row for row in self._aborts if row not in rows][: self.plan.max_rows]
             self._aborts = []
-        self.at_work = lanes
+        self.step_requests = lanes
         number = self.launcher.launch(key, message)
         for request in lanes:
             request.last_ticket = number
@@ -396,7 +396,7 @@ class Scheduler:
 
     def _read_oldest(self) -> None:
         ticket = self._tickets.popleft()
-        self.at_work = ticket.lanes
+        self.step_requests = ticket.lanes
         entry = self.launcher.read(ticket.number)
         now = time.perf_counter()
         self.meter.note(ticket.key, ticket.launched, now)
@@ -429,11 +429,11 @@ class Scheduler:
     def _take(self, request: Request, tokens: list[int], status: int, depth: int | None, now: float) -> None:
         ends = status in FINISH_REASONS
         if ends:
-            request.verdict = len(request.output) + len(tokens), status
+            request.pending_end = len(request.output) + len(tokens), status
         if tokens:
             request.output += tokens
-            if len(request.output) >= request.offer_at:
-                self.prefix.offer_output(request)
+            if len(request.output) >= request.publish_at:
+                self.prefix.publish_output(request)
             if self.proposer is not None:
                 self.proposer.observe(request, len(tokens))
             metrics = request.metrics
@@ -465,7 +465,7 @@ class Scheduler:
             self.waiting.remove(request)
         if request in self.running:
             self.running.remove(request)
-            self._offer = self._ready = None
+            self._programs = self._ready = None
             if any(request in ticket.lanes for ticket in self._tickets):
                 self._leaving.append(request)
             else:

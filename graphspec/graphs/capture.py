@@ -16,7 +16,7 @@ from ..errors import CaptureError, spell_bytes
 
 logger = logging.getLogger(__name__)
 WARM_UP_CALLS = 3
-_unended: list[torch.cuda.CUDAGraph] = []
+_unended_graphs: list[torch.cuda.CUDAGraph] = []
 """Graphs whose capture could not be ended: they must not die, for torch goes on asking them whether an allocation is theirs."""
 
 
@@ -111,7 +111,7 @@ class Capturer:
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved(self._device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._stream), _collecting_later(), _workspaces_of_its_own():
+        with torch.cuda.stream(self._stream), _garbage_collection_paused(), _private_cublas_workspaces():
             self._record(program, graph)
         self._captured += 1
         graph.replay()
@@ -150,7 +150,7 @@ class Capturer:
             logger.debug("the pool was left: %s", error)
         else:
             torch._C._cuda_releasePool(device, self._pool)  # noqa: SLF001
-            _unended.append(graph)
+            _unended_graphs.append(graph)
             ended = False
         if not ended or not self._captured:
             # The allocator of pinned host memory goes on recording into the pool of a capture that could not be ended, and refuses to
@@ -159,7 +159,7 @@ class Capturer:
 
 
 @contextmanager
-def _collecting_later() -> Iterator[None]:
+def _garbage_collection_paused() -> Iterator[None]:
     """No garbage collection inside: one that destroys an older graph or event would make a call that a capture forbids."""
     enabled = gc.isenabled()
     gc.disable()
@@ -171,7 +171,7 @@ def _collecting_later() -> Iterator[None]:
 
 
 @contextmanager
-def _workspaces_of_its_own() -> Iterator[None]:
+def _private_cublas_workspaces() -> Iterator[None]:
     """Inside, cuBLAS takes its workspaces from the capture's pool, and nobody else uses them afterwards.
 
     torch keeps a workspace for each handle and stream, and frees them all whenever somebody asks, as ``mode="reduce-overhead"`` does.

@@ -22,9 +22,9 @@ from ..plan import Plan
 from ..shapes import GraphKey, SamplingClass
 from .capture import Capturer, CaptureRecord, ProgramCapturer, check_unmoved, no_synchronisation, ran_out_of_memory, signature
 from .compilations import Compilations
-from .envelope import Envelope
 from .host_step import LaunchPreparation
 from .memory import MemoryPlan
+from .message_buffer import MessageBuffer
 from .programs import Key, PrefillKey, Program, describe, prefill_keys, program_stages, tokens_of
 from .stages.logprobs import PROMPT_RING, RING, ring_buffers
 from .stages.mailbox import MailLayout, Message, SharedPages
@@ -51,7 +51,7 @@ class RingEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
+class RingCopy:
     """One slot of one of the ring's buffers: on the device, on the host, and the host's as numpy sees it."""
 
     source: torch.Tensor
@@ -102,11 +102,11 @@ class Cycle:
         """The host step before each launch; None: the kernels need none."""
         pinned = plan.device == "cuda"
         # A message may still be on its way to the device while the next one is written, hence one buffer per ring slot.
-        self._mail = [Envelope(self.layout, pinned=pinned) for _ in range(plan.ring_depth)]
+        self._mail = [MessageBuffer(self.layout, pinned=pinned) for _ in range(plan.ring_depth)]
         front = self.arena["mail"][: self.layout.joins]
-        self._send_front = [partial(front.copy_, envelope.words[: self.layout.joins], non_blocking=True) for envelope in self._mail]
+        self._send_front = [partial(front.copy_, buffer.words[: self.layout.joins], non_blocking=True) for buffer in self._mail]
         """Per ring slot: copies what a cycle reads of its message."""
-        self._arrivals: list[dict[str, Arrival]] = [{} for _ in range(plan.ring_depth)]
+        self._ring_copies: list[dict[str, RingCopy]] = [{} for _ in range(plan.ring_depth)]
         self._sent: list[tuple[int, int, int]] = [(0, -1, 0)] * plan.ring_depth
         """Per ring slot: lanes, alternatives and scored prompt tokens of the launch that fills it."""
         self._events: list[torch.cuda.Event | None] = [torch.cuda.Event() if pinned else None for _ in range(plan.ring_depth)]
@@ -378,8 +378,8 @@ class Cycle:
         event = self._events[slot]
         if event is not None:
             for name in ring_buffers(sampling):
-                arrival = self._arrivals[slot][name]
-                arrival.tensor.copy_(arrival.source, non_blocking=True)
+                copy = self._ring_copies[slot][name]
+                copy.tensor.copy_(copy.source, non_blocking=True)
             event.record()
 
     def share(self, shared: SharedPages) -> None:
@@ -393,11 +393,11 @@ class Cycle:
     def _open_ring(self) -> None:
         """Where the host reads the ring's buffers, for all there are by now: where they lie, or in pinned memory they are copied to."""
         for name in (slot.name for slot in self.arena.slots if slot.kind == "ring"):
-            for index, arrivals in enumerate(self._arrivals):
-                if name not in arrivals:
+            for index, copies in enumerate(self._ring_copies):
+                if name not in copies:
                     source = self.arena[name][index]
                     on_host = source if self.plan.device == "cpu" else torch.zeros(source.shape, dtype=source.dtype, pin_memory=True)
-                    arrivals[name] = Arrival(source, on_host, on_host.numpy())
+                    copies[name] = RingCopy(source, on_host, on_host.numpy())
 
     def read(self, ticket: int) -> RingEntry:
         """Wait for a launch and return its ring entry; tickets are read in the order of launch.
@@ -416,7 +416,7 @@ class Cycle:
         if event is not None:
             event.synchronize()
         count, alternatives, scored = self._sent[slot]
-        found = self._arrivals[slot]
+        found = self._ring_copies[slot]
         lanes = found["ring_ZBJ"].array[:count].tolist()
         tokens = [lane[RING_FIELDS : RING_FIELDS + lane[0]] for lane in lanes]
         logprobs = self._read_logprobs(found, alternatives, tokens) if alternatives >= 0 else None
@@ -441,8 +441,8 @@ class Cycle:
         if self.preparation is not None:
             self.preparation.reset()
         self.arena["cycle_1"].fill_(self._launched)
-        for envelope in self._mail:
-            envelope.forget()
+        for buffer in self._mail:
+            buffer.forget()
         self._whole = True
 
     def clear_row(self, row: int, groups: AbstractSet[str]) -> None:
@@ -474,7 +474,7 @@ class Cycle:
                 self.arena[name][row].copy_(words, non_blocking=True)
 
     @staticmethod
-    def _read_logprobs(found: Mapping[str, Arrival], count: int, tokens: list[list[int]]) -> list[list[tuple[float, dict[int, float]]]]:
+    def _read_logprobs(found: Mapping[str, RingCopy], count: int, tokens: list[list[int]]) -> list[list[tuple[float, dict[int, float]]]]:
         chosen = found[RING[0]].array.tolist()
         if count == 0:
             return [[(chosen[lane][i], {}) for i in range(len(new))] for lane, new in enumerate(tokens)]
@@ -485,7 +485,7 @@ class Cycle:
         ]
 
     @staticmethod
-    def _read_prompt_logprobs(found: Mapping[str, Arrival], count: int) -> list[tuple[float, dict[int, float]]]:
+    def _read_prompt_logprobs(found: Mapping[str, RingCopy], count: int) -> list[tuple[float, dict[int, float]]]:
         if count == 0:
             return []
         chosen, values, names = (found[name].array[:count].tolist() for name in PROMPT_RING)

@@ -1,7 +1,7 @@
 """Several ranks, one scheduler: rank 0 decides, and the others do what it does, in its order.
 
-Rank 0 sends its message of a launch before it launches, a block of fixed size; what is rare (programs to build, rows to clear) travels as
-an object. Everything that a program computes after its logits has the same bits on every rank, so nothing comes back.
+Before each launch rank 0 broadcasts its message as a block of fixed size. Rare calls (programs to build, rows to clear) are pickled.
+Everything that a program computes after its logits has the same bits on every rank, so nothing is sent back.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ HASHED = ("ring_ZBJ", "seq_len_R", "status_R", "window_token_RAc", "window_len_R
 
 
 class Channel:
-    """What rank 0 says to the others, on the host. Not for two threads at once.
+    """Broadcasts from rank 0 to the other ranks, on the host. Not thread-safe.
 
     Args:
-        words: of a message.
-        why: says why the ranks are no longer together, after an operation over them failed.
+        words: int64 words of a message.
+        failure_reason: called after a collective failed; returns why the ranks are out of step.
     """
 
-    def __init__(self, words: int, why: Callable[[], str]) -> None:
+    def __init__(self, words: int, failure_reason: Callable[[], str]) -> None:
         self._block = torch.zeros(HEADER + words, dtype=torch.int64)
-        self._why = why
+        self._failure_reason = failure_reason
 
-    def launch(self, number: int, words: Tensor) -> None:
+    def send_launch(self, number: int, words: Tensor) -> None:
         """Have every rank launch a program.
 
         Args:
@@ -55,28 +55,29 @@ class Channel:
         self._block[HEADER:] = words
         dist.broadcast(self._block, 0)
 
-    def tell(self, name: str, *arguments: Any) -> None:
+    def send_call(self, name: str, *arguments: Any) -> None:
         """Have every rank call a method of its cycle, or end with :data:`CLOSE`."""
-        said = torch.frombuffer(bytearray(pickle.dumps((name, arguments))), dtype=torch.uint8)
-        self._block[:HEADER] = torch.tensor((said.numel(), 0))
+        call = torch.frombuffer(bytearray(pickle.dumps((name, arguments))), dtype=torch.uint8)
+        self._block[:HEADER] = torch.tensor((call.numel(), 0))
         dist.broadcast(self._block, 0)
-        dist.broadcast(said, 0)
+        dist.broadcast(call, 0)
 
-    def hear(self) -> tuple[int, Tensor] | tuple[str, tuple[Any, ...]]:
-        """The next thing rank 0 says: a program's number and a message, or a method and its arguments."""
+    def receive(self) -> tuple[int, Tensor] | tuple[str, tuple[Any, ...]]:
+        """Wait for the next broadcast of rank 0: ``(program number, message)`` of a launch, or ``(method, arguments)`` of a call."""
         dist.broadcast(self._block, 0)
         size, number = self._block[:HEADER].tolist()
         if size == 0:
             return number, self._block[HEADER:]
-        said = torch.empty(size, dtype=torch.uint8)
-        dist.broadcast(said, 0)
-        name, arguments = pickle.loads(said.numpy().tobytes())
+        call = torch.empty(size, dtype=torch.uint8)
+        dist.broadcast(call, 0)
+        name, arguments = pickle.loads(call.numpy().tobytes())
         return name, arguments
 
-    def parted(self, error: BaseException) -> ResourceError:
-        """The error of ranks that are no longer in step, because of this one."""
-        torn = isinstance(error, RuntimeError) and not isinstance(error, GraphspecError)  # as a collective raises when a peer is gone
-        reason = self._why() if torn else str(error) or type(error).__name__
+    def out_of_step(self, error: BaseException) -> ResourceError:
+        """The error to raise after ``error`` left the ranks out of step."""
+        # A collective raises a plain RuntimeError when a peer is gone.
+        peer_gone = isinstance(error, RuntimeError) and not isinstance(error, GraphspecError)
+        reason = self._failure_reason() if peer_gone else str(error) or type(error).__name__
         return ResourceError("ranks", "every rank in step with rank 0", reason, "the engine has to be made anew")
 
 
@@ -108,24 +109,24 @@ class LeadingCycle(RankCycle):
         self.channel = channel(self.layout.size)
         self._numbers: dict[Key, int] = {}
         self._digests: dict[int, Tensor] = {}
-        self.parting: list[ResourceError] = []
+        self.failures: list[ResourceError] = []
         """Why the ranks are no longer in step, once they aren't."""
 
-    def _together(self, do: Callable[[], Any], *said: Any) -> Any:
+    def _on_all_ranks(self, do: Callable[[], Any], *said: Any) -> Any:
         """What ``do`` returns, after the others were sent the same.
 
         Raises:
             ResourceError: it failed here, or a rank has ended; every later call raises the same.
         """
-        if self.parting:
-            raise self.parting[0]
+        if self.failures:
+            raise self.failures[0]
         try:
             if said:
-                self.channel.tell(*said)
+                self.channel.send_call(*said)
             return do()
         except BaseException as error:
-            self.parting.append(self.channel.parted(error))
-            raise self.parting[0] from error
+            self.failures.append(self.channel.out_of_step(error))
+            raise self.failures[0] from error
 
     def prepare(self, keys: Iterable[Key], progress: Progress | None = None) -> None:
         missing = [key for key in keys if not self.prepared(key)]
@@ -133,47 +134,47 @@ class LeadingCycle(RankCycle):
             return
         if self._in_flight:
             super().prepare(missing, progress)
-        self._together(lambda: super(LeadingCycle, self).prepare(missing, progress), "prepare", missing)
+        self._on_all_ranks(lambda: super(LeadingCycle, self).prepare(missing, progress), "prepare", missing)
         for key in missing:
             self._numbers.setdefault(key, len(self._numbers))
 
     def time_depths(self, buckets: Iterable[int], sampling: SamplingClass, runs: int = TIMED_RUNS) -> dict[int, dict[int, float]]:
         found = list(buckets)
         do = super().time_depths
-        times: dict[int, dict[int, float]] = self._together(lambda: do(found, sampling, runs), "time_depths", found, sampling, runs)
+        times: dict[int, dict[int, float]] = self._on_all_ranks(lambda: do(found, sampling, runs), "time_depths", found, sampling, runs)
         return times
 
     def clear_row(self, row: int, groups: AbstractSet[str]) -> None:
         do = super().clear_row
-        self._together(lambda: do(row, groups), "clear_row", row, groups)
+        self._on_all_ranks(lambda: do(row, groups), "clear_row", row, groups)
 
     def write_row(self, row: int, values: Mapping[str, np.ndarray[tuple[int, ...], np.dtype[np.int64]]]) -> None:
         do = super().write_row
-        self._together(lambda: do(row, values), "write_row", row, dict(values))
+        self._on_all_ranks(lambda: do(row, values), "write_row", row, dict(values))
 
     def reset(self) -> None:
         do = super().reset
-        self._together(do, "reset")
+        self._on_all_ranks(do, "reset")
 
     def _send(self, slot: int, program: Program, key: Key, message: Message) -> None:
         do = super()._send
 
         def launch() -> None:
             for shared in message.shared:
-                self.channel.tell("share", shared)
-            self.channel.launch(self._numbers[key], self._mail[slot].write(message))
+                self.channel.send_call("share", shared)
+            self.channel.send_launch(self._numbers[key], self._mail[slot].write(message))
             do(slot, program, key, message)
             if self.plan.debug:
                 self._digests[slot] = self._digest(program)
 
-        self._together(launch)
+        self._on_all_ranks(launch)
 
     def read(self, ticket: int) -> RingEntry:
         entry = super().read(ticket)
         digest = self._digests.pop(ticket % self.plan.ring_depth, None)
         if digest is not None and len(found := set(digest.tolist())) > 1:
             fell = ResourceError("ranks", "the same tokens, paths and lengths on every rank", f"{len(found)} different hashes")
-            self.parting.append(fell)
+            self.failures.append(fell)
             raise fell
         return entry
 
@@ -189,11 +190,11 @@ class FollowingCycle(RankCycle):
         """
         keys: list[Key] = []
         while True:
-            heard = channel.hear()
-            if isinstance(heard[1], Tensor):
-                self._launch_again(keys[int(heard[0])], heard[1])
+            received = channel.receive()
+            if isinstance(received[1], Tensor):
+                self._launch_again(keys[int(received[0])], received[1])
                 continue
-            name, arguments = heard
+            name, arguments = received
             if name == CLOSE:
                 return
             assert name in MIRRORED, "rank 0 runs the same code"

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphspec.engine.admission import LOOK_AHEAD, MOST_OVERTAKEN, Queue
+from graphspec.engine.priority import set_priority_and_deadline
 from graphspec.engine.request import Request, SamplingParams
 from graphspec.engine.scheduler import Scheduler
-from graphspec.engine.urgency import set_urgency
 from graphspec.errors import RequestError, ResourceError
 from graphspec.shapes import GREEDY
 from tests.support.engines import Pair, mirror_pair, prompts
@@ -179,4 +179,4 @@ def test_the_callers_arguments(pair: Pair) -> None:
 )
 def test_other_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message.replace("(", r"\(")):
-        set_urgency([request(0), request(1)], **{"priority": 0, "deadline": None, **arguments})
+        set_priority_and_deadline([request(0), request(1)], **{"priority": 0, "deadline": None, **arguments})

@@ -20,7 +20,7 @@ from graphspec.engine.request import Request
 from graphspec.engine.scheduler import Scheduler
 from graphspec.errors import CaptureError, ResourceError
 from graphspec.graphs.cycle import Cycle
-from graphspec.graphs.envelope import Envelope
+from graphspec.graphs.message_buffer import MessageBuffer
 from graphspec.graphs.programs import PrefillKey, Program
 from graphspec.graphs.stages.mailbox import Message
 from graphspec.shapes import GREEDY, SamplingClass
@@ -34,13 +34,13 @@ FILES = ("engine/engine.py", "engine/calls.py", "engine/driver.py", "engine/llm.
 """What a caller runs."""
 STEP = (
     "engine/scheduler.py", "engine/offers.py", "engine/prefix.py", "engine/pages.py", "engine/admission.py", "engine/row_parameters.py",
-    "graphspec/graphs/cycle.py", "graphs/envelope.py",
-    *(getattr(Engine, name).__code__ for name in ("_obey", "_enter", "_admit", "_cover", "_prepare", "_building", "_report")),
+    "graphspec/graphs/cycle.py", "graphs/buffer.py",
+    *(getattr(Engine, name).__code__ for name in ("_handle_command", "_start_call", "_admit", "_cover", "_prepare", "_report_building", "_report")),
 )  # fmt: skip
 """What the driving thread runs, but for what it does after an error."""
 LENGTH = 7
 PARAMS = SamplingParams(max_tokens=LENGTH, ignore_eos=True)
-BOUNDARIES = (Cycle.launch.__code__, Cycle._send.__code__, Cycle.read.__code__, Envelope.write.__code__)
+BOUNDARIES = (Cycle.launch.__code__, Cycle._send.__code__, Cycle.read.__code__, MessageBuffer.write.__code__)
 
 
 @pytest.fixture(scope="module")
@@ -276,7 +276,7 @@ def test_a_launch_that_did_not_end_must_be_forgotten_first(pair: Pair, moment: s
     key = next(iter(llm.keys(1, GREEDY)))
     program = cycle.programs[key]
     stop = {
-        "before the copy": (Envelope, "write"),
+        "before the copy": (MessageBuffer, "write"),
         "before the program": (type(program), "__call__"),
         "after the program": (Cycle, "_send"),
     }
@@ -354,9 +354,9 @@ def test_an_envelope_interrupted_between_its_words_is_written_whole(pair: Pair) 
         cycle.layout.encode(message, words)
         whole.append(words)
     for at in range(12):
-        envelope = Envelope(cycle.layout, pinned=False)
-        assert torch.equal(envelope.write(messages[0]), whole[0])
-        with suppress(KeyboardInterrupt), interrupted((Envelope.write.__code__,), at):
-            envelope.write(messages[1])
-        assert torch.equal(envelope.write(messages[2]), whole[2])
-        assert torch.equal(envelope.write(messages[0]), whole[0])
+        buffer = MessageBuffer(cycle.layout, pinned=False)
+        assert torch.equal(buffer.write(messages[0]), whole[0])
+        with suppress(KeyboardInterrupt), interrupted((MessageBuffer.write.__code__,), at):
+            buffer.write(messages[1])
+        assert torch.equal(buffer.write(messages[2]), whole[2])
+        assert torch.equal(buffer.write(messages[0]), whole[0])

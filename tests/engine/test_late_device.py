@@ -18,7 +18,7 @@ from graphspec.engine.scheduler import Scheduler
 from graphspec.graphs import cycle as cycle_module
 from graphspec.graphs.capture import Capturer, ran_out_of_memory
 from graphspec.graphs.cycle import Cycle
-from graphspec.graphs.envelope import Envelope
+from graphspec.graphs.message_buffer import MessageBuffer
 from graphspec.kernels import select_kernels
 from graphspec.plan import Plan
 from graphspec.shapes import SamplingClass
@@ -87,7 +87,7 @@ def test_one_buffer_for_all_messages_would_be_noticed(monkeypatch: pytest.Monkey
     networks = tiny_networks(plan)
     direct = serve(Cycle(plan, networks.target, networks.draft, select_kernels("reference", "auto", "cpu")), 5)
     cycle = on_late_device(plan, LateDevice(), monkeypatch)
-    cycle._mail = [Envelope(cycle.layout, pinned=False)] * len(cycle._mail)
+    cycle._mail = [MessageBuffer(cycle.layout, pinned=False)] * len(cycle._mail)
     try:
         found = serve(cycle, 5)
     except (RuntimeError, IndexError):

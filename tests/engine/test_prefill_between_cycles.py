@@ -200,7 +200,7 @@ def run(llm: LLM, requests: list[Request], rng: random.Random, *, budget: int, p
     plan = replace(llm.plan, prefill_tokens_per_cycle=budget)
     scheduler = Scheduler(plan, llm.cycle, None)
     for sampling in (GREEDY, SAMPLED):
-        scheduler.offer(sampling, plan.buckets, llm.cycle.prefills(sampling))
+        scheduler.add_programs(sampling, plan.buckets, llm.cycle.prefills(sampling))
     scheduler.allocator.allocate(max(0, scheduler.allocator.num_free - pages))
     waiting = list(requests)
     for _ in range(MOST_STEPS):

@@ -172,7 +172,7 @@ def test_a_chunk_without_memory_is_left_out(caplog: pytest.LogCaptureFixture) ->
     assert "no program for prefill of 16 tokens, greedy; a launch reads at most 8 tokens of a prompt" in caplog.text
     assert cycle.prefills(GREEDY) == (PrefillKey(8, GREEDY), PrefillKey(8, GREEDY, 2)) and plan.prefill_chunks == (8, 16)
     scheduler = Scheduler(plan, cycle, None)
-    scheduler.offer(GREEDY, (1,), cycle.prefills(GREEDY))
+    scheduler.add_programs(GREEDY, (1,), cycle.prefills(GREEDY))
     request = Request(index=0, prompt=[5] * 21, params=SamplingParams(), stop_ids=(), budget=4)
     scheduler.add(request)
     while scheduler.busy:

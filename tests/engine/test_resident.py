@@ -171,7 +171,7 @@ def test_a_caller_that_wants_whole_outputs_is_woken_once(pair: Pair) -> None:
     llm = pair.llm(**CHAIN, max_rows=2)
     woken: list[int] = []
     requests = llm._requests(prompts(3), PARAMS)
-    handle = llm._engine.submit(requests, growing=False, notify=lambda: woken.append(sum(len(r.output) for r in requests)))
+    handle = llm._engine.submit(requests, streaming=False, notify=lambda: woken.append(sum(len(r.output) for r in requests)))
     assert handle.wait() == [] and handle.ended
     assert woken == [3 * LENGTH]
 

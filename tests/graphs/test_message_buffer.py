@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphspec.errors import ResourceError
-from graphspec.graphs.envelope import Envelope
+from graphspec.graphs.message_buffer import MessageBuffer
 from graphspec.graphs.stages.mailbox import Chunk, Join, MailLayout, Message
 from tests.support.plans import plan
 
@@ -31,36 +31,36 @@ def messages(draw: st.DrawFn) -> Message:
 
 @given(st.lists(messages(), min_size=1, max_size=8))
 def test_the_buffer_says_the_last_message_and_nothing_else(sent: list[Message]) -> None:
-    envelope, fresh = Envelope(LAYOUT, pinned=False), torch.zeros(LAYOUT.size, dtype=torch.int64)
+    buffer, fresh = MessageBuffer(LAYOUT, pinned=False), torch.zeros(LAYOUT.size, dtype=torch.int64)
     for message in sent:
         LAYOUT.encode(message, fresh)
-        assert torch.equal(envelope.write(message), fresh)
+        assert torch.equal(buffer.write(message), fresh)
 
 
 def test_lanes_that_stay_are_not_written_again() -> None:
-    envelope = Envelope(LAYOUT, pinned=False)
+    buffer = MessageBuffer(LAYOUT, pinned=False)
     lanes = [0, 2]
-    words = envelope.write(Message(lanes=lanes))
+    words = buffer.write(Message(lanes=lanes))
     words.fill_(-5)
-    assert set(envelope.write(Message(lanes=[0, 2])).tolist()) == {-5}
-    assert envelope.write(Message(lanes=[2])).tolist()[LAYOUT.lanes : LAYOUT.lanes + 4] == [2, 4, 4, 4]
+    assert set(buffer.write(Message(lanes=[0, 2])).tolist()) == {-5}
+    assert buffer.write(Message(lanes=[2])).tolist()[LAYOUT.lanes : LAYOUT.lanes + 4] == [2, 4, 4, 4]
     lanes.append(3)
-    assert envelope.write(Message(lanes=lanes)).tolist()[LAYOUT.lanes : LAYOUT.lanes + 4] == [0, 2, 3, 4]
+    assert buffer.write(Message(lanes=lanes)).tolist()[LAYOUT.lanes : LAYOUT.lanes + 4] == [0, 2, 3, 4]
 
 
 def test_a_list_changed_in_place_is_noticed() -> None:
-    envelope, lanes = Envelope(LAYOUT, pinned=False), [0]
-    envelope.write(Message(lanes=lanes))
+    buffer, lanes = MessageBuffer(LAYOUT, pinned=False), [0]
+    buffer.write(Message(lanes=lanes))
     lanes[0] = 3
-    assert envelope.write(Message(lanes=lanes))[LAYOUT.lanes] == 3
+    assert buffer.write(Message(lanes=lanes))[LAYOUT.lanes] == 3
 
 
 def test_too_many_lanes_are_refused() -> None:
-    envelope = Envelope(LAYOUT, pinned=False)
-    envelope.write(Message(lanes=[0]))
+    buffer = MessageBuffer(LAYOUT, pinned=False)
+    buffer.write(Message(lanes=[0]))
     most = LAYOUT.max_lanes
     with pytest.raises(ResourceError, match=f"mailbox lanes: expected at most {most} in one launch"):
-        envelope.write(Message(lanes=[0] * (most + 1)))
+        buffer.write(Message(lanes=[0] * (most + 1)))
     fresh = torch.zeros(LAYOUT.size, dtype=torch.int64)
     LAYOUT.encode(Message(lanes=[1]), fresh)
-    assert torch.equal(envelope.write(Message(lanes=[1])), fresh), "a refused message leaves nothing"
+    assert torch.equal(buffer.write(Message(lanes=[1])), fresh), "a refused message leaves nothing"

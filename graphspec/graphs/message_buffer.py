@@ -9,7 +9,7 @@ import torch
 from .stages.mailbox import MailLayout, Message
 
 
-class Envelope:
+class MessageBuffer:
     """One buffer of host memory that holds the last message written into it.
 
     Args:

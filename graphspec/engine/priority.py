@@ -15,7 +15,7 @@ Deadline = float | Sequence[float | None] | None
 """Seconds from its arrival after which a request ends with what it has, ``finish_reason="deadline"``; None: never."""
 
 
-def set_urgency(requests: Sequence[Request], priority: object, deadline: object) -> None:
+def set_priority_and_deadline(requests: Sequence[Request], priority: object, deadline: object) -> None:
     """Check both arguments and write them into a call's requests.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Which programs a launch may use: the sampling classes whose programs exist, and the smallest of them that serves some rows."""
+"""The programs that exist, by sampling class, and the smallest class that can serve a set of rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..shapes import GraphKey, SamplingClass
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class ClassPrograms:
     """The programs of one sampling class.
 
     Attributes:
@@ -19,7 +19,7 @@ class Offer:
         buckets: ascending lane counts whose cycles exist; more rows take turns.
         first: each bucket's cycle of the plan's depth.
         cycles: cycles by bucket and depth.
-        catch_ups: cycles in which the drafter catches up, by bucket; empty where no drafter has to.
+        catch_ups: by bucket, the cycle in which the drafter catches up; empty if it never has to.
         prefills: prefill programs that exist.
     """
 
@@ -31,8 +31,10 @@ class Offer:
     prefills: tuple[PrefillKey, ...]
 
     @classmethod
-    def of(cls, plan: Plan, sampling: SamplingClass, buckets: tuple[int, ...], prefills: tuple[PrefillKey, ...] | None = None) -> Offer:
-        """What ``plan`` has of this class for these buckets, with these prefill programs, default all."""
+    def of(
+        cls, plan: Plan, sampling: SamplingClass, buckets: tuple[int, ...], prefills: tuple[PrefillKey, ...] | None = None
+    ) -> ClassPrograms:
+        """The plan's programs of this class for these buckets, with these prefill programs (default: all)."""
         return cls(
             sampling,
             buckets,
@@ -43,34 +45,34 @@ class Offer:
         )
 
 
-class Offers:
-    """Every offer so far."""
+class PreparedPrograms:
+    """The programs of every class prepared so far."""
 
     def __init__(self) -> None:
-        self._offers: dict[SamplingClass, Offer] = {}
-        self._chosen: dict[tuple[SamplingClass, int], Offer] = {}
+        self._classes: dict[SamplingClass, ClassPrograms] = {}
+        self._chosen: dict[tuple[SamplingClass, int], ClassPrograms] = {}
 
-    def add(self, offer: Offer) -> None:
-        """One more class, or other buckets of one that is known."""
-        self._offers[offer.sampling] = offer
+    def add(self, programs: ClassPrograms) -> None:
+        """Add a class, or replace the programs of one that is here."""
+        self._classes[programs.sampling] = programs
         self._chosen = {}
 
-    def choose(self, need: SamplingClass, lanes: int) -> Offer:
-        """The offer for ``lanes`` rows that together ask for ``need``: with room for as many of them as any has, and of those the smallest.
+    def choose(self, need: SamplingClass, lanes: int) -> ClassPrograms:
+        """The class to run for ``lanes`` rows that together ask for ``need``: of those with the largest bucket, the cheapest.
 
         Raises:
             ResourceError: no class covers ``need``.
         """
         found = self._chosen.get((need, lanes))
         if found is None:
-            covering = [offer for offer in self._offers.values() if offer.sampling | need == offer.sampling]
+            covering = [programs for programs in self._classes.values() if programs.sampling.covers(need)]
             if not covering:
-                raise ResourceError("sampling class", f"programs for {need}, prepared before the launch", list(self._offers))
-            found = min(covering, key=lambda offer: (-min(offer.buckets[-1], lanes), size(offer.sampling)))
+                raise ResourceError("sampling class", f"programs for {need}, prepared before the launch", list(self._classes))
+            found = min(covering, key=lambda programs: (-min(programs.buckets[-1], lanes), class_cost(programs.sampling)))
             self._chosen[need, lanes] = found
         return found
 
 
-def size(sampling: SamplingClass) -> tuple[bool, int, int]:
-    """What classes are ordered by: whether their programs wait for the host, then how much they compute."""
+def class_cost(sampling: SamplingClass) -> tuple[bool, int, int]:
+    """Sort key of classes, cheapest first: those whose programs wait for the host come last, then by how much they compute."""
     return sampling.grammar, sum(getattr(sampling, name) is True for name in sampling.__slots__), sampling.logprobs
