@@ -1,4 +1,4 @@
-"""Calls: requests that came together, as the driving thread sees them (:class:`Call`) and as their caller does (:class:`Handle`)."""
+"""Calls: requests that were submitted together, as the driving thread (:class:`Call`) and the caller (:class:`Handle`) see them."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from .request import Request
 BuildProgress = tuple[str, int, int]
 """Progress of building programs: phase, done, total."""
 InboxItem = Request | BuildProgress | None
-"""What a caller is sent: a request whose output or state changed, progress, or that the call has ended."""
+"""One entry of a call's inbox: a request whose output or state changed, build progress, or None when the call has ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class Exclusive:
-    """How a call runs that has the engine to itself.
+    """Settings of an exclusive call, which runs while no other call is open.
 
     Attributes:
-        launcher: used in place of the cycle; None: the cycle.
-        policy: used in place of the engine's; None: the engine's.
-        until: asked after every step; True ends the call, whose unfinished requests are aborted. It may read what the step left.
+        launcher: used instead of the cycle; None: the cycle.
+        policy: used instead of the engine's; None: the engine's.
+        until: called after every step; returning True ends the call and aborts its unfinished requests. It may read the slots.
     """
 
     launcher: Launcher | None = None
@@ -34,16 +34,16 @@ class Exclusive:
 
 @dataclass(eq=False, slots=True)
 class Call:
-    """Requests that came together, or other work for the driving thread.
+    """Requests that were submitted together, or other work for the driving thread.
 
     Attributes:
         requests: checked, and not ended.
-        streaming: the caller wants each request whenever its output has grown; otherwise it is woken when all have ended.
-        exclusive: the call has the engine to itself.
-        work: what the driving thread does between two steps, where that is all there is to the call.
-        notify: called by the driving thread after each item it sent; it may not block.
-        failure: what ended the call before its requests had ended.
-        unfinished: how many requests have not ended, as the driving thread counts them.
+        streaming: the caller is sent each request whenever its output has grown; otherwise it is woken once, when all have ended.
+        exclusive: the settings of an exclusive call; None: other calls may be open.
+        work: called by the driving thread between two steps, for a call without requests.
+        notify: called by the driving thread after each item it sent; it must not block.
+        failure: the error that ended the call early.
+        unfinished: requests that have not ended, as the driving thread counts them.
     """
 
     requests: Sequence[Request] = ()
@@ -56,7 +56,7 @@ class Call:
     unfinished: int = 0
 
     def send(self, item: InboxItem) -> None:
-        """Give an item to the caller, in any thread."""
+        """Send an item to the caller. Thread-safe."""
         self.inbox.put(item)
         if self.notify is not None:
             self.notify()
@@ -64,37 +64,37 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class CallerLeft:
-    """The caller of a call does not wait for it any more."""
+    """The caller no longer waits for a call, which is aborted."""
 
     call: Call
 
 
 Commands = SimpleQueue[Call | CallerLeft | None]
-"""What callers send to the driving thread, None to end it. Putting is one step, so a finalizer may do it anywhere."""
+"""From callers to the driving thread; None ends it. ``put`` of a SimpleQueue is reentrant, so a finalizer may call it anywhere."""
 
 
 class Handle:
     """The caller's end of a call. Dropping the last reference aborts what is left of the call.
 
     Args:
-        call: that was sent, or is about to be.
-        commands: of the driving thread.
+        call: sent, or about to be.
+        commands: the queue of the driving thread.
         engine: kept alive while the call is open.
         progress: called in the caller's thread while programs are built.
     """
 
     ended = True
-    """All that the call sends has been received."""
+    """Everything that the call sends has been received."""
 
     def __init__(self, call: Call, commands: Commands, engine: object, progress: Progress | None) -> None:
         self._call, self._commands, self._engine, self._progress = call, commands, engine, progress
         self.ended = False
 
     def wait(self) -> list[Request]:
-        """Requests that changed; waits until there is one. Empty: the call has ended. One that has ended may be reported twice.
+        """Wait until a request has changed; returns those that have. Empty: the call has ended. A finished request may be reported twice.
 
         Raises:
-            Exception: what ended the call early.
+            Exception: the error that ended the call early.
         """
         found: list[Request] = []
         while not found and not self.ended:
@@ -102,11 +102,11 @@ class Handle:
         return found
 
     def take(self) -> list[Request]:
-        """What :meth:`wait` returns, as far as it is there; does not wait."""
+        """As :meth:`wait`, without waiting: returns what has arrived, possibly nothing."""
         return [] if self.ended else self._sort(self._received())
 
     def abort(self) -> None:
-        """End what is left of the call. Any thread may do so, more than once; what was sent before stays."""
+        """Abort the unfinished requests. Thread-safe and idempotent; what was sent before can still be received."""
         if not self.ended:
             self._commands.put(CallerLeft(self._call))
 

@@ -17,27 +17,27 @@ from ..plan import Plan
 from .calls import Call, CallerLeft, Commands, InboxItem
 
 Outbox = list[tuple[Call, InboxItem]]
-"""What callers are to be sent."""
+"""Items to send to callers."""
 
 
 class DrivenEngine(Protocol):
-    """What the thread drives. It is held weakly between turns, so that an engine nobody holds can be collected."""
+    """The engine as its thread sees it. The thread holds it weakly between turns, so that an unused engine can be collected."""
 
     def turn(self, command: Call | CallerLeft | None) -> tuple[Outbox, bool]:
-        """Obey, make one step; returns what callers are to be sent, and whether there is more to do. Raises nothing."""
+        """Handle commands and make one step; returns what to send to callers, and whether there is more to do. Never raises."""
 
     def shut_down(self) -> Outbox:
-        """End every call and wait for the device. Raises nothing."""
+        """End every call and wait for the device. Never raises."""
 
 
 @dataclass(frozen=True, slots=True)
 class ThreadSettings:
-    """What torch keeps per thread, as the thread that loaded the engine has it.
+    """torch's per-thread settings, copied from the thread that loaded the engine.
 
     Attributes:
         threads: of torch's loops on a CPU.
         flush_denormal: denormals make CPU kernels many times slower and carry no information here.
-        stream: CUDA stream on which weights were loaded, and launches follow them.
+        stream: CUDA stream on which weights were loaded; launches go to the same one.
     """
 
     threads: int
@@ -50,8 +50,8 @@ class ThreadSettings:
         return cls(torch.get_num_threads(), plan.device == "cpu", torch.cuda.current_stream() if on_cuda else None)
 
     def apply(self) -> None:
-        """Give them to this thread."""
-        # A thread that has never asked takes the count that was set last in any thread, whatever was set in it before.
+        """Apply the settings to this thread."""
+        # Without a first read, torch later replaces the thread's count by the one last set in any thread.
         torch.get_num_threads()
         torch.set_num_threads(self.threads)
         if self.flush_denormal:
@@ -75,14 +75,14 @@ class Driver:
         self.commands: Commands = SimpleQueue()
         self._stopping, self._process = threading.Event(), os.getpid()
         arguments = weakref.ref(driven), self.commands, self._stopping, ThreadSettings.of(plan)
-        # A daemon, since the interpreter waits for other threads before it runs what stops this one.
+        # A daemon: at exit the interpreter joins other threads before it runs the finalizer that stops this one.
         self.thread = threading.Thread(target=_drive, args=arguments, name="graphspec engine", daemon=True)
         self._finalizer = weakref.finalize(driven, _stop, self.commands, self._stopping, self.thread, self._process)
         self.thread.start()
 
     @property
     def stopping(self) -> bool:
-        """Nothing new is begun."""
+        """The thread ends after its current step."""
         return self._stopping.is_set()
 
     def check(self) -> None:
@@ -108,11 +108,11 @@ class Driver:
         self.check()
         self.commands.put(call)
         if self.stopping:
-            # The thread may have looked for the last time before the call came.
+            # The thread may have emptied the queue for the last time before this call was put.
             _refuse(call)
 
     def close(self) -> None:
-        """End the thread after its step, and every open call with an error. May be called again."""
+        """End the thread after its step, and every open call with an error. Idempotent."""
         self._finalizer()
 
 
@@ -141,7 +141,7 @@ def _drive(weak: weakref.ref[DrivenEngine], commands: Commands, stopping: thread
     settings.apply()
     busy = False
     while True:
-        # Idle, the thread holds nothing of the engine.
+        # An idle thread holds no reference to the engine.
         command = None if busy else commands.get()
         driven = weak()
         if driven is None:
@@ -154,13 +154,13 @@ def _drive(weak: weakref.ref[DrivenEngine], commands: Commands, stopping: thread
             if isinstance(command, Call):
                 _refuse(command)
             outbox = driven.shut_down()
-        # What callers learn of a step they learn after the step: whoever drops the engine then drops the last reference.
+        # Callers are notified only after this reference is gone, so that a caller who drops the engine drops the last one.
         del driven, command
         _send(outbox, commands)
         outbox.clear()
         if last:
             break
-        # The next turn is the last: nothing waits for a command that has come already.
+        # When stopping, do not wait for another command: the one that woke the thread may have been consumed.
         busy = busy or stopping.is_set()
     while True:
         try:
@@ -175,5 +175,5 @@ def _send(outbox: Outbox, commands: Commands) -> None:
     for call, item in outbox:
         try:
             call.send(item)
-        except Exception:  # noqa: BLE001  an event loop that was closed: nobody waits for that call
+        except Exception:  # noqa: BLE001  its event loop is closed: nobody waits for that call
             commands.put(CallerLeft(call))

@@ -1,10 +1,10 @@
 """The engine: one scheduler over one cycle, driven by one thread, for any number of callers.
 
-Callers submit and abort. The driving thread takes their commands between two steps and sends each caller what changed. Only it touches scheduler and
-cycle, so an interrupt of a caller, Ctrl-C or an exception of a signal handler, is never inside a step.
+Callers submit and abort. The driving thread takes their commands between two steps and sends each caller what changed. Only this thread
+touches scheduler and cycle, so an interrupt of a caller (Ctrl-C, or an exception from a signal handler) never lands inside a step.
 
-A step may raise anywhere. Nothing is repaired on the way out: what is in flight is dropped, and rows are prefilled again from the requests'
-own tokens. The error goes to the callers of the requests that were launched or read when it came; the others continue.
+A step may raise anywhere. There is no repair: everything in flight is dropped, and rows are prefilled again from their requests' tokens.
+The error goes to the callers whose requests were being launched or read; the other calls continue.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from ..graphs.cycle import Cycle, Progress
 from ..graphs.programs import Key, describe_class, prefill_keys
 from ..shapes import GREEDY, GraphKey, SamplingClass, pick_bucket
 from .calls import Call, CallerLeft, Exclusive, Handle
+from .class_programs import class_cost
 from .depth import AdaptiveDepth, DepthPolicy
 from .driver import Driver, Outbox, closed
 from .meter import Load
@@ -38,7 +39,7 @@ class Engine:
 
     Args:
         cycle: what launches.
-        proposer: the drafter on the host, where there is one.
+        proposer: the drafter on the host, if there is one.
         policy: chooses the draft depth of every cycle; None: each bucket keeps the plan's.
         progress: called while programs are built, in the thread of the caller that waits for them.
 
@@ -55,18 +56,18 @@ class Engine:
         self.cycle, self.plan, self.progress, self.policy = cycle, cycle.plan, progress, policy
         self.scheduler = Scheduler(self.plan, cycle, None, proposer, None, policy, cycle.clear_row, cycle.write_row)
         self._calls: dict[Request, Call] = {}
-        """Call of every request that was queued, has not ended, and whose call is open."""
+        """The open call of every request that has not ended."""
         self._open: dict[Call, None] = {}
-        """Calls with such requests."""
+        """Calls with at least one such request."""
         self._ending: list[Call] = []
-        """Calls that have ended and whose callers do not know yet."""
+        """Calls that have ended but whose callers have not been notified yet."""
         self._exclusive: Call | None = None
         self._deferred: list[Call] = []
-        """Calls that came while another has the engine to itself."""
+        """Calls that arrived while an exclusive call runs."""
         self._starting: Call | None = None
         self._outbox: Outbox = []
         self._broken = False
-        """What is in flight is unknown: recovery failed. The next call tries again."""
+        """Recovery failed, so the state of the device is unknown. The next call tries to recover again."""
         self._driver = Driver(self, self.plan)
 
     def submit(
@@ -81,9 +82,9 @@ class Engine:
 
         Args:
             requests: not ended.
-            streaming: report each request whenever its output has grown; otherwise when all have ended.
-            exclusive: run with the engine to itself; calls that come meanwhile wait.
-            notify: called by the driving thread whenever there is something to receive; it may not block.
+            streaming: report each request whenever its output has grown; otherwise only when all have ended.
+            exclusive: run with no other call open; calls that arrive meanwhile wait.
+            notify: called by the driving thread whenever there is something to receive; it must not block.
 
         Raises:
             ResourceError: the engine is closed, or belongs to another process, or this is its own thread.
@@ -109,7 +110,7 @@ class Engine:
             requests, streaming, exclusive: as for :meth:`submit`.
 
         Raises:
-            ResourceError: as for :meth:`submit`, programs could not be built, or another call is open and this one is exclusive.
+            ResourceError: as for :meth:`submit`; programs could not be built; or this call is exclusive and another one is open.
             Exception: one raised by a step that had one of these requests.
         """
         unfinished = dict.fromkeys(requests)
@@ -122,17 +123,17 @@ class Engine:
                         if request.finish_reason is not None:
                             del unfinished[request]
                         yield request
-            # All have ended, those that nothing was reported of with the call.
+            # Without streaming, requests are not reported one by one.
             yield from unfinished
         finally:
             handle.abort()
 
     def between_steps(self, work: Callable[[], Result]) -> Result:
-        """What ``work`` returns, called by the driving thread between two steps.
+        """Have the driving thread call ``work`` between two steps; returns its result.
 
         Raises:
             ResourceError: as for :meth:`submit`.
-            Exception: one of ``work``.
+            Exception: whatever ``work`` raised.
         """
         results: list[Result] = []
         handle = self._submit(Call(work=lambda: results.append(work())))
@@ -140,7 +141,7 @@ class Engine:
         return results[0]
 
     def prepare(self, requests: int, *classes: SamplingClass) -> None:
-        """Build the programs that this many requests of each class can need, and time depths that were not timed yet.
+        """Build the programs that this many requests of each class can need, and time the draft depths that have no times yet.
 
         Raises:
             ResourceError: as for :meth:`submit`, or memory ran out.
@@ -148,7 +149,7 @@ class Engine:
         self.between_steps(lambda: self._prepare(requests, *classes))
 
     def set_policy(self, policy: DepthPolicy | None) -> None:
-        """Let ``policy`` choose the draft depth from the next cycle on."""
+        """Use ``policy`` to choose the draft depth from the next cycle on."""
 
         def take() -> None:
             self.policy = self.scheduler.policy = policy
@@ -156,13 +157,13 @@ class Engine:
         self.between_steps(take)
 
     def keys(self, requests: int, sampling: SamplingClass) -> list[Key]:
-        """Programs that this many requests can need: every bucket up to theirs, every chunk size, several prompts at once if there are."""
+        """Programs that this many requests can need: every bucket up to theirs and every chunk size, also for several prompts at once."""
         widest = pick_bucket(self.plan.buckets, min(requests, self.plan.max_rows))
         cycles = [key for key in self.plan.graph_keys(sampling) if key.bucket <= widest]
         return [*cycles, *(key for key in prefill_keys(self.plan, sampling) if key.lanes == 1 or requests > 1)]
 
     def load(self) -> Load:
-        """What there is to do now, and what was done; any thread may ask."""
+        """Requests, pages and cycle times at this moment. Thread-safe."""
         scheduler = self.scheduler
         pages = scheduler.allocator.num_used, self.plan.num_pages - 1
         return Load(len(scheduler.running), len(scheduler.waiting), *pages, scheduler.meter.cycles(), scheduler.meter.with_grammar())
@@ -174,7 +175,7 @@ class Engine:
     # What follows runs in the driving thread.
 
     def turn(self, command: Call | CallerLeft | None) -> tuple[Outbox, bool]:
-        """Obey every command, then make one step; returns what callers are to be sent, and whether there is more to do."""
+        """Handle every command, then make one step; returns what to send to callers, and whether there is more to do."""
         commands = self._driver.commands
         try:
             while True:
@@ -195,18 +196,18 @@ class Engine:
             elif command is not None and command not in self._ending:
                 self._end_call(command, error)
             self._handle_failure(error)
-            # The next turn knows better.
+            # The next turn finds out.
             busy = True
         busy = busy and not self._broken
         if self._ending and (self._open or not busy):
-            # The last open call ends when nothing is in flight any more.
+            # Callers of the last open calls are notified only once nothing is in flight.
             self._outbox += [(call, None) for call in self._ending]
             self._ending = []
         outbox, self._outbox = self._outbox, []
         return outbox, busy
 
     def shut_down(self) -> Outbox:
-        """End every open call, and wait for the device; returns what callers are to be sent."""
+        """End every open call and wait for the device; returns what to send to callers."""
         for call in (*self._open, *self._deferred):
             self._end_call(call, closed())
         self._deferred = []
@@ -234,7 +235,6 @@ class Engine:
                 call.work()
                 self._end_call(call)
             elif (full := self.scheduler.why_full(len(call.requests))) is not None:
-                # Nothing was touched: the others go on.
                 self._end_call(call, full)
             else:
                 self._admit(call)
@@ -245,7 +245,7 @@ class Engine:
             self._starting = None
 
     def _end_call(self, call: Call, failure: BaseException | None = None) -> None:
-        """Nothing of a call is served any more; what has not ended of it is aborted."""
+        """End a call; its unfinished requests are aborted."""
         if call in self._deferred:
             self._deferred.remove(call)
         for request in call.requests:
@@ -268,14 +268,14 @@ class Engine:
         asked = [*(request.params.sampling_class for request in call.requests), *(request.sampling for request in live)]
         needs = [reduce(or_, asked, GREEDY)]
         if needs[0].grammar and (others := [each for each in asked if not each.grammar]):
-            # Rows without a grammar go on in one launch as soon as they are among themselves.
+            # Used again as soon as no row with a grammar is left.
             needs.append(reduce(or_, others))
         count, built = len(call.requests) + len(live), len(self.cycle.programs)
         self._prepare(count, *(self._cover(count, need) for need in needs))
         now = time.perf_counter() if len(self.cycle.programs) > built else None
         self._open[call] = None
         for request in call.requests:
-            # The time to the first token is without what was built for it.
+            # Building programs does not count as time to the first token.
             request.metrics.arrived = now or request.metrics.arrived
             self._calls[request] = call
             self.scheduler.add(request)
@@ -284,9 +284,9 @@ class Engine:
             self._end_call(call)
 
     def _cover(self, requests: int, need: SamplingClass) -> SamplingClass:
-        """The smallest class that covers ``need`` and has programs; ``need`` where there is none, or where it is a configured class.
+        """The cheapest class that covers ``need`` and has programs; ``need`` itself if it is configured, or if no class qualifies.
 
-        A class with a grammar serves nobody who has none: its cycles wait for the host.
+        A class with a grammar is never used for requests without one: its cycles wait for the host.
         """
         if need in self.plan.sampling_classes:
             return need
@@ -320,7 +320,7 @@ class Engine:
                         policy.learn_times(bucket, times)
 
     def _report_building(self, phase: str, done: int, total: int) -> None:
-        """Tell the caller that waits for the programs, between any two of them."""
+        """Report progress to the caller that waits for the programs."""
         if self._driver.stopping:
             raise closed()
         if self._starting is not None and self.progress is not None:
@@ -352,38 +352,38 @@ class Engine:
             self.scheduler.step()
 
     def _end_exclusive(self) -> None:
-        """The call that had the engine to itself has ended: give back what it replaced, and let the others in."""
+        """After an exclusive call: restore launcher and policy, and start the deferred calls."""
         self._finish_launches()
         self.scheduler.launcher, self.scheduler.policy, self._exclusive = self.cycle, self.policy, None
         while self._deferred and self._exclusive is None:
             self._start_call(self._deferred.pop(0))
 
     def _handle_failure(self, error: BaseException) -> None:
-        """After an error in a step: tell the callers it concerns, and restart every other request from its tokens."""
+        """After an error in a step: end the calls whose requests were in it, and restart every other request from its tokens."""
         step_requests = self.scheduler.step_requests
         concerned = {self._calls[request] for request in step_requests if request in self._calls} or {*self._open}
         last: list[Call] = []
         if not concerned:
-            # The last call's end waits until nothing is in flight; it learns what went wrong with that.
+            # The error came while the last launches of calls that have ended were read: it goes to those.
             last += [call for call in self._ending if call.requests]
             for call in last:
                 call.failure = call.failure or error
         if not concerned and not last:
-            logger.error("error in a step that no open call had part in: %s", error, exc_info=error)
+            logger.error("error in a step without requests of an open call: %s", error, exc_info=error)
         for call in concerned:
             self._end_call(call, error)
         try:
             self._recover()
-        except BaseException as again:  # noqa: BLE001  a device that is lost: every call learns it, now and later
+        except BaseException as again:  # noqa: BLE001  the device is lost: every call gets the error, now and later
             for call in tuple(self._open):
                 self._end_call(call, again)
 
     def _recover(self) -> None:
-        """Drop what is in flight, and restart every live request from its tokens."""
+        """Drop everything in flight, and restart every live request from its tokens."""
         self._broken = True
         self.cycle.reset()
         self.scheduler.recover()
-        # Counted anew: the error may have come between an end and its counting.
+        # Recomputed: the error may have struck after a request ended and before that was counted.
         self._calls = {request: call for call in self._open for request in call.requests if request.finish_reason is None}
         for call in tuple(self._open):
             call.unfinished = sum(request.finish_reason is None for request in call.requests)

@@ -89,11 +89,11 @@ class RankCycle(Cycle):
         self._comm = comm
 
     def _dispensable(self, key: Key, coming: list[Key]) -> bool:
-        """Every rank has the programs of every other: nothing is left out where memory is short."""
+        """Never: all ranks need the same programs, so none is left out when memory is short."""
         return False
 
     def _digest(self, program: Program) -> Tensor:
-        """A hash of what the last program decided, int64 ``[ranks]``; all are equal, unless the ranks fell apart."""
+        """int64 ``[ranks]``: each rank's hash of what the last program decided. Equal while the ranks are in step."""
         total = torch.zeros(1, dtype=torch.int64, device=self.arena.device)
         for name in HASHED:
             values = getattr(program.views, name).flatten().to(torch.int64)
@@ -102,7 +102,7 @@ class RankCycle(Cycle):
 
 
 class LeadingCycle(RankCycle):
-    """The cycle of rank 0. After an error in the middle of something that every rank does, nothing more can be done but to close."""
+    """The cycle of rank 0. After an error inside an operation of all ranks, the engine can only be closed."""
 
     def __init__(self, *arguments: Any, channel: Callable[[int], Channel], **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -110,19 +110,19 @@ class LeadingCycle(RankCycle):
         self._numbers: dict[Key, int] = {}
         self._digests: dict[int, Tensor] = {}
         self.failures: list[ResourceError] = []
-        """Why the ranks are no longer in step, once they aren't."""
+        """The error after which the ranks are out of step; empty before."""
 
-    def _on_all_ranks(self, do: Callable[[], Any], *said: Any) -> Any:
-        """What ``do`` returns, after the others were sent the same.
+    def _on_all_ranks(self, do: Callable[[], Any], *call: Any) -> Any:
+        """Call ``do`` here and ``call``, a method name and its arguments, on the other ranks; returns the result of ``do``.
 
         Raises:
-            ResourceError: it failed here, or a rank has ended; every later call raises the same.
+            ResourceError: it failed here, or a rank has ended; every later call raises the same error.
         """
         if self.failures:
             raise self.failures[0]
         try:
-            if said:
-                self.channel.send_call(*said)
+            if call:
+                self.channel.send_call(*call)
             return do()
         except BaseException as error:
             self.failures.append(self.channel.out_of_step(error))
@@ -173,9 +173,9 @@ class LeadingCycle(RankCycle):
         entry = super().read(ticket)
         digest = self._digests.pop(ticket % self.plan.ring_depth, None)
         if digest is not None and len(found := set(digest.tolist())) > 1:
-            fell = ResourceError("ranks", "the same tokens, paths and lengths on every rank", f"{len(found)} different hashes")
-            self.failures.append(fell)
-            raise fell
+            error = ResourceError("ranks", "the same tokens, paths and lengths on every rank", f"{len(found)} different hashes")
+            self.failures.append(error)
+            raise error
         return entry
 
 
@@ -183,7 +183,7 @@ class FollowingCycle(RankCycle):
     """The cycle of every other rank."""
 
     def follow(self, channel: Channel) -> None:
-        """Do what rank 0 does, until it closes.
+        """Mirror rank 0 until it closes.
 
         Raises:
             ResourceError: rank 0 or another rank has ended.
@@ -206,7 +206,7 @@ class FollowingCycle(RankCycle):
         program, slot = self.programs[key], self._launched % self.plan.ring_depth
         event = self._events[slot]
         if event is not None:
-            # The copy of the message that was here before may not have run yet.
+            # The buffer's last message may not have been copied to the device yet.
             event.synchronize()
         self._mail[slot].words.copy_(words)
         self._launched += 1

@@ -33,9 +33,12 @@ from .test_shared_engine import assert_idle, expected
 FILES = ("engine/engine.py", "engine/calls.py", "engine/driver.py", "engine/llm.py")
 """What a caller runs."""
 STEP = (
-    "engine/scheduler.py", "engine/offers.py", "engine/prefix.py", "engine/pages.py", "engine/admission.py", "engine/row_parameters.py",
-    "graphspec/graphs/cycle.py", "graphs/buffer.py",
-    *(getattr(Engine, name).__code__ for name in ("_handle_command", "_start_call", "_admit", "_cover", "_prepare", "_report_building", "_report")),
+    "engine/scheduler.py", "engine/class_programs.py", "engine/prefix.py", "engine/pages.py", "engine/admission.py",
+    "engine/row_parameters.py", "graphspec/graphs/cycle.py", "graphs/message_buffer.py",
+    *(
+        getattr(Engine, name).__code__
+        for name in ("_handle_command", "_start_call", "_admit", "_cover", "_prepare", "_report_building", "_report")
+    ),
 )  # fmt: skip
 """What the driving thread runs, but for what it does after an error."""
 LENGTH = 7
