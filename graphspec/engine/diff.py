@@ -42,7 +42,7 @@ class DiffReport:
     detail: str = ""
 
 
-class LockstepLauncher:
+class ComparingLauncher:
     """A launcher that runs every program on two cycles from one state and compares after every stage."""
 
     def __init__(self, left: Cycle, right: Cycle) -> None:
@@ -136,6 +136,6 @@ def diff(config: Config, left: str, right: str, prompt: Prompt, max_tokens: int 
     sides[0].check(prompt, params)
     for side in sides:
         side.warm_up(sampling=params.sampling_class)
-    lockstep = LockstepLauncher(sides[0].cycle, sides[1].cycle)
-    sides[0].generate(prompt, params, launcher=lockstep)
-    return lockstep.report or DiffReport(True, lockstep.launches)
+    comparing = ComparingLauncher(sides[0].cycle, sides[1].cycle)
+    sides[0].generate(prompt, params, launcher=comparing)
+    return comparing.report or DiffReport(True, comparing.launches)

@@ -191,14 +191,14 @@ def test_an_interrupted_step_forgets_the_pages() -> None:
     request = bench.add(prompt)
     with pytest.raises(RuntimeError):
         bench.scheduler.step()
-    assert request.offered > 0
+    assert request.published > 0
     # What the interrupted launch left in the pages is not known.
     for pool in pools(bench.cycle):
         pool.fill_(float("nan"))
     bench.fails = False
     bench.cycle.reset()
     bench.scheduler.recover()
-    assert bench.scheduler.allocator.num_kept == request.offered == 0
+    assert bench.scheduler.allocator.num_kept == request.published == 0
     while bench.scheduler.busy:
         bench.scheduler.step()
     assert (request.output, request.metrics.cached_tokens) == (wanted, 0)

@@ -21,7 +21,7 @@ from graphspec.lab.measure.generations import record_generation
 from graphspec.lab.measure.hf_side import HfSide
 from graphspec.lab.measure.metrics import Timeline, figures
 from graphspec.lab.measure.recorder import MarkedProgram, Recorder, stage_timer
-from graphspec.lab.measure.selfcheck import LockstepReplay, check_runtime
+from graphspec.lab.measure.selfcheck import ComparingReplay, check_runtime
 from graphspec.lab.measure.sides import SideConfig, plain_config, sides_of
 from graphspec.lab.measure.stages import Probe, kernel_timeline, summarise_kernels
 from graphspec.lab.measure.trace import TRACKS, chrome_trace
@@ -311,7 +311,7 @@ def test_the_probe_looks_at_one_cycle_and_changes_nothing(side: EngineSide, monk
 
 def test_a_replay_that_differs_from_its_direct_launch_is_found(side: EngineSide) -> None:
     cycle, before = side.llm.cycle, side.round()["tokens"]
-    sound, broken = LockstepReplay(cycle), LockstepReplay(cycle)
+    sound, broken = ComparingReplay(cycle), ComparingReplay(cycle)
     try:
         for program in cycle.programs.values():
             program.replay = program.direct
@@ -383,7 +383,7 @@ def test_forced_acceptance_is_held_to_a_twin_and_to_its_stages(pair: Pair, monke
     """Both stand-ins must hold; the record says SYNTHETIC either way."""
     config = launch(pair, baseline=["none"], accept=AcceptConfig(rule="synthetic", synthetic_length=2.0))
     sides = {side.role: EngineSide(side.config) for side in sides_of(config)}
-    lockstep = EngineSide(replace(config, accept=AcceptConfig()))
+    comparing = EngineSide(replace(config, accept=AcceptConfig()))
 
     class Here(Bench):
         """Runs sides in this process."""
@@ -400,7 +400,7 @@ def test_forced_acceptance_is_held_to_a_twin_and_to_its_stages(pair: Pair, monke
 
         def reference(self, side: SideConfig) -> Measured:
             assert side.config.accept == AcceptConfig() and side.config.variant == config.variant
-            return self.run(side, lockstep)
+            return self.run(side, comparing)
 
         def check(self, side: SideConfig) -> dict[str, Any]:
             assert side.config.accept.rule == "synthetic"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from graphspec.engine.calls import Call, Handle, Item
+from graphspec.engine.calls import Call, Handle, InboxItem
 from graphspec.engine.engine import Engine
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ PAUSE = 0.0002
 class Lockstep:
     """Every engine, from now on, takes a step only while :meth:`free` is on or the inbox of a waiting caller is empty.
 
-    Commands are obeyed at any time.
+    Commands are handled at any time.
     """
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
@@ -42,9 +42,9 @@ class Lockstep:
                 finally:
                     self.waiting.pop(call, None)
 
-        def noted_send(call: Call, item: Item) -> None:
+        def noted_send(call: Call, item: InboxItem) -> None:
             # Before the caller learns of it: it may wait again at once.
-            if call.growing or item is None:
+            if call.streaming or item is None:
                 self.waiting.pop(call, None)
             send(call, item)
 

@@ -59,14 +59,14 @@ def _captured_against_direct(config: LaunchConfig, prompt: list[int], tokens: in
     llm = LLM.from_config(config)
     params = configured_params(config.sampling, max_tokens=tokens, stop_token_ids=(), ignore_eos=True)
     llm.warm_up(sampling=params.sampling_class)
-    lockstep = LockstepReplay(llm.cycle)
-    llm.generate(prompt, params, launcher=lockstep)
-    if lockstep.difference:
-        return {"equal": False, "sentence": f"captured against direct: launch {lockstep.launches}: {lockstep.difference}"}
-    return {"equal": True, "sentence": f"captured against direct: every slot equal to the bit in {lockstep.launches} launches"}
+    comparing = ComparingReplay(llm.cycle)
+    llm.generate(prompt, params, launcher=comparing)
+    if comparing.difference:
+        return {"equal": False, "sentence": f"captured against direct: launch {comparing.launches}: {comparing.difference}"}
+    return {"equal": True, "sentence": f"captured against direct: every slot equal to the bit in {comparing.launches} launches"}
 
 
-class LockstepReplay:
+class ComparingReplay:
     """A launcher that runs every captured program twice before it launches it: directly and as a replay, from the same state.
 
     Attributes:
