@@ -166,10 +166,6 @@ class SamplingClass:
         """The class that serves the requests of both."""
         return SamplingClass(*(max(getattr(self, name), getattr(other, name)) for name in self.__slots__))
 
-    def covers(self, other: SamplingClass) -> bool:
-        """Whether programs of this class serve requests of ``other``."""
-        return self | other == self
-
     @property
     def bans(self) -> bool:
         """Tokens may be banned, by a logit of -inf."""

@@ -65,7 +65,7 @@ class PreparedPrograms:
         """
         found = self._chosen.get((need, lanes))
         if found is None:
-            covering = [programs for programs in self._classes.values() if programs.sampling.covers(need)]
+            covering = [programs for programs in self._classes.values() if programs.sampling | need == programs.sampling]
             if not covering:
                 raise ResourceError("sampling class", f"programs for {need}, prepared before the launch", list(self._classes))
             found = min(covering, key=lambda programs: (-min(programs.buckets[-1], lanes), class_cost(programs.sampling)))

@@ -295,7 +295,7 @@ class Engine:
             return all(self.cycle.prepared(key) or key in self.cycle.dropped for key in self.keys(requests, sampling))
 
         classes = {key.sampling for key in self.cycle.programs}
-        covering = (each for each in classes if each.covers(need) and each.grammar == need.grammar)
+        covering = (each for each in classes if each | need == each and each.grammar == need.grammar)
         return min(filter(ready, covering), key=class_cost, default=need)
 
     def _prepare(self, requests: int, *classes: SamplingClass) -> None:

@@ -256,7 +256,7 @@ class Scheduler:
             # Of the first request's class; those whose class covers more wait for their turn to be first.
             need = {request: request.sampling if request.scoring else request.sampling.of_cycles for request in reading}
             programs = self._prepared.choose(need[reading[0]], 1)
-            covered = [request for request in reading if programs.sampling.covers(need[request])]
+            covered = [request for request in reading if need[request] | programs.sampling == programs.sampling]
             left = [(request.prefilled, request.committed) for request in covered]
             chosen = choose_prefill(left, programs.prefills, most - spent)
             if chosen is None:

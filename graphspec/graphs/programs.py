@@ -132,7 +132,7 @@ def _runs_on_host(stage: Stage) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A part of a program that is run, compiled and captured as one; or what the host does between two of them."""
+    """Consecutive stages of a program that are compiled and captured as one, or that all run on the host."""
 
     run: Callable[[], None]
     on_host: bool
@@ -141,15 +141,22 @@ class Segment:
 class Program:
     """One program: its stages on one bucket's views.
 
-    A launch runs ``replay`` where the program was captured, else ``direct``: stage after stage, or all of them as one compiled region, or
-    as one tape of native ops. ``threads``: of torch's loops on a CPU, compiled or not; None: as many as torch has. ``compilations`` counts
-    the graphs compiled for it. ``steps`` run single stages, for those who want to look in between; compiled ones compile when they are
-    first called. A program that ``prefills`` reads the prompts of a message too.
+    A launch calls ``replay`` if the program was captured, else ``direct``. ``direct`` runs the stages one after another, as one compiled
+    region, or as one tape of native ops. ``steps`` holds a callable per stage, for tools that look at the slots in between; compiled
+    steps compile when they are first called.
 
-    Where kernels record, the first call of ``direct`` runs the stages as they are and notes their calls. Stages that did nothing else are
-    played back from then on; each run of others between them is compiled as a region. There are no ``steps`` before.
+    If the kernels record, the first call of ``direct`` runs every stage eagerly and notes its native calls. From then on, stages that did
+    nothing else are played back from a tape, and each run of other stages is compiled as a region. Until then ``steps`` is empty.
 
-    Where stages run on the host, the program is cut there: what lies between two of them is compiled, recorded and captured by itself.
+    Stages that run on the host cut the program into segments, each of which is compiled, recorded and captured by itself.
+
+    Args:
+        stages: in order.
+        views: slots of the bucket.
+        compiled: compile the stages, or record them.
+        threads: of torch's loops on a CPU, compiled or not; None: as many as torch has.
+        prefills: the program reads the prompts of a message too.
+        compilations: counts the graphs compiled for it.
     """
 
     def __init__(
@@ -162,42 +169,28 @@ class Program:
         prefills: bool = False,
         compilations: Compilations | None = None,
     ) -> None:
-        self.stages, self.views = stages, views
+        self.stages, self.views, self.threads, self.prefills = stages, views, threads, prefills
         self._compilations = compilations
-        self.prefills = prefills
-        self.steps: list[Callable[[], None]]
-        self.direct: Callable[[], None]
-        self.threads = threads
+        self.steps: list[Callable[[], None]] = []
+        self.direct: Callable[[], None] = self._record
         self.on_host = [stage for stage in stages if isinstance(stage, HostStage)]
         self._segments: list[Segment] = []
-        if compiled and stages[0].kernels.records:
-            self.steps, self.direct = [], self._record
-        elif compiled:
-            self.steps = [self._part([stage], isinstance(stage, HostStage)) for stage in stages]
-            self._cut([Segment(self._part(list(group), host), host) for host, group in groupby(stages, _runs_on_host)])
-        else:
-            self.steps = [partial(s, views) for s in stages]
-            self.direct = self._in_order if threads is None else partial(self._in_order_with, threads)
-            if self.on_host:
-                parts = groupby(zip(stages, self.steps, strict=True), lambda pair: _runs_on_host(pair[0]))
-                self._cut([Segment(self._direct([step for _, step in group]), host) for host, group in parts])
+        groups = [(host, list(group)) for host, group in groupby(stages, _runs_on_host)]
+        if not compiled:
+            self.steps = [partial(stage, views) for stage in stages]
+            self._set_segments([Segment(self._uncompiled(group), host) for host, group in groups])
+        elif not stages[0].kernels.records:
+            self.steps = [self._part([stage], _runs_on_host(stage)) for stage in stages]
+            self._set_segments([Segment(self._part(group, host), host) for host, group in groups])
         self.replay: Callable[[], None] | None = None
         self.buffers: Signature = signature(views)
 
-    def _in_order(self) -> None:
-        _in_order(self.steps)
-
-    def _in_order_with(self, threads: int) -> None:
-        with torch_loops(threads):
-            self._in_order()
-
-    def _direct(self, steps: Sequence[Callable[[], None]]) -> Callable[[], None]:
-        if self.threads is None:
-            return partial(_in_order, steps)
-        return partial(_in_order_with, steps, self.threads)
+    def _uncompiled(self, stages: Sequence[Stage]) -> Callable[[], None]:
+        steps = [partial(stage, self.views) for stage in stages]
+        return partial(_in_order, steps) if self.threads is None else partial(_in_order_with, steps, self.threads)
 
     def _part(self, stages: Sequence[Stage], on_host: bool, *, now: bool = False) -> Callable[[], None]:
-        """These stages, compiled unless they run on the host; ``now``, or when they are first called."""
+        """These stages as one callable, compiled unless they run on the host: ``now``, or at its first call."""
         if on_host:
             return partial(_in_order, [partial(stage, self.views) for stage in stages])
         from .compile import compile_stages
@@ -207,18 +200,18 @@ class Program:
             region.compile()
         return region
 
-    def _cut(self, segments: list[Segment]) -> None:
+    def _set_segments(self, segments: list[Segment]) -> None:
         self._segments = segments
         runs = [segment.run for segment in segments]
         self.direct = runs[0] if len(runs) == 1 else partial(_in_order, runs)
 
     def _record(self) -> None:
-        """Run all stages, and make ``direct`` and ``steps`` from what they did."""
+        """Run all stages, and build ``direct`` and ``steps`` from the calls they made."""
         from ..kernels.native.record import record
         from ..kernels.native.tape import Calls, Tape
 
         with nullcontext() if self.threads is None else torch_loops(self.threads):
-            # What the host does of a launch without grammars is recorded by nobody.
+            # Host stages run here, but are not recorded.
             found = [stage(self.views) if _runs_on_host(stage) else record(partial(stage, self.views)) for stage in self.stages]
         self.steps = []
         segments: list[Segment] = []
@@ -231,13 +224,12 @@ class Program:
             host = _runs_on_host(stages[0])
             self.steps += [self._part([stage], host) for stage in stages]
             segments.append(Segment(self._part(stages, host, now=True), host))
-        self._cut(segments)
+        self._set_segments(segments)
 
     def capture(self, capturer: ProgramCapturer) -> int | None:
-        """Capture it, segment by segment where the host has stages; returns the bytes that the graphs' pool has grown by, None: no pool."""
+        """Capture the program, segment by segment if stages run on the host; returns the bytes added to the graphs' pool, None: no pool."""
         if not self.on_host:
-            replay = capturer.capture(self.direct)
-            self.replay = replay
+            self.replay = replay = capturer.capture(self.direct)
             return replay.pool_bytes
         replays = [None if segment.on_host else capturer.capture(segment.run) for segment in self._segments]
         runs = [segment.run if replay is None else replay for segment, replay in zip(self._segments, replays, strict=True)]

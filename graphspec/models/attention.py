@@ -1,4 +1,4 @@
-"""The attention that a decoder layer calls: one interface over paged KV, for trees and for prompt chunks.
+"""The attention that a decoder layer calls: one interface over paged KV, for draft trees and for prompt chunks.
 
 Letters are those of :mod:`graphspec.shapes`.
 """
@@ -41,7 +41,7 @@ class LatentTransform(NamedTuple):
 
 
 class Attention(Protocol):
-    """Positions of the query tokens, and attention over everything they may see, themselves included."""
+    """Attention of T query tokens per lane over everything they may see, themselves included, and the tokens' positions."""
 
     @property
     def position_BT(self) -> Tensor:
@@ -55,12 +55,12 @@ class Attention(Protocol):
 
     @property
     def valid_BT(self) -> Tensor:
-        """bool; an invalid token has zero input, writes no KV, and nobody reads its output."""
+        """bool; false: the token has zero input and writes no KV, and its output is ignored."""
         ...
 
     @property
     def recurrence(self) -> Recurrence | None:
-        """What recurrent layers see; None: the caller has none of them."""
+        """The counterpart for recurrent layers; None: the model has none."""
         ...
 
     def __call__(
@@ -73,32 +73,32 @@ class Attention(Protocol):
         scale: float,
         window_left: int | None,
     ) -> Tensor:
-        """Norm and rotate queries and keys, write this token's KV for ``layer``, then attend; ``[B, T, Q, D]``, dtype of the query.
+        """Norm and rotate queries and keys, write the tokens' KV of ``layer``, then attend. Returns ``[B, T, Q, D]`` in the query's dtype.
 
-        ``window_left``: a query at position p sees positions > p - window_left only; None: all of them.
+        ``window_left``: a query at position p sees only positions > p - window_left; None: no sliding window.
         """
         ...
 
     def write(self, layer: int, query_BTQD: Tensor, key_BTGD: Tensor, value_BTGD: Tensor, heads: HeadTransform) -> Tensor:
-        """The first half of a call: norm and rotate, write this token's KV for ``layer``; the queries, ready to attend."""
+        """The first half of a call: norm, rotate, and write the tokens' KV of ``layer``. Returns the queries, normed and rotated."""
         ...
 
     def latent(
         self, layer: int, query_latent_BTQL: Tensor, query_rope_BTQR: Tensor, latent_BTE: Tensor, transform: LatentTransform, scale: float
     ) -> Tensor:
-        """The same in the absorbed form of multi-head latent attention: norm, rotate, write one row per token, attend; ``[B, T, Q, L]``.
+        """A call in the absorbed form of multi-head latent attention: norm, rotate, write one row per token, attend; ``[B, T, Q, L]``.
 
         ``latent_BTE`` is the compressed row as projected, E = L + R; see :mod:`graphspec.kernels.latent_kv_write`.
         """
         ...
 
     def write_latent(self, layer: int, query_rope_BTQR: Tensor, latent_BTE: Tensor, transform: LatentTransform) -> Tensor:
-        """The first half of :meth:`latent`: norm, rotate, write one row per token; the rotated part of the queries."""
+        """The first half of :meth:`latent`: norm, rotate, write one row per token. Returns the queries' rotated part."""
         ...
 
 
 class PagedAttention(Attention, Protocol):
-    """Attention whose KV lies in pages, for those who read and write it themselves."""
+    """Attention whose KV lies in pages, for native ops that read and write the pages themselves."""
 
     @property
     def kv_pool(self) -> Tensor:
@@ -116,19 +116,19 @@ class PagedAttention(Attention, Protocol):
         ...
 
     def visibility(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """First slot each query may see without a sliding window, that of position 0, int64 ``[B, T]``; the prefix's end and the ancestor
-        words, or None twice: each valid query sees everything from there to its own slot.
+        """What each query sees without a sliding window: the first slot, that of position 0, int64 ``[B, T]``; then the prefix's end and
+        the ancestor words, or None and None where each valid query sees everything up to its own slot.
         """
         ...
 
 
 def _within(begin_BT: Tensor, position_BT: Tensor, window_left: int | None) -> Tensor:
-    """First slot each query sees. A window counts positions; position 0 lies in slot ``begin``, which is 1 where a draft skips a token."""
+    """First slot each query sees. Windows count positions, and position 0 lies in slot ``begin`` (1 for a draft that skips a token)."""
     return begin_BT if window_left is None else begin_BT + (position_BT - window_left + 1).clamp(min=0)
 
 
-class _PagedWrites:
-    """KV of the tokens at hand into the pages of their rows."""
+class _PagedAttention:
+    """Writes the KV of the query tokens into the pages of their rows, then attends by :meth:`_attend` or :meth:`_attend_latent`."""
 
     __slots__ = ()
     kernels: KernelSet
@@ -151,9 +151,27 @@ class _PagedWrites:
         )  # fmt: skip
         return rotated_BTQR
 
+    def __call__(
+        self, layer: int, query_BTQD: Tensor, key_BTGD: Tensor, value_BTGD: Tensor, heads: HeadTransform, scale: float,
+        window_left: int | None,
+    ) -> Tensor:  # fmt: skip
+        return self._attend(layer, self.write(layer, query_BTQD, key_BTGD, value_BTGD, heads), scale, window_left)
+
+    def latent(
+        self, layer: int, query_latent_BTQL: Tensor, query_rope_BTQR: Tensor, latent_BTE: Tensor, transform: LatentTransform, scale: float
+    ) -> Tensor:
+        rotated_BTQR = self.write_latent(layer, query_rope_BTQR, latent_BTE, transform)
+        return self._attend_latent(layer, query_latent_BTQL, rotated_BTQR, scale)
+
+    def _attend(self, layer: int, query_BTQD: Tensor, scale: float, window_left: int | None) -> Tensor:
+        raise NotImplementedError
+
+    def _attend_latent(self, layer: int, query_latent_BTQL: Tensor, query_rope_BTQR: Tensor, scale: float) -> Tensor:
+        raise NotImplementedError
+
 
 @dataclass(frozen=True, slots=True, eq=False)  # Dynamo of torch 2.11 hashes what it calls, before it has fields
-class TreeAttention(_PagedWrites):
+class TreeAttention(_PagedAttention):
     """Decode-phase attention: a paged prefix, and a window of slots after it under ancestor words."""
 
     kernels: KernelSet
@@ -182,17 +200,7 @@ class TreeAttention(_PagedWrites):
     def visibility(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
         return self.begin_BT, self.prefix_end_B, self.ancestors_BTX
 
-    def __call__(
-        self,
-        layer: int,
-        query_BTQD: Tensor,
-        key_BTGD: Tensor,
-        value_BTGD: Tensor,
-        heads: HeadTransform,
-        scale: float,
-        window_left: int | None,
-    ) -> Tensor:
-        query_BTQD = self.write(layer, query_BTQD, key_BTGD, value_BTGD, heads)
+    def _attend(self, layer: int, query_BTQD: Tensor, scale: float, window_left: int | None) -> Tensor:
         if self.own_window is not None and window_left is None:
             return self.own_window(query_BTQD, self.kv_pool, layer, scale)
         begin_BT = _within(self.begin_BT, self.position_BT, window_left)
@@ -200,27 +208,17 @@ class TreeAttention(_PagedWrites):
             query_BTQD, self.kv_pool, layer, self.table_BP, begin_BT, self.prefix_end_B, self.ancestors_BTX, scale
         )
 
-    def latent(
-        self, layer: int, query_latent_BTQL: Tensor, query_rope_BTQR: Tensor, latent_BTE: Tensor, transform: LatentTransform, scale: float
-    ) -> Tensor:
-        query_rope_BTQR = self.write_latent(layer, query_rope_BTQR, latent_BTE, transform)
+    def _attend_latent(self, layer: int, query_latent_BTQL: Tensor, query_rope_BTQR: Tensor, scale: float) -> Tensor:
         if self.bound is not None:
             return self.bound.latent(query_latent_BTQL, query_rope_BTQR, self.kv_pool, layer, self.valid_BT, scale)
         return self.kernels.latent_attention(
-            query_latent_BTQL,
-            query_rope_BTQR,
-            self.kv_pool,
-            layer,
-            self.table_BP,
-            self.begin_BT,
-            self.prefix_end_B,
-            self.ancestors_BTX,
+            query_latent_BTQL, query_rope_BTQR, self.kv_pool, layer, self.table_BP, self.begin_BT, self.prefix_end_B, self.ancestors_BTX,
             scale,
-        )
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # Dynamo of torch 2.11 hashes what it calls, before it has fields
-class ChunkAttention(_PagedWrites):
+class ChunkAttention(_PagedAttention):
     """Prefill attention: a chunk of consecutive prompt tokens, causal, over the paged prefix and itself."""
 
     kernels: KernelSet
@@ -238,29 +236,15 @@ class ChunkAttention(_PagedWrites):
     def visibility(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
         return torch.full_like(self.position_BT, self.prefix_begin), None, None
 
-    def __call__(
-        self,
-        layer: int,
-        query_BTQD: Tensor,
-        key_BTGD: Tensor,
-        value_BTGD: Tensor,
-        heads: HeadTransform,
-        scale: float,
-        window_left: int | None,
-    ) -> Tensor:
-        query_BTQD = self.write(layer, query_BTQD, key_BTGD, value_BTGD, heads)
+    def _attend(self, layer: int, query_BTQD: Tensor, scale: float, window_left: int | None) -> Tensor:
         if window_left in self.bound:
             return self.bound[window_left].chunk(query_BTQD, self.kv_pool, layer, self.valid_BT, scale)
         begin_BT = _within(self.visibility()[0], self.position_BT, window_left)
         return self.kernels.chunk_attention(query_BTQD, self.kv_pool, layer, self.table_BP, begin_BT, self.slot_BT, self.valid_BT, scale)
 
-    def latent(
-        self, layer: int, query_latent_BTQL: Tensor, query_rope_BTQR: Tensor, latent_BTE: Tensor, transform: LatentTransform, scale: float
-    ) -> Tensor:
-        query_rope_BTQR = self.write_latent(layer, query_rope_BTQR, latent_BTE, transform)
+    def _attend_latent(self, layer: int, query_latent_BTQL: Tensor, query_rope_BTQR: Tensor, scale: float) -> Tensor:
         if None in self.bound:
             return self.bound[None].latent(query_latent_BTQL, query_rope_BTQR, self.kv_pool, layer, self.valid_BT, scale)
-        begin_BT = torch.full_like(self.position_BT, self.prefix_begin)
         return self.kernels.latent_chunk_attention(
-            query_latent_BTQL, query_rope_BTQR, self.kv_pool, layer, self.table_BP, begin_BT, self.slot_BT, self.valid_BT, scale
+            query_latent_BTQL, query_rope_BTQR, self.kv_pool, layer, self.table_BP, self.visibility()[0], self.slot_BT, self.valid_BT, scale
         )

@@ -90,7 +90,7 @@ def test_stages_and_cycles_are_timed_without_changing_a_token(side: EngineSide, 
     assert found["floor_ms"] == pytest.approx(sum(s["floor_ms"] for s in found["stages"] if s["floor_ms"] is not None))
     assert found["nodes"] is None and set(found["not_measured"]) == {"nodes", "gap_ms"}
     assert side.round()["tokens"] == before
-    assert all(program.replay is None and "clocked" not in program.direct.__name__ for program in side.llm.cycle.programs.values())
+    assert all(program.replay is None and "clocked" not in str(program.direct) for program in side.llm.cycle.programs.values())
 
 
 def test_a_trace_is_one_perfetto_loads(side: EngineSide) -> None:
