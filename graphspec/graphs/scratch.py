@@ -1,7 +1,7 @@
-"""Scratch of fused kernels: what their launchers allocate in addition to results. It is in no slot, so the memory plan has a line for it.
+"""Scratch of fused kernels: what their launchers allocate in addition to results. No slot holds it, so the memory plan has a line for it.
 
-Counted by the launchers themselves, called on ``meta`` tensors in the shapes that an engine's programs have. So a launcher that changes
-what it allocates changes the plan, and there is no second formula to keep.
+The launchers are called on ``meta`` tensors with the shapes of an engine's programs, and their allocations are counted. There is no second
+formula to keep in step with them.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Call = tuple[Callable[..., int], tuple[Any, ...]]
-"""A function here that counts one call of one launcher, and its arguments."""
+"""A function of this module that counts the scratch of one launcher call, and its arguments, which are hashable."""
 
 
 class _Allocations(TorchDispatchMode):
-    """Keeps every tensor whose memory was allocated inside."""
+    """Collects every tensor whose memory is allocated inside."""
 
     def __init__(self, known: list[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -49,7 +49,7 @@ class _Allocations(TorchDispatchMode):
 
 
 def _place(tensor: Tensor) -> StorageWeakRef:
-    """The memory of a tensor, equal for all its views while it is held."""
+    """Identifies a tensor's memory: equal for all views of it, as long as the reference is held."""
     return StorageWeakRef(tensor.untyped_storage())
 
 
@@ -69,36 +69,37 @@ def scratch_of(launcher: Callable[..., Any], *arguments: Any, **named: Any) -> i
 
 
 def kernel_scratch(plan: Plan) -> int:
-    """Most bytes of scratch that are live at once in any program of ``plan``: those of one launcher.
+    """The most scratch that any launcher call in a program of ``plan`` needs, in bytes.
 
-    A launcher's scratch is free when it returns, and launches of one stream follow each other. Captured programs share one pool, in which
-    each finds the memory that the last one freed, so nothing adds up. A GPU with another number of multiprocessors than an H200 cuts
-    attention into more or fewer parts, and linear layers that were measured may be cut otherwise than is counted here.
+    Only one call's scratch is live at a time: it is freed when the launcher returns, launches of a stream run one after another, and
+    captured programs share a pool in which each reuses what the last one freed. The figure assumes the multiprocessors of an H200 (a GPU
+    with another number splits attention differently) and the default configuration of every linear layer (a measured one may differ).
 
-    Without Triton nothing can be counted, and a warning says so.
+    Returns 0, with a warning, if Triton is not installed.
     """
     if plan.kernels != "fused":
         return 0
     if find_spec("triton") is None:
         logger.warning("Triton is not installed: scratch of fused kernels is not in the memory plan")
         return 0
-    return max((_count(*call) for call in dict.fromkeys(_calls(plan))), default=0)
+    return max((count(*arguments) for count, arguments in dict.fromkeys(_calls(plan))), default=0)
+
+
+def _op(name: str, sizes: Mapping[str, int], **given: Any) -> Call:
+    """A call of an op's launcher with these sizes and arguments; see :meth:`graphspec.kernels.op.KernelOp.without_data`."""
+    return _op_scratch, (name, tuple(sizes.items()), tuple(given.items()))
 
 
 @functools.lru_cache(maxsize=4096)
-def _count(call: Callable[..., int], arguments: tuple[Any, ...]) -> int:
-    return call(*arguments)
-
-
-def _scratch(name: str, sizes: Mapping[str, int], **given: Any) -> int:
-    """Of a call of an op's launcher in these sizes; see :meth:`graphspec.kernels.op.KernelOp.without_data`."""
+def _op_scratch(name: str, sizes: tuple[tuple[str, int], ...], given: tuple[tuple[str, Any], ...]) -> int:
     from ..kernels import OPS
     from ..kernels.fused.launch import launcher
 
     op = next(op for op in OPS if op.name == name)
-    return scratch_of(launcher(op), **op.signature.gather(op.without_data(sizes, **given)))
+    return scratch_of(launcher(op), **op.signature.gather(op.without_data(dict(sizes), **dict(given))))
 
 
+@functools.lru_cache(maxsize=4096)
 def _linear(rows: int, outputs: int, inputs: int, dtype: str, numerics: str, norm: bool, gated: bool, added: bool, wide: bool) -> int:
     choice = importlib.import_module("graphspec.kernels.fused.linear_choice")
     config = choice.LinearTable().choose(choice.LinearShape(rows, outputs, inputs, dtype, norm, gated, added, False, wide), numerics)
@@ -116,39 +117,6 @@ def _linear(rows: int, outputs: int, inputs: int, dtype: str, numerics: str, nor
     )  # fmt: skip
 
 
-def _attention(lanes: int, tokens: int, heads: int, groups: int, dim: int, page: int, columns: int, words: int, dtype: str) -> int:
-    of, sizes = getattr(torch, dtype), {"B": lanes, "T": tokens, "Q": heads, "D": dim, "P": columns, "X": words}
-    return _scratch("tree_attention", sizes, query_BTQD=of, kv_pool=(of, 1, 2, 1, page, groups, dim), layer=0, scale=1.0)
-
-
-def _latent(lanes: int, tokens: int, heads: int, rank: int, rope: int, page: int, columns: int, words: int, dtype: str) -> int:
-    of, sizes = getattr(torch, dtype), {"B": lanes, "T": tokens, "Q": heads, "L": rank, "R": rope, "P": columns, "X": words}
-    pool = (of, 1, 1, 1, page, 1, rank + rope)
-    return _scratch("latent_attention", sizes, query_latent_BTQL=of, query_rope_BTQR=of, latent_pool=pool, layer=0, scale=1.0)
-
-
-def _sample(lanes: int, rows: int, vocab: int) -> int:
-    return _scratch("sample_tokens", {"B": lanes, "T": rows, "V": vocab}, strict=True)
-
-
-def _filter(lanes: int, rows: int, vocab: int) -> int:
-    return _scratch("filter_logits", {"B": lanes, "T": rows, "V": vocab})
-
-
-def _topk(lanes: int, rows: int, vocab: int, topk: int) -> int:
-    return _scratch("draft_topk", {"B": lanes, "T": rows, "Vd": vocab}, topk=topk)
-
-
-def _experts(tokens: int, experts: int, topk: int, hidden: int, width: int, dtype: str) -> int:
-    of, sizes = getattr(torch, dtype), {"T": tokens, "K": topk, "E": experts, "H": hidden, "F": width}
-    return _scratch("moe_mlp", sizes, x_TH=of, gate_up_EFH=(of, experts, 2 * width, hidden), down_EHF=of)
-
-
-def _history(lanes: int, width: int, paths: int, depth: int) -> int:
-    sizes = {"B": lanes, "R": lanes + 1, "L": width, "M": paths * depth}
-    return _scratch("ngram_match", sizes, num_paths=paths, depth=depth, min_match=1, max_match=2)
-
-
 def _network(plan: Plan, model: ModelFacts, rows: int) -> Iterator[Call]:
     """Products and experts of one pass over ``rows`` tokens, without the output layer."""
     kind, hidden, latent = (plan.dtype, plan.numerics), model.hidden_size, model.latent
@@ -158,7 +126,9 @@ def _network(plan: Plan, model: ModelFacts, rows: int) -> Iterator[Call]:
     widths = {model.intermediate_size}
     if model.experts is not None:
         widths.add(model.experts.shared_size)
-        yield _experts, (rows, model.experts.num_experts, model.experts.topk, hidden, model.experts.intermediate_size, plan.dtype)
+        experts, width, of = model.experts.num_experts, model.experts.intermediate_size, getattr(torch, plan.dtype)
+        sizes = {"T": rows, "K": model.experts.topk, "E": experts, "H": hidden, "F": width}
+        yield _op("moe_mlp", sizes, x_TH=of, gate_up_EFH=(of, experts, 2 * width, hidden), down_EHF=of)
     for width in widths - {0}:
         yield _linear, (rows, 2 * width, hidden, *kind, normed, True, False, False)
         yield _linear, (rows, hidden, width, *kind, False, False, added, False)
@@ -175,15 +145,21 @@ def _network(plan: Plan, model: ModelFacts, rows: int) -> Iterator[Call]:
 def _decode(plan: Plan, model: ModelFacts, lanes: int, tokens: int) -> Iterator[Call]:
     """A pass of a network over ``tokens`` of each lane, over the keys and values of its row."""
     yield from _network(plan, model, lanes * tokens)
-    places = (plan.page_size, plan.table_width, plan.num_words, plan.dtype)
+    of, page = getattr(torch, plan.dtype), plan.page_size
+    sizes = {"B": lanes, "T": tokens, "Q": model.num_heads, "P": plan.table_width, "X": plan.num_words}
     if model.latent is not None:
-        yield _latent, (lanes, tokens, model.num_heads, model.latent.rank, model.latent.rope_dim, *places)
+        sizes |= {"L": model.latent.rank, "R": model.latent.rope_dim}
+        pool = (of, 1, 1, 1, page, 1, model.latent.row_dim)
+        yield _op("latent_attention", sizes, query_latent_BTQL=of, query_rope_BTQR=of, latent_pool=pool, layer=0, scale=1.0)
     else:
-        yield _attention, (lanes, tokens, model.num_heads, model.num_kv_heads, model.head_dim, *places)
+        sizes["D"] = model.head_dim
+        yield _op(
+            "tree_attention", sizes, query_BTQD=of, kv_pool=(of, 1, 2, 1, page, model.num_kv_heads, model.head_dim), layer=0, scale=1.0
+        )
 
 
 def _calls(plan: Plan) -> Iterator[Call]:
-    """Every call with scratch that some program makes, in any sampling class; a call may come more than once."""
+    """Every launcher call with scratch, of all programs and sampling classes; calls may repeat."""
     target, vocab = plan.target, plan.target.vocab_size
     head = (vocab, target.hidden_size, plan.dtype, plan.numerics, True, False, False, True)
     for lanes in plan.buckets:
@@ -191,8 +167,8 @@ def _calls(plan: Plan) -> Iterator[Call]:
             nodes = shape.num_draft_tokens
             yield from _decode(plan, target, lanes, nodes)
             yield _linear, (lanes * nodes, *head)
-            yield _sample, (lanes, nodes, vocab)
-            yield _filter, (lanes, nodes, vocab)
+            yield _op("sample_tokens", {"B": lanes, "T": nodes, "V": vocab}, strict=True)
+            yield _op("filter_logits", {"B": lanes, "T": nodes, "V": vocab})
             if plan.draft is not None and shape.num_steps:
                 model, known = plan.draft.decoder, plan.draft.draft_vocab_size
                 # The first pass reads the widest window, whatever the depth.
@@ -203,14 +179,15 @@ def _calls(plan: Plan) -> Iterator[Call]:
                                       False, False, False, False)  # fmt: skip
                 for rows in {run.scored for run in plan.draft.passes(shape)}:
                     yield _linear, (lanes * rows, known, model.hidden_size, plan.dtype, plan.numerics, False, False, False, True)
-                    yield _filter, (lanes, rows, known)
-                    yield _topk, (lanes, rows, known, shape.topk)
+                    yield _op("filter_logits", {"B": lanes, "T": rows, "V": known})
+                    yield _op("draft_topk", {"B": lanes, "T": rows, "Vd": known}, topk=shape.topk)
             if plan.keeps_history and shape.num_steps:
-                yield _history, (lanes, plan.max_positions, shape.topk, shape.num_steps)
+                sizes = {"B": lanes, "R": lanes + 1, "L": plan.max_positions, "M": shape.topk * shape.num_steps}
+                yield _op("ngram_match", sizes, num_paths=shape.topk, depth=shape.num_steps, min_match=1, max_match=2)
         if plan.catches_up and plan.draft is not None:
             yield from _decode(plan, plan.draft.decoder, lanes, plan.window_capacity)
     for lanes, chunk in plan.prefill_shapes:
         yield from _network(plan, target, lanes * chunk)
         if plan.draft is not None:
             yield from _network(plan, plan.draft.decoder, lanes * (chunk + plan.lookback))
-        yield _sample, (lanes, 1, vocab)
+        yield _op("sample_tokens", {"B": lanes, "T": 1, "V": vocab}, strict=True)

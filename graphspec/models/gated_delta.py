@@ -11,7 +11,7 @@ from torch import Tensor
 from ..kernels.formulas import Rotation, rms_norm
 from ..kernels.linear import Hidden
 from .layers import Linear, RMSNorm
-from .recurrence import GatedDeltaRule, Rule
+from .recurrence import GATED_DELTA_RULE, Rule
 from .recurrent_net import RecurrentNet
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class GatedDeltaNet(RecurrentNet):
         self.out_proj = Linear(values, facts.hidden_size)
 
     def rule(self) -> Rule:
-        return GatedDeltaRule()
+        return GATED_DELTA_RULE
 
     def forward(
         self,

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from ..kernels.formulas import Rotation, rms_norm
 from ..kernels.linear import Hidden
 from .layers import Linear, RMSNorm, make_parameter
-from .recurrence import Rule, SelectiveRule
+from .recurrence import Rule, selective_rule
 from .recurrent_net import RecurrentNet
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class Mamba2(RecurrentNet):
         self.out_proj = Linear(width, facts.hidden_size, bias=own.ssm.projection_bias)
 
     def rule(self) -> Rule:
-        return SelectiveRule(self.skip_H)
+        return selective_rule(self.skip_H)
 
     def forward(
         self,

@@ -1,12 +1,11 @@
-"""What a recurrent layer sees of its rows' states: one callable, nothing of rows, trees or chunks.
+"""The recurrence that a recurrent layer calls: one interface over the states of all rows, for draft trees and for prompt chunks.
 
-States live per row: a matrix and the last inputs of a convolution for every recurrent layer. Verification writes none of them. It records
-what enters the convolution, and the gates; the commit computes everything else from these again, along the accepted path.
+For every recurrent layer a row keeps a matrix per head and the last inputs of a convolution. Verification does not write these states. It
+records the convolution's inputs and the gates, from which the commit recomputes the states along the accepted path.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -17,7 +16,7 @@ from ..kernels.registry import KernelSet
 
 
 class RecurrentStates(NamedTuple):
-    """The states of all rows, named as the slots they are."""
+    """The states of all rows; fields are named like their slots."""
 
     matrix_RUHKV: Tensor
     """float32."""
@@ -26,7 +25,7 @@ class RecurrentStates(NamedTuple):
 
 
 class NodeRecords(NamedTuple):
-    """What verification leaves to the commit, of every recurrent layer and node."""
+    """What verification records for the commit, per recurrent layer and node."""
 
     record_input_UBNE: Tensor
     record_gate_UBNG: Tensor
@@ -40,70 +39,44 @@ class Convolution(NamedTuple):
     bias_E: Tensor | None = None
 
 
-class Rule(Protocol):
-    """How a token changes the matrices of its row, and reads them: four ops of one contract."""
+class Rule(NamedTuple):
+    """How a token changes and reads the matrices of its row: the names of four ops of one contract in :class:`KernelSet`.
 
-    @property
-    def parameters(self) -> tuple[Tensor, ...]:
-        """What the ops take between the gates of the tokens and the matrices."""
-        ...
+    The exact ops give the bits of plain decoding.
+    """
 
-    def of_tree(self, kernels: KernelSet, *, exact: bool) -> Callable[..., Tensor]:
-        """The op for the nodes of a tree; ``exact``: with the bits of plain decoding."""
-        ...
-
-    def of_run(self, kernels: KernelSet, *, exact: bool) -> Callable[..., Tensor]:
-        """The op for tokens that follow each other, which advances the matrices.
-
-        ``exact``: with the bits of plain decoding; such an op takes a path through its tokens as well.
-        """
-        ...
+    tree: str
+    """For the nodes of a tree; leaves the matrices as they are."""
+    exact_tree: str
+    run: str
+    """For tokens that follow each other; advances the matrices."""
+    exact_run: str
+    """As ``run``; it also takes a path through its tokens."""
+    parameters: tuple[Tensor, ...] = ()
+    """Arguments of the ops between the gates and the matrices."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class GatedDeltaRule:
-    """:mod:`graphspec.kernels.delta_rule`."""
-
-    @property
-    def parameters(self) -> tuple[Tensor, ...]:
-        return ()
-
-    def of_tree(self, kernels: KernelSet, *, exact: bool) -> Callable[..., Tensor]:
-        return kernels.delta_walk if exact else kernels.delta_solve
-
-    def of_run(self, kernels: KernelSet, *, exact: bool) -> Callable[..., Tensor]:
-        return kernels.delta_scan if exact else kernels.delta_chunk
+GATED_DELTA_RULE = Rule("delta_solve", "delta_walk", "delta_chunk", "delta_scan")
+""":mod:`graphspec.kernels.delta_rule`."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SelectiveRule:
+def selective_rule(skip_H: Tensor) -> Rule:
     """:mod:`graphspec.kernels.ssm_rule`."""
-
-    skip_H: Tensor
-
-    @property
-    def parameters(self) -> tuple[Tensor, ...]:
-        return (self.skip_H,)
-
-    def of_tree(self, kernels: KernelSet, *, exact: bool) -> Callable[..., Tensor]:
-        return kernels.ssm_walk if exact else kernels.ssm_dual
-
-    def of_run(self, kernels: KernelSet, *, exact: bool) -> Callable[..., Tensor]:
-        return kernels.ssm_scan if exact else kernels.ssm_chunk
+    return Rule("ssm_dual", "ssm_walk", "ssm_chunk", "ssm_scan", (skip_H,))
 
 
 class Recurrence(Protocol):
-    """The tokens at hand, and the states of the rows they belong to."""
+    """Recurrence over some tokens, from the states of the rows they belong to."""
 
     def __call__(self, layer: int, input_BTE: Tensor, gate_BTG: Tensor, convolution: Convolution, rule: Rule) -> Tensor:
-        """Convolution and rule, each token after those before it on its path.
+        """Apply convolution and rule; each token comes after those before it on its path.
 
         Args:
-            layer: of the recurrent ones.
-            input_BTE: what the convolution reads, as projected.
-            gate_BTG: float32, log-decays and then rates or steps of all heads.
+            layer: index among the recurrent layers.
+            input_BTE: the projected inputs of the convolution.
+            gate_BTG: float32, the log-decays of all heads, then their rates or steps.
             convolution: its weights.
-            rule: of the matrices.
+            rule: how the matrices change.
 
         Returns:
             ``[B, T, H, V]`` in the dtype of the input.
@@ -113,7 +86,7 @@ class Recurrence(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TreeRecurrence:
-    """The nodes of a tree after their row's state, which stays as it is."""
+    """The nodes of a tree, from their row's state, which is not changed."""
 
     kernels: KernelSet
     states: RecurrentStates
@@ -123,46 +96,47 @@ class TreeRecurrence:
     """int64; -1: the root, or an unused node."""
     ancestors_BTX: Tensor
     exact: bool
-    """Nodes have the bits of plain decoding."""
+    """Use the op that gives the bits of plain decoding."""
 
     def __call__(self, layer: int, input_BTE: Tensor, gate_BTG: Tensor, convolution: Convolution, rule: Rule) -> Tensor:
         matrix, column = self.states
         self.records.record_input_UBNE[layer].copy_(input_BTE)
         self.records.record_gate_UBNG[layer].copy_(gate_BTG)
         mixed_BTE = self.kernels.tree_conv(input_BTE, column, layer, self.lane_row_B, self.parent_BT, *convolution)
-        # One node is one update.
-        op = rule.of_tree(self.kernels, exact=self.exact or input_BTE.shape[1] == 1)
-        return op(mixed_BTE, gate_BTG, *rule.parameters, matrix, layer, self.lane_row_B, self.ancestors_BTX)
+        # A single node takes one update: there is no tree to solve.
+        op = getattr(self.kernels, rule.exact_tree if self.exact or input_BTE.shape[1] == 1 else rule.tree)
+        out_BTHV: Tensor = op(mixed_BTE, gate_BTG, *rule.parameters, matrix, layer, self.lane_row_B, self.ancestors_BTX)
+        return out_BTHV
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RunRecurrence:
-    """Tokens that follow each other, after their row's state, which they advance: prompts."""
+    """Consecutive tokens of a prompt, from their row's state, which they advance."""
 
     kernels: KernelSet
     states: RecurrentStates
     lane_row_B: Tensor
     length_B: Tensor
-    """Tokens of each lane that count."""
+    """Tokens of each lane; the rest is padding."""
     fresh_B: Tensor | None
-    """bool: the row's tokens start here. None: in no lane."""
+    """bool: the chunk is the first of its row, whose state starts from zeros. None: no lane's is."""
     exact: bool
-    """The state has the bits of plain decoding."""
+    """Use the op that gives the bits of plain decoding."""
 
     def __call__(self, layer: int, input_BTE: Tensor, gate_BTG: Tensor, convolution: Convolution, rule: Rule) -> Tensor:
         matrix, column = self.states
         place_T = torch.arange(input_BTE.shape[1], device=input_BTE.device)
         place_BT = place_T.expand(input_BTE.shape[:2])
         mixed_BTE = self.kernels.tree_conv(input_BTE, column, layer, self.lane_row_B, place_BT - 1, *convolution, self.fresh_B)
-        op = rule.of_run(self.kernels, exact=self.exact)
-        out_BTHV = op(mixed_BTE, gate_BTG, *rule.parameters, matrix, layer, self.lane_row_B, self.length_B, self.fresh_B)
+        op = getattr(self.kernels, rule.exact_run if self.exact else rule.run)
+        out_BTHV: Tensor = op(mixed_BTE, gate_BTG, *rule.parameters, matrix, layer, self.lane_row_B, self.length_B, self.fresh_B)
         self.kernels.conv_shift(input_BTE[None], column, layer, self.lane_row_B, place_BT, self.length_B, self.fresh_B)
         return out_BTHV
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PathCommit:
-    """The accepted path of every lane, replayed into its row's state from what verification recorded."""
+    """Replays the accepted path of every lane into its row's state, from what verification recorded."""
 
     kernels: KernelSet
     states: RecurrentStates
@@ -176,14 +150,14 @@ class PathCommit:
     """Nodes of the path; 0: the row keeps its state, bit for bit."""
 
     def advance(self, layer: int, convolution: Convolution, rule: Rule) -> None:
-        """Advance the matrices of one layer, with the operations of plain decoding."""
+        """Advance the matrices of one layer, by the op that gives the bits of plain decoding."""
         matrix, column = self.states
         input_BNE, gate_BNG = (record[layer] for record in self.records)
-        # Of all nodes, as in verification: that costs less than a launch that gathers the path's.
+        # Over all nodes, as in verification: that costs less than a launch that gathers those of the path.
         mixed_BNE = self.kernels.tree_conv(input_BNE, column, layer, self.lane_row_B, self.parent_BN, *convolution)
-        op = rule.of_run(self.kernels, exact=True)
+        op = getattr(self.kernels, rule.exact_run)
         op(mixed_BNE, gate_BNG, *rule.parameters, matrix, layer, self.lane_row_B, self.length_B, None, self.path_BA)
 
     def shift_columns(self) -> None:
-        """Advance the convolutions of all layers; last, for the matrices need the old columns."""
+        """Advance the convolutions of all layers. Call it last: the matrices need the old columns."""
         self.kernels.conv_shift(self.records.record_input_UBNE, self.states.column_RUOE, 0, self.lane_row_B, self.path_BA, self.length_B)

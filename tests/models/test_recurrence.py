@@ -14,15 +14,15 @@ from graphspec.kernels.registry import KernelSet
 from graphspec.kernels.state_cases import random_ancestors
 from graphspec.kernels.state_tokens import ancestor_matrix
 from graphspec.models.recurrence import (
+    GATED_DELTA_RULE,
     Convolution,
-    GatedDeltaRule,
     NodeRecords,
     PathCommit,
     RecurrentStates,
     Rule,
     RunRecurrence,
-    SelectiveRule,
     TreeRecurrence,
+    selective_rule,
 )
 from tests.support.tiny import hybrid_facts, same_bits
 
@@ -55,10 +55,10 @@ class How(NamedTuple):
         return Convolution(WEIGHT[layer], self.bias)
 
 
-SELECTIVE = (SelectiveRule(normal(8, HEADS)), normal(7, CHANNELS))
+SELECTIVE = (selective_rule(normal(8, HEADS)), normal(7, CHANNELS))
 WAYS = {
-    "delta-reference": How(REFERENCE, GatedDeltaRule()),
-    "delta-native": How(NATIVE, GatedDeltaRule()),
+    "delta-reference": How(REFERENCE, GATED_DELTA_RULE),
+    "delta-native": How(NATIVE, GATED_DELTA_RULE),
     "ssm-reference": How(REFERENCE, *SELECTIVE),
     "ssm-native": How(NATIVE, *SELECTIVE),
 }
