@@ -338,7 +338,7 @@ def _check_ranks(config: Config, target: ModelFacts) -> None:
     Raises:
         ConfigError: it is asked for.
     """
-    spread = f"with runtime.tensor_parallel={target.share.size}"
+    spread = f"with runtime.tensor_parallel={target.sharding.size}"
     if config.variant.token_map is not None:
         raise ConfigError("variant.token_map", f"null {spread}: no rank has all rows of the head", config.variant.token_map)
     if config.kernels.attention == "flashinfer":
@@ -372,7 +372,7 @@ def make_plan(config: Config, target: ModelFacts, draft: DraftFacts | None, *, d
         if narrowest is not None and narrowest < entries[whose]:
             expected = f"few enough that a pass of {entries[whose]} tokens lies in the {whose}'s sliding window of {narrowest}"
             raise ConfigError("variant.num_steps", expected, shape.num_steps)
-    if target.share.split:
+    if target.sharding.sharded:
         _check_ranks(config, target)
     if config.variant.token_map is not None and not variant.full_vocabulary:
         what = "brings its own vocabulary" if variant.has_network else "has no draft network"

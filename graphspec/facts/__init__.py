@@ -8,7 +8,7 @@ from .model import ModelFacts, read_model_facts
 from .moe import ExpertFacts
 from .recurrent import RecurrentFacts
 from .rope import RopeFacts
-from .share import Part, Share
+from .sharding import Shard, Sharding
 from .tokenizer import check_tokenizer
 
 __all__ = [
@@ -17,10 +17,10 @@ __all__ = [
     "ExpertFacts",
     "LatentFacts",
     "ModelFacts",
-    "Part",
     "RecurrentFacts",
     "RopeFacts",
-    "Share",
+    "Shard",
+    "Sharding",
     "check_tokenizer",
     "read_model_facts",
 ]

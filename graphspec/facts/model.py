@@ -32,7 +32,7 @@ from .moe import ExpertFacts
 from .multipliers import NO_MULTIPLIERS, Multipliers
 from .recurrent import RecurrentFacts
 from .rope import NO_ROPE, RopeFacts, read_position_embedding, read_rope
-from .share import WHOLE, Share, share_of
+from .sharding import UNSHARDED, Sharding, sharding_of
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -79,8 +79,8 @@ class ModelFacts:
     mixers: tuple[Mixer, ...] | None = None
     """What each layer holds, where it is one net; None: attention or a recurrent net, and an MLP."""
     multipliers: Multipliers = NO_MULTIPLIERS
-    share: Share = WHOLE
-    """What of the model these facts describe. Heads and widths are those of one rank; vocabulary and hidden size are the model's."""
+    sharding: Sharding = UNSHARDED
+    """Heads and widths are those of one rank; vocabulary and hidden size are the whole model's."""
 
     @property
     def kv_row(self) -> tuple[int, int, int]:
@@ -123,7 +123,7 @@ class ModelFacts:
         if size == 1:
             return self
         _check_ranks(self, size)
-        share = share_of(rank, size, self.num_heads, self.num_kv_heads)
+        sharding = sharding_of(rank, size, self.num_heads, self.num_kv_heads)
         experts = self.experts and replace(
             self.experts,
             intermediate_size=self.experts.intermediate_size // size,
@@ -132,10 +132,10 @@ class ModelFacts:
         return replace(
             self,
             num_heads=self.num_heads // size,
-            num_kv_heads=len(share.key_heads) if self.latent is None else 1,
+            num_kv_heads=len(sharding.key_heads) if self.latent is None else 1,
             intermediate_size=self.intermediate_size // size,
             experts=experts,
-            share=share,
+            sharding=sharding,
         )
 
     def layers_from(self, first: int) -> ModelFacts:

@@ -178,12 +178,20 @@ class Program:
         groups = [(host, list(group)) for host, group in groupby(stages, _runs_on_host)]
         if not compiled:
             self.steps = [partial(stage, views) for stage in stages]
-            self._set_segments([Segment(self._uncompiled(group), host) for host, group in groups])
+            self.direct = self._run_steps
+            if self.on_host:
+                self._set_segments([Segment(self._uncompiled(group), host) for host, group in groups])
         elif not stages[0].kernels.records:
             self.steps = [self._part([stage], _runs_on_host(stage)) for stage in stages]
             self._set_segments([Segment(self._part(group, host), host) for host, group in groups])
         self.replay: Callable[[], None] | None = None
         self.buffers: Signature = signature(views)
+
+    def _run_steps(self) -> None:
+        if self.threads is None:
+            _in_order(self.steps)
+        else:
+            _in_order_with(self.steps, self.threads)
 
     def _uncompiled(self, stages: Sequence[Stage]) -> Callable[[], None]:
         steps = [partial(stage, self.views) for stage in stages]

@@ -13,7 +13,7 @@ from ..errors import CheckpointError
 from ..facts.files import find_file, plain, read_shards, require_file
 from ..layouts import Layout
 from ..models.layers import Embedding
-from .layers import Cut, KernelModule, Linear
+from .layers import KernelModule, Linear, ParameterShards
 from .tensor_files import TensorFile, open_tensors
 
 if TYPE_CHECKING:
@@ -153,26 +153,26 @@ def _blocks(layout: Layout, ours: str, parameter: Tensor, checkpoint: Checkpoint
     return [tuple(source.replace("#", str(expert)) for source in sources) for expert in range(parameter.shape[0])]
 
 
-def _fill_cut(matrix: Tensor, sources: tuple[str, ...], cut: Cut, checkpoint: Checkpoint) -> None:
-    """A rank's parameter from its parts of tensors that are stored whole: one for each part, or all parts in one."""
+def _fill_sharded(matrix: Tensor, sources: tuple[str, ...], cut: ParameterShards, checkpoint: Checkpoint) -> None:
+    """Fill a rank's parameter from tensors that are stored whole: one source for each shard, or one that holds all of them in order."""
     shape, dim = list(matrix.shape), cut.dim
-    fused = len(sources) < len(cut.parts)
-    stored = [sum(part.whole for part in cut.parts)] if fused else [part.whole for part in cut.parts]
+    fused = len(sources) < len(cut.shards)
+    stored = [sum(shard.full_size for shard in cut.shards)] if fused else [shard.full_size for shard in cut.shards]
     for source, size in zip(sources, stored, strict=True):
         shape[dim] = size
         checkpoint.check(source, tuple(shape))
     if matrix.is_meta:
         return
     at = before = 0
-    for place, part in enumerate(cut.parts):
-        source, own = sources[0 if fused else place], matrix.narrow(dim, at, part.room)
+    for place, shard in enumerate(cut.shards):
+        source, own = sources[0 if fused else place], matrix.narrow(dim, at, shard.size)
         filled = 0
-        for begin, length in part.pieces:
+        for begin, length in shard.pieces:
             if length:
                 own.narrow(dim, filled, length).copy_(checkpoint.part(source, dim, begin + (before if fused else 0), length))
             filled += length
-        own.narrow(dim, filled, part.room - filled).zero_()
-        at, before = at + part.room, before + part.whole
+        own.narrow(dim, filled, shard.size - filled).zero_()
+        at, before = at + shard.size, before + shard.full_size
 
 
 def fill(
@@ -187,7 +187,7 @@ def fill(
 ) -> None:
     """Replace the parameters named in ``own`` by the checkpoint's tensors; refuse tensors that nothing uses.
 
-    Of a tensor that is spread over ranks only this rank's part is read. On the device ``meta`` everything is checked and no data is read.
+    Of a sharded tensor only this rank's shard is read. On the device ``meta`` everything is checked and no data is read.
     """
     wanted = {name: _blocks(layout, name, module.get_parameter(name), checkpoint) for name in own}
     used = {source for blocks in wanted.values() for block in blocks for source in block}
@@ -208,10 +208,10 @@ def fill(
         # One matrix per expert; the heads of a projection lie below each other in the checkpoint, unless it has them as we do.
         as_stored = value.dim() <= 2 or (blocks[0][0] in checkpoint and checkpoint.shape(blocks[0][0]) == tuple(value.shape))
         matrices = value.unbind() if len(blocks) > 1 else (value if as_stored else value.flatten(0, -2),)
-        cut = cast("dict[str, Cut]", getattr(owner, "cuts", {})).get(leaf)
+        cut = cast("dict[str, ParameterShards]", getattr(owner, "shards", {})).get(leaf)
         for matrix, sources in zip(matrices, blocks, strict=True):
             if cut is not None:
-                _fill_cut(matrix, sources, cut, checkpoint)
+                _fill_sharded(matrix, sources, cut, checkpoint)
                 done += len(sources)
                 if progress is not None:
                     progress(done, len(used))

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..kernels.linear import Hidden, finish, hidden_of
 from ..kernels.moe_mlp import moe_mlp
 from ..kernels.moe_route import moe_route
-from .layers import Cut, KernelModule, Linear, RankModule, RMSNorm, dense_mlp, make_parameter
+from .layers import KernelModule, Linear, ParameterShards, RMSNorm, ShardedModule, dense_mlp, make_parameter
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,7 +27,7 @@ class Router(Linear):
         self.float32_names = ("weight",) if float32 else ()
 
 
-class MixtureOfExperts(KernelModule, RankModule):
+class MixtureOfExperts(KernelModule, ShardedModule):
     """A router, the experts it chooses for each token, and the experts that every token goes to.
 
     Args:
@@ -48,9 +48,11 @@ class MixtureOfExperts(KernelModule, RankModule):
         self.down_EHF = make_parameter(experts.num_experts, hidden, width)
         self.shared_experts = dense_mlp(facts, experts.shared_size, partial=True) if experts.shared_size else None
         self.shared_gate = Linear(hidden, 1) if experts.shared_gate else None
-        self.spread = facts.share.split
-        part = facts.share.part(width)
-        self.cuts = {"gate_up_EFH": Cut(0, (part, part)), "down_EHF": Cut(1, (part,))} if facts.share.split else {}
+        self.sharded = facts.sharding.sharded
+        self.shards: dict[str, ParameterShards] = {}
+        if self.sharded:
+            shard = facts.sharding.shard(width)
+            self.shards = {"gate_up_EFH": ParameterShards(0, (shard, shard)), "down_EHF": ParameterShards(1, (shard,))}
         self.route: Callable[..., tuple[Tensor, Tensor]] = moe_route
         self.mix: Callable[..., Tensor] = moe_mlp
 
@@ -72,6 +74,6 @@ class MixtureOfExperts(KernelModule, RankModule):
             out_BTH = out_BTH + torch.sigmoid(self.shared_gate(x_BTH)) * self.shared_experts(x_BTH)
         elif self.shared_experts is not None:
             out_BTH = self.shared_experts(x_BTH, residual=out_BTH)
-        if self.spread:
+        if self.sharded:
             out_BTH = self.comm.all_reduce(out_BTH)
         return finish(out_BTH, residual_BTH, gated=False, float32=False)

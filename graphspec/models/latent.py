@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..kernels.linear import Hidden
 from .attention import LatentTransform
-from .layers import Cut, Linear, RMSNorm, make_parameter, summed_linear
+from .layers import Linear, ParameterShards, RMSNorm, make_parameter, row_parallel_linear
 
 if TYPE_CHECKING:
     from ..facts import ModelFacts
@@ -50,12 +50,12 @@ class LatentAttention(nn.Module):
         self.kv_a_layernorm = RMSNorm(latent.rank, NORM_EPS)
         # Per head the rows of W_UK, then those of W_UV, as the checkpoint has them.
         self.kv_b_QDL = make_parameter(heads, latent.nope_dim + latent.value_dim, latent.rank)
-        self.o_proj = summed_linear(facts.share, heads * latent.value_dim, facts.hidden_size, bias=facts.output_bias)
-        self.cuts: dict[str, Cut] = {}
-        if facts.share.split:
+        self.o_proj = row_parallel_linear(facts.sharding, heads * latent.value_dim, facts.hidden_size, bias=facts.output_bias)
+        self.shards: dict[str, ParameterShards] = {}
+        if facts.sharding.sharded:
             # Compressed queries and the latent row are every rank's.
-            queries.cut_rows(facts.share.part(query))
-            self.cuts = {"kv_b_QDL": Cut(0, (facts.share.part(heads * (latent.nope_dim + latent.value_dim)),))}
+            queries.shard_rows(facts.sharding.shard(query))
+            self.shards = {"kv_b_QDL": ParameterShards(0, (facts.sharding.shard(heads * (latent.nope_dim + latent.value_dim)),))}
 
     def forward(
         self,

@@ -1,4 +1,4 @@
-"""Building blocks shared by targets and drafters. Parameters are left uninitialised: a checkpoint always follows."""
+"""Building blocks shared by targets and drafters. Parameters are left uninitialised, to be filled from a checkpoint."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..facts.share import WHOLE, Part, Share
+from ..facts.sharding import UNSHARDED, Shard, Sharding
 from ..kernels.formulas import Rotation, rms_norm
 from ..kernels.linear import Hidden, finish, hidden_of, linear
 from .attention import HeadTransform
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
 
 def make_parameter(*shape: int) -> nn.Parameter:
-    """Uninitialised."""
+    """A frozen parameter of this shape, uninitialised."""
     return nn.Parameter(torch.empty(shape), requires_grad=False)
 
 
 class KernelModule(nn.Module):
-    """A module that calls ops of its own; it runs their references until :func:`use_kernels`."""
+    """A module that calls ops itself; it runs their references until :func:`use_kernels`."""
 
     float32_names: tuple[str, ...] = ()
-    """Parameters that are loaded in float32, whatever the dtype of the model."""
+    """Parameters that are always loaded in float32."""
 
     def use_kernels(self, kernels: KernelSet) -> None:
         """Run the ops of ``kernels`` from now on."""
@@ -40,26 +40,26 @@ class KernelModule(nn.Module):
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
-    """How a rank's parameter lies in tensors that were stored whole: along one dimension, the parts of what is fused there."""
+class ParameterShards:
+    """How a rank's parameter is cut from the stored tensors: along one dimension, a shard of each projection that is fused there."""
 
     dim: int
     """0: rows of a stored matrix, or of a bias; 1: columns."""
-    parts: tuple[Part, ...]
+    shards: tuple[Shard, ...]
 
 
-class RankModule(nn.Module):
-    """A module of which a rank may hold a part; it then takes part in collectives."""
+class ShardedModule(nn.Module):
+    """A module that may hold a shard of its parameters; it then takes part in collectives."""
 
-    spread = False
-    """It holds a part."""
+    sharded = False
+    """It holds a shard."""
     comm: Comm
 
 
 class Linear(KernelModule):
     """``x @ weight.T + bias``; ``parts`` are the output rows of the projections fused into it, in order.
 
-    What stands before and after the product (norm, gate, residual) is handed to the same op, which may do all of it in one launch.
+    The norm before the product, and gate and residual after it, go to the same op, which may do everything in one launch.
     """
 
     def __init__(self, in_features: int, *parts: int, bias: bool = False) -> None:
@@ -71,26 +71,26 @@ class Linear(KernelModule):
         self.stored: torch.dtype | None = None
         """The 16-bit dtype in which a checkpoint has all of the weight; None: it has another."""
         self.multiply: Callable[..., Hidden] = linear
-        self.cuts: dict[str, Cut] = {}
+        self.shards: dict[str, ParameterShards] = {}
 
-    def cut_rows(self, *parts: Part) -> None:
-        """Each fused projection is a part of the stored one; biases are cut with the weight."""
-        self.cuts = {"weight": Cut(0, parts), "bias": Cut(0, parts)}
+    def shard_rows(self, *shards: Shard) -> None:
+        """Hold these shards of the fused projections' output rows, one per projection; biases are cut with the weight."""
+        self.shards = {"weight": ParameterShards(0, shards), "bias": ParameterShards(0, shards)}
 
     @property
     def stored_parts(self) -> tuple[int, ...]:
-        """Rows of the tensors that a checkpoint makes the weight of, in order."""
+        """Rows of the checkpoint's tensors that make up the weight, in order."""
         return self.parts
 
     def arrange(self, weight: Tensor) -> Tensor:
-        """The weight from these tensors, one below the other."""
+        """The weight, from the checkpoint's tensors concatenated along the rows."""
         return weight
 
     def use_kernels(self, kernels: KernelSet) -> None:
         self.multiply = kernels.linear
 
     def pack(self) -> None:
-        """Replace the weight by its packed form; from now on the native kernel multiplies. float32 on the CPU only."""
+        """Replace the weight by its packed form, for the native kernel. float32 on the CPU only."""
         if self.weight is None:
             return
         from ..kernels import native
@@ -116,21 +116,21 @@ class Linear(KernelModule):
         return self.multiply(x, self.weight, self.bias, weight, eps, offset, residual, gated, float32)
 
 
-class SummedLinear(Linear, RankModule):
-    """A product whose input is spread over ranks: each multiplies its columns, and all take the sum. Bias and residual follow the sum.
+class RowParallelLinear(Linear, ShardedModule):
+    """A linear layer whose input is sharded: each rank multiplies its own columns, then all ranks sum. Bias and residual are added last.
 
     Args:
-        share: of the model.
-        in_features: that this rank has.
-        out_features: all of them.
+        sharding: of the model.
+        in_features: of this rank.
+        out_features: of the whole layer.
         bias: as of :class:`Linear`.
     """
 
-    spread = True
+    sharded = True
 
-    def __init__(self, share: Share, in_features: int, out_features: int, *, bias: bool = False) -> None:
+    def __init__(self, sharding: Sharding, in_features: int, out_features: int, *, bias: bool = False) -> None:
         super().__init__(in_features, out_features, bias=bias)
-        self.cuts = {"weight": Cut(1, (share.part(in_features),))}
+        self.shards = {"weight": ParameterShards(1, (sharding.shard(in_features),))}
 
     def forward(
         self,
@@ -140,32 +140,32 @@ class SummedLinear(Linear, RankModule):
         gated: bool = False,
         float32: bool = False,
     ) -> Hidden:
-        """As of :class:`Linear`; nothing stands before such a product."""
-        assert norm is None and not gated, "a product that ends a block"
+        """As of :class:`Linear`, without norm and gate."""
+        assert norm is None and not gated, "a layer that ends a block"
         if self.packed is not None:
-            part = self._multiply_packed(hidden_of(x), self.packed, sum(self.parts), None, None, 0.0)
+            partial = self._multiply_packed(hidden_of(x), self.packed, sum(self.parts), None, None, 0.0)
         else:
-            part = hidden_of(self.multiply(x, self.weight))
-        out = self.comm.all_reduce(part)
+            partial = hidden_of(self.multiply(x, self.weight))
+        out = self.comm.all_reduce(partial)
         return finish(out if self.bias is None else out + self.bias, residual, gated, float32)
 
 
-class VocabularyLinear(Linear, RankModule):
-    """A language-model head of which each rank has the rows of some tokens; all take all logits.
+class VocabParallelLinear(Linear, ShardedModule):
+    """A language-model head of which each rank has the rows of some tokens; every rank gathers all logits.
 
     Args:
-        share: of the model.
+        sharding: of the model.
         in_features: hidden size.
-        vocab_size: tokens of all ranks.
+        vocab_size: of the whole head.
     """
 
-    spread = True
+    sharded = True
 
-    def __init__(self, share: Share, in_features: int, vocab_size: int) -> None:
-        part = share.vocabulary(vocab_size)
-        super().__init__(in_features, part.room)
+    def __init__(self, sharding: Sharding, in_features: int, vocab_size: int) -> None:
+        shard = sharding.vocabulary_shard(vocab_size)
+        super().__init__(in_features, shard.size)
         self.vocab_size = vocab_size
-        self.cut_rows(part)
+        self.shard_rows(shard)
 
     def forward(
         self,
@@ -181,40 +181,43 @@ class VocabularyLinear(Linear, RankModule):
         return self.comm.all_gather(own)[..., : self.vocab_size]
 
 
-def summed_linear(share: Share, in_features: int, out_features: int, *, bias: bool = False) -> Linear:
-    """The product that ends a block of a model of this share."""
-    return SummedLinear(share, in_features, out_features, bias=bias) if share.split else Linear(in_features, out_features, bias=bias)
+def row_parallel_linear(sharding: Sharding, in_features: int, out_features: int, *, bias: bool = False) -> Linear:
+    """The linear layer that ends a block, over several ranks where the model is sharded."""
+    if sharding.sharded:
+        return RowParallelLinear(sharding, in_features, out_features, bias=bias)
+    return Linear(in_features, out_features, bias=bias)
 
 
-def vocabulary_head(facts: ModelFacts, vocab_size: int | None = None) -> Linear:
-    """The language-model head of a model; over its own vocabulary unless another is given."""
-    size = vocab_size or facts.vocab_size
-    return VocabularyLinear(facts.share, facts.hidden_size, size) if facts.share.split else Linear(facts.hidden_size, size)
+def vocabulary_head(facts: ModelFacts) -> Linear:
+    """The language-model head of a model."""
+    if facts.sharding.sharded:
+        return VocabParallelLinear(facts.sharding, facts.hidden_size, facts.vocab_size)
+    return Linear(facts.hidden_size, facts.vocab_size)
 
 
 def join_ranks(network: nn.Module, comm: Comm) -> None:
-    """``network``, or what of it is spread over ranks, sums and gathers by ``comm`` from now on."""
+    """Give ``comm`` to the sharded modules of ``network``, which sum and gather through it."""
     for module in network.modules():
-        if isinstance(module, RankModule) and module.spread:
+        if isinstance(module, ShardedModule) and module.sharded:
             module.comm = comm
 
 
 def use_kernels(network: nn.Module, kernels: KernelSet) -> None:
-    """``network`` runs the ops of ``kernels`` from now on."""
+    """Make ``network`` run the ops of ``kernels``."""
     for module in network.modules():
         if isinstance(module, KernelModule):
             module.use_kernels(kernels)
 
 
 def pack_linear_layers(network: nn.Module) -> None:
-    """Every linear layer of ``network`` holds its weight packed from now on; see :meth:`Linear.pack`."""
+    """Pack the weight of every linear layer of ``network``; see :meth:`Linear.pack`."""
     for module in network.modules():
         if isinstance(module, Linear):
             module.pack()
 
 
 class Embedding(nn.Module):
-    """Token embedding in which an invalid or out-of-range token is the zero vector."""
+    """Token embedding that maps invalid and out-of-range tokens to the zero vector."""
 
     def __init__(self, vocab_size: int, hidden_size: int) -> None:
         super().__init__()
@@ -222,7 +225,7 @@ class Embedding(nn.Module):
         self.weight = make_parameter(vocab_size, hidden_size)
         self.stored: torch.dtype | None = None
         """As of :class:`Linear`."""
-        self.cuts: dict[str, Cut] = {}
+        self.shards: dict[str, ParameterShards] = {}
         self.lookup: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
         """The native op, where there is one around a native stack; see :mod:`graphspec.kernels.native.rows`."""
 
@@ -235,32 +238,33 @@ class Embedding(nn.Module):
         return torch.where(known_BT[..., None], hidden_BTH, 0.0)
 
 
-class VocabularyEmbedding(Embedding, RankModule):
+class VocabParallelEmbedding(Embedding, ShardedModule):
     """An embedding of which each rank has the rows of some tokens.
 
     Args:
-        share: of the model.
-        vocab_size: tokens of all ranks.
+        sharding: of the model.
+        vocab_size: of the whole embedding.
         hidden_size: of a row.
     """
 
-    spread = True
+    sharded = True
 
-    def __init__(self, share: Share, vocab_size: int, hidden_size: int) -> None:
-        part = share.vocabulary(vocab_size)
-        super().__init__(part.room, hidden_size)
-        self.begin = part.pieces[0][0]
-        self.cuts = {"weight": Cut(0, (part,))}
+    def __init__(self, sharding: Sharding, vocab_size: int, hidden_size: int) -> None:
+        shard = sharding.vocabulary_shard(vocab_size)
+        super().__init__(shard.size, hidden_size)
+        self.begin = shard.pieces[0][0]
+        self.shards = {"weight": ParameterShards(0, (shard,))}
 
     def forward(self, token_BT: Tensor, valid_BT: Tensor) -> Tensor:
-        """As of :class:`Embedding`. One rank at most adds anything else than zeros, so the sum is exact."""
+        """As of :class:`Embedding`. At most one rank adds anything but zeros, so the sum is exact."""
         return self.comm.all_reduce(super().forward(token_BT - self.begin, valid_BT))
 
 
 def token_embedding(facts: ModelFacts) -> Embedding:
     """The embedding of a model."""
-    made = VocabularyEmbedding(facts.share, facts.vocab_size, facts.hidden_size) if facts.share.split else None
-    return made or Embedding(facts.vocab_size, facts.hidden_size)
+    if facts.sharding.sharded:
+        return VocabParallelEmbedding(facts.sharding, facts.vocab_size, facts.hidden_size)
+    return Embedding(facts.vocab_size, facts.hidden_size)
 
 
 class RMSNorm(nn.Module):
@@ -284,7 +288,7 @@ class RMSNorm(nn.Module):
         return cls(size or facts.hidden_size, facts.rms_norm_eps, facts.family.norm == "offset", facts.family.norm == "float32")
 
     def scale(self) -> Tensor:
-        """Factors of the normalised channels."""
+        """Factors of the normalised channels, the offset included."""
         return 1.0 + self.weight if self.offset else self.weight
 
     def forward(self, x: Hidden) -> Tensor:
@@ -295,7 +299,7 @@ class RMSNorm(nn.Module):
         return rms_norm(values, self.weight, self.eps, self.offset)
 
     def by_parts(self, x: Tensor) -> Tensor:
-        """Normalise each part of the last dimension that is as wide as the weight; dtype and shape stay."""
+        """Split the last dimension into parts as wide as the weight and normalise each; dtype and shape stay."""
         out: Tensor = self(x.unflatten(-1, (-1, self.weight.shape[0])))
         return out.flatten(-2)
 
@@ -318,10 +322,10 @@ class SelfAttention(nn.Module):
         self.gated = facts.family.attention_gate
         fused = (2 * query if self.gated else query, key, key)
         self.qkv_proj = Linear(input_size or facts.hidden_size, *fused, bias=facts.attention_bias)
-        if facts.share.split:
-            keys = facts.share.key_part(facts.head_dim)
-            self.qkv_proj.cut_rows(facts.share.part(fused[0]), keys, keys)
-        self.o_proj = summed_linear(facts.share, query, facts.hidden_size, bias=facts.output_bias)
+        if facts.sharding.sharded:
+            keys = facts.sharding.key_shard(facts.head_dim)
+            self.qkv_proj.shard_rows(facts.sharding.shard(fused[0]), keys, keys)
+        self.o_proj = row_parallel_linear(facts.sharding, query, facts.hidden_size, bias=facts.output_bias)
         whole = facts.family.qk_norm == "projection"
         self.q_norm = RMSNorm.of(facts, query if whole else facts.head_dim) if facts.qk_norm else None
         self.k_norm = RMSNorm.of(facts, key if whole else facts.head_dim) if facts.qk_norm else None
@@ -347,7 +351,7 @@ class SelfAttention(nn.Module):
         return out_BTH
 
     def write_kv(self, x_BTH: Hidden, rotation: Rotation, attention: Attention, norm: RMSNorm | None = None) -> None:
-        """The KV write of a call, without its result."""
+        """Write the KV that :meth:`forward` would write, and nothing else."""
         query_BTQD, _, key_BTGD, value_BTGD = self._project(x_BTH, norm)
         attention.write(self.layer, query_BTQD, key_BTGD, value_BTGD, self._heads(rotation))
 
@@ -374,17 +378,17 @@ class MLP(nn.Module):
     Args:
         facts: sizes and biases.
         intermediate_size: where it isn't that of the facts.
-        partial: where a model is spread over ranks, leave the sum over them to the caller.
+        partial: if the model is sharded, leave the sum over ranks to the caller.
     """
 
     def __init__(self, facts: ModelFacts, intermediate_size: int | None = None, *, partial: bool = False) -> None:
         super().__init__()
-        width, share = intermediate_size or facts.intermediate_size, facts.share
+        width, sharding = intermediate_size or facts.intermediate_size, facts.sharding
         self.gate_up_proj = Linear(facts.hidden_size, width, width, bias=facts.mlp_bias)
-        self.down_proj = summed_linear(WHOLE if partial else share, width, facts.hidden_size, bias=facts.mlp_bias)
-        if share.split:
-            self.gate_up_proj.cut_rows(share.part(width), share.part(width))
-            self.down_proj.cuts = {"weight": Cut(1, (share.part(width),))}
+        self.down_proj = row_parallel_linear(UNSHARDED if partial else sharding, width, facts.hidden_size, bias=facts.mlp_bias)
+        if sharding.sharded:
+            self.gate_up_proj.shard_rows(sharding.shard(width), sharding.shard(width))
+            self.down_proj.shards = {"weight": ParameterShards(1, (sharding.shard(width),))}
 
     def forward(
         self,

@@ -201,7 +201,7 @@ def pack_network(network: nn.Module, plan: Plan) -> str | None:
     """
     reason: str | None = "set by kernels.mode, kernels.linear or kernels.attention"
     # Chosen one by one, attention and linear layers are ops of their own.
-    if plan.target.share.split:
+    if plan.target.sharding.sharded:
         reason = "several ranks, whose sums stand between the ops"
     elif plan.linear == plan.attention == "auto":
         pack: Callable[[], str | None] | None = getattr(network, "pack_stack", None)

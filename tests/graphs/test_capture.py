@@ -298,13 +298,7 @@ def test_debug_mode_poisons_what_lives_for_one_cycle() -> None:
             seen.append(bool(v.logits_BNV.isnan().all()) and int(v.path_BA.max()) < -(2**30))
 
     program = cycle.programs[key]
-    nosy, direct = functools.partial(Nosy(), program.views), program.direct
-
-    def run() -> None:
-        nosy()
-        direct()
-
-    program.direct = run
+    program.steps.insert(0, functools.partial(Nosy(), program.views))
     cycle.read(cycle.launch(key, Message(lanes=())))
     assert seen == [True]
 

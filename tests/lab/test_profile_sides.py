@@ -90,7 +90,7 @@ def test_stages_and_cycles_are_timed_without_changing_a_token(side: EngineSide, 
     assert found["floor_ms"] == pytest.approx(sum(s["floor_ms"] for s in found["stages"] if s["floor_ms"] is not None))
     assert found["nodes"] is None and set(found["not_measured"]) == {"nodes", "gap_ms"}
     assert side.round()["tokens"] == before
-    assert all(program.replay is None and "clocked" not in str(program.direct) for program in side.llm.cycle.programs.values())
+    assert all(program.replay is None and "clocked" not in program.direct.__name__ for program in side.llm.cycle.programs.values())
 
 
 def test_a_trace_is_one_perfetto_loads(side: EngineSide) -> None:
@@ -383,7 +383,7 @@ def test_forced_acceptance_is_held_to_a_twin_and_to_its_stages(pair: Pair, monke
     """Both stand-ins must hold; the record says SYNTHETIC either way."""
     config = launch(pair, baseline=["none"], accept=AcceptConfig(rule="synthetic", synthetic_length=2.0))
     sides = {side.role: EngineSide(side.config) for side in sides_of(config)}
-    comparing = EngineSide(replace(config, accept=AcceptConfig()))
+    twin = EngineSide(replace(config, accept=AcceptConfig()))
 
     class Here(Bench):
         """Runs sides in this process."""
@@ -400,7 +400,7 @@ def test_forced_acceptance_is_held_to_a_twin_and_to_its_stages(pair: Pair, monke
 
         def reference(self, side: SideConfig) -> Measured:
             assert side.config.accept == AcceptConfig() and side.config.variant == config.variant
-            return self.run(side, comparing)
+            return self.run(side, twin)
 
         def check(self, side: SideConfig) -> dict[str, Any]:
             assert side.config.accept.rule == "synthetic"

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from graphspec.errors import ConfigError
 from graphspec.facts import read_model_facts
-from graphspec.facts.share import share_of
+from graphspec.facts.sharding import sharding_of
 from graphspec.models import tensor_files
 from graphspec.models.layers import join_ranks
 from graphspec.models.llama import LlamaModel
@@ -173,13 +173,13 @@ KEY_HEADS = [(1, 2, 8, 4, (2, 3)), (3, 4, 8, 2, (1,)), (0, 2, 6, 3, (0, 0, 1)), 
 @pytest.mark.parametrize(("rank", "size", "queries", "keys", "heads"), KEY_HEADS)
 def test_key_heads_are_those_of_the_query_heads(rank: int, size: int, queries: int, keys: int, heads: tuple[int, ...]) -> None:
     own, group = queries // size, queries // keys
-    share = share_of(rank, size, queries, keys)
-    assert share.key_heads == heads
+    sharding = sharding_of(rank, size, queries, keys)
+    assert sharding.key_heads == heads
     run = own // len(heads)
     assert [heads[query // run] for query in range(own)] == [(rank * own + query) // group for query in range(own)]
-    part = share.key_part(5)
-    rows = [row for begin, length in part.pieces for row in range(begin, begin + length)]
-    assert rows == [head * 5 + row for head in heads for row in range(5)] and part.whole == keys * 5
+    shard = sharding.key_shard(5)
+    rows = [row for begin, length in shard.pieces for row in range(begin, begin + length)]
+    assert rows == [head * 5 + row for head in heads for row in range(5)] and shard.full_size == keys * 5
 
 
 REFUSED: list[tuple[str, dict[str, Any], int, str]] = [
@@ -202,4 +202,4 @@ def test_one_rank_holds_the_model_as_it_was(tmp_path: Path) -> None:
     assert facts.of_rank(0, 1) is facts
     with torch.device("meta"):
         kinds = {type(module).__name__ for module in LlamaModel(facts).modules()}
-    assert not kinds & {"SummedLinear", "VocabularyLinear", "VocabularyEmbedding"}
+    assert not kinds & {"RowParallelLinear", "VocabParallelLinear", "VocabParallelEmbedding"}
