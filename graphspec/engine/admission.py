@@ -1,4 +1,4 @@
-"""Who gets a free row: the requests that wait, in order of priority and arrival, who may overtake whom, and whose time is over."""
+"""Admission: the queue of waiting requests, how far they may overtake each other, and their deadlines."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from collections.abc import Callable, Iterator
 from .request import Request
 
 LOOK_AHEAD = 16
-"""Waiting requests that one admission looks at after the first that does not fit: the queue may be long, and this runs in every cycle."""
+"""Requests that one admission tries after the first that does not fit. Bounded because the queue may be long and this runs every cycle."""
 MOST_OVERTAKEN = 16
-"""Later requests that may be admitted before one that does not fit; then all wait for it. Small requests keep the pages busy while a large
-one waits, and it waits for at most this many of them."""
+"""Later requests that may be admitted before one that does not fit. Small requests use the pages while a large one waits, but after this
+many of them all others wait for it."""
 
 
 class Queue:
-    """Requests that wait for a row: the lowest ``priority`` first, and of equal ones the earliest."""
+    """Requests that wait for a row: lowest ``priority`` first, then earliest arrival."""
 
     def __init__(self) -> None:
         self.requests: list[Request] = []
-        """In order. A step looks here before it calls anything: usually nobody waits."""
+        """In order. The scheduler checks this list before it calls :meth:`admit`: usually it is empty."""
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -34,22 +34,22 @@ class Queue:
         return iter(self.requests)
 
     def add(self, request: Request) -> None:
-        """Queue a request; one that comes back from a row has its old place."""
+        """Queue a request; a preempted one gets its old place."""
         insort(self.requests, request, key=Request.precedence)
 
     def remove(self, request: Request) -> None:
-        """Take a request out that is in here."""
+        """Remove a request, which must be in the queue."""
         del self.requests[bisect_left(self.requests, request.precedence(), key=Request.precedence)]
         request.overtaken = 0
 
     def admit(self, place: Callable[[Request], bool]) -> None:
-        """Offer requests a place in turn. Whoever does not fit waits, and later ones go first, as far as they may.
+        """Try to place requests in order. One that does not fit waits, and later ones may overtake it up to :data:`MOST_OVERTAKEN` times.
 
         Args:
-            place: takes the request out of this queue and returns True, or does neither. After False nothing has changed.
+            place: removes the request from this queue and returns True, or returns False and changes nothing.
         """
         passed: list[Request] = []
-        # Those that were passed are the first of the queue.
+        # The requests passed over are the first of the queue.
         while len(passed) <= LOOK_AHEAD and len(passed) < len(self.requests):
             request = self.requests[len(passed)]
             if not place(request):
@@ -62,30 +62,30 @@ class Queue:
 
 
 class Deadlines:
-    """When requests end at the latest.
+    """The deadlines of live requests.
 
     Args:
-        clock: seconds; that of :attr:`graphspec.engine.request.RequestMetrics.arrived`.
+        clock: returns seconds, on the clock of :attr:`graphspec.engine.request.RequestMetrics.arrived`.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self.due: dict[Request, float] = {}
-        """When each request that has a deadline is due. A step looks here before it reads the clock."""
+        """Due time of each request with a deadline. The scheduler checks this before it reads the clock."""
         self._next = math.inf
 
     def add(self, request: Request) -> None:
-        """Note when a request is due, where it says so."""
+        """Note when a request is due, if it has a deadline."""
         if request.deadline is not None:
             self.due[request] = due = request.metrics.arrived + request.deadline
             self._next = min(self._next, due)
 
     def remove(self, request: Request) -> None:
-        """A request has ended."""
+        """Forget a request that has ended."""
         self.due.pop(request, None)
 
     def overdue(self) -> list[Request]:
-        """Requests whose time is over."""
+        """Requests past their deadline."""
         if self._next == math.inf or (now := self._clock()) < self._next:
             return []
         over = [request for request, due in self.due.items() if due <= now]

@@ -1,4 +1,4 @@
-"""How prompts are cut into the chunks that prefill programs read, which prompts share a launch, and what it says of them."""
+"""Prefill: how prompts are cut into chunks, which prompts share a launch, and the launch's message."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from .request import Request
 
 
 def next_chunk(start: int, total: int, sizes: tuple[int, ...]) -> int:
-    """Tokens of the chunk that begins at ``start``.
+    """Length of the chunk that begins at ``start``, in tokens.
 
-    All that is left, where a size holds it with less than ``MOST_PADDING`` tokens of padding; else up to the next multiple of the largest
-    size that what is left reaches. So chunks end where they would end in a prompt that is read from its beginning, unless that costs
-    ``MOST_PADDING`` tokens of padding.
+    The whole rest, if some size holds it with less than ``MOST_PADDING`` tokens of padding; else up to the next multiple of the largest
+    size that the rest reaches. So chunks end where they would in a prompt read from its beginning, unless that costs ``MOST_PADDING``
+    tokens of padding.
 
     Args:
         start: tokens of the row that were read before.
         total: tokens of the prompt, more than ``start``.
-        sizes: of chunks, ascending.
+        sizes: chunk sizes, ascending.
     """
     left = total - start
     # Tokens up to the next multiple of each size.
@@ -43,18 +43,18 @@ def chunked(start: int, total: int, sizes: tuple[int, ...]) -> list[tuple[int, i
 
 
 def choose_prefill(prompts: Sequence[tuple[int, int]], keys: Sequence[PrefillKey], most: int) -> tuple[PrefillKey, list[int]] | None:
-    """The program for the next launch, and the tokens it reads of each of the first prompts.
+    """The program for the next launch, and how many tokens it reads of each of the first prompts.
 
-    The one that reads most for its time, which grows with its tokens, padding included, over that of reading the weights: that of
-    ``MOST_PADDING`` tokens.
+    Chosen is the program that reads the most tokens per time. A launch is assumed to take as long as its tokens, padding included, plus
+    ``MOST_PADDING`` tokens for reading the weights.
 
     Args:
-        prompts: of each, tokens read before and tokens in all; the first is part of every launch.
+        prompts: ``(tokens read before, tokens in all)`` of each; the first prompt is part of every launch.
         keys: programs to choose from.
         most: padded tokens the launch may have.
 
     Returns:
-        None where no program is small enough.
+        None if no program is small enough.
     """
     choices: list[tuple[PrefillKey, list[int]]] = []
     alone = {key.chunk: key for key in keys if key.lanes == 1 and key.chunk <= most}
@@ -68,9 +68,9 @@ def choose_prefill(prompts: Sequence[tuple[int, int]], keys: Sequence[PrefillKey
 
 
 def prompt_message(plan: Plan, lengths: Mapping[Request, int]) -> Message:
-    """The message of a launch that reads that many more tokens of each of these rows; notes in the requests that it does.
+    """The message of a launch that reads the next tokens of some rows, ``lengths`` of each; updates ``prefilled`` of their requests.
 
-    The first message of a row also says what its request asks for.
+    The first message of a row also carries the request's sampling parameters.
     """
     rows, chunks, joins, pages, shared = [], [], [], [], []
     for request, length in lengths.items():

@@ -32,7 +32,7 @@ class DrivenEngine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ThreadSettings:
-    """torch's per-thread settings, copied from the thread that loaded the engine.
+    """torch's per-thread settings for the driving thread, made in the thread that loads the engine.
 
     Attributes:
         threads: of torch's loops on a CPU.

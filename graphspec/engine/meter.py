@@ -1,4 +1,4 @@
-"""What an engine has to do at one moment, and what it has done since it was made: figures for dashboards."""
+"""Figures for dashboards: the engine's current load, and the time its cycles took so far."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class CycleTimes:
     """Cycles of one kind.
 
     Attributes:
-        count: how many were read.
-        seconds: that they took together, each from its launch, or from the result before it where that came later, to its own result.
+        count: cycles read.
+        seconds: their total time, each from its launch, or from the previous result if that came later, to its own result.
     """
 
     count: int
@@ -31,8 +31,8 @@ class Load:
         pages_used: pages that requests hold.
         pages: pages there are.
         cycles: by bucket and draft depth, since the engine was made.
-        with_grammar: those of them in which a row had a grammar, so that the host filled masks and one was in flight. Their mean time
-            next to that of the others is what all rows of such a batch pay.
+        with_grammar: the same for cycles in which a row had a grammar, so that the host filled masks and only one was in flight. Compared
+            with the others, their mean time shows what a grammar costs all rows of its batch.
     """
 
     running: int
@@ -44,7 +44,7 @@ class Load:
 
 
 class Meter:
-    """Times cycles. One thread notes; any may look."""
+    """Sums up the times of cycles. One thread writes; any thread may read."""
 
     def __init__(self) -> None:
         self._sums: dict[GraphKey, list[float]] = {}
@@ -54,14 +54,14 @@ class Meter:
         self._last = 0.0
 
     def note(self, key: Key, launched: float, read: float) -> None:
-        """Count a launch that was read.
+        """Record a launch whose result was read.
 
         Args:
             key: its program.
-            launched, read: when; seconds of one clock.
+            launched, read: times in seconds, on one clock.
         """
         begin, self._last = launched if launched > self._last else self._last, read
-        # In every cycle, and mostly of the same program.
+        # This runs every cycle, usually for the same program: skip the lookup.
         if key is not self._key:
             self._key, self._sum = key, self._sums.setdefault(key, [0.0, 0.0]) if isinstance(key, GraphKey) else [0.0, 0.0]
         self._sum[0] += 1

@@ -10,9 +10,9 @@ from ..errors import ResourceError
 class PageAllocator:
     """Hands out pages ``1 .. num_pages - 1``.
 
-    Pages are reference-counted so that a prefix can be shared: :meth:`retain` adds an owner, :meth:`release` removes one, and the page is
-    free again when it has no owner. A page that was kept under a key can still be found and retained then, until its memory is needed for
-    something else: of the kept pages without an owner the least recently used one goes first.
+    Pages are reference-counted so that a prefix can be shared: :meth:`retain` adds an owner, :meth:`release` removes one, and a page
+    without an owner is free. A free page that was kept under a key can still be found and retained, until its memory is needed: of those
+    pages the least recently used goes first.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -39,7 +39,7 @@ class PageAllocator:
         return len(self._key_of)
 
     def allocate(self, count: int) -> list[int] | None:
-        """``count`` pages with one owner each and without a key, or None when there are not as many (nothing is taken then)."""
+        """``count`` pages with one owner each and no key; None, and nothing is taken, if fewer are free."""
         if count > self.num_free:
             return None
         pages = [self._free.pop() if self._free else self._evict() for _ in range(count)]
@@ -54,7 +54,7 @@ class PageAllocator:
         return page
 
     def keep(self, page: int, key: bytes) -> None:
-        """Let ``page`` be found under ``key`` from now on. No-op where another page already is, or where this one has a key.
+        """Make ``page`` findable under ``key``. No-op if the key or the page is already in use.
 
         Raises:
             ResourceError: a page without an owner.
@@ -85,7 +85,7 @@ class PageAllocator:
             ResourceError: a page without an owner; nothing is released then.
         """
         self._check(pages)
-        # A prefix can be found without what follows it and not the other way round, so its end is given up first.
+        # A page can only be found after those before it, so the last one is evicted first.
         for page in reversed(pages):
             self._owners[page] -= 1
             if self._owners[page] == 0:

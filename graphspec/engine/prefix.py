@@ -1,4 +1,4 @@
-"""Prefix sharing: full pages whose tokens another request had are found again instead of being computed. Host side; touches no tensor."""
+"""Prefix sharing: full pages that another request has computed are reused. Host side; touches no tensor."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from .request import Request
 
 
 class PrefixCache:
-    """Names the pages of requests, finds those that are there, and keeps those that are final.
+    """Computes the keys of requests' pages, finds published pages by key, and publishes pages that are final.
 
-    A page's name is a hash chain: of the name of the page before, of its own tokens, and of the Y tokens after them, on which a drafter
-    with one head per step makes the last Y rows of its KV depend. Everything else that target and draft KV follow from is the same for all
-    requests of an engine, but for the length of the prompt where RoPE depends on it: there the chain starts with it.
+    A page's key is a hash chain over the key of the page before, its own tokens, and the Y tokens after them, since the last Y rows of the
+    draft KV depend on those if the drafter has one head per step. Nothing else that target and draft KV depend on differs between the
+    requests of an engine, except the length of the prompt if RoPE depends on it: then the chain starts with that.
 
     Args:
         plan: every static number.
@@ -28,15 +28,15 @@ class PrefixCache:
         self.plan, self.allocator = plan, allocator
         self._lookahead = plan.lookback
         self._unread = plan.window_capacity - 1 if plan.draft is not None else 0
-        """Most committed tokens that the drafter has yet to read when a cycle ends, in addition to the root."""
+        """The most committed tokens, besides the root, that the drafter has not read when a cycle ends."""
         models = (plan.target, plan.draft.decoder if plan.draft is not None else plan.target)
         self._by_length = any(model.rope.kind == "dynamic" for model in models)
 
     def find(self, request: Request, length: int) -> list[int]:
-        """Pages that hold the front of the request's first ``length`` tokens, none of which is missing. They are not retained.
+        """The longest run of published pages that holds the beginning of the request's first ``length`` tokens. Does not retain them.
 
-        The last token is never among them, since its logits are needed; nor are the Y before it, whose draft KV the first cycle writes.
-        Empty for a request that has to read its whole prompt: to score its tokens, or to count them for penalties.
+        The last token is never covered, since its logits are needed; nor are the Y tokens before it, whose draft KV the first cycle writes.
+        Empty for a request that must read its whole prompt, to score its tokens or to count them for penalties.
         """
         pages: list[int] = []
         for index in range(self._findable(request, length)):
@@ -47,10 +47,11 @@ class PrefixCache:
         return pages
 
     def leaders(self, reading: Sequence[Request]) -> list[Request]:
-        """Without requests that can have their next page of one before them, once that has read it: N samples of one prompt read it once.
+        """``reading`` without the requests that can take their next page from an earlier one once that has filled it: N samples of one
+        prompt read it once.
 
         Args:
-            reading: whose prompts are not read yet, in the order in which they are served.
+            reading: requests whose prompts are not fully read, in the order in which they are served.
         """
         leaders: list[Request] = []
         for request in reading:
@@ -59,7 +60,7 @@ class PrefixCache:
         return leaders
 
     def _will_fill(self, other: Request, request: Request) -> bool:
-        """Whether the first page that ``request`` lacks is one that ``other`` has, or is about to fill."""
+        """Whether ``other`` has, or is about to fill, the first page that ``request`` lacks."""
         index = request.shared
         if index >= self._findable(request, request.committed) or index >= (other.committed - self._lookahead) // self.plan.page_size:
             return False
@@ -72,7 +73,7 @@ class PrefixCache:
         return (length - max(1, self._lookahead)) // self.plan.page_size
 
     def begin_after(self, request: Request, pages: int) -> None:
-        """Let prefill of a row begin after that many pages, which others have filled."""
+        """Start the prefill of a row after its first ``pages`` pages, which other requests have filled."""
         request.shared = request.mapped = request.published = pages
         request.publish_at = 0
         request.prefilled = request.shared_tokens = pages * self.plan.page_size
@@ -80,7 +81,7 @@ class PrefixCache:
             request.metrics.cached_tokens = request.prefilled
 
     def take_over(self, request: Request) -> None:
-        """Exchange pages of a row of which nothing was read for those that others have filled since it got them."""
+        """Replace pages of a row that has read nothing yet by pages that others have filled meanwhile."""
         shared = self.find(request, request.committed)[request.shared :]
         if shared:
             upto = request.shared + len(shared)
@@ -90,13 +91,13 @@ class PrefixCache:
             self.begin_after(request, upto)
 
     def publish_prompt(self, request: Request, end: int) -> None:
-        """The launches so far read the first ``end`` tokens of the request; launches run in order, so others may rely on it."""
+        """Publish the pages within the first ``end`` tokens, which were launched: launches run in order, so others may use them at once."""
         self._publish(request, end - self._lookahead)
 
     def publish_output(self, request: Request) -> None:
-        """More tokens of the request were read from results. Draft KV of the last ones is left to later cycles.
+        """Publish pages after more output was read from results, except the last tokens, whose draft KV later cycles write.
 
-        Notes in the request how long its output must be for the next page: before that a call changes nothing.
+        Sets ``publish_at``, the length of the output from which the next page can be published.
         """
         if not self.plan.prefix_cache:
             request.publish_at = math.inf
@@ -106,7 +107,7 @@ class PrefixCache:
         request.publish_at = (request.published + 1) * self.plan.page_size + unread - len(request.prompt) + 1
 
     def _publish(self, request: Request, final: int) -> None:
-        """Let others find the pages within the first ``final`` tokens of a request, whose KV is not written again."""
+        """Publish the pages within the first ``final`` tokens of a request, whose KV is not written again."""
         if not self.plan.prefix_cache:
             return
         for index in range(request.published, final // self.plan.page_size):
@@ -114,7 +115,7 @@ class PrefixCache:
             request.published = index + 1
 
     def _key(self, request: Request, index: int) -> bytes:
-        """Name of a page of the request, all of whose tokens are known, the Y after it too."""
+        """Key of a page of the request. All of its tokens, and the Y after it, must be known."""
         keys, size = request.page_keys, self.plan.page_size
         while len(keys) <= index:
             begin = len(keys) * size

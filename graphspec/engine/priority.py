@@ -1,4 +1,4 @@
-"""Which requests go first, and when they end at the latest: arguments of a call, one for all its prompts or one for each."""
+"""Priorities and deadlines: arguments of a call, one for all of its prompts or one for each."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from ..errors import RequestError
 from .request import Request
 
 Priority = int | Sequence[int]
-"""The lower, the earlier a request gets a row, and the later it is sent back to the queue when pages run out; of equals the earlier arrival
-goes first."""
+"""Requests with a lower value get a row earlier and are preempted later when pages run out; among equals the earlier arrival goes first."""
 Deadline = float | Sequence[float | None] | None
-"""Seconds from its arrival after which a request ends with what it has, ``finish_reason="deadline"``; None: never."""
+"""Seconds after its arrival at which a request ends with the tokens it has, ``finish_reason="deadline"``; None: never."""
 
 
 def set_priority_and_deadline(requests: Sequence[Request], priority: object, deadline: object) -> None:
-    """Check both arguments and write them into a call's requests.
+    """Check both arguments and store them in a call's requests.
 
     Raises:
         RequestError: a value of another type or out of range, or not one for each prompt.

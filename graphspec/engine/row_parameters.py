@@ -1,4 +1,4 @@
-"""What a row's slots hold that no message has room for: written before its first chunk; what its last request left is cleared."""
+"""Per-row parameters that no message has room for: written before the row's first chunk, after clearing those of its last request."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from . import bans
 from .request import Request
 
 JOIN_GROUPS = frozenset(Mailbox.GROUPS)
-"""Groups of slots for which a join has room in some sampling classes only."""
+"""Groups of slots that joins of some sampling classes have room for, and others not."""
 ROW_GROUPS = JOIN_GROUPS | bans.GROUPS
 """Groups of slots in which a row may hold parameters that are not neutral."""
 
 
 class RowParameters:
-    """Which rows hold what of earlier requests, and what is to be written for the next.
+    """Tracks which rows may hold parameters of earlier requests, and writes those of the next one.
 
     Args:
         plan: every static number.
@@ -40,11 +40,11 @@ class RowParameters:
         """Groups in which a row may hold parameters that are not neutral."""
 
     def forget(self) -> None:
-        """What rows hold is not known."""
+        """Assume that every row may hold anything."""
         self._held = [ROW_GROUPS] * self._plan.max_rows
 
     def prepare(self, request: Request, length: int, sampling: SamplingClass) -> None:
-        """Clear and write what the next chunk, of ``length`` tokens and in a program of this class, reads of the request's row."""
+        """Clear and write the row parameters that the next chunk, of ``length`` tokens and in a program of this class, reads."""
         assert request.row is not None
         if request.begins:
             self._clear_leftovers(request, request.row, sampling)
@@ -56,10 +56,10 @@ class RowParameters:
             self._write(request.row, tables)
 
     def _clear_leftovers(self, request: Request, row: int, sampling: SamplingClass) -> None:
-        """Clear parameters of the row's last request that neither a join of this class nor the request's own tables write."""
+        """Clear the parameters of the row's last request that neither a join of this class nor the request's tables overwrite."""
         written = (JOIN_GROUPS & slot_groups(sampling)) | (bans.GROUPS & slot_groups(request.sampling))
         leftovers = self._held[row] - written
         if leftovers and self._clear is not None:
             self._clear(row, leftovers)
-        # A join writes all its class has room for. What is neutral for this request, as where its prompt ends, may not be for the next.
+        # A join writes every group its class has room for. Even a value that is neutral for this request may not be for the next.
         self._held[row] = written
