@@ -178,7 +178,7 @@ class Program:
         groups = [(host, list(group)) for host, group in groupby(stages, _runs_on_host)]
         if not compiled:
             self.steps = [partial(stage, views) for stage in stages]
-            self.direct = self._run_steps
+            self.direct = self._run_steps if threads is None else partial(self._run_steps_with, threads)
             if self.on_host:
                 self._set_segments([Segment(self._uncompiled(group), host) for host, group in groups])
         elif not stages[0].kernels.records:
@@ -188,10 +188,11 @@ class Program:
         self.buffers: Signature = signature(views)
 
     def _run_steps(self) -> None:
-        if self.threads is None:
-            _in_order(self.steps)
-        else:
-            _in_order_with(self.steps, self.threads)
+        _in_order(self.steps)
+
+    def _run_steps_with(self, threads: int) -> None:
+        with torch_loops(threads):
+            self._run_steps()
 
     def _uncompiled(self, stages: Sequence[Stage]) -> Callable[[], None]:
         steps = [partial(stage, self.views) for stage in stages]
