@@ -18,11 +18,11 @@ from ..shapes import GREEDY, SamplingClass
 from .structured import Structured
 
 MOST_SAMPLES = 65536
-"""Outputs of one prompt; far above real use, to refuse typing errors."""
+"""Most outputs of one prompt. Far above real use, to catch typing errors."""
 
 
 class LogitBias(dict[int, float]):
-    """An immutable mapping, so that what was checked is what is sent."""
+    """An immutable mapping, so that it can't change after it was checked."""
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:
         raise TypeError("logit_bias can't be changed; dataclasses.replace makes other parameters")
@@ -157,7 +157,7 @@ class SamplingParams:
 
 
 def configured_params(config: SamplingConfig, **changes: Any) -> SamplingParams:
-    """The request parameters that the ``sampling`` group describes, some of them changed."""
+    """Request parameters from the ``sampling`` group of the configuration, with ``changes`` applied."""
     return SamplingParams(**({f.name: getattr(config, f.name) for f in fields(config)} | changes))
 
 
@@ -192,10 +192,10 @@ class RequestMetrics:
         cycles: cycles that emitted tokens of this request.
         cycle_tokens: tokens per cycle, in order; the prefill's token is not counted.
         cycle_depths: draft depth of each of those cycles; 0 decoded plainly.
-        cut: the last cycle was cut short by a stop id or the budget.
+        cut: the last cycle's run was cut by a stop id or the budget.
         cached_tokens: of the prompt, found in pages of other requests (``runtime.prefix_cache``) and not computed.
         bursts: when tokens became known and how many, the prefill's first; seconds of :func:`time.perf_counter`, as are those below.
-        admitted: when it got its first row; None: it waits, or ended while it waited.
+        admitted: when it got its first row; None: it waits, or ended while waiting.
     """
 
     cycles: int = 0
@@ -210,11 +210,11 @@ class RequestMetrics:
     finished: float | None = None
 
     def whole_cycles(self) -> list[int]:
-        """Tokens of the cycles that were not cut short; acceptance is measured on these."""
+        """Tokens of each cycle that was not cut; acceptance is measured on these."""
         return self.cycle_tokens[:-1] if self.cut and len(self.cycle_tokens) > 1 else self.cycle_tokens
 
     def drafted_cycles(self) -> list[tuple[int, int]]:
-        """``(tokens, depth)`` of those of them that drafted."""
+        """``(tokens, depth)`` of each whole cycle that drafted."""
         return [(tokens, depth) for tokens, depth in zip(self.whole_cycles(), self.cycle_depths, strict=False) if depth]
 
 
@@ -227,7 +227,7 @@ class Stops(Protocol):
 
 
 class OutputGrammar(Grammar, Protocol):
-    """The grammar of a request, and how far its output has come in it (:class:`graphspec.engine.grammar.RowGrammar`)."""
+    """The grammar of a request, and its state after the output so far (:class:`graphspec.engine.grammar.RowGrammar`)."""
 
     def follow(self, output: Sequence[int]) -> bool: ...
 
@@ -246,15 +246,15 @@ class Request:
     priority: int = 0
     """Lower ones are served first."""
     deadline: float | None = None
-    """Seconds from its arrival after which it ends as it is."""
+    """Seconds after its arrival at which it ends with the tokens it has."""
     sample: int = 0
     """Its place among the ``n`` outputs of its prompt."""
     bad_words: tuple[tuple[int, ...], ...] = ()
-    """Token sequences that must not come up."""
+    """Token sequences that must not appear in the output."""
     stops: Stops | None = None
-    """Looks for stop texts; None where there are none."""
+    """Searches the output for stop texts; None: there are none."""
     grammar: OutputGrammar | None = None
-    """What its output follows; None: anything."""
+    """The grammar its output must follow; None: any output is allowed."""
     seed: int = field(init=False)
     """The seed of the parameters, or 64 random bits where they have none."""
     output: list[int] = field(default_factory=list)
@@ -269,13 +269,13 @@ class Request:
     last_ticket: int = -1
     queued_cycles: int = 0
     window_bound: int = 1
-    """Most entries its window can have on the device once everything launched so far has run; counted where plain cycles let it grow."""
+    """Most entries its window can have on the device after all launches so far; counted only if plain cycles let it grow."""
     arrival: int = 0
-    """Place in the order of arrival; the scheduler notes it."""
+    """Place in the order of arrival; set by the scheduler."""
     overtaken: int = 0
-    """Later requests that were admitted before it since it waits."""
+    """Later requests that were admitted while it has been waiting."""
     prefilled: int = 0
-    """Tokens of its row that prefill launches have read, or will."""
+    """Tokens of its row that the prefill launches so far read."""
     shared: int = 0
     """Pages of its row that other requests had filled when it took the row."""
     scoring: bool = False
@@ -288,15 +288,15 @@ class Request:
     """Its prefill has been launched to the end."""
     preempted: int = 0
     sampling: SamplingClass = GREEDY
-    """What it asks of the sampler; the scheduler notes it."""
+    """What it asks of the sampler; set by the scheduler."""
     page_keys: list[bytes] = field(default_factory=list)
-    """Names of its first full pages (:mod:`graphspec.engine.prefix`); they follow from its tokens."""
+    """Keys of its first full pages (:mod:`graphspec.engine.prefix`), computed from its tokens."""
     published: int = 0
-    """How many of its pages were taken over from others or may be by others: nothing writes into them."""
+    """How many of its first pages are published, or were taken over from other requests: nothing writes into them."""
     publish_at: float = 0
-    """Length of the output from which one more page may be (:meth:`graphspec.engine.prefix.PrefixCache.publish_output`)."""
+    """Length of the output from which one more page can be (:meth:`graphspec.engine.prefix.PrefixCache.publish_output`)."""
     pending_end: tuple[int, int] | None = None
-    """The status that ends it, and the length of the output it belongs to: written before the tokens it came with."""
+    """``(output length, status)`` of the run that ends it, written before the run's tokens, in case an error strikes in between."""
 
     def leave_row(self) -> None:
         """Give up row and pages; it must be prefilled before it continues."""
@@ -304,7 +304,7 @@ class Request:
         self.shared = self.shared_tokens = self.prefilled = self.mapped = self.published = self.publish_at = 0
 
     def precedence(self) -> tuple[int, int]:
-        """Lower ranks are served first, and sent back to the queue last."""
+        """Sort key: requests with lower ones are served first, and preempted last."""
         return self.priority, self.arrival
 
     def known(self, start: int, end: int) -> list[int]:
@@ -321,48 +321,48 @@ class Request:
         self.metrics.admitted = self.metrics.admitted or time.perf_counter()
         self.scoring = self.scores_prompt
         if self.scoring:
-            # Those of a prefill that did not end.
+            # Drop those of an unfinished prefill.
             self.prompt_logprobs = []
 
     @property
     def begins(self) -> bool:
-        """Nothing was read into its row yet."""
+        """Its row has read nothing yet."""
         return self.prefilled == self.shared_tokens
 
     @property
     def scores_prompt(self) -> bool:
-        """It asked for log-probabilities of its prompt, and they are not all known."""
+        """It asked for log-probabilities of its prompt, and some are still missing."""
         return self.sampling.prompt_logprobs and len(self.prompt_logprobs) < len(self.prompt) - 1
 
     def note_logprobs(self, tokens: Iterable[int], logprobs: Iterable[tuple[float, dict[int, float]]]) -> None:
-        """Of a run, where it asked for them. The run's class may report more alternatives, and the run go on after the request's end."""
+        """Append the log-probabilities of a run, if it asked for them. The run may have more alternatives, and more tokens, than needed."""
         if self.params.logprobs is not None:
             self.logprobs += _shortened(tokens, logprobs, self.params.logprobs)
 
     def note_prompt_logprobs(self, logprobs: Iterable[tuple[float, dict[int, float]]]) -> None:
-        """Of the next tokens of its prompt, as far as it asked for them and they were not read before."""
+        """Append the log-probabilities of the next tokens of its prompt, if it asked for them and still lacks some."""
         if self.params.prompt_logprobs is not None and self.finish_reason is None:
             left = self.prompt[len(self.prompt_logprobs) + 1 :]
             self.prompt_logprobs += _shortened(left, logprobs, self.params.prompt_logprobs)
 
     @property
     def scored_prompt(self) -> list[TokenLogprob | None] | None:
-        """Log-probabilities of the prompt's tokens, None for the first; None where nobody asked."""
+        """Log-probabilities of the prompt's tokens, None for the first; None if it did not ask for them."""
         return [None, *self.prompt_logprobs] if self.params.prompt_logprobs is not None else None
 
     def stop_reason(self, text: str | None) -> str | int | None:
-        """What of its parameters ended it: the stop text that was found, else a stop id of its own; None: something else did."""
+        """The stop text, given as ``text``, or the stop id of its parameters that ended it; None: something else ended it."""
         if text is not None or self.finish_reason != "stop":
             return text
         return self.output[-1] if self.output[-1] in self.params.stop_token_ids else None
 
     def depth_of(self, depth: int) -> int:
-        """Most drafted tokens that this request accepts of a cycle of that depth."""
+        """Most drafted tokens that this request accepts from a cycle of this depth."""
         return depth if self.params.depth is None else min(depth, self.params.depth)
 
     @property
     def committed(self) -> int:
-        """Tokens known to have target KV once everything read so far is counted."""
+        """Tokens that have target KV, counting the results read so far."""
         return len(self.prompt) + max(0, len(self.output) - 1)
 
 

@@ -39,23 +39,23 @@ class Scheduler:
         plan: every static number.
         launcher: runs programs; results are read in the order of launch.
         sampling: a class whose programs exist; None: :meth:`add_programs` is called before the first launch.
-        proposer: the drafter on the host, where there is one.
+        proposer: the drafter on the host, if there is one.
         buckets: ascending lane counts whose cycles exist, default the plan's; rows beyond the largest take turns.
         policy: chooses the draft depth of every cycle and observes the result; None: each bucket keeps the plan's.
-        clear_row: makes a row's parameters neutral in some groups of slots (:meth:`graphspec.graphs.cycle.Cycle.clear_row`).
-        write_row: writes slots of a row for which no message has room (:meth:`graphspec.graphs.cycle.Cycle.write_row`).
-        clock: seconds, for deadlines.
+        clear_row: resets a row's parameters in some groups of slots (:meth:`graphspec.graphs.cycle.Cycle.clear_row`).
+        write_row: writes slots of a row that no message has room for (:meth:`graphspec.graphs.cycle.Cycle.write_row`).
+        clock: returns seconds, for deadlines.
 
-    The host's view is up to ``run_ahead`` cycles old. Pages are therefore reserved for the longest run that every unread cycle may still
-    commit, and released when the last launch that contains the row has been read.
+    The host's view is up to ``run_ahead`` cycles old. So pages are reserved for the longest run that every unread cycle may commit, and
+    released when the last launch that contains the row has been read.
 
-    Prompts are read between cycles: as long as some row decodes, at most ``plan.prefill_tokens_per_cycle`` tokens before each cycle.
+    Prompts are read between cycles: while any row decodes, at most ``plan.prefill_tokens_per_cycle`` tokens before each cycle.
 
-    Each launch runs the smallest sampling class that covers its rows. A join writes the parameters its class has room for; values of an
-    earlier request in the others are cleared first, so that a row may later run in any class that covers it.
+    Each launch runs the cheapest sampling class that covers its rows. A join writes the parameters its class has room for, and the other
+    parameters of the row's last request are cleared first, so that a row may later run in any class that covers it.
 
     After plain cycles a row's window holds tokens that the draft network has not read. A bound on their number follows from the launches
-    alone, without waiting for results: before a depth that needs a short window, and before the window is full, one cycle is launched in
+    alone, without waiting for results. Before a depth that needs a short window, and before the window is full, one cycle is launched in
     which the network catches up.
     """
 
@@ -83,22 +83,22 @@ class Scheduler:
         self.running: list[Request] = []
         self._leaving: list[Request] = []
         self._asked: dict[SamplingClass, SamplingClass] = {}
-        """One object per distinct class, so that lanes compare quickly."""
+        """One object per distinct class, so that comparing lanes is fast."""
         self._live: dict[Request, None] = {}
         """Requests that have not ended, in order of arrival."""
         self._free_rows = list(range(plan.max_rows - 1, -1, -1))
         self._programs: ClassPrograms | None = None
         """Programs of the class that the running rows launch; None: choose again, because the rows changed."""
         self._ready: list[Request] | None = None
-        """Running requests whose prompts are read; None: to be found anew."""
+        """Running requests whose prompts are read; None: find them again."""
         self._tickets: deque[Ticket] = deque()
         self.step_requests: tuple[Request, ...] = ()
-        """Requests of what the current step launched or read last: those an error in it concerns."""
+        """Requests of the current step's last launch or read: an error in the step goes to these."""
         self._aborts: list[int] = []
         self._updated: dict[Request, None] = {}
 
     def add_programs(self, sampling: SamplingClass, buckets: tuple[int, ...], prefills: tuple[PrefillKey, ...] | None = None) -> None:
-        """Programs of this class exist from now on: for cycles of these buckets, and for prompts these, default all of the plan's."""
+        """Use programs of this class from now on: cycles of these buckets, and these prefill programs (default: all of the plan's)."""
         self._prepared.add(ClassPrograms.of(self.plan, sampling, buckets, prefills))
         self._programs = None
 
@@ -108,7 +108,7 @@ class Scheduler:
         return tuple(self._live)
 
     def why_full(self, count: int) -> ResourceError | None:
-        """Why the queue has no room for that many requests more; None: it has."""
+        """The error if the queue has no room for ``count`` more requests; None: it has room."""
         most = self.plan.max_queued
         if most is None or count + len(self._live) <= self.plan.max_rows + most:
             return None
@@ -116,7 +116,7 @@ class Scheduler:
         return ResourceError("runtime.max_queued", expected, f"{len(self._live)} requests that have not ended")
 
     def add(self, request: Request) -> None:
-        """Queue a checked request; no-op for one that is queued or running."""
+        """Queue a checked request; no-op if it is queued or running."""
         if request in self._live:
             return
         request.arrival = next(self._arrivals)
@@ -127,7 +127,7 @@ class Scheduler:
         self.waiting.add(request)
 
     def abort(self, request: Request) -> None:
-        """End a request now; its pages are released when no launch contains it any more."""
+        """End a request now; its pages are released once no unread launch contains it."""
         if request.finish_reason is None:
             self._finish(request, "abort")
 
@@ -142,10 +142,10 @@ class Scheduler:
             self._read_oldest()
 
     def recover(self) -> None:
-        """Continue after an interrupted step; the launcher has dropped what was in flight.
+        """Continue after an interrupted step, when the launcher has dropped everything in flight.
 
-        Only the tokens of each request are kept: all live requests queue again, in order of arrival, and prefill fills their rows anew,
-        which changes no token. What pages hold is not known, so none is found again. Every request that was live counts as changed.
+        Only the tokens of each request are kept: all live requests queue again in order of arrival, and prefilling their rows again changes
+        no token. The content of pages is unknown, so no page can be found any more. Every request that was live counts as changed.
         """
         held = {*self.running, *self._leaving, *self._live}
         self._tickets.clear()
@@ -163,7 +163,7 @@ class Scheduler:
         for request in tuple(self._live):
             pending_end, request.pending_end = request.pending_end, None
             if request.finish_reason is None and pending_end is not None and pending_end[0] == len(request.output):
-                # Its last tokens were appended, but its end was not recorded.
+                # Its last tokens were appended before the error, but its end was not recorded.
                 self._end(request, pending_end[1])
             if request.finish_reason is None:
                 self.waiting.add(request)
@@ -175,9 +175,9 @@ class Scheduler:
         self.prefix = PrefixCache(self.plan, self.allocator)
 
     def step(self) -> list[Request]:
-        """Launch what can be launched and read what is due; returns the requests whose output or state changed since the last step."""
+        """Launch and read what is due; returns the requests whose output or state changed since the last step."""
         self.step_requests = ()
-        # A row that decodes pays for nothing that it alone does not need: this runs in every cycle.
+        # This runs every cycle, so each part is skipped when decoding rows do not need it.
         if self._deadlines.due:
             for request in self._deadlines.overdue():
                 self._finish(request, "deadline")
@@ -201,13 +201,13 @@ class Scheduler:
         return list(updated)
 
     def _host_needs_roots(self) -> bool:
-        """Before the next cycle the host must know every token up to the roots: it drafts, or fills masks of a grammar."""
+        """Whether the host must know every token up to the roots before the next cycle, to draft or to fill masks of a grammar."""
         if self.proposer is not None or self._programs is not None:
             return self.proposer is not None or (self._programs is not None and self._programs.sampling.grammar)
         return any(request.grammar is not None and request.ready for request in self.running)
 
     def _follow(self, lanes: Sequence[Request]) -> bool:
-        """Bring the grammars of these rows up to their outputs. False: a row had a token that its grammar refuses, and ended."""
+        """Advance the grammars of these rows to the end of their outputs. False: a grammar refused a token, and its row has ended."""
         refused = [request for request in lanes if request.grammar is not None and not request.grammar.follow(request.output)]
         for request in refused:
             request.error = f"structured: expected a token that the grammar allows, found {request.output[-1]}"
@@ -215,7 +215,7 @@ class Scheduler:
         return not refused
 
     def _place(self, request: Request) -> bool:
-        """Give a waiting request a row and pages, or end it where the pool is too small for it. False: it has to wait."""
+        """Give a waiting request a row and pages, or end it if the pool is too small for it. False: it has to wait."""
         if not self._free_rows:
             return False
         shared = self.prefix.find(request, request.committed)
@@ -239,21 +239,21 @@ class Scheduler:
         return True
 
     def _prefill(self) -> bool:
-        """Launch chunks of the rows whose prompts are not read yet, as many as may run before the next cycle; whether there were any.
+        """Launch chunks of unread prompts, as many as may run before the next cycle; returns whether there were any.
 
-        Together they take no longer than one launch of that many tokens would: every launch after the first reads the weights once more,
-        which takes about as long as ``MOST_PADDING`` tokens.
+        Every launch after the first counts ``MOST_PADDING`` extra tokens, about the time it takes to read the weights once more. So all of
+        them together take no longer than a single launch of the allowed number of tokens.
         """
         launched, spent = False, 0
         while reading := [request for request in self.running if not request.ready]:
             decoding = len(reading) < len(self.running)
-            # Nothing waits for a prompt that is read while no row decodes.
+            # While no row decodes, nothing waits for the prompts.
             most = self.plan.prefill_tokens_per_cycle if decoding else max(self.plan.prefill_tokens_per_cycle, self.plan.prefill_chunks[-1])
             for request in reading:
                 if request.begins:
                     self.prefix.take_over(request)
             reading = self.prefix.leaders(sorted(reading, key=Request.precedence))
-            # Of the first request's class; those whose class covers more wait for their turn to be first.
+            # The class is the first request's. Requests that need more wait until they are first.
             need = {request: request.sampling if request.scoring else request.sampling.of_cycles for request in reading}
             programs = self._prepared.choose(need[reading[0]], 1)
             covered = [request for request in reading if need[request] | programs.sampling == programs.sampling]
@@ -267,7 +267,7 @@ class Scheduler:
         return launched
 
     def _launch_prompts(self, key: PrefillKey, lengths: dict[Request, int]) -> None:
-        """Launch the next chunk, of this many tokens, of each of these prompts."""
+        """Launch the next chunk of each of these prompts; ``lengths`` are the chunks' tokens."""
         self._make_room()
         for request, length in lengths.items():
             self._rows.prepare(request, length, key.sampling)
@@ -289,7 +289,7 @@ class Scheduler:
             programs = self._programs = self._prepared.choose(need, len(lanes))
         widest = programs.buckets[-1]
         if len(lanes) > widest:
-            # Those that have waited longest, in their usual order.
+            # The rows that have waited longest, in their usual order.
             chosen = sorted(lanes, key=lambda request: request.last_ticket)[:widest]
             lanes = [request for request in lanes if request in chosen]
         if programs.sampling.grammar and not self._follow(lanes):
@@ -314,10 +314,10 @@ class Scheduler:
         return True
 
     def _next_cycle(self, lanes: list[Request], programs: ClassPrograms) -> GraphKey:
-        """The cycle of the chosen depth, or a catch-up cycle where one must come first.
+        """The cycle of the chosen depth, or the catch-up cycle that must come before it.
 
         Raises:
-            ConfigError: the policy chose a depth that the bucket has no cycle of.
+            ConfigError: the policy chose a depth for which the bucket has no cycle.
         """
         bucket = pick_bucket(programs.buckets, len(lanes))
         key = programs.first[bucket]
@@ -333,9 +333,9 @@ class Scheduler:
         return key
 
     def _reserve(self, request: Request, message: Message) -> bool:
-        """Reserve pages for everything the next cycle may touch in this row. False: rows changed, compose the launch anew."""
+        """Reserve pages for everything the next cycle may touch in this row. False: rows changed, so the launch must be composed again."""
         most = len(request.prompt) + len(request.output) + request.queued_cycles * self.plan.accept_width + self.plan.window_width
-        # Usually there are pages for one token more than the exact figure below.
+        # A cheap upper bound first: usually the row has enough pages even for that.
         if most <= len(request.pages) * self.plan.page_size or (missing := self._missing(request)) == 0:
             return True
         pages = self.allocator.allocate(missing)
@@ -352,13 +352,13 @@ class Scheduler:
         return False
 
     def _missing(self, request: Request) -> int:
-        """Pages the row lacks for its next cycle if every unread one commits its longest run."""
+        """Pages that the row lacks for its next cycle if every unread cycle commits its longest run."""
         ahead = min(request.committed + request.queued_cycles * self.plan.accept_width, len(request.prompt) + request.budget)
         end = ahead + self.plan.window_width
         return 0 if end <= len(request.pages) * self.plan.page_size else self.plan.pages_for(end) - len(request.pages)
 
     def _return_pages(self, message: Message) -> None:
-        """Take back page-table entries of a message that is not sent: the pages return, and the next plan asks again."""
+        """Undo the page-table entries of a message that is not sent, and release their pages."""
         by_row = {r.row: r for r in self.running}
         for row, _, page in reversed(message.pages):
             owner = by_row.get(row)
@@ -367,7 +367,7 @@ class Scheduler:
                 self.allocator.release([page])
 
     def _preempt(self) -> None:
-        """Send the row that counts least back to the queue; alone and still too big, it ends here."""
+        """Send the row of the lowest precedence back to the queue; if it is the only one, it ends, since the pool is too small for it."""
         last = max(self.running, key=Request.precedence)
         if len(self.running) == 1:
             self._finish(last, "memory")
@@ -390,7 +390,7 @@ class Scheduler:
         self._tickets.append(Ticket(number, lanes, key, time.perf_counter()))
 
     def _make_room(self) -> None:
-        """Read until the ring has room for one more launch. Without chunks of prompts a step leaves it room for the next one's cycle."""
+        """Read until the ring has room for one more launch. Only prompt chunks need this: a step always leaves room for the next cycle."""
         while self.launcher.in_flight >= self.plan.ring_depth - 1:
             self._read_oldest()
 
@@ -401,7 +401,7 @@ class Scheduler:
         now = time.perf_counter()
         self.meter.note(ticket.key, ticket.launched, now)
         if entry.prompt_logprobs:
-            # A prompt whose log-probabilities are asked for is read alone.
+            # A prompt whose tokens are scored has a launch to itself.
             ticket.lanes[0].note_prompt_logprobs(entry.prompt_logprobs)
         depth = None
         if isinstance(ticket.key, GraphKey):
@@ -455,7 +455,7 @@ class Scheduler:
         self._finish(request, FINISH_REASONS[status])
 
     def _finish(self, request: Request, reason: str) -> None:
-        # Whoever sees the reason may read the rest.
+        # The reason is written after the time: another thread that sees it may read both.
         request.metrics.finished = time.perf_counter()
         request.finish_reason = reason
         self._report(request)

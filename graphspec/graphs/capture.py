@@ -1,4 +1,4 @@
-"""CUDA-graph capture of a whole program. Knows no stage: it captures a callable over buffers that never move."""
+"""CUDA-graph capture of whole programs. Knows nothing of stages: it captures a callable over buffers that never move."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..errors import CaptureError, spell_bytes
 logger = logging.getLogger(__name__)
 WARM_UP_CALLS = 3
 _unended_graphs: list[torch.cuda.CUDAGraph] = []
-"""Graphs whose capture could not be ended: they must not die, for torch goes on asking them whether an allocation is theirs."""
+"""Graphs whose capture could not be ended. They are kept alive because torch goes on asking them whether an allocation is theirs."""
 
 
 class Replay(Protocol):
@@ -32,10 +32,10 @@ class Replay(Protocol):
 
 
 class ProgramCapturer(Protocol):
-    """What turns programs into replays. Tests put a simulator here, which replays recorded operations on the CPU."""
+    """Turns programs into replays. Tests use a simulator that replays recorded operations on the CPU."""
 
     def capture(self, program: Callable[[], None]) -> Replay:
-        """Capture one call of ``program``, which was called before; the caller's buffers make it inert (an empty message)."""
+        """Capture one call of ``program``, which has run before; an empty message in its buffers makes the call inert."""
         ...
 
 
@@ -44,10 +44,10 @@ class CaptureRecord:
     """What it took to build one program.
 
     Attributes:
-        name: lanes and depth, or chunk size, and what its requests ask of the sampler.
-        warm_up_seconds: compilation, tuning and a first direct run.
-        capture_seconds: None: it runs directly.
-        pool_bytes: device memory the capture added to the graphs' pool; None without a GPU.
+        name: lanes and depth, or chunk size, and the sampling class, in words.
+        warm_up_seconds: for compilation, tuning and a first direct run.
+        capture_seconds: None if the program is not captured.
+        pool_bytes: device memory that the capture added to the graphs' pool; None without a GPU.
     """
 
     name: str
@@ -77,8 +77,8 @@ class Captured:
 class Capturer:
     """Captures programs one after another into one memory pool.
 
-    The pool is shared because programs never run at the same time and nothing but slots crosses from one to the next. Capture the largest
-    program first: the smaller ones then fit into its memory.
+    The pool can be shared because programs never run at the same time and pass nothing but slots to each other. Capture the largest program
+    first: the smaller ones then fit into its memory.
     """
 
     def __init__(self, arena: Arena) -> None:
@@ -90,13 +90,13 @@ class Capturer:
         self._stream = torch.cuda.Stream(arena.device)
 
     def capture(self, program: Callable[[], None]) -> Captured:
-        """Warm ``program`` up on a side stream, capture one call of it, and replay that once. All these calls are real.
+        """Warm ``program`` up on a side stream, capture one call of it, and replay that once. All of these calls really run.
 
-        The replay moves the graph to the device, which the first launch would else wait for, and shows here what can't be replayed.
+        The replay uploads the graph, so that the first launch does not have to, and fails here if the graph can't be replayed.
 
         Raises:
-            torch.OutOfMemoryError: it does not fit; what was captured before stays usable.
-            Exception: whatever stopped the program; the next capture may begin.
+            torch.OutOfMemoryError: it does not fit; programs captured before stay usable.
+            Exception: raised by the program; another capture may follow.
         """
         here = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(here)
@@ -107,7 +107,7 @@ class Capturer:
         torch.cuda.synchronize(self._device)
         if not self._captured:
             gc.collect()
-        # What the warm-up left in the caching allocator must not count as the graph's.
+        # Memory cached by the warm-up must not be counted as the graph's.
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved(self._device)
         graph = torch.cuda.CUDAGraph()
@@ -119,10 +119,10 @@ class Capturer:
         return Captured(program, graph, torch.cuda.memory_reserved(self._device) - before)
 
     def _record(self, program: Callable[[], None], graph: torch.cuda.CUDAGraph) -> None:
-        """Capture one call of ``program``; when that fails, leave stream, allocator and pool so that another capture may begin.
+        """Capture one call of ``program``. On failure, leave stream, allocator and pool ready for another capture.
 
-        ``torch.cuda.graph`` would do but for failure: when a capture can't be ended, because the program did something that a graph can't
-        hold, it leaves the capture's stream current, and the allocator goes on serving a capture that is over.
+        ``torch.cuda.graph`` does not: when a capture can't be ended, because the program did something that a graph can't hold, it leaves
+        the capture's stream current, and the allocator goes on serving the failed capture.
         """
         try:
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
@@ -146,21 +146,21 @@ class Capturer:
         try:
             torch._C._cuda_endAllocateToPool(device, self._pool)  # noqa: SLF001
         except RuntimeError as error:
-            # It was ended, as it should be; the graph gives back its share of the pool itself.
+            # The capture was ended properly, and the graph releases its part of the pool itself.
             logger.debug("the pool was left: %s", error)
         else:
             torch._C._cuda_releasePool(device, self._pool)  # noqa: SLF001
             _unended_graphs.append(graph)
             ended = False
         if not ended or not self._captured:
-            # The allocator of pinned host memory goes on recording into the pool of a capture that could not be ended, and refuses to
-            # begin there again. Nor may a pool be begun again that only a failed capture began.
+            # The allocator of pinned host memory still records into the pool of a capture that could not be ended, and refuses to begin
+            # there again. A pool that only a failed capture has used can't be used again either.
             self._pool = torch.cuda.graph_pool_handle()
 
 
 @contextmanager
 def _garbage_collection_paused() -> Iterator[None]:
-    """No garbage collection inside: one that destroys an older graph or event would make a call that a capture forbids."""
+    """Suspend garbage collection: destroying an older graph or event makes a call that is forbidden during a capture."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -172,10 +172,10 @@ def _garbage_collection_paused() -> Iterator[None]:
 
 @contextmanager
 def _private_cublas_workspaces() -> Iterator[None]:
-    """Inside, cuBLAS takes its workspaces from the capture's pool, and nobody else uses them afterwards.
+    """Make cuBLAS allocate its workspaces from the capture's pool, for this capture alone.
 
-    torch keeps a workspace for each handle and stream, and frees them all whenever somebody asks, as ``mode="reduce-overhead"`` does.
-    A graph that was captured with a workspace from outside its pool would go on writing to memory that is free.
+    torch keeps a workspace for each handle and stream, and may free all of them at any time, as ``mode="reduce-overhead"`` does.
+    A graph captured with a workspace from outside its pool would then write to freed memory.
     """
     torch._C._cuda_clearCublasWorkspaces()  # noqa: SLF001
     try:
@@ -185,7 +185,7 @@ def _private_cublas_workspaces() -> Iterator[None]:
 
 
 def ran_out_of_memory(error: BaseException) -> bool:
-    """The error, or one it came from, says that device memory ran out; capture reports it in several ways."""
+    """Whether ``error`` or one of its causes reports that device memory ran out; capturing reports it in several ways."""
     seen: set[int] = set()
     link: BaseException | None = error
     while link is not None and id(link) not in seen:
@@ -206,7 +206,7 @@ def signature(views: Views) -> Signature:
 
 
 def check_unmoved(views: Views, captured: Signature) -> None:
-    """That every slot is what it was at capture time. Slots that came later are not looked at.
+    """Check that every slot is what it was at capture time. Slots added later are not checked.
 
     Raises:
         CaptureError: names the slot, what it was and what it is.
@@ -224,7 +224,7 @@ def _spell(entry: tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]) -> 
 
 @contextmanager
 def no_synchronisation(device: torch.device) -> Iterator[None]:
-    """On CUDA, a call inside that waits for the device is an error."""
+    """On CUDA, make calls that wait for the device raise an error."""
     if device.type != "cuda":
         yield
         return

@@ -1,4 +1,4 @@
-"""How many graphs were compiled for one engine. Imports nothing, least of all a compiler."""
+"""The number of graphs compiled for one engine. Kept apart so that counting does not import a compiler."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Compilations:
-    """Counts graphs that were handed to the compiler.
+    """Counts the graphs handed to the compiler.
 
-    Dynamo counts for the whole process, where another engine, or a training loop, may compile in a thread of its own.
+    Dynamo's own count covers the whole process, in which another engine or a training loop may be compiling in another thread.
     """
 
     graphs: int = 0

@@ -1,4 +1,4 @@
-"""torch.compile of stages: one graph for each region, static shapes, nothing shared between programs.
+"""torch.compile of stages: one graph per region, static shapes, nothing shared between programs.
 
 Imports Dynamo and Inductor, which takes longer than everything an eager engine imports: only what compiles imports this.
 """
@@ -30,11 +30,11 @@ OWN_CACHE = "set TORCHINDUCTOR_CACHE_DIR to a folder of your own"
 class Region:
     """One compiled callable without arguments or results, over tensors that never move.
 
-    The first call compiles. Later ones hand the compiled code the same tensors again and pass Dynamo by: there is nothing to guard when
-    every address and every shape stays what it was.
+    The first call compiles. Later calls pass the same tensors to the compiled code without going through Dynamo: addresses and shapes
+    never change, so there is nothing to guard.
 
-    Compiled code and tensors belong to the region and die with it. Dynamo keeps every backend it was ever given, and what it installs in
-    the globals of a function it has compiled: the backend refers to the region weakly, and lets go of the code once the region has it.
+    Compiled code and tensors belong to the region and die with it. Dynamo keeps every backend it was ever given, and everything it installs
+    in the globals of a compiled function. So the backend refers to the region weakly, and drops the code once the region has it.
 
     Args:
         run: what to compile; a function with a code object and globals of its own.
@@ -52,11 +52,11 @@ class Region:
         self._code: Callable[..., Any] | None = None
         self._compilations = compilations or Compilations()
         self.runs = False
-        """What is compiled also runs at once. Stages write slots and return nothing, so a region of them can do without."""
+        """Compiling also runs the code. :meth:`compile` leaves it off, which is fine for stages: they write slots and return nothing."""
         self._tensors: tuple[Any, ...] = ()
 
     def take(self, code: Callable[..., Any], tensors: tuple[Any, ...]) -> None:
-        """Own the compiled code, and the tensors to call it with."""
+        """Store the compiled code and the tensors to call it with."""
         self._compilations.graphs += 1
         self._code, self._tensors = code, tensors
 
@@ -73,7 +73,7 @@ class Region:
         self.compile()
 
     def compile(self) -> None:
-        """Compile, and run nothing.
+        """Compile without running.
 
         Raises:
             ResourceError: no C++ compiler that works.
@@ -106,7 +106,7 @@ def _backend(weak: weakref.ref[Region]) -> Callable[[torch.fx.GraphModule, list[
 
 
 def check_cache() -> None:
-    """That only this user can put code into the folder where Inductor caches what it compiles, a name that anybody can guess in ``/tmp``.
+    """Check that only this user can put code into Inductor's cache folder, whose default name in the temporary folder anybody can guess.
 
     Raises:
         ResourceError: others can, or there is no such folder.
@@ -122,8 +122,8 @@ def compile_stages(stages: Sequence[Stage], views: Views, threads: int | None = 
 
     ``threads`` and ``compilations`` are those of :class:`Region`.
 
-    The region has a code object of its own. Dynamo keeps its compiled graphs per code object; with one code object for all buckets it would
-    look through all of them, and hit the recompilation limit. It has globals of its own as well: Dynamo installs there what it compiled.
+    The region has its own code object, because Dynamo keeps compiled graphs per code object: with one for all buckets it would search
+    through all graphs, and hit the recompilation limit. It also has its own globals, into which Dynamo installs what it compiled.
     """
     ordered = tuple(stages)
 

@@ -33,15 +33,15 @@ from .stages.stage import DraftModel, Stage, TargetModel, check_dataflow
 Progress = Callable[[str, int, int], None]
 logger = logging.getLogger(__name__)
 TIMED_RUNS = 5
-"""Runs of a program whose median is its time."""
+"""Runs of a program; its time is their median."""
 
 
 @dataclass(frozen=True, slots=True)
 class RingEntry:
     """The result of one launch, per lane of its message: new tokens and :class:`graphspec.buffers.Status`.
 
-    With log-probabilities, also for each token its own and the most likely ones by token id; of a scored prompt, for each token of the
-    chunk those of the token after it.
+    ``logprobs`` holds, for each new token, its own log-probability and those of the most likely tokens by id. ``prompt_logprobs`` holds the
+    same for a scored prompt: for each token of the chunk, those of the token after it.
     """
 
     tokens: list[list[int]]
@@ -52,7 +52,7 @@ class RingEntry:
 
 @dataclass(frozen=True, slots=True)
 class RingCopy:
-    """One slot of one of the ring's buffers: on the device, on the host, and the host's as numpy sees it."""
+    """One slot of one ring buffer: the device tensor, its copy on the host, and the host copy as a numpy array."""
 
     source: torch.Tensor
     tensor: torch.Tensor
@@ -60,15 +60,15 @@ class RingCopy:
 
 
 class Cycle:
-    """All programs of an engine over one arena, and the two moves of the host: launch, read.
+    """All programs of an engine over one arena, and the two operations of the host: launch and read.
 
     Args:
         plan: every static number.
         target: the target network.
         draft: the draft network, None when the variant has none.
         kernels: one implementation per op.
-        memory: what was counted, for the message when memory runs out.
-        capturer: makes what captures programs over an arena; default: CUDA graphs where the plan says captured, else nothing does.
+        memory: the memory plan, for the message when memory runs out.
+        capturer: makes the capturer of an arena; default: CUDA graphs if the plan is captured, else none.
         tuner: called with every program, uncompiled, before the first of them is compiled.
         loop_threads: of compiled loops on a CPU. None: as many as torch has.
     """
@@ -90,11 +90,11 @@ class Cycle:
         self.arena = Arena(plan, self.layout.size)
         self.programs: dict[Key, Program] = {}
         self.dropped: set[Key] = set()
-        """Programs for which memory ran out; their lanes are served by smaller buckets, their tokens by smaller chunks."""
+        """Programs left out because memory ran out; smaller buckets serve their lanes, smaller chunks their tokens."""
         make = capturer or (Capturer if plan.captured else None)
         self._capturer = make(self.arena) if make is not None else None
         self.compilations = Compilations()
-        """Of this cycle's programs; they do not change after :meth:`prepare`."""
+        """Of this cycle's programs; constant after :meth:`prepare`."""
         self._records: dict[Key, CaptureRecord] = {}
         self._tuner, self._loop_threads = tuner, loop_threads
         step = kernels.host_step()
@@ -113,7 +113,7 @@ class Cycle:
         self._in_flight: deque[int] = deque()
         self._launched = 0
         self._whole = True
-        """False while a launch or a read is under way, and after one that did not end."""
+        """False during a launch or read, and after one that was interrupted."""
 
     def stages(self, key: Key) -> list[Stage]:
         """New stages of the program of ``key``, checked for dataflow."""
@@ -127,7 +127,7 @@ class Cycle:
         return self.arena.views(key.lanes) if isinstance(key, PrefillKey) else self.arena.views(key.bucket, key.shape)
 
     def buckets(self, sampling: SamplingClass) -> tuple[int, ...]:
-        """Buckets whose cycles exist or can be built: all of the plan's but those for one of which memory ran out."""
+        """Buckets whose cycles exist or can be built: the plan's, without those for a cycle of which memory ran out."""
         without = {key.bucket for key in self.dropped if isinstance(key, GraphKey) and key.sampling == sampling.of_cycles}
         return tuple(bucket for bucket in self.plan.buckets if bucket not in without)
 
@@ -140,11 +140,11 @@ class Cycle:
         return list(self._records.values())
 
     def prepare(self, keys: Iterable[Key], progress: Progress | None = None) -> None:
-        """Build the programs that do not exist yet. Only between runs: nothing may be in flight.
+        """Build the programs that do not exist yet. Nothing may be in flight.
 
-        First all of them run once, which compiles and tunes everything, then all are captured; both times the largest comes first. Where
-        nothing is captured, prefill stays direct and uncompiled: a prompt runs through it once, compiling each chunk size costs more than
-        it saves. When memory runs out for a cycle or a chunk, it is left out, with a warning, and smaller ones serve its lanes or tokens.
+        First each program runs once, which compiles and tunes it, then each is captured, both times the largest first. If programs are
+        not captured, prefill is not compiled either: a prompt passes through it once, so compiling every chunk size would cost more than
+        it saves. A cycle or chunk for which memory runs out is left out, with a warning, and smaller ones serve its lanes or tokens.
 
         Raises:
             CaptureError: a buffer moved since it was captured.

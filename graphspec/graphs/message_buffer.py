@@ -10,23 +10,23 @@ from .stages.mailbox import MailLayout, Message
 
 
 class MessageBuffer:
-    """One buffer of host memory that holds the last message written into it.
+    """A host buffer that holds the last message written into it.
 
     Args:
-        layout: where things lie.
-        pinned: allocate page-locked memory, from which a GPU copies by itself.
+        layout: of a message's words.
+        pinned: allocate page-locked memory, from which a GPU can copy asynchronously.
     """
 
     def __init__(self, layout: MailLayout, *, pinned: bool) -> None:
         self.layout = layout
         self.words = torch.zeros(layout.size, dtype=torch.int64, pin_memory=pinned)
-        """int64 ``[mail_size]``; nobody else writes into it."""
+        """int64 ``[mail_size]``, written by :meth:`write` only."""
         self._lanes_at = self.words.numpy()[layout.lanes : layout.aborts]
         self._lanes: Sequence[int] | None = None
-        """Lanes of the message it holds when that says nothing else; None when it does."""
+        """Lanes of the message in the buffer, if it has nothing but lanes; None otherwise."""
 
     def write(self, message: Message) -> torch.Tensor:
-        """Make the buffer say ``message`` and return it.
+        """Write ``message`` into the buffer, and return the buffer.
 
         Raises:
             ResourceError: more changes than a message holds.
@@ -39,7 +39,7 @@ class MessageBuffer:
             self.layout.encode(message, self.words)
             self._lanes = list(lanes)
         elif self._lanes != lanes:
-            # Until all of it is written, the buffer says neither message.
+            # Until it is written completely, the buffer holds neither message.
             self._lanes = None
             self._lanes_at[: len(lanes)] = lanes
             self._lanes_at[len(lanes) :] = self.layout.dummy_row
@@ -47,5 +47,5 @@ class MessageBuffer:
         return self.words
 
     def forget(self) -> None:
-        """Whatever the buffer holds: the next message is written whole."""
+        """Have the next message written completely, whatever the buffer holds."""
         self._lanes = None
