@@ -43,14 +43,14 @@ class LateCapturer(TapeCapturer):
         return type("Queued", (), {"pool_bytes": 0, "__call__": lambda _: queued()})()
 
 
-def on_late_device(plan: Plan, device: LateDevice, monkeypatch: pytest.MonkeyPatch) -> Cycle:
+def on_late_device(plan: Plan, device: LateDevice, monkeypatch: pytest.MonkeyPatch, capturer: Any = LateCapturer) -> Cycle:
     """A cycle that takes itself to be on a GPU."""
     networks = tiny_networks(plan)
     device.install(monkeypatch)
     monkeypatch.setattr(LateCapturer, "device", device, raising=False)
     monkeypatch.setattr(cycle_module, "Arena", lambda plan, mail_size: Arena(plan, mail_size, device="cpu"))
     kernels = select_kernels("reference", "auto", "cpu")
-    return Cycle(replace(plan, device="cuda"), networks.target, networks.draft, kernels, capturer=LateCapturer)
+    return Cycle(replace(plan, device="cuda"), networks.target, networks.draft, kernels, capturer=capturer)
 
 
 def serve(cycle: Cycle, requests: int) -> list[tuple[list[int], list[Any]]]:

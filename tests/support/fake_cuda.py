@@ -260,6 +260,8 @@ class LateDevice:
     def __init__(self) -> None:
         self.queue: deque[Callable[[], None]] = deque()
         self.done = self.queued = self.waits = self.longest = 0
+        self.host_steps = False
+        """A stage on the host is at work: what it fills is memory of the device."""
         self._working = False
 
     def put(self, work: Callable[[], None]) -> None:
@@ -289,7 +291,7 @@ class LateDevice:
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """In the place of torch's copies and events; memory that ought to be pinned is common memory."""
-        copy, zeros = Tensor.copy_, torch.zeros
+        copy, fill = Tensor.copy_, Tensor.fill_
 
         def copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
             if self._working:
@@ -300,11 +302,19 @@ class LateDevice:
             self.synchronize()
             return copy(target, source)
 
-        def made(*size: Any, pin_memory: bool = False, **keys: Any) -> Tensor:
-            return zeros(*size, **keys)
+        def fill_(target: Tensor, value: Any) -> Tensor:
+            if self.host_steps and not self._working:
+                self.put(lambda: fill(target, value))
+                return target
+            return fill(target, value)
+
+        def unpinned(make: Callable[..., Tensor], *args: Any, pin_memory: bool = False, **keys: Any) -> Tensor:
+            return make(*args, **keys)
 
         monkeypatch.setattr(Tensor, "copy_", copy_)
-        monkeypatch.setattr(torch, "zeros", made)
+        monkeypatch.setattr(Tensor, "fill_", fill_)
+        for name in ("zeros", "empty", "full", "tensor"):
+            monkeypatch.setattr(torch, name, functools.partial(unpinned, getattr(torch, name)))
         monkeypatch.setattr(torch.cuda, "Event", self.event)
         monkeypatch.setattr(torch.cuda, "synchronize", self.synchronize)
 

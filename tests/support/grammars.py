@@ -5,12 +5,17 @@ from __future__ import annotations
 import json
 import random
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jsonschema
 
 from graphspec.engine.structured import Structured
 
+if TYPE_CHECKING:
+    from pathlib import Path
+
+CHARACTERS = "".join(map(chr, range(97, 123))) + "0123456789" + ' "{}[]:,-()_.'
+PAIRS = (("a", "b"), ("c", "d"), ("n", "a"), ("m", "e"), ("na", "me"), ("1", "2"), ('"', ":"), ("{", '"'), ("x", "x"))
 WORDS = ("name", "age", "x", "id", "def", "self", "value", "a b", "é", "tab\t")
 
 
@@ -80,3 +85,27 @@ def parses(structured: Structured, text: str) -> bool:
     except (ValueError, jsonschema.ValidationError):
         return False
     return True
+
+
+def add_characters(folder: Path, size: int, end: int) -> None:
+    """A byte-level tokenizer of single characters and a few longer tokens, for a checkpoint without one.
+
+    Args:
+        folder: of the checkpoint.
+        size: of its vocabulary, at least room for all of them.
+        end: id of the end-of-text token.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    def spelled(text: str) -> str:
+        return text.replace(" ", "\u0120")
+
+    texts = iter([*map(spelled, CHARACTERS), *(first + second for first, second in PAIRS)])
+    special = {0: "<unk>", 1: "<s>", end: "</s>"}
+    words = {special.get(token) or next(texts, f"<{token}>"): token for token in range(size)}
+    assert next(texts, None) is None, f"{size} ids are too few"
+    model = Tokenizer(models.BPE(words, list(PAIRS)))
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=model, unk_token="<unk>", bos_token="<s>", eos_token="</s>").save_pretrained(folder)

@@ -18,12 +18,12 @@ class ForcedRuns(HostStage):
     writes = ("forced_token_BS",)
 
     def forward(self, v: Views) -> None:
-        forced_BS = v.forced_token_BS
+        forced_BS, on_gpu = v.forced_token_BS, self.plan.device == "cuda"
         forced_BS.fill_(-1)
         for lane, grammar in enumerate(self.grammars):
             run = list(grammar.forced(forced_BS.shape[1])) if grammar is not None else []
             if run:
-                tokens = torch.tensor(run, pin_memory=forced_BS.is_cuda)
+                tokens = torch.tensor(run, pin_memory=on_gpu)
                 forced_BS[lane, : len(run)].copy_(tokens, non_blocking=True)
 
 
@@ -39,7 +39,7 @@ class TreeToHost(HostStage):
         self._event: torch.cuda.Event | None = None
 
     def forward(self, v: Views) -> None:
-        if not any(self.grammars) or not v.node_token_BN.is_cuda:
+        if not any(self.grammars) or self.plan.device == "cpu":
             return
         nodes = v.node_token_BN, v.node_parent_BN
         if self._copies is None:
@@ -84,7 +84,7 @@ class GrammarMasks(HostStage):
             if grammar is None:
                 continue
             mask_NVw = v.token_mask_BNVw[lane, : len(token_BN[lane])]
-            if mask_NVw.is_cuda:
+            if self.plan.device == "cuda":
                 # torch keeps pinned memory until the copy has run.
                 filled_NVw = torch.full(mask_NVw.shape, -1, dtype=mask_NVw.dtype, pin_memory=True)
                 grammar.fill(token_BN[lane], parent_BN[lane], filled_NVw)

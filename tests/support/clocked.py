@@ -1,0 +1,120 @@
+"""A late device with a clock: how long its programs and copies take is given, and so is what the host does meanwhile."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from graphspec.graphs.stages.stage import HostStage
+from tests.support.fake_cuda import LateDevice, LateEvent
+from tests.support.tape import TapeCapturer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    import pytest
+
+
+@dataclass(frozen=True)
+class Span:
+    """A program, or a segment of one, on the device; seconds.
+
+    Attributes:
+        stages: what ran.
+        begin, end: when.
+        idle: how long the device had stood still before.
+    """
+
+    stages: tuple[str, ...]
+    begin: float
+    end: float
+    idle: float
+
+
+class ClockedDevice(LateDevice):
+    """Runs what is queued in order, each as soon as it was asked for and the one before has ended.
+
+    Args:
+        stages: seconds of each stage, 0 where not named.
+        copy: seconds of a copy that does not block.
+    """
+
+    def __init__(self, stages: dict[str, float], copy: float = 0.0) -> None:
+        super().__init__()
+        self.stages, self.copy = stages, copy
+        self.now = self.free_at = self.busy_until = 0.0
+        """The host's time; when the device will have done all that it was asked for, and the last of it that takes time."""
+        self.spans: list[Span] = []
+
+    def put(self, work: Callable[[], None], seconds: float | None = None) -> None:
+        super().put(work)
+        takes = self.copy if seconds is None else seconds
+        self.free_at = max(self.now, self.free_at) + takes
+        if takes:
+            self.busy_until = self.free_at
+
+    def event(self) -> LateEvent:
+        return ClockedEvent(self)
+
+    def synchronize(self) -> None:
+        super().synchronize()
+        self.now = max(self.now, self.free_at)
+
+    def run(self, work: Callable[[], None], stages: tuple[str, ...]) -> None:
+        """Queue a program of these stages."""
+        begin = max(self.now, self.free_at)
+        idle = begin - self.busy_until
+        self.put(work, sum(self.stages.get(name, 0.0) for name in stages))
+        self.spans.append(Span(stages, begin, self.free_at, idle))
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().install(monkeypatch)
+        for kind in HostStage.__subclasses__():
+            forward = kind.forward
+
+            def marked(stage: Any, v: Any, forward: Any = forward) -> None:
+                with self._host():
+                    forward(stage, v)
+
+            monkeypatch.setattr(kind, "forward", marked)
+
+    @contextmanager
+    def _host(self) -> Iterator[None]:
+        self.host_steps = True
+        try:
+            yield
+        finally:
+            self.host_steps = False
+
+
+class ClockedEvent(LateEvent):
+    """Whoever waits for it has the time at which the device got there."""
+
+    _device: ClockedDevice
+    _time = 0.0
+
+    def record(self) -> None:
+        super().record()
+        self._time = max(self._device.now, self._device.free_at)
+
+    def synchronize(self) -> None:
+        super().synchronize()
+        self._device.now = max(self._device.now, self._time)
+
+
+class ClockedCapturer(TapeCapturer):
+    """Tapes that are queued on a clocked device."""
+
+    device: ClockedDevice
+
+    def capture(self, program: Any) -> Any:
+        tape, device, names = super().capture(program), self.device, stage_names(program)
+        return type("Queued", (), {"pool_bytes": 0, "__call__": lambda _: device.run(tape, names)})()
+
+
+def stage_names(program: Any) -> tuple[str, ...]:
+    """The stages of what is captured: a whole program, or the stages between two that run on the host."""
+    owner = getattr(program, "__self__", None)
+    stages = owner.stages if owner is not None else [step.func for step in program.args[0]]
+    return tuple(stage.name for stage in stages)
