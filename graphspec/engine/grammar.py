@@ -74,13 +74,21 @@ class RowGrammar:
     def fill(self, token_N: Sequence[int], parent_N: Sequence[int], mask_NVw: Tensor) -> None:
         """See :meth:`graphspec.graphs.grammar.Grammar.fill`. The root is the last token of the output followed."""
         if self._matcher.is_terminated():
-            mask_NVw.zero_()
-            for stop in self._stop_ids:
-                mask_NVw[:, stop // MASK_BITS] |= _bit(stop)
+            self._only_ends(mask_NVw)
             return
         child, sibling = first_children(token_N, parent_N)
         tokens = torch.tensor([max(token, 0) for token in token_N])
         self._matcher.traverse_draft_tree(torch.tensor(child), torch.tensor(sibling), tokens, mask_NVw)
+        # xgrammar allows nothing after the end, which is no distribution; rules that judge a whole draft look at it.
+        for node, token in enumerate(token_N):
+            if node and token in self._stop_ids:
+                self._only_ends(mask_NVw[node])
+
+    def _only_ends(self, mask: Tensor) -> None:
+        """Allow the ends and nothing else; int32 ``[..., ceil(V / 32)]``."""
+        mask.zero_()
+        for stop in self._stop_ids:
+            mask[..., stop // MASK_BITS] |= _bit(stop)
 
     def forced(self, most: int) -> list[int]:
         """See :meth:`graphspec.graphs.grammar.Grammar.forced`. The end is part of it where nothing else may follow."""

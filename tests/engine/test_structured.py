@@ -290,6 +290,7 @@ def test_masks_of_a_tree(plain: LLM) -> None:
     one.fill(tokens, parents, mask)
     assert {a, c, e, END}.isdisjoint(bits(mask[0])) and {b, d} <= bits(mask[0])
     assert bits(mask[1]) == {e} and bits(mask[2]) == {END}
+    assert bits(mask[4]) == {END}, "a distribution is defined after the end too"
     assert c in bits(mask[3]) and d not in bits(mask[3])
     # Below what the grammar refuses nobody comes.
     assert bits(mask[6]) == bits(mask[8]) == set(range(2048))

@@ -179,8 +179,9 @@ class Rejection(Match):
 
         # Entry i is the prefix of i + 1 drafts; its rest is that of the node which the last of them is.
         mass_BS, lost_BS = rest_BSV.sum(-1)[:, 1:], 1 - prefix_BS[:, :-1]
-        # Nothing lost and nothing left: p equals q after this prefix, and a longer one is accepted in any case.
-        share_BS = torch.where(lost_BS > 0, mass_BS / (mass_BS + lost_BS), 1.0)
+        # Nothing lost and nothing left: p equals q after this prefix, and a longer one is accepted in any case. NaN, where a grammar
+        # refuses a draft and allows nothing after it, accepts nothing.
+        share_BS = torch.where(lost_BS == 0, 1.0, mass_BS / (mass_BS + lost_BS))
         last_BS = torch.cat((~drafted_BS[:, 1:], torch.ones_like(drafted_BS[:, :1])), 1)
         share_BS = torch.where(last_BS, prefix_BS, torch.cat((share_BS, torch.ones_like(prefix_BS[:, :1])), 1))
         coin_BS = coins(v.lane_seed_B, cycle_positions(v.seq_len_R[v.lane_row_B] + 1, steps, width))
