@@ -85,6 +85,11 @@ class Driver:
         """The thread ends after its current step."""
         return self._stopping.is_set()
 
+    @property
+    def runs(self) -> bool:
+        """The thread is there, and nobody ends it."""
+        return self.thread.is_alive() and not self.stopping
+
     def check(self) -> None:
         """Check that this thread may send commands.
 

@@ -166,7 +166,8 @@ class Engine:
         """Requests, pages and cycle times at this moment. Thread-safe."""
         scheduler = self.scheduler
         pages = scheduler.allocator.num_used, self.plan.num_pages - 1
-        return Load(len(scheduler.running), len(scheduler.waiting), *pages, scheduler.meter.cycles(), scheduler.meter.with_grammar())
+        answers, meter = self._driver.runs and not self._broken, scheduler.meter
+        return Load(len(scheduler.running), len(scheduler.waiting), *pages, meter.cycles(), meter.with_grammar(), answers)
 
     def close(self) -> None:
         """End the driving thread after its step. Open calls end with an error, later ones are refused. May be called again."""

@@ -33,6 +33,7 @@ class Load:
         cycles: by bucket and draft depth, since the engine was made.
         with_grammar: the same for cycles in which a row had a grammar, so that the host filled masks and only one was in flight. Compared
             with the others, their mean time shows what a grammar costs all rows of its batch.
+        answers: the engine's thread takes calls, and no error has left the engine without knowing what is in flight.
     """
 
     running: int
@@ -41,6 +42,7 @@ class Load:
     pages: int
     cycles: dict[tuple[int, int], CycleTimes]
     with_grammar: dict[tuple[int, int], CycleTimes]
+    answers: bool
 
 
 class Meter:

@@ -23,7 +23,7 @@ from ..engine.text import check_text
 from ..errors import GraphspecError
 from ..server_options import ServerConfig
 from .answers import DONE, ChatWriter, CompletionWriter, Writer, spell, sse
-from .errors import ApiError, bad_field, from_engine, internal
+from .errors import ApiError, bad_field, from_engine, internal, unusable
 from .generation import Generation
 from .limits import ClientGone, Keys, Slots, read_json, unless_gone
 from .messages import conversation_of
@@ -199,8 +199,9 @@ class Face:
         return _json({"prompt": await asyncio.to_thread(self.tokenizer.decode, tokens)})
 
     async def health(self, _: Request) -> Response:
-        """``GET /health``: the engine answers."""
-        self.llm.llm.load()
+        """``GET /health``: 200 while the engine answers."""
+        if not self.llm.llm.load().answers:
+            raise unusable()
         return Response(status_code=200)
 
     async def version(self, _: Request) -> Response:

@@ -57,6 +57,11 @@ def stopping() -> ApiError:
     return ApiError(503, "the server is shutting down", code="shutting_down", retry_after=1)
 
 
+def unusable() -> ApiError:
+    """The engine was closed, or could not recover from an error: another process has to take its place."""
+    return ApiError(503, "the engine does not answer", code="engine_down")
+
+
 def internal() -> ApiError:
     """Something that should not happen; the log knows more."""
     return ApiError(500, "internal error", code="internal_error")

@@ -15,6 +15,7 @@ import httpx2
 import pytest
 
 from graphspec.errors import ConfigError
+from graphspec.graphs.cycle import Cycle
 from graphspec.serve.http import bind
 from graphspec.server_options import ServerConfig
 from tests.support.engines import CHAIN
@@ -164,6 +165,28 @@ def test_the_end_does_not_wait_for_ever(pair: Pair) -> None:
             server.stop()
             assert b"[DONE]" not in closed_by_server(connection)
         server.idle()
+
+
+def test_health_is_that_of_the_engine(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that is lost, one that comes back, and an engine that was closed."""
+
+    def lost(*_: Any) -> None:
+        raise RuntimeError("lost")
+
+    with pair.llm(**CHAIN, max_rows=1, buckets=[1]) as llm, serving(llm) as server:
+        found = [server.client.get("/health").status_code]
+        with monkeypatch.context() as patch:
+            patch.setattr(Cycle, "reset", lost)
+            patch.setattr(Cycle, "read", lost)
+            assert server.post(PATH, ENDLESS).status_code == 500
+            refused = server.client.get("/health")
+            found.append(refused.status_code)
+        assert refused.json()["error"]["code"] == "engine_down"
+        server.complete(**ENDLESS)
+        found.append(server.client.get("/health").status_code)
+        llm.close()
+        found.append(server.client.get("/health").status_code)
+    assert found == [200, 503, 200, 503]
 
 
 def test_a_taken_port_is_an_error(server: Served) -> None:
