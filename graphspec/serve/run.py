@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..command_options import LaunchConfig
 from ..engine.async_llm import AsyncLLM
@@ -12,6 +13,11 @@ from ..engine.llm import LLM
 from ..errors import ConfigError
 from ..paths import user_path
 from ..show.progress import progress_bars
+
+if TYPE_CHECKING:
+    from ..graphs.cycle import Progress
+    from .app import Face
+    from .limits import Keys
 
 PACKAGES = ("starlette", "uvicorn", "prometheus_client")
 
@@ -22,32 +28,66 @@ def run(config: LaunchConfig) -> int:
     Raises:
         ConfigError: an option, a package of the extra that is missing, or a port that is taken.
     """
-    missing = [name for name in PACKAGES if find_spec(name) is None]
-    if missing:
-        raise ConfigError("graphspec serve", "the packages of its extra", f"no {', '.join(missing)}", "pip install 'graphspec[serve]'")
-    from .app import Face
+    check_packages()
     from .http import HttpServer, bind
-    from .limits import Keys
 
-    options = config.server
-    keys = Keys.read(user_path("server.api_key_file", options.api_key_file)) if options.api_key_file is not None else Keys()
+    options, keys = config.server, read_keys(config)
     with bind(options) as sock:
         with progress_bars() as progress:
-            llm = LLM.from_config(config, progress)
-            face = AsyncLLM(llm)
-            for sampling in llm.plan.sampling_classes:
-                llm.warm_up(llm.plan.max_rows, sampling=sampling)
-        with llm:
-            model = served_name(config)
+            face = load_face(config, keys, progress)
+        with face.llm.llm:
             host, port = sock.getsockname()[:2]
             address = f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"
 
             def ready() -> None:
-                print(f"graphspec serve: {model} at {address}", flush=True)  # noqa: T201
+                print(f"graphspec serve: {face.model} at {address}", flush=True)  # noqa: T201
 
-            server = HttpServer(Face(face, options, model, keys).app(), options, ready)
+            server = HttpServer(face.app(), options, ready)
             asyncio.run(server.serve(sockets=[sock]))
     return 0
+
+
+def check_packages() -> None:
+    """Check that the packages of the extra ``serve`` are there.
+
+    Raises:
+        ConfigError: one is missing.
+    """
+    missing = [name for name in PACKAGES if find_spec(name) is None]
+    if missing:
+        raise ConfigError("graphspec serve", "the packages of its extra", f"no {', '.join(missing)}", "pip install 'graphspec[serve]'")
+
+
+def read_keys(config: LaunchConfig) -> Keys:
+    """The keys of ``server.api_key_file``.
+
+    Raises:
+        ConfigError: the file can't be read, or has none.
+    """
+    from .limits import Keys
+
+    file = config.server.api_key_file
+    return Keys() if file is None else Keys.read(user_path("server.api_key_file", file))
+
+
+def load_face(config: LaunchConfig, keys: Keys, progress: Progress | None = None) -> Face:
+    """The engine of a configuration, with the programs of its sampling classes, and the routes over it; who serves it closes the engine.
+
+    Args:
+        config: engine and server.
+        keys: that a request may carry.
+        progress: as for :class:`~graphspec.engine.llm.LLM`.
+
+    Raises:
+        GraphspecError: as :class:`~graphspec.engine.llm.LLM`.
+    """
+    from .app import Face
+
+    llm = LLM.from_config(config, progress)
+    resident = AsyncLLM(llm)
+    for sampling in llm.plan.sampling_classes:
+        llm.warm_up(llm.plan.max_rows, sampling=sampling)
+    return Face(resident, config.server, served_name(config), keys)
 
 
 def served_name(config: LaunchConfig) -> str:

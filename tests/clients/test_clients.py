@@ -27,14 +27,6 @@ LIMIT = 900
 
 
 @pytest.fixture(scope="session")
-def clients(request: pytest.FixtureRequest) -> Path:
-    """The folder of the clients' programs."""
-    found = Path(request.config.getoption("--clients"))
-    assert (found / "python").exists(), f"no clients in {found}: make test-clients installs them"
-    return found
-
-
-@pytest.fixture(scope="session")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo model, which has no chat template, with one."""
     folder = tmp_path_factory.mktemp("demo") / "target"

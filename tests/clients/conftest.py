@@ -1,0 +1,15 @@
+"""Where the programs of others are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def clients(request: pytest.FixtureRequest) -> Path:
+    """The folder of the clients' programs."""
+    found = Path(request.config.getoption("--clients")).absolute()
+    assert (found / "python").exists(), f"no clients in {found}: make test-clients installs them"
+    return found
