@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any
 
+import ray
 from ray import serve
 from ray.serve import Application
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -189,13 +190,12 @@ def drain() -> None:
 
     ``serve.shutdown()`` would kill the proxy first, and with it every stream.
     """
-    while True:
-        try:
+    deleted = False
+    while not deleted:
+        # It waits for a minute at most; replicas may have longer.
+        with suppress(TimeoutError):
             serve.delete(NAME)
-        except TimeoutError:
-            # It waits for a minute at most; replicas may have longer.
-            continue
-        return
+            deleted = True
 
 
 def run(words: Sequence[str]) -> None:
@@ -210,6 +210,8 @@ def run(words: Sequence[str]) -> None:
     # Read here too: what is wrong with the file is said before anything starts.
     read_keys(config)
     options, asked = config.server, threading.Event()
+    # Without RAY_ADDRESS a cluster is started for this command, which needs no web page.
+    ray.init(include_dashboard=False)
     serve.start(
         http_options={"host": options.host, "port": options.port, "keep_alive_timeout_s": max(1, round(options.keep_alive_seconds))}
     )
