@@ -110,7 +110,7 @@ def all_variants() -> tuple[Variant, ...]:
         ConfigError: an entry point that is no :class:`Variant`, or whose name is taken.
     """
     found: dict[str, Variant] = {name: load_object(path) for name, path in VARIANTS.items()}
-    for key, value, variant in rows_from_outside(ENTRY_POINTS, Variant):
+    for key, value, variant in entry_point_rows(ENTRY_POINTS, Variant):
         if variant.name in found:
             raise ConfigError(key, "a name that is not taken", f"{value} next to the variant of that name")
         found[variant.name] = variant
@@ -127,7 +127,7 @@ class Named(Protocol):
 Row = TypeVar("Row", bound=Named)
 
 
-def rows_from_outside(group: str, kind: type[Row]) -> Iterator[tuple[str, str, Row]]:
+def entry_point_rows(group: str, kind: type[Row]) -> Iterator[tuple[str, str, Row]]:
     """Rows that installed packages add through entry points, by name.
 
     Args:

@@ -28,6 +28,8 @@ SHOWN, LONG = 60, 200
 """Characters of a value that an error message shows, and of a path, a name or a word."""
 LONGEST_FIELD = 65536
 """Most integers of a field; a range can claim any length."""
+MOST_SIZES = 1024
+"""Most entries of a list of sizes."""
 
 _SINGULAR = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
 _PLURAL = {int: "integers", float: "numbers", bool: "truth values", str: "texts"}
@@ -160,24 +162,23 @@ def one_of(key: str, value: str, allowed: Collection[str]) -> None:
         raise ConfigError(key, "one of " + ", ".join(allowed), brief(value))
 
 
-def ascending(key: str, sizes: Sequence[int], least: int, most: int, *, longest: int = 1024, empty: bool = False) -> None:
+def ascending(key: str, sizes: Sequence[int], least: int, most: int, *, empty: bool = False) -> None:
     """Check a list of sizes.
 
     Args:
         key: of the list.
         sizes: the list.
         least, most: bounds of a size.
-        longest: most entries.
         empty: the list may have none.
 
     Raises:
         ConfigError: empty, too long, not ascending, or a size out of range.
     """
     ordered = all(before < after for before, after in pairwise(sizes))
-    if not (sizes or empty) or not ordered or len(sizes) > longest or (sizes and not least <= sizes[0] <= sizes[-1] <= most):
+    if not (sizes or empty) or not ordered or len(sizes) > MOST_SIZES or (sizes and not least <= sizes[0] <= sizes[-1] <= most):
         positive = "positive sizes" if least == 1 else f"numbers >= {least}"
         kind = ("an" if empty else "a non-empty") + f" ascending list of {positive}, at most {most}"
-        raise ConfigError(key, kind, brief(list(sizes)) if len(sizes) <= longest else f"{len(sizes)} of them")
+        raise ConfigError(key, kind, brief(list(sizes)) if len(sizes) <= MOST_SIZES else f"{len(sizes)} of them")
 
 
 def path(key: str, value: object, error: Errors = ConfigError) -> str:

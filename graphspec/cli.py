@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .engine.outputs import Metrics, Output
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
-LONGEST_COMPLAINT = 2000
+MAX_ERROR_LENGTH = 2000
 """Characters of an error message that are shown."""
 
 
@@ -40,12 +40,12 @@ class Command:
     """Called with the composed configuration, or with its raw arguments."""
     summary: str
     usage: str
-    own_words: bool = False
+    raw_arguments: bool = False
     """It takes raw arguments and no configuration."""
 
 
-class _Answer:
-    """Standard output; a failed write is a :class:`ConfigError`."""
+class _CheckedStdout:
+    """Wraps standard output; a failed write raises :class:`ConfigError`."""
 
     def __init__(self, stream: Any) -> None:
         self.stream = stream
@@ -83,11 +83,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         if isinstance(stdout, io.TextIOWrapper) and stdout.errors == "strict":
             # Characters outside its encoding are escaped.
             stdout.reconfigure(errors="backslashreplace")
-        sys.stdout = _Answer(stdout)
+        sys.stdout = _CheckedStdout(stdout)
         code = _dispatch(words)
         sys.stdout.flush()
     except GraphspecError as error:
-        code = _complain(error)
+        code = _print_error(error)
     except KeyboardInterrupt:
         code = 130
     except BrokenPipeError:
@@ -98,15 +98,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     sys.exit(code)
 
 
-def _complain(error: GraphspecError) -> int:
-    return _refuse([str(error)])
+def _print_error(error: GraphspecError) -> int:
+    return _print_errors([str(error)])
 
 
-def _refuse(sentences: Sequence[str]) -> int:
+def _print_errors(sentences: Sequence[str]) -> int:
     """Print one line each to stderr; returns the exit code."""
     for sentence in sentences:
         line = " ".join(sentence.split())
-        print("graphspec: " + cut(line, LONGEST_COMPLAINT), file=sys.stderr)
+        print("graphspec: " + cut(line, MAX_ERROR_LENGTH), file=sys.stderr)
     return 2
 
 
@@ -125,7 +125,7 @@ def _dispatch(words: list[str]) -> int:
     if "-h" in rest or "--help" in rest:
         print(_command_help(name))
         return 0
-    if COMMANDS[name].own_words:
+    if COMMANDS[name].raw_arguments:
         return COMMANDS[name].run(rest)
     if any(word.startswith("-") for word in rest):
         return _hydra(name, rest)
@@ -171,7 +171,7 @@ def _hydra(name: str, words: list[str]) -> int:
         try:
             codes.append(_run(name, compose.to_launch_config(composed, prompts)))
         except GraphspecError as error:
-            codes.append(_complain(error))
+            codes.append(_print_error(error))
         except BaseException as error:
             crashes.append(error)
             raise
@@ -184,7 +184,7 @@ def _hydra(name: str, words: list[str]) -> int:
     try:
         module, name_of_config, version = compose.CONFIG_MODULE, compose.CONFIG_NAME, compose.VERSION_BASE
         hydra.main(config_path=f"pkg://{module}", config_name=name_of_config, version_base=version)(task)()
-    except compose.COMPOSING as error:
+    except compose.HYDRA_ERRORS as error:
         # Exceptions of the command itself pass unchanged.
         if error in crashes:
             raise
@@ -218,7 +218,7 @@ def _generate(config: LaunchConfig) -> int:
 
     requests = read_requests(config)
     if all(request.error for request in requests):
-        return _refuse(failures([request.error for request in requests]))
+        return _print_errors(failures([request.error for request in requests]))
     from .engine.llm import LLM
     from .engine.request import sampling_class
     from .show.progress import progress_bars
@@ -230,7 +230,7 @@ def _generate(config: LaunchConfig) -> int:
         found = llm.check([prompt for prompt, _ in served.values()], [params for _, params in served.values()])
         errors = {i: request.error for i, request in enumerate(requests)} | dict(zip(served, found, strict=True))
         if all(errors.values()):
-            return _refuse(failures(list(errors.values())))
+            return _print_errors(failures(list(errors.values())))
         served = {i: asked for i, asked in served.items() if errors[i] is None}
         prompts, params = [prompt for prompt, _ in served.values()], [params for _, params in served.values()]
         llm.warm_up(len(served), sampling=sampling_class(params))
@@ -244,7 +244,7 @@ def _generate(config: LaunchConfig) -> int:
         done = dict(zip(served, outputs, strict=True))
         errors |= {i: output.error for i, output in done.items() if output.finish_reason == "error"}
         _print_outputs(config, [request.headline for request in requests], done, errors, llm)
-        _refuse(failures(list(errors.values())))
+        _print_errors(failures(list(errors.values())))
     if all(errors.values()):
         return 2
     if llm.metrics is not None:
@@ -370,7 +370,7 @@ commands:
 
 def _command_help(name: str) -> str:
     command = COMMANDS[name]
-    if command.own_words:
+    if command.raw_arguments:
         return f"usage: graphspec {name}{command.usage}\n"
     return f"usage: graphspec {name} [GROUP=CHOICE | KEY=VALUE | --flag] ...\n\n{command.summary}\n\n{command.usage}\n\n{_groups()}"
 
@@ -481,7 +481,7 @@ rewrite a draft checkpoint into another published layout
   layout=NAME              EAGLE-3: safeailab, sglang, speculators, modelopt; P-EAGLE: sglang, speculators;
                            EAGLE-1/2: safeailab, hass, speculators-old; block drafters: z-lab, jetspec, speculators
   target=FOLDER            the target model, which tells default tapped layers from others; block drafters need it""",
-        own_words=True,
+        raw_arguments=True,
     ),
 }
 

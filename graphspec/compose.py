@@ -1,6 +1,6 @@
-"""Hydra at the border: command-line overrides and the YAML groups become one typed, checked configuration object.
+"""Composes command-line overrides and the YAML groups into one typed, checked configuration object, by Hydra.
 
-Next to :mod:`graphspec.cli` the only module that imports Hydra. Nothing below ever sees a ``DictConfig``.
+Besides :mod:`graphspec.cli` the only module that imports Hydra. No lower layer sees a ``DictConfig``.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from .paths import read_text
 CONFIG_MODULE = "graphspec.conf"
 CONFIG_NAME = "config"
 VERSION_BASE = "1.3"
-COMPOSING = (HydraException, OmegaConfBaseException, ValueError, OSError, RecursionError)
+HYDRA_ERRORS = (HydraException, OmegaConfBaseException, ValueError, OSError, RecursionError)
 """Exceptions that Hydra, its parser and OmegaConf raise for invalid arguments."""
-NOTHING_LOOKED_UP = "a value without ${...}: nothing is looked up in other keys or in the environment"
-FROM_FILE = "from_file"
-"""The name of an experiment that was given as a file."""
+NO_INTERPOLATION = "a value without ${...}: nothing is looked up in other keys or in the environment"
+FILE_EXPERIMENT = "from_file"
+"""Name under which an experiment given as a file is registered."""
 
 
 def load_config(*overrides: str) -> LaunchConfig:
@@ -66,7 +66,7 @@ def load_config(*overrides: str) -> LaunchConfig:
     try:
         with _private_hydra():
             composed = compose(CONFIG_NAME, overrides=words)
-    except COMPOSING as error:
+    except HYDRA_ERRORS as error:
         raise explain(error, words) from error
     return to_launch_config(composed, prompts)
 
@@ -99,7 +99,7 @@ def check_words(words: Sequence[str]) -> None:
     for word in words:
         key, _, value = word.partition("=")
         if "${" in word:
-            raise ConfigError(cut(key), NOTHING_LOOKED_UP, cut(value))
+            raise ConfigError(cut(key), NO_INTERPOLATION, cut(value))
 
 
 def refuse_interpolations(composed: DictConfig) -> None:
@@ -111,7 +111,7 @@ def refuse_interpolations(composed: DictConfig) -> None:
 
     def search(key: str, value: object) -> None:
         if isinstance(value, str) and "${" in value:
-            raise ConfigError(key, NOTHING_LOOKED_UP, cut(value))
+            raise ConfigError(key, NO_INTERPOLATION, cut(value))
         entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
         for name, entry in entries:
             search(f"{key}.{name}" if key else str(name), entry)
@@ -197,8 +197,8 @@ def take_experiment_file(words: Sequence[str]) -> list[str]:
         if not isinstance(node, DictConfig):
             raise ConfigError("experiment", "a file with keys of the configuration", f"something else in {name!r}")
         check_flag("", OmegaConf.to_container(node, resolve=False))
-        ConfigStore.instance().store(group="experiment", name=FROM_FILE, node=node, package="_global_", provider=name)
-        taken.append(f"experiment={FROM_FILE}")
+        ConfigStore.instance().store(group="experiment", name=FILE_EXPERIMENT, node=node, package="_global_", provider=name)
+        taken.append(f"experiment={FILE_EXPERIMENT}")
     return taken
 
 
@@ -285,7 +285,7 @@ def _private_hydra() -> Iterator[None]:
 def _parses(word: str) -> bool:
     try:
         OverridesParser.create().parse_override(word)
-    except COMPOSING:
+    except HYDRA_ERRORS:
         return word.startswith("-")
     return True
 

@@ -32,16 +32,6 @@ def next_chunk(start: int, total: int, sizes: tuple[int, ...]) -> int:
     return max(within, default=left)
 
 
-def chunked(start: int, total: int, sizes: tuple[int, ...]) -> list[tuple[int, int]]:
-    """``(start, length)`` of the chunks that read tokens ``[start, total)`` one after another; see :func:`next_chunk`."""
-    chunks = []
-    while start < total:
-        length = next_chunk(start, total, sizes)
-        chunks.append((start, length))
-        start += length
-    return chunks
-
-
 def choose_prefill(prompts: Sequence[tuple[int, int]], keys: Sequence[PrefillKey], most: int) -> tuple[PrefillKey, list[int]] | None:
     """The program for the next launch, and how many tokens it reads of each of the first prompts.
 

@@ -24,7 +24,7 @@ from ..graphs.programs import Key
 from ..graphs.ranks import FollowingCycle, LeadingCycle
 from ..kernels import resolve, select_kernels
 from ..models.layers import join_ranks, use_kernels
-from ..models.stack import pack_network, packs
+from ..models.stack import pack_network, uses_packed_weights
 from ..models.target import load_target
 from ..models.token_map import apply_token_map, load_token_map
 from ..paths import user_path
@@ -124,7 +124,7 @@ class LLM:
         self._has_tokenizer = has_tokenizer(self.folder)
         self._grammars = Grammars(self.plan)
         if self.plan.captured:
-            # A class that is captured later makes every other caller wait.
+            # Capturing a class later would make all other callers wait.
             self._engine.prepare(self.plan.max_rows, *self.plan.sampling_classes)
 
     @classmethod
@@ -203,7 +203,7 @@ class LLM:
             for network in (target, draft):
                 if network is not None:
                     join_ranks(network, comm)
-        native = packs(plan)
+        native = uses_packed_weights(plan)
         networks = (target, draft) if draft is not None else (target,)
         found: dict[str, str | None] = {}
         for name, network in zip(("target", "draft"), networks, strict=False):
@@ -213,8 +213,8 @@ class LLM:
                 found[name] = "set by kernels.mode, kernels.linear or kernels.attention"
                 use_kernels(network, kernels)
         self.decoders = {name: f"op by op: {reason}" if reason else "one native op per pass" for name, reason in found.items()}
-        """How the decoder layers of target and draft run."""
-        # Two teams of threads would take each other's cores, and what is left between native ops is small.
+        """In words, how the decoder layers of target and draft run."""
+        # A second team of threads would compete for the same cores, and little work is left between native ops.
         loop_threads = 1 if native else None
         tuner = None
         if table is not None and table_path is not None:
@@ -362,7 +362,7 @@ class LLM:
         return Stream(requests, handle, self._text, self._note)
 
     def _note(self, requests: Sequence[Request]) -> None:
-        """Look over the requests of a call that has ended."""
+        """Update the acceptance test and the metrics after a call has ended."""
         self._acceptance_test.observe(requests)
         self.metrics = summarise(requests, self.plan)
 
@@ -406,10 +406,10 @@ class LLM:
         return self.stream(conversations(messages), one_of_params(params, sampling_params), priority=priority, deadline=deadline)
 
     def check(self, prompts: Prompt | Sequence[Prompt], params: Params = None) -> list[str | None]:
-        """What :meth:`generate` would refuse, before anything is compiled or run for it.
+        """Check requests as :meth:`generate` does, without compiling or running anything.
 
         Returns:
-            For each request what is wrong with it, None where nothing is.
+            For each request the error message, or None if it can be served.
 
         Raises:
             RequestError: the single prompt of the call can't be served, or there is not one params object per prompt.

@@ -33,11 +33,6 @@ class PageAllocator:
         """Pages with at least one owner."""
         return len(self._owners) - 1 - self.num_free
 
-    @property
-    def num_kept(self) -> int:
-        """Pages that can be found under a key."""
-        return len(self._key_of)
-
     def allocate(self, count: int) -> list[int] | None:
         """``count`` pages with one owner each and no key; None, and nothing is taken, if fewer are free."""
         if count > self.num_free:

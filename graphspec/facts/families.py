@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from functools import cache, partial
 from typing import Literal
 
-from ..catalog import rows_from_outside
+from ..catalog import entry_point_rows
 from ..errors import ConfigError
 from ..layouts import BAMBA_LAYOUT, FUSED_LAYOUT, GRANITE_LAYOUT, NEMOTRON_LAYOUT, QWEN3_5_LAYOUT, QWEN3_NEXT_LAYOUT, SPLIT_LAYOUT, Layout
 from .keys import Keys
@@ -298,7 +298,7 @@ def all_families() -> tuple[Family, ...]:
         ConfigError: an entry point that is no :class:`Family`, or whose name or architecture is taken.
     """
     found = list(FAMILIES)
-    for key, value, family in rows_from_outside(ENTRY_POINTS, Family):
+    for key, value, family in entry_point_rows(ENTRY_POINTS, Family):
         taken = {name for other in found for name in (other.name, *other.architectures)}
         if names := taken.intersection((family.name, *family.architectures)):
             raise ConfigError(key, "a name and architectures that are not taken", f"{value}: {', '.join(sorted(names))}")

@@ -1,4 +1,4 @@
-"""The host step before a launch, for attention kernels that read a work list made by the host: row lengths as the host knows them."""
+"""The host step before a launch, for attention kernels whose work list the host makes from the row lengths that it mirrors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class RowMirror:
         self.window_R = [1] * plan.max_rows
         self.table_RP = np.zeros((plan.max_rows, plan.table_width), np.int32)
         self._chunks: dict[int, tuple[int, int]] = {}
-        """Of the launch at hand: where each row's chunk begins and ends."""
+        """``(begin, end)`` of each row's chunk in the last message sent."""
 
     def send(self, message: Message) -> None:
         """Apply a message."""
@@ -39,7 +39,7 @@ class RowMirror:
         self._chunks = {}
         for row, chunk in zip(message.lanes, message.chunks, strict=False):
             self._chunks[row] = chunk.start, chunk.start + len(chunk.tokens)
-            # Read only after the last chunk.
+            # Not read before the last chunk.
             self.len_R[row], self.window_R[row] = chunk.total, 1
 
     def receive(self, key: Key, rows: Sequence[int], committed: Sequence[Sequence[int]]) -> None:

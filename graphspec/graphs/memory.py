@@ -1,6 +1,6 @@
-"""The memory plan: what an engine will hold, counted before anything is allocated, against what the machine has.
+"""The memory plan: what an engine will allocate, counted beforehand and compared with the memory of the machine.
 
-Weights are counted on networks that are built without data, slots by their declarations. Only the last two lines are estimates.
+Weights are counted on networks built without data, slots by their declarations. Lines marked as estimates are the only estimates.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..config import Config
 from ..errors import ConfigError, spell_bytes
 from ..kernels import resolve
 from ..kernels.state_runs import BLOCK
-from ..models.stack import pack_network, packs
+from ..models.stack import pack_network, uses_packed_weights
 from ..models.target import load_target
 from ..models.token_map import apply_token_map, load_token_map
 from ..paths import user_path
@@ -42,7 +42,7 @@ LOGIT_COPIES = 4
 
 @dataclass(frozen=True, slots=True)
 class MemoryLine:
-    """One consumer: what it is, its bytes, the keys that make it smaller, and whether the figure is an estimate."""
+    """One consumer of memory: its name, its bytes, the configuration keys that reduce it, and whether the figure is an estimate."""
 
     name: str
     size: int
@@ -52,12 +52,12 @@ class MemoryLine:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """What an engine will hold, and what it may.
+    """The memory an engine will use, and its limit.
 
     Attributes:
         lines: every consumer, KV pools first.
-        available: bytes the machine has for it.
-        fraction: share of them it may use.
+        available: bytes of memory that the machine has.
+        fraction: share of them that the engine may use.
         page_bytes: bytes of one page, in target and draft pool together.
         page_size: tokens of one page.
         num_pages: pages of each pool, the dummy page included.
@@ -88,7 +88,7 @@ class MemoryPlan:
         return (self.budget - self.total) // self.page_bytes + self.num_pages - 1
 
     def check(self) -> None:
-        """Nothing when it fits.
+        """Check that the plan fits.
 
         Raises:
             ConfigError: it does not; names the key to lower, the largest value that fits, and every line of the plan.
@@ -110,10 +110,10 @@ class MemoryPlan:
 
 
 def plan_memory(plan: Plan, config: Config, weights: tuple[int, int] | None = None) -> MemoryPlan:
-    """Count what an engine with this plan will hold. Reads the shapes in the checkpoints and none of their data.
+    """Count the memory that an engine with this plan will use. Reads the shapes in the checkpoints, but none of their data.
 
-    Nothing is allocated but position tables, which networks without data have as well. Tables that don't fit by themselves stand in the
-    plan in place of the weights.
+    Only position tables are allocated, which even networks without data have. If the tables alone don't fit, the plan lists them instead
+    of the weights.
 
     Args:
         plan: of the engine.
@@ -170,9 +170,9 @@ def plan_memory(plan: Plan, config: Config, weights: tuple[int, int] | None = No
 
 
 def fit_memory(plan: Plan, config: Config, weights: tuple[int, int] | None = None) -> tuple[Plan, MemoryPlan]:
-    """``plan`` with as many of its prefill chunks as the memory has room for, where their sizes are not given, and its memory plan.
+    """``plan``, without its largest prefill chunks if memory is short and their sizes are not configured, and its memory plan.
 
-    Chunks of :data:`SMALLEST_CHUNK` tokens and less stay; where not even they fit, nothing is left out.
+    Chunks of up to :data:`SMALLEST_CHUNK` tokens stay. If even they don't fit, ``plan`` is returned unchanged.
 
     Args:
         plan, config, weights: as for :func:`plan_memory`.
@@ -211,7 +211,7 @@ def parameter_bytes(plan: Plan, token_map: str | None = None) -> tuple[int, int]
         if token_map is not None:
             apply_token_map(draft, load_token_map(user_path("variant.token_map", token_map), plan.target.vocab_size))
     networks = [network for network in (target, draft) if network is not None]
-    if packs(plan):
+    if uses_packed_weights(plan):
         for network in networks:
             pack_network(network, plan)
     held, *others = (_tensors(network) for network in networks)

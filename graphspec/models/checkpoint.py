@@ -1,4 +1,4 @@
-"""Checkpoint folders read into modules, as the tables of :mod:`graphspec.layouts` say. Everything is checked before it is copied."""
+"""Reads checkpoint folders into modules by the tables of :mod:`graphspec.layouts`. Every tensor is checked before it is copied."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Checkpoint:
 
     Args:
         path: the folder.
-        renamed: prefixes in the files and what they become; the last one that matches a name holds.
+        renamed: prefixes in the files and their replacements; the last one that matches a name applies.
 
     Raises:
         CheckpointError: no such file, a damaged file, an index that is no index, a shard that is missing or lacks a tensor.
@@ -96,22 +96,22 @@ class Checkpoint:
         return f"{file}: {plain(stored)}"
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of a tensor that is there; nothing is read."""
+        """Shape of an existing tensor. Reads no data."""
         file, stored = self._tensors[name]
         return self._open(file).describe(stored)[0]
 
     def narrow(self, names: Iterable[str]) -> torch.dtype | None:
-        """The 16-bit dtype that all of these tensors are stored in; None: they are not. Nothing is read."""
+        """The 16-bit dtype in which all of these tensors are stored; None: they have another dtype, or several. Reads no data."""
         found = {self._open(file).describe(stored)[1] for file, stored in (self._tensors[name] for name in names)}
         return _NARROW.get(found.pop()) if len(found) == 1 else None
 
     def raw(self, name: str) -> Tensor:
-        """A tensor that is there, as it is stored."""
+        """An existing tensor, as it is stored."""
         file, stored = self._tensors[name]
         return self._open(file).tensor(stored)
 
     def check(self, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...] = FLOATS) -> None:
-        """That a tensor is there, with this shape and one of these dtypes; nothing is read.
+        """Check that a tensor exists, with this shape and one of these dtypes. Reads no data.
 
         Raises:
             CheckpointError: it isn't there, or has another shape or dtype.
@@ -132,7 +132,7 @@ class Checkpoint:
         return self.raw(name)
 
     def part(self, name: str, dim: int, begin: int, length: int) -> Tensor:
-        """Consecutive rows or columns of a tensor that is there, as it is stored; the others are not read."""
+        """``length`` rows (``dim`` 0) or columns (1) of an existing tensor from ``begin`` on, as stored. Reads only those."""
         file, stored = self._tensors[name]
         return self._open(file).part(stored, dim, begin, length)
 

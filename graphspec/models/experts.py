@@ -28,10 +28,10 @@ class Router(Linear):
 
 
 class MixtureOfExperts(KernelModule, ShardedModule):
-    """A router, the experts it chooses for each token, and the experts that every token goes to.
+    """A router, its experts, and shared experts that every token goes to.
 
     Args:
-        facts: sizes; ``facts.experts`` is there.
+        facts: sizes; ``facts.experts`` is not None.
     """
 
     float32_names = ("correction_E",)

@@ -1,4 +1,4 @@
-"""The target: a decoder of any family. What a layer is made of follows from the facts."""
+"""The target: a decoder of any family. The facts determine the layers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .layers import MLP, RMSNorm, SelfAttention, SquaredReluMLP, dense_mlp, toke
 from .mamba2 import Mamba2
 from .recurrent_net import RecurrentNet
 from .rope import RotaryEmbedding
-from .stack import DecoderStack, why_not
+from .stack import DecoderStack, packing_obstacle
 
 if TYPE_CHECKING:
     from ..facts import ModelFacts
@@ -33,15 +33,15 @@ class TargetOutput(NamedTuple):
     """The tapped residual streams side by side, ascending by layer; None without taps."""
 
 
-def make_net(facts: ModelFacts, layer: int) -> SelfAttention | LatentAttention | RecurrentNet:
-    """What carries tokens to each other in a layer: attention, or a recurrent net."""
+def make_token_mixer(facts: ModelFacts, layer: int) -> SelfAttention | LatentAttention | RecurrentNet:
+    """The token mixer of a layer: attention, or a recurrent net."""
     if facts.recurrent is not None and facts.is_recurrent(layer):
         return GatedDeltaNet(facts, layer) if facts.recurrent.ssm is None else Mamba2(facts, layer)
     return SelfAttention(facts, layer) if facts.latent is None else LatentAttention(facts, layer)
 
 
 def make_mlp(facts: ModelFacts, layer: int) -> MLP | SquaredReluMLP | MixtureOfExperts:
-    """What a token goes through alone."""
+    """The channel mixer of a layer: an MLP, or a mixture of experts."""
     return MixtureOfExperts(facts) if facts.has_experts(layer) else dense_mlp(facts)
 
 
@@ -52,7 +52,7 @@ class MixerLayer(nn.Module):
         super().__init__()
         self.norm = RMSNorm.of(facts)
         self.alone = not (facts.attends(layer) or facts.is_recurrent(layer))
-        self.mixer: nn.Module = make_mlp(facts, layer) if self.alone else make_net(facts, layer)
+        self.mixer: nn.Module = make_mlp(facts, layer) if self.alone else make_token_mixer(facts, layer)
 
     def forward(self, residual_BTH: Hidden, rotation: Rotation, attention: Attention) -> Hidden:
         """As :class:`DecoderLayer`."""
@@ -70,15 +70,15 @@ class MixerLayer(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention or a recurrent net, and MLP or a mixture of experts, each added to the residual stream.
+    """Attention or a recurrent net, then an MLP or a mixture of experts, each added to the residual stream.
 
-    A norm stands before each of them; in families with ``norm_after`` it stands after each, and what is added is normed.
+    Each has a norm before it; in families with ``norm_after`` its output is normed instead.
     """
 
     def __init__(self, facts: ModelFacts, layer: int) -> None:
         super().__init__()
         self.input_layernorm = None if facts.family.norm_after else RMSNorm.of(facts)
-        self.self_attn = make_net(facts, layer)
+        self.self_attn = make_token_mixer(facts, layer)
         self.post_attention_layernorm = RMSNorm.of(facts)
         self.post_feedforward_layernorm = RMSNorm.of(facts) if facts.family.norm_after else None
         self.mlp = make_mlp(facts, layer)
@@ -87,11 +87,11 @@ class DecoderLayer(nn.Module):
         self.place = 0
 
     def enter_stack(self, stack: DecoderStack, place: int) -> None:
-        """Run as layer ``place`` of a stack from now on, which holds the weights."""
+        """Run as layer ``place`` of ``stack``, which holds the weights."""
         self.stack, self.place = stack, place
 
     def forward(self, residual_BTH: Hidden, rotation: Rotation, attention: Attention) -> Hidden:
-        """The residual stream after this layer, ``[B, T, H]``; as a stream, the norms between products cost no pass of their own."""
+        """The residual stream after this layer, ``[B, T, H]``. Passed as a :class:`ResidualStream`, its norms need no pass of their own."""
         if self.stack is not None:
             out = self.stack.layer(self.place, hidden_of(residual_BTH), rotation, attention)
             return ResidualStream(out) if isinstance(residual_BTH, ResidualStream) else out
@@ -110,7 +110,7 @@ class DecoderLayer(nn.Module):
         return out_BTH
 
     def write_kv(self, residual_BTH: Hidden, rotation: Rotation, attention: Attention) -> None:
-        """This layer's KV, where its output is not read."""
+        """Write this layer's KV without computing its output."""
         if self.stack is not None:
             self.stack.write_kv(hidden_of(residual_BTH), rotation, attention, index=self.place)
             return
@@ -124,11 +124,11 @@ class DecoderLayer(nn.Module):
 
 
 class LlamaModel(nn.Module):
-    """A target with its language-model head. Knows nothing of pages, trees or chunks: attention is handed in.
+    """A target with its language-model head. Pages, trees and chunks are hidden behind the attention that the caller passes.
 
     Args:
         facts: the checkpoint's sizes.
-        tap_layers: layers whose entering residual stream becomes the feature.
+        tap_layers: layers whose input residual streams make up the feature.
         max_positions: positions the RoPE table covers; None: the checkpoint's ``max_position_embeddings``.
     """
 
@@ -150,7 +150,7 @@ class LlamaModel(nn.Module):
         if self.facts.mixers is not None:
             return "layers of one mixer"
         layers = list(cast("list[DecoderLayer]", self.layers))
-        if (reason := why_not(layers)) is not None:
+        if (reason := packing_obstacle(layers)) is not None:
             return reason
         norms = [layer.input_layernorm for layer in layers]
         self.stack = DecoderStack(layers, norms, self.rotary.rotary_dim, self.norm, self.tap_layers)
@@ -180,7 +180,7 @@ class LlamaModel(nn.Module):
         return TargetOutput(self.norm(residual_BTH), torch.cat(taps, dim=-1) if taps else None)
 
     def write_kv(self, token_BT: Tensor, attention: Attention) -> None:
-        """KV of all layers, where nobody reads the hidden states: the last layer ends at its keys and values."""
+        """Write the KV of all layers without computing the output: the last layer stops at its keys and values."""
         embedding_BTH = self.embed(token_BT, attention.valid_BT)
         rotation = self.rotary.of(attention)
         if self.stack is not None:

@@ -1,4 +1,4 @@
-"""What the recurrent nets share that stand in the place of attention: a convolution, a rule, and their states' place."""
+"""Base of the recurrent nets that replace attention: a convolution, a rule, and the place of their states."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class RecurrentNet(KernelModule):
-    """A causal convolution, then a matrix per head that each token changes and reads.
+    """A causal convolution, then a matrix per head that each token updates and reads.
 
     Args:
         facts: sizes; ``facts.recurrent`` is there.
@@ -41,7 +41,7 @@ class RecurrentNet(KernelModule):
         raise NotImplementedError
 
     def use_kernels(self, kernels: KernelSet) -> None:
-        """Nothing: a :class:`~graphspec.models.recurrence.Recurrence` brings the ops."""
+        """Does nothing: the :class:`~graphspec.models.recurrence.Recurrence` of a call brings the ops."""
 
     def mix(self, attention: Attention, input_BTE: Tensor, gate_BTG: Tensor) -> Tensor:
         """Convolution and rule, see :class:`~graphspec.models.recurrence.Recurrence`; ``[B, T, H, V]``."""

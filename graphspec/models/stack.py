@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class PlainLayer(Protocol):
-    """What a stack asks of a decoder layer: an attention, an MLP, a norm before each, and residuals around them."""
+    """The decoder layers that a stack can run: an attention and an MLP, each after a norm and inside a residual connection."""
 
     @property
     def self_attn(self) -> nn.Module: ...
@@ -32,8 +32,8 @@ class PlainLayer(Protocol):
     def mlp(self) -> nn.Module: ...
 
 
-def why_not(layers: Sequence[PlainLayer]) -> str | None:
-    """What keeps layers from being a stack; None: nothing does."""
+def packing_obstacle(layers: Sequence[PlainLayer]) -> str | None:
+    """Why these layers can't be packed into a stack, in a few words; None: they can."""
     if any(isinstance(layer.self_attn, RecurrentNet) for layer in layers):
         return "recurrent layers"
     if any(not isinstance(layer.self_attn, SelfAttention) for layer in layers):
@@ -61,14 +61,14 @@ def _product(linear: Linear) -> stack.Product:
 
 
 class DecoderStack(nn.Module):
-    """Layers of a network as one op, see :mod:`graphspec.kernels.native.stack`. Their projections give their weights up for it.
+    """Layers of a network as one op, see :mod:`graphspec.kernels.native.stack`. It takes over the weights of their projections.
 
     Args:
-        layers: of one attention shape, float32, on the CPU; :func:`why_not` has nothing against them.
-        input_norms: the norm in front of each layer's attention, None where it reads what enters as it is.
+        layers: of one attention shape, float32, on the CPU; :func:`packing_obstacle` returns None for them.
+        input_norms: the norm before each layer's attention; None: the attention reads its input un-normed.
         rotary_dim: rotated part of a head.
         final_norm: after the last layer; None: there is none.
-        tap_layers: layers whose entering residual stream is a feature.
+        tap_layers: layers whose input residual streams are features.
     """
 
     def __init__(
@@ -121,12 +121,12 @@ class DecoderStack(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Hidden states ``[B, T, H]`` after the last layer, or the final norm where there is one, and features ``[B, T, taps * H]``.
 
-        ``entering_BTE``: what the first layer's attention reads, already normed, where it is not the residual stream.
+        ``entering_BTE``: the input of the first layer's attention, already normed, if it is not the residual stream.
         """
         return self._run(residual_BTH, rotation, attention, entering_BTE, (0, self.count, self.taps, True, False))
 
     def layer(self, index: int, residual_BTH: Tensor, rotation: Rotation, attention: Attention) -> Tensor:
-        """The residual stream after one layer, from the one before it."""
+        """Run one layer: the residual stream after it, from the one before it."""
         return self._run(residual_BTH, rotation, attention, None, (index, index + 1, 0, False, False))[0]
 
     def write_kv(
@@ -137,7 +137,7 @@ class DecoderStack(nn.Module):
         entering_BTE: Tensor | None = None,
         index: int | None = None,
     ) -> None:
-        """The KV that a call writes, or that one layer does, where nobody reads what lies after it."""
+        """Write the KV that a call writes, of all layers or of layer ``index`` only, without computing its result."""
         layers = (0, self.count) if index is None else (index, index + 1)
         self._run(residual_BTH, rotation, attention, entering_BTE, (*layers, 0, False, True))
 
@@ -156,13 +156,13 @@ class DecoderStack(nn.Module):
         )  # fmt: skip
 
 
-class DraftEntry(nn.Module):
-    """What a drafter's layers read, as one native op: embeddings and hidden states side by side, see :mod:`graphspec.kernels.native.rows`.
+class DraftInput(nn.Module):
+    """The input of a drafter's layers as one native op: embeddings and hidden states side by side (:mod:`graphspec.kernels.native.rows`).
 
     Args:
-        embedding: of the tokens.
-        embedding_norm, hidden_norm: of each half; None: it is read as it is.
-        hidden_first: hidden states on the left.
+        embedding: the token embedding.
+        embedding_norm, hidden_norm: the norm of each half; None: that half is not normed.
+        hidden_first: put the hidden states on the left.
     """
 
     def __init__(
@@ -179,28 +179,28 @@ class DraftEntry(nn.Module):
         self.register_buffer("hidden_scale", _scale(hidden_norm), persistent=False)
 
     def forward(self, token_BT: Tensor, hidden_BTH: Tensor, valid_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """``[B, T, 2 * H]``, and the hidden states themselves; zero before any norm where a token is not valid."""
+        """The input ``[B, T, 2 * H]`` and the un-normed hidden states; both halves of invalid tokens are zero before the norms."""
         entering: tuple[Tensor, Tensor] = self._enter(
             token_BT, valid_BT, self.embedding.weight, hidden_BTH, self.embedding_scale, self.hidden_scale, self.eps, self.hidden_first
         )
         return entering
 
 
-def packs(plan: Plan) -> bool:
-    """The linear layers of an engine with this plan are native, their weights packed."""
+def uses_packed_weights(plan: Plan) -> bool:
+    """Whether the linear layers of an engine with this plan are native, with packed weights."""
     return resolve("kernels.linear", plan.linear, plan.kernels, plan.device, plan.dtype) == "native"
 
 
 def pack_network(network: nn.Module, plan: Plan) -> str | None:
-    """Pack the weights of a network, and run its decoder layers as one native op from now on.
+    """Pack the weights of a network, and make its decoder layers run as one native op if they can.
 
-    On the device ``meta`` this settles sizes alone.
+    On the device ``meta`` only sizes are computed.
 
     Returns:
-        Why the layers still run op by op; None where they don't.
+        Why the layers run op by op; None if they run as one op.
     """
     reason: str | None = "set by kernels.mode, kernels.linear or kernels.attention"
-    # Chosen one by one, attention and linear layers are ops of their own.
+    # If the user chose attention or linear layers separately, they stay separate ops.
     if plan.target.sharding.sharded:
         reason = "several ranks, whose sums stand between the ops"
     elif plan.linear == plan.attention == "auto":

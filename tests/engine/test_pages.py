@@ -98,7 +98,7 @@ class Pages(RuleBasedStateMachine):
         if hasattr(self, "allocator"):
             assert self.allocator.num_used == len(self.owners)
             assert self.allocator.num_free == self.num_pages - 1 - len(self.owners)
-            assert self.allocator.num_kept == len(self.kept)
+            assert len(self.allocator._key_of) == len(self.kept)
             assert {key: self.allocator.find(key) for key in (b"a", b"b", b"c", b"d")} == {
                 key: self.kept.get(key) for key in (b"a", b"b", b"c", b"d")
             }

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphspec.engine.chunks import choose_prefill, chunked, next_chunk
+from graphspec.engine.chunks import choose_prefill, next_chunk
 from graphspec.engine.llm import LLM, SamplingParams
 from graphspec.engine.request import Request
 from graphspec.engine.scheduler import Scheduler
@@ -19,6 +19,7 @@ from graphspec.errors import ConfigError
 from graphspec.graphs.programs import PrefillKey, tokens_of
 from graphspec.shapes import GREEDY, MOST_PADDING, SAMPLED, GraphKey
 from tests.drafters.test_mtp_engine import counting_head, counting_target
+from tests.support.chunking import chunked
 from tests.support.engines import CHAIN, TREE, mirror_pair
 from tests.support.mtp_checkpoints import add_heads
 from tests.support.plans import model_facts

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphspec.config import Config, HardwareConfig, ModelConfig, RuntimeConfig
-from graphspec.engine.chunks import chunked
 from graphspec.engine.llm import SamplingParams
 from graphspec.engine.request import Request
 from graphspec.engine.scheduler import Scheduler
@@ -23,6 +22,7 @@ from graphspec.plan import make_plan
 from graphspec.shapes import CHUNKS, GREEDY, MOST_PADDING, pick_bucket, prefill_chunks
 from tests.graphs.test_capture import make_cycle
 from tests.graphs.test_capture import make_plan as captured_plan
+from tests.support.chunking import chunked
 from tests.support.engines import Pair, ids, mirror_pair, prompts
 from tests.support.plans import draft_facts, model_facts
 from tests.support.plans import plan as small_plan

@@ -127,7 +127,7 @@ def test_tokens_drafts_and_kv_are_those_without(structure: str) -> None:
     cached = [r.metrics.cached_tokens for r in shared.requests]
     assert cached[2] >= 40, "pages of the output too"
     assert cached[3:] == [32, 0, 16, 16]
-    assert all(r.metrics.cached_tokens == 0 for r in alone.requests) and alone.scheduler.allocator.num_kept == 0
+    assert all(r.metrics.cached_tokens == 0 for r in alone.requests) and len(alone.scheduler.allocator._key_of) == 0
 
 
 @pytest.mark.parametrize("chunk", [1, 16])
@@ -180,7 +180,7 @@ def test_pages_short_aborts_and_preemption(structure: str) -> None:
             assert (request.output, request.finish_reason) == (expected.output, "length")
     assert sum(r.preempted for r in pressed.requests) > 0 and sum(r.metrics.cached_tokens for r in pressed.requests) > 0
     assert (allocator.num_used, allocator.num_free) == (0, 26)
-    assert 0 < allocator.num_kept == len(allocator._idle) <= 26
+    assert 0 < len(allocator._key_of) == len(allocator._idle) <= 26
 
 
 def test_an_interrupted_step_forgets_the_pages() -> None:
@@ -198,7 +198,7 @@ def test_an_interrupted_step_forgets_the_pages() -> None:
     bench.fails = False
     bench.cycle.reset()
     bench.scheduler.recover()
-    assert bench.scheduler.allocator.num_kept == request.published == 0
+    assert len(bench.scheduler.allocator._key_of) == request.published == 0
     while bench.scheduler.busy:
         bench.scheduler.step()
     assert (request.output, request.metrics.cached_tokens) == (wanted, 0)

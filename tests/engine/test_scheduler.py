@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphspec.buffers import Status
-from graphspec.engine.chunks import chunked
 from graphspec.engine.request import Request, SamplingParams, check_prompt
 from graphspec.engine.scheduler import Scheduler
 from graphspec.errors import RequestError
@@ -22,6 +21,7 @@ from graphspec.graphs.programs import Key, PrefillKey
 from graphspec.graphs.stages.mailbox import Chunk, Join, MailLayout, Message
 from graphspec.plan import Plan
 from graphspec.shapes import GREEDY, GraphKey
+from tests.support.chunking import chunked
 from tests.support.plans import plan as make
 
 STOP, BROKEN = 1, -7
@@ -256,7 +256,7 @@ class Case:
         allocator = self.scheduler.allocator
         assert allocator.num_used == 0
         assert allocator.num_free == self.plan.num_pages - 1
-        assert len(allocator._idle) == allocator.num_kept
+        assert len(allocator._idle) == len(allocator._key_of)
         assert self.device.in_flight == 0
         assert sorted(self.scheduler._free_rows) == list(range(self.plan.max_rows))
         assert len(ended) == len(set(ended)), "a request ends once"

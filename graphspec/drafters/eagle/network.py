@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ...kernels.linear import Hidden, ResidualStream, hidden_of
 from ...models.layers import MLP, Embedding, Linear, RMSNorm, SelfAttention
 from ...models.rope import RotaryEmbedding
-from ...models.stack import DecoderStack, DraftEntry
+from ...models.stack import DecoderStack, DraftInput
 
 if TYPE_CHECKING:
     from ...facts import ModelFacts
@@ -76,11 +76,11 @@ class EagleDraft(nn.Module):
         self.target_token_Vd: Tensor | None
         self.register_buffer("target_token_Vd", None, persistent=False)
         self.stack: DecoderStack | None = None
-        self.entry: DraftEntry | None = None
+        self.draft_input: DraftInput | None = None
 
     def pack_stack(self) -> None:
         """See :func:`graphspec.models.stack.pack_network`."""
-        self.entry = DraftEntry(self.embed_tokens, self.embed_layernorm, None)
+        self.draft_input = DraftInput(self.embed_tokens, self.embed_layernorm, None)
         self.stack = DecoderStack([self.layer], [self.hidden_layernorm], self.rotary.rotary_dim)
 
     def fuse(self, feature_BTF: Tensor) -> Tensor:
@@ -111,8 +111,8 @@ class EagleDraft(nn.Module):
     def _enter(self, token_BT: Tensor, hidden_BTH: Tensor, attention: Attention) -> tuple[Tensor, Rotation]:
         """What the layer reads: the residual stream in front of it, and how it rotates."""
         valid_BT, rotation = attention.valid_BT, self.rotary.of(attention)
-        if self.entry is not None:
-            return self.fc(self.entry(token_BT, hidden_BTH, valid_BT)[0]), rotation
+        if self.draft_input is not None:
+            return self.fc(self.draft_input(token_BT, hidden_BTH, valid_BT)[0]), rotation
         embedding_BTH = self.embed_tokens(token_BT, valid_BT)
         hidden_BTH = torch.where(valid_BT[..., None], hidden_BTH, 0.0)
         if self.embed_layernorm is not None:

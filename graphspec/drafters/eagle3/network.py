@@ -11,7 +11,7 @@ from ...kernels.linear import Hidden, ResidualStream, hidden_of
 from ...models.layers import MLP, Embedding, Linear, RMSNorm, SelfAttention
 from ...models.llama import DecoderLayer
 from ...models.rope import RotaryEmbedding
-from ...models.stack import DecoderStack, DraftEntry, PlainLayer, why_not
+from ...models.stack import DecoderStack, DraftInput, PlainLayer, packing_obstacle
 
 if TYPE_CHECKING:
     from ...facts import ModelFacts
@@ -93,16 +93,16 @@ class Eagle3Draft(nn.Module):
         table_Vd = torch.arange(facts.draft_vocab_size, device="cpu") if reduced else None
         self.register_buffer("target_token_Vd", table_Vd, persistent=False)
         self.stack: DecoderStack | None = None
-        self.entry: DraftEntry | None = None
+        self.draft_input: DraftInput | None = None
 
     def pack_stack(self) -> str | None:
         """See :func:`graphspec.models.stack.pack_network`."""
         layers = cast("list[PlainLayer]", list(self.layers))
-        if (reason := why_not(layers)) is not None:
+        if (reason := packing_obstacle(layers)) is not None:
             return reason
         norms = [None, *(layer.input_layernorm for layer in cast("list[DecoderLayer]", list(self.layers[1:])))]
         first = cast("Eagle3Layer", self.layers[0])
-        self.entry = DraftEntry(self.embed_tokens, first.input_layernorm, first.hidden_norm)
+        self.draft_input = DraftInput(self.embed_tokens, first.input_layernorm, first.hidden_norm)
         self.stack = DecoderStack(layers, norms, self.rotary.rotary_dim, self.norm if self.facts.norm_output else None)
         return None
 
@@ -150,8 +150,8 @@ class Eagle3Draft(nn.Module):
 
     def _enter(self, token_BT: Tensor, hidden_BTH: Tensor, attention: Attention) -> tuple[Tensor, Rotation, Tensor]:
         """The residual stream before the first layer, how it rotates, and what that layer's attention reads."""
-        assert self.entry is not None, "a packed network"
-        entering_BTE, residual_BTH = self.entry(token_BT, hidden_BTH, attention.valid_BT)
+        assert self.draft_input is not None, "a packed network"
+        entering_BTE, residual_BTH = self.draft_input(token_BT, hidden_BTH, attention.valid_BT)
         if cast("Eagle3Layer", self.layers[0]).norm_before_residual:
             residual_BTH = entering_BTE[..., residual_BTH.shape[-1] :]
         return residual_BTH, self.rotary.of(attention), entering_BTE

@@ -11,7 +11,7 @@ from ...kernels.linear import ResidualStream
 from ...models.layers import Embedding, Linear, RMSNorm
 from ...models.llama import DecoderLayer
 from ...models.rope import RotaryEmbedding
-from ...models.stack import DecoderStack, DraftEntry, why_not
+from ...models.stack import DecoderStack, DraftInput, packing_obstacle
 
 if TYPE_CHECKING:
     from ...kernels.formulas import Rotation
@@ -38,13 +38,13 @@ class MTPHead(nn.Module):
         self.layer = DecoderLayer(decoder, layer)
         self.norm = RMSNorm.of(decoder)
         self.stack: DecoderStack | None = None
-        self.entry: DraftEntry | None = None
+        self.draft_input: DraftInput | None = None
 
     def pack_stack(self, rotary_dim: int, embedding: Embedding) -> str | None:
         """See :func:`graphspec.models.stack.pack_network`."""
-        if (reason := why_not([self.layer])) is not None:
+        if (reason := packing_obstacle([self.layer])) is not None:
             return reason
-        self.entry = DraftEntry(embedding, self.embedding_norm, self.hidden_norm, self.hidden_first)
+        self.draft_input = DraftInput(embedding, self.embedding_norm, self.hidden_norm, self.hidden_first)
         self.stack = DecoderStack([self.layer], [self.layer.input_layernorm], rotary_dim, self.norm)
         self.layer.enter_stack(self.stack, 0)
         return None
@@ -58,8 +58,8 @@ class MTPHead(nn.Module):
 
     def enter(self, token_BT: Tensor, hidden_BTH: Tensor, valid_BT: Tensor, embedding: Embedding) -> Tensor:
         """The residual stream in front of the layer, ``[B, T, H]``; what is not valid is zero before the norms."""
-        if self.entry is not None:
-            entering_BTE, _ = self.entry(token_BT, hidden_BTH, valid_BT)
+        if self.draft_input is not None:
+            entering_BTE, _ = self.draft_input(token_BT, hidden_BTH, valid_BT)
         else:
             hidden_BTH = torch.where(valid_BT[..., None], hidden_BTH, 0.0)
             halves = (self.embedding_norm(embedding(token_BT, valid_BT)), self.hidden_norm(hidden_BTH))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...config import Config, HardwareConfig, ModelConfig
 from ...graphs.memory import GIB, MemoryPlan, fit_memory, parameter_bytes
-from ...models.stack import packs
+from ...models.stack import uses_packed_weights
 from ...plan import Plan, make_plan
 from ..floor import FloorModel, has_tensors, kv_bytes_per_token
 
@@ -181,7 +181,7 @@ def _plan(
 def _network_sizes(config: LaunchConfig, pair: ModelPair, model: FloorModel, plan: Plan) -> tuple[int, int]:
     """Bytes of target and draft without their tables; packed ones are those of the checkpoints, where there are any."""
     known = has_tensors(pair.target.path) and (pair.draft is None or not pair.from_config)
-    if known and packs(plan):
+    if known and uses_packed_weights(plan):
         target, draft = (
             size - table for size, table in zip(parameter_bytes(plan, config.variant.token_map), _tables(pair, plan), strict=True)
         )
