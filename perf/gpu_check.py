@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from graphspec.lab.measure.provenance import ROOT, provenance, result_file, write_jsonl
-from perf.gpu import checks, first
+from perf.gpu import checks, probes
 from perf.gpu.budget import CALLS, MINUTES, SHORTEST, Part, all_parts, allowed, needed
 from perf.gpu.processes import run_command
 from perf.gpu.results import append, gather, read, tree_digest
@@ -96,9 +96,9 @@ class Check:
 
     def probes(self, seconds: float) -> Outcome:
         """What nothing works without, and the kernels; ``hopeless`` when one of the former did not pass."""
-        outcomes = self.try_all(first.early_probes(first.probes()), seconds)
+        outcomes = self.try_all(probes.early_probes(probes.all_probes()), seconds)
         self.unfinished = [name for name, outcome in outcomes.items() if outcome == "not_run"]
-        hopeless = any(outcomes.get(name) != "passed" for name in first.ESSENTIAL)
+        hopeless = any(outcomes.get(name) != "passed" for name in probes.ESSENTIAL)
         return self.verdict(outcomes) if not hopeless else (1, "hopeless")
 
     def cache(self, seconds: float) -> Outcome:
@@ -117,8 +117,8 @@ class Check:
 
     def rest(self, seconds: float) -> Outcome:
         """The other probes, then a look inside a cycle."""
-        ends, early = self.clock() + seconds, first.early_probes(first.probes())
-        outcomes = self.try_all([name for name in first.probes() if name not in early or name in self.unfinished], seconds / 2)
+        ends, early = self.clock() + seconds, probes.early_probes(probes.all_probes())
+        outcomes = self.try_all([name for name in probes.all_probes() if name not in early or name in self.unfinished], seconds / 2)
         code, why = self.verdict(outcomes)
         left = ends - self.clock()
         if left < SHORTEST:
@@ -164,11 +164,11 @@ class Check:
             outcomes[record["name"]] = record["outcome"]
             passed = record["outcome"] == "passed"
             with self.log.open("a", encoding="utf-8") as sink:
-                sink.write(f"{first.line(record)}\n{'' if passed else record['message']}\n")
-            if not passed or record["name"] in first.ESSENTIAL:
-                print(first.line(record), flush=True)
+                sink.write(f"{probes.line(record)}\n{'' if passed else record['message']}\n")
+            if not passed or record["name"] in probes.ESSENTIAL:
+                print(probes.line(record), flush=True)
 
-        first.try_all(names, put, seconds)
+        probes.try_all(names, put, seconds)
         return outcomes
 
     @staticmethod

@@ -23,7 +23,7 @@ from torch._inductor.cudagraph_utils import log_cudagraph_skip_and_bump_counter
 
 from graphspec.errors import CaptureError
 from perf import gpu_check
-from perf.gpu import bench, checks, engine, first, latency, readme, records, results, static_decode, warm
+from perf.gpu import bench, checks, engine, latency, probes, readme, records, results, static_decode, warm
 from perf.gpu.bench import EAGLE3_8B, LLAMA_8B
 from perf.gpu.budget import CALLS, GAP, MINUTES, Part, all_parts, allowed, needed
 from tests.support.codegen import pretended_gpu
@@ -132,7 +132,7 @@ def test_a_call_on_a_clock_of_its_own(scenario: str, tmp_path: Path, monkeypatch
         results.append(file, PASSED)
         return 0
 
-    monkeypatch.setattr(first, "try_all", try_all)
+    monkeypatch.setattr(probes, "try_all", try_all)
     monkeypatch.setattr(gpu_check, "run_command", run_command)
     monkeypatch.setattr(checks, "run_tests", run_tests)
     began = clock.now
@@ -156,22 +156,22 @@ def test_all_probes_have_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
         clock.now += seconds if command[-1] == "b" else 1.0
         return None if command[-1] == "b" else 0
 
-    monkeypatch.setattr(first.time, "monotonic", clock)
-    monkeypatch.setattr(first, "run_command", run_command)
-    monkeypatch.setattr(first, "AT_ONCE", 1)
+    monkeypatch.setattr(probes.time, "monotonic", clock)
+    monkeypatch.setattr(probes, "run_command", run_command)
+    monkeypatch.setattr(probes, "AT_ONCE", 1)
     found: list[dict[str, Any]] = []
     began = clock.now
-    assert first.try_all(["a", "b", "c", "d"], found.append, 90) is False
+    assert probes.try_all(["a", "b", "c", "d"], found.append, 90) is False
     assert clock.now - began == 90 and asked == ["a", "b"]
     assert {record["name"]: record["outcome"] for record in found} == {"a": "passed", "b": "failed", "c": "not_run", "d": "not_run"}
     assert "not over after 89 seconds" in found[1]["message"]
 
 
 def test_essential_probes_and_kernels_come_first() -> None:
-    known = first.probes()
-    early = first.early_probes(known)
-    assert tuple(early[: len(first.ESSENTIAL)]) == first.ESSENTIAL
-    assert all(name.startswith(first.KERNEL) for name in early[len(first.ESSENTIAL) :]) and len(early) > 20
+    known = probes.all_probes()
+    early = probes.early_probes(known)
+    assert tuple(early[: len(probes.ESSENTIAL)]) == probes.ESSENTIAL
+    assert all(name.startswith(probes.KERNEL) for name in early[len(probes.ESSENTIAL) :]) and len(early) > 20
     assert {name for name in known if name not in early} >= {"engine-fused-tree", "profiler", "engine-debug"}
 
 

@@ -23,7 +23,7 @@ from graphspec.kernels import OPS, select_kernels
 from graphspec.lab.measure.stages import Probe, kernel_timeline
 from graphspec.shapes import GREEDY, CycleShape
 from perf import gpu_check
-from perf.gpu import bench, checks, first, latency, processes, results, static_decode
+from perf.gpu import bench, checks, latency, probes, processes, results, static_decode
 from perf.gpu.bench import EAGLE3_8B, LLAMA_8B
 from perf.gpu.latency import Session, interrupted_rows, run
 from tests.support.gpu_configs import small_jetspec
@@ -124,7 +124,7 @@ def test_gpu_tests_are_collected_and_left_out_by_default(tmp_path: Path) -> None
 
 
 PASSED = {"kind": "check", "name": "t", "outcome": "passed", "seconds": 1.0, "message": ""}
-PROBES = [{"kind": "probe", "name": name, "outcome": "passed", "seconds": 1.0, "message": "fine"} for name in first.ESSENTIAL]
+PROBES = [{"kind": "probe", "name": name, "outcome": "passed", "seconds": 1.0, "message": "fine"} for name in probes.ESSENTIAL]
 
 
 @pytest.fixture
@@ -150,7 +150,7 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     monkeypatch.setattr(gpu_check, "has_cuda", lambda: True)
     monkeypatch.setattr(checks, "run_tests", run_tests)
-    monkeypatch.setattr(first, "try_all", try_all)
+    monkeypatch.setattr(probes, "try_all", try_all)
     monkeypatch.setattr(gpu_check, "run_command", run_command)
     return found
 
@@ -198,7 +198,7 @@ def test_what_can_not_work_is_not_begun(tmp_path: Path, parts: dict[str, Any]) -
     assert gpu_check.main(["--out", str(tmp_path / "c")]) == 1 and parts["commands"]
     [file] = (tmp_path / "c").glob("*.jsonl")
     tried = [record["name"] for record in results.read(file) if record["kind"] == "probe"]
-    assert tried == [*first.ESSENTIAL, "kernel-linear", "kernel-moe_mlp", "kernel-moe_mlp"]
+    assert tried == [*probes.ESSENTIAL, "kernel-linear", "kernel-moe_mlp", "kernel-moe_mlp"]
 
 
 def test_too_few_minutes_are_refused(tmp_path: Path, parts: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
@@ -302,26 +302,26 @@ def test_every_task_of_latency_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_every_probe_has_a_name_and_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = first.probes()
-    assert set(first.ESSENTIAL) <= set(known) and len(known) > 30
+    known = probes.all_probes()
+    assert set(probes.ESSENTIAL) <= set(known) and len(known) > 30
     if not torch.cuda.is_available():
-        record = first.attempt("device", time.monotonic() + first.SECONDS)
-        assert record["outcome"] == "failed" and ("CUDA" in first.line(record) or "NVIDIA" in first.line(record)), record
+        record = probes.attempt("device", time.monotonic() + probes.SECONDS)
+        assert record["outcome"] == "failed" and ("CUDA" in probes.line(record) or "NVIDIA" in probes.line(record)), record
 
 
 def test_the_probes_pass_where_they_can_run_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine probe against itself: what it calls exists, and tokens that differ are noticed."""
-    monkeypatch.setattr(first, "OPTIONS", {**first.OPTIONS, "device": "cpu", "buckets": [2]})
-    real = first.tokens
+    monkeypatch.setattr(probes, "OPTIONS", {**probes.OPTIONS, "device": "cpu", "buckets": [2]})
+    real = probes.tokens
 
     def eager(shape: str, runtime: str, **keys: Any) -> Any:
         return real(shape, "eager", mode="reference")
 
-    monkeypatch.setattr(first, "tokens", eager)
-    assert "tokens equal" in first.engine("none", "fused")
-    monkeypatch.setattr(first, "tokens", lambda *a, **k: (eager(*a, **k)[0], [[id(k)], [time.perf_counter()]]))
+    monkeypatch.setattr(probes, "tokens", eager)
+    assert "tokens equal" in probes.engine("none", "fused")
+    monkeypatch.setattr(probes, "tokens", lambda *a, **k: (eager(*a, **k)[0], [[id(k)], [time.perf_counter()]]))
     with pytest.raises(AssertionError, match="tokens differ"):
-        first.engine("none", "fused")
+        probes.engine("none", "fused")
 
 
 def test_where_the_profiler_sees_nothing_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,8 @@
-"""The first minute on a GPU: ``python -m perf.gpu.first`` tries every part once, small, each in a process of its own.
+"""Probes of a GPU machine: ``python -m perf.gpu.probes`` tries every part once, on small inputs, each in a process of its own.
 
 Kernels against their references, a capture that works and two that fail, engines of every kind of kernels against the eager one, the
-profiler. It says what is broken and with which message; that all is right, the tests say. A probe that crashes or hangs costs the others
-nothing but time, and there is one deadline for all. ``--only NAME...`` runs some, ``--list`` names them.
+profiler. Probes show what is broken, with its message; only the tests show that everything is right. A probe that crashes or hangs costs
+the others nothing but time, and there is one deadline for all. ``--only NAME...`` runs some, ``--list`` names them.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from typing import Any
 from perf.gpu.processes import run_command
 
 SECONDS = 150.0
-"""For all probes together; one that is not over then is ended, one that was not begun then is not run."""
+"""Deadline of all probes together: running ones are ended then, and no more are started."""
 SHORTEST = 15.0
-"""A probe with fewer seconds left is not begun: imports alone may take them."""
+"""A probe is not started with fewer seconds left: imports alone may take that long."""
 AT_ONCE = 12
 ESSENTIAL = ("device", "graph", "engine-reference")
-"""When one of these fails, nothing that follows means anything."""
+"""If one of these fails, no later result is meaningful."""
 KERNEL = "kernel-"
-"""What the names of the probes of single kernels begin with."""
+"""Prefix of the names of probes of single kernels."""
 PROMPT = [11, 45, 210, 7, 93, 18, 400, 31, 5, 77, 64, 12]
 OPTIONS = {"device": "cuda", "dtype": "float32", "max_rows": 2, "buckets": [1, 2], "prefill_chunks": [16], "sampling_classes": []}
 SHAPES: dict[str, dict[str, Any]] = {
@@ -41,7 +41,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def device() -> str:
-    """There is one, it multiplies, and its memory can be copied to and from."""
+    """A device is present, multiplies matrices, and copies memory both ways."""
     import torch
     import triton
 
@@ -186,8 +186,8 @@ def profiler() -> str:
     return f"{found['nodes']} nodes, {found['gap_ms']:.3f} ms of gaps; stages {sum(times):.3f} ms"
 
 
-def probes() -> dict[str, Callable[[], str]]:
-    """Every probe by name, the most telling first."""
+def all_probes() -> dict[str, Callable[[], str]]:
+    """Every probe by name, the most informative first."""
     from graphspec.kernels import OPS
 
     found: dict[str, Callable[[], str]] = {"device": device, "graph": graph}
@@ -223,7 +223,7 @@ def attempt(name: str, ends: float) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         printed, errors = Path(folder) / "out", Path(folder) / "err"
         code = run_command(
-            [sys.executable, "-m", "perf.gpu.first", "--probe", name], seconds, printed, errors=errors, environment=environment
+            [sys.executable, "-m", "perf.gpu.probes", "--probe", name], seconds, printed, errors=errors, environment=environment
         )
         said, wrong = (file.read_text(encoding="utf-8", errors="replace").strip() for file in (printed, errors))
     if code == 0:
@@ -254,14 +254,14 @@ def line(record: dict[str, Any]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0: every probe passed."""
     parser = argparse.ArgumentParser(
-        prog="python -m perf.gpu.first", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m perf.gpu.probes", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these probes")
     parser.add_argument("--list", action="store_true", help="name the probes, run none")
     parser.add_argument("--seconds", type=float, default=SECONDS, help=f"for all of them (default: {SECONDS:.0f})")
     parser.add_argument("--probe", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
-    known = probes()
+    known = all_probes()
     for name in (options.only or []) + ([options.probe] if options.probe else []):
         if name not in known:
             parser.error(f"expected one of {', '.join(known)}, found {name!r}")
