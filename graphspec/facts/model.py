@@ -273,7 +273,7 @@ def read_decoder(keys: Keys, path: Path, architecture: str, family: Family) -> M
 
 
 def _language_model(keys: Keys, family: Family) -> Keys:
-    """The keys of the language model, with those around them where it says nothing; ``tie_word_embeddings`` is the whole model's."""
+    """The keys of the language model, completed by the outer ones that it lacks; ``tie_word_embeddings`` is always the outer one."""
     if not family.nested or not keys.present(family.nested):
         return keys
     inner, around = keys.values[family.nested], dict(keys.values)

@@ -127,7 +127,7 @@ class Cycle:
         return self.arena.views(key.lanes) if isinstance(key, PrefillKey) else self.arena.views(key.bucket, key.shape)
 
     def buckets(self, sampling: SamplingClass) -> tuple[int, ...]:
-        """Buckets whose cycles exist or can be built: the plan's, without those for a cycle of which memory ran out."""
+        """Buckets whose cycles exist or can be built: the plan's, except those left out because memory ran out."""
         without = {key.bucket for key in self.dropped if isinstance(key, GraphKey) and key.sampling == sampling.of_cycles}
         return tuple(bucket for bucket in self.plan.buckets if bucket not in without)
 

@@ -37,7 +37,7 @@ class Rotation(NamedTuple):
     table_LD: Tensor
     """float32 ``[L, 2d]``: d cosines, then d sines."""
     row_BT: Tensor
-    """int64; clamped into the table, which only rows nobody reads ever need."""
+    """int64; clamped into the table. Only rows whose result is unused lie outside it."""
 
     def cos_sin(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """``(cos, sin)``, each ``[B, T, d]``."""

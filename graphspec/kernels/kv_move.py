@@ -51,7 +51,7 @@ def _cases(generator: torch.Generator) -> list[Case]:
         }
 
     def through_rows(case: Case) -> Case:
-        """The same lanes in another order over rows, the last lane padded: it shares the dummy row with nobody's pages."""
+        """The same lanes with their rows in another order, and the last lane padded: it has the dummy row, which owns no pages."""
         lanes = case["path_BA"].shape[0]
         case["accept_len_B"][-1] = 0
         row = torch.cat((torch.randperm(lanes, generator=generator)[:-1], torch.tensor([lanes])))

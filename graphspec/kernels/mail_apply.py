@@ -11,7 +11,7 @@ from .groups import Bias, Lanes, Penalties, RowRequest, Truncation
 from .op import WRITTEN, Case, KernelOp
 
 FREE = 0
-"""``status_R`` of a row nobody holds (:class:`graphspec.buffers.Status`)."""
+"""``status_R`` of a free row (:class:`graphspec.buffers.Status`)."""
 JOIN_WORDS = 12
 """Words of a join before its stop ids."""
 

@@ -141,7 +141,7 @@ class Signature:
         return flat
 
     def gather(self, flat: Mapping[str, Any]) -> dict[str, Any]:
-        """The function's arguments by name from flat ones. A group of which nothing is given is None where it may be."""
+        """The function's arguments by name, from flat ones. An optional group is None if none of its fields is given."""
         made: dict[str, Any] = {}
         for name, group, default in self._parameters:
             if group is None:

@@ -336,7 +336,7 @@ class FloorModel:
         self, network: str, tally: _Tally, facts: ModelFacts, weights: Weights, lanes: int, rows: int, scored: int, columns: int,
         context: int, layers: range, *, fuse: bool = False,
     ) -> None:  # fmt: skip
-        """Add one pass over ``lanes * rows`` tokens, ``lanes * scored`` of which get logits."""
+        """Add one pass over ``lanes * rows`` tokens; ``lanes * scored`` of them get logits."""
         tokens, parts, size = lanes * rows, tally.parts, self.itemsize
         tally.forwards.append(Forward(network, tokens, lanes * scored, context, fuse))
         streamed = ("layers", "fuse") if fuse else ("layers",)

@@ -151,7 +151,7 @@ class RowParallelLinear(Linear, ShardedModule):
 
 
 class VocabParallelLinear(Linear, ShardedModule):
-    """A language-model head of which each rank has the rows of some tokens; every rank gathers all logits.
+    """A language-model head whose rows are divided among the ranks by token; every rank gathers all logits.
 
     Args:
         sharding: of the model.
@@ -239,7 +239,7 @@ class Embedding(nn.Module):
 
 
 class VocabParallelEmbedding(Embedding, ShardedModule):
-    """An embedding of which each rank has the rows of some tokens.
+    """An embedding whose rows are divided among the ranks by token.
 
     Args:
         sharding: of the model.

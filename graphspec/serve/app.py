@@ -253,7 +253,7 @@ def _only(data: dict[str, Any], *names: str) -> None:
 
 
 async def _nobody(_: Request, __: Exception) -> Response:
-    """An answer that nobody reads."""
+    """An empty answer, for a client that has left."""
     return Response(status_code=499)
 
 

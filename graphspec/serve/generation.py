@@ -99,7 +99,10 @@ class Generation:
 
 
 async def _why(llm: AsyncLLM, prompt: Prompt, params: SamplingParams) -> ApiError:
-    """Why one of several prompts was refused. Among others its error is a text; alone it has parts, not all of which may be said."""
+    """Why one of several prompts was refused.
+
+    Among several prompts the error is only text. Checked by itself the prompt raises one with parts, some of which clients must not see.
+    """
     alone: Prompt = {"prompt_token_ids": prompt} if isinstance(prompt, list) else prompt
     try:
         await asyncio.to_thread(llm.llm.check, alone, params)

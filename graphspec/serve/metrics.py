@@ -113,7 +113,7 @@ class Metrics:
             self._positions.labels(self._model, position).inc()
 
     def leave(self, request: Request) -> None:
-        """A request's answer has ended, or nobody waits for it any more."""
+        """A request's answer has ended, or its client has left."""
         self.observe(request)
         metrics, seen = request.metrics, self._seen.pop(request)
         self._preempted.inc(request.preempted)

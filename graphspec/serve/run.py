@@ -91,5 +91,5 @@ def load_face(config: LaunchConfig, keys: Keys, progress: Progress | None = None
 
 
 def served_name(config: LaunchConfig) -> str:
-    """The name under which a model is served; of a folder the last part, since a path is nobody's business."""
+    """The name under which a model is served. For a folder, its last part: clients should not learn the path."""
     return config.server.model_name or Path(config.model.path).name or "model"

@@ -47,7 +47,7 @@ class Eagle3Layer(nn.Module):
         return out_BTH
 
     def write_kv(self, embedding_BTH: Tensor, hidden_BTH: Tensor, rotation: Rotation, attention: Attention) -> None:
-        """This layer's KV, where nobody reads the output."""
+        """Write this layer's KV without computing its output."""
         x_BTE, _ = self.enter(embedding_BTH, hidden_BTH)
         self.self_attn.write_kv(x_BTE, rotation, attention)
 

@@ -115,7 +115,7 @@ def _long_prompt(texts: Sequence[Sequence[int]], first: int, length: int) -> lis
 
 
 def _traced(config: LaunchConfig, lines: Sequence[TraceLine], encode: Callable[[str], list[int]], vocab_size: int) -> Workload:
-    """The requests of a trace; a prompt of which only the length is known is random ids. Long ones have ``long_input_tokens`` or more."""
+    """The requests of a trace. A prompt whose trace line has only a length is random ids; long ones have ``long_input_tokens`` or more."""
     asked = config.workload
     drawn = random.Random(asked.seed)
     requests = []
