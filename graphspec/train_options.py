@@ -90,6 +90,44 @@ class AcceptanceConfig:
         )
 
 
+@dataclass(kw_only=True)
+class UnlikelihoodConfig:
+    """Training a target against loops, after its schedule: it continues prompts of its text greedily, and tokens that repeat a run become
+    less likely (Welleck et al. 2020, arXiv 1908.04319).
+    """
+
+    steps: int = 0
+    """Optimizer steps; 0: none. Each also reads a batch of text as the first phase does."""
+    lr: float = 0.001
+    """Peak learning rate, of Muon and of AdamW, on a line down to 0."""
+    weight: float = 1.0
+    """Of the unlikelihood next to the loss on text."""
+    width: int = 8
+    """A token is made less likely where it ends a run of so many tokens that occurred earlier in the same continuation."""
+    refresh: int = 20
+    """Steps between two writings of the text."""
+    sequences: int = 128
+    """Continuations that are written at once."""
+    batch: int = 16
+    """Continuations of a step."""
+    prompt: int = 64
+    """Tokens of a prompt."""
+    length: int = 224
+    """Tokens of a continuation with its prompt."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, "train.unlikelihood")
+        in_range("train.unlikelihood.steps", self.steps, 0, INT32_MOST)
+        in_range("train.unlikelihood.lr", self.lr, LEAST, MOST)
+        in_range("train.unlikelihood.weight", self.weight, LEAST, MOST)
+        for key in ("refresh", "sequences", "prompt"):
+            in_range(f"train.unlikelihood.{key}", getattr(self, key), 1, LONGEST)
+        in_range("train.unlikelihood.batch", self.batch, 1, self.sequences)
+        in_range("train.unlikelihood.width", self.width, 2, LONGEST)
+        most = self.prompt + self.width
+        _check("train.unlikelihood.length", most < self.length <= LONGEST, f"above prompt + width = {most}", self.length)
+
+
 RECURRENT_KEYS = (
     "head_dim", "full_attention_interval", "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
 )  # fmt: skip
@@ -210,10 +248,11 @@ class TrainConfig:
     text: TextConfig = field(default_factory=TextConfig)
     acceptance: AcceptanceConfig = field(default_factory=AcceptanceConfig)
     target: TargetConfig = field(default_factory=TargetConfig)
+    unlikelihood: UnlikelihoodConfig = field(default_factory=UnlikelihoodConfig)
 
     def __post_init__(self) -> None:
         check_fields(self, "train", paths=("data", "held_out", "out", "work"))
-        for group in (self.text, self.acceptance, self.target):
+        for group in (self.text, self.acceptance, self.target, self.unlikelihood):
             group.__post_init__()
         _check("train.held_out_share", 0 < self.held_out_share < 0.5, "a share above 0, below 0.5", self.held_out_share)
         one_of("train.dtype", self.dtype, DTYPES)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
 import torch
 
 from ..errors import CheckpointError, ConfigError, spell_bytes
@@ -41,6 +42,11 @@ def write_json(path: Path, value: Mapping[str, object], key: str = KEY) -> None:
     """Indented JSON with a final newline."""
     text = json.dumps(value, indent=2) + "\n"
     write_whole(path, lambda stream: stream.write(text.encode()), key)
+
+
+def write_array(file: Path, array: np.ndarray) -> None:
+    """A ``.npy`` file, written whole or not at all."""
+    write_whole(file, lambda stream: np.save(stream, array))
 
 
 def save(file: Path, state: Mapping[str, Any]) -> None:

@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from ..errors import ConfigError
 from ..train_options import TextConfig, TrainConfig
-from .checkpoint import write_json, write_whole
+from .checkpoint import write_array, write_json
 from .hybrid import RECURRENT, recurrent_cache_layer
 from .loop import Watch, unwatched
 
@@ -150,14 +150,10 @@ def generate_text(
             temperature = config.temperatures[index % len(config.temperatures)]
             prompt_length = int(np.random.default_rng(seed).integers(config.prompt[0], config.prompt[1] + 1))
             tokens = continue_text(model, cut_prompts(train, batch, prompt_length, seed), length, temperature, seed)
-            _write_array(file, tokens.numpy().astype(np.int32))
+            write_array(file, tokens.numpy().astype(np.int32))
         watch(f"text of {length} tokens", batches, batches)
-        _write_array(text_file(work, length), np.concatenate([np.load(file) for file in files]))
+        write_array(text_file(work, length), np.concatenate([np.load(file) for file in files]))
     return {length: np.load(text_file(work, length)) for _, _, length in sets}
-
-
-def _write_array(file: Path, array: np.ndarray) -> None:
-    write_whole(file, lambda stream: np.save(stream, array))
 
 
 def _check_text(file: Path, settings: dict[str, Any]) -> None:

@@ -23,6 +23,7 @@ from ..engine.folders import model_folder
 from ..errors import CheckpointError, ConfigError
 from ..paths import check_writable, make_folder, reason
 from ..train_options import TrainConfig
+from . import unlikelihood
 from .acceptance import check_acceptance, continue_held_out, measure_acceptance, small_engine
 from .checkpoint import write_json
 from .draft import Recipe, Texts, train_draft
@@ -99,7 +100,8 @@ def _set_up(config: LaunchConfig) -> str:
 
 def _clear(work: Path, name: str) -> None:
     """Take away what a run would go on from."""
-    for pattern in (f"{name}.*", "data.json", "train.npy", "held_out.npy", "text_*.npy", "text_*.json", "text_parts/*.npy", "tokenizer/*"):
+    own = [f"{name}.*"] + ([f"{unlikelihood.NAME}*"] if name == NAME else [])
+    for pattern in (*own, "data.json", "train.npy", "held_out.npy", "text_*.npy", "text_*.json", "text_parts/*.npy", "tokenizer/*"):
         for file in work.glob(pattern):
             file.unlink()
 

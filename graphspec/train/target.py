@@ -20,6 +20,7 @@ from .attention import use_batched_products
 from .hybrid import build_hybrid
 from .loop import Watch, unwatched
 from .texts import Streams
+from .unlikelihood import UNMIXED, train_against_loops
 
 NAME = "target"
 BITS = ("lr", "adamw_lr", "schedule", "warmup", "cooldown", "restarts", "clip", "dtype", "compile", "seed")
@@ -82,15 +83,17 @@ def bits_per_byte(model: PreTrainedModel, stream: np.ndarray, num_bytes: int, le
 def train_target(
     config: TrainConfig, streams: Streams, work: Path, device: str = "cpu", watch: Watch = unwatched
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Train on ``device``, going on from the checkpoint in ``work``; returns the model and its figures.
+    """Train on ``device``, going on from the checkpoints in ``work``; returns the model and its figures.
 
     Raises:
         ConfigError: sequences beyond the context, less text than one, or what :func:`graphspec.train.loop.run` raises.
     """
     longest = max(length for _, _, length in config.schedule_phases)
-    if longest > config.target.max_position_embeddings:
-        expected = f"at most train.target.max_position_embeddings = {config.target.max_position_embeddings}"
-        raise ConfigError("train.sequence_length", expected, longest)
+    written = config.unlikelihood.length if config.unlikelihood.steps else 0
+    for key, tokens in (("train.sequence_length", longest), ("train.unlikelihood.length", written)):
+        if tokens > config.target.max_position_embeddings:
+            expected = f"at most train.target.max_position_embeddings = {config.target.max_position_embeddings}"
+            raise ConfigError(key, expected, tokens)
     if len(streams.train) <= longest + 1:
         raise ConfigError("train.data", f"more than {longest + 1} tokens to train on", len(streams.train))
     if len(streams.held_out) < 2:
@@ -110,8 +113,12 @@ def train_target(
         value = F.cross_entropy(logits.float().flatten(0, 1), tokens_BT[:, 1:].flatten())
         return value, value.detach()
 
-    job = loop.Job(NAME, model, ("embed_tokens", "lm_head"), loss, settings(config), lambda means: {"loss": round(float(means), 4)})
+    job = loop.Job(NAME, model, UNMIXED, loss, settings(config), lambda means: {"loss": round(float(means), 4)})
     trained = loop.run(job, config, work, watch)
+    against_loops: dict[str, Any] = {}
+    if config.unlikelihood.steps:
+        writer = build_target(config.target, config.seed).to(device)
+        against_loops = train_against_loops(model, writer, streams.train, loss, config, settings(config), work, watch)
     model.requires_grad_(False).eval()
     model.set_attn_implementation(usual)
     nats, bits = bits_per_byte(model, streams.held_out, streams.facts["held_out_bytes"])
@@ -123,4 +130,5 @@ def train_target(
         "train_loss": trained.figures["loss"],
         "held_out_loss": nats,
         "held_out_bits_per_byte": bits,
+        **({"unlikelihood": against_loops} if against_loops else {}),
     }
