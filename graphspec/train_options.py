@@ -98,13 +98,13 @@ class UnlikelihoodConfig:
 
     steps: int = 0
     """Optimizer steps; 0: none. Each also reads a batch of text as the first phase does."""
-    lr: float = 0.001
+    lr: float = 0.0006
     """Peak learning rate, of Muon and of AdamW, on a line down to 0."""
     weight: float = 1.0
     """Of the unlikelihood next to the loss on text."""
-    width: int = 8
+    width: int = 16
     """A token is made less likely where it ends a run of so many tokens that occurred earlier in the same continuation."""
-    refresh: int = 20
+    refresh: int = 8
     """Steps between two writings of the text."""
     sequences: int = 128
     """Continuations that are written at once."""

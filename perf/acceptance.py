@@ -29,10 +29,12 @@ EAGLE_1 = [
 ]  # fmt: skip
 """The default tree of EAGLE-1's published code: 25 nodes and the root."""
 
-CHAIN, TREE, DEEP = (4, 1, 5), (4, 4, 16), (5, 4, 16)
+CHAIN, TREE, DEEP, WIDE = (4, 1, 5), (4, 4, 16), (5, 4, 16), (7, 4, 32)
+DRAFTED = ("eagle", "eagle3", "mtp", "standalone", "p_eagle", "dflash")
 CASES: tuple[tuple[str, str, dict[str, Any] | tuple[int, int, int]], ...] = (
-    *((variant, shape, size) for variant in ("eagle", "eagle3", "mtp", "standalone") for shape, size in (("chain", CHAIN), ("tree", TREE))),
+    *((variant, shape, size) for variant in DRAFTED for shape, size in (("chain", CHAIN), ("tree", TREE))),
     ("eagle3", "tree", DEEP),
+    ("dflash", "tree", WIDE),
     ("eagle", "EAGLE-1's static tree", {"tree_choices": EAGLE_1}),
     ("ngram", "paths", (6, 4, 12)),
     ("ngram_trie", "tree", (8, 8, 12)),

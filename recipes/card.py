@@ -112,6 +112,15 @@ def sampled_text(drafts: dict[str, Any]) -> str:
     return f"\nOn text sampled at temperature {temperature:g}, {about}:\n\n{table}\n"
 
 
+def against_loops_text(target: dict[str, Any]) -> str:
+    """A row of the target's table, where it was trained against loops."""
+    against = target.get("unlikelihood")
+    if against is None:
+        return ""
+    loss = f"unlikelihood of weight {against['weight']:g} where a run of {against['width']} tokens repeats (arXiv 1908.04319)"
+    return f"\n| against loops | then {against['steps']} steps on its own greedy text next to the data: {loss} |"
+
+
 def phase_text(phases: list[list[int]]) -> str:
     """``[steps, batch, length]`` phases in words."""
     return ", then ".join(f"{steps} steps of {batch} x {length} tokens" for steps, batch, length in phases)
@@ -175,7 +184,7 @@ in the repository ({figures["megabytes"]:.1f} MB in bfloat16). The target is not
 | parameters | {target["parameters"]:,} |
 | vocabulary | {shape["vocab_size"]} (byte-level BPE trained on the same text) |
 | context | {shape["max_position_embeddings"]} tokens |
-| training | {target["tokens"]:,} tokens: {phase_text(shape["phases"])} |
+| training | {target["tokens"]:,} tokens: {phase_text(shape["phases"])} |{against_loops_text(target)}
 | training loss at the end | {target["train_loss"]:.3f} nats per token |
 | held-out loss | {target["held_out_loss"]:.3f} nats per token, **{target["held_out_bits_per_byte"]:.3f} bits per byte** |
 | held-out loss, bfloat16 weights | {published["held_out_loss"]:.3f} nats per token, \

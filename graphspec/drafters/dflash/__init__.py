@@ -18,4 +18,5 @@ VARIANT = Variant(
     assumed="graphspec.drafters.dflash.facts:assumed_facts",
     training="graphspec.drafters.dflash.training:DFlashDraft",
     auto_shape=CycleShape(15, 1, 16, "marginals"),
+    demo_draft="dflash",
 )

@@ -19,4 +19,5 @@ VARIANT = Variant(
     training="graphspec.drafters.p_eagle.training:PEagleDraft",
     auto_shape=CycleShape(7, 1, 8, "marginals"),
     auto_tree=CycleShape(7, 4, 16, "marginals"),
+    demo_draft="p_eagle",
 )
