@@ -164,8 +164,8 @@ class ModelConfig:
     """The target model."""
 
     path: str = "demo"
-    """Folder of a Hugging Face checkpoint, its name on the Hub (``org/model``), ``demo`` for the model shipped with the package, or
-    ``demo_hybrid`` once it is trained."""
+    """Folder of a Hugging Face checkpoint, its name on the Hub (``org/model``), ``demo`` or ``demo_hybrid`` for a model
+    shipped with the package."""
     revision: str | None = None
     """Branch, tag or commit of a model from the Hub; None: its main branch."""
     max_context: int | None = None

@@ -39,7 +39,7 @@ PROMPTS = (
 )
 NEW_TOKENS = 28
 CYCLE_CASES = (
-    *((variant, shape) for variant in ("eagle", "eagle3", "mtp", "standalone") for shape in ((4, 1, 5), (4, 4, 16))),
+    *((variant, shape) for variant in ("eagle", "eagle3", "mtp", "standalone", "dflash") for shape in ((4, 1, 5), (4, 4, 16))),
     ("ngram", (6, 4, 12)),
     ("ngram_trie", (8, 8, 12)),
 )
