@@ -122,13 +122,11 @@ def train_against_loops(
         with torch.autocast(device.type, torch.bfloat16, enabled=config.dtype == "bfloat16"):
             logits = model(tokens_BT[:, :-1], use_cache=False).logits
         loops = unlikelihood(logits[:, begin - 1 :], tokens_BT[:, begin:], mask_BT[:, begin:])
-        return usual + asked.weight * loops, torch.stack([usual.detach(), loops.detach()])
+        return usual + asked.weight * loops, torch.stack([usual.detach(), loops.detach(), usual.new_tensor(texts.repeated)])
 
-    job = Job(NAME, model, UNMIXED, loss, {**settings, NAME: asdict(asked)}, lambda means: _figures(means, texts))
+    def describe(means: Tensor) -> dict[str, Any]:
+        return {key: round(value, 4) for key, value in zip(("loss", NAME, "repeated"), means.tolist(), strict=True)}
+
+    job = Job(NAME, model, UNMIXED, loss, {**settings, NAME: asdict(asked)}, describe)
     trained = loop.run(job, schedule, work, watch)
     return {**asdict(asked), **trained.figures, "seconds": round(trained.seconds)}
-
-
-def _figures(means: Tensor, texts: Continuations) -> dict[str, Any]:
-    usual, loops = means.tolist()
-    return {"loss": round(usual, 4), NAME: round(loops, 4), "repeated": round(texts.repeated, 4)}
