@@ -104,7 +104,7 @@ def serve(cycle: Cycle, requests: list[Request]) -> list[tuple[list[int], str | 
     scheduler = Scheduler(cycle.plan, cycle, None, clear_row=cycle.clear_row)
     for sampling in (WITHOUT, WITH):
         cycle.prepare(keys_of(cycle.plan, sampling))
-        scheduler.offer(sampling, cycle.plan.buckets)
+        scheduler.add_programs(sampling, cycle.plan.buckets)
     for request in requests:
         scheduler.add(request)
     for _ in range(2000):
