@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
+from operator import attrgetter
 from typing import Any, Literal, Protocol, TypeVar
 
 from .errors import ConfigError
@@ -163,4 +164,4 @@ def resolve_variant(name: str) -> Variant:
 def load_object(path: str) -> Any:
     """Resolve ``module:attribute``; the only place where a line of the catalog turns into code."""
     module, _, attribute = path.partition(":")
-    return getattr(import_module(module), attribute)
+    return attrgetter(attribute)(import_module(module))

@@ -231,7 +231,7 @@ def _generate(config: LaunchConfig) -> int:
         errors = {i: request.error for i, request in enumerate(requests)} | dict(zip(served, found, strict=True))
         if all(errors.values()):
             return _print_errors(failures(list(errors.values())))
-        served = {i: asked for i, asked in served.items() if errors[i] is None}
+        served = {i: request for i, request in served.items() if errors[i] is None}
         prompts, params = [prompt for prompt, _ in served.values()], [params for _, params in served.values()]
         llm.warm_up(len(served), sampling=sampling_class(params))
         streaming = config.format == "text" and len(requests) == 1

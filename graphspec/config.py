@@ -54,7 +54,7 @@ def _between(key: str, value: float | None, least: float, most: float | None = N
         in_range(key, value, least, most, above=above)
 
 
-def check_sampling(asked: Any, error: Errors) -> None:
+def check_sampling(params: Any, error: Errors) -> None:
     """Check the bounds of :class:`SamplingConfig` and ``SamplingParams`` that depend on no engine; their types are checked already.
 
     Raises:
@@ -68,31 +68,31 @@ def check_sampling(asked: Any, error: Errors) -> None:
         "frequency_penalty": (-PENALTY_LIMIT, PENALTY_LIMIT),
     }
     for name, (least, most) in limits.items():
-        in_range(f"sampling.{name}", getattr(asked, name), least, most, error=error)
-    if asked.temperature != 0 and not TEMPERATURES[0] <= asked.temperature <= TEMPERATURES[1]:
-        raise error("sampling.temperature", f"0, or a number >= {TEMPERATURES[0]:g}, at most {TEMPERATURES[1]:g}", asked.temperature)
-    if asked.seed is not None and not SEEDS[0] <= asked.seed <= SEEDS[1]:
-        raise error("sampling.seed", "null, or a 64-bit integer", brief(asked.seed))
-    if not FLOAT32_LEAST <= asked.top_p <= 1:
-        raise error("sampling.top_p", f"a number above 0 ({FLOAT32_LEAST:.0e} or more), at most 1", asked.top_p)
-    if asked.min_p != 0 and not FLOAT32_LEAST <= asked.min_p <= 1:
-        raise error("sampling.min_p", f"0, or a number of {FLOAT32_LEAST:.0e} or more, at most 1", asked.min_p)
-    most = min(asked.max_tokens, INT32_MOST)
-    if not 0 <= asked.min_tokens <= most:
-        whose = " = max_tokens" if most == asked.max_tokens else ""
-        raise error("sampling.min_tokens", f"an integer >= 0, at most {most}{whose}", brief(asked.min_tokens))
-    if asked.logprobs is not None:
-        in_range("sampling.logprobs", asked.logprobs, 0, INT32_MOST, error=error)
+        in_range(f"sampling.{name}", getattr(params, name), least, most, error=error)
+    if params.temperature != 0 and not TEMPERATURES[0] <= params.temperature <= TEMPERATURES[1]:
+        raise error("sampling.temperature", f"0, or a number >= {TEMPERATURES[0]:g}, at most {TEMPERATURES[1]:g}", params.temperature)
+    if params.seed is not None and not SEEDS[0] <= params.seed <= SEEDS[1]:
+        raise error("sampling.seed", "null, or a 64-bit integer", brief(params.seed))
+    if not FLOAT32_LEAST <= params.top_p <= 1:
+        raise error("sampling.top_p", f"a number above 0 ({FLOAT32_LEAST:.0e} or more), at most 1", params.top_p)
+    if params.min_p != 0 and not FLOAT32_LEAST <= params.min_p <= 1:
+        raise error("sampling.min_p", f"0, or a number of {FLOAT32_LEAST:.0e} or more, at most 1", params.min_p)
+    most = min(params.max_tokens, INT32_MOST)
+    if not 0 <= params.min_tokens <= most:
+        whose = " = max_tokens" if most == params.max_tokens else ""
+        raise error("sampling.min_tokens", f"an integer >= 0, at most {most}{whose}", brief(params.min_tokens))
+    if params.logprobs is not None:
+        in_range("sampling.logprobs", params.logprobs, 0, INT32_MOST, error=error)
     for name in ("stop_token_ids", "allowed_token_ids"):
-        for place, token in enumerate(getattr(asked, name) or ()):
+        for place, token in enumerate(getattr(params, name) or ()):
             in_range(f"sampling.{name}[{place}]", token, 0, INT64_MOST, error=error)
-    if asked.allowed_token_ids is not None and not asked.allowed_token_ids:
+    if params.allowed_token_ids is not None and not params.allowed_token_ids:
         raise error("sampling.allowed_token_ids", "null, or at least one token id", [])
     for name in ("stop", "bad_words"):
-        for place, text in enumerate(getattr(asked, name) or ()):
+        for place, text in enumerate(getattr(params, name) or ()):
             if not text.strip() if name == "bad_words" else not text:
                 raise error(f"sampling.{name}[{place}]", "text that is not empty", repr(text))
-    for token, value in (asked.logit_bias or {}).items():
+    for token, value in (params.logit_bias or {}).items():
         in_range("sampling.logit_bias", token, 0, INT64_MOST, error=error)
         in_range(f"sampling.logit_bias[{token}]", value, -BIAS_LIMIT, BIAS_LIMIT, error=error)
 

@@ -250,8 +250,8 @@ def _instructions(args: argparse.Namespace) -> int:
     from perf.instructions import by_callgrind, by_perf_stat
 
     name = scenario_named(args.scenario).name
-    for asked, what, count in ((args.callgrind, "callgrind", by_callgrind), (args.perf_stat, "perf stat", by_perf_stat)):
-        if asked:
+    for enabled, what, count in ((args.callgrind, "callgrind", by_callgrind), (args.perf_stat, "perf stat", by_perf_stat)):
+        if enabled:
             print(f"{name}: {count(name):,.0f} instructions per cycle ({what})")
     return 0
 

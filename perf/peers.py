@@ -141,6 +141,6 @@ class PeerProcess:
         return json.loads(line)
 
 
-def exporter_of(asked: str | None) -> str:
+def exporter_of(path: str | None) -> str:
     """``optimum-cli``: as asked, or the one on the path, or its bare name."""
-    return asked or shutil.which("optimum-cli") or "optimum-cli"
+    return path or shutil.which("optimum-cli") or "optimum-cli"

@@ -45,8 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     _, dtype = resolve_device(config, pair)
     model = FloorModel.of(pair.target, pair.draft, dtype, variant, None, pair.from_config)
     timed = {(shape, batch) for shape, batches in timed_shapes(variant, model) for batch in batches}
-    asked = [tuple(map(int, shape.split(","))) for shape in args.shapes]
-    checked = [(CycleShape(*shape, variant.auto_shape.pool) if shape[0] else PLAIN, batch) for shape in asked for batch in args.batches]
+    shapes = [tuple(map(int, shape.split(","))) for shape in args.shapes]
+    checked = [(CycleShape(*shape, variant.auto_shape.pool) if shape[0] else PLAIN, batch) for shape in shapes for batch in args.batches]
     cases = [*timed, *(case for case in checked if case not in timed)]
     engines: dict[tuple[CycleShape, int], LLM] = {}
     for shape, batch in cases:

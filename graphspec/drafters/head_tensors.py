@@ -6,11 +6,16 @@ import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ..layouts import PREDICTION_HEADS
-from ..models.checkpoint import Checkpoint
+import torch
+
+from ..layouts import PREDICTION_HEADS, Layout
+from ..models.checkpoint import Checkpoint, Progress, fill
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from ..facts import ModelFacts
+    from .network import DraftNetwork
 
 _LOG = logging.getLogger(__name__)
 
@@ -52,3 +57,22 @@ def settle_decoder(checkpoint: Checkpoint, decoder: ModelFacts) -> ModelFacts:
         mlp_bias=settle(checkpoint, "mlp_bias", decoder.mlp_bias, f"{first}mlp.gate_proj.bias"),
         qk_norm=settle(checkpoint, "query and key norms", decoder.qk_norm, f"{first}self_attn.q_norm.weight"),
     )
+
+
+def fill_head(
+    draft: DraftNetwork,
+    checkpoint: Checkpoint,
+    layout: Layout,
+    shared: Collection[str],
+    dtype: torch.dtype,
+    device: torch.device | str,
+    progress: Progress | None,
+) -> None:
+    """Load every parameter but the ``shared`` ones, which the target has loaded, and move the RoPE table to ``device``.
+
+    Raises:
+        CheckpointError: a tensor that is missing, superfluous, or of another shape or dtype; a damaged file.
+    """
+    own = [name for name, _ in draft.named_parameters(remove_duplicate=False) if name not in shared]
+    fill(draft, checkpoint, layout, own, set(), dtype, torch.device(device), progress)
+    draft.rotary.to(device)  # alone: moving the whole module would move what it shares with the target

@@ -1,4 +1,4 @@
-"""The floor of a cycle: bytes that must move and operations that must be done, stage by stage, and the time no device can beat.
+"""The floor of a cycle: the bytes it must move and the operations it must do, stage by stage, and the least time these take.
 
 Roofline (Williams et al., 2009): a stage takes at least ``max(bytes / bandwidth, flops / peak)``; stages follow one another. Counted are
 
@@ -7,9 +7,9 @@ Roofline (Williams et al., 2009): a stage takes at least ``max(bytes / bandwidth
 * committed KV of every row, once per pass and layer, at most a sliding window of it; the rows a pass writes;
 * logits, written and read once in float32; features of the target, written by the verify stage and read by the first draft pass.
 
-Activations inside a pass, RoPE tables and what the stages without weights touch are not counted: they are small or never leave the cache.
-Windows are counted at their static width. Parameters are those of the modules that run, built without data, so that nothing is modelled
-twice.
+Activations inside a pass, RoPE tables and the buffers of stages without weights are not counted: they are small or never leave the cache.
+Windows are counted at their static width. Parameters are counted in the modules that run, built without data, so that there is no second
+model of the networks.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Hardware:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Parameters of a network by :data:`GROUPS`: their number, and their bytes. What is tied or shared is there once."""
+    """Parameters of a network by :data:`GROUPS`: their number, and their bytes. Tied or shared ones are counted once."""
 
     numbers: Mapping[str, int]
     sizes: Mapping[str, int]
@@ -92,7 +92,7 @@ class Forward:
     Attributes:
         network: ``target`` or ``draft``.
         rows: tokens of all lanes together.
-        scored: how many of them get logits.
+        scored: how many of them have logits computed.
         context: committed tokens of each lane.
         fused: features of the target enter it.
     """
@@ -155,9 +155,9 @@ class _Tally:
 
 
 def distinct_experts(experts: int, topk: int, tokens: float) -> float:
-    """Experts expected to be hit by ``tokens`` tokens that each choose ``topk`` of ``experts``, independently and evenly.
+    """Expected number of experts that ``tokens`` tokens hit if each chooses ``topk`` of ``experts`` independently and uniformly.
 
-    ``E (1 - (1 - k/E)^T)``. Real routers are less even and tokens of one tree alike, so the true number is smaller.
+    ``E (1 - (1 - k/E)^T)``. Real routers are less uniform and tokens of one tree are similar, so the true number is smaller.
     """
     return experts * (1 - (1 - topk / experts) ** tokens)
 
@@ -198,7 +198,7 @@ def group_parameters(network: nn.Module, itemsize: int, leave_out: Iterable[str]
 
 
 def build_target(facts: ModelFacts, tap_layers: tuple[int, ...] = ()) -> LlamaModel:
-    """The target without data; only ``config.json`` was needed for its facts."""
+    """The target network without data; its facts need only a ``config.json``."""
     with torch.device("meta"):
         return LlamaModel(facts, tap_layers, 1)
 
@@ -206,17 +206,17 @@ def build_target(facts: ModelFacts, tap_layers: tuple[int, ...] = ()) -> LlamaMo
 def build_draft(
     facts: DraftFacts, target: LlamaModel, variant: Variant, token_map: str | None = None, from_config: bool | None = None
 ) -> nn.Module:
-    """The draft without data, sharing with the target what it shares in the engine.
+    """The draft network without data, sharing with the target what it shares in the engine.
 
-    With the checkpoint's tensors at hand their names decide, as when it is loaded. From a ``config.json`` alone embedding and head are
+    Where the checkpoint has tensors, their names decide that, as when it is loaded. From a ``config.json`` alone, embedding and head are
     taken as the target's wherever they can be.
 
     Args:
         facts: of the draft.
         target: without data.
-        variant: whose loader is asked where it has no outline.
+        variant: catalog entry; without an ``outline`` its loader is called.
         token_map: file that trims the head (FR-Spec).
-        from_config: leave tensors alone; None: look for them.
+        from_config: don't read tensors; None: read them where there are any.
 
     Raises:
         CheckpointError: tensors that do not fit the config.
@@ -239,14 +239,14 @@ def has_tensors(folder: Path) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FloorModel:
-    """Target and draft as far as a floor needs them; :meth:`of` builds one, :meth:`stages` asks it.
+    """Target and draft as far as floors need them; :meth:`of` builds one, :meth:`stages` counts a cycle.
 
     Attributes:
-        target, draft: facts; no draft: the drafter is no network.
+        target, draft: facts; ``draft`` is None for a drafter without a network.
         itemsize: bytes of a weight and of an element of KV.
         target_weights: of the target.
-        draft_weights: what pass 1, 2, ... of the draft reads; the last one is read by all further passes.
-        draft_own: parameters of the draft that it does not share with the target, whatever pass reads them.
+        draft_weights: weights that pass 1, 2, ... of the draft reads; further passes read the last ones.
+        draft_own: parameters of the draft that it does not share with the target.
     """
 
     target: ModelFacts
@@ -261,7 +261,7 @@ class FloorModel:
         cls, target: ModelFacts, draft: DraftFacts | None, dtype: str, variant: Variant | None = None, token_map: str | None = None,
         from_config: bool | None = None,
     ) -> FloorModel:  # fmt: skip
-        """From facts.
+        """Build the model from facts.
 
         Args:
             target: of the target.
@@ -269,7 +269,7 @@ class FloorModel:
             dtype: ``bfloat16``, ``float16`` or ``float32``.
             variant: catalog entry; needed with a draft.
             token_map: ``variant.token_map``.
-            from_config: the draft has no tensors, or they are left alone; None: look for them.
+            from_config: don't read the draft's tensors; None: read them where there are any.
 
         Raises:
             CheckpointError: tensors of the draft that do not fit its config.
@@ -285,7 +285,7 @@ class FloorModel:
     def of_networks(
         cls, target: ModelFacts, model: nn.Module, draft: DraftFacts | None, network: nn.Module | None, dtype: str
     ) -> FloorModel:
-        """From networks that exist, with or without data, their weights not packed."""
+        """Build the model from networks, with or without data, whose weights are not packed."""
         itemsize = DTYPES[dtype].itemsize
         passes: tuple[Weights, ...] = ()
         own = None
@@ -303,7 +303,7 @@ class FloorModel:
         )
 
     def stages(self, shape: CycleShape, batch: int, context: int) -> tuple[StageCost, ...]:
-        """The stages with weights, in order: those of the draft, if it is a network and the shape drafts, and ``verify``.
+        """Costs of the stages with weights, in order: those of the draft network, if any, and ``verify``.
 
         Args:
             shape: (S, K, N). A static tree counts K rows for each of its levels.
@@ -326,7 +326,7 @@ class FloorModel:
             tally = tallies.setdefault(run.stage, _Tally())
             if number == 0:
                 tally.parts["features"] += batch * run.rows * draft.feature_size * self.itemsize
-            # A head has KV of its own layer.
+            # A prediction head has KV for its own layer only.
             layers = range(run.head, run.head + 1) if draft.num_heads > 1 else range(draft.decoder.num_layers)
             weights, columns = self.draft_weights[run.head], draft.draft_vocab_size
             self._forward("draft", tally, draft.decoder, weights, batch, run.rows, run.scored, columns, context, layers, fuse=number == 0)
@@ -349,7 +349,7 @@ class FloorModel:
         parts["embedding"] += tokens * facts.hidden_size * size
         sides, heads, width = facts.kv_row
         row = sides * heads * width * size
-        # Of a query head and a committed token: score and weighted sum.
+        # Operations per query head and committed token: score and weighted sum.
         per_slot = 4 * facts.head_dim if facts.latent is None else 2 * (facts.latent.row_dim + facts.latent.rank)
         for layer in layers:
             if not facts.attends(layer):

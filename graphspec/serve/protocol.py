@@ -247,14 +247,14 @@ def read(kind: type[Kind], data: Mapping[str, Any], prefix: str = "") -> Kind:
     return kind(**{name: value for name, value in given.items() if name in known})
 
 
-def check_model(asked: str | None, served: str) -> None:
+def check_model(requested: str | None, served: str) -> None:
     """Check the name of the model that a request asks for.
 
     Raises:
         ApiError: 404, another one is served here.
     """
-    if asked is not None and asked != served:
-        raise ApiError(404, f"expected model {served!r}, found {brief(asked)}", "model", "model_not_found")
+    if requested is not None and requested != served:
+        raise ApiError(404, f"expected model {served!r}, found {brief(requested)}", "model", "model_not_found")
 
 
 def check_supported(name: str, value: object, served: Sequence[object]) -> None:

@@ -99,9 +99,9 @@ def measure_acceptance(config: LaunchConfig, shapes: Sequence[Sequence[int]], st
                 }
             )
     watch("acceptance", len(shapes), len(shapes))
-    asked = {"prompts": measured.prompts, "prompt_tokens": measured.prompt_length, "new_tokens": measured.new_tokens}
+    settings = {"prompts": measured.prompts, "prompt_tokens": measured.prompt_length, "new_tokens": measured.new_tokens}
     greedy, *sampled = figures
-    return asked | greedy | ({"sampled": {"temperature": measured.temperature} | sampled[0]} if sampled else {})
+    return settings | greedy | ({"sampled": {"temperature": measured.temperature} | sampled[0]} if sampled else {})
 
 
 def conditional_shares(reached: Sequence[float]) -> list[float]:

@@ -107,13 +107,13 @@ def train_against_loops(
         config: of the run; batch and length of the text are those of its first phase.
         settings: what decided the target's bits so far.
     """
-    asked = config.unlikelihood
+    options = config.unlikelihood
     _, batch, length = config.schedule_phases[0]
     schedule = replace(
-        config, phases=[[asked.steps, batch, length]], steps=None, tokens=None, lr=asked.lr, adamw_lr=None,
+        config, phases=[[options.steps, batch, length]], steps=None, tokens=None, lr=options.lr, adamw_lr=None,
         schedule="linear", warmup=None, cooldown=None, restarts=[],
     )  # fmt: skip
-    texts, device, begin = Continuations(config, stream, writer, work), model.device, asked.prompt
+    texts, device, begin = Continuations(config, stream, writer, work), model.device, options.prompt
 
     def loss(step: int, batch: int, length: int) -> tuple[Tensor, Tensor]:
         tokens, mask = texts.at(step, model)
@@ -122,11 +122,11 @@ def train_against_loops(
         with torch.autocast(device.type, torch.bfloat16, enabled=config.dtype == "bfloat16"):
             logits = model(tokens_BT[:, :-1], use_cache=False).logits
         loops = unlikelihood(logits[:, begin - 1 :], tokens_BT[:, begin:], mask_BT[:, begin:])
-        return usual + asked.weight * loops, torch.stack([usual.detach(), loops.detach(), usual.new_tensor(texts.repeated)])
+        return usual + options.weight * loops, torch.stack([usual.detach(), loops.detach(), usual.new_tensor(texts.repeated)])
 
     def describe(means: Tensor) -> dict[str, Any]:
         return {key: round(value, 4) for key, value in zip(("loss", NAME, "repeated"), means.tolist(), strict=True)}
 
-    job = Job(NAME, model, UNMIXED, loss, {**settings, NAME: asdict(asked)}, describe)
+    job = Job(NAME, model, UNMIXED, loss, {**settings, NAME: asdict(options)}, describe)
     trained = loop.run(job, schedule, work, watch)
-    return {**asdict(asked), **trained.figures, "seconds": round(trained.seconds)}
+    return {**asdict(options), **trained.figures, "seconds": round(trained.seconds)}

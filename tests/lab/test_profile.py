@@ -244,10 +244,10 @@ def test_a_worker_answers_in_its_own_process_and_refuses_by_name(pair: Pair) -> 
     config = launch(pair)
     assert unpack(pack(config)) == config
     worker = Worker()
-    with pytest.raises(GraphspecError, match="a question a worker knows"):
+    with pytest.raises(GraphspecError, match="a command of this worker"):
         worker.answer("dance")
     with WorkerProcess("subject", 60.0) as process:
-        with pytest.raises(GraphspecError, match=r"a question a worker knows, found 'dance' \(side 'subject'\)"):
+        with pytest.raises(GraphspecError, match=r"a command of this worker, found 'dance' \(side 'subject'\)"):
             process.ask("dance")
         with pytest.raises(ResourceError, match=r"side 'subject', round.*ended with code 1.*AttributeError"):
             process.ask("round")

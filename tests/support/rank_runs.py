@@ -26,16 +26,16 @@ PARAMS = [
 
 
 def requests() -> tuple[list[list[int]], list[SamplingParams]]:
-    asked = [*prompts(3, vocab=VOCAB_SIZE), *(BEGINNING + end for end in prompts(3, (2, 5, 4), vocab=VOCAB_SIZE, seed=1))]
-    return asked, PARAMS * 2
+    batch = [*prompts(3, vocab=VOCAB_SIZE), *(BEGINNING + end for end in prompts(3, (2, 5, 4), vocab=VOCAB_SIZE, seed=1))]
+    return batch, PARAMS * 2
 
 
 def run(target: Path, draft: Path | None, size: int, **keys: Any) -> tuple[list[list[int]], int]:
     """Tokens, and how many tokens of prompts were shared."""
-    asked, params = requests()
+    batch, params = requests()
     with LLM(target, draft=draft, tensor_parallel=size, **BUSY | keys) as llm:
-        first = llm.generate(asked, params)
-        again = llm.generate(asked[3:], params[:3])
+        first = llm.generate(batch, params)
+        again = llm.generate(batch[3:], params[:3])
     outputs = [*first, *again]
     return ids(outputs), sum(out.cached_tokens for out in outputs)
 

@@ -12,12 +12,12 @@ from ...errors import CheckpointError
 from ...kernels.linear import Hidden, ResidualStream, hidden_of
 from ...layouts import Layout, TensorRule, decoder_rules
 from ...models.attention import HeadTransform
-from ...models.checkpoint import Checkpoint, Progress, fill
+from ...models.checkpoint import Checkpoint, Progress
 from ...models.layers import Embedding, Linear, RMSNorm, SelfAttention
 from ...models.llama import DecoderLayer
-from ...models.rope import RotaryEmbedding
 from ..eagle3.loading import read_vocab_map
-from ..head_tensors import looks_like, settle_decoder
+from ..head_tensors import fill_head, looks_like, settle_decoder
+from ..network import DraftNetwork
 
 if TYPE_CHECKING:
     from ...models.attention import Attention
@@ -25,38 +25,29 @@ if TYPE_CHECKING:
     from .facts import DFlashFacts
 
 
-class DFlashDraft(nn.Module):
+class DFlashDraft(DraftNetwork):
     """``write_kv`` for the context, from the target's features; :meth:`block` for the anchor and the masks after it.
 
     Args:
         facts: the draft's sizes and options.
-        max_positions: positions the RoPE table covers.
-        embed_tokens: the target's.
-        lm_head: the target's, where the draft has none of its own.
+        max_positions, embed_tokens, lm_head: of :class:`~graphspec.drafters.network.DraftNetwork`.
     """
 
     first_pass_only: ClassVar[tuple[str, ...]] = ("fc", "hidden_norm", "context_proj")
+    facts: DFlashFacts
 
     def __init__(
         self, facts: DFlashFacts, max_positions: int, embed_tokens: Embedding | None = None, lm_head: Linear | None = None
     ) -> None:
-        super().__init__()
+        super().__init__(facts, max_positions, embed_tokens, lm_head)
         decoder = facts.decoder
         key = decoder.num_kv_heads * decoder.head_dim
-        self.facts = facts
         self.fc = Linear(facts.feature_size, decoder.hidden_size)
         self.hidden_norm = RMSNorm(decoder.hidden_size, decoder.rms_norm_eps)
         # Keys and values of all layers: the features are the same for each, so they are one product. The block's own come from the layers.
         self.context_proj = Linear(decoder.hidden_size, *[key] * (2 * decoder.num_layers))
-        self.rotary = RotaryEmbedding(decoder.rope, decoder.head_dim, max_positions)
-        self.embed_tokens = embed_tokens or Embedding(decoder.vocab_size, decoder.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(decoder, layer) for layer in range(decoder.num_layers))
         self.norm = RMSNorm(decoder.hidden_size, decoder.rms_norm_eps)
-        self.lm_head = lm_head or Linear(decoder.hidden_size, facts.draft_vocab_size)
-        self.target_token_Vd: Tensor | None
-        reduced = facts.draft_vocab_size != decoder.vocab_size
-        table_Vd = torch.arange(facts.draft_vocab_size, device="cpu") if reduced else None
-        self.register_buffer("target_token_Vd", table_Vd, persistent=False)
 
     def pack_stack(self) -> str | None:
         """See :func:`graphspec.models.stack.pack_network`."""
@@ -80,7 +71,7 @@ class DFlashDraft(nn.Module):
             own = cast("SelfAttention", cast("DecoderLayer", self.layers[layer]).self_attn)
             norm = None if own.k_norm is None else own.k_norm.weight
             heads = HeadTransform(rotation, norm, norm, self.norm.eps)
-            # Nobody asks here, but the op rotates queries too.
+            # There are no queries here, but the op rotates some too: those of the first key head stand in.
             attention.write(layer, key_BTGD[:, :, :1], key_BTGD, value_BTGD, heads)
 
     def block(self, token_BT: Tensor, position_BT: Tensor, full: Attention, causal: Attention) -> Hidden:
@@ -102,11 +93,9 @@ class DFlashDraft(nn.Module):
         del hidden_BTH, step
         return hidden_of(self.block(token_BT, attention.position_BT, attention, attention))
 
-    def logits(self, hidden: Hidden, step: int = 0) -> Tensor:
-        """float32 ``[..., Vd]`` of what :meth:`block` returned."""
-        del step
-        out: Tensor = self.lm_head(hidden, self.norm, float32=True)
-        return out
+    def output_norm(self) -> RMSNorm | None:
+        """The final norm."""
+        return self.norm
 
 
 def dflash_layout(num_layers: int) -> Layout:
@@ -160,16 +149,8 @@ def load_dflash(
     with torch.device("meta"):
         draft = DFlashDraft(facts, max_positions, target.embed_tokens, None if own_head else target.lm_head)
     shared = {"embed_tokens.weight", *(() if own_head else ("lm_head.weight",))}
-    own = [name for name, _ in draft.named_parameters(remove_duplicate=False) if name not in shared]
     token_Vd = read_vocab_map(checkpoint, facts.decoder.vocab_size, facts.draft_vocab_size)
-    fill(draft, checkpoint, dflash_layout(facts.decoder.num_layers), own, set(), dtype, torch.device(device), progress)
-    # buffers only: moving the whole module would move what it shares with the target
-    draft.rotary.to(device)
+    fill_head(draft, checkpoint, dflash_layout(facts.decoder.num_layers), shared, dtype, device, progress)
     if token_Vd is not None and facts.draft_vocab_size != facts.decoder.vocab_size:
         draft.target_token_Vd = token_Vd.to(device)
     return draft.eval()
-
-
-def outline(facts: DFlashFacts, target: LlamaModel) -> DFlashDraft:
-    """See :attr:`graphspec.catalog.Variant.outline`; the head is taken as the target's where it can be."""
-    return DFlashDraft(facts, 1, target.embed_tokens, target.lm_head if facts.draft_vocab_size == facts.decoder.vocab_size else None)

@@ -9,9 +9,9 @@ import torch
 
 from ...errors import CheckpointError
 from ...layouts import Layout, TensorRule, decoder_rules
-from ...models.checkpoint import Checkpoint, Progress, fill
+from ...models.checkpoint import Checkpoint, Progress
 from ...models.llama import LlamaModel
-from ..head_tensors import looks_like, settle, settle_decoder
+from ..head_tensors import fill_head, looks_like, settle, settle_decoder
 from .network import EagleDraft
 
 if TYPE_CHECKING:
@@ -94,7 +94,5 @@ def load_eagle(
         checkpoint.read("embed_tokens.weight", (facts.decoder.vocab_size, size))
     with torch.device("meta"):
         draft = EagleDraft(facts, max_positions, target.embed_tokens, target.lm_head, norms)
-    own = [name for name, _ in draft.named_parameters(remove_duplicate=False) if not name.startswith(("embed_tokens.", "lm_head."))]
-    fill(draft, checkpoint, EAGLE_LAYOUT, own, set(), dtype, torch.device(device), progress)
-    draft.rotary.to(device)  # not the whole module, which would move what it shares with the target
+    fill_head(draft, checkpoint, EAGLE_LAYOUT, {"embed_tokens.weight", "lm_head.weight"}, dtype, device, progress)
     return draft.eval()

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ...errors import CheckpointError
 from ...layouts import Layout, TensorRule, decoder_rules
-from ...models.checkpoint import INTEGERS, Checkpoint, Progress, fill
+from ...models.checkpoint import INTEGERS, Checkpoint, Progress
 from ...models.llama import LlamaModel
-from ..head_tensors import looks_like, settle, settle_decoder
+from ..head_tensors import fill_head, looks_like, settle, settle_decoder
 from .network import Eagle3Draft
 
 if TYPE_CHECKING:
@@ -157,14 +157,11 @@ def load_head(
         )
     shared = {"embed_tokens.weight"} if share_embedding else set()
     shared |= {"lm_head.weight"} if share_head or tied else set()
-    own = [name for name, _ in draft.named_parameters(remove_duplicate=False) if name not in shared]
     checkpoint.read("fc.weight", (decoder.hidden_size, facts.feature_size))  # first, for its shape tells another kind of head best
     token_Vd = read_vocab_map(checkpoint, decoder.vocab_size, facts.draft_vocab_size)
-    fill(draft, checkpoint, layout, own, set(), dtype, torch.device(device), progress)
+    fill_head(draft, checkpoint, layout, shared, dtype, device, progress)
     if tied:
         draft.lm_head.weight, draft.lm_head.stored = draft.embed_tokens.weight, draft.embed_tokens.stored
-    # buffers only: moving the whole module would move what it shares with the target
-    draft.rotary.to(device)
     if token_Vd is not None and not full_vocabulary:  # a map of the full vocabulary is the identity
         draft.target_token_Vd = token_Vd.to(device)
     return draft.eval()

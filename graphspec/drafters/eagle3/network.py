@@ -10,14 +10,13 @@ from torch import Tensor, nn
 from ...kernels.linear import Hidden, ResidualStream, hidden_of
 from ...models.layers import MLP, Embedding, Linear, RMSNorm, SelfAttention
 from ...models.llama import DecoderLayer
-from ...models.rope import RotaryEmbedding
 from ...models.stack import DecoderStack, DraftInput, PlainLayer, packing_obstacle
+from ..network import DraftNetwork
 
 if TYPE_CHECKING:
     from ...facts import ModelFacts
     from ...kernels.formulas import Rotation
     from ...models.attention import Attention
-    from ...models.llama import LlamaModel
     from .facts import Eagle3Facts
 
 
@@ -58,40 +57,30 @@ class Eagle3Layer(nn.Module):
         return entering_BTE, normed_BTH if self.norm_before_residual else hidden_BTH
 
 
-class Eagle3Draft(nn.Module):
+class Eagle3Draft(DraftNetwork):
     """EAGLE-3 head: ``fuse`` for features of the target, ``forward`` once per draft step, ``logits`` over the draft vocabulary.
 
     Args:
         facts: the head's sizes and options; ``norm_before_fc``, ``fc_norm`` and ``fc_bias`` settled (None counts as no).
-        max_positions: positions the RoPE table covers; the head's own ``max_position_embeddings`` doesn't limit it.
-        embed_tokens: the target's embedding where the head has none of its own.
-        lm_head: the target's head where it is shared (full vocabulary only).
+        max_positions, embed_tokens, lm_head: of :class:`~graphspec.drafters.network.DraftNetwork`.
     """
 
     first_pass_only: ClassVar[tuple[str, ...]] = ("input_norm", "fc_norm", "fc")
     """Parameters that only the first pass of a cycle reads."""
+    facts: Eagle3Facts
 
     def __init__(
         self, facts: Eagle3Facts, max_positions: int, embed_tokens: Embedding | None = None, lm_head: Linear | None = None
     ) -> None:
-        super().__init__()
+        super().__init__(facts, max_positions, embed_tokens, lm_head)
         decoder = facts.decoder
         eps, num_taps = decoder.rms_norm_eps, facts.feature_size // facts.target_hidden_size
-        self.facts = facts
         self.input_norm = RMSNorm(facts.feature_size, eps) if facts.norm_before_fc else None
         self.fc_norm = nn.ModuleList(RMSNorm(facts.target_hidden_size, eps) for _ in range(num_taps)) if facts.fc_norm else None
         self.fc = Linear(facts.feature_size, decoder.hidden_size, bias=bool(facts.fc_bias))
-        self.rotary = RotaryEmbedding(decoder.rope, decoder.head_dim, max_positions)
-        self.embed_tokens = embed_tokens or Embedding(decoder.vocab_size, decoder.hidden_size)
         further = (DecoderLayer(decoder, layer) for layer in range(1, decoder.num_layers))
         self.layers = nn.ModuleList((Eagle3Layer(decoder, facts.norm_before_residual), *further))
         self.norm = RMSNorm(decoder.hidden_size, decoder.rms_norm_eps)
-        self.lm_head = lm_head or Linear(decoder.hidden_size, facts.draft_vocab_size)
-        # int64, draft id to target id; None where the vocabularies are one
-        self.target_token_Vd: Tensor | None
-        reduced = facts.draft_vocab_size != decoder.vocab_size
-        table_Vd = torch.arange(facts.draft_vocab_size, device="cpu") if reduced else None
-        self.register_buffer("target_token_Vd", table_Vd, persistent=False)
         self.stack: DecoderStack | None = None
         self.draft_input: DraftInput | None = None
 
@@ -165,15 +154,6 @@ class Eagle3Draft(nn.Module):
             inputs = (layer(*inputs), rotation, attention)
         return last, inputs
 
-    def logits(self, hidden: Tensor, step: int = 0) -> Tensor:
-        """float32 ``[..., Vd]`` of what :meth:`forward` returned; column i is target token ``target_token_Vd[i]``, or i without a map."""
-        del step
-        out: Tensor = self.lm_head(hidden, None if self.facts.norm_output else self.norm, float32=True)
-        return out
-
-
-def outline(facts: Eagle3Facts, target: LlamaModel) -> Eagle3Draft:
-    """See :attr:`graphspec.catalog.Variant.outline`; embedding and head are taken as the target's wherever they can be."""
-    same = facts.decoder.hidden_size == target.facts.hidden_size
-    full = same and facts.draft_vocab_size == facts.decoder.vocab_size
-    return Eagle3Draft(facts, 1, target.embed_tokens if same else None, target.lm_head if full else None)
+    def output_norm(self) -> RMSNorm | None:
+        """The final norm, unless ``forward`` applied it."""
+        return None if self.facts.norm_output else self.norm

@@ -10,13 +10,12 @@ from torch import Tensor, nn
 from ...kernels.linear import ResidualStream
 from ...models.layers import Embedding, Linear, RMSNorm
 from ...models.llama import DecoderLayer
-from ...models.rope import RotaryEmbedding
 from ...models.stack import DecoderStack, DraftInput, packing_obstacle
+from ..network import DraftNetwork
 
 if TYPE_CHECKING:
     from ...kernels.formulas import Rotation
     from ...models.attention import Attention
-    from ...models.llama import LlamaModel
     from .facts import MTPFacts
 
 
@@ -50,14 +49,14 @@ class MTPHead(nn.Module):
         return None
 
     def forward(self, residual_BTH: Tensor, rotation: Rotation, attention: Attention) -> Tensor:
-        """Normed ``[B, T, H]`` from the residual stream in front of the layer."""
+        """Normed ``[B, T, H]`` from the residual stream before the layer."""
         if self.stack is not None:
             return self.stack(residual_BTH, rotation, attention)[0]
         out_BTH: Tensor = self.norm(self.layer(ResidualStream(residual_BTH), rotation, attention))
         return out_BTH
 
     def enter(self, token_BT: Tensor, hidden_BTH: Tensor, valid_BT: Tensor, embedding: Embedding) -> Tensor:
-        """The residual stream in front of the layer, ``[B, T, H]``; what is not valid is zero before the norms."""
+        """The residual stream before the layer, ``[B, T, H]``; what is not valid is zero before the norms."""
         if self.draft_input is not None:
             entering_BTE, _ = self.draft_input(token_BT, hidden_BTH, valid_BT)
         else:
@@ -68,35 +67,24 @@ class MTPHead(nn.Module):
         return out_BTH
 
 
-class MTPDraft(nn.Module):
+class MTPDraft(DraftNetwork):
     """Prediction heads: one per draft step, or one applied over and over.
 
     Args:
         facts: sizes, and how many heads.
-        max_positions: positions the RoPE table covers.
-        embed_tokens: the target's embedding; one of its own when absent, for networks without a checkpoint.
-        lm_head: the target's head; likewise.
+        max_positions, embed_tokens, lm_head: of :class:`~graphspec.drafters.network.DraftNetwork`.
     """
 
+    facts: MTPFacts
+
     def __init__(self, facts: MTPFacts, max_positions: int, embed_tokens: Embedding | None = None, lm_head: Linear | None = None) -> None:
-        super().__init__()
-        decoder = facts.decoder
-        self.facts = facts
-        self.rotary = RotaryEmbedding(decoder.rope, decoder.head_dim, max_positions)
-        self.embed_tokens = embed_tokens or Embedding(decoder.vocab_size, decoder.hidden_size)
+        super().__init__(facts, max_positions, embed_tokens, lm_head)
         self.heads = nn.ModuleList(MTPHead(facts, layer) for layer in range(facts.num_heads))
-        self.lm_head = lm_head or Linear(decoder.hidden_size, decoder.vocab_size)
-        self.target_token_Vd: Tensor | None  # int64, once the head is trimmed to some tokens; None: the vocabularies are one
-        self.register_buffer("target_token_Vd", None, persistent=False)
 
     def pack_stack(self) -> str | None:
         """See :func:`graphspec.models.stack.pack_network`."""
         reasons = [cast("MTPHead", head).pack_stack(self.rotary.rotary_dim, self.embed_tokens) for head in self.heads]
         return next((reason for reason in reasons if reason is not None), None)
-
-    def fuse(self, feature_BTF: Tensor) -> Tensor:
-        """The feature itself, ``[B, T, H]``: the target's hidden state after its final norm."""
-        return feature_BTF
 
     def forward(self, token_BT: Tensor, hidden_BTH: Tensor, attention: Attention, step: int = 0) -> Tensor:
         """One step: tokens (int64) with the hidden state of the token before each, ``[B, T, H]``.
@@ -123,14 +111,3 @@ class MTPDraft(nn.Module):
 
     def _head(self, step: int) -> MTPHead:
         return cast("MTPHead", self.heads[min(step, self.facts.num_heads - 1)])
-
-    def logits(self, hidden: Tensor, step: int = 0) -> Tensor:
-        """float32 ``[..., Vd]`` of what :meth:`forward` returned; all heads share one language-model head, so ``step`` chooses nothing."""
-        del step
-        out: Tensor = self.lm_head(hidden, float32=True)
-        return out
-
-
-def outline(facts: MTPFacts, target: LlamaModel) -> MTPDraft:
-    """See :attr:`graphspec.catalog.Variant.outline`."""
-    return MTPDraft(facts, 1, target.embed_tokens, target.lm_head)

@@ -56,10 +56,3 @@ def load_p_eagle(
         expected = f"a P-EAGLE head, with mask_hidden [1, {facts.feature_size}]"
         raise CheckpointError(f"{checkpoint.path}: mask_hidden", expected, "no such tensor", f"this looks like {looks_like(checkpoint)}")
     return load_head(PEagleDraft, P_EAGLE_LAYOUT, facts, target, max_positions, dtype, device, progress)
-
-
-def outline(facts: PEagleFacts, target: LlamaModel) -> PEagleDraft:
-    """See :attr:`graphspec.catalog.Variant.outline`; embedding and head are taken as the target's wherever they can be."""
-    same = facts.decoder.hidden_size == target.facts.hidden_size
-    full = same and facts.draft_vocab_size == facts.decoder.vocab_size
-    return PEagleDraft(facts, 1, target.embed_tokens if same else None, target.lm_head if full else None)

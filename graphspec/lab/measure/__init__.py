@@ -1,1 +1,1 @@
-"""``graphspec profile``: sides measured against each other, and what they did."""
+"""``graphspec profile``: sides measured against each other."""

@@ -1,8 +1,8 @@
 """Any server that speaks OpenAI's completions protocol as a measured side: vLLM, SGLang, llama.cpp. Needs no client library.
 
-Requests are streamed (server-sent events). Of what these servers add to the protocol, four keys are asked for, and none is needed:
+Requests are streamed (server-sent events). They use these extensions of the protocol, none of which a server needs to have:
 ``ignore_eos``, ``stream_options.continuous_usage_stats`` (tokens so far with every event), ``return_token_ids`` (vLLM: the tokens
-themselves) and, among the sampling keys, those of ``BEYOND`` where they are set.
+themselves) and, where they are set, the sampling keys of ``BEYOND``.
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ class Server:
         self._secure, self._host, self._port, self._path = parts.scheme == "https", parts.hostname or "", parts.port, parts.path.rstrip("/")
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
 
-    def ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> http.client.HTTPResponse:
-        """One request on a connection of its own; the response is still to be read, and reading it to its end closes the connection.
+    def request(self, method: str, path: str, body: dict[str, Any] | None = None) -> http.client.HTTPResponse:
+        """Send one request on a new connection; reading the response to its end closes the connection.
 
         Raises:
-            ResourceError: no answer, or one with another status than 200; the server's words are in the message.
+            ResourceError: no response, or a status other than 200; the message quotes the server.
         """
         kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
         connection = kind(self._host, self._port, timeout=self.timeout)
@@ -89,7 +89,7 @@ class Server:
 
     def first_model(self) -> str:
         """Name of the first model the server lists."""
-        listed = json.loads(self.ask("GET", "/models").read())
+        listed = json.loads(self.request("GET", "/models").read())
         try:
             name: str = listed["data"][0]["id"]
         except (KeyError, IndexError, TypeError) as error:
@@ -100,9 +100,9 @@ class Server:
         """Stream a completion: ``(seconds, event)`` as they arrive, to the end.
 
         Raises:
-            ResourceError: the server reports an error, sends what is no event, or the stream ends in its middle.
+            ResourceError: the server reports an error, sends something other than events, or the stream breaks off.
         """
-        with self.ask("POST", "/completions", body) as response:
+        with self.request("POST", "/completions", body) as response:
             try:
                 while line := response.readline():
                     moment = time.perf_counter()
@@ -142,7 +142,7 @@ class ApiSide:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The target's; loaded when text is first used."""
+        """The target's; loaded at its first use."""
         return Tokenizer(self._folder)
 
     def describe(self) -> dict[str, Any]:
@@ -184,25 +184,25 @@ class ApiSide:
         }
 
     def _body(self, request: WorkloadRequest) -> dict[str, Any]:
-        asked = self.workload.sampling
+        sampling = self.workload.sampling
         body: dict[str, Any] = {
             "model": self.model,
             "prompt": request.prompt if self.config.profile.api_prompts == "tokens" else self.tokenizer.decode(request.prompt),
             "max_tokens": self.workload.output_tokens,
-            "temperature": asked.temperature,
-            "top_p": asked.top_p,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
             "seed": request.seed,
-            "presence_penalty": asked.presence_penalty,
-            "frequency_penalty": asked.frequency_penalty,
+            "presence_penalty": sampling.presence_penalty,
+            "frequency_penalty": sampling.frequency_penalty,
             "ignore_eos": self.workload.ignore_eos,
             "stream": True,
             "stream_options": {"include_usage": True, "continuous_usage_stats": True},
             "return_token_ids": True,
         }
         usual = SamplingConfig()
-        body |= {key: getattr(asked, key) for key in BEYOND if getattr(asked, key) != getattr(usual, key)}
-        if asked.logit_bias:
-            body["logit_bias"] = {str(token): value for token, value in asked.logit_bias.items()}
+        body |= {key: getattr(sampling, key) for key in BEYOND if getattr(sampling, key) != getattr(usual, key)}
+        if sampling.logit_bias:
+            body["logit_bias"] = {str(token): value for token, value in sampling.logit_bias.items()}
         return body
 
     def _complete(self, request: WorkloadRequest) -> tuple[Timeline, list[int] | None, str]:
@@ -219,8 +219,8 @@ class ApiSide:
 class StreamReader:
     """Turns the events of one completion into bursts of tokens.
 
-    How many tokens an event brought is known where it carries its token ids or the usage so far; else one event is taken for one token and
-    the last for the rest of the usage's total, which leaves times and totals right and the sizes of bursts unknown (``exact`` is False).
+    How many tokens an event brought is known where it carries token ids or the usage so far. Otherwise every event counts as one token and
+    the last one as the rest of the usage's total: times and totals are then right, and the sizes of bursts unknown (``exact`` is False).
     """
 
     def __init__(self) -> None:
@@ -233,7 +233,7 @@ class StreamReader:
         self._counted = 0
 
     def take(self, moment: float, event: dict[str, Any]) -> None:
-        """One event."""
+        """Add one event, which arrived at ``moment`` (seconds)."""
         usage = event.get("usage") or {}
         completed = usage.get("completion_tokens")
         choices = event.get("choices") or []
@@ -257,12 +257,12 @@ class StreamReader:
 
     @property
     def tokens(self) -> list[int] | None:
-        """The new tokens, where the server reported all of them."""
+        """The new tokens; None unless the server reported all of them."""
         return self._ids if self._all_ids and self._ids else None
 
     @property
     def exact(self) -> bool:
-        """Every burst's size is known."""
+        """Whether the size of every burst is known."""
         return all(fresh is not None for _, fresh in self._events)
 
     def bursts(self) -> list[tuple[float, int]]:

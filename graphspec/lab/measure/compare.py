@@ -1,6 +1,6 @@
 """Measures sides against each other: workers that take turns, round by round. Imports no torch.
 
-What a machine does meanwhile hits all sides alike, and a ratio is taken within a round, so it cancels out. Only one worker works at a time.
+Other load on the machine affects all sides alike, and ratios are taken within a round, so it cancels out. Only one worker runs at a time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .sides import PLAIN, SELF, SUBJECT, SideConfig
 
 Say = Callable[[str], None]
 CYCLE_KEYS = ("cycle_ms", "host_us", "gap_ms", "nodes", "stages", "floor_ms", "percent_of_floor", "bandwidth", "next_to_grammar")
-"""Keys of a record that only engines of this package fill."""
+"""Keys of a record that only sides of this package have."""
 
 
 @dataclass(slots=True)
@@ -64,9 +64,9 @@ class Schedule:
 
     Attributes:
         rounds: measured rounds of each.
-        warm_up_seconds: each side runs this long, and at least once, before.
-        interleave: all are loaded and take turns; False: one after the other.
-        timeout_seconds: longest answer of a worker.
+        warm_up_seconds: each side first runs this long, and at least once.
+        interleave: load all sides and let them take turns; False: one after the other.
+        timeout_seconds: longest time that a worker may take to answer.
         cycles: also time the stages of the cycles of our sides, after the rounds.
         generations: generations of the first side to record.
         trace: also record the first side's spans.
@@ -86,7 +86,7 @@ class Bench:
 
     Args:
         schedule: how to measure.
-        say: called with progress, as a line for people.
+        say: called with lines of progress.
     """
 
     def __init__(self, schedule: Schedule, say: Say = lambda text: None) -> None:
@@ -96,10 +96,10 @@ class Bench:
         self._bandwidth: float | None = None
 
     def measure(self, sides: Sequence[SideConfig]) -> list[Measured]:
-        """Measure all of them; the first one's dtype and device are what sides that are not ours take.
+        """Measure all of them; sides that are not ours take dtype and device of the first.
 
         Raises:
-            GraphspecError: a worker refused, died or took too long; the others are ended.
+            GraphspecError: a worker refused, died or took too long; the others have been stopped.
         """
         if not self.schedule.interleave:
             return [self.measure_one(side, first=i == 0) for i, side in enumerate(sides)]
@@ -115,7 +115,7 @@ class Bench:
             for number in range(self.schedule.rounds):
                 self.say(f"round {number + 1} of {self.schedule.rounds}")
                 turns = list(zip(workers, measured, strict=True))
-                # The last one goes first next: no side profits more often from the caches and clocks another one left.
+                # The last one goes first next, so that no side profits more often from warm caches and high clocks.
                 for (worker, _), one in reversed(turns) if number % 2 else turns:
                     self._round(worker, one)
             for place, ((worker, _), one) in enumerate(zip(workers, measured, strict=True)):
@@ -123,7 +123,7 @@ class Bench:
         return measured
 
     def measure_one(self, side: SideConfig, *, first: bool = False) -> Measured:
-        """Measure one side by itself, from its start to its end."""
+        """Load, warm up and measure one side, and close it."""
         with WorkerProcess(side.role, self.schedule.timeout_seconds, self.say) as worker:
             one = self._prepare(worker, side)
             self._warm_up(worker, one)
@@ -133,7 +133,7 @@ class Bench:
         return one
 
     def reference(self, side: SideConfig) -> Measured:
-        """Run the workload once and measure nothing; its outputs are the reference of others."""
+        """Run the workload once without measuring; its outputs are the reference for other sides."""
         with WorkerProcess(side.role, self.schedule.timeout_seconds, self.say) as worker:
             one = self._prepare(worker, side)
             self.say(f"{one.label}: reference outputs")
@@ -141,7 +141,7 @@ class Bench:
         return one
 
     def check(self, side: SideConfig) -> dict[str, Any]:
-        """``equal`` and a sentence: whether the side's runtime equals its stages."""
+        """``equal`` and ``sentence``: whether the side's runtime equals its stages."""
         with WorkerProcess(side.role, self.schedule.timeout_seconds, self.say) as worker:
             self.say("check of the runtime")
             found: dict[str, Any] = worker.ask("check", config=pack(side.config))
@@ -187,8 +187,8 @@ def set_verdicts(measured: Sequence[Measured], reference: Measured | None, check
 
     Args:
         measured: the sides.
-        reference: plain decoding's run; None: the plain side among ``measured``, or the first.
-        checks: of a synthetic subject.
+        reference: plain decoding's run; None: the plain side among ``measured``, else the first one.
+        checks: answers to ``check``, for a synthetic subject.
     """
     plain = reference or next((one for one in measured if one.side.role == PLAIN), measured[0])
     right = Reference(*plain.outputs[0])
@@ -197,7 +197,7 @@ def set_verdicts(measured: Sequence[Measured], reference: Measured | None, check
 
 
 def records(case: str, measured: Sequence[Measured]) -> list[dict[str, Any]]:
-    """One record of kind ``side`` for each, then its generations; a side whose output is wrong gets no speed."""
+    """One record of kind ``side`` for each side, then its generations; a side whose output is wrong has no speed."""
     base = _base(measured)
     rows: list[dict[str, Any]] = []
     for one in measured:
@@ -216,7 +216,7 @@ def records(case: str, measured: Sequence[Measured]) -> list[dict[str, Any]]:
             if config.workload.arrivals == CLOSED:
                 row["ratio"] = _ratio(one, measured[0] if one.side.role == SELF else base)
             else:
-                # Tokens per second follow from the load that was given.
+                # In an open loop, tokens per second follow from the load.
                 row |= {"ratio": None, "open_loop": open_figures(one.rounds, config.workload, about["long_prompts"])}
             row |= (
                 dict.fromkeys(CYCLE_KEYS)
@@ -238,7 +238,7 @@ def _median(values: Sequence[float | None]) -> float | None:
 
 
 def _base(measured: Sequence[Measured]) -> Measured | None:
-    """The side that ratios refer to: plain decoding, else transformers, else the first one that is not the subject."""
+    """The side that ratios refer to: plain decoding, else transformers, else the first that is not the subject."""
     for role in (PLAIN, "hf"):
         for one in measured:
             if one.side.role == role:

@@ -53,7 +53,7 @@ class EngineSide:
                 raise ResourceError(f"request {index}", "one that can be served", error)
 
     def _grammar_rows(self, structured: int) -> GrammarRows | None:
-        """A batch of the workload's requests in which that many rows follow a grammar, checked and built; None: none of them."""
+        """A batch of the workload's requests of which ``structured`` follow a grammar, with its programs built; None: none of them does."""
         if structured == 0:
             return None
         places = [place % len(self.params) for place in range(self.workload.batch)]
@@ -69,9 +69,9 @@ class EngineSide:
 
     def params_of(self, request: WorkloadRequest) -> SamplingParams:
         """Sampling parameters of one request."""
-        asked = self.workload
+        workload = self.workload
         return configured_params(
-            asked.sampling, max_tokens=request.output_tokens or asked.output_tokens, ignore_eos=asked.ignore_eos, seed=request.seed
+            workload.sampling, max_tokens=request.output_tokens or workload.output_tokens, ignore_eos=workload.ignore_eos, seed=request.seed
         )
 
     @property
@@ -106,14 +106,14 @@ class EngineSide:
         }
 
     def run_with(self, launcher: Launcher | None) -> list[Output]:
-        """The workload once, launched by ``launcher``."""
+        """Run the workload once, launched by ``launcher``."""
         return self.llm.generate([request.prompt for request in self.workload.requests], self.params, launcher=launcher)
 
     def round(self) -> dict[str, Any]:
         """See :class:`graphspec.lab.measure.worker.Runner`.
 
         Raises:
-            ResourceError: a request was refused or failed; no figure of a run in which some did nothing means anything.
+            ResourceError: a request was refused or failed; figures of an incomplete run are meaningless.
         """
         if self.workload.arrivals is not None:
             return self._open_round(self.workload.arrivals)
@@ -129,7 +129,7 @@ class EngineSide:
         }
 
     def _open_round(self, arrivals: Sequence[float]) -> dict[str, Any]:
-        """Each request is submitted when it is due; the engine's own thread notes when its tokens came."""
+        """Submit each request when it is due; the engine's thread records when its tokens come."""
         streams: list[Stream] = []
 
         def submit(number: int) -> None:
@@ -153,7 +153,9 @@ class EngineSide:
         }
 
     def profile(self, bandwidth: float | None = None) -> dict[str, Any]:
-        """Times inside the cycle (:func:`graphspec.lab.measure.stages.profile_cycles`), and next to rows with a grammar, where asked."""
+        """Times inside the cycle (:func:`graphspec.lab.measure.stages.profile_cycles`); with ``profile.structured_rows``, those next to
+        rows with a grammar too.
+        """
         context = round(self.workload.input_tokens + self.workload.output_tokens / 2)
         found = profile_cycles(
             self.llm, self.run_with, context, self.config.variant.token_map, stages=self.config.profile.stages, bandwidth=bandwidth
@@ -163,7 +165,7 @@ class EngineSide:
         return found
 
     def depth_times(self) -> list[tuple[int, int, float]]:
-        """``(bucket, depth, time)`` of every cycle of an engine whose depth adapts; none of another."""
+        """``(bucket, depth, seconds)`` of every cycle of an engine whose depth adapts; empty for others."""
         policy = self.llm.depth_policy
         if not isinstance(policy, AdaptiveDepth):
             return []
@@ -203,7 +205,7 @@ def timelines(outputs: list[Output], began: float, users: int, plan: Plan) -> li
 
 
 def timeline_of(timing: RequestMetrics, reason: str, arrived: float, plan: Plan) -> Timeline:
-    """A request that arrived then, as its caller saw it."""
+    """A request that arrived at ``arrived``, as its caller saw it."""
     return Timeline(arrived, list(timing.bursts), timing.finished or arrived, reason, cycle_counts(timing, plan), timing.cut)
 
 

@@ -1,7 +1,7 @@
 """No speed for wrong output: compares the tokens of each side with its reference. Imports no torch.
 
 Our sides must give the tokens of plain decoding, greedy or with the same seeds; transformers must where decoding is greedy. Where equality
-can't be asked (another sampler, a lossy rule, a server with numerics of its own) the verdict is None and the sentence says why.
+can't be expected (another sampler, a lossy rule, a server with other numerics) the verdict is None and the sentence says why.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Verdict:
     """Whether a side's output is correct.
 
     Attributes:
-        equal: None: can't be decided here.
+        equal: None: it can't be decided.
         sentence: what was compared with what, and how much of it.
     """
 
@@ -31,7 +31,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """The right output of every request: plain decoding's."""
+    """The expected output of every request: plain decoding's."""
 
     tokens: Tokens
     texts: Texts
@@ -50,8 +50,8 @@ def judge(
         side: its configuration.
         about: its description of itself (:class:`graphspec.lab.measure.worker.Runner`).
         rounds: per round, the tokens and the texts of each request.
-        reference: what plain decoding gave for the same requests.
-        checks: of a synthetic run, which has no right output: answers to ``check`` (``equal``, ``sentence``).
+        reference: output of plain decoding for the same requests.
+        checks: answers to ``check`` (``equal``, ``sentence``) of a synthetic run, which has no right output.
     """
     if side.ours:
         if about["synthetic"]:
@@ -71,7 +71,7 @@ def judge(
         return _compare_tokens(rounds, reference, itself=False)
     if any(tokens is None for given, _ in rounds for tokens in given):
         return _compare_texts(rounds, reference)
-    # Another program's kernels sum in another order, so a near-tie may fall the other way; that is reported and decides nothing.
+    # Another program's kernels sum in another order, which may flip a near-tie; a difference is reported and decides nothing.
     verdict = _compare_tokens(rounds, reference, itself=False)
     return verdict if verdict.equal else Verdict(None, verdict.sentence)
 

@@ -21,8 +21,8 @@ class TreeRecorder:
     """A launcher that copies lane 0's tree after every cycle, before the next one overwrites it.
 
     Args:
-        cycle: what launches.
-        scored: candidates' scores are log-probabilities of the drafter.
+        cycle: that it launches.
+        scored: whether candidates' scores are log-probabilities of the drafter.
     """
 
     def __init__(self, cycle: Cycle, *, scored: bool) -> None:
@@ -57,8 +57,8 @@ class TreeRecorder:
 def read_tree(v: Views, *, scored: bool) -> list[dict[str, Any]]:
     """Nodes of lane 0 after a cycle: ``token``, ``parent`` (-1: the root), ``depth``, ``probability`` of the whole path, ``accepted``.
 
-    Unused nodes are left out. The probability is the drafter's, ``exp`` of its candidate's score; the root's is 1. Without ``scored`` it is
-    None.
+    Unused nodes are omitted. The probability is the drafter's, ``exp`` of its candidate's score, and 1 for the root; None without
+    ``scored``.
     """
     token_N, parent_N, depth_N = (slot[0].tolist() for slot in (v.node_token_BN, v.node_parent_BN, v.node_depth_BN))
     accepted = set(v.path_BA[0, : int(v.accept_len_B[0])].tolist())
@@ -95,7 +95,7 @@ def candidate_scores(v: Views) -> dict[tuple[int, ...], float]:
 
 
 def record_generation(llm: LLM, prompt: list[int], params: SamplingParams) -> dict[str, Any]:
-    """Generate and keep every cycle.
+    """Generate and record every cycle.
 
     Args:
         llm: the engine.
@@ -103,8 +103,8 @@ def record_generation(llm: LLM, prompt: list[int], params: SamplingParams) -> di
         params: of the request.
 
     Returns:
-        ``prompt``, the text the first cycle continues (the prompt, and the token its prefill gave), and ``cycles``, each with ``nodes``
-        (:func:`read_tree`, with ``text``) and ``emitted``, the texts of the tokens it committed; together they are the output's text.
+        ``prompt``, the text that the first cycle continues (the prompt and the token of its prefill), and ``cycles``, each with ``nodes``
+        (:func:`read_tree`, with ``text``) and ``emitted``, the texts of the tokens it committed, which together are the output's text.
     """
     # The scores of a coupled drafter contain the sampler's noise, so they are not log-probabilities.
     accept = llm.plan.accept

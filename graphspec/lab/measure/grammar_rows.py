@@ -1,6 +1,6 @@
-"""What rows without a grammar pay for one in their batch: the same rows next to others that follow a grammar, and next to the same without.
+"""What a grammar in a batch costs the rows without one: they are measured next to rows that follow a grammar, and next to the same without.
 
-With a grammar in the batch one cycle is in flight and the program is cut where the host fills masks, for all of its rows.
+With a grammar in the batch only one cycle is in flight, and the program is split where the host fills masks, for all of its rows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .metrics import Timeline, spread
 
 RECORDS = {
     "type": "array",
-    # More than any context holds: the text never ends by itself.
+    # More than any context holds, so that the text never ends by itself.
     "minItems": 2**16,
     "items": {
         "type": "object",
@@ -31,7 +31,7 @@ RECORDS = {
 
 
 def companion(params: SamplingParams, *, grammar: bool) -> SamplingParams:
-    """A request that decodes as long as it is let, with a grammar or without."""
+    """A request that decodes until it is aborted, with a grammar or without."""
     structured = Structured(json_schema=RECORDS, any_whitespace=False) if grammar else None
     endless = replace(params, max_tokens=2**30, stop=(), stop_token_ids=(), min_tokens=0)
     return replace(endless, structured=structured, ignore_eos=not grammar)
@@ -42,9 +42,9 @@ class Pass:
     """One pass over the rows without a grammar.
 
     Attributes:
-        seconds: mean over them of their time per token after the first one (:attr:`Timeline.tpot`).
+        seconds: mean of their times per output token (:attr:`Timeline.tpot`).
         tokens: of each.
-        cycles, masked: cycles from the first of their prompts to the last of their ends; those of them for which masks were filled.
+        cycles, masked: cycles from the first of their prompts to the last of their ends, and how many of these had masks filled.
     """
 
     seconds: float
@@ -54,12 +54,12 @@ class Pass:
 
 
 class GrammarRows:
-    """Requests of a batch, of which the first few follow a grammar or don't.
+    """A batch of requests; the first ``structured`` of them run with a grammar or without.
 
     Args:
         llm: the engine.
         prompts: one per row of the batch.
-        params: theirs; more than one token each.
+        params: of the same; more than one token each.
         structured: rows with a grammar.
     """
 
@@ -68,12 +68,12 @@ class GrammarRows:
         self._prompts, self._params = list(prompts), list(params)
 
     def requests(self, *, grammar: bool) -> tuple[list[list[int]], list[SamplingParams]]:
-        """All rows of a pass, those of the grammar first."""
+        """All rows of a pass, the structured ones first."""
         first = [companion(params, grammar=grammar) for params in self._params[: self.structured]]
         return self._prompts, [*first, *self._params[self.structured :]]
 
     def run(self, *, grammar: bool) -> Pass:
-        """One pass: the first rows decode before the others come, and are aborted when the last of these has ended.
+        """One pass: the structured rows decode before the others arrive, and are aborted when the last of these has ended.
 
         Raises:
             ResourceError: a request without a grammar failed, or none of them had a second token.
@@ -110,13 +110,13 @@ class GrammarRows:
         return sum(times.count for times in load.cycles.values()), sum(times.count for times in load.with_grammar.values())
 
     def measure(self, rounds: int) -> dict[str, Any]:
-        """Passes with and without take turns, after one of each that is not counted.
+        """Alternate passes with and without a grammar, after one warm-up pass of each.
 
         Returns:
-            ``rows`` and ``structured_rows`` of the batch; ``equal``: the others' tokens were the same in all passes, None where the
-            acceptance rule does not promise that; ``tpot_ms`` of the others ``with`` and ``without`` (:func:`spread`), and ``ratio``,
-            with by without, round by round, null unless the tokens were right; ``masked``: of the cycles of the passes with a grammar,
-            the share for which masks were filled, 1 unless the context was too short for a row to go on until the end.
+            ``rows`` and ``structured_rows`` of the batch; ``equal``: whether the other rows' tokens were the same in all passes, None where
+            the acceptance rule does not promise that; ``tpot_ms`` of the other rows ``with`` and ``without`` (:func:`spread`), and
+            ``ratio``, with divided by without, round by round, null unless the tokens were right; ``masked``: the share of the cycles of
+            passes with a grammar that had masks filled, 1 unless the context was too short for a structured row to last until the end.
         """
         found: dict[bool, list[Pass]] = {True: [], False: []}
         for number in range(rounds + 1):

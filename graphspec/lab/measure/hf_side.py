@@ -24,19 +24,19 @@ from .workload import WorkloadRequest, make_workload
 
 LABELS = {"hf": "HF generate", "hf_assisted": "HF assisted", "hf_lookup": "HF prompt lookup"}
 LOOKUP_TOKENS = 4
-"""``prompt_lookup_num_tokens``: most tokens that transformers proposes from the prompt."""
+"""``prompt_lookup_num_tokens``: the most tokens that transformers proposes from the prompt."""
 UNDERSTOOD = ("max_tokens", "temperature", "seed", "stop_token_ids", "ignore_eos", "top_k", "top_p", "min_p", "repetition_penalty")
 """Keys of the ``sampling`` group that mean the same to transformers."""
 NOT_MEASURED = "transformers does not report it"
 
 
 def is_whole_model(variant: Variant) -> bool:
-    """Its draft reads only tokens, so it is a complete model."""
+    """Whether its draft is a complete model, one that reads only tokens."""
     return variant.has_network and variant.feature_source not in ("hidden", "taps")
 
 
 class Clock:
-    """A streamer that notes when tokens come; the first call brings the prompt."""
+    """A streamer that records when tokens come; the first call brings the prompt."""
 
     def __init__(self) -> None:
         self.prompt_seen = False
@@ -60,7 +60,7 @@ class HfSide:
         dtype, device: of the side it is compared with.
 
     Raises:
-        ConfigError: a sampling key that transformers has no equal for, or no assistant.
+        ConfigError: a sampling key without an equivalent in transformers, or no assistant.
         CheckpointError: transformers can't load a folder.
     """
 
@@ -93,7 +93,7 @@ class HfSide:
         return model.to(self.device).eval()
 
     def _assistant(self) -> Path:
-        """The folder of a whole model that drafts."""
+        """The folder of the assistant model."""
         config = self.config
         if config.profile.assistant is not None:
             return user_path("profile.assistant", config.profile.assistant)
@@ -156,15 +156,15 @@ class HfSide:
         return [self._timeline(began, ended, bursts) for bursts, _ in rows], [tokens for _, tokens in rows]
 
     def _sampling(self) -> dict[str, Any]:
-        asked = self.config.sampling
-        how: dict[str, Any] = {"repetition_penalty": asked.repetition_penalty}
-        if asked.temperature == 0:
+        sampling = self.config.sampling
+        how: dict[str, Any] = {"repetition_penalty": sampling.repetition_penalty}
+        if sampling.temperature == 0:
             return how | {"do_sample": False}
-        filters = {"top_k": max(asked.top_k, 0), "top_p": asked.top_p, "min_p": asked.min_p or None}
-        return how | {"do_sample": True, "temperature": asked.temperature, **filters}
+        filters = {"top_k": max(sampling.top_k, 0), "top_p": sampling.top_p, "min_p": sampling.min_p or None}
+        return how | {"do_sample": True, "temperature": sampling.temperature, **filters}
 
     def _row(self, clock: Clock, row: int, rows: int) -> tuple[list[tuple[float, int]], list[int]]:
-        """Bursts and tokens of one row of a group, up to its end; a finished row is padded while others go on."""
+        """Bursts and tokens of one row of a group, up to its end; a finished row is padded until all have ended."""
         bursts: list[tuple[float, int]] = []
         tokens: list[int] = []
         for moment, given in clock.bursts:
@@ -178,5 +178,5 @@ class HfSide:
     def _timeline(self, began: float, ended: float, bursts: list[tuple[float, int]]) -> Timeline:
         count = sum(tokens for _, tokens in bursts)
         reason = "length" if count >= self.workload.output_tokens else "stop"
-        # generate() returns when the slowest row of the group is done; a row is finished at its own last token.
+        # generate() returns when the slowest row of the group has ended; a row ends at its last token.
         return Timeline(began, bursts, bursts[-1][0] if bursts else ended, reason)

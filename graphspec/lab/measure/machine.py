@@ -20,7 +20,7 @@ def measure(
     Args:
         run: what is timed.
         rewind: called before each block, not timed.
-        block: calls between two events (``cuda``) or two clock readings.
+        block: calls between two events (``cuda``) or two readings of the clock.
         device: ``cuda`` or ``cpu``.
         seconds: measure at least this long, and at least one block.
         warm_up: seconds before that, at least one block.
@@ -59,7 +59,7 @@ def measure(
 
 
 def copy_bandwidth(device: str, gib: float | None = None, seconds: float = 0.5) -> float:
-    """Bytes per second read plus written by a copy within the memory of ``device``; the bandwidth of floors.
+    """Bytes per second, read plus written, of a copy within the memory of ``device``; the bandwidth that floors use.
 
     Args:
         device: ``cuda`` or ``cpu``.
@@ -74,7 +74,7 @@ def copy_bandwidth(device: str, gib: float | None = None, seconds: float = 0.5) 
 
 
 def matmul_rate(device: str, dtype: str, size: int | None = None, seconds: float = 0.5) -> float:
-    """Operations per second of a square matrix product, two for each multiplication.
+    """Operations per second of a square matrix product; a multiplication and an addition are two.
 
     Args:
         device: ``cuda`` or ``cpu``.

@@ -1,8 +1,8 @@
 """Metrics of a measured side: latencies, throughput, acceptance. Pure functions over timelines; standard library only.
 
-The definitions are those serving benchmarks have agreed on (``vllm bench serve``, ``trtllm-bench``), spelled out where speculation makes a
-difference: one cycle gives several tokens at one moment. Such a *burst* is one event. Gaps between bursts are therefore never zero, and the
-time per output token, which divides by tokens, is the figure that compares across engines.
+The definitions are those that serving benchmarks share (``vllm bench serve``, ``trtllm-bench``), made precise where speculation matters:
+one cycle gives several tokens at one moment. Such a *burst* is one event, so gaps between bursts are never zero; the time per output token,
+which divides by tokens, is the figure to compare engines by.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class CycleCount:
 
     Attributes:
         tokens: new tokens, the bonus token among them.
-        depth: draft depth it ran with; 0 decodes plainly.
+        depth: its draft depth; 0: plain decoding.
         drafted: drafted tokens that were verified.
     """
 
@@ -39,12 +39,12 @@ class Timeline:
     """One request as its caller saw it; times in seconds of one clock.
 
     Attributes:
-        arrived: when it was handed over.
+        arrived: when it was submitted.
         bursts: ``(time, tokens)`` of every event that brought tokens, in order; the first is the prefill's.
-        finished: when its end was known.
+        finished: when its caller knew that it had ended.
         reason: ``stop``, ``length``, or why it was not served.
-        cycles: its cycles in order, where the side reports them; the prefill's token is in none.
-        cut: the last cycle was cut short by a stop id or the budget.
+        cycles: its cycles in order, where the side reports them; the prefill's token belongs to none.
+        cut: whether a stop id or the budget cut the last cycle short.
     """
 
     arrived: float
@@ -101,7 +101,7 @@ class Timeline:
 
 @dataclass(slots=True)
 class Round:
-    """One pass over the workload on one side: its requests, in the order they were asked for."""
+    """One pass over the workload on one side: its requests, in the order in which they were submitted."""
 
     timelines: list[Timeline]
 
@@ -121,7 +121,7 @@ class Round:
 
     @property
     def tokens_per_second_per_user(self) -> float:
-        """Mean over served requests of new tokens by their own end-to-end time."""
+        """Mean over served requests of new tokens divided by end-to-end time."""
         rates = [t.tokens / t.e2e for t in self.served if t.e2e > 0]
         return statistics.fmean(rates) if rates else 0.0
 
@@ -130,8 +130,8 @@ def closed_loop_arrivals(began: float, finished: Sequence[float], users: int) ->
     """Arrival times of requests if each of ``users`` users sends the next request when the last one ends.
 
     Args:
-        began: when the first of them were.
-        finished: end of each request, in the order they are asked.
+        began: arrival of the first ``users`` requests.
+        finished: end of each request, in the order of submission.
         users: requests at once.
     """
     ends = sorted(finished)
@@ -163,7 +163,7 @@ def quantiles(values: Sequence[float]) -> dict[str, float]:
 
 
 def latency(seconds: Sequence[float]) -> dict[str, float] | None:
-    """How many, mean and percentiles in milliseconds; None without a value."""
+    """Number of values, mean and percentiles in milliseconds; None without a value."""
     if not seconds:
         return None
     return {
@@ -174,7 +174,7 @@ def latency(seconds: Sequence[float]) -> dict[str, float] | None:
 
 
 def downsampled(values: Sequence[float], most: int) -> list[float]:
-    """At most ``most`` of them, evenly spaced over their order of size, so that the distribution stays what it is."""
+    """At most ``most`` of the values, at evenly spaced ranks, which keeps their distribution."""
     ordered = sorted(values)
     if len(ordered) <= most:
         return ordered
@@ -185,9 +185,10 @@ def acceptance(cycles: Iterable[CycleCount]) -> dict[str, Any]:
     """Acceptance of whole cycles.
 
     Returns:
-        ``acceptance_length``: new tokens per cycle, the bonus token included, of the cycles that drafted where any did; None without a
-        cycle. ``acceptance_unconditional``: share of the cycles that drafted at least so deep whose draft at depth 1, 2, ... was accepted.
-        ``acceptance_conditional``: the same among those whose drafts before it were (None where there was none).
+        ``acceptance_length``: new tokens per cycle, the bonus token included, over the cycles that drafted, or over all if none did; None
+        without a cycle. ``acceptance_unconditional``: for depth 1, 2, ..., the share of the cycles that drafted at least to this depth
+        whose draft there was accepted. ``acceptance_conditional``: the same among those whose drafts before it were accepted (None where
+        there was no such cycle).
     """
     every = list(cycles)
     runs = [run for run in every if run.depth] or every
@@ -207,7 +208,7 @@ def acceptance(cycles: Iterable[CycleCount]) -> dict[str, Any]:
 
 
 def figures(rounds: Sequence[Round]) -> dict[str, Any]:
-    """Everything one side's rounds say, under the keys of a result record. Latencies pool the requests of all rounds."""
+    """All figures of one side's rounds, under the keys of a result record. Latencies pool the requests of all rounds."""
     served = [timeline for one in rounds for timeline in one.served]
     gaps = [gap for timeline in served for gap in timeline.itl]
     bursts = Counter(tokens for timeline in served for _, tokens in timeline.bursts[1:])
@@ -232,6 +233,6 @@ def figures(rounds: Sequence[Round]) -> dict[str, Any]:
 
 
 def ratio(rounds: Sequence[Round], others: Sequence[Round]) -> dict[str, Any]:
-    """Tokens per second of one side by those of another, round by round; what a slow moment does to both cancels out."""
+    """Tokens per second of one side divided by those of another, round by round, so that a slow phase of the machine cancels out."""
     ratios = [mine.tokens_per_second / other.tokens_per_second for mine, other in zip(rounds, others, strict=True)]
     return {"median": statistics.median(ratios), "rounds": ratios}

@@ -1,8 +1,8 @@
-"""Open-loop workloads: requests arrive when they arrive, whether or not the earlier ones are answered. No torch.
+"""Open-loop workloads: requests arrive at their own times, whether or not earlier ones are answered. Imports no torch.
 
-A closed loop sends the next request when the last one ends, so a slow engine is asked less. Here the load is given, and the question is how
-long requests wait under it: TTFT and ITL over the load, and *goodput*, the share of requests that stay inside stated limits (DistServe,
-Zhong et al. 2024, section 2).
+A closed loop sends the next request when the last one ends, so a slow engine gets fewer requests. In an open loop the load is given, and
+latencies under it are measured: TTFT, ITL, and *goodput*, the share of requests within stated limits (DistServe, Zhong et al. 2024,
+section 2).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class TraceLine:
     Attributes:
         arrival: seconds after the first request of the file.
         prompt: its text; None: ``input_tokens`` random ids.
-        input_tokens: length of the prompt where that has no text.
+        input_tokens: length of a prompt without text.
         output_tokens: most new tokens; None: ``workload.output_tokens``.
     """
 
@@ -42,35 +42,35 @@ class TraceLine:
     output_tokens: int | None
 
 
-def arrivals(asked: WorkloadConfig) -> list[float]:
-    """Seconds from the beginning of a round at which its requests arrive, ascending; the same in every round and on every side.
+def arrivals(workload: WorkloadConfig) -> list[float]:
+    """Arrival times of requests in seconds from the beginning of a round, ascending; the same in every round and on every side.
 
-    ``poisson``: gaps are exponential, ``1 / rate`` in the mean. ``bursts``: groups of ``burst`` requests at one moment, whose gaps are
-    exponential as well, so that the mean load is ``rate``. Both begin with the first request.
+    ``poisson``: gaps are exponential with mean ``1 / rate``. ``bursts``: groups of ``burst`` requests arrive together, with exponential
+    gaps of mean ``burst / rate``. In both the first request arrives at 0.
     """
-    assert asked.rate is not None
-    drawn = random.Random(f"arrivals {asked.seed}")
-    together = asked.burst if asked.arrivals == "bursts" else 1
+    assert workload.rate is not None
+    drawn = random.Random(f"arrivals {workload.seed}")
+    together = workload.burst if workload.arrivals == "bursts" else 1
     times: list[float] = []
     moment = 0.0
-    while len(times) < asked.requests:
-        times += [moment] * min(together, asked.requests - len(times))
-        moment += drawn.expovariate(asked.rate / together)
+    while len(times) < workload.requests:
+        times += [moment] * min(together, workload.requests - len(times))
+        moment += drawn.expovariate(workload.rate / together)
     return times
 
 
-def read_trace(asked: WorkloadConfig) -> list[TraceLine]:
+def read_trace(workload: WorkloadConfig) -> list[TraceLine]:
     """The first ``workload.requests`` lines of ``workload.trace``, in order of arrival.
 
     Raises:
         ConfigError: no file, one that can't be read or holds nothing, or a line that is no such object; names it.
     """
-    assert asked.trace is not None
-    lines = read_text("workload.trace", asked.trace).split("\n")
-    found = [_trace_line(f"{asked.trace}:{number}", line) for number, line in enumerate(lines, 1) if line.strip()]
+    assert workload.trace is not None
+    lines = read_text("workload.trace", workload.trace).split("\n")
+    found = [_trace_line(f"{workload.trace}:{number}", line) for number, line in enumerate(lines, 1) if line.strip()]
     if not found:
-        raise ConfigError("workload.trace", "at least one request", f"none in {asked.trace}")
-    found = sorted(found, key=lambda line: line.arrival)[: asked.requests]
+        raise ConfigError("workload.trace", "at least one request", f"none in {workload.trace}")
+    found = sorted(found, key=lambda line: line.arrival)[: workload.requests]
     first = found[0].arrival
     return [TraceLine(line.arrival - first, line.prompt, line.input_tokens, line.output_tokens) for line in found]
 
@@ -94,9 +94,9 @@ def play(
     clock: Callable[[], float] = time.perf_counter,
     sleep: Callable[[float], None] = time.sleep,
 ) -> list[float]:
-    """Call ``submit(i)`` for each request when it is due; returns when each was.
+    """Call ``submit(i)`` for each request when it is due; returns the times at which they were due.
 
-    One that is submitted late counts from when it was due, or a caller that is held up would hide what its requests wait for.
+    A request that is submitted late counts from the time it was due; otherwise a delayed caller would hide the time its requests waited.
     """
     began = clock()
     due = [began + offset for offset in offsets]
@@ -108,12 +108,12 @@ def play(
 
 
 def within_limits(timeline: Timeline, ttft_ms: float, itl_ms: float) -> bool:
-    """It was served, its first token came within ``ttft_ms``, and its reader never waited longer than ``itl_ms`` for the next ones."""
+    """Whether it was served, with its first token within ``ttft_ms`` and no gap between bursts longer than ``itl_ms``."""
     return timeline.served and 1e3 * timeline.ttft <= ttft_ms and 1e3 * max(timeline.itl, default=0.0) <= itl_ms
 
 
 def gaps_while_prompts_arrive(timelines: Sequence[Timeline], long: Sequence[bool]) -> list[float]:
-    """Seconds between tokens of a request, of gaps in which a long prompt of another one waited or was read.
+    """Gaps between bursts, in seconds, during which a long prompt of another request waited or was read.
 
     Args:
         timelines: of one round.
@@ -133,7 +133,7 @@ def gaps_while_prompts_arrive(timelines: Sequence[Timeline], long: Sequence[bool
     return found
 
 
-def figures(rounds: Sequence[Round], asked: WorkloadConfig, long: Sequence[bool]) -> dict[str, Any]:
+def figures(rounds: Sequence[Round], workload: WorkloadConfig, long: Sequence[bool]) -> dict[str, Any]:
     """What a side's rounds say of its service under the load, under the key ``open_loop`` of a result record.
 
     Args:
@@ -144,7 +144,7 @@ def figures(rounds: Sequence[Round], asked: WorkloadConfig, long: Sequence[bool]
     every = [timeline for one in rounds for timeline in one.timelines]
     spans = [max(t.arrived for t in one.timelines) - min(t.arrived for t in one.timelines) for one in rounds]
     offered = sum(len(one.timelines) - 1 for one in rounds) / sum(spans) if sum(spans) > 0 else None
-    good = sum(within_limits(timeline, asked.ttft_limit_ms, asked.itl_limit_ms) for timeline in every)
+    good = sum(within_limits(timeline, workload.ttft_limit_ms, workload.itl_limit_ms) for timeline in every)
     seconds = sum(one.seconds for one in rounds)
     return {
         "offered_per_second": offered,
@@ -153,21 +153,21 @@ def figures(rounds: Sequence[Round], asked: WorkloadConfig, long: Sequence[bool]
             "requests": len(every),
             "within": good,
             "per_second": good / seconds if seconds else None,
-            "ttft_limit_ms": asked.ttft_limit_ms,
-            "itl_limit_ms": asked.itl_limit_ms,
+            "ttft_limit_ms": workload.ttft_limit_ms,
+            "itl_limit_ms": workload.itl_limit_ms,
         },
         "gap_while_long_prompts_ms": latency([gap for one in rounds for gap in gaps_while_prompts_arrive(one.timelines, long)]),
         "long_prompts": sum(long),
     }
 
 
-def describe(asked: WorkloadConfig) -> str:
-    """``poisson, 4/s``: part of a case's name, and what tells the records of one load from those of another."""
-    if asked.arrivals == CLOSED:
+def describe(workload: WorkloadConfig) -> str:
+    """``poisson, 4/s``: part of a case's name, which distinguishes the records of different loads."""
+    if workload.arrivals == CLOSED:
         return CLOSED
-    text = f"trace {asked.trace}" if asked.arrivals == "trace" else f"{asked.arrivals}, {asked.rate:g}/s"
-    text += f" in groups of {asked.burst}" if asked.arrivals == "bursts" else ""
-    return text + (f", 1 in {asked.long_every} prompts of {asked.long_input_tokens} tokens" if asked.long_every else "")
+    text = f"trace {workload.trace}" if workload.arrivals == "trace" else f"{workload.arrivals}, {workload.rate:g}/s"
+    text += f" in groups of {workload.burst}" if workload.arrivals == "bursts" else ""
+    return text + (f", 1 in {workload.long_every} prompts of {workload.long_input_tokens} tokens" if workload.long_every else "")
 
 
 def table(rows: Sequence[dict[str, Any]], title: str) -> Table:

@@ -1,8 +1,8 @@
 """Workers: every measured side in its own process, controlled over pipes. The controlling end; imports no torch.
 
-One JSON object per line. A question is ``{"do": NAME, ...}``, its answer ``{"ok": ...}`` or ``{"error": ...}``, before which there may be
-any number of ``{"progress": [phase, done, total]}``; :mod:`graphspec.lab.measure.worker` lists the questions. A worker prints nothing
-else to its stdout; its stderr goes to a file whose end is shown when it fails.
+The protocol is one JSON object per line. A command is ``{"do": NAME, ...}``, its answer ``{"ok": ...}`` or ``{"error": ...}``, after any
+number of ``{"progress": [phase, done, total]}``; :mod:`graphspec.lab.measure.worker` lists the commands. A worker prints nothing else to
+its stdout; its stderr goes to a file whose end is shown when it fails.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class WorkerProcess:
     Args:
         name: of its side, for messages.
         timeout: seconds an answer may take.
-        say: called with the worker's progress, as a line for people.
-        module: what the process runs; its questions are those the worker of that module answers.
+        say: called with lines of the worker's progress.
+        module: that the process runs.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class WorkerProcess:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._complaints, text=True, encoding="utf-8",
         )  # fmt: skip
         self._answers: queue.Queue[str | None] = queue.Queue()
-        # A pipe can't be waited on with a time limit on every system; a thread and a queue can.
+        # Not every system can wait for a pipe with a time limit; a thread with a queue can.
         threading.Thread(target=self._listen, daemon=True).start()
 
     def _listen(self) -> None:
@@ -68,11 +68,11 @@ class WorkerProcess:
         self._answers.put(None)
 
     def ask(self, do: str, **values: Any) -> Any:
-        """Send one question and wait for its answer.
+        """Send one command and wait for its answer.
 
         Raises:
-            GraphspecError: the worker refused; key, expected and found are its own, the hint names the side.
-            ResourceError: it died, or took too long; the last lines it wrote are in the message. The process has ended.
+            GraphspecError: the worker refused; key, expected and found are the worker's, the hint names the side.
+            ResourceError: it died or took too long, and is no longer running; the message has the last lines of its stderr.
         """
         assert self._process.stdin is not None
         try:
@@ -95,10 +95,10 @@ class WorkerProcess:
         return answer["ok"]
 
     def _answer(self) -> str | None:
-        """The next line that is no progress; None: there will be none.
+        """The next line other than progress; None: the worker has closed its pipe.
 
         Raises:
-            queue.Empty: the time is over.
+            queue.Empty: the time limit has passed.
         """
         end = time.monotonic() + self.timeout
         while True:
@@ -117,12 +117,12 @@ class WorkerProcess:
         return "it last wrote: " + (" | ".join(lines[-TAIL_LINES:]) or "nothing")
 
     def kill(self) -> None:
-        """End it now."""
+        """Kill the process."""
         self._process.kill()
         self._process.wait()
 
     def close(self) -> None:
-        """Ask it to end; end it when it does not. Any number of times."""
+        """Ask the worker to exit, and kill it if it does not. May be called any number of times."""
         if self._process.poll() is None:
             try:
                 assert self._process.stdin is not None

@@ -28,7 +28,7 @@ from .sides import PLAIN, SideConfig, plain_config, reference_of, sides_of
 from .workload import file_texts
 
 SECRETS = ("profile.api_key=",)
-"""Words of a command line whose value is left out of result files."""
+"""Prefixes of command-line words whose values are left out of result files."""
 
 
 def run(config: LaunchConfig) -> int:
@@ -81,15 +81,15 @@ def profile(config: LaunchConfig, sides: Sequence[SideConfig], say: Say = lambda
     Returns:
         What was measured, and the records (kinds ``side`` and ``generation``).
     """
-    asked = config.profile
+    options = config.profile
     schedule = Schedule(
-        rounds=asked.rounds,
-        warm_up_seconds=asked.warm_up_seconds,
-        interleave=asked.interleave,
-        timeout_seconds=asked.timeout_seconds,
+        rounds=options.rounds,
+        warm_up_seconds=options.warm_up_seconds,
+        interleave=options.interleave,
+        timeout_seconds=options.timeout_seconds,
         cycles=True,
-        generations=asked.generations,
-        trace=asked.trace is not None,
+        generations=options.generations,
+        trace=options.trace is not None,
     )
     bench = Bench(schedule, say)
     plain = reference_of(sides)
@@ -103,8 +103,8 @@ def profile(config: LaunchConfig, sides: Sequence[SideConfig], say: Say = lambda
 def synthetic_checks(bench: Bench, measured: Sequence[Measured], reference: Measured | None) -> list[dict[str, Any]]:
     """Checks in place of equality where acceptance is forced.
 
-    The configured runtime does what its stages do on the very launches of this configuration; and a twin of the same shapes, whose drafts
-    are accepted when they are right, gives the tokens of plain decoding.
+    Two checks: the configured runtime equals its stages on the launches of this configuration, and an engine of the same shapes that
+    accepts drafts only when they are right gives the tokens of plain decoding.
     """
     subject = measured[0].side
     twin = bench.reference(SideConfig(subject.role, replace(subject.config, accept=AcceptConfig())))
@@ -117,14 +117,14 @@ def synthetic_checks(bench: Bench, measured: Sequence[Measured], reference: Meas
 
 
 def next_to_grammar(found: dict[str, Any]) -> str:
-    """What a record's ``next_to_grammar`` says, as a sentence without its stop."""
+    """A record's ``next_to_grammar`` as a sentence without its full stop."""
     count, others = found["structured_rows"], found["rows"] - found["structured_rows"]
     where = f"next to {count} row{'s' * (count > 1)} with a grammar, {others} without {'have' if others > 1 else 'has'}"
     if found["equal"] is False:
         return f"{where} OTHER TOKENS than next to the same without a grammar"
     times = " against ".join(f"{found['tpot_ms'][name]['median']:.2f}" for name in ("with", "without"))
-    told = "" if found["masked"] == 1 else f"; only {100 * found['masked']:.0f} % of their cycles had one"
-    return f"{where} {found['ratio']['median']:.2f} times the time per token, {times} ms{told}"
+    note = "" if found["masked"] == 1 else f"; only {100 * found['masked']:.0f} % of their cycles had one"
+    return f"{where} {found['ratio']['median']:.2f} times the time per token, {times} ms{note}"
 
 
 def case_name(config: LaunchConfig, subject: Measured) -> str:
@@ -138,10 +138,10 @@ def case_name(config: LaunchConfig, subject: Measured) -> str:
 
 
 def _writable(name: str | None) -> Path | None:
-    """The trace's path; refused before anything is measured where it can't be written.
+    """The path of the trace, checked before anything is measured.
 
     Raises:
-        ConfigError: its folder doesn't exist, or takes no file.
+        ConfigError: its folder doesn't exist or can't be written.
     """
     if name is None:
         return None
@@ -160,7 +160,7 @@ def _write(config: LaunchConfig, subject: Measured, rows: Sequence[dict[str, Any
     file = result_file(user_path("results", config.results), "profile")
     number = 1
     while file.exists():
-        # Cases of a sweep that end within one second.
+        # Several cases of a sweep may end within one second.
         number += 1
         file = file.with_name(f"{file.stem.removesuffix(f'-{number - 1}')}-{number}.jsonl")
     write_jsonl(file, [head, *rows])

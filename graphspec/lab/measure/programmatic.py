@@ -1,7 +1,7 @@
 """The probe of programmatic dependent launch: ``python -m graphspec.lab.measure.programmatic``.
 
-Engines with and without it, over the demo models and the same requests, must give the same tokens: chains and trees, float32 and bfloat16,
-greedy and sampled, filters and penalties, batches that change, several rounds. The verdict is kept for
+Engines with and without it must give the same tokens for the same requests to the demo models: chains and trees, float32 and bfloat16,
+greedy and sampled, filters and penalties, batches that change, several rounds. The verdict is stored for
 :func:`graphspec.engine.programmatic.resolve`.
 """
 
@@ -37,7 +37,7 @@ class Finding:
     Attributes:
         name: shape and dtype.
         tokens: compared.
-        difference: where they first differ; empty: nowhere.
+        difference: where the two first differ; empty: nowhere.
     """
 
     name: str
@@ -47,13 +47,13 @@ class Finding:
 
 def requests() -> list[SamplingParams]:
     """One per prompt; their lengths differ, so that batches shrink."""
-    asked: list[dict[str, Any]] = [
+    parameters: list[dict[str, Any]] = [
         {},
         {"temperature": 0.8, "seed": 1},
         {"temperature": 0.7, "seed": 2, "top_p": 0.9, "top_k": 40},
         {"temperature": 1.0, "seed": 3, "repetition_penalty": 1.1, "min_p": 0.02},
     ]
-    return [SamplingParams(max_tokens=TOKENS - 16 * i, ignore_eos=True, **one) for i, one in enumerate(asked)]
+    return [SamplingParams(max_tokens=TOKENS - 16 * i, ignore_eos=True, **one) for i, one in enumerate(parameters)]
 
 
 def tokens_of(build: Callable[..., LLM], **keys: Any) -> list[list[int]]:
@@ -77,7 +77,7 @@ def compare(build: Callable[..., LLM] = LLM, device: str = "cuda", runtime: str 
 
 
 def first_difference(expected: Sequence[Sequence[int]], found: Sequence[Sequence[int]]) -> str:
-    """In words; empty when there is none."""
+    """The first difference, in words; empty when there is none."""
     for request, (left, right) in enumerate(zip(expected, found, strict=True)):
         for place, (a, b) in enumerate(zip(left, right, strict=False)):
             if a != b:
@@ -88,7 +88,7 @@ def first_difference(expected: Sequence[Sequence[int]], found: Sequence[Sequence
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code 0: the verdict is that it may be used; 1: it may not; 2: this machine has no such thing."""
+    """Run the probe. Exit code 0: it may be used; 1: it may not; 2: this machine does not have it."""
     argparse.ArgumentParser(
         prog="python -m graphspec.lab.measure.programmatic", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     ).parse_args(argv)

@@ -1,4 +1,4 @@
-"""Where a result comes from: commit, versions, hardware, configuration, date. Every result file begins with it."""
+"""Provenance of results: commit, versions, hardware, configuration, date. It is the first record of every result file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ...paths import make_folder, unwritable
 
 ROOT = Path(__file__).resolve().parents[3]
 REVISION_FILE = ".revision"
-"""Written by :mod:`perf.gpu.pack`: the commit of a tree that travels without its ``.git``."""
+"""File written by :mod:`perf.gpu.pack`: the commit of a tree that is copied without its ``.git``."""
 PACKAGES = ("torch", "triton", "transformers", "numpy")
 
 
@@ -34,12 +34,12 @@ def _output(*command: str) -> str | None:
 
 
 def within_repository(path: str | Path) -> str:
-    """``path`` relative to the repository if it lies in it, so that results name no folders of this machine."""
+    """``path`` relative to the repository if it is in it, so that results contain no paths of this machine."""
     return str(path).removeprefix(f"{ROOT}{os.sep}")
 
 
 def command_line(words: Sequence[str]) -> list[str]:
-    """A command without where the program lies: of the first word its place in the repository, or else its name."""
+    """A command whose first word, the program, is reduced to its path in the repository, or else to its file name."""
     if not words:
         return []
     program, *rest = (within_repository(word) for word in words)
@@ -66,7 +66,7 @@ def version(package: str) -> str | None:
 
 
 def cpu_name() -> str:
-    """Model name of the processor, as the kernel tells it."""
+    """Model name of the processor, as the kernel reports it."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -98,7 +98,7 @@ def devices() -> dict[str, Any]:
 
 
 def provenance(config: Config | None = None, plan: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """One flat record for the head of a result file.
+    """The provenance record, a flat object.
 
     Args:
         config: the configuration that ran.
@@ -126,14 +126,14 @@ def result_file(folder: Path, name: str) -> Path:
     """``folder/<UTC date and time>-<name>.jsonl``; the folder is made.
 
     Raises:
-        ConfigError: it can't be made.
+        ConfigError: the folder can't be made.
     """
     make_folder("results", folder)
     return folder / f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{name}.jsonl"
 
 
 def write_jsonl(file: Path, records: Iterable[Mapping[str, Any]], key: str = "results") -> None:
-    """One record a line; what JSON doesn't know (paths, dtypes) becomes text.
+    """Write one record per line; values that JSON doesn't have (paths, dtypes) become text.
 
     Raises:
         ConfigError: the file can't be written; names ``key``.

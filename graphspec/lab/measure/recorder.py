@@ -1,4 +1,4 @@
-"""Looks over an engine's shoulder: a launcher in front of the cycle, and programs that time their stages. Adds no work to what is timed but
+"""Times an engine's launches: a launcher that wraps the cycle, and programs that time their stages. The only work added to what is timed is
 reading the clock (CPU) and recording events (CUDA).
 """
 
@@ -22,14 +22,14 @@ from ...shapes import GraphKey
 
 @dataclass(slots=True)
 class Launch:
-    """One program launched and read; moments in seconds of :func:`time.perf_counter`.
+    """One launch of a program; moments in seconds of :func:`time.perf_counter`.
 
     Attributes:
         key: of the program.
-        began, launched: around the launch.
-        ready: the device was done, where it was waited for or is this CPU.
-        busy: seconds in which the program ran, or was waited for, between ``began`` and ``ready``.
-        read_began, read: around reading its result.
+        began, launched: before and after the launch.
+        ready: when the device was done, where that was waited for or the device is this CPU.
+        busy: seconds between ``began`` and ``ready`` in which the program ran or was waited for.
+        read_began, read: before and after reading its result.
         stages: milliseconds of each stage, where they were timed.
         program_began: when the program itself began, on a CPU.
     """
@@ -84,13 +84,13 @@ class SteppedProgram:
 class MarkedProgram:
     """A program with an event between every two stages; for CUDA, where a call returns before its work is done.
 
-    Captured, one replay gives the time of every stage: the events are external, so the graph keeps them as nodes that record again at each
-    replay (``cudaEventRecordExternal``). What the markers cost, a few microseconds each, is in the stages' times and not in the cycle's.
+    When captured, one replay gives the time of every stage: the events are external, so the graph has them as nodes that record at each
+    replay (``cudaEventRecordExternal``). The cost of the events, a few microseconds each, is in the stages' times and not in the cycle's.
 
     Args:
         program: whose stages are run.
-        make_event: gives a timing event that may be recorded in a capture.
-        capturer: captures them, which runs them too: the program's buffers must make that inert. None: they are launched directly.
+        make_event: makes a timing event that may be recorded in a capture.
+        capturer: captures the stages, which also runs them, see :func:`inert`. None: they are launched directly.
     """
 
     def __init__(self, program: Program, make_event: Callable[[], TimingEvent], capturer: ProgramCapturer | None) -> None:
@@ -107,7 +107,7 @@ class MarkedProgram:
         self._run()
 
     def milliseconds(self) -> list[float]:
-        """Times of the last call, which must have ended."""
+        """Times of the last call, which must have ended on the device."""
         return [event.elapsed_time(later) for event, later in pairwise(self._events)]
 
 
@@ -118,7 +118,7 @@ def external_event() -> TimingEvent:
 
 @contextmanager
 def inert(cycle: Cycle) -> Iterator[None]:
-    """Programs may run inside: the mail holds an empty message, and all state is restored afterwards."""
+    """A context in which programs may run without effect: the message is empty, and all state is restored at the end."""
     state = cycle.arena.snapshot(("mail", "state", "ring"))
     mail = torch.zeros(cycle.layout.size, dtype=torch.int64)
     cycle.layout.encode(Message(lanes=()), mail)
@@ -131,10 +131,10 @@ def inert(cycle: Cycle) -> Iterator[None]:
 
 
 def stage_timer(cycle: Cycle, key: Key) -> StageTimer:
-    """A timer of the stages of the program of ``key``; compiled stages are compiled here, one by one."""
+    """A timer of the stages of the program of ``key``; compiled stages are compiled here, each by itself."""
     program = cycle.programs[key]
     with inert(cycle):
-        # Compiled stages are compiled by their first call, which must not be one inside a launch.
+        # The first call compiles a stage, and must not be inside a launch.
         for step in program.steps:
             step()
         if cycle.plan.device == "cpu":
@@ -146,10 +146,9 @@ class Recorder:
     """A launcher that forwards every call and records its time.
 
     Args:
-        cycle: what launches.
-        wait: wait for the device after every launch, so that the rest of a cycle's time is the host's. Where the device is this CPU there
-            is nothing to wait for.
-        timers: programs that are run by a stage timer instead.
+        cycle: that it launches.
+        wait: wait for the device after every launch, so that the rest of a cycle's time is the host's. Has no effect on a CPU.
+        timers: stage timers that run in place of the programs of these keys.
     """
 
     def __init__(self, cycle: Cycle, *, wait: bool = False, timers: dict[Key, StageTimer] | None = None) -> None:
@@ -192,7 +191,7 @@ class Recorder:
 
     @contextmanager
     def _watched(self, key: Key) -> Iterator[None]:
-        """Put the clock, and the stage timer if there is one, around the program for one launch."""
+        """Time the program for one launch, with its stage timer if there is one."""
         program = self.cycle.programs.get(key)
         timer = self.timers.get(key)
         if program is None or not (self._on_cpu or timer is not None):
@@ -221,10 +220,10 @@ class Recorder:
         return max(dict.fromkeys(keys), key=keys.count, default=None)
 
     def cycle_times(self, key: Key | None) -> list[tuple[float, float]]:
-        """``(seconds of a whole cycle, of them outside the program)`` for every cycle of ``key`` whose predecessor was a cycle too.
+        """``(seconds of a cycle, seconds of it outside the program)`` for every cycle of ``key`` whose predecessor was a cycle too.
 
-        A cycle lasts from the moment the result before it was read to the moment its own was; prompts that come in between count for
-        none.
+        A cycle lasts from the moment when the result before it was read to the moment when its own was. A cycle after a prompt is not
+        counted.
         """
         found = []
         for before, one in pairwise(self.launches):
@@ -234,7 +233,7 @@ class Recorder:
         return found
 
     def stage_milliseconds(self, key: Key) -> list[tuple[str, list[float]]]:
-        """Each stage of ``key`` with its times, in order."""
+        """Each stage of ``key`` with its milliseconds, in order."""
         rows: Sequence[list[tuple[str, float]]] = [one.stages for one in self.launches if one.key == key and one.stages]
         if not rows:
             return []

@@ -1,7 +1,7 @@
-"""Result files, read back: the JSON lines of ``graphspec profile``, ``plan`` and ``tune`` as sides, generations, predictions and plans.
+"""Reads result files: the JSON lines of ``graphspec profile``, ``plan`` and ``tune`` as sides, generations, predictions and plans.
 
-A side whose output was not equal to plain decoding keeps what says which side it is, and loses every figure here: whatever reads results
-through this module can show no speed of it. Imports no torch.
+A side whose output differs from plain decoding keeps the fields that identify it and loses every figure here, so that no reader of results
+can show its speed. Imports no torch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ IDENTITY = (
     "case", "side", "role", "variant", "shape", "runtime", "attention", "dtype", "device", "temperature", "ignore_eos", "batch", "requests",
     "input_tokens", "output_tokens", "arrivals", "equal", "equality", "synthetic", "lossy", "rounds",
 )  # fmt: skip
-"""Fields kept of a side that is not equal."""
+"""Fields that a side whose output is wrong keeps."""
 SPEEDS = ("tokens_per_second", "tokens_per_second_per_user", "ratio", "cycle_ms")
 LATENCIES = ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms")
 SIDE_KEYS: dict[str, tuple[type, ...]] = {
@@ -37,19 +37,19 @@ ROWS = {"stages": ("name", "ms", "bytes", "floor_ms", "percent_of_floor"), "buil
 SAMPLES = ("itl_samples_ms", "acceptance_unconditional", "acceptance_conditional")
 COUNTS = "burst_tokens"
 ONCE = "n=1"
-"""Mark of a side that was measured in one round: its spread is unknown."""
+"""Mark of a side that was measured in one round only: its spread is unknown."""
 
 
 @dataclass(slots=True)
 class Line:
-    """One record, where it stands (``file:line``), and the provenance record above it."""
+    """One record, its place (``file:line``), and the provenance record before it."""
 
     place: str
     record: dict[str, Any]
     provenance: dict[str, Any]
 
     def fail(self, key: str, expected: str, found: object) -> NoReturn:
-        """Raise the error of a malformed record."""
+        """Raise the error for a malformed record."""
         raise ConfigError(f"{self.place}: {key}", expected, found)
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -60,7 +60,7 @@ class Line:
 
 @dataclass(slots=True)
 class SideRecord(Line):
-    """One measured side of a case. ``label`` is its name, with what tells it from others of that name."""
+    """One measured side of a case. ``label`` is its name, with what distinguishes it from others of that name."""
 
     label: str = ""
 
@@ -76,7 +76,7 @@ class SideRecord(Line):
 
     @property
     def subject(self) -> bool:
-        """The subject of its case; the others are baselines."""
+        """Whether it is the subject of its case; the others are baselines."""
         return self.record["role"] == "subject"
 
     @property
@@ -86,7 +86,7 @@ class SideRecord(Line):
 
     @property
     def own(self) -> bool:
-        """It ran in this engine."""
+        """Whether it ran in this engine."""
         return bool(self.shape or self.get("variant"))
 
     @property
@@ -97,7 +97,7 @@ class SideRecord(Line):
 
     @property
     def caveats(self) -> list[str]:
-        """Marks that set its figures apart from those of other sides."""
+        """Marks of figures that can't be compared with those of other sides."""
         marks = ["SYNTHETIC"] * bool(self.get("synthetic")) + ["LOSSY"] * bool(self.get("lossy"))
         if self.equal is not True:
             marks.append("not equal" if self.equal is False else "not compared")
@@ -105,22 +105,22 @@ class SideRecord(Line):
 
     @property
     def marks(self) -> list[str]:
-        """Caveats that a reader must know before its figures."""
+        """Caveats, and further marks that are shown with its figures."""
         return self.caveats + [ONCE] * (self.rounds == 1 and self.equal is not False)
 
     @property
     def open_loop(self) -> dict[str, Any]:
-        """Figures of a load that was given; empty of a closed loop."""
+        """Figures of an open loop; empty for a closed one."""
         found: dict[str, Any] = self.get("open_loop", {})
         return found
 
     @property
     def speed(self) -> float | None:
-        """Median tokens/s of all requests together; None where they follow from the load that was given."""
+        """Median tokens/s of all requests together; None in an open loop, where they follow from the load."""
         return None if self.open_loop else self.number("tokens_per_second", "median")
 
     def lower_end(self, key: str) -> float | None:
-        """10th percentile over the rounds of ``key``; None where fewer than two are recorded, for one has no spread."""
+        """10th percentile over the rounds of ``key``; None with fewer than two rounds, which have no spread."""
         rounds = self.get(key, {}).get("rounds") or []
         return percentile(rounds, 10) if len(rounds) > 1 else None
 
@@ -151,7 +151,7 @@ class Results:
     """Measurements left out because the files hold a newer one of the same side."""
 
     def predicted(self, line: Line) -> list[SideRecord]:
-        """The sides that a prediction is about: of its case, batch and shape, plain decoding's being ``[0, 1, 1]``; else the subjects."""
+        """The sides that a prediction is for: those of its case, batch and shape (plain decoding: ``[0, 1, 1]``); if none, the subjects."""
         about = (line.record.get("case"), line.record.get("batch"))
         sides = [side for side in self.sides if (side.record["case"], side.batch) == about]
         same = [side for side in sides if side.own and (side.get("shape") or PLAIN.numbers) == line.record.get("shape")]
@@ -159,7 +159,7 @@ class Results:
 
 
 def hardware(provenance: Mapping[str, Any], device: str | None = None) -> str:
-    """Hardware of a run: GPU names where the device is no CPU, else the processor; with how many."""
+    """Hardware of a run: names and number of its GPUs, or the processor and its threads where the device is a CPU."""
     gpus = [str(gpu.get("name")) for gpu in provenance.get("gpus") or [] if isinstance(gpu, Mapping)]
     if gpus and not str(device or "cuda").startswith("cpu"):
         return " + ".join(f"{gpus.count(name)} x {name}" if gpus.count(name) > 1 else name for name in dict.fromkeys(gpus))
@@ -173,10 +173,10 @@ def on_cpu(side: SideRecord) -> bool:
 
 
 def find_files(names: Sequence[str]) -> list[Path]:
-    """The given files, and every ``.jsonl`` below the given folders.
+    """The given files, and every ``.jsonl`` file below the given folders.
 
     Raises:
-        ConfigError: a name is neither, or nothing was found.
+        ConfigError: a name is neither a file nor a folder, or nothing was found.
     """
     files: list[Path] = []
     for name in names:
@@ -202,7 +202,7 @@ def read_lines(file: Path) -> Iterator[Line]:
     """The records of one file. Empty lines are skipped.
 
     Raises:
-        ConfigError: the file can't be read, or a line is no JSON object; names file and line.
+        ConfigError: the file can't be read, or a line is no JSON object; the key names file and line.
     """
     provenance: dict[str, Any] = {}
     try:
@@ -228,7 +228,7 @@ def read_results(names: Sequence[str]) -> Results:
     """Read files and folders. Unknown kinds, and lines without one, are ignored.
 
     Raises:
-        ConfigError: a line is broken, or no line of any file is one that can be shown.
+        ConfigError: a malformed line, or no line of any file that can be shown.
     """
     results = Results(find_files(names))
     kinds: dict[str, Callable[[Line], None]] = {
@@ -275,7 +275,7 @@ def _number_or_none(value: object) -> bool:
 
 
 def _check_parts(line: Line) -> None:
-    """Refuse a side whose lists and objects have other contents than :data:`ROWS`, :data:`SAMPLES` and :data:`COUNTS` say."""
+    """Check the contents of a side's lists and objects against :data:`ROWS`, :data:`SAMPLES` and :data:`COUNTS`."""
     for key, (name, *numbers) in ROWS.items():
         for row in _list(line, key, line.record.get(key)):
             if not (isinstance(row, dict) and isinstance(row.get(name), str) and all(_number_or_none(row.get(part)) for part in numbers)):
@@ -330,7 +330,7 @@ def _identity(side: SideRecord) -> tuple[object, ...]:
     # One baseline serves every shape of a sweep, so the case is not part of its identity.
     keys = [key for key in IDENTITY if key not in ("equal", "equality", "rounds", "requests") and (side.subject or key != "case")]
     place = (side.hardware, side.provenance.get("revision"), model(side.provenance))
-    # Records from before there were open loops don't say that theirs is closed.
+    # Records older than open loops have no such key: their loop is closed.
     return (*(json.dumps(side.record.get(key, CLOSED if key == "arrivals" else None)) for key in keys), *place)
 
 
@@ -344,7 +344,7 @@ def _keep_newest(results: Results) -> None:
 
 
 def _withhold(results: Results) -> None:
-    """Remove ratios to sides that are not equal, and measured times of their predictions: both would reveal the speed of wrong output."""
+    """Remove ratios to sides whose output is wrong, and measured times of their predictions: both would reveal their speed."""
     unequal = {(side.record["case"], side.record["side"]) for side in results.sides if side.equal is False}
     for side in results.sides:
         ratio = side.get("ratio", {})
@@ -382,7 +382,7 @@ FACETS: tuple[Callable[[SideRecord], str], ...] = (
 
 
 def _label(sides: list[SideRecord]) -> None:
-    """Set every ``label``: the side's name, and of :data:`FACETS` those by which sides of one name and batch really differ."""
+    """Set every ``label``: the side's name, and those of :data:`FACETS` in which sides of one name and batch differ."""
     for name in dict.fromkeys(side.record["side"] for side in sides):
         same = [side for side in sides if side.record["side"] == name]
         for side in same:
@@ -401,5 +401,5 @@ def _label(sides: list[SideRecord]) -> None:
 
 
 def unique(values: Iterable[str | None]) -> list[str]:
-    """The non-empty ones, once each, in order."""
+    """The distinct non-empty values, in order."""
     return list(dict.fromkeys(value for value in values if value))

@@ -1,6 +1,6 @@
-"""Whether a runtime equals its stages: the configured one against another on the same launches, from the same state.
+"""Checks that a runtime equals its stages: the configured one against another, on the same launches and from the same state.
 
-Asked where acceptance is forced, for then there are no right tokens to compare.
+It takes the place of comparing tokens where acceptance is forced, for then there are no right tokens.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ SPARE_CONTEXT = 256
 def check_runtime(config: LaunchConfig) -> dict[str, Any]:
     """Compare the configured runtime with its stages run one by one, on the first request of the workload.
 
-    A captured program is compared with its own direct launch, on one engine, and every slot it writes must be equal bit for bit. Any
-    other runtime is compared with ``eager`` (:func:`graphspec.engine.diff.diff`). Engines hold one row and a short context, so that two
-    fit into the memory of one.
+    A captured program is compared with a direct launch of the same program, on one engine, and every slot it writes must be equal bit for
+    bit. Any other runtime is compared with ``eager`` (:func:`graphspec.engine.diff.diff`). Engines have one row and a short context, so
+    that two fit into the memory of one.
 
     Returns:
         ``equal``, and a ``sentence`` that says what was compared.

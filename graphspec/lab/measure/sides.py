@@ -15,7 +15,7 @@ OURS = (SUBJECT, PLAIN, SELF)
 ONE_ROW = ("hf_assisted", "hf_lookup")
 """Sides that decode one request at a time."""
 API = "openai"
-"""A server, with its own program and numerics."""
+"""A server of another engine."""
 ROLES = (*OURS, "hf", *ONE_ROW, API)
 
 
@@ -24,8 +24,8 @@ class SideConfig:
     """One way to serve the workload.
 
     Attributes:
-        role: of :data:`ROLES`; says which program serves it.
-        config: all of its configuration.
+        role: one of :data:`ROLES`, which determines the program.
+        config: the whole configuration of this side.
     """
 
     role: str
@@ -33,12 +33,12 @@ class SideConfig:
 
     @property
     def ours(self) -> bool:
-        """It is an engine of this package, so its cycles can be profiled."""
+        """Whether it is an engine of this package, whose cycles can be profiled."""
         return self.role in OURS
 
 
 def speculates(config: LaunchConfig) -> bool:
-    """The configured variant drafts."""
+    """Whether the configured variant drafts."""
     return resolve_variant(config.variant.name).speculates
 
 
@@ -51,9 +51,9 @@ def plain_config(config: LaunchConfig) -> LaunchConfig:
 
 
 def for_workload(config: LaunchConfig) -> LaunchConfig:
-    """The engine with exactly as many rows as the workload has requests at once; the buckets it has no rows for are left out.
+    """The configuration with as many rows as the workload has requests at once, without larger buckets.
 
-    Prompts repeat from round to round: unless the prefix cache is asked for, they are read each time.
+    Prompts repeat from round to round, so the prefix cache is off unless it is set.
     """
     rows, runtime = config.workload.batch, config.runtime
     buckets = runtime.buckets if runtime.buckets[-1] >= rows else [*runtime.buckets, rows]
@@ -68,7 +68,7 @@ def for_workload(config: LaunchConfig) -> LaunchConfig:
 
 
 def sides_of(config: LaunchConfig) -> list[SideConfig]:
-    """The configured engine, then ``baseline``; plain decoding is its own baseline.
+    """The configured engine, then those of ``baseline``; an engine that decodes plainly is its own plain baseline.
 
     Raises:
         ConfigError: a baseline that can't serve this workload.
@@ -89,7 +89,7 @@ def sides_of(config: LaunchConfig) -> list[SideConfig]:
 
 
 def reference_of(sides: Sequence[SideConfig]) -> SideConfig | None:
-    """Plain decoding, where it must run only as the reference of tokens; None: it is among ``sides``, or not needed."""
+    """Plain decoding, where it must run just as the reference for tokens; None: it is among ``sides``, or not needed."""
     subject = sides[0].config
     if not speculates(subject) or any(side.role == PLAIN for side in sides):
         return None

@@ -1,4 +1,4 @@
-"""Times inside a cycle: the whole, the host's share, each stage with its floor; on CUDA also graph nodes and the gaps between them."""
+"""Times inside a cycle: the whole, the host's part, each stage with its floor; on CUDA also graph nodes and the gaps between them."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def profile_cycles(
     Args:
         llm: the engine, warmed up for the workload.
         run: runs the workload once.
-        context: committed tokens of a row, for the floor: the mean over the workload.
+        context: committed tokens of a row for the floor: the mean over the workload.
         token_map: ``variant.token_map``.
-        stages: time stages too; compiled ones are compiled one by one for it.
+        stages: time stages too, for which compiled ones are compiled one by one.
         bandwidth: bytes per second of this machine, measured in the same run; None: measure it.
     """
     plan, cycle = llm.plan, llm.cycle
@@ -82,7 +82,7 @@ def profile_cycles(
 
 
 def _floors(plan: Plan, key: GraphKey, context: int, token_map: str | None, hardware: Hardware) -> dict[str, tuple[float, float]]:
-    """Bytes and floor in milliseconds of the stages that have weights."""
+    """Bytes, and floor in milliseconds, of the stages with weights."""
     model = FloorModel.of(plan.target, plan.draft, plan.dtype, plan.variant, token_map)
     return {cost.name: (cost.bytes, cost.floor_ms(hardware)) for cost in model.stages(key.shape, key.bucket, context)}
 
@@ -94,9 +94,9 @@ def _stage_row(name: str, milliseconds: float, floor: tuple[float, float] | None
 
 
 class Probe(Recorder):
-    """A recorder that profiles one program once, in the middle of the run, with torch's profiler.
+    """A recorder that profiles one program once, in the middle of a run, with torch's profiler.
 
-    Every profiled replay starts from the state of the next launch, which is restored afterwards.
+    Every profiled replay starts from the state of the launch at hand, which is restored afterwards.
     """
 
     def __init__(self, cycle: Cycle, key: Key, after: int = 3) -> None:
@@ -104,7 +104,7 @@ class Probe(Recorder):
         self._key, self._left = key, after
         self.found: dict[str, Any] = {}
         self.missing = ""
-        """The reason why there are no figures; empty: there is none."""
+        """Why there are no figures; empty: there are."""
 
     def launch(self, key: Key, message: Message) -> int:
         if key == self._key and not (self.found or self.missing):
@@ -136,11 +136,11 @@ def kernel_timeline(program: Callable[[], None], rewind: Callable[[], None], rep
 
     Args:
         program: a captured program.
-        rewind: puts its state back, before each call.
+        rewind: restores its state before each call.
         replays: profiled calls.
 
     Raises:
-        ResourceError: the profiler saw nothing, as where a process may not use CUPTI.
+        ResourceError: the profiler recorded no kernel, for example because the process may not use CUPTI.
     """
     from torch.profiler import ProfilerActivity, profile
 
@@ -152,7 +152,7 @@ def kernel_timeline(program: Callable[[], None], rewind: Callable[[], None], rep
             with profile(activities=[ProfilerActivity.CUDA]) as profiler:
                 program()
                 torch.cuda.synchronize()
-            # The profiler's first session is its own warm-up.
+            # The profiler's first session is a warm-up.
             if number:
                 events = [e for e in profiler.events() or [] if e.device_type.name == "CUDA"]
                 calls.append([(float(e.time_range.start), float(e.time_range.end), e.name) for e in events])
@@ -165,11 +165,11 @@ def summarise_kernels(calls: Sequence[Sequence[tuple[float, float, str]]]) -> di
     """Figures of several calls of one program.
 
     Args:
-        calls: for each, ``(start, end, name)`` of everything that ran, in microseconds.
+        calls: for each call, ``(start, end, name)`` of every kernel, in microseconds.
 
     Returns:
-        ``nodes`` of one call; ``busy_ms``, the sum of their times, ``span_ms`` from the first to the last, ``gap_ms``, in which nothing
-        ran, medians; the 25 heaviest ``kernels`` of the last call.
+        ``nodes`` of one call; medians of ``busy_ms``, the sum of their times, ``span_ms`` from the first start to the last end, and
+        ``gap_ms``, in which nothing ran; the 25 longest ``kernels`` of the last call.
     """
     busy, span, gap = [], [], []
     for call in calls:

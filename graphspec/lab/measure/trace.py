@@ -15,8 +15,8 @@ TRACKS = {"host": 1, "device": 2, "stages": 3}
 def chrome_trace(launches: Sequence[Launch], title: str) -> list[dict[str, Any]]:
     """Events of one run: what the host did (launch, read, the scheduler between them), programs, and the stages inside them.
 
-    On a CPU the programs are on the host's own thread and drawn where they ran. On a GPU a program is drawn from its launch to the end of
-    the wait for it, and its stages, timed by events in the graph, one after the other from there.
+    On a CPU programs run in the host's thread and are drawn when they ran. On a GPU a program is drawn from its launch to the end of the
+    wait for it, and its stages, timed by events in the graph, one after the other from there.
 
     Args:
         launches: in order, of a :class:`graphspec.lab.measure.recorder.Recorder` that waits.

@@ -1,7 +1,7 @@
-"""A worker: runs one side and answers questions about it. :mod:`.process` starts it: ``python -m graphspec.lab.measure.worker``.
+"""A worker: runs one side and answers commands about it. :mod:`.process` starts it: ``python -m graphspec.lab.measure.worker``.
 
 =============  ==================================================================  ====================================================
-question       with                                                                answer
+command        with                                                                answer
 =============  ==================================================================  ====================================================
 ``prepare``    ``role``, ``config`` (packed), ``command``, ``like``                what the side is (:class:`Runner`), ``provenance``
 ``warm_up``    ``seconds``                                                         rounds run
@@ -14,8 +14,8 @@ question       with                                                             
 ``close``
 =============  ==================================================================  ====================================================
 
-A :class:`~graphspec.errors.GraphspecError` is an answer; any other exception ends the process, and its traceback is what the coordinator
-shows.
+A :class:`~graphspec.errors.GraphspecError` is an answer; any other exception ends the process, and the controlling process shows its
+traceback.
 """
 
 from __future__ import annotations
@@ -43,39 +43,39 @@ class Runner(Protocol):
         ...
 
     def round(self) -> dict[str, Any]:
-        """Run the workload once: ``timelines``, per request ``tokens`` and ``texts`` (or None), and ``not_measured`` where that changed."""
+        """Run the workload once: ``timelines``, per request ``tokens`` and ``texts`` (or None), and ``not_measured`` if it changed."""
         ...
 
 
-Tell = Callable[[str, int, int], None]
-"""Called with a phase, its units done, and all of them."""
+Progress = Callable[[str, int, int], None]
+"""Called with a phase, the number of its units that are done, and their total."""
 
 
 class Worker:
-    """Answers questions; :func:`main` connects it to pipes.
+    """Executes commands; :func:`main` connects it to pipes.
 
     Args:
-        tell: called with the progress of loading and compilation.
+        progress: called during loading and compilation.
     """
 
-    def __init__(self, tell: Tell | None = None) -> None:
+    def __init__(self, progress: Progress | None = None) -> None:
         self.runner: Any = None
-        self.tell = tell
+        self.progress = progress
 
     def answer(self, do: str, **values: Any) -> Any:
-        """Dispatch one question.
+        """Execute one command.
 
         Raises:
             GraphspecError: the side can't do that.
         """
         method = getattr(self, f"do_{do}", None)
         if method is None:
-            raise GraphspecError("do", "a question a worker knows", repr(do))
+            raise GraphspecError("do", "a command of this worker", repr(do))
         return method(**values)
 
     def do_prepare(self, role: str, config: str, command: list[str], like: dict[str, str] | None) -> dict[str, Any]:
         launch = unpack(config)
-        self.runner = make_runner(role, launch, like, self.tell)
+        self.runner = make_runner(role, launch, like, self.progress)
         described: dict[str, Any] = self.runner.describe()
         return described | {"provenance": provenance(launch, described.get("plan")) | {"command": command_line(command)}}
 
@@ -113,14 +113,14 @@ class Worker:
         return times
 
 
-def make_runner(role: str, config: LaunchConfig, like: dict[str, str] | None, tell: Tell | None = None) -> Runner:
-    """The side of ``role``. Modules that import torch are imported here, in the process that needs them.
+def make_runner(role: str, config: LaunchConfig, like: dict[str, str] | None, progress: Progress | None = None) -> Runner:
+    """Make the side of ``role``. Modules that import torch are imported here, in the process that needs them.
 
     Args:
-        role: of :data:`graphspec.lab.measure.sides.ROLES`.
+        role: one of :data:`graphspec.lab.measure.sides.ROLES`.
         config: the whole configuration of this side.
         like: ``dtype`` and ``device`` of the side it is compared with; sides that are not ours take these.
-        tell: called with the progress of sides of our own.
+        progress: called while a side of our own loads and compiles.
     """
     if role == API:
         from .api_side import ApiSide
@@ -133,19 +133,19 @@ def make_runner(role: str, config: LaunchConfig, like: dict[str, str] | None, te
         return HfSide(role, config, like["dtype"], like["device"])
     from .engine_side import EngineSide
 
-    return EngineSide(config, tell)
+    return EngineSide(config, progress)
 
 
 def main(kind: type[Worker] = Worker) -> None:
-    """Answer until the pipe closes."""
+    """Execute commands until the pipe closes."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
     # Libraries print to stdout; their output must not mix with answers.
     os.dup2(2, 1)
 
-    def tell(phase: str, done: int, total: int) -> None:
+    def progress(phase: str, done: int, total: int) -> None:
         answers.write(json.dumps({"progress": [phase, done, total]}) + "\n")
 
-    worker = kind(tell)
+    worker = kind(progress)
     for line in sys.stdin:
         question = json.loads(line)
         if question["do"] == "close":

@@ -1,4 +1,4 @@
-"""The requests of a measurement: prompts as token ids, one sampling seed each. Equal on every side, checked by a digest. No torch."""
+"""The requests of a measurement: prompts as token ids, each with a sampling seed, equal on all sides by a digest. Imports no torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class WorkloadRequest:
 
     Attributes:
         prompt: token ids.
-        seed: of its sampling.
+        seed: of the sampler.
         output_tokens: most new tokens; None: those of the workload.
     """
 
@@ -42,10 +42,10 @@ class Workload:
         requests: in order.
         batch: requests at once.
         output_tokens: most new tokens of each.
-        ignore_eos: end-of-text ids do not end a request.
+        ignore_eos: whether end-of-text ids do not end a request.
         sampling: temperature and the rest.
         arrivals: seconds from the beginning of a round at which each request arrives; None: a closed loop.
-        long: which requests have a long prompt among shorter ones.
+        long: whether each request has a long prompt among shorter ones.
     """
 
     requests: list[WorkloadRequest]
@@ -82,30 +82,30 @@ def make_workload(config: LaunchConfig, encode: Callable[[str], list[int]], voca
     Raises:
         ConfigError: a file that can't be read or holds no prompt, or a prompt that is empty.
     """
-    asked = config.workload
-    if asked.trace is not None:
-        return _traced(config, read_trace(asked), encode, vocab_size)
+    workload = config.workload
+    if workload.trace is not None:
+        return _traced(config, read_trace(workload), encode, vocab_size)
     texts: list[str] = []
-    if asked.source == "random":
-        prompts = random_prompts(asked, vocab_size)
+    if workload.source == "random":
+        prompts = random_prompts(workload, vocab_size)
     else:
-        texts = held_out_texts() if asked.source == "held_out" else file_texts(asked)
-        prompts = [encode(text)[: asked.input_tokens] for text in texts]
+        texts = held_out_texts() if workload.source == "held_out" else file_texts(workload)
+        prompts = [encode(text)[: workload.input_tokens] for text in texts]
         for number, prompt in enumerate(prompts):
             if not prompt:
                 raise ConfigError("workload.file", "prompts of at least one token", f"an empty prompt, number {number}")
-    requests = [WorkloadRequest(prompts[i % len(prompts)], asked.seed + i) for i in range(asked.requests)]
-    long = tuple(asked.long_every > 0 and (i + 1) % asked.long_every == 0 for i in range(asked.requests))
+    requests = [WorkloadRequest(prompts[i % len(prompts)], workload.seed + i) for i in range(workload.requests)]
+    long = tuple(workload.long_every > 0 and (i + 1) % workload.long_every == 0 for i in range(workload.requests))
     if any(long):
-        whole = prompts if asked.source == "random" else [encode(text) for text in texts]
+        whole = prompts if workload.source == "random" else [encode(text) for text in texts]
         for i in (i for i, is_long in enumerate(long) if is_long):
-            requests[i] = replace(requests[i], prompt=_long_prompt(whole, i, asked.long_input_tokens))
-    moments = None if asked.arrivals == CLOSED else arrivals(asked)
-    return Workload(requests, asked.batch, asked.output_tokens, asked.ignore_eos, config.sampling, moments, long)
+            requests[i] = replace(requests[i], prompt=_long_prompt(whole, i, workload.long_input_tokens))
+    moments = None if workload.arrivals == CLOSED else arrivals(workload)
+    return Workload(requests, workload.batch, workload.output_tokens, workload.ignore_eos, config.sampling, moments, long)
 
 
 def _long_prompt(texts: Sequence[Sequence[int]], first: int, length: int) -> list[int]:
-    """Prompts one after another from number ``first`` on, cut to the length."""
+    """Prompts from number ``first`` on, concatenated and cut to ``length``."""
     found: list[int] = []
     number = first
     while len(found) < length:
@@ -115,26 +115,26 @@ def _long_prompt(texts: Sequence[Sequence[int]], first: int, length: int) -> lis
 
 
 def _traced(config: LaunchConfig, lines: Sequence[TraceLine], encode: Callable[[str], list[int]], vocab_size: int) -> Workload:
-    """The requests of a trace. A prompt whose trace line has only a length is random ids; long ones have ``long_input_tokens`` or more."""
-    asked = config.workload
-    drawn = random.Random(asked.seed)
+    """The requests of a trace. A line with only a length gets random ids; prompts of ``long_input_tokens`` or more count as long."""
+    workload = config.workload
+    drawn = random.Random(workload.seed)
     requests = []
     for number, line in enumerate(lines):
         prompt = [drawn.randrange(vocab_size) for _ in range(line.input_tokens)] if line.prompt is None else encode(line.prompt)
         if not prompt:
             raise ConfigError("workload.trace", "prompts of at least one token", f"an empty prompt, number {number}")
-        requests.append(WorkloadRequest(prompt, asked.seed + number, line.output_tokens))
-    long = tuple(len(request.prompt) >= asked.long_input_tokens for request in requests)
+        requests.append(WorkloadRequest(prompt, workload.seed + number, line.output_tokens))
+    long = tuple(len(request.prompt) >= workload.long_input_tokens for request in requests)
     moments = [line.arrival for line in lines]
-    return Workload(requests, asked.batch, asked.output_tokens, asked.ignore_eos, config.sampling, moments, long)
+    return Workload(requests, workload.batch, workload.output_tokens, workload.ignore_eos, config.sampling, moments, long)
 
 
-def random_prompts(asked: WorkloadConfig, vocab_size: int) -> list[list[int]]:
-    """Ids drawn evenly from the vocabulary; lengths from ``input_tokens * (1 - spread)`` to ``input_tokens * (1 + spread)``."""
-    assert asked.input_tokens is not None
-    drawn = random.Random(asked.seed)
-    least, most = (max(1, round(asked.input_tokens * (1 + sign * asked.input_spread))) for sign in (-1, 1))
-    return [[drawn.randrange(vocab_size) for _ in range(drawn.randint(least, most))] for _ in range(asked.requests)]
+def random_prompts(workload: WorkloadConfig, vocab_size: int) -> list[list[int]]:
+    """Ids drawn uniformly from the vocabulary; lengths from ``input_tokens * (1 - spread)`` to ``input_tokens * (1 + spread)``."""
+    assert workload.input_tokens is not None
+    drawn = random.Random(workload.seed)
+    least, most = (max(1, round(workload.input_tokens * (1 + sign * workload.input_spread))) for sign in (-1, 1))
+    return [[drawn.randrange(vocab_size) for _ in range(drawn.randint(least, most))] for _ in range(workload.requests)]
 
 
 def held_out_texts() -> list[str]:
@@ -143,21 +143,21 @@ def held_out_texts() -> list[str]:
     return [json.loads(line)["prompt"] for line in text.splitlines()]
 
 
-def file_texts(asked: WorkloadConfig) -> list[str]:
-    """The prompts of ``workload.file``: the whole file, or, of a ``.jsonl`` one, a string or an object with ``prompt`` per line.
+def file_texts(workload: WorkloadConfig) -> list[str]:
+    """The prompts of ``workload.file``: the whole file as one, or, in a ``.jsonl`` file, a string or an object with ``prompt`` per line.
 
     Raises:
-        ConfigError: no file, an unreadable one, or a line that is neither.
+        ConfigError: no file, an unreadable one, or a line that is neither a string nor such an object.
     """
-    if asked.file is None:
+    if workload.file is None:
         raise ConfigError("workload.file", "the path of a file with workload.source=file", None)
-    text = read_text("workload.file", asked.file)
-    if not asked.file.endswith(".jsonl"):
+    text = read_text("workload.file", workload.file)
+    if not workload.file.endswith(".jsonl"):
         texts: Sequence[str] = [text] if text else []
     else:
-        texts = [_prompt_of(f"{asked.file}:{number}", line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+        texts = [_prompt_of(f"{workload.file}:{number}", line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not texts:
-        raise ConfigError("workload.file", "at least one prompt", f"none in {asked.file}")
+        raise ConfigError("workload.file", "at least one prompt", f"none in {workload.file}")
     return list(texts)
 
 

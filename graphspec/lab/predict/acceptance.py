@@ -1,14 +1,14 @@
 """How many tokens a cycle commits: an estimate from the shares of a chain, for shapes that were not measured.
 
 For a chain there is nothing to estimate: with ``c_d`` the share of drafts accepted at depth d given the ones before, a cycle of depth S
-commits ``1 + c_1 + c_1 c_2 + ... + c_1 ... c_S`` tokens. A tree offers further candidates in addition to the best one. Assumed is that
+commits ``1 + c_1 + c_1 c_2 + ... + c_1 ... c_S`` tokens. A tree offers further candidates in addition to the best one. The model assumes:
 
-* the r-th best sibling is right in a share ``SIBLING^(r-1)`` of ``c_d`` of the cases in which all better ones are wrong, so that k siblings
-  together catch ``1 - (1 - c)(1 - g c)(1 - g^2 c)...`` (``1 - (1-c)^k`` for g = 1);
-* a path is right with the product of its shares, whatever the context: where the drafter knows how sure it is, a real tree spends its nodes
-  better than that.
+* the r-th best sibling is right in a share ``SIBLING^(r-1) c_d`` of the cases in which all better ones are wrong, so that one of k siblings
+  is right in a share ``1 - (1 - c)(1 - g c)(1 - g^2 c)...`` (``1 - (1-c)^k`` for g = 1);
+* a path is right with the product of its shares, whatever the context. A real drafter's probabilities depend on the context, so a real tree
+  spends its nodes better than that.
 
-The nodes are those a tree of that size would take: every level expands the K best paths, and the N - 1 best of all candidates stay.
+The nodes are those that a tree of that size would have: every level expands the K best paths, and the N - 1 best of all candidates stay.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from ...shapes import CycleShape
 SIBLING = 0.6
 """g, acceptance of a sibling relative to the next better one. Fitted to the demo drafts' chains and trees; see ``docs/choosing.md``."""
 GUESS = (0.8, 0.75, 0.7, 0.65, 0.65, 0.65, 0.65)
-"""Shares of a chain where none were measured: about what EAGLE-3 reaches with Llama-3.1-8B on MT-bench (vLLM issue 20780: 2.79 tokens per
-cycle at S = 3, 3.54 at S = 7). Another draft, another text, another temperature: other shares."""
+"""Shares of a chain where none were measured: about those of EAGLE-3 with Llama-3.1-8B on MT-bench (vLLM issue 20780: 2.79 tokens per
+cycle at S = 3, 3.54 at S = 7). They vary with draft, text and temperature."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +31,10 @@ class Acceptance:
     """Acceptance of a draft.
 
     Attributes:
-        shares: conditional, of the best candidate at depth 1, 2, ...; deeper ones are as likely as the last.
+        shares: of drafts accepted at depth 1, 2, ... given the ones before, for the best candidate; deeper ones have the last share.
         source: where they come from.
         sibling: g.
-        measured: tokens per cycle of shapes that were run; they go before any estimate.
+        measured: tokens per cycle of shapes that were run, which take precedence over the estimate.
     """
 
     shares: tuple[float, ...] = GUESS
@@ -47,7 +47,7 @@ class Acceptance:
             raise ConfigError("plan.acceptance", "at least one share, each from 0 to 1", list(self.shares))
 
     def length(self, shape: CycleShape) -> float:
-        """New tokens per cycle, the target's own included: measured for this very shape, else estimated."""
+        """New tokens per cycle, the bonus token included: measured for this very shape, else estimated."""
         return self.measured[shape] if shape in self.measured else self.estimate(shape)
 
     def estimate(self, shape: CycleShape) -> float:
@@ -59,7 +59,7 @@ class Acceptance:
         return self.shares[min(depth, len(self.shares)) - 1]
 
     def ranked(self, depth: int, count: int) -> list[float]:
-        """Chance of the best, second best, ... of ``count`` siblings to be the right one."""
+        """Probability that the best, second best, ... of ``count`` siblings is the right one."""
         left, found = 1.0, []
         for rank in range(count):
             found.append(left * self.share(depth) * self.sibling**rank)
@@ -67,7 +67,7 @@ class Acceptance:
         return found
 
     def _paths(self, shape: CycleShape) -> list[float]:
-        """Chance of each candidate to be on the accepted path."""
+        """Probability of each candidate to be on the accepted path."""
         if shape.num_steps == 0:
             return []
         level = self.ranked(1, shape.topk)
@@ -84,7 +84,7 @@ class Acceptance:
 
 
 def conditional(rates: Sequence[float]) -> tuple[float, ...]:
-    """Conditional shares from unconditional ones (share of cycles that accept depth 1, 2, ...); what never happened has share 0."""
+    """Conditional shares from unconditional ones (share of cycles that accept depth 1, 2, ...); a depth that was never accepted has 0."""
     shares, before = [], 1.0
     for rate in rates:
         shares.append(min(1.0, rate / before) if before > 0 else 0.0)

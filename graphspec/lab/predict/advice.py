@@ -1,7 +1,7 @@
-"""From floors to advice: predicted cycle times, shapes in order of predicted speed, the width that verification has free, the crossover.
+"""From floors to advice: predicted cycle times, shapes ranked by predicted speed, the width that verification has free, the crossover.
 
-A stage is predicted to take its floor divided by an *efficiency*, the share of the floor's speed it really reaches; stages follow one
-another without gaps, and the host adds nothing unless asked to. Those are assumptions; :mod:`.plan` states them every time.
+A stage is predicted to take its floor divided by an *efficiency*, the share of the floor's speed that it reaches; stages follow one
+another without gaps, and the host adds ``Efficiency.host_ms``. These are assumptions, which the output of :mod:`.plan` states.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from ..floor import FloorModel, Hardware, StageCost
 from .acceptance import Acceptance
 
 DEFAULT_EFFICIENCY = 0.85
-"""Efficiency the README aims at for plain decoding; used where nothing was measured."""
+"""README's aim for plain decoding; used where nothing was measured."""
 FREE = 0.05
-"""Verification is free as long as its floor, or its measured time, is at most this much above that of one node."""
+"""Verification of N nodes counts as free if its floor, or its measured time, is at most this share above that of one node."""
 LARGEST_BATCH = 4096
 _DEPTHS = range(1, 11)
 _FANS = (2, 3, 4, 6, 8)
 _NODES = (4, 6, 8, 12, 16, 24, 32, 48, 64)
 _DEEP, _WIDE = (12, 15, 16, 20), (96, 128)
-"""What a drafter may add to these whose pass costs the same at any depth."""
+"""Further depths and nodes for a drafter whose pass costs the same at any depth."""
 
 
 class Timing(Protocol):
@@ -56,8 +56,8 @@ class Efficiency:
     Attributes:
         overall: share of every stage without a figure of its own.
         stages: shares by name.
-        rates: operations per second, by stage: so much longer takes a stage, over and above its share, for what it computes. Only measured
-            results bring such figures: a processor whose caches hold the weights is slow for another reason than its memory.
+        rates: operations per second, by stage: a stage takes its operations divided by this in addition to its share of the floor. Only
+            measured results have such figures: a processor whose caches hold the weights is limited by something other than its memory.
         host_ms: added to every cycle.
         source: where the figures come from.
     """
@@ -90,7 +90,7 @@ class Efficiency:
 
 @dataclass(frozen=True, slots=True)
 class StagePrediction:
-    """One stage: what it must move and do, its floor, and the time it is predicted to take, in milliseconds."""
+    """One stage: its bytes and operations, its floor, and its predicted time, in milliseconds."""
 
     name: str
     cost: StageCost
@@ -104,7 +104,7 @@ class Prediction:
     """One cycle.
 
     Attributes:
-        shape, batch, context: what was asked.
+        shape, batch, context: of the cycle.
         stages: the stages with weights, in order.
         cycle_ms: predicted milliseconds of a cycle, the host's share included.
         floor_ms: milliseconds it takes at least.
@@ -124,7 +124,7 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class Ranked:
-    """A shape with what it is predicted to give.
+    """A shape and its predicted speed.
 
     Attributes:
         prediction: of its cycle.
@@ -145,7 +145,7 @@ class Ranked:
 def predict(
     model: FloorModel, shape: CycleShape, batch: int, context: int, hardware: Hardware, efficiency: Timing | None = None
 ) -> Prediction:
-    """How long one cycle takes.
+    """Predict the time of one cycle.
 
     Args:
         model: target and draft, :meth:`FloorModel.of`.
@@ -153,7 +153,7 @@ def predict(
         batch: rows in the cycle.
         context: committed tokens of each row.
         hardware: bandwidth and peak.
-        efficiency: None: :data:`DEFAULT_EFFICIENCY` for every stage, no time of the host.
+        efficiency: None: :data:`DEFAULT_EFFICIENCY` for every stage, and no host time.
     """
     efficiency = efficiency or Efficiency()
     stages, costs = [], model.stages(shape, batch, context)
@@ -165,7 +165,7 @@ def predict(
 
 
 def candidate_shapes(variant: Variant, heads: int = 1, deepest: int | None = None) -> list[CycleShape]:
-    """Shapes worth asking about: chains, and trees of every depth, fan-out and size that this drafter can serve.
+    """Shapes to consider: chains, and trees of every depth, fan-out and size that this drafter can serve.
 
     Args:
         variant: catalog entry; one that does not speculate has none.
@@ -176,9 +176,9 @@ def candidate_shapes(variant: Variant, heads: int = 1, deepest: int | None = Non
         return []
     pool = variant.auto_shape.pool
     at_once = pool == "marginals"
-    asked, sizes = (*_DEPTHS, *(_DEEP if at_once else ())), (*_NODES, *(_WIDE if at_once else ()))
-    limit = min(deepest or asked[-1], heads if heads > 1 else asked[-1])
-    depths = [depth for depth in asked if depth <= limit]
+    every_depth, sizes = (*_DEPTHS, *(_DEEP if at_once else ())), (*_NODES, *(_WIDE if at_once else ()))
+    limit = min(deepest or every_depth[-1], heads if heads > 1 else every_depth[-1])
+    depths = [depth for depth in every_depth if depth <= limit]
     found = [CycleShape(depth, 1, depth + 1, pool) for depth in depths]
     if heads > 1:
         return found
@@ -196,12 +196,12 @@ def rank_shapes(
     model: FloorModel, shapes: Iterable[CycleShape], acceptance: Acceptance, batch: int, context: int, hardware: Hardware,
     efficiency: Timing | None = None,
 ) -> list[Ranked]:  # fmt: skip
-    """Shapes by predicted tokens per second, best first; of equally fast ones the smaller first.
+    """Shapes by predicted tokens per second, fastest first; the smaller first where two are equally fast.
 
     Args:
         model, batch, context, hardware, efficiency: as for :func:`predict`.
         shapes: such as :func:`candidate_shapes` gives; with ``PLAIN`` among them plain decoding is ranked too.
-        acceptance: what the draft is worth.
+        acceptance: of the draft.
     """
     lengths = {shape: acceptance.length(shape) for shape in shapes}
     return rank_lengths(model, lengths, batch, context, hardware, efficiency)
@@ -224,9 +224,9 @@ def rank_lengths(
 
 
 def free_width(model: FloorModel, batch: int, context: int, hardware: Hardware, slack: float = FREE, timing: Timing | None = None) -> int:
-    """Most nodes N of a row whose verification takes at most ``slack`` longer than that of one node; no more than a window holds.
+    """The most nodes N per row, at most a window's, whose verification takes at most ``slack`` longer than that of one node.
 
-    By their floors, or as ``timing`` has it.
+    Times are floors, or those of ``timing``.
     """
 
     def verify(nodes: int) -> float:
@@ -245,9 +245,10 @@ def crossover(
     model: FloorModel, lengths: Mapping[CycleShape, float], context: int, hardware: Hardware, efficiency: Timing | None = None,
     largest: int = LARGEST_BATCH,
 ) -> int | None:  # fmt: skip
-    """The batch from which on no shape is predicted to be faster than plain decoding; None: up to ``largest`` one always is.
+    """The smallest batch from which no shape is predicted to be faster than plain decoding; None: up to ``largest`` some shape always is.
 
-    Batches are tried in powers of two (a mixture of experts may pay at large ones only); after the last that pays the search is finer.
+    Powers of two are tried first, because with a mixture of experts drafting may pay at large batches only; the boundary after the last
+    one that pays is then found by bisection.
 
     Args:
         model, context, hardware, efficiency: as for :func:`predict`.

@@ -1,8 +1,8 @@
 """Measures network passes and a few whole cycles of an engine on this CPU, for ``graphspec plan plan.measure=true``.
 
-What native ops a pass consists of is found by running it once; then the ops alone are timed, without what PyTorch does around them when
-nothing is compiled. The engine's own cycles give what is left. The result is kept in the cache folder and holds for the processor, its
-threads, the versions, this package's source and the checkpoints.
+Running a pass once shows which native ops it consists of; then only these are timed, without PyTorch's overhead around them in the eager
+runtime. Whole cycles of the engine give the rest. The result is kept in the cache folder and is valid for this processor, number of
+threads, versions, source of this package, and checkpoints.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ if TYPE_CHECKING:
     from .model_pair import ModelPair
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 256)
-"""Rows of a pass; more rows than one lane's window holds are those of several lanes."""
+"""Rows of a pass; more rows than one window has are spread over several lanes."""
 LANES, LANE_ROWS = 4, 64
 MAX_CONTEXT = 1024
-"""Tokens of a row for which the engine is built; longer contexts are extrapolated."""
+"""Longest context that is measured; longer ones are extrapolated."""
 IN_A_ROW = 3
 ROUNDS, SECONDS = 15, 8.0
-"""All points take turns: rounds, calls of each, and the seconds after which no further round begins."""
+"""Of all points together: most rounds, and the seconds after which no further round begins."""
 PROMPT, NEW_TOKENS = 16, 96
 """Tokens of the request that whole cycles are timed with."""
 FOLDER = "passes"
@@ -59,11 +59,11 @@ Call = Callable[[], Any]
 
 
 def identity(config: Config, folders: Sequence[Path]) -> dict[str, Any]:
-    """Key of a measurement.
+    """What a measurement is valid for.
 
     Args:
         config: of the engine.
-        folders: of the checkpoints; a file counts by name, size and time of change.
+        folders: of the checkpoints; a file is identified by name, size and modification time.
     """
     source = hashlib.sha256()
     package = Path(str(files("graphspec")))
@@ -74,7 +74,7 @@ def identity(config: Config, folders: Sequence[Path]) -> dict[str, Any]:
         [str(folder), *sorted(f"{f.name} {f.stat().st_size} {f.stat().st_mtime_ns}" for f in folder.iterdir() if f.is_file())]
         for folder in folders
     ]
-    asked = asdict(config)
+    values = asdict(config)
     return {
         "cpu": hashlib.sha256(cpu_flags().encode()).hexdigest()[:20],
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
@@ -82,9 +82,9 @@ def identity(config: Config, folders: Sequence[Path]) -> dict[str, Any]:
         "torch": torch.__version__,
         "source": source.hexdigest()[:20],
         "checkpoints": checkpoints,
-        **{key: asked[key] for key in ("kernels", "hardware")},
+        **{key: values[key] for key in ("kernels", "hardware")},
         "runtime": config.runtime.name,
-        "variant": {key: asked["variant"][key] for key in ("name", "token_map", "ngram", "draft_noise")},
+        "variant": {key: values["variant"][key] for key in ("name", "token_map", "ngram", "draft_noise")},
     }
 
 
@@ -92,7 +92,7 @@ def kept_file(known: dict[str, Any], folder: Path | None = None) -> Path:
     """Where a measurement of this identity is kept.
 
     Raises:
-        ResourceError: the place of the cache folder is not known.
+        ResourceError: no cache folder can be determined.
     """
     name = hashlib.sha256(json.dumps(known, sort_keys=True, default=str).encode()).hexdigest()[:20]
     return (folder or cache_folder()) / FOLDER / f"{name}.json"
@@ -101,14 +101,14 @@ def kept_file(known: dict[str, Any], folder: Path | None = None) -> Path:
 def pass_times(
     config: Config, variant: Variant, pair: ModelPair, model: FloorModel, say: Say, folder: Path | None = None
 ) -> PassTimes | str:
-    """Times kept for this machine and model, else measured now and kept.
+    """The times kept for this machine and model; measured and kept where there are none.
 
     Args:
-        config: of the engine, its device the CPU.
+        config: of the engine, on the CPU.
         variant: of the catalog.
-        pair: of target and draft.
-        model: of the same.
-        say: called with what is being done.
+        pair: facts of target and draft.
+        model: their weights.
+        say: called with progress messages.
         folder: of the cache; None: the user's.
 
     Returns:
@@ -139,7 +139,7 @@ def pass_times(
 
 
 def _keep(file: Path, record: dict[str, Any]) -> str:
-    """Where it is kept, or why it is not."""
+    """Write a record; returns where it is kept, or why it is not."""
     try:
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         scratch = file.with_name(f".{file.name}-{os.getpid()}")
@@ -174,7 +174,7 @@ def measure(config: Config, variant: Variant, model: FloorModel, say: Say) -> Pa
 
 
 def timed_shapes(variant: Variant, model: FloorModel) -> list[tuple[CycleShape, list[int]]]:
-    """Shapes that are timed whole, each with its batch sizes: plain decoding, a chain, a tree."""
+    """Shapes whose whole cycles are timed, each with its batch sizes: plain decoding, a chain, a tree."""
     shapes = [PLAIN]
     if variant.speculates:
         pool, heads = variant.auto_shape.pool, model.draft.num_heads if model.draft is not None else 1
@@ -186,14 +186,14 @@ def timed_shapes(variant: Variant, model: FloorModel) -> list[tuple[CycleShape, 
 
 def engine_of(config: Config, shape: CycleShape, batches: Sequence[int]) -> Config:
     """The engine that runs cycles of a shape with this many rows."""
-    asked = replace(config.variant, tree_choices=None, num_steps=None, topk=None, num_draft_tokens=None)
+    drafting = replace(config.variant, tree_choices=None, num_steps=None, topk=None, num_draft_tokens=None)
     if shape.num_steps:
-        asked = replace(asked, num_steps=shape.num_steps, topk=shape.topk, num_draft_tokens=shape.num_draft_tokens)
+        drafting = replace(drafting, num_steps=shape.num_steps, topk=shape.topk, num_draft_tokens=shape.num_draft_tokens)
     else:
-        asked = replace(asked, name="none", draft=None, draft_revision=None, token_map=None)
+        drafting = replace(drafting, name="none", draft=None, draft_revision=None, token_map=None)
     limit = min(config.model.max_context or MAX_CONTEXT, MAX_CONTEXT)
     return Config(
-        variant=asked,
+        variant=drafting,
         model=replace(config.model, max_context=limit),
         runtime=replace(config.runtime, max_rows=max(batches), buckets=list(batches), num_pages=None, depth_per_bucket={}),
         kernels=config.kernels,
@@ -202,7 +202,7 @@ def engine_of(config: Config, shape: CycleShape, batches: Sequence[int]) -> Conf
 
 
 def time_cycle(llm: LLM, shape: CycleShape, batch: int, runs: int = 3) -> TimedCycle:
-    """Let an engine serve ``batch`` requests; the median time of their cycles, in the run that was disturbed least."""
+    """Median cycle time of ``batch`` requests, the smallest over some runs."""
     vocab = llm.plan.target.vocab_size
     prompts = [[(31 * row + 7 * place) % vocab for place in range(PROMPT)] for row in range(batch)]
     params = SamplingParams(max_tokens=min(NEW_TOKENS, llm.plan.max_context - PROMPT), ignore_eos=True)
@@ -262,7 +262,7 @@ def network_calls(llm: LLM, name: str, lanes: int, rows: int, context: int) -> d
 
 
 def noted(network: nn.Module, run: Callable[[], Tensor]) -> tuple[Tensor, list[Call]]:
-    """Result of ``run``, and the calls of native ops it makes."""
+    """The result of ``run``, and the calls of native ops that it makes."""
     calls: list[Call] = []
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -295,9 +295,9 @@ def chain_attention(llm: LLM, pool: str, lanes: int, rows: int, context: int) ->
 
 
 def take_turns(points: dict[tuple[str, int, int], list[Call]]) -> dict[tuple[str, int, int], float]:
-    """Milliseconds of each point: the median of some calls in a row, the lower quartile of these over rounds.
+    """Milliseconds of each point: the median of some calls in a row, and of these the lower quartile over rounds.
 
-    Points take turns, so that a machine that is slow for a while is slow for all of them; what disturbs a round makes it longer.
+    Points take turns, so that a slow phase of the machine affects all of them; disturbances only make a round longer.
     """
     found: dict[tuple[str, int, int], list[float]] = {point: [] for point in points}
     end = time.perf_counter() + SECONDS
@@ -305,7 +305,7 @@ def take_turns(points: dict[tuple[str, int, int], list[Call]]) -> dict[tuple[str
         for number in range(ROUNDS):
             for point, calls in points.items():
                 times = []
-                for _ in range(1 + IN_A_ROW):  # the first is not counted: what the point before left in the caches is another's
+                for _ in range(1 + IN_A_ROW):  # the first is not counted: the caches still hold the data of the point before
                     began = time.perf_counter()
                     for call in calls:
                         call()

@@ -1,4 +1,4 @@
-"""Rows and contexts that fit, from the engine's own memory plan, asked for one number of rows and one context after the other."""
+"""Rows and contexts that fit: the engine's own memory plan, evaluated for one number of rows and one context after another."""
 
 from __future__ import annotations
 
@@ -51,15 +51,15 @@ class Capacity:
     """Memory of the planned engine.
 
     Attributes:
-        parts: what it holds with ``shown_rows`` at ``context``: name, bytes, whether it is an estimate.
-        shown_rows: rows of that account.
+        parts: memory by use with ``shown_rows`` rows at ``context``: name, bytes, whether it is an estimate.
+        shown_rows: rows that ``parts`` is computed for.
         context: tokens of a row, prompt and output.
         kv_per_token: bytes of a token in the target's pool and in the draft's.
         window: bytes of a row's window, after its committed tokens, in both pools.
         budget: bytes the engine may use; None: the memory of the hardware is not known.
-        rows: most rows at ``context``, 0: not even one; None: not known.
+        rows: most rows at ``context``; 0: not even one fits; None: not known.
         longest: longest context of a single row; likewise.
-        chunks: sizes of prefill chunks in that account.
+        chunks: sizes of prefill chunks that ``parts`` is computed for.
         states: of one row; None: no layer is recurrent.
     """
 
@@ -107,15 +107,15 @@ def capacity(
     dtype: str,
     memory: int | None,
 ) -> Capacity:
-    """Ask the memory plan.
+    """Evaluate the memory plan.
 
     Args:
-        config: as composed; its runtime group says page size, chunks and share of the memory. A GPU is planned with the captured runtime.
+        config: as composed; its runtime group gives page size, chunks and share of the memory. A GPU is planned with the captured runtime.
         pair: facts of both models.
         model: their weights.
-        shape: the widest that is to be served; without steps the automatic one of the variant.
+        shape: the widest shape to serve; without steps, the variant's automatic one.
         context: tokens of each row.
-        device, dtype: resolved.
+        device, dtype: resolved, not ``auto``.
         memory: bytes of the hardware; None: not known.
     """
     _, smallest = engine_plan(config, pair, shape, 1, context, device=device, dtype=dtype, memory=memory)
@@ -158,7 +158,7 @@ def capacity(
 
 
 def _largest(holds: Callable[[int], bool], limit: int) -> int:
-    """Largest number up to ``limit`` for which a condition holds that, once it fails, fails for all larger ones; 0: it never does."""
+    """The largest number up to ``limit`` for which ``holds``, which fails for every number above one that fails; 0: it never holds."""
     low, high = 0, 1
     while high <= limit and holds(high):
         low, high = high, high * 2
@@ -196,15 +196,15 @@ def engine_plan(
 
     Args:
         config, pair, device, dtype, memory: as of :func:`capacity`.
-        shape: of its cycles; without steps the automatic one of the variant.
+        shape: of its cycles; without steps, the variant's automatic one.
         rows: lanes of its largest bucket.
         context: tokens of each row.
     """
-    asked = config.variant
-    if asked.tree_choices is None and shape.num_steps:
-        asked = replace(asked, num_steps=shape.num_steps, topk=shape.topk, num_draft_tokens=shape.num_draft_tokens)
+    drafting = config.variant
+    if drafting.tree_choices is None and shape.num_steps:
+        drafting = replace(drafting, num_steps=shape.num_steps, topk=shape.topk, num_draft_tokens=shape.num_draft_tokens)
     engine = Config(
-        variant=asked,
+        variant=drafting,
         model=ModelConfig(path=config.model.path, max_context=max(context, 2)),
         runtime=replace(
             config.runtime,

@@ -22,16 +22,16 @@ KEY = "plan.measured"
 ROLES = ("subject", "none")
 """Sides that ran on this engine."""
 _FASTEST = 0.05
-"""Least time of a stage, in floors: caches may beat memory, but not without end."""
+"""Least time of a stage, as a multiple of its floor: caches can be faster than memory, but not arbitrarily."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Sides of this engine in a result file, those of other drafters left out.
+    """Sides of this engine in a result file, without those of other drafters.
 
     Attributes:
         file: its name.
-        sides: none of them unequal to plain decoding.
+        sides: without those whose tokens differ from plain decoding's.
         shapes: of each side; plain decoding is ``PLAIN``.
     """
 
@@ -40,10 +40,10 @@ class Measured:
     shapes: tuple[CycleShape, ...]
 
     def on(self, name: str, device: str) -> Measured:
-        """The sides that ran on such a device, so that their times tell about it.
+        """The sides that ran on such a device, whose times are therefore valid for it.
 
         Args:
-            name: of the hardware profile; a GPU is recognised by it, ``auto`` is any.
+            name: of the hardware profile, which identifies a GPU; ``auto`` matches any.
             device: ``cpu`` or ``cuda``.
         """
         kept = [i for i, side in enumerate(self.sides) if _ran_on(side, name, device)]
@@ -61,8 +61,8 @@ def read_measured(file: str, variant: Variant, temperature: float) -> Measured:
 
     Args:
         file: ``plan.measured``.
-        variant: whose sides are wanted; those of plain decoding come along.
-        temperature: only sides at this one.
+        variant: whose sides are read; those of plain decoding are read too.
+        temperature: of the sides that are read.
 
     Raises:
         ConfigError: nothing there, a broken line, or no side of this engine.
@@ -92,7 +92,7 @@ def of_rows(rows: Iterable[Mapping[str, Any]], variant: Variant, name: str) -> M
 
 
 def _ours(candidates: Iterable[SideRecord], variant: Variant, name: str) -> Measured:
-    """Sides of this engine whose tokens were not wrong."""
+    """Sides of this engine, without those whose tokens were wrong."""
     sides, shapes = [], []
     for side in candidates:
         plain = side.record["role"] == "none" or side.shape is None or side.shape[0] == 0
@@ -112,10 +112,10 @@ def _ran_on(side: SideRecord, name: str, device: str) -> bool:
 
 
 def acceptance_of(measured: Measured) -> Acceptance | None:
-    """Shares and lengths as they were measured; None without a speculating side whose lengths were real.
+    """Shares and lengths as they were measured; None without a speculating side, those with synthetic acceptance not counted.
 
-    The shares are those of the deepest chain. Where only trees ran they are worked back from the deepest tree, as if all its levels had
-    offered K siblings, which is a little too low for the deeper ones.
+    The shares are those of the deepest chain. Where only trees ran they are derived from the deepest tree, as if all its levels had
+    offered K siblings, which underestimates the deeper ones a little.
     """
     speculative = [
         (side, shape)
@@ -132,7 +132,7 @@ def acceptance_of(measured: Measured) -> Acceptance | None:
     shares = conditional([float(rate) for rate in side.record["acceptance_unconditional"]])
     if not shape.is_chain:
         shares = tuple(_best_of(share, shape.topk, SIBLING) for share in shares)
-    # A depth that was hardly ever reached says nothing about deeper ones.
+    # A share that was hardly ever observed is no estimate for deeper levels.
     while len(shares) > 1 and shares[-1] == 0:
         shares = shares[:-1]
     sibling = fit_sibling(shares, means) if shape.is_chain else None
@@ -140,7 +140,7 @@ def acceptance_of(measured: Measured) -> Acceptance | None:
 
 
 def _best_of(share: float, siblings: int, sibling: float) -> float:
-    """The share of the best of ``siblings`` that together are right in ``share`` of the cases; by bisection."""
+    """The share of the best of ``siblings`` siblings, one of which is right in ``share`` of the cases; by bisection."""
     low, high = 0.0, 1.0
     for _ in range(50):
         middle = (low + high) / 2
@@ -162,10 +162,10 @@ def timed(measured: Measured) -> list[int]:
 
 
 def calibrate(model: FloorModel, measured: Measured, sides: Iterable[int], hardware: Hardware) -> Efficiency | None:
-    """How near its floor each stage came, fitted to some of the sides; None without one whose cycle and stages were timed.
+    """How close to its floor each stage came, fitted to some of the sides; None without one whose cycle and stages were timed.
 
-    The time of a cycle is shared out among its stages as they took it in the run that timed them one by one; what went to stages without
-    weights is added to every cycle as a constant, a median. The time of a stage is fitted by :func:`fit_stage`.
+    The time of a cycle is divided among its stages in proportion to the run that timed them one by one. The part of stages without weights
+    is added to every cycle as a constant, its median over the sides. The time of a stage is fitted by :func:`fit_stage`.
     """
     points: dict[str, list[tuple[float, float, float]]] = {}
     others: list[float] = []
@@ -193,10 +193,10 @@ def calibrate(model: FloorModel, measured: Measured, sides: Iterable[int], hardw
 
 
 def fit_stage(points: Sequence[tuple[float, float, float]]) -> tuple[float, float | None]:
-    """Share of the floor's speed, and operations per second beyond it or None, of a stage.
+    """Share of the floor's speed that a stage reaches, and operations per second of its computation or None.
 
-    Least squares of the relative error of ``floor / share + work / rate``, both terms positive. From sides that differ in batch or nodes;
-    where they do not, or computing more takes no longer, there is no second term.
+    Least squares of the relative error of ``floor / share + work / rate``, both terms positive, over sides that differ in batch or nodes.
+    Where none differ, or computing more takes no longer, there is no second term.
 
     Args:
         points: floor in milliseconds, operations times 1000, measured milliseconds.
@@ -225,11 +225,10 @@ def stage_times(side: SideRecord) -> dict[str, float]:
 def predictions(
     model: FloorModel, measured: Measured, hardware: Hardware, default: Efficiency, passes: PassTimes | None = None
 ) -> list[dict[str, Any]]:
-    """Records of kind ``prediction``: every side with a cycle time, cycle and stages, predicted from the *other* sides alone.
+    """Records of kind ``prediction``: cycle and stages of every side with a cycle time, predicted from the *other* sides only.
 
-    With ``passes`` from these, and from no side at all. A side whose shape and batch no other side differs from is predicted with
-    ``default``. The measured time of a stage is its share of the
-    cycle, as the run that timed the stages one by one shared it out.
+    With ``passes`` they are predicted from these alone. A side without others of another shape or batch is predicted with ``default``. The
+    measured time of a stage is its share of the cycle in the run that timed the stages one by one.
     """
     records: list[dict[str, Any]] = []
     for i in timed(measured):

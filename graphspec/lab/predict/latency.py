@@ -1,16 +1,16 @@
-"""Estimated time of a fused cycle on a GPU beyond its bytes: launches, and round trips to memory that nothing hides.
+"""Estimated time of a fused cycle on a GPU beyond its bytes: launches, and exposed round trips to memory.
 
-A launch is taken to cost
+The model of a launch's time adds
 
 * the gap between the end of the kernel before it and its own first instruction;
-* every round trip to memory or to the second-level cache that has to be over before the next one can be asked for (*exposed*), once for
-  every wave of programs;
-* its bytes, streamed as fast as its programs can ask: by Little's law at most ``bytes in flight / round trip``, wave after wave; or its
-  operations, where they take longer;
-* what one program moves alone, through the connection of one multiprocessor: merges by the last to arrive.
+* every round trip to memory or to the second-level cache that must end before the next one can start (*exposed*), once for every wave of
+  programs;
+* its bytes, streamed as fast as its programs can request them: by Little's law at most ``bytes in flight / round trip``, wave after wave;
+  or its operations, where they take longer;
+* the bytes that one program moves alone, over the link of one multiprocessor: merges by the last program to arrive.
 
-:class:`Latencies` has the constants and where they come from. :data:`WORK` says of each kernel what it does; what is not in it is taken to
-be :data:`SMALL`. An estimate: it compares two forms of a kernel and shows where the time goes; nothing in it was measured here.
+:class:`Latencies` has the constants and their sources, :data:`WORK` the work of each kernel; a kernel that is not in it counts as
+:data:`SMALL`. This is an estimate, for comparing two forms of a kernel and for seeing where the time goes; nothing in it was measured here.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Latencies:
     Attributes:
         gap: seconds between dependent kernels of a graph. Spector et al., "Look Ma, No Bubbles!" (Hazy Research, 2025): 1.3 us a kernel on
             an H100 with CUDA graphs.
-        programmatic_gap: the same with programmatic dependent launch: what is left is the wait for the last stores of the kernel before.
+        programmatic_gap: the same with programmatic dependent launch, where only the wait for the last stores of the kernel before remains.
             Assumed.
         memory: seconds of a round trip to memory on a busy device. Assumed: Luo et al., "Benchmarking and Dissecting the Nvidia Hopper GPU
             Architecture" (arXiv 2402.13499) chase pointers on an idle one in about half of that.
@@ -65,9 +65,9 @@ class Work:
     Attributes:
         bytes: streamed from memory by all programs together.
         programs: that share them.
-        in_flight: bytes a program has asked for at a time.
+        in_flight: bytes that a program has requested at a time.
         memory, cache: exposed round trips, those that fill the stream's pipeline included.
-        alone: bytes one program moves through its own link.
+        alone: bytes that one program moves over the link of its multiprocessor.
         flops: operations of all programs.
     """
 
@@ -81,9 +81,9 @@ class Work:
 
 
 SMALL = Work(cache=3)
-"""Arguments, what they point at, and the stores: a kernel of one or a few programs over small buffers."""
+"""A kernel of one or a few programs over small buffers: it loads its arguments, loads what they point to, and stores."""
 _ARRIVAL = 3
-"""Round trips of a merge: the stores are drained, the counter is added to, the parts of the others are loaded."""
+"""Round trips of a merge: the stores drain, the counter is incremented, the parts of the other programs are loaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ def _linear(step: Step, at: Situation) -> Work:
     tile = (values["TILE_O"] * halves + values["TILE_M"]) * values["TILE_K"] * item
     part = values["SPLITS"] * values["TILE_O"] * halves * min(rows, values["TILE_M"]) * 4 if cut else 0
     logits = 4 * rows * weight.shape[0] if values["out"].element_size() == 4 and item < 4 else 0
-    # What the norm's factors come from arrives while the first weights do. And those are on their way to the cache while the kernel before
+    # The inputs of the norm's factors arrive together with the first weights, which are on their way to the cache while the kernel before
     # still runs.
     ahead = at.programmatic and values["PREFETCH"] > 0
     return Work(
@@ -151,9 +151,9 @@ def _tree_attention(step: Step, at: Situation) -> Work:
     lanes = values["table"].shape[0]
     arriving = min(units, values["programs"])
     rows = min(values["ROWS"], values["part_rows"])
-    # A block of keys and values is in flight; its pages came while the one before was computed with.
+    # A block of keys and values is in flight; its page ids were loaded while the block before was computed.
     in_turn = -(-units // values["programs"]) * min(unit, blocks)
-    # Arrival, a claim, and the partials, loaded this many at once.
+    # The arrival, a claim, and the partials, this many per load.
     merge = _ARRIVAL + -(-units // values["MERGE_UNROLL"]) if units > 1 else 0
     row = 2 * values["DIM"] * values["keys"].element_size()
     return Work(
@@ -190,7 +190,7 @@ def _vocabulary(step: Step, at: Situation) -> Work:
 
 
 def _searched(step: Step, at: Situation) -> Work:
-    """The last program of a row goes over a list once for every 11 bits, and once more for the mass that top-k leaves."""
+    """The last program of a row reads a list once for every 11 bits, and once more for the probability mass within top-k."""
     found = _vocabulary(step, at)
     passes = 4 if step.kernel == "kth_largest" else 3
     return Work(found.bytes, found.programs, found.in_flight, found.memory, found.cache + 2 * passes)
@@ -216,7 +216,7 @@ def _experts(step: Step, at: Situation) -> Work:
 def _states(step: Step, at: Situation) -> Work:
     """States of recurrent layers: read once from memory, and written where they advance.
 
-    A program that holds its tile meets tokens one by one; others pass through the state a part at a time, once for every block of tokens.
+    A program that holds its tile processes tokens one by one; others read the state part by part, once for every block of tokens.
     """
     values = step.values
     advances, width = "length" in values, values.get("PART", values["KEY_PAD"])
@@ -278,7 +278,7 @@ def _table() -> dict[str, list[dict[str, int]]]:
 
 
 def places(step: Step) -> int:
-    """Programs of a launch that the device holds at once; of a kernel in several forms, the one that uses most with as many warps."""
+    """Programs of a launch that are resident at once, by the most registers and shared memory of the kernel's forms with as many warps."""
     entries = [used for used in _table().get(step.kernel, []) if used["warps"] == step.warps]
     if not entries:
         return MULTIPROCESSORS
@@ -307,7 +307,7 @@ def estimate(step: Step, at: Situation, hardware: Hardware, device: Latencies = 
 
 
 def _stream(work: Work, places: int, bandwidth: float, device: Latencies) -> float:
-    """Seconds of the bytes: full waves, then what is left over, each at the rate that what it has in flight allows."""
+    """Seconds to stream the bytes: full waves, then the partial one, each at the rate that its bytes in flight allow."""
     each, left, seconds = work.bytes / work.programs, work.programs, 0.0
     full, left = divmod(left, places)
     for count, times in ((places, full), (left, 1)):
@@ -364,7 +364,7 @@ def _part(name: str, found: Iterable[Estimate]) -> Part:
 
 
 def gathered(name: str, parts: Iterable[Part]) -> Part:
-    """Several parts as one."""
+    """The sum of several parts."""
     some = list(parts)
     return Part(name, *(sum(getattr(part, one.name) for part in some) for one in fields(Part)[1:]))
 
@@ -377,7 +377,7 @@ class CycleEstimate:
         shape, batch: of the cycle.
         floor_ms: by its bytes and operations.
         programmatic: kernels begin while the one before them drains.
-        parts: by kernel, the dearest first.
+        parts: by kernel, the most expensive first.
     """
 
     shape: CycleShape
@@ -396,14 +396,14 @@ class CycleEstimate:
 def estimate_cycle(
     steps: Iterable[Step], shape: CycleShape, batch: int, context: int, floor_ms: float, hardware: Hardware, *, programmatic: bool
 ) -> CycleEstimate:
-    """The launches of one cycle (:func:`graphspec.lab.predict.launches.planned_steps`), priced and added up."""
+    """The estimate of one cycle, from its launches (:func:`graphspec.lab.predict.launches.planned_steps`)."""
     at = Situation(context, programmatic)
     found = [estimate(step, at, hardware) for step in steps]
     return CycleEstimate(shape, batch, floor_ms, programmatic, by_kernel(found), _part("cycle", found))
 
 
 def by_kernel(estimates: Iterable[Estimate]) -> list[Part]:
-    """One part for each kernel, the dearest first."""
+    """One part for each kernel, the most expensive first."""
     found: dict[str, list[Estimate]] = {}
     for one in estimates:
         found.setdefault(one.step.kernel, []).append(one)

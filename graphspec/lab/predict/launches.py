@@ -1,8 +1,8 @@
 """Every launch of a fused cycle, in order, found by running its stages on ``meta`` tensors.
 
-Nothing is compiled and nothing runs. Our launchers write down what they would launch (:func:`graphspec.kernels.fused.launch.recording`).
-What lies between two of them in plain torch becomes kernels of Inductor's: as many as it has reductions, at least one, since it fuses what
-is elementwise into its neighbours. ``tests/lab/test_latency.py`` holds that rule against the code Inductor writes.
+Nothing is compiled and nothing runs. Our launchers record what they would launch (:func:`graphspec.kernels.fused.launch.recording`).
+Plain torch between two of them becomes kernels of Inductor: one per reduction and at least one, since Inductor fuses elementwise ops into
+their neighbours. ``tests/lab/test_latency.py`` compares that rule with the code that Inductor writes.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ if TYPE_CHECKING:
     from .model_pair import ModelPair
 
 INDUCTOR, LIBRARY = "inductor", "cublas"
-"""Kernels that are not ours: between our launches, and products that are left to the library."""
+"""Kernels that are not ours: Inductor's between our launches, and the library's products."""
 _REDUCTIONS = ("mean", "sum", "amax", "amin", "argmax", "argmin", "cumsum", "any", "all", "topk", "sort", "logsumexp")
 _SCATTERS = ("index_put_",)
-"""Writes into a buffer at computed places: a launch of their own."""
+"""Ops that write into a buffer at computed indices; each is a launch."""
 _COPY = "copy_"
-"""Into a slot. Slots of different sizes are written by different launches."""
+"""The op that writes a slot. Slots of different sizes are written by different launches."""
 _PRODUCTS = ("mm", "bmm", "addmm", "baddbmm")
 _FREE = ("empty", "new_empty", "empty_like", "detach", "_unsafe_view")
 
@@ -53,7 +53,7 @@ class Step:
     """One launch.
 
     Attributes:
-        stage: in which it is.
+        stage: that contains it.
         kernel: its name, :data:`INDUCTOR` or :data:`LIBRARY`.
         grid: programs.
         values: arguments and compile-time constants by name; tensors have no data.
@@ -84,9 +84,9 @@ class Step:
 
 
 class _Between(TorchDispatchMode):
-    """Notes what plain torch computes: for each number of launches before it, the kernels that come of it.
+    """Records the kernels that plain torch code becomes, by the number of our launches before it.
 
-    An int counts the reductions of a kernel that is still open to fusion; anything else is a product for the library.
+    An int counts the reductions of a kernel that can still be fused with; anything else is a product of the library.
     """
 
     def __init__(self, launches: Sequence[Launch]) -> None:
@@ -117,7 +117,7 @@ class _Between(TorchDispatchMode):
 def planned_steps(
     config: LaunchConfig, pair: ModelPair, variant: Variant, shape: CycleShape, batch: int, context: int, dtype: str
 ) -> list[Step] | None:
-    """The launches of a cycle of an engine that is only planned; None: it would not run our kernels, or Triton is not installed.
+    """The launches of a cycle of a planned engine; None: it would not run our kernels, or Triton is not installed.
 
     Args:
         config: as composed.
@@ -151,9 +151,9 @@ def record(plan: Plan, target: LlamaModel, draft: Any, lanes: int, sampling: Sam
 
     Args:
         plan: of the engine, for a fused cycle; its device is not used.
-        target, draft: networks without data, on ``meta``. They are given kernels that only write down.
+        target, draft: networks without data, on ``meta``. Their kernels are replaced by ones that only record.
         lanes: bucket; one of the plan's.
-        sampling: what the requests ask of the sampler.
+        sampling: class of the requests.
     """
     from ...kernels.fused.launch import launcher, recording, semaphores
     from ...kernels.fused.linear import Products, fused_linear, linear, linear_summed
@@ -177,7 +177,7 @@ def record(plan: Plan, target: LlamaModel, draft: Any, lanes: int, sampling: Sam
         arena.allocate(sampling)
         views = arena.views(lanes)
     key = next(key for key in plan.graph_keys(sampling) if key.bucket == lanes)
-    # Made once by whoever asks first, which is no launch of this cycle.
+    # Built once, at its first use: no launch of this cycle.
     semaphores(torch.device("meta"), 0)
     ends: list[tuple[str, int]] = []
     with recording() as launches, _Between(launches) as between, torch.no_grad():
@@ -185,7 +185,7 @@ def record(plan: Plan, target: LlamaModel, draft: Any, lanes: int, sampling: Sam
             stage(views)
             ends.append((stage.name, len(launches)))
     for place in range(len(launches) + 1):
-        # What a stage computes after its last launch is fused with what the next one computes before its first.
+        # Ops after the last launch of a stage are fused with those before the first launch of the next one.
         name = next((name for name, end in ends if place < end), ends[-1][0])
         for one in between.found.get(place, ()):
             steps += [Step(name, INDUCTOR)] * max(one, 1) if isinstance(one, int) else [Step(name, LIBRARY, values=one)]

@@ -1,4 +1,4 @@
-"""Models on pair: what ``graphspec plan`` knows of a target and its draft when there may be nothing but a ``config.json``."""
+"""The models that ``graphspec plan`` works on: facts of a target and its draft, of which there may be nothing but a ``config.json``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ...hub import checkpoint_folder, is_hub_id
 from ...paths import user_path
 
 SHAPES = Path(str(files("graphspec"))) / "lab" / "predict" / "models"
-"""Published models as their ``config.json`` alone; no weights come with them."""
+"""Folder of the ``config.json`` files of published models, without weights."""
 
 
 @dataclass(slots=True)
@@ -27,12 +27,12 @@ class ModelPair:
     """Target and draft as facts.
 
     Attributes:
-        name: of the model: its folder's, or what it is called on the Hub.
+        name: of the model: its folder's, or its name on the Hub.
         folder: of the target's config.
-        target: its facts, quantisation left aside.
+        target: its facts, as if it were not quantised.
         draft: facts of the draft; None where the drafter is no network.
         described: the draft in words.
-        from_config: the draft is known by a config only, or not even that.
+        from_config: there is no checkpoint of the draft: its facts come from a config, or are assumed.
         notes: what was assumed.
     """
 
@@ -46,7 +46,7 @@ class ModelPair:
 
 
 def shape_names() -> list[str]:
-    """Models whose shape comes with the package."""
+    """Names of the models whose config comes with the package."""
     return sorted(folder.name for folder in SHAPES.iterdir() if (folder / "config.json").is_file())
 
 
@@ -78,14 +78,14 @@ def read_model_pair(model_path: str, config: VariantConfig, variant: Variant, re
         revision: ``model.revision``.
 
     Raises:
-        ConfigError: no such folder; a draft for a drafter that has no network; a drafter whose network can't be guessed.
+        ConfigError: no such folder; a draft for a drafter without a network; a drafter whose network can't be assumed.
         CheckpointError: a config that is missing, wrong or not supported.
     """
     folder = config_folder(model_path, revision)
     with _plain_config(folder) as (plain, quantised):
         pair = ModelPair(model_path if is_hub_id(model_path) else folder.name, folder, replace(read_model_facts(plain), path=folder))
     if quantised:
-        pair.notes.append("the checkpoint is quantised: counted as if it were not, which is how this engine would need it")
+        pair.notes.append("the checkpoint is quantised: counted as if it were not, for this engine would need it unquantised")
     if not variant.has_network:
         if config.draft is not None:
             raise ConfigError("variant.draft", f"nothing for variant {variant.name!r}, which has no draft network", config.draft)
@@ -101,7 +101,7 @@ def read_model_pair(model_path: str, config: VariantConfig, variant: Variant, re
 
 @contextmanager
 def _plain_config(folder: Path) -> Iterator[tuple[Path, bool]]:
-    """The folder, or a copy of its configs without ``quantization_config``; and whether there was one."""
+    """The folder, or a copy of its configs without ``quantization_config``; and whether that was there."""
     values = read_config(folder).values
     if not values.get("quantization_config"):
         yield folder, False
@@ -127,7 +127,7 @@ def _draft_folder(folder: Path, model_path: str, config: VariantConfig, variant:
 
 
 def _read_draft(pair: ModelPair, folder: Path, variant: Variant) -> None:
-    """From a folder with tensors as the engine reads it, else from its config as far as that goes."""
+    """Read a draft as the engine does where its folder has tensors, else from its config."""
     pair.described = "in the target's own checkpoint" if folder == pair.folder else str(folder)
     tensors = any(any(folder.glob(pattern)) for pattern in ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json"))
     with _plain_config(folder) as (plain, quantised):
@@ -139,7 +139,7 @@ def _read_draft(pair: ModelPair, folder: Path, variant: Variant) -> None:
         try:
             facts = load_object(variant.facts)(plain, pair.target)
         except CheckpointError:
-            # The names of tensors say which heads there are; without any, the config's count has to do.
+            # Tensor names say which heads there are; without tensors, the config's count is used.
             if not variant.draft_in_target or not variant.assumed:
                 raise
             facts, words = load_object(variant.assumed)(plain, pair.target)
@@ -148,13 +148,13 @@ def _read_draft(pair: ModelPair, folder: Path, variant: Variant) -> None:
 
 
 def _assume_draft(pair: ModelPair, variant: Variant) -> None:
-    """A head of the kind that is usually trained for such a target.
+    """Assume a draft of the kind that is usually trained for such a target.
 
     Raises:
-        ConfigError: there is no usual one.
+        ConfigError: the variant has none.
     """
     if not variant.assumed or variant.draft_in_target:
-        expected = f"a folder with the config.json of a draft: what variant {variant.name} drafts with can't be guessed"
+        expected = f"a folder with the config.json of a draft: the draft of variant {variant.name} can't be guessed"
         raise ConfigError("variant.draft", expected, "no value")
     pair.draft, words = load_object(variant.assumed)(Path("assumed"), pair.target)
     pair.described = f"assumed: {words}"

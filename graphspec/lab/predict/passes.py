@@ -1,7 +1,7 @@
 """Times of single network passes on this machine, and cycles of any shape predicted from them. Pure functions.
 
-A pass over R rows that attend C committed tokens takes what lies between the measured rows, in a straight line, and so between the two
-measured contexts. What a cycle takes beyond its passes is ::
+The time of a pass over R rows that attend C committed tokens is interpolated linearly between the measured numbers of rows, and between the
+two measured contexts. The time of a cycle beyond its passes is ::
 
     host + each * draft passes + tree, where the shape is one + rate * logits
 
@@ -30,9 +30,9 @@ class Curve:
     """Milliseconds of a part of a pass.
 
     Attributes:
-        rows: how many there were, ascending.
+        rows: measured numbers of rows, ascending.
         times: of each, at each context.
-        contexts: one, or two, ascending.
+        contexts: one or two, ascending.
     """
 
     rows: tuple[int, ...]
@@ -40,12 +40,12 @@ class Curve:
     contexts: tuple[int, ...] = (0,)
 
     def at(self, rows: int, context: int = 0) -> float:
-        """Milliseconds of ``rows`` rows after ``context`` tokens; past the measured ones on in the last straight line."""
+        """Milliseconds of ``rows`` rows after ``context`` tokens; past the measured ones, extrapolated from the last two."""
         found = [_between(self.rows, [times[place] for times in self.times], rows) for place in range(len(self.contexts))]
         return max(_between(self.contexts, found, context), min(found))
 
     def least(self, curves: Sequence[Curve]) -> Curve:
-        """The same points, each with its least time of some measurements: what disturbs a measurement makes it longer."""
+        """The same points, each with its smallest time over some measurements: disturbances only make a measurement longer."""
         return replace(
             self,
             times=tuple(tuple(min(times) for times in zip(*rows, strict=True)) for rows in zip(*(c.times for c in curves), strict=True)),
@@ -53,7 +53,7 @@ class Curve:
 
 
 def _between(places: Sequence[int], values: Sequence[float], place: int) -> float:
-    """``values`` at ``places``, in straight lines; constant before the first one."""
+    """The value at ``place``, interpolated linearly; constant before the first of ``places``, extrapolated after the last."""
     if len(places) == 1 or place <= places[0]:
         return values[0]
     right = next((index for index in range(1, len(places)) if places[index] >= place), len(places) - 1)
@@ -71,13 +71,13 @@ class TimedCycle:
     ms: float
 
     def least(self, cycles: Sequence[TimedCycle]) -> TimedCycle:
-        """The same cycle with its least time of some measurements."""
+        """The same cycle with its smallest time over some measurements."""
         return replace(self, ms=min(cycle.ms for cycle in cycles))
 
 
 @dataclass(frozen=True, slots=True)
 class PassTimes:
-    """Times measured on this machine, and the estimates for other cycles that follow.
+    """Times measured on this machine, and estimates for other cycles from them.
 
     Attributes:
         curves: by network and part: ``target.layers``, ``target.head``, ``draft.layers``, ``draft.head``, ``draft.fuse``.
@@ -105,7 +105,7 @@ class PassTimes:
         return cls(curves, _not_negative(np.array(terms), np.array(times)), tuple(cycles), bandwidth, source)
 
     def milliseconds(self, cost: StageCost, hardware: Hardware) -> float:
-        """Time that the passes of a stage take; the hardware's figures are not asked."""
+        """Time that the passes of a stage take; ``hardware`` is not used."""
         del hardware
         return sum(_milliseconds(self.curves, forward) for forward in cost.forwards)
 
@@ -127,7 +127,7 @@ def read_curves(record: Mapping[str, Any]) -> dict[str, Curve]:
     """The curves of :meth:`PassTimes.record`.
 
     Raises:
-        KeyError, TypeError, ValueError: it is none.
+        KeyError, TypeError, ValueError: it is no such record.
     """
     return {
         name: Curve(tuple(map(int, c["rows"])), tuple(tuple(map(float, row)) for row in c["times"]), tuple(map(int, c["contexts"])))
@@ -144,13 +144,13 @@ def _milliseconds(curves: Mapping[str, Curve], forward: Forward) -> float:
 def _terms(shape: CycleShape, costs: Iterable[StageCost]) -> tuple[float, float, float, float]:
     costs = list(costs)
     drafts = sum(forward.network == "draft" for cost in costs for forward in cost.forwards)
-    # A drafter that is no network drafts once.
+    # A drafter without a network counts as one draft pass.
     passes = drafts or min(shape.num_steps, 1)
     return 1.0, float(passes), float(not shape.is_chain), sum(cost.parts["logits"] for cost in costs) / _MEGA
 
 
 def _not_negative(terms: NDArray[np.float64], times: NDArray[np.float64]) -> tuple[float, float, float, float]:
-    """Least squares with factors of 0 or more: the most negative one is dropped until none is."""
+    """Least squares with factors of at least 0: the most negative one is dropped until none is negative."""
     kept = [column for column in range(terms.shape[1]) if terms[:, column].any()]
     while kept:
         factors = np.linalg.lstsq(terms[:, kept], times, rcond=None)[0]

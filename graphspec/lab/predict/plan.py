@@ -1,8 +1,8 @@
-"""``graphspec plan``: what fits, how long a cycle must take, which shape to choose, from a ``config.json`` and figures of the hardware.
+"""``graphspec plan``: what fits, the least time of a cycle, and which shape to choose, from a ``config.json`` and figures of the hardware.
 
-What it assumes, and says with its answer: floors are reached to the share of :class:`Efficiency`; the host costs nothing and stages without
-weights cost nothing, unless a measured file, or passes timed on this CPU, say what they cost; acceptance follows :mod:`.acceptance`. Of
-shapes within :data:`CLOSE` of the fastest the one with the fewest nodes is recommended, for the model is not better than that.
+Its assumptions, which its output repeats: stages reach the share of their floor's speed that :class:`Efficiency` says; the host and stages
+without weights cost nothing, unless a measured file, or passes timed on this CPU, give their cost; acceptance follows :mod:`.acceptance`.
+Of the shapes within :data:`CLOSE` of the fastest, the one with the fewest nodes is recommended: the model is no more accurate than that.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class Row:
     Attributes:
         plain: plain decoding.
         best: the recommended shape; plain decoding where nothing is faster.
-        free: nodes of a row that verification has free.
-        break_even: tokens per cycle from which on ``best`` is faster than plain decoding.
+        free: nodes per row that verification processes at no extra cost (:func:`.advice.free_width`).
+        break_even: tokens per cycle above which ``best`` is faster than plain decoding.
     """
 
     plain: Ranked
@@ -79,15 +79,15 @@ class Row:
 
 @dataclass(slots=True)
 class Advice:
-    """All that ``graphspec plan`` found out.
+    """The result of ``graphspec plan``.
 
     Attributes:
-        configured: the shape the configuration asks for, ranked for every batch; empty where it asks for none.
-        crossover: batch from which on drafting stops paying; None: it pays up to the largest that was tried.
+        configured: the shape that the configuration sets, ranked for every batch; empty where it sets none.
+        crossover: smallest batch at which drafting no longer pays; None: it pays up to the largest that was tried.
         predictions: records of kind ``prediction``.
         launches: launch by launch, with and without programmatic launch: the configured shape, else the recommended one, at the smallest
             batch; empty where the model does not know the hardware.
-        shortfall: why not even one row fits, and what would; None: one does, or the memory is not known.
+        shortfall: why not even one row fits, and what would fit; None: one row does, or the memory is not known.
         ranks: the same target over several ranks of the hardware; empty on a CPU, or where the link between them is not known.
         notes: what was assumed or left out.
     """
@@ -197,41 +197,41 @@ def stage_record(stage: StagePrediction) -> dict[str, Any]:
 
 
 def advise(config: LaunchConfig, say: Say = lambda text: None) -> Advice:
-    """Work everything out.
+    """Compute the advice.
 
     Args:
         config: as composed.
         say: called with what is being measured.
 
     Raises:
-        ConfigError: no figures of the hardware; a context the model does not have; a bad ``plan.measured``; a draft that is needed and
-            missing; a name that is no model.
+        ConfigError: no figures of the hardware; a context longer than the model's; a bad ``plan.measured``; a missing draft that is
+            needed; a name that is no model.
         CheckpointError: a config that is missing, wrong or not supported.
     """
-    variant, asked = resolve_variant(config.variant.name), config.plan
+    variant, options = resolve_variant(config.variant.name), config.plan
     pair = read_model_pair(config.model.path, config.variant, variant, config.model.revision)
     device, dtype = resolve_device(config, pair)
     whole, size = pair, config.runtime.tensor_parallel
     if size > 1:
-        if asked.measure:
+        if options.measure:
             raise ConfigError("plan.measure", f"false with runtime.tensor_parallel={size}: one process is no rank", "true")
         pair = replace(pair, target=pair.target.of_rank(0, size))
     longest = int(pair.target.max_position_embeddings * (pair.target.rope.factor if pair.target.rope.kind == "dynamic" else 1))
-    context = asked.context or min(DEFAULT_CONTEXT, longest)
+    context = options.context or min(DEFAULT_CONTEXT, longest)
     if context > longest:
         raise ConfigError("plan.context", f"at most the checkpoint's {longest}", context)
     model = FloorModel.of(pair.target, pair.draft, dtype, variant, config.variant.token_map, pair.from_config)
-    measured = read_measured(asked.measured, variant, config.sampling.temperature) if asked.measured is not None else None
+    measured = read_measured(options.measured, variant, config.sampling.temperature) if options.measured is not None else None
     here = measured.on(config.hardware.name, device) if measured is not None else None
     notes = list(pair.notes)
     if size > 1:
         notes.append(f"memory, floors and times are those of one of {size} ranks, without the sums between them")
-    passes = _pass_times(config, variant, pair, model, say) if asked.measure and device == "cpu" else None
+    passes = _pass_times(config, variant, pair, model, say) if options.measure and device == "cpu" else None
     if isinstance(passes, str):
         notes.append(f"passes were not timed: {passes}")
         passes = None
     hardware = resolve_hardware(config, device, dtype, here, passes)
-    acceptance = resolve_acceptance(asked.acceptance, variant, measured)
+    acceptance = resolve_acceptance(options.acceptance, variant, measured)
     efficiency: Timing = passes or (calibrate(model, here, timed(here), hardware) if here is not None else None) or Efficiency()
     checked = predictions(model, here, hardware, Efficiency(), passes) if here is not None else []
     if measured is not None and not checked:
@@ -249,7 +249,7 @@ def advise(config: LaunchConfig, say: Say = lambda text: None) -> Advice:
     if configured is not None:
         lengths[configured] = acceptance.length(configured)
     rows, about_configured = [], []
-    for batch in asked.batches:
+    for batch in options.batches:
         rows.append(_row(model, lengths, batch, context, hardware, efficiency))
         if configured is not None:
             about_configured += rank_lengths(model, {configured: lengths[configured]}, batch, context, hardware, efficiency)
@@ -259,7 +259,9 @@ def advise(config: LaunchConfig, say: Say = lambda text: None) -> Advice:
     shown = configured or rows[0].best.shape
     prices = price_ranks(config, whole, variant, context, dtype=dtype, hardware=hardware) if device == "cuda" else []
     launches = (
-        _launches(config, pair, variant, model, shown, asked.batches[0], context, dtype, hardware) if device == "cuda" and size == 1 else []
+        _launches(config, pair, variant, model, shown, options.batches[0], context, dtype, hardware)
+        if device == "cuda" and size == 1
+        else []
     )
     return Advice(
         pair=pair,
@@ -308,7 +310,7 @@ def _row(model: FloorModel, lengths: Mapping[CycleShape, float], batch: int, con
 
 
 def recommend(ranked: Sequence[Ranked]) -> Ranked:
-    """Of those within :data:`CLOSE` of the fastest the one with the fewest nodes, then the fewest steps.
+    """The shape with the fewest nodes, then the fewest steps, among those within :data:`CLOSE` of the fastest.
 
     Plain decoding is among the candidates, so a shape is recommended only where it is predicted to be faster than that by more than
     :data:`CLOSE`.
@@ -319,7 +321,7 @@ def recommend(ranked: Sequence[Ranked]) -> Ranked:
 
 
 def most_steps(pair: ModelPair) -> int | None:
-    """Most levels the draft can give; None: any number."""
+    """The most levels the draft network can draft; None: any number."""
     return pair.draft.max_steps if pair.draft is not None else None
 
 
@@ -332,16 +334,16 @@ def deepest(pair: ModelPair) -> int | None:
 
 
 def configured_shape(config: LaunchConfig, variant: Variant, pair: ModelPair, heads: int) -> CycleShape | None:
-    """The shape that the ``variant`` group asks for; None where it leaves the choice."""
-    asked = config.variant
-    if asked.tree_choices is None and all(value is None for value in (asked.num_steps, asked.topk, asked.num_draft_tokens)):
+    """The shape that the ``variant`` group sets; None where it sets none."""
+    drafting = config.variant
+    if drafting.tree_choices is None and all(value is None for value in (drafting.num_steps, drafting.topk, drafting.num_draft_tokens)):
         return None
-    shape = resolve_shape(variant, asked, pair.target.family, heads, most_steps(pair))
+    shape = resolve_shape(variant, drafting, pair.target.family, heads, most_steps(pair))
     return shape if shape.num_steps else None
 
 
 def resolve_device(config: LaunchConfig, pair: ModelPair) -> tuple[str, str]:
-    """Device and dtype, as the engine would settle them; no GPU is needed to plan for one."""
+    """Device and dtype as the engine would resolve them; no GPU is needed to plan for one."""
     device = config.hardware.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -353,34 +355,34 @@ def resolve_hardware(config: LaunchConfig, device: str, dtype: str, here: Measur
     """Figures of the hardware: measured now, else measured with the sides of a file, else those of the ``hardware`` group.
 
     Raises:
-        ConfigError: there are none; says what can be set.
+        ConfigError: there are none; the message says what can be set.
     """
-    asked = config.hardware
-    gib = asked.memory_gib or asked.capacity_gib
+    given = config.hardware
+    gib = given.memory_gib or given.capacity_gib
     memory = int(gib * _GIB) if gib is not None else None
     if memory is None and device == "cpu":
         from ...graphs.memory import available_bytes
 
         memory = available_bytes(device, None)
-    flops = 1e12 * asked.tflops if asked.tflops is not None else None
+    flops = 1e12 * given.tflops if given.tflops is not None else None
     if passes is not None:
-        return Hardware(passes.bandwidth, flops, memory, asked.name, "bandwidth measured with the passes")
+        return Hardware(passes.bandwidth, flops, memory, given.name, "bandwidth measured with the passes")
     if config.plan.measure:
         if device == "cuda" and not torch.cuda.is_available():
             raise ConfigError("plan.measure", "false, or a machine with this device (torch sees no CUDA device)", "true")
-        if asked.threads is not None:
-            torch.set_num_threads(asked.threads)
-        return Hardware(copy_bandwidth(device), matmul_rate(device, dtype), memory, asked.name, "measured on this machine")
+        if given.threads is not None:
+            torch.set_num_threads(given.threads)
+        return Hardware(copy_bandwidth(device), matmul_rate(device, dtype), memory, given.name, "measured on this machine")
     if here is not None and here.bandwidth is not None:
-        return Hardware(here.bandwidth, flops, memory, asked.name, f"bandwidth measured, {here.file}")
-    if asked.bandwidth_gbs is None:
+        return Hardware(here.bandwidth, flops, memory, given.name, f"bandwidth measured, {here.file}")
+    if given.bandwidth_gbs is None:
         expected = "figures: hardware=h200 (or b200, h100, a100, l40s, rtx4090), a number in GB/s, plan.measure=true, or plan.measured=FILE"
-        raise ConfigError("hardware.bandwidth_gbs", expected, f"none with hardware={asked.name}")
-    return Hardware(1e9 * asked.bandwidth_gbs, flops, memory, asked.name, f"hardware={asked.name}")
+        raise ConfigError("hardware.bandwidth_gbs", expected, f"none with hardware={given.name}")
+    return Hardware(1e9 * given.bandwidth_gbs, flops, memory, given.name, f"hardware={given.name}")
 
 
 def resolve_acceptance(shares: Sequence[float] | None, variant: Variant, measured: Measured | None) -> Acceptance:
-    """Given shares go before measured ones, and those before the guess."""
+    """Shares that the user gave; else measured ones; else the guess."""
     if shares is not None:
         return Acceptance(tuple(shares), "plan.acceptance")
     found = acceptance_of(measured) if measured is not None else None

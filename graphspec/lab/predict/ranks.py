@@ -1,4 +1,4 @@
-"""What a target costs over several ranks: memory of each, floors, and the sums between them."""
+"""Cost of a target over several ranks: memory of each, floors, and the sums between them."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ SIZES = (1, 2, 4, 8, 16)
 
 @dataclass(frozen=True, slots=True)
 class RankPrice:
-    """Plain decoding of the smallest batch over some ranks.
+    """Plain decoding of the smallest batch over a number of ranks.
 
     Attributes:
         size: ranks.
-        refused: why the target can't be spread over that many; then nothing else is known.
+        refused: why the target can't be split over that many; the other fields are then unset.
         weights: bytes of the target on each rank.
         needed: bytes of an engine with one row, on each rank.
         rows: most rows that fit; None: the memory of the hardware is not known.
         floor_ms: milliseconds of the bytes and operations of a rank.
         sums: collectives of a pass.
-        sums_ms: milliseconds of them all.
+        sums_ms: milliseconds of all of them.
     """
 
     size: int
@@ -47,7 +47,7 @@ class RankPrice:
 
     @property
     def fits(self) -> bool:
-        """One row does."""
+        """One row fits."""
         return not self.refused and bool(self.rows)
 
     @property
@@ -69,14 +69,14 @@ def sums_of(facts: ModelFacts, size: int) -> int:
 
 
 def sums_ms(facts: ModelFacts, size: int, tokens: int, itemsize: int, start_us: float, link: float) -> float:
-    """Milliseconds of the collectives of a pass, none of which overlaps with anything.
+    """Milliseconds of the collectives of a pass, which do not overlap with anything.
 
-    Every rank reads what all others have, over a link of its own: ``size - 1`` parts of each sum, and of the float32 logits.
+    Every rank reads the parts of all others over its own link: ``size - 1`` parts of each sum, and of the float32 logits.
 
     Args:
         facts: of the target.
         size: ranks.
-        tokens: of all lanes together.
+        tokens: in all lanes together.
         itemsize: bytes of an activation.
         start_us: microseconds of a sum without data.
         link: bytes per second that a rank reads.
@@ -104,7 +104,7 @@ def price_ranks(
     if link is None:
         return []
     batch = config.plan.batches[0]
-    asked = replace(config, plan=replace(config.plan, batches=[batch]))
+    single_batch = replace(config, plan=replace(config.plan, batches=[batch]))
     for size in SIZES:
         try:
             facts = pair.target.of_rank(0, size)
@@ -113,7 +113,7 @@ def price_ranks(
             continue
         of_rank = replace(pair, target=facts)
         model = FloorModel.of(facts, pair.draft, dtype, variant, config.variant.token_map if size == 1 else None, pair.from_config)
-        room = capacity(asked, of_rank, model, PLAIN, context, device="cuda", dtype=dtype, memory=hardware.memory)
+        room = capacity(single_batch, of_rank, model, PLAIN, context, device="cuda", dtype=dtype, memory=hardware.memory)
         found.append(
             RankPrice(
                 size,
@@ -129,5 +129,5 @@ def price_ranks(
 
 
 def recommended(prices: list[RankPrice]) -> RankPrice | None:
-    """The fewest ranks over which one row fits; None: over none of them, or nothing was priced."""
+    """The fewest ranks over which one row fits; None: it fits over none of them, or nothing was priced."""
     return next((price for price in prices if price.fits), None)

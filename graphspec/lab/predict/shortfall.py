@@ -1,4 +1,4 @@
-"""When not even one row fits: how much is missing, and what would fit, each with the command that plans it."""
+"""When not even one row fits: how much memory is missing, and alternatives that fit, each with the command that plans it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """Something that would fit.
+    """An alternative that fits.
 
     Attributes:
         what: in words.
@@ -77,7 +77,7 @@ def find_shortfall(
     if found.rows != 0 or found.budget is None or memory is None:
         return None
     if shape.num_steps and config.variant.tree_choices is None:
-        # The commands plan this shape, whatever would be recommended there.
+        # The commands plan this shape, whatever their own recommendation would be.
         steps, topk, nodes = shape.num_steps, shape.topk, shape.num_draft_tokens
         config = replace(config, variant=replace(config.variant, num_steps=steps, topk=topk, num_draft_tokens=nodes))
     return Shortfall(found.total, found.budget, found.context, list(_alternatives(config, pair, model, shape, found, dtype, memory)))
@@ -99,8 +99,8 @@ def _alternatives(
 
 
 def _fits(config: LaunchConfig, pair: ModelPair, model: FloorModel, shape: CycleShape, context: int, dtype: str, memory: int) -> bool:
-    asked = replace(config, plan=replace(config.plan, batches=[1]))
-    found = capacity(asked, pair, model, shape, context, device="cuda", dtype=dtype, memory=memory)
+    single_batch = replace(config, plan=replace(config.plan, batches=[1]))
+    found = capacity(single_batch, pair, model, shape, context, device="cuda", dtype=dtype, memory=memory)
     return bool(found.rows)
 
 

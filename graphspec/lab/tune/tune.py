@@ -83,22 +83,22 @@ TRIED_REQUESTS = 4
 def _try(config: LaunchConfig, shapes: Sequence[Shape], batch: int, say: Say) -> list[dict[str, Any]]:
     """Measure acceptance and stage times: some shapes and plain decoding, one after the other, with every stage timed."""
     requests = max(batch, min(TRIED_REQUESTS, config.workload.requests))
-    asked = replace(
+    trial = replace(
         config,
         workload=replace(config.workload, batch=batch, requests=requests),
         profile=replace(config.profile, stages=True),
     )
-    sides = [SideConfig(SUBJECT, asked.with_shape(shape)) for shape in shapes]
+    sides = [SideConfig(SUBJECT, trial.with_shape(shape)) for shape in shapes]
     schedule = Schedule(1, 0.0, interleave=False, timeout_seconds=config.profile.timeout_seconds, cycles=True)
-    measured = Bench(schedule, lambda text: say(f"trial: {text}")).measure([*sides, SideConfig(PLAIN, plain_config(asked))])
+    measured = Bench(schedule, lambda text: say(f"trial: {text}")).measure([*sides, SideConfig(PLAIN, plain_config(trial))])
     set_verdicts(measured, None)
     return records(f"trial, batch {batch}", measured)
 
 
 def _measure(tuning: Tuning, configs: Sequence[LaunchConfig], batch: int, case: str, say: Say, *, final: bool) -> None:
     """Measure some engines and plain decoding at one batch size."""
-    profile, asked = configs[0].profile, configs[0].workload
-    workload = replace(asked, batch=batch, requests=max(asked.requests, batch))
+    profile, workload = configs[0].profile, configs[0].workload
+    workload = replace(workload, batch=batch, requests=max(workload.requests, batch))
     bench = Bench(
         Schedule(configs[0].tune.rounds, profile.warm_up_seconds, profile.interleave, profile.timeout_seconds),
         lambda text: say(f"{case}: {text}"),
