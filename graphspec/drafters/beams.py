@@ -1,4 +1,4 @@
-"""Stages 1 and 2: the drafter reads the run committed last (draft-extend), then proposes level by level (draft steps)."""
+"""Stages 1 and 2: the drafter reads the run that the last cycle committed (draft-extend), then proposes level by level (draft steps)."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class DraftStage(NetworkStage):
         return self.sampler.propose(v, logits_BTV, self.draft.target_token_Vd, position_B, path_BTs, level)
 
     def last_run(self, v: Views) -> tuple[Tensor, ...]:
-        """The window where it is no wider than one cycle's run, as every cycle that drafts finds it."""
+        """The window, at the width of one cycle's run, which is enough in every cycle that drafts; see :meth:`window`."""
         return self.window(v, self.plan.accept_width, self.plan.num_words)
 
     def level(self, v: Views, increment_BEK: Tensor, next_BEK: Tensor, level: int) -> None:
-        """Candidates of one level into the pool; the beams of the next step, if there is one."""
+        """Write the candidates of one level into the pool, and the beams of the next step, if there is one."""
         self.kernels.draft_level(
             increment_BEK, next_BEK, level, level < self.shape.num_steps, self.shift, v.lane_row_B, v.status_R, v.seq_len_R,
             v.take(Candidates), v.take(Beams),
@@ -41,7 +41,7 @@ class DraftStage(NetworkStage):
 
 
 class DraftExtend(DraftStage):
-    """The drafter over the carried window; the last valid entry proposes the first level."""
+    """The drafter reads the window; its last valid entry proposes the first level."""
 
     name = "draft_extend"
     reads = ("lane_row_B", "lane_table_BP", "status_R", "seq_len_R", "window_len_R", "window_token_RAc", "draft_kv", "draft_begin_1")
@@ -97,7 +97,7 @@ class DraftSteps(DraftStage):
         super().__init__(build)
         if self.sampler.noisy or self.sampling.bias:
             self.reads = (*self.reads, "next_position_B")
-        # A beam that is alone sees what lies before it.
+        # A single beam sees every slot before its own.
         steps = range(1, self.shape.num_steps)
         self.bound = [self.bind_call("draft", "root", step + 1, 1) if self.shape.topk == 1 else None for step in steps]
 
@@ -109,7 +109,7 @@ class DraftSteps(DraftStage):
                 carried_BKH = self.kernels.carry(hidden_BTH, v.beam_source_BK, v.beam_valid_BK)
             chain = None
             if self.shape.topk == 1 and self.kernels.serves_windows:
-                # The one beam of a chain sees every slot before its own; more beams have a window wider than they are.
+                # The one beam of a chain sees every slot before its own; with more beams the window has more slots than there are queries.
                 chain = (v.beam_slot_BK[:, 0], v.beam_valid_BK[..., None].to(torch.int64))
             attention = self.attend(
                 v, v.beam_position_BK, v.beam_valid_BK, v.beam_slot_BK, v.beam_end_B, v.beam_ancestors_BKX, chain, self.bound[step - 1]
@@ -152,7 +152,7 @@ class StaticSteps(DraftStage):
         slots = 0
         for step in range(1, self.shape.num_steps):
             nodes = tree.expanded(step)
-            # Row of the step before that each node hangs under; all of the first step hang under the extend's last row.
+            # Each node's parent among the rows of the step before; in the first step that is the last row of draft-extend.
             above = [before.index(tree.parent(n)) if before else 0 for n in nodes]
             count = len(nodes)
             token_BT = torch.stack([v.candidate_token_BM[:, n] for n in nodes], 1)

@@ -1,4 +1,4 @@
-"""Keys of the ``config.json`` of a draft head that several kinds of heads share. Standard library only."""
+"""Reads the keys of a draft's ``config.json`` that several kinds of drafts share. Standard library only."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..facts.model import ModelFacts, read_decoder
 
 _LOG = logging.getLogger(__name__)
 _HEAD_DIM, _KV_HEADS = 128, 8
-"""Of an assumed layer where the target's attention is latent."""
+"""Width of a head, and heads of keys and values, of an assumed layer where the target's attention is latent."""
 _FAMILIES = {family.name: family for family in (LLAMA, QWEN3)}
 
 _MUST_BE_OFF = (
@@ -31,7 +31,7 @@ def refuse_options(*owners: Keys) -> None:
     """Refuse published options that change the computation and aren't supported.
 
     Raises:
-        CheckpointError: the first of them, by name.
+        CheckpointError: an option of a value that is not supported; names the first.
     """
     hint = "this option is not supported"
     for keys in owners:
@@ -68,7 +68,7 @@ def nested_keys(keys: Keys, name: str) -> Keys:
     """The object under ``name``; empty where it is absent or null.
 
     Raises:
-        CheckpointError: something else.
+        CheckpointError: it is something else.
     """
     values = keys.values.get(name)
     if values is not None and not isinstance(values, dict):
@@ -80,7 +80,7 @@ def check_speculator(keys: Keys, kind: str) -> None:
     """Check that a config in the layout of speculators is of that kind.
 
     Raises:
-        CheckpointError: it is of another.
+        CheckpointError: it is of another kind.
     """
     if keys.values.get("speculators_model_type") != kind:
         raise keys.error("speculators_model_type", repr(kind), "another kind of draft belongs to another variant, or is not supported")
@@ -103,7 +103,7 @@ def speculators_keys(keys: Keys, kind: str) -> tuple[Keys, Family]:
 
 
 def head_decoder(keys: Keys, path: Path, architecture: str, family: Family = LLAMA) -> ModelFacts:
-    """Facts of a head's decoder layers, as far as its config tells them; biases and query / key norms are settled by the tensors.
+    """Facts of a draft's decoder layers from its config; its tensors settle biases and query / key norms (:func:`settle_decoder`).
 
     Raises:
         CheckpointError: as :func:`graphspec.facts.model.read_decoder`.
@@ -117,7 +117,7 @@ def head_decoder(keys: Keys, path: Path, architecture: str, family: Family = LLA
 
 
 def check_vocabulary(keys: Keys, decoder: ModelFacts, target: ModelFacts) -> None:
-    """Head and target must share one vocabulary.
+    """Check that head and target have vocabularies of one size.
 
     Raises:
         CheckpointError: they don't.
@@ -127,12 +127,12 @@ def check_vocabulary(keys: Keys, decoder: ModelFacts, target: ModelFacts) -> Non
 
 
 def log_default(keys: Keys, key: str, value: object, reason: str, level: int = logging.INFO) -> None:
-    """Say once how an absent key was settled."""
+    """Log the value that an absent key is taken to have."""
     _LOG.log(level, "%s: %s is absent and taken as %s: %s", keys.where, key, value, reason)
 
 
 def one_layer(target: ModelFacts) -> ModelFacts:
-    """A plain Llama layer of the target's width. Where the target's attention is latent: heads of 128, eight of keys and values."""
+    """A plain Llama layer of the target's width. Where the target's attention is latent, it has heads of 128, eight of keys and values."""
     heads, kv_heads, width = target.num_heads, target.num_kv_heads, target.head_dim
     if target.latent is not None:
         even = target.hidden_size % _HEAD_DIM == 0 and (target.hidden_size // _HEAD_DIM) % _KV_HEADS == 0

@@ -1,4 +1,4 @@
-"""Helpers of the loaders of draft heads. Where config and tensors disagree, the tensors are what was trained."""
+"""Helpers for loading draft heads. Where config and tensors disagree, the tensors decide, since they are what was trained."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def looks_like(checkpoint: Checkpoint) -> str:
 
 
 def settle(checkpoint: Checkpoint, key: str, stated: bool | None, tensor: str) -> bool:
-    """Whether the checkpoint has an optional part. Where config and tensors disagree, the tensors are what was trained."""
+    """Whether the checkpoint has an optional part: the tensor decides; a config that states otherwise is logged."""
     there = tensor in checkpoint
     if stated is not None and stated != there:
         state = "is" if there else "is not"
@@ -48,7 +48,7 @@ def settle(checkpoint: Checkpoint, key: str, stated: bool | None, tensor: str) -
 
 
 def settle_decoder(checkpoint: Checkpoint, decoder: ModelFacts) -> ModelFacts:
-    """Biases and query / key norms as the tensors of the first layer have them, whatever the config says; differences are logged."""
+    """The facts with biases and query / key norms as the tensors of the first layer have them; differences to the config are logged."""
     first = "layers.0."
     return replace(
         decoder,

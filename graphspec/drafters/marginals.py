@@ -13,7 +13,7 @@ from ..kernels.groups import Candidates
 
 
 class MarginalStage(NetworkStage):
-    """What these stages share: from the logits of all depths to the candidate pool."""
+    """Base of these stages: fills the candidate pool from the logits of all depths."""
 
     reads = ("lane_row_B", "lane_table_BP", "status_R", "seq_len_R", "window_len_R", "window_token_RAc", "draft_kv", "draft_begin_1")
     writes: tuple[str, ...] = ("draft_kv", *Candidates._fields)
@@ -26,7 +26,7 @@ class MarginalStage(NetworkStage):
         self.writes = (*self.writes, *self.sampler.writes)
 
     def fill_pool(self, v: Views, logits_BSV: Tensor, position_B: Tensor) -> None:
-        """Candidates of all S levels; ``position_B`` is that of the tokens of level 1."""
+        """Write the candidates of all S levels; ``position_B`` is the position of the tokens of level 1."""
         position_BS = position_B[:, None] + torch.arange(self.shape.num_steps, device=position_B.device)
         score_BSK, token_BSK = self.sampler.propose_levels(v, logits_BSV, self.draft.target_token_Vd, position_BS)
         self.kernels.marginal_pool(score_BSK, token_BSK, v.lane_row_B, v.status_R, v.take(Candidates))

@@ -1,6 +1,6 @@
-"""Rewrite a draft from any published layout into another: names and config keys change, the weights stay bit for bit.
+"""Rewrites a draft from any published layout into another: names and config keys change, the weights stay bit for bit.
 
-What a layout can't express is an error. Before anything is left on disk the result is read back and compared with its source.
+A draft that the layout can't express is an error. Before the new folder gets its name, it is read back and compared with its source.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Converted:
         folder: the new one.
         kind: of the draft, in words.
         layout: of its files.
-        tensors: how many.
+        tensors: their number.
         size: bytes of all tensors.
     """
 
@@ -50,7 +50,7 @@ class Converted:
 
     @property
     def sentence(self) -> str:
-        """In words."""
+        """The result in words."""
         found = f"{self.tensors} tensors, {spell_bytes(self.size)}, read back and equal to the bit"
         return f"{self.folder}: {self.kind} in the layout {self.layout}; config.json, model.safetensors with {found}"
 
@@ -68,7 +68,7 @@ def _same_bits(left: Tensor, right: Tensor) -> bool:
 
 
 def _kind(source: Path) -> Kind:
-    """By the names of the tensors."""
+    """The kind of a draft, by the names of its tensors."""
     checkpoint = Checkpoint(source)
     names = set(checkpoint.names())
     if "mask_hidden" in names:
@@ -106,15 +106,15 @@ def convert(source: str | Path, destination: str | Path, layout: str, target: st
         destination: a folder that doesn't exist yet, or is empty.
         layout: for EAGLE-3 ``safeailab``, ``sglang``, ``speculators`` or ``modelopt``; for P-EAGLE ``sglang`` or ``speculators``; for
             EAGLE-1/2 ``safeailab``, ``hass`` or ``speculators-old``; for block drafters ``z-lab``, ``jetspec`` or ``speculators``.
-        target: folder of the target model; tells default tapped layers from others, and names the verifier for speculators. Block
-            drafters need it.
+        target: folder of the target model. It decides whether tapped layers are the default ones, and speculators names it as the verifier.
+            Block drafters need it.
 
     Returns:
         What was written.
 
     Raises:
         CheckpointError: a source that can't be read, or that the layout can't express.
-        ConfigError: an unknown layout, no target where one is needed, or a destination that holds something or can't be written.
+        ConfigError: an unknown layout, no target where one is needed, or a destination that is not empty or can't be written.
     """
     source, destination = user_path("SRC", str(source)), user_path("DST", str(destination))
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
@@ -149,10 +149,10 @@ def convert(source: str | Path, destination: str | Path, layout: str, target: st
 
 
 def from_words(words: Sequence[str]) -> Converted:
-    """:func:`convert` with the words of the command line: ``SRC DST layout=NAME [target=FOLDER]``.
+    """:func:`convert` with the arguments of the command line: ``SRC DST layout=NAME [target=FOLDER]``.
 
     Raises:
-        ConfigError: other words.
+        ConfigError: other arguments.
     """
     options = dict(word.split("=", 1) for word in words if word.startswith(("layout=", "target=")))
     folders = [word for word in words if not word.startswith(("layout=", "target="))]

@@ -39,10 +39,10 @@ def _write(head: Head, layout: str, target: ModelFacts | None) -> tuple[dict[str
     assert isinstance(facts, DFlashFacts) and target is not None
     decoder, causal = facts.decoder, all(facts.causal)
     sliding = [window is not None for window in decoder.sliding_window]
-    # Layers without a window are alike, and so are those with one.
-    sliding_ahead = any(short and not alone for short, alone in zip(sliding, facts.causal, strict=True))
+    # A layout has one flag for all layers without a window, and one for all layers with one.
+    sliding_ahead = any(slides and not is_causal for slides, is_causal in zip(sliding, facts.causal, strict=True))
     needs = {
-        "causal layers": any(alone and not short for short, alone in zip(sliding, facts.causal, strict=True)),
+        "causal layers": any(is_causal and not slides for slides, is_causal in zip(sliding, facts.causal, strict=True)),
         "rows that look ahead": not causal,
         "sliding layers that look ahead": sliding_ahead,
         "proposals from the anchor": facts.from_anchor,
@@ -53,7 +53,7 @@ def _write(head: Head, layout: str, target: ModelFacts | None) -> tuple[dict[str
     mask, block = {"mask_token_id": facts.mask_token_id}, {"block_size": facts.block_size}
     if layout == "speculators":
         outer = speculators("dflash", "DFlashSpeculator", target) | mask | block | {"draft_vocab_size": facts.draft_vocab_size}
-        # By the layer entered; the stream that leaves the target ends the list, though no draft reads it.
+        # Ids of the layers entered; the target's output stream ends the list, though no draft reads it.
         outer |= {"aux_hidden_state_layer_ids": [*facts.tap_layers, target.num_layers], "sample_from_anchor": facts.from_anchor}
         return outer | {"sliding_window_non_causal": sliding_ahead, "transformer_layer_config": config}, dict(head.tensors)
     own: dict[str, Any] = mask | block | {"target_layer_ids": [i - 1 for i in facts.tap_layers]}

@@ -28,7 +28,7 @@ def _read(path: Path, target: ModelFacts | None) -> Head:
 
 
 def _meaning(head: Head) -> DraftFacts:
-    """Its norms are known by their tensors."""
+    """See :class:`Kind`; the tensors say which norms the head has."""
     assert isinstance(head.facts, EagleFacts)
     return plain_meaning(replace(head.facts, layout="", layernorms=None))
 

@@ -54,8 +54,8 @@ def _write(head: Head, layout: str, target: ModelFacts | None) -> tuple[dict[str
     if taps and layout == "safeailab" and target is not None and taps == default_taps(target.num_layers):
         taps = ()
     elif taps and layout == "safeailab":
-        expected = "the default layers, the only ones this layout knows"
-        raise CheckpointError(f"{facts.path}: {TAP_KEY}", expected, f"layers {taps}", "target=FOLDER tells whether they are the default")
+        expected = "the default layers, the only ones that this layout can express"
+        raise CheckpointError(f"{facts.path}: {TAP_KEY}", expected, f"layers {taps}", "target=FOLDER decides whether they are the default")
     own_head = "lm_head.weight" in tensors
     needs = {
         "num_hidden_layers": decoder.num_layers > 1,
@@ -79,7 +79,7 @@ def _write(head: Head, layout: str, target: ModelFacts | None) -> tuple[dict[str
     sizes: dict[str, Any] = {"draft_vocab_size": facts.draft_vocab_size}
     if needs["target_hidden_size"]:
         sizes["target_hidden_size"] = facts.target_hidden_size
-    outputs = [i - 1 for i in taps] or None  # by the layer whose output is tapped
+    outputs = [i - 1 for i in taps] or None  # ids of the layers whose output is tapped
     if layout == "safeailab":
         return config | sizes | {"architectures": ["LlamaForCausalLM"]}, tensors
     if layout == "speculators":

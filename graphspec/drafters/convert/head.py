@@ -1,4 +1,4 @@
-"""A draft between two layouts, and what all kinds of drafts need to be written in another one."""
+"""A draft that is being converted, and helpers that the converters of all kinds of drafts share."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _OF_A_LAYOUT = {
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """A draft read from its files, in names of no layout's own."""
+    """A draft that was read from its files, its tensors under our names."""
 
     facts: DraftFacts
     config: dict[str, Any]
@@ -34,14 +34,14 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of drafts, all of whose layouts hold the same tensors.
+    """A kind of draft, whose layouts all have the same tensors.
 
     Attributes:
-        name: for people.
-        written: per layout, patterns at the beginning of our names of tensors, and what stands there in its files.
-        read: a folder in any layout, for a target if one is known.
-        write: ``config.json`` and tensors under our names, in a layout.
-        meaning: what a conversion must not change, apart from layers that are tapped by default.
+        name: in words.
+        written: per layout, patterns that match the beginning of our tensor names, and their replacements in its files.
+        read: reads a folder in any layout; the target is None where it is not known.
+        write: makes ``config.json`` and tensors, under our names, for a layout.
+        meaning: the facts that a conversion must not change, apart from layers that are tapped by default.
     """
 
     name: str
@@ -52,10 +52,10 @@ class Kind:
 
 
 def refuse(path: Path, layout: str, can: set[str], needs: dict[str, bool]) -> None:
-    """Refuse a draft with something that the layout can't say.
+    """Refuse a draft that the layout can't express.
 
     Raises:
-        CheckpointError: the first of ``needs``.
+        CheckpointError: one of ``needs`` is true and not in ``can``; names the first.
     """
     for what, needed in needs.items():
         if needed and what not in can:
@@ -63,7 +63,7 @@ def refuse(path: Path, layout: str, can: set[str], needs: dict[str, bool]) -> No
 
 
 def decoder_needs(decoder: ModelFacts) -> dict[str, bool]:
-    """Options of decoder layers, for :func:`refuse`."""
+    """Options of decoder layers, as the ``needs`` of :func:`refuse`."""
     both = decoder.attention_bias and decoder.output_bias
     return {
         "attention_bias": both,
@@ -76,7 +76,7 @@ def decoder_needs(decoder: ModelFacts) -> dict[str, bool]:
 
 
 def decoder_config(keys: dict[str, Any], decoder: ModelFacts) -> dict[str, Any]:
-    """Keys of the layers, without those that belong to a layout."""
+    """Config keys of the decoder layers, without those of a particular layout."""
     kept = {key: value for key, value in keys.items() if key not in _OF_A_LAYOUT}
     sizes = {"num_hidden_layers": decoder.num_layers, "num_key_value_heads": decoder.num_kv_heads, "head_dim": decoder.head_dim}
     biases = {"attention_bias": decoder.attention_bias and decoder.output_bias, "mlp_bias": decoder.mlp_bias}
@@ -84,7 +84,7 @@ def decoder_config(keys: dict[str, Any], decoder: ModelFacts) -> dict[str, Any]:
 
 
 def speculators(kind: str, architecture: str, target: ModelFacts | None) -> dict[str, Any]:
-    """Keys at the top of every config of speculators."""
+    """Top-level keys of every config of speculators."""
     method = {"proposal_type": "greedy", "speculative_tokens": 3, "accept_tolerance": 0.0, "verifier_accept_k": 1}
     verifier = {"name_or_path": str(target.path) if target else None, "architectures": [target.architecture] if target else []}
     return {
@@ -100,6 +100,6 @@ def speculators(kind: str, architecture: str, target: ModelFacts | None) -> dict
 
 
 def plain_meaning(facts: DraftFacts) -> DraftFacts:
-    """The facts without folder, layout and names of classes."""
+    """The facts without folder, layout and class names."""
     decoder = replace(facts.decoder, path=Path(), architecture="", eos_token_ids=())
     return replace(facts, path=Path(), decoder=decoder)

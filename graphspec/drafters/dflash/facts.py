@@ -26,12 +26,12 @@ _RELATIVES = {
     "conv_kernel_size": "DFlash2", "selector_rank": "DFlash2", "markov_rank": "DSpark", "markov_head_type": "DSpark",
     "gru_hidden_dim": "Domino", "xpress_rank": "XPress", "num_jacobi_passes": "XPress", "lilicorr_candidate_topk": "LiLiCorr",
 }  # fmt: skip
-"""Keys of relatives on the same backbone, whose heads are not supported."""
+"""Keys of drafts on the same backbone with a further head, which is not supported, and their names."""
 _NO_PROJECTOR = (None, "", "none", "dflash")
 _REFUSED = ("mask_embedding", "lora_config", "peft_config", "final_logit_softcapping", "logits_soft_cap", "num_experts", "kv_lora_rank")
 _LAYERS, _BLOCK = 5, 16  # of the published drafts
 LONGEST_BLOCK = 64
-"""Rows of a block, at most."""
+"""Most rows of a block."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,21 +39,21 @@ class DFlashFacts(DraftFacts):
     """A block drafter (DFlash, arXiv 2602.06036; JetSpec, arXiv 2606.18394) that was checked against its target."""
 
     mask_token_id: int
-    """Its embedding stands for every token of the block but the anchor."""
+    """Every token of the block but the anchor has its embedding."""
     block_size: int
     """Rows of a block, anchor included."""
     from_anchor: bool
-    """Row s proposes the token after its position, the anchor included; otherwise each mask proposes the token it stands for."""
+    """Each row proposes the token after its position, the anchor's too; otherwise each mask proposes the token at its own."""
     causal: tuple[bool, ...]
-    """Of each layer: a row of the block sees those before it only; otherwise all of them."""
+    """Per layer: a row of the block sees only those before it; otherwise all of them."""
 
     @property
     def attends(self) -> bool:
-        """Never: keys and values of the context are a projection of the target's features."""
+        """False: keys and values of the context are a projection of the target's features."""
         return False
 
     def rows(self, num_steps: int) -> int:
-        """Rows of the block that run: those that later ones see, so all of them where any layer looks ahead."""
+        """Rows of the block that are computed: all of them if a layer looks ahead, otherwise those up to the last that proposes."""
         return num_steps + (0 if self.from_anchor else 1) if all(self.causal) else self.block_size
 
     def slots(self, shape: CycleShape) -> int:
@@ -61,7 +61,7 @@ class DFlashFacts(DraftFacts):
         return max(shape.window_width, 1 + self.rows(shape.num_steps))
 
     def passes(self, shape: CycleShape) -> tuple[DraftPass, ...]:
-        """One: the block."""
+        """One pass over the block."""
         return (DraftPass("dflash", self.rows(shape.num_steps), shape.num_steps),)
 
 
@@ -82,7 +82,7 @@ def _refuse(*owners: Keys) -> None:
 
 
 def _first(owners: tuple[Keys, ...], *names: str) -> tuple[Keys, str]:
-    """Where one of the names is said; the last owner and first name where none is."""
+    """The first owner and name that are present; the last owner and first name if none are."""
     return next(((keys, name) for keys in owners for name in names if keys.present(name)), (owners[-1], names[0]))
 
 
@@ -91,12 +91,12 @@ def _flag(owners: tuple[Keys, ...], *names: str) -> bool:
 
 
 def default_layers(num_layers: int, count: int) -> tuple[int, ...]:
-    """Layers whose output is read where a config names none: as many as the draft has, evenly spaced."""
+    """Layers whose output is tapped if a config names none: ``count`` of them, evenly spaced."""
     return tuple(round(1 + i * (num_layers - 4) / max(count - 1, 1)) for i in range(count))
 
 
 def _read_taps(owners: tuple[Keys, ...], target: ModelFacts, num_layers: int, speculators: bool) -> tuple[int, ...]:
-    """Layers entered by the tapped streams. The original layout names layers by their output, speculators by what enters them."""
+    """Layers that the tapped streams enter. The original layout has the layers whose output is tapped, speculators those entered."""
     owner, key = _first(owners, *(("aux_hidden_state_layer_ids",) if speculators else ("target_layer_ids",)))
     if not owner.present(key):
         taps = tuple(i + 1 for i in default_layers(target.num_layers, num_layers))
@@ -104,7 +104,7 @@ def _read_taps(owners: tuple[Keys, ...], target: ModelFacts, num_layers: int, sp
         ids = owner.values[key]
         if not isinstance(ids, list) or not 0 < len(ids) <= MOST_LAYERS or not all(is_integer(i) for i in ids):
             raise owner.error(key, "a list of layer ids")
-        # The last stream of a speculators config is the one its training compares with, not one the draft reads.
+        # The last stream of a speculators config is the target of its training, which the draft does not read.
         ids = ids[:-1] if speculators and len(ids) > 1 and ids[-1] == target.num_layers else ids
         taps = tuple(i if speculators else i + 1 for i in ids)
     if list(taps) != sorted(set(taps)) or not taps[0] > 0 or taps[-1] >= target.num_layers:
@@ -115,7 +115,7 @@ def _read_taps(owners: tuple[Keys, ...], target: ModelFacts, num_layers: int, sp
 
 
 def _windows(keys: Keys, num_layers: int) -> Keys:
-    """The layer keys with the flag that the family wants for sliding layers."""
+    """The layer keys with the flag that enables sliding windows in this family."""
     kinds = keys.values.get("layer_types")
     sliding = isinstance(kinds, list) and "sliding_attention" in kinds
     return Keys({**keys.values, "use_sliding_window": sliding, "num_hidden_layers": num_layers}, keys.where)
@@ -132,8 +132,8 @@ def read_dflash_config(path: str | Path, target: ModelFacts) -> tuple[DFlashFact
     Read are the layouts of z-lab (DFlash, JetSpec) and of speculators (nested ``transformer_layer_config``).
 
     Raises:
-        CheckpointError: as :func:`graphspec.facts.model.read_model_facts`; also another kind of draft, a relative with a head after the
-            block, no block size or mask token, a mask outside the vocabulary, tapped layers the target doesn't have, or another size.
+        CheckpointError: as :func:`graphspec.facts.model.read_model_facts`; also another kind of draft, a further head after the block, no
+            block size or mask token, a mask outside the vocabulary, tapped layers that the target doesn't have, or another size.
     """
     path = Path(path)
     keys = read_config(path)
@@ -173,7 +173,7 @@ def read_dflash_config(path: str | Path, target: ModelFacts) -> tuple[DFlashFact
     if mask >= target.vocab_size:
         raise mask_owner.error(mask_key, f"a token of the vocabulary of {target.vocab_size}")
     everywhere = _flag(owners, "causal", "causal_head", "is_causal")
-    # As vLLM reads it: what dflash_config says of causality holds for every layer, sliding ones too.
+    # As in vLLM: the causality of dflash_config applies to every layer, sliding ones too.
     in_sliding = not _flag(owners, "sliding_window_non_causal") and own.flag("causal", True)
     taps = _read_taps((own, keys), target, num_layers, speculators)
     from_anchor = _flag((own, keys), "sample_from_anchor", "draft_shift")

@@ -54,12 +54,12 @@ class DFlashDraft(DraftNetwork):
         return "a block whose layers see each other in two ways"
 
     def fuse(self, feature_BTF: Tensor) -> Tensor:
-        """What all layers take keys and values of the context from, ``[B, T, H]``, un-normed, of the target's tapped residual streams."""
+        """``[B, T, H]`` from the target's tapped residual streams, un-normed: the input of the context's keys and values in all layers."""
         hidden_BTH: Tensor = self.fc(feature_BTF)
         return hidden_BTH
 
     def write_kv(self, token_BT: Tensor, hidden_BTH: Tensor, attention: Attention, step: int = 0) -> None:
-        """Keys and values of the context in every layer; the tokens are not read, for the features are those of the tokens before."""
+        """Write keys and values of the context in every layer. They follow from the features alone; the tokens are not used."""
         del token_BT, step
         rotation = self.rotary(attention.position_BT, attention.rope_length_BT)
         parts = (
@@ -75,21 +75,21 @@ class DFlashDraft(DraftNetwork):
             attention.write(layer, key_BTGD[:, :, :1], key_BTGD, value_BTGD, heads)
 
     def block(self, token_BT: Tensor, position_BT: Tensor, full: Attention, causal: Attention) -> Hidden:
-        """Hidden states ``[B, T, H]`` of a block, un-normed, the anchor first, as the stream that the last product leaves.
+        """Un-normed hidden states ``[B, T, H]`` of a block, the anchor first, as the last layer returns them.
 
         Args:
             token_BT: int64.
             position_BT: int64 RoPE positions.
-            full, causal: attention where rows see the whole block, and where they see those before them.
+            full, causal: attention for layers in which rows see the whole block, and for those in which they see the rows before them.
         """
         rotation = self.rotary(position_BT, position_BT + 1)
         residual_BTH: Hidden = ResidualStream(self.embed_tokens(token_BT, full.valid_BT))
-        for layer, alone in zip(self.layers, self.facts.causal, strict=True):
-            residual_BTH = layer(residual_BTH, rotation, causal if alone else full)
+        for layer, is_causal in zip(self.layers, self.facts.causal, strict=True):
+            residual_BTH = layer(residual_BTH, rotation, causal if is_causal else full)
         return residual_BTH
 
     def forward(self, token_BT: Tensor, hidden_BTH: Tensor | None, attention: Attention, step: int = 0) -> Tensor:
-        """One causal or bidirectional block, where one attention serves all layers; see :meth:`block`."""
+        """A block with one attention for all layers, causal or not; see :meth:`block`."""
         del hidden_BTH, step
         return hidden_of(self.block(token_BT, attention.position_BT, attention, attention))
 
@@ -99,7 +99,7 @@ class DFlashDraft(DraftNetwork):
 
 
 def dflash_layout(num_layers: int) -> Layout:
-    """Tensor names of a draft; keys and values of the layers are read twice, once for the context."""
+    """Tensor names of a draft; the key and value projections of the layers are read twice, once for ``context_proj``."""
     context = tuple(f"layers.{layer}.self_attn.{kind}_proj.weight" for layer in range(num_layers) for kind in "kv")
     names = ("fc.weight", "hidden_norm.weight", "norm.weight", "lm_head.weight")
     rules = (
@@ -111,7 +111,7 @@ def dflash_layout(num_layers: int) -> Layout:
 
 
 def dflash_checkpoint(facts: DFlashFacts) -> tuple[Checkpoint, DFlashFacts]:
-    """The tensors of a draft, and its facts with what the config leaves to them.
+    """The tensors of a draft, and its facts with all that the tensors settle.
 
     Raises:
         CheckpointError: another kind of checkpoint, another number of tapped layers, or biases.

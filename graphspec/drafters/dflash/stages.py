@@ -1,4 +1,4 @@
-"""Stage 1 and only: keys and values of the context committed last, then the block."""
+"""The only draft stage: keys and values of the newly committed context, then the block."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from .network import DFlashDraft
 
 
 class DFlash(MarginalStage):
-    """One pass over the root and the masks after it, after the context has grown by what the target committed (DFlash, section 3).
+    """Writes the context's keys and values for the window, then runs one pass over the root and the masks after it (DFlash, section 3).
 
-    A window entry at slot j carries the target's feature of the token before it, so slot j holds keys and values of position j - 1, up to
-    slot ``seq_len``. The block lies in the slots after that, the root first; the next cycle overwrites it.
+    The window entry at slot j has the target's feature of the token before it, so slot j holds keys and values of position j - 1, up to
+    slot ``seq_len``. The block is in the slots after that, the root first; the next cycle overwrites it.
     """
 
     name = "dflash"
@@ -40,7 +40,7 @@ class DFlash(MarginalStage):
         words = self.plan.num_words
         live_B1 = known_B[:, None] > 0
         root_B1 = token_BA.gather(1, (known_B - 1).clamp(min=0)[:, None])
-        # Every layer reads these: they are computed once, not once for each. Each is made of the one before, so that one kernel makes them.
+        # Computed once, not again in every layer that reads them; each from the one before, so that one kernel computes all.
         slot_BT = computed_once(next_B[:, None] + row_T)
         position_BT = computed_once(slot_BT - self.shift)
         valid_BT = computed_once(live_B1 & (slot_BT >= 0))

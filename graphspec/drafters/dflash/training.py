@@ -27,12 +27,11 @@ class DFlashConfig(MaskConfig):
     intermediate_size: int | None = None
     """Width of the MLPs; null: the target's."""
     tap_layers: list[int] | None = None
-    """The target's residual stream *entering* these layers is what the context is made of; null: as many as the draft has layers, evenly
-    spaced."""
+    """The context is made of the target's residual streams *entering* these layers; null: one per layer of the draft, evenly spaced."""
     block_size: int = 8
     """Rows of a block, the anchor included: it drafts one token fewer."""
     causal: bool = True
-    """A row of the block sees those before it only (JetSpec), which is what trees of its marginals want; false: all of them (DFlash)."""
+    """A row of the block sees only those before it (JetSpec), which suits trees of its marginals; false: all of them (DFlash)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -43,7 +42,7 @@ class DFlashConfig(MaskConfig):
 
     @property
     def steps(self) -> tuple[str, int] | None:
-        """Every row but the anchor's drafts."""
+        """Every row drafts but the anchor's."""
         return "block_size - 1", self.block_size - 1
 
 
@@ -67,7 +66,7 @@ class DFlashDraft(Drafter):
             raise ConfigError("train.network.tap_layers", f"named, ascending layers in 1..{depth - 1}", taps)
         self.tap_layers = tuple(taps)
         shape = LayerShape.of(target).plain(config.intermediate_size, qk_norm=True)
-        # As in EAGLE-3's training: learned on features of a size near 1, published for features as they are.
+        # As for EAGLE-3: fc is trained on features scaled to a size near 1 and published for unscaled ones.
         self.register_buffer("scale_F", feature_scale(target, self.tap_layers), persistent=False)
         self.fc = nn.Linear(len(taps) * shape.hidden, shape.hidden, bias=False)
         self.hidden_norm = nn.RMSNorm(shape.hidden, shape.eps)

@@ -19,9 +19,9 @@ class EagleFacts(DraftFacts):
     """An EAGLE-1/2 head (arXiv 2401.15077, 2406.16858) that was checked against its target."""
 
     layout: str = "safeailab"
-    """Key of :data:`graphspec.drafters.eagle.loading.EAGLE_WRITTEN`: how the checkpoint is spelled."""
+    """Key of :data:`graphspec.drafters.eagle.loading.EAGLE_WRITTEN`: the checkpoint's tensor names and config keys."""
     fc_bias: bool | None = None
-    """As the config states it; None where it doesn't. The tensors decide."""
+    """As stated in the config, None if it isn't; the tensors decide."""
     layernorms: bool | None = None
     """Likewise: norms after the embedding, before the attention and before the head (HASS)."""
 
@@ -79,8 +79,8 @@ def read_eagle_config(path: str | Path) -> tuple[EagleFacts, Keys]:
 def read_eagle_facts(path: str | Path, target: ModelFacts) -> EagleFacts:
     """Facts of an EAGLE-1/2 head, checked against the target it drafts for.
 
-    A head calls itself by an architecture with "Eagle" in its name, or as a plain model of one layer (then its tensors tell it from one).
-    RoPE parameters come from the head's config only. With a reduced vocabulary see :func:`graphspec.models.token_map.load_token_map`.
+    The architecture of a head has "Eagle" in its name, or is that of a plain model with one layer; its tensors then show that it is a head.
+    RoPE parameters come from the head's config only. For a reduced vocabulary see :func:`graphspec.models.token_map.load_token_map`.
 
     Raises:
         CheckpointError: as :func:`read_model_facts`; also another kind of draft, hidden size or vocabulary than the target's, or an option

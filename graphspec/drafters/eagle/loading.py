@@ -35,7 +35,7 @@ EAGLE_LAYOUT = Layout(
         ("pre_lm_head_layernorm.", "lm_head_layernorm."),
     ),
 )
-"""EAGLE-1/2 heads, with or without the norms of HASS; the renamed prefixes are those of speculators before it dropped EAGLE-1."""
+"""EAGLE-1/2 heads, with or without the norms of HASS; the renamed prefixes are those of speculators before it removed EAGLE-1."""
 
 
 EAGLE_WRITTEN: dict[str, tuple[tuple[str, str], ...]] = {
@@ -49,12 +49,12 @@ EAGLE_WRITTEN: dict[str, tuple[tuple[str, str], ...]] = {
         (r"lm_head_layernorm\.", "pre_lm_head_layernorm."),
     ),
 }
-"""Per layout of EAGLE-1/2 heads: patterns at the beginning of the names above, and what stands there in its files."""
+"""Per layout of EAGLE-1/2 heads: patterns that match the beginning of the names above, and their replacements in its files."""
 EAGLE_NORMS = ("embed_layernorm", "hidden_layernorm", "lm_head_layernorm")
 
 
 def eagle_checkpoint(facts: EagleFacts) -> tuple[Checkpoint, EagleFacts, tuple[str, ...]]:
-    """The tensors of a head, its facts with everything settled that the config leaves to them, and the norms it has.
+    """The tensors of a head, its facts with all that the tensors settle, and the norms it has.
 
     Raises:
         CheckpointError: another kind of checkpoint, or norms that config and tensors disagree on.
@@ -89,7 +89,7 @@ def load_eagle(
     """
     checkpoint, facts, norms = eagle_checkpoint(facts)
     size = facts.decoder.hidden_size
-    checkpoint.read("fc.weight", (size, 2 * size))  # first, for its shape tells another kind of head best
+    checkpoint.read("fc.weight", (size, 2 * size))  # first: its shape distinguishes kinds of heads best
     if "embed_tokens.weight" in checkpoint:
         checkpoint.read("embed_tokens.weight", (facts.decoder.vocab_size, size))
     with torch.device("meta"):

@@ -25,7 +25,7 @@ class EagleConfig(NetworkConfig):
 
 
 class EagleDraft(StepDrafter):
-    """Its output stands for the target's feature of the next position: it is fed back, and the target's head reads it."""
+    """Its output predicts the target's feature at the next position: it is fed back, and the target's head reads it."""
 
     Settings: ClassVar[type[NetworkConfig]] = EagleConfig
     about: ClassVar[str] = "EAGLE-1/2: one Llama layer without an input norm over `fc([embedding; feature])`"
@@ -37,13 +37,13 @@ class EagleDraft(StepDrafter):
         super().__init__()
         shape = LayerShape.of(target).plain(config.intermediate_size)
         self.fc = nn.Linear(2 * shape.hidden, shape.hidden, bias=config.bias)
-        # The one layer has no norm before its attention: it reads what fc wrote.
+        # The layer has no norm before its attention: it reads the output of fc.
         self.layers = nn.ModuleList([DecoderLayer(shape, input_norm=False)])
         self.rope = Rope.of(target)
         self.register_buffer("embedding_VH", target.model.embed_tokens.weight.detach(), persistent=False)
         self.register_buffer("head_VH", target.lm_head.weight.detach(), persistent=False)
-        # fc is trained on embeddings brought to a root mean square of 1 and published for embeddings as they are: embeddings are often
-        # ten times smaller than features, and a matrix whose halves must differ so much in size learns slowly.
+        # fc is trained on embeddings scaled to a root mean square of 1 and published for unscaled ones: embeddings are often ten times
+        # smaller than features, and a matrix whose halves must differ that much in size learns slowly.
         self.embedding_scale = 1.0 / float(self.embedding_VH.float().square().mean().sqrt().clamp(min=1e-6))
 
     def start(self, features_BTF: Tensor) -> Tensor:

@@ -33,13 +33,13 @@ class Eagle3Facts(DraftFacts):
     """An EAGLE-3 head (arXiv 2503.01840) that was checked against its target."""
 
     layout: str = "safeailab"
-    """Key of :data:`graphspec.drafters.eagle3.loading.EAGLE3_WRITTEN`: how the checkpoint is spelled."""
+    """Key of :data:`graphspec.drafters.eagle3.loading.EAGLE3_WRITTEN`: the checkpoint's tensor names and config keys."""
     norm_before_residual: bool = False
     """The first layer's residual is the normed hidden state, not the one before the norm."""
     norm_output: bool = False
-    """EAGLE-3.1: the next step gets the hidden state after the final norm, not the one before."""
+    """EAGLE-3.1: the next step gets the hidden state after the final norm, not the one before it."""
     norm_before_fc: bool | None = None
-    """One RMSNorm over the feature; None where the config doesn't say, then the tensors decide."""
+    """One RMSNorm over the feature; None if the config doesn't state it: the tensors decide."""
     fc_norm: bool | None = None
     """EAGLE-3.1: an RMSNorm for each tapped layer; likewise."""
     fc_bias: bool | None = None
@@ -47,12 +47,12 @@ class Eagle3Facts(DraftFacts):
 
 
 def default_taps(num_layers: int) -> tuple[int, ...]:
-    """Layers whose entering residual stream is tapped when a config names none: those of the first published heads."""
+    """Layers whose input residual stream is tapped if a config names none: those of the first published heads."""
     return (2, num_layers // 2, num_layers - 3)
 
 
 def _read_taps(owner: Keys, entering: bool) -> tuple[int, ...] | None:
-    """The layers entered by the tapped streams; None: the default."""
+    """The layers that the tapped streams enter; None: the default."""
     if not owner.present(TAP_KEY):
         return None
     ids = owner.values[TAP_KEY]
@@ -115,7 +115,7 @@ def read_eagle3_config(path: str | Path) -> tuple[Eagle3Facts, Keys]:
 
 
 def eagle3_config(path: Path, keys: Keys) -> tuple[Eagle3Facts, Keys]:
-    """:func:`read_eagle3_config` of the keys of a config that was read."""
+    """:func:`read_eagle3_config` from the keys of a config."""
     eagle = nested_keys(keys, "eagle_config")
     unknown = sorted(key for key in set(eagle.values) - _EAGLE_KEYS if eagle.present(key))
     if unknown:
@@ -179,7 +179,7 @@ def read_eagle3_facts(path: str | Path, target: ModelFacts) -> Eagle3Facts:
 
     Read are the layouts of SafeAILab, SGLang / SpecForge, ModelOpt (nested ``eagle_config``) and speculators (nested
     ``transformer_layer_config``). RoPE parameters come from the head's config only: without a ``rope_theta`` it was trained with 10000,
-    whatever the target uses. What a config leaves open is settled by its layout, or later by the tensors, and logged.
+    whatever the target uses. An option that a config does not state is settled by its layout, or later by the tensors, and logged.
 
     Raises:
         CheckpointError: as :func:`read_model_facts`; also another kind of draft, one that doesn't fit the target (hidden size, vocabulary,
@@ -190,7 +190,7 @@ def read_eagle3_facts(path: str | Path, target: ModelFacts) -> Eagle3Facts:
 
 
 def check_target(facts: Eagle3Facts, decoder_keys: Keys, keys: Keys, target: ModelFacts) -> Eagle3Facts:
-    """The facts with the layers they tap, once head and target fit; see :func:`read_eagle3_facts`."""
+    """Check the facts against the target; returns them with their tapped layers. Raises as :func:`read_eagle3_facts`."""
     check_vocabulary(decoder_keys, facts.decoder, target)
     if facts.target_hidden_size != target.hidden_size:
         owner = keys if keys.present("target_hidden_size") else decoder_keys

@@ -41,7 +41,7 @@ EAGLE3_LAYOUT = Layout(
         ("aux_norm_high.", "fc_norm.2."),
     ),
 )
-"""The first published heads and SpecForge say ``midlayer``; speculators, ModelOpt and vLLM say ``layers.0``."""
+"""The first published heads and SpecForge name the layer ``midlayer``; speculators, ModelOpt and vLLM ``layers.0``."""
 
 
 EAGLE3_WRITTEN: dict[str, tuple[tuple[str, str], ...]] = {
@@ -50,14 +50,14 @@ EAGLE3_WRITTEN: dict[str, tuple[tuple[str, str], ...]] = {
     "speculators": (),
     "modelopt": (),
 }
-"""Per layout of EAGLE-3 heads: patterns at the beginning of the names above, and what stands there in its files."""
+"""Per layout of EAGLE-3 heads: patterns that match the beginning of the names above, and their replacements in its files."""
 
 
 def read_vocab_map(checkpoint: Checkpoint, vocab_size: int, draft_vocab_size: int) -> Tensor | None:
     """Target id of each draft id, or None without a map; ``d2t`` holds offsets: target id = draft id + d2t[draft id].
 
     Raises:
-        CheckpointError: a map that is missing though needed, leaves the vocabulary, holds ids, not offsets, or disagrees with ``t2d``.
+        CheckpointError: a map that is needed and missing, leaves the vocabulary, holds ids instead of offsets, or disagrees with ``t2d``.
     """
     if "d2t" not in checkpoint:
         if draft_vocab_size != vocab_size:
@@ -84,7 +84,11 @@ def read_vocab_map(checkpoint: Checkpoint, vocab_size: int, draft_vocab_size: in
 
 
 def _settle_norm(checkpoint: Checkpoint, key: str, stated: bool | None, tensor: str) -> bool:
-    """Whether there is an optional norm. A norm that the config denies or that is missing can't be settled: one of the two is damaged."""
+    """Whether the head has an optional norm; without a statement in the config, its tensor decides.
+
+    Raises:
+        CheckpointError: the tensor is there although the config denies it: one of the two is damaged.
+    """
     there = tensor in checkpoint
     if stated is None and there:
         _LOG.info("%s: config.json has no %s, but %s is in the checkpoint and is applied", checkpoint.path, key, tensor)
@@ -94,12 +98,12 @@ def _settle_norm(checkpoint: Checkpoint, key: str, stated: bool | None, tensor: 
 
 
 def eagle3_checkpoint(facts: Eagle3Facts) -> tuple[Checkpoint, Eagle3Facts]:
-    """The tensors of a head, and its facts with everything settled that the config leaves to them.
+    """The tensors of a head, and its facts with all that the tensors settle.
 
     Raises:
         CheckpointError: another kind of checkpoint, or a norm that config and tensors disagree on.
     """
-    # layers after the first may call the norm before their attention hidden_norm (SGLang, TensorRT-LLM)
+    # In layers after the first, SGLang and TensorRT-LLM name the norm before the attention hidden_norm.
     further = tuple((f"layers.{i}.hidden_norm.", f"layers.{i}.input_layernorm.") for i in range(1, facts.decoder.num_layers))
     checkpoint = Checkpoint(facts.path, EAGLE3_LAYOUT.renamed + further)
     missing = [name for name in ("fc.weight", "layers.0.hidden_norm.weight") if name not in checkpoint]
@@ -131,14 +135,14 @@ def load_head(
     network: type[Network], layout: Layout, facts: Eagle3Facts, target: LlamaModel, max_positions: int, dtype: torch.dtype,
     device: torch.device | str, progress: Progress | None = None,
 ) -> Network:  # fmt: skip
-    """The head of a checkpoint as ``network``, whose tensors ``layout`` names.
+    """The head of a checkpoint as a ``network``, with the tensor names of ``layout``.
 
-    The embedding is the target's unless the checkpoint has one. A language-model head of a full vocabulary is, when the checkpoint has
-    none, the embedding with ``tie_word_embeddings``, else the target's.
+    The embedding is the target's unless the checkpoint has one. Where the checkpoint has no language-model head and the vocabulary is not
+    reduced, the head is the embedding with ``tie_word_embeddings``, else the target's.
 
     Raises:
-        CheckpointError: as :func:`load_target`; also another kind of checkpoint, a norm that config and tensors disagree on, or a
-            vocabulary map that is missing, leaves the vocabulary, or holds ids, not offsets.
+        CheckpointError: as :func:`load_target`; also another kind of checkpoint, a norm that config and tensors disagree on, or a bad
+            vocabulary map (:func:`read_vocab_map`).
     """
     checkpoint, facts = eagle3_checkpoint(facts)
     decoder = facts.decoder
@@ -157,11 +161,11 @@ def load_head(
         )
     shared = {"embed_tokens.weight"} if share_embedding else set()
     shared |= {"lm_head.weight"} if share_head or tied else set()
-    checkpoint.read("fc.weight", (decoder.hidden_size, facts.feature_size))  # first, for its shape tells another kind of head best
+    checkpoint.read("fc.weight", (decoder.hidden_size, facts.feature_size))  # first: its shape distinguishes kinds of heads best
     token_Vd = read_vocab_map(checkpoint, decoder.vocab_size, facts.draft_vocab_size)
     fill_head(draft, checkpoint, layout, shared, dtype, device, progress)
     if tied:
         draft.lm_head.weight, draft.lm_head.stored = draft.embed_tokens.weight, draft.embed_tokens.stored
-    if token_Vd is not None and not full_vocabulary:  # a map of the full vocabulary is the identity
+    if token_Vd is not None and not full_vocabulary:  # a map over the full vocabulary is the identity
         draft.target_token_Vd = token_Vd.to(device)
     return draft.eval()

@@ -51,7 +51,7 @@ class Eagle3Layer(nn.Module):
         self.self_attn.write_kv(x_BTE, rotation, attention)
 
     def enter(self, embedding_BTH: Tensor, hidden_BTH: Tensor) -> tuple[Tensor, Tensor]:
-        """What the attention reads, and the residual stream."""
+        """Input of the attention ``[B, T, 2H]``, and the residual stream ``[B, T, H]``."""
         normed_BTH = self.hidden_norm(hidden_BTH)
         entering_BTE = torch.cat((self.input_layernorm(embedding_BTH), normed_BTH), dim=-1)
         return entering_BTE, normed_BTH if self.norm_before_residual else hidden_BTH
@@ -96,7 +96,7 @@ class Eagle3Draft(DraftNetwork):
         return None
 
     def fuse(self, feature_BTF: Tensor) -> Tensor:
-        """``[B, T, H]`` from the target's tapped residual streams; hidden states of the head itself skip this."""
+        """``[B, T, H]`` from the target's tapped residual streams; the head's own hidden states are not fused."""
         if self.input_norm is not None:
             feature_BTF = self.input_norm(feature_BTF)
         if self.fc_norm is not None:
@@ -131,14 +131,14 @@ class Eagle3Draft(DraftNetwork):
         last.write_kv(*inputs)
 
     def _read(self, token_BT: Tensor, hidden_BTH: Tensor, attention: Attention) -> tuple[Tensor, Tensor, Rotation]:
-        """Embeddings and hidden states, zero where a token is not valid, and how they rotate."""
+        """Embeddings and hidden states, zero where a token is not valid, and the rotation of the attention."""
         valid_BT = attention.valid_BT
         embedding_BTH = self.embed_tokens(token_BT, valid_BT)
         rotation = self.rotary.of(attention)
         return embedding_BTH, torch.where(valid_BT[..., None], hidden_BTH, 0.0), rotation
 
     def _enter(self, token_BT: Tensor, hidden_BTH: Tensor, attention: Attention) -> tuple[Tensor, Rotation, Tensor]:
-        """The residual stream before the first layer, how it rotates, and what that layer's attention reads."""
+        """The residual stream before the first layer, the rotation, and the input of that layer's attention."""
         assert self.draft_input is not None, "a packed network"
         entering_BTE, residual_BTH = self.draft_input(token_BT, hidden_BTH, attention.valid_BT)
         if cast("Eagle3Layer", self.layers[0]).norm_before_residual:
@@ -146,7 +146,7 @@ class Eagle3Draft(DraftNetwork):
         return residual_BTH, self.rotary.of(attention), entering_BTE
 
     def _upto_last(self, token_BT: Tensor, hidden_BTH: Tensor, attention: Attention) -> tuple[Any, tuple[Any, ...]]:
-        """Run all layers but the last; the last one, and what it is called with."""
+        """Run all layers but the last; returns the last one and its arguments."""
         embedding_BTH, hidden_BTH, rotation = self._read(token_BT, hidden_BTH, attention)
         inputs: tuple[Any, ...] = (embedding_BTH, hidden_BTH, rotation, attention)
         *before, last = self.layers

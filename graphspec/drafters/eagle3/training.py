@@ -22,22 +22,22 @@ class Eagle3Config(NetworkConfig):
     """Width, heads and norms are the target's."""
 
     draft_vocab_size: int = 32000
-    """Most frequent ids it can draft; at least the target's vocabulary: all of them, and no maps in the checkpoint."""
+    """Number of the most frequent ids, which it can draft; from the target's vocabulary on: all ids, and no maps in the checkpoint."""
     intermediate_size: int | None = None
     """Width of the MLP; null: the target's."""
     tap_layers: list[int] | None = None
-    """The target's residual stream *entering* these layers is what the head sees: low, middle, high. Null: ``2, L // 2, L - 3``."""
+    """The head reads the target's residual streams *entering* these layers: low, middle, high. Null: ``2, L // 2, L - 3``."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         in_range("train.network.draft_vocab_size", self.draft_vocab_size, 1)
         if self.tap_layers is not None:
-            # Readers of the checkpoint, the engine among them, take no other order.
+            # Readers of the checkpoint, this engine included, accept no other order.
             ascending("train.network.tap_layers", self.tap_layers, 1, INT32_MOST)
 
 
 class MidLayer(nn.Module):
-    """The decoder layer: queries, keys and values come from ``[norm(embedding); norm(hidden)]``, the residual is the hidden state."""
+    """The decoder layer: its attention reads ``[norm(embedding); norm(hidden)]``, its residual is the hidden state."""
 
     def __init__(self, shape: LayerShape) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class MidLayer(nn.Module):
 
 
 def choose_draft_vocab(counts_V: Tensor, size: int, always: Sequence[int]) -> Tensor:
-    """The ``size`` most counted target ids, ascending, ``always`` among them: ``[size]`` int64. Ties go to the smaller id."""
+    """The ``size`` target ids with the highest counts, ``always`` included, ascending: int64 ``[size]``. Ties go to the smaller id."""
     keep = list(dict.fromkeys(always))
     order = [i for i in counts_V.argsort(descending=True, stable=True).tolist() if i not in set(keep)]
     return torch.tensor(sorted([*keep, *order[: size - len(keep)]]), dtype=torch.int64)
@@ -81,8 +81,8 @@ class Eagle3Draft(StepDrafter):
         if not all(1 <= layer < layers for layer in taps):
             raise ConfigError("train.network.tap_layers", f"layers in 1..{layers - 1}", taps)
         self.tap_layers = tuple(taps)
-        # fc is trained on features brought to a root mean square near 1 and published for features as they are: residual streams are often
-        # ten times larger. Powers of two, so that the rounding of the published matrix is that of the trained one.
+        # fc is trained on features scaled to a root mean square near 1 and published for unscaled ones: residual streams are often ten
+        # times larger. The scales are powers of two, so that the published matrix is rounded exactly as the trained one.
         self.register_buffer("scale_F", feature_scale(target, self.tap_layers), persistent=False)
         self.fc = nn.Linear(len(taps) * shape.hidden, shape.hidden, bias=False)
         self.midlayer = MidLayer(shape)

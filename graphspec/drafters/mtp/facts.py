@@ -1,4 +1,4 @@
-"""Multi-token-prediction heads: what config and tensor names say of them, checked against the target. Standard library only."""
+"""Multi-token-prediction heads: facts from config and tensor names, checked against the target. Standard library only."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..head_config import nested_keys
 from .layout import MTP_LAYOUTS
 
 COUNT_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
-"""How configs call the number of heads: DeepSeek and MiMo, Qwen3.5, transformers."""
+"""Keys for the number of heads in configs of DeepSeek and MiMo, of Qwen3.5, and of transformers."""
 _MIMO = ("MiMoForCausalLM", "MiMoMTP", "MiMoMTPModel")
 _LATENT = re.compile(r"kv_a_proj_with_mqa|kv_b_proj|q_a_proj")
 _MIXTURE = re.compile(r"mlp\.(experts|gate|shared_experts?|shared_expert_gate)\.")
@@ -34,7 +34,7 @@ class MTPFacts(DraftFacts):
     layout: str
     """Key of :data:`graphspec.drafters.mtp.layout.MTP_LAYOUTS`."""
     first_index: int
-    """Number of the first head in the names of its tensors."""
+    """Number in the tensor names of the first head."""
 
     @property
     def hidden_first(self) -> bool:
@@ -42,7 +42,7 @@ class MTPFacts(DraftFacts):
         return self.layout == "mimo"
 
     def passes(self, shape: CycleShape) -> tuple[DraftPass, ...]:
-        """With a head per step every head reads the whole window and the lookback."""
+        """With one head per step, every head reads the whole window and the lookback."""
         if self.num_heads == 1:
             return DraftFacts.passes(self, shape)
         rows = shape.accept_width + self.num_heads - 1
@@ -72,7 +72,7 @@ def read_tensor_names(path: Path) -> list[str]:
 
 
 def _find_heads(path: Path) -> tuple[str, list[int], list[str]]:
-    """Layout, numbers of the heads, ascending, and all tensor names; the layout is empty where there are no heads."""
+    """Layout, numbers of the heads in ascending order, and all tensor names; the layout is empty if there are no heads."""
     names = read_tensor_names(path)
     for layout, table in MTP_LAYOUTS.items():
         source = next(rule.sources[0] for rule in table.rules if rule.ours == "projection.weight")
@@ -84,7 +84,7 @@ def _find_heads(path: Path) -> tuple[str, list[int], list[str]]:
 
 
 def _count(keys: Keys, layout: str, heads: list[int], names: list[str]) -> int:
-    """Heads that config and tensors agree on."""
+    """The number of heads, on which config and tensors must agree."""
     key = next((key for key in COUNT_KEYS if key in keys.values), COUNT_KEYS[1 if layout == "qwen" else 0])
     declared = keys.integer(key, 0, least=0, most=MOST_LAYERS)
     if not heads:
@@ -105,7 +105,7 @@ def _count(keys: Keys, layout: str, heads: list[int], names: list[str]) -> int:
 
 
 def _family(keys: Keys, layout: str, architecture: str) -> Family:
-    """The family whose layers the heads have."""
+    """The family of the heads' layers."""
     if layout == "qwen":
         family = find_family(architecture)
         if family is not None and family.recurrent is not None and family.attention_gate:
@@ -123,7 +123,7 @@ def _family(keys: Keys, layout: str, architecture: str) -> Family:
 
 
 def _settle_experts(decoder: ModelFacts, layout: str, heads: list[int], names: list[str]) -> ModelFacts:
-    """The tensors say which heads have a mixture of experts: a model's rule for its own layers need not hold after the last.
+    """The facts with a mixture of experts in the heads that have its tensors; a model's rule for its layers need not apply to the heads.
 
     Raises:
         CheckpointError: a tensor of latent attention or of a mixture that layers of this architecture don't have.
@@ -167,7 +167,7 @@ def read_mtp_facts(path: str | Path, target: ModelFacts) -> MTPFacts:
     if layout == "deepseek" and heads[0] not in (0, num_layers, target.num_layers):
         expected = f"heads numbered from {num_layers} (num_hidden_layers) or from 0"
         raise CheckpointError(f"{path}: model.layers.{heads[0]}.eh_proj.weight", expected, f"from {heads[0]}")
-    first_layer = heads[0] if layout == "deepseek" else num_layers  # its place in the stack, which decides on its sliding window
+    first_layer = heads[0] if layout == "deepseek" else num_layers  # its index in the stack, which decides on its sliding window
     layers = Keys({**keys.values, "num_hidden_layers": first_layer + num_heads}, keys.where)
     decoder = read_decoder(layers, path, architecture, family).layers_from(first_layer)
     decoder = _settle_experts(decoder, layout, heads, names)
@@ -191,7 +191,7 @@ def _facts(keys: Keys, path: Path, target: ModelFacts, decoder: ModelFacts, num_
 
 
 def counted_facts(folder: Path, target: ModelFacts) -> tuple[MTPFacts, str]:
-    """The prediction heads a config counts, as layers after the last; see :attr:`graphspec.catalog.Variant.assumed`."""
+    """Facts of as many prediction heads as a config states, as layers after the last; see :attr:`graphspec.catalog.Variant.assumed`."""
     keys = read_config(folder)
     architecture = read_architecture(keys, "a model with multi-token-prediction heads")
     family = find_family(architecture.removesuffix("NextN"))

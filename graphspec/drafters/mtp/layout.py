@@ -1,4 +1,4 @@
-"""How multi-token-prediction heads name their tensors. Standard library only."""
+"""Tensor names of multi-token-prediction heads. Standard library only."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NEXTN_LAYOUT = _prediction_head(
     "model.layers.*.", "enorm", "hnorm", "eh_proj", "shared_head.norm", "model.layers.*.",
     ignored=("embed_tokens.weight", "shared_head.head.weight"),  # copies of the target's, which are used instead
 )  # fmt: skip
-"""DeepSeek's NextN heads: layers after the target's last one, or numbered from 0 in a file of their own."""
+"""DeepSeek's NextN heads: layers after the target's last one, or numbered from 0 in a separate file."""
 
 
 QWEN_MTP_LAYOUT = _prediction_head("mtp.", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm", "mtp.layers.*.")
@@ -38,4 +38,4 @@ MIMO_MTP_LAYOUT = _prediction_head(
 
 
 MTP_LAYOUTS = {"deepseek": NEXTN_LAYOUT, "qwen": QWEN_MTP_LAYOUT, "mimo": MIMO_MTP_LAYOUT}
-"""The tables of one prediction head each; ``*`` is where the head stands."""
+"""Each the layout of one prediction head; ``*`` is its number."""

@@ -21,7 +21,7 @@ _REST_OF_A_MODEL = ("model.", "lm_head.")
 
 
 def _numbered(layout: Layout, index: int) -> Layout:
-    """The table of one head: ``*`` replaced by the number it goes by."""
+    """The layout of one head, with ``*`` replaced by its number."""
 
     def number(names: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(name.replace("*", str(index)) for name in names)
@@ -34,7 +34,7 @@ def _numbered(layout: Layout, index: int) -> Layout:
 
 
 def _check_copies(checkpoint: Checkpoint, prefix: str, facts: MTPFacts) -> None:
-    """Some heads come with copies of the target's embedding and language-model head: they must be of its shape, and aren't used."""
+    """Check the shapes of a head's copies of the target's embedding and language-model head, which some checkpoints have."""
     shape = (facts.decoder.vocab_size, facts.decoder.hidden_size)
     for name in (prefix + "embed_tokens.weight", prefix + "shared_head.head.weight"):
         if name in checkpoint and checkpoint.shape(name) != shape:
@@ -51,8 +51,8 @@ def load_mtp(
 ) -> MTPDraft:
     """The prediction heads of a checkpoint, in ``dtype`` on ``device``; embedding and language-model head are the target's.
 
-    The other tensors of the model the heads lie in are left unread. Copies of the target's embedding and head that some checkpoints store
-    with each head are checked and not used, as in SGLang: the network is trained with one shared matrix.
+    Other tensors of the model that contains the heads are not read. The copies of the target's embedding and head that some checkpoints
+    store with each head are checked and not used, as in SGLang: the network is trained with one shared matrix.
 
     Raises:
         CheckpointError: a tensor of a head that is missing, superfluous, or of another shape or dtype; a damaged file.

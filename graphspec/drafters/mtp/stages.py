@@ -16,10 +16,10 @@ from ..beams import DraftStage, beam_stages
 
 
 def shifted_rows(token_BU: Tensor, known_B: Tensor, drafted_Bs: Tensor) -> Tensor:
-    """Tokens that rows consume when they look ``s`` tokens further: row r takes entry r + s, where the known entries end the drafted begin.
+    """Tokens that the rows of head ``s`` consume: row r takes entry r + s of the known tokens followed by the drafted ones.
 
     Args:
-        token_BU: int64, entries a row at s = 0 consumes; the first ``known_B`` of each lane are tokens.
+        token_BU: int64, the tokens that rows consume at s = 0; the first ``known_B`` of each lane are known.
         known_B: int64.
         drafted_Bs: int64 ``[B, s]``.
 
@@ -31,16 +31,16 @@ def shifted_rows(token_BU: Tensor, known_B: Tensor, drafted_Bs: Tensor) -> Tenso
         return token_BU
     entry_BU = torch.arange(ahead, ahead + width, device=token_BU.device).expand_as(token_BU)
     known_BU = token_BU.gather(1, entry_BU.clamp(max=width - 1))
-    behind_BU = entry_BU - known_B[:, None]
-    drafted_BU = drafted_Bs.gather(1, behind_BU.clamp(0, ahead - 1))
-    return torch.where(behind_BU < 0, known_BU, torch.where(behind_BU < ahead, drafted_BU, -1))
+    after_BU = entry_BU - known_B[:, None]
+    drafted_BU = drafted_Bs.gather(1, after_BU.clamp(0, ahead - 1))
+    return torch.where(after_BU < 0, known_BU, torch.where(after_BU < ahead, drafted_BU, -1))
 
 
 class HeadSteps(DraftStage):
     """A chain of S heads (DeepSeek-V3, arXiv 2412.19437, section 2.2): head s reads token i + s and head s - 1's output at row i.
 
-    Row i of head s depends on token i + s, which was only drafted when the row was first computed. So the Y = heads - 1 rows before the
-    window run again, on the tokens that were committed since; the heads' KV ahead of them is final.
+    Row i of head s depends on token i + s, which was only a draft when the row was first computed. So the Y = heads - 1 rows before the
+    window are computed again from the tokens committed since; the heads' KV before these rows is final.
     """
 
     name = "head_steps"
@@ -71,15 +71,15 @@ class HeadSteps(DraftStage):
 
 
 class HeadPrefill(DraftPrefill):
-    """The KV of every head, for drafters with one head per step."""
+    """Writes the KV of every head, for drafters with one head per step."""
 
     carried = ("lookback_token_RY", "lookback_feature_RYF")
 
     def write(self, v: Views, chunk: ChunkRows, before_BCF: Tensor) -> None:
-        """Every head over the lookback and the chunk; a row whose token lies in the next chunk waits for it.
+        """Run every head over the lookback and the chunk; a row whose token is in the next chunk is computed with that chunk.
 
-        The Y rows before the chunk run again: when they were computed, heads past the first lacked the tokens of this chunk. Rows in shared
-        pages are final, with the Y tokens after them, and do not.
+        The Y rows before the chunk are computed again: the first time, heads after the first lacked the tokens of this chunk. Rows in
+        shared pages are not: they are final, since the Y tokens after them are part of the page's key.
         """
         lookback, row_B = self.plan.lookback, chunk.row_B
         width = lookback + chunk.token_BC.shape[1]
@@ -107,7 +107,7 @@ class HeadPrefill(DraftPrefill):
             else:
                 hidden_BUH = self.network(consumed_BU, hidden_BUH, attention, step)
 
-        # The last Y entries so far: those before the chunk's end.
+        # The last Y entries before the chunk's end.
         tail_BY = chunk.length_B[:, None] + torch.arange(lookback, device=row_B.device)
         v.lookback_token_RY.index_copy_(0, row_B, token_BU.gather(1, tail_BY))
         tail_BYF = tail_BY[..., None].expand(-1, -1, feature_BUF.shape[-1])
@@ -115,7 +115,7 @@ class HeadPrefill(DraftPrefill):
 
 
 def head_stages(build: Build) -> list[Stage]:
-    """One head per step, or the one head over beams."""
+    """One head per step, or a single head over beams."""
     return [HeadSteps(build)] if build.plan.lookback else beam_stages(build)
 
 

@@ -1,5 +1,5 @@
-"""Multi-token prediction heads in DeepSeek's NextN layout (DeepSeek-V3 technical report, arXiv 2412.19437, section 2.2), and for a hybrid
-target the one head of Qwen3.5 in its own.
+"""Multi-token-prediction heads in DeepSeek's NextN layout (DeepSeek-V3, arXiv 2412.19437, section 2.2); for a hybrid target, the one head
+of Qwen3.5 in Qwen's layout.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class MtpConfig(NetworkConfig):
     """Width, heads, norms and biases are those of the target's own layers."""
 
     num_heads: int = 1
-    """Heads, one per draft step; 1: the one head is applied to its own output over and over."""
+    """Heads, one per draft step; 1: a single head, applied to its own output again in every step."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -32,7 +32,7 @@ class MtpConfig(NetworkConfig):
 
     @property
     def steps(self) -> tuple[str, int] | None:
-        """Every head is one step."""
+        """One step per head."""
         return ("num_heads", self.num_heads) if self.num_heads > 1 else None
 
 
@@ -61,7 +61,7 @@ class MtpHead(DecoderLayer):
 
 
 class MtpDraft(StepDrafter):
-    """Head ``s`` consumes token ``i + s`` (from 1) at row ``i`` with the output of the step before, which is past the head's norm."""
+    """Head ``s`` (from 1) reads, at row ``i``, token ``i + s`` and the output of the step before, after that head's norm."""
 
     Settings: ClassVar[type[NetworkConfig]] = MtpConfig
     about: ClassVar[str] = "NextN: one decoder layer over `eh_proj([enorm(embedding); hnorm(feature)])`, {num_heads} head"
@@ -101,7 +101,7 @@ class MtpDraft(StepDrafter):
     def published(self, target: PreTrainedModel) -> tuple[dict[str, object], dict[str, Tensor]]:
         if is_hybrid(target.config):
             return self._published_as_qwen(target)
-        # MistralForCausalLM -> MistralForCausalLMNextN: the decoder keys are the target's and keep its meaning.
+        # MistralForCausalLM -> MistralForCausalLMNextN: the decoder keys mean the same as in the target's config.
         facts: dict[str, object] = {"architectures": [f"{type(target).__name__}NextN"], **decoder_facts(target)}
         facts["num_nextn_predict_layers"] = self.num_heads
         layers = target.config.num_hidden_layers

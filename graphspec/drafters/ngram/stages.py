@@ -26,7 +26,7 @@ class NgramMatch(Stage):
 
 
 class ForcedPath(Stage):
-    """The run that a grammar forces becomes the best path of its lane."""
+    """Makes the run that a grammar forces the best path of its lane."""
 
     name = "forced_path"
     reads = ("forced_token_BS", *Candidates._fields)
@@ -39,10 +39,10 @@ class ForcedPath(Stage):
 
 
 def put_run_first(score_BM: Tensor, token_BM: Tensor, parent_BM: Tensor, forced_BS: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """A pool of :func:`~graphspec.kernels.ngram_match.ngram_match` with a certain run in front of its paths.
+    """Put a run before the paths of a pool of :func:`~graphspec.kernels.ngram_match.ngram_match`.
 
-    Entries that spell the beginning of the run stand for it. The rest of it takes the column of the last path, under which no other
-    hangs; a path that goes on after the run is kept. The scores of the run are ``-(d - 1)``, those of others S less than they were.
+    Entries that have the first tokens of the run become part of it. Its other tokens replace the last path, which is no other's parent; a
+    path that continues the run is kept. The scores of the run are ``-(d - 1)``, those of other entries are lowered by S.
 
     Args:
         score_BM, token_BM, parent_BM: float32, int64, int64, ``[B, K * S]``; entry ``(d - 1) * K + k`` is depth d of path k.
@@ -72,7 +72,7 @@ def put_run_first(score_BM: Tensor, token_BM: Tensor, parent_BM: Tensor, forced_
 
 
 def _follow(token_BSK: Tensor, parent_BSK: Tensor, forced_BS: Tensor) -> Tensor:
-    """Path whose entry spells the run at each depth, ``[B, S]``; -1 where the pool has gone another way, and after the run."""
+    """Path whose entry has the run's token at each depth, ``[B, S]``; -1 from where the pool differs, and after the run."""
     paths = token_BSK.shape[2]
     above_B1 = torch.full_like(forced_BS[:, :1], -1)
     found = []

@@ -1,8 +1,8 @@
-"""Draft trees from n-grams that any request has seen: a trie on the host, shared by all requests.
+"""Draft trees from the n-grams of all requests: a trie on the host, shared by all of them.
 
-:mod:`graphspec.drafters.ngram` searches the request's own tokens on the device. This drafter can learn from other requests and from a
-corpus, but it stands at a host boundary: the tokens of a cycle must have reached the host before the next tree can be proposed, so no
-cycle can be launched ahead of that read.
+:mod:`graphspec.drafters.ngram` searches the request's own tokens on the device. This drafter also learns from other requests and from a
+corpus, but at the cost of a host boundary: the tokens of a cycle must reach the host before the next tree can be proposed, so no cycle can
+be launched before that read.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The host's drafter: one n-gram trie for all requests, asked between two cycles."""
+"""The drafter on the host: one n-gram trie for all requests, matched between two cycles."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from .trie import NgramTrie, TrieSettings
 class TrieProposer:
     """Trees from :class:`~graphspec.drafters.ngram_trie.trie.NgramTrie`: what followed the same tokens in this request or in any other.
 
-    A prompt is inserted while it is being read, new tokens while the next cycle runs: they are queued after the match, for the trie's own
-    thread. The next match waits for that thread: the same requests give the same trees. ``num_steps`` is the longest branch, ``topk`` the
-    most children of a node.
+    A prompt is inserted while it is being read, new tokens while the next cycle runs: they are queued after the match, for the trie's
+    thread. The next match waits for that thread, so that the same requests give the same trees. ``num_steps`` is the longest branch,
+    ``topk`` the most children of a node.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -63,7 +63,7 @@ class TrieProposer:
         return self._trie.insert_corpus(encode(document) for document in documents)
 
     def admit(self, request: Request) -> None:
-        # A row that was preempted comes back with its prompt inserted long ago.
+        # The prompt of a row that was preempted has been inserted before.
         if not request.output:
             self._trie.insert(request.prompt)
 

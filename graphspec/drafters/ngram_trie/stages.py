@@ -1,4 +1,4 @@
-"""Stage 1 where the host drafts: candidates that came with the message."""
+"""Stage 1 where the host drafts: candidates from the message."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...kernels.groups import Candidates
 
 
 class HostTree(Stage):
-    """The trees that came with the message: what the host proposes knowing every token up to the root."""
+    """Copies the trees of the message, which the host proposes from every token up to the root, into the candidate pool."""
 
     name = "host_tree"
     reads = ("mail", "lane_row_B", "status_R")

@@ -31,10 +31,10 @@ LIBRARY = SharedLibrary("ngram", __package__, SOURCES, (), FLAGS, KEY, "install 
 
 @dataclass(frozen=True, slots=True)
 class TrieSettings:
-    """How n-grams are stored and how a tree is read from them: numbers of :class:`graphspec.config.NgramSettings` and of the shape.
+    """How n-grams are stored and how a tree is read from them: values of :class:`graphspec.config.NgramSettings` and of the shape.
 
     Raises:
-        ConfigError: two that contradict each other.
+        ConfigError: two values contradict each other.
     """
 
     match: str = "bfs"
@@ -87,7 +87,7 @@ def load() -> ctypes.CDLL:
 
 
 def _tail(name: str, tokens: Tokens, count: int) -> npt.NDArray[np.int32]:
-    """The last ``count`` tokens as a contiguous array; earlier ones are neither converted nor looked at."""
+    """The last ``count`` tokens as a contiguous array; earlier ones are neither converted nor checked."""
     if count == 0 or len(tokens) == 0:
         return np.empty(0, np.int32)
     array = np.asarray(tokens[-count:])
@@ -100,31 +100,31 @@ def _tail(name: str, tokens: Tokens, count: int) -> npt.NDArray[np.int32]:
 
 
 class NgramTrie:
-    """Every n-gram of up to ``max_window + branch_length`` tokens that was inserted, with how often and how recently it was met.
+    """Every inserted n-gram of up to ``max_window + branch_length`` tokens, with how often and how recently it occurred.
 
-    **Insertion.** A use of an n-gram is one place where it ends. :meth:`insert` queues; a thread inserts in the order of the queue, one
-    path per start position, in time proportional to ``length * depth``. A path that is inserted makes all of its nodes the most recent of
-    their siblings. With ``new=k`` only n-grams that end in the last k tokens are counted, so a growing sequence counts each once and costs
-    ``(k + depth) * depth``. Cutting a sequence into several insertions leaves the same trie, as long as nothing is evicted.
+    **Insertion.** An occurrence of an n-gram is a position where it ends. :meth:`insert` queues; a thread inserts in the order of the
+    queue, one path per start position, in time proportional to ``length * depth``. Inserting a path makes each of its nodes the most recent
+    among its siblings. With ``new=k`` only n-grams that end in the last k tokens are counted, so a growing sequence counts each once, at a
+    cost of ``(k + depth) * depth``. Inserting a sequence in several parts gives the same trie, as long as nothing is evicted.
 
-    **Eviction.** With ``capacity`` nodes in use, a new node takes the place of the leaf whose last insertion lies furthest back; never one
-    of the path being inserted. An evicted n-gram that comes back counts from one. Matching is not a use.
+    **Eviction.** With ``capacity`` nodes in use, a new node replaces the leaf that was inserted longest ago; never one of the path being
+    inserted. An evicted n-gram that is inserted again counts from one. Matching does not make nodes recent.
 
-    **Matching.** Anchors are the suffixes of the context that the trie knows, from ``max_window`` tokens down to ``min_window``. Each in
-    turn, the longest first, adds what follows it to one tree until ``num_nodes`` is reached; a path that the tree has already is shared.
+    **Matching.** Anchors are the suffixes of the context that are in the trie, from ``max_window`` tokens down to ``min_window``. The
+    longest first, each adds its continuations to one tree until ``num_nodes`` is reached; a path that the tree already has is shared.
 
     - ``bfs``: level by level, nodes in the order in which they were reached; of each the children, most recent first, as many as the
-      breadth allows: ``max_breadth`` at the shortest anchor, ``min_breadth`` at the longest, linear in between (rounded down), less by
-      one step of that line per level below, and never under one. A shared child counts.
+      breadth allows: ``max_breadth`` at the shortest anchor, ``min_breadth`` at the longest, linear in between (rounded down), reduced by
+      one step of that line per level below, and at least one. A shared child counts.
     - ``prob``: the most probable path first. A node's probability is its parent's times its share in the counts of the ``max_breadth`` most
-      frequent children (ties: more recent first); the anchor's is 1. Equal probabilities: what was reached first, siblings by frequency and
+      frequent children (ties: more recent first); the anchor's is 1. Equal probabilities: in the order reached, siblings by frequency and
       then recency. A node costs a pass over all of its trie children.
 
-    Trees depend on the sequence of calls alone, never on timing, as long as one thread makes them (see ``wait`` of :meth:`match`). All
+    Trees depend on the sequence of calls alone, not on timing, as long as one thread makes the calls (see ``wait`` of :meth:`match`). All
     methods may be called from any thread.
 
-    **Cost.** This is a host boundary. Between the end of a cycle and the start of the next stand the copy of its tokens to the host, the
-    match (microseconds), and the copy of the tree to the device. Insert after matching, and insertion overlaps the cycle.
+    **Cost.** This is a host boundary. Between the end of a cycle and the start of the next come the copy of its tokens to the host, the
+    match (microseconds), and the copy of the tree to the device. Insert after matching, so that insertion overlaps the cycle.
 
     Args:
         config: sizes and mode; the nodes are allocated here.
@@ -171,7 +171,7 @@ class NgramTrie:
         """Queue a sequence; returns at once.
 
         Args:
-            tokens: the sequence so far; of what came before the new tokens, ``depth - 1`` are enough and no more are read.
+            tokens: the sequence so far; of the tokens before the new ones, only the last ``depth - 1`` are read.
             new: how many of the last tokens were not inserted before; None: all of them.
 
         Raises:
@@ -188,7 +188,7 @@ class NgramTrie:
                 raise ResourceError(KEY, "memory for the queue", f"none for {tail.size} tokens")
 
     def insert_corpus(self, documents: Iterable[Tokens]) -> int:
-        """Queue the documents of a corpus, each by itself: no n-gram reaches from one into the next.
+        """Queue the documents of a corpus, each as a sequence: no n-gram spans two of them.
 
         Returns:
             The number of documents. Those before one that raises stay queued.
@@ -245,7 +245,7 @@ class NgramTrie:
 
     @property
     def size(self) -> int:
-        """Nodes in use, at most ``capacity``; what is still queued has no nodes yet."""
+        """Nodes in use, at most ``capacity``; queued sequences have none yet."""
         with self._open() as handle:
             return int(self._library.graphspec_ngram_size(handle))
 

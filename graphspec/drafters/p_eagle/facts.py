@@ -15,7 +15,7 @@ from ..eagle3.facts import assumed_facts as assumed_eagle3
 from ..head_config import check_speculator, other_draft
 
 MASK_KEYS = ("mask_token_id", "ptd_token_id", "pard_token")
-"""How configs call the mask token, in the order they are looked up."""
+"""Keys for the mask token in configs, in order of precedence."""
 _PARALLEL = {*MASK_KEYS, "parallel_drafting", "mask_hidden"}
 _LAYERS = 4  # of the published heads
 
@@ -25,10 +25,10 @@ class PEagleFacts(Eagle3Facts):
     """A P-EAGLE head (arXiv 2602.01469) that was checked against its target."""
 
     mask_token_id: int
-    """Its embedding stands for a token that is not known yet."""
+    """Its embedding is used for tokens that are not known yet."""
 
     def passes(self, shape: CycleShape) -> tuple[DraftPass, ...]:
-        """One: the window, and a mask for every level but the first."""
+        """One pass over the window and a mask for every level but the first."""
         return (DraftPass("p_eagle", shape.accept_width + shape.num_steps - 1, shape.num_steps),)
 
 
@@ -37,7 +37,7 @@ def _of(facts: Eagle3Facts, **more: Any) -> PEagleFacts:
 
 
 def _as_eagle3(keys: Keys) -> Keys:
-    """The same config without what sets it apart from an EAGLE-3 head's.
+    """The config as that of an EAGLE-3 head: without the keys of masks.
 
     Raises:
         CheckpointError: another kind of draft.
@@ -45,7 +45,7 @@ def _as_eagle3(keys: Keys) -> Keys:
     values = {key: value for key, value in keys.values.items() if key not in _PARALLEL}
     if keys.present("speculators_model_type"):
         check_speculator(keys, "peagle")
-        # As vLLM reads it; an EAGLE-3 head of this layout that leaves the key out means true.
+        # As in vLLM; for an EAGLE-3 head of this layout, an absent key means true.
         residual = values["norm_before_residual"] if keys.present("norm_before_residual") else False
         return Keys({**values, "speculators_model_type": "eagle3", "norm_before_residual": residual}, keys.where)
     expected = "a P-EAGLE head (PEagleDraftModel, PeagleLlamaForCausalLM, or LlamaForCausalLMEagle3 with a mask token)"

@@ -1,4 +1,4 @@
-"""The P-EAGLE draft network: that of EAGLE-3, and a feature that stands for the ones the target has not computed yet."""
+"""The P-EAGLE draft network: that of EAGLE-3, and a learned feature for tokens whose feature the target has not computed yet."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ P_EAGLE_LAYOUT = replace(EAGLE3_LAYOUT, rules=(*EAGLE3_LAYOUT.rules, TensorRule(
 
 
 class PEagleDraft(Eagle3Draft):
-    """An EAGLE-3 head with ``mask_hidden`` ``[1, F]``, which takes the place of the target's feature wherever a mask is read.
+    """An EAGLE-3 head with ``mask_hidden`` ``[1, F]``, which is the feature of every mask.
 
     Args:
         facts, max_positions, embed_tokens, lm_head: of :class:`~graphspec.drafters.eagle3.network.Eagle3Draft`.

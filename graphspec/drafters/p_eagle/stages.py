@@ -1,4 +1,4 @@
-"""Stage 1 and only: the committed window, then S - 1 masks; every row from the root on proposes one level."""
+"""The only draft stage: the committed window, then S - 1 masks; every row from the root on proposes one level."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from .network import PEagleDraft
 
 
 class PEagle(MarginalStage):
-    """One causal pass over what the target committed last and S - 1 masks after it (P-EAGLE, arXiv 2602.01469).
+    """One causal pass over the window and S - 1 masks after it (P-EAGLE, arXiv 2602.01469).
 
-    A mask has the embedding of the mask token and the learned feature; it lies at the slot and position of the token it stands for. The
-    next cycle overwrites what masks left in the KV before anything can see it.
+    A mask has the embedding of the mask token, the learned feature, and the slot and position of the unknown token that it replaces. The
+    next cycle overwrites the KV of masks before anything can see it.
     """
 
     name = "p_eagle"
@@ -33,7 +33,7 @@ class PEagle(MarginalStage):
         lanes, width = token_BA.shape
         entry_U = torch.arange(width + masks, device=token_BA.device)
         known_B1 = known_B[:, None]
-        # Masks follow the last known entry, so the rows are one causal run; a lane that is not live knows no entry and has no mask.
+        # Masks follow the last known entry, so the rows are one causal run; a lane that is not live has no known entry and no mask.
         valid_BU = (entry_U < known_B1 + masks) & (known_B1 > 0)
         mask_BU = valid_BU & (entry_U >= known_B1)
         token_BU = torch.where(mask_BU, network.mask_token_id, F.pad(token_BA, (0, masks), value=-1))

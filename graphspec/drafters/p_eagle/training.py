@@ -53,7 +53,7 @@ class PEagleDraft(Eagle3Draft):
         return spread(rows, self.config.anchors, turn)
 
     def drafts(self, features_BTF: Tensor, tokens_BT: Tensor, steps: int, row_A: Tensor) -> Iterator[Tensor]:
-        """Row i drafts one token itself and one with each of ``steps - 1`` masks after it, which see the rows up to i and one another."""
+        """Row i drafts one token, and ``steps - 1`` masks after it one each; a mask sees the rows up to i and the masks before it."""
         device, rows, masks = tokens_BT.device, features_BTF.shape[1] - steps, steps - 1
         index_T = torch.arange(rows, device=device)
         causal_TT, visible_AT = index_T[:, None] >= index_T, index_T <= row_A[:, None]
@@ -98,5 +98,5 @@ class PEagleDraft(Eagle3Draft):
                 number, rest = name.removeprefix("further.").split(".", 1)
                 name = f"layers.{int(number) + 1}.{rest}"
             named[name.replace("midlayer.", "layers.0.")] = tensor
-        # Learned next to scaled features, published next to features as they are.
+        # Trained together with scaled features, published for unscaled ones.
         return facts, {**named, "mask_hidden": self.mask_hidden.detach() / self.scale_F}

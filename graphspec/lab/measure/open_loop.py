@@ -134,11 +134,11 @@ def gaps_while_prompts_arrive(timelines: Sequence[Timeline], long: Sequence[bool
 
 
 def figures(rounds: Sequence[Round], workload: WorkloadConfig, long: Sequence[bool]) -> dict[str, Any]:
-    """What a side's rounds say of its service under the load, under the key ``open_loop`` of a result record.
+    """Latencies and goodput of a side under the load, for the key ``open_loop`` of a result record.
 
     Args:
         rounds: of one side.
-        asked: the workload.
+        workload: of the run.
         long: which requests of a round have a long prompt.
     """
     every = [timeline for one in rounds for timeline in one.timelines]

@@ -1,8 +1,8 @@
-"""Common parts of all charts: axes, colours by role, labels next to what they name.
+"""Common parts of all charts: axes, colours by role, labels.
 
-A figure is plotly's own object, which refuses a key or value that plotly does not know. Its colours are CSS variables such as
-``var(--accent)``, which plotly accepts as they stand: the page puts the values of the reader's light or dark scheme in their place. Text
-passes :func:`plotly_text`, for plotly reads a part of HTML in it. Imports plotly, and no torch.
+Figures are plotly's objects, which refuse keys and values that plotly does not have. Their colours are CSS variables such as
+``var(--accent)``, which plotly passes through; the page replaces them by the values of the reader's light or dark scheme. Text goes through
+:func:`plotly_text`, because plotly interprets some HTML. Imports plotly, and no torch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ROW = 58
 """Pixels of a horizontal bar with its label above."""
 MOST_ROWS = 12
 MOST_SIDES = 8
-"""Rows of charts that look into single sides."""
+"""Most rows of a chart with one row per side."""
 MOST_LINES = 6
 
 
@@ -39,10 +39,10 @@ class Chart:
         id: of the element it is drawn in.
         title: what it shows, in a few words.
         lede: how to read it.
-        figure: what plotly draws; None: left out.
+        figure: what plotly draws; None: the chart is left out.
         numbers: the same as a table.
-        missing: what the files would have to hold.
-        wide: it takes the whole width of the page.
+        missing: what the files lack for this chart.
+        wide: whether it takes the whole width of the page.
     """
 
     id: str
@@ -56,7 +56,7 @@ class Chart:
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """How the lines and marks of one side look, the same in every chart."""
+    """Style of the lines and markers of one side, the same in every chart."""
 
     colour: str
     symbol: str
@@ -65,7 +65,7 @@ class Style:
 
 @dataclass(slots=True)
 class Palette:
-    """Hands every label its style: subjects in the order they come, the first one in the accent; what they are compared with in greys."""
+    """Assigns each label a style: subjects in order of appearance, the first in the accent colour; baselines in greys."""
 
     sides: Sequence[SideRecord]
     styles: dict[str, Style] = field(init=False)
@@ -85,17 +85,17 @@ class Palette:
 
 
 def plotly_text(text: object) -> str:
-    """``text`` for a label or a tooltip, which plotly then shows as it stands: it reads tags and entities there."""
+    """``text`` escaped for a label or a tooltip, where plotly interprets tags and entities."""
     return html.escape(str(text), quote=False)
 
 
 def titled(side: SideRecord, several_batches: bool) -> str:
-    """Its marks, which nothing may cut off, then the label, with its batch where there are several."""
+    """A side's marks, then its label, with its batch where there are several; marks come first so that they are never cut off."""
     return " · ".join([*side.marks, side.label, *([f"batch {side.batch}"] if several_batches else [])])
 
 
 def named(side: SideRecord, more: str = "") -> str:
-    """The label for a legend, marks on a line of their own."""
+    """The label for a legend, with marks on a second line."""
     return plotly_text(side.label + more) + (f"<br>{plotly_text(' · '.join(side.marks))}" if side.marks else "")
 
 
@@ -105,7 +105,7 @@ def shown_note(shown: int, all_: int, which: str = "first") -> str:
 
 
 def floor_mark(x: Sequence[float | None], rows: Sequence[float], hover: str) -> go.Scatter:
-    """Triangles under the bars of ``rows``, where they would end at the floor."""
+    """Triangles under the bars of ``rows``, at the values of the floor."""
     marker = {"symbol": "triangle-up", "size": 9, "color": "var(--ink)"}
     return go.Scatter(
         mode="markers", x=x, y=[row - 0.27 for row in rows], name="floor", marker=marker, cliponaxis=False, showlegend=False,
@@ -114,7 +114,7 @@ def floor_mark(x: Sequence[float | None], rows: Sequence[float], hover: str) -> 
 
 
 def drawing(data: Sequence[Any], height: int, *, x: dict[str, Any], y: dict[str, Any], **more: Any) -> go.Figure:
-    """A figure in the report's own style: thin grid, no frame, no legend.
+    """A figure in the report's style: thin grid, no frame, no legend.
 
     Args:
         data: traces.
@@ -136,7 +136,7 @@ def drawing(data: Sequence[Any], height: int, *, x: dict[str, Any], y: dict[str,
     family = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', sans-serif"
     hover = {"bgcolor": "var(--surface)", "bordercolor": "var(--line)", "font": {"color": "var(--ink)", "size": 13}, "align": "left"}
     base = go.Layout(
-        template=go.layout.Template(),  # without one, plotly puts seven kilobytes of its own style into every figure
+        template=go.layout.Template(),  # an empty one: plotly's default adds seven kilobytes to every figure
         height=height,
         margin={"l": 12, "r": 16, "t": 14, "b": 44, "pad": 4},
         paper_bgcolor="rgba(0,0,0,0)",
@@ -154,7 +154,7 @@ def drawing(data: Sequence[Any], height: int, *, x: dict[str, Any], y: dict[str,
 
 
 def row_axis(count: int) -> dict[str, Any]:
-    """The y axis of ``count`` horizontal rows, the first on top, without ticks: labels stand above the bars."""
+    """The y axis of ``count`` horizontal rows, the first on top, without ticks: labels are above the bars."""
     return {"range": [-0.45, count - 0.3], "showgrid": False, "showticklabels": False, "automargin": False}
 
 
@@ -165,8 +165,8 @@ def row_labels(
 
     Args:
         labels: texts, the first one on top.
-        bold: what stands before each of them.
-        colours: of the labels, where the bars do not show the role of a side.
+        bold: text before each of them, in bold.
+        colours: of the labels, where the bars' colours do not show the role of a side.
         shift: pixels above the middle of the row.
     """
     return [
@@ -180,11 +180,11 @@ def row_labels(
 
 
 def end_labels(ends: Sequence[tuple[float, float, str, str]], pixels: float, low: float, high: float) -> list[go.layout.Annotation]:
-    """Names after the last points of lines, moved apart where they would overlap.
+    """Names to the right of the last points of lines, moved apart where they would overlap.
 
     Args:
         ends: x and y in the units of the axes (logarithms on a logarithmic one), text, colour.
-        pixels: height of the plot; ``low`` to ``high`` is what its y axis spans.
+        pixels: height of the plot, whose y axis is from ``low`` to ``high``.
     """
     annotations = []
     scale = pixels / (high - low or 1)

@@ -1,4 +1,4 @@
-"""Charts of what happens inside: acceptance by position, the stages of a cycle, the gaps between tokens and the bursts they come in."""
+"""Charts of cycles: acceptance by position, the stages of a cycle, gaps between tokens, and bursts of tokens."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ RIDGE = 92
 
 
 def acceptance(results: Results, palette: Palette) -> list[Chart]:
-    """Share of drafts accepted up to each position, and at each position given the ones before."""
+    """Two charts: the share of drafts accepted up to each position, and at each position given the ones before."""
     forms = (
         ("acceptance_unconditional", "Accepted up to position k", "Share of cycles whose first k drafts were all accepted."),
         ("acceptance_conditional", "Accepted at position k, given the ones before", "Share of drafts accepted where all before them were."),
@@ -51,13 +51,13 @@ def acceptance(results: Results, palette: Palette) -> list[Chart]:
 def _acceptance(results: Results, palette: Palette, key: str, title: str, lede: str) -> Chart:
     id_ = key.replace("_", "-")
     sides: dict[str, SideRecord] = {}
-    # The batch changes what is accepted by chance only: the smallest stands for all.
+    # Acceptance varies with the batch by chance only, so the smallest batch represents all.
     for side in sorted(results.sides, key=lambda side: side.batch):
         if any(share is not None for share in side.get(key, [])):
             sides.setdefault(side.label, side)
     if not sides:
         return Chart(id_, title, "", missing=f"no side with {key}", wide=False)
-    # The first ones have colours of their own; those whose acceptance says nothing of the drafter stand back.
+    # The first sides have distinct colours; those whose acceptance is not the drafter's own are subdued.
     ranked = sorted(sides.values(), key=lambda side: (bool(side.get("synthetic")), list(palette.styles).index(side.label)))
     shown = ranked[:MOST_LINES]
     data, ends = [], []
@@ -96,7 +96,7 @@ def _acceptance(results: Results, palette: Palette, key: str, title: str, lede: 
 
 
 def stages(results: Results, palette: Palette) -> Chart:
-    """The stages of one cycle end to end, with the floor next to them. Colours tell stages apart; the names have those of their sides."""
+    """The stages of one cycle end to end, with the floor. Bars are coloured by stage, names by side."""
     title = "Where a cycle's time goes"
     sides = [side for side in results.sides if any(stage.get("ms") is not None for stage in side.get("stages", []))]
     if not sides:
@@ -178,7 +178,7 @@ def _floor_text(stage: dict[str, Any]) -> str:
 
 
 def gaps(results: Results, palette: Palette) -> Chart:
-    """How the gaps between tokens that arrive are distributed, one row a side."""
+    """Distribution of the gaps between arriving tokens, one row per side."""
     title = "Gaps between tokens"
     samples = [(side, [float(gap) for gap in side.get("itl_samples_ms", []) if gap > 0]) for side in results.sides]
     found = sorted(((side, values) for side, values in samples if len(values) > 1), key=lambda sample: sample[0].batch)
@@ -234,7 +234,7 @@ def _counts(values: Sequence[float], edges: Sequence[float]) -> list[int]:
 
 
 def bursts(results: Results) -> Chart:
-    """How many tokens arrive together."""
+    """Number of tokens that arrive together."""
     title = "Tokens that arrive together"
     sides = [side for side in results.sides if sum(side.get("burst_tokens", {}).values()) > 0]
     if not sides:

@@ -1,16 +1,16 @@
-"""How the report spells numbers. Imports neither torch nor plotly."""
+"""Formats the numbers of the report. Imports neither torch nor plotly."""
 
 from __future__ import annotations
 
 import math
 
 DASH = "\N{EN DASH}"
-"""Where there is no value."""
+"""Shown where there is no value."""
 TIMES = "\N{MULTIPLICATION SIGN}"
 
 
 def spell(value: float | None, unit: str = "") -> str:
-    """Three digits that matter, thousands apart: ``12,345``, ``885``, ``1.68``, ``0.0421``; a dash where there is no value."""
+    """Three significant digits, thousands separated: ``12,345``, ``885``, ``1.68``, ``0.0421``; a dash where there is no value."""
     if value is None or not math.isfinite(value):
         return DASH
     size = abs(value)

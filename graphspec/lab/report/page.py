@@ -1,8 +1,8 @@
 """``graphspec report``: turns result files into one HTML file that needs neither network nor server.
 
-The page holds its charts as data for plotly, whose script comes with the Python package ``plotly``; the tree viewer is the page's own
-(``web/viewer.js``). Its HTML is that of the templates in ``web/``, which escape every text they are given. A content security policy names
-the hashes of the scripts and forbids every request. Imports no torch, and plotly only after it was found.
+The page contains its charts as data for plotly, whose script comes with the Python package ``plotly``, and a tree viewer
+(``web/viewer.js``). Its HTML is made from the templates in ``web/``, which escape all text. A content security policy lists the hashes of
+the scripts and forbids every request. Imports no torch, and plotly only after checking that it is installed.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def run(config: LaunchConfig) -> int:
 
 
 def plotly_script() -> str:
-    """The text of plotly's own script.
+    """The text of plotly's script.
 
     Raises:
         ConfigError: plotly is not installed.
@@ -70,12 +70,12 @@ def plotly_script() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """One part of the page: charts, then what the template ``body`` draws, then those of ``tables`` that have rows.
+    """One part of the page: charts, then the output of the template ``body``, then those of ``tables`` that have rows.
 
     Attributes:
         name: of its element.
-        title: above it.
-        link: in the list of sections, where the title is too long for it.
+        title: its heading.
+        link: text in the list of sections, where the title is too long for it.
     """
 
     name: str
@@ -88,7 +88,7 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class Headline:
-    """The top of the page: words, the side they are about, and its figures with their names."""
+    """The top of the page: text, the side that it is about, and that side's figures with their names."""
 
     lead: str
     side: SideRecord
@@ -99,10 +99,10 @@ def page(results: Results, plotly: str) -> str:
     """The whole page.
 
     Args:
-        results: what :func:`~graphspec.lab.measure.results.read_results` found.
+        results: from :func:`~graphspec.lab.measure.results.read_results`.
         plotly: text of plotly's script.
     """
-    # The only importers of plotly, which may not be installed: plotly_script reports that.
+    # These modules alone import plotly, which may be missing: plotly_script reports that.
     from . import cycle_charts, speed_charts
     from .charts import Palette
 
@@ -156,7 +156,7 @@ def page(results: Results, plotly: str) -> str:
 
 
 def _templates() -> Environment:
-    """The templates: they escape their values and refuse unknown names; JSON can't end its script element."""
+    """The environment of the templates: values are escaped, unknown names are errors, and JSON can't end its script element."""
     templates = Environment(
         loader=PackageLoader(__package__, "web"), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
@@ -167,13 +167,13 @@ def _templates() -> Environment:
 
 
 def _web(name: str) -> Markup:
-    """A style or script of our own, which stands in the page as it is."""
+    """A style or script from ``web/``, which the page contains unescaped."""
     return Markup((resources.files(__package__) / "web" / name).read_text(encoding="utf-8"))
 
 
 def _policy(scripts: Iterable[str]) -> str:
     hashes = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" for text in scripts)
-    # plotly writes style elements of its own.
+    # plotly adds style elements.
     return f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
 
 
@@ -185,7 +185,7 @@ def _heading(results: Results) -> str:
 
 
 def _rows(charts: Iterable[Chart]) -> list[Chart]:
-    """The charts that are there; a narrow one without a narrow neighbour takes the whole width."""
+    """The charts with a figure; a narrow one without a narrow neighbour takes the whole width."""
     row: list[Chart] = []
     done: list[Chart] = []
     for chart in charts:
@@ -198,9 +198,9 @@ def _rows(charts: Iterable[Chart]) -> list[Chart]:
 
 
 def best(results: Results) -> SideRecord | None:
-    """The subject the page opens with: the largest gain, of those that earned their acceptance where there are any.
+    """The subject of the headline: the one with the largest gain, if possible without synthetic acceptance.
 
-    Ranked by the lower end of the gain's rounds, then of the speed's. One that was measured in a single round comes after all others.
+    Subjects are ranked by the 10th percentile of the gain over rounds, then of the speed. One measured in a single round ranks last.
     """
     subjects = [side for side in results.sides if side.subject and side.speed]
     earned = [side for side in subjects if not side.get("synthetic") and not side.get("lossy")]

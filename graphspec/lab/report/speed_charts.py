@@ -38,13 +38,13 @@ LOG_FROM = 8.0
 
 
 def floor_of(side: SideRecord) -> float | None:
-    """Tokens/s if every cycle took exactly its floor: acceptance length * batch / floor."""
+    """Tokens/s if every cycle took exactly its floor: acceptance length * batch / floor; None where one of these is unknown."""
     floor, length = side.number("floor_ms"), side.number("acceptance_length")
     return length * side.batch * 1e3 / floor if floor and length else None
 
 
 def span(values: Sequence[float]) -> tuple[float, float, bool]:
-    """Ends of an axis for positive ``values`` and whether it is logarithmic; then the ends are logarithms."""
+    """Ends of an axis for positive ``values``, and whether it is logarithmic, in which case the ends are logarithms."""
     low, high = min(values), max(values)
     if low > 0 and high / low > LOG_FROM:
         return math.log10(low) - 0.08, math.log10(high) + 0.08, True
@@ -52,7 +52,7 @@ def span(values: Sequence[float]) -> tuple[float, float, bool]:
 
 
 def throughput(results: Results, palette: Palette) -> Chart:
-    """Tokens/s against batch with the floor; bars where the files hold one batch only."""
+    """Tokens/s against batch, with the floor; bars where the files have one batch only."""
     title = "Tokens per second"
     sides = [side for side in results.sides if side.speed]
     if not sides:
@@ -74,7 +74,7 @@ def throughput(results: Results, palette: Palette) -> Chart:
         return _throughput_bars(title, sides, palette, numbers, batch)
     ranked = sorted(sides, key=lambda side: (side.subject, side.speed or 0), reverse=True)
     lines = unique(side.label for side in ranked)
-    # A side of one batch is a dot; where others have lines it stays in the table.
+    # A side with one batch would be a dot; next to lines, it appears in the table only.
     long = [label for label in lines if len({side.batch for side in sides if side.label == label}) > 1]
     subjects = [label for label in long or lines if any(side.subject for side in sides if side.label == label)][:MOST_LINES]
     shown = subjects + [label for label in long or lines if label not in subjects][: MOST_LINES - len(subjects) // 2]
@@ -157,7 +157,7 @@ def _throughput_bars(title: str, sides: list[SideRecord], palette: Palette, numb
 
 
 def comparison(results: Results, palette: Palette) -> Chart:
-    """Ratios to what each side was compared with, and every round's."""
+    """Ratio of each side to the one it was compared with: the median and every round."""
     title = "Against the baselines"
     sides = [side for side in results.sides if side.number("ratio", "median")]
     if not sides:
@@ -209,7 +209,7 @@ def comparison(results: Results, palette: Palette) -> Chart:
 
 
 def shapes(results: Results) -> list[Chart]:
-    """One heat map for every drafter and batch that was measured in several shapes; what compares badly is kept apart."""
+    """One heat map for every drafter and batch that was measured in several shapes; sides that are not comparable are kept apart."""
     groups: dict[tuple[str, ...], list[SideRecord]] = {}
     for side in results.sides:
         if side.subject and side.shape and side.speed:
@@ -241,7 +241,7 @@ def _heat_map(id_: str, title: str, sides: list[SideRecord], by: int, name: str)
         return (side.number("ratio", "median") if by_ratio else side.speed) or 0.0
 
     ranked = sorted(sides, key=value)
-    # The best one of a cell is written last and stays.
+    # The best side of a cell is written last.
     cells = {(side.shape[0], side.shape[by]): side for side in ranked if side.shape}
     steps, others = sorted({s for s, _ in cells}), sorted({other for _, other in cells})
     grid = [[cells.get((s, other)) for other in others] for s in steps]

@@ -1,4 +1,4 @@
-"""The tables of the report, and the words about where its figures come from. Imports neither torch nor plotly."""
+"""The tables of the report, and its text on provenance and caveats. Imports neither torch nor plotly."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ VERSIONS = ("graphspec", "torch", "cuda", "driver", "triton", "transformers", "n
 WORDS = re.compile(r"[A-Za-z]{4}")
 """Matches a cell of words; figures and units do not match."""
 SECRETS = ("api_key",)
-"""Keys of a recorded configuration whose value stays out of the page."""
+"""Keys of a recorded configuration whose values are not shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +36,10 @@ class Table:
     Attributes:
         headings: of the columns.
         rows: text by row and column.
-        caption: what the table is, for those who can't see it.
-        title: above it, where it stands by itself.
-        note: between title and table.
-        sides: of the rows, where each is one side: its marks follow its name.
+        caption: description for screen readers.
+        title: its heading, if it has one.
+        note: text between title and table.
+        sides: of the rows, if each is one side, whose marks follow its name.
     """
 
     headings: Sequence[str]
@@ -51,7 +51,7 @@ class Table:
 
     @property
     def words(self) -> list[bool]:
-        """Whether a column holds words, not figures and units."""
+        """Per column, whether it has words, not figures and units."""
         return [any(WORDS.search(row[column]) for row in self.rows) for column in range(len(self.headings))]
 
 
@@ -65,7 +65,7 @@ class Origin:
 
 
 def sides(results: Results) -> Table:
-    """Every side in one row, those without a speed too, with the reason."""
+    """One row per side; those without a speed have the reason."""
     headings = ["side", "batch", "rounds", "tokens/s", "per user", "ratio", "acceptance length", "drafted/s", "accepted/s", "cycle, ms"]
     headings += ["% of floor", "runtime", "dtype", "T", "equal to plain decoding"]
     rows = []
@@ -84,7 +84,7 @@ def sides(results: Results) -> Table:
 
 
 def loads(results: Results) -> Table:
-    """Sides of open loops: how requests were served under the load that was given."""
+    """Sides of open loops: how requests were served under the load."""
     known = sorted((side for side in results.sides if side.open_loop), key=lambda side: side.open_loop.get("offered_per_second") or 0.0)
     rows = []
     for side in known:
@@ -125,7 +125,7 @@ def memory(results: Results) -> Table:
 
 
 def _short_name(line: Mapping[str, Any]) -> str:
-    """Without what differs from side to side, such as the pages of a pool."""
+    """A name without details that differ from side to side, such as the pages of a pool."""
     return str(line["name"]).partition(",")[0]
 
 
@@ -147,7 +147,7 @@ def build(results: Results) -> Table:
 
 
 def host(results: Results) -> Table:
-    """Host time, gaps and graph nodes of a cycle, with the reason where one could not be measured."""
+    """Host time, gaps and graph nodes of a cycle; where one was not measured, the reason."""
     keys = ("host_us", "gap_ms", "nodes")
     known = [side for side in results.sides if any(side.number(key) is not None for key in keys)]
     rows = [
@@ -221,7 +221,7 @@ def _work(side: SideRecord) -> str:
 
 
 def notices(results: Results) -> list[tuple[str, str]]:
-    """Cautions that apply: a word or two, and a sentence."""
+    """Caveats that apply: each a word or two, and a sentence."""
     cautions = []
     local = [side for side in results.sides if side.get("device")]
     if any(on_cpu(side) for side in local):
@@ -262,7 +262,7 @@ def origins(results: Results) -> list[Origin]:
 
 
 def speculates(results: Results) -> bool:
-    """Whether a shape (S, K, N) appears on the page."""
+    """Whether any side on the page has a shape (S, K, N)."""
     lines: list[Line] = [*results.sides, *results.predictions, *results.plans]
     return any(line.get("shape") for line in lines)
 

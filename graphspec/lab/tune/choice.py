@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 BACKLOGS = (32, 64, 128)
 CATCH_UP_SHARE = 0.005
-"""Share of the time at depth 0 that the drafter's catching up may take."""
+"""Largest share of the time at depth 0 that the drafter may spend on catching up."""
 
 NEAR = 0.05
-"""Share by which another depth must be estimated to be faster before a bucket begins there: the shape itself was measured on the workload,
-other depths were only timed."""
+"""A bucket begins at another depth only if that is estimated to be faster by this share: the shape was measured on the workload, other
+depths were only timed."""
 
 Shape = tuple[int, int, int]
 
@@ -27,9 +27,9 @@ class Outcome:
         tokens_per_second: median over rounds.
         ratio: median of the rounds' ratios to plain decoding.
         acceptance_length: tokens per cycle; None where no cycle was whole.
-        shares: of drafts accepted at depth 1, 2, ... given the ones before, as far as any were seen.
-        cycle_ms: median time of a cycle, host included, as its reader saw it; None where no request had two.
-        plain_ms: the same of plain decoding in the same run.
+        shares: of drafts accepted at depth 1, 2, ... given the ones before, as deep as there were any.
+        cycle_ms: median time of a cycle, host included, between two bursts; None where no request had two cycles.
+        plain_ms: the same for plain decoding in the same run.
     """
 
     shape: Shape
@@ -47,10 +47,10 @@ class Choice:
     """The chosen shape.
 
     Attributes:
-        shape: None where plain decoding was fastest at every batch size, or over all of them with a drafter that keeps its depth.
-        score: of the shape: the geometric mean over batch sizes of what its engine makes of the ratio to plain decoding.
+        shape: None if plain decoding was fastest at every batch size, or, with a drafter of fixed depth, over all of them.
+        score: of the shape: the geometric mean over batch sizes of its ratio to plain decoding, as :func:`choose` counts it.
         scores: of every shape that was measured at all batch sizes, best first.
-        ratios: of the same shapes, the geometric mean of the ratios as they were measured.
+        ratios: of the same shapes, the geometric mean of the measured ratios.
         fastest: batch size to its fastest shape, None where that is plain decoding.
     """
 
@@ -62,14 +62,14 @@ class Choice:
 
 
 def choose(outcomes: Sequence[Outcome], *, adapts: bool = True) -> Choice:
-    """The shape that serves all batch sizes best.
+    """The best shape over all batch sizes.
 
-    An engine has one shape and shallower cycles of it. Where the shape does not pay the engine decodes plainly, so in the score a ratio
-    below 1 counts as 1, unless the drafter keeps its depth. Of equal scores the shape with fewer nodes is taken.
+    An engine has one shape and shallower cycles of it. Where the shape does not pay the engine decodes plainly, so a ratio below 1 counts
+    as 1 in the score, unless the drafter's depth is fixed. Of two shapes with the same score, the one with fewer nodes is chosen.
 
     Args:
-        outcomes: of shapes whose tokens were right. One that is missing at a batch size others were measured at is not chosen.
-        adapts: the drafter can change its depth, down to plain decoding.
+        outcomes: of shapes whose tokens were right. A shape that was not measured at every batch size is not chosen.
+        adapts: whether the drafter can change its depth, down to plain decoding.
     """
     batches = sorted({outcome.batch for outcome in outcomes})
     by_shape: dict[Shape, dict[int, Outcome]] = {}
@@ -91,7 +91,7 @@ def choose(outcomes: Sequence[Outcome], *, adapts: bool = True) -> Choice:
 
 
 def geometric_mean(values: Sequence[float]) -> float:
-    """Of numbers above 0."""
+    """The geometric mean of numbers above 0."""
     return math.exp(sum(math.log(value) for value in values) / len(values))
 
 
@@ -101,7 +101,7 @@ def shallower_depths(steps: int) -> list[int]:
 
 
 def mean_shares(outcomes: Sequence[Outcome]) -> list[float]:
-    """Shares of one shape over its batch sizes; a depth counts where it was observed."""
+    """Mean shares of one shape over its batch sizes, for each depth over those where it was observed."""
     deepest = max((len(outcome.shares) for outcome in outcomes), default=0)
     columns = [[outcome.shares[depth] for outcome in outcomes if len(outcome.shares) > depth] for depth in range(deepest)]
     return [sum(column) / len(column) for column in columns]
@@ -110,11 +110,11 @@ def mean_shares(outcomes: Sequence[Outcome]) -> list[float]:
 def cycle_times(timed: Mapping[int, Mapping[int, float]], measured: Sequence[Outcome]) -> dict[int, dict[int, float]]:
     """Times of cycles by bucket and depth, in milliseconds to four digits.
 
-    An engine times its programs by themselves, with nothing in the rows. Where a bucket ran the workload, its deepest cycle and plain
-    decoding take what they took there, host and context included, and depths between lie as the engine's times do.
+    An engine times its programs alone, with empty rows. Where a bucket ran the workload, the times of its deepest cycle and of plain
+    decoding are those of that run, host and context included, and depths between them are interpolated as the engine's times are.
 
     Args:
-        timed: bucket to depth to milliseconds, as the engine found them; the depths are the same in all buckets.
+        timed: bucket to depth to milliseconds, as the engine timed them; the depths are the same in all buckets.
         measured: the chosen shape at each batch size.
     """
     found = {outcome.batch: outcome for outcome in measured}
@@ -123,7 +123,7 @@ def cycle_times(timed: Mapping[int, Mapping[int, float]], measured: Sequence[Out
         deepest, outcome = max(table), found.get(bucket)
         if outcome is not None and outcome.cycle_ms is not None and outcome.plain_ms is not None and 0 in table:
             low, high, span = outcome.plain_ms, outcome.cycle_ms, table[deepest] - table[0]
-            # A deeper program that was timed as faster than a plain one is noise.
+            # A deeper program that was timed faster than a plain one: noise.
             places = {depth: (time - table[0]) / span if span > 0 else depth / deepest for depth, time in table.items()}
             table = {depth: low + (high - low) * min(1.0, max(0.0, place)) for depth, place in places.items()}
         times[bucket] = {depth: float(f"{time:.4g}") for depth, time in table.items()}
@@ -131,9 +131,10 @@ def cycle_times(timed: Mapping[int, Mapping[int, float]], measured: Sequence[Out
 
 
 def first_depths(times: Mapping[int, Mapping[int, float]], shares: Sequence[float], ratios: Mapping[int, float]) -> dict[int, int]:
-    """The first depth of each bucket: the depth with the most tokens per second by times and shares, the deepest within :data:`NEAR`.
+    """The first depth of each bucket: the one with the most tokens per second by times and shares, or the deepest if within :data:`NEAR`.
 
-    The deepest was measured whole, so that counts more than times of programs: where it did not pay, the bucket begins at depth 0.
+    The deepest was measured as a whole engine, which counts for more than times of programs: where it did not pay, a bucket begins at depth
+    0.
 
     Args:
         times: bucket to depth to the time of a cycle.
@@ -161,20 +162,20 @@ def expected_tokens(shares: Sequence[float], depth: int) -> float:
 
 
 def ratio_at(bucket: int, ratios: Mapping[int, float]) -> float | None:
-    """The ratio of the smallest batch size measured that fills the bucket, else of the largest one."""
+    """The ratio of the smallest measured batch size that fills the bucket; if none does, of the largest."""
     if not ratios:
         return None
     return ratios[min((batch for batch in ratios if batch >= bucket), default=max(ratios))]
 
 
 def backlog_for(times: Mapping[int, Mapping[int, float]], most: int) -> int:
-    """Tokens a row may decode at depth 0 before its drafter catches up, which may take ``CATCH_UP_SHARE`` of the time.
+    """Tokens that a row decodes at depth 0 before its drafter catches up, so that this takes at most ``CATCH_UP_SHARE`` of the time.
 
-    The pass costs about what the shallowest drafting cycle takes beyond a plain one.
+    Catching up takes about the difference between the shallowest drafting cycle and a plain one.
 
     Args:
         times: bucket to depth to the time of a cycle.
-        most: the backlog is no longer than this.
+        most: largest backlog.
     """
     shares = [min(table[depth] for depth in table if depth) / table[0] - 1 for table in times.values() if 0 in table and len(table) > 1]
     wanted = max(shares, default=0.0) / CATCH_UP_SHARE

@@ -1,4 +1,4 @@
-"""The ``graphspec tune`` command: check what is asked for, measure, write the experiment and a result file. Imports no torch."""
+"""The ``graphspec tune`` command: checks the configuration, measures, writes the experiment and a result file. Imports no torch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def run(config: LaunchConfig) -> int:
     """Measure, write the experiment and a result file, print a table (or one JSON document).
 
     Returns:
-        1 when what was to be written gave wrong tokens, and nothing was written; else 0.
+        1 if the configuration to be written gave wrong tokens, so that nothing was written; else 0.
 
     Raises:
         ConfigError: there is nothing to tune, tokens can't be compared, or a file can't be written.
@@ -62,7 +62,7 @@ def run(config: LaunchConfig) -> int:
     if (busy := caution(tuning)) is not None:
         console.print(Text(busy), soft_wrap=True)
     for batch in summary["slower_than_plain"]:
-        slower = f"batch {batch}: what is written had {tuning.final[batch].ratio:.2f} times the speed of plain decoding"
+        slower = f"batch {batch}: the written configuration had {tuning.final[batch].ratio:.2f} times the speed of plain decoding"
         console.print(Text(slower), soft_wrap=True)
     console.print(Text(f"measurements written to {results}"), soft_wrap=True)
     closing = f"experiment written to {file}: graphspec generate experiment={file}" if right else "no experiment was written"
@@ -71,7 +71,7 @@ def run(config: LaunchConfig) -> int:
 
 
 def check(config: LaunchConfig) -> list[int]:
-    """Refuse what can't be tuned; returns the batch sizes.
+    """Check that the configuration can be tuned; returns the batch sizes.
 
     Raises:
         ConfigError: a variant without drafts, a static tree, forced or lossy acceptance.

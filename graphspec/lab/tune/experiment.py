@@ -1,4 +1,4 @@
-"""A configuration as an experiment file: the groups it consists of, and what differs from them."""
+"""Writes a configuration as an experiment file: its choice of each group, and the keys that differ from these."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from ...config import Config
 from ...paths import make_folder, unwritable
 
 _NAMED_BY = {"variant": "name", "model": "path", "runtime": "name", "kernels": "mode", "accept": "rule", "hardware": "name"}
-"""The field of a group that says which choice it is."""
+"""The field of a group with the name of the choice."""
 
 
 def experiment_text(config: Config, comment: Sequence[str]) -> str:
-    """YAML that makes ``config`` again when it is given as ``experiment=FILE``, of the form of those under ``conf/experiment``.
+    """YAML that gives ``config`` again as ``experiment=FILE``, in the form of the files under ``conf/experiment``.
 
-    It holds the engine and its sampling; options of single commands (the workload, files to write) are not part of it.
+    It contains engine and sampling; options of single commands (the workload, output files) are not part of it.
 
     Args:
-        config: what to write.
-        comment: lines for the head of the file.
+        config: to write.
+        comment: lines at the head of the file.
     """
     choices = _choices(config)
     plain = asdict(load_config(*(f"{group}={choice}" for group, choice in choices.items())))
@@ -36,7 +36,7 @@ def experiment_text(config: Config, comment: Sequence[str]) -> str:
 
 
 def write_experiment(file: Path, config: Config, comment: Sequence[str]) -> None:
-    """:func:`experiment_text` into ``file``, whose folder is made.
+    """Write :func:`experiment_text` to ``file``, making its folder.
 
     Raises:
         ConfigError: the file can't be written.
@@ -49,7 +49,7 @@ def write_experiment(file: Path, config: Config, comment: Sequence[str]) -> None
 
 
 def _choices(config: Config) -> dict[str, str]:
-    """The choice of each group that is nearest to ``config``."""
+    """Per group, the choice that is closest to ``config``."""
     groups, found = config_groups(), {}
     for group, key in _NAMED_BY.items():
         name = getattr(getattr(config, group), key)
@@ -60,7 +60,7 @@ def _choices(config: Config) -> dict[str, str]:
 
 
 def _differing(values: dict[str, Any], plain: dict[str, Any]) -> dict[str, Any]:
-    """The entries of ``values`` that differ from ``plain``, nested groups likewise; a mapping with keys of the user's is kept whole."""
+    """The entries of ``values`` that differ from ``plain``, recursively; a mapping with the user's keys is kept whole."""
     found: dict[str, Any] = {}
     for key, value in values.items():
         other = plain[key]

@@ -1,4 +1,4 @@
-"""Which shapes ``graphspec tune`` runs: those that are predicted to be fastest on this machine, of every kind."""
+"""Chooses the shapes that ``graphspec tune`` runs: chains and trees that are predicted to be fastest on this machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..predict.model_pair import ModelPair, read_model_pair
 from ..predict.plan import configured_shape, deepest, most_steps, resolve_device, resolve_hardware
 
 TRIED_FAN, TRIED_NODES = 4, 16
-"""Most children and most nodes of the tree that is tried."""
+"""Most children and most nodes of the tree in the trial."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Candidates:
     Attributes:
         config: model and draft.
         variant: of the catalog.
-        pair: target and draft as far as their configs tell.
+        pair: facts of target and draft.
     """
 
     config: LaunchConfig
@@ -40,10 +40,10 @@ class Candidates:
 
     @classmethod
     def of(cls, config: LaunchConfig) -> Candidates:
-        """From a configuration.
+        """Read the candidates of a configuration.
 
         Raises:
-            ConfigError, CheckpointError: it or a checkpoint is wrong.
+            ConfigError, CheckpointError: the configuration or a checkpoint is wrong.
         """
         variant = resolve_variant(config.variant.name)
         return cls(config, variant, read_model_pair(config.model.path, config.variant, variant, config.model.revision))
@@ -55,7 +55,7 @@ class Candidates:
 
     @cached_property
     def given(self) -> dict[CycleShape, str]:
-        """Shapes that are run whatever is predicted, and why."""
+        """Shapes that are run whatever their prediction, and why."""
         unset = replace(self.config.variant, num_steps=None, topk=None, num_draft_tokens=None)
         given = {resolve_shape(self.variant, unset, self.pair.target.family, self.heads, most_steps(self.pair)): "automatic"}
         configured = configured_shape(self.config, self.variant, self.pair, self.heads)
@@ -65,13 +65,13 @@ class Candidates:
 
     @cached_property
     def possible(self) -> list[CycleShape]:
-        """Every chain and tree this drafter can serve."""
+        """Every chain and tree that this drafter can serve."""
         device, _ = resolve_device(self.config, self.pair)
         shapes = candidate_shapes(self.variant, self.heads, deepest(self.pair))
         return [shape for shape in shapes if _runs(self.config, shape, self.pair.target, self.pair.draft, device)]
 
     def tried(self) -> list[CycleShape]:
-        """Shapes of the trial: a chain of the deepest given depth, and a wide tree of it, for acceptance and the cost of width."""
+        """Shapes of the trial, which measures acceptance and the cost of width: a chain and a wide tree of the deepest given depth."""
         depth = max(shape.num_steps for shape in self.given)
         chains = [shape for shape in self.possible if shape.is_chain and shape.num_steps <= depth]
         trees = [
@@ -86,12 +86,12 @@ class Candidates:
 
 @dataclass(frozen=True, slots=True)
 class Prospect:
-    """A shape that is worth a run.
+    """A shape that is run.
 
     Attributes:
         shape: (S, K, N).
-        why: ``automatic``, ``configured``, or the batch size it is predicted to be fast at.
-        ratios: batch to predicted speed by that of plain decoding.
+        why: ``automatic``, ``configured``, or the batch size at which it is predicted to be fast.
+        ratios: batch to predicted ratio to the speed of plain decoding.
     """
 
     shape: CycleShape
@@ -105,19 +105,19 @@ def tried_shapes(config: LaunchConfig) -> list[list[int]]:
 
 
 def short_list(config: LaunchConfig, batches: Sequence[int], trial: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
-    """Rank what this drafter can do.
+    """Rank the shapes of this drafter.
 
     The prediction is that of ``graphspec plan``, calibrated by the trial or by ``plan.measured``. Bandwidth and peak are measured where the
-    ``hardware`` group has no figures; acceptance is that of the trial, unless ``plan.acceptance`` says it.
+    ``hardware`` group has no figures; acceptance is that of the trial, unless ``plan.acceptance`` is set.
 
     Args:
         config: model, draft, workload; ``tune.candidates`` is the length of the list.
-        batches: batch sizes the shapes are for, ascending.
+        batches: batch sizes to tune for, ascending.
         trial: records of sides that ran the shapes of :func:`tried_shapes`, and of plain decoding.
 
     Returns:
-        ``prospects`` (rows of ``shape``, ``why``, ``ratios``), ``heads`` of the draft, ``backlog`` (the longest its window allows), and the
-        sources of ``hardware``, ``acceptance`` and ``efficiency``.
+        ``prospects`` (rows of ``shape``, ``why``, ``ratios``), ``heads`` of the draft, ``backlog`` (the longest that its window allows),
+        and the sources of ``hardware``, ``acceptance`` and ``efficiency``.
 
     Raises:
         ConfigError, CheckpointError: the configuration, a checkpoint or ``plan.measured`` is wrong.
@@ -138,7 +138,7 @@ def short_list(config: LaunchConfig, batches: Sequence[int], trial: Sequence[Map
     acceptance = acceptance_of(measured) if measured is not None else None
     if config.plan.acceptance is not None:
         acceptance = Acceptance(tuple(config.plan.acceptance), "plan.acceptance")
-    acceptance = acceptance or Acceptance(source="a guess: nothing that was measured tells it")
+    acceptance = acceptance or Acceptance(source="a guess: no measurement gives it")
 
     shapes = list(dict.fromkeys([PLAIN, *given, *candidates.possible]))
     ratios: dict[CycleShape, dict[int, float]] = {shape: {} for shape in shapes}
@@ -162,16 +162,16 @@ def short_list(config: LaunchConfig, batches: Sequence[int], trial: Sequence[Map
 
 
 def pick(given: dict[CycleShape, str], ratios: dict[CycleShape, dict[int, float]], count: int) -> list[Prospect]:
-    """The shapes that are run.
+    """Choose the shapes that are run.
 
-    Shapes that differ in their nodes only do not differ much, so there is one chain and one tree of each depth: the one with the highest
-    geometric mean of predicted ratios. Batch sizes then take turns to name their best, the smallest first; in every second turn a chain
-    where it was a tree before, and the other way round, for what a prediction gets wrong it gets wrong for all trees alike.
+    Shapes that differ only in their number of nodes do not differ much in speed, so one chain and one tree of each depth are considered:
+    those with the highest geometric mean of predicted ratios. Batch sizes then take turns to choose their best, the smallest first. Their
+    turns alternate between chains and trees, because a wrong prediction is usually wrong for all trees.
 
     Args:
-        given: shapes that are run in any case, and why; they count.
-        ratios: shape to batch to predicted ratio to plain decoding, ``given`` among them.
-        count: how many, unless more are given.
+        given: shapes that are run in any case, and why; they are part of ``count``.
+        ratios: shape to batch to predicted ratio to plain decoding, with those of ``given``.
+        count: number of shapes, unless more are given.
     """
 
     def mean(shape: CycleShape) -> float:
@@ -202,7 +202,7 @@ def _fastest(shapes: Iterable[CycleShape], ratios: Mapping[CycleShape, Mapping[i
 
 
 def _runs(config: LaunchConfig, shape: CycleShape, target: ModelFacts, draft: DraftFacts | None, device: str) -> bool:
-    """Whether an engine of that shape can be planned: some limits are those of the rest of the configuration."""
+    """Whether an engine of that shape can be planned with the rest of the configuration."""
     try:
         make_plan(config.with_shape(shape.numbers), target, draft, device=device)
     except ConfigError:

@@ -31,7 +31,7 @@ def spell_rule(choice: Choice) -> str:
 
 
 def spell_choice(choice: Choice) -> str:
-    """The shape, and what was measured of it; what its engine makes of that, where it decodes plainly at some batch size."""
+    """The shape with its measured ratio, and its score where the engine decodes plainly at some batch size."""
     if choice.shape is None:
         best = max(choice.ratios.values(), default=None)
         return "none: no shape was faster" + (f", the best {best:.2f}x plain decoding over all batch sizes" if best is not None else "")
@@ -42,7 +42,7 @@ def spell_choice(choice: Choice) -> str:
 
 
 def caution(tuning: Tuning) -> str | None:
-    """A caution if the machine was busy in some part of the run, judged by the side that waited longest; None: it was not."""
+    """A warning if the machine was busy during part of the run, judged by the side that waited longest for a core; None: it was not."""
     waited: dict[str, float | None] = {}
     for row in tuning.rows:
         case, share = row["case"], row.get("core_wait")
@@ -52,7 +52,7 @@ def caution(tuning: Tuning) -> str | None:
 
 
 def table(tuning: Tuning) -> Table:
-    """Candidates by batch size: tokens per second and ratio to plain decoding; below them what is written."""
+    """Candidates by batch size: tokens per second and ratio to plain decoding; below them the written configuration."""
     choice = tuning.choice
     assert choice is not None
     caption = "ratio: over all batch sizes, geometric mean. score: below 1 counted as 1, since the engine decodes plainly there."
@@ -82,12 +82,12 @@ def table(tuning: Tuning) -> Table:
 
 
 def spell_outcome(outcome: Outcome | None) -> str:
-    """``885 (1.68x)``; tokens that were wrong have no speed."""
+    """``885 (1.68x)``; a shape whose tokens were wrong has no speed."""
     return "wrong tokens" if outcome is None else f"{outcome.tokens_per_second:.0f} ({outcome.ratio:.2f}x)"
 
 
 def comment(config: LaunchConfig, tuning: Tuning, file: Path) -> list[str]:
-    """The comment at the head of the written file: what was measured, how and where."""
+    """Lines of the comment at the head of the written file: what was measured, how and where."""
     choice, head, side = tuning.choice, tuning.head, tuning.rows[0]
     assert choice is not None
     workload, sampling = config.workload, config.sampling
@@ -125,7 +125,7 @@ def comment(config: LaunchConfig, tuning: Tuning, file: Path) -> list[str]:
 
 
 def _checked(tuning: Tuning) -> str:
-    """The result of the equality check over the sides that count."""
+    """A sentence on the equality check of the sides that count."""
     rows = [row for row in tuning.rows if row["role"] != "none" and row["equal"] is not False]
     if all(row["equal"] for row in rows):
         return "Tokens equal those of plain decoding."

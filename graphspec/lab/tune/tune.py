@@ -1,7 +1,8 @@
-"""``graphspec tune``: run a short list of shapes on the real models, write the best one as an experiment. Imports no torch.
+"""``graphspec tune``: runs a short list of shapes on the real models and chooses the configuration to write. Imports no torch.
 
 Every candidate runs together with plain decoding, in separate processes that take turns round by round, for every batch size; a candidate
-whose tokens are not those of plain decoding is out. What is written is run once more as it will be loaded, depths that adapt included.
+whose tokens are not those of plain decoding is rejected. The chosen configuration is run once more as it will be loaded, adaptive depths
+included.
 """
 
 from __future__ import annotations
@@ -22,23 +23,23 @@ from ..measure.sides import PLAIN, SUBJECT, SideConfig, plain_config
 from .choice import Choice, Outcome, Shape, backlog_for, choose, cycle_times, first_depths, mean_shares, shallower_depths
 
 WRITTEN = "what is written"
-"""Begins the name of every case that runs the configuration to be written."""
+"""Prefix of the cases that run the configuration to be written."""
 
 
 @dataclass(slots=True)
 class Tuning:
-    """All that was measured and concluded.
+    """All measurements and conclusions.
 
     Attributes:
         prospects: rows of :func:`graphspec.lab.tune.short_list.short_list`.
         outcomes: of the candidates whose tokens were right.
         plain: batch size to tokens per second of plain decoding, in the run of the candidates.
-        choice: what follows.
-        config: what is written.
-        final: batch size to what ``config`` did; empty where that is plain decoding.
+        choice: the conclusion.
+        config: to be written.
+        final: batch size to the outcome of ``config``; empty where that is plain decoding.
         wrong: sides whose tokens were not those of plain decoding.
         rows: records of kind ``side``.
-        head: where they come from.
+        head: their provenance record.
     """
 
     prospects: list[dict[str, Any]]
@@ -123,7 +124,7 @@ def _measure(tuning: Tuning, configs: Sequence[LaunchConfig], batch: int, case: 
 
 
 def outcome(one: Measured, plain: Measured, batch: int) -> Outcome:
-    """The figures of a side that the choice depends on."""
+    """The figures of a side that :func:`choose` uses."""
     found = figures(one.rounds)
     shares: list[float] = []
     for share in found["acceptance_conditional"]:
@@ -137,7 +138,7 @@ def outcome(one: Measured, plain: Measured, batch: int) -> Outcome:
 
 
 def conclude(base: LaunchConfig, tuning: Tuning, listed: dict[str, Any], batches: Sequence[int], say: Say) -> Config:
-    """The configuration that is written: the chosen shape, and depths by bucket where the drafter can change its depth."""
+    """The configuration to write: the chosen shape, and depths by bucket where the drafter can change its depth."""
     assert tuning.choice is not None
     shape = tuning.choice.shape
     if shape is None:
@@ -174,7 +175,7 @@ def conclude(base: LaunchConfig, tuning: Tuning, listed: dict[str, Any], batches
 
 
 def _adapts(base: LaunchConfig, listed: dict[str, Any]) -> bool:
-    """The drafter can change its depth."""
+    """Whether the drafter can change its depth."""
     return listed["heads"] == 1 and resolve_variant(base.variant.name).drafter in ("network", "history")
 
 

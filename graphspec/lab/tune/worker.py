@@ -1,7 +1,7 @@
-"""A worker that also says which shapes are worth a run; neither question prepares anything.
+"""A worker that also chooses shapes; these commands need no ``prepare``.
 
 ==============  ==============================================  =================================
-question        with                                            answer
+command         with                                            answer
 ==============  ==============================================  =================================
 ``tried``       ``config`` (packed)                             shapes that a trial runs
 ``short_list``  ``config`` (packed), ``batches``, ``trial``     :func:`.short_list.short_list`
@@ -17,7 +17,7 @@ from ..measure.worker import Worker, main
 
 
 class TuneWorker(Worker):
-    """Answers the questions of :class:`~graphspec.lab.measure.worker.Worker` and those above."""
+    """Executes the commands of :class:`~graphspec.lab.measure.worker.Worker` and those above."""
 
     def do_tried(self, config: str) -> list[list[int]]:
         from .short_list import tried_shapes
