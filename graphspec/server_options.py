@@ -15,32 +15,32 @@ LEAST_SECONDS = 0.05
 
 @dataclass(kw_only=True)
 class ServerConfig:
-    """Where the server listens, and what it bears."""
+    """Address and limits of the server."""
 
     host: str = "127.0.0.1"
-    """Address it listens at."""
+    """Address to listen at."""
     port: int = 8000
-    """0: any that is free; the server prints which."""
+    """Port to listen at; 0: any that is free, which the server prints."""
     model_name: str | None = None
-    """Its name in ``/v1/models`` and in requests; null: the last part of model.path."""
+    """The model's name in ``/v1/models`` and in requests; null: the last part of model.path."""
     api_key_file: str | None = None
-    """A file of keys, one per line, one of which a request must carry (``Authorization: Bearer KEY``); null: none is asked for."""
+    """A file of API keys, one per line, one of which every request must have (``Authorization: Bearer KEY``); null: no key is needed."""
     max_waiting: int = 256
     """Requests that may wait, in addition to those that run, where runtime.max_queued is null; one more gets status 503."""
     max_body_bytes: int = 4 * 2**20
     """Longest body of a request."""
     max_tokens: int | None = None
-    """Most new tokens that a request may ask for; null: what the context has room for."""
+    """Most new tokens that a request may set; null: as many as fit the context."""
     request_seconds: float = 600.0
-    """Longest time of a request from its arrival; it then ends with what it has."""
+    """Time limit of a request from its arrival; it then ends with the tokens it has."""
     read_seconds: float = 30.0
-    """Longest time in which headers have to come, and then a body."""
+    """Time limit for receiving the headers of a request, and again for its body."""
     write_seconds: float = 60.0
-    """Longest time in which a client that reads slowly has to take what was sent; then its request is aborted."""
+    """Time limit for a client to read what was sent; then its request is aborted."""
     keep_alive_seconds: float = 5.0
     """How long a connection stays open after an answer."""
     drain_seconds: float = 60.0
-    """After SIGTERM: how long requests may take to finish."""
+    """Time that requests have to finish after SIGTERM."""
 
     def __post_init__(self) -> None:
         check_fields(self, "server", paths=("api_key_file",))

@@ -24,7 +24,7 @@ from graphspec import load_config
 from graphspec.checks import check_fields, in_range
 from graphspec.command_options import LaunchConfig
 from graphspec.errors import ConfigError, GraphspecError
-from graphspec.serve.run import check_packages, load_face, read_keys, served_name
+from graphspec.serve.run import check_packages, load_api, read_keys, served_name
 from graphspec.server_options import ServerConfig
 
 NAME = "graphspec"
@@ -90,8 +90,8 @@ class Replica:
     """
 
     def __init__(self, config: LaunchConfig) -> None:
-        self.face = load_face(config, read_keys(config))
-        self.asgi = Named(self.face.app(), serve.get_replica_context().replica_id.unique_id)
+        self.api = load_api(config, read_keys(config))
+        self.asgi = Named(self.api.app(), serve.get_replica_context().replica_id.unique_id)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         return self.asgi
@@ -104,8 +104,8 @@ class Replica:
 
     def __del__(self) -> None:
         # Ray calls this when the last request has ended; also where loading failed.
-        if hasattr(self, "face"):
-            self.face.llm.llm.close()
+        if hasattr(self, "api"):
+            self.api.llm.llm.close()
 
 
 async def status_of(app: ASGIApp, path: str) -> int:

@@ -1,1 +1,1 @@
-"""The OpenAI face: an HTTP server over one engine."""
+"""``graphspec serve``: an HTTP server with OpenAI's protocol over one engine."""

@@ -1,6 +1,6 @@
-"""Answers: events of the engine as the choices of a completion or a chat, in chunks or whole.
+"""Responses: turns the engine's events into the choices of a completion or a chat, in chunks or whole.
 
-A whole answer is its chunks put together, so that both say the same.
+A whole response is its chunks joined, so that both have the same content.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ Json = dict[str, Any]
 
 
 class Writer(ABC):
-    """Writes the answer to one request.
+    """Writes the response to one request.
 
     Args:
         body: the request.
-        generation: its events come from there.
-        model: the name in the answer.
+        generation: the source of its events.
+        model: name of the model in the response.
         tokenizer: the checkpoint's.
-        texts: of its tokens.
+        texts: of single tokens.
     """
 
     prefix = ""
-    """Of the answer's id."""
+    """Prefix of the response's id."""
     whole_object = chunk_object = ""
 
     def __init__(self, body: Body, generation: Generation, model: str, tokenizer: Tokenizer, texts: TokenTexts) -> None:
@@ -47,22 +47,22 @@ class Writer(ABC):
         return document | ({"usage": self.generation.usage()} if usage else {})
 
     def chunks(self, event: StreamEvent) -> list[Json]:
-        """Chunks of a stream that an event makes; none where it has nothing to say."""
+        """The chunks of a stream for an event; none for an event without content."""
         usage, choice = self.body.streaming.continuous_usage_stats, self.generation.choice(event)
         first = choice not in self._begun
         self._begun.add(choice)
         opening = self._opening(choice) if first else []
         piece = self._piece(choice, event, first=first)
-        # Usage counts tokens whose text is held back, so it has something to say.
+        # With usage in every chunk, an event whose text is held back has content: its tokens.
         pieces = [*opening, *([piece] if self._says(piece) or usage else [])]
         return [self._document(self.chunk_object, [piece], usage=usage) for piece in pieces]
 
     def last_chunk(self) -> list[Json]:
-        """What follows the last event: usage, where it was asked for."""
+        """The chunks after the last event: usage, if it was requested."""
         return [self._document(self.chunk_object, [], usage=True)] if self.body.streaming.include_usage else []
 
     def whole(self, events: list[StreamEvent]) -> Json:
-        """The answer that is no stream."""
+        """The whole response, for a request that does not stream."""
         choices: dict[int, Json] = {}
         for event in events:
             choice = self.generation.choice(event)
@@ -71,7 +71,7 @@ class Writer(ABC):
         return self._document(self.whole_object, [self._closed(choices[choice]) for choice in sorted(choices)], usage=True)
 
     def _piece(self, choice: int, event: StreamEvent, *, first: bool) -> Json:
-        """What an event adds to its choice."""
+        """The part of a choice that an event adds."""
         piece = {"index": choice, **self._content(choice, event, first=first), **reasons(event)}
         request = self.generation.request(event)
         if self.body.return_token_ids:
@@ -83,7 +83,7 @@ class Writer(ABC):
         return piece
 
     def _join(self, piece: Json, more: Json) -> Json:
-        """Two pieces of one choice as one."""
+        """Join two pieces of one choice."""
         joined = {**piece, **{name: more[name] for name in ("finish_reason", "stop_reason")}}
         if "token_ids" in piece:
             joined["token_ids"] = piece["token_ids"] + more["token_ids"]
@@ -95,16 +95,16 @@ class Writer(ABC):
         return bool(piece["finish_reason"] or piece["logprobs"] or piece.get("token_ids") or self._text(piece))
 
     def _opening(self, choice: int) -> list[Json]:
-        """Pieces of a stream in front of a choice's first one."""
+        """Pieces of a stream before the first one of a choice."""
         return []
 
     def _closed(self, piece: Json) -> Json:
-        """A choice of an answer that is no stream."""
+        """A choice of a whole response, from its joined pieces."""
         return piece
 
     @abstractmethod
     def _content(self, choice: int, event: StreamEvent, *, first: bool) -> Json:
-        """What an event says, and its log-probabilities."""
+        """Text or calls of an event, and their log-probabilities."""
 
     @abstractmethod
     def _text(self, piece: Json) -> bool:

@@ -38,14 +38,14 @@ Handler = Callable[[Request], Awaitable[Response]]
 Make = Callable[[Generation], Writer]
 
 
-class Face:
-    """What the routes share.
+class Api:
+    """The routes and the state that they share.
 
     Args:
         llm: the engine, its programs built.
         options: of the server.
-        model: the name under which it is served.
-        keys: that a request may carry.
+        model: the name under which the model is served.
+        keys: API keys that are accepted.
     """
 
     def __init__(self, llm: AsyncLLM, options: ServerConfig, model: str, keys: Keys | None = None) -> None:
@@ -73,11 +73,11 @@ class Face:
                 *(Route(path, self._guarded(handler), methods=[method]) for (path, method), handler in routes.items()),
                 *(Route(path, handler, methods=[method]) for (path, method), handler in opened.items()),
             ],
-            exception_handlers={ApiError: self._refuse, GraphspecError: self._refuse, HTTPException: self._refuse, ClientGone: _nobody},
+            exception_handlers={ApiError: self._refuse, GraphspecError: self._refuse, HTTPException: self._refuse, ClientGone: _gone},
         )
 
     def _guarded(self, handler: Handler) -> Handler:
-        """The handler, for those who have a key."""
+        """The handler behind a check of the API key, with errors as responses."""
 
         async def checked(request: Request) -> Response:
             self.keys.check(request.headers.get("authorization"))
@@ -92,7 +92,7 @@ class Face:
         return checked
 
     async def _refuse(self, _: Request, error: Exception) -> Response:
-        """An error as an answer."""
+        """The response to an error."""
         if isinstance(error, HTTPException):
             error = ApiError(error.status_code, error.detail)
         elif isinstance(error, GraphspecError):
@@ -130,7 +130,7 @@ class Face:
         return await self._answer(request, body, [conversation], make, structured_of(body, tools))
 
     async def _answer(self, request: Request, body: Body, prompts: list[Prompt], make: Make, structured: Structured | None) -> Response:
-        """Serve a request; a stream begins when its prompts have been accepted."""
+        """Serve a request; a stream begins once its prompts have been accepted."""
         params = body.params(self.most_tokens, structured)
         with ExitStack() as held:
             held.enter_context(self.slots.take(len(prompts) * params.n))
@@ -144,7 +144,7 @@ class Face:
             return _json(await unless_gone(request.receive, _whole(writer)))
 
     async def _events(self, writer: Writer) -> AsyncGenerator[bytes, None]:
-        """A stream's bytes. An error after its beginning is an event, and its end."""
+        """The bytes of a stream. An error after the beginning is sent as the last event."""
         try:
             async with aclosing(writer.generation.events()) as events:
                 async for event in events:
@@ -168,7 +168,7 @@ class Face:
         return _json({"object": "list", "data": [model]})
 
     async def tokenize(self, request: Request) -> Response:
-        """``POST /tokenize``: of a text, or of messages."""
+        """``POST /tokenize``: the ids of a text or of messages."""
         data = await self._read(request)
         if "messages" in data:
             body = ChatBody.read(data)
@@ -214,11 +214,11 @@ class Face:
 
 
 class EventStream(Response):
-    """Server-sent events. What it holds is given back when the last was sent, or the client has gone.
+    """Server-sent events.
 
     Args:
         events: their bytes.
-        held: room for the requests.
+        held: resources that are released when the last event was sent, or the client has disconnected.
     """
 
     def __init__(self, events: AsyncGenerator[bytes, None], held: ExitStack) -> None:
@@ -238,7 +238,7 @@ class EventStream(Response):
             try:
                 await unless_gone(receive, send_all())
             except ClientGone:
-                logger.debug("a client went before its stream ended")
+                logger.debug("a client disconnected before its stream ended")
 
 
 async def _whole(writer: Writer) -> dict[str, Any]:
@@ -252,8 +252,8 @@ def _only(data: dict[str, Any], *names: str) -> None:
         raise ApiError(400, f"unsupported: {', '.join(others)}", others[0], "unsupported_field")
 
 
-async def _nobody(_: Request, __: Exception) -> Response:
-    """An empty answer, for a client that has left."""
+async def _gone(_: Request, __: Exception) -> Response:
+    """An empty response, for a client that has disconnected."""
     return Response(status_code=499)
 
 

@@ -1,4 +1,4 @@
-"""Errors as clients get them: OpenAI's shape, without paths, traces or words of a prompt."""
+"""Errors as clients get them: in OpenAI's format, without paths, tracebacks or text of prompts."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any
 from ..errors import CheckpointError, GraphspecError, RequestError, ResourceError
 
 HARMLESS = re.compile(r"\d+( tokens| of them)?|an empty prompt")
-"""What an error about a prompt may say that it found."""
+"""Matches values that an error about a prompt may quote."""
 OUR_PREFIX = "sampling."
 
 
 class ApiError(Exception):
-    """An answer that is an error.
+    """An error response.
 
     Args:
-        status: of HTTP.
-        message: for whoever wrote the request.
-        param: the field it is about.
-        code: a word that a program can compare.
-        retry_after: seconds after which the same request may be served.
+        status: HTTP status.
+        message: for the author of the request.
+        param: the field that it is about.
+        code: an identifier for programs.
+        retry_after: seconds after which the same request may succeed.
     """
 
     def __init__(
@@ -31,13 +31,13 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The answer's document."""
+        """The JSON document of the response."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     @property
     def headers(self) -> dict[str, str]:
-        """The answer's headers, in addition to those of every answer."""
+        """Headers of the response, in addition to those of every response."""
         named = {"WWW-Authenticate": "Bearer"} if self.status == 401 else {}
         return named if self.retry_after is None else named | {"Retry-After": str(self.retry_after)}
 
@@ -48,27 +48,27 @@ def bad_field(key: str, expected: str, found: object) -> ApiError:
 
 
 def busy(seconds: int) -> ApiError:
-    """No room for the request now."""
+    """The queue is full; ``seconds`` until a retry may succeed."""
     return ApiError(503, "the queue is full", code="queue_full", retry_after=seconds)
 
 
 def stopping() -> ApiError:
-    """The server takes no more requests."""
+    """The server is shutting down and accepts no more requests."""
     return ApiError(503, "the server is shutting down", code="shutting_down", retry_after=1)
 
 
 def unusable() -> ApiError:
-    """The engine was closed, or could not recover from an error: another process has to take its place."""
+    """The engine was closed or could not recover from an error, so the process has to be replaced."""
     return ApiError(503, "the engine does not answer", code="engine_down")
 
 
 def internal() -> ApiError:
-    """Something that should not happen; the log knows more."""
+    """An unexpected error; the log has the details."""
     return ApiError(500, "internal error", code="internal_error")
 
 
 def from_engine(error: GraphspecError) -> ApiError:
-    """An error of the engine in words that may leave the machine."""
+    """An error of the engine, without details that clients may not see."""
     if isinstance(error, RequestError):
         key = error.key.removeprefix(OUR_PREFIX)
         about_text = re.match(r"(prompts?|messages)\b", key) is not None

@@ -1,4 +1,4 @@
-"""One request of a client while the engine serves it: its events, its tokens' number, and what is counted of it."""
+"""One request of a client while the engine serves it: its events, its usage, and its metrics."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from .metrics import Metrics
 
 logger = logging.getLogger(__name__)
 FINISHED = {"stop": "stop", "length": "length", "memory": "length", "deadline": "length"}
-"""The engine's reasons in OpenAI's words. ``stop_reason`` has those that these words can't say."""
+"""The engine's finish reasons as OpenAI's. ``stop_reason`` has those that OpenAI's can't express."""
 UNSAID = ("memory", "deadline")
 
 
 class Generation:
-    """Requests of one call. Made by :meth:`begin`.
+    """The engine requests of one client request. Made by :meth:`begin`.
 
     Attributes:
-        requests: all of the call, ``n`` for each prompt, one after the other.
+        requests: ``n`` for each prompt, in the order of the prompts.
     """
 
     def __init__(self, stream: AsyncStream, metrics: Metrics, samples: int) -> None:
@@ -39,10 +39,10 @@ class Generation:
     async def begin(
         cls, llm: AsyncLLM, metrics: Metrics, prompts: list[Prompt], params: SamplingParams, *, priority: int, deadline: float
     ) -> Generation:
-        """Send requests to the engine, all of them or none.
+        """Submit the requests to the engine, all of them or none.
 
         Raises:
-            ApiError: one can't be served.
+            ApiError: one of them can't be served.
         """
         try:
             stream = await llm.submit(prompts, params, priority=priority, deadline=deadline)
@@ -55,15 +55,15 @@ class Generation:
         return cls(stream, metrics, params.n)
 
     def choice(self, event: StreamEvent) -> int:
-        """The event's place among the choices of the answer."""
+        """Index of the event's choice in the response."""
         return event.index * self._samples + event.sample
 
     def request(self, event: StreamEvent) -> Request:
-        """The request that the event is of."""
+        """The request that the event belongs to."""
         return self._by_choice[event.index, event.sample]
 
     async def events(self) -> AsyncGenerator[StreamEvent, None]:
-        """What is new, as it comes; closing aborts what is left.
+        """Events as they come; closing the generator aborts the requests that have not ended.
 
         Raises:
             ApiError: the engine failed, or was closed.
@@ -86,7 +86,7 @@ class Generation:
                 self._metrics.leave(request)
 
     def usage(self) -> dict[str, Any]:
-        """Tokens so far. A prompt counts once, however many outputs it has."""
+        """Usage so far. A prompt counts once, however many outputs it has."""
         prompts = [request for request in self.requests if request.sample == 0]
         read = sum(len(request.prompt) for request in prompts)
         cached = sum(request.metrics.cached_tokens for request in prompts)
@@ -99,9 +99,10 @@ class Generation:
 
 
 async def _why(llm: AsyncLLM, prompt: Prompt, params: SamplingParams) -> ApiError:
-    """Why one of several prompts was refused.
+    """The error for a prompt that was refused.
 
-    Among several prompts the error is only text. Checked by itself the prompt raises one with parts, some of which clients must not see.
+    Among several prompts, the engine's error is only text. Checking the prompt alone raises one with fields, so that those which clients
+    must not see can be left out.
     """
     alone: Prompt = {"prompt_token_ids": prompt} if isinstance(prompt, list) else prompt
     try:

@@ -1,4 +1,4 @@
-"""The HTTP server: uvicorn, with limits on what a connection may hold up, and an end that loses no request it has accepted."""
+"""The HTTP server: uvicorn with time limits on connections, and a shutdown that finishes every accepted request."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def bind(options: ServerConfig) -> socket.socket:
-    """A socket at the address, which does not listen yet: until the model is loaded, clients are refused at once.
+    """A socket bound to the address that does not listen yet: until the model is loaded, connections are refused at once.
 
     Raises:
-        ConfigError: another program has the port, or the address is not one of this machine.
+        ConfigError: the port is in use, or the address is not one of this machine.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -43,7 +43,7 @@ def bind(options: ServerConfig) -> socket.socket:
 
 
 def connection_type(options: ServerConfig) -> type[H11Protocol]:
-    """The class of a connection that closes itself where headers do not come, or what was sent is not taken, in time."""
+    """A class of connections that are closed if headers do not arrive, or sent data is not read, in time."""
 
     class Connection(H11Protocol):
         _reading: asyncio.TimerHandle | None = None
@@ -74,7 +74,7 @@ def connection_type(options: ServerConfig) -> type[H11Protocol]:
             super().connection_lost(exc)
 
         def _await_headers(self) -> None:
-            """Headers have to come from now on; the time for a header that comes byte by byte is that of its first byte."""
+            """Start the time limit for headers; a header that arrives byte by byte does not extend it."""
             if self._reading is None:
                 self._reading = self.loop.call_later(options.read_seconds, self.transport.abort)
 
@@ -92,10 +92,10 @@ def connection_type(options: ServerConfig) -> type[H11Protocol]:
 
 
 class HttpServer(uvicorn.Server):
-    """A server that ends in order: at a signal it accepts nothing more, finishes what it has, and returns. A second one ends it at once.
+    """A server that drains: at a signal it accepts nothing more, finishes its requests, and returns. A second signal ends it at once.
 
     Args:
-        app: what answers.
+        app: the application.
         options: of the server.
         ready: called when the port is open.
     """
@@ -116,17 +116,17 @@ class HttpServer(uvicorn.Server):
         super().__init__(config)
         self._ready = ready
         self.draining = False
-        """It ends when the requests that it has are done."""
+        """Whether it accepts nothing more and ends with its last request."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Open the port."""
+        """Start listening; then call ``ready``."""
         await super().startup(sockets)
         if self._ready is not None:
             self._ready()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """While it serves, signals drain it. uvicorn's own would end the process afterwards by the signal."""
+        """While it serves, signals drain it. uvicorn's own handler would then end the process by the signal."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -140,6 +140,6 @@ class HttpServer(uvicorn.Server):
                 loop.remove_signal_handler(number)
 
     def drain(self) -> None:
-        """Begin the end, or at the second time end it."""
+        """Start draining; if it has started, end at once."""
         self.force_exit, self.should_exit = self.draining, True
         self.draining = True

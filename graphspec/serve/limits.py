@@ -1,4 +1,4 @@
-"""What one server bears: requests at once, bytes of a body, time to read and to write, and who may ask."""
+"""Limits of the server: requests at once, size of a body, time to read it, and API keys."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ Result = TypeVar("Result")
 RETRY_SECONDS = 1
 
 
-class ClientGone(Exception):  # noqa: N818  no error of anybody's
-    """Nobody waits for the answer any more."""
+class ClientGone(Exception):  # noqa: N818 - not an error
+    """The client disconnected before its response."""
 
 
 class Slots:
-    """Room for requests that run or wait.
+    """Slots for requests that run or wait.
 
     Args:
-        most: how many.
+        most: number of slots.
     """
 
     def __init__(self, most: int) -> None:
@@ -36,10 +36,10 @@ class Slots:
 
     @contextmanager
     def take(self, count: int) -> Iterator[None]:
-        """Hold room for ``count`` requests.
+        """A context that holds ``count`` slots.
 
         Raises:
-            ApiError: 503, there is less now; 400, there will never be as much.
+            ApiError: 503, fewer are free now; 400, there are fewer in all.
         """
         if count > self.most:
             raise ApiError(400, f"expected at most {self.most} outputs in one request, found {count}", "n")
@@ -53,10 +53,10 @@ class Slots:
 
 
 class Keys:
-    """The keys a request may carry.
+    """The API keys that are accepted.
 
     Args:
-        keys: any of them; none: everyone may ask.
+        keys: a request needs one of them; empty: it needs none.
     """
 
     def __init__(self, keys: Sequence[str] = ()) -> None:
@@ -78,7 +78,7 @@ class Keys:
         return cls(keys)
 
     def check(self, header: str | None) -> None:
-        """Check the ``Authorization`` header, in a time that does not depend on how much of a key is right.
+        """Check the ``Authorization`` header, in a time that does not depend on how many characters are right.
 
         Raises:
             ApiError: 401.
@@ -86,7 +86,7 @@ class Keys:
         if not self._keys:
             return
         given = (header or "").removeprefix("Bearer ").strip().encode()
-        # All of them are compared: the answer's time does not say which one nearly fitted.
+        # All keys are compared, so that the time does not reveal which one nearly matched.
         if not sum(hmac.compare_digest(given, key) for key in self._keys):
             raise ApiError(401, "expected a valid API key as Authorization: Bearer KEY", code="invalid_api_key")
 
@@ -95,8 +95,8 @@ async def read_json(request: Request, most: int, seconds: float) -> dict[str, An
     """The body of a request, which is a JSON object.
 
     Raises:
-        ApiError: 400, 408 or 413.
-        ClientGone: it went while it sent.
+        ApiError: 400, it is not one; 408, it took longer than ``seconds``; 413, it has more than ``most`` bytes.
+        ClientGone: the client disconnected while sending.
     """
     too_long = ApiError(413, f"expected a body of at most {most} bytes", code="body_too_large")
     length = request.headers.get("content-length", "0")
@@ -128,11 +128,11 @@ def _no_number(name: str) -> NoReturn:
 
 
 async def unless_gone(receive: Callable[[], Awaitable[Any]], work: Awaitable[Result]) -> Result:
-    """What ``work`` returns; it is cancelled where the client disconnects.
+    """The result of ``work``, which is cancelled if the client disconnects.
 
     Args:
-        receive: of a request whose body was read.
-        work: that makes the answer.
+        receive: of a request whose body has been read.
+        work: that makes the response.
 
     Raises:
         ClientGone: the client disconnected first.

@@ -1,4 +1,4 @@
-"""Conversations as clients send them, as the engine's :class:`~graphspec.engine.text.Conversation`."""
+"""Converts the messages of clients to the engine's :class:`~graphspec.engine.text.Conversation`."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from .protocol import ChatBody
 from .tools import Tools
 
 ABSENT = ("refusal", "audio", "function_call", "annotations")
-"""Keys of an answer that come back in the next request, empty."""
+"""Keys of a response's message that clients send back, and that must be empty."""
 ROLES = {"developer": "system"}
-"""Newer names of roles that templates know by an older one."""
+"""Newer names of roles, and the older ones that templates use."""
 RESERVED = ("messages", "tools", "documents", "conversation", "chat_template", "add_generation_prompt", "continue_final_message")
 RESERVED_FORM = ("tokenize", "return_dict", "return_tensors", "return_assistant_tokens_mask", "padding", "truncation", "max_length")
 
 
 def conversation_of(body: ChatBody, tools: Tools) -> Conversation:
-    """What a request says, for the checkpoint's template.
+    """The conversation of a request, for the checkpoint's template.
 
     Raises:
-        ApiError: 400, a message with parts that are no text, or with keys nobody reads.
+        ApiError: 400, a message with parts other than text, or with unknown keys.
     """
     messages = [_message(f"messages[{place}]", message) for place, message in enumerate(body.messages)]
     options = dict(body.chat_template_kwargs or {})
@@ -58,7 +58,7 @@ def _part(key: str, part: object) -> str:
 
 
 def _calls(key: str, calls: object) -> list[dict[str, Any]]:
-    """Calls whose arguments are objects, as templates write them."""
+    """Calls with their arguments as objects, as templates expect them."""
     if not isinstance(calls, list):
         raise bad_field(key, "a list of calls", "something else")
     found = []

@@ -1,6 +1,6 @@
-"""What dashboards scrape: vLLM's names where it has one, since ``vllm bench serve`` and aiperf read them, ``graphspec:`` otherwise.
+"""Metrics for Prometheus: under vLLM's names where it has one, since ``vllm bench serve`` and aiperf read these, otherwise ``graphspec:``.
 
-Every family has the label ``model_name``. Counters of tokens and cycles grow while requests run, the rest when a request ends.
+Every family has the label ``model_name``. Counters of tokens and cycles grow while requests run, the others when a request ends.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ LONG = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.
 
 
 class Metrics:
-    """Counts one server's requests.
+    """The metrics of one server.
 
     Args:
         model: value of the label.
         plan: of the engine.
-        load: what the engine has to do now.
-        programs: what it has built.
+        load: returns the engine's current load.
+        programs: returns the programs that it has built.
     """
 
     def __init__(self, model: str, plan: Plan, load: Callable[[], Load], programs: Callable[[], Sequence[CaptureRecord]]) -> None:
@@ -71,15 +71,15 @@ class Metrics:
         self._decode = self._histogram("vllm:request_decode_time_seconds", "From the first token to the end.", LONG)
 
     def text(self) -> bytes:
-        """All of it in Prometheus' text format."""
+        """All metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
     def refuse(self, status: int) -> None:
-        """Count an answer that was an error."""
+        """Count an error response."""
         self._refused.labels(self._model, status).inc()
 
     def observe(self, request: Request) -> None:
-        """Count what is new of a request."""
+        """Count the progress of a request since its last call."""
         metrics = request.metrics
         if request not in self._seen:
             self._seen[request] = _Seen()
@@ -88,7 +88,7 @@ class Metrics:
                 self._queries.inc(len(request.prompt))
                 self._hits.inc(metrics.cached_tokens)
         seen = self._seen[request]
-        # The engine's thread may add to both lists meanwhile.
+        # The engine's thread may append to both lists at the same time.
         bursts, cycles = metrics.bursts[seen.bursts :], metrics.cycle_tokens[seen.cycles :]
         for moment, tokens in bursts:
             self._generated.inc(tokens)
@@ -113,7 +113,7 @@ class Metrics:
             self._positions.labels(self._model, position).inc()
 
     def leave(self, request: Request) -> None:
-        """A request's answer has ended, or its client has left."""
+        """Count a request whose response has ended, or whose client has disconnected."""
         self.observe(request)
         metrics, seen = request.metrics, self._seen.pop(request)
         self._preempted.inc(request.preempted)
@@ -130,7 +130,7 @@ class Metrics:
             self._per_token.observe((seen.last - metrics.first_token) / (len(request.output) - 1))
 
     def collect(self) -> Iterable[Metric]:
-        """Figures of the moment, and of cycles and programs; called by the registry."""
+        """Current values, and those of cycles and programs; called by the registry."""
         load, model = self._load(), [self._model]
 
         def gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
@@ -160,7 +160,7 @@ class Metrics:
 
 
 class _Seen:
-    """What was counted of a request."""
+    """What has been counted of a request."""
 
     def __init__(self) -> None:
         self.bursts = self.cycles = 0

@@ -1,7 +1,7 @@
-"""Request bodies: which fields there are, and the :class:`~graphspec.engine.request.SamplingParams` they make.
+"""Request bodies: their fields, and the :class:`~graphspec.engine.request.SamplingParams` that follow from them.
 
-Field names are OpenAI's, and vLLM's where OpenAI has none. A field that is null counts as not sent. Unknown fields are refused, all of them
-in one error, but for those that change nothing: :data:`NO_BEARING`, and :data:`NEUTRAL` at the value that says nothing.
+Field names are OpenAI's, and vLLM's where OpenAI has none. A field that is null counts as absent. Unknown fields are refused, all of them
+in one error, except those without an effect: :data:`NO_BEARING`, and :data:`NEUTRAL` at these values.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .errors import ApiError, bad_field
 
 Kind = TypeVar("Kind")
 NO_BEARING = frozenset({"user", "safety_identifier", "prompt_cache_key", "metadata", "request_id"})
-"""Fields about the client's own books."""
+"""Fields that only the client's records use."""
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "suffix": ("",),
@@ -33,9 +33,9 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "verbosity": ("medium",),
 }
-"""Fields that are accepted at these values, and refused at others."""
+"""Fields that are accepted only at these values, where they have no effect."""
 COMPLETION_TOKENS = 16
-"""New tokens of a completion that names no number, as OpenAI has it."""
+"""OpenAI's default of new tokens for a completion."""
 PASSED_ON = (
     "top_p", "seed", "stop", "presence_penalty", "frequency_penalty", "top_k", "min_p", "repetition_penalty", "stop_token_ids",
     "include_stop_str_in_output", "ignore_eos", "min_tokens", "skip_special_tokens", "allowed_token_ids", "bad_words", "speculate",
@@ -46,10 +46,10 @@ PASSED_ON = (
 
 @dataclass(kw_only=True)
 class StreamOptions:
-    """What a stream says of its tokens' number.
+    """Where a stream reports usage.
 
     Attributes:
-        include_usage: once, in a last chunk without choices.
+        include_usage: in a last chunk without choices.
         continuous_usage_stats: in every chunk.
     """
 
@@ -62,7 +62,7 @@ class StreamOptions:
 
 @dataclass(kw_only=True)
 class Body(ABC):
-    """Fields of both kinds of requests. Absent ones are None, or what they are by default."""
+    """Fields of both kinds of requests. Absent ones are None or have their default."""
 
     model: str | None = None
     max_tokens: int | None = None
@@ -102,13 +102,13 @@ class Body(ABC):
 
     @property
     def streaming(self) -> StreamOptions:
-        """What its stream says of usage."""
+        """Where its stream reports usage."""
         return read(StreamOptions, self.stream_options or {}, "stream_options.")
 
     @property
     @abstractmethod
     def alternatives(self) -> int | None:
-        """Alternatives of each token's log-probability; None: no log-probabilities."""
+        """Number of alternatives with log-probabilities for each new token; None: no log-probabilities."""
 
     @property
     def scored_prompt(self) -> int | None:
@@ -117,14 +117,14 @@ class Body(ABC):
 
     @abstractmethod
     def new_tokens(self, most: int) -> int:
-        """Most new tokens, where the server allows ``most``."""
+        """The most new tokens of each output; ``most``: the server's limit."""
 
     def params(self, most: int, structured: Structured | None = None) -> SamplingParams:
-        """How the request is sampled.
+        """Sampling parameters of the request.
 
         Args:
-            most: new tokens that the server allows.
-            structured: what its answer must look like.
+            most: the server's limit of new tokens.
+            structured: format of its output; None: free.
 
         Raises:
             RequestError: a value out of range.
@@ -146,7 +146,7 @@ class Body(ABC):
 
     @classmethod
     def read(cls, data: Mapping[str, Any]) -> Self:
-        """A body from its JSON.
+        """Make a body from its JSON object.
 
         Raises:
             ApiError: 400, naming every field that is not supported.
@@ -183,7 +183,7 @@ class CompletionBody(Body):
         """Its prompts, one or several.
 
         Raises:
-            RequestError: no texts and no token ids, or a list of nothing.
+            RequestError: neither texts nor token ids, or an empty list.
         """
         given = self.prompt
         if isinstance(given, str) or (isinstance(given, list) and given and all(type(entry) is int for entry in given)):
@@ -232,7 +232,7 @@ class ChatBody(Body):
 
 
 def read(kind: type[Kind], data: Mapping[str, Any], prefix: str = "") -> Kind:
-    """A dataclass from the fields of a JSON object.
+    """Make a dataclass from the fields of a JSON object.
 
     Raises:
         ApiError: 400, naming every field that is not supported.
@@ -248,20 +248,20 @@ def read(kind: type[Kind], data: Mapping[str, Any], prefix: str = "") -> Kind:
 
 
 def check_model(requested: str | None, served: str) -> None:
-    """Check the name of the model that a request asks for.
+    """Check the model that a request names.
 
     Raises:
-        ApiError: 404, another one is served here.
+        ApiError: 404, the server has another one.
     """
     if requested is not None and requested != served:
         raise ApiError(404, f"expected model {served!r}, found {brief(requested)}", "model", "model_not_found")
 
 
 def check_supported(name: str, value: object, served: Sequence[object]) -> None:
-    """Check a field of which only some values are served.
+    """Check a field of which only some values are supported.
 
     Raises:
-        ApiError: 400.
+        ApiError: 400, ``value`` is not in ``served``.
     """
     if value not in served:
         raise bad_field(name, "one of " + ", ".join(map(str, served)), brief(value))

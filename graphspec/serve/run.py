@@ -1,4 +1,4 @@
-"""``graphspec serve``: loads a model and answers until a signal ends it."""
+"""``graphspec serve``: loads a model and serves it until a signal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..show.progress import progress_bars
 
 if TYPE_CHECKING:
     from ..graphs.cycle import Progress
-    from .app import Face
+    from .app import Api
     from .limits import Keys
 
 PACKAGES = ("starlette", "uvicorn", "prometheus_client")
@@ -34,21 +34,21 @@ def run(config: LaunchConfig) -> int:
     options, keys = config.server, read_keys(config)
     with bind(options) as sock:
         with progress_bars() as progress:
-            face = load_face(config, keys, progress)
-        with face.llm.llm:
+            api = load_api(config, keys, progress)
+        with api.llm.llm:
             host, port = sock.getsockname()[:2]
             address = f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"
 
             def ready() -> None:
-                print(f"graphspec serve: {face.model} at {address}", flush=True)  # noqa: T201
+                print(f"graphspec serve: {api.model} at {address}", flush=True)  # noqa: T201
 
-            server = HttpServer(face.app(), options, ready)
+            server = HttpServer(api.app(), options, ready)
             asyncio.run(server.serve(sockets=[sock]))
     return 0
 
 
 def check_packages() -> None:
-    """Check that the packages of the extra ``serve`` are there.
+    """Check that the packages of the extra ``serve`` are installed.
 
     Raises:
         ConfigError: one is missing.
@@ -70,26 +70,26 @@ def read_keys(config: LaunchConfig) -> Keys:
     return Keys() if file is None else Keys.read(user_path("server.api_key_file", file))
 
 
-def load_face(config: LaunchConfig, keys: Keys, progress: Progress | None = None) -> Face:
-    """The engine of a configuration, with the programs of its sampling classes, and the routes over it; who serves it closes the engine.
+def load_api(config: LaunchConfig, keys: Keys, progress: Progress | None = None) -> Api:
+    """Load the engine of a configuration, with the programs of its sampling classes, and make its routes. The caller closes the engine.
 
     Args:
-        config: engine and server.
-        keys: that a request may carry.
+        config: of engine and server.
+        keys: API keys that are accepted.
         progress: as for :class:`~graphspec.engine.llm.LLM`.
 
     Raises:
         GraphspecError: as :class:`~graphspec.engine.llm.LLM`.
     """
-    from .app import Face
+    from .app import Api
 
     llm = LLM.from_config(config, progress)
     resident = AsyncLLM(llm)
     for sampling in llm.plan.sampling_classes:
         llm.warm_up(llm.plan.max_rows, sampling=sampling)
-    return Face(resident, config.server, served_name(config), keys)
+    return Api(resident, config.server, served_name(config), keys)
 
 
 def served_name(config: LaunchConfig) -> str:
-    """The name under which a model is served. For a folder, its last part: clients should not learn the path."""
+    """The name under which a model is served. For a folder it is the last part of the path, which clients should not see."""
     return config.server.model_name or Path(config.model.path).name or "model"

@@ -1,4 +1,4 @@
-"""The form that an answer must have: ``response_format``, ``structured_outputs``, and the calls that ``tool_choice`` demands."""
+"""The required format of an output: ``response_format``, ``structured_outputs``, and the calls that ``tool_choice`` requires."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ KINDS = {
     "json_object": "json_object",
     "structural_tag": "structural_tag",
 }
-"""Fields of vLLM's ``structured_outputs``, and what :class:`Structured` calls them."""
+"""Fields of vLLM's ``structured_outputs``, and their names in :class:`Structured`."""
 
 
 def structured_of(body: Body, tools: Tools | None = None) -> Structured | None:
-    """What a request's answer must look like; None: anything.
+    """The required format of a request's output; None: free.
 
     Raises:
-        ApiError: 400, no such form, or several.
-        RequestError: a grammar that can't be one.
+        ApiError: 400, no such format, or several.
+        RequestError: an invalid grammar.
     """
     found: dict[str, Structured] = {}
     if isinstance(body, ChatBody) and body.response_format is not None:

@@ -1,4 +1,4 @@
-"""Tokens and their log-probabilities as answers have them."""
+"""Tokens and their log-probabilities in the format of responses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..engine.request import TokenLogprob
 from ..engine.text import Detokenizer, Tokenizer
 
 LEAST_LOGPROB = -9999.0
-"""What JSON, which has no infinity, says of a token that can't come."""
+"""Log-probability of an impossible token in JSON, which has no infinity."""
 
 
 class TokenTexts:
@@ -31,17 +31,17 @@ class TokenTexts:
 
 
 def finite(logprob: float) -> float:
-    """A log-probability that JSON can hold."""
+    """A log-probability for JSON: at least :data:`LEAST_LOGPROB`."""
     return max(logprob, LEAST_LOGPROB)
 
 
 def chat_logprobs(entries: Sequence[TokenLogprob], texts: TokenTexts, count: int) -> dict[str, Any]:
-    """``logprobs`` of a chat's answer.
+    """``logprobs`` of a chat completion.
 
     Args:
         entries: one for each token.
         texts: of tokens.
-        count: alternatives that were asked for.
+        count: requested alternatives per token.
     """
 
     def spelled(token: int, logprob: float) -> dict[str, Any]:
@@ -58,12 +58,12 @@ def chat_logprobs(entries: Sequence[TokenLogprob], texts: TokenTexts, count: int
 
 
 class CompletionLogprobs:
-    """``logprobs`` of a completion, piece by piece. Offsets are characters of the answer's text.
+    """``logprobs`` of a completion, piece by piece. Offsets are characters of the output's text.
 
     Args:
         tokenizer: the checkpoint's.
         texts: of tokens.
-        skip_special_tokens: they are not part of the text.
+        skip_special_tokens: whether the text leaves special tokens out.
     """
 
     def __init__(self, tokenizer: Tokenizer, texts: TokenTexts, *, skip_special_tokens: bool) -> None:
@@ -71,7 +71,7 @@ class CompletionLogprobs:
         self._pieces = Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
 
     def of(self, tokens: Sequence[int], entries: Sequence[TokenLogprob | None]) -> dict[str, list[Any]]:
-        """Of the next tokens; a prompt's first one has no log-probability."""
+        """``logprobs`` of the next tokens; the first token of a prompt has no log-probability."""
         found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token, entry in zip(tokens, entries, strict=True):
             found["tokens"].append(self._texts[token])
@@ -82,7 +82,7 @@ class CompletionLogprobs:
         return found
 
     def _top(self, entry: TokenLogprob) -> dict[str, float]:
-        """By text: of tokens with the same text the most likely one, and the token itself in any case."""
+        """Alternatives by text: the most likely of the tokens with one text, and the token itself in any case."""
         top: dict[str, float] = {}
         for token, logprob in (*entry.top.items(), (entry.token_id, entry.logprob)):
             top.setdefault(self._texts[token], finite(logprob))
@@ -90,7 +90,7 @@ class CompletionLogprobs:
 
 
 def prompt_logprobs(entries: Sequence[TokenLogprob | None], texts: TokenTexts) -> list[dict[str, Any] | None]:
-    """``prompt_logprobs`` as vLLM has them: for each token, itself and its alternatives by id."""
+    """``prompt_logprobs`` of vLLM: for each token, itself and its alternatives by id."""
     found: list[dict[str, Any] | None] = []
     for entry in entries:
         if entry is None:

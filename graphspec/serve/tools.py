@@ -1,4 +1,4 @@
-"""Tools: functions that the model may call. One syntax of calls is read, that of Hermes 2 Pro, which Qwen's templates use too:
+"""Tools: functions that the model may call. Calls are parsed in one syntax, that of Hermes 2 Pro, which Qwen's templates use too:
 ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``.
 """
 
@@ -30,7 +30,7 @@ class ToolCall:
     arguments: str
 
     def spelled(self, index: int | None = None) -> dict[str, Any]:
-        """As answers have it; with its place among the calls in a stream."""
+        """The call in the format of responses, with its ``index`` in a stream."""
         place = {} if index is None else {"index": index}
         function = {"name": self.name, "arguments": self.arguments}
         return place | {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
@@ -38,12 +38,12 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """What a request says of tools.
+    """The tools of a request.
 
     Attributes:
-        described: for the template; none: it has none, or ``tool_choice`` is ``none``.
-        read: calls are looked for in the text.
-        form: what the text must look like where calls are demanded, as xgrammar's structural tag; None: calls are not demanded.
+        described: for the template; empty: the request has none, or ``tool_choice`` is ``none``.
+        read: whether the output is parsed for calls.
+        form: required format of the text as xgrammar's structural tag, where calls are required; None: they are not.
     """
 
     described: tuple[Mapping[str, Any], ...] = ()
@@ -52,15 +52,15 @@ class Tools:
 
 
 def read_tools(tools: object, choice: object, *, parallel: bool = True) -> Tools:
-    """The tools of a request.
+    """Read the tools of a request.
 
     Args:
-        tools: that it offers.
-        choice: which of them are to be called.
-        parallel: more than one call may come.
+        tools: ``tools`` of the body.
+        choice: ``tool_choice`` of the body.
+        parallel: whether an output may have more than one call.
 
     Raises:
-        ApiError: 400, no such tools, or a choice that is not served.
+        ApiError: 400, invalid tools, or a choice that is not supported.
     """
     if tools is None or tools == []:
         if choice not in (None, "none"):
@@ -87,7 +87,7 @@ def read_tools(tools: object, choice: object, *, parallel: bool = True) -> Tools
 
 
 def _calls_of(tools: Sequence[Mapping[str, Any]], *, single: bool) -> dict[str, Any]:
-    """The form of a text that is calls of these functions and nothing else, one of them at least."""
+    """The format of a text that consists of one or more calls of these functions."""
     tags = [
         {
             "type": "tag",
@@ -102,18 +102,18 @@ def _calls_of(tools: Sequence[Mapping[str, Any]], *, single: bool) -> dict[str, 
 
 
 class CallReader:
-    """Splits a growing text into what is said and what is called."""
+    """Splits a growing text into content and calls."""
 
     def __init__(self) -> None:
         self._held = ""
         self._inside = False
 
     def push(self, text: str, *, last: bool = False) -> tuple[str, list[ToolCall]]:
-        """Append text; returns what is final of what is said, and the calls that are whole now.
+        """Append text; returns the content that is now final, and the calls that are now complete.
 
         Args:
-            text: that is final.
-            last: none follows.
+            text: that will not change.
+            last: whether no more text follows.
         """
         self._held += text
         said = ""
@@ -126,7 +126,7 @@ class CallReader:
             before, self._held = self._held[:place], self._held[place + len(mark) :]
             if self._inside:
                 call = _parse(before)
-                # What is no call is said as it was written.
+                # An invalid call is content.
                 said, calls = (said, [*calls, call]) if call is not None else (said + BEGIN + before + END, calls)
             else:
                 said += before
@@ -145,7 +145,7 @@ class CallReader:
 
 
 def _begun(text: str) -> int:
-    """Characters at the end of ``text`` with which a call's mark may begin."""
+    """Number of characters at the end of ``text`` that may begin a call's opening tag."""
     return next((length for length in range(min(len(BEGIN) - 1, len(text)), 0, -1) if text.endswith(BEGIN[:length])), 0)
 
 
@@ -161,5 +161,5 @@ def _parse(text: str) -> ToolCall | None:
 
 
 def spell_calls(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
-    """Calls as an answer that is no stream has them."""
+    """Calls in the format of a whole response."""
     return [call.spelled() for call in calls]

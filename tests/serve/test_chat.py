@@ -110,7 +110,7 @@ def test_calls_in_the_text_are_answered_as_calls(server: Served, monkeypatch: py
         assert kept is stream
         return next(rest)
 
-    monkeypatch.setattr(server.face.tokenizer, "step", step)
+    monkeypatch.setattr(server.api.tokenizer, "step", step)
     asked = {**GREEDY, "messages": QUESTION, "tools": [TOOL], "stop": "END"}
     wanted = [{"name": "look", "arguments": '{"word": "b"}'}, {"name": "f", "arguments": "{}"}]
     [choice] = server.chat(**asked)["choices"]

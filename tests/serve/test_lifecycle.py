@@ -56,7 +56,7 @@ def test_a_client_that_leaves_aborts_its_request(pair: Pair, stream: bool, waiti
             wait_for(lambda: llm.load().waiting == 1)
             leaving, staying = (second, first) if waiting else (first, second)
             leaving.close()
-            wait_for(lambda: server.face.slots.taken == 1)
+            wait_for(lambda: server.api.slots.taken == 1)
             go.set()
         answer = b""
         while b"[DONE]" not in answer and b'"usage"' not in answer:
@@ -110,7 +110,7 @@ def test_a_client_that_does_not_read_is_let_go(pair: Pair, monkeypatch: pytest.M
         connection = server.connect()
         body = json.dumps({**ENDLESS, "stream": True}).encode()
         connection.sendall(f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
-        wait_for(lambda: server.face.slots.taken == 1)
+        wait_for(lambda: server.api.slots.taken == 1)
         server.idle()
         connection.close()
         assert server.complete(prompt="w7", max_tokens=1)

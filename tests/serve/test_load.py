@@ -28,7 +28,7 @@ def test_more_than_it_can_bear(pair: Pair) -> None:
         assert tally.broken == []
         assert tally.answers["done"] and tally.answers["refused"]
         assert asyncio.run(target.idle())
-        assert server.face.slots.taken == 0
+        assert server.api.slots.taken == 0
         assert server.complete(prompt="w7", max_tokens=2)
 
 

@@ -154,7 +154,7 @@ def test_a_full_queue_answers_at_once(pair: Pair) -> None:
             assert next(lines).startswith("data:")
             other = server.client.build_request("POST", COMPLETIONS, json={**ENDLESS, "stream": True})
             second = server.client.send(other, stream=True)
-            wait_for(lambda: server.face.slots.taken == 2)
+            wait_for(lambda: server.api.slots.taken == 2)
             response = server.post(COMPLETIONS, ENDLESS)
             assert refused(response, 503)["code"] == "queue_full" and int(response.headers["retry-after"]) >= 1
             assert server.metric("graphspec:requests_refused_total", status="503") == 1
@@ -165,7 +165,7 @@ def test_a_full_queue_answers_at_once(pair: Pair) -> None:
 
 def test_the_engines_own_limit_counts_where_it_is_set(pair: Pair) -> None:
     with pair.llm(**CHAIN, max_rows=2, max_queued=3) as llm, serving(llm, max_waiting=100) as server:
-        assert server.face.slots.most == 5
+        assert server.api.slots.most == 5
         assert "at most 5 outputs" in refused(server.post(COMPLETIONS, {"prompt": "w7", "n": 6}), 400)["message"]
 
 

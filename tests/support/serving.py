@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import httpx2
 
 from graphspec.engine.async_llm import AsyncLLM
-from graphspec.serve.app import Face
+from graphspec.serve.app import Api
 from graphspec.serve.http import HttpServer, bind
 from graphspec.server_options import ServerConfig
 
@@ -41,11 +41,11 @@ class Served:
 
     def __init__(self, llm: LLM, keys: Keys | None = None, **options: Any) -> None:
         self.llm, self.options = llm, ServerConfig(**{"port": 0, "keep_alive_seconds": 1.0, **options})
-        self.face = Face(AsyncLLM(llm), self.options, MODEL, keys)
+        self.api = Api(AsyncLLM(llm), self.options, MODEL, keys)
         self.socket = bind(self.options)
         self.address = self.socket.getsockname()[:2]
         self.url = f"http://{self.address[0]}:{self.address[1]}"
-        self.server = HttpServer(self.face.app(), self.options)
+        self.server = HttpServer(self.api.app(), self.options)
         self.thread = threading.Thread(target=lambda: asyncio.run(self.server.serve(sockets=[self.socket])), daemon=True)
         self.thread.start()
         wait_for(lambda: self.server.started)
@@ -73,7 +73,7 @@ class Served:
 
     def metric(self, name: str, **labels: str) -> float:
         """A sample of ``/metrics``; 0 where there is none."""
-        value = self.face.metrics.registry.get_sample_value(name, {"model_name": MODEL, **labels})
+        value = self.api.metrics.registry.get_sample_value(name, {"model_name": MODEL, **labels})
         return value or 0.0
 
     def connect(self) -> socket.socket:
@@ -83,7 +83,7 @@ class Served:
     def idle(self) -> None:
         """Wait until nothing runs, and check that everything was given back."""
         wait_for(lambda: (load := self.llm.load()).running == load.waiting == load.pages_used == 0)
-        wait_for(lambda: self.face.slots.taken == 0)
+        wait_for(lambda: self.api.slots.taken == 0)
 
     def stop(self) -> None:
         self.server.drain()
