@@ -1,4 +1,4 @@
-"""Options of ``graphspec train``. Standard library only: the command's own half, :mod:`graphspec.train`, reads it."""
+"""Options of ``graphspec train``, which :mod:`graphspec.train` implements. Standard library only."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ SCHEDULES = ("linear", "cosine", "constant")
 TARGETS = ("llama", "qwen3_5")
 DEFAULT_STEPS = 600
 MOST_WARM_UP = 40
-"""Default steps of the warm-up; fewer where a tenth of the schedule is fewer."""
+"""Default steps of the warm-up, at most a tenth of the schedule."""
 LONGEST = 2**20
-"""Longest sequence; far above what anybody trains on."""
+"""Longest sequence that is accepted."""
 
 
 def _check(key: str, ok: bool, expected: str, found: object) -> None:
@@ -35,12 +35,12 @@ class TextConfig:
     """The text that the target writes for its draft."""
 
     sets: list[list[int]] | None = None
-    """[batches, sequences per batch, tokens per sequence], the prompt included; null: for every length of the schedule a third of the
-    tokens trained on."""
+    """[batches, sequences per batch, tokens per sequence], the prompt included; null: for every length of the schedule, a third of the
+    tokens that are trained on."""
     prompt: list[int] = field(default_factory=lambda: [16, 64])
     """Shortest and longest prompt, in tokens of the data."""
     temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0, 0.0, 0.8])
-    """Batches take these in turn; 0 is greedy. A draft meets both: greedy text is low in entropy, sampled text is varied."""
+    """Batches use these in turn; 0 is greedy. A draft has to predict both low-entropy greedy text and varied sampled text."""
     seed: int = 1
 
     def __post_init__(self) -> None:
@@ -67,7 +67,7 @@ class AcceptanceConfig:
     temperature: float = 0.7
     """Temperature measured in addition to greedy decoding; 0: greedy decoding alone."""
     batch: int = 8
-    """Prompts drafted for at once."""
+    """Prompts per batch."""
     samples: int = 2
     """Continuations kept as text."""
     seed: int = 3
@@ -99,17 +99,17 @@ class UnlikelihoodConfig:
     steps: int = 0
     """Optimizer steps; 0: none. Each also reads a batch of text as the first phase does."""
     lr: float = 0.0006
-    """Peak learning rate, of Muon and of AdamW, on a line down to 0."""
+    """Peak learning rate of Muon and AdamW, which falls linearly to 0."""
     weight: float = 1.0
-    """Of the unlikelihood next to the loss on text."""
+    """Weight of the unlikelihood relative to the loss on text."""
     width: int = 16
-    """A token is made less likely where it ends a run of so many tokens that occurred earlier in the same continuation."""
+    """Length of repeated runs: a token becomes less likely if it ends a run of this many tokens that occurred earlier in the continuation."""
     refresh: int = 8
-    """Steps between two writings of the text."""
+    """Steps after which new continuations are written."""
     sequences: int = 128
     """Continuations that are written at once."""
     batch: int = 16
-    """Continuations of a step."""
+    """Continuations per step."""
     prompt: int = 64
     """Tokens of a prompt."""
     length: int = 224
@@ -132,7 +132,7 @@ RECURRENT_KEYS = (
     "head_dim", "full_attention_interval", "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
 )  # fmt: skip
 HYBRID_KEYS = ("architecture", *RECURRENT_KEYS)
-"""Keys of ``train.target`` that a Llama's record leaves out."""
+"""Keys of ``train.target`` that records of a Llama omit."""
 
 
 @dataclass(kw_only=True)
@@ -197,54 +197,54 @@ class TrainConfig:
     out: str | None = None
     """Folder of the finished checkpoint."""
     work: str | None = None
-    """Folder of what is made on the way, where an interrupted run goes on; runs for one target on one data may share it. null: next to
-    ``out``, with ``.work`` after its name."""
+    """Folder of intermediate files, from which an interrupted run resumes; runs for one target on the same data may share it. null: the
+    path of ``out`` followed by ``.work``."""
     resume: bool = True
-    """Go on from the checkpoint in ``work``, where there is one; false: train anew."""
+    """Resume from the checkpoint in ``work``, if there is one; false: start again."""
     steps: int | None = None
     """Optimizer steps; null: those of ``tokens``, and 600 without."""
     tokens: int | None = None
-    """Tokens to train on, instead of ``steps``; each counts as often as it is read."""
+    """Tokens to train on, instead of ``steps``; a token counts each time it is read."""
     batch: int = 16
-    """Sequences of a step."""
+    """Sequences per step."""
     sequence_length: int = 256
-    """Tokens of a sequence."""
+    """Tokens per sequence."""
     phases: list[list[int]] = field(default_factory=list)
-    """[steps, batch, sequence length] one after the other, instead of the four keys above: such as long sequences after short ones."""
+    """[steps, batch, sequence length] of consecutive phases, instead of the four keys above; for example long sequences after short ones."""
     lr: float = 0.014
     """Peak learning rate of Muon, which updates the matrices."""
     adamw_lr: float | None = 0.003
     """Peak learning rate of AdamW, which updates everything else; null: ``lr``."""
     schedule: str = "linear"
-    """After the warm-up. linear: flat, then down in a line over ``cooldown`` steps; cosine: half a cosine down; constant: flat."""
+    """Learning rate after the warm-up. linear: flat, then linearly down over ``cooldown`` steps; cosine: half a cosine; constant: flat."""
     warmup: int | None = None
     """Steps of a linear warm-up; null: a tenth of the steps, at most 40."""
     cooldown: int | None = None
-    """linear: steps of the way down; null: half of the steps. What is left after the warm-up may be fewer: then it is the end of it."""
+    """linear: steps of the decay; null: half of the steps. If fewer steps are left after the warm-up, only the end of the decay is used."""
     restarts: list[int] = field(default_factory=list)
-    """Steps at which the schedule begins anew: more training after a cool-down, without starting over."""
+    """Steps at which the schedule restarts, to continue training after a cool-down."""
     clip: float = 1.0
     """Largest norm of the gradient."""
     dtype: str = "float32"
-    """Of products, in linear layers, attention and Muon's iterations: float32, or bfloat16, which pays where the hardware has bfloat16
-    arithmetic. Weights and the optimizers' states stay in float32."""
+    """Of products in linear layers, attention and Muon's iterations: float32, or bfloat16, which is faster if the hardware has bfloat16
+    arithmetic. Weights and optimizer states stay in float32."""
     compile: bool = False
-    """Compile the forward pass, a draft's for those phases that have enough steps; pays from some hundred steps on."""
+    """Compile the forward pass; that of a draft only for phases with enough steps. Pays from some hundred steps on."""
     seed: int = 2
     checkpoint_steps: int = 50
     """Steps between two checkpoints."""
     log_steps: int = 20
     """Steps between two records of progress."""
     unroll: int = 5
-    """Drafts: steps unrolled on the network's own hidden states; a draft is good only as deep as it was unrolled."""
+    """Drafts: steps that are unrolled on the network's own hidden states; a draft is only good to this depth."""
     decay: float = 0.8
-    """Drafts: weight of unrolled step ``k`` is ``decay ** k``."""
+    """Drafts: the weight of unrolled step ``k`` is ``decay ** k``."""
     feature_weight: float = 0.0
-    """Drafts whose hidden state stands for the target's next feature: weight of the SmoothL1 distance to it."""
+    """Drafts whose hidden state predicts the target's next feature: weight of the SmoothL1 distance to it."""
     raw_share: float = 0.0
-    """Drafts: share of each batch that is cut from the data; the rest was written by the target."""
+    """Drafts: share of each batch that is cut from the data; the rest is text written by the target."""
     network: dict[str, Any] = field(default_factory=dict)
-    """Drafts: settings of the variant's own network, such as ``draft_vocab_size``, ``tap_layers``, ``num_heads``."""
+    """Drafts: settings of the variant's network, such as ``draft_vocab_size``, ``tap_layers``, ``num_heads``."""
     text: TextConfig = field(default_factory=TextConfig)
     acceptance: AcceptanceConfig = field(default_factory=AcceptanceConfig)
     target: TargetConfig = field(default_factory=TargetConfig)
@@ -286,7 +286,7 @@ class TrainConfig:
 
     @property
     def schedule_phases(self) -> list[list[int]]:
-        """``[steps, batch, sequence length]`` one after the other; at least one."""
+        """``[steps, batch, sequence length]`` of the phases, at least one."""
         if self.phases:
             return self.phases
         each = self.batch * self.sequence_length
@@ -298,18 +298,18 @@ class TrainConfig:
         return sum(phase[0] for phase in self.schedule_phases)
 
     def periods(self) -> list[int]:
-        """Steps of each period of the learning-rate schedule: one more than there are restarts."""
+        """Steps of each period of the learning-rate schedule, one more than there are restarts."""
         return [end - begin for begin, end in pairwise([0, *self.restarts, self.total_steps])]
 
     def warm_up_of(self, length: int) -> int:
-        """Steps of the warm-up in a period of ``length`` steps; one that is too short for both ways has them in proportion."""
+        """Steps of the warm-up in a period of ``length`` steps; a period too short for warm-up and decay has both in proportion."""
         if self.warmup is None:
             return min(MOST_WARM_UP, length // 10)
         ways = self.warmup + self.cool_down_of(length)
         return self.warmup if ways <= length else length * self.warmup // ways
 
     def cool_down_of(self, length: int) -> int:
-        """Steps of the way down in a period of ``length`` steps."""
+        """Steps of the decay in a period of ``length`` steps."""
         if self.schedule != "linear":
             return 0
         return self.cooldown if self.cooldown is not None else length // 2

@@ -1,1 +1,1 @@
-"""``graphspec train``: a draft for any Llama-shaped target, or a small target from nothing."""
+"""``graphspec train``: trains a draft for any Llama-shaped target, or a small target from scratch."""

@@ -1,7 +1,7 @@
-"""Acceptance of a finished checkpoint: the engine reads what was written and continues held-out prompts.
+"""Acceptance of a finished checkpoint: the engine loads the written files and continues held-out prompts.
 
-Above temperature 0 drafts are ranked without the sampler's noise (``variant.draft_noise=none``); the default accepts more. The figure is
-new tokens per cycle, the target's own token included, the prefill's token not counted (Leviathan et al. 2023; the EAGLE papers' tau).
+Above temperature 0, drafts are ranked without the sampler's noise (``variant.draft_noise=none``); the default accepts more. The figure is
+new tokens per cycle, with the bonus token and without the prefill's token (Leviathan et al. 2023; tau in the EAGLE papers).
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from .generate import cut_prompts, repetition
 from .loop import Watch
 
 NATIVE_PAYS = 4096
-"""Tokens from which on a CPU's native programs save more than building them costs."""
+"""Number of tokens above which native programs on a CPU save more time than building them takes."""
 
 
 def check_acceptance(config: AcceptanceConfig, context: int, stream: np.ndarray) -> None:
-    """Refuse what can't be measured, before anything is trained.
+    """Check, before anything is trained, that acceptance can be measured.
 
     Raises:
-        ConfigError: the held-out text is shorter than a prompt, or the target's context than prompt and continuation.
+        ConfigError: the held-out text is shorter than a prompt, or the target's context is shorter than prompt and continuation.
     """
     if len(stream) <= config.prompt_length:
         expected = f"less than the held-out text of {len(stream)} tokens"
         raise ConfigError("train.acceptance.prompt_length", expected, config.prompt_length)
     if config.prompt_length + config.new_tokens > context:
-        expected = f"at most {context - config.prompt_length}, what the target's context leaves"
+        expected = f"at most {context - config.prompt_length}, the rest of the target's context"
         raise ConfigError("train.acceptance.new_tokens", expected, config.new_tokens)
 
 
 def small_engine(config: LaunchConfig, target: str, variant: VariantConfig) -> LLM:
-    """An engine for one batch of the measured prompts, with the checkpoint ``target``: native on a CPU for many tokens, else eager."""
+    """An engine with the checkpoint ``target`` for one batch of the prompts: native on a CPU for many tokens, else eager."""
     measured = config.train.acceptance
     model = replace(config.model, path=target, max_context=measured.prompt_length + measured.new_tokens)
     on_cpu = config.hardware.device == "cpu" or not torch.cuda.is_available()
@@ -54,7 +54,7 @@ def small_engine(config: LaunchConfig, target: str, variant: VariantConfig) -> L
 
 
 def continue_held_out(llm: LLM, config: AcceptanceConfig, stream: np.ndarray, temperature: float = 0.0) -> list[Output]:
-    """Continuations of prompts cut from ``stream``; each prompt has a seed of its own.
+    """Continuations of prompts cut from ``stream``, each with a different seed.
 
     Raises:
         ResourceError: a request failed.
@@ -105,5 +105,5 @@ def measure_acceptance(config: LaunchConfig, shapes: Sequence[Sequence[int]], st
 
 
 def conditional_shares(reached: Sequence[float]) -> list[float]:
-    """Share of drafts accepted at each depth, given that the ones before were, from the share of cycles that reached each depth."""
+    """Share of drafts accepted at each depth given the ones before, from the share of cycles that reached each depth."""
     return [round(share / before, 4) if before else 0.0 for before, share in pairwise([1.0, *reached])]

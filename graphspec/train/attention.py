@@ -1,8 +1,8 @@
 """Causal attention for training on a CPU in bfloat16: batched products over whole score matrices.
 
-PyTorch's flash attention for CPUs multiplies small blocks, and its backward pass takes a third of a training step of a thin model where a
-matrix unit (amx_bf16) would do. Written as batched products, one layer takes a third of the time. The probabilities are kept for the
-backward pass, ``2 * batch * heads * length ** 2`` bytes a layer. Each pass is an operator, so that a compiler does not take it apart.
+PyTorch's flash attention for CPUs multiplies small blocks, and its backward pass takes a third of a training step of a narrow model on a
+processor with a matrix unit (amx_bf16). As batched products, a layer takes a third of the time. The probabilities are kept for the backward
+pass, ``2 * batch * heads * length ** 2`` bytes per layer. Each pass is an operator, so that a compiler does not decompose it.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _forward(module: torch.nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Non
 
 
 def use_batched_products(model: PreTrainedModel) -> None:
-    """Make ``model`` take this attention; its sequences must be without padding and without a cache."""
+    """Make ``model`` use this attention; its sequences must have no padding and no cache."""
     AttentionInterface.register(NAME, _forward)
     AttentionMaskInterface.register(NAME, lambda *arguments, **rest: None)
     model.set_attn_implementation(NAME)

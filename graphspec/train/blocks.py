@@ -1,4 +1,4 @@
-"""Parts of a decoder layer that every draft network is made of. Attention itself is left to the caller, who knows what a row may see."""
+"""Parts of decoder layers for draft networks in training. Attention is a function of the caller, which decides what a row may see."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class LayerShape:
     qk_norm: bool = False
     """RMSNorm over the dimension of each query and key head before the rotation (Qwen3)."""
     gate: bool = False
-    """The query projection gives each head a gate after its query; its sigmoid scales what the head attended (Qwen3.5)."""
+    """The query projection has a gate after each head's query; its sigmoid scales the head's output (Qwen3.5)."""
 
     @classmethod
     def of(cls, target: PreTrainedModel) -> LayerShape:
-        """The shape of the target's own layers, read from the first that attends.
+        """The shape of the target's layers, read from the first that attends.
 
         Raises:
             ConfigError: an activation other than SiLU.
@@ -63,7 +63,7 @@ class LayerShape:
         )
 
     def plain(self, intermediate: int | None, *, qk_norm: bool = False) -> LayerShape:
-        """The same sizes as a Llama layer without biases, or with ``qk_norm`` as a Qwen3 layer.
+        """A Llama layer without biases of the same sizes; with ``qk_norm``, a Qwen3 layer.
 
         ``intermediate`` None keeps the width of the MLP.
         """
@@ -72,9 +72,9 @@ class LayerShape:
 
 
 def rotate(x: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
-    """Turn ``[.., T, D]`` by Llama's rotary angles (the two halves of a head are rotated against each other).
+    """Rotate ``[.., T, D]`` by Llama's rotary angles, which pair the two halves of a head.
 
-    What a head has beyond the width of the angles passes.
+    Dimensions beyond the width of the angles are not rotated.
     """
     width = cos_TD.shape[-1]
     if width < x.shape[-1]:
@@ -84,7 +84,7 @@ def rotate(x: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
 
 
 class Rope(nn.Module):
-    """Angles of a rotary embedding; nothing of it is stored in a checkpoint."""
+    """Angles of a rotary embedding, which checkpoints do not store."""
 
     frequencies: Tensor
 
@@ -111,14 +111,14 @@ class Rope(nn.Module):
         return cls(theta ** (-torch.arange(0, dim, 2, dtype=torch.float32) / dim))
 
     def forward(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
-        """``(cos, sin)``, each ``[T, D]`` fp32, as wide as the part of a head that is rotated."""
+        """``(cos, sin)``, each fp32 ``[T, D]``, D the rotated part of a head."""
         angle = positions_T.float()[:, None] * self.frequencies
         angle = torch.cat((angle, angle), -1)
         return angle.cos() * self.scaling, angle.sin() * self.scaling
 
 
 class SelfAttention(nn.Module):
-    """Projections of one attention layer; ``inputs`` is the width of what queries, keys and values are made of."""
+    """Projections of one attention layer; ``inputs`` is the width of its input."""
 
     def __init__(self, shape: LayerShape, inputs: int) -> None:
         super().__init__()
@@ -169,7 +169,7 @@ class FeedForward(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """A pre-norm Llama layer; ``input_norm`` False leaves out the norm before attention (EAGLE-1/2)."""
+    """A pre-norm Llama layer; with ``input_norm`` False, without the norm before attention (EAGLE-1/2)."""
 
     def __init__(self, shape: LayerShape, input_norm: bool = True) -> None:
         super().__init__()
@@ -187,7 +187,7 @@ class DecoderLayer(nn.Module):
 
 
 def start_small(module: nn.Module, std: float = 0.02) -> None:
-    """Fresh linear layers: normal weights of ``std``, biases zero."""
+    """Initialise the linear layers: normal weights of standard deviation ``std``, zero biases."""
     with torch.no_grad():
         for part in module.modules():
             if isinstance(part, nn.Linear):
@@ -199,7 +199,7 @@ def start_small(module: nn.Module, std: float = 0.02) -> None:
 def attend_rows(
     q: Tensor, prefix_k: Tensor, prefix_v: Tensor, visible_TR: Tensor, own_k: Tensor | None = None, own_v: Tensor | None = None
 ) -> Tensor:
-    """Attention over a shared prefix and, per row, over keys of the row's own branch.
+    """Attention of each row over a shared prefix and over the keys of its own branch.
 
     Args:
         q: ``[B, G, Q/G, T, D]``.
@@ -225,14 +225,14 @@ def attend_rows(
 def attend_blocks(
     q: Tensor, prefix_k: Tensor, prefix_v: Tensor, visible_AR: Tensor, own_k: Tensor, own_v: Tensor, *, causal: bool
 ) -> Tensor:
-    """Attention of A blocks of M rows: over a prefix that all blocks share as far as each may see it, and over the rows of their own block.
+    """Attention of A blocks of M rows over the visible part of a shared prefix, and over the rows of the same block.
 
     Args:
         q: ``[B, G, Q/G, A * M, D]``.
         prefix_k, prefix_v: ``[B, G, R, D]``.
         visible_AR: ``[A, R]`` bool, the prefix rows that a block may see.
         own_k, own_v: ``[B, G, A * M, D]``.
-        causal: a row sees those of its block up to itself; otherwise all of them.
+        causal: a row sees the rows of its block up to itself; otherwise all of them.
 
     Returns:
         ``[B, A * M, Q * D]``.

@@ -1,4 +1,4 @@
-"""Files of a run in progress: checkpoints, written whole or not at all, and one JSON record for each interval."""
+"""Files of a run in progress: checkpoints, written atomically, and one JSON record per interval."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ KEY = "train.work"
 
 
 def write_whole(file: Path, write: Callable[[BinaryIO], object], key: str = KEY) -> None:
-    """Write a file under another name and put it in its place when it is on the disk: at any moment it is the old one or the new one.
+    """Write a file atomically: under another name, and renamed when it is on the disk.
 
     Raises:
-        ConfigError: it can't be written. Names ``key``.
+        ConfigError: it can't be written; the error names ``key``.
     """
     unfinished = file.with_name(file.name + ".tmp")
     try:
@@ -32,20 +32,20 @@ def write_whole(file: Path, write: Callable[[BinaryIO], object], key: str = KEY)
             os.fsync(stream.fileno())
         unfinished.replace(file)
     except (OSError, RuntimeError) as error:
-        # torch's writer turns what the system says into a RuntimeError.
+        # torch's writer turns errors of the system into RuntimeErrors.
         cause = error if isinstance(error, OSError) or not isinstance(error.__context__, OSError) else error.__context__
         unfinished.unlink(missing_ok=True)
         raise unwritable(key, file, cause) from error
 
 
 def write_json(path: Path, value: Mapping[str, object], key: str = KEY) -> None:
-    """Indented JSON with a final newline."""
+    """Write indented JSON with a final newline, atomically."""
     text = json.dumps(value, indent=2) + "\n"
     write_whole(path, lambda stream: stream.write(text.encode()), key)
 
 
 def write_array(file: Path, array: np.ndarray) -> None:
-    """A ``.npy`` file, written whole or not at all."""
+    """Write a ``.npy`` file atomically."""
     write_whole(file, lambda stream: np.save(stream, array))
 
 
@@ -59,7 +59,7 @@ def save(file: Path, state: Mapping[str, Any]) -> None:
 
 
 def load(file: Path, device: torch.device) -> dict[str, Any]:
-    """Read a checkpoint of :func:`save`; nothing in it is run.
+    """Read a checkpoint of :func:`save`, without executing anything in it.
 
     Raises:
         CheckpointError: it can't be read.
@@ -67,12 +67,12 @@ def load(file: Path, device: torch.device) -> dict[str, Any]:
     try:
         state: dict[str, Any] = torch.load(file, map_location=device, weights_only=True)
     except Exception as error:  # torch's readers raise a dozen kinds
-        raise CheckpointError(str(file), "a checkpoint of graphspec train", reason(error), "train.resume=false begins anew") from error
+        raise CheckpointError(str(file), "a checkpoint of graphspec train", reason(error), "train.resume=false starts again") from error
     return state
 
 
 def check_room(folder: Path, needed: int) -> None:
-    """Refuse a run whose checkpoints its disk has no room for, before it has cost anything.
+    """Check that the disk has room for the checkpoints of a run.
 
     Raises:
         ConfigError: less than ``needed`` bytes are free.
@@ -83,18 +83,18 @@ def check_room(folder: Path, needed: int) -> None:
 
 
 class Log:
-    """``<name>.jsonl``: one record for each interval of a run.
+    """``<name>.jsonl``: one record per interval of a run.
 
     Args:
         file: its path.
-        step: the step the run goes on from; records of later ones, which are trained again, are dropped.
+        step: the step from which the run resumes; records of later steps, which are trained again, are dropped.
     """
 
     def __init__(self, file: Path, step: int) -> None:
         self.file = file
         kept: list[str] = []
         if step and file.exists():
-            # A run that was killed may have left half a line.
+            # A run that was killed may have written part of a line.
             lines = (line for line in file.read_text(encoding="utf-8").splitlines() if line.endswith("}"))
             kept = [line for line in lines if json.loads(line)["step"] <= step]
         text = "".join(line + "\n" for line in kept)

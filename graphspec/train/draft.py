@@ -1,8 +1,8 @@
-"""Train a draft network of any variant for a frozen target.
+"""Trains a draft network of any variant for a frozen target.
 
 The loss of a draft step is the soft cross-entropy against the target's full next-token distribution (Hinton et al. 2015; EAGLE's
-classification loss), for heads whose hidden state stands for the target's feature plus EAGLE's SmoothL1 distance to it (Li et al. 2024).
-Steps after the first run on the network's own hidden states (HASS, Zhang et al. 2024; training-time test of EAGLE-3, Li et al. 2025). A
+classification loss); for heads whose hidden state predicts the target's feature, EAGLE's SmoothL1 distance to it is added (Li et al. 2024).
+Steps after the first read the network's own hidden states (HASS, Zhang et al. 2024; training-time test of EAGLE-3, Li et al. 2025). A
 network that drafts all depths in one pass has no such states: its blocks begin at some rows of each sequence (DFlash, arXiv 2602.06036).
 """
 
@@ -29,14 +29,14 @@ BITS = (
     "lr", "adamw_lr", "schedule", "warmup", "cooldown", "restarts", "clip", "dtype", "compile", "seed",
     "unroll", "decay", "feature_weight", "raw_share",
 )  # fmt: skip
-"""Keys of ``train`` that decide, with phases and network, to which weights a draft is trained."""
+"""Keys of ``train`` that determine, with phases and network, the weights of a trained draft."""
 COMPILE_PAYS = 100
-"""Steps of one shape from which on ``train.compile`` compiles it: a minute for each shape."""
+"""Fewest steps of one shape for which ``train.compile`` compiles it, which takes a minute per shape."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """One draft: what it is and how it is trained."""
+    """One draft: its variant, and how it is trained."""
 
     variant: str
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -57,7 +57,7 @@ class Recipe:
             raise ConfigError("train.feature_weight", f"0, for {self.variant} feeds back no feature", config.feature_weight)
 
     def network(self) -> NetworkConfig:
-        """``train.network`` as the variant's own dataclass.
+        """``train.network`` as the variant's dataclass.
 
         Raises:
             ConfigError: a key the variant does not have, or a value of the wrong type.
@@ -71,7 +71,7 @@ class Recipe:
         return kind(**given)
 
     def settings(self) -> dict[str, Any]:
-        """Everything that decides the bits, but the text."""
+        """Everything that determines the trained weights, except the text."""
         config = asdict(self.train)
         settings = {"variant": self.variant, "phases": self.train.schedule_phases, **{key: config[key] for key in BITS}}
         return {**settings, "network": asdict(self.network())}
@@ -87,9 +87,9 @@ class Texts:
     """By length ``[sequences, length]``: text written by the target."""
 
     def counts(self, vocab_size: int) -> Tensor:
-        """``[V]`` int64: occurrences of each id; both kinds of text weigh the same, however long each is.
+        """``[V]`` int64: occurrences of each id, both kinds of text with equal weight, whatever their lengths.
 
-        What the target writes is what will be drafted; the training text keeps rare tokens in order.
+        A draft has to predict text that the target writes; the training text provides counts of rare tokens.
         """
         total = np.bincount(self.stream, minlength=vocab_size) / max(1, len(self.stream))
         if self.written:
@@ -98,7 +98,7 @@ class Texts:
         return torch.from_numpy(np.rint(total * 1e9).astype(np.int64))
 
     def batch(self, count: int, length: int, raw_share: float, seed: int) -> Tensor:
-        """``[count, length]`` int64: raw windows first, then generated sequences; the same for the same ``seed``."""
+        """``[count, length]`` int64: raw windows first, then generated sequences; determined by ``seed``."""
         generator = np.random.default_rng(seed)
         raw = round(count * raw_share)
         starts = generator.integers(0, max(1, len(self.stream) - length), raw)
@@ -119,9 +119,9 @@ class Texts:
 def draft_losses(
     drafter: Drafter, features_BTF: Tensor, logits_BTV: Tensor, tokens_BT: Tensor, row_A: Tensor, unroll: int, feature_weight: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Loss and top-1 agreement with the target at every drafted depth, each ``[unroll]``, over the rows ``row_A`` that draft.
+    """Loss and top-1 agreement with the target at every drafted depth, each ``[unroll]``, over the drafting rows ``row_A``.
 
-    Rows whose argmax the draft vocabulary does not hold carry no cross-entropy and count as misses.
+    Rows whose argmax is not in the draft vocabulary have no cross-entropy and count as misses.
     """
     ids = drafter.target_ids()
     hard_BT = logits_BTV.argmax(-1)
@@ -142,7 +142,7 @@ def draft_losses(
         if feature_weight:
             loss = loss + feature_weight * F.smooth_l1_loss(hidden.float(), features_BTF[:, seen].float())
         losses.append(loss)
-        # An argmax of each row costs a CPU more than the row's maximum and one look-up.
+        # On a CPU an argmax per row is slower than the row's maximum and one look-up.
         top = logits.gather(-1, hard.clamp(min=0)[..., None])[..., 0] >= logits.amax(-1)
         hits.append((top & inside).float().mean())
     return torch.stack(losses), torch.stack(hits)
@@ -151,7 +151,7 @@ def draft_losses(
 def train_draft(
     recipe: Recipe, model: PreTrainedModel, texts: Texts, work: Path, watch: Watch = unwatched
 ) -> tuple[Drafter, dict[str, Any]]:
-    """Train on the model's device, going on from the checkpoint in ``work``; returns the trained network and its figures.
+    """Train on the model's device, resuming from the checkpoint in ``work``; returns the trained network and its figures.
 
     Raises:
         ConfigError: no text for a phase, a phase beyond the target's context, or what :func:`graphspec.train.loop.run` raises.

@@ -1,8 +1,8 @@
 """The interface of a draft network in training, and of its target.
 
-Rows follow one convention, the same as at inference: row ``i`` consumes token ``i + 1`` together with the target's feature of position
-``i``, sits at RoPE position ``i``, and predicts token ``i + 2``. Token 0 is never consumed. At depth ``k``, counted from 0, row
-``i`` predicts token ``i + 2 + k``.
+Rows follow the same convention as at inference: row ``i`` consumes token ``i + 1`` together with the target's feature of position ``i``,
+has RoPE position ``i``, and predicts token ``i + 2``. Token 0 is never consumed. At depth ``k``, counted from 0, row ``i`` predicts token
+``i + 2 + k``.
 """
 
 from __future__ import annotations
@@ -30,46 +30,46 @@ from .hybrid import is_hybrid
 
 @dataclass
 class NetworkConfig:
-    """Settings of one variant's network, ``train.network.*``; each variant has a dataclass of its own."""
+    """Settings of a variant's network, ``train.network.*``; each variant has its own subclass."""
 
     def __post_init__(self) -> None:
         check_fields(self, "train.network")
 
     @property
     def steps(self) -> tuple[str, int] | None:
-        """The key that decides ``train.unroll``, and how deep that is; None: any depth will do."""
+        """The key that determines ``train.unroll``, and that depth; None: any depth is possible."""
         return None
 
 
 class Drafter(nn.Module):
     """A draft network in its published layout.
 
-    ``state_dict`` holds what is trained. What it shares with the target (embedding, output head) are buffers that no checkpoint stores.
+    ``state_dict`` has the trained parameters. Those shared with the target (embedding, output head) are buffers that are not stored.
     """
 
     Settings: ClassVar[type[NetworkConfig]]
     about: ClassVar[str]
     """The architecture in a few words for a model card; ``{key}`` stands for a setting."""
     unmixed: ClassVar[tuple[str, ...]] = ()
-    """Parts of the names of matrices that map to or from the vocabulary."""
+    """Parts of the names of matrices that map to or from the vocabulary, which AdamW updates."""
     num_heads: int = 1
-    """Steps with weights of their own; 1: the same weights serve every step."""
+    """Steps with separate weights; 1: every step uses the same weights."""
     most_steps: int | None = None
-    """Depth it can draft to at most; None: any."""
+    """The deepest it can draft; None: any depth."""
     tap_layers: tuple[int, ...] = ()
     """The features are the target's residual streams entering these layers; empty: its hidden state after the final norm."""
     has_vocab: bool = False
-    """It has a draft vocabulary of its own (:meth:`target_ids`)."""
+    """Whether it has its own draft vocabulary (:meth:`target_ids`)."""
     stands_alone: bool = False
-    """It is a model with a tokenizer of its own, which must be the target's."""
+    """Whether it is a whole model, exported with a tokenizer, the target's."""
     reads_hybrids: bool = False
-    """It is trained for targets with recurrent layers too."""
+    """Whether it can be trained for targets with recurrent layers."""
     feeds_feature: bool = False
-    """Its hidden state stands for the target's feature of the next position, so that it can be trained to be near it."""
+    """Whether its hidden state predicts the target's feature of the next position, so that the distance can be part of the loss."""
 
     @classmethod
     def build(cls, target: PreTrainedModel, config: NetworkConfig, counts_V: Tensor | None) -> Drafter:
-        """A fresh network for ``target``. ``counts_V`` (int64): how often each id occurs in the text; None: it will be loaded."""
+        """A new network for ``target``. ``counts_V`` (int64): occurrences of each id in the text; None: its weights will be loaded."""
         assert isinstance(config, cls.Settings)
         draft = cls(target, config)
         start_small(draft)
@@ -78,20 +78,20 @@ class Drafter(nn.Module):
         return draft
 
     def start_from(self, target: PreTrainedModel, counts_V: Tensor | None) -> None:
-        """Initialise what does not start small and random, under ``no_grad``."""
+        """Initialise the parameters that don't start as small random numbers, under ``no_grad``."""
 
     def anchors(self, rows: int, turn: int) -> Tensor:
-        """Rows, of ``rows``, that draft in training step ``turn``: int64 ``[A]``, ascending."""
+        """The rows, out of ``rows``, that draft in training step ``turn``: int64 ``[A]``, ascending."""
         del turn
         return torch.arange(rows)
 
     @abstractmethod
     def drafts(self, features_BTF: Tensor, tokens_BT: Tensor, steps: int, row_A: Tensor) -> Iterator[Tensor]:
-        """Draft ``steps`` deep from the rows that :meth:`anchors` named, on true tokens: for each depth ``[B, A, H]``."""
+        """Draft ``steps`` deep from the rows ``row_A`` of :meth:`anchors`, on true tokens: yields ``[B, A, H]`` for each depth."""
 
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
-        """``[.., H]`` hidden states out of :meth:`drafts` to ``[.., Vd]``."""
+        """Logits ``[.., Vd]`` of hidden states ``[.., H]`` from :meth:`drafts`."""
 
     def target_ids(self) -> Tensor | None:
         """``[Vd]`` int64: target id of every draft id; None: the vocabulary is the target's."""
@@ -99,7 +99,7 @@ class Drafter(nn.Module):
 
     @abstractmethod
     def published(self, target: PreTrainedModel) -> tuple[dict[str, object], dict[str, Tensor]]:
-        """``config.json`` and tensors as the ecosystem names them."""
+        """``config.json`` and tensors under their published names."""
 
 
 def trained_variants() -> tuple[str, ...]:
@@ -108,13 +108,13 @@ def trained_variants() -> tuple[str, ...]:
 
 
 def network_of(variant: str) -> type[Drafter]:
-    """The trained network of one of :func:`trained_variants`."""
+    """The class of the trained network of one of :func:`trained_variants`."""
     network: type[Drafter] = load_object(resolve_variant(variant).training)
     return network
 
 
 class StepDrafter(Drafter):
-    """A network that drafts step by step, each on the token and the hidden state of the one before."""
+    """A network that drafts step by step, each from the token and the hidden state of the step before."""
 
     @abstractmethod
     def start(self, features_BTF: Tensor) -> Tensor:
@@ -125,13 +125,13 @@ class StepDrafter(Drafter):
         """Draft step ``index`` of every row: consumes a token and a hidden state, returns the next hidden state ``[B, T, H]``."""
 
     def drafts(self, features_BTF: Tensor, tokens_BT: Tensor, steps: int, row_A: Tensor) -> Iterator[Tensor]:
-        """Of all rows: see :func:`unrolled`."""
+        """Drafts of all rows, see :func:`unrolled`."""
         del row_A
         return unrolled(self, features_BTF, tokens_BT, steps)
 
 
 class Target:
-    """A frozen target as its drafters see it."""
+    """A frozen target, as the source of features and logits."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model.requires_grad_(False).eval()
@@ -140,7 +140,7 @@ class Target:
     def view(self, tokens_BT: Tensor, tap_layers: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """``(features [B, T, F], logits [B, T, V])``: tapped layers' inputs side by side, or without taps the final hidden state.
 
-        Features are fp32 whatever the target's dtype, for the drafter is; logits are left as they are, for there are many.
+        Features are converted to fp32, the drafter's dtype; logits keep the target's, because they are large.
         """
         out = self.model.model(tokens_BT, use_cache=False, output_hidden_states=bool(tap_layers))
         last = out.last_hidden_state
@@ -157,7 +157,7 @@ def load_target(
         folder: of the checkpoint.
         dtype: of the weights.
         device: where they go.
-        hybrids: whether it may have recurrent layers.
+        hybrids: whether the target may have recurrent layers.
 
     Raises:
         CheckpointError: no such folder, not a decoder of a supported family, quantised weights, or files that can't be read.
@@ -189,7 +189,7 @@ def load_target(
 
 @contextmanager
 def _without_bars() -> Iterator[None]:
-    """Progress is shown by whoever runs the training, and transformers' own bars stay as they were set."""
+    """A context without transformers' progress bars, whose setting is restored."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
@@ -203,7 +203,7 @@ def default_taps(layers: int) -> list[int]:
     """EAGLE-3's low, middle and high taps ``2, L // 2, L - 3`` (Li et al. 2025).
 
     Raises:
-        ConfigError: the target is so shallow that they coincide or leave it; they must then be named.
+        ConfigError: the target is too shallow for them, so they must be named.
     """
     taps = [2, layers // 2, layers - 3]
     if not 0 < taps[0] < taps[1] < taps[2]:
@@ -212,7 +212,7 @@ def default_taps(layers: int) -> list[int]:
 
 
 def feature_scale(target: PreTrainedModel, tap_layers: tuple[int, ...]) -> Tensor:
-    """``[F]`` fp32: for each tap the power of two next to 1 / (root mean square of its residual stream on random tokens)."""
+    """``[F]`` fp32: for each tap the power of two closest to 1 / (root mean square of its residual stream on random tokens)."""
     tokens = torch.randint(0, target.config.vocab_size, (2, 64), generator=torch.Generator().manual_seed(0))
     features, _ = Target(target).view(tokens.to(target.device), tap_layers)
     taps = features.unflatten(-1, (len(tap_layers), -1))
@@ -223,9 +223,9 @@ def feature_scale(target: PreTrainedModel, tap_layers: tuple[int, ...]) -> Tenso
 def unrolled(drafter: StepDrafter, features_BTF: Tensor, tokens_BT: Tensor, steps: int) -> Iterator[Tensor]:
     """Draft ``steps`` deep from every row at once, on true tokens and the drafter's own hidden states (training-time test).
 
-    Yields for each step ``[B, T - steps, H]``. A row of step ``k`` sees the causal prefix of step 0, and of each later step up to its
-    own only itself: that is what a branch that starts at this row sees at inference. A network with weights of its own for each step
-    has one full causal prefix per step instead, made of the rows shifted by one token each, and its positions don't move.
+    Yields ``[B, T - steps, H]`` for each step. A row of step ``k`` sees the causal prefix of step 0, and only itself in each later step up
+    to ``k``: what a branch that starts at this row sees at inference. A network with separate weights per step has one full causal prefix
+    per step instead, whose rows are shifted by one token each and keep their positions.
     """
     rows = features_BTF.shape[1] - steps
     index_T = torch.arange(rows, device=tokens_BT.device)

@@ -1,4 +1,4 @@
-"""Write targets and drafts as Hugging Face style checkpoints in bfloat16."""
+"""Writes targets and drafts as checkpoints in Hugging Face's format and bfloat16."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
 def save_weights(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    """A safetensors file that everyone may read (the writer itself leaves it to its owner).
+    """Write a safetensors file with the usual permissions (the library's writer lets only the owner read it).
 
     Raises:
         ConfigError: it can't be written.
@@ -40,7 +40,7 @@ def copy_tokenizer(source: Path, out: Path) -> None:
 
 
 def export_target(model: PreTrainedModel, tokenizer: Path, out: Path) -> None:
-    """Write config, generation config, weights (the tied embedding once) and tokenizer to ``out``."""
+    """Write config, generation config, weights (a tied embedding once) and tokenizer to ``out``."""
     make_folder(OUT, out)
     write_json(out / "config.json", {"architectures": [type(model).__name__], **decoder_facts(model), "use_cache": True}, OUT)
     ids = {"bos_token_id": model.config.bos_token_id, "eos_token_id": model.config.eos_token_id}
@@ -51,7 +51,7 @@ def export_target(model: PreTrainedModel, tokenizer: Path, out: Path) -> None:
 
 
 def export_draft(drafter: Drafter, target: PreTrainedModel, out: Path, tokenizer: Path | None = None) -> None:
-    """Write config and weights of a draft in its published layout, and for a model that stands alone the target's tokenizer."""
+    """Write config and weights of a draft in its published layout; for a whole model, the target's tokenizer too."""
     make_folder(OUT, out)
     facts, tensors = drafter.published(target)
     write_json(out / "config.json", facts, OUT)
@@ -62,5 +62,5 @@ def export_draft(drafter: Drafter, target: PreTrainedModel, out: Path, tokenizer
 
 
 def size_in_megabytes(folder: Path) -> float:
-    """Bytes of all weight files under ``folder`` / 1e6."""
+    """Size of all weight files under ``folder``, in units of 1e6 bytes."""
     return sum(file.stat().st_size for file in folder.rglob("*.safetensors")) / 1e6

@@ -1,4 +1,4 @@
-"""The keys of a decoder's ``config.json``, in the spelling both old and new readers know."""
+"""The keys of a decoder's ``config.json``, in a form that old and new readers accept."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .hybrid import hybrid_facts, is_hybrid
 
 
 def decoder_facts(model: PreTrainedModel) -> dict[str, object]:
-    """The decoder keys of ``model``; its RoPE as ``rope_theta`` and ``rope_scaling``, where no layer is recurrent."""
+    """The decoder keys of ``model``, with RoPE as ``rope_theta`` and ``rope_scaling`` unless it has recurrent layers."""
     if is_hybrid(model.config):
         return hybrid_facts(model)
     config, layer = model.config, model.model.layers[0]
@@ -37,6 +37,6 @@ def decoder_facts(model: PreTrainedModel) -> dict[str, object]:
         "torch_dtype": "bfloat16",
     }
     if hasattr(config, "sliding_window"):
-        # The draft networks see their whole prefix; a family that has windows would otherwise assume its own.
+        # Draft networks see their whole prefix; without this key, a family with sliding windows would use its default.
         facts["sliding_window"] = None
     return facts

@@ -1,4 +1,4 @@
-"""Text written by the target itself, which its drafter is trained on."""
+"""Text written by the target, on which its drafter is trained."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from .hybrid import RECURRENT, recurrent_cache_layer
 from .loop import Watch, unwatched
 
 REUSE = 3
-"""Times that a draft reads each token its target wrote: the default amount of text follows from it."""
+"""How often a draft reads each token that its target wrote, which determines the default amount of text."""
 SEQUENCES = 128
-"""Most sequences that are written at once by default."""
+"""Default of the most sequences that are written at once."""
 
 
 class PreallocatedLayer(DynamicLayer):
-    """A cache layer of fixed capacity that hands out views: no copy of the whole cache per generated token."""
+    """A cache layer of fixed capacity that returns views, so that a generated token does not copy the whole cache."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class PreallocatedLayer(DynamicLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append ``[B, G, T, D]`` keys and values; returns everything up to and including them."""
+        """Append keys and values ``[B, G, T, D]``; returns all up to and including them."""
         if not self.is_initialized:
             batch, heads, _, dim = key_states.shape
             self.keys = key_states.new_empty(batch, heads, self.capacity, dim)
@@ -51,7 +51,7 @@ class PreallocatedLayer(DynamicLayer):
 
 
 def preallocated_cache(model: PreTrainedModel, capacity: int) -> Cache:
-    """A cache for ``capacity`` tokens; a recurrent layer keeps its state, whatever their number."""
+    """A cache for ``capacity`` tokens; recurrent layers have a state of fixed size instead."""
     kinds = getattr(model.config, "layer_types", None) or [None] * model.config.num_hidden_layers
     return Cache(layers=[recurrent_cache_layer() if kind == RECURRENT else PreallocatedLayer(capacity) for kind in kinds])
 
@@ -72,7 +72,7 @@ def cut_prompts(stream: np.ndarray, count: int, length: int, seed: int) -> torch
 def continue_text(model: PreTrainedModel, prompt_BL: torch.Tensor, length: int, temperature: float, seed: int) -> torch.Tensor:
     """Continue prompts of equal length to ``length`` tokens: ``[B, length]`` int64 on the CPU, prompt included.
 
-    An end-of-text token does not stop a row: what follows is the start of another document, as in the training stream.
+    An end-of-text token does not stop a row: it is followed by the beginning of another document, as in the training stream.
     """
     model.eval()
     device = next(model.parameters()).device
@@ -94,7 +94,7 @@ def continue_text(model: PreTrainedModel, prompt_BL: torch.Tensor, length: int, 
 
 
 def text_sets(config: TrainConfig) -> list[list[int]]:
-    """``train.text.sets``, or what follows from the schedule: ``[batches, sequences, length]`` for each of its lengths."""
+    """``train.text.sets``, or sets derived from the schedule: ``[batches, sequences, length]`` for each of its lengths."""
     if config.text.sets is not None:
         return config.text.sets
     if config.raw_share == 1.0:
@@ -111,17 +111,17 @@ def text_sets(config: TrainConfig) -> list[list[int]]:
 
 
 def text_file(work: Path, length: int) -> Path:
-    """Where the sequences of ``length`` tokens lie."""
+    """The file of the sequences of ``length`` tokens."""
     return work / f"text_{length}.npy"
 
 
 def generate_text(
     config: TextConfig, sets: list[list[int]], model: PreTrainedModel, train: np.ndarray, work: Path, watch: Watch = unwatched
 ) -> dict[int, np.ndarray]:
-    """Write every set to :func:`text_file`, ``[sequences, length]`` int32, going on at the last finished batch; returns them by length.
+    """Write every set to its :func:`text_file`, int32 ``[sequences, length]``, resuming after the last batch; returns them by length.
 
     Raises:
-        ConfigError: too little text for a prompt, a length beyond the target's context, or text of other settings in ``work``.
+        ConfigError: too little text for a prompt, a length beyond the target's context, or text with other settings in ``work``.
     """
     parts = work / "text_parts"
     parts.mkdir(exist_ok=True)
@@ -163,12 +163,12 @@ def _check_text(file: Path, settings: dict[str, Any]) -> None:
     stored = json.loads(file.read_text(encoding="utf-8"))
     for key, value in settings.items():
         if stored.get(key) != value:
-            hint = "another train.work leaves it alone, train.resume=false begins anew"
+            hint = "another train.work leaves it alone, train.resume=false starts again"
             raise ConfigError(f"{file}: {key}", value, stored.get(key), hint)
 
 
 def repetition(texts: Iterable[Sequence[int]], width: int = 16) -> float:
-    """Share of the ``width``-token runs that occurred earlier in the same text: how much a text loops."""
+    """Share of the runs of ``width`` tokens that occurred earlier in the same text: a measure of loops."""
     seen_again = total = 0
     for row in texts:
         seen: set[tuple[int, ...]] = set()

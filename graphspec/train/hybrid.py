@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from ..train_options import TargetConfig
 
 RECURRENT = "linear_attention"
-"""What ``layer_types`` calls a gated delta net."""
+"""Name of a gated delta net in ``layer_types``."""
 ROTATED = 0.25
-"""Part of an attention head that is rotated."""
+"""Share of an attention head that is rotated."""
 _KEYS = (
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "head_dim", "hidden_act", "rms_norm_eps", "max_position_embeddings", "attention_bias", "initializer_range", "tie_word_embeddings",
@@ -29,7 +29,7 @@ def is_hybrid(config: PreTrainedConfig) -> bool:
 
 
 def build_hybrid(config: TargetConfig) -> PreTrainedModel:
-    """A fresh Qwen3.5 language model with dense MLPs, of transformers' own class."""
+    """A new Qwen3.5 language model with dense MLPs, of transformers' class."""
     from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
     every = config.full_attention_interval
@@ -59,7 +59,7 @@ def build_hybrid(config: TargetConfig) -> PreTrainedModel:
 
 
 def hybrid_facts(model: PreTrainedModel) -> dict[str, object]:
-    """The keys of a hybrid's ``config.json`` as Qwen3.5 publishes them."""
+    """The keys of a hybrid's ``config.json``, as published for Qwen3.5."""
     return {**{key: getattr(model.config, key) for key in _KEYS}, "attn_output_gate": True, "torch_dtype": "bfloat16"}
 
 

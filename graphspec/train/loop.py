@@ -1,7 +1,7 @@
-"""The loop of every training run: steps, learning rates, records, checkpoints, and going on where a run stopped, to the same bits.
+"""The loop of every training run: steps, learning rates, records, checkpoints, and resuming with bit-identical results.
 
-Everything random is drawn from the seed and the number of the step, so a step is the whole position in the data; a checkpoint holds it with
-the weights and the state of the optimizers and of their schedules.
+All randomness is drawn from the seed and the number of the step, so that number is the whole position in the data; a checkpoint has it with
+the weights and the states of the optimizers and their schedules.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from . import checkpoint
 from .optim import Optimizers, phase_at
 
 SMOOTHING = 0.95
-"""Share of the old value in the running means that are shown and recorded."""
+"""Weight of the old value in the running means that are shown and recorded."""
 STATE_COPIES = 3
-"""Numbers a checkpoint holds for each parameter, at most: itself and AdamW's two moments."""
+"""Most numbers per parameter in a checkpoint: the parameter and AdamW's two moments."""
 
 
 class Watch(Protocol):
-    """Called with a stage, its units done and in all, and a note of a few words."""
+    """Called with a stage, the number of its units that are done, their total, and a note of a few words."""
 
     def __call__(self, stage: str, done: int, total: int, note: str = "") -> None: ...
 
@@ -46,12 +46,12 @@ class Job:
     """One network in training.
 
     Attributes:
-        name: of the checkpoint ``<name>.pt``, of the records ``<name>.jsonl``, and of the stage.
-        module: what is trained.
+        name: of the checkpoint ``<name>.pt``, the records ``<name>.jsonl``, and the stage.
+        module: that is trained.
         unmixed: parts of the names of matrices that AdamW updates.
-        loss: ``(step, batch, sequence length) -> (loss [], figures)``; running means are kept of the figures, a tensor of any shape.
-        settings: everything that decides the bits, in values JSON has; a checkpoint of other settings is refused.
-        describe: running means of the figures as a record, whose ``loss`` is shown.
+        loss: ``(step, batch, sequence length) -> (loss [], figures)``; of the figures, a tensor of any shape, running means are kept.
+        settings: everything that determines the trained weights, as JSON values; a checkpoint with other settings is refused.
+        describe: turns the running means of the figures into a record, whose ``loss`` is shown.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Trained:
-    """Result of a finished run: ``figures`` as the job describes them, ``seconds`` of training over all its sessions."""
+    """Result of a finished run: ``figures`` from :attr:`Job.describe`, and ``seconds`` of training, those before interruptions included."""
 
     figures: dict[str, Any]
     seconds: float
@@ -74,8 +74,8 @@ def run(job: Job, config: TrainConfig, work: Path, watch: Watch = unwatched) -> 
     """Train ``job.module`` to the end of the schedule, from the checkpoint in ``work`` where there is one.
 
     Raises:
-        ConfigError: a loss that is no number any more, or no room for a checkpoint.
-        CheckpointError: a checkpoint that can't be read, or one of other settings.
+        ConfigError: a loss that is not finite, or no room for a checkpoint.
+        CheckpointError: a checkpoint that can't be read, or one with other settings.
         ResourceError: a step needs more memory than there is.
         KeyboardInterrupt: on Ctrl-C, after a checkpoint.
     """
@@ -172,23 +172,26 @@ def check_settings(state: Mapping[str, Any], settings: Mapping[str, Any], file: 
     """Compare a checkpoint's settings with those of the run.
 
     Raises:
-        CheckpointError: they differ, or the file is another program's; names the first setting.
+        CheckpointError: they differ, of which the first setting is named, or the file was not written by ``graphspec train``.
     """
     stored = state.get("settings")
     if not isinstance(stored, dict):
-        raise CheckpointError(str(file), "a checkpoint of graphspec train", "a file of something else", "train.resume=false begins anew")
+        raise CheckpointError(str(file), "a checkpoint of graphspec train", "another kind of file", "train.resume=false starts again")
     for key, value in settings.items():
         if stored.get(key) != value:
-            hint = "it was trained with other settings: train.resume=false begins anew, another train.work leaves it alone"
+            hint = "it was trained with other settings: train.resume=false starts again, another train.work leaves it alone"
             raise CheckpointError(f"{file}: {key}", brief(value), brief(stored.get(key)), hint)
 
 
 @contextmanager
 def finishing_steps() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C and SIGTERM wait for the end of a step; yields what tells whether one came. A second one ends the process as it always did."""
+    """A context in which Ctrl-C and SIGTERM wait for the end of a step; yields a function that says whether one came.
+
+    A second signal has its usual effect.
+    """
     came: list[int] = []
     if threading.current_thread() is not threading.main_thread():
-        # Signals reach the main thread alone.
+        # Only the main thread receives signals.
         yield lambda: False
         return
 
@@ -210,10 +213,10 @@ def finishing_steps() -> Iterator[Callable[[], bool]]:
 
 @contextmanager
 def memory_named(batch: int, length: int) -> Iterator[None]:
-    """Errors of memory that ran out, in our words.
+    """A context that turns out-of-memory errors into ours.
 
     Raises:
-        ResourceError: a step of ``batch`` sequences needs more than there is.
+        ResourceError: a step of ``batch`` sequences needs more memory than there is.
     """
     try:
         yield

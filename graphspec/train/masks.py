@@ -1,4 +1,4 @@
-"""What networks that draft all depths in one pass share in training: a mask token, and the rows at which blocks begin."""
+"""Shared by networks that draft all depths in one pass: the choice of a mask token, and of the rows at which blocks begin."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class MaskConfig(NetworkConfig):
     """Settings of a network that reads masks for the tokens it drafts."""
 
     mask_token_id: int | None = None
-    """Token whose embedding stands for a token that is not known yet; null: the one that is rarest in the text."""
+    """Token whose embedding is used for unknown tokens; null: the rarest one in the text."""
     anchors: int = 64
-    """Most blocks in each sequence of a training step. A block costs as many rows as it drafts, so a long sequence can't have one at every
+    """Most blocks per sequence of a training step. A block has as many rows as it drafts, so a long sequence can't have one at every
     token."""
 
     def __post_init__(self) -> None:
@@ -29,7 +29,7 @@ class MaskConfig(NetworkConfig):
         in_range("train.network.anchors", self.anchors, 1)
 
     def mask_of(self, target: PreTrainedModel, counts_V: Tensor | None) -> int:
-        """The mask token: the one that was set, or the one counted least, which no end of text is and of equals the last.
+        """The mask token: the configured one, or the one with the smallest count (ties: the largest id) that does not end a text.
 
         Raises:
             ConfigError: it is outside the vocabulary.
@@ -48,6 +48,6 @@ class MaskConfig(NetworkConfig):
 
 
 def spread(rows: int, count: int, turn: int) -> Tensor:
-    """At most ``count`` of ``rows`` rows, evenly spaced, from a first one that moves on by one with every turn: int64, ascending."""
+    """At most ``count`` of ``rows`` rows, evenly spaced; the first one advances by one with every turn. int64, ascending."""
     stride = -(-rows // count)
     return torch.arange(turn % stride, rows, stride)

@@ -1,4 +1,4 @@
-"""How glibc's allocator treats the large blocks of a training step: a setting of the whole process, for commands that only train."""
+"""Makes glibc's allocator keep the large blocks of a training step: a setting of the whole process, for commands that only train."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ PADDING = 2**28
 
 
 def keep_freed_memory() -> None:
-    """Keep freed blocks in the process instead of giving each one back to the kernel, where the C library is glibc.
+    """Keep freed blocks in the process instead of returning each one to the kernel, if the C library is glibc.
 
-    A step allocates the same large tensors again and again; each would be mapped and faulted in anew, up to a third of the step's time.
+    Every step allocates the same large tensors; mapping and faulting them in each time can take a third of the step.
     """
     if not sys.platform.startswith("linux"):
         return

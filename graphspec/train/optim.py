@@ -1,4 +1,4 @@
-"""Optimizers, and the schedule of their learning rates: torch's, but for Muon."""
+"""Optimizers and the schedule of their learning rates: torch's, except Muon."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LinearLR, LR
 from ..train_options import TrainConfig
 
 LOWEST = 0.02
-"""Share of the peak learning rate at the end of a way down."""
+"""Share of the peak learning rate at the end of a decay."""
 
 
 def orthogonalised(update: torch.Tensor, dtype: torch.dtype = torch.float32, iterations: int = 5) -> torch.Tensor:
-    """Each ``[.., rows, columns]`` update made nearly orthogonal in ``dtype`` by Newton-Schulz iteration (quintic; Jordan et al. 2024)."""
+    """Updates ``[.., rows, columns]``, made nearly orthogonal in ``dtype`` by quintic Newton-Schulz iteration (Jordan et al. 2024)."""
     x: torch.Tensor = update.mT if update.shape[-2] > update.shape[-1] else update
     x = (x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)).to(dtype)
     for _ in range(iterations):
@@ -26,7 +26,7 @@ def orthogonalised(update: torch.Tensor, dtype: torch.dtype = torch.float32, ite
 class Muon(torch.optim.Optimizer):
     """Momentum whose update is orthogonalised in ``dtype``, batched over matrices of one shape.
 
-    ``torch.optim.Muon`` always iterates in bfloat16, which a CPU without bfloat16 arithmetic emulates: many times slower than a step.
+    ``torch.optim.Muon`` always iterates in bfloat16, which a CPU without bfloat16 arithmetic emulates, many times slower than a step.
     The learning rate is scaled by ``0.2 * sqrt(max(rows, columns))`` so that one rate serves AdamW and Muon (Liu et al. 2025).
     """
 
@@ -65,7 +65,7 @@ def phase_at(phases: list[list[int]], step: int) -> tuple[int, int]:
 
 
 def make_schedule(optimizer: torch.optim.Optimizer, config: TrainConfig) -> LRScheduler:
-    """The learning rate of every step: ``train.schedule`` after a linear warm-up, begun anew at each of ``train.restarts``
+    """The learning rate of every step: ``train.schedule`` after a linear warm-up, restarted at each of ``train.restarts``
     (SGDR, Loshchilov & Hutter 2017).
     """
     parts: list[LRScheduler] = []
@@ -80,7 +80,7 @@ def make_schedule(optimizer: torch.optim.Optimizer, config: TrainConfig) -> LRSc
         warmup, whole = config.warm_up_of(length), config.cool_down_of(length)
         cooldown = min(whole, length - warmup)
         rest = length - warmup - cooldown
-        # A way down that is not whole begins lower, and the warm-up ends there.
+        # A decay that is not whole begins lower, and the warm-up ends there.
         top = cooldown / whole if cooldown and not rest else 1.0
         if warmup:
             # Its first step has 1 / warmup of the top, its last one the top.
@@ -95,11 +95,11 @@ def make_schedule(optimizer: torch.optim.Optimizer, config: TrainConfig) -> LRSc
 
 
 class Optimizers:
-    """Muon for the hidden matrices, AdamW for everything else, each under ``train.schedule`` with a peak of its own.
+    """Muon for the hidden matrices, AdamW for everything else, both with ``train.schedule`` and each with its own peak.
 
     Muon orthogonalises the update of each weight matrix (Jordan et al. 2024); on models this small it needs about half the
-    tokens of AdamW for the same loss. Embeddings, heads and norms are not hidden matrices and stay with AdamW, and so do parameters whose
-    name holds one of ``adamw_names``.
+    tokens of AdamW for the same loss. AdamW updates embeddings, heads and norms, which are not hidden matrices, and parameters whose name
+    contains one of ``adamw_names``.
     """
 
     def __init__(self, module: torch.nn.Module, config: TrainConfig, adamw_names: tuple[str, ...]) -> None:
@@ -117,11 +117,11 @@ class Optimizers:
 
     @property
     def rates(self) -> list[float]:
-        """Learning rates of the step to come: Muon's, AdamW's."""
+        """Learning rates of the next step: Muon's, AdamW's."""
         return [float(optimizer.param_groups[0]["lr"]) for optimizer in self.optimizers]
 
     def step(self) -> None:
-        """Clip the gradients to ``train.clip`` (global L2 norm), update, clear, and go to the next learning rates."""
+        """Clip the gradients to ``train.clip`` (global L2 norm), update, clear them, and advance the schedule."""
         torch.nn.utils.clip_grad_norm_(self.parameters, self.clip)
         for optimizer, schedule in zip(self.optimizers, self.schedules, strict=True):
             optimizer.step()

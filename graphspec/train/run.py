@@ -1,9 +1,9 @@
-"""The stages of ``graphspec train`` over one work folder; what is there already is not made again.
+"""The stages of ``graphspec train`` over one work folder; files that exist are not made again.
 
 data        data.json, train.npy, held_out.npy, for a new target tokenizer/     the texts in the target's ids
 text        text_<length>.npy                                                   drafts: text written by the target
 training    <variant>.pt or target.pt, and .jsonl                               the network, and a record for each interval
-figures     OUT/training.json                                                   what was measured on held-out text
+figures     OUT/training.json                                                   measurements on held-out text
 export      OUT/config.json, OUT/model.safetensors, ...                         the checkpoint
 """
 
@@ -39,11 +39,11 @@ RECORD = "training.json"
 
 
 def run(config: LaunchConfig, watch: Watch = unwatched) -> dict[str, Any]:
-    """Train what ``variant`` names, from where the run stopped; returns what ``training.json`` holds.
+    """Train the draft of ``variant``, or a target, resuming an interrupted run; returns the content of ``training.json``.
 
     Raises:
         ConfigError: settings that contradict each other or the data, or folders that can't be written.
-        CheckpointError: a target that can't be trained on, or a checkpoint in the work folder that is not this run's.
+        CheckpointError: a target that drafts can't be trained for, or a checkpoint of another run in the work folder.
         ResourceError: too little memory.
         KeyboardInterrupt: on Ctrl-C, after a checkpoint.
     """
@@ -75,7 +75,7 @@ def folders(train: TrainConfig) -> tuple[Path, Path]:
     """``(work, out)``, both made.
 
     Raises:
-        ConfigError: no ``train.out``, or a place where nothing can be written.
+        ConfigError: no ``train.out``, or a folder that can't be written.
     """
     if train.out is None:
         raise ConfigError(OUT, "a folder for the finished checkpoint", None, f"{OUT}=FOLDER")
@@ -93,13 +93,13 @@ def _set_up(config: LaunchConfig) -> str:
         raise ConfigError("hardware.device", "cpu or auto (torch sees no CUDA device)", "cuda")
     if hardware.threads is not None:
         torch.set_num_threads(hardware.threads)
-    # Denormals make CPU kernels many times slower and carry no information here.
+    # Denormals make CPU kernels many times slower and don't matter here.
     torch.set_flush_denormal(True)
     return "cuda" if hardware.device == "auto" and has_cuda else "cpu" if hardware.device == "auto" else hardware.device
 
 
 def _clear(work: Path, name: str) -> None:
-    """Take away what a run would go on from."""
+    """Remove the files from which a run would resume."""
     own = [f"{name}.*"] + ([f"{unlikelihood.NAME}*"] if name == NAME else [])
     for pattern in (*own, "data.json", "train.npy", "held_out.npy", "text_*.npy", "text_*.json", "text_parts/*.npy", "tokenizer/*"):
         for file in work.glob(pattern):
@@ -118,7 +118,7 @@ def _target(config: LaunchConfig, documents: Documents, work: Path, out: Path, d
     check_acceptance(train.acceptance, train.target.max_position_embeddings, streams.held_out)
     model, figures = train_target(train, streams, work, device, watch)
     export_target(model, folder, out)
-    # What is published is measured: weights rounded to bfloat16.
+    # Measure the published weights, which are rounded to bfloat16.
     nats, bits = bits_per_byte(load_target(out, torch.float32, device), streams.held_out, streams.facts["held_out_bytes"])
     outputs = continue_held_out(small_engine(config, str(out), config.variant), train.acceptance, streams.held_out)
     return {
@@ -146,10 +146,10 @@ def _draft(
     texts = Texts(streams.train, generate_text(train.text, text_sets(train), model, streams.train, work, watch))
     drafter, figures = train_draft(recipe, model, texts, work, watch)
     export_draft(drafter, model, out, folder)
-    # The engine that measures reads the target again: two of them need not fit on the device.
+    # The measuring engine loads the target again, and two copies may not fit on the device.
     model.to("cpu")
     most = drafter.most_steps if drafter.most_steps is not None else max((s[0] for s in train.acceptance.shapes), default=0)
-    # A network with a head for each step drafts chains.
+    # A network with one head per step drafts chains.
     shapes = [s for s in train.acceptance.shapes if s[0] <= most and (drafter.num_heads == 1 or s[1] == 1)]
     measured = measure_acceptance(config, shapes, streams.held_out, watch)
     return {"target": folder.name, "data": streams.facts, "training": figures, "acceptance": measured}

@@ -1,4 +1,4 @@
-"""Train a small target from nothing, on next-token prediction."""
+"""Trains a small target from scratch, on next-token prediction."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from .unlikelihood import UNMIXED, train_against_loops
 
 NAME = "target"
 BITS = ("lr", "adamw_lr", "schedule", "warmup", "cooldown", "restarts", "clip", "dtype", "compile", "seed")
-"""Keys of ``train`` that decide, with phases and shape, to which weights a target is trained."""
+"""Keys of ``train`` that determine, with phases and shape, the weights of a trained target."""
 
 
 def build_target(config: TargetConfig, seed: int) -> PreTrainedModel:
-    """A fresh model; the matrices that write to the residual stream start smaller, the more so the deeper the model."""
+    """A new model; the deeper it is, the smaller the initial matrices that write to the residual stream."""
     torch.manual_seed(seed)
     model = _build_llama(config) if config.architecture == "llama" else build_hybrid(config)
     depth = math.sqrt(2 * config.num_hidden_layers)
@@ -59,13 +59,13 @@ def _build_llama(config: TargetConfig) -> LlamaForCausalLM:
 
 
 def settings(config: TrainConfig) -> dict[str, Any]:
-    """Everything that decides the bits, but the text."""
+    """Everything that determines the trained weights, except the text."""
     given = asdict(config)
     return {"variant": "none", "phases": config.schedule_phases, **{key: given[key] for key in BITS}, "target": config.target.shape()}
 
 
 def bits_per_byte(model: PreTrainedModel, stream: np.ndarray, num_bytes: int, length: int = 512) -> tuple[float, float]:
-    """``(nats per token, bits per byte)`` of ``stream``: windows of ``length`` with half a window of context before each scored half."""
+    """``(nats per token, bits per byte)`` of ``stream``, in windows of ``length`` tokens whose first half is context for the second."""
     half, total, count = length // 2, 0.0, 0
     model.eval()
     ids = torch.from_numpy(stream.astype(np.int64)).to(model.device)
@@ -83,10 +83,10 @@ def bits_per_byte(model: PreTrainedModel, stream: np.ndarray, num_bytes: int, le
 def train_target(
     config: TrainConfig, streams: Streams, work: Path, device: str = "cpu", watch: Watch = unwatched
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Train on ``device``, going on from the checkpoints in ``work``; returns the model and its figures.
+    """Train on ``device``, resuming from the checkpoints in ``work``; returns the model and its figures.
 
     Raises:
-        ConfigError: sequences beyond the context, less text than one, or what :func:`graphspec.train.loop.run` raises.
+        ConfigError: sequences longer than the context or than the text, or what :func:`graphspec.train.loop.run` raises.
     """
     longest = max(length for _, _, length in config.schedule_phases)
     written = config.unlikelihood.length if config.unlikelihood.steps else 0

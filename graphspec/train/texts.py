@@ -1,4 +1,4 @@
-"""Text files in, token streams out: what a draft of any target is trained on, and what is held out of it."""
+"""Reads text files as token streams: the training text of a target or draft, and the held-out text."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from .loop import Watch, unwatched
 def read_documents(paths: Sequence[str | Path], key: str = "train.data") -> dict[str, str]:
     """Every text under ``paths`` (files, or folders searched for files), by absolute path, in a fixed order.
 
-    A file found in a folder is passed over when it is hidden, empty or not UTF-8 text; a file named itself must be text.
+    Files in folders are skipped if they are hidden, empty or not UTF-8 text; a file that is named must be text.
 
     Args:
         paths: files and folders.
-        key: the setting the paths come from, for messages.
+        key: the setting that the paths come from, for messages.
 
     Raises:
         ConfigError: a path that does not exist, a named file that is not text, or no text at all.
     """
     documents: dict[str, str] = {}
-    # Absolute, so that a file is the same document however it was named.
+    # Absolute, so that a file is one document, by whichever path it is given.
     for path in (Path(path).resolve() for path in paths):
         if path.is_file():
             text = read_text(path)
@@ -61,16 +61,16 @@ def read_text(file: Path) -> str | None:
 
 
 def split_documents(documents: dict[str, str], share: float) -> tuple[dict[str, str], dict[str, str]]:
-    """``(train, held_out)``: whole documents, drawn by the hash of their text, until about ``share`` of the characters are held out.
+    """``(train, held_out)``: whole documents, chosen by the hash of their text, until about ``share`` of the characters are held out.
 
-    A single document, and one that alone is most of the text, is cut: its end is held out.
+    A single document, or one that is most of the text, is split, and its end held out.
     """
     total = sum(len(text) for text in documents.values())
     held_out: dict[str, str] = {}
     taken = 0
     for name in sorted(documents, key=lambda name: hashlib.sha256(documents[name].encode()).digest()):
         size = len(documents[name])
-        # A document may overshoot the share a little; one that would double it stays in training.
+        # A document may exceed the share a little; one that would double it stays in training.
         if taken < share * total and taken + size <= 2 * share * total:
             held_out[name] = documents[name]
             taken += size
@@ -83,9 +83,9 @@ def split_documents(documents: dict[str, str], share: float) -> tuple[dict[str, 
 
 
 def encode_stream(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], end: int | None, watch: Watch = unwatched) -> np.ndarray:
-    """One stream ``[tokens]`` int32: every text without special tokens, followed by ``end`` where there is one."""
+    """One stream, int32 ``[tokens]``: every text without special tokens, followed by ``end`` unless that is None."""
     parts: list[np.ndarray] = []
-    # One at a time: a tokenizer's own batching holds every encoding at once, many times the size of the ids.
+    # One at a time: a tokenizer's batching keeps every encoding in memory, many times the size of the ids.
     for number, text in enumerate(texts):
         if number % 64 == 0:
             watch("data", number, len(texts))
@@ -104,7 +104,7 @@ class Documents:
 
     @classmethod
     def read(cls, config: TrainConfig) -> Documents:
-        """The texts of ``train.data`` and ``train.held_out``; without the latter a share of the former is held out.
+        """Read the texts of ``train.data`` and ``train.held_out``; without the latter, a share of the former is held out.
 
         Raises:
             ConfigError: no data, or paths without text.
@@ -126,9 +126,9 @@ class Streams:
     """The texts in a target's ids.
 
     Attributes:
-        train, held_out: ``[tokens]`` int32, every text followed by ``end``; they stay on the disk.
+        train, held_out: int32 ``[tokens]``, every text followed by ``end``; memory-mapped.
         end: the id that ends a text; None: there is none.
-        facts: counts, for the record.
+        facts: counts, for records.
     """
 
     train: np.ndarray
@@ -146,19 +146,19 @@ def encode(
     work: Path,
     watch: Watch,
 ) -> Streams:
-    """Encode once, into ``work``; a later run reads what is there, when it was made from the same texts for the same target.
+    """Encode the texts into ``work``; a later run reads these files, if they are from the same texts and for the same target.
 
     Args:
         documents: the texts.
         tokenizer: the target's.
         end: id that ends a text.
         vocab_size: of the target.
-        source: what else decides the ids, by the key it was set with.
-        work: folder.
-        watch: progress.
+        source: further values that the ids depend on, by the key of their setting.
+        work: folder of the files.
+        watch: called with progress.
 
     Raises:
-        ConfigError: made from something else, or ids the target does not have.
+        ConfigError: the files are from other texts or for another target, or an id is outside the target's vocabulary.
     """
     sides = {"held_out": list(documents.held_out.values()), "train": list(documents.train.values())}
     keys = {"held_out": "train.held_out", "train": "train.data"}
@@ -168,7 +168,7 @@ def encode(
         stored = json.loads(file.read_text(encoding="utf-8"))
         for key, value in made_from.items():
             if stored["made_from"].get(key) != value:
-                hint = "the run in train.work read other texts: use another folder, or begin anew with train.resume=false"
+                hint = "the run in train.work read other texts: use another folder, or start again with train.resume=false"
                 raise ConfigError(f"{file}: {key}", value, stored["made_from"].get(key), hint)
     else:
         facts: dict[str, Any] = {"made_from": made_from, "end": end}

@@ -1,9 +1,8 @@
-"""Count which ids a text uses: ``python -m graphspec.train.token_map --target DIR --data a.txt dir --size 32768 --out map.safetensors``.
+"""Makes a token map from a text: ``python -m graphspec.train.token_map --target DIR --data a.txt dir --size 32768 --out map.safetensors``.
 
 A drafter that shares its target's output head spends much of its time on that one matrix; reading only the rows of the most frequent
-ids leaves the target's choice alone and costs little acceptance (FR-Spec, Zhao et al. 2025, arXiv 2502.14856). The file holds those ids,
-most frequent first, as int64 ``token_map [size]``: a safetensors file, or a torch file with the tensor alone when the name ends in
-``.pt``.
+ids does not change the target's output and costs little acceptance (FR-Spec, Zhao et al. 2025, arXiv 2502.14856). The file has these ids,
+most frequent first, as int64 ``token_map [size]``: a safetensors file, or, if the name ends in ``.pt``, a torch file of the tensor alone.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ def most_frequent(stream: np.ndarray, vocab_size: int, size: int, always: Sequen
     order = np.argsort(-counts, kind="stable")
     kept = np.zeros(vocab_size, dtype=bool)
     kept[list(always)] = True
-    # The end-of-text ids stay however rare they are: a draft that can't end costs one miss at every end.
+    # End-of-text ids are kept even if they are rare: without them, a draft misses once at the end of every text.
     kept[order[~kept[order]][: size - int(kept.sum())]] = True
     return torch.from_numpy(order[kept[order]].astype(np.int64))
 

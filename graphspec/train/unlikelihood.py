@@ -1,7 +1,7 @@
 """Training a target against loops: sequence-level unlikelihood (Welleck et al. 2020, arXiv 1908.04319, section 5).
 
-A small model that decodes greedily soon repeats itself. Every few steps the target continues prompts of its own training text greedily;
-a token that completes a run already seen in that continuation is then made less likely, next to the usual loss on text.
+A small model that decodes greedily soon repeats itself. Every few steps the target continues prompts of its training text greedily; in
+addition to the usual loss on text, tokens that complete a run which occurred before in the same continuation are made less likely.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ UNMIXED = ("embed_tokens", "lm_head")
 
 
 def repeated(tokens_BT: np.ndarray, begin: int, width: int) -> np.ndarray:
-    """``[B, T]`` bool: the tokens that end a run of ``width`` tokens which occurred earlier in the same row; runs start at ``begin``."""
+    """Bool ``[B, T]``: tokens that end a run of ``width`` tokens which occurred earlier in the same row; runs start from ``begin`` on."""
     mask = np.zeros(tokens_BT.shape, dtype=bool)
     for row, flags in zip(tokens_BT, mask, strict=True):
         seen: set[tuple[int, ...]] = set()
@@ -42,7 +42,7 @@ def repeated(tokens_BT: np.ndarray, begin: int, width: int) -> np.ndarray:
 def unlikelihood(logits_BTV: Tensor, tokens_BT: Tensor, mask_BT: Tensor) -> Tensor:
     """``[]``: ``-log(1 - p)`` of the masked tokens, summed and divided by the number of all tokens.
 
-    ``1 - p`` is summed from the other tokens: where ``p`` is all but 1 a difference would lose every digit, and the gradient with them.
+    ``1 - p`` is summed from the other tokens: for ``p`` close to 1 a difference would lose all digits, and with them the gradient.
     """
     logits_BTV = logits_BTV.float()
     others_BTV = logits_BTV.scatter(-1, tokens_BT[..., None], float("-inf"))
@@ -51,13 +51,13 @@ def unlikelihood(logits_BTV: Tensor, tokens_BT: Tensor, mask_BT: Tensor) -> Tens
 
 
 class Continuations:
-    """Greedy text of the target in training, written anew every ``train.unlikelihood.refresh`` steps.
+    """Greedy text of the target in training, written again every ``train.unlikelihood.refresh`` steps.
 
     Args:
         config: of the run.
-        stream: ``[tokens]`` the prompts are cut from.
-        writer: a model of the target's shape, with attention that reads a cache.
-        work: where each text is kept, for a run that goes on within a round.
+        stream: ``[tokens]`` from which prompts are cut.
+        writer: a model of the target's shape, with attention that uses a cache.
+        work: folder of the current text, for a run that is resumed before the next refresh.
     """
 
     def __init__(self, config: TrainConfig, stream: np.ndarray, writer: PreTrainedModel, work: Path) -> None:
@@ -65,10 +65,10 @@ class Continuations:
         self.stream, self.writer, self.work = stream, writer, work
         self.round = -1
         self.repeated = 0.0
-        """Share of the runs of the current text that occurred before in it."""
+        """Share of the runs of the current text that occurred earlier in it."""
 
     def at(self, step: int, model: PreTrainedModel) -> tuple[np.ndarray, np.ndarray]:
-        """The step's batch of continuations ``[B, T]`` with their prompts, and the tokens of it that repeat, ``[B, T]``."""
+        """The step's batch of prompts with continuations ``[B, T]``, and a mask ``[B, T]`` of its repeating tokens."""
         settings = self.settings
         number, place = divmod(step, settings.refresh)
         if number != self.round:
@@ -97,15 +97,15 @@ def train_against_loops(
     work: Path,
     watch: Watch,
 ) -> dict[str, Any]:
-    """Train ``model`` for ``train.unlikelihood.steps`` more, from the checkpoint in ``work`` where there is one; returns its figures.
+    """Train ``model`` for another ``train.unlikelihood.steps``, resuming from the checkpoint in ``work``; returns its figures.
 
     Args:
-        model: a target whose schedule is finished.
-        writer: another model of its shape, with attention that reads a cache.
+        model: a target that was trained to the end of its schedule.
+        writer: another model of its shape, with attention that uses a cache.
         stream: ``[tokens]`` of the training text.
         likelihood: ``(step, batch, length)`` to the usual loss on text and its figure.
         config: of the run; batch and length of the text are those of its first phase.
-        settings: what decided the target's bits so far.
+        settings: that determined the target's weights so far.
     """
     options = config.unlikelihood
     _, batch, length = config.schedule_phases[0]
