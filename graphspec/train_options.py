@@ -103,7 +103,7 @@ class UnlikelihoodConfig:
     weight: float = 1.0
     """Weight of the unlikelihood relative to the loss on text."""
     width: int = 16
-    """Length of repeated runs: a token becomes less likely if it ends a run of this many tokens that occurred earlier in the continuation."""
+    """A token becomes less likely if it ends a run of this many tokens that occurred earlier in the same continuation."""
     refresh: int = 8
     """Steps after which new continuations are written."""
     sequences: int = 128
@@ -210,7 +210,7 @@ class TrainConfig:
     sequence_length: int = 256
     """Tokens per sequence."""
     phases: list[list[int]] = field(default_factory=list)
-    """[steps, batch, sequence length] of consecutive phases, instead of the four keys above; for example long sequences after short ones."""
+    """[steps, batch, sequence length] of consecutive phases, instead of the four keys above; such as long sequences after short ones."""
     lr: float = 0.014
     """Peak learning rate of Muon, which updates the matrices."""
     adamw_lr: float | None = 0.003

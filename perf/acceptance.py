@@ -1,10 +1,9 @@
 """Acceptance of every demo draft as the engine measures it, on prompts cut at random from the held-out modules.
 
 ``python -m perf.acceptance`` (``make acceptance``) runs each draft as a chain and as trees, in batches of eight: greedy, at temperature 1
-with drafts ranked by the sampler's own noise (``draft_noise=coupled``), and at temperature 1 without. The figure is new tokens per cycle
-over all cycles of all prompts: the target's own token is included, the prefill's is not, and cycles cut short by a stop id or the budget
-are left out. Every prompt has a seed of its own. All runs of one temperature must give the tokens of plain decoding; one that does not
-gets no figure.
+with drafts ranked by the sampler's noise (``draft_noise=coupled``), and at temperature 1 without. The figure is new tokens per cycle over
+all cycles of all prompts, with the bonus token and without the prefill's token; cycles that a stop id or the budget cut short are left out.
+Every prompt has a different seed. All runs of one temperature must give the tokens of plain decoding; one that does not has no figure.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ MODES = (("greedy", 0.0, "coupled"), ("T=1, coupled", 1.0, "coupled"), ("T=1, un
 
 
 def random_prompts(llm: LLM, count: int, tokens: int, seed: int) -> list[list[int]]:
-    """``count`` windows of ``tokens`` ids from the held-out modules, a longer module as likely as its length."""
+    """``count`` windows of ``tokens`` ids from the held-out modules, which are chosen in proportion to their lengths."""
     documents = [llm.tokenizer.encode(text) for _, text in sorted(load_corpus().held_out.items())]
     draw = random.Random(seed)
     long_enough = [ids for ids in documents if len(ids) > tokens]
@@ -53,7 +52,7 @@ def random_prompts(llm: LLM, count: int, tokens: int, seed: int) -> list[list[in
 
 
 def measure(llm: LLM, prompts: list[list[int]], max_tokens: int, temperature: float) -> tuple[dict[str, Any], list[list[int]]]:
-    """A record, acceptance over all of ``prompts``, each with its index as seed; and the tokens."""
+    """A record of the acceptance over all ``prompts``, each with its index as seed, and the tokens."""
     params = [SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=i) for i in range(len(prompts))]
     outputs = llm.generate(prompts, params)
     m, shape = llm.metrics, llm.plan.shape

@@ -1,7 +1,7 @@
-"""What doesn't drift: counts that say how much work a cycle is, kept in ``perf/guard.json`` and compared by ``tests/perf/test_guard.py``.
+"""Deterministic counts of the work of a cycle, stored in ``perf/guard.json`` and compared by ``tests/perf/test_guard.py``.
 
-``python -m perf.counts`` counts and says what differs from the file, ``--write`` (``make guard``) renews it. ``--callgrind`` and
-``--perf-stat`` print the machine instructions of one host-path scenario per cycle instead, which are not kept: they depend on compiler,
+``python -m perf.counts`` counts and prints the differences from the file, ``--write`` (``make guard``) renews it. ``--callgrind`` and
+``--perf-stat`` print the machine instructions of one host-path scenario per cycle instead, which are not stored: they depend on compiler,
 interpreter and libraries. docs/regressions.md explains each section.
 """
 
@@ -24,9 +24,9 @@ from perf.host_path import SCENARIOS, bytecodes_per_cycle
 GUARD = Path(__file__).parent / "guard.json"
 RENEW = "python -m perf.counts --write"
 MAY_FALL = 0.02
-"""Share by which a count may lie below the file before the file must be renewed."""
+"""Share by which a count may be below that of the file before the file must be renewed."""
 MAY_RISE = {"cycles": 0.02}
-"""Share by which a count of a section may lie above it, default none. Processors round differently, and that moves near-ties of drafts."""
+"""Share by which a count of a section may be above that of the file, default 0. Processors round differently, which flips near-ties."""
 PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 
 Counts = dict[str, float]
@@ -87,7 +87,7 @@ LLAMA_8B = {
 
 
 def sizes() -> Counts:
-    """Bytes of every group of slots, and of what crosses between host and device per launch, as the plans declare them."""
+    """Bytes of every group of slots, and of the transfers between host and device per launch, as the plans declare them."""
     from graphspec.buffers import declare_slots, plan_sizes
     from graphspec.graphs.stages.mailbox import MailLayout
 
@@ -110,7 +110,7 @@ def sizes() -> Counts:
 
 
 def cycles() -> Counts:
-    """Cycles that each demo drafter needs for the same tokens: fixed prompts, greedy, eager, float32."""
+    """Cycles of each demo drafter for the same tokens: fixed prompts, greedy, eager, float32."""
     from graphspec.engine.llm import LLM
     from graphspec.engine.request import SamplingParams
 
@@ -129,7 +129,7 @@ def graphs() -> Counts:
     from graphspec.engine.llm import LLM
 
     found: Counts = {}
-    # What is counted is how often the compiler is called; that it compiles has other tests.
+    # Only calls of the compiler are counted; other tests show that it compiles.
     with mock.patch("graphspec.graphs.compile.lookup_backend", lambda name: lambda module, inputs: module):
         for variant, shape, buckets in GRAPH_CASES:
             llm = _engine(LLM, variant, shape, runtime="compiled", max_rows=buckets[-1], buckets=list(buckets))
@@ -146,7 +146,7 @@ def _engine(make: Callable[..., Any], variant: str, shape: tuple[int, int, int] 
 
 
 def launches() -> Counts:
-    """GPU launches of fused cycles in the shapes of Llama-3.1-8B, from the code Inductor writes for a GPU that need not be there."""
+    """GPU launches of fused cycles in the shapes of Llama-3.1-8B, from the code that Inductor writes; no GPU is needed."""
     from tests.graphs import test_node_budget as budget
 
     tree, plain, deeper = budget.count(budget.TREE, 3), budget.count(budget.PLAIN, 3), budget.count(budget.TREE, 5)
@@ -177,7 +177,7 @@ SECTIONS: dict[str, Callable[[], Counts]] = {
 
 
 def recorded(section: str, guard: Mapping[str, Any]) -> Counts | None:
-    """A section of the file's content; of ``bytecodes`` those of the running Python, None where they were never counted."""
+    """A section of the file's content; for ``bytecodes``, that of the running Python, None if there is none."""
     found = guard.get(section, {})
     return found.get(PYTHON) if section == "bytecodes" else found
 
@@ -187,7 +187,7 @@ def _spell(count: float) -> str:
 
 
 def differences(section: str, old: Mapping[str, float], new: Mapping[str, float]) -> list[str]:
-    """One sentence for each count that rose, fell by more than a little, is new, or is gone."""
+    """One sentence for each count that rose, fell by more than :data:`MAY_FALL`, is new, or is gone."""
     found = []
     for name in sorted({*old, *new}):
         before, now = old.get(name), new.get(name)
@@ -204,9 +204,9 @@ def differences(section: str, old: Mapping[str, float], new: Mapping[str, float]
 
 
 def renewed(guard: Mapping[str, Any], found: Mapping[str, Counts]) -> dict[str, Any]:
-    """The file's content with the sections of ``found`` in place of its own.
+    """The file's content with its sections replaced by those of ``found``.
 
-    Bytecodes of other versions of Python stay while those of the running one do; when these changed, the others are out of date and go.
+    Bytecodes of other Python versions are kept if those of the running one are unchanged; otherwise they are out of date and removed.
     """
     new: dict[str, Any] = {**guard, **found}
     if "bytecodes" in found:

@@ -1,10 +1,10 @@
-"""What a depth that may change costs where drafting can't pay: ``python -m perf.depth_cost``.
+"""Cost of an adaptive depth where drafting can't pay: ``python -m perf.depth_cost``.
 
-The demo's EAGLE-3 head gets random weights, so that nothing it drafts is accepted, and two engines decode the same prompts in one process:
-one with ``adaptive.depths=[0,2]``, one with ``variant=none``. They take turns cycle by cycle, so that a machine that is slow for a while is
-slow for both, and read the same target's weights, since two engines are not equally fast by where their weights happen to lie. A ratio is
-that of their times over a whole round: prompts, probes, catching up and the host's share of choosing are in it, in the first round the
-first trial too, which ``--rates`` spares: with them the engine is as ``graphspec tune`` leaves it. Both must give the same tokens.
+The demo's EAGLE-3 head gets random weights, so that none of its drafts is accepted, and two engines decode the same prompts in one process:
+one with ``adaptive.depths=[0,2]``, one with ``variant=none``. They alternate cycle by cycle, so that a slow phase of the machine affects
+both, and share the target's weights, because the location of the weights in memory affects the speed. A ratio is that of their times over a
+whole round: it includes prompts, probes, catching up and the host's work for the choice, and in the first round the first trial, which
+``--rates`` avoids: the engine is then as ``graphspec tune`` configures it. Both must give the same tokens.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ DEPTHS = [0, 2]
 
 
 def useless_draft(folder: Path) -> Path:
-    """The demo's EAGLE-3 head in ``folder``, every matrix replaced by noise of the same size."""
+    """Write the demo's EAGLE-3 head to ``folder``, every matrix replaced by noise of the same size."""
     shutil.copytree(model_folder(DEMO).parent / "eagle3", folder, dirs_exist_ok=True)
     generator = torch.Generator().manual_seed(0)
     for file in folder.glob("*.safetensors"):
@@ -49,7 +49,7 @@ def useless_draft(folder: Path) -> Path:
 
 
 def share_weights(source: nn.Module, other: nn.Module) -> None:
-    """``other``, a network like ``source``, reads the weights of ``source`` from now on."""
+    """Make ``other``, a network like ``source``, use the weights of ``source``."""
     other.load_state_dict(source.state_dict(), assign=True)
     for ours, theirs in zip(source.modules(), other.modules(), strict=True):
         if isinstance(ours, Linear) and isinstance(theirs, Linear):
@@ -57,7 +57,7 @@ def share_weights(source: nn.Module, other: nn.Module) -> None:
 
 
 class Stopwatch:
-    """One side of a round: its tokens by prompt, and the time spent in its own turns.
+    """One side of a round: its tokens by prompt, and the time of its turns.
 
     Args:
         events: what an engine streams.
@@ -70,7 +70,7 @@ class Stopwatch:
         self.seconds = 0.0
 
     def turn(self) -> bool:
-        """One cycle, or what is left of the run; False: there was nothing."""
+        """Run one cycle, or the rest of the run; False: the run had ended."""
         started = time.perf_counter()
         events = list(islice(self.events, self.rows))
         self.seconds += time.perf_counter() - started

@@ -1,8 +1,8 @@
-"""How long ``graphspec demo`` takes: seconds to the first streamed token, and to the end.
+"""Measures ``graphspec demo``: seconds to the first streamed token, and to the end.
 
-``python -m perf.first_token`` runs the demo in processes of its own, in turn with a fresh folder for every cache (cold: C++ kernels and
-cycles are compiled) and with what the run before left there (warm). Times count from the start of the process, imports included. A figure
-is the median over rounds. The machine must be idle: compilers want both cores.
+``python -m perf.first_token`` runs the demo in separate processes, alternating between empty caches (cold: C++ kernels and cycles are
+compiled) and the caches of the run before (warm). Times count from the start of the process, imports included. A figure is the median over
+rounds. The machine must be idle: compilers use both cores.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from graphspec.lab.measure.provenance import provenance, result_file, within_rep
 
 RESULTS = Path(__file__).parent / "results"
 CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "XDG_CACHE_HOME", "TMPDIR")
-"""Variables that say where compiled code is kept. Inductor keeps its precompiled header in ``TMPDIR``, whatever the first of them says."""
+"""Environment variables of caches of compiled code. Inductor writes its precompiled header to ``TMPDIR``, whatever the first one is."""
 STEP = re.compile(r"^(.+): ([0-9.]+) s$", re.MULTILINE)
 
 
 def run_demo(words: Sequence[str], caches: Path) -> dict[str, Any]:
-    """One run: seconds to the first token and to the end, and what the demo says each of its steps took.
+    """One run: seconds to the first token and to the end, and the times of its steps that the demo prints.
 
     Args:
-        words: of the command line, after ``demo``.
+        words: arguments after ``demo``.
         caches: folder of all caches.
 
     Raises:
@@ -65,12 +65,12 @@ def run_demo(words: Sequence[str], caches: Path) -> dict[str, Any]:
 
 
 def streamed(shown: str) -> bool:
-    """Something stands after the prompt."""
+    """Whether text after the prompt has been shown."""
     return bool(shown.partition(DEMO_PROMPT)[2].strip())
 
 
 def measure(words: Sequence[str], rounds: int) -> list[dict[str, Any]]:
-    """Runs in the order they were made, cold and warm in turn."""
+    """Runs in order, cold and warm alternating."""
     found: list[dict[str, Any]] = []
     for number in range(rounds):
         with tempfile.TemporaryDirectory(prefix="graphspec-first-token-") as folder:

@@ -1,14 +1,13 @@
 """Everything that needs a GPU, in three calls of ten minutes: ``python -m perf.gpu_check --call first``, then ``second``, then ``third``.
 
-The first says whether this code works on this machine and measures what README states; the second runs every test; the third measures the
-whole engine, batches and baselines. ``perf/gpu/RUNBOOK.md`` says what each outcome means. Every part runs in processes of its own and
-within seconds that leave the parts after it what they need (``perf.gpu.budget``). ``--only`` runs some parts of any call; arguments after
-``--`` go to pytest.
+The first shows whether this code works on this machine and measures README's rows; the second runs every test; the third measures the whole
+engine, batches and baselines. ``perf/gpu/RUNBOOK.md`` explains each outcome. Every part runs in separate processes and within a time that
+leaves enough for the parts after it (``perf.gpu.budget``). ``--only`` runs some parts of any call; arguments after ``--`` go to pytest.
 
-All calls write into the folder of ``--out``. A file of each call says where it ran and has a line for each probe and check, written as
-they come; what the parts printed is next to it in a ``.log``; latency and the whole engine have files of their own. A later call knows what
-earlier ones of the same code on the same kind of GPU have done: tests that passed and rows that were measured are left out, unless
-``--again``. On a machine without a CUDA device it says so and claims nothing.
+All calls write into the folder of ``--out``. The file of a call has its provenance and a line for each probe and check, written as they
+come; the output of the parts is next to it in a ``.log``; latency and the whole engine have separate files. Tests that passed and rows that
+were measured in an earlier call, of the same code on the same kind of GPU, are left out, unless ``--again`` is given. On a machine without
+a CUDA device it reports that and claims nothing.
 """
 
 from __future__ import annotations
@@ -30,17 +29,17 @@ from perf.gpu.results import append, gather, read, tree_digest
 
 NO_DEVICE = "no CUDA device: nothing was run, nothing is claimed"
 AGAIN = 75
-"""Exit code of ``perf.gpu.latency`` when CUDA gave up on its process and there was more to measure."""
+"""Exit code of ``perf.gpu.latency`` when CUDA became unusable in its process and there was more to measure."""
 LAST_CASE = 30.0
 """Seconds before the end of its part after which latency begins no further case."""
 SHOWN = 25
-"""Failures that are printed."""
+"""Most failures that are printed."""
 Outcome = tuple[int | None, str]
-"""Exit code of a part, None when its time was over, and what to say of it."""
+"""Exit code of a part, None when its time was over, and a remark."""
 
 
 def has_cuda() -> bool:
-    """Torch is there and sees a device."""
+    """Whether torch is installed and sees a device."""
     import torch
 
     return torch.cuda.is_available()
@@ -52,9 +51,9 @@ class Check:
     Args:
         options: of the command line.
         parts: in order.
-        head: where it runs.
-        clock: seconds, as ``time.monotonic`` gives them.
-        began: by that clock, when this process did.
+        head: provenance.
+        clock: returns seconds, like ``time.monotonic``.
+        began: start of this process by that clock.
     """
 
     def __init__(
@@ -64,15 +63,15 @@ class Check:
         self.file = result_file(options.out, "gpu-check")
         self.log = self.file.with_suffix(".log")
         self.green: bool | None = None
-        """Every test that ran passed; None: none ran, or a choice of them did and passed."""
+        """Whether every test passed; None: none ran, or only a selection, which passed."""
         self.bad: list[str] = []
         """Parts that failed or were cut short."""
         self.unfinished: list[str] = []
-        """Probes that had no time in the part before."""
+        """Probes for which an earlier part had no time."""
         write_jsonl(self.file, [head])
 
     def run(self) -> int:
-        """Exit code: 0 when every part did what it should."""
+        """Run all parts. Exit code 0: all succeeded."""
         for part in self.parts:
             began = self.clock()
             seconds = allowed(self.parts, part.name, began - self.began, self.options.minutes)
@@ -88,21 +87,21 @@ class Check:
         return 1 if self.bad or self.green is False else 0
 
     def note(self, part: str, code: int | None, seconds: float, why: str) -> None:
-        """A line for a part that is over."""
+        """Print and write a line for a part that has ended."""
         append(self.file, {"kind": "part", "name": part, "exit_code": code, "seconds": round(seconds, 1), "message": why})
         if code != 0:
             self.bad.append(part)
         print(f"== {part}: exit code {code}, {seconds:.0f} s{', ' + why if why else ''}", flush=True)
 
     def probes(self, seconds: float) -> Outcome:
-        """What nothing works without, and the kernels; ``hopeless`` when one of the former did not pass."""
+        """The essential probes and those of the kernels; ``hopeless`` if an essential one did not pass."""
         outcomes = self.try_all(probes.early_probes(probes.all_probes()), seconds)
         self.unfinished = [name for name, outcome in outcomes.items() if outcome == "not_run"]
         hopeless = any(outcomes.get(name) != "passed" for name in probes.ESSENTIAL)
         return self.verdict(outcomes) if not hopeless else (1, "hopeless")
 
     def cache(self, seconds: float) -> Outcome:
-        """Kernels compiled ahead; one that does not compile shows in the rows and the tests, and stops nothing here."""
+        """Compile kernels ahead; one that does not compile shows in the rows and the tests, and stops nothing here."""
         command = [sys.executable, "-m", "perf.gpu.warm", "--seconds", f"{0.8 * seconds:.0f}", "--file", str(self.file)]
         code = run_command(command, seconds, self.log, show=True)
         return 0, "" if code == 0 else "some kernels were not compiled" if code == 1 else f"failed, exit code {code}: see the log"
@@ -116,7 +115,7 @@ class Check:
         return self.run_tests("core", seconds)
 
     def rest(self, seconds: float) -> Outcome:
-        """The other probes, then a look inside a cycle."""
+        """The other probes, then stages and nodes of a cycle."""
         ends, early = self.clock() + seconds, probes.early_probes(probes.all_probes())
         outcomes = self.try_all([name for name in probes.all_probes() if name not in early or name in self.unfinished], seconds / 2)
         code, why = self.verdict(outcomes)
@@ -156,7 +155,7 @@ class Check:
         return run_command([sys.executable, "-m", "perf.speed", *how, str(self.options.out)], seconds, self.log, show=True), ""
 
     def try_all(self, names: Sequence[str], seconds: float) -> dict[str, str]:
-        """Probes by name; what each came to."""
+        """Run probes; returns the outcome of each by name."""
         outcomes: dict[str, str] = {}
 
         def put(record: dict[str, Any]) -> None:
@@ -173,31 +172,31 @@ class Check:
 
     @staticmethod
     def verdict(outcomes: dict[str, str]) -> Outcome:
-        """Exit code and words for probes."""
+        """Exit code and remark for probes."""
         counts = Counter(outcome for outcome in outcomes.values() if outcome != "passed")
         return (1 if counts else 0), ", ".join(f"{number} {outcome.replace('_', ' ')}" for outcome, number in sorted(counts.items()))
 
     def run_tests(self, part: str, seconds: float) -> Outcome:
-        """Tests, and the summary that says whether they were green."""
+        """Run tests and set :attr:`green`."""
         selected, absent, began = self.options.pytest, checks.left_out(), self.clock()
         evidence = None if selected or self.options.again else gather(self.options.out, self.head)
         before = {name for name, outcome in evidence.outcomes().items() if outcome == "passed"} if evidence else set()
         start = len(read(self.file))
         code = checks.run_tests(part, [*(argument for argument, _ in absent), *selected], before, self.file, self.log, seconds)
         counts = Counter(record["outcome"] for record in read(self.file)[start:] if record["kind"] == "check")
-        # A run in which nothing was checked is no green run, and neither is one that skipped a check on a machine that could do it.
+        # A run without a check is not green, nor is one that skipped a check which this machine can run.
         passed = (code == 0 and counts["passed"] == counts.total() > 0) or (code == checks.NO_TESTS and not counts and bool(before))
         green = passed and not selected
         summary = {"kind": "summary", "part": part, "green": green, "exit_code": code, "seconds": round(self.clock() - began, 1), **counts}
         append(self.file, summary | {"known": len(before), "not_installed": [name for _, name in absent], "selected": selected})
-        # A choice of tests that passes is what was asked for, and no proof of the whole.
+        # A selection of tests that passes is a success, but no proof of the whole.
         if not (passed and selected):
             self.green = green and self.green is not False
         why = "not over: what is missing below did not run" if code is None else f"{len(before)} passed before" if before else ""
         return (0 if passed else code or 1) if code is not None else None, why
 
     def latency(self, groups: list[str], seconds: float) -> Outcome:
-        """Latency; begun again where it left off when CUDA gave up on its process."""
+        """Latency, in a new process where the last one left off when CUDA became unusable in that one."""
         evidence = None if self.options.again else gather(self.options.out, self.head)
         file, ends = result_file(self.options.out, "gpu-latency"), self.clock() + seconds
         command = [sys.executable, "-m", "perf.gpu.latency", "--file", str(file), "--groups", *groups]
@@ -212,13 +211,13 @@ class Check:
                 return code, ""
 
     def summarise(self) -> None:
-        """What failed, at the end of the output, where it is read first."""
+        """Print the failures, at the end of the output, where they are read first."""
         ran = [record for record in read(self.file) if record["kind"] in ("probe", "check")]
         wrong = [record for record in ran if record["outcome"] != "passed"]
         print(f"\n{'-' * 40}")
         for record in wrong[:SHOWN]:
             words = record["message"].strip().splitlines() or [""]
-            # Of a probe the last line of its traceback says most, of a check the first line of its message.
+            # The most informative line: the last of a probe's traceback, the first of a check's message.
             said = words[-1] if record["kind"] == "probe" else words[0]
             print(f"{record['outcome']:7} {record['name'].removeprefix('tests/gpu/')}: {said[:170]}")
         if len(wrong) > SHOWN:
@@ -238,7 +237,7 @@ class Check:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code 0: every part that was asked for did what it should, or there is no device to check."""
+    """Run the command. Exit code 0: every selected part succeeded, or there is no device to check."""
     began = time.monotonic()
     parser = argparse.ArgumentParser(
         prog="python -m perf.gpu_check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -1,8 +1,8 @@
-"""What a grammar costs the host per cycle: the walk over the draft tree and the forced text, by nodes and vocabulary.
+"""Host cost of a grammar per cycle: the walk over the draft tree and the forced text, by nodes and vocabulary.
 
     python -m perf.grammar_cost [--rounds 200]
 
-One core, no model: ratios to the mask of a single node of the same vocabulary, which is what plain decoding with a grammar pays.
+One core, no model: ratios to the mask of a single node with the same vocabulary, which is the cost in plain decoding.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ INSIDE = b'{"name": "'
 
 
 def vocabulary(size: int) -> list[bytes]:
-    """Every byte, and random words: an end-of-text token first."""
+    """An end-of-text token, every byte, and random words."""
     rng = random.Random(0)
     words = {bytes(rng.choices(range(97, 123), k=rng.randrange(2, 8))) for _ in range(2 * size)}
     return [b"", *(bytes([byte]) for byte in range(256)), INSIDE, *sorted(words)[: size - 258]]

@@ -1,6 +1,6 @@
-"""The host's side of a cycle by itself: the engine's own scheduler, launch and read around a device that computes nothing.
+"""The host's part of a cycle alone: the engine's scheduler, launch and read with a device that computes nothing.
 
-``python -m perf.host_path --scenario NAME --cycles N`` runs one scenario and says nothing; it is the process whose machine instructions
+``python -m perf.host_path --scenario NAME --cycles N`` runs one scenario and prints nothing; it is the process whose machine instructions
 :mod:`perf.instructions` counts.
 """
 
@@ -33,21 +33,21 @@ from perf.bytecodes import count_bytecodes
 
 WARM_CYCLES, COUNTED_CYCLES = 16, 48
 STEADY_BUDGET = 900
-"""New tokens of a request that no count lives to see the end of."""
+"""New tokens of a request that does not end during a count."""
 CHUNKS = (16, 64)
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """What the host does meanwhile.
+    """A workload of the host.
 
     Attributes:
-        name: as the guard spells it.
-        variant: of the catalog; its demo draft gives the plan its numbers.
-        shape: ``(S, K, N)``; None where nothing is drafted.
-        rows: requests side by side.
+        name: in the guard file.
+        variant: of the catalog; the plan has the sizes of its demo draft.
+        shape: ``(S, K, N)``; None: plain decoding.
+        rows: concurrent requests.
         cycles_in_flight: launches before the host waits.
-        budget: new tokens of each request; short ones leave, and the next ones join.
+        budget: new tokens of each request; with a small one, requests end and others join.
     """
 
     name: str
@@ -71,7 +71,7 @@ SCENARIOS = (
 
 
 def host_plan(scenario: Scenario) -> Plan:
-    """The scenario's plan over the facts of the demo checkpoints; no weight is read."""
+    """The scenario's plan from the facts of the demo checkpoints; no weights are read."""
     steps, topk, nodes = scenario.shape or (None, None, None)
     config = Config(
         variant=VariantConfig(name=scenario.variant, num_steps=steps, topk=topk, num_draft_tokens=nodes),
@@ -88,9 +88,9 @@ def host_plan(scenario: Scenario) -> Plan:
 
 
 class SimulatedDevice:
-    """All stages of one program: reads the message and writes the ring as they would, and runs no network.
+    """Replaces all stages of a program: reads the message and writes the ring as they would, without a network.
 
-    A live row commits 1, 2, ... A tokens in turn, and ends when its budget does. Tokens are all 7.
+    A live row commits 1, 2, ... A tokens in turn until its budget is used up. All tokens are 7.
     """
 
     name = "simulated device"
@@ -145,7 +145,7 @@ class HostCycle(Cycle):
 
 
 class HostPath:
-    """One scenario under way: as many requests as rows, and a new one for each that ends."""
+    """A running scenario: as many requests as rows, and a new one for each that ends."""
 
     def __init__(self, scenario: Scenario) -> None:
         self.plan = host_plan(scenario)
@@ -166,7 +166,7 @@ class HostPath:
         self.scheduler.add(fresh)
 
     def run(self, cycles: int) -> None:
-        """Step until this many more cycles are launched."""
+        """Step until ``cycles`` more cycles are launched."""
         goal = self.cycle.cycles_launched + cycles
         while self.cycle.cycles_launched < goal:
             for request in self.scheduler.step():
@@ -175,7 +175,7 @@ class HostPath:
 
 
 def bytecodes_per_cycle(scenario: Scenario) -> float:
-    """Bytecodes of :mod:`graphspec` per cycle once the scenario is under way, to a tenth."""
+    """Bytecodes of :mod:`graphspec` per cycle in the steady state of the scenario, to a tenth."""
     path = HostPath(scenario)
     with torch.no_grad():
         path.run(WARM_CYCLES)
@@ -183,7 +183,7 @@ def bytecodes_per_cycle(scenario: Scenario) -> float:
 
 
 def scenario_named(name: str) -> Scenario:
-    """The scenario of this name.
+    """The scenario called ``name``.
 
     Raises:
         SystemExit: there is none.

@@ -1,7 +1,7 @@
-"""Machine instructions of the host path per cycle: by callgrind, which simulates the processor, or by ``perf stat``, which asks it.
+"""Machine instructions of the host path per cycle: by callgrind, which simulates the processor, or by ``perf stat``, which reads its counter.
 
-Both count a whole process, interpreter start and imports included. Two runs that differ in nothing but the number of cycles leave, when
-one is taken from the other, what the additional cycles cost.
+Both count a whole process, interpreter start and imports included. The difference of two runs that differ only in the number of cycles is
+the cost of the additional cycles.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from graphspec.errors import ResourceError
 
 ROOT = Path(__file__).resolve().parents[1]
 FEW, MANY = 64, 320
-"""Cycles of the two runs; both are past everything that happens once, and no request of a steady scenario ends before."""
+"""Cycles of the two runs: both are past all one-time work, and no request of a steady scenario ends in them."""
 
 
 def read_callgrind(text: str) -> int:
@@ -49,12 +49,12 @@ def read_perf_stat(text: str) -> int:
 
 
 def per_cycle(count: Callable[[int], int]) -> float:
-    """Cost of one more cycle, where ``count`` gives the cost of a run of a number of cycles."""
+    """Cost of one cycle, from ``count``, which returns the cost of a run of that many cycles."""
     return (count(MANY) - count(FEW)) / (MANY - FEW)
 
 
 def _environment() -> dict[str, str]:
-    # One thread and no randomised hashes: nothing but the number of cycles may differ between the two runs.
+    # One thread and no randomised hashes: only the number of cycles may differ between the two runs.
     fixed = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     return {**os.environ, **fixed}
 
@@ -96,7 +96,7 @@ def by_callgrind(scenario: str) -> float:
 
 
 def by_perf_stat(scenario: str) -> float:
-    """User-mode instructions per cycle of the scenario's host path, as the processor counts them.
+    """User-mode instructions per cycle of the scenario's host path, counted by the processor.
 
     Raises:
         ResourceError: perf is not installed, failed, or the machine doesn't count.

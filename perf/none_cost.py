@@ -1,10 +1,10 @@
-"""What `variant=none` costs over a plain decode loop.
+"""Cost of `variant=none` relative to plain decode loops.
 
 ``python -m perf.none_cost`` decodes the demo model at batch 1 in three ways: by the engine with ``variant=none``; by the shortest loop over
 the same network, kernels, KV pool and compiler, one compiled step (target forward, argmax, next position) per token; and by the loop one
-writes without an engine, the same step over a dense static cache and PyTorch's own attention and products. Both loops have a host that
-reads each token to know when to stop. The sides take turns prompt by prompt; a figure is the median over rounds of the ratio within a
-round. Prompt processing is left out on all sides, and all must give the same tokens.
+writes without an engine, the same step over a dense static cache with PyTorch's attention and products. In both loops the host reads each
+token to know when to stop. The sides take turns prompt by prompt; a figure is the median over rounds of the ratio within a round. Prompt
+processing is not timed, and all sides must give the same tokens.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from perf.speed import held_out_prompts
 
 
 class PlainLoop:
-    """Greedy decoding over an engine's own target, kernels and KV pool, row 0; the engine runs the prompt."""
+    """Greedy decoding with the engine's target, kernels and KV pool, row 0; the engine runs the prompt."""
 
     name = "loop"
 
@@ -43,7 +43,7 @@ class PlainLoop:
         target, kernels, pool, table = self.cycle.target, self.cycle.kernels, arena["target_kv"], arena["page_table_RP"]
         self.token_11, self.length_1 = torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
         step = plain_step(target, kernels, pool, table[:1], self.token_11, self.length_1)
-        # Called as the engine calls its programs, without a way through Dynamo each time.
+        # Called as the engine calls its programs, without passing through Dynamo each time.
         self.step = Region(step) if llm.plan.kernels == "compiled" else step
         with torch.no_grad():
             self.step()
@@ -61,11 +61,11 @@ class PlainLoop:
 
 
 class DenseLoop:
-    """Greedy decoding over a dense static cache (:mod:`perf.gpu.static_decode`) with weights of its own; the engine runs the prompt.
+    """Greedy decoding over a dense static cache (:mod:`perf.gpu.static_decode`) with a copy of the weights; the engine runs the prompt.
 
     Args:
         llm: the engine.
-        length: tokens that the cache holds; every step attends over all of it.
+        length: tokens of the cache; every step attends to all of them.
     """
 
     name = "dense loop"
@@ -98,8 +98,8 @@ def plain_step(
         kernels: of the engine.
         kv_pool: ``[layers, 2, pages, page_size, G, D]``.
         table_1P: int32, pages of the one row.
-        token_11: int64, the token that is read next.
-        length_1: int64, tokens before it; one more after each call.
+        token_11: int64, the token to read next.
+        length_1: int64, tokens before it; each call adds one.
     """
     device = token_11.device
     begin_11 = torch.zeros(1, 1, dtype=torch.int64, device=device)
@@ -126,13 +126,13 @@ def plain_step(
 
 
 def prefill(llm: LLM, prompt: list[int]) -> int:
-    """The first token; a run of one token leaves the prompt's KV in its pages, which row 0 keeps."""
+    """Generate one token, which leaves the prompt's KV in the pages of row 0; returns the token."""
     [first] = llm.generate(prompt, SamplingParams(max_tokens=1))[0].token_ids
     return first
 
 
 def decode(step: Callable[[], None], token_11: torch.Tensor, max_tokens: int, stop: int) -> tuple[list[int], float]:
-    """Call ``step``, which replaces ``token_11``, until there are enough tokens; all of them, and the seconds."""
+    """Call ``step``, which replaces ``token_11``, until there are enough tokens; returns these and the seconds."""
     out = [int(token_11)]
     started = time.perf_counter()
     with torch.no_grad():

@@ -1,8 +1,8 @@
-"""One engine of another project in a process of its own: JSON lines in, JSON lines out.
+"""Runs an engine of another project in a separate process: JSON lines in, JSON lines out.
 
-Runs under the interpreter of an environment that has the engine, so nothing of graphspec is imported here. A request is
-``{"prompts": [[id, ...], ...], "max_tokens": n}``, the answer ``{"tokens": [[id, ...], ...]}``, greedy; all prompts of a request are one
-batch of equal lengths. The first line out is ``{"version": ...}``.
+It runs under the interpreter of an environment that has the engine, so it imports nothing of graphspec. A request is
+``{"prompts": [[id, ...], ...], "max_tokens": n}``, the answer ``{"tokens": [[id, ...], ...]}``, greedy; the prompts of a request are one
+batch and have one length. The first line of output is ``{"version": ...}``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Generate = Callable[[Batch, int], Batch]
 
 
 def onnxruntime(folder: str, threads: int, ngram: bool) -> Generate:
-    """ONNX Runtime GenAI; with ``ngram`` its own speculation, which takes one prompt at a time."""
+    """ONNX Runtime GenAI; with ``ngram``, its n-gram speculation, which takes one prompt at a time."""
     import onnxruntime_genai as engine
 
     config = engine.Config(folder)
@@ -47,7 +47,7 @@ def onnxruntime(folder: str, threads: int, ngram: bool) -> Generate:
 
 
 def ctranslate2(folder: str, threads: int) -> Generate:
-    """CTranslate2 in float32; it reads tokens, not their ids."""
+    """CTranslate2 in float32; it takes tokens as text, not ids."""
     import ctranslate2 as engine
 
     words = json.loads(Path(folder, "vocabulary.json").read_text(encoding="utf-8"))
@@ -62,7 +62,7 @@ def ctranslate2(folder: str, threads: int) -> Generate:
 
 
 def openvino(folder: str, threads: int) -> Generate:
-    """OpenVINO GenAI in float32; by itself it would compute in bfloat16 where the processor can."""
+    """OpenVINO GenAI in float32; its default is bfloat16 if the processor has it."""
     import numpy as np
     import openvino as runtime
     import openvino_genai as engine
@@ -90,7 +90,7 @@ ENGINES: dict[str, tuple[str, Callable[[str, int], Generate]]] = {
 
 def main(name: str, folder: str, threads: int) -> None:
     """Answer requests until there are no more."""
-    # What the engines print themselves must not stand between the answers.
+    # The engines' own output must not mix with the answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 

@@ -1,8 +1,8 @@
-"""Engines of others as sides of ``make race``: what each needs, its converted model, and its process.
+"""Other engines as sides of ``make race``: their requirements, converted models and processes.
 
-``pip install -e ".[race]"`` brings ONNX Runtime GenAI, CTranslate2 and OpenVINO GenAI. They may live in an environment of their own,
-whose interpreter is said by ``--peers PYTHON``. Converted models go to the cache folder, by name of the converter and content of the
-checkpoint. OpenVINO's converter needs an older transformers than graphspec; ``--exporter PROGRAM`` says where its ``optimum-cli`` is.
+``pip install -e ".[race]"`` installs ONNX Runtime GenAI, CTranslate2 and OpenVINO GenAI. They may be in another environment, whose
+interpreter is ``--peers PYTHON``. Converted models are kept in the cache folder, by name of the converter and content of the checkpoint.
+OpenVINO's converter needs an older transformers than graphspec; ``--exporter PROGRAM`` is the path of its ``optimum-cli``.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ WORKER = Path(__file__).with_name("peer_worker.py")
 
 
 class PeerError(Exception):
-    """An engine that can't take part; says why."""
+    """Why an engine can't take part."""
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """An engine: ``side`` is its name in tables, ``model`` the converter's, ``batches`` whether it takes several prompts at once."""
+    """An engine: ``side`` is its name in tables, ``model`` its converter, ``batches`` whether it takes several prompts at once."""
 
     name: str
     side: str
@@ -48,7 +48,7 @@ PEERS = (
 
 
 def _command(model: str, python: str, exporter: str, source: Path, out: Path) -> list[str]:
-    """The converter's own command line."""
+    """The command line of the converter."""
     if model == "ort":
         return [python, "-m", "onnxruntime_genai.models.builder", "-m", str(source), "-o", str(out), "-p", "fp32", "-e", "cpu"]
     if model == "ct2":
@@ -59,7 +59,7 @@ def _command(model: str, python: str, exporter: str, source: Path, out: Path) ->
 
 
 def _content(source: Path) -> str:
-    """Digest of a checkpoint: two demo models have one name."""
+    """Digest of a checkpoint, since different demo models have the same name."""
     digest = hashlib.sha256()
     for file in sorted(file for file in source.iterdir() if file.suffix in (".json", ".safetensors")):
         digest.update(file.name.encode() + b"\0" + file.read_bytes())
@@ -70,7 +70,7 @@ def convert(model: str, python: str, exporter: str, source: Path) -> Path:
     """The folder of a checkpoint in another engine's format; converted unless the cache has it.
 
     Raises:
-        PeerError: the converter is not there, or failed.
+        PeerError: the converter is not installed, or failed.
     """
     folder = cache_folder() / "race" / f"{model}-{_content(source)}"
     if folder.is_dir():
@@ -86,7 +86,7 @@ def convert(model: str, python: str, exporter: str, source: Path) -> Path:
             raise PeerError(f"its converter failed: {' '.join(done.stderr.split())[-300:]}")
         config = out / "config.json"
         if model == "ct2":
-            # Without an unknown token the converter writes what the engine then refuses to read; any word will do.
+            # Without an unknown token the converter writes a model that the engine refuses to load; any word will do.
             settings, words = json.loads(config.read_text(encoding="utf-8")), json.loads(Path(out, "vocabulary.json").read_text("utf-8"))
             settings = {name: words[0] if name.endswith("_token") and not value else value for name, value in settings.items()}
             config.write_text(json.dumps(settings), encoding="utf-8")
@@ -96,7 +96,7 @@ def convert(model: str, python: str, exporter: str, source: Path) -> Path:
 
 
 class PeerProcess:
-    """A worker, asked and answered line by line.
+    """A running worker, with one line per request and per answer.
 
     Raises:
         PeerError: the engine is not installed for ``python``, or it doesn't start.
@@ -142,5 +142,5 @@ class PeerProcess:
 
 
 def exporter_of(path: str | None) -> str:
-    """``optimum-cli``: as asked, or the one on the path, or its bare name."""
+    """``optimum-cli``: ``path``, or the one on the PATH, or its bare name."""
     return path or shutil.which("optimum-cli") or "optimum-cli"

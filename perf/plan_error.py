@@ -1,8 +1,8 @@
-"""How far ``graphspec plan plan.measure=true`` is off on this CPU: ``python -m perf.plan_error``.
+"""Error of ``graphspec plan plan.measure=true`` on this CPU: ``python -m perf.plan_error``.
 
-Engines of the demo model are built for the few shapes that a calibration times whole, and for others. In every round the passes are timed
-and each engine serves the same requests, so that a machine that is slow for a while is slow for all; of every figure the least of all
-rounds counts. Every cycle that the calibration did not time is then predicted and compared.
+Engines of the demo model are built for the few shapes whose whole cycles a calibration times, and for others. In every round the passes are
+timed and each engine serves the same requests, so that a slow phase of the machine affects all of them; of every figure the smallest of all
+rounds is used. Every cycle that the calibration did not time is then predicted and compared.
 """
 
 from __future__ import annotations

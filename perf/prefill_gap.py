@@ -1,9 +1,9 @@
-"""How long a running row waits while long prompts arrive.
+"""Measures how long a running row waits while long prompts arrive.
 
-``python -m perf.prefill_gap`` decodes one request on the demo model while prompts of 1,000 tokens arrive, and notes the time between
-results of that request. It does so for several values of ``runtime.prefill_tokens_per_cycle``, the last of which reads whole prompts at
-once. Between two results are one cycle and what is read of prompts before it. ``chunk`` is the 99th percentile of the time that prefill
-launches took before a cycle, later chunks of a prompt more than earlier ones; ``bound`` is that and two median cycles.
+``python -m perf.prefill_gap`` decodes one request on the demo model while prompts of 1,000 tokens arrive, and records the time between
+results of that request, for several values of ``runtime.prefill_tokens_per_cycle``, the last of which reads whole prompts at once. Between
+two results are the prefill launches before a cycle and the cycle itself. ``chunk`` is the 99th percentile of the time of prefill launches
+before a cycle (later chunks of a prompt take longer); ``bound`` is that plus two median cycles.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ PROMPT, NEW, EVERY = 1000, 8, 40
 
 
 class Timed:
-    """A cycle that notes how long each launch takes; on a CPU a launch returns when it has run."""
+    """A cycle that records the time of each launch; on a CPU a launch returns when it has run."""
 
     def __init__(self, cycle: Cycle) -> None:
         self.cycle = cycle
         self.cycles: list[float] = []
         self.prompts: list[float] = []
-        """Seconds of prefill launches before each cycle that had any before it."""
+        """Per cycle with prefill launches before it, their seconds."""
         self._since_cycle = 0.0
 
     def launch(self, key: Key, message: Message) -> int:
@@ -63,7 +63,7 @@ class Timed:
 
 @dataclass(frozen=True, slots=True)
 class Gaps:
-    """What one run found; seconds."""
+    """Results of one run, in seconds."""
 
     tokens_per_cycle: int
     gaps: list[float]
@@ -88,7 +88,7 @@ class Gaps:
 
 
 def measure(llm: LLM, prompts: Sequence[Sequence[int]], tokens_per_cycle: int, new_tokens: int) -> Gaps:
-    """One request of ``new_tokens`` tokens, and the other prompts one after another as it runs."""
+    """Run one request of ``new_tokens`` tokens while the other prompts arrive one after another."""
     plan, cycle = replace(llm.plan, prefill_tokens_per_cycle=tokens_per_cycle), Timed(llm.cycle)
     scheduler = Scheduler(plan, cycle, None)
     scheduler.add_programs(GREEDY, plan.buckets, llm.cycle.prefills(GREEDY))

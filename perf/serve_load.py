@@ -1,11 +1,11 @@
-"""Load on ``graphspec serve``: open-loop arrivals below and above capacity, with clients that misbehave, and SIGTERM in the middle.
+"""Load test of ``graphspec serve``: open-loop arrivals below and above capacity, with misbehaving clients, and SIGTERM under load.
 
 ``python -m perf.serve_load`` starts a server, measures its capacity in a closed loop, then sends Poisson arrivals at 0.5, 0.9 and 1.5 times
-that. Among them are clients that disconnect, read slowly, send malformed or oversized bodies, or connect and say nothing. After each phase
-every row and page has to be free again. Then SIGTERM comes while streams are open: all of them have to end whole.
+that. Some clients disconnect, read slowly, send malformed or oversized bodies, or connect and send nothing. After each phase every row and
+page must be free again. Finally SIGTERM is sent while streams are open: all of them must end complete.
 
-A promise is a status 200: its stream must end with ``[DONE]`` and all tokens. Above capacity the queue fills, and 503 is the right answer.
-Times are of this process, which shares the machine with the server.
+A response with status 200 is a promise: its stream must end with ``[DONE]`` and all tokens. Above capacity the queue fills, and 503 is the
+right response. Times are measured in this process, which shares the machine with the server.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ SLOW_SECONDS = 0.05
 """Pause of a slow reader after each event."""
 OVERSIZED = 5 * 2**20
 PATIENCE = 120.0
-"""Seconds until a server that says nothing is given up."""
+"""Seconds to wait for a server that sends nothing."""
 
 
 @dataclass
 class Tally:
-    """What clients saw in one phase."""
+    """Results of the clients in one phase."""
 
     answers: Counter[str] = field(default_factory=Counter)
-    """Outcomes: done, refused (503), left, and what each misbehaviour got."""
+    """Outcomes: done, refused (503), left, and the response to each kind of misbehaviour."""
     broken: list[str] = field(default_factory=list)
     """Promises that were not kept."""
     first_token: list[float] = field(default_factory=list)
     """Seconds from sending to the first event, of patient clients."""
     tokens: int = 0
-    """Of answers that were read to their end."""
+    """Tokens of responses that were read to their end."""
     seconds: float = 0.0
 
     def figures(self) -> dict[str, Any]:
-        """For people and files."""
+        """The results as JSON."""
         ranked = sorted(self.first_token)
         p99 = ranked[min(len(ranked) - 1, int(0.99 * len(ranked)))] if ranked else None
         return {
@@ -82,7 +82,7 @@ class Target:
         return json.dumps({"prompt": prompt, "max_tokens": self.new_tokens, **options}).encode()
 
     async def send(self, body: bytes, declared: int | None = None) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Post a body on a connection of its own."""
+        """Post a body on a new connection."""
         reader, writer = await asyncio.open_connection(self.host, self.port)
         head = f"POST /v1/completions HTTP/1.1\r\nHost: {self.host}\r\nConnection: close\r\nContent-Length: {declared or len(body)}\r\n\r\n"
         writer.write(head.encode() + body)
@@ -98,7 +98,7 @@ class Target:
         return text
 
     async def metric(self, name: str) -> float:
-        """A figure of ``/metrics``."""
+        """A value of ``/metrics``."""
         found = re.search(rf"^{re.escape(name)}\{{[^}}]*\}} (\S+)$", await self.get("/metrics"), re.MULTILINE)
         assert found is not None, name
         return float(found[1])
@@ -115,13 +115,13 @@ class Target:
 
 
 async def status_of(reader: asyncio.StreamReader) -> int:
-    """The status of an answer; 0: the connection ended without one."""
+    """The status of a response; 0: the connection ended without one."""
     line = await reader.readline()
     return int(line.split()[1]) if line else 0
 
 
 async def patient(target: Target, tally: Tally, rng: random.Random, *, pause: float = 0.0, leave_after: int | None = None) -> None:
-    """Reads a stream to its end, or leaves after some events."""
+    """Read a stream to its end, or disconnect after some events."""
     began = time.perf_counter()
     reader, writer = await target.send(target.body(rng))
     try:
@@ -157,14 +157,14 @@ async def patient(target: Target, tally: Tally, rng: random.Random, *, pause: fl
 
 
 async def malformed(target: Target, tally: Tally, rng: random.Random) -> None:
-    """Sends what is no JSON."""
+    """Send a body that is not JSON."""
     body = target.body(rng)
     reader, writer = await target.send(body[: rng.randrange(1, len(body))])
     await _expect(400, "malformed", reader, writer, tally)
 
 
 async def oversized(target: Target, tally: Tally, _: random.Random) -> None:
-    """Announces a body that is too long, and sends its beginning."""
+    """Announce a body that is too long, and send its beginning."""
     reader, writer = await target.send(b"{", declared=target.oversized)
     await _expect(413, "oversized", reader, writer, tally)
 
@@ -178,7 +178,7 @@ async def _expect(status: int, name: str, reader: asyncio.StreamReader, writer: 
 
 
 async def silent(target: Target, tally: Tally, rng: random.Random) -> None:
-    """Connects and sends half a header."""
+    """Connect and send half a header."""
     _, writer = await asyncio.open_connection(target.host, target.port)
     writer.write(b"POST /v1/comp")
     await asyncio.sleep(rng.uniform(0.1, 1.0))
@@ -199,7 +199,7 @@ def client(kind: str, target: Target, tally: Tally, rng: random.Random) -> Corou
 
 
 async def open_loop(target: Target, rate: float, seconds: float, seed: int) -> Tally:
-    """Poisson arrivals at ``rate`` per second, none of which waits for another; returns when the last has its answer."""
+    """Poisson arrivals at ``rate`` per second, independent of each other; returns when the last has its response."""
     rng, tally = random.Random(seed), Tally()
     began = due = time.perf_counter()
     tasks: list[asyncio.Task[None]] = []
@@ -231,7 +231,7 @@ async def capacity(target: Target, users: int, seconds: float) -> float:
 
 
 async def until_the_end(target: Target, users: int, stop: Callable[[], None]) -> Tally:
-    """Opens streams, calls ``stop`` once each has its first event, and reads them to their ends."""
+    """Open streams, call ``stop`` once each has its first event, and read them to their ends."""
     tally = Tally()
     long = Target(target.host, target.port, target.vocab, 4 * target.new_tokens, target.prompt_tokens)
     tasks = [asyncio.ensure_future(patient(long, tally, random.Random(seed))) for seed in range(users)]
@@ -243,12 +243,12 @@ async def until_the_end(target: Target, users: int, stop: Callable[[], None]) ->
 
 
 def resident_bytes(pid: int) -> int:
-    """Memory of a process."""
+    """Resident memory of a process."""
     return int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1]) * 4096
 
 
 async def measure(process: subprocess.Popen[str], target: Target, users: int, seconds: float) -> bool:
-    """All phases; prints a line of JSON for each. Returns whether every promise was kept."""
+    """Run all phases and print a line of JSON for each. Returns whether every promise was kept."""
     await capacity(target, users, min(seconds, 10.0))
     most = await capacity(target, users, min(seconds, 30.0))
     print(json.dumps({"phase": "capacity", "requests_per_second": most, "users": users}), flush=True)

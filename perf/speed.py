@@ -1,11 +1,11 @@
 """Speed of every way to decode, all sides in one run: HF ``generate``, HF assisted generation, plain decoding, chains and trees.
 
-``make bench`` measures the demo model on prompts cut from modules it was not trained on. Sides take turns batch by batch, so that a slow
-moment of the machine hits all of them; the figure of a side is the median over rounds of its tokens per second, the ratio the median of the
-ratios within a round. A side whose tokens differ from HF's greedy output is reported as wrong and gets no figure. With one new token the
+``make bench`` measures the demo model on prompts from modules that it was not trained on. Sides take turns batch by batch, so that a slow
+phase of the machine affects all of them; the figure of a side is the median over rounds of its tokens per second, the ratio the median of
+the ratios within a round. A side whose tokens differ from HF's greedy output is reported as wrong and has no figure. With one new token the
 rate is that of the prompt.
 
-``make race`` adds engines of others (:mod:`perf.peers`), each in a process of its own; one that can't take part is named with the reason.
+``make race`` adds other engines (:mod:`perf.peers`), each in its own process; one that can't take part is listed with the reason.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from recipes.corpus import load_corpus
 RESULTS = Path(__file__).parent / "results"
 README = Path(__file__).parents[1] / "README.md"
 PAUSE = 0.01
-"""Seconds between two sides: threads of the one before may still be awake, waiting for work."""
+"""Seconds between two sides: threads of the previous one may still be spinning."""
 SHAPE = ("num_steps", "topk", "num_draft_tokens")
 BEGIN, END = "<!-- speed table: make bench -->", "<!-- end of speed table -->"
 
@@ -48,17 +48,17 @@ class Decoder:
     name: str
     run: Callable[[list[list[int]]], list[list[int]]]
     baseline: str = ""
-    """The side its ratio is against."""
+    """The side that its ratio refers to."""
     rates: list[float] = field(default_factory=list)
     acceptance: Callable[[], float] | None = None
     lengths: list[float] = field(default_factory=list)
     wrong: int = 0
     version: str | None = None
-    """Of a package that is not in the provenance."""
+    """Version of a package that is not in the provenance."""
 
 
 def held_out_prompts(encode: Callable[[str], list[int]], count: int, tokens: int) -> list[list[int]]:
-    """``count`` prompts of ``tokens`` ids, each from the middle of another held-out module."""
+    """``count`` prompts of ``tokens`` ids, each from the middle of a different held-out module."""
     documents = sorted(load_corpus().held_out.items())
     prompts = []
     for _, text in documents:
@@ -86,7 +86,7 @@ def graphspec_decoder(name: str, settings: argparse.Namespace, baseline: str, **
 
 
 def hf_decoders(settings: argparse.Namespace, device: str, dtype: torch.dtype) -> list[Decoder]:
-    """HF transformers on the same weights: plain, and, one prompt at a time, assisted by prompt lookup (it needs no second model)."""
+    """HF transformers on the same weights: plain, and, one prompt at a time, assisted by prompt lookup, which needs no second model."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(model_folder(settings.model), dtype=dtype, trust_remote_code=False).to(device).eval()
@@ -103,7 +103,7 @@ def hf_decoders(settings: argparse.Namespace, device: str, dtype: torch.dtype) -
 
 
 def peer_decoders(settings: argparse.Namespace, threads: int) -> tuple[list[Decoder], dict[str, str]]:
-    """Engines of others, each in a process of its own, and why the others are missing."""
+    """Other engines, each in its own process, and for those that are missing the reason."""
     sides, missing = [], {}
     for peer in PEERS:
         if settings.batch > 1 and not peer.batches:
@@ -121,7 +121,7 @@ def peer_decoders(settings: argparse.Namespace, threads: int) -> tuple[list[Deco
 
 @contextmanager
 def busy_programs(count: int) -> Iterator[None]:
-    """Programs that keep a core busy each, for as long as this lasts."""
+    """A context with ``count`` programs that each keep a core busy."""
     programs = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
     try:
         yield
@@ -132,7 +132,7 @@ def busy_programs(count: int) -> Iterator[None]:
 
 
 def measure(sides: Sequence[Decoder], batches: Sequence[list[list[int]]], rounds: int) -> None:
-    """Fill every side's rates; the first side's tokens are what the others must produce."""
+    """Measure every side's rates; all sides must give the tokens of the first."""
     for side in sides:
         side.run(batches[0])
     for _ in range(rounds):
@@ -155,7 +155,7 @@ def measure(sides: Sequence[Decoder], batches: Sequence[list[list[int]]], rounds
 
 
 def rows(sides: Sequence[Decoder]) -> list[dict[str, Any]]:
-    """One record per side, the medians in it."""
+    """One record per side, with medians."""
     by_name = {side.name: side for side in sides}
     out = []
     for side in sides:

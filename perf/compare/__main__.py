@@ -1,8 +1,8 @@
-"""``python -m perf.compare BASE HEAD``: how much slower or faster HEAD is than BASE, on this machine, now.
+"""``python -m perf.compare BASE HEAD``: how much slower or faster HEAD is than BASE on this machine.
 
-Each revision runs in a process of its own, from a temporary git worktree (``.`` is the working tree). The two take turns round by round,
-so that a slow moment of the machine hits both; both processes are started anew several times, so that the luck of one start does not pass
-for a difference. Ratios are time of HEAD over time of BASE: below 1, HEAD is faster.
+Each revision runs in its own process, from a temporary git worktree (``.`` is the working tree). The two take turns round by round, so that
+a slow phase of the machine affects both; both processes are restarted several times, so that differences between two starts are not taken
+for differences between revisions. Ratios are time of HEAD over time of BASE: below 1, HEAD is faster.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ WORKLOADS: dict[str, tuple[dict[str, Any], str]] = {
     "tree": (TREE, "decode"),
     "prefill": ({"variant": "none"}, "prefill"),
 }
-"""Name to the engine's keys, and whether decoding or the prompt is what takes the time."""
+"""Name to the engine's keys, and whether decoding or the prompt is timed."""
 TEXTS = (
     "class Queue:\n    def __init__(self):\n        self.items = []\n\n    def put(self, item):\n        self.items.append(item)\n\n",
     "def read(path):\n    with open(path) as file:\n        for line in file:\n            yield line.strip()\n\n",
@@ -38,7 +38,7 @@ TEXTS = (
 
 @dataclass
 class Job:
-    """How much is measured; the fields are the command line's."""
+    """The command line's options: how much is measured."""
 
     base: str
     head: str
@@ -55,7 +55,7 @@ class Job:
 
 @dataclass
 class Row:
-    """What was found for one workload."""
+    """Results of one workload."""
 
     workload: str
     base: list[list[float]] = field(default_factory=list)
@@ -74,7 +74,7 @@ class Row:
 
 
 def measure(job: Job, pair: Sequence[Checkout]) -> list[Row]:
-    """Run every workload on both sides, in turns.
+    """Run every workload on both sides, which take turns.
 
     Raises:
         ResourceError: a revision lacks what a workload needs.
@@ -85,7 +85,7 @@ def measure(job: Job, pair: Sequence[Checkout]) -> list[Row]:
         with ExitStack() as stack:
             sides = [stack.enter_context(RevisionProcess(checkout, job.threads)) for checkout in pair]
             if not prompts:
-                # By one side for both, once: a tokenizer that changed would else give the two different work.
+                # One side encodes for both, so that a changed tokenizer does not give them different work.
                 prompts["decode"] = sides[0].ask("encode", texts=TEXTS, tokens=32)["prompts"]
                 prompts["prefill"] = sides[0].ask("encode", texts=TEXTS[:1], tokens=job.prompt_tokens)["prompts"]
             for row in rows:
@@ -118,7 +118,7 @@ def table(records: Sequence[dict[str, Any]]) -> str:
 
 
 def parse(argv: Sequence[str] | None) -> tuple[Job, Path | None]:
-    """The job and the result file that the command line asks for."""
+    """The job and the result file of a command line."""
     parser = argparse.ArgumentParser(
         prog="python -m perf.compare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -145,7 +145,7 @@ def parse(argv: Sequence[str] | None) -> tuple[Job, Path | None]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Compare and print; exit code 0, or 1 where tokens differ."""
     job, file = parse(argv)
-    # A SIGTERM leaves no worktree either.
+    # Worktrees are removed at SIGTERM too.
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         with checkouts(job.repository, job.base, job.head) as pair:

@@ -1,4 +1,4 @@
-"""Revisions on disk: a temporary git worktree for each, and the process that runs its code."""
+"""Checks out revisions, each in a temporary git worktree, and runs their code in processes."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ WORKING_TREE = "."
 
 @dataclass(frozen=True)
 class Checkout:
-    """A revision as files.
+    """The files of a revision.
 
     Attributes:
-        label: what the user called it.
-        commit: its hash, with ``-dirty`` after it for a working tree that differs from it.
+        label: the revision as the user gave it.
+        commit: its hash, followed by ``-dirty`` for a working tree that differs from it.
         folder: its root.
-        cache: where its compiled code goes, shared with no other checkout.
+        cache: folder of its compiled code, not shared with other checkouts.
     """
 
     label: str
@@ -37,10 +37,10 @@ class Checkout:
 
 
 def git(repository: Path, *words: str) -> str:
-    """What ``git`` prints.
+    """The output of a git command.
 
     Raises:
-        ResourceError: it fails.
+        ResourceError: git fails.
     """
     done = subprocess.run(["git", "-C", str(repository), *words], capture_output=True, text=True, check=False)
     if done.returncode != 0:
@@ -62,14 +62,14 @@ def resolve_commit(repository: Path, revision: str) -> str:
 
 @contextmanager
 def checkouts(repository: Path, *revisions: str) -> Iterator[list[Checkout]]:
-    """Inside, every revision lies on disk; ``.`` stands for the working tree itself. Afterwards, whatever happened, nothing is left.
+    """A context in which every revision is checked out; ``.`` is the working tree itself. All worktrees are removed at its end.
 
     Raises:
         ResourceError: no such revision, or git fails.
     """
     commits = [resolve_commit(repository, "HEAD" if revision == WORKING_TREE else revision) for revision in revisions]
     with ExitStack() as stack:
-        # Last of all, when the folder is gone: a tree that was interrupted while it was made is no tree yet, and is only forgotten then.
+        # Runs last, after the folder is removed: only then does git forget a worktree whose creation was interrupted.
         stack.callback(_git_quietly, repository, "worktree", "prune")
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="graphspec-compare-")))
         found = []
@@ -81,7 +81,7 @@ def checkouts(repository: Path, *revisions: str) -> Iterator[list[Checkout]]:
                 found.append(Checkout(revision, commit + dirty, repository, cache))
                 continue
             tree = folder / f"tree-{number}"
-            # Registered before the tree is made: an interrupt halfway leaves something to remove as well.
+            # Registered before the worktree is made: one whose creation is interrupted has to be removed too.
             stack.callback(_git_quietly, repository, "worktree", "remove", "--force", str(tree))
             git(repository, "worktree", "add", "--detach", str(tree), commit)
             found.append(Checkout(revision, commit, tree, cache))
@@ -93,7 +93,7 @@ def _git_quietly(repository: Path, *words: str) -> None:
 
 
 class RevisionProcess:
-    """The process of one checkout. Use as a context manager: the process ends with the block.
+    """The process of one checkout, a context manager: the process ends with the block.
 
     Args:
         checkout: whose package it imports.
@@ -116,7 +116,7 @@ class RevisionProcess:
         }
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         with self._log.open("w", encoding="utf-8") as log:
-            # A session of its own: Ctrl-C reaches this process alone, which then ends both sides in order.
+            # In a new session, so that Ctrl-C reaches only the controlling process, which then ends both sides.
             self._process = subprocess.Popen(
                 [sys.executable, str(WORKER)], cwd=folder, env={**os.environ, **limits, **own}, stderr=log, start_new_session=True, **pipes
             )

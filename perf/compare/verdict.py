@@ -1,4 +1,4 @@
-"""From times to a verdict. Pure functions."""
+"""Turns measured ratios into a verdict. Pure functions."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 LEAST = 0.03
-"""Share below which a difference is not called one, however steady: two processes of the same code may differ by that much."""
+"""Smallest share that counts as a difference, however steady: two processes of the same code may differ by less."""
 FEWEST_STARTS, FEWEST_ROUNDS = 2, 10
-"""Below these, chance alone puts all rounds on one side too often."""
+"""With fewer, all rounds may be on one side by chance."""
 FASTER, SLOWER, SAME, UNEQUAL = "faster", "slower", "no difference beyond the spread", "tokens differ"
 TOO_FEW = "too few rounds to call it a difference"
 
@@ -34,9 +34,9 @@ class Comparison:
     """One workload on both sides.
 
     Attributes:
-        ratios: time of HEAD over time of BASE, a list per start of the two processes, a ratio per round.
-        equal: both sides gave the same tokens in every round.
-        least: differences of less than this share are none.
+        ratios: time of HEAD over time of BASE: per start of the two processes, a list with a ratio per round.
+        equal: whether both sides gave the same tokens in every round.
+        least: smallest share that counts as a difference.
     """
 
     ratios: Sequence[Sequence[float]]
@@ -62,7 +62,7 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """``faster`` or ``slower`` only where the spread leaves 1 out, the difference is no small one, and every start agrees."""
+        """``faster`` or ``slower`` only if the spread excludes 1, the difference is at least ``least``, and all starts agree."""
         if not self.equal:
             return UNEQUAL
         starts = [statistics.median(start) for start in self.ratios]

@@ -1,7 +1,7 @@
-"""One revision's process: builds an engine per workload and runs it when asked. Uses nothing but that revision's public API.
+"""The process of one revision: builds an engine per workload and runs it on command, using only the revision's public API.
 
-Commands arrive on standard input and answers leave on standard output, one JSON object a line. Whatever the revision itself prints goes to
-standard error.
+Commands come from standard input and answers go to standard output, one JSON object per line. Other output of the revision goes to standard
+error.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Revision:
         self.engines: dict[str, Any] = {}
 
     def hello(self) -> dict[str, Any]:
-        """Where the package comes from."""
+        """The folder of the imported package."""
         import graphspec
 
         return {"package": str(Path(graphspec.__file__).resolve().parent), "version": getattr(graphspec, "__version__", None)}
@@ -40,7 +40,7 @@ class Revision:
         from graphspec.config import RuntimeConfig
 
         started = time.perf_counter()
-        # Prompts repeat, and are read each time; older versions know no cache.
+        # Prompts repeat and must be read each time; older versions have no such key.
         off = {"prefix_cache": False} if hasattr(RuntimeConfig, "prefix_cache") else {}
         self.engines[name] = LLM(model="demo", **off, **keys), prompts, SamplingParams(max_tokens=max_tokens, ignore_eos=True)
         self.run(name)

@@ -1,1 +1,1 @@
-"""Taking the repository to a GPU machine without a network."""
+"""Packs the repository for a GPU machine without a network, and measures there."""

@@ -1,8 +1,8 @@
-"""An engine with random weights whose rows stand at a given context, and the time its cycles take.
+"""An engine with random weights whose rows are at a given context, and the time of its cycles.
 
-Nothing is loaded: time depends on shapes, not on values. What the drafts are worth is forced by ``accept=synthetic``, so the tokens mean
-nothing; that captured programs do what their stages do, and that the same programs are right when acceptance is real, is what the ``gpu``
-tests show in the same run (``make gpu-check``).
+Nothing is loaded: time depends on shapes, not on values. Acceptance is forced by ``accept=synthetic``, so the tokens are meaningless. The
+``gpu`` tests of the same run (``make gpu-check``) show that captured programs equal their stages, and that the same programs are right with
+real acceptance.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ LLAMA_8B: dict[str, Any] = {
     "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "hidden_act": "silu",
     "rope_theta": 500000.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "bos_token_id": 128000, "eos_token_id": 128001,
 }  # fmt: skip
-"""Llama-3.1-8B, its rope scaling left out: it changes a table, not a shape."""
+"""Llama-3.1-8B without its RoPE scaling, which changes a table and no shape."""
 EAGLE3_8B: dict[str, Any] = {
     **LLAMA_8B, "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": 32000,
 }  # fmt: skip
@@ -59,25 +59,25 @@ JETSPEC_8B: dict[str, Any] = {
 }  # fmt: skip
 """JetSpec's block drafter for Qwen3-8B, with a block for a depth of 16."""
 PEAK = 3200.0
-"""Of the last norm's weight of a block drafter, times the square root of the hidden size: its distributions are so narrow that the best
-paths are as deep as the block. Random weights alone would give a wide and shallow tree, of which no long run can be accepted."""
+"""Scale of the last norm's weight of a block drafter, times the square root of the hidden size: its distributions are then so narrow that
+the best paths are as deep as the block. Random weights alone would give a wide and shallow tree, without long runs to accept."""
 
 BLOCK = 50
-"""Most cycles between two looks at the clock."""
+"""Most cycles between two readings of the clock."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One engine: how it drafts, how many rows, at which context.
+    """One engine: its drafter, rows and context.
 
     Attributes:
         name: of its rows in results.
         shape: (S, K, N); S = 0 decodes plainly.
         lanes: rows in the batch; one bucket of this size is captured.
         context: committed tokens of each row.
-        length: tokens a cycle accepts, forced.
+        length: forced acceptance length.
         keys: further keys of the kernels group (``mode``, ``numerics``, ``programmatic_launch``).
-        variant: who drafts, ``eagle3`` or ``dflash``.
+        variant: ``eagle3`` or ``dflash``.
     """
 
     name: str
@@ -90,7 +90,7 @@ class Case:
 
 
 def write_configs(folder: Path, target: dict[str, Any] | None = None, draft: dict[str, Any] | None = None) -> tuple[Path, Path]:
-    """Folders with a ``config.json`` each, which is all that is ever read."""
+    """Write folders with a ``config.json`` each; no other file is read."""
     for name, values in (("target", target or LLAMA_8B), ("draft", draft or EAGLE3_8B)):
         (folder / name).mkdir(parents=True, exist_ok=True)
         (folder / name / "config.json").write_text(json.dumps(values), encoding="utf-8")
@@ -102,7 +102,7 @@ Networks = tuple[LlamaModel, Eagle3Draft | DFlashDraft]
 
 
 def fill_at_random(network: nn.Module, seed: int = 0) -> None:
-    """Small normal weights, norms of one: activations stay finite through any depth."""
+    """Fill with small normal weights, and norms with ones, so that activations stay finite at any depth."""
     generator: torch.Generator | None = None
     for name, parameter in network.named_parameters():
         if generator is None:
@@ -114,21 +114,21 @@ def fill_at_random(network: nn.Module, seed: int = 0) -> None:
 
 
 def draft_of(facts: Any, max_positions: int, target: LlamaModel) -> Eagle3Draft | DFlashDraft:
-    """A draft network, without weights, that shares with its target what a published one does not bring."""
+    """A draft network without weights that shares with its target what published drafts share."""
     if isinstance(facts, DFlashFacts):
         return DFlashDraft(facts, max_positions, target.embed_tokens, target.lm_head)
     return Eagle3Draft(facts, max_positions, embed_tokens=target.embed_tokens)
 
 
 class Bench:
-    """An engine over random weights, every row at ``case.context``, one program ready to be launched again and again.
+    """An engine with random weights, every row at ``case.context``, whose program can be launched repeatedly.
 
     Args:
         case: what to build.
         target, draft: folders with a ``config.json``.
-        device: ``cuda``; ``cpu`` shows that the code runs and measures nothing of interest.
+        device: ``cuda``; ``cpu`` only shows that the code runs.
         runtime: preset of the runtime.
-        networks: of an earlier case over the same configs; weights are by far the longest to make.
+        networks: of an earlier case with the same configs; making weights takes longest.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class Bench:
 
     @staticmethod
     def config_of(case: Case, target: Path, draft: Path, device: str, runtime: str) -> Config:
-        """What an engine for ``case`` is configured with."""
+        """The configuration of an engine for ``case``."""
         shape, speculates = case.shape, case.shape.num_steps > 0
         keys = {"num_steps": shape.num_steps, "topk": shape.topk, "num_draft_tokens": shape.num_draft_tokens} if speculates else {}
         return Config(
@@ -163,7 +163,7 @@ class Bench:
         )
 
     def _claim_networks(self) -> None:
-        """Give the networks this engine's kernels and taps: whatever shared them before may have left its own."""
+        """Set this engine's kernels and taps in the networks, which an earlier engine may have shared."""
         for network in self.networks:
             use_kernels(network, self.kernels_of(self.plan))
         self.networks[0].tap_layers = self.plan.tap_layers
@@ -198,7 +198,7 @@ class Bench:
         return target.eval(), draft.eval()
 
     def rewind(self) -> None:
-        """Every row back at ``case.context``, live, with pages for all it may reach."""
+        """Put every row back to ``case.context``, live, with pages for its whole context."""
         arena, plan, lanes = self.cycle.arena, self.plan, self.case.lanes
         rows = slice(0, lanes)
         arena["seq_len_R"][rows] = self.case.context
@@ -216,11 +216,11 @@ class Bench:
         arena["mail"].copy_(mail)
 
     def cycles_before_rewind(self) -> int:
-        """Cycles in a block: few enough for several blocks in a second, and for every row to stay in its context."""
+        """Cycles of a block: few enough for several blocks per second and for every row to stay in its context."""
         return min(BLOCK, 900 // self.plan.accept_width)
 
     def milliseconds(self, seconds: float = 1.5, warm_up: float = 0.5) -> dict[str, float]:
-        """Of one cycle, replayed back to back: median and 10th and 90th percentile over blocks of replays."""
+        """Time of one cycle, replayed back to back: median, 10th and 90th percentile over blocks of replays."""
         return measure(self.cycle.programs[self.key], self.rewind, self.cycles_before_rewind(), self.plan.device, seconds, warm_up)
 
     def host_microseconds(self, cycles: int = 200) -> float:
@@ -240,7 +240,7 @@ class Bench:
         return 1e6 * statistics.median(spent)
 
     def accepted_length(self, cycles: int = 8) -> float:
-        """Tokens a cycle gives a row: the forced length, or less where the tree of random weights is not so deep."""
+        """Tokens per row and cycle: the forced length, or less where the tree of random weights is shallower."""
         self._wait()
         self.rewind()
         found = []
@@ -254,10 +254,10 @@ class Bench:
             torch.cuda.synchronize()
 
     def stage_milliseconds(self, seconds: float = 0.3) -> dict[str, float]:
-        """What each stage adds: the first i stages are captured for every i, and the differences taken.
+        """Milliseconds that each stage adds: for every i the first i stages are captured, and differences taken.
 
-        A stage by itself can't be repeated, for it reads what the ones before it leave. Stages are compiled one by one here, so their sum
-        is more than the cycle, where kernels fuse across stages.
+        A single stage can't be repeated, because it reads the results of the stages before it. Stages are compiled one by one here, so
+        their sum is more than the cycle, where kernels fuse across stages.
         """
         from graphspec.graphs.capture import Capturer
 

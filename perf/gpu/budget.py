@@ -1,7 +1,7 @@
 """The calls of ``make gpu-check``, their parts in order, and the seconds each part may take.
 
-A machine with a GPU is lent for ten minutes a call. A part may take what the parts after it do not need: each of these has a least that is
-kept for it, so that a part which hangs, or compiles for longer than was thought, costs itself and not the figures README wants.
+A call has ten minutes. A part may take the time that the parts after it do not need: each part has a minimum that is reserved for it, so
+that a part which hangs, or compiles longer than expected, does not cost README its figures.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ class Part:
     """One part of a call.
 
     Attributes:
-        name: what ``--only`` and the result file call it.
-        most: seconds it is given at most; what it leaves is for those after it.
-        least: seconds that are kept for it whatever the parts before it do.
-        about: what it does, for ``--help`` and the output.
+        name: in ``--only`` and in result files.
+        most: most seconds that it may take; unused ones are left to later parts.
+        least: seconds that are reserved for it.
+        about: description for ``--help`` and the output.
     """
 
     name: str
@@ -45,13 +45,13 @@ CALLS: dict[str, tuple[Part, ...]] = {
 }
 MINUTES = 9.5
 GAP = 4.0
-"""Seconds that may pass before a part: imports, files, processes that take their time to end."""
+"""Seconds allowed between two parts: imports, files, ending processes."""
 SHORTEST = 10.0
-"""A part with less than this is not begun."""
+"""A part with less time than this is not started."""
 
 
 def all_parts() -> tuple[Part, ...]:
-    """Of every call, in order."""
+    """The parts of all calls, in order."""
     return tuple(part for parts in CALLS.values() for part in parts)
 
 
@@ -64,8 +64,8 @@ def allowed(parts: Sequence[Part], name: str, elapsed: float, minutes: float) ->
     """Seconds that part ``name`` may take.
 
     Args:
-        parts: those of this call, in order.
-        name: the one that is about to begin.
+        parts: of this call, in order.
+        name: of the part to start.
         elapsed: seconds since the call began.
         minutes: for the whole call, at least :func:`needed`.
     """

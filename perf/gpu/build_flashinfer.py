@@ -1,4 +1,4 @@
-"""Compile the FlashInfer kernels of a model on a machine without a GPU, into a folder that :mod:`perf.gpu.pack` takes along.
+"""Compiles the FlashInfer kernels of a model on a machine without a GPU, into a folder that :mod:`perf.gpu.pack` includes.
 
     python -m perf.gpu.build_flashinfer --out /tmp/flashinfer-aot --model path/to/target --page-size 16 --tokens 8 --tokens 1
     python -m perf.gpu.pack --out /tmp/graphspec-gpu --flashinfer /tmp/flashinfer-aot
@@ -6,13 +6,13 @@
 FlashInfer and the CUDA toolkit (``nvcc``) must be installed here. For a model with key/value heads it compiles the prefill kernels of its
 prompts, and ``xqa`` per number of query tokens: ``num_draft_tokens`` for verification, and for ``variant=standalone`` also
 ``num_steps + 1`` and, in a chain, 1; ``variant=none`` needs 1. For one with latent rows it compiles the MLA kernels, which serve any number
-of tokens. ``--backend`` says whose: ``fa3`` is what runs on compute capability 9.x.
+of tokens. ``--backend`` chooses the implementation; ``fa3`` is that of compute capability 9.x.
 
-The folder holds ``NAME/NAME.so``, as FlashInfer looks for it in its own ``data/aot``, where ``install.sh`` puts it: there it is loaded as
-it is, with no ninja and no compiler. Kernels belong to one version of FlashInfer: the folder says which, ``install.sh`` refuses another.
+The folder has ``NAME/NAME.so``, as FlashInfer expects it in its ``data/aot``, to which ``install.sh`` copies it; from there it is loaded
+without ninja and compiler. Kernels are for one version of FlashInfer, which the folder records; ``install.sh`` refuses others.
 
-The toolkit's major version must be that of the torch over there (``libcudart``). A machine without a GPU has no driver library to
-link with; one of its name with empty functions, built here, stands in. The linker may need
+The toolkit's major version must be that of torch on the GPU machine (``libcudart``). A machine without a GPU has no driver library to
+link with; a library of its name with empty functions, built here, replaces it. The linker may need
 ``LIBRARY_PATH`` with the toolkit's ``lib64``, the compiler ``CPATH`` with a folder that has ``cuda.h``; ``--library-path`` and
 ``--include-path`` set them.
 """
@@ -39,12 +39,12 @@ ARCHITECTURE = "9.0a"
 BACKENDS = ("fa3", "fa2")
 DRIVER = "libcuda.so.1"
 DRIVER_FUNCTIONS = ("cuGetErrorName", "cuTensorMapEncodeTiled")
-"""What csrc/xqa calls of the driver. A library that gives none of them the linker would leave out."""
+"""Driver functions that csrc/xqa calls. The linker would drop a library that defines none of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """All that one ``xqa`` kernel is compiled for."""
+    """Parameters of one ``xqa`` kernel."""
 
     dtype: str
     page_size: int
@@ -64,13 +64,13 @@ class Kernel:
         from flashinfer.jit.xqa import gen_xqa_module
 
         dtype = getattr(torch, self.dtype)
-        # Positions, as both ends of the supported range have them: input, cache, page, head, ratio, sliding window, output, tokens.
+        # Positional arguments, the same in all supported versions: input, cache, page, head, ratio, sliding window, output, tokens.
         return gen_xqa_module(dtype, dtype, self.page_size, self.head_dim, self.group_ratio, False, dtype, self.tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """All that the prefill kernels of a model's prompts are compiled for."""
+    """Parameters of the kernels for a model's prompts."""
 
     dtype: str
     backend: str
@@ -95,7 +95,7 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True)
 class Latent:
-    """All that the MLA kernels of a model are compiled for."""
+    """Parameters of the MLA kernels of a model."""
 
     dtype: str
     backend: str
@@ -125,8 +125,8 @@ def kernels_for(model: Path, page_size: int, dtype: str | None, tokens: Sequence
     Args:
         model: folder of the checkpoint.
         page_size: tokens of a page.
-        dtype: of weights and KV; None: the checkpoint's own.
-        tokens: numbers of query tokens of ``xqa``; none, and it is left out.
+        dtype: of weights and KV; None: the checkpoint's.
+        tokens: numbers of query tokens of ``xqa``; empty: no ``xqa``.
         backend: of planned kernels.
 
     Raises:
@@ -148,7 +148,7 @@ def kernels_for(model: Path, page_size: int, dtype: str | None, tokens: Sequence
 
 
 def driver_stub(folder: Path) -> Path:
-    """A ``libcuda.so`` of empty functions under ``folder``: linking needs names only, the GPU machine has the real one.
+    """Build a ``libcuda.so`` of empty functions under ``folder``: linking needs names only, the GPU machine has the real one.
 
     Raises:
         SystemExit: no C compiler, or it failed.
@@ -166,10 +166,10 @@ def driver_stub(folder: Path) -> Path:
 def build(kernels: Sequence[AnyKernel], out: Path) -> list[Path]:
     """Compile ``kernels`` and lay them out for ``flashinfer/data/aot``.
 
-    FlashInfer reads its environment when it is imported, so this may be called once per process.
+    FlashInfer reads its environment when it is imported, so this may be called only once per process.
 
     Raises:
-        SystemExit: a kernel would not find the driver where it is loaded.
+        SystemExit: a kernel was not linked to the driver.
     """
     with tempfile.TemporaryDirectory(prefix="flashinfer-") as scratch:
         os.environ["FLASHINFER_CUDA_ARCH_LIST"] = ARCHITECTURE

@@ -1,9 +1,9 @@
 """The whole engine on a GPU, at the shapes of Llama-3.1-8B: ``python -m perf.gpu.engine``.
 
-``perf.gpu.latency`` replays one captured cycle again and again. Here requests go through scheduler, mailbox and ring, with two cycles in
-flight, as a caller has them: tokens per second from first token to last, next to what replay alone would give in the same process; and the
-time to the first token of a prompt of 2048 tokens. Weights are random and acceptance is forced, and every row says so. One JSONL file in
-the folder of ``--out``.
+``perf.gpu.latency`` replays one captured cycle repeatedly. Here requests pass through scheduler, mailbox and ring, with two cycles in
+flight, as those of a caller do. Measured are tokens per second from the first token to the last, compared with replay alone in the same
+process, and the time to the first token of a prompt of 2048 tokens. Weights are random and acceptance is forced, and every row says so.
+Writes one JSONL file into the folder of ``--out``.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ class WholeEngine:
         self.engine = Engine(bench.cycle)
 
     def serve(self, count: int, tokens: int) -> list[Request]:
-        """Run that many requests of random prompts to their end.
+        """Run ``count`` requests with random prompts to their end.
 
         Raises:
-            RuntimeError: one did not get all its tokens.
+            RuntimeError: a request did not get all its tokens.
         """
         plan, generator = self.bench.plan, torch.Generator().manual_seed(0)
         prompts = torch.randint(5, min(1000, plan.target.vocab_size), (count, self.prompt), generator=generator).tolist()
@@ -71,7 +71,7 @@ class WholeEngine:
         return requests
 
     def throughput(self, repeats: int = REPEATS) -> dict[str, Any]:
-        """Tokens per second of as many requests as the case has lanes, and of the same program replayed back to back."""
+        """Tokens per second with as many requests as the case has lanes, and of the same program replayed back to back."""
         case, plan = self.bench.case, self.bench.plan
         self.serve(case.lanes, self.tokens)
         found = [summarise(self.serve(case.lanes, self.tokens), plan) for _ in range(repeats)]
@@ -90,7 +90,7 @@ class WholeEngine:
         }
 
     def first_token(self, repeats: int = REPEATS) -> dict[str, Any]:
-        """Time to the first token of one prompt, in an engine that does nothing else."""
+        """Time to the first token of one prompt, in an idle engine."""
         self.serve(1, 1)
         times = []
         for _ in range(repeats):
@@ -106,7 +106,7 @@ class WholeEngine:
         }
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """What is measured of this case, in order."""
+        """The measurements of this case, in order."""
         case = self.bench.case
         said = {"case": case.name, "lanes": case.lanes, "prompt_tokens": self.prompt, "cycles_in_flight": self.bench.plan.cycles_in_flight}
         said["synthetic"] = case.shape.num_steps > 0
