@@ -1,4 +1,4 @@
-"""Machine instructions of the host path per cycle: by callgrind, which simulates the processor, or by ``perf stat``, which reads its counter.
+"""Machine instructions of the host path per cycle: by callgrind, which simulates the processor, or by ``perf stat``, a hardware counter.
 
 Both count a whole process, interpreter start and imports included. The difference of two runs that differ only in the number of cycles is
 the cost of the additional cycles.
