@@ -23,20 +23,20 @@ from graphspec.errors import ConfigError
 from .duplicates import NEAR, GramFilter, NearDuplicates, words
 from .licences import licence_of, main_licences
 
-# Tests and generated tables are left out: they repeat themselves, and a model that learns them is good at nothing else.
+# Tests and generated tables are left out: they are repetitive, and a small model would learn little else.
 EXCLUDED_PACKAGES = frozenset(
     {"test", "tests", "idle_test", "encodings", "pydoc_data", "site-packages", "dist-packages", "turtledemo", "ensurepip", "__pycache__"}
 )
 VENDORED = frozenset(
     {"_vendor", "vendor", "vendored", "_vendored", "_vendored_packages", "third_party", "thirdparty", "extern", "externals", "_externals"}
 )
-"""Folders that hold other people's code, whose licence is not the package's."""
+"""Folders of third-party code, whose licence is not the package's."""
 TESTING = frozenset({"testing", "_testing", "benchmarks", "_generated", "generated"})
 LARGEST_FILE = 256 * 1024
-"""Bytes; what is larger is a table or was written by a program."""
+"""Bytes of the largest file that is used; larger ones are tables or generated."""
 LONGEST_LINE = 1000
 SHORTEST = 200
-"""Characters of a piece that is worth keeping after overlaps were cut out."""
+"""Characters of the shortest piece that is kept after overlaps were cut out."""
 
 # Whole modules, of several kinds (algorithms, text, I/O, command line, protocol), that no training step ever sees.
 HELD_OUT = (
@@ -48,16 +48,16 @@ HELD_OUT = (
 
 @dataclass
 class CorpusConfig:
-    """What goes into a corpus."""
+    """Sources and filters of a corpus."""
 
     root: str | None = None
     """Folder of the standard library; None: this interpreter's."""
     site: str | None = None
     """Folder of installed packages; None: this environment's."""
     packages: bool = False
-    """Also the packages of ``site``."""
+    """Whether the packages of ``site`` are used too."""
     clean: bool = True
-    """Leave out near-duplicates and whatever shares 13 words in a row with a held-out module."""
+    """Remove near-duplicates, and text that shares 13 words in a row with a held-out module."""
 
 
 @dataclass(frozen=True)
@@ -73,10 +73,10 @@ class Source:
     """One package whose text is used.
 
     Attributes:
-        name: as it is installed.
-        version: of it.
-        licence: which of the accepted ones.
-        text: the licence files' own words.
+        name: of the distribution.
+        version: of the distribution.
+        licence: one of the accepted ones.
+        text: of its licence files.
         documents: by path below the folder of packages.
     """
 
@@ -89,7 +89,7 @@ class Source:
 
 @dataclass
 class Built:
-    """A corpus and what became of its sources."""
+    """A corpus, its sources, and counts of what was left out."""
 
     corpus: Corpus
     sources: list[Source]
@@ -100,7 +100,7 @@ def load_corpus(root: Path | None = None) -> Corpus:
     """Read every module under ``root`` (default: this interpreter's standard library).
 
     Raises:
-        ConfigError: ``root`` holds no Python file to train on.
+        ConfigError: ``root`` has no Python file to train on.
     """
     root = root or Path(sysconfig.get_paths()["stdlib"])
     train: dict[str, str] = {}
@@ -118,10 +118,10 @@ def load_corpus(root: Path | None = None) -> Corpus:
 
 
 def package_sources(site: Path) -> list[Source]:
-    """The packages under ``site`` whose own licence files are all of accepted kinds, by name.
+    """The packages under ``site`` whose licence files are all of accepted kinds, by name.
 
-    The licence files that lie directly in a package's metadata decide, and nothing a package says of itself elsewhere. Left out are
-    vendored trees (:data:`VENDORED`, and folders below a package's own that hold a licence of theirs), tests, tables and generated files.
+    Only the licence files directly in a package's metadata count, not its classifiers. Left out are vendored trees (:data:`VENDORED`, and
+    subfolders with their own licence), tests, tables and generated files.
     """
     found: dict[str, Source] = {}
     for distribution in distributions(path=[str(site)]):
@@ -142,7 +142,7 @@ def _documents(distribution: Distribution, site: Path) -> Iterator[tuple[str, st
     licensed = {file.parent for file in files if file.name.upper().startswith(("LICENSE", "LICENCE", "COPYING"))}
     for file in files:
         folders = file.parts[:-1]
-        # A folder below the package's own with a licence of its own is third-party code.
+        # A subfolder with its own licence is third-party code.
         foreign = any(parent in licensed for parent in file.parents if len(parent.parts) > 1)
         foreign |= bool((VENDORED | TESTING | EXCLUDED_PACKAGES).intersection(folders))
         named_out = file.name.startswith(("test_", "__editable__"))
@@ -159,7 +159,7 @@ def _documents(distribution: Distribution, site: Path) -> Iterator[tuple[str, st
 
 
 def build(config: CorpusConfig) -> Built:
-    """The corpus as ``config`` has it; documents of packages are named ``<package>/<path>``."""
+    """Make the corpus of ``config``; documents of packages are named ``<package>/<path>``."""
     library = load_corpus(Path(config.root) if config.root else None)
     site = Path(config.site) if config.site else Path(sysconfig.get_paths()["purelib"])
     sources = package_sources(site) if config.packages else []
@@ -184,7 +184,7 @@ def build(config: CorpusConfig) -> Built:
 
 
 def notice(sources: Sequence[Source]) -> str:
-    """What was used, under which licence, with the licences' own words."""
+    """The text of ``NOTICE``: the sources, their licences, and the texts of these."""
     version = platform.python_version()
     head = [
         f"The text these models were trained on comes from the standard library of CPython {version} (Python Software Foundation License)"
@@ -196,7 +196,7 @@ def notice(sources: Sequence[Source]) -> str:
 
 
 def write(built: Built, out: Path) -> dict[str, Any]:
-    """Write ``train/``, ``held_out/``, ``NOTICE`` and ``corpus.json`` to ``out``; returns what the last one holds."""
+    """Write ``train/``, ``held_out/``, ``NOTICE`` and ``corpus.json`` to ``out``; returns the content of the last."""
     corpus = built.corpus
     out.mkdir(parents=True, exist_ok=True)
     for side, documents in (("train", corpus.train), ("held_out", corpus.held_out)):

@@ -1,4 +1,4 @@
-"""Texts that say the same: near-duplicates by their shingles, and runs of words that two texts have in common."""
+"""Finds near-duplicate texts by their shingles, and runs of words that two texts have in common."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ GRAM = 13
 SHINGLE = 5
 """Words in a row by which near-duplicates are found."""
 NEAR = 0.7
-"""Jaccard similarity of two sets of shingles above which one of the texts goes."""
+"""Jaccard similarity of two sets of shingles above which one of the texts is removed."""
 SAMPLED = 8
-"""One of this many shingles is looked up."""
+"""One in this many shingles is looked up."""
 COMMON = 64
-"""Texts that share a shingle before it says nothing about them."""
+"""A shingle that this many texts share is not looked up any more."""
 MULTIPLIER = np.uint64(6364136223846793005)
 
 
@@ -48,14 +48,14 @@ def run_hashes(tokens: list[str], width: int) -> np.ndarray:
 
 
 class GramFilter:
-    """Cuts out of texts whatever shares :data:`GRAM` words in a row with one of ``protected``."""
+    """Removes from texts the lines that share :data:`GRAM` words in a row with one of ``protected``."""
 
     def __init__(self, protected: Iterable[str]) -> None:
         runs = [run_hashes(words(text), GRAM) for text in protected]
         self.held = np.unique(np.concatenate(runs)) if runs else np.empty(0, dtype=np.uint64)
 
     def without_overlap(self, text: str) -> list[str]:
-        """The pieces of ``text`` between the lines that overlap, in order; the text itself where none does."""
+        """The pieces of ``text`` between overlapping lines, in order; the text itself if no line overlaps."""
         spans = [match.span() for match in WORD.finditer(text)]
         tokens = [text[a:b] for a, b in spans]
         hits = np.flatnonzero(np.isin(run_hashes(tokens, GRAM), self.held))
@@ -81,10 +81,10 @@ class GramFilter:
 
 
 class NearDuplicates:
-    """Tells texts that are nearly one that was kept, in the order they come.
+    """Recognises texts that are nearly equal to an earlier one.
 
     Args:
-        similarity: Jaccard similarity of the sets of shingles from which two texts are the same.
+        similarity: Jaccard similarity of the sets of shingles from which on two texts count as equal.
     """
 
     def __init__(self, similarity: float) -> None:
@@ -93,9 +93,9 @@ class NearDuplicates:
         self.holders: dict[int, list[int]] = {}
 
     def seen(self, tokens: list[str]) -> bool:
-        """Whether the text of ``tokens`` is nearly a kept one; if it is not, it is kept. A text of few words counts as a set of one."""
+        """Whether the text of ``tokens`` nearly equals a kept one; if not, it is kept. A text shorter than a shingle is one shingle."""
         shingles = np.unique(run_hashes(tokens, min(SHINGLE, max(1, len(tokens)))))
-        # Chosen by value, so that two texts have the same shingles looked up; of a short text all.
+        # Chosen by value, so that the same shingles of two texts are looked up; all of a short text.
         sample = shingles if len(shingles) < 32 * SAMPLED else shingles[shingles % np.uint64(SAMPLED) == 0]
         shared = Counter(holder for value in sample.tolist() for holder in self.holders.get(value, ()))
         for holder, _ in shared.most_common(8):

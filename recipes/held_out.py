@@ -1,8 +1,8 @@
-"""Cuts the prompts that ``graphspec profile`` asks by default: ``python -m recipes.held_out``.
+"""Makes the default prompts of ``graphspec profile``: ``python -m recipes.held_out``.
 
-Two pieces of each held-out module of the standard library (:data:`recipes.corpus.HELD_OUT`), from a third and two thirds of the way in,
-each beginning at a line; a package's ``__init__.py`` counts as a module. Another version of Python gives other pieces, so the file is kept
-in the package rather than cut anew.
+Two pieces of each held-out module of the standard library (:data:`recipes.corpus.HELD_OUT`), from one third and two thirds of the module,
+each beginning at a line; a package's ``__init__.py`` counts as a module. Other versions of Python give other pieces, so the file is part of
+the package and not made again.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from recipes.corpus import load_corpus
 
 TARGET = Path(__file__).parents[1] / "graphspec" / "lab" / "measure" / "workloads" / "held_out.jsonl"
 CHARACTERS = 700
-"""Of each prompt; 600 characters of Python are more than 128 tokens of any tokenizer in use."""
+"""Characters of each prompt; 600 characters of Python are more than 128 tokens of any common tokenizer."""
 
 
 def cut(text: str, share: float) -> str:

@@ -1,4 +1,4 @@
-"""Which licence a package is under, by the words of its licence files alone."""
+"""Determines the licence of a package from the text of its licence files alone."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ ACCEPTED = {
     "Apache-2.0": "Apache License Version 2.0",
     "PSF-2.0": "PYTHON SOFTWARE FOUNDATION LICENSE VERSION 2",
 }
-"""Words that only this licence has, blanks and line ends taken as one."""
+"""Text that only this licence contains, with white space normalised."""
 REFUSED = re.compile(
     r"GNU (LESSER |AFFERO |LIBRARY )?GENERAL PUBLIC LICENSE\W+Version|Mozilla Public Licen[sc]e|Eclipse Public License|"
     r"Creative Commons|Common Development and Distribution|proprietary|All rights reserved\. Redistribution is prohibited"
 )
-"""Terms next to an accepted licence under which the package is not taken."""
+"""Further terms that exclude a package although it has an accepted licence."""
 NAMES = ("LICENSE", "LICENCE", "COPYING")
 
 
 def licence_of(text: str) -> str | None:
-    """The accepted licence (or several, joined) that ``text`` is; None: another one, or one that also says something else."""
+    """The accepted licence of ``text``, several joined; None: another licence, or an accepted one with further terms."""
     plain = " ".join(text.split())
     if REFUSED.search(plain):
         return None
@@ -31,7 +31,7 @@ def licence_of(text: str) -> str | None:
 
 
 def main_licences(distribution: Distribution) -> list[str]:
-    """The texts of the licence files that lie directly in the metadata of a package, or in its folder ``licenses``."""
+    """The texts of the licence files in a package's metadata folder, or in its subfolder ``licenses``."""
     texts = []
     for file in sorted(distribution.files or [], key=str):
         parts = PurePosixPath(str(file)).parts

@@ -1,15 +1,14 @@
-"""Train a demo target and its drafts from nothing: ``python -m recipes.train_demo [--config NAME] [--work DIR]``.
+"""Trains a demo target and its drafts from scratch: ``python -m recipes.train_demo [--config NAME] [--work DIR]``.
 
-Everything between text and weights is done by ``graphspec train``, once for the target and once for each draft, with the experiments of
-``recipes/conf/<config>``. What is finished is not done again, and what was interrupted goes on where it stopped: give the same command
-again.
+``graphspec train`` does everything between text and weights, once for the target and once for each draft, with the experiments of
+``recipes/conf/<config>``. Finished stages are not run again, and an interrupted one resumes when the same command is given again.
 
     corpus      WORK/corpus         train/, held_out/ and NOTICE (recipes.corpus)
     target      WORK/target         graphspec train experiment=recipes/conf/<config>/target.yaml
     <draft>     WORK/<draft>        graphspec train experiment=recipes/conf/<config>/<draft>.yaml
     export      OUT                 target/, <draft>/, training.json, README.md and NOTICE
 
-Further words ``key=value`` go to every ``graphspec train`` (``train.dtype=bfloat16``), those of ``corpus.*`` to the corpus.
+Further arguments ``key=value`` go to every ``graphspec train`` (``train.dtype=bfloat16``), ``corpus.*`` to the corpus.
 """
 
 from __future__ import annotations
@@ -46,10 +45,10 @@ class Demo:
     """The stages over one work folder.
 
     Args:
-        name: a folder of ``recipes/conf``.
-        work: everything made on the way.
-        out: where the finished models go.
-        words: ``key=value``.
+        name: of a folder in ``recipes/conf``.
+        work: folder of intermediate files.
+        out: folder of the finished models.
+        words: arguments ``key=value``.
     """
 
     def __init__(self, name: str, work: Path, out: Path, words: list[str]) -> None:
@@ -84,7 +83,7 @@ class Demo:
         return config
 
     def train(self, names: list[str]) -> None:
-        """Run the named stages (none named: all) that are not finished."""
+        """Run the stages ``names``, or all if there are none, except finished ones."""
         stages = ["corpus", "target", *self.drafts, "export"]
         unknown = [name for name in names if name not in stages]
         if unknown:
@@ -104,7 +103,7 @@ class Demo:
                 print(headline(figures, str(config.train.out)), flush=True)
 
     def record(self, name: str) -> dict[str, Any]:
-        """The figures ``graphspec train`` left."""
+        """The figures that ``graphspec train`` wrote."""
         return dict(json.loads((self.work / name / RECORD).read_text(encoding="utf-8")))
 
     def trained(self) -> list[str]:
@@ -112,7 +111,7 @@ class Demo:
         return [name for name in self.drafts if (self.work / name / RECORD).exists()]
 
     def figures(self) -> dict[str, Any]:
-        """Everything the card is written from."""
+        """All figures of the card."""
         target, corpus = self.record("target"), json.loads((self.work / "corpus" / "corpus.json").read_text(encoding="utf-8"))
         corpus |= {key: target["data"][key] for key in ("train_tokens", "held_out_tokens")}
         drafts: dict[str, Any] = {}
@@ -129,7 +128,7 @@ class Demo:
         }
 
     def settings(self) -> dict[str, Any]:
-        """How everything was trained."""
+        """The training settings of all models."""
         target = self.target.train
         some = next(iter(self.drafts.values())).train
         return {
@@ -167,7 +166,7 @@ SHOWN = ("lr", "adamw_lr", "schedule", "warmup", "cooldown", "restarts", "clip",
 
 
 def shown(train: Any) -> dict[str, Any]:
-    """The settings of one training that decide its result."""
+    """The settings of one training that determine its result."""
     return {"phases": train.schedule_phases, **{key: getattr(train, key) for key in SHOWN}}
 
 
@@ -185,7 +184,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("words", nargs="*", help="key=value for every graphspec train; corpus.key=value for the corpus")
     options = parser.parse_args(arguments)
     words = [f"hardware.threads={options.threads}", *options.words]
-    # Models of two kinds never go to one place.
+    # Each kind of model has its own folders.
     kind = "_hybrid" if "hybrid" in options.config else ""
     work = (options.work or work.with_name(work.name + kind)).resolve()
     Demo(options.config, work, options.out or REPOSITORY / "graphspec" / f"demo{kind}", words).train(options.stage)

@@ -28,7 +28,7 @@ class PrefixCache:
         self.plan, self.allocator = plan, allocator
         self._lookahead = plan.lookback
         self._unread = plan.window_capacity - 1 if plan.draft is not None else 0
-        """The most committed tokens, besides the root, that the drafter has not read when a cycle ends."""
+        """The most committed tokens, in addition to the root, that the drafter has not read when a cycle ends."""
         models = (plan.target, plan.draft.decoder if plan.draft is not None else plan.target)
         self._by_length = any(model.rope.kind == "dynamic" for model in models)
 

@@ -124,7 +124,7 @@ class DecoderLayer(nn.Module):
 
 
 class LlamaModel(nn.Module):
-    """A target with its language-model head. Pages, trees and chunks are hidden behind the attention that the caller passes.
+    """A target with its language-model head. The attention that the caller passes handles pages, trees and chunks.
 
     Args:
         facts: the checkpoint's sizes.

@@ -1,9 +1,9 @@
 """FlashInfer's norm, rope and sampling next to ours on a GPU, in the shapes of Llama-3.1-8B: ``python -m perf.gpu.flashinfer_ops``.
 
-Every pair does the same work on the same tensors inside a CUDA graph; the result file has a line for each, with the median time of a call,
-in microseconds. Ours are what a fused cycle runs; nothing in the package takes these of FlashInfer's, whatever the file says.
+Every pair does the same work on the same tensors inside a CUDA graph; the result file has a line for each, with the median time of a call
+in microseconds. Ours are the kernels of a fused cycle; the package does not use FlashInfer's, whatever the result.
 
-Norms are part of our linear layers, so they are measured with one: residual and norm in front of the product of queries, keys and values.
+Norms are part of our linear layers, so they are measured with one: residual and norm before the product of queries, keys and values.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ PAGE_SIZE, CONTEXT = 16, 2048
 LANES, TOKENS = (1, 8), (1, 8)
 Call = Callable[[], object]
 Pair = tuple[str, Call, Call]
-"""What is measured, ours, theirs."""
+"""Name of the work, our call, FlashInfer's call."""
 
 
 def norms(rows: int, device: torch.device, dtype: torch.dtype) -> Iterator[Pair]:
-    """Residual and norm alone (ours through the compiler), and in front of a linear layer."""
+    """Residual and norm alone (ours by the compiler), and before a linear layer."""
     import flashinfer
 
     x, residual = (torch.randn(rows, HIDDEN, device=device, dtype=dtype) for _ in range(2))
     weight, matrix = (torch.randn(*size, HIDDEN, device=device, dtype=dtype) for size in ((), ((QUERIES + 2 * GROUPS) * DIM,)))
-    # The fused kernel, whatever a table of measured choices would say.
+    # Always the fused kernel, whatever a table of measured choices contains.
     multiply = fused_linear("batch_invariant")
 
     def added() -> tuple[Tensor, Tensor]:
@@ -51,7 +51,7 @@ def norms(rows: int, device: torch.device, dtype: torch.dtype) -> Iterator[Pair]
         return torch.nn.functional.linear(x, matrix)
 
     yield "add, norm", torch.compile(added, dynamic=False), lambda: flashinfer.fused_add_rmsnorm(x, residual, weight, EPS)
-    # Ours adds the residual where the layer before it ends, so of the two only the norm is left.
+    # Our layer before this one adds the residual, so only the norm is left.
     yield "norm, linear", lambda: multiply(x, matrix, norm_weight=weight, norm_eps=EPS), theirs
 
 
@@ -89,7 +89,7 @@ def sampling(lanes: int, tokens: int, device: torch.device) -> Iterator[Pair]:
     rows, temperature = logits.flatten(0, 1), torch.ones(lanes, device=device)
     seed = torch.arange(lanes, device=device)
     position = torch.arange(tokens, device=device).expand(lanes, -1).contiguous()
-    # As tensors: numbers, and torch's generator, would be frozen in a graph.
+    # As tensors: a graph would freeze numbers and torch's generator.
     theirs = {"seed": torch.zeros(1, dtype=torch.int64, device=device), "offset": torch.zeros(1, dtype=torch.int64, device=device)}
     # FlashInfer has no argmax; it is compared with torch's.
     yield "greedy", lambda: sample_tokens(logits, None, None, None, None, None, None, True), lambda: rows.argmax(-1)
@@ -98,7 +98,7 @@ def sampling(lanes: int, tokens: int, device: torch.device) -> Iterator[Pair]:
 
 
 def pairs(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Iterator[tuple[dict[str, Any], Call, Call]]:
-    """All that is measured, with the sizes of each."""
+    """All pairs, with their sizes."""
     for lanes in LANES:
         for tokens in TOKENS:
             sizes = {"lanes": lanes, "tokens": tokens}

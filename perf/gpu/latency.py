@@ -1,14 +1,14 @@
 """Latency on a GPU: ``python -m perf.gpu.latency``.
 
 Measures copy bandwidth; cycle time of a Llama-3.1-8B-shaped target with an EAGLE-3-shaped head, plain and drafting, by bucket, and of
-JetSpec's block drafter over a Qwen3-8B-shaped one; stages, graph nodes and gaps of one case; host time per cycle; and at batch 1 what HF
-transformers' compiled static cache and the shortest compiled loop need for a token. Medians, against the bytes that have to move at the
-bandwidth just measured. One JSONL file in the folder of ``--out``, written as it comes. Acceptance is synthetic in every drafting row, and
-the row says so.
+JetSpec's block drafter over a Qwen3-8B-shaped one; stages, graph nodes and gaps of one case; host time per cycle; and at batch 1 the time
+per token of HF transformers' compiled static cache and of the shortest compiled loop. Figures are medians, compared with the bytes that
+must move at the bandwidth measured in the same run. Writes one JSONL file into the folder of ``--out``, row by row. Acceptance is synthetic
+in every drafting row, and the row says so.
 
-``--groups`` chooses: ``rows`` is what the README states; ``nodes`` comes last, for once the profiler was there, it costs every launch a
-little. When CUDA gives up on the process, it ends with a code of its own; the same ``--file`` given again goes on after the case that did
-it. Whether the checks of this code were green is not asked here: README's section is written from both.
+``--groups`` selects: ``rows`` are those of README; ``nodes`` comes last, because once the profiler has run, every launch costs a little
+more. When CUDA becomes unusable in the process, it ends with a special exit code; another call with the same ``--file`` resumes after the
+case that caused it. Whether the checks of this code were green is not considered here: README's section is written from both.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ PARALLEL = tuple(
 """JetSpec's block drafter over Qwen3-8B, at the lengths it publishes (arXiv 2606.18394): MT-Bench 4.88, MATH-500 9.56."""
 GROUPS = ("rows", "baselines", "parallel", "buckets", "nodes")
 SHORTER = Case("tree (3,4,8)", CycleShape(3, 4, 8))
-"""What the tree of depth 5 is held against, for the cost of a draft step."""
+"""Compared with the tree of depth 5 for the cost of a draft step."""
 NODES, NODES_SECONDS = "nodes of ", 25.0
-"""What looks inside with the profiler comes last, and this much time is kept for it."""
+"""Prefix of tasks that use the profiler, which come last, and the seconds that are reserved for them."""
 AGAIN = 75
-"""Exit code: CUDA gave up on this process, and there is more to measure."""
+"""Exit code: CUDA is unusable in this process, and there is more to measure."""
 
 
 def other_cases(buckets: Sequence[int]) -> Iterator[Case]:
@@ -113,7 +113,7 @@ def cycle_nodes(bench: Bench) -> dict[str, Any]:
 
 
 def draft_step(bench: Bench, shorter: Bench) -> dict[str, Any]:
-    """What one more draft step costs: the difference of two cycles that differ in depth alone."""
+    """Cost of one more draft step: the difference of two cycles that differ only in depth."""
     deep, shallow = bench.milliseconds(1.0), shorter.milliseconds(1.0)
     steps = bench.case.shape.num_steps - shorter.case.shape.num_steps
     return {"kind": "draft_step", "case": bench.case.name, "milliseconds": (deep["median"] - shallow["median"]) / steps, "synthetic": True}
@@ -134,7 +134,7 @@ def static_loop(bench: Bench, seconds: float) -> dict[str, Any]:
 
 
 def transformers_generate(folder: Path, context: int, device: str, tokens: int = 64) -> dict[str, Any]:
-    """HF transformers with a static cache, compiled, on random weights of the same config: milliseconds per token, prefill taken off."""
+    """HF transformers with a compiled static cache, on random weights of the same config: milliseconds per token, without prefill."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     skipped = skipped_graphs()
@@ -153,7 +153,7 @@ def transformers_generate(folder: Path, context: int, device: str, tokens: int =
             torch.cuda.synchronize()
         return time.perf_counter() - began
 
-    # The longer one first: its cache is then there for both, and nothing is compiled while it is measured.
+    # The longer one first: its cache then serves both, and nothing is compiled while it is measured.
     for new in (2 * tokens, tokens, 2 * tokens):
         run(new)
     times = [1e3 * (run(2 * tokens) - run(tokens)) / tokens for _ in range(3)]
@@ -162,13 +162,13 @@ def transformers_generate(folder: Path, context: int, device: str, tokens: int =
         "case": "transformers generate, static cache, compiled",
         "lanes": 1,
         "milliseconds": statistics.median(times),
-        # How it decodes is its own affair; that it did so without its graphs is said.
+        # transformers chooses how it decodes; if it used no graphs, the row says so.
         "skipped_graphs": skipped_graphs() - skipped,
     }
 
 
 def unusable() -> bool:
-    """Nothing more can be launched from this process."""
+    """Whether CUDA is unusable in this process."""
     try:
         torch.cuda.synchronize()
         torch.ones(1, device="cuda").item()
@@ -179,16 +179,16 @@ def unusable() -> bool:
 
 @dataclass
 class Session:
-    """What the tasks of a run share.
+    """State that the tasks of a run share.
 
     Attributes:
         options: of the command line.
         configs: folders of target and draft, by variant.
         bandwidth: bytes per second, measured in this run.
-        put: takes a row that is found.
+        put: called with each row.
         networks: made once, used by every case of one variant.
-        variant: whose networks these are.
-        benches: engines that are looked at again: batch 1, default kernels.
+        variant: of ``networks``.
+        benches: engines that several tasks use: batch 1, default kernels.
     """
 
     options: argparse.Namespace
@@ -200,7 +200,7 @@ class Session:
     benches: dict[str, Bench] = field(default_factory=dict)
 
     def bench(self, case: Case) -> Bench:
-        """An engine for ``case``; one that will be looked at again is kept."""
+        """An engine for ``case``; one that other tasks use is kept."""
         if case.name in self.benches and case == self.benches[case.name].case:
             return self.benches[case.name]
         if case.variant != self.variant:
@@ -229,7 +229,7 @@ class Session:
         return static_loop(self.bench(Case("none", PLAIN)), self.options.each)
 
     def forget(self) -> None:
-        """Make room for another model."""
+        """Release the engines and networks, to make room for another model."""
         self.benches.clear()
         self.networks = None
         gc.collect()
@@ -242,7 +242,7 @@ class Session:
 
 
 def tasks(session: Session) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
-    """What is measured, by name, in order."""
+    """The tasks by name, in order."""
     groups = session.options.groups
     plain = [Case(name, shape) for name, shape in SHAPES.items()]
     if "rows" in groups:
@@ -250,7 +250,7 @@ def tasks(session: Session) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]
             yield f"{case.name} x1", partial(session.cycle, case)
         yield "draft step", session.draft_step
     if "baselines" in groups:
-        # The first gives the networks other kernels, the second makes room for one of its own; whoever is next sees to both.
+        # The first sets other kernels in the networks, the second releases them for a model of its own; later engines restore both.
         yield "compiled static cache", session.static_loop
         yield "transformers", session.transformers
     if "parallel" in groups:
@@ -270,11 +270,11 @@ def run(session: Session, done: Mapping[str, str]) -> bool:
     """Measure everything; False if something failed.
 
     Args:
-        session: where.
-        done: tasks of an earlier attempt, and how they went; they are not begun again.
+        session: of the run.
+        done: tasks of an earlier attempt and their outcomes; they are not run again.
 
     Raises:
-        SystemExit: CUDA gave up on this process, and there is more to measure (code :data:`AGAIN`).
+        SystemExit: CUDA is unusable in this process, and there is more to measure (code :data:`AGAIN`).
     """
     began, sound, options = time.perf_counter(), not {"failed", "not_run"} & set(done.values()), session.options
     for name, do in tasks(session):
@@ -320,7 +320,7 @@ def line(row: Mapping[str, Any]) -> str:
 
 
 def interrupted_rows(file: Path) -> list[dict[str, Any]]:
-    """Rows of an attempt that ended early: what was begun and has no row ended it, and is a failure."""
+    """Rows of an attempt that ended early; the task that was started and has no row ended it, and counts as failed."""
     if not file.is_file():
         return []
     rows = read(file)
@@ -331,7 +331,7 @@ def interrupted_rows(file: Path) -> list[dict[str, Any]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code 0: every case gave a figure; :data:`AGAIN`: call once more with the same ``--file``."""
+    """Run the command. Exit code 0: every case gave a figure; :data:`AGAIN`: call again with the same ``--file``."""
     parser = argparse.ArgumentParser(
         prog="python -m perf.gpu.latency", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -354,7 +354,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     done = {row["task"]: row["kind"] for row in rows if "task" in row} | dict.fromkeys(options.without, "cycle")
 
     def put(row: dict[str, Any]) -> None:
-        # Written as it comes: a run that is cut short keeps what it has. What was begun is only of interest while it lasts.
+        # Written at once, so that an interrupted run keeps its rows. That a task was started matters only until its row is written.
         rows[:] = [one for one in rows if one["kind"] != "begun"] + [row]
         write_jsonl(file, rows)
         if row["kind"] != "begun":

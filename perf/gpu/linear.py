@@ -1,7 +1,7 @@
 """Linear layers of a few rows on a GPU: every fused candidate against cuBLAS, in the shapes of a model.
 
 ``python -m perf.gpu.linear --rows 1 8 16 64`` measures the layers of Llama-3.1-8B and its EAGLE-3 head, prints the fastest of each kind
-with the bandwidth it reaches, and writes all figures to ``perf/results``. ``--table FILE`` keeps the choices for a later start.
+with its bandwidth, and writes all figures to ``perf/results``. ``--table FILE`` stores the choices for later starts.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ LAYERS: dict[str, dict[str, Any]] = {
 
 
 def shapes(rows: Sequence[int], layers: Sequence[str], dtype: str) -> dict[LinearShape, str]:
-    """What to measure, and how it is called."""
+    """The shapes to measure, and their names."""
     return {LinearShape(rows=count, dtype=dtype, **LAYERS[name]): name for count in rows for name in layers}
 
 
 def record(name: str, measured: Measured) -> dict[str, Any]:
-    """One line of the result file; bandwidth is that of the weights alone, in GB/s."""
+    """One line of the result file; the bandwidth is that of the weights alone, in GB/s."""
     shape = measured.shape
     fused = {config: time for config, time in measured.times.items() if config is not None}
     best = min(fused, key=lambda config: fused[config], default=None)

@@ -1,10 +1,10 @@
-"""Pack the repository and the wheels a machine lacks into one folder, for a GPU machine without a network.
+"""Packs the repository and the wheels that a machine lacks into one folder, for a GPU machine without a network.
 
     python -m perf.gpu.pack --out /tmp/graphspec-gpu --tar
     # there:
     tar xf graphspec-gpu.tar.gz && cd graphspec-gpu && ./install.sh && . ./env.sh && cd repo && python3 -m perf.gpu_check
 
-The machine is taken to have torch, triton, transformers, pytest and hypothesis; what else it lacks is named with ``--requirement``.
+The machine is assumed to have torch, triton, transformers, pytest and hypothesis; other packages that it lacks are ``--requirement``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from graphspec.lab.measure.provenance import REVISION_FILE, ROOT, revision
 DEFAULT_PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
 DEFAULT_REQUIREMENTS = ("hydra-core", "omegaconf", "antlr4-python3-runtime", "pytest-xdist", "execnet")
 SOURCE_ONLY = ("antlr4-python3-runtime",)
-"""Published without a wheel; pure Python, so one built here runs anywhere."""
+"""Packages published without a wheel; they are pure Python, so a wheel built here runs anywhere."""
 MIB = 2**20
 
 INSTALL = """#!/bin/sh
@@ -62,7 +62,7 @@ echo "installed; now: . $PWD/env.sh && cd $PWD/repo && ${PYTHON:-python3} -m per
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The machine the wheels are for."""
+    """The machine that the wheels are for."""
 
     python: str
     platforms: tuple[str, ...]
@@ -74,7 +74,7 @@ class Target:
 
 
 def pinned(requirement: str, constraints: str) -> str:
-    """``requirement`` with the version of constraints.txt; one that names a version, or isn't in the file, stays as it is."""
+    """``requirement`` with its version from constraints.txt; unchanged if it names a version or isn't in the file."""
     if any(sign in requirement for sign in "=<>~!@"):
         return requirement
     versions = dict(line.split("==") for line in constraints.splitlines() if "==" in line)
@@ -84,7 +84,7 @@ def pinned(requirement: str, constraints: str) -> str:
 
 
 def wheel_command(requirement: str, folder: Path, target: Target) -> list[str]:
-    """The pip call that brings one wheel into ``folder``."""
+    """The pip command that puts one wheel into ``folder``."""
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
     if requirement.partition("==")[0].lower().replace("_", "-") in SOURCE_ONLY:
         return [*pip, "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), requirement]
@@ -132,10 +132,10 @@ def write_install(folder: Path, target: Target) -> None:
 
 
 def check_wheels(folder: Path, target: Target) -> None:
-    """Every wheel fits the target.
+    """Check that every wheel fits the target.
 
     Raises:
-        SystemExit: one is bound to another platform.
+        SystemExit: a wheel is for another platform.
     """
     for wheel in sorted(folder.glob("*.whl")):
         tags = wheel.stem.split("-")[-1].split(".")

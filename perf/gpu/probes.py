@@ -1,8 +1,8 @@
-"""Probes of a GPU machine: ``python -m perf.gpu.probes`` tries every part once, on small inputs, each in a process of its own.
+"""Probes of a GPU machine: ``python -m perf.gpu.probes`` tries every part once, on small inputs, each in its own process.
 
-Kernels against their references, a capture that works and two that fail, engines of every kind of kernels against the eager one, the
-profiler. Probes show what is broken, with its message; only the tests show that everything is right. A probe that crashes or hangs costs
-the others nothing but time, and there is one deadline for all. ``--only NAME...`` runs some, ``--list`` names them.
+Probed are kernels against their references, a capture that works and two that fail, engines with every kind of kernels against the eager
+one, and the profiler. Probes show what is broken, with its message; only the tests show that everything is right. A probe that crashes or
+hangs costs the others only time, and there is one deadline for all. ``--only NAME...`` runs some, ``--list`` names them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 from perf.gpu.processes import run_command
 
 SECONDS = 150.0
-"""Deadline of all probes together: running ones are ended then, and no more are started."""
+"""Seconds for all probes together; then running ones are killed, and no more are started."""
 SHORTEST = 15.0
 """A probe is not started with fewer seconds left: imports alone may take that long."""
 AT_ONCE = 12
@@ -62,7 +62,7 @@ def device() -> str:
 
 
 def graph() -> str:
-    """Captures in one pool: one that works, one that waits for the device, one that finds no memory, and one more; marks time a replay."""
+    """Captures in one pool: one that works, one that waits for the device, one that runs out of memory, one more; events time a replay."""
     import torch
 
     from graphspec.graphs.capture import Capturer, ran_out_of_memory
@@ -89,7 +89,7 @@ def graph() -> str:
     for wrong, memory in ((waits, False), (needs, True)):
         try:
             capturer.capture(wrong)
-        except Exception as error:  # noqa: BLE001 - which one it is, is what is asked
+        except Exception as error:  # noqa: BLE001 - the probe checks which error it is
             assert ran_out_of_memory(error) == memory, f"taken for {'other' if memory else 'missing memory'}: {error!r}"
         else:
             raise AssertionError(f"{wrong.__name__}: captured, though it can't be")
@@ -122,7 +122,7 @@ def kernel(name: str) -> str:
         result = op.call(function, given)
         results = result if isinstance(result, tuple | list) else [result]
         tensors = [t for t in (*results, *(given.get(name) for name in op.mutates)) if isinstance(t, torch.Tensor)]
-        # Of a KV pool the dummy page holds whatever was written there last.
+        # The dummy page of a KV pool has arbitrary content.
         return [t[:, :, 1:] if t.dim() == 6 else t for t in tensors]
 
     worst = 0.0
@@ -143,7 +143,7 @@ def kernel(name: str) -> str:
 
 
 def tokens(shape: str, runtime: str, **keys: Any) -> tuple[Any, list[list[int]]]:
-    """An engine of the demo model, and what it gives for two prompts."""
+    """An engine of the demo model, and its tokens for two prompts."""
     from graphspec.engine.llm import LLM
     from graphspec.engine.request import SamplingParams
 
@@ -163,7 +163,7 @@ def engine(shape: str, mode: str, **keys: Any) -> str:
 
 
 def profiler() -> str:
-    """Torch's profiler sees the nodes of a replay, and marks between the stages give times."""
+    """Torch's profiler sees the nodes of a replay, and events between the stages give times."""
     import torch
 
     from graphspec.graphs.stages.mailbox import Message
@@ -204,16 +204,16 @@ def all_probes() -> dict[str, Callable[[], str]]:
 
 
 def early_probes(names: Iterable[str]) -> list[str]:
-    """The essential probes, then those of the kernels: what is tried before anything is measured."""
+    """The probes that run before anything is measured: the essential ones, then those of the kernels."""
     return [name for name in names if name in ESSENTIAL] + [name for name in names if name.startswith(KERNEL)]
 
 
 def attempt(name: str, ends: float) -> dict[str, Any]:
-    """One probe in a process of its own: ``name``, ``outcome`` (passed, failed or not_run), ``seconds``, ``message``.
+    """Run one probe in its own process; returns ``name``, ``outcome`` (passed, failed or not_run), ``seconds``, ``message``.
 
     Args:
         name: of the probe.
-        ends: when it has to be over, of ``time.monotonic``.
+        ends: its deadline by ``time.monotonic``.
     """
     began, record = time.monotonic(), {"kind": "probe", "name": name}
     seconds = ends - began
@@ -236,7 +236,7 @@ def attempt(name: str, ends: float) -> dict[str, Any]:
 
 
 def try_all(names: Iterable[str], put: Callable[[dict[str, Any]], None], seconds: float = SECONDS) -> bool:
-    """Every probe, several at once, all over after ``seconds``; ``put`` gets each record as it comes. True when all passed."""
+    """Run probes, several at once, within ``seconds``; ``put`` gets each record as it comes. True when all passed."""
     sound, ends = True, time.monotonic() + seconds
     with ThreadPoolExecutor(min(AT_ONCE, os.cpu_count() or 1)) as pool:
         for done in as_completed([pool.submit(attempt, name, ends) for name in names]):
@@ -246,13 +246,13 @@ def try_all(names: Iterable[str], put: Callable[[dict[str, Any]], None], seconds
 
 
 def line(record: dict[str, Any]) -> str:
-    """A record for people: of a failure its last words."""
+    """A record as a line of text; for a failure with the last line of its message."""
     words = record["message"].strip().splitlines()
     return f"{record['outcome']:7} {record['seconds']:6.1f} s  {record['name']:24} {words[-1][:160] if words else ''}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code 0: every probe passed."""
+    """Run the command. Exit code 0: every probe passed."""
     parser = argparse.ArgumentParser(
         prog="python -m perf.gpu.probes", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

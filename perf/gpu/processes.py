@@ -1,4 +1,4 @@
-"""A command in a process group of its own, which ends in time whatever it does."""
+"""Runs a command in a new process group with a time limit."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from typing import IO
 from graphspec.lab.measure.provenance import ROOT
 
 GRACE = 8.0
-"""Seconds between asking a command to end and ending it."""
+"""Seconds between interrupting a command and killing it."""
 REAPING = 2.0
-"""Seconds after which a process that was ended and is still there is left to the system: it hangs inside a driver call."""
+"""Seconds to wait for a killed process; one that still exists hangs inside a driver call and is left to the system."""
 
 
 def triton_cache() -> dict[str, str]:
     """The environment that gives every process the same folder for compiled kernels.
 
-    Without it Inductor points Triton at a folder of its own as soon as it makes its first kernel, and what was compiled before is compiled
+    Without it, Inductor sets another folder for Triton when it makes its first kernel, and kernels that were compiled before are compiled
     again.
     """
     return {"TRITON_CACHE_DIR": os.environ.get("TRITON_CACHE_DIR") or str(Path.home() / ".triton" / "cache")}
@@ -36,14 +36,14 @@ def run_command(
 
     Args:
         command: program and arguments.
-        seconds: for everything. Shortly before they are over it is asked to end (SIGINT), then ended with all it has started.
-        log: gets what it prints.
-        errors: gets its standard error instead.
+        seconds: time limit. Shortly before its end the command gets SIGINT, and is then killed with all processes it has started.
+        log: file for its output.
+        errors: file for its standard error instead.
         show: print its standard output here too.
         environment: variables in addition to those of this process.
 
     Returns:
-        Its exit code; None when it was not over in time.
+        Its exit code; None if it did not end in time.
     """
     ends = time.monotonic() + seconds
     reaping = min(REAPING, seconds / 8)
@@ -55,7 +55,7 @@ def run_command(
         )  # fmt: skip
         reader = None
         if process.stdout is not None:
-            # A thread, for a process that can't be ended never closes its side.
+            # In a thread, because a process that can't be killed never closes its end.
             reader = threading.Thread(target=_copy, args=(process.stdout, log), daemon=True)
             reader.start()
         try:
@@ -68,7 +68,7 @@ def run_command(
             _waited(process, ends)
             return None
         finally:
-            # Also what it started and did not end, which would hold the device.
+            # Kill its child processes too, which would occupy the device.
             _signal(process, signal.SIGKILL)
 
 

@@ -1,7 +1,7 @@
-"""README's GPU section, from the result files: ``python -m perf.gpu.readme`` rewrites it, ``--check`` says whether it is up to date.
+"""README's GPU section, from the result files: ``python -m perf.gpu.readme`` rewrites it, ``--check`` checks that it is up to date.
 
-What no file shows is shown as not yet run; no figure is typed in by hand. Checks and latency come from different calls of ``make
-gpu-check``: figures are shown where the checks of the same code on the same kind of GPU, under the same torch and Triton, were green.
+A figure that is in no file is shown as not yet run; none is typed in by hand. Checks and latency come from different calls of ``make
+gpu-check``: figures are shown if the checks of the same code on the same kind of GPU, with the same torch and Triton, were green.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ TARGETS: tuple[tuple[str, str, float, str], ...] = (
     ("cycle, JetSpec (8,7,64) over Qwen3-8B, batch 1", "jetspec (8,7,64)", 1.2, "<= 1.20x its floor"),
     ("cycle, JetSpec (16,7,128) over Qwen3-8B, batch 1", "jetspec (16,7,128)", 1.2, "<= 1.20x its floor"),
 )
-"""What the project aims at on an H200: bfloat16, context 2048, bytes at the bandwidth measured in the same run; Llama-3.1-8B shapes where
-no other model is named."""
+"""The project's aims on an H200: bfloat16, context 2048, bytes at the bandwidth measured in the same run; Llama-3.1-8B shapes, unless a
+row names another model."""
 HOST_MICROSECONDS = 50.0
 DRAFT_STEP_MILLISECONDS = 0.30
 
@@ -38,7 +38,7 @@ def _cycle(rows: Sequence[dict[str, Any]], case: str, lanes: int = 1) -> dict[st
 
 
 def target_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """The table of aims and what was found."""
+    """The table of aims and results."""
     lines = ["| aim on an H200 | bound | found |", "|---|---|---|"]
     for title, case, bound, words in TARGETS:
         row = _cycle(rows, case)
@@ -89,7 +89,7 @@ def engine_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def state(evidence: Evidence | None) -> str:
-    """What ran where, and how it ended."""
+    """A sentence on the checks: where they ran, and their outcome."""
     if evidence is None:
         return (
             "**No GPU has run this code yet.** `make gpu-check` runs every check and every measurement on one; until then, these are aims."
@@ -124,10 +124,10 @@ def section(evidence: Evidence | None) -> str:
 
 
 def rewritten(readme: str) -> str:
-    """``readme`` with the section between its marks made anew.
+    """``readme`` with the section between its marks rewritten.
 
     Raises:
-        SystemExit: the marks are not there.
+        SystemExit: there are no such marks.
     """
     before, mark, rest = readme.partition(BEGIN)
     _, end, after = rest.partition(END)
@@ -137,7 +137,7 @@ def rewritten(readme: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code 1 with ``--check`` when the section differs from what the files say."""
+    """Run the command. Exit code 1: with ``--check``, the section differs from the files."""
     parser = argparse.ArgumentParser(prog="python -m perf.gpu.readme", description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing")
     options = parser.parse_args(argv)

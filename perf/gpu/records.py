@@ -1,7 +1,7 @@
-"""A pytest plugin that appends one JSON line to a file whenever a check is over: ``-p perf.gpu.records --records FILE``.
+"""A pytest plugin that appends one JSON line to a file when a check ends: ``-p perf.gpu.records --records FILE``.
 
-What is written stays written when the run is cut short. Under pytest-xdist the controlling process writes, for all workers.
-``--passed-before FILE`` names checks, one a line, that are left out.
+An interrupted run keeps its lines. Under pytest-xdist the controlling process writes, for all workers. ``--passed-before FILE`` lists
+checks, one per line, that are left out.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Records:
             record |= {"outcome": "failed" if report.when not in ("setup", "teardown") else "error", "message": _end_of(report)}
         elif report.skipped and record["outcome"] == "passed":
             record |= {"outcome": "skipped", "message": _end_of(report)}
-        # A worker that died reports by a name of its own, and maybe of a check it had already reported.
+        # A worker that died is reported under another name, possibly for a check that it had reported before.
         if report.when not in ("setup", "call"):
             self._write(record)
 
@@ -61,18 +61,18 @@ def _end_of(report: pytest.TestReport | pytest.CollectReport) -> str:
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Declare the options."""
     parser.addoption("--records", type=Path, help="append one JSON line for each check to this file")
-    parser.addoption("--passed-before", type=Path, help="leave out the checks this file names, one a line")
+    parser.addoption("--passed-before", type=Path, help="leave out the checks that this file lists, one per line")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Begin to write, where one is asked to and is no worker."""
+    """Start writing if ``--records`` is given, except in xdist's workers."""
     file = config.getoption("--records")
     if file is not None and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Records(file))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what has passed; by its whole name, where ``--deselect`` goes by its beginning."""
+    """Leave out checks that have passed, by whole names; ``--deselect`` would match beginnings."""
     file = config.getoption("--passed-before")
     passed = set(file.read_text(encoding="utf-8").splitlines()) if file is not None else set()
     out = [item for item in items if item.nodeid in passed]

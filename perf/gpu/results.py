@@ -1,7 +1,7 @@
-"""What a folder of result files says: which runs belong together, what they have done, and whether their checks were green.
+"""Reads a folder of result files: which runs belong together, what they measured, and whether their checks were green.
 
-Calls of ``make gpu-check`` write files of their own into one folder. Those of the same code on the same kind of machine belong together, so
-that latency measured in one call counts as verified once the checks of another were green.
+Every call of ``make gpu-check`` writes its own files into one folder. Those of the same code on the same kind of machine belong together,
+so that latency measured in one call counts as verified if the checks of another were green.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from graphspec.lab.measure.provenance import ROOT
 
 Record = dict[str, Any]
 IDENTITY = ("revision", "tree", "torch", "triton")
-"""Keys of a file's first record that are equal where files belong together; the names of the GPUs count too."""
+"""Keys of the first record that are equal in files that belong together; the names of the GPUs are compared too."""
 CODE = ("graphspec", "perf", "tests")
 
 
 def append(file: Path, record: Mapping[str, Any]) -> None:
-    """One more line; what was written before stays."""
+    """Append one line to a result file."""
     with file.open("a", encoding="utf-8") as sink:
         sink.write(json.dumps(record, default=str) + "\n")
 
 
 def read(file: Path) -> list[Record]:
-    """Records of a result file; a line that was cut off is left out."""
+    """Records of a result file, without an incomplete last line."""
     records = []
     for line in file.read_text(encoding="utf-8").splitlines():
         try:
@@ -39,7 +39,7 @@ def read(file: Path) -> list[Record]:
 
 
 def tree_digest(root: Path = ROOT) -> str:
-    """Of all code: a commit does not say what was changed since, and a packed tree may know none."""
+    """Digest of all code: a commit does not include later changes, and a packed tree may have none."""
     digest = hashlib.sha256()
     for folder in CODE:
         for file in sorted(path for path in (root / folder).rglob("*") if path.suffix in (".py", ".cpp") and path.is_file()):
@@ -48,7 +48,7 @@ def tree_digest(root: Path = ROOT) -> str:
 
 
 def identity(head: Mapping[str, Any]) -> tuple[str, ...]:
-    """What files that belong together have in common."""
+    """Values that are equal in files that belong together, from a file's first record."""
     gpus = [gpu["name"] for gpu in head.get("gpus") or []]
     return (*(str(head.get(key)) for key in IDENTITY), ",".join(sorted(set(gpus))))
 
@@ -58,10 +58,10 @@ class Evidence:
     """The files that belong to one :func:`identity`.
 
     Attributes:
-        head: first record of the newest of them.
+        head: first record of the newest file.
         checks: records of the check files, oldest first.
-        rows: of the latency files; of a task that was measured more than once, the newest.
-        engine: of the whole engine, likewise.
+        rows: of the latency files; for a task that was measured more than once, the newest.
+        engine: rows of the whole engine, likewise.
     """
 
     head: Record
@@ -71,12 +71,12 @@ class Evidence:
 
     @property
     def summaries(self) -> dict[str, Record]:
-        """The newest summary of each part that runs tests; one over a choice of tests says nothing of the part."""
+        """The newest summary of each part that runs tests, without those of a selection of tests."""
         return {record["part"]: record for record in self.checks if record["kind"] == "summary" and not record["selected"]}
 
     @property
     def verified(self) -> bool:
-        """Tests ran, and the newest run of each part that has any was green."""
+        """Whether tests ran, and the newest run of each part with tests was green."""
         return bool(self.summaries) and all(summary["green"] for summary in self.summaries.values())
 
     def outcomes(self) -> dict[str, str]:
@@ -84,19 +84,19 @@ class Evidence:
         return {record["name"]: record["outcome"] for record in self.checks if record["kind"] == "check"}
 
     def measured(self) -> list[str]:
-        """Tasks of latency that have a figure."""
+        """Latency tasks with a figure."""
         return [row["task"] for row in self.rows if "task" in row and row["kind"] not in ("failed", "not_run")]
 
 
 def gather(folder: Path, head: Mapping[str, Any] | None = None) -> Evidence | None:
-    """What belongs together in ``folder``.
+    """Collect the files that belong together.
 
     Args:
         folder: of the result files.
-        head: whose files; None: those of the newest check or latency file.
+        head: first record whose :func:`identity` the files have; None: that of the newest check or latency file.
 
     Returns:
-        None where there is no such file.
+        None if there is no such file.
     """
     files = {kind: _heads(folder, kind) for kind in ("gpu-check", "gpu-latency", "gpu-engine")}
     if head is None:
@@ -117,17 +117,17 @@ def gather(folder: Path, head: Mapping[str, Any] | None = None) -> Evidence | No
 
 
 def _heads(folder: Path, kind: str) -> list[tuple[Path, list[Record]]]:
-    """Files of one kind, oldest first, without those that say nothing of where they come from."""
+    """Files of one kind with a provenance record, oldest first."""
     found = [(path, read(path)) for path in sorted(folder.glob(f"*-{kind}.jsonl"))]
     return [(path, records) for path, records in found if records and records[0].get("kind") == "provenance"]
 
 
 def _newest_of_each(files: Iterable[list[Record]]) -> list[Record]:
-    """Rows of several files; a task that failed, or had no time, does not take the place of a figure."""
+    """Rows of several files; a task that failed, or had no time, does not replace an older figure."""
     kept: dict[str, Record] = {}
     for number, records in enumerate(files):
         for row in records[1:]:
-            # Every file has a bandwidth of its own, which its floors were computed with.
+            # Every file has its own bandwidth, from which its floors were computed.
             name = str(row.get("task", f"{row['kind']} {number}"))
             if name not in kept or row["kind"] not in ("failed", "not_run") or kept[name]["kind"] in ("failed", "not_run"):
                 kept[name] = row

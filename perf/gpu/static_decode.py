@@ -73,7 +73,7 @@ def compiled_step(model: LlamaModel, length: int) -> tuple[Any, DenseCache, Tens
     for module in model.modules():
         if isinstance(module, Linear):
             module.multiply = linear
-    # What a step writes in place must be known to stay where it is, or the compiler makes no CUDA graph of it.
+    # Tensors that a step writes in place must be marked as static, or the compiler makes no CUDA graph.
     for tensor in (cache.cache, cache.position_BT, token):
         mark_static_address(tensor)
     on_gpu = weight.device.type == "cuda"
@@ -81,21 +81,21 @@ def compiled_step(model: LlamaModel, length: int) -> tuple[Any, DenseCache, Tens
 
 
 def skipped_graphs() -> int:
-    """How many programs of this process Inductor has compiled without the CUDA graph that was asked for."""
+    """Number of programs of this process that Inductor compiled without the requested CUDA graph."""
     return int(counters["inductor"]["cudagraph_skips"])
 
 
 def require_graph(before: int) -> None:
-    """A loop that was to be a CUDA graph is one.
+    """Check that a compiled loop is a CUDA graph.
 
-    Inductor leaves graphs out with a warning, for a buffer that may move, say; what is measured then is launches one by one, and no
-    baseline.
+    Inductor may skip graphs with only a warning, for example because a buffer may move; then single launches would be measured, which are
+    no baseline.
 
     Args:
-        before: :func:`skipped_graphs` before it was compiled.
+        before: :func:`skipped_graphs` before the loop was compiled.
 
     Raises:
-        CaptureError: Inductor left graphs out, or recorded none.
+        CaptureError: Inductor skipped graphs, or recorded none.
     """
     from torch._inductor.cudagraph_trees import get_manager
 

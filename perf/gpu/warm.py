@@ -1,8 +1,8 @@
-"""Triton's cache on disk, filled before anything is measured: ``python -m perf.gpu.warm``.
+"""Fills Triton's cache on disk before anything is measured: ``python -m perf.gpu.warm``.
 
-An engine compiles its kernels one after the other, on one core. Here the cycles of README's rows run on fake tensors, which tells every
-launch they make; the kernels of these are compiled by many processes, each as the launch itself would compile it, so that the engine then
-finds them. What does not compile is said and costs nothing else.
+An engine compiles its kernels one after the other, on one core. Here the cycles of README's rows run on fake tensors, which shows all their
+launches; many processes compile the kernels of these, each as the launch would compile it, so that the engine finds them in the cache. A
+kernel that does not compile is reported and stops nothing.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from perf.gpu.processes import triton_cache
 from perf.gpu.results import append
 
 ROWS = (*(Case(name, shape) for name, shape in SHAPES.items()), SHORTER)
-"""What README's rows are measured on."""
+"""The cases of README's rows."""
 PROCESSES = 16
 SECONDS = 30.0
 WARP = 32
 
 
 def launches_of(case: Case, target: Path, draft: Path) -> list[Launch]:
-    """Every launch of one cycle of ``case``, in order; nothing runs, and no tensor has data.
+    """Every launch of one cycle of ``case``, in order, found on tensors without data.
 
     Args:
         case: of :mod:`perf.gpu.latency`.
@@ -83,7 +83,7 @@ def launches_of(case: Case, target: Path, draft: Path) -> list[Launch]:
 
 
 class _Target:
-    """Triton's driver for a process that compiles for a device and never asks it anything."""
+    """A driver of Triton for a process that compiles for a device without using it."""
 
     def __init__(self, target: GPUTarget) -> None:
         self._target = target
@@ -99,7 +99,7 @@ class _Target:
 
 
 def compile_launch(launch: Launch) -> str:
-    """Compile the kernel of a launch the way the launch would; returns the name of its entry in the cache."""
+    """Compile the kernel of a launch as the launch would; returns the name of its cache entry."""
     programmatic = {"launch_pdl": True} if launch.constexprs.get("PDL") else {}
     kernel = launch.kernel.warmup(
         *launch.args, grid=launch.grid, num_warps=launch.num_warps, num_stages=launch.num_stages, **programmatic, **launch.constexprs
@@ -108,7 +108,7 @@ def compile_launch(launch: Launch) -> str:
 
 
 def distinct(launches: Iterable[Launch]) -> list[Launch]:
-    """One launch of each kernel there is to compile: types, alignment and special numbers of its arguments tell them apart."""
+    """One launch per kernel to compile: kernels differ in types, alignment and special values of their arguments."""
     found: dict[tuple[Any, ...], Launch] = {}
     for launch in launches:
         arguments = tuple(_kind(value) for value in launch.args)
@@ -121,13 +121,13 @@ def _kind(value: Any) -> object:
     if isinstance(value, Tensor):
         return str(value.dtype), value.data_ptr() % 16 == 0
     if isinstance(value, int) and not isinstance(value, bool):
-        # What Triton makes of a number: a constant, one that 16 divides, 32 or 64 bits.
+        # How Triton specialises a number: 1 is a constant; divisible by 16; 32 or 64 bits.
         return "one" if value == 1 else (value % 16 == 0, -(1 << 31) <= value < 1 << 31)
     return value if value is None else type(value).__name__
 
 
 def _work(launches: Sequence[Launch], target: GPUTarget, turn: Any, folder: Path) -> None:
-    """One process: the next launch that no other process has begun, until there is none."""
+    """One process: compiles the next launch that no other process has started, until there is none."""
     driver.set_active(_Target(target))
     with (folder / f"{os.getpid()}.jsonl").open("a", encoding="utf-8") as sink:
         while True:
@@ -145,16 +145,16 @@ def _work(launches: Sequence[Launch], target: GPUTarget, turn: Any, folder: Path
 
 
 def compile_all(launches: Sequence[Launch], target: GPUTarget, seconds: float, processes: int) -> list[dict[str, Any]]:
-    """Compile every launch; what is not done in time is left for whoever needs it.
+    """Compile the kernels of launches, as many as the time allows.
 
     Args:
-        launches: what to compile.
-        target: for which device.
-        seconds: for all of it.
-        processes: how many share it. They are forked: a kernel can't be sent to another process.
+        launches: whose kernels are compiled.
+        target: device to compile for.
+        seconds: time limit.
+        processes: number of processes. They are forked, because a kernel can't be sent to another process.
 
     Returns:
-        For each launch that was compiled or refused: ``kernel``, ``seconds``, ``error``, and ``hash`` where there is none.
+        For each launch that was compiled or refused: ``kernel``, ``seconds``, ``error``, and ``hash`` without an error.
     """
     if seconds <= 0:
         return []
@@ -174,16 +174,16 @@ def compile_all(launches: Sequence[Launch], target: GPUTarget, seconds: float, p
 
 
 def warm(cases: Iterable[Case], target: GPUTarget, seconds: float, processes: int) -> dict[str, Any]:
-    """Compile what the cycles of ``cases`` launch.
+    """Compile the kernels of the cycles of ``cases``.
 
     Args:
         cases: of :mod:`perf.gpu.latency`.
-        target: for which device.
-        seconds: for everything.
-        processes: how many compile.
+        target: device to compile for.
+        seconds: time limit.
+        processes: number of processes.
 
     Returns:
-        ``kind``, ``wanted`` kernels, how many are there, ``seconds``, and ``failed``: kernel to error.
+        ``kind``, numbers of kernels ``wanted`` and ``compiled``, ``seconds``, and ``failed``: kernel to error.
     """
     began = time.monotonic()
     found: list[Launch] = []
@@ -204,7 +204,7 @@ def warm(cases: Iterable[Case], target: GPUTarget, seconds: float, processes: in
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code 0: every kernel compiled; 1: some did not, or there was no time for them."""
+    """Run the command. Exit code 0: every kernel compiled; 1: some did not, or there was no time for them."""
     parser = argparse.ArgumentParser(
         prog="python -m perf.gpu.warm", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -173,7 +173,7 @@ def test_named_taps_go_to_safeailab_when_they_are_the_default(tmp_path: Path, ta
     convert(same, tmp_path / "out", "safeailab", target_path)
     assert_same_outputs(same, tmp_path / "out", target, third=True)
     for path, hint in ((same, None), (other, target_path)):
-        with pytest.raises(CheckpointError, match="the default layers, the only ones this layout knows"):
+        with pytest.raises(CheckpointError, match="the default layers, the only ones that this layout can express"):
             convert(path, tmp_path / "no", "safeailab", hint)
 
 
