@@ -329,7 +329,7 @@ def write_eagle3(path: Path, tensors: dict[str, Tensor], **config: Any) -> Path:
 
 @dataclass
 class DenseAttention:
-    """Causal attention by position over the tokens handed in; keeps nothing."""
+    """Causal attention by position over the tokens of one call, without a KV cache."""
 
     position_BT: Tensor
     rope_length_BT: Tensor

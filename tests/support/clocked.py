@@ -1,4 +1,4 @@
-"""A late device with a clock: how long its programs and copies take is given, and so is what the host does meanwhile."""
+"""A simulated device with a clock: the test sets the times of programs, of copies and of the host's work."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Span:
     """A program, or a segment of one, on the device; seconds.
 
     Attributes:
-        stages: what ran.
-        begin, end: when.
-        idle: how long the device had stood still before.
+        stages: that ran.
+        begin, end: of the run.
+        idle: seconds for which the device was idle before.
     """
 
     stages: tuple[str, ...]
@@ -33,7 +33,7 @@ class Span:
 
 
 class ClockedDevice(LateDevice):
-    """Runs what is queued in order, each as soon as it was asked for and the one before has ended.
+    """Runs queued work in order, each item as soon as it was queued and the one before has ended.
 
     Args:
         stages: seconds of each stage, 0 where not named.
@@ -44,7 +44,7 @@ class ClockedDevice(LateDevice):
         super().__init__()
         self.stages, self.copy = stages, copy
         self.now = self.free_at = self.busy_until = 0.0
-        """The host's time; when the device will have done all that it was asked for, and the last of it that takes time."""
+        """The host's time; when the device will have finished all queued work, and when the last work that takes time."""
         self.spans: list[Span] = []
 
     def put(self, work: Callable[[], None], seconds: float | None = None) -> None:
@@ -89,7 +89,7 @@ class ClockedDevice(LateDevice):
 
 
 class ClockedEvent(LateEvent):
-    """Whoever waits for it has the time at which the device got there."""
+    """Waiting for it sets the host's clock to the time at which the device reached it."""
 
     _device: ClockedDevice
     _time = 0.0

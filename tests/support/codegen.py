@@ -34,7 +34,7 @@ class _Properties:
 
 
 class _Driver:
-    """Triton's driver for a device that is not there."""
+    """A driver of Triton for a device that does not exist."""
 
     class utils:
         @staticmethod
@@ -62,7 +62,7 @@ class _Driver:
 
 
 class _TextReachedError(Exception):
-    """The wrapper's text is there; what follows would need a GPU."""
+    """Raised when the wrapper's text is complete; the next step would need a GPU."""
 
 
 def _always(value: Any) -> Callable[..., Any]:
@@ -72,7 +72,7 @@ def _always(value: Any) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def pretended_gpu() -> Iterator[None]:
-    """Inside, torch, Inductor and Triton believe in an H200."""
+    """A context in which torch, Inductor and Triton find an H200."""
     import torch._dynamo.device_interface as device_interface
     from torch._functorch import config as functorch_config
     from triton.runtime.driver import driver
@@ -122,7 +122,7 @@ def pretended_gpu() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Launches:
-    """What one program launches, in order."""
+    """The launches of one program, in order."""
 
     names: tuple[tuple[str, str], ...]
     """``(kind, name)``: ``triton`` for Inductor's own kernels, ``extern`` for library products, ``op`` for operators, ``copy``."""
@@ -137,7 +137,7 @@ class Launches:
 
     @property
     def ops(self) -> Counter[str]:
-        """How often each operator is called."""
+        """Number of calls of each operator."""
         return Counter(name for kind, name in self.names if kind == "op")
 
     @property

@@ -1,4 +1,4 @@
-"""Draft depths that change as a test wants them to."""
+"""Depth policies for tests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from graphspec.shapes import GraphKey
 
 
 class RandomDepth:
-    """Any depth of the bucket at any cycle, each for some cycles at a time; 0 for longer ones. Remembers what it is given."""
+    """Random depths of the bucket, each for some cycles, depth 0 for longer. Records its arguments."""
 
     def __init__(self, plan: Plan, seed: int = 0) -> None:
         self.plan, self.rng = plan, random.Random(seed)
@@ -33,7 +33,7 @@ class RandomDepth:
 
 
 class ScriptedDepth:
-    """These depths, then the last of them for ever."""
+    """A given sequence of depths, then the last one."""
 
     def __init__(self, depths: Iterable[int]) -> None:
         self.depths = list(depths)
@@ -46,7 +46,7 @@ class ScriptedDepth:
 
 
 class Launches:
-    """A launcher in front of a cycle that notes the programs of the cycles it launched."""
+    """A launcher that records the programs of the cycles it launched."""
 
     def __init__(self, cycle: Any) -> None:
         self.cycle, self.keys = cycle, list[GraphKey]()
@@ -62,5 +62,5 @@ class Launches:
 
     @property
     def depths(self) -> set[int]:
-        """Depths that were run; -1: the drafter caught up."""
+        """Depths of the cycles; -1: one in which the drafter caught up."""
         return {-1 if key.catch_up else key.shape.num_steps for key in self.keys}

@@ -83,7 +83,7 @@ def load_draft(recipe: Recipe, model: PreTrainedModel, file: Path) -> Drafter:
 
 
 def round_to_bfloat16(drafter: Drafter) -> None:
-    """Round every parameter in place to what a bfloat16 checkpoint holds; its dtype stays."""
+    """Round every parameter in place to bfloat16, as in a checkpoint; its dtype stays."""
     with torch.no_grad():
         for parameter in drafter.parameters():
             parameter.copy_(parameter.bfloat16())
@@ -95,7 +95,7 @@ def recipe(variant: str, **settings: object) -> Recipe:
 
 
 def build(variant: str, target=None, **network: object) -> Drafter:
-    """A random drafter whose every parameter matters."""
+    """A random drafter in which every parameter affects the output."""
     target = target or tiny_target()
     settings = recipe(variant, network={**(SMALL | PARALLEL)[variant], **network}, unroll=network.get("num_heads", 4)).network()
     torch.manual_seed(5)

@@ -66,7 +66,7 @@ def eagle3_step(
     norm_before_residual: bool = False,
     norm_output: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """What the next step gets, and what the head multiplies; ``w`` calls the first layer ``midlayer``."""
+    """Inputs of the next step and of the language-model head; the first layer is ``midlayer`` in ``w``."""
     normed = rms(hidden, w["midlayer.hidden_norm.weight"])
     x = torch.cat((rms(embedding, w["midlayer.input_layernorm.weight"]), normed), -1)
     out = layer(w, "midlayer.", normed if norm_before_residual else hidden, x, first_position, theta)
@@ -81,7 +81,7 @@ def eagle3_step(
 def eagle_step(
     w: dict[str, Tensor], embedding: Tensor, hidden: Tensor, first_position: int, *, theta: float = 500.0
 ) -> tuple[Tensor, Tensor]:
-    """What the next step gets, and what the head multiplies."""
+    """Inputs of the next step and of the language-model head."""
     if "embed_layernorm.weight" in w:
         embedding = rms(embedding, w["embed_layernorm.weight"])
     residual = project(w, "fc", torch.cat((embedding, hidden), -1))

@@ -1,7 +1,7 @@
 """Every kernel that engines over the demo model launch, through Triton's front end, with the strides and numbers of the real calls.
 
-The programs that an engine would capture run over fake CUDA tensors, and each operator's launcher is called with what the operator was
-called with. ``python -m tests.support.engine_launches [--all]``, in a process in which Triton does not interpret; prints JSON.
+The programs that an engine would capture run over fake CUDA tensors, and each operator's launcher is called with the operator's arguments.
+``python -m tests.support.engine_launches [--all]``, in a process in which Triton does not interpret; prints JSON.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ ENGINES: dict[str, dict[str, Any]] = {
 }
 """Over the demo model, in the shapes of the README."""
 TINY = ("latent-experts", "masks", "block")
-"""What it has not comes from tiny models: latent attention, experts, drafts in one pass."""
+"""Tiny models for what the demo model does not have: latent attention, experts, drafts in one pass."""
 LAYERS = 3
-"""Of the demo model's twelve: a layer's number is all that differs, and 1 is the one that Triton makes a constant."""
+"""Layers of the demo model's twelve: they differ only in their number, of which Triton makes 1 a constant."""
 
 
 def demo_plan(keys: dict[str, Any], buckets: list[int]) -> Plan:
-    """What an engine for a GPU would plan; the depth changes, so that there are cycles that catch up."""
+    """The plan of an engine for a GPU, with an adaptive depth, so that some cycles catch up."""
     entry, folder = resolve_variant(keys["name"]), model_folder("demo")
     target = read_model_facts(folder)
     draft = load_object(entry.facts)(folder.parent / entry.demo_draft, target) if entry.demo_draft is not None else None
@@ -73,7 +73,7 @@ def demo_plan(keys: dict[str, Any], buckets: list[int]) -> Plan:
 
 
 def programs(plan: Plan) -> list[Key]:
-    """Every cycle, greedy and with all that can be asked of the sampler; the smallest prefill and the largest, which counts tokens."""
+    """Every cycle, greedy and with every option of the sampler; the smallest prefill, and the largest, which counts tokens."""
     cycles = [key for sampling in (GREEDY, EVERYTHING) for key in plan.graph_keys(sampling)]
     return [*cycles, PrefillKey(plan.prefill_chunks[0], GREEDY), PrefillKey(plan.prefill_chunks[-1], EVERYTHING)]
 
@@ -114,7 +114,7 @@ def distinct(found: dict[str, tuple[str, Launch]], engine: str, plan: Plan) -> i
     for program, launch in launches(plan):
         made += 1
         source = source_of(launch)
-        # Divisibility changes no type, so the front end takes a number that is divisible like one that is not.
+        # Divisibility changes no type, so the front end treats divisible numbers like others.
         kind = (launch.kernel.fn.__name__, source.signature, source.constants)
         found.setdefault(repr(kind), (f"{engine}, {program}: {launch.kernel.fn.__name__}", launch))
     return made

@@ -1,4 +1,4 @@
-"""Engines over tiny checkpoints: a pair whose draft equals its target, greedy decoding by transformers, and schedulers to look into."""
+"""Engines over tiny checkpoints: a pair whose draft equals its target, greedy decoding by transformers, and schedulers to inspect."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ class Pair:
         """What ``generate(do_sample=False)`` of transformers emits."""
         key = (*prompt, max_tokens, ignore_eos, *stop)
         if key not in self._greedy:
-            # Dynamic RoPE scaling remembers the longest sequence it has seen; a copy has seen none.
+            # Dynamic RoPE scaling keeps the longest sequence so far; a copy starts without one.
             model = copy.deepcopy(self.hf)
             eos = [] if ignore_eos else [model.generation_config.eos_token_id]
             model.generation_config.eos_token_id = [*eos, *stop] or None
             with torch.no_grad():
                 token_BT = torch.tensor([list(prompt)])
-                # Without a mask, transformers takes token 0 of the prompt for padding.
+                # Without a mask, transformers treats token 0 in the prompt as padding.
                 mask_BT = torch.ones_like(token_BT)
                 out = model.generate(token_BT, attention_mask=mask_BT, max_new_tokens=max_tokens, do_sample=False, pad_token_id=0)
             self._greedy[key] = out[0, len(prompt) :].tolist()
@@ -178,7 +178,7 @@ def mirror_pair(path: Path, *, noise: float = 0.0, seed: int = 1, max_positions:
 
 
 def prompts(count: int, lengths: Sequence[int] = (5, 3, 17, 8, 1, 9, 16, 24), vocab: int = MIRROR_VOCAB, seed: int = 0) -> list[list[int]]:
-    """Random prompts; their lengths go around those of chunks."""
+    """Random prompts, with lengths below, at and above those of chunks."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(0, vocab - 1, (lengths[i % len(lengths)],), generator=generator).tolist() for i in range(count)]
 
@@ -188,7 +188,7 @@ def add_tokenizer(folder: Path, *, bos: int | None = None, chat_template: str | 
 
     Args:
         folder: of the checkpoint.
-        bos: id that is put in front of every text; None: nothing is.
+        bos: id that every text begins with; None: none.
         chat_template: jinja; None: the checkpoint has none.
     """
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
@@ -213,7 +213,7 @@ def ids(outputs: Sequence[Output]) -> list[list[int]]:
 
 
 class Watched(Scheduler):
-    """A scheduler that remembers its requests."""
+    """A scheduler that keeps a list of its requests."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -229,14 +229,14 @@ class Watched(Scheduler):
 
 
 def idle_rows(cycle: Cycle, scheduler: Scheduler) -> torch.Tensor:
-    """bool ``[R]``: rows that no request decodes in, and none that is half read waits in; the dummy row among them."""
+    """Bool ``[R]``: rows without a request that decodes or whose prompt is being read, the dummy row included."""
     idle_R = cycle.arena["status_R"] != Status.LIVE
     idle_R[[request.row for request in scheduler.running if request.prefilled and not request.ready]] = False
     return idle_R
 
 
 def watch_schedulers(monkeypatch: pytest.MonkeyPatch) -> list[Watched]:
-    """Every scheduler an engine makes from now on."""
+    """A list to which every scheduler that an engine makes from now on is added."""
     made: list[Watched] = []
 
     class Listed(Watched):

@@ -1,8 +1,8 @@
-"""CUDA without CUDA: fake tensors that know shape, dtype and device and hold no data, a watch for what capture forbids, a driver that
-records what capture asks of it, and a device that does everything as late as it may.
+"""CUDA without a GPU: fake tensors with shape, dtype and device but without data, checks for operations that capture forbids, a driver that
+records the calls of a capture, and a device that does everything as late as possible.
 
-A bare ``FakeTensorMode`` (no shape environment) raises wherever a value is needed on the host or a shape depends on data. What it lets pass
-(copies between devices, boolean masks on the left of an assignment) :class:`NoHostTraffic` refuses.
+A bare ``FakeTensorMode`` (no shape environment) raises wherever a value is needed on the host or a shape depends on data.
+:class:`NoHostTraffic` refuses what it accepts: copies between devices, boolean masks on the left of an assignment.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def load_cuda_guard() -> None:
     Raises:
         RuntimeError: no C++ compiler, or it failed. The check can't be left out, so neither can the compiler.
     """
-    # A build for CUDA asks the driver which device is current whenever a tensor is indexed, a fake one too.
+    # A build for CUDA queries the current device from the driver whenever a tensor is indexed, even a fake one.
     if torch.cuda.device_count():
         return
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
@@ -73,7 +73,7 @@ def tensors(*values: Any) -> Iterator[Tensor]:
 
 
 class NoHostTraffic(TorchDispatchMode):
-    """Refuses what a CUDA graph can't hold and fake tensors don't notice.
+    """Refuses operations that a CUDA graph can't contain and that fake tensors accept.
 
     Copies between devices, results on the CPU, and masks that index an assignment (their positions are counted on the host).
     Zero-dimensional CPU tensors as *arguments* pass: that is how torch hands a Python number to a kernel.
@@ -107,10 +107,10 @@ class UnorderedSumError(RuntimeError):
 
 
 class FixedOrder(TorchDispatchMode):
-    """Refuses what torch lists as not deterministic on CUDA (``torch.use_deterministic_algorithms``), where it computes with floats.
+    """Refuses operations on floats that torch lists as not deterministic on CUDA (``torch.use_deterministic_algorithms``).
 
-    Sums of integers are exact in any order and pass. Writes to one place by several indices pass too: only their values say whether the
-    order shows.
+    Sums of integers are exact in any order and pass. Writes to one place by several indices pass too: only their values decide whether the
+    order matters.
     """
 
     SUMS = frozenset(
@@ -130,12 +130,12 @@ class FixedOrder(TorchDispatchMode):
 
 
 class FakeDriver:
-    """Streams, graphs and private pools as far as :class:`graphspec.graphs.capture.Capturer` meets them, with torch's own rules.
+    """Streams, graphs and private pools as :class:`graphspec.graphs.capture.Capturer` uses them, with torch's rules.
 
-    A capture that can't be ended raises and leaves the allocator directed at its pool, as torch does; a pool whose last share was given
-    back may not be begun again; allocations may only be directed at one capture at a time. The allocator of pinned host memory records
-    as well, from begin to end: a capture that can't be ended leaves it recording, and it refuses to begin twice in one pool. The workspace
-    of cuBLAS lies in a pool where it was first asked for during a capture.
+    As in torch, a capture that can't be ended raises and leaves the allocator directed at its pool; a pool whose last share was released
+    can't be used again; allocations can be directed at only one capture at a time. The allocator of pinned host memory records too, from
+    begin to end: a capture that can't be ended leaves it recording, and it refuses to begin twice in one pool. cuBLAS's workspace is in a
+    pool if it was first requested during a capture.
     """
 
     def __init__(self) -> None:
@@ -148,7 +148,7 @@ class FakeDriver:
         self.host_records: set[int] = set()
         """Pools into which the allocator of pinned host memory records."""
         self.workspace: int | None = None
-        """Where cuBLAS's workspace lies: a pool, or 0 outside of all."""
+        """The pool of cuBLAS's workspace; 0: it is in none."""
         self.can_end = True
         self.can_instantiate = True
         self.replays: list[str] = []
@@ -158,7 +158,7 @@ class FakeDriver:
         return self.pools
 
     def multiply(self) -> int:
-        """A product by cuBLAS; returns where the workspace lies that it writes to."""
+        """A product by cuBLAS; returns the pool of the workspace that it writes to."""
         if self.workspace is None:
             self.workspace = self.capturing.pool if self.capturing is not None else 0
         return self.workspace
@@ -193,7 +193,7 @@ class FakeStream:
 
 
 class FakeGraph:
-    """What of ``torch.cuda.CUDAGraph`` is used."""
+    """The methods of ``torch.cuda.CUDAGraph`` that are used."""
 
     def __init__(self, driver: FakeDriver) -> None:
         self.driver, self.owns_share, self.ready = driver, False, False
@@ -235,7 +235,7 @@ class FakeGraph:
 
 @pytest.fixture
 def fake_driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
-    """A :class:`FakeDriver` in the places where torch's is."""
+    """A :class:`FakeDriver`, patched into torch."""
     driver = FakeDriver()
     side, default = FakeStream("side"), FakeStream("default")
     on_cuda: dict[str, Any] = {
@@ -252,16 +252,16 @@ def fake_driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
 
 
 class LateDevice:
-    """A device that runs nothing until it is waited for: copies that don't block and programs are queued, over memory of this CPU.
+    """A device that runs nothing until the host waits for it: non-blocking copies and programs are queued; its memory is this CPU's.
 
-    What the host writes into a buffer that is still to be copied from, or reads before it has waited, is then wrong for certain.
+    A buffer that the host overwrites before it was copied, or reads before it has waited, is then certainly wrong.
     """
 
     def __init__(self) -> None:
         self.queue: deque[Callable[[], None]] = deque()
         self.done = self.queued = self.waits = self.longest = 0
         self.host_steps = False
-        """A stage on the host is at work: what it fills is memory of the device."""
+        """Whether a stage on the host is running, which writes memory of the device."""
         self._working = False
 
     def put(self, work: Callable[[], None]) -> None:
@@ -290,7 +290,7 @@ class LateDevice:
         return lambda: self.put(run)
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """In the place of torch's copies and events; memory that ought to be pinned is common memory."""
+        """Replace torch's copies and events; pinned memory becomes ordinary memory."""
         copy, fill = Tensor.copy_, Tensor.fill_
 
         def copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
@@ -320,7 +320,7 @@ class LateDevice:
 
 
 class LateEvent:
-    """Over when everything queued before it was recorded is."""
+    """An event that is complete when everything queued before its recording has run."""
 
     def __init__(self, device: LateDevice) -> None:
         self._device, self._mark = device, 0

@@ -1,8 +1,8 @@
-"""FlashInfer's planned wrappers in plain loops, from their documented semantics: to put in FlashInfer's place where there is no GPU.
+"""FlashInfer's planned wrappers as plain loops, from their documented semantics, to replace FlashInfer where there is no GPU.
 
-``plan`` checks what it is given and writes a work list into memory of its own; ``run`` reads that memory and the buffers the caller made,
-and nothing else: run again after the sequences grew, it gives what it was planned for, as the kernels do. What is masked is multiplied by
-0, as they do too. Names of arguments are those of both ends of the supported range.
+``plan`` checks its arguments and writes a work list into its own memory; ``run`` reads only that memory and the caller's buffers: run again
+after the sequences grew, it gives the result that was planned, as the kernels do. Masked values are multiplied by 0, as in the kernels.
+Argument names are those of the oldest and newest supported version.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch import Tensor
 from tests.support.xqa import StandIn
 
 GARBAGE = 1e4
-"""Where a kernel's softmax is over nothing its result is anything."""
+"""Result of a softmax over nothing, which is undefined in the kernels."""
 
 
 def attend(query_QD: Tensor, keys_nQD: Tensor, values_nQE: Tensor, seen: slice, scale: float) -> Tensor:
-    """One query over the keys it sees; every head has keys of its own."""
+    """One query over the keys that it sees, separate for each head."""
     mask = torch.ones(len(keys_nQD), dtype=torch.bool)
     mask[seen] = False
     if mask.all():
@@ -32,7 +32,7 @@ def attend(query_QD: Tensor, keys_nQD: Tensor, values_nQE: Tensor, seen: slice, 
 
 
 def check_lists(page_size: int, offsets: Tensor, key_offsets: Tensor, places: Tensor, lengths: Tensor, reserved: Tensor) -> None:
-    """What ``plan`` of either wrapper asks of its lists."""
+    """Checks that ``plan`` of both wrappers makes of its lists."""
     for tensor in (offsets, key_offsets, places, lengths):
         assert tensor.dtype == torch.int32 and tensor.dim() == 1 and tensor.is_contiguous()
     lanes = len(lengths)
@@ -44,7 +44,7 @@ def check_lists(page_size: int, offsets: Tensor, key_offsets: Tensor, places: Te
 
 
 class Plan:
-    """A work list in memory that stays where it is, and what run hands to the kernel by value."""
+    """A work list at a fixed address, and the values that ``run`` passes to the kernel."""
 
     def __init__(self, lanes: int) -> None:
         self.offsets, self.key_offsets = (torch.zeros(lanes + 1, dtype=torch.int32) for _ in range(2))
@@ -200,7 +200,7 @@ class StandIns(StandIn):
 
 
 def install(monkeypatch: pytest.MonkeyPatch, *, new: bool = True) -> StandIns:
-    """Put fresh stand-ins where ``import flashinfer`` finds them, as of 0.7 or of 0.6."""
+    """Make ``import flashinfer`` find new stand-ins, of version 0.7 or 0.6."""
     module = StandIns(new=new)
     monkeypatch.setitem(sys.modules, "flashinfer", module)
     monkeypatch.setitem(sys.modules, "flashinfer.mla", module.mla)

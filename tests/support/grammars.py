@@ -1,4 +1,4 @@
-"""Random grammars whose every text is short, and whether a text is one of theirs: by json, jsonschema and re, not by xgrammar."""
+"""Random grammars of short texts, and a check of texts against them by json, jsonschema and re, not by xgrammar."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def random_structured(rng: random.Random) -> Structured:
 
 
 def parses(structured: Structured, text: str) -> bool:
-    """Whether a whole text is one of the grammar's."""
+    """Whether the grammar accepts a whole text."""
     if structured.choice is not None:
         return text in structured.choice
     if structured.regex is not None:

@@ -99,7 +99,7 @@ def build_hybrid(family: str, *, seed: int = 0, **overrides: Any) -> Any:
 
 
 def _drawn(name: str, noise: Tensor, *, offset: bool) -> Tensor:
-    """Values at which leaving something out shows: decays of many lengths, weights of norms around their neutral value."""
+    """Set values that reveal omissions: decays of many lengths, weights of norms around their neutral value."""
     if name.endswith(("linear_attn.norm.weight", "mamba.norm.weight", "mixer.norm.weight")) or ("norm" in name and not offset):
         return 1 + 0.2 * noise
     if "norm" in name:

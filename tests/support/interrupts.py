@@ -57,7 +57,7 @@ def interrupted(codes: Iterable[CodeType] | Iterable[str], at: int | None) -> It
 
 
 class Fault(Exception):  # noqa: N818
-    """What a step fails with."""
+    """The error that a step raises."""
 
 
 @contextmanager

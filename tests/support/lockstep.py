@@ -1,4 +1,4 @@
-"""An engine that steps only while a caller waits: what is in flight when a caller does something else is then the same every time."""
+"""An engine that steps only while a caller waits, so that the launches in flight are the same every time the caller does something else."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from graphspec.engine.request import Request
 
 PAUSE = 0.0002
-"""Seconds between two looks of the driving thread for somebody who waits."""
+"""Seconds after which the driving thread checks again for a waiting caller."""
 
 
 class Lockstep:
@@ -43,7 +43,7 @@ class Lockstep:
                     self.waiting.pop(call, None)
 
         def noted_send(call: Call, item: InboxItem) -> None:
-            # Before the caller learns of it: it may wait again at once.
+            # Before the caller is notified, because it may wait again at once.
             if call.streaming or item is None:
                 self.waiting.pop(call, None)
             send(call, item)

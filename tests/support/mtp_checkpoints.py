@@ -1,4 +1,4 @@
-"""Small random prediction heads under their published names, and an attention that says which layer was run."""
+"""Small random prediction heads under their published names, and an attention that records which layers ran."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NAMES: dict[str, tuple[str, str, str, str, str, str]] = {
     "mimo": ("model.mtp_layers.{}.", "token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm", ""),
     "qwen": ("mtp.", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm", "layers.0."),
 }
-"""Prefix of a head; its embedding norm, hidden norm, projection and last norm; what stands before the tensors of its layer."""
+"""Prefix of a head; names of its embedding norm, hidden norm, projection and last norm; prefix of the tensors of its layer."""
 
 
 def head_tensors(layout: str, index: int = 0, *, family: str = "llama", copies: bool = False, seed: int = 1) -> dict[str, Tensor]:
@@ -141,7 +141,7 @@ def qwen_config(**text: Any) -> dict[str, Any]:
 
 @dataclass
 class RecordingAttention(DenseAttention):
-    """Remembers the layers it was called for, in order."""
+    """Records the layers that it was called for, in order."""
 
     layers: list[int] = field(default_factory=list)
 

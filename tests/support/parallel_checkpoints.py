@@ -1,4 +1,4 @@
-"""A target that prefers few tokens wherever it is, and parallel drafts that know them: right now and then at every depth."""
+"""A target that prefers a few tokens at every position, and parallel drafts that prefer the same, so that some drafts are right."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ P_EAGLE_KINDS: dict[str, tuple[dict[str, Any], str]] = {
     "reduced": ({"num_layers": 2, "extras": ("fc_norm",)}, "speculators"),
     "full": ({"num_layers": 1, "reduced": False, "extras": ("fc_norm",)}, "sglang"),
 }
-"""Options of the tensors, layout: two layers and a vocabulary of its own; one layer, and the target's output layer."""
+"""Options of the tensors, layout: two layers and a draft vocabulary; one layer, and the target's output layer."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def parallel_drafts(pair: Pair, path: Path) -> dict[str, ParallelDraft]:
 
 
 def favouring_target(path: Path) -> Pair:
-    """After each favourite the next one is likely; channel 0 of the residual stream is a constant, which favours them."""
+    """A target in which each preferred token makes the next one likely: a constant in channel 0 of the residual stream favours them."""
     model = build_hf("llama", num_hidden_layers=4, num_key_value_heads=1, eos_token_id=VOCAB_SIZE - 2, max_position_embeddings=96)
     after = (*FAVOURITES[1:], FAVOURITES[0])
     with torch.no_grad():
@@ -77,7 +77,7 @@ def favouring_target(path: Path) -> Pair:
 def p_eagle_tensors(pair: Pair, *, num_layers: int = 2, reduced: bool = True, extras: tuple[str, ...] = ()) -> dict[str, Tensor]:
     """A random P-EAGLE head whose hidden states carry the constant too, with the output layer of the target."""
     tensors = eagle3_tensors(num_taps=len(TAPS), num_layers=num_layers, extras=extras)
-    # Independent numbers, so that neither stands for the other.
+    # Independent random numbers, so that neither can replace the other unnoticed.
     tensors["mask_hidden"] = 0.3 * torch.randn(1, len(TAPS) * HIDDEN, generator=torch.Generator().manual_seed(9))
     tensors["mask_hidden"][0, 0] = CONST
     for name, tensor in tensors.items():
@@ -95,7 +95,7 @@ def p_eagle_tensors(pair: Pair, *, num_layers: int = 2, reduced: bool = True, ex
 
 
 def write_p_eagle(path: Path, tensors: dict[str, Tensor], layout: str = "sglang", **config: Any) -> Path:
-    """The head as its publishers write it; ``config`` adds or overrides keys."""
+    """The head in its published layout; ``config`` adds or overrides keys."""
     keys: dict[str, Any] = {"mask_token_id": MASK, "architectures": ["PEagleLlamaForCausalLM"]}
     if layout == "speculators":
         keys = {"mask_token_id": MASK, "architectures": ["PEagleDraftModel"], "speculators_model_type": "peagle"}
@@ -103,7 +103,7 @@ def write_p_eagle(path: Path, tensors: dict[str, Tensor], layout: str = "sglang"
 
 
 def dflash_tensors(pair: Pair, *, num_layers: int = 2, reduced: bool = False, seed: int = 3) -> dict[str, Tensor]:
-    """A random block drafter over the taps of :data:`TAPS`, in published names; ``reduced``: a vocabulary and a head of its own."""
+    """A random block drafter over the taps of :data:`TAPS`, in published names; ``reduced``: with a draft vocabulary and a head."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -131,7 +131,7 @@ def dflash_tensors(pair: Pair, *, num_layers: int = 2, reduced: bool = False, se
 def write_dflash(
     path: Path, tensors: dict[str, Tensor], *, block: int = 6, layer: dict[str, Any] | None = None, speculators: bool = False, **config: Any
 ) -> Path:
-    """The draft as z-lab or as speculators write it; ``layer`` overrides keys of its layers, ``config`` those of ``dflash_config``."""
+    """The draft in the layout of z-lab or speculators; ``layer`` overrides keys of its layers, ``config`` those of ``dflash_config``."""
     keys = llama_config(tensors, num_hidden_layers=sum(name.endswith("q_norm.weight") for name in tensors), model_type="qwen3")
     keys |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 96, **(layer or {})}
     if speculators:

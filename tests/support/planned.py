@@ -1,4 +1,4 @@
-"""Planned calls over random pools, with what the reference ops say of them: for the stand-ins on a CPU and for FlashInfer on a GPU."""
+"""Planned calls over random pools, and their results by the reference ops: for the stand-ins on a CPU and for FlashInfer on a GPU."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ HEADS = HeadShape(6, 3, 16, 0, 0.2)
 
 
 def cases(latent: HeadShape = LATENT, heads: HeadShape = HEADS) -> dict[str, tuple[PreparedCall, list[int], list[int]]]:
-    """Calls as the stages make them, with the slot of the first query of each row and how many of them count."""
+    """Calls as the stages make them, with the slot of each row's first query and the number of its valid queries."""
     return {
         "verify": (PreparedCall("target", "root", 4, 4, latent), [3, 9, 0], [4, 4, 4]),
         "extend": (PreparedCall("draft", "window", 4, 4, latent, 1), [3, 9, 1], [4, 1, 2]),
@@ -50,15 +50,15 @@ def cases(latent: HeadShape = LATENT, heads: HeadShape = HEADS) -> dict[str, tup
 
 
 class Case:
-    """A planned call at some rows, and a lane without a request after them.
+    """A planned call for some rows, followed by a lane without a request.
 
     Args:
-        call: what is planned.
+        call: that is planned.
         starts: slot of the first query of each row.
-        counts: queries of each row that count.
+        counts: valid queries of each row.
         page_size: tokens of a page.
         columns: pages of a row.
-        device: where.
+        device: of queries and pool.
         dtype: of queries and pool.
     """
 
@@ -79,7 +79,7 @@ class Case:
         self.move(starts, counts)
 
     def move(self, starts: list[int], counts: list[int]) -> None:
-        """Rows stand elsewhere."""
+        """Change the position of the rows."""
         call, idle = self.call, self.lanes - len(starts)
         entry = torch.arange(call.tokens)
         slot_BT = torch.tensor([*starts, *[0] * idle])[:, None] + entry
@@ -89,7 +89,7 @@ class Case:
         self.spans = [RowSpan(self.table[i].numpy(), start + call.tokens, known[i]) for i, start in enumerate(starts)]
 
     def poisoned(self) -> Tensor:
-        """The pool with NaN in the dummy page, before the first slot that may be seen, and in every page after the last that counts."""
+        """The pool with NaN in the dummy page, before the first visible slot, and in every page after the last used one."""
         pool = self.pool.clone()
         pool[:, :, 0] = torch.nan
         for lane, span in enumerate(self.spans):
@@ -121,7 +121,7 @@ class Case:
         assert bound is not None
         last = (self.poisoned() if pool is None else pool, 1, self.valid_BT, shape.scale if scale is None else scale)
         if shape.latent:
-            # Views of a batched product, as models hand them over.
+            # Views of a batched product, as models pass them.
             query = self.query.transpose(1, 2).contiguous().transpose(1, 2)
             return bound.latent(query[..., : shape.dim], query[..., shape.dim :], *last)
         return bound.chunk(self.query, *last)
@@ -142,9 +142,9 @@ def self_drafting(
     structure: str, *, device: str, runtime: str, mode: str, dtype: str, kernels: Callable[[Plan], KernelSet],
     capturer: Callable[[Arena], ProgramCapturer] | None = None, **runtime_keys: Any,
 ) -> Cycle:  # fmt: skip
-    """A random target that drafts chains for itself through FlashInfer: every draft is right, so what is rejected is an error.
+    """A random target that drafts chains for itself through FlashInfer: every draft is right, so a rejection is an error.
 
-    ``kernels`` says which implementations a plan gets.
+    ``kernels`` returns the implementations for a plan.
     """
     facts = facts_of(structure)
     config = Config(
@@ -166,7 +166,7 @@ def self_drafting(
 
 
 def generate(cycle: Cycle, lengths: Sequence[int], tokens: int = 24) -> list[Request]:
-    """Requests whose prompts have these lengths, greedy and drawn in turns, to their end."""
+    """Run requests with prompts of these lengths, alternately greedy and sampled, to their end."""
     requests = []
     for index, length in enumerate(lengths):
         params = SamplingParams(max_tokens=tokens, temperature=0.7 * (index % 2), seed=index, ignore_eos=True)

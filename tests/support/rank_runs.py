@@ -1,4 +1,4 @@
-"""Engines of several ranks over gloo, next to one of a single rank."""
+"""Engines of several ranks over gloo, compared with one of a single rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.engines import ids, prompts, watch_schedulers
 SIZES: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
 TREE = {"num_steps": 3, "topk": 3, "num_draft_tokens": 10}
 CHAIN = {"num_steps": 3, "topk": 1, "num_draft_tokens": 4}
-# Three rows share pages that are enough for two: rows are preempted, and equal beginnings shared.
+# Three rows have pages for two only: rows are preempted, and equal beginnings shared.
 BUSY: dict[str, Any] = {"max_rows": 3, "buckets": [1, 3], "page_size": 4, "num_pages": 22, "prefill_chunks": [8], "max_context": 60,
                         "runtime": "eager", "debug": True}  # fmt: skip
 BEGINNING = [5, 9, 3, 17, 2, 8, 40, 21, 33]
@@ -41,7 +41,7 @@ def run(target: Path, draft: Path | None, size: int, **keys: Any) -> tuple[list[
 
 
 def assert_same_tokens(monkeypatch: pytest.MonkeyPatch, target: Path, draft: Path | None, size: int, **keys: Any) -> None:
-    """Ranks together emit what one does, while rows are preempted and share pages."""
+    """Check that several ranks emit the tokens of one, while rows are preempted and share pages."""
     watched = watch_schedulers(monkeypatch)
     one, together = run(target, draft, 1, **keys), run(target, draft, size, **keys)
     assert together == one and one[1] > 0

@@ -1,4 +1,4 @@
-"""The report's page, taken apart: for tests of what it shows."""
+"""Parses the report's page, for tests of its content."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Result records as the commands write them, made up: for tests of the report alone. No figure in them was measured."""
+"""Invented result records in the commands' format, for tests of the report only. No figure in them was measured."""
 
 from __future__ import annotations
 

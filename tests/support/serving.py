@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 MODEL = "tiny"
 PATIENCE = 60.0
-"""Seconds until a test gives up waiting; nothing is measured by it."""
+"""Seconds until a test stops waiting and fails; no result depends on it."""
 BOS = 5
 TEMPLATE = (
     "{{ bos_token }} {% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}{% for message in messages %}"
@@ -81,7 +81,7 @@ class Served:
         return socket.create_connection(self.address, timeout=PATIENCE)
 
     def idle(self) -> None:
-        """Wait until nothing runs, and check that everything was given back."""
+        """Wait until nothing runs, and check that all slots and pages are free."""
         wait_for(lambda: (load := self.llm.load()).running == load.waiting == load.pages_used == 0)
         wait_for(lambda: self.api.slots.taken == 0)
 
@@ -116,7 +116,7 @@ def serving(llm: LLM, keys: Keys | None = None, **options: Any) -> Iterator[Serv
 
 @contextmanager
 def held_after_the_first_token(llm: LLM) -> Iterator[threading.Event]:
-    """The engine makes no step after some request's first token until the event is set, which happens at the end at the latest."""
+    """Stop the engine's steps after the first token of some request until the event is set, at the latest at the end of the context."""
     engine, go = llm._engine, threading.Event()
     step = engine._step
 

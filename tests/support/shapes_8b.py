@@ -27,7 +27,7 @@ from tests.support.tiny import NETWORKS, draft_facts, model_facts, move
 
 
 def llama_8b(num_layers: int, **changes: Any) -> ModelFacts:
-    """Llama-3.1-8B, its rope scaling left out."""
+    """Llama-3.1-8B without its RoPE scaling."""
     return replace(
         model_facts(num_layers), vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_heads=32, num_kv_heads=8, head_dim=128,
         max_position_embeddings=4096, sliding_window=(None,) * num_layers, dtype="bfloat16", rope=RopeFacts(500000.0), **changes,
@@ -62,7 +62,7 @@ def fake_cycle(
     shape: CycleShape, num_layers: int, *, lanes: int = 1, mode: str = "fused", numerics: str = "fast", linear: str = "auto",
     sampling: SamplingClass = GREEDY, variant: str = "eagle3", **changes: Any,
 ) -> Iterator[FakeCycle]:  # fmt: skip
-    """Inside, a cycle on a GPU that is not there; ``changes`` go into the target's facts. ``variant`` is ``eagle3`` or ``dflash``."""
+    """A context with a cycle on a fake GPU; ``changes`` are fields of the target's facts, ``variant`` is ``eagle3`` or ``dflash``."""
     target = llama_8b(num_layers, **changes)
     speculates = shape.num_steps > 0
     head: DraftFacts = replace(

@@ -1,7 +1,7 @@
-"""CUDA graphs without CUDA: a program's operations recorded once and replayed over the same memory, no Python of the program run again.
+"""CUDA graphs without CUDA: a program's operations are recorded once and replayed over the same memory, without running its Python again.
 
-What a graph would freeze is frozen here too: every address, every shape, every number that Python looked at while recording. Between two
-replays the recorded program's own tensors hold garbage, as in a memory pool that other graphs use.
+As in a graph, every address, every shape and every number that Python read while recording is fixed. Between two replays the program's
+intermediate tensors are overwritten with garbage, as in a memory pool that other graphs use.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def tensors(value: Any) -> list[Tensor]:
 
 
 def spoil(tensor: Tensor) -> None:
-    """NaN, or for integers a value no index survives."""
+    """NaN, or for integers a value that is out of range as an index."""
     if tensor.dtype.is_floating_point:
         tensor.fill_(float("nan"))
     else:
@@ -34,7 +34,7 @@ def spoil(tensor: Tensor) -> None:
 
 @dataclass(frozen=True)
 class Step:
-    """One operation, and those of its results that are memory of their own."""
+    """One operation, and its results that have their own memory."""
 
     op: Callable[..., Any]
     args: tuple[Any, ...]
@@ -43,7 +43,7 @@ class Step:
 
 
 class Recorder(TorchDispatchMode):
-    """Runs and records. Operations that only look at memory in another way need no replay: the memory stays where it is."""
+    """Runs and records operations. Views need no replay, because the memory keeps its address."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,8 +86,8 @@ class Tape:
 
 
 class TapeCapturer:
-    """Stands where the CUDA-graph capturer stands. ``refuse`` says for which programs memory runs out; ``poisons`` spoils
-    lanes' slots before each replay, which the segments of one program would miss.
+    """Replaces the CUDA-graph capturer. ``refuse`` selects programs for which memory runs out; ``poisons`` fills the lanes' slots with garbage
+    before each replay, on which segments of one program must not depend.
     """
 
     def __init__(self, arena: Arena, refuse: Callable[[Any], bool] = lambda program: False, *, poisons: bool = True) -> None:

@@ -52,7 +52,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "own-history": {"name": "ngram", "num_steps": 4, "topk": 3, "num_draft_tokens": 9},
     "host-tree": {"name": "ngram_trie", "num_steps": 4, "topk": 3, "num_draft_tokens": 9},
 }
-"""The structures other variants have: keys of their :class:`VariantConfig`."""
+"""Structures of other variants: keys of their :class:`VariantConfig`."""
 HYBRIDS: dict[str, dict[str, Any]] = {
     "hybrid-chain": {"name": "mtp", "num_steps": 3, "topk": 1, "num_draft_tokens": 4},
     "hybrid-tree": {"name": "ngram", "num_steps": 4, "topk": 3, "num_draft_tokens": 9},
@@ -100,7 +100,7 @@ def mamba_facts() -> ModelFacts:
 
 
 def target_facts(structure: str) -> ModelFacts:
-    """Facts of the target a structure has."""
+    """Facts of the target of a structure."""
     if structure == "mamba-tree":
         return mamba_facts()
     if structure in HYBRIDS:
@@ -116,7 +116,7 @@ def draft_facts() -> Eagle3Facts:
 
 
 def other_draft_facts(structure: str) -> DraftFacts | None:
-    """Facts of the draft a structure of :data:`OTHERS` has."""
+    """Facts of the draft of a structure of :data:`OTHERS`."""
     common = {"path": Path("tiny-draft"), "draft_vocab_size": 61, "target_hidden_size": 48}
     if structure in ("hidden-feature", "static-tree"):
         return EagleFacts(**common, decoder=model_facts(1), feature_size=48, fc_bias=True, layernorms=False)
@@ -227,7 +227,7 @@ def move(module: nn.Module | None, device: str) -> None:
     """``module.to(device)``, for fake tensors too, which can't be swapped in place."""
 
     def moved(tensor: Tensor) -> Tensor:
-        # A fake tensor made from numbers holds these, and a copy of it would copy them to a device that is not there.
+        # A fake tensor made from numbers keeps these, and copying it would copy them to a device that does not exist.
         return torch.empty_like(tensor, device=device) if isinstance(tensor, FakeTensor) else tensor.to(device)
 
     for child in module.modules() if module is not None else ():
@@ -240,7 +240,7 @@ def move(module: nn.Module | None, device: str) -> None:
 
 
 def same_bits(left: Tensor, right: Tensor) -> bool:
-    """Equal to the bit; NaN equals a NaN of the same bits."""
+    """Whether two tensors are bitwise equal, NaN included."""
     if left.dtype.is_floating_point:
         word = {2: torch.int16, 4: torch.int32, 8: torch.int64}[left.element_size()]
         left, right = left.contiguous().view(word), right.contiguous().view(word)

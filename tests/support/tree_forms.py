@@ -1,8 +1,8 @@
-"""Other spellings of a verify tree: linked lists of children, and dense or packed tree masks, as SGLang's tree kernels take them.
+"""Other representations of a verify tree: linked lists of children, and dense or packed tree masks, as in SGLang's tree kernels.
 
-An oracle, and for readers who come from there. Host side: lengths are read, results may be
-ragged; nothing of this runs inside a cycle. Semantics follow ``build_tree_kernel_efficient`` of sgl-kernel, which the functions restate
-over (parent, ancestors) as :func:`~graphspec.kernels.tree_build.tree_build` returns them.
+They are an oracle for tests, and a help for readers who know SGLang. They run on the host, read lengths, and may return ragged results;
+none of them runs in a cycle. Semantics follow ``build_tree_kernel_efficient`` of sgl-kernel, expressed in (parent, ancestors) as
+:func:`~graphspec.kernels.tree_build.tree_build` returns them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def links_from_parents(parent_BN: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """``retrieve_index``, ``retrieve_next_token``, ``retrieve_next_sibling``, each int64 ``[B, N]``.
 
     ``retrieve_index[b, n] = b * N + n``; next token is the first child, next sibling the following child of the same parent, both in
-    ascending node order and -1 for none. Unused nodes (parent -1) hang nowhere.
+    ascending node order and -1 for none. Unused nodes (parent -1) are in no list.
     """
     lanes, num_nodes = parent_BN.shape
     index = torch.arange(lanes * num_nodes).view(lanes, num_nodes)
@@ -48,7 +48,7 @@ def links_from_parents(parent_BN: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def parents_from_links(next_token_BN: Tensor, next_sibling_BN: Tensor) -> Tensor:
-    """The inverse of :func:`links_from_parents`: int64 ``[B, N]``, -1 for the root and for nodes no list reaches."""
+    """The inverse of :func:`links_from_parents`: int64 ``[B, N]``, -1 for the root and for nodes in no list."""
     parent_BN = torch.full(next_token_BN.shape, -1)
     for lane, (first, following) in enumerate(zip(next_token_BN.tolist(), next_sibling_BN.tolist(), strict=True)):
         for parent, child in enumerate(first):

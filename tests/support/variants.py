@@ -1,4 +1,4 @@
-"""One target and a draft of every variant that is right most of the time, in published layouts."""
+"""A target, and for every variant a draft that is usually right, in published layouts."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""``flashinfer.xqa`` in plain loops, from its documented semantics: a module to put in FlashInfer's place where there is no GPU.
+"""``flashinfer.xqa`` as plain loops, from its documented semantics: a module that replaces FlashInfer where there is no GPU.
 
-It checks what the kernel can't: types, shapes, contiguity, and that the counters are at zero.
+It checks what the kernel can't: types, shapes, contiguity, and that the counters are zero.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 MASKED = -1e30
-"""The kernel masks with a finite score: where everything is masked, its softmax is over nothing in particular."""
+"""The kernel masks with a finite score: where everything is masked, its softmax is arbitrary."""
 
 
 class StandIn(ModuleType):
@@ -61,7 +61,7 @@ class StandIn(ModuleType):
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> StandIn:
-    """Put a fresh stand-in where ``import flashinfer`` finds it."""
+    """Make ``import flashinfer`` find a new stand-in."""
     module = StandIn()
     monkeypatch.setitem(sys.modules, "flashinfer", module)
     return module
