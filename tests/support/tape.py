@@ -86,8 +86,8 @@ class Tape:
 
 
 class TapeCapturer:
-    """Replaces the CUDA-graph capturer. ``refuse`` selects programs for which memory runs out; ``poisons`` fills the lanes' slots with garbage
-    before each replay, on which segments of one program must not depend.
+    """Replaces the CUDA-graph capturer. ``refuse`` selects programs for which memory runs out; ``poisons`` fills the lanes' slots with
+    garbage before each replay, on which segments of one program must not depend.
     """
 
     def __init__(self, arena: Arena, refuse: Callable[[Any], bool] = lambda program: False, *, poisons: bool = True) -> None:
