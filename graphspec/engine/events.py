@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from .calls import Handle
-from .outputs import EventStream, StreamEvent
+from .outputs import StreamEvent
 from .request import Request
 from .stops import OutputText
+
+
+@dataclass(slots=True)
+class _Sent:
+    """What has been returned of a request: ``tokens`` of its output, and whether there was an event."""
+
+    text: OutputText | None
+    tokens: int = 0
+    begun: bool = False
 
 
 class Stream:
@@ -30,7 +40,7 @@ class Stream:
         self.requests, self._handle, self._done = requests, handle, done
         self.ended = False
         """Every event has been returned."""
-        self._events = {request: EventStream(request, text(request)) for request in requests}
+        self._sent = {request: _Sent(text(request)) for request in requests}
         self._refused = [request for request in requests if request.finish_reason is not None]
 
     def wait(self) -> list[StreamEvent]:
@@ -63,11 +73,27 @@ class Stream:
         return found
 
     def _event(self, request: Request) -> StreamEvent | None:
-        """What is new of a request since its last event; None: nothing."""
-        if request not in self._events:
-            # Its last event was returned.
+        """What is new of a request since its last event; None: nothing, or its last event was returned."""
+        # Another thread may append to the output meanwhile; once the request has ended, none does.
+        finished = request.finish_reason is not None
+        sent = self._sent.get(request)
+        if sent is None or not (finished or len(request.output) > sent.tokens):
             return None
-        event = self._events[request].next()
-        if event is not None and event.finished:
-            del self._events[request]
-        return event
+        begin, first, text = sent.tokens, not sent.begun, sent.text
+        fresh = request.output[begin:]
+        sent.tokens, sent.begun = begin + len(fresh), True
+        if finished:
+            del self._sent[request]
+        return StreamEvent(
+            index=request.index,
+            text=text.push(fresh, last=finished) if text is not None else "",
+            token_ids=fresh,
+            finished=finished,
+            finish_reason=request.finish_reason if finished else None,
+            logprobs=request.logprobs[begin : sent.tokens] if request.params.logprobs is not None else None,
+            error=request.error,
+            seed=request.seed,
+            sample=request.sample,
+            stop_reason=request.stop_reason(text.stop if text is not None else None) if finished else None,
+            prompt_logprobs=request.scored_prompt if first else None,
+        )
