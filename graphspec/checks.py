@@ -126,12 +126,24 @@ def is_array(value: object) -> bool:
     return all(hasattr(type(value), name) for name in ("shape", "dtype", "tolist", "__len__"))
 
 
-def in_range(key: str, value: float, least: float, most: float | None = None, *, above: bool = False, error: Errors = ConfigError) -> None:
+def check(key: str, ok: bool, expected: str, found: object) -> None:
+    """Check a condition.
+
+    Raises:
+        ConfigError: it does not hold.
+    """
+    if not ok:
+        raise ConfigError(key, expected, found)
+
+
+def in_range(
+    key: str, value: float | None, least: float, most: float | None = None, *, above: bool = False, error: Errors = ConfigError
+) -> None:
     """Check a number of the right type.
 
     Args:
         key: of the number.
-        value: the number.
+        value: the number; None: it is not set, which passes.
         least: lower bound.
         most: upper bound; None: there is none.
         above: ``least`` itself is out.
@@ -140,7 +152,7 @@ def in_range(key: str, value: float, least: float, most: float | None = None, *,
     Raises:
         GraphspecError: of class ``error``: out of range.
     """
-    if value < least or (above and value == least) or (most is not None and value > most):
+    if value is not None and (value < least or (above and value == least) or (most is not None and value > most)):
         kind = "an integer" if isinstance(value, int) else "a number"
         lower = f"above {spell(least)}" if above else f">= {spell(least)}"
         raise error(key, f"{kind} {lower}" + ("" if most is None else f", at most {spell(most)}"), brief(value))

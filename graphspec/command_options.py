@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .checks import INT32_MOST, INT64_MOST, ascending, brief, check_fields, in_range, path, typed
+from .checks import INT32_MOST, INT64_MOST, ascending, brief, check, check_fields, in_range, one_of, path, typed
 from .config import LEAST, MAX_ROWS, MOST, RUNTIMES, Config
-from .errors import ConfigError
 from .server_options import ServerConfig
 from .train_options import TrainConfig
 
@@ -27,11 +26,6 @@ MAX_RANDOM = 2**26
 MAX_ROUNDS = 10**6
 MAX_STEPS = 128
 MAX_RATE = 1e6
-
-
-def _check(key: str, ok: bool, expected: str, found: object) -> None:
-    if not ok:
-        raise ConfigError(key, expected, found)
 
 
 @dataclass(kw_only=True)
@@ -78,24 +72,24 @@ class WorkloadConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, "workload", paths=("file", "trace"))
-        _check("workload.source", self.source in SOURCES, "one of " + ", ".join(SOURCES), repr(self.source))
+        one_of("workload.source", self.source, SOURCES)
         for key, most in {"requests": MAX_REQUESTS, "batch": MAX_ROWS, "output_tokens": INT32_MOST}.items():
             in_range(f"workload.{key}", getattr(self, key), 1, most)
-        in_range("workload.input_tokens", self.input_tokens or 0, 0 if self.input_tokens is None else 1, MAX_PROMPT)
+        in_range("workload.input_tokens", self.input_tokens, 1, MAX_PROMPT)
         in_range("workload.seed", self.seed, -(2**63), INT64_MOST)
-        _check("workload.input_spread", 0 <= self.input_spread < 1, "a number from 0, below 1", self.input_spread)
-        _check("workload.file", self.file is None or self.source == "file", f"null with workload.source={self.source}", self.file)
+        check("workload.input_spread", 0 <= self.input_spread < 1, "a number from 0, below 1", self.input_spread)
+        check("workload.file", self.file is None or self.source == "file", f"null with workload.source={self.source}", self.file)
         if self.source == "random":
-            _check("workload.input_tokens", self.input_tokens is not None, "a number with workload.source=random", None)
+            check("workload.input_tokens", self.input_tokens is not None, "a number with workload.source=random", None)
             drawn = self.requests * (self.input_tokens or 0)
-            _check("workload.requests", drawn <= MAX_RANDOM, f"requests of at most {MAX_RANDOM} random tokens together", f"{drawn} tokens")
-        _check("workload.arrivals", self.arrivals in ARRIVALS, "one of " + ", ".join(ARRIVALS), repr(self.arrivals))
+            check("workload.requests", drawn <= MAX_RANDOM, f"requests of at most {MAX_RANDOM} random tokens together", f"{drawn} tokens")
+        one_of("workload.arrivals", self.arrivals, ARRIVALS)
         drawn_arrivals = self.arrivals in ("poisson", "bursts")
         expected = f"{'requests per second' if drawn_arrivals else 'null'} with workload.arrivals={self.arrivals}"
-        _check("workload.rate", (self.rate is not None) == drawn_arrivals, expected, self.rate)
-        in_range("workload.rate", 1.0 if self.rate is None else self.rate, LEAST, MAX_RATE)
+        check("workload.rate", (self.rate is not None) == drawn_arrivals, expected, self.rate)
+        in_range("workload.rate", self.rate, LEAST, MAX_RATE)
         expected = f"{'the path of a file' if self.arrivals == 'trace' else 'null'} with workload.arrivals={self.arrivals}"
-        _check("workload.trace", (self.trace is not None) == (self.arrivals == "trace"), expected, self.trace)
+        check("workload.trace", (self.trace is not None) == (self.arrivals == "trace"), expected, self.trace)
         in_range("workload.burst", self.burst, 1, MAX_REQUESTS)
         in_range("workload.long_every", self.long_every, 0, MAX_REQUESTS if drawn_arrivals else 0)
         in_range("workload.long_input_tokens", self.long_input_tokens, 1, MAX_PROMPT)
@@ -138,7 +132,7 @@ class ProfileConfig:
         in_range("profile.warm_up_seconds", self.warm_up_seconds, 0, MOST)
         in_range("profile.structured_rows", self.structured_rows, 0, MAX_ROWS)
         in_range("profile.generations", self.generations, 0, MAX_ROUNDS)
-        _check("profile.api_prompts", self.api_prompts in API_PROMPTS, "one of " + ", ".join(API_PROMPTS), repr(self.api_prompts))
+        one_of("profile.api_prompts", self.api_prompts, API_PROMPTS)
         in_range("profile.timeout_seconds", self.timeout_seconds, LEAST, MOST)
 
 
@@ -163,10 +157,10 @@ class PlanningConfig:
     def __post_init__(self) -> None:
         check_fields(self, "plan", paths=("measured", "out"))
         in_range("plan.sum_us", self.sum_us, 0, INT32_MOST)
-        in_range("plan.context", 1 if self.context is None else self.context, 1, INT32_MOST)
+        in_range("plan.context", self.context, 1, INT32_MOST)
         ascending("plan.batches", self.batches, 1, MAX_ROWS)
         shares = self.acceptance is None or (0 < len(self.acceptance) <= MAX_STEPS and all(0 <= share <= 1 for share in self.acceptance))
-        _check("plan.acceptance", shares, f"a non-empty list of at most {MAX_STEPS} shares from 0 to 1, or null", brief(self.acceptance))
+        check("plan.acceptance", shares, f"a non-empty list of at most {MAX_STEPS} shares from 0 to 1, or null", brief(self.acceptance))
 
 
 @dataclass(kw_only=True)
@@ -190,7 +184,7 @@ class TuneConfig:
         in_range("tune.rounds", self.rounds, 1, MAX_ROUNDS)
         if self.batches is not None:
             ascending("tune.batches", self.batches, 1, MAX_ROWS)
-        _check("tune.out", self.out is None or self.out.endswith((".yaml", ".yml")), "a name that ends in .yaml", repr(self.out))
+        check("tune.out", self.out is None or self.out.endswith((".yaml", ".yml")), "a name that ends in .yaml", repr(self.out))
 
 
 @dataclass(kw_only=True)
@@ -246,19 +240,19 @@ class LaunchConfig(Config):
         self.results = path("results", self.results)
         self.prompt_file = path("prompt_file", self.prompt_file) if self.prompt_file is not None else None
         names = [] if self.baseline is None else self.baseline if isinstance(self.baseline, list | tuple) else [self.baseline]
-        _check("baseline", all(isinstance(name, str) for name in names), "a name, or a list of names", typed(self.baseline))
+        check("baseline", all(isinstance(name, str) for name in names), "a name, or a list of names", typed(self.baseline))
         self.baseline = list(names)
-        _check("format", self.format in FORMATS, "one of " + ", ".join(FORMATS), repr(self.format))
-        _check("log", self.log in LOG_LEVELS, "one of " + ", ".join(LOG_LEVELS), repr(self.log))
+        one_of("format", self.format, FORMATS)
+        one_of("log", self.log, LOG_LEVELS)
         for key in ("left", "right"):
-            _check(key, getattr(self, key) in RUNTIMES, "one of " + ", ".join(RUNTIMES), repr(getattr(self, key)))
-        _check("prompt_file", not self.prompt or self.prompt_file is None, "null with prompt=", repr(self.prompt_file))
-        _check("system", self.system is None or self.chat, "null without chat=true", self.system)
+            one_of(key, getattr(self, key), RUNTIMES)
+        check("prompt_file", not self.prompt or self.prompt_file is None, "null with prompt=", repr(self.prompt_file))
+        check("system", self.system is None or self.chat, "null without chat=true", self.system)
         for name in self.baseline:
-            _check("baseline", name in BASELINES, "one of " + ", ".join(BASELINES) + ", or a list of them", repr(name))
+            check("baseline", name in BASELINES, "one of " + ", ".join(BASELINES) + ", or a list of them", repr(name))
         rows, batch = self.profile.structured_rows, self.workload.batch
-        _check("profile.structured_rows", rows in range(batch), f"fewer than workload.batch = {batch}, so that other rows are left", rows)
-        _check("url", "openai" not in self.baseline or self.url is not None, "the server's address with baseline=openai", None)
+        check("profile.structured_rows", rows in range(batch), f"fewer than workload.batch = {batch}, so that other rows are left", rows)
+        check("url", "openai" not in self.baseline or self.url is not None, "the server's address with baseline=openai", None)
 
     def with_shape(self, shape: Sequence[int]) -> LaunchConfig:
         """The same with this (S, K, N)."""

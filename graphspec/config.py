@@ -49,11 +49,6 @@ LEAST, MOST = 1e-9, 1e9
 """Bounds of measured quantities, whatever their unit."""
 
 
-def _between(key: str, value: float | None, least: float, most: float | None = None, *, above: bool = False) -> None:
-    if value is not None:
-        in_range(key, value, least, most, above=above)
-
-
 def check_sampling(params: Any, error: Errors) -> None:
     """Check the bounds of :class:`SamplingConfig` and ``SamplingParams`` that depend on no engine; their types are checked already.
 
@@ -81,8 +76,7 @@ def check_sampling(params: Any, error: Errors) -> None:
     if not 0 <= params.min_tokens <= most:
         whose = " = max_tokens" if most == params.max_tokens else ""
         raise error("sampling.min_tokens", f"an integer >= 0, at most {most}{whose}", brief(params.min_tokens))
-    if params.logprobs is not None:
-        in_range("sampling.logprobs", params.logprobs, 0, INT32_MOST, error=error)
+    in_range("sampling.logprobs", params.logprobs, 0, INT32_MOST, error=error)
     for name in ("stop_token_ids", "allowed_token_ids"):
         for place, token in enumerate(getattr(params, name) or ()):
             in_range(f"sampling.{name}[{place}]", token, 0, INT64_MOST, error=error)
@@ -116,11 +110,11 @@ class NgramSettings:
 
     def __post_init__(self) -> None:
         check_fields(self, "variant.ngram", paths=("corpus",))
-        _between("variant.ngram.min_window", self.min_window, 1, MAX_NGRAM)
-        _between("variant.ngram.max_window", self.max_window, self.min_window, MAX_NGRAM)
+        in_range("variant.ngram.min_window", self.min_window, 1, MAX_NGRAM)
+        in_range("variant.ngram.max_window", self.max_window, self.min_window, MAX_NGRAM)
         one_of("variant.ngram.match", self.match, NGRAM_MATCHES)
-        _between("variant.ngram.min_breadth", self.min_breadth, 1, MAX_NGRAM)
-        _between("variant.ngram.capacity", self.capacity, 1, INT32_MOST - 1)
+        in_range("variant.ngram.min_breadth", self.min_breadth, 1, MAX_NGRAM)
+        in_range("variant.ngram.capacity", self.capacity, 1, INT32_MOST - 1)
 
 
 @dataclass(kw_only=True)
@@ -153,9 +147,9 @@ class VariantConfig:
     def __post_init__(self) -> None:
         check_fields(self, "variant", paths=("draft", "token_map"))
         self.ngram.__post_init__()
-        _between("variant.num_steps", self.num_steps, 0, INT32_MOST)
-        _between("variant.topk", self.topk, 1, INT32_MOST)
-        _between("variant.num_draft_tokens", self.num_draft_tokens, 1, INT32_MOST)
+        in_range("variant.num_steps", self.num_steps, 0, INT32_MOST)
+        in_range("variant.topk", self.topk, 1, INT32_MOST)
+        in_range("variant.num_draft_tokens", self.num_draft_tokens, 1, INT32_MOST)
         one_of("variant.draft_noise", self.draft_noise, DRAFT_NOISES)
 
 
@@ -173,7 +167,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, "model", paths=("path",))
-        _between("model.max_context", self.max_context, 2, INT32_MOST)
+        in_range("model.max_context", self.max_context, 2, INT32_MOST)
 
 
 @dataclass(kw_only=True)
@@ -231,23 +225,23 @@ class RuntimeConfig:
     def __post_init__(self) -> None:
         check_fields(self, "runtime")
         one_of("runtime.name", self.name, RUNTIMES)
-        _between("runtime.tensor_parallel", self.tensor_parallel, 1, MAX_RANKS)
-        _between("runtime.max_rows", self.max_rows, 1, MAX_ROWS)
-        _between("runtime.page_size", self.page_size, 1, MAX_PAGE)
-        _between("runtime.num_pages", self.num_pages, 1, INT32_MOST)
-        _between("runtime.cycles_in_flight", self.cycles_in_flight, 1, MAX_IN_FLIGHT)
-        _between("runtime.prefill_lanes", self.prefill_lanes, 1, MAX_ROWS)
-        _between("runtime.prefill_tokens_per_cycle", self.prefill_tokens_per_cycle, 1, INT32_MOST)
-        _between("runtime.max_queued", self.max_queued, 0, INT32_MOST)
-        _between("runtime.memory_fraction", self.memory_fraction, 0, 1, above=True)
+        in_range("runtime.tensor_parallel", self.tensor_parallel, 1, MAX_RANKS)
+        in_range("runtime.max_rows", self.max_rows, 1, MAX_ROWS)
+        in_range("runtime.page_size", self.page_size, 1, MAX_PAGE)
+        in_range("runtime.num_pages", self.num_pages, 1, INT32_MOST)
+        in_range("runtime.cycles_in_flight", self.cycles_in_flight, 1, MAX_IN_FLIGHT)
+        in_range("runtime.prefill_lanes", self.prefill_lanes, 1, MAX_ROWS)
+        in_range("runtime.prefill_tokens_per_cycle", self.prefill_tokens_per_cycle, 1, INT32_MOST)
+        in_range("runtime.max_queued", self.max_queued, 0, INT32_MOST)
+        in_range("runtime.memory_fraction", self.memory_fraction, 0, 1, above=True)
         for bucket, depth in self.depth_per_bucket.items():
-            _between("runtime.depth_per_bucket", bucket, 1, MAX_ROWS)
-            _between(f"runtime.depth_per_bucket[{bucket}]", depth, 0, INT32_MOST)
-        _between("runtime.max_stop_ids", self.max_stop_ids, 1, MAX_ENTRIES)
-        _between("runtime.max_logit_bias", self.max_logit_bias, 1, MAX_ENTRIES)
-        _between("runtime.max_logprobs", self.max_logprobs, 1, INT32_MOST)
-        _between("runtime.max_bad_words", self.max_bad_words, 1, MAX_ENTRIES)
-        _between("runtime.max_bad_word_tokens", self.max_bad_word_tokens, 1, MAX_NGRAM)
+            in_range("runtime.depth_per_bucket", bucket, 1, MAX_ROWS)
+            in_range(f"runtime.depth_per_bucket[{bucket}]", depth, 0, INT32_MOST)
+        in_range("runtime.max_stop_ids", self.max_stop_ids, 1, MAX_ENTRIES)
+        in_range("runtime.max_logit_bias", self.max_logit_bias, 1, MAX_ENTRIES)
+        in_range("runtime.max_logprobs", self.max_logprobs, 1, INT32_MOST)
+        in_range("runtime.max_bad_words", self.max_bad_words, 1, MAX_ENTRIES)
+        in_range("runtime.max_bad_word_tokens", self.max_bad_word_tokens, 1, MAX_NGRAM)
         ascending("runtime.buckets", self.buckets, 1, MAX_ROWS)
         for place, name in enumerate(self.sampling_classes):
             if sampling_class_of(name, self.max_logprobs) is None:
@@ -360,8 +354,8 @@ class AcceptConfig:
     def __post_init__(self) -> None:
         check_fields(self, "accept")
         one_of("accept.rule", self.rule, ACCEPT_RULES)
-        _between("accept.threshold_single", self.threshold_single, 0, 1)
-        _between("accept.threshold_acc", self.threshold_acc, LEAST, 1)
+        in_range("accept.threshold_single", self.threshold_single, 0, 1)
+        in_range("accept.threshold_acc", self.threshold_acc, LEAST, 1)
         if self.rule != "target_only" and (self.threshold_single, self.threshold_acc) != (1.0, 1.0):
             raise ConfigError("accept.threshold_single, accept.threshold_acc", f"1.0: rule {self.rule} knows no thresholds", "less")
         if self.block_verification and self.rule != "rejection":
@@ -370,7 +364,7 @@ class AcceptConfig:
         if (self.rule == "synthetic") != (sum(value is not None for value in forced) == 1):
             expected = "one of the two" if self.rule == "synthetic" else f"null: rule {self.rule} forces nothing"
             raise ConfigError("accept.synthetic_length, accept.synthetic_rates", expected, forced)
-        _between("accept.synthetic_length", self.synthetic_length, 1)
+        in_range("accept.synthetic_length", self.synthetic_length, 1)
         rates = [1.0, *(self.synthetic_rates or [])]
         if any(not 0 <= later <= rate for rate, later in pairwise(rates)):
             raise ConfigError("accept.synthetic_rates", "falling shares from 0 to 1", self.synthetic_rates)
@@ -402,9 +396,9 @@ class HardwareConfig:
         check_fields(self, "hardware")
         one_of("hardware.device", self.device, DEVICES)
         one_of("hardware.dtype", self.dtype, DTYPES)
-        _between("hardware.threads", self.threads, 1, MAX_THREADS)
+        in_range("hardware.threads", self.threads, 1, MAX_THREADS)
         for key in ("memory_gib", "bandwidth_gbs", "tflops", "capacity_gib", "link_gbs"):
-            _between(f"hardware.{key}", getattr(self, key), LEAST, MOST)
+            in_range(f"hardware.{key}", getattr(self, key), LEAST, MOST)
 
 
 @dataclass(kw_only=True)
@@ -423,12 +417,12 @@ class AdaptiveConfig:
     def __post_init__(self) -> None:
         check_fields(self, "adaptive")
         ascending("adaptive.depths", self.depths, 0, INT32_MOST, empty=True)
-        _between("adaptive.backlog", self.backlog, 2, INT32_MOST)
+        in_range("adaptive.backlog", self.backlog, 2, INT32_MOST)
         for bucket, times in self.times.items():
-            _between("adaptive.times", bucket, 1, MAX_ROWS)
+            in_range("adaptive.times", bucket, 1, MAX_ROWS)
             for depth, time in times.items():
-                _between(f"adaptive.times[{bucket}]", depth, 0, INT32_MOST)
-                _between(f"adaptive.times[{bucket}][{depth}]", time, LEAST, MOST)
+                in_range(f"adaptive.times[{bucket}]", depth, 0, INT32_MOST)
+                in_range(f"adaptive.times[{bucket}][{depth}]", time, LEAST, MOST)
         if any(not 0 <= rate <= 1 for rate in self.rates):
             raise ConfigError("adaptive.rates", "shares from 0 to 1", brief(self.rates))
 

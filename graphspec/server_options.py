@@ -47,7 +47,7 @@ class ServerConfig:
         in_range("server.port", self.port, 0, 65535)
         in_range("server.max_waiting", self.max_waiting, 0, MOST_WAITING)
         in_range("server.max_body_bytes", self.max_body_bytes, 1, MOST_BYTES)
-        in_range("server.max_tokens", 1 if self.max_tokens is None else self.max_tokens, 1, INT32_MOST)
+        in_range("server.max_tokens", self.max_tokens, 1, INT32_MOST)
         for name in ("request", "read", "write", "keep_alive", "drain"):
             in_range(f"server.{name}_seconds", getattr(self, f"{name}_seconds"), LEAST_SECONDS, MOST_SECONDS)
         for name in ("host", "model_name"):

@@ -6,9 +6,8 @@ from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from .checks import INT32_MOST, INT64_MOST, brief, check_fields, in_range, one_of
+from .checks import INT32_MOST, INT64_MOST, brief, check, check_fields, in_range, one_of
 from .config import LEAST, MOST, SEEDS, TEMPERATURES
-from .errors import ConfigError
 
 DTYPES = ("float32", "bfloat16")
 SCHEDULES = ("linear", "cosine", "constant")
@@ -20,14 +19,9 @@ LONGEST = 2**20
 """Longest sequence that is accepted."""
 
 
-def _check(key: str, ok: bool, expected: str, found: object) -> None:
-    if not ok:
-        raise ConfigError(key, expected, found)
-
-
 def _triples(key: str, rows: list[list[int]], names: str) -> None:
     fine = all(len(row) == 3 and all(1 <= number <= INT32_MOST for number in row) for row in rows)
-    _check(key, fine, f"{names} lists of positive integers", brief(rows))
+    check(key, fine, f"{names} lists of positive integers", brief(rows))
 
 
 @dataclass(kw_only=True)
@@ -46,13 +40,13 @@ class TextConfig:
     def __post_init__(self) -> None:
         check_fields(self, "train.text")
         fine = len(self.prompt) == 2 and 1 <= self.prompt[0] <= self.prompt[1] <= LONGEST
-        _check("train.text.prompt", fine, "[shortest, longest], both at least 1", brief(self.prompt))
+        check("train.text.prompt", fine, "[shortest, longest], both at least 1", brief(self.prompt))
         in_range("train.text.seed", self.seed, 0, INT32_MOST)
         _triples("train.text.sets", self.sets or [], "[batches, sequences, length]")
         for sizes in self.sets or []:
-            _check("train.text.sets", sizes[2] > self.prompt[1], f"lengths above train.text.prompt's {self.prompt[1]}", brief(sizes))
+            check("train.text.sets", sizes[2] > self.prompt[1], f"lengths above train.text.prompt's {self.prompt[1]}", brief(sizes))
         fine = bool(self.temperatures) and all(t == 0 or TEMPERATURES[0] <= t <= TEMPERATURES[1] for t in self.temperatures)
-        _check("train.text.temperatures", fine, f"a list of 0 and numbers from {TEMPERATURES[0]:g}", brief(self.temperatures))
+        check("train.text.temperatures", fine, f"a list of 0 and numbers from {TEMPERATURES[0]:g}", brief(self.temperatures))
 
 
 @dataclass(kw_only=True)
@@ -80,9 +74,9 @@ class AcceptanceConfig:
         in_range("train.acceptance.samples", self.samples, 0, LONGEST)
         in_range("train.acceptance.seed", self.seed, 0, INT32_MOST)
         fine = self.temperature == 0 or TEMPERATURES[0] <= self.temperature <= TEMPERATURES[1]
-        _check("train.acceptance.temperature", fine, f"0, or a number from {TEMPERATURES[0]:g}", self.temperature)
+        check("train.acceptance.temperature", fine, f"0, or a number from {TEMPERATURES[0]:g}", self.temperature)
         deepest = max((shape[0] for shape in self.shapes), default=0)
-        _check(
+        check(
             "train.acceptance.new_tokens",
             self.new_tokens > deepest + 1,
             f"more than the deepest draft + 1 = {deepest + 1}",
@@ -125,7 +119,7 @@ class UnlikelihoodConfig:
         in_range("train.unlikelihood.batch", self.batch, 1, self.sequences)
         in_range("train.unlikelihood.width", self.width, 2, LONGEST)
         most = self.prompt + self.width
-        _check("train.unlikelihood.length", most < self.length <= LONGEST, f"above prompt + width = {most}", self.length)
+        check("train.unlikelihood.length", most < self.length <= LONGEST, f"above prompt + width = {most}", self.length)
 
 
 RECURRENT_KEYS = (
@@ -168,17 +162,17 @@ class TargetConfig:
         in_range("train.target.max_position_embeddings", self.max_position_embeddings, 2, LONGEST)
         heads = self.num_attention_heads
         whole = self.architecture != "llama" or self.hidden_size % (2 * heads) == 0
-        _check("train.target.hidden_size", whole, f"a multiple of 2 x {heads} heads", self.hidden_size)
+        check("train.target.hidden_size", whole, f"a multiple of 2 x {heads} heads", self.hidden_size)
         grouped = heads % self.num_key_value_heads == 0
-        _check("train.target.num_key_value_heads", grouped, f"a divisor of num_attention_heads = {heads}", self.num_key_value_heads)
+        check("train.target.num_key_value_heads", grouped, f"a divisor of num_attention_heads = {heads}", self.num_key_value_heads)
         if self.architecture == "llama":
             return
-        _check("train.target.head_dim", self.head_dim % 8 == 0, "a multiple of 8, for pairs of a quarter of it are rotated", self.head_dim)
+        check("train.target.head_dim", self.head_dim % 8 == 0, "a multiple of 8, for pairs of a quarter of it are rotated", self.head_dim)
         keys, values, every = self.linear_num_key_heads, self.linear_num_value_heads, self.full_attention_interval
-        _check("train.target.linear_num_value_heads", values % keys == 0, f"a multiple of linear_num_key_heads = {keys}", values)
+        check("train.target.linear_num_value_heads", values % keys == 0, f"a multiple of linear_num_key_heads = {keys}", values)
         both = 2 <= every <= self.num_hidden_layers
         expected = f"2..num_hidden_layers = {self.num_hidden_layers}, so that there are layers of both kinds"
-        _check("train.target.full_attention_interval", both, expected, every)
+        check("train.target.full_attention_interval", both, expected, every)
 
     def shape(self) -> dict[str, Any]:
         """The keys that its architecture has."""
@@ -254,15 +248,15 @@ class TrainConfig:
         check_fields(self, "train", paths=("data", "held_out", "out", "work"))
         for group in (self.text, self.acceptance, self.target, self.unlikelihood):
             group.__post_init__()
-        _check("train.held_out_share", 0 < self.held_out_share < 0.5, "a share above 0, below 0.5", self.held_out_share)
+        check("train.held_out_share", 0 < self.held_out_share < 0.5, "a share above 0, below 0.5", self.held_out_share)
         one_of("train.dtype", self.dtype, DTYPES)
         one_of("train.schedule", self.schedule, SCHEDULES)
         for key, most in {"steps": INT32_MOST, "tokens": INT64_MOST, "batch": LONGEST, "sequence_length": LONGEST}.items():
-            in_range(f"train.{key}", 1 if getattr(self, key) is None else getattr(self, key), 1, most)
+            in_range(f"train.{key}", getattr(self, key), 1, most)
         for key in ("checkpoint_steps", "log_steps", "unroll"):
             in_range(f"train.{key}", getattr(self, key), 1, INT32_MOST)
         for key in ("lr", "adamw_lr", "clip"):
-            in_range(f"train.{key}", LEAST if getattr(self, key) is None else getattr(self, key), LEAST, MOST)
+            in_range(f"train.{key}", getattr(self, key), LEAST, MOST)
         in_range("train.seed", self.seed, 0, min(SEEDS[1], INT32_MOST))
         in_range("train.decay", self.decay, 0, 1)
         in_range("train.feature_weight", self.feature_weight, 0, MOST)
@@ -270,19 +264,19 @@ class TrainConfig:
         _triples("train.phases", self.phases, "[steps, batch, sequence length]")
         for key in ("steps", "tokens"):
             given = getattr(self, key)
-            _check(f"train.{key}", given is None or not self.phases, "null with train.phases", given)
-        _check("train.tokens", self.tokens is None or self.steps is None, "null with train.steps", self.tokens)
+            check(f"train.{key}", given is None or not self.phases, "null with train.phases", given)
+        check("train.tokens", self.tokens is None or self.steps is None, "null with train.steps", self.tokens)
         self._check_schedule()
 
     def _check_schedule(self) -> None:
         total = self.total_steps
-        _check(
+        check(
             "train.cooldown", self.cooldown is None or self.schedule == "linear", f"null with train.schedule={self.schedule}", self.cooldown
         )
         inside = all(0 < step < total for step in self.restarts) and all(a < b for a, b in pairwise(self.restarts))
-        _check("train.restarts", inside, f"ascending steps between 0 and {total}", brief(self.restarts))
-        in_range("train.cooldown", self.cooldown or 0, 0, INT32_MOST)
-        in_range("train.warmup", self.warmup or 0, 0, max(self.periods()))
+        check("train.restarts", inside, f"ascending steps between 0 and {total}", brief(self.restarts))
+        in_range("train.cooldown", self.cooldown, 0, INT32_MOST)
+        in_range("train.warmup", self.warmup, 0, max(self.periods()))
 
     @property
     def schedule_phases(self) -> list[list[int]]:

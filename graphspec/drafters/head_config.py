@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
+from ..checks import LONG, brief
 from ..errors import CheckpointError
 from ..facts.families import LLAMA, QWEN3, Family
-from ..facts.files import find_file
+from ..facts.files import find_file, plain
 from ..facts.keys import Keys, is_integer, is_number
 from ..facts.model import ModelFacts, read_decoder
 
@@ -46,6 +48,18 @@ def refuse_options(*owners: Keys) -> None:
         for option in _MUST_BE_ONE:
             if keys.present(option) and not (is_number(keys.values[option]) and keys.values[option] == 1):
                 raise keys.error(option, "absent, null or 1", hint)
+
+
+def refuse_unknown(keys: Keys, known: Collection[str], *ignored: str) -> None:
+    """Refuse keys that are not read, since any may change the computation.
+
+    Raises:
+        CheckpointError: a key that is neither in ``known`` nor in ``ignored``, and is not null.
+    """
+    unknown = sorted(key for key in set(keys.values).difference(known, ignored) if keys.present(key))
+    if unknown:
+        expected, found = "one of " + ", ".join(sorted(known)), brief(keys.values[unknown[0]], LONG)
+        raise CheckpointError(f"{keys.where}: {plain(unknown[0])}", expected, found, "this option is not supported")
 
 
 def other_draft(keys: Keys, architecture: str) -> str:

@@ -47,6 +47,10 @@ class DraftNetwork(nn.Module):
         full = same and facts.draft_vocab_size == facts.decoder.vocab_size
         return cls(facts, 1, target.embed_tokens if same else None, target.lm_head if full else None)
 
+    def read(self, token_BT: Tensor, hidden_BTH: Tensor, valid_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """Embeddings and hidden states, each ``[B, T, H]``, zero where a token is not valid."""
+        return self.embed_tokens(token_BT, valid_BT), torch.where(valid_BT[..., None], hidden_BTH, 0.0)
+
     def fuse(self, feature_BTF: Tensor) -> Tensor:
         """``[B, T, H]`` from the target's feature: the feature itself, the target's hidden state after its final norm."""
         return feature_BTF

@@ -158,8 +158,3 @@ def _parse(text: str) -> ToolCall | None:
         return None
     arguments = call.get("arguments", {})
     return ToolCall(call["name"], arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False))
-
-
-def spell_calls(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
-    """Calls in the format of a whole response."""
-    return [call.spelled() for call in calls]

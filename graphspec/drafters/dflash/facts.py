@@ -5,15 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ...checks import LONG, brief
 from ...errors import CheckpointError
 from ...facts.draft import DraftFacts, DraftPass
 from ...facts.families import QWEN3
-from ...facts.files import plain
 from ...facts.keys import MOST_LAYERS, MOST_WIDTH, Keys, is_integer, read_architecture, read_config
 from ...facts.model import ModelFacts
 from ...shapes import CycleShape
-from ..head_config import check_speculator, check_vocabulary, head_decoder, nested_keys, one_layer, other_draft
+from ..head_config import check_speculator, check_vocabulary, head_decoder, nested_keys, one_layer, other_draft, refuse_unknown
 
 _KNOWN = {
     "mask_token_id", "target_layer_ids", "block_size", "causal", "causal_head", "is_causal", "sliding_window_non_causal", "draft_shift",
@@ -140,12 +138,7 @@ def read_dflash_config(path: str | Path, target: ModelFacts) -> tuple[DFlashFact
     own = nested_keys(keys, "dflash_config")
     speculators = keys.present("speculators_model_type")
     _refuse(keys, own)
-    unknown = sorted(key for key in set(own.values) - _KNOWN - set(_HARMLESS) - {"projector_type"} if own.present(key))
-    if unknown:
-        found = brief(own.values[unknown[0]], LONG)
-        raise CheckpointError(
-            f"{own.where}: {plain(unknown[0])}", "one of " + ", ".join(sorted(_KNOWN)), found, "this option is not supported"
-        )
+    refuse_unknown(own, _KNOWN, *_HARMLESS, "projector_type")
     if speculators:
         check_speculator(keys, "dflash")
         architecture, layers = "DFlashSpeculator", nested_keys(keys, "transformer_layer_config")

@@ -103,8 +103,7 @@ class EagleDraft(DraftNetwork):
         valid_BT, rotation = attention.valid_BT, self.rotary.of(attention)
         if self.draft_input is not None:
             return self.fc(self.draft_input(token_BT, hidden_BTH, valid_BT)[0]), rotation
-        embedding_BTH = self.embed_tokens(token_BT, valid_BT)
-        hidden_BTH = torch.where(valid_BT[..., None], hidden_BTH, 0.0)
+        embedding_BTH, hidden_BTH = self.read(token_BT, hidden_BTH, valid_BT)
         if self.embed_layernorm is not None:
             embedding_BTH = self.embed_layernorm(embedding_BTH)
         return self.fc(torch.cat((embedding_BTH, hidden_BTH), dim=-1)), rotation

@@ -6,14 +6,22 @@ import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ...checks import LONG, brief
 from ...errors import CheckpointError
 from ...facts.draft import DraftFacts
 from ...facts.families import LLAMA
-from ...facts.files import plain
 from ...facts.keys import MOST_LAYERS, MOST_WIDTH, Keys, is_integer, read_architecture, read_config
 from ...facts.model import ModelFacts
-from ..head_config import check_vocabulary, head_decoder, log_default, nested_keys, one_layer, other_draft, refuse_options, speculators_keys
+from ..head_config import (
+    check_vocabulary,
+    head_decoder,
+    log_default,
+    nested_keys,
+    one_layer,
+    other_draft,
+    refuse_options,
+    refuse_unknown,
+    speculators_keys,
+)  # fmt: skip
 
 TAP_KEY = "eagle_aux_hidden_state_layer_ids"
 DEFAULT_TAPS = 3
@@ -117,11 +125,7 @@ def read_eagle3_config(path: str | Path) -> tuple[Eagle3Facts, Keys]:
 def eagle3_config(path: Path, keys: Keys) -> tuple[Eagle3Facts, Keys]:
     """:func:`read_eagle3_config` from the keys of a config."""
     eagle = nested_keys(keys, "eagle_config")
-    unknown = sorted(key for key in set(eagle.values) - _EAGLE_KEYS if eagle.present(key))
-    if unknown:
-        found = brief(eagle.values[unknown[0]], LONG)
-        expected = "one of " + ", ".join(sorted(_EAGLE_KEYS))
-        raise CheckpointError(f"{eagle.where}: {plain(unknown[0])}", expected, found, "this option is not supported")
+    refuse_unknown(eagle, _EAGLE_KEYS)
     refuse_options(keys, eagle)
     if keys.present("speculators_model_type"):
         decoder_keys, family = speculators_keys(keys, "eagle3")

@@ -130,13 +130,6 @@ class Eagle3Draft(DraftNetwork):
         last, inputs = self._upto_last(token_BT, hidden_BTH, attention)
         last.write_kv(*inputs)
 
-    def _read(self, token_BT: Tensor, hidden_BTH: Tensor, attention: Attention) -> tuple[Tensor, Tensor, Rotation]:
-        """Embeddings and hidden states, zero where a token is not valid, and the rotation of the attention."""
-        valid_BT = attention.valid_BT
-        embedding_BTH = self.embed_tokens(token_BT, valid_BT)
-        rotation = self.rotary.of(attention)
-        return embedding_BTH, torch.where(valid_BT[..., None], hidden_BTH, 0.0), rotation
-
     def _enter(self, token_BT: Tensor, hidden_BTH: Tensor, attention: Attention) -> tuple[Tensor, Rotation, Tensor]:
         """The residual stream before the first layer, the rotation, and the input of that layer's attention."""
         assert self.draft_input is not None, "a packed network"
@@ -147,8 +140,8 @@ class Eagle3Draft(DraftNetwork):
 
     def _upto_last(self, token_BT: Tensor, hidden_BTH: Tensor, attention: Attention) -> tuple[Any, tuple[Any, ...]]:
         """Run all layers but the last; returns the last one and its arguments."""
-        embedding_BTH, hidden_BTH, rotation = self._read(token_BT, hidden_BTH, attention)
-        inputs: tuple[Any, ...] = (embedding_BTH, hidden_BTH, rotation, attention)
+        rotation = self.rotary.of(attention)
+        inputs: tuple[Any, ...] = (*self.read(token_BT, hidden_BTH, attention.valid_BT), rotation, attention)
         *before, last = self.layers
         for layer in before:
             inputs = (layer(*inputs), rotation, attention)
