@@ -138,7 +138,7 @@ def resolve(key: str, choice: str, mode: str, device: str, dtype: str) -> str:
 
 
 def check_fused(device: str) -> None:
-    """Fused kernels can run on ``device``.
+    """Check that fused kernels can run on ``device``.
 
     Raises:
         ConfigError: Triton is missing, or the device is no GPU and Triton doesn't interpret.
@@ -153,7 +153,7 @@ def check_fused(device: str) -> None:
 
 
 def check_flashinfer(device: str) -> None:
-    """FlashInfer can run on ``device``: a supported version is installed, and the GPU, where there is one, is of a kind it serves.
+    """Check that FlashInfer can run on ``device``: a supported version is installed, and the GPU, if any, is of a kind that it serves.
 
     Raises:
         ConfigError: it can't.
@@ -179,15 +179,16 @@ def select_kernels(
     """The implementation of every op, chosen by name; an explicit choice never falls back.
 
     Args:
-        mode: ``reference``, ``compiled`` or ``fused``. The first two run the references, apart from the native ones: compiling is done by
-            whoever compiles the cycle.
+        mode: ``reference``, ``compiled`` or ``fused``. The first two use the references where no native op is chosen; the caller compiles
+            them.
         attention: choice for the attention ops, see :func:`resolve`; native ones are built on first choice.
         device: ``cpu`` or ``cuda``, with or without an index.
         linear: choice for linear layers.
         dtype: of weights and KV.
         numerics: of fused linear layers: ``fast`` may choose by the number of rows, ``batch_invariant`` may not.
         programmatic_launch: fused kernels may start while the one before them drains.
-        linear_table: measured choices of fused linear layers (:class:`~graphspec.kernels.fused.linear_choice.LinearTable`); None: none are.
+        linear_table: measured choices of fused linear layers (:class:`~graphspec.kernels.fused.linear_choice.LinearTable`); None: there
+            are none.
 
     Raises:
         ConfigError: an unknown name, or an implementation that doesn't exist for this mode, device or dtype.
@@ -201,7 +202,7 @@ def select_kernels(
         "linear": resolve("kernels.linear", linear, mode, device, dtype),
         "attention": resolve("kernels.attention", attention, mode, device, dtype),
     }
-    # A native decoder brings native ops around it. Chosen one by one, they leave what torch.compile writes for a GPU.
+    # With a native decoder, the ops around it are native too. Native ops that are chosen one by one leave the others to torch.compile.
     whole = linear == attention == "auto" and set(chosen.values()) == {"native"}
     if numerics == "batch_invariant" and (mode != "fused" or set(chosen.values()) != {"fused"}):
         raise ConfigError("kernels.numerics", "fast, unless every kernel is fused", "'batch_invariant'", "kernels.mode=fused")

@@ -20,11 +20,11 @@ def chain_layout(
     window_len_R: Tensor,
     nodes: Annotated[Nodes, WRITTEN],
 ) -> None:
-    """The root, then one candidate per level, into the four slots of the nodes. Every element of them is written, dead lanes included.
+    """Write the root, then one candidate per level, into the slots of the nodes. Every element is written, dead lanes included.
 
-    Node n stands at depth n, below node n - 1, and sees nodes 0..n. Its token is that of candidate n - 1, or -1 where the candidate's score
-    is -inf or NaN. Node 0 is the root: ``window_token[row, max(window_len - 1, 0)]`` of row ``lane_row[b]``, parent -1. Plain decoding is
-    the chain of one node.
+    Node n is at depth n, its parent is node n - 1, and it sees nodes 0..n. Its token is that of candidate n - 1, or -1 where the score of
+    the candidate is -inf or NaN. Node 0 is the root: ``window_token[row, max(window_len - 1, 0)]`` of row ``lane_row[b]``, parent -1. Plain
+    decoding is the chain of one node.
 
     Args:
         score_BM, token_BM: float32 and int64, ``M = N - 1``; None where N is 1.

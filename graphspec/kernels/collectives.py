@@ -1,6 +1,6 @@
-"""What the ranks of an engine exchange inside a program: sums where a product ends whose input is spread, and gathered logits.
+"""Collectives of an engine's ranks inside a program: sums after products whose input is split over ranks, and gathered logits.
 
-Everything after the logits is computed by every rank from the same bits, so nothing else travels. Collectives are torch's functional ones:
+Every rank computes all that follows the logits from the same bits, so nothing else is exchanged. Collectives are torch's functional ones:
 they have shapes without data, stay in one region of ``torch.compile``, and are captured with the rest of a program.
 """
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 collectives = torch.ops._c10d_functional  # noqa: SLF001  the operators of torch.distributed's functional collectives
 ONE_SHOT_BYTES = 512 * 2**10
-"""Largest tensor that is summed at once: every rank reads all of every other's."""
+"""Largest tensor that is summed in one shot, in which every rank reads the whole tensor of every other."""
 
 
 class Comm(Protocol):
@@ -32,7 +32,7 @@ class Comm(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class OrderedComm:
-    """Sums are gathered and then added in order of rank: on every rank the same additions. For CPUs.
+    """Sums are gathered and then added in order of rank, so that every rank makes the same additions. For CPUs.
 
     Attributes:
         size: ranks.
@@ -60,9 +60,9 @@ class OrderedComm:
 
 @dataclass(frozen=True, slots=True)
 class DeviceComm(OrderedComm):
-    """Sums are NCCL's, or made at once where GPUs reach each other's memory.
+    """Sums are NCCL's, or made in one shot where GPUs can access each other's memory.
 
-    NCCL sums every element once and copies the sum, in rings and trees, but does not promise it; ``runtime.debug`` compares the ranks.
+    NCCL sums every element once and copies the sum, in rings and trees, but does not guarantee it; ``runtime.debug`` compares the ranks.
 
     Attributes:
         symmetric: uint8, memory of :data:`ONE_SHOT_BYTES` that every rank may read; one kernel copies a tensor into it and adds those of

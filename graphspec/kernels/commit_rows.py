@@ -31,31 +31,31 @@ def commit_rows(
     Ring: slot ``cycle % Z`` gets ``accept_len, outcome, tokens`` of every lane, and ``cycle`` counts 1 up. Row: ``status = outcome``, and
     where the run is not empty ``seq_len += accept_len`` and ``budget -= accept_len``. Ring entries past the run are -1.
 
-    Window, where the run is not empty: the run replaces it, ``window_len = accept_len``, and the rest of its first A entries is -1, and 0
-    for features; what lies after them stays. With ``append`` the run goes after the ``window_len >= 1`` entries that are there,
-    ``window_len += accept_len``, and nothing else of it changes; the caller sees to it that ``window_len + accept_len <= Ac``.
+    Window, where the run is not empty: the run replaces it, ``window_len = accept_len``, and the rest of its first A entries becomes -1,
+    and 0 for features; later entries stay. With ``append`` the run is written after the ``window_len >= 1`` present entries,
+    ``window_len += accept_len``, and nothing else of it changes; the caller guarantees ``window_len + accept_len <= Ac``.
 
-    A lane with an empty run leaves all of its row but the status as it is. Several lanes may share a row, as padded lanes do: then their
-    runs are empty and their outcome is the row's status, so that nothing of the row changes.
+    A lane with an empty run changes nothing of its row but the status. Several lanes may share a row, as padded lanes do: then their runs
+    are empty and their outcome is the row's status, so that nothing changes.
 
     Args:
         lane_row_B: int64, the row of each lane.
         sample_BN: int64, the token sampled at each node.
         path_BA: int64, the accepted nodes from the root on, each in ``[0, N)``.
-        accept_len_B: int64, ``0..A``; with ``append`` at most N, the nodes there are.
+        accept_len_B: int64, ``0..A``; with ``append`` at most N, the number of nodes.
         outcome_B: int64, the row's status from now on.
         feature_BNF: any dtype, the target's features at each node; None: the drafter reads none.
         cycle_1: int64, launches so far, never negative; written.
         ring_ZBJ: int64, ``J = 2 + A``, written; lanes may be a part of a wider buffer.
         window_token_RAc, window_len_R, seq_len_R, budget_R, status_R: int64, written.
         window_feature_RAcF: dtype of the features, written; None without features. ``Ac >= A``.
-        lookback_token_RY: int64, written: the last Y entries before the window, that is, the tail of old lookback and old window side by
-            side. None: there is no lookback. Moves only where the run is not empty, like the rest of the row, and not with ``append``: the
-            window then begins where it did.
+        lookback_token_RY: int64, written: the last Y entries before the window, that is, the end of old lookback and old window
+            concatenated. None: there is no lookback. Changes only where the run is not empty, like the rest of the row, and not with
+            ``append``, where the window begins where it did.
         lookback_feature_RYF: the features of those entries, written; None without lookback.
         history_RL: int64, written: the run at positions ``seq_len + 1 ..`` of the row's own tokens; entries past L are dropped. None: not
             kept.
-        output_count_RV: int32, written: how often the row has emitted each token. None: not kept.
+        output_count_RV: int32, written: number of times that the row has emitted each token. None: not kept.
         append: static.
     """
     sample_BN, path_BA, accept_len_B, outcome_B = run
@@ -70,7 +70,7 @@ def commit_rows(
     ring_ZBJ.index_copy_(0, slot_1, torch.cat([accept_len_B[:, None], outcome_B[:, None], token_BA], 1)[None])
     cycle_1.add_(1)
 
-    # Inert lanes write back what stands there, so that lanes sharing a row agree on its value.
+    # Inert lanes write back the old value, so that lanes which share a row write the same one.
     moved_B = accept_len_B > 0
     if not append and lookback_token_RY is not None and lookback_feature_RYF is not None and window_feature_RAcF is not None:
         entry_Y = torch.arange(lookback_token_RY.shape[1], device=rows.device)
@@ -82,7 +82,7 @@ def commit_rows(
     if history_RL is not None:
         position_BA = seq_len_R[rows][:, None] + 1 + entry_A
         kept_BA = valid_BA & (position_BA < history_RL.shape[1])
-        # What is not part of the run goes back unchanged to position 0, the prompt's first token, which no run reaches.
+        # Entries that are not part of the run write position 0, the prompt's first token, which no run reaches, with its old value.
         position_BA = torch.where(kept_BA, position_BA, 0)
         old_BA = history_RL[rows].gather(1, position_BA)
         new_BA = torch.where(kept_BA, token_BA, old_BA)
@@ -95,8 +95,8 @@ def commit_rows(
         feature_BAF = feature_BNF.gather(1, path_BA[..., None].expand(-1, -1, feature_BNF.shape[-1]))
     before_B = torch.where(moved_B, window_len_R[rows], 0)
     if append:
-        # What is not part of the run goes back unchanged to entry 0, which no run reaches: a row that decodes has one entry at least.
-        # No run has more tokens than there are nodes, and plain cycles, which append, have one.
+        # Entries that are not part of the run write entry 0 with its old value; no run reaches it, since a row that decodes has an entry.
+        # A run has at most as many tokens as there are nodes, and plain cycles, which append, have one node.
         reach = min(width, sample_BN.shape[1])
         place_BA = before_B[:, None] + entry_A[:reach]
         kept_BA = valid_BA[:, :reach] & (place_BA < window_token_RAc.shape[1])

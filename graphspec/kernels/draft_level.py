@@ -1,4 +1,4 @@
-"""One level of beam drafting: its candidates go into the pool, the best of them become the beams of the next step."""
+"""One level of beam drafting: writes its candidates into the pool; the best of them become the beams of the next step."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def draft_level(
 ) -> None:
     """Score the candidates of one level, write them to the pool, and choose the K beams that are expanded next (EAGLE-2, arXiv 2406.16858).
 
-    A candidate's score is its beam's score plus its increment; -inf in a lane that is not live and under a beam that is not valid, and
+    A candidate's score is its beam's score plus its increment; -inf in a lane that is not live, below a beam that is not valid, and
     instead of NaN. The K best of the level, ties by index, become the next beams. A beam is valid when its score is above -inf. With sorted
-    increments the K candidates of level 1 become the beams in the order they come.
+    increments, the K candidates of level 1 become the beams in their order.
 
-    The pool holds level 1 in entries 0..K-1 and level l in the K*K entries from ``K + (l-2)*K*K`` on. Parents are pool indices, -1: the
-    root. The beam slots are read as the level before left them and overwritten; level 1 reads none of them. Step s draws level s + 1 from
-    the beams of level s, which occupy the slots after the root: ``seq_len + 1 + (s-1)*K + b``.
+    The pool has level 1 in entries 0..K-1 and level l in the K*K entries from ``K + (l-2)*K*K`` on. Parents are pool indices, -1: the
+    root. The beam slots of the level before are read and overwritten; level 1 reads none of them. Step s drafts level s + 1 from the beams
+    of level s, which occupy the slots after the root: ``seq_len + 1 + (s-1)*K + b``.
 
     Args:
         increment_BEK: float32 log-probabilities; E is 1 at level 1, K later.
@@ -48,14 +48,14 @@ def draft_level(
         carried: written. Of its fields:
         beam_token_BK: int64, -1 where not valid.
         beam_index_BK: int64, the beam's pool index.
-        beam_source_BK: int64 in 0..E-1, which row of this level's increments it came from.
-        beam_path_BKS: int64, tokens on the way to the beam, its own in column ``level - 1``, valid or not; later columns stay as they are.
+        beam_source_BK: int64 in 0..E-1, the row of this level's increments that it came from.
+        beam_path_BKS: int64, tokens on the path to the beam, its own in column ``level - 1``, valid or not; later columns stay as they are.
             S >= level.
         beam_ancestors_BKX: int64, bit j: it sees slot ``beam_end + j``; its own bit included, 0 where not valid. ``64*X >= level*K``.
         beam_valid_BK: bool.
-        beam_slot_BK, beam_position_BK: int64, where its KV goes and its RoPE position.
-        beam_end_B: int64 ``seq_len + 1``, end of the prefix all beams see.
-        next_position_B: int64 ``seq_len + 1 + level``, the position of the tokens that are proposed next.
+        beam_slot_BK, beam_position_BK: int64, the slot of its KV, and its RoPE position.
+        beam_end_B: int64 ``seq_len + 1``, end of the prefix that all beams see.
+        next_position_B: int64 ``seq_len + 1 + level``, the position of the tokens to propose next.
     """
     candidate_score_BM, candidate_token_BM, candidate_parent_BM = candidates
     beam_token_BK, beam_index_BK, beam_source_BK, beam_path_BKS, beam_ancestors_BKX, beam_valid_BK = carried[:6]

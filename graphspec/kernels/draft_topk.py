@@ -1,4 +1,4 @@
-"""The best continuations of every draft row, and what they add to a candidate's score."""
+"""The best continuations of every draft row, and the log-probabilities they add to candidates' scores."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ def draft_topk(
     """The ``topk`` best draft tokens of a row and the log-probability each adds to its candidate.
 
     Keys are the logits, or ``logits + temperature * noise`` in lanes whose temperature is positive, where the noise is that of
-    :func:`~graphspec.kernels.noise.gumbel_noise` at (seed, position, *target* id). They are ranked as they are (ties by lowest draft
-    id), and the increment is their ``log_softmax``: *the keys that drew the token*, not the keys divided by the temperature and not the
-    unperturbed logits. Dividing would change no ranking inside a row but would weigh the depths against each other differently; plain
-    logits would ignore what the sampler is about to draw.
+    :func:`~graphspec.kernels.noise.gumbel_noise` at (seed, position, *target* id). Keys are ranked (ties by lowest draft id), and the
+    increment is their ``log_softmax``: *of the keys that ranked the token*, not of the keys divided by the temperature and not of the
+    unperturbed logits. Dividing would change no ranking within a row but would weight the depths differently; plain logits would ignore the
+    sampler's noise.
 
-    An implementation computes the noise where it uses it. Bits of the hash are the same everywhere; its logarithms, and with them the
-    order of two keys that differ in their last bits, are the backend's.
+    An implementation computes the noise where it uses it. The bits of the hash are the same everywhere; its logarithms, and with them the
+    order of two keys that differ in their last bits, depend on the backend.
 
     Args:
         logits_BTVd: float32 over the draft vocabulary. Non-finite entries count as -inf.
         topk: K, static, at most Vd.
         target_token_Vd: int64, draft id to target id; None: the vocabularies are one.
         seed_B: int64; None: rank by logits. position_B and temperature_B are needed with it.
-        position_B: int64, position of the token being proposed, the same for all T.
+        position_B: int64, position of the token to propose, the same for all T.
         temperature_B: float32; 0 is greedy.
 
     Returns:

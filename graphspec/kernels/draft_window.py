@@ -1,4 +1,4 @@
-"""What a drafter reads before it proposes: the tokens committed last, with the target's features."""
+"""Input of a drafter's first pass: the tokens that the last cycle committed, with the target's features."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def draft_window(
     """Inputs of a drafter's first pass: U = Y + width entries per lane, the row's lookback and then the front of its window.
 
     Entry 0 lies at slot ``seq_len - window_len + 1 - Y``, later ones after it. A row with fewer than Y tokens before its window begins
-    at slot ``shift``, the first token the drafter consumes, and its entries move up. Entries past the window, and all entries of a lane
-    whose row is not live, are invalid: token -1, features 0, no ancestors. Whatever lies in those entries, NaN included, has no effect.
+    at slot ``shift``, the first token that the drafter consumes, and its entries move up. Entries past the window, and all entries of a
+    lane whose row is not live, are invalid: token -1, features 0, no ancestors. Their stored values, NaN included, have no effect.
 
     Args:
         lane_row_B: int64 row of each lane.
-        status_R, seq_len_R, window_len_R: int64; what rows that are not live hold has no effect on what is valid.
+        status_R, seq_len_R, window_len_R: int64; values of rows that are not live have no effect on valid entries.
         window_token_RAc: int64, with ``window_len <= width``. window_feature_RAcF: any dtype; None: the drafter has no features.
         lookback_token_RY, lookback_feature_RYF: the Y entries before the window; None: Y = 0.
         shift: static, RoPE position = slot - shift.

@@ -1,4 +1,4 @@
-"""Top-k, top-p and min-p as one threshold per row, so that what is kept depends on the values alone and not on the order of a sort."""
+"""Top-k, top-p and min-p as one threshold per row, so that the kept tokens depend on values alone and not on the order of a sort."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ def filter_logits(logits_BTV: Tensor, temperature_B: Tensor, top_k_B: Tensor, to
     A token stays when its logit is at least the largest of three thresholds; equal logits stay or go together:
 
     * top-k: the k-th largest logit;
-    * top-p, on what top-k left: the largest logit t for which the tokens of at least t hold a share of ``top_p``. The share above t is less
-      than ``top_p``, so the most likely token always stays;
+    * top-p, over the tokens that top-k keeps: the largest logit t for which the tokens with logits of at least t have a share of at least
+      ``top_p``. The share above t is less than ``top_p``, so the most likely token always stays;
     * min-p: the largest logit plus ``temperature * log(min_p)``, that is ``min_p`` times the largest probability.
 
-    Weights ``exp((logit - max) / temperature)`` are cut to integers of 40 bits before they are summed. Integer sums are exact, so the
-    threshold does not depend on the order of summation and can be found without a sort; a token below ``2^-40`` of the largest weighs
-    nothing. Implementations whose ``exp`` differs in the last bit may cut a weight to the next integer; what is kept differs only
+    Weights ``exp((logit - max) / temperature)`` are truncated to integers of 40 bits before they are summed. Integer sums are exact, so the
+    threshold does not depend on the order of summation and can be found without a sort; a token below ``2^-40`` of the largest has weight
+    0. Implementations whose ``exp`` differs in the last bit may truncate a weight to a neighbouring integer; the kept tokens differ only
     where the sum passes ``top_p`` within that unit.
 
     Args:
-        logits_BTV: float32; an entry that is not finite is a token that is out already.
+        logits_BTV: float32; an entry that is not finite is a token that is excluded already.
         temperature_B: float32.
         top_k_B: int64; below 1, or from V on: off.
         top_p_B: float32 in (0, 1]; 1: off.
@@ -53,7 +53,7 @@ def filter_logits(logits_BTV: Tensor, temperature_B: Tensor, top_k_B: Tensor, to
     mass_BTV = torch.where(sorted_BTV >= least_k_BT1, (weight_BTV * 2.0**MASS_BITS).to(torch.int64), 0)
     upto_BTV = mass_BTV.cumsum(-1)
     wanted_BT1 = top_p_B.double()[:, None, None] * upto_BTV[..., -1:]
-    # Nothing but the first lies above the first, and rounding must not take it.
+    # Nothing is above the first, and rounding must not remove it.
     inside_BTV = (upto_BTV - mass_BTV < wanted_BT1) | (torch.arange(vocab, device=logits_BTV.device) == 0)
     least_p_BT1 = torch.where(inside_BTV, sorted_BTV, torch.inf).amin(-1, keepdim=True)
     least_p_BT1 = torch.where(top_p_B[:, None, None] < 1, least_p_BT1, -torch.inf)

@@ -32,12 +32,12 @@ def silu_mul(x: Tensor) -> Tensor:
 
 
 class Rotation(NamedTuple):
-    """Which row of a table each token is rotated by. Ops look it up themselves, so no launch is spent on gathering it."""
+    """A table of angles and each token's row of it. Ops look the row up themselves, which saves a launch for gathering."""
 
     table_LD: Tensor
     """float32 ``[L, 2d]``: d cosines, then d sines."""
     row_BT: Tensor
-    """int64; clamped into the table. Only rows whose result is unused lie outside it."""
+    """int64; clamped into the table. Only tokens whose result is unused have a row outside it."""
 
     def cos_sin(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """``(cos, sin)``, each ``[B, T, d]``."""
@@ -47,7 +47,7 @@ class Rotation(NamedTuple):
 
 
 def apply_rope(x_BTQD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> Tensor:
-    """Rotate pairs ``(i, i + D/2)`` of every head; cos and sin are ``[B, T, D / 2]``. What a head has beyond D passes unchanged."""
+    """Rotate pairs ``(i, i + D/2)`` of every head; cos and sin are ``[B, T, D / 2]``. Channels beyond D are unchanged."""
     half = cos_BTD.shape[-1]
     first, second, rest = x_BTQD.split((half, half, x_BTQD.shape[-1] - 2 * half), dim=-1)
     cos, sin = cos_BTD[:, :, None], sin_BTD[:, :, None]

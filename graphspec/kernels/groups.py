@@ -1,6 +1,6 @@
-"""Arguments of ops that belong together: fields are named as the slots they are (:mod:`graphspec.buffers`).
+"""Groups of arguments of ops; fields have the names of their slots (:mod:`graphspec.buffers`).
 
-A group is one parameter of an op and as many arguments of its operator as it has fields; an op says whether it writes it.
+A group is one parameter of an op, and as many arguments of its operator as it has fields; the op declares whether it writes it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class Lanes(NamedTuple):
-    """What a launch knows of its lanes: the row of each, and that row's page table, seed and temperature."""
+    """The lanes of a launch: the row of each, and that row's page table, seed and temperature."""
 
     lane_row_B: Tensor
     lane_table_BP: Tensor
@@ -20,7 +20,7 @@ class Lanes(NamedTuple):
 
 
 class RowRequest(NamedTuple):
-    """What a row knows of its request in every sampling class."""
+    """Parameters of a row's request in every sampling class."""
 
     status_R: Tensor
     budget_R: Tensor
@@ -32,7 +32,7 @@ class RowRequest(NamedTuple):
 
 
 class Truncation(NamedTuple):
-    """Filters of the sampler, of each row."""
+    """The sampler's filters of each row."""
 
     top_k_R: Tensor
     top_p_R: Tensor
@@ -58,7 +58,7 @@ class Bias(NamedTuple):
 
 
 class Window(NamedTuple):
-    """The tokens each row committed last, with the target's features, and the entries before them that a drafter reads once more."""
+    """The tokens that each row committed last, with the target's features, and the entries before them that a drafter reads again."""
 
     window_len_R: Tensor
     window_token_RAc: Tensor
@@ -68,7 +68,7 @@ class Window(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """How far each row is."""
+    """The progress of each row."""
 
     seq_len_R: Tensor
     budget_R: Tensor
@@ -76,7 +76,7 @@ class Progress(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """What ends a row's run."""
+    """Conditions that end a row's run."""
 
     status_R: Tensor
     seq_len_R: Tensor
@@ -94,7 +94,7 @@ class Candidates(NamedTuple):
 
 
 class Beams(NamedTuple):
-    """What one level of beams leaves to the next."""
+    """The beams that one level passes to the next."""
 
     beam_token_BK: Tensor
     beam_index_BK: Tensor
@@ -118,7 +118,7 @@ class Nodes(NamedTuple):
 
 
 class Run(NamedTuple):
-    """What a lane accepted."""
+    """The accepted run of a lane."""
 
     sample_BN: Tensor
     path_BA: Tensor

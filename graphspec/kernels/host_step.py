@@ -1,7 +1,7 @@
-"""Attention calls that need a host step before each launch: what such a call is, and the interface of the backend's host step.
+"""Attention calls that need a host step before each launch: their description, and the interface of the backend's host step.
 
 A kernel of this kind reads a work list from device memory. The list is valid for one set of row lengths; with other lengths the result is
-wrong, silently. So a stage declares these calls next to its reads and writes, and the cycle takes the host step before it launches.
+silently wrong. So a stage declares these calls in addition to its reads and writes, and the cycle takes the host step before it launches.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Anchor = Literal["root", "window", "chunk"]
 
 @dataclass(frozen=True, slots=True)
 class HeadShape:
-    """What a kernel is built for.
+    """The heads that a kernel is built for.
 
     Attributes:
         heads: query heads.
@@ -46,8 +46,8 @@ class PreparedCall:
     """T queries of each lane at consecutive slots, each of which sees the slots from ``begin`` to its own.
 
     Attributes:
-        pool: whose keys and values.
-        anchor: from where the slots are counted.
+        pool: of its keys and values.
+        anchor: slot from which the slots are counted.
         extent: slots from the anchor to the end of query T - 1.
         tokens: T.
         shape: heads.
@@ -80,7 +80,7 @@ class RowSpan:
 
 
 class BoundCall(Protocol):
-    """A call as a stage holds it; one method per kind of pool. Both mask padding themselves and never read from the host."""
+    """A call bound to its work list; one method per kind of pool. Both mask padding themselves and never synchronise with the host."""
 
     def chunk(self, query_BTQD: Tensor, kv_pool: Tensor, layer: int, valid_BT: Tensor, scale: float) -> Tensor:
         """``[B, T, Q, D]`` over keys and values of heads; 0 for an invalid query."""

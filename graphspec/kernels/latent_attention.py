@@ -32,8 +32,8 @@ def latent_attention(
     ``scale * (query_latent . row[:L] + query_rope . row[L:])``, values are ``row[:L]``; multiplying the result by ``W_UV`` is left to the
     caller. So this is :func:`~graphspec.kernels.tree_attention.tree_attention` with one KV head whose key and value are one row.
 
-    Which slots a query sees is that op's contract, word for word: ``prefix_begin[b, t] <= s < prefix_end[b]``, and slot
-    ``prefix_end[b] + j`` when bit ``j % 64`` of word ``j // 64`` of its ancestors is set; its own bit included. Unseen slots may hold NaN.
+    A query sees the same slots as in that op: ``prefix_begin[b, t] <= s < prefix_end[b]``, and slot ``prefix_end[b] + j`` when bit
+    ``j % 64`` of word ``j // 64`` of its ancestors is set; its own bit included. Unseen slots may hold NaN.
 
     Args:
         query_latent_BTQL: floating point; any strides with the last dimension dense, so that a view of a batched product will do.

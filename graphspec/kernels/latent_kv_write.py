@@ -1,4 +1,4 @@
-"""What stands between the projections of latent attention and its scores: norm, RoPE, and the paged write."""
+"""The step between the projections of latent attention and its scores: norm, RoPE, and the paged write."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def latent_kv_write(
 ) -> Tensor:
     """Norm and RoPE of the compressed KV, its write into the pages of one layer, and RoPE of the queries (arXiv 2405.04434, section 2.1).
 
-    A row of ``latent`` is what ``kv_a_proj_with_mqa`` gives: L channels that get an RMSNorm (statistics in float32, scaled after the cast
-    back, as transformers does), then R channels that get RoPE. Both go to logical slot s of lane b: page ``table[b, s // page_size]``,
-    offset ``s % page_size``. An invalid token writes nothing that is read; its slot may be out of range, and its rotated query means
-    nothing.
+    A row of ``latent`` is the output of ``kv_a_proj_with_mqa``: L channels that get an RMSNorm (statistics in float32, scaled after the
+    cast back, as transformers does), then R channels that get RoPE. Both are written to logical slot s of lane b: page
+    ``table[b, s // page_size]``, offset ``s % page_size``. An invalid token writes nothing that is read; its slot may be out of range, and
+    its rotated query is meaningless.
 
-    RoPE pair i is channels ``(2i, 2i + 1)`` where ``interleaved``, else ``(i, i + R/2)``; it always lands on ``(i, i + R/2)``. Scores do
-    not notice, as the order is that of queries and keys alike.
+    RoPE pair i is channels ``(2i, 2i + 1)`` if ``interleaved``, else ``(i, i + R/2)``; it is always written to ``(i, i + R/2)``. Scores do
+    not change, because queries and keys have the same order.
 
     Args:
         latent_pool: ``[layers, 1, pages, page_size, 1, L + R]``, contiguous, written in place; rows are cast to its dtype.

@@ -1,4 +1,4 @@
-"""Linear layer of a few rows, with the norm in front of it and what follows it: where a decode cycle spends its time."""
+"""Linear layer of a few rows, with the norm before it and the ops after it: most of the time of a decode cycle."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from .op import Case, KernelOp
 
 
 class ResidualStream(NamedTuple):
-    """A residual stream on its way from product to product."""
+    """A residual stream between two products."""
 
     hidden: Tensor
     """``[..., H]``."""
     squares: Tensor | None = None
-    """float32 ``[..., P]``: sums of squares of P parts of each row of ``hidden``, from which the next norm may take its factor instead of
-    from ``hidden``. None: no product has left them."""
+    """float32 ``[..., P]``: sums of squares of P parts of each row of ``hidden``, from which the next norm may compute its factor instead of
+    from ``hidden``. None: no product has computed them."""
 
 
 Hidden = Tensor | ResidualStream
-"""What a product reads or adds to: a tensor, or a stream that goes on as one."""
+"""Input or residual of a product: a tensor, or a stream, which then stays a stream."""
 
 
 def hidden_of(x: Hidden) -> Tensor:
@@ -31,7 +31,7 @@ def hidden_of(x: Hidden) -> Tensor:
 
 
 def stream_rows(x: Hidden, begin: int, end: int) -> Hidden:
-    """Tokens ``begin .. end`` of ``[B, T, H]``; a stream goes on with their sums of squares, dense as products take them."""
+    """Tokens ``begin .. end`` of ``[B, T, H]``; of a stream with their sums of squares, contiguous as products need them."""
     if isinstance(x, ResidualStream):
         squares = None if x.squares is None else x.squares[:, begin:end].contiguous()
         return ResidualStream(x.hidden[:, begin:end], squares)
@@ -51,16 +51,16 @@ def linear(
 ) -> Hidden:
     """``residual + act(norm(x) @ weight.T + bias)``: every linear layer of target and drafter, projections of one input fused.
 
-    A decode cycle calls it with a handful of rows, so it streams the weights once and is bound by memory, not by arithmetic. Norm, gate and
-    residual are part of the op because as launches of their own they cost more than they compute.
+    A decode cycle calls it with a few rows, so it streams the weights once and is bound by memory, not by arithmetic. Norm, gate and
+    residual are part of the op because separate launches would take longer than their computation.
 
     Args:
         x: ``[..., in]``, or a stream of that shape.
         weight: ``[out, in]``, dtype of ``x``.
         bias: ``[out]``.
-        norm_weight: ``[in]``; RMSNorm of ``x`` first, see :func:`~graphspec.kernels.formulas.rms_norm`. None: ``x`` as it is.
+        norm_weight: ``[in]``; RMSNorm of ``x`` first, see :func:`~graphspec.kernels.formulas.rms_norm`. None: ``x`` is not normed.
         norm_eps, norm_offset: of that norm.
-        residual: shape and dtype of the result; added last. A stream goes on: the result is the stream after this product.
+        residual: shape and dtype of the result; added last. With a stream, the result is the stream after this product.
         gated: the rows of ``weight`` are gate and up, one half each; the result is ``silu(gate) * up``.
         float32: return float32, from the accumulator where an implementation has one.
 
@@ -74,7 +74,7 @@ def linear(
 
 
 def finish(out: Tensor, residual: Hidden | None, gated: bool, float32: bool) -> Hidden:
-    """What follows the product."""
+    """The ops after the product."""
     if gated:
         out = silu_mul(out)
     if residual is not None:

@@ -36,16 +36,15 @@ def mail_apply(
     penalties: Annotated[Penalties, WRITTEN] | None = None,
     bias: Annotated[Bias, WRITTEN] | None = None,
 ) -> None:
-    """Lanes, aborts, page-table entries and joins, from a vector of int64 words into the slots, in place.
+    """Copy lanes, aborts, page-table entries and joins from a vector of int64 words into the slots, in place.
 
     Lane b takes row ``mail[lanes_at + b]``. Every row in ``mail[aborts_at:pages_at]`` becomes free. Words from ``pages_at`` to
     ``pages_end`` are triples (row, column, page). The words of a join are row, budget, seed, temperature, draft length, top-k, top-p,
     min-p, repetition, presence, frequency, first position of a stop id; E stop ids, I biased ids and I values follow. Floats are the
-    float32 in a word's low half. A join's row takes all of them, and its counts become zero. Nothing says that a part of the message is
-    absent: what is unused names the dummy row, which unused joins fill. Joins and aborts touch different slots, so their order shows
-    nowhere.
+    float32 in a word's low half. A join sets all of these in its row, and the row's counts to zero. No part of the message is ever absent:
+    unused entries name the dummy row. Joins and aborts write different slots, so their order does not matter.
 
-    After all that each lane's slots take its row's page table, seed and temperature: what the stages of this launch read.
+    Then each lane's slots get its row's page table, seed and temperature, which the stages of this launch read.
 
     Rows and columns are in range. Triples of one row and column, rows aborted twice and joins of one row agree on the value.
 
@@ -56,7 +55,7 @@ def mail_apply(
         lanes: row and seed int64, table int32, temperature float32; written.
         rows: page table int32, temperature float32, the others int64; written.
         truncation: top-k int64, the others float32; written. None, as each of the following: no join writes such slots.
-        penalties: counts and what the prompt has seen integers, the others float32; written.
+        penalties: counts, and marks of the prompt's tokens, are integers, the others float32; written.
         bias: values float32, the others int64; written.
     """
     lane_row_B, lane_table_BP, lane_seed_B, lane_temperature_B = lanes

@@ -20,11 +20,11 @@ def marginal_pool(
 
     Level 1 holds the K tokens of the first depth. Level l holds K children of each of the K best candidates of level l - 1, ties by index:
     the tokens of depth l, each scored by its parent's score plus its increment, in float32. A score is -inf in a lane that is not live,
-    under a parent of score -inf, and instead of NaN. Where no level of the optimum is wider than K, the N - 1 best entries are the N - 1
+    below a parent of score -inf, and instead of NaN. If no level of the optimum is wider than K, the N - 1 best entries are the N - 1
     best prefixes under the product of the marginals, which other engines find with a heap on the host (DDTree, JetSpec).
 
-    The pool is laid out as :func:`~graphspec.kernels.draft_level.draft_level` lays it out: level 1 in entries 0..K-1, level l in the K*K
-    entries from ``K + (l-2)*K*K`` on, parents as pool indices, -1: the root.
+    The pool has the layout of :func:`~graphspec.kernels.draft_level.draft_level`: level 1 in entries 0..K-1, level l in the K*K entries
+    from ``K + (l-2)*K*K`` on, parents as pool indices, -1: the root.
 
     Args:
         increment_BSK: float32 log-probabilities, one row per depth.

@@ -1,4 +1,4 @@
-"""The experts of a mixture, applied to few tokens: bound by the reading of weights, like every matrix product of a decode cycle."""
+"""The experts of a mixture, applied to few tokens: bound by reading weights, like every matrix product of a decode cycle."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def moe_mlp(x_TH: Tensor, index_TK: Tensor, weight_TK: Tensor, gate_up_EFH: Tens
     chosen_TK1 = (index_TK >= 0)[..., None]
     weight_TK1 = torch.where(chosen_TK1, weight_TK[..., None], 0.0).to(wide)
     if tokens * topk <= experts:
-        # Gathering costs T * K experts, going through all of them costs E.
+        # Gathering reads T * K experts, a loop over all of them E.
         index_TK = index_TK.clamp(min=0)
         hidden_TKF = torch.einsum("th,tkfh->tkf", x_TH, gate_up_EFH[index_TK]).to(wide)
         active_TKF = activate(hidden_TKF).to(x_TH.dtype)

@@ -1,4 +1,4 @@
-"""Which experts a token goes to, and with what weight."""
+"""The experts of each token, and their weights."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def moe_route(
     ==================  =====  ======  ==========  =======  =========
 
     Experts are ranked by ``sigmoid(logits) + bias`` (arXiv 2412.19437, section 2.1.2), or by their logits, which order experts as
-    ``softmax`` does. They come in ``groups`` of equal, consecutive size; a group is worth the sum of its ``group_best`` best experts, and
+    ``softmax`` does. They are in ``groups`` of equal size, consecutively; a group's score is the sum of its ``group_best`` best experts, and
     only experts of the ``topk_groups`` best groups can be chosen (arXiv 2405.04434, section 2.2.2). Ties go to the lower group and the
-    lower expert. The weight is the score *without* bias, over the sum of the chosen when ``normalize``, times ``scaling``.
+    lower expert. The weight is the score *without* bias, divided by the sum over the chosen if ``normalize``, times ``scaling``.
 
     Args:
         logits_TE: float32, E a multiple of ``groups``. A logit that is not finite counts as -inf.

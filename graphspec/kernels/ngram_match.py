@@ -1,4 +1,4 @@
-"""Draft candidates from the request's own past: what followed earlier occurrences of its last tokens."""
+"""Draft candidates from the request's history: continuations of earlier occurrences of its last tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .groups import Candidates
 from .op import WRITTEN, Case, KernelOp
 
 PATH_COST = 4
-"""How many tokens further down the best path weigh as much as a change to the next best one."""
+"""Number of tokens of depth that cost as much as a change to the next best path."""
 
 
 def _suffix_match(history_BT: Tensor, last_B: Tensor, max_match: int) -> Tensor:
@@ -42,24 +42,24 @@ def ngram_match(
 ) -> None:
     """Up to K continuations of earlier occurrences of the last tokens, merged into a candidate pool for ``tree_build`` (prompt lookup).
 
-    An *occurrence* is a place t before the root whose last tokens are those of the root, ``min_match`` of them or more. Its *continuation*
-    is what follows, up to S tokens, and stops at the root. Occurrences rank by how many tokens match (counted up to ``max_match``), then
-    the most recent first. Path k starts from the best occurrence whose continuation is not contained, as a prefix, in an earlier path;
-    it then becomes the longest continuation that begins with it (ties by rank), because in text that repeats itself the most recent
-    occurrence is cut short by the root. So no path is a prefix of another, and a loop fills one path instead of many.
+    An *occurrence* is a position t before the root at which at least the ``min_match`` last tokens equal those of the root. Its
+    *continuation* is the tokens after it, up to S and up to the root. Occurrences are ranked by the number of matching tokens (counted up to
+    ``max_match``), then the most recent first. Path k starts as the continuation of the best occurrence that is not a prefix of an earlier
+    path; it is then extended to the longest continuation that begins with it (ties by rank), because in repetitive text the root cuts the
+    most recent occurrence short. So no path is a prefix of another, and a loop fills one path instead of many.
 
-    Paths are merged: an entry whose tokens from the root on equal those of an earlier path is dropped, and its children hang under that
-    path's entry. Scores are ``-((d - 1) + 4 * k)``, not probabilities: each is below its parent's, below those of shallower entries of its
-    path and below those of earlier paths at its depth.
+    Paths are merged: an entry whose tokens from the root on equal those of an earlier path is dropped, and that path's entry becomes the
+    parent of its children. Scores are ``-((d - 1) + 4 * k)``, not probabilities: each is below its parent's, below those of shallower
+    entries of its path and below those of earlier paths at its depth.
 
-    Cost: ``O(B * T * (max_match + K * S))`` compares and ``O(B * T * S)`` bytes where nothing is fused; T is the context limit here, and
-    what a row holds where an implementation looks at no more. Nothing is read on the host, so this drafter is a stage of the cycle like any
-    other; the host trie (:mod:`graphspec.drafters.ngram_trie`) needs each cycle's tokens first.
+    Cost: ``O(B * T * (max_match + K * S))`` compares and ``O(B * T * S)`` bytes if nothing is fused; T is the context limit here, and a
+    row's length in implementations that read no more. Nothing is read on the host, so this drafter is a stage of the cycle like any other;
+    the host trie (:mod:`graphspec.drafters.ngram_trie`) needs each cycle's tokens first.
 
     Args:
-        history_RL: int64 token ids of every row, none negative up to the row's length; anything after it. L is static, the context limit.
+        history_RL: int64 token ids of every row, not negative up to the row's length; arbitrary after it. L is static, the context limit.
         lane_row_B: int64 row of each lane.
-        status_R, seq_len_R: int64. A live row knows ``seq_len + 1 <= L`` tokens, the root is the last of them; others know none.
+        status_R, seq_len_R: int64. A live row has ``seq_len + 1 <= L`` tokens, the last of which is the root; others have none.
         candidates: float32, int64, int64, ``[B, K * S]``, written whole: entry ``(d - 1) * K + k`` is depth d of path k, so that parents
             come before children. Parent is a pool index, -1: the root. An entry that is not used has score -inf, token -1 and parent -1.
         num_paths: K, static.
@@ -75,7 +75,7 @@ def ngram_match(
 def match_rows(
     history_BT: Tensor, length_B: Tensor, num_paths: int, depth: int, min_match: int, max_match: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Score, token and parent ``[B, K * S]`` of :func:`ngram_match` for lanes that know the first ``length`` tokens of ``history``."""
+    """Score, token and parent ``[B, K * S]`` of :func:`ngram_match` for lanes with the first ``length`` tokens of ``history``."""
     assert 1 <= min_match <= max_match
     width, device = history_BT.shape[1], history_BT.device
     last_B1 = length_B[:, None] - 1
@@ -98,13 +98,13 @@ def match_rows(
         begins_BT = ((follow_BTS == seed_BS[:, None]) | (step_S >= seed_count_B1)[:, None]).all(-1) & (count_BT >= seed_count_B1)
         place_B1 = torch.where(usable_BT & begins_BT, longest_BT, 0).amax(1, keepdim=True) % width
         path_BS, path_count_B1 = padded.gather(1, place_B1 + 1 + step_S), count_BT.gather(1, place_B1)
-        # No continuation is longer and begins with this path, so equal up to its own end is a prefix of the path.
+        # No longer continuation begins with this path, so one that equals it up to its own end is a prefix of the path.
         open_BT = open_BT & ~((follow_BTS == path_BS[:, None]) | beyond_BTS).all(-1)
         paths.append(torch.where((start_B1 >= 0) & (step_S < path_count_B1), path_BS, -1))
 
     path_BKS = torch.stack(paths, 1)
     known_BKS = path_BKS >= 0
-    # same[k, j, d]: paths k and j share their first d + 1 tokens. The first j is the entry that stands for all of them.
+    # same[k, j, d]: paths k and j share their first d + 1 tokens. The entry of the first such j is the one that is kept.
     same_BKKS = ((path_BKS[:, :, None] == path_BKS[:, None]) & known_BKS[:, :, None]).to(torch.int32).cumprod(-1)
     keeper_BKS = same_BKKS.argmax(2)
     path_K1 = torch.arange(num_paths, device=device)[:, None]

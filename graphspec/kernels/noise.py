@@ -1,4 +1,4 @@
-"""Gumbel noise from a counter hash: a pure function of (seed, position, token), so every stage that asks gets the same bits.
+"""Gumbel noise from a counter hash: a pure function of (seed, position, token), so every stage gets the same bits.
 
 The 32-bit mixer is ``lowbias32`` of Chris Wellons' hash-prospector (public domain, https://github.com/skeeto/hash-prospector): a
 bijection found by search for the lowest avalanche bias. Seed and position are absorbed into *two* 32-bit words, in different order and
@@ -22,7 +22,7 @@ BELOW_ONE = 1.0 - 2.0**-24
 def mix32(x: Tensor) -> Tensor:
     """``lowbias32`` on int64 values in [0, 2^32); a bijection of that range.
 
-    Multipliers at or above 2^31 stand as their negative residue mod 2^32: no product leaves int64, so overflow semantics never matter.
+    Multipliers of 2^31 or more are written as negative residues mod 2^32, so that no product overflows int64.
     """
     x = x ^ (x >> 16)
     x = (x * 0x7FEB352D) & MASK32
@@ -43,7 +43,7 @@ def computed_once(x: Tensor) -> Tensor:
     """``x`` itself, contiguous, which Inductor then computes once.
 
     It inlines an elementwise expression wherever it is used, and a mixer uses each of its intermediate values twice: three mixers in a
-    row were traced as thousands of operations, and took minutes to compile. What is viewed with strides has to be a buffer.
+    row were traced as thousands of operations, and took minutes to compile. A value that is viewed with strides has to be a buffer.
     """
     return x.as_strided(x.shape, x.stride())
 

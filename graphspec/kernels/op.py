@@ -1,8 +1,8 @@
-"""What an op of the catalog is: its reference, its other implementations, and small inputs to compare them on.
+"""An op of the catalog: its reference, its other implementations, and small inputs to compare them on.
 
-The reference's annotated signature is the only one that is written: the operator's schema, the arguments it writes and the inputs of
-ahead-of-time compilation are derived from it. A parameter may be a *group*, a NamedTuple of tensors that belong together. An operator of
-torch takes flat arguments, so groups are taken apart at its border; their fields are the names of its arguments.
+The reference's annotated signature is the only source: the operator's schema, the arguments it writes and the inputs of ahead-of-time
+compilation are derived from it. A parameter may be a *group*, a NamedTuple of tensors. An operator of torch takes flat arguments, so its
+arguments are the fields of groups.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class Argument:
 
     Attributes:
         name: unique in the op.
-        kind: its type: a tensor, a number, or one of these and None.
-        written: in place.
+        kind: its type: a tensor, a number, or an optional one.
+        written: whether the op writes it in place.
         default: ``inspect.Parameter.empty``: none.
-        group: the parameter it is a field of; empty: none.
+        group: the parameter of which it is a field; empty: none.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Argument:
 
 
 class Signature:
-    """A function's signature, with its groups taken apart.
+    """A function's signature with flattened groups.
 
     Attributes:
         arguments: flat, in order.
@@ -86,7 +86,7 @@ class Signature:
         """Arguments and results as torch writes them, without a name and without defaults."""
 
         def flat() -> None:
-            """Carries the signature."""
+            """A function for the flat signature."""
 
         ordered = [inspect.Parameter(one.name, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=one.kind) for one in self.arguments]
         flat.__signature__ = inspect.Signature(ordered, return_annotation=self.result)  # type: ignore[attr-defined]
@@ -154,7 +154,7 @@ class Signature:
 
 
 def _bare(hint: Any) -> tuple[Any, bool]:
-    """A type without its annotations, and whether it, or the part of it that is not None, is written."""
+    """A type without its annotations, and whether it, or its part other than None, is written."""
     if get_origin(hint) is Annotated:
         return get_args(hint)[0], WRITTEN in hint.__metadata__
     options = [_bare(option) for option in get_args(hint)] if type(None) in get_args(hint) else []
@@ -168,9 +168,9 @@ def _bare(hint: Any) -> tuple[Any, bool]:
 
 @dataclass(frozen=True)
 class KernelOp:
-    """One op: the reference is the specification, every other implementation is measured against it.
+    """One op: the reference is the specification, with which every other implementation is compared.
 
-    Nothing is imported, compiled or built before :meth:`implementation` is asked for it.
+    Nothing is imported, compiled or built before :meth:`implementation` is called.
 
     Attributes:
         reference: its docstring is the contract: shapes, dtypes and meaning.
@@ -178,7 +178,7 @@ class KernelOp:
         name: empty: the reference's.
         native: module of this package that has a function of the op's name; None: the CPU has no native kernel.
         fused: ``file:attribute`` of the operator; empty: ``OP`` in the file of the op's name.
-        exact: implementations agree bit for bit; else it is a float op, held to an fp64 oracle.
+        exact: implementations agree bit for bit; otherwise it is a float op, which is compared with an fp64 oracle.
     """
 
     reference: Callable[..., Any]
@@ -205,7 +205,7 @@ class KernelOp:
 
     @cached_property
     def signature(self) -> Signature:
-        """The reference's."""
+        """The signature of the reference."""
         return Signature(self.reference)
 
     @cached_property
@@ -215,7 +215,7 @@ class KernelOp:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Every implementation there is, the reference first."""
+        """Names of all implementations, the reference first."""
         return ("reference", *self.implementations)
 
     def implementation(self, name: str) -> Callable[..., Any]:
@@ -237,17 +237,17 @@ class KernelOp:
         return function(**self.signature.gather(case))
 
     def without_data(self, sizes: Mapping[str, int], **given: Any) -> Case:
-        """A case of ``meta`` tensors in sizes of one's own.
+        """A case of ``meta`` tensors of given sizes.
 
-        A tensor has the shape that its name says: ``window_token_RAc`` is ``[R, Ac]``. Its dtype is that of the op's own cases. One that
-        may be None is None where a size is missing.
+        A tensor's shape follows from its name: ``window_token_RAc`` is ``[R, Ac]``. Its dtype is that of the op's cases. An optional one is
+        None if a size is missing.
 
         Args:
             sizes: by letter, as :mod:`graphspec.shapes` has them.
             given: other arguments by name. A dtype is that of the tensor, a tuple its dtype and its shape; None stands for a whole group.
 
         Raises:
-            KeyError: an argument that may not be None has a size that is missing, or is a number that is not given.
+            KeyError: a size of an argument that is not optional, or a number, is missing.
         """
         made: Case = {}
         for one in self.signature.arguments:

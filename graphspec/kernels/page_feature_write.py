@@ -1,4 +1,4 @@
-"""Features at the ends of pages: what a drafter needs to go on after pages that another request has filled."""
+"""Features at the ends of pages, which a drafter needs to continue after pages that another request has filled."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def page_feature_write(
     path_BA: Tensor | None = None,
     lane_row_B: Tensor | None = None,
 ) -> None:
-    """Keep the feature of every token that fills a page, with the page. Pages that tokens ``[begin, begin + length)`` don't fill stay.
+    """Store the feature of every token that fills a page, with the page. Pages that tokens ``[begin, begin + length)`` don't fill keep theirs.
 
     In place. Suppressed writes go to the dummy page 0 or nowhere.
 
@@ -31,7 +31,7 @@ def page_feature_write(
         begin_R: int64, position of the first token.
         length_B: int64, at most A, or T without a path; of an inert lane 0, and nothing else of that lane is used.
         feature_BTF: dtype of ``page_feature``.
-        path_BA: int64, where each token's feature lies in T; None: in order.
+        path_BA: int64, index in T of each token's feature; None: in order.
         lane_row_B: int64, the entry of ``begin`` that belongs to each lane; None: one per lane, in this order.
     """
     begin_B = begin_R if lane_row_B is None else begin_R[lane_row_B]
@@ -44,7 +44,7 @@ def page_feature_write(
     source_BE = token_BE.clamp(max=width - 1)
     source_BE = source_BE if path_BA is None else path_BA.gather(1, source_BE)
     feature_BEF = feature_BTF.gather(1, source_BE[..., None].expand(-1, -1, feature_BTF.shape[2]))
-    # Indexed as a pool is: writing through a view would have the compiler copy all pages.
+    # Indexed like a pool: if it were written through a view, the compiler would copy all pages.
     first_BE = torch.zeros_like(page_BE)
     page_feature.index_put_((first_BE, first_BE, page_BE, first_BE), feature_BEF[:, :, None])
 
@@ -52,7 +52,7 @@ def page_feature_write(
 def page_feature_case(
     generator: torch.Generator, lanes: int, page_size: int, columns: int, features: int, width: int, nodes: int = 0
 ) -> Case:
-    """Lanes of any length at any place of their pages. With ``nodes`` the tokens lie on a path over rows; the last lane is then padded."""
+    """Lanes of any length at any offset in their pages. With ``nodes`` the tokens are on a path over rows, and the last lane is padded."""
 
     def draw(low: int, high: int, *shape: int) -> Tensor:
         return torch.randint(low, high, shape, generator=generator)
@@ -67,7 +67,7 @@ def page_feature_case(
         "feature_BTF": torch.randn(lanes, nodes or width, features, generator=generator),
     }
     if not nodes:
-        # Of prompts' chunks they are columns of the message.
+        # For chunks of prompts they are columns of the message.
         case["begin_R"], case["length_B"] = torch.stack((case["begin_R"], case["length_B"]), 1).unbind(1)
         return case
     row = torch.cat((torch.randperm(lanes, generator=generator)[:-1], torch.tensor([lanes])))

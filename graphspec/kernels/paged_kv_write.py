@@ -1,4 +1,4 @@
-"""Where a logical slot lies in the paged pool, and the scatter of keys and values into it: what references of several ops share."""
+"""Location of logical slots in the paged pool, and the scatter of keys and values into it, for the references of several ops."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def locate(table_BP: Tensor, slot_BT: Tensor, valid_BT: Tensor, page_size: int) -> tuple[Tensor, Tensor]:
-    """Page and offset of logical slots; invalid ones land on the dummy page 0. int64, shape of ``slot_BT``.
+    """Page and offset of logical slots, int64, shape of ``slot_BT``; page 0, the dummy page, for invalid ones.
 
     Out-of-range slots of invalid entries are clamped before the table is read.
     """
@@ -22,8 +22,8 @@ def paged_kv_write(
 ) -> None:
     """Write the keys and values of one layer into their pages, in place.
 
-    Logical slot s of lane b lives on page ``table[b, s // page_size]`` at offset ``s % page_size``. Invalid tokens go to page 0, the dummy
-    page nobody reads; their slot may be out of range.
+    Logical slot s of lane b is on page ``table[b, s // page_size]`` at offset ``s % page_size``. Invalid tokens are written to page 0, the
+    dummy page, which is never read; their slot may be out of range.
 
     Args:
         kv_pool: ``[layers, 2, pages, page_size, G, D]``, contiguous, written in place; index 0 of dim 1 is the key.
@@ -34,5 +34,5 @@ def paged_kv_write(
     page_BT, offset_BT = locate(table_BP, slot_BT, valid_BT, kv_pool.shape[3])
     side_211 = torch.arange(2, device=kv_pool.device)[:, None, None]
     rows_2BTGD = torch.stack((key_BTGD, value_BTGD)).to(kv_pool.dtype)
-    # Scattering into the pool itself, not into a view of it: through a view, the compiler would copy the whole pool, twice per graph.
+    # Scatter into the pool itself: through a view, the compiler would copy the whole pool, twice per graph.
     kv_pool.index_put_((torch.full_like(side_211, layer), side_211, page_BT, offset_BT), rows_2BTGD)

@@ -1,4 +1,4 @@
-"""Which implementation of each op a cycle runs: chosen once, by name, before anything is built. Never falls back."""
+"""The implementations of all ops that a cycle runs: chosen once, by name, before anything is built, and without fallback."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .linear import Hidden
 
 @dataclass(frozen=True, slots=True)
 class KernelSet:
-    """One callable per op of the catalog (:data:`graphspec.kernels.OPS`); signatures stand in the op's own file.
+    """One callable per op of the catalog (:data:`graphspec.kernels.OPS`), with the signature of its reference.
 
-    A backend that serves some calls of an op by a kernel of its own is a subclass; the methods here say that there is none.
+    A backend that serves some calls of an op by other kernels is a subclass; the methods here return that there are none.
     """
 
     rope_kv_write: Callable[..., Tensor]
@@ -59,10 +59,10 @@ class KernelSet:
     def own_window(
         self, table_BP: Tensor, page_size: int, prefix_end_B: Tensor, ancestors_BTX: Tensor
     ) -> Callable[[Tensor, Tensor, int, float], Tensor] | None:
-        """``tree_attention`` of T queries over their prefix, from slot 0 on, and exactly the T slots after it, by a kernel made for that.
+        """``tree_attention`` of T queries over their prefix, from slot 0 on, and exactly the T slots after it, by a specialised kernel.
 
-        Narrower than :func:`~graphspec.kernels.tree_attention.tree_attention`: no bit from T on is set, ``prefix_end + T`` slots lie in the
-        table wherever a query is valid, and those that no query sees hold finite numbers.
+        More restricted than :func:`~graphspec.kernels.tree_attention.tree_attention`: no bit from T on is set, the table covers
+        ``prefix_end + T`` slots wherever a query is valid, and slots that no query sees have finite values.
 
         Args:
             table_BP: int32.
@@ -76,12 +76,12 @@ class KernelSet:
         return None
 
     serves_windows: ClassVar[bool] = False
-    """:meth:`own_window` may give a kernel."""
+    """Whether :meth:`own_window` may return a kernel."""
     records: ClassVar[bool] = False
-    """A program whose ops are all native becomes a tape (:mod:`graphspec.kernels.native.tape`)."""
+    """Whether a program whose ops are all native becomes a tape (:mod:`graphspec.kernels.native.tape`)."""
 
     def carry(self, hidden_BEH: Tensor, source_BK: Tensor, valid_BK: Tensor) -> Tensor:
-        """Hidden states of the rows that beams came from, zero for beams that are not valid, whatever those rows hold.
+        """Hidden states of the rows that beams came from, zero for beams that are not valid.
 
         Args:
             hidden_BEH: of the draft rows.
@@ -98,9 +98,9 @@ class KernelSet:
         return seq_len_R[lane_row_B][:, None] + 1 + depth_BN
 
     def bind_call(self, call: PreparedCall) -> BoundCall | None:
-        """``call`` by a kernel that needs a host step before each launch; None: the general op serves.
+        """``call`` by a kernel that needs a host step before each launch; None: use the general op.
 
-        Asked when a stage is built. A stage that holds a bound call declares it, see :class:`graphspec.graphs.stages.stage.Stage`.
+        Called when a stage is built. A stage with a bound call declares it, see :class:`graphspec.graphs.stages.stage.Stage`.
         """
         return None
 
@@ -112,10 +112,10 @@ class KernelSet:
         self, name: str, page_size: int, dtype: str, num_heads: int, num_kv_heads: int, head_dim: int, windows: Sequence[int | None],
         *, latent: tuple[int, int] | None,
     ) -> None:  # fmt: skip
-        """These kernels serve a model of this shape.
+        """Check that these kernels serve a model of this shape.
 
         Args:
-            name: whose shape it is, for the message.
+            name: of the network, for the message.
             page_size: tokens of a page.
             dtype: of weights and KV.
             num_heads, num_kv_heads, head_dim: query heads, key/value heads, and the width of one.

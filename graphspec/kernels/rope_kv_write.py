@@ -28,8 +28,8 @@ def rope_kv_write(
 ) -> Tensor:
     """Everything between the projections and attention: norms of query and key heads, RoPE, and the write of one layer's keys and values.
 
-    Logical slot s of lane b lives on page ``table[b, s // page_size]`` at offset ``s % page_size``. Invalid tokens go to page 0, the dummy
-    page nobody reads; their slot may be out of range.
+    Logical slot s of lane b is on page ``table[b, s // page_size]`` at offset ``s % page_size``. Invalid tokens are written to page 0, the
+    dummy page, which is never read; their slot may be out of range.
 
     Args:
         query_BTQD, key_BTGD, value_BTGD: floating point; the last dimension is contiguous, others may be views of one projection.

@@ -14,15 +14,15 @@ def sample_tokens(
     logits_BTV: Tensor, temperature_B: Tensor | None, seed_B: Tensor | None, position_BT: Tensor | None, top_k_B: Tensor | None,
     top_p_B: Tensor | None, min_p_B: Tensor | None, strict: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """``argmax(filter(logits) + T * noise)`` of every position, and whether its logits can be trusted.
+    """``argmax(filter(logits) + T * noise)`` of every position, and whether its logits are valid.
 
     Rows at temperature 0 are greedy: neither filtered nor perturbed. Others are filtered as
     :func:`~graphspec.kernels.filter_logits.filter_logits` says, then perturbed by :func:`~graphspec.kernels.noise.gumbel_noise` at
     (seed, position, token id), which draws from ``softmax(filtered / T)``. Ties go to the lowest id. Entries that are not finite count as
     -inf; a row without a finite entry gives token 0.
 
-    An implementation computes the noise where it uses it. Bits of the hash are the same everywhere; its logarithms, the ``exp`` of the
-    filters, and with them an outcome that hangs on the last bits of two keys, are the backend's.
+    An implementation computes the noise where it uses it. The bits of the hash are the same everywhere; its logarithms, the ``exp`` of the
+    filters, and with them a result that depends on the last bits of two keys, depend on the backend.
 
     Args:
         logits_BTV: float32.
@@ -30,11 +30,11 @@ def sample_tokens(
         seed_B: int64, needed with a temperature.
         position_BT: int64, the position of the token being sampled; needed with a temperature.
         top_k_B, top_p_B, min_p_B: int64, float32, float32; all or none.
-        strict: what makes a row of ``logits`` trustworthy. True: every entry is finite. False, for logits from which tokens were banned by
-            -inf: no entry is NaN or +inf, and at least one is finite.
+        strict: when a row of ``logits`` is valid. True: every entry is finite. False, for logits from which tokens were banned by -inf: no
+            entry is NaN or +inf, and at least one is finite.
 
     Returns:
-        token ``[B, T]`` int64; ``[B, T]`` bool, whether the row is as ``strict`` asks, before any filter.
+        token ``[B, T]`` int64; ``[B, T]`` bool, whether the row is valid by ``strict``, before any filter.
 
     Source: Gumbel-max, Maddison et al. 2014 (arXiv 1411.0030), section 2.
     """

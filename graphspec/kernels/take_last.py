@@ -1,4 +1,4 @@
-"""The hidden state a drafter proposes from."""
+"""The hidden state from which a drafter proposes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from .op import Case, KernelOp, Written
 def take_last(hidden_BTH: Tensor, known_B: Tensor, out_BH: Written) -> None:
     """The hidden state of the last valid entry of each lane: ``out[b] = hidden[b, known[b] - 1]``, entry 0 where nothing is valid.
 
-    In place, so that the next step reads it where the next stage does: torch.compile would copy a result to the slot once more, at the
-    end of the region.
+    It is written in place, because torch.compile would copy a result to the slot once more at the end of the region.
 
     Args:
         hidden_BTH: any floating point, contiguous.

@@ -1,4 +1,4 @@
-"""How many threads work on a CPU: native ops have a team of their own, and torch's loops around them should not take its cores."""
+"""Numbers of threads on a CPU: native ops have their own team, whose cores torch's loops around them should not take."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def team_threads() -> int:
 
 @contextmanager
 def torch_loops(threads: int) -> Iterator[None]:
-    """Inside, torch's own loops in this thread take ``threads`` threads, and native ops as many as before.
+    """A context in which torch's loops in this thread use ``threads`` threads, and native ops as many as before.
 
-    OpenMP keeps the number per thread, so other threads of the program go on as they were.
+    OpenMP keeps the number per thread, so other threads of the program are not affected.
     """
     before = torch.get_num_threads()
     token = _team.set(team_threads())

@@ -1,4 +1,4 @@
-"""Top-k with specified ties: ``torch.topk`` leaves the order of equal values open, and runs that order them differently disagree."""
+"""Top-k with specified ties: ``torch.topk`` does not specify the order of equal values, so results could differ between runs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 ARGMAX_PASSES = 16
-"""Up to this k, k argmax passes beat a full sort (and fuse into their producer when compiled)."""
+"""Largest k for which k argmax passes are used; they are faster than a full sort, and fuse into their producer when compiled."""
 
 
 def stable_topk(x_BM: Tensor, k: int) -> tuple[Tensor, Tensor]:
