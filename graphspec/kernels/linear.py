@@ -17,8 +17,8 @@ class ResidualStream(NamedTuple):
     hidden: Tensor
     """``[..., H]``."""
     squares: Tensor | None = None
-    """float32 ``[..., P]``: sums of squares of P parts of each row of ``hidden``, from which the next norm may compute its factor instead of
-    from ``hidden``. None: no product has computed them."""
+    """float32 ``[..., P]``: sums of squares of P parts of each row of ``hidden``, from which the next norm may compute its factor. None: no
+    product has computed them."""
 
 
 Hidden = Tensor | ResidualStream

@@ -36,7 +36,7 @@ def moe_route(
     ==================  =====  ======  ==========  =======  =========
 
     Experts are ranked by ``sigmoid(logits) + bias`` (arXiv 2412.19437, section 2.1.2), or by their logits, which order experts as
-    ``softmax`` does. They are in ``groups`` of equal size, consecutively; a group's score is the sum of its ``group_best`` best experts, and
+    ``softmax`` does. ``groups`` are of equal size and consecutive; a group's score is the sum of its ``group_best`` best experts, and
     only experts of the ``topk_groups`` best groups can be chosen (arXiv 2405.04434, section 2.2.2). Ties go to the lower group and the
     lower expert. The weight is the score *without* bias, divided by the sum over the chosen if ``normalize``, times ``scaling``.
 

@@ -43,8 +43,8 @@ def ngram_match(
     """Up to K continuations of earlier occurrences of the last tokens, merged into a candidate pool for ``tree_build`` (prompt lookup).
 
     An *occurrence* is a position t before the root at which at least the ``min_match`` last tokens equal those of the root. Its
-    *continuation* is the tokens after it, up to S and up to the root. Occurrences are ranked by the number of matching tokens (counted up to
-    ``max_match``), then the most recent first. Path k starts as the continuation of the best occurrence that is not a prefix of an earlier
+    *continuation* is the tokens after it, up to S and up to the root. Occurrences are ranked by the number of matching tokens, up to
+    ``max_match``, then the most recent first. Path k starts as the continuation of the best occurrence that is not a prefix of an earlier
     path; it is then extended to the longest continuation that begins with it (ties by rank), because in repetitive text the root cuts the
     most recent occurrence short. So no path is a prefix of another, and a loop fills one path instead of many.
 

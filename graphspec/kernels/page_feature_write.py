@@ -20,7 +20,7 @@ def page_feature_write(
     path_BA: Tensor | None = None,
     lane_row_B: Tensor | None = None,
 ) -> None:
-    """Store the feature of every token that fills a page, with the page. Pages that tokens ``[begin, begin + length)`` don't fill keep theirs.
+    """Store the feature of every token that fills a page. Pages that tokens ``[begin, begin + length)`` don't fill keep theirs.
 
     In place. Suppressed writes go to the dummy page 0 or nowhere.
 
