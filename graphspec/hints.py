@@ -1,9 +1,11 @@
-"""Hints for unknown keys: the closest key, or our name for an option of another engine. Standard library only."""
+"""Hints in errors: the closest key, our name for an option of another engine, how to install an extra. Standard library only."""
 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Collection
+from importlib import metadata
 
 _OURS = {
     "model": ("model_path", "model_name_or_path", "pretrained_model_name_or_path", "checkpoint"),
@@ -94,3 +96,19 @@ def hint_for(name: str, known: Collection[str], sampling: Collection[str] = ()) 
             return reason
     close = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.7)
     return f"did you mean {close[0]}?" if close else "docs/configuration.md lists them"
+
+
+def install_hint(extra: str) -> str:
+    """The command that installs the packages of an extra.
+
+    It names the packages: another project has the name graphspec on PyPI, so ``pip install graphspec[extra]`` would install that one.
+
+    Args:
+        extra: of ``pyproject.toml``, such as ``serve``.
+    """
+    try:
+        requirements = metadata.requires("graphspec") or []
+    except metadata.PackageNotFoundError:
+        requirements = []
+    wanted = [re.split(r"\s*;", line)[0] for line in requirements if re.search(rf"extra == ['\"]{extra}['\"]", line)]
+    return "pip install " + " ".join(f"'{line}'" for line in wanted) if wanted else f"install the packages of the extra {extra}"

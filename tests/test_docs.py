@@ -34,6 +34,14 @@ def test_every_command_of_the_tutorial_composes() -> None:
         load_config(*(word for word in shlex.split(words) if not word.startswith(("prompt=", "experiment=tuned"))))
 
 
+def test_nothing_is_installed_by_the_name_that_another_project_has() -> None:
+    """On PyPI ``graphspec`` is not this package."""
+    texts = [*PAGES, *(ROOT / "examples").rglob("*.md"), *(ROOT / "graphspec").rglob("*.py"), ROOT / "docs" / "serving" / "Dockerfile"]
+    assert [path.name for path in texts if re.search(r"pip install [^\n]*\bgraphspec\[", path.read_text(encoding="utf-8"))] == ["hints.py"]
+    for project in (ROOT / "examples").rglob("pyproject.toml"):
+        assert re.search(r'dependencies = \["graphspec(\[\w+\])?<1"\]', project.read_text(encoding="utf-8")), project
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_links_and_named_files_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")

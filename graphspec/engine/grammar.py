@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..checks import brief
 from ..errors import CheckpointError, RequestError
+from ..hints import install_hint
 from ..plan import Plan
 from ..shapes import MASK_BITS
 from .request import SamplingParams
@@ -206,7 +207,7 @@ class Grammars:
         try:
             from xgrammar import GrammarCompiler, TokenizerInfo
         except ImportError as error:
-            raise RequestError(KEY, "the package xgrammar", "no such package", "pip install 'graphspec[grammar]'") from error
+            raise RequestError(KEY, "the package xgrammar", "no such package", install_hint("grammar")) from error
         try:
             hf = tokenizer().hf
         except CheckpointError as error:

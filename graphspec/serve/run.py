@@ -11,6 +11,7 @@ from ..command_options import LaunchConfig
 from ..engine.async_llm import AsyncLLM
 from ..engine.llm import LLM
 from ..errors import ConfigError
+from ..hints import install_hint
 from ..paths import user_path
 from ..show.progress import progress_bars
 
@@ -55,7 +56,7 @@ def check_packages() -> None:
     """
     missing = [name for name in PACKAGES if find_spec(name) is None]
     if missing:
-        raise ConfigError("graphspec serve", "the packages of its extra", f"no {', '.join(missing)}", "pip install 'graphspec[serve]'")
+        raise ConfigError("graphspec serve", "the packages of its extra", f"no {', '.join(missing)}", install_hint("serve"))
 
 
 def read_keys(config: LaunchConfig) -> Keys:

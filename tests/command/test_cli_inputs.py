@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import subprocess
 import sys
+from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,6 +17,7 @@ from graphspec import cli
 from graphspec.compose import load_config
 from graphspec.engine.llm import LLM
 from graphspec.errors import ConfigError
+from graphspec.hints import install_hint
 from graphspec.paths import check_writable, read_text, user_path
 from tests.support.engines import SMALL, add_tokenizer, ids, mirror_pair
 
@@ -227,6 +230,17 @@ def test_a_line_ends_where_json_says(target: Path, tmp_path: Path, capsys: Any) 
 def test_overrides_stand_on_both_sides_of_a_flag(target: Path, capsys: Any) -> None:
     code, out, _ = run(target, capsys, "prompt=w1", "--multirun", "sampling.seed=1,2")
     assert code == 0 and len(out.splitlines()) == 2
+
+
+def test_an_extra_is_installed_by_the_packages_it_brings(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert re.fullmatch(r"pip install 'starlette\S+' 'uvicorn\S+' 'prometheus-client\S+'", install_hint("serve"))
+    assert re.fullmatch(r"pip install 'xgrammar\S+'", install_hint("grammar"))
+
+    def without_metadata(_: str) -> None:
+        raise metadata.PackageNotFoundError
+
+    monkeypatch.setattr(metadata, "requires", without_metadata)
+    assert install_hint("serve") == "install the packages of the extra serve"
 
 
 def test_a_bug_in_a_sweep_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

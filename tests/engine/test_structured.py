@@ -413,5 +413,5 @@ def test_what_can_not_end_is_refused(plain: LLM) -> None:
 
 def test_a_missing_package_is_named(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "xgrammar", None)
-    with pytest.raises(RequestError, match=r"expected the package xgrammar, found no such package \(pip install 'graphspec\[grammar\]'\)"):
+    with pytest.raises(RequestError, match=r"expected the package xgrammar, found no such package \(pip install 'xgrammar"):
         Grammars(plain.plan).grammar(SamplingParams(structured=NESTED), (END,), lambda: plain.tokenizer)

@@ -182,7 +182,7 @@ def test_supported_versions(found: str, supported: bool, monkeypatch: pytest.Mon
         return
     with pytest.raises(ConfigError) as error:
         select_kernels("fused", "flashinfer", "cuda", dtype="bfloat16")
-    assert all(word in str(error.value) for word in ("kernels.attention", version.SUPPORTED, found, "pip install graphspec[cuda]"))
+    assert all(word in str(error.value) for word in ("kernels.attention", version.SUPPORTED, found, "pip install 'flashinfer-python"))
 
 
 def test_missing(monkeypatch: pytest.MonkeyPatch) -> None:

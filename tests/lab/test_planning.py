@@ -21,7 +21,7 @@ from graphspec.errors import GraphspecError
 from graphspec.facts import read_model_facts
 from graphspec.lab.floor import FloorModel, Hardware
 from graphspec.lab.measure import machine
-from graphspec.lab.predict.acceptance import SIBLING, Acceptance, conditional
+from graphspec.lab.predict.acceptance import SIBLING, Acceptance, conditional, fit_sibling
 from graphspec.lab.predict.advice import Efficiency, Ranked, candidate_shapes, crossover, free_width, predict, rank_shapes
 from graphspec.lab.predict.command import run
 from graphspec.lab.predict.from_results import acceptance_of, calibrate, context_of, fit_stage, predictions, read_measured, timed
@@ -92,14 +92,16 @@ def test_the_tree_model_is_near_the_demo_drafts() -> None:
     """What ``docs/choosing.md`` says of it: from the chain's shares, trees within 8 % of what ``make acceptance`` measured."""
     file = max((ROOT / "perf" / "results").glob("*-acceptance.jsonl"))
     rows = [row for row in map(json.loads, file.read_text().splitlines()) if row.get("label") in ("chain", "tree")]
-    compared = 0
+    fitted = []
     for chain in (row for row in rows if row["label"] == "chain"):
         model = Acceptance(conditional(chain["accepted_per_position"]), sibling=SIBLING)
         same = [row for row in rows if all(row[key] == chain[key] for key in ("variant", "temperature", "draft_noise"))]
         for tree in (row for row in same if row["label"] == "tree"):
             assert model.estimate(CycleShape(*tree["shape"])) == pytest.approx(tree["acceptance_length"], rel=0.08)
-            compared += 1
-    assert compared >= 12
+            fitted.append(fit_sibling(model.shares, {CycleShape(*tree["shape"]): tree["acceptance_length"]}))
+    assert len(fitted) >= 12
+    said = re.search(r"g lies between ([\d.]+) and ([\d.]+)\.", (ROOT / "docs" / "choosing.md").read_text(encoding="utf-8"))
+    assert said is not None and [float(g) for g in said.groups()] == [min(fitted), max(fitted)]
 
 
 # Advice on constructed hardware

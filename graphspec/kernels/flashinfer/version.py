@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from importlib import metadata
 
 from ...errors import ConfigError
+from ...hints import install_hint
 
 DISTRIBUTION = "flashinfer-python"
 LEAST, BELOW = "0.6.18", "0.8"
@@ -61,7 +62,7 @@ def check_version() -> None:
     found = installed()
     if found is None or not is_supported(found):
         what = "not installed" if found is None else found
-        raise ConfigError("kernels.attention", f"{DISTRIBUTION} {SUPPORTED} for 'flashinfer'", what, "pip install graphspec[cuda]")
+        raise ConfigError("kernels.attention", f"{DISTRIBUTION} {SUPPORTED} for 'flashinfer'", what, install_hint("cuda"))
 
 
 def check_capability(capability: tuple[int, int]) -> None:

@@ -20,6 +20,7 @@ from markupsafe import Markup
 
 from ...command_options import LaunchConfig
 from ...errors import ConfigError
+from ...hints import install_hint
 from ...paths import check_writable, make_folder, unwritable
 from ..measure.results import LATENCIES, Line, Results, SideRecord, model, read_results, unique
 from . import tables
@@ -64,7 +65,7 @@ def plotly_script() -> str:
     try:
         file = resources.files("plotly") / "package_data" / PLOTLY
     except ModuleNotFoundError:
-        raise ConfigError("graphspec report", "the package plotly", "no such package", "pip install 'graphspec[report]'") from None
+        raise ConfigError("graphspec report", "the package plotly", "no such package", install_hint("report")) from None
     return file.read_text(encoding="utf-8")
 
 
