@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 
 from graphspec import load_config
+from graphspec.cli import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
+FOLDERS = ("docs", "examples", "recipes", "perf")
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))])
 
 
 def test_generated_pages_are_current() -> None:
@@ -27,16 +29,35 @@ def test_pictures_are_current() -> None:
         assert (ROOT / "docs" / "images" / name).read_text(encoding="utf-8") == svg, "run python docs/pictures.py"
 
 
-def test_every_command_of_the_tutorial_composes() -> None:
-    lines = re.findall(r"^graphspec (\w+) (.+)$", (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8"), re.MULTILINE)
-    assert {command for command, _ in lines} == {"generate", "train", "plan", "profile", "tune"}
-    for _, words in lines:
-        load_config(*(word for word in shlex.split(words) if not word.startswith(("prompt=", "experiment=tuned"))))
+def commands(page: Path) -> list[str]:
+    """Every ``graphspec COMMAND ...`` of a page, from its code blocks and between backticks."""
+    text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+    blocks = re.findall(r"^```[a-z]*\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    lines = [line for block in blocks for line in block.splitlines() if line.startswith("graphspec ")]
+    return lines + re.findall(r"`(graphspec [a-z]+ [^`]*)`", text)
+
+
+def overrides(line: str) -> tuple[str, list[str]]:
+    """A line's command and the words that make its configuration; of a sweep the first case."""
+    command, *words = shlex.split(line, comments=True)[1:]
+    sweep = "--multirun" in words
+    skipped = ("-", "hydra.", "hydra/", "prompt=", "experiment=tuned")
+    kept = [word for word in words if "=" in word and not word.startswith(skipped) and "..." not in word]
+    return command, [word.split(",")[0] if sweep and "[" not in word else word for word in kept]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if commands(page) and ROOT / "examples" not in page.parents], ids=lambda p: p.name)
+def test_every_command_of_the_pages_composes(page: Path) -> None:
+    for line in commands(page):
+        command, words = overrides(line)
+        assert command in COMMANDS, line
+        if not COMMANDS[command].raw_arguments:
+            load_config(*words)
 
 
 def test_nothing_is_installed_by_the_name_that_another_project_has() -> None:
     """On PyPI ``graphspec`` is not this package."""
-    texts = [*PAGES, *(ROOT / "examples").rglob("*.md"), *(ROOT / "graphspec").rglob("*.py"), ROOT / "docs" / "serving" / "Dockerfile"]
+    texts = [*PAGES, *(ROOT / "graphspec").rglob("*.py"), ROOT / "docs" / "serving" / "Dockerfile"]
     assert [path.name for path in texts if re.search(r"pip install [^\n]*\bgraphspec\[", path.read_text(encoding="utf-8"))] == ["hints.py"]
     for project in (ROOT / "examples").rglob("pyproject.toml"):
         assert re.search(r'dependencies = \["graphspec(\[\w+\])?<1"\]', project.read_text(encoding="utf-8")), project
