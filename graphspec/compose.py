@@ -29,6 +29,7 @@ from .catalog import VARIANTS, all_variants
 from .checks import cut, spell_type
 from .command_options import LaunchConfig
 from .errors import ConfigError
+from .hints import hint_for_path
 from .paths import read_text
 
 CONFIG_MODULE = "graphspec.conf"
@@ -265,7 +266,7 @@ def explain(error: Exception, words: Sequence[str]) -> ConfigError:
         return ConfigError(full_key, _spell(hints[leaf]), found)
     known = sorted(hints)
     expected = "a key of the configuration" + (f", one of {', '.join(known)}" if known else "")
-    return ConfigError(full_key, expected, found, _closest(leaf, known))
+    return ConfigError(full_key, expected, found, hint_for_path(full_key, _all_keys(LaunchConfig)))
 
 
 @contextmanager
@@ -298,6 +299,16 @@ def _schema_of(dotted: str) -> type | None:
             return None
         schema = found
     return schema if fields(schema) else None
+
+
+def _all_keys(schema: type, group: str = "") -> list[str]:
+    """Every key of the configuration with its group; groups themselves are keys too."""
+    keys = []
+    for name, annotation in typing.get_type_hints(schema).items():
+        keys.append(group + name)
+        if isinstance(annotation, type) and is_dataclass(annotation):
+            keys += _all_keys(annotation, f"{group}{name}.")
+    return keys
 
 
 def _spell(annotation: object) -> str:

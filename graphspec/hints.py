@@ -31,7 +31,7 @@ _OURS = {
         "speculative_config", "speculative_model", "speculative_algorithm", "speculative_draft_model_path", "assistant_model",
     ),
     'variant="ngram"': ("prompt_lookup_num_tokens",),
-    "num_steps": ("speculative_num_steps", "num_speculative_tokens"),
+    "num_steps": ("speculative_num_steps", "num_speculative_tokens", "num_assistant_tokens"),
     "topk": ("speculative_eagle_topk",),
     "num_draft_tokens": ("speculative_num_draft_tokens",),
     "token_map": ("speculative_token_map",),
@@ -96,6 +96,43 @@ def hint_for(name: str, known: Collection[str], sampling: Collection[str] = ()) 
             return reason
     close = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.7)
     return f"did you mean {close[0]}?" if close else "docs/configuration.md lists them"
+
+
+def hint_for_path(path: str, known: Collection[str]) -> str:
+    """A hint for an unknown key of the command line, where keys stand in groups; empty where nothing is near.
+
+    Args:
+        path: the key with its group, such as ``sampling.temprature``, or without one, such as ``max_tokens``.
+        known: keys that exist, each with its group.
+    """
+    group, _, leaf = path.rpartition(".")
+    siblings = [key.rpartition(".")[2] for key in known if key.rpartition(".")[0] == group]
+    near = difflib.get_close_matches(leaf, siblings, n=1)
+    elsewhere = sorted(key for key in known if key.rpartition(".")[2] == leaf)
+    if elsewhere and not (group and near):
+        return f"did you mean {' or '.join(elsewhere)}?"
+    for field, theirs in _PER_REQUEST.items():
+        if leaf in theirs and f"sampling.{field}" in known:
+            return f"here it is sampling.{field}"
+    for ours, theirs in _OURS.items():
+        if leaf in theirs:
+            return f"here it is {_with_group(ours, known)}"
+    for reason, theirs in _ABSENT.items():
+        if leaf in theirs:
+            return reason
+    if near:
+        return f"did you mean {near[0]}?"
+    close = difflib.get_close_matches(leaf, {key.rpartition(".")[2] for key in known}, n=1, cutoff=0.8)
+    return hint_for_path(close[0], known) if close else ""
+
+
+def _with_group(ours: str, known: Collection[str]) -> str:
+    """An entry of :data:`_OURS` as the command line spells it."""
+    leaf = re.split(r"\W", ours)[0]
+    path = next((key for key in known if key.rpartition(".")[2] == leaf and "." in key), None)
+    if path is not None:
+        return path + ours.removeprefix(leaf)
+    return "model.path" if ours == "model" else ours.replace('"', "").replace("draft=", "variant.draft=")
 
 
 def install_hint(extra: str) -> str:
