@@ -6,6 +6,7 @@ answer is the value in its plain Python type, or an error of the given class tha
 
 from __future__ import annotations
 
+import difflib
 import functools
 import operator
 import os
@@ -171,7 +172,13 @@ def one_of(key: str, value: str, allowed: Collection[str]) -> None:
         ConfigError: ``value`` is none of ``allowed``.
     """
     if value not in allowed:
-        raise ConfigError(key, "one of " + ", ".join(allowed), brief(value))
+        raise ConfigError(key, "one of " + ", ".join(allowed), brief(value), closest(value, allowed))
+
+
+def closest(word: str, known: Collection[str]) -> str:
+    """A hint with the word of ``known`` that is nearest to ``word``; empty where none is near."""
+    matches = difflib.get_close_matches(word, known, n=1)
+    return f"did you mean {matches[0]}?" if matches else ""
 
 
 def ascending(key: str, sizes: Sequence[int], least: int, most: int, *, empty: bool = False) -> None:

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .checks import cut
+from .checks import closest, cut
 from .errors import ConfigError, GraphspecError
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def _dispatch(words: list[str]) -> int:
         return 0
     name, rest = (words[0], words[1:]) if not words[0].startswith("-") else ("generate", words)
     if name not in COMMANDS:
-        raise ConfigError("command", "one of " + ", ".join(COMMANDS), repr(name), "graphspec --help")
+        raise ConfigError("command", "one of " + ", ".join(COMMANDS), repr(name), closest(name, list(COMMANDS)) or "graphspec --help")
     if "-h" in rest or "--help" in rest:
         print(_command_help(name))
         return 0

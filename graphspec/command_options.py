@@ -253,6 +253,8 @@ class LaunchConfig(Config):
         rows, batch = self.profile.structured_rows, self.workload.batch
         check("profile.structured_rows", rows in range(batch), f"fewer than workload.batch = {batch}, so that other rows are left", rows)
         check("url", "openai" not in self.baseline or self.url is not None, "the server's address with baseline=openai", None)
+        named = self.url is None or self.url.startswith(("http://", "https://"))
+        check("url", named, "an address such as http://localhost:8000/v1", repr(self.url))
 
     def with_shape(self, shape: Sequence[int]) -> LaunchConfig:
         """The same with this (S, K, N)."""

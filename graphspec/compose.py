@@ -5,9 +5,9 @@ Besides :mod:`graphspec.cli` the only module that imports Hydra. No lower layer 
 
 from __future__ import annotations
 
-import difflib
 import io
 import json
+import re
 import typing
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -26,7 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
 from .catalog import VARIANTS, all_variants
-from .checks import cut, spell_type
+from .checks import closest, cut, spell_type
 from .command_options import LaunchConfig
 from .errors import ConfigError
 from .hints import hint_for_path
@@ -92,13 +92,15 @@ def to_launch_config(composed: DictConfig, prompts: Sequence[str] = ()) -> Launc
 
 
 def check_words(words: Sequence[str]) -> None:
-    """Refuse interpolations in arguments; :func:`refuse_interpolations` does it for files.
+    """Refuse words that set nothing, and interpolations in arguments; :func:`refuse_interpolations` refuses those in files.
 
     Raises:
-        ConfigError: ``${...}`` in an override; names its key.
+        ConfigError: a word without ``=``, or ``${...}`` in an override; names its key.
     """
     for word in words:
-        key, _, value = word.partition("=")
+        key, equals, value = word.partition("=")
+        if not equals and not word.startswith(("-", "~")):
+            raise ConfigError("arguments", "overrides such as sampling.max_tokens=64", repr(cut(word)), "a prompt is prompt=TEXT")
         if "${" in word:
             raise ConfigError(cut(key), NO_INTERPOLATION, cut(value))
 
@@ -146,7 +148,12 @@ def sort_words(words: Sequence[str]) -> list[str]:
     """
 
     def refuse(message: str) -> NoReturn:
-        raise ConfigError("flags", "those that graphspec --hydra-help lists", cut(message))
+        flag = re.search(r"--([\w-]+)", message)
+        key = flag[1].replace("-", "_") if flag else ""
+        known = _all_keys(LaunchConfig)
+        near = f"did you mean {key}=?" if key in known else hint_for_path(key, known)
+        hint = f"options are words without dashes, KEY=VALUE{near and ': '}{near}" if flag else ""
+        raise ConfigError("flags", "those that graphspec --hydra-help lists", cut(message), hint)
 
     parser = get_args_parser()
     parser.error = refuse  # type: ignore[method-assign]
@@ -243,8 +250,16 @@ def explain(error: Exception, words: Sequence[str]) -> ConfigError:
     group, _, choice = str(getattr(error, "missing_cfg_file", None) or "").partition("/")
     if group in config_groups():
         choices = config_groups()[group]
-        hint = "a folder goes into model.path=/the/folder" if group == "model" else _closest(choice, choices)
+        hint = "a folder goes into model.path=/the/folder" if group == "model" else _one_choice(choice) or closest(choice, choices)
         return ConfigError(group, "one of " + ", ".join(choices), repr(choice.removesuffix(".yaml")), hint)
+    if str(error).startswith("Ambiguous value for argument"):
+        word = next((word for word in words if f"'{word}'" in str(error)), "")
+        key, _, value = word.partition("=")
+        return ConfigError(key, "one value", cut(value), _one_choice(value))
+    launcher = re.search(r"Could not find 'hydra/launcher/(\w+)'", str(error))
+    if launcher is not None:
+        package = f"hydra-{launcher[1].split('_')[0]}-launcher"
+        return ConfigError("hydra/launcher", "one that is installed", repr(launcher[1]), f"pip install {package}")
     full_key = next((key for key in (getattr(e, "full_key", None) for e in _chain(error)) if key), None)
     if full_key is None:
         for group, value in (word.split("=", 1) for word in words if "=" in word):
@@ -301,6 +316,10 @@ def _schema_of(dotted: str) -> type | None:
     return schema if fields(schema) else None
 
 
+def _one_choice(text: str) -> str:
+    return "several values are a sweep: add --multirun; a list is [a,b]" if "," in text else ""
+
+
 def _all_keys(schema: type, group: str = "") -> list[str]:
     """Every key of the configuration with its group; groups themselves are keys too."""
     keys = []
@@ -315,11 +334,6 @@ def _spell(annotation: object) -> str:
     if isinstance(annotation, type) and is_dataclass(annotation):
         return "one of its keys (" + ", ".join(f.name for f in fields(annotation)) + ") or a choice of the group"
     return spell_type(annotation)
-
-
-def _closest(word: str, known: Sequence[str]) -> str:
-    matches = difflib.get_close_matches(word, known, n=1)
-    return f"did you mean {matches[0]}?" if matches else ""
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

@@ -122,7 +122,7 @@ def hint_for_path(path: str, known: Collection[str]) -> str:
             return reason
     if near:
         return f"did you mean {near[0]}?"
-    close = difflib.get_close_matches(leaf, {key.rpartition(".")[2] for key in known}, n=1, cutoff=0.8)
+    close = difflib.get_close_matches(leaf, {key.rpartition(".")[2] for key in known}, n=1, cutoff=0.85)
     return hint_for_path(close[0], known) if close else ""
 
 

@@ -214,7 +214,8 @@ def resolve_shape(variant: Variant, config: VariantConfig, family: Family, heads
     unset = all(value is None for value in given.values())
     if not variant.speculates:
         if config.num_steps or config.num_draft_tokens not in (None, 1):
-            raise ConfigError("variant.num_steps", f"nothing to draft with variant {variant.name!r}", given)
+            key = "num_steps" if config.num_steps else "num_draft_tokens"
+            raise ConfigError(f"variant.{key}", f"null with variant={variant.name}, which drafts nothing", given[key])
         return PLAIN
     if config.tree_choices is not None:
         if variant.drafter != "network" or variant.auto_shape.pool != "beams" or heads > 1:

@@ -84,7 +84,8 @@ class CycleShape:
         if self.is_chain and self.num_draft_tokens != self.num_steps + 1:
             raise ConfigError("num_draft_tokens", f"num_steps + 1 = {self.num_steps + 1} when topk is 1", self.num_draft_tokens)
         if self.window_width > MAX_WINDOW:
-            raise ConfigError("num_draft_tokens", f"a window of at most {MAX_WINDOW} slots", f"{self.window_width} slots for {self}")
+            found = f"{self.window_width} slots for num_steps={self.num_steps}, topk={self.topk}, num_draft_tokens={self.num_draft_tokens}"
+            raise ConfigError("num_steps, topk, num_draft_tokens", f"beams and nodes in a window of at most {MAX_WINDOW} slots", found)
 
     def shortened(self, depth: int) -> CycleShape:
         """The same drafter stopped at ``depth``, with as many nodes as that can fill. Its buffers fit into those of this shape."""

@@ -7,6 +7,7 @@ the package and not made again.
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 
@@ -32,10 +33,13 @@ def prompts() -> list[dict[str, str]]:
 
 def main() -> None:
     """Write the file."""
+    parser = argparse.ArgumentParser(prog="python -m recipes.held_out", description="Cut the prompts of graphspec profile.")
+    parser.add_argument("--out", type=Path, default=TARGET, help="the file; default: the package's own")
+    target: Path = parser.parse_args().out
     rows = prompts()
-    TARGET.parent.mkdir(parents=True, exist_ok=True)
-    TARGET.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    print(f"{len(rows)} prompts written to {TARGET}")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    print(f"{len(rows)} prompts written to {target}")
 
 
 if __name__ == "__main__":

@@ -167,7 +167,8 @@ def test_plain_decoding_takes_no_shape() -> None:
         return resolve_shape(resolve_variant("none"), VariantConfig(name="none", **values), LLAMA)
 
     assert resolve(num_steps=0, topk=1, num_draft_tokens=1) == PLAIN
-    refused("variant.num_steps", "nothing to draft", {"num_steps": 3, "topk": None, "num_draft_tokens": None}, lambda: resolve(num_steps=3))
+    refused("variant.num_steps", "null with variant=none", 3, lambda: resolve(num_steps=3))
+    refused("variant.num_draft_tokens", "null with variant=none", 4, lambda: resolve(num_draft_tokens=4))
     refused("variant.num_steps", "at least 1", 0, lambda: plan(shape=(0, 2, 1)))
 
 

@@ -127,7 +127,7 @@ def resolve(key: str, choice: str, mode: str, device: str, dtype: str) -> str:
     if choice == "native" and dtype != "float32":
         raise ConfigError(key, f"reference or auto in {dtype}", "'native', which is float32 only")
     if choice == "flashinfer" and on_cpu:
-        raise ConfigError(key, f"reference or auto on {device}", "'flashinfer', which needs a CUDA device")
+        raise ConfigError(key, f"reference, native or auto on {device}", "'flashinfer', which needs a CUDA device")
     if choice in ("fused", "flashinfer") and mode != "fused":
         raise ConfigError(key, f"reference or auto with kernels.mode={mode}", repr(choice), "kernels.mode=fused")
     if choice == "auto":

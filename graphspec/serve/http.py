@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import signal
 import socket
 import threading
@@ -38,7 +39,10 @@ def bind(options: ServerConfig) -> socket.socket:
             found.close()
             raise
     except OSError as error:
-        raise ConfigError("server.port", f"a free port at {options.host}", f"{options.port}: {error.strerror or error}") from error
+        why = error.strerror or str(error)
+        if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+            raise ConfigError("server.host", "an address of this machine", f"{options.host}: {why}") from error
+        raise ConfigError("server.port", f"a free port at {options.host}", f"{options.port}: {why}") from error
     return found
 
 

@@ -14,6 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from ..checks import brief
 from ..errors import ConfigError
+from ..paths import reason
 from .errors import ApiError, busy
 
 Result = TypeVar("Result")
@@ -72,7 +73,7 @@ class Keys:
         try:
             keys = [line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError("server.api_key_file", "a file of keys, one per line", f"{file}: {type(error).__name__}") from error
+            raise ConfigError("server.api_key_file", "a file of keys, one per line", f"{file}: {reason(error)}") from error
         if not keys:
             raise ConfigError("server.api_key_file", "at least one key", f"none in {file}")
         return cls(keys)

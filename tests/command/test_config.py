@@ -116,10 +116,13 @@ BAD = {
     "left=sideways": ("left", "eager", "'sideways'"),
     "prompt=[a, b]": ("prompt", "JSON list of strings", "[a, b]"),
     "prompt=[]": ("prompt", "JSON list of strings", "[]"),
-    "sampling.max_tokens=1,2": ("sampling.max_tokens", "Ambiguous"),
+    "sampling.max_tokens=1,2": ("sampling.max_tokens", "one value", "1,2", "add --multirun"),
     "+sampling.top_p=1": ("+sampling.top_p=1", "without +"),
     "~variant": ("~variant", "without +"),
-    "sampling": ("sampling", "an override such as"),
+    "sampling": ("arguments", "overrides such as sampling.max_tokens=64", "'sampling'", "a prompt is prompt=TEXT"),
+    "variant=eagle3,mtp": ("variant", "'eagle3,mtp'", "add --multirun"),
+    "hardware.dtype=fp16": ("hardware.dtype", "float16", "'fp16'", "did you mean float16?"),
+    "url=localhost:8000": ("url", "an address such as http://localhost:8000/v1", "'localhost:8000'"),
     "sampling.seed=${oc.env:NO_SUCH}": ("sampling.seed",),
 }
 

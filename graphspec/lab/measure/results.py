@@ -216,7 +216,7 @@ def read_lines(file: Path) -> Iterator[Line]:
         try:
             record = json.loads(text.decode("utf-8"), parse_constant=_refuse, parse_float=_finite)
         except (ValueError, RecursionError) as error:
-            raise ConfigError(place, "a JSON object on one line", f"{text[:60]!r}: {error}") from None
+            raise ConfigError(place, "a JSON object on one line", f"{brief(text.decode('utf-8', 'replace'))}: {error}") from None
         if not isinstance(record, dict):
             raise ConfigError(place, "a JSON object on one line", repr(record)[:60])
         if record.get("kind") == "provenance":
