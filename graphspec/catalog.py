@@ -13,6 +13,7 @@ from importlib.metadata import entry_points
 from operator import attrgetter
 from typing import Any, Literal, Protocol, TypeVar
 
+from .checks import closest
 from .errors import ConfigError
 from .shapes import PLAIN, CycleShape
 
@@ -158,7 +159,7 @@ def resolve_variant(name: str) -> Variant:
     for variant in variants:
         if variant.name == name:
             return variant
-    raise ConfigError("variant", "one of " + ", ".join(v.name for v in variants), repr(name))
+    raise ConfigError("variant", "one of " + ", ".join(v.name for v in variants), repr(name), closest(name, [v.name for v in variants]))
 
 
 def load_object(path: str) -> Any:

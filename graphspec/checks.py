@@ -32,6 +32,8 @@ LONGEST_FIELD = 65536
 MOST_SIZES = 1024
 """Most entries of a list of sizes."""
 
+_SYNONYMS = {"gpu": "cuda", "half": "float16", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
+"""Words that other programs have for a choice of ours."""
 _SINGULAR = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
 _PLURAL = {int: "integers", float: "numbers", bool: "truth values", str: "texts"}
 
@@ -172,7 +174,7 @@ def one_of(key: str, value: str, allowed: Collection[str]) -> None:
         ConfigError: ``value`` is none of ``allowed``.
     """
     if value not in allowed:
-        raise ConfigError(key, "one of " + ", ".join(allowed), brief(value), closest(value, allowed))
+        raise ConfigError(key, "one of " + ", ".join(allowed), brief(value), closest(_SYNONYMS.get(value, value), allowed))
 
 
 def closest(word: str, known: Collection[str]) -> str:

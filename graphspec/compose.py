@@ -26,7 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
 from .catalog import VARIANTS, all_variants
-from .checks import closest, cut, spell_type
+from .checks import closest, cut, spell_type, typed
 from .command_options import LaunchConfig
 from .errors import ConfigError
 from .hints import hint_for_path
@@ -53,8 +53,12 @@ def load_config(*overrides: str) -> LaunchConfig:
     Raises:
         ConfigError: an unknown key, a value of the wrong type or out of range, a group choice that does not exist.
     """
+    for word in overrides:
+        if not isinstance(word, str):
+            raise ConfigError("overrides", "texts such as 'runtime=eager'", typed(word))
     prompts, words = split_prompts(overrides)
     words = take_experiment_file(words)
+    refuse_bare_words(words)
     check_words(words)
     for word in words:
         if word.startswith(("+", "~")):
@@ -92,15 +96,13 @@ def to_launch_config(composed: DictConfig, prompts: Sequence[str] = ()) -> Launc
 
 
 def check_words(words: Sequence[str]) -> None:
-    """Refuse words that set nothing, and interpolations in arguments; :func:`refuse_interpolations` refuses those in files.
+    """Refuse interpolations in arguments; :func:`refuse_interpolations` does it for files.
 
     Raises:
-        ConfigError: a word without ``=``, or ``${...}`` in an override; names its key.
+        ConfigError: ``${...}`` in an override; names its key.
     """
     for word in words:
-        key, equals, value = word.partition("=")
-        if not equals and not word.startswith(("-", "~")):
-            raise ConfigError("arguments", "overrides such as sampling.max_tokens=64", repr(cut(word)), "a prompt is prompt=TEXT")
+        key, _, value = word.partition("=")
         if "${" in word:
             raise ConfigError(cut(key), NO_INTERPOLATION, cut(value))
 
@@ -144,7 +146,7 @@ def sort_words(words: Sequence[str]) -> list[str]:
     """Overrides first, then Hydra's flags with their values, since Hydra accepts overrides in one place only.
 
     Raises:
-        ConfigError: a flag that Hydra does not have, which it would end the process for.
+        ConfigError: a flag that Hydra does not have, which it would end the process for, or a word that is no override.
     """
 
     def refuse(message: str) -> NoReturn:
@@ -158,7 +160,19 @@ def sort_words(words: Sequence[str]) -> list[str]:
     parser = get_args_parser()
     parser.error = refuse  # type: ignore[method-assign]
     overrides = parser.parse_intermixed_args(list(words)).overrides
+    refuse_bare_words(overrides)
     return [*overrides, *(word for word in words if word not in overrides)]
+
+
+def refuse_bare_words(overrides: Sequence[str]) -> None:
+    """Refuse words that set nothing, such as a prompt without ``prompt=``.
+
+    Raises:
+        ConfigError: a word without ``=``.
+    """
+    for word in overrides:
+        if "=" not in word and not word.startswith("~"):
+            raise ConfigError("arguments", "overrides such as sampling.max_tokens=64", repr(cut(word)), "a prompt is prompt=TEXT")
 
 
 def split_prompts(words: Sequence[str]) -> tuple[list[str], list[str]]:

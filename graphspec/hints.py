@@ -94,7 +94,9 @@ def hint_for(name: str, known: Collection[str], sampling: Collection[str] = ()) 
     for reason, theirs in _ABSENT.items():
         if name in theirs:
             return reason
-    close = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.7)
+    close = difflib.get_close_matches(name, sorted({*known, *sampling}), n=1, cutoff=0.7)
+    if close and close[0] not in known:
+        return f"did you mean SamplingParams({close[0]}=...), which each request has of its own?"
     return f"did you mean {close[0]}?" if close else "docs/configuration.md lists them"
 
 

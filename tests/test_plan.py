@@ -177,6 +177,8 @@ def test_too_many_nodes_and_unknown_variant() -> None:
     refused(
         "variant", "one of none, eagle, eagle3, p_eagle, dflash, standalone, mtp, ngram, ngram_trie", "'medusa'", lambda: plan("medusa")
     )
+    with pytest.raises(ConfigError, match=r"found 'eagle33' \(did you mean eagle3\?\)"):
+        resolve_variant("eagle33")
 
 
 @pytest.mark.parametrize(

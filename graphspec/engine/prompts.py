@@ -128,7 +128,8 @@ def _unwrap(prompt: Mapping[object, object]) -> object:
         return ids
     others = [brief(key) for key in items if key not in ("prompt", "prompt_token_ids")]
     found = "both" if not others and items else "other keys: " + ", ".join(others) if others else "no key"
-    raise RequestError("prompt", "a mapping with 'prompt' or 'prompt_token_ids' and nothing else (text only)", found)
+    hint = "messages go to LLM.chat" if "role" in items or "messages" in items else ""
+    raise RequestError("prompt", "a mapping with 'prompt' or 'prompt_token_ids' and nothing else (text only)", found, hint)
 
 
 def read_params(params: object, count: int) -> list[SamplingParams]:

@@ -34,7 +34,7 @@ def run(config: LaunchConfig) -> int:
 
     options, keys = config.server, read_keys(config)
     with bind(options) as sock:
-        with progress_bars() as progress:
+        with progress_bars(lines=True) as progress:
             api = load_api(config, keys, progress)
         with api.llm.llm:
             host, port = sock.getsockname()[:2]

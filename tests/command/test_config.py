@@ -120,7 +120,7 @@ BAD = {
     "+sampling.top_p=1": ("+sampling.top_p=1", "without +"),
     "~variant": ("~variant", "without +"),
     "sampling": ("arguments", "overrides such as sampling.max_tokens=64", "'sampling'", "a prompt is prompt=TEXT"),
-    "variant=eagle3,mtp": ("variant", "'eagle3,mtp'", "add --multirun"),
+    "variant=eagle3,mtp": ("variant", "one value", "eagle3,mtp", "add --multirun"),
     "hardware.dtype=fp16": ("hardware.dtype", "float16", "'fp16'", "did you mean float16?"),
     "url=localhost:8000": ("url", "an address such as http://localhost:8000/v1", "'localhost:8000'"),
     "sampling.seed=${oc.env:NO_SUCH}": ("sampling.seed",),
@@ -136,6 +136,11 @@ def test_bad_words_name_key_expected_and_found(word):
     for part in parts:
         assert part in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_overrides_are_texts():
+    with pytest.raises(ConfigError, match=r"overrides: expected texts such as 'runtime=eager', found {'variant': 'none'} \(dict\)"):
+        load_config({"variant": "none"})
 
 
 def test_prompt_and_prompt_file_exclude_each_other():

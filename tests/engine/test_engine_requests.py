@@ -306,6 +306,9 @@ def test_keys_of_other_engines_are_explained(pair: Pair) -> None:
         ({"seed": 3}, r"each request has its own: SamplingParams\(seed=...\)"),
         ({"max_new_tokens": 3}, r"SamplingParams\(max_tokens=...\)"),
         ({"pag_size": 3}, "did you mean page_size"),
+        ({"tempature": 1}, r"did you mean SamplingParams\(temperature=...\)"),
+        ({"dtype": "half"}, "did you mean float16"),
+        ({"device": "gpu"}, "did you mean cuda"),
         ({"zzz": object()}, "docs/configuration.md"),
     ):
         with pytest.raises(ConfigError, match=hint) as caught:

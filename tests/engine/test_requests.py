@@ -118,6 +118,7 @@ BAD_PROMPTS: dict[str, tuple[Any, str]] = {
     "ids of text": ({"prompt": [1]}, r"^prompt\['prompt'\]: expected a text .*found \[1\] \(list\)"),
     "no key": ({}, "nothing else .* found no key"),
     "both keys": ({"prompt": "w1", "prompt_token_ids": [1]}, "found both"),
+    "a message": ({"role": "user", "content": "w1"}, r"'role', 'content' \(messages go to LLM\.chat\)"),
     "pictures": ({"prompt": "w1", "multi_modal_data": {}}, r"\(text only\), found other keys: 'multi_modal_data'"),
     "surrogate": ("\ud800", "text that the tokenizer reads, found .*: no Unicode text"),
     "unreadable by the tokenizer": ("x", "text that the tokenizer reads, found 'x': ValueError"),

@@ -268,5 +268,5 @@ def test_what_keeps_the_page_from_being_written_is_said(tmp_path, monkeypatch, c
         raise ModuleNotFoundError(name)
 
     monkeypatch.setattr(page.resources, "files", absent)
-    with pytest.raises(ConfigError, match=r"graphspec\[report\]"):
+    with pytest.raises(ConfigError, match=r"pip install 'plotly' 'jinja2'"):
         page.plotly_script()
