@@ -44,6 +44,7 @@ from . import (
     ssm_dual,
     ssm_scan,
     ssm_walk,
+    state_commit,
     take_last,
     tree_attention,
     tree_build,
@@ -91,6 +92,7 @@ OPS: tuple[KernelOp, ...] = (
     ssm_dual.OP,
     ssm_scan.OP,
     ssm_chunk.OP,
+    state_commit.OP,
 )
 """Every op, in the order of :class:`~graphspec.kernels.registry.KernelSet`."""
 

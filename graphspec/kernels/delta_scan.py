@@ -1,4 +1,4 @@
-"""Gated delta rule over a run of tokens, one after the other: commit, and prompts where bits matter."""
+"""Gated delta rule over a run of tokens, one after the other: prompts where bits matter."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from torch import Tensor
 
 from .delta_rule import delta_tokens, delta_update
 from .op import KernelOp, Written
-from .state_cases import path_cases, random_tokens
-from .state_runs import along, scan_run
+from .state_cases import random_tokens, run_cases
+from .state_runs import scan_run
 from .state_tokens import rows_of
 
 
@@ -21,32 +21,29 @@ def delta_scan(
     lane_row_B: Tensor,
     length_B: Tensor,
     fresh_B: Tensor | None = None,
-    path_BA: Tensor | None = None,
 ) -> Tensor:
     """Update the states of the lanes' rows by ``length`` tokens, one after the other, and say what each token reads.
 
     The update is that of :mod:`graphspec.kernels.delta_rule`. A lane of length 0 that isn't fresh keeps its row's state, bit for bit. What
-    isn't among them may be NaN. With the accepted path of a tree this is its commit: the operations are those of
-    :func:`~graphspec.kernels.delta_walk.delta_walk`, in the same order.
+    lies past a lane's length may be NaN. The operations are those of :func:`~graphspec.kernels.delta_walk.delta_walk`, in the same order.
 
     Args:
         mixed_BTE, gate_BTG: as in :func:`~graphspec.kernels.delta_walk.delta_walk`.
         matrix_RUHKV: float32, written at the lanes' rows. Lanes of one row agree in everything, or nobody reads the row.
         layer: static; of the recurrent ones.
         lane_row_B: int64.
-        length_B: int64, at most the number of steps.
+        length_B: int64, at most T.
         fresh_B: bool: the row's tokens start here, from a state of zeros, whatever it held. None: in no lane.
-        path_BA: int64, the place in T of each step's token; the steps are A. None: the first tokens, in order; the steps are T.
 
     Returns:
-        ``[B, steps, H, V]`` in the dtype of ``mixed``; 0 past a lane's length.
+        ``[B, T, H, V]`` in the dtype of ``mixed``; 0 past a lane's length.
     """
     heads, key_dim, value_dim = matrix_RUHKV.shape[2:]
-    tokens = delta_tokens(*along(path_BA, mixed_BTE, gate_BTG), heads, key_dim, value_dim)
+    tokens = delta_tokens(mixed_BTE, gate_BTG, heads, key_dim, value_dim)
     start_BHKV = rows_of(matrix_RUHKV, layer, lane_row_B, fresh_B)
     state_BHKV, out_BTHV = scan_run(delta_update, start_BHKV, tokens, length_B)
     matrix_RUHKV[:, layer].index_copy_(0, lane_row_B, state_BHKV)
     return out_BTHV.to(mixed_BTE.dtype)
 
 
-OP = KernelOp(delta_scan, partial(path_cases, random_tokens), native="native.recurrent", exact=False)
+OP = KernelOp(delta_scan, partial(run_cases, random_tokens), native="native.recurrent", exact=False)

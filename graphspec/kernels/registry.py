@@ -55,6 +55,7 @@ class KernelSet:
     ssm_dual: Callable[..., Tensor]
     ssm_scan: Callable[..., Tensor]
     ssm_chunk: Callable[..., Tensor]
+    state_commit: Callable[..., None]
 
     def own_window(
         self, table_BP: Tensor, page_size: int, prefix_end_B: Tensor, ancestors_BTX: Tensor

@@ -68,17 +68,3 @@ def run_cases(draw: Draw, generator: Generator) -> list[Case]:
         case(4, 5, 1, 3, 5, 7, fresh=False),
         case(2, 130, 1, 2, 4, 8, fresh=True),
     ]
-
-
-def path_cases(draw: Draw, generator: Generator) -> list[Case]:
-    """Those of a run, and accepted paths through trees, off which nothing may be read."""
-    cases = run_cases(draw, generator)
-    for lanes, tokens, width in ((1, 6, 3), (3, 9, 5)):
-        made = draw(generator, lanes, tokens, 2, 4, 8, 6)
-        made["path_BA"] = torch.stack([torch.randperm(tokens, generator=generator)[:width].sort().values for _ in range(lanes)])
-        made["length_B"] = torch.randint(0, width + 1, (lanes,), generator=generator)
-        for lane in range(lanes):
-            off = sorted(set(range(tokens)) - set(made["path_BA"][lane, : int(made["length_B"][lane])].tolist()))
-            made["mixed_BTE"][lane, off] = made["gate_BTG"][lane, off] = torch.nan
-        cases.append(made)
-    return cases

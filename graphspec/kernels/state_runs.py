@@ -67,11 +67,3 @@ def run_blocks(block: Block, start_BHKV: Tensor, tokens: StateTokens, length_B: 
     # A row that is not finite would not survive a product with 0.
     state_BHKV = torch.where((length_B > 0)[:, None, None, None], state_BHKV, start_BHKV)
     return state_BHKV, torch.where(counts_BT[..., None, None], torch.cat(out, 1), 0.0)
-
-
-def along(path_BA: Tensor | None, mixed_BTE: Tensor, gate_BTG: Tensor) -> tuple[Tensor, Tensor]:
-    """What tokens on a path bring, in its order; None: all of them, as they are."""
-    if path_BA is None:
-        return mixed_BTE, gate_BTG
-    lane_B1 = torch.arange(path_BA.shape[0], device=path_BA.device)[:, None]
-    return mixed_BTE[lane_B1, path_BA], gate_BTG[lane_B1, path_BA]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor
@@ -38,7 +40,6 @@ def tree_conv(
     Returns:
         ``[B, T, E]`` in the dtype of the input. Products are summed in float32, oldest first, and rounded before the activation.
     """
-    wide = torch.float64 if input_BTE.dtype == torch.float64 else torch.float32
     columns = column_RUOE.shape[2]
     source_BSE = torch.cat((rows_of(column_RUOE, layer, lane_row_B, fresh_B), input_BTE), 1)
     # A place below 0 is a column: -1 the newest, and the one before a column is the next older one.
@@ -48,11 +49,17 @@ def tree_conv(
         place_BT = torch.where(place_BT >= 0, parent_BT.gather(1, place_BT.clamp(min=0)), place_BT - 1)
         places.append(place_BT)
     lane_B1 = torch.arange(input_BTE.shape[0], device=input_BTE.device)[:, None]
-    out_BTE = torch.zeros_like(input_BTE, dtype=wide)
-    for tap, place_BT in enumerate(reversed(places)):
-        out_BTE = out_BTE + source_BSE[lane_B1, place_BT + columns].to(wide) * weight_EO[:, tap].to(wide)
-    out_BTE = out_BTE if bias_E is None else out_BTE + bias_E.to(wide)
-    return F.silu(out_BTE.to(input_BTE.dtype))
+    return convolved([source_BSE[lane_B1, place_BT + columns] for place_BT in reversed(places)], weight_EO, bias_E)
+
+
+def convolved(taps: Sequence[Tensor], weight_EO: Tensor, bias_E: Tensor | None) -> Tensor:
+    """Convolution and activation, from the inputs under each weight, oldest first, ``[..., E]``; weights may have dimensions in front."""
+    wide = torch.float64 if taps[0].dtype == torch.float64 else torch.float32
+    out = torch.zeros_like(taps[0], dtype=wide)
+    for tap, x in enumerate(taps):
+        out = out + x.to(wide) * weight_EO[..., tap].to(wide)
+    out = out if bias_E is None else out + bias_E.to(wide)
+    return F.silu(out.to(taps[0].dtype))
 
 
 def _cases(generator: Generator) -> list[Case]:

@@ -13,7 +13,7 @@ from .gated_delta import GatedDeltaNet
 from .latent import LatentAttention
 from .layers import MLP, RMSNorm, SelfAttention, SquaredReluMLP, dense_mlp, token_embedding, vocabulary_head
 from .mamba2 import Mamba2
-from .recurrent_net import RecurrentNet
+from .recurrent_net import RecurrentNet, stack_convolutions
 from .rope import RotaryEmbedding
 from .stack import DecoderStack, packing_obstacle
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ..facts import ModelFacts
     from ..kernels.formulas import Rotation
     from .attention import Attention
-    from .recurrence import PathCommit
+    from .recurrence import Convolution
 
 
 class TargetOutput(NamedTuple):
@@ -62,11 +62,6 @@ class MixerLayer(nn.Module):
         else:
             out_BTH = self.mixer(residual_BTH, rotation, attention, self.norm, residual_BTH)
         return out_BTH
-
-    def commit(self, path: PathCommit) -> None:
-        """As :class:`DecoderLayer`."""
-        if isinstance(self.mixer, RecurrentNet):
-            self.mixer.commit(path)
 
 
 class DecoderLayer(nn.Module):
@@ -117,11 +112,6 @@ class DecoderLayer(nn.Module):
         assert not isinstance(self.self_attn, RecurrentNet), "drafters attend in their last layer"
         self.self_attn.write_kv(residual_BTH, rotation, attention, self.input_layernorm)
 
-    def commit(self, path: PathCommit) -> None:
-        """Advance the states of a recurrent net by what was accepted."""
-        if isinstance(self.self_attn, RecurrentNet):
-            self.self_attn.commit(path)
-
 
 class LlamaModel(nn.Module):
     """A target with its language-model head. The attention that the caller passes handles pages, trees and chunks.
@@ -144,6 +134,7 @@ class LlamaModel(nn.Module):
         if facts.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
         self.stack: DecoderStack | None = None
+        self._convolution: Convolution | None = None
 
     def pack_stack(self) -> str | None:
         """See :func:`graphspec.models.stack.pack_network`."""
@@ -192,11 +183,11 @@ class LlamaModel(nn.Module):
             residual_BTH = layer(residual_BTH, rotation, attention)
         last.write_kv(residual_BTH, rotation, attention)
 
-    def commit(self, path: PathCommit) -> None:
-        """Advance the states of all recurrent layers by what was accepted."""
-        for layer in cast("list[DecoderLayer | MixerLayer]", self.layers):
-            layer.commit(path)
-        path.shift_columns()
+    def stacked_convolution(self) -> Convolution:
+        """Weights of the convolutions of all recurrent layers, laid out when first asked for: before any program holds on to them."""
+        if self._convolution is None:
+            self._convolution = stack_convolutions([module for module in self.modules() if isinstance(module, RecurrentNet)])
+        return self._convolution
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 ``[..., V]`` of hidden states after the final norm, ``[..., H]``."""

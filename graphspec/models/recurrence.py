@@ -33,7 +33,7 @@ class NodeRecords(NamedTuple):
 
 
 class Convolution(NamedTuple):
-    """Weights of :func:`~graphspec.kernels.tree_conv.tree_conv`."""
+    """Weights of :func:`~graphspec.kernels.tree_conv.tree_conv`; those of all layers have a dimension U in front."""
 
     weight_EO: Tensor
     bias_E: Tensor | None = None
@@ -51,7 +51,6 @@ class Rule(NamedTuple):
     run: str
     """For tokens that follow each other; advances the matrices."""
     exact_run: str
-    """As ``run``; it also takes a path through its tokens."""
     parameters: tuple[Tensor, ...] = ()
     """Arguments of the ops between the gates and the matrices."""
 
@@ -134,30 +133,30 @@ class RunRecurrence:
         return out_BTHV
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PathCommit:
-    """Replays the accepted path of every lane into its row's state, from what verification recorded."""
+def commit_path(
+    kernels: KernelSet,
+    states: RecurrentStates,
+    records: NodeRecords,
+    convolution: Convolution,
+    lane_row_B: Tensor,
+    path_BA: Tensor,
+    length_B: Tensor,
+    *,
+    selective: bool,
+) -> None:
+    """Replay the accepted path of every lane into its row's states, in all layers, from what verification recorded.
 
-    kernels: KernelSet
-    states: RecurrentStates
-    records: NodeRecords
-    lane_row_B: Tensor
-    parent_BN: Tensor
-    """int64, as verification had them."""
-    path_BA: Tensor
-    """int64 nodes."""
-    length_B: Tensor
-    """Nodes of the path; 0: the row keeps its state, bit for bit."""
-
-    def advance(self, layer: int, convolution: Convolution, rule: Rule) -> None:
-        """Advance the matrices of one layer, by the op that gives the bits of plain decoding."""
-        matrix, column = self.states
-        input_BNE, gate_BNG = (record[layer] for record in self.records)
-        # Over all nodes, as in verification: that costs less than a launch that gathers those of the path.
-        mixed_BNE = self.kernels.tree_conv(input_BNE, column, layer, self.lane_row_B, self.parent_BN, *convolution)
-        op = getattr(self.kernels, rule.exact_run)
-        op(mixed_BNE, gate_BNG, *rule.parameters, matrix, layer, self.lane_row_B, self.length_B, None, self.path_BA)
-
-    def shift_columns(self) -> None:
-        """Advance the convolutions of all layers. Call it last: the matrices need the old columns."""
-        self.kernels.conv_shift(self.records.record_input_UBNE, self.states.column_RUOE, 0, self.lane_row_B, self.path_BA, self.length_B)
+    Args:
+        kernels: the ops.
+        states: written.
+        records: of the nodes.
+        convolution: weights of all layers.
+        lane_row_B: int64.
+        path_BA: int64 nodes.
+        length_B: nodes of the path; 0: the row keeps its states, bit for bit.
+        selective: the layers are Mamba-2's, see :func:`~graphspec.kernels.state_commit.state_commit`.
+    """
+    matrix, column = states
+    kernels.state_commit(*records, *convolution, column, matrix, lane_row_B, path_BA, length_B, selective)
+    # After the matrices, which need the old columns.
+    kernels.conv_shift(records.record_input_UBNE, column, 0, lane_row_B, path_BA, length_B)

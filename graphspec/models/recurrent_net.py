@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from .layers import KernelModule, make_parameter
 from .recurrence import Convolution, Rule
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ..facts import ModelFacts
     from ..kernels.registry import KernelSet
     from .attention import Attention
-    from .recurrence import PathCommit
 
 
 class RecurrentNet(KernelModule):
@@ -48,9 +50,25 @@ class RecurrentNet(KernelModule):
         assert attention.recurrence is not None, "a caller that brings states"
         return attention.recurrence(self.layer, input_BTE, gate_BTG, self._convolution(), self.rule())
 
-    def commit(self, path: PathCommit) -> None:
-        """Advance this layer's matrices by what was accepted."""
-        path.advance(self.layer, self._convolution(), self.rule())
-
     def _convolution(self) -> Convolution:
         return Convolution(self.conv_weight_E1O[:, 0], self.conv_bias_E)
+
+
+def stack_convolutions(nets: Sequence[RecurrentNet]) -> Convolution:
+    """The weights of all layers' convolutions in one tensor each, for an op over all layers. Each net's own become views of them.
+
+    Args:
+        nets: in the order of their states.
+    """
+
+    def stacked(name: str) -> Tensor | None:
+        if getattr(nets[0], name) is None:
+            return None
+        whole = torch.stack([getattr(net, name).detach() for net in nets])
+        for net, own in zip(nets, whole, strict=True):
+            setattr(net, name, nn.Parameter(own, requires_grad=False))
+        return whole
+
+    weight_UE1O = stacked("conv_weight_E1O")
+    assert weight_UE1O is not None, "every convolution has weights"
+    return Convolution(weight_UE1O[:, :, 0], stacked("conv_bias_E"))

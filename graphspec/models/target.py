@@ -54,4 +54,6 @@ def load_target(
     fill(model, checkpoint, layout, own, ignored, dtype, torch.device(device), progress)
     if facts.tie_word_embeddings:
         model.lm_head.weight, model.lm_head.stored = model.embed_tokens.weight, model.embed_tokens.stored
+    if facts.recurrent is not None:
+        model.stacked_convolution()
     return model.to(device).eval()

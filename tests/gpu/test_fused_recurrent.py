@@ -15,7 +15,7 @@ from graphspec.kernels.state_cases import random_ancestors, random_tokens
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
 VERIFY, RUNS = ("delta_walk", "delta_solve", "ssm_walk", "ssm_dual"), ("delta_scan", "delta_chunk", "ssm_scan", "ssm_chunk")
-NAMES = ("tree_conv", "conv_shift", *VERIFY, *RUNS)
+NAMES = ("tree_conv", "conv_shift", "state_commit", *VERIFY, *RUNS)
 MINE = {op.name: op for op in OPS if op.name in NAMES}
 BY_OP = [pytest.param(op, id=name) for name, op in MINE.items()]
 
@@ -82,3 +82,46 @@ def test_a_run_in_the_sizes_of_a_model(name: str, tokens: int) -> None:
     generator = torch.Generator().manual_seed(tokens)
     rows = {"length_B": torch.tensor([tokens, tokens // 2]), "fresh_B": torch.tensor([False, True])}
     assert_float_law(MINE[name], {**drawn(name, generator, tokens), **rows})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("selective", [False, True], ids=["delta", "ssm"])
+def test_a_commit_has_the_bits_of_plain_decoding(selective: bool, dtype: torch.dtype) -> None:
+    """A path at once, and node by node as plain decoding commits; and what a node reads does not depend on who committed its past."""
+    key_heads, heads, key_dim, value_dim, layers, nodes = (8, 128, 128, 64, 2, 6) if selective else (16, 32, 128, 128, 2, 6)
+    drawn, channels = torch.Generator().manual_seed(1), 2 * key_heads * key_dim + heads * value_dim
+    gate = torch.rand(layers, 1, nodes, 2 * heads, generator=drawn)
+    gate[..., :heads] *= -3
+    shapes = {"weight_UEO": (layers, channels, 4), "column_RUOE": (2, layers, 3, channels), "input_UBTE": (layers, 1, nodes, channels)}
+    cast = {name: torch.randn(shape, generator=drawn).to("cuda", dtype) for name, shape in shapes.items()}
+    case = {**cast, "bias_UE": torch.randn(layers, channels, generator=drawn).to("cuda", dtype) if selective else None}
+    rows = {"lane_row_B": torch.tensor([1], device="cuda"), "selective": selective}
+    start = torch.randn(2, layers, heads, key_dim, value_dim, generator=drawn).cuda()
+    commit, shift = (op.implementation("fused") for op in (MINE["state_commit"], MINE["conv_shift"]))
+    walk, conv = MINE["ssm_walk" if selective else "delta_walk"].implementation("fused"), MINE["tree_conv"].implementation("fused")
+    skip = (torch.randn(heads, generator=drawn).cuda(),) if selective else ()
+    gate = gate.cuda()
+
+    def reads(tokens: slice, columns: Tensor, matrix: Tensor) -> list[Tensor]:
+        """What a chain of tokens reads from a row's states."""
+        count = len(range(nodes)[tokens])
+        parent = torch.arange(-1, count - 1, device="cuda")[None]
+        words = ((1 << torch.arange(1, count + 1, device="cuda")) - 1)[None, :, None]
+        read = []
+        for layer in range(layers):
+            weights = case["weight_UEO"][layer], None if case["bias_UE"] is None else case["bias_UE"][layer]
+            mixed = conv(case["input_UBTE"][layer][:, tokens], columns, layer, rows["lane_row_B"], parent, *weights)
+            read.append(walk(mixed, gate[layer][:, tokens], *skip, matrix, layer, rows["lane_row_B"], words))
+        return read
+
+    whole, single, columns = start.clone(), start.clone(), case["column_RUOE"].clone()
+    path, one, first = (torch.tensor(x, device="cuda") for x in ([list(range(nodes))], [1], [[0]]))
+    chain = reads(slice(None), columns, start)
+    commit(**{**case, "gate_UBTG": gate, "matrix_RUHKV": whole}, **rows, path_BA=path, length_B=one * nodes)
+    for node in range(nodes):
+        alone = reads(slice(node, node + 1), columns, single)
+        assert all(torch.equal(mine[:, 0], theirs[:, node]) for mine, theirs in zip(alone, chain, strict=True))
+        token = {"input_UBTE": case["input_UBTE"][:, :, node : node + 1], "gate_UBTG": gate[:, :, node : node + 1]}
+        commit(**{**case, **token, "column_RUOE": columns, "matrix_RUHKV": single}, **rows, path_BA=first, length_B=one)
+        shift(token["input_UBTE"], columns, 0, rows["lane_row_B"], first, one)
+    assert torch.equal(whole, single) and not torch.equal(whole, start)

@@ -215,28 +215,66 @@ def test_all_nodes_at_once_keep_within_twice_the_error_of_the_walk(walk: Op, at_
     assert errors[1] <= 2 * errors[0] + torch.finfo(torch.float32).eps * exact[used_BT].abs().max()
 
 
-@implementations("delta_scan", "ssm_scan")
-def test_a_path_through_recorded_nodes_is_a_run_of_its_tokens(op: Op) -> None:
-    """Whatever other nodes hold."""
-    case = tree(7)
-    ancestors = case.pop("ancestors_BTX")
+def commit_case(seed: int, selective: bool, *, key_dim: int = KEY_DIM, value_dim: int = VALUE_DIM) -> dict[str, Any]:
+    """Recorded nodes of two layers."""
+    drawn, layers = generator(seed), 2
+    channels = 2 * KEY_HEADS * key_dim + HEADS * value_dim
+    gate = torch.rand(layers, LANES, NODES, 2 * HEADS, generator=drawn)
+    gate[..., :HEADS] *= -3
+    return {
+        "input_UBTE": torch.randn(layers, LANES, NODES, channels, generator=drawn),
+        "gate_UBTG": gate,
+        "weight_UEO": torch.randn(layers, channels, 4, generator=drawn),
+        "bias_UE": torch.randn(layers, channels, generator=drawn) if selective else None,
+        "column_RUOE": torch.randn(LANES + 2, layers, 3, channels, generator=drawn),
+        "matrix_RUHKV": torch.randn(LANES + 2, layers, HEADS, key_dim, value_dim, generator=drawn),
+        "lane_row_B": torch.tensor([3, 0, 4]),
+        "selective": selective,
+    }
+
+
+@implementations("state_commit")
+@pytest.mark.parametrize("selective", [False, True], ids=["delta", "ssm"])
+def test_a_commit_is_the_convolution_and_a_run_of_the_path(op: Op, selective: bool) -> None:
+    """At once, and token by token with the columns moved in between; whatever other nodes hold, and at every end node of a tree."""
+    conv, scan, shift = (Op(name, op.which) for name in ("tree_conv", "ssm_scan" if selective else "delta_scan", "conv_shift"))
+    ancestors, whole = random_ancestors(generator(7), LANES, NODES), commit_case(7, selective)
+    rows = {"lane_row_B": whole["lane_row_B"]}
     for node in range(NODES):
         path = path_of(ancestors, 0, node)
-        padded = torch.tensor([[*path, 0, NODES - 1]] * LANES)
-        rest = {"layer": 1, "lane_row_B": case["lane_row_B"], "length_B": torch.tensor([len(path), 0, 0])}
-        records = {name: torch.full_like(case[name], torch.nan) for name in ("mixed_BTE", "gate_BTG")}
-        for name, record in records.items():
-            record[0, path] = case[name][0, path]
-        run, through = case["matrix_RUHKV"].clone(), case["matrix_RUHKV"].clone()
-        picked = {name: record[:, padded[0]] for name, record in records.items()}
-        expected = op(**picked, **own(op), matrix_RUHKV=run, **rest)
-        assert same_bits(op(**records, **own(op), matrix_RUHKV=through, **rest, path_BA=padded), expected) and expected[0, 0].any()
-        assert same_bits(through, run) and not same_bits(run, case["matrix_RUHKV"])
+        case, length = dict(whole), torch.tensor([len(path), 0, 0])
+        for name in ("input_UBTE", "gate_UBTG"):
+            case[name] = torch.full_like(whole[name], torch.nan)
+            case[name][:, 0, path] = whole[name][:, 0, path]
+        found = whole["matrix_RUHKV"].clone()
+        found[whole["lane_row_B"][1]] = torch.nan  # a row in which nothing was accepted holds anything, and keeps it
+        expected, single, columns = found.clone(), found.clone(), whole["column_RUOE"].clone()
+        op(**{**case, "matrix_RUHKV": found}, path_BA=torch.tensor([[*path, 0, NODES - 1]] * LANES), length_B=length)
+        run = torch.arange(-1, len(path) - 1).repeat(LANES, 1)
+        for layer in range(2):
+            weights = whole["weight_UEO"][layer], None if whole["bias_UE"] is None else whole["bias_UE"][layer]
+            mixed = conv(case["input_UBTE"][layer][:, path], whole["column_RUOE"], layer, rows["lane_row_B"], run, *weights)
+            scan(mixed, case["gate_UBTG"][layer][:, path], *own(scan).values(), expected, layer, **rows, length_B=length)
+        one, first = torch.tensor([1, 0, 0]), torch.zeros(LANES, 1, dtype=torch.int64)
+        for at in path:
+            token = {name: case[name][:, :, at : at + 1] for name in ("input_UBTE", "gate_UBTG")}
+            op(**{**case, **token, "column_RUOE": columns, "matrix_RUHKV": single}, path_BA=first, length_B=one)
+            shift(token["input_UBTE"], columns, 0, **rows, path_BA=first, length_B=one)
+        for other in (expected, single):
+            if op.which == "reference":
+                torch.testing.assert_close(found, other, rtol=2e-6, atol=2e-6, equal_nan=True)
+            else:
+                assert same_bits(found, other)
+        untouched = [row for row in range(LANES + 2) if row != 3]
+        assert found[3].isfinite().all() and not same_bits(found[3], whole["matrix_RUHKV"][3])
+        kept = whole["matrix_RUHKV"].clone()
+        kept[whole["lane_row_B"][1]] = torch.nan
+        assert same_bits(found[untouched], kept[untouched])
 
 
 RULES = {"delta": ("delta_walk", "delta_solve", "delta_scan", "delta_chunk"), "ssm": ("ssm_walk", "ssm_dual", "ssm_scan", "ssm_chunk")}
 """Of each rule the ops that walk a tree, take it at once, scan a run, and take it in blocks."""
-NATIVE = {name: Op(name, "native") for name in (*RULES["delta"], *RULES["ssm"], "tree_conv")}
+NATIVE = {name: Op(name, "native") for name in (*RULES["delta"], *RULES["ssm"], "tree_conv", "state_commit")}
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -266,11 +304,15 @@ def test_native_nodes_have_the_bits_of_decoding_their_path(rule: str, value_dim:
             assert same_bits(out[0, -1], found[0, node]) and same_bits(matrix, plain)
 
 
-@pytest.mark.parametrize("name", ["delta_walk", "delta_scan", "ssm_walk", "ssm_scan", "tree_conv"])
+@pytest.mark.parametrize("name", ["delta_walk", "delta_scan", "ssm_walk", "ssm_scan", "tree_conv", "state_commit", "state_commit-ssm"])
 def test_a_native_row_has_the_same_bits_in_any_batch_and_on_any_threads(name: str) -> None:
     drawn = generator(9)
-    case: dict[str, Any] = {**random_tokens(drawn, LANES, NODES, KEY_HEADS, HEADS, 64, 80), **own(NATIVE[name])}
-    if name.endswith("_walk"):
+    op, _, rule = name.partition("-")
+    case: dict[str, Any] = {**random_tokens(drawn, LANES, NODES, KEY_HEADS, HEADS, 64, 80), **own(NATIVE[op])}
+    if op == "state_commit":
+        case = commit_case(9, rule == "ssm", key_dim=64, value_dim=80)
+        case |= {"path_BA": torch.arange(NODES).repeat(LANES, 1), "length_B": torch.tensor([NODES, 3, 0])}
+    elif name.endswith("_walk"):
         case["ancestors_BTX"] = random_ancestors(drawn, LANES, NODES)
     elif name.endswith("_scan"):
         case["length_B"] = torch.tensor([NODES, 3, 0])
@@ -278,12 +320,14 @@ def test_a_native_row_has_the_same_bits_in_any_batch_and_on_any_threads(name: st
         case = {**conv_case(9, NODES), "input_BTE": torch.randn(LANES, NODES, 700, generator=drawn)}
         case |= {"column_RUOE": torch.randn(LANES + 1, 2, 3, 700, generator=drawn), "weight_EO": torch.randn(700, 4, generator=drawn)}
     states = "column_RUOE" if name == "tree_conv" else "matrix_RUHKV"
-    shared = (states, "weight_EO", "skip_H")
+    by_lane = ("mixed_BTE", "gate_BTG", "input_BTE", "lane_row_B", "ancestors_BTX", "parent_BT", "path_BA", "length_B")
 
-    def result(lanes: slice) -> tuple[Tensor, Tensor]:
-        part = {key: value[lanes] if torch.is_tensor(value) and key not in shared else value for key, value in case.items()}
+    def result(lanes: slice) -> tuple[Tensor, ...]:
+        part = {key: value[lanes] if key in by_lane else value for key, value in case.items()}
+        part |= {key: case[key][:, lanes] for key in ("input_UBTE", "gate_UBTG") if key in case}
         part[states] = case[states].clone()
-        return NATIVE[name](**part), part[states][case["lane_row_B"][lanes]]
+        returned = NATIVE[op](**part)
+        return (*(() if returned is None else (returned,)), part[states][case["lane_row_B"][lanes]])
 
     before = torch.get_num_threads()
     try:

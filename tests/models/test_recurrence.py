@@ -17,11 +17,11 @@ from graphspec.models.recurrence import (
     GATED_DELTA_RULE,
     Convolution,
     NodeRecords,
-    PathCommit,
     RecurrentStates,
     Rule,
     RunRecurrence,
     TreeRecurrence,
+    commit_path,
     selective_rule,
 )
 from tests.support.tiny import hybrid_facts, same_bits
@@ -90,10 +90,9 @@ def cycle(
     tree = TreeRecurrence(how.kernels, held, left, ROWS, parent_BN, ancestors, exact)
     out = [tree(layer, mixed[layer], gate[layer], how.convolution(layer), how.rule) for layer in range(LAYERS)]
     assert all(same_bits(state, old) for state, old in zip(held, before, strict=True)), "verification writes no state"
-    commit = PathCommit(how.kernels, held, left, ROWS, parent_BN, path, length)
-    for layer in range(LAYERS):
-        commit.advance(layer, how.convolution(layer), how.rule)
-    commit.shift_columns()
+    bias = None if how.bias is None else how.bias.repeat(LAYERS, 1)
+    selective = how.rule is not GATED_DELTA_RULE
+    commit_path(how.kernels, held, left, Convolution(WEIGHT, bias), ROWS, path, length, selective=selective)
     return out
 
 

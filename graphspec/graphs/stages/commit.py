@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ...buffers import Views
 from ...kernels.groups import Progress, Run
-from ...models.recurrence import NodeRecords, PathCommit, RecurrentStates
-from .stage import Build, Stage, TargetModel
+from ...models.recurrence import NodeRecords, RecurrentStates, commit_path
+from .stage import Build, Stage
 
 
 class CommitState(Stage):
@@ -23,16 +23,20 @@ class CommitRecurrent(Stage):
     """The accepted path's tokens enter the states of the recurrent layers, in trees and chains alike."""
 
     name = "commit_recurrent"
-    reads = ("lane_row_B", "node_parent_BN", "path_BA", "accept_len_B", *NodeRecords._fields, *RecurrentStates._fields)
+    reads = ("lane_row_B", "path_BA", "accept_len_B", *NodeRecords._fields, *RecurrentStates._fields)
     writes = RecurrentStates._fields
 
     def __init__(self, build: Build) -> None:
         super().__init__(build)
-        self.target: TargetModel = build.target
+        recurrent = self.plan.target.recurrent
+        assert recurrent is not None, "a target with recurrent layers"
+        self.selective = recurrent.ssm is not None
+        self.convolution = build.target.stacked_convolution()
 
     def forward(self, v: Views) -> None:
         states, records = v.take(RecurrentStates), v.take(NodeRecords)
-        self.target.commit(PathCommit(self.kernels, states, records, v.lane_row_B, v.node_parent_BN, v.path_BA, v.accept_len_B))
+        rows = (v.lane_row_B, v.path_BA, v.accept_len_B)
+        commit_path(self.kernels, states, records, self.convolution, *rows, selective=self.selective)
 
 
 class Commit(Stage):

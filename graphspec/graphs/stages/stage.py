@@ -15,7 +15,7 @@ from ...kernels.groups import Window
 from ...kernels.host_step import Anchor, BoundCall, HeadShape, PreparedCall
 from ...kernels.registry import KernelSet
 from ...models.attention import Attention
-from ...models.recurrence import PathCommit
+from ...models.recurrence import Convolution
 from ...plan import Plan
 from ...shapes import CycleShape, SamplingClass
 from ..grammar import Grammar
@@ -26,8 +26,8 @@ class TargetModel(Protocol):
 
     def __call__(self, token_BT: Tensor, attention: Attention) -> tuple[Tensor, Tensor | None]: ...
 
-    def commit(self, path: PathCommit) -> None:
-        """Advance the states of recurrent layers; asked of targets that have them."""
+    def stacked_convolution(self) -> Convolution:
+        """Weights of the convolutions of all recurrent layers; asked of targets that have them."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor: ...

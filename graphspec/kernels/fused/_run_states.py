@@ -18,11 +18,11 @@ TOKENS = 16
 
 @triton.jit
 def _scan_tokens(
-    out, mixed, gate, skip, matrix, lane_row, length, fresh, path, tokens, steps, layers, layer,
-    FRESH: tl.constexpr, PATH: tl.constexpr, SELECTIVE: tl.constexpr, HEADS: tl.constexpr, REPEAT: tl.constexpr, KEY: tl.constexpr,
+    out, mixed, gate, skip, matrix, lane_row, length, fresh, tokens, layers, layer,
+    FRESH: tl.constexpr, SELECTIVE: tl.constexpr, HEADS: tl.constexpr, REPEAT: tl.constexpr, KEY: tl.constexpr,
     VALUE: tl.constexpr, KEY_PAD: tl.constexpr, COLUMNS: tl.constexpr, EPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: all steps of a (lane, head), a tile of columns."""
+    """One program: all tokens of a (lane, head), a tile of columns."""
     lane, head, column = own_columns(HEADS, COLUMNS, PDL)
     count = tl.load(length + lane)
     starts = False
@@ -32,11 +32,8 @@ def _scan_tokens(
         head_state(matrix, tl.load(lane_row + lane), layers, layer, head, HEADS, KEY, VALUE), column, KEY, VALUE, KEY_PAD
     )
     state = tl.load(at, mask=inside & (not starts), other=0.0)
-    place = out + (lane * steps * HEADS + head) * VALUE + column
-    for step in range(count):
-        token = step
-        if PATH:
-            token = tl.load(path + lane * steps + step)
+    place = out + (lane * tokens * HEADS + head) * VALUE + column
+    for token in range(count):
         query, key, value, decay, rate = token_of(
             mixed, gate, lane * tokens + token, head, column, SELECTIVE, HEADS, REPEAT, KEY, VALUE, KEY_PAD
         )
@@ -44,9 +41,9 @@ def _scan_tokens(
             state, read = ssm_update(state, query, key, value, decay, rate, tl.load(skip + head))
         else:
             state, read = delta_update(state, query, key, value, decay, rate, KEY, EPS)
-        tl.store(place + step * HEADS * VALUE, read.to(out.dtype.element_ty), mask=column < VALUE)
-    for step in range(count, steps):
-        tl.store(place + step * HEADS * VALUE, tl.zeros([COLUMNS], out.dtype.element_ty), mask=column < VALUE)
+        tl.store(place + token * HEADS * VALUE, read.to(out.dtype.element_ty), mask=column < VALUE)
+    for token in range(count, tokens):
+        tl.store(place + token * HEADS * VALUE, tl.zeros([COLUMNS], out.dtype.element_ty), mask=column < VALUE)
     tl.debug_barrier()
     tl.store(at, state, mask=inside & ((count > 0) | starts))
 
@@ -116,19 +113,16 @@ def scan_tokens(
     lane_row_B: Tensor,
     length_B: Tensor,
     fresh_B: Tensor | None,
-    path_BA: Tensor | None,
 ) -> Tensor:
-    """Both rules' scan (:mod:`..delta_scan`, :mod:`..ssm_scan`); ``skip_H`` chooses the rule, see :func:`~._states.head_sizes`."""
+    """Both rules' scan (:mod:`..delta_scan`, :mod:`..ssm_scan`); without ``skip_H`` it is the delta rule's."""
     lanes, tokens, _ = mixed_BTE.shape
-    steps = tokens if path_BA is None else path_BA.shape[1]
-    sizes = head_sizes(mixed_BTE, skip_H, matrix_RUHKV)
+    sizes = head_sizes(mixed_BTE, matrix_RUHKV, selective=skip_H is not None)
     heads, _, width = matrix_RUHKV.shape[2:]
-    out = mixed_BTE.new_empty(lanes, steps, heads, width)
+    out = mixed_BTE.new_empty(lanes, tokens, heads, width)
     launch(
         _scan_tokens, (lanes * heads, triton.cdiv(width, sizes["COLUMNS"])), out, mixed_BTE.contiguous(), gate_BTG.contiguous(), skip_H,
-        matrix_RUHKV, lane_row_B, length_B, None if fresh_B is None else fresh_B.view(torch.uint8),
-        None if path_BA is None else path_BA.contiguous(), tokens, steps, matrix_RUHKV.shape[1], layer,
-        FRESH=fresh_B is not None, PATH=path_BA is not None, **sizes,
+        matrix_RUHKV, lane_row_B, length_B, None if fresh_B is None else fresh_B.view(torch.uint8), tokens, matrix_RUHKV.shape[1], layer,
+        FRESH=fresh_B is not None, **sizes,
     )  # fmt: skip
     return out
 
@@ -145,7 +139,7 @@ def block_tokens(
 ) -> Tensor:
     """The same in blocks (:mod:`..delta_chunk`, :mod:`..ssm_chunk`)."""
     lanes, tokens, _ = mixed_BTE.shape
-    sizes = head_sizes(mixed_BTE, skip_H, matrix_RUHKV)
+    sizes = head_sizes(mixed_BTE, matrix_RUHKV, selective=skip_H is not None)
     heads, _, width = matrix_RUHKV.shape[2:]
     out = mixed_BTE.new_empty(lanes, tokens, heads, width)
     launch(

@@ -29,19 +29,19 @@ WIDE_STATE = {**NEMOTRON_H, "K": 256, "E": 8704}
 """The same with a state twice as large and one group, which configurations of Granite 4 and Bamba allow."""
 
 
-def head_sizes(mixed: Tensor, skip: Tensor | None, matrix: Tensor) -> dict[str, Any]:
+def head_sizes(mixed: Tensor, matrix: Tensor, *, selective: bool) -> dict[str, Any]:
     """The rule, as a flag, and compile-time sizes of a head: its own, and those padded for tiles.
 
     Args:
         mixed: channels of tokens.
-        skip: Mamba-2's D; None: the rule is the gated delta rule.
         matrix: states.
+        selective: the rule is Mamba-2's, else the gated delta rule.
     """
     heads, key_dim, value_dim = matrix.shape[2:]
     keys = (mixed.shape[-1] - heads * value_dim) // 2
     key_pad = max(16, triton.next_power_of_2(key_dim))
     return {
-        "SELECTIVE": skip is not None,
+        "SELECTIVE": selective,
         "HEADS": heads,
         "REPEAT": heads * key_dim // keys,
         "KEY": key_dim,
@@ -80,7 +80,7 @@ def state_tile(state, column, KEY: tl.constexpr, VALUE: tl.constexpr, KEY_PAD: t
 def token_places(
     mixed, token, head, SELECTIVE: tl.constexpr, HEADS: tl.constexpr, REPEAT: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
 ):  # fmt: skip
-    """Where query, key and value of a token begin; ``token`` counts over lanes. One token or several."""
+    """Where query, key and value of a token begin; ``token`` counts over lanes. One token or several. From 0 on: places in a token."""
     keys: tl.constexpr = HEADS // REPEAT * KEY
     values: tl.constexpr = HEADS * VALUE
     base = mixed + token * (2 * keys + values)

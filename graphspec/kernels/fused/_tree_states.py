@@ -77,9 +77,9 @@ def _block_nodes(
 def walk_nodes(
     mixed_BTE: Tensor, gate_BTG: Tensor, skip_H: Tensor | None, matrix_RUHKV: Tensor, layer: int, lane_row_B: Tensor, ancestors_BTX: Tensor
 ) -> Tensor:
-    """Both rules' walk (:mod:`..delta_walk`, :mod:`..ssm_walk`); ``skip_H`` chooses the rule, see :func:`~._states.head_sizes`."""
+    """Both rules' walk (:mod:`..delta_walk`, :mod:`..ssm_walk`); without ``skip_H`` it is the delta rule's."""
     lanes, nodes, words = ancestors_BTX.shape
-    sizes = head_sizes(mixed_BTE, skip_H, matrix_RUHKV)
+    sizes = head_sizes(mixed_BTE, matrix_RUHKV, selective=skip_H is not None)
     heads, _, width = matrix_RUHKV.shape[2:]
     out = mixed_BTE.new_empty(lanes, nodes, heads, width)
     launch(
@@ -97,7 +97,7 @@ def block_nodes(
     lanes, nodes, _ = ancestors_BTX.shape
     if nodes > MOST_NODES:
         return walk_nodes(mixed_BTE, gate_BTG, skip_H, matrix_RUHKV, layer, lane_row_B, ancestors_BTX)
-    sizes = head_sizes(mixed_BTE, skip_H, matrix_RUHKV)
+    sizes = head_sizes(mixed_BTE, matrix_RUHKV, selective=skip_H is not None)
     heads, _, width = matrix_RUHKV.shape[2:]
     out = mixed_BTE.new_empty(lanes, nodes, heads, width)
     tokens = max(16, triton.next_power_of_2(nodes))

@@ -9,13 +9,20 @@ from ._states import block_gates, block_part, token_places
 
 
 @triton.jit
-def delta_update(state, query, key, value, decay, rate, KEY: tl.constexpr, EPS: tl.constexpr):
-    """The state after one token, and what the token reads."""
-    query = query * (1.0 / tl.sqrt(tl.sum(query * query, 0) + EPS)) * (KEY**-0.5)
+def delta_change(state, key, value, decay, rate, EPS: tl.constexpr):
+    """The state after one token."""
     key = key * (1.0 / tl.sqrt(tl.sum(key * key, 0) + EPS))
     state = state * tl.exp(decay)
     change = rate * (value - tl.sum(state * key[:, None], 0))
-    state = state + key[:, None] * change[None, :]
+    # Fused by name: a compiler that may choose could round a state another way in a walk than in the commit.
+    return tl.fma(tl.broadcast_to(key[:, None], state.shape), tl.broadcast_to(change[None, :], state.shape), state)
+
+
+@triton.jit
+def delta_update(state, query, key, value, decay, rate, KEY: tl.constexpr, EPS: tl.constexpr):
+    """The state after one token, and what the token reads."""
+    query = query * (1.0 / tl.sqrt(tl.sum(query * query, 0) + EPS)) * (KEY**-0.5)
+    state = delta_change(state, key, value, decay, rate, EPS)
     return state, tl.sum(state * query[:, None], 0)
 
 

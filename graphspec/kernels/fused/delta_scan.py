@@ -19,19 +19,16 @@ def delta_scan(
     lane_row_B: Tensor,
     length_B: Tensor,
     fresh_B: Tensor | None = None,
-    path_BA: Tensor | None = None,
 ) -> Tensor:
-    return scan_tokens(mixed_BTE, gate_BTG, None, matrix_RUHKV, layer, lane_row_B, length_B, fresh_B, path_BA)
+    return scan_tokens(mixed_BTE, gate_BTG, None, matrix_RUHKV, layer, lane_row_B, length_B, fresh_B)
 
 
 OP = register(CONTRACT, delta_scan)
 
 
-def _case(name: str, lanes: int, tokens: int, **sizes: int) -> AotCase:
-    given = {} if "run" in name else {"fresh_B": None}
-    return aot_case(
-        name, CONTRACT, delta_scan, {**QWEN3_NEXT, "B": lanes, "T": tokens, **sizes}, layer=3, mixed_BTE=torch.bfloat16, **given
-    )
+def _case(name: str, lanes: int, tokens: int) -> AotCase:
+    given = {} if "fresh" in name else {"fresh_B": None}
+    return aot_case(name, CONTRACT, delta_scan, {**QWEN3_NEXT, "B": lanes, "T": tokens}, layer=3, mixed_BTE=torch.bfloat16, **given)
 
 
-AOT = (_case("qwen3-next-b1-n8-a6", 1, 8, A=6), _case("qwen3-next-b8-n64-a9", 8, 64, A=9), _case("qwen3-next-run-b1-t256", 1, 256))
+AOT = (_case("qwen3-next-b8-t64", 8, 64), _case("qwen3-next-fresh-b1-t256", 1, 256))

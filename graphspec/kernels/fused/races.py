@@ -58,7 +58,7 @@ STORED_ONCE: dict[str, frozenset[str]] = {
     "_mail_apply": frozenset({"lane_table"}),
     # The two halves of a head that rotate, and the rest.
     "_rope_kv_write": frozenset({"out", "pool"}),
-    # A step for every turn of a loop.
+    # A token for every turn of a loop.
     "_scan_tokens": frozenset({"out"}),
     # One of three ways out of the kernel writes a row; peaks and totals have a half each, and a unit, a program and a row a slot; two
     # counters.

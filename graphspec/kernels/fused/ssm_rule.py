@@ -9,11 +9,17 @@ from ._states import block_gates, block_part, token_places
 
 
 @triton.jit
+def ssm_change(state, key, value, decay, step):
+    """The state after one token."""
+    # Fused by name: a compiler that may choose could round a state another way in a walk than in the commit.
+    added = tl.broadcast_to((step * value)[None, :], state.shape)
+    return tl.fma(tl.broadcast_to(key[:, None], state.shape), added, state * tl.exp(decay))
+
+
+@triton.jit
 def ssm_update(state, query, key, value, decay, step, skip):
     """The state after one token, and what the token reads."""
-    # Fused by name: a compiler that may choose could round a state another way in a walk than in a scan.
-    added = tl.broadcast_to((step * value)[None, :], state.shape)
-    state = tl.fma(tl.broadcast_to(key[:, None], state.shape), added, state * tl.exp(decay))
+    state = ssm_change(state, key, value, decay, step)
     return state, tl.fma(value, tl.broadcast_to(skip, value.shape), tl.sum(state * query[:, None], 0))
 
 

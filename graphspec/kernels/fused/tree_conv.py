@@ -9,6 +9,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..tree_conv import OP as CONTRACT
+from ._convolution import activated, add_tap
 from ._states import QWEN3_NEXT
 from .launch import AotCase, aot_case, launch, register
 
@@ -29,12 +30,13 @@ def _tree_conv(
     lane = at // tokens
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < channels
-    kept = column + (tl.load(lane_row + lane) * layers + layer) * COLUMNS * channels + channel
+    row = tl.load(lane_row + lane)
+    columns_end = column + ((row * layers + layer + 1) * COLUMNS * channels + channel)
     nodes = inputs + lane * tokens * stride + channel
     known = inside
     if FRESH:
         known = inside & (tl.load(fresh + lane) == 0)
-    # Sums go from the oldest input on, and the way there from the newest, so places are looked up first.
+    # Sums go from the oldest input on, and the way there from the columns_end, so places are looked up first.
     place = at % tokens
     places = (place,)
     for _ in tl.static_range(COLUMNS):
@@ -44,15 +46,11 @@ def _tree_conv(
     total = tl.zeros([BLOCK], tl.float32)
     for tap in tl.static_range(COLUMNS + 1):
         place = places[COLUMNS - tap]
-        of_node = tl.load(nodes + tl.maximum(place, 0) * stride, mask=inside & (place >= 0), other=0.0)
-        of_row = tl.load(kept + (COLUMNS + tl.minimum(place, -1)) * channels, mask=known & (place < 0), other=0.0)
-        factor = tl.load(weight + channel * (COLUMNS + 1) + tap, mask=inside, other=0.0)
-        total += tl.where(place >= 0, of_node, of_row).to(tl.float32) * factor.to(tl.float32)
+        factors = weight + channel * (COLUMNS + 1) + tap
+        total = add_tap(total, place, tl.maximum(place, 0), nodes, stride, columns_end, channels, factors, inside, known)
     if BIAS:
         total += tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
-    dtype: tl.constexpr = out.dtype.element_ty
-    total = total.to(dtype).to(tl.float32)
-    tl.store(out + at * channels + channel, (total / (1.0 + tl.exp(-total))).to(dtype), mask=inside)
+    tl.store(out + at * channels + channel, activated(total, out.dtype.element_ty), mask=inside)
 
 
 def tree_conv(

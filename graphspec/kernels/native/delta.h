@@ -27,8 +27,8 @@ struct DeltaRule {
   static StateToken token(const StateHead& h, int64_t at, StateScratch& s) {
     s.query.resize(h.key_dim);
     s.key.resize(h.key_dim);
-    normalise(h.query + at * h.mixed_stride, h.key_dim, 1.0f / std::sqrt(static_cast<float>(h.key_dim)), s.query.data());
-    normalise(h.key + at * h.mixed_stride, h.key_dim, 1.0f, s.key.data());
+    normalise(h.query + at * h.key_stride, h.key_dim, 1.0f / std::sqrt(static_cast<float>(h.key_dim)), s.query.data());
+    normalise(h.key + at * h.key_stride, h.key_dim, 1.0f, s.key.data());
     return {s.query.data(), s.key.data(), std::exp(h.decay[at * h.gate_stride]), h.rate[at * h.gate_stride]};
   }
 

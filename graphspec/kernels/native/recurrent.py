@@ -22,6 +22,7 @@ from .. import ssm_chunk as ssm_chunks
 from .. import ssm_dual as ssm_duals
 from .. import ssm_scan as ssm_scans
 from .. import ssm_walk as ssm_walks
+from .. import state_commit as commits
 from .. import tree_conv as convs
 from . import define_op
 from .call import call, dense, require, require_slots
@@ -59,7 +60,7 @@ def _conv_shift(
 
 def _rule(
     name: str, mixed: Tensor, gate: Tensor, skip: Tensor | None, matrix: Tensor, layer: int, lane_row: Tensor, *,
-    ancestors: Tensor | None = None, length: Tensor | None = None, path: Tensor | None = None, fresh: Tensor | None = None,
+    ancestors: Tensor | None = None, length: Tensor | None = None, fresh: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     for key, tensor in (("mixed", mixed), ("gate", gate), ("skip", skip), ("matrix", matrix)):
         if tensor is not None:
@@ -67,12 +68,11 @@ def _rule(
     require_slots(matrix)
     lanes, tokens, channels = mixed.shape
     _, layers, heads, key_dim, value_dim = matrix.shape
-    steps = tokens if path is None else path.shape[1]
-    out = torch.empty((lanes, steps, heads, value_dim), dtype=_float32)
+    out = torch.empty((lanes, tokens, heads, value_dim), dtype=_float32)
     own = None if skip is None else dense(skip)
-    may = (None if x is None else dense(x) for x in (ancestors, length, path, fresh))
+    may = (None if x is None else dense(x) for x in (ancestors, length, fresh))
     words = 0 if ancestors is None else ancestors.shape[2]
-    sizes = (lanes, tokens, steps, channels, heads, key_dim, value_dim, layers, layer, words)
+    sizes = (lanes, tokens, channels, heads, key_dim, value_dim, layers, layer, words)
     call(name, (out, dense(mixed), dense(gate), own, matrix, dense(lane_row), *may), *sizes)
     return out
 
@@ -83,16 +83,9 @@ def _delta_walk(mixed_BTE: Tensor, gate_BTG: Tensor, matrix_RUHKV: Tensor, layer
 
 def _delta_scan(
     mixed_BTE: Tensor, gate_BTG: Tensor, matrix_RUHKV: Tensor, layer: int, lane_row_B: Tensor, length_B: Tensor,
-    fresh_B: Tensor | None, path_BA: Tensor | None,
+    fresh_B: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    run = {"length": length_B, "path": path_BA, "fresh": fresh_B}
-    return _rule("delta_rule", mixed_BTE, gate_BTG, None, matrix_RUHKV, layer, lane_row_B, **run)
-
-
-def _delta_chunk(
-    mixed_BTE: Tensor, gate_BTG: Tensor, matrix_RUHKV: Tensor, layer: int, lane_row_B: Tensor, length_B: Tensor, fresh_B: Tensor | None
-) -> Tensor:
-    return _delta_scan(mixed_BTE, gate_BTG, matrix_RUHKV, layer, lane_row_B, length_B, fresh_B, None)
+    return _rule("delta_rule", mixed_BTE, gate_BTG, None, matrix_RUHKV, layer, lane_row_B, length=length_B, fresh=fresh_B)
 
 
 def _ssm_walk(
@@ -103,45 +96,43 @@ def _ssm_walk(
 
 def _ssm_scan(
     mixed_BTE: Tensor, gate_BTG: Tensor, skip_H: Tensor, matrix_RUHKV: Tensor, layer: int, lane_row_B: Tensor, length_B: Tensor,
-    fresh_B: Tensor | None, path_BA: Tensor | None,
-) -> Tensor:  # fmt: skip
-    run = {"length": length_B, "path": path_BA, "fresh": fresh_B}
-    return _rule("ssm_rule", mixed_BTE, gate_BTG, skip_H, matrix_RUHKV, layer, lane_row_B, **run)
-
-
-def _ssm_chunk(
-    mixed_BTE: Tensor, gate_BTG: Tensor, skip_H: Tensor, matrix_RUHKV: Tensor, layer: int, lane_row_B: Tensor, length_B: Tensor,
     fresh_B: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    return _ssm_scan(mixed_BTE, gate_BTG, skip_H, matrix_RUHKV, layer, lane_row_B, length_B, fresh_B, None)
+    return _rule("ssm_rule", mixed_BTE, gate_BTG, skip_H, matrix_RUHKV, layer, lane_row_B, length=length_B, fresh=fresh_B)
 
 
-def _delta_tree_shape(mixed: Tensor, gate: Tensor, matrix: Tensor, *_: object) -> Tensor:
+def _state_commit(
+    input_UBTE: Tensor, gate_UBTG: Tensor, weight_UEO: Tensor, bias_UE: Tensor | None, column_RUOE: Tensor, matrix_RUHKV: Tensor,
+    lane_row_B: Tensor, path_BA: Tensor, length_B: Tensor, selective: bool,
+) -> None:  # fmt: skip
+    for key, tensor in (("convolution input", input_UBTE), ("gate", gate_UBTG), ("matrix", matrix_RUHKV)):
+        require(key, tensor, _float32)
+    require_slots(column_RUOE, matrix_RUHKV)
+    bias = None if bias_UE is None else dense(bias_UE)
+    read = (dense(input_UBTE), dense(gate_UBTG), dense(weight_UEO), bias, column_RUOE)
+    rows = (dense(lane_row_B), dense(path_BA), dense(length_B))
+    layers, lanes, tokens, channels = input_UBTE.shape
+    sizes = (layers, lanes, tokens, path_BA.shape[1], channels, column_RUOE.shape[2], *matrix_RUHKV.shape[2:], selective)
+    call("state_commit", (*read, matrix_RUHKV, *rows), *sizes)
+
+
+def _delta_shape(mixed: Tensor, gate: Tensor, matrix: Tensor, *_: object) -> Tensor:
     return mixed.new_empty((*mixed.shape[:2], matrix.shape[2], matrix.shape[4]))
 
 
-def _delta_run_shape(mixed: Tensor, gate: Tensor, matrix: Tensor, *rest: Tensor | None) -> Tensor:
-    path = rest[4] if len(rest) > 4 else None
-    steps = mixed.shape[1] if path is None else path.shape[1]
-    return mixed.new_empty((mixed.shape[0], steps, matrix.shape[2], matrix.shape[4]))
-
-
-def _ssm_tree_shape(mixed: Tensor, gate: Tensor, skip: Tensor, *rest: Any) -> Tensor:
-    return _delta_tree_shape(mixed, gate, *rest)
-
-
-def _ssm_run_shape(mixed: Tensor, gate: Tensor, skip: Tensor, *rest: Any) -> Tensor:
-    return _delta_run_shape(mixed, gate, *rest)
+def _ssm_shape(mixed: Tensor, gate: Tensor, skip: Tensor, *rest: Any) -> Tensor:
+    return _delta_shape(mixed, gate, *rest)
 
 
 tree_conv = define_op("tree_conv", _tree_conv, _like_first, convs.OP.signature)
 """The op of this name in C++, as those below."""
 conv_shift = define_op("conv_shift", _conv_shift, signature=shifts.OP.signature)
-delta_walk = define_op("delta_walk", _delta_walk, _delta_tree_shape, walks.OP.signature)
-delta_solve = define_op("delta_solve", _delta_walk, _delta_tree_shape, solves.OP.signature)
-delta_scan = define_op("delta_scan", _delta_scan, _delta_run_shape, scans.OP.signature)
-delta_chunk = define_op("delta_chunk", _delta_chunk, _delta_run_shape, chunks.OP.signature)
-ssm_walk = define_op("ssm_walk", _ssm_walk, _ssm_tree_shape, ssm_walks.OP.signature)
-ssm_dual = define_op("ssm_dual", _ssm_walk, _ssm_tree_shape, ssm_duals.OP.signature)
-ssm_scan = define_op("ssm_scan", _ssm_scan, _ssm_run_shape, ssm_scans.OP.signature)
-ssm_chunk = define_op("ssm_chunk", _ssm_chunk, _ssm_run_shape, ssm_chunks.OP.signature)
+delta_walk = define_op("delta_walk", _delta_walk, _delta_shape, walks.OP.signature)
+delta_solve = define_op("delta_solve", _delta_walk, _delta_shape, solves.OP.signature)
+delta_scan = define_op("delta_scan", _delta_scan, _delta_shape, scans.OP.signature)
+delta_chunk = define_op("delta_chunk", _delta_scan, _delta_shape, chunks.OP.signature)
+ssm_walk = define_op("ssm_walk", _ssm_walk, _ssm_shape, ssm_walks.OP.signature)
+ssm_dual = define_op("ssm_dual", _ssm_walk, _ssm_shape, ssm_duals.OP.signature)
+ssm_scan = define_op("ssm_scan", _ssm_scan, _ssm_shape, ssm_scans.OP.signature)
+ssm_chunk = define_op("ssm_chunk", _ssm_scan, _ssm_shape, ssm_chunks.OP.signature)
+state_commit = define_op("state_commit", _state_commit, signature=commits.OP.signature)

@@ -11,7 +11,7 @@ struct SelectiveRule {
   static constexpr bool VALUES_FIRST = true;
 
   static StateToken token(const StateHead& h, int64_t at, StateScratch&) {
-    return {h.query + at * h.mixed_stride, h.key + at * h.mixed_stride, std::exp(h.decay[at * h.gate_stride]), h.rate[at * h.gate_stride]};
+    return {h.query + at * h.key_stride, h.key + at * h.key_stride, std::exp(h.decay[at * h.gate_stride]), h.rate[at * h.gate_stride]};
   }
 
   // S <- exp(g) S + B (dt x)^T; S^T C + D x.

@@ -22,7 +22,7 @@ constexpr int MOST_VECTORS = 4;  // of a tile
 // One head: where its tokens and its state lie.
 struct StateHead {
   const float *query, *key, *value, *decay, *rate;  // of token 0
-  int64_t mixed_stride, gate_stride;                // from token to token
+  int64_t key_stride, value_stride, gate_stride;    // from token to token; a query's is that of a key
   float skip;                                       // share of its value that a token reads; not every rule has one
   float* out;
   int64_t out_stride;
@@ -87,7 +87,7 @@ struct StateTile {
   // Token `token` goes on from one buffer to another; what it reads is result `place`.
   void step(int64_t token, int64_t place, int64_t from, int64_t to) const {
     alignas(64) float value[WIDE] = {}, read[WIDE];
-    std::memcpy(value, h.value + token * h.mixed_stride + first, width * sizeof(float));
+    std::memcpy(value, h.value + token * h.value_stride + first, width * sizeof(float));
     RULE::template update<VECTORS>(h, RULE::token(h, token, s), buffer(from), to < 0 ? nullptr : buffer(to), value, read);
     std::memcpy(h.out + place * h.out_stride + first, read, width * sizeof(float));
   }
@@ -162,14 +162,14 @@ inline void state_tree(const StateHead& h, const int64_t* ancestors, int64_t nod
   });
 }
 
-// The first `length` of `steps` tokens, along `path` where there is one, into the row's state. Results past them are 0.
+// The first `length` of `tokens` tokens into the row's state. Results past them are 0.
 template <class RULE>
-inline void state_run(const StateHead& h, const int64_t* path, int64_t steps, int64_t length, bool fresh, StateScratch& s) {
-  for (int64_t t = length; t < steps; ++t) std::memset(h.out + t * h.out_stride, 0, h.value_dim * sizeof(float));
+inline void state_run(const StateHead& h, int64_t tokens, int64_t length, bool fresh, StateScratch& s) {
+  for (int64_t t = length; t < tokens; ++t) std::memset(h.out + t * h.out_stride, 0, h.value_dim * sizeof(float));
   if (length == 0 && !fresh) return;
   each_tile<RULE>(h, s, 1, [&](const auto& tile) {
     tile.fetch(fresh);
-    for (int64_t t = 0; t < length; ++t) tile.step(path == nullptr ? t : path[t], t, 0, 0);
+    for (int64_t t = 0; t < length; ++t) tile.step(t, t, 0, 0);
     tile.keep();
   });
 }
