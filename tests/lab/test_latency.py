@@ -94,7 +94,7 @@ def test_states_are_read_by_verification_and_read_and_written_by_the_commit(hybr
         if "matrix" in step.values:
             found[step.kernel] += int(work_of(step, Situation(2048)).bytes)
     matrices = 2 * 24 * 128 * 128 * 64 * 4
-    assert found == {verify: matrices, "scan_tokens": 2 * matrices}
+    assert found == {verify: matrices, "commit_states": 2 * matrices}
 
 
 def test_every_op_has_a_launcher_of_its_name() -> None:
@@ -111,10 +111,10 @@ def test_work_is_described_for_kernels_that_exist(hybrid: str) -> None:
     )
     seen = {step.kernel for args in (*engines, (hybrid, "ngram", TREE)) for step in steps_of(*args)}
     filters = {"peaks", "histogram", "kth_largest", "least"}
-    assert set(WORK) - seen - filters <= {LIBRARY, "block_tokens"}
-    from graphspec.kernels.fused import _run_states, _thresholds
+    assert set(WORK) - seen - filters <= {LIBRARY}
+    from graphspec.kernels.fused import _thresholds
 
-    assert all(hasattr(_thresholds, f"_{name}") for name in filters) and hasattr(_run_states, "_block_tokens")
+    assert all(hasattr(_thresholds, f"_{name}") for name in filters)
 
 
 def test_what_is_not_small_is_described(hybrid: str) -> None:

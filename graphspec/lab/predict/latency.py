@@ -214,20 +214,21 @@ def _experts(step: Step, at: Situation) -> Work:
 
 
 def _states(step: Step, at: Situation) -> Work:
-    """States of recurrent layers: read once from memory, and written where they advance.
+    """States of recurrent layers: read once from memory, for one layer by verification; the commit writes them too, for all layers.
 
-    A program that holds its tile processes tokens one by one; others read the state part by part, once for every block of tokens.
+    A program that holds its tile processes tokens one by one, in the commit after looking each up on the path; others read the state part
+    by part.
     """
     values = step.values
-    advances, width = "length" in values, values.get("PART", values["KEY_PAD"])
-    if width == values["KEY_PAD"]:
-        turns = values["steps"] if advances else values["nodes"]
+    commits, matrix = "length" in values, values["matrix"]
+    if commits:
+        layers, turns = matrix.shape[1], 2 * values["steps"]
     else:
-        turns = values["KEY_PAD"] // width * (-(-values["tokens"] // values["TOKENS"]) if advances else 1)
+        layers, turns = 1, values["KEY_PAD"] // values["PART"] if "PART" in values else values["nodes"]
     return Work(
-        bytes=4 * values["lane_row"].shape[0] * values["matrix"][0, 0].numel() * (2 if advances else 1),
+        bytes=4 * values["lane_row"].shape[0] * layers * matrix[0, 0].numel() * (2 if commits else 1),
         programs=step.programs,
-        in_flight=4 * width * values["COLUMNS"],
+        in_flight=4 * values.get("PART", values["KEY_PAD"]) * values["COLUMNS"],
         memory=1,
         cache=1 + turns,
     )
@@ -255,8 +256,7 @@ WORK: Mapping[str, Callable[[Step, Situation], Work]] = {
     "down": _experts,
     "walk_nodes": _states,
     "block_nodes": _states,
-    "scan_tokens": _states,
-    "block_tokens": _states,
+    "commit_states": _states,
     LIBRARY: _library,
 }
 

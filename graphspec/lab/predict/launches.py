@@ -180,8 +180,10 @@ def record(plan: Plan, target: LlamaModel, draft: Any, lanes: int, sampling: Sam
     # Built once, at its first use: no launch of this cycle.
     semaphores(torch.device("meta"), 0)
     ends: list[tuple[str, int]] = []
+    # Weights may be laid out anew as stages are made, which is no launch of this cycle either.
+    stages = program_stages(plan, kernels, target, draft, key)
     with recording() as launches, _Between(launches) as between, torch.no_grad():
-        for stage in program_stages(plan, kernels, target, draft, key):
+        for stage in stages:
             stage(views)
             ends.append((stage.name, len(launches)))
     for place in range(len(launches) + 1):
