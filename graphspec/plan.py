@@ -419,8 +419,6 @@ def make_plan(config: Config, target: ModelFacts, draft: DraftFacts | None, *, d
     page_updates = largest * (math.ceil((accept + window) / runtime.page_size) + 1)
 
     kernels = config.kernels.mode if config.kernels.mode != "auto" else KERNELS_OF[runtime.name]
-    if target.experts is not None and target.family.squared_relu and kernels == "fused":
-        raise ConfigError("kernels.mode", "reference or compiled for experts without a gate", repr(kernels), "they have no fused kernels")
     draft_context = draft.decoder.max_position_embeddings if draft else max_context
     if draft_context < max_context:
         logger.warning("the draft was made for %d positions, the context is %d: rows past them decode plainly", draft_context, max_context)

@@ -21,7 +21,7 @@ def moe_mlp(x_TH: Tensor, index_TK: Tensor, weight_TK: Tensor, gate_up_EFH: Tens
         index_TK: int64 in [0, E), distinct in a row, or -1: no expert, nothing is added.
         weight_TK: float32.
         gate_up_EFH: ``[E, 2F, H]``: F rows of the gate, then F of the up projection; contiguous, dtype of ``x``. Without a gate
-            ``[E, F, H]``, which only the reference serves.
+            ``[E, F, H]``.
         down_EHF: ``[E, H, F]``, likewise.
 
     Returns:
@@ -52,7 +52,7 @@ def _squared_relu(x: Tensor) -> Tensor:
 
 
 def _cases(generator: torch.Generator) -> list[Case]:
-    def case(tokens: int, topk: int, experts: int, hidden: int, width: int, *, only: int | None = None) -> Case:
+    def case(tokens: int, topk: int, experts: int, hidden: int, width: int, *, only: int | None = None, gated: bool = True) -> Case:
         index = torch.stack([torch.randperm(experts, generator=generator)[:topk] for _ in range(tokens)])
         if only is not None:
             index[:, 0] = only
@@ -62,7 +62,7 @@ def _cases(generator: torch.Generator) -> list[Case]:
             "x_TH": torch.randn(tokens, hidden, generator=generator),
             "index_TK": index,
             "weight_TK": torch.rand(tokens, topk, generator=generator),
-            "gate_up_EFH": torch.randn(experts, 2 * width, hidden, generator=generator) / hidden**0.5,
+            "gate_up_EFH": torch.randn(experts, (1 + gated) * width, hidden, generator=generator) / hidden**0.5,
             "down_EHF": torch.randn(experts, hidden, width, generator=generator) / width**0.5,
         }
 
@@ -72,6 +72,8 @@ def _cases(generator: torch.Generator) -> list[Case]:
         case(5, 3, 4, 40, 24),
         case(17, 1, 3, 24, 40, only=2),
         case(2, 8, 16, 70, 65),
+        case(3, 2, 9, 33, 17, gated=False),
+        case(17, 1, 3, 24, 40, only=2, gated=False),
     ]
 
 

@@ -129,8 +129,9 @@ SIZES = [(1, 6, 64, 2048, 1408), (8, 8, 128, 2048, 768), (40, 6, 64, 2048, 1408)
 
 
 @pytest.mark.references("moe_route", "moe_mlp")
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "relu2"])
 @pytest.mark.parametrize(("tokens", "topk", "experts", "hidden", "width"), SIZES)
-def test_moe(tokens: int, topk: int, experts: int, hidden: int, width: int) -> None:
+def test_moe(tokens: int, topk: int, experts: int, hidden: int, width: int, gated: bool) -> None:
     generator = torch.Generator(DEVICE).manual_seed(tokens)
 
     def random(*shape: int) -> Tensor:
@@ -148,7 +149,7 @@ def test_moe(tokens: int, topk: int, experts: int, hidden: int, width: int) -> N
         "x_TH": random(tokens, hidden).bfloat16(),
         "index_TK": index,
         "weight_TK": weight,
-        "gate_up_EFH": (random(experts, 2 * width, hidden) / hidden**0.5).bfloat16(),
+        "gate_up_EFH": (random(experts, (1 + gated) * width, hidden) / hidden**0.5).bfloat16(),
         "down_EHF": (random(experts, hidden, width) / width**0.5).bfloat16(),
     }
     out = fused_mlp.OP(**case)

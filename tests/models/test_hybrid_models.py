@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from graphspec.buffers import declare_slots, plan_sizes
 from graphspec.config import Config, HardwareConfig, KernelsConfig, ModelConfig, RuntimeConfig, VariantConfig
-from graphspec.errors import CheckpointError, ConfigError
-from graphspec.facts import ExpertFacts, ModelFacts, read_model_facts
+from graphspec.errors import CheckpointError
+from graphspec.facts import ModelFacts, read_model_facts
 from graphspec.facts.keys import Keys
 from graphspec.facts.recurrent import read_gated_delta
 from graphspec.graphs.memory import plan_memory
@@ -24,7 +24,7 @@ from graphspec.models.target import load_target
 from graphspec.plan import make_plan
 from tests.support.checkpoints import VOCAB_SIZE, DenseAttention, edit_json, write_hf
 from tests.support.hybrid_checkpoints import build_hybrid
-from tests.support.tiny import mamba_facts, model_facts
+from tests.support.tiny import model_facts
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -245,12 +245,3 @@ def test_a_node_costs_its_inputs_and_no_state() -> None:
     assert [slot.name for slot in slots if "N" in slot.dims and size[slot.name] > mib] == ["record_input_UBNE"], "nothing else per node"
     lines = {line.name: line.size for line in plan_memory(plan, config(), (0, 0)).lines}
     assert lines["recurrent states"] == size["matrix_RUHKV"] + size["column_RUOE"] + records
-
-
-def test_fused_kernels_are_refused_for_experts_without_a_gate_alone() -> None:
-    for facts in (published(), mamba_facts()):
-        assert make_plan(config(mode="fused"), facts, None, device="cpu").kernels == "fused"
-    routed = ExpertFacts(layers=(False, False, True), num_experts=4, topk=2, intermediate_size=8)
-    without_states = replace(mamba_facts(), recurrent=None, mixers=("attention", "attention", "mlp"), experts=routed)
-    with pytest.raises(ConfigError, match=r"kernels\.mode: expected reference or compiled for experts without a gate"):
-        make_plan(config(mode="fused"), without_states, None, device="cpu")

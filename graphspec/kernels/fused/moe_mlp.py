@@ -22,8 +22,8 @@ from .launch import AotCase, aot_case, launch, register, semaphores
 SCANNED = 512
 """Most choices (tokens x experts of a token) that programs look through themselves."""
 
-GATE_ROWS, DOWN_ROWS = 32, 64
-"""Rows of gate and of up projection, and of down projection, that a program owns."""
+GATE_ROWS, ROWS = 32, 64
+"""Rows of gate and of up projection, and of any other projection, that a program owns."""
 
 MERGED = 16
 """Tokens whose experts are added up at once."""
@@ -72,33 +72,41 @@ def _picked(match, rank, order, begin, expert, start, count, SORTED: tl.constexp
 def _gate_up(
     x, index, order, begin, weights, out, count_all, topk, hidden, width, x_stride,
     SORTED: tl.constexpr, PER_EXPERT: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
-    BLOCK_T: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_T: tl.constexpr, EVEN: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (expert, rows): ``silu(gate) * up`` of its rows for every choice of its expert."""
+    """Program (expert, rows): ``silu(gate) * up``, or ``relu(up) ** 2``, of its rows for every choice of its expert."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     expert, count, match, rank = _choices(index, order, begin, count_all, SORTED, PER_EXPERT, PADDED)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     channel = tl.arange(0, STEP)
-    gate_rows = weights + expert * 2 * width * hidden + row[:, None] * hidden
+    halves: tl.constexpr = 2 if GATED else 1
+    up_rows = weights + (expert * halves + halves - 1) * width * hidden + row[:, None] * hidden
     inside = (row < width)[:, None]
     for start in range(0, count, BLOCK_T):
         choice = _picked(match, rank, order, begin, expert, start, count, SORTED, PADDED, BLOCK_T)
         alive = start + tl.arange(0, BLOCK_T) < count
         token_rows = x + (choice // topk).to(tl.int64)[:, None] * x_stride
-        gate = tl.zeros((ROWS, BLOCK_T), tl.float32)
+        if GATED:
+            gate = tl.zeros((ROWS, BLOCK_T), tl.float32)
         up = tl.zeros((ROWS, BLOCK_T), tl.float32)
         for offset in range(0, hidden, STEP):
             column = (offset + channel)[None, :]
             left = inside if EVEN else inside & (column < hidden)
             right = alive[:, None] if EVEN else alive[:, None] & (column < hidden)
-            gates = tl.load(gate_rows + column, mask=left, other=0.0)
-            ups = tl.load(gate_rows + width * hidden + column, mask=left, other=0.0)
+            ups = tl.load(up_rows + column, mask=left, other=0.0)
             tokens = tl.trans(tl.load(token_rows + column, mask=right, other=0.0))
-            gate = tl.dot(gates, tokens, gate, input_precision="ieee")
+            if GATED:
+                gates = tl.load(up_rows - width * hidden + column, mask=left, other=0.0)
+                gate = tl.dot(gates, tokens, gate, input_precision="ieee")
             up = tl.dot(ups, tokens, up, input_precision="ieee")
-        active = gate / (1.0 + tl.exp(-gate)) * up
+        if GATED:
+            active = gate / (1.0 + tl.exp(-gate)) * up
+        else:
+            # NaN stays NaN.
+            positive = tl.where(up < 0.0, 0.0, up)
+            active = positive * positive
         tl.store(out + choice.to(tl.int64)[None, :] * width + row[:, None], active, mask=inside & alive[None, :])
 
 
@@ -154,7 +162,8 @@ def _down(
 def moe_mlp(x_TH: Tensor, index_TK: Tensor, weight_TK: Tensor, gate_up_EFH: Tensor, down_EHF: Tensor) -> Tensor:
     tokens, topk = index_TK.shape
     experts, hidden, width = down_EHF.shape
-    assert gate_up_EFH.shape[1] == 2 * width, "plans with experts without a gate are refused"
+    gated = gate_up_EFH.shape[1] == 2 * width
+    up_rows = GATE_ROWS if gated else ROWS
     choices = tokens * topk
     index, weight = index_TK.contiguous(), weight_TK.contiguous()
     order = begin = None
@@ -177,16 +186,16 @@ def moe_mlp(x_TH: Tensor, index_TK: Tensor, weight_TK: Tensor, gate_up_EFH: Tens
     partial = x_TH.new_empty(choices, hidden, dtype=torch.float32)
     out = x_TH.new_empty(tokens, hidden)
     launch(
-        _gate_up, (programs, triton.cdiv(width, GATE_ROWS)),
+        _gate_up, (programs, triton.cdiv(width, up_rows)),
         x_TH, index, order, begin, gate_up_EFH, active, choices, topk, hidden, width, x_TH.stride(0),
-        ROWS=GATE_ROWS, EVEN=hidden % step == 0, **options,
+        ROWS=up_rows, EVEN=hidden % step == 0, GATED=gated, **options,
     )  # fmt: skip
-    tiles = triton.cdiv(hidden, DOWN_ROWS)
+    tiles = triton.cdiv(hidden, ROWS)
     launch(
         _down, (programs, tiles),
         active, index, weight, order, begin, down_EHF, partial, out, semaphores(x_TH.device, tiles),
         choices, topk, hidden, width, tokens, programs,
-        ROWS=DOWN_ROWS, EVEN=width % step == 0, TOPK=topk, MERGED=MERGED, **options,
+        ROWS=ROWS, EVEN=width % step == 0, TOPK=topk, MERGED=MERGED, **options,
     )  # fmt: skip
     return out
 
@@ -198,13 +207,17 @@ _MODELS = {
     "deepseek-v3": (256, 8, 7168, 2048),
     "deepseek-v2-lite": (64, 6, 2048, 1408),
     "qwen3-30b-a3b": (128, 8, 2048, 768),
+    "nemotron-3-nano": (128, 6, 2688, 1856),
 }
-"""Experts, chosen ones, hidden size and width."""
+"""Experts, chosen ones, hidden size and width. Those of Nemotron have no gate."""
 
 
 def _case(name: str, tokens: int) -> AotCase:
     experts, topk, hidden, width = _MODELS[name]
-    sizes, both = {"T": tokens, "K": topk, "E": experts, "H": hidden, "F": width}, (torch.bfloat16, experts, 2 * width, hidden)
+    sizes, both = (
+        {"T": tokens, "K": topk, "E": experts, "H": hidden, "F": width},
+        (torch.bfloat16, experts, (1 if "nemotron" in name else 2) * width, hidden),
+    )
     return aot_case(f"{name}-t{tokens}", CONTRACT, moe_mlp, sizes, x_TH=torch.bfloat16, gate_up_EFH=both, down_EHF=torch.bfloat16)
 
 

@@ -202,7 +202,7 @@ def _experts(step: Step, at: Situation) -> Work:
     count, topk = weight.shape[0], values["topk"]
     hit = distinct_experts(count, topk, values["count_all"] / topk)
     # Gate and up are two tiles.
-    tile = values["ROWS"] * values["STEP"] * weight.element_size() * (2 if "TOPK" not in values else 1)
+    tile = values["ROWS"] * values["STEP"] * weight.element_size() * (2 if values.get("GATED") else 1)
     return Work(
         bytes=weight.numel() * weight.element_size() * hit / count,
         programs=step.programs,

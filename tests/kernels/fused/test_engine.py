@@ -68,9 +68,9 @@ def test_seeded_sampling_equals_plain_decoding_by_references(pair: Pair, keys: d
 @pytest.mark.parametrize(
     "keys", [{"variant": "none", "numerics": "batch_invariant"}, {"variant": "ngram", **TREE}], ids=["none-exact", "tree"]
 )
-@pytest.mark.parametrize("family", ["qwen3_5", "nemotron_h"])
+@pytest.mark.parametrize("family", ["qwen3_5", "nemotron_h_moe"])
 def test_a_hybrid_target_decodes_as_transformers_does(tmp_path: Path, family: str, keys: dict[str, Any]) -> None:
-    """Of each rule, in both forms of verification and of prompts."""
+    """Of each rule, in both forms of verification and of prompts; one with experts without a gate."""
     hybrid = random_pair(tmp_path, build_hybrid(family))
     asked = prompts(2, lengths=(2, 5))
     outputs = hybrid.llm(**FUSED, **keys).generate(asked, SamplingParams(max_tokens=4))

@@ -95,13 +95,13 @@ def test_route_orders_ties_and_survives_what_is_not_finite(route: Callable[..., 
     assert index[0].tolist() == [7, 4, 5, 6]
 
 
-def call(tokens: int, topk: int, experts: int, hidden: int, width: int, seed: int = 0) -> dict[str, Any]:
+def call(tokens: int, topk: int, experts: int, hidden: int, width: int, seed: int = 0, *, gated: bool = True) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(seed)
     return {
         "x_TH": torch.randn(tokens, hidden, generator=generator),
         "index_TK": torch.stack([torch.randperm(experts, generator=generator)[:topk] for _ in range(tokens)]),
         "weight_TK": torch.rand(tokens, topk, generator=generator),
-        "gate_up_EFH": torch.randn(experts, 2 * width, hidden, generator=generator) / hidden**0.5,
+        "gate_up_EFH": torch.randn(experts, (1 + gated) * width, hidden, generator=generator) / hidden**0.5,
         "down_EHF": torch.randn(experts, hidden, width, generator=generator) / width**0.5,
     }
 
@@ -133,25 +133,47 @@ def test_experts_are_those_of_transformers(tokens: int, topk: int, experts: int)
     torch.testing.assert_close(fused.OP(**case), expected)
 
 
+@pytest.mark.parametrize(("tokens", "topk", "experts"), [(3, 2, 16), (6, 3, 4)])
+def test_experts_without_a_gate_are_those_of_transformers(tokens: int, topk: int, experts: int) -> None:
+    from transformers import NemotronHConfig
+    from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
+
+    case = call(tokens, topk, experts, 20, 12, gated=False)
+    config = NemotronHConfig(hidden_size=20, moe_intermediate_size=12, n_routed_experts=experts, num_experts_per_tok=topk)
+    config._experts_implementation = "eager"
+    module = NemotronHExperts(config)
+    module.up_proj.data, module.down_proj.data = case["gate_up_EFH"], case["down_EHF"]
+    with torch.no_grad():
+        expected = module(case["x_TH"], case["index_TK"], case["weight_TK"])
+    torch.testing.assert_close(moe_mlp(**case), expected)
+    torch.testing.assert_close(fused.OP(**case), expected)
+
+
+GATED = pytest.mark.parametrize("gated", [True, False], ids=["gated", "relu2"])
+
+
+@GATED
 @pytest.mark.parametrize(
     ("tokens", "topk", "experts", "hidden", "width"),
     [(1, 1, 1, 5, 3), (1, 8, 8, 64, 32), (2, 1, 40, 65, 33), (19, 2, 2, 130, 31), (9, 8, 12, 63, 65)],
 )
-def test_odd_sizes(tokens: int, topk: int, experts: int, hidden: int, width: int) -> None:
-    assert_right(call(tokens, topk, experts, hidden, width))
+def test_odd_sizes(tokens: int, topk: int, experts: int, hidden: int, width: int, gated: bool) -> None:
+    assert_right(call(tokens, topk, experts, hidden, width, gated=gated))
 
 
-def test_all_tokens_on_one_expert_and_the_others_never_read() -> None:
-    case = call(37, 1, 3, 24, 16)
+@GATED
+def test_all_tokens_on_one_expert_and_the_others_never_read(gated: bool) -> None:
+    case = call(37, 1, 3, 24, 16, gated=gated)
     case["index_TK"][:] = 1
     for name in ("gate_up_EFH", "down_EHF"):
         case[name][[0, 2]] = torch.nan
     assert_right(case)
 
 
+@GATED
 @pytest.mark.parametrize("experts", [4, 30])
-def test_tokens_without_experts(experts: int) -> None:
-    case = call(6, 3, experts, 24, 16)
+def test_tokens_without_experts(experts: int, gated: bool) -> None:
+    case = call(6, 3, experts, 24, 16, gated=gated)
     case["index_TK"][[0, 3]] = -1
     case["index_TK"][5, 1] = -1
     case["weight_TK"][[0, 3]] = torch.nan
@@ -167,9 +189,10 @@ def test_more_choices_than_a_program_looks_through() -> None:
     assert_right(case)
 
 
-def test_bits_of_a_token_do_not_depend_on_the_batch() -> None:
+@GATED
+def test_bits_of_a_token_do_not_depend_on_the_batch(gated: bool) -> None:
     """Alone a program serves a choice, together it serves an expert and more tokens than a block holds."""
-    case = call(18, 2, 3, 40, 24)
+    case = call(18, 2, 3, 40, 24, gated=gated)
     out = fused.OP(**case)
     assert torch.equal(fused.OP(**case), out)
     for token in (0, 7, 17):
