@@ -150,7 +150,7 @@ class PlanningConfig:
     measure: bool = False
     """Take the figures of this machine: on a CPU passes and cycles of the model, timed once and kept, else copy bandwidth and a product."""
     sum_us: float = 8.0
-    """Microseconds that a sum over several ranks takes without data. The default is an assumption: nobody has measured it here."""
+    """Microseconds that a sum over several ranks takes without data. The default is an assumption that was not measured."""
     out: str | None = None
     """Write the records to this JSON-lines file."""
 

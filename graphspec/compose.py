@@ -1,6 +1,6 @@
 """Composes command-line overrides and the YAML groups into one typed, checked configuration object, by Hydra.
 
-Besides :mod:`graphspec.cli` the only module that imports Hydra. No lower layer sees a ``DictConfig``.
+Apart from :mod:`graphspec.cli` the only module that imports Hydra. No lower layer sees a ``DictConfig``.
 """
 
 from __future__ import annotations

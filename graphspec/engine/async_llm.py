@@ -17,7 +17,7 @@ from .text import conversations
 
 
 class AsyncStream:
-    """Events of requests that were submitted together, for one coroutine. Whoever stops waiting calls :meth:`abort`.
+    """Events of requests that were submitted together, for one coroutine, which calls :meth:`abort` if it stops waiting.
 
     Attributes:
         stream: the engine's own, with its requests.

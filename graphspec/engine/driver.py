@@ -87,7 +87,7 @@ class Driver:
 
     @property
     def runs(self) -> bool:
-        """The thread is there, and nobody ends it."""
+        """Whether the thread runs and is not being ended."""
         return self.thread.is_alive() and not self.stopping
 
     def check(self) -> None:

@@ -106,7 +106,7 @@ def _backend(weak: weakref.ref[Region]) -> Callable[[torch.fx.GraphModule, list[
 
 
 def check_cache() -> None:
-    """Check that only this user can put code into Inductor's cache folder, whose default name in the temporary folder anybody can guess.
+    """Check that only this user can put code into Inductor's cache folder, whose default name in the temporary folder can be guessed.
 
     Raises:
         ResourceError: others can, or there is no such folder.

@@ -257,6 +257,6 @@ def available_bytes(device: str, memory_gib: float | None) -> int:
         return int(memory_gib * GIB)
     if device == "cuda":
         free, _ = torch.cuda.mem_get_info()
-        # What torch holds and nobody uses is free too.
+        # Memory that torch has reserved and not allocated is free too.
         return free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

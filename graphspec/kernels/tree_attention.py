@@ -23,7 +23,7 @@ def masked_attention(query_BTQD: Tensor, kv_pool: Tensor, layer: int, table_BP: 
     lanes, tokens, heads, dim = query_BTQD.shape
     groups = kv_pool.shape[-2]
     compute = torch.float64 if query_BTQD.dtype == torch.float64 else torch.float32
-    # Masking scores alone lets a NaN in an unseen value through, as 0 * NaN.
+    # If only scores were masked, a NaN in an unseen value would reach the result as 0 * NaN.
     seen_BL11 = visible_BTL.any(1)[:, :, None, None]
     key_BLGD = torch.where(seen_BL11, gather_slots(kv_pool[layer, 0], table_BP), 0.0).to(compute)
     value_BLGD = torch.where(seen_BL11, gather_slots(kv_pool[layer, 1], table_BP), 0.0).to(compute)
@@ -52,7 +52,7 @@ def tree_attention(
     """Attention of tree nodes, draft beams or window entries over their prefix and their own ancestors.
 
     Query (b, t) sees slot s when ``prefix_begin[b, t] <= s < prefix_end[b]``, and slot ``prefix_end[b] + j`` when bit ``j % 64`` of word
-    ``j // 64`` of its ancestors is set; its own bit included. It needs nothing else to be valid: slots it doesn't see may hold NaN.
+    ``j // 64`` of its ancestors is set; its own bit included. Slots that it doesn't see may hold NaN.
 
     Args:
         query_BTQD: floating point; Q is a multiple of G.
@@ -98,7 +98,7 @@ def poison_unseen(kv_pool: Tensor, table_BP: Tensor, visible_BTL: Tensor) -> Non
 
 
 def visible_slots(prefix_begin_BT: Tensor, prefix_end_B: Tensor, ancestors_BTX: Tensor, length: int) -> Tensor:
-    """Visibility, bool ``[B, T, length]``, by plain loops: the contract once more, independent of the reference."""
+    """Visibility, bool ``[B, T, length]``, by plain loops, independent of the reference."""
     lanes, tokens, words = ancestors_BTX.shape
     visible = torch.zeros(lanes, tokens, length, dtype=torch.bool)
     for lane in range(lanes):

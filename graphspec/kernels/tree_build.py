@@ -1,4 +1,4 @@
-"""From draft candidates to the verify tree: the best N-1 of them, as nodes with parents, depths and ancestor words."""
+"""Builds the verify tree from draft candidates: the best N-1 of them become nodes with parents, depths and ancestor words."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def causal_words(length: int, num_words: int, device: torch.device) -> Tensor:
 def tree_build(
     score_BM: Tensor, token_BM: Tensor, parent_BM: Tensor, root_B: Tensor, num_nodes: int, num_words: int, max_depth: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Select the N-1 best candidates and lay them out as a tree under the root (EAGLE-2, arXiv 2406.16858, section 4.2).
+    """Select the N-1 best candidates and arrange them as a tree below the root (EAGLE-2, arXiv 2406.16858, section 4.2).
 
     The N-1 best scores, ties by pool index and NaN as -inf, become nodes 1..N-1 in the order of their pool index. The pool is in level
-    order, so parents stand before children. Node 0 is the root. A node is *unused* when its score is -inf, its token negative, its
-    parent no used node (not selected, unused itself, out of range, or not before it), or its depth beyond ``max_depth``.
+    order, so parents come before children. Node 0 is the root. A node is *unused* if its score is -inf, its token negative, its parent not
+    a used node (not selected, unused, out of range, or not before it), or its depth greater than ``max_depth``.
 
     Args:
         score_BM: float32, sum of log-probabilities along the candidate's path.
@@ -61,7 +61,7 @@ def tree_build(
     linked_Bn = (candidate_parent_Bn == -1) | (parent_Bn > 0)
     usable_Bn = linked_Bn & (token_Bn >= 0) & (score_BM.gather(1, pool_Bn) > -torch.inf)
 
-    # Walking up from an unusable node goes in circles, so only paths of usable nodes reach the root. The root points at itself.
+    # Unusable nodes point to themselves, so only paths of usable nodes reach the root, which points to itself too.
     up_BN = torch.cat((torch.zeros_like(root_B)[:, None], torch.where(usable_Bn, parent_Bn, node_N[1:])), 1)
     at_BN = node_N.expand(lanes, num_nodes)
     ancestors_BNX = bit_words(at_BN, num_words)
@@ -78,7 +78,7 @@ def tree_build(
 
 
 def candidate_pool(generator: torch.Generator, lanes: int, num_steps: int, topk: int, vocab: int = 50, coarse: bool = True) -> Case:
-    """Scores, tokens and parents as a draft of ``num_steps`` levels of ``topk`` beams would leave them; siblings have distinct tokens."""
+    """Scores, tokens and parents as from a draft of ``num_steps`` levels of ``topk`` beams; siblings have distinct tokens."""
 
     def increments(rows: int) -> Tensor:
         drop = -torch.rand(lanes, rows, topk, generator=generator).sort(-1).values
@@ -110,7 +110,7 @@ def tree_build_into(
     nodes: Annotated[Nodes, WRITTEN],
     max_depth: int,
 ) -> None:
-    """:func:`tree_build` under each lane's root, into the four slots of the nodes. Every element of them is written, dead lanes included.
+    """:func:`tree_build` below each lane's root, into the slots of the nodes. Every element is written, dead lanes included.
 
     The root of lane b is the last entry of row ``lane_row[b]``'s window, ``window_token[row, max(window_len - 1, 0)]``: the token whose
     target KV does not exist yet.
@@ -119,7 +119,7 @@ def tree_build_into(
         score_BM, token_BM, parent_BM: float32, int64, int64; the candidate pool.
         lane_row_B: int64, the row of each lane.
         window_token_RAc, window_len_R: int64, ``window_len <= A``.
-        nodes: int64, written. Their shapes say N and X: ``N - 1 <= M``, ``64 * X >= N``.
+        nodes: int64, written. N and X follow from their shapes: ``N - 1 <= M``, ``64 * X >= N``.
         max_depth: S, static.
     """
     count, words = nodes.node_ancestors_BNX.shape[1:]
@@ -148,7 +148,7 @@ def window_case(generator: torch.Generator, lanes: int, vocab: int = 50) -> Case
 
 
 def node_slots(lanes: int, num_nodes: int, num_words: int) -> Case:
-    """The slots of the nodes, full of what must not survive."""
+    """The slots of the nodes, filled with values that must be overwritten."""
     shape = (lanes, num_nodes)
     slots = {name: torch.full(shape, -7_777) for name in ("node_token_BN", "node_parent_BN", "node_depth_BN")}
     return {**slots, "node_ancestors_BNX": torch.full((*shape, num_words), -7_777)}

@@ -32,7 +32,7 @@ def tree_conv(
         column_RUOE: dtype of the input; the last O inputs of each row and recurrent layer, oldest first.
         layer: static; of the recurrent ones.
         lane_row_B: int64.
-        parent_BT: int64, the place of each node's parent, before its own; -1: the root, or an unused node, whose result nobody reads.
+        parent_BT: int64, the place of each node's parent, before its own; -1: the root, or an unused node, whose result is not read.
         weight_EO: ``[E, O + 1]``.
         bias_E: dtype of the input.
         fresh_B: bool: the row's tokens start here, after columns of zeros, whatever it held. None: in no lane.

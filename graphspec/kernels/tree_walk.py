@@ -1,4 +1,4 @@
-"""Acceptance: match sampled tokens against the tree, and cut the run at a stop id or at the budget."""
+"""Acceptance: matches sampled tokens with the tree, and cuts the run at a stop id or at the budget."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from .op import WRITTEN, Case, KernelOp
 from .tree_build import bit_words, candidate_pool, tree_build
 
 LIVE, STOPPED, OUT_OF_BUDGET = 0, 1, 2
-"""Why a run ends where it does; :func:`tree_walk`."""
+"""Reasons for the end of a run, see :func:`tree_walk`."""
 ROW_LIVE, ROW_FAILED = 1, 4
-"""Row states the walk knows (:class:`graphspec.buffers.Status`). A live row's next state is ``ROW_LIVE`` plus the reason above."""
+"""Row states (:class:`graphspec.buffers.Status`). A live row's next state is ``ROW_LIVE`` plus the reason above."""
 
 
 def tree_walk(
@@ -28,7 +28,7 @@ def tree_walk(
     stop_BE: Tensor,
     accept_width: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Sample, then match: which nodes agree with what the target sampled, and how many new tokens that makes.
+    """Sample, then match: the path of nodes that agree with the target's samples, and the number of new tokens.
 
     Node ``n >= 1`` matches when its token is not negative, equals ``sample[parent_n]``, and its depth is within ``depth_cap`` and
     ``accept_width - 1``. It is accepted when all of its ancestors (root excluded) match. Siblings are distinct, so the accepted nodes are
@@ -37,7 +37,7 @@ def tree_walk(
 
     Args:
         token_BN, parent_BN, depth_BN, ancestors_BNX: int64, as :func:`~graphspec.kernels.tree_build.tree_build` returns them.
-        sample_BN: int64, the token the target sampled at each node.
+        sample_BN: int64, the token that the target sampled at each node.
         depth_cap_B: int64, deepest node that may be accepted; <= 0: none.
         budget_B: int64, tokens the row may still emit.
         stop_BE: int64 stop ids per lane, padded with -1.
@@ -84,11 +84,11 @@ def tree_walk_into(
     draft_context: int,
     run: Annotated[Run, WRITTEN],
 ) -> None:
-    """:func:`tree_walk` of every lane under its row's limits, and what becomes of the row. Writes four slots, every element of them.
+    """:func:`tree_walk` of every lane within its row's limits, and the row's next status. Writes every element of four slots.
 
-    A node may be accepted down to depth ``min(draft_len, draft_context - seq_len, depth_cap)``. The run ends before the first node on the
-    path whose logits are not finite; when that cuts it, the row fails. Lanes of rows that are not live (``status != 1``) have an empty run
-    and keep their row's status, whatever their nodes and their row hold.
+    Nodes may be accepted down to depth ``min(draft_len, draft_context - seq_len, depth_cap)``. The run ends before the first node on the
+    path whose logits are not finite; if that shortens it, the row fails. Lanes of rows that are not live (``status != 1``) have an empty
+    run and keep their row's status, whatever the values of their nodes and row.
 
     Args:
         nodes: int64, as :func:`~graphspec.kernels.tree_build.tree_build_into` leaves them; ``parent < N``.
@@ -97,12 +97,12 @@ def tree_walk_into(
         depth_cap_B: int64, a further limit of the depth; None: there is none.
         lane_row_B: int64, the row of each lane.
         limits: int64, stop ids padded with -1.
-        draft_context: static, positions the drafter was made for.
+        draft_context: static, positions that the drafter supports.
         run: int64, written.
             sample_BN: ``drawn``.
             path_BA: accepted node of each depth, 0 past the last; not shortened by a stop id, the budget or a failure.
             accept_len_B: tokens emitted, ``0..A``.
-            outcome_B: the row's next status: 1 live, 2 stop id, 3 budget used up, 4 logits not finite, or what it was.
+            outcome_B: the row's next status: 1 live, 2 stop id, 3 budget used up, 4 logits not finite, or its old status.
     """
     status_R, seq_len_R, draft_len_R, budget_R, stop_id_RE = limits
     sample_BN, path_BA, accept_len_B, outcome_B = run

@@ -1,4 +1,4 @@
-"""What the target needs to know of every verify node: token, slot, position, and what it sees."""
+"""The target's inputs for every verify node: token, slot, position and visibility."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .op import Case, KernelOp
 def verify_rows(
     lane_row_B: Tensor, status_R: Tensor, seq_len_R: Tensor, node_token_BN: Tensor, node_depth_BN: Tensor, node_ancestors_BNX: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The nodes of a tree as rows of one forward. A node is valid in a lane that is live, and where it has a token.
+    """The nodes of a tree as rows of one forward pass. A node is valid if its lane is live and it has a token.
 
     Its KV goes to slot ``seq_len + n`` at RoPE position ``seq_len + depth``; it sees the prefix up to ``seq_len`` and its ancestors.
 

@@ -74,7 +74,7 @@ class RotaryEmbedding(nn.Module):
     Args:
         rope: kind and parameters.
         head_dim: of the whole head.
-        max_positions: rows of the table; positions are clamped into it, which only rows nobody reads ever need.
+        max_positions: rows of the table; positions are clamped into it, which only affects rows that are not read.
     """
 
     def __init__(self, rope: RopeFacts, head_dim: int, max_positions: int) -> None:

@@ -77,7 +77,7 @@ class Api:
         )
 
     def _guarded(self, handler: Handler) -> Handler:
-        """The handler behind a check of the API key, with errors as responses."""
+        """The handler after a check of the API key, with errors as responses."""
 
         async def checked(request: Request) -> Response:
             self.keys.check(request.headers.get("authorization"))

@@ -1,11 +1,11 @@
 """The lists that describe a planned call: offsets of queries, offsets, places and number of keys. Host arithmetic; imports no torch.
 
-Every lane has T queries, as the stages have them. A causal kernel aligns queries and keys at their ends: query t of a lane with n keys
-sees keys 0 to ``n - T + t``. So with ``n = end - begin`` query t sees the slots from ``begin`` to its own, whatever n is, and the only
-thing that moves between launches is how long the prefix is.
+Every lane has T queries, as in the stages. A causal kernel aligns queries and keys at their ends: query t of a lane with n keys sees keys 0
+to ``n - T + t``. So with ``n = end - begin`` query t sees the slots from ``begin`` to its own, whatever n is, and only the length of the
+prefix changes between launches.
 
-After the last query that counts there may be slots nobody wrote, or no page at all. No query that counts sees them, but kernels multiply
-what they mask by 0; so their keys are those of the last slot that counts, once more.
+After the last valid query there may be slots that were never written, or no page at all. No valid query sees them, but kernels multiply
+masked values by 0; so their keys are those of the last valid slot again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Ints: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
 
 @dataclass(frozen=True, slots=True)
 class KeyLists:
-    """One plan's worth of numbers, int32.
+    """The int32 lists of one plan.
 
     Attributes:
         query_offsets: ``[B + 1]``, T apart.
@@ -46,7 +46,7 @@ class KeyLists:
 
 
 def by_slot(call: PreparedCall) -> bool:
-    """Keys are listed slot by slot: pages would begin before the first visible slot, or hold slots after the last one that counts."""
+    """Whether keys are listed slot by slot: pages would begin before the first visible slot, or have slots after the last valid one."""
     return call.begin > 0 or call.anchor == "window"
 
 
@@ -56,7 +56,7 @@ def place_tokens(call: PreparedCall, page_size: int) -> int:
 
 
 def most_places(call: PreparedCall, lanes: int, page_size: int, table_width: int) -> int:
-    """Places that any plan of the call can need."""
+    """Most places of any plan of the call."""
     slots = table_width * page_size + call.tokens
     return lanes * (slots if by_slot(call) else -(-slots // page_size))
 
@@ -65,7 +65,7 @@ def key_lists(call: PreparedCall, spans: Sequence[RowSpan], lanes: int, page_siz
     """Lists of one launch.
 
     Args:
-        call: what is planned.
+        call: that is planned.
         spans: rows of the first lanes. The lanes after them read the dummy page, T keys each.
         lanes: of the program.
         page_size: tokens of a page.

@@ -1,4 +1,4 @@
-"""The planned calls of one engine: which are served, their wrappers, and the operators that run them inside a program."""
+"""The planned calls of one engine: their wrappers, and the operators that run them inside a program."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class _Slot:
 
 
 _slots: WeakValueDictionary[int, _Slot] = WeakValueDictionary()
-"""An operator is given a number; the engine that owns the call keeps it alive."""
+"""Calls by the number that operators take; the engine that owns a call keeps it alive."""
 _numbers = itertools.count()
 
 
 def planned_chunk(query_BTQD: Tensor, kv_pool: Tensor, layer: int, number: int, scale: float) -> Tensor:
-    """Causal attention over keys and values as planned last.
+    """Causal attention over keys and values by the last plan.
 
     Args:
         query_BTQD: as the pool.
@@ -66,7 +66,7 @@ def planned_chunk(query_BTQD: Tensor, kv_pool: Tensor, layer: int, number: int, 
 def planned_latent(
     query_latent_BTQL: Tensor, query_rope_BTQR: Tensor, latent_pool: Tensor, layer: int, number: int, scale: float
 ) -> Tensor:
-    """Attention over latent rows as planned last.
+    """Attention over latent rows by the last plan.
 
     Args:
         query_latent_BTQL, query_rope_BTQR: as the pool.
@@ -112,11 +112,11 @@ class Bound:
 class Planner:
     """See :class:`~graphspec.kernels.host_step.HostStep`.
 
-    Wrappers are made by the first plan of a call at a number of lanes, each with 8 MiB of lists on the device and as much pinned on the
+    The first plan of a call for a number of lanes makes its wrapper, with 8 MiB of lists on the device and as much pinned memory on the
     host. Programs that share calls share wrappers: each launch is planned right before it, and launches follow each other on one stream.
 
     Args:
-        device: where pools lie.
+        device: of the pools.
     """
 
     def __init__(self, device: str) -> None:
@@ -126,7 +126,7 @@ class Planner:
         self._staged: torch.cuda.Event | None = None
 
     def bind(self, call: PreparedCall) -> Bound | None:
-        """The call as a stage holds it; None: it is not served, the fused kernel runs it."""
+        """The bound call; None: it is not served, and the fused kernel runs it."""
         shape = call.shape
         if not shape.latent and (shape.dim not in version.PROMPT_DIMS or call.anchor != "chunk" or call.begin > 0):
             return None
@@ -142,7 +142,7 @@ class Planner:
     def prepare(self, calls: Mapping[PreparedCall, Sequence[RowSpan]], lanes: int, page_size: int, table_width: int, dtype: str) -> None:
         """See :meth:`graphspec.kernels.host_step.HostStep.prepare`."""
         if self._staged is not None:
-            # The copies of the last plans leave host memory when the stream gets to them; it is about to be written again.
+            # The host memory of the last plans is about to be overwritten, so their copies must have run.
             self._staged.synchronize()
         for call, spans in calls.items():
             slot = self._slots[call][1]
@@ -155,7 +155,7 @@ class Planner:
             self._staged.record()
 
     def _workspace(self, call: PreparedCall) -> Tensor:
-        """Scratch for the call: any that is large enough, since calls follow each other. What captured programs know stays where it is."""
+        """Scratch for the call: any that is large enough, since calls follow each other. Scratch of captured programs keeps its address."""
         needed = workspace_bytes(call, multiprocessors(self.device), backend_for(self.device))
         for workspace in self._workspaces:
             if workspace.numel() >= needed:

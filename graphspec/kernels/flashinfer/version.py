@@ -1,4 +1,4 @@
-"""Which FlashInfer serves: the supported range, and what the machine and the model must be. Imports neither torch nor FlashInfer."""
+"""Requirements of FlashInfer: supported versions, devices and models. Imports neither torch nor FlashInfer."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ...hints import install_hint
 DISTRIBUTION = "flashinfer-python"
 LEAST, BELOW = "0.6.18", "0.8"
 SUPPORTED = f">={LEAST},<{BELOW}"
-"""The one statement of the range; the extra ``cuda`` of pyproject.toml repeats it, and a test compares the two."""
+"""The supported versions; the extra ``cuda`` of pyproject.toml repeats them, and a test compares the two."""
 
 CAPABILITIES = (9, 10, 12)
-"""Major compute capabilities ``xqa`` is written for (flashinfer/xqa.py); the planned kernels run on all of them."""
+"""Major compute capabilities that ``xqa`` supports (flashinfer/xqa.py); the planned kernels run on all of them."""
 PAGE_SIZES = (16, 32, 64, 128)
 DTYPES = ("bfloat16", "float16")
 DIM_STEP, MAX_DIM = 16, 256
@@ -32,7 +32,7 @@ in opposite directions, and a visible key is lost; 0.7 refuses that, 0.6 does no
 
 
 def release(version: str) -> tuple[int, ...]:
-    """The numbers a version begins with, without trailing zeros: ``0.7.0.post1`` is ``(0, 7)``, a pre-release counts as its release."""
+    """The leading numbers of a version without trailing zeros: ``0.7.0.post1`` is ``(0, 7)``, a pre-release counts as its release."""
     match = re.match(r"\d+(\.\d+)*", version)
     numbers = [int(part) for part in match.group().split(".")] if match else []
     while numbers and numbers[-1] == 0:
@@ -41,12 +41,12 @@ def release(version: str) -> tuple[int, ...]:
 
 
 def is_supported(version: str) -> bool:
-    """``version`` lies in :data:`SUPPORTED`."""
+    """Whether ``version`` is in :data:`SUPPORTED`."""
     return release(LEAST) <= release(version) < release(BELOW)
 
 
 def installed() -> str | None:
-    """The version installed here; None: none is. Reads package metadata, imports nothing."""
+    """The installed version; None: there is none. Reads package metadata, imports nothing."""
     try:
         return metadata.version(DISTRIBUTION)
     except metadata.PackageNotFoundError:
@@ -54,7 +54,7 @@ def installed() -> str | None:
 
 
 def check_version() -> None:
-    """A supported FlashInfer is installed.
+    """Check that a supported FlashInfer is installed.
 
     Raises:
         ConfigError: there is none, or it is of another version.
@@ -66,7 +66,7 @@ def check_version() -> None:
 
 
 def check_capability(capability: tuple[int, int]) -> None:
-    """``xqa`` exists for a device of this compute capability.
+    """Check that ``xqa`` exists for a device of this compute capability.
 
     Raises:
         ConfigError: it does not.
@@ -80,10 +80,10 @@ def check_pool(
     name: str, page_size: int, dtype: str, num_heads: int, num_kv_heads: int, head_dim: int, windows: Sequence[int | None],
     *, latent: tuple[int, int] | None,
 ) -> None:  # fmt: skip
-    """FlashInfer serves a model of this shape.
+    """Check that FlashInfer serves a model of this shape.
 
     Args:
-        name: whose shape it is, for the message: target or draft.
+        name: of the network, target or draft, for the message.
         page_size: tokens of a page.
         dtype: of queries and KV.
         num_heads, num_kv_heads, head_dim: query heads, key/value heads, and the width of one.

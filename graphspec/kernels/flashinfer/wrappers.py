@@ -1,8 +1,8 @@
 """FlashInfer's planned attention under one interface: made once per call and batch, planned before each launch, run inside the program.
 
-Both wrappers are made with ``use_cuda_graph=True``. Their ``plan`` then writes into memory that never moves, and what ``run`` hands to the
-kernel by value (grid, tile, offsets) follows from the numbers of queries, heads and multiprocessors alone. Every plan is checked for that:
-a captured launch keeps those values.
+Both wrappers are made with ``use_cuda_graph=True``. Their ``plan`` then writes into memory at fixed addresses, and the values that ``run``
+passes to the kernel (grid, tile, offsets) follow from the numbers of queries, heads and multiprocessors alone. Every plan checks that,
+because a captured launch keeps those values.
 
 Source: flashinfer/prefill.py, flashinfer/mla and include/flashinfer/attention/scheduler.cuh of versions 0.6.18.post1 and 0.7.2.post1.
 """
@@ -25,15 +25,15 @@ TILE_ROWS = 128
 
 
 def backend_for(device: torch.device) -> str:
-    """The backend that ``auto`` takes for these calls: FA3 where it exists, on compute capability 9.x, else FA2.
+    """The backend that ``auto`` chooses for these calls: FA3 on compute capability 9.x, else FA2.
 
-    Said by name, so that every plan of a wrapper takes the same.
+    It is passed by name, so that every plan of a wrapper uses the same.
     """
     return "fa3" if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9 else "fa2"
 
 
 def workspace_bytes(call: PreparedCall, multiprocessor_count: int, backend: str) -> int:
-    """Scratch of a call: what FA2's prefill reserves for a chunk is a float32 result and a sum for each row of each block of the grid."""
+    """Bytes of scratch of a call: FA2's prefill reserves a float32 result and a sum for each row of each block of the grid."""
     if call.shape.latent or backend != "fa2":
         return WORKSPACE_BYTES
     group = call.shape.heads // call.shape.groups
@@ -45,7 +45,7 @@ class Wrapper:
     """One call at one number of lanes.
 
     Args:
-        call: what is planned.
+        call: that is planned.
         lanes: of the program.
         page_size: tokens of a page.
         table_width: columns of a row's page table.
@@ -69,10 +69,10 @@ class Wrapper:
         raise NotImplementedError
 
     def plan(self, spans: list[RowSpan]) -> None:
-        """Plan for these rows. Nothing is read from the device; what was staged before must have arrived there.
+        """Plan for these rows. Nothing is read from the device; copies of the plan before must have finished.
 
         Raises:
-            CaptureError: the launch would differ in what a captured one keeps.
+            CaptureError: the launch would differ from the first one in values that a captured launch keeps.
         """
         lists = key_lists(self.call, spans, self.lanes, self.page_size)
         count = len(lists.places)
@@ -80,7 +80,7 @@ class Wrapper:
         places = self._places[:count]
         places.copy_(self._staged[:count], non_blocking=True)
         self._plan(lists, places)
-        # The numbers that run() hands to the kernel by value; both ends of the supported range keep them under this name.
+        # The numbers that run() passes to the kernel by value; all supported versions have this attribute.
         info = tuple(int(number) for number in self._wrapper._plan_info)  # noqa: SLF001
         if self._info is None:
             self._info = info
@@ -126,7 +126,7 @@ class PromptWrapper(Wrapper):
 
     def run(self, query_NQD: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
         """``out[n, q]`` for queries ``[B * T, Q, D]``; keys and values ``[pages, page_size, G, D]``."""
-        # Its start relative to the kernel before it is then that of any launch.
+        # Without programmatic launch, it starts after the kernel before it.
         self._wrapper.run(query_NQD, (keys, values), out=out, enable_pdl=False)
 
 

@@ -1,8 +1,8 @@
 """``flashinfer.xqa`` as attention of T queries over their prefix and exactly the T slots after it.
 
-What the kernel gives: no plan, so nothing to go stale under a CUDA graph; the sequence length is read on the device; the number of splits
-follows from the shapes. Slots before the last T are seen by every query, and of the last T those whose bit stands in the query's mask, so
-every tree is representable. It has no first visible slot and no window wider than the queries: such calls do not come here.
+The kernel needs no plan, so nothing can become stale in a CUDA graph; the sequence length is read on the device; the number of splits
+follows from the shapes. Every query sees the slots before the last T, and of the last T those whose bit is set in its mask, so every tree
+can be represented. It supports neither a first visible slot nor a window wider than the queries; such calls use other kernels.
 
 Source: flashinfer/xqa.py and csrc/xqa/mha.cu (``applyMaskFromInput``) of versions 0.6.18 to 0.7.2.
 """
@@ -61,7 +61,7 @@ def scratch_bytes(lanes: int, tokens: int, heads: int, groups: int, dim: int, mu
 
 _scratch: dict[torch.device, tuple[Tensor, Tensor]] = {}
 _built: set[tuple[Any, ...]] = set()
-"""Kernels that have run, by all that FlashInfer compiles them for: the first run of one compiles or loads it."""
+"""Kernels that have run, by the parameters that FlashInfer compiles them for: the first run of one compiles or loads it."""
 
 
 def _buffers(device: torch.device) -> tuple[Tensor, Tensor]:
@@ -118,7 +118,7 @@ def xqa_attention(
         # The kernel multiplies by 1 / sqrt(D) itself.
         q_scale=scale * math.sqrt(dim),
         kv_layout="NHD",
-        # Its start relative to the kernel before it is then that of any launch.
+        # Without programmatic launch, it starts after the kernel before it.
         enable_pdl=False,
         q_seq_len=tokens,
         mask=None if mask_BTW is None else mask_BTW.view(torch.uint16),
@@ -141,14 +141,14 @@ class XqaWindow:
 
     def __call__(self, query_BTQD: Tensor, kv_pool: Tensor, layer: int, scale: float) -> Tensor:
         out_BTQD: Tensor = OP(query_BTQD, kv_pool, layer, self.table_BP, self.length_B1, self.mask_BTW, scale)
-        # Where everything is masked the kernel's softmax is over nothing, and its result is anything.
+        # If everything is masked, the kernel's softmax is over nothing and its result arbitrary.
         return torch.where(self.sees_BT11, out_BTQD, 0.0)
 
 
 def bind_window(table_BP: Tensor, page_size: int, prefix_end_B: Tensor, ancestors_BTX: Tensor) -> XqaWindow:
     """Lengths and mask of one call, computed once for all layers; see :meth:`graphspec.kernels.registry.KernelSet.own_window`."""
     tokens, slots = ancestors_BTX.shape[1], table_BP.shape[1] * page_size
-    # A lane without a request may hold any length; the kernel subtracts T from it, unsigned.
+    # A lane without a request may have any length; the kernel subtracts T from it, unsigned.
     end_B = prefix_end_B.clamp(0, slots - tokens)
     packed_BTW = pack_words(ancestors_BTX)
     sees_BT = (prefix_end_B > 0)[:, None] | (packed_BTW != 0).any(-1)

@@ -1,4 +1,4 @@
-"""How a fused op reaches the device: one function that launches, and one that registers the launcher as an operator."""
+"""Launches fused kernels, and registers launchers as operators."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ MOST_PROGRAMS = 65535
 """Extent of a grid in its second and third dimension."""
 
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
-"""Kernels run in Triton's interpreter, on CPU tensors. Decided when Triton is imported (``TRITON_INTERPRET=1``)."""
+"""Whether kernels run in Triton's interpreter, on CPU tensors. Decided when Triton is imported (``TRITON_INTERPRET=1``)."""
 
 
 def _accept_tensor_bounds() -> None:
-    """Loops of the interpreter up to a loaded bound: it holds scalars as arrays of one element, and numpy 2.4 refuses ``int`` of those."""
+    """Makes loops of the interpreter up to a loaded bound work: its scalars are arrays of one element, which numpy 2.4 refuses."""
     interpreter = importlib.import_module("triton.runtime.interpreter")
     name = "_patch_lang_tensor"
     original = getattr(interpreter, name)
@@ -43,8 +43,8 @@ def _accept_tensor_bounds() -> None:
 def _sum_dots_in_one_order() -> None:
     """``tl.dot`` of the interpreter by halving the summed dimension, of bfloat16 too.
 
-    Its own is a call of BLAS, which on some processors sums a row in an order that depends on how many rows there are. A GPU's product of
-    tiles does not, and the kernels' law of one order of summation stands on that. And it multiplies the bits of a bfloat16 as an integer.
+    The interpreter calls BLAS, which on some processors sums a row in an order that depends on the number of rows. A GPU's product of tiles
+    does not, and the kernels' fixed order of summation relies on that. It would also multiply the bits of a bfloat16 as an integer.
     """
     interpreter = importlib.import_module("triton.runtime.interpreter")
 
@@ -72,7 +72,7 @@ if INTERPRETED:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One launch as it was asked for: what ahead-of-time compilation needs, and no data."""
+    """One requested launch, with what ahead-of-time compilation needs and without data."""
 
     kernel: Any
     grid: tuple[int, ...]
@@ -87,9 +87,9 @@ class AotCase:
     """A call of a launcher on ``meta`` tensors, in the shapes of a real model.
 
     Attributes:
-        name: unique in its file; what the table of registers calls it.
+        name: unique in its file, and part of its key in the table of registers.
         launcher: the launcher.
-        arguments: its keyword arguments; called, so that listing the cases allocates nothing.
+        arguments: returns its keyword arguments; a function, so that listing the cases allocates nothing.
     """
 
     name: str
@@ -118,7 +118,7 @@ def use_programmatic_launch(enabled: bool) -> None:
 
 @contextmanager
 def recording() -> Iterator[list[Launch]]:
-    """Inside, :func:`launch` runs nothing and keeps a list; operators over fake and ``meta`` tensors add what they would launch."""
+    """A context in which :func:`launch` runs nothing and records; operators over fake and ``meta`` tensors record their launches too."""
     recorder = _Recorder()
     token = _recorder.set(recorder)
     try:
@@ -141,7 +141,7 @@ def launch(kernel: Any, grid: Sequence[int], *args: Any, num_warps: int = 4, num
         constexprs: compile-time arguments by name.
 
     Raises:
-        CaptureError: more programs than a grid has places for.
+        CaptureError: more programs than a grid can have.
     """
     if any(extent > MOST_PROGRAMS for extent in grid[1:]):
         raise CaptureError(f"grid of {kernel.fn.__name__}", f"at most {MOST_PROGRAMS} in its last two dimensions", tuple(grid))
@@ -162,7 +162,7 @@ def _without_data(value: Any) -> Any:
     """``value`` with ``meta`` tensors in place of tensors."""
 
     def empty(tensor: Tensor) -> Tensor:
-        # With its place in its storage: where that is no multiple of 16 bytes, Triton compiles another kernel.
+        # With its storage offset: if that is no multiple of 16 bytes, Triton compiles another kernel.
         whole = torch.empty(tensor.untyped_storage().nbytes() // tensor.element_size(), dtype=tensor.dtype, device="meta")
         return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
@@ -202,8 +202,8 @@ def operator(
         fake: results for fake tensors, from the flat arguments; None: ``function`` only launches, and is called without launching.
 
     Returns:
-        A function with the signature, defaults included. The operator itself takes flat arguments without defaults: torch hands on no
-        argument that has its default, and 2.11 then misses those that are written.
+        A function with the signature, defaults included. The operator itself takes flat arguments without defaults: torch does not pass
+        arguments that have their default, and 2.11 then misses those that are written.
     """
     border = Signature(function) if signature is None else signature
     kernel = border.taking_flat(function)
@@ -230,7 +230,7 @@ def register(op: KernelOp, launcher: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def multiprocessors(device: torch.device) -> int:
-    """How many multiprocessors ``device`` has; those of an H200 where there is none to ask."""
+    """Number of multiprocessors of ``device``; that of an H200 if there is no such device."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else MULTIPROCESSORS
 
 
@@ -239,12 +239,12 @@ SEMAPHORES = 1 << 16
 
 
 def semaphores(device: torch.device, count: int) -> Tensor:
-    """Zeroed int32 counters for programs of one launch that wait for each other; the last program of a group leaves its counter at 0.
+    """Zeroed int32 counters for programs of one launch that wait for each other; the last program of a group resets its counter to 0.
 
     One buffer per device, shared by every kernel: launches follow each other on one stream.
 
     Raises:
-        CaptureError: more than there are, or the buffer would first be made during a capture.
+        CaptureError: too many, or the buffer would be allocated during a capture.
     """
     if count > SEMAPHORES:
         raise CaptureError("semaphores", f"at most {SEMAPHORES}", count)

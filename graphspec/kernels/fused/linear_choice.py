@@ -1,4 +1,4 @@
-"""Which kernel multiplies which shape: tiles and splits of the fused linear layer, or cuBLAS."""
+"""Chooses the kernel for a product: tiles and splits of the fused linear layer, or cuBLAS."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .hopper import MULTIPROCESSORS, PROGRAM_SHARED_BYTES, RESERVED_BYTES
 
 FORMAT = 2
 FUSED_ROWS = 64
-"""Above, weights are no longer what a product waits for, and cuBLAS multiplies; unless the numerics forbid it."""
+"""Above this many rows a product is no longer bound by its weights, and cuBLAS multiplies, unless the numerics forbid it."""
 SCANNED_ROWS = 8
 """Up to here every program computes the norm's factors itself: rows of that few are read faster than another kernel starts."""
 RESIDENTS = 2
@@ -40,15 +40,15 @@ UNSPLIT_SUMS = 32
 
 @dataclass(frozen=True, slots=True)
 class LinearShape:
-    """All that the choice may depend on.
+    """Everything that the choice may depend on.
 
     Attributes:
         rows: product of the leading dimensions of the input.
         outputs: rows of the weight, gate and up both counted.
         inputs: columns of the weight.
         dtype: of input and weight, as ``bfloat16``.
-        norm, gated, residual, bias, float32: what the call does in addition to the product.
-        summed: the norm finds the sums of squares of its input, which the product before has left.
+        norm, gated, residual, bias, float32: whether the call does these in addition to the product.
+        summed: whether the norm gets the sums of squares of its input from the product before.
     """
 
     rows: int
@@ -105,7 +105,7 @@ class LinearConfig:
         return rows * self.tile_inputs * shape.item_size * self.stages
 
     def encoded(self) -> tuple[int, ...]:
-        """As integers, for a graph to hold."""
+        """The config as integers, which a graph can contain."""
         return tuple(int(value) for value in astuple(self))
 
 
@@ -205,7 +205,7 @@ def _narrow(shape: LinearShape) -> list[LinearConfig]:
 
 
 def fast_config(shape: LinearShape) -> LinearConfig | None:
-    """Choice without a measurement; None: cuBLAS."""
+    """The choice without a measurement; None: cuBLAS."""
     if shape.rows > FUSED_ROWS:
         return None
     if narrow := _narrow(shape):
@@ -230,7 +230,7 @@ def candidates(shape: LinearShape) -> list[LinearConfig]:
 
 
 def device_identity(device: torch.device) -> dict[str, str]:
-    """Key of a measurement: the GPU, and who compiled the kernels."""
+    """Key of a measurement: the GPU, and the version of the compiler."""
     import triton
 
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
@@ -243,15 +243,15 @@ class LinearTable:
 
     Attributes:
         entries: None stands for cuBLAS.
-        asked: every shape that was looked up, in order.
+        requested: every shape that was looked up, in order.
     """
 
     entries: dict[LinearShape, LinearConfig | None] = field(default_factory=dict)
-    asked: dict[LinearShape, None] = field(default_factory=dict)
+    requested: dict[LinearShape, None] = field(default_factory=dict)
 
     def choose(self, shape: LinearShape, numerics: str = "fast") -> LinearConfig | None:
         """The config of ``shape``, or None for cuBLAS. ``batch_invariant`` numerics look nothing up: rows may not matter."""
-        self.asked[shape] = None
+        self.requested[shape] = None
         if numerics == "batch_invariant":
             return invariant_config(shape)
         return self.entries[shape] if shape in self.entries else fast_config(shape)
@@ -266,15 +266,15 @@ class LinearTable:
 
     @classmethod
     def load(cls, path: Path, identity: dict[str, str], key: str = "linear table") -> LinearTable:
-        """Contents of a file of :meth:`save`.
+        """Read a file of :meth:`save`.
 
         Args:
             path: of the file.
             identity: of the device that will run it (:func:`device_identity`).
-            key: what the error names, with the path.
+            key: of errors, with the path.
 
         Raises:
-            ConfigError: there is no such file, it is no such table, or it was measured elsewhere.
+            ConfigError: there is no such file, it is no such table, or it was measured on another device.
         """
         key = f"{key} {path}"
         hint = "delete it to measure again"
@@ -300,7 +300,7 @@ class LinearTable:
 
 
 def _of(kind: type[Any], values: dict[str, Any]) -> Any:
-    """``kind`` with exactly its fields, each of the type it declares."""
+    """A ``kind`` from values with exactly its fields, each of its declared type."""
     types = {"int": int, "bool": bool, "str": str}
     for item in fields(kind):
         if type(values[item.name]) is not types[str(item.type)]:

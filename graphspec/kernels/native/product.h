@@ -89,7 +89,7 @@ void product_of(const W* weight, int64_t channels, int64_t first, int64_t last, 
     const W* from = weight + block * channels * BLOCK;
     const bool widened = sizeof(W) < sizeof(float) && rows > MANY;
     if (widened) {
-      // So many rows that widening the weights once for all of them costs less than the instructions it saves.
+      // From this many rows on, widening the weights once for all rows costs less than the instructions it saves.
       wide.resize(GROUP * channels * BLOCK);
       for (int64_t i = 0; i < blocks * channels; ++i) store16(wide.data() + i * BLOCK, load16(from + i * BLOCK));
     }

@@ -1,7 +1,7 @@
 """Tapes are made by running a program once.
 
 Only native ops are on a tape. Views and allocations need not be, and copies are done by a native op. When anything else computes, there is
-no tape, and whoever asked for one has to compile.
+no tape, and its caller has to compile.
 """
 
 from __future__ import annotations

@@ -55,5 +55,5 @@ def sample_tokens(
     finite_BTV = torch.where(logits_BTV.isfinite(), logits_BTV, -torch.inf)
     kept_BTV = filter_logits(finite_BTV, temperature_B, top_k_B, top_p_B, min_p_B)
     drawn = _sample_rows(kept_BTV, temperature_B, seed_B, position_BT, False)
-    # Whether a row can be trusted is asked of its logits before any filter.
+    # Whether a row is valid is decided on its logits before any filter.
     return drawn[0], _sample_rows(logits_BTV, None, None, None, strict)[1]

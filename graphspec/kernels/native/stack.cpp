@@ -255,7 +255,7 @@ class Stack final : public graphspec::Program {
         if (key_norm != nullptr) rms_norm(key + g * p_.dim, key_norm, eps, p_.dim, key + g * p_.dim);
         rotate(key + g * p_.dim, rope);
       }
-      // The dummy page takes what is not valid; nobody reads it.
+      // Invalid tokens are written to the dummy page, which is never read.
       const int64_t slot = std::clamp<int64_t>(c_.slot[r], 0, length - 1), lane = r / c_.tokens;
       const int64_t page = c_.valid[r] ? c_.table[lane * c_.columns + slot / c_.page_size] : 0;
       float* to = keys + (page * c_.page_size + slot % c_.page_size) * kv;

@@ -1,4 +1,4 @@
-// Threads that work through programs together: phases one after the other, the chunks of a phase claimed by whoever is free.
+// Threads that work through programs together: phases one after the other, the chunks of a phase claimed by idle threads.
 
 #pragma once
 

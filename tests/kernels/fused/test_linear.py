@@ -324,7 +324,7 @@ def test_traced_into_one_graph_with_the_choice_in_it() -> None:
     torch._dynamo.reset()
     found = torch.compile(block.use(fused_linear("fast", table)), backend=backend, fullgraph=True, dynamic=False)(x)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)
-    assert list(table.asked) == [UP, DOWN]
+    assert list(table.requested) == [UP, DOWN]
     [graph] = graphs
     ops = [node for node in graph.graph.nodes if "graphspec" in str(node.target)]
     assert [str(node.target) for node in ops] == ["graphspec.linear.default", "graphspec.matmul.default"]

@@ -182,7 +182,7 @@ def test_a_stream_is_traced_into_one_graph() -> None:
     [graph] = graphs
     names = [str(node.target) for node in graph.graph.nodes if "graphspec" in str(node.target)]
     assert names == ["graphspec.linear.default", "graphspec.linear_summed.default"] * 2
-    assert [shape.summed for shape in table.asked] == [False, False, True]
+    assert [shape.summed for shape in table.requested] == [False, False, True]
 
 
 def test_a_stream_through_rms_norm_and_the_reference() -> None:
