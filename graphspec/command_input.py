@@ -56,7 +56,7 @@ def read_requests(config: LaunchConfig) -> list[PromptRequest]:
     Raises:
         ConfigError: none of the three holds one, bytes that are no UTF-8, or a line of a ``.jsonl`` file that is no request.
     """
-    return [_asked(config, line) for line in _lines(config)]
+    return [_request(config, line) for line in _lines(config)]
 
 
 def read_prompt(config: LaunchConfig) -> str:
@@ -78,7 +78,7 @@ def read_prompt(config: LaunchConfig) -> str:
     return check_text("prompt", prompt)
 
 
-def _asked(config: LaunchConfig, line: _Line) -> PromptRequest:
+def _request(config: LaunchConfig, line: _Line) -> PromptRequest:
     prompt = line.prompt
     try:
         if isinstance(prompt, str):

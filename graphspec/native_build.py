@@ -47,8 +47,8 @@ def cache_folder() -> Path:
 
 def compiler_on_path() -> str | None:
     """``$CXX``, or the first of :data:`COMPILERS` on the path; None: there is none."""
-    asked = os.environ.get("CXX")
-    found = (shutil.which(name) for name in ((asked,) if asked else COMPILERS))
+    chosen = os.environ.get("CXX")
+    found = (shutil.which(name) for name in ((chosen,) if chosen else COMPILERS))
     return next((path for path in found if path is not None), None)
 
 
@@ -56,7 +56,7 @@ def find_compiler(key: str, hint: str) -> str:
     """See :func:`compiler_on_path`.
 
     Args:
-        key: what asked for a compiler, for the message.
+        key: the configuration that needs a compiler, for the message.
         hint: what to do without one.
 
     Raises:
@@ -121,7 +121,7 @@ class SharedLibrary:
     headers: tuple[str, ...]
     flags: tuple[str, ...]
     key: str
-    """Key of errors: the configuration that asked for the library."""
+    """Key of errors: the configuration that needs the library."""
     hint: str
     """Hint of the error where there is no compiler."""
 

@@ -266,9 +266,9 @@ class Engine:
             self._finish_launches()
             self._exclusive = call
             self.scheduler.launcher, self.scheduler.policy = call.exclusive.launcher or self.cycle, call.exclusive.policy or self.policy
-        asked = [*(request.params.sampling_class for request in call.requests), *(request.sampling for request in live)]
-        needs = [reduce(or_, asked, GREEDY)]
-        if needs[0].grammar and (others := [each for each in asked if not each.grammar]):
+        classes = [*(request.params.sampling_class for request in call.requests), *(request.sampling for request in live)]
+        needs = [reduce(or_, classes, GREEDY)]
+        if needs[0].grammar and (others := [each for each in classes if not each.grammar]):
             # Used again as soon as no row with a grammar is left.
             needs.append(reduce(or_, others))
         count, built = len(call.requests) + len(live), len(self.cycle.programs)

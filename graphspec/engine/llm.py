@@ -91,27 +91,27 @@ class LLM:
         """The processes that hold the target together; None: this one alone."""
         if size > 1:
             self.ranks = ranks.existing_ranks(size, self.config.hardware.device)
-        asked = self._plan(0 if self.ranks is None else self.ranks.rank)
+        planned = self._plan(0 if self.ranks is None else self.ranks.rank)
         if size > 1 and self.ranks is None:
-            self.ranks = ranks.start(self.config, asked.device)
+            self.ranks = ranks.start(self.config, planned.device)
         try:
-            self._open(asked, progress)
+            self._open(planned, progress)
         except BaseException:
             if self.ranks is not None:
                 self.ranks.abandon()
             raise
 
-    def _open(self, asked: Plan, progress: Progress | None) -> None:
-        self.plan, self.memory = fit_memory(asked, self.config)
+    def _open(self, planned: Plan, progress: Progress | None) -> None:
+        self.plan, self.memory = fit_memory(planned, self.config)
         if self.ranks is not None:
             # Another rank may have less memory.
             chunks = self.ranks.agree(self.plan.prefill_chunks)
             self.plan = self.plan if chunks == self.plan.prefill_chunks else replace(self.plan, prefill_chunks=chunks)
         self.memory.check()
-        if self.plan is not asked:
+        if self.plan is not planned:
             logger.warning(
                 "memory is short: prompts are read in chunks of up to %d tokens, not %d (lower runtime.num_pages, or set "
-                "runtime.prefill_chunks)", self.plan.prefill_chunks[-1], asked.prefill_chunks[-1],
+                "runtime.prefill_chunks)", self.plan.prefill_chunks[-1], planned.prefill_chunks[-1],
             )  # fmt: skip
         logger.info("memory: %s", self.memory.text())
         self.cycle = self._load()

@@ -67,22 +67,22 @@ def remember(device: torch.device, passed: bool, folder: Path | None = None) -> 
     return path
 
 
-def resolve(asked: bool | None, mode: str, device: torch.device) -> bool:
+def resolve(setting: bool | None, mode: str, device: torch.device) -> bool:
     """Whether an engine uses it.
 
     Args:
-        asked: ``kernels.programmatic_launch``.
+        setting: ``kernels.programmatic_launch``.
         mode: resolved ``kernels.mode``.
         device: of the engine.
 
     Raises:
-        ConfigError: asked for where the GPU has no such thing.
+        ConfigError: it is true and the GPU has no such thing.
     """
-    if mode != "fused" or device.type != "cuda" or asked is False:
+    if mode != "fused" or device.type != "cuda" or setting is False:
         return False
     found = torch.cuda.get_device_capability(device)
     if found < CAPABILITY:
-        if asked:
+        if setting:
             raise ConfigError(KEY, "null or false below compute capability 9.0", f"true on {found[0]}.{found[1]}")
         return False
-    return asked is True or verdict(device) is True
+    return setting is True or verdict(device) is True

@@ -393,8 +393,8 @@ def check_params(params: SamplingParams, plan: Plan, eos_ids: Sequence[int]) -> 
         if token >= vocab:
             raise RequestError("sampling.logit_bias", f"token ids from 0 to {vocab - 1}", token)
     for name in ("logprobs", "prompt_logprobs"):
-        if (asked := getattr(params, name)) is not None and asked > plan.max_logprobs:
-            raise RequestError(f"sampling.{name}", f"None, or 0 to runtime.max_logprobs = {plan.max_logprobs}", asked)
+        if (count := getattr(params, name)) is not None and count > plan.max_logprobs:
+            raise RequestError(f"sampling.{name}", f"None, or 0 to runtime.max_logprobs = {plan.max_logprobs}", count)
     if params.num_steps is not None and params.num_steps > plan.shape.num_steps:
         raise RequestError("sampling.num_steps", f"None, or 0 to variant.num_steps = {plan.shape.num_steps}", params.num_steps)
     allowed = set(params.allowed_token_ids or ())

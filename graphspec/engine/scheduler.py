@@ -82,7 +82,7 @@ class Scheduler:
         self._arrivals = itertools.count()
         self.running: list[Request] = []
         self._leaving: list[Request] = []
-        self._asked: dict[SamplingClass, SamplingClass] = {}
+        self._classes: dict[SamplingClass, SamplingClass] = {}
         """One object per distinct class, so that comparing lanes is fast."""
         self._live: dict[Request, None] = {}
         """Requests that have not ended, in order of arrival."""
@@ -121,8 +121,8 @@ class Scheduler:
             return
         request.arrival = next(self._arrivals)
         self._deadlines.add(request)
-        asked = request.params.sampling_class
-        request.sampling = self._asked.setdefault(asked, asked)
+        sampling = request.params.sampling_class
+        request.sampling = self._classes.setdefault(sampling, sampling)
         self._live[request] = None
         self.waiting.add(request)
 

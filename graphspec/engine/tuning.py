@@ -52,9 +52,9 @@ class LinearTuner:
         from ..kernels.fused.linear_tune import recorded, tune
 
         with ExitStack() as stack:
-            asked: list[dict[LinearShape, None]] = [stack.enter_context(recorded(network)) for network in self.networks]
+            recordings: list[dict[LinearShape, None]] = [stack.enter_context(recorded(network)) for network in self.networks]
             run()
-        missing = list(dict.fromkeys(shape for shapes in asked for shape in shapes if shape not in self.table.entries))
+        missing = list(dict.fromkeys(shape for shapes in recordings for shape in shapes if shape not in self.table.entries))
         if not missing:
             return
         logger.info("measuring %d shapes of linear layers for %s", len(missing), self.path)

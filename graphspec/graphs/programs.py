@@ -59,9 +59,9 @@ def describe(key: Key) -> str:
 
 def describe_class(sampling: SamplingClass) -> str:
     """What requests ask of the sampler, in words."""
-    asked = [name for name in sampling.__slots__ if getattr(sampling, name) is True]
-    asked += [f"{sampling.logprobs} logprobs"] if sampling.logprobs >= 0 else []
-    return "+".join(asked) or "greedy"
+    parts = [name for name in sampling.__slots__ if getattr(sampling, name) is True]
+    parts += [f"{sampling.logprobs} logprobs"] if sampling.logprobs >= 0 else []
+    return "+".join(parts) or "greedy"
 
 
 def tokens_of(key: Key, capacity: int = 1) -> int:

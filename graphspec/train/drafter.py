@@ -66,6 +66,13 @@ class Drafter(nn.Module):
     """Whether it can be trained for targets with recurrent layers."""
     feeds_feature: bool = False
     """Whether its hidden state predicts the target's feature of the next position, so that the distance can be part of the loss."""
+    embedding_VH: Tensor
+    head_VH: Tensor
+
+    def share(self, target: PreTrainedModel) -> None:
+        """Use the target's embedding and output head."""
+        self.register_buffer("embedding_VH", target.model.embed_tokens.weight.detach(), persistent=False)
+        self.register_buffer("head_VH", target.lm_head.weight.detach(), persistent=False)
 
     @classmethod
     def build(cls, target: PreTrainedModel, config: NetworkConfig, counts_V: Tensor | None) -> Drafter:
@@ -89,9 +96,9 @@ class Drafter(nn.Module):
     def drafts(self, features_BTF: Tensor, tokens_BT: Tensor, steps: int, row_A: Tensor) -> Iterator[Tensor]:
         """Draft ``steps`` deep from the rows ``row_A`` of :meth:`anchors`, on true tokens: yields ``[B, A, H]`` for each depth."""
 
-    @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits ``[.., Vd]`` of hidden states ``[.., H]`` from :meth:`drafts`."""
+        """Logits ``[.., Vd]`` of hidden states ``[.., H]`` from :meth:`drafts`: those of the target's output head."""
+        return nn.functional.linear(hidden.to(self.head_VH.dtype), self.head_VH)
 
     def target_ids(self) -> Tensor | None:
         """``[Vd]`` int64: target id of every draft id; None: the vocabulary is the target's."""
@@ -116,9 +123,9 @@ def network_of(variant: str) -> type[Drafter]:
 class StepDrafter(Drafter):
     """A network that drafts step by step, each from the token and the hidden state of the step before."""
 
-    @abstractmethod
     def start(self, features_BTF: Tensor) -> Tensor:
-        """The hidden states ``[B, T, H]`` of step 0 from the target's features."""
+        """The hidden states ``[B, T, H]`` of step 0 from the target's features: these themselves."""
+        return features_BTF
 
     @abstractmethod
     def step(self, index: int, tokens_BT: Tensor, hidden_BTH: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:

@@ -51,8 +51,6 @@ class DFlashDraft(Drafter):
 
     Settings: ClassVar[type[NetworkConfig]] = DFlashConfig
     about: ClassVar[str] = "Block drafter: {num_hidden_layers} layers over blocks of {block_size}, taps entering layers {tap_layers}"
-    embedding_VH: Tensor
-    head_VH: Tensor
     scale_F: Tensor
     mask_id: Tensor
 
@@ -74,8 +72,7 @@ class DFlashDraft(Drafter):
         self.norm = nn.RMSNorm(shape.hidden, shape.eps)
         self.rope = Rope.of(target)
         self.register_buffer("mask_id", torch.zeros((), dtype=torch.int64))
-        self.register_buffer("embedding_VH", target.model.embed_tokens.weight.detach(), persistent=False)
-        self.register_buffer("head_VH", target.lm_head.weight.detach(), persistent=False)
+        self.share(target)
 
     def start_from(self, target: PreTrainedModel, counts_V: Tensor | None) -> None:
         self.norm.weight.copy_(target.model.norm.weight)
@@ -106,7 +103,7 @@ class DFlashDraft(Drafter):
         yield from x_BUH.unflatten(1, (len(row_A), steps + 1))[:, :, 1:].unbind(2)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return nn.functional.linear(self.norm(hidden).to(self.head_VH.dtype), self.head_VH)
+        return super().logits(self.norm(hidden))
 
     def published(self, target: PreTrainedModel) -> tuple[dict[str, object], dict[str, Tensor]]:
         """``target_layer_ids`` counts layers by their *output*, one less than the layer whose input is tapped."""

@@ -30,8 +30,6 @@ class EagleDraft(StepDrafter):
     Settings: ClassVar[type[NetworkConfig]] = EagleConfig
     about: ClassVar[str] = "EAGLE-1/2: one Llama layer without an input norm over `fc([embedding; feature])`"
     feeds_feature = True
-    embedding_VH: Tensor
-    head_VH: Tensor
 
     def __init__(self, target: PreTrainedModel, config: EagleConfig) -> None:
         super().__init__()
@@ -40,22 +38,15 @@ class EagleDraft(StepDrafter):
         # The layer has no norm before its attention: it reads the output of fc.
         self.layers = nn.ModuleList([DecoderLayer(shape, input_norm=False)])
         self.rope = Rope.of(target)
-        self.register_buffer("embedding_VH", target.model.embed_tokens.weight.detach(), persistent=False)
-        self.register_buffer("head_VH", target.lm_head.weight.detach(), persistent=False)
+        self.share(target)
         # fc is trained on embeddings scaled to a root mean square of 1 and published for unscaled ones: embeddings are often ten times
         # smaller than features, and a matrix whose halves must differ that much in size learns slowly.
         self.embedding_scale = 1.0 / float(self.embedding_VH.float().square().mean().sqrt().clamp(min=1e-6))
-
-    def start(self, features_BTF: Tensor) -> Tensor:
-        return features_BTF
 
     def step(self, index: int, tokens_BT: Tensor, hidden_BTH: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
         x = self.fc(torch.cat((self.embedding_VH[tokens_BT].float() * self.embedding_scale, hidden_BTH), -1)).float()
         out: Tensor = self.layers[0](x, self.rope(positions_T), attend)
         return out
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return nn.functional.linear(hidden.to(self.head_VH.dtype), self.head_VH)
 
     def published(self, target: PreTrainedModel) -> tuple[dict[str, object], dict[str, Tensor]]:
         facts: dict[str, object] = {"architectures": ["LlamaForCausalLMEagle"], **decoder_facts(target), "model_type": "llama"}

@@ -68,7 +68,6 @@ class Eagle3Draft(StepDrafter):
     Settings: ClassVar[type[NetworkConfig]] = Eagle3Config
     about: ClassVar[str] = "EAGLE-3: one layer over `[embedding; hidden]`, taps entering layers {tap_layers}"
     unmixed: ClassVar[tuple[str, ...]] = ("lm_head",)
-    embedding_VH: Tensor
     scale_F: Tensor
     d2t: Tensor
     t2d: Tensor
@@ -94,7 +93,7 @@ class Eagle3Draft(StepDrafter):
             self.register_buffer("d2t", torch.zeros(size, dtype=torch.int64))
             self.register_buffer("t2d", torch.zeros(vocab, dtype=torch.bool))
         self.rope = Rope.of(target)
-        self.register_buffer("embedding_VH", target.model.embed_tokens.weight.detach(), persistent=False)
+        self.share(target)
 
     def start_from(self, target: PreTrainedModel, counts_V: Tensor | None) -> None:
         self.norm.weight.copy_(target.model.norm.weight)

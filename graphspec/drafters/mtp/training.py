@@ -67,8 +67,6 @@ class MtpDraft(StepDrafter):
     about: ClassVar[str] = "NextN: one decoder layer over `eh_proj([enorm(embedding); hnorm(feature)])`, {num_heads} head"
     feeds_feature = True
     reads_hybrids = True
-    embedding_VH: Tensor
-    head_VH: Tensor
 
     def __init__(self, target: PreTrainedModel, config: MtpConfig) -> None:
         super().__init__()
@@ -78,25 +76,18 @@ class MtpDraft(StepDrafter):
         self.most_steps = config.num_heads if config.num_heads > 1 else None
         self.heads = nn.ModuleList([MtpHead(LayerShape.of(target)) for _ in range(config.num_heads)])
         self.rope = Rope.of(target)
-        self.register_buffer("embedding_VH", target.model.embed_tokens.weight.detach(), persistent=False)
-        self.register_buffer("head_VH", target.lm_head.weight.detach(), persistent=False)
+        self.share(target)
 
     def start_from(self, target: PreTrainedModel, counts_V: Tensor | None) -> None:
         offset = 1.0 if is_hybrid(target.config) else 0.0
         for head in cast("list[MtpHead]", self.heads):
             head.norm.weight.copy_(target.model.norm.weight + offset)
 
-    def start(self, features_BTF: Tensor) -> Tensor:
-        return features_BTF
-
     def step(self, index: int, tokens_BT: Tensor, hidden_BTH: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
         head = cast("MtpHead", self.heads[index if self.num_heads > 1 else 0])
         x = head.eh_proj(torch.cat((head.enorm(self.embedding_VH[tokens_BT].float()), head.hnorm(hidden_BTH)), -1)).float()
         out: Tensor = head.norm(head(x, self.rope(positions_T), attend))
         return out
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return nn.functional.linear(hidden.to(self.head_VH.dtype), self.head_VH)
 
     def published(self, target: PreTrainedModel) -> tuple[dict[str, object], dict[str, Tensor]]:
         if is_hybrid(target.config):

@@ -76,9 +76,6 @@ class StandaloneDraft(StepDrafter):
             layer.self_attn.o_proj.weight.div_((2 * self.config.num_hidden_layers) ** 0.5)
             layer.mlp.down_proj.weight.div_((2 * self.config.num_hidden_layers) ** 0.5)
 
-    def start(self, features_BTF: Tensor) -> Tensor:
-        return features_BTF
-
     def step(self, index: int, tokens_BT: Tensor, hidden_BTH: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
         angles = self.rope(positions_T)
         x: Tensor = self.model.embed_tokens(tokens_BT)

@@ -165,7 +165,7 @@ def tune(
 @contextmanager
 def recorded(network: nn.Module) -> Iterator[dict[LinearShape, None]]:
     """Inside, every linear layer of ``network`` notes the shape of each call before it multiplies as ever; ordered, without repeats."""
-    asked: dict[LinearShape, None] = {}
+    shapes: dict[LinearShape, None] = {}
     modules: list[Any] = [module for module in network.modules() if hasattr(module, "multiply")]
     layers: list[tuple[Any, Callable[..., Hidden]]] = [(module, module.multiply) for module in modules]
 
@@ -181,7 +181,7 @@ def recorded(network: nn.Module) -> Iterator[dict[LinearShape, None]]:
             gated: bool = False,
             float32: bool = False,
         ) -> Hidden:
-            asked[shape_of(x, weight, bias, norm_weight, residual, gated, float32)] = None
+            shapes[shape_of(x, weight, bias, norm_weight, residual, gated, float32)] = None
             return multiply(x, weight, bias, norm_weight, norm_eps, norm_offset, residual, gated, float32)
 
         return note
@@ -189,7 +189,7 @@ def recorded(network: nn.Module) -> Iterator[dict[LinearShape, None]]:
     try:
         for layer, multiply in layers:
             layer.multiply = noting(multiply)
-        yield asked
+        yield shapes
     finally:
         for layer, multiply in layers:
             layer.multiply = multiply
@@ -203,6 +203,6 @@ def shapes_of(network: nn.Module, run: Call, rows: Sequence[int] = ()) -> list[L
         run: calls it once, uncompiled; fake or ``meta`` tensors will do.
         rows: the same calls with these numbers of rows instead; empty: as they were made.
     """
-    with recorded(network) as asked:
+    with recorded(network) as shapes:
         run()
-    return list(asked) if not rows else list(dict.fromkeys(replace(shape, rows=count) for count in rows for shape in asked))
+    return list(shapes) if not rows else list(dict.fromkeys(replace(shape, rows=count) for count in rows for shape in shapes))
