@@ -44,13 +44,13 @@ class Variant:
     proposer: str = ""
     """Of a drafter on the host: ``(plan, text to token ids) -> graphspec.engine.proposer.Proposer``."""
     outline: str = ""
-    """The network without data, where there is no checkpoint: ``(facts, target network) -> nn.Module``. Without it the loader is called."""
+    """The network without data, if there is no checkpoint: ``(facts, target network) -> nn.Module``. Without it the loader is called."""
     assumed: str = ""
-    """Facts for ``graphspec plan`` where there is no draft, or no tensors: ``(folder, target facts) -> (DraftFacts, in words)``."""
+    """Facts for ``graphspec plan`` if there is no draft, or no tensors: ``(folder, target facts) -> (DraftFacts, in words)``."""
     training: str = ""
     """The network that ``graphspec train`` trains, a :class:`graphspec.train.drafter.Drafter`; without it the variant is not trained."""
     shares_prefix: bool = False
-    """All it knows of a prompt's token is that token's draft KV, target feature and id, none of which depends on more than Y tokens after
+    """All it keeps of a prompt's token is that token's draft KV, target feature and id, none of which depends on more than Y tokens after
     it: requests that begin alike may share pages."""
     draft_in_target: bool = False
     """The draft may lie in the target's own checkpoint: without ``variant.draft`` that folder is read."""

@@ -249,7 +249,7 @@ def _hints(kind: type) -> dict[str, Any]:
 
 
 def conform(key: str, value: Any, wanted: Any, error: Errors, *, is_path: bool = False) -> Any:
-    """``value`` as an annotation wants it; see :func:`check_fields`."""
+    """``value`` converted to the type of an annotation; see :func:`check_fields`."""
     origin, args = get_origin(wanted), get_args(wanted)
     if origin in (Union, types.UnionType):
         [inner] = [arg for arg in args if arg is not types.NoneType]

@@ -46,7 +46,7 @@ PENALTY_LIMIT = 2.0
 BIAS_LIMIT = 100.0
 SEEDS = (-(2**63), 2**64 - 1)
 LEAST, MOST = 1e-9, 1e9
-"""Bounds of measured quantities, whatever their unit."""
+"""Bounds of measured quantities, in any unit."""
 
 
 def check_sampling(params: Any, error: Errors) -> None:

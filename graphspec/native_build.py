@@ -77,7 +77,7 @@ def check_trusted(folder: str | Path, key: str, hint: str) -> None:
 
     Args:
         folder: exists.
-        key: what wants to load from it, for the message.
+        key: the configuration that loads from it, for the message.
         hint: what to do when it is not safe.
 
     Raises:
@@ -123,7 +123,7 @@ class SharedLibrary:
     key: str
     """Key of errors: the configuration that needs the library."""
     hint: str
-    """Hint of the error where there is no compiler."""
+    """Hint of the error if there is no compiler."""
 
     def build(self, folder: Path | None = None) -> Path:
         """The library for this source, compiler and CPU; compiled unless the cache has it.

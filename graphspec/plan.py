@@ -171,7 +171,7 @@ class Plan:
         return prefill_shapes(self.prefill_chunks, self.prefill_lanes)
 
     def graph_keys(self, sampling: SamplingClass) -> tuple[GraphKey, ...]:
-        """Keys of every cycle, largest bucket first, then deepest first; the one that catches up, where there is one, ends its bucket."""
+        """Keys of every cycle, largest bucket first, then deepest first; the one that catches up, if any, ends its bucket."""
         keys: list[GraphKey] = []
         for bucket in sorted(self.buckets, reverse=True):
             keys += [self.key(bucket, sampling, depth) for depth in reversed(self.depths_of(bucket))]

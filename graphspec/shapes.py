@@ -14,7 +14,7 @@ Suffixes name dimensions throughout the package (``hidden_BAF`` is ``[B, A, F]``
 ``X``   64-bit ancestor words, ``ceil(W / 64)``
 ``M``   draft candidates; ``K + (S-1)*K*K`` when every level expands the K best beams
 ``Y``   lookback: committed entries a drafter reads again before its window
-``T``   query tokens per lane of whatever stage runs
+``T``   query tokens per lane of the stage that runs
 ``C``   tokens of a prefill chunk
 ``H``   hidden size of the model at hand
 ``F``   feature width fed to the drafter (H, 3H, or none)
@@ -239,8 +239,9 @@ def pick_bucket(buckets: tuple[int, ...], lanes: int) -> int:
 CHUNKS = {"cpu": (16, 64, 256), "cuda": (16, 64, 256, 1024, 2048)}
 """Sizes of prefill chunks by device.
 
-A launch reads all weights whatever it computes: 2048 tokens in one chunk read them once, not eight times. Every size is a program that a
-GPU compiles and captures, for each sampling class that is asked for, so there are few, and a prompt that fills none goes into several.
+A launch reads all weights, no matter how many tokens it computes: 2048 tokens in one chunk read them once, not eight times. Every size is
+a program that a GPU compiles and captures, for each requested sampling class, so there are few, and a prompt that fills none goes into
+several.
 """
 MOST_PADDING = 256
 """From this much padding on, the rest of a prompt goes into several smaller chunks.

@@ -1,4 +1,4 @@
-"""Stages that draft all levels in one pass: every depth has one distribution, whatever was drafted before it."""
+"""Stages that draft all levels in one pass: the distribution of a depth does not depend on what was drafted before it."""
 
 from __future__ import annotations
 

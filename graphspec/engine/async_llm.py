@@ -54,8 +54,8 @@ class AsyncLLM:
     greedy requests are built then as well, for every bucket, so that no caller waits while another's are compiled.
 
     Args:
-        llm: an engine that is there, whose other callers go on; None: one is made.
-        arguments: of :class:`~graphspec.engine.llm.LLM`, where there is none.
+        llm: an existing engine, whose other callers go on; None: one is made.
+        arguments: of :class:`~graphspec.engine.llm.LLM`, to make one.
 
     Raises:
         GraphspecError: as :class:`~graphspec.engine.llm.LLM`.

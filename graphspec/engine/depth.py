@@ -179,7 +179,7 @@ class AdaptiveDepth:
     * Positions past the current depth are not observed. *Probes* observe them: a few cycles at a greater depth. Their budget grows by
       ``MARGIN`` of all time. A probe costs the time of its cycles less that of the tokens they commit, and the pass in which the drafter
       catches up after depth 0. Each probe that finds nothing halves the budget's growth, down to ``MARGIN / MAX_BACKOFF``.
-    * Without ``rates`` drafting is tried first, whatever it costs; where nothing is accepted the first rule ends it.
+    * Without ``rates`` drafting is tried first, at any cost; if nothing is accepted the first rule ends it.
 
     Args:
         depths: bucket to the depths it has cycles of.

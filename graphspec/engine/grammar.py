@@ -150,7 +150,7 @@ def _bit(token: int) -> int:
 
 
 def first_children(token_N: Sequence[int], parent_N: Sequence[int]) -> tuple[list[int], list[int]]:
-    """First child and next sibling of every node, -1 where there is none; -1 is no token, and no node."""
+    """First child and next sibling of every node, -1 if it has none; -1 is no token, and no node."""
     child, sibling = [-1] * len(token_N), [-1] * len(token_N)
     for node in range(len(token_N) - 1, 0, -1):
         if token_N[node] >= 0:

@@ -444,7 +444,7 @@ class LLM:
         self._engine.prepare(check_warm_up(requests, sampling, self.plan), sampling)
 
     def keys(self, requests: int, sampling: SamplingClass) -> list[Key]:
-        """Programs that ``requests`` requests can need: every bucket up to theirs, every chunk size."""
+        """Programs that ``requests`` requests can need: every bucket up to the one they fill, every chunk size."""
         return self._engine.keys(requests, sampling)
 
     def _encode(self, prompt: str | Conversation) -> list[int]:

@@ -45,7 +45,7 @@ class Output:
     Attributes:
         index: position in the call's prompts.
         token_ids: new tokens; a stop id that ended the request is the last one, or the token in which a stop text ended.
-        text: theirs, without the stop text unless that was asked for.
+        text: of these tokens, without the stop text unless the request includes it.
         finish_reason: ``stop``, ``length``, ``memory`` (page pool too small), ``deadline``, ``abort`` or ``error``.
         error: the message when ``finish_reason`` is ``error``.
         seed: what every draw followed from; ``SamplingParams(seed=...)`` with it gives these tokens again.

@@ -97,7 +97,7 @@ class Ranks:
         return Channel(words, self.failure_reason)
 
     def failure_reason(self) -> str:
-        """Why another rank ended, as far as this one knows."""
+        """Why another rank ended, as far as it is known here."""
         return next((reason for child in self.children if (reason := child.exit_reason())), "another rank has ended")
 
     def abandon(self) -> None:
@@ -162,7 +162,7 @@ def _end_children(children: list[Child], *, at_once: bool) -> None:
 
 
 def existing_ranks(size: int, device: str) -> Ranks | None:
-    """This process's rank where ``torchrun`` or the caller has started the ranks; None if nobody has.
+    """This process's rank where ``torchrun`` or the caller has started the ranks; else None.
 
     Args:
         size: ranks of the engine.

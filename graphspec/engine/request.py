@@ -176,7 +176,7 @@ class TokenLogprob:
     Attributes:
         token_id: the token.
         logprob: its log-probability.
-        top: the most likely tokens and theirs, most likely first.
+        top: the most likely tokens and their log-probabilities, most likely first.
     """
 
     token_id: int

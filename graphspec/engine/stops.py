@@ -86,7 +86,7 @@ class StopCheck:
         return StopCheck(self._make)
 
     def cut(self, output: Sequence[int], tokens: list[int], status: int) -> tuple[list[int], int]:
-        """The tokens of a run up to the end of a stop text, and the row's status: ``Status.STOPPED`` where there is one.
+        """The tokens of a run up to the end of a stop text, and the row's status: ``Status.STOPPED`` if there is one.
 
         Args:
             output: of the request before the run.

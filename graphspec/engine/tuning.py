@@ -35,7 +35,7 @@ class LinearTuner:
 
     @classmethod
     def read_table(cls, path: Path | None, device: torch.device) -> LinearTable:
-        """The table kept at ``path``; an empty one where there is none yet.
+        """The table kept at ``path``; an empty one if there is none yet.
 
         Raises:
             ConfigError: the file is no such table, or was measured on another device or with other versions.

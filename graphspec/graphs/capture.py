@@ -25,7 +25,7 @@ class Replay(Protocol):
 
     @property
     def pool_bytes(self) -> int | None:
-        """Device memory the capture added to the pool; None where there is no pool."""
+        """Device memory the capture added to the pool; None if there is no pool."""
         ...
 
     def __call__(self) -> None: ...

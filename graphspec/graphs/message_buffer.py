@@ -47,5 +47,5 @@ class MessageBuffer:
         return self.words
 
     def forget(self) -> None:
-        """Have the next message written completely, whatever the buffer holds."""
+        """Make the next message a complete one, regardless of what the buffer holds."""
         self._lanes = None

@@ -227,7 +227,7 @@ class Embedding(nn.Module):
         """As of :class:`Linear`."""
         self.shards: dict[str, ParameterShards] = {}
         self.lookup: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
-        """The native op, where there is one around a native stack; see :mod:`graphspec.kernels.native.rows`."""
+        """The native op, if a native stack has one; see :mod:`graphspec.kernels.native.rows`."""
 
     def forward(self, token_BT: Tensor, valid_BT: Tensor) -> Tensor:
         """``[B, T, H]`` in the dtype of the weights, from int64 tokens and a bool mask."""

@@ -71,7 +71,7 @@ class Trained:
 
 
 def run(job: Job, config: TrainConfig, work: Path, watch: Watch = unwatched) -> Trained:
-    """Train ``job.module`` to the end of the schedule, from the checkpoint in ``work`` where there is one.
+    """Train ``job.module`` to the end of the schedule, from the checkpoint in ``work`` if there is one.
 
     Raises:
         ConfigError: a loss that is not finite, or no room for a checkpoint.

@@ -31,7 +31,7 @@ def read_documents(paths: Sequence[str | Path], key: str = "train.data") -> dict
         ConfigError: a path that does not exist, a named file that is not text, or no text at all.
     """
     documents: dict[str, str] = {}
-    # Absolute, so that a file is one document, by whichever path it is given.
+    # Absolute, so that a file is one document, however its path is written.
     for path in (Path(path).resolve() for path in paths):
         if path.is_file():
             text = read_text(path)

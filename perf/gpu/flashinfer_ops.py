@@ -1,7 +1,7 @@
 """FlashInfer's norm, rope and sampling next to ours on a GPU, in the shapes of Llama-3.1-8B: ``python -m perf.gpu.flashinfer_ops``.
 
 Every pair does the same work on the same tensors inside a CUDA graph; the result file has a line for each, with the median time of a call
-in microseconds. Ours are the kernels of a fused cycle; the package does not use FlashInfer's, whatever the result.
+in microseconds. Ours are the kernels of a fused cycle; the package does not use FlashInfer's, regardless of the result.
 
 Norms are part of our linear layers, so they are measured with one: residual and norm before the product of queries, keys and values.
 """

@@ -172,7 +172,7 @@ def unusable() -> bool:
     try:
         torch.cuda.synchronize()
         torch.ones(1, device="cuda").item()
-    except Exception:  # noqa: BLE001 - whatever it is
+    except Exception:  # noqa: BLE001 - of any kind
         return True
     return False
 

@@ -66,7 +66,7 @@ class _TextReachedError(Exception):
 
 
 def _always(value: Any) -> Callable[..., Any]:
-    # Dynamo registers handlers by function object and refuses one it knows, so every fake needs an object of its own.
+    # Dynamo registers handlers by function object and refuses to register one twice, so every fake needs a separate object.
     return lambda *_, **__: value
 
 

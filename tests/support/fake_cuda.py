@@ -35,7 +35,7 @@ class HostTrafficError(RuntimeError):
 
 @functools.cache
 def load_cuda_guard() -> None:
-    """Make fake ``cuda`` tensors usable where there is no GPU, whether torch was built for one or not; with one nothing is needed.
+    """Make fake ``cuda`` tensors usable on a machine without a GPU, whether torch was built for one or not; with one nothing is needed.
 
     Raises:
         RuntimeError: no C++ compiler, or it failed. The check can't be left out, so neither can the compiler.

@@ -1,4 +1,4 @@
-"""FlashInfer's planned wrappers as plain loops, from their documented semantics, to replace FlashInfer where there is no GPU.
+"""FlashInfer's planned wrappers as plain loops, from their documented semantics, to replace FlashInfer on a machine without a GPU.
 
 ``plan`` checks its arguments and writes a work list into its own memory; ``run`` reads only that memory and the caller's buffers: run again
 after the sequences grew, it gives the result that was planned, as the kernels do. Masked values are multiplied by 0, as in the kernels.

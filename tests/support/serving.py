@@ -72,7 +72,7 @@ class Served:
         return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
 
     def metric(self, name: str, **labels: str) -> float:
-        """A sample of ``/metrics``; 0 where there is none."""
+        """A sample of ``/metrics``; 0 if it is absent."""
         value = self.api.metrics.registry.get_sample_value(name, {"model_name": MODEL, **labels})
         return value or 0.0
 

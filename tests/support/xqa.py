@@ -1,4 +1,4 @@
-"""``flashinfer.xqa`` as plain loops, from its documented semantics: a module that replaces FlashInfer where there is no GPU.
+"""``flashinfer.xqa`` as plain loops, from its documented semantics: a module that replaces FlashInfer on a machine without a GPU.
 
 It checks what the kernel can't: types, shapes, contiguity, and that the counters are zero.
 """

@@ -80,7 +80,7 @@ class TrieProposer:
 
 
 def make_proposer(plan: Plan, encode: Callable[[str], list[int]]) -> TrieProposer:
-    """See :attr:`graphspec.catalog.Variant.proposer`; the corpus is read, where there is one."""
+    """See :attr:`graphspec.catalog.Variant.proposer`; reads the corpus, if there is one."""
     proposer = TrieProposer(plan)
     if plan.ngram.corpus is not None:
         proposer.load_corpus(plan.ngram.corpus, encode)

@@ -36,7 +36,7 @@ def ends_of_words(word_BwBt: Tensor, before_BTt: Tensor, vocab_size: int) -> Ten
     """Tokens that would end a bad word, bool ``[B, T, V]``.
 
     Args:
-        word_BwBt: int64 ``[B, Bw, Bt]``, token sequences that end in the last column; -1 before them, and where there is none.
+        word_BwBt: int64 ``[B, Bw, Bt]``, token sequences that end in the last column; -1 before them, and in rows without any.
         before_BTt: int64 ``[B, T, Bt - 1]``, tokens before the one being sampled, newest last.
         vocab_size: V.
     """

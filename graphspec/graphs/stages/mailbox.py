@@ -1,6 +1,6 @@
 """Stage 0, mailbox: the host's fixed-size batch of changes for one launch, applied on the device.
 
-The message is one vector of int64 words, so a launch costs one host-to-device copy whatever changed.
+The message is one vector of int64 words, so a launch costs one host-to-device copy, no matter how much changed.
 """
 
 from __future__ import annotations
@@ -264,7 +264,7 @@ class Mailbox(Stage):
 
     Args:
         build: what every stage gets.
-        joins: most joins of a message: lanes of a prefill program; 0 in a cycle, which nobody joins.
+        joins: most joins of a message: lanes of a prefill program; 0 in a cycle, where none occur.
     """
 
     name = "mailbox"

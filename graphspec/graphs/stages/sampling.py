@@ -262,7 +262,7 @@ class DraftSampler:
     def propose_levels(
         self, v: Views, logits_BSV: Tensor, target_token_Vd: Tensor | None, position_BS: Tensor
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Top-K tokens of every depth, where a depth has one distribution whatever was drafted before it.
+        """Top-K tokens of every depth, if the distribution of a depth does not depend on what was drafted before it.
 
         Penalties count what the row has committed, no drafted token. Noise is that of the position, so one vector of keys serves all
         parents of a depth: the target samples with the same noise under each of them.
@@ -322,7 +322,7 @@ def put_first(score_BTK: Tensor, token_BTK: Tensor, forced_BT: Tensor) -> tuple[
     Args:
         score_BTK: log-probabilities, sorted; so they stay.
         token_BTK: int64, all different where they are tokens.
-        forced_BT: int64, the certain token, -1 where there is none.
+        forced_BT: int64, the certain token, -1 if there is none.
     """
     place_K = torch.arange(token_BTK.shape[-1], device=token_BTK.device)
     room_BT1 = torch.where(token_BTK == forced_BT[..., None], place_K, token_BTK.shape[-1] - 1).amin(-1, keepdim=True)

@@ -113,7 +113,7 @@ class Stage(nn.Module):
         return {call.window: bound for call in calls if (bound := self._bind(call)) is not None}
 
     def _network(self, pool: Literal["target", "draft"]) -> tuple[ModelFacts | None, int]:
-        """Facts of the network that owns a pool, None where there is none, and the first slot it writes."""
+        """Facts of the network that owns a pool, None if there is none, and the first slot it writes."""
         if pool == "target":
             return self.plan.target, 0
         return self.plan.draft.decoder if self.plan.draft is not None else None, self.plan.variant.shift

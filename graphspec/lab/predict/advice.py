@@ -79,7 +79,7 @@ class Efficiency:
         return cost.floor_ms(hardware) / self.stages.get(cost.name, self.overall) + beyond
 
     def beyond_ms(self, shape: CycleShape, costs: Sequence[StageCost]) -> float:
-        """The host's time, whatever the cycle."""
+        """The host's time, the same for every cycle."""
         del shape, costs
         return self.host_ms
 

@@ -69,7 +69,7 @@ def config_folder(path: str, revision: str | None = None) -> Path:
 
 
 def read_model_pair(model_path: str, config: VariantConfig, variant: Variant, revision: str | None = None) -> ModelPair:
-    """Facts of the target and of its draft, assumed where there is none.
+    """Facts of the target and of its draft, which are assumed if there is none.
 
     Args:
         model_path: ``model.path``.

@@ -77,7 +77,7 @@ def find_shortfall(
     if found.rows != 0 or found.budget is None or memory is None:
         return None
     if shape.num_steps and config.variant.tree_choices is None:
-        # The commands plan this shape, whatever their own recommendation would be.
+        # The commands plan this shape, even if they would recommend another.
         steps, topk, nodes = shape.num_steps, shape.topk, shape.num_draft_tokens
         config = replace(config, variant=replace(config.variant, num_steps=steps, topk=topk, num_draft_tokens=nodes))
     return Shortfall(found.total, found.budget, found.context, list(_alternatives(config, pair, model, shape, found, dtype, memory)))

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 
 DASH = "\N{EN DASH}"
-"""Shown where there is no value."""
+"""Shown in place of a missing value."""
 TIMES = "\N{MULTIPLICATION SIGN}"
 
 
 def spell(value: float | None, unit: str = "") -> str:
-    """Three significant digits, thousands separated: ``12,345``, ``885``, ``1.68``, ``0.0421``; a dash where there is no value."""
+    """Three significant digits, thousands separated: ``12,345``, ``885``, ``1.68``, ``0.0421``; a dash for a missing value."""
     if value is None or not math.isfinite(value):
         return DASH
     size = abs(value)
@@ -28,7 +28,7 @@ def spell_tick(value: float) -> str:
 
 
 def spell_count(count: float | None) -> str:
-    """A mean of whole numbers: ``64``, ``63.5``; a dash where there is none."""
+    """A mean of whole numbers: ``64``, ``63.5``; a dash for a missing value."""
     return DASH if count is None else f"{count:.1f}".removesuffix(".0")
 
 

@@ -55,7 +55,7 @@ class Candidates:
 
     @cached_property
     def given(self) -> dict[CycleShape, str]:
-        """Shapes that are run whatever their prediction, and why."""
+        """Shapes that are run regardless of their prediction, and why."""
         unset = replace(self.config.variant, num_steps=None, topk=None, num_draft_tokens=None)
         given = {resolve_shape(self.variant, unset, self.pair.target.family, self.heads, most_steps(self.pair)): "automatic"}
         configured = configured_shape(self.config, self.variant, self.pair, self.heads)
