@@ -1,7 +1,7 @@
 """Checks of user input: exact types, finite numbers, ranges. Standard library only.
 
-A bool is no integer, a float is no integer, an integer is a number; numpy's numbers count as what they are. Whatever is handed in, the
-answer is the value in its plain Python type, or an error of the given class that names key, expected and found.
+A bool is no integer, a float is no integer, an integer is a number; numpy's numbers count as what they are. Values are
+returned in their plain Python types; errors have the given class and name key, expected and found.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ class PromptRequest:
 
     Attributes:
         prompt: text, or a conversation.
-        params: how it is sampled; None where ``error`` says what is wrong.
+        params: how it is sampled; None if ``error`` says what is wrong.
         error: why it can't be served; None: nothing is known against it.
     """
 

@@ -116,7 +116,7 @@ class ProfileConfig:
     trace: str | None = None
     """Write host and stage spans of one round to this file, for Perfetto or chrome://tracing."""
     assistant: str | None = None
-    """hf_assisted: folder of the assistant model; null: the draft, where it is a whole model, or the demo model's."""
+    """hf_assisted: folder of the assistant model; null: the draft, if it is a whole model, or the demo model's."""
     api_model: str | None = None
     """openai: the model's name there; null: the first one the server lists."""
     api_key: str | None = None

@@ -134,7 +134,7 @@ class VariantConfig:
     """K, fan-out per draft step; 1 is a chain."""
     num_draft_tokens: int | None = None
     """N, verify nodes, root included. Unset: num_steps + 1 for a chain; for a tree the automatic number, at least 8 and num_steps + 1, or
-    all candidates where they are fewer."""
+    all candidates if there are fewer."""
     tree_choices: list[list[int]] | None = None
     """A static tree instead (EAGLE-1): paths of ranks, such as [[0], [1], [0, 0]]; None: the tree is built anew every cycle."""
     token_map: str | None = None

@@ -17,7 +17,7 @@ BUSY = 0.1
 
 
 def thread_waits() -> dict[str, int] | None:
-    """Nanoseconds that each living thread was ready to run without a core; None where the system has no ``schedstat`` of threads."""
+    """Nanoseconds that each living thread was ready to run without a core; None if the system has no ``schedstat`` of threads."""
     waits: dict[str, int] = {}
     counted = False
     try:
@@ -50,7 +50,7 @@ class CoreWait:
 
 
 def busy_caution(shares: dict[str, float | None]) -> str | None:
-    """A caution where the machine was busy; None where it was free, or where that is unknown.
+    """A caution if the machine was busy; None if it was free or that is unknown.
 
     Args:
         shares: :meth:`CoreWait.share` of what was timed, by name.

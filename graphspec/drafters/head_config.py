@@ -79,7 +79,7 @@ def other_draft(keys: Keys, architecture: str) -> str:
 
 
 def nested_keys(keys: Keys, name: str) -> Keys:
-    """The object under ``name``; empty where it is absent or null.
+    """The object under ``name``; empty if it is absent or null.
 
     Raises:
         CheckpointError: it is something else.

@@ -26,7 +26,7 @@ class DraftNetwork(nn.Module):
         lm_head: the target's language-model head; None: the draft has its own, over ``draft_vocab_size`` tokens.
 
     Attributes:
-        target_token_Vd: int64, target id of each draft id; None where both have the same vocabulary.
+        target_token_Vd: int64, target id of each draft id; None if both have the same vocabulary.
     """
 
     def __init__(self, facts: DraftFacts, max_positions: int, embed_tokens: Embedding | None = None, lm_head: Linear | None = None) -> None:

@@ -20,7 +20,7 @@ GROUPS = frozenset(("allowed", "bad_words"))
 def encode_bad_words(params: SamplingParams, plan: Plan, tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
     """Token sequences of a request's bad words: of each word as it stands, and with a space in front of it.
 
-    Source: ``SamplingParams.update_from_tokenizer`` of vLLM, which takes the second only where it has as many tokens as the first.
+    Source: ``SamplingParams.update_from_tokenizer`` of vLLM, which takes the second only if it has as many tokens as the first.
 
     Raises:
         RequestError: a word of too many tokens, or too many sequences.
@@ -53,7 +53,7 @@ def check_bans(params: SamplingParams, bad_words: Sequence[Sequence[int]], plan:
 
 
 def row_tables(request: Request, tokens: Sequence[int], plan: Plan) -> dict[str, Table]:
-    """What the slots of the request's row hold, by their names; empty where it asks for nothing of this kind.
+    """What the slots of the request's row hold, by their names; empty if it asks for nothing of this kind.
 
     Args:
         request: takes the row.

@@ -157,7 +157,7 @@ class Engine:
         self.between_steps(take)
 
     def keys(self, requests: int, sampling: SamplingClass) -> list[Key]:
-        """Programs that this many requests can need: every bucket up to the one they fill, and every chunk size, with several prompts too."""
+        """Programs that this many requests can need: every bucket up to the one they fill, every chunk size, several prompts too."""
         widest = pick_bucket(self.plan.buckets, min(requests, self.plan.max_rows))
         cycles = [key for key in self.plan.graph_keys(sampling) if key.bucket <= widest]
         return [*cycles, *(key for key in prefill_keys(self.plan, sampling) if key.lanes == 1 or requests > 1)]

@@ -241,7 +241,7 @@ class LLM:
         return AdaptiveDepth(depths, adaptive.times, adaptive.rates, self.config.runtime.depth_per_bucket)
 
     def _load_proposer(self) -> Proposer | None:
-        """The drafter on the host, shared by every request of this engine; None where the device drafts."""
+        """The drafter on the host, shared by every request of this engine; None if the device drafts."""
         if not self.plan.variant.proposer:
             return None
         proposer: Proposer = load_object(self.plan.variant.proposer)(self.plan, self._encode)

@@ -256,7 +256,7 @@ class Request:
     grammar: OutputGrammar | None = None
     """The grammar its output must follow; None: any output is allowed."""
     seed: int = field(init=False)
-    """The seed of the parameters, or 64 random bits where they have none."""
+    """The seed of the parameters, or 64 random bits if they have none."""
     output: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)

@@ -25,7 +25,7 @@ class Conversation:
     Attributes:
         messages: ``{"role": ..., "content": ...}`` each, and ``name``, ``tool_calls`` or ``tool_call_id`` where the template reads one;
             checked when they are encoded. A message with ``tool_calls`` needs no content.
-        tools: descriptions of functions that the template is handed, each ``{"type": "function", "function": {...}}``; None: none.
+        tools: descriptions of functions for the template, each ``{"type": "function", "function": {...}}``; None: none.
         options: names that the template reads in addition, such as ``enable_thinking``.
         continued: the last message is the beginning of the answer, which goes on from there; otherwise a new turn of the assistant follows.
     """

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Compilations:
-    """Counts the graphs handed to the compiler.
+    """Counts the graphs given to the compiler.
 
     Dynamo's own count covers the whole process, in which another engine or a training loop may be compiling in another thread.
     """

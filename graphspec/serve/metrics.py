@@ -1,4 +1,4 @@
-"""Metrics for Prometheus: under vLLM's names where it has one, since ``vllm bench serve`` and aiperf read these, otherwise ``graphspec:``.
+"""Metrics for Prometheus: under vLLM's names where it has them, since ``vllm bench serve`` and aiperf read these, otherwise ``graphspec:``.
 
 Every family has the label ``model_name``. Counters of tokens and cycles grow while requests run, the others when a request ends.
 """

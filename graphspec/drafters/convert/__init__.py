@@ -114,7 +114,7 @@ def convert(source: str | Path, destination: str | Path, layout: str, target: st
 
     Raises:
         CheckpointError: a source that can't be read, or that the layout can't express.
-        ConfigError: an unknown layout, no target where one is needed, or a destination that is not empty or can't be written.
+        ConfigError: an unknown layout, no target although one is needed, or a destination that is not empty or can't be written.
     """
     source, destination = user_path("SRC", str(source)), user_path("DST", str(destination))
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):

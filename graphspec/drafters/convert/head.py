@@ -39,7 +39,7 @@ class Kind:
     Attributes:
         name: in words.
         written: per layout, patterns that match the beginning of our tensor names, and their replacements in its files.
-        read: reads a folder in any layout; the target is None where it is not known.
+        read: reads a folder in any layout; the target is None if it is not known.
         write: makes ``config.json`` and tensors, under our names, for a layout.
         meaning: the facts that a conversion must not change, apart from layers that are tapped by default.
     """

@@ -38,7 +38,7 @@ class StandaloneDraft(nn.Module):
         return self.model.pack_stack()
 
     def fuse(self, feature_BTF: Tensor) -> Tensor:
-        """No feature is ever handed to this network; the protocol's identity."""
+        """The features, unchanged: this network reads none."""
         return feature_BTF
 
     def forward(self, token_BT: Tensor, hidden_BTH: Tensor | None, attention: Attention, step: int = 0) -> Tensor:

@@ -230,7 +230,7 @@ class DraftSampler:
         Args:
             v: the bucket's slots.
             logits_BTV: float32 over the draft vocabulary.
-            target_token_Vd: int64, draft id to target id; None where the vocabularies are one.
+            target_token_Vd: int64, draft id to target id; None if the vocabularies are one.
             position_B: position of the token being proposed, the same for all T.
             path_BTs: int64 ``[B, T, level - 1]``, tokens drafted on the way to each row, the root not among them.
             level: depth of the token being proposed, from 1; static.
@@ -270,7 +270,7 @@ class DraftSampler:
         Args:
             v: the bucket's slots.
             logits_BSV: float32 over the draft vocabulary, one row per depth.
-            target_token_Vd: int64, draft id to target id; None where the vocabularies are one.
+            target_token_Vd: int64, draft id to target id; None if the vocabularies are one.
             position_BS: position of the token being proposed at each depth.
 
         Returns:

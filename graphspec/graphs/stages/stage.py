@@ -42,7 +42,7 @@ class DraftModel(Protocol):
     def __call__(self, token_BT: Tensor, hidden_BTH: Tensor | None, attention: Attention, step: int = 0) -> Tensor:
         """What the next step takes as its hidden state, and :meth:`logits` too; ``step`` counts from 0 and chooses among several heads.
 
-        ``hidden_BTH`` is None where the drafter reads tokens only.
+        ``hidden_BTH`` is None if the drafter reads tokens only.
         """
         ...
 
@@ -91,7 +91,7 @@ class Stage(nn.Module):
         raise NotImplementedError
 
     def bind_call(self, pool: Literal["target", "draft"], anchor: Anchor, extent: int, tokens: int) -> BoundCall | None:
-        """A call over latent rows in which every query sees what lies before it; None where the kernels serve it without a host step.
+        """A call over latent rows in which every query sees what lies before it; None if the kernels serve it without a host step.
 
         Args:
             pool: whose rows.

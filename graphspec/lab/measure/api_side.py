@@ -2,7 +2,7 @@
 
 Requests are streamed (server-sent events). They use these extensions of the protocol, none of which a server needs to have:
 ``ignore_eos``, ``stream_options.continuous_usage_stats`` (tokens so far with every event), ``return_token_ids`` (vLLM: the tokens
-themselves) and, where they are set, the sampling keys of ``BEYOND``.
+themselves) and those sampling keys of ``BEYOND`` that are set.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BEYOND = (
     "top_k", "min_p", "repetition_penalty", "stop_token_ids", "stop", "include_stop_str_in_output", "allowed_token_ids", "bad_words",
     "skip_special_tokens",
 )  # fmt: skip
-"""Keys of the ``sampling`` group that are sent where they are set; their names are vLLM's."""
+"""Keys of the ``sampling`` group that are sent if they are set; their names are vLLM's."""
 
 
 def split_url(url: str) -> SplitResult:
@@ -219,7 +219,7 @@ class ApiSide:
 class StreamReader:
     """Turns the events of one completion into bursts of tokens.
 
-    How many tokens an event brought is known where it carries token ids or the usage so far. Otherwise every event counts as one token and
+    How many tokens an event brought is known if it carries token ids or the usage so far. Otherwise every event counts as one token and
     the last one as the rest of the usage's total: times and totals are then right, and the sizes of bursts unknown (``exact`` is False).
     """
 

@@ -35,7 +35,7 @@ class Measured:
         about: its description of itself.
         rounds: measured rounds.
         outputs: per round, tokens and texts of each request.
-        core_wait: per round, the share of the time that its threads waited for a core; None where the system does not report it.
+        core_wait: per round, the share of the time that its threads waited for a core; None if the system does not report it.
         cycles: times inside its cycles, where requested.
         generations: recorded generations.
         trace: Chrome trace events.

@@ -25,7 +25,7 @@ PACKAGES = ("torch", "triton", "transformers", "numpy")
 
 
 def _output(*command: str) -> str | None:
-    """Output of ``command``, or None where it doesn't exist or fails."""
+    """Output of ``command``, or None if it doesn't exist or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError):

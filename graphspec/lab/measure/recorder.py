@@ -30,7 +30,7 @@ class Launch:
         ready: when the device was done, where that was waited for or the device is this CPU.
         busy: seconds between ``began`` and ``ready`` in which the program ran or was waited for.
         read_began, read: before and after reading its result.
-        stages: milliseconds of each stage, where they were timed.
+        stages: milliseconds of each stage, if they were timed.
         program_began: when the program itself began, on a CPU.
     """
 

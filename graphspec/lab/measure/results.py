@@ -53,7 +53,7 @@ class Line:
         raise ConfigError(f"{self.place}: {key}", expected, found)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """``record[key]``; ``default`` where it is missing or null."""
+        """``record[key]``; ``default`` if it is missing or null."""
         value = self.record.get(key)
         return default if value is None else value
 
@@ -66,7 +66,7 @@ class SideRecord(Line):
 
     @property
     def equal(self) -> bool | None:
-        """Whether its tokens were those of plain decoding; None where that can't be decided."""
+        """Whether its tokens were those of plain decoding; None if that can't be decided."""
         return self.record["equal"]
 
     @property
@@ -91,7 +91,7 @@ class SideRecord(Line):
 
     @property
     def rounds(self) -> int | None:
-        """Measured rounds; None where the record does not say."""
+        """Measured rounds; None if the record does not say."""
         rounds = self.get("rounds")
         return rounds if isinstance(rounds, int) else len(self.get("tokens_per_second", {}).get("rounds") or []) or None
 
@@ -125,7 +125,7 @@ class SideRecord(Line):
         return percentile(rounds, 10) if len(rounds) > 1 else None
 
     def number(self, key: str, part: str | None = None) -> float | None:
-        """``record[key]``, or its ``part``; None where it was not measured."""
+        """``record[key]``, or its ``part``; None if it was not measured."""
         value = self.record.get(key)
         if part is not None and isinstance(value, Mapping):
             value = value.get(part)

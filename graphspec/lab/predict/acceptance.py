@@ -22,7 +22,7 @@ from ...shapes import CycleShape
 SIBLING = 0.6
 """g, acceptance of a sibling relative to the next better one. Fitted to the demo drafts' chains and trees; see ``docs/choosing.md``."""
 GUESS = (0.8, 0.75, 0.7, 0.65, 0.65, 0.65, 0.65)
-"""Shares of a chain where none were measured: about those of EAGLE-3 with Llama-3.1-8B on MT-bench (vLLM issue 20780: 2.79 tokens per
+"""Shares of a chain if none were measured: about those of EAGLE-3 with Llama-3.1-8B on MT-bench (vLLM issue 20780: 2.79 tokens per
 cycle at S = 3, 3.54 at S = 7). They vary with draft, text and temperature."""
 
 

@@ -17,7 +17,7 @@ from ..floor import FloorModel, Hardware, StageCost
 from .acceptance import Acceptance
 
 DEFAULT_EFFICIENCY = 0.85
-"""README's aim for plain decoding; used where nothing was measured."""
+"""README's aim for plain decoding; used if nothing was measured."""
 FREE = 0.05
 """Verification of N nodes counts as free if its floor, or its measured time, is at most this share above that of one node."""
 LARGEST_BATCH = 4096

@@ -30,7 +30,7 @@ class ModelPair:
         name: of the model: its folder's, or its name on the Hub.
         folder: of the target's config.
         target: its facts, as if it were not quantised.
-        draft: facts of the draft; None where the drafter is no network.
+        draft: facts of the draft; None if the drafter is no network.
         described: the draft in words.
         from_config: there is no checkpoint of the draft: its facts come from a config, or are assumed.
         notes: what was assumed.

@@ -61,7 +61,7 @@ class Row:
 
     Attributes:
         plain: plain decoding.
-        best: the recommended shape; plain decoding where nothing is faster.
+        best: the recommended shape; plain decoding if nothing is faster.
         free: nodes per row that verification processes at no extra cost (:func:`.advice.free_width`).
         break_even: tokens per cycle above which ``best`` is faster than plain decoding.
     """
@@ -82,7 +82,7 @@ class Advice:
     """The result of ``graphspec plan``.
 
     Attributes:
-        configured: the shape that the configuration sets, ranked for every batch; empty where it sets none.
+        configured: the shape that the configuration sets, ranked for every batch; empty if it sets none.
         crossover: smallest batch at which drafting no longer pays; None: it pays up to the largest that was tried.
         predictions: records of kind ``prediction``.
         launches: launch by launch, with and without programmatic launch: the configured shape, else the recommended one, at the smallest
@@ -312,7 +312,7 @@ def _row(model: FloorModel, lengths: Mapping[CycleShape, float], batch: int, con
 def recommend(ranked: Sequence[Ranked]) -> Ranked:
     """The shape with the fewest nodes, then the fewest steps, among those within :data:`CLOSE` of the fastest.
 
-    Plain decoding is among the candidates, so a shape is recommended only where it is predicted to be faster than that by more than
+    Plain decoding is among the candidates, so a shape is recommended only if it is predicted to be faster than that by more than
     :data:`CLOSE`.
     """
     fastest = max(entry.tokens_per_second for entry in ranked)
@@ -334,7 +334,7 @@ def deepest(pair: ModelPair) -> int | None:
 
 
 def configured_shape(config: LaunchConfig, variant: Variant, pair: ModelPair, heads: int) -> CycleShape | None:
-    """The shape that the ``variant`` group sets; None where it sets none."""
+    """The shape that the ``variant`` group sets; None if it sets none."""
     drafting = config.variant
     if drafting.tree_choices is None and all(value is None for value in (drafting.num_steps, drafting.topk, drafting.num_draft_tokens)):
         return None

@@ -63,7 +63,7 @@ class Shortfall:
 def find_shortfall(
     config: LaunchConfig, pair: ModelPair, model: FloorModel, shape: CycleShape, found: Capacity, dtype: str, memory: int | None
 ) -> Shortfall | None:
-    """None where a row fits, or where the memory is not known.
+    """None if a row fits, or if the memory is not known.
 
     Args:
         config: as composed.

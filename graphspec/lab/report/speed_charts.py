@@ -38,7 +38,7 @@ LOG_FROM = 8.0
 
 
 def floor_of(side: SideRecord) -> float | None:
-    """Tokens/s if every cycle took exactly its floor: acceptance length * batch / floor; None where one of these is unknown."""
+    """Tokens/s if every cycle took exactly its floor: acceptance length * batch / floor; None if one of these is unknown."""
     floor, length = side.number("floor_ms"), side.number("acceptance_length")
     return length * side.batch * 1e3 / floor if floor and length else None
 

@@ -26,9 +26,9 @@ class Outcome:
         batch: requests at once.
         tokens_per_second: median over rounds.
         ratio: median of the rounds' ratios to plain decoding.
-        acceptance_length: tokens per cycle; None where no cycle was whole.
+        acceptance_length: tokens per cycle; None if no cycle was whole.
         shares: of drafts accepted at depth 1, 2, ... given the ones before, as deep as there were any.
-        cycle_ms: median time of a cycle, host included, between two bursts; None where no request had two cycles.
+        cycle_ms: median time of a cycle, host included, between two bursts; None if no request had two cycles.
         plain_ms: the same for plain decoding in the same run.
     """
 
@@ -51,7 +51,7 @@ class Choice:
         score: of the shape: the geometric mean over batch sizes of its ratio to plain decoding, as :func:`choose` counts it.
         scores: of every shape that was measured at all batch sizes, best first.
         ratios: of the same shapes, the geometric mean of the measured ratios.
-        fastest: batch size to its fastest shape, None where that is plain decoding.
+        fastest: batch size to its fastest shape, None if that is plain decoding.
     """
 
     shape: Shape | None
