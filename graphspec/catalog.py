@@ -1,4 +1,4 @@
-"""The variants as data: names, capabilities and where their code lies. Imports no torch, so that ``--help`` does not either.
+"""The variants as data: names, capabilities and where their code is. Imports no torch, so that ``--help`` does not either.
 
 Stages read capabilities and never a name. A variant is a folder of :mod:`graphspec.drafters`, and one line in :data:`VARIANTS`.
 """
@@ -25,7 +25,7 @@ class Variant:
     name: str
     summary: str
     drafter: Literal["none", "network", "history", "host"]
-    """Kind of drafter: a ``network`` inside the cycle, over KV of its own; a matcher over the row's own ``history``, inside the cycle too;
+    """Kind of drafter: a ``network`` inside the cycle, with a separate KV; a matcher over the row's own ``history``, inside the cycle too;
     the ``host``, between two cycles."""
     feature_source: Literal["none", "hidden", "taps"] = "none"
     """Feature of the target that the drafter reads for each token: its ``hidden`` state after the final norm, or ``taps``, the residual

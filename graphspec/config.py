@@ -257,15 +257,15 @@ class KernelsConfig:
     """Which implementation of each op runs. An explicit choice never falls back."""
 
     mode: str = "auto"
-    """reference: plain torch; compiled: torch.compile; fused: Triton kernels, compiled together; auto: what the runtime preset means."""
+    """reference: plain torch; compiled: torch.compile; fused: Triton kernels, compiled together; auto: that of the runtime preset."""
     attention: str = "auto"
-    """reference: plain torch; native: C++ for the CPU; fused: Triton; flashinfer: FlashInfer's kernels where they serve, of a fused
-    cycle, and fused elsewhere; auto: fused for a fused cycle, native for a compiled float32 cycle on the CPU, else reference."""
+    """reference: plain torch; native: C++ for the CPU; fused: Triton; flashinfer: in a fused cycle FlashInfer's kernels where
+    they apply, and fused elsewhere; auto: fused for a fused cycle, native for a compiled float32 cycle on the CPU, else reference."""
     linear: str = "auto"
-    """The same choice for linear layers, without flashinfer; native ones hold their weights packed. Where this and attention are both auto
-    and both come out native, the decoder layers of a pass are one op; where either says native, each op is one of its own."""
+    """The same choice for linear layers, without flashinfer; native ones hold their weights packed. If this and attention are both auto and
+    both resolve to native, the decoder layers of a pass are one op; if either is set to native, they are separate ops."""
     numerics: str = "fast"
-    """Of fused linear layers. fast: the kernel of each shape that measured best; batch_invariant: one order of summation whatever the
+    """Of fused linear layers. fast: the kernel of each shape that measured best; batch_invariant: one order of summation for any
     number of rows, so that a token's logits do not depend on the rest of the batch."""
     programmatic_launch: bool | None = None
     """Fused kernels may start while the one before them drains (sm_90 and later). null: where

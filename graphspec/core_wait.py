@@ -1,9 +1,9 @@
 """The share of time that this process waited for a processor core: whether the machine was free while something was timed.
 
-It does not say for whom: threads of this process, where it has more than there are cores, stand in line for each other.
+It does not show what occupied the cores: if this process has more threads than there are cores, they wait for each other.
 
 Threads of one operation wait for each other, so a core that is busy with something else holds all of them up, in every operation. An engine
-of microsecond operations can be a hundred times slower for it, and no median over rounds shows why. Imports no torch.
+of microsecond operations can become a hundred times slower, and no median over rounds shows why. Imports no torch.
 """
 
 from __future__ import annotations

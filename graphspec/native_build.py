@@ -70,10 +70,10 @@ def find_compiler(key: str, hint: str) -> str:
 
 
 def check_trusted(folder: str | Path, key: str, hint: str) -> None:
-    """That a folder of compiled code which another program laid out is safe to load from.
+    """Check that a folder of compiled code made by another program is safe to load from.
 
-    Unlike the folder of our own it may be root's, and its group may write to it where that is this user's own primary group, as folders
-    are where every user has a group to himself.
+    Unlike this package's folder it may be root's, and its group may write to it if that is this user's primary group: the usual state of
+    folders on systems that give every user a group.
 
     Args:
         folder: exists.

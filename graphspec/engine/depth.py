@@ -337,7 +337,7 @@ class AdaptiveDepth:
         return depth, cycles, enough * self._extra(state, depth, lengths) + catch_up, catch_up
 
     def _follow(self, state: _Bucket, depth: int, accepted: Sequence[int], lengths: list[float]) -> None:
-        """Count a cycle read during a probe: one of its own, or one launched before it began."""
+        """Count a cycle read during a probe: one of the probe, or one launched before it began."""
         probe = state.probe
         assert probe is not None and state.depth is not None
         if depth < probe.depth:

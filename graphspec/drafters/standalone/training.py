@@ -48,7 +48,7 @@ class LlamaBody(nn.Module):
 
 
 class StandaloneDraft(StepDrafter):
-    """It reads tokens only: what it hands from step to step is its own output, and no step reads it."""
+    """It reads tokens only: the hidden state passed from step to step is its output, which no step reads."""
 
     Settings: ClassVar[type[NetworkConfig]] = StandaloneConfig
     about: ClassVar[str] = "Llama, {num_hidden_layers} layers, hidden {hidden_size}, tied embedding"

@@ -37,7 +37,7 @@ class Match:
 
         Args:
             v: the bucket's slots.
-            logits_BNV: float32, shaped (:class:`~graphspec.graphs.stages.sampling.LogitShaper`); filters are the rule's own business.
+            logits_BNV: float32, shaped (:class:`~graphspec.graphs.stages.sampling.LogitShaper`); filters are applied by the rule.
         """
         return self._draw(v, logits_BNV, 0, truncate=True)
 

@@ -1,6 +1,6 @@
 """Tokens that a row must not sample: all but the allowed ones, the last token of a bad word after its others, what its grammar refuses.
 
-A row keeps its last committed tokens. Before a node the node's own ancestors follow them, so every branch is its own text here too.
+A row keeps its last committed tokens. For a node of a tree the node's ancestors follow them, so every branch is a separate text here too.
 """
 
 from __future__ import annotations

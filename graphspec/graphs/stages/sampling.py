@@ -98,10 +98,10 @@ class LogitShaper:
 
     The order is that of transformers and vLLM: repetition penalty, frequency penalty, presence penalty, logit bias; banned are stop ids
     before the minimum length, tokens that are not allowed, ends of bad words and what a grammar refuses; then, at temperatures above 0,
-    top-k, top-p, min-p. The filters are a step of their own (:meth:`truncate`), for the target's sampler applies them itself. Only what the
-    sampling class names is computed. A row that asks for nothing keeps its logits to the bit.
+    top-k, top-p, min-p. The filters are a separate step (:meth:`truncate`), because the target's sampler applies them itself. Only what the
+    sampling class names is computed. The logits of a row that uses nothing of this stay the same to the bit.
 
-    A ban puts -inf where the logit was finite. Where bans are possible, an -inf of the network's own becomes NaN, so that it is still seen.
+    A ban puts -inf where the logit was finite. Where bans are possible, an -inf from the network becomes NaN, so that it is still detected.
 
     One object serves target and drafter: a drafter ranks by what the sampler will see, as far as its own vocabulary goes.
     """
