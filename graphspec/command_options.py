@@ -37,7 +37,7 @@ class WorkloadConfig:
     file: str | None = None
     """file: one prompt, or, ending in .jsonl, one per line (a string, or an object with "prompt")."""
     requests: int = 8
-    """Requests of one round; prompts are used again from the first when there are fewer."""
+    """Requests of one round; prompts are used again from the first if there are fewer."""
     batch: int = 1
     """Requests at once."""
     input_tokens: int | None = 64
@@ -59,7 +59,7 @@ class WorkloadConfig:
     burst: int = 4
     """bursts: requests that arrive together."""
     trace: str | None = None
-    """trace: a .jsonl file, per line an object with "arrival" in seconds, either "prompt" or "input_tokens", and, where it has its own,
+    """trace: a .jsonl file, per line an object with "arrival" in seconds, either "prompt" or "input_tokens", and optionally
     "output_tokens"."""
     long_every: int = 0
     """poisson, bursts: one request in this many has a prompt of ``long_input_tokens``; 0: none."""
@@ -68,7 +68,7 @@ class WorkloadConfig:
     ttft_limit_ms: float = 500.0
     """Goodput: the first token of a request comes within this time."""
     itl_limit_ms: float = 100.0
-    """Goodput: its reader never waits longer than this for the next tokens."""
+    """Goodput: no gap before the next tokens of a request is longer than this."""
 
     def __post_init__(self) -> None:
         check_fields(self, "workload", paths=("file", "trace"))

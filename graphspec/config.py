@@ -124,11 +124,11 @@ class VariantConfig:
     name: str = "eagle3"
     """An entry of the variant catalog."""
     draft: str | None = None
-    """Folder of the draft checkpoint, or its name on the Hugging Face Hub; None: the draft shipped with a demo model."""
+    """Folder of the draft checkpoint, or its name on the Hugging Face Hub; null: the draft shipped with a demo model."""
     draft_revision: str | None = None
-    """Branch, tag or commit of a draft from the Hub; None: its main branch."""
+    """Branch, tag or commit of a draft from the Hub; null: its main branch."""
     num_steps: int | None = None
-    """S, draft depth. Of num_steps, topk and num_draft_tokens, each that is unset is that of the variant's automatic shape, made to fit
+    """S, draft depth. Of num_steps, topk and num_draft_tokens, those that are unset come from the variant's automatic shape, adapted to
     the ones that are set: num_steps=6 alone changes the depth and nothing else, topk=1 alone makes a chain."""
     topk: int | None = None
     """K, fan-out per draft step; 1 is a chain."""
@@ -136,9 +136,9 @@ class VariantConfig:
     """N, verify nodes, root included. Unset: num_steps + 1 for a chain; for a tree the automatic number, at least 8 and num_steps + 1, or
     all candidates if there are fewer."""
     tree_choices: list[list[int]] | None = None
-    """A static tree instead (EAGLE-1): paths of ranks, such as [[0], [1], [0, 0]]; None: the tree is built anew every cycle."""
+    """A static tree instead (EAGLE-1): paths of ranks, such as [[0], [1], [0, 0]]; null: the tree is built anew every cycle."""
     token_map: str | None = None
-    """File of target token ids (.pt, .safetensors) the draft's head is trimmed to (FR-Spec); None: the whole vocabulary."""
+    """File of target token ids (.pt, .safetensors) the draft's head is trimmed to (FR-Spec); null: the whole vocabulary."""
     ngram: NgramSettings = field(default_factory=NgramSettings)
     """Settings of the n-gram drafters."""
     draft_noise: str = "coupled"
@@ -161,9 +161,9 @@ class ModelConfig:
     """Folder of a Hugging Face checkpoint, its name on the Hub (``org/model``), ``demo`` or ``demo_hybrid`` for a model
     shipped with the package."""
     revision: str | None = None
-    """Branch, tag or commit of a model from the Hub; None: its main branch."""
+    """Branch, tag or commit of a model from the Hub; null: its main branch."""
     max_context: int | None = None
-    """Longest prompt plus output, in tokens; None: what the checkpoint allows."""
+    """Longest prompt plus output, in tokens; null: what the checkpoint allows."""
 
     def __post_init__(self) -> None:
         check_fields(self, "model", paths=("path",))
@@ -183,16 +183,16 @@ class RuntimeConfig:
     page_size: int = 16
     """Tokens per KV page."""
     num_pages: int | None = None
-    """KV pages in each pool, without the dummy page; None: enough for max_rows full contexts."""
+    """KV pages in each pool, without the dummy page; null: enough for max_rows full contexts."""
     prefill_chunks: list[int] | None = None
-    """Chunk sizes a prompt is cut into, ascending; None: 16, 64, 256, on a GPU 1024 and 2048 too, up to the context and the memory."""
+    """Chunk sizes a prompt is cut into, ascending; null: 16, 64, 256, on a GPU 1024 and 2048 too, up to the context and the memory."""
     prefill_lanes: int = 4
     """Prompts whose chunks one launch may read, up to the largest chunk together; 1: one at a time, as always with attention=flashinfer."""
     prefill_tokens_per_cycle: int | None = None
     """Tokens of prompts, padding included, that may be read between two cycles of rows that decode, where each launch after the first
-    counts as 256 more; None: 256, or the smallest chunk."""
+    counts as 256 more; null: 256, or the smallest chunk."""
     max_queued: int | None = None
-    """Requests that may wait, in addition to the max_rows that run; a call with more is refused. None: any number."""
+    """Requests that may wait, in addition to the max_rows that run; a call with more is refused. null: any number."""
     cycles_in_flight: int = 1
     """Cycles queued on the device, including the one whose result is awaited; 1: launch and read in turn."""
     depth_per_bucket: dict[int, int] = field(default_factory=dict)
@@ -200,7 +200,7 @@ class RuntimeConfig:
     memory_fraction: float = 0.9
     """Share of the memory free at start that the engine may use."""
     prefix_cache: bool | None = None
-    """Prompts that begin alike share KV pages, and only the rest of a later one is computed; null: where the drafter allows it. A prompt
+    """Prompts that begin alike share KV pages, and only the rest of a later one is computed; null: if the drafter allows it. A prompt
     is then read in other chunks: with numerics=fast that may flip a near-tie, as other requests in the batch may."""
     tensor_parallel: int = 1
     """Ranks that hold the target together, a GPU or a share of the CPU each; started with the engine, or by torchrun."""
@@ -214,11 +214,11 @@ class RuntimeConfig:
     max_logprobs: int = 20
     """Alternatives a request may ask for with each token's log-probability."""
     sampling_classes: list[str] = field(default_factory=lambda: ["greedy", "everything"])
-    """What requests ask of the sampler: greedy, everything, or some of noise, truncate, penalties, bias, allowed, bad_words, logprobs and
+    """What the sampler does for requests: greedy, everything, or some of noise, truncate, penalties, bias, allowed, bad_words, logprobs and
     grammar, such as noise+truncate; everything is all but grammar, and everything+grammar has that too. A launch runs the smallest class
-    prepared that covers its rows. Captured cycles of these are made at load; elsewhere programs are made when they are first asked for."""
+    prepared that covers its rows. Captured cycles of these are made at load; elsewhere programs are made at their first use."""
     max_bad_words: int = 64
-    """Token sequences a request's bad words may come to; a word has one or two, with a space in front of it and without."""
+    """Token sequences that a request's bad words may make; a word makes one or two, with a space in front of it and without."""
     max_bad_word_tokens: int = 8
     """Tokens of the longest of them."""
 
@@ -268,7 +268,7 @@ class KernelsConfig:
     """Of fused linear layers. fast: the kernel of each shape that measured best; batch_invariant: one order of summation for any
     number of rows, so that a token's logits do not depend on the rest of the batch."""
     programmatic_launch: bool | None = None
-    """Fused kernels may start while the one before them drains (sm_90 and later). null: where
+    """Fused kernels may start while the one before them drains (sm_90 and later). null: if
     ``python -m graphspec.lab.measure.programmatic`` has passed on this machine."""
     linear_table: str | None = None
     """File with measured choices between our linear layers and cuBLAS; what it lacks is measured at start and added. null: a rule of thumb
@@ -299,7 +299,7 @@ class SamplingConfig:
     """Ids that end a request, in addition to the checkpoint's end-of-text ids."""
     ignore_eos: bool = False
     stop: list[str] = field(default_factory=list)
-    """Texts that end a request where they come up in its output."""
+    """Texts that end a request when they occur in its output."""
     include_stop_str_in_output: bool = False
     """The text that ended a request is part of its output."""
     top_k: int = -1
@@ -319,7 +319,7 @@ class SamplingConfig:
     allowed_token_ids: list[int] | None = None
     """Sample from these token ids alone; null: from all."""
     bad_words: list[str] = field(default_factory=list)
-    """Texts that never come up in the output; their last token is not sampled after the others."""
+    """Texts that never occur in the output; their last token is not sampled after the others."""
     min_tokens: int = 0
     """No stop id, and no text of stop, before this many tokens."""
     speculate: bool = True
@@ -376,21 +376,21 @@ class HardwareConfig:
 
     name: str = "auto"
     device: str = "auto"
-    """cpu, cuda, or auto: cuda when there is one."""
+    """cpu, cuda, or auto: cuda if there is a GPU."""
     dtype: str = "auto"
-    """Weights, activations and KV; auto: float32 on the CPU, the checkpoint's own on CUDA."""
+    """Weights, activations and KV; auto: float32 on the CPU, the checkpoint's dtype on CUDA."""
     threads: int | None = None
-    """CPU threads; None: torch's own choice."""
+    """CPU threads; null: torch's choice."""
     memory_gib: float | None = None
-    """Memory that the engine may assume, in GiB; None: what is free on the GPU, or the machine's memory."""
+    """Memory that the engine may assume, in GiB; null: what is free on the GPU, or the machine's memory."""
     bandwidth_gbs: float | None = None
-    """Memory bandwidth in GB/s (10^9 bytes), for ``graphspec plan``; None: not known."""
+    """Memory bandwidth in GB/s (10^9 bytes), for ``graphspec plan``; null: not known."""
     tflops: float | None = None
-    """Dense operations in ``dtype``, 10^12 per second, for ``graphspec plan``; None: not known."""
+    """Dense operations in ``dtype``, 10^12 per second, for ``graphspec plan``; null: not known."""
     capacity_gib: float | None = None
-    """Nominal memory of the device, in GiB, for ``graphspec plan`` where memory_gib is unset."""
+    """Nominal memory of the device, in GiB, for ``graphspec plan`` if memory_gib is unset."""
     link_gbs: float | None = None
-    """What a device reads from others, in GB/s and one direction, for ``graphspec plan``; None: not known."""
+    """What a device reads from others, in GB/s and one direction, for ``graphspec plan``; null: not known."""
 
     def __post_init__(self) -> None:
         check_fields(self, "hardware")
