@@ -37,6 +37,11 @@ class AcceptPlan:
     lossy: bool
     synthetic: bool
 
+    @property
+    def reads_probabilities(self) -> bool:
+        """Where there is noise, the rule reads the target's probabilities, not just the token that is sampled."""
+        return self.rule in ("target_only", "rejection")
+
 
 def resolve_accept(config: AcceptConfig, variant: VariantConfig, shape: CycleShape, *, has_network: bool) -> AcceptPlan:
     """The acceptance rule, checked against what is drafted.

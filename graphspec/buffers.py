@@ -79,6 +79,7 @@ def plan_sizes(plan: Plan) -> dict[str, int]:
         "X": plan.num_words,
         "F": plan.feature_width,
         "V": plan.target.vocab_size,
+        "Vr": plan.target.vocabulary.vocabulary_shard(plan.target.vocab_size).size,
         "P": plan.table_width,
         "E": plan.max_stop_ids,
         "I": plan.max_logit_bias,
@@ -134,6 +135,8 @@ def declare_slots(plan: Plan, mail_size: int) -> tuple[Slot, ...]:
         Slot("ring_ZBJ", ("Z", "B", plan.accept_width + RING_FIELDS), i64, "ring", -1),
         _pool("target_kv", plan, plan.target, dtype),
     ]
+    if plan.target.vocabulary.sharded:
+        slots.append(Slot("logits_BNVr", ("B", "N", "Vr"), f32, "lane"))
     if plan.target.recurrent is not None:
         slots += _recurrent_slots(plan.target.recurrent, dtype)
     if plan.feature_width:

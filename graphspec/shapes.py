@@ -18,7 +18,7 @@ Suffixes name dimensions throughout the package (``hidden_BAF`` is ``[B, A, F]``
 ``C``   tokens of a prefill chunk
 ``H``   hidden size of the model at hand
 ``F``   feature width fed to the drafter (H, 3H, or none)
-``V``   target vocabulary; ``Vd`` draft vocabulary
+``V``   target vocabulary; ``Vd`` draft vocabulary; ``Vr`` columns of a head that one of several ranks has
 ``P``   page-table columns
 ``Q``   query heads, ``G`` key/value heads, ``D`` head dimension
 ``U``   recurrent layers
@@ -171,6 +171,11 @@ class SamplingClass:
     def bans(self) -> bool:
         """Tokens may be banned, by a logit of -inf."""
         return self.bias or self.allowed or self.bad_words or self.grammar
+
+    @property
+    def changes_logits(self) -> bool:
+        """Logits are changed, or left out, by what other tokens there are; otherwise a token's key follows from its own logit."""
+        return self.truncate or self.penalties or self.bans
 
     @property
     def of_cycles(self) -> SamplingClass:

@@ -81,6 +81,8 @@ class ModelFacts:
     multipliers: Multipliers = NO_MULTIPLIERS
     sharding: Sharding = UNSHARDED
     """Heads and widths are those of one rank; vocabulary and hidden size are the whole model's."""
+    vocabulary: Sharding = UNSHARDED
+    """Of embedding and language-model head."""
 
     @property
     def kv_row(self) -> tuple[int, int, int]:
@@ -136,6 +138,7 @@ class ModelFacts:
             intermediate_size=self.intermediate_size // size,
             experts=experts,
             sharding=sharding,
+            vocabulary=sharding,
         )
 
     def layers_from(self, first: int) -> ModelFacts:

@@ -169,6 +169,8 @@ def _calls(plan: Plan) -> Iterator[Call]:
             yield _linear, (lanes * nodes, *head)
             yield _op("sample_tokens", {"B": lanes, "T": nodes, "V": vocab}, strict=True)
             yield _op("filter_logits", {"B": lanes, "T": nodes, "V": vocab})
+            if target.vocabulary.sharded:
+                yield _op("shard_topk", {"B": lanes, "T": nodes, "Vr": target.vocabulary.vocabulary_shard(vocab).size}, topk=1)
             if plan.draft is not None and shape.num_steps:
                 model, known = plan.draft.decoder, plan.draft.draft_vocab_size
                 # The first pass reads the widest window, whatever the depth.

@@ -38,6 +38,7 @@ class KernelSet:
     take_last: Callable[..., None]
     filter_logits: Callable[..., Tensor]
     sample_tokens: Callable[..., tuple[Tensor, Tensor]]
+    shard_topk: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
     latent_attention: Callable[..., Tensor]
     latent_chunk_attention: Callable[..., Tensor]
     latent_kv_write: Callable[..., Tensor]

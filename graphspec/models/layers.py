@@ -150,49 +150,11 @@ class RowParallelLinear(Linear, ShardedModule):
         return finish(out if self.bias is None else out + self.bias, residual, gated, float32)
 
 
-class VocabParallelLinear(Linear, ShardedModule):
-    """A language-model head whose rows are divided among the ranks by token; every rank gathers all logits.
-
-    Args:
-        sharding: of the model.
-        in_features: hidden size.
-        vocab_size: of the whole head.
-    """
-
-    sharded = True
-
-    def __init__(self, sharding: Sharding, in_features: int, vocab_size: int) -> None:
-        shard = sharding.vocabulary_shard(vocab_size)
-        super().__init__(in_features, shard.size)
-        self.vocab_size = vocab_size
-        self.shard_rows(shard)
-
-    def forward(
-        self,
-        x: Hidden,
-        norm: RMSNorm | None = None,
-        residual: Hidden | None = None,
-        gated: bool = False,
-        float32: bool = False,
-    ) -> Hidden:
-        """As of :class:`Linear`, ``[..., vocab_size]``."""
-        assert residual is None and not gated, "a head"
-        own = hidden_of(super().forward(x, norm, float32=float32))
-        return self.comm.all_gather(own)[..., : self.vocab_size]
-
-
 def row_parallel_linear(sharding: Sharding, in_features: int, out_features: int, *, bias: bool = False) -> Linear:
     """The linear layer that ends a block, over several ranks where the model is sharded."""
     if sharding.sharded:
         return RowParallelLinear(sharding, in_features, out_features, bias=bias)
     return Linear(in_features, out_features, bias=bias)
-
-
-def vocabulary_head(facts: ModelFacts) -> Linear:
-    """The language-model head of a model."""
-    if facts.sharding.sharded:
-        return VocabParallelLinear(facts.sharding, facts.hidden_size, facts.vocab_size)
-    return Linear(facts.hidden_size, facts.vocab_size)
 
 
 def join_ranks(network: nn.Module, comm: Comm) -> None:
@@ -236,35 +198,6 @@ class Embedding(nn.Module):
         known_BT = valid_BT & (token_BT >= 0) & (token_BT < self.vocab_size)
         hidden_BTH = F.embedding(torch.where(known_BT, token_BT, 0), self.weight)
         return torch.where(known_BT[..., None], hidden_BTH, 0.0)
-
-
-class VocabParallelEmbedding(Embedding, ShardedModule):
-    """An embedding whose rows are divided among the ranks by token.
-
-    Args:
-        sharding: of the model.
-        vocab_size: of the whole embedding.
-        hidden_size: of a row.
-    """
-
-    sharded = True
-
-    def __init__(self, sharding: Sharding, vocab_size: int, hidden_size: int) -> None:
-        shard = sharding.vocabulary_shard(vocab_size)
-        super().__init__(shard.size, hidden_size)
-        self.begin = shard.pieces[0][0]
-        self.shards = {"weight": ParameterShards(0, (shard,))}
-
-    def forward(self, token_BT: Tensor, valid_BT: Tensor) -> Tensor:
-        """As of :class:`Embedding`. At most one rank adds anything but zeros, so the sum is exact."""
-        return self.comm.all_reduce(super().forward(token_BT - self.begin, valid_BT))
-
-
-def token_embedding(facts: ModelFacts) -> Embedding:
-    """The embedding of a model."""
-    if facts.sharding.sharded:
-        return VocabParallelEmbedding(facts.sharding, facts.vocab_size, facts.hidden_size)
-    return Embedding(facts.vocab_size, facts.hidden_size)
 
 
 class RMSNorm(nn.Module):

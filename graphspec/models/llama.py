@@ -11,11 +11,12 @@ from ..kernels.linear import Hidden, ResidualStream, hidden_of
 from .experts import MixtureOfExperts
 from .gated_delta import GatedDeltaNet
 from .latent import LatentAttention
-from .layers import MLP, RMSNorm, SelfAttention, SquaredReluMLP, dense_mlp, token_embedding, vocabulary_head
+from .layers import MLP, RMSNorm, SelfAttention, SquaredReluMLP, dense_mlp
 from .mamba2 import Mamba2
 from .recurrent_net import RecurrentNet, stack_convolutions
 from .rope import RotaryEmbedding
 from .stack import DecoderStack, packing_obstacle
+from .vocabulary import token_embedding, vocabulary_head
 
 if TYPE_CHECKING:
     from ..facts import ModelFacts
@@ -190,7 +191,9 @@ class LlamaModel(nn.Module):
         return self._convolution
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """float32 ``[..., V]`` of hidden states after the final norm, ``[..., H]``."""
+        """float32 ``[..., V]`` of hidden states after the final norm, ``[..., H]``; of several ranks each has its own columns
+        (:class:`~graphspec.models.vocabulary.VocabParallelLinear`).
+        """
         out: Tensor = self.lm_head(hidden, float32=True)
         divisor = self.facts.multipliers.logits
         return out if divisor == 1 else out / divisor

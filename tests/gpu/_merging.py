@@ -133,6 +133,15 @@ def _ranked(lanes: int, rows: int, vocab: int, topk: int) -> Callable[[str], Cas
     return make
 
 
+def _shard(lanes: int, rows: int, topk: int) -> Callable[[str], Case]:
+    def make(device: str) -> Case:
+        columns = VOCAB // 8
+        ids = (torch.arange(columns) + 3 * columns).to(device)
+        return {"logits_BTVr": _logits(device, lanes, rows, columns), "topk": topk, "token_Vr": ids, **_asks(device, lanes, rows)}
+
+    return make
+
+
 def _window(device: str, lanes: int, tokens: int, slots: int, page_size: int) -> Case:
     """Chains at the end of full contexts."""
     words = (torch.ones(tokens, dtype=torch.int64) << torch.arange(tokens)).cumsum(0)
@@ -229,6 +238,7 @@ def merging_calls(lanes: int) -> list[Merging]:
         Merging("filter_logits", fused("filter_logits"), _filtered(lanes, rows)),
         Merging("draft_topk", fused("draft_topk"), _ranked(lanes, 1, DRAFT_VOCAB, 8)),
         Merging("draft_topk, whole vocabulary", fused("draft_topk"), _ranked(lanes, 4, VOCAB, 8)),
+        Merging("shard_topk", fused("shard_topk"), _shard(lanes, rows, 8)),
         Merging("tree_attention", fused("tree_attention"), _attended(lanes, tokens), least=4),
         Merging("tree_attention, one token", fused("tree_attention"), _attended(lanes, 1), least=4),
         Merging("latent_attention, DeepSeek-V3", fused("latent_attention"), _latent(lanes, 2, 128)),

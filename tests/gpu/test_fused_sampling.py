@@ -11,6 +11,7 @@ from torch import Tensor
 from graphspec.kernels import OPS
 from graphspec.kernels.filter_logits import filter_logits
 from graphspec.kernels.noise import BELOW_ONE, counter_hash, gumbel_noise
+from graphspec.kernels.shard_topk import merge_shards, pack_shard
 
 pytestmark = pytest.mark.gpu
 
@@ -103,6 +104,30 @@ def test_draft_topk(lanes: int, rows: int, topk: int, noisy: bool) -> None:
         assert torch.equal(token, expected_token)
     else:
         assert (token == expected_token).float().mean() > 0.99
+
+
+@pytest.mark.references("shard_topk")
+@pytest.mark.parametrize(("lanes", "rows", "topk"), [(1, 8, 1), (8, 8, 8)])
+@pytest.mark.parametrize("noisy", [False, True])
+def test_parts_of_a_vocabulary_together_give_the_tokens_of_the_whole(lanes: int, rows: int, topk: int, noisy: bool) -> None:
+    """Both paths are the same kernel over the same keys, so a tie or a last bit can't decide between them."""
+    logits, ask, ranks = model_logits(lanes, rows, VOCAB, 5), asks(lanes, rows), 8
+    shard, whole = OP["shard_topk"], OP["draft_topk"].implementation("fused")
+    ids, noise = torch.arange(VOCAB, device="cuda").chunk(ranks), tuple(ask.values()) if noisy else (None, None, None)
+    parts = [(own, topk, mine, *noise) for own, mine in zip(logits.chunk(ranks, -1), ids, strict=True)]
+    found = [shard.implementation("fused")(*part) for part in parts]
+    logprob, token, sound = merge_shards(torch.cat([pack_shard(*each) for each in found], -1), topk)
+    for row in range(rows):
+        asked = (ask["seed_B"], ask["position_BT"][:, row].contiguous(), ask["temperature_B"]) if noisy else (None, None, None)
+        expected_logprob, expected_token = whole(logits[:, row : row + 1].contiguous(), topk, None, *asked)
+        assert torch.equal(token[:, row : row + 1], expected_token)
+        torch.testing.assert_close(logprob[:, row : row + 1], expected_logprob, rtol=0, atol=2e-5)
+    assert sound.all()
+    if not noisy:
+        for each, part in zip(found, parts, strict=True):
+            key, index, total, _ = shard.reference(*part)
+            assert torch.equal(each[0], key) and torch.equal(each[1], index)
+            torch.testing.assert_close(each[2], total, rtol=1e-5, atol=0)
 
 
 @pytest.mark.references("gumbel_noise")

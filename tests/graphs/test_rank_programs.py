@@ -14,18 +14,27 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from graphspec.buffers import Arena
 from graphspec.config import Config, ModelConfig, RuntimeConfig, VariantConfig
-from graphspec.graphs.programs import PrefillKey, program_stages
+from graphspec.facts import DraftFacts
+from graphspec.graphs.programs import Key, PrefillKey, program_stages
 from graphspec.graphs.stages.mailbox import MailLayout
 from graphspec.kernels import select_kernels
-from graphspec.kernels.collectives import DeviceComm, OrderedComm
+from graphspec.kernels.collectives import Comm, DeviceComm, OrderedComm
 from graphspec.models.layers import join_ranks, use_kernels
 from graphspec.plan import Plan, make_plan
-from graphspec.shapes import SAMPLED
+from graphspec.shapes import GREEDY, SAMPLED, SamplingClass
 from tests.support.fake_cuda import NoHostTraffic, load_cuda_guard
 from tests.support.tiny import draft_facts, latent_facts, model_facts, move, tiny_networks
 
 RANKS, LAYERS = 8, 3
 SHAPES = {"none": (0, 1, 1), "chain": (4, 1, 5), "tree": (3, 3, 10)}
+CLASSES = {
+    "greedy": GREEDY,
+    "noise": SAMPLED,
+    "truncate": SamplingClass(noise=True, truncate=True),
+    "penalties": SamplingClass(penalties=True),
+    "allowed": SamplingClass(allowed=True),
+    "logprobs": SamplingClass(logprobs=2),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -37,20 +46,23 @@ def eight_ranks() -> Iterator[str]:
 
 
 class Collectives(NoHostTraffic):
-    """Counts sums and gathers on the way."""
+    """Counts sums and gathers on the way, and the elements that a rank gives to each gather."""
 
     def __init__(self) -> None:
         super().__init__()
         self.counted: list[str] = []
+        self.gathered: list[int] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
         if func.namespace in ("_c10d_functional", "symm_mem") and name != "wait_tensor":
             self.counted.append(name)
+            if name == "all_gather_into_tensor":
+                self.gathered.append(args[0].numel())
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-def rank_plan(shape: str, mode: str, *, latent: bool = False) -> Plan:
+def rank_plan(shape: str, mode: str, *, latent: bool = False, draft: DraftFacts | None = None) -> Plan:
     steps, topk, nodes = SHAPES[shape]
     wide = {"num_heads": 8, "num_kv_heads": 1, "intermediate_size": 80, "hidden_size": 48}
     target = replace(latent_facts(LAYERS), num_heads=8, intermediate_size=80) if latent else replace(model_facts(LAYERS), **wide)
@@ -64,34 +76,65 @@ def rank_plan(shape: str, mode: str, *, latent: bool = False) -> Plan:
         runtime=RuntimeConfig(name="captured", page_size=8, prefill_chunks=[8, 16], buckets=[1, 2], max_rows=2, tensor_parallel=RANKS),
     )
     config = config.replaced(mode=mode)
-    return make_plan(config, target.of_rank(0, RANKS), draft_facts() if speculates else None, device="cuda")
+    return make_plan(config, target.of_rank(0, RANKS), draft or (draft_facts() if speculates else None), device="cuda")
+
+
+def programs(plan: Plan, mode: str, sampling: SamplingClass, comm: Comm, *, shares: bool = False) -> Iterator[tuple[Key, Collectives]]:
+    """Every program of a class, run on fake tensors; ``shares``: the draft's embedding and head are the target's."""
+    arena, networks = Arena(plan, MailLayout.of(plan).size), tiny_networks(plan)
+    kernels = select_kernels(mode, "auto", "cuda")
+    if shares:
+        networks.draft.embed_tokens, networks.draft.lm_head = networks.target.embed_tokens, networks.target.lm_head
+    for network in (networks.target, networks.draft):
+        if network is not None:
+            move(network, "cuda")
+            use_kernels(network, kernels)
+            join_ranks(network, comm)
+    arena.allocate(sampling)
+    for key in (*plan.graph_keys(sampling), PrefillKey(16, sampling)):
+        views = arena.views(key.lanes) if isinstance(key, PrefillKey) else arena.views(key.bucket, key.shape)
+        stages = program_stages(plan, kernels, networks.target, networks.draft, key)
+        with torch.no_grad(), Collectives() as seen:
+            for stage in stages:
+                stage(views)
+        yield key, seen
 
 
 @pytest.mark.parametrize("mode", ["reference", "fused"])
 @pytest.mark.parametrize("latent", [False, True], ids=["heads", "latent-experts"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_cycle_exchanges_two_sums_per_layer_one_for_tokens_and_the_logits(shape: str, latent: bool, mode: str, eight_ranks: str) -> None:
+def test_a_cycle_exchanges_two_sums_per_layer_one_for_tokens_and_the_best(shape: str, latent: bool, mode: str, eight_ranks: str) -> None:
     plan = rank_plan(shape, mode, latent=latent)
     with FakeTensorMode():
-        arena, networks = Arena(plan, MailLayout.of(plan).size), tiny_networks(plan)
-        kernels = select_kernels(mode, "auto", "cuda")
         symmetric = torch.empty(2**16, dtype=torch.uint8, device="cuda")
         for comm, kinds in (
             (OrderedComm(RANKS, eight_ranks), {"sum": "all_gather_into_tensor", "gather": "all_gather_into_tensor"}),
             (DeviceComm(RANKS, eight_ranks), {"sum": "all_reduce", "gather": "all_gather_into_tensor"}),
             (DeviceComm(RANKS, eight_ranks, symmetric), {"sum": "one_shot_all_reduce_copy", "gather": "all_gather_into_tensor"}),
         ):
-            for network in (networks.target, networks.draft):
-                if network is not None:
-                    move(network, "cuda")
-                    use_kernels(network, kernels)
-                    join_ranks(network, comm)
-            for key in (*plan.graph_keys(SAMPLED), PrefillKey(16, SAMPLED)):
-                arena.allocate(key.sampling)
-                views = arena.views(key.lanes) if isinstance(key, PrefillKey) else arena.views(key.bucket, key.shape)
-                stages = program_stages(plan, kernels, networks.target, networks.draft, key)
-                with torch.no_grad(), Collectives() as seen:
-                    for stage in stages:
-                        stage(views)
+            for key, seen in programs(plan, mode, SAMPLED, comm):
                 # The draft is every rank's own, so drafting adds none.
                 assert seen.counted == [kinds["sum"]] * (1 + 2 * LAYERS) + [kinds["gather"]]
+                # Of every position a key, a token, a sum and a flag.
+                rows = 1 if isinstance(key, PrefillKey) else key.bucket * key.shape.num_draft_tokens
+                assert seen.gathered[-1] == 4 * rows
+
+
+@pytest.mark.parametrize("sampling", CLASSES.values(), ids=CLASSES)
+@pytest.mark.parametrize("shape", ["chain", "tree"])
+def test_what_a_draft_with_the_targets_head_exchanges_follows_from_the_class(shape: str, sampling: SamplingClass, eight_ranks: str) -> None:
+    """Eight columns of 61 tokens are a rank's; a level takes a sum for its tokens and a gather of its best, or of its logits."""
+    plan = rank_plan(shape, "reference", draft=replace(draft_facts(), draft_vocab_size=61))
+    steps, topk, nodes = SHAPES[shape]
+    by_parts = not sampling.changes_logits
+    with FakeTensorMode():
+        for key, seen in programs(plan, "reference", sampling, DeviceComm(RANKS, eight_ranks), shares=True):
+            if isinstance(key, PrefillKey):
+                # The draft reads its tokens too.
+                assert seen.counted.count("all_reduce") == 2 + 2 * LAYERS
+                assert seen.gathered == [4 if by_parts and sampling.logprobs < 0 else 8]
+                continue
+            assert seen.counted.count("all_reduce") == 1 + 2 * LAYERS + steps
+            rows = [key.bucket, *[key.bucket * topk] * (steps - 1)]
+            drafted = [count * (2 * topk + 2 if by_parts else 8) for count in rows]
+            assert seen.gathered == [*drafted, key.bucket * nodes * (4 if by_parts and sampling.logprobs < 0 else 8)]

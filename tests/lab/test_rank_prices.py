@@ -22,8 +22,8 @@ def planned(*words: str) -> Advice:
 def test_sums_of_llama_70b_are_those_counted_by_hand() -> None:
     facts = read_model_pair("llama-3.1-70b", load_config(*ASKED).variant, resolve_variant("none")).target
     assert sums_of(facts, 1) == 0 and sums_of(facts, 4) == 162
-    # 161 sums of 8192 numbers of 2 bytes from 3 others, and a quarter of 128256 float32 logits from each, at 450 GB/s.
-    seconds = (3 * 161 * 8192 * 2 + 3 * 128256 / 4 * 4) / 450e9
+    # 161 sums of 8192 numbers of 2 bytes from 3 others, and four words of 4 bytes from each, at 450 GB/s.
+    seconds = (3 * 161 * 8192 * 2 + 3 * 16) / 450e9
     assert sums_ms(facts, 4, 1, 2, 8.0, 450e9) == pytest.approx(162 * 8e-3 + 1e3 * seconds)
     assert sums_ms(facts, 1, 1, 2, 8.0, 450e9) == 0
 

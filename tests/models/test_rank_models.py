@@ -20,6 +20,7 @@ from graphspec.models import tensor_files
 from graphspec.models.layers import join_ranks
 from graphspec.models.llama import LlamaModel
 from graphspec.models.target import load_target
+from graphspec.models.vocabulary import VocabParallelLinear
 from tests.support.checkpoints import VOCAB_SIZE, DenseAttention, build_hf, write_hf
 from tests.support.moe_checkpoints import build_mixture
 
@@ -105,8 +106,8 @@ def test_ranks_together_have_the_logits_of_transformers(name: str, size: int, tm
             ours = load_target(facts.of_rank(rank, size), TAPS, LENGTH, torch.float32, "cpu")
             join_ranks(ours, comm.of(rank))
             found = ours(token_BT, DenseAttention.prompt(2, LENGTH))
-            assert found.feature_BTF is not None
-            return ours.logits(found.hidden_BTH), found.feature_BTF
+            assert found.feature_BTF is not None and isinstance(ours.lm_head, VocabParallelLinear)
+            return ours.lm_head.gather(ours.logits(found.hidden_BTH)), found.feature_BTF
 
     (logits, features), *others = together(size, run)
     assert comm.calls == {"sums": 1 + 2 * facts.num_layers, "gathers": 1}

@@ -8,6 +8,7 @@ from .acceptance_rules import RULES
 from .bans import WORDS, node_contexts
 from .sampling import LogitShaper, node_paths
 from .stage import Build, Stage
+from .vocabulary import Scores
 
 
 class Accept(Stage):
@@ -24,10 +25,9 @@ class Accept(Stage):
     def __init__(self, build: Build) -> None:
         super().__init__(build)
         self.shaper, self.rule = LogitShaper(build), RULES[build.plan.accept.rule](build)
-        base = (
-            "lane_row_B", *Limits._fields,
-            "logits_BNV", *Nodes._fields,
-        )  # fmt: skip
+        self.scores = Scores.of_target(build)
+        logits = "logits_BNVr" if self.scores.by_parts else "logits_BNV"
+        base = ("lane_row_B", *Limits._fields, logits, *Nodes._fields)
         words = WORDS if self.sampling.bad_words else ()
         mask = ("token_mask_BNVw",) if self.sampling.grammar else ()
         self.reads = tuple(dict.fromkeys((*base, *self.shaper.reads, *self.rule.reads, *words, *mask)))
@@ -38,7 +38,8 @@ class Accept(Stage):
         position_BN = self.rule.positions(v) if self.sampling.bias else None
         before_BNt = node_contexts(v) if self.sampling.bad_words else None
         mask_BNVw = v.token_mask_BNVw if self.sampling.grammar else None
-        logits_BNV = self.shaper(v, v.logits_BNV, position_BN, path_BNN, before_BTt=before_BNt, mask_BTVw=mask_BNVw)
+        given_BNV = v.logits_BNVr if self.scores.by_parts else v.logits_BNV
+        logits_BNV = self.shaper(v, given_BNV, position_BN, path_BNN, before_BTt=before_BNt, mask_BTVw=mask_BNVw)
         drawn_BN, sound_BN = self.rule(v, logits_BNV)
         self.kernels.tree_walk(
             v.take(Nodes), drawn_BN, sound_BN, self.rule.depth_cap(v), v.lane_row_B, v.take(Limits), self.plan.draft_context, v.take(Run)

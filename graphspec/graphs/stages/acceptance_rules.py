@@ -15,6 +15,7 @@ from ...buffers import Views
 from ...shapes import WORD_BITS
 from .sampling import RESIDUAL_STREAM, LogitShaper, coins, cycle_positions, probabilities, sample_tokens, trusted
 from .stage import Build
+from .vocabulary import Scores
 
 NODES = ("node_token_BN", "node_parent_BN", "node_depth_BN", "node_ancestors_BNX")
 
@@ -30,6 +31,7 @@ class Match:
 
     def __init__(self, build: Build) -> None:
         self.plan, self.shape, self.kernels, self.sampling = build.plan, build.shape, build.kernels, build.sampling
+        self.scores = Scores.of_target(build)
         self.reads = ("lane_seed_B", "seq_len_R", "lane_temperature_B", "node_depth_BN") if self.sampling.noise else ()
 
     def __call__(self, v: Views, logits_BNV: Tensor) -> tuple[Tensor, Tensor]:
@@ -37,7 +39,8 @@ class Match:
 
         Args:
             v: the bucket's slots.
-            logits_BNV: float32, shaped (:class:`~graphspec.graphs.stages.sampling.LogitShaper`); filters are applied by the rule.
+            logits_BNV: float32, shaped (:class:`~graphspec.graphs.stages.sampling.LogitShaper`); filters are applied by the rule. Where
+                scores are compared by parts, this rank's.
         """
         return self._draw(v, logits_BNV, 0, truncate=True)
 
@@ -47,7 +50,7 @@ class Match:
 
     def _draw(self, v: Views, logits_BNV: Tensor, stream: int, *, truncate: bool = False) -> tuple[Tensor, Tensor]:
         position_BN = self.positions(v) if self.sampling.noise else None
-        return sample_tokens(self.kernels, self.sampling, v, logits_BNV, position_BN, stream=stream, truncate=truncate)
+        return sample_tokens(self.kernels, self.sampling, v, logits_BNV, position_BN, stream=stream, truncate=truncate, scores=self.scores)
 
     def positions(self, v: Views) -> Tensor:
         """The position whose token is sampled at each node, int64 ``[B, N]``."""

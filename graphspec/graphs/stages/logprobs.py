@@ -9,6 +9,7 @@ from ...buffers import Views
 from ...kernels.topk import stable_topk
 from ...shapes import SamplingClass
 from .stage import Build, Stage, TargetModel
+from .vocabulary import Scores
 
 RING = ("ring_logprob_ZBA", "ring_top_logprob_ZBAO", "ring_top_token_ZBAO")
 PROMPT_RING = ("ring_prompt_logprob_ZC", "ring_prompt_top_logprob_ZCO", "ring_prompt_top_token_ZCO")
@@ -42,12 +43,15 @@ def write_logprobs(v: Views, slot_1: Tensor, logits_BTV: Tensor, token_BT: Tenso
         v.ring_top_token_ZBAO[:, :, :length, :alternatives].index_copy_(0, slot_1, token_BTO[None])
 
 
-def write_prompt_logprobs(v: Views, target: TargetModel, slot_1: Tensor, hidden_1CH: Tensor, token_1C: Tensor, length_1: Tensor) -> None:
+def write_prompt_logprobs(
+    v: Views, target: TargetModel, scores: Scores, slot_1: Tensor, hidden_1CH: Tensor, token_1C: Tensor, length_1: Tensor
+) -> None:
     """Write a ring slot: for every token of a prompt's chunk the log-probability of the one after it, and the most likely ones there.
 
     Args:
         v: the slots of one lane.
         target: the target network.
+        scores: of the target.
         slot_1: ring slot, int64 ``[1]``.
         hidden_1CH: what its logits are computed from.
         token_1C: int64, the chunk; entries past ``length`` have no meaning.
@@ -60,7 +64,7 @@ def write_prompt_logprobs(v: Views, target: TargetModel, slot_1: Tensor, hidden_
     most = v.ring_prompt_top_token_ZCO.shape[-1]
     for begin in range(0, chunk, SCORED):
         end = min(begin + SCORED, chunk)
-        logprob_1TV = torch.log_softmax(target.logits(hidden_1CH[:, begin:end]), -1)
+        logprob_1TV = torch.log_softmax(scores.whole(target.logits(hidden_1CH[:, begin:end])), -1)
         chosen_1T = logprob_1TV.gather(-1, next_1C[:, begin:end, None]).squeeze(-1)
         value_1TO, token_1TO = stable_topk(logprob_1TV, most)
         for name, found in zip(PROMPT_RING, (chosen_1T, value_1TO, token_1TO), strict=True):

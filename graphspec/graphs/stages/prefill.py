@@ -16,6 +16,7 @@ from .logprobs import ring_buffers, write_logprobs, write_prompt_logprobs
 from .mailbox import MailLayout
 from .sampling import LogitShaper, sample_tokens
 from .stage import Build, Stage, TargetModel
+from .vocabulary import Scores
 
 
 class Prefill(Stage):
@@ -30,6 +31,7 @@ class Prefill(Stage):
         super().__init__(build)
         self.lanes, self.chunk, self.layout = lanes, chunk, MailLayout.of(build.plan)
         self.target: TargetModel = build.target
+        self.scores = Scores.of_target(build)
         self.bound = self.bind_chunk("target", chunk)
         # Drafters with lookback read more than the chunk, and those of one layer don't attend.
         bound = self.bind_chunk("draft", chunk) if self.plan.draft_attends and not self.plan.lookback else {}
@@ -74,12 +76,13 @@ class Prefill(Stage):
             ChunkAttention(self.kernels, v.target_kv, table_BP, slot_BC, rope_length_BC, valid_BC, slot_BC, 0, self.bound, recurrence),
         )
         if self.sampling.prompt_logprobs:
-            write_prompt_logprobs(v, self.target, v.cycle_1 % self.plan.ring_depth, hidden_BCH, token_BC, length_B)
+            write_prompt_logprobs(v, self.target, self.scores, v.cycle_1 % self.plan.ring_depth, hidden_BCH, token_BC, length_B)
         if self.draft is not None:
             chunk = ChunkRows(row_B, token_BC, valid_BC, slot_BC, rope_length_BC, table_BP, start_B, length_B, shared_B)
             self.draft(v, chunk, self.feature(hidden_BCH, taps_BCF))
         done_B = (length_B > 0) & (start_B + length_B == total_B)
-        self._finish(v, self.target.logits(take_last(hidden_BCH, length_B)), done_B, total_B, known_B)
+        logits_B1V = self.target.logits(take_last(hidden_BCH, length_B))
+        self._finish(v, logits_B1V if self.scores.by_parts else self.scores.whole(logits_B1V), done_B, total_B, known_B)
         if self.plan.keeps_history:
             self._remember(v, token_BC, valid_BC, slot_BC, total_B)
 
@@ -97,7 +100,7 @@ class Prefill(Stage):
         before_B1t = v.recent_token_RBt[row_B][:, None, 1:] if self.sampling.bad_words else None
         mask_B1Vw = v.token_mask_BNVw[:, :1] if self.sampling.grammar else None
         shaped_B1V = self.shaper(v, logits_B1V, total_B[:, None], before_BTt=before_B1t, mask_BTVw=mask_B1Vw)
-        sampled_B1, sound_B1 = sample_tokens(self.kernels, self.sampling, v, shaped_B1V, total_B[:, None])
+        sampled_B1, sound_B1 = sample_tokens(self.kernels, self.sampling, v, shaped_B1V, total_B[:, None], scores=self.scores)
         resumed_B = known_B >= 0
         root_B = torch.where(resumed_B, known_B, sampled_B1[:, 0])
         failed_B = ~resumed_B & ~sound_B1[:, 0]

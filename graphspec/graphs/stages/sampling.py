@@ -15,6 +15,7 @@ from ...kernels.registry import KernelSet
 from ...shapes import WORD_BITS, SamplingClass
 from .bans import allowed_tokens, columns, ends_of_words, masked_tokens
 from .stage import Build
+from .vocabulary import Scores
 
 # The first 64 fractional bits of the square roots of 2, 3 and 5, as signed words.
 COIN_STREAM = 0x6A09E667F3BCC908
@@ -27,7 +28,7 @@ DRAFT_STREAM = 0x3C6EF372FE94F82B
 
 def sample_tokens(
     kernels: KernelSet, sampling: SamplingClass, v: Views, logits_BTV: Tensor, position_BT: Tensor | None, *, stream: int = 0,
-    truncate: bool = True,
+    truncate: bool = True, scores: Scores | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The target's token at every position, and whether its logits can be trusted: one call of the op, with what the class needs.
 
@@ -39,17 +40,20 @@ def sample_tokens(
         position_BT: position of the token being sampled; needed where the class has noise.
         stream: of the noise.
         truncate: apply the filters of the class; False where that was done before.
+        scores: of the target. Where they are compared by parts, the logits are this rank's.
 
     Returns:
         int64 ``[B, T]``; bool ``[B, T]``.
     """
     strict, row_B = not sampling.bans, v.lane_row_B
-    if not sampling.noise:
-        return kernels.sample_tokens(logits_BTV, None, None, None, None, None, None, strict)
-    temperature_B, seed_B = v.lane_temperature_B, v.lane_seed_B
-    if stream:
+    temperature_B, seed_B = (v.lane_temperature_B, v.lane_seed_B) if sampling.noise else (None, None)
+    position_BT = position_BT if sampling.noise else None
+    if seed_B is not None and stream:
         seed_B = seed_B ^ stream
-    if not (truncate and sampling.truncate):
+    if scores is not None and scores.by_parts:
+        _, token_BT1, sound_BT = scores.best(logits_BTV, temperature_B, seed_B, position_BT)
+        return token_BT1[..., 0], sound_BT
+    if not (sampling.noise and truncate and sampling.truncate):
         return kernels.sample_tokens(logits_BTV, temperature_B, seed_B, position_BT, None, None, None, strict)
     top_k_B, top_p_B, min_p_B = v.top_k_R[row_B], v.top_p_R[row_B], v.min_p_R[row_B]
     return kernels.sample_tokens(logits_BTV, temperature_B, seed_B, position_BT, top_k_B, top_p_B, min_p_B, strict)
@@ -214,7 +218,7 @@ class DraftSampler:
 
     def __init__(self, build: Build) -> None:
         self.plan, self.kernels, self.shape, self.sampling = build.plan, build.kernels, build.shape, build.sampling
-        self.shaper = LogitShaper(build)
+        self.shaper, self.scores = LogitShaper(build), Scores.of_draft(build)
         self.drawn = self.sampling.noise and self.plan.accept.sampled_drafts
         self.by_cycle = self.drawn and self.plan.accept.block_verification
         self.noisy = self.drawn or (self.sampling.noise and self.plan.accept.coupled)
@@ -229,7 +233,7 @@ class DraftSampler:
 
         Args:
             v: the bucket's slots.
-            logits_BTV: float32 over the draft vocabulary.
+            logits_BTV: float32 over the draft vocabulary; of several ranks with a part of the head each, this one's.
             target_token_Vd: int64, draft id to target id; None if the vocabularies are one.
             position_B: position of the token being proposed, the same for all T.
             path_BTs: int64 ``[B, T, level - 1]``, tokens drafted on the way to each row, the root not among them.
@@ -248,6 +252,9 @@ class DraftSampler:
     def _propose(
         self, v: Views, logits_BTV: Tensor, target_token_Vd: Tensor | None, position_B: Tensor, path_BTs: Tensor, level: int
     ) -> tuple[Tensor, Tensor]:
+        if self.scores.by_parts:
+            return self._best(v, logits_BTV, position_B[:, None].expand(logits_BTV.shape[:2]))
+        logits_BTV = self.scores.whole(logits_BTV)
         logits_BTV = self.shaper.truncate(v, self.shaper(v, logits_BTV, position_B[:, None], path_BTs, target_token_Vd))
         if not self.noisy:
             return self.kernels.draft_topk(logits_BTV, self.shape.topk, target_token_Vd, None, None, None)
@@ -269,7 +276,7 @@ class DraftSampler:
 
         Args:
             v: the bucket's slots.
-            logits_BSV: float32 over the draft vocabulary, one row per depth.
+            logits_BSV: float32 over the draft vocabulary, one row per depth; of several ranks with a part of the head each, this one's.
             target_token_Vd: int64, draft id to target id; None if the vocabularies are one.
             position_BS: position of the token being proposed at each depth.
 
@@ -282,6 +289,9 @@ class DraftSampler:
     def _propose_levels(
         self, v: Views, logits_BSV: Tensor, target_token_Vd: Tensor | None, position_BS: Tensor
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        if self.scores.by_parts:
+            return self._best(v, logits_BSV, position_BS)
+        logits_BSV = self.scores.whole(logits_BSV)
         logits_BSV = self.shaper.truncate(v, self.shaper(v, logits_BSV, position_BS, None, target_token_Vd))
         topk, depths = self.shape.topk, position_BS.shape
         if not self.noisy:
@@ -297,6 +307,11 @@ class DraftSampler:
         logits_D1V = logits_BSV.flatten(0, 1)[:, None]
         score, token = self.kernels.draft_topk(logits_D1V, topk, target_token_Vd, seed_D, position_BS.flatten(), temperature_D)
         return score.view(*depths, topk), token.view(*depths, topk)
+
+    def _best(self, v: Views, logits_BTVr: Tensor, position_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """The best continuations over all ranks, from this rank's logits."""
+        noise = (v.lane_temperature_B, v.lane_seed_B, position_BT) if self.noisy else (None, None, None)
+        return self.scores.best(logits_BTVr, *noise)[:2]
 
     def _keep(self, v: Views, logits_BLV: Tensor, temperature_B: Tensor, target_token_Vd: Tensor | None, level: int) -> None:
         """The distributions that tokens from ``level`` on are drawn from, over the target's vocabulary; what the drafter doesn't know has

@@ -6,6 +6,7 @@ from ...buffers import Views
 from ...models.attention import TreeAttention
 from ...models.recurrence import NodeRecords, RecurrentStates, TreeRecurrence
 from .stage import Build, Stage, TargetModel
+from .vocabulary import Scores
 
 
 class Verify(Stage):
@@ -16,12 +17,14 @@ class Verify(Stage):
     def __init__(self, build: Build) -> None:
         super().__init__(build)
         self.target: TargetModel = build.target
+        self.scores = Scores.of_target(build)
         nodes = ("node_token_BN", "node_depth_BN", "node_ancestors_BNX")
         self.reads = ("lane_row_B", "status_R", "seq_len_R", "lane_table_BP", "target_kv", *nodes)
         if self.plan.target.recurrent is not None:
             self.reads += ("node_parent_BN", *RecurrentStates._fields)
         records = NodeRecords._fields if self.plan.target.recurrent is not None else ()
-        self.writes = ("target_kv", "logits_BNV", *records, *(("feature_BNF",) if self.plan.feature_width else ()))
+        logits = "logits_BNVr" if self.scores.by_parts else "logits_BNV"
+        self.writes = ("target_kv", logits, *records, *(("feature_BNF",) if self.plan.feature_width else ()))
         # The mask of a chain is causal.
         count = self.shape.num_draft_tokens
         self.bound = self.bind_call("target", "root", count, count) if self.shape.is_chain else None
@@ -54,7 +57,11 @@ class Verify(Stage):
             recurrence=recurrence,
         )
         hidden_BNH, taps_BNF = self.target(token_BN, attention)
-        v.logits_BNV.copy_(self.target.logits(hidden_BNH))
+        logits = self.target.logits(hidden_BNH)
+        if self.scores.by_parts:
+            v.logits_BNVr.copy_(logits)
+        else:
+            v.logits_BNV.copy_(self.scores.whole(logits))
         feature_BNF = self.feature(hidden_BNH, taps_BNF)
         if feature_BNF is not None:
             v.feature_BNF.copy_(feature_BNF)

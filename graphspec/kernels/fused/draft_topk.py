@@ -1,4 +1,4 @@
-"""Triton kernel of :mod:`graphspec.kernels.draft_topk`: one launch."""
+"""Triton kernel of :mod:`graphspec.kernels.draft_topk` and of :mod:`graphspec.kernels.shard_topk`: one launch."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..draft_topk import OP as CONTRACT
+from ..shard_topk import OP as SHARD_CONTRACT
 from ._vocabulary import (
     LOWEST,
     arrive,
@@ -31,13 +32,15 @@ MERGE = 4096
 
 @triton.jit
 def _draft_topk(
-    logits, target_token, seed, position, temperature, part_best, part_peak, part_total, counters, logprob, token,
+    logits, target_token, seed, position, temperature, part_best, part_peak, part_total, part_fault, counters, score, token, total, sound,
     vocab, parts, rows_per_lane, topk,
-    MAPPED: tl.constexpr, NOISY: tl.constexpr, PARTS: tl.constexpr, MERGE: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
+    MAPPED: tl.constexpr, NOISY: tl.constexpr, SHARD: tl.constexpr, PARTS: tl.constexpr, MERGE: tl.constexpr, CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One program finds the K best of a chunk and its sum of exponentials; the last of a row merges them in order.
 
-    Keys are packed with their index, so the next best is the largest word below the best, and nothing is ever taken out.
+    Keys are packed with their index, so the next best is the largest word below the best, and nothing is ever taken out. With ``SHARD`` the
+    columns are those of one rank: scores stay keys, sum and soundness are results, and a column of token -1 is none.
     """
     if PDL:
         gdc_wait()
@@ -48,10 +51,14 @@ def _draft_topk(
     inside = column < vocab
     x = tl.load(logits + row * vocab + column, mask=inside, other=float("-inf"))
     key = tl.where(is_finite(x), x, float("-inf"))
+    if SHARD:
+        there = tl.load(target_token + column, mask=inside, other=-1) >= 0
+        key = tl.where(there, key, float("-inf"))
+        tl.store(part_fault + row * parts + part, tl.max((there & ~is_finite(x)).to(tl.int32)))
     if NOISY:
         lane = row // rows_per_lane
         heat = tl.load(temperature + lane)
-        a, b = hash_words(tl.load(seed + lane), tl.load(position + lane))
+        a, b = hash_words(tl.load(seed + lane), tl.load(position + (row if SHARD else lane)))
         target = tl.load(target_token + column, mask=inside, other=0) if MAPPED else column
         key = perturb(key, heat, a, b, target)
     words = tl.where(inside, pack(key, column), LOWEST)
@@ -86,13 +93,20 @@ def _draft_topk(
         bases = tl.load(part_peak + row * parts + slot, mask=slot < parts, other=0.0)
         # A chunk without a finite key has total 0 and base 0, which may lie far above the peak.
         scale = exp_exact(tl.where(totals > 0, bases - base, 0.0))
-        log_total = log_exact(tl.maximum(tl.sum(totals * scale), 1e-30))
+        whole = tl.sum(totals * scale)
+        log_total = log_exact(tl.maximum(whole, 1e-30))
+        if SHARD:
+            tl.store(total + row, whole)
+            faults = tl.load(part_fault + row * parts + slot, mask=slot < parts, other=0)
+            tl.store(sound + row, tl.max(faults) == 0)
         rank = 0
         while rank < topk:
             index = packed_index(best)
             value = packed_value(best)
-            share = tl.where(value == float("-inf"), float("-inf"), value - base - log_total)
-            tl.store(logprob + row * topk + rank, share)
+            share = value
+            if not SHARD:
+                share = tl.where(value == float("-inf"), float("-inf"), value - base - log_total)
+            tl.store(score + row * topk + rank, share)
             if MAPPED:
                 tl.store(token + row * topk + rank, tl.load(target_token + index))
             else:
@@ -107,34 +121,59 @@ def _draft_topk(
             rank += 1
 
 
+def _ranked(
+    logits: Tensor, topk: int, target_token: Tensor | None, seed_B: Tensor | None, position: Tensor | None, temperature_B: Tensor | None,
+    shard: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    logits = logits.contiguous()
+    lanes, rows_per_lane, vocab = logits.shape
+    rows, parts, device = lanes * rows_per_lane, triton.cdiv(vocab, CHUNK), logits.device
+    if position is not None:
+        position = position.contiguous()
+    score_BTK = torch.empty(lanes, rows_per_lane, topk, dtype=torch.float32, device=device)
+    token_BTK = torch.empty(lanes, rows_per_lane, topk, dtype=torch.int64, device=device)
+    part_best = torch.empty(rows, parts, topk, dtype=torch.int64, device=device)
+    part_peak, part_total = (torch.empty(rows, parts, dtype=torch.float32, device=device) for _ in range(2))
+    further: tuple[Tensor, ...] = ()
+    part_fault = None
+    if shard:
+        part_fault = torch.empty(rows, parts, dtype=torch.int32, device=device)
+        further = tuple(torch.empty(lanes, rows_per_lane, dtype=dtype, device=device) for dtype in (torch.float32, torch.bool))
+    launch(
+        _draft_topk, (parts, rows), logits, target_token, seed_B, position, temperature_B, part_best, part_peak, part_total, part_fault,
+        semaphores(device, rows), score_BTK, token_BTK, *(further or (None, None)), vocab, parts, rows_per_lane, topk,
+        MAPPED=target_token is not None, NOISY=seed_B is not None, SHARD=shard, PARTS=triton.next_power_of_2(parts),
+        MERGE=min(MERGE, triton.next_power_of_2(parts * topk)), CHUNK=CHUNK,
+    )  # fmt: skip
+    return score_BTK, token_BTK, *further
+
+
 def draft_topk(
     logits_BTVd: Tensor, topk: int, target_token_Vd: Tensor | None, seed_B: Tensor | None, position_B: Tensor | None,
     temperature_B: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    logits_BTVd = logits_BTVd.contiguous()
-    lanes, rows_per_lane, vocab = logits_BTVd.shape
-    rows, parts, device = lanes * rows_per_lane, triton.cdiv(vocab, CHUNK), logits_BTVd.device
-    if position_B is not None:
-        position_B = position_B.contiguous()
-    logprob_BTK = torch.empty(lanes, rows_per_lane, topk, dtype=torch.float32, device=device)
-    token_BTK = torch.empty(lanes, rows_per_lane, topk, dtype=torch.int64, device=device)
-    part_best = torch.empty(rows, parts, topk, dtype=torch.int64, device=device)
-    part_peak, part_total = (torch.empty(rows, parts, dtype=torch.float32, device=device) for _ in range(2))
-    launch(
-        _draft_topk, (parts, rows), logits_BTVd, target_token_Vd, seed_B, position_B, temperature_B, part_best, part_peak, part_total,
-        semaphores(device, rows), logprob_BTK, token_BTK, vocab, parts, rows_per_lane, topk,
-        MAPPED=target_token_Vd is not None, NOISY=seed_B is not None, PARTS=triton.next_power_of_2(parts),
-        MERGE=min(MERGE, triton.next_power_of_2(parts * topk)), CHUNK=CHUNK,
-    )  # fmt: skip
+    logprob_BTK, token_BTK = _ranked(logits_BTVd, topk, target_token_Vd, seed_B, position_B, temperature_B, False)
     return logprob_BTK, token_BTK
 
 
-OP = register(CONTRACT, draft_topk)
+def shard_topk(
+    logits_BTVr: Tensor, topk: int, token_Vr: Tensor, temperature_B: Tensor | None, seed_B: Tensor | None, position_BT: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    key_BTK, token_BTK, total_BT, sound_BT = _ranked(logits_BTVr, topk, token_Vr, seed_B, position_BT, temperature_B, True)
+    return key_BTK, token_BTK, total_BT, sound_BT
+
+
+OP, SHARD_OP = register(CONTRACT, draft_topk), register(SHARD_CONTRACT, shard_topk)
 
 
 def _case(name: str, lanes: int, rows: int, vocab: int, topk: int, mapped: bool, noisy: bool) -> AotCase:
     absent = (() if mapped else ("target_token_Vd",)) + (() if noisy else ("seed_B", "position_B", "temperature_B"))
     return aot_case(name, CONTRACT, draft_topk, {"B": lanes, "T": rows, "Vd": vocab}, topk=topk, **dict.fromkeys(absent))
+
+
+def _shard_case(name: str, lanes: int, rows: int, topk: int, noisy: bool) -> AotCase:
+    absent = () if noisy else ("temperature_B", "seed_B", "position_BT")
+    return aot_case(name, SHARD_CONTRACT, shard_topk, {"B": lanes, "T": rows, "Vr": 16032}, topk=topk, **dict.fromkeys(absent))
 
 
 AOT = (
@@ -143,4 +182,6 @@ AOT = (
     _case("vd32000-t1-k1", 1, 1, 32000, 1, True, False),
     _case("v128256-t8-k8", 1, 8, 128256, 8, False, False),
     _case("v128256-k32-b8", 8, 32, 128256, 32, False, True),
+    _shard_case("shard-t8-k8", 1, 8, 8, False),
+    _shard_case("shard-n8-k1-b8", 8, 8, 1, True),
 )

@@ -39,7 +39,7 @@ STORED_ONCE: dict[str, frozenset[str]] = {
     # Steps before this level, and this one.
     "_draft_level": frozenset({"beam_path"}),
     # A rank for every turn of the loop.
-    "_draft_topk": frozenset({"logprob", "part_best", "token"}),
+    "_draft_topk": frozenset({"score", "part_best", "token"}),
     # A choice belongs to one turn of the loop.
     "_gate_up": frozenset({"out"}),
     # Bin and rank of a row.

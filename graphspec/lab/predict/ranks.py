@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from ..floor import Hardware
     from .model_pair import ModelPair
 
+BEST_BYTES = 16
+"""Of a position, what a rank says of its part of the logits: :func:`graphspec.kernels.shard_topk.pack_shard`, K = 1."""
 SIZES = (1, 2, 4, 8, 16)
 """Numbers of ranks that are priced."""
 
@@ -64,14 +66,16 @@ class RankPrice:
 
 
 def sums_of(facts: ModelFacts, size: int) -> int:
-    """Collectives of one pass of a target: two per layer, one for its tokens, one for its logits."""
+    """Collectives of one pass of a target: two per layer, one for its tokens, one for the best of its logits."""
     return 2 * facts.num_layers + 2 if size > 1 else 0
 
 
 def sums_ms(facts: ModelFacts, size: int, tokens: int, itemsize: int, start_us: float, link: float) -> float:
     """Milliseconds of the collectives of a pass, which do not overlap with anything.
 
-    Every rank reads the parts of all others over its own link: ``size - 1`` parts of each sum, and of the float32 logits.
+    Every rank reads the parts of all others over its own link: ``size - 1`` parts of each sum, and the best key of each part of the logits
+    with what belongs to it. Sampling classes that need all logits (:func:`~graphspec.graphs.stages.vocabulary.target_needs_all`) read
+    these too.
 
     Args:
         facts: of the target.
@@ -83,7 +87,7 @@ def sums_ms(facts: ModelFacts, size: int, tokens: int, itemsize: int, start_us: 
     """
     if size == 1:
         return 0.0
-    read = (size - 1) * tokens * (facts.hidden_size * itemsize * (2 * facts.num_layers + 1) + facts.vocab_size / size * 4)
+    read = (size - 1) * tokens * (facts.hidden_size * itemsize * (2 * facts.num_layers + 1) + BEST_BYTES)
     return sums_of(facts, size) * start_us * 1e-3 + 1e3 * read / link
 
 

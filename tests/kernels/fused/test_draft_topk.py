@@ -1,4 +1,4 @@
-"""Fused ranking of a drafter's vocabulary: tokens of the reference, log-probabilities under the float law."""
+"""Fused ranking of a vocabulary, whole or one rank's part of it: tokens of the reference, sums of exponentials under the float law."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from graphspec.kernels.fused import draft_topk as module
 from ._vocabulary import call, functions, lane
 
 REFERENCE, FUSED = functions("draft_topk")
+SHARD_REFERENCE, SHARD_FUSED = functions("shard_topk")
 CHUNK = module.CHUNK
 
 
@@ -107,3 +108,28 @@ def test_rows_do_not_depend_on_the_batch_around_them() -> None:
     for b, t in ((0, 0), (1, 1)):
         alone = call(FUSED, lane(case, b, t))
         assert torch.equal(alone[0][0, 0], logprob[b, t]) and torch.equal(alone[1][0, 0], token[b, t])
+
+
+@pytest.mark.parametrize(
+    ("columns", "topk", "absent"), [(1, 1, 0), (37, 8, 5), (CHUNK, 1, 0), (CHUNK + 1, 4, CHUNK), (2 * CHUNK + 77, 32, 70), (40, 3, 40)]
+)
+@pytest.mark.parametrize("noisy", [False, True])
+def test_parts_of_a_vocabulary(columns: int, topk: int, absent: int, noisy: bool) -> None:
+    """Keys without noise to the bit; a column after the end of the vocabulary counts for nothing, whatever it holds."""
+    logits = randn(2, 2, columns, seed=columns).round(decimals=1)
+    logits[..., columns - absent :] = torch.nan
+    logits[0, 1, 0] = torch.inf
+    ids = torch.arange(columns) + 5000
+    ids[columns - absent :] = -1
+    noise = (torch.tensor([0.0, 0.9]), torch.tensor([5, -7]), torch.tensor([[3, 4], [900, 17]])) if noisy else (None, None, None)
+    found, expected = SHARD_FUSED(logits, topk, ids, *noise), SHARD_REFERENCE(logits, topk, ids, *noise)
+    oracle = SHARD_REFERENCE(logits.double(), topk, ids, *noise)
+    assert torch.equal(found[1], expected[1]) and torch.equal(found[3], expected[3]) and not found[3][0, 1]
+    greedy = found[0][:1] if noisy else found[0]
+    assert torch.equal(greedy, expected[0][: len(greedy)])
+    for place in (0, 2):
+        finite = oracle[place].isfinite()
+        assert torch.equal(found[place].isfinite(), finite)
+        own = (expected[place].double() - oracle[place])[finite].abs().max() if finite.any() else 0.0
+        rounding = torch.finfo(torch.float32).eps * oracle[place][finite].abs().max() if finite.any() else 0.0
+        assert ((found[place].double() - oracle[place])[finite].abs() <= 2 * own + rounding).all()

@@ -1,0 +1,61 @@
+"""Logits of which every rank has a part: gathered where a sampling class needs all of them, else compared by what is best of each part."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ...acceptance import AcceptPlan
+from ...kernels.registry import KernelSet
+from ...kernels.shard_topk import merge_shards, pack_shard
+from ...models.vocabulary import VocabParallelLinear, sharded_head
+from ...shapes import SamplingClass
+from .stage import Build, DraftModel, TargetModel
+
+
+class Scores:
+    """What a network's logits are turned into.
+
+    Attributes:
+        head: the network's head, where every rank has a part of it; None: its logits are whole.
+        by_parts: the best tokens of each part are compared and no logits are gathered. Static: of the sampling class, the rule and the
+            sizes alone, so the same on every rank.
+    """
+
+    def __init__(self, network: TargetModel | DraftModel | None, kernels: KernelSet, topk: int, *, needs_all: bool) -> None:
+        self.kernels, self.topk = kernels, topk
+        self.head: VocabParallelLinear | None = sharded_head(network)
+        self.by_parts = self.head is not None and not needs_all and topk <= self.head.parts[0]
+
+    @classmethod
+    def of_target(cls, build: Build) -> Scores:
+        """Of the target in a program; one token is sampled per position."""
+        needs_all = target_needs_all(build.sampling, build.plan.accept)
+        return cls(build.target, build.kernels, 1, needs_all=needs_all)
+
+    @classmethod
+    def of_draft(cls, build: Build) -> Scores:
+        """Of the draft network in a program. A rule that judges drafts by their probability keeps all of it."""
+        drawn = build.sampling.noise and build.plan.accept.sampled_drafts
+        return cls(build.draft, build.kernels, build.shape.topk, needs_all=build.sampling.changes_logits or drawn)
+
+    def whole(self, logits: Tensor) -> Tensor:
+        """Logits over the whole vocabulary, from what the network gave."""
+        return logits if self.head is None else self.head.gather(logits)
+
+    def best(
+        self, logits_BTVr: Tensor, temperature_B: Tensor | None, seed_B: Tensor | None, position_BT: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The best tokens over all ranks, from this rank's logits: results of :func:`~graphspec.kernels.shard_topk.merge_shards`.
+
+        Args:
+            logits_BTVr: float32.
+            temperature_B, seed_B, position_BT: of the noise; all or none.
+        """
+        assert self.head is not None, "ranks with a part each"
+        found = self.kernels.shard_topk(logits_BTVr, self.topk, self.head.token_Vr, temperature_B, seed_B, position_BT)
+        return merge_shards(self.head.comm.all_gather(pack_shard(*found)), self.topk)
+
+
+def target_needs_all(sampling: SamplingClass, accept: AcceptPlan) -> bool:
+    """Whether the target's tokens depend on more than the best key of each position."""
+    return sampling.changes_logits or sampling.logprobs >= 0 or (sampling.noise and accept.reads_probabilities)
