@@ -52,6 +52,8 @@ class Variant:
     shares_prefix: bool = False
     """All it keeps of a prompt's token is that token's draft KV, target feature and id, none of which depends on more than Y tokens after
     it: requests that begin alike may share pages."""
+    draft_shards: bool = False
+    """Its network is made of the target's layers, embedding and head, by facts that may be those of one of several ranks."""
     draft_in_target: bool = False
     """The draft may lie in the target's own checkpoint: without ``variant.draft`` that folder is read."""
     full_vocabulary: bool = False

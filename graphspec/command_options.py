@@ -149,14 +149,11 @@ class PlanningConfig:
     """A file that ``graphspec profile`` wrote: its acceptance and bandwidth are used, and its cycle times compared with the prediction."""
     measure: bool = False
     """Take the figures of this machine: on a CPU passes and cycles of the model, timed once and kept, else copy bandwidth and a product."""
-    sum_us: float = 8.0
-    """Microseconds that a sum over several ranks takes without data. The default is an assumption that was not measured."""
     out: str | None = None
     """Write the records to this JSON-lines file."""
 
     def __post_init__(self) -> None:
         check_fields(self, "plan", paths=("measured", "out"))
-        in_range("plan.sum_us", self.sum_us, 0, INT32_MOST)
         in_range("plan.context", self.context, 1, INT32_MOST)
         ascending("plan.batches", self.batches, 1, MAX_ROWS)
         shares = self.acceptance is None or (0 < len(self.acceptance) <= MAX_STEPS and all(0 <= share <= 1 for share in self.acceptance))

@@ -25,6 +25,7 @@ HOST_STEP_OVER_LATENT_ROWS = ("flashinfer",)
 NUMERICS = ("fast", "batch_invariant")
 DEVICES = ("auto", "cpu", "cuda")
 DRAFT_NOISES = ("coupled", "none")
+DRAFT_PARALLEL = ("auto", "replicated", "sharded")
 NGRAM_MATCHES = ("bfs", "prob")
 ACCEPT_RULES = ("match", "target_only", "rejection", "synthetic")
 
@@ -204,6 +205,10 @@ class RuntimeConfig:
     is then read in other chunks: with numerics=fast that may flip a near-tie, as other requests in the batch may."""
     tensor_parallel: int = 1
     """Ranks that hold the target together, a GPU or a share of the CPU each; started with the engine, or by torchrun."""
+    draft_parallel: str = "auto"
+    """Of several ranks. replicated: each holds all of the draft network; sharded: a part of its layers, and of its own head; auto: a part
+    of what takes longer to read than the sums between ranks take, by bandwidth_gbs, link_gbs and sum_us of the hardware; without them, and
+    on a CPU, all."""
     debug: bool = False
     """Check every buffer before each launch, poison those that live for one cycle, and refuse calls that wait for the device. Several ranks
     also compare what each cycle decided."""
@@ -226,6 +231,7 @@ class RuntimeConfig:
         check_fields(self, "runtime")
         one_of("runtime.name", self.name, RUNTIMES)
         in_range("runtime.tensor_parallel", self.tensor_parallel, 1, MAX_RANKS)
+        one_of("runtime.draft_parallel", self.draft_parallel, DRAFT_PARALLEL)
         in_range("runtime.max_rows", self.max_rows, 1, MAX_ROWS)
         in_range("runtime.page_size", self.page_size, 1, MAX_PAGE)
         in_range("runtime.num_pages", self.num_pages, 1, INT32_MOST)
@@ -384,19 +390,23 @@ class HardwareConfig:
     memory_gib: float | None = None
     """Memory that the engine may assume, in GiB; null: what is free on the GPU, or the machine's memory."""
     bandwidth_gbs: float | None = None
-    """Memory bandwidth in GB/s (10^9 bytes), for ``graphspec plan``; null: not known."""
+    """Memory bandwidth in GB/s (10^9 bytes), for ``graphspec plan`` and runtime.draft_parallel; null: not known."""
     tflops: float | None = None
     """Dense operations in ``dtype``, 10^12 per second, for ``graphspec plan``; null: not known."""
     capacity_gib: float | None = None
     """Nominal memory of the device, in GiB, for ``graphspec plan`` if memory_gib is unset."""
     link_gbs: float | None = None
-    """What a device reads from others, in GB/s and one direction, for ``graphspec plan``; null: not known."""
+    """What a device reads from others, in GB/s and one direction, for ``graphspec plan`` and runtime.draft_parallel; null: not known."""
+    sum_us: float = 8.0
+    """Microseconds that a sum over several ranks takes without data, for the same. The default is an assumption that was not
+    measured."""
 
     def __post_init__(self) -> None:
         check_fields(self, "hardware")
         one_of("hardware.device", self.device, DEVICES)
         one_of("hardware.dtype", self.dtype, DTYPES)
         in_range("hardware.threads", self.threads, 1, MAX_THREADS)
+        in_range("hardware.sum_us", self.sum_us, 0, INT32_MOST)
         for key in ("memory_gib", "bandwidth_gbs", "tflops", "capacity_gib", "link_gbs"):
             in_range(f"hardware.{key}", getattr(self, key), LEAST, MOST)
 

@@ -12,6 +12,7 @@ from .acceptance import AcceptPlan, resolve_accept
 from .catalog import Variant, resolve_variant
 from .checks import brief
 from .config import HOST_STEP_OVER_LATENT_ROWS, Config, NgramSettings, VariantConfig
+from .draft_parallel import DraftParallel, resolve_draft_parallel
 from .errors import ConfigError
 from .shapes import (
     MAX_WINDOW,
@@ -46,6 +47,8 @@ class Plan:
     variant: Variant
     target: ModelFacts
     draft: DraftFacts | None
+    draft_parallel: DraftParallel | None
+    """Which parts of the draft network a rank holds; None: there is no network, or one rank."""
     shape: CycleShape
     static_tree: StaticTree | None
     """A fixed topology instead of the best candidates of each cycle."""
@@ -184,13 +187,14 @@ class Plan:
 
     def describe(self) -> dict[str, Any]:
         """Flat, printable view of the plan."""
-        spelled = ("variant", "target", "draft", "shape", "static_tree", "bucket_shapes")
+        spelled = ("variant", "target", "draft", "draft_parallel", "shape", "static_tree", "bucket_shapes")
         described = {k: v for k, v in asdict(self).items() if k not in spelled}
         shape = {"num_steps": self.shape.num_steps, "topk": self.shape.topk, "num_draft_tokens": self.shape.num_draft_tokens}
         return {
             "variant": self.variant.name,
             "target": self.target.path,
             "draft": self.draft.path if self.draft else None,
+            "draft_parallel": str(self.draft_parallel) if self.draft_parallel else None,
             **shape,
             **described,
             "depth_per_bucket": {b: s.num_steps for b, s in zip(self.buckets, self.bucket_shapes, strict=True) if s != self.shape},
@@ -429,6 +433,7 @@ def make_plan(config: Config, target: ModelFacts, draft: DraftFacts | None, *, d
     dtype = config.hardware.dtype
     if dtype == "auto":
         dtype = "float32" if device == "cpu" else target.dtype
+    own_draft, draft_parallel = resolve_draft_parallel(config, variant, target.sharding, draft, shape, device=device, dtype=dtype)
     static_tree = StaticTree.of(config.variant.tree_choices) if config.variant.tree_choices is not None and shape.topk > 1 else None
     rule = resolve_accept(config.accept, config.variant, shape, has_network=draft is not None)
     bucket_shapes = resolve_bucket_shapes(
@@ -440,7 +445,8 @@ def make_plan(config: Config, target: ModelFacts, draft: DraftFacts | None, *, d
     return Plan(
         variant=variant,
         target=target,
-        draft=draft,
+        draft=own_draft,
+        draft_parallel=draft_parallel,
         shape=shape,
         static_tree=static_tree,
         accept_width=accept,

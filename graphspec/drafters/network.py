@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ..models.layers import Embedding, Linear, RMSNorm
 from ..models.rope import RotaryEmbedding
+from ..models.vocabulary import token_embedding, vocabulary_head
 
 if TYPE_CHECKING:
     from ..facts.draft import DraftFacts
@@ -34,8 +35,8 @@ class DraftNetwork(nn.Module):
         decoder = facts.decoder
         self.facts = facts
         self.rotary = RotaryEmbedding(decoder.rope, decoder.head_dim, max_positions)
-        self.embed_tokens = embed_tokens or Embedding(decoder.vocab_size, decoder.hidden_size)
-        self.lm_head = lm_head or Linear(decoder.hidden_size, facts.draft_vocab_size)
+        self.embed_tokens = embed_tokens or token_embedding(decoder)
+        self.lm_head = lm_head or vocabulary_head(decoder, facts.draft_vocab_size)
         self.target_token_Vd: Tensor | None
         reduced = facts.draft_vocab_size != decoder.vocab_size
         self.register_buffer("target_token_Vd", torch.arange(facts.draft_vocab_size, device="cpu") if reduced else None, persistent=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from ..shapes import CycleShape
 from .model import ModelFacts
@@ -43,6 +44,16 @@ class DraftFacts:
 
     max_steps: int | None = None
     """Most levels it can draft; None: the shape says."""
+
+    attention_inputs: ClassVar[int] = 1
+    """Vectors of hidden size that the first layer's attention reads side by side."""
+    owns_embedding: ClassVar[bool] = False
+    """Its embedding is its own, not the target's."""
+
+    @property
+    def owns_head(self) -> bool:
+        """Its language-model head is its own, not the target's, as far as its config tells."""
+        return self.draft_vocab_size != self.decoder.vocab_size
 
     @property
     def attends(self) -> bool:

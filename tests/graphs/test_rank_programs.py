@@ -62,7 +62,7 @@ class Collectives(NoHostTraffic):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-def rank_plan(shape: str, mode: str, *, latent: bool = False, draft: DraftFacts | None = None) -> Plan:
+def rank_plan(shape: str, mode: str, *, latent: bool = False, draft: DraftFacts | None = None, draft_parallel: str = "auto") -> Plan:
     steps, topk, nodes = SHAPES[shape]
     wide = {"num_heads": 8, "num_kv_heads": 1, "intermediate_size": 80, "hidden_size": 48}
     target = replace(latent_facts(LAYERS), num_heads=8, intermediate_size=80) if latent else replace(model_facts(LAYERS), **wide)
@@ -73,8 +73,9 @@ def rank_plan(shape: str, mode: str, *, latent: bool = False, draft: DraftFacts 
     config = Config(
         variant=VariantConfig(name="eagle3" if speculates else "none", **keys),
         model=ModelConfig(path="tiny", max_context=96),
-        runtime=RuntimeConfig(name="captured", page_size=8, prefill_chunks=[8, 16], buckets=[1, 2], max_rows=2, tensor_parallel=RANKS),
-    )
+        runtime=RuntimeConfig(name="captured", page_size=8, prefill_chunks=[8, 16], buckets=[1, 2], max_rows=2, tensor_parallel=RANKS,
+                              draft_parallel=draft_parallel),
+    )  # fmt: skip
     config = config.replaced(mode=mode)
     return make_plan(config, target.of_rank(0, RANKS), draft or (draft_facts() if speculates else None), device="cuda")
 
@@ -138,3 +139,22 @@ def test_what_a_draft_with_the_targets_head_exchanges_follows_from_the_class(sha
             rows = [key.bucket, *[key.bucket * topk] * (steps - 1)]
             drafted = [count * (2 * topk + 2 if by_parts else 8) for count in rows]
             assert seen.gathered == [*drafted, key.bucket * nodes * (4 if by_parts and sampling.logprobs < 0 else 8)]
+
+
+@pytest.mark.parametrize("mode", ["reference", "fused"])
+@pytest.mark.parametrize("shape", ["chain", "tree"])
+def test_a_spread_draft_adds_two_sums_per_layer_of_each_pass(shape: str, mode: str, eight_ranks: str) -> None:
+    """One layer, with an embedding and a head of its own; a chunk of a prompt ends at its KV."""
+    whole = draft_facts()
+    draft = replace(whole, decoder=replace(whole.decoder, num_heads=8, intermediate_size=80))
+    plan = rank_plan(shape, mode, draft=draft, draft_parallel="sharded")
+    steps, topk, nodes = SHAPES[shape]
+    with FakeTensorMode():
+        for key, seen in programs(plan, mode, SAMPLED, DeviceComm(RANKS, eight_ranks)):
+            target, prefills = 1 + 2 * LAYERS, isinstance(key, PrefillKey)
+            assert seen.counted.count("all_reduce") == target + (1 if prefills else 3 * steps)
+            if isinstance(key, PrefillKey):
+                assert seen.gathered == [4]
+                continue
+            rows = [key.bucket, *[key.bucket * topk] * (steps - 1)]
+            assert seen.gathered == [*(count * (2 * topk + 2) for count in rows), key.bucket * nodes * 4]

@@ -15,6 +15,7 @@ from ...models.attention import HeadTransform
 from ...models.checkpoint import Checkpoint, Progress
 from ...models.layers import Embedding, Linear, RMSNorm, SelfAttention
 from ...models.llama import DecoderLayer
+from ...models.vocabulary import place_columns
 from ..eagle3.loading import read_vocab_map
 from ..head_tensors import fill_head, looks_like, settle_decoder
 from ..network import DraftNetwork
@@ -46,6 +47,8 @@ class DFlashDraft(DraftNetwork):
         self.hidden_norm = RMSNorm(decoder.hidden_size, decoder.rms_norm_eps)
         # Keys and values of all layers: the features are the same for each, so they are one product. The block's own come from the layers.
         self.context_proj = Linear(decoder.hidden_size, *[key] * (2 * decoder.num_layers))
+        if decoder.sharding.sharded:
+            self.context_proj.shard_rows(*[decoder.sharding.key_shard(decoder.head_dim)] * (2 * decoder.num_layers))
         self.layers = nn.ModuleList(DecoderLayer(decoder, layer) for layer in range(decoder.num_layers))
         self.norm = RMSNorm(decoder.hidden_size, decoder.rms_norm_eps)
 
@@ -153,4 +156,5 @@ def load_dflash(
     fill_head(draft, checkpoint, dflash_layout(facts.decoder.num_layers), shared, dtype, device, progress)
     if token_Vd is not None and facts.draft_vocab_size != facts.decoder.vocab_size:
         draft.target_token_Vd = token_Vd.to(device)
+    place_columns(draft.lm_head, draft.target_token_Vd, device)
     return draft.eval()

@@ -10,6 +10,7 @@ VARIANT = Variant(
     summary="EAGLE-1/2 head over the target's last hidden state, the target's embedding and head",
     drafter="network",
     shares_prefix=True,
+    draft_shards=True,
     feature_source="hidden",
     shift=1,
     facts="graphspec.drafters.eagle.facts:read_eagle_facts",

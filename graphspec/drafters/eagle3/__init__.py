@@ -10,6 +10,7 @@ VARIANT = Variant(
     summary="EAGLE-3 head over three tapped target layers, own reduced vocabulary",
     drafter="network",
     shares_prefix=True,
+    draft_shards=True,
     feature_source="taps",
     shift=1,
     facts="graphspec.drafters.eagle3.facts:read_eagle3_facts",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ClassVar
 
 from ...errors import CheckpointError
 from ...facts.draft import DraftFacts
@@ -52,6 +53,7 @@ class Eagle3Facts(DraftFacts):
     """EAGLE-3.1: an RMSNorm for each tapped layer; likewise."""
     fc_bias: bool | None = None
     """Likewise."""
+    attention_inputs: ClassVar[int] = 2
 
 
 def default_taps(num_layers: int) -> tuple[int, ...]:

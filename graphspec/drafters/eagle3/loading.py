@@ -13,6 +13,7 @@ from ...errors import CheckpointError
 from ...layouts import Layout, TensorRule, decoder_rules
 from ...models.checkpoint import INTEGERS, Checkpoint, Progress
 from ...models.llama import LlamaModel
+from ...models.vocabulary import place_columns
 from ..head_tensors import fill_head, looks_like, settle, settle_decoder
 from .network import Eagle3Draft
 
@@ -168,4 +169,5 @@ def load_head(
         draft.lm_head.weight, draft.lm_head.stored = draft.embed_tokens.weight, draft.embed_tokens.stored
     if token_Vd is not None and not full_vocabulary:  # a map over the full vocabulary is the identity
         draft.target_token_Vd = token_Vd.to(device)
+    place_columns(draft.lm_head, draft.target_token_Vd, device)
     return draft.eval()

@@ -10,6 +10,7 @@ VARIANT = Variant(
     summary="multi-token-prediction heads: DeepSeek NextN, Qwen3-Next, MiMo; one reused, or one per step",
     drafter="network",
     shares_prefix=True,
+    draft_shards=True,
     feature_source="hidden",
     shift=1,
     facts="graphspec.drafters.mtp.facts:read_mtp_facts",

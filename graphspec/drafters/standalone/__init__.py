@@ -10,6 +10,7 @@ VARIANT = Variant(
     summary="a small language model of the same vocabulary, with embedding, head and KV of its own",
     drafter="network",
     shares_prefix=True,
+    draft_shards=True,
     facts="graphspec.drafters.standalone.facts:read_standalone_facts",
     loader="graphspec.drafters.standalone.network:load_standalone",
     outline="graphspec.drafters.standalone.network:outline",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from ...errors import CheckpointError
 from ...facts.draft import DraftFacts
@@ -14,6 +15,12 @@ from ...facts.model import ModelFacts, read_model_facts
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StandaloneFacts(DraftFacts):
     """A language model that was checked against its target; it reads tokens only."""
+
+    owns_embedding: ClassVar[bool] = True
+
+    @property
+    def owns_head(self) -> bool:
+        return True
 
 
 def read_standalone_facts(path: str | Path, target: ModelFacts) -> StandaloneFacts:

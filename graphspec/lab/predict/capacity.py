@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ...config import Config, HardwareConfig, ModelConfig
+from ...config import Config, ModelConfig
 from ...graphs.memory import GIB, MemoryPlan, fit_memory, parameter_bytes
 from ...models.stack import uses_packed_weights
 from ...plan import Plan, make_plan
@@ -141,7 +141,7 @@ def capacity(
     recurrent = pair.target.recurrent
     per_token = (
         kv_bytes_per_token(pair.target, model.itemsize),
-        kv_bytes_per_token(pair.draft.decoder, model.itemsize) if pair.draft is not None else 0,
+        kv_bytes_per_token(smallest.draft.decoder, model.itemsize) if smallest.draft is not None else 0,
     )
     return Capacity(
         parts=tuple((line.name, line.size, line.estimate) for line in plan.lines),
@@ -215,7 +215,7 @@ def engine_plan(
             depth_per_bucket={},
         ),
         kernels=config.kernels,
-        hardware=HardwareConfig(device=device, dtype=dtype, memory_gib=(memory or GIB) / GIB),
+        hardware=replace(config.hardware, device=device, dtype=dtype, memory_gib=(memory or GIB) / GIB),
     )
     draft = pair.draft
     if draft is not None:  # a draft made for a shorter context decodes plainly past it, and the plan would repeat that each time

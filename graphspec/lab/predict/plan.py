@@ -40,7 +40,7 @@ from .latency import DEVICES, CycleEstimate, estimate_cycle
 from .launches import planned_steps
 from .model_pair import ModelPair, read_model_pair
 from .passes import PassTimes
-from .ranks import RankPrice, price_ranks
+from .ranks import RankPrice, draft_of_rank, price_ranks
 from .shortfall import Shortfall, find_shortfall
 
 if TYPE_CHECKING:
@@ -220,12 +220,15 @@ def advise(config: LaunchConfig, say: Say = lambda text: None) -> Advice:
     context = options.context or min(DEFAULT_CONTEXT, longest)
     if context > longest:
         raise ConfigError("plan.context", f"at most the checkpoint's {longest}", context)
-    model = FloorModel.of(pair.target, pair.draft, dtype, variant, config.variant.token_map, pair.from_config)
+    draft, chosen = draft_of_rank(config, pair.target, pair, variant, device=device, dtype=dtype)
+    model = FloorModel.of(pair.target, draft, dtype, variant, config.variant.token_map, pair.from_config)
     measured = read_measured(options.measured, variant, config.sampling.temperature) if options.measured is not None else None
     here = measured.on(config.hardware.name, device) if measured is not None else None
     notes = list(pair.notes)
     if size > 1:
         notes.append(f"memory, floors and times are those of one of {size} ranks, without the sums between them")
+    if chosen is not None:
+        notes.append(f"the draft on {size} ranks: {chosen}")
     passes = _pass_times(config, variant, pair, model, say) if options.measure and device == "cpu" else None
     if isinstance(passes, str):
         notes.append(f"passes were not timed: {passes}")

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from ...draft_parallel import resolve_draft_parallel
 from ...errors import ConfigError
+from ...plan import resolve_shape
 from ...shapes import PLAIN
 from ..floor import FloorModel
 from .capacity import capacity
@@ -13,7 +15,8 @@ from .capacity import capacity
 if TYPE_CHECKING:
     from ...catalog import Variant
     from ...command_options import LaunchConfig
-    from ...facts import ModelFacts
+    from ...draft_parallel import DraftParallel
+    from ...facts import DraftFacts, ModelFacts
     from ..floor import Hardware
     from .model_pair import ModelPair
 
@@ -91,6 +94,26 @@ def sums_ms(facts: ModelFacts, size: int, tokens: int, itemsize: int, start_us: 
     return sums_of(facts, size) * start_us * 1e-3 + 1e3 * read / link
 
 
+def draft_of_rank(
+    config: LaunchConfig, target: ModelFacts, pair: ModelPair, variant: Variant, *, device: str, dtype: str
+) -> tuple[DraftFacts | None, DraftParallel | None]:
+    """What a rank holds of the draft, and why, as :func:`graphspec.plan.make_plan` settles it.
+
+    Args:
+        config: as composed.
+        target: of the rank.
+        pair: facts of both models, the draft's whole.
+        variant: catalog entry.
+        device, dtype: resolved.
+
+    Raises:
+        ConfigError: the draft can't be spread as asked.
+    """
+    limits = (pair.draft.num_heads, pair.draft.max_steps) if pair.draft is not None else (1, None)
+    shape = resolve_shape(variant, config.variant, target.family, *limits)
+    return resolve_draft_parallel(config, variant, target.sharding, pair.draft, shape, device=device, dtype=dtype)
+
+
 def price_ranks(
     config: LaunchConfig, pair: ModelPair, variant: Variant, context: int, *, dtype: str, hardware: Hardware
 ) -> list[RankPrice]:
@@ -112,11 +135,12 @@ def price_ranks(
     for size in SIZES:
         try:
             facts = pair.target.of_rank(0, size)
+            draft, _ = draft_of_rank(config, facts, pair, variant, device="cuda", dtype=dtype)
         except ConfigError as error:
             found.append(RankPrice(size, refused=f"expected {error.expected}"))
             continue
         of_rank = replace(pair, target=facts)
-        model = FloorModel.of(facts, pair.draft, dtype, variant, config.variant.token_map if size == 1 else None, pair.from_config)
+        model = FloorModel.of(facts, draft, dtype, variant, config.variant.token_map if size == 1 else None, pair.from_config)
         room = capacity(single_batch, of_rank, model, PLAIN, context, device="cuda", dtype=dtype, memory=hardware.memory)
         found.append(
             RankPrice(
@@ -126,7 +150,7 @@ def price_ranks(
                 rows=room.rows,
                 floor_ms=sum(stage.floor_ms(hardware) for stage in model.stages(PLAIN, batch, context)),
                 sums=sums_of(facts, size),
-                sums_ms=sums_ms(facts, size, batch, model.itemsize, config.plan.sum_us, 1e9 * link),
+                sums_ms=sums_ms(facts, size, batch, model.itemsize, config.hardware.sum_us, 1e9 * link),
             )
         )
     return found
