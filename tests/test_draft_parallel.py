@@ -111,7 +111,7 @@ def test_one_rank_has_the_draft_as_it_was() -> None:
 
 @pytest.mark.parametrize("structure", ["head-per-step", "no-feature", "latent-experts"])
 def test_every_kind_of_layer_has_a_price(structure: str) -> None:
-    """With a head per step a pass reads one layer; a whole language model looks its tokens up too; of experts those that are chosen count."""
+    """With a head per step a pass reads one layer; a whole language model looks its tokens up too; of experts the chosen count."""
     draft = other_draft_facts(structure)
     assert draft is not None
     decoder = replace(draft.decoder, num_heads=4, num_kv_heads=1)

@@ -72,7 +72,8 @@ def test_a_rank_that_dies_ends_every_call_with_one_message(tmp_path: Path) -> No
 
 
 def test_ranks_that_decide_otherwise_are_found_in_debug_mode(tmp_path: Path) -> None:
-    """Ranks compute their samples from the same gathered bits, so only one that samples otherwise decides otherwise."""
+    """Ranks compute their samples from the same gathered bits, so only one that samples otherwise decides otherwise. With a filter each
+    samples from all logits."""
     llm = small(tmp_path)
     cycle = llm.cycle
     assert isinstance(cycle, LeadingCycle)
@@ -84,7 +85,7 @@ def test_ranks_that_decide_otherwise_are_found_in_debug_mode(tmp_path: Path) -> 
 
     cycle.kernels = replace(cycle.kernels, sample_tokens=next_token)
     with pytest.raises(ResourceError, match="the same tokens, paths and lengths on every rank"):
-        llm.generate([[7, 9, 3, 1]], SamplingParams(max_tokens=20, ignore_eos=True, temperature=1.0, seed=5))
+        llm.generate([[7, 9, 3, 1]], SamplingParams(max_tokens=20, ignore_eos=True, temperature=1.0, seed=5, top_p=0.9))
     llm.close()
 
 

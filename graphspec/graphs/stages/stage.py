@@ -30,7 +30,9 @@ class TargetModel(Protocol):
         """Weights of the convolutions of all recurrent layers; asked of targets that have them."""
         ...
 
-    def logits(self, hidden: Tensor) -> Tensor: ...
+    def logits(self, hidden: Tensor) -> Tensor:
+        """float32 ``[..., V]``; where ranks have a part of the head each, this one's columns (:mod:`.vocabulary`)."""
+        ...
 
 
 class DraftModel(Protocol):
@@ -52,7 +54,9 @@ class DraftModel(Protocol):
 
     def fuse(self, feature_BTF: Tensor) -> Tensor: ...
 
-    def logits(self, hidden: Tensor, step: int = 0) -> Tensor: ...
+    def logits(self, hidden: Tensor, step: int = 0) -> Tensor:
+        """float32 ``[..., Vd]``, as of :class:`TargetModel`."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
