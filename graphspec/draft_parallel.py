@@ -115,14 +115,14 @@ def price_parts(draft: DraftFacts, cut: DraftFacts, shape: CycleShape, itemsize:
         itemsize: bytes of a weight and of an activation.
         hardware: with its bandwidth and its link.
     """
-    assert hardware.bandwidth_gbs is not None, "a bandwidth that is known"
+    bandwidth = hardware.bandwidth_gbs
+    assert bandwidth is not None, "a bandwidth that is known"
     size, passes, decoder = cut.decoder.sharding.size, draft.passes(shape), draft.decoder
 
     def price(part: str, numbers: int, reads: Sequence[int]) -> PartPrice:
         saved = numbers * itemsize
-        return PartPrice(
-            part, saved, len(reads), saved / hardware.bandwidth_gbs * 1e-3, sum(collective_us(size, read, hardware) for read in reads)
-        )
+        us = sum(collective_us(size, read, hardware) for read in reads)
+        return PartPrice(part, saved, len(reads), saved / bandwidth * 1e-3, us)
 
     def layers_of(run: DraftPass) -> range:
         return range(run.head, run.head + 1) if draft.num_heads > 1 else range(decoder.num_layers)

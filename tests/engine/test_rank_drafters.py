@@ -12,10 +12,14 @@ from tests.support.rank_pair import RankPair, rank_pair
 
 CHAIN = {"num_steps": 4, "topk": 1, "num_draft_tokens": 5}
 TREE = {"num_steps": 4, "topk": 3, "num_draft_tokens": 10}
-CASES: list[tuple[str, dict[str, Any]]] = [
-    *((variant, shape) for variant in ("eagle", "eagle3", "mtp", "standalone", "p_eagle", "dflash") for shape in (CHAIN, TREE)),
-    ("ngram", {"num_steps": 5, "topk": 3, "num_draft_tokens": 8}),
-    ("ngram_trie", {"num_steps": 5, "topk": 3, "num_draft_tokens": 8}),
+PATHS = {"num_steps": 5, "topk": 3, "num_draft_tokens": 8}
+NETWORKS = ("eagle", "eagle3", "mtp", "standalone", "p_eagle", "dflash")
+CASES = [
+    *(pytest.param(variant, CHAIN, "replicated", id=f"{variant}-chain") for variant in NETWORKS),
+    *(pytest.param(variant, TREE, "sharded", id=f"{variant}-tree-sharded") for variant in NETWORKS),
+    *(pytest.param(variant, PATHS, "auto", id=variant) for variant in ("ngram", "ngram_trie")),
+    *(pytest.param(variant, CHAIN, "sharded", id=f"{variant}-chain-sharded", marks=pytest.mark.kernels) for variant in NETWORKS),
+    *(pytest.param(variant, TREE, "replicated", id=f"{variant}-tree", marks=pytest.mark.kernels) for variant in NETWORKS),
 ]
 ENGINE: dict[str, Any] = {"runtime": "eager", "debug": True, "max_rows": 3, "buckets": [3], "prefill_chunks": [32], "max_context": 96}
 PROMPTS = ["def fib(n):\n    if n < 2:\n", "class Stack:\n    def __init__(self):\n", "import os\n\nfor name in os.listdir("]
@@ -40,16 +44,10 @@ def found(llm: LLM) -> tuple[list[list[int]], list[int]]:
     return [out.token_ids for out in outputs], [out.metrics.cycles for out in outputs]
 
 
-def case_name(value: object) -> str:
-    return value if isinstance(value, str) else "chain" if value["topk"] == 1 else "tree"  # type: ignore[index]
-
-
-@pytest.mark.parametrize(("variant", "shape"), CASES, ids=case_name)
-def test_two_ranks_draft_and_decode_as_one_does(pair: RankPair, variant: str, shape: dict[str, Any]) -> None:
-    """With a draft network that each rank has all of, then with a part of it each."""
+@pytest.mark.parametrize(("variant", "shape", "parallel"), CASES)
+def test_two_ranks_draft_and_decode_as_one_does(pair: RankPair, variant: str, shape: dict[str, Any], parallel: str) -> None:
+    """With a draft network that each rank has all of, or a part of it each."""
     keys = {"variant": variant, **shape, **ENGINE}
     alone = found(LLM("demo", **keys))
-    assert found(pair.engine("demo", **keys)) == alone
+    assert found(pair.engine("demo", **keys, draft_parallel=parallel)) == alone
     assert sum(alone[1]) < 3 * 19, "no draft was ever accepted, so the cycles show nothing"
-    if not variant.startswith("ngram"):
-        assert found(pair.engine("demo", **keys, draft_parallel="sharded")) == alone
