@@ -53,3 +53,18 @@ def test_numbers_that_do_not_divide_are_named() -> None:
         planned("model=llama-3.1-8b", "runtime.tensor_parallel=3")
     with pytest.raises(ConfigError, match=r"plan\.measure.*tensor_parallel=2"):
         planned("model=llama-3.1-8b", "runtime.tensor_parallel=2", "plan.measure=true")
+
+
+def test_the_draft_is_counted_as_a_rank_holds_it() -> None:
+    """Two floors of one engine: with a part of the draft on each rank, a pass of it reads less; why it is so stands in the notes."""
+    words = ("model=llama-3.1-70b", "variant=eagle3", "runtime.tensor_parallel=4")
+    found = {asked: planned(*words, f"runtime.draft_parallel={asked}") for asked in ("auto", "replicated", "sharded")}
+    whole, part = found["replicated"].model.draft_own, found["sharded"].model.draft_own
+    assert whole is not None and part is not None and found["auto"].model.draft_own == part
+    # The product that joins features to the hidden size is every rank's, as are norms; layer and head are cut in four.
+    joined = 3 * 8192 * 8192
+    layer = 2 * 8192 * (64 + 16) * 128 + 64 * 128 * 8192 + 3 * 8192 * 28672
+    assert whole.number - part.number == (layer + 32000 * 8192) * 3 // 4 and part.number > joined
+    assert found["sharded"].capacity.kv_per_token[1] * 4 == found["replicated"].capacity.kv_per_token[1]
+    assert any("the draft on 4 ranks: sharded" in note and "MB less to read per cycle" in note for note in found["auto"].notes)
+    assert any("the draft on 4 ranks: replicated" in note for note in found["replicated"].notes)
