@@ -9,6 +9,9 @@ import pytest
 from graphspec import LLM
 from tests.support.checkpoints import build_hf
 from tests.support.engines import ids, random_pair
+from tests.support.rank_pair import CHAIN as DEMO_CHAIN
+from tests.support.rank_pair import NETWORKS, assert_same_drafts, rank_pair
+from tests.support.rank_pair import TREE as DEMO_TREE
 from tests.support.rank_runs import BUSY, CHAIN, SIZES, assert_same_tokens, requests
 
 pytestmark = pytest.mark.kernels
@@ -32,3 +35,11 @@ def test_two_ranks_compiled_with_a_depth_that_changes(tmp_path: Path) -> None:
             if size == 2:
                 assert all("several ranks" in path for path in llm.decoders.values())
     assert found[0] == found[1]
+
+
+def test_networks_draft_chains_in_parts_and_trees_as_a_whole(tmp_path: Path) -> None:
+    """What `tests/engine/test_rank_drafters.py` leaves out."""
+    with rank_pair(tmp_path) as pair:
+        for variant in NETWORKS:
+            assert_same_drafts(pair, variant, DEMO_CHAIN, draft_parallel="sharded")
+            assert_same_drafts(pair, variant, DEMO_TREE, draft_parallel="replicated")

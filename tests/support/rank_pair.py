@@ -12,7 +12,21 @@ from typing import Any
 
 import torch.distributed as dist
 
-from graphspec import LLM
+from graphspec import LLM, SamplingParams
+
+CHAIN = {"num_steps": 4, "topk": 1, "num_draft_tokens": 5}
+TREE = {"num_steps": 4, "topk": 3, "num_draft_tokens": 10}
+PATHS = {"num_steps": 5, "topk": 3, "num_draft_tokens": 8}
+NETWORKS = ("eagle", "eagle3", "mtp", "standalone", "p_eagle", "dflash")
+ENGINE: dict[str, Any] = {"runtime": "eager", "debug": True, "max_rows": 3, "buckets": [3], "prefill_chunks": [32], "max_context": 96}
+PROMPTS = ["def fib(n):\n    if n < 2:\n", "class Stack:\n    def __init__(self):\n", "import os\n\nfor name in os.listdir("]
+TOKENS = 20
+PARAMS = [
+    SamplingParams(max_tokens=TOKENS, ignore_eos=True),
+    SamplingParams(max_tokens=TOKENS, ignore_eos=True, temperature=0.8, seed=7),
+    SamplingParams(max_tokens=TOKENS, ignore_eos=True, temperature=1.1, seed=3),
+]
+"""Greedy and seeded in one batch, so that one class of programs serves all."""
 
 
 class RankPair:
@@ -41,6 +55,21 @@ def rank_pair(folder: Path) -> Iterator[RankPair]:
         child.kill()
         child.wait()
         dist.destroy_process_group()
+
+
+def _found(llm: LLM) -> tuple[list[list[int]], list[int]]:
+    """Tokens, and the cycles they took: as many only if the same drafts are accepted."""
+    with llm:
+        outputs = llm.generate(PROMPTS, PARAMS)
+    return [out.token_ids for out in outputs], [out.metrics.cycles for out in outputs]
+
+
+def assert_same_drafts(pair: RankPair, variant: str, shape: dict[str, int], **keys: Any) -> None:
+    """Over the demo models, two ranks emit the tokens of one and accept its drafts."""
+    given = {"variant": variant, **shape, **ENGINE}
+    alone = _found(LLM("demo", **given))
+    assert _found(pair.engine("demo", **given, **keys)) == alone
+    assert sum(alone[1]) < len(PROMPTS) * (TOKENS - 1), "no draft was ever accepted, so the cycles show nothing"
 
 
 def join(store: Path, rank: int) -> None:
