@@ -236,7 +236,12 @@ def resolve_shape(variant: Variant, config: VariantConfig, family: Family, heads
         auto = CycleShape(heads, 1, heads + 1)
     if max_steps is not None and max_steps < auto.num_steps:
         auto = auto.shortened(max_steps)
-    shape = auto if unset else _fit(auto, config.num_steps, config.topk, config.num_draft_tokens)
+    try:
+        shape = auto if unset else _fit(auto, config.num_steps, config.topk, config.num_draft_tokens)
+    except ConfigError as error:
+        # A shape knows its numbers by their bare names.
+        keys = [key if key.startswith("variant.") else f"variant.{key}" for key in error.key.split(", ")]
+        raise ConfigError(", ".join(keys), error.expected, error.found, error.hint) from error
     if max_steps is not None and shape.num_steps > max_steps:
         raise ConfigError("variant.num_steps", f"at most {max_steps}, the block of the draft", shape.num_steps)
     if heads > 1 and (shape.topk > 1 or shape.num_steps > heads):

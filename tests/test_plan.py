@@ -149,7 +149,9 @@ def test_numbers_that_contradict_each_other() -> None:
         lambda: resolve("Qwen3ForCausalLM", num_steps=3, num_draft_tokens=9),
     )  # fmt: skip
     refused("variant.num_draft_tokens", "at least 2", 1, lambda: resolve("LlamaForCausalLM", num_draft_tokens=1))
-    refused("num_draft_tokens", "at most 5 for num_steps=1", 9, lambda: resolve("LlamaForCausalLM", num_steps=1, num_draft_tokens=9))
+    refused(
+        "variant.num_draft_tokens", "at most 5 for num_steps=1", 9, lambda: resolve("LlamaForCausalLM", num_steps=1, num_draft_tokens=9)
+    )
     refused("variant.num_steps", "at least 1", 0, lambda: resolve("LlamaForCausalLM", num_steps=0))
 
 
@@ -173,7 +175,7 @@ def test_plain_decoding_takes_no_shape() -> None:
 
 
 def test_too_many_nodes_and_unknown_variant() -> None:
-    refused("num_draft_tokens", "at most 22", 23, lambda: plan(shape=(3, 3, 23)))
+    refused("variant.num_draft_tokens", "at most 22", 23, lambda: plan(shape=(3, 3, 23)))
     refused(
         "variant", "one of none, eagle, eagle3, p_eagle, dflash, standalone, mtp, ngram, ngram_trie", "'medusa'", lambda: plan("medusa")
     )

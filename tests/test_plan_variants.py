@@ -67,8 +67,8 @@ def test_what_each_drafter_offers():
     [
         ("variant.num_steps, variant.topk", "at most 2 steps", lambda: made("mtp", heads(2), **size(3, 1, 4))),
         ("variant.num_steps, variant.topk", "topk = 1", lambda: made("mtp", heads(3), **size(2, 2, 5))),
-        ("num_draft_tokens", r"at most 13 .*1 \+ num_steps\*topk", lambda: made("ngram", **size(4, 3, 14))),
-        ("num_draft_tokens", "more than num_steps = 8", lambda: made("ngram_trie", **size(8, 4, 8))),
+        ("variant.num_draft_tokens", r"at most 13 .*1 \+ num_steps\*topk", lambda: made("ngram", **size(4, 3, 14))),
+        ("variant.num_draft_tokens", "more than num_steps = 8", lambda: made("ngram_trie", **size(8, 4, 8))),
         ("runtime.cycles_in_flight", "the host reads every cycle", lambda: made("ngram_trie", runtime={"cycles_in_flight": 2})),
         ("variant.token_map", "brings its own vocabulary", lambda: made("eagle3", token_map="map.pt")),
         ("variant.token_map", "has no draft network", lambda: made("ngram", token_map="map.pt")),

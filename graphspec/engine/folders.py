@@ -6,8 +6,9 @@ from importlib.resources import files
 from pathlib import Path
 
 from ..catalog import Variant
+from ..checks import LONG, brief
 from ..config import Config
-from ..errors import ConfigError
+from ..errors import CheckpointError, ConfigError
 from ..hub import checkpoint_folder
 from ..paths import user_path
 
@@ -22,6 +23,7 @@ def model_folder(path: str, revision: str | None = None) -> Path:
     Raises:
         ConfigError: a shipped model that this copy of the package is without; the name of a model of which only the shape is shipped, for
             ``graphspec plan``; else as :func:`graphspec.hub.checkpoint_folder`.
+        CheckpointError: no such folder.
     """
     package = Path(str(files("graphspec")))
     if path in SHIPPED and revision is None:
@@ -32,7 +34,7 @@ def model_folder(path: str, revision: str | None = None) -> Path:
     if not user_path("model.path", path).exists() and (package / "lab" / "predict" / "models" / path / "config.json").is_file():
         expected = "a folder with a checkpoint; of this model only the shape comes with the package"
         raise ConfigError("model.path", expected, repr(path), "graphspec plan takes it as it is")
-    return checkpoint_folder("model.path", path, revision)
+    return _existing("model.path", checkpoint_folder("model.path", path, revision))
 
 
 def draft_folder(config: Config, variant: Variant, target: Path) -> Path:
@@ -45,10 +47,11 @@ def draft_folder(config: Config, variant: Variant, target: Path) -> Path:
 
     Raises:
         ConfigError: no draft was given; else as :func:`graphspec.hub.checkpoint_folder`.
+        CheckpointError: no such folder.
     """
     draft = config.variant.draft
     if draft is not None:
-        return checkpoint_folder("variant.draft", draft, config.variant.draft_revision)
+        return _existing("variant.draft", checkpoint_folder("variant.draft", draft, config.variant.draft_revision))
     own = shipped_drafts(config.model.path, target)
     if variant.demo_draft in own:
         return target.parent / variant.demo_draft
@@ -63,3 +66,15 @@ def shipped_drafts(path: str, target: Path) -> list[str]:
     if path not in SHIPPED:
         return []
     return sorted(file.parent.name for file in target.parent.glob("*/config.json") if file.parent != target)
+
+
+def _existing(key: str, folder: Path) -> Path:
+    """``folder``, if it is one.
+
+    Raises:
+        CheckpointError: it is not; names ``key``.
+    """
+    if not folder.is_dir():
+        found = f"{'a file' if folder.exists() else 'nothing there'}: {brief(str(folder), LONG)}"
+        raise CheckpointError(key, "a folder with a Hugging Face checkpoint", found)
+    return folder

@@ -117,7 +117,7 @@ def test_a_wrong_path_is_looked_for_on_disk_alone(cache: Path, monkeypatch: pyte
         assert (
             exit_.value.code == 2
             and reported.count("\n") == 1
-            and "a folder with a Hugging Face checkpoint, found nothing there" in reported
+            and "model.path: expected a folder with a Hugging Face checkpoint, found nothing there" in reported
         )
 
 
