@@ -139,24 +139,27 @@ class Ranks:
 
 
 def _close(ranks: Ranks, channel: Channel, failures: list[ResourceError]) -> None:
+    reached = False
     if not failures:
         with suppress(Exception):
             channel.send_call(CLOSE)
-    ranks.end(at_once=bool(failures))
+            reached = True
+    ranks.end(at_once=not reached)
 
 
 def _end_children(children: list[Child], *, at_once: bool) -> None:
     for child in children:
         if at_once:
             child.process.kill()
-        assert child.process.stdin is not None
-        with suppress(OSError):
-            child.process.stdin.close()
         try:
             child.process.wait(EXIT_SECONDS)
         except subprocess.TimeoutExpired:
             child.process.kill()
             child.process.wait()
+        # Only now: a rank whose input closes ends at once, whatever it does.
+        assert child.process.stdin is not None
+        with suppress(OSError):
+            child.process.stdin.close()
         child.pipe.close()
     children.clear()
 
@@ -243,7 +246,8 @@ def end_with_pipe(pipe: IO[bytes]) -> None:
     """End this process when the pipe from rank 0 closes, whatever it does then."""
 
     def wait() -> None:
-        pipe.read()
+        # Not by a method of the pipe: the interpreter, when it ends, waits for the lock that one would hold.
+        os.read(pipe.fileno(), 1)
         os._exit(1)
 
     threading.Thread(target=wait, name="graphspec rank 0", daemon=True).start()
