@@ -116,6 +116,17 @@ class ModelFacts:
         """The MLP of this layer is a mixture."""
         return self.experts is not None and self.experts.layers[layer]
 
+    def norms_over_ranks(self, layer: int) -> bool:
+        """The layer norms numbers together that lie on several ranks: the queries of all heads, or a group of recurrent heads."""
+        if self.recurrent is not None and self.is_recurrent(layer):
+            return self.recurrent.splits_groups
+        return self.sharding.sharded and self.attends(layer) and self.family.qk_norm == "projection"
+
+    @property
+    def blocks(self) -> int:
+        """Attentions, recurrent nets, MLPs and mixtures: all that is added to the residual stream."""
+        return self.num_layers if self.mixers is not None else 2 * self.num_layers
+
     def of_rank(self, rank: int, size: int) -> ModelFacts:
         """What one of ``size`` ranks holds; a single one holds everything.
 
@@ -137,6 +148,7 @@ class ModelFacts:
             num_kv_heads=len(sharding.key_heads) if self.latent is None else 1,
             intermediate_size=self.intermediate_size // size,
             experts=experts,
+            recurrent=self.recurrent and self.recurrent.of_rank(rank, size),
             sharding=sharding,
             vocabulary=sharding,
         )
@@ -156,21 +168,14 @@ class ModelFacts:
 
 
 def _check_ranks(facts: ModelFacts, size: int) -> None:
-    key, reason = "runtime.tensor_parallel", ""
-    if facts.recurrent is not None:
-        reason = "has recurrent layers"
-    if facts.family.qk_norm == "projection":
-        reason = "norms the queries of all heads together"
-    if facts.mixers is not None or facts.family.squared_relu:
-        reason = "has one net per layer, or MLPs without a gate"
-    if reason:
-        raise ConfigError(key, f"1 for {facts.architecture}, which {reason}", size)
     widths = [("num_attention_heads", facts.num_heads), ("intermediate_size", facts.intermediate_size)]
     if facts.experts is not None:
         widths += [("moe_intermediate_size", facts.experts.intermediate_size), ("the shared experts' width", facts.experts.shared_size)]
+    if facts.recurrent is not None:
+        widths.append(("the heads of recurrent layers", facts.recurrent.value_heads))
     for name, width in widths:
         if width % size:
-            raise ConfigError(key, f"a divisor of {name} = {width}", size)
+            raise ConfigError("runtime.tensor_parallel", f"a divisor of {name} = {width}", size)
 
 
 def _read_eos(keys: Keys, vocab_size: int) -> tuple[int, ...] | None:

@@ -7,6 +7,7 @@ from math import prod
 from typing import Literal
 
 from .keys import MOST_HEAD_DIM, MOST_HEADS, Keys
+from .sharding import UNSHARDED, Shard, Sharding, joined, sharding_of
 
 MOST_CONVOLUTION = 16
 """Taps of a convolution, several times the published 4."""
@@ -58,6 +59,28 @@ class RecurrentFacts:
     """Tokens that the convolution reads, the current one included."""
     ssm: SsmFacts | None = None
     """Mamba-2; None: the gated delta rule."""
+    sharding: Sharding = UNSHARDED
+    """Heads are those of one rank. Value heads are cut as query heads are, each run of them with a key head of its own."""
+
+    def of_rank(self, rank: int, size: int) -> RecurrentFacts:
+        """What one of ``size`` ranks holds; ``size`` is a divisor of the value heads."""
+        sharding = sharding_of(rank, size, self.value_heads, self.key_heads)
+        return replace(self, key_heads=len(sharding.key_heads), value_heads=self.value_heads // size, sharding=sharding)
+
+    def value_shard(self, width: int) -> Shard:
+        """The shard of a tensor with this many rows for each value head."""
+        return self.sharding.shard(self.value_heads * width)
+
+    @property
+    def channel_shard(self) -> Shard:
+        """The shard of the convolution's channels."""
+        keys, values = self.sharding.key_shard(self.key_dim), self.value_shard(self.value_dim)
+        return joined(keys, keys, values) if self.ssm is None else joined(values, keys, keys)
+
+    @property
+    def splits_groups(self) -> bool:
+        """Of Mamba-2: a group of heads, which are normed together, lies on several ranks."""
+        return self.ssm is not None and self.sharding.sharded and self.sharding.copies > 1
 
     @property
     def count(self) -> int:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: bool = False) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: bool = False, mean_square: Tensor | None = None) -> Tensor:
     """RMSNorm over the last dimension (arXiv 1910.07467): statistics in float32, scaled after the cast back, as transformers does.
 
     Args:
@@ -17,9 +17,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: bool = False) -> Ten
         weight: ``[x.shape[-1]]``.
         eps: added to the mean square.
         offset: the weight is stored minus 1; it scales before the cast back (Gemma, Qwen3.5).
+        mean_square: ``[..., 1]``, float32, where ``x`` is a part of what is normed; None: it is all of it.
     """
     wide = x if x.dtype == torch.float64 else x.float()
-    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    wide = wide * torch.rsqrt((wide.pow(2).mean(-1, keepdim=True) if mean_square is None else mean_square) + eps)
     if offset:
         return (wide * (1.0 + weight.to(wide.dtype))).to(x.dtype)
     return weight * wide.to(x.dtype)

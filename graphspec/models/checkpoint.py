@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..errors import CheckpointError
 from ..facts.files import find_file, plain, read_shards, require_file
+from ..facts.sharding import joined
 from ..layouts import Layout
 from ..models.layers import Embedding
 from .layers import KernelModule, Linear, ParameterShards
@@ -132,7 +133,7 @@ class Checkpoint:
         return self.raw(name)
 
     def part(self, name: str, dim: int, begin: int, length: int) -> Tensor:
-        """``length`` rows (``dim`` 0) or columns (1) of an existing tensor from ``begin`` on, as stored. Reads only those."""
+        """The entries of an existing tensor from ``begin`` to ``begin + length`` of one dimension, as stored. Reads only those."""
         file, stored = self._tensors[name]
         return self._open(file).part(stored, dim, begin, length)
 
@@ -155,24 +156,21 @@ def _blocks(layout: Layout, ours: str, parameter: Tensor, checkpoint: Checkpoint
 
 def _fill_sharded(matrix: Tensor, sources: tuple[str, ...], cut: ParameterShards, checkpoint: Checkpoint) -> None:
     """Fill a rank's parameter from tensors that are stored whole: one source for each shard, or one that holds all of them in order."""
-    shape, dim = list(matrix.shape), cut.dim
-    fused = len(sources) < len(cut.shards)
-    stored = [sum(shard.full_size for shard in cut.shards)] if fused else [shard.full_size for shard in cut.shards]
-    for source, size in zip(sources, stored, strict=True):
-        shape[dim] = size
+    shape, dim = list(matrix.shape), cut.dim % matrix.dim()
+    shards = cut.shards if len(sources) == len(cut.shards) else (joined(*cut.shards),)
+    for source, shard in zip(sources, shards, strict=True):
+        shape[dim] = shard.full_size
         checkpoint.check(source, tuple(shape))
     if matrix.is_meta:
         return
-    at = before = 0
-    for place, shard in enumerate(cut.shards):
-        source, own = sources[0 if fused else place], matrix.narrow(dim, at, shard.size)
+    parts = matrix.split([shard.size for shard in shards], dim)
+    for own, source, shard in zip(parts, sources, shards, strict=True):
         filled = 0
         for begin, length in shard.pieces:
             if length:
-                own.narrow(dim, filled, length).copy_(checkpoint.part(source, dim, begin + (before if fused else 0), length))
+                own.narrow(dim, filled, length).copy_(checkpoint.part(source, dim, begin, length))
             filled += length
         own.narrow(dim, filled, shard.size - filled).zero_()
-        at, before = at + shard.size, before + shard.full_size
 
 
 def fill(
@@ -206,7 +204,7 @@ def fill(
         wide = isinstance(owner, KernelModule) and leaf in owner.float32_names
         value = torch.empty(owner.get_parameter(leaf).shape, dtype=torch.float32 if wide else dtype, device=device)
         # One matrix per expert; the heads of a projection lie below each other in the checkpoint, unless it has them as we do.
-        as_stored = value.dim() <= 2 or (blocks[0][0] in checkpoint and checkpoint.shape(blocks[0][0]) == tuple(value.shape))
+        as_stored = value.dim() <= 2 or (blocks[0][0] in checkpoint and len(checkpoint.shape(blocks[0][0])) == value.dim())
         matrices = value.unbind() if len(blocks) > 1 else (value if as_stored else value.flatten(0, -2),)
         cut = cast("dict[str, ParameterShards]", getattr(owner, "shards", {})).get(leaf)
         for matrix, sources in zip(matrices, blocks, strict=True):

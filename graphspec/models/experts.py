@@ -10,7 +10,8 @@ from torch import Tensor
 from ..kernels.linear import Hidden, finish, hidden_of
 from ..kernels.moe_mlp import moe_mlp
 from ..kernels.moe_route import moe_route
-from .layers import KernelModule, Linear, ParameterShards, RMSNorm, ShardedModule, dense_mlp, make_parameter
+from .layers import KernelModule, Linear, ParameterShards, RMSNorm, ShardedModule, make_parameter
+from .mlp import dense_mlp
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -52,7 +53,8 @@ class MixtureOfExperts(KernelModule, ShardedModule):
         self.shards: dict[str, ParameterShards] = {}
         if self.sharded:
             shard = facts.sharding.shard(width)
-            self.shards = {"gate_up_EFH": ParameterShards(0, (shard, shard)), "down_EHF": ParameterShards(1, (shard,))}
+            entering_shards = (shard,) if facts.family.squared_relu else (shard, shard)
+            self.shards = {"gate_up_EFH": ParameterShards(-2, entering_shards), "down_EHF": ParameterShards(-1, (shard,))}
         self.route: Callable[..., tuple[Tensor, Tensor]] = moe_route
         self.mix: Callable[..., Tensor] = moe_mlp
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..kernels.formulas import Rotation, rms_norm
 from ..kernels.linear import Hidden
-from .layers import Linear, RMSNorm
+from .layers import Linear, RMSNorm, row_parallel_linear
 from .recurrence import GATED_DELTA_RULE, Rule
 from .recurrent_net import RecurrentNet
 
@@ -31,6 +31,9 @@ class GroupedProjection(Linear):
     def __init__(self, in_features: int, facts: RecurrentFacts, *parts: int) -> None:
         super().__init__(in_features, *parts)
         self.facts = facts
+        if facts.sharding.sharded:
+            wide, narrow = (2 * facts.key_dim, facts.value_dim, facts.value_dim), (0, 1, 1)
+            self.shard_rows(facts.sharding.grouped_shard(*wide), facts.sharding.grouped_shard(*narrow))
 
     @property
     def stored_parts(self) -> tuple[int, ...]:
@@ -59,10 +62,14 @@ class GatedDeltaNet(RecurrentNet):
         own = self.recurrent
         values = own.value_heads * own.value_dim
         parts = (own.channels, values, own.value_heads, own.value_heads)
-        grouped = facts.family.grouped_projection
-        self.in_proj = GroupedProjection(facts.hidden_size, own, *parts) if grouped else Linear(facts.hidden_size, *parts)
+        if facts.family.grouped_projection:
+            self.in_proj: Linear = GroupedProjection(facts.hidden_size, own, *parts)
+        else:
+            self.in_proj = Linear(facts.hidden_size, *parts)
+            if own.sharding.sharded:
+                self.in_proj.shard_rows(own.channel_shard, own.value_shard(own.value_dim), own.value_shard(1), own.value_shard(1))
         self.norm = RMSNorm(own.value_dim, facts.rms_norm_eps)
-        self.out_proj = Linear(values, facts.hidden_size)
+        self.out_proj = row_parallel_linear(own.sharding, values, facts.hidden_size)
 
     def rule(self) -> Rule:
         return GATED_DELTA_RULE

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..facts.sharding import UNSHARDED, Shard, Sharding
+from ..facts.sharding import Shard, Sharding
 from ..kernels.formulas import Rotation, rms_norm
 from ..kernels.linear import Hidden, finish, hidden_of, linear
 from .attention import HeadTransform
@@ -44,7 +44,7 @@ class ParameterShards:
     """How a rank's parameter is cut from the stored tensors: along one dimension, a shard of each projection that is fused there."""
 
     dim: int
-    """0: rows of a stored matrix, or of a bias; 1: columns."""
+    """Of a stored tensor. Negative for experts, each of which may be a tensor, or one of them in a tensor of all."""
     shards: tuple[Shard, ...]
 
 
@@ -214,6 +214,7 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.eps, self.offset, self.float32 = eps, offset, float32
         self.weight = make_parameter(size)
+        self.shards: dict[str, ParameterShards] = {}
 
     @classmethod
     def of(cls, facts: ModelFacts, size: int | None = None) -> RMSNorm:
@@ -224,12 +225,12 @@ class RMSNorm(nn.Module):
         """Factors of the normalised channels, the offset included."""
         return 1.0 + self.weight if self.offset else self.weight
 
-    def forward(self, x: Hidden) -> Tensor:
-        """Normalise the last dimension; dtype and shape stay."""
+    def forward(self, x: Hidden, mean_square: Tensor | None = None) -> Tensor:
+        """Normalise the last dimension, of which other ranks may have more; dtype and shape stay."""
         values = hidden_of(x)
         if self.float32 and values.element_size() < 4:
-            return rms_norm(values.float(), self.weight.float(), self.eps, self.offset).to(values.dtype)
-        return rms_norm(values, self.weight, self.eps, self.offset)
+            return rms_norm(values.float(), self.weight.float(), self.eps, self.offset, mean_square).to(values.dtype)
+        return rms_norm(values, self.weight, self.eps, self.offset, mean_square)
 
     def by_parts(self, x: Tensor) -> Tensor:
         """Split the last dimension into parts as wide as the weight and normalise each; dtype and shape stay."""
@@ -237,7 +238,7 @@ class RMSNorm(nn.Module):
         return out.flatten(-2)
 
 
-class SelfAttention(nn.Module):
+class SelfAttention(ShardedModule):
     """Projections, optional query / key norm, RoPE and optional output gate around an :class:`~graphspec.models.attention.Attention`.
 
     Args:
@@ -252,7 +253,7 @@ class SelfAttention(nn.Module):
         self.layer, self.head_dim = facts.place(layer), facts.head_dim
         self.scale = facts.score_scale
         self.window_left = facts.sliding_window[layer]
-        self.gated = facts.family.attention_gate
+        self.gated, self.sharding = facts.family.attention_gate, facts.sharding
         fused = (2 * query if self.gated else query, key, key)
         self.qkv_proj = Linear(input_size or facts.hidden_size, *fused, bias=facts.attention_bias)
         if facts.sharding.sharded:
@@ -262,6 +263,10 @@ class SelfAttention(nn.Module):
         whole = facts.family.qk_norm == "projection"
         self.q_norm = RMSNorm.of(facts, query if whole else facts.head_dim) if facts.qk_norm else None
         self.k_norm = RMSNorm.of(facts, key if whole else facts.head_dim) if facts.qk_norm else None
+        self.sharded = facts.norms_over_ranks(layer)
+        if self.sharded and self.q_norm is not None and self.k_norm is not None:
+            self.q_norm.shards = {"weight": ParameterShards(0, (facts.sharding.shard(query),))}
+            self.k_norm.shards = {"weight": ParameterShards(0, (facts.sharding.key_shard(facts.head_dim),))}
         # The op that rotates queries and keys norms them too, but head by head only, and scales after the cast back.
         self.norms_apart = facts.qk_norm and (whole or facts.family.norm == "float32")
         assert not (self.gated and self.norms_apart), "gates lie between the queries of the heads"
@@ -292,77 +297,26 @@ class SelfAttention(nn.Module):
         """Queries, their gate where there is one, keys and values."""
         query_BTE, key_BTE, value_BTE = self.qkv_proj(x_BTH, norm).split(self.qkv_proj.parts, dim=-1)
         if self.norms_apart and self.q_norm is not None and self.k_norm is not None:
-            query_BTE, key_BTE = self.q_norm.by_parts(query_BTE), self.k_norm.by_parts(key_BTE)
+            if self.sharded:
+                query_BT1, key_BT1 = self._mean_squares(query_BTE, key_BTE)
+                query_BTE, key_BTE = self.q_norm(query_BTE, query_BT1), self.k_norm(key_BTE, key_BT1)
+            else:
+                query_BTE, key_BTE = self.q_norm.by_parts(query_BTE), self.k_norm.by_parts(key_BTE)
         query_BTQD, gate_BTQD = query_BTE.unflatten(-1, (-1, (2 if self.gated else 1) * self.head_dim)), None
         key_BTGD, value_BTGD = (part.unflatten(-1, (-1, self.head_dim)) for part in (key_BTE, value_BTE))
         if self.gated:
             query_BTQD, gate_BTQD = query_BTQD.chunk(2, dim=-1)
         return query_BTQD, gate_BTQD, key_BTGD, value_BTGD
 
+    def _mean_squares(self, query_BTE: Tensor, key_BTE: Tensor) -> tuple[Tensor, Tensor]:
+        """Of all ranks' queries and of all ranks' keys, float32; a key head of which there are copies counts once."""
+        once_BTGD = key_BTE.unflatten(-1, (-1, self.head_dim))[:, :, self.sharding.first_copies]
+        sums = [part.float().pow(2).sum(-1, keepdim=True) for part in (query_BTE, once_BTGD.flatten(2))]
+        query_BT1, key_BT1 = self.comm.all_reduce(torch.cat(sums, -1)).chunk(2, -1)
+        keys = self.sharding.total_key_heads * self.head_dim
+        return query_BT1 / (self.sharding.size * query_BTE.shape[-1]), key_BT1 / keys
+
     def _heads(self, rotation: Rotation) -> HeadTransform:
         if self.q_norm is None or self.k_norm is None or self.norms_apart:
             return HeadTransform(rotation)
         return HeadTransform(rotation, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, self.q_norm.offset)
-
-
-class MLP(nn.Module):
-    """SwiGLU (arXiv 2002.05202).
-
-    Args:
-        facts: sizes and biases.
-        intermediate_size: where it isn't that of the facts.
-        partial: if the model is sharded, leave the sum over ranks to the caller.
-    """
-
-    def __init__(self, facts: ModelFacts, intermediate_size: int | None = None, *, partial: bool = False) -> None:
-        super().__init__()
-        width, sharding = intermediate_size or facts.intermediate_size, facts.sharding
-        self.gate_up_proj = Linear(facts.hidden_size, width, width, bias=facts.mlp_bias)
-        self.down_proj = row_parallel_linear(UNSHARDED if partial else sharding, width, facts.hidden_size, bias=facts.mlp_bias)
-        if sharding.sharded:
-            self.gate_up_proj.shard_rows(sharding.shard(width), sharding.shard(width))
-            self.down_proj.shards = {"weight": ParameterShards(1, (sharding.shard(width),))}
-
-    def forward(
-        self,
-        x: Hidden,
-        norm: RMSNorm | None = None,
-        residual: Hidden | None = None,
-        valid: Tensor | None = None,
-    ) -> Hidden:
-        """``residual + mlp(norm(x))``, ``[..., H]``; without norm and residual, the plain block. Tokens that aren't valid cost no less."""
-        del valid
-        out: Hidden = self.down_proj(self.gate_up_proj(x, norm, gated=True), residual=residual)
-        return out
-
-
-class SquaredReluMLP(nn.Module):
-    """``down(relu(up x)^2)``, without a gate (arXiv 2109.08668).
-
-    Args:
-        facts: sizes and biases.
-        intermediate_size: where it isn't that of the facts.
-    """
-
-    def __init__(self, facts: ModelFacts, intermediate_size: int | None = None) -> None:
-        super().__init__()
-        width = intermediate_size or facts.intermediate_size
-        self.up_proj = Linear(facts.hidden_size, width, bias=facts.mlp_bias)
-        self.down_proj = Linear(width, facts.hidden_size, bias=facts.mlp_bias)
-
-    def forward(
-        self,
-        x: Hidden,
-        norm: RMSNorm | None = None,
-        residual: Hidden | None = None,
-        valid: Tensor | None = None,
-    ) -> Hidden:
-        """As :class:`MLP`."""
-        del valid
-        out: Hidden = self.down_proj(torch.relu(self.up_proj(x, norm)).square(), residual=residual)
-        return out
-
-
-def dense_mlp(facts: ModelFacts, intermediate_size: int | None = None, *, partial: bool = False) -> MLP | SquaredReluMLP:
-    """The MLP that the family has; ``partial`` as of :class:`MLP`."""
-    return SquaredReluMLP(facts, intermediate_size) if facts.family.squared_relu else MLP(facts, intermediate_size, partial=partial)

@@ -11,8 +11,9 @@ from ..kernels.linear import Hidden, ResidualStream, hidden_of
 from .experts import MixtureOfExperts
 from .gated_delta import GatedDeltaNet
 from .latent import LatentAttention
-from .layers import MLP, RMSNorm, SelfAttention, SquaredReluMLP, dense_mlp
+from .layers import RMSNorm, SelfAttention
 from .mamba2 import Mamba2
+from .mlp import MLP, SquaredReluMLP, dense_mlp
 from .recurrent_net import RecurrentNet, stack_convolutions
 from .rope import RotaryEmbedding
 from .stack import DecoderStack, packing_obstacle

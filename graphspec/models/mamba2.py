@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from ..kernels.formulas import Rotation, rms_norm
 from ..kernels.linear import Hidden
-from .layers import Linear, RMSNorm, make_parameter
+from .layers import Linear, ParameterShards, RMSNorm, ShardedModule, make_parameter, row_parallel_linear
 from .recurrence import Rule, selective_rule
 from .recurrent_net import RecurrentNet
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from .attention import Attention
 
 
-class Mamba2(RecurrentNet):
+class Mamba2(RecurrentNet, ShardedModule):
     """Projection, causal convolution, selective state space, a gate and a norm over groups of channels, projection.
 
     Args:
@@ -36,7 +37,13 @@ class Mamba2(RecurrentNet):
         self.in_proj = Linear(facts.hidden_size, width, own.channels, own.value_heads, bias=own.ssm.projection_bias)
         self.skip_H = make_parameter(own.value_heads)
         self.norm = RMSNorm(width, facts.rms_norm_eps)
-        self.out_proj = Linear(width, facts.hidden_size, bias=own.ssm.projection_bias)
+        self.out_proj = row_parallel_linear(own.sharding, width, facts.hidden_size, bias=own.ssm.projection_bias)
+        self.sharded = own.splits_groups
+        if own.sharding.sharded:
+            inner, heads = own.value_shard(own.value_dim), own.value_shard(1)
+            self.in_proj.shard_rows(inner, own.channel_shard, heads)
+            self.norm.shards = {"weight": ParameterShards(0, (inner,))}
+            self.shards["skip_H"] = ParameterShards(0, (heads,))
 
     def rule(self) -> Rule:
         return selective_rule(self.skip_H)
@@ -57,6 +64,16 @@ class Mamba2(RecurrentNet):
         gated_BTE = out_BTHV.flatten(2).float() * F.silu(gate_BTE.float())
         # Each group of heads that share B and C is normed by itself.
         groups = self.recurrent.key_heads
-        normed_BTGE = rms_norm(gated_BTE.unflatten(-1, (groups, -1)), self.norm.weight.float().view(groups, -1), self.norm.eps)
+        gated_BTGE = gated_BTE.unflatten(-1, (groups, -1))
+        mean_BTG1 = self._mean_square(gated_BTGE) if self.sharded else None
+        normed_BTGE = rms_norm(gated_BTGE, self.norm.weight.float().view(groups, -1), self.norm.eps, mean_square=mean_BTG1)
         out_BTH: Hidden = self.out_proj(normed_BTGE.flatten(2).to(input_BTE.dtype), residual=residual_BTH)
         return out_BTH
+
+    def _mean_square(self, gated_BTGE: Tensor) -> Tensor:
+        """``[B, T, G, 1]``: for each of this rank's runs of heads, of its whole group, whose other heads other ranks may have."""
+        own = self.recurrent.sharding
+        runs_BTR = self.comm.all_gather(gated_BTGE.pow(2).sum(-1))
+        group_BTG1 = runs_BTR.unflatten(-1, (-1, own.copies)).sum(-1, keepdim=True) / (own.copies * gated_BTGE.shape[-1])
+        begin = own.rank * len(own.key_heads)
+        return group_BTG1.expand(-1, -1, -1, own.copies).flatten(2)[..., begin : begin + len(own.key_heads), None]

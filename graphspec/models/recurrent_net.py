@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from .layers import KernelModule, make_parameter
+from .layers import KernelModule, ParameterShards, make_parameter
 from .recurrence import Convolution, Rule
 
 if TYPE_CHECKING:
@@ -37,6 +37,10 @@ class RecurrentNet(KernelModule):
         self.conv_bias_E = make_parameter(self.recurrent.channels) if conv_bias else None
         self.A_log = make_parameter(self.recurrent.value_heads)
         self.dt_bias = make_parameter(self.recurrent.value_heads)
+        self.shards: dict[str, ParameterShards] = {}
+        if self.recurrent.sharding.sharded:
+            channels, heads = (ParameterShards(0, (one,)) for one in (self.recurrent.channel_shard, self.recurrent.value_shard(1)))
+            self.shards = {"conv_weight_E1O": channels, "conv_bias_E": channels, "A_log": heads, "dt_bias": heads}
 
     def rule(self) -> Rule:
         """How a token changes the matrices."""

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Protocol, cast
 from torch import Tensor, nn
 
 from ..kernels import resolve
-from .layers import MLP, Embedding, Linear, RMSNorm, SelfAttention, pack_linear_layers
+from .layers import Embedding, Linear, RMSNorm, SelfAttention, pack_linear_layers
+from .mlp import MLP
 from .recurrent_net import RecurrentNet
 
 if TYPE_CHECKING:

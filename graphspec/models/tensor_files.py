@@ -53,7 +53,7 @@ class TensorFile(Protocol):
     def tensor(self, name: str) -> Tensor: ...
 
     def part(self, name: str, dim: int, begin: int, length: int) -> Tensor:
-        """Consecutive rows (``dim`` 0) or columns (1), without reading the others."""
+        """A consecutive part of one dimension, without reading the rest."""
         ...
 
 
@@ -82,7 +82,7 @@ class _Safetensors:
     def part(self, name: str, dim: int, begin: int, length: int) -> Tensor:
         view = self._handle.get_slice(name)
         try:
-            found: Tensor = view[begin : begin + length] if dim == 0 else view[:, begin : begin + length]
+            found: Tensor = view[(*[slice(None)] * dim, slice(begin, begin + length))]
         except Exception as error:  # as above
             raise CheckpointError(f"{self._file}: {plain(name)}", "a tensor that torch can hold", _line(error)) from error
         return found

@@ -17,8 +17,9 @@ from torch import Tensor
 from graphspec import LLM, SamplingParams
 from graphspec.errors import ConfigError, ResourceError
 from graphspec.graphs.ranks import LeadingCycle
-from tests.support.checkpoints import VOCAB_SIZE, build_hf
+from tests.support.checkpoints import VOCAB_SIZE, build_hf, write_hf
 from tests.support.engines import random_pair
+from tests.support.hybrid_checkpoints import build_hybrid
 from tests.support.moe_checkpoints import write_mixture
 from tests.support.rank_runs import BUSY, CHAIN, SIZES, TREE, assert_same_tokens
 
@@ -32,6 +33,12 @@ def test_two_ranks_draft_a_tree_as_one_does(tmp_path: Path, monkeypatch: pytest.
 def test_two_ranks_decode_a_latent_mixture_of_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target, _ = write_mixture(tmp_path, "deepseek_v3")
     assert_same_tokens(monkeypatch, target, None, 2, variant="ngram", num_pages=14, **CHAIN)
+
+
+def test_two_ranks_draft_a_tree_over_recurrent_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has half of the value heads, and of the states."""
+    target = write_hf(build_hybrid("qwen3_next", num_attention_heads=4, num_key_value_heads=2), tmp_path)
+    assert_same_tokens(monkeypatch, target, None, 2, shares=False, variant="ngram", num_pages=14, **TREE)
 
 
 SCRIPT = """

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from graphspec import LLM
-from tests.support.checkpoints import build_hf
+from tests.support.checkpoints import build_hf, write_hf
 from tests.support.engines import ids, random_pair
+from tests.support.hybrid_checkpoints import build_hybrid
 from tests.support.rank_pair import CHAIN as DEMO_CHAIN
 from tests.support.rank_pair import NETWORKS, assert_same_drafts, rank_pair
 from tests.support.rank_pair import TREE as DEMO_TREE
-from tests.support.rank_runs import BUSY, CHAIN, SIZES, assert_same_tokens, requests
+from tests.support.rank_runs import BUSY, CHAIN, SIZES, TREE, assert_same_tokens, requests
 
 pytestmark = pytest.mark.kernels
 
@@ -22,6 +24,33 @@ def test_four_ranks_of_every_kind_of_drafter(variant: str, tmp_path: Path, monke
     pair = random_pair(tmp_path, build_hf("qwen2", **SIZES | {"head_dim": None}))
     draft = {"eagle3": pair.draft, "standalone": pair.target}.get(variant)
     assert_same_tokens(monkeypatch, pair.target, draft, 4, variant=variant, num_pages=14, **({} if variant == "none" else CHAIN))
+
+
+RECURRENT: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    "qwen3_5": (CHAIN, {}),
+    "qwen3_next": (TREE, {"linear_num_key_heads": 3, "linear_num_value_heads": 12}),
+    "qwen3_5_moe": (TREE, {}),
+    "nemotron_h_moe": (TREE, {}),
+    "granite_moe": (CHAIN, {"mamba_n_groups": 1}),
+    "bamba": (TREE, {}),
+}
+
+
+@pytest.mark.parametrize("family", RECURRENT)
+def test_four_ranks_over_recurrent_layers(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Key heads, and groups that are normed together, lie on several ranks."""
+    shape, keys = RECURRENT[family]
+    target = write_hf(build_hybrid(family, num_attention_heads=4, num_key_value_heads=2, **keys), tmp_path / "target")
+    draft = write_hf(build_hf("llama", **SIZES), tmp_path / "draft")
+    assert_same_tokens(monkeypatch, target, draft, 4, shares=False, variant="standalone", num_pages=14, **shape)
+
+
+@pytest.mark.parametrize(("size", "heads", "shape"), [(2, 4, TREE), (4, 2, CHAIN)], ids=["two-tree", "four-copies-chain"])
+def test_ranks_that_norm_the_queries_of_all(
+    size: int, heads: int, shape: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = random_pair(tmp_path, build_hf("olmo2", **SIZES | {"num_key_value_heads": heads}))
+    assert_same_tokens(monkeypatch, pair.target, pair.draft, size, variant="eagle3", num_pages=14, **shape)
 
 
 def test_two_ranks_compiled_with_a_depth_that_changes(tmp_path: Path) -> None:

@@ -15,15 +15,17 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from graphspec.buffers import Arena
 from graphspec.config import Config, ModelConfig, RuntimeConfig, VariantConfig
 from graphspec.facts import DraftFacts
+from graphspec.facts.families import find_family
 from graphspec.graphs.programs import Key, PrefillKey, program_stages
 from graphspec.graphs.stages.mailbox import MailLayout
 from graphspec.kernels import select_kernels
 from graphspec.kernels.collectives import Comm, DeviceComm, OrderedComm
+from graphspec.lab.predict.ranks import sums_of
 from graphspec.models.layers import join_ranks, use_kernels
 from graphspec.plan import Plan, make_plan
 from graphspec.shapes import GREEDY, SAMPLED, SamplingClass
 from tests.support.fake_cuda import NoHostTraffic, load_cuda_guard
-from tests.support.tiny import draft_facts, latent_facts, model_facts, move, tiny_networks
+from tests.support.tiny import draft_facts, hybrid_facts, latent_facts, mamba_facts, model_facts, move, tiny_networks
 
 RANKS, LAYERS = 8, 3
 SHAPES = {"none": (0, 1, 1), "chain": (4, 1, 5), "tree": (3, 3, 10)}
@@ -62,12 +64,33 @@ class Collectives(NoHostTraffic):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-def rank_plan(shape: str, mode: str, *, latent: bool = False, draft: DraftFacts | None = None, draft_parallel: str = "auto") -> Plan:
+OLMO2 = find_family("Olmo2ForCausalLM")
+assert OLMO2 is not None
+TARGETS = {
+    "heads": model_facts(LAYERS),
+    "latent-experts": latent_facts(LAYERS),
+    "delta": hybrid_facts(),
+    "mamba": mamba_facts(),
+    "norms-of-all-heads": replace(model_facts(LAYERS), family=OLMO2, qk_norm=True),
+}
+EXCHANGED = {
+    "heads": (2 * LAYERS, 0),
+    "latent-experts": (2 * LAYERS, 0),
+    "delta": (2 * LAYERS, 0),
+    "mamba": (LAYERS, 1),  # one net per layer; the one group of Mamba-2 is on four ranks
+    "norms-of-all-heads": (3 * LAYERS, 0),
+}
+"""Sums of the layers of each target, and gathers."""
+USUAL = ("heads", "latent-experts")
+
+
+def rank_plan(shape: str, mode: str, kind: str = "heads", *, draft: DraftFacts | None = None, draft_parallel: str = "auto") -> Plan:
     steps, topk, nodes = SHAPES[shape]
-    wide = {"num_heads": 8, "num_kv_heads": 1, "intermediate_size": 80, "hidden_size": 48}
-    target = replace(latent_facts(LAYERS), num_heads=8, intermediate_size=80) if latent else replace(model_facts(LAYERS), **wide)
+    target = replace(TARGETS[kind], num_heads=8, intermediate_size=80)
     if target.experts is not None:
         target = replace(target, experts=replace(target.experts, intermediate_size=16, shared_size=16))
+    if target.recurrent is not None:
+        target = replace(target, recurrent=replace(target.recurrent, value_heads=8))
     speculates = steps > 0
     keys = {"num_steps": steps, "topk": topk, "num_draft_tokens": nodes} if speculates else {}
     config = Config(
@@ -102,10 +125,10 @@ def programs(plan: Plan, mode: str, sampling: SamplingClass, comm: Comm, *, shar
 
 
 @pytest.mark.parametrize("mode", ["reference", "fused"])
-@pytest.mark.parametrize("latent", [False, True], ids=["heads", "latent-experts"])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_a_cycle_exchanges_two_sums_per_layer_one_for_tokens_and_the_best(shape: str, latent: bool, mode: str, eight_ranks: str) -> None:
-    plan = rank_plan(shape, mode, latent=latent)
+@pytest.mark.parametrize(("shape", "kind"), [(shape, kind) for kind in TARGETS for shape in (SHAPES if kind in USUAL else ("tree",))])
+def test_a_cycle_exchanges_sums_of_its_layers_one_for_tokens_and_the_best(shape: str, kind: str, mode: str, eight_ranks: str) -> None:
+    plan, (sums, gathers) = rank_plan(shape, mode, kind), EXCHANGED[kind]
+    assert sums_of(plan.target, RANKS) == sums + gathers + 2
     with FakeTensorMode():
         symmetric = torch.empty(2**16, dtype=torch.uint8, device="cuda")
         for comm, kinds in (
@@ -115,7 +138,8 @@ def test_a_cycle_exchanges_two_sums_per_layer_one_for_tokens_and_the_best(shape:
         ):
             for key, seen in programs(plan, mode, SAMPLED, comm):
                 # The draft is every rank's own, so drafting adds none.
-                assert seen.counted == [kinds["sum"]] * (1 + 2 * LAYERS) + [kinds["gather"]]
+                expected = sorted([kinds["sum"]] * (1 + sums) + [kinds["gather"]] * (1 + gathers))
+                assert sorted(seen.counted) == expected and seen.counted[-1] == kinds["gather"]
                 # Of every position a key, a token, a sum and a flag.
                 rows = 1 if isinstance(key, PrefillKey) else key.bucket * key.shape.num_draft_tokens
                 assert seen.gathered[-1] == 4 * rows

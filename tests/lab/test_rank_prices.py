@@ -68,3 +68,16 @@ def test_the_draft_is_counted_as_a_rank_holds_it() -> None:
     assert found["sharded"].capacity.kv_per_token[1] * 4 == found["replicated"].capacity.kv_per_token[1]
     assert any("the draft on 4 ranks: sharded" in note and "MB less to read per cycle" in note for note in found["auto"].notes)
     assert any("the draft on 4 ranks: replicated" in note for note in found["replicated"].notes)
+
+
+def test_states_of_recurrent_layers_are_those_of_a_ranks_heads() -> None:
+    """Six layers: of each head a matrix of 32 by 32 float32 numbers; three inputs of the convolution, bfloat16."""
+    whole, *parts = (planned("model=demo_hybrid", f"runtime.tensor_parallel={size}") for size in (1, 2, 4))
+    found = [advice.capacity.states for advice in (whole, *parts)]
+    # Four value heads over two key heads; each of four ranks has one, and a key head of its own.
+    held = [(4, 2), (2, 1), (1, 1)]
+    assert [states and states.state for states in found] == [
+        6 * (values * 32 * 32 * 4 + 3 * 32 * (2 * keys + values) * 2) for values, keys in held
+    ]
+    two = whole.ranks[1]
+    assert two.sums == 2 * 8 + 2 and two.weights == parts[0].model.target_weights.size

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +12,8 @@ from torch import Tensor
 
 from graphspec.errors import ConfigError
 from graphspec.facts import read_model_facts
-from graphspec.facts.sharding import sharding_of
+from graphspec.facts.sharding import Shard, sharding_of
+from graphspec.lab.predict.ranks import sums_of
 from graphspec.models import tensor_files
 from graphspec.models.layers import join_ranks
 from graphspec.models.llama import LlamaModel
@@ -23,6 +21,7 @@ from graphspec.models.target import load_target
 from graphspec.models.vocabulary import VocabParallelLinear
 from tests.support.checkpoints import VOCAB_SIZE, DenseAttention, build_hf, write_hf
 from tests.support.moe_checkpoints import build_mixture
+from tests.support.rank_threads import ThreadComm, together
 
 from .test_models import in_float64
 
@@ -38,6 +37,8 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "norms-of-heads": ("qwen3", {**FOUR, "num_key_value_heads": 2}),
     "window": ("mistral", {**FOUR, "num_key_value_heads": 2, "sliding_window": 7}),
     "fused-tensors": ("phi3", {**FOUR, "num_key_value_heads": 2}),
+    "norms-of-all-heads": ("olmo2", {**FOUR, "num_key_value_heads": 4}),
+    "norms-of-copied-heads": ("olmo2", {**FOUR, "hidden_size": 96, "num_attention_heads": 12, "num_key_value_heads": 3}),
 }
 MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "experts": ("qwen3_moe", {}),
@@ -45,46 +46,6 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "latent-compressed-queries": ("deepseek_v3", {"attention_bias": True}),
 }
 CASES = DENSE | MIXTURES
-
-
-class ThreadComm:
-    """Collectives between threads, in order of rank."""
-
-    def __init__(self, size: int) -> None:
-        self.parts: list[Tensor | None] = [None] * size
-        self.barrier = threading.Barrier(size, timeout=300)
-        self.calls = {"sums": 0, "gathers": 0}
-
-    def exchange(self, rank: int, x: Tensor) -> list[Tensor]:
-        self.parts[rank] = x
-        self.barrier.wait()
-        found = [part for part in self.parts if part is not None]
-        self.barrier.wait()
-        return found
-
-    def of(self, rank: int) -> OneThread:
-        return OneThread(self, rank)
-
-
-class OneThread:
-    def __init__(self, all_ranks: ThreadComm, rank: int) -> None:
-        self.all_ranks, self.rank = all_ranks, rank
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        self.all_ranks.calls["sums"] += self.rank == 0
-        total, *others = self.all_ranks.exchange(self.rank, x)
-        for other in others:
-            total = total + other
-        return total
-
-    def all_gather(self, x: Tensor) -> Tensor:
-        self.all_ranks.calls["gathers"] += self.rank == 0
-        return torch.cat(self.all_ranks.exchange(self.rank, x), dim=-1)
-
-
-def together(size: int, run: Callable[[int], Any]) -> list[Any]:
-    with ThreadPoolExecutor(size) as pool:
-        return [future.result() for future in [pool.submit(run, rank) for rank in range(size)]]
 
 
 def build(name: str, path: Path) -> Any:
@@ -110,7 +71,9 @@ def test_ranks_together_have_the_logits_of_transformers(name: str, size: int, tm
             return ours.lm_head.gather(ours.logits(found.hidden_BTH)), found.feature_BTF
 
     (logits, features), *others = together(size, run)
-    assert comm.calls == {"sums": 1 + 2 * facts.num_layers, "gathers": 1}
+    blocks = 3 if DENSE.get(name, ("",))[0] == "olmo2" else 2  # queries and keys are normed over all ranks
+    assert comm.calls == {"sums": 1 + blocks * facts.num_layers, "gathers": 1}
+    assert sum(comm.calls.values()) == sums_of(facts.of_rank(0, size), size)
     for other_logits, other_features in others:
         assert torch.equal(other_logits, logits) and torch.equal(other_features, features)
     with torch.inference_mode():
@@ -179,12 +142,46 @@ def test_key_heads_are_those_of_the_query_heads(rank: int, size: int, queries: i
     run = own // len(heads)
     assert [heads[query // run] for query in range(own)] == [(rank * own + query) // group for query in range(own)]
     shard = sharding.key_shard(5)
-    rows = [row for begin, length in shard.pieces for row in range(begin, begin + length)]
-    assert rows == [head * 5 + row for head in heads for row in range(5)] and shard.full_size == keys * 5
+    assert rows_of(shard) == [head * 5 + row for head in heads for row in range(5)] and shard.full_size == keys * 5
+
+
+@pytest.mark.parametrize(("size", "queries", "keys"), [(2, 8, 4), (4, 8, 2), (2, 6, 3), (4, 12, 3), (6, 12, 4)])
+def test_rows_stored_key_head_by_key_head(size: int, queries: int, keys: int) -> None:
+    """Of each key head two rows; then of each of its query heads three rows of one projection, and then one of another."""
+    group, own = queries // keys, queries // size
+    names = [
+        row
+        for key in range(keys)
+        for row in (
+            *((key, "shared", 0, place) for place in range(2)),
+            *((key, "wide", key * group + query, place) for query in range(group) for place in range(3)),
+            *((key, "narrow", key * group + query, 0) for query in range(group)),
+        )
+    ]
+    held: dict[int, int] = {}
+    for rank in range(size):
+        sharding = sharding_of(rank, size, queries, keys)
+        shard = sharding.grouped_shard(2, 3, 1)
+        assert shard.full_size == len(names) and shard.size == len(rows_of(shard))
+        blocks = torch.tensor(rows_of(shard)).view(len(sharding.key_heads), -1)
+        for place, (head, block) in enumerate(zip(sharding.key_heads, blocks.tolist(), strict=True)):
+            first = rank * own + place * sharding.run
+            queries_of_run = range(first, first + sharding.run)
+            assert [names[row] for row in block] == [
+                *((head, "shared", 0, row) for row in range(2)),
+                *((head, "wide", query, row) for query in queries_of_run for row in range(3)),
+                *((head, "narrow", query, 0) for query in queries_of_run),
+            ]
+        for head in sharding.key_heads[sharding.first_copies]:
+            held[head] = held.get(head, 0) + 1
+    assert held == dict.fromkeys(range(keys), 1), "every key head has one first copy"
+
+
+def rows_of(shard: Shard) -> list[int]:
+    return [row for begin, length in shard.pieces for row in range(begin, begin + length)]
 
 
 REFUSED: list[tuple[str, dict[str, Any], int, str]] = [
-    ("olmo2", {"num_attention_heads": 4, "num_key_value_heads": 4, "hidden_size": 64}, 2, "norms the queries of all heads"),
     ("llama", {}, 2, "num_attention_heads = 3"),
     ("llama", {}, 3, "intermediate_size = 40"),
 ]

@@ -34,15 +34,19 @@ def run(target: Path, draft: Path | None, size: int, **keys: Any) -> tuple[list[
     """Tokens, and how many tokens of prompts were shared."""
     batch, params = requests()
     with LLM(target, draft=draft, tensor_parallel=size, **BUSY | keys) as llm:
+        started = [child.process for child in llm.ranks.children] if llm.ranks is not None else []
         first = llm.generate(batch, params)
         again = llm.generate(batch[3:], params[:3])
+    assert [process.returncode for process in started] == [0] * (size - 1)
     outputs = [*first, *again]
     return ids(outputs), sum(out.cached_tokens for out in outputs)
 
 
-def assert_same_tokens(monkeypatch: pytest.MonkeyPatch, target: Path, draft: Path | None, size: int, **keys: Any) -> None:
-    """Check that several ranks emit the tokens of one, while rows are preempted and share pages."""
+def assert_same_tokens(
+    monkeypatch: pytest.MonkeyPatch, target: Path, draft: Path | None, size: int, *, shares: bool = True, **keys: Any
+) -> None:
+    """Check that several ranks emit the tokens of one, while rows are preempted and, with ``shares``, share pages."""
     watched = watch_schedulers(monkeypatch)
     one, together = run(target, draft, 1, **keys), run(target, draft, size, **keys)
-    assert together == one and one[1] > 0
+    assert together == one and (one[1] > 0) == shares
     assert len(watched) == 2 and all(scheduler.preempted for scheduler in watched)

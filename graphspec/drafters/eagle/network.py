@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from ...kernels.linear import Hidden, ResidualStream, hidden_of
-from ...models.layers import MLP, Embedding, Linear, RMSNorm, SelfAttention
+from ...models.layers import Embedding, Linear, RMSNorm, SelfAttention
+from ...models.mlp import MLP
 from ...models.stack import DecoderStack, DraftInput
 from ..network import DraftNetwork
 

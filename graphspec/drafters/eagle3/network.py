@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from ...kernels.linear import Hidden, ResidualStream, hidden_of
-from ...models.layers import MLP, Embedding, Linear, RMSNorm, SelfAttention
+from ...models.layers import Embedding, Linear, RMSNorm, SelfAttention
 from ...models.llama import DecoderLayer
+from ...models.mlp import MLP
 from ...models.stack import DecoderStack, DraftInput, PlainLayer, packing_obstacle
 from ..network import DraftNetwork
 

@@ -69,8 +69,14 @@ class RankPrice:
 
 
 def sums_of(facts: ModelFacts, size: int) -> int:
-    """Collectives of one pass of a target: two per layer, one for its tokens, one for the best of its logits."""
-    return 2 * facts.num_layers + 2 if size > 1 else 0
+    """Collectives of one pass of a target: one after each block, norm over several ranks, for its tokens and the best of its logits.
+
+    Args:
+        facts: of one of the ranks.
+        size: ranks.
+    """
+    norms = sum(facts.norms_over_ranks(layer) for layer in range(facts.num_layers))
+    return facts.blocks + norms + 2 if size > 1 else 0
 
 
 def sums_ms(facts: ModelFacts, size: int, tokens: int, itemsize: int, start_us: float, link: float) -> float:
@@ -78,10 +84,10 @@ def sums_ms(facts: ModelFacts, size: int, tokens: int, itemsize: int, start_us: 
 
     Every rank reads the parts of all others over its own link: ``size - 1`` parts of each sum, and the best key of each part of the logits
     with what belongs to it. Sampling classes that need all logits (:func:`~graphspec.graphs.stages.vocabulary.target_needs_all`) read
-    these too.
+    these too. The squares for norms over several ranks are a few numbers per token and are not counted.
 
     Args:
-        facts: of the target.
+        facts: of one of the ranks.
         size: ranks.
         tokens: in all lanes together.
         itemsize: bytes of an activation.
@@ -90,7 +96,7 @@ def sums_ms(facts: ModelFacts, size: int, tokens: int, itemsize: int, start_us: 
     """
     if size == 1:
         return 0.0
-    read = (size - 1) * tokens * (facts.hidden_size * itemsize * (2 * facts.num_layers + 1) + BEST_BYTES)
+    read = (size - 1) * tokens * (facts.hidden_size * itemsize * (facts.blocks + 1) + BEST_BYTES)
     return sums_of(facts, size) * start_us * 1e-3 + 1e3 * read / link
 
 
