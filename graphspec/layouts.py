@@ -161,14 +161,14 @@ GRANITE_LAYOUT = _target(
 BAMBA_LAYOUT = _target(
     TensorRule("norm.weight", ("model.final_layernorm.weight",)),
     TensorRule("layers.*.post_attention_layernorm.weight", ("model.layers.*.pre_ff_layernorm.weight",)),
-    *_ssm_rules("layers.*.self_attn.", "model.layers.*.mamba."),
+    *(rule for ours in ("self_attn", "mamba") for rule in _ssm_rules(f"layers.*.{ours}.", "model.layers.*.mamba.")),
     *(
         TensorRule(f"layers.*.mlp.gate_up_proj.{kind}", tuple(f"model.layers.*.feed_forward.{one}_proj.{kind}" for one in ("gate", "up")))
         for kind in ("weight", "bias")
     ),
     *_renamed("mlp.", "feed_forward.", ("down_proj", "down_proj")),
 )
-"""Bamba."""
+"""Bamba, and Falcon-H1, whose layers have Mamba-2 next to attention."""
 
 NEMOTRON_LAYOUT = Layout(
     rules=(

@@ -21,6 +21,7 @@ from .mamba import (
     bamba_keys,
     granite_keys,
     nemotron_keys,
+    read_falcon_ssm,
     read_granite_experts,
     read_granite_ssm,
     read_mixers,
@@ -28,7 +29,7 @@ from .mamba import (
     read_nemotron_ssm,
 )
 from .moe import ExpertFacts, read_deepseek_experts, read_qwen3_5_experts, read_qwen3_experts, read_qwen3_next_experts
-from .multipliers import Multipliers, read_granite_multipliers
+from .multipliers import Multipliers, read_falcon_multipliers, read_granite_multipliers
 from .recurrent import RecurrentFacts, read_gated_delta
 from .rope import ROPE_KINDS, RopeFacts
 
@@ -132,6 +133,8 @@ class Family:
     """The config under the names that all other readers use; None: it has them."""
     mixers: Callable[[Keys, int], tuple[Mixer, ...]] | None = None
     """Reads what each layer holds, where it holds one net after one norm; None: attention or a recurrent net, and an MLP."""
+    side_by_side: bool = False
+    """Every recurrent layer attends too: both read one input, and both results are added."""
     squared_relu: bool = False
     """MLPs and experts are ``down(relu(up x)^2)``, without a gate (arXiv 2109.08668)."""
     rotates: bool | None = True
@@ -227,6 +230,16 @@ BAMBA = Family(
     recurrent=read_granite_ssm,
 )
 """Mamba-2 or attention with partial rotary, then an MLP."""
+FALCON_H1 = Family(
+    name="falcon_h1",
+    architectures=("FalconH1ForCausalLM",),
+    layout=BAMBA_LAYOUT,
+    multi_head=True,
+    recurrent=read_falcon_ssm,
+    side_by_side=True,
+    multipliers=read_falcon_multipliers,
+)
+"""Mamba-2 and attention in every layer, over one input, then an MLP (arXiv 2507.22448)."""
 KIMI_LINEAR = Family(
     name="kimi_linear",
     architectures=("KimiLinearForCausalLM",),
@@ -284,6 +297,7 @@ FAMILIES: tuple[Family, ...] = (
     NEMOTRON_H,
     GRANITE_HYBRID,
     BAMBA,
+    FALCON_H1,
     KIMI_LINEAR,
 )
 ENTRY_POINTS = "graphspec.families"

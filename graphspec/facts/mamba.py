@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal, cast
 
 from .keys import MOST_HEAD_DIM, MOST_HEADS, MOST_LAYERS, MOST_WIDTH, Keys
@@ -127,6 +128,29 @@ def read_granite_ssm(keys: Keys, num_layers: int) -> RecurrentFacts | None:
         keys = Keys({**keys.values, "mamba_d_head": width // heads}, keys.where)
     names = ("mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head", "mamba_d_conv", "mamba_conv_bias", "mamba_proj_bias")
     return _read_ssm(keys, layers, *names)
+
+
+def read_falcon_ssm(keys: Keys, num_layers: int) -> RecurrentFacts | None:
+    """Falcon-H1's recurrent nets, one in every layer.
+
+    Raises:
+        CheckpointError: a key that is missing, wrong or not supported.
+    """
+    for key in ("mamba_proj_bias", "projectors_bias"):
+        if keys.flag(key, False):
+            raise keys.error(key, "false (a multiplier of the input would not be one of the output)")
+    normed = keys.flag("mamba_rms_norm", False)
+    if normed and keys.flag("mamba_norm_before_gate", True):
+        raise keys.error("mamba_norm_before_gate", "false (a norm before the output gate is not supported)")
+    if keys.values.get("mamba_d_ssm", 1024) is not None:
+        width = keys.integer("mamba_d_ssm", 1024, most=MOST_WIDTH)
+        heads = keys.integer("mamba_n_heads", 128, most=MOST_HEADS)
+        if width % heads or keys.values.get("mamba_d_head") not in (None, "auto", width // heads):
+            raise keys.error("mamba_d_ssm", f"mamba_n_heads = {heads} times mamba_d_head")
+        keys = Keys({**keys.values, "mamba_d_head": width // heads}, keys.where)
+    facts = read_granite_ssm(Keys({**keys.values, "layer_types": ["linear_attention"] * num_layers}, keys.where), num_layers)
+    assert facts is not None and facts.ssm is not None, "every layer has such a net"
+    return replace(facts, ssm=replace(facts.ssm, norm=normed))
 
 
 def _read_ssm(

@@ -75,7 +75,7 @@ class ModelFacts:
     experts: ExpertFacts | None = None
     """Mixtures of experts in some layers."""
     recurrent: RecurrentFacts | None = None
-    """Layers with a recurrent state in place of keys and values."""
+    """Layers with a recurrent state, in place of keys and values or next to them."""
     mixers: tuple[Mixer, ...] | None = None
     """What each layer holds, where it is one net; None: attention or a recurrent net, and an MLP."""
     multipliers: Multipliers = NO_MULTIPLIERS
@@ -90,12 +90,14 @@ class ModelFacts:
         return (2, self.num_kv_heads, self.head_dim) if self.latent is None else (1, 1, self.latent.row_dim)
 
     def is_recurrent(self, layer: int) -> bool:
-        """The layer keeps a recurrent state and no keys and values."""
+        """The layer keeps a recurrent state."""
         return self.recurrent is not None and self.recurrent.layers[layer]
 
     def attends(self, layer: int) -> bool:
         """The layer keeps keys and values."""
-        return not self.is_recurrent(layer) if self.mixers is None else self.mixers[layer] == "attention"
+        if self.mixers is not None:
+            return self.mixers[layer] == "attention"
+        return self.family.side_by_side or not self.is_recurrent(layer)
 
     def place(self, layer: int) -> int:
         """The layer's number among the layers of its kind: in the KV pool, or in the recurrent states."""
@@ -110,7 +112,8 @@ class ModelFacts:
     @property
     def score_scale(self) -> float:
         """Factor of attention scores, without latent attention."""
-        return self.head_dim**-0.5 if self.multipliers.attention is None else self.multipliers.attention
+        stated = self.multipliers.attention
+        return (self.head_dim**-0.5 if stated is None else stated) * self.multipliers.scores
 
     def has_experts(self, layer: int) -> bool:
         """The MLP of this layer is a mixture."""
@@ -135,6 +138,9 @@ class ModelFacts:
         """
         if size == 1:
             return self
+        if self.family.side_by_side:
+            reason = "has attention and a recurrent net side by side"
+            raise ConfigError("runtime.tensor_parallel", f"1 for {self.architecture}, which {reason}", size)
         _check_ranks(self, size)
         sharding = sharding_of(rank, size, self.num_heads, self.num_kv_heads)
         experts = self.experts and replace(

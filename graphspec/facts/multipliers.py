@@ -1,10 +1,11 @@
-"""Constants that some models multiply their streams by (muP; Granite). Standard library only."""
+"""Constants that some models multiply their streams by (muP; Granite, Falcon-H1). Standard library only."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 
-from .keys import Keys
+from .keys import Keys, is_number
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +19,14 @@ class Multipliers:
     """Of scores, in place of one over the root of the head's width."""
     logits: float = 1.0
     """Divides them."""
+    scores: float = 1.0
+    """Of scores, beyond that of ``attention``."""
+    attention_output: float = 1.0
+    ssm: tuple[float, ...] = (1.0,) * 5
+    """Of what the input projection of Mamba-2 leaves: output gate, x, B, C, steps."""
+    ssm_output: float = 1.0
+    mlp: tuple[float, ...] = (1.0,) * 2
+    """Of the gate before its activation, and of what the MLP leaves."""
 
 
 NO_MULTIPLIERS = Multipliers()
@@ -35,3 +44,30 @@ def read_granite_multipliers(keys: Keys) -> Multipliers:
         attention=keys.number("attention_multiplier", 1.0),
         logits=keys.number("logits_scaling", 1.0),
     )
+
+
+def read_falcon_multipliers(keys: Keys) -> Multipliers:
+    """Those of Falcon-H1; absent or null means 1. One of a projection's input is taken as one of its output, which has no bias.
+
+    Raises:
+        CheckpointError: a value that is no positive number, or a list of another length.
+    """
+    entering, ssm_in = keys.number("attention_in_multiplier", 1.0), keys.number("ssm_in_multiplier", 1.0)
+    return Multipliers(
+        embedding=keys.number("embedding_multiplier", 1.0),
+        logits=1 / keys.number("lm_head_multiplier", 1.0),
+        scores=entering**2 * keys.number("key_multiplier", 1.0),
+        attention_output=entering * keys.number("attention_out_multiplier", 1.0),
+        ssm=tuple(ssm_in * scale for scale in _numbers(keys, "ssm_multipliers", 5)),
+        ssm_output=keys.number("ssm_out_multiplier", 1.0),
+        mlp=_numbers(keys, "mlp_multipliers", 2),
+    )
+
+
+def _numbers(keys: Keys, key: str, count: int) -> tuple[float, ...]:
+    value = keys.values.get(key)
+    if value is None:
+        return (1.0,) * count
+    if not isinstance(value, list) or len(value) != count or not all(is_number(one) and 0 < one < inf for one in value):
+        raise keys.error(key, f"{count} positive numbers")
+    return tuple(map(float, value))

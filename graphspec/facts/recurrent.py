@@ -37,6 +37,8 @@ class SsmFacts:
     conv_bias: bool
     projection_bias: bool
     """Of both projections."""
+    norm: bool = True
+    """A norm over groups of channels follows the output gate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

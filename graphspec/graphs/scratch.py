@@ -120,15 +120,16 @@ def _linear(rows: int, outputs: int, inputs: int, dtype: str, numerics: str, nor
 def _network(plan: Plan, model: ModelFacts, rows: int) -> Iterator[Call]:
     """Products and experts of one pass over ``rows`` tokens, without the output layer."""
     kind, hidden, latent = (plan.dtype, plan.numerics), model.hidden_size, model.latent
-    # Norms after attention and MLP, and a multiplier, stand between a product and the residual.
-    added = not model.family.norm_after and model.multipliers.residual == 1
+    # Norms after attention and MLP, a multiplier, and a sum of two nets stand between a product and the residual.
+    added = not (model.family.norm_after or model.family.side_by_side) and model.multipliers.residual == 1
     normed = added and model.family.norm != "float32"
     widths = {model.intermediate_size}
     if model.experts is not None:
         widths.add(model.experts.shared_size)
         experts, width, of = model.experts.num_experts, model.experts.intermediate_size, getattr(torch, plan.dtype)
         sizes = {"T": rows, "K": model.experts.topk, "E": experts, "H": hidden, "F": width}
-        yield _op("moe_mlp", sizes, x_TH=of, gate_up_EFH=(of, experts, 2 * width, hidden), down_EHF=of)
+        entering = width if model.family.squared_relu else 2 * width
+        yield _op("moe_mlp", sizes, x_TH=of, gate_up_EFH=(of, experts, entering, hidden), down_EHF=of)
     for width in widths - {0}:
         yield _linear, (rows, 2 * width, hidden, *kind, normed, True, False, False)
         yield _linear, (rows, hidden, width, *kind, False, False, added, False)

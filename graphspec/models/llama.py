@@ -14,6 +14,7 @@ from .latent import LatentAttention
 from .layers import RMSNorm, SelfAttention
 from .mamba2 import Mamba2
 from .mlp import MLP, SquaredReluMLP, dense_mlp
+from .parallel_layer import ParallelLayer
 from .recurrent_net import RecurrentNet, stack_convolutions
 from .rope import RotaryEmbedding
 from .stack import DecoderStack, packing_obstacle
@@ -129,7 +130,7 @@ class LlamaModel(nn.Module):
         self.facts, self.tap_layers = facts, tap_layers
         self.rotary = RotaryEmbedding(facts.rope, facts.head_dim, max_positions or facts.max_position_embeddings)
         self.embed_tokens = token_embedding(facts)
-        make_layer = DecoderLayer if facts.mixers is None else MixerLayer
+        make_layer = MixerLayer if facts.mixers is not None else ParallelLayer if facts.family.side_by_side else DecoderLayer
         self.layers = nn.ModuleList(make_layer(facts, layer) for layer in range(facts.num_layers))
         self.norm = RMSNorm.of(facts)
         self.lm_head = vocabulary_head(facts)
@@ -142,6 +143,8 @@ class LlamaModel(nn.Module):
         """See :func:`graphspec.models.stack.pack_network`."""
         if self.facts.mixers is not None:
             return "layers of one mixer"
+        if self.facts.family.side_by_side:
+            return "recurrent layers"
         layers = list(cast("list[DecoderLayer]", self.layers))
         if (reason := packing_obstacle(layers)) is not None:
             return reason

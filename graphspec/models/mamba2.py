@@ -1,4 +1,4 @@
-"""Mamba-2 (arXiv 2405.21060), as Nemotron-H and Granite 4 have it in the place of attention."""
+"""Mamba-2 (arXiv 2405.21060), as Nemotron-H and Granite 4 have it in the place of attention, and Falcon-H1 next to it."""
 
 from __future__ import annotations
 
@@ -36,13 +36,15 @@ class Mamba2(RecurrentNet, ShardedModule):
         width = own.value_heads * own.value_dim
         self.in_proj = Linear(facts.hidden_size, width, own.channels, own.value_heads, bias=own.ssm.projection_bias)
         self.skip_H = make_parameter(own.value_heads)
-        self.norm = RMSNorm(width, facts.rms_norm_eps)
+        self.scales = facts.multipliers.ssm
+        self.norm = RMSNorm(width, facts.rms_norm_eps) if own.ssm.norm else None
         self.out_proj = row_parallel_linear(own.sharding, width, facts.hidden_size, bias=own.ssm.projection_bias)
         self.sharded = own.splits_groups
         if own.sharding.sharded:
             inner, heads = own.value_shard(own.value_dim), own.value_shard(1)
             self.in_proj.shard_rows(inner, own.channel_shard, heads)
-            self.norm.shards = {"weight": ParameterShards(0, (inner,))}
+            if self.norm is not None:
+                self.norm.shards = {"weight": ParameterShards(0, (inner,))}
             self.shards["skip_H"] = ParameterShards(0, (heads,))
 
     def rule(self) -> Rule:
@@ -58,16 +60,18 @@ class Mamba2(RecurrentNet, ShardedModule):
     ) -> Hidden:
         """``residual + net(norm(x))``, ``[B, T, H]``; either may be absent. A stream where the residual is one. Positions don't matter."""
         del rotation
-        gate_BTE, input_BTE, step_BTH = self.in_proj(x_BTH, norm).split(self.in_proj.parts, dim=-1)
+        gate_BTE, input_BTE, step_BTH = self._project(x_BTH, norm)
         step_BTH = F.softplus(step_BTH.float() + self.dt_bias)
         out_BTHV = self.mix(attention, input_BTE, torch.cat((-self.A_log.exp() * step_BTH, step_BTH), -1))
         gated_BTE = out_BTHV.flatten(2).float() * F.silu(gate_BTE.float())
-        # Each group of heads that share B and C is normed by itself.
-        groups = self.recurrent.key_heads
-        gated_BTGE = gated_BTE.unflatten(-1, (groups, -1))
-        mean_BTG1 = self._mean_square(gated_BTGE) if self.sharded else None
-        normed_BTGE = rms_norm(gated_BTGE, self.norm.weight.float().view(groups, -1), self.norm.eps, mean_square=mean_BTG1)
-        out_BTH: Hidden = self.out_proj(normed_BTGE.flatten(2).to(input_BTE.dtype), residual=residual_BTH)
+        if self.norm is not None:
+            # Each group of heads that share B and C is normed by itself.
+            groups = self.recurrent.key_heads
+            gated_BTGE = gated_BTE.unflatten(-1, (groups, -1))
+            mean_BTG1 = self._mean_square(gated_BTGE) if self.sharded else None
+            weight_GE = self.norm.weight.float().view(groups, -1)
+            gated_BTE = rms_norm(gated_BTGE, weight_GE, self.norm.eps, mean_square=mean_BTG1).flatten(2)
+        out_BTH: Hidden = self.out_proj(gated_BTE.to(input_BTE.dtype), residual=residual_BTH)
         return out_BTH
 
     def _mean_square(self, gated_BTGE: Tensor) -> Tensor:
@@ -77,3 +81,14 @@ class Mamba2(RecurrentNet, ShardedModule):
         group_BTG1 = runs_BTR.unflatten(-1, (-1, own.copies)).sum(-1, keepdim=True) / (own.copies * gated_BTGE.shape[-1])
         begin = own.rank * len(own.key_heads)
         return group_BTG1.expand(-1, -1, -1, own.copies).flatten(2)[..., begin : begin + len(own.key_heads), None]
+
+    def _project(self, x_BTH: Hidden, norm: RMSNorm | None) -> tuple[Tensor, ...]:
+        """Output gate, the convolution's input, steps."""
+        parts = self.in_proj(x_BTH, norm).split(self.in_proj.parts, dim=-1)
+        if all(scale == 1 for scale in self.scales):
+            return tuple(parts)
+        gate_BTE, input_BTE, step_BTH = parts
+        keys = self.recurrent.key_heads * self.recurrent.key_dim
+        inputs = input_BTE.split((gate_BTE.shape[-1], keys, keys), dim=-1)
+        scaled = [part * scale for part, scale in zip((gate_BTE, *inputs, step_BTH), self.scales, strict=True)]
+        return scaled[0], torch.cat(scaled[1:-1], -1), scaled[-1]

@@ -14,6 +14,7 @@ from graphspec.facts import read_model_facts
 from graphspec.models.target import load_target
 from graphspec.models.token_map import apply_token_map
 from tests.support.checkpoints import VOCAB_SIZE, DenseAttention, build_hf, eagle3_tensors, edit_json, edit_tensors, write_eagle3, write_hf
+from tests.support.hybrid_checkpoints import build_hybrid
 from tests.support.mtp_checkpoints import add_heads, head_tensors, write_heads, write_target
 
 if TYPE_CHECKING:
@@ -137,6 +138,8 @@ def test_heads_are_no_language_models(tmp_path: Path, target_path: Path) -> None
     edit_json(path / "config.json", architectures=["NemotronHForCausalLM"], hybrid_override_pattern="*-*-")
     with pytest.raises(CheckpointError, match="every layer attends"):
         read_standalone_facts(path, target)
+    with pytest.raises(CheckpointError, match="every layer attends and none is recurrent"):
+        read_standalone_facts(write_hf(build_hybrid("falcon_h1"), tmp_path / "side-by-side"), target)
 
 
 def test_a_superfluous_tensor_is_refused(tmp_path: Path, target_path: Path) -> None:

@@ -34,7 +34,7 @@ WIDE_TREE = {"num_steps": 4, "topk": 3, "num_draft_tokens": 12}
 HOST = {"variant": "ngram_trie", "page_size": 4, **WIDE_TREE}
 
 
-@pytest.fixture(scope="module", params=["qwen3_5", "qwen3_next", "qwen3_5_moe", "nemotron_h", "granite_moe", "bamba"])
+@pytest.fixture(scope="module", params=["qwen3_5", "qwen3_next", "qwen3_5_moe", "nemotron_h", "granite_moe", "bamba", "falcon_h1"])
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return random_pair(tmp_path_factory.mktemp(request.param), build_hybrid(request.param))
 

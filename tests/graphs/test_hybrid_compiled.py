@@ -16,7 +16,7 @@ ASKED = prompts(4, (12, 1, 25, 7), VOCAB_SIZE)
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("family", ["qwen3_5", "nemotron_h"])
+@pytest.mark.parametrize("family", ["qwen3_5", "nemotron_h", "falcon_h1"])
 def test_compiled_cycles_decode_the_same(family: str, tmp_path: Path) -> None:
     pair = random_pair(tmp_path, build_hybrid(family, seed=1))
     llm = pair.llm(**TREE, mode="compiled", page_size=4, max_rows=3)

@@ -13,13 +13,14 @@ from safetensors.torch import load_file, save_file
 
 from graphspec.buffers import declare_slots, plan_sizes
 from graphspec.config import Config, HardwareConfig, KernelsConfig, ModelConfig, RuntimeConfig, VariantConfig
-from graphspec.errors import CheckpointError
+from graphspec.errors import CheckpointError, ConfigError
 from graphspec.facts import ModelFacts, read_model_facts
 from graphspec.facts.keys import Keys
 from graphspec.facts.recurrent import read_gated_delta
 from graphspec.graphs.memory import plan_memory
 from graphspec.kernels import select_kernels
 from graphspec.models.recurrence import RecurrentStates, RunRecurrence
+from graphspec.models.recurrent_net import RecurrentNet
 from graphspec.models.target import load_target
 from graphspec.plan import make_plan
 from tests.support.checkpoints import VOCAB_SIZE, DenseAttention, edit_json, write_hf
@@ -49,6 +50,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "granite-attention-only": ("granite", {"layer_types": ["full_attention"] * 4, "position_embedding_type": "rope"}),
     "bamba": ("bamba", {}),
     "bamba-biases": ("bamba", {"mlp_bias": True, "attention_bias": True, "mamba_proj_bias": True, "tie_word_embeddings": True}),
+    "falcon_h1": ("falcon_h1", {}),
+    "falcon_h1-norm": (
+        "falcon_h1",
+        {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "mamba_conv_bias": False, "mamba_d_ssm": None},
+    ),
     "qwen3_next-dense-layers": ("qwen3_next", {"mlp_only_layers": [1, 3], "norm_topk_prob": False, "linear_num_key_heads": 4}),
 }
 
@@ -144,7 +150,7 @@ def test_older_configs_of_mamba_hybrids_say_the_same(tmp_path: Path) -> None:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next", "nemotron_h", "granite"])
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next", "nemotron_h", "granite", "falcon_h1"])
 def test_low_precision_follows_transformers_casts(family: str, tmp_path: Path) -> None:
     """Error against float32 at most twice that of transformers in bfloat16."""
     model = build_hybrid(family)
@@ -159,6 +165,30 @@ def test_low_precision_follows_transformers_casts(family: str, tmp_path: Path) -
     attention.recurrence = replace(attention.recurrence, states=RecurrentStates(matrix, column.bfloat16()))  # type: ignore[type-var]
     logits = ours.logits(ours(token_BT, attention).hidden_BTH)
     assert (logits - exact).abs().max() <= 2 * (low(token_BT, use_cache=False).logits.float() - exact).abs().max()
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "nemotron_h", "falcon_h1"])
+def test_convolutions_of_all_layers_are_held_once(family: str, tmp_path: Path) -> None:
+    """In one tensor, for the commit; each layer's own is a part of it."""
+    path = write_hf(build_hybrid(family), tmp_path)
+    target = load_target(read_model_facts(path), (), 16, torch.float32, "cpu")
+    whole, stored = target.stacked_convolution(), load_file(path / "model.safetensors")
+    nets = [module for module in target.modules() if isinstance(module, RecurrentNet)]
+    assert [net.layer for net in nets] == list(range(len(whole.weight_EO)))
+    named = {name: [stored[key] for key in stored if key.endswith(f"conv1d.{name}")] for name in ("weight", "bias")}
+    for place, (net, weight) in enumerate(zip(nets, named["weight"], strict=True)):
+        assert net.conv_weight_E1O.data_ptr() == whole.weight_EO[place].data_ptr() and torch.equal(net.conv_weight_E1O, weight)
+        if whole.bias_E is not None:
+            assert net.conv_bias_E is not None and net.conv_bias_E.data_ptr() == whole.bias_E[place].data_ptr()
+            assert torch.equal(net.conv_bias_E, named["bias"][place])
+    assert (whole.bias_E is None) == (family == "qwen3_5")
+
+
+def test_two_nets_side_by_side_are_refused_on_several_ranks(tmp_path: Path) -> None:
+    facts = read_model_facts(write_hf(build_hybrid("falcon_h1"), tmp_path))
+    assert facts.kv_layers == facts.num_layers and [facts.place(layer) for layer in range(4)] == [0, 1, 2, 3]
+    with pytest.raises(ConfigError, match=r"runtime\.tensor_parallel: expected 1 for FalconH1ForCausalLM"):
+        facts.of_rank(0, 2)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -189,6 +219,10 @@ MAMBA_REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "bamba beyond": ("bamba", {"attn_layer_indices": [4]}, "attn_layer_indices: expected a list of layers from 0 to 3"),
     "groups": ("granite", {"mamba_n_groups": 3}, "mamba_n_heads: expected a multiple of mamba_n_groups = 3"),
     "positions": ("granite", {"position_embedding_type": "alibi"}, "position_embedding_type: expected rope, nope or null"),
+    "a norm before the gate": ("falcon_h1", {"mamba_rms_norm": True}, "mamba_norm_before_gate: expected false"),
+    "scaled biases": ("falcon_h1", {"projectors_bias": True}, "projectors_bias: expected false"),
+    "another width": ("falcon_h1", {"mamba_d_ssm": 90}, "mamba_d_ssm: expected mamba_n_heads = 4 times mamba_d_head"),
+    "too few multipliers": ("falcon_h1", {"ssm_multipliers": [1.0, 2.0]}, "ssm_multipliers: expected 5 positive numbers"),
     "multiplier": ("granite", {"residual_multiplier": -1}, "residual_multiplier: expected a positive number"),
 }
 

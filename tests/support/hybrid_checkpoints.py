@@ -57,6 +57,10 @@ _BAMBA = {key: value for key, value in _GRANITE.items() if key.startswith("mamba
 _BAMBA |= {"attn_layer_indices": [1, 3], "intermediate_size": 40}
 _MOE = {"layers_block_type": ["linear_attention", "moe", "full_attention", "linear_attention", "moe"], "n_routed_experts": 8}
 _MOE |= {"moe_intermediate_size": 12, "moe_shared_expert_intermediate_size": 20, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2}
+_FALCON = {key: value for key, value in _GRANITE.items() if key.startswith("mamba") or key in ("num_hidden_layers", "rms_norm_eps")}
+_FALCON |= {"intermediate_size": 40, "mamba_d_ssm": 96, "embedding_multiplier": 3.0, "lm_head_multiplier": 0.4, "key_multiplier": 0.7}
+_FALCON |= {"attention_in_multiplier": 1.2, "attention_out_multiplier": 0.8, "mlp_multipliers": [0.6, 1.7], "ssm_in_multiplier": 1.3}
+_FALCON |= {"ssm_multipliers": [0.7, 1.2, 0.8, 1.4, 0.6], "ssm_out_multiplier": 0.9}
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3_5": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", _DELTA),
     "qwen3_next": ("Qwen3NextConfig", "Qwen3NextForCausalLM", {**_DELTA, **_EXPERTS}),
@@ -65,6 +69,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "nemotron_h_moe": ("NemotronHConfig", "NemotronHForCausalLM", {**_NEMOTRON, **_MOE, "routed_scaling_factor": 1.5}),
     "granite": ("GraniteMoeHybridConfig", "GraniteMoeHybridForCausalLM", _GRANITE),
     "bamba": ("BambaConfig", "BambaForCausalLM", _BAMBA),
+    "falcon_h1": ("FalconH1Config", "FalconH1ForCausalLM", _FALCON),
     "granite_moe": (
         "GraniteMoeHybridConfig", "GraniteMoeHybridForCausalLM", {**_GRANITE, "num_local_experts": 6, "num_experts_per_tok": 3},
     ),
@@ -93,7 +98,7 @@ def build_hybrid(family: str, *, seed: int = 0, **overrides: Any) -> Any:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for key, tensor in (*model.named_parameters(), *model.named_buffers()):
-            if "inv_freq" not in key:
+            if not key.endswith(("inv_freq", "mup_vector")):
                 tensor.copy_(_drawn(key, torch.randn(tensor.shape, generator=generator), offset=family in _OFFSET))
     return model
 

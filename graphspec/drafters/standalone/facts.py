@@ -35,8 +35,12 @@ def read_standalone_facts(path: str | Path, target: ModelFacts) -> StandaloneFac
         if keys.present(key):
             raise keys.error(key, "a whole language model, without this key", "an EAGLE head belongs to another variant")
     decoder = read_model_facts(path)
-    if decoder.kv_layers < decoder.num_layers:
-        raise keys.error("architectures", "a model in which every layer attends", "a draft needs a state after every step of every beam")
+    if decoder.recurrent is not None or decoder.kv_layers < decoder.num_layers:
+        raise keys.error(
+            "architectures",
+            "a model in which every layer attends and none is recurrent",
+            "a draft needs a state after every step of every beam",
+        )
     if decoder.vocab_size != target.vocab_size:
         raise CheckpointError(
             f"{path / 'config.json'}: vocab_size",
