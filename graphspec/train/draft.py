@@ -50,6 +50,10 @@ class Recipe:
         shortest = min(length for _, _, length in config.schedule_phases)
         if shortest <= config.unroll + 1:
             raise ConfigError("train.sequence_length", f"sequences longer than train.unroll + 1 = {config.unroll + 1}", shortest)
+        written = {length for _, _, length in config.text.sets or []}
+        missing = [length for _, _, length in config.schedule_phases if length not in written]
+        if written and missing and config.raw_share < 1:
+            raise ConfigError("train.text.sets", f"a set of sequences of {missing[0]} tokens, as the schedule has", sorted(written))
         fixed = self.network().steps
         if fixed is not None and config.unroll != fixed[1]:
             raise ConfigError("train.unroll", f"{fixed[1]}, as train.network.{fixed[0]} says", config.unroll)

@@ -21,7 +21,7 @@ from graphspec.train.draft import Recipe, Texts, draft_losses, train_draft
 from graphspec.train.drafter import Target, default_taps, network_of, unrolled
 from graphspec.train.export import export_draft
 from graphspec.train.optim import Optimizers
-from graphspec.train_options import AcceptanceConfig
+from graphspec.train_options import AcceptanceConfig, TextConfig
 from tests.support.drafts import (
     FAMILIES,
     PARALLEL,
@@ -355,6 +355,8 @@ def test_both_kinds_of_text_weigh_the_same():
         ({"variant": "eagle", "steps": 10, "warmup": 11}, "train.warmup"),
         ({"variant": "eagle", "schedule": "cosine", "cooldown": 6}, "train.cooldown"),
         ({"variant": "eagle", "restarts": [600]}, "train.restarts"),
+        # Before the target writes a set that no phase reads, which can take hours.
+        ({"variant": "eagle", "phases": [[1, 1, 50]], "text": TextConfig(sets=[[1, 4, 128]])}, "train.text.sets"),
     ],
 )
 def test_bad_settings_name_their_key(settings, key):

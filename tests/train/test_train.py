@@ -272,7 +272,7 @@ def test_a_rate_that_diverges_is_named(tmp_path, texts):
         (["variant=eagle", "train.data=[TEXTS]"], "train.out"),
         (["variant=ngram", "train.data=[TEXTS]", "train.out=o"], "variant"),
         (["variant=eagle", "train.data=[/nothing/here]", "train.out=o"], "train.data"),
-        (["variant=eagle", "train.data=[TEXTS]", "train.out=o", "model.path=/nothing/here"], "model.path: /nothing/here"),
+        (["variant=eagle", "train.data=[TEXTS]", "train.out=o", "model.path=/nothing/here"], "model.path"),
         (["variant=eagle", "train.data=[TEXTS]", "train.out=TEXTS/empty.txt"], "train.out"),
         (["variant=eagle", "train.data=[TEXTS]", "train.out=o", "train.network.num_heads=2"], "train.network.num_heads"),
         (["variant=eagle", "train.data=[TEXTS]", "train.out=o", "hardware.device=cuda"], "hardware.device"),
