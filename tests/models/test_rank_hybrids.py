@@ -97,7 +97,7 @@ def test_ranks_together_have_the_logits_of_transformers(name: str, size: int, tm
             join_ranks(ours, comm.of(rank))
             found = ours(token_BT, prompts(own))
             assert found.feature_BTF is not None
-            return ours.logits(found.hidden_BTH), found.feature_BTF
+            return ours.lm_head.gather(ours.logits(found.hidden_BTH)), found.feature_BTF
 
     (logits, features), *others = together(size, run)
     for other_logits, other_features in others:
