@@ -22,6 +22,8 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "standalone": {"variant": "standalone", "num_steps": 3, "topk": 3, "num_draft_tokens": 10},
     "ngram": {"variant": "ngram"},
     "ngram_trie": {"variant": "ngram_trie"},
+    "p_eagle": {"variant": "p_eagle"},
+    "dflash": {"variant": "dflash"},
 }
 COUNT = 2000
 PROMPTS = ("def fib(n):\n", "class Stack:", "import re\n", "x = ", '    """')
@@ -51,7 +53,7 @@ def expected() -> list[list[int]]:
 
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_every_text_parses_and_is_that_of_plain_decoding(name: str, expected: list[list[int]]) -> None:
-    """Each drafter has the requests of its own eighth and, for the first hundred, everybody's."""
+    """Each drafter has the requests of its own tenth and, for the first hundred, everybody's."""
     mine = [place for place in range(COUNT) if place < 100 or place % len(DRAFTERS) == list(DRAFTERS).index(name)]
     prompts, params = zip(*requests(), strict=True)
     with engine(**DRAFTERS[name]) as llm:
