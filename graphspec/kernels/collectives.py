@@ -18,6 +18,28 @@ ONE_SHOT_BYTES = 512 * 2**10
 """Largest tensor that is summed in one shot, in which every rank reads the whole tensor of every other."""
 
 
+@torch.library.custom_op("graphspec::one_shot_sum", mutates_args=(), device_types="cuda")
+def one_shot_sum(memory: Tensor, x: Tensor, group: str) -> Tensor:
+    """The sum of every rank's ``x``, added in order of rank by one kernel, which first copies ``x`` into ``memory``.
+
+    An operator of ours around torch's, because Inductor looks into that one: it hands it copies of ``memory``, which no other rank may
+    read, or allocates memory of its own for every sum, depending on torch's version.
+
+    Args:
+        memory: uint8, which every rank of the group may read; scratch.
+        x: contiguous, of at most as many bytes.
+        group: name of a process group.
+    """
+    shared = memory[: x.numel() * x.element_size()].view(x.dtype).view(x.shape)
+    out: Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(shared, x, "sum", group)
+    return out
+
+
+@one_shot_sum.register_fake
+def _(memory: Tensor, x: Tensor, group: str) -> Tensor:
+    return torch.empty_like(x)
+
+
 class Comm(Protocol):
     """Collectives over the ranks of an engine; every rank calls them in the same order."""
 
@@ -73,11 +95,8 @@ class DeviceComm(OrderedComm):
 
     def all_reduce(self, x: Tensor) -> Tensor:
         x = x.contiguous()
-        size = x.numel() * x.element_size()
-        if self.symmetric is not None and size <= ONE_SHOT_BYTES:
-            shared = self.symmetric[:size].view(x.dtype).view(x.shape)
-            out: Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(shared, x, "sum", self.group)
-            return out
+        if self.symmetric is not None and x.numel() * x.element_size() <= ONE_SHOT_BYTES:
+            return one_shot_sum(self.symmetric, x, self.group)
         reduced: Tensor = collectives.wait_tensor(collectives.all_reduce(x, "sum", self.group))
         return reduced
 

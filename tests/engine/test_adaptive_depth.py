@@ -193,13 +193,15 @@ def test_the_drafters_cache_is_that_of_a_run_that_never_paused(structure: str) -
     pools = []
     for script in ([steps], [steps, *[0] * 7, steps, *[0] * 30]):
         cycle = tiny_cycle(plan, GREEDY)
-        prompt, length = [(5 * i) % 58 + 3 for i in range(13)], 40
+        # Between the tokens that are needed and the end lies a pass over a full window, whatever is accepted.
+        prompt, needed = [(5 * i) % 58 + 3 for i in range(13)], 32
+        length = needed + 16
         request = Request(index=0, prompt=prompt, params=SamplingParams(max_tokens=length), stop_ids=(), budget=length)
         launches = Launches(cycle)
         scheduler = Scheduler(plan, launches, GREEDY, None, None, ScriptedDepth(script))
         scheduler.add(request)
         # The paused run ends right after its last pass over a full window.
-        while len(request.output) < length - 8 or (len(script) > 1 and not launches.keys[-1].catch_up):
+        while len(request.output) < needed or (len(script) > 1 and not launches.keys[-1].catch_up):
             scheduler.step()
         row = request.row
         seen = int(cycle.arena["seq_len_R"][row]) - int(cycle.arena["window_len_R"][row])

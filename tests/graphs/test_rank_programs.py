@@ -57,7 +57,7 @@ class Collectives(NoHostTraffic):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
-        if func.namespace in ("_c10d_functional", "symm_mem") and name != "wait_tensor":
+        if (func.namespace == "_c10d_functional" and name != "wait_tensor") or name == "one_shot_sum":
             self.counted.append(name)
             if name == "all_gather_into_tensor":
                 self.gathered.append(args[0].numel())
@@ -134,7 +134,7 @@ def test_a_cycle_exchanges_sums_of_its_layers_one_for_tokens_and_the_best(shape:
         for comm, kinds in (
             (OrderedComm(RANKS, eight_ranks), {"sum": "all_gather_into_tensor", "gather": "all_gather_into_tensor"}),
             (DeviceComm(RANKS, eight_ranks), {"sum": "all_reduce", "gather": "all_gather_into_tensor"}),
-            (DeviceComm(RANKS, eight_ranks, symmetric), {"sum": "one_shot_all_reduce_copy", "gather": "all_gather_into_tensor"}),
+            (DeviceComm(RANKS, eight_ranks, symmetric), {"sum": "one_shot_sum", "gather": "all_gather_into_tensor"}),
         ):
             for key, seen in programs(plan, mode, SAMPLED, comm):
                 # The draft is every rank's own, so drafting adds none.

@@ -18,7 +18,8 @@ from graphspec.graphs.programs import program_stages
 from graphspec.graphs.stages.mailbox import MailLayout
 from graphspec.graphs.stages.stage import Stage
 from graphspec.kernels import select_kernels
-from graphspec.models.layers import use_kernels
+from graphspec.kernels.collectives import Comm
+from graphspec.models.layers import join_ranks, use_kernels
 from graphspec.models.llama import LlamaModel
 from graphspec.plan import Plan, make_plan
 from graphspec.shapes import GREEDY, CycleShape, SamplingClass
@@ -60,9 +61,17 @@ class FakeCycle:
 @contextmanager
 def fake_cycle(
     shape: CycleShape, num_layers: int, *, lanes: int = 1, mode: str = "fused", numerics: str = "fast", linear: str = "auto",
-    sampling: SamplingClass = GREEDY, variant: str = "eagle3", **changes: Any,
+    sampling: SamplingClass = GREEDY, variant: str = "eagle3", ranks: int = 1, comm: Comm | None = None, **changes: Any,
 ) -> Iterator[FakeCycle]:  # fmt: skip
-    """A context with a cycle on a fake GPU; ``changes`` are fields of the target's facts, ``variant`` is ``eagle3`` or ``dflash``."""
+    """A context with a cycle on a fake GPU.
+
+    Args:
+        shape, num_layers, lanes, mode, numerics, linear, sampling: of the cycle and its target.
+        variant: ``eagle3`` or ``dflash``.
+        ranks: that hold the target together; the cycle is that of the first one.
+        comm: their collectives.
+        changes: fields of the target's facts.
+    """
     target = llama_8b(num_layers, **changes)
     speculates = shape.num_steps > 0
     head: DraftFacts = replace(
@@ -78,11 +87,11 @@ def fake_cycle(
     config = Config(
         variant=VariantConfig(name=variant if speculates else "none", **keys),
         model=ModelConfig(path="8b", max_context=2048),
-        runtime=RuntimeConfig(name="captured", page_size=16, max_rows=lanes, buckets=[lanes]),
+        runtime=RuntimeConfig(name="captured", page_size=16, max_rows=lanes, buckets=[lanes], tensor_parallel=ranks),
         kernels=KernelsConfig(mode=mode, numerics=numerics, linear=linear),
         hardware=HardwareConfig(dtype="bfloat16"),
     )
-    plan = make_plan(config, target, head if speculates else None, device="cuda")
+    plan = make_plan(config, target.of_rank(0, ranks) if ranks > 1 else target, head if speculates else None, device="cuda")
     with pretended_gpu(), FakeTensorMode():
         kernels = select_kernels(plan.kernels, plan.attention, "cuda", linear=plan.linear, dtype=plan.dtype, numerics=plan.numerics)
         before = torch.get_default_dtype()
@@ -95,6 +104,8 @@ def fake_cycle(
         for network in networks:
             move(network, "cuda")
             use_kernels(network, kernels)
+            if comm is not None:
+                join_ranks(network, comm)
         arena = Arena(plan, MailLayout.of(plan).size)
         arena.allocate(sampling)
         key = plan.graph_keys(sampling)[0]
