@@ -34,4 +34,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stderr.flush()
+    # The interpreter's own end now and then aborts in a destructor of torch.distributed, whose thread still runs.
+    os._exit(code)
