@@ -36,5 +36,5 @@ def main() -> int:
 if __name__ == "__main__":
     code = main()
     sys.stderr.flush()
-    # The interpreter's own end now and then aborts in a destructor of torch.distributed, whose thread still runs.
+    # A normal exit of a rank sometimes aborts after the interpreter has ended ("terminate called without an active exception").
     os._exit(code)
