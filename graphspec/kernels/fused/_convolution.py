@@ -1,4 +1,4 @@
-"""What the Triton kernels that convolve a token share, so that its result has the same bits in verification, prompts and the commit."""
+"""The causal convolution of one token, shared by verification, prompts and the commit so that all three give the same bits."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import triton.language as tl
 
 @triton.jit
 def add_tap(total, place, node, nodes, stride, columns_end, channels, weight, inside, known):
-    """``total`` and one input of some channels times its weight.
+    """``total`` plus one tap of the convolution: an input times its weight, for a block of channels.
 
     Args:
-        place: of the input: from 0 on among the tokens, below 0 among the committed columns, of which -1 is the newest.
-        node, nodes, stride: the token at ``place`` where there is one, where the channels of token 0 lie, and how far tokens lie apart.
-        columns_end, channels: where the channels would lie after the newest column, and how far columns lie apart.
-        weight: where this tap's weights lie.
-        inside, known: which channels there are, and which of them the columns have.
+        place: index of the input: >= 0 counts tokens, < 0 counts committed columns back from the newest, -1.
+        node, nodes, stride: index of the token at ``place`` (unused below 0), pointers to the channels of token 0, stride between tokens.
+        columns_end, channels: pointers just past the newest column, stride between columns.
+        weight: pointers to this tap's weights.
+        inside, known: masks of the channels that exist, and of those that the columns hold.
     """
     of_node = tl.load(nodes + node * stride, mask=inside & (place >= 0), other=0.0)
     of_row = tl.load(columns_end + tl.minimum(place, -1) * channels, mask=known & (place < 0), other=0.0)
     factor = tl.load(weight, mask=inside, other=0.0)
-    # Fused by name: a compiler that may choose could round a sum another way in another kernel.
+    # An explicit fma: left to the compiler, contraction could differ between kernels.
     return tl.fma(tl.where(place >= 0, of_node, of_row).to(tl.float32), factor.to(tl.float32), total)
 
 

@@ -1,7 +1,7 @@
 """The kernels of :mod:`graphspec.kernels.fused.linear`.
 
-The weight is the tall side of the matrix instruction and the few rows are the narrow one. Programs that share the inputs of a tile leave
-their partial sums in memory; the last one to arrive adds them in order and finishes the tile.
+The weight is the M operand of the matrix instruction and the few rows are N. With split-K, programs store their partial sums in memory; the
+last one to arrive adds them in order and runs the epilogue of the tile.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _INTERPRETED = tl.constexpr(INTERPRETED)
 
 @triton.jit
 def _prefetch(at):
-    """Bring the lines at these addresses into L2; they are not read."""
+    """Prefetch the cache lines at these addresses into L2."""
     if not _INTERPRETED:
         tl.inline_asm_elementwise(
             "{ prefetch.global.L2 [$1]; mov.u32 $0, 0; }", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
@@ -44,7 +44,7 @@ def _row_totals(squares, row, in_rows, parts, PARTS: tl.constexpr):
 
 @triton.jit
 def _scanned_totals(row_at, in_rows, inputs, SCAN_M: tl.constexpr, SCAN_K: tl.constexpr, SCANS: tl.constexpr):
-    """Sums of squares of whole rows. Unrolled: a loop inside the loop over the weight would keep that from being pipelined."""
+    """Sums of squares of whole rows. Unrolled, because a nested loop would keep the loop over the weight from being pipelined."""
     position = tl.arange(0, SCAN_K)
     total = tl.zeros([SCAN_M, SCAN_K], tl.float32)
     for scan in tl.static_range(SCANS):
@@ -56,7 +56,7 @@ def _scanned_totals(row_at, in_rows, inputs, SCAN_M: tl.constexpr, SCAN_K: tl.co
 
 @triton.jit
 def _normed(x, factor, weight, OFFSET: tl.constexpr, dtype: tl.constexpr):
-    """``x`` times the norm's factor and weight; rounded between the two where the reference rounds."""
+    """RMSNorm of ``x`` given its factor per row; rounds where the reference rounds."""
     x = x.to(tl.float32) * factor[:, None]
     weight = weight.to(tl.float32)[None, :]
     y = x * (1.0 + weight) if OFFSET else weight * x.to(dtype).to(tl.float32)
@@ -68,9 +68,9 @@ def _finish(
     acc, up, output, row, in_rows, bias, residual_at, out, outputs, sums_at,
     GATED: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
-    """Bias, gate and residual of a whole tile ``[TILE_O, TILE_M]``; rounded where the reference rounds, unless the result is wider.
+    """Epilogue of a tile ``[TILE_O, TILE_M]``: bias, gate, residual and store. Rounds where the reference rounds, unless ``out`` is wider.
 
-    Where ``sums_at [TILE_M]`` is given, the tile's share of each row's sum of squares is stored there: of what is stored, rounded.
+    ``sums_at [TILE_M]``, if given, receives the tile's share of each row's sum of squares, taken of the rounded values that are stored.
     """
     keep = (output < outputs)[:, None] & in_rows[None, :]
     result: tl.constexpr = out.dtype.element_ty
@@ -93,7 +93,7 @@ def _finish(
 
 @triton.jit
 def _row_squares(x, squares, inputs, inner, x_outer, x_inner, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """One program: the sum of squares of one row, in an order that depends on the length of the row alone."""
+    """One program per row: its sum of squares, in an order that depends only on the length of the row."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -115,11 +115,11 @@ def _linear(
     SCAN_M: tl.constexpr, SCAN_K: tl.constexpr, SCANS: tl.constexpr, PARTS: tl.constexpr, OFFSET: tl.constexpr, GATED: tl.constexpr,
     PREFETCH: tl.constexpr, LINE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: ``TILE_O`` outputs (of gate and of up) of ``TILE_M`` rows, over one of ``SPLITS`` ranges of the inputs.
+    """One program: ``TILE_O`` outputs (of gate and of up, if gated) of ``TILE_M`` rows, over one of ``SPLITS`` ranges of the inputs.
 
-    Rows are ``begin .. begin + rows`` of ``x``, two leading dimensions of which the last is ``inner``. The norm's factors come from
-    ``squares [rows, square_parts]``, the parts of each row's sum of squares. Where there are none the program adds the squares of
-    ``SCAN_M`` rows of ``x`` itself. ``sums [rows, tiles]`` takes those of the result.
+    Rows are ``begin .. begin + rows`` of ``x``, whose two leading dimensions are flattened; the inner one has size ``inner``. The norm's
+    factors come from ``squares [rows, square_parts]``, the parts of each row's sum of squares; without it the program computes the sums
+    of ``SCAN_M`` rows itself. ``sums [rows, tiles]`` receives the sums of squares of the result.
     """
     dtype: tl.constexpr = weight.dtype.element_ty
     tiles_m = tl.cdiv(rows, TILE_M)
@@ -137,7 +137,6 @@ def _linear(
     channel = tl.arange(0, TILE_K)
     if PREFETCH > 0:
         line = first + tl.arange(0, PREFETCH) * LINE
-        # A line past the end is one that is in the tile anyway.
         line = tl.minimum(line, inputs - 1)
         _prefetch(weight_at + line[None, :])
         if GATED:
@@ -152,7 +151,7 @@ def _linear(
     x_at = x + ((row // inner).to(tl.int64) * x_outer + (row % inner).to(tl.int64) * x_inner)[:, None]
     if norm_weight is not None:
         scale = tl.zeros([TILE_M], tl.float32)
-        # Loaded a step ahead: the matrix instruction waits for what is scaled, but not for the weights of the steps after it.
+        # Loaded one step ahead: the dot waits for the scaled rows, but not for weights of later steps.
         scales = tl.load(norm_weight + first + channel, mask=first + channel < end, other=0.0)
 
     acc = tl.zeros([TILE_O, TILE_M], tl.float32)
@@ -167,14 +166,14 @@ def _linear(
             rows_of_x = tl.load(x_at + (start + channel)[None, :], mask=in_rows[:, None] & inside[None, :], other=0.0)
             rows_of_weight = tl.load(at, mask=inside[None, :], other=0.0)
         if norm_weight is not None:
-            # Inside the loop, so that the first tiles of the weight are on their way before anything waits for what this loads.
+            # Inside the loop, so that the first weight tiles are in flight before anything waits for these loads.
             if start == first:
                 if SCAN_M > 0:
                     scanned = tile_m * TILE_M + tl.arange(0, SCAN_M)
                     scanned_row = begin + scanned
                     scanned_at = x + (scanned_row // inner).to(tl.int64) * x_outer + (scanned_row % inner).to(tl.int64) * x_inner
                     total = _scanned_totals(scanned_at, scanned < rows, inputs, SCAN_M, SCAN_K, SCANS)
-                    # One entry of each row is its own: the sum is exact.
+                    # Each row of `own` has one entry, so the sum is exact.
                     own = tl.arange(0, TILE_M)[:, None] == tl.arange(0, SCAN_M)[None, :]
                     scale = tl.sum(tl.where(own, _factor(total, inputs, eps)[None, :], 0.0), 1)
                 else:

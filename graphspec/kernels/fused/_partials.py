@@ -1,8 +1,8 @@
-"""Partial results of attention: what a range of slots gives, folds of ranges that follow each other, and their merge by several programs.
+"""Partial results of split-KV attention: load, store, fold, and the merge by several programs.
 
 A partial is ``(acc, peak, total)``: the weighted sum of values, the largest score and the sum of weights relative to it. Folding is not
 associative to the bit, so the order is fixed by slot number, on three levels: splits into runs, runs into stretches, stretches into the
-result. A unit of work is a whole split, run or stretch, whose partial lies in memory; the merge folds units exactly as one program would.
+result. A unit of work is a whole split, run or stretch, whose partial is in memory; the merge folds units exactly as one program would.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import triton.language as tl
 
 @triton.jit
 def fold(acc, peak, total, next_acc, next_peak, next_total):
-    """``(acc, peak, total)`` with the partial that follows it. Neutral to the bit where either is empty."""
+    """Online softmax: ``(acc, peak, total)`` combined with the partial of the next slots. An empty partial changes no bit."""
     joint = tl.maximum(peak, next_peak)
     safe = tl.where(joint == float("-inf"), 0.0, joint)
     keep = tl.exp2(peak - safe)
@@ -24,13 +24,13 @@ def fold(acc, peak, total, next_acc, next_peak, next_total):
 
 @triton.jit
 def empty(ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """The partial of no slot."""
+    """The empty partial."""
     return tl.zeros([ROWS, WIDTH], tl.float32), tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
 
 
 @triton.jit
 def load(part_acc, part_stat, slot, part, channel, rows, part_rows, DIM: tl.constexpr):
-    """A partial that another thread wrote: past the first-level cache, which need not know of it."""
+    """Load a partial that another thread wrote, bypassing L1, which may be stale."""
     valid = part < rows
     at = part_acc + slot * part_rows * DIM + part[:, None] * DIM + channel[None, :]
     acc = tl.load(at, mask=valid[:, None] & (channel < DIM)[None, :], other=0.0, cache_modifier=".cg")
@@ -54,7 +54,7 @@ def merged(
     part_acc, part_stat, scratch, part, channel, rows, part_rows, first_unit, units, unit,
     RUN: tl.constexpr, STRETCH: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """The result of rows ``part``: units ``first_unit ...`` of ``unit`` splits each, folded in their order."""
+    """The result of rows ``part``: ``units`` units from ``first_unit`` on, of ``unit`` splits each, folded in order."""
     run_acc, run_peak, run_total = empty(ROWS, DIM_PAD)
     stretch_acc, stretch_peak, stretch_total = empty(ROWS, DIM_PAD)
     whole_acc, whole_peak, whole_total = empty(ROWS, DIM_PAD)
@@ -63,7 +63,7 @@ def merged(
             index = lowest + step
             new = load(part_acc, part_stat, scratch + index, part, channel, tl.where(index < units, rows, 0), part_rows, DIM)
             run_acc, run_peak, run_total = fold(run_acc, run_peak, run_total, new[0], new[1], new[2])
-            # Selects, not branches, so that the loads of the steps that follow may be issued early.
+            # Selects, not branches, so that later loads can be issued early.
             end = (first_unit + index + 1) * unit
             closed = end % RUN == 0
             acc, peak, total = fold(stretch_acc, stretch_peak, stretch_total, run_acc, run_peak, run_total)
@@ -84,12 +84,12 @@ def merged(
 
 @triton.jit
 def first_group(counter, arriving, helpers, groups, POLLS: tl.constexpr):
-    """Announce what this program stored; the first group of rows that it is to merge, or ``groups``: none.
+    """Publish this program's partials and return the first group of rows that it merges; ``groups``: none.
 
-    The last ``helpers`` of ``arriving`` programs to come here share the merge. Each looks up to ``POLLS`` times whether all have come; then
-    those that are here take groups one by one until none is left. Nobody's progress depends on a program that may not run: who has looked
-    often enough leaves, and the very last finds everyone there. A program that gets a group sees what all have stored. ``counter`` is two
-    words at 0, and again at 0 when every program has left.
+    The last ``helpers`` of ``arriving`` programs to arrive share the merge. Each polls up to ``POLLS`` times until all have arrived; those
+    still there then claim groups one by one until none is left. No program waits for one that may not be running: a program that has
+    polled ``POLLS`` times exits, and the last to arrive need not poll. A program that gets a group sees the stores of all. ``counter`` is
+    two words, 0 before the launch and 0 again once every program has left.
     """
     tl.debug_barrier()
     arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") + 1
@@ -110,10 +110,10 @@ def first_group(counter, arriving, helpers, groups, POLLS: tl.constexpr):
 
 @triton.jit
 def next_group(counter, helpers, groups):
-    """A group that nobody else has, or ``groups`` where none is left; after that a program may not ask again."""
+    """Claim the next group; ``groups`` if none is left, after which a program must not call this again."""
     claims = tl.atomic_add(counter + 1, 1, sem="relaxed", scope="gpu")
     group = claims & 0xFFFF
-    # Low half: claims, of which those beyond the groups were in vain. High half: programs that left without one.
+    # Low half: claims, those beyond `groups` unsuccessful. High half: programs that left without claiming.
     if group - groups + 1 + (claims >> 16) == helpers:
         reset(counter)
     return tl.minimum(group, groups)

@@ -1,4 +1,4 @@
-"""A row's state after a run of tokens, and what they read, for both rules of recurrent layers: token by token, or in blocks."""
+"""Recurrent layers over a run of tokens, for both rules: outputs and the row's new state, token by token or in blocks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .launch import launch
 from .ssm_rule import ssm_block, ssm_update
 
 TOKENS = 16
-"""Of a block. The delta rule's system is solved row by row, so wider blocks would wait longer for it than they save."""
+"""Tokens of a block. The delta rule solves a triangular system row by row, so wider blocks would lose more there than they save."""
 
 
 @triton.jit
@@ -22,7 +22,7 @@ def _scan_tokens(
     FRESH: tl.constexpr, SELECTIVE: tl.constexpr, HEADS: tl.constexpr, REPEAT: tl.constexpr, KEY: tl.constexpr,
     VALUE: tl.constexpr, KEY_PAD: tl.constexpr, COLUMNS: tl.constexpr, EPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: all tokens of a (lane, head), a tile of columns."""
+    """One program per (lane, head) and tile of columns: all tokens, one after the other."""
     lane, head, column = own_columns(HEADS, COLUMNS, PDL)
     count = tl.load(length + lane)
     starts = False
@@ -54,7 +54,7 @@ def _block_tokens(
     FRESH: tl.constexpr, TOKENS: tl.constexpr, PART: tl.constexpr, SELECTIVE: tl.constexpr, HEADS: tl.constexpr, REPEAT: tl.constexpr,
     KEY: tl.constexpr, VALUE: tl.constexpr, KEY_PAD: tl.constexpr, COLUMNS: tl.constexpr, EPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: all blocks of a (lane, head), a tile of columns."""
+    """One program per (lane, head) and tile of columns: all blocks of tokens."""
     lane, head, column = own_columns(HEADS, COLUMNS, PDL)
     order = tl.arange(0, TOKENS)
     count = tl.load(length + lane)
@@ -67,7 +67,7 @@ def _block_tokens(
         used = token < count
         place = out + ((lane * tokens + token) * HEADS + head)[:, None] * VALUE + column[None, :]
         there = (token < tokens)[:, None] & (column < VALUE)[None, :]
-        # A row without tokens keeps its bits, and one that starts afresh without any is zero.
+        # A row without tokens keeps its state; a fresh row without tokens gets a zero state.
         if (begin < count) | ((begin == 0) & starts):
             at_token = lane * tokens + token
             known = (begin > 0) | (not starts)
@@ -83,7 +83,7 @@ def _block_tokens(
                     PART, EPS,
                 )  # fmt: skip
             tl.store(place, tl.where(used[:, None], read, 0.0).to(out.dtype.element_ty), mask=there)
-            # Tokens that don't count decay nothing, so the last sum is that of the block.
+            # Padding tokens have log-decay 0, so the last path is the sum over the block.
             end = tl.sum(tl.where(order == TOKENS - 1, path, 0.0), 0)
             left = tl.exp(end - path)
             if not SELECTIVE:
@@ -96,7 +96,7 @@ def _block_tokens(
                 old = tl.load(at, mask=inside & known, other=0.0)
                 key = tl.load(at_key[:, None] + channel[None, :], mask=used[:, None] & (channel < KEY)[None, :], other=0.0).to(tl.float32)
                 added = tl.dot(tl.trans(key * left[:, None]), change, input_precision="tf32x3")
-                # The block, and this part before, were loaded by other threads than those that store.
+                # Other threads than the ones that store have loaded this part.
                 tl.debug_barrier()
                 tl.store(at, old * tl.exp(end) + added, mask=inside)
                 tl.debug_barrier()
@@ -114,7 +114,7 @@ def scan_tokens(
     length_B: Tensor,
     fresh_B: Tensor | None,
 ) -> Tensor:
-    """Both rules' scan (:mod:`..delta_scan`, :mod:`..ssm_scan`); without ``skip_H`` it is the delta rule's."""
+    """Launcher of :mod:`..delta_scan` (``skip_H`` None) and :mod:`..ssm_scan`."""
     lanes, tokens, _ = mixed_BTE.shape
     sizes = head_sizes(mixed_BTE, matrix_RUHKV, selective=skip_H is not None)
     heads, _, width = matrix_RUHKV.shape[2:]
@@ -137,7 +137,7 @@ def block_tokens(
     length_B: Tensor,
     fresh_B: Tensor | None,
 ) -> Tensor:
-    """The same in blocks (:mod:`..delta_chunk`, :mod:`..ssm_chunk`)."""
+    """Launcher of :mod:`..delta_chunk` (``skip_H`` None) and :mod:`..ssm_chunk`."""
     lanes, tokens, _ = mixed_BTE.shape
     sizes = head_sizes(mixed_BTE, matrix_RUHKV, selective=skip_H is not None)
     heads, _, width = matrix_RUHKV.shape[2:]

@@ -1,7 +1,7 @@
-"""What the Triton kernels of recurrent layers share, whatever the rule: sizes, a program's part of the work, where tokens and states lie.
+"""Helpers shared by the Triton kernels of recurrent layers, for both rules: sizes, the work of a program, addresses of tokens and states.
 
-A program has a tile of columns of one head's state. Columns don't meet, so tiles are independent. Walk and scan keep theirs in registers,
-have tiles of one shape and call one update.
+A program owns a tile of columns of one head's state. Columns are independent of each other. Walk and scan keep their tile in registers and
+use tiles of one shape and the same update.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ..delta_rule import NORM_EPS
 
 TILE = 4096
-"""Most elements of a tile: a thread of four warps has 32 registers of state."""
+"""Most elements of a tile: 32 registers of state per thread with four warps."""
 COLUMNS = 32
 """Most columns of a tile."""
 PART = 32
-"""Channels of a key that a block of tokens takes at a time."""
+"""Key channels that a block of tokens loads at a time."""
 
 QWEN3_NEXT = {"U": 36, "H": 32, "K": 128, "V": 128, "E": 8192, "G": 64, "R": 65}
 NEMOTRON_H = {"U": 24, "H": 128, "K": 128, "V": 64, "E": 10240, "G": 256, "R": 65}
-"""Sizes of its recurrent layers (8B)."""
+"""Sizes of the recurrent layers of Nemotron-H-8B."""
 WIDE_STATE = {**NEMOTRON_H, "K": 256, "E": 8704}
-"""The same with a state twice as large and one group, which configurations of Granite 4 and Bamba allow."""
+"""The same with twice the state size and one group, as configurations of Granite 4 and Bamba may have."""
 
 
 def head_sizes(mixed: Tensor, matrix: Tensor, *, selective: bool) -> dict[str, Any]:
-    """The rule, as a flag, and compile-time sizes of a head: its own, and those padded for tiles.
+    """Compile-time arguments of a kernel: the rule, sizes of a head, and sizes padded for tiles.
 
     Args:
-        mixed: channels of tokens.
-        matrix: states.
-        selective: the rule is Mamba-2's, else the gated delta rule.
+        mixed: ``[..., E]``, convolved channels of tokens.
+        matrix: states ``[R, U, H, K, V]``.
+        selective: whether the rule is Mamba-2's; else it is the gated delta rule.
     """
     heads, key_dim, value_dim = matrix.shape[2:]
     keys = (mixed.shape[-1] - heads * value_dim) // 2
@@ -54,7 +54,7 @@ def head_sizes(mixed: Tensor, matrix: Tensor, *, selective: bool) -> dict[str, A
 
 @triton.jit
 def own_columns(HEADS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr):
-    """Lane, head and columns of this program, which waits for the kernel before it."""
+    """Lane, head and columns of this program, after the wait of a programmatic launch."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -65,13 +65,13 @@ def own_columns(HEADS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr):
 
 @triton.jit
 def head_state(matrix, row, layers, layer, head, HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr):
-    """Where a head's state begins."""
+    """Pointer to a head's state."""
     return matrix + ((row * layers + layer) * HEADS + head) * (KEY * VALUE)
 
 
 @triton.jit
 def state_tile(state, column, KEY: tl.constexpr, VALUE: tl.constexpr, KEY_PAD: tl.constexpr):
-    """Places of some columns of a head's state, and which of them there are."""
+    """Pointers ``[KEY_PAD, COLUMNS]`` to columns of a head's state, and their mask."""
     channel = tl.arange(0, KEY_PAD)
     return state + channel[:, None] * VALUE + column[None, :], (channel < KEY)[:, None] & (column < VALUE)[None, :]
 
@@ -80,7 +80,7 @@ def state_tile(state, column, KEY: tl.constexpr, VALUE: tl.constexpr, KEY_PAD: t
 def token_places(
     mixed, token, head, SELECTIVE: tl.constexpr, HEADS: tl.constexpr, REPEAT: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
 ):  # fmt: skip
-    """Where query, key and value of a token begin; ``token`` counts over lanes. One token or several. From 0 on: places in a token."""
+    """Pointers to query, key and value of one or several tokens; ``token`` counts over all lanes. With ``mixed`` 0, offsets."""
     keys: tl.constexpr = HEADS // REPEAT * KEY
     values: tl.constexpr = HEADS * VALUE
     base = mixed + token * (2 * keys + values)
@@ -101,7 +101,7 @@ def token_of(
     mixed, gate, token, head, column, SELECTIVE: tl.constexpr, HEADS: tl.constexpr, REPEAT: tl.constexpr, KEY: tl.constexpr,
     VALUE: tl.constexpr, KEY_PAD: tl.constexpr,
 ):  # fmt: skip
-    """Query, key, value, log-decay and rate (or step) of one token, as they lie there."""
+    """Query, key, value, log-decay and rate (or step) of one token, unnormalised."""
     channel = tl.arange(0, KEY_PAD)
     at_query, at_key, at_value = token_places(mixed, token, head, SELECTIVE, HEADS, REPEAT, KEY, VALUE)
     query = tl.load(at_query + channel, mask=channel < KEY, other=0.0).to(tl.float32)
@@ -116,7 +116,7 @@ def token_of(
 def block_part(
     state, known, at_query, at_key, used, column, begin, KEY: tl.constexpr, VALUE: tl.constexpr, PART: tl.constexpr
 ):  # fmt: skip
-    """Channels from ``begin`` on of the queries and keys of a block, and of a tile of the state; 0 where there are none."""
+    """``PART`` channels from ``begin`` on of a block's queries and keys and of a tile of the state, zero-padded."""
     channel = begin + tl.arange(0, PART)
     there = used[:, None] & (channel < KEY)[None, :]
     query = tl.load(at_query[:, None] + channel[None, :], mask=there, other=0.0).to(tl.float32)
@@ -131,5 +131,5 @@ def block_gates(gate, token, used, before, head, HEADS: tl.constexpr):
     decay = tl.load(gate + token * 2 * HEADS + head, mask=used, other=0.0)
     rate = tl.load(gate + token * 2 * HEADS + HEADS + head, mask=used, other=0.0)
     path = tl.sum(tl.where(before, decay[None, :], 0.0), 1)
-    # An exponent of a pair that is no pair may be positive, and overflow.
+    # Outside the mask the difference may be positive and overflow.
     return rate, path, tl.exp(tl.where(before, path[:, None] - path[None, :], float("-inf")))

@@ -1,4 +1,4 @@
-"""What every node of a tree reads from its row's state, for both rules of recurrent layers: walked node by node, or all at once."""
+"""Recurrent layers over a tree of tokens, for both rules: the output of every node, node by node or all nodes at once. States stay."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from .launch import launch
 from .ssm_rule import ssm_block, ssm_update
 
 NODES = 4
-"""That one program walks to, from one load of the state."""
+"""Nodes of one program of the walk, which share one load of the state."""
 MOST_NODES = 64
-"""That fit one program's registers at once; larger trees are walked, which the contract allows."""
+"""Most nodes that fit one program's registers at once; larger trees use the walk, which the contract allows."""
 
 
 @triton.jit
@@ -23,7 +23,7 @@ def _walk_nodes(
     WORDS: tl.constexpr, NODES: tl.constexpr, SELECTIVE: tl.constexpr, HEADS: tl.constexpr, REPEAT: tl.constexpr, KEY: tl.constexpr,
     VALUE: tl.constexpr, KEY_PAD: tl.constexpr, COLUMNS: tl.constexpr, EPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: some nodes of a (lane, head), a tile of columns. Each walks from the row's state along its ancestors."""
+    """One program per (lane, head), tile of columns and ``NODES`` nodes. Every node replays its ancestors from the row's state."""
     lane, head, column = own_columns(HEADS, COLUMNS, PDL)
     state = head_state(matrix, tl.load(lane_row + lane), layers, layer, head, HEADS, KEY, VALUE)
     at, inside = state_tile(state, column, KEY, VALUE, KEY_PAD)
@@ -53,7 +53,7 @@ def _block_nodes(
     TOKENS: tl.constexpr, PART: tl.constexpr, SELECTIVE: tl.constexpr, HEADS: tl.constexpr, REPEAT: tl.constexpr, KEY: tl.constexpr,
     VALUE: tl.constexpr, KEY_PAD: tl.constexpr, COLUMNS: tl.constexpr, EPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: all nodes of a (lane, head), a tile of columns."""
+    """One program per (lane, head) and tile of columns: all nodes."""
     lane, head, column = own_columns(HEADS, COLUMNS, PDL)
     node = tl.arange(0, TOKENS)
     word = tl.load(ancestors + lane * nodes + node, mask=node < nodes, other=0)
@@ -77,7 +77,7 @@ def _block_nodes(
 def walk_nodes(
     mixed_BTE: Tensor, gate_BTG: Tensor, skip_H: Tensor | None, matrix_RUHKV: Tensor, layer: int, lane_row_B: Tensor, ancestors_BTX: Tensor
 ) -> Tensor:
-    """Both rules' walk (:mod:`..delta_walk`, :mod:`..ssm_walk`); without ``skip_H`` it is the delta rule's."""
+    """Launcher of :mod:`..delta_walk` (``skip_H`` None) and :mod:`..ssm_walk`."""
     lanes, nodes, words = ancestors_BTX.shape
     sizes = head_sizes(mixed_BTE, matrix_RUHKV, selective=skip_H is not None)
     heads, _, width = matrix_RUHKV.shape[2:]
@@ -93,7 +93,7 @@ def walk_nodes(
 def block_nodes(
     mixed_BTE: Tensor, gate_BTG: Tensor, skip_H: Tensor | None, matrix_RUHKV: Tensor, layer: int, lane_row_B: Tensor, ancestors_BTX: Tensor
 ) -> Tensor:
-    """The same at once (:mod:`..delta_solve`, :mod:`..ssm_dual`)."""
+    """Launcher of :mod:`..delta_solve` (``skip_H`` None) and :mod:`..ssm_dual`."""
     lanes, nodes, _ = ancestors_BTX.shape
     if nodes > MOST_NODES:
         return walk_nodes(mixed_BTE, gate_BTG, skip_H, matrix_RUHKV, layer, lane_row_B, ancestors_BTX)

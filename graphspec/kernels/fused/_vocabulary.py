@@ -1,4 +1,4 @@
-"""Parts of the kernels over a vocabulary: the counter hash, its Gumbel noise, and floats packed with their index into one ordered word."""
+"""Helpers of the kernels over a vocabulary: counter hash, Gumbel noise, and (value, index) pairs packed into one ordered word."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _KEY_A = tl.constexpr(KEY_A)
 _KEY_B = tl.constexpr(KEY_B)
 _BELOW_ONE = tl.constexpr(BELOW_ONE)
 LOWEST = tl.constexpr(-(1 << 63))
-"""Below every packed number."""
+"""Smaller than every packed pair."""
 
 
 @triton.jit
@@ -29,7 +29,7 @@ def mix32(x):
 
 @triton.jit
 def hash_words(seed, position):
-    """The two words that :func:`counter_hash` makes of a seed and a position, as vectors of one entry."""
+    """The two words that :func:`counter_hash` takes for a seed and a position, as vectors of one entry."""
     seed = seed.to(tl.int64) + tl.zeros([1], tl.int64)
     low, high = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
     where = (position.to(tl.int64) + tl.zeros([1], tl.int64)).to(tl.uint32)
@@ -49,7 +49,7 @@ def gumbel(bits):
     """Gumbel(0, 1) noise of 32 random bits: :func:`graphspec.kernels.noise.gumbel_noise`."""
     uniform = tl.minimum((bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10, _BELOW_ONE)
     if _INTERPRETED:
-        # log1p is not to be had; in float64, log(w) / (w - 1) is as accurate for w near 1 as w is not.
+        # The interpreter has no log1p. In float64, log(w) * u / (1 - w) corrects for the rounding of w = 1 - u.
         wide = uniform.to(tl.float64)
         rest = 1.0 - wide
         exponential = tl.where(rest == 1.0, wide, -tl.log(rest) * wide / tl.where(rest == 1.0, 1.0, 1.0 - rest)).to(tl.float32)
@@ -60,7 +60,7 @@ def gumbel(bits):
 
 @triton.jit
 def perturb(x, temperature, a, b, token):
-    """``x + temperature * noise`` where the temperature, a scalar, is positive; elsewhere no noise is computed."""
+    """``x + temperature * noise`` if ``temperature``, a scalar, is positive; else ``x``, and no noise is computed."""
     if temperature > 0:
         x += temperature * gumbel(counter_hash(a, b, token))
     return x
@@ -68,13 +68,13 @@ def perturb(x, temperature, a, b, token):
 
 @triton.jit
 def exp_exact(x):
-    """``exp`` to the last bit or two; the fast one of the GPU loses a bit for every doubling of ``-x``."""
+    """``exp`` to within two ulp; the GPU's fast one loses a bit for every doubling of ``-x``."""
     return tl.exp(x) if _INTERPRETED else libdevice.exp(x)
 
 
 @triton.jit
 def log_exact(x):
-    """``log`` to the last bit or two."""
+    """``log`` to within two ulp."""
     return tl.log(x) if _INTERPRETED else libdevice.log(x)
 
 
@@ -85,7 +85,7 @@ def is_finite(x):
 
 @triton.jit
 def ordered(x):
-    """An int32 that orders as the float32 does; both zeros give 0."""
+    """An int32 with the order of the float32; both zeros give 0."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -98,7 +98,7 @@ def unordered(image):
 
 @triton.jit
 def pack(x, index):
-    """One int64 that orders by value, then by lowest index; ``index`` in [0, 2^31)."""
+    """One int64 that orders by value, then by lower index; ``index`` in [0, 2^31)."""
     return (ordered(x).to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64)
 
 
@@ -114,7 +114,7 @@ def packed_index(packed):
 
 @triton.jit
 def arrive(counter, parts):
-    """True in the last of ``parts`` programs; what the others stored before is visible to it, and the counter is back at 0."""
+    """True in the last of ``parts`` programs, to which the stores of the others are visible; it resets the counter to 0."""
     tl.debug_barrier()
     last = tl.atomic_add(counter, 1, sem="acq_rel") == parts - 1
     if last:

@@ -1,8 +1,8 @@
 """Ahead-of-time compilation of the fused kernels for sm_90, on any machine: ``python -m graphspec.kernels.fused.aot [FILE ...] [--write]``.
 
 Compiles every case in ``AOT`` of every file here with the ptxas that comes with Triton, and reads registers, stack, shared memory and local
-memory from the cubin. ``--write`` stores the table, or the rows of the named files; without either the table is compared. A kernel that
-spills is an error, and so is one that :mod:`~graphspec.kernels.fused.races` finds fault with.
+memory from the cubin. ``--write`` stores the table, or the rows of the named files; without either, the table is compared. Kernels that
+spill are an error, and so are those in which :mod:`~graphspec.kernels.fused.races` finds a race.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ POINTERS = {
     torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float64: "*fp64", torch.int64: "*i64",
     torch.int32: "*i32", torch.int16: "*i16", torch.int8: "*i8", torch.uint8: "*u8", torch.bool: "*i1",
 }  # fmt: skip
-"""Triton's names of the pointers a kernel may take."""
+"""Triton's type names of pointer arguments, by torch dtype."""
 
 
 def aot_cases() -> Iterator[tuple[str, AotCase]]:
@@ -52,7 +52,7 @@ def aot_cases() -> Iterator[tuple[str, AotCase]]:
 
 
 def source_of(launch: Launch) -> ASTSource:
-    """Signature that Triton compiles for this launch: types, constants, and which numbers are divisible by 16."""
+    """The source that Triton compiles for this launch: argument types, constants, and which numbers are divisible by 16."""
     signature: dict[str, str] = {}
     constants: dict[str, Any] = {}
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}
@@ -82,7 +82,7 @@ def compiled_for_gpu(launch: Launch) -> Any:
 
 
 def lowered(launch: Launch, last: str = "ttgir") -> str:
-    """The launch's kernel in Triton's GPU dialect: what :func:`compiled_for_gpu` goes on from, without the time that takes.
+    """The launch's kernel in Triton's GPU dialect, an early stage of :func:`compiled_for_gpu` that takes a fraction of its time.
 
     Args:
         launch: the launch.
@@ -105,9 +105,9 @@ def lowered(launch: Launch, last: str = "ttgir") -> str:
 
 
 def unspecialised(launch: Launch) -> list[str]:
-    """The error that stops the kernel from being compiled when integers that a launch passes happen to be 1, which Triton makes constants.
+    """Errors of compiling the kernel where integers of the launch are 1, which Triton turns into constants.
 
-    Each by itself, then all of them; only as far as Triton's own dialect.
+    Tried with each integer by itself, then with all of them, as far as Triton's own dialect.
     """
     whole = [index for index, value in enumerate(launch.args) if isinstance(value, int) and not isinstance(value, bool)]
     found = []
@@ -127,7 +127,7 @@ def faults(launch: Launch, ttgir: str, programmatic: bool = True) -> list[str]:
     Args:
         launch: the launch.
         ttgir: its kernel in Triton's GPU dialect, compiled as it was launched.
-        programmatic: compile it for programmatic launch too, and see what it reads too early. Takes about as long as all the rest.
+        programmatic: also compile it for programmatic launch and look for early reads. Takes about as long as all the rest.
     """
     name = launch.kernel.fn.__name__
     found = [f"loads and stores {argument} with no barrier between" for argument in unordered(name, ttgir)]
@@ -140,28 +140,28 @@ def faults(launch: Launch, ttgir: str, programmatic: bool = True) -> list[str]:
 
 
 def unfenced(compiled: Any) -> list[str]:
-    """Fences missing in the machine code of a kernel whose programs merge parts that others wrote.
+    """Missing fences in the machine code of a kernel whose programs merge parts that others wrote.
 
     Args:
         compiled: :func:`compiled_for_gpu` of a launch.
     """
-    parts, asked = merged(compiled.asm["ttgir"]), arrivals(compiled.asm["ptx"])
-    if not parts and not asked:
+    parts, expected = merged(compiled.asm["ttgir"]), arrivals(compiled.asm["ptx"])
+    if not parts and not expected:
         return []
     fenced = fenced_arrivals(instructions(cuobjdump(compiled.asm["cubin"], "-sass")))
-    # The assembler may have copied a piece of code, never dropped one.
-    return [] if 0 < asked <= fenced else [f"merges {', '.join(parts)} with {fenced} fenced of {asked} arrivals"]
+    # The assembler may duplicate code, but never drops it.
+    return [] if 0 < expected <= fenced else [f"merges {', '.join(parts)} with {fenced} fenced of {expected} arrivals"]
 
 
 def resources(launch: Launch, compiled: Any) -> dict[str, int]:
-    """Registers a thread, bytes of stack, local and shared memory of one launch.
+    """Registers per thread, and bytes of stack, local and shared memory of one launch.
 
     Args:
         launch: the launch.
         compiled: :func:`compiled_for_gpu` of it.
 
     Raises:
-        RuntimeError: the bundled cuobjdump does not print what is expected.
+        RuntimeError: the output of the bundled cuobjdump can't be read.
     """
     printed = cuobjdump(compiled.asm["cubin"], "--dump-resource-usage")
     found = USAGE.search(printed)
@@ -180,11 +180,11 @@ def resources(launch: Launch, compiled: Any) -> dict[str, int]:
 
 
 def compile_all(only: Sequence[str] = (), jobs: int = 1) -> dict[str, dict[str, int]]:
-    """``op/case/kernel`` to its resources, in order; several launches of one kernel in a call count from 1.
+    """Resources by ``op/case/kernel``, in order; further launches of one kernel in a call get ``#2``, ``#3``...
 
     Args:
         only: files to compile; empty: all.
-        jobs: processes that share the files among them.
+        jobs: number of processes.
     """
     files = [file for file in dict.fromkeys(op for op, _ in aot_cases()) if not only or file in only]
     if jobs == 1:
@@ -217,7 +217,7 @@ def compile_file(op: str) -> dict[str, dict[str, int]]:
             kernel = launch.kernel.fn.__name__
             wrong = faults(launch, compiled.asm["ttgir"], programmatic=kernel not in kernels)
             if kernel not in fenced and merged(compiled.asm["ttgir"]):
-                # Once, for disassembling takes as long as compiling; what the dialect says of the arrival, every case shows.
+                # Once per kernel: disassembling takes as long as compiling, and every case has its dialect checked for arrivals.
                 wrong += unfenced(compiled)
                 fenced.add(kernel)
             wrong += unspecialised(launch) if kernel not in kernels else []
@@ -229,17 +229,17 @@ def compile_file(op: str) -> dict[str, dict[str, int]]:
 
 
 def spilling(table: dict[str, dict[str, int]]) -> list[str]:
-    """Kernels that keep registers in memory."""
+    """Names of the kernels that spill registers to memory."""
     return [name for name, used in table.items() if used["stack"] or used["local"]]
 
 
 def file_of(name: str) -> str:
-    """The file whose case a row of the table is of."""
+    """The op's file, from the name of a table row."""
     return name.partition("/")[0]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code 0: nothing spills, and the table is as committed (or was written)."""
+    """Returns 0 if nothing spills and the table is as committed or was written, else 1."""
     parser = argparse.ArgumentParser(
         prog="python -m graphspec.kernels.fused.aot", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

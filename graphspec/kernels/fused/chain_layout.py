@@ -36,7 +36,7 @@ def _chain_layout(
     tl.store(node_token + out, tl.where(node == 0, root, tokens), mask=written)
     tl.store(node_parent + out, (node - 1).to(tl.int64), mask=written)
     tl.store(node_depth + out, node.to(tl.int64), mask=written)
-    # Bits 0..node; a shift by a word's whole width is undefined, hence two steps.
+    # Bits 0..node are set. Shifting by a full word is undefined, hence two shifts.
     word = tl.arange(0, WORDS)[None, :]
     bits = tl.minimum(tl.maximum(node[:, None] + 1 - 64 * word, 0), 64).to(tl.int64)
     half = bits >> 1

@@ -1,8 +1,8 @@
 """Triton kernel of :mod:`graphspec.kernels.chunk_attention`: one pass over the pages, block by block.
 
-Rows of a tile are ``token x query head`` of one key/value head. Blocks are visited in the order of their slots and start at multiples of
-the block size, so a row's bits do not depend on the chunk, the batch or the table width. Blocks that every row of the tile sees whole, most
-of a long prompt, take a loop without masks; what lies before and after them takes the same loop with masks.
+Rows of a tile are ``token x query head`` of one key/value head. Blocks are visited in slot order and start at multiples of the block size,
+so a row's bits do not depend on the chunk, the batch or the table width. Blocks that every row of the tile sees in full, most of a long
+prompt, run without masks; those before and after run with masks.
 
 Source: FlashAttention-2 (Dao, 2023), section 3.1.
 """
@@ -34,7 +34,7 @@ def _chunk_attention(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    # The last tokens see most: their tiles start first.
+    # The last tokens have the most keys, so their tiles start first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1)
     lane = tl.program_id(2).to(tl.int64)
@@ -55,7 +55,7 @@ def _chunk_attention(
     high = tl.max(tl.where(live, row_end, 0), 0)
     first = low // BLOCK
     last = tl.where(high > low, (high + BLOCK - 1) // BLOCK, first)
-    # Whole blocks: from the latest begin to the earliest end. Rows that see nothing don't count, their result is dropped.
+    # Whole blocks: from the latest begin to the earliest end, over live rows; results of the others are dropped.
     whole_first = (tl.max(tl.where(live, row_begin, 0), 0) + BLOCK - 1) // BLOCK
     whole_last = tl.min(tl.where(live, row_end, length), 0) // BLOCK
     whole_first = tl.minimum(tl.maximum(whole_first, first), last)
@@ -107,7 +107,7 @@ def _chunk_attention(
 
 
 def tile_shape(dim: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
-    """Rows, slots of a block, warps and pipeline stages; of head dimension and dtype alone."""
+    """``(rows, slots of a block, warps, pipeline stages)``, from head dimension and dtype only."""
     if dtype == torch.float32:
         return 16, 16, 8, 1
     return (64, 32, 8, 2) if dim > 128 else (128, 64, 8, 2)

@@ -14,9 +14,9 @@ from ..groups import Progress, Run, Window
 from .launch import AotCase, aot_case, launch, register
 
 CHUNK = 2048
-"""Channels of a feature row that one program copies."""
+"""Channels of a feature row copied by one program."""
 TILE = 512
-"""Entries of lanes times window that the bookkeeping holds at a time."""
+"""Entries, lanes times window, that the bookkeeping loads at a time."""
 
 
 @triton.jit
@@ -27,12 +27,12 @@ def _bookkeeping(
     LANES: tl.constexpr, WIDTH: tl.constexpr, LOOKBACK: tl.constexpr, HISTORY: tl.constexpr, COUNTS: tl.constexpr,
     APPEND: tl.constexpr, HEADER: tl.constexpr,
 ):  # fmt: skip
-    """Everything but the features, of all lanes in one program, so that nobody else reads the counter of cycles it moves on."""
+    """Everything but the features. One program for all lanes, since it advances the cycle counter, which no other program may read."""
     count = tl.load(cycle)
     slot = ring + (count % ring_depth) * ring_stride
     entry = tl.arange(0, WIDTH)[None, :]
     for begin in range(0, lanes, LANES):
-        # Of the lanes before these, padded ones may share a row with padded ones here.
+        # Padded lanes of different turns may share a row.
         tl.debug_barrier()
         lane = (begin + tl.arange(0, LANES)).to(tl.int64)
         here = lane < lanes
@@ -55,7 +55,7 @@ def _bookkeeping(
             of_back = tl.load(lookback_token + row[:, None] * lookback + source, mask=kept & (source < lookback), other=0)
             at_window = window_token + row[:, None] * capacity + source - lookback
             of_window = tl.load(at_window, mask=kept & (source >= lookback), other=0)
-        # What is read above is written below, by other threads of this program.
+        # Other threads of this program overwrite below what was read above.
         tl.debug_barrier()
         if LOOKBACK:
             tl.store(lookback_token + row[:, None] * lookback + back, tl.where(source < lookback, of_back, of_window), mask=kept)
@@ -76,7 +76,7 @@ def _bookkeeping(
         tl.store(seq_len + row, tokens_before + length, mask=moved)
         tl.store(budget + row, tokens_left - length, mask=moved)
         tl.store(status + row, state, mask=here & (state != known))
-    # Every thread has read the counter.
+    # All threads must have read the counter.
     tl.debug_barrier()
     tl.store(cycle, count + 1)
 
@@ -89,7 +89,7 @@ def _commit_rows(
     LANES: tl.constexpr, WIDTH: tl.constexpr, LOOKBACK: tl.constexpr, HISTORY: tl.constexpr, COUNTS: tl.constexpr, APPEND: tl.constexpr,
     BOOKS: tl.constexpr, FEATURES: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, HEADER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program 0 keeps the books. Each of the others copies features: one entry of a window, or all that lookback ties together."""
+    """Program 0 does the bookkeeping. The others copy features: one window entry each, or with a lookback all entries of a lane."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -114,8 +114,8 @@ def _commit_rows(
             row = tl.load(lane_row + lane)
             windows = window_feature + row * capacity * channels + channel
             if LOOKBACK:
-                # An entry moves to a lower place only, so in this order none is overwritten before it is read; the barriers hold for
-                # threads of this program that read what others write.
+                # Entries only move to lower places, so ascending order reads each before it is overwritten; the barriers order the
+                # threads of this program.
                 backs = lookback_feature + row * lookback * channels + channel
                 old = tl.load(window_len + row)
                 for back in range(lookback):
@@ -151,12 +151,12 @@ def commit_rows(
     lanes, width = run.path_BA.shape
     padded = triton.next_power_of_2(width)
     channels = 0 if feature_BNF is None else feature_BNF.shape[2]
-    # The lookback ends where the window begins, which appending leaves where it is.
+    # Appending does not move the beginning of the window, so the lookback stays.
     lookback = 0 if window.lookback_token_RY is None or append else window.lookback_token_RY.shape[1]
     chunks = triton.cdiv(channels, CHUNK)
     copies = lanes * chunks * (1 if lookback else width)
-    # Features of the lookback, and places after the window, are found through the old length of the window: so features go first and the
-    # books are kept by a second launch.
+    # Features of the lookback and of appended entries are addressed by the old window length, so they are copied first and a second
+    # launch does the bookkeeping.
     launches = [(False, True, copies), (True, False, 1)] if (lookback or append) and copies else [(True, copies > 0, copies + 1)]
     for books, features, programs in launches:
         launch(
@@ -176,7 +176,7 @@ OP = register(CONTRACT, commit_rows)
 
 
 def _case(name: str, lanes: int, nodes: int, width: int, features: int = 0, capacity: int = 0, **optional: int) -> AotCase:
-    """With a capacity the run is appended. ``optional``: sizes of what the row may have."""
+    """With a capacity the run is appended. ``optional``: sizes of optional row state."""
     sizes = {"B": lanes, "N": nodes, "A": width, "Ac": capacity or width, "J": width + RING_HEADER, "Z": 3, "R": 65, **optional}
     floats = dict.fromkeys(("feature_BNF", "window_feature_RAcF", "lookback_feature_RYF"), torch.bfloat16)
     return aot_case(name, CONTRACT, commit_rows, sizes | ({"F": features} if features else {}), append=capacity > 0, **floats)

@@ -13,7 +13,7 @@ from ._states import QWEN3_NEXT
 from .launch import AotCase, aot_case, launch, register
 
 BLOCK = 512
-"""Channels of a program."""
+"""Channels per program."""
 
 
 @triton.jit
@@ -21,7 +21,7 @@ def _conv_shift(
     inputs, column, lane_row, path, length, fresh, lanes, tokens, width, channels, layers, layer,
     COLUMNS: tl.constexpr, COLUMNS_PAD: tl.constexpr, FRESH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program owns all columns of a (layer, lane, block of channels): it loads every column before it stores any."""
+    """One program per (layer, lane, block of channels). It loads all columns before it stores any."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -42,7 +42,7 @@ def _conv_shift(
     new = tl.load(inputs + ((unit * lanes + lane) * tokens + node)[:, None] * channels + channel[None, :], mask=inside & arrived, other=0.0)
     known = inside & (place < 0)[:, None] & (not starts)
     old = tl.load(base + (COLUMNS + place)[:, None] * channels + channel[None, :], mask=known, other=0.0)
-    # Threads of this program store where others have loaded.
+    # Other threads of this program have loaded what is overwritten here.
     tl.debug_barrier()
     to = base + order[:, None] * channels + channel[None, :]
     tl.store(to, tl.where(arrived, new, old), mask=inside & ((count > 0) | starts))

@@ -1,4 +1,4 @@
-"""The gated delta rule in Triton: its update, and a block of tokens (:mod:`..delta_rule`)."""
+"""The gated delta rule in Triton, for one token and for a block of tokens (:mod:`..delta_rule`)."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ def delta_change(state, key, value, decay, rate, EPS: tl.constexpr):
     key = key * (1.0 / tl.sqrt(tl.sum(key * key, 0) + EPS))
     state = state * tl.exp(decay)
     change = rate * (value - tl.sum(state * key[:, None], 0))
-    # Fused by name: a compiler that may choose could round a state another way in a walk than in the commit.
+    # An explicit fma: left to the compiler, contraction could differ between the walk and the commit.
     return tl.fma(tl.broadcast_to(key[:, None], state.shape), tl.broadcast_to(change[None, :], state.shape), state)
 
 
 @triton.jit
 def delta_update(state, query, key, value, decay, rate, KEY: tl.constexpr, EPS: tl.constexpr):
-    """The state after one token, and what the token reads."""
+    """The state after one token, and the token's output."""
     query = query * (1.0 / tl.sqrt(tl.sum(query * query, 0) + EPS)) * (KEY**-0.5)
     state = delta_change(state, key, value, decay, rate, EPS)
     return state, tl.sum(state * query[:, None], 0)
@@ -31,16 +31,16 @@ def delta_block(
     state, known, mixed, gate, token, used, before, head, column, HEADS: tl.constexpr, REPEAT: tl.constexpr, KEY: tl.constexpr,
     VALUE: tl.constexpr, KEY_PAD: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr, PART: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
-    """A block of tokens at once: what they read, their changes, factors that make keys of length 1, sums of log-decays on their paths.
+    """A block of tokens at once: their outputs, value updates, inverse key norms, and cumulative log-decays along their paths.
 
-    Channels of queries, keys and state pass by a part at a time, so that a program holds sums only. Products are of three TF32 parts,
-    nearly as precise as float32. The unit triangular system is solved row by row, which is as stable as the recurrence itself; powers of
-    the matrix are not where keys of a long path resemble each other.
+    Channels of queries, keys and state are loaded ``PART`` at a time, so that a program only holds sums. Products use TF32x3, nearly as
+    precise as float32. The unit triangular system is solved by forward substitution, which is as stable as the recurrence itself; a
+    series of matrix powers is not when the keys of a long path are similar.
 
     Args:
-        state: where the head's state begins. known: it counts; else it is zero.
-        token: place of each token over all lanes. used: which of them count; of the others nothing is read.
-        before: token j lies on the path of token i, i itself included.
+        state: pointer to the head's state. known: whether to read it; else it is zero.
+        token: index of each token over all lanes. used: mask of the tokens that are loaded.
+        before: ``[i, j]``, whether token j is on the path of token i, i itself included.
     """
     order = tl.arange(0, TOKENS)
     at_query, at_key, at_value = token_places(mixed, token, head, False, HEADS, REPEAT, KEY, VALUE)

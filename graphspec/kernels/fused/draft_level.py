@@ -1,4 +1,4 @@
-"""Triton kernel of :mod:`graphspec.kernels.draft_level`: one launch, one program a lane."""
+"""Triton kernel of :mod:`graphspec.kernels.draft_level`: one launch, one program per lane."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ..groups import Beams, Candidates
 from .launch import AotCase, aot_case, launch, register
 
 MINUS_INFINITY = tl.constexpr(-0x7F800001)
-"""-inf as :func:`_ordered` maps it."""
+"""``_ordered(-inf)``."""
 
 
 @triton.jit
 def _ordered(score):
-    """int32 that order as the floats do, for floats without NaN and -0.0."""
+    """An int32 with the order of the float32, which is neither NaN nor -0.0."""
     bits = score.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -56,7 +56,7 @@ def _draft_level(
     tl.store(token + at, drawn, mask=inside)
     tl.store(parent + at, above, mask=inside)
     if BEAMS:
-        # One word per candidate: its score above, and below what makes the lower index the larger word.
+        # One word per candidate: score in the high half, complement of the index in the low half, so that ties go to the lower index.
         key = _ordered(tl.where(total == 0.0, 0.0, total)).to(tl.int64) << 32 | (C_PAD - 1 - place)
         key = tl.where(inside, key, -0x7FFFFFFFFFFFFFFF)
         best = key
@@ -81,7 +81,7 @@ def _draft_level(
         if not FIRST:
             words |= tl.load(beam_ancestors + (lane * K + source)[:, None] * X + word[None, :], mask=held, other=0)
             path = tl.load(beam_path + (lane * K + source)[:, None] * steps + step[None, :], mask=older, other=-1)
-            # Every beam has read its source before any is overwritten.
+            # All beams are read before any is overwritten.
             tl.debug_barrier()
             tl.store(beam_path + at_step, path, mask=older)
         tl.store(beam_ancestors + at_word, tl.where(valid[:, None], words, 0), mask=held)

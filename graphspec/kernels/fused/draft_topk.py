@@ -25,9 +25,9 @@ from ._vocabulary import (
 from .launch import AotCase, aot_case, launch, register, semaphores
 
 CHUNK = 1024
-"""Columns of a program. Sums of exponentials are added chunk by chunk, so it must not follow the batch."""
+"""Columns per program. Sums of exponentials are added chunk by chunk, so it must not depend on the batch."""
 MERGE = 4096
-"""Winners of all chunks that are compared at once; more of them are gone through in several steps."""
+"""Chunk winners compared at once; more are processed in several steps."""
 
 
 @triton.jit
@@ -37,10 +37,11 @@ def _draft_topk(
     MAPPED: tl.constexpr, NOISY: tl.constexpr, SHARD: tl.constexpr, PARTS: tl.constexpr, MERGE: tl.constexpr, CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program finds the K best of a chunk and its sum of exponentials; the last of a row merges them in order.
+    """Each program finds the top K of a chunk and its sum of exponentials; the last program of a row merges the chunks in order.
 
-    Keys are packed with their index, so the next best is the largest word below the best, and nothing is ever taken out. With ``SHARD`` the
-    columns are those of one rank: scores stay keys, sum and soundness are results, and a column of token -1 is none.
+    Keys are packed with their index, so the next best is the largest word below the last one, and nothing has to be removed. With
+    ``SHARD`` the columns are those of one rank: keys are returned unnormalised along with sum and soundness, and columns whose token is
+    -1 are ignored.
     """
     if PDL:
         gdc_wait()
@@ -57,10 +58,10 @@ def _draft_topk(
         tl.store(part_fault + row * parts + part, tl.max((there & ~is_finite(x)).to(tl.int32)))
     if NOISY:
         lane = row // rows_per_lane
-        heat = tl.load(temperature + lane)
+        row_temperature = tl.load(temperature + lane)
         a, b = hash_words(tl.load(seed + lane), tl.load(position + (row if SHARD else lane)))
         target = tl.load(target_token + column, mask=inside, other=0) if MAPPED else column
-        key = perturb(key, heat, a, b, target)
+        key = perturb(key, row_temperature, a, b, target)
     words = tl.where(inside, pack(key, column), LOWEST)
     best = tl.max(words)
     peak = tl.where(best == LOWEST, float("-inf"), packed_value(best))
@@ -91,7 +92,7 @@ def _draft_topk(
         slot = tl.arange(0, PARTS)
         totals = tl.load(part_total + row * parts + slot, mask=slot < parts, other=0.0)
         bases = tl.load(part_peak + row * parts + slot, mask=slot < parts, other=0.0)
-        # A chunk without a finite key has total 0 and base 0, which may lie far above the peak.
+        # A chunk without a finite key has total 0 and base 0, which may be far above the peak.
         scale = exp_exact(tl.where(totals > 0, bases - base, 0.0))
         whole = tl.sum(totals * scale)
         log_total = log_exact(tl.maximum(whole, 1e-30))

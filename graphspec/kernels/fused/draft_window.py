@@ -23,7 +23,7 @@ def _draft_window(
     width, capacity, lookback, features, shift,
     X: tl.constexpr, U_PAD: tl.constexpr, X_PAD: tl.constexpr, LIVE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (b, 0) writes what is small; program (b, 1 + u * chunks + c) copies one chunk of entry u's features."""
+    """Program (b, 0) writes everything but features; program (b, 1 + u * chunks + c) copies chunk c of the features of entry u."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()

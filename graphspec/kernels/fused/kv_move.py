@@ -12,7 +12,7 @@ from ..kv_move import OP as CONTRACT
 from .launch import AotCase, aot_case, launch, register
 
 TILE = 4096
-"""Elements one program holds: all rows of a lane, and as many of their channels as fit."""
+"""Elements per program: all rows of a lane, and as many of their channels as fit."""
 
 
 @triton.jit
@@ -21,7 +21,7 @@ def _kv_move(
     page_size, accept_width, page_stride, side_stride, row_stride, table_stride,
     THROUGH_ROWS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program owns all accepted rows of a (layer and side, lane, chunk of a row): it loads every row before it stores any."""
+    """One program per (layer and side, lane, chunk of channels). It loads all accepted rows before it stores any."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -33,7 +33,7 @@ def _kv_move(
     begin = tl.load(seq_len + row)
     valid = (step < count) & (step < accept_width)
     node = tl.load(path + lane * accept_width + step, mask=valid, other=0)
-    # Rows that stay where they are need no copy: often that is all of them.
+    # Rows that stay in place need no copy, often all of them.
     moves = valid & (node != step)
     if tl.max(moves.to(tl.int32), 0) > 0:
         source = begin + node
@@ -44,7 +44,7 @@ def _kv_move(
         base = pool + side * side_stride + channel[None, :]
         inside = moves[:, None] & (channel[None, :] < row_stride)
         rows = tl.load(base + (source_page * page_stride + (source % page_size) * row_stride)[:, None], mask=inside)
-        # Slots of one lane overlap, and other threads of this program store what these have loaded.
+        # Sources and targets of a lane overlap, across threads of this program.
         tl.debug_barrier()
         tl.store(base + (target_page * page_stride + (target % page_size) * row_stride)[:, None], rows, mask=inside)
 

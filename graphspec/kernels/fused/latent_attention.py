@@ -1,17 +1,16 @@
 """Triton kernels of :mod:`graphspec.kernels.latent_attention` and :mod:`graphspec.kernels.latent_chunk_attention`.
 
-A tile holds ``BLOCK_M`` rows of one lane, (token, head) pairs with heads innermost: all of them read the same slots, so a tile of 64 rows
-reads a latent row once and uses it 64 times, as key and as value.
+A tile holds ``BLOCK_M`` rows of one lane, (token, head) pairs with heads innermost. All of them read the same slots, so a tile of 64 rows
+loads a latent row once and uses it 64 times, as key and as value.
 
-In the decode phase the slots of a lane are cut into splits at absolute multiples of a size that depends on the lane's own length alone.
-Neither the batch, nor the number of tokens, nor the width of the page table moves a cut, so none of them moves a row's bits. A second
-kernel merges the splits of a row in their order; the last program of a tile would have to read megabytes for that, alone.
+For decoding, the slots of a lane are cut into splits at absolute multiples of a size that depends on the lane's own length only. The cuts,
+and so a row's bits, do not depend on the batch, the number of tokens or the width of the page table. A second kernel merges the splits of
+a row in order, because the last program of a tile alone would have to read megabytes.
 
-The partials of every split would be gigabytes where lanes, tokens and heads are many: 8 trees of 100 nodes with 128 heads have 3.3 million.
-So tiles are taken in groups whose partials fit ``SCRATCH``, each by the two launches of its own, one group after the other in the same
-memory. A group of 32 splits is 15 tiles, 480 programs, which fill an H200 by themselves; a chain of up to 6 nodes of DeepSeek-V3 at batch
-1 is one group. A program that folded several splits would need the accumulators of two, 256 registers a thread, and have to pass them
-through memory twice.
+With many lanes, tokens and heads the partials of all splits would take gigabytes: 8 trees of 100 nodes with 128 heads have 3.3 million.
+So tiles are processed in groups whose partials fit ``SCRATCH``. Each group takes two launches, and all groups share the same memory. With
+32 splits a group is 15 tiles, 480 programs, which fill an H200; a chain of up to 6 nodes of DeepSeek-V3 at batch 1 is one group. A program
+that folded several splits would need two accumulators, 256 registers per thread, and pass them through memory twice.
 """
 
 from __future__ import annotations
@@ -30,20 +29,20 @@ from ..latent_chunk_attention import OP as CHUNK_CONTRACT
 from .launch import AotCase, aot_case, launch, register
 
 SPLIT = 256
-"""Fewest slots of a split; doubles until :data:`SPLITS` of them hold a lane."""
+"""Fewest slots of a split; doubled until :data:`SPLITS` splits cover a lane."""
 
 SPLITS = 32
-"""Most splits of a lane: bounds memory and the time of the merge."""
+"""Most splits of a lane; bounds the memory and time of the merge."""
 
 WINDOW = 128
-"""Slots that ancestor words can name."""
+"""Slots that ancestor words can address."""
 
 SCRATCH = 64 * 2**20
-"""Most bytes of partials in a launch. Groups of tiles follow each other in them, so a larger grid needs no more."""
+"""Most bytes of partials of one launch. Groups of tiles reuse them, so a larger grid needs no more."""
 
 DOUBLINGS = 16
 MERGE = 8
-"""Splits a merging program loads at once."""
+"""Splits that a merging program loads at once."""
 
 
 @triton.jit
@@ -53,7 +52,7 @@ def _either(a, b):
 
 @triton.jit
 def _shifted(word, by):
-    """``word << by``; to the right when negative, 0 when everything is shifted out."""
+    """``word << by``, or ``word >> -by`` if negative; 0 when all bits are shifted out."""
     word = word.to(tl.uint64)
     left = word << tl.minimum(tl.maximum(by, 0), 63).to(tl.uint64)
     right = word >> tl.minimum(tl.maximum(-by, 0), 63).to(tl.uint64)
@@ -62,7 +61,7 @@ def _shifted(word, by):
 
 @triton.jit
 def _bit(word, column):
-    """Bit ``column`` of 64, tested on 32-bit halves: a tile of 64-bit words would not fit next to the accumulators."""
+    """Whether bit ``column`` of a 64-bit word is set, tested on 32-bit halves: a tile of 64-bit words would not fit in registers."""
     low = (word & 0xFFFFFFFF).to(tl.uint32)
     high = (word >> 32).to(tl.uint32)
     half = tl.where(column < 32, low, high)
@@ -78,9 +77,9 @@ def _latent_attention(
     WORDS: tl.constexpr, CHUNK: tl.constexpr, PAGE: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, EXACT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (split, pair of lane and tile): the result, or, where ``CUT``, the weighted sum, peak and total of a split.
+    """Program (split, pair): the result of a (lane, tile) pair, or with ``CUT`` the weighted sum, peak and total of one split.
 
-    Partials have the place of the pair in its launch.
+    Partials are indexed by the pair's number within its launch.
     """
     if PDL:
         gdc_wait()
@@ -94,7 +93,7 @@ def _latent_attention(
     head = (row % heads).to(tl.int64)
     last = columns * PAGE
     first_row = tl.load(begin + lane * tokens + step, mask=alive, other=0)
-    # Slots are kept in 32 bits; begins and ends of queries that see nothing may be any number.
+    # Slots are 32-bit; begins and ends of queries that see nothing may hold any value, so they are clamped.
     first_row = tl.minimum(tl.maximum(first_row, 0), last).to(tl.int32)
     if CHUNK:
         seeing = alive & (tl.load(valid + lane * tokens + step, mask=alive, other=0) != 0)
@@ -130,7 +129,7 @@ def _latent_attention(
             size = tl.where(size * SPLITS < prefix + WINDOW, 2 * size, size)
         lower = tl.maximum(lower, split * size)
         upper = tl.minimum(upper, (split + 1) * size)
-    # Reduced once more, though equal in every row: the interpreter takes no other scalar as the bound of a loop.
+    # Equal in every row; reduced because the interpreter takes no other scalar as a loop bound.
     lower = tl.min(tl.where(alive, lower // BLOCK_N * BLOCK_N, last), 0)
     upper = tl.max(tl.where(alive, upper, 0), 0)
 
@@ -160,7 +159,7 @@ def _latent_attention(
                 bits_all |= _shifted(seen1, 64 - offset)
             seen |= _bit(bits_all, column)
             visible |= _bit(bits_row[:, None], column[None, :])
-        # What no row of the tile sees may hold NaN, and a weight of 0 does not remove it.
+        # Slots that no row of the tile sees may hold NaN, and 0 * NaN is NaN.
         seen &= slot < upper
         visible &= (slot < upper)[None, :]
         page = tl.load(table + lane * table_stride + slot // PAGE, mask=seen, other=0).to(tl.int64)
@@ -171,7 +170,7 @@ def _latent_attention(
         score = tl.dot(turns, tl.trans(turned_rows), score, input_precision="ieee")
         score = tl.where(visible, score * scale, -float("inf"))
         higher = tl.maximum(best, tl.max(score, 1))
-        # A row that has seen nothing yet has no peak to subtract.
+        # Rows that have seen nothing yet have no finite peak.
         pivot = tl.where(higher == -float("inf"), 0.0, higher)
         weight = tl.exp2(score - pivot[:, None])
         shrink = tl.exp2(best - pivot)
@@ -196,7 +195,7 @@ def _merge(
     partial, peak, total, out, first_pair, tiles, rows_of_lane, splits, width,
     SPLITS: tl.constexpr, MERGE: tl.constexpr, LATENT: tl.constexpr, BLOCK_M: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (row of a launch): the splits of one row, added in their order."""
+    """Program (row of a launch): merge the splits of one row, in order."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -226,20 +225,20 @@ def _merge(
 
 
 def _blocks(dtype: torch.dtype) -> tuple[int, int]:
-    """Rows of a tile and slots of a block: constants of a dtype, so that no shape moves a row's bits.
+    """``(BLOCK_M, BLOCK_N)``, from the dtype only, so that a row's bits do not depend on shapes.
 
-    64 rows are what a warp group multiplies at once; their 512 output channels take half the register file, and a block of 64 slots would
-    not fit next to them.
+    A warp group multiplies 64 rows at once. Their 512 output channels take half the register file, which leaves no room for blocks of 64
+    slots.
     """
     return (64, 32) if dtype.itemsize == 2 else (16, 16)
 
 
 def _group(pairs: int, size: int) -> int:
-    """Pairs of lane and tile in one launch: as many as fit, in groups of one size.
+    """(lane, tile) pairs per launch: as many as fit :data:`SCRATCH`, in groups of equal size.
 
     Args:
-        pairs: all of them.
-        size: bytes of the partials of one.
+        pairs: total number of pairs.
+        size: bytes of the partials of one pair.
     """
     groups = triton.cdiv(pairs, max(SCRATCH // size, 1))
     return triton.cdiv(pairs, groups)
@@ -335,7 +334,7 @@ def _case(name: str, tokens: int, heads: int, slots: int, lanes: int = 1, words:
     chunk = "chunk" in name
     return aot_case(
         name, CHUNK_CONTRACT if chunk else CONTRACT, latent_chunk_attention if chunk else latent_attention, sizes,
-        # A batched product per head, seen as tokens by heads.
+        # The strides of a batched product per head, viewed as tokens x heads.
         query_latent_BTQL=torch.empty(heads, lanes * tokens, 512, dtype=torch.bfloat16, device="meta")
         .permute(1, 0, 2).unflatten(0, (lanes, tokens)),
         query_rope_BTQR=torch.bfloat16, latent_pool=(torch.bfloat16, 61, 1, 1 + 131072 // page_size, page_size, 1, 576),

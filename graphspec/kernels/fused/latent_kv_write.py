@@ -12,12 +12,12 @@ from ..latent_kv_write import OP as CONTRACT
 from .launch import AotCase, aot_case, launch, register
 
 HEADS = 16
-"""Query heads a program rotates."""
+"""Query heads that one program rotates."""
 
 
 @triton.jit
 def _rope(source, cos, sin, pair, inside, half, INTERLEAVED: tl.constexpr):
-    """Both members of every pair, rotated, in float32; ``source`` points at channel 0 of the rotary part."""
+    """Both halves of every rotated pair, float32; ``source`` points to channel 0 of the rotary part."""
     first = tl.load(source + (2 * pair if INTERLEAVED else pair), mask=inside, other=0.0).to(tl.float32)
     second = tl.load(source + (2 * pair + 1 if INTERLEAVED else pair + half), mask=inside, other=0.0).to(tl.float32)
     return first * cos - second * sin, second * cos + first * sin
@@ -54,7 +54,7 @@ def _latent_kv_write(
             raw = tl.load(source + channel, mask=channel < width, other=0.0)
             wide = raw.to(tl.float32)
             wide = wide * tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
-            # Rounded before it is scaled, as the contract has it.
+            # Rounded before scaling, as in the reference.
             tl.store(row + channel, wide.to(raw.dtype).to(tl.float32) * scale.to(tl.float32), mask=channel < width)
             first, second = _rope(source + width, cosine, sine, pair, pair < half, half, INTERLEAVED)
             tl.store(row + width + pair, first, mask=pair < half)

@@ -21,14 +21,14 @@ from .hopper import MULTIPROCESSORS
 
 NAMESPACE = "graphspec"
 MOST_PROGRAMS = 65535
-"""Extent of a grid in its second and third dimension."""
+"""Largest extent of a grid in its second and third dimension."""
 
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 """Whether kernels run in Triton's interpreter, on CPU tensors. Decided when Triton is imported (``TRITON_INTERPRET=1``)."""
 
 
 def _accept_tensor_bounds() -> None:
-    """Makes loops of the interpreter up to a loaded bound work: its scalars are arrays of one element, which numpy 2.4 refuses."""
+    """Make loops with a loaded bound work in the interpreter, whose scalars are arrays of one element, which numpy 2.4 refuses."""
     interpreter = importlib.import_module("triton.runtime.interpreter")
     name = "_patch_lang_tensor"
     original = getattr(interpreter, name)
@@ -41,10 +41,10 @@ def _accept_tensor_bounds() -> None:
 
 
 def _sum_dots_in_one_order() -> None:
-    """``tl.dot`` of the interpreter by halving the summed dimension, of bfloat16 too.
+    """Make the interpreter's ``tl.dot`` sum pairwise, and accept bfloat16.
 
-    The interpreter calls BLAS, which on some processors sums a row in an order that depends on the number of rows. A GPU's product of tiles
-    does not, and the kernels' fixed order of summation relies on that. It would also multiply the bits of a bfloat16 as an integer.
+    The interpreter calls BLAS, which on some processors sums a row in an order that depends on the number of rows. A GPU's matrix
+    instruction does not, and the kernels' fixed order of summation relies on that. It also multiplies bfloat16 as integers.
     """
     interpreter = importlib.import_module("triton.runtime.interpreter")
 
@@ -72,7 +72,7 @@ if INTERPRETED:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One requested launch, with what ahead-of-time compilation needs and without data."""
+    """One recorded launch, without data: what ahead-of-time compilation needs."""
 
     kernel: Any
     grid: tuple[int, ...]
@@ -98,7 +98,7 @@ class AotCase:
 
 
 def aot_case(name: str, op: KernelOp, launcher: Callable[..., Any], sizes: Mapping[str, int], **given: Any) -> AotCase:
-    """A call of an op's launcher in these sizes; see :meth:`~graphspec.kernels.op.KernelOp.without_data`."""
+    """A case that calls an op's launcher with these sizes; see :meth:`~graphspec.kernels.op.KernelOp.without_data`."""
     return AotCase(name, launcher, lambda: op.signature.gather(op.without_data(sizes, **given)))
 
 
@@ -112,13 +112,13 @@ _settings = {"programmatic": False}
 
 
 def use_programmatic_launch(enabled: bool) -> None:
-    """Let kernels start while the one before them drains (programmatic dependent launch); sm_90 and later. Before anything is captured."""
+    """Let kernels start while their predecessor drains (programmatic dependent launch, sm_90 and later). Call before any capture."""
     _settings["programmatic"] = enabled and not INTERPRETED
 
 
 @contextmanager
 def recording() -> Iterator[list[Launch]]:
-    """A context in which :func:`launch` runs nothing and records; operators over fake and ``meta`` tensors record their launches too."""
+    """A context in which :func:`launch` records instead of running; operators over fake and ``meta`` tensors record their launches too."""
     recorder = _Recorder()
     token = _recorder.set(recorder)
     try:
@@ -130,8 +130,8 @@ def recording() -> Iterator[list[Launch]]:
 def launch(kernel: Any, grid: Sequence[int], *args: Any, num_warps: int = 4, num_stages: int = 2, **constexprs: Any) -> None:
     """Run ``kernel`` over ``grid``.
 
-    A kernel that can follow its predecessor early has a constexpr ``PDL``; it is filled in here. With it set, the kernel must call
-    ``gdc_wait`` before its first access to memory another kernel writes.
+    A kernel that supports programmatic launch has a constexpr ``PDL``, which is filled in here. With it set, the kernel must call
+    ``gdc_wait`` before its first access to memory that another kernel writes.
 
     Args:
         kernel: a ``triton.jit`` function.
@@ -141,7 +141,7 @@ def launch(kernel: Any, grid: Sequence[int], *args: Any, num_warps: int = 4, num
         constexprs: compile-time arguments by name.
 
     Raises:
-        CaptureError: more programs than a grid can have.
+        CaptureError: the grid is larger than CUDA allows.
     """
     if any(extent > MOST_PROGRAMS for extent in grid[1:]):
         raise CaptureError(f"grid of {kernel.fn.__name__}", f"at most {MOST_PROGRAMS} in its last two dimensions", tuple(grid))
@@ -162,7 +162,7 @@ def _without_data(value: Any) -> Any:
     """``value`` with ``meta`` tensors in place of tensors."""
 
     def empty(tensor: Tensor) -> Tensor:
-        # With its storage offset: if that is no multiple of 16 bytes, Triton compiles another kernel.
+        # With its storage offset: Triton compiles another kernel if that is no multiple of 16 bytes.
         whole = torch.empty(tensor.untyped_storage().nbytes() // tensor.element_size(), dtype=tensor.dtype, device="meta")
         return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
@@ -170,11 +170,11 @@ def _without_data(value: Any) -> Any:
 
 
 def dry_call(launcher: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    """Result of a call as ``meta`` tensors; nothing runs, and a :func:`recording` around it has its launches.
+    """Call a launcher without running anything, and return its results as ``meta`` tensors. A :func:`recording` around it has the launches.
 
     Args:
         launcher: returns fresh tensors, never its arguments.
-        arguments, named: of the call; of tensors only shape, strides, dtype and place in memory count.
+        arguments, named: of the call; only shape, strides, dtype and storage offset of tensors are used.
     """
     outer = _recorder.get()
     with unset_fake_temporarily(), recording() as launches:
@@ -186,20 +186,20 @@ def dry_call(launcher: Callable[..., Any], *arguments: Any, **named: Any) -> Any
 
 
 def like_first(first: Tensor, *rest: object) -> Tensor:
-    """The fake of an operator whose result is shaped as its first argument."""
+    """Fake implementation of an operator whose result has the shape and dtype of its first argument."""
     return first.new_empty(first.shape)
 
 
 def operator(
     name: str, function: Callable[..., Any], signature: Signature | None = None, fake: Callable[..., Any] | None = None
 ) -> Callable[..., Any]:
-    """``function`` as operator ``graphspec::name``: opaque to the compiler, and known to fake tensors.
+    """Register ``function`` as operator ``graphspec::name``, opaque to the compiler, with a fake implementation.
 
     Args:
         name: of the operator.
         function: annotated with plain types and groups of them; returns fresh tensors, never its arguments.
-        signature: None: that of the function.
-        fake: results for fake tensors, from the flat arguments; None: ``function`` only launches, and is called without launching.
+        signature: of the operator; default: that of the function.
+        fake: results for fake tensors, from the flat arguments; default: ``function`` itself with its launches disabled.
 
     Returns:
         A function with the signature, defaults included. The operator itself takes flat arguments without defaults: torch does not pass
@@ -219,18 +219,18 @@ def operator(
 
 
 def launcher(op: KernelOp) -> Callable[..., Any]:
-    """The plain function that an op's fused implementation calls; it has the op's name."""
+    """The launcher of an op: the function of the op's name in the file of that name."""
     found: Callable[..., Any] = getattr(importlib.import_module(op.implementations["fused"].partition(":")[0]), op.name)
     return found
 
 
 def register(op: KernelOp, launcher: Callable[..., Any]) -> Callable[..., Any]:
-    """The launcher of an op as an operator of that op's name and signature; see :func:`operator`."""
+    """Register an op's launcher under the op's name and signature; see :func:`operator`."""
     return operator(op.name, launcher, op.signature)
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Number of multiprocessors of ``device``; that of an H200 if there is no such device."""
+    """Number of multiprocessors of ``device``; without a GPU, that of an H200."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else MULTIPROCESSORS
 
 
@@ -239,12 +239,12 @@ SEMAPHORES = 1 << 16
 
 
 def semaphores(device: torch.device, count: int) -> Tensor:
-    """Zeroed int32 counters for programs of one launch that wait for each other; the last program of a group resets its counter to 0.
+    """Zeroed int32 counters by which programs of one launch synchronise; the last program of a group resets its counter to 0.
 
-    One buffer per device, shared by every kernel: launches follow each other on one stream.
+    There is one buffer per device, shared by all kernels, since launches are ordered on one stream.
 
     Raises:
-        CaptureError: too many, or the buffer would be allocated during a capture.
+        CaptureError: ``count`` is too large, or the buffer would be allocated during a capture.
     """
     if count > SEMAPHORES:
         raise CaptureError("semaphores", f"at most {SEMAPHORES}", count)

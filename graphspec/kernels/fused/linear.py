@@ -1,7 +1,7 @@
-"""Triton implementation of :mod:`graphspec.kernels.linear`: weights streamed once through matrix instructions, everything else around them.
+"""Triton implementation of :mod:`graphspec.kernels.linear`: a matrix product with RMSNorm, bias, gate and residual fused around it.
 
-The norm's factor of a row comes from its sum of squares, of which the product before leaves a part for every tile it stores. So the next
-product asks for its weights first and adds a few numbers while they arrive. The kernels are in ``_linear.py``.
+The norm's factor of a row comes from its sum of squares. The previous product stores a part of that sum per output tile, so the next one
+can issue its weight loads first and add a few numbers while they arrive. The kernels are in ``_linear.py``.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from .linear_choice import LinearConfig, LinearShape, LinearTable, decoded, fast
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 PREFETCHED_BYTES = 32 * 1024
-"""Of a program's weights, asked for while the kernel before still writes what this one reads."""
+"""Weights that a program prefetches while the previous kernel still writes its inputs."""
 LINE_BYTES = 128
 SQUARES_BLOCK = 4096
 SCAN_BLOCK = 2048
 LAUNCH_ROWS = 512
-"""Rows of one launch; bounds the memory of partial sums and the number of semaphores."""
+"""Most rows of one launch; bounds the memory of partial sums and the number of semaphores."""
 
 
 def shape_of(
     x: Hidden, weight: Tensor, bias: object, norm_weight: object, residual: object, gated: bool, float32: bool, squares: object = None
 ) -> LinearShape:
-    """The shape of a call."""
+    """The :class:`LinearShape` of a call."""
     hidden = hidden_of(x)
     squares = x.squares if isinstance(x, ResidualStream) else squares
     rows = hidden.numel() // max(hidden.shape[-1], 1)
@@ -63,7 +63,7 @@ def _check_parts(shape: LinearShape, out: Tensor, dtype: torch.dtype, squares: T
 
 
 def _two_leading(x: Tensor) -> Tensor:
-    """``x`` as ``[A, T, channels]`` with contiguous channels; a view unless its strides forbid that."""
+    """``x`` as ``[A, T, channels]`` with contiguous channels; a view where the strides allow it."""
     if x.stride(-1) != 1:
         x = x.contiguous()
     if x.dim() == 3:
@@ -79,7 +79,7 @@ def _multiply(
     x: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None, norm_eps: float, norm_offset: bool,
     residual: Tensor | None, gated: bool, float32: bool, squares: Tensor | None, config: Sequence[int] | None, summed: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """The launches of one call: the result and, if ``summed``, the sums of squares of its parts."""
+    """Run one call: the result and, if ``summed``, the sums of squares of each row's tiles."""
     _check(x, weight, gated)
     shape = shape_of(x, weight, bias, norm_weight, residual, gated, float32, squares)
     use = _used(shape, config)
@@ -138,12 +138,12 @@ def linear(
     squares: Tensor | None = None,
     config: Sequence[int] | None = None,
 ) -> Tensor:
-    """See :func:`graphspec.kernels.linear.linear`, of which a stream is taken apart here.
+    """See :func:`graphspec.kernels.linear.linear`; a residual stream is passed as two tensors.
 
     Args:
         x, weight, bias, norm_weight, norm_eps, norm_offset, residual, gated, float32: as there.
-        squares: float32 ``[..., P]``, sums of squares of parts of each row of ``x``. None: this call adds them.
-        config: :meth:`LinearConfig.encoded`; None: as for unmeasured shapes.
+        squares: float32 ``[..., P]``, sums of squares of parts of each row of ``x``. None: computed by this call.
+        config: :meth:`LinearConfig.encoded`; None: the choice for unmeasured shapes.
     """
     return _multiply(x, weight, bias, norm_weight, norm_eps, norm_offset, residual, gated, float32, squares, config, summed=False)[0]
 
@@ -161,7 +161,7 @@ def linear_summed(
     squares: Tensor | None = None,
     config: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """:func:`linear`, and float32 ``[..., tiles]``: of each row the sums of squares of its tiles as they are stored, rounded."""
+    """:func:`linear`, and float32 ``[..., tiles]``: sums of squares of each row's tiles, taken of the rounded values."""
     out, sums = _multiply(x, weight, bias, norm_weight, norm_eps, norm_offset, residual, gated, float32, squares, config, summed=True)
     assert sums is not None
     return out, sums
@@ -172,10 +172,10 @@ SUMMED = operator("linear_summed", linear_summed)
 
 
 def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None, float32: bool = False) -> Tensor:
-    """``x @ weight.T + bias`` by cuBLAS; float32 results of half-precision inputs come from its accumulator.
+    """``x @ weight.T + bias`` by cuBLAS; with ``float32``, unrounded results of half-precision inputs.
 
-    An operator of its own because the compiler would turn an addition after a product into ``addmm`` with a full matrix, which copies that
-    matrix first and rounds once where the reference rounds twice.
+    An operator of its own, because the compiler would turn a product plus a residual into ``addmm``, which copies the residual first and
+    rounds once where the reference rounds twice.
     """
     if float32 and bias is None and x.is_cuda and x.dtype != torch.float32:
         flat = x.reshape(-1, x.shape[-1])
@@ -188,7 +188,7 @@ MATMUL = operator("matmul", matmul)
 
 
 class Products(NamedTuple):
-    """Products of a linear layer: our kernel, our kernel that also returns sums of squares, and the library's product."""
+    """Products that a linear layer can call: the fused kernel, the fused kernel that also returns sums of squares, and cuBLAS."""
 
     linear: Callable[..., Tensor]
     summed: Callable[..., tuple[Tensor, Tensor]]
@@ -199,13 +199,13 @@ OPERATORS = Products(OP, SUMMED, MATMUL)
 
 
 def fused_linear(numerics: str = "fast", table: LinearTable | None = None, products: Products = OPERATORS) -> Callable[..., Hidden]:
-    """The linear layer of a fused cycle: a plain function with the op's signature that decides for every static shape while it is traced.
+    """The linear layer of a fused cycle: a function with the op's signature that chooses a kernel per static shape at trace time.
 
     Args:
-        numerics: ``fast``: what ``table`` says, which may depend on the number of rows. ``batch_invariant``: always the fused kernel, cut
-            by the shape of the weight alone; the bits of a row do not depend on the rows around it.
-        table: measured choices; it may be filled later, but before the trace. None: an empty one.
-        products: what it calls; for those who only want to know what it would launch.
+        numerics: ``fast``: by ``table``, and so possibly by the number of rows. ``batch_invariant``: always the fused kernel, tiled by
+            the shape of the weight only, so that the bits of a row do not depend on other rows.
+        table: measured choices; may be filled later, but before the trace. None: an empty one.
+        products: what it calls; replaceable, to find out what would be launched.
     """
     chosen = LinearTable() if table is None else table
 
@@ -272,8 +272,8 @@ SHAPES: tuple[tuple[str, int, int, tuple[str, ...]], ...] = (
     ("eagle3-qkv", 6144, 8192, ()),
     ("eagle3-head", 32000, 4096, ("norm", "float32")),
 )
-"""Name, outputs, inputs and parts of the products of Llama-3.1-8B and its EAGLE-3 head; ``summed``: the product before has left squares,
-``stream``: this one leaves them."""
+"""Name, outputs, inputs and parts of the products of Llama-3.1-8B and its EAGLE-3 head. ``summed``: the previous product gives the squares;
+``stream``: this one returns them."""
 
 
 def _case(name: str, rows: int, outputs: int, inputs: int, *parts: str) -> AotCase:

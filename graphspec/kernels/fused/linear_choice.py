@@ -1,4 +1,4 @@
-"""Chooses the kernel for a product: tiles and splits of the fused linear layer, or cuBLAS."""
+"""The choice of kernel for a product: tiles and splits of the fused linear layer, or cuBLAS."""
 
 from __future__ import annotations
 
@@ -15,40 +15,40 @@ from .hopper import MULTIPROCESSORS, PROGRAM_SHARED_BYTES, RESERVED_BYTES
 
 FORMAT = 2
 FUSED_ROWS = 64
-"""Above this many rows a product is no longer bound by its weights, and cuBLAS multiplies, unless the numerics forbid it."""
+"""Above this many rows a product is no longer bound by reading its weights, and cuBLAS is used unless the numerics forbid it."""
 SCANNED_ROWS = 8
-"""Up to here every program computes the norm's factors itself: rows of that few are read faster than another kernel starts."""
+"""Up to this many rows every program computes the norm's factors itself, which takes less time than another launch."""
 RESIDENTS = 2
-"""Programs of a multiprocessor: while one merges or starts, the copies of the other keep the memory busy."""
+"""Programs per multiprocessor: while one starts or merges, the loads of the other keep the memory busy."""
 BAD_WAVES = (1.0, 1.95)
-"""Between these a few programs run after all others have ended, too few to keep the memory busy."""
+"""Between these numbers of waves, the tail has too few programs to keep the memory busy."""
 LEAST_STEPS = 4
-"""Tiles along the input that a split is worth."""
+"""Fewest tiles along the input per split."""
 MOST_SPLITS = 16
 MOST_STAGES = 4
 LONE_STAGES = 6
-"""Of a program that has a multiprocessor to itself: 32 KB must be on their way while one stage is multiplied."""
+"""Most stages of a program alone on its multiprocessor, which must keep 32 KB in flight while one stage is multiplied."""
 LEAST_STAGES = 3
 NARROW_OUTPUTS = 32
 NARROW_ROWS = 8
-"""Up to here tiles may be narrow: every program reads all rows, and more of them would load L2 noticeably."""
+"""Up to this many rows tiles may be narrow: every program reads all rows, and more would load L2 noticeably."""
 NARROW_WAVES = 0.7
-"""Of narrow programs without splits, at least so much; below, too few multiprocessors would have any."""
+"""Fewest waves of narrow programs without splits; below, too many multiprocessors would be idle."""
 UNSPLIT_SUMS = 32
-"""Sums a thread may hold where more than two programs share the registers of a multiprocessor."""
+"""Most accumulators per thread where more than two programs share the registers of a multiprocessor."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinearShape:
-    """Everything that the choice may depend on.
+    """A product, as far as the choice of kernel depends on it.
 
     Attributes:
         rows: product of the leading dimensions of the input.
         outputs: rows of the weight, gate and up both counted.
         inputs: columns of the weight.
         dtype: of input and weight, as ``bfloat16``.
-        norm, gated, residual, bias, float32: whether the call does these in addition to the product.
-        summed: whether the norm gets the sums of squares of its input from the product before.
+        norm, gated, residual, bias, float32: which of these the call adds to the product.
+        summed: whether the sums of squares for the norm come from the previous product.
     """
 
     rows: int
@@ -64,12 +64,12 @@ class LinearShape:
 
     @property
     def item_size(self) -> int:
-        """Bytes of a weight."""
+        """Bytes per element."""
         return getattr(torch, self.dtype).itemsize
 
     @property
     def aligned(self) -> bool:
-        """Rows of the weight begin at 16 bytes, so that they can be copied past the registers."""
+        """Whether rows of the weight are aligned to 16 bytes, so that asynchronous copies can load them."""
         return self.inputs * self.item_size % 16 == 0
 
     @property
@@ -80,15 +80,15 @@ class LinearShape:
 
 @dataclass(frozen=True, slots=True)
 class LinearConfig:
-    """How the fused kernel cuts a shape.
+    """Tiles and launch options of the fused kernel for a shape.
 
     Attributes:
-        tile_rows: rows of ``x`` a program multiplies; the narrow side of its matrix instructions.
-        tile_outputs: columns of the result it computes (of each half, if gated).
-        tile_inputs: columns of the weight it loads at a time.
-        splits: programs that share the inputs of one tile.
+        tile_rows: rows of ``x`` per program, the N dimension of its matrix instructions.
+        tile_outputs: columns of the result per program (of each half, if gated).
+        tile_inputs: columns of the weight loaded at a time.
+        splits: programs that share the inputs of one tile (split-K).
         warps, stages: of the compiled kernel.
-        scan: where the norm finds no sums of squares, every program adds them itself; else a kernel of one program per row does before.
+        scan: if no sums of squares are given to the norm, whether every program computes them itself; else a separate launch does.
     """
 
     tile_rows: int
@@ -100,7 +100,7 @@ class LinearConfig:
     scan: bool = False
 
     def shared_bytes(self, shape: LinearShape) -> int:
-        """Shared memory of the tiles in flight."""
+        """Bytes of shared memory of the tiles in flight."""
         rows = self.tile_outputs * (2 if shape.gated else 1) + self.tile_rows
         return rows * self.tile_inputs * shape.item_size * self.stages
 
@@ -110,19 +110,19 @@ class LinearConfig:
 
 
 def decoded(numbers: Iterable[int]) -> LinearConfig:
-    """The config that :meth:`LinearConfig.encoded` gave as these numbers."""
+    """The inverse of :meth:`LinearConfig.encoded`."""
     tile_rows, tile_outputs, tile_inputs, splits, warps, stages, scan = numbers
     return LinearConfig(tile_rows, tile_outputs, tile_inputs, splits, warps, stages, bool(scan))
 
 
 def split_inputs(shape: LinearShape, tile_inputs: int, wanted: int) -> int:
-    """``wanted``, or fewer so that every split has a tile to multiply."""
+    """``wanted`` splits, or fewer so that every split has at least one tile."""
     steps = -(-shape.inputs // tile_inputs)
     return -(-steps // -(-steps // max(wanted, 1)))
 
 
 def _tile_inputs(shape: LinearShape, wanted: int) -> int:
-    """``wanted``, or less where there is less to multiply or where a tile passes through the registers."""
+    """``wanted`` columns, or fewer if the weight has fewer or its tiles have to go through registers."""
     most = 32 if shape.item_size > 2 else wanted if shape.aligned else min(wanted, 64)
     return min(most, max(1 << (shape.inputs - 1).bit_length(), 16))
 
@@ -130,21 +130,21 @@ def _tile_inputs(shape: LinearShape, wanted: int) -> int:
 def _resident(
     shape: LinearShape, tile_rows: int, tile_outputs: int, tile_inputs: int, residents: int, scan: bool, least: int = LEAST_STAGES
 ) -> LinearConfig | None:
-    """The config of which ``residents`` programs fit a multiprocessor, with as many splits as still make one wave of such programs.
+    """The config with ``residents`` programs per multiprocessor and the most splits that still make one wave of them.
 
     Args:
         shape: what is multiplied.
         tile_rows, tile_outputs, tile_inputs, scan: of the config.
-        residents: programs of a multiprocessor.
-        least: stages.
+        residents: programs per multiprocessor.
+        least: fewest stages.
 
     Returns:
-        None: they do not fit.
+        None if they do not fit.
     """
     tiles, steps = -(-shape.width // tile_outputs), -(-shape.inputs // tile_inputs)
     splits = max(min(residents * MULTIPROCESSORS // tiles, steps // LEAST_STEPS, MOST_SPLITS), 1)
     sums = tile_rows * tile_outputs * (2 if shape.gated else 1)
-    # Four warps hold the sums of 64 by 64, of gate and of up; more would leave them no registers. What is not aligned passes through them.
+    # Four warps hold accumulators of 64 x 64 for gate and up; larger ones, and unaligned weights, which go through registers, need eight.
     warps = 8 if sums > 2 * 64 * 64 or not shape.aligned else 4
     one = LinearConfig(tile_rows, tile_outputs, tile_inputs, split_inputs(shape, tile_inputs, splits), warps, 1, scan)
     stages = min(
@@ -156,14 +156,14 @@ def _resident(
 
 
 def waves(shape: LinearShape, config: LinearConfig, residents: int) -> float:
-    """Programs of one tile of rows over the places that an H200 has for them."""
+    """Waves of programs for one tile of rows on an H200."""
     return -(-shape.width // config.tile_outputs) * config.splits / (residents * MULTIPROCESSORS)
 
 
 def _config(shape: LinearShape, tile_rows: int, tile_inputs: int, scan: bool) -> LinearConfig:
-    """Tiles and splits whose programs end together: at most one wave of them, or enough waves that the last one does not matter."""
+    """Tiles and splits without a bad tail: at most one wave of programs, or so many waves that the last one does not matter."""
     if shape.item_size > 2:
-        # Without matrix instructions, sums and operands are all in registers: more threads, less for each, one program a multiprocessor.
+        # Without matrix instructions, accumulators and operands are all in registers: use more threads and one program per multiprocessor.
         tile_outputs = 32 if shape.gated else 64
         one = _resident(shape, tile_rows, tile_outputs, tile_inputs, 1, scan)
         assert one is not None, shape
@@ -181,9 +181,9 @@ def _config(shape: LinearShape, tile_rows: int, tile_inputs: int, scan: bool) ->
 def invariant_config(shape: LinearShape) -> LinearConfig:
     """A config that does not depend on the number of rows, so that a row's bits do not either.
 
-    Tiles are 64 rows wide whatever the number of rows: with few rows most of a matrix instruction is padding, yet it takes a third of the
-    time its weights take to arrive. Tiles of 16 would read the weights from L2 four times at 64 rows, which costs more than the padding.
-    Sums of squares that no product has left come from a kernel of one program per row.
+    Tiles always have 64 rows. With few rows most of a matrix instruction is padding, yet it takes a third of the time of loading its
+    weights. Tiles of 16 would read the weights from L2 four times at 64 rows, which costs more than the padding. Missing sums of squares
+    are computed by a separate launch with one program per row.
     """
     return _config(shape, FUSED_ROWS, _tile_inputs(shape, 64), scan=False)
 
@@ -193,9 +193,9 @@ def _tile_rows(shape: LinearShape) -> int:
 
 
 def _narrow(shape: LinearShape) -> list[LinearConfig]:
-    """Tiles so narrow that a wave of programs needs no splits, and nobody waits for the last one to merge them.
+    """Configs with tiles so narrow that one wave of programs needs no splits, and hence no merge.
 
-    Not after a norm, which every program would apply to the whole input, and not where splits are needed all the same.
+    None after a norm, which every program would apply to the whole input, and none for shapes that need splits anyway.
     """
     if shape.item_size > 2 or not shape.aligned or shape.norm or shape.gated or shape.rows > NARROW_ROWS:
         return []
@@ -205,7 +205,7 @@ def _narrow(shape: LinearShape) -> list[LinearConfig]:
 
 
 def fast_config(shape: LinearShape) -> LinearConfig | None:
-    """The choice without a measurement; None: cuBLAS."""
+    """The choice for an unmeasured shape; None: cuBLAS."""
     if shape.rows > FUSED_ROWS:
         return None
     if narrow := _narrow(shape):
@@ -216,7 +216,7 @@ def fast_config(shape: LinearShape) -> LinearConfig | None:
 
 
 def candidates(shape: LinearShape) -> list[LinearConfig]:
-    """Fused configs worth measuring for ``shape`` in fast numerics, the unmeasured choice first; none where only cuBLAS is worth it."""
+    """Fused configs to measure for ``shape`` in fast numerics, :func:`fast_config` first; empty where only cuBLAS is worth measuring."""
     base = fast_config(shape)
     if base is None:
         return []
@@ -230,7 +230,7 @@ def candidates(shape: LinearShape) -> list[LinearConfig]:
 
 
 def device_identity(device: torch.device) -> dict[str, str]:
-    """Key of a measurement: the GPU, and the version of the compiler."""
+    """Key of a measurement: the GPU, and the versions of triton and torch."""
     import triton
 
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
@@ -239,10 +239,10 @@ def device_identity(device: torch.device) -> dict[str, str]:
 
 @dataclass(slots=True)
 class LinearTable:
-    """Measured choices; what is not in it is chosen by :func:`fast_config`.
+    """Measured choices; shapes without an entry use :func:`fast_config`.
 
     Attributes:
-        entries: None stands for cuBLAS.
+        entries: config by shape; None: cuBLAS.
         requested: every shape that was looked up, in order.
     """
 
@@ -250,7 +250,7 @@ class LinearTable:
     requested: dict[LinearShape, None] = field(default_factory=dict)
 
     def choose(self, shape: LinearShape, numerics: str = "fast") -> LinearConfig | None:
-        """The config of ``shape``, or None for cuBLAS. ``batch_invariant`` numerics look nothing up: rows may not matter."""
+        """The config of ``shape``; None: cuBLAS. With ``batch_invariant`` numerics, :func:`invariant_config`, whatever was measured."""
         self.requested[shape] = None
         if numerics == "batch_invariant":
             return invariant_config(shape)
@@ -270,11 +270,11 @@ class LinearTable:
 
         Args:
             path: of the file.
-            identity: of the device that will run it (:func:`device_identity`).
-            key: of errors, with the path.
+            identity: of the current device (:func:`device_identity`).
+            key: first part of the key of errors, followed by the path.
 
         Raises:
-            ConfigError: there is no such file, it is no such table, or it was measured on another device.
+            ConfigError: the file can't be read, is not such a table, or was measured on another device.
         """
         key = f"{key} {path}"
         hint = "delete it to measure again"
@@ -300,7 +300,7 @@ class LinearTable:
 
 
 def _of(kind: type[Any], values: dict[str, Any]) -> Any:
-    """A ``kind`` from values with exactly its fields, each of its declared type."""
+    """A dataclass ``kind`` from values that have exactly its fields and types."""
     types = {"int": int, "bool": bool, "str": str}
     for item in fields(kind):
         if type(values[item.name]) is not types[str(item.type)]:

@@ -1,4 +1,4 @@
-"""Measures linear layers, fused and through cuBLAS, and fills the table of choices. Before anything is captured."""
+"""Measures linear layers, fused and by cuBLAS, and fills the table of choices, before anything is captured."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from .linear_choice import SCANNED_ROWS, LinearConfig, LinearShape, LinearTable,
 
 Call = Callable[[], object]
 Timer = Callable[[Sequence[Call]], float]
-"""Microseconds of one of several calls that run one after the other."""
+"""Microseconds per call of several calls that run one after the other."""
 
 CALLS = 12
-"""Least number of calls in a measured graph: all of them share the cost of starting it."""
+"""Fewest calls in a measured graph, over which the cost of launching it is spread."""
 REPLAYS = 15
 EPS = 1e-5
 SUMMED_CHANNELS = 64
-"""Of a part of the squares that the product before has left: about the columns of its tiles."""
+"""Columns that one part of the previous product's squares covers: about one tile."""
 
 
 def graph_timer(calls: Sequence[Call]) -> float:
-    """Median over replays of a CUDA graph that makes every call, in turns; per call."""
+    """Microseconds per call: median over replays of a CUDA graph that makes all calls in turn."""
     rounds = -(-CALLS // len(calls))
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -57,9 +57,9 @@ def graph_timer(calls: Sequence[Call]) -> float:
 
 
 def inputs_of(shape: LinearShape, device: torch.device, cold: int) -> list[dict[str, Any]]:
-    """Arguments of calls of ``shape`` that differ in the weight alone; together the weights exceed ``cold`` bytes.
+    """Arguments of calls of ``shape`` that only differ in the weight; together the weights exceed ``cold`` bytes.
 
-    Called in turns, every call finds its weight where a decode cycle finds it, in memory, and its few rows in the cache.
+    Called in turn, every call reads its weight from memory and its few rows from the cache, as in a decode cycle.
     """
     dtype = getattr(torch, shape.dtype)
 
@@ -82,19 +82,19 @@ def inputs_of(shape: LinearShape, device: torch.device, cold: int) -> list[dict[
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Microseconds of everything tried for one shape; None as a config stands for cuBLAS, infinite is what does not fit the device."""
+    """Microseconds by config for one shape. Config None: cuBLAS. Infinite: the config does not fit the device."""
 
     shape: LinearShape
     times: dict[LinearConfig | None, float]
 
     @property
     def best(self) -> LinearConfig | None:
-        """The fastest; the first of equals, and fused ones come first."""
+        """The fastest config; in a tie the first, and fused ones come first."""
         return min(self.times, key=lambda config: self.times[config])
 
 
 def measure(shape: LinearShape, device: torch.device, timer: Timer, compiled: bool = True) -> Measured:
-    """Time the candidates of one shape, and cuBLAS with what the compiler makes of norm, gate and residual around it."""
+    """Time the candidates of one shape, and cuBLAS with norm, gate and residual compiled around it."""
     cold = 2 * torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 0
     arguments = inputs_of(shape, device, cold)
     times: dict[LinearConfig | None, float] = {}
@@ -114,7 +114,7 @@ def measure(shape: LinearShape, device: torch.device, timer: Timer, compiled: bo
             times[other] = fused(other)
     plain = fused_linear("fast", LinearTable({shape: None}))
     if compiled:
-        # Every shape is a program of its own; the limit on recompiling one function is not meant for them.
+        # Every shape is compiled separately, so the limit on recompilations does not apply.
         torch.compiler.reset()
         plain = torch.compile(plain, fullgraph=True, dynamic=False)
     times[None] = timer([partial(plain, **{key: given[key] for key in given if key != "squares"}) for given in arguments])
@@ -130,16 +130,16 @@ def tune(
     compiled: bool = True,
     done: Callable[[Measured], None] | None = None,
 ) -> list[Measured]:
-    """Measure the shapes that ``table`` lacks and enter the fastest choice of each.
+    """Measure the shapes that ``table`` lacks, and enter the fastest choice of each.
 
-    Call it before anything is traced or captured: what was compiled in this process is forgotten.
+    Call it before anything is traced or captured: it resets torch.compile.
 
     Args:
         table: filled in place.
         shapes: what to measure, see :func:`shapes_of`.
         device: where.
         timer: :func:`graph_timer` unless given.
-        compiled: cuBLAS competes with norm, gate and residual compiled around it, as it would run.
+        compiled: time cuBLAS with norm, gate and residual compiled around it, as it would run.
         done: called with every measurement.
 
     Raises:
@@ -164,7 +164,7 @@ def tune(
 
 @contextmanager
 def recorded(network: nn.Module) -> Iterator[dict[LinearShape, None]]:
-    """Inside, every linear layer of ``network`` notes the shape of each call before it multiplies as ever; ordered, without repeats."""
+    """A context in which every linear layer of ``network`` records the shape of each call; in order, without repeats."""
     shapes: dict[LinearShape, None] = {}
     modules: list[Any] = [module for module in network.modules() if hasattr(module, "multiply")]
     layers: list[tuple[Any, Callable[..., Hidden]]] = [(module, module.multiply) for module in modules]
@@ -196,12 +196,12 @@ def recorded(network: nn.Module) -> Iterator[dict[LinearShape, None]]:
 
 
 def shapes_of(network: nn.Module, run: Call, rows: Sequence[int] = ()) -> list[LinearShape]:
-    """Products that ``network`` asks of its linear layers.
+    """Shapes of the products in the linear layers of ``network``.
 
     Args:
         network: any module; its linear layers are those with an attribute ``multiply``.
         run: calls it once, uncompiled; fake or ``meta`` tensors will do.
-        rows: the same calls with these numbers of rows instead; empty: as they were made.
+        rows: numbers of rows to use instead of those of the calls; empty: as called.
     """
     with recorded(network) as shapes:
         run()

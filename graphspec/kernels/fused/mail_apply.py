@@ -15,12 +15,12 @@ from .launch import AotCase, aot_case, launch, register
 
 BLOCK = 256
 COUNTS = 4096
-"""Counts one program clears."""
+"""Counts that one program clears."""
 
 
 @triton.jit
 def _float(word):
-    """The float32 in the low half of a word."""
+    """The float32 whose bits are the low half of a word."""
     return word.to(tl.int32).to(tl.float32, bitcast=True)
 
 
@@ -29,7 +29,7 @@ def _message(
     mail, lane_row, status, page_table, lanes_at, aborts_at, pages_at,
     LANES: tl.constexpr, ABORTS: tl.constexpr, UPDATES: tl.constexpr, COLUMNS: tl.constexpr, FREE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Lanes, aborts and pages."""
+    """Apply lanes, aborts and page-table entries."""
     offset = tl.arange(0, BLOCK)
     for start in range(0, LANES, BLOCK):
         mask = start + offset < LANES
@@ -54,7 +54,7 @@ def _join(
     STOPS: tl.constexpr, BIASED: tl.constexpr, TRUNCATE: tl.constexpr, PENALTIES: tl.constexpr, BIAS: tl.constexpr,
     JOIN_WORDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One join, but for its counts."""
+    """Apply one join, except for its counts."""
     offset = tl.arange(0, BLOCK)
     row = tl.load(join)
     tl.store(budget + row, tl.load(join + 1))
@@ -86,7 +86,7 @@ def _join(
 def _lane_table(
     mail, page_table, lane_table, lane, row, pages_at, UPDATES: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """The table of one lane's row. Program 0 may be writing the new entries at the same time, so they are put in here once more."""
+    """Gather the page table of one lane's row. Program 0 may be writing new entries concurrently, so they are taken from the message."""
     offset = tl.arange(0, BLOCK)
     out = lane_table + lane.to(tl.int64) * COLUMNS
     for start in range(0, COLUMNS, BLOCK):
@@ -111,10 +111,9 @@ def _mail_apply(
     TRUNCATE: tl.constexpr, PENALTIES: tl.constexpr, BIAS: tl.constexpr, FREE: tl.constexpr, JOIN_WORDS: tl.constexpr,
     BLOCK: tl.constexpr, COUNTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program 0 scatters the message, one program for each join scatters that, B programs gather what a lane reads of its row, and the
-    rest clear counts.
+    """Program 0 scatters the message, one program per join scatters that join, one program per lane gathers its row, the rest clear counts.
 
-    They run at the same time, so what others may be writing is taken from the message.
+    They run concurrently, so values that another program may be writing are taken from the message.
     """
     if PDL:
         gdc_wait()

@@ -1,4 +1,4 @@
-"""Triton kernel of :mod:`graphspec.kernels.marginal_pool`: one launch for all levels, one program a lane."""
+"""Triton kernel of :mod:`graphspec.kernels.marginal_pool`: one launch for all levels, one program per lane."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _marginal_pool(
     increment, next_token, lane_row, status, score, token, parent, steps, pool,
     K: tl.constexpr, K_PAD: tl.constexpr, C_PAD: tl.constexpr, LIVE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The beams of a level stay in registers: nothing that one level stores is read by the next."""
+    """One program per lane. Beams stay in registers: no level reads what another has stored."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -38,7 +38,7 @@ def _marginal_pool(
         row = (lane * steps + level) * K
         at = tl.where(inside, source, 0)
         out = lane * pool + begin + place
-        # What a candidate is first, what it is worth last: fewer registers are held at a time.
+        # Tokens and parents first, scores last: fewer registers are live at a time.
         tl.store(token + out, tl.load(next_token + row + rank, mask=inside, other=-1), mask=inside)
         tl.store(parent + out, tl.gather(above, at, 0).to(tl.int64), mask=inside)
         before = tl.gather(base, at, 0)
@@ -46,7 +46,7 @@ def _marginal_pool(
         total = tl.where(inside & (before > float("-inf")), before + added, float("-inf"))
         total = tl.where(total == total, total, float("-inf"))
         tl.store(score + out, total, mask=inside)
-        # Entries past the level lose against -inf inside it, since ties go to the lower index.
+        # Padding loses even against -inf inside the level, since ties go to the lower index.
         key = pack(total, place)
         best = key
         if K_PAD < C_PAD:

@@ -1,9 +1,8 @@
-"""Triton kernels of :mod:`graphspec.kernels.moe_mlp`: two launches, each reads the weights of a chosen expert once.
+"""Triton kernels of :mod:`graphspec.kernels.moe_mlp`: two launches, each of which reads the weights of a chosen expert once.
 
-A program owns rows of one expert's weights and all choices of that expert: weights are the wide side of the product, tokens the narrow
-one. With few choices program j serves the expert of choice j, unless an earlier choice has the same one; with many there is a program per
-expert. In both cases a program finds its tokens by looking through the choices itself, as there are at most :data:`SCANNED`; beyond that
-(prefill) they are sorted first.
+A program owns rows of one expert's weights and all choices (token, expert) of that expert; weights are the M operand of the product, tokens
+the N operand. With few choices, program j serves the expert of choice j unless an earlier choice has the same expert; with many, there is
+one program per expert. Up to :data:`SCANNED` choices a program scans them for its tokens; beyond that (prefill) they are sorted first.
 """
 
 from __future__ import annotations
@@ -20,24 +19,24 @@ from ..moe_mlp import OP as CONTRACT
 from .launch import AotCase, aot_case, launch, register, semaphores
 
 SCANNED = 512
-"""Most choices (tokens x experts of a token) that programs look through themselves."""
+"""Most choices (tokens x experts per token) that programs scan themselves."""
 
 GATE_ROWS, ROWS = 32, 64
-"""Rows of gate and of up projection, and of any other projection, that a program owns."""
+"""Rows per program, of gate and of up projection, and of any other projection."""
 
 MERGED = 16
-"""Tokens whose experts are added up at once."""
+"""Tokens whose experts are summed at once."""
 
 
 @triton.jit
 def _choices(index, order, begin, count_all, SORTED: tl.constexpr, PER_EXPERT: tl.constexpr, PADDED: tl.constexpr):
-    """``(expert, count, match, rank)`` of this program: how many choices are its own; count 0: another program serves them."""
+    """``(expert, count, match, rank)`` of this program: its expert, number and mask of its choices, rank of each; count 0: no work."""
     program = tl.program_id(0)
     expert = program.to(tl.int64)
     match = tl.zeros((PADDED,), tl.int1)
     rank = tl.zeros((PADDED,), tl.int32)
     if SORTED:
-        # Sums, for the interpreter takes no other scalar as the bound of a loop.
+        # Sums, because the interpreter takes no other scalar as a loop bound.
         edge = tl.arange(0, 2)
         place = tl.load(begin + expert + edge)
         count = tl.sum(tl.where(edge == 0, -place, place), 0).to(tl.int32)
@@ -58,7 +57,7 @@ def _choices(index, order, begin, count_all, SORTED: tl.constexpr, PER_EXPERT: t
 
 @triton.jit
 def _picked(match, rank, order, begin, expert, start, count, SORTED: tl.constexpr, PADDED: tl.constexpr, BLOCK_T: tl.constexpr):
-    """Which choices stand at places ``start ...`` among the program's own; 0 after the last."""
+    """The program's choices number ``start`` to ``start + BLOCK_T - 1``; 0 past the last."""
     place = start + tl.arange(0, BLOCK_T)
     if SORTED:
         choice = tl.load(order + tl.load(begin + expert) + place, mask=place < count, other=0).to(tl.int32)
@@ -74,7 +73,7 @@ def _gate_up(
     SORTED: tl.constexpr, PER_EXPERT: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
     BLOCK_T: tl.constexpr, EVEN: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (expert, rows): ``silu(gate) * up``, or ``relu(up) ** 2``, of its rows for every choice of its expert."""
+    """Program (expert, rows): ``silu(gate) * up``, or ``relu(up) ** 2`` without a gate, for every choice of its expert."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -116,7 +115,7 @@ def _down(
     SORTED: tl.constexpr, PER_EXPERT: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
     BLOCK_T: tl.constexpr, EVEN: tl.constexpr, TOPK: tl.constexpr, MERGED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (expert, rows): the down projection of its choices; the last program of these rows adds the experts of every token."""
+    """Program (expert, rows): the down projection of its choices; the last program of these rows sums the experts of every token."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -152,7 +151,7 @@ def _down(
                 choice = token.to(tl.int64) * TOPK + k
                 chosen = (token < tokens) & (tl.load(index + choice, mask=token < tokens, other=-1) >= 0)
                 share = tl.load(weight + choice, mask=chosen, other=0.0)
-                # Written by other programs: not through the cache of this multiprocessor.
+                # Written by other programs: bypass L1.
                 source = partial + choice[:, None] * hidden + row[None, :]
                 part = tl.load(source, mask=chosen[:, None] & whole[None, :], other=0.0, cache_modifier=".cg")
                 summed += share[:, None] * part
@@ -171,7 +170,7 @@ def moe_mlp(x_TH: Tensor, index_TK: Tensor, weight_TK: Tensor, gate_up_EFH: Tens
         ordered, order = torch.sort(index.view(-1), stable=True)
         begin = torch.searchsorted(ordered, torch.arange(experts + 1, device=index.device))
     programs = experts if choices > SCANNED else min(choices, experts)
-    # Bytes, not elements, of a row of weights loaded at once.
+    # 256 bytes of a weight row at a time.
     step = 256 // x_TH.dtype.itemsize
     options: dict[str, Any] = {
         "SORTED": choices > SCANNED,
@@ -209,7 +208,7 @@ _MODELS = {
     "qwen3-30b-a3b": (128, 8, 2048, 768),
     "nemotron-3-nano": (128, 6, 2688, 1856),
 }
-"""Experts, chosen ones, hidden size and width. Those of Nemotron have no gate."""
+"""Experts, experts per token, hidden size and width. Experts of Nemotron have no gate."""
 
 
 def _case(name: str, tokens: int) -> AotCase:

@@ -30,7 +30,7 @@ def _moe_route(
     GROUP_BEST: tl.constexpr, SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr, BIASED: tl.constexpr,
     GROUPS_PAD: tl.constexpr, SIZE_PAD: tl.constexpr, TOPK_PAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (token): experts as a tile of groups, so that all groups are ranked at once."""
+    """Program (token): experts as a tile ``[groups, experts of a group]``, so that all groups are ranked at once."""
     group = tl.arange(0, GROUPS_PAD)
     member = tl.arange(0, SIZE_PAD)
     expert = group[:, None] * SIZE + member[None, :]
@@ -58,7 +58,7 @@ def _moe_route(
         better = (across[None, :] > worth[:, None]) | ((across[None, :] == worth[:, None]) & (column[None, :] < group[:, None]))
         ahead = tl.sum((better & (column < GROUPS)[None, :]).to(tl.int32), 1)
         rank = tl.where((ahead < TOPK_GROUPS)[:, None], rank, -float("inf"))
-    # One integer orders a score and, after it, the lower index: bits of a float, as a signed number that ascends with it.
+    # One integer that orders by score, then by lower index. The high half is the float's bits as an integer of the same order.
     bits = tl.where(rank == 0.0, 0.0, rank).to(tl.int32, bitcast=True)
     bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     key = (bits.to(tl.int64) << 32) | (0x7FFFFFFF - expert).to(tl.int64)

@@ -1,8 +1,8 @@
 """Triton kernel of :mod:`graphspec.kernels.ngram_match`: one launch.
 
-Every program looks at one block of a lane's history and adds the occurrences it finds to the lane's list; blocks past the row's length
-end at once. The last program of a lane to finish has the whole list and picks the paths from it. The order of the list varies from run
-to run, the paths don't: they are maxima of ranks that no two occurrences share.
+Every program scans one block of a lane's history and appends the occurrences it finds to the lane's list; programs past the row's length
+exit at once. The last program of a lane to finish picks the paths from the whole list. The order of the list varies from run to run, but
+the paths do not: they are maxima of ranks, and ranks are unique.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from ..ngram_match import PATH_COST
 from .launch import AotCase, aot_case, launch, register, semaphores
 
 BLOCK = 1024
-"""Places one program looks at."""
+"""Positions that one program scans."""
 MERGE = 256
-"""Occurrences looked at together while paths are picked."""
+"""Occurrences processed at once while paths are picked."""
 
 
 @triton.jit
 def _occurrences(base, place, last, MIN: tl.constexpr, MAX: tl.constexpr, BLOCK: tl.constexpr):
-    """How many tokens up to each place equal those up to the root, and whether that is enough."""
+    """Length of the match that ends at each position, up to ``MAX``, and whether it is at least ``MIN``."""
     running = place < last
     matched = tl.zeros([BLOCK], tl.int32)
     back = 0
@@ -43,7 +43,7 @@ def _occurrences(base, place, last, MIN: tl.constexpr, MAX: tl.constexpr, BLOCK:
 
 @triton.jit
 def _longest(base, ranks, count, last, start, width, S: tl.constexpr, MAX: tl.constexpr, MERGE: tl.constexpr):
-    """Place whose continuation is the longest of those that begin with that of ``start``; ties by rank."""
+    """Position with the longest continuation among those that begin with the continuation of ``start``; ties by rank."""
     seed = tl.minimum(last - start, S)
     longest = start * 0
     first = 0
@@ -65,13 +65,13 @@ def _longest(base, ranks, count, last, start, width, S: tl.constexpr, MAX: tl.co
 
 @triton.jit
 def _close(base, ranks, count, last, best, width, S: tl.constexpr, MERGE: tl.constexpr):
-    """Strike out occurrences whose continuation is a prefix of that of ``best``; returns the best rank that is left, -1: none."""
+    """Remove occurrences whose continuation is a prefix of that of ``best``. Returns the best remaining rank; -1: none."""
     path = tl.minimum(last - best, S)
     left = best * 0 - 1
     first = 0
     while first < count:
         at = first + tl.arange(0, MERGE)
-        # What is loaded here may be loaded by several threads, and is stored by one.
+        # Several threads may load an entry that one of them stores.
         tl.debug_barrier()
         rank = tl.load(ranks + at, mask=at < count, other=-1)
         listed = rank >= 0

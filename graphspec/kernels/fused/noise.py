@@ -17,7 +17,7 @@ CHUNK = 1024
 
 @triton.jit
 def _gumbel_noise(seed, position, token, out, positions, vocab, CHUNK: tl.constexpr, PDL: tl.constexpr):
-    """One program fills a chunk of the vocabulary at one position."""
+    """One program per chunk of the vocabulary and position."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()

@@ -12,7 +12,7 @@ from ..page_feature_write import OP as CONTRACT
 from .launch import AotCase, aot_case, launch, register
 
 BLOCK = 2048
-"""Channels of a feature that one program copies."""
+"""Channels of a feature row copied by one program."""
 
 
 @triton.jit
@@ -20,7 +20,7 @@ def _page_feature_write(
     pool, table, begin, length, feature, path, lane_row, page_size, columns, tokens, width, channels,
     THROUGH_ROWS: tl.constexpr, PATH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program copies a chunk of the feature of the token, if there is one, that is the e-th of its lane to fill a page."""
+    """Program (lane, e, chunk): copy a chunk of the feature of the token that fills the e-th page of its lane, if there is one."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -50,7 +50,7 @@ def page_feature_write(
 ) -> None:
     lanes, tokens, channels = feature_BTF.shape
     width = tokens if path_BA is None else path_BA.shape[1]
-    # Starts and lengths of prompts' chunks are columns of the message.
+    # For prompt chunks, begins and lengths are strided columns of the message.
     launch(
         _page_feature_write, (lanes, triton.cdiv(width, page_size), triton.cdiv(channels, BLOCK)), page_feature, table_BP,
         begin_R.contiguous(), length_B.contiguous(), feature_BTF, path_BA, lane_row_B, page_size, table_BP.shape[1], tokens, width,
@@ -62,7 +62,7 @@ OP = register(CONTRACT, page_feature_write)
 
 
 def _case(name: str, lanes: int, tokens: int, width: int | None) -> AotCase:
-    """Without a width the tokens of a prompt's chunks."""
+    """Without a width, a prompt chunk."""
     sizes = {"B": lanes, "T": tokens, "F": 3 * 4096, "P": 128, "R": lanes if width is None else 65} | (
         {} if width is None else {"A": width}
     )

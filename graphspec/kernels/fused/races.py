@@ -1,16 +1,14 @@
-"""Loads and stores of one program that nothing orders, found in what the compiler made of a kernel.
+"""Static detection of data races in global memory, from the GPU dialect of a compiled kernel.
 
-The threads of a program run at different speeds. The compiler orders what they do to shared memory, never what they do to global memory: it
-may give the store of a place to one thread and the load to another, or load in two layouts what the source loads once. So a load and a
-store that may meet, whichever is first, need ``tl.debug_barrier()`` between them, and so do two stores that may meet: in two layouts one
-place belongs to two threads, and either value may be the one that stays. The interpreter runs a program as one thread, and a GPU shows a
-missing barrier only when it pleases.
+Within a program: Triton synchronises threads around shared memory, never around global memory. It may assign the store of an address to one
+thread and the load to another, or load in two layouts what the source loads once. So a load and a store of the same address, in either
+order, need ``tl.debug_barrier()`` between them, and so do two stores: with different layouts an address belongs to two threads, and either
+value may win. The interpreter runs a program as one thread, and a GPU shows a missing barrier only occasionally.
 
-Between programs it is a counter that orders: each stores its part, waits for its own threads, and adds 1 with acquire and release at the
-scope of the GPU; the last to arrive loads the parts of all.
+Between programs: each stores its part, synchronises its threads, and increments a counter with acquire-release semantics at GPU scope; the
+last to arrive loads all parts.
 
-The other way to read too early is between kernels: with programmatic launch nothing may be read before ``gdc_wait`` but what no kernel
-writes.
+Between kernels: with programmatic launch, only memory that no kernel writes may be read before ``gdc_wait``.
 """
 
 from __future__ import annotations
@@ -22,63 +20,63 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 DISJOINT: dict[str, frozenset[str]] = {
-    # A level reads the scores of the levels before it and writes its own.
+    # A level reads the scores of earlier levels and writes its own.
     "_draft_level": frozenset({"score"}),
-    # The bin of top-p goes after that of top-k, which is read.
+    # Reads the bin and rank of top-k, writes those of top-p.
     "_kth_largest": frozenset({"chosen"}),
 }
-"""Arguments of a kernel that it reads in one place and writes in another, and why."""
+"""Arguments that a kernel reads and writes at different addresses, and why."""
 
 STORED_ONCE: dict[str, frozenset[str]] = {
-    # A block of tokens for every turn of a loop.
+    # Each iteration stores its own block of tokens.
     "_block_tokens": frozenset({"out"}),
-    # Header, state and tokens of a lane's message; a column of the features for every entry.
+    # Header, state and tokens of a lane's ring entry; each feature entry has its own columns.
     "_commit_rows": frozenset({"ring", "window_feature"}),
-    # A choice belongs to one turn of the loop, and so does a token of the sum.
+    # Each choice belongs to one iteration, and so does each token of the sum.
     "_down": frozenset({"partial", "out"}),
-    # Steps before this level, and this one.
+    # Steps before this level, and this level.
     "_draft_level": frozenset({"beam_path"}),
-    # A rank for every turn of the loop.
+    # Each iteration stores one rank.
     "_draft_topk": frozenset({"score", "part_best", "token"}),
-    # A choice belongs to one turn of the loop.
+    # Each choice belongs to one iteration.
     "_gate_up": frozenset({"out"}),
     # Bin and rank of a row.
     "_histogram": frozenset({"chosen"}),
-    # Bin of top-p and the mass before it; every step gets places in the list of its own from a counter.
+    # Bin of top-p and the mass before it; a counter gives every step its own part of the list.
     "_kth_largest": frozenset({"chosen", "values"}),
     # Latent and the two halves of the rotated key; the two halves of the rotated query.
     "_latent_kv_write": frozenset({"out", "pool"}),
-    # Every step gets places in the list of its own from a counter.
+    # A counter gives every step its own part of the list.
     "_least": frozenset({"values"}),
     # Gate and up have a half each.
     "_linear": frozenset({"partial"}),
-    # A level for every turn of the loop.
+    # Each iteration stores one level.
     "_marginal_pool": frozenset({"parent", "score", "token"}),
-    # A message names a column of a row once.
+    # A message names each column of a row once.
     "_mail_apply": frozenset({"lane_table"}),
     # The two halves of a head that rotate, and the rest.
     "_rope_kv_write": frozenset({"out", "pool"}),
-    # A token for every turn of a loop.
+    # Each iteration stores one token.
     "_scan_tokens": frozenset({"out"}),
-    # One of three ways out of the kernel writes a row; peaks and totals have a half each, and a unit, a program and a row a slot; two
-    # counters.
+    # Each row is written on one of three exits; peaks and totals have separate halves, and every (unit or program, row) its own slot;
+    # two counters.
     "_tree_attention": frozenset({"out", "part_acc", "part_stat", "counters"}),
-    # A block of steps for every turn of the loop.
+    # Each iteration stores its own block of steps.
     "_tree_walk": frozenset({"path"}),
-    # A word for every turn of the loop.
+    # Each iteration stores one word.
     "_verify_rows": frozenset({"out_ancestors"}),
-    # A node for every turn of a loop.
+    # Each iteration stores one node.
     "_walk_nodes": frozenset({"out"}),
 }
-"""Arguments of a kernel that it stores in more than one place, no place twice between two barriers, and why.
+"""Arguments that several stores of a kernel write, never the same address twice between two barriers, and why.
 
-``tests/kernels/fused/test_stores.py`` holds both tables against the addresses of interpreted programs."""
+``tests/kernels/fused/test_stores.py`` checks both tables against the addresses of interpreted programs."""
 
 CONSTANT: dict[str, frozenset[str]] = {
     "_latent_kv_write": frozenset({"weight"}),
     "_moe_route": frozenset({"bias"}),
 }
-"""Arguments that a kernel may read before it waits: weights."""
+"""Arguments that a kernel may read before ``gdc_wait``: weights."""
 
 _NAME = re.compile(r"%[\w$.-]+")
 _POINTER_ARGUMENT = re.compile(r"(%[\w$.-]+): !tt\.ptr")
@@ -88,7 +86,7 @@ _LOAD = re.compile(r"(?:tt\.load|ttg\.async_copy_global_to_local) (%[\w$.-]+)")
 _STORE = re.compile(r"tt\.store (%[\w$.-]+)")
 _ATOMIC = re.compile(r"tt\.atomic_\w+ (?:\w+, )?(\w+), (\w+), (%[\w$.-]+)")
 _ORDERS = ("acq_rel", "gpu")
-"""Order and scope of an atomic operation by which programs show each other what they stored."""
+"""Semantics and scope that an atomic operation needs to publish a program's stores."""
 _BARRIERS = ("gpu.barrier", "ttg.barrier")
 _LOOPS = ("scf.for", "scf.while")
 _WAIT = "griddepcontrol.wait"
@@ -96,14 +94,14 @@ _WAIT = "griddepcontrol.wait"
 
 @dataclass(slots=True)
 class _Operation:
-    """A line, and the lines of its regions."""
+    """A line of the listing, with the operations of its regions."""
 
     text: str
     regions: list[list[_Operation]] = field(default_factory=list)
 
 
 def _parsed(lines: Iterator[str]) -> tuple[list[_Operation], str]:
-    """Operations up to the end of the region, and the line that ends it."""
+    """Parse operations up to the end of the region; also returns the line that ends it."""
     operations: list[_Operation] = []
     for line in lines:
         text = line.strip()
@@ -118,10 +116,10 @@ def _parsed(lines: Iterator[str]) -> tuple[list[_Operation], str]:
 
 
 class _Walk:
-    """Follows the control flow and remembers, for every argument, what was done to it.
+    """Follows the control flow and tracks accesses per argument.
 
-    ``load``, ``store``: since the last barrier. ``part``: written, and no arrival since. ``counted``: a part when programs were counted by
-    an operation that does not order. ``shared``: a part at an arrival, which other programs may load after theirs.
+    ``load``, ``store``: accessed since the last barrier. ``part``: written since the last arrival. ``counted``: a part at an atomic
+    operation that counts programs without ordering memory. ``shared``: a part at an arrival, which later programs may load.
     """
 
     def __init__(self, uses: Counter[str]) -> None:
@@ -137,13 +135,13 @@ class _Walk:
         self.waited = False
 
     def arguments(self, name: str) -> frozenset[str]:
-        """The kernel's arguments that a pointer comes from."""
+        """The kernel's arguments that a pointer may be derived from."""
         if name not in self.origins:
             raise ValueError(f"a pointer of unknown origin: {name}")
         return self.origins[name]
 
     def define(self, operation: _Operation) -> None:
-        """Note where the pointers come from that an operation makes or carries."""
+        """Record which arguments the results of an operation are derived from."""
         text = operation.text
         if text.startswith("tt.func"):
             self.origins.update((name, frozenset({name[1:]})) for name in _POINTER_ARGUMENT.findall(text))
@@ -166,12 +164,12 @@ class _Walk:
 
     @staticmethod
     def _read(operation: _Operation, expression: str) -> list[str]:
-        """Names that an operation reads, and those that its regions yield."""
+        """Operands of an operation, and of the yields of its regions."""
         yielded = (inner.text for region in operation.regions for inner in region if inner.text.startswith("scf.yield"))
         return [name for text in (expression, *yielded) for name in _NAME.findall(text)]
 
     def touch(self, text: str, touched: dict[str, set[str]]) -> None:
-        """Note what one operation loads, stores or orders."""
+        """Record the accesses and barriers of one operation."""
         if any(barrier in text for barrier in _BARRIERS):
             for kinds in touched.values():
                 kinds -= {"load", "store"}
@@ -198,7 +196,7 @@ class _Walk:
                     self.early.add(argument)
 
     def count(self, text: str, atomic: re.Match[str], touched: dict[str, set[str]]) -> None:
-        """Note an atomic operation: a store, and an arrival where its result is used and no earlier count decides who gets there."""
+        """Record an atomic operation: a store, and an arrival if its result is used and no earlier count decides which programs run it."""
         result = _RESULT.fullmatch(text)
         if result is not None and self.uses[result[1]] > 1 and not self.elected:
             ordered = atomic.group(1, 2) == _ORDERS
@@ -216,7 +214,7 @@ class _Walk:
                 self.early.add(argument)
 
     def run(self, operations: Sequence[_Operation], touched: dict[str, set[str]]) -> None:
-        """Go through operations in their order; ``touched`` is what came before and what is left for those that follow."""
+        """Process operations in order; ``touched`` holds pending accesses and is updated in place."""
         for operation in operations:
             text = operation.text
             self.touch(text, touched)
@@ -229,13 +227,13 @@ class _Walk:
                 for region, branch in zip(operation.regions, branches, strict=False):
                     self.waited = waited
                     self.run(region, branch)
-                # Not every path has waited.
+                # Only some paths have waited.
                 self.waited, self.elected = waited, elected
                 touched.clear()
                 _merge(touched, branches)
             elif expression.startswith(_LOOPS):
                 self.define(operation)
-                # Twice: the second time around meets what the first has left.
+                # Twice: the second iteration may race with the first.
                 for _ in range(2):
                     once = _copied(touched)
                     for region in operation.regions:
@@ -261,7 +259,7 @@ def _merge(touched: dict[str, set[str]], others: Iterable[dict[str, set[str]]]) 
 
 @functools.lru_cache(maxsize=1)
 def _walked(ttgir: str) -> _Walk:
-    # Locations end most lines; what opens a region has none.
+    # Most lines end in a location; lines that open a region have none.
     lines = [re.sub(r"\s+loc\(.*\)$", "", line) for line in ttgir.splitlines()]
     walk = _Walk(Counter(name for line in lines for name in _NAME.findall(line)))
     walk.run(_parsed(iter(lines))[0], {})
@@ -269,68 +267,68 @@ def _walked(ttgir: str) -> _Walk:
 
 
 def unordered(kernel: str, ttgir: str) -> list[str]:
-    """Arguments of ``kernel`` that it both loads and stores with no barrier between, and that are not known to be disjoint.
+    """Arguments that ``kernel`` loads and stores with no barrier between, except those in :data:`DISJOINT`.
 
     Args:
         kernel: name of the kernel.
-        ttgir: Triton's GPU dialect, as in ``CompiledKernel.asm``. Atomic operations are no stores here.
+        ttgir: Triton's GPU dialect, as in ``CompiledKernel.asm``. Atomic operations do not count as stores here.
 
     Raises:
-        ValueError: a pointer can't be followed to an argument.
+        ValueError: a pointer can't be traced to an argument.
     """
     return sorted(_walked(ttgir).crossed - DISJOINT.get(kernel, frozenset()))
 
 
 def overwritten(kernel: str, ttgir: str) -> list[str]:
-    """Arguments of ``kernel`` that two stores reach with no barrier between, and that are not known to be stored in different places.
+    """Arguments that two stores of ``kernel`` write with no barrier between, except those known to be written at different addresses.
 
-    A store in a loop is two. Those of one operation are not looked at: what it stores twice, it stores as the source says.
+    A store in a loop counts as two. Addresses within one store operation are not compared.
 
     Args:
         kernel: name of the kernel.
         ttgir: as for :func:`unordered`.
 
     Raises:
-        ValueError: a pointer can't be followed to an argument.
+        ValueError: a pointer can't be traced to an argument.
     """
     return sorted(_walked(ttgir).overwritten - STORED_ONCE.get(kernel, frozenset()))
 
 
 def unseen(ttgir: str) -> list[str]:
-    """Arguments of a kernel that programs write parts of and load after an arrival that does not show them what the others wrote.
+    """Arguments of which programs write parts and load others' parts after an arrival that does not order memory.
 
-    The arrival must acquire and release at the scope of the GPU, with a barrier between it and the stores of its program's other threads.
+    The arrival must have acquire-release semantics at GPU scope, with a barrier between it and the stores of the program's other threads.
 
     Args:
         ttgir: as for :func:`unordered`.
 
     Raises:
-        ValueError: a pointer can't be followed to an argument.
+        ValueError: a pointer can't be traced to an argument.
     """
     return sorted(_walked(ttgir).unseen)
 
 
 def merged(ttgir: str) -> list[str]:
-    """Arguments of a kernel that programs write parts of and load after an arrival: what the last to arrive has from the others.
+    """Arguments of which programs write parts, and the last program to arrive loads all parts.
 
     Args:
         ttgir: as for :func:`unordered`.
 
     Raises:
-        ValueError: a pointer can't be followed to an argument.
+        ValueError: a pointer can't be traced to an argument.
     """
     return sorted(_walked(ttgir).merged)
 
 
 def early(kernel: str, ttgir: str) -> list[str]:
-    """Arguments of ``kernel``, compiled for programmatic launch, that it touches before it waits though other kernels may write them.
+    """Arguments that ``kernel``, compiled for programmatic launch, accesses before ``gdc_wait`` although other kernels may write them.
 
     Args:
         kernel: name of the kernel.
         ttgir: as for :func:`unordered`.
 
     Raises:
-        ValueError: a pointer can't be followed to an argument, or the kernel never waits.
+        ValueError: a pointer can't be traced to an argument, or the kernel never waits.
     """
     walk = _walked(ttgir)
     if not walk.waited:

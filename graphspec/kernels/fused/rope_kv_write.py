@@ -18,7 +18,7 @@ HEADS_PER_PROGRAM = 8
 
 @triton.jit
 def _normed(x, rms, weight, offset: tl.constexpr, dtype: tl.constexpr):
-    """One slice of a head times the norm's factor and weight; rounded between the two where the reference rounds."""
+    """RMSNorm of one slice of a head, given the inverse RMS; rounds where the reference rounds."""
     if offset:
         return ((x * rms) * (1.0 + weight.to(tl.float32))[None, :]).to(dtype).to(tl.float32)
     else:  # noqa: RET505
@@ -34,7 +34,7 @@ def _rope_kv_write(
     DIM: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr, HEADS: tl.constexpr,
     NORM: tl.constexpr, OFFSET: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: one token, ``HEADS`` heads of the queries, of the keys, or of the values."""
+    """One program per token and ``HEADS`` heads of queries, keys or values."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()

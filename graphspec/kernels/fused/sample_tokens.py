@@ -1,4 +1,4 @@
-"""Triton kernel of :mod:`graphspec.kernels.sample_tokens`: one launch, and four before it where rows may be filtered."""
+"""Triton kernel of :mod:`graphspec.kernels.sample_tokens`: one launch, preceded by four if rows may be filtered."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from .launch import AotCase, aot_case, launch, register, semaphores
 
 @triton.jit
 def _sample_tokens(
-    logits, temperature, seed, position, least, part_best, part_flag, counters, token, sound, vocab, parts, rows_per_lane,
+    logits, temperature, seed, position, threshold, part_best, part_flag, counters, token, sound, vocab, parts, rows_per_lane,
     NOISY: tl.constexpr, FILTERED: tl.constexpr, STRICT: tl.constexpr,
     STEPS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program finds the best key of a part of a row; the last of a row compares the parts."""
+    """Each program finds the best key of a part of a row; the last program of a row compares the parts."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -28,23 +28,23 @@ def _sample_tokens(
     row = tl.program_id(1).to(tl.int64)
     best = tl.full([BLOCK], LOWEST, tl.int64)
     flag = tl.zeros([BLOCK], tl.int32)
-    heat = tl.zeros([], tl.float32)
+    row_temperature = tl.zeros([], tl.float32)
     if NOISY:
-        heat = tl.load(temperature + row // rows_per_lane)
+        row_temperature = tl.load(temperature + row // rows_per_lane)
         a, b = hash_words(tl.load(seed + row // rows_per_lane), tl.load(position + row))
     if FILTERED:
-        bound = tl.load(least + row, mask=heat > 0, other=float("-inf"))
+        row_threshold = tl.load(threshold + row, mask=row_temperature > 0, other=float("-inf"))
     for step in tl.static_range(STEPS):
         column = (part * STEPS + step) * BLOCK + tl.arange(0, BLOCK)
         x = tl.load(logits + row * vocab + column, mask=column < vocab, other=0.0)
         finite = is_finite(x)
         key = tl.where(finite, x, float("-inf"))
         if FILTERED:
-            key = tl.where(x >= bound, key, float("-inf"))
+            key = tl.where(x >= row_threshold, key, float("-inf"))
         else:
             flag = tl.maximum(flag, tl.where(finite, 0, tl.where(x == float("-inf"), 1, 2)))
         if NOISY:
-            key = perturb(key, heat, a, b, column)
+            key = perturb(key, row_temperature, a, b, column)
         best = tl.maximum(best, tl.where(column < vocab, pack(key, column), LOWEST))
     tl.store(part_best + row * parts + part, tl.max(best))
     if not FILTERED:
@@ -68,10 +68,10 @@ def sample_tokens(
     logits_BTV = logits_BTV.contiguous()
     lanes, rows_per_lane, vocab = logits_BTV.shape
     rows, device = lanes * rows_per_lane, logits_BTV.device
-    split, least_BT = Split.of(rows, vocab), None
+    split, threshold_BT = Split.of(rows, vocab), None
     if top_k_B is not None:
         assert temperature_B is not None and top_p_B is not None and min_p_B is not None
-        least_BT, sound_BT = thresholds(logits_BTV, temperature_B, top_k_B, top_p_B, min_p_B, strict)
+        threshold_BT, sound_BT = thresholds(logits_BTV, temperature_B, top_k_B, top_p_B, min_p_B, strict)
     else:
         sound_BT = torch.empty(lanes, rows_per_lane, dtype=torch.bool, device=device)
     if position_BT is not None:
@@ -80,7 +80,7 @@ def sample_tokens(
     part_best = torch.empty(rows, split.parts, dtype=torch.int64, device=device)
     part_flag = torch.empty(rows, split.parts, dtype=torch.int32, device=device)
     launch(
-        _sample_tokens, (split.parts, rows), logits_BTV, temperature_B, seed_B, position_BT, least_BT, part_best, part_flag,
+        _sample_tokens, (split.parts, rows), logits_BTV, temperature_B, seed_B, position_BT, threshold_BT, part_best, part_flag,
         semaphores(device, rows), token_BT, sound_BT, vocab, split.parts, rows_per_lane,
         NOISY=temperature_B is not None, FILTERED=top_k_B is not None, STRICT=strict,
         STEPS=split.steps, PARTS=triton.next_power_of_2(split.parts), BLOCK=BLOCK,

@@ -1,8 +1,8 @@
-"""Machine code of a compiled kernel, through the cuobjdump that comes with Triton, and the fences around its arrivals.
+"""Machine code of a compiled kernel, read with the cuobjdump that comes with Triton, and the fences around its arrivals.
 
-An arrival that acquires and releases at the scope of the GPU is three things in SASS: ``MEMBAR`` before the atomic operation, so that what
-the program stored comes first; ``ATOMG``; and ``CCTL.IVALL`` after it, which empties the first-level cache, so that what is loaded next
-comes from where the others wrote. Where one is missing, a merge may read what stood there before, on some launches and on some machines.
+An acquire-release atomic at GPU scope is three instructions in SASS: ``MEMBAR``, which orders the program's earlier stores; ``ATOMG``; and
+``CCTL.IVALL``, which invalidates L1, so that later loads see the stores of other programs. If one is missing, a merge may read stale data,
+on some launches and some machines.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import triton
 
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@(!?U?P\w+)\s+)?([A-Z][\w.]*)\s*([^;]*?)\s*;")
 _MEMORY = ("LDG", "LD.", "STG", "ST.", "ATOM", "RED.", "MEMBAR", "CCTL", "BAR", "BRA", "EXIT", "RET")
-"""Instructions that may not stand between an arrival and its fences."""
+"""Instructions that must not come between an arrival and its fences."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +25,8 @@ class Instruction:
     """One instruction of a listing.
 
     Attributes:
-        predicate: as ``!P0``; empty: always executed.
-        opcode: with its modifiers, as ``ATOMG.E.ADD.STRONG.GPU``.
+        predicate: such as ``!P0``; empty: always executed.
+        opcode: with modifiers, such as ``ATOMG.E.ADD.STRONG.GPU``.
         operands: the rest of the line.
     """
 
@@ -40,7 +40,7 @@ def cuobjdump(cubin: bytes, option: str) -> str:
 
     Args:
         cubin: ``CompiledKernel.asm["cubin"]``.
-        option: of cuobjdump, as ``-sass``.
+        option: of cuobjdump, such as ``-sass``.
     """
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -50,12 +50,12 @@ def cuobjdump(cubin: bytes, option: str) -> str:
 
 
 def instructions(listing: str) -> list[Instruction]:
-    """The instructions of what ``cuobjdump -sass`` prints, in the order of their addresses."""
+    """Parse the output of ``cuobjdump -sass``, in order of addresses."""
     return [Instruction(predicate or "", opcode, operands) for predicate, opcode, operands in _INSTRUCTION.findall(listing)]
 
 
 def _fence(found: Iterator[Instruction], opcode: re.Pattern[str], arrival: Instruction) -> bool:
-    """Whether the next instruction that touches memory has ``opcode``, and is executed wherever the arrival is."""
+    """Whether the next memory instruction matches ``opcode`` and is executed whenever the arrival is."""
     for instruction in found:
         if instruction.opcode.startswith(_MEMORY):
             return opcode.match(instruction.opcode) is not None and instruction.predicate in ("", arrival.predicate)
@@ -67,7 +67,7 @@ _ACQUIRE = re.compile(r"CCTL\.IVALL")
 
 
 def fenced_arrivals(code: Sequence[Instruction]) -> int:
-    """Atomic operations at the scope of the GPU that have a ``MEMBAR`` before and a ``CCTL.IVALL`` after them, and no access between."""
+    """Number of GPU-scope atomics with a ``MEMBAR`` before and a ``CCTL.IVALL`` after them, and no memory access between."""
     return sum(
         _fence(iter(code[:place][::-1]), _RELEASE, instruction) and _fence(iter(code[place + 1 :]), _ACQUIRE, instruction)
         for place, instruction in enumerate(code)
@@ -76,5 +76,5 @@ def fenced_arrivals(code: Sequence[Instruction]) -> int:
 
 
 def arrivals(ptx: str) -> int:
-    """Atomic operations of the PTX that acquire and release at the scope of the GPU."""
+    """Number of acquire-release atomics at GPU scope in the PTX."""
     return len(re.findall(r"\batom\.global\.gpu\.acq_rel\.", ptx))

@@ -1,4 +1,4 @@
-"""The selective state space of Mamba-2 in Triton: its update, and a block of tokens (:mod:`..ssm_rule`)."""
+"""The selective state space of Mamba-2 in Triton, for one token and for a block of tokens (:mod:`..ssm_rule`)."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ._states import block_gates, block_part, token_places
 @triton.jit
 def ssm_change(state, key, value, decay, step):
     """The state after one token."""
-    # Fused by name: a compiler that may choose could round a state another way in a walk than in the commit.
+    # An explicit fma: left to the compiler, contraction could differ between the walk and the commit.
     added = tl.broadcast_to((step * value)[None, :], state.shape)
     return tl.fma(tl.broadcast_to(key[:, None], state.shape), added, state * tl.exp(decay))
 
 
 @triton.jit
 def ssm_update(state, query, key, value, decay, step, skip):
-    """The state after one token, and what the token reads."""
+    """The state after one token, and the token's output."""
     state = ssm_change(state, key, value, decay, step)
     return state, tl.fma(value, tl.broadcast_to(skip, value.shape), tl.sum(state * query[:, None], 0))
 
@@ -28,13 +28,12 @@ def ssm_block(
     state, known, mixed, gate, skip, token, used, before, head, column, HEADS: tl.constexpr, REPEAT: tl.constexpr, KEY: tl.constexpr,
     VALUE: tl.constexpr, KEY_PAD: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """A block of tokens at once: what they read, their changes, and sums of log-decays on their paths.
+    """A block of tokens at once: their outputs, value updates, and cumulative log-decays along their paths.
 
-    Args and products are those of :func:`~graphspec.kernels.fused.delta_rule.delta_block`. What a token changes does not depend on the
-    state, so there is no system to solve.
+    As :func:`~graphspec.kernels.fused.delta_rule.delta_block`, but updates do not depend on the state, so there is no system to solve.
 
     Args:
-        skip: where D of the heads begins.
+        skip: pointer to D ``[H]``.
     """
     at_query, at_key, at_value = token_places(mixed, token, head, True, HEADS, REPEAT, KEY, VALUE)
     step, path, since = block_gates(gate, token, used, before, head, HEADS)

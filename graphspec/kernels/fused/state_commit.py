@@ -19,7 +19,7 @@ from .ssm_rule import ssm_change
 def _convolved(
     nodes, columns_end, path, step, channels, weight, bias, channel, inside, BIAS: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Some channels of one step of a path, as a convolution leaves them."""
+    """The convolution's output for one step of a path, for a block of channels."""
     total = tl.zeros([BLOCK], tl.float32)
     for tap in tl.static_range(TAPS):
         place = step + tap - (TAPS - 1)
@@ -37,7 +37,7 @@ def _commit_states(
     BIAS: tl.constexpr, TAPS: tl.constexpr, SELECTIVE: tl.constexpr, HEADS: tl.constexpr, REPEAT: tl.constexpr, KEY: tl.constexpr,
     VALUE: tl.constexpr, KEY_PAD: tl.constexpr, COLUMNS: tl.constexpr, EPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: the path of a (layer, lane, head), a tile of columns. It convolves the key and those columns of the value itself."""
+    """One program per (layer, lane, head) and tile of columns: the whole path. It convolves the key and its columns of the value."""
     lane, head, value_column = own_columns(HEADS, COLUMNS, PDL)
     layer = tl.program_id(2).to(tl.int64)
     channels: tl.constexpr = 2 * (HEADS // REPEAT * KEY) + HEADS * VALUE
@@ -67,7 +67,7 @@ def _commit_states(
         decay = tl.load(gates)
         rate = tl.load(gates + HEADS)
         state = ssm_change(state, key, value, decay, rate) if SELECTIVE else delta_change(state, key, value, decay, rate, EPS)
-    # Threads of this program store where others have loaded.
+    # Other threads of this program have loaded what is overwritten here.
     tl.debug_barrier()
     tl.store(at, state, mask=inside & (count > 0))
 

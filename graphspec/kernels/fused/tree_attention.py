@@ -1,20 +1,21 @@
 """Triton kernel of :mod:`graphspec.kernels.tree_attention`: split-KV attention over pages, one launch.
 
-Rows of a tile are ``token x query head`` of one key/value head, so that the heads of a group share what is loaded. Tile and blocks depend
-on head dimension and dtype alone, never on T, the batch or the table width.
+Rows of a tile are ``token x query head`` of one key/value head, so the heads of a group share loads. Tile and block sizes depend on head
+dimension and dtype only, never on T, the batch or the table width.
 
-A split is one block of slots. The page ids of a program's first split are asked for before anything is known of the lane, and those of each
-split while the one before it is computed; keys and values of a whole split are in flight before its arithmetic starts. So what a program
-waits for, one after the other, is: page ids and the lane's lengths; keys and values.
+A split is one block of slots. The page ids of a program's first split are loaded together with the lane's lengths, and those of each later
+split while the one before it is computed; keys and values of a whole split are in flight before its arithmetic starts. So a program waits
+for two dependent round trips: page ids and lengths; keys and values.
 
-Slots are reduced in an order fixed by slot number: a split by its own softmax, ``RUN`` splits as a sequential fold, ``STRETCH`` splits as a
-fold of runs, the rest as a fold of stretches. Which program computes what is free: a unit of work is a split, or a run or stretch where a
-lane has more units than its programs should take, chosen on the device from the length. All give the same bits, since an empty partial is
-neutral to the bit and every fold is the same explicit fused multiply-add. Splits give a short context of one lane enough programs;
-stretches keep the partials of long contexts few. A lane with one split writes its result at once; otherwise partials go through memory and
-the last programs to arrive share the merge, a few rows at a time (:mod:`~graphspec.kernels.fused._partials`).
+Slots are reduced in an order fixed by slot number: softmax within a split, a sequential fold of the splits of a run (``RUN`` slots), a fold
+of the runs of a stretch (``STRETCH`` slots), and a fold of stretches. The assignment to programs is free: a unit of work is a split, or a
+run or a stretch where a lane would have too many units, chosen on the device from the length. The bits are the same for all, since an
+empty partial changes no bit and every fold is the same explicit fused multiply-add. Splits give a short context of one lane enough
+programs; stretches keep the number of partials of long contexts small. A lane with one split writes its result directly; otherwise
+partials go through memory and the last programs to arrive share the merge, a few rows at a time
+(:mod:`~graphspec.kernels.fused._partials`).
 
-The grid depends on static shapes only. Programs loop over units and leave at once where there are none.
+The grid depends on static shapes only. Programs loop over units and exit at once if they have none.
 
 Source of split-KV attention: Flash-Decoding (Dao et al., 2023); of the online softmax: FlashAttention-2 (Dao, 2023), section 3.1.
 """
@@ -35,12 +36,12 @@ from . import _partials as partials
 from .launch import INTERPRETED, AotCase, aot_case, launch, multiprocessors, register, semaphores
 
 RUN, STRETCH = 1024, 8192
-"""Slots of a run, and of a stretch. Part of the result's bits."""
+"""Slots of a run and of a stretch; the result's bits depend on them."""
 UNITS_PER_PROGRAM = 4
-"""Units a program takes at most before they become larger, which bounds the partials kept in memory."""
+"""Most units per program; beyond that units become larger, which bounds the partials in memory."""
 PROGRAMS_PER_MULTIPROCESSOR = 2
 HELPERS, POLLS = 8, 8
-"""How many programs share a merge, and how often one looks whether the others have arrived."""
+"""Programs that share a merge, and how often each polls for the arrival of the others."""
 FOLD_ROWS, MERGE_ROWS, MERGE_UNROLL = 16, 4, 8
 
 
@@ -51,13 +52,13 @@ def _either(left, right):
 
 @triton.jit
 def _sees(here, offset, begin, length, word, next_word):
-    """Which of the 64 slots from ``here`` on are visible, as bits.
+    """Visibility of the 64 slots from ``here`` on, as bits.
 
-    ``word`` holds the ancestor bits of the word in which ``here`` lies, ``next_word`` those after it; ``offset = here - prefix``.
+    ``word`` is the ancestor word that contains slot ``here``, ``next_word`` the one after it; ``offset = here - prefix``.
     """
     shift = (offset & 63).to(tl.uint64)
     window = (word.to(tl.uint64, bitcast=True) >> shift).to(tl.int64, bitcast=True)
-    # Shifts by 64 in two steps: one step of 64 is undefined.
+    # A shift by 64 is undefined, hence two shifts.
     rest = 32 - (offset & 63) // 2
     window = window | (next_word << rest.to(tl.int64) << (64 - (offset & 63) - rest).to(tl.int64))
     ones = tl.full([], -1, tl.int64)
@@ -75,7 +76,7 @@ def _write(
     out, value, pair, row, live, all_rows,
     GROUPS: tl.constexpr, REPEAT: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
 ):  # fmt: skip
-    """Rows of one (lane, key/value head) of the result."""
+    """Store rows of one (lane, key/value head) of the result."""
     channel = tl.arange(0, DIM_PAD)
     heads: tl.constexpr = GROUPS * REPEAT
     token = (pair // GROUPS).to(tl.int64) * (all_rows // REPEAT) + row // REPEAT
@@ -94,7 +95,7 @@ def _tree_attention(
     EXACT: tl.constexpr, PART: tl.constexpr, UNITS_PER_PROGRAM: tl.constexpr, POLLS: tl.constexpr,
     FOLD_ROWS: tl.constexpr, MERGE_ROWS: tl.constexpr, MERGE_UNROLL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The units of one (lane and key/value head, tile of rows) whose number leaves ``program`` when divided by ``programs``."""
+    """Program (tile of rows, ``program``, (lane, key/value head)): every unit whose number is ``program`` modulo ``programs``."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -111,7 +112,7 @@ def _tree_attention(
     column = tl.arange(0, BLOCK)
     lane_table = table + lane * table_stride
 
-    # Where units are splits this is the program's first, whatever the lane sees: asked for along with what it sees.
+    # Page ids of the program's first split if units are splits, loaded before the lane's lengths are known.
     position = program * BLOCK + column
     page = tl.load(lane_table + position // PAGE_SIZE, mask=position < length, other=0)
     lane_begin = begin + lane * begin_lane
@@ -125,7 +126,7 @@ def _tree_attention(
     if not EXACT:
         q = tl.load(query_pair + query_row[:, None] + channel[None, :], mask=stored, other=0.0)
 
-    # What the tile sees: [low, prefix) and, after it, the slots whose bit stands in any row's words.
+    # The tile sees [low, prefix) and, after it, the slots whose bit is set in any row's words.
     row_begin = tl.minimum(tl.maximum(row_begin, 0), length).to(tl.int32)
     low = tl.min(row_begin, 0)
     high = tl.max(tl.where(live, row_begin, 0), 0)
@@ -181,12 +182,12 @@ def _tree_attention(
         if not EXACT:
             k = tl.load(base + place[:, None], mask=loaded, other=0.0)
             v = tl.load(base + side_stride + place[:, None], mask=loaded, other=0.0)
-        # The next of the unit, or the first of the program's next unit.
+        # The next split of the unit, or the first of the program's next unit.
         following = tl.where((block + 1) % unit == 0, block + 1 + (programs - 1) * unit, block + 1)
         ahead = following * BLOCK + column
         page = tl.load(lane_table + ahead // PAGE_SIZE, mask=ahead < length, other=0)
         if EXACT:
-            # Multiplied from registers, without matrix units, which a whole row does not fit into.
+            # Without matrix units operands are in registers, which a whole row does not fit.
             score = tl.zeros([ROWS, BLOCK], tl.float32)
             for channels in range(0, DIM_PAD, PART):
                 some = channels + tl.arange(0, PART)
@@ -199,8 +200,8 @@ def _tree_attention(
         else:
             score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         if (here < high) | (here + BLOCK > prefix):
-            # What the tile's first loads have left in the first-level cache. Always its rows, which the compiler can't know: else
-            # it would hold their addresses through the loop.
+            # Reloaded, from L1. `zero` hides from the compiler that these are the tile's own rows; else it would keep their
+            # addresses in registers through the loop.
             zero = following >> 31
             own_lane = ((tl.program_id(2) + zero) // GROUPS).to(tl.int64)
             own_row = (tl.program_id(0) + zero) * ROWS + tl.arange(0, ROWS)
@@ -230,7 +231,7 @@ def _tree_attention(
         new_acc = tl.dot(weight.to(v.dtype), v, input_precision="ieee")
         acc, peak, total = partials.fold(acc, peak, total, new_acc, new_peak, new_total)
         if ((block + 1) % tl.minimum(unit, RUN) == 0) | (block + 1 == last):
-            # Always 0, which the compiler can't know: else it would compute what follows ahead and hold it through the loop.
+            # Always 0, unknown to the compiler, which would otherwise hoist the following and keep it in registers through the loop.
             zero = following >> 31
             late = tl.arange(0, ROWS) + zero
             late_tile = tl.program_id(0) + zero
@@ -241,7 +242,7 @@ def _tree_attention(
                 value = acc / tl.where(total == 0.0, 1.0, total)[:, None]
                 _write(out, value, late_pair, late_tile * ROWS + late, late < rows, all_rows, GROUPS, REPEAT, DIM, DIM_PAD)
             else:
-                # The first run of a unit is its partial; those that follow pass through a slot of the program's own.
+                # A unit's first run is stored as its partial; later runs go through the program's own slot and are folded in.
                 late_scratch = (late_pair * tl.num_programs(0) + late_tile).to(tl.int64) * (slots + programs)
                 held_slot = late_scratch + block // unit - first // unit
                 further = block // RUN > tl.maximum(block // unit * unit, first) // RUN
@@ -254,7 +255,7 @@ def _tree_attention(
                         held = partials.load(part_acc, part_stat, held_slot, part, channel, rows, late_rows, DIM)
                         new = partials.load(part_acc, part_stat, slot, part, channel, rows, late_rows, DIM)
                         sums = partials.fold(held[0], held[1], held[2], new[0], new[1], new[2])
-                        # Every warp loads the peaks and totals of its rows; those of all rows are stored by one.
+                        # Every warp loads peaks and totals; one warp stores them.
                         tl.debug_barrier()
                         partials.store(part_acc, part_stat, held_slot, part, channel, rows, late_rows, sums[0], sums[1], sums[2], DIM)
                         tl.debug_barrier()
@@ -275,7 +276,7 @@ def _tree_attention(
     groups = (rows + MERGE_ROWS - 1) // MERGE_ROWS
     group = partials.first_group(counter, arriving, sharing, groups, POLLS)
     while group < groups:
-        # Asked for early; the time of one question passes while rows are merged.
+        # Claimed early, so that the atomic's latency overlaps with the merge of this group.
         next_group = partials.next_group(counter, sharing, groups)
         part = group * MERGE_ROWS + tl.arange(0, MERGE_ROWS)
         value = partials.merged(
@@ -287,7 +288,11 @@ def _tree_attention(
 
 
 def check_dtypes(name: str, query: Tensor, kv_pool: Tensor) -> None:
-    """Raises ConfigError where the matrix units can't multiply what is given."""
+    """Check that queries and pool have one dtype that the kernels support.
+
+    Raises:
+        ConfigError: they do not.
+    """
     if query.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise ConfigError(f"{name}: query", "bfloat16, float16 or float32", str(query.dtype))
     if kv_pool.dtype != query.dtype:
@@ -295,10 +300,10 @@ def check_dtypes(name: str, query: Tensor, kv_pool: Tensor) -> None:
 
 
 def tile_shape(dim: int, dtype: torch.dtype) -> tuple[int, int, int]:
-    """Rows, slots of a block, and warps.
+    """``(rows, slots of a block, warps)``.
 
-    16-bit types: 64 rows, the least that Hopper's warp-group matrix instructions take, and as many slots as registers hold in flight.
-    float32 has no such unit at full precision.
+    16-bit types: 64 rows, the fewest of Hopper's warp-group matrix instructions, and as many slots as registers can hold in flight.
+    float32 has no matrix instruction at full precision.
     """
     wide = dim > 128
     if dtype == torch.float32:
@@ -309,7 +314,7 @@ def tile_shape(dim: int, dtype: torch.dtype) -> tuple[int, int, int]:
 
 
 def helpers(programs: int, places: int) -> int:
-    """How many of the ``programs`` of a launch share a merge: 1 where they do not all run at once."""
+    """Number of programs that share a merge: 1 unless all ``programs`` of the launch run at once."""
     return HELPERS if programs <= places and not INTERPRETED else 1
 
 

@@ -13,12 +13,12 @@ from ..tree_build import OP as CONTRACT
 from .launch import AotCase, aot_case, launch, register
 
 MAX_CANDIDATES = 1 << 15
-"""Candidates that fit into the registers of one program."""
+"""Most candidates that fit the registers of one program."""
 
 
 @triton.jit
 def window_root(lane, lane_row, window_token, window_len, width):
-    """The last entry of a lane's window."""
+    """The token of the last entry of a lane's window."""
     row = tl.load(lane_row + lane)
     last = tl.minimum(tl.maximum(tl.load(window_len + row) - 1, 0), width - 1)
     return tl.load(window_token + row * width + last)
@@ -26,7 +26,7 @@ def window_root(lane, lane_row, window_token, window_len, width):
 
 @triton.jit
 def _ordered(score):
-    """Unsigned keys in the order of the scores: NaN as -inf, -0.0 as 0.0, and never 0."""
+    """Unsigned keys with the order of the scores. NaN orders as -inf, -0.0 as 0.0; no key is 0."""
     score = tl.where(score != score, float("-inf"), score)
     bits = tl.where(score == 0.0, 0.0, score).to(tl.uint32, bitcast=True)
     return tl.where(bits >> 31 != 0, bits ^ 0xFFFFFFFF, bits | 0x80000000)
@@ -38,17 +38,17 @@ def _tree_build(
     candidates, nodes, words, width, max_depth,
     POOL: tl.constexpr, POOL_BITS: tl.constexpr, NODES: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program per lane. The pool stays in registers; only what is selected is laid out as nodes, so nothing grows with its square."""
+    """One program per lane. The pool stays in registers; only selected candidates become nodes, so no memory is quadratic in the pool."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     lane = tl.program_id(0).to(tl.int64)
     pool = tl.arange(0, POOL)
     key = _ordered(tl.load(score + lane * candidates + pool, mask=pool < candidates, other=float("-inf")))
-    # Past the pool: below every score.
+    # Padding orders below every score.
     key = tl.where(pool < candidates, key, 0)
 
-    # The key of the last node that is still taken, bit by bit from above: the largest that enough candidates reach.
+    # Binary search, bit by bit, for the largest key that enough candidates reach: the key of the last node.
     taken = nodes - 1
     bound = tl.full((), 0, tl.uint32)
     bit = tl.full((), 0x80000000, tl.uint32)
@@ -59,12 +59,12 @@ def _tree_build(
     better = key > bound
     tied = (key == bound) & (pool < candidates)
     ties = taken - tl.sum(better.to(tl.int32))
-    # Both counts stay below 2^16, so one scan serves them.
+    # Both counts stay below 2^16, so one scan computes both.
     counts = tl.cumsum(better.to(tl.int32) * 65536 + tied.to(tl.int32), 0)
     number = (counts >> 16) + tl.minimum(counts & 0xFFFF, ties)
     selected = better | (tied & ((counts & 0xFFFF) <= ties))
 
-    # Pool index of every node: the first place where the running number of nodes reaches it.
+    # Pool index of every node: the first position where the cumulative count reaches the node's number.
     node = tl.arange(0, NODES)
     before = tl.zeros((NODES,), tl.int32)
     for step in tl.static_range(POOL_BITS):
@@ -80,7 +80,7 @@ def _tree_build(
     linked = inside & (parent_node > 0) & (parent_node < node)
     usable = real & (linked | (kept_parent == -1)) & (kept_token >= 0) & (kept_score > float("-inf"))
 
-    # Walking up from an unusable node goes in circles, so only paths of usable nodes reach the root. The root points at itself.
+    # Unusable nodes point to themselves, so only paths of usable nodes reach the root, which also points to itself.
     up = tl.where(usable, tl.where(linked, parent_node, 0), node)
     word = tl.arange(0, WORDS)[None, :]
     own = tl.where((node >> 6)[:, None] == word, (tl.full((NODES,), 1, tl.int64) << (node & 63).to(tl.int64))[:, None], 0)

@@ -14,7 +14,7 @@ from ._states import QWEN3_NEXT
 from .launch import AotCase, aot_case, launch, register
 
 BLOCK = 1024
-"""Channels of a program."""
+"""Channels per program."""
 
 
 @triton.jit
@@ -22,7 +22,7 @@ def _tree_conv(
     out, inputs, column, lane_row, parent, weight, bias, fresh, tokens, channels, stride, layers, layer,
     COLUMNS: tl.constexpr, BIAS: tl.constexpr, FRESH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: a node, a block of channels."""
+    """One program per node and block of channels."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -36,7 +36,7 @@ def _tree_conv(
     known = inside
     if FRESH:
         known = inside & (tl.load(fresh + lane) == 0)
-    # Sums go from the oldest input on, and the way there from the columns_end, so places are looked up first.
+    # The walk goes from the newest input to the oldest and the sum from the oldest to the newest, so places are collected first.
     place = at % tokens
     places = (place,)
     for _ in tl.static_range(COLUMNS):
@@ -66,7 +66,7 @@ def tree_conv(
     lanes, tokens, channels = input_BTE.shape
     layers, columns = column_RUOE.shape[1:3]
     out = input_BTE.new_empty(lanes, tokens, channels)
-    # A part of what one projection leaves: rows lie apart, and are read where they are.
+    # A slice of a projection's output: rows are strided, and read in place.
     rows = input_BTE.flatten(0, 1)
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     block = min(BLOCK, triton.next_power_of_2(channels))

@@ -14,7 +14,7 @@ from ..tree_walk import OP as CONTRACT
 from .launch import AotCase, aot_case, launch, register
 
 BLOCK = 8
-"""Depths of the path that are looked up together: a whole path may be 128 long."""
+"""Depths of the path processed at once; a path may have up to 128."""
 
 
 @triton.jit
@@ -52,7 +52,7 @@ def _tree_walk(
     accepted = match
     for word in tl.static_range(WORDS):
         bit = tl.where((node >> 6) == word, tl.full((NODES,), 1, tl.int64) << (node & 63).to(tl.int64), 0)
-        # Bits are distinct, so their sum is their union.
+        # Bits are distinct, so their sum is their bitwise or.
         missing = tl.sum(tl.where(match, 0, bit), 0)
         accepted = accepted & ((tl.load(ancestors + at * WORDS + word, mask=real, other=0) & missing) == 0)
     new = tl.sum(accepted.to(tl.int32), 0)

@@ -19,7 +19,7 @@ def _verify_rows(
     nodes,
     LIVE: tl.constexpr, NODES: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: all nodes of one lane."""
+    """One program per lane: all its nodes."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
