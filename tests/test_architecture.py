@@ -1,4 +1,4 @@
-"""The shape of the repository, as tests: who may import whom, what an import costs, where names may not be asked for."""
+"""The structure of the repository: which module may import which, what an import costs, no branches on variant names."""
 
 from __future__ import annotations
 

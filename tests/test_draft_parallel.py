@@ -33,11 +33,11 @@ def head(target: ModelFacts) -> Eagle3Facts:
     )
 
 
-def plan_of(draft: DraftFacts | None, target: ModelFacts, asked: str = "auto", *, size: int = 4, **hardware: Any) -> Plan:
+def plan_of(draft: DraftFacts | None, target: ModelFacts, requested: str = "auto", *, size: int = 4, **hardware: Any) -> Plan:
     config = Config(
         variant=VariantConfig(name="eagle3" if draft is not None else "ngram", **CHAIN),
         model=ModelConfig(max_context=96),
-        runtime=RuntimeConfig(name="captured", tensor_parallel=size, draft_parallel=asked),
+        runtime=RuntimeConfig(name="captured", tensor_parallel=size, draft_parallel=requested),
         hardware=replace(H200, device="cuda", **hardware),
     )
     return make_plan(config, target.of_rank(0, size), draft, device="cuda")
@@ -73,7 +73,7 @@ def test_auto_spreads_what_takes_longer_to_read(sum_us: float, chosen: tuple[boo
 
 @pytest.mark.parametrize(("keys", "reason"), [
     ({"link_gbs": None}, "hardware.link_gbs is not known"), ({"bandwidth_gbs": None}, "hardware.bandwidth_gbs is not known"),
-    ({"asked": "replicated"}, "runtime.draft_parallel=replicated"),
+    ({"requested": "replicated"}, "runtime.draft_parallel=replicated"),
 ])  # fmt: skip
 def test_replicated_says_why(keys: dict[str, Any], reason: str) -> None:
     target = llama_70b()

@@ -184,11 +184,11 @@ def test_too_many_nodes_and_unknown_variant() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "asked", "buckets"),
+    ("rows", "requested", "buckets"),
     [(8, [1, 2, 4, 8], (1, 2, 4, 8)), (3, [1, 2, 4, 8], (1, 2, 4)), (1, [4, 8], (4,)), (5, [5], (5,)), (4, [1, 2, 4, 8], (1, 2, 4))],
 )
-def test_buckets_reach_the_rows_and_no_further(rows: int, asked: list[int], buckets: tuple[int, ...]) -> None:
-    made = plan(runtime={"max_rows": rows, "buckets": asked})
+def test_buckets_reach_the_rows_and_no_further(rows: int, requested: list[int], buckets: tuple[int, ...]) -> None:
+    made = plan(runtime={"max_rows": rows, "buckets": requested})
     assert made.buckets == buckets
     assert [key.bucket for key in made.graph_keys(SAMPLED)] == sorted(buckets, reverse=True)
     assert all(key == GraphKey(key.bucket, made.shape, SAMPLED) for key in made.graph_keys(SAMPLED))

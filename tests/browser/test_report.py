@@ -1,4 +1,4 @@
-"""The report in a real browser: charts are drawn, the viewer steps, hostile text stays text, and nothing is asked of the network."""
+"""The report in a real browser: charts are drawn, the viewer steps, hostile text stays text, and no request leaves the page."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def file(lines: list[dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture
 def open_page(browser: Browser, file: Path) -> Iterator[Open]:
-    """A function that opens the report; afterwards, whatever the browser complained about or asked the network for fails the test."""
+    """A function that opens the report; afterwards, any console error or network request of the browser fails the test."""
     complaints: list[str] = []
     contexts = []
 

@@ -1,5 +1,5 @@
 """What OpenAI's own client sees of a server; run by tests/clients with an interpreter that has it. Arguments: its address,
-and that of one that asks for a key.
+and of one that requires a key.
 
 Exits with an error at the first thing that is not as it should be; prints what it looked at.
 """

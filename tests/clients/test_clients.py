@@ -1,4 +1,4 @@
-"""Clients that nobody here wrote: OpenAI's own, lm-eval and guidellm. ``make test-clients`` installs them."""
+"""Third-party clients: OpenAI's own, lm-eval and guidellm. ``make test-clients`` installs them."""
 
 from __future__ import annotations
 

@@ -64,16 +64,16 @@ class Service:
         assert self.process.poll() is None, self.log.read_text()[-8000:]
         return f"graphspec-ray-serve: demo at {self.url}/v1" in self.log.read_text()
 
-    def complete(self, asked: dict[str, Any]) -> tuple[list[int], str]:
+    def complete(self, fields: dict[str, Any]) -> tuple[list[int], str]:
         """New tokens, and the replica that made them."""
         with httpx2.Client(base_url=self.url, timeout=PATIENCE) as client:
-            response = client.post("/v1/completions", json={"prompt": PROMPT, "return_token_ids": True, **asked})
+            response = client.post("/v1/completions", json={"prompt": PROMPT, "return_token_ids": True, **fields})
         assert response.status_code == 200, response.text
         return response.json()["choices"][0]["token_ids"], response.headers["x-graphspec-replica"]
 
-    def stream(self, asked: dict[str, Any], begun: Callable[[], None] = lambda: None) -> tuple[list[int], str]:
+    def stream(self, fields: dict[str, Any], begun: Callable[[], None] = lambda: None) -> tuple[list[int], str]:
         """The same by a stream, whose end is checked; ``begun`` is called after its first event."""
-        body = {"prompt": PROMPT, "return_token_ids": True, "stream": True, **asked}
+        body = {"prompt": PROMPT, "return_token_ids": True, "stream": True, **fields}
         events: list[str] = []
         with (
             httpx2.Client(base_url=self.url, timeout=PATIENCE) as client,
@@ -94,13 +94,13 @@ class Service:
         """Ask until these replicas have answered; every answer has to be right."""
         seen: set[str] = set()
 
-        def ask() -> bool:
+        def send() -> bool:
             found, replica = self.complete(GREEDY)
             assert found == tokens
             seen.add(replica)
             return wanted(seen)
 
-        wait_for(ask, "other replicas to answer")
+        wait_for(send, "other replicas to answer")
         return seen
 
     def replica_processes(self) -> list[int]:
@@ -149,9 +149,9 @@ def serving(clients: Path, log: Path) -> Iterator[Service]:
 @pytest.fixture(scope="module")
 def wanted() -> dict[str, list[int]]:
     """Tokens of the engine without a server and without a draft."""
-    asked = {"greedy": GREEDY, "seeded": SEEDED, "long": LONG}
+    cases = {"greedy": GREEDY, "seeded": SEEDED, "long": LONG}
     with LLM(model="demo", variant="none", runtime="eager") as llm:
-        return {name: llm.generate(PROMPT, SamplingParams(**params))[0].token_ids for name, params in asked.items()}
+        return {name: llm.generate(PROMPT, SamplingParams(**params))[0].token_ids for name, params in cases.items()}
 
 
 @pytest.fixture(scope="module")
@@ -162,8 +162,8 @@ def service(clients: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 def test_both_replicas_answer_with_the_engines_tokens(service: Service, wanted: dict[str, list[int]]) -> None:
     assert len(service.answered_by(lambda seen: len(seen) == 2, wanted["greedy"])) == 2
-    for name, asked in (("greedy", GREEDY), ("seeded", SEEDED)):
-        assert service.complete(asked)[0] == service.stream(asked)[0] == wanted[name]
+    for name, fields in (("greedy", GREEDY), ("seeded", SEEDED)):
+        assert service.complete(fields)[0] == service.stream(fields)[0] == wanted[name]
     assert service.client.get("/health").status_code == 200
     assert service.client.get("/v1/models").json()["data"][0]["id"] == "demo"
     refused = service.client.post("/v1/completions", json={"prompt": PROMPT, "temperature": -1})
@@ -187,11 +187,11 @@ def test_the_end_finishes_running_streams(clients: Path, tmp_path: Path, wanted:
         found: list[tuple[list[int], str]] = []
         begun, ended = threading.Event(), []
 
-        def ask() -> None:
+        def send() -> None:
             found.append(service.stream(LONG, begun.set))
             ended.append(time.monotonic())
 
-        threads = [threading.Thread(target=ask) for _ in range(STREAMS)]
+        threads = [threading.Thread(target=send) for _ in range(STREAMS)]
         for thread in threads:
             thread.start()
         assert begun.wait(PATIENCE)

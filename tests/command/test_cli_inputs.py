@@ -143,7 +143,7 @@ def test_experiment_files_that_say_something_else(tmp_path: Path, text: str, par
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = mirror_pair(tmp_path_factory.mktemp("asked")).target
+    made = mirror_pair(tmp_path_factory.mktemp("target")).target
     add_tokenizer(made)
     return made
 
@@ -191,22 +191,22 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_requests_that_all_fail_compile_nothing(
     target: Path, tmp_path: Path, built: list[str], capsys: Any, rows: list[object], parts: Sequence[str]
 ) -> None:
-    code, out, err = run(target, capsys, lines(tmp_path / "asked.jsonl", *rows))
+    code, out, err = run(target, capsys, lines(tmp_path / "prompts.jsonl", *rows))
     assert (code, out, built) == (2, "", ["check"])
     reported = err.splitlines()
     assert len(reported) == len(parts) and all(line.startswith(f"graphspec: {part}") for line, part in zip(reported, parts, strict=True))
 
 
 def test_requests_that_fail_alone_leave_the_others(target: Path, tmp_path: Path, built: list[str], capsys: Any) -> None:
-    asked = lines(tmp_path / "asked.jsonl", "w1 w2", {"prompt": "w1", "logprobs": 1000}, {"prompt": "\ud800"}, "w3")
-    code, out, err = run(target, capsys, asked, "format=json")
+    prompt_file = lines(tmp_path / "prompts.jsonl", "w1 w2", {"prompt": "w1", "logprobs": 1000}, {"prompt": "\ud800"}, "w3")
+    code, out, err = run(target, capsys, prompt_file, "format=json")
     outputs = json.loads(out)["outputs"]
     assert code == 0 and built[:2] == ["check", "warm_up"]
     assert [output["finish_reason"] for output in outputs] == ["length", "error", "error", "length"]
     wanted = ids(LLM(target, variant="none", **SMALL).generate(["w1 w2", "w3"], None))
     assert [output["token_ids"] for output in (outputs[0], outputs[3])] == [tokens[:3] for tokens in wanted]
     assert "request 1: sampling.logprobs" in err and "request 2: prompt: expected text in UTF-8" in err
-    code, out, err = run(target, capsys, asked)
+    code, out, err = run(target, capsys, prompt_file)
     assert code == 0 and out.startswith("--- 0: w1 w2\n") and "\n--- 3: w3\n" in out and "--- 1" not in out
 
 
@@ -222,14 +222,14 @@ def test_requests_that_fail_alone_leave_the_others(target: Path, tmp_path: Path,
     ],
 )
 def test_lines_that_are_no_request(target: Path, tmp_path: Path, capsys: Any, line: str, part: str) -> None:
-    (tmp_path / "asked.jsonl").write_text(f'"w1"\n{line}\n')
-    code, out, err = run(target, capsys, f"prompt_file={tmp_path}/asked.jsonl")
-    assert (code, out, err.count("\n")) == (2, "", 1) and f"{tmp_path}/asked.jsonl:2" in err and part in err and len(err) < 500
+    (tmp_path / "prompts.jsonl").write_text(f'"w1"\n{line}\n')
+    code, out, err = run(target, capsys, f"prompt_file={tmp_path}/prompts.jsonl")
+    assert (code, out, err.count("\n")) == (2, "", 1) and f"{tmp_path}/prompts.jsonl:2" in err and part in err and len(err) < 500
 
 
 def test_a_line_ends_where_json_says(target: Path, tmp_path: Path, capsys: Any) -> None:
-    (tmp_path / "asked.jsonl").write_text('"w1\u2028w2"\r\n"w3"\r\n', encoding="utf-8", newline="")
-    code, out, _ = run(target, capsys, f"prompt_file={tmp_path}/asked.jsonl", "format=json")
+    (tmp_path / "prompts.jsonl").write_text('"w1\u2028w2"\r\n"w3"\r\n', encoding="utf-8", newline="")
+    code, out, _ = run(target, capsys, f"prompt_file={tmp_path}/prompts.jsonl", "format=json")
     assert code == 0 and len(json.loads(out)["outputs"]) == 2
 
 

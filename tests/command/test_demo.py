@@ -93,7 +93,7 @@ def test_the_picture_is_small_and_shows_this_demo(shown):
     picture = ROOT / "docs" / "demo.svg"
     assert picture.stat().st_size < 200_000
     source = picture.read_text(encoding="utf-8")
-    assert "http" not in source.replace("http://www.w3.org/2000/svg", ""), "it asks no network for anything"
+    assert "http" not in source.replace("http://www.w3.org/2000/svg", ""), "it makes no network request"
     # Which of two drafts with nearly the same score comes first depends on the processor, so the trees themselves are not compared.
     drawn = "".join("".join(ET.fromstring(source).itertext()).split())
     assert all(words in drawn for words in ("Drafttreeofthefirstcycle", "decodingspeed", "gavethesame"))

@@ -61,11 +61,11 @@ def test_transformers_drafts_the_same_blocks(tmp_path: Path, monkeypatch: pytest
     lengths = set()
     for prompt in prompts(2, (9, 17), VOCAB_SIZE):
         drafted.clear()
-        asked = torch.tensor([prompt])
+        ids_T = torch.tensor([prompt])
         # Without a mask, transformers takes token 0 of the prompt for padding.
         theirs = pair.hf.generate(
-            asked, attention_mask=torch.ones_like(asked), assistant_model=assistant(tensors), speculation_type="dflash", max_new_tokens=NEW,
-            do_sample=False, eos_token_id=None, pad_token_id=0,
+            ids_T, attention_mask=torch.ones_like(ids_T), assistant_model=assistant(tensors), speculation_type="dflash",
+            max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0,
         )[0, len(prompt) :].tolist()  # fmt: skip
         (output,) = llm.generate([prompt], SamplingParams(max_tokens=NEW, ignore_eos=True))
         assert output.token_ids == theirs == pair.greedy(prompt, NEW, ignore_eos=True)

@@ -143,8 +143,8 @@ def test_a_missing_norm_flag_is_settled_by_the_layout_and_said_once(
     (path / "config.json").write_text(json.dumps(values))
     caplog.set_level(logging.INFO, "graphspec")
     draft, target = load(path, deep_target)
-    said = [record for record in caplog.records if "norm_before_residual" in record.getMessage()]
-    assert [(record.levelname, str(expected) in record.getMessage()) for record in said] == [(level, True)]
+    records = [record for record in caplog.records if "norm_before_residual" in record.getMessage()]
+    assert [(record.levelname, str(expected) in record.getMessage()) for record in records] == [(level, True)]
     assert_equals_reference(draft, target, raw, norm_before_residual=expected)
 
 

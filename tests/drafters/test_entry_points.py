@@ -75,10 +75,10 @@ def test_the_example_is_a_variant_like_ours(early_exit: None):
 @pytest.mark.parametrize("shape", [{}, {"num_steps": 3, "topk": 2, "num_draft_tokens": 8}], ids=["chain", "tree"])
 def test_the_example_gives_the_targets_own_tokens(early_exit: None, pair: Pair, shape: dict[str, int]):
     llm = LLM(pair.target, variant="early_exit", runtime="eager", prefill_chunks=[8, 16], **shape)
-    asked = prompts(3)
-    assert ids(llm.generate(asked, SamplingParams(max_tokens=16))) == [pair.greedy(prompt, 16) for prompt in asked]
+    prompt_ids = prompts(3)
+    assert ids(llm.generate(prompt_ids, SamplingParams(max_tokens=16))) == [pair.greedy(prompt, 16) for prompt in prompt_ids]
     # The twin's second layer adds nothing, so one layer of two drafts perfectly.
-    llm.generate(asked, SamplingParams(max_tokens=24, ignore_eos=True))
+    llm.generate(prompt_ids, SamplingParams(max_tokens=24, ignore_eos=True))
     assert llm.metrics is not None
     assert llm.metrics.acceptance_length == llm.plan.shape.num_steps + 1
 
@@ -86,8 +86,8 @@ def test_the_example_gives_the_targets_own_tokens(early_exit: None, pair: Pair, 
 @pytest.mark.parametrize("shape", [{}, {"num_steps": 3, "topk": 2, "num_draft_tokens": 8}, {"num_steps": 1, "topk": 1}])
 def test_an_algorithm_from_outside_gives_the_targets_own_tokens(mask_tokens: None, pair: Pair, shape: dict[str, int]):
     llm = LLM(pair.target, variant="mask_tokens", runtime="eager", prefill_chunks=[8, 16], **shape)
-    asked = prompts(3)
-    assert ids(llm.generate(asked, SamplingParams(max_tokens=16))) == [pair.greedy(prompt, 16) for prompt in asked]
+    prompt_ids = prompts(3)
+    assert ids(llm.generate(prompt_ids, SamplingParams(max_tokens=16))) == [pair.greedy(prompt, 16) for prompt in prompt_ids]
     key = llm.plan.key(llm.plan.buckets[0], GREEDY)
     names = [stage.name for stage in llm.cycle.stages(key)]
     assert names[:2] == ["mailbox", "mask_tokens"], "one stage fills the pool"

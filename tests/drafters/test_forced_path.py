@@ -52,13 +52,13 @@ def test_the_run_comes_first_and_what_it_does_not_displace_stays(
     histories, width, num_paths, depth, low, high = problem
     history, length = batch(histories, width, 1)
     pool = match_rows(history, length, num_paths, depth, low, high)
-    asked = [data.draw(runs(pool, lane, num_paths, depth)) for lane in range(len(histories))]
-    forced_BS = torch.tensor([[*run, *[-1] * (depth - len(run))] for run in asked])
+    forced_runs = [data.draw(runs(pool, lane, num_paths, depth)) for lane in range(len(histories))]
+    forced_BS = torch.tensor([[*run, *[-1] * (depth - len(run))] for run in forced_runs])
     found = put_run_first(*pool, forced_BS)
     assert [x.dtype for x in found] == [x.dtype for x in pool] and [x.shape for x in found] == [x.shape for x in pool]
     nodes = data.draw(st.integers(1, num_paths * depth + 1))
     token_BN, parent_BN, _, _ = tree_build(*found, torch.zeros(len(histories), dtype=torch.int64), nodes, 1, depth)
-    for lane, run in enumerate(asked):
+    for lane, run in enumerate(forced_runs):
         before, after = (scores_of(each, lane, num_paths) for each in (pool, found))
         if not run:
             assert after == before

@@ -102,10 +102,10 @@ def test_rejection_draws_from_the_marginals(pair: Pair, heads: dict[str, Paralle
 
 def test_coupled_noise_raises_acceptance(pair: Pair, heads: Any) -> None:
     """The same output in fewer cycles."""
-    asked = prompts(6, vocab=VOCAB_SIZE)
+    prompt_ids = prompts(6, vocab=VOCAB_SIZE)
     params = [SamplingParams(max_tokens=40, temperature=1.5, seed=i, ignore_eos=True) for i in range(6)]
     found = {noise: heads["full"].llm(pair, **CHAIN, draft_noise=noise) for noise in ("coupled", "none")}
-    outputs = {noise: llm.generate(asked, params) for noise, llm in found.items()}
+    outputs = {noise: llm.generate(prompt_ids, params) for noise, llm in found.items()}
     assert ids(outputs["coupled"]) == ids(outputs["none"])
     coupled, none = (found[noise].metrics.acceptance_length for noise in ("coupled", "none"))
     assert coupled > 1.15 * none

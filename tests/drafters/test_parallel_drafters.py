@@ -66,10 +66,10 @@ def test_output_is_the_targets_own(
 ) -> None:
     llm = drafts[name].llm(pair, **shape, page_size=page_size, max_rows=rows, cycles_in_flight=run_ahead + 1)
     plain = LLM(pair.target, variant="none", **SMALL)
-    asked = prompts(4, (3, 9, 17, 5), VOCAB_SIZE)
-    assert ids(llm.generate(asked, SamplingParams(max_tokens=LENGTH))) == [pair.greedy(prompt, LENGTH) for prompt in asked]
+    prompt_ids = prompts(4, (3, 9, 17, 5), VOCAB_SIZE)
+    assert ids(llm.generate(prompt_ids, SamplingParams(max_tokens=LENGTH))) == [pair.greedy(prompt, LENGTH) for prompt in prompt_ids]
     for params in ([SamplingParams(max_tokens=LENGTH, temperature=0.8, seed=50 + i) for i in range(4)], mixed(1.0, 4, LENGTH)):
-        assert ids(llm.generate(asked, params)) == ids(plain.generate(asked, params))
+        assert ids(llm.generate(prompt_ids, params)) == ids(plain.generate(prompt_ids, params))
     assert llm.metrics is not None and 1.1 < llm.metrics.acceptance_length < shape["num_steps"] + 0.95
 
 
@@ -77,36 +77,36 @@ def test_output_is_the_targets_own(
 @covering("compiled")
 def test_compiled_cycles_give_the_targets_own_tokens(pair: Pair, drafts: dict[str, ParallelDraft], name: str) -> None:
     llm = drafts[name].llm(pair, **TREE, runtime="compiled", buckets=[2], max_rows=2, cycles_in_flight=2)
-    asked = prompts(3, vocab=VOCAB_SIZE)
-    assert ids(llm.generate(asked, SamplingParams(max_tokens=20))) == [pair.greedy(prompt, 20) for prompt in asked]
+    prompt_ids = prompts(3, vocab=VOCAB_SIZE)
+    assert ids(llm.generate(prompt_ids, SamplingParams(max_tokens=20))) == [pair.greedy(prompt, 20) for prompt in prompt_ids]
 
 
 @covering("preemption and exact resumption")
 def test_preemption_resumes_exactly(pair: Pair, drafts: dict[str, ParallelDraft], name: str) -> None:
     llm = drafts[name].llm(pair, **TREE, page_size=4, max_rows=4, num_pages=26)
-    asked = prompts(4, (9, 12, 5, 16), VOCAB_SIZE)
-    outputs = llm.generate(asked, SamplingParams(max_tokens=20, ignore_eos=True))
-    assert ids(outputs) == [pair.greedy(prompt, 20, ignore_eos=True) for prompt in asked]
+    prompt_ids = prompts(4, (9, 12, 5, 16), VOCAB_SIZE)
+    outputs = llm.generate(prompt_ids, SamplingParams(max_tokens=20, ignore_eos=True))
+    assert ids(outputs) == [pair.greedy(prompt, 20, ignore_eos=True) for prompt in prompt_ids]
 
 
 @pytest.mark.parametrize("name", ["dflash", "reduced"])
 def test_depths_change_and_the_drafter_catches_up(pair: Pair, drafts: dict[str, ParallelDraft], name: str) -> None:
     """Four rows decode plainly; with fewer of them drafting begins, and the drafter reads what it has missed."""
-    asked, lengths = prompts(4, (9, 12, 5, 16), VOCAB_SIZE), (4, 9, 16, 30)
+    prompt_ids, lengths = prompts(4, (9, 12, 5, 16), VOCAB_SIZE), (4, 9, 16, 30)
     params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in lengths]
     llm = drafts[name].llm(pair, **TREE, max_rows=4, buckets=[1, 2, 4], depth_per_bucket={4: 0, 2: 2})
-    outputs = llm.generate(asked, params)
-    assert ids(outputs) == [pair.greedy(prompt, n, ignore_eos=True) for prompt, n in zip(asked, lengths, strict=True)]
+    outputs = llm.generate(prompt_ids, params)
+    assert ids(outputs) == [pair.greedy(prompt, n, ignore_eos=True) for prompt, n in zip(prompt_ids, lengths, strict=True)]
     assert outputs[3].metrics.cycles < 28, "drafts after catching up are accepted now and then"
 
 
 @covering("accept=rejection", {"dflash": "jetspec", "p_eagle": "reduced"})
 def test_rejection_serves_greedy_rows_exactly(pair: Pair, drafts: dict[str, ParallelDraft], name: str) -> None:
     llm = drafts[name].llm(pair, **CHAIN, rule="rejection")
-    asked = prompts(3, (9, 12, 5), VOCAB_SIZE)
+    prompt_ids = prompts(3, (9, 12, 5), VOCAB_SIZE)
     params = [SamplingParams(max_tokens=30, temperature=t, seed=7, ignore_eos=True) for t in (0.0, 1.0, 0.0)]
-    outputs = llm.generate(asked, params)
-    assert [outputs[i].token_ids for i in (0, 2)] == [pair.greedy(asked[i], 30, ignore_eos=True) for i in (0, 2)]
+    outputs = llm.generate(prompt_ids, params)
+    assert [outputs[i].token_ids for i in (0, 2)] == [pair.greedy(prompt_ids[i], 30, ignore_eos=True) for i in (0, 2)]
     assert len(outputs[1].token_ids) == 30
 
 
@@ -117,5 +117,5 @@ def test_a_draft_that_is_never_right_warns(pair: Pair, tmp_path: Path, caplog: p
     llm = ParallelDraft("dflash", write_dflash(tmp_path / "draft", tensors, block=BLOCK), tensors).llm(pair, **CHAIN)
     caplog.set_level(logging.WARNING, "graphspec.engine.self_test")
     llm.generate(prompts(4, vocab=VOCAB_SIZE), SamplingParams(max_tokens=30, ignore_eos=True))
-    (said,) = [record.getMessage() for record in caplog.records if record.name == "graphspec.engine.self_test"]
-    assert "almost never accepted: 1.0" in said and "of variant dflash" in said and "tapped layers" in said
+    (message,) = [record.getMessage() for record in caplog.records if record.name == "graphspec.engine.self_test"]
+    assert "almost never accepted: 1.0" in message and "of variant dflash" in message and "tapped layers" in message

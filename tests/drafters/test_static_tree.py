@@ -58,11 +58,11 @@ def test_what_is_no_tree(choices: list[list[int]], message: str):
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_output_is_the_targets_own(misses: Pair, choices: list[list[int]], page_size: int):
     llm = misses.llm(tree_choices=choices, page_size=page_size, cycles_in_flight=2)
-    asked = prompts(5)
-    assert ids(llm.generate(asked, SamplingParams(max_tokens=20))) == [misses.greedy(prompt, 20) for prompt in asked]
+    prompt_ids = prompts(5)
+    assert ids(llm.generate(prompt_ids, SamplingParams(max_tokens=20))) == [misses.greedy(prompt, 20) for prompt in prompt_ids]
     plain = misses.llm(variant="none")
     params = [SamplingParams(max_tokens=20, temperature=1.0, seed=i) for i in range(5)]
-    assert ids(llm.generate(asked, params)) == ids(plain.generate(asked, params))
+    assert ids(llm.generate(prompt_ids, params)) == ids(plain.generate(prompt_ids, params))
 
 
 def test_nodes_hold_the_ranks_of_a_tree_that_has_them_all(misses: Pair):

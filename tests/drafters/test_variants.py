@@ -120,8 +120,8 @@ def test_output_is_the_targets_own(
 ) -> None:
     """Greedy as transformers decodes, and sampled as plain decoding does with the same seed."""
     llm = make(family, name, shape, page_size=page_size, max_rows=rows, cycles_in_flight=run_ahead + 1)
-    asked = prompts(batch, vocab=VOCAB_SIZE)
-    assert ids(llm.generate(asked, SamplingParams(max_tokens=LENGTH))) == [family.pair.greedy(prompt, LENGTH) for prompt in asked]
+    prompt_ids = prompts(batch, vocab=VOCAB_SIZE)
+    assert ids(llm.generate(prompt_ids, SamplingParams(max_tokens=LENGTH))) == [family.pair.greedy(prompt, LENGTH) for prompt in prompt_ids]
     assert llm.metrics is not None
     if llm.plan.variant.has_network and batch > 1:
         assert 1.2 < llm.metrics.acceptance_length < llm.plan.shape.num_steps + 0.95, "runs of several lengths, or the test shows nothing"
@@ -131,8 +131,8 @@ def test_output_is_the_targets_own(
     for kind, params in (("unfiltered", unfiltered), ("mixed", mixed(temperature, batch))):
         key = (kind, temperature, batch)
         if key not in family.plain:
-            family.plain[key] = ids(family.llm("none").generate(asked, params))
-        assert ids(llm.generate(asked, params)) == family.plain[key], kind
+            family.plain[key] = ids(family.llm("none").generate(prompt_ids, params))
+        assert ids(llm.generate(prompt_ids, params)) == family.plain[key], kind
 
 
 class Watch:
@@ -242,9 +242,9 @@ def test_the_device_matcher_copies_a_repeating_prompt(family: Family) -> None:
 def test_preemption_resumes_exactly(family: Family, name: str) -> None:
     shape = HEADS if name == "mtp-3" else CHAIN
     llm = family.llm(name, **shape, page_size=4, max_rows=4, num_pages=24)
-    asked = prompts(4, (9, 12, 5, 16), VOCAB_SIZE)
-    outputs = llm.generate(asked, SamplingParams(max_tokens=20, ignore_eos=True))
-    assert ids(outputs) == [family.pair.greedy(prompt, 20, ignore_eos=True) for prompt in asked]
+    prompt_ids = prompts(4, (9, 12, 5, 16), VOCAB_SIZE)
+    outputs = llm.generate(prompt_ids, SamplingParams(max_tokens=20, ignore_eos=True))
+    assert ids(outputs) == [family.pair.greedy(prompt, 20, ignore_eos=True) for prompt in prompt_ids]
 
 
 @pytest.mark.parametrize(
@@ -255,11 +255,11 @@ def test_a_token_map_trims_the_head_and_not_the_output(family: Family, tmp_path:
 
     kept = torch.arange(0, VOCAB_SIZE, 2)
     save_file({"token_map": kept}, tmp_path / "map.safetensors")
-    asked = prompts(3, vocab=VOCAB_SIZE)
+    prompt_ids = prompts(3, vocab=VOCAB_SIZE)
     llm = family.llm(name, **TREE, token_map=str(tmp_path / "map.safetensors"))
     assert llm.cycle.draft.logits(torch.zeros(1, 48)).shape[-1] == len(kept)
-    assert ids(llm.generate(asked, SamplingParams(max_tokens=12))) == [family.pair.greedy(prompt, 12) for prompt in asked]
-    offered = llm.draft_tree(asked[0]).token_N[1:]
+    assert ids(llm.generate(prompt_ids, SamplingParams(max_tokens=12))) == [family.pair.greedy(prompt, 12) for prompt in prompt_ids]
+    offered = llm.draft_tree(prompt_ids[0]).token_N[1:]
     assert offered and all(token % 2 == 0 for token in offered)
 
 
@@ -267,8 +267,8 @@ def test_a_token_map_trims_the_head_and_not_the_output(family: Family, tmp_path:
     "name", [pytest.param(n, marks=pytest.mark.covers(variant_of(n), "log-probabilities")) for n in (*NETWORKS, "ngram", "ngram_trie")]
 )
 def test_log_probabilities_do_not_depend_on_the_draft(family: Family, name: str) -> None:
-    asked, params = prompts(3, vocab=VOCAB_SIZE), SamplingParams(max_tokens=12, temperature=0.8, seed=4, logprobs=2)
-    found = [family.llm(n).generate(asked, params) for n in ("none", name)]
+    prompt_ids, params = prompts(3, vocab=VOCAB_SIZE), SamplingParams(max_tokens=12, temperature=0.8, seed=4, logprobs=2)
+    found = [family.llm(n).generate(prompt_ids, params) for n in ("none", name)]
     for plain, drafted in zip(*found, strict=True):
         assert plain.token_ids == drafted.token_ids
         assert plain.logprobs is not None and drafted.logprobs is not None
@@ -290,12 +290,12 @@ RULES = [
 def test_acceptance_rules(family: Family, name: str, rule: str, keys: dict[str, Any]) -> None:
     """Greedy rows do not notice an exact rule, sampled ones finish; a forced length comes out."""
     llm = family.llm(name, rule=rule, **keys)
-    asked = prompts(3, vocab=VOCAB_SIZE)
+    prompt_ids = prompts(3, vocab=VOCAB_SIZE)
     params = [SamplingParams(max_tokens=40, temperature=t, seed=7, ignore_eos=True) for t in (0.0, 1.0, 0.0)]
-    outputs = llm.generate(asked, params)
+    outputs = llm.generate(prompt_ids, params)
     assert [len(output.token_ids) for output in outputs] == [40] * 3
     if rule == "synthetic":
         assert llm.metrics is not None and llm.metrics.synthetic
         assert llm.metrics.acceptance_length == pytest.approx(2.5, abs=0.35)
     else:
-        assert [outputs[i].token_ids for i in (0, 2)] == [family.pair.greedy(asked[i], 40, ignore_eos=True) for i in (0, 2)]
+        assert [outputs[i].token_ids for i in (0, 2)] == [family.pair.greedy(prompt_ids[i], 40, ignore_eos=True) for i in (0, 2)]

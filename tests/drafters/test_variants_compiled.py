@@ -37,10 +37,10 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
 def test_compiled_cycles_give_the_targets_own_tokens(family: Family, name: str, shape: dict[str, Any]) -> None:
     run_ahead = 0 if name == "ngram_trie" else 1
     llm = make(family, name, shape, runtime="compiled", buckets=[4], max_rows=4, cycles_in_flight=run_ahead + 1)
-    asked = prompts(5, vocab=VOCAB_SIZE)
-    assert ids(llm.generate(asked, SamplingParams(max_tokens=20))) == [family.pair.greedy(prompt, 20) for prompt in asked]
+    prompt_ids = prompts(5, vocab=VOCAB_SIZE)
+    assert ids(llm.generate(prompt_ids, SamplingParams(max_tokens=20))) == [family.pair.greedy(prompt, 20) for prompt in prompt_ids]
     compiled = llm.cycle.compilations.graphs
-    llm.generate(asked[:3], SamplingParams(max_tokens=20))
+    llm.generate(prompt_ids[:3], SamplingParams(max_tokens=20))
     assert llm.cycle.compilations.graphs == compiled, "nothing is compiled after the warm-up"
 
 
@@ -50,5 +50,5 @@ def test_so_do_single_ops_with_compiled_code_around_them(family: Family) -> None
     single = {"attention": "native", "linear": "native"}
     llm = make(family, name, shape, runtime="compiled", buckets=[2], max_rows=2, cycles_in_flight=2, **single)
     assert set(llm.decoders.values()) == {"op by op: set by kernels.mode, kernels.linear or kernels.attention"}
-    asked = prompts(3, vocab=VOCAB_SIZE)
-    assert ids(llm.generate(asked, SamplingParams(max_tokens=20))) == [family.pair.greedy(prompt, 20) for prompt in asked]
+    prompt_ids = prompts(3, vocab=VOCAB_SIZE)
+    assert ids(llm.generate(prompt_ids, SamplingParams(max_tokens=20))) == [family.pair.greedy(prompt, 20) for prompt in prompt_ids]

@@ -49,10 +49,10 @@ def test_no_setting_changes_the_output(family: Family, name: str, shape: dict[st
         buckets = {"buckets": [8], "max_rows": 8} if runtime == "compiled" else {}
         llm = make(family, name, shape, runtime=runtime, page_size=page_size, **buckets)
         for batch in (1, 3, 8):
-            asked = prompts(batch, vocab=VOCAB_SIZE)
-            assert ids(llm.generate(asked, SamplingParams(max_tokens=LENGTH))) == [family.pair.greedy(p, LENGTH) for p in asked]
+            prompt_ids = prompts(batch, vocab=VOCAB_SIZE)
+            assert ids(llm.generate(prompt_ids, SamplingParams(max_tokens=LENGTH))) == [family.pair.greedy(p, LENGTH) for p in prompt_ids]
             for temperature in (0.7, 1.0):
                 key, params = (runtime, temperature, batch), asking(runtime, temperature, batch)
                 if key not in family.plain:
-                    family.plain[key] = ids(family.llm("none").generate(asked, params))
-                assert ids(llm.generate(asked, params)) == family.plain[key], (page_size, batch, temperature)
+                    family.plain[key] = ids(family.llm("none").generate(prompt_ids, params))
+                assert ids(llm.generate(prompt_ids, params)) == family.plain[key], (page_size, batch, temperature)

@@ -60,12 +60,12 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
 
 @pytest.fixture(scope="module")
 def plain(misses: Pair, family: Family) -> dict[str, list[list[int]]]:
-    """Plain decoding of :func:`asked`, by target."""
+    """Plain decoding of :func:`workload`, by target."""
     engines = {"misses": misses.llm(variant="none"), "family": family.llm("none")}
-    return {name: ids(llm.generate(*asked())) for name, llm in engines.items()}
+    return {name: ids(llm.generate(*workload())) for name, llm in engines.items()}
 
 
-def asked() -> tuple[list[list[int]], list[SamplingParams]]:
+def workload() -> tuple[list[list[int]], list[SamplingParams]]:
     """Greedy and sampled rows of several lengths; one asks for everything a sampler has."""
     params = [SamplingParams(max_tokens=LENGTH - 3 * i, temperature=(0.0, 0.8)[i % 2], seed=7 + i, ignore_eos=i < 4) for i in range(6)]
     params[3] = SamplingParams(max_tokens=LENGTH, temperature=0.8, seed=3, top_k=20, presence_penalty=0.4, min_tokens=9, logprobs=1)
@@ -99,7 +99,7 @@ def test_no_depth_changes_a_token(
     made = watch_schedulers(monkeypatch)
     keys = {**shape, "depths": depths, "backlog": backlog, "page_size": page_size, "num_pages": pages, "cycles_in_flight": in_flight}
     llm = engine(misses, family, name, **keys, max_rows=rows, buckets=[1, 2, 3][:rows])
-    (prompt, params), launcher = asked(), Launches(llm.cycle)
+    (prompt, params), launcher = workload(), Launches(llm.cycle)
     for seed in range(2):
         policy = llm.depth_policy = RandomDepth(llm.plan, seed)
         before = len(launcher.keys)
@@ -129,7 +129,7 @@ def test_poison_in_what_no_cycle_may_read(
     monkeypatch.setattr(Cycle, "launch", poisoned)
     llm = misses.llm(**CHAIN, depths=[0, 1], backlog=9, max_rows=4, buckets=[3, 4], cycles_in_flight=2, debug=True)
     llm.depth_policy = RandomDepth(llm.plan, 5)
-    assert ids(llm.generate(*asked())) == plain["misses"]
+    assert ids(llm.generate(*workload())) == plain["misses"]
     assert poisoner.done > 20
 
 
@@ -140,9 +140,9 @@ def test_after_any_pause_the_drafter_is_as_right_as_before(twin: Pair, shape: di
     llm, steps = twin.llm(**shape, depths=[0], backlog=6, max_rows=2, buckets=[1, 2], cycles_in_flight=2), shape["num_steps"]
     llm.depth_policy = ScriptedDepth([steps, steps, *[0] * pause, steps])
     launcher = Launches(llm.cycle)
-    asked = prompts(2, lengths=(5, 11))
-    outputs = llm.generate(asked, SamplingParams(max_tokens=55, ignore_eos=True), launcher=launcher)
-    assert ids(outputs) == [twin.greedy(prompt, 55, ignore_eos=True) for prompt in asked]
+    prompt_ids = prompts(2, lengths=(5, 11))
+    outputs = llm.generate(prompt_ids, SamplingParams(max_tokens=55, ignore_eos=True), launcher=launcher)
+    assert ids(outputs) == [twin.greedy(prompt, 55, ignore_eos=True) for prompt in prompt_ids]
     capacity, accept = llm.plan.window_capacity, llm.plan.accept_width
     # Plain cycles on top of the last run fill the window; from a caught-up one there is room for one less than it holds.
     bound, expected = accept, 0
@@ -427,14 +427,14 @@ def test_an_engine_adapts_by_itself(misses: Pair, plain: dict[str, list[list[int
     assert isinstance(policy, AdaptiveDepth) and policy.unknown() == (1, 2, 3)
     llm.warm_up(2)
     assert policy.unknown() == (3,), "what a run of two may need was timed"
-    assert ids(llm.generate(*asked())) == plain["misses"]
+    assert ids(llm.generate(*workload())) == plain["misses"]
     assert policy.unknown() == () and llm.depth_policy is policy
     # A plain cycle that costs next to nothing is what there is to be had; the configured times are not measured again.
     monkeypatch.setattr(Cycle, "time_depths", lambda *args: pytest.fail("measured"))
     cheap = {bucket: {0: 0.01, 1: 1.0, 3: 1.0} for bucket in (1, 2, 3)}
     llm = misses.llm(**TREE, depths=[0, 1], backlog=8, max_rows=3, buckets=[1, 2, 3], times=cheap, rates=[0.5])
     launcher = Launches(llm.cycle)
-    assert ids(llm.generate(*asked(), launcher=launcher)) == plain["misses"]
+    assert ids(llm.generate(*workload(), launcher=launcher)) == plain["misses"]
     assert sum(key.shape.num_steps == 0 for key in launcher.keys) > 0.9 * len(launcher.keys)
     tree = llm.draft_tree(prompts(1)[0], cycles=2)
     assert max(tree.depth_N) == 3 and len(tree.token_N) == 10, "a tree is shown whatever pays"
@@ -463,6 +463,8 @@ def test_compiled_depths_change_no_token(misses: Pair) -> None:
     llm.warm_up(2)
     compiled = llm.cycle.compilations.graphs
     llm.depth_policy = RandomDepth(llm.plan)
-    asked, launcher = prompts(3), Launches(llm.cycle)
-    assert ids(llm.generate(asked, SamplingParams(max_tokens=LENGTH), launcher=launcher)) == [misses.greedy(p, LENGTH) for p in asked]
+    prompt_ids, launcher = prompts(3), Launches(llm.cycle)
+    assert ids(llm.generate(prompt_ids, SamplingParams(max_tokens=LENGTH), launcher=launcher)) == [
+        misses.greedy(p, LENGTH) for p in prompt_ids
+    ]
     assert launcher.depths == {-1, 0, 2} and llm.cycle.compilations.graphs == compiled

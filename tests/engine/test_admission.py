@@ -44,7 +44,7 @@ def test_the_queue_is_in_order_of_priority_and_arrival(entries: list[tuple[int, 
 @settings(max_examples=20, deadline=None)
 @given(st.integers(0, 2**16), st.integers(1, 6))
 def test_nobody_is_overtaken_for_ever(seed: int, places: int) -> None:
-    """A pool of pages that small requests would keep full: a large one waits for at most so many of them, and gets its turn."""
+    """A pool of pages that small requests would keep full: a large one is overtaken a limited number of times, then runs."""
     rng, queue = random.Random(seed), Queue()
     free, held, arrivals = places, [], 0
     overtaken: Counter[Request] = Counter()
@@ -154,17 +154,17 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 def test_the_callers_arguments(pair: Pair) -> None:
     llm = pair.llm(variant="none", max_rows=1, buckets=[1], max_queued=2)
-    asked, params = prompts(3), SamplingParams(max_tokens=4, ignore_eos=True)
-    outputs = llm.generate(asked, params, priority=[2, 1, 0], deadline=[None, 0, 1e6])
+    prompt_ids, params = prompts(3), SamplingParams(max_tokens=4, ignore_eos=True)
+    outputs = llm.generate(prompt_ids, params, priority=[2, 1, 0], deadline=[None, 0, 1e6])
     assert [(out.finish_reason, len(out.token_ids)) for out in outputs] == [("length", 4), ("deadline", 0), ("length", 4)]
-    ended = [event.index for event in llm.stream(asked, params, priority=[2, 1, 0]) if event.finished]
+    ended = [event.index for event in llm.stream(prompt_ids, params, priority=[2, 1, 0]) if event.finished]
     assert ended == [2, 1, 0]
-    running = llm.stream(asked[0], SamplingParams(max_tokens=40, ignore_eos=True))
+    running = llm.stream(prompt_ids[0], SamplingParams(max_tokens=40, ignore_eos=True))
     first = next(running).token_ids
     with pytest.raises(ResourceError, match=r"runtime\.max_queued"):
-        llm.generate(asked, params)
+        llm.generate(prompt_ids, params)
     rest = [token for event in running for token in event.token_ids]
-    assert [*first, *rest] == pair.greedy(asked[0], 40, ignore_eos=True), "a refusal disturbs nobody"
+    assert [*first, *rest] == pair.greedy(prompt_ids[0], 40, ignore_eos=True), "a refusal affects no other request"
 
 
 @pytest.mark.parametrize(

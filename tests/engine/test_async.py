@@ -1,4 +1,4 @@
-"""Callers in an event loop: their tokens, and what cancelling, closing and errors leave behind."""
+"""Callers in an event loop: their tokens, and the engine's state after cancelling, closing and errors."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return mirror_pair(tmp_path_factory.mktemp("pair"), noise=0.8)
 
 
-async def collect(llm: AsyncLLM, asked: Any, params: SamplingParams = PARAMS) -> dict[int, list[int]]:
+async def collect(llm: AsyncLLM, prompt: Any, params: SamplingParams = PARAMS) -> dict[int, list[int]]:
     found: dict[int, list[int]] = {}
-    async for event in llm.generate(asked, params):
+    async for event in llm.generate(prompt, params):
         found.setdefault(event.index, []).extend(event.token_ids)
     return found
 
@@ -45,16 +45,16 @@ def test_many_callers_at_a_time(pair: Pair, cycles_in_flight: int) -> None:
     """In the loop and in threads, over one engine."""
     llm = pair.llm(**CHAIN, max_rows=3, buckets=[1, 4], cycles_in_flight=cycles_in_flight)
     face = AsyncLLM(llm)
-    asked = prompts(6)
+    prompt_ids = prompts(6)
 
     async def run() -> list[Any]:
-        several = [collect(face, [asked[i], asked[i - 1]]) for i in range(len(asked))]
-        return await asyncio.gather(asyncio.to_thread(llm.generate, asked, PARAMS), *several)
+        several = [collect(face, [prompt_ids[i], prompt_ids[i - 1]]) for i in range(len(prompt_ids))]
+        return await asyncio.gather(asyncio.to_thread(llm.generate, prompt_ids, PARAMS), *several)
 
     outputs, *found = asyncio.run(run())
-    wanted = expected(pair, asked, LENGTH)
+    wanted = expected(pair, prompt_ids, LENGTH)
     assert ids(outputs) == wanted
-    assert found == [{0: wanted[i], 1: wanted[i - 1]} for i in range(len(asked))]
+    assert found == [{0: wanted[i], 1: wanted[i - 1]} for i in range(len(prompt_ids))]
     assert_idle(llm)
 
 
@@ -95,7 +95,7 @@ def test_a_caller_that_leaves_aborts_its_requests(pair: Pair, how: str) -> None:
     """The requests of others get their tokens; rows and pages are given back."""
     llm = pair.llm(**CHAIN, max_rows=2)
     face = AsyncLLM(llm)
-    asked = prompts(3)
+    prompt_ids = prompts(3)
     requests: list[Any] = []
     engine, left = llm._engine, threading.Event()
     add, step = engine.scheduler.add, engine._step
@@ -111,9 +111,9 @@ def test_a_caller_that_leaves_aborts_its_requests(pair: Pair, how: str) -> None:
     engine._step = held  # type: ignore[method-assign]
 
     async def run() -> None:
-        events = face.generate(asked[:2], ENDLESS)
+        events = face.generate(prompt_ids[:2], ENDLESS)
         await anext(events)
-        other = asyncio.ensure_future(collect(face, asked[2]))
+        other = asyncio.ensure_future(collect(face, prompt_ids[2]))
         if how == "loop closed":
             return
         if how == "cancelled":
@@ -129,7 +129,7 @@ def test_a_caller_that_leaves_aborts_its_requests(pair: Pair, how: str) -> None:
             gc.collect()
             await asyncio.sleep(0)
         left.set()
-        assert (await other)[0] == expected(pair, asked, LENGTH)[2]
+        assert (await other)[0] == expected(pair, prompt_ids, LENGTH)[2]
 
     asyncio.run(run())
     left.set()

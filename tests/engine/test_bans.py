@@ -72,47 +72,47 @@ def by_hand(pair: Pair, prompt: list[int], sequences: list[list[int]], allowed: 
 @pytest.fixture(scope="module")
 def mixed(pair: Pair) -> tuple[list[list[int]], list[SamplingParams], list[Output]]:
     """Requests of every kind, and what plain decoding of each alone makes of them."""
-    asked = prompts(6, (5, 9, 17, 3))
+    prompt_ids = prompts(6, (5, 9, 17, 3))
     kinds: list[dict[str, Any]] = [
-        {"bad_words": [words(one) for one in bad_words_of(pair, asked[0])]},
+        {"bad_words": [words(one) for one in bad_words_of(pair, prompt_ids[0])]},
         {"allowed_token_ids": range(5, 20)},
         {},
-        {"bad_words": [words(one) for one in bad_words_of(pair, asked[3])], "allowed_token_ids": range(43), "logit_bias": {7: 2.0}},
+        {"bad_words": [words(one) for one in bad_words_of(pair, prompt_ids[3])], "allowed_token_ids": range(43), "logit_bias": {7: 2.0}},
         {"bad_words": ["w5", "w6 w7"], "temperature": 1.0, "seed": 3, "top_p": 0.9, "repetition_penalty": 1.2},
         {"allowed_token_ids": (1, 2, 8, 40), "temperature": 1.5, "seed": 4, "min_tokens": 3},
     ]
     params = [SamplingParams(max_tokens=LENGTH, ignore_eos=True, logprobs=1, **kind) for kind in kinds]
     llm = pair.llm(**PLAIN, max_rows=1)
-    return asked, params, [llm.generate(prompt, one)[0] for prompt, one in zip(asked, params, strict=True)]
+    return prompt_ids, params, [llm.generate(prompt, one)[0] for prompt, one in zip(prompt_ids, params, strict=True)]
 
 
 def test_greedy_decoding_by_hand(pair: Pair, mixed: tuple[list[list[int]], list[SamplingParams], list[Output]]) -> None:
-    asked, params, outputs = mixed
+    prompt_ids, params, outputs = mixed
     for index in (0, 1):
         sequences = [[int(word[1:]) for word in text.split()] for text in params[index].bad_words or ()]
-        expected = by_hand(pair, asked[index], sequences, list(params[index].allowed_token_ids or ()))
+        expected = by_hand(pair, prompt_ids[index], sequences, list(params[index].allowed_token_ids or ()))
         assert outputs[index].token_ids == expected
-        assert expected != pair.greedy(asked[index], LENGTH, ignore_eos=True)
+        assert expected != pair.greedy(prompt_ids[index], LENGTH, ignore_eos=True)
 
 
 def test_bad_words_of_transformers(pair: Pair, mixed: tuple[list[list[int]], list[SamplingParams], list[Output]]) -> None:
-    asked, _, outputs = mixed
-    token_BT = torch.tensor([asked[0]])
+    prompt_ids, _, outputs = mixed
+    token_BT = torch.tensor([prompt_ids[0]])
     pair.hf.generation_config.eos_token_id = None
     found = pair.hf.generate(
         token_BT, attention_mask=torch.ones_like(token_BT), max_new_tokens=LENGTH, do_sample=False, pad_token_id=0,
-        bad_words_ids=bad_words_of(pair, asked[0]),
+        bad_words_ids=bad_words_of(pair, prompt_ids[0]),
     )  # fmt: skip
     pair.hf.generation_config.eos_token_id = MIRROR_VOCAB - 1
-    assert outputs[0].token_ids == found[0, len(asked[0]) :].tolist()
+    assert outputs[0].token_ids == found[0, len(prompt_ids[0]) :].tolist()
 
 
 @SHAPES
 def test_what_is_banned_never_comes_up(
     pair: Pair, mixed: tuple[list[list[int]], list[SamplingParams], list[Output]], shape: dict[str, Any]
 ) -> None:
-    asked, params, plain = mixed
-    outputs = pair.llm(**shape).generate(asked, params)
+    prompt_ids, params, plain = mixed
+    outputs = pair.llm(**shape).generate(prompt_ids, params)
     for output, alone, one in zip(outputs, plain, params, strict=True):
         if "rule" not in shape or one.temperature == 0:
             assert output.token_ids == alone.token_ids
@@ -125,23 +125,23 @@ def test_what_is_banned_never_comes_up(
 
 def test_a_row_forgets_what_its_last_request_banned(pair: Pair) -> None:
     """One row, one class: every request finds the row of the one before."""
-    llm, asked = pair.llm(**CHAIN, max_rows=1), prompts(4)
+    llm, prompt_ids = pair.llm(**CHAIN, max_rows=1), prompts(4)
     banned = SamplingParams(max_tokens=8, ignore_eos=True, bad_words=["w5", "w6"], allowed_token_ids=range(20))
     params = [
         banned,
         SamplingParams(max_tokens=8, ignore_eos=True),
         SamplingParams(max_tokens=8, ignore_eos=True, allowed_token_ids=range(40)),
     ]
-    outputs = llm.generate(asked[:3], params)
-    assert ids(outputs)[1] == pair.greedy(asked[1], 8, ignore_eos=True)
-    assert ids(outputs) == [llm.generate(prompt, one)[0].token_ids for prompt, one in zip(asked[:3], params, strict=True)]
+    outputs = llm.generate(prompt_ids[:3], params)
+    assert ids(outputs)[1] == pair.greedy(prompt_ids[1], 8, ignore_eos=True)
+    assert ids(outputs) == [llm.generate(prompt, one)[0].token_ids for prompt, one in zip(prompt_ids[:3], params, strict=True)]
 
 
 def test_preempted_rows_remember_it(pair: Pair) -> None:
-    asked = prompts(4, (9, 16))
-    params = [SamplingParams(max_tokens=30, ignore_eos=True, bad_words=[words(w) for w in bad_words_of(pair, p)]) for p in asked]
-    squeezed = pair.llm(**CHAIN, page_size=4, num_pages=26).generate(asked, params)
-    assert ids(squeezed) == ids(pair.llm(**PLAIN).generate(asked, params))
+    prompt_ids = prompts(4, (9, 16))
+    params = [SamplingParams(max_tokens=30, ignore_eos=True, bad_words=[words(w) for w in bad_words_of(pair, p)]) for p in prompt_ids]
+    squeezed = pair.llm(**CHAIN, page_size=4, num_pages=26).generate(prompt_ids, params)
+    assert ids(squeezed) == ids(pair.llm(**PLAIN).generate(prompt_ids, params))
 
 
 @given(st.sets(st.integers(0, 129), min_size=1))
@@ -158,7 +158,7 @@ def test_ends_of_words() -> None:
 
 
 class Spaces:
-    """A tokenizer of letters in which a space before a word is part of its first token, as far as bad words ask it."""
+    """A tokenizer of letters in which a space before a word is part of its first token, with the methods that bad words use."""
 
     def words(self, text: str) -> list[int]:
         return [ord(text[1]) + 100, *text[2:].encode()] if text[0] == " " else list(text.encode())

@@ -43,8 +43,8 @@ KINDS = (
 )
 Asked = tuple[int, int, int]
 """Numbers of a prompt and of a kind, and how many tokens."""
-asked = st.tuples(st.integers(0, len(PROMPTS) - 1), st.integers(0, len(KINDS) - 1), st.integers(1, 12))
-batch = st.lists(asked, min_size=1, max_size=3)
+requests = st.tuples(st.integers(0, len(PROMPTS) - 1), st.integers(0, len(KINDS) - 1), st.integers(1, 12))
+batch = st.lists(requests, min_size=1, max_size=3)
 priority = st.sampled_from((0, 0, -1, 3))
 LATER = 10_000.0
 """Seconds to any deadline, far more than a test takes; the clock jumps by as many."""
@@ -74,7 +74,7 @@ class Alone:
 
 @dataclass
 class Open:
-    """A stream, what it was asked for, and what it gave so far."""
+    """A stream, its requests, and its events so far."""
 
     some: list[Asked]
     events: Iterator[StreamEvent] | AsyncIterator[StreamEvent]

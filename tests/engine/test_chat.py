@@ -177,9 +177,16 @@ def test_threads_take_turns_with_a_tokenizer(folder: Path) -> None:
 
 
 def generate(folder: Path, capsys: Any, *words: str) -> tuple[Any, str]:
-    asked = [f"model.path={folder}", "variant=none", "runtime=eager", "sampling.max_tokens=4", "sampling.ignore_eos=true", "format=json"]
+    overrides = [
+        f"model.path={folder}",
+        "variant=none",
+        "runtime=eager",
+        "sampling.max_tokens=4",
+        "sampling.ignore_eos=true",
+        "format=json",
+    ]
     with pytest.raises(SystemExit) as exit_:
-        cli.main(["generate", *asked, *words])
+        cli.main(["generate", *overrides, *words])
     reported = capsys.readouterr()
     return json.loads(reported.out.splitlines()[-1]) if exit_.value.code == 0 else exit_.value.code, reported.err
 
@@ -196,7 +203,7 @@ def test_the_command_line_chats(folder: Path, llm: LLM, tmp_path: Path, capsys: 
     assert reported("prompt=w7 w8") == raw
     assert reported("prompt=w7 w8", "chat=true") == wanted[:1]
     assert reported("prompt=w7 w8", "chat=true", "system=w20") == wanted[1:2]
-    file = tmp_path / "asked.jsonl"
+    file = tmp_path / "prompts.jsonl"
     file.write_text("\n".join([json.dumps({"messages": LONGER}), json.dumps({"prompt": "w7 w8"}), json.dumps("w7 w8")]))
     assert reported(f"prompt_file={file}") == [wanted[2], *raw, *raw]
     assert reported(f"prompt_file={file}", "chat=true") == [wanted[2], wanted[0], wanted[0]]
@@ -212,7 +219,7 @@ def test_the_command_line_chats(folder: Path, llm: LLM, tmp_path: Path, capsys: 
     ],
 )
 def test_a_line_whose_messages_are_none_is_named(folder: Path, tmp_path: Path, capsys: Any, line: str, part: str) -> None:
-    file = tmp_path / "asked.jsonl"
+    file = tmp_path / "prompts.jsonl"
     file.write_text(line)
     code, reported = generate(folder, capsys, f"prompt_file={file}")
     assert code == 2 and reported.startswith(f"graphspec: {file}:1") and part in reported and reported.count("\n") == 1

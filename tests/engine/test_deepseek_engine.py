@@ -1,4 +1,4 @@
-"""DeepSeek targets inside the engine: every token is transformers' own, and every tree is the one its prediction head asks for.
+"""DeepSeek targets inside the engine: every token is transformers' own, and every tree is the one its prediction head drafts.
 
 The head is transformers' as well: candidates are drafted a second time by it, without cache, pages or windows.
 """
@@ -59,8 +59,8 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, A
 def test_output_is_the_targets_own(targets: Any, family: str, variant: str, shape: dict[str, Any], page_size: int, rows: int) -> None:
     path, model, _ = targets[family]
     llm = LLM(path, variant=variant, **shape, **SMALL, page_size=page_size, max_rows=rows)
-    asked = prompts(4 if rows > 1 else 2, vocab=VOCAB_SIZE)
-    assert ids(llm.generate(asked, SamplingParams(max_tokens=LENGTH))) == [greedy(model, prompt, LENGTH) for prompt in asked]
+    prompt_ids = prompts(4 if rows > 1 else 2, vocab=VOCAB_SIZE)
+    assert ids(llm.generate(prompt_ids, SamplingParams(max_tokens=LENGTH))) == [greedy(model, prompt, LENGTH) for prompt in prompt_ids]
     assert llm.metrics is not None
     if variant == "mtp" and rows > 1:
         assert 1.3 < llm.metrics.acceptance_length < llm.plan.shape.num_steps + 0.95, "runs of several lengths, or the test shows nothing"
@@ -69,21 +69,21 @@ def test_output_is_the_targets_own(targets: Any, family: str, variant: str, shap
 @pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
 def test_seeded_sampling_equals_plain_decoding(targets: Any, shape: dict[str, Any]) -> None:
     path, _, _ = targets["deepseek_v3"]
-    asked = prompts(3, vocab=VOCAB_SIZE)
+    prompt_ids = prompts(3, vocab=VOCAB_SIZE)
     params = [SamplingParams(max_tokens=LENGTH, temperature=0.8, seed=i, top_p=0.9 if i else 1.0) for i in range(3)]
     plain, drafted = (
         LLM(path, variant=variant, **keys, **SMALL, page_size=4, max_rows=3) for variant, keys in (("none", {}), ("mtp", shape))
     )
-    assert ids(drafted.generate(asked, params)) == ids(plain.generate(asked, params))
+    assert ids(drafted.generate(prompt_ids, params)) == ids(plain.generate(prompt_ids, params))
 
 
 def test_cycles_in_flight_and_preemption_change_nothing(targets: Any) -> None:
     path, model, _ = targets["deepseek_v3"]
-    asked = prompts(4, (9, 12, 5, 16), VOCAB_SIZE)
-    expected = [greedy(model, prompt, LENGTH) for prompt in asked]
+    prompt_ids = prompts(4, (9, 12, 5, 16), VOCAB_SIZE)
+    expected = [greedy(model, prompt, LENGTH) for prompt in prompt_ids]
     for keys in ({"cycles_in_flight": 3, "max_rows": 2}, {"num_pages": 24, "max_rows": 4}):
         llm = LLM(path, variant="mtp", **TREE, **SMALL, page_size=4, **keys)
-        assert ids(llm.generate(asked, SamplingParams(max_tokens=LENGTH))) == expected
+        assert ids(llm.generate(prompt_ids, SamplingParams(max_tokens=LENGTH))) == expected
 
 
 def test_an_eagle3_head_beside_a_latent_target(targets: Any, tmp_path: Path) -> None:
@@ -95,19 +95,19 @@ def test_an_eagle3_head_beside_a_latent_target(targets: Any, tmp_path: Path) -> 
     llm = LLM(path, variant="eagle3", draft=draft, **TREE, **SMALL, page_size=4, max_rows=3)
     shapes = {name: shape for name, shape, _, _ in llm.slots()}
     assert (shapes["target_kv"][1], shapes["draft_kv"][1]) == (1, 2)
-    asked = prompts(3, vocab=VOCAB_SIZE)
-    assert ids(llm.generate(asked, SamplingParams(max_tokens=12))) == [greedy(model, prompt, 12) for prompt in asked]
+    prompt_ids = prompts(3, vocab=VOCAB_SIZE)
+    assert ids(llm.generate(prompt_ids, SamplingParams(max_tokens=12))) == [greedy(model, prompt, 12) for prompt in prompt_ids]
 
 
 def test_a_small_latent_model_as_draft(targets: Any) -> None:
     """The target drafts for itself: every draft is accepted."""
     path, _, _ = targets["deepseek_v2"]
     llm = LLM(path, variant="standalone", draft=path, **CHAIN, **SMALL, page_size=4, max_rows=3)
-    asked = prompts(3, vocab=VOCAB_SIZE)
+    prompt_ids = prompts(3, vocab=VOCAB_SIZE)
     params = SamplingParams(max_tokens=13, ignore_eos=True)
-    outputs = llm.generate(asked, params)
+    outputs = llm.generate(prompt_ids, params)
     plain = LLM(path, variant="none", **SMALL, page_size=4, max_rows=3)
-    assert ids(outputs) == ids(plain.generate(asked, params))
+    assert ids(outputs) == ids(plain.generate(prompt_ids, params))
     assert [output.metrics.acceptance_length for output in outputs] == [4.0] * 3
 
 

@@ -45,15 +45,15 @@ def simulate(policy, times, shares_at, *, cycles, bucket=1, seed=0, in_flight=1,
     """An engine of ``bucket`` lanes: results come ``in_flight`` cycles late, and the cycle that leaves depth 0 only lets the drafter catch
     up (time ``catch_up``, default that of the shallowest depth above 0).
     """
-    draw, run, queued, behind = random.Random(seed), run or Run(), deque(), 0
+    draw, run, queued, lag = random.Random(seed), run or Run(), deque(), 0
     catch_up = catch_up or max(times[min(times)], min((time for depth, time in times.items() if depth), default=0.0))
     for cycle in range(cycles):
         depth, shares = policy.choose(bucket, bucket), shares_at(cycle)
         assert depth in times
-        if depth and behind > 1:
-            depth, cost, behind = 0, catch_up, 0
+        if depth and lag > 1:
+            depth, cost, lag = 0, catch_up, 0
         else:
-            cost, behind = times[depth], 0 if depth else behind + 1
+            cost, lag = times[depth], 0 if depth else lag + 1
         accepted = []
         for _ in range(bucket):
             length = 0

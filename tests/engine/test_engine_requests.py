@@ -61,12 +61,12 @@ def assert_balanced(scheduler: Scheduler) -> None:
 @pytest.mark.parametrize("run_ahead", [0, 2])
 def test_more_requests_than_rows(pair: Pair, schedulers: list[Watched], shape: dict[str, Any], run_ahead: int) -> None:
     llm = pair.llm(**shape, max_rows=3, cycles_in_flight=run_ahead + 1)
-    asked = prompts(8)
+    prompt_ids = prompts(8)
     lengths = [1, 2, 3, 20, 4, 9, 1, 14]
-    outputs = llm.generate(asked, [SamplingParams(max_tokens=n, ignore_eos=True) for n in lengths])
-    assert ids(outputs) == [pair.greedy(p, n, ignore_eos=True) for p, n in zip(asked, lengths, strict=True)]
+    outputs = llm.generate(prompt_ids, [SamplingParams(max_tokens=n, ignore_eos=True) for n in lengths])
+    assert ids(outputs) == [pair.greedy(p, n, ignore_eos=True) for p, n in zip(prompt_ids, lengths, strict=True)]
     assert [(o.index, o.finish_reason, o.error, o.prompt_token_ids) for o in outputs] == [
-        (i, "length", None, p) for i, p in enumerate(asked)
+        (i, "length", None, p) for i, p in enumerate(prompt_ids)
     ]
     for output in outputs:
         assert output.metrics.cycles <= max(0, len(output.token_ids) - 1)
@@ -116,9 +116,9 @@ def test_a_stop_id_and_the_budget_on_one_token(pair: Pair, schedulers: list[Watc
 @SHAPES
 def test_prompts_around_chunk_sizes(pair: Pair, schedulers: list[Watched], shape: dict[str, Any]) -> None:
     lengths = (1, 2, 7, 8, 9, 15, 16, 17, 24, 25, 32, 33, 47, 48, 49)
-    asked = prompts(len(lengths), lengths)
-    outputs = pair.llm(**shape, prefill_chunks=[8, 16], page_size=5).generate(asked, SamplingParams(max_tokens=9))
-    assert ids(outputs) == [pair.greedy(prompt, 9) for prompt in asked]
+    prompt_ids = prompts(len(lengths), lengths)
+    outputs = pair.llm(**shape, prefill_chunks=[8, 16], page_size=5).generate(prompt_ids, SamplingParams(max_tokens=9))
+    assert ids(outputs) == [pair.greedy(prompt, 9) for prompt in prompt_ids]
 
 
 def test_duplicate_prompts(pair: Pair, schedulers: list[Watched]) -> None:
@@ -128,18 +128,18 @@ def test_duplicate_prompts(pair: Pair, schedulers: list[Watched]) -> None:
 
 
 def test_text_and_ids_are_one_prompt(pair: Pair, schedulers: list[Watched]) -> None:
-    asked = prompts(3)
+    prompt_ids = prompts(3)
     llm = pair.llm(**CHAIN)
     params = SamplingParams(max_tokens=8)
-    by_ids = llm.generate(asked, params)
+    by_ids = llm.generate(prompt_ids, params)
     for outputs in (
-        llm.generate([words(p) for p in asked], params),
-        llm.generate([words(asked[0]), asked[1], tuple(asked[2])], params),
-        [llm.generate(words(p), params)[0] for p in asked],
-        [llm.generate(p, params)[0] for p in asked],
+        llm.generate([words(p) for p in prompt_ids], params),
+        llm.generate([words(prompt_ids[0]), prompt_ids[1], tuple(prompt_ids[2])], params),
+        [llm.generate(words(p), params)[0] for p in prompt_ids],
+        [llm.generate(p, params)[0] for p in prompt_ids],
     ):
         assert ids(outputs) == ids(by_ids)
-        assert [o.prompt_token_ids for o in outputs] == asked
+        assert [o.prompt_token_ids for o in outputs] == prompt_ids
         assert [o.text for o in outputs] == [words(o.token_ids) for o in by_ids]
     assert llm.generate([]) == []
 
@@ -154,9 +154,9 @@ def test_text_needs_a_tokenizer(tmp_path: Any) -> None:
 @SHAPES
 def test_the_context_ends(pair: Pair, schedulers: list[Watched], shape: dict[str, Any]) -> None:
     llm = pair.llm(**shape, max_context=24, page_size=7, cycles_in_flight=2)
-    asked = prompts(4, (10, 23, 22, 1))
-    outputs = llm.generate(asked, SamplingParams(max_tokens=60, ignore_eos=True))
-    for prompt, output in zip(asked, outputs, strict=True):
+    prompt_ids = prompts(4, (10, 23, 22, 1))
+    outputs = llm.generate(prompt_ids, SamplingParams(max_tokens=60, ignore_eos=True))
+    for prompt, output in zip(prompt_ids, outputs, strict=True):
         assert output.token_ids == pair.greedy(prompt, 24 - len(prompt), ignore_eos=True)
         assert output.finish_reason == "length"
 
@@ -176,15 +176,15 @@ def test_the_whole_context_of_the_checkpoint(pair: Pair, schedulers: list[Watche
 def test_preempted_rows_go_on_where_they_were(
     pair: Pair, schedulers: list[Watched], shape: dict[str, Any], page_size: int, run_ahead: int, temperature: float
 ) -> None:
-    asked = prompts(4, (9, 3, 12, 6))
+    prompt_ids = prompts(4, (9, 3, 12, 6))
     params = [SamplingParams(max_tokens=30, temperature=temperature, seed=i, ignore_eos=True) for i in range(4)]
-    roomy = pair.llm(**PLAIN).generate(asked, params)
+    roomy = pair.llm(**PLAIN).generate(prompt_ids, params)
     llm = pair.llm(**shape, page_size=page_size, cycles_in_flight=run_ahead + 1, max_rows=4, num_pages=96 // page_size)
-    outputs = llm.generate(asked, params)
+    outputs = llm.generate(prompt_ids, params)
     assert ids(outputs) == ids(roomy)
     assert schedulers[-1].preempted > 0
     if temperature == 0:
-        assert ids(outputs) == [pair.greedy(prompt, 30, ignore_eos=True) for prompt in asked]
+        assert ids(outputs) == [pair.greedy(prompt, 30, ignore_eos=True) for prompt in prompt_ids]
 
 
 @SHAPES
@@ -318,16 +318,16 @@ def test_keys_of_other_engines_are_explained(pair: Pair) -> None:
 
 @SHAPES
 def test_requests_without_a_seed_share_no_noise(pair: Pair, schedulers: list[Watched], shape: dict[str, Any]) -> None:
-    asked = prompts(60, (4,))
+    prompt_ids = prompts(60, (4,))
     hot = SamplingParams(max_tokens=3, temperature=20.0, ignore_eos=True)
     llm = pair.llm(**shape)
-    outputs = llm.generate(asked, hot)
+    outputs = llm.generate(prompt_ids, hot)
     assert len({output.token_ids[0] for output in outputs}) > 15, "60 draws of 40 tokens; one seed for all gave 4"
     assert len({output.seed for output in outputs}) == 60
-    again = llm.generate(asked, [SamplingParams(max_tokens=3, temperature=20.0, ignore_eos=True, seed=o.seed) for o in outputs])
+    again = llm.generate(prompt_ids, [SamplingParams(max_tokens=3, temperature=20.0, ignore_eos=True, seed=o.seed) for o in outputs])
     assert ids(again) == ids(outputs)
     assert [output.seed for output in again] == [output.seed for output in outputs]
-    assert [event.seed for event in llm.stream(asked[0], SamplingParams(max_tokens=1, seed=-5))] == [-5]
+    assert [event.seed for event in llm.stream(prompt_ids[0], SamplingParams(max_tokens=1, seed=-5))] == [-5]
 
 
 def test_params_for_each_prompt(pair: Pair) -> None:
@@ -357,9 +357,11 @@ def test_a_token_whose_embedding_is_not_finite(
     pair: Pair, schedulers: list[Watched], shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A row fails once the target reads that token, as a sample or as a draft, and keeps what came before; the others never notice."""
-    asked = prompts(6)
-    expected = [pair.greedy(p, 20, ignore_eos=True) for p in asked]
-    broken = next(t for t in expected[0][3:] if t not in asked[0] and any(t not in [*p, *e] for p, e in zip(asked, expected, strict=True)))
+    prompt_ids = prompts(6)
+    expected = [pair.greedy(p, 20, ignore_eos=True) for p in prompt_ids]
+    broken = next(
+        t for t in expected[0][3:] if t not in prompt_ids[0] and any(t not in [*p, *e] for p, e in zip(prompt_ids, expected, strict=True))
+    )
     launch, verified = Cycle.launch, set()
 
     def recording(self: Cycle, key: Key, message: Message) -> int:
@@ -372,9 +374,9 @@ def test_a_token_whose_embedding_is_not_finite(
     llm = pair.llm(**shape)
     with torch.no_grad():
         llm.cycle.target.embed_tokens.weight[broken] = float("nan")
-    outputs = llm.generate(asked, SamplingParams(max_tokens=20, ignore_eos=True))
+    outputs = llm.generate(prompt_ids, SamplingParams(max_tokens=20, ignore_eos=True))
     reasons = set()
-    for row, (prompt, tokens, output) in enumerate(zip(asked, expected, outputs, strict=True)):
+    for row, (prompt, tokens, output) in enumerate(zip(prompt_ids, expected, outputs, strict=True)):
         reasons.add(output.finish_reason)
         if output.finish_reason == "length":
             assert broken not in [*prompt, *tokens[:-1]], "the last token is never read"
@@ -400,7 +402,7 @@ def test_kv_of_one_row_breaks(
         assert "draft_kv" not in [name for name, *_ in pair.llm(**shape).slots()]
         pair.llm(**shape).generate([[1]], SamplingParams(max_tokens=1))
         return
-    asked = prompts(4, (5, 9, 17, 8))
+    prompt_ids = prompts(4, (5, 9, 17, 8))
     launch, cycles = Cycle.launch, [0]
 
     def breaking(self: Cycle, key: Key, message: Message) -> int:
@@ -412,8 +414,8 @@ def test_kv_of_one_row_breaks(
         return launch(self, key, message)
 
     monkeypatch.setattr(Cycle, "launch", breaking)
-    outputs = pair.llm(**shape, page_size=4).generate(asked, SamplingParams(max_tokens=25, ignore_eos=True))
-    expected = [pair.greedy(p, 25, ignore_eos=True) for p in asked]
+    outputs = pair.llm(**shape, page_size=4).generate(prompt_ids, SamplingParams(max_tokens=25, ignore_eos=True))
+    expected = [pair.greedy(p, 25, ignore_eos=True) for p in prompt_ids]
     for i, (tokens, output) in enumerate(zip(expected, outputs, strict=True)):
         if i == 1 and pool == "target_kv":
             assert output.finish_reason == "error"

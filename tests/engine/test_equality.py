@@ -35,9 +35,9 @@ def twin(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 
 def assert_greedy(pair: Pair, llm: LLM, batch: int, length: int = LENGTH, **prompt_options: Any) -> None:
-    asked = prompts(batch, **prompt_options)
-    outputs = llm.generate(asked, SamplingParams(max_tokens=length))
-    expected = [pair.greedy(prompt, length) for prompt in asked]
+    prompt_ids = prompts(batch, **prompt_options)
+    outputs = llm.generate(prompt_ids, SamplingParams(max_tokens=length))
+    expected = [pair.greedy(prompt, length) for prompt in prompt_ids]
     assert ids(outputs) == expected
     assert [o.finish_reason for o in outputs] == ["length" if len(e) == length and e[-1] != MIRROR_VOCAB - 1 else "stop" for e in expected]
 
@@ -125,20 +125,20 @@ def test_sampled_equals_plain_decoding(
 
 def test_sampled_outputs_depend_on_seed_and_temperature(misses: Pair) -> None:
     llm = misses.llm(**CHAIN)
-    asked = [prompts(1)[0]] * 4
+    prompt_ids = [prompts(1)[0]] * 4
     params = [SamplingParams(max_tokens=LENGTH, temperature=t, seed=s) for t, s in ((1.0, 1), (1.0, 2), (0.3, 1), (1.0, 1))]
-    first, second, third, fourth = ids(llm.generate(asked, params))
+    first, second, third, fourth = ids(llm.generate(prompt_ids, params))
     assert first == fourth
     assert len({tuple(first), tuple(second), tuple(third)}) == 3
 
 
 def test_greedy_and_sampled_rows_share_a_batch(misses: Pair, plain: dict[tuple[float, int], list[list[int]]]) -> None:
-    asked, params = prompts(8), sampled(1.0, 8)
+    prompt_ids, params = prompts(8), sampled(1.0, 8)
     for i in (0, 3, 4):
         params[i] = SamplingParams(max_tokens=LENGTH, seed=9)
-    outputs = ids(misses.llm(**TREE).generate(asked, params))
+    outputs = ids(misses.llm(**TREE).generate(prompt_ids, params))
     for i, output in enumerate(outputs):
-        assert output == (misses.greedy(asked[i], LENGTH) if i in (0, 3, 4) else plain[1.0, 8][i])
+        assert output == (misses.greedy(prompt_ids[i], LENGTH) if i in (0, 3, 4) else plain[1.0, 8][i])
 
 
 @pytest.mark.covers("eagle3", "a draft equal to its target is always accepted")
@@ -149,8 +149,8 @@ def test_a_draft_equal_to_its_target_is_always_accepted(twin: Pair, steps: int, 
     """Finds every off-by-one in slots, positions, features and noise: each would show as a miss."""
     llm = twin.llm(num_steps=steps, topk=1, num_draft_tokens=steps + 1, page_size=page_size)
     # The drafter doesn't consume a prompt's first token, so both agree once three tokens follow it.
-    asked = prompts(4, (4, 9, 8, 17))
-    outputs = llm.generate(asked, [SamplingParams(max_tokens=40, temperature=temperature, seed=i, ignore_eos=True) for i in range(4)])
+    prompt_ids = prompts(4, (4, 9, 8, 17))
+    outputs = llm.generate(prompt_ids, [SamplingParams(max_tokens=40, temperature=temperature, seed=i, ignore_eos=True) for i in range(4)])
     assert llm.metrics is not None
     assert llm.metrics.acceptance_length == steps + 1
     assert llm.metrics.accepted_per_position == [1.0] * steps
@@ -212,10 +212,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 def test_every_family_equals_transformers(name: str, tmp_path: Path) -> None:
     family, overrides = FAMILIES[name]
     pair = random_pair(tmp_path, build_hf(family, num_hidden_layers=3, eos_token_id=VOCAB_SIZE - 1, **overrides))
-    asked = prompts(3, (12, 1, 25), VOCAB_SIZE)
-    expected = [pair.greedy(prompt, 20) for prompt in asked]
+    prompt_ids = prompts(3, (12, 1, 25), VOCAB_SIZE)
+    expected = [pair.greedy(prompt, 20) for prompt in prompt_ids]
     for shape in ({"variant": "none"}, CHAIN, TREE):
-        assert ids(pair.llm(**shape, page_size=4).generate(asked, SamplingParams(max_tokens=20))) == expected
+        assert ids(pair.llm(**shape, page_size=4).generate(prompt_ids, SamplingParams(max_tokens=20))) == expected
 
 
 @pytest.mark.parametrize("num_pages", [None, 16])
@@ -229,9 +229,9 @@ def test_length_dependent_rope(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         return replace(read_model_facts(path), max_position_embeddings=64)
 
     monkeypatch.setattr(llm_module, "read_model_facts", beyond)
-    asked = prompts(3, (6, 9, 15), VOCAB_SIZE)
-    outputs = pair.llm(variant="none", page_size=4, max_rows=3, num_pages=num_pages).generate(asked, SamplingParams(max_tokens=30))
-    assert ids(outputs) == [pair.greedy(prompt, 30) for prompt in asked]
+    prompt_ids = prompts(3, (6, 9, 15), VOCAB_SIZE)
+    outputs = pair.llm(variant="none", page_size=4, max_rows=3, num_pages=num_pages).generate(prompt_ids, SamplingParams(max_tokens=30))
+    assert ids(outputs) == [pair.greedy(prompt, 30) for prompt in prompt_ids]
     assert (made[0].preempted > 0) == (num_pages is not None)
 
 

@@ -53,19 +53,19 @@ def test_no_setting_changes_the_output(
     for noise in noises:
         llm = misses.llm(**shape, page_size=page_size, cycles_in_flight=run_ahead + 1, runtime=runtime, draft_noise=noise, **buckets)
         for batch in range(1, 9):
-            asked = prompts(batch)
-            expected = [misses.greedy(prompt, LENGTH) for prompt in asked]
-            assert ids(llm.generate(asked, SamplingParams(max_tokens=LENGTH))) == expected, (batch, noise)
+            prompt_ids = prompts(batch)
+            expected = [misses.greedy(prompt, LENGTH) for prompt in prompt_ids]
+            assert ids(llm.generate(prompt_ids, SamplingParams(max_tokens=LENGTH))) == expected, (batch, noise)
             for temperature, tokens in sampled.items():
-                assert ids(llm.generate(asked, params(temperature, batch))) == tokens[:batch], (batch, noise, temperature)
+                assert ids(llm.generate(prompt_ids, params(temperature, batch))) == tokens[:batch], (batch, noise, temperature)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_and_shape_compiled(name: str, tmp_path: Any) -> None:
     family, overrides = FAMILIES[name]
     pair = random_pair(tmp_path, build_hf(family, num_hidden_layers=3, eos_token_id=VOCAB_SIZE - 1, **overrides))
-    asked = prompts(4, (12, 1, 25, 8), VOCAB_SIZE)
-    expected = [pair.greedy(prompt, 30) for prompt in asked]
+    prompt_ids = prompts(4, (12, 1, 25, 8), VOCAB_SIZE)
+    expected = [pair.greedy(prompt, 30) for prompt in prompt_ids]
     for shape in ({"variant": "none"}, CHAIN, WIDE):
         llm = pair.llm(**shape, runtime="compiled", buckets=[4], max_rows=4)
-        assert ids(llm.generate(asked, SamplingParams(max_tokens=30))) == expected
+        assert ids(llm.generate(prompt_ids, SamplingParams(max_tokens=30))) == expected

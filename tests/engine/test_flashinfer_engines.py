@@ -91,7 +91,7 @@ def engine(stand_ins: StandIns, monkeypatch: pytest.MonkeyPatch) -> Engine:
         return FlashInferKernels(**functions, planner=Planner("cpu")) if attention == "flashinfer" else references
 
     monkeypatch.setattr(llm_module, "select_kernels", kernels)
-    # What else asks for the choice would say that FlashInfer needs a GPU.
+    # Other callers of the choice would raise that FlashInfer needs a GPU.
     for module in (llm_module, memory):
         monkeypatch.setattr(module, "resolve", lambda *_: "reference")
 
@@ -124,19 +124,19 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 SAMPLED = [SamplingParams(max_tokens=LENGTH, temperature=0.8, seed=seed, top_p=0.9 if seed else 1.0) for seed in range(4)]
 
 
-def both(engine: Engine, path: Path, asked: list[list[int]], params: Any, **keys: Any) -> LLM:
+def both(engine: Engine, path: Path, prompt_ids: list[list[int]], params: Any, **keys: Any) -> LLM:
     """The engine with FlashInfer, after it emitted what the one without does."""
     planned, plain = engine(path, **keys), engine(path, attention="auto", **keys)
     assert plain.cycle.preparation is None and planned.cycle.preparation is not None
-    assert ids(planned.generate(asked, params)) == ids(plain.generate(asked, params))
+    assert ids(planned.generate(prompt_ids, params)) == ids(plain.generate(prompt_ids, params))
     return planned
 
 
 @pytest.mark.parametrize(("stand_ins", "rows"), [(False, 3), (True, 1), (True, 3)], ids=["0.6-3", "0.7-1", "0.7-3"], indirect=["stand_ins"])
 def test_a_chain_over_latent_rows(engine: Engine, compared: list[str], stand_ins: StandIns, deepseek: Path, rows: int) -> None:
     """Four requests on one or three rows: they join and leave; prompts are longer than a chunk and as short as one token."""
-    asked = prompts(4, (9, 1, 13, 5), VOCAB_SIZE)
-    llm = both(engine, deepseek, asked, SamplingParams(max_tokens=LENGTH), variant="mtp", **CHAIN, max_rows=rows)
+    prompt_ids = prompts(4, (9, 1, 13, 5), VOCAB_SIZE)
+    llm = both(engine, deepseek, prompt_ids, SamplingParams(max_tokens=LENGTH), variant="mtp", **CHAIN, max_rows=rows)
     # Draft-extend and verification of 4 tokens, two draft steps of 1, chunks of the target; the head's own chunks stay with the general op.
     assert {run for run, _ in stand_ins.runs} == {"latent"} and {tokens for _, tokens in stand_ins.runs} == {1, 4, 8}
     assert not stand_ins.calls, "xqa has nothing to do with latent rows"
@@ -193,13 +193,13 @@ def test_changing_depths_and_catching_up(
 ) -> None:
     """Plain cycles append to the window, the catch-up reads all of it: ten entries wide, of which four, or up to nine, count."""
     monkeypatch.setattr(LLM, "_adaptive_depth", lambda llm: ScriptedDepth([3, 2, 0, 0, 0, 3, 0, 2, *[0] * 12, 3]))
-    asked, params = prompts(2, (9, 2), VOCAB_SIZE), SamplingParams(max_tokens=30, ignore_eos=True)
+    prompt_ids, params = prompts(2, (9, 2), VOCAB_SIZE), SamplingParams(max_tokens=30, ignore_eos=True)
     keys = {"variant": variant, **CHAIN, "max_rows": 2, "depths": [0, 2], "backlog": 10, "max_context": 60}
     keys |= {"draft": deepseek} if variant == "standalone" else {}
-    expected = ids(engine(deepseek, attention="auto", **keys).generate(asked, params))
+    expected = ids(engine(deepseek, attention="auto", **keys).generate(prompt_ids, params))
     llm = engine(deepseek, **keys)
     launches = Launches(llm.cycle)
-    assert ids(llm.generate(asked, params, launcher=launches)) == expected
+    assert ids(llm.generate(prompt_ids, params, launcher=launches)) == expected
     assert launches.depths == {-1, 0, 2, 3} and {tokens for _, tokens in stand_ins.runs} == served
     (catching_up,) = (p for key, p in llm.cycle.programs.items() if key == llm.plan.key(2, GREEDY, catch_up=True))
     (stage,) = (stage for stage in catching_up.stages if stage.name == "catch_up")
@@ -209,8 +209,8 @@ def test_changing_depths_and_catching_up(
 def test_preemption(engine: Engine, compared: list[str], deepseek: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A row that gave its pages away comes back to others, and its window with one entry."""
     seen = watch_schedulers(monkeypatch)
-    asked = prompts(4, (9, 12, 5, 16), VOCAB_SIZE)
-    both(engine, deepseek, asked, SamplingParams(max_tokens=LENGTH, ignore_eos=True), variant="mtp", **CHAIN, num_pages=16, max_rows=4)
+    prompt_ids = prompts(4, (9, 12, 5, 16), VOCAB_SIZE)
+    both(engine, deepseek, prompt_ids, SamplingParams(max_tokens=LENGTH, ignore_eos=True), variant="mtp", **CHAIN, num_pages=16, max_rows=4)
     assert seen[0].preempted > 0
 
 
@@ -218,14 +218,14 @@ def test_preemption(engine: Engine, compared: list[str], deepseek: Path, monkeyp
 def test_captured_programs_follow_the_plans(engine: Engine, stand_ins: StandIns, attentive: Path, llama: Pair, model: str) -> None:
     """Recorded operations alone, no Python of a program: nothing is planned inside, and replays see the lengths of their launch."""
     path, keys = (attentive, {"variant": "mtp", **CHAIN}) if model == "deepseek" else (llama.target, {"variant": "none", "page_size": 16})
-    asked = prompts(3, (9, 1, 13), VOCAB_SIZE)
-    expected = ids(engine(path, attention="auto", max_rows=2, **keys).generate(asked, SAMPLED[:3]))
+    prompt_ids = prompts(3, (9, 1, 13), VOCAB_SIZE)
+    expected = ids(engine(path, attention="auto", max_rows=2, **keys).generate(prompt_ids, SAMPLED[:3]))
     llm = engine(path, max_rows=2, **keys)
     llm.cycle._capturer = TapeCapturer(llm.cycle.arena)
     llm.warm_up(3)
     before = len(stand_ins.plans)
     assert all(program.replay is not None for program in llm.cycle.programs.values())
-    assert ids(llm.generate(asked, SAMPLED[:3])) == expected
+    assert ids(llm.generate(prompt_ids, SAMPLED[:3])) == expected
     launches = sum(program.replay.replays for program in llm.cycle.programs.values())  # type: ignore[union-attr]
     assert launches > 5 and len(stand_ins.plans) - before >= (launches if model == "deepseek" else 3)
 
@@ -250,11 +250,11 @@ def test_whoever_runs_a_program_itself_has_its_launch_planned(engine: Engine, at
         pairs.append((before, reported[-1]))
         return ticket
 
-    asked = prompts(3, (9, 1, 13), VOCAB_SIZE)
-    expected = ids(engine(attentive, attention="auto", variant="mtp", **CHAIN, max_rows=2).generate(asked, SAMPLED[:3]))
+    prompt_ids = prompts(3, (9, 1, 13), VOCAB_SIZE)
+    expected = ids(engine(attentive, attention="auto", variant="mtp", **CHAIN, max_rows=2).generate(prompt_ids, SAMPLED[:3]))
     llm.warm_up(3)
     monkeypatch.setattr(llm.cycle, "launch", readied)
-    assert ids(llm.generate(asked, SAMPLED[:3])) == expected
+    assert ids(llm.generate(prompt_ids, SAMPLED[:3])) == expected
     assert len(pairs) > 5 and all(before == after != [] for before, after in pairs)
 
 
@@ -297,17 +297,17 @@ def test_programs_compile_whole(
     chain = {"variant": "mtp", "num_steps": 2, "topk": 1, "num_draft_tokens": 3}
     path, keys = (attentive, chain) if model == "deepseek" else (llama.target, {"variant": "none", "page_size": 16})
     keys |= {"max_rows": 1, "buckets": [1], "prefill_chunks": [8]}
-    asked, params = prompts(2, (9, 3), VOCAB_SIZE), SamplingParams(max_tokens=8)
-    expected = ids(engine(path, attention="auto", **keys).generate(asked, params))
+    prompt_ids, params = prompts(2, (9, 3), VOCAB_SIZE), SamplingParams(max_tokens=8)
+    expected = ids(engine(path, attention="auto", **keys).generate(prompt_ids, params))
     llm = engine(path, **{**keys, "runtime": "compiled"})
     llm.cycle._capturer = Capturer()
-    assert ids(llm.generate(asked, params)) == expected and stand_ins.runs
+    assert ids(llm.generate(prompt_ids, params)) == expected and stand_ins.runs
 
 
 def test_a_launch_on_the_plans_of_the_one_before_is_seen(engine: Engine, attentive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tokens of these tests would show a plan that was not renewed."""
-    asked = prompts(2, (9, 5), VOCAB_SIZE)
-    expected = ids(engine(attentive, attention="auto", variant="none", max_rows=2).generate(asked, SAMPLED[:2]))
+    prompt_ids = prompts(2, (9, 5), VOCAB_SIZE)
+    expected = ids(engine(attentive, attention="auto", variant="none", max_rows=2).generate(prompt_ids, SAMPLED[:2]))
     original = Planner.prepare
     planned: set[Any] = set()
 
@@ -319,7 +319,7 @@ def test_a_launch_on_the_plans_of_the_one_before_is_seen(engine: Engine, attenti
             original(self, {call: calls[call] for call in fresh}, lanes, *rest)
 
     monkeypatch.setattr(Planner, "prepare", once)
-    assert ids(engine(attentive, variant="none", max_rows=2).generate(asked, SAMPLED[:2])) != expected
+    assert ids(engine(attentive, variant="none", max_rows=2).generate(prompt_ids, SAMPLED[:2])) != expected
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from graphspec.graphs.stages.mailbox import Message
 
 LENGTH = 15
-ASKED = prompts(4, (12, 1, 25, 7), VOCAB_SIZE)
+PROMPTS = prompts(4, (12, 1, 25, 7), VOCAB_SIZE)
 WIDE_TREE = {"num_steps": 4, "topk": 3, "num_draft_tokens": 12}
 HOST = {"variant": "ngram_trie", "page_size": 4, **WIDE_TREE}
 
@@ -45,8 +45,8 @@ def dense(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return random_pair(tmp_path_factory.mktemp("dense"), build_hybrid(request.param, seed=1))
 
 
-def expected(pair: Pair, asked: Sequence[Sequence[int]] = ASKED, length: int = LENGTH) -> list[list[int]]:
-    return [pair.greedy(prompt, length) for prompt in asked]
+def expected(pair: Pair, prompt_ids: Sequence[Sequence[int]] = PROMPTS, length: int = LENGTH) -> list[list[int]]:
+    return [pair.greedy(prompt, length) for prompt in prompt_ids]
 
 
 class Oracle:
@@ -75,9 +75,9 @@ class Oracle:
         return tokens, parents
 
 
-def consult(monkeypatch: pytest.MonkeyPatch, pair: Pair, asked: Sequence[Sequence[int]] = ASKED, length: int = LENGTH) -> Oracle:
+def consult(monkeypatch: pytest.MonkeyPatch, pair: Pair, prompt_ids: Sequence[Sequence[int]] = PROMPTS, length: int = LENGTH) -> Oracle:
     """Every tree of ``ngram_trie`` comes from an oracle from now on."""
-    oracle = Oracle({tuple(prompt): pair.greedy(prompt, length) for prompt in asked})
+    oracle = Oracle({tuple(prompt): pair.greedy(prompt, length) for prompt in prompt_ids})
     monkeypatch.setattr(TrieProposer, "propose", lambda self, requests: oracle.propose(requests))
     return oracle
 
@@ -85,13 +85,13 @@ def consult(monkeypatch: pytest.MonkeyPatch, pair: Pair, asked: Sequence[Sequenc
 @pytest.mark.parametrize("shape", [{"variant": "none"}, CHAIN, TREE, {"variant": "ngram", **TREE}], ids=["none", "chain", "tree", "ngram"])
 def test_greedy_equals_transformers(pair: Pair, shape: dict[str, Any]) -> None:
     llm = pair.llm(**shape, page_size=4, max_rows=3)
-    assert ids(llm.generate(ASKED, SamplingParams(max_tokens=LENGTH))) == expected(pair)
+    assert ids(llm.generate(PROMPTS, SamplingParams(max_tokens=LENGTH))) == expected(pair)
 
 
 def test_every_node_may_be_the_last_accepted_one(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     oracle = consult(monkeypatch, pair)
     llm = pair.llm(**HOST, max_rows=3)
-    outputs = llm.generate(ASKED, SamplingParams(max_tokens=LENGTH))
+    outputs = llm.generate(PROMPTS, SamplingParams(max_tokens=LENGTH))
     assert ids(outputs) == expected(pair)
     assert llm.metrics is not None
     assert 1.5 < llm.metrics.acceptance_length < 4.5
@@ -99,22 +99,22 @@ def test_every_node_may_be_the_last_accepted_one(pair: Pair, monkeypatch: pytest
 
 
 def test_seeded_sampling_equals_plain_decoding(dense: Pair) -> None:
-    params = [SamplingParams(max_tokens=LENGTH, temperature=0.8, seed=seed) for seed in range(len(ASKED))]
-    plain, *others = (ids(dense.llm(**shape, page_size=4).generate(ASKED, params)) for shape in ({"variant": "none"}, CHAIN, TREE))
+    params = [SamplingParams(max_tokens=LENGTH, temperature=0.8, seed=seed) for seed in range(len(PROMPTS))]
+    plain, *others = (ids(dense.llm(**shape, page_size=4).generate(PROMPTS, params)) for shape in ({"variant": "none"}, CHAIN, TREE))
     assert others == [plain, plain]
 
 
 @pytest.mark.parametrize("shape", [{"variant": "none"}, {"variant": "ngram", **TREE}], ids=["none", "ngram"])
 def test_cycles_in_flight_change_nothing(dense: Pair, shape: dict[str, Any]) -> None:
     llm = dense.llm(**shape, page_size=4, max_rows=3, cycles_in_flight=3)
-    assert ids(llm.generate(ASKED, SamplingParams(max_tokens=LENGTH))) == expected(dense)
+    assert ids(llm.generate(PROMPTS, SamplingParams(max_tokens=LENGTH))) == expected(dense)
 
 
 def test_preempted_rows_start_afresh(dense: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     consult(monkeypatch, dense)
     made = watch_schedulers(monkeypatch)
     llm = dense.llm(**HOST, max_rows=3, num_pages=14, prefill_tokens_per_cycle=4096)
-    assert ids(llm.generate(ASKED, SamplingParams(max_tokens=LENGTH))) == expected(dense)
+    assert ids(llm.generate(PROMPTS, SamplingParams(max_tokens=LENGTH))) == expected(dense)
     assert made[-1].preempted > 0
 
 
@@ -124,26 +124,26 @@ def test_prediction_head_of_the_same_checkpoint(tmp_path: Path) -> None:
     pair = Pair(path, path, model)
     for shape in (CHAIN, TREE):
         llm = LLM(path, variant="mtp", **SMALL, **shape, page_size=4)
-        assert ids(llm.generate(ASKED, SamplingParams(max_tokens=LENGTH))) == expected(pair)
+        assert ids(llm.generate(PROMPTS, SamplingParams(max_tokens=LENGTH))) == expected(pair)
 
 
 @pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
 def test_a_small_model_drafts_for_a_hybrid(dense: Pair, shape: dict[str, Any], tmp_path: Path) -> None:
     llm = LLM(dense.target, variant="standalone", draft=write_hf(build_hf("llama"), tmp_path), **SMALL, **shape, page_size=4)
-    assert ids(llm.generate(ASKED, SamplingParams(max_tokens=LENGTH))) == expected(dense)
+    assert ids(llm.generate(PROMPTS, SamplingParams(max_tokens=LENGTH))) == expected(dense)
 
 
 def test_pages_are_not_shared(dense: Pair) -> None:
     with pytest.raises(ConfigError, match=r"runtime\.prefix_cache: expected null or false: the target has recurrent layers"):
         dense.llm(variant="none", prefix_cache=True)
     llm = dense.llm(variant="none", page_size=4)
-    again = llm.generate([ASKED[0], ASKED[0]], SamplingParams(max_tokens=LENGTH))
+    again = llm.generate([PROMPTS[0], PROMPTS[0]], SamplingParams(max_tokens=LENGTH))
     assert [out.cached_tokens for out in again] == [0, 0]
 
 
 def test_depths_that_change_and_catching_up(dense: Pair) -> None:
     llm = dense.llm(**TREE, page_size=4, max_rows=4, buckets=[2, 4], depth_per_bucket={2: 3, 4: 0})
-    assert ids(llm.generate(ASKED, SamplingParams(max_tokens=LENGTH))) == expected(dense)
+    assert ids(llm.generate(PROMPTS, SamplingParams(max_tokens=LENGTH))) == expected(dense)
 
 
 @pytest.mark.parametrize("shape", [{"variant": "none"}, TREE], ids=["none", "tree"])
@@ -168,8 +168,8 @@ def test_states_of_other_rows_keep_their_bits(dense: Pair, shape: dict[str, Any]
     monkeypatch.setattr(Cycle, "launch", poisoned)
     llm = dense.llm(**shape, page_size=4, max_rows=4, buckets=[3, 4])
     budgets = (15, 3, 8, 1)
-    outputs = ids(llm.generate(ASKED, [SamplingParams(max_tokens=count) for count in budgets]))
-    assert outputs == [dense.greedy(prompt, count) for prompt, count in zip(ASKED, budgets, strict=True)]
+    outputs = ids(llm.generate(PROMPTS, [SamplingParams(max_tokens=count) for count in budgets]))
+    assert outputs == [dense.greedy(prompt, count) for prompt, count in zip(PROMPTS, budgets, strict=True)]
     assert len(held) > 4 and all(held)
 
 

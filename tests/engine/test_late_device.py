@@ -29,7 +29,7 @@ from tests.support.tiny import structure_plan, tiny_networks
 
 __all__ = ["fake_driver"]
 
-ASKED = SamplingClass(noise=True, logprobs=2)
+SAMPLING = SamplingClass(noise=True, logprobs=2)
 
 
 class LateCapturer(TapeCapturer):
@@ -55,19 +55,19 @@ def on_late_device(plan: Plan, device: LateDevice, monkeypatch: pytest.MonkeyPat
 
 def serve(cycle: Cycle, requests: int) -> list[tuple[list[int], list[Any]]]:
     """Tokens and log-probabilities; more requests than rows, so that rows and pages change hands while cycles are in flight."""
-    cycle.prepare(keys_of(cycle.plan, ASKED))
-    scheduler, asked = Scheduler(cycle.plan, cycle, ASKED), []
+    cycle.prepare(keys_of(cycle.plan, SAMPLING))
+    scheduler, submitted = Scheduler(cycle.plan, cycle, SAMPLING), []
     for index in range(requests):
         params = SamplingParams(max_tokens=7 + 3 * index, temperature=0.8 * (index % 2), seed=index, logprobs=2)
-        asked.append(Request(index, [(5 * index + i) % 58 + 3 for i in range(3 + 7 * index)], params, (2,), params.max_tokens))
-        scheduler.add(asked[-1])
+        submitted.append(Request(index, [(5 * index + i) % 58 + 3 for i in range(3 + 7 * index)], params, (2,), params.max_tokens))
+        scheduler.add(submitted[-1])
     for _ in range(2000):
         scheduler.step()
         if not scheduler.busy:
             break
     else:
         raise RuntimeError("requests that never end")
-    return [(r.output, r.logprobs) for r in asked]
+    return [(r.output, r.logprobs) for r in submitted]
 
 
 @pytest.mark.parametrize(("structure", "cycles_in_flight"), [("chain", 1), ("chain", 2), ("chain", 3), ("tree", 3)])

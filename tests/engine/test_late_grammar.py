@@ -1,4 +1,4 @@
-"""Grammars over a device that does everything as late as it may, and over one with a clock: what of the masks hides behind verification."""
+"""Grammars over a device that runs everything as late as possible, and over one with a clock: how much mask work overlaps verification."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Arithmetic:
     """Every fourth token is forced; before others a third of the vocabulary is allowed, and never the end.
 
     Args:
-        clock: whose host takes time for it; None: nobody's.
+        clock: advanced by the host's work; None: that work takes no time.
         walk: seconds of one walk over a tree.
     """
 
@@ -84,7 +84,7 @@ class Arithmetic:
                 mask_NVw[node, word] = value - 2**MASK_BITS if value >= 2 ** (MASK_BITS - 1) else value
 
 
-def ask(count: int, longest: int, make: Any, *, every: int = 2) -> list[Request]:
+def requests_of(count: int, longest: int, make: Any, *, every: int = 2) -> list[Request]:
     """Requests of random prompts and seeds; one in ``every`` has a grammar, the first among them."""
     rng, found = random.Random(4), []
     for index in range(count):
@@ -126,11 +126,13 @@ def test_masks_and_trees_are_neither_overwritten_nor_read_too_early(structure: s
     """More requests than rows, with and without a grammar: the tokens of a device that does everything at once."""
     plan = structure_plan(structure, device="cpu", runtime="eager", **SMALL)
     networks = tiny_networks(plan)
-    expected = serve(Cycle(plan, networks.target, networks.draft, select_kernels("reference", "auto", "cpu")), ask(4, 20, Arithmetic))
+    expected = serve(
+        Cycle(plan, networks.target, networks.draft, select_kernels("reference", "auto", "cpu")), requests_of(4, 20, Arithmetic)
+    )
     assert {reason for _, reason in expected} <= {"length", "stop"}, "every token is one that the grammar allows"
     assert max(len(output) for output, _ in expected) == 20
     device = ClockedDevice({})
-    found = serve(clocked(structure, device, monkeypatch), ask(4, 20, Arithmetic))
+    found = serve(clocked(structure, device, monkeypatch), requests_of(4, 20, Arithmetic))
     assert found == expected
     assert device.waits > 10 and device.longest > 5
 
@@ -143,7 +145,7 @@ def decode(structure: str, walk: float, monkeypatch: pytest.MonkeyPatch, *, copy
     """Two rows side by side to the end of their budgets, every second of them with a grammar, or none."""
     device = ClockedDevice(STAGES, copy)
     cycle = clocked(structure, device, monkeypatch)
-    requests = ask(2, 24, partial(Arithmetic, device, walk), every=2 if grammars else 99)
+    requests = requests_of(2, 24, partial(Arithmetic, device, walk), every=2 if grammars else 99)
     if not grammars:
         requests[0].params, requests[0].grammar = requests[1].params, None
 

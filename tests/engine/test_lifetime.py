@@ -105,15 +105,15 @@ def test_an_engine_dies(pair: Pair, launch: str, arenas: weakref.WeakSet[Arena])
 def test_what_another_engine_compiled_stays(pair: Pair, launch: str) -> None:
     """The first of two engines of the same shape dies, Dynamo is reset, and the second goes on without compiling again."""
     first, second = (pair.llm(**ONE, **LAUNCHES[launch]) for _ in range(2))
-    asked = prompts(2)
-    expected = [pair.greedy(prompt, 6, ignore_eos=True) for prompt in asked]
-    assert ids(first.generate(asked, PARAMS)) == ids(second.generate(asked, PARAMS)) == expected
+    prompt_ids = prompts(2)
+    expected = [pair.greedy(prompt, 6, ignore_eos=True) for prompt in prompt_ids]
+    assert ids(first.generate(prompt_ids, PARAMS)) == ids(second.generate(prompt_ids, PARAMS)) == expected
     compiled, found, thread = second.cycle.compilations.graphs, parts(first.cycle), first._engine._driver.thread
     del first
     assert alive(found, thread) == []
-    assert ids(second.generate(asked, PARAMS)) == expected
+    assert ids(second.generate(prompt_ids, PARAMS)) == expected
     torch._dynamo.reset()
-    assert ids(second.generate(asked, PARAMS)) == expected
+    assert ids(second.generate(prompt_ids, PARAMS)) == expected
     assert second.cycle.compilations.graphs == compiled
 
 

@@ -49,21 +49,21 @@ def assert_rescored(pair: Pair, output: Output, count: int) -> None:
 )
 def test_logprobs_are_those_of_rescoring(pair: Pair, shape: dict[str, Any], keys: dict[str, Any]) -> None:
     llm = pair.llm(**shape, **keys)
-    asked = prompts(len(PARAMS), (5, 9, 17, 3))
-    outputs = llm.generate(asked, PARAMS)
+    prompt_ids = prompts(len(PARAMS), (5, 9, 17, 3))
+    outputs = llm.generate(prompt_ids, PARAMS)
     for output, params in zip(outputs, PARAMS, strict=True):
         if params.logprobs is None:
             assert output.logprobs is None
         else:
             assert_rescored(pair, output, params.logprobs)
     without = [SamplingParams(**{f: getattr(p, f) for f in p.__slots__ if f != "logprobs"}) for p in PARAMS]
-    assert ids(llm.generate(asked, without)) == ids(outputs), "looking changes nothing"
+    assert ids(llm.generate(prompt_ids, without)) == ids(outputs), "looking changes nothing"
 
 
 def test_preempted_rows_report_every_token_once(pair: Pair) -> None:
-    asked = prompts(4, (9, 16))
+    prompt_ids = prompts(4, (9, 16))
     params = SamplingParams(max_tokens=30, ignore_eos=True, logprobs=2)
-    for output in pair.llm(**CHAIN, page_size=4, num_pages=26).generate(asked, params):
+    for output in pair.llm(**CHAIN, page_size=4, num_pages=26).generate(prompt_ids, params):
         assert_rescored(pair, output, 2)
 
 

@@ -111,15 +111,15 @@ def long_pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 def test_tokens_do_not_depend_on_the_chunks(long_pair: Pair, variant: str) -> None:
     """Around the end of the largest chunk and past it; the draft, which computes what the target does, misses nothing for it either."""
     lengths = LONG if variant == "eagle3" else LONG[-1:]
-    asked = prompts(len(lengths), lengths)
+    prompt_ids = prompts(len(lengths), lengths)
     shape: dict[str, Any] = {"num_steps": 3, "topk": 1, "num_draft_tokens": 4} if variant == "eagle3" else {}
     found = {}
     for chunks in ([256], list(GPU)):
         llm = long_pair.llm(variant=variant, max_rows=1, buckets=[1], prefill_chunks=chunks, **shape)
-        outputs = llm.generate(asked, SamplingParams(max_tokens=6, ignore_eos=True))
+        outputs = llm.generate(prompt_ids, SamplingParams(max_tokens=6, ignore_eos=True))
         found[chunks[-1]] = ids(outputs), [output.metrics.acceptance_length for output in outputs]
     assert found[256] == found[2048]
-    assert found[2048][0] == [long_pair.greedy(prompt, 6, ignore_eos=True) for prompt in asked]
+    assert found[2048][0] == [long_pair.greedy(prompt, 6, ignore_eos=True) for prompt in prompt_ids]
 
 
 def test_short_memory_leaves_out_the_largest_chunks_that_nobody_gave() -> None:

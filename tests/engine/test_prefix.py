@@ -83,15 +83,15 @@ class Bench:
     def read(self, ticket: int) -> RingEntry:
         return self.cycle.read(ticket)
 
-    def add(self, prompt: Sequence[int], length: int = 12, **asked: Any) -> Request:
+    def add(self, prompt: Sequence[int], length: int = 12, **options: Any) -> Request:
         number = len(self.requests)
-        params = SamplingParams(max_tokens=length, temperature=0.8 * (self.sampling.noise and number % 2), seed=number, **asked)
+        params = SamplingParams(max_tokens=length, temperature=0.8 * (self.sampling.noise and number % 2), seed=number, **options)
         self.requests.append(Request(index=number, prompt=list(prompt), params=params, stop_ids=(), budget=length))
         self.scheduler.add(self.requests[-1])
         return self.requests[-1]
 
-    def run(self, *asked: Sequence[int]) -> list[Request]:
-        added = [self.add(prompt) for prompt in asked]
+    def run(self, *prompt_ids: Sequence[int]) -> list[Request]:
+        added = [self.add(prompt) for prompt in prompt_ids]
         while self.scheduler.busy:
             self.scheduler.step()
         return added
@@ -117,10 +117,10 @@ def test_tokens_drafts_and_kv_are_those_without(structure: str) -> None:
     assert forks[0].metrics.cached_tokens == 24 and forks[1].metrics.cached_tokens == 0
     assert all(same_bits(left, right) for left, right in zip(shared.kv(len(fork)), alone.kv(len(fork)), strict=True))
     # Pages that were filled while decoding, the same prompt again, and one prompt several times at once.
-    asked = [[*first, *begin[0].output[:9], *numbers(3, 3)], first, *[numbers(21, 4)] * 3]
+    prompt_ids = [[*first, *begin[0].output[:9], *numbers(3, 3)], first, *[numbers(21, 4)] * 3]
     for bench in (shared, alone):
-        bench.run(asked[0])
-        bench.run(*asked[1:])
+        bench.run(prompt_ids[0])
+        bench.run(*prompt_ids[1:])
     assert [r.output for r in shared.requests] == [r.output for r in alone.requests]
     if structure != "host-tree":
         assert [r.metrics.cycle_tokens for r in shared.requests] == [r.metrics.cycle_tokens for r in alone.requests]
@@ -155,19 +155,19 @@ PRESSED: dict[str, dict[str, Any]] = {
 def test_pages_short_aborts_and_preemption(structure: str) -> None:
     rng = random.Random(11)
     keys = {"max_rows": 4, "page_size": 4, "prefill_tokens_per_cycle": 4096, **PRESSED[structure]}
-    asked: list[list[int]] = []
+    prompt_ids: list[list[int]] = []
     for number in range(14):
-        other = rng.choice(asked) if asked else []
-        asked.append([*other[: rng.randrange(20)], *numbers(rng.randrange(1, 16), number)])
-    lengths = [rng.randrange(6, 26) for _ in asked]
+        other = rng.choice(prompt_ids) if prompt_ids else []
+        prompt_ids.append([*other[: rng.randrange(20)], *numbers(rng.randrange(1, 16), number)])
+    lengths = [rng.randrange(6, 26) for _ in prompt_ids]
     alone = Bench(structure, GREEDY, shares=False, **keys)
-    for prompt, length in zip(asked, lengths, strict=True):
+    for prompt, length in zip(prompt_ids, lengths, strict=True):
         alone.add(prompt, length)
     while alone.scheduler.busy:
         alone.scheduler.step()
     pressed = Bench(structure, GREEDY, shares=True, num_pages=26, **keys)
     allocator = pressed.scheduler.allocator
-    for prompt, length in zip(asked, lengths, strict=True):
+    for prompt, length in zip(prompt_ids, lengths, strict=True):
         pressed.add(prompt, length)
     while pressed.scheduler.busy:
         pressed.scheduler.step()
@@ -224,13 +224,13 @@ def test_a_perfect_draft_stays_perfect(tmp_path_factory: pytest.TempPathFactory,
     pair = mirror_pair(tmp_path_factory.mktemp("twin"))
     llm: LLM = pair.llm(**shape, page_size=4, max_rows=4, cycles_in_flight=2)
     begin = prompts(1, (18,))[0]
-    asked = [[*begin, *tail] for tail in ([], *prompts(5, (1, 2, 3, 4, 7), seed=2))]
+    prompt_ids = [[*begin, *tail] for tail in ([], *prompts(5, (1, 2, 3, 4, 7), seed=2))]
     params = SamplingParams(max_tokens=21, ignore_eos=True)
     whole = llm.plan.shape.accept_width
     for round_number in range(2):
-        outputs = llm.generate(asked, params)
-        assert ids(outputs) == [pair.greedy(prompt, 21, ignore_eos=True) for prompt in asked]
-        assert [output.metrics.acceptance_length for output in outputs] == [whole] * len(asked)
+        outputs = llm.generate(prompt_ids, params)
+        assert ids(outputs) == [pair.greedy(prompt, 21, ignore_eos=True) for prompt in prompt_ids]
+        assert [output.metrics.acceptance_length for output in outputs] == [whole] * len(prompt_ids)
         cached = [output.cached_tokens for output in outputs]
         assert cached[1:] == [16, *[16] * 4] if round_number == 0 else cached == [16, 16, 16, 20, 20, 24]
         assert llm.metrics is not None and llm.metrics.cached_tokens == sum(cached)

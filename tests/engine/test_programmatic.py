@@ -1,4 +1,4 @@
-"""Programmatic launch is used where it was asked for, or where the probe has passed on this machine; the probe compares whole engines."""
+"""Programmatic launch is used if configured, or if the probe has passed on this machine; the probe compares whole engines."""
 
 from __future__ import annotations
 

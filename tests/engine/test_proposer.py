@@ -54,20 +54,20 @@ def test_no_token_is_counted_twice() -> None:
 
 def test_a_prompt_is_known_in_its_first_cycle() -> None:
     proposer = TrieProposer(plan("ngram_trie"))
-    asked = request([5, 6, 7, 8, 5, 6], [7])
+    req = request([5, 6, 7, 8, 5, 6], [7])
     proposer.admit(request([5, 6, 7, 8, 5, 6], []))
-    assert proposer.propose([asked])[0][0][:3] == [8, 5, 6]
+    assert proposer.propose([req])[0][0][:3] == [8, 5, 6]
 
 
 def test_a_resumed_request_does_not_count_its_prompt_again(monkeypatch: pytest.MonkeyPatch) -> None:
     proposer, inserted = TrieProposer(plan("ngram_trie")), []
     monkeypatch.setattr(proposer._trie, "insert", lambda tokens, new=None: inserted.append((list(tokens), new)))
-    asked = request([1, 2, 3], [])
-    proposer.admit(asked)
-    asked.output.append(4)
-    proposer.observe(asked, 1)
-    proposer.admit(asked)
-    proposer.propose([asked])
+    req = request([1, 2, 3], [])
+    proposer.admit(req)
+    req.output.append(4)
+    proposer.observe(req, 1)
+    proposer.admit(req)
+    proposer.propose([req])
     assert inserted == [([1, 2, 3], None), ([1, 2, 3, 4], 1)]
 
 

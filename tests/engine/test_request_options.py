@@ -1,4 +1,4 @@
-"""What a request may ask for besides how it is sampled: several outputs, a depth of its own, its text, its prompt's log-probabilities."""
+"""Options of a request other than sampling: several outputs, its own depth, its text, log-probabilities of its prompt."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 @SHAPES
 def test_several_outputs_of_one_prompt(pair: Pair, shape: dict[str, Any]) -> None:
-    llm, asked = pair.llm(**shape, max_rows=3), [*prompts(2), [MIRROR_VOCAB]]
+    llm, prompt_ids = pair.llm(**shape, max_rows=3), [*prompts(2), [MIRROR_VOCAB]]
     params = [
         SamplingParams(max_tokens=9, temperature=1.0, seed=2**64 - 2, n=3),
         SamplingParams(max_tokens=5),
         SamplingParams(max_tokens=5, temperature=1.0, n=2),
     ]
-    outputs = llm.generate(asked, params)
+    outputs = llm.generate(prompt_ids, params)
     assert [(o.index, o.sample) for o in outputs] == [(0, 0), (0, 1), (0, 2), (1, 0), (2, 0), (2, 1)]
     assert [o.seed for o in outputs[:3]] == [2**64 - 2, 2**64 - 1, 0]
     assert [o.finish_reason for o in outputs[4:]] == ["error", "error"]
@@ -41,11 +41,11 @@ def test_several_outputs_of_one_prompt(pair: Pair, shape: dict[str, Any]) -> Non
         one = SamplingParams(max_tokens=len(output.token_ids), temperature=0.0 if output.index else 1.0, seed=output.seed)
         assert llm.generate(output.prompt_token_ids, one)[0].token_ids == output.token_ids
     assert len({tuple(tokens) for tokens in ids(outputs[:3])}) > 1
-    events = list(llm.stream(asked, params))
+    events = list(llm.stream(prompt_ids, params))
     for output in outputs[:4]:
         mine = [e for e in events if (e.index, e.sample) == (output.index, output.sample)]
         assert [t for e in mine for t in e.token_ids] == output.token_ids
-    drawn = llm.generate(asked[0], SamplingParams(max_tokens=2, temperature=1.0, n=4))
+    drawn = llm.generate(prompt_ids[0], SamplingParams(max_tokens=2, temperature=1.0, n=4))
     assert len({output.seed for output in drawn}) == 4
 
 
@@ -53,13 +53,13 @@ def test_several_outputs_of_one_prompt(pair: Pair, shape: dict[str, Any]) -> Non
     "shape", [CHAIN, {**TREE, "cycles_in_flight": 3}, {**CHAIN, "variant": "ngram"}], ids=["chain", "tree-ahead", "ngram"]
 )
 def test_every_request_has_its_depth(pair: Pair, shape: dict[str, Any]) -> None:
-    llm, asked = pair.llm(**shape), prompts(6)
+    llm, prompt_ids = pair.llm(**shape), prompts(6)
     kinds: list[dict[str, Any]] = [{}, {"speculate": False}, {"num_steps": 1}, {"num_steps": 2, "temperature": 1.0}, {"num_steps": 0}, {}]
     params = [SamplingParams(max_tokens=20, ignore_eos=True, seed=8, **kind) for kind in kinds]
-    outputs = llm.generate(asked, params)
+    outputs = llm.generate(prompt_ids, params)
     assert ids(outputs) == ids(
         pair.llm(**PLAIN).generate(
-            asked, [SamplingParams(max_tokens=20, ignore_eos=True, seed=8, temperature=p.temperature) for p in params]
+            prompt_ids, [SamplingParams(max_tokens=20, ignore_eos=True, seed=8, temperature=p.temperature) for p in params]
         )
     )
     for output, one in zip(outputs, params, strict=True):
@@ -88,10 +88,10 @@ class Learner:
 
 
 def test_a_changing_depth_learns_from_rows_that_could_go_as_deep(pair: Pair) -> None:
-    llm, asked = pair.llm(**CHAIN, depths=[0, 2]), prompts(2)
+    llm, prompt_ids = pair.llm(**CHAIN, depths=[0, 2]), prompts(2)
     llm.depth_policy = learner = Learner()
     free, _ = llm.generate(
-        asked, [SamplingParams(max_tokens=20, ignore_eos=True), SamplingParams(max_tokens=20, ignore_eos=True, num_steps=1)]
+        prompt_ids, [SamplingParams(max_tokens=20, ignore_eos=True), SamplingParams(max_tokens=20, ignore_eos=True, num_steps=1)]
     )
     assert learner.seen == [tokens - 1 for tokens in free.timing.whole_cycles()]
 
@@ -138,13 +138,13 @@ def test_the_names_of_the_parameters(pair: Pair) -> None:
 def test_log_probabilities_of_prompts(pair: Pair, shape: dict[str, Any]) -> None:
     llm = pair.llm(**shape, max_rows=4)
     lengths = (1, 2, 8, 9, 16, 17, 25, 40)
-    asked = prompts(len(lengths), lengths)
+    prompt_ids = prompts(len(lengths), lengths)
     params = [
         SamplingParams(max_tokens=6, ignore_eos=True, prompt_logprobs=i % 3 if i != 3 else None, logprobs=i % 2 or None)
         for i in range(len(lengths))
     ]
-    outputs = llm.generate(asked, params)
-    assert ids(outputs) == [pair.greedy(prompt, 6, ignore_eos=True) for prompt in asked]
+    outputs = llm.generate(prompt_ids, params)
+    assert ids(outputs) == [pair.greedy(prompt, 6, ignore_eos=True) for prompt in prompt_ids]
     for output, one in zip(outputs, params, strict=True):
         if one.prompt_logprobs is None:
             assert output.prompt_logprobs is None
@@ -152,10 +152,10 @@ def test_log_probabilities_of_prompts(pair: Pair, shape: dict[str, Any]) -> None
         assert_scored(pair, output, one.prompt_logprobs)
     assert not any(key.sampling.prompt_logprobs for key in llm.cycle.programs if isinstance(key, GraphKey))
     first = {}
-    for event in llm.stream(asked, params):
+    for event in llm.stream(prompt_ids, params):
         assert event.index not in first or event.prompt_logprobs is None
         first.setdefault(event.index, event.prompt_logprobs)
-    assert [first[i] for i in range(len(asked))] == [output.prompt_logprobs for output in outputs]
+    assert [first[i] for i in range(len(prompt_ids))] == [output.prompt_logprobs for output in outputs]
 
 
 def assert_scored(pair: Pair, output: Any, count: int) -> None:
@@ -173,10 +173,10 @@ def assert_scored(pair: Pair, output: Any, count: int) -> None:
 
 
 def test_preempted_prompts_are_scored_once(pair: Pair) -> None:
-    asked = prompts(4, (9, 16))
+    prompt_ids = prompts(4, (9, 16))
     params = SamplingParams(max_tokens=30, ignore_eos=True, prompt_logprobs=1)
     llm = pair.llm(**CHAIN, page_size=4, num_pages=26, cycles_in_flight=2)
-    for output in llm.generate(asked, params):
+    for output in llm.generate(prompt_ids, params):
         assert_scored(pair, output, 1)
 
 

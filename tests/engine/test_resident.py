@@ -190,7 +190,7 @@ def test_progress_is_reported_in_the_callers_thread(pair: Pair) -> None:
 def test_building_for_one_call_while_others_wait_is_said(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A class that is there is used, though it computes more than is asked; only one that is missing is built, with a message."""
+    """A prepared class that covers the request is used, even if it computes more; only a missing one is built, with a message."""
     Lockstep(monkeypatch)
     llm = pair.llm(**CHAIN, max_rows=2)
     stream = llm.stream(prompts(1), PARAMS)

@@ -217,7 +217,7 @@ def test_a_third_cycle_in_flight_hides_a_result_that_comes_late() -> None:
 def test_a_host_slower_than_the_device_is_what_it_is() -> None:
     device = steady(2, Times((2.0, 2.0), (1.0, 1.0)))
     assert min(device.idle[2:]) == pytest.approx(1.0)
-    assert device.waits <= 2, "results are there before they are asked for"
+    assert device.waits <= 2, "results arrive before the host waits for them"
 
 
 @pytest.fixture(scope="module")
@@ -229,24 +229,24 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 def test_the_engine_gives_the_same_tokens(pair: Pair, shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows end, leave and join while later cycles are queued; pages are short, so that rows are sent back as well."""
     made = watch_schedulers(monkeypatch)
-    asked = prompts(7)
+    prompt_ids = prompts(7)
     params = [SamplingParams(max_tokens=3 + 4 * i, temperature=(0.0, 0.9)[i % 2], seed=i) for i in range(7)]
     found = []
     for cycles_in_flight in (1, 2, 3):
         llm = pair.llm(**shape, max_rows=3, page_size=4, num_pages=30, cycles_in_flight=cycles_in_flight)
         assert llm.plan.run_ahead == cycles_in_flight - 1 and llm.plan.ring_depth == cycles_in_flight + 1
-        outputs = llm.generate(asked, params)
+        outputs = llm.generate(prompt_ids, params)
         found.append([(o.token_ids, o.finish_reason) for o in outputs])
         assert made[-1].allocator.num_used == 0 and llm.cycle.in_flight == 0
     assert found[0] == found[1] == found[2]
-    assert ids(outputs)[0] == pair.greedy(asked[0], 3)
+    assert ids(outputs)[0] == pair.greedy(prompt_ids[0], 3)
 
 
 @pytest.mark.parametrize("face", ["generate", "stream", "a launcher in front", "async"])
 def test_every_face_keeps_two_cycles_in_flight(pair: Pair, face: str) -> None:
     llm = pair.llm(**CHAIN, max_rows=2, buckets=[1, 2], cycles_in_flight=2)
     unread: list[int] = []
-    launch, asked = llm.cycle.launch, prompts(2)
+    launch, prompt_ids = llm.cycle.launch, prompts(2)
     params = SamplingParams(max_tokens=30, ignore_eos=True)
 
     def noted(key: Key, message: Message) -> int:
@@ -257,12 +257,12 @@ def test_every_face_keeps_two_cycles_in_flight(pair: Pair, face: str) -> None:
     llm.cycle.launch = noted  # type: ignore[method-assign]
 
     async def stream() -> list[int]:
-        return [token async for event in AsyncLLM(llm).generate(asked, params) for token in event.token_ids]
+        return [token async for event in AsyncLLM(llm).generate(prompt_ids, params) for token in event.token_ids]
 
     run: dict[str, Callable[[], Any]] = {
-        "generate": lambda: llm.generate(asked, params),
-        "stream": lambda: list(llm.stream(asked, params)),
-        "a launcher in front": lambda: llm.generate(asked, params, launcher=llm.cycle),
+        "generate": lambda: llm.generate(prompt_ids, params),
+        "stream": lambda: list(llm.stream(prompt_ids, params)),
+        "a launcher in front": lambda: llm.generate(prompt_ids, params, launcher=llm.cycle),
         "async": lambda: asyncio.run(stream()),
     }
     run[face]()

@@ -121,38 +121,38 @@ def hf_greedy(pair: Pair, prompt: list[int], length: int, **options: Any) -> lis
     ids=["repeat-less", "repeat-more", "bias", "minimum", "both"],
 )
 def test_greedy_equals_transformers(pair: Pair, shape: dict[str, Any], ours: dict[str, Any], theirs: dict[str, Any]) -> None:
-    asked = prompts(3, (9, 4, 17))
-    outputs = pair.llm(**shape, page_size=4).generate(asked, SamplingParams(max_tokens=24, **ours))
-    assert ids(outputs) == [hf_greedy(pair, prompt, 24, **theirs) for prompt in asked]
+    prompt_ids = prompts(3, (9, 4, 17))
+    outputs = pair.llm(**shape, page_size=4).generate(prompt_ids, SamplingParams(max_tokens=24, **ours))
+    assert ids(outputs) == [hf_greedy(pair, prompt, 24, **theirs) for prompt in prompt_ids]
 
 
 VOCAB = 13
 
 
 def slow_shape(
-    logits: list[float], prompt: list[int], output: list[int], ask: dict[str, Any], position: int, stops: list[int]
+    logits: list[float], prompt: list[int], output: list[int], shaping: dict[str, Any], position: int, stops: list[int]
 ) -> list[float]:
     """The order of operations, one token at a time."""
     shaped = []
     for token, logit in enumerate(logits):
         if token in prompt or token in output:
-            logit = logit / ask["repetition"] if logit > 0 else logit * ask["repetition"]
-        logit -= ask["frequency"] * output.count(token)
-        logit -= ask["presence"] * (token in output)
-        logit += ask["bias"].get(token, 0.0)
-        shaped.append(float("-inf") if position < ask["stop_from"] and token in stops else logit)
+            logit = logit / shaping["repetition"] if logit > 0 else logit * shaping["repetition"]
+        logit -= shaping["frequency"] * output.count(token)
+        logit -= shaping["presence"] * (token in output)
+        logit += shaping["bias"].get(token, 0.0)
+        shaped.append(float("-inf") if position < shaping["stop_from"] and token in stops else logit)
     return shaped
 
 
-def shaping_views(asks: list[dict[str, Any]], prompts_: list[list[int]], outputs: list[list[int]], stops: list[int]) -> SimpleNamespace:
-    rows = len(asks)
+def shaping_views(shapings: list[dict[str, Any]], prompts_: list[list[int]], outputs: list[list[int]], stops: list[int]) -> SimpleNamespace:
+    rows = len(shapings)
     count_RV, seen_RV = torch.zeros(rows, VOCAB, dtype=torch.int32), torch.zeros(rows, VOCAB, dtype=torch.int8)
     bias_id_RI, bias_value_RI = torch.full((rows, 4), -1), torch.zeros(rows, 4)
     for r in range(rows):
         seen_RV[r, prompts_[r]] = 1
         for token in outputs[r]:
             count_RV[r, token] += 1
-        for i, (token, value) in enumerate(asks[r]["bias"].items()):
+        for i, (token, value) in enumerate(shapings[r]["bias"].items()):
             bias_id_RI[r, i], bias_value_RI[r, i] = token, value
     return SimpleNamespace(
         allowed_RU=torch.full((rows, -(-VOCAB // 64)), -1),
@@ -163,8 +163,8 @@ def shaping_views(asks: list[dict[str, Any]], prompts_: list[list[int]], outputs
         bias_id_RI=bias_id_RI,
         bias_value_RI=bias_value_RI,
         stop_id_RE=torch.tensor([[*stops, -1]] * rows),
-        stop_from_R=torch.tensor([ask["stop_from"] for ask in asks]),
-        **{f"{key}_R": torch.tensor([ask[key] for ask in asks]) for key in ("repetition", "presence", "frequency")},
+        stop_from_R=torch.tensor([shaping["stop_from"] for shaping in shapings]),
+        **{f"{key}_R": torch.tensor([shaping[key] for shaping in shapings]) for key in ("repetition", "presence", "frequency")},
     )
 
 
@@ -178,7 +178,7 @@ def test_every_branch_counts_its_own_path(mapped: bool) -> None:
     """Nodes of random trees, some of whose paths repeat tokens of prompt and output, against one token at a time."""
     generator = torch.Generator().manual_seed(0)
     rows, nodes = 4, 12
-    asks = [
+    shapings = [
         {"repetition": r, "presence": p, "frequency": f, "bias": b, "stop_from": s}
         for r, p, f, b, s in (
             (1.3, 0.5, 0.25, {3: 2.0}, 0),
@@ -189,7 +189,7 @@ def test_every_branch_counts_its_own_path(mapped: bool) -> None:
     ]
     spoken = [torch.randint(0, VOCAB, (7,), generator=generator).tolist() for _ in range(2 * rows)]
     stops, seq_len = [2, 6], 6
-    v = shaping_views(asks, spoken[:rows], spoken[rows:], stops)
+    v = shaping_views(shapings, spoken[:rows], spoken[rows:], stops)
     parent_N = [-1, *(int(torch.randint(0, n, (1,), generator=generator)) for n in range(1, nodes))]
     token_BN = torch.randint(0, VOCAB, (rows, nodes), generator=generator)
     token_BN[:, -1] = -1
@@ -214,7 +214,7 @@ def test_every_branch_counts_its_own_path(mapped: bool) -> None:
             full = torch.zeros(VOCAB)
             full[kept] = logits_BNV[lane, n]
             output = [*spoken[rows + row], *token_BN[lane, paths[n]].tolist()]
-            expected = torch.tensor(slow_shape(full.tolist(), spoken[row], output, asks[row], int(position_BN[lane, n]), stops))[kept]
+            expected = torch.tensor(slow_shape(full.tolist(), spoken[row], output, shapings[row], int(position_BN[lane, n]), stops))[kept]
             torch.testing.assert_close(found_BNV[lane, n], expected, rtol=1e-6, atol=1e-6)
             different += int((expected != logits_BNV[lane, n]).sum())
     assert different > rows * nodes
@@ -234,8 +234,8 @@ def test_rows_that_ask_for_nothing_keep_their_bits() -> None:
 @pytest.mark.parametrize("field", ["bias", "allowed", "bad_words"])
 def test_a_ban_hides_no_broken_logit(field: str) -> None:
     """Bans put -inf where the sampler then expects it; what the network got wrong is still seen, under a ban too."""
-    ask = {"repetition": 1.0, "presence": 0.0, "frequency": 0.0, "bias": {1: 0.5}, "stop_from": 9}
-    v = shaping_views([ask], [[1]], [[1]], [2, 4])
+    shaping = {"repetition": 1.0, "presence": 0.0, "frequency": 0.0, "bias": {1: 0.5}, "stop_from": 9}
+    v = shaping_views([shaping], [[1]], [[1]], [2, 4])
     sampling = SamplingClass(**{field: True})
     v.allowed_RU[0, 0] = ~(1 << 2 | 1 << 4)
     v.bad_word_RBwBt[0] = torch.tensor([[-1, -1, 2], [-1, 3, 4]])
@@ -377,7 +377,7 @@ def test_bad_parameters_are_named(pair: Pair, key: str, value: object) -> None:
 @pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
 def test_a_preempted_row_resumes_with_its_counts(pair: Pair, shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     made = watch_schedulers(monkeypatch)
-    asked = prompts(4, (9, 16))
+    prompt_ids = prompts(4, (9, 16))
     params = [
         SamplingParams(
             max_tokens=40, ignore_eos=True, seed=i, temperature=float(i % 2), repetition_penalty=1.3, frequency_penalty=0.5, min_tokens=30,
@@ -385,8 +385,8 @@ def test_a_preempted_row_resumes_with_its_counts(pair: Pair, shape: dict[str, An
         )
         for i in range(4)
     ]  # fmt: skip
-    roomy = pair.llm(**shape, page_size=4).generate(asked, params)
-    tight = pair.llm(**shape, page_size=4, num_pages=30, cycles_in_flight=2).generate(asked, params)
+    roomy = pair.llm(**shape, page_size=4).generate(prompt_ids, params)
+    tight = pair.llm(**shape, page_size=4, num_pages=30, cycles_in_flight=2).generate(prompt_ids, params)
     assert (made[0].preempted, made[1].preempted > 0) == (0, True)
     assert ids(tight) == ids(roomy)
     assert min(map(len, ids(roomy))) >= 30
@@ -418,10 +418,10 @@ def test_idle_rows_and_lanes_may_hold_anything(pair: Pair, alone: list[list[int]
 def test_penalties_forget_the_row_before(pair: Pair) -> None:
     llm = pair.llm(**CHAIN, max_rows=1)
     params = SamplingParams(max_tokens=LENGTH, repetition_penalty=1.5)
-    asked = prompts(3)
-    together = ids(llm.generate(asked, params))
-    assert together == [llm.generate([prompt], params)[0].token_ids for prompt in asked]
-    assert together == [hf_greedy(pair, prompt, LENGTH, repetition_penalty=1.5) for prompt in asked]
+    prompt_ids = prompts(3)
+    together = ids(llm.generate(prompt_ids, params))
+    assert together == [llm.generate([prompt], params)[0].token_ids for prompt in prompt_ids]
+    assert together == [hf_greedy(pair, prompt, LENGTH, repetition_penalty=1.5) for prompt in prompt_ids]
 
 
 def test_compiled_with_everything_equals_plain_decoding(pair: Pair, alone: list[list[int]]) -> None:
@@ -439,6 +439,6 @@ def test_ties_of_the_largest_logit_are_kept_by_every_filter() -> None:
 def test_an_engine_of_another_kind_is_not_affected(pair: Pair) -> None:
     """Greedy text with and without other classes having run on the engine."""
     llm: LLM = pair.llm(**CHAIN)
-    asked = prompts(2)
-    llm.generate(asked, [some_params(8), some_params(5)])
-    assert ids(llm.generate(asked, SamplingParams(max_tokens=LENGTH))) == [pair.greedy(prompt, LENGTH) for prompt in asked]
+    prompt_ids = prompts(2)
+    llm.generate(prompt_ids, [some_params(8), some_params(5)])
+    assert ids(llm.generate(prompt_ids, SamplingParams(max_tokens=LENGTH))) == [pair.greedy(prompt, LENGTH) for prompt in prompt_ids]

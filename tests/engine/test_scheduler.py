@@ -30,7 +30,7 @@ MOST_STEPS = 3000
 
 
 class Pool:
-    """Whose KV each slot holds: a token, -1 for what is nobody's."""
+    """The token whose KV each slot holds; -1: none."""
 
     def __init__(self, plan: Plan) -> None:
         self.size = plan.page_size

@@ -1,4 +1,4 @@
-"""Several open calls on one engine: nothing of one shows in another, whoever drives and whatever each asks of the sampler."""
+"""Several open calls on one engine: none affects another, whichever drives and whatever sampling each requests."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def lockstep(monkeypatch: pytest.MonkeyPatch) -> Lockstep:
     return Lockstep(monkeypatch)
 
 
-def expected(pair: Pair, asked: list[list[int]], length: int = LENGTH) -> list[list[int]]:
-    return [pair.greedy(prompt, length, ignore_eos=True) for prompt in asked]
+def expected(pair: Pair, prompt_ids: list[list[int]], length: int = LENGTH) -> list[list[int]]:
+    return [pair.greedy(prompt, length, ignore_eos=True) for prompt in prompt_ids]
 
 
 def assert_idle(llm: LLM) -> None:
@@ -57,40 +57,40 @@ def collect(stream: Iterator[StreamEvent], into: dict[int, list[int]]) -> None:
 @pytest.mark.parametrize("cycles_in_flight", [1, 2])
 def test_two_streams_in_turn(pair: Pair, shape: dict[str, Any], rows: int, cycles_in_flight: int) -> None:
     llm = pair.llm(**shape, max_rows=rows, buckets=[1, 4], cycles_in_flight=cycles_in_flight)
-    asked = prompts(2)
-    streams = [llm.stream(prompt, PARAMS) for prompt in asked]
+    prompt_ids = prompts(2)
+    streams = [llm.stream(prompt, PARAMS) for prompt in prompt_ids]
     found: list[list[int]] = [[], []]
     for events in zip_longest(*streams):
         for tokens, event in zip(found, events, strict=True):
             tokens += event.token_ids if event is not None else []
-    assert found == expected(pair, asked)
+    assert found == expected(pair, prompt_ids)
     assert_idle(llm)
 
 
 @SHAPES
 def test_generating_inside_the_loop_over_a_stream(pair: Pair, shape: dict[str, Any]) -> None:
     llm = pair.llm(**shape, max_rows=2, buckets=[1, 2])
-    asked, inner = prompts(4), prompts(3, seed=5)
+    prompt_ids, inner = prompts(4), prompts(3, seed=5)
     found: dict[int, list[int]] = {}
-    for number, event in enumerate(llm.stream(asked, PARAMS)):
+    for number, event in enumerate(llm.stream(prompt_ids, PARAMS)):
         found.setdefault(event.index, []).extend(event.token_ids)
         if number % 4 == 0:
             assert ids(llm.generate(inner, SamplingParams(max_tokens=5, ignore_eos=True))) == expected(pair, inner, 5)
-    assert [found[i] for i in range(4)] == expected(pair, asked)
+    assert [found[i] for i in range(4)] == expected(pair, prompt_ids)
     assert_idle(llm)
 
 
 @SHAPES
 def test_a_stream_goes_on_after_another_call_used_its_rows(pair: Pair, shape: dict[str, Any]) -> None:
     llm = pair.llm(**shape, max_rows=1, buckets=[1])
-    asked = prompts(3)
-    stream, found = llm.stream(asked, PARAMS), {}
+    prompt_ids = prompts(3)
+    stream, found = llm.stream(prompt_ids, PARAMS), {}
     for _ in range(2):
         event = next(stream)
         found.setdefault(event.index, []).extend(event.token_ids)
-    assert ids(llm.generate(asked, PARAMS)) == expected(pair, asked)
+    assert ids(llm.generate(prompt_ids, PARAMS)) == expected(pair, prompt_ids)
     collect(stream, found)
-    assert [found[i] for i in range(3)] == expected(pair, asked)
+    assert [found[i] for i in range(3)] == expected(pair, prompt_ids)
     assert_idle(llm)
 
 
@@ -100,20 +100,20 @@ def test_threads(pair: Pair, shape: dict[str, Any], pages: int | None, lockstep:
     """Also with pages so short that rows of one caller make way for those of another."""
     lockstep.free = True
     llm = pair.llm(**shape, max_rows=3, buckets=[1, 4], page_size=4, num_pages=pages)
-    asked = [prompts(3, seed=seed) for seed in range(4)]
-    wanted = [expected(pair, some) for some in asked]
+    prompt_ids = [prompts(3, seed=seed) for seed in range(4)]
+    wanted = [expected(pair, some) for some in prompt_ids]
     found: dict[int, Any] = {}
 
     def generate(number: int) -> None:
         try:
-            found[number] = [ids(llm.generate(asked[number], PARAMS)) for _ in range(2)]
+            found[number] = [ids(llm.generate(prompt_ids[number], PARAMS)) for _ in range(2)]
         except BaseException as error:  # noqa: BLE001  the assertion shows it
             found[number] = error
 
     def stream(number: int) -> None:
         tokens: dict[int, list[int]] = {}
         try:
-            collect(llm.stream(asked[number], PARAMS), tokens)
+            collect(llm.stream(prompt_ids[number], PARAMS), tokens)
         except BaseException as error:  # noqa: BLE001
             found[number] = error
         else:
@@ -157,42 +157,42 @@ def test_what_one_call_asks_of_the_sampler_stays_with_it(pair: Pair) -> None:
 
 def test_the_smallest_class_that_covers_its_rows_runs(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = pair.llm(**CHAIN, max_rows=2)
-    asked = prompts(2)
+    prompt_ids = prompts(2)
     used: list[SamplingClass] = []
     launch = type(llm.cycle).launch
     monkeypatch.setattr(type(llm.cycle), "launch", lambda self, key, message: used.append(key.sampling) or launch(self, key, message))
-    stream = llm.stream(asked[0], PARAMS)
+    stream = llm.stream(prompt_ids[0], PARAMS)
     next(stream)
     hot = SamplingParams(max_tokens=4, ignore_eos=True, temperature=1.0, seed=1)
-    llm.generate([asked[1]], hot)
+    llm.generate([prompt_ids[1]], hot)
     together = len(used)
     collect(stream, {})
     assert set(used[:2]) == {SamplingClass()}
     assert SamplingClass(noise=True) in used[2:together]
-    assert set(used[together:]) == {SamplingClass()}, "the request that is left asks for nothing"
+    assert set(used[together:]) == {SamplingClass()}, "the remaining request is greedy and plain"
 
 
 def test_a_call_has_the_engine_to_itself_or_not_at_all(pair: Pair) -> None:
     llm = pair.llm(**TREE, max_rows=2)
-    asked = prompts(2)
-    stream = llm.stream(asked, PARAMS)
+    prompt_ids = prompts(2)
+    stream = llm.stream(prompt_ids, PARAMS)
     found: dict[int, list[int]] = {}
     event = next(stream)
     found[event.index] = list(event.token_ids)
-    for alone in (lambda: llm.draft_tree(asked[0]), lambda: llm.generate(asked, PARAMS, launcher=llm.cycle)):
+    for alone in (lambda: llm.draft_tree(prompt_ids[0]), lambda: llm.generate(prompt_ids, PARAMS, launcher=llm.cycle)):
         with pytest.raises(ResourceError, match=r"engine: expected no other open call during an exclusive one, found 2 requests"):
             alone()
     collect(stream, found)
-    assert [found[i] for i in range(2)] == expected(pair, asked)
-    assert llm.draft_tree(asked[0]).token_N
-    assert ids(llm.generate(asked, PARAMS, launcher=llm.cycle)) == expected(pair, asked)
+    assert [found[i] for i in range(2)] == expected(pair, prompt_ids)
+    assert llm.draft_tree(prompt_ids[0]).token_N
+    assert ids(llm.generate(prompt_ids, PARAMS, launcher=llm.cycle)) == expected(pair, prompt_ids)
     assert_idle(llm)
 
 
 def test_a_call_from_inside_a_step_is_refused(pair: Pair) -> None:
     """The thread that steps would wait for itself; progress is reported in the caller's own thread, which may call."""
     llm = pair.llm(**CHAIN)
-    asked = prompts(2)
+    prompt_ids = prompts(2)
 
     class Calling:
         in_flight = property(lambda self: llm.cycle.in_flight)
@@ -205,25 +205,25 @@ def test_a_call_from_inside_a_step_is_refused(pair: Pair) -> None:
             return llm.cycle.launch(key, message)
 
     refused: list[Any] = []
-    assert ids(llm.generate(asked, PARAMS, launcher=Calling())) == expected(pair, asked)
+    assert ids(llm.generate(prompt_ids, PARAMS, launcher=Calling())) == expected(pair, prompt_ids)
     assert len(refused) > 4
     inner: list[list[list[int]]] = []
 
     def progress(*_: Any) -> None:
         if not inner:
             inner.append([])
-            inner[0] = ids(llm.generate(asked, PARAMS))
+            inner[0] = ids(llm.generate(prompt_ids, PARAMS))
 
     llm._engine.progress = progress
     hot = SamplingParams(max_tokens=3, temperature=1.0, seed=1)
-    assert [len(tokens) for tokens in ids(llm.generate(asked, hot))] == [3, 3]
-    assert inner == [expected(pair, asked)]
+    assert [len(tokens) for tokens in ids(llm.generate(prompt_ids, hot))] == [3, 3]
+    assert inner == [expected(pair, prompt_ids)]
     assert_idle(llm)
 
 
 def test_programs_that_cannot_be_built_fail_the_call_that_wants_them(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = pair.llm(**CHAIN)
-    asked = prompts(2)
+    prompt_ids = prompts(2)
     prepare = type(llm.cycle).prepare
 
     def refuse(self: Any, keys: Any, progress: Any = None) -> None:
@@ -232,13 +232,13 @@ def test_programs_that_cannot_be_built_fail_the_call_that_wants_them(pair: Pair,
         prepare(self, keys, progress)
 
     monkeypatch.setattr(type(llm.cycle), "prepare", refuse)
-    stream, found = llm.stream(asked, PARAMS), {}
+    stream, found = llm.stream(prompt_ids, PARAMS), {}
     event = next(stream)
     found[event.index] = list(event.token_ids)
     with pytest.raises(ResourceError, match="memory: expected room, found none"):
-        llm.generate(asked, SamplingParams(repetition_penalty=1.5))
+        llm.generate(prompt_ids, SamplingParams(repetition_penalty=1.5))
     collect(stream, found)
-    assert [found[i] for i in range(2)] == expected(pair, asked)
+    assert [found[i] for i in range(2)] == expected(pair, prompt_ids)
     assert_idle(llm)
 
 
@@ -254,7 +254,7 @@ def test_a_stream_that_nobody_holds_any_more_gives_back_what_it_had(pair: Pair) 
 def test_a_stream_that_is_collected_inside_a_step(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """The collector may close it anywhere, in the driving thread too."""
     llm = pair.llm(**CHAIN, max_rows=3)
-    asked = prompts(2)
+    prompt_ids = prompts(2)
     left = [llm.stream(prompts(1, seed=7), PARAMS)]
     next(left[0])
     step = Engine._step
@@ -264,14 +264,14 @@ def test_a_stream_that_is_collected_inside_a_step(pair: Pair, monkeypatch: pytes
         left.clear()
 
     monkeypatch.setattr(Engine, "_step", collecting)
-    assert ids(llm.generate(asked, PARAMS)) == expected(pair, asked)
+    assert ids(llm.generate(prompt_ids, PARAMS)) == expected(pair, prompt_ids)
     assert_idle(llm)
 
 
 def test_a_consumer_that_raises_ends_its_own_call_only(pair: Pair) -> None:
     llm = pair.llm(**CHAIN, max_rows=2)
-    asked = prompts(2)
-    stream, found = llm.stream(asked, PARAMS), {}
+    prompt_ids = prompts(2)
+    stream, found = llm.stream(prompt_ids, PARAMS), {}
     event = next(stream)
     found[event.index] = list(event.token_ids)
 
@@ -279,9 +279,9 @@ def test_a_consumer_that_raises_ends_its_own_call_only(pair: Pair) -> None:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        llm.generate(asked, PARAMS, progress)
+        llm.generate(prompt_ids, PARAMS, progress)
     collect(stream, found)
-    assert [found[i] for i in range(2)] == expected(pair, asked)
+    assert [found[i] for i in range(2)] == expected(pair, prompt_ids)
     assert_idle(llm)
 
 

@@ -1,4 +1,4 @@
-"""Many requests over one engine: no page, row or request stays behind, memory is flat, and outputs are those of a fresh engine.
+"""Many requests over one engine: no page, row or request leaks, memory is flat, and outputs are those of a fresh engine.
 
 The suite runs a few; ``make soak`` runs 100,000.
 """
@@ -26,7 +26,7 @@ from .test_shared_engine import assert_idle
 OPEN = 8
 """Calls at a time; each asks for one to three requests."""
 CHECKED = 200
-"""Every so many requests one is run again on an engine of its own."""
+"""One request in this many is run again on an engine of its own."""
 FAULTS = 2000
 """Reads of results, about, to one that fails."""
 GROWTH = 48 * 2**20

@@ -32,7 +32,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 
 class Syllables:
-    """A tokenizer of short texts, as far as :class:`OutputText` asks it."""
+    """A tokenizer of short texts, with the methods that :class:`OutputText` uses."""
 
     hf = SimpleNamespace(is_fast=False)
     texts = ("a", "b", "ab", "bab", "aab", "ca")
@@ -92,7 +92,7 @@ def test_a_stop_text_ends_the_run_it_is_in(pair: Pair, shape: dict[str, Any], mo
     whole = pair.greedy(prompt, LENGTH, ignore_eos=True)
     # A word, two of them, the end of one and the beginning of the next, and one that never comes.
     second = words(whole[6:8])
-    asked: list[dict[str, Any]] = [
+    options: list[dict[str, Any]] = [
         {"stop": f"w{whole[5]}"},
         {"stop": [second, "x"], "include_stop_str_in_output": True},
         {"stop": second[1:-1]},
@@ -100,7 +100,7 @@ def test_a_stop_text_ends_the_run_it_is_in(pair: Pair, shape: dict[str, Any], mo
         {"stop": f"w{whole[2]}", "min_tokens": 3},
         {},
     ]
-    params = [SamplingParams(max_tokens=LENGTH, ignore_eos=True, logprobs=1, **one) for one in asked]
+    params = [SamplingParams(max_tokens=LENGTH, ignore_eos=True, logprobs=1, **one) for one in options]
     outputs = llm.generate([prompt] * len(params), params)
     text = words(whole)
     for output, one in zip(outputs, params, strict=True):
@@ -124,12 +124,12 @@ def test_a_stop_text_ends_the_run_it_is_in(pair: Pair, shape: dict[str, Any], mo
 
 @SHAPES
 def test_a_stream_holds_back_what_may_begin_a_stop_text(pair: Pair, shape: dict[str, Any]) -> None:
-    llm, asked = pair.llm(**shape), prompts(4)
-    texts = [words(pair.greedy(prompt, LENGTH, ignore_eos=True)) for prompt in asked]
+    llm, prompt_ids = pair.llm(**shape), prompts(4)
+    texts = [words(pair.greedy(prompt, LENGTH, ignore_eos=True)) for prompt in prompt_ids]
     params = [SamplingParams(max_tokens=LENGTH, ignore_eos=True, stop=[text[20:25], "w1 w2 w3"]) for text in texts]
-    outputs = llm.generate(asked, params)
+    outputs = llm.generate(prompt_ids, params)
     events: dict[int, list[Any]] = defaultdict(list)
-    for event in llm.stream(asked, params):
+    for event in llm.stream(prompt_ids, params):
         events[event.index].append(event)
     for output, text, one in zip(outputs, texts, params, strict=True):
         mine, stop = events[output.index], (one.stop or ())[0]
@@ -151,10 +151,10 @@ def test_stop_ids_have_their_reason_and_the_chat_its_stop(pair: Pair) -> None:
 
 
 def test_preempted_rows_stop_where_they_would_have(pair: Pair) -> None:
-    asked = prompts(4, (9, 16))
-    texts = [words(pair.greedy(prompt, 30, ignore_eos=True)) for prompt in asked]
+    prompt_ids = prompts(4, (9, 16))
+    texts = [words(pair.greedy(prompt, 30, ignore_eos=True)) for prompt in prompt_ids]
     params = [SamplingParams(max_tokens=30, ignore_eos=True, stop=text[60:66]) for text in texts]
-    outputs = pair.llm(**CHAIN, page_size=4, num_pages=26).generate(asked, params)
+    outputs = pair.llm(**CHAIN, page_size=4, num_pages=26).generate(prompt_ids, params)
     assert [output.text for output in outputs] == [text[: text.index(text[60:66])] for text in texts]
 
 

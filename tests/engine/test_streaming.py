@@ -31,12 +31,12 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 def test_a_stream_adds_up_to_the_output(pair: Pair, shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     Lockstep(monkeypatch)
     llm = pair.llm(**shape, max_rows=3)
-    asked: list[list[int]] = [*prompts(5), [MIRROR_VOCAB]]
+    prompt_ids: list[list[int]] = [*prompts(5), [MIRROR_VOCAB]]
     lengths = ((14, 0.0), (1, 0.0), (9, 1.0), (2, 0.0), (20, 0.0), (3, 0.0))
     params = [SamplingParams(max_tokens=n, temperature=t, seed=n) for n, t in lengths]
-    outputs = llm.generate(asked, params)
+    outputs = llm.generate(prompt_ids, params)
     events: dict[int, list[StreamEvent]] = defaultdict(list)
-    for event in llm.stream(asked, params):
+    for event in llm.stream(prompt_ids, params):
         events[event.index].append(event)
     for output in outputs:
         mine = events[output.index]
@@ -71,7 +71,7 @@ def test_closing_a_stream_frees_what_it_held(pair: Pair, run_ahead: int, events:
     (scheduler,) = made
     assert scheduler.allocator.num_used == 0
     assert not scheduler.busy
-    assert {r.finish_reason for r in scheduler.seen} == ({"abort"} if events else set()), "what was never asked for was never queued"
+    assert {r.finish_reason for r in scheduler.seen} == ({"abort"} if events else set()), "a request nobody iterates is never queued"
 
 
 def test_a_bad_request_alone_raises_at_the_first_event(pair: Pair) -> None:
@@ -80,7 +80,7 @@ def test_a_bad_request_alone_raises_at_the_first_event(pair: Pair) -> None:
 
 
 class Slow:
-    """A tokenizer of bytes that can only decode all tokens at once, as far as :class:`Detokenizer` asks it."""
+    """A tokenizer of bytes that can only decode all tokens at once, with the methods that :class:`Detokenizer` uses."""
 
     hf = SimpleNamespace(is_fast=False)
 

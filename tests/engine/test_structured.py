@@ -150,7 +150,7 @@ def test_captured_segments_give_the_tokens_of_direct_launches(tree: LLM, expecte
 
 
 def test_rows_without_a_grammar_pay_one_launch(tree: LLM) -> None:
-    """Also next to rows that have one, as soon as those have left; and programs of such a class serve nobody else."""
+    """Also next to rows that have one, as soon as those have finished; programs of such a class serve no other rows."""
     alone = tree.generate("import os", SamplingParams(max_tokens=30))[0]
     keys = []
     launch = tree.cycle.launch
@@ -222,8 +222,8 @@ def test_abort_leaves_the_others_alone(tree: LLM, expected: list[tuple[list[int]
 
 
 def test_each_sample_follows_its_own_grammar(plain: LLM, tree: LLM) -> None:
-    asked = SamplingParams(n=4, seed=3, temperature=1.0, max_tokens=40, structured=Structured(regex="[a-z]{2,9}!"))
-    outputs = [[out.token_ids for out in llm.generate("x = ", asked)] for llm in (plain, tree)]
+    params = SamplingParams(n=4, seed=3, temperature=1.0, max_tokens=40, structured=Structured(regex="[a-z]{2,9}!"))
+    outputs = [[out.token_ids for out in llm.generate("x = ", params)] for llm in (plain, tree)]
     assert outputs[0] == outputs[1]
     assert len({tuple(tokens) for tokens in outputs[0]}) > 1
 
@@ -237,8 +237,8 @@ def test_stop_text_and_stop_id_end_before_the_grammar_does(plain: LLM, tree: LLM
 
 
 def test_a_budget_cuts_the_text(plain: LLM, tree: LLM) -> None:
-    asked = SamplingParams(structured=Structured(regex="[ab]{90}"), max_tokens=7)
-    first, second = (llm.generate("x", asked)[0] for llm in (plain, tree))
+    params = SamplingParams(structured=Structured(regex="[ab]{90}"), max_tokens=7)
+    first, second = (llm.generate("x", params)[0] for llm in (plain, tree))
     assert first.token_ids == second.token_ids and len(first.token_ids) == 7 and first.finish_reason == "length"
 
 
@@ -260,8 +260,8 @@ def test_text_before_a_tag_is_free(plain: LLM, tree: LLM) -> None:
         },
     }  # fmt: skip
     for temperature in (0, 0.9):
-        asked = SamplingParams(structured=Structured(structural_tag=tag), max_tokens=60, seed=2, temperature=temperature)
-        first, second = (llm.generate("class A:\n    def a(self):\n        return 1\n\n    ", asked)[0] for llm in (plain, tree))
+        params = SamplingParams(structured=Structured(structural_tag=tag), max_tokens=60, seed=2, temperature=temperature)
+        first, second = (llm.generate("class A:\n    def a(self):\n        return 1\n\n    ", params)[0] for llm in (plain, tree))
         assert first.token_ids == second.token_ids
         tags = [part for part in first.text.split("def ")[1:] if len(part) > 5]
         assert tags and all(re.match(r"<[0-9]{3}>:", part) for part in tags), first.text
@@ -292,7 +292,7 @@ def test_masks_of_a_tree(plain: LLM) -> None:
     assert bits(mask[1]) == {e} and bits(mask[2]) == {END}
     assert bits(mask[4]) == {END}, "a distribution is defined after the end too"
     assert c in bits(mask[3]) and d not in bits(mask[3])
-    # Below what the grammar refuses nobody comes.
+    # Nodes below a token that the grammar refuses are never accepted.
     assert bits(mask[6]) == bits(mask[8]) == set(range(2048))
     # The walk left no trace.
     assert one.follow([a, b]) and one.follow([a, b, c, e, END])
@@ -311,7 +311,7 @@ def test_a_terminated_matcher_leaves_stop_ids_and_accepts_nothing(plain: LLM) ->
 
 
 def test_what_must_follow_is_spelled(plain: LLM) -> None:
-    """The longest tokens that spell it, cut at the length that is asked for, and the end where nothing else may come."""
+    """The longest tokens that spell it, up to the requested length, and the end token where nothing else may come."""
     one = grammar(plain, Structured(json_schema=PERSON, any_whitespace=False))
     run = one.forced(20)
     assert plain.tokenizer.decode(run) == '{"name": "' and len(run) < 8
@@ -342,9 +342,11 @@ def test_a_forced_token_comes_first_and_scores_stay_sorted() -> None:
 )
 def test_forced_text_is_accepted_whole(keys: dict[str, Any], tree: LLM) -> None:
     """One way to spell a digit, twelve times and an end: as fast as the depth allows."""
-    asked = SamplingParams(structured=Structured(regex="(x7){6}"), max_tokens=40, logit_bias=dict.fromkeys(tree.tokenizer.words("x"), 50.0))
+    params = SamplingParams(
+        structured=Structured(regex="(x7){6}"), max_tokens=40, logit_bias=dict.fromkeys(tree.tokenizer.words("x"), 50.0)
+    )
     with engine(**keys) as llm:
-        out = llm.generate("a = ", asked)[0]
+        out = llm.generate("a = ", params)[0]
         depth = llm.plan.shape.num_steps
     assert out.text == "x7" * 6 and len(out.token_ids) == 13
     assert len(out.timing.cycle_tokens) == -(-12 // (depth + 1))

@@ -78,8 +78,8 @@ def test_drafters_of_one_pass_give_the_tokens_of_plain_decoding(
 def test_what_is_forced_is_accepted_whatever_they_know(favouring: Pair, drafts: dict[str, ParallelDraft], name: str) -> None:
     """One spelling of twelve tokens and an end: as fast as the depth allows, in drafts that know neither token."""
     with drafts[name].llm(favouring, **CHAIN) as llm:
-        asked = SamplingParams(structured=Structured(regex="(z7){6}"), max_tokens=40)
-        [out] = llm.generate([[5, 9, 11]], asked)
+        params = SamplingParams(structured=Structured(regex="(z7){6}"), max_tokens=40)
+        [out] = llm.generate([[5, 9, 11]], params)
     assert out.text == "z7" * 6 and len(out.token_ids) == 13
     assert len(out.timing.cycle_tokens) == -(-12 // (CHAIN["num_steps"] + 1))
 

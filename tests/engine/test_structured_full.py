@@ -53,7 +53,7 @@ def expected() -> list[list[int]]:
 
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_every_text_parses_and_is_that_of_plain_decoding(name: str, expected: list[list[int]]) -> None:
-    """Each drafter has the requests of its own tenth and, for the first hundred, everybody's."""
+    """Each drafter runs the first hundred requests and its own tenth of the rest."""
     mine = [place for place in range(COUNT) if place < 100 or place % len(DRAFTERS) == list(DRAFTERS).index(name)]
     prompts, params = zip(*requests(), strict=True)
     with engine(**DRAFTERS[name]) as llm:

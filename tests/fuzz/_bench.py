@@ -52,7 +52,7 @@ class Bench:
     def case(
         self, name: str, mutate: Mutate, which: str = TARGET, *, wrong: bool = False, use: Use | None = None, answer: str | None = None
     ) -> Case:
-        """``mutate`` damages the folder ``which``, then ``use`` uses them all; ``answer`` is what the user types when asked."""
+        """``mutate`` damages the folder ``which``, then ``use`` uses them all; ``answer`` is the user's input at a prompt."""
         uses: dict[str, Use] = {SMALL: standalone, MAP: token_map}
         return Case(f"{which}: {name}", lambda: self._run(mutate, which, use or uses.get(which, eagle3), answer), wrong)
 

@@ -1,4 +1,4 @@
-"""The command line, asked oddly: every answer is text and exit code 0, or exit code 2 and a line that says why."""
+"""The command line with odd inputs: either text and exit code 0, or exit code 2 and a line that says why."""
 
 from __future__ import annotations
 

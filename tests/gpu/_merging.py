@@ -99,7 +99,7 @@ def _filters(device: str, lanes: int) -> Case:
     }
 
 
-def _asks(device: str, lanes: int, rows: int) -> Case:
+def _sampler_arguments(device: str, lanes: int, rows: int) -> Case:
     return {
         "temperature_B": torch.tensor([0.8, 1.0])[torch.arange(lanes) % 2].to(device),
         "seed_B": torch.arange(lanes).to(device),
@@ -110,15 +110,15 @@ def _asks(device: str, lanes: int, rows: int) -> Case:
 def _sampled(lanes: int, rows: int, filtered: bool) -> Callable[[str], Case]:
     def make(device: str) -> Case:
         filters = _filters(device, lanes) if filtered else dict.fromkeys(("top_k_B", "top_p_B", "min_p_B"))
-        return {"logits_BTV": _logits(device, lanes, rows, VOCAB), **_asks(device, lanes, rows), **filters, "strict": True}
+        return {"logits_BTV": _logits(device, lanes, rows, VOCAB), **_sampler_arguments(device, lanes, rows), **filters, "strict": True}
 
     return make
 
 
 def _filtered(lanes: int, rows: int) -> Callable[[str], Case]:
     def make(device: str) -> Case:
-        heat = _asks(device, lanes, rows)["temperature_B"]
-        return {"logits_BTV": _logits(device, lanes, rows, VOCAB), "temperature_B": heat, **_filters(device, lanes)}
+        temperature_B = _sampler_arguments(device, lanes, rows)["temperature_B"]
+        return {"logits_BTV": _logits(device, lanes, rows, VOCAB), "temperature_B": temperature_B, **_filters(device, lanes)}
 
     return make
 
@@ -126,9 +126,13 @@ def _filtered(lanes: int, rows: int) -> Callable[[str], Case]:
 def _ranked(lanes: int, rows: int, vocab: int, topk: int) -> Callable[[str], Case]:
     def make(device: str) -> Case:
         ids = (torch.arange(vocab) * (VOCAB // vocab)).to(device)
-        asks = _asks(device, lanes, 1)
+        sampler_arguments = _sampler_arguments(device, lanes, 1)
         case = {"logits_BTVd": _logits(device, lanes, rows, vocab), "topk": topk, "target_token_Vd": ids}
-        return case | {"seed_B": asks["seed_B"], "position_B": asks["position_BT"][:, 0], "temperature_B": asks["temperature_B"]}
+        return case | {
+            "seed_B": sampler_arguments["seed_B"],
+            "position_B": sampler_arguments["position_BT"][:, 0],
+            "temperature_B": sampler_arguments["temperature_B"],
+        }
 
     return make
 
@@ -137,7 +141,12 @@ def _shard(lanes: int, rows: int, topk: int) -> Callable[[str], Case]:
     def make(device: str) -> Case:
         columns = VOCAB // 8
         ids = (torch.arange(columns) + 3 * columns).to(device)
-        return {"logits_BTVr": _logits(device, lanes, rows, columns), "topk": topk, "token_Vr": ids, **_asks(device, lanes, rows)}
+        return {
+            "logits_BTVr": _logits(device, lanes, rows, columns),
+            "topk": topk,
+            "token_Vr": ids,
+            **_sampler_arguments(device, lanes, rows),
+        }
 
     return make
 

@@ -26,7 +26,7 @@ broken = pytest.StashKey[bool]()
 
 @pytest.fixture(autouse=True)
 def no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programmatic launch is off unless a check asks for it, whatever was found on this machine before."""
+    """Programmatic launch is off unless a check enables it, whatever was found on this machine before."""
     monkeypatch.setattr(programmatic, "verdict", lambda *_: None)
 
 

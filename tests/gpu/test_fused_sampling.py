@@ -27,7 +27,7 @@ def model_logits(lanes: int, rows: int, vocab: int, seed: int = 0) -> Tensor:
     return logits.bfloat16().float()
 
 
-def asks(lanes: int, rows: int) -> dict[str, Any]:
+def sampler_arguments(lanes: int, rows: int) -> dict[str, Any]:
     return {
         "temperature_B": torch.tensor([0.0, 0.7, 1.0, 1.3], device="cuda")[torch.arange(lanes, device="cuda") % 4],
         "seed_B": torch.arange(lanes, device="cuda") * 12345 - 7,
@@ -44,28 +44,28 @@ def filters(lanes: int) -> dict[str, Any]:
     }
 
 
-def assert_tokens_win(logits_BTV: Tensor, ask: dict[str, Any], found_BT: Tensor) -> None:
+def assert_tokens_win(logits_BTV: Tensor, sampler: dict[str, Any], found_BT: Tensor) -> None:
     """Logarithms of two backends differ in the last bits, so the token's key, in float64, is the largest to within a few of them."""
-    noise_BTV = gumbel_noise(ask["seed_B"], ask["position_BT"], torch.arange(logits_BTV.shape[-1], device="cuda")).double()
-    heat_B11 = ask["temperature_B"].double()[:, None, None]
-    key_BTV = torch.where(heat_B11 > 0, logits_BTV.double() + heat_B11 * noise_BTV, logits_BTV.double())
-    behind_BT = key_BTV.amax(-1) - key_BTV.gather(-1, found_BT[..., None]).squeeze(-1)
-    assert behind_BT.max() < 1e-5 and not behind_BT[ask["temperature_B"] <= 0].any()
+    noise_BTV = gumbel_noise(sampler["seed_B"], sampler["position_BT"], torch.arange(logits_BTV.shape[-1], device="cuda")).double()
+    temperature_B11 = sampler["temperature_B"].double()[:, None, None]
+    key_BTV = torch.where(temperature_B11 > 0, logits_BTV.double() + temperature_B11 * noise_BTV, logits_BTV.double())
+    deficit_BT = key_BTV.amax(-1) - key_BTV.gather(-1, found_BT[..., None]).squeeze(-1)
+    assert deficit_BT.max() < 1e-5 and not deficit_BT[sampler["temperature_B"] <= 0].any()
 
 
 @pytest.mark.references("sample_tokens")
 @pytest.mark.parametrize(("lanes", "rows"), [(1, 1), (1, 8), (8, 8), (4, 64)])
 def test_samples_win(lanes: int, rows: int) -> None:
-    logits, ask, fused = model_logits(lanes, rows, VOCAB), asks(lanes, rows), OP["sample_tokens"].implementation("fused")
+    logits, sampler, fused = model_logits(lanes, rows, VOCAB), sampler_arguments(lanes, rows), OP["sample_tokens"].implementation("fused")
     token, sound = fused(logits, None, None, None, None, None, None, True)
     assert torch.equal(token, logits.argmax(-1)) and sound.all()
-    token, sound = fused(logits, *ask.values(), None, None, None, True)
-    assert_tokens_win(logits, ask, token)
-    token, _ = fused(logits, *ask.values(), *filters(lanes).values(), True)
-    kept = filter_logits(logits, ask["temperature_B"], **filters(lanes))
-    assert_tokens_win(kept, ask, token)
+    token, sound = fused(logits, *sampler.values(), None, None, None, True)
+    assert_tokens_win(logits, sampler, token)
+    token, _ = fused(logits, *sampler.values(), *filters(lanes).values(), True)
+    kept = filter_logits(logits, sampler["temperature_B"], **filters(lanes))
+    assert_tokens_win(kept, sampler, token)
     logits[-1, -1, 77] = torch.nan
-    sound = fused(logits, *ask.values(), *filters(lanes).values(), False)[1]
+    sound = fused(logits, *sampler.values(), *filters(lanes).values(), False)[1]
     assert not sound[-1, -1] and sound.sum() == lanes * rows - 1
 
 
@@ -73,7 +73,7 @@ def test_samples_win(lanes: int, rows: int) -> None:
 @pytest.mark.parametrize(("lanes", "rows"), [(1, 1), (8, 8)])
 def test_filters_keep_what_the_reference_keeps(lanes: int, rows: int) -> None:
     logits = model_logits(lanes, rows, VOCAB, 1)
-    case = {"temperature_B": asks(lanes, rows)["temperature_B"] + 0.1, **filters(lanes)}
+    case = {"temperature_B": sampler_arguments(lanes, rows)["temperature_B"] + 0.1, **filters(lanes)}
     found, expected = OP["filter_logits"].implementation("fused")(logits, **case), filter_logits(logits, **case)
     # A weight may be cut to the next integer: at most the logits of one value come or go with it.
     differ = found.isfinite() != expected.isfinite()
@@ -89,8 +89,8 @@ def test_draft_topk(lanes: int, rows: int, topk: int, noisy: bool) -> None:
     logits = model_logits(lanes, rows, DRAFT_VOCAB, 2)
     generator = torch.Generator("cuda").manual_seed(3)
     ids = torch.randperm(VOCAB, device="cuda", generator=generator)[:DRAFT_VOCAB].sort().values
-    ask = asks(lanes, rows)
-    noise = (ask["seed_B"], ask["position_BT"][:, 0].contiguous(), ask["temperature_B"]) if noisy else (None, None, None)
+    sampler = sampler_arguments(lanes, rows)
+    noise = (sampler["seed_B"], sampler["position_BT"][:, 0].contiguous(), sampler["temperature_B"]) if noisy else (None, None, None)
     logprob, token = OP["draft_topk"].implementation("fused")(logits, topk, ids, *noise)
     expected_logprob, expected_token = OP["draft_topk"].reference(logits, topk, ids, *noise)
     oracle, _ = OP["draft_topk"].reference(
@@ -111,15 +111,17 @@ def test_draft_topk(lanes: int, rows: int, topk: int, noisy: bool) -> None:
 @pytest.mark.parametrize("noisy", [False, True])
 def test_parts_of_a_vocabulary_together_give_the_tokens_of_the_whole(lanes: int, rows: int, topk: int, noisy: bool) -> None:
     """Both paths are the same kernel over the same keys, so a tie or a last bit can't decide between them."""
-    logits, ask, ranks = model_logits(lanes, rows, VOCAB, 5), asks(lanes, rows), 8
+    logits, sampler, ranks = model_logits(lanes, rows, VOCAB, 5), sampler_arguments(lanes, rows), 8
     shard, whole = OP["shard_topk"], OP["draft_topk"].implementation("fused")
-    ids, noise = torch.arange(VOCAB, device="cuda").chunk(ranks), tuple(ask.values()) if noisy else (None, None, None)
+    ids, noise = torch.arange(VOCAB, device="cuda").chunk(ranks), tuple(sampler.values()) if noisy else (None, None, None)
     parts = [(own, topk, mine, *noise) for own, mine in zip(logits.chunk(ranks, -1), ids, strict=True)]
     found = [shard.implementation("fused")(*part) for part in parts]
     logprob, token, sound = merge_shards(torch.cat([pack_shard(*each) for each in found], -1), topk)
     for row in range(rows):
-        asked = (ask["seed_B"], ask["position_BT"][:, row].contiguous(), ask["temperature_B"]) if noisy else (None, None, None)
-        expected_logprob, expected_token = whole(logits[:, row : row + 1].contiguous(), topk, None, *asked)
+        noise_args = (
+            (sampler["seed_B"], sampler["position_BT"][:, row].contiguous(), sampler["temperature_B"]) if noisy else (None, None, None)
+        )
+        expected_logprob, expected_token = whole(logits[:, row : row + 1].contiguous(), topk, None, *noise_args)
         assert torch.equal(token[:, row : row + 1], expected_token)
         torch.testing.assert_close(logprob[:, row : row + 1], expected_logprob, rtol=0, atol=2e-5)
     assert sound.all()
@@ -142,14 +144,14 @@ def test_noise_is_that_of_the_reference_hash() -> None:
 
 
 def test_a_row_alone_has_the_bits_it_has_in_a_batch() -> None:
-    logits, ask = model_logits(8, 8, VOCAB, 4), asks(8, 8)
+    logits, sampler = model_logits(8, 8, VOCAB, 4), sampler_arguments(8, 8)
     sample, rank = OP["sample_tokens"].implementation("fused"), OP["draft_topk"].implementation("fused")
-    token, _ = sample(logits, *ask.values(), *filters(8).values(), True)
-    logprob, drafted = rank(logits, 8, None, ask["seed_B"], ask["position_BT"][:, 0].contiguous(), ask["temperature_B"])
+    token, _ = sample(logits, *sampler.values(), *filters(8).values(), True)
+    logprob, drafted = rank(logits, 8, None, sampler["seed_B"], sampler["position_BT"][:, 0].contiguous(), sampler["temperature_B"])
     for b, t in ((1, 0), (3, 7), (6, 2)):
-        own = {"temperature_B": ask["temperature_B"][b : b + 1], "seed_B": ask["seed_B"][b : b + 1]}
-        position, row = ask["position_BT"][b : b + 1, t : t + 1], logits[b : b + 1, t : t + 1]
+        own = {"temperature_B": sampler["temperature_B"][b : b + 1], "seed_B": sampler["seed_B"][b : b + 1]}
+        position, row = sampler["position_BT"][b : b + 1, t : t + 1], logits[b : b + 1, t : t + 1]
         alone, _ = sample(row, *own.values(), position, *(x[b : b + 1] for x in filters(8).values()), True)
         assert alone.item() == token[b, t]
-        value, index = rank(row, 8, None, own["seed_B"], ask["position_BT"][b : b + 1, 0].contiguous(), own["temperature_B"])
+        value, index = rank(row, 8, None, own["seed_B"], sampler["position_BT"][b : b + 1, 0].contiguous(), own["temperature_B"])
         assert torch.equal(value[0, 0], logprob[b, t]) and torch.equal(index[0, 0], drafted[b, t])

@@ -227,7 +227,7 @@ def test_cycles_queued_ahead_read_in_order(shape: str, run_ahead: int) -> None:
 def demo(shape: str, **keys: object) -> LLM:
     """The demo model in float32; kernels wait for each other, whatever is the default: what decides green stands on nothing new.
 
-    Nothing is captured at load: a check has time for the class it asks for.
+    Nothing is captured at load: a check has time for the class it needs.
     """
     wanted = SHAPES[shape]
     keys = {"programmatic_launch": False, "sampling_classes": [], **keys}

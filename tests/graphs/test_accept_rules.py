@@ -359,10 +359,10 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 @pytest.mark.covers("eagle3", "accept=target_only", "accept=rejection")
 @pytest.mark.parametrize(("shape", "rule"), [(CHAIN, "target_only"), (TREE, "target_only"), (CHAIN, "rejection")])
 def test_greedy_rows_do_not_notice_the_rule(pair: Pair, shape: dict[str, Any], rule: str) -> None:
-    asked = prompts(3)
+    prompt_ids = prompts(3)
     params = [SamplingParams(max_tokens=12, temperature=t, seed=7) for t in (0.0, 1.0, 0.0)]
-    outputs = ids(pair.llm(**shape, rule=rule).generate(asked, params))
-    assert [outputs[i] for i in (0, 2)] == [pair.greedy(asked[i], 12) for i in (0, 2)]
+    outputs = ids(pair.llm(**shape, rule=rule).generate(prompt_ids, params))
+    assert [outputs[i] for i in (0, 2)] == [pair.greedy(prompt_ids[i], 12) for i in (0, 2)]
 
 
 @pytest.mark.parametrize("block", [False, True])

@@ -257,7 +257,7 @@ def test_debug_mode_changes_no_token(structure: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (lambda t: t.clone(), r"seq_len_R: expected address 0x"),
         (lambda t: t.view(torch.float64), r"seq_len_R: expected torch.int64 \[5\], found torch.float64 \[5\]"),
@@ -265,7 +265,7 @@ def test_debug_mode_changes_no_token(structure: str) -> None:
     ],
 )
 @pytest.mark.parametrize("where", ["arena", "views"])
-def test_debug_mode_names_a_slot_that_is_not_what_it_was(change: Callable[[torch.Tensor], torch.Tensor], said: str, where: str) -> None:
+def test_debug_mode_names_a_slot_that_is_not_what_it_was(change: Callable[[torch.Tensor], torch.Tensor], message: str, where: str) -> None:
     plan = replace(make_plan("none"), debug=True)
     cycle = make_cycle(plan)
     key = plan.key(2, GREEDY)
@@ -274,9 +274,9 @@ def test_debug_mode_names_a_slot_that_is_not_what_it_was(change: Callable[[torch
     if where == "arena":
         cycle.arena._tensors["seq_len_R"] = change(cycle.arena["seq_len_R"])
     else:
-        views, said = cycle.views(key), r"seq_len_R: expected torch.int64 \[5\] strides \[1\] at 0x[0-9a-f]+, as captured"
+        views, message = cycle.views(key), r"seq_len_R: expected torch.int64 \[5\] strides \[1\] at 0x[0-9a-f]+, as captured"
         views.seq_len_R = change(views.seq_len_R)
-    with pytest.raises(CaptureError, match=said):
+    with pytest.raises(CaptureError, match=message):
         cycle.launch(key, Message(lanes=()))
     assert cycle.in_flight == 0
 

@@ -26,7 +26,7 @@ class Views:
 
 
 class Add(torch.nn.Module):
-    """As much of a stage as a region asks for."""
+    """The attributes of a stage that a region uses."""
 
     name: ClassVar[str] = "add"
 
@@ -149,11 +149,11 @@ WITHOUT = """
 import sys
 from graphspec import LLM, SamplingParams
 from graphspec.errors import ResourceError
-asked = {"variant": "none", "buckets": [1], "max_rows": 1, "prefill_chunks": [16]}
+options = {"variant": "none", "buckets": [1], "max_rows": 1, "prefill_chunks": [16]}
 params = SamplingParams(max_tokens=3)
 for runtime, attention in (("compiled", "auto"), ("compiled", "reference"), ("eager", "auto")):
     try:
-        llm = LLM(sys.argv[1], runtime=runtime, attention=attention, linear=attention, **asked)
+        llm = LLM(sys.argv[1], runtime=runtime, attention=attention, linear=attention, **options)
         print(runtime, len(llm.generate([[1, 2, 3]], params)[0].token_ids))
     except ResourceError as error:
         print(runtime, error.hint)

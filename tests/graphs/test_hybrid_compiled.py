@@ -12,7 +12,7 @@ from tests.support.engines import TREE, ids, prompts, random_pair
 from tests.support.hybrid_checkpoints import build_hybrid
 
 LENGTH = 15
-ASKED = prompts(4, (12, 1, 25, 7), VOCAB_SIZE)
+PROMPTS = prompts(4, (12, 1, 25, 7), VOCAB_SIZE)
 
 
 @pytest.mark.kernels
@@ -21,4 +21,4 @@ def test_compiled_cycles_decode_the_same(family: str, tmp_path: Path) -> None:
     pair = random_pair(tmp_path, build_hybrid(family, seed=1))
     llm = pair.llm(**TREE, mode="compiled", page_size=4, max_rows=3)
     assert llm.cycle.kernels.records, "they are native"
-    assert ids(llm.generate(ASKED, SamplingParams(max_tokens=LENGTH))) == [pair.greedy(prompt, LENGTH) for prompt in ASKED]
+    assert ids(llm.generate(PROMPTS, SamplingParams(max_tokens=LENGTH))) == [pair.greedy(prompt, LENGTH) for prompt in PROMPTS]

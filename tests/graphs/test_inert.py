@@ -98,17 +98,17 @@ def test_poison_does_not_move_the_output(pair: Pair, setting: str, what: str, mo
 
     monkeypatch.setattr(Cycle, "launch", poisoned)
     llm = pair.llm(**SETTINGS[setting], max_rows=4, buckets=[3, 4])
-    asked = prompts(6)
+    prompt_ids = prompts(6)
     params = [
         SamplingParams(max_tokens=n, ignore_eos=True, temperature=t, seed=n) for n, t in zip(BUDGETS, (0, 0, 1, 0, 0, 1), strict=True)
     ]
-    outputs = llm.generate(asked, params)
+    outputs = llm.generate(prompt_ids, params)
     assert [o.finish_reason for o in outputs] == ["length"] * 6
-    for prompt, param, output in zip(asked, params, outputs, strict=True):
+    for prompt, param, output in zip(prompt_ids, params, outputs, strict=True):
         if param.temperature == 0:
             assert output.token_ids == pair.greedy(prompt, param.max_tokens, ignore_eos=True)
     monkeypatch.setattr(Cycle, "launch", launch)
-    assert ids(llm.generate(asked, params)) == ids(outputs), "nothing is left either"
+    assert ids(llm.generate(prompt_ids, params)) == ids(outputs), "nothing is left either"
     if (setting, what) == ("none", "windows"):
         assert poisoner.done == 0, "plain decoding has windows of one entry"
     else:

@@ -66,7 +66,7 @@ def test_what_is_counted_is_what_is_allocated(pair: Pair, keys: dict[str, Any]) 
 @pytest.mark.parametrize("runtime", ["eager", "compiled"])
 @pytest.mark.parametrize("variant", ["eagle", "eagle3", "standalone", "mtp", "ngram", "none"])
 def test_weights_of_every_variant_are_counted_without_reading_them(variant: str, runtime: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The demo drafts, unpacked and packed; only vocabulary maps and one small tensor that tells kinds of heads apart are read."""
+    """The demo drafts, unpacked and packed; only vocabulary maps and one small tensor that distinguishes kinds of heads are read."""
     read: list[str] = []
     raw = Checkpoint.raw
 

@@ -56,11 +56,11 @@ def test_ranks_that_norm_the_queries_of_all(
 def test_two_ranks_compiled_with_a_depth_that_changes(tmp_path: Path) -> None:
     pair = random_pair(tmp_path, build_hf("llama", **SIZES))
     keys = {"variant": "eagle3", "depths": [0, 2], "max_rows": 1, "buckets": [1], **CHAIN}
-    asked, params = requests()
+    prompt_ids, params = requests()
     found = []
     for size, runtime in ((1, "eager"), (2, "compiled")):
         with LLM(pair.target, draft=pair.draft, tensor_parallel=size, **BUSY | keys | {"runtime": runtime}) as llm:
-            found.append(ids(llm.generate(asked[:2], params[:2])))
+            found.append(ids(llm.generate(prompt_ids[:2], params[:2])))
             if size == 2:
                 assert all("several ranks" in path for path in llm.decoders.values())
     assert found[0] == found[1]

@@ -20,7 +20,7 @@ from tests.support.rank_runs import CHAIN, SIZES, TREE
 pytestmark = pytest.mark.kernels
 
 LENGTH, VOCAB_SIZE = 12, 64
-ASKED = prompts(3, (7, 1, 13), VOCAB_SIZE)
+PROMPTS = prompts(3, (7, 1, 13), VOCAB_SIZE)
 SCRIPT = """
 import sys
 import torch
@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 path, given, out = sys.argv[1:]
-asked, length = torch.load(given)
+prompt_ids, length = torch.load(given)
 model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager", experts_implementation="eager").eval()
 # What from_pretrained(distributed_config=...) does; that itself needs accelerate.
 config, _, meshes = model.prepare_distribute_model(DistributedConfig(tp_plan="auto"))
@@ -37,7 +37,7 @@ model = model.maybe_distribute_model(model, config, meshes)
 local = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in model.model.layers.parameters())
 texts, logits = [], []
 with torch.no_grad():
-    for text in asked:
+    for text in prompt_ids:
         for _ in range(length):
             text = text + [int(model(torch.tensor([text]), use_cache=False).logits[0, -1].argmax())]
         texts.append(text)
@@ -50,9 +50,9 @@ torch.distributed.destroy_process_group()
 
 def transformers_over_two_ranks(path: Path, folder: Path) -> dict[str, Any]:
     """Texts with greedy tokens, logits of all their tokens, and numbers in the layers of rank 0."""
-    script, given, out = (folder / name for name in ("script.py", "asked.pt", "found.pt"))
+    script, given, out = (folder / name for name in ("script.py", "prompt_ids.pt", "found.pt"))
     script.write_text(SCRIPT)
-    torch.save((ASKED, LENGTH), given)
+    torch.save((PROMPTS, LENGTH), given)
     command = [
         sys.executable,
         "-m",
@@ -82,7 +82,7 @@ def test_tokens_and_log_probabilities_are_those_of_transformers_over_two_ranks(f
     assert theirs["local"] < 0.7 * sum(parameter.numel() for parameter in model.model.layers.parameters()), "it spread its layers too"
     params = SamplingParams(max_tokens=LENGTH, ignore_eos=True, logprobs=VOCAB_SIZE, prompt_logprobs=VOCAB_SIZE)
     with LLM(path, variant="ngram", tensor_parallel=2, runtime="eager", max_logprobs=VOCAB_SIZE, prefill_chunks=[8], **shape) as llm:
-        outputs = llm.generate(ASKED, params)
+        outputs = llm.generate(PROMPTS, params)
     for output, text, logits_TV in zip(outputs, theirs["texts"], theirs["logits"], strict=True):
         assert [*output.prompt_token_ids, *output.token_ids] == text
         assert output.prompt_logprobs is not None and output.logprobs is not None

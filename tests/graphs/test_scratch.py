@@ -62,7 +62,7 @@ class Calls(TorchDispatchMode):
 
 
 def calls_of(plan: Plan, networks: Any) -> Calls:
-    """Every call that some program makes; to be asked for under fake tensors, and counted outside."""
+    """Every call that some program makes, to be built under fake tensors and counted outside."""
     arena = Arena(plan, MailLayout.of(plan).size)
     arena.allocate(EVERY)
     kernels = select_kernels("fused", "auto", "cuda", dtype=plan.dtype)

@@ -327,8 +327,8 @@ def test_engines(
 
     monkeypatch.setattr(TreeAttention, "__call__", both)
     llm = engine(variant, **shape)
-    (asked,) = prompts(1, lengths=(7,), vocab=VOCAB_SIZE)
-    assert ids(llm.generate([asked], SamplingParams(max_tokens=12))) == [pair.greedy(asked, 12)]
+    (prompt,) = prompts(1, lengths=(7,), vocab=VOCAB_SIZE)
+    assert ids(llm.generate([prompt], SamplingParams(max_tokens=12))) == [pair.greedy(prompt, 12)]
     assert set(stand_in.calls) == served and compared > 5
     if variant == "standalone" and shape["topk"] == 1:
         # The draft is the target.

@@ -1,4 +1,4 @@
-"""Compiled kernels for a machine without a compiler: what is asked for, what travels, and where it is put."""
+"""Compiled kernels for a machine without a compiler: which are built, what is packed, and where it is installed."""
 
 from __future__ import annotations
 

@@ -116,11 +116,11 @@ def test_the_folder_may_be_a_link_to_one_of_ours(library: SharedLibrary, folder:
 def test_the_folder_is_opened_once(library: SharedLibrary, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever may write to its parent can put another folder in its place, and is too late."""
     path, evil = library.build(folder), planted(library, folder, tmp_path)
-    asked: list[str] = []
+    opened: list[str] = []
     cdll = ctypes.CDLL
 
     def swapped(name: str) -> ctypes.CDLL:
-        asked.append(name)
+        opened.append(name)
         folder.rename(folder.parent / "aside")
         folder.mkdir()
         path.write_bytes(evil)
@@ -128,7 +128,7 @@ def test_the_folder_is_opened_once(library: SharedLibrary, folder: Path, tmp_pat
 
     monkeypatch.setattr(native_build.ctypes, "CDLL", swapped)
     assert library.load(folder).answer() == 42
-    assert asked[0].endswith(path.name)
+    assert opened[0].endswith(path.name)
 
 
 @pytest.mark.parametrize("blocked", ["graphspec", ".", "proc"])

@@ -102,7 +102,7 @@ class Scene:
     valid: Tensor
     words: Tensor | None
     shift: int = 0
-    """Slots before position 0, which nobody sees."""
+    """Slots before position 0, which no query sees."""
 
     @property
     def begin(self) -> Tensor:

@@ -68,7 +68,7 @@ class Back(nn.Module):
 
 @pytest.fixture
 def slots() -> Any:
-    """As much of an arena as these stages ask for."""
+    """The part of an arena that these stages use."""
     shapes = {"x": (2, 3, 8), "y": (2, 2, 17), "z": (2, 2, 17)}
     made = Views({name: torch.zeros(shape) for name, shape in shapes.items()})
     made.add({"index": torch.zeros(2, 2, dtype=torch.int64), "valid": torch.tensor([[True, False], [True, True]])})

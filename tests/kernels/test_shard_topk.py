@@ -50,8 +50,8 @@ def test_tokens_and_their_order_are_those_of_the_gathered_logits(ranks: int, top
     noise = (temperature, seed, position) if noisy else ()
     logprob, token, sound = merged(logits, ranks, topk, *noise, tokens=tokens)
     for row in range(ROWS):
-        asked = (seed, position[:, row].contiguous(), temperature) if noisy else (None, None, None)
-        expected_logprob, expected_token = draft_topk(logits[:, row : row + 1], topk, tokens, *asked)
+        noise_args = (seed, position[:, row].contiguous(), temperature) if noisy else (None, None, None)
+        expected_logprob, expected_token = draft_topk(logits[:, row : row + 1], topk, tokens, *noise_args)
         assert torch.equal(token[:, row : row + 1], expected_token)
         allowed = 2 * vocab * 2.0**-24 + 4 * 2.0**-24 * expected_logprob.abs()
         assert ((logprob[:, row : row + 1] - expected_logprob).abs() <= allowed).all()

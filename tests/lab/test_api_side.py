@@ -61,7 +61,7 @@ class Handler(BaseHTTPRequestHandler):
             self.end_headers()
             for event in self.events():
                 if "[DONE]" in event:
-                    # The client may ask anew as soon as it has read this.
+                    # The client may send its next request as soon as it has read this.
                     with self.lock:
                         self.at_once[0] -= 1
                 else:
@@ -107,8 +107,10 @@ def server() -> Iterator[str]:
 
 
 def side(url: str, **changes: Any) -> ApiSide:
-    asked = {"source": "random", "requests": 5, "batch": 2, "input_tokens": 4, "output_tokens": 5, **changes}
-    return ApiSide(LaunchConfig(baseline=["openai"], url=url, workload=WorkloadConfig(**asked), profile=ProfileConfig(timeout_seconds=10)))
+    settings = {"source": "random", "requests": 5, "batch": 2, "input_tokens": 4, "output_tokens": 5, **changes}
+    return ApiSide(
+        LaunchConfig(baseline=["openai"], url=url, workload=WorkloadConfig(**settings), profile=ProfileConfig(timeout_seconds=10))
+    )
 
 
 @pytest.mark.parametrize("style", ["vllm", "sglang", "plain"])
@@ -118,7 +120,7 @@ def test_times_and_sizes_come_from_the_events(server: str, style: str) -> None:
     reported = one.round()
     lines = [Timeline.from_json(row) for row in reported["timelines"]]
     assert one.describe()["label"] == "openai tiny" and reported["texts"] == ["<11><12><13><14><15>"] * 5
-    # Whoever tells ids is compared by ids.
+    # A server that returns token ids is compared by ids.
     assert reported["tokens"] == ([[11, 12, 13, 14, 15]] * 5 if style == "vllm" else [None] * 5)
     for line in lines:
         assert line.tokens == 5 and line.reason == "length" and len(line.bursts) == 3
@@ -145,9 +147,9 @@ def test_what_is_asked_is_the_workload(server: str) -> None:
 
 
 def test_prompts_may_go_as_text_and_a_token_goes_along(server: str) -> None:
-    asked = WorkloadConfig(requests=1, input_tokens=8, output_tokens=5)
+    workload = WorkloadConfig(requests=1, input_tokens=8, output_tokens=5)
     how = ProfileConfig(api_prompts="text", api_key="k", api_model="mine", timeout_seconds=10)
-    one = ApiSide(LaunchConfig(baseline=["openai"], url=server, workload=asked, profile=how))
+    one = ApiSide(LaunchConfig(baseline=["openai"], url=server, workload=workload, profile=how))
     one.round()
     [body] = Handler.bodies
     assert body["prompt"] == one.tokenizer.decode(one.workload.requests[0].prompt) and body["model"] == "mine"

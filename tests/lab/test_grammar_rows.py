@@ -112,10 +112,10 @@ def test_the_ratio_is_in_table_and_record_and_decides_the_exit_code(
     monkeypatch.setattr(compare, "WorkerProcess", Worker)
     monkeypatch.setenv("COLUMNS", "200")
     Worker.log, Worker.wrong, Worker.found = [], "", passes(wrong=wrong)
-    asked = config(
+    settings = config(
         baseline=["none", "hf"], results=str(tmp_path), profile=ProfileConfig(rounds=1, structured_rows=1), workload=WorkloadConfig(batch=4)
     )
-    assert profile.run(asked) == int(wrong)
+    assert profile.run(settings) == int(wrong)
     shown = capsys.readouterr().out
     assert "grammar" in shown and ("OTHER TOKENS" if wrong else "1.50x") in shown
     [file] = tmp_path.iterdir()

@@ -37,10 +37,10 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 
 def test_poisson_arrivals_have_the_rate_and_repeat() -> None:
-    asked = WorkloadConfig(requests=4000, **POISSON)
-    times = arrivals(asked)
-    assert times == arrivals(asked) == sorted(times) and times[0] == 0 and len(times) == 4000
-    assert times != arrivals(replace(asked, seed=1))
+    workload = WorkloadConfig(requests=4000, **POISSON)
+    times = arrivals(workload)
+    assert times == arrivals(workload) == sorted(times) and times[0] == 0 and len(times) == 4000
+    assert times != arrivals(replace(workload, seed=1))
     gaps = [later - earlier for earlier, later in pairwise(times)]
     mean = sum(gaps) / len(gaps)
     assert mean == pytest.approx(1 / 50, rel=0.05)
@@ -63,12 +63,12 @@ def test_a_trace_says_when_what_arrives(tmp_path: Path) -> None:
         {"arrival": 90, "input_tokens": 1},
     ]  # fmt: skip
     file.write_text("\n".join(map(json.dumps, lines)) + "\n", encoding="utf-8")
-    asked = WorkloadConfig(arrivals="trace", trace=str(file), requests=3, long_input_tokens=20, output_tokens=9)
-    found = make_workload(LaunchConfig(workload=asked), lambda text: [ord(letter) - 97 for letter in text], 44)
+    workload = WorkloadConfig(arrivals="trace", trace=str(file), requests=3, long_input_tokens=20, output_tokens=9)
+    found = make_workload(LaunchConfig(workload=workload), lambda text: [ord(letter) - 97 for letter in text], 44)
     assert found.arrivals == [0.0, 0.25, 2.5] and found.long == (False, False, True)
     assert [len(request.prompt) for request in found.requests] == [3, 3, 30] and found.requests[0].prompt == [0, 1, 2]
     assert [request.output_tokens for request in found.requests] == [None, None, 5]
-    other = make_workload(LaunchConfig(workload=replace(asked, seed=1)), lambda text: [ord(letter) - 97 for letter in text], 44)
+    other = make_workload(LaunchConfig(workload=replace(workload, seed=1)), lambda text: [ord(letter) - 97 for letter in text], 44)
     assert other.digest != found.digest
 
 
@@ -112,7 +112,7 @@ def test_what_asks_in_a_closed_loop_refuses_an_open_one() -> None:
 
 
 class ScriptedClock:
-    """Time passes only when somebody sleeps, too short the first time, or is busy."""
+    """A clock that advances only in ``sleep``, which is too short the first time, and in work."""
 
     def __init__(self) -> None:
         self.now, self.slept = 100.0, list[float]()
@@ -143,10 +143,10 @@ def line(arrived: float, *bursts: float, reason: str = "length") -> Timeline:
 
 
 def test_goodput_counts_requests_inside_both_limits() -> None:
-    asked = WorkloadConfig(requests=4, **POISSON, ttft_limit_ms=500, itl_limit_ms=200)
+    workload = WorkloadConfig(requests=4, **POISSON, ttft_limit_ms=500, itl_limit_ms=200)
     lines = [line(0, 0.5, 0.7), line(1, 1.6, 1.7), line(2, 2.1, 2.2, 2.5), line(3, reason="abort")]
     assert [within_limits(one, 500, 200 + 1e-6) for one in lines] == [True, False, False, False]
-    found = figures([Round(lines[:3]), Round(lines[1:])], replace(asked, itl_limit_ms=300.1), [False] * 3)
+    found = figures([Round(lines[:3]), Round(lines[1:])], replace(workload, itl_limit_ms=300.1), [False] * 3)
     assert found["goodput"] | {"per_second": None} == {
         "share": 3 / 6, "requests": 6, "within": 3, "per_second": None, "ttft_limit_ms": 500, "itl_limit_ms": 300.1,
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""graphspec report: its charts, their colours, and what tells figures of one round apart."""
+"""graphspec report: its charts, their colours, and the mark of figures from a single round."""
 
 from __future__ import annotations
 

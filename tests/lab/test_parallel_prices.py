@@ -66,9 +66,9 @@ def test_plan_and_tune_ask_about_deep_and_wide_trees(name: str, capsys: pytest.C
     words = ["model=llama-3.1-8b", f"variant={name}", "hardware=h200", "plan.batches=[1]", "plan.acceptance=[0.95]"]
     with pytest.raises(SystemExit) as done:
         main(["plan", *words, "format=json"])
-    said = capsys.readouterr()
-    assert done.value.code == 0, said.err
-    (plan,) = json.loads(said.out.splitlines()[-1])["plans"]
+    captured = capsys.readouterr()
+    assert done.value.code == 0, captured.err
+    (plan,) = json.loads(captured.out.splitlines()[-1])["plans"]
     assert [(stage["name"], stage["passes"]) for stage in plan["stages"]] == [(name, 1), ("verify", 1)]
     assert plan["shape"][0] > 10, "drafts that are nearly always right pay at any depth"
     possible = Candidates.of(load_config(*words)).possible

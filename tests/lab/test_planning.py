@@ -100,8 +100,8 @@ def test_the_tree_model_is_near_the_demo_drafts() -> None:
             assert model.estimate(CycleShape(*tree["shape"])) == pytest.approx(tree["acceptance_length"], rel=0.08)
             fitted.append(fit_sibling(model.shares, {CycleShape(*tree["shape"]): tree["acceptance_length"]}))
     assert len(fitted) >= 12
-    said = re.search(r"g lies between ([\d.]+) and ([\d.]+)\.", (ROOT / "docs" / "choosing.md").read_text(encoding="utf-8"))
-    assert said is not None and [float(g) for g in said.groups()] == [min(fitted), max(fitted)]
+    match = re.search(r"g lies between ([\d.]+) and ([\d.]+)\.", (ROOT / "docs" / "choosing.md").read_text(encoding="utf-8"))
+    assert match is not None and [float(g) for g in match.groups()] == [min(fitted), max(fitted)]
 
 
 # Advice on constructed hardware
@@ -319,8 +319,8 @@ def test_rows_that_fit_fit_and_one_more_does_not() -> None:
     sizes = _network_sizes(config, pair, found.model, smallest)
 
     def fits(rows: int, context: int) -> bool:
-        _, asked = _plan(config, pair, sizes, shape, "cuda", "bfloat16", memory, rows, context)
-        return asked.total <= asked.budget
+        _, memory_plan = _plan(config, pair, sizes, shape, "cuda", "bfloat16", memory, rows, context)
+        return memory_plan.total <= memory_plan.budget
 
     assert fits(rows, 1024) and not fits(rows + 1, 1024)
     assert fits(1, found.capacity.longest) and (found.capacity.longest == 131072 or not fits(1, found.capacity.longest + 16))

@@ -123,7 +123,7 @@ def test_one_wrong_token_is_a_wrong_side() -> None:
     assert verdict.equal is False and "3 of 4" in verdict.sentence and "request 1 differs first at token 1" in verdict.sentence
     assert judge(subject, about(), [([[1, 2], [4, 5]], ["a", "b"])], right, ()).equal is False
     assert judge(hf, about(), bad, right, ()).equal is False
-    # What can't be asked is said, and decides nothing.
+    # Where equality can't be checked, the verdict is None.
     assert judge(hf, about(temperature=1.0), bad, right, ()).equal is None
     reported = judge(api, about(), [([None, None], ["a", "c"])], right, ())
     assert reported.equal is None and "1 of 2 outputs (50 %)" in reported.sentence
@@ -141,7 +141,7 @@ def test_one_wrong_token_is_a_wrong_side() -> None:
 
 
 class FakeWorker:
-    """Answers like a worker, one burst a token, each side at a speed of its own; ``log`` is who was asked what, in order."""
+    """A stand-in for a worker: one token per burst, each side with its own speed; ``log`` records ``(side, request)`` in order."""
 
     log: list[tuple[str, str]]
     wrong: str
@@ -255,11 +255,11 @@ def test_a_worker_answers_in_its_own_process_and_refuses_by_name(pair: Pair) -> 
 
 def test_a_worker_says_how_far_it_is(pair: Pair) -> None:
     """Phase, count and total of loading and of every program, in order, before the answer."""
-    said: list[str] = []
-    with WorkerProcess("subject", 120.0, said.append) as process:
+    lines: list[str] = []
+    with WorkerProcess("subject", 120.0, lines.append) as process:
         about = process.ask("prepare", role="subject", config=pack(launch(pair)), command=[], like=None)
     assert about["dtype"] == "float32"
-    found = [re.fullmatch(r"subject: ([a-z ]+), (\d+) of (\d+)", line) for line in said]
+    found = [re.fullmatch(r"subject: ([a-z ]+), (\d+) of (\d+)", line) for line in lines]
     assert found and all(found)
     phases: dict[str, list[tuple[int, int]]] = {}
     for match in found:
@@ -272,14 +272,14 @@ def test_a_worker_says_how_far_it_is(pair: Pair) -> None:
 
 
 def test_progress_does_not_stretch_the_time_limit() -> None:
-    said: list[str] = []
+    lines: list[str] = []
     chatty = WorkerProcess.__new__(WorkerProcess)
-    chatty.name, chatty.timeout, chatty.say, chatty._answers = "chatty", 0.05, said.append, queue.Queue()
+    chatty.name, chatty.timeout, chatty.say, chatty._answers = "chatty", 0.05, lines.append, queue.Queue()
     for done in range(3):
         chatty._answers.put(json.dumps({"progress": ["phase", done, 2]}))
     with pytest.raises(queue.Empty):
         chatty._answer()
-    assert said == [f"chatty: phase, {done} of 2" for done in range(3)]
+    assert lines == [f"chatty: phase, {done} of 2" for done in range(3)]
 
 
 def test_a_worker_that_says_nothing_is_ended() -> None:
@@ -299,8 +299,8 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_a_whole_run(pair: Pair, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Subject and plain decoding, in processes of their own."""
     trace = tmp_path / "trace.json"
-    asked = ProfileConfig(rounds=2, warm_up_seconds=0.0, trace=str(trace), timeout_seconds=120.0)
-    config = launch(pair, baseline=["none"], results=str(tmp_path / "results"), profile=asked, batch=2)
+    profile_config = ProfileConfig(rounds=2, warm_up_seconds=0.0, trace=str(trace), timeout_seconds=120.0)
+    config = launch(pair, baseline=["none"], results=str(tmp_path / "results"), profile=profile_config, batch=2)
     assert profile.run(config) == 0
     shown = capsys.readouterr().out
     [file] = (tmp_path / "results").iterdir()

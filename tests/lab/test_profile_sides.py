@@ -1,4 +1,4 @@
-"""What ``graphspec profile`` asks of its sides: rounds, times inside the cycle, traces, recorded trees; ours and those of transformers."""
+"""Sides of ``graphspec profile``, ours and those of transformers: rounds, times inside the cycle, traces, recorded trees."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_round_tells_every_token_and_when_it_came(side: EngineSide, pair: Pair
     for line in lines:
         assert [cycle.tokens for cycle in line.cycles] == [tokens for _, tokens in line.bursts[1:]] and min(line.itl) > 0
         assert all(cycle.depth == 3 and cycle.drafted == 9 for cycle in line.cycles)
-    # Two users: the third question is asked when the first answer is there.
+    # Two users: the third request is sent when the first has its answer.
     assert lines[0].arrived == lines[1].arrived and lines[2].arrived == min(lines[0].finished, lines[1].finished)
     described = side.describe()
     assert described["label"] == "eagle3 tree (3,3,10)" and described["shape"] == [3, 3, 10] and described["attention"] == "reference"
@@ -133,7 +133,7 @@ def test_a_generation_holds_every_tree_and_all_of_the_text(side: EngineSide) -> 
         assert run[-count:][: len(path)] == path[:count] and (count == len(path) + 1 or cycle is record["cycles"][-1])
         branching += len({node["parent"] for node in nodes}) < len(nodes) - 1
     assert run == output[0].token_ids and branching
-    # With the sampler's noise in its scores a drafter tells no probabilities.
+    # With the sampler's noise in its scores a drafter reports no probabilities.
     hot = record_generation(side.llm, request.prompt, replace(params, temperature=1.0, seed=0))
     assert hot["cycles"][0]["nodes"][1]["probability"] is None
 
@@ -335,10 +335,10 @@ def test_a_replay_that_differs_from_its_direct_launch_is_found(side: EngineSide)
 def test_the_runtime_is_checked_where_acceptance_is_forced(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     config = launch(pair, accept=AcceptConfig(rule="synthetic", synthetic_length=2.0))
     assert check_runtime(config)["equal"] is True
-    asked: list[tuple[str, str]] = []
+    compared: list[tuple[str, str]] = []
 
     def diff(config: LaunchConfig, left: str, right: str, prompt: list[int], tokens: int) -> Any:
-        asked.append((left, right))
+        compared.append((left, right))
         from graphspec.engine.diff import DiffReport
 
         return DiffReport(False, 3, 2, "verify", "logits_BNV", "[0]: 1 against 2")
@@ -346,7 +346,7 @@ def test_the_runtime_is_checked_where_acceptance_is_forced(pair: Pair, monkeypat
     monkeypatch.setattr("graphspec.lab.measure.selfcheck.diff", diff)
     reported = check_runtime(replace(config, runtime=replace(config.runtime, name="compiled")))
     assert (
-        asked == [("eager", "compiled")]
+        compared == [("eager", "compiled")]
         and reported["equal"] is False
         and "logits_BNV differs after stage verify of launch 2" in reported["sentence"]
     )
@@ -367,16 +367,16 @@ def test_transformers_gives_the_same_tokens_and_says_when(pair: Pair, role: str)
 
 
 def test_transformers_pads_a_batch_and_stops_each_row_for_itself(pair: Pair) -> None:
-    asked = launch(pair, batch=2, ignore_eos=False, sampling=SamplingConfig(stop_token_ids=[7, 21]))
-    asked.workload.input_spread = 0.5
-    side = HfSide("hf", asked, "float32", "cpu")
+    config = launch(pair, batch=2, ignore_eos=False, sampling=SamplingConfig(stop_token_ids=[7, 21]))
+    config.workload.input_spread = 0.5
+    side = HfSide("hf", config, "float32", "cpu")
     reported = side.round()
     assert reported["tokens"] == [pair.greedy(request.prompt, 12, stop=[7, 21]) for request in side.workload.requests]
     assert len({len(request.prompt) for request in side.workload.requests}) > 1
     with pytest.raises(ConfigError, match=r"sampling\.presence_penalty"):
-        HfSide("hf", replace(asked, sampling=SamplingConfig(presence_penalty=1.0)), "float32", "cpu")
+        HfSide("hf", replace(config, sampling=SamplingConfig(presence_penalty=1.0)), "float32", "cpu")
     with pytest.raises(ConfigError, match=r"profile\.assistant"):
-        HfSide("hf_assisted", asked, "float32", "cpu")
+        HfSide("hf_assisted", config, "float32", "cpu")
 
 
 def test_forced_acceptance_is_held_to_a_twin_and_to_its_stages(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,15 +12,15 @@ from graphspec.lab.predict.plan import Advice, advise
 from graphspec.lab.predict.ranks import recommended, sums_ms, sums_of
 from graphspec.lab.predict.tables import shortfall_lines
 
-ASKED = ("variant=none", "hardware=h100", "plan.batches=[1]")
+OPTIONS = ("variant=none", "hardware=h100", "plan.batches=[1]")
 
 
 def planned(*words: str) -> Advice:
-    return advise(load_config(*ASKED, *words))
+    return advise(load_config(*OPTIONS, *words))
 
 
 def test_sums_of_llama_70b_are_those_counted_by_hand() -> None:
-    facts = read_model_pair("llama-3.1-70b", load_config(*ASKED).variant, resolve_variant("none")).target
+    facts = read_model_pair("llama-3.1-70b", load_config(*OPTIONS).variant, resolve_variant("none")).target
     assert sums_of(facts, 1) == 0 and sums_of(facts, 4) == 162
     # 161 sums of 8192 numbers of 2 bytes from 3 others, and four words of 4 bytes from each, at 450 GB/s.
     seconds = (3 * 161 * 8192 * 2 + 3 * 16) / 450e9
@@ -58,7 +58,7 @@ def test_numbers_that_do_not_divide_are_named() -> None:
 def test_the_draft_is_counted_as_a_rank_holds_it() -> None:
     """Two floors of one engine: with a part of the draft on each rank, a pass of it reads less; why it is so stands in the notes."""
     words = ("model=llama-3.1-70b", "variant=eagle3", "runtime.tensor_parallel=4")
-    found = {asked: planned(*words, f"runtime.draft_parallel={asked}") for asked in ("auto", "replicated", "sharded")}
+    found = {setting: planned(*words, f"runtime.draft_parallel={setting}") for setting in ("auto", "replicated", "sharded")}
     whole, part = found["replicated"].model.draft_own, found["sharded"].model.draft_own
     assert whole is not None and part is not None and found["auto"].model.draft_own == part
     # The product that joins features to the hidden size is every rank's, as are norms; layer and head are cut in four.

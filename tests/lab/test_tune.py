@@ -310,7 +310,7 @@ def local(monkeypatch: pytest.MonkeyPatch) -> type[Local]:
     return Local
 
 
-def asked(pair: Pair, folder: Path, **changes: Any) -> LaunchConfig:
+def tune_config(pair: Pair, folder: Path, **changes: Any) -> LaunchConfig:
     values: dict[str, Any] = {
         "model": ModelConfig(path=str(pair.target)),
         "variant": VariantConfig(name="eagle3", draft=str(pair.draft), num_steps=4, topk=1, num_draft_tokens=5),
@@ -331,7 +331,7 @@ def result_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_a_whole_run_writes_what_serves_best(pair: Pair, local: type[Local], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = asked(pair, tmp_path)
+    config = tune_config(pair, tmp_path)
     assert command.run(config) == 0
     shown = capsys.readouterr().out
     head, *sides, tuned = result_of(tmp_path)
@@ -361,11 +361,11 @@ def test_a_whole_run_writes_what_serves_best(pair: Pair, local: type[Local], tmp
     assert file.read_text(encoding="utf-8").startswith("# @package _global_\n# Written by graphspec tune on ")
     assert "# Workload: random, 6 + 16 tokens" in file.read_text(encoding="utf-8")
 
-    asks = prompts(2, vocab=MIRROR_VOCAB)
+    prompt_ids = prompts(2, vocab=MIRROR_VOCAB)
     params = SamplingParams(max_tokens=12, ignore_eos=True)
     llm = LLM.from_config(loaded)
     assert isinstance(llm.depth_policy, AdaptiveDepth)
-    assert ids(llm.generate(asks, params)) == ids(pair.llm(variant="none").generate(asks, params))
+    assert ids(llm.generate(prompt_ids, params)) == ids(pair.llm(variant="none").generate(prompt_ids, params))
     assert llm.depth_policy.unknown() == ()
 
 
@@ -381,7 +381,7 @@ def test_where_nothing_pays_plain_decoding_is_written(
     pair: Pair, local: type[Local], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     local.step = 9.0
-    assert command.run(replace(asked(pair, tmp_path), format="json")) == 0
+    assert command.run(replace(tune_config(pair, tmp_path), format="json")) == 0
     document = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (document["tuned"]["shape"], document["tuned"]["variant"], document["tuned"]["score"]) == (None, "none", 1.0)
     assert load_config(f"experiment={tmp_path}/made/tuned.yaml").variant.name == "none"
@@ -390,7 +390,7 @@ def test_where_nothing_pays_plain_decoding_is_written(
 
 def small(pair: Pair, folder: Path, **changes: Any) -> LaunchConfig:
     """One batch size, one request; ``changes`` are fields of :class:`TuneConfig`."""
-    config = asked(pair, folder)
+    config = tune_config(pair, folder)
     return replace(config, tune=replace(config.tune, batches=[1], **changes), workload=replace(config.workload, requests=1))
 
 
@@ -419,7 +419,7 @@ def test_a_fixed_table_holds_no_depths(pair: Pair, local: type[Local], tmp_path:
 
 def test_buckets_beyond_every_batch_size_are_not_timed(pair: Pair, local: type[Local], tmp_path: Path) -> None:
     """They begin where the largest timed one does: plainly, where the shape is known not to pay there."""
-    config = asked(pair, tmp_path, runtime=RuntimeConfig(name="eager", prefill_chunks=[8, 16], max_rows=4, buckets=[1, 2, 4]))
+    config = tune_config(pair, tmp_path, runtime=RuntimeConfig(name="eager", prefill_chunks=[8, 16], max_rows=4, buckets=[1, 2, 4]))
     shape = (4, 1, 5)
     tuning = tune.Tuning([], [outcome(shape, 1, 1.5, (0.9,) * 4), outcome(shape, 2, 0.9, (0.9,) * 4)])
     tuning.choice = choose(tuning.outcomes)

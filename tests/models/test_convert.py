@@ -301,8 +301,8 @@ def test_the_command(tmp_path: Path, target_path: Any, capsys: pytest.CaptureFix
     assert command(str(source), str(tmp_path / "a=b" / "out"), "layout=safeailab", f"target={target_path}") == 0
     file = tmp_path / "a=b" / "out" / "model.safetensors"
     count = len(load_file(file))
-    said = capsys.readouterr().out
-    assert said.startswith(f"{file.parent}: EAGLE-3 head in the layout safeailab; ") and f" {count} tensors, " in said
+    output = capsys.readouterr().out
+    assert output.startswith(f"{file.parent}: EAGLE-3 head in the layout safeailab; ") and f" {count} tensors, " in output
     assert command("--help") == 0
     assert "SRC DST layout=NAME" in capsys.readouterr().out
     for words in ((), (str(source), "layout=sglang"), (str(source), str(tmp_path / "x"))):

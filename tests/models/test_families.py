@@ -77,10 +77,10 @@ def test_a_family_of_another_package_is_a_target_like_ours(tmp_path: Path, monke
     monkeypatch.syspath_prepend(site)
     all_families.cache_clear()
     assert target_architectures()[-1] == "BackboneForCausalLM"
-    asked = prompts(2, (5, 9), VOCAB_SIZE)
-    expected = [pair.greedy(prompt, 10) for prompt in asked]
+    prompt_ids = prompts(2, (5, 9), VOCAB_SIZE)
+    expected = [pair.greedy(prompt, 10) for prompt in prompt_ids]
     for shape in ({"variant": "none"}, CHAIN):
-        assert ids(pair.llm(**shape).generate(asked, SamplingParams(max_tokens=10))) == expected
+        assert ids(pair.llm(**shape).generate(prompt_ids, SamplingParams(max_tokens=10))) == expected
 
 
 @pytest.mark.parametrize(
@@ -154,8 +154,8 @@ def test_other_drafters_draft_for_these_families(tmp_path: Path) -> None:
     """A whole model of the same family, and the n-gram matcher: neither reads a feature, both write their own KV or none."""
     pair = pair_of("olmo2", tmp_path)
     draft = write_hf(build_hf("phi3", num_hidden_layers=1, eos_token_id=VOCAB_SIZE - 1), tmp_path / "draft")
-    asked = prompts(2, (5, 9), VOCAB_SIZE)
-    expected = [pair.greedy(prompt, 10) for prompt in asked]
+    prompt_ids = prompts(2, (5, 9), VOCAB_SIZE)
+    expected = [pair.greedy(prompt, 10) for prompt in prompt_ids]
     for keys in ({"variant": "standalone", "draft": str(draft)}, {"variant": "ngram"}):
         llm = LLM(str(pair.target), runtime="eager", num_steps=2, topk=2, num_draft_tokens=4, **keys)
-        assert ids(llm.generate(asked, SamplingParams(max_tokens=10))) == expected
+        assert ids(llm.generate(prompt_ids, SamplingParams(max_tokens=10))) == expected

@@ -82,7 +82,7 @@ def test_a_revision_picks_its_snapshot(cache: Path, revision: str) -> None:
     # The commits differ in what the target allows, which shows which one was read.
     [config] = (cache / "models--some-org--target.v1" / "snapshots" / OLD).glob("config.json")
     config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 48}))
-    contexts = [LLM(MODEL, variant="none", **SMALL, **asked).plan.max_context for asked in ({}, {"revision": revision})]
+    contexts = [LLM(MODEL, variant="none", **SMALL, **options).plan.max_context for options in ({}, {"revision": revision})]
     assert contexts == [96, 48]
 
 
@@ -109,7 +109,7 @@ def test_what_the_cache_lacks_is_one_message(cache: Path, name: str, revision: s
 
 
 def test_a_wrong_path_is_looked_for_on_disk_alone(cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("the Hub was asked"))
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("a request to the Hub"))
     for path in ("./nope", "../a/nope", "/some/nope", "nope", "a/b/nope"):
         with pytest.raises(SystemExit) as exit_:
             cli.main(["generate", f"model.path={path}", "variant=none", "prompt=x"])

@@ -262,7 +262,7 @@ def config(**kernels: str) -> Config:
 
 
 def test_a_node_costs_its_inputs_and_no_state() -> None:
-    """Sixteen nodes of Qwen3-Next cost a row at most 12 MiB beside its state of 72 MiB; the pool has rows of attention layers only."""
+    """Sixteen nodes of Qwen3-Next cost a row at most 12 MiB, next to its state of 72 MiB; the pool has rows of attention layers only."""
     plan = make_plan(config(), published(), None, device="cpu")
     sizes = plan_sizes(plan)
     slots = declare_slots(plan, 1)

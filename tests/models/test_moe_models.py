@@ -216,7 +216,7 @@ def test_output_is_the_targets_own(checkpoints: Any, variant: str, shape: dict[s
     drafts, target, model = checkpoints
     keys = {"runtime": "eager", "page_size": page_size, "max_rows": rows, "prefill_chunks": [4, 8]}
     llm = LLM(target, variant=variant, draft=drafts[variant], **shape, **keys)
-    asked = prompts(rows + 1, vocab=VOCAB_SIZE)
-    assert ids(llm.generate(asked, SamplingParams(max_tokens=16))) == [greedy(model, prompt, 16) for prompt in asked]
+    prompt_ids = prompts(rows + 1, vocab=VOCAB_SIZE)
+    assert ids(llm.generate(prompt_ids, SamplingParams(max_tokens=16))) == [greedy(model, prompt, 16) for prompt in prompt_ids]
     if variant == "standalone":
         assert llm.metrics is not None and 1.2 < llm.metrics.acceptance_length < 3.95

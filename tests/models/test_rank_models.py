@@ -104,7 +104,7 @@ def test_a_rank_reads_its_part_of_the_bytes_and_no_more(name: str, tmp_path: Pat
     all_read, all_held = loaded(0, 1)
     assert all_read == all_held
     first, second = loaded(0, 2), loaded(1, 2)
-    # 61 tokens: the second rank holds a row of zeros that nobody stored.
+    # 61 tokens: the second rank holds a row of zeros that is not in the file.
     padding = facts.hidden_size * (1 if facts.tie_word_embeddings else 2)
     assert first[0] == first[1] and second[0] == second[1] - padding
     assert first[0] < 0.75 * all_read

@@ -147,10 +147,10 @@ def test_a_call_on_a_clock_of_its_own(scenario: str, tmp_path: Path, monkeypatch
 
 def test_all_probes_have_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here one after another: the first hangs, and what is left is not run and does not hang on."""
-    clock, asked = Clock(), []
+    clock, probed = Clock(), []
 
     def run_command(command: list[str], seconds: float, log: Path, errors: Path, **_: Any) -> int | None:
-        asked.append(command[-1])
+        probed.append(command[-1])
         for file in (log, errors):
             file.touch()
         clock.now += seconds if command[-1] == "b" else 1.0
@@ -162,7 +162,7 @@ def test_all_probes_have_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[dict[str, Any]] = []
     began = clock.now
     assert probes.try_all(["a", "b", "c", "d"], found.append, 90) is False
-    assert clock.now - began == 90 and asked == ["a", "b"]
+    assert clock.now - began == 90 and probed == ["a", "b"]
     assert {record["name"]: record["outcome"] for record in found} == {"a": "passed", "b": "failed", "c": "not_run", "d": "not_run"}
     assert "not over after 89 seconds" in found[1]["message"]
 
@@ -339,16 +339,18 @@ print(json.dumps({"found": found, "cubins": len(list(folder.glob("*/*.cubin"))),
 
 
 def test_kernels_are_compiled_by_others_and_found_again(tmp_path: Path) -> None:
-    """Under the name by which a launch looks for it; what does not compile is said. In a process where Triton does not interpret."""
+    """Kernels are cached under the name by which a launch looks them up, and those that don't compile are reported.
+
+    In a process where Triton does not interpret."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", COMPILED, str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
-    said = json.loads(done.stdout.splitlines()[-1])
-    good, bad = sorted(said["found"], key=lambda record: bool(record["error"]))
+    report = json.loads(done.stdout.splitlines()[-1])
+    good, bad = sorted(report["found"], key=lambda record: bool(record["error"]))
     assert bad["error"] and not good["error"] and good["kernel"] == "_commit_rows"
-    assert said["again"] == good["hash"] and said["same"] and said["cubins"] == 1 and said["late"] == []
+    assert report["again"] == good["hash"] and report["same"] and report["cubins"] == 1 and report["late"] == []
 
 
 def test_interpreted_kernels_are_not_compiled_ahead(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""``make gpu-check`` where there is no GPU: what fails, crashes, hangs or takes too long costs nothing but itself, and is said."""
+"""``make gpu-check`` without a GPU: a case that fails, crashes, hangs or takes too long is reported and affects no other case."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def test_too_few_minutes_are_refused(tmp_path: Path, parts: dict[str, Any], caps
 
 
 def test_a_command_that_takes_too_long_is_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It and what it has started, asked or not; what it printed until then is there."""
+    """The process and its children are killed, even if they ignore SIGINT; output up to then is kept."""
     started = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); print('begun', flush=True); time.sleep(600)"
     program = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {started!r}])"
     log = tmp_path / "log"
@@ -295,7 +295,7 @@ def test_every_task_of_latency_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     # Nothing is left to do.
     assert latency.main(["--device", "cpu", "--runtime", "eager", "--buckets", "1", "2", "--file", str(file)]) == 0
     assert results.read(file) == rows
-    # What another file has is left out, and so are groups that were not asked for.
+    # Cases of other files are left out, and so are groups that were not selected.
     other, known = tmp_path / "other.jsonl", [row["task"] for row in rows if row["kind"] == "cycle"]
     assert latency.main(["--device", "cpu", "--runtime", "eager", "--groups", "rows", "--file", str(other), "--without", *known]) == 0
     assert [row["kind"] for row in results.read(other)] == ["provenance", "bandwidth", "draft_step"]

@@ -128,10 +128,10 @@ def test_a_dry_run_writes_nothing(checkout: Path, tmp_path: Path, capsys: pytest
     out = tmp_path / "packed"
     other = ["--requirement", "hydra-core", "--platform", "linux_aarch64", "--python", "3.13"]
     assert pack.main(["--out", str(out), "--dry-run", *other]) == 0
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert not out.exists()
-    assert "repo/graphspec" in said and "noise.log" not in said
-    assert "hydra-core==1.3.8" in said and "--platform linux_aarch64" in said and "3.13" in said
+    assert "repo/graphspec" in output and "noise.log" not in output
+    assert "hydra-core==1.3.8" in output and "--platform linux_aarch64" in output and "3.13" in output
     with pytest.raises(SystemExit, match=r"limit-mib: expected at most 0\.001 MiB, found"):
         pack.main(["--out", str(out), "--dry-run", "--no-wheels", "--limit-mib", "0.001"])
 

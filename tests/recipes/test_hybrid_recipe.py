@@ -81,8 +81,8 @@ def test_drafts_change_no_token(shipped: Path, params: SamplingParams) -> None:
         assert type(model) is Qwen3_5ForCausalLM
         for prompt, found in zip(PROMPTS, plain, strict=True):
             ids = tokenizer(prompt, return_tensors="pt").input_ids
-            asked = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-            assert model.generate(ids, attention_mask=torch.ones_like(ids), **asked)[0, ids.shape[1] :].tolist() == found
+            options = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+            assert model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, ids.shape[1] :].tolist() == found
 
 
 def test_the_yaml_names_it(shipped: Path) -> None:
@@ -100,11 +100,11 @@ def test_a_draft_that_does_not_come_with_it_is_refused_with_those_that_do(shippe
 
 def test_a_package_without_it_says_how_to_train_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folders, "files", lambda _: tmp_path)
-    for ask in (lambda: LLM(model="demo_hybrid", variant="mtp", **SMALL), lambda: config_folder("demo_hybrid")):
+    for load in (lambda: LLM(model="demo_hybrid", variant="mtp", **SMALL), lambda: config_folder("demo_hybrid")):
         with pytest.raises(
             ConfigError, match=r"model\.path: .*no checkpoint there \(python -m recipes\.train_demo --config hybrid trains it\)"
         ):
-            ask()
+            load()
 
 
 def test_the_card_is_written_from_figures(package: Path) -> None:
@@ -116,11 +116,11 @@ def test_the_card_is_written_from_figures(package: Path) -> None:
 
 
 def test_kinds_of_models_have_places_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[str, Path, Path]] = []
+    calls: list[tuple[str, Path, Path]] = []
 
     class Recorded:
         def __init__(self, name: str, work: Path, out: Path, words: list[str]) -> None:
-            asked.append((name, work, out))
+            calls.append((name, work, out))
 
         def train(self, stages: list[str]) -> None:
             assert stages == []
@@ -128,7 +128,7 @@ def test_kinds_of_models_have_places_of_their_own(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("recipes.train_demo.Demo", Recorded)
     for name in ("demo", "hybrid"):
         main(["--config", name])
-    assert [(name, work.name, out.name) for name, work, out in asked] == [
+    assert [(name, work.name, out.name) for name, work, out in calls] == [
         ("demo", "train-demo", "demo"), ("hybrid", "train-demo_hybrid", "demo_hybrid"),
     ]  # fmt: skip
 

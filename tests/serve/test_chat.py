@@ -50,14 +50,14 @@ def test_both_names_of_the_length(server: Served) -> None:
 
 def test_logprobs(server: Served, llm: LLM) -> None:
     [output] = llm.chat(QUESTION, SamplingParams(temperature=0, max_tokens=4, logprobs=3, ignore_eos=True))
-    asked = {**GREEDY, "messages": QUESTION, "max_tokens": 4, "logprobs": True, "top_logprobs": 3}
-    [choice] = server.chat(**asked)["choices"]
+    body = {**GREEDY, "messages": QUESTION, "max_tokens": 4, "logprobs": True, "top_logprobs": 3}
+    [choice] = server.chat(**body)["choices"]
     assert output.logprobs is not None
     for entry, found in zip(output.logprobs, choice["logprobs"]["content"], strict=True):
         assert (found["token"], found["logprob"]) == (f"w{entry.token_id}", entry.logprob)
         assert bytes(found["bytes"]).decode() == found["token"]
         assert [(top["token"], top["logprob"]) for top in found["top_logprobs"]] == [(f"w{t}", value) for t, value in entry.top.items()]
-    pieces = [chunk["choices"][0]["logprobs"] for chunk in server.chunks(PATH, **asked)]
+    pieces = [chunk["choices"][0]["logprobs"] for chunk in server.chunks(PATH, **body)]
     assert [entry for piece in pieces if piece for entry in piece["content"]] == choice["logprobs"]["content"]
 
 
@@ -111,35 +111,35 @@ def test_calls_in_the_text_are_answered_as_calls(server: Served, monkeypatch: py
         return next(rest)
 
     monkeypatch.setattr(server.api.tokenizer, "step", step)
-    asked = {**GREEDY, "messages": QUESTION, "tools": [TOOL], "stop": "END"}
+    body = {**GREEDY, "messages": QUESTION, "tools": [TOOL], "stop": "END"}
     wanted = [{"name": "look", "arguments": '{"word": "b"}'}, {"name": "f", "arguments": "{}"}]
-    [choice] = server.chat(**asked)["choices"]
+    [choice] = server.chat(**body)["choices"]
     assert [call["function"] for call in choice["message"]["tool_calls"]] == wanted
     assert (choice["message"]["content"], choice["finish_reason"]) == ("so: ", "tool_calls")
-    choices = [chunk["choices"][0] for chunk in server.chunks(PATH, **asked)]
+    choices = [chunk["choices"][0] for chunk in server.chunks(PATH, **body)]
     calls = [call for choice in choices for call in choice["delta"].get("tool_calls", ())]
     assert [call["function"] for call in calls] == wanted and [call["index"] for call in calls] == [0, 1]
     assert "".join(choice["delta"].get("content", "") for choice in choices) == "so: " and choices[-1]["finish_reason"] == "tool_calls"
     # Nothing is looked for where no calls were offered.
-    [choice] = server.chat(**asked | {"tool_choice": "none"})["choices"]
+    [choice] = server.chat(**body | {"tool_choice": "none"})["choices"]
     assert choice["message"]["content"].count("<tool_call>") == 2 and choice["finish_reason"] == "stop"
 
 
 @pytest.mark.parametrize("size", [1, 3, 7, 1000])
 def test_calls_are_found_in_pieces_of_any_size(size: int) -> None:
     text = f"well, <tool {CALL} and{CALL}."
-    reader, said, calls = CallReader(), "", []
+    reader, content, calls = CallReader(), "", []
     for place in range(0, len(text), size):
         more, found = reader.push(text[place : place + size], last=place + size >= len(text))
-        said, calls = said + more, [*calls, *found]
-    assert said == "well, <tool  and."
+        content, calls = content + more, [*calls, *found]
+    assert content == "well, <tool  and."
     assert [(call.name, json.loads(call.arguments)) for call in calls] == [("look", {"word": "a<b"})] * 2
     spelled = [call.spelled() for call in calls]
     assert spelled[0]["id"] != spelled[1]["id"] and spelled[0]["type"] == "function"
 
 
 @pytest.mark.parametrize(
-    ("text", "said", "names"),
+    ("text", "content", "names"),
     [
         ("<tool_call>no json</tool_call>", "<tool_call>no json</tool_call>", []),
         ('<tool_call>{"arguments": {}}</tool_call>', '<tool_call>{"arguments": {}}</tool_call>', []),
@@ -148,6 +148,6 @@ def test_calls_are_found_in_pieces_of_any_size(size: int) -> None:
         ("a<tool_c", "a<tool_c", []),
     ],
 )
-def test_what_is_no_call_is_said(text: str, said: str, names: list[str]) -> None:
+def test_what_is_no_call_is_said(text: str, content: str, names: list[str]) -> None:
     found, calls = CallReader().push(text, last=True)
-    assert (found, [call.name for call in calls]) == (said, names)
+    assert (found, [call.name for call in calls]) == (content, names)

@@ -93,8 +93,8 @@ def test_echo_and_logprobs_as_lm_eval_reads_them(server: Served, llm: LLM) -> No
     """The prompt's tokens first, the first of them without a value; offsets point into the text."""
     params = SamplingParams(temperature=0, max_tokens=3, echo=True, logprobs=2, prompt_logprobs=2, ignore_eos=True)
     [output] = llm.generate("w7 w8 w9", params)
-    asked = {"prompt": "w7 w8 w9", "echo": True, "logprobs": 2, "max_tokens": 3, "temperature": 0, "ignore_eos": True}
-    [choice] = server.complete(**asked)["choices"]
+    body = {"prompt": "w7 w8 w9", "echo": True, "logprobs": 2, "max_tokens": 3, "temperature": 0, "ignore_eos": True}
+    [choice] = server.complete(**body)["choices"]
     assert choice["text"] == output.text
     assert output.prompt_logprobs is not None and output.logprobs is not None
     entries = [*output.prompt_logprobs, *output.logprobs]
@@ -109,7 +109,7 @@ def test_echo_and_logprobs_as_lm_eval_reads_them(server: Served, llm: LLM) -> No
     for token, offset in [*zip(logprobs["tokens"], logprobs["text_offset"], strict=True)][1:]:
         assert choice["text"][offset:].lstrip().startswith(token)
     assert "prompt_logprobs" not in choice
-    pieces = [chunk["choices"][0]["logprobs"] for chunk in server.chunks(PATH, **asked)]
+    pieces = [chunk["choices"][0]["logprobs"] for chunk in server.chunks(PATH, **body)]
     assert [value for piece in pieces for value in piece["token_logprobs"]] == logprobs["token_logprobs"]
     assert [value for piece in pieces for value in piece["text_offset"]] == logprobs["text_offset"]
 

@@ -1,4 +1,4 @@
-"""Clients that leave, stall or never ask, requests whose time is over, and the end of a server."""
+"""Clients that leave, stall or never send, requests whose time is over, and the end of a server."""
 
 from __future__ import annotations
 
@@ -133,11 +133,11 @@ def test_the_end_waits_for_what_was_accepted(pair: Pair) -> None:
         found: dict[bool, Any] = {}
         with held_after_the_first_token(llm) as go:
 
-            def ask(stream: bool) -> None:
+            def send(stream: bool) -> None:
                 with httpx2.Client(base_url=server.url, timeout=PATIENCE) as client:
                     found[stream] = client.post(PATH, json={**ENDLESS, "stream": stream}).text
 
-            threads = [threading.Thread(target=ask, args=(stream,)) for stream in (True, False)]
+            threads = [threading.Thread(target=send, args=(stream,)) for stream in (True, False)]
             for thread in threads:
                 thread.start()
             wait_for(lambda: (load := llm.load()).running == load.waiting == 1)

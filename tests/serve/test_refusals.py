@@ -147,7 +147,7 @@ def test_keys(llm: LLM, tmp_path: Path) -> None:
 
 
 def test_a_full_queue_answers_at_once(pair: Pair) -> None:
-    """The row and the place in the queue are taken; the next request is told when to come again, and the others are served."""
+    """The row and the place in the queue are taken; the next request is refused with Retry-After, and the others are served."""
     with pair.llm(**CHAIN, max_rows=1, buckets=[1]) as llm, serving(llm, max_waiting=1) as server:
         with held_after_the_first_token(llm), server.client.stream("POST", COMPLETIONS, json={**ENDLESS, "stream": True}) as first:
             lines = first.iter_lines()

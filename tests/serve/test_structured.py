@@ -64,10 +64,10 @@ def server(llm: LLM) -> Iterator[Served]:
 )  # fmt: skip
 def test_a_form_is_the_engines(server: Served, llm: LLM, fields: dict[str, Any], structured: Structured | None) -> None:
     [output] = llm.chat(QUESTION, SamplingParams(temperature=1.0, structured=structured, max_tokens=60, seed=5))
-    asked = {"messages": QUESTION, "max_tokens": 60, "seed": 5, **fields}
-    [choice] = server.chat(**asked)["choices"]
+    body = {"messages": QUESTION, "max_tokens": 60, "seed": 5, **fields}
+    [choice] = server.chat(**body)["choices"]
     assert (choice["message"]["content"], choice["finish_reason"]) == (output.text, output.finish_reason)
-    chunks = server.chunks("/v1/chat/completions", **asked)
+    chunks = server.chunks("/v1/chat/completions", **body)
     assert "".join(chunk["choices"][0]["delta"]["content"] for chunk in chunks) == output.text
 
 
@@ -85,13 +85,13 @@ def test_a_completion_of_a_form(server: Served) -> None:
     ids=["required", "named"],
 )
 def test_one_call_that_is_demanded(server: Served, fields: dict[str, Any], names: set[str]) -> None:
-    asked = {"messages": QUESTION, "tools": TOOLS, **LIMIT, **fields}
-    [choice] = server.chat(**asked)["choices"]
+    body = {"messages": QUESTION, "tools": TOOLS, **LIMIT, **fields}
+    [choice] = server.chat(**body)["choices"]
     [call] = choice["message"]["tool_calls"]
     assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
     assert call["function"]["name"] in names
     jsonschema.validate(json.loads(call["function"]["arguments"]), POINT)
-    choices = [chunk["choices"][0] for chunk in server.chunks("/v1/chat/completions", **asked)]
+    choices = [chunk["choices"][0] for chunk in server.chunks("/v1/chat/completions", **body)]
     [streamed] = [call for choice in choices for call in choice["delta"].get("tool_calls", ())]
     assert streamed["function"] == call["function"] and choices[-1]["finish_reason"] == "tool_calls"
 

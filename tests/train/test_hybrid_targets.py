@@ -128,12 +128,17 @@ def test_other_drafts_and_several_heads_are_refused(tmp_path: Path) -> None:
     target.save_pretrained(tmp_path / "target")
     assert load_target(tmp_path / "target").config.layer_types == target.config.layer_types
     (tmp_path / "text.txt").write_text("some text " * 400)
-    asked = [f"model.path='{tmp_path}/target'", f"train.data=['{tmp_path}/text.txt']", f"train.out='{tmp_path}/out'", "hardware.device=cpu"]
+    overrides = [
+        f"model.path='{tmp_path}/target'",
+        f"train.data=['{tmp_path}/text.txt']",
+        f"train.out='{tmp_path}/out'",
+        "hardware.device=cpu",
+    ]
     for variant in trained_variants():
         if not network_of(variant).reads_hybrids:
             with pytest.raises(
                 CheckpointError, match=r"layer_types: expected attention in every layer, found linear_attention \(.*: mtp\)"
             ):
-                run(load_config(f"variant={variant}", *asked))
+                run(load_config(f"variant={variant}", *overrides))
     with pytest.raises(ConfigError, match=r"train\.network\.num_heads: expected 1"):
         build("mtp", target, num_heads=2)

@@ -201,12 +201,12 @@ def test_a_target_and_its_draft_from_nothing_interrupted_and_not(tmp_path, texts
         run(load_config(*command))
     for name in ("target", "draft"):
         assert weights_of(tmp_path / "whole" / name) == weights_of(tmp_path / "halves" / name), name
-    asked = SamplingParams(max_tokens=12, ignore_eos=True)
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
     common = {"model": str(tmp_path / "whole" / "target"), "runtime": "eager", "device": "cpu", "max_rows": 1, "buckets": [1]}
     [drafted] = LLM(variant="eagle3", draft=str(tmp_path / "whole" / "draft"), num_steps=2, topk=1, num_draft_tokens=3, **common).generate(
-        ["abc abd"], asked
+        ["abc abd"], params
     )
-    [plain] = LLM(variant="none", **common).generate(["abc abd"], asked)
+    [plain] = LLM(variant="none", **common).generate(["abc abd"], params)
     assert drafted.token_ids == plain.token_ids and len(plain.token_ids) == 12
 
 

@@ -43,7 +43,7 @@ def kernels() -> dict[str, str]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_two_round_trips_before_the_first_product(kernels: dict[str, str], case: str) -> None:
-    """First: page ids, lengths, words and queries, all asked for before any is used. Second: keys and values, before the first product."""
+    """First: page ids, lengths, words and queries, all issued before any is used. Second: keys and values, before the first product."""
     before, _, loop = kernels[case].partition("scf.while")
     loads = re.findall(r"%(\w+?)_?\d* = tt\.load", before)
     first = re.findall(r"%(\w+?)_?\d* = tt\.load", before.partition("ttg.local_alloc")[0].partition('"tt.reduce"')[0])

@@ -21,13 +21,13 @@ DEVICE = "cpu" if INTERPRETED else "cuda"
 fused = module.draft_window
 
 
-def rows(width: int, features: int, lookback: int, dtype: torch.dtype = torch.float32, behind: int = 0) -> dict[str, Any]:
+def rows(width: int, features: int, lookback: int, dtype: torch.dtype = torch.float32, spare: int = 0) -> dict[str, Any]:
     """Four rows: full window after many tokens, one entry after one token, stopped, and free; poison wherever nothing may be read."""
     generator = torch.Generator().manual_seed(width)
     length = torch.tensor([width, 1, 1, POISON])
     sequence = torch.tensor([2 * width + lookback, 1, POISON, POISON])
-    token = torch.randint(0, 99, (4, width + behind), generator=generator)
-    feature = torch.randn(4, width + behind, features, generator=generator).to(dtype)
+    token = torch.randint(0, 99, (4, width + spare), generator=generator)
+    feature = torch.randn(4, width + spare, features, generator=generator).to(dtype)
     before, of_before = (
         torch.randint(0, 99, (4, lookback), generator=generator),
         torch.randn(4, lookback, features, generator=generator).to(dtype),
@@ -54,7 +54,7 @@ def call(function: Any, case: dict[str, Any], shift: int, num_words: int) -> lis
 
 @pytest.mark.parametrize("function", [draft_window, fused], ids=["reference", "fused"])
 @pytest.mark.parametrize(
-    ("width", "features", "lookback", "shift", "num_words", "behind"),
+    ("width", "features", "lookback", "shift", "num_words", "spare"),
     [
         (1, 3, 0, 1, 1, 0),
         (6, 5, 0, 1, 1, 0),
@@ -69,9 +69,9 @@ def call(function: Any, case: dict[str, Any], shift: int, num_words: int) -> lis
     ],
 )
 def test_entries_are_those_of_lists(
-    function: Any, width: int, features: int, lookback: int, shift: int, num_words: int, behind: int
+    function: Any, width: int, features: int, lookback: int, shift: int, num_words: int, spare: int
 ) -> None:
-    case = rows(width, features, lookback, behind=behind)
+    case = rows(width, features, lookback, spare=spare)
     token, valid, slot, position, begin, words, known, following, feature = call(function, case, shift, num_words)
     assert feature.shape == (5, lookback + width, features)
     for b, r in enumerate(case["lane_row_B"].tolist()):

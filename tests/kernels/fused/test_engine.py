@@ -35,8 +35,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_greedy_equals_transformers(pair: Pair, shape: str) -> None:
     llm = pair.llm(**FUSED, **SHAPES[shape])
-    asked = prompts(2, lengths=(2, 5))
-    assert ids(llm.generate(asked, SamplingParams(max_tokens=LENGTH))) == [pair.greedy(p, LENGTH) for p in asked]
+    prompt_ids = prompts(2, lengths=(2, 5))
+    assert ids(llm.generate(prompt_ids, SamplingParams(max_tokens=LENGTH))) == [pair.greedy(p, LENGTH) for p in prompt_ids]
     if shape == "chain":
         assert llm.metrics is not None and llm.metrics.acceptance_length > 4.5
 
@@ -45,9 +45,9 @@ def test_the_drafter_catches_up_after_a_pause(pair: Pair) -> None:
     """Four plain cycles on top of a full run: the window is read in one wide pass, and the next draft is as right as the first."""
     llm = pair.llm(**FUSED, num_steps=2, topk=1, num_draft_tokens=3, depths=[0], backlog=7, prefill_tokens_per_cycle=4096)
     llm.depth_policy, launcher = ScriptedDepth([2, 0, 0, 0, 0, 2]), Launches(llm.cycle)
-    asked = prompts(2, lengths=(2, 5))
-    outputs = llm.generate(asked, SamplingParams(max_tokens=12, ignore_eos=True), launcher=launcher)
-    assert ids(outputs) == [pair.greedy(prompt, 12, ignore_eos=True) for prompt in asked]
+    prompt_ids = prompts(2, lengths=(2, 5))
+    outputs = llm.generate(prompt_ids, SamplingParams(max_tokens=12, ignore_eos=True), launcher=launcher)
+    assert ids(outputs) == [pair.greedy(prompt, 12, ignore_eos=True) for prompt in prompt_ids]
     assert [-1 if key.catch_up else key.shape.num_steps for key in launcher.keys][:6] == [2, 0, 0, 0, 0, -1]
     assert all(output.timing.cycle_tokens[6] == 3 for output in outputs)
 
@@ -60,9 +60,9 @@ SAMPLED: tuple[dict[str, Any], ...] = (
 
 @pytest.mark.parametrize("keys", SAMPLED, ids=["plain", "shaped"])
 def test_seeded_sampling_equals_plain_decoding_by_references(pair: Pair, keys: dict[str, Any]) -> None:
-    asked, params = prompts(1, lengths=(3,)), SamplingParams(max_tokens=LENGTH, **keys)
-    expected = ids(pair.llm(variant="none", max_context=64).generate(asked, params))
-    assert ids(pair.llm(**FUSED, **TREE).generate(asked, params)) == expected
+    prompt_ids, params = prompts(1, lengths=(3,)), SamplingParams(max_tokens=LENGTH, **keys)
+    expected = ids(pair.llm(variant="none", max_context=64).generate(prompt_ids, params))
+    assert ids(pair.llm(**FUSED, **TREE).generate(prompt_ids, params)) == expected
 
 
 @pytest.mark.parametrize(
@@ -72,9 +72,9 @@ def test_seeded_sampling_equals_plain_decoding_by_references(pair: Pair, keys: d
 def test_a_hybrid_target_decodes_as_transformers_does(tmp_path: Path, family: str, keys: dict[str, Any]) -> None:
     """Of each rule, in both forms of verification and of prompts; one with experts without a gate."""
     hybrid = random_pair(tmp_path, build_hybrid(family))
-    asked = prompts(2, lengths=(2, 5))
-    outputs = hybrid.llm(**FUSED, **keys).generate(asked, SamplingParams(max_tokens=4))
-    assert ids(outputs) == [hybrid.greedy(prompt, 4) for prompt in asked]
+    prompt_ids = prompts(2, lengths=(2, 5))
+    outputs = hybrid.llm(**FUSED, **keys).generate(prompt_ids, SamplingParams(max_tokens=4))
+    assert ids(outputs) == [hybrid.greedy(prompt, 4) for prompt in prompt_ids]
 
 
 @pytest.mark.parametrize("variant", ["dflash", pytest.param("p_eagle", marks=pytest.mark.full)])
@@ -85,11 +85,11 @@ def test_drafts_of_one_pass_are_those_of_the_references(tmp_path: Path, variant:
         draft = write_dflash(tmp_path / "draft", dflash_tensors(favouring), causal_head=True)
     else:
         draft = write_p_eagle(tmp_path / "draft", p_eagle_tensors(favouring, reduced=False))
-    asked, params = prompts(2, lengths=(2, 3), vocab=VOCAB_SIZE), SamplingParams(max_tokens=3, ignore_eos=True)
+    prompt_ids, params = prompts(2, lengths=(2, 3), vocab=VOCAB_SIZE), SamplingParams(max_tokens=3, ignore_eos=True)
     keys = {**SMALL, **FUSED, "num_steps": 4, "topk": 2, "num_draft_tokens": 8}
     found = {mode: LLM(favouring.target, variant=variant, draft=draft, **{**keys, "mode": mode}) for mode in ("fused", "reference")}
-    tokens = {mode: ids(llm.generate(asked, params)) for mode, llm in found.items()}
-    assert tokens["fused"] == tokens["reference"] == [favouring.greedy(prompt, 3, ignore_eos=True) for prompt in asked]
+    tokens = {mode: ids(llm.generate(prompt_ids, params)) for mode, llm in found.items()}
+    assert tokens["fused"] == tokens["reference"] == [favouring.greedy(prompt, 3, ignore_eos=True) for prompt in prompt_ids]
     left, right = (found[mode].cycle.arena for mode in ("fused", "reference"))
     assert torch.equal(left["candidate_token_BM"], right["candidate_token_BM"])
     torch.testing.assert_close(left["candidate_score_BM"], right["candidate_score_BM"], rtol=1e-4, atol=1e-4)

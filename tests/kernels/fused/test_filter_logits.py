@@ -49,7 +49,7 @@ def test_equal_logits_at_the_kth_stay_together(top_k: int, kept: int) -> None:
 
 
 def test_top_p_takes_a_whole_tie_and_stops_at_an_exact_share() -> None:
-    """Four equal tokens hold 1/4 each: exact sums leave no doubt on which side of a share the boundary lies."""
+    """Four equal tokens have probability 1/4 each: sums are exact, so the boundary of top-p is unambiguous."""
     logits = torch.full((4, 1, 50), -60.0)
     logits[:, 0, [3, 9, 20, 49]] = 1.0
     logits[1:, 0, 9] = torch.tensor([0.5, 0.5, -0.5])

@@ -364,26 +364,26 @@ def test_shapes_of_a_network() -> None:
 
 
 def times(fused: Callable[[LinearConfig], float], plain: float) -> tuple[linear_tune.Timer, list[LinearConfig | None]]:
-    """A timer that runs the first call once and answers from a table, and what it was asked in order."""
-    asked: list[LinearConfig | None] = []
+    """A timer that runs the first call once and looks times up in a table, and the list of configs it was called with."""
+    timed: list[LinearConfig | None] = []
 
     def timer(calls: Sequence[Callable[[], object]]) -> float:
         first = calls[0]
         assert isinstance(first, partial) and isinstance(first(), Tensor)
         given = first.keywords.get("config")
-        asked.append(None if given is None else decoded(given))
+        timed.append(None if given is None else decoded(given))
         return plain if given is None else fused(decoded(given))
 
-    return timer, asked
+    return timer, timed
 
 
 def test_tuning_enters_the_fastest() -> None:
     wanted = candidates(UP)[-1]
-    timer, asked = times(lambda config: 5.0 if replace(config, scan=wanted.scan) == wanted else 7.0, 6.0)
+    timer, timed = times(lambda config: 5.0 if replace(config, scan=wanted.scan) == wanted else 7.0, 6.0)
     table, seen = LinearTable(), []
     made = linear_tune.tune(table, [UP, UP], CPU, timer=timer, compiled=False, done=seen.append)
     assert table.entries == {UP: wanted} and made == seen and len(made) == 1
-    assert set(asked) == {*candidates(UP), replace(wanted, scan=not wanted.scan), None}
+    assert set(timed) == {*candidates(UP), replace(wanted, scan=not wanted.scan), None}
     assert made[0].times[None] == 6.0 and made[0].best == wanted
     assert linear_tune.tune(table, [UP], CPU, timer=timer, compiled=False) == []
 

@@ -108,10 +108,10 @@ def test_refuses_squares(squares: Tensor) -> None:
 def test_operators_are_known_to_the_compiler() -> None:
     x, weight, residual = torch.randn(2, 3, 40), torch.randn(70, 40), torch.randn(2, 3, 70)
     flatten, operators = Signature(linear).flatten, torch.ops.graphspec
-    asked = {"residual": residual, "config": list(SPLIT.encoded())}
-    torch.library.opcheck(operators.linear_summed.default, tuple(flatten((x, weight), asked)))
-    asked = {"norm_weight": torch.randn(40), "norm_eps": EPS, "squares": torch.rand(2, 3, 5)}
-    torch.library.opcheck(operators.linear.default, tuple(flatten((x, weight), asked)))
+    options = {"residual": residual, "config": list(SPLIT.encoded())}
+    torch.library.opcheck(operators.linear_summed.default, tuple(flatten((x, weight), options)))
+    options = {"norm_weight": torch.randn(40), "norm_eps": EPS, "squares": torch.rand(2, 3, 5)}
+    torch.library.opcheck(operators.linear.default, tuple(flatten((x, weight), options)))
 
 
 class Blocks(nn.Module):

@@ -77,7 +77,7 @@ def test_a_loop_lists_every_place() -> None:
 
 
 def test_blocks_behind_the_row_read_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only so many programs arrive as the row has blocks: with one more or one fewer none would be the last."""
+    """As many programs arrive as the row has blocks: with one more or one fewer, none would be the last."""
     monkeypatch.setattr(module, "BLOCK", 8)
     monkeypatch.setattr(module, "MERGE", 8)
     for length in (1, 8, 9, 10, 17):
