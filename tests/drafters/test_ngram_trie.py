@@ -95,6 +95,10 @@ class Oracle:
         return order[1:]
 
 
+def match(trie: NgramTrie, context: Sequence[int], num_nodes: int) -> tuple[np.ndarray, np.ndarray]:
+    return trie.match([context], num_nodes)[0]
+
+
 def paths(tree: tuple[np.ndarray, np.ndarray]) -> list[Gram]:
     """Token path of every node; fails unless parents come first."""
     found: list[Gram] = [()]
@@ -119,21 +123,21 @@ def configs(draw: Callable, tight: bool) -> TrieSettings:
 def test_trees_are_those_of_the_oracle(data: st.DataObject, tight: bool, seed: int, alphabet: int) -> None:
     config, rng = data.draw(configs(tight)), random.Random(seed)
     oracle = Oracle(config)
-    with NgramTrie(config) as trie:
-        for _ in range(4):
-            tokens = [rng.randrange(alphabet) for _ in range(rng.randrange(40))]
-            new = rng.choice((None, rng.randint(0, len(tokens))))
-            trie.insert(tokens, new)
-            oracle.insert(tokens, new)
-            start = rng.randint(0, len(tokens))
-            contexts = [tokens[start : start + rng.randrange(7)], [rng.randrange(alphabet + 1) for _ in range(rng.randrange(6))]]
-            num_nodes = rng.randint(1, 30)
-            for context, tree in zip(contexts, trie.match_batch(contexts, num_nodes), strict=True):
-                found = paths(tree)
-                assert found == oracle.match(context, num_nodes)
-                assert len(set(found)) == len(found) <= num_nodes - 1
-                assert max(map(len, found), default=0) <= min(config.branch_length, num_nodes - 1)
-            assert trie.size == len(oracle.count) <= config.capacity
+    trie = NgramTrie(config)
+    for _ in range(4):
+        tokens = [rng.randrange(alphabet) for _ in range(rng.randrange(40))]
+        new = rng.choice((None, rng.randint(0, len(tokens))))
+        trie.insert(tokens, new)
+        oracle.insert(tokens, new)
+        start = rng.randint(0, len(tokens))
+        contexts = [tokens[start : start + rng.randrange(7)], [rng.randrange(alphabet + 1) for _ in range(rng.randrange(6))]]
+        num_nodes = rng.randint(1, 30)
+        for context, tree in zip(contexts, trie.match(contexts, num_nodes), strict=True):
+            found = paths(tree)
+            assert found == oracle.match(context, num_nodes)
+            assert len(set(found)) == len(found) <= num_nodes - 1
+            assert max(map(len, found), default=0) <= min(config.branch_length, num_nodes - 1)
+        assert trie.size == len(oracle.count) <= config.capacity
 
 
 @given(st.data())
@@ -142,16 +146,16 @@ def test_a_growing_sequence_counts_once(data: st.DataObject) -> None:
     """In pieces or at once: the same nodes, counts and order, with only the needed tail handed over."""
     config = data.draw(configs(tight=False))
     tokens = data.draw(st.lists(st.integers(0, 2), min_size=1, max_size=40))
-    with NgramTrie(config) as whole, NgramTrie(config) as grown:
-        whole.insert(tokens)
-        done = 0
-        while done < len(tokens):
-            new = data.draw(st.integers(1, len(tokens) - done))
-            done += new
-            grown.insert(np.array(tokens[max(0, done - new - config.depth + 1) : done], np.int64), new)
-        for context in ([0], [1], [0, 1], [2, 2, 1], tokens[:3], tokens[:9]):
-            assert paths(whole.match(context, 30)) == paths(grown.match(context, 30))
-        assert whole.size == grown.size
+    whole, grown = NgramTrie(config), NgramTrie(config)
+    whole.insert(tokens)
+    done = 0
+    while done < len(tokens):
+        new = data.draw(st.integers(1, len(tokens) - done))
+        done += new
+        grown.insert(np.array(tokens[max(0, done - new - config.depth + 1) : done], np.int64), new)
+    for context in ([0], [1], [0, 1], [2, 2, 1], tokens[:3], tokens[:9]):
+        assert paths(match(whole, context, 30)) == paths(match(grown, context, 30))
+    assert whole.size == grown.size
 
 
 @pytest.mark.parametrize("mode", ["bfs", "prob"])
@@ -159,16 +163,16 @@ def test_fewer_nodes_are_a_prefix_and_a_batch_is_its_lanes(mode: str) -> None:
     config = replace(SMALL, match=mode)
     rng = random.Random(3)
     tokens = [rng.randrange(4) for _ in range(200)]
-    with NgramTrie(config) as trie:
-        trie.insert(tokens)
-        contexts = [[0, 1], [], [3, 3, 3, 2], [9], [1, 9, 2]]
-        full = [paths(tree) for tree in trie.match_batch(contexts, 40)]
-        assert full[0] and full[2] and full[4] and full[1] == full[3] == []
-        for num_nodes in (1, 2, 5, 17, 40):
-            batch = [paths(tree) for tree in trie.match_batch(contexts, num_nodes)]
-            assert batch == [paths(trie.match(context, num_nodes)) for context in contexts]
-            assert batch == [tree[: num_nodes - 1] for tree in full]
-        assert trie.match_batch([], 5) == []
+    trie = NgramTrie(config)
+    trie.insert(tokens)
+    contexts = [[0, 1], [], [3, 3, 3, 2], [9], [1, 9, 2]]
+    full = [paths(tree) for tree in trie.match(contexts, 40)]
+    assert full[0] and full[2] and full[4] and full[1] == full[3] == []
+    for num_nodes in (1, 2, 5, 17, 40):
+        batch = [paths(tree) for tree in trie.match(contexts, num_nodes)]
+        assert batch == [paths(match(trie, context, num_nodes)) for context in contexts]
+        assert batch == [tree[: num_nodes - 1] for tree in full]
+    assert trie.match([], 5) == []
 
 
 @pytest.mark.parametrize(
@@ -180,31 +184,33 @@ def test_fewer_nodes_are_a_prefix_and_a_batch_is_its_lanes(mode: str) -> None:
     ],
 )
 def test_recency_and_frequency_by_hand(mode: str, both: list[Gram], short: list[Gram]) -> None:
-    with NgramTrie(replace(SMALL, match=mode)) as trie:
-        assert trie.insert_corpus([[1, 2, 7], [1, 2, 7], [1, 2, 7, 4], [1, 2, 8], [5, 2, 9]]) == 5
-        assert paths(trie.match([1, 2], 9)) == both
-        assert paths(trie.match([6, 2], 9)) == short
+    trie = NgramTrie(replace(SMALL, match=mode))
+    for tokens in ([1, 2, 7], [1, 2, 7], [1, 2, 7, 4], [1, 2, 8], [5, 2, 9]):
+        trie.insert(tokens)
+    assert paths(match(trie, [1, 2], 9)) == both
+    assert paths(match(trie, [6, 2], 9)) == short
 
 
-def test_documents_do_not_run_into_one_another() -> None:
-    with NgramTrie(SMALL) as trie:
-        assert trie.insert_corpus(iter([[1, 2], [3, 4]])) == 2
-        assert paths(trie.match([1, 2], 9)) == []
-        assert paths(trie.match([3], 9)) == [(4,)]
+def test_sequences_do_not_run_into_one_another() -> None:
+    trie = NgramTrie(SMALL)
+    trie.insert([1, 2])
+    trie.insert([3, 4])
+    assert paths(match(trie, [1, 2], 9)) == []
+    assert paths(match(trie, [3], 9)) == [(4,)]
 
 
 def test_an_evicted_ngram_counts_from_one() -> None:
     config = TrieSettings("prob", 1, 1, 1, 2, 1, capacity=5)
-    with NgramTrie(config) as trie:
-        for _ in range(5):
-            trie.insert([1, 2])
-        trie.insert([1, 3])
-        assert paths(trie.match([1], 9)) == [(2,), (3,)]
-        trie.insert([8])  # takes the place of (1, 2)
-        assert paths(trie.match([1], 9)) == [(3,)]
-        trie.insert([1, 3])
+    trie = NgramTrie(config)
+    for _ in range(5):
         trie.insert([1, 2])
-        assert paths(trie.match([1], 9)) == [(3,), (2,)]
+    trie.insert([1, 3])
+    assert paths(match(trie, [1], 9)) == [(2,), (3,)]
+    trie.insert([8])  # takes the place of (1, 2)
+    assert paths(match(trie, [1], 9)) == [(3,)]
+    trie.insert([1, 3])
+    trie.insert([1, 2])
+    assert paths(match(trie, [1], 9)) == [(3,), (2,)]
 
 
 @pytest.mark.parametrize("mode", ["bfs", "prob"])
@@ -212,15 +218,15 @@ def test_capacity_of_one_path(mode: str) -> None:
     """The smallest trie there can be holds the last path and survives any traffic."""
     config = TrieSettings(mode, 1, 2, 1, 2, 3, capacity=5)
     oracle, rng = Oracle(config), random.Random(0)
-    with NgramTrie(config) as trie:
-        for _ in range(60):
-            tokens = [rng.randrange(3) for _ in range(rng.randrange(1, 30))]
-            trie.insert(tokens)
-            oracle.insert(tokens)
-            assert paths(trie.match(tokens[:2], 8)) == oracle.match(tokens[:2], 8)
-            assert trie.size == len(oracle.count)
-        trie.insert([9, 8, 7, 6, 5])
-        assert trie.size == 5
+    trie = NgramTrie(config)
+    for _ in range(60):
+        tokens = [rng.randrange(3) for _ in range(rng.randrange(1, 30))]
+        trie.insert(tokens)
+        oracle.insert(tokens)
+        assert paths(match(trie, tokens[:2], 8)) == oracle.match(tokens[:2], 8)
+        assert trie.size == len(oracle.count)
+    trie.insert([9, 8, 7, 6, 5])
+    assert trie.size == 5
 
 
 @pytest.mark.parametrize("mode", ["bfs", "prob"])
@@ -232,37 +238,37 @@ def test_threads_insert_and_match_at_once(mode: str) -> None:
     grams = {tuple(s[i:j]) for stream in streams for s in stream for i in range(len(s)) for j in range(i, len(s) + 1)}
     problems: list[object] = []
     finished = threading.Event()
-    with NgramTrie(config) as trie:
+    trie = NgramTrie(config)
 
-        def write(stream: list[list[int]]) -> None:
-            for tokens in stream:
-                trie.insert(tokens)
+    def write(stream: list[list[int]]) -> None:
+        for tokens in stream:
+            trie.insert(tokens)
 
-        def read(seed: int) -> None:
-            own = random.Random(seed)
-            while not finished.is_set():
-                context = own.choice(own.choice(streams))[:3]
-                found = paths(trie.match(context, 16, wait=own.random() < 0.3))
-                problems.extend(path for path in found if not any((*context[-n:], *path) in grams for n in range(1, 4)))
+    def read(seed: int) -> None:
+        own = random.Random(seed)
+        while not finished.is_set():
+            context = own.choice(own.choice(streams))[:3]
+            found = paths(match(trie, context, 16))
+            problems.extend(path for path in found if not any((*context[-n:], *path) in grams for n in range(1, 4)))
 
-        writers = [threading.Thread(target=write, args=(stream,)) for stream in streams]
-        readers = [threading.Thread(target=read, args=(seed,)) for seed in range(3)]
-        for thread in (*readers, *writers):
-            thread.start()
-        for thread in writers:
-            thread.join()
-        trie.synchronize()
-        finished.set()
-        for thread in readers:
-            thread.join()
-        assert problems == []
-        assert trie.size == len({gram for gram in grams if 0 < len(gram) <= config.depth})
-        for stream in streams:
-            oracle = Oracle(config)
-            for tokens in stream:
-                oracle.insert(tokens)
-            for tokens in stream[:6]:
-                assert paths(trie.match(tokens[:3], 12)) == oracle.match(tokens[:3], 12)
+    writers = [threading.Thread(target=write, args=(stream,)) for stream in streams]
+    readers = [threading.Thread(target=read, args=(seed,)) for seed in range(3)]
+    for thread in (*readers, *writers):
+        thread.start()
+    for thread in writers:
+        thread.join()
+    trie.synchronize()
+    finished.set()
+    for thread in readers:
+        thread.join()
+    assert problems == []
+    assert trie.size == len({gram for gram in grams if 0 < len(gram) <= config.depth})
+    for stream in streams:
+        oracle = Oracle(config)
+        for tokens in stream:
+            oracle.insert(tokens)
+        for tokens in stream[:6]:
+            assert paths(match(trie, tokens[:3], 12)) == oracle.match(tokens[:3], 12)
 
 
 def test_every_ngram_is_counted_where_it_ends() -> None:
@@ -271,37 +277,30 @@ def test_every_ngram_is_counted_where_it_ends() -> None:
     tokens = [rng.choice((0, 0, 0, 1, 1, 2)) for _ in range(600)]
     config = TrieSettings("prob", 1, 2, 1, 9, 1, 5000)
     pairs = Counter(itertools.pairwise(tokens))
-    with NgramTrie(config) as trie:
-        for end in range(1, len(tokens) + 1):
-            trie.insert(tokens[:end], new=1)
-        for token in range(3):
-            counts = [pairs[token, path[0]] for path in paths(trie.match([99, token], 9))]
-            assert counts == sorted(counts, reverse=True) and len(counts) == 3 and len(set(counts)) > 1
+    trie = NgramTrie(config)
+    for end in range(1, len(tokens) + 1):
+        trie.insert(tokens[:end], new=1)
+    for token in range(3):
+        counts = [pairs[token, path[0]] for path in paths(match(trie, [99, token], 9))]
+        assert counts == sorted(counts, reverse=True) and len(counts) == 3 and len(set(counts)) > 1
 
 
-def test_insert_returns_before_the_work_is_done_and_matching_does_not_wait_for_strangers() -> None:
-    with NgramTrie(TrieSettings(capacity=300_000)) as trie:
-        trie.insert([7001, 7002])
-        trie.synchronize()
-        trie.insert(np.arange(300_000) % 5003)
-        trie.insert([7003, 7004])
-        assert paths(trie.match([7003], 5, wait=False)) == []
-        assert paths(trie.match([7001], 5, wait=False)) == [(7002,)]
-        assert paths(trie.match([7003], 5)) == [(7004,)]
-        assert trie.size == 5003 * 30 + 6
+def test_insert_returns_before_the_work_is_done_and_matching_waits_for_it() -> None:
+    trie = NgramTrie(TrieSettings(capacity=300_000))
+    trie.insert(np.arange(300_000) % 5003)
+    trie.insert([7003, 7004])
+    assert trie.size < 5003 * 30
+    assert paths(match(trie, [7003], 5)) == [(7004,)]
+    assert trie.size == 5003 * 30 + 3
 
 
-def test_closing_drops_the_queue_and_says_so_afterwards() -> None:
+def test_a_trie_that_goes_drops_its_queue() -> None:
     trie = NgramTrie(TrieSettings(capacity=300_000))
     for _ in range(50):
         trie.insert(np.arange(500_000) % 100_003)
     start = time.perf_counter()
-    trie.close()
-    trie.close()
+    del trie
     assert time.perf_counter() - start < 5, "fifty insertions take longer"
-    for call in (lambda: trie.insert([1]), lambda: trie.match([1], 4), trie.synchronize, lambda: trie.size):
-        with pytest.raises(ResourceError, match=r"variant\.ngram: expected an open trie, found one that was closed"):
-            call()
 
 
 @pytest.mark.parametrize(
@@ -322,26 +321,26 @@ def test_bad_numbers(kind: type, change: dict[str, object], words: str) -> None:
 
 
 def test_bad_tokens() -> None:
-    with NgramTrie(SMALL) as trie:
-        for tokens, words in (
-            ([1, -5], r"token ids in 0\.\.2147483647, found -5"),
-            ([2**31], r"token ids in 0\.\.2147483647, found 2147483648"),
-            ([0.5], "a flat sequence of integers, found float64"),
-            ([[1, 2]], r"a flat sequence of integers, found int64 \[1, 2\]"),
-            (["a"], "a flat sequence of integers"),
-        ):
-            with pytest.raises(RequestError, match=f"ngram insert: tokens: expected {words}"):
-                trie.insert(tokens)
-            with pytest.raises(RequestError, match="ngram match: context"):
-                trie.match(tokens, 4)
-        for new in (-1, 3):
-            with pytest.raises(RequestError, match=rf"ngram insert: new: expected 0\.\.2, the length of the sequence, found {new}"):
-                trie.insert([1, 2], new)
-        with pytest.raises(RequestError, match="ngram match: num_nodes: expected 1 or more"):
-            trie.match([1], 0)
-        assert trie.size == 0
-        trie.insert([2**31 - 1, 0])
-        assert paths(trie.match([2**31 - 1], 4)) == [(0,)]
+    trie = NgramTrie(SMALL)
+    for tokens, words in (
+        ([1, -5], r"token ids in 0\.\.2147483647, found -5"),
+        ([2**31], r"token ids in 0\.\.2147483647, found 2147483648"),
+        ([0.5], "a flat sequence of integers, found float64"),
+        ([[1, 2]], r"a flat sequence of integers, found int64 \[1, 2\]"),
+        (["a"], "a flat sequence of integers"),
+    ):
+        with pytest.raises(RequestError, match=f"ngram insert: tokens: expected {words}"):
+            trie.insert(tokens)
+        with pytest.raises(RequestError, match="ngram match: context"):
+            match(trie, tokens, 4)
+    for new in (-1, 3):
+        with pytest.raises(RequestError, match=rf"ngram insert: new: expected 0\.\.2, the length of the sequence, found {new}"):
+            trie.insert([1, 2], new)
+    with pytest.raises(RequestError, match="ngram match: num_nodes: expected 1 or more"):
+        match(trie, [1], 0)
+    assert trie.size == 0
+    trie.insert([2**31 - 1, 0])
+    assert paths(match(trie, [2**31 - 1], 4)) == [(0,)]
 
 
 def test_no_compiler_names_the_variant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

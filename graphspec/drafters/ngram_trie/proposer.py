@@ -39,11 +39,10 @@ class TrieProposer:
         self._depth = settings.max_window + shape.num_steps
         self._queued: list[tuple[list[int], int]] = []
 
-    def load_corpus(self, file: str, encode: Callable[[str], list[int]]) -> int:
+    def load_corpus(self, file: str, encode: Callable[[str], list[int]]) -> None:
         """Insert a corpus: a text file with one document per line, or ``.jsonl`` with a JSON string per line.
 
-        Returns:
-            The number of documents.
+        No n-gram spans two documents.
 
         Raises:
             ConfigError: the file can't be read, or a line is no JSON string.
@@ -60,7 +59,8 @@ class TrieProposer:
                 if not isinstance(document, str):
                     raise ConfigError(key, "a JSON string on every line", f"{file}, document {number + 1}: {line[:60]}")
                 documents[number] = document
-        return self._trie.insert_corpus(encode(document) for document in documents)
+        for document in documents:
+            self._trie.insert(encode(document))
 
     def admit(self, request: Request) -> None:
         # The prompt of a row that was preempted has been inserted before.
@@ -69,7 +69,7 @@ class TrieProposer:
 
     def propose(self, requests: Sequence[Request]) -> list[Nodes]:
         contexts = [[*r.prompt[-self._max_window :], *r.output[-self._max_window :]] for r in requests]
-        trees = self._trie.match_batch(contexts, self._num_nodes)
+        trees = self._trie.match(contexts, self._num_nodes)
         for tokens, new in self._queued:
             self._trie.insert(tokens, new=new)
         self._queued.clear()

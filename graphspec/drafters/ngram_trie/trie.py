@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -120,8 +117,8 @@ class NgramTrie:
       frequent children (ties: more recent first); the anchor's is 1. Equal probabilities: in the order reached, siblings by frequency and
       then recency. A node costs a pass over all of its trie children.
 
-    Trees depend on the sequence of calls alone, not on timing, as long as one thread makes the calls (see ``wait`` of :meth:`match`). All
-    methods may be called from any thread.
+    Trees depend on the sequence of calls alone, not on timing, as long as one thread makes the calls. All methods may be called from any
+    thread.
 
     **Cost.** This is a host boundary. Between the end of a cycle and the start of the next come the copy of its tokens to the host, the
     match (microseconds), and the copy of the tree to the device. Insert after matching, so that insertion overlaps the cycle.
@@ -149,23 +146,8 @@ class NgramTrie:
         if not handle:
             raise ResourceError("variant.ngram.capacity", "memory for the nodes, and a thread", f"none for {config.capacity} nodes")
         self._handle: int = handle
-        self._users = 0
-        self._idle = threading.Condition()
-        self._close = weakref.finalize(self, self._library.graphspec_ngram_close, handle)
-
-    @contextmanager
-    def _open(self) -> Iterator[int]:
-        """The handle, kept alive meanwhile."""
-        with self._idle:
-            if not self._close.alive:
-                raise ResourceError(KEY, "an open trie", "one that was closed")
-            self._users += 1
-        try:
-            yield self._handle
-        finally:
-            with self._idle:
-                self._users -= 1
-                self._idle.notify_all()
+        # Drops what is queued, and frees the nodes.
+        weakref.finalize(self, self._library.graphspec_ngram_close, handle)
 
     def insert(self, tokens: Tokens, new: int | None = None) -> None:
         """Queue a sequence; returns at once.
@@ -176,56 +158,36 @@ class NgramTrie:
 
         Raises:
             RequestError: no token ids, or ``new`` out of range.
-            ResourceError: the trie is closed, or memory for the queue ran out.
+            ResourceError: memory for the queue ran out.
         """
         length = len(tokens)
         new = length if new is None else new
         if not 0 <= new <= length:
             raise RequestError("ngram insert: new", f"0..{length}, the length of the sequence", new)
         tail = _tail("ngram insert: tokens", tokens, new + self.config.depth - 1 if new else 0)
-        with self._open() as handle:
-            if tail.size and self._library.graphspec_ngram_insert(handle, tail.ctypes.data, tail.size, new):
-                raise ResourceError(KEY, "memory for the queue", f"none for {tail.size} tokens")
-
-    def insert_corpus(self, documents: Iterable[Tokens]) -> int:
-        """Queue the documents of a corpus, each as a sequence: no n-gram spans two of them.
-
-        Returns:
-            The number of documents. Those before one that raises stay queued.
-        """
-        count = 0
-        for document in documents:
-            self.insert(document)
-            count += 1
-        return count
+        if tail.size and self._library.graphspec_ngram_insert(self._handle, tail.ctypes.data, tail.size, new):
+            raise ResourceError(KEY, "memory for the queue", f"none for {tail.size} tokens")
 
     def synchronize(self) -> None:
         """Wait for everything that was queued before this call."""
-        with self._open() as handle:
-            self._library.graphspec_ngram_synchronize(handle)
+        self._library.graphspec_ngram_synchronize(self._handle)
 
-    def match(self, context: Tokens, num_nodes: int, *, wait: bool = True) -> Tree:
-        """The draft tree below the context's last token.
+    def match(self, contexts: Sequence[Tokens], num_nodes: int) -> list[Tree]:
+        """The draft tree below each context's last token, all against the same state of the trie; everything queued is inserted first.
 
         Args:
-            context: tokens so far, the root last; the last ``max_window`` are read.
-            num_nodes: N, root included; the tree has at most N - 1 draft nodes.
-            wait: wait for everything queued before this call. False: match what has been inserted by now, possibly a part of a
-                sequence; the tree then depends on timing.
+            contexts: tokens so far, the root last; the last ``max_window`` are read.
+            num_nodes: N, root included; a tree has at most N - 1 draft nodes.
 
         Returns:
-            Tokens and parents, int64 ``[n]`` with ``n <= N - 1``, nothing padded. Entry i is node i + 1 and parents are node indices: 0 is
-            the root, which has no entry. A parent comes before its children, siblings differ, no node is deeper than
+            Per context tokens and parents, int64 ``[n]`` with ``n <= N - 1``, nothing padded. Entry i is node i + 1 and parents are node
+            indices: 0 is the root, which has no entry. A parent comes before its children, siblings differ, no node is deeper than
             ``branch_length``. Nodes come best first: the tree for fewer nodes is a prefix of the tree for more.
 
         Raises:
             RequestError: no token ids, or ``num_nodes`` below 1.
-            ResourceError: the trie is closed.
+            ResourceError: no memory for the trees.
         """
-        return self.match_batch([context], num_nodes, wait=wait)[0]
-
-    def match_batch(self, contexts: Sequence[Tokens], num_nodes: int, *, wait: bool = True) -> list[Tree]:
-        """:meth:`match` for several contexts, all against the same state of the trie."""
         if num_nodes < 1:
             raise RequestError("ngram match: num_nodes", "1 or more (the root counts)", num_nodes)
         tails = [_tail("ngram match: context", context, self.config.max_window) for context in contexts]
@@ -235,28 +197,13 @@ class NgramTrie:
         np.cumsum([tail.size for tail in tails], out=offsets[1:])
         tokens = np.empty((lanes, num_nodes - 1), np.int64)
         parents, counts = np.empty_like(tokens), np.empty(lanes, np.int64)
-        with self._open() as handle:
-            if wait:
-                self._library.graphspec_ngram_synchronize(handle)
-            pointers = (array.ctypes.data for array in (tokens, parents, counts))
-            if self._library.graphspec_ngram_match(handle, flat.ctypes.data, offsets.ctypes.data, lanes, num_nodes, *pointers):
-                raise ResourceError(KEY, "memory for the trees", f"none for {lanes} of {num_nodes} nodes")
+        self.synchronize()
+        pointers = (array.ctypes.data for array in (tokens, parents, counts))
+        if self._library.graphspec_ngram_match(self._handle, flat.ctypes.data, offsets.ctypes.data, lanes, num_nodes, *pointers):
+            raise ResourceError(KEY, "memory for the trees", f"none for {lanes} of {num_nodes} nodes")
         return [(tokens[lane, :count], parents[lane, :count]) for lane, count in enumerate(counts.tolist())]
 
     @property
     def size(self) -> int:
         """Nodes in use, at most ``capacity``; queued sequences have none yet."""
-        with self._open() as handle:
-            return int(self._library.graphspec_ngram_size(handle))
-
-    def close(self) -> None:
-        """Wait for other threads' calls, drop what is queued, free the nodes. Closing twice is allowed."""
-        with self._idle:
-            self._idle.wait_for(lambda: self._users == 0)
-            self._close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        return int(self._library.graphspec_ngram_size(self._handle))
