@@ -97,45 +97,33 @@ class Attention(Protocol):
         ...
 
 
-class PagedAttention(Attention, Protocol):
-    """Attention whose KV lies in pages, for native ops that read and write the pages themselves."""
-
-    @property
-    def kv_pool(self) -> Tensor:
-        """``[layers, 2, pages, page_size, G, D]``."""
-        ...
-
-    @property
-    def table_BP(self) -> Tensor:
-        """int32."""
-        ...
-
-    @property
-    def slot_BT(self) -> Tensor:
-        """Logical slot each token's KV is written to, int64."""
-        ...
-
-    def visibility(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """What each query sees without a sliding window: the first slot, that of position 0, int64 ``[B, T]``; then the prefix's end and
-        the ancestor words, or None and None where each valid query sees everything up to its own slot.
-        """
-        ...
-
-
 def _within(begin_BT: Tensor, position_BT: Tensor, window_left: int | None) -> Tensor:
     """First slot each query sees. Windows count positions, and position 0 lies in slot ``begin`` (1 for a draft that skips a token)."""
     return begin_BT if window_left is None else begin_BT + (position_BT - window_left + 1).clamp(min=0)
 
 
-class _PagedAttention:
-    """Writes the KV of the query tokens into the pages of their rows, then attends by :meth:`_attend` or :meth:`_attend_latent`."""
+class PagedAttention:
+    """Attention over KV that lies in pages: writes that of the query tokens, then attends by :meth:`_attend` or :meth:`_attend_latent`.
+
+    Native ops read and write the pages themselves.
+    """
 
     __slots__ = ()
     kernels: KernelSet
     kv_pool: Tensor
+    """``[layers, 2, pages, page_size, G, D]``, or ``[layers, 1, pages, page_size, 1, E]`` of latent rows."""
     table_BP: Tensor
+    """int32."""
     slot_BT: Tensor
+    """Logical slot each token's KV is written to, int64."""
+    position_BT: Tensor
     valid_BT: Tensor
+
+    def visibility(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """What each query sees without a sliding window: the first slot, that of position 0, int64 ``[B, T]``; then the prefix's end and
+        the ancestor words, or None and None where each valid query sees everything up to its own slot.
+        """
+        raise NotImplementedError
 
     def write(self, layer: int, query_BTQD: Tensor, key_BTGD: Tensor, value_BTGD: Tensor, heads: HeadTransform) -> Tensor:
         rotated_BTQD: Tensor = self.kernels.rope_kv_write(
@@ -171,17 +159,15 @@ class _PagedAttention:
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # Dynamo of torch 2.11 hashes what it calls, before it has fields
-class TreeAttention(_PagedAttention):
+class TreeAttention(PagedAttention):
     """Decode-phase attention: a paged prefix, and a window of slots after it under ancestor words."""
 
     kernels: KernelSet
     kv_pool: Tensor
-    """``[layers, 2, pages, page_size, G, D]``, or ``[layers, 1, pages, page_size, 1, E]`` of latent rows."""
     table_BP: Tensor
     position_BT: Tensor
     valid_BT: Tensor
     slot_BT: Tensor
-    """Logical slot each token's KV is written to, int64."""
     begin_BT: Tensor
     """First slot each query may see where a layer has no sliding window, int64: that of position 0."""
     prefix_end_B: Tensor
@@ -218,7 +204,7 @@ class TreeAttention(_PagedAttention):
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # Dynamo of torch 2.11 hashes what it calls, before it has fields
-class ChunkAttention(_PagedAttention):
+class ChunkAttention(PagedAttention):
     """Prefill attention: a chunk of consecutive prompt tokens, causal, over the paged prefix and itself."""
 
     kernels: KernelSet

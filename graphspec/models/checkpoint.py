@@ -14,7 +14,7 @@ from ..facts.files import find_file, plain, read_shards, require_file
 from ..facts.sharding import joined
 from ..layouts import Layout
 from ..models.layers import Embedding
-from .layers import KernelModule, Linear, ParameterShards
+from .layers import Linear, ParameterShards
 from .tensor_files import TensorFile, open_tensors
 
 if TYPE_CHECKING:
@@ -201,7 +201,7 @@ def fill(
     for name, blocks in wanted.items():
         owner_name, _, leaf = name.rpartition(".")
         owner = module.get_submodule(owner_name)
-        wide = isinstance(owner, KernelModule) and leaf in owner.float32_names
+        wide = leaf in getattr(owner, "float32_names", ())
         value = torch.empty(owner.get_parameter(leaf).shape, dtype=torch.float32 if wide else dtype, device=device)
         # One matrix per expert; the heads of a projection lie below each other in the checkpoint, unless it has them as we do.
         as_stored = value.dim() <= 2 or (blocks[0][0] in checkpoint and len(checkpoint.shape(blocks[0][0])) == value.dim())

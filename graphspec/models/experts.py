@@ -36,6 +36,7 @@ class MixtureOfExperts(KernelModule, ShardedModule):
     """
 
     float32_names = ("correction_E",)
+    """Parameters that are always loaded in float32."""
 
     def __init__(self, facts: ModelFacts) -> None:
         super().__init__()

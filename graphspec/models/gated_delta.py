@@ -11,7 +11,7 @@ from torch import Tensor
 from ..kernels.formulas import Rotation, rms_norm
 from ..kernels.linear import Hidden
 from .layers import Linear, RMSNorm, row_parallel_linear
-from .recurrence import GATED_DELTA_RULE, Rule
+from .recurrence import GATED_DELTA_RULE
 from .recurrent_net import RecurrentNet
 
 if TYPE_CHECKING:
@@ -71,9 +71,6 @@ class GatedDeltaNet(RecurrentNet):
         self.norm = RMSNorm(own.value_dim, facts.rms_norm_eps)
         self.out_proj = row_parallel_linear(own.sharding, values, facts.hidden_size)
 
-    def rule(self) -> Rule:
-        return GATED_DELTA_RULE
-
     def forward(
         self,
         x_BTH: Hidden,
@@ -86,7 +83,8 @@ class GatedDeltaNet(RecurrentNet):
         del rotation
         input_BTE, gate_BTE, rate_BTH, decay_BTH = self.in_proj(x_BTH, norm).split(self.in_proj.parts, dim=-1)
         decay_BTH = -self.A_log.exp() * F.softplus(decay_BTH.float() + self.dt_bias)
-        out_BTHV = self.mix(attention, input_BTE, torch.cat((decay_BTH, torch.sigmoid(rate_BTH).float()), -1))
+        gates_BTG = torch.cat((decay_BTH, torch.sigmoid(rate_BTH).float()), -1)
+        out_BTHV = self.mix(attention, input_BTE, gates_BTG, GATED_DELTA_RULE)
         normed_BTHV = rms_norm(out_BTHV, self.norm.weight, self.norm.eps)
         gated_BTHV = normed_BTHV * F.silu(gate_BTE.unflatten(-1, out_BTHV.shape[2:]).float())
         out_BTH: Hidden = self.out_proj(gated_BTHV.to(input_BTE.dtype).flatten(2), residual=residual_BTH)

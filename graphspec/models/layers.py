@@ -31,9 +31,6 @@ def make_parameter(*shape: int) -> nn.Parameter:
 class KernelModule(nn.Module):
     """A module that calls ops itself; it runs their references until :func:`use_kernels`."""
 
-    float32_names: tuple[str, ...] = ()
-    """Parameters that are always loaded in float32."""
-
     def use_kernels(self, kernels: KernelSet) -> None:
         """Run the ops of ``kernels`` from now on."""
         raise NotImplementedError
@@ -148,6 +145,11 @@ class RowParallelLinear(Linear, ShardedModule):
             partial = hidden_of(self.multiply(x, self.weight))
         out = self.comm.all_reduce(partial)
         return finish(out if self.bias is None else out + self.bias, residual, gated, float32)
+
+
+def add(residual: Hidden, out: Tensor) -> Hidden:
+    """What a block adds to the residual stream; a stream where the residual is one."""
+    return finish(out, residual, gated=False, float32=False)
 
 
 def row_parallel_linear(sharding: Sharding, in_features: int, out_features: int, *, bias: bool = False) -> Linear:

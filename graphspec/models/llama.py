@@ -11,9 +11,9 @@ from ..kernels.linear import Hidden, ResidualStream, hidden_of
 from .experts import MixtureOfExperts
 from .gated_delta import GatedDeltaNet
 from .latent import LatentAttention
-from .layers import RMSNorm, SelfAttention
+from .layers import RMSNorm, SelfAttention, add
 from .mamba2 import Mamba2
-from .mlp import MLP, SquaredReluMLP, dense_mlp
+from .mlp import DenseMLP, dense_mlp
 from .parallel_layer import ParallelLayer
 from .recurrent_net import RecurrentNet, stack_convolutions
 from .rope import RotaryEmbedding
@@ -43,7 +43,7 @@ def make_token_mixer(facts: ModelFacts, layer: int) -> SelfAttention | LatentAtt
     return SelfAttention(facts, layer) if facts.latent is None else LatentAttention(facts, layer)
 
 
-def make_mlp(facts: ModelFacts, layer: int) -> MLP | SquaredReluMLP | MixtureOfExperts:
+def make_mlp(facts: ModelFacts, layer: int) -> DenseMLP | MixtureOfExperts:
     """The channel mixer of a layer: an MLP, or a mixture of experts."""
     return MixtureOfExperts(facts) if facts.has_experts(layer) else dense_mlp(facts)
 
@@ -94,15 +94,12 @@ class DecoderLayer(nn.Module):
             out = self.stack.layer(self.place, hidden_of(residual_BTH), rotation, attention)
             return ResidualStream(out) if isinstance(residual_BTH, ResidualStream) else out
         if self.post_feedforward_layernorm is not None:
-            x_BTH = hidden_of(residual_BTH)
-            x_BTH = x_BTH + self.post_attention_layernorm(self.self_attn(x_BTH, rotation, attention))
-            x_BTH = x_BTH + self.post_feedforward_layernorm(self.mlp(x_BTH, valid=attention.valid_BT))
-            return ResidualStream(x_BTH) if isinstance(residual_BTH, ResidualStream) else x_BTH
+            residual_BTH = add(residual_BTH, self.post_attention_layernorm(self.self_attn(residual_BTH, rotation, attention)))
+            return add(residual_BTH, self.post_feedforward_layernorm(self.mlp(residual_BTH, valid=attention.valid_BT)))
         if self.residual_scale != 1:
-            x_BTH = hidden_of(residual_BTH)
-            x_BTH = x_BTH + self.residual_scale * self.self_attn(x_BTH, rotation, attention, self.input_layernorm)
-            x_BTH = x_BTH + self.residual_scale * self.mlp(x_BTH, self.post_attention_layernorm, valid=attention.valid_BT)
-            return ResidualStream(x_BTH) if isinstance(residual_BTH, ResidualStream) else x_BTH
+            scale = self.residual_scale
+            residual_BTH = add(residual_BTH, scale * self.self_attn(residual_BTH, rotation, attention, self.input_layernorm))
+            return add(residual_BTH, scale * self.mlp(residual_BTH, self.post_attention_layernorm, valid=attention.valid_BT))
         residual_BTH = self.self_attn(residual_BTH, rotation, attention, self.input_layernorm, residual_BTH)
         out_BTH: Hidden = self.mlp(residual_BTH, self.post_attention_layernorm, residual_BTH, valid=attention.valid_BT)
         return out_BTH

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..kernels.formulas import Rotation, rms_norm
 from ..kernels.linear import Hidden
 from .layers import Linear, ParameterShards, RMSNorm, ShardedModule, make_parameter, row_parallel_linear
-from .recurrence import Rule, selective_rule
+from .recurrence import selective_rule
 from .recurrent_net import RecurrentNet
 
 if TYPE_CHECKING:
@@ -47,9 +47,6 @@ class Mamba2(RecurrentNet, ShardedModule):
                 self.norm.shards = {"weight": ParameterShards(0, (inner,))}
             self.shards["skip_H"] = ParameterShards(0, (heads,))
 
-    def rule(self) -> Rule:
-        return selective_rule(self.skip_H)
-
     def forward(
         self,
         x_BTH: Hidden,
@@ -62,7 +59,8 @@ class Mamba2(RecurrentNet, ShardedModule):
         del rotation
         gate_BTE, input_BTE, step_BTH = self._project(x_BTH, norm)
         step_BTH = F.softplus(step_BTH.float() + self.dt_bias)
-        out_BTHV = self.mix(attention, input_BTE, torch.cat((-self.A_log.exp() * step_BTH, step_BTH), -1))
+        gates_BTG = torch.cat((-self.A_log.exp() * step_BTH, step_BTH), -1)
+        out_BTHV = self.mix(attention, input_BTE, gates_BTG, selective_rule(self.skip_H))
         gated_BTE = out_BTHV.flatten(2).float() * F.silu(gate_BTE.float())
         if self.norm is not None:
             # Each group of heads that share B and C is normed by itself.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..facts.sharding import UNSHARDED
-from ..kernels.linear import Hidden
+from ..kernels.linear import Hidden, hidden_of
 from .layers import Linear, ParameterShards, RMSNorm, row_parallel_linear
 
 if TYPE_CHECKING:
@@ -25,7 +25,23 @@ def _down_proj(facts: ModelFacts, width: int, *, partial: bool) -> Linear:
     return found
 
 
-class MLP(nn.Module):
+class DenseMLP(nn.Module):
+    """Base of the MLPs, which differ in what they do before their last projection."""
+
+    down_proj: Linear
+
+    def inner(self, x: Hidden, norm: RMSNorm | None) -> Tensor:
+        """The input of the last projection."""
+        raise NotImplementedError
+
+    def forward(self, x: Hidden, norm: RMSNorm | None = None, residual: Hidden | None = None, valid: Tensor | None = None) -> Hidden:
+        """``residual + mlp(norm(x))``, ``[..., H]``; without norm and residual, the plain block. Tokens that aren't valid cost no less."""
+        del valid
+        out: Hidden = self.down_proj(self.inner(x, norm), residual=residual)
+        return out
+
+
+class MLP(DenseMLP):
     """SwiGLU (arXiv 2002.05202).
 
     Args:
@@ -42,20 +58,11 @@ class MLP(nn.Module):
         if sharding.sharded:
             self.gate_up_proj.shard_rows(sharding.shard(width), sharding.shard(width))
 
-    def forward(
-        self,
-        x: Hidden,
-        norm: RMSNorm | None = None,
-        residual: Hidden | None = None,
-        valid: Tensor | None = None,
-    ) -> Hidden:
-        """``residual + mlp(norm(x))``, ``[..., H]``; without norm and residual, the plain block. Tokens that aren't valid cost no less."""
-        del valid
-        out: Hidden = self.down_proj(self.gate_up_proj(x, norm, gated=True), residual=residual)
-        return out
+    def inner(self, x: Hidden, norm: RMSNorm | None) -> Tensor:
+        return hidden_of(self.gate_up_proj(x, norm, gated=True))
 
 
-class SquaredReluMLP(nn.Module):
+class SquaredReluMLP(DenseMLP):
     """``down(relu(up x)^2)``, without a gate (arXiv 2109.08668).
 
     Args:
@@ -72,19 +79,10 @@ class SquaredReluMLP(nn.Module):
         if sharding.sharded:
             self.up_proj.shard_rows(sharding.shard(width))
 
-    def forward(
-        self,
-        x: Hidden,
-        norm: RMSNorm | None = None,
-        residual: Hidden | None = None,
-        valid: Tensor | None = None,
-    ) -> Hidden:
-        """As :class:`MLP`."""
-        del valid
-        out: Hidden = self.down_proj(torch.relu(self.up_proj(x, norm)).square(), residual=residual)
-        return out
+    def inner(self, x: Hidden, norm: RMSNorm | None) -> Tensor:
+        return torch.relu(self.up_proj(x, norm)).square()
 
 
-def dense_mlp(facts: ModelFacts, intermediate_size: int | None = None, *, partial: bool = False) -> MLP | SquaredReluMLP:
+def dense_mlp(facts: ModelFacts, intermediate_size: int | None = None, *, partial: bool = False) -> DenseMLP:
     """The MLP that the family has; ``partial`` as of :class:`MLP`."""
     return (SquaredReluMLP if facts.family.squared_relu else MLP)(facts, intermediate_size, partial=partial)

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..kernels.linear import Hidden, ResidualStream, finish, hidden_of
-from .layers import RMSNorm, SelfAttention
+from ..kernels.linear import Hidden, hidden_of
+from .layers import RMSNorm, SelfAttention, add
 from .mamba2 import Mamba2
 from .mlp import MLP
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class ScaledMLP(MLP):
-    """SwiGLU with multipliers of the gate and of the result.
+    """SwiGLU with a multiplier of the gate.
 
     Args:
         facts: sizes, biases and multipliers.
@@ -27,20 +27,11 @@ class ScaledMLP(MLP):
 
     def __init__(self, facts: ModelFacts) -> None:
         super().__init__(facts)
-        self.scales = facts.multipliers.mlp
+        self.gate_scale = facts.multipliers.mlp[0]
 
-    def forward(
-        self,
-        x: Hidden,
-        norm: RMSNorm | None = None,
-        residual: Hidden | None = None,
-        valid: Tensor | None = None,
-    ) -> Hidden:
-        """As of :class:`~graphspec.models.mlp.MLP`."""
-        del valid
+    def inner(self, x: Hidden, norm: RMSNorm | None) -> Tensor:
         gate, up = hidden_of(self.gate_up_proj(x, norm)).chunk(2, dim=-1)
-        before, after = self.scales
-        return finish(after * hidden_of(self.down_proj(F.silu(before * gate) * up)), residual, gated=False, float32=False)
+        return F.silu(self.gate_scale * gate) * up
 
 
 class ParallelLayer(nn.Module):
@@ -59,12 +50,11 @@ class ParallelLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm.of(facts)
         self.mlp = ScaledMLP(facts)
         self.scales = facts.multipliers.ssm_output, facts.multipliers.attention_output
+        self.mlp_scale = facts.multipliers.mlp[1]
 
     def forward(self, residual_BTH: Hidden, rotation: Rotation, attention: Attention) -> Hidden:
         """As of :class:`~graphspec.models.llama.DecoderLayer`."""
-        x_BTH = hidden_of(residual_BTH)
         nets = zip(self.scales, (self.mamba, self.self_attn), strict=True)
-        recurrent_BTH, attended_BTH = (scale * net(x_BTH, rotation, attention, self.input_layernorm) for scale, net in nets)
-        x_BTH = x_BTH + (recurrent_BTH + attended_BTH)
-        x_BTH = x_BTH + self.mlp(x_BTH, self.post_attention_layernorm, valid=attention.valid_BT)
-        return ResidualStream(x_BTH) if isinstance(residual_BTH, ResidualStream) else x_BTH
+        recurrent_BTH, attended_BTH = (scale * net(residual_BTH, rotation, attention, self.input_layernorm) for scale, net in nets)
+        residual_BTH = add(residual_BTH, recurrent_BTH + attended_BTH)
+        return add(residual_BTH, self.mlp_scale * self.mlp(residual_BTH, self.post_attention_layernorm))

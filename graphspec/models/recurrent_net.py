@@ -7,18 +7,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from .layers import KernelModule, ParameterShards, make_parameter
+from .layers import ParameterShards, make_parameter
 from .recurrence import Convolution, Rule
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ..facts import ModelFacts
-    from ..kernels.registry import KernelSet
     from .attention import Attention
 
 
-class RecurrentNet(KernelModule):
+class RecurrentNet(nn.Module):
     """A causal convolution, then a matrix per head that each token updates and reads.
 
     Args:
@@ -28,6 +27,7 @@ class RecurrentNet(KernelModule):
     """
 
     float32_names: tuple[str, ...] = ("A_log", "dt_bias")
+    """Parameters that are always loaded in float32."""
 
     def __init__(self, facts: ModelFacts, layer: int, *, conv_bias: bool = False) -> None:
         super().__init__()
@@ -42,20 +42,11 @@ class RecurrentNet(KernelModule):
             channels, heads = (ParameterShards(0, (one,)) for one in (self.recurrent.channel_shard, self.recurrent.value_shard(1)))
             self.shards = {"conv_weight_E1O": channels, "conv_bias_E": channels, "A_log": heads, "dt_bias": heads}
 
-    def rule(self) -> Rule:
-        """How a token changes the matrices."""
-        raise NotImplementedError
-
-    def use_kernels(self, kernels: KernelSet) -> None:
-        """Does nothing: the :class:`~graphspec.models.recurrence.Recurrence` of a call brings the ops."""
-
-    def mix(self, attention: Attention, input_BTE: Tensor, gate_BTG: Tensor) -> Tensor:
+    def mix(self, attention: Attention, input_BTE: Tensor, gate_BTG: Tensor, rule: Rule) -> Tensor:
         """Convolution and rule, see :class:`~graphspec.models.recurrence.Recurrence`; ``[B, T, H, V]``."""
         assert attention.recurrence is not None, "a caller that brings states"
-        return attention.recurrence(self.layer, input_BTE, gate_BTG, self._convolution(), self.rule())
-
-    def _convolution(self) -> Convolution:
-        return Convolution(self.conv_weight_E1O[:, 0], self.conv_bias_E)
+        convolution = Convolution(self.conv_weight_E1O[:, 0], self.conv_bias_E)
+        return attention.recurrence(self.layer, input_BTE, gate_BTG, convolution, rule)
 
 
 def stack_convolutions(nets: Sequence[RecurrentNet]) -> Convolution:
