@@ -98,7 +98,7 @@ def stages(build: Build) -> list[Stage]:
         name = "mask_tokens"
 
         def forward(self, v: Views) -> None:
-            token_BA, _, _, _, begin_B, _, known_B, next_B, _ = self.window(v, self.plan.accept_width, self.plan.num_words)
+            token_BA, _, _, _, begin_B, _, known_B, next_B, _ = self.last_run(v)
             masks, known_B1 = self.shape.num_steps - 1, known_B[:, None]
             # Masks follow the last known entry, so the rows are one causal run.
             entry_U = torch.arange(token_BA.shape[1] + masks, device=token_BA.device)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
@@ -15,7 +17,13 @@ from ..static_tree import StaticTree
 
 
 class DraftStage(NetworkStage):
-    """Base of the stages that also propose tokens."""
+    """Base of the stages that also propose tokens; by default from the window."""
+
+    reads: tuple[str, ...] = (
+        "lane_row_B", "lane_table_BP", "status_R", "seq_len_R", "window_len_R", "window_token_RAc", "draft_kv", "draft_begin_1",
+    )  # fmt: skip
+    writes: tuple[str, ...] = ("draft_kv", *Candidates._fields)
+    feature_reads: ClassVar[tuple[str, ...]] = ("window_feature_RAcF",)
 
     def __init__(self, build: Build) -> None:
         super().__init__(build)
@@ -44,9 +52,6 @@ class DraftExtend(DraftStage):
     """The drafter reads the window; its last valid entry proposes the first level."""
 
     name = "draft_extend"
-    reads = ("lane_row_B", "lane_table_BP", "status_R", "seq_len_R", "window_len_R", "window_token_RAc", "draft_kv", "draft_begin_1")
-    writes: tuple[str, ...] = ("draft_kv", *Candidates._fields)
-    feature_reads = ("window_feature_RAcF",)
     feature_writes = ("draft_hidden_BH",)
 
     def __init__(self, build: Build) -> None:
@@ -134,7 +139,7 @@ class StaticSteps(DraftStage):
         "candidate_score_BM",
         "candidate_token_BM",
     )
-    writes, feature_reads = DraftExtend.writes, ("draft_hidden_BH",)
+    feature_reads = ("draft_hidden_BH",)
 
     def __init__(self, build: Build) -> None:
         super().__init__(build)

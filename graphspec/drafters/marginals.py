@@ -6,24 +6,12 @@ import torch
 from torch import Tensor
 
 from ..buffers import Views
-from ..graphs.stages.network import NetworkStage
-from ..graphs.stages.sampling import DraftSampler
-from ..graphs.stages.stage import Build
 from ..kernels.groups import Candidates
+from .beams import DraftStage
 
 
-class MarginalStage(NetworkStage):
+class MarginalStage(DraftStage):
     """Base of these stages: fills the candidate pool from the logits of all depths."""
-
-    reads = ("lane_row_B", "lane_table_BP", "status_R", "seq_len_R", "window_len_R", "window_token_RAc", "draft_kv", "draft_begin_1")
-    writes: tuple[str, ...] = ("draft_kv", *Candidates._fields)
-    feature_reads = ("window_feature_RAcF",)
-
-    def __init__(self, build: Build) -> None:
-        super().__init__(build)
-        self.sampler = DraftSampler(build)
-        self.reads = (*self.reads, *self.sampler.reads)
-        self.writes = (*self.writes, *self.sampler.writes)
 
     def fill_pool(self, v: Views, logits_BSV: Tensor, position_B: Tensor) -> None:
         """Write the candidates of all S levels; ``position_B`` is the position of the tokens of level 1."""

@@ -178,25 +178,17 @@ class Program:
         groups = [(host, list(group)) for host, group in groupby(stages, _runs_on_host)]
         if not compiled:
             self.steps = [partial(stage, views) for stage in stages]
-            self.direct = self._run_steps if threads is None else partial(self._run_steps_with, threads)
+            self.direct = self._on_threads(self.steps)
             if self.on_host:
-                self._set_segments([Segment(self._uncompiled(group), host) for host, group in groups])
+                self._set_segments([Segment(self._on_threads([partial(stage, views) for stage in group]), host) for host, group in groups])
         elif not stages[0].kernels.records:
             self.steps = [self._part([stage], _runs_on_host(stage)) for stage in stages]
             self._set_segments([Segment(self._part(group, host), host) for host, group in groups])
         self.replay: Callable[[], None] | None = None
         self.buffers: Signature = signature(views)
 
-    def _run_steps(self) -> None:
-        _in_order(self.steps)
-
-    def _run_steps_with(self, threads: int) -> None:
-        with torch_loops(threads):
-            self._run_steps()
-
-    def _uncompiled(self, stages: Sequence[Stage]) -> Callable[[], None]:
-        steps = [partial(stage, self.views) for stage in stages]
-        return partial(_in_order, steps) if self.threads is None else partial(_in_order_with, steps, self.threads)
+    def _on_threads(self, parts: Sequence[Callable[[], None]]) -> Callable[[], None]:
+        return partial(_in_order, parts) if self.threads is None else partial(_in_order_with, parts, self.threads)
 
     def _part(self, stages: Sequence[Stage], on_host: bool, *, now: bool = False) -> Callable[[], None]:
         """These stages as one callable, compiled unless they run on the host: ``now``, or at its first call."""

@@ -31,9 +31,7 @@ class DFlash(MarginalStage):
 
     def forward(self, v: Views) -> None:
         network, rows, steps = self.network, self.rows_of_block, self.shape.num_steps
-        token_BA, valid_BA, slot_BA, position_BA, begin_B, words_BAX, known_B, next_B, feature_BAF = self.window(
-            v, self.plan.accept_width, self.plan.num_words
-        )
+        token_BA, valid_BA, slot_BA, position_BA, begin_B, words_BAX, known_B, next_B, feature_BAF = self.last_run(v)
         network.write_kv(token_BA, network.fuse(feature_BAF), self.attend(v, position_BA, valid_BA, slot_BA, begin_B, words_BAX))
 
         row_T = torch.arange(rows, device=token_BA.device)

@@ -10,7 +10,7 @@ from torch import Tensor
 from ...buffers import Views
 from ...graphs.stages.draft_prefill import ChunkRows, DraftPrefill
 from ...graphs.stages.stage import Build, Stage
-from ...kernels.groups import Beams, Candidates
+from ...kernels.groups import Beams
 from ...kernels.host_step import BoundCall
 from ..beams import DraftStage, beam_stages
 
@@ -44,11 +44,7 @@ class HeadSteps(DraftStage):
     """
 
     name = "head_steps"
-    reads = (
-        "lane_row_B", "lane_table_BP", "status_R", "seq_len_R", "window_len_R", "window_token_RAc", "window_feature_RAcF",
-        "lookback_token_RY", "lookback_feature_RYF", "draft_kv", "draft_begin_1",
-    )  # fmt: skip
-    writes: tuple[str, ...] = ("draft_kv", *Candidates._fields)
+    reads = (*DraftStage.reads, "lookback_token_RY", "lookback_feature_RYF")
 
     def __init__(self, build: Build) -> None:
         super().__init__(build)

@@ -29,7 +29,7 @@ class PEagle(MarginalStage):
 
     def forward(self, v: Views) -> None:
         masks, network = self.shape.num_steps - 1, self.network
-        token_BA, _, _, _, begin_B, _, known_B, next_B, feature_BAF = self.window(v, self.plan.accept_width, self.plan.num_words)
+        token_BA, _, _, _, begin_B, _, known_B, next_B, feature_BAF = self.last_run(v)
         lanes, width = token_BA.shape
         entry_U = torch.arange(width + masks, device=token_BA.device)
         known_B1 = known_B[:, None]

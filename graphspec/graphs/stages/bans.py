@@ -20,16 +20,10 @@ def columns(token: Tensor, vocab_size: int) -> Tensor:
     return torch.where(token < 0, vocab_size, token)
 
 
-def allowed_tokens(word_BU: Tensor, vocab_size: int) -> Tensor:
-    """Bit v of a row's words, bool ``[B, V]``."""
-    token_V = torch.arange(vocab_size, device=word_BU.device)
-    return ((word_BU[:, token_V // WORD_BITS] >> (token_V % WORD_BITS)) & 1).bool()
-
-
-def masked_tokens(mask_BTVw: Tensor, vocab_size: int) -> Tensor:
-    """Tokens that a grammar leaves, bool ``[B, T, V]``, from bits in 32-bit words."""
-    token_V = torch.arange(vocab_size, device=mask_BTVw.device)
-    return ((mask_BTVw[..., token_V // MASK_BITS] >> (token_V % MASK_BITS).to(torch.int32)) & 1).bool()
+def allowed_tokens(word: Tensor, vocab_size: int) -> Tensor:
+    """Tokens whose bit is set, bool ``[..., V]``: of what a request allows, in int64 words, or of what a grammar leaves, in int32 words."""
+    bits, token_V = WORD_BITS if word.dtype == torch.int64 else MASK_BITS, torch.arange(vocab_size, device=word.device)
+    return ((word[..., token_V // bits] >> (token_V % bits).to(word.dtype)) & 1).bool()
 
 
 def ends_of_words(word_BwBt: Tensor, before_BTt: Tensor, vocab_size: int) -> Tensor:

@@ -13,7 +13,7 @@ from ...buffers import Views
 from ...kernels.noise import BELOW_ONE, counter_hash
 from ...kernels.registry import KernelSet
 from ...shapes import WORD_BITS, SamplingClass
-from .bans import allowed_tokens, columns, ends_of_words, masked_tokens
+from .bans import allowed_tokens, columns, ends_of_words
 from .stage import Build
 from .vocabulary import Scores
 
@@ -203,7 +203,7 @@ class LogitShaper:
         if self.sampling.bad_words and before_BTt is not None:
             bans.append(ends_of_words(v.bad_word_RBwBt[row_B], before_BTt, self.vocab_size))
         if mask_BTVw is not None:
-            bans.append(~masked_tokens(mask_BTVw, self.vocab_size))
+            bans.append(~allowed_tokens(mask_BTVw, self.vocab_size))
         for banned_BTV in bans:
             biased_BTV = torch.where(banned_BTV & known_BTV, -torch.inf, biased_BTV)
         return biased_BTV
