@@ -192,7 +192,7 @@ def read_nemotron_experts(keys: Keys, num_layers: int) -> ExpertFacts | None:
     if keys.values.get("moe_latent_size") is not None:
         raise keys.error("moe_latent_size", "null (experts over a compressed stream are not supported)")
     facts = read_deepseek_experts(Keys({**keys.values, "n_shared_experts": 0}, keys.where), num_layers, sigmoid=True)
-    return facts.in_layers(layers, keys.integer("moe_shared_expert_intermediate_size", most=MOST_WIDTH))
+    return replace(facts, layers=layers, shared_size=keys.integer("moe_shared_expert_intermediate_size", most=MOST_WIDTH))
 
 
 def read_granite_experts(keys: Keys, num_layers: int) -> ExpertFacts | None:
@@ -205,4 +205,4 @@ def read_granite_experts(keys: Keys, num_layers: int) -> ExpertFacts | None:
         return None
     usual = {"num_experts": keys.values["num_local_experts"], "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": None}
     facts = read_qwen3_experts(Keys({**keys.values, **usual}, keys.where), num_layers)
-    return facts.in_layers((True,) * num_layers, keys.integer("intermediate_size", most=MOST_WIDTH))
+    return replace(facts, layers=(True,) * num_layers, shared_size=keys.integer("intermediate_size", most=MOST_WIDTH))

@@ -35,10 +35,6 @@ class ExpertFacts:
     float32_router: bool = False
     """Router weights and logits are float32, whatever the dtype of the model."""
 
-    def in_layers(self, layers: tuple[bool, ...], shared_size: int) -> ExpertFacts:
-        """The same mixtures in these layers, with shared experts of this width."""
-        return replace(self, layers=layers, shared_size=shared_size)
-
 
 def _read_count(keys: Keys, name: str, num_layers: int) -> int:
     experts = keys.integer(name, most=MOST_EXPERTS)

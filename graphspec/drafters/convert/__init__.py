@@ -11,7 +11,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -27,7 +27,7 @@ from ..head_tensors import looks_like
 from .dflash import DFLASH
 from .eagle import EAGLE
 from .eagle3 import EAGLE3, P_EAGLE
-from .head import Head, Kind
+from .head import Head, Kind, meaning
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ def _kind(source: Path) -> Kind:
 
 def _check(source: Head, folder: Path, layout: str, kind: Kind, target: ModelFacts | None) -> None:
     found = kind.read(folder, target)
-    before, after = (replace(kind.meaning(head), tap_layers=()) for head in (source, found))
+    before, after = (meaning(head.facts) for head in (source, found))
     dropped = {"t2d", "embed_tokens.weight"}
     same = {
         name: name in found.tensors and _same_bits(found.tensors[name], tensor)

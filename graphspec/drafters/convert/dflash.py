@@ -9,10 +9,10 @@ from torch import Tensor
 
 from ...errors import ConfigError
 from ...facts import ModelFacts
+from ...facts.keys import Keys
 from ..dflash.facts import DFlashFacts, read_dflash_config
 from ..dflash.network import dflash_checkpoint
-from ..eagle3.loading import read_vocab_map
-from .head import Head, Kind, decoder_config, decoder_needs, plain_meaning, refuse, speculators
+from .head import Head, Kind, decoder_config, decoder_needs, refuse, speculators
 
 _EXPRESSES: dict[str, set[str]] = {
     "z-lab": {"query and key norms", "sliding_window", "rows that look ahead", "sliding layers that look ahead", "causal layers"},
@@ -24,14 +24,11 @@ _EXPRESSES: dict[str, set[str]] = {
 }  # fmt: skip
 
 
-def _read(path: Path, target: ModelFacts | None) -> Head:
+def _config(path: Path, target: ModelFacts | None) -> tuple[DFlashFacts, Keys]:
     if target is None:
         expected = "the folder of the target, whose depth says which layers a block drafter taps"
         raise ConfigError("target", expected, "nothing")
-    facts, keys = read_dflash_config(path, target)
-    checkpoint, facts = dflash_checkpoint(facts)
-    read_vocab_map(checkpoint, facts.decoder.vocab_size, facts.draft_vocab_size)
-    return Head(facts, keys.values, {name: checkpoint.raw(name) for name in checkpoint.names()})
+    return read_dflash_config(path, target)
 
 
 def _write(head: Head, layout: str, target: ModelFacts | None) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -65,4 +62,4 @@ def _write(head: Head, layout: str, target: ModelFacts | None) -> tuple[dict[str
     return config | flat, dict(head.tensors)
 
 
-DFLASH = Kind("block drafter", {"z-lab": (), "jetspec": (), "speculators": ()}, _read, _write, lambda head: plain_meaning(head.facts))
+DFLASH = Kind("block drafter", {"z-lab": (), "jetspec": (), "speculators": ()}, _config, dflash_checkpoint, _write)

@@ -2,35 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from ...facts import DraftFacts, ModelFacts
+from ...facts import ModelFacts
 from ..eagle.facts import EagleFacts, read_eagle_config
 from ..eagle.loading import EAGLE_NORMS, EAGLE_WRITTEN, eagle_checkpoint
-from .head import Head, Kind, decoder_config, decoder_needs, plain_meaning, refuse, speculators
+from .head import Head, Kind, decoder_config, decoder_needs, refuse, speculators
 
 _EXPRESSES: dict[str, set[str]] = {
     "safeailab": {"q, k, v biases"},
     "hass": {"q, k, v biases", "layer norms"},
     "speculators-old": {"all three layer norms", "attention_bias", "mlp_bias"},
 }
-
-
-def _read(path: Path, target: ModelFacts | None) -> Head:
-    del target
-    facts, keys = read_eagle_config(path)
-    checkpoint, facts, _ = eagle_checkpoint(facts)
-    return Head(facts, keys.values, {name: checkpoint.raw(name) for name in checkpoint.names()})
-
-
-def _meaning(head: Head) -> DraftFacts:
-    """See :class:`Kind`; the tensors say which norms the head has."""
-    assert isinstance(head.facts, EagleFacts)
-    return plain_meaning(replace(head.facts, layout="", layernorms=None))
 
 
 def _write(head: Head, layout: str, target: ModelFacts | None) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -51,4 +36,4 @@ def _write(head: Head, layout: str, target: ModelFacts | None) -> tuple[dict[str
     return config | {"architectures": [architecture], "bias": bool(facts.fc_bias)}, tensors
 
 
-EAGLE = Kind("EAGLE-1/2 head", EAGLE_WRITTEN, _read, _write, _meaning)
+EAGLE = Kind("EAGLE-1/2 head", EAGLE_WRITTEN, lambda path, _: read_eagle_config(path), lambda facts: eagle_checkpoint(facts)[:2], _write)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...errors import CheckpointError
-from ...facts import DraftFacts, ModelFacts
-from ..eagle3.facts import DEFAULT_TAPS, TAP_KEY, Eagle3Facts, default_taps, read_eagle3_config
-from ..eagle3.loading import EAGLE3_WRITTEN, eagle3_checkpoint, read_vocab_map
-from ..p_eagle.facts import PEagleFacts, read_p_eagle_config
-from .head import Head, Kind, decoder_config, decoder_needs, plain_meaning, refuse, speculators
+from ...facts import ModelFacts
+from ...facts.keys import read_config
+from ..eagle3.facts import DEFAULT_TAPS, TAP_KEY, Eagle3Facts, default_taps, eagle3_config
+from ..eagle3.loading import EAGLE3_WRITTEN, eagle3_checkpoint
+from ..p_eagle.facts import PEagleFacts, p_eagle_config
+from .head import Head, Kind, decoder_config, decoder_needs, refuse, speculators
 
 _EXPRESSES: dict[str, set[str]] = {
     "safeailab": {"target_hidden_size", "embed_tokens"},
@@ -28,23 +27,6 @@ _EXPRESSES: dict[str, set[str]] = {
     },
     "modelopt": {"num_hidden_layers", "no lm_head", TAP_KEY, "attention_bias", "mlp_bias"},
 }  # fmt: skip
-
-
-def _head(facts: Eagle3Facts, config: dict[str, Any]) -> Head:
-    checkpoint, facts = eagle3_checkpoint(facts)
-    read_vocab_map(checkpoint, facts.decoder.vocab_size, facts.draft_vocab_size)
-    return Head(facts, config, {name: checkpoint.raw(name) for name in checkpoint.names()})
-
-
-def _read(path: Path, target: ModelFacts | None) -> Head:
-    del target
-    facts, keys = read_eagle3_config(path)
-    return _head(facts, keys.values)
-
-
-def _meaning(head: Head) -> DraftFacts:
-    assert isinstance(head.facts, Eagle3Facts)
-    return plain_meaning(replace(head.facts, layout=""))
 
 
 def _write(head: Head, layout: str, target: ModelFacts | None) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -105,12 +87,6 @@ def _write(head: Head, layout: str, target: ModelFacts | None) -> tuple[dict[str
     return flat | {"eagle_config": {TAP_KEY: outputs, "use_aux_hidden_state": True} | eagle}, tensors
 
 
-def _read_masked(path: Path, target: ModelFacts | None) -> Head:
-    del target
-    facts, keys = read_p_eagle_config(path)
-    return _head(facts, keys.values)
-
-
 def _write_masked(head: Head, layout: str, target: ModelFacts | None) -> tuple[dict[str, Any], dict[str, Tensor]]:
     assert isinstance(head.facts, PEagleFacts)
     config, tensors = _write(head, layout, target)
@@ -120,5 +96,6 @@ def _write_masked(head: Head, layout: str, target: ModelFacts | None) -> tuple[d
     return config, tensors
 
 
-EAGLE3 = Kind("EAGLE-3 head", EAGLE3_WRITTEN, _read, _write, _meaning)
-P_EAGLE = Kind("P-EAGLE head", {name: EAGLE3_WRITTEN[name] for name in ("sglang", "speculators")}, _read_masked, _write_masked, _meaning)
+EAGLE3 = Kind("EAGLE-3 head", EAGLE3_WRITTEN, lambda path, _: eagle3_config(path, read_config(path)), eagle3_checkpoint, _write)
+_MASKED = {name: EAGLE3_WRITTEN[name] for name in ("sglang", "speculators")}
+P_EAGLE = Kind("P-EAGLE head", _MASKED, lambda path, _: p_eagle_config(path, read_config(path)), eagle3_checkpoint, _write_masked)

@@ -11,7 +11,10 @@ from torch import Tensor
 
 from ...errors import CheckpointError
 from ...facts import DraftFacts, ModelFacts
+from ...facts.keys import Keys
+from ...models.checkpoint import Checkpoint
 from ..eagle3.facts import TAP_KEY
+from ..eagle3.loading import read_vocab_map
 
 _OF_A_LAYOUT = {
     "architectures", "auto_map", "aux_hidden_state_layer_ids", "bias", "block_size", "causal", "causal_head", "dflash_config",
@@ -39,16 +42,28 @@ class Kind:
     Attributes:
         name: in words.
         written: per layout, patterns that match the beginning of our tensor names, and their replacements in its files.
-        read: reads a folder in any layout; the target is None if it is not known.
+        config: facts and keys of the decoder layers, from a folder in any layout; the target is None if it is not known.
+        checkpoint: the tensors, and the facts with all that these settle.
         write: makes ``config.json`` and tensors, under our names, for a layout.
-        meaning: the facts that a conversion must not change, apart from layers that are tapped by default.
     """
 
     name: str
     written: dict[str, tuple[tuple[str, str], ...]]
-    read: Callable[[Path, ModelFacts | None], Head]
+    config: Callable[[Path, ModelFacts | None], tuple[Any, Keys]]
+    checkpoint: Callable[[Any], tuple[Checkpoint, Any]]
     write: Callable[[Head, str, ModelFacts | None], tuple[dict[str, Any], dict[str, Tensor]]]
-    meaning: Callable[[Head], DraftFacts]
+
+    def read(self, path: Path, target: ModelFacts | None) -> Head:
+        """The draft in a folder.
+
+        Raises:
+            CheckpointError: a draft that can't be read.
+            ConfigError: no target although one is needed.
+        """
+        facts, keys = self.config(path, target)
+        checkpoint, facts = self.checkpoint(facts)
+        read_vocab_map(checkpoint, facts.decoder.vocab_size, facts.draft_vocab_size)
+        return Head(facts, keys.values, {name: checkpoint.raw(name) for name in checkpoint.names()})
 
 
 def refuse(path: Path, layout: str, can: set[str], needs: dict[str, bool]) -> None:
@@ -99,7 +114,9 @@ def speculators(kind: str, architecture: str, target: ModelFacts | None) -> dict
     }
 
 
-def plain_meaning(facts: DraftFacts) -> DraftFacts:
-    """The facts without folder, layout and class names."""
+def meaning(facts: DraftFacts) -> DraftFacts:
+    """The facts that a conversion must not change: without folder, layout, class names and tapped layers, which may be the default."""
     decoder = replace(facts.decoder, path=Path(), architecture="", eos_token_ids=())
-    return replace(facts, path=Path(), decoder=decoder)
+    # The tensors say which norms an EAGLE-1/2 head has.
+    ours: dict[str, Any] = {key: value for key, value in {"layout": "", "layernorms": None}.items() if hasattr(facts, key)}
+    return replace(facts, path=Path(), decoder=decoder, tap_layers=(), **ours)

@@ -149,7 +149,7 @@ def read_dflash_config(path: str | Path, target: ModelFacts) -> tuple[DFlashFact
             raise keys.error("architectures", expected, other_draft(keys, architecture))
         layers = keys
     owners = (own, keys, layers)
-    if not _unless_off(owners, "use_aux_hidden_state"):
+    if not all(owner.flag("use_aux_hidden_state", True) for owner in owners):
         raise keys.error("use_aux_hidden_state", "true (the draft reads intermediate layers of its target)")
     num_layers = layers.integer("num_hidden_layers", most=MOST_LAYERS)
     decoder = head_decoder(_windows(layers, num_layers), path, architecture, QWEN3)
@@ -184,10 +184,6 @@ def read_dflash_config(path: str | Path, target: ModelFacts) -> tuple[DFlashFact
         causal=tuple(everywhere or (in_sliding and window is not None) for window in decoder.sliding_window),
     )
     return facts, layers
-
-
-def _unless_off(owners: tuple[Keys, ...], name: str) -> bool:
-    return all(keys.flag(name, True) for keys in owners)
 
 
 def assumed_facts(folder: Path, target: ModelFacts) -> tuple[DFlashFacts, str]:

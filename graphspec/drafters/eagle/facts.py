@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from ...facts.draft import DraftFacts
@@ -91,7 +91,7 @@ def read_eagle_facts(path: str | Path, target: ModelFacts) -> EagleFacts:
     if facts.decoder.hidden_size != target.hidden_size:
         hint = "an EAGLE-1/2 head reads the target's hidden state and shares its embedding and head"
         raise keys.error("hidden_size", f"{target.hidden_size}, as in {target.path}", hint)
-    return replace(facts, target_hidden_size=target.hidden_size)
+    return facts
 
 
 def assumed_facts(folder: Path, target: ModelFacts) -> tuple[EagleFacts, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 from ...errors import CheckpointError
 from ...facts.draft import DraftFacts
@@ -54,6 +54,9 @@ class Eagle3Facts(DraftFacts):
     fc_bias: bool | None = None
     """Likewise."""
     attention_inputs: ClassVar[int] = 2
+
+
+Facts = TypeVar("Facts", bound=Eagle3Facts)
 
 
 def default_taps(num_layers: int) -> tuple[int, ...]:
@@ -115,17 +118,12 @@ def _residual_flag(owners: tuple[Keys, ...], layout: str) -> bool:
     return False
 
 
-def read_eagle3_config(path: str | Path) -> tuple[Eagle3Facts, Keys]:
+def eagle3_config(path: Path, keys: Keys) -> tuple[Eagle3Facts, Keys]:
     """Facts of a head from its config alone, and the keys of its decoder layers. Empty ``tap_layers``: the default of the target.
 
     Raises:
         CheckpointError: as :func:`read_eagle3_facts`, except for what concerns the target.
     """
-    return eagle3_config(Path(path), read_config(Path(path)))
-
-
-def eagle3_config(path: Path, keys: Keys) -> tuple[Eagle3Facts, Keys]:
-    """:func:`read_eagle3_config` from the keys of a config."""
     eagle = nested_keys(keys, "eagle_config")
     refuse_unknown(eagle, _EAGLE_KEYS)
     refuse_options(keys, eagle)
@@ -195,7 +193,7 @@ def read_eagle3_facts(path: str | Path, target: ModelFacts) -> Eagle3Facts:
     return check_target(*eagle3_config(Path(path), keys), keys, target)
 
 
-def check_target(facts: Eagle3Facts, decoder_keys: Keys, keys: Keys, target: ModelFacts) -> Eagle3Facts:
+def check_target(facts: Facts, decoder_keys: Keys, keys: Keys, target: ModelFacts) -> Facts:
     """Check the facts against the target; returns them with their tapped layers. Raises as :func:`read_eagle3_facts`."""
     check_vocabulary(decoder_keys, facts.decoder, target)
     if facts.target_hidden_size != target.hidden_size:

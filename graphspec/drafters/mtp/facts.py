@@ -194,13 +194,11 @@ def counted_facts(folder: Path, target: ModelFacts) -> tuple[MTPFacts, str]:
     """Facts of as many prediction heads as a config states, as layers after the last; see :attr:`graphspec.catalog.Variant.assumed`."""
     keys = read_config(folder)
     architecture = read_architecture(keys, "a model with multi-token-prediction heads")
-    family = find_family(architecture.removesuffix("NextN"))
-    if family is None or family.refused or family.recurrent is not None:
-        raise keys.error("architectures", "one of " + ", ".join(target_architectures()))
+    layout = "mimo" if architecture == _MIMO[0] else "deepseek"
+    family = _family(keys, layout, architecture)
     count = keys.integer(next((key for key in COUNT_KEYS if keys.present(key)), COUNT_KEYS[0]))
     layers = keys.integer("num_hidden_layers")
     whole = Keys({**keys.values, "num_hidden_layers": layers + count}, keys.where)
     decoder = read_decoder(whole, folder, architecture, family).layers_from(layers)
-    layout = "mimo" if architecture == _MIMO[0] else "deepseek"
     facts = _facts(keys, folder, target, decoder, count, layout, layers)
     return facts, f"{count} prediction head(s) of {facts.decoder.architecture}, as config.json counts them"

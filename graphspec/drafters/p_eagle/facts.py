@@ -56,20 +56,17 @@ def _as_eagle3(keys: Keys) -> Keys:
     return Keys({**values, "architectures": ["LlamaForCausalLMEagle3"]}, keys.where)
 
 
-def read_p_eagle_config(path: str | Path) -> tuple[PEagleFacts, Keys]:
-    """Facts of a head from its config alone, and the keys of its decoder layers; see
-    :func:`graphspec.drafters.eagle3.facts.read_eagle3_config`.
+def p_eagle_config(path: Path, keys: Keys) -> tuple[PEagleFacts, Keys]:
+    """Facts of a head from its config alone, and the keys of its decoder layers; see :func:`graphspec.drafters.eagle3.facts.eagle3_config`.
 
     Raises:
         CheckpointError: as :func:`read_p_eagle_facts`, except for what concerns the target.
     """
-    path = Path(path)
-    stated = read_config(path)
-    facts, decoder_keys = eagle3_config(path, _as_eagle3(stated))
-    key = next((key for key in MASK_KEYS if stated.present(key)), MASK_KEYS[0])
-    mask = stated.integer(key, least=0)
+    facts, decoder_keys = eagle3_config(path, _as_eagle3(keys))
+    key = next((key for key in MASK_KEYS if keys.present(key)), MASK_KEYS[0])
+    mask = keys.integer(key, least=0)
     if mask >= facts.decoder.vocab_size:
-        raise stated.error(key, f"a token of the vocabulary of {facts.decoder.vocab_size}")
+        raise keys.error(key, f"a token of the vocabulary of {facts.decoder.vocab_size}")
     return _of(facts, mask_token_id=mask), decoder_keys
 
 
@@ -81,9 +78,8 @@ def read_p_eagle_facts(path: str | Path, target: ModelFacts) -> PEagleFacts:
     Raises:
         CheckpointError: as for an EAGLE-3 head; also no mask token, or one outside the vocabulary.
     """
-    facts, decoder_keys = read_p_eagle_config(path)
-    checked = check_target(facts, decoder_keys, _as_eagle3(read_config(Path(path))), target)
-    return replace(facts, tap_layers=checked.tap_layers)
+    keys = read_config(Path(path))
+    return check_target(*p_eagle_config(Path(path), keys), keys, target)
 
 
 def assumed_facts(folder: Path, target: ModelFacts) -> tuple[DraftFacts, str]:

@@ -96,7 +96,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class MailLayout:
-    """Word offsets inside the message, in its order, and what they follow from."""
+    """Word offsets inside the message."""
 
     lanes: int
     aborts: int
@@ -140,8 +140,17 @@ class MailLayout:
         wide = max((chunk for prefill_lanes, chunk in plan.prefill_shapes if prefill_lanes > 1), default=0)
         tokens = max(plan.prefill_chunks[-1], chunks * wide)
         sizes = (lanes, aborts, 3 * pages, 2 * lanes * nodes, chunks * join, chunks * cls.CHUNK_WORDS, tokens, 3 * chunk_pages)
+        at = list(accumulate(sizes, initial=0))
         return cls(
-            *accumulate(sizes, initial=0),
+            lanes=at[0],
+            aborts=at[1],
+            pages=at[2],
+            trees=at[3],
+            joins=at[4],
+            chunks=at[5],
+            tokens=at[6],
+            chunk_pages=at[7],
+            size=at[8],
             max_lanes=lanes,
             max_aborts=aborts - 1,
             max_pages=pages,
