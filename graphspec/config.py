@@ -6,13 +6,12 @@ The dataclasses are the schema of the YAML groups under ``conf/`` and can be bui
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from typing import Any
 
 from .checks import FLOAT32_LEAST, INT32_MOST, INT64_MOST, Errors, ascending, brief, check_fields, in_range, one_of
 from .errors import ConfigError
-from .hints import hint_for
 from .shapes import sampling_class_of
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -457,19 +456,3 @@ class Config:
             recheck = getattr(getattr(self, f.name), "__post_init__", None)
             if recheck is not None:
                 recheck()
-
-    def replaced(self, **overrides: Any) -> Config:
-        """A copy with leaf fields replaced by their bare names (``num_steps=5, page_size=1``).
-
-        Raises:
-            ConfigError: a name that no group has, or that more than one has.
-        """
-        groups = {f.name: getattr(self, f.name) for f in fields(Config) if is_dataclass(getattr(self, f.name))}
-        changes: dict[str, dict[str, Any]] = {}
-        for name, value in overrides.items():
-            owners = [g for g, node in groups.items() if name != "name" and any(f.name == name for f in fields(node))]
-            if len(owners) != 1:
-                known = {f.name for node in groups.values() for f in fields(node)} - {"name"}
-                raise ConfigError(name, "a configuration key", f"{name}={brief(value)}", hint_for(name, known))
-            changes.setdefault(owners[0], {})[name] = value
-        return replace(self, **{g: replace(groups[g], **values) for g, values in changes.items()})

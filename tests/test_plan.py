@@ -7,6 +7,7 @@ import math
 import re
 import subprocess
 import sys
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 from graphspec.catalog import resolve_variant
 from graphspec.config import Config, VariantConfig
+from graphspec.engine.arguments import engine_config
 from graphspec.errors import ConfigError
 from graphspec.facts.families import LLAMA, Family, find_family
 from graphspec.graphs.stages.mailbox import MailLayout
@@ -249,15 +251,21 @@ def test_what_only_some_devices_can_do() -> None:
     [("num_stepz", 5), ("name", "eager"), ("variant", "eagle3"), ("page_sizes", 1)],
 )
 def test_unknown_override(name: str, value: object) -> None:
-    refused(name, "a configuration key", f"{name}={value!r}", lambda: Config().replaced(**{name: value}))
+    refused(name, "a configuration key", f"{name}={value!r}", lambda: engine_config(Config(), {name: value}))
 
 
 def test_override_reaches_its_group() -> None:
-    config = Config().replaced(num_steps=2, page_size=4, dtype="float16", max_context=7, attention="native", seed=5)
+    config = engine_config(Config(), {"num_steps": 2, "page_size": 4, "dtype": "float16", "max_context": 7, "attention": "native"})
     assert (config.variant.num_steps, config.runtime.page_size, config.hardware.dtype) == (2, 4, "float16")
-    assert (config.model.max_context, config.kernels.attention, config.sampling.seed) == (7, "native", 5)
-    assert Config().replaced() == Config()
-    refused("runtime.page_size", ">= 1", 0, lambda: Config().replaced(page_size=0))
+    assert (config.model.max_context, config.kernels.attention) == (7, "native")
+    assert engine_config(Config(), {}) == Config()
+    refused("runtime.page_size", ">= 1", 0, lambda: engine_config(Config(), {"page_size": 0}))
+
+
+def test_a_bare_name_is_that_of_one_key() -> None:
+    config = Config()
+    keys = [field.name for group in fields(config) if group.name != "sampling" for field in fields(getattr(config, group.name))]
+    assert len(keys) == len({*keys}) + keys.count("name") - 1
 
 
 def test_draft_facts_reach_the_plan() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from .request import Request
 
@@ -23,15 +23,9 @@ class Queue:
         self.requests: list[Request] = []
         """In order. The scheduler checks this list before it calls :meth:`admit`: usually it is empty."""
 
-    def __len__(self) -> int:
-        return len(self.requests)
-
     def __contains__(self, request: Request) -> bool:
         place = bisect_left(self.requests, request.precedence(), key=Request.precedence)
         return place < len(self.requests) and self.requests[place] is request
-
-    def __iter__(self) -> Iterator[Request]:
-        return iter(self.requests)
 
     def add(self, request: Request) -> None:
         """Queue a request; a preempted one gets its old place."""

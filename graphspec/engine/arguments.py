@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, replace
 from typing import Any
 
 from ..checks import brief, in_range, typed, whole
-from ..config import Config, ModelConfig, RuntimeConfig, SamplingConfig, VariantConfig
+from ..config import Config, ModelConfig, RuntimeConfig, VariantConfig
 from ..errors import ConfigError, GraphspecError, RequestError
 from ..hints import hint_for
 from ..plan import Plan
@@ -40,13 +40,15 @@ def engine_config(config: object, overrides: dict[str, Any], **named: Any) -> Co
         for name, value in named.items():
             if type(value) is not type(DEFAULTS[name]) or value != DEFAULTS[name]:
                 raise ConfigError(name, "nothing next to config=, which says it", typed(value))
-    sampling = {field.name for field in fields(SamplingConfig)}
-    known = {f.name for group in fields(Config) if is_dataclass(node := getattr(config, group.name)) for f in fields(node)} - sampling
+    groups = {group.name: getattr(config, group.name) for group in fields(Config) if group.name != "sampling"}
+    owners = {field.name: group for group, node in groups.items() for field in fields(node) if field.name != "name"}
+    changes: dict[str, dict[str, Any]] = {}
     for name, value in overrides.items():
-        if name not in known or name == "name":
-            hint = hint_for(name, {*known, *DEFAULTS} - {"name"}, [field.name for field in fields(SamplingParams)])
+        if name not in owners:
+            hint = hint_for(name, {*owners, *DEFAULTS}, [field.name for field in fields(SamplingParams)])
             raise ConfigError(name, "a configuration key", f"{name}={brief(value)}", hint)
-    return config.replaced(**overrides)
+        changes.setdefault(owners[name], {})[name] = value
+    return replace(config, **{group: replace(groups[group], **values) for group, values in changes.items()})
 
 
 def check_progress(progress: object, error: type[GraphspecError] = RequestError) -> None:

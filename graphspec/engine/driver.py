@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 import threading
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
 import torch
 
 from ..errors import ResourceError
-from ..plan import Plan
 from .calls import Call, CallerLeft, Commands, InboxItem
 
 Outbox = list[tuple[Call, InboxItem]]
@@ -30,35 +29,24 @@ class DrivenEngine(Protocol):
         """End every call and wait for the device. Never raises."""
 
 
-@dataclass(frozen=True, slots=True)
-class ThreadSettings:
-    """torch's per-thread settings for the driving thread, made in the thread that loads the engine.
+def thread_settings(device: str) -> Callable[[], None]:
+    """A function that gives the driving thread torch's settings of this one, which loads the engine: torch keeps them per thread."""
+    threads, on_cuda = torch.get_num_threads(), device == "cuda" and torch.cuda.is_available()
+    # Weights were loaded on it; launches go to the same one.
+    stream = torch.cuda.current_stream() if on_cuda else None
 
-    Attributes:
-        threads: of torch's loops on a CPU.
-        flush_denormal: denormals make CPU kernels many times slower and carry no information here.
-        stream: CUDA stream on which weights were loaded; launches go to the same one.
-    """
-
-    threads: int
-    flush_denormal: bool
-    stream: torch.cuda.Stream | None
-
-    @classmethod
-    def of(cls, plan: Plan) -> ThreadSettings:
-        on_cuda = plan.device == "cuda" and torch.cuda.is_available()
-        return cls(torch.get_num_threads(), plan.device == "cpu", torch.cuda.current_stream() if on_cuda else None)
-
-    def apply(self) -> None:
-        """Apply the settings to this thread."""
+    def apply() -> None:
         # Without a first read, torch later replaces the thread's count by the one last set in any thread.
         torch.get_num_threads()
-        torch.set_num_threads(self.threads)
-        if self.flush_denormal:
+        torch.set_num_threads(threads)
+        if device == "cpu":
+            # Denormals make CPU kernels many times slower and carry no information here.
             torch.set_flush_denormal(True)
-        if self.stream is not None:
-            torch.cuda.set_device(self.stream.device)
-            torch.cuda.set_stream(self.stream)
+        if stream is not None:
+            torch.cuda.set_device(stream.device)
+            torch.cuda.set_stream(stream)
+
+    return apply
 
 
 class Driver:
@@ -68,13 +56,13 @@ class Driver:
 
     Args:
         driven: the engine.
-        plan: of the engine.
+        device: of the engine, ``cpu`` or ``cuda``.
     """
 
-    def __init__(self, driven: DrivenEngine, plan: Plan) -> None:
+    def __init__(self, driven: DrivenEngine, device: str) -> None:
         self.commands: Commands = SimpleQueue()
         self._stopping, self._process = threading.Event(), os.getpid()
-        arguments = weakref.ref(driven), self.commands, self._stopping, ThreadSettings.of(plan)
+        arguments = weakref.ref(driven), self.commands, self._stopping, thread_settings(device)
         # A daemon: at exit the interpreter joins other threads before it runs the finalizer that stops this one.
         self.thread = threading.Thread(target=_drive, args=arguments, name="graphspec engine", daemon=True)
         self._finalizer = weakref.finalize(driven, _stop, self.commands, self._stopping, self.thread, self._process)
@@ -142,8 +130,8 @@ def _stop(commands: Commands, stopping: threading.Event, thread: threading.Threa
         thread.join()
 
 
-def _drive(weak: weakref.ref[DrivenEngine], commands: Commands, stopping: threading.Event, settings: ThreadSettings) -> None:
-    settings.apply()
+def _drive(weak: weakref.ref[DrivenEngine], commands: Commands, stopping: threading.Event, apply_settings: Callable[[], None]) -> None:
+    apply_settings()
     busy = False
     while True:
         # An idle thread holds no reference to the engine.

@@ -68,7 +68,7 @@ class Engine:
         self._outbox: Outbox = []
         self._broken = False
         """Recovery failed, so the state of the device is unknown. The next call tries to recover again."""
-        self._driver = Driver(self, self.plan)
+        self._driver = Driver(self, self.plan.device)
 
     def submit(
         self,
@@ -167,7 +167,7 @@ class Engine:
         scheduler = self.scheduler
         pages = scheduler.allocator.num_used, self.plan.num_pages - 1
         answers, meter = self._driver.runs and not self._broken, scheduler.meter
-        return Load(len(scheduler.running), len(scheduler.waiting), *pages, meter.cycles(), meter.with_grammar(), answers)
+        return Load(len(scheduler.running), len(scheduler.waiting.requests), *pages, meter.times(), meter.times(grammar=True), answers)
 
     def close(self) -> None:
         """End the driving thread after its step. Open calls end with an error, later ones are refused. May be called again."""

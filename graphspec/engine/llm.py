@@ -48,7 +48,7 @@ from .request import Request, SamplingParams
 from .self_test import AcceptanceTest
 from .stops import OutputText
 from .text import Conversation, Tokenizer, conversations, has_tokenizer
-from .tuning import LinearTuner
+from .tuning import read_table, tune_program
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ class LLM:
             self._open(planned, progress)
         except BaseException:
             if self.ranks is not None:
-                self.ranks.abandon()
+                self.ranks.end(at_once=True)
             raise
 
     def _open(self, planned: Plan, progress: Progress | None) -> None:
@@ -165,13 +165,14 @@ class LLM:
         def report(phase: str) -> Callable[[int, int], None] | None:
             return (lambda done, total: self.progress(phase, done, total)) if self.progress else None  # type: ignore[misc]
 
-        table, table_path = None, self.config.kernels.linear_table
-        if table_path is not None:
+        table = None
+        if (table_path := self.config.kernels.linear_table) is not None:
             if resolve("kernels.linear", plan.linear, plan.kernels, plan.device, plan.dtype) != "fused":
                 raise ConfigError(
                     "kernels.linear_table", f"null with kernels.mode={plan.kernels}, unless linear layers are fused", table_path
                 )
-            table = LinearTuner.read_table(user_path("kernels.linear_table", table_path), device)
+            place = user_path("kernels.linear_table", table_path)
+            table = read_table(place, device)
         self.programmatic_launch = resolve_programmatic(plan.programmatic_launch, plan.kernels, device)
         """Fused kernels start while the one before them drains."""
         kernels = select_kernels(
@@ -216,9 +217,7 @@ class LLM:
         """In words, how the decoder layers of target and draft run."""
         # A second team of threads would compete for the same cores, and little work is left between native ops.
         loop_threads = 1 if native else None
-        tuner = None
-        if table is not None and table_path is not None:
-            tuner = LinearTuner(table, user_path("kernels.linear_table", table_path), networks, device)
+        tuner = partial(tune_program, table, place, networks, device) if table is not None else None
         make: Callable[..., Cycle] = Cycle
         if self.ranks is not None:
             make = partial(FollowingCycle, comm=comm) if self.ranks.rank else partial(LeadingCycle, comm=comm, channel=self.ranks.channel)

@@ -69,16 +69,8 @@ class Meter:
         self._sum[0] += 1
         self._sum[1] += read - begin
 
-    def cycles(self) -> dict[tuple[int, int], CycleTimes]:
-        """By bucket and draft depth."""
-        return self._times(grammar=False)
-
-    def with_grammar(self) -> dict[tuple[int, int], CycleTimes]:
-        """Those of them in which a row had a grammar."""
-        return self._times(grammar=True)
-
-    def _times(self, *, grammar: bool) -> dict[tuple[int, int], CycleTimes]:
-        """Of all programs, or of those with a grammar alone."""
+    def times(self, *, grammar: bool = False) -> dict[tuple[int, int], CycleTimes]:
+        """By bucket and draft depth; with ``grammar`` of the cycles alone in which a row had one."""
         times: dict[tuple[int, int], CycleTimes] = {}
         for key, (count, seconds) in dict(self._sums).items():
             if key.sampling.grammar or not grammar:

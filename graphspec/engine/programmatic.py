@@ -36,15 +36,10 @@ def identity(device: torch.device) -> dict[str, str]:
     return {**device_identity(device), "cuda": str(torch.version.cuda), "kernels": source.hexdigest()[:20]}
 
 
-def verdict(device: torch.device, folder: Path | None = None) -> bool | None:
-    """The probe's verdict on this machine; None: it has not run here, or ran for other versions or kernels.
-
-    Args:
-        device: a CUDA device.
-        folder: of the verdict; None: the cache folder.
-    """
+def verdict(device: torch.device) -> bool | None:
+    """The probe's verdict on a CUDA device of this machine; None: it has not run here, or ran for other versions or kernels."""
     try:
-        kept = json.loads(((folder or cache_folder()) / FILE).read_text(encoding="utf-8"))
+        kept = json.loads((cache_folder() / FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     # Other content is not a verdict.
@@ -53,13 +48,13 @@ def verdict(device: torch.device, folder: Path | None = None) -> bool | None:
     return bool(kept["passed"])
 
 
-def remember(device: torch.device, passed: bool, folder: Path | None = None) -> Path:
+def remember(device: torch.device, passed: bool) -> Path:
     """Store a verdict; returns its file.
 
     Raises:
         OSError: it can't be written.
     """
-    path = (folder or cache_folder()) / FILE
+    path = cache_folder() / FILE
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     scratch = path.with_name(f".{FILE}-{os.getpid()}")
     scratch.write_text(json.dumps({"identity": identity(device), "passed": passed}, indent=1) + "\n", encoding="utf-8")

@@ -94,13 +94,12 @@ def read_prompt(prompt: object, encode: Encode) -> list[int]:
         prompt = _unwrap(prompt)
     if isinstance(prompt, str):
         try:
-            prompt.encode()
             return list(encode(prompt))
         except GraphspecError:
             raise
         except Exception as reason:
-            kind = "no Unicode text" if isinstance(reason, UnicodeEncodeError) else type(reason).__name__
-            raise RequestError("prompt", "text that the tokenizer reads", f"{brief(prompt)}: {kind}: {brief(str(reason))}") from reason
+            found = f"{brief(prompt)}: {type(reason).__name__}: {brief(str(reason))}"
+            raise RequestError("prompt", "text that the tokenizer reads", found) from reason
     if isinstance(prompt, _BYTES) or not (isinstance(prompt, Sequence) or is_array(prompt)):
         raise RequestError("prompt", SPELLINGS, typed(prompt))
     return integers("prompt", prompt, RequestError, most=LONGEST, expected="a token id")

@@ -100,12 +100,12 @@ class Ranks:
         """Why another rank ended, as far as it is known here."""
         return next((reason for child in self.children if (reason := child.exit_reason())), "another rank has ended")
 
-    def abandon(self) -> None:
-        """Kill the started ranks, after an error before the cycle exists."""
-        self.end(at_once=True)
-
     def end(self, *, at_once: bool) -> None:
-        """Wait for the ranks that were started here, kill those that don't exit in time, and leave the process group."""
+        """Wait for the ranks that were started here, kill those that don't exit in time, and leave the process group.
+
+        Args:
+            at_once: kill all of them now; so it is after an error before the cycle exists.
+        """
         _end_children(self.children, at_once=at_once)
         if self.owns_group and dist.is_initialized():
             with suppress(Exception):
@@ -113,7 +113,7 @@ class Ranks:
         if self.folder is not None:
             self.folder.cleanup()
 
-    def lead_or_follow(self, cycle: Cycle) -> Callable[[], None]:
+    def lead_or_follow(self, cycle: Cycle) -> Callable[[], object]:
         """On rank 0, return a function that closes the ranks; they also close with the cycle and with the interpreter. On the other
         ranks, follow rank 0 until it closes, then exit.
 
@@ -122,12 +122,7 @@ class Ranks:
             SystemExit: rank 0 has closed the engine.
         """
         if isinstance(cycle, LeadingCycle):
-            closing = weakref.finalize(cycle, _close, self, cycle.channel, cycle.failures)
-
-            def close() -> None:
-                closing()
-
-            return close
+            return weakref.finalize(cycle, _close, self, cycle.channel, cycle.failures)
         assert isinstance(cycle, FollowingCycle), "a cycle of ranks"
         channel = self.channel(cycle.layout.size)
         try:
@@ -215,7 +210,7 @@ def start(config: Config, device: str) -> Ranks:
                 raise ResourceError("ranks", f"rank {child.rank} to start", child.exit_reason() or "it ended")
         join(0, size, rendezvous, device)
     except BaseException:
-        ranks.abandon()
+        ranks.end(at_once=True)
         raise
     return ranks
 

@@ -64,7 +64,7 @@ class OutputText:
                 end, begin, self.stop = min(found)
                 self._held = ""
                 return text[: end if self._params.include_stop_str_in_output else begin]
-        held = max((_overlap(text, stop) for stop in self._stops), default=0)
+        held = max((overlap(text, stop) for stop in self._stops), default=0)
         final = len(text) - held
         self._held = text[final:]
         return text[:final]
@@ -102,6 +102,6 @@ class StopCheck:
         return (tokens, status) if self._text.stop is None else (tokens[: self._text.count - before], Status.STOPPED)
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Characters at the end of ``text`` with which ``stop`` begins, not all of it."""
     return next((length for length in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:length])), 0)

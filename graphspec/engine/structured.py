@@ -9,6 +9,7 @@ from typing import Any
 
 from ..checks import brief, conform, typed
 from ..errors import RequestError
+from .text import check_text
 
 KINDS = ("json_schema", "json_object", "regex", "grammar", "structural_tag", "choice")
 KEY = "sampling.structured"
@@ -73,14 +74,8 @@ class Structured:
         return [name for name in KINDS if getattr(self, name) is not (False if name == "json_object" else None)]
 
 
-def _check_text(key: str, text: object) -> None:
-    conform(key, text, str, RequestError)
-    assert isinstance(text, str), "just checked"
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise RequestError(key, "Unicode text", f"a lone surrogate at character {error.start}") from error
-    if not 0 < len(text) <= MOST_TEXT:
+def _check_text(key: str, text: str) -> None:
+    if not 0 < len(check_text(key, text)) <= MOST_TEXT:
         raise RequestError(key, f"a text of 1 to {MOST_TEXT} characters", f"{len(text)} of them")
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..checks import brief
+from ..checks import brief, typed
 from ..errors import CheckpointError, RequestError
 
 FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
@@ -84,7 +84,7 @@ def check_text(key: str, text: Any) -> str:
         RequestError: something else, or half of a surrogate pair.
     """
     if not isinstance(text, str):
-        raise RequestError(key, "text", brief(text))
+        raise RequestError(key, "text", typed(text))
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..engine.stops import overlap
 from .errors import bad_field
 
 BEGIN, END = "<tool_call>", "</tool_call>"
@@ -139,14 +140,9 @@ class CallReader:
             else:
                 said += (BEGIN if self._inside else "") + rest
         elif not self._inside:
-            final = len(self._held) - _begun(self._held)
+            final = len(self._held) - overlap(self._held, BEGIN)
             said, self._held = said + self._held[:final], self._held[final:]
         return said, calls
-
-
-def _begun(text: str) -> int:
-    """Number of characters at the end of ``text`` that may begin a call's opening tag."""
-    return next((length for length in range(min(len(BEGIN) - 1, len(text)), 0, -1) if text.endswith(BEGIN[:length])), 0)
 
 
 def _parse(text: str) -> ToolCall | None:

@@ -15,6 +15,7 @@ from graphspec.catalog import VARIANTS
 from graphspec.command_options import LaunchConfig
 from graphspec.compose import config_groups, load_config, split_prompts
 from graphspec.config import RUNTIMES, Config, SamplingConfig
+from graphspec.engine.arguments import engine_config
 from graphspec.errors import ConfigError
 from tests import snapshots
 
@@ -181,7 +182,7 @@ def test_composing_writes_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_python_construction_equals_composition():
-    built = Config().replaced(num_steps=4, topk=1, num_draft_tokens=5, device="cpu", dtype="float32")
+    built = engine_config(Config(), {"num_steps": 4, "topk": 1, "num_draft_tokens": 5, "device": "cpu", "dtype": "float32"})
     built.hardware.name = "cpu"
     composed = asdict(load_config("experiment=demo_chain"))
     assert asdict(built) == {key: composed[key] for key in asdict(built)}

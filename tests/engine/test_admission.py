@@ -38,7 +38,7 @@ def test_the_queue_is_in_order_of_priority_and_arrival(entries: list[tuple[int, 
         waiting.append(fresh)
         if leaves:
             queue.remove(waiting.pop(0))
-    assert list(queue) == sorted(waiting, key=lambda one: (one.priority, one.arrival))
+    assert queue.requests == sorted(waiting, key=lambda one: (one.priority, one.arrival))
 
 
 @settings(max_examples=20, deadline=None)
@@ -54,7 +54,7 @@ def test_nobody_is_overtaken_for_ever(seed: int, places: int) -> None:
         nonlocal free
         if len(one.prompt) > free:
             return False
-        for other in queue:
+        for other in queue.requests:
             if other.arrival < one.arrival:
                 overtaken[other] += 1
         queue.remove(one)
@@ -64,13 +64,13 @@ def test_nobody_is_overtaken_for_ever(seed: int, places: int) -> None:
         return True
 
     for _ in range(600):
-        while len(queue) < 2 * LOOK_AHEAD and arrivals < 200:
+        while len(queue.requests) < 2 * LOOK_AHEAD and arrivals < 200:
             queue.add(request(arrivals, rng.choice([1, 1, 1, places])))
             arrivals += 1
         queue.admit(place)
         if held:
             free += len(held.pop(rng.randrange(len(held))).prompt)
-    assert not len(queue) and len(served) == arrivals
+    assert not queue.requests and len(served) == arrivals
     assert max(overtaken.values(), default=0) <= MOST_OVERTAKEN
 
 

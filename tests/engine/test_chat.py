@@ -93,6 +93,12 @@ def test_a_name_reaches_the_template(tmp_path: Path) -> None:
     assert Tokenizer(tmp_path).chat(Conversation([{"role": "user", "content": "w7", "name": "w6"}])) == [6, 7]
 
 
+def test_half_a_surrogate_pair_is_no_text(llm: LLM) -> None:
+    with pytest.raises(RequestError, match=r"^prompt: expected text in UTF-8, found the lone surrogate U\+D800 at character 2"):
+        llm.generate("w1\ud800")
+    assert [output.error is None for output in llm.generate(["w1", "\ud800"], GREEDY)] == [True, False]
+
+
 @pytest.mark.parametrize(
     ("template", "part"),
     [

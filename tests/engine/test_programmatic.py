@@ -52,7 +52,7 @@ def test_a_verdict_holds_for_its_gpu_versions_and_kernels_only(hopper: Path, mon
     kept = json.loads(path.read_text())
     for key in kept["identity"]:
         path.write_text(json.dumps({**kept, "identity": {**kept["identity"], key: "another"}}))
-        assert programmatic.verdict(CUDA, hopper) is None
+        assert programmatic.verdict(CUDA) is None
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"passed": true}', "\0", '{"identity": null, "passed": "yes"}'])
@@ -61,10 +61,12 @@ def test_a_file_that_is_no_verdict_is_none(hopper: Path, content: str) -> None:
     assert programmatic.verdict(CUDA) is None
 
 
-def test_a_folder_that_cannot_be_read_is_no_verdict(tmp_path: Path) -> None:
-    assert programmatic.verdict(CUDA, tmp_path / "none") is None
-    (tmp_path / programmatic.FILE).mkdir()
-    assert programmatic.verdict(CUDA, tmp_path) is None
+def test_a_folder_that_cannot_be_read_is_no_verdict(hopper: Path) -> None:
+    (hopper / programmatic.FILE).mkdir()
+    assert programmatic.verdict(CUDA) is None
+    (hopper / programmatic.FILE).rmdir()
+    hopper.rmdir()
+    assert programmatic.verdict(CUDA) is None
 
 
 def test_older_gpus_refuse_what_was_asked_for_and_need_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:

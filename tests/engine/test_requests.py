@@ -120,7 +120,6 @@ BAD_PROMPTS: dict[str, tuple[Any, str]] = {
     "both keys": ({"prompt": "w1", "prompt_token_ids": [1]}, "found both"),
     "a message": ({"role": "user", "content": "w1"}, r"'role', 'content' \(messages go to LLM\.chat\)"),
     "pictures": ({"prompt": "w1", "multi_modal_data": {}}, r"\(text only\), found other keys: 'multi_modal_data'"),
-    "surrogate": ("\ud800", "text that the tokenizer reads, found .*: no Unicode text"),
     "unreadable by the tokenizer": ("x", "text that the tokenizer reads, found 'x': ValueError"),
     "empty": ("", "at least one token"),
     "out of the vocabulary": ([VOCAB], rf"^prompt\[0\]: expected a token id from 0 to {VOCAB - 1}, found {VOCAB}"),

@@ -184,7 +184,7 @@ def traffic(cycles_in_flight: int, times: Times) -> tuple[Case, TimedDevice]:
     device, scheduler, coming = timed(case, times), case.scheduler, list(case.requests)
     for step in range(MOST_STEPS):
         # A row that has ended is free once the last launch that names it was read.
-        if coming and (step % 5 == 0 or len(scheduler.live) < 3) and len(scheduler._free_rows) > len(scheduler.waiting):
+        if coming and (step % 5 == 0 or len(scheduler.live) < 3) and len(scheduler._free_rows) > len(scheduler.waiting.requests):
             scheduler.add(coming.pop())
         if step == 20:
             scheduler.abort(scheduler.running[0])

@@ -382,7 +382,7 @@ def test_classes_with_and_without_a_grammar() -> None:
         ({"json_schema": {"a": {1, 2}}}, "sampling.structured.json_schema: expected JSON, as text or as an object"),
         ({"json_schema": "[1]"}, "sampling.structured.json_schema: expected a JSON object"),
         ({"json_object": 1}, "sampling.structured.json_object: expected true or false"),
-        ({"grammar": "\ud800"}, "sampling.structured.grammar: expected Unicode text"),
+        ({"grammar": "\ud800"}, "sampling.structured.grammar: expected text in UTF-8, found the lone surrogate U\\+D800 at character 0"),
     ],
 )
 def test_what_is_no_grammar_is_refused_at_once(values: dict[str, Any], message: str) -> None:

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from graphspec.buffers import Arena
-from graphspec.config import Config, ModelConfig, RuntimeConfig, VariantConfig
+from graphspec.config import Config, KernelsConfig, ModelConfig, RuntimeConfig, VariantConfig
 from graphspec.facts import DraftFacts
 from graphspec.facts.families import find_family
 from graphspec.graphs.programs import Key, PrefillKey, program_stages
@@ -98,8 +98,8 @@ def rank_plan(shape: str, mode: str, kind: str = "heads", *, draft: DraftFacts |
         model=ModelConfig(path="tiny", max_context=96),
         runtime=RuntimeConfig(name="captured", page_size=8, prefill_chunks=[8, 16], buckets=[1, 2], max_rows=2, tensor_parallel=RANKS,
                               draft_parallel=draft_parallel),
+        kernels=KernelsConfig(mode=mode),
     )  # fmt: skip
-    config = config.replaced(mode=mode)
     return make_plan(config, target.of_rank(0, RANKS), draft or (draft_facts() if speculates else None), device="cuda")
 
 

@@ -10,7 +10,7 @@ import torch
 
 from graphspec.config import KernelsConfig
 from graphspec.engine.request import SamplingParams
-from graphspec.engine.tuning import LinearTuner
+from graphspec.engine.tuning import read_table
 from graphspec.errors import ConfigError
 from graphspec.kernels.fused import linear_tune
 from graphspec.kernels.fused.linear_choice import LinearShape, LinearTable, device_identity
@@ -40,13 +40,13 @@ def test_an_engine_measures_what_its_programs_ask_for(tmp_path: Path, monkeypatc
 
 
 def test_without_a_file_nothing_is_known(tmp_path: Path) -> None:
-    assert LinearTuner.read_table(None, CPU).entries == {} == LinearTuner.read_table(tmp_path / "none.json", CPU).entries
+    assert read_table(tmp_path / "none.json", CPU).entries == {}
 
 
 def test_a_table_of_another_machine_is_refused(tmp_path: Path) -> None:
     LinearTable().save(tmp_path / "table.json", {"gpu": "another"})
     with pytest.raises(ConfigError, match=r"kernels\.linear_table.*another"):
-        LinearTuner.read_table(tmp_path / "table.json", CPU)
+        read_table(tmp_path / "table.json", CPU)
 
 
 def test_batch_invariant_numerics_choose_nothing() -> None:
