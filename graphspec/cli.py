@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         code = _dispatch(words)
         sys.stdout.flush()
     except GraphspecError as error:
-        code = _print_error(error)
+        code = _print_errors([str(error)])
     except KeyboardInterrupt:
         code = 130
     except BrokenPipeError:
@@ -96,10 +96,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     finally:
         sys.stdout = stdout
     sys.exit(code)
-
-
-def _print_error(error: GraphspecError) -> int:
-    return _print_errors([str(error)])
 
 
 def _print_errors(sentences: Sequence[str]) -> int:
@@ -171,7 +167,7 @@ def _hydra(name: str, words: list[str]) -> int:
         try:
             codes.append(_run(name, compose.to_launch_config(composed, prompts)))
         except GraphspecError as error:
-            codes.append(_print_error(error))
+            codes.append(_print_errors([str(error)]))
         except BaseException as error:
             crashes.append(error)
             raise

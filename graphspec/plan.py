@@ -23,7 +23,6 @@ from .shapes import (
     SamplingClass,
     prefill_budget,
     prefill_chunks,
-    prefill_shapes,
     sampling_class_of,
 )  # fmt: skip
 from .static_tree import StaticTree
@@ -170,8 +169,10 @@ class Plan:
 
     @property
     def prefill_shapes(self) -> tuple[tuple[int, int], ...]:
-        """``(lanes, chunk)`` of every prefill program."""
-        return prefill_shapes(self.prefill_chunks, self.prefill_lanes)
+        """``(lanes, chunk)`` of every prefill program: each chunk alone, then several lanes of those that together fit into the largest."""
+        most, lanes = self.prefill_chunks[-1], self.prefill_lanes
+        several = [chunk for chunk in self.prefill_chunks if 1 < lanes <= most // chunk]
+        return (*((1, chunk) for chunk in self.prefill_chunks), *((lanes, chunk) for chunk in several))
 
     def graph_keys(self, sampling: SamplingClass) -> tuple[GraphKey, ...]:
         """Keys of every cycle, largest bucket first, then deepest first; the one that catches up, if any, ends its bucket."""

@@ -266,17 +266,6 @@ def prefill_chunks(device: str, max_context: int) -> tuple[int, ...]:
     return tuple(size for size in CHUNKS[device] if size - max_context < MOST_PADDING)
 
 
-def prefill_shapes(chunks: tuple[int, ...], lanes: int) -> tuple[tuple[int, int], ...]:
-    """``(lanes, chunk)`` of the prefill programs: each chunk alone, then several lanes of those that together are at most the largest.
-
-    Args:
-        chunks: sizes, ascending.
-        lanes: most prompts of a launch.
-    """
-    several = [chunk for chunk in chunks if 1 < lanes <= chunks[-1] // chunk]
-    return (*((1, chunk) for chunk in chunks), *((lanes, chunk) for chunk in several))
-
-
 def prefill_budget(chunks: tuple[int, ...], given: int | None) -> int:
     """Tokens of prompts, padding included, that may be read before a cycle while rows decode.
 

@@ -202,8 +202,10 @@ class Scheduler:
 
     def _host_needs_roots(self) -> bool:
         """Whether the host must know every token up to the roots before the next cycle, to draft or to fill masks of a grammar."""
-        if self.proposer is not None or self._programs is not None:
-            return self.proposer is not None or (self._programs is not None and self._programs.sampling.grammar)
+        if self.proposer is not None:
+            return True
+        if self._programs is not None:
+            return self._programs.sampling.grammar
         return any(request.grammar is not None and request.ready for request in self.running)
 
     def _follow(self, lanes: Sequence[Request]) -> bool:

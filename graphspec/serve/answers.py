@@ -27,17 +27,17 @@ class Writer(ABC):
 
     Args:
         body: the request.
-        generation: the source of its events.
         model: name of the model in the response.
         tokenizer: the checkpoint's.
         texts: of single tokens.
+        generation: the source of its events.
     """
 
     prefix = ""
     """Prefix of the response's id."""
     whole_object = chunk_object = ""
 
-    def __init__(self, body: Body, generation: Generation, model: str, tokenizer: Tokenizer, texts: TokenTexts) -> None:
+    def __init__(self, body: Body, model: str, tokenizer: Tokenizer, texts: TokenTexts, generation: Generation) -> None:
         self.body, self.generation, self.tokenizer, self.texts = body, generation, tokenizer, texts
         self._head = {"id": f"{self.prefix}-{secrets.token_hex(16)}", "created": int(time.time()), "model": model}
         self._begun: set[int] = set()
@@ -118,8 +118,8 @@ class CompletionWriter(Writer):
     whole_object = chunk_object = "text_completion"
     body: CompletionBody
 
-    def __init__(self, body: CompletionBody, generation: Generation, model: str, tokenizer: Tokenizer, texts: TokenTexts) -> None:
-        super().__init__(body, generation, model, tokenizer, texts)
+    def __init__(self, body: CompletionBody, model: str, tokenizer: Tokenizer, texts: TokenTexts, generation: Generation) -> None:
+        super().__init__(body, model, tokenizer, texts, generation)
         self._logprobs: dict[int, CompletionLogprobs] = {}
 
     def _content(self, choice: int, event: StreamEvent, *, first: bool) -> Json:
@@ -148,8 +148,10 @@ class ChatWriter(Writer):
     whole_object, chunk_object = "chat.completion", "chat.completion.chunk"
     body: ChatBody
 
-    def __init__(self, body: ChatBody, generation: Generation, model: str, tokenizer: Tokenizer, texts: TokenTexts, tools: Tools) -> None:
-        super().__init__(body, generation, model, tokenizer, texts)
+    def __init__(
+        self, body: ChatBody, model: str, tokenizer: Tokenizer, texts: TokenTexts, generation: Generation, *, tools: Tools
+    ) -> None:
+        super().__init__(body, model, tokenizer, texts, generation)
         self._tools = tools
         self._readers: dict[int, CallReader] = {}
         self._calls: dict[int, int] = {}

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import ExitStack, aclosing
+from functools import cache, partial
 from typing import Any
 
 from starlette.applications import Starlette
@@ -52,7 +53,7 @@ class Api:
         self.llm, self.options, self.model, self.keys = llm, options, model, keys or Keys()
         engine = llm.llm
         self.plan, self.tokenizer = engine.plan, engine.tokenizer
-        self.texts = TokenTexts(self.tokenizer)
+        self.texts: TokenTexts = cache(lambda token: engine.tokenizer.decode([token]))
         waiting = options.max_waiting if self.plan.max_queued is None else self.plan.max_queued
         self.slots = Slots(self.plan.max_rows + waiting)
         self.metrics = Metrics(model, self.plan, engine.load, engine.capture_report)
@@ -108,12 +109,8 @@ class Api:
         """``POST /v1/completions``."""
         body = CompletionBody.read(await self._read(request))
         check_model(body.model, self.model)
-        prompts: list[Prompt] = [*body.prompts]
-
-        def make(generation: Generation) -> Writer:
-            return CompletionWriter(body, generation, self.model, self.tokenizer, self.texts)
-
-        return await self._answer(request, body, prompts, make, structured_of(body))
+        make = partial(CompletionWriter, body, self.model, self.tokenizer, self.texts)
+        return await self._answer(request, body, [*body.prompts], make, structured_of(body))
 
     async def chat(self, request: Request) -> Response:
         """``POST /v1/chat/completions``."""
@@ -122,12 +119,8 @@ class Api:
         if not self.tokenizer.has_chat_template:
             raise bad_field("messages", "a checkpoint with a chat template", "one without: send a prompt to /v1/completions")
         tools = read_tools(body.tools, body.tool_choice, parallel=body.parallel_tool_calls)
-        conversation = conversation_of(body, tools)
-
-        def make(generation: Generation) -> Writer:
-            return ChatWriter(body, generation, self.model, self.tokenizer, self.texts, tools)
-
-        return await self._answer(request, body, [conversation], make, structured_of(body, tools))
+        make = partial(ChatWriter, body, self.model, self.tokenizer, self.texts, tools=tools)
+        return await self._answer(request, body, [conversation_of(body, tools)], make, structured_of(body, tools))
 
     async def _answer(self, request: Request, body: Body, prompts: list[Prompt], make: Make, structured: Structured | None) -> Response:
         """Serve a request; a stream begins once its prompts have been accepted."""
@@ -186,7 +179,7 @@ class Api:
             encode = self.tokenizer.encode if special else self.tokenizer.words
             tokens = await asyncio.to_thread(encode, check_text("prompt", data.get("prompt")))
         document = {"count": len(tokens), "max_model_len": self.plan.max_context, "tokens": tokens}
-        return _json(document | ({"token_strs": [self.texts[token] for token in tokens]} if data.get("return_token_strs") else {}))
+        return _json(document | ({"token_strs": [self.texts(token) for token in tokens]} if data.get("return_token_strs") else {}))
 
     async def detokenize(self, request: Request) -> Response:
         """``POST /detokenize``."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..engine.request import TokenLogprob
@@ -12,22 +12,8 @@ LEAST_LOGPROB = -9999.0
 """Log-probability of an impossible token in JSON, which has no infinity."""
 
 
-class TokenTexts:
-    """The text of single tokens, each decoded once.
-
-    Args:
-        tokenizer: the checkpoint's.
-    """
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._known: dict[int, str] = {}
-
-    def __getitem__(self, token: int) -> str:
-        text = self._known.get(token)
-        if text is None:
-            text = self._known[token] = self._tokenizer.decode([token])
-        return text
+TokenTexts = Callable[[int], str]
+"""The text of a single token."""
 
 
 def finite(logprob: float) -> float:
@@ -45,7 +31,7 @@ def chat_logprobs(entries: Sequence[TokenLogprob], texts: TokenTexts, count: int
     """
 
     def spelled(token: int, logprob: float) -> dict[str, Any]:
-        text = texts[token]
+        text = texts(token)
         return {"token": text, "logprob": finite(logprob), "bytes": list(text.encode())}
 
     return {
@@ -74,7 +60,7 @@ class CompletionLogprobs:
         """``logprobs`` of the next tokens; the first token of a prompt has no log-probability."""
         found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token, entry in zip(tokens, entries, strict=True):
-            found["tokens"].append(self._texts[token])
+            found["tokens"].append(self._texts(token))
             found["token_logprobs"].append(None if entry is None else finite(entry.logprob))
             found["top_logprobs"].append(None if entry is None else self._top(entry))
             found["text_offset"].append(self._offset)
@@ -85,7 +71,7 @@ class CompletionLogprobs:
         """Alternatives by text: the most likely of the tokens with one text, and the token itself in any case."""
         top: dict[str, float] = {}
         for token, logprob in (*entry.top.items(), (entry.token_id, entry.logprob)):
-            top.setdefault(self._texts[token], finite(logprob))
+            top.setdefault(self._texts(token), finite(logprob))
         return top
 
 
@@ -97,5 +83,5 @@ def prompt_logprobs(entries: Sequence[TokenLogprob | None], texts: TokenTexts) -
             found.append(None)
             continue
         ranked = {**entry.top, entry.token_id: entry.logprob}
-        found.append({str(token): {"logprob": finite(value), "decoded_token": texts[token]} for token, value in ranked.items()})
+        found.append({str(token): {"logprob": finite(value), "decoded_token": texts(token)} for token, value in ranked.items()})
     return found

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from ..catalog import PLAIN_DECODING, resolve_variant
@@ -96,11 +96,8 @@ def comparison_table(rows: dict[str, tuple[float, Any]], baseline: str) -> Table
         rows: name -> (tokens per second, metrics with ``cycles``, ``acceptance_length`` and ``accepted_per_position``).
         baseline: the row the ratio refers to.
     """
-    table = Table(title="decoding speed", title_justify="left")
-    table.add_column("variant")
-    for heading in ("tokens/s", f"x {baseline}", "cycles", "tokens/cycle"):
-        table.add_column(heading, justify="right")
-    table.add_column("accepted by depth")
+    numbers = (Column(heading, justify="right") for heading in ("tokens/s", f"x {baseline}", "cycles", "tokens/cycle"))
+    table = Table("variant", *numbers, "accepted by depth", title="decoding speed", title_justify="left")
     for name, (speed, metrics) in rows.items():
         positions = " ".join(f"{share:.2f}" for share in metrics.accepted_per_position) or "-"
         ratio = speed / rows[baseline][0] if rows[baseline][0] else float("nan")

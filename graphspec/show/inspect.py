@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from ..errors import spell_bytes
@@ -40,9 +40,7 @@ def show(llm: LLM, prompt: str, console: Console | None = None) -> None:
 
 def plan_table(described: Mapping[str, object]) -> Table:
     """Every number of the plan, and how decoder layers run."""
-    table = Table(title="plan", title_justify="left")
-    table.add_column("key")
-    table.add_column("value")
+    table = Table("key", "value", title="plan", title_justify="left")
     for key, value in described.items():
         table.add_row(key, Text(str(value)))
     return table
@@ -50,9 +48,8 @@ def plan_table(described: Mapping[str, object]) -> Table:
 
 def buckets_table(buckets: Sequence[int], nodes: int, accept_width: int) -> Table:
     """Nodes that one cycle of each bucket verifies, and tokens that it can commit."""
-    table = Table(title="buckets", title_justify="left")
-    for heading in ("lanes", "verify rows", "most tokens per cycle"):
-        table.add_column(heading, justify="right")
+    headings = (Column(heading, justify="right") for heading in ("lanes", "verify rows", "most tokens per cycle"))
+    table = Table(*headings, title="buckets", title_justify="left")
     for lanes in buckets:
         table.add_row(str(lanes), str(lanes * nodes), str(lanes * accept_width))
     return table
@@ -84,10 +81,8 @@ def memory_table(memory: MemoryPlan) -> Table:
 
 def programs_table(records: Iterable[CaptureRecord]) -> Table:
     """Seconds and bytes of building each program."""
-    table = Table(title="programs", title_justify="left")
-    table.add_column("program")
-    for heading in ("warm-up", "capture", "graph memory"):
-        table.add_column(heading, justify="right")
+    headings = (Column(heading, justify="right") for heading in ("warm-up", "capture", "graph memory"))
+    table = Table("program", *headings, title="programs", title_justify="left")
     for record in records:
         capture = "-" if record.capture_seconds is None else f"{record.capture_seconds:.2f} s"
         held = "-" if record.pool_bytes is None else spell_bytes(record.pool_bytes)
