@@ -254,7 +254,8 @@ def _print_outputs(
     """Print outputs, and in JSON the errors of failed requests."""
     if config.format == "json":
         rows = [_row(outputs.get(i), error) for i, error in errors.items()]
-        setting = {"variant": config.variant.name, "model": config.model.path, "runtime": config.runtime.name, "plan": llm.plan.describe()}
+        asked, plan = {"variant": config.variant.name, "model": config.model.path}, llm.plan
+        setting = asked | {"runtime": plan.runtime.name, "plan": plan.describe()}
         metrics = asdict(llm.metrics) if llm.metrics is not None else None
         print(json.dumps({"outputs": rows, "metrics": metrics, **setting}, default=str))
         return
@@ -281,16 +282,20 @@ def _diff(config: LaunchConfig) -> int:
     from .command_input import read_prompt
 
     prompt = read_prompt(config)
+    from .engine.device import resolve_device
     from .engine.diff import diff
+    from .runtime import resolve_runtime
 
-    report = diff(config, config.left, config.right, prompt)
+    device = resolve_device(config.hardware.device)
+    left, right = (resolve_runtime(name, device).name for name in (config.left, config.right))
+    report = diff(config, left, right, prompt)
     if config.format == "json":
-        print(json.dumps({"left": config.left, "right": config.right} | asdict(report)))
+        print(json.dumps({"left": left, "right": right} | asdict(report)))
     elif report.equal:
-        print(f"{config.left} and {config.right}: no slot differs in {report.launches} launches")
+        print(f"{left} and {right}: no slot differs in {report.launches} launches")
     else:
         where = f"cycle {report.cycle}, first after stage {report.stage}, slot {report.slot}"
-        print(f"{config.left} and {config.right} differ in {where}: {report.detail}")
+        print(f"{left} and {right} differ in {where}: {report.detail}")
     return 0 if report.equal else 1
 
 

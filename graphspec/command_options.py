@@ -215,7 +215,7 @@ class LaunchConfig(Config):
     """Log level on stderr: error, warning, info, debug."""
     left: str = "eager"
     """diff: the reference runtime."""
-    right: str = "compiled"
+    right: str = "auto"
     """diff: the runtime compared with it."""
     baseline: Any = "none"
     """profile: what the configured engine is compared with, one of none, self (the same once more), hf, hf_assisted, hf_lookup,

@@ -15,7 +15,7 @@ from .errors import ConfigError
 from .shapes import sampling_class_of
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-RUNTIMES = ("eager", "compiled", "captured")
+RUNTIMES = ("auto", "eager", "compiled", "captured")
 KERNELS = ("auto", "reference", "compiled", "fused")
 IMPLEMENTATIONS = ("auto", "reference", "native", "fused")
 ATTENTIONS = (*IMPLEMENTATIONS, "flashinfer")
@@ -174,8 +174,8 @@ class ModelConfig:
 class RuntimeConfig:
     """How the cycle is built and launched, and its capacity."""
 
-    name: str = "compiled"
-    """eager, compiled or captured: presets over the two axes kernels and launch."""
+    name: str = "auto"
+    """eager, compiled or captured: presets over the two axes kernels and launch; auto: captured on a GPU, compiled on a CPU."""
     max_rows: int = 8
     """R, requests held at once."""
     buckets: list[int] = field(default_factory=lambda: [1, 2, 4, 8])

@@ -14,6 +14,7 @@ from .checks import brief
 from .config import HOST_STEP_OVER_LATENT_ROWS, Config, NgramSettings, VariantConfig
 from .draft_parallel import DraftParallel, resolve_draft_parallel
 from .errors import ConfigError
+from .runtime import Runtime, resolve_runtime
 from .shapes import (
     MAX_WINDOW,
     PLAIN,
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-KERNELS_OF = {"eager": "reference", "compiled": "compiled", "captured": "fused"}
-"""``kernels.mode`` that a runtime preset means."""
 TREE_NODES = 8
 """Fewest nodes of a tree without a given number; the number of EAGLE-3's automatic tree."""
 
@@ -105,7 +104,7 @@ class Plan:
     linear: str
     numerics: str
     programmatic_launch: bool | None
-    captured: bool
+    runtime: Runtime
     debug: bool
 
     @property
@@ -141,6 +140,11 @@ class Plan:
             return GraphKey(bucket, self.shape.shortened(0), sampling.of_cycles, catch_up=True)
         shape = self.bucket_shapes[self.buckets.index(bucket)]
         return GraphKey(bucket, shape if depth is None else self.shape.shortened(depth), sampling.of_cycles)
+
+    @property
+    def captured(self) -> bool:
+        """Programs are CUDA graphs."""
+        return self.runtime.captured
 
     @property
     def compiles(self) -> bool:
@@ -188,7 +192,7 @@ class Plan:
 
     def describe(self) -> dict[str, Any]:
         """Flat, printable view of the plan."""
-        spelled = ("variant", "target", "draft", "draft_parallel", "shape", "static_tree", "bucket_shapes")
+        spelled = ("variant", "target", "draft", "draft_parallel", "shape", "static_tree", "bucket_shapes", "runtime")
         described = {k: v for k, v in asdict(self).items() if k not in spelled}
         shape = {"num_steps": self.shape.num_steps, "topk": self.shape.topk, "num_draft_tokens": self.shape.num_draft_tokens}
         return {
@@ -196,6 +200,7 @@ class Plan:
             "target": self.target.path,
             "draft": self.draft.path if self.draft else None,
             "draft_parallel": str(self.draft_parallel) if self.draft_parallel else None,
+            "runtime": str(self.runtime),
             **shape,
             **described,
             "depth_per_bucket": {b: s.num_steps for b, s in zip(self.buckets, self.bucket_shapes, strict=True) if s != self.shape},
@@ -428,14 +433,12 @@ def make_plan(config: Config, target: ModelFacts, draft: DraftFacts | None, *, d
     prefill_lanes = 1 if config.kernels.attention in HOST_STEP_OVER_LATENT_ROWS else min(runtime.prefill_lanes, runtime.max_rows)
     page_updates = largest * (math.ceil((accept + window) / runtime.page_size) + 1)
 
-    kernels = config.kernels.mode if config.kernels.mode != "auto" else KERNELS_OF[runtime.name]
+    chosen = resolve_runtime(runtime.name, device)
+    kernels = config.kernels.mode if config.kernels.mode != "auto" else chosen.kernels
     draft_context = draft.decoder.max_position_embeddings if draft else max_context
     if draft_context < max_context:
         logger.warning("the draft was made for %d positions, the context is %d: rows past them decode plainly", draft_context, max_context)
     lookback = draft.num_heads - 1 if draft else 0
-    captured = runtime.name == "captured"
-    if captured and device != "cuda":
-        raise ConfigError("runtime", "eager or compiled on this machine (a captured cycle is a CUDA graph)", f"captured on {device}")
     dtype = config.hardware.dtype
     if dtype == "auto":
         dtype = "float32" if device == "cpu" else target.dtype
@@ -495,6 +498,6 @@ def make_plan(config: Config, target: ModelFacts, draft: DraftFacts | None, *, d
         linear=config.kernels.linear,
         numerics=config.kernels.numerics,
         programmatic_launch=config.kernels.programmatic_launch,
-        captured=captured,
+        runtime=chosen,
         debug=runtime.debug,
     )

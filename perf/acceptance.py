@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from graphspec.config import RUNTIMES
 from graphspec.engine.llm import LLM
 from graphspec.engine.request import SamplingParams
 from graphspec.lab.measure.provenance import ROOT, provenance, result_file, within_repository, write_jsonl
@@ -72,7 +73,7 @@ def measure(llm: LLM, prompts: list[list[int]], max_tokens: int, temperature: fl
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print a Markdown table, write the records to ``perf/results``; with ``--readme`` also rewrite README's table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runtime", default="compiled", choices=("eager", "compiled", "captured"))
+    parser.add_argument("--runtime", default="auto", choices=RUNTIMES)
     parser.add_argument("--variant", nargs="+", default=sorted({case[0] for case in CASES}), help="only these")
     parser.add_argument("--prompts", type=int, default=24)
     parser.add_argument("--prompt-tokens", type=int, default=64)
@@ -82,6 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--readme", action="store_true", help="rewrite the table in README.md")
     args = parser.parse_args(argv)
     plain = LLM(variant="none", runtime=args.runtime, max_context=512)
+    args.runtime = plain.plan.runtime.name
     prompts = random_prompts(plain, args.prompts, args.prompt_tokens, args.seed)
     expected = {t: measure(plain, prompts, args.max_tokens, t)[1] for t in sorted({mode[1] for mode in MODES})}
     records: list[dict[str, Any]] = []

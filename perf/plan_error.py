@@ -22,7 +22,7 @@ from graphspec.lab.predict.advice import predict
 from graphspec.lab.predict.calibration import engine_of, time_cycle, time_passes, timed_shapes
 from graphspec.lab.predict.model_pair import read_model_pair
 from graphspec.lab.predict.passes import Curve, PassTimes, TimedCycle
-from graphspec.lab.predict.plan import resolve_device
+from graphspec.lab.predict.plan import device_and_dtype
 from graphspec.lab.predict.tables import spell
 from graphspec.shapes import PLAIN, CycleShape
 
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     config, variant = load_config("hardware=cpu", f"variant={args.variant}"), resolve_variant(args.variant)
     pair = read_model_pair(config.model.path, config.variant, variant, None)
-    _, dtype = resolve_device(config, pair)
+    _, dtype = device_and_dtype(config, pair)
     model = FloorModel.of(pair.target, pair.draft, dtype, variant, None, pair.from_config)
     timed = {(shape, batch) for shape, batches in timed_shapes(variant, model) for batch in batches}
     shapes = [tuple(map(int, shape.split(","))) for shape in args.shapes]

@@ -25,11 +25,13 @@ from typing import Any
 import torch
 
 from graphspec.buffers import DTYPES
+from graphspec.config import RUNTIMES
 from graphspec.core_wait import CoreWait, busy_caution
 from graphspec.engine.folders import model_folder
 from graphspec.engine.llm import LLM
 from graphspec.engine.request import SamplingParams
 from graphspec.lab.measure.provenance import provenance, result_file, within_repository, write_jsonl
+from graphspec.runtime import resolve_runtime
 from perf.peers import PEERS, PeerError, PeerProcess, exporter_of
 from recipes.corpus import load_corpus
 
@@ -192,7 +194,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo", help="folder of the target")
     parser.add_argument("--draft", default=None, help="folder of the EAGLE-3 head")
-    parser.add_argument("--runtime", default="compiled", choices=("eager", "compiled", "captured"))
+    parser.add_argument("--runtime", default="auto", choices=RUNTIMES)
     parser.add_argument("--dtype", default="float32", help="lower precision may flip near-ties, and then a side counts as wrong")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result file")
     parser.add_argument("--rounds", type=int, default=5)
@@ -214,6 +216,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     plain = "graphspec none"
     probe = LLM(args.model, "none", runtime="eager", dtype=args.dtype)
     device = probe.plan.device
+    args.runtime = resolve_runtime(args.runtime, device).name
     sides = [
         *hf_decoders(args, device, DTYPES[probe.plan.dtype]),
         graphspec_decoder(plain, args, "HF generate", variant="none"),

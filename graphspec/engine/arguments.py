@@ -13,7 +13,7 @@ from ..plan import Plan
 from ..shapes import SamplingClass
 from .request import SamplingParams
 
-DEFAULTS = {"model": "demo", "variant": "eagle3", "draft": None, "runtime": "compiled"}
+DEFAULTS = {"model": "demo", "variant": "eagle3", "draft": None, "runtime": "auto"}
 """Arguments of ``LLM`` that a whole configuration replaces."""
 
 

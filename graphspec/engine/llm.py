@@ -34,6 +34,7 @@ from . import ranks
 from .arguments import check_cycles, check_launcher, check_progress, check_warm_up, engine_config
 from .calls import Exclusive
 from .depth import AdaptiveDepth, DeepestCycles, DepthPolicy
+from .device import resolve_device
 from .engine import Engine
 from .events import Stream
 from .folders import DEMO, draft_folder, model_folder
@@ -60,7 +61,7 @@ class LLM:
         model: folder of a Hugging Face checkpoint, its name on the Hub (``org/model``, with ``revision=``), or ``demo``.
         variant: an entry of the catalog (``eagle3``, ``none``).
         draft: folder of the draft checkpoint, or its name on the Hub; None for the demo model's own draft.
-        runtime: ``eager``, ``compiled`` or ``captured``.
+        runtime: ``eager``, ``compiled`` or ``captured``; ``auto`` is captured on a GPU, compiled on a CPU. ``plan.runtime`` has the choice.
         config: a whole configuration instead of the arguments above.
         progress: called as ``progress(phase, done, total)`` during load and compilation, in the thread that waits for them.
         overrides: any other configuration key by its bare name, those of ``sampling`` apart, which belong to each request
@@ -75,7 +76,7 @@ class LLM:
         model: str | Path = DEMO,
         variant: str = "eagle3",
         draft: str | Path | None = None,
-        runtime: str = "compiled",
+        runtime: str = "auto",
         *,
         config: Config | None = None,
         progress: Progress | None = None,
@@ -113,6 +114,7 @@ class LLM:
                 "memory is short: prompts are read in chunks of up to %d tokens, not %d (lower runtime.num_pages, or set "
                 "runtime.prefill_chunks)", self.plan.prefill_chunks[-1], planned.prefill_chunks[-1],
             )  # fmt: skip
+        logger.info("runtime: %s", self.plan.runtime)
         logger.info("memory: %s", self.memory.text())
         self.cycle = self._load()
         self._close_ranks = self.ranks.lead_or_follow(self.cycle) if self.ranks is not None else None
@@ -134,9 +136,8 @@ class LLM:
 
     def _plan(self, rank: int = 0) -> Plan:
         hardware = self.config.hardware
-        has_cuda = torch.cuda.is_available()
-        device = hardware.device if hardware.device != "auto" else ("cuda" if has_cuda else "cpu")
-        if device == "cuda" and not has_cuda:
+        device = resolve_device(hardware.device)
+        if device == "cuda" and not torch.cuda.is_available():
             raise ConfigError("hardware.device", "cpu or auto (torch sees no CUDA device)", "cuda")
         if hardware.threads is not None:
             torch.set_num_threads(hardware.threads)

@@ -30,6 +30,7 @@ from ..errors import ConfigError, GraphspecError, ResourceError
 from ..graphs.cycle import Cycle
 from ..graphs.ranks import CLOSE, Channel, FollowingCycle, LeadingCycle
 from ..kernels.collectives import Comm, make_comm
+from .device import resolve_device
 
 KEY = "runtime.tensor_parallel"
 COLLECTIVE_TIMEOUT = timedelta(days=365)
@@ -184,8 +185,7 @@ def existing_ranks(size: int, device: str) -> Ranks | None:
 
 
 def _backend(device: str) -> str:
-    cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
-    return "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    return "cpu:gloo,cuda:nccl" if resolve_device(device) == "cuda" else "gloo"
 
 
 def start(config: Config, device: str) -> Ranks:

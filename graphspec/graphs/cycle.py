@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from ..buffers import RING_FIELDS, Arena, Views
-from ..errors import CaptureError, ResourceError
+from ..errors import CaptureError, GraphspecError, ResourceError
 from ..kernels.registry import KernelSet
 from ..plan import Plan
 from ..shapes import GraphKey, SamplingClass
@@ -147,7 +147,7 @@ class Cycle:
         it saves. A cycle or chunk for which memory runs out is left out, with a warning, and smaller ones serve its lanes or tokens.
 
         Raises:
-            CaptureError: a buffer moved since it was captured.
+            CaptureError: a buffer moved since it was captured, or a program does what a graph can't hold.
             ResourceError: launches are unread, or memory ran out for the smallest cycle or the smallest prefill chunk.
         """
         if self._capturer:
@@ -257,7 +257,15 @@ class Cycle:
     def _capture(self, key: Key) -> None:
         assert self._capturer is not None
         started, program = time.perf_counter(), self.programs[key]
-        grown = program.capture(self._capturer)
+        try:
+            grown = program.capture(self._capturer)
+        except Exception as error:
+            if ran_out_of_memory(error) or isinstance(error, GraphspecError):
+                raise
+            found = f"{type(error).__name__}: {error}"
+            raise CaptureError(
+                describe(key), "only what a CUDA graph can hold", found, "runtime=compiled runs it without a graph"
+            ) from error
         program.buffers = signature(program.views)
         self._wait()
         seconds = time.perf_counter() - started

@@ -142,7 +142,7 @@ def run_demo(config: Config, prompt: str, console: Console | None = None, notes:
     threads = torch.get_num_threads()
     eager = eager_engine(config, prompt, max(1, threads - 1))
     eager.check(prompt, params)
-    compiles = config.runtime.name == "compiled"
+    compiles = config.runtime.name != "eager"
     tokens: list[int] = []
     with ThreadPoolExecutor(1) as pool:
         native: Future[ModuleType] | None = None
@@ -179,7 +179,8 @@ def run_demo(config: Config, prompt: str, console: Console | None = None, notes:
         if ids != found[plain]:
             raise ResourceError("output", f"the tokens of {plain}", f"other tokens from {name}")
     console.print(f"The eager program, {variant} and {plain} gave the same {len(tokens)} tokens.")
-    console.print(f"Speeds are medians of {DEMO_REPEATS} runs, prompt processing excluded, runtime={config.runtime.name}.\n")
+    runtime = engines[variant].plan.runtime.name
+    console.print(f"Speeds are medians of {DEMO_REPEATS} runs, prompt processing excluded, runtime={runtime}.\n")
     if busy is not None:
         console.print(Text(busy + "\n"))
     console.print(comparison_table({name: (speeds[name], outputs[name].metrics) for name in engines}, plain))

@@ -12,10 +12,10 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import torch
 
 from ..command_options import LaunchConfig
 from ..config import Config, RuntimeConfig, VariantConfig
+from ..engine.device import resolve_device
 from ..engine.llm import LLM
 from ..engine.outputs import Output
 from ..engine.request import SamplingParams
@@ -47,7 +47,7 @@ def small_engine(config: LaunchConfig, target: str, variant: VariantConfig) -> L
     """An engine with the checkpoint ``target`` for one batch of the prompts: native on a CPU for many tokens, else eager."""
     measured = config.train.acceptance
     model = replace(config.model, path=target, max_context=measured.prompt_length + measured.new_tokens)
-    on_cpu = config.hardware.device == "cpu" or not torch.cuda.is_available()
+    on_cpu = resolve_device(config.hardware.device) == "cpu"
     native = on_cpu and compiler_on_path() is not None and measured.prompts * measured.new_tokens >= NATIVE_PAYS
     runtime = RuntimeConfig(name="compiled" if native else "eager", max_rows=measured.batch, buckets=[measured.batch])
     return LLM.from_config(Config(variant=variant, model=model, runtime=runtime, hardware=config.hardware))

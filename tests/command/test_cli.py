@@ -22,6 +22,7 @@ from graphspec.engine.outputs import Metrics, Output, StreamEvent, TreeSnapshot
 from graphspec.errors import ConfigError, RequestError, ResourceError
 from graphspec.graphs.capture import CaptureRecord
 from graphspec.graphs.memory import MemoryLine, MemoryPlan
+from graphspec.runtime import resolve_runtime
 from graphspec.show import inspect
 from graphspec.show.draft_tree import draw_tree
 from graphspec.show.progress import progress_bars
@@ -45,9 +46,13 @@ class FakeLLM:
 
     def __init__(self, config):
         self.config, self.metrics, self.calls = config, None, []
+        device = "cuda" if config.runtime.name == "captured" else "cpu"
         self.plan = SimpleNamespace(
             describe=lambda: {"buckets": [1, 2], "num_draft_tokens": 16, "accept_width": 6},
             shape=SimpleNamespace(num_steps=5, topk=4, num_draft_tokens=16),
+            device=device,
+            dtype="bfloat16",
+            runtime=resolve_runtime(config.runtime.name, device),
         )
         FakeLLM.made.append(self)
 
@@ -261,7 +266,7 @@ def test_inspect_shows_plan_slots_buckets_and_tree(run):
 
 
 def test_diff_names_the_slot_and_exits_1(run):
-    result = run("diff", "left=eager", "right=captured", "prompt=p")
+    result = run("diff", "left=eager", "right=compiled", "prompt=p")
     assert (result.code, result.err) == (1, "")
     assert "cycle 3" in result.out
     assert "verify" in result.out
@@ -279,7 +284,7 @@ def test_demo_compares_and_draws(run):
     assert engines == [("eager", "eagle3", 4), ("captured", "eagle3", 1), ("captured", "none", None)]
     assert "\n\ndef fone [bold]two\n" in result.out
     assert result.out.startswith("From the eager program")
-    assert re.search(r"^building the cycle of eagle3: [0-9.]+ s$", result.err, re.MULTILINE)
+    assert re.search(r"^compiling the cycle of eagle3: [0-9.]+ s$", result.err, re.MULTILINE)
     for part in ("tokens/s", "123.0", "1.00", "2.50", "0.90 0.60", "+ 'def'", "same 2 tokens"):
         assert part in result.out
 

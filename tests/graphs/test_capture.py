@@ -242,8 +242,11 @@ def test_other_failures_are_not_taken_for_missing_memory() -> None:
         def capture(self, program: Any) -> Tape:
             raise RuntimeError("operation not permitted when stream is capturing")
 
-    with pytest.raises(RuntimeError, match="not permitted"):
-        make_cycle(make_plan("none"), Broken).prepare(keys_of(make_plan("none"), GREEDY))
+    cycle = make_cycle(make_plan("none"), Broken)
+    with pytest.raises(CaptureError, match=r"prefill of 16 tokens.*CUDA graph.*RuntimeError: operation not permitted") as caught:
+        cycle.prepare(keys_of(make_plan("none"), GREEDY))
+    assert caught.value.hint == "runtime=compiled runs it without a graph"
+    assert not cycle.dropped, "nothing is left out that memory did not run out for"
 
 
 @pytest.mark.parametrize("structure", ["chain", "head-per-step", "own-history"])

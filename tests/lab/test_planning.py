@@ -279,6 +279,7 @@ def test_json_of_a_published_shape(capsys: pytest.CaptureFixture[str], tmp_path:
     words = ("model=llama-3.1-8b", "hardware=h200", "plan.batches=[1,32]", "plan.acceptance=[0.8,0.7,0.6]", f"plan.out={out}")
     document = plan(capsys, *words)
     assert document["parameters"]["target"] == 8_030_261_248
+    assert document["memory"]["runtime"] == "captured (runtime=auto on cuda)", "what a GPU would run, without one"
     assert document["hardware"] | {"source": ""} == {
         "name": "h200", "bandwidth": 4.8e12, "flops": 989.5e12, "memory": int(131.3 * 2**30), "source": "",
     }  # fmt: skip

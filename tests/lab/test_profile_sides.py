@@ -25,6 +25,7 @@ from graphspec.lab.measure.selfcheck import ComparingReplay, check_runtime
 from graphspec.lab.measure.sides import SideConfig, plain_config, sides_of
 from graphspec.lab.measure.stages import Probe, kernel_timeline, summarise_kernels
 from graphspec.lab.measure.trace import TRACKS, chrome_trace
+from graphspec.runtime import Runtime
 from tests.support.engines import Pair, add_tokenizer, mirror_pair
 from tests.support.profile import launch
 
@@ -216,7 +217,7 @@ class AsCuda:
     """A cycle whose plan says that it is captured on a GPU."""
 
     def __init__(self, cycle: Any) -> None:
-        self.real, self.plan = cycle, replace(cycle.plan, device="cuda", captured=True)
+        self.real, self.plan = cycle, replace(cycle.plan, device="cuda", runtime=Runtime("captured"))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.real, name)

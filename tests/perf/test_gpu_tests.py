@@ -14,8 +14,11 @@ import torch
 
 from graphspec.config import Config
 from graphspec.engine import llm as llm_module
+from graphspec.engine.llm import LLM
+from graphspec.engine.request import SamplingParams
 from graphspec.graphs import cycle as cycle_module
 from graphspec.plan import Plan, make_plan
+from graphspec.runtime import Runtime, resolve_runtime
 from tests.gpu import test_gpu, test_gpu_capture
 from tests.support import tiny
 from tests.support.tape import Recorder, Tape, TapeCapturer
@@ -32,10 +35,11 @@ class Tapes(TapeCapturer):
 
 def plan_here(config: Config, *arguments: Any, device: str) -> Plan:
     """The plan of a GPU's engine for this CPU: reference kernels, and captured where it says so."""
-    captured = config.runtime.name == "captured"
+    name = config.runtime.name
+    runtime = resolve_runtime(name, device) if name == "auto" else Runtime(name)
     mode = "reference" if config.kernels.mode == "fused" else config.kernels.mode
     here = replace(config, runtime=replace(config.runtime, name="eager"), kernels=replace(config.kernels, mode=mode, attention="auto"))
-    return replace(make_plan(here, *arguments, device="cpu"), captured=captured)
+    return replace(make_plan(here, *arguments, device="cpu"), runtime=runtime)
 
 
 @pytest.fixture(autouse=True)
@@ -93,6 +97,15 @@ def test_captured_equals_eager() -> None:
 
 def test_queued() -> None:
     test_gpu.test_cycles_queued_ahead_read_in_order("none", 2)
+
+
+def test_an_engine_that_names_no_runtime_is_captured() -> None:
+    keys: dict[str, Any] = {"max_rows": 1, "buckets": [1], "max_context": 128, "num_steps": 3, "topk": 1, "num_draft_tokens": 4}
+    engines = [LLM(mode="reference", **keys), LLM(runtime="eager", **keys)]
+    tokens = [llm.generate("def fib(n):", SamplingParams(max_tokens=12))[0].token_ids for llm in engines]
+    assert tokens[0] == tokens[1] and engines[0].plan.describe()["runtime"] == "captured (runtime=auto on cuda)"
+    records = engines[0].capture_report()
+    assert records and all(record.capture_seconds is not None for record in records)
 
 
 @pytest.mark.full

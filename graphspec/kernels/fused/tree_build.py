@@ -115,7 +115,8 @@ def tree_build(
     lanes, candidates = score_BM.shape
     count, words = nodes.node_ancestors_BNX.shape[1:]
     if candidates > MAX_CANDIDATES:
-        raise ConfigError("variant.num_steps, variant.topk", f"at most {MAX_CANDIDATES} candidates for the fused tree_build", candidates)
+        expected = f"at most {MAX_CANDIDATES} candidates for the fused tree_build"
+        raise ConfigError("variant.num_steps, variant.topk", expected, candidates, "runtime=compiled, or kernels.mode=compiled, takes more")
     pool = max(64, triton.next_power_of_2(candidates))
     launch(
         _tree_build, (lanes,), score_BM, token_BM, parent_BM, lane_row_B, window_token_RAc, window_len_R,

@@ -86,7 +86,7 @@ class EngineSide:
             "label": label(plan),
             "variant": plan.variant.name,
             "shape": shape.numbers if shape.num_steps else None,
-            "runtime": self.config.runtime.name,
+            "runtime": plan.runtime.name,
             "attention": resolve("kernels.attention", plan.attention, plan.kernels, plan.device, plan.dtype),
             "dtype": plan.dtype,
             "device": plan.device,

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ...command_options import LaunchConfig
+from ...engine.device import resolve_device
 from ...engine.diff import comparable, diff, difference
 from ...engine.folders import model_folder
 from ...engine.llm import LLM
@@ -20,6 +21,7 @@ from ...facts import read_model_facts
 from ...graphs.cycle import Cycle, RingEntry
 from ...graphs.programs import Key
 from ...graphs.stages.mailbox import Message
+from ...runtime import resolve_runtime
 from .workload import make_workload
 
 MOST_TOKENS = 32
@@ -43,7 +45,7 @@ def check_runtime(config: LaunchConfig) -> dict[str, Any]:
     context = min(config.model.max_context or len(prompt) + tokens + SPARE_CONTEXT, len(prompt) + tokens + SPARE_CONTEXT)
     runtime = replace(config.runtime, max_rows=1, buckets=[1], depth_per_bucket={}, num_pages=None)
     small = replace(config, runtime=runtime, model=replace(config.model, max_context=context))
-    name = config.runtime.name
+    name = resolve_runtime(config.runtime.name, resolve_device(config.hardware.device)).name
     if name == "captured":
         return _captured_against_direct(small, prompt, tokens)
     if name == "eager":

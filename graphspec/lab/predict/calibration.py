@@ -31,6 +31,7 @@ from ...models.layers import Linear
 from ...models.stack import DecoderStack
 from ...native_build import cache_folder, cpu_flags
 from ...paths import reason
+from ...runtime import resolve_runtime
 from ...shapes import PLAIN, CycleShape
 from ..floor import FloorModel, has_tensors
 from ..measure.machine import copy_bandwidth
@@ -83,7 +84,7 @@ def identity(config: Config, folders: Sequence[Path]) -> dict[str, Any]:
         "source": source.hexdigest()[:20],
         "checkpoints": checkpoints,
         **{key: values[key] for key in ("kernels", "hardware")},
-        "runtime": config.runtime.name,
+        "runtime": resolve_runtime(config.runtime.name, "cpu").name,
         "variant": {key: values["variant"][key] for key in ("name", "token_map", "ngram", "draft_noise")},
     }
 

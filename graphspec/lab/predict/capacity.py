@@ -60,6 +60,7 @@ class Capacity:
         rows: most rows at ``context``; 0: not even one fits; None: not known.
         longest: longest context of a single row; likewise.
         chunks: sizes of prefill chunks that ``parts`` is computed for.
+        runtime: of the planned engine, and why.
         states: of one row; None: no layer is recurrent.
     """
 
@@ -72,6 +73,7 @@ class Capacity:
     rows: int | None
     longest: int | None
     chunks: tuple[int, ...]
+    runtime: str
     states: StateCost | None = None
 
     @property
@@ -92,6 +94,7 @@ class Capacity:
             "rows_that_fit": self.rows,
             "context_that_fits": self.longest,
             "prefill_chunks": list(self.chunks),
+            "runtime": self.runtime,
             "states": asdict(self.states) if self.states is not None else None,
         }
 
@@ -110,7 +113,7 @@ def capacity(
     """Evaluate the memory plan.
 
     Args:
-        config: as composed; its runtime group gives page size, chunks and share of the memory. A GPU is planned with the captured runtime.
+        config: as composed; its runtime group gives page size, chunks and share of the memory.
         pair: facts of both models.
         model: their weights.
         shape: the widest shape to serve; without steps, the variant's automatic one.
@@ -153,6 +156,7 @@ def capacity(
         rows=most,
         longest=longest_context,
         chunks=engine.prefill_chunks,
+        runtime=str(engine.runtime),
         states=StateCost.of(recurrent, shape.num_draft_tokens, model.itemsize) if recurrent is not None else None,
     )
 
@@ -208,7 +212,6 @@ def engine_plan(
         model=ModelConfig(path=config.model.path, max_context=max(context, 2)),
         runtime=replace(
             config.runtime,
-            name="captured" if device == "cuda" else config.runtime.name,
             max_rows=rows,
             buckets=[*(batch for batch in config.plan.batches if batch < rows), rows],
             num_pages=None,

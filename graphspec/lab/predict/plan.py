@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...catalog import Variant, resolve_variant
+from ...engine.device import resolve_device
 from ...errors import ConfigError
 from ...plan import resolve_shape
 from ...shapes import PLAIN, CycleShape
@@ -210,7 +211,7 @@ def advise(config: LaunchConfig, say: Say = lambda text: None) -> Advice:
     """
     variant, options = resolve_variant(config.variant.name), config.plan
     pair = read_model_pair(config.model.path, config.variant, variant, config.model.revision)
-    device, dtype = resolve_device(config, pair)
+    device, dtype = device_and_dtype(config, pair)
     whole, size = pair, config.runtime.tensor_parallel
     if size > 1:
         if options.measure:
@@ -345,11 +346,9 @@ def configured_shape(config: LaunchConfig, variant: Variant, pair: ModelPair, he
     return shape if shape.num_steps else None
 
 
-def resolve_device(config: LaunchConfig, pair: ModelPair) -> tuple[str, str]:
+def device_and_dtype(config: LaunchConfig, pair: ModelPair) -> tuple[str, str]:
     """Device and dtype as the engine would resolve them; no GPU is needed to plan for one."""
-    device = config.hardware.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = resolve_device(config.hardware.device)
     dtype = config.hardware.dtype
     return device, dtype if dtype != "auto" else "float32" if device == "cpu" else pair.target.dtype
 

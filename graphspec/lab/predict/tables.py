@@ -149,6 +149,7 @@ def memory_table(advice: Advice) -> Table:
             " / ".join(map(spell_bytes, (costs.traffic, costs.snapshot_traffic))),
         )
     table.add_row("(prompts are read in chunks of)", ", ".join(map(str, found.chunks)))
+    table.add_row("(runtime)", found.runtime)
     if found.rows is not None:
         fits = f"most rows at {found.context} tokens: {found.rows}; longest context of one row: {found.longest}"
         table.add_row(f"({fits if found.rows or found.longest else 'not even one row fits'})", "")

@@ -18,7 +18,7 @@ from ..predict.acceptance import Acceptance
 from ..predict.advice import Efficiency, candidate_shapes, rank_shapes
 from ..predict.from_results import acceptance_of, calibrate, of_rows, read_measured, timed
 from ..predict.model_pair import ModelPair, read_model_pair
-from ..predict.plan import configured_shape, deepest, most_steps, resolve_device, resolve_hardware
+from ..predict.plan import configured_shape, deepest, device_and_dtype, most_steps, resolve_hardware
 
 TRIED_FAN, TRIED_NODES = 4, 16
 """Most children and most nodes of the tree in the trial."""
@@ -66,7 +66,7 @@ class Candidates:
     @cached_property
     def possible(self) -> list[CycleShape]:
         """Every chain and tree that this drafter can serve."""
-        device, _ = resolve_device(self.config, self.pair)
+        device, _ = device_and_dtype(self.config, self.pair)
         shapes = candidate_shapes(self.variant, self.heads, deepest(self.pair))
         return [shape for shape in shapes if _runs(self.config, shape, self.pair.target, self.pair.draft, device)]
 
@@ -124,7 +124,7 @@ def short_list(config: LaunchConfig, batches: Sequence[int], trial: Sequence[Map
     """
     candidates = Candidates.of(config)
     variant, pair, given = candidates.variant, candidates.pair, candidates.given
-    device, dtype = resolve_device(config, pair)
+    device, dtype = device_and_dtype(config, pair)
     measuring = replace(config, plan=replace(config.plan, measure=config.hardware.bandwidth_gbs is None))
     hardware = resolve_hardware(measuring, device, dtype, None)
     model = FloorModel.of(pair.target, pair.draft, dtype, variant, config.variant.token_map, pair.from_config)

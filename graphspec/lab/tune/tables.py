@@ -100,7 +100,7 @@ def comment(config: LaunchConfig, tuning: Tuning, file: Path) -> list[str]:
     lengths = f"{round(side['input_tokens'])} + {workload.output_tokens} tokens"
     lines = [
         f"Written by graphspec tune on {head['date'][:10]}: {chosen}.",
-        f"{config.model.path}, {config.variant.name}, {side['dtype']}, runtime {config.runtime.name}, {where}; {versions}.",
+        f"{config.model.path}, {config.variant.name}, {side['dtype']}, runtime {side['runtime']}, {where}; {versions}.",
         f"Workload: {workload.source}, {lengths}, at least {workload.requests} requests, {heat}{rule}. {_checked(tuning)}",
         f"Medians of {config.tune.rounds} rounds in which all sides took turns.",
         f"Rule: {spell_rule(choice)}.",
