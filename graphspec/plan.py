@@ -142,11 +142,6 @@ class Plan:
         return GraphKey(bucket, shape if depth is None else self.shape.shortened(depth), sampling.of_cycles)
 
     @property
-    def captured(self) -> bool:
-        """Programs are CUDA graphs."""
-        return self.runtime.captured
-
-    @property
     def compiles(self) -> bool:
         """Cycles run through torch.compile; fused kernels on the CPU are interpreted, and their surroundings then run as they stand."""
         return self.kernels == "compiled" or (self.kernels == "fused" and self.device == "cuda")

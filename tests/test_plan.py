@@ -241,7 +241,7 @@ def test_pages_and_context_that_do_not_fit() -> None:
 
 def test_what_only_some_devices_can_do() -> None:
     refused("runtime", "eager or compiled on this machine", "captured on cpu", lambda: plan(runtime={"name": "captured"}))
-    assert plan(runtime={"name": "captured"}, device="cuda").captured
+    assert plan(runtime={"name": "captured"}, device="cuda").runtime.captured
     assert (plan().dtype, plan(device="cuda").dtype) == ("float32", "bfloat16")
     assert [plan(runtime={"name": name}).kernels for name in ("eager", "compiled")] == ["reference", "compiled"]
 

@@ -30,7 +30,7 @@ def plan_on(device: str, kernels: KernelsConfig | None = None, **runtime: Any) -
 @pytest.mark.parametrize(("device", "name", "kernels"), [("cuda", "captured", "fused"), ("cpu", "compiled", "compiled")])
 def test_auto_is_the_default_and_means_what_the_device_does_best(device: str, name: str, kernels: str) -> None:
     plan = plan_on(device)
-    assert (plan.runtime.name, plan.captured, plan.kernels) == (name, device == "cuda", kernels)
+    assert (plan.runtime.name, plan.runtime.captured, plan.kernels) == (name, device == "cuda", kernels)
     assert plan == plan_on(device, name="auto") and plan.describe()["runtime"] == f"{name} (runtime=auto on {device})"
 
 
@@ -48,7 +48,7 @@ def test_what_is_asked_for_stays(name: str) -> None:
 )  # fmt: skip
 def test_whatever_can_be_captured_is(keys: dict[str, Any], debug: bool) -> None:
     plan = plan_on("cuda", KernelsConfig(**keys), debug=debug)
-    assert plan.captured and plan.kernels == keys.get("mode", "fused")
+    assert plan.runtime.captured and plan.kernels == keys.get("mode", "fused")
 
 
 def test_a_runtime_that_the_device_lacks_or_that_does_not_exist_is_refused_with_the_choices() -> None:

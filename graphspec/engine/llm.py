@@ -125,7 +125,7 @@ class LLM:
         self._acceptance_test = AcceptanceTest(self.plan)
         self._has_tokenizer = has_tokenizer(self.folder)
         self._grammars = Grammars(self.plan)
-        if self.plan.captured:
+        if self.plan.runtime.captured:
             # Capturing a class later would make all other callers wait.
             self._engine.prepare(self.plan.max_rows, *self.plan.sampling_classes)
 

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 from ..buffers import Arena, Views
-from ..errors import CaptureError, spell_bytes
+from ..errors import CaptureError, GraphspecError, spell_bytes
 
 logger = logging.getLogger(__name__)
 WARM_UP_CALLS = 3
@@ -194,6 +194,22 @@ def ran_out_of_memory(error: BaseException) -> bool:
             return True
         link = link.__cause__ or link.__context__
     return False
+
+
+@contextmanager
+def capturing(name: str) -> Iterator[None]:
+    """Name the program in errors of its capture.
+
+    Raises:
+        CaptureError: it does what a graph can't hold. What memory runs out for, and errors of graphspec, stay as they are.
+    """
+    try:
+        yield
+    except Exception as error:
+        if ran_out_of_memory(error) or isinstance(error, GraphspecError):
+            raise
+        found, hint = f"{type(error).__name__}: {error}", "runtime=compiled runs it without a graph"
+        raise CaptureError(name, "only what a CUDA graph can hold", found, hint) from error
 
 
 Signature = Mapping[str, tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]]

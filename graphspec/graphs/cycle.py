@@ -16,11 +16,11 @@ import numpy as np
 import torch
 
 from ..buffers import RING_FIELDS, Arena, Views
-from ..errors import CaptureError, GraphspecError, ResourceError
+from ..errors import CaptureError, ResourceError
 from ..kernels.registry import KernelSet
 from ..plan import Plan
 from ..shapes import GraphKey, SamplingClass
-from .capture import Capturer, CaptureRecord, ProgramCapturer, check_unmoved, no_synchronisation, ran_out_of_memory, signature
+from .capture import Capturer, CaptureRecord, ProgramCapturer, capturing, check_unmoved, no_synchronisation, ran_out_of_memory, signature
 from .compilations import Compilations
 from .host_step import LaunchPreparation
 from .memory import MemoryPlan
@@ -91,7 +91,7 @@ class Cycle:
         self.programs: dict[Key, Program] = {}
         self.dropped: set[Key] = set()
         """Programs left out because memory ran out; smaller buckets serve their lanes, smaller chunks their tokens."""
-        make = capturer or (Capturer if plan.captured else None)
+        make = capturer or (Capturer if plan.runtime.captured else None)
         self._capturer = make(self.arena) if make is not None else None
         self.compilations = Compilations()
         """Of this cycle's programs; constant after :meth:`prepare`."""
@@ -257,15 +257,8 @@ class Cycle:
     def _capture(self, key: Key) -> None:
         assert self._capturer is not None
         started, program = time.perf_counter(), self.programs[key]
-        try:
+        with capturing(describe(key)):
             grown = program.capture(self._capturer)
-        except Exception as error:
-            if ran_out_of_memory(error) or isinstance(error, GraphspecError):
-                raise
-            found = f"{type(error).__name__}: {error}"
-            raise CaptureError(
-                describe(key), "only what a CUDA graph can hold", found, "runtime=compiled runs it without a graph"
-            ) from error
         program.buffers = signature(program.views)
         self._wait()
         seconds = time.perf_counter() - started

@@ -264,7 +264,7 @@ class Bench:
         # Stages are compiled when they are first called.
         self._claim_networks()
         program, found, before = self.cycle.programs[self.key], {}, 0.0
-        capturer = Capturer(self.cycle.arena) if self.plan.captured else None
+        capturer = Capturer(self.cycle.arena) if self.plan.runtime.captured else None
         for count in range(1, len(program.steps) + 1):
 
             def prefix(count: int = count) -> None:

@@ -36,7 +36,7 @@ def plan_of(engine: Mapping[str, Any]) -> Plan:
 
 def programs_of(plan: Plan) -> int:
     """Programs that an engine compiles when as many requests of one class come as it has rows, and at load."""
-    classes = {GREEDY, *plan.sampling_classes} if plan.captured else {GREEDY}
+    classes = {GREEDY, *plan.sampling_classes} if plan.runtime.captured else {GREEDY}
     return sum(len(plan.graph_keys(each)) + len(plan.prefill_shapes) for each in classes) if plan.compiles else 0
 
 

@@ -92,7 +92,7 @@ def test_no_acceptance_rule_needs_the_host(shape: str, rule: str, sampling: Samp
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_whole_cycle_needs_no_host(shape: str, sampling: SamplingClass) -> None:
     plan = fake_plan(shape)
-    assert plan.captured and plan.buckets == (1, 2, 4, 8)
+    assert plan.runtime.captured and plan.buckets == (1, 2, 4, 8)
     assert (plan.num_words > 1) == (shape == "two-words")
     with FakeTensorMode():
         program = FakeProgram(plan)

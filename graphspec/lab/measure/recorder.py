@@ -139,7 +139,7 @@ def stage_timer(cycle: Cycle, key: Key) -> StageTimer:
             step()
         if cycle.plan.device == "cpu":
             return SteppedProgram(program)
-        return MarkedProgram(program, external_event, Capturer(cycle.arena) if cycle.plan.captured else None)
+        return MarkedProgram(program, external_event, Capturer(cycle.arena) if cycle.plan.runtime.captured else None)
 
 
 class Recorder:

@@ -71,7 +71,7 @@ def profile_cycles(
         waiting = Recorder(cycle, wait=True)
         run(waiting)
         found["host_us"] = 1e6 * statistics.median([outside for _, outside in waiting.cycle_times(key)] or [0.0])
-        if plan.captured:
+        if plan.runtime.captured:
             probe = Probe(cycle, key)
             run(probe)
             found |= {name: probe.found.get(name) for name in ("nodes", "gap_ms")}
