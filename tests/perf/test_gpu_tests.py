@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._device import _device_constructors
 
 from graphspec.config import Config
 from graphspec.engine import llm as llm_module
@@ -45,6 +46,8 @@ def plan_here(config: Config, *arguments: Any, device: str) -> Plan:
 @pytest.fixture(autouse=True)
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     to, empty = torch.Tensor.to, torch.empty
+    # torch keeps the first answer: made later, it would have the replaced functions, and `with torch.device` ignore the real ones after.
+    _device_constructors()
 
     def moved(self: torch.Tensor, *arguments: Any, **keys: Any) -> torch.Tensor:
         return to(self, *("cpu" if a == "cuda" else a for a in arguments), **keys)
