@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 from .keys import MOST_HEAD_DIM, MOST_HEADS, MOST_LAYERS, MOST_WIDTH, Keys
 from .moe import ExpertFacts, read_deepseek_experts, read_qwen3_experts
@@ -54,7 +54,9 @@ def nemotron_keys(keys: Keys) -> Keys:
         if values.get(key, expected) != expected:
             raise keys.error(key, repr(expected))
     values["num_hidden_layers"] = len(values["layer_types"])
-    _rename(values, layer_norm_epsilon="rms_norm_eps", attention_head_dim="head_dim")
+    for theirs, ours in (("layer_norm_epsilon", "rms_norm_eps"), ("attention_head_dim", "head_dim")):
+        if not keys.present(ours) and keys.present(theirs):
+            values[ours] = values[theirs]
     return Keys(values, keys.where)
 
 
@@ -86,12 +88,6 @@ def bamba_keys(keys: Keys) -> Keys:
         raise keys.error("attn_layer_indices", "at least one layer that attends")
     kinds = ["full_attention" if layer in attending else "linear_attention" for layer in range(count)]
     return Keys({**keys.values, "layer_types": kinds}, keys.where)
-
-
-def _rename(values: dict[str, Any], **names: str) -> None:
-    for theirs, ours in names.items():
-        if values.get(ours) is None and values.get(theirs) is not None:
-            values[ours] = values[theirs]
 
 
 def read_mixers(keys: Keys, num_layers: int) -> tuple[Mixer, ...]:

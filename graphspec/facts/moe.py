@@ -91,10 +91,9 @@ def read_qwen3_5_experts(keys: Keys, num_layers: int) -> ExpertFacts:
     return read_qwen3_next_experts(Keys({"num_experts_per_tok": 8, **stated}, keys.where), num_layers)
 
 
-def _one_of(keys: Keys, key: str, default: str, *allowed: str) -> str:
-    value = keys.values.get(key)
-    if value is None:
-        return default
+def _one_of(keys: Keys, key: str, *allowed: str) -> str:
+    """One of these values; absent or null means the first."""
+    value = keys.values[key] if keys.present(key) else allowed[0]
     if value not in allowed:
         raise keys.error(key, "one of " + ", ".join(allowed))
     return str(value)
@@ -120,13 +119,13 @@ def read_deepseek_experts(keys: Keys, num_layers: int, *, sigmoid: bool) -> Expe
     experts = _read_count(keys, "n_routed_experts", num_layers)
     topk, first, step = _read_topk(keys, experts), keys.integer("first_k_dense_replace", 0, least=0), keys.integer("moe_layer_freq", 1)
     if sigmoid:
-        _one_of(keys, "scoring_func", "sigmoid", "sigmoid")
-        _one_of(keys, "topk_method", "noaux_tc", "noaux_tc")
+        _one_of(keys, "scoring_func", "sigmoid")
+        _one_of(keys, "topk_method", "noaux_tc")
         normalize = keys.flag("norm_topk_prob", True)
         groups, chosen = _read_groups(keys, experts, topk, 2)
     else:
-        _one_of(keys, "scoring_func", "softmax", "softmax")
-        method = _one_of(keys, "topk_method", "greedy", "greedy", "group_limited_greedy")
+        _one_of(keys, "scoring_func", "softmax")
+        method = _one_of(keys, "topk_method", "greedy", "group_limited_greedy")
         normalize = keys.flag("norm_topk_prob", False)
         if normalize:
             raise keys.error("norm_topk_prob", "false, as in published checkpoints of this family")

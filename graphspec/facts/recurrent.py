@@ -11,8 +11,7 @@ from .sharding import UNSHARDED, Shard, Sharding, joined, sharding_of
 
 MOST_CONVOLUTION = 16
 """Taps of a convolution, several times the published 4."""
-INTERVAL = "full_attention_interval"
-KINDS = ("linear_attention", "full_attention")
+_KINDS = ("linear_attention", "full_attention")
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,10 +140,10 @@ def read_gated_delta(keys: Keys, num_layers: int) -> RecurrentFacts | None:
     """
     kinds = keys.values.get("layer_types")
     if kinds is None:
-        interval = keys.integer(INTERVAL, 4)
-        kinds = [KINDS[(layer + 1) % interval == 0] for layer in range(num_layers)]
-    if not isinstance(kinds, list) or len(kinds) != num_layers or not all(kind in KINDS for kind in kinds):
-        raise keys.error("layer_types", f"{num_layers} entries of {' or '.join(KINDS)}")
+        interval = keys.integer("full_attention_interval", 4)
+        kinds = [_KINDS[(layer + 1) % interval == 0] for layer in range(num_layers)]
+    if not isinstance(kinds, list) or len(kinds) != num_layers or not all(kind in _KINDS for kind in kinds):
+        raise keys.error("layer_types", f"{num_layers} entries of {' or '.join(_KINDS)}")
     layers = tuple(kind == "linear_attention" for kind in kinds)
     if not any(layers):
         return None

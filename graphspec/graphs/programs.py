@@ -116,10 +116,14 @@ def program_stages(plan: Plan, kernels: KernelSet, target: TargetModel, draft: D
     return cycle_stages(Build(plan, kernels, target, draft, key.shape, key.sampling), catch_up=key.catch_up)
 
 
-def _in_order(parts: Sequence[Callable[[], None]], threads: int | None = None) -> None:
-    with nullcontext() if threads is None else torch_loops(threads):
-        for part in parts:
-            part()
+def _in_order(parts: Sequence[Callable[[], None]]) -> None:
+    for part in parts:
+        part()
+
+
+def _in_order_with(threads: int, parts: Sequence[Callable[[], None]]) -> None:
+    with torch_loops(threads):
+        _in_order(parts)
 
 
 def _runs_on_host(stage: Stage) -> bool:
@@ -174,10 +178,10 @@ class Program:
         groups = [(host, list(group)) for host, group in groupby(stages, _runs_on_host)]
         if not compiled:
             self.steps = [partial(stage, views) for stage in stages]
-            self.direct = self._run_steps
+            run: Callable[..., None] = _in_order if threads is None else partial(_in_order_with, threads)
+            self.direct = self._run_steps if threads is None else partial(run, self.steps)
             if self.on_host:
-                parts = [(host, [partial(stage, views) for stage in group]) for host, group in groups]
-                self._set_segments([Segment(partial(_in_order, part, threads), host) for host, part in parts])
+                self._set_segments([Segment(partial(run, [partial(stage, views) for stage in group]), host) for host, group in groups])
         elif not stages[0].kernels.records:
             self.steps = [self._part([stage], _runs_on_host(stage)) for stage in stages]
             self._set_segments([Segment(self._part(group, host), host) for host, group in groups])
@@ -185,7 +189,7 @@ class Program:
         self.buffers: Signature = signature(views)
 
     def _run_steps(self) -> None:
-        _in_order(self.steps, self.threads)
+        _in_order(self.steps)
 
     def _part(self, stages: Sequence[Stage], on_host: bool, *, now: bool = False) -> Callable[[], None]:
         """These stages as one callable, compiled unless they run on the host: ``now``, or at its first call."""

@@ -20,14 +20,6 @@ if TYPE_CHECKING:
     from ..kernels.registry import KernelSet
 
 
-class Router(Linear):
-    """Logits of the experts. Its weight is loaded in float32 where the published router computes in it."""
-
-    def __init__(self, in_features: int, num_experts: int, *, float32: bool) -> None:
-        super().__init__(in_features, num_experts)
-        self.float32_names = ("weight",) if float32 else ()
-
-
 class MixtureOfExperts(KernelModule, ShardedModule):
     """A router, its experts, and shared experts that every token goes to.
 
@@ -36,14 +28,14 @@ class MixtureOfExperts(KernelModule, ShardedModule):
     """
 
     float32_names = ("correction_E",)
-    """Parameters that are always loaded in float32."""
 
     def __init__(self, facts: ModelFacts) -> None:
         super().__init__()
         assert facts.experts is not None, "a model with experts"
         experts = self.experts = facts.experts
         hidden, width = facts.hidden_size, experts.intermediate_size
-        self.router = Router(hidden, experts.num_experts, float32=experts.float32_router)
+        self.router = Linear(hidden, experts.num_experts)
+        self.router.float32_names = ("weight",) if experts.float32_router else ()
         self.correction_E = make_parameter(experts.num_experts) if experts.sigmoid else None
         entering = width if facts.family.squared_relu else 2 * width
         self.gate_up_EFH = make_parameter(experts.num_experts, entering, hidden)

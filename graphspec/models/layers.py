@@ -31,6 +31,9 @@ def make_parameter(*shape: int) -> nn.Parameter:
 class KernelModule(nn.Module):
     """A module that calls ops itself; it runs their references until :func:`use_kernels`."""
 
+    float32_names: tuple[str, ...] = ()
+    """Parameters that are always loaded in float32."""
+
     def use_kernels(self, kernels: KernelSet) -> None:
         """Run the ops of ``kernels`` from now on."""
         raise NotImplementedError

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -120,18 +121,6 @@ def eagle3_checkpoint(facts: Eagle3Facts) -> tuple[Checkpoint, Eagle3Facts]:
     )
 
 
-def load_eagle3(
-    facts: Eagle3Facts,
-    target: LlamaModel,
-    max_positions: int,
-    dtype: torch.dtype,
-    device: torch.device | str,
-    progress: Progress | None = None,
-) -> Eagle3Draft:
-    """The EAGLE-3 head of a checkpoint, in ``dtype`` on ``device``: :func:`load_head`."""
-    return load_head(Eagle3Draft, EAGLE3_LAYOUT, facts, target, max_positions, dtype, device, progress)
-
-
 def load_head(
     network: type[Network], layout: Layout, facts: Eagle3Facts, target: LlamaModel, max_positions: int, dtype: torch.dtype,
     device: torch.device | str, progress: Progress | None = None,
@@ -171,3 +160,7 @@ def load_head(
         draft.target_token_Vd = token_Vd.to(device)
     place_columns(draft.lm_head, draft.target_token_Vd, device)
     return draft.eval()
+
+
+load_eagle3 = partial(load_head, Eagle3Draft, EAGLE3_LAYOUT)
+"""The EAGLE-3 head of a checkpoint."""

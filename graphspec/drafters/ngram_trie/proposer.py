@@ -10,7 +10,7 @@ from ...engine.request import Request
 from ...errors import ConfigError
 from ...paths import read_text
 from ...plan import Plan
-from .trie import NgramTrie, TrieSettings
+from .trie import NgramTrie
 
 
 class TrieProposer:
@@ -22,21 +22,8 @@ class TrieProposer:
     """
 
     def __init__(self, plan: Plan) -> None:
-        settings, shape = plan.ngram, plan.shape
-        self._num_nodes = shape.num_draft_tokens
-        self._max_window = settings.max_window
-        self._trie = NgramTrie(
-            TrieSettings(
-                match=settings.match,
-                min_window=settings.min_window,
-                max_window=settings.max_window,
-                min_breadth=settings.min_breadth,
-                max_breadth=shape.topk,
-                branch_length=shape.num_steps,
-                capacity=settings.capacity,
-            )
-        )
-        self._depth = settings.max_window + shape.num_steps
+        self._num_nodes = plan.shape.num_draft_tokens
+        self._trie = NgramTrie(plan.ngram, plan.shape.num_steps, plan.shape.topk)
         self._queued: list[tuple[list[int], int]] = []
 
     def load_corpus(self, file: str, encode: Callable[[str], list[int]]) -> None:
@@ -68,7 +55,8 @@ class TrieProposer:
             self._trie.insert(request.prompt)
 
     def propose(self, requests: Sequence[Request]) -> list[Nodes]:
-        contexts = [[*r.prompt[-self._max_window :], *r.output[-self._max_window :]] for r in requests]
+        window = self._trie.max_window
+        contexts = [[*r.prompt[-window:], *r.output[-window:]] for r in requests]
         trees = self._trie.match(contexts, self._num_nodes)
         for tokens, new in self._queued:
             self._trie.insert(tokens, new=new)
@@ -76,7 +64,8 @@ class TrieProposer:
         return [(tokens.tolist(), (parents - 1).tolist()) for tokens, parents in trees]
 
     def observe(self, request: Request, new: int) -> None:
-        self._queued.append(([*request.prompt[-self._depth :], *request.output[-self._depth - new :]], new))
+        depth = self._trie.depth
+        self._queued.append(([*request.prompt[-depth:], *request.output[-depth - new :]], new))
 
 
 def make_proposer(plan: Plan, encode: Callable[[str], list[int]]) -> TrieProposer:

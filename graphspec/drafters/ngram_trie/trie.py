@@ -6,11 +6,11 @@ import ctypes
 import functools
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from ...config import NgramSettings
 from ...errors import ConfigError, RequestError, ResourceError
 from ...native_build import SharedLibrary
 
@@ -24,41 +24,6 @@ FLAGS = ("-O3", "-march=native", "-std=c++17", "-ffp-contract=off", "-pthread", 
 MAX_TOKEN = 2**31 - 1
 KEY = "variant.ngram"
 LIBRARY = SharedLibrary("ngram", __package__, SOURCES, (), FLAGS, KEY, "install g++; the host trie exists in C++ only")
-
-
-@dataclass(frozen=True, slots=True)
-class TrieSettings:
-    """How n-grams are stored and how a tree is read from them: values of :class:`graphspec.config.NgramSettings` and of the shape.
-
-    Raises:
-        ConfigError: two values contradict each other.
-    """
-
-    match: str = "bfs"
-    """``bfs``: recent continuations first. ``prob``: frequent continuations first."""
-    min_window: int = 1
-    """Tokens of the shortest context suffix that anchors a match."""
-    max_window: int = 12
-    """Tokens of the longest one."""
-    min_breadth: int = 1
-    """``bfs``: children taken directly below an anchor of ``max_window`` tokens."""
-    max_breadth: int = 10
-    """``bfs``: children taken directly below an anchor of ``min_window`` tokens. ``prob``: children considered below any node."""
-    branch_length: int = 18
-    """Tokens of the longest path below an anchor."""
-    capacity: int = 1_000_000
-    """Nodes, allocated at once, 40 to 48 bytes each."""
-
-    def __post_init__(self) -> None:
-        if self.max_breadth < self.min_breadth:
-            raise ConfigError(f"{KEY}.min_breadth", f"at most topk = {self.max_breadth}", self.min_breadth)
-        if self.capacity < self.depth:
-            raise ConfigError(f"{KEY}.capacity", f"at least {self.depth} nodes, one whole path (max_window + num_steps)", self.capacity)
-
-    @property
-    def depth(self) -> int:
-        """Longest n-gram the trie stores: an anchor and the path below it."""
-        return self.max_window + self.branch_length
 
 
 @functools.cache
@@ -124,27 +89,37 @@ class NgramTrie:
     match (microseconds), and the copy of the tree to the device. Insert after matching, so that insertion overlaps the cycle.
 
     Args:
-        config: sizes and mode; the nodes are allocated here.
+        settings: windows, ``min_breadth`` and mode; ``capacity`` nodes, 40 to 48 bytes each, are allocated here.
+        branch_length: tokens of the longest path below an anchor.
+        max_breadth: ``bfs``: children taken directly below an anchor of ``min_window`` tokens. ``prob``: children considered below any
+            node.
 
     Raises:
+        ConfigError: two values contradict each other.
         ResourceError: no compiler for the library, or no memory for the nodes.
     """
 
-    def __init__(self, config: TrieSettings) -> None:
-        self.config = config
+    def __init__(self, settings: NgramSettings, branch_length: int, max_breadth: int) -> None:
+        self.max_window = settings.max_window
+        self.depth = settings.max_window + branch_length
+        """Longest n-gram the trie stores: an anchor and the path below it."""
+        if max_breadth < settings.min_breadth:
+            raise ConfigError(f"{KEY}.min_breadth", f"at most topk = {max_breadth}", settings.min_breadth)
+        if settings.capacity < self.depth:
+            raise ConfigError(f"{KEY}.capacity", f"at least {self.depth} nodes, one whole path (max_window + num_steps)", settings.capacity)
         self._library = load()
         numbers = (
-            int(config.match == "prob"),
-            config.min_window,
-            config.max_window,
-            config.min_breadth,
-            config.max_breadth,
-            config.branch_length,
-            config.capacity,
+            int(settings.match == "prob"),
+            settings.min_window,
+            settings.max_window,
+            settings.min_breadth,
+            max_breadth,
+            branch_length,
+            settings.capacity,
         )
         handle = self._library.graphspec_ngram_open((ctypes.c_int64 * len(numbers))(*numbers))
         if not handle:
-            raise ResourceError("variant.ngram.capacity", "memory for the nodes, and a thread", f"none for {config.capacity} nodes")
+            raise ResourceError("variant.ngram.capacity", "memory for the nodes, and a thread", f"none for {settings.capacity} nodes")
         self._handle: int = handle
         # Drops what is queued, and frees the nodes.
         weakref.finalize(self, self._library.graphspec_ngram_close, handle)
@@ -164,7 +139,7 @@ class NgramTrie:
         new = length if new is None else new
         if not 0 <= new <= length:
             raise RequestError("ngram insert: new", f"0..{length}, the length of the sequence", new)
-        tail = _tail("ngram insert: tokens", tokens, new + self.config.depth - 1 if new else 0)
+        tail = _tail("ngram insert: tokens", tokens, new + self.depth - 1 if new else 0)
         if tail.size and self._library.graphspec_ngram_insert(self._handle, tail.ctypes.data, tail.size, new):
             raise ResourceError(KEY, "memory for the queue", f"none for {tail.size} tokens")
 
@@ -190,7 +165,7 @@ class NgramTrie:
         """
         if num_nodes < 1:
             raise RequestError("ngram match: num_nodes", "1 or more (the root counts)", num_nodes)
-        tails = [_tail("ngram match: context", context, self.config.max_window) for context in contexts]
+        tails = [_tail("ngram match: context", context, self.max_window) for context in contexts]
         lanes = len(tails)
         flat = np.concatenate(tails) if tails else np.empty(0, np.int32)
         offsets = np.zeros(lanes + 1, np.int64)
