@@ -1,4 +1,4 @@
-"""The demo models' card, written from the figures of the run and from nothing else."""
+"""The demo models' card, generated from the figures of a run."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 from graphspec.train.drafter import network_of
 
-UNEQUAL = """- The drafts had unequal amounts of text, steps and draft vocabulary: the difference between two of them says little about \
-the methods."""
+UNEQUAL = """- The drafts were trained with different amounts of text, steps and draft vocabulary, so the differences between them say \
+little about the methods."""
 
 
 def percent(value: float) -> str:
-    """A share with one digit."""
+    """A share in percent, with one decimal."""
     return f"{100 * value:.1f} %"
 
 
@@ -45,8 +45,8 @@ def draft_table(drafts: dict[str, Any]) -> str:
 
 
 def training_table(drafts: dict[str, Any], configs: dict[str, Any]) -> str:
-    """One Markdown row per draft: how it was trained, and how often it then agreed with the target."""
-    titles = ["draft", "architecture", "sequences", "rows", "phases", "draft steps unrolled", "agreement with the target's argmax at each"]
+    """One Markdown row per draft: its training, and its agreement with the target afterwards."""
+    titles = ["draft", "architecture", "sequences", "rows", "phases", "unrolled draft steps", "agreement with the target's argmax, by step"]
     lines = ["| " + " | ".join(titles) + " |", "|" + " --- |" * len(titles)]
     for name, draft in drafts.items():
         config = configs[name]
@@ -54,14 +54,14 @@ def training_table(drafts: dict[str, Any], configs: dict[str, Any]) -> str:
         about = network_of(draft["variant"]).about.format(**config["network"])
         sequences = " and ".join(f"{count} of {length}" for length, count in draft["sequences"].items())
         again = ", ".join(str(step) for step in config["restarts"])
-        schedule = phase_text(config["phases"]) + (f"; rates start anew at step {again}" if again else "")
+        schedule = phase_text(config["phases"]) + (f"; learning-rate schedule restarted at step {again}" if again else "")
         cells = [f"`{name}`", about, sequences, f"{draft['rows']:,}", schedule, str(config["unroll"]), agreement]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
 def data_text(corpus: dict[str, Any]) -> str:
-    """What was trained on, in a sentence; a corpus of the standard library alone names no packages."""
+    """The training data in a sentence. Records of a corpus without packages have no key ``packages``."""
     library = f"the source of the standard library of CPython {corpus['python']}"
     packages = corpus.get("packages")
     if packages is None:
@@ -69,12 +69,12 @@ def data_text(corpus: dict[str, Any]) -> str:
     overlapping, near = corpus["documents_overlapping"], corpus["near_duplicates"]
     accepted = f"{len(packages)} packages under MIT, BSD, Apache or PSF licences ([NOTICE](NOTICE))"
     left_out = "tests, vendored trees, generated files"
-    return f"""{library} and of {accepted}, without {left_out}, {overlapping} files that overlap held-out modules throughout and \
+    return f"""{library} and of {accepted}, without {left_out}, {overlapping} files that largely overlap held-out modules and \
 {near} near-duplicates"""
 
 
 def architecture_text(shape: dict[str, Any]) -> str:
-    """The target's layers in a line."""
+    """The target's architecture in one line."""
     sizes = f"{shape['num_hidden_layers']} layers, hidden {shape['hidden_size']}, intermediate {shape['intermediate_size']}"
     heads = f"{shape['num_attention_heads']} query and {shape['num_key_value_heads']} key/value heads"
     if is_llama(shape):
@@ -85,12 +85,12 @@ def architecture_text(shape: dict[str, Any]) -> str:
 
 
 def is_llama(shape: dict[str, Any]) -> bool:
-    """Records of Llamas don't name their architecture."""
+    """Whether the target is a Llama, whose records have no key ``architecture``."""
     return "architecture" not in shape
 
 
 def comparison_text(configs: dict[str, Any]) -> str:
-    """What may be said of the differences between drafts, as an item of the list; of a single one nothing."""
+    """A list item on whether the drafts can be compared; empty for a single draft."""
     if len(configs) == 1:
         return ""
     schedules = {name: (str(config["phases"]), str(config["restarts"])) for name, config in configs.items()}
@@ -98,27 +98,27 @@ def comparison_text(configs: dict[str, Any]) -> str:
     if 2 * count <= len(configs):
         return f"{UNEQUAL}\n"
     others = " and ".join(f"`{name}`" for name, schedule in schedules.items() if schedule != usual)
-    return f"- The drafts had the same text and{f', but for {others},' if others else ''} the same schedule; their sizes differ.\n"
+    return f"- The drafts had the same text and{f', except for {others},' if others else ''} the same schedule; their sizes differ.\n"
 
 
 def sampled_text(drafts: dict[str, Any]) -> str:
-    """Acceptance on sampled text, where it was measured."""
+    """The table of acceptance on sampled text; empty if it was not measured."""
     rows = {name: draft["acceptance"]["sampled"] for name, draft in drafts.items() if "sampled" in draft["acceptance"]}
     if not rows:
         return ""
     temperature = next(iter(rows.values()))["temperature"]
     table = acceptance_table({name: {"acceptance": sampled} for name, sampled in rows.items()})
-    about = "drafts ranked without the sampler's noise, which the default `variant.draft_noise=coupled` adds and which accepts more"
-    return f"\nOn text sampled at temperature {temperature:g}, {about}:\n\n{table}\n"
+    about = "Drafts were ranked without the sampler's noise. The default, `variant.draft_noise=coupled`, adds it and accepts more."
+    return f"\nOn text sampled at temperature {temperature:g}. {about}\n\n{table}\n"
 
 
 def against_loops_text(target: dict[str, Any]) -> str:
-    """A row of the target's table, where it was trained against loops."""
+    """A row of the target's table on unlikelihood training; empty without it."""
     against = target.get("unlikelihood")
     if against is None:
         return ""
     loss = f"unlikelihood of weight {against['weight']:g} where a run of {against['width']} tokens repeats (arXiv 1908.04319)"
-    return f"\n| against loops | then {against['steps']} steps on its own greedy text next to the data: {loss} |"
+    return f"\n| against loops | then {against['steps']} steps on its own greedy text and the data: {loss} |"
 
 
 def phase_text(phases: list[list[int]]) -> str:
@@ -135,17 +135,17 @@ def model_card(figures: dict[str, Any]) -> str:
     """Markdown from the figures of one run (``training.json`` of the demo folder).
 
     Raises:
-        KeyError: a figure is missing; a card with holes is not written.
+        KeyError: a figure is missing.
     """
     corpus, target, drafts, config = (figures[key] for key in ("corpus", "target", "drafts", "config"))
     shape, published = config["target"], target["published"]
     temperatures = ", ".join(f"{t:g}" for t in config["text"]["temperatures"])
     measured = next(iter(drafts.values()))["acceptance"]
     raw = [f"`{name}` ({percent(draft['raw_share'])})" for name, draft in config["drafts"].items() if draft["raw_share"]]
-    raw_text = f" A share of each batch was cut from the training text instead: {', '.join(raw)}." if raw else ""
+    raw_text = f" A share of each batch was taken from the training data instead: {', '.join(raw)}." if raw else ""
     vocabularies = [
-        f"`{name}` drafts {draft['draft_vocab_size']} of the {shape['vocab_size']} ids, {percent(draft['draft_vocab_coverage'])} of the "
-        "generated text."
+        f"`{name}` has a draft vocabulary of {draft['draft_vocab_size']} of the {shape['vocab_size']} ids, which cover "
+        f"{percent(draft['draft_vocab_coverage'])} of the generated text."
         for name, draft in drafts.items()
         if "draft_vocab_size" in draft
     ]
@@ -157,9 +157,9 @@ def model_card(figures: dict[str, Any]) -> str:
     title, kind, command = "The demo models", "Llama", "python -m recipes.train_demo"
     if not is_llama(shape):
         title, kind, command = "The hybrid demo model", "hybrid of gated delta nets and attention", f"{command} --config hybrid"
-    terms = "- The training text is under the Python Software Foundation License; the weights are offered under the same terms."
+    terms = "- The training data is under the Python Software Foundation License; the weights are offered under the same terms."
     if "packages" in corpus:
-        terms = "- The training text is under the licences in [NOTICE](NOTICE)."
+        terms = "- The training data is under the licences in [NOTICE](NOTICE)."
     licence = "other" if "packages" in corpus else "psf-2.0"
     return f"""---
 license: {licence}
@@ -170,9 +170,9 @@ tags: [{", ".join(drafts)}, speculative-decoding]
 
 # {title}
 
-A small {kind} that writes Python (`target/`) and its {plural} ({names}), all trained from nothing by `{command}`.
-They exist so that every feature of graphspec can be tried, tested and measured on any machine, offline, with weights small enough to lie
-in the repository ({figures["megabytes"]:.1f} MB in bfloat16). The target is not a useful programmer.
+A small {kind} trained on Python source (`target/`) and its {plural} ({names}), all trained from scratch by `{command}`.
+With them every feature of graphspec can be tried, tested and measured offline on any machine; the weights are small enough to be part of
+the repository ({figures["megabytes"]:.1f} MB in bfloat16). The target is not useful for writing code.
 
 {draft_table(drafts)}
 
@@ -191,7 +191,8 @@ in the repository ({figures["megabytes"]:.1f} MB in bfloat16). The target is not
 {published["held_out_bits_per_byte"]:.3f} bits per byte |
 
 Data: {data_text(corpus)}:
-{corpus["train_modules"]} modules, {corpus["train_bytes"]:,} bytes, {corpus["train_tokens"]:,} tokens. Held out whole, never trained on:
+{corpus["train_modules"]} modules, {corpus["train_bytes"]:,} bytes, {corpus["train_tokens"]:,} tokens.
+Held-out modules, not used for training:
 {held_out}
 ({corpus["held_out_bytes"]:,} bytes, {corpus["held_out_tokens"]:,} tokens).
 
@@ -199,8 +200,8 @@ Data: {data_text(corpus)}:
 
 {training_table(drafts, config["drafts"])}
 
-Parameters don't count what a draft shares with the target ({shared}).
-The training text was written by the target itself, at temperatures {temperatures} in turn; `sequences` says how many of how many tokens.\
+Parameter counts exclude what a draft shares with the target ({shared}).
+Drafts were trained on text generated by the target, at temperatures {temperatures} in turn; `sequences` gives their number and length.\
 {raw_text}
 {chr(10).join(vocabularies)}
 
@@ -208,24 +209,24 @@ The training text was written by the target itself, at temperatures {temperature
 
 Greedy, on {measured["prompts"]} prompts of {measured["prompt_tokens"]} tokens from the held-out modules, \
 {measured["new_tokens"]} new tokens each.
-New tokens per cycle include the target's own token and leave out the prefill's; `depth d` is the share of cycles that accepted a token
-at depth d among those that accepted one at d - 1.
+New tokens per cycle include the target's own token and exclude the prefill's; `depth d` is the share of cycles that accepted a token
+at depth d, among those that accepted one at depth d - 1.
 
 {acceptance_table(drafts)}
 {sampled_text(drafts)}
 ## Limits
 
-- {target["parameters"] / 1e6:.1f} million parameters and {target["tokens"] / 1e6:.1f} million tokens of one kind of text:
-  it knows the look of Python and little of its sense.
+- The target has {target["parameters"] / 1e6:.1f} million parameters and saw {target["tokens"] / 1e6:.1f} million tokens of one kind of
+  text. Its output looks like Python but is mostly meaningless.
 - Under greedy decoding it repeats itself: {percent(measured["repeated_16_grams"])} of the 16-token runs in the measured text had
-  occurred earlier in the same continuation. Repetition is easy to draft: these acceptance figures show how the runtime behaves, not what
-  the methods reach on a real model.
+  occurred earlier in the same continuation. Repetition is easy to draft, so these figures show how the runtime behaves, not what
+  the methods achieve on a real model.
 {comparison_text(config["drafts"])}\
-- The longest text was {longest([p for d in config["drafts"].values() for p in d["phases"]])} tokens when the drafts were trained, and \
+- The longest training sequence had {longest([p for d in config["drafts"].values() for p in d["phases"]])} tokens for the drafts and \
 {longest(shape["phases"])} for the target.
 {terms}
 
-A greedy continuation of a held-out prompt (the prompt ends at the mark `⟩⟩⟩`):
+A greedy continuation of a held-out prompt, which ends at the mark `⟩⟩⟩`:
 
 ````python
 {sample["prompt"]}⟩⟩⟩{sample["continuation"]}

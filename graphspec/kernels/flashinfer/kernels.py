@@ -1,4 +1,4 @@
-"""The kernel set of ``kernels.attention=flashinfer``: fused kernels, and FlashInfer's for the calls it can serve exactly."""
+"""The kernel set of ``kernels.attention=flashinfer``: FlashInfer's kernels for calls they support exactly, fused kernels for the rest."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .xqa import XqaWindow, bind_window
 
 @dataclass(frozen=True, slots=True)
 class FlashInferKernels(KernelSet):
-    """``xqa`` for windows of a call's own queries, planned wrappers for prompts and chains over latent rows, fused kernels elsewhere."""
+    """``xqa`` for windows of exactly a call's queries, planned wrappers for prompts and for chains over latent rows, else fused kernels."""
 
     serves_windows: ClassVar[bool] = True
     planner: Planner

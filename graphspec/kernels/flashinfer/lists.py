@@ -1,11 +1,11 @@
-"""The lists that describe a planned call: offsets of queries, offsets, places and number of keys. Host arithmetic; imports no torch.
+"""The lists of a planned call: query offsets, key offsets, places of keys, numbers of keys. Host arithmetic; imports no torch.
 
 Every lane has T queries, as in the stages. A causal kernel aligns queries and keys at their ends: query t of a lane with n keys sees keys 0
 to ``n - T + t``. So with ``n = end - begin`` query t sees the slots from ``begin`` to its own, whatever n is, and only the length of the
 prefix changes between launches.
 
-After the last valid query there may be slots that were never written, or no page at all. No valid query sees them, but kernels multiply
-masked values by 0; so their keys are those of the last valid slot again.
+After the last valid query, slots may be unwritten or have no page. No valid query sees them, but kernels multiply masked values by 0, so
+these entries repeat the last valid slot.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class KeyLists:
 
 
 def by_slot(call: PreparedCall) -> bool:
-    """Whether keys are listed slot by slot: pages would begin before the first visible slot, or have slots after the last valid one."""
+    """Whether keys are listed slot by slot, because pages would include slots before the first visible or after the last valid one."""
     return call.begin > 0 or call.anchor == "window"
 
 
 def place_tokens(call: PreparedCall, page_size: int) -> int:
-    """Tokens of one place of the call's keys."""
+    """Tokens per place of the call's keys."""
     return 1 if by_slot(call) else page_size
 
 
@@ -65,8 +65,8 @@ def key_lists(call: PreparedCall, spans: Sequence[RowSpan], lanes: int, page_siz
     """Lists of one launch.
 
     Args:
-        call: that is planned.
-        spans: rows of the first lanes. The lanes after them read the dummy page, T keys each.
+        call: the planned call.
+        spans: rows of the first lanes. Further lanes read T keys of the dummy page.
         lanes: of the program.
         page_size: tokens of a page.
     """

@@ -18,7 +18,7 @@ from .wrappers import LatentWrapper, PromptWrapper, Wrapper, backend_for, make_w
 
 
 class _Slot:
-    """A served call: its wrappers by number of lanes."""
+    """A supported call and its wrappers, by number of lanes."""
 
     def __init__(self, call: PreparedCall) -> None:
         self.call = call
@@ -34,12 +34,12 @@ class _Slot:
 
 
 _slots: WeakValueDictionary[int, _Slot] = WeakValueDictionary()
-"""Calls by the number that operators take; the engine that owns a call keeps it alive."""
+"""Calls by the number that is passed to operators; the engine that owns a call keeps it alive."""
 _numbers = itertools.count()
 
 
 def planned_chunk(query_BTQD: Tensor, kv_pool: Tensor, layer: int, number: int, scale: float) -> Tensor:
-    """Causal attention over keys and values by the last plan.
+    """Causal attention over keys and values, according to the last plan.
 
     Args:
         query_BTQD: as the pool.
@@ -66,7 +66,7 @@ def planned_chunk(query_BTQD: Tensor, kv_pool: Tensor, layer: int, number: int, 
 def planned_latent(
     query_latent_BTQL: Tensor, query_rope_BTQR: Tensor, latent_pool: Tensor, layer: int, number: int, scale: float
 ) -> Tensor:
-    """Attention over latent rows by the last plan.
+    """Attention over latent rows, according to the last plan.
 
     Args:
         query_latent_BTQL, query_rope_BTQR: as the pool.
@@ -95,7 +95,7 @@ LATENT_OP = operator("flashinfer_latent", planned_latent, fake=like_first)
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """A served call; see :class:`~graphspec.kernels.host_step.BoundCall`."""
+    """A supported call; see :class:`~graphspec.kernels.host_step.BoundCall`."""
 
     number: int
 
@@ -112,8 +112,8 @@ class Bound:
 class Planner:
     """See :class:`~graphspec.kernels.host_step.HostStep`.
 
-    The first plan of a call for a number of lanes makes its wrapper, with 8 MiB of lists on the device and as much pinned memory on the
-    host. Programs that share calls share wrappers: each launch is planned right before it, and launches follow each other on one stream.
+    The first plan of a call for a number of lanes creates its wrapper, with 8 MiB of lists on the device and as much pinned memory on the
+    host. Programs with the same call share its wrapper: each launch is planned right before it, and launches are ordered on one stream.
 
     Args:
         device: of the pools.
@@ -126,12 +126,12 @@ class Planner:
         self._staged: torch.cuda.Event | None = None
 
     def bind(self, call: PreparedCall) -> Bound | None:
-        """The bound call; None: it is not served, and the fused kernel runs it."""
+        """The bound call; None: not supported, so the fused kernel runs it."""
         shape = call.shape
         if not shape.latent and (shape.dim not in version.PROMPT_DIMS or call.anchor != "chunk" or call.begin > 0):
             return None
         if shape.latent and call.anchor == "chunk" and call.begin > 0:
-            # The first chunk has one query more than keys, and the kernels take offsets from that difference, unsigned.
+            # The first chunk has one query more than keys, and the kernels compute offsets from that difference as unsigned.
             return None
         if call not in self._slots:
             number = next(_numbers)
@@ -142,7 +142,7 @@ class Planner:
     def prepare(self, calls: Mapping[PreparedCall, Sequence[RowSpan]], lanes: int, page_size: int, table_width: int, dtype: str) -> None:
         """See :meth:`graphspec.kernels.host_step.HostStep.prepare`."""
         if self._staged is not None:
-            # The host memory of the last plans is about to be overwritten, so their copies must have run.
+            # Wait for the copies of the last plans, whose host memory is overwritten below.
             self._staged.synchronize()
         for call, spans in calls.items():
             slot = self._slots[call][1]
@@ -155,7 +155,7 @@ class Planner:
             self._staged.record()
 
     def _workspace(self, call: PreparedCall) -> Tensor:
-        """Scratch for the call: any that is large enough, since calls follow each other. Scratch of captured programs keeps its address."""
+        """Scratch for the call, shared by all calls it is large enough for. It is never freed, since captured programs keep its address."""
         needed = workspace_bytes(call, multiprocessors(self.device), backend_for(self.device))
         for workspace in self._workspaces:
             if workspace.numel() >= needed:

@@ -22,10 +22,10 @@ DIM_STEP, MAX_DIM = 16, 256
 """Head dimensions with more than one query token (flashinfer/jit/xqa.py)."""
 MAX_QUERIES_PER_GROUP = 16
 PROMPT_DIMS = (64, 128, 256)
-"""Head dimensions of the prefill kernels, FA2 and FA3; prompts of other models stay with the fused kernel."""
+"""Head dimensions of the prefill kernels, FA2 and FA3; prompts of other models run on the fused kernel."""
 LATENT_RANKS = (128, 256, 512)
 ROPE_STEP = 64
-"""Compressed parts, and steps of the rotated part, that both FA2's and FA3's MLA kernels are written for (flashinfer/mla of 0.7)."""
+"""Compressed sizes, and multiple of the rotated size, that both FA2's and FA3's MLA kernels support (flashinfer/mla of 0.7)."""
 LATENT_ROWS = 128
 """Rows (token x head) of a pair of MLA blocks. A number of heads that does not divide it makes kernel and planner round a causal bound
 in opposite directions, and a visible key is lost; 0.7 refuses that, 0.6 does not."""

@@ -1,7 +1,7 @@
-"""FlashInfer's planned attention under one interface: made once per call and batch, planned before each launch, run inside the program.
+"""FlashInfer's planned attention under one interface: created once per call and batch, planned before each launch, run in the program.
 
-Both wrappers are made with ``use_cuda_graph=True``. Their ``plan`` then writes into memory at fixed addresses, and the values that ``run``
-passes to the kernel (grid, tile, offsets) follow from the numbers of queries, heads and multiprocessors alone. Every plan checks that,
+Both wrappers are created with ``use_cuda_graph=True``. Their ``plan`` then writes to memory at fixed addresses, and the values that ``run``
+passes to the kernel (grid, tile, offsets) depend only on the numbers of queries, heads and multiprocessors. Every plan checks this,
 because a captured launch keeps those values.
 
 Source: flashinfer/prefill.py, flashinfer/mla and include/flashinfer/attention/scheduler.cuh of versions 0.6.18.post1 and 0.7.2.post1.
@@ -27,7 +27,7 @@ TILE_ROWS = 128
 def backend_for(device: torch.device) -> str:
     """The backend that ``auto`` chooses for these calls: FA3 on compute capability 9.x, else FA2.
 
-    It is passed by name, so that every plan of a wrapper uses the same.
+    It is passed explicitly, so that every plan of a wrapper uses the same one.
     """
     return "fa3" if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9 else "fa2"
 
@@ -45,12 +45,12 @@ class Wrapper:
     """One call at one number of lanes.
 
     Args:
-        call: that is planned.
+        call: the planned call.
         lanes: of the program.
         page_size: tokens of a page.
         table_width: columns of a row's page table.
         dtype: of queries and KV.
-        workspace: uint8 scratch, shared by calls that follow each other.
+        workspace: uint8 scratch, shared by all calls.
     """
 
     def __init__(self, call: PreparedCall, lanes: int, page_size: int, table_width: int, dtype: torch.dtype, workspace: Tensor) -> None:
@@ -69,7 +69,7 @@ class Wrapper:
         raise NotImplementedError
 
     def plan(self, spans: list[RowSpan]) -> None:
-        """Plan for these rows. Nothing is read from the device; copies of the plan before must have finished.
+        """Plan for these rows. Reads nothing from the device; the copies of the previous plan must have finished.
 
         Raises:
             CaptureError: the launch would differ from the first one in values that a captured launch keeps.
@@ -126,12 +126,12 @@ class PromptWrapper(Wrapper):
 
     def run(self, query_NQD: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
         """``out[n, q]`` for queries ``[B * T, Q, D]``; keys and values ``[pages, page_size, G, D]``."""
-        # Without programmatic launch, it starts after the kernel before it.
+        # No programmatic launch: the kernel must start after its predecessor has ended.
         self._wrapper.run(query_NQD, (keys, values), out=out, enable_pdl=False)
 
 
 class LatentWrapper(Wrapper):
-    """``BatchMLAPagedAttentionWrapper``: causal attention over latent rows. From 0.7 on it takes the same values under other names."""
+    """``BatchMLAPagedAttentionWrapper``: causal attention over latent rows. FlashInfer 0.7 renamed its arguments."""
 
     def _make(self, workspace: Tensor, query_offsets: Tensor, key_offsets: Tensor, lengths: Tensor) -> Any:
         import flashinfer
@@ -182,6 +182,6 @@ class LatentWrapper(Wrapper):
 
 
 def make_wrapper(call: PreparedCall, lanes: int, page_size: int, table_width: int, dtype: torch.dtype, workspace: Tensor) -> Wrapper:
-    """The wrapper of the call's kind."""
+    """The wrapper for the call, :class:`LatentWrapper` or :class:`PromptWrapper`."""
     kind = LatentWrapper if call.shape.latent else PromptWrapper
     return kind(call, lanes, page_size, table_width, dtype, workspace)

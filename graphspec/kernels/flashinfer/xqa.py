@@ -27,7 +27,7 @@ ROWS_PER_BLOCK = 32
 
 
 def pack_words(ancestors_BTX: Tensor) -> Tensor:
-    """The mask of the kernel: bit j of query t's row is bit j of its ancestor words, for the T slots after the prefix.
+    """The kernel's mask: bit j of query t's row is bit j of its ancestor words, for the T slots after the prefix.
 
     The kernel's uint16 row of ``2 * ceil(T / 32)`` words is, in memory, the int32 row returned here (little endian).
 
@@ -48,7 +48,7 @@ def pack_words(ancestors_BTX: Tensor) -> Tensor:
     bits_W = (tokens - 32 * half_W).clamp(max=32)
     kept_W = (torch.ones_like(half_W) << bits_W) - 1
     packed_BTW = (ancestors_BTX.index_select(2, half_W >> 1) >> (32 * (half_W & 1))) & kept_W
-    # The same 32 bits as a signed number: a plain conversion would leave the outcome to the device.
+    # The same 32 bits as a signed number; out-of-range conversions are device-dependent.
     return torch.where(packed_BTW >= 1 << 31, packed_BTW - (1 << 32), packed_BTW).to(torch.int32)
 
 
@@ -61,11 +61,11 @@ def scratch_bytes(lanes: int, tokens: int, heads: int, groups: int, dim: int, mu
 
 _scratch: dict[torch.device, tuple[Tensor, Tensor]] = {}
 _built: set[tuple[Any, ...]] = set()
-"""Kernels that have run, by the parameters that FlashInfer compiles them for: the first run of one compiles or loads it."""
+"""Kernels that have run, by FlashInfer's compile-time parameters: the first run of each compiles or loads it."""
 
 
 def _buffers(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Workspace, and zeroed counters, which the kernel leaves at zero. Shared by all calls: they follow each other on one stream."""
+    """Workspace, and zeroed counters, which the kernel resets to zero. Shared by all calls, since they are ordered on one stream."""
     if device not in _scratch:
         workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         _scratch[device] = workspace, torch.zeros(SEMAPHORES, dtype=torch.int32, device=device).view(torch.uint32)
@@ -141,7 +141,7 @@ class XqaWindow:
 
     def __call__(self, query_BTQD: Tensor, kv_pool: Tensor, layer: int, scale: float) -> Tensor:
         out_BTQD: Tensor = OP(query_BTQD, kv_pool, layer, self.table_BP, self.length_B1, self.mask_BTW, scale)
-        # If everything is masked, the kernel's softmax is over nothing and its result arbitrary.
+        # A fully masked query has an empty softmax, and the kernel's result for it is arbitrary.
         return torch.where(self.sees_BT11, out_BTQD, 0.0)
 
 

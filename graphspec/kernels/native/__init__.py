@@ -1,10 +1,10 @@
-"""C++ attention and linear layers for the CPU, float32. Attention reads lengths and page tables itself and visits visible slots only.
+"""C++ attention and linear layers for the CPU, float32. Attention takes lengths and page tables, and reads visible slots only.
 
 Registered with the dispatcher as ``graphspec_native::*``, so ``torch.compile(fullgraph=True)`` keeps each as one opaque op. The library is
-built on import of this module, which happens when ``native`` is chosen and not before.
+built when this module is imported, which only happens if ``native`` is chosen.
 
-The result of a query depends on the keys and values it sees and on nothing else, bit for bit (see ``attention.cpp``): the same token
-attends alike alone, in a tree, in a chunk, and in any batch.
+The bits of a query's result depend only on the keys and values it sees (``attention.h``): they are the same for a token alone, in a tree,
+in a chunk, and in any batch.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _chunk_attention(
 
 
 def _shape(query: Tensor, kv_pool: Tensor, table: Tensor, layer: int, words: int) -> tuple[int, ...]:
-    """Words of the C++ struct of that name."""
+    """The fields of the C++ struct ``Shape``."""
     _, _, pages, page_size, groups, _ = kv_pool.shape
     lanes, tokens, heads, dim = query.shape
     return (lanes, tokens, heads, groups, dim, table.shape[1], page_size, pages, layer, words, *query.stride()[:3])
@@ -129,19 +129,19 @@ def define_op(
 ) -> Callable[..., Any]:
     """Register ``graphspec_native::name`` for the CPU, opaque to compilers.
 
-    Any strides will do: Inductor need not copy an argument that it has not computed yet for each op that reads it.
+    The op accepts any strides, so Inductor does not copy an argument for each op that reads it.
 
     Args:
         name: of the operator.
         kernel: annotated with plain types and groups of them.
-        fake: results for fake tensors, from the flat arguments; default: there are none.
-        signature: of an op of the catalog, whose parameters the kernel has; None: that of the kernel.
+        fake: results for fake tensors, from the flat arguments; default: no results.
+        signature: of an op of the catalog with the kernel's parameters; default: that of the kernel.
 
     Returns:
         A function with the signature.
     """
     border = Signature(kernel) if signature is None else signature
-    # Sizes are numbers here, never symbols.
+    # Sizes are concrete here, never symbolic.
     schema = name + border.schema.replace("SymInt", "int")
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout))
     _library.impl(name, border.taking_flat(kernel), "CPU")
@@ -150,7 +150,7 @@ def define_op(
 
 
 tree_attention = define_op("tree_attention", _tree_attention, _empty_like_query)
-"""The op of this name in C++. Raises ConfigError for a dtype or shape it wasn't written for, as the next one does."""
+"""The op of this name in C++, as below. Raises ConfigError for an unsupported dtype or shape."""
 chunk_attention = define_op("chunk_attention", _chunk_attention, _empty_like_query)
 packed_linear = define_op("linear", _linear, _linear_shape)
 
@@ -161,8 +161,8 @@ def pack_linear(weight: Tensor, stored: torch.dtype | None = None) -> Tensor:
     Where every value is a bfloat16, or every value a float16, the result is of that dtype: half the bytes, the same products to the bit.
 
     Args:
-        weight: to be packed.
-        stored: what stands in for its values on the device ``meta``: the 16-bit dtype it is stored in, None: in more bits.
+        weight: float32 ``[out, in]``.
+        stored: for weights on the device ``meta``, which have no values: the 16-bit dtype of the checkpoint, None: a wider one.
 
     Raises:
         ConfigError: another dtype.
@@ -175,7 +175,7 @@ def pack_linear(weight: Tensor, stored: torch.dtype | None = None) -> Tensor:
         return packed if stored is None else packed.to(stored)
     for narrow in (torch.bfloat16, torch.float16):
         found = packed.to(narrow)
-        # By bits: as numbers, denormals that are flushed would all be equal.
+        # Compared as bits: as numbers, flushed denormals would all be equal.
         if torch.equal(found.float().view(_int32), packed.view(_int32)):
             return found
     return packed
@@ -192,7 +192,7 @@ def linear(
     gated: bool = False,
     float32: bool = False,
 ) -> Hidden:
-    """:func:`graphspec.kernels.linear.linear` with the product in C++, packing included; norm, gate and residual are torch's."""
+    """:func:`graphspec.kernels.linear.linear` with packing and product in C++; norm, gate and residual in torch."""
     x = hidden_of(x)
     if norm_weight is not None:
         x = rms_norm(x, norm_weight, norm_eps, norm_offset)

@@ -1,4 +1,4 @@
-// Attention as ops of their own: paged, float32, plain C interface. What it computes and in which order stands in attention.h.
+// Attention ops: paged, float32, plain C interface. attention.h defines the computation and its order.
 
 #include "attention.h"
 
@@ -45,7 +45,7 @@ void run(const Shape& n, const float* query, const float* pool, const int32_t* t
   graphspec::run(attention, threads);
 }
 
-// Filled by graphspec/kernels/native/__init__.py, as the next one.
+// Filled by graphspec/kernels/native/__init__.py, as the struct below.
 struct TreeCall {
   float* out;
   const float *query, *pool;

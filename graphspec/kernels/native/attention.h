@@ -1,9 +1,9 @@
 // Paged attention for the CPU, float32: one lane and one KV head at a time.
 //
-// Softmax in two passes: scores of every visible key, their maximum, then weights and the weighted sum. Every sum runs in one fixed order
-// (over channels for a score, over visible slots for an output), so the result of a query depends on the keys and values it sees and
-// on nothing else: not on the other queries, the batch, the page table, or where in the window its ancestors lie.
-// Cost is proportional to visible slots, not to the page table's width.
+// Softmax in two passes: scores of all visible keys and their maximum, then weights and the weighted sum. Every sum has a fixed order (over
+// channels for a score, over visible slots for an output), so a query's result depends only on the keys and values it sees, not on other
+// queries, the batch, the page table, or the slots of its ancestors in the window. Cost is proportional to visible slots, not to the width
+// of the page table.
 
 #pragma once
 
@@ -116,13 +116,13 @@ inline void weighted_values(const float* const* weight, const float* const* valu
     }
 }
 
-// What one lane's queries may see: [lo, hi) each, and slots base + j where bit j of its words is set (no words: words == nullptr).
+// The slots that one lane's queries see: [lo, hi) of each, and slot base + j if bit j of its words is set (words == nullptr: no words).
 struct Visible {
   std::vector<int64_t> lo, hi;
   const int64_t* words = nullptr;
   int64_t num_words = 0, base = 0;
-  std::vector<int64_t> slots;  // that any of the queries sees, ascending: nothing else is ever loaded
-  std::vector<int64_t> rows;   // of the pool, where those lie
+  std::vector<int64_t> slots;   // seen by any query, ascending; no other slot is loaded
+  std::vector<int64_t> rows;    // rows of the pool that hold these slots
   std::vector<uint32_t> masks;  // [tokens][blocks of KEYS]: which of these slots each query sees
   std::vector<int32_t> cover;
   std::vector<int64_t> extra;
@@ -148,7 +148,7 @@ struct Visible {
       slots.push_back(slot);
       rows.push_back(page * page_size + slot % page_size);
     };
-    // Bits may tell of slots on either side of the ranges, and inside of them.
+    // Slots of set bits may be before, inside or after the ranges.
     extra.clear();
     for (int64_t w = 0; w < num_words; ++w) {
       uint64_t any = 0;
@@ -163,9 +163,9 @@ struct Visible {
     for (int64_t slot = first; slot < last; ++slot) {
       for (; next < extra.size() && extra[next] < slot; ++next) add(extra[next]);
       depth += cover[slot - first];
-      const bool told = next < extra.size() && extra[next] == slot;
-      next += told;
-      if (depth > 0 || told) add(slot);
+      const bool listed = next < extra.size() && extra[next] == slot;
+      next += listed;
+      if (depth > 0 || listed) add(slot);
     }
     for (; next < extra.size(); ++next) add(extra[next]);
     mask(tokens);
@@ -204,7 +204,7 @@ struct Scratch {
 
 inline int64_t clip(int64_t x, int64_t length) { return std::clamp<int64_t>(x, 0, length); }
 
-// Prefix and ancestor words of lane b. The caller keeps the words.
+// Prefix and ancestor words of lane b. The caller owns the words.
 inline void see_tree(Visible& v, const Shape& n, int64_t b, const int64_t* begin, const int64_t* end, const int64_t* ancestors) {
   const int64_t length = n.columns * n.page_size;
   v.lo.resize(n.tokens);
@@ -229,14 +229,14 @@ inline void see_chunk(Visible& v, const Shape& n, int64_t b, const int64_t* begi
     }
 }
 
-// Parts that the tokens of a lane and KV head are cut into, so that every thread has something to do.
+// Number of parts into which the tokens of a lane and KV head are split, so that all threads have work.
 inline int64_t token_splits(const Shape& n, int threads) {
   const int64_t pairs = n.lanes * n.groups;
   return threads == 1 ? 1 : std::clamp<int64_t>((2 * threads + pairs - 1) / pairs, 1, n.tokens);
 }
 
-// Unseen scores become minus infinity; then the largest, lane by lane, over what was there before. A NaN among visible scores must come out: the
-// caller fails the row by it.
+// Set unseen scores to minus infinity, and update the running maximum of each vector lane. A NaN among visible scores must propagate, because
+// the caller fails the row on it.
 inline void mask_and_peak(float* score, uint32_t mask, widest& peak) {
   for (int k = 0; k < KEYS; k += WIDTH) {
     widest s;
@@ -250,7 +250,7 @@ inline void mask_and_peak(float* score, uint32_t mask, widest& peak) {
   }
 }
 
-// The largest of all lanes, or NaN.
+// The maximum over the vector lanes, or NaN.
 inline float largest(widest x) {
   float most = x[0];
   for (int i = 1; i < WIDTH; ++i) most = x[i] > most || x[i] != x[i] ? x[i] : most;
@@ -267,7 +267,7 @@ inline void exp_block(float* score, float peak) {
   }
 }
 
-// f(int) with the number of queries from `q` on that go together, as a constant.
+// Call f with the number of queries from `q` on that are processed together, as a compile-time constant.
 template <class F>
 inline int by_quads(int q, int count, F&& f) {
 #ifdef __AVX512F__
@@ -290,7 +290,7 @@ inline void attend(const Shape& n, const float* query, const float* pool, const 
     s.key[i] = keys + see.rows[i] * row;
     s.value[i] = s.key[i] + plane;
   }
-  // The last block is filled up with a key that is seen; its scores are masked.
+  // The last block is padded with a visible key, whose scores are masked.
   for (int64_t i = total; i < padded; ++i) s.key[i] = s.key[total - 1], s.value[i] = s.value[total - 1];
   s.key_t.resize(n.dim * KEYS);
   s.score.resize(QUERIES * padded);

@@ -44,7 +44,7 @@ def load() -> ctypes.CDLL:
 
 @functools.cache
 def function(name: str) -> Callable[..., None]:
-    """``graphspec_<name>``: the fields of a call, and how many threads may work; ``replay``: entries, how many, threads."""
+    """``graphspec_<name>(fields, threads)`` of the library; ``replay`` takes ``(entries, count, threads)``."""
     found = getattr(load(), f"graphspec_{name}")
     found.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int] if name == "replay" else [ctypes.c_char_p, ctypes.c_int]
     found.restype = None

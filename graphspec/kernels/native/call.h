@@ -1,4 +1,4 @@
-// How Python calls a function of this library: a struct, filled field by field, and how many threads may work.
+// Calls from Python: a struct, filled field by field, and the number of threads.
 
 #pragma once
 

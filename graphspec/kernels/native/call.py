@@ -1,4 +1,4 @@
-"""How Python calls the C++: one packed struct per call, which a tape can keep and hand over again."""
+"""Calls from Python into C++: one packed struct per call, which a tape can keep and pass again."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def call(name: str, tensors: Sequence[Tensor | None], *values: int) -> None:
 
     Args:
         name: of the function.
-        tensors: the pointers that its struct begins with; None: null.
-        values: int64 words that follow; a double as :func:`bits`.
+        tensors: the pointers at the start of its struct; None: null.
+        values: the int64 fields after them; a double is passed as :func:`bits`.
     """
     fields = struct.pack(f"={len(tensors) + len(values)}q", *(0 if x is None else x.data_ptr() for x in tensors), *values)
     run = function(name)
@@ -33,7 +33,7 @@ def call(name: str, tensors: Sequence[Tensor | None], *values: int) -> None:
 
 @functools.lru_cache(maxsize=256)
 def bits(value: float) -> int:
-    """A double as the word it is."""
+    """The bits of a double as an int64."""
     word: int = struct.unpack("=q", struct.pack("=d", value))[0]
     return word
 
@@ -59,7 +59,7 @@ def copy(to: Tensor, x: Tensor) -> None:
 
 
 def dense(x: Tensor) -> Tensor:
-    """``x``, or where its elements lie apart a copy of it."""
+    """``x`` if it is contiguous, else a contiguous copy."""
     if x.is_contiguous():
         return x
     made = torch.empty(x.shape, dtype=x.dtype)
@@ -68,10 +68,10 @@ def dense(x: Tensor) -> Tensor:
 
 
 def require(name: str, tensor: Tensor, dtype: torch.dtype) -> None:
-    """That a tensor has the dtype the C++ takes it for.
+    """Check the dtype of a tensor that C++ reads.
 
     Raises:
-        ConfigError: it has another.
+        ConfigError: it has another dtype.
     """
     if tensor.dtype is not dtype:
         hint = "the native CPU kernels are float32 only; choose kernels.attention=reference for others" if dtype is torch.float32 else ""
@@ -79,10 +79,10 @@ def require(name: str, tensor: Tensor, dtype: torch.dtype) -> None:
 
 
 def require_slots(*slots: Tensor | None) -> None:
-    """That slots which are written, or read where they lie, have no gaps.
+    """Check that slots which C++ accesses in place are contiguous.
 
     Raises:
-        ConfigError: one has.
+        ConfigError: one is not.
     """
     for slot in slots:
         if slot is not None and not slot.is_contiguous():

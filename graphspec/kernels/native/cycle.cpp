@@ -1,5 +1,5 @@
-// Ops of the cycle that choose: the best continuations of draft rows, the beams of a level, the nodes of a tree. Plain C interface; the fields of
-// each struct are filled by graphspec/kernels/native/cycle.py, in this order. What they mean stands next to the references.
+// Top-k of draft rows, beams of a level, nodes of a tree. Plain C interface; the fields of each struct are filled by
+// graphspec/kernels/native/cycle.py, in this order. The references define their meaning.
 
 #include <algorithm>
 #include <cmath>
@@ -16,9 +16,9 @@ namespace {
 
 constexpr float NEVER = -std::numeric_limits<float>::infinity();
 constexpr int64_t LIVE = 1;
-constexpr int64_t STRIDE = 32;  // logits looked at together
+constexpr int64_t STRIDE = 32;  // logits compared at a time
 
-// The best of what comes, descending, equal values in the order they come.
+// The best entries pushed so far, descending; ties in order of arrival.
 class Best {
  public:
   void begin(int64_t size) {
@@ -106,7 +106,7 @@ class TopRows final : public graphspec::Program {
   }
 
  private:
-  // What ranks a row's tokens: their logits, with noise where there is any.
+  // The keys that rank a row's tokens: logits, plus noise if there is any.
   const float* keys(int row) const {
     static thread_local std::vector<float> noisy;
     const float* logits = c_.keys + row * c_.vocab;
@@ -161,7 +161,7 @@ void draft_level(const Level& c) {
     }
     if (!c.beams) continue;
     int64_t *path = c.beam_path + lane * k * c.depth, *ancestors = c.beam_ancestors + lane * k * c.words;
-    // Beams may change places, so what they were is kept aside.
+    // Beams may swap places, so the old ones are copied first.
     before.assign(path, path + k * c.depth);
     before.insert(before.end(), ancestors, ancestors + k * c.words);
     for (int64_t b = 0; b < k; ++b) {
@@ -277,7 +277,7 @@ extern "C" {
 void graphspec_draft_topk(const char* fields, int threads) {
   const TopK call = graphspec::call_of<TopK>(fields);
   TopRows program(call);
-  // A few microseconds a row at small vocabularies: less than a second thread costs.
+  // At small vocabularies a row takes a few microseconds, less than starting a second thread.
   const int64_t cost = call.seed == nullptr ? 1 : 8;
   graphspec::run(program, call.rows * call.vocab * cost >= 1 << 16 ? threads : 1);
 }

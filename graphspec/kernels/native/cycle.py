@@ -1,6 +1,6 @@
-"""Ops of the cycle that choose, in C++: what ``torch.compile`` writes for them is long, and most of a draft step's time.
+"""Top-k, draft levels and trees in C++; compiled by ``torch.compile`` they would take most of a draft step's time.
 
-Contracts stand next to the references, in the files of the same names one folder up.
+Contracts are next to the references, in the files of the same names one folder up.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _marginal_pool(
 
 
 draft_topk = define_op("draft_topk", _top_rows, _top_shape, draft_topks.OP.signature)
-"""The op of this name in C++, as the next two."""
+"""The op of this name in C++, as below."""
 draft_level = define_op("draft_level", _draft_level)
 marginal_pool = define_op("marginal_pool", _marginal_pool)
 tree_build = define_op("tree_build", _tree_build)

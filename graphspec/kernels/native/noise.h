@@ -58,7 +58,7 @@ class Noise {
     return __builtin_convertvector(-log8(exponential, exponential - one), f8);
   }
 
-  // Of tokens [first, first + 8) of a list, of which there are `count`; no list: they are their own names.
+  // Noise of tokens [first, first + 8) of a list of `count` token ids; without a list, of ids first, first + 1, ...
   f8 of(const int64_t* tokens, int64_t first, int64_t count) const {
     w8 token;
     for (int i = 0; i < 8; ++i) token[i] = static_cast<uint32_t>(tokens == nullptr || first + i >= count ? first + i : tokens[first + i]);

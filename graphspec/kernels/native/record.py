@@ -1,7 +1,7 @@
-"""Tapes are made by running a program once.
+"""Records a tape by running a program once.
 
-Only native ops are on a tape. Views and allocations need not be, and copies are done by a native op. When anything else computes, there is
-no tape, and its caller has to compile.
+A tape holds native ops only. Views and allocations need not be repeated, and copies are done by a native op. If any other op runs, there is
+no tape, and the caller has to compile the program.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NAMESPACE = "graphspec_native"
 
 
 class _Watch(TorchDispatchMode):
-    """Sees every operator that runs, and notes the first that a tape cannot repeat."""
+    """Watches all operators, and records the first that a tape cannot repeat."""
 
     refused: str | None = None
 
@@ -34,7 +34,7 @@ class _Watch(TorchDispatchMode):
 
 
 def record(run: Callable[[], None]) -> Calls | str:
-    """Run ``run``, and return the calls it made, or the operator that keeps them from being all it did."""
+    """Call ``run``. Returns its native calls or, if it also ran other operators, the name of the first."""
     calls, watch = Calls(), _Watch()  # type: ignore[no-untyped-call]
     with noting(calls), watch:
         run()

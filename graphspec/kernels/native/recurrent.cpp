@@ -1,6 +1,5 @@
-// Ops of recurrent layers, float32: the convolution over paths and its window, and the rules by which tokens change and read states (delta.h,
-// ssm.h). What they mean stands next to the references; fields are filled by graphspec/kernels/native/recurrent.py, in the order of these
-// structs.
+// Ops of recurrent layers, float32: the convolution over paths and its window, and the rules that update and read states (delta.h, ssm.h). The
+// references define the fields; graphspec/kernels/native/recurrent.py fills them, in the order of these structs.
 
 #include <algorithm>
 #include <cstdint>
@@ -16,7 +15,7 @@ namespace {
 
 constexpr int64_t PARALLEL_FROM = 1 << 15;  // multiply-adds below which a second thread costs more than it saves
 
-// silu(bias + sum of inputs times weights), oldest input first; a source that is null is zero. `out` has room for whole vectors of 8.
+// silu(bias + sum of inputs times weights), oldest input first; a null source is zero. `out` has room for whole vectors of 8.
 inline void convolve(const float* const* sources, const float* weight, const float* bias, int64_t taps, int64_t channels, float* out) {
   const int64_t padded = (channels + 7) / 8 * 8;
   std::fill(out, out + padded, 0.0f);
@@ -113,7 +112,7 @@ struct States {
   int64_t lanes, tokens, channels, heads, key_dim, value_dim, layers, layer, words;
 };
 
-// Where the channels of a head begin in a token.
+// Offsets of a head's channels in a token.
 struct HeadPlaces {
   int64_t query, key, value;
 };
@@ -170,7 +169,7 @@ struct Commit {
   int64_t layers, lanes, tokens, width, channels, columns, heads, key_dim, value_dim, selective;
 };
 
-// One chunk: the path of a layer, a lane and a head. It convolves its key and its value itself.
+// One chunk: the path of a layer, a lane and a head. It computes the convolution of its key and value.
 template <class RULE>
 class StateCommit final : public graphspec::Program {
  public:
@@ -212,7 +211,7 @@ class StateCommit final : public graphspec::Program {
       decays[t] = gate[path[t] * 2 * c_.heads + head];
       rates[t] = gate[path[t] * 2 * c_.heads + c_.heads + head];
     }
-    // Nobody reads what the tokens read: any query will do.
+    // The outputs of these tokens are not used, so any query will do.
     StateHead h{keys.data(), keys.data(), values.data(), decays.data(), rates.data(), key_stride, value_stride, 1, 0.0f, read.data(), 0,
                 c_.matrix + (row * c_.heads + head) * c_.key_dim * c_.value_dim, c_.key_dim, c_.value_dim};
     state_run<RULE>(h, length, length, false, scratch);

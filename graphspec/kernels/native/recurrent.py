@@ -1,9 +1,8 @@
 """Ops of recurrent layers in C++, float32.
 
-Contracts stand next to the references, in the files of the same names one folder up. There is one form of each rule here, the gated
-delta rule and Mamba-2's. A core keeps the states on the path to a node, so a tree costs one update per node and a prompt one per token.
-That is about as many operations as the block forms need, so these are the same functions. Whatever computes a token, its bits are those of
-plain decoding.
+Contracts are next to the references, in the files of the same names one folder up. Each rule, the gated delta rule and Mamba-2's, has one
+form here. A core keeps the states on the path to a node, so a tree costs one update per node and a prompt one per token. That takes about
+as many operations as the block forms, so both are the same functions, and a token always has the bits of plain decoding.
 """
 
 from __future__ import annotations

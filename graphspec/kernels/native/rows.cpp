@@ -1,4 +1,4 @@
-// What stands between the passes of a network, one row at a time. Fields are filled by graphspec/kernels/native/rows.py and call.py.
+// Ops between the passes of a network, one row at a time. Fields are filled by graphspec/kernels/native/rows.py and call.py.
 
 #include <algorithm>
 #include <cstdint>
@@ -72,7 +72,7 @@ struct Copy {
 };
 
 void copy(const Copy& c, int dim, char* to, const char* from) {
-  // From here on both lie in one piece.
+  // The dimensions from here on are contiguous in both.
   int64_t whole = 1;
   int d = DIMS - 1;
   for (; d >= dim && (c.size[d] == 1 || (c.to_stride[d] == whole && c.from_stride[d] == whole)); --d) whole *= c.size[d];

@@ -1,7 +1,7 @@
-"""What stands between the passes of a network, as native ops: embeddings, a drafter's input, and rows that change places.
+"""Native ops between the passes of a network: embeddings, a drafter's input, and gathers of rows.
 
-None of these is an op of the catalog: networks whose layers are one native op (:mod:`graphspec.models.stack`) use them in place of what
-they do in torch otherwise, and :class:`NativeKernels` has the ones that stages ask for.
+They are not in the catalog: networks whose layers are one native op (:mod:`graphspec.models.stack`) call them in place of torch, and
+:class:`NativeKernels` has those that stages call.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ def _enter(
     token: Tensor, valid: Tensor, weight: Tensor, hidden: Tensor, embedding_norm: Tensor | None, hidden_norm: Tensor | None, eps: float,
     hidden_first: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Embeddings and hidden states side by side, each normed where it has weights of a norm; and the hidden states, un-normed.
+    """Concatenated embeddings and hidden states, each normed if it has norm weights; and the hidden states before the norm.
 
     Args:
         token: int64 ``[B, T]``. valid: bool; rows that are not valid are zero before any norm, whatever they hold.
         weight: of the embedding, float32 ``[V, H]``.
         hidden: float32 ``[B, T, H]``.
-        embedding_norm, hidden_norm: float32 ``[H]``, what normed channels are multiplied by.
+        embedding_norm, hidden_norm: weights of RMSNorms, float32 ``[H]``; None: no norm.
         eps: of both norms.
-        hidden_first: hidden states on the left.
+        hidden_first: whether hidden states come before embeddings.
 
     Returns:
         ``[B, T, 2 * H]`` and ``[B, T, H]``.
@@ -95,7 +95,7 @@ _sampled = define_op("positions", _positions, _positions_shape)
 
 @dataclass(frozen=True, slots=True)
 class NativeKernels(KernelSet):
-    """Native ops throughout."""
+    """The kernel set of ``kernels.mode=native``."""
 
     records: ClassVar[bool] = True
 

@@ -1,4 +1,4 @@
-// Noise, and the token that each row of logits gives. What they mean stands next to the references; fields are filled by sampling.py.
+// Noise, and the sampled token of each row of logits. The references define the fields; sampling.py fills them.
 
 #include <algorithm>
 #include <cstdint>
@@ -12,7 +12,7 @@
 namespace {
 
 constexpr int64_t PARALLEL_FROM = 1 << 15;  // logits below which a second thread costs more than it saves
-constexpr int64_t COST_OF_NOISE = 8;        // in logits that are only compared
+constexpr int64_t COST_OF_NOISE = 8;        // relative to comparing a logit
 constexpr float NEVER = -std::numeric_limits<float>::infinity();
 
 struct NoiseCall {
@@ -64,14 +64,14 @@ class SampleRows final : public graphspec::Program {
     const bool hot = temperature > 0;
     const Noise noise(hot ? c_.seed[lane] : 0, hot ? c_.position[row] : 0);
     const f8 most = splat(std::numeric_limits<float>::max()), ban = splat(c_.strict ? 1.0f : 0.0f);
-    f8 peak = splat(NEVER), known = splat(0.0f), wrong = splat(0.0f);  // whether any is finite, whether any must not be as it is
+    f8 peak = splat(NEVER), known = splat(0.0f), wrong = splat(0.0f);  // known: any finite logit; wrong: any invalid logit
     for (int64_t i = 0; i < c_.vocab; i += 8) {
       f8 x = splat(NEVER);
       const int64_t count = std::min<int64_t>(8, c_.vocab - i);
       std::memcpy(&x, logits + i, count * sizeof(float));
       const auto finite = (x <= most) & (x >= -most);
       known = finite ? splat(1.0f) : known;
-      // Nothing but what bans a token may be less than finite where bans are possible; what fills up the last eight counts for nothing.
+      // With bans, -inf is valid; any other non-finite logit is not. Padding of the last vector is ignored.
       const f8 fault = finite ? splat(0.0f) : (x < -most ? ban : splat(1.0f));
       if (count == 8)
         wrong = fault > wrong ? fault : wrong;

@@ -1,4 +1,4 @@
-"""Noise and sampling in C++. Contracts stand next to the references, in the files of the same names one folder up."""
+"""Noise and sampling in C++. Contracts are next to the references, in the files of the same names one folder up."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def sample_tokens(
     logits_BTV: Tensor, temperature_B: Tensor | None, seed_B: Tensor | None, position_BT: Tensor | None, top_k_B: Tensor | None,
     top_p_B: Tensor | None, min_p_B: Tensor | None, strict: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """:func:`graphspec.kernels.sample_tokens.sample_tokens` in C++; the filters, where there are any, are torch's."""
+    """:func:`graphspec.kernels.sample_tokens.sample_tokens` in C++; filters, if any, in torch."""
     drawn: tuple[Tensor, Tensor]
     if top_k_B is None:
         drawn = _sample_rows(logits_BTV, temperature_B, seed_B, position_BT, strict)

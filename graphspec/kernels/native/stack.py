@@ -1,7 +1,7 @@
-"""A stack of decoder layers as one op of the CPU: its weights in one tensor, its plan in another, and the op that runs both.
+"""A stack of decoder layers as one CPU op, with its weights in one tensor and its plan in another.
 
-``graphspec_native::decode`` is opaque to ``torch.compile`` like the other native ops. Weights and plan are tensors of the module that holds
-them: they are copied, moved and freed with it, and C++ keeps nothing of them between two calls.
+``graphspec_native::decode`` is opaque to ``torch.compile`` like the other native ops. Weights and plan belong to the module that holds
+them: they are copied, moved and freed with it, and C++ keeps no reference between calls.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from . import BITS, define_op, pack_linear
 from .call import bits, call, dense, require
 
 ALIGNMENT = 64
-"""Bytes; every tensor of a stack begins at a multiple of it."""
+"""Alignment of every tensor of a stack, in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +35,8 @@ class Layer:
     """One decoder layer, all of it float32.
 
     Attributes:
-        input_norm: weights of the norm before the attention; None: the attention reads what enters as it is.
-        qkv: queries, each followed by its gate where there are gates, then keys, then values.
+        input_norm: weights of the norm before the attention; None: no norm.
+        qkv: queries, each followed by its gate if there are gates, then keys, then values.
         query_norm, key_norm: ``[D]``, before the rotation.
         out: projection of the attention's output.
         mlp_norm: weights of the norm before the MLP.
@@ -44,7 +44,7 @@ class Layer:
         down: back to the hidden size.
         window: sliding window, None: none.
         kv_layer: of the pool.
-        tap: place of what enters this layer among the features; None: it is no feature.
+        tap: index of the residual stream that enters this layer among the features; None: not tapped.
     """
 
     input_norm: Tensor | None
@@ -62,7 +62,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class StackShape:
-    """What all layers of a stack share: query heads, KV heads, width of a head, its rotated part, gates, epsilon of every norm, scale."""
+    """Shared by all layers of a stack: query heads, KV heads, head dimension, its rotated part, gates, epsilon of all norms, scale."""
 
     heads: int
     groups: int
@@ -74,7 +74,7 @@ class StackShape:
 
 
 class _Blob:
-    """Tensors one after the other in one piece of memory."""
+    """Tensors packed one after the other."""
 
     def __init__(self) -> None:
         self.parts: list[Tensor] = []
@@ -97,7 +97,7 @@ class _Blob:
 
 
 def _interleaved(product: Product) -> Product:
-    """Gate and up rows in blocks of 16 that take turns, each half padded with zeros."""
+    """Gate and up rows in alternating blocks of 16, each half padded with zeros."""
 
     def blocks(tensor: Tensor) -> Tensor:
         halves = tensor.unflatten(0, (2, -1))
@@ -153,26 +153,26 @@ def _decode(
     final_norm: bool,
     kv_only: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Rows of hidden states through a whole stack of layers; their keys and values go into the pool.
+    """Run hidden states through a stack of layers, and write their keys and values to the pool.
 
     Args:
-        residual: float32, what enters the first layer.
-        entering: what the first layer's attention reads, already normed, where that is another tensor; the residual stays un-normed.
+        residual: float32, input of the first layer.
+        entering: input of the first layer's attention, already normed, if it is another tensor than ``residual``.
         kv_pool: ``[layers, 2, pages, page_size, G, D]`` float32, contiguous; written in place.
         weights, plan: of :func:`pack_stack`.
         rope: float32, cosines then sines; rope_row: int64, the row of each token, clamped into the table.
-        table: int32. slot: int64, where each token's KV goes. valid: bool; what is not valid goes to the dummy page.
+        table: int32. slot: int64, slot of each token's KV. valid: bool; KV of invalid tokens goes to the dummy page.
         position: int64, for sliding windows.
-        begin: int64, first slot each query may see without a window: that of position 0.
+        begin: int64, first slot that each query sees without a window: that of position 0.
         end, ancestors: the prefix's end and the ancestor words, as :func:`graphspec.kernels.tree_attention.tree_attention` takes
             them; both None: causal, as :func:`graphspec.kernels.chunk_attention.chunk_attention`.
         first, last: run layers ``first`` to ``last - 1``.
-        taps: tapped layers of the stack, or 0: keep no features.
-        final_norm: norm the result, where the stack has a final norm.
+        taps: number of tapped layers of the stack; 0: return no features.
+        final_norm: apply the stack's final norm, if it has one.
         kv_only: stop at the keys and values of the last layer.
 
     Returns:
-        ``[B, T, H]`` after the last of these layers, and the tapped residual streams side by side,
+        ``[B, T, H]`` after the last of these layers, and the concatenated tapped residual streams
         ``[B, T, taps * H]``; two empty tensors with ``kv_only``.
 
     Raises:

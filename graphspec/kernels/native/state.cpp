@@ -1,5 +1,5 @@
-// Ops of the cycle that keep the rows' state: the message, windows, nodes, the walk, the commit. What they mean stands next to the references;
-// fields are filled by graphspec/kernels/native/state.py, in the order of these structs.
+// Ops that update the rows' state: message, windows, nodes, walk and commit. The references define the fields;
+// graphspec/kernels/native/state.py fills them, in the order of these structs.
 
 #include <algorithm>
 #include <cstdint>
@@ -21,7 +21,7 @@ float real(int64_t word) {
   return out;
 }
 
-// Word x of those in which bits 0 to n are set.
+// Word x of the words in which bits 0 to n are set.
 int64_t causal_word(int64_t n, int64_t x) {
   if (x != n >> 6) return x < n >> 6 ? -1 : 0;
   return static_cast<int64_t>(~(~uint64_t{1} << (n & 63)));
@@ -39,7 +39,7 @@ struct Mail {
   float* temperature;
   int64_t *draft_len, *stop_id;
   int32_t* page_table;
-  int64_t* top_k;  // null, as the other groups: the class has no such slots
+  int64_t* top_k;  // null, like the other groups, if the class has no such slots
   float *top_p, *min_p;
   float *repetition, *presence, *frequency;
   char *output_count, *prompt_seen;
@@ -94,7 +94,7 @@ struct WindowCall {
   int64_t *slot, *position, *begin, *ancestors, *known, *next;
   float* feature;
   const int64_t *lane_row, *status, *seq_len, *window_len, *window_token;
-  const float* window_feature;  // may be null, as the next two
+  const float* window_feature;  // may be null, like the next two
   const int64_t* lookback_token;
   const float* lookback_feature;
   int64_t lanes, width, words, shift, capacity, features, lookback;
@@ -142,7 +142,7 @@ void take_last(const Last& c) {
 }
 
 struct Chain {
-  const float* score;  // null with the tokens: the root is alone
+  const float* score;  // null, and the tokens too: the root is the only node
   const int64_t *candidate, *lane_row, *window_token, *window_len;
   int64_t *token, *parent, *depth, *ancestors;
   int64_t lanes, nodes, words, capacity;
@@ -288,7 +288,7 @@ void page_feature_write(const PageFeature& c) {
 
 struct Commit {
   const int64_t *lane_row, *sample, *path, *accept_len, *outcome;
-  const char* feature;  // may be null, as what belongs to it, the lookback, the history and the counts
+  const char* feature;  // may be null, as may the other features, the lookback, the history and the counts
   int64_t *cycle, *ring, *window_len, *window_token;
   char* window_feature;
   int64_t* lookback_token;
@@ -298,7 +298,7 @@ struct Commit {
   int64_t lanes, nodes, width, capacity, feature_bytes, lookback, history_length, vocab, ring_slots, ring_stride, append;
 };
 
-// Shift the last entries before the window: the tail of old lookback and old window side by side.
+// Shift the lookback: it becomes the last entries of the old lookback followed by the old window.
 template <class T>
 void look_back(T* lookback, const T* window, int64_t entries, int64_t length, int64_t size) {
   for (int64_t y = 0; y < entries; ++y) {

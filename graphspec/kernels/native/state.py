@@ -1,6 +1,6 @@
-"""Ops of the cycle that keep the rows' state, in C++: the message, windows, nodes, the walk, the commit.
+"""Ops that update the rows' state, in C++: message, windows, nodes, walk and commit.
 
-Contracts stand next to the references, in the files of the same names one folder up.
+Contracts are next to the references, in the files of the same names one folder up.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def _commit_rows(
     lane_row_B: Tensor, run: Run, feature_BNF: Tensor | None, cycle_1: Tensor, ring_ZBJ: Tensor, window: Window, progress: Progress,
     history_RL: Tensor | None, output_count_RV: Tensor | None, append: bool,
 ) -> None:  # fmt: skip
-    # The lanes of a ring may be a part of a wider one.
+    # The ring may be a slice of one with more lanes.
     require_slots(lane_row_B, *run, feature_BNF, cycle_1, ring_ZBJ[0], *window, *progress, history_RL, output_count_RV)
     if output_count_RV is not None:
         require("output_count", output_count_RV, _int32)

@@ -1,8 +1,8 @@
-// The matrix of one head of one row, changed and read by the tokens of a tree or of a run, whatever the rule. A rule has one update. Decoding,
-// trees, prompts and commits are the same operations in the same order, so a token has the same bits wherever it is computed.
+// The state matrix of one head of one row, updated and read by the tokens of a tree or a run, for any rule. A rule has one update. Decoding,
+// trees, prompts and commits run the same operations in the same order, so a token has the same bits in all of them.
 //
-// Columns of a state don't meet: each is a chain of its own over the channels of the key. They are taken 64 at a time, which a core's first
-// cache holds.
+// Columns of a state are independent; each is a reduction over the channels of the key. They are processed 64 at a time, which fit the L1
+// cache.
 
 #pragma once
 
@@ -19,7 +19,7 @@ namespace {
 constexpr int64_t LANES = 16;    // of a vector
 constexpr int MOST_VECTORS = 4;  // of a tile
 
-// One head: where its tokens and its state lie.
+// One head: pointers to its tokens and its state.
 struct StateHead {
   const float *query, *key, *value, *decay, *rate;  // of token 0
   int64_t key_stride, value_stride, gate_stride;    // from token to token; a query's is that of a key
@@ -36,7 +36,7 @@ struct StateToken {
   float decay, rate;
 };
 
-// A visit of a tree: node `token` goes on from buffer `from` and leaves its state in `to`; -1: nobody goes on from it.
+// A visit of a tree node: `token` continues from the state in buffer `from` and stores its own in `to`; -1: it has no children.
 struct Visit {
   int32_t token, from, to;
 };
@@ -47,18 +47,18 @@ struct StateScratch {
   std::vector<int32_t> child, sibling, stack;
 };
 
-// S <- decay S + k u^T with the token's key k and its change u; S^T q. `to` may be `from`, or null where the state isn't needed.
+// S <- decay S + k u^T with the token's key k and its change u; S^T q. `to` may be `from`, or null if the state is not needed.
 template <int VECTORS>
 inline void change_state(const float* from, float* to, int64_t dim, const StateToken& token, const f16* change, f16* read) {
   constexpr int64_t WIDE = VECTORS * LANES;
   const f16 kept = splat16(token.decay);
   for (int c = 0; c < VECTORS; ++c) read[c] = splat16(0.0f);
   for (int64_t k = 0; k < dim; ++k) {
-    const f16 factor = splat16(token.key[k]), asked = splat16(token.query[k]);
+    const f16 key = splat16(token.key[k]), query = splat16(token.query[k]);
     for (int c = 0; c < VECTORS; ++c) {
-      const f16 s = fma16(factor, change[c], mul16(load16(from + k * WIDE + c * LANES), kept));
+      const f16 s = fma16(key, change[c], mul16(load16(from + k * WIDE + c * LANES), kept));
       if (to != nullptr) store16(to + k * WIDE + c * LANES, s);
-      read[c] = fma16(s, asked, read[c]);
+      read[c] = fma16(s, query, read[c]);
     }
   }
 }
@@ -84,7 +84,7 @@ struct StateTile {
     for (int64_t k = 0; k < h.key_dim; ++k) std::memcpy(h.state + k * h.value_dim + first, buffer(0) + k * WIDE, width * sizeof(float));
   }
 
-  // Token `token` goes on from one buffer to another; what it reads is result `place`.
+  // Token `token` reads the state in one buffer and writes it to another; its output is result `place`.
   void step(int64_t token, int64_t place, int64_t from, int64_t to) const {
     alignas(64) float value[WIDE] = {}, read[WIDE];
     std::memcpy(value, h.value + token * h.value_stride + first, width * sizeof(float));
@@ -108,8 +108,8 @@ inline void each_tile(const StateHead& h, StateScratch& s, int64_t buffers, Work
   }
 }
 
-// The order in which a tree's nodes are visited, children after their parent, and how many buffers that takes. A parent's last child takes
-// over its buffer, so that a chain needs one apart from buffer 0, which is the row's own and not written.
+// The order in which a tree's nodes are visited, children after their parent, and the number of buffers needed. A parent's last child reuses
+// its buffer, so a chain needs one besides buffer 0, which is the row's own and is not written.
 inline int64_t plan_visits(const int64_t* ancestors, int64_t nodes, int64_t words, StateScratch& s) {
   const auto parent_of = [&](int64_t n) -> int64_t {
     for (int64_t x = n >> 6; x >= 0; --x) {
@@ -119,7 +119,7 @@ inline int64_t plan_visits(const int64_t* ancestors, int64_t nodes, int64_t word
     }
     return -1;
   };
-  // Entry 0 of `child` is of the row itself, entry n + 1 of node n.
+  // Entry 0 of `child` is the first child of the row itself, entry n + 1 that of node n.
   s.child.assign(nodes + 1, -1);
   s.sibling.assign(nodes, -1);
   for (int64_t n = nodes - 1; n >= 0; --n) {
@@ -149,7 +149,7 @@ inline int64_t plan_visits(const int64_t* ancestors, int64_t nodes, int64_t word
   return buffers;
 }
 
-// Every node of a tree from the row's state, which stays as it is. Results of unused nodes are 0.
+// Outputs of every node of a tree, from the row's state, which is not changed. Outputs of unused nodes are 0.
 template <class RULE>
 inline void state_tree(const StateHead& h, const int64_t* ancestors, int64_t nodes, int64_t words, StateScratch& s) {
   const int64_t buffers = plan_visits(ancestors, nodes, words, s);
@@ -162,7 +162,7 @@ inline void state_tree(const StateHead& h, const int64_t* ancestors, int64_t nod
   });
 }
 
-// The first `length` of `tokens` tokens into the row's state. Results past them are 0.
+// Outputs of the first `length` of `tokens` tokens, which update the row's state. Outputs after them are 0.
 template <class RULE>
 inline void state_run(const StateHead& h, int64_t tokens, int64_t length, bool fresh, StateScratch& s) {
   for (int64_t t = length; t < tokens; ++t) std::memset(h.out + t * h.out_stride, 0, h.value_dim * sizeof(float));

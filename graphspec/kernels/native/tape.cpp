@@ -1,4 +1,4 @@
-// Calls that were made once, made again: the functions of a tape one after the other, on the memory they had then.
+// Repeats the calls of a tape in order, on the memory they were recorded with.
 
 #include <cstdint>
 

@@ -1,8 +1,8 @@
-"""A program of native ops as one call: what a captured graph is on a GPU.
+"""A program of native ops as one call, the CPU's counterpart of a captured graph.
 
-Every slot and every weight lies where it lies for as long as an engine lives, and every op has the same sizes at each launch. So the calls
-that one run of a program makes can be made again, in one loop in C++ and without Python, dispatcher or compiler. A tape holds what the run
-left between two ops as well, so nothing is allocated later. :mod:`.record` notes the calls.
+Addresses of slots and weights are fixed for the lifetime of an engine, and every op has the same sizes at each launch. So the calls of one
+run can be repeated by a loop in C++, without Python, dispatcher or compiler. A tape also owns the intermediate tensors of that run, so
+nothing is allocated later. :mod:`.record` records the calls.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from .build import function
 
 
 class Calls:
-    """Calls of native ops in order, and the memory they use."""
+    """Recorded calls of native ops, in order, and the memory they use."""
 
     def __init__(self) -> None:
         self.made: list[tuple[int, bytes]] = []
-        """Address of a function, and the fields it was called with."""
+        """``(address of a function, fields it was called with)``."""
         self.memory: list[Tensor] = []
 
     def add(self, run: Callable[..., None], fields: bytes, tensors: Iterable[Tensor]) -> None:
-        """Note one call."""
+        """Record one call."""
         address = ctypes.cast(run, ctypes.c_void_p).value  # type: ignore[arg-type]
         assert address is not None, "a function of the library"
         self.made.append((address, fields))
@@ -36,10 +36,10 @@ class Calls:
 
 
 class Tape:
-    """Noted calls, made again whenever this is called.
+    """Repeats recorded calls whenever it is called.
 
     Args:
-        calls: one after the other.
+        calls: to repeat, in order.
     """
 
     def __init__(self, calls: Sequence[Calls]) -> None:
@@ -56,7 +56,7 @@ class Tape:
         return len(self._made)
 
     def __call__(self) -> None:
-        """All calls, in order."""
+        """Repeat all calls."""
         self._replay(self._entries.buffer_info()[0], len(self._made), team_threads())
 
 
@@ -64,13 +64,13 @@ _noted: ContextVar[Calls | None] = ContextVar("noted", default=None)
 
 
 def recording() -> Calls | None:
-    """Where native ops of this thread are noted, if anywhere."""
+    """The recording of this thread's native ops; None: there is none."""
     return _noted.get()
 
 
 @contextmanager
 def noting(calls: Calls) -> Iterator[None]:
-    """Inside, native ops of this thread are noted."""
+    """A context in which native ops of this thread are recorded in ``calls``."""
     token = _noted.set(calls)
     try:
         yield
