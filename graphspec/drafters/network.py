@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..models.layers import Embedding, Linear, RMSNorm
 from ..models.rope import RotaryEmbedding
-from ..models.vocabulary import token_embedding, vocabulary_head
+from ..models.vocabulary import VocabParallelLinear, token_embedding, vocabulary_head
 
 if TYPE_CHECKING:
     from ..facts.draft import DraftFacts
@@ -47,6 +47,18 @@ class DraftNetwork(nn.Module):
         same = facts.decoder.hidden_size == target.facts.hidden_size
         full = same and facts.draft_vocab_size == facts.decoder.vocab_size
         return cls(facts, 1, target.embed_tokens if same else None, target.lm_head if full else None)
+
+    def name_columns(self, token_Vd: Tensor | None, device: torch.device | str) -> None:
+        """Finish the head, which may be the target's: the target ids of its columns, on the device that its weight is on.
+
+        ``token_Vd``: int64, draft id to target id; None, or the identity, where the vocabularies are one.
+        """
+        if token_Vd is not None and self.target_token_Vd is not None:
+            self.target_token_Vd = token_Vd.to(device)
+        if isinstance(self.lm_head, VocabParallelLinear):
+            if self.target_token_Vd is not None:
+                self.lm_head.name_tokens(self.target_token_Vd)
+            self.lm_head.token_Vr = self.lm_head.token_Vr.to(device)
 
     def read(self, token_BT: Tensor, hidden_BTH: Tensor, valid_BT: Tensor) -> tuple[Tensor, Tensor]:
         """Embeddings and hidden states, each ``[B, T, H]``, zero where a token is not valid."""

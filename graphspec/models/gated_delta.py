@@ -71,21 +71,12 @@ class GatedDeltaNet(RecurrentNet):
         self.norm = RMSNorm(own.value_dim, facts.rms_norm_eps)
         self.out_proj = row_parallel_linear(own.sharding, values, facts.hidden_size)
 
-    def forward(
-        self,
-        x_BTH: Hidden,
-        rotation: Rotation,
-        attention: Attention,
-        norm: RMSNorm | None = None,
-        residual_BTH: Hidden | None = None,
-    ) -> Hidden:
-        """``residual + net(norm(x))``, ``[B, T, H]``; either may be absent. A stream where the residual is one. Positions don't matter."""
-        del rotation
+    def inner(self, x_BTH: Hidden, rotation: Rotation, attention: Attention, norm: RMSNorm | None) -> Tensor:
+        del rotation  # positions don't matter
         input_BTE, gate_BTE, rate_BTH, decay_BTH = self.in_proj(x_BTH, norm).split(self.in_proj.parts, dim=-1)
         decay_BTH = -self.A_log.exp() * F.softplus(decay_BTH.float() + self.dt_bias)
         gates_BTG = torch.cat((decay_BTH, torch.sigmoid(rate_BTH).float()), -1)
         out_BTHV = self.mix(attention, input_BTE, gates_BTG, GATED_DELTA_RULE)
         normed_BTHV = rms_norm(out_BTHV, self.norm.weight, self.norm.eps)
         gated_BTHV = normed_BTHV * F.silu(gate_BTE.unflatten(-1, out_BTHV.shape[2:]).float())
-        out_BTH: Hidden = self.out_proj(gated_BTHV.to(input_BTE.dtype).flatten(2), residual=residual_BTH)
-        return out_BTH
+        return gated_BTHV.to(input_BTE.dtype).flatten(2)

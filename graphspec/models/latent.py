@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..kernels.linear import Hidden
 from .attention import LatentTransform
-from .layers import Linear, ParameterShards, RMSNorm, make_parameter, row_parallel_linear
+from .layers import Linear, ParameterShards, RMSNorm, TokenMixer, make_parameter, row_parallel_linear
 
 if TYPE_CHECKING:
     from ..facts import ModelFacts
@@ -20,7 +20,7 @@ NORM_EPS = 1e-6
 """Of the norms of compressed queries, keys and values: the published code takes no other, whatever ``rms_norm_eps`` says."""
 
 
-class LatentAttention(nn.Module):
+class LatentAttention(TokenMixer):
     """Projections around an attention over one latent row per token that all heads share.
 
     Keys and values of a head are the row times its ``W_UK`` and ``W_UV``. Here ``W_UK`` is multiplied into the query and ``W_UV`` applied
@@ -57,23 +57,14 @@ class LatentAttention(nn.Module):
             queries.shard_rows(facts.sharding.shard(query))
             self.shards = {"kv_b_QDL": ParameterShards(0, (facts.sharding.shard(heads * (latent.nope_dim + latent.value_dim)),))}
 
-    def forward(
-        self,
-        x_BTH: Hidden,
-        rotation: Rotation,
-        attention: Attention,
-        norm: RMSNorm | None = None,
-        residual_BTH: Hidden | None = None,
-    ) -> Hidden:
-        """``residual + attention(norm(x))``, ``[B, T, H]``; either may be absent. A stream where the residual is one."""
+    def inner(self, x_BTH: Hidden, rotation: Rotation, attention: Attention, norm: RMSNorm | None) -> Tensor:
         facts = self.latent
         nope_BTQN, rope_BTQR, latent_BTE = self._project(x_BTH, norm)
         key_QNL, value_QVL = self.kv_b_QDL.split((facts.nope_dim, facts.value_dim), dim=1)
         query_BTQL = torch.einsum("btqn,qnl->btql", nope_BTQN, key_QNL)
         mixed_BTQL = attention.latent(self.layer, query_BTQL, rope_BTQR, latent_BTE, self._transform(rotation), facts.scale)
         out_BTQV = torch.einsum("btql,qvl->btqv", mixed_BTQL, value_QVL)
-        out_BTH: Hidden = self.o_proj(out_BTQV.flatten(2), residual=residual_BTH)
-        return out_BTH
+        return out_BTQV.flatten(2)
 
     def write_kv(self, x_BTH: Hidden, rotation: Rotation, attention: Attention, norm: RMSNorm | None = None) -> None:
         """The KV write of a call, without its result."""

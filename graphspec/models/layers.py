@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -176,13 +176,6 @@ def use_kernels(network: nn.Module, kernels: KernelSet) -> None:
             module.use_kernels(kernels)
 
 
-def pack_linear_layers(network: nn.Module) -> None:
-    """Pack the weight of every linear layer of ``network``; see :meth:`Linear.pack`."""
-    for module in network.modules():
-        if isinstance(module, Linear):
-            module.pack()
-
-
 class Embedding(nn.Module):
     """Token embedding that maps invalid and out-of-range tokens to the zero vector."""
 
@@ -243,7 +236,25 @@ class RMSNorm(nn.Module):
         return out.flatten(-2)
 
 
-class SelfAttention(ShardedModule):
+class TokenMixer(nn.Module):
+    """Base of what mixes the tokens of a layer, attention or a recurrent net. They differ in what enters their last projection."""
+
+    last: ClassVar[str] = "o_proj"
+    """Name of the last projection."""
+
+    def inner(self, x_BTH: Hidden, rotation: Rotation, attention: Attention, norm: RMSNorm | None) -> Tensor:
+        """The input of the last projection, ``[B, T, E]``."""
+        raise NotImplementedError
+
+    def forward(
+        self, x_BTH: Hidden, rotation: Rotation, attention: Attention, norm: RMSNorm | None = None, residual_BTH: Hidden | None = None
+    ) -> Hidden:
+        """``residual + mixer(norm(x))``, ``[B, T, H]``; either may be absent. A stream where the residual is one."""
+        out_BTH: Hidden = getattr(self, self.last)(self.inner(x_BTH, rotation, attention, norm), residual=residual_BTH)
+        return out_BTH
+
+
+class SelfAttention(TokenMixer, ShardedModule):
     """Projections, optional query / key norm, RoPE and optional output gate around an :class:`~graphspec.models.attention.Attention`.
 
     Args:
@@ -276,22 +287,13 @@ class SelfAttention(ShardedModule):
         self.norms_apart = facts.qk_norm and (whole or facts.family.norm == "float32")
         assert not (self.gated and self.norms_apart), "gates lie between the queries of the heads"
 
-    def forward(
-        self,
-        x_BTH: Hidden,
-        rotation: Rotation,
-        attention: Attention,
-        norm: RMSNorm | None = None,
-        residual_BTH: Hidden | None = None,
-    ) -> Hidden:
-        """``residual + attention(norm(x))``, ``[B, T, H]``; either may be absent. A stream where the residual is one."""
+    def inner(self, x_BTH: Hidden, rotation: Rotation, attention: Attention, norm: RMSNorm | None) -> Tensor:
         query_BTQD, gate_BTQD, key_BTGD, value_BTGD = self._project(x_BTH, norm)
         heads = self._heads(rotation)
         out_BTQD = attention(self.layer, query_BTQD, key_BTGD, value_BTGD, heads, self.scale, self.window_left)
         if gate_BTQD is not None:
             out_BTQD = out_BTQD * torch.sigmoid(gate_BTQD)
-        out_BTH: Hidden = self.o_proj(out_BTQD.flatten(2), residual=residual_BTH)
-        return out_BTH
+        return out_BTQD.flatten(2)
 
     def write_kv(self, x_BTH: Hidden, rotation: Rotation, attention: Attention, norm: RMSNorm | None = None) -> None:
         """Write the KV that :meth:`forward` would write, and nothing else."""

@@ -47,16 +47,8 @@ class Mamba2(RecurrentNet, ShardedModule):
                 self.norm.shards = {"weight": ParameterShards(0, (inner,))}
             self.shards["skip_H"] = ParameterShards(0, (heads,))
 
-    def forward(
-        self,
-        x_BTH: Hidden,
-        rotation: Rotation,
-        attention: Attention,
-        norm: RMSNorm | None = None,
-        residual_BTH: Hidden | None = None,
-    ) -> Hidden:
-        """``residual + net(norm(x))``, ``[B, T, H]``; either may be absent. A stream where the residual is one. Positions don't matter."""
-        del rotation
+    def inner(self, x_BTH: Hidden, rotation: Rotation, attention: Attention, norm: RMSNorm | None) -> Tensor:
+        del rotation  # positions don't matter
         gate_BTE, input_BTE, step_BTH = self._project(x_BTH, norm)
         step_BTH = F.softplus(step_BTH.float() + self.dt_bias)
         gates_BTG = torch.cat((-self.A_log.exp() * step_BTH, step_BTH), -1)
@@ -69,8 +61,7 @@ class Mamba2(RecurrentNet, ShardedModule):
             mean_BTG1 = self._mean_square(gated_BTGE) if self.sharded else None
             weight_GE = self.norm.weight.float().view(groups, -1)
             gated_BTE = rms_norm(gated_BTGE, weight_GE, self.norm.eps, mean_square=mean_BTG1).flatten(2)
-        out_BTH: Hidden = self.out_proj(gated_BTE.to(input_BTE.dtype), residual=residual_BTH)
-        return out_BTH
+        return gated_BTE.to(input_BTE.dtype)
 
     def _mean_square(self, gated_BTGE: Tensor) -> Tensor:
         """``[B, T, G, 1]``: for each of this rank's runs of heads, of its whole group, whose other heads other ranks may have."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from .layers import ParameterShards, make_parameter
+from .layers import ParameterShards, TokenMixer, make_parameter
 from .recurrence import Convolution, Rule
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .attention import Attention
 
 
-class RecurrentNet(nn.Module):
+class RecurrentNet(TokenMixer):
     """A causal convolution, then a matrix per head that each token updates and reads.
 
     Args:
@@ -26,6 +26,7 @@ class RecurrentNet(nn.Module):
         conv_bias: the convolution has one.
     """
 
+    last = "out_proj"
     float32_names: tuple[str, ...] = ("A_log", "dt_bias")
     """Parameters that are always loaded in float32."""
 

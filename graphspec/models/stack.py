@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 from torch import Tensor, nn
 
 from ..kernels import resolve
-from .layers import Embedding, Linear, RMSNorm, SelfAttention, pack_linear_layers
+from .layers import Embedding, Linear, RMSNorm, SelfAttention
 from .mlp import MLP
 from .recurrent_net import RecurrentNet
 
@@ -213,5 +213,7 @@ def pack_network(network: nn.Module, plan: Plan) -> str | None:
         for module in network.modules():
             if isinstance(module, Embedding):
                 module.lookup = rows.embed
-    pack_linear_layers(network)
+    for module in network.modules():
+        if isinstance(module, Linear):
+            module.pack()
     return reason

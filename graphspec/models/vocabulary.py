@@ -87,20 +87,6 @@ def vocabulary_head(facts: ModelFacts, vocab_size: int | None = None) -> Linear:
     return Linear(facts.hidden_size, size)
 
 
-def place_columns(head: Linear, target_token_Vd: Tensor | None, device: torch.device | str) -> None:
-    """Finish a draft's head, which may be the target's: the ids of its columns, on the device that its weight is on.
-
-    Args:
-        head: of the draft.
-        target_token_Vd: int64, draft id to target id; None where the vocabularies are one.
-        device: of the weights.
-    """
-    if isinstance(head, VocabParallelLinear):
-        if target_token_Vd is not None:
-            head.name_tokens(target_token_Vd)
-        head.token_Vr = head.token_Vr.to(device)
-
-
 def sharded_head(network: object) -> VocabParallelLinear | None:
     """The head of ``network``, its own or the target's, if ranks have a part of it each; None: its logits are whole."""
     modules = network.modules() if isinstance(network, nn.Module) else ()

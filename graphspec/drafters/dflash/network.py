@@ -15,7 +15,6 @@ from ...models.attention import HeadTransform
 from ...models.checkpoint import Checkpoint, Progress
 from ...models.layers import Embedding, Linear, RMSNorm, SelfAttention
 from ...models.llama import DecoderLayer
-from ...models.vocabulary import place_columns
 from ..eagle3.loading import read_vocab_map
 from ..head_tensors import fill_head, looks_like, settle_decoder
 from ..network import DraftNetwork
@@ -143,7 +142,6 @@ def load_dflash(
 
     Raises:
         CheckpointError: another kind of checkpoint, or tensors that do not fit the config.
-        ConfigError: ``dtype`` or ``device`` differ from the target's.
     """
     checkpoint, facts = dflash_checkpoint(facts)
     own_head = "lm_head.weight" in checkpoint
@@ -154,7 +152,5 @@ def load_dflash(
     shared = {"embed_tokens.weight", *(() if own_head else ("lm_head.weight",))}
     token_Vd = read_vocab_map(checkpoint, facts.decoder.vocab_size, facts.draft_vocab_size)
     fill_head(draft, checkpoint, dflash_layout(facts.decoder.num_layers), shared, dtype, device, progress)
-    if token_Vd is not None and facts.draft_vocab_size != facts.decoder.vocab_size:
-        draft.target_token_Vd = token_Vd.to(device)
-    place_columns(draft.lm_head, draft.target_token_Vd, device)
+    draft.name_columns(token_Vd, device)
     return draft.eval()

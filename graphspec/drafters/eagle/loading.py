@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -41,13 +42,7 @@ EAGLE_LAYOUT = Layout(
 EAGLE_WRITTEN: dict[str, tuple[tuple[str, str], ...]] = {
     "safeailab": (),
     "hass": (),
-    "speculators-old": (
-        (r"fc\.", "fusion_fc."),
-        (r"layers\.0\.", "transformer."),
-        (r"hidden_layernorm\.", "transformer.input_layernorm."),
-        (r"embed_layernorm\.", "embedding_layernorm."),
-        (r"lm_head_layernorm\.", "pre_lm_head_layernorm."),
-    ),
+    "speculators-old": tuple((re.escape(ours), theirs) for theirs, ours in EAGLE_LAYOUT.renamed),
 }
 """Per layout of EAGLE-1/2 heads: patterns that match the beginning of the names above, and their replacements in its files."""
 EAGLE_NORMS = ("embed_layernorm", "hidden_layernorm", "lm_head_layernorm")
@@ -89,9 +84,9 @@ def load_eagle(
     """
     checkpoint, facts, norms = eagle_checkpoint(facts)
     size = facts.decoder.hidden_size
-    checkpoint.read("fc.weight", (size, 2 * size))  # first: its shape distinguishes kinds of heads best
+    checkpoint.check("fc.weight", (size, 2 * size))  # first: its shape distinguishes kinds of heads best
     if "embed_tokens.weight" in checkpoint:
-        checkpoint.read("embed_tokens.weight", (facts.decoder.vocab_size, size))
+        checkpoint.check("embed_tokens.weight", (facts.decoder.vocab_size, size))
     with torch.device("meta"):
         draft = EagleDraft(facts, max_positions, target.embed_tokens, target.lm_head, norms)
     fill_head(draft, checkpoint, EAGLE_LAYOUT, {"embed_tokens.weight", "lm_head.weight"}, dtype, device, progress)

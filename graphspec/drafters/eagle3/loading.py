@@ -14,7 +14,6 @@ from ...errors import CheckpointError
 from ...layouts import Layout, TensorRule, decoder_rules
 from ...models.checkpoint import INTEGERS, Checkpoint, Progress
 from ...models.llama import LlamaModel
-from ...models.vocabulary import place_columns
 from ..head_tensors import fill_head, looks_like, settle, settle_decoder
 from .network import Eagle3Draft
 
@@ -151,14 +150,12 @@ def load_head(
         )
     shared = {"embed_tokens.weight"} if share_embedding else set()
     shared |= {"lm_head.weight"} if share_head or tied else set()
-    checkpoint.read("fc.weight", (decoder.hidden_size, facts.feature_size))  # first: its shape distinguishes kinds of heads best
+    checkpoint.check("fc.weight", (decoder.hidden_size, facts.feature_size))  # first: its shape distinguishes kinds of heads best
     token_Vd = read_vocab_map(checkpoint, decoder.vocab_size, facts.draft_vocab_size)
     fill_head(draft, checkpoint, layout, shared, dtype, device, progress)
     if tied:
         draft.lm_head.weight, draft.lm_head.stored = draft.embed_tokens.weight, draft.embed_tokens.stored
-    if token_Vd is not None and not full_vocabulary:  # a map over the full vocabulary is the identity
-        draft.target_token_Vd = token_Vd.to(device)
-    place_columns(draft.lm_head, draft.target_token_Vd, device)
+    draft.name_columns(token_Vd, device)
     return draft.eval()
 
 

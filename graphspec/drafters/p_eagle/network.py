@@ -49,7 +49,6 @@ def load_p_eagle(
 
     Raises:
         CheckpointError: as :func:`graphspec.drafters.eagle3.loading.load_head`; also no ``mask_hidden``.
-        ConfigError: as there.
     """
     checkpoint = Checkpoint(facts.path)
     if "mask_hidden" not in checkpoint:
