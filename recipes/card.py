@@ -69,7 +69,7 @@ def data_text(corpus: dict[str, Any]) -> str:
     overlapping, near = corpus["documents_overlapping"], corpus["near_duplicates"]
     accepted = f"{len(packages)} packages under MIT, BSD, Apache or PSF licences ([NOTICE](NOTICE))"
     left_out = "tests, vendored trees, generated files"
-    return f"""{library} and of {accepted}, without {left_out}, {overlapping} files that largely overlap held-out modules and \
+    return f"""{library} and of {accepted}, without {left_out}, {overlapping} files made up of text from held-out modules and \
 {near} near-duplicates"""
 
 

@@ -150,7 +150,7 @@ def test_every_package_is_named_in_pyproject():
     assert named == on_disk
 
 
-def test_version_is_said_once():
+def test_the_version_is_defined_once():
     import graphspec
 
     assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"] == graphspec.__version__

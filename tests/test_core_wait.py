@@ -41,7 +41,7 @@ def test_threads_add_up_and_may_end(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("shown", ["no folder", "no file", "0 0 0\n"])
-def test_a_system_that_does_not_tell(shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_system_without_wait_times(shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(core_wait, "TASKS", tmp_path / "task")
     if shown != "no folder":
         (tmp_path / "task" / "1").mkdir(parents=True)
@@ -98,7 +98,7 @@ def test_more_threads_than_cores_wait_for_themselves() -> None:
     assert "more threads than cores" in str(busy_caution({"spin": share}))
 
 
-def test_the_caution_names_who_waited() -> None:
+def test_the_warning_names_the_sides_that_waited() -> None:
     assert busy_caution({"a": 0.0, "b": BUSY}) is None
     reported = busy_caution({"eagle3": 0.62, "none": 0.01, "hf": 1.34})
     assert reported is not None and reported.startswith("Other programs kept the processor busy, or there are more threads than cores.")

@@ -75,7 +75,7 @@ def test_auto_spreads_what_takes_longer_to_read(sum_us: float, chosen: tuple[boo
     ({"link_gbs": None}, "hardware.link_gbs is not known"), ({"bandwidth_gbs": None}, "hardware.bandwidth_gbs is not known"),
     ({"requested": "replicated"}, "runtime.draft_parallel=replicated"),
 ])  # fmt: skip
-def test_replicated_says_why(keys: dict[str, Any], reason: str) -> None:
+def test_replicated_gives_the_reason(keys: dict[str, Any], reason: str) -> None:
     target = llama_70b()
     plan = plan_of(head(target), target, **keys)
     assert plan.draft_parallel == DraftParallel(reason=reason) and plan.draft == head(target)

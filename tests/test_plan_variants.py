@@ -86,7 +86,7 @@ def test_refusals(key: str, expected: str, call: Any):
     assert caught.value.key == key
 
 
-def test_a_draft_of_a_shorter_context_is_said_once(caplog: pytest.LogCaptureFixture):
+def test_a_draft_of_a_shorter_context_is_logged_once(caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.WARNING):
         plan = made("standalone", small_model(max_position_embeddings=40))
     assert plan.draft_context == 40

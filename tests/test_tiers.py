@@ -56,7 +56,7 @@ def test_everything_about_fused_kernels_is_marked(request: pytest.FixtureRequest
     assert [item.nodeid for item in fused if item.get_closest_marker("kernels") is None] == []
 
 
-def test_marked_tests_stand_where_a_change_calls_for_them() -> None:
+def test_marked_tests_are_in_folders_that_trigger_their_tier() -> None:
     files = [path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("test_*.py") if path != Path(__file__)]
     marked = [file for file in files if "mark.kernels" in (ROOT / file).read_text(encoding="utf-8")]
     assert marked and [file for file in marked if file.startswith(ELSEWHERE)] == []
@@ -154,7 +154,7 @@ def test_a_file_that_was_moved_away_or_removed_counts(repository: Path) -> None:
     assert "graphspec/kernels/a.py" in decide(repository)[1]
 
 
-def test_a_release_is_what_is_compared_with(repository: Path) -> None:
+def test_changes_are_compared_with_the_last_release(repository: Path) -> None:
     git(repository, "tag", "v0.1.0")
     commit(repository, "graphspec/kernels/a.py")
     before = commit(repository, "README.md")

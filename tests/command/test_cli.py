@@ -354,7 +354,7 @@ def test_help_and_configuration_need_no_torch(words, part, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_bad_words_beside_a_flag_are_explained_too():
+def test_bad_words_next_to_a_flag_are_explained_too():
     result = shell("generate", "--cfg", "job", "variant.topkk=1")
     assert result.returncode == 2
     assert result.stderr.startswith("graphspec: variant.topkk: expected a key")

@@ -113,7 +113,7 @@ def test_names_that_no_file_can_have(name: str) -> None:
     assert len(str(caught.value)) < 400
 
 
-def test_places_are_tried_without_a_trace(tmp_path: Path) -> None:
+def test_paths_are_checked_without_leaving_files(tmp_path: Path) -> None:
     assert check_writable("results", str(tmp_path / "a" / "b"), folder=True) == tmp_path / "a" / "b"
     assert check_writable("tune.out", str(tmp_path / "a" / "b.yaml")) == tmp_path / "a" / "b.yaml"
     assert list(tmp_path.iterdir()) == []

@@ -76,7 +76,7 @@ def test_a_draft_that_can_only_be_a_chain_is_drawn_as_one():
     assert not demo.eager_engine(load_config(*SHORT), DEMO_PROMPT, 1).plan.shape.is_chain
 
 
-def test_what_a_run_says_of_itself_is_read():
+def test_the_first_token_is_detected_and_medians_are_taken():
     prompt = f"From the eager program\n{DEMO_PROMPT}"
     assert not first_token.streamed("From the eager")
     assert not first_token.streamed(prompt)

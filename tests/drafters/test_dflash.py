@@ -201,9 +201,7 @@ def test_default_layers_are_the_published_ones() -> None:
 @pytest.mark.parametrize(
     ("keys", "causal"), [({}, (True, False, True)), ({"causal": False}, (False,) * 3), ({"causal": True}, (True,) * 3)]
 )
-def test_what_a_config_says_of_causality_holds_for_every_layer(
-    pair: Pair, tmp_path: Path, keys: dict[str, bool], causal: tuple[bool, ...]
-) -> None:
+def test_causality_of_a_config_applies_to_every_layer(pair: Pair, tmp_path: Path, keys: dict[str, bool], causal: tuple[bool, ...]) -> None:
     draft = write_dflash(tmp_path / "draft", dflash_tensors(pair, num_layers=3), layer=SLIDING, **keys)
     assert read_dflash_facts(draft, read_model_facts(pair.target)).causal == causal
 

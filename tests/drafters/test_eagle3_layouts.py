@@ -133,7 +133,7 @@ def test_heads_without_a_head(layout: str, tmp_path: Any, deep_target: Any) -> N
 @pytest.mark.parametrize(
     ("layout", "expected", "level"), [("speculators", True, "WARNING"), ("modelopt", False, "INFO"), ("sglang", False, "INFO")]
 )
-def test_a_missing_norm_flag_is_settled_by_the_layout_and_said_once(
+def test_a_missing_norm_flag_follows_from_the_layout_and_is_logged_once(
     layout: str, expected: bool, level: str, tmp_path: Any, deep_target: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     raw = eagle3_tensors()

@@ -160,7 +160,7 @@ def test_nextn_heads_in_the_targets_file(family: str, num_heads: int, overrides:
 
 @torch.inference_mode()
 @pytest.mark.parametrize(("first", "num_layers"), [(0, 1), (0, 6), (6, 6)])
-def test_nextn_heads_beside_the_target(first: int, num_layers: int, tmp_path: Path) -> None:
+def test_nextn_heads_stored_with_the_target(first: int, num_layers: int, tmp_path: Path) -> None:
     """Exports number from 0, with num_hidden_layers of the export or of the model; a split checkpoint keeps the numbers."""
     raws = [head_tensors("deepseek", first + i) for i in range(2)]
     path = write_heads(tmp_path / "draft", *raws, num_hidden_layers=num_layers, architectures=["LlamaForCausalLMNextN"])
@@ -182,7 +182,7 @@ def test_mimo_heads(num_heads: int, tmp_path: Path) -> None:
 
 @torch.inference_mode()
 @pytest.mark.parametrize("nested", [True, False])
-def test_qwen_head_beside_a_target_of_its_width(nested: bool, tmp_path: Path) -> None:
+def test_qwen_head_with_a_target_of_its_width(nested: bool, tmp_path: Path) -> None:
     raw = head_tensors("qwen")
     config = qwen_config()
     if not nested:
@@ -374,7 +374,7 @@ def test_refused_when_loading(heads: list[Any], config: dict[str, Any], message:
         load(write_heads(tmp_path / "draft", *heads, **config), write_target(tmp_path / "target"))
 
 
-def test_windows_of_the_heads_must_be_said(tmp_path: Path) -> None:
+def test_windows_of_the_heads_must_be_given(tmp_path: Path) -> None:
     """A list of the target's layers alone leaves open whether the heads have its window."""
     window = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
     path = add_heads(

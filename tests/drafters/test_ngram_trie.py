@@ -321,7 +321,7 @@ def test_insert_returns_before_the_work_is_done_and_matching_waits_for_it() -> N
     assert trie.size == 5003 * 30 + 3
 
 
-def test_a_trie_that_goes_drops_its_queue() -> None:
+def test_a_deleted_trie_drops_its_queue() -> None:
     trie = TrieSettings(capacity=300_000).trie()
     for _ in range(50):
         trie.insert(np.arange(500_000) % 100_003)

@@ -388,7 +388,7 @@ def test_drafters_of_a_fixed_depth_refuse(structure: str) -> None:
         tiny(structure, [], depth_per_bucket={4: 0})
 
 
-def test_what_does_not_fit_together_is_said() -> None:
+def test_contradicting_settings_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"adaptive\.depths: expected \[\], or a drafter .* forces no length, found \[0, 2\]"):
         tiny("chain", [0, 2], rule="synthetic")
     with pytest.raises(ConfigError, match=r"adaptive\.depths: expected at most num_steps = 4, found 6"):

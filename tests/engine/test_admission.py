@@ -43,7 +43,7 @@ def test_the_queue_is_in_order_of_priority_and_arrival(entries: list[tuple[int, 
 
 @settings(max_examples=20, deadline=None)
 @given(st.integers(0, 2**16), st.integers(1, 6))
-def test_nobody_is_overtaken_for_ever(seed: int, places: int) -> None:
+def test_a_request_is_overtaken_a_limited_number_of_times(seed: int, places: int) -> None:
     """A pool of pages that small requests would keep full: a large one is overtaken a limited number of times, then runs."""
     rng, queue = random.Random(seed), Queue()
     free, held, arrivals = places, [], 0

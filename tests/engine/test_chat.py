@@ -48,7 +48,7 @@ def templated(folder: Path, messages: list[dict[str, str]]) -> list[int]:
     return AutoTokenizer.from_pretrained(folder).apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
 
 
-def test_a_conversation_is_what_transformers_makes_of_it(llm: LLM, folder: Path) -> None:
+def test_a_conversation_has_the_ids_of_transformers_template(llm: LLM, folder: Path) -> None:
     assert templated(folder, QUESTION) == [BOS, 1, 7, 8, 4, 3]
     [one] = llm.chat(QUESTION, GREEDY)
     many = llm.chat([QUESTION, LONGER], GREEDY)

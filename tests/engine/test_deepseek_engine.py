@@ -86,7 +86,7 @@ def test_cycles_in_flight_and_preemption_change_nothing(targets: Any) -> None:
         assert ids(llm.generate(prompt_ids, SamplingParams(max_tokens=LENGTH))) == expected
 
 
-def test_an_eagle3_head_beside_a_latent_target(targets: Any, tmp_path: Path) -> None:
+def test_an_eagle3_head_with_a_latent_target(targets: Any, tmp_path: Path) -> None:
     """Its own pool has keys and values, whatever the target keeps."""
     path, model, _ = targets["deepseek_v3"]
     tensors = eagle3_tensors(hidden_size=HIDDEN, target_hidden_size=HIDDEN, vocab_size=VOCAB_SIZE, num_taps=2)

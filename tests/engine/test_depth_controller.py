@@ -204,7 +204,7 @@ def test_without_times_the_deepest_runs_until_they_are_learned():
     assert policy.times == {1: {0: 1.0, 2: 3.0, 4: 4.0}, 2: {0: 1.0, 2: 1.1, 4: 1.2}}
 
 
-def test_a_bucket_starts_where_it_is_told_to():
+def test_a_bucket_starts_at_its_configured_depth():
     times = {depth: 1 + depth / 10 for depth in (0, 2, 4)}
     policy = AdaptiveDepth({1: (0, 2, 4)}, {1: times}, [0.9] * 4, start={1: 2})
     assert policy.choose(1, 1) == 2

@@ -165,7 +165,7 @@ def test_a_tree_holds_the_chain_of_a_draft_equal_to_its_target(twin: Pair, shape
     assert llm.metrics.acceptance_length == shape["num_steps"] + 1
 
 
-def test_the_draft_is_not_asked_beyond_its_context(tmp_path: Path) -> None:
+def test_the_draft_does_not_run_beyond_its_context(tmp_path: Path) -> None:
     pair = mirror_pair(tmp_path)
     (pair.draft / "config.json").write_text(
         (pair.draft / "config.json").read_text().replace('"max_position_embeddings": 512', '"max_position_embeddings": 20')

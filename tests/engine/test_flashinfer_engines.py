@@ -230,7 +230,7 @@ def test_captured_programs_follow_the_plans(engine: Engine, stand_ins: StandIns,
     assert launches > 5 and len(stand_ins.plans) - before >= (launches if model == "deepseek" else 3)
 
 
-def test_whoever_runs_a_program_itself_has_its_launch_planned(engine: Engine, attentive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launches_outside_the_scheduler_are_planned_too(engine: Engine, attentive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Readied beforehand, a launch is planned for the rows it then has, and planning it again changes nothing."""
     reported: list[list[tuple[int, int, list[int]]]] = []
     original = Planner.prepare

@@ -110,7 +110,7 @@ def test_cycles_in_flight_change_nothing(dense: Pair, shape: dict[str, Any]) -> 
     assert ids(llm.generate(PROMPTS, SamplingParams(max_tokens=LENGTH))) == expected(dense)
 
 
-def test_preempted_rows_start_afresh(dense: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preempted_rows_start_from_zero_states(dense: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     consult(monkeypatch, dense)
     made = watch_schedulers(monkeypatch)
     llm = dense.llm(**HOST, max_rows=3, num_pages=14, prefill_tokens_per_cycle=4096)

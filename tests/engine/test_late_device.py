@@ -81,7 +81,7 @@ def test_nothing_is_overwritten_or_read_too_early(structure: str, cycles_in_flig
     assert device.waits > 10 and device.longest >= 5 * cycles_in_flight
 
 
-def test_one_buffer_for_all_messages_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_buffer_for_all_messages_would_be_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above tests something: with a single message buffer the device copies messages that were never sent."""
     plan = structure_plan("chain", device="cpu", runtime="eager", buckets=[1, 2], max_rows=2, cycles_in_flight=3)
     networks = tiny_networks(plan)
@@ -115,7 +115,7 @@ def test_a_capture_is_replayed_once_where_launches_will_be(fake_driver: FakeDriv
 
 @pytest.mark.parametrize("captured_before", [0, 1])
 @pytest.mark.parametrize("how", ["stops", "stops, and can't be ended", "can't be ended", "can't be instantiated"])
-def test_whatever_stops_a_capture_the_next_may_begin(how: str, captured_before: int, fake_driver: FakeDriver) -> None:
+def test_a_capture_can_follow_any_failed_one(how: str, captured_before: int, fake_driver: FakeDriver) -> None:
     make = capturer()
     kept = [make.capture(lambda: None) for _ in range(captured_before)]
     fake_driver.can_end, fake_driver.can_instantiate = "ended" not in how, "instantiated" not in how

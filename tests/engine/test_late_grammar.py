@@ -170,9 +170,7 @@ def exposed(device: ClockedDevice) -> list[float]:
 @pytest.mark.parametrize(
     ("structure", "walk", "hidden"), [("tree", 0.25, 1.0), ("tree", 0.9, 1.0), ("chain", 1.5, 2 / 3), ("own-history", 2.0, 1 / 2)]
 )
-def test_a_walk_hides_behind_verification_as_far_as_that_lasts(
-    structure: str, walk: float, hidden: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_walks_overlap_verification(structure: str, walk: float, hidden: float, monkeypatch: pytest.MonkeyPatch) -> None:
     shown = exposed(decode(structure, walk, monkeypatch))
     assert len(shown) > 4
     assert [1 - gap / walk for gap in shown] == pytest.approx([hidden] * len(shown))
@@ -187,7 +185,7 @@ def test_copies_of_masks_come_after_verification(monkeypatch: pytest.MonkeyPatch
         assert verify.begin - draft.end == pytest.approx(2 * 0.03)
 
 
-def test_what_lies_between_two_cycles_does_not_hide(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_work_between_two_cycles_is_not_overlapped(monkeypatch: pytest.MonkeyPatch) -> None:
     """One cycle is in flight: the scheduler's step and the forced run keep the device waiting; without grammars nothing does."""
     with monkeypatch.context() as patch:
         device = decode("tree", 0.9, patch)

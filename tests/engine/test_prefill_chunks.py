@@ -122,7 +122,7 @@ def test_tokens_do_not_depend_on_the_chunks(long_pair: Pair, variant: str) -> No
     assert found[2048][0] == [long_pair.greedy(prompt, 6, ignore_eos=True) for prompt in prompt_ids]
 
 
-def test_short_memory_leaves_out_the_largest_chunks_that_nobody_gave() -> None:
+def test_short_memory_leaves_out_the_largest_default_chunks() -> None:
     target = model_facts(max_position_embeddings=4096)
     runtime = RuntimeConfig(name="captured", num_pages=300)
     config = Config(model=ModelConfig(path="target"), runtime=runtime, hardware=HardwareConfig(memory_gib=1))
@@ -148,7 +148,7 @@ def test_short_memory_leaves_out_the_largest_chunks_that_nobody_gave() -> None:
     assert fitting(memory(*GPU) - 10**6, list(GPU)) == GPU, "what was given stays"
 
 
-def test_an_engine_says_what_it_left_out(long_pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_engine_logs_chunks_that_it_left_out(long_pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setitem(CHUNKS, "cpu", (16, 64, 256, 1024))
     monkeypatch.setattr(memory_module, "SMALLEST_CHUNK", 64)
     roomy = long_pair.llm(prefill_chunks=None, max_rows=1, buckets=[1])

@@ -56,7 +56,7 @@ def test_a_verdict_holds_for_its_gpu_versions_and_kernels_only(hopper: Path, mon
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"passed": true}', "\0", '{"identity": null, "passed": "yes"}'])
-def test_a_file_that_is_no_verdict_is_none(hopper: Path, content: str) -> None:
+def test_an_invalid_verdict_file_is_ignored(hopper: Path, content: str) -> None:
     (hopper / programmatic.FILE).write_text(content)
     assert programmatic.verdict(CUDA) is None
 
@@ -69,7 +69,7 @@ def test_a_folder_that_cannot_be_read_is_no_verdict(hopper: Path) -> None:
     assert programmatic.verdict(CUDA) is None
 
 
-def test_older_gpus_refuse_what_was_asked_for_and_need_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_older_gpus_refuse_programmatic_launch_and_need_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     programmatic.remember(CUDA, True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
     assert programmatic.resolve(None, "fused", CUDA) is False
@@ -134,7 +134,7 @@ def test_the_command_keeps_its_verdict(
     assert ("may not be used" if differs else "may be used") in capsys.readouterr().out
 
 
-def test_without_a_gpu_the_command_says_so(monkeypatch: pytest.MonkeyPatch, hopper: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_gpu_the_command_reports_it(monkeypatch: pytest.MonkeyPatch, hopper: Path, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert probe.main([]) == 2
     assert "no verdict is kept" in capsys.readouterr().out

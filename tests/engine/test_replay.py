@@ -51,7 +51,7 @@ def test_runs_are_deterministic(pair: Pair) -> None:
     assert figures[0] == figures[1] == figures[2]
 
 
-def test_an_aborted_run_leaves_nothing_behind(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_aborted_run_leaves_no_state(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     Lockstep(monkeypatch)
     llm = pair.llm(**CHAIN, cycles_in_flight=3, max_rows=2)
     prompt_ids = prompts(4)

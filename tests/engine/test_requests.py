@@ -102,7 +102,7 @@ def test_spellings_of_prompts(prompts: Any, single: bool, read: list[list[int]])
         (["w2", [1], 1.5], r"prompts\[0\] = 'w2' \(str\), prompts\[2\] = 1.5 \(float\)"),
     ],
 )
-def test_what_is_no_prompt_at_all(prompts: Any, message: str) -> None:
+def test_arguments_that_are_no_prompt(prompts: Any, message: str) -> None:
     with pytest.raises(RequestError, match=message) as caught:
         split_prompts(prompts)
     assert caught.value.key == "prompts"
@@ -194,7 +194,7 @@ def test_parameters_for_all_and_for_each() -> None:
     assert read_params((one, other), 2) == [one, other]
 
 
-def test_one_prompt_where_one_is_asked_for() -> None:
+def test_one_prompt_where_one_is_required() -> None:
     for prompts, count in (([[1], [2]], 2), ([], 0)):
         with pytest.raises(RequestError, match=f"prompt: expected one prompt, found {count} of them"):
             make_requests(prompts, None, PLAN, encode, one=True)

@@ -187,7 +187,7 @@ def test_progress_is_reported_in_the_callers_thread(pair: Pair) -> None:
     assert [entry[0] for entry in seen if entry[0] == "build"]
 
 
-def test_building_for_one_call_while_others_wait_is_said(
+def test_building_for_one_call_while_others_wait_is_logged(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A prepared class that covers the request is used, even if it computes more; only a missing one is built, with a message."""

@@ -167,7 +167,7 @@ def test_a_launch_never_waits_for_the_result_before_it(cycles_in_flight: int) ->
 
 
 @pytest.mark.parametrize(("cycles_in_flight", "idle"), [(1, True), (2, False), (3, False)])
-def test_the_device_never_stands_still_while_the_host_is_faster(cycles_in_flight: int, idle: bool) -> None:
+def test_the_device_is_never_idle_while_the_host_is_faster(cycles_in_flight: int, idle: bool) -> None:
     device = steady(cycles_in_flight, Times((0.4, 0.4), (1.0, 1.0)))
     gaps = device.idle[cycles_in_flight:]
     assert len(gaps) > 30
@@ -214,7 +214,7 @@ def test_a_third_cycle_in_flight_hides_a_result_that_comes_late() -> None:
     assert max(steady(3, late).idle[3:]) == 0.0
 
 
-def test_a_host_slower_than_the_device_is_what_it_is() -> None:
+def test_a_host_slower_than_the_device_leaves_it_idle() -> None:
     device = steady(2, Times((2.0, 2.0), (1.0, 1.0)))
     assert min(device.idle[2:]) == pytest.approx(1.0)
     assert device.waits <= 2, "results arrive before the host waits for them"

@@ -129,7 +129,7 @@ def test_threads(pair: Pair, shape: dict[str, Any], pages: int | None, lockstep:
     assert_idle(llm)
 
 
-def test_what_one_call_asks_of_the_sampler_stays_with_it(pair: Pair) -> None:
+def test_sampling_of_one_call_does_not_affect_others(pair: Pair) -> None:
     """Rows that joined under one class run under a larger one, on rows where another request's filters, penalties and bias were."""
     kinds = [
         SamplingParams(max_tokens=LENGTH, ignore_eos=True),
@@ -172,7 +172,7 @@ def test_the_smallest_class_that_covers_its_rows_runs(pair: Pair, monkeypatch: p
     assert set(used[together:]) == {SamplingClass()}, "the remaining request is greedy and plain"
 
 
-def test_a_call_has_the_engine_to_itself_or_not_at_all(pair: Pair) -> None:
+def test_exclusive_calls_are_refused_while_others_are_open(pair: Pair) -> None:
     llm = pair.llm(**TREE, max_rows=2)
     prompt_ids = prompts(2)
     stream = llm.stream(prompt_ids, PARAMS)
@@ -221,7 +221,7 @@ def test_a_call_from_inside_a_step_is_refused(pair: Pair) -> None:
     assert_idle(llm)
 
 
-def test_programs_that_cannot_be_built_fail_the_call_that_wants_them(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs_that_cannot_be_built_fail_the_call_that_needs_them(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = pair.llm(**CHAIN)
     prompt_ids = prompts(2)
     prepare = type(llm.cycle).prepare
@@ -242,7 +242,7 @@ def test_programs_that_cannot_be_built_fail_the_call_that_wants_them(pair: Pair,
     assert_idle(llm)
 
 
-def test_a_stream_that_nobody_holds_any_more_gives_back_what_it_had(pair: Pair) -> None:
+def test_a_collected_stream_frees_its_rows(pair: Pair) -> None:
     llm = pair.llm(**CHAIN, max_rows=2)
     stream = llm.stream(prompts(3), PARAMS)
     next(stream)

@@ -75,7 +75,7 @@ def test_drafters_of_one_pass_give_the_tokens_of_plain_decoding(
 
 
 @pytest.mark.parametrize("name", ["jetspec", "reduced"])
-def test_what_is_forced_is_accepted_whatever_they_know(favouring: Pair, drafts: dict[str, ParallelDraft], name: str) -> None:
+def test_forced_text_is_accepted_by_drafters_that_do_not_know_it(favouring: Pair, drafts: dict[str, ParallelDraft], name: str) -> None:
     """One spelling of twelve tokens and an end: as fast as the depth allows, in drafts that know neither token."""
     with drafts[name].llm(favouring, **CHAIN) as llm:
         params = SamplingParams(structured=Structured(regex="(z7){6}"), max_tokens=40)

@@ -77,7 +77,7 @@ def programmatic(request: pytest.FixtureRequest) -> Iterator[bool]:
     use_programmatic_launch(False)
 
 
-def test_all_of_them_behind_each_other_in_one_graph(programmatic: bool) -> None:
+def test_all_of_them_in_sequence_in_one_graph(programmatic: bool) -> None:
     """They share counters, and with programmatic launch each begins while the one before it still runs."""
     cases = [(op, case) for op in OPS for case in op.cases(torch.Generator().manual_seed(6))]
     use_programmatic_launch(False)

@@ -76,7 +76,7 @@ def test_a_captured_prefill_equals_a_direct_one_bitwise(structure: str, mode: st
             assert same_bits(left, right), name
 
 
-def test_the_report_says_what_graphs_weigh() -> None:
+def test_the_report_has_the_memory_of_graphs() -> None:
     cycle = tiny("tree")
     cycle.prepare(keys_of(cycle))
     report = cycle.capture_report()

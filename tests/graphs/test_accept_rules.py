@@ -358,7 +358,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 @pytest.mark.covers("eagle3", "accept=target_only", "accept=rejection")
 @pytest.mark.parametrize(("shape", "rule"), [(CHAIN, "target_only"), (TREE, "target_only"), (CHAIN, "rejection")])
-def test_greedy_rows_do_not_notice_the_rule(pair: Pair, shape: dict[str, Any], rule: str) -> None:
+def test_greedy_rows_do_not_depend_on_the_rule(pair: Pair, shape: dict[str, Any], rule: str) -> None:
     prompt_ids = prompts(3)
     params = [SamplingParams(max_tokens=12, temperature=t, seed=7) for t in (0.0, 1.0, 0.0)]
     outputs = ids(pair.llm(**shape, rule=rule).generate(prompt_ids, params))

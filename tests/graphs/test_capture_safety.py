@@ -254,7 +254,7 @@ def test_a_number_as_an_argument_is_no_host_traffic() -> None:
         torch.where(x > 0, x, -1.0).masked_fill(x > 0, 2.0).mul_(3)
 
 
-def test_capture_itself_asks_for_a_gpu() -> None:
+def test_capture_needs_a_gpu() -> None:
     plan = tiny_plan(SHAPES["none"], device="cpu", runtime="eager")
     with pytest.raises(RuntimeError, match="device: expected cuda, found cpu"):
         Capturer(Arena(plan, 1))

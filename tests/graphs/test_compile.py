@@ -53,7 +53,7 @@ def test_a_region_compiles_once() -> None:
         assert views.x.tolist() == [count] * 4
 
 
-def test_loops_run_on_as_many_threads_as_asked(cache: Path) -> None:
+def test_loops_run_on_the_configured_number_of_threads(cache: Path) -> None:
     """Where native ops have threads of their own, a second team would take their cores."""
     from torch._inductor.utils import run_and_get_code
 

@@ -47,7 +47,7 @@ def size(memory: MemoryPlan, name: str) -> int:
 
 
 @pytest.mark.parametrize("keys", [{"variant": "none"}, CHAIN, {**TREE, "cycles_in_flight": 3, "num_pages": 7, "max_rows": 3}])
-def test_what_is_counted_is_what_is_allocated(pair: Pair, keys: dict[str, Any]) -> None:
+def test_planned_memory_is_allocated_memory(pair: Pair, keys: dict[str, Any]) -> None:
     llm = pair.llm(**keys)
     memory, arena = llm.memory, llm.cycle.arena
     arena.allocate(SamplingClass(True, True, True, True, 2, True, True, True, True))
@@ -155,7 +155,7 @@ def cuda_memory(pair: Pair, monkeypatch: pytest.MonkeyPatch, free: int, *, unuse
     return plan_memory(plan, config)
 
 
-def test_a_gpu_is_asked_what_is_free_and_graphs_have_a_reserve(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_gpu_memory_is_queried_and_graphs_have_a_reserve(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     memory = cuda_memory(pair, monkeypatch, 3 * GIB, unused=GIB)
     assert (memory.available, memory.budget) == (4 * GIB, int(4 * GIB * 0.9))
     memory.check()
@@ -197,7 +197,7 @@ def test_the_largest_number_of_pages_is_exact(excess: int) -> None:
         memory.check()
 
 
-def test_the_table_says_it_all(pair: Pair) -> None:
+def test_the_table_has_every_line_of_the_plan(pair: Pair) -> None:
     memory = LLM(config=config_for(pair)).memory
     console = Console(record=True, width=120)
     console.print(memory_table(memory))

@@ -30,7 +30,7 @@ def messages(draw: st.DrawFn) -> Message:
 
 
 @given(st.lists(messages(), min_size=1, max_size=8))
-def test_the_buffer_says_the_last_message_and_nothing_else(sent: list[Message]) -> None:
+def test_the_buffer_holds_only_the_last_message(sent: list[Message]) -> None:
     buffer, fresh = MessageBuffer(LAYOUT, pinned=False), torch.zeros(LAYOUT.size, dtype=torch.int64)
     for message in sent:
         LAYOUT.encode(message, fresh)

@@ -175,7 +175,7 @@ def test_results_and_arguments_are_no_scratch() -> None:
     assert kernel_scratch(plan) == 0, "references allocate what torch allocates"
 
 
-def test_without_triton_a_warning_says_what_is_not_counted(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_triton_a_warning_names_what_is_not_counted(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(scratch, "find_spec", lambda name: None)
     assert kernel_scratch(structure_plan("tree", device="cuda", runtime="captured", mode="fused")) == 0
     assert "scratch of fused kernels is not in the memory plan" in caplog.text

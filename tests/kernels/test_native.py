@@ -82,7 +82,7 @@ def test_strided_queries_are_read_in_place() -> None:
     assert torch.equal(found, native.tree_attention(query.contiguous(), pool, 1, table, begin, end, words, 0.2))
 
 
-def test_a_nan_that_is_seen_comes_out_and_stays_in_its_lane() -> None:
+def test_a_visible_nan_propagates_within_its_lane_only() -> None:
     pool, table = pool_and_table(16, 2)
     pool[0, 0, table[0, 0].long(), 3] = torch.nan
     query, begin = torch.randn(2, 1, HEADS, DIM), torch.zeros(2, 1, dtype=torch.int64)

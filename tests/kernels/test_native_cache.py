@@ -175,7 +175,7 @@ def test_the_cache_is_where_the_system_keeps_caches(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have other rules")
-def test_nobody_says_where_home_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_home_folder_the_message_names_the_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     """As for a user without an entry in the table of users; then ``~`` stays as it is."""
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr("os.path.expanduser", lambda path: path)

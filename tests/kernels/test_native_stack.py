@@ -158,7 +158,7 @@ def wide(network: nn.Module, dtype: torch.dtype) -> Any:
 
 @pytest.mark.parametrize("tree", [True, False], ids=["tree", "chunk"])
 @pytest.mark.parametrize(("family", "shift"), [*((family, 0) for family in FAMILIES), ("llama", 1), ("mistral", 1)])
-def test_a_target_is_its_reference(family: str, shift: int, tree: bool) -> None:
+def test_a_target_equals_its_reference(family: str, shift: int, tree: bool) -> None:
     model = facts(**FAMILIES[family])
     network = fill(LlamaModel(model, (0, 2), 64))
     ours, at = packed(network), scene(model, tree=tree, shift=shift)
@@ -196,7 +196,7 @@ def drafts() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", list(drafts()))
-def test_a_draft_is_its_reference(name: str) -> None:
+def test_a_draft_equals_its_reference(name: str) -> None:
     network = fill(drafts()[name])
     ours, at, step = packed(network), scene(network.facts.decoder, tree=True), 1
     hidden = torch.randn(2, 7, 48, generator=torch.Generator().manual_seed(3))
@@ -263,7 +263,7 @@ def test_a_weight_with_one_other_value_stays_in_float32() -> None:
 
 
 @pytest.mark.parametrize("tree", [True, False], ids=["tree", "chunk"])
-def test_slots_that_nobody_sees_may_hold_nan(tree: bool) -> None:
+def test_unseen_slots_may_hold_nan(tree: bool) -> None:
     model = facts()
     ours, at = packed(fill(LlamaModel(model, (), 64))), scene(facts(), tree=tree)
     expected = ours(at.token, at.attention()).hidden_BTH
@@ -297,7 +297,7 @@ def test_networks_without_such_layers_say_why() -> None:
     assert pack_network(nn.Linear(2, 2), PLAN) == "a network of another package"
 
 
-def test_an_engine_says_which_path_its_networks_take(tmp_path: Path) -> None:
+def test_an_engine_reports_the_path_of_its_networks(tmp_path: Path) -> None:
     pair = mirror_pair(tmp_path)
     whole, single = "one native op per pass", "op by op: set by kernels.mode, kernels.linear or kernels.attention"
     for path, keys in (

@@ -82,7 +82,7 @@ def expected(slots: Any, stage: Native) -> Tensor:
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_a_tape_does_what_the_run_did_on_what_the_slots_hold_by_then(slots: Any, threads: int) -> None:
+def test_a_tape_repeats_the_run_on_current_slot_values(slots: Any, threads: int) -> None:
     before = torch.get_num_threads()
     stage = Native()
     calls = record(lambda: stage(slots))

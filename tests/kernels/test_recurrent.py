@@ -118,7 +118,7 @@ def test_every_node_follows_its_own_ancestors(op: Op, nodes: int) -> None:
 
 
 @implementations("delta_walk", "delta_solve", "ssm_walk", "ssm_dual")
-def test_unused_nodes_are_seen_by_nobody_and_read_zero(op: Op) -> None:
+def test_unused_nodes_are_unseen_and_give_zero(op: Op) -> None:
     case = tree(3)
     used_BT = ancestor_matrix(case["ancestors_BTX"]).diagonal(dim1=1, dim2=2)
     assert not used_BT.all()

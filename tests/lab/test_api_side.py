@@ -130,7 +130,7 @@ def test_times_and_sizes_come_from_the_events(server: str, style: str) -> None:
     assert Handler.at_once[1] == 2, "as many requests at once as the workload says"
 
 
-def test_what_is_asked_is_the_workload(server: str) -> None:
+def test_requests_are_those_of_the_workload(server: str) -> None:
     one = side(server, requests=2)
     one.config.profile.api_key = None
     one.workload = type(one.workload)(
@@ -166,7 +166,7 @@ def test_a_server_that_fails_is_an_error_in_its_own_words(server: str, style: st
         side(server).round()
 
 
-def test_nobody_there_and_no_address() -> None:
+def test_no_server_and_no_address() -> None:
     with pytest.raises(ResourceError, match="an answer"):
         Server("http://127.0.0.1:9", None, 2.0).first_model()
     with pytest.raises(ConfigError, match="url"):
@@ -175,13 +175,13 @@ def test_nobody_there_and_no_address() -> None:
         LaunchConfig(baseline=["openai"])
 
 
-def test_a_server_that_lists_no_model_is_told_apart(server: str) -> None:
+def test_a_server_that_lists_no_model_is_refused(server: str) -> None:
     Handler.style = "no models"
     with pytest.raises(ResourceError, match=r"profile\.api_model"):
         side(server)
 
 
-def test_a_stream_that_tells_nothing_has_totals_and_no_sizes() -> None:
+def test_a_stream_with_usage_only_is_not_exact() -> None:
     reader = StreamReader()
     for moment, text in enumerate(["a", "", "bc"]):
         reader.take(float(moment), {"choices": [{"text": text, "finish_reason": None}]})

@@ -85,7 +85,7 @@ FIELDS = st.fixed_dictionaries({
 
 
 @given(st.lists(FIELDS, min_size=1, max_size=8))
-def test_labels_tell_sides_apart_and_begin_with_their_name(fields):
+def test_labels_distinguish_sides_and_begin_with_their_name(fields):
     sides = [results.SideRecord("f:1", {"equal": True, **record}, {}) for record in fields]
     results._label(sides)
     assert len({(side.label, side.batch) for side in sides}) == len(sides)

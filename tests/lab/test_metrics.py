@@ -106,7 +106,7 @@ def test_requests_that_overlap_share_the_clock() -> None:
     assert both.tokens_per_second_per_user == pytest.approx((4 / 2 + 6 / 3.5) / 2)
 
 
-def test_a_user_asks_the_next_question_when_an_answer_is_there() -> None:
+def test_a_user_sends_the_next_request_after_an_answer() -> None:
     assert closed_loop_arrivals(1.0, [5.0, 3.0, 9.0, 7.0], users=2) == [1.0, 1.0, 3.0, 5.0]
     assert closed_loop_arrivals(1.0, [2.0], users=8) == [1.0]
 

@@ -56,7 +56,7 @@ def test_bursts_arrive_together_at_the_same_mean_rate() -> None:
     assert times[-1] / 4000 == pytest.approx(1 / 50, rel=0.1)
 
 
-def test_a_trace_says_when_what_arrives(tmp_path: Path) -> None:
+def test_a_trace_sets_arrival_times_and_lengths(tmp_path: Path) -> None:
     file = tmp_path / "trace.jsonl"
     lines = [
         {"arrival": 7.5, "input_tokens": 30, "output_tokens": 5}, {"arrival": 5.0, "prompt": "abc"}, {"arrival": 5.25, "input_tokens": 3},
@@ -103,7 +103,7 @@ def test_options_that_do_not_fit_together_are_refused(keys: dict[str, Any], name
         WorkloadConfig(**keys)
 
 
-def test_what_asks_in_a_closed_loop_refuses_an_open_one() -> None:
+def test_closed_loop_sides_refuse_an_open_loop() -> None:
     open_loop = LaunchConfig(workload=WorkloadConfig(**POISSON), baseline=["none", "hf"])
     with pytest.raises(ConfigError, match=r"workload\.arrivals.*baseline=hf"):
         sides_of(open_loop)

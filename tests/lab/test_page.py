@@ -72,7 +72,7 @@ def test_a_side_that_is_not_equal_shows_no_figure_anywhere(tmp_path, equal):
         assert '<span class="mark loud" title="1 of 8 differs">not equal</span>' in text
 
 
-def test_marks_stand_beside_every_figure_of_a_marked_side(tmp_path):
+def test_marks_are_next_to_every_figure_of_a_marked_side(tmp_path):
     marked = side("eagle3 reported", "subject", 1, 900.0, [3, 1, 4], synthetic=True, lossy=True, equal=None, ratio=ratio("none", 2.0))
     _, document = render(tmp_path, [provenance(), marked, side("none", "none", 1, 450.0)])
     text = "".join(document.words)
@@ -87,7 +87,7 @@ def test_marks_stand_beside_every_figure_of_a_marked_side(tmp_path):
     assert "SYNTHETIC" in tile
 
 
-def test_a_busy_machine_is_said_above_the_figures(tmp_path):
+def test_a_busy_machine_is_reported_above_the_figures(tmp_path):
     busy, free = side("eagle3", "subject", 1, 900.0, [3, 1, 4], core_wait=0.62), side("none", "none", 1, 450.0, core_wait=0.01)
     text = "".join(render(tmp_path, [provenance(), busy, free])[1].words)
     assert (
@@ -99,7 +99,7 @@ def test_a_busy_machine_is_said_above_the_figures(tmp_path):
 
 
 @pytest.mark.parametrize(("gpu", "cautious"), [(False, True), (True, False)])
-def test_cpu_figures_carry_a_caution_and_the_name_of_the_machine(tmp_path, gpu, cautious):
+def test_cpu_figures_have_a_note_and_the_name_of_the_machine(tmp_path, gpu, cautious):
     _, document = render(tmp_path, records(gpu=gpu))
     text = "".join(document.words)
     assert ("not what a GPU will do" in text) is cautious
@@ -112,7 +112,7 @@ def test_a_configured_key_stays_out_of_the_page(whole):
     assert "secret-key" not in text
 
 
-def test_the_page_opens_with_a_side_that_earned_its_acceptance(tmp_path):
+def test_the_page_opens_with_a_side_of_unforced_acceptance(tmp_path):
     found = read(tmp_path, records())
     opened = page.best(found)
     assert opened is not None
@@ -133,7 +133,7 @@ def test_shapes_are_explained_where_there_are_any(tmp_path, shaped):
 # The page itself
 
 
-def test_the_page_asks_for_nothing(whole):
+def test_the_page_makes_no_requests(whole):
     text, document = whole
     assert len(text.encode()) < 300_000
     addresses = set(re.findall(r"\b(?:https?|ftp|wss?):[^\s\"'`<)]+", text))
@@ -257,7 +257,7 @@ def test_lone_surrogates_do_not_keep_the_page_from_being_written(tmp_path, monke
     assert json.loads(Document(out.read_text(encoding="utf-8")).scripts["generations-data"])[0]["prompt"] == "half \ud83d"
 
 
-def test_what_keeps_the_page_from_being_written_is_said(tmp_path, monkeypatch, capsys):
+def test_errors_of_writing_the_page_are_one_message(tmp_path, monkeypatch, capsys):
     write(tmp_path, [provenance(), side("x", "subject", 1, 10.0)])
     with pytest.raises(SystemExit) as done:
         cli.main(["report", f"report.files=[{tmp_path}]", f"report.out={tmp_path}"])

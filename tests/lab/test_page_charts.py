@@ -55,7 +55,7 @@ def test_a_key_that_plotly_does_not_know_is_an_error_when_the_chart_is_made():
         charts.drawing([], 300, x={"gridcolor": "--grid"}, y={})
 
 
-def test_a_chart_without_data_is_left_out_and_said(tmp_path):
+def test_a_chart_without_data_is_left_out_and_listed(tmp_path):
     bare = {key: value for key, value in side("x", "subject", 1, 100.0).items() if key in results.IDENTITY} | {"kind": "side"}
     bare["tokens_per_second"] = {"median": 100.0}
     _, document = render(tmp_path, [bare])
@@ -87,7 +87,7 @@ def test_the_floor_line_is_acceptance_times_batch_over_floor(tmp_path):
     assert len(found) == 2
 
 
-def test_one_batch_is_drawn_as_bars_with_the_floor_beside(tmp_path):
+def test_one_batch_is_drawn_as_bars_with_the_floor(tmp_path):
     found = read(
         tmp_path, [provenance(), side("x", "subject", 1, 800.0, [2, 1, 3]), side("none", "none", 1, 500.0), side("hf", "hf", 1, 300.0)]
     )

@@ -327,7 +327,7 @@ def test_rows_that_fit_fit_and_one_more_does_not() -> None:
     assert fits(1, found.capacity.longest) and (found.capacity.longest == 131072 or not fits(1, found.capacity.longest + 16))
 
 
-def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_that_does_not_fit_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     """DeepSeek-V3 in 16 bits on one H200: ten times too large. Planned in seconds nevertheless, its 256 experts never built."""
     began = time.process_time()
     document = plan(capsys, "model=deepseek-v3", "variant=mtp", "hardware=h200", "plan.batches=[1,8]")
@@ -338,7 +338,7 @@ def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert 18e9 * 2 < document["plans"][0]["plain_floor_ms"] / 1e3 * 4.8e12 < 45e9 * 2
 
 
-def test_a_configured_shape_is_shown_beside_the_advice(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_configured_shape_is_shown_next_to_the_recommended_one(capsys: pytest.CaptureFixture[str]) -> None:
     shape = ("variant.num_steps=3", "variant.topk=1", "variant.num_draft_tokens=4")
     document = plan(capsys, "hardware=rtx4090", "plan.batches=[1,2]", *shape)
     assert [(row["batch"], row["shape"]) for row in document["configured"]] == [(1, [3, 1, 4]), (2, [3, 1, 4])]
@@ -473,7 +473,7 @@ def test_a_quantised_target_is_planned_and_still_refused(capsys: pytest.CaptureF
         ("model=llama-3.1-8b", "hardware=rtx4090", "hardware.memory_gib=18"),
     ],
 )
-def test_what_is_said_to_fit_fits(capsys: pytest.CaptureFixture[str], words: tuple[str, ...]) -> None:
+def test_suggested_configurations_fit(capsys: pytest.CaptureFixture[str], words: tuple[str, ...]) -> None:
     """Every command that a refusal gives, as it stands, plans an engine that holds a row."""
     document = plan(capsys, *words, "plan.batches=[1]")
     shortfall = document["shortfall"]

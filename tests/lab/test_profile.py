@@ -51,7 +51,7 @@ def test_prompts_that_are_shipped_come_from_modules_no_demo_model_was_trained_on
     assert held_out.cut(text, 0.5).startswith("line") and text.count(held_out.cut(text, 0.5)) == 1
 
 
-def test_workloads_are_the_same_for_everybody_and_of_the_length_asked_for(tmp_path: Path) -> None:
+def test_workloads_are_equal_for_all_sides_and_of_the_requested_length(tmp_path: Path) -> None:
     config = LaunchConfig(workload=WorkloadConfig(requests=40, input_tokens=30))
     one, two = (make_workload(config, spell, 44) for _ in range(2))
     assert one == two and one.digest == two.digest and len(one.requests) == 40 and {len(request.prompt) for request in one.requests} == {30}
@@ -223,7 +223,7 @@ def test_a_side_that_is_wrong_once_gets_no_figure_at_all(
     assert order == (["subject", "none", "none", "subject"] if interleave else ["subject", "subject", "none", "none"])
 
 
-def test_a_busy_machine_is_said_below_the_table(fake: type[FakeWorker], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_busy_machine_is_reported_below_the_table(fake: type[FakeWorker], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = LaunchConfig(baseline=["none", "hf"], results=str(tmp_path), profile=ProfileConfig(rounds=1, generations=0))
     assert profile.run(config) == 0
     assert "per second timed: subject 0.50." in capsys.readouterr().out
@@ -253,7 +253,7 @@ def test_a_worker_answers_in_its_own_process_and_refuses_by_name(pair: Pair) -> 
             process.ask("round")
 
 
-def test_a_worker_says_how_far_it_is(pair: Pair) -> None:
+def test_a_worker_reports_progress(pair: Pair) -> None:
     """Phase, count and total of loading and of every program, in order, before the answer."""
     lines: list[str] = []
     with WorkerProcess("subject", 120.0, lines.append) as process:
@@ -282,7 +282,7 @@ def test_progress_does_not_stretch_the_time_limit() -> None:
     assert lines == [f"chatty: phase, {done} of 2" for done in range(3)]
 
 
-def test_a_worker_that_says_nothing_is_ended() -> None:
+def test_a_silent_worker_is_killed() -> None:
     with WorkerProcess("slow", 0.05) as process, pytest.raises(ResourceError, match=r"side 'slow', warm_up.*within 0.05 seconds"):
         process.ask("warm_up", seconds=1.0)
     assert process._process.returncode is not None
@@ -316,7 +316,7 @@ def test_a_whole_run(pair: Pair, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
 
 
-def test_whoever_only_asks_imports_no_torch() -> None:
+def test_the_controlling_process_imports_no_torch() -> None:
     modules = ("torch", "transformers", "numpy")
     imports = "import sys; import graphspec.lab.measure.profile, graphspec.lab.measure.worker"
     code = f"{imports}; print([m for m in {modules} if m in sys.modules])"

@@ -42,7 +42,7 @@ def side(pair: Pair) -> EngineSide:
     return EngineSide(launch(pair, batch=2))
 
 
-def test_a_round_tells_every_token_and_when_it_came(side: EngineSide, pair: Pair) -> None:
+def test_a_round_records_every_token_and_its_time(side: EngineSide, pair: Pair) -> None:
     reported = side.round()
     outputs = side.llm.generate([request.prompt for request in side.workload.requests], side.params)
     assert (
@@ -68,7 +68,7 @@ def test_a_request_that_is_refused_ends_the_run_before_it_starts(pair: Pair, mon
         EngineSide(launch(pair, input_tokens=96, requests=1))
 
 
-def test_acceptance_is_what_the_engine_says_it_is(side: EngineSide) -> None:
+def test_acceptance_is_that_of_the_engine(side: EngineSide) -> None:
     reported = side.round()
     found = figures([compare.Round([Timeline.from_json(row) for row in reported["timelines"]])])
     assert side.llm.metrics is not None
@@ -146,7 +146,7 @@ def test_plain_decoding_is_recorded_too(pair: Pair) -> None:
     assert all(len(cycle["nodes"]) == 1 and len(cycle["emitted"]) == 1 for cycle in record["cycles"]) and len(record["cycles"]) == 11
 
 
-def test_stages_are_timed_only_where_that_is_asked(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stages_are_timed_only_on_request(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("graphspec.lab.measure.stages.copy_bandwidth", lambda *args, **kwargs: 1e9)
     one = EngineSide(launch(pair, requests=1, profile=ProfileConfig(stages=False)))
     found = one.profile()
@@ -250,7 +250,7 @@ def test_a_captured_run_is_timed_by_its_marks(side: EngineSide, monkeypatch: pyt
     assert all(one.busy == one.ready - one.launched >= 0 for one in recorder.launches)
 
 
-def test_the_profiler_is_asked_one_replay_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_profiler_sees_one_replay_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
 
     class FakeProfile:

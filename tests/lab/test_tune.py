@@ -115,7 +115,7 @@ def test_a_ratio_below_one_is_shown_as_it_was_measured() -> None:
     assert "chosen: (4,1,5), 1.50x plain decoding over all batch sizes S, K, N" in text and "score" not in text
 
 
-def test_a_busy_machine_is_said() -> None:
+def test_a_busy_machine_is_reported() -> None:
     tuning = tuned(outcome(CHAIN, 1, 1.5))
     tuning.rows = [
         {"case": case, "side": side, "core_wait": share}
@@ -138,7 +138,7 @@ def test_nothing_that_pays_is_plain_decoding() -> None:
 
 
 @pytest.mark.parametrize(("steps", "depths"), [(1, [0]), (2, [0, 1]), (4, [0, 1, 2]), (5, [0, 1, 2]), (8, [0, 2, 4])])
-def test_depths_beside_the_deepest(steps: int, depths: list[int]) -> None:
+def test_depths_other_than_the_deepest(steps: int, depths: list[int]) -> None:
     assert shallower_depths(steps) == depths
 
 
@@ -211,7 +211,7 @@ def test_an_experiment_file_makes_its_configuration_again(name: str, tmp_path: P
     assert (later.sampling.max_tokens, later.runtime.name, later.runtime.page_size) == (7, "eager", 4)
 
 
-def test_a_choice_that_is_as_it_stands_is_told_by_its_name_alone() -> None:
+def test_a_default_group_is_listed_without_overrides() -> None:
     text = experiment_text(load_config("variant=mtp", "hardware=cpu"), [])
     assert text.splitlines()[-1] == "- _self_"
 
@@ -394,7 +394,7 @@ def small(pair: Pair, folder: Path, **changes: Any) -> LaunchConfig:
     return replace(config, tune=replace(config.tune, batches=[1], **changes), workload=replace(config.workload, requests=1))
 
 
-def test_a_winner_found_on_a_busy_machine_carries_the_caution(
+def test_a_winner_found_on_a_busy_machine_is_marked(
     pair: Pair, local: type[Local], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     local.core_wait = 0.62

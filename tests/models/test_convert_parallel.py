@@ -155,7 +155,7 @@ def test_what_a_block_drafter_needs_is_named(pair: Pair, tmp_path: Path) -> None
     assert {path.name for path in tmp_path.iterdir()} == {"source", "deeper", "head"}  # nothing half written
 
 
-def test_the_residual_of_a_speculators_head_that_says_nothing(pair: Pair, tmp_path: Path) -> None:
+def test_the_default_residual_of_a_speculators_head(pair: Pair, tmp_path: Path) -> None:
     """vLLM reads it as false for P-EAGLE, and as true for EAGLE-3."""
     target, tensors = read_model_facts(pair.target), p_eagle_tensors(pair)
     head = write_p_eagle(tmp_path / "head", tensors, "speculators", norm_before_residual=None)

@@ -145,7 +145,7 @@ def test_fused_tensors_are_checked_as_a_whole(tmp_path: Path) -> None:
     ("family", "path"),
     [("olmo2", "op by op: norms after attention and MLP"), ("phi3", "one native op per pass")],
 )
-def test_a_compiled_engine_says_which_path_the_family_takes(family: str, path: str, tmp_path: Path) -> None:
+def test_a_compiled_engine_reports_the_path_of_the_family(family: str, path: str, tmp_path: Path) -> None:
     """What it gives is compared in ``test_equality_full``: compiling takes minutes."""
     assert pair_of(family, tmp_path).llm(runtime="compiled", **CHAIN).decoders == {"target": path, "draft": "one native op per pass"}
 

@@ -86,7 +86,7 @@ def test_a_revision_picks_its_snapshot(cache: Path, revision: str) -> None:
     assert contexts == [96, 48]
 
 
-def test_a_folder_of_that_name_goes_first(pair: Pair, cache: Path) -> None:
+def test_a_local_folder_takes_precedence_over_the_hub(pair: Pair, cache: Path) -> None:
     (cache.parent / "some-org").mkdir()
     (cache.parent / MODEL).symlink_to(pair.target)
     assert not checkpoint_folder("model.path", MODEL).is_absolute()
@@ -136,7 +136,7 @@ RESPONSE = SimpleNamespace(headers={}, status_code=404, request=SimpleNamespace(
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
 )
-def test_what_the_hub_says_is_one_message(cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, error: Exception, part: str) -> None:
+def test_an_error_of_the_hub_is_one_message(cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, error: Exception, part: str) -> None:
     def fail(*_: Any, **__: Any) -> str:
         raise error
 

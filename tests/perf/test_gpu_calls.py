@@ -72,15 +72,15 @@ def run_down(parts: Sequence[Part], minutes: float, shares: Sequence[float], bet
 
 @pytest.mark.parametrize("call", CALLS)
 @given(shares=several(1), between=several(GAP))
-def test_whatever_the_parts_before_do_each_has_its_least_and_the_whole_is_over_in_time(
-    call: str, shares: list[float], between: list[float]
-) -> None:
+def test_every_part_gets_its_reserved_time_and_the_call_ends_in_time(call: str, shares: list[float], between: list[float]) -> None:
     assert needed(CALLS[call]) <= MINUTES
     run_down(CALLS[call], MINUTES, shares, between)
 
 
 @given(leasts=several(300), more=several(600), shares=several(1), between=several(GAP))
-def test_a_greedy_part_leaves_the_others_theirs(leasts: list[float], more: list[float], shares: list[float], between: list[float]) -> None:
+def test_greedy_parts_leave_the_others_their_minimum(
+    leasts: list[float], more: list[float], shares: list[float], between: list[float]
+) -> None:
     """Other parts, in the fewest minutes there can be."""
     parts = [Part(str(number), least + extra, least, "") for number, (least, extra) in enumerate(zip(leasts, more, strict=True))]
     run_down(parts, needed(parts), shares, between)
@@ -285,7 +285,7 @@ def test_checks_that_passed_are_left_out_by_their_whole_names(tmp_path: Path) ->
     assert [item.nodeid for item in items] == ["t.py::test_ab"] and [item.nodeid for item in left_out] == ["t.py::test_a"]
 
 
-def test_a_run_in_which_everything_had_passed_says_so(tmp_path: Path) -> None:
+def test_a_run_without_remaining_tests_has_its_own_exit_code(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text("def test_a(): pass\n")
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     passed = tmp_path / "passed"
@@ -384,7 +384,7 @@ def test_the_whole_engine_gives_every_request_its_tokens(
     assert "failed" in capsys.readouterr().out and "first token, tree (5,4,8)" in "\n".join(readme.engine_lines(rows))
 
 
-def test_a_baseline_that_lost_its_graph_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_baseline_without_its_graph_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Inductor leaves a graph out with a warning, and counts that."""
     before = static_decode.skipped_graphs()
     monkeypatch.setitem(counters["inductor"], "cudagraph_skips", before)

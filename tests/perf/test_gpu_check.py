@@ -74,7 +74,7 @@ def suite(tmp_path: Path) -> Path:
     return folder
 
 
-def test_whatever_a_check_does_the_others_are_recorded(suite: Path) -> None:
+def test_other_checks_are_recorded_whatever_one_does(suite: Path) -> None:
     file = suite / "records.jsonl"
     command = [
         sys.executable, "-m", "pytest", str(suite), "-q", "-p", "no:cacheprovider", "-p", "perf.gpu.records", f"--records={file}",
@@ -93,7 +93,7 @@ def test_whatever_a_check_does_the_others_are_recorded(suite: Path) -> None:
     assert "crashed" in messages["test_hangs"] and "stream is capturing" in messages["test_says_that_a_capture_failed"]
 
 
-def test_a_check_that_hangs_says_where(suite: Path) -> None:
+def test_a_hanging_check_reports_its_position(suite: Path) -> None:
     """In one process it takes the run with it, but not what was written."""
     file = suite / "records.jsonl"
     command = [sys.executable, "-m", "pytest", str(suite), "-q", "-p", "perf.gpu.records", f"--records={file}", "-k", "passes or hangs"]
@@ -167,7 +167,7 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     ],
 )
 @pytest.mark.parametrize("part", ["core", "tests"])
-def test_a_result_file_says_where_and_what(
+def test_a_result_file_has_provenance_and_summary(
     part: str, code: int | None, found: list[dict[str, object]], green: bool, tmp_path: Path, parts: dict[str, Any]
 ) -> None:
     parts |= {"code": code, "checks": found}
@@ -301,7 +301,7 @@ def test_every_task_of_latency_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert [row["kind"] for row in results.read(other)] == ["provenance", "bandwidth", "draft_step"]
 
 
-def test_every_probe_has_a_name_and_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_probe_has_a_name_and_reports_its_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     known = probes.all_probes()
     assert set(probes.ESSENTIAL) <= set(known) and len(known) > 30
     if not torch.cuda.is_available():
@@ -324,7 +324,7 @@ def test_the_probes_pass_where_they_can_run_without_a_gpu(monkeypatch: pytest.Mo
         probes.engine("none", "fused")
 
 
-def test_where_the_profiler_sees_nothing_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_profile_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where a process may not use CUPTI: no figure, and the run goes on."""
 
     class Blind:
@@ -356,7 +356,7 @@ def test_where_the_profiler_sees_nothing_it_is_said(monkeypatch: pytest.MonkeyPa
     assert probe.found == {} and "none in 5 of 5" in probe.missing and torch.equal(cycle.arena["seq_len_R"], before)
 
 
-def test_the_shortest_loop_says_what_stays_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_shortest_loop_marks_its_static_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the compiler makes no CUDA graph of a step that writes in place, and the loop would look slower than it is."""
     marked: list[tuple[int, ...]] = []
     monkeypatch.setattr(static_decode, "mark_static_address", lambda tensor: marked.append(tuple(tensor.shape)))

@@ -130,7 +130,7 @@ def test_poison(expected: list[list[int]]) -> None:
 
 def test_prefill_and_report() -> None:
     test_gpu_capture.test_a_captured_prefill_equals_a_direct_one_bitwise("head-per-step", "reference")
-    test_gpu_capture.test_the_report_says_what_graphs_weigh()
+    test_gpu_capture.test_the_report_has_the_memory_of_graphs()
 
 
 @pytest.mark.full

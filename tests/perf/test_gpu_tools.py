@@ -163,7 +163,7 @@ def test_readme_says_what_the_files_say() -> None:
     assert readme.main(["--check"]) == 0, "run python -m perf.gpu.readme"
 
 
-def test_a_bound_that_is_not_met_is_called_so() -> None:
+def test_a_missed_bound_is_marked() -> None:
     met, missed = ("\n".join(readme.target_lines(rows(milliseconds=ms))) for ms in (5.0, 6.0))
     assert "1.11x (5.00 ms) |" in met and "1.33x (6.00 ms), not met |" in missed
     assert met.count(readme.NOT_RUN) == 6
@@ -175,7 +175,7 @@ def test_without_files_nothing_is_claimed() -> None:
     assert "No GPU has run this code yet" in text and text.count(readme.NOT_RUN) == len(readme.TARGETS) + 2
 
 
-def test_what_is_not_installed_is_left_out_by_name_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_packages_are_left_out_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "find_spec", lambda name: None)
     monkeypatch.setattr(checks.shutil, "which", lambda name: None)
     arguments, names = zip(*checks.left_out(), strict=True)

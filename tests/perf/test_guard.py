@@ -130,7 +130,7 @@ def test_only_the_package_is_counted(module: Make) -> None:
     assert count_bytecodes(lambda: ours.loop(50), "counted") == count_bytecodes(lambda: (ours.loop(50), theirs.loop(9)), "counted") > 0
 
 
-def test_counting_leaves_nothing_behind(module: Make) -> None:
+def test_counting_leaves_no_trace(module: Make) -> None:
     ours, before = module("counted", SOURCE), sys.gettrace()
     with pytest.raises(KeyError):
         count_bytecodes(ours.fail, "counted")

@@ -115,7 +115,7 @@ def test_requirements_are_pinned() -> None:
     assert all("==" in pack.pinned(requirement, own) for requirement in pack.DEFAULT_REQUIREMENTS)
 
 
-def test_pip_is_asked_for_the_other_machine(tmp_path: Path) -> None:
+def test_pip_downloads_for_the_other_machine(tmp_path: Path) -> None:
     target = pack.Target("3.11", ("manylinux_2_35_aarch64", "linux_aarch64"))
     command = " ".join(pack.wheel_command("numpy==2.4.6", tmp_path, target))
     assert " download " in command and "--only-binary=:all:" in command and "--no-deps" in command
@@ -256,7 +256,7 @@ def watched(stream, name, turns, *args):
         yield event
 
 
-def test_a_result_file_does_not_tell_where_the_program_lies():
+def test_a_recorded_command_line_has_no_machine_paths():
     words = [str(ROOT / "perf" / "speed.py"), f"results={ROOT}/x", "--rounds=3"]
     assert provenance.command_line(words) == ["perf/speed.py", f"results={ROOT}/x", "--rounds=3"]
     assert provenance.command_line(["/usr/local/bin/graphspec", "profile"]) == ["graphspec", "profile"]

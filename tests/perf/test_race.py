@@ -61,7 +61,7 @@ def test_models_are_converted_once_for_each_checkpoint(worker, monkeypatch):
     assert peers.convert("echo", sys.executable, "none", worker) != first
 
 
-def test_what_is_missing_says_why(worker, tmp_path, monkeypatch):
+def test_missing_sides_give_the_reason(worker, tmp_path, monkeypatch):
     def start(peer: peers.Peer = PEER, python: str = sys.executable) -> None:
         peers.PeerProcess(peer, python, "none", worker, 1)
 

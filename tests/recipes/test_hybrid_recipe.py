@@ -115,7 +115,7 @@ def test_the_card_is_written_from_figures(package: Path) -> None:
     assert "Llama" not in card and "eagle3`" not in card and "The drafts had" not in card
 
 
-def test_kinds_of_models_have_places_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kinds_of_models_have_separate_folders(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[str, Path, Path]] = []
 
     class Recorded:

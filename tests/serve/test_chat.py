@@ -148,6 +148,6 @@ def test_calls_are_found_in_pieces_of_any_size(size: int) -> None:
         ("a<tool_c", "a<tool_c", []),
     ],
 )
-def test_what_is_no_call_is_said(text: str, content: str, names: list[str]) -> None:
+def test_text_that_is_no_call_is_content(text: str, content: str, names: list[str]) -> None:
     found, calls = CallReader().push(text, last=True)
     assert (found, [call.name for call in calls]) == (content, names)

@@ -101,7 +101,7 @@ def test_a_connection_is_kept_for_the_next_request(llm: LLM) -> None:
         connection.close()
 
 
-def test_a_client_that_does_not_read_is_let_go(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_does_not_read_is_disconnected(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its request is aborted, and its row serves others."""
     from graphspec.serve import app
 

@@ -27,7 +27,7 @@ PARAMS = {"max_tokens": 20, "temperature": 0, "ignore_eos": True}
 PROMPTS = ["w7 w8", "w9 w10 w11", "w12"]
 
 
-def test_what_is_counted_is_what_came_out(pair: Pair) -> None:
+def test_counters_match_the_outputs(pair: Pair) -> None:
     with pair.llm(**CHAIN, max_rows=2) as llm, serving(llm) as server:
         outputs = llm.generate(PROMPTS, SamplingParams(**PARAMS))
         before = llm.load().cycles

@@ -169,7 +169,7 @@ def test_the_engines_own_limit_counts_where_it_is_set(pair: Pair) -> None:
         assert "at most 5 outputs" in refused(server.post(COMPLETIONS, {"prompt": "w7", "n": 6}), 400)["message"]
 
 
-def test_errors_nobody_foresaw_say_nothing(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unexpected_errors_reveal_nothing(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError(f"/secret/path {SECRET}")
 

@@ -62,7 +62,9 @@ def server(llm: LLM) -> Iterator[Served]:
     ],
     ids=["json_schema", "json_object", "json", "regex", "choice", "grammar", "text"],
 )  # fmt: skip
-def test_a_form_is_the_engines(server: Served, llm: LLM, fields: dict[str, Any], structured: Structured | None) -> None:
+def test_a_structured_completion_equals_the_engines(
+    server: Served, llm: LLM, fields: dict[str, Any], structured: Structured | None
+) -> None:
     [output] = llm.chat(QUESTION, SamplingParams(temperature=1.0, structured=structured, max_tokens=60, seed=5))
     body = {"messages": QUESTION, "max_tokens": 60, "seed": 5, **fields}
     [choice] = server.chat(**body)["choices"]
@@ -71,7 +73,7 @@ def test_a_form_is_the_engines(server: Served, llm: LLM, fields: dict[str, Any],
     assert "".join(chunk["choices"][0]["delta"]["content"] for chunk in chunks) == output.text
 
 
-def test_a_completion_of_a_form(server: Served) -> None:
+def test_a_structured_completion(server: Served) -> None:
     [choice] = server.complete(prompt="x = ", structured_outputs={"regex": "[0-9]{2}"}, temperature=0)["choices"]
     assert re.fullmatch("[0-9]{2}", choice["text"]) and choice["finish_reason"] == "stop"
 

@@ -92,7 +92,7 @@ def test_no_bias_and_no_draft_vocabulary_leave_their_tensors_out():
     assert facts["draft_vocab_size"] == 96
 
 
-def test_two_heads_are_two_layers_behind_the_target():
+def test_two_heads_are_two_layers_after_the_targets():
     target = tiny_target()
     facts, tensors = build("mtp", target, num_heads=2).published(target)
     assert {name: tuple(t.shape) for name, t in tensors.items()} == mtp_shapes(3) | mtp_shapes(4)

@@ -124,7 +124,7 @@ def test_named_held_out_files_are_never_trained_on(tmp_path, texts):
     assert (train == 256).sum() == 11
 
 
-def test_raw_text_alone_generates_nothing_and_beginning_anew_forgets(tmp_path, texts):
+def test_raw_text_alone_generates_nothing_and_a_restart_discards_checkpoints(tmp_path, texts):
     target, work = save_target(tmp_path / "target", "llama"), tmp_path / "out.work"
     fast = [word for word in FAST if "text.sets" not in word]
     command = words(texts, tmp_path / "out", "variant=mtp", f"model.path={target}", *fast, "train.raw_share=1")
@@ -240,7 +240,7 @@ main(["train", *{command!r}])
     assert weights_of(tmp_path / "killed") == weights_of(tmp_path / "straight")
 
 
-def test_a_full_disk_is_said_and_leaves_the_last_checkpoint(tmp_path, monkeypatch):
+def test_a_full_disk_is_reported_and_keeps_the_last_checkpoint(tmp_path, monkeypatch):
     file = tmp_path / "x.pt"
     checkpoint.save(file, {"step": 1, "numbers": torch.zeros(8)})
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -363,7 +363,7 @@ def test_the_map_holds_the_most_frequent_ids(tmp_path, texts):
         token_map.make_token_map(tmp_path, [texts], 9, tmp_path / "x.pt")
 
 
-def test_the_command_shows_progress_and_says_what_it_wrote(tmp_path, texts, capsys):
+def test_the_command_shows_progress_and_reports_its_output(tmp_path, texts, capsys):
     command = words(texts, tmp_path / "out", *TARGET)
     for form in ("text", "json"):
         with pytest.raises(SystemExit) as ended:

@@ -131,7 +131,7 @@ def test_bits_do_not_depend_on_table_width_batch_or_chunk() -> None:
     assert torch.equal(run(part), expected[:, 8:])
 
 
-def test_what_it_refuses() -> None:
+def test_unsupported_dtypes_are_refused() -> None:
     case = make([3], 1, columns=1)
     with pytest.raises(ConfigError, match="kv_pool"):
         run({**case, "kv_pool": case["kv_pool"].half()})

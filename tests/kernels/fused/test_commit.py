@@ -139,7 +139,7 @@ def test_cycles_count_on_and_use_the_next_slot() -> None:
     assert all(torch.equal(a, b) for a, b in zip(run("fused", case, 2).values(), run("fused", case, 2).values(), strict=True))
 
 
-def test_runs_pile_up_behind_what_was_there() -> None:
+def test_runs_are_appended_to_the_window() -> None:
     """Both implementations against lists: three runs appended, then one that replaces them all."""
     for name in ("reference", "fused"):
         case = own(commit_case(torch.Generator().manual_seed(8), 2, 6, 3, features=5, capacity=12, append=True))

@@ -67,7 +67,7 @@ def test_winners_are_merged_in_any_number_of_steps(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("topk", [40, 100])
-def test_every_token_may_be_asked_for(topk: int) -> None:
+def test_topk_may_be_the_whole_vocabulary(topk: int) -> None:
     logits = randn(1, 1, topk).round(decimals=0)
     _, token = check(case_of(logits, topk))
     assert sorted(token.flatten().tolist()) == list(range(topk))
@@ -82,7 +82,7 @@ def test_ties_go_to_the_lowest_id_across_chunks() -> None:
     assert token.tolist() == [[[*ties, 0, 1]] * 2]
 
 
-def test_a_dead_row_is_impossible_not_nan() -> None:
+def test_a_row_without_finite_logits_scores_minus_infinity() -> None:
     logits = torch.full((1, 4, CHUNK + 3), torch.nan)
     logits[0, 1] = torch.inf
     logits[0, 2] = -torch.inf

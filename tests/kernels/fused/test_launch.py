@@ -66,7 +66,7 @@ def test_bits_of_a_dot_do_not_depend_on_the_other_rows_and_columns() -> None:
             assert torch.equal(part, whole[first : first + rows, :columns])
 
 
-def test_a_grid_has_an_end() -> None:
+def test_a_grid_that_is_too_large_is_refused() -> None:
     kernel, a = Kernel(), torch.zeros(1)
     launching.launch(kernel, (1 << 20, 65535), a)
     assert [grid for grid, _, _ in kernel.launched] == [(1 << 20, 65535)]

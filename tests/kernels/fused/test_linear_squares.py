@@ -265,7 +265,7 @@ for case in linear.AOT:
 NORMED = ("llama-8b-qkv-m16", "llama-8b-gate-up-invariant", "llama-8b-first-qkv-m8")
 
 
-def test_weights_are_asked_for_before_anything_is_waited_for(tmp_path: Path) -> None:
+def test_weights_are_loaded_before_anything_is_waited_for(tmp_path: Path) -> None:
     """In machine code: the copies of two stages, of input and weight, come before what the norm's factor needs, 16 bytes a thread.
 
     Squares that the product before has left, or, in the first product of a stream, the row itself.

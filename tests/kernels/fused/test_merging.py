@@ -24,7 +24,7 @@ def test_every_call_merges(lanes: int) -> None:
 
 
 @pytest.mark.parametrize("lanes", LANES)
-def test_they_fit_together(lanes: int) -> None:
+def test_merging_calls_fit_the_memory_bound(lanes: int) -> None:
     held: dict[int, Tensor] = {}
     for call in merging_calls(lanes):
         held |= {x.untyped_storage()._cdata: x for launch in launches_of(call) for x in launch.args if isinstance(x, Tensor)}

@@ -72,11 +72,11 @@ def test_occurrences_on_both_sides_of_a_block(length: int) -> None:
     check([history], 5000, 3, 4, 1, 6)
 
 
-def test_a_loop_lists_every_place() -> None:
+def test_a_repeating_history_lists_every_position() -> None:
     check([[7] * 600, [4, 6, 4] * 190], 700, 2, 3, 1, 4)
 
 
-def test_blocks_behind_the_row_read_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_past_the_row_read_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many programs arrive as the row has blocks: with one more or one fewer, none would be the last."""
     monkeypatch.setattr(module, "BLOCK", 8)
     monkeypatch.setattr(module, "MERGE", 8)

@@ -147,18 +147,18 @@ def test_a_pointer_from_nowhere_is_an_error() -> None:
 @pytest.mark.parametrize(
     ("lines", "expected"), [((WAIT, LOAD, OTHER), []), ((LOAD, WAIT, OTHER), ["a"]), ((OTHER, LOAD, WAIT), ["a", "b"])]
 )
-def test_what_is_touched_before_the_wait(lines: tuple[str, ...], expected: list[str]) -> None:
+def test_accesses_before_the_wait(lines: tuple[str, ...], expected: list[str]) -> None:
     assert early("kernel", made(*lines)) == expected
 
 
-def test_a_wait_on_one_path_is_none() -> None:
+def test_a_wait_on_one_path_does_not_count() -> None:
     assert early("kernel", made(IF, WAIT, END, LOAD, WAIT)) == ["a"]
     assert early("kernel", made(FOR, WAIT, END, LOAD, WAIT)) == ["a"]
     with pytest.raises(ValueError, match="kernel does not wait"):
         early("kernel", made(LOAD))
 
 
-def test_a_counter_is_touched_too() -> None:
+def test_atomic_operations_count_as_accesses() -> None:
     assert early("kernel", made(COUNT, WAIT, LOAD)) == ["b"]
 
 

@@ -118,7 +118,7 @@ def test_filters(top_k: int, top_p: float, min_p: float) -> None:
         assert any(not torch.equal(token, best[1]) for token in tokens)
 
 
-def test_a_cold_row_is_filtered_by_what_can_win() -> None:
+def test_a_low_temperature_row_is_filtered_by_tokens_that_can_win() -> None:
     """At temperature 0.01 the k-th largest may weigh nothing; tokens are the reference's all the same."""
     logits = randn(2, 1, 300, seed=8)
     check(filtered(hot(logits, [0.01, 0.05]), 50, 0.9))

@@ -42,7 +42,7 @@ def met(kernel: object, **constexprs: object) -> list[str]:
     return found
 
 
-def test_a_meeting_is_found() -> None:
+def test_a_conflict_of_stores_is_found() -> None:
     """Both programs touch the same places, which does not matter here."""
     assert met(_twice, BARRIER=False, APART=3) == ["store after store of 1 places"] * 2
     assert met(_twice, BARRIER=True, APART=3) == met(_twice, BARRIER=False, APART=4) == []
@@ -51,7 +51,7 @@ def test_a_meeting_is_found() -> None:
 
 
 @pytest.mark.parametrize("op", [pytest.param(op, id=op.name) for op in OPS])
-def test_nothing_meets(op: KernelOp) -> None:
+def test_declared_stores_do_not_overlap(op: KernelOp) -> None:
     """In calls that launch a kernel of which something is declared; of the others the compiled kernel says it."""
     function = op.implementation("fused")
     for case in op.cases(torch.Generator().manual_seed(3)):

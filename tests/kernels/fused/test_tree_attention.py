@@ -129,7 +129,7 @@ def test_float16(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
     assert_law(make([150, 3], tokens, columns=11, queries=4, groups=2, dim=64, dtype=torch.float16))
 
 
-def test_nobody_sees_anything() -> None:
+def test_no_query_sees_anything() -> None:
     case = make([20, 0, 30], 3, columns=3)
     case["kv_pool"][:] = torch.nan
     case["prefix_begin_BT"][:] = 10**12
@@ -223,7 +223,7 @@ def test_strided_arguments() -> None:
     assert expected.shape == plain.shape
 
 
-def test_what_it_refuses() -> None:
+def test_unsupported_dtypes_are_refused() -> None:
     case = make([3], 1, columns=1)
     with pytest.raises(ConfigError, match="float64"):
         run({**case, "query_BTQD": case["query_BTQD"].double()})

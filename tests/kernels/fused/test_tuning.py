@@ -19,7 +19,7 @@ from tests.support.engines import CHAIN, mirror_pair, prompts
 CPU = torch.device("cpu")
 
 
-def test_an_engine_measures_what_its_programs_ask_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_measures_the_shapes_of_its_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every shape of every program once, before the first build; a second engine reads the file and measures nothing."""
     measured: list[LinearShape] = []
 
@@ -54,6 +54,6 @@ def test_batch_invariant_numerics_choose_nothing() -> None:
         KernelsConfig(numerics="batch_invariant", linear_table="table.json")
 
 
-def test_a_table_nobody_would_read_is_refused(tmp_path: Path) -> None:
+def test_an_unused_linear_table_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"kernels\.linear_table.*kernels\.mode=reference"):
         mirror_pair(tmp_path).llm(linear_table=str(tmp_path / "table.json"))
