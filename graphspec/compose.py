@@ -247,11 +247,10 @@ def register_schema() -> None:
     for mapping in (schema.sampling.logit_bias, schema.runtime.depth_per_bucket, schema.adaptive.times, schema.train.network):
         OmegaConf.set_struct(mapping, False)
     store.store(name="schema", node=schema, provider="graphspec")
+    trained = config_groups()["train"]
     for variant in all_variants():
         if variant.name not in VARIANTS:
             store.store(group="variant", name=variant.name, node={"name": variant.name}, provider="graphspec")
-    trained = config_groups()["train"]
-    for variant in all_variants():
         if variant.name not in trained:
             # conf/config.yaml follows the variant; one that is not trained has no preset.
             store.store(group="train", name=variant.name, node={}, provider="graphspec")

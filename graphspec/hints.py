@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from importlib import metadata
 
-_OURS = {
+
+def _by_name(table: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
+    return {name: key for key, names in table.items() for name in names}
+
+
+_OURS = _by_name({
     "model": ("model_path", "model_name_or_path", "pretrained_model_name_or_path", "checkpoint"),
     "max_context, the longest prompt plus output": ("max_model_len", "context_length", "max_seq_len", "max_position_embeddings"),
     "memory_fraction": ("gpu_memory_utilization", "mem_fraction_static"),
@@ -36,10 +41,10 @@ _OURS = {
     "num_draft_tokens": ("speculative_num_draft_tokens",),
     "token_map": ("speculative_token_map",),
     "a field of ngram=NgramSettings(...)": ("min_window", "max_window", "match", "min_breadth", "capacity", "corpus"),
-}  # fmt: skip
-"""Key of ours to names that vLLM, SGLang and transformers have for it."""
+})  # fmt: skip
+"""Names that vLLM, SGLang and transformers have for a key of ours."""
 
-_ABSENT = {
+_ABSENT = _by_name({
     "a target is spread by tensor_parallel alone": (
         "pipeline_parallel_size", "data_parallel_size", "pp_size", "dp_size", "ep_size", "enable_expert_parallel",
     ),
@@ -54,10 +59,10 @@ _ABSENT = {
     "graphspec serve has server.host, port, model_name and api_key_file": (
         "host", "port", "served_model_name", "api_key",
     ),
-}  # fmt: skip
-"""Options of other engines without an equivalent here: the reason, to their names."""
+})  # fmt: skip
+"""Options of other engines without an equivalent here, and the reason."""
 
-_PER_REQUEST = {
+_PER_REQUEST = _by_name({
     "seed": ("random_seed",),
     "max_tokens": ("max_new_tokens", "max_length"),
     "temperature": ("do_sample",),
@@ -65,16 +70,10 @@ _PER_REQUEST = {
     "stop": ("stop_strings", "stop_sequences"),
     "bad_words": ("bad_words_ids",),
     "structured": (
-        "structured_outputs",
-        "guided_decoding",
-        "guided_json",
-        "guided_regex",
-        "guided_choice",
-        "guided_grammar",
-        "response_format",
+        "structured_outputs", "guided_decoding", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "response_format",
     ),
-}
-"""Field of ``SamplingParams`` to names others have for it."""
+})  # fmt: skip
+"""Names that others have for a field of ``SamplingParams``."""
 
 
 def hint_for(name: str, known: Collection[str], sampling: Collection[str] = ()) -> str:
@@ -85,15 +84,12 @@ def hint_for(name: str, known: Collection[str], sampling: Collection[str] = ()) 
         known: keys that exist.
         sampling: fields of ``SamplingParams``, where they are no keys.
     """
-    for field in sampling:
-        if name == field or name in _PER_REQUEST.get(field, ()):
-            return f"each request has its own: SamplingParams({field}=...)"
-    for ours, theirs in _OURS.items():
-        if name in theirs:
-            return f"here it is {ours}"
-    for reason, theirs in _ABSENT.items():
-        if name in theirs:
-            return reason
+    if (field := _PER_REQUEST.get(name, name)) in sampling:
+        return f"each request has its own: SamplingParams({field}=...)"
+    if name in _OURS:
+        return f"here it is {_OURS[name]}"
+    if name in _ABSENT:
+        return _ABSENT[name]
     close = difflib.get_close_matches(name, sorted({*known, *sampling}), n=1, cutoff=0.7)
     if close and close[0] not in known:
         return f"did you mean SamplingParams({close[0]}=...), which each request has of its own?"
@@ -113,15 +109,12 @@ def hint_for_path(path: str, known: Collection[str]) -> str:
     elsewhere = sorted(key for key in known if key.rpartition(".")[2] == leaf)
     if elsewhere and not (group and near):
         return f"did you mean {' or '.join(elsewhere)}?"
-    for field, theirs in _PER_REQUEST.items():
-        if leaf in theirs and f"sampling.{field}" in known:
-            return f"here it is sampling.{field}"
-    for ours, theirs in _OURS.items():
-        if leaf in theirs:
-            return f"here it is {_with_group(ours, known)}"
-    for reason, theirs in _ABSENT.items():
-        if leaf in theirs:
-            return reason
+    if leaf in _PER_REQUEST and (key := f"sampling.{_PER_REQUEST[leaf]}") in known:
+        return f"here it is {key}"
+    if leaf in _OURS:
+        return f"here it is {_with_group(_OURS[leaf], known)}"
+    if leaf in _ABSENT:
+        return _ABSENT[leaf]
     if near:
         return f"did you mean {near[0]}?"
     close = difflib.get_close_matches(leaf, {key.rpartition(".")[2] for key in known}, n=1, cutoff=0.85)

@@ -54,12 +54,13 @@ def read_json(where: str, line: str) -> Any:
         ConfigError: no JSON; NaN and Infinity are none. Names ``where``.
     """
     try:
-        return json.loads(line, parse_constant=_refuse)
+        return json.loads(line, parse_constant=refuse_constant)
     except (ValueError, RecursionError) as error:
         raise ConfigError(where, "one JSON value per line", brief(line), str(error)) from error
 
 
-def _refuse(constant: str) -> NoReturn:
+def refuse_constant(constant: str) -> NoReturn:
+    """Makes :func:`json.loads` refuse NaN and Infinity."""
     raise ValueError(f"{constant} is no JSON")
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import reduce
 from operator import or_
@@ -99,32 +99,22 @@ class Engine:
         self._driver.send(call)
         return handle
 
-    def serve(
-        self, requests: Sequence[Request], *, streaming: bool = True, exclusive: Exclusive | None = None
-    ) -> Generator[Request, None, None]:
-        """Run checked requests to their end; yields each one when its output has grown or it has ended.
-
-        Closing the generator aborts what is left. Any number of these may be open, in any threads.
+    def run(self, requests: Sequence[Request], *, exclusive: Exclusive | None = None, changed: Callable[[], None] | None = None) -> None:
+        """Run checked requests to their end; an error or interrupt of the caller aborts what is left. Any number of threads may do so.
 
         Args:
-            requests, streaming, exclusive: as for :meth:`submit`.
+            requests, exclusive: as for :meth:`submit`.
+            changed: called whenever outputs have grown; None: the caller sleeps until all have ended.
 
         Raises:
             ResourceError: as for :meth:`submit`; programs could not be built; or this call is exclusive and another one is open.
             Exception: one raised by a step that had one of these requests.
         """
-        unfinished = dict.fromkeys(requests)
-        handle = self.submit(requests, streaming=streaming, exclusive=exclusive)
+        handle = self.submit(requests, streaming=changed is not None, exclusive=exclusive)
         try:
             while not handle.ended:
-                for request in handle.wait():
-                    # A change may be reported twice.
-                    if request in unfinished:
-                        if request.finish_reason is not None:
-                            del unfinished[request]
-                        yield request
-            # Without streaming, requests are not reported one by one.
-            yield from unfinished
+                if handle.wait() and changed is not None:
+                    changed()
         finally:
             handle.abort()
 

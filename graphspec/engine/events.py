@@ -13,11 +13,10 @@ from .stops import OutputText
 
 @dataclass(slots=True)
 class _Sent:
-    """What has been returned of a request: ``tokens`` of its output, and whether there was an event."""
+    """What has been returned of a request: ``tokens`` of its output, at least one in every event but the last."""
 
     text: OutputText | None
     tokens: int = 0
-    begun: bool = False
 
 
 class Stream:
@@ -79,9 +78,9 @@ class Stream:
         sent = self._sent.get(request)
         if sent is None or not (finished or len(request.output) > sent.tokens):
             return None
-        begin, first, text = sent.tokens, not sent.begun, sent.text
+        begin, text = sent.tokens, sent.text
         fresh = request.output[begin:]
-        sent.tokens, sent.begun = begin + len(fresh), True
+        sent.tokens = begin + len(fresh)
         if finished:
             del self._sent[request]
         return StreamEvent(
@@ -95,5 +94,5 @@ class Stream:
             seed=request.seed,
             sample=request.sample,
             stop_reason=request.stop_reason(text.stop if text is not None else None) if finished else None,
-            prompt_logprobs=request.scored_prompt if first else None,
+            prompt_logprobs=request.scored_prompt if begin == 0 else None,
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -305,10 +304,8 @@ class LLM:
         most = sum(r.budget for r in requests)
         exclusive = Exclusive(launcher) if launcher is not None else None
         served = [r for r in requests if r.finish_reason is None]
-        with closing(self._engine.serve(served, streaming=progress is not None, exclusive=exclusive)) as run:
-            for _ in run:
-                if progress:
-                    progress("generate", sum(len(r.output) for r in requests), most)
+        changed = (lambda: progress("generate", sum(len(r.output) for r in requests), most)) if progress is not None else None
+        self._engine.run(served, exclusive=exclusive, changed=changed)
         self._note(requests)
         return [make_output(r, self._text(r), self.plan) for r in requests]
 
@@ -481,8 +478,7 @@ class LLM:
             found.append((*nodes, set(v.path_BA[0, : int(v.accept_len_B[0])].tolist())))
             return True
 
-        for _ in self._engine.serve(requests, streaming=False, exclusive=Exclusive(policy=DeepestCycles(self.plan), until=look)):
-            pass
+        self._engine.run(requests, exclusive=Exclusive(policy=DeepestCycles(self.plan), until=look))
         token_N, parent_N, depth_N, path = found[0]
         used = [n for n, token in enumerate(token_N) if token >= 0]
         place = {n: i for i, n in enumerate(used)}

@@ -6,7 +6,9 @@ import secrets
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import reduce
 from itertools import islice
+from operator import or_
 from typing import Any, NoReturn, Protocol
 
 from ..checks import INT32_MOST, brief, check_fields, in_range
@@ -163,10 +165,7 @@ def configured_params(config: SamplingConfig, **changes: Any) -> SamplingParams:
 
 def sampling_class(params: Iterable[SamplingParams]) -> SamplingClass:
     """The class that serves all of these requests at once."""
-    together = SamplingClass()
-    for param in params:
-        together = together | param.sampling_class
-    return together
+    return reduce(or_, (param.sampling_class for param in params), GREEDY)
 
 
 @dataclass(frozen=True, slots=True)

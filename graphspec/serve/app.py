@@ -17,11 +17,12 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from .. import __version__
+from ..checks import conform
 from ..engine.async_llm import AsyncLLM
 from ..engine.prompts import Prompt
 from ..engine.structured import Structured
 from ..engine.text import check_text
-from ..errors import GraphspecError
+from ..errors import GraphspecError, RequestError
 from ..server_options import ServerConfig
 from .answers import DONE, ChatWriter, CompletionWriter, Writer, spell, sse
 from .errors import ApiError, bad_field, from_engine, internal, unusable
@@ -29,7 +30,7 @@ from .generation import Generation
 from .limits import ClientGone, Keys, Slots, read_json, unless_gone
 from .messages import conversation_of
 from .metrics import CONTENT_TYPE, Metrics
-from .protocol import Body, ChatBody, CompletionBody, check_model, check_supported
+from .protocol import Body, ChatBody, CompletionBody, check_model, parse
 from .structured import structured_of
 from .tokens import TokenTexts
 from .tools import read_tools
@@ -107,14 +108,14 @@ class Api:
 
     async def completions(self, request: Request) -> Response:
         """``POST /v1/completions``."""
-        body = CompletionBody.read(await self._read(request))
+        body = parse(CompletionBody, await self._read(request))
         check_model(body.model, self.model)
         make = partial(CompletionWriter, body, self.model, self.tokenizer, self.texts)
         return await self._answer(request, body, [*body.prompts], make, structured_of(body))
 
     async def chat(self, request: Request) -> Response:
         """``POST /v1/chat/completions``."""
-        body = ChatBody.read(await self._read(request))
+        body = parse(ChatBody, await self._read(request))
         check_model(body.model, self.model)
         if not self.tokenizer.has_chat_template:
             raise bad_field("messages", "a checkpoint with a chat template", "one without: send a prompt to /v1/completions")
@@ -164,7 +165,7 @@ class Api:
         """``POST /tokenize``: the ids of a text or of messages."""
         data = await self._read(request)
         if "messages" in data:
-            body = ChatBody.read(data)
+            body = parse(ChatBody, data)
             check_model(body.model, self.model)
             if not self.tokenizer.has_chat_template:
                 raise bad_field("messages", "a checkpoint with a chat template", "one without")
@@ -175,7 +176,7 @@ class Api:
             check_model(data.get("model"), self.model)
             special, spelled = data.get("add_special_tokens", True), data.get("return_token_strs", False)
             for name, value in (("add_special_tokens", special), ("return_token_strs", spelled)):
-                check_supported(name, value, (True, False))
+                conform(name, value, bool, RequestError)
             encode = self.tokenizer.encode if special else self.tokenizer.words
             tokens = await asyncio.to_thread(encode, check_text("prompt", data.get("prompt")))
         document = {"count": len(tokens), "max_model_len": self.plan.max_context, "tokens": tokens}

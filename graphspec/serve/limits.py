@@ -8,13 +8,13 @@ import json
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 
 from ..checks import brief
 from ..errors import ConfigError
-from ..paths import reason
+from ..paths import reason, refuse_constant
 from .errors import ApiError, busy
 
 Result = TypeVar("Result")
@@ -115,17 +115,13 @@ async def read_json(request: Request, most: int, seconds: float) -> dict[str, An
     except ClientDisconnect as error:
         raise ClientGone from error
     try:
-        data = json.loads(body.decode("utf-8"), parse_constant=_no_number)
+        data = json.loads(body.decode("utf-8"), parse_constant=refuse_constant)
         json.dumps(data, ensure_ascii=False).encode("utf-8")
     except (ValueError, RecursionError) as error:
         raise ApiError(400, "expected a body of JSON in UTF-8", code="invalid_json") from error
     if not isinstance(data, dict):
         raise ApiError(400, f"expected a JSON object, found {brief(type(data).__name__)}", code="invalid_json")
     return data
-
-
-def _no_number(name: str) -> NoReturn:
-    raise ValueError(name)
 
 
 async def unless_gone(receive: Callable[[], Awaitable[Any]], work: Awaitable[Result]) -> Result:

@@ -9,13 +9,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 from ..checks import brief, check_fields
 from ..engine.request import SamplingParams
 from ..engine.structured import Structured
 from ..errors import RequestError
-from .errors import ApiError, bad_field
+from .errors import ApiError
 
 Kind = TypeVar("Kind")
 NO_BEARING = frozenset({"user", "safety_identifier", "prompt_cache_key", "metadata", "request_id"})
@@ -98,12 +98,12 @@ class Body(ABC):
         check_fields(self, "", error=RequestError)
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options", "nothing without stream", brief(dict(self.stream_options)))
-        read(StreamOptions, self.stream_options or {}, "stream_options.")
+        parse(StreamOptions, self.stream_options or {}, "stream_options.")
 
     @property
     def streaming(self) -> StreamOptions:
         """Where its stream reports usage."""
-        return read(StreamOptions, self.stream_options or {}, "stream_options.")
+        return parse(StreamOptions, self.stream_options or {}, "stream_options.")
 
     @property
     @abstractmethod
@@ -143,16 +143,6 @@ class Body(ABC):
             if not token.isascii() or not token.isdigit():
                 raise RequestError("logit_bias", "token ids", brief(token))
         return {int(token): value for token, value in self.logit_bias.items()}
-
-    @classmethod
-    def read(cls, data: Mapping[str, Any]) -> Self:
-        """Make a body from its JSON object.
-
-        Raises:
-            ApiError: 400, naming every field that is not supported.
-            RequestError: a value of another type.
-        """
-        return read(cls, data)
 
 
 @dataclass(kw_only=True)
@@ -231,7 +221,7 @@ class ChatBody(Body):
         return most if wanted is None else wanted
 
 
-def read(kind: type[Kind], data: Mapping[str, Any], prefix: str = "") -> Kind:
+def parse(kind: type[Kind], data: Mapping[str, Any], prefix: str = "") -> Kind:
     """Make a dataclass from the fields of a JSON object.
 
     Raises:
@@ -255,13 +245,3 @@ def check_model(requested: str | None, served: str) -> None:
     """
     if requested is not None and requested != served:
         raise ApiError(404, f"expected model {served!r}, found {brief(requested)}", "model", "model_not_found")
-
-
-def check_supported(name: str, value: object, served: Sequence[object]) -> None:
-    """Check a field of which only some values are supported.
-
-    Raises:
-        ApiError: 400, ``value`` is not in ``served``.
-    """
-    if value not in served:
-        raise bad_field(name, "one of " + ", ".join(map(str, served)), brief(value))

@@ -63,8 +63,7 @@ class WholeEngine:
         prompts = torch.randint(5, min(1000, plan.target.vocab_size), (count, self.prompt), generator=generator).tolist()
         params = SamplingParams(max_tokens=tokens, temperature=0.0, seed=0, ignore_eos=True)
         requests = make_requests(prompts, params, plan, _no_text)
-        for _ in self.engine.serve(requests):
-            pass
+        self.engine.run(requests)
         short = [(request.finish_reason, request.error, len(request.output)) for request in requests if len(request.output) != tokens]
         if short:
             raise RuntimeError(f"expected {tokens} tokens of every request, found {short}")
