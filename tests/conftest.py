@@ -1,4 +1,4 @@
-"""What every test shares: fixed seeds, one CPU thread, and a patient hypothesis."""
+"""Shared by all tests: fixed seeds, one CPU thread, and a hypothesis profile without deadlines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether the machine was free while something was timed."""
+"""Detection of a busy machine during measurements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The documents tell the truth: generated pages are current, links lead somewhere, named tests exist."""
+"""The documents are correct: generated pages are current, links lead somewhere, named tests exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether ranks share a draft: prices counted by hand, and what is refused."""
+"""Whether ranks share a draft: estimates computed by hand, and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Config and facts become numbers; what contradicts them is one message that names key, expected and found."""
+"""Config and facts become numbers; contradictions are one message that names key, expected and found."""
 
 from __future__ import annotations
 

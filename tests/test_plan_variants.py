@@ -1,4 +1,4 @@
-"""Numbers and refusals that belong to one way of drafting."""
+"""Numbers and refusals that are specific to a variant."""
 
 from __future__ import annotations
 

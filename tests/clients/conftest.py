@@ -1,4 +1,4 @@
-"""Where the programs of others are."""
+"""The path of the environment with the clients, from ``--clients``."""
 
 from __future__ import annotations
 

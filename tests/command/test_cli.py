@@ -1,4 +1,4 @@
-"""The console script: help without torch, answers on stdout, one line per complaint, exit codes that mean something."""
+"""The console script: help without torch, answers on stdout, one line per error, meaningful exit codes."""
 
 from __future__ import annotations
 

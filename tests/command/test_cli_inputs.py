@@ -1,4 +1,4 @@
-"""What the console script reads, and when: everything is checked before a model is loaded, most of it before torch is imported."""
+"""Inputs of the console script: all are checked before a model is loaded, most before torch is imported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Configuration: everything that can be chosen composes, everything that can't is refused with its key, in one message."""
+"""Configuration: every valid choice composes, every invalid one is refused in one message with its key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``graphspec demo``: text that wraps at words, a tree, one set of tokens from every engine, and what is built in another process."""
+"""``graphspec demo``: text wrapped at words, a tree, the same tokens from every engine, and what another process builds."""
 
 from __future__ import annotations
 

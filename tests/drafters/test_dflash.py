@@ -1,4 +1,4 @@
-"""Block drafters against the published equations, written out from the raw tensors; and what their configs may not say."""
+"""Block drafters against the published equations, written out from the raw tensors; and configs that are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prediction heads and a small language model inside the engine: the right token meets the right hidden state at every step."""
+"""Prediction heads and a small language model inside the engine: tokens and hidden states are aligned at every step."""
 
 from __future__ import annotations
 

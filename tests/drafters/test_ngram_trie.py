@@ -1,4 +1,4 @@
-"""The host trie against a slow oracle made of dictionaries and tuples, written from the contract alone."""
+"""The host trie against a slow oracle of dictionaries and tuples, written from the contract."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""P-EAGLE: all levels from one pass over masks, against the published equations; its acceptance, and what its configs may not say."""
+"""P-EAGLE: all levels from one pass over masks, against the published equations; its acceptance, and configs that are refused."""
 
 from __future__ import annotations
 

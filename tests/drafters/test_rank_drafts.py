@@ -1,4 +1,4 @@
-"""The demo's drafts in parts: a rank reads what it holds, and no more."""
+"""The demo's drafts sharded over ranks: each rank reads only its part."""
 
 from __future__ import annotations
 

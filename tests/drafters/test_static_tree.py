@@ -1,4 +1,4 @@
-"""Static trees (EAGLE-1): what is a tree, and that every node holds the continuation its path of ranks says."""
+"""Static trees (EAGLE-1): which trees are valid, and that every node holds the continuation of its path of ranks."""
 
 from __future__ import annotations
 

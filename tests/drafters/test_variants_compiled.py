@@ -1,4 +1,4 @@
-"""Compiled cycles of every drafter give the target's own tokens; one small program each, for compiling takes its time."""
+"""Compiled cycles of every drafter give the target's own tokens; one small program each, because compiling is slow."""
 
 from __future__ import annotations
 

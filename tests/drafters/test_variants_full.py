@@ -1,4 +1,4 @@
-"""The whole cross: variant, chain or tree, runtime, batch, page size; greedy, and sampled under every filter and penalty."""
+"""The full cross: variant, chain or tree, runtime, batch, page size; greedy, and sampled under every filter and penalty."""
 
 from __future__ import annotations
 

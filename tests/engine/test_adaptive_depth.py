@@ -1,4 +1,4 @@
-"""Draft depth that changes between cycles, 0 included: no token moves, and the drafter reads what it missed in time."""
+"""Draft depth that changes between cycles, 0 included: no token changes, and the drafter catches up in time."""
 
 from __future__ import annotations
 

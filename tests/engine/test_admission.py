@@ -1,4 +1,4 @@
-"""Who gets a row when: priority and arrival, small requests before a large one that waits for pages, deadlines, and a full queue."""
+"""Order of admission: priority and arrival, small requests before a large one that waits for pages, deadlines, and a full queue."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Allowed tokens and bad words: what is never sampled, along every branch and whatever drafts."""
+"""Allowed tokens and bad words: banned tokens are never sampled, along any branch and with any drafter."""
 
 from __future__ import annotations
 

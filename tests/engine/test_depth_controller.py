@@ -1,4 +1,4 @@
-"""The depth controller against simulated engines: it finds the best depth, follows it, pays little for looking, and never flaps."""
+"""The depth controller against simulated engines: it finds and follows the best depth, probes at low cost, and does not oscillate."""
 
 from __future__ import annotations
 

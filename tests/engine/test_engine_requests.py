@@ -1,4 +1,4 @@
-"""Requests of every kind through the engine: what ends them, what refuses them, what they share, and what they leave."""
+"""Requests of every kind through the engine: how they end, which are refused, what they share, and that they leave no state."""
 
 from __future__ import annotations
 

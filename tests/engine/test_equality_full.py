@@ -1,4 +1,4 @@
-"""The whole cross of what may not change the output: shape, page size, batch, run-ahead, runtime, temperature, draft noise."""
+"""The full cross of settings that must not change the output: shape, page size, batch, run-ahead, runtime, temperature, draft noise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hybrid targets in the engine: greedy tokens are those of transformers, whoever drafts, whatever is accepted."""
+"""Hybrid targets in the engine: greedy tokens are those of transformers, for every drafter and accepted path."""
 
 from __future__ import annotations
 

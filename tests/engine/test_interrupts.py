@@ -1,4 +1,4 @@
-"""Ctrl-C at every line of a caller, errors at every line of a step: no result is shifted, no other call notices, nothing stays taken."""
+"""Ctrl-C at every line of a caller, errors at every line of a step: no result is shifted, no other call is affected, nothing leaks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines die: slots, weights and compiled code go with them, and what other engines have stays as it was."""
+"""Deleted engines free slots, weights and compiled code, without affecting other engines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Log-probabilities: those of rescoring the finished text, whatever drafted it, filtered it or ran ahead."""
+"""Log-probabilities equal rescoring of the finished text, with any drafter, filters and cycles in flight."""
 
 from __future__ import annotations
 

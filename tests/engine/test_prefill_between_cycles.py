@@ -1,4 +1,4 @@
-"""Prompts that are read between cycles: how long rows wait, which prompts share a launch, and that no interleaving changes a token."""
+"""Prompts that are read between cycles: waiting times of rows, prompts that share a launch, and tokens under any interleaving."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prefill in chunks: which sizes there are, how a prompt is cut, that no cut changes a token, and what short memory leaves out."""
+"""Prefill in chunks: the sizes, how a prompt is split, that no split changes a token, and sizes that are left out when memory is short."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The drafter on the host: what it shows the trie, and a corpus it knows from the start."""
+"""The drafter on the host: the tokens it passes to the trie, and a corpus inserted at load."""
 
 from __future__ import annotations
 

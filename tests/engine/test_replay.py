@@ -1,4 +1,4 @@
-"""One set of buffers, many runs: nothing of an earlier run shows in a later one, and nothing is compiled after the warm-up."""
+"""One set of buffers, many runs: no run affects a later one, and nothing is compiled after the warm-up."""
 
 from __future__ import annotations
 

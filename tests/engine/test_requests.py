@@ -1,4 +1,4 @@
-"""What a request may be made of, before any engine: prompts, parameters, seeds. Every refusal names key, expected and found."""
+"""Validation of requests, before any engine: prompts, parameters, seeds. Every refusal names key, expected and found."""
 
 from __future__ import annotations
 

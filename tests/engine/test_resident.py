@@ -1,4 +1,4 @@
-"""The engine's own thread: when it begins and ends, what it is set to, and who may not use it."""
+"""The engine's own thread: when it starts and ends, its settings, and calls that are refused."""
 
 from __future__ import annotations
 

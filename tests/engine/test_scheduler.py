@@ -1,4 +1,4 @@
-"""The scheduler against a simulated device that follows a script and watches what every page holds."""
+"""The scheduler against a simulated device that follows a script and checks the content of every page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""JSON schemas: what xgrammar overlooks is refused by name, and still overlooked by the version at hand."""
+"""JSON schemas: keywords that xgrammar ignores are refused by name, and the installed version still ignores them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stop texts end a request where they come up in its text, wherever they lie in tokens and in runs."""
+"""Stop texts end a request where they occur in its text, at any position within tokens and accepted runs."""
 
 from __future__ import annotations
 

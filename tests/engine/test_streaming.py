@@ -1,4 +1,4 @@
-"""Streams say what generate says, in pieces; text comes in whole characters."""
+"""Streams give the output of generate, in pieces; text comes in whole characters."""
 
 from __future__ import annotations
 

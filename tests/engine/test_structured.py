@@ -1,4 +1,4 @@
-"""Structured output: tokens are those of plain decoding with the same grammar, every text parses, whatever drafts and however it runs."""
+"""Structured output: tokens are those of plain decoding with the same grammar, and every text parses, for all drafters and runtimes."""
 
 from __future__ import annotations
 

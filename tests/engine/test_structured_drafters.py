@@ -1,4 +1,4 @@
-"""Grammars with drafters of one pass and with hybrid targets: tokens are those of plain decoding with the same grammar and seed."""
+"""Grammars with one-pass drafters and hybrid targets: tokens are those of plain decoding with the same grammar and seed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random schemas, regular expressions and choices by the thousand: every text parses, and is that of plain decoding, for every drafter."""
+"""Thousands of random schemas, regular expressions and choices: every text parses and is that of plain decoding, for every drafter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the fuzzers share: how one input is run and judged, and how a seed and a budget choose the inputs."""
+"""Shared by the fuzzers: running and judging one input, and choosing inputs by seed and budget."""
 
 from __future__ import annotations
 

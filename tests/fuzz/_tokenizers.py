@@ -1,4 +1,4 @@
-"""Damaged and hostile tokenizer files: what ``transformers`` reads of a target when a prompt is text."""
+"""Damaged and hostile tokenizer files, as ``transformers`` reads them from a target."""
 
 from __future__ import annotations
 

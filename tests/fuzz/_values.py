@@ -1,4 +1,4 @@
-"""Values of every kind for the fuzzers of the Python API, and what may become of them: rules of types and ranges written a second time."""
+"""Values of every kind for the fuzzers of the Python API, and an independent copy of the rules of types and ranges."""
 
 from __future__ import annotations
 

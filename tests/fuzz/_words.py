@@ -1,4 +1,4 @@
-"""Words and lines that the command line has to refuse."""
+"""Words and lines that the command line must refuse."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Damaged and hostile checkpoints: each is refused in one message or used, and nothing in it is ever run."""
+"""Damaged and hostile checkpoints: each is refused in one message or used, and no code in it is ever run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a check may take, from the programs its engines compile. Needs no GPU."""
+"""Time limits of checks, from the programs their engines compile. Needs no GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every fused op once, on its first case, on a CUDA device: what ``compute-sanitizer`` watches."""
+"""Every fused op once, on its first case, on a CUDA device, to be run under ``compute-sanitizer``."""
 
 from __future__ import annotations
 

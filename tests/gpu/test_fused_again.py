@@ -1,4 +1,4 @@
-"""What only many launches on a GPU show: the same bits every time, counters back at zero, kernels that start before others have ended."""
+"""Many launches on a GPU: the same bits every time, counters back at zero, kernels that start before others have ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fused ops around draft and verification on a GPU, where programs run at the same time: exactly the reference, again and again."""
+"""The fused ops around draft and verification on a GPU, where programs run concurrently: exactly the reference, repeatedly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fused linear layer on a GPU: bfloat16 against float64, bits whatever the rows around them, and a replayed graph."""
+"""The fused linear layer on a GPU: bfloat16 against float64, bits independent of other rows, and a replayed graph."""
 
 from __future__ import annotations
 

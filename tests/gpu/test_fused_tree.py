@@ -1,4 +1,4 @@
-"""Fused tree, walk, move and commit on a GPU: to the bit what the references do, launch after launch, and captured."""
+"""Fused tree, walk, move and commit on a GPU: bit for bit the references, launch after launch, and captured."""
 
 from __future__ import annotations
 

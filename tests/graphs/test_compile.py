@@ -1,4 +1,4 @@
-"""Compiled regions: what stops a compilation is one message, and the way out that it names works."""
+"""Compiled regions: a failed compilation is one message, and the alternative that it names works."""
 
 from __future__ import annotations
 

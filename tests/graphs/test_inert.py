@@ -1,4 +1,4 @@
-"""What a cycle may not read: poison it before every launch, and nothing changes."""
+"""Inert data of a cycle: poisoned before every launch, without effect on any output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The message: what the host says about a request arrives in the row's slots, and nowhere else."""
+"""The message: its data arrives in the row's slots, and nowhere else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The memory plan: counts that equal what is then allocated, checked before anything is."""
+"""The memory plan: its sizes equal the allocations, and it is checked before anything is allocated."""
 
 from __future__ import annotations
 

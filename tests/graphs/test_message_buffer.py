@@ -1,4 +1,4 @@
-"""A host buffer that rewrites what changed holds, after every message, what a fresh encoding of that message is."""
+"""The message buffer only rewrites what changed, and always equals a fresh encoding of the message."""
 
 from __future__ import annotations
 

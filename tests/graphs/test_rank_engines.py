@@ -1,4 +1,4 @@
-"""More ranks and compiled programs: slower than what `tests/engine/test_ranks.py` proves of two."""
+"""Four ranks and compiled programs: slower than the cases of `tests/engine/test_ranks.py` with two."""
 
 from __future__ import annotations
 

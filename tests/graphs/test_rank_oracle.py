@@ -1,4 +1,4 @@
-"""Two ranks next to transformers' own tensor parallelism, under torchrun over gloo."""
+"""Two ranks compared with transformers' own tensor parallelism, under torchrun over gloo."""
 
 from __future__ import annotations
 

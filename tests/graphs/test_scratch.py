@@ -1,4 +1,4 @@
-"""Scratch of fused kernels: the line of the memory plan is what the launchers of every program allocate on the calls they get."""
+"""Scratch of fused kernels: the memory plan's line equals what the launchers allocate in the programs of an engine."""
 
 from __future__ import annotations
 

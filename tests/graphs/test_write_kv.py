@@ -1,4 +1,4 @@
-"""Writing a drafter's KV alone: the same bits as by the whole network, and nothing computed after the last layer's keys and values."""
+"""Writing only a drafter's KV: the bits that the whole network writes, and no computation after the last layer's keys and values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The FlashInfer backend without FlashInfer: masks bit by bit, the adapter against the reference, what it refuses, where it is used."""
+"""The FlashInfer backend without FlashInfer: masks bit by bit, the adapter against the reference, refusals, and the calls it serves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Planned attention without FlashInfer: lists against their meaning, the adapter against the references, stale plans, refusals."""
+"""Planned attention without FlashInfer: lists against their definition, the adapter against the references, stale plans, refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The C++ kernels: batch invariance, refusals, their build cache, and their place inside a compiled program."""
+"""The C++ kernels: batch invariance, refusals, their build cache, and calls inside a compiled program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cache of compiled libraries: no other user's code is loaded, files cut short are built again, and failures are one message."""
+"""The cache of compiled libraries: no other user's code is loaded, truncated files are built again, and failures are one message."""
 
 from __future__ import annotations
 

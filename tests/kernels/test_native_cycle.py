@@ -1,4 +1,4 @@
-"""Native ops that choose, where the catalog's cases don't reach: whole vocabularies, rows among others, and which engines run them."""
+"""Native top-k, levels and trees beyond the catalog's cases: whole vocabularies, rows in batches, and the engines that use them."""
 
 from __future__ import annotations
 

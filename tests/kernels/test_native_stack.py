@@ -1,4 +1,4 @@
-"""A decoder stack as one native op: the reference's numbers, one row's bits whatever stands next to it, and threads that come and go."""
+"""A decoder stack as one native op: the reference's numbers, a row's bits in any batch, and threads."""
 
 from __future__ import annotations
 

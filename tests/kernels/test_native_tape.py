@@ -1,4 +1,4 @@
-"""Tapes of native ops: what may be on one, that it does what the run did, and programs that are tapes in parts."""
+"""Tapes of native ops: which ops they may hold, equality with the recorded run, and programs that are partly tapes."""
 
 from __future__ import annotations
 

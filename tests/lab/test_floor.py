@@ -1,4 +1,4 @@
-"""Floors against plain arithmetic: bytes and operations of published models, written out by hand."""
+"""Floors against arithmetic: bytes and operations of published models, written out by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What rows without a grammar pay next to rows with one: passes over the demo model, what is made of them, and how it is shown."""
+"""The cost of rows with a grammar to rows without: passes over the demo model, their figures, and the output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Result files read back: what is broken is said with file and line, what is measured twice is shown once, labels distinguish sides."""
+"""Reading result files: errors name file and line, repeated measurements are shown once, labels distinguish sides."""
 
 from __future__ import annotations
 

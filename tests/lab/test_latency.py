@@ -1,4 +1,4 @@
-"""The launch-and-latency model: its launches are the engine's, its bytes are the floor's, and more of anything never costs less."""
+"""The launch-and-latency model: launches equal the engine's, bytes equal the floor's, and costs are monotone."""
 
 from __future__ import annotations
 

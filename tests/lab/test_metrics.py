@@ -1,4 +1,4 @@
-"""Figures of the lab on timelines made by hand: what each definition says, and what is left out."""
+"""Figures of the lab on timelines made by hand: every definition, and what is excluded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""graphspec report: what it reads, what it never shows, and a page that is complete in itself."""
+"""graphspec report: its input, figures it must not show, and a page that is self-contained."""
 
 from __future__ import annotations
 

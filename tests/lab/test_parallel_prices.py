@@ -1,4 +1,4 @@
-"""What ``graphspec plan`` and ``tune`` make of drafters that propose all levels in one pass."""
+"""``graphspec plan`` and ``tune`` for drafters that propose all levels in one pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Passes timed on this machine: straight lines between points, cycles predicted from others, what is kept and when it no longer holds."""
+"""Passes timed on this machine: interpolation between sizes, cycles predicted from others, and validity of the cached times."""
 
 from __future__ import annotations
 

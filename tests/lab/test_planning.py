@@ -1,4 +1,4 @@
-"""``graphspec plan``: numbers against arithmetic, advice against brute force, measured files taken apart, one error for each mistake."""
+"""``graphspec plan``: numbers against arithmetic, recommendations against brute force, parsing of measured files, one error per mistake."""
 
 from __future__ import annotations
 

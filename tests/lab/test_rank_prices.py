@@ -1,4 +1,4 @@
-"""What ``graphspec plan`` says of several ranks."""
+"""``graphspec plan`` for several ranks."""
 
 from __future__ import annotations
 

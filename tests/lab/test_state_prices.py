@@ -1,4 +1,4 @@
-"""What ``graphspec plan`` says of recurrent states."""
+"""``graphspec plan`` for recurrent states."""
 
 from __future__ import annotations
 

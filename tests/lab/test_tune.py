@@ -1,4 +1,4 @@
-"""``graphspec tune``: the short list, the rules by which it concludes, the file it writes, and whole runs over a tiny pair."""
+"""``graphspec tune``: the short list, the rules of the choice, the file it writes, and whole runs over a tiny pair."""
 
 from __future__ import annotations
 

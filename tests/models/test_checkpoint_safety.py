@@ -1,4 +1,4 @@
-"""What a checkpoint may not do: run code, leave its folder, take memory or time by what it merely claims."""
+"""Checkpoint safety: no code runs, no file outside the folder is opened, and declared sizes cost neither memory nor time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Families of targets as rows: one from another package, tensors that are fused in the file, and what a row refuses by name."""
+"""Families of targets as rows: one from another package, tensors that are fused in the file, and refusals by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hybrid targets: logits against transformers, what their configs and checkpoints say, and what is refused."""
+"""Hybrid targets: logits against transformers, configs and checkpoints in all spellings, and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recurrent layers spread over ranks, all of them threads of one process: logits, what each rank reads and keeps, and what is refused."""
+"""Recurrent layers sharded over ranks, as threads of one process: logits, what each rank reads and keeps, and refusals."""
 
 from __future__ import annotations
 

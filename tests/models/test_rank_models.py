@@ -1,4 +1,4 @@
-"""Targets spread over ranks, all of them threads of one process: logits against transformers, and what each rank reads."""
+"""Targets sharded over ranks, as threads of one process: logits against transformers, and what each rank reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Verification and commit of recurrent states: whatever the tree, the states are those of decoding the accepted path token by token."""
+"""Verification and commit of recurrent states: for any tree, the states are those of decoding the accepted path token by token."""
 
 from __future__ import annotations
 

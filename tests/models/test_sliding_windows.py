@@ -1,4 +1,4 @@
-"""How far a sliding window reaches, against the mask of transformers: W positions, the query's own among them, wherever position 0 lies."""
+"""The extent of a sliding window against transformers' mask: W positions including the query's own, wherever position 0 is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading checkpoints: facts, files, tensors, and every way they can be wrong."""
+"""Reading checkpoints: facts, files, tensors, and errors for every defect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Limits of the checks that need a GPU, against the programs their engines compile; and which of these checks decide green."""
+"""Time limits of the checks that need a GPU, against the programs their engines compile; and the checks of the core part."""
 
 from __future__ import annotations
 

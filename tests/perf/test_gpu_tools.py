@@ -1,4 +1,4 @@
-"""What measures on a GPU, run where there is none: it builds, it counts bytes, and README says what the files say."""
+"""GPU measurement tools without a GPU: they build and count bytes, and README agrees with the result files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tools around the GPU: what they say without one, what they write with one, and what travels to an offline machine."""
+"""The tools around the GPU: their output with and without one, and the package for an offline machine."""
 
 from __future__ import annotations
 

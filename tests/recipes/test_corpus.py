@@ -1,4 +1,4 @@
-"""The corpus of the demo models: whose text is used, and what is taken out of it; on made-up trees."""
+"""The corpus of the demo models: which text is used and which is removed; on made-up trees."""
 
 from __future__ import annotations
 

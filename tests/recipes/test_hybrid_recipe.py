@@ -1,4 +1,4 @@
-"""The hybrid demo's recipe on a toy: from text to ``model=demo_hybrid``, whose drafts change no token; what is shipped; what is missing."""
+"""The hybrid demo's recipe on a toy: from text to ``model=demo_hybrid``, whose drafts change no token; shipped and missing files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One tiny engine, with a tokenizer and a chat template, and one server over it for every test that breaks nothing."""
+"""One tiny engine with a tokenizer and a chat template, and one server over it for all tests that leave it intact."""
 
 from __future__ import annotations
 

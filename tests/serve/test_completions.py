@@ -1,4 +1,4 @@
-"""Completions say what ``LLM.generate`` says, whole and in chunks."""
+"""Completions equal ``LLM.generate``, whole and in chunks."""
 
 from __future__ import annotations
 

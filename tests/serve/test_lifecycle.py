@@ -1,4 +1,4 @@
-"""Clients that leave, stall or never send, requests whose time is over, and the end of a server."""
+"""Clients that disconnect, stall or never send, requests that run out of time, and the shutdown of a server."""
 
 from __future__ import annotations
 

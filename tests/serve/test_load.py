@@ -1,4 +1,4 @@
-"""Open-loop load with clients that misbehave, and the end in the middle of streams: promises are kept, and everything is given back."""
+"""Open-loop load with misbehaving clients, and shutdown in the middle of streams: accepted requests finish, and nothing leaks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``graphspec profile baseline=openai`` against our own server, over the wire: the command that docs/serving.md names."""
+"""``graphspec profile baseline=openai`` against our own server over HTTP: the command in docs/serving.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Errors: one status each, the field's name, and no word about paths, traces or prompts."""
+"""Errors: one status each, the field's name, and no paths, tracebacks or prompts."""
 
 from __future__ import annotations
 

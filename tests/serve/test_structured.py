@@ -1,4 +1,4 @@
-"""Answers of a form: what the engine says with the same grammar, whole and in chunks, and calls that are demanded."""
+"""Structured answers: those of the engine with the same grammar, whole and in chunks, and required tool calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A hybrid target in training: what is built, its prediction head against transformers' own layer, and what is refused."""
+"""A hybrid target in training: the network, its prediction head against transformers' own layer, and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drafts of one pass in training: published layouts, what a block may see, anchors and masks."""
+"""One-pass drafters in training: published layouts, visibility in a block, anchors and masks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``graphspec train``: any draft for any family, a target from nothing, going on to the same bits, errors that say what is wrong."""
+"""``graphspec train``: any draft for any family, a target from scratch, resuming with the same bits, and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training against loops: which tokens repeat, the loss and its gradient, fewer loops afterwards, going on to the same bits."""
+"""Training against loops: which tokens repeat, the loss and its gradient, fewer loops afterwards, resuming with the same bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs of an interpreted kernel in another order than the interpreter's own, or side by side."""
+"""Runs the programs of an interpreted kernel in other orders than the interpreter's own, or interleaved."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Addresses that the programs of interpreted kernels touch, between one barrier and the next."""
+"""Addresses that the programs of interpreted kernels access, between one barrier and the next."""
 
 from __future__ import annotations
 

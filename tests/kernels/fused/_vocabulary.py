@@ -1,4 +1,4 @@
-"""What the tests of the kernels over a vocabulary share."""
+"""Shared by the tests of the kernels over a vocabulary."""
 
 from __future__ import annotations
 

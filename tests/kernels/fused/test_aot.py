@@ -1,4 +1,4 @@
-"""Fused kernels compiled for a GPU that is not there: nothing spills, and registers and shared memory are as committed."""
+"""Fused kernels compiled ahead of time: nothing spills, and registers and shared memory are as committed."""
 
 from __future__ import annotations
 

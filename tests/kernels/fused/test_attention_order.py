@@ -1,4 +1,4 @@
-"""What tree attention waits for, read from the compiled kernel: a whole split is in flight before its arithmetic."""
+"""Dependent loads of tree attention, read from the compiled kernel: a whole split is in flight before its arithmetic."""
 
 from __future__ import annotations
 

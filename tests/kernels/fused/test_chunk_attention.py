@@ -1,4 +1,4 @@
-"""The fused chunk attention: against float64, at block and page boundaries, and to the bit whatever runs around it."""
+"""The fused chunk attention: against float64, at block and page boundaries, and bit for bit in any batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fused commit against its reference: what is written, what must not be touched, and how many launches that takes."""
+"""The fused commit against its reference: the slots it writes, those it must not write, and the number of launches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One level of beams, fused and as the reference, against lists; and the levels of a whole draft, one after the other."""
+"""One level of beams, fused and reference, against lists; and all levels of a draft."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fused ranking of a vocabulary, whole or one rank's part of it: tokens of the reference, sums of exponentials under the float law."""
+"""Fused ranking of a vocabulary, whole or one rank's part: tokens of the reference, sums of exponentials within the float tolerance."""
 
 from __future__ import annotations
 

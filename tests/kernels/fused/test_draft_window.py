@@ -1,4 +1,4 @@
-"""A drafter's first inputs, fused and as the reference, against lists."""
+"""A drafter's first inputs, fused and reference, against lists."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What engines launch is accepted by Triton's front end: numbers that equal 1, strides and flags as they come, not as a case has them."""
+"""Triton's front end accepts all launches of engines: numbers that equal 1, strides and flags of the real calls."""
 
 from __future__ import annotations
 

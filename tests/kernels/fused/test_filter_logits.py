@@ -1,4 +1,4 @@
-"""Thresholds without a sort: what is kept is what the reference keeps, to the bit."""
+"""Thresholds without a sort keep exactly the tokens that the reference keeps."""
 
 from __future__ import annotations
 

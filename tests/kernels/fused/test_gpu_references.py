@@ -1,4 +1,4 @@
-"""Every fused op is held against its reference on a GPU, where programs run at the same time; here only that there is such a test."""
+"""Every fused op has a test against its reference on a GPU, where programs run concurrently."""
 
 from __future__ import annotations
 

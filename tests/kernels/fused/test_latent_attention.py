@@ -1,4 +1,4 @@
-"""Latent attention and its writes: against the attention that is not absorbed, against transformers, and the kernels at their edges."""
+"""Latent attention and its writes: against attention before absorption, against transformers, and the kernels at their limits."""
 
 from __future__ import annotations
 

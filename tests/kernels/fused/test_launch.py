@@ -1,4 +1,4 @@
-"""What :func:`graphspec.kernels.fused.launch.launch` does before and around a launch."""
+""":func:`graphspec.kernels.fused.launch.launch`: checks, recording and options of a launch."""
 
 from __future__ import annotations
 

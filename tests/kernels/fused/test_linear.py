@@ -1,4 +1,4 @@
-"""The fused linear layer against the reference and an oracle in float64, bits whatever the rows around them, and the choice of configs."""
+"""The fused linear layer against the reference and a float64 oracle, bits independent of other rows, and the choice of configs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sums of squares on their way from product to product, what that saves, and how many programs of a product run at a time."""
+"""Sums of squares passed from product to product, what that saves, and the number of resident programs of a product."""
 
 from __future__ import annotations
 

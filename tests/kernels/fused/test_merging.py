@@ -1,4 +1,4 @@
-"""Calls that the tests on a GPU repeat do merge parts: seen in what their launchers launch, without a GPU."""
+"""Calls that the GPU tests repeat do merge parts, by their recorded launches."""
 
 from __future__ import annotations
 

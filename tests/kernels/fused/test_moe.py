@@ -1,4 +1,4 @@
-"""Mixture of experts: routers and experts against transformers, and the kernels where choices are few, many, one-sided or missing."""
+"""Mixture of experts: routers and experts against transformers, and the kernels with few, many, skewed or no choices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The device matcher, fused, against lists: blocks of history, lists of occurrences longer than one look, counters left at zero."""
+"""The device matcher, fused, against lists: blocks of history, long lists of occurrences, counters left at zero."""
 
 from __future__ import annotations
 

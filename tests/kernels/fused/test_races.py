@@ -1,4 +1,4 @@
-"""Accesses of one program that nothing orders: what is found in a kernel, and what is not."""
+"""Detection of unordered accesses within one program: true positives, and none in ordered kernels."""
 
 from __future__ import annotations
 

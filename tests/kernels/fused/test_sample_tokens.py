@@ -1,4 +1,4 @@
-"""Fused sampling over the vocabulary: the tokens of the reference, whatever the split."""
+"""Fused sampling over the vocabulary: the tokens of the reference, for every split."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fences around the arrivals of programs that merge parts, in PTX and SASS; kernels are held to it where they are compiled."""
+"""Fences around the arrivals of programs that merge parts, in PTX and SASS; kernels are checked where they are compiled."""
 
 from __future__ import annotations
 

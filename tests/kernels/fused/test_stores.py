@@ -1,4 +1,4 @@
-"""What :mod:`graphspec.kernels.fused.races` takes for disjoint is: no program touches an address twice between two barriers."""
+"""Stores declared disjoint in :mod:`graphspec.kernels.fused.races` are: no program writes an address twice between two barriers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How often the search for a threshold goes over its list: a constant, read from the compiled kernels."""
+"""The number of passes of the threshold search over its list is constant, read from the compiled kernels."""
 
 from __future__ import annotations
 

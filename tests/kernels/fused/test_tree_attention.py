@@ -1,4 +1,4 @@
-"""The fused tree attention: against float64, at word and page boundaries, and to the bit whatever runs around it."""
+"""The fused tree attention: against float64, at word and page boundaries, and bit for bit in any batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fused tree and chain against their references: word boundaries, broken pools, sizes the register file notices."""
+"""The fused tree and chain against their references: word boundaries, invalid pools, sizes near register limits."""
 
 from __future__ import annotations
 

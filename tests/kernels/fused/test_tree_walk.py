@@ -1,4 +1,4 @@
-"""The fused walk against its reference: word boundaries, how runs end, rows that are not live."""
+"""The fused walk against its reference: word boundaries, ends of runs, rows that are not live."""
 
 from __future__ import annotations
 
