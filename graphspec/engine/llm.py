@@ -199,25 +199,22 @@ class LLM:
             draft = load_object(plan.variant.loader)(plan.draft, target, plan.max_positions, dtype, device, report("load draft"))
             if (token_map := self.config.variant.token_map) is not None:
                 apply_token_map(draft, load_token_map(user_path("variant.token_map", token_map), plan.target.vocab_size))
+        networks = {"target": target} if draft is None else {"target": target, "draft": draft}
         if self.ranks is not None:
             comm = self.ranks.comm(device)
-            for network in (target, draft):
-                if network is not None:
-                    join_ranks(network, comm)
+            for network in networks.values():
+                join_ranks(network, comm)
         native = uses_packed_weights(plan)
-        networks = (target, draft) if draft is not None else (target,)
-        found: dict[str, str | None] = {}
-        for name, network in zip(("target", "draft"), networks, strict=False):
-            if native:
-                found[name] = pack_network(network, plan)
-            else:
-                found[name] = "set by kernels.mode, kernels.linear or kernels.attention"
-                use_kernels(network, kernels)
-        self.decoders = {name: f"op by op: {reason}" if reason else "one native op per pass" for name, reason in found.items()}
+        self.decoders: dict[str, str] = {}
         """In words, how the decoder layers of target and draft run."""
+        for name, network in networks.items():
+            reason = pack_network(network, plan) if native else "set by kernels.mode, kernels.linear or kernels.attention"
+            if not native:
+                use_kernels(network, kernels)
+            self.decoders[name] = f"op by op: {reason}" if reason else "one native op per pass"
         # A second team of threads would compete for the same cores, and little work is left between native ops.
         loop_threads = 1 if native else None
-        tuner = partial(tune_program, table, place, networks, device) if table is not None else None
+        tuner = partial(tune_program, table, place, tuple(networks.values()), device) if table is not None else None
         make: Callable[..., Cycle] = Cycle
         if self.ranks is not None:
             make = partial(FollowingCycle, comm=comm) if self.ranks.rank else partial(LeadingCycle, comm=comm, channel=self.ranks.channel)

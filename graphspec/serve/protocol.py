@@ -98,12 +98,7 @@ class Body(ABC):
         check_fields(self, "", error=RequestError)
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options", "nothing without stream", brief(dict(self.stream_options)))
-        parse(StreamOptions, self.stream_options or {}, "stream_options.")
-
-    @property
-    def streaming(self) -> StreamOptions:
-        """Where its stream reports usage."""
-        return parse(StreamOptions, self.stream_options or {}, "stream_options.")
+        self.streaming = parse(StreamOptions, self.stream_options or {}, "stream_options.")
 
     @property
     @abstractmethod

@@ -6,7 +6,7 @@ import re
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from importlib import import_module
 from statistics import median
@@ -200,11 +200,9 @@ def eager_engine(config: Config, prompt: str, threads: int) -> LLM:
     hardware = replace(config.hardware, threads=threads)
     small = replace(config, model=model, runtime=runtime, hardware=hardware, kernels=KernelsConfig(), adaptive=AdaptiveConfig())
     if config.variant.topk == 1:
-        try:
+        # Heads of their own per step draft chains and nothing else, and so does accept=rejection.
+        with suppress(ConfigError):
             return LLM.from_config(replace(small, variant=replace(config.variant, topk=TREE_TOPK, num_draft_tokens=TREE_NODES)))
-        except ConfigError:
-            # Heads of their own per step draft chains and nothing else, and so does accept=rejection.
-            return LLM.from_config(small)
     return LLM.from_config(small)
 
 
