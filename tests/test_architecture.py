@@ -54,7 +54,7 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_layer_law():
-    """The contracts stand in pyproject.toml, section importlinter."""
+    """The contracts are in pyproject.toml, section importlinter."""
     done = python("import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports(no_cache=True))")
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -73,7 +73,7 @@ def test_a_core_shared_with_another_program_is_noticed() -> None:
 
 @pytest.mark.skipif(thread_waits() is None, reason="the system does not tell")
 def test_more_threads_than_cores_wait_for_themselves() -> None:
-    """No other program has a part in it, so the caution may not say that one had."""
+    """No other program is involved, so the warning must not claim it."""
     cores, stop = os.sched_getaffinity(0), threading.Event()
 
     def spin() -> None:

@@ -29,7 +29,7 @@ def delta_scan(
 
     Args:
         mixed_BTE, gate_BTG: as in :func:`~graphspec.kernels.delta_walk.delta_walk`.
-        matrix_RUHKV: float32, written at the lanes' rows. Lanes of one row agree in everything, or nobody reads the row.
+        matrix_RUHKV: float32, written at the lanes' rows. Lanes of one row agree in everything, or the row is not read.
         layer: static; of the recurrent ones.
         lane_row_B: int64.
         length_B: int64, at most T.

@@ -39,7 +39,7 @@ def state_commit(
         weight_UEO: ``[U, E, O + 1]``, the convolutions' weights.
         bias_UE: dtype of the input. None: the convolutions have none.
         column_RUOE: dtype of the input; the last O inputs of each row before the path, oldest first.
-        matrix_RUHKV: float32, written at the lanes' rows. Lanes of one row agree in everything, or nobody reads the row.
+        matrix_RUHKV: float32, written at the lanes' rows. Lanes of one row agree in everything, or the row is not read.
         lane_row_B: int64.
         path_BA: int64 places in T, of which the first ``length`` count, from the root on.
         length_B: int64, at most A.

@@ -156,7 +156,7 @@ def test_the_viewer_answers_keys_and_plays(open_page: Open) -> None:
 
 
 def test_the_viewers_keys_need_no_click(open_page: Open) -> None:
-    """The arrows work from anywhere; the keys that scroll a page go on doing so until the viewer is in sight."""
+    """The arrows work from anywhere; keys that scroll the page keep doing so until the viewer is in sight."""
     page = open_page()
     viewer = page.locator("#viewer")
     assert page.evaluate("document.activeElement === document.body")

@@ -58,7 +58,7 @@ def test_openai(clients: Path, engines: dict[str, LLM], tmp_path: Path) -> None:
 
 
 def tasks(folder: Path, count: int = 24) -> None:
-    """Two tasks over held-out code: which line comes next, and how it goes on."""
+    """Two tasks over held-out code: choosing the next line, and continuing the text."""
     texts = [text for text in load_corpus().held_out.values() if len(text) > 1200][:count]
     lines = [[line for line in text[300:1200].splitlines() if line.strip()] for text in texts]
     rows = []

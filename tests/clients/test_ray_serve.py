@@ -36,13 +36,13 @@ STREAMS = 6
 
 
 def environment(folder: str) -> dict[str, str]:
-    """Ray starts a cluster of its own, whatever else runs on the machine, with its files in ``folder`` and none in the user's home."""
+    """Make Ray start its own cluster, with all its files in ``folder``."""
     ray = {"RAY_ADDRESS": "local", "RAY_TMPDIR": folder, "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
     return {**os.environ, **ray, "PYTHONPATH": str(EXAMPLE), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 
 class Service:
-    """The command in a process of its own, and a client of it."""
+    """The command in a separate process, and its client."""
 
     def __init__(self, clients: Path, folder: str, log: Path) -> None:
         with socket.socket() as free:

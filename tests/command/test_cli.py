@@ -40,7 +40,7 @@ TREE = TreeSnapshot(
 
 
 class FakeLLM:
-    """Echoes prompts; refuses those that say so. What the command line relies on, and nothing else."""
+    """A stand-in engine with the methods that the command line uses: echoes prompts, or refuses them on demand."""
 
     made: list[FakeLLM] = []  # noqa: RUF012
 

@@ -170,7 +170,7 @@ def test_trees_are_those_of_the_oracle(data: st.DataObject, tight: bool, seed: i
 @given(st.data())
 @settings(max_examples=80, deadline=None)
 def test_a_growing_sequence_counts_once(data: st.DataObject) -> None:
-    """In pieces or at once: the same nodes, counts and order, with only the needed tail handed over."""
+    """Inserting in pieces or as a whole gives the same nodes, counts and order; pieces only pass the tail that is needed."""
     config = data.draw(configs(tight=False))
     tokens = data.draw(st.lists(st.integers(0, 2), min_size=1, max_size=40))
     whole, grown = config.trie(), config.trie()
@@ -258,7 +258,7 @@ def test_capacity_of_one_path(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", ["bfs", "prob"])
 def test_threads_insert_and_match_at_once(mode: str) -> None:
-    """Each writer has an alphabet of its own, so the order between writers decides nothing that a match can see."""
+    """Writers have separate alphabets, so the order between them does not affect any match."""
     config = replace(SMALL, match=mode, capacity=200_000)
     rng = random.Random(5)
     streams = [[[100 * w + rng.randrange(5) for _ in range(rng.randrange(1, 60))] for _ in range(40)] for w in range(4)]
@@ -299,7 +299,7 @@ def test_threads_insert_and_match_at_once(mode: str) -> None:
 
 
 def test_every_ngram_is_counted_where_it_ends() -> None:
-    """Through prob's order: of two continuations the one that was met more often comes first, whatever came last."""
+    """With ``match=prob``, the more frequent of two continuations comes first, not the more recent."""
     rng = random.Random(1)
     tokens = [rng.choice((0, 0, 0, 1, 1, 2)) for _ in range(600)]
     config = TrieSettings("prob", 1, 2, 1, 9, 1, 5000)

@@ -46,7 +46,7 @@ def heads(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Par
 
 
 def marginals(pair: Pair, raw: dict[str, Tensor], tokens: list[int], steps: int) -> Tensor:
-    """Log-probabilities ``[S, V]`` after ``tokens``, the last of which is the root: every row computed anew, in float64."""
+    """Log-probabilities ``[S, V]`` after ``tokens``, the last of which is the root: every row recomputed, in float64."""
     w = {name: tensor.double() for name, tensor in raw.items()}
     states = pair.hf(torch.tensor([tokens]), output_hidden_states=True).hidden_states
     feature = torch.cat([states[layer][0, :-1] for layer in TAPS], -1).double()

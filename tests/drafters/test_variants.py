@@ -165,7 +165,7 @@ def best(llm: LLM, hidden_BTH: Tensor, step: int) -> int:
 
 
 def chain_from_scratch(llm: LLM, model: Any, tokens: list[int], steps: int) -> list[int]:
-    """What a chain drafts after ``tokens``, the last of which is the root: every row computed anew, all of them in one causal pass."""
+    """What a chain drafts after ``tokens``, the last of which is the root: all rows recomputed in one causal pass."""
     draft, plan = llm.cycle.draft, llm.plan
     token_1T = torch.tensor([tokens])
     drafted: list[int] = []

@@ -32,7 +32,7 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
 
 
 def asking(runtime: str, temperature: float, batch: int) -> list[SamplingParams]:
-    """As :func:`mixed`. Compiled, the first row asks for everything, so that every batch is of one sampling class: each takes a minute."""
+    """As :func:`mixed`. Compiled, the first row uses all parameters, so that there is one sampling class: compiling takes a minute."""
     params = mixed(temperature, batch, LENGTH)
     if runtime == "compiled":
         params[0] = replace(

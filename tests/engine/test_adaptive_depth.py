@@ -66,7 +66,7 @@ def plain(misses: Pair, family: Family) -> dict[str, list[list[int]]]:
 
 
 def workload() -> tuple[list[list[int]], list[SamplingParams]]:
-    """Greedy and sampled rows of several lengths; one asks for everything a sampler has."""
+    """Prompts and parameters of greedy and sampled rows of several lengths; one row uses all sampling parameters."""
     params = [SamplingParams(max_tokens=LENGTH - 3 * i, temperature=(0.0, 0.8)[i % 2], seed=7 + i, ignore_eos=i < 4) for i in range(6)]
     params[3] = SamplingParams(max_tokens=LENGTH, temperature=0.8, seed=3, top_k=20, presence_penalty=0.4, min_tokens=9, logprobs=1)
     return prompts(6, vocab=40), params

@@ -1,7 +1,7 @@
 """Several callers in any order, in the event loop too: submit, step, leave, generate, cancel, interrupt, fail a step, close the engine, let
-deadlines pass; every request's tokens are those of a run of its own, whatever it shares, whoever goes first, whatever others sample.
+deadlines pass; every request's tokens are those it gets alone, whatever it shares, in any order and with any sampling of others.
 
-A stateful property test. The engine is small and stays the same over all examples, so that what one leaves would show in the next.
+A stateful property test. The engine is small and stays the same over all examples, so that state left by one is detected by the next.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ KINDS = (
     {"speculate": False, "temperature": 0.7, "seed": 13},
     {"allowed_token_ids": list(range(0, 40, 2))},
 )
-Asked = tuple[int, int, int]
+RequestSpec = tuple[int, int, int]
 """Numbers of a prompt and of a kind, and how many tokens."""
 requests = st.tuples(st.integers(0, len(PROMPTS) - 1), st.integers(0, len(KINDS) - 1), st.integers(1, 12))
 batch = st.lists(requests, min_size=1, max_size=3)
@@ -50,7 +50,7 @@ LATER = 10_000.0
 """Seconds to any deadline, far more than a test takes; the clock jumps by as many."""
 
 
-def params(one: Asked) -> SamplingParams:
+def params(one: RequestSpec) -> SamplingParams:
     return SamplingParams(max_tokens=one[2], min_tokens=min(one[1], one[2]), ignore_eos=True, **KINDS[one[1]])  # type: ignore[arg-type]
 
 
@@ -65,7 +65,7 @@ class Alone:
     def __init__(self, llm: LLM) -> None:
         self._llm, self._known = llm, dict[tuple[int, int], list[int]]()
 
-    def __call__(self, one: Asked) -> list[int]:
+    def __call__(self, one: RequestSpec) -> list[int]:
         if one[:2] not in self._known:
             longest = (*one[:2], 12)
             self._known[one[:2]] = self._llm.generate([PROMPTS[one[0]]], params(longest))[0].token_ids
@@ -76,7 +76,7 @@ class Alone:
 class Open:
     """A stream, its requests, and its events so far."""
 
-    some: list[Asked]
+    some: list[RequestSpec]
     events: Iterator[StreamEvent] | AsyncIterator[StreamEvent]
     tokens: list[list[int]] = field(init=False)
     ended: list[str | None] = field(init=False)
@@ -116,7 +116,7 @@ class Callers(RuleBasedStateMachine):
         self.llm._engine.scheduler._deadlines._clock = self.now
 
     @rule(at=place, some=batch, priority=priority, due=st.booleans())
-    def submit(self, at: int, some: list[Asked], priority: int, due: bool) -> None:
+    def submit(self, at: int, some: list[RequestSpec], priority: int, due: bool) -> None:
         self.leave(at)
         for one in some:
             self.alone(one)
@@ -193,13 +193,13 @@ class Callers(RuleBasedStateMachine):
             self.loop.run_until_complete(run())
 
     @rule(some=batch, priority=priority)
-    def generate(self, some: list[Asked], priority: int = 0) -> None:
+    def generate(self, some: list[RequestSpec], priority: int = 0) -> None:
         wanted = [self.alone(one) for one in some]
         outputs = self.llm.generate([PROMPTS[one[0]] for one in some], [params(one) for one in some], priority=priority)
         assert [output.token_ids for output in outputs] == wanted
 
     @rule(some=batch, line=st.integers(0, 250))
-    def interrupt(self, some: list[Asked], line: int) -> None:
+    def interrupt(self, some: list[RequestSpec], line: int) -> None:
         with suppress(KeyboardInterrupt), interrupted(FILES, line):
             self.generate(some)
 
@@ -212,7 +212,7 @@ class Callers(RuleBasedStateMachine):
             self.places[at] = None
 
     @rule(some=batch, line=st.integers(0, 3000))
-    def fail_a_step(self, some: list[Asked], line: int) -> None:
+    def fail_a_step(self, some: list[RequestSpec], line: int) -> None:
         for stream in self.places:
             if stream is not None:
                 stream.may_fail = True

@@ -87,7 +87,7 @@ def test_cycles_in_flight_and_preemption_change_nothing(targets: Any) -> None:
 
 
 def test_an_eagle3_head_with_a_latent_target(targets: Any, tmp_path: Path) -> None:
-    """Its own pool has keys and values, whatever the target keeps."""
+    """The draft's pool has keys and values, the target's latent rows."""
     path, model, _ = targets["deepseek_v3"]
     tensors = eagle3_tensors(hidden_size=HIDDEN, target_hidden_size=HIDDEN, vocab_size=VOCAB_SIZE, num_taps=2)
     taps = {"eagle_aux_hidden_state_layer_ids": [-1, 0], "use_aux_hidden_state": True}

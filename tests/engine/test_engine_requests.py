@@ -247,7 +247,7 @@ def test_a_bad_request_alone_raises(pair: Pair, prompt: list[int], params: Sampl
 
 
 def test_requests_of_wrong_types_fail_alone(pair: Pair, schedulers: list[Watched]) -> None:
-    """Each between two good ones, whose tokens stay what they were; today's message says what was there."""
+    """Each between two valid requests, whose tokens do not change; the message says what was found."""
     llm = pair.llm(**CHAIN)
     good, params = prompts(2), SamplingParams(max_tokens=9)
     expected = [pair.greedy(p, 9) for p in good]

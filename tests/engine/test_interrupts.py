@@ -216,7 +216,7 @@ def test_a_device_that_is_lost_is_reported_to_every_call(pair: Pair, monkeypatch
 
 @pytest.mark.parametrize("shape", [{"variant": "none"}, CHAIN], ids=["plain", "chain"])
 def test_results_that_were_taken_are_not_taken_twice(pair: Pair, shape: dict[str, Any]) -> None:
-    """An error between tokens and what they mean, with log-probabilities and a stop id; the call that goes on had no part in the launch."""
+    """An error while results are processed, with log-probabilities and a stop id; the call that continues took no part in the launch."""
     llm = pair.llm(**shape, max_rows=2, buckets=[1, 2])
     # With one lane the rows take turns, so that an error concerns one of the two.
     llm.cycle.dropped.update(
@@ -328,7 +328,7 @@ def test_a_launch_that_compiles_shifts_nothing(pair: Pair, monkeypatch: pytest.M
 
 
 def test_what_others_compile_meanwhile_is_not_a_launch_that_compiles(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dynamo counts for the whole process; another engine has a thread of its own."""
+    """Dynamo's counts are per process; another engine has its own thread."""
     llm = pair.llm(variant="none", runtime="compiled", max_rows=1, buckets=[1])
     prompt_ids = prompts(1)
     llm.generate(prompt_ids, PARAMS)

@@ -140,7 +140,7 @@ def test_a_capture_can_follow_any_failed_one(how: str, captured_before: int, fak
 
 
 def test_a_captured_product_has_its_workspace_in_the_pool(fake_driver: FakeDriver) -> None:
-    """One from outside the pool may be freed by anybody, and the replay would go on writing to it."""
+    """Memory outside the pool may be freed while replays still write to it."""
     used: list[tuple[bool, int]] = []
     make = capturer()
     make.capture(lambda: used.append((fake_driver.capturing is not None, fake_driver.multiply())))

@@ -123,7 +123,7 @@ def clocked(structure: str, device: ClockedDevice, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("structure", ["chain", "tree", "own-history"])
 def test_masks_and_trees_are_neither_overwritten_nor_read_too_early(structure: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More requests than rows, with and without a grammar: the tokens of a device that does everything at once."""
+    """More requests than rows, with and without a grammar: the same tokens as on a device that does everything immediately."""
     plan = structure_plan(structure, device="cpu", runtime="eager", **SMALL)
     networks = tiny_networks(plan)
     expected = serve(

@@ -79,7 +79,7 @@ def alive(found: dict[str, weakref.ref[Any]], thread: threading.Thread | None = 
 
 
 def storages() -> int:
-    """Bytes of all tensors that hold memory of their own, each counted once."""
+    """Bytes of all tensors that own memory, each counted once."""
     gc.collect()
     tensors = [thing for thing in gc.get_objects() if type(thing) in (Tensor, torch.nn.Parameter) and thing.device.type == "cpu"]
     return sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
@@ -103,7 +103,7 @@ def test_an_engine_dies(pair: Pair, launch: str, arenas: weakref.WeakSet[Arena])
 
 @pytest.mark.parametrize("launch", ["compiled", "native"])
 def test_what_another_engine_compiled_stays(pair: Pair, launch: str) -> None:
-    """The first of two engines of the same shape dies, Dynamo is reset, and the second goes on without compiling again."""
+    """The first of two engines of the same shape is deleted, Dynamo is reset, and the second continues without compiling again."""
     first, second = (pair.llm(**ONE, **LAUNCHES[launch]) for _ in range(2))
     prompt_ids = prompts(2)
     expected = [pair.greedy(prompt, 6, ignore_eos=True) for prompt in prompt_ids]

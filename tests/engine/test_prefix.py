@@ -132,7 +132,7 @@ def test_tokens_drafts_and_kv_are_those_without(structure: str) -> None:
 
 @pytest.mark.parametrize("chunk", [1, 16])
 def test_heads_after_a_shared_prefix_in_any_chunks(chunk: int) -> None:
-    """Chunks shorter than the lookback, whose rows lie in shared pages, and chunks longer than a page."""
+    """Chunks shorter than the lookback, whose rows are in shared pages, and chunks longer than a page."""
     shared, alone = (Bench("head-per-step", GREEDY, shares=shares, prefill_chunks=[chunk]) for shares in (True, False))
     first = numbers(27, 5)
     for bench in (shared, alone):

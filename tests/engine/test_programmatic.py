@@ -21,7 +21,7 @@ CUDA = torch.device("cuda", 0)
 
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """An H200 to ask, and an empty cache folder."""
+    """A stand-in for an H200, and an empty cache folder."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H200")
     monkeypatch.setattr(programmatic, "cache_folder", lambda: tmp_path)

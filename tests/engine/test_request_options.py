@@ -75,7 +75,7 @@ def test_every_request_has_its_depth(pair: Pair, shape: dict[str, Any]) -> None:
 
 
 class Learner:
-    """A policy that always drafts as deep as it can, and notes what it is shown."""
+    """A policy that always drafts at full depth and records its inputs."""
 
     def __init__(self) -> None:
         self.seen: list[int] = []

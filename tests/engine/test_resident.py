@@ -51,7 +51,7 @@ def test_closed_it_ends_open_calls_and_refuses_others(pair: Pair, monkeypatch: p
 
 
 def test_closing_wakes_a_caller_that_waits(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In another thread, in a call that would go on for ever."""
+    """In another thread, during a call that would never end."""
     held = Lockstep(monkeypatch)
     llm = pair.llm(**CHAIN)
     errors: list[BaseException] = []
@@ -88,7 +88,7 @@ def test_collected_it_leaves_no_thread(pair: Pair) -> None:
 
 
 def test_dropped_while_it_serves_it_ends_after_that(pair: Pair) -> None:
-    """Whoever holds a stream holds the engine."""
+    """A reference to a stream keeps the engine alive."""
     llm = pair.llm(**CHAIN)
     stream, thread = llm.stream(prompts(1), PARAMS), llm._engine._driver.thread
     tokens = list(next(stream).token_ids)

@@ -113,7 +113,7 @@ def cases(draw: st.DrawFn, cycles_in_flight: int) -> tuple[Case, TimedDevice]:
 
 @pytest.mark.parametrize("cycles_in_flight", [1, 2, 3])
 def test_results_may_arrive_at_any_time_and_in_any_order(cycles_in_flight: int) -> None:
-    """Pages and rows never change hands early and tickets are read in order (the device asserts both); outputs follow the scripts."""
+    """Pages and rows are never reused early and tickets are read in order (the device asserts both); outputs follow the scripts."""
     arrived_early = 0
 
     @settings(max_examples=60, deadline=None)

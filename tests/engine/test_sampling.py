@@ -58,7 +58,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 @pytest.fixture(scope="module")
 def alone(pair: Pair) -> list[list[int]]:
-    """Plain decoding of each request in a run of its own, so under a sampling class of its own."""
+    """Plain decoding of each request alone, and so with its own sampling class."""
     llm = pair.llm(variant="none", max_rows=1)
     return [llm.generate([prompt], some_params(i))[0].token_ids for i, prompt in enumerate(prompts(len(KINDS)))]
 

@@ -63,7 +63,7 @@ class Row:
 
 
 class Device:
-    """Follows the scripts at random run lengths; ``Join.seed`` says whose script a row follows."""
+    """Follows the scripts at random run lengths; ``Join.seed`` selects the script of a row."""
 
     def __init__(self, plan: Plan, prompts: list[list[int]], scripts: list[list[int]], rng: random.Random) -> None:
         self.plan, self.prompts, self.scripts, self.rng = plan, prompts, scripts, rng
@@ -314,7 +314,7 @@ def two_rows(**runtime: object) -> Plan:
 
 
 def test_two_rows_that_do_not_fit_together_both_finish() -> None:
-    """Whole pages let a preempted row back in with what it gave away; the older row must get its page all the same."""
+    """A preempted row finds its full pages again when it returns; the older row must still get its page."""
     case = Case(two_rows(num_pages=3), seed=0, count=2, longest=15, budget=30, ends=False)
     for request in case.requests:
         request.budget = 30

@@ -71,7 +71,7 @@ def test_closing_a_stream_frees_what_it_held(pair: Pair, run_ahead: int, events:
     (scheduler,) = made
     assert scheduler.allocator.num_used == 0
     assert not scheduler.busy
-    assert {r.finish_reason for r in scheduler.seen} == ({"abort"} if events else set()), "a request nobody iterates is never queued"
+    assert {r.finish_reason for r in scheduler.seen} == ({"abort"} if events else set()), "a stream that is not iterated is never queued"
 
 
 def test_a_bad_request_alone_raises_at_the_first_event(pair: Pair) -> None:

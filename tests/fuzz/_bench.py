@@ -38,7 +38,7 @@ class CodeRanError(Exception):
 
 
 class Bench:
-    """Makes cases: each damages copies of its own, and builds an engine that generates four tokens."""
+    """Makes cases: each damages its own copies, and builds an engine that generates four tokens."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.good = folder, folder / "good"
@@ -126,7 +126,7 @@ SPEAKING: tuple[Use, ...] = (text, talk, ids, vocabularies)
 
 
 class Evil:
-    """Pickled, it is a call that touches the canary of the case whose folder it lies in."""
+    """When unpickled, calls a function that touches the canary of the case's folder."""
 
     def __init__(self, folder: Path) -> None:
         self.command = command(folder)

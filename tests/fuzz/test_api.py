@@ -306,7 +306,7 @@ def group_cases() -> list[Case]:
 
 
 def _may_be(wanted: str, value: Any) -> bool:
-    """Whether an annotation allows a value's type; of its range this says nothing."""
+    """Whether an annotation allows a value's type, regardless of its range."""
     if value is None:
         return "None" in wanted or wanted == "Any"
     plain = wanted.removesuffix(" | None")

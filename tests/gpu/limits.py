@@ -13,10 +13,10 @@ from graphspec.plan import Plan, make_plan
 from graphspec.shapes import GREEDY
 
 LEAST = 120.0
-"""Seconds of a check that says nothing of itself."""
+"""Time limit of a check without a marker, in seconds."""
 PROGRAM = 6.0
-"""Seconds one program takes to compile, assumed: on one core, with some kernels that no cache has."""
-BESIDE = 60.0
+"""Assumed seconds to compile one program, on one core, with some kernels not cached."""
+OVERHEAD = 60.0
 """Seconds for everything else: imports, weights, the first kernels, the requests."""
 
 
@@ -35,11 +35,11 @@ def plan_of(engine: Mapping[str, Any]) -> Plan:
 
 
 def programs_of(plan: Plan) -> int:
-    """Programs that an engine compiles when as many requests of one class come as it has rows, and at load."""
+    """Programs that an engine compiles at load and for a full batch of requests of one class."""
     classes = {GREEDY, *plan.sampling_classes} if plan.runtime.captured else {GREEDY}
     return sum(len(plan.graph_keys(each)) + len(plan.prefill_shapes) for each in classes) if plan.compiles else 0
 
 
 def seconds(engines: Sequence[Mapping[str, Any]]) -> float:
     """The limit of a check that builds these engines one after another."""
-    return max(LEAST, BESIDE + PROGRAM * sum(programs_of(plan_of(engine)) for engine in engines))
+    return max(LEAST, OVERHEAD + PROGRAM * sum(programs_of(plan_of(engine)) for engine in engines))

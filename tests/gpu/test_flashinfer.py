@@ -50,7 +50,7 @@ def test_random_trees(ends: list[int], tokens: int, dtype: torch.dtype, page_siz
     lanes, queries, groups, dim = len(ends), 32, 8, 128
     columns = -(-(max(ends) + tokens) // page_size) + 1
     pool, table = random_pool(generator, lanes=lanes, columns=columns, page_size=page_size, heads=groups, dim=dim, layers=2)
-    # Behind the window there may be anything.
+    # Slots after the window may hold anything.
     for lane, end in enumerate(ends):
         for slot in range(end + tokens, columns * page_size):
             pool[:, :, table[lane, slot // page_size], slot % page_size] = torch.nan
@@ -127,7 +127,7 @@ def check(case: Case, found: Tensor) -> None:
 @pytest.mark.parametrize("latent", [DEEPSEEK, LITE], ids=["128-heads", "16-heads"])
 @pytest.mark.parametrize("name", cases())
 def test_planned_calls(name: str, latent: HeadShape, dtype: torch.dtype) -> None:
-    """A captured launch that is planned anew for every replay, among NaN in all that no query may see; short rows, idle lanes."""
+    """A captured launch that is planned again for every replay, with NaN in everything unseen; short rows, idle lanes."""
     call, starts, counts = cases(latent, LLAMA)[name]
     planner, case = Planner("cuda"), Case(call, starts, counts, page_size=16, device="cuda", dtype=dtype)
     pool = case.poisoned()
@@ -177,7 +177,7 @@ def test_planned_calls_of_real_lengths(call: PreparedCall, starts: list[int], co
 
 
 def test_plans_do_not_wait_for_the_device() -> None:
-    """No argument of a plan lies on the device."""
+    """No argument of a plan is on the device."""
     call, starts, counts = cases(DEEPSEEK, LLAMA)["verify"]
     planner, case = Planner("cuda"), Case(call, starts, counts, page_size=16, device="cuda", dtype=torch.bfloat16)
     case.plan(planner)

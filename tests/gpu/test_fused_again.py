@@ -59,7 +59,7 @@ def test_the_same_bits_every_time(op: KernelOp) -> None:
 
 @pytest.mark.parametrize("call", MERGING)
 def test_a_merge_of_parts_gives_the_same_bits_every_time(call: Merging) -> None:
-    """In shapes of real models: whichever program arrives last, it adds the same parts in the same order."""
+    """In shapes of real models: the last program to arrive, whichever it is, adds the same parts in the same order."""
     torch.manual_seed(0)
     case = call.make("cuda")
     expected = call.outputs(case)
@@ -110,7 +110,7 @@ def test_all_of_them_in_sequence_in_one_graph(programmatic: bool) -> None:
 @pytest.mark.seconds(240)
 @pytest.mark.parametrize("lanes", LANES)
 def test_merges_after_each_other_in_one_graph(lanes: int, programmatic: bool) -> None:
-    """Shapes of real models keep all multiprocessors busy: a kernel that begins early finds parts and counters of the one before in use.
+    """Shapes of real models keep all multiprocessors busy: kernels that start early overlap predecessors that still use parts and counters.
 
     All calls of a batch size are on the device at once, which is less than ``MOST_BYTES``.
     """

@@ -87,7 +87,7 @@ def test_a_run_in_the_sizes_of_a_model(name: str, tokens: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("selective", [False, True], ids=["delta", "ssm"])
 def test_a_commit_has_the_bits_of_plain_decoding(selective: bool, dtype: torch.dtype) -> None:
-    """A path at once, and node by node as plain decoding commits; and what a node reads does not depend on who committed its past."""
+    """A path in one commit, and node by node as in plain decoding; a node's output does not depend on how its past was committed."""
     key_heads, heads, key_dim, value_dim, layers, nodes = (8, 128, 128, 64, 2, 6) if selective else (16, 32, 128, 128, 2, 6)
     drawn, channels = torch.Generator().manual_seed(1), 2 * key_heads * key_dim + heads * value_dim
     gate = torch.rand(layers, 1, nodes, 2 * heads, generator=drawn)

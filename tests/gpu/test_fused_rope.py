@@ -60,7 +60,7 @@ def rope_case(
 
 
 def called(function: Any, case: Case) -> tuple[Tensor, Tensor]:
-    """The queries, and a pool of its own, the dummy page left out."""
+    """The queries, and the call's pool without the dummy page."""
     own = {**case, "kv_pool": case["kv_pool"].clone()}
     return function(**own), own["kv_pool"][:, :, 1:]
 

@@ -54,7 +54,7 @@ def test_equals_the_reference(op: KernelOp, dtype: torch.dtype | None) -> None:
 
 
 def test_commit_at_the_size_of_a_model() -> None:
-    """Many programs and warps at once: here a thread that reads what another one has already written would show."""
+    """Many concurrent programs and warps, so that a thread that reads values another has already overwritten is detected."""
     for seed, kind in enumerate(({"features": 3 * 4096}, {"features": 4096, "lookback": 3, "vocab": 1000}, {"history": 4096})):
         for lanes in (1, 8, 64):
             case = commit_case(torch.Generator().manual_seed(seed), lanes, 64, 6, **kind)

@@ -91,7 +91,7 @@ def shuffled(cycle: Cycle, launches: int, sampling: SamplingClass = SAMPLED) -> 
 
 
 def run_directly(cycle: Cycle, key: GraphKey, message: Message) -> dict[str, Tensor]:
-    """The kernels of a program launched one by one on ``message``, as it reaches a cycle; what every slot then holds."""
+    """The kernels of a program launched one by one on ``message``, as a cycle gets it; returns the content of every slot."""
     mail = torch.zeros(cycle.layout.size, dtype=torch.int64)
     cycle.layout.encode(message, mail)
     cycle.arena["mail"][: cycle.layout.joins].copy_(mail[: cycle.layout.joins])
@@ -225,7 +225,7 @@ def test_cycles_queued_ahead_read_in_order(shape: str, run_ahead: int) -> None:
 
 
 def demo(shape: str, **keys: object) -> LLM:
-    """The demo model in float32; kernels wait for each other, whatever is the default: what decides green stands on nothing new.
+    """The demo model in float32; without programmatic launch, whatever the default.
 
     Nothing is captured at load: a check has time for the class it needs.
     """

@@ -118,7 +118,7 @@ class Game:
         )
 
     def play(self) -> Tensor:
-        """The first tokens after root 1 in every lane, over as many cycles as that takes: int64 ``[lanes, LENGTH]``."""
+        """The first tokens after root 1 in every lane, over as many cycles as needed: int64 ``[lanes, LENGTH]``."""
         v, root_B = self.views(), torch.ones(self.samples, dtype=torch.int64)
         out = torch.full((self.samples, LENGTH + self.shape.accept_width), -1)
         count_B, entry_A = torch.zeros(self.samples, dtype=torch.int64), torch.arange(self.shape.accept_width)
@@ -186,7 +186,7 @@ EXACT = [
 @pytest.mark.parametrize(("shape", "accept"), EXACT, ids=name_of)
 @pytest.mark.parametrize("top_k", [0, 4])
 def test_sequences_have_the_exact_law(shape: str, accept: dict[str, Any], top_k: int) -> None:
-    """Three tokens over one to three cycles: each next one given those before it, whatever the drafts were and how far they got."""
+    """Three tokens over one to three cycles: each given those before it, independent of drafts and accepted lengths."""
     game = Game(SHAPES[shape], AcceptConfig(**accept), top_k=top_k, samples=40_000 if top_k else SAMPLES)
     assert excess(game) < 4.5
     assert (game.mean > 1.1) == (shape != "plain"), "drafts are accepted, or the test shows nothing"

@@ -54,7 +54,7 @@ def test_a_region_compiles_once() -> None:
 
 
 def test_loops_run_on_the_configured_number_of_threads(cache: Path) -> None:
-    """Where native ops have threads of their own, a second team would take their cores."""
+    """Native ops have their own threads; a second team would compete for the cores."""
     from torch._inductor.utils import run_and_get_code
 
     views = Views()

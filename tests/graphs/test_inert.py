@@ -32,7 +32,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 
 class Poisoner:
-    """Runs before every launch, and counts what it did so that a test can't pass for want of poison."""
+    """Poisons slots before every launch, and counts them, so that a test can't pass without poison."""
 
     def __init__(self, schedulers: list[Watched]) -> None:
         self.schedulers, self.done = schedulers, 0

@@ -153,7 +153,7 @@ def test_kernels_of_a_cycle_that_drafts_in_one_pass(depth: int, kernels: int) ->
 
 
 def test_more_nodes_than_fused_rows_are_left_to_the_library() -> None:
-    """128 nodes: the target's products, and what is fused into them elsewhere; its drafter stays as it is."""
+    """128 nodes: the target's products, and the ops otherwise fused into them, are separate; the drafter is unchanged."""
     shape = CycleShape(16, 8, 128, "marginals")
     found, deeper = (count(shape, layers, variant="dflash") for layers in (3, 5))
     layer = Counter({"matmul": 4, "rope_kv_write": 1, "tree_attention": 1})

@@ -38,7 +38,7 @@ RECURRENT: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("family", RECURRENT)
 def test_four_ranks_over_recurrent_layers(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Key heads, and groups that are normed together, lie on several ranks."""
+    """Key heads, and groups that are normed together, are on several ranks."""
     shape, keys = RECURRENT[family]
     target = write_hf(build_hybrid(family, num_attention_heads=4, num_key_value_heads=2, **keys), tmp_path / "target")
     draft = write_hf(build_hf("llama", **SIZES), tmp_path / "draft")

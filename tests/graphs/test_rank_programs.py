@@ -168,7 +168,7 @@ def test_what_a_draft_with_the_targets_head_exchanges_follows_from_the_class(sha
 @pytest.mark.parametrize("mode", ["reference", "fused"])
 @pytest.mark.parametrize("shape", ["chain", "tree"])
 def test_a_spread_draft_adds_two_sums_per_layer_of_each_pass(shape: str, mode: str, eight_ranks: str) -> None:
-    """One layer, with an embedding and a head of its own; a chunk of a prompt ends at its KV."""
+    """One layer with its own embedding and head; a prompt chunk stops at its KV."""
     whole = draft_facts()
     draft = replace(whole, decoder=replace(whole.decoder, num_heads=8, intermediate_size=80))
     plan = rank_plan(shape, mode, draft=draft, draft_parallel="sharded")

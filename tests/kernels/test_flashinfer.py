@@ -71,7 +71,7 @@ def test_too_few_words_are_refused() -> None:
 def window_case(
     seed: int, ends: list[int], tokens: int, *, queries: int = 4, groups: int = 2, dim: int = 16, words: int | None = None
 ) -> dict[str, Any]:
-    """Random trees over random pages. What lies after the window is NaN, as are unused pages; unused table entries are -1."""
+    """Random trees over random pages. Slots after the window and unused pages are NaN; unused table entries are -1."""
     generator = torch.Generator().manual_seed(seed)
     lanes, page_size = len(ends), 16
     columns = -(-(max(ends) + tokens) // page_size) + 1
@@ -312,7 +312,7 @@ def test_engines(
     shape: dict[str, int],
     served: set[int],
 ) -> None:
-    """Tokens of transformers, and at every call what the general op says of the same call, in its own terms."""
+    """Tokens equal transformers', and every call equals the general op's."""
     original = TreeAttention.__call__
     compared = 0
 

@@ -47,7 +47,7 @@ def test_dry_run(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_kernels_of_latent_rows_and_of_windows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """MLA kernels serve any page size and number of tokens; layers with and without a window have prefill kernels of their own."""
+    """MLA kernels serve any page size and number of tokens; layers with and without a window have separate prefill kernels."""
     latent, _ = write_mixture(tmp_path / "latent", "deepseek_v3", kv_lora_rank=512, qk_rope_head_dim=64)
     assert build_flashinfer.kernels_for(latent, 1, "bfloat16", []) == [build_flashinfer.Latent("bfloat16", "fa3", 512, 64)]
     assert build_flashinfer.main(["--out", str(tmp_path / "out"), "--model", str(latent), "--dtype", "bfloat16", "--dry-run"]) == 0

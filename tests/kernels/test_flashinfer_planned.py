@@ -98,7 +98,7 @@ def test_the_adapter_equals_the_reference(stand_ins: StandIns, name: str) -> Non
 
 @pytest.mark.parametrize("name", ["verify", "extend", "step", "chunk"])
 def test_a_stale_plan_gives_something_else(stand_ins: StandIns, name: str) -> None:
-    """What a launch without its plan would do: no error, and results that these tests would tell from the right ones."""
+    """A launch with a stale plan: no error, but results that these tests detect as wrong."""
     call, starts, counts = CASES[name]
     planner, case = Planner("cpu"), Case(call, starts, counts)
     case.plan(planner)

@@ -27,7 +27,7 @@ def pool_and_table(page_size: int, columns: int, lanes: int = 2, layers: int = 2
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("length", [1, 31, 100])
 def test_a_query_attends_alike_alone_in_a_batch_and_in_a_chunk(page_size: int, length: int) -> None:
-    """Bit for bit: the sums of a query run over what it sees, in one order, whatever stands next to it."""
+    """Bit for bit: a query's sums run over its visible slots in one order, independent of other queries."""
     tokens = 7
     pool, table = pool_and_table(page_size, -(-(length + tokens) // page_size))
     query = torch.randn(2, tokens, HEADS, DIM, generator=torch.Generator().manual_seed(1))

@@ -22,7 +22,7 @@ ANSWER = 'extern "C" int answer() {{ return {0}; }}\n'
 
 @pytest.fixture
 def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SharedLibrary:
-    """One that compiles at once, from a package of its own."""
+    """A small library that compiles quickly, in its own package."""
     package = tmp_path / "packages" / "answering"
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
@@ -114,7 +114,7 @@ def test_the_folder_may_be_a_link_to_one_of_ours(library: SharedLibrary, folder:
 
 
 def test_the_folder_is_opened_once(library: SharedLibrary, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever may write to its parent can put another folder in its place, and is too late."""
+    """Another folder put in its place after it was opened has no effect."""
     path, evil = library.build(folder), planted(library, folder, tmp_path)
     opened: list[str] = []
     cdll = ctypes.CDLL

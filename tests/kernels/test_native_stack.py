@@ -129,7 +129,7 @@ class Scene:
 
 
 def scene(model: ModelFacts, *, tree: bool, lanes: int = 2, tokens: int = 7, layers: int = 3, shift: int = 0) -> Scene:
-    """A last token that is not valid, and otherwise a chain: what each row sees is what lies before it."""
+    """A last token that is not valid, and otherwise a chain: each row sees the tokens before it."""
     generator = torch.Generator().manual_seed(lanes + tokens)
     pages = lanes * COLUMNS + 1
     table = (torch.randperm(pages - 1, generator=generator) + 1).view(lanes, COLUMNS).to(torch.int32)

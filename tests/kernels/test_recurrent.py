@@ -135,7 +135,7 @@ def test_unused_nodes_are_unseen_and_give_zero(op: Op) -> None:
 
 @pytest.mark.parametrize(("walk", "scan"), [(Op("delta_walk"), Op("delta_scan")), (Op("ssm_walk"), Op("ssm_scan"))])
 def test_a_walk_is_decoding_of_its_path_token_by_token(walk: Op, scan: Op) -> None:
-    """As near as torch's own exponentials are, whose last bit may depend on where in a tensor a number lies."""
+    """As close as torch's own exponentials, whose last bit may depend on the position in a tensor."""
     case = tree(1)
     found = walk(**case, **own(walk))
     for node in range(NODES):
@@ -236,7 +236,7 @@ def commit_case(seed: int, selective: bool, *, key_dim: int = KEY_DIM, value_dim
 @implementations("state_commit")
 @pytest.mark.parametrize("selective", [False, True], ids=["delta", "ssm"])
 def test_a_commit_is_the_convolution_and_a_run_of_the_path(op: Op, selective: bool) -> None:
-    """At once, and token by token with the columns moved in between; whatever other nodes hold, and at every end node of a tree."""
+    """As one commit, and token by token with the columns moved in between; with any other nodes, and at every leaf of a tree."""
     conv, scan, shift = (Op(name, op.which) for name in ("tree_conv", "ssm_scan" if selective else "delta_scan", "conv_shift"))
     ancestors, whole = random_ancestors(generator(7), LANES, NODES), commit_case(7, selective)
     rows = {"lane_row_B": whole["lane_row_B"]}
@@ -384,7 +384,7 @@ def test_convolution_goes_on_across_the_root(op: Op) -> None:
 
 @implementations("tree_conv")
 def test_convolution_of_a_part_of_wider_rows(op: Op) -> None:
-    """As a projection leaves them: tokens lie apart."""
+    """As in a projection's output: rows are strided."""
     case = conv_case(2, 9)
     wide = torch.full((LANES, 9, 12), torch.nan)
     wide[..., 3:8] = case["input_BTE"]

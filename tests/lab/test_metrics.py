@@ -94,8 +94,8 @@ def test_aborted_requests_are_counted_and_nothing_else() -> None:
     with_them, without = figures([Round([BURSTY, lost, failed])]), figures([Round([BURSTY])])
     assert with_them["aborted"] == 2 and without["aborted"] == 0
     assert {**with_them, "aborted": 0} == without
-    nobody = figures([Round([failed])])
-    assert nobody["tokens_per_second"]["median"] == 0 and nobody["ttft_ms"] is None
+    none_served = figures([Round([failed])])
+    assert none_served["tokens_per_second"]["median"] == 0 and none_served["ttft_ms"] is None
 
 
 def test_requests_that_overlap_share_the_clock() -> None:

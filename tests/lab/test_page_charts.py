@@ -117,7 +117,7 @@ def test_the_heat_map_frames_the_best_shape(tmp_path):
 
 
 def test_subjects_are_drawn_in_accents_and_baselines_in_greys(tmp_path):
-    """In every chart: the colour of a trace, of a single bar, or, where colours tell stages apart, of the row's name."""
+    """In every chart: the colour of a trace, of a single bar or, where colours distinguish stages, of the row's name."""
     plain = {"kind": "prediction", "case": "p", "batch": 1, "shape": [0, 1, 1], "predicted_ms": 1.0, "measured_ms": 2.0}
     sides = [side("ours", "subject", batch, 9.0, [2, 1, 3], case="p", ratio=ratio("none", 1.5)) for batch in (1, 4)]
     sides += [side("none", "none", batch, 5.0, case="p", ratio=ratio("hf", 2.0)) for batch in (1, 4)]

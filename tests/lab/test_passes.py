@@ -80,7 +80,7 @@ def test_nothing_takes_less_than_no_time() -> None:
 
 
 def test_free_nodes_by_measured_times() -> None:
-    """Floors without a peak say that every node is free; the times do not."""
+    """By floors without a peak every node is free; by measured times it is not."""
     flat = PassTimes(CURVES | {"target.layers": Curve((1, 8, 16), ((1.0,), (1.0,), (4.0,)))}, TRUTH.beyond, (), 1e9, "flat")
     free = free_width(MODEL, 1, 10, HARDWARE, timing=flat)
     head = [0.1 + 0.3 * (nodes - 1) / 15 for nodes in range(1, 9)]

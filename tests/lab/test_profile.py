@@ -297,7 +297,7 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("quiet")
 def test_a_whole_run(pair: Pair, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Subject and plain decoding, in processes of their own."""
+    """Subject and plain decoding, each in its own process."""
     trace = tmp_path / "trace.json"
     profile_config = ProfileConfig(rounds=2, warm_up_seconds=0.0, trace=str(trace), timeout_seconds=120.0)
     config = launch(pair, baseline=["none"], results=str(tmp_path / "results"), profile=profile_config, batch=2)

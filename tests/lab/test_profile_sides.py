@@ -191,7 +191,7 @@ class FakeCapturer:
 
 
 def test_marks_between_captured_stages_time_each_of_them(side: EngineSide) -> None:
-    """One event before the first stage and one after every stage, recorded anew by each replay, in order."""
+    """One event before the first stage and one after every stage, recorded again by each replay, in order."""
     program = side.llm.cycle.programs[side.llm.plan.key(1, side.params[0].sampling_class)]
     order: list[str] = []
 

@@ -56,7 +56,7 @@ def test_numbers_that_do_not_divide_are_named() -> None:
 
 
 def test_the_draft_is_counted_as_a_rank_holds_it() -> None:
-    """Two floors of one engine: with a part of the draft on each rank, a pass of it reads less; why it is so stands in the notes."""
+    """Two floors of one engine: with a part of the draft on each rank, a pass of it reads less; the notes give the reason."""
     words = ("model=llama-3.1-70b", "variant=eagle3", "runtime.tensor_parallel=4")
     found = {setting: planned(*words, f"runtime.draft_parallel={setting}") for setting in ("auto", "replicated", "sharded")}
     whole, part = found["replicated"].model.draft_own, found["sharded"].model.draft_own

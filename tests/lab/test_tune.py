@@ -256,7 +256,7 @@ def test_a_trial_runs_a_chain_and_a_wide_tree(variant: VariantConfig, tried: lis
 
 
 class Local:
-    """Answers in this process what a worker's process would, through JSON all the same. Time comes from a model: a cycle takes
+    """Answers in this process as a worker's process would, including JSON. Time comes from a model: a cycle takes
     ``1 + step * S``, or ``1`` without drafts, so that what is faster does not depend on the machine.
     """
 

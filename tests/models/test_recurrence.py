@@ -148,7 +148,7 @@ def test_a_prompt_leaves_what_decoding_it_leaves(exact: bool, how: How) -> None:
 
 
 def read(how: How, held: RecurrentStates, mixed: Tensor, gate: Tensor, chunk: int) -> None:
-    """Lane 0 reads tokens from the first one on, in chunks whose padding is NaN, whatever its row held; the other lanes read nothing."""
+    """Lane 0 reads tokens from the first one on, in chunks whose padding is NaN, from any previous state; the other lanes read nothing."""
     for begin in range(0, mixed.shape[2], chunk):
         part = [x[:, :, begin : begin + chunk] for x in (mixed, gate)]
         count = part[0].shape[2]

@@ -209,7 +209,7 @@ def test_an_unknown_revision_is_refused(repository: Repository, run: Run) -> Non
 
 
 def test_a_package_from_elsewhere_is_refused(repository: Repository) -> None:
-    """An installed copy must not stand in for the one to be measured."""
+    """An installed copy must not be measured in place of the checkout."""
     (repository.folder / "graphspec" / "__init__.py").rename(repository.folder / "other.py")
     (repository.folder / "graphspec").rmdir()
     with (

@@ -41,7 +41,7 @@ BANDWIDTH = {"kind": "bandwidth", "bytes_per_second": 4.3e12}
 
 
 class Clock:
-    """Seconds that pass when the test says so."""
+    """A clock that the test advances."""
 
     def __init__(self) -> None:
         self.now = 1000.0

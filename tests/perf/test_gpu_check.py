@@ -219,7 +219,7 @@ def test_a_command_that_takes_too_long_is_ended(tmp_path: Path, capsys: pytest.C
 
 
 def test_every_process_has_the_same_folder_of_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inductor would name one of its own after the first kernels are compiled, and what was compiled ahead would not be found."""
+    """Inductor would set another folder after the first kernels are compiled, and precompiled kernels would not be found."""
     show, log = "import os; print(os.environ['TRITON_CACHE_DIR'])", tmp_path / "log"
     monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
     assert processes.run_command([sys.executable, "-c", show], 30, log) == 0
@@ -368,7 +368,7 @@ def test_the_shortest_loop_marks_its_static_tensors(tmp_path: Path, monkeypatch:
 
 
 def test_no_operator_has_a_default_for_what_it_writes() -> None:
-    """Torch 2.11 hands on no argument that has its default, and then looks for the written ones in vain."""
+    """Torch 2.11 does not pass arguments that equal their default, and then misses written ones."""
     for op in OPS:
         op.implementation("fused")
     schemas = [schema for schema in torch._C._jit_get_all_schemas() if schema.name.startswith("graphspec::")]

@@ -35,7 +35,7 @@ class Tapes(TapeCapturer):
 
 
 def plan_here(config: Config, *arguments: Any, device: str) -> Plan:
-    """The plan of a GPU's engine for this CPU: reference kernels, and captured where it says so."""
+    """The plan of a GPU's engine on this CPU: reference kernels, captured if the plan is."""
     name = config.runtime.name
     runtime = resolve_runtime(name, device) if name == "auto" else Runtime(name)
     mode = "reference" if config.kernels.mode == "fused" else config.kernels.mode

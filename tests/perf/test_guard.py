@@ -25,7 +25,7 @@ GUARD = json.loads(counts.GUARD.read_text(encoding="utf-8"))
 
 
 def test_bytecodes_are_as_recorded() -> None:
-    """In a process of its own, as they were recorded: what other tests leave in this one shows in the counts of some scenarios."""
+    """In a separate process, as recorded: state left by other tests in this one changes the counts of some scenarios."""
     if recorded("bytecodes", GUARD) is None:
         pytest.skip(f"bytecodes of Python {PYTHON} were never counted; record them with: {RENEW} --section bytecodes")
     command = [sys.executable, "-m", "perf.counts", "--section", "bytecodes"]
@@ -113,7 +113,7 @@ def make():
 
 
 def test_bytecodes_are_counted_exactly(module: Make) -> None:
-    """A loop costs the same for every turn, whatever the version of Python makes of it; what it calls is added."""
+    """Every iteration of a loop costs the same in each version of Python; calls are added."""
     ours = module("counted.inner", SOURCE)
     cost = [count_bytecodes(lambda n=n: ours.loop(n), "counted") for n in range(6)]
     steps = {after - before for before, after in pairwise(cost[1:])}

@@ -27,7 +27,7 @@ SHIPPED = REPOSITORY / "graphspec" / "demo_hybrid"
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in which ``demo_hybrid`` lies as in the package, made by the recipe."""
+    """A folder with ``demo_hybrid`` as in the package, made by the recipe."""
     base = tmp_path_factory.mktemp("hybrid")
     sources = base / "sources"
     sources.mkdir()

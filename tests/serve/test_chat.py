@@ -93,7 +93,7 @@ def test_tools_and_their_results_reach_the_template(server: Served) -> None:
 
 
 def test_calls_in_the_text_are_answered_as_calls(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tiny model says no call of its own: its tokens are spelled as one, in pieces."""
+    """The tiny model makes no calls itself: its tokens are spelled as one, in pieces."""
     pieces = [
         "so: <tool",
         '_call>{"name": "look", ',

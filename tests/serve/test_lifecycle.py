@@ -44,7 +44,7 @@ def closed_by_server(connection: socket.socket) -> bytes:
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("waiting", [True, False])
 def test_a_client_that_leaves_aborts_its_request(pair: Pair, stream: bool, waiting: bool) -> None:
-    """While it decodes, and while it waits for a row; the others go on."""
+    """While it decodes, and while it waits for a row; other requests continue."""
     with pair.llm(**CHAIN, max_rows=1, buckets=[1]) as llm, serving(llm) as server:
         wanted = server.complete(**ENDLESS)["choices"][0]["text"]
         with held_after_the_first_token(llm) as go:
@@ -88,7 +88,7 @@ def test_a_body_has_to_come_in_time(llm: LLM) -> None:
 
 
 def test_a_connection_is_kept_for_the_next_request(llm: LLM) -> None:
-    """It outlives the time in which headers have to come: that begins anew."""
+    """It outlives the time limit for headers, which restarts with each request."""
     with serving(llm, read_seconds=0.5, keep_alive_seconds=30.0) as server:
         connection = server.connect()
         for _ in range(2):
@@ -198,7 +198,7 @@ def test_a_taken_port_is_an_error(server: Served) -> None:
 
 
 def test_the_command_serves_and_ends_at_a_signal(pair: Pair) -> None:
-    """In a process of its own: the address on stdout, one answer, SIGTERM in the middle of a stream, exit code 0."""
+    """In a separate process: the address on stdout, one answer, SIGTERM in the middle of a stream, exit code 0."""
     words = [f"model.path={pair.target}", "variant=none", "runtime=eager", "server.port=0", "server.model_name=mine"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(

@@ -188,7 +188,7 @@ def eagle_tensors(
 
 
 def llama_config(tensors: dict[str, Tensor], prefix: str = "layers.0.", head_dim: int = 16, **config: Any) -> dict[str, Any]:
-    """Keys of one decoder layer whose tensors are at hand."""
+    """Config keys of one decoder layer, from its tensors."""
     hidden_size, intermediate_size = tensors[f"{prefix}mlp.down_proj.weight"].shape
     return {
         "model_type": "llama",

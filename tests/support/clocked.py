@@ -33,7 +33,7 @@ class Span:
 
 
 class ClockedDevice(LateDevice):
-    """Runs queued work in order, each item as soon as it was queued and the one before has ended.
+    """Runs queued work in order, each item once it is queued and its predecessor has ended.
 
     Args:
         stages: seconds of each stage, 0 where not named.

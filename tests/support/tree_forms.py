@@ -59,7 +59,7 @@ def parents_from_links(next_token_BN: Tensor, next_sibling_BN: Tensor) -> Tensor
 
 
 def depths_from_parents(parent_BN: Tensor) -> Tensor:
-    """Depth of every node, int64 ``[B, N]``; 0 for the root and for unused nodes. Parents stand before children."""
+    """Depth of every node, int64 ``[B, N]``; 0 for the root and for unused nodes. Parents come before children."""
     depth_BN = torch.zeros_like(parent_BN)
     for lane, parents in enumerate(parent_BN.tolist()):
         for node, parent in enumerate(parents):

@@ -48,7 +48,7 @@ def test_published_names_and_shapes(tmp_path):
 
 @pytest.mark.parametrize(("variant", "network"), NETWORKS)
 def test_a_block_sees_nothing_after_its_anchor_and_no_other_block(variant, network):
-    """All blocks of a sequence at once against each alone, cut off after its root."""
+    """All blocks of a sequence together, against each block alone after a sequence cut off at its root."""
     target = tiny_target()
     drafter, tokens, steps = build(variant, target, **network), random_text(1, 14), 4
     features, _ = Target(target).view(tokens, drafter.tap_layers)

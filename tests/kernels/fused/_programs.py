@@ -37,7 +37,7 @@ def program_order(seed: int | None) -> Iterator[list[int]]:
 
 
 class _Together:
-    """A kernel whose programs all run at once, each in a thread; one at a time, and the next is drawn at every atomic operation."""
+    """A kernel whose programs run in one thread each, one at a time; the next is drawn at every atomic operation."""
 
     def __init__(self, kernel: Callable[..., None], rng: random.Random, steps: list[int]) -> None:
         # What the interpreter looks up in a kernel.

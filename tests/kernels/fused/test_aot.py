@@ -18,7 +18,7 @@ COMMITTED = json.loads(aot.TABLE.read_text())
 
 
 def test_the_kernels_compile_to_the_committed_table() -> None:
-    """In a process of its own: here Triton interprets, and what it interprets it can't compile."""
+    """In a separate process: here Triton interprets, and interpreted kernels can't be compiled."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "graphspec.kernels.fused.aot"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)

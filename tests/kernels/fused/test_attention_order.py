@@ -33,7 +33,7 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def kernels() -> dict[str, str]:
-    """Triton's GPU dialect of each case, made in a process of its own: here kernels are interpreted."""
+    """Triton's GPU dialect of each case, made in a separate process: here kernels are interpreted."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     command = [sys.executable, "-c", LOWERED, *CASES]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=True)
@@ -56,7 +56,7 @@ def test_two_round_trips_before_the_first_product(kernels: dict[str, str], case:
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_merging_program_asks_for_eight_partials_at_once(kernels: dict[str, str], case: str) -> None:
-    """Loads of a step of the merge stand together: no loop, branch or barrier parts them."""
+    """Loads of a step of the merge are adjacent: no loop, branch or barrier separates them."""
     merge = kernels[case][kernels[case].rindex("scf.for") :]
     step = merge.partition("scf.yield")[0]
     assert len(re.findall(r"%acc_?\d* = tt\.load", step)) == 8 and "gpu.barrier" not in step and "scf.if" not in step

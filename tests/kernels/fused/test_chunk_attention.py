@@ -99,7 +99,7 @@ def test_float16(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_slots_between_two_ranges_stay_unread() -> None:
-    """Rows of one tile that see far apart slots: what lies between is NaN."""
+    """Rows of one tile that see distant slots; the slots between are NaN."""
     case = make([64], 2, columns=6)
     case["slot_BT"], case["prefix_begin_BT"] = torch.tensor([[3, 70]]), torch.tensor([[1, 66]])
     case["kv_pool"].nan_to_num_(0.5)

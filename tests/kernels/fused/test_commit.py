@@ -192,7 +192,7 @@ def test_one_launch_and_two_where_features_are_placed_by_the_old_length() -> Non
 
 @pytest.mark.parametrize("shares", [False, True])
 def test_compiled_stages_are_one_operator_each(shares: bool) -> None:
-    """Slots are written in place: no copy comes before or after an operator, in whatever region the stages are compiled."""
+    """Slots are written in place: no copy comes before or after an operator, in any region the stages are compiled in."""
     plan = structure_plan("tree", device="cpu", runtime="eager", buckets=[2, 3], max_rows=3, prefix_cache=shares)
     names = ("tree_build", "kv_move", *(("page_feature_write",) if shares else ()), "commit_rows")
     fused = {op.name: op.implementation("fused") for op in OPS if op.name in names}

@@ -115,7 +115,7 @@ def test_rows_do_not_depend_on_the_batch_around_them() -> None:
 )
 @pytest.mark.parametrize("noisy", [False, True])
 def test_parts_of_a_vocabulary(columns: int, topk: int, absent: int, noisy: bool) -> None:
-    """Keys without noise to the bit; a column after the end of the vocabulary counts for nothing, whatever it holds."""
+    """Keys without noise to the bit; columns after the end of the vocabulary are ignored."""
     logits = randn(2, 2, columns, seed=columns).round(decimals=1)
     logits[..., columns - absent :] = torch.nan
     logits[0, 1, 0] = torch.inf

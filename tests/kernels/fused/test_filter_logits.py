@@ -72,7 +72,7 @@ def test_a_list_longer_than_its_block() -> None:
 @pytest.mark.parametrize("temperature", [0.01, 1.0, 50.0])
 @pytest.mark.parametrize("scale", [1e-30, 1e-3, 1e30])
 def test_scales(temperature: float, scale: float) -> None:
-    """From rows that are all but flat to rows whose second token weighs nothing; the k-th largest is found all the same."""
+    """From nearly flat rows to rows whose second token has no weight, the k-th largest is found."""
     logits = randn(1, 1, 150, seed=4) * scale
     assert check(case_of(logits, temperature, top_k=20)).isfinite().sum() == 20
     check(case_of(logits, temperature, top_p=0.6))

@@ -21,7 +21,7 @@ def run(name: str, case: dict[str, Any]) -> torch.Tensor:
 def make(
     path: list[list[int]], lengths: list[int], *, page_size: int = 4, heads: int = 2, dim: int = 5, sides: int = 2, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """Lanes whose slots lie on scattered pages, from some slot in the middle of a page on."""
+    """Lanes whose slots are on scattered pages, beginning in the middle of a page."""
     lanes, nodes = len(path), 1 + max(max(nodes) for nodes in path)
     columns = 2 + (nodes + page_size - 1) // page_size
     generator = torch.Generator().manual_seed(nodes)

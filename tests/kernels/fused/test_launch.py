@@ -25,7 +25,7 @@ class Kernel:
         self.launched: list[Any] = []
 
     def fn(self) -> None:
-        """Its name is what errors say."""
+        """Its name appears in errors."""
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         return lambda *args, **options: self.launched.append((grid, args, options))

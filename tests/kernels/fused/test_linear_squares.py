@@ -136,7 +136,7 @@ class Blocks(nn.Module):
 
 @torch.no_grad()
 def test_a_stream_spares_a_launch_and_changes_little() -> None:
-    """At 16 rows the sum over a row is a launch of its own, and only the first norm of a stream needs it."""
+    """At 16 rows the sum over a row is a separate launch, needed only by the first norm of a stream."""
     blocks, x = Blocks(fused_linear()), torch.randn(2, 8, 32)
     for given, launches in ((x, 6), (ResidualStream(x), 5)):
         with recording() as made:

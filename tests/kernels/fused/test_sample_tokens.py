@@ -119,7 +119,7 @@ def test_filters(top_k: int, top_p: float, min_p: float) -> None:
 
 
 def test_a_low_temperature_row_is_filtered_by_tokens_that_can_win() -> None:
-    """At temperature 0.01 the k-th largest may weigh nothing; tokens are the reference's all the same."""
+    """At temperature 0.01 the k-th largest may have no weight; tokens still equal the reference's."""
     logits = randn(2, 1, 300, seed=8)
     check(filtered(hot(logits, [0.01, 0.05]), 50, 0.9))
 

@@ -1,4 +1,4 @@
-"""A state has the same bits whoever computes it: sums of walk, scan and commit are added in one order, as compiled for sm_90.
+"""A state has the same bits from every kernel: sums of walk, scan and commit are added in one order, as compiled for sm_90.
 
 ``python -m tests.kernels.fused.test_state_bits`` prints JSON, in a process in which Triton does not interpret.
 """

@@ -52,7 +52,7 @@ def test_a_conflict_of_stores_is_found() -> None:
 
 @pytest.mark.parametrize("op", [pytest.param(op, id=op.name) for op in OPS])
 def test_declared_stores_do_not_overlap(op: KernelOp) -> None:
-    """In calls that launch a kernel of which something is declared; of the others the compiled kernel says it."""
+    """In calls that launch a kernel with a declaration; the other kernels are checked in compiled form."""
     function = op.implementation("fused")
     for case in op.cases(torch.Generator().manual_seed(3)):
         with recording() as recorded:

@@ -26,7 +26,7 @@ PASSES = {"_kth_largest": 4, "_least": 3}
 
 @pytest.fixture(scope="module")
 def kernels() -> dict[str, str]:
-    """Triton's GPU dialect by name, made in a process of its own: here kernels are interpreted."""
+    """Triton's GPU dialect by name, made in a separate process: here kernels are interpreted."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", LOWERED], capture_output=True, text=True, cwd=ROOT, env=environment, check=True)
     return {found[1]: text for text in done.stdout.split("tt.func public")[1:] if (found := re.match(r" @(\w+)", text))}
@@ -34,7 +34,7 @@ def kernels() -> dict[str, str]:
 
 @pytest.mark.parametrize("kernel", PASSES)
 def test_passes_over_a_list(kernels: dict[str, str], kernel: str) -> None:
-    """Loops whose number of turns depends on data are those over the blocks of a list, and none lies in another."""
+    """The only loops with data-dependent trip counts are those over the blocks of a list, and they are not nested."""
     loops, open_at = 0, None
     for line in kernels[kernel].splitlines():
         indent = len(line) - len(line.lstrip())

@@ -198,7 +198,7 @@ def test_bits_do_not_depend_on_who_merges(monkeypatch: pytest.MonkeyPatch, helpe
 
 
 def test_a_node_of_a_chain_attends_as_the_same_token_alone() -> None:
-    """Prefix or window: the same visible slots give the same bits, whatever T."""
+    """Prefix or window: the same visible slots give the same bits, for any T."""
     chain = make([90], 6, columns=6, queries=2)
     chain["prefix_begin_BT"][:] = 0
     chain["ancestors_BTX"][0] = (1 << torch.arange(1, 7)[:, None]) - 1

@@ -184,7 +184,7 @@ def test_poisoned_rows_change_nothing_for_others(order: int | None) -> None:
 
 
 def test_broken_trees() -> None:
-    """Siblings with one token, tokens that were never drawn, nodes below nothing: still what the reference says."""
+    """Siblings with one token, tokens that were never drawn, nodes without a parent: results equal the reference's."""
     generator = torch.Generator().manual_seed(1)
     case = grown(11, 6, 5, 4, 33, 6)
     case["node_token_BN"] = torch.randint(-1, 3, (6, 33), generator=generator)
