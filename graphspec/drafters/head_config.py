@@ -13,6 +13,7 @@ from ..facts.families import LLAMA, QWEN3, Family
 from ..facts.files import find_file, plain
 from ..facts.keys import Keys, is_integer, is_number
 from ..facts.model import ModelFacts, read_decoder
+from ..facts.multipliers import NO_MULTIPLIERS
 
 _LOG = logging.getLogger(__name__)
 _HEAD_DIM, _KV_HEADS = 128, 8
@@ -154,6 +155,6 @@ def one_layer(target: ModelFacts) -> ModelFacts:
         kv_heads, width = _KV_HEADS if even else heads, target.hidden_size // heads
     return replace(
         target, architecture="LlamaForCausalLM", family=LLAMA, num_layers=1, sliding_window=(None,), latent=None, experts=None,
-        recurrent=None, qk_norm=False, attention_bias=False, output_bias=False, mlp_bias=False, num_heads=heads, num_kv_heads=kv_heads,
-        head_dim=width,
+        recurrent=None, mixers=None, multipliers=NO_MULTIPLIERS, qk_norm=False, attention_bias=False, output_bias=False, mlp_bias=False,
+        num_heads=heads, num_kv_heads=kv_heads, head_dim=width,
     )  # fmt: skip

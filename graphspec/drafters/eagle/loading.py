@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 EAGLE_LAYOUT = Layout(
     rules=(
         *(TensorRule(name, (name,)) for name in ("fc.weight", "fc.bias")),
-        *(TensorRule(f"{name}.weight", (f"{name}.weight",)) for name in ("embed_layernorm", "hidden_layernorm", "lm_head_layernorm")),
+        *(TensorRule(f"{name}.weight", (f"{name}.weight",)) for name in ("embed_layernorm", "lm_head_layernorm")),
+        TensorRule("layer.input_layernorm.weight", ("hidden_layernorm.weight",)),
         *decoder_rules("layer.", "layers.0."),
     ),
     ignored=(

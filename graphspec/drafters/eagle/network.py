@@ -5,35 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ...kernels.linear import Hidden, ResidualStream, hidden_of
-from ...models.layers import Embedding, Linear, RMSNorm, SelfAttention
-from ...models.mlp import MLP
+from ...kernels.linear import ResidualStream, hidden_of
+from ...models.layers import Embedding, Linear, RMSNorm
+from ...models.llama import DecoderLayer
 from ...models.stack import DecoderStack, DraftInput
 from ..network import DraftNetwork
 
 if TYPE_CHECKING:
-    from ...facts import ModelFacts
     from ...kernels.formulas import Rotation
     from ...models.attention import Attention
     from .facts import EagleFacts
-
-
-class EagleLayer(nn.Module):
-    """A decoder layer without the norm before its attention, which EAGLE leaves out."""
-
-    def __init__(self, facts: ModelFacts) -> None:
-        super().__init__()
-        self.self_attn = SelfAttention(facts, 0)
-        self.post_attention_layernorm = RMSNorm(facts.hidden_size, facts.rms_norm_eps)
-        self.mlp = MLP(facts)
-
-    def forward(self, residual_BTH: Hidden, rotation: Rotation, attention: Attention, norm: RMSNorm | None = None) -> Hidden:
-        """The residual stream after this layer, ``[B, T, H]``; ``norm`` comes before the attention where a head has one."""
-        residual_BTH = self.self_attn(residual_BTH, rotation, attention, norm, residual_BTH)
-        out_BTH: Hidden = self.mlp(residual_BTH, self.post_attention_layernorm, residual_BTH)
-        return out_BTH
 
 
 class EagleDraft(DraftNetwork):
@@ -63,16 +46,16 @@ class EagleDraft(DraftNetwork):
 
         self.embed_layernorm = norm("embed_layernorm")
         self.fc = Linear(2 * size, size, bias=bool(facts.fc_bias))
-        self.hidden_layernorm = norm("hidden_layernorm")
-        self.layer = EagleLayer(decoder)
+        self.layer = DecoderLayer(decoder, 0)
+        # EAGLE leaves out the norm before the attention.
+        self.layer.input_layernorm = norm("hidden_layernorm")
         self.lm_head_layernorm = norm("lm_head_layernorm")
-        self.stack: DecoderStack | None = None
         self.draft_input: DraftInput | None = None
 
     def pack_stack(self) -> None:
         """See :func:`graphspec.models.stack.pack_network`."""
         self.draft_input = DraftInput(self.embed_tokens, self.embed_layernorm, None)
-        self.stack = DecoderStack([self.layer], [self.hidden_layernorm], self.rotary.rotary_dim)
+        self.layer.enter_stack(DecoderStack([self.layer], [self.layer.input_layernorm], self.rotary.rotary_dim), 0)
 
     def output_norm(self) -> RMSNorm | None:
         """That of HASS, where the head has it."""
@@ -86,18 +69,12 @@ class EagleDraft(DraftNetwork):
         """
         del step
         residual_BTH, rotation = self._enter(token_BT, hidden_BTH, attention)
-        if self.stack is not None:
-            return self.stack(residual_BTH, rotation, attention)[0]
-        out_BTH: Hidden = self.layer(ResidualStream(residual_BTH), rotation, attention, self.hidden_layernorm)
-        return hidden_of(out_BTH)
+        return hidden_of(self.layer(ResidualStream(residual_BTH), rotation, attention))
 
     def write_kv(self, token_BT: Tensor, hidden_BTH: Tensor, attention: Attention, step: int = 0) -> None:
         """The KV that :meth:`forward` would write."""
         del step
-        if self.stack is not None:
-            self.stack.write_kv(*self._enter(token_BT, hidden_BTH, attention), attention)
-            return
-        self.layer.self_attn.write_kv(*self._enter(token_BT, hidden_BTH, attention), attention, self.hidden_layernorm)
+        self.layer.write_kv(*self._enter(token_BT, hidden_BTH, attention), attention)
 
     def _enter(self, token_BT: Tensor, hidden_BTH: Tensor, attention: Attention) -> tuple[Tensor, Rotation]:
         """The residual stream before the layer, and how its attention rotates."""
