@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from graphspec.config import Config, ModelConfig, NgramSettings, RuntimeConfig, VariantConfig
+from graphspec.drafters.head_config import one_layer
 from graphspec.drafters.mtp.facts import MTPFacts
 from graphspec.drafters.standalone.facts import StandaloneFacts
 from graphspec.errors import ConfigError
+from graphspec.facts.multipliers import Multipliers
 from graphspec.plan import Plan, make_plan
 from graphspec.shapes import CycleShape
 from tests.support.plans import draft_facts, model_facts
@@ -94,3 +97,10 @@ def test_a_draft_of_a_shorter_context_is_logged_once(caplog: pytest.LogCaptureFi
     caplog.clear()
     made("standalone")
     assert not caplog.records
+
+
+def test_an_assumed_head_is_one_plain_layer_whatever_the_layers_of_its_target_are() -> None:
+    target = model_facts()
+    unusual = replace(target, mixers=("mlp",) * target.num_layers, multipliers=Multipliers(residual=0.5, attention=1.0))
+    assert one_layer(unusual) == one_layer(target)
+    assert (one_layer(unusual).kv_layers, one_layer(unusual).blocks) == (1, 2)

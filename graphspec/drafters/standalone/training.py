@@ -14,6 +14,8 @@ from ...train.blocks import Attend, DecoderLayer, LayerShape, Rope
 from ...train.drafter import NetworkConfig, StepDrafter
 from ...train.facts import decoder_facts
 
+_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+
 
 @dataclass
 class StandaloneConfig(NetworkConfig):
@@ -28,7 +30,7 @@ class StandaloneConfig(NetworkConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"):
+        for key in _SIZES:
             in_range(f"train.network.{key}", getattr(self, key), 1)
         if self.hidden_size % (2 * self.num_attention_heads):
             half = self.hidden_size / 2
@@ -90,11 +92,7 @@ class StandaloneDraft(StepDrafter):
         config = self.config
         facts: dict[str, object] = {"architectures": ["LlamaForCausalLM"], **decoder_facts(target), "model_type": "llama"}
         facts.update(
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            num_hidden_layers=config.num_hidden_layers,
-            num_attention_heads=config.num_attention_heads,
-            num_key_value_heads=config.num_key_value_heads,
+            {key: getattr(config, key) for key in _SIZES},
             head_dim=config.hidden_size // config.num_attention_heads,
             rope_theta=config.rope_theta,
             rope_scaling=None,
