@@ -58,10 +58,10 @@ def run_demo(words: Sequence[str], caches: Path) -> dict[str, Any]:
         code = process.wait()
         total = time.perf_counter() - started
         notes.seek(0)
-        said = notes.read().decode(errors="replace")
+        output = notes.read().decode(errors="replace")
     if code or first is None:
-        raise RuntimeError(f"graphspec demo: exit code {code}: {said[-500:]}")
-    return {"first_token_seconds": first, "total_seconds": total, "steps": {what: float(took) for what, took in STEP.findall(said)}}
+        raise RuntimeError(f"graphspec demo: exit code {code}: {output[-500:]}")
+    return {"first_token_seconds": first, "total_seconds": total, "steps": {what: float(took) for what, took in STEP.findall(output)}}
 
 
 def streamed(shown: str) -> bool:

@@ -122,8 +122,8 @@ class Check:
         left = ends - self.clock()
         if left < SHORTEST:
             return None, why or "no time for the nodes of cycles"
-        inside, said = self.latency(["nodes"], left)
-        return (inside if inside != 0 else code), ", ".join(words for words in (why, said) if words)
+        inside, message = self.latency(["nodes"], left)
+        return (inside if inside != 0 else code), ", ".join(words for words in (why, message) if words)
 
     def tests(self, seconds: float) -> Outcome:
         """Every test."""
@@ -218,8 +218,8 @@ class Check:
         for record in wrong[:SHOWN]:
             words = record["message"].strip().splitlines() or [""]
             # The most informative line: the last of a probe's traceback, the first of a check's message.
-            said = words[-1] if record["kind"] == "probe" else words[0]
-            print(f"{record['outcome']:7} {record['name'].removeprefix('tests/gpu/')}: {said[:170]}")
+            message = words[-1] if record["kind"] == "probe" else words[0]
+            print(f"{record['outcome']:7} {record['name'].removeprefix('tests/gpu/')}: {message[:170]}")
         if len(wrong) > SHOWN:
             print(f"... and {len(wrong) - SHOWN} more")
         for kind, name in (("probe", "probes"), ("check", "checks")):

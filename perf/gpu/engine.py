@@ -107,12 +107,17 @@ class WholeEngine:
     def rows(self) -> Iterator[dict[str, Any]]:
         """The measurements of this case, in order."""
         case = self.bench.case
-        said = {"case": case.name, "lanes": case.lanes, "prompt_tokens": self.prompt, "cycles_in_flight": self.bench.plan.cycles_in_flight}
-        said["synthetic"] = case.shape.num_steps > 0
+        record = {
+            "case": case.name,
+            "lanes": case.lanes,
+            "prompt_tokens": self.prompt,
+            "cycles_in_flight": self.bench.plan.cycles_in_flight,
+        }
+        record["synthetic"] = case.shape.num_steps > 0
         for name, measure in (("first token", self.first_token), ("engine", self.throughput)):
             if name == "first token" and case.lanes > 1:
                 continue
-            yield {**measure(), **said, "task": f"{name}, {case.name} x{case.lanes}"}
+            yield {**measure(), **record, "task": f"{name}, {case.name} x{case.lanes}"}
 
 
 def _no_text(text: object) -> list[int]:

@@ -225,9 +225,9 @@ def attempt(name: str, ends: float) -> dict[str, Any]:
         code = run_command(
             [sys.executable, "-m", "perf.gpu.probes", "--probe", name], seconds, printed, errors=errors, environment=environment
         )
-        said, wrong = (file.read_text(encoding="utf-8", errors="replace").strip() for file in (printed, errors))
+        output, wrong = (file.read_text(encoding="utf-8", errors="replace").strip() for file in (printed, errors))
     if code == 0:
-        message = said
+        message = output
     else:
         why = f"exit code {code}" if code is not None else f"not over after {seconds:.0f} seconds"
         message = f"{why}: {wrong[-3000:]}"

@@ -101,11 +101,11 @@ def state(evidence: Evidence | None) -> str:
     where = f"one {gpu}, {head['date'][:10]}, revision {str(head['revision'])[:12]}"
     if not summaries:
         return f"`make gpu-check` on {where}: it has not come to the checks, so no figure of it is shown."
-    said = f"`make gpu-check` on {where}: {outcomes['passed']} checks passed, {verdict}."
+    text = f"`make gpu-check` on {where}: {outcomes['passed']} checks passed, {verdict}."
     if "tests" not in summaries:
-        said += " These are the core checks; the others have not run there."
+        text += " These are the core checks; the others have not run there."
     absent = sorted({name for summary in summaries.values() for name in summary["not_installed"]})
-    return said + (f" Left out, not installed there: {', '.join(absent)}." if absent else "")
+    return text + (f" Left out, not installed there: {', '.join(absent)}." if absent else "")
 
 
 def section(evidence: Evidence | None) -> str:

@@ -7,7 +7,7 @@ import triton.language as tl
 
 
 @triton.jit
-def add_tap(total, place, node, nodes, stride, columns_end, channels, weight, inside, known):
+def add_tap(total, place, node, nodes, stride, columns_end, channels, weight, in_channels, in_columns):
     """``total`` plus one tap of the convolution: an input times its weight, for a block of channels.
 
     Args:
@@ -15,11 +15,11 @@ def add_tap(total, place, node, nodes, stride, columns_end, channels, weight, in
         node, nodes, stride: index of the token at ``place`` (unused below 0), pointers to the channels of token 0, stride between tokens.
         columns_end, channels: pointers just past the newest column, stride between columns.
         weight: pointers to this tap's weights.
-        inside, known: masks of the channels that exist, and of those that the columns hold.
+        in_channels, in_columns: masks of the channels that exist, and of those that the columns hold.
     """
-    of_node = tl.load(nodes + node * stride, mask=inside & (place >= 0), other=0.0)
-    of_row = tl.load(columns_end + tl.minimum(place, -1) * channels, mask=known & (place < 0), other=0.0)
-    factor = tl.load(weight, mask=inside, other=0.0)
+    of_node = tl.load(nodes + node * stride, mask=in_channels & (place >= 0), other=0.0)
+    of_row = tl.load(columns_end + tl.minimum(place, -1) * channels, mask=in_columns & (place < 0), other=0.0)
+    factor = tl.load(weight, mask=in_channels, other=0.0)
     # An explicit fma: left to the compiler, contraction could differ between kernels.
     return tl.fma(tl.where(place >= 0, of_node, of_row).to(tl.float32), factor.to(tl.float32), total)
 

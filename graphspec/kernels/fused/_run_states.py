@@ -25,13 +25,13 @@ def _scan_tokens(
     """One program per (lane, head) and tile of columns: all tokens, one after the other."""
     lane, head, column = own_columns(HEADS, COLUMNS, PDL)
     count = tl.load(length + lane)
-    starts = False
+    is_fresh = False
     if FRESH:
-        starts = tl.load(fresh + lane) != 0
+        is_fresh = tl.load(fresh + lane) != 0
     at, inside = state_tile(
         head_state(matrix, tl.load(lane_row + lane), layers, layer, head, HEADS, KEY, VALUE), column, KEY, VALUE, KEY_PAD
     )
-    state = tl.load(at, mask=inside & (not starts), other=0.0)
+    state = tl.load(at, mask=inside & (not is_fresh), other=0.0)
     place = out + (lane * tokens * HEADS + head) * VALUE + column
     for token in range(count):
         query, key, value, decay, rate = token_of(
@@ -45,7 +45,7 @@ def _scan_tokens(
     for token in range(count, tokens):
         tl.store(place + token * HEADS * VALUE, tl.zeros([COLUMNS], out.dtype.element_ty), mask=column < VALUE)
     tl.debug_barrier()
-    tl.store(at, state, mask=inside & ((count > 0) | starts))
+    tl.store(at, state, mask=inside & ((count > 0) | is_fresh))
 
 
 @triton.jit
@@ -58,50 +58,50 @@ def _block_tokens(
     lane, head, column = own_columns(HEADS, COLUMNS, PDL)
     order = tl.arange(0, TOKENS)
     count = tl.load(length + lane)
-    starts = False
+    is_fresh = False
     if FRESH:
-        starts = tl.load(fresh + lane) != 0
+        is_fresh = tl.load(fresh + lane) != 0
     state = head_state(matrix, tl.load(lane_row + lane), layers, layer, head, HEADS, KEY, VALUE)
     for begin in range(0, tokens, TOKENS):
         token = begin + order
         used = token < count
         place = out + ((lane * tokens + token) * HEADS + head)[:, None] * VALUE + column[None, :]
-        there = (token < tokens)[:, None] & (column < VALUE)[None, :]
+        stored = (token < tokens)[:, None] & (column < VALUE)[None, :]
         # A row without tokens keeps its state; a fresh row without tokens gets a zero state.
-        if (begin < count) | ((begin == 0) & starts):
+        if (begin < count) | ((begin == 0) & is_fresh):
             at_token = lane * tokens + token
-            known = (begin > 0) | (not starts)
+            has_state = (begin > 0) | (not is_fresh)
             before = order[None, :] <= order[:, None]
             if SELECTIVE:
                 read, change, path = ssm_block(
-                    state, known, mixed, gate, skip, at_token, used, before, head, column, HEADS, REPEAT, KEY, VALUE, KEY_PAD, COLUMNS,
+                    state, has_state, mixed, gate, skip, at_token, used, before, head, column, HEADS, REPEAT, KEY, VALUE, KEY_PAD, COLUMNS,
                     TOKENS, PART,
                 )  # fmt: skip
             else:
                 read, change, key_unit, path = delta_block(
-                    state, known, mixed, gate, at_token, used, before, head, column, HEADS, REPEAT, KEY, VALUE, KEY_PAD, COLUMNS, TOKENS,
-                    PART, EPS,
+                    state, has_state, mixed, gate, at_token, used, before, head, column, HEADS, REPEAT, KEY, VALUE, KEY_PAD, COLUMNS,
+                    TOKENS, PART, EPS,
                 )  # fmt: skip
-            tl.store(place, tl.where(used[:, None], read, 0.0).to(out.dtype.element_ty), mask=there)
+            tl.store(place, tl.where(used[:, None], read, 0.0).to(out.dtype.element_ty), mask=stored)
             # Padding tokens have log-decay 0, so the last path is the sum over the block.
             end = tl.sum(tl.where(order == TOKENS - 1, path, 0.0), 0)
-            left = tl.exp(end - path)
+            decay_to_end = tl.exp(end - path)
             if not SELECTIVE:
-                left = key_unit * left
+                decay_to_end = key_unit * decay_to_end
             _, at_key, _ = token_places(mixed, at_token, head, SELECTIVE, HEADS, REPEAT, KEY, VALUE)
             for part in range(0, KEY_PAD, PART):
                 channel = part + tl.arange(0, PART)
                 at = state + channel[:, None] * VALUE + column[None, :]
                 inside = (channel < KEY)[:, None] & (column < VALUE)[None, :]
-                old = tl.load(at, mask=inside & known, other=0.0)
+                old = tl.load(at, mask=inside & has_state, other=0.0)
                 key = tl.load(at_key[:, None] + channel[None, :], mask=used[:, None] & (channel < KEY)[None, :], other=0.0).to(tl.float32)
-                added = tl.dot(tl.trans(key * left[:, None]), change, input_precision="tf32x3")
+                added = tl.dot(tl.trans(key * decay_to_end[:, None]), change, input_precision="tf32x3")
                 # Other threads than the ones that store have loaded this part.
                 tl.debug_barrier()
                 tl.store(at, old * tl.exp(end) + added, mask=inside)
                 tl.debug_barrier()
         else:
-            tl.store(place, tl.zeros([TOKENS, COLUMNS], out.dtype.element_ty), mask=there)
+            tl.store(place, tl.zeros([TOKENS, COLUMNS], out.dtype.element_ty), mask=stored)
 
 
 def scan_tokens(

@@ -114,14 +114,14 @@ def token_of(
 
 @triton.jit
 def block_part(
-    state, known, at_query, at_key, used, column, begin, KEY: tl.constexpr, VALUE: tl.constexpr, PART: tl.constexpr
+    state, has_state, at_query, at_key, used, column, begin, KEY: tl.constexpr, VALUE: tl.constexpr, PART: tl.constexpr
 ):  # fmt: skip
     """``PART`` channels from ``begin`` on of a block's queries and keys and of a tile of the state, zero-padded."""
     channel = begin + tl.arange(0, PART)
-    there = used[:, None] & (channel < KEY)[None, :]
-    query = tl.load(at_query[:, None] + channel[None, :], mask=there, other=0.0).to(tl.float32)
-    key = tl.load(at_key[:, None] + channel[None, :], mask=there, other=0.0).to(tl.float32)
-    inside = (channel < KEY)[:, None] & (column < VALUE)[None, :] & known
+    loaded = used[:, None] & (channel < KEY)[None, :]
+    query = tl.load(at_query[:, None] + channel[None, :], mask=loaded, other=0.0).to(tl.float32)
+    key = tl.load(at_key[:, None] + channel[None, :], mask=loaded, other=0.0).to(tl.float32)
+    inside = (channel < KEY)[:, None] & (column < VALUE)[None, :] & has_state
     return query, key, tl.load(state + channel[:, None] * VALUE + column[None, :], mask=inside, other=0.0)
 
 

@@ -207,8 +207,8 @@ def _list_share(values, size, before, wanted, masses, peak, temperature, SUB_BIT
             tl.atomic_add(masses + sub, weight, mask=left & (weight > 0), sem="relaxed")
             begin += _LIST_BLOCK
         tl.debug_barrier()
-        held = tl.load(masses + sub_bins, cache_modifier=".cg")
-        above = before + tl.sum(held) - tl.cumsum(held, 0)
+        bin_mass = tl.load(masses + sub_bins, cache_modifier=".cg")
+        above = before + tl.sum(bin_mass) - tl.cumsum(bin_mass, 0)
         found = (1 << SUB_BITS) - tl.sum((above.to(tl.float64) < wanted).to(tl.int32))
         # Clamped to the list: its smallest entry if all are kept, its largest if none would be.
         found = tl.minimum(tl.maximum(found, tl.min(least)), tl.max(most))
@@ -264,10 +264,10 @@ def _kth_largest(
             kept = _list_mass(values + row * vocab, size, key, top, row_temperature)
             tl.store(threshold + row, _value(key))
         bins = tl.arange(0, BINS)
-        held = tl.load(mass + row * BINS + bins)
-        held = tl.where(bins < bin_k, held, tl.where(bins == bin_k, kept, 0))
-        before = tl.cumsum(held, 0) - held
-        wanted = tl.load(top_p + lane).to(tl.float64) * tl.sum(held).to(tl.float64)
+        bin_mass = tl.load(mass + row * BINS + bins)
+        bin_mass = tl.where(bins < bin_k, bin_mass, tl.where(bins == bin_k, kept, 0))
+        before = tl.cumsum(bin_mass, 0) - bin_mass
+        wanted = tl.load(top_p + lane).to(tl.float64) * tl.sum(bin_mass).to(tl.float64)
         occupied = (tl.load(count + row * BINS + bins) > 0) & (bins <= bin_k)
         bin_p = tl.max(tl.where(occupied & (before.to(tl.float64) < wanted), bins, 0))
         tl.store(chosen + row * 4 + 2, bin_p.to(tl.int64))

@@ -35,16 +35,16 @@ def _bookkeeping(
         # Padded lanes of different turns may share a row.
         tl.debug_barrier()
         lane = (begin + tl.arange(0, LANES)).to(tl.int64)
-        here = lane < lanes
-        row = tl.load(lane_row + lane, mask=here, other=0)
-        length = tl.load(accept_len + lane, mask=here, other=0)
-        moved = here & (length > 0)
-        state = tl.load(outcome + lane, mask=here, other=0)
-        known = tl.load(status + row, mask=here, other=0)
+        in_lanes = lane < lanes
+        row = tl.load(lane_row + lane, mask=in_lanes, other=0)
+        length = tl.load(accept_len + lane, mask=in_lanes, other=0)
+        moved = in_lanes & (length > 0)
+        state = tl.load(outcome + lane, mask=in_lanes, other=0)
+        old_status = tl.load(status + row, mask=in_lanes, other=0)
         tokens_before = tl.load(seq_len + row, mask=moved, other=0)
         tokens_left = tl.load(budget + row, mask=moved, other=0)
         before = tl.load(window_len + row, mask=moved, other=0) if APPEND else tl.zeros_like(length)
-        inside = here[:, None] & (entry < accept_width)
+        inside = in_lanes[:, None] & (entry < accept_width)
         valid = inside & (entry < length[:, None])
         node = tl.load(path + lane[:, None] * accept_width + entry, mask=valid, other=0)
         token = tl.load(sample + lane[:, None] * nodes + node, mask=valid, other=-1)
@@ -61,8 +61,8 @@ def _bookkeeping(
             tl.store(lookback_token + row[:, None] * lookback + back, tl.where(source < lookback, of_back, of_window), mask=kept)
 
         at_lane = slot + lane * ring_lane_stride
-        tl.store(at_lane, length, mask=here)
-        tl.store(at_lane + 1, state, mask=here)
+        tl.store(at_lane, length, mask=in_lanes)
+        tl.store(at_lane + 1, state, mask=in_lanes)
         tl.store(at_lane[:, None] + HEADER + entry, token, mask=inside)
         place = before[:, None] + entry
         written = valid & (place < capacity) if APPEND else inside & moved[:, None]
@@ -75,7 +75,7 @@ def _bookkeeping(
         tl.store(window_len + row, before + length, mask=moved)
         tl.store(seq_len + row, tokens_before + length, mask=moved)
         tl.store(budget + row, tokens_left - length, mask=moved)
-        tl.store(status + row, state, mask=here & (state != known))
+        tl.store(status + row, state, mask=in_lanes & (state != old_status))
     # All threads must have read the counter.
     tl.debug_barrier()
     tl.store(cycle, count + 1)

@@ -30,22 +30,24 @@ def _conv_shift(
     channel = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     order = tl.arange(0, COLUMNS_PAD)
     count = tl.load(length + lane)
-    starts = False
+    is_fresh = False
     if FRESH:
-        starts = tl.load(fresh + lane) != 0
+        is_fresh = tl.load(fresh + lane) != 0
     base = column + (tl.load(lane_row + lane) * layers + layer + unit) * COLUMNS * channels
     place = count + order - COLUMNS
     real = order < COLUMNS
     node = tl.load(path + lane * width + place, mask=real & (place >= 0), other=0)
     inside = real[:, None] & (channel < channels)[None, :]
-    arrived = (place >= 0)[:, None]
-    new = tl.load(inputs + ((unit * lanes + lane) * tokens + node)[:, None] * channels + channel[None, :], mask=inside & arrived, other=0.0)
-    known = inside & (place < 0)[:, None] & (not starts)
-    old = tl.load(base + (COLUMNS + place)[:, None] * channels + channel[None, :], mask=known, other=0.0)
+    from_input = (place >= 0)[:, None]
+    new = tl.load(
+        inputs + ((unit * lanes + lane) * tokens + node)[:, None] * channels + channel[None, :], mask=inside & from_input, other=0.0
+    )
+    from_state = inside & (place < 0)[:, None] & (not is_fresh)
+    old = tl.load(base + (COLUMNS + place)[:, None] * channels + channel[None, :], mask=from_state, other=0.0)
     # Other threads of this program have loaded what is overwritten here.
     tl.debug_barrier()
     to = base + order[:, None] * channels + channel[None, :]
-    tl.store(to, tl.where(arrived, new, old), mask=inside & ((count > 0) | starts))
+    tl.store(to, tl.where(from_input, new, old), mask=inside & ((count > 0) | is_fresh))
 
 
 def conv_shift(

@@ -28,7 +28,7 @@ def delta_update(state, query, key, value, decay, rate, KEY: tl.constexpr, EPS: 
 
 @triton.jit
 def delta_block(
-    state, known, mixed, gate, token, used, before, head, column, HEADS: tl.constexpr, REPEAT: tl.constexpr, KEY: tl.constexpr,
+    state, has_state, mixed, gate, token, used, before, head, column, HEADS: tl.constexpr, REPEAT: tl.constexpr, KEY: tl.constexpr,
     VALUE: tl.constexpr, KEY_PAD: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr, PART: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
     """A block of tokens at once: their outputs, value updates, inverse key norms, and cumulative log-decays along their paths.
@@ -38,7 +38,7 @@ def delta_block(
     series of matrix powers is not when the keys of a long path are similar.
 
     Args:
-        state: pointer to the head's state. known: whether to read it; else it is zero.
+        state: pointer to the head's state. has_state: whether to read it; else it is zero.
         token: index of each token over all lanes. used: mask of the tokens that are loaded.
         before: ``[i, j]``, whether token j is on the path of token i, i itself included.
     """
@@ -54,7 +54,7 @@ def delta_block(
     seen = tl.zeros([TOKENS, TOKENS], tl.float32)
     system = tl.zeros([TOKENS, TOKENS], tl.float32)
     for begin in range(0, KEY_PAD, PART):
-        query, key, part = block_part(state, known, at_query, at_key, used, column, begin, KEY, VALUE, PART)
+        query, key, part = block_part(state, has_state, at_query, at_key, used, column, begin, KEY, VALUE, PART)
         query_square += tl.sum(query * query, 1)
         key_square += tl.sum(key * key, 1)
         read = tl.dot(query, part, read, input_precision="tf32x3")

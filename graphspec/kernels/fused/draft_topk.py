@@ -78,14 +78,14 @@ def _draft_topk(
 
     if arrive(counters + row, parts):
         winners = part_best + row * parts * topk
-        many = parts * topk
+        winner_count = parts * topk
         place = tl.arange(0, MERGE)
-        won = tl.load(winners + place, mask=place < many, other=LOWEST)
-        best = tl.max(won)
+        first_winners = tl.load(winners + place, mask=place < winner_count, other=LOWEST)
+        best = tl.max(first_winners)
         begin = MERGE
-        while begin < many:
-            more = tl.load(winners + begin + place, mask=begin + place < many, other=LOWEST)
-            best = tl.maximum(best, tl.max(more))
+        while begin < winner_count:
+            next_winners = tl.load(winners + begin + place, mask=begin + place < winner_count, other=LOWEST)
+            best = tl.maximum(best, tl.max(next_winners))
             begin += MERGE
         peak = packed_value(best)
         base = tl.where(peak == float("-inf"), 0.0, peak)
@@ -113,11 +113,11 @@ def _draft_topk(
             else:
                 tl.store(token + row * topk + rank, index)
             last = best
-            best = tl.max(tl.where(won < last, won, LOWEST))
+            best = tl.max(tl.where(first_winners < last, first_winners, LOWEST))
             begin = MERGE
-            while begin < many:
-                more = tl.load(winners + begin + place, mask=begin + place < many, other=LOWEST)
-                best = tl.maximum(best, tl.max(tl.where(more < last, more, LOWEST)))
+            while begin < winner_count:
+                next_winners = tl.load(winners + begin + place, mask=begin + place < winner_count, other=LOWEST)
+                best = tl.maximum(best, tl.max(tl.where(next_winners < last, next_winners, LOWEST)))
                 begin += MERGE
             rank += 1
 

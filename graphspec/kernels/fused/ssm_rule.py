@@ -25,7 +25,7 @@ def ssm_update(state, query, key, value, decay, step, skip):
 
 @triton.jit
 def ssm_block(
-    state, known, mixed, gate, skip, token, used, before, head, column, HEADS: tl.constexpr, REPEAT: tl.constexpr, KEY: tl.constexpr,
+    state, has_state, mixed, gate, skip, token, used, before, head, column, HEADS: tl.constexpr, REPEAT: tl.constexpr, KEY: tl.constexpr,
     VALUE: tl.constexpr, KEY_PAD: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """A block of tokens at once: their outputs, value updates, and cumulative log-decays along their paths.
@@ -40,7 +40,7 @@ def ssm_block(
     read = tl.zeros([TOKENS, COLUMNS], tl.float32)
     seen = tl.zeros([TOKENS, TOKENS], tl.float32)
     for begin in range(0, KEY_PAD, PART):
-        query, key, part = block_part(state, known, at_query, at_key, used, column, begin, KEY, VALUE, PART)
+        query, key, part = block_part(state, has_state, at_query, at_key, used, column, begin, KEY, VALUE, PART)
         read = tl.dot(query, part, read, input_precision="tf32x3")
         seen = tl.dot(query, tl.trans(key), seen, input_precision="tf32x3")
     value = tl.load(at_value[:, None] + column[None, :], mask=used[:, None] & (column < VALUE)[None, :], other=0.0).to(tl.float32)

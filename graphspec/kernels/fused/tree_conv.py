@@ -33,9 +33,9 @@ def _tree_conv(
     row = tl.load(lane_row + lane)
     columns_end = column + ((row * layers + layer + 1) * COLUMNS * channels + channel)
     nodes = inputs + lane * tokens * stride + channel
-    known = inside
+    in_columns = inside
     if FRESH:
-        known = inside & (tl.load(fresh + lane) == 0)
+        in_columns = inside & (tl.load(fresh + lane) == 0)
     # The walk goes from the newest input to the oldest and the sum from the oldest to the newest, so places are collected first.
     place = at % tokens
     places = (place,)
@@ -47,7 +47,7 @@ def _tree_conv(
     for tap in tl.static_range(COLUMNS + 1):
         place = places[COLUMNS - tap]
         factors = weight + channel * (COLUMNS + 1) + tap
-        total = add_tap(total, place, tl.maximum(place, 0), nodes, stride, columns_end, channels, factors, inside, known)
+        total = add_tap(total, place, tl.maximum(place, 0), nodes, stride, columns_end, channels, factors, inside, in_columns)
     if BIAS:
         total += tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + at * channels + channel, activated(total, out.dtype.element_ty), mask=inside)
