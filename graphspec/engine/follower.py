@@ -34,7 +34,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    code = main()
-    sys.stderr.flush()
-    # A normal exit of a rank sometimes aborts after the interpreter has ended ("terminate called without an active exception").
-    os._exit(code)
+    sys.exit(main())

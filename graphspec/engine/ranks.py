@@ -7,6 +7,7 @@ the caller's main module again. Under ``torchrun`` every process makes the same 
 
 from __future__ import annotations
 
+import atexit
 import os
 import pickle
 import struct
@@ -108,9 +109,8 @@ class Ranks:
             at_once: kill all of them now; so it is after an error before the cycle exists.
         """
         _end_children(self.children, at_once=at_once)
-        if self.owns_group and dist.is_initialized():
-            with suppress(Exception):
-                dist.destroy_process_group()
+        if self.owns_group:
+            leave_group()
         if self.folder is not None:
             self.folder.cleanup()
 
@@ -181,7 +181,22 @@ def existing_ranks(size: int, device: str) -> Ranks | None:
         dist.init_process_group(_backend(device), timeout=COLLECTIVE_TIMEOUT)
     if dist.get_world_size() != size:
         raise ConfigError(KEY, f"{dist.get_world_size()}, the processes that were started", size)
-    return Ranks(dist.get_rank(), size, owns_group=owns)
+    ranks = Ranks(dist.get_rank(), size, owns_group=owns)
+    if ranks.rank and not owns:
+        # The engine ends this process, so whoever made the group can't.
+        atexit.register(leave_group)
+    return ranks
+
+
+def leave_group() -> None:
+    """End the process group, and with it its threads, which must not outlive the interpreter.
+
+    A thread of gloo that drops the last reference to a tensor of Python's waits for the interpreter's lock. Once the interpreter ends, that
+    ends the thread instead, inside a destructor, which aborts the process ("terminate called without an active exception").
+    """
+    if dist.is_initialized():
+        with suppress(Exception):
+            dist.destroy_process_group()
 
 
 def _backend(device: str) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -12,25 +10,16 @@ from graphspec.catalog import load_object, resolve_variant
 from graphspec.draft_parallel import of_rank
 from graphspec.engine.folders import model_folder
 from graphspec.facts import read_model_facts
-from graphspec.models import tensor_files
 from graphspec.models.target import load_target
 from graphspec.models.vocabulary import sharded_head
+from tests.support.rank_threads import count_numbers_read
 
 OWN_HEADS = ("eagle3", "p_eagle", "standalone")
 
 
 @pytest.mark.parametrize("name", ["eagle", "eagle3", "mtp", "standalone", "p_eagle", "dflash"])
 def test_a_rank_reads_the_bytes_of_a_draft_that_it_holds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    read = [0]
-    for method in ("tensor", "part"):
-        usual = getattr(tensor_files._Safetensors, method)
-
-        def counted(*arguments: Any, usual: Any = usual) -> torch.Tensor:
-            found: torch.Tensor = usual(*arguments)
-            read[0] += found.numel()
-            return found
-
-        monkeypatch.setattr(tensor_files._Safetensors, method, counted)
+    read = count_numbers_read(monkeypatch)
     variant, folder = resolve_variant(name), model_folder("demo", None)
     facts = read_model_facts(folder)
     whole = load_object(variant.facts)(folder.parent / str(variant.demo_draft), facts)

@@ -50,14 +50,36 @@ print(*out.token_ids)
 """
 
 
-def test_torchrun_starts_the_ranks_as_well(tmp_path: Path) -> None:
-    pair = random_pair(tmp_path, build_hf("llama", **SIZES))
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script), str(pair.target)]
+def torchrun(folder: Path, text: str, target: Path) -> subprocess.CompletedProcess[str]:
+    """Two processes of a script, which end without an error."""
+    script = folder / "script.py"
+    script.write_text(text)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script), str(target)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
+    return done
+
+
+def test_torchrun_starts_the_ranks_as_well(tmp_path: Path) -> None:
+    pair = random_pair(tmp_path, build_hf("llama", **SIZES))
+    done = torchrun(tmp_path, SCRIPT, pair.target)
     assert [int(token) for token in done.stdout.split()] == pair.greedy([5, 9, 3], 8, ignore_eos=True)
+
+
+OWN_GROUP = """
+import atexit, sys
+import torch.distributed as dist
+# Runs after what is registered later.
+atexit.register(lambda: print("in" if dist.is_initialized() else "out", file=sys.stderr))
+dist.init_process_group("gloo")
+"""
+
+
+def test_a_rank_that_the_engine_ends_leaves_the_group_of_the_caller(tmp_path: Path) -> None:
+    """A thread of gloo that outlives the interpreter aborts the process, now and then."""
+    pair = random_pair(tmp_path, build_hf("llama", **SIZES))
+    done = torchrun(tmp_path, OWN_GROUP + SCRIPT, pair.target)
+    assert sorted(line for line in done.stderr.splitlines() if line in ("in", "out")) == ["in", "out"], "rank 0 is the caller's to end"
 
 
 def small(tmp_path: Path, **keys: Any) -> LLM:

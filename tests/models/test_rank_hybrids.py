@@ -17,14 +17,13 @@ from graphspec.facts import ModelFacts, read_model_facts
 from graphspec.graphs.memory import plan_memory
 from graphspec.kernels import select_kernels
 from graphspec.lab.predict.ranks import sums_of
-from graphspec.models import tensor_files
 from graphspec.models.layers import join_ranks
 from graphspec.models.recurrence import RecurrentStates, RunRecurrence
 from graphspec.models.target import load_target
 from graphspec.plan import make_plan
 from tests.support.checkpoints import VOCAB_SIZE, DenseAttention, write_hf
 from tests.support.hybrid_checkpoints import build_hybrid
-from tests.support.rank_threads import ThreadComm, together
+from tests.support.rank_threads import ThreadComm, count_numbers_read, together
 
 LENGTH = 70
 """More than one block of the chunked rules."""
@@ -116,15 +115,7 @@ def test_ranks_together_have_the_logits_of_transformers(name: str, size: int, tm
 @pytest.mark.parametrize("name", ["part-by-part", "key-head-by-key-head", "experts-in-one-tensor", "experts-without-a-gate", "bamba"])
 def test_a_rank_reads_its_part_of_the_bytes_and_no_more(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     build(name, tmp_path)
-    facts, read = read_model_facts(tmp_path), [0]
-    whole, part = tensor_files._Safetensors.tensor, tensor_files._Safetensors.part
-
-    def counted(found: Tensor) -> Tensor:
-        read[0] += found.numel()
-        return found
-
-    monkeypatch.setattr(tensor_files._Safetensors, "tensor", lambda self, key: counted(whole(self, key)))
-    monkeypatch.setattr(tensor_files._Safetensors, "part", lambda self, key, *where: counted(part(self, key, *where)))
+    facts, read = read_model_facts(tmp_path), count_numbers_read(monkeypatch)
     for rank, size, share in ((0, 2, 0.6), (0, 4, 0.42), (1, 4, 0.42)):
         read[0] = 0
         model = load_target(facts.of_rank(rank, size), (), LENGTH, torch.float32, "cpu")

@@ -14,14 +14,13 @@ from graphspec.errors import ConfigError
 from graphspec.facts import read_model_facts
 from graphspec.facts.sharding import Shard, sharding_of
 from graphspec.lab.predict.ranks import sums_of
-from graphspec.models import tensor_files
 from graphspec.models.layers import join_ranks
 from graphspec.models.llama import LlamaModel
 from graphspec.models.target import load_target
 from graphspec.models.vocabulary import VocabParallelLinear
 from tests.support.checkpoints import VOCAB_SIZE, DenseAttention, build_hf, write_hf
 from tests.support.moe_checkpoints import build_mixture
-from tests.support.rank_threads import ThreadComm, together
+from tests.support.rank_threads import ThreadComm, count_numbers_read, together
 
 from .test_models import in_float64
 
@@ -86,15 +85,7 @@ def test_ranks_together_have_the_logits_of_transformers(name: str, size: int, tm
 @pytest.mark.parametrize("name", ["biases-tied", "fused-tensors", "experts", "latent"])
 def test_a_rank_reads_its_part_of_the_bytes_and_no_more(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     build(name, tmp_path)
-    facts, read = read_model_facts(tmp_path), [0]
-    whole, part = tensor_files._Safetensors.tensor, tensor_files._Safetensors.part
-
-    def counted(found: Tensor) -> Tensor:
-        read[0] += found.numel()
-        return found
-
-    monkeypatch.setattr(tensor_files._Safetensors, "tensor", lambda self, key: counted(whole(self, key)))
-    monkeypatch.setattr(tensor_files._Safetensors, "part", lambda self, key, *where: counted(part(self, key, *where)))
+    facts, read = read_model_facts(tmp_path), count_numbers_read(monkeypatch)
 
     def loaded(rank: int, size: int) -> tuple[int, int]:
         read[0] = 0

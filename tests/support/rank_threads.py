@@ -1,4 +1,4 @@
-"""Ranks that are threads of one process, and the collectives between them."""
+"""Ranks that are threads of one process, the collectives between them, and what a rank reads."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
+
+from graphspec.models import tensor_files
 
 
 class ThreadComm:
@@ -49,3 +52,18 @@ class OneThread:
 def together(size: int, run: Callable[[int], Any]) -> list[Any]:
     with ThreadPoolExecutor(size) as pool:
         return [future.result() for future in [pool.submit(run, rank) for rank in range(size)]]
+
+
+def count_numbers_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One number: how many are read from safetensors files from now on. Set it to 0 to begin anew."""
+    read = [0]
+    for method in ("tensor", "part"):
+        usual = getattr(tensor_files._Safetensors, method)
+
+        def counted(*arguments: Any, usual: Any = usual) -> Tensor:
+            found: Tensor = usual(*arguments)
+            read[0] += found.numel()
+            return found
+
+        monkeypatch.setattr(tensor_files._Safetensors, method, counted)
+    return read
