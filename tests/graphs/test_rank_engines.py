@@ -45,6 +45,31 @@ def test_four_ranks_over_recurrent_layers(family: str, tmp_path: Path, monkeypat
     assert_same_tokens(monkeypatch, target, draft, 4, shares=False, variant="standalone", num_pages=14, **shape)
 
 
+@pytest.mark.parametrize(("family", "shape"), [("qwen3_5", CHAIN), ("nemotron_h", TREE), ("bamba", TREE)])
+def test_two_ranks_over_recurrent_layers_with_a_part_of_the_draft_each(
+    family: str, shape: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = write_hf(build_hybrid(family, num_attention_heads=4, num_key_value_heads=2), tmp_path / "target")
+    draft = write_hf(build_hf("llama", **SIZES), tmp_path / "draft")
+    keys = {"variant": "standalone", "draft_parallel": "sharded", "num_pages": 14, **shape}
+    assert_same_tokens(monkeypatch, target, draft, 2, shares=False, **keys)
+
+
+@pytest.mark.parametrize(("family", "shape"), [("qwen3_5", CHAIN), pytest.param("nemotron_h", TREE, marks=pytest.mark.full)])
+def test_two_ranks_compiled_over_recurrent_layers(family: str, shape: dict[str, int], tmp_path: Path) -> None:
+    target = write_hf(build_hybrid(family, num_attention_heads=4, num_key_value_heads=2), tmp_path / "target")
+    draft = write_hf(build_hf("llama", **SIZES), tmp_path / "draft")
+    keys = {"variant": "standalone", "draft_parallel": "sharded", "max_rows": 1, "buckets": [1], **shape}
+    asked, params = requests()
+    found = []
+    for size, runtime in ((1, "eager"), (2, "compiled")):
+        with LLM(target, draft=draft, tensor_parallel=size, **BUSY | keys | {"runtime": runtime}) as llm:
+            found.append(ids(llm.generate(asked[:2], params[:2])))
+            if size == 2:
+                assert llm.plan.compiles and all("several ranks" in path for path in llm.decoders.values())
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize(("size", "heads", "shape"), [(2, 4, TREE), (4, 2, CHAIN)], ids=["two-tree", "four-copies-chain"])
 def test_ranks_that_norm_the_queries_of_all(
     size: int, heads: int, shape: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -72,3 +97,5 @@ def test_networks_draft_chains_in_parts_and_trees_as_a_whole(tmp_path: Path) -> 
         for variant in NETWORKS:
             assert_same_drafts(pair, variant, DEMO_CHAIN, draft_parallel="sharded")
             assert_same_drafts(pair, variant, DEMO_TREE, draft_parallel="replicated")
+        for draft_parallel in ("sharded", "replicated"):
+            assert_same_drafts(pair, "mtp", DEMO_CHAIN, model="demo_hybrid", draft_parallel=draft_parallel)

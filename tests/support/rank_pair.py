@@ -64,11 +64,11 @@ def _found(llm: LLM) -> tuple[list[list[int]], list[int]]:
     return [out.token_ids for out in outputs], [out.metrics.cycles for out in outputs]
 
 
-def assert_same_drafts(pair: RankPair, variant: str, shape: dict[str, int], **keys: Any) -> None:
-    """Over the demo models, two ranks emit the tokens of one and accept its drafts."""
+def assert_same_drafts(pair: RankPair, variant: str, shape: dict[str, int], *, model: str = "demo", **keys: Any) -> None:
+    """Over a demo model, two ranks emit the tokens of one and accept its drafts."""
     given = {"variant": variant, **shape, **ENGINE}
-    alone = _found(LLM("demo", **given))
-    assert _found(pair.engine("demo", **given, **keys)) == alone
+    alone = _found(LLM(model, **given))
+    assert _found(pair.engine(model, **given, **keys)) == alone
     assert sum(alone[1]) < len(PROMPTS) * (TOKENS - 1), "no draft was ever accepted, so the cycles show nothing"
 
 
