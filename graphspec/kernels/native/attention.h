@@ -229,10 +229,11 @@ inline void see_chunk(Visible& v, const Shape& n, int64_t b, const int64_t* begi
     }
 }
 
-// Number of parts into which the tokens of a lane and KV head are split, so that all threads have work.
+// Number of parts into which the tokens of a lane and KV head are split, so that all threads have work. Each part reads all keys and values
+// again, which pays from QUERIES / 2 queries per part on.
 inline int64_t token_splits(const Shape& n, int threads) {
-  const int64_t pairs = n.lanes * n.groups;
-  return threads == 1 ? 1 : std::clamp<int64_t>((2 * threads + pairs - 1) / pairs, 1, n.tokens);
+  const int64_t pairs = n.lanes * n.groups, most = std::max<int64_t>(n.tokens * (n.heads / n.groups) / (QUERIES / 2), 1);
+  return threads == 1 ? 1 : std::clamp<int64_t>((2 * threads + pairs - 1) / pairs, 1, std::min(n.tokens, most));
 }
 
 // Set unseen scores to minus infinity, and update the running maximum of each vector lane. A NaN among visible scores must propagate, because

@@ -28,20 +28,23 @@ class Linear final : public graphspec::Program {
 
   int phases() const override { return 2; }
   int chunks(int phase) const override {
-    if (phase == 0) return call_.norm == nullptr ? 0 : static_cast<int>((call_.rows + ROWS - 1) / ROWS);
+    if (phase == 0) return call_.norm != nullptr && call_.rows > ROWS ? static_cast<int>((call_.rows + ROWS - 1) / ROWS) : 0;
     return static_cast<int>((call_.weight.blocks + per_chunk_ - 1) / per_chunk_);
   }
   int64_t size() const override { return call_.rows * call_.weight.channels * call_.outputs; }
   void work(int phase, int chunk) override {
-    const int64_t channels = call_.weight.channels;
-    if (phase == 0) {
-      for (int64_t r = chunk * ROWS; r < std::min(call_.rows, (chunk + 1) * ROWS); ++r)
-        rms_norm(call_.x + r * call_.stride, call_.norm, static_cast<float>(call_.eps), channels, normed_ + r * channels);
-      return;
+    if (phase == 0) return norm_rows(chunk * ROWS, std::min(call_.rows, (chunk + 1) * ROWS), normed_);
+    const int64_t channels = call_.weight.channels, first = chunk * per_chunk_, last = std::min(call_.weight.blocks, first + per_chunk_);
+    const float* x = normed_;
+    if (call_.norm == nullptr) {
+      x = call_.x;
+    } else if (call_.rows <= ROWS) {
+      static thread_local Floats own;
+      if (static_cast<int64_t>(own.size()) < call_.rows * channels) own.resize(call_.rows * channels);
+      norm_rows(0, call_.rows, own.data());
+      x = own.data();
     }
-    const bool norm = call_.norm != nullptr;
-    const int64_t first = chunk * per_chunk_, last = std::min(call_.weight.blocks, first + per_chunk_);
-    product(call_.weight, first, last, norm ? normed_ : call_.x, norm ? channels : call_.stride, call_.rows,
+    product(call_.weight, first, last, x, call_.norm == nullptr ? call_.stride : channels, call_.rows,
             [&](int64_t row, int rows, int64_t block, int blocks, const float* values) {
               const int64_t at = block * BLOCK, width = std::min<int64_t>(blocks * BLOCK, call_.outputs - at);
               for (int r = 0; r < rows; ++r) {
@@ -56,7 +59,14 @@ class Linear final : public graphspec::Program {
   }
 
  private:
+  // Rows per chunk of the norm. Up to one chunk of rows, the norm has no phase: each thread normalises them for itself, which is faster than a hand-over.
   static constexpr int64_t ROWS = 16;
+
+  void norm_rows(int64_t first, int64_t last, float* out) const {
+    for (int64_t r = first; r < last; ++r)
+      rms_norm(call_.x + r * call_.stride, call_.norm, static_cast<float>(call_.eps), call_.weight.channels, out + r * call_.weight.channels);
+  }
+
   const Call& call_;
   float* normed_;
   const int64_t per_chunk_;

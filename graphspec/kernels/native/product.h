@@ -32,9 +32,10 @@ struct Matrix {
   int64_t channels, blocks;
 };
 
-// out[ROWS][BLOCKS * 16], row stride GROUP * 16. AHEAD: the weights that come next are fetched meanwhile.
+// out[ROWS][BLOCKS * 16], row stride GROUP * 16. AHEAD: the weights that come next are fetched meanwhile. Not inlined: GCC then keeps the sums
+// of every size in registers.
 template <class W, int ROWS, int BLOCKS, bool AHEAD>
-inline void tile(const W* weight, int64_t channels, const float* x, int64_t stride, float* out) {
+[[gnu::noinline]] void tile(const W* weight, int64_t channels, const float* x, int64_t stride, float* out) {
   f16 sum[ROWS][BLOCKS];
   for (auto& row : sum)
     for (auto& s : row) s = splat16(0.0f);
@@ -55,8 +56,8 @@ inline void tile(const W* weight, int64_t channels, const float* x, int64_t stri
 template <class W, bool AHEAD, int ROWS>
 void rows_of_group(const W* weight, int blocks, int64_t channels, const float* x, int64_t stride, float* out) {
   constexpr int MOST = blocks_at_once(ROWS);
-  // One row computes nothing that could hide a fetch.
-  constexpr bool FETCH = AHEAD && ROWS > 1;
+  // One or two rows compute nothing that could hide a fetch.
+  constexpr bool FETCH = AHEAD && ROWS > 2;
   int b = 0;
   for (; b + MOST <= blocks; b += MOST) tile<W, ROWS, MOST, FETCH>(weight + b * channels * BLOCK, channels, x, stride, out + b * BLOCK);
   for (; b < blocks; ++b) tile<W, ROWS, 1, FETCH>(weight + b * channels * BLOCK, channels, x, stride, out + b * BLOCK);
@@ -84,6 +85,10 @@ template <class W, class Finish>
 void product_of(const W* weight, int64_t channels, int64_t first, int64_t last, const float* x, int64_t stride, int64_t rows, Finish&& finish) {
   static thread_local Floats wide;
   alignas(64) float values[TILE * GROUP * BLOCK];
+  // Other cores have just written parts of a short x: request all its lines at once instead of waiting for one after another.
+  if (rows <= TILE)
+    for (int64_t row = 0; row < rows; ++row)
+      for (int64_t k = 0; k < channels; k += BLOCK) __builtin_prefetch(x + row * stride + k);
   for (int64_t block = first; block < last; block += GROUP) {
     const int blocks = static_cast<int>(std::min<int64_t>(GROUP, last - block));
     const W* from = weight + block * channels * BLOCK;
@@ -116,14 +121,11 @@ void product(const Matrix& m, int64_t first, int64_t last, const float* x, int64
     product_of(static_cast<const half*>(m.data), m.channels, first, last, x, stride, rows, finish);
 }
 
-// Blocks per chunk: as many as leave each thread a few chunks, or fewer where that shares the blocks more evenly. Pairs stay together.
-inline int64_t blocks_per_chunk(int64_t blocks, int threads) {
-  if (threads == 1) return std::max<int64_t>(blocks, 1);
-  const auto longest = [&](int64_t each) { return ((blocks + each - 1) / each + threads - 1) / threads * each; };
-  int64_t best = std::max<int64_t>(blocks / (3 * threads) / GROUP * GROUP, 2);
-  for (int64_t each = best - GROUP; each > 0; each -= GROUP)
-    if (longest(each) < longest(best)) best = each;
-  return longest(2) < longest(best) ? 2 : best;
+// Blocks per chunk of a product: an equal share for each thread, in whole units of `unit` blocks. Smaller chunks would balance better but cost more:
+// each claim moves a cache line between cores.
+inline int64_t blocks_per_chunk(int64_t blocks, int threads, int64_t unit = 1) {
+  const int64_t units = (blocks + unit - 1) / unit;
+  return std::max<int64_t>((units + threads - 1) / threads, 1) * unit;
 }
 
 // out = x / rms(x) * weight, `size` channels.

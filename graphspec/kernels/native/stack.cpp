@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <numeric>
 #include <vector>
 
 #include "attention.h"
@@ -41,9 +42,10 @@ struct Call {
   int64_t first, last, num_taps, final_norm, kv_only;  // layers [first, last); num_taps 0: keep none
 };
 
-enum Phase { INPUT_NORM, QKV, HEADS, ATTEND, OUT, MLP_NORM, GATE_UP, DOWN, PHASES };
+enum Phase { INPUT_NORM, QKV, ATTEND, OUT, MLP_NORM, GATE_UP, DOWN, PHASES };
 
-constexpr int64_t ROWS = 16;  // rows per chunk of the phases that are one row at a time
+// Rows per chunk of a norm. Up to one chunk of rows, the norm has no phase: each thread normalises them for itself, which is faster than a hand-over.
+constexpr int64_t ROWS = 16;
 
 struct Workspace {
   Floats residual, normed, qkv, mixed, act;
@@ -64,22 +66,19 @@ class Stack final : public graphspec::Program {
     normed_at_end_ = call.final_norm && p_.final_norm >= 0;
     query_ = p_.heads * p_.dim;
     qkv_ = query_ * (p_.gated ? 2 : 1) + 2 * p_.groups * p_.dim;
-    int64_t widest = 0, input = p_.hidden;
-    for (int64_t l = 0; l < count_; ++l) {
-      widest = std::max(widest, layers_[l].intermediate);
-      input = std::max(input, layers_[l].input_size);
-    }
+    int64_t widest = 0;
+    for (int64_t l = 0; l < count_; ++l) widest = std::max(widest, layers_[l].intermediate);
     reserve(w_.residual, rows_ * p_.hidden);
-    reserve(w_.normed, rows_ * input);
+    reserve(w_.normed, rows_ * p_.hidden);
     reserve(w_.qkv, rows_ * qkv_);
     reserve(w_.mixed, rows_ * query_);
     reserve(w_.act, rows_ * widest);
     shape_ = Shape{c_.lanes, c_.tokens, p_.heads, p_.groups, p_.dim, c_.columns, c_.page_size, c_.pages, 0, c_.num_words,
                    c_.tokens * qkv_, qkv_, (p_.gated ? 2 : 1) * p_.dim};
     splits_ = token_splits(shape_, threads_);
-    per_chunk_[0] = {blocks(qkv_), blocks_per_chunk(blocks(qkv_), threads_)};
-    per_chunk_[1] = {blocks(p_.hidden), blocks_per_chunk(blocks(p_.hidden), threads_)};
-    per_chunk_[2] = {2 * blocks(widest), blocks_per_chunk(2 * blocks(widest), threads_)};
+    // A chunk of queries, keys and values holds whole heads.
+    each_qkv_ = blocks_per_chunk(blocks(qkv_), threads_, p_.dim / std::gcd(p_.dim, BLOCK));
+    each_hidden_ = blocks_per_chunk(blocks(p_.hidden), threads_);
     // What queries see depends on a layer's window alone.
     w_.windows.clear();
     for (int64_t l = 0; l < count_; ++l)
@@ -98,31 +97,28 @@ class Stack final : public graphspec::Program {
     const int64_t l = (number - 1) / PHASES;
     const LayerPlan& layer = layers_[l];
     const int phase = (number - 1) % PHASES;
-    if (c_.kv_only && l == count_ - 1 && phase > HEADS) return 0;
+    if (c_.kv_only && l == count_ - 1 && phase > QKV) return 0;
     switch (phase) {
-      case INPUT_NORM: return layer.input_norm >= 0 ? row_chunks() : 0;
-      case QKV: return block_chunks(qkv_);
-      case HEADS: return row_chunks();
+      case INPUT_NORM: return layer.input_norm >= 0 && rows_ > ROWS ? row_chunks() : 0;
+      case QKV: return block_chunks(blocks(qkv_), each_qkv_);
       case ATTEND: return static_cast<int>(c_.lanes * p_.groups * splits_);
-      case OUT: return block_chunks(p_.hidden);
-      case MLP_NORM: return row_chunks();
-      case GATE_UP: return block_chunks(2 * padded(layer.intermediate));
-      default: return block_chunks(p_.hidden);
+      case MLP_NORM: return rows_ > ROWS ? row_chunks() : 0;
+      case GATE_UP: return block_chunks(2 * blocks(layer.intermediate), each_gate_up(layer));
+      default: return block_chunks(blocks(p_.hidden), each_hidden_);
     }
   }
 
   void work(int number, int chunk) override {
     if (number == 0) return see(chunk);
-    if (number == phases() - 1) return norm(chunk, p_.final_norm, w_.residual.data(), p_.hidden, c_.out);
+    if (number == phases() - 1) return norm(chunk, p_.final_norm, w_.residual.data(), c_.out);
     const int64_t l = (number - 1) / PHASES;
     const LayerPlan& layer = layers_[l];
     switch ((number - 1) % PHASES) {
-      case INPUT_NORM: return norm(chunk, layer.input_norm, entering(l), p_.hidden, w_.normed.data());
+      case INPUT_NORM: return norm(chunk, layer.input_norm, entering(l), w_.normed.data());
       case QKV: return qkv(l, chunk);
-      case HEADS: return heads(l, chunk);
       case ATTEND: return attention(l, chunk);
       case OUT: return add(chunk, {at(layer.out), layer.out_bits, query_, blocks(p_.hidden)}, layer.out_bias, w_.mixed.data(), entering(l), w_.residual.data());
-      case MLP_NORM: return norm(chunk, layer.mlp_norm, w_.residual.data(), p_.hidden, w_.normed.data());
+      case MLP_NORM: return norm(chunk, layer.mlp_norm, w_.residual.data(), w_.normed.data());
       case GATE_UP: return gate_up(layer, chunk);
       default: {
         float* to = l == count_ - 1 && !normed_at_end_ ? c_.out : w_.residual.data();
@@ -133,20 +129,13 @@ class Stack final : public graphspec::Program {
 
  private:
   static int64_t blocks(int64_t outputs) { return (outputs + BLOCK - 1) / BLOCK; }
-  static int64_t padded(int64_t outputs) { return blocks(outputs) * BLOCK; }
   const void* at(int64_t offset) const { return c_.weights + offset; }
   const float* floats(int64_t offset) const { return offset < 0 ? nullptr : reinterpret_cast<const float*>(c_.weights + offset); }
   const float* entering(int64_t l) const { return l == 0 ? c_.residual : w_.residual.data(); }
   int row_chunks() const { return static_cast<int>((rows_ + ROWS - 1) / ROWS); }
-  int64_t per_chunk(int64_t count) const {
-    for (const auto& known : per_chunk_)
-      if (known.blocks == count) return known.each;
-    return blocks_per_chunk(count, threads_);
-  }
-  int block_chunks(int64_t outputs) const {
-    const int64_t each = per_chunk(blocks(outputs));
-    return static_cast<int>((blocks(outputs) + each - 1) / each);
-  }
+  static int block_chunks(int64_t count, int64_t each) { return static_cast<int>((count + each - 1) / each); }
+  // Gate and up blocks lie in pairs, which stay together.
+  int64_t each_gate_up(const LayerPlan& layer) const { return blocks_per_chunk(2 * blocks(layer.intermediate), threads_, 2); }
   int64_t window_index(int64_t window) const {
     int64_t i = 0;
     while (i < static_cast<int64_t>(w_.windows.size()) && w_.windows[i] != window) ++i;
@@ -166,23 +155,34 @@ class Stack final : public graphspec::Program {
     v.list(c_.table + lane * c_.columns, c_.columns * c_.page_size, c_.page_size);
   }
 
-  void norm(int chunk, int64_t weight, const float* x, int64_t size, float* out) {
-    for (int64_t r = chunk * ROWS; r < std::min(rows_, (chunk + 1) * ROWS); ++r)
-      rms_norm(x + r * size, floats(weight), static_cast<float>(p_.eps), size, out + r * size);
+  void norm_rows(int64_t first, int64_t last, int64_t weight, const float* x, float* out) const {
+    for (int64_t r = first; r < last; ++r)
+      rms_norm(x + r * p_.hidden, floats(weight), static_cast<float>(p_.eps), p_.hidden, out + r * p_.hidden);
   }
 
-  // Blocks of one chunk, handed over as product() does.
+  void norm(int chunk, int64_t weight, const float* x, float* out) const { norm_rows(chunk * ROWS, std::min(rows_, (chunk + 1) * ROWS), weight, x, out); }
+
+  // The norm of all rows of x, computed by an earlier phase or here.
+  const float* normed(int64_t weight, const float* x) const {
+    if (rows_ > ROWS) return w_.normed.data();
+    static thread_local Floats own;
+    reserve(own, rows_ * p_.hidden);
+    norm_rows(0, rows_, weight, x, own.data());
+    return own.data();
+  }
+
+  // Blocks of one chunk of `each`, handed over as product() does.
   template <class Finish>
-  void blocks_of(int chunk, const Matrix& m, const float* x, Finish&& finish) {
-    const int64_t each = per_chunk(m.blocks), first = chunk * each;
-    product(m, first, std::min(m.blocks, first + each), x, m.channels, rows_, finish);
+  void blocks_of(int chunk, int64_t each, const Matrix& m, const float* x, Finish&& finish) {
+    product(m, chunk * each, std::min(m.blocks, (chunk + 1) * each), x, m.channels, rows_, finish);
   }
 
+  // Queries, keys and values of the chunk's heads, normalised and rotated, with KV written.
   void qkv(int64_t l, int chunk) {
     const LayerPlan& layer = layers_[l];
-    const float* x = layer.input_norm >= 0 ? w_.normed.data() : l == 0 && c_.input != nullptr ? c_.input : entering(l);
+    const float* x = layer.input_norm >= 0 ? normed(layer.input_norm, entering(l)) : l == 0 && c_.input != nullptr ? c_.input : entering(l);
     const float* bias = floats(layer.qkv_bias);
-    blocks_of(chunk, {at(layer.qkv), layer.qkv_bits, layer.input_size, blocks(qkv_)}, x,
+    blocks_of(chunk, each_qkv_, {at(layer.qkv), layer.qkv_bits, layer.input_size, blocks(qkv_)}, x,
               [&](int64_t row, int rows, int64_t block, int count, const float* values) {
                 const int64_t from = block * BLOCK, width = std::min<int64_t>(count * BLOCK, qkv_ - from);
                 for (int r = 0; r < rows; ++r) {
@@ -191,12 +191,16 @@ class Stack final : public graphspec::Program {
                   for (int64_t i = 0; i < width; ++i) y[i] = bias == nullptr ? v[i] : v[i] + bias[from + i];
                 }
               });
+    heads(l, chunk * each_qkv_ * BLOCK / p_.dim, std::min(qkv_, (chunk + 1) * each_qkv_ * BLOCK) / p_.dim);
+    if (chunk == 0 && layer.tap >= 0 && c_.num_taps > 0)
+      for (int64_t r = 0; r < rows_; ++r)
+        std::memcpy(c_.taps + (r * c_.num_taps + layer.tap) * p_.hidden, entering(l) + r * p_.hidden, p_.hidden * sizeof(float));
   }
 
   // x @ weight^T + bias + before, into out; both [rows, hidden].
   void add(int chunk, const Matrix& m, int64_t bias_at, const float* x, const float* before, float* out) {
     const float* bias = floats(bias_at);
-    blocks_of(chunk, m, x, [&](int64_t row, int rows, int64_t block, int count, const float* values) {
+    blocks_of(chunk, each_hidden_, m, x, [&](int64_t row, int rows, int64_t block, int count, const float* values) {
       const int64_t from = block * BLOCK, width = std::min<int64_t>(count * BLOCK, p_.hidden - from);
       for (int r = 0; r < rows; ++r) {
         const int64_t to = (row + r) * p_.hidden + from;
@@ -209,7 +213,8 @@ class Stack final : public graphspec::Program {
   // Gate and up blocks take turns, so that a pair is at hand where it is needed.
   void gate_up(const LayerPlan& layer, int chunk) {
     const float* bias = floats(layer.gate_up_bias);
-    blocks_of(chunk, {at(layer.gate_up), layer.gate_up_bits, p_.hidden, 2 * blocks(layer.intermediate)}, w_.normed.data(),
+    const Matrix weight{at(layer.gate_up), layer.gate_up_bits, p_.hidden, 2 * blocks(layer.intermediate)};
+    blocks_of(chunk, each_gate_up(layer), weight, normed(layer.mlp_norm, w_.residual.data()),
               [&](int64_t row, int rows, int64_t block, int count, const float* values) {
                 for (int r = 0; r < rows; ++r)
                   for (int pair = 0; pair < count / 2; ++pair) {
@@ -235,32 +240,28 @@ class Stack final : public graphspec::Program {
     }
   }
 
-  // Norm and rotation of queries and keys, KV into the pages; what enters a tapped layer is kept.
-  void heads(int64_t l, int chunk) {
+  // Normalise and rotate queries and keys, and write KV, for heads [first, last) of every row. Queries, keys and values are numbered in this order;
+  // a gated query counts twice, first the query and then its gate.
+  void heads(int64_t l, int64_t first, int64_t last) {
     const LayerPlan& layer = layers_[l];
     const int64_t kv = p_.groups * p_.dim, plane = c_.pages * c_.page_size * kv, length = c_.columns * c_.page_size;
-    const float *query_norm = floats(layer.query_norm), *key_norm = floats(layer.key_norm), eps = static_cast<float>(p_.eps);
+    const int64_t per_query = p_.gated ? 2 : 1, key = per_query * p_.heads, value = key + p_.groups;
+    const float *query_norm = floats(layer.query_norm), *key_norm = floats(layer.key_norm);
     float* keys = c_.pool + 2 * layer.kv_layer * plane;
-    for (int64_t r = chunk * ROWS; r < std::min(rows_, (chunk + 1) * ROWS); ++r) {
-      if (layer.tap >= 0 && c_.num_taps > 0)
-        std::memcpy(c_.taps + (r * c_.num_taps + layer.tap) * p_.hidden, entering(l) + r * p_.hidden, p_.hidden * sizeof(float));
+    for (int64_t r = 0; r < rows_; ++r) {
       const float* rope = c_.rope + std::clamp<int64_t>(c_.rope_row[r], 0, c_.rope_rows - 1) * p_.rotary;
-      float *row = w_.qkv.data() + r * qkv_, *key = row + qkv_ - 2 * kv;
-      for (int64_t h = 0; h < p_.heads; ++h) {
-        float* head = row + h * shape_.query_h;
-        if (query_norm != nullptr) rms_norm(head, query_norm, eps, p_.dim, head);
-        rotate(head, rope);
-      }
-      for (int64_t g = 0; g < p_.groups; ++g) {
-        if (key_norm != nullptr) rms_norm(key + g * p_.dim, key_norm, eps, p_.dim, key + g * p_.dim);
-        rotate(key + g * p_.dim, rope);
-      }
       // Invalid tokens are written to the dummy page, which is never read.
       const int64_t slot = std::clamp<int64_t>(c_.slot[r], 0, length - 1), lane = r / c_.tokens;
       const int64_t page = c_.valid[r] ? c_.table[lane * c_.columns + slot / c_.page_size] : 0;
       float* to = keys + (page * c_.page_size + slot % c_.page_size) * kv;
-      std::memcpy(to, key, kv * sizeof(float));
-      std::memcpy(to + plane, key + kv, kv * sizeof(float));
+      for (int64_t h = first; h < last; ++h) {
+        float* head = w_.qkv.data() + r * qkv_ + h * p_.dim;
+        const float* weight = h < key ? query_norm : key_norm;
+        const bool turns = h < key ? h % per_query == 0 : h < value;
+        if (turns && weight != nullptr) rms_norm(head, weight, static_cast<float>(p_.eps), p_.dim, head);
+        if (turns) rotate(head, rope);
+        if (h >= key) std::memcpy(h < value ? to + (h - key) * p_.dim : to + plane + (h - value) * p_.dim, head, p_.dim * sizeof(float));
+      }
     }
   }
 
@@ -291,12 +292,9 @@ class Stack final : public graphspec::Program {
   const int64_t rows_;
   const int threads_;
   const LayerPlan* layers_;
-  int64_t count_, query_, qkv_, splits_;
+  int64_t count_, query_, qkv_, splits_, each_qkv_, each_hidden_;
   bool normed_at_end_;
   Shape shape_;
-  struct {
-    int64_t blocks, each;
-  } per_chunk_[3];
 };
 
 }  // namespace
