@@ -207,6 +207,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--race", action="store_true", help="with engines of others, as far as they are installed")
     parser.add_argument("--peers", default=sys.executable, help="interpreter of the environment that has them")
     parser.add_argument("--exporter", default=None, help="optimum-cli, which converts for OpenVINO; default: the one on the path")
+    parser.add_argument("--shape", type=int, nargs=3, action="append", default=[], metavar=("S", "K", "N"), help="one more shape of eagle3")
     parser.add_argument("--readme", action="store_true", help="rewrite the table in README.md")
     args = parser.parse_args(argv)
 
@@ -214,6 +215,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     plain = "graphspec none"
+    shapes = [(4, 1, 5), (5, 4, 16), *map(tuple, args.shape)]
     probe = LLM(args.model, "none", runtime="eager", dtype=args.dtype)
     device = probe.plan.device
     args.runtime = resolve_runtime(args.runtime, device).name
@@ -222,9 +224,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         graphspec_decoder(plain, args, "HF generate", variant="none"),
         *(
             graphspec_decoder(
-                f"graphspec eagle3, {name} {shape}", args, plain, variant="eagle3", draft=args.draft, **dict(zip(SHAPE, shape, strict=True))
+                f"graphspec eagle3, {'chain' if shape[1] == 1 else 'tree'} {shape}",
+                args,
+                plain,
+                variant="eagle3",
+                draft=args.draft,
+                **dict(zip(SHAPE, shape, strict=True)),
             )
-            for name, shape in (("chain", (4, 1, 5)), ("tree", (5, 4, 16)))
+            for shape in shapes
         ),
     ]
     peers, missing = peer_decoders(args, torch.get_num_threads()) if args.race else ([], {})

@@ -56,6 +56,8 @@ class OutputText:
 
     def _search(self, fresh: str) -> str:
         """The part of the held text and the fresh one that is final; notes a stop text that ends in the fresh one."""
+        if not self._stops:
+            return fresh
         text, known = self._held + fresh, len(self._held)
         if fresh and self.count > self._params.min_tokens:
             places = [(text.find(stop, max(0, known - len(stop) + 1)), stop) for stop in self._stops]
