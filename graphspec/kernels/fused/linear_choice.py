@@ -161,7 +161,7 @@ def waves(shape: LinearShape, config: LinearConfig, residents: int) -> float:
 
 
 def _config(shape: LinearShape, tile_rows: int, tile_inputs: int, scan: bool) -> LinearConfig:
-    """Tiles and splits without a bad tail: at most one wave of programs, or so many waves that the last one does not matter."""
+    """Tiles and splits without a bad tail: at most one wave of programs, or enough waves that the last one does not matter."""
     if shape.item_size > 2:
         # Without matrix instructions, accumulators and operands are all in registers: use more threads and one program per multiprocessor.
         tile_outputs = 32 if shape.gated else 64
