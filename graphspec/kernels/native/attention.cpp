@@ -11,10 +11,11 @@ constexpr int64_t WORK_PER_THREAD = 1 << 17;  // multiply-adds below which a sec
 
 class Attention final : public graphspec::Program {
  public:
-  Attention(const Shape& n, const float* query, const float* pool, const std::vector<Visible>& see, float scale, float* out, int64_t splits)
-      : n_(n), query_(query), pool_(pool), see_(see), scale_(scale), out_(out), splits_(splits) {}
+  Attention(const Shape& n, const float* query, const float* pool, const std::vector<Visible>& see, float scale, float* out)
+      : n_(n), query_(query), pool_(pool), see_(see), scale_(scale), out_(out) {}
 
   int phases() const override { return 1; }
+  void divide(int threads) override { splits_ = token_splits(n_, threads); }
   int chunks(int) const override { return static_cast<int>(n_.lanes * n_.groups * splits_); }
   int64_t size() const override { return n_.lanes * n_.tokens * n_.heads * n_.dim; }
   void work(int, int task) override {
@@ -30,7 +31,7 @@ class Attention final : public graphspec::Program {
   const std::vector<Visible>& see_;
   const float scale_;
   float* out_;
-  const int64_t splits_;
+  int64_t splits_ = 1;
 };
 
 void run(const Shape& n, const float* query, const float* pool, const int32_t* table, std::vector<Visible>& see, double scale, float* out,
@@ -40,9 +41,8 @@ void run(const Shape& n, const float* query, const float* pool, const int32_t* t
     see[lane].list(table + lane * n.columns, n.columns * n.page_size, n.page_size);
     work += static_cast<int64_t>(see[lane].slots.size()) * n.tokens * n.heads * n.dim * 2;
   }
-  threads = static_cast<int>(std::clamp<int64_t>(work / WORK_PER_THREAD, 1, threads));
-  Attention attention(n, query, pool, see, static_cast<float>(scale), out, token_splits(n, threads));
-  graphspec::run(attention, threads);
+  Attention attention(n, query, pool, see, static_cast<float>(scale), out);
+  graphspec::run(attention, static_cast<int>(std::clamp<int64_t>(work / WORK_PER_THREAD, 1, threads)));
 }
 
 // Filled by graphspec/kernels/native/__init__.py, as the struct below.

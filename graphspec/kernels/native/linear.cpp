@@ -23,10 +23,10 @@ struct Call {
 
 class Linear final : public graphspec::Program {
  public:
-  Linear(const Call& call, float* normed, int threads)
-      : call_(call), normed_(normed), per_chunk_(blocks_per_chunk(call.weight.blocks, threads)) {}
+  Linear(const Call& call, float* normed) : call_(call), normed_(normed) {}
 
   int phases() const override { return 2; }
+  void divide(int threads) override { per_chunk_ = blocks_per_chunk(call_.weight.blocks, threads); }
   int chunks(int phase) const override {
     if (phase == 0) return call_.norm != nullptr && call_.rows > ROWS ? static_cast<int>((call_.rows + ROWS - 1) / ROWS) : 0;
     return static_cast<int>((call_.weight.blocks + per_chunk_ - 1) / per_chunk_);
@@ -69,7 +69,7 @@ class Linear final : public graphspec::Program {
 
   const Call& call_;
   float* normed_;
-  const int64_t per_chunk_;
+  int64_t per_chunk_ = 1;
 };
 
 }  // namespace
@@ -81,9 +81,8 @@ void graphspec_linear(const char* fields, int threads) {
   const int64_t channels = call.weight.channels;
   static thread_local std::vector<float> normed;
   if (call.norm != nullptr && static_cast<int64_t>(normed.size()) < call.rows * channels) normed.resize(call.rows * channels);
-  threads = call.rows * channels * call.outputs >= PARALLEL_FROM ? threads : 1;
-  Linear linear(call, normed.data(), threads);
-  graphspec::run(linear, threads);
+  Linear linear(call, normed.data());
+  graphspec::run(linear, call.rows * channels * call.outputs >= PARALLEL_FROM ? threads : 1);
 }
 
 }  // extern "C"

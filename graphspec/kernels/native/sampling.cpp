@@ -2,8 +2,8 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <limits>
-#include <vector>
 
 #include "call.h"
 #include "noise.h"
@@ -56,8 +56,6 @@ class SampleRows final : public graphspec::Program {
   int64_t size() const override { return c_.lanes * c_.tokens * c_.vocab; }
 
   void work(int, int row) override {
-    static thread_local std::vector<float> keys;
-    keys.resize((c_.vocab + 7) / 8 * 8);
     const int64_t lane = row / c_.tokens;
     const float* logits = c_.logits + row * c_.vocab;
     const float temperature = c_.temperature == nullptr ? 0.0f : c_.temperature[lane];
@@ -65,10 +63,8 @@ class SampleRows final : public graphspec::Program {
     const Noise noise(hot ? c_.seed[lane] : 0, hot ? c_.position[row] : 0);
     const f8 most = splat(std::numeric_limits<float>::max()), ban = splat(c_.strict ? 1.0f : 0.0f);
     f8 peak = splat(NEVER), known = splat(0.0f), wrong = splat(0.0f);  // known: any finite logit; wrong: any invalid logit
-    for (int64_t i = 0; i < c_.vocab; i += 8) {
-      f8 x = splat(NEVER);
-      const int64_t count = std::min<int64_t>(8, c_.vocab - i);
-      std::memcpy(&x, logits + i, count * sizeof(float));
+    i8 place{};                                                        // of the peak's vector
+    const auto look = [&](int64_t i, f8 x, int64_t count) {
       const auto finite = (x <= most) & (x >= -most);
       known = finite ? splat(1.0f) : known;
       // With bans, -inf is valid; any other non-finite logit is not. Padding of the last vector is ignored.
@@ -79,15 +75,26 @@ class SampleRows final : public graphspec::Program {
         for (int j = 0; j < count; ++j) wrong[j] = std::max(wrong[j], fault[j]);
       f8 key = finite ? x : splat(NEVER);
       if (hot) key = key + splat(temperature) * noise.of(nullptr, i, c_.vocab);
-      store8(keys.data() + i, key);
-      peak = key > peak ? key : peak;
+      const auto above = key > peak;
+      peak = above ? key : peak;
+      place = above ? i8{} + static_cast<int32_t>(i) : place;
+    };
+    int64_t i = 0;
+    for (; i + 8 <= c_.vocab; i += 8) look(i, load8(logits + i), 8);
+    if (i < c_.vocab) {
+      f8 x = splat(NEVER);
+      std::memcpy(&x, logits + i, (c_.vocab - i) * sizeof(float));
+      look(i, x, c_.vocab - i);
     }
     float best = NEVER;
+    int64_t token = 0;
     bool any = false, bad = false;
-    for (int j = 0; j < 8; ++j) best = std::max(best, peak[j]), any |= known[j] != 0, bad |= wrong[j] != 0;
-    int64_t at = 0;
-    while (at < c_.vocab && keys[at] != best) ++at;
-    c_.token[row] = at < c_.vocab ? at : 0;
+    for (int j = 0; j < 8; ++j) {
+      // Of equal keys, the first token's.
+      if (peak[j] > best || (peak[j] == best && place[j] + j < token)) best = peak[j], token = place[j] + j;
+      any |= known[j] != 0, bad |= wrong[j] != 0;
+    }
+    c_.token[row] = token;
     c_.sound[row] = !bad && any;
   }
 

@@ -59,8 +59,7 @@ void reserve(Floats& v, int64_t size) {
 
 class Stack final : public graphspec::Program {
  public:
-  Stack(const Call& call, Workspace& work, int threads)
-      : c_(call), p_(*call.plan), w_(work), rows_(call.lanes * call.tokens), threads_(threads) {
+  Stack(const Call& call, Workspace& work) : c_(call), p_(*call.plan), w_(work), rows_(call.lanes * call.tokens) {
     layers_ = reinterpret_cast<const LayerPlan*>(call.plan + 1) + call.first;
     count_ = call.last - call.first;
     normed_at_end_ = call.final_norm && p_.final_norm >= 0;
@@ -75,10 +74,6 @@ class Stack final : public graphspec::Program {
     reserve(w_.act, rows_ * widest);
     shape_ = Shape{c_.lanes, c_.tokens, p_.heads, p_.groups, p_.dim, c_.columns, c_.page_size, c_.pages, 0, c_.num_words,
                    c_.tokens * qkv_, qkv_, (p_.gated ? 2 : 1) * p_.dim};
-    splits_ = token_splits(shape_, threads_);
-    // A chunk of queries, keys and values holds whole heads.
-    each_qkv_ = blocks_per_chunk(blocks(qkv_), threads_, p_.dim / std::gcd(p_.dim, BLOCK));
-    each_hidden_ = blocks_per_chunk(blocks(p_.hidden), threads_);
     // What queries see depends on a layer's window alone.
     w_.windows.clear();
     for (int64_t l = 0; l < count_; ++l)
@@ -89,6 +84,14 @@ class Stack final : public graphspec::Program {
 
   // One for what each lane sees, those of every layer, one for the final norm.
   int phases() const override { return static_cast<int>(1 + count_ * PHASES + 1); }
+
+  void divide(int threads) override {
+    threads_ = threads;
+    splits_ = token_splits(shape_, threads);
+    // A chunk of queries, keys and values holds whole heads.
+    each_qkv_ = blocks_per_chunk(blocks(qkv_), threads, p_.dim / std::gcd(p_.dim, BLOCK));
+    each_hidden_ = blocks_per_chunk(blocks(p_.hidden), threads);
+  }
 
   int64_t size() const override { return rows_ * p_.hidden; }
   int chunks(int number) const override {
@@ -290,7 +293,7 @@ class Stack final : public graphspec::Program {
   const StackPlan& p_;
   Workspace& w_;
   const int64_t rows_;
-  const int threads_;
+  int threads_ = 1;
   const LayerPlan* layers_;
   int64_t count_, query_, qkv_, splits_, each_qkv_, each_hidden_;
   bool normed_at_end_;
@@ -305,7 +308,7 @@ void graphspec_decode(const char* fields, int threads) {
   const Call call = graphspec::call_of<Call>(fields);
   if (call.lanes * call.tokens == 0) return;
   static thread_local Workspace workspace;
-  Stack stack(call, workspace, threads);
+  Stack stack(call, workspace);
   graphspec::run(stack, threads);
 }
 

@@ -84,11 +84,13 @@ class Team {
   }
 
   static void alone(Program& program) {
+    program.divide(1);
     for (int phase = 0; phase < program.phases(); ++phase)
       for (int chunk = 0, count = program.chunks(phase); chunk < count; ++chunk) program.work(phase, chunk);
   }
 
   void together(Program& program, int threads) {
+    program.divide(threads);
     grow(threads);
     width_.store(threads, std::memory_order_relaxed);
     program_ = &program;

@@ -10,6 +10,8 @@ namespace graphspec {
 class Program {
  public:
   virtual int phases() const = 0;
+  // Called before chunks() and work(): how many threads will claim chunks. Chunks that suit two threads are extra work for one.
+  virtual void divide(int) {}
   // Chunks of a phase, at most 65535; 0 skips it.
   virtual int chunks(int phase) const = 0;
   virtual void work(int phase, int chunk) = 0;
