@@ -7,9 +7,6 @@ from typing import Any
 
 from graphspec.train.drafter import network_of
 
-UNEQUAL = """- The drafts were trained with different amounts of text, steps and draft vocabulary, so the differences between them say \
-little about the methods."""
-
 
 def percent(value: float) -> str:
     """A share in percent, with one decimal."""
@@ -94,9 +91,7 @@ def comparison_text(configs: dict[str, Any]) -> str:
     if len(configs) == 1:
         return ""
     schedules = {name: (str(config["phases"]), str(config["restarts"])) for name, config in configs.items()}
-    usual, count = Counter(schedules.values()).most_common(1)[0]
-    if 2 * count <= len(configs):
-        return f"{UNEQUAL}\n"
+    usual, _ = Counter(schedules.values()).most_common(1)[0]
     others = " and ".join(f"`{name}`" for name, schedule in schedules.items() if schedule != usual)
     return f"- The drafts had the same text and{f', except for {others},' if others else ''} the same schedule; their sizes differ.\n"
 

@@ -5,7 +5,7 @@
 
     corpus      WORK/corpus         train/, held_out/ and NOTICE (recipes.corpus)
     target      WORK/target         graphspec train experiment=recipes/conf/<config>/target.yaml
-    <draft>     WORK/<draft>        graphspec train experiment=recipes/conf/<config>/<draft>.yaml
+    <draft>     WORK/<draft>        graphspec train experiment=recipes/conf/<config>/<draft>.yaml, and drafts.yaml for all
     export      OUT                 target/, <draft>/, training.json, README.md and NOTICE
 
 Further arguments ``key=value`` go to every ``graphspec train`` (``train.dtype=bfloat16``), ``corpus.*`` to the corpus.
@@ -17,6 +17,7 @@ import argparse
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
@@ -70,13 +71,19 @@ class Demo:
         except OmegaConfBaseException as error:
             raise ConfigError(f"corpus.{error.full_key or '?'}", "a setting of the corpus", str(error).splitlines()[0]) from error
 
+    def _of_every_draft(self) -> list[str]:
+        """The settings of ``drafts.yaml``, if the folder has one, as words."""
+        file = self.folder / "drafts.yaml"
+        shared = OmegaConf.to_container(OmegaConf.load(file)) if file.exists() else {}
+        return [f"{key}={json.dumps(value)}" for key, value in flattened(cast("dict[str, Any]", shared))]
+
     def config(self, name: str) -> LaunchConfig:
         """The options of ``graphspec train`` for the target or one draft."""
         corpus = self.work / "corpus"
         words = [f"experiment={self.folder / name}.yaml", f"train.data=['{corpus / 'train'}']", f"train.held_out=['{corpus / 'held_out'}']"]
         words += [f"train.out='{self.work / name}'", f"train.work='{self.work / ('target.work' if name == 'target' else 'drafts.work')}'"]
         if name != "target":
-            words.append(f"model.path='{self.work / 'target'}'")
+            words += [f"model.path='{self.work / 'target'}'", *self._of_every_draft()]
         config = load_config(*words, *self.words)
         if name != "target":
             Recipe(config.variant.name, config.train)
@@ -163,6 +170,15 @@ class Demo:
 
 DRAFT_KEYS = ("unroll", "decay", "feature_weight", "raw_share")
 SHOWN = ("lr", "adamw_lr", "schedule", "warmup", "cooldown", "restarts", "clip", "dtype", "seed", *DRAFT_KEYS)
+
+
+def flattened(settings: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The leaves of nested settings with their dotted keys."""
+    for key, value in settings.items():
+        if isinstance(value, dict):
+            yield from flattened(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def shown(train: Any) -> dict[str, Any]:

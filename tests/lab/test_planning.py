@@ -21,7 +21,7 @@ from graphspec.errors import GraphspecError
 from graphspec.facts import read_model_facts
 from graphspec.lab.floor import FloorModel, Hardware
 from graphspec.lab.measure import machine
-from graphspec.lab.predict.acceptance import SIBLING, Acceptance, conditional, fit_sibling
+from graphspec.lab.predict.acceptance import SIBLING, Acceptance, conditional, fit_sibling, usual_sibling
 from graphspec.lab.predict.advice import Efficiency, Ranked, candidate_shapes, crossover, free_width, predict, rank_shapes
 from graphspec.lab.predict.command import run
 from graphspec.lab.predict.from_results import acceptance_of, calibrate, context_of, fit_stage, predictions, read_measured, timed
@@ -94,7 +94,8 @@ def test_the_tree_model_is_near_the_demo_drafts() -> None:
     rows = [row for row in map(json.loads, file.read_text().splitlines()) if row.get("label") in ("chain", "tree")]
     fitted = []
     for chain in (row for row in rows if row["label"] == "chain"):
-        model = Acceptance(conditional(chain["accepted_per_position"]), sibling=SIBLING)
+        config = load_config(f"sampling.temperature={chain['temperature']}", f"variant.draft_noise={chain['draft_noise']}")
+        model = Acceptance(conditional(chain["accepted_per_position"]), sibling=usual_sibling(config))
         same = [row for row in rows if all(row[key] == chain[key] for key in ("variant", "temperature", "draft_noise"))]
         for tree in (row for row in same if row["label"] == "tree"):
             assert model.estimate(CycleShape(*tree["shape"])) == pytest.approx(tree["acceptance_length"], rel=0.08)
@@ -251,15 +252,15 @@ def test_acceptance_comes_from_real_equal_sides_of_this_variant(tmp_path: Path) 
         side(CycleShape(5, 1, 6), 1, variant="eagle"), side(CycleShape(6, 1, 7), 1, equal=False), side(CycleShape(8, 1, 9), 1, role="hf"),
         side(CycleShape(7, 1, 8), 1, synthetic=True), side(CycleShape(4, 1, 5), 1, temperature=1.0),
     ]  # fmt: skip
-    found = acceptance_of(read_measured(write(tmp_path, *(side(*case) for case in CASES), *ignored), EAGLE3, 0.0))
+    found = acceptance_of(read_measured(write(tmp_path, *(side(*case) for case in CASES), *ignored), EAGLE3, 0.0), SIBLING)
     assert found is not None
     assert found.shares == pytest.approx((0.8, 0.5, 0.25))
     assert found.length(TREE) == pytest.approx(1 + 0.8 + 0.4 + 0.2) and set(found.measured) == {CHAIN, TREE}
     # g is the one that gives the tree its length.
     assert found.estimate(TREE) == pytest.approx(found.length(TREE), abs=0.02)
-    tree_only = acceptance_of(read_measured(write(tmp_path, side(TREE, 1)), EAGLE3, 0.0))
+    tree_only = acceptance_of(read_measured(write(tmp_path, side(TREE, 1)), EAGLE3, 0.0), SIBLING)
     assert tree_only is not None and sum(tree_only.ranked(1, 2)) == pytest.approx(0.8)
-    assert acceptance_of(read_measured(write(tmp_path, side(PLAIN, 1)), EAGLE3, 0.0)) is None
+    assert acceptance_of(read_measured(write(tmp_path, side(PLAIN, 1)), EAGLE3, 0.0), SIBLING) is None
 
 
 def test_times_of_another_machine_are_left_alone(tmp_path: Path) -> None:

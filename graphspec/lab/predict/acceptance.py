@@ -3,7 +3,7 @@
 For a chain there is nothing to estimate: with ``c_d`` the share of drafts accepted at depth d given the ones before, a cycle of depth S
 commits ``1 + c_1 + c_1 c_2 + ... + c_1 ... c_S`` tokens. A tree offers further candidates in addition to the best one. The model assumes:
 
-* the r-th best sibling is right in a share ``SIBLING^(r-1) c_d`` of the cases in which all better ones are wrong, so that one of k siblings
+* the r-th best sibling is right in a share ``g^(r-1) c_d`` of the cases in which all better ones are wrong, so that one of k siblings
   is right in a share ``1 - (1 - c)(1 - g c)(1 - g^2 c)...`` (``1 - (1-c)^k`` for g = 1);
 * a path is right with the product of its shares, whatever the context. A real drafter's probabilities depend on the context, so a real tree
   spends its nodes better than that.
@@ -15,12 +15,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from ...errors import ConfigError
 from ...shapes import CycleShape
 
+if TYPE_CHECKING:
+    from ...command_options import LaunchConfig
+
 SIBLING = 0.6
 """g, acceptance of a sibling relative to the next better one. Fitted to the demo drafts' chains and trees; see ``docs/choosing.md``."""
+COUPLED_SIBLING = 0.7
+"""The same where drafts are ranked with the sampler's noise, which moves probable tokens up among the siblings too."""
 GUESS = (0.8, 0.75, 0.7, 0.65, 0.65, 0.65, 0.65)
 """Shares of a chain if none were measured: about those of EAGLE-3 with Llama-3.1-8B on MT-bench (vLLM issue 20780: 2.79 tokens per
 cycle at S = 3, 3.54 at S = 7). They vary with draft, text and temperature."""
@@ -90,6 +96,12 @@ def conditional(rates: Sequence[float]) -> tuple[float, ...]:
         shares.append(min(1.0, rate / before) if before > 0 else 0.0)
         before = rate
     return tuple(shares)
+
+
+def usual_sibling(config: LaunchConfig) -> float:
+    """The g of a draft whose trees were not measured."""
+    coupled = config.sampling.temperature > 0 and config.variant.draft_noise == "coupled" and config.accept.rule == "match"
+    return COUPLED_SIBLING if coupled else SIBLING
 
 
 def fit_sibling(shares: tuple[float, ...], trees: dict[CycleShape, float]) -> float | None:

@@ -14,7 +14,7 @@ from ...paths import user_path
 from ...shapes import PLAIN, CycleShape
 from ..floor import FloorModel, Hardware
 from ..measure.results import SideRecord, read_results
-from .acceptance import SIBLING, Acceptance, conditional, fit_sibling
+from .acceptance import Acceptance, conditional, fit_sibling
 from .advice import Efficiency, Timing, predict
 from .passes import PassTimes
 
@@ -111,11 +111,15 @@ def _ran_on(side: SideRecord, name: str, device: str) -> bool:
     return not on_gpu or name == "auto" or name.lower() in letters
 
 
-def acceptance_of(measured: Measured) -> Acceptance | None:
+def acceptance_of(measured: Measured, usual: float) -> Acceptance | None:
     """Shares and lengths as they were measured; None without a speculating side, those with synthetic acceptance not counted.
 
     The shares are those of the deepest chain. Where only trees ran they are derived from the deepest tree, as if all its levels had
     offered K siblings, which underestimates the deeper ones a little.
+
+    Args:
+        measured: sides.
+        usual: g where no tree says what it is.
     """
     speculative = [
         (side, shape)
@@ -131,12 +135,12 @@ def acceptance_of(measured: Measured) -> Acceptance | None:
     side, shape = max(speculative, key=lambda entry: (entry[1].is_chain, entry[1].num_steps))
     shares = conditional([float(rate) for rate in side.record["acceptance_unconditional"]])
     if not shape.is_chain:
-        shares = tuple(_best_of(share, shape.topk, SIBLING) for share in shares)
+        shares = tuple(_best_of(share, shape.topk, usual) for share in shares)
     # A share that was hardly ever observed is no estimate for deeper levels.
     while len(shares) > 1 and shares[-1] == 0:
         shares = shares[:-1]
     sibling = fit_sibling(shares, means) if shape.is_chain else None
-    return Acceptance(shares, f"measured, {measured.file}", SIBLING if sibling is None else sibling, means)
+    return Acceptance(shares, f"measured, {measured.file}", usual if sibling is None else sibling, means)
 
 
 def _best_of(share: float, siblings: int, sibling: float) -> float:

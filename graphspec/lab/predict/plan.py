@@ -20,7 +20,7 @@ from ...plan import resolve_shape
 from ...shapes import PLAIN, CycleShape
 from ..floor import FloorModel, Hardware
 from ..measure.machine import copy_bandwidth, matmul_rate
-from .acceptance import Acceptance
+from .acceptance import Acceptance, usual_sibling
 from .advice import (
     LARGEST_BATCH,
     Efficiency,
@@ -235,7 +235,7 @@ def advise(config: LaunchConfig, say: Say = lambda text: None) -> Advice:
         notes.append(f"passes were not timed: {passes}")
         passes = None
     hardware = resolve_hardware(config, device, dtype, here, passes)
-    acceptance = resolve_acceptance(options.acceptance, variant, measured)
+    acceptance = resolve_acceptance(config, variant, measured)
     efficiency: Timing = passes or (calibrate(model, here, timed(here), hardware) if here is not None else None) or Efficiency()
     checked = predictions(model, here, hardware, Efficiency(), passes) if here is not None else []
     if measured is not None and not checked:
@@ -383,9 +383,10 @@ def resolve_hardware(config: LaunchConfig, device: str, dtype: str, here: Measur
     return Hardware(1e9 * given.bandwidth_gbs, flops, memory, given.name, f"hardware={given.name}")
 
 
-def resolve_acceptance(shares: Sequence[float] | None, variant: Variant, measured: Measured | None) -> Acceptance:
+def resolve_acceptance(config: LaunchConfig, variant: Variant, measured: Measured | None) -> Acceptance:
     """Shares that the user gave; else measured ones; else the guess."""
-    if shares is not None:
-        return Acceptance(tuple(shares), "plan.acceptance")
-    found = acceptance_of(measured) if measured is not None else None
-    return found or Acceptance(source="a guess" if variant.has_network else "a guess made for draft networks")
+    usual = usual_sibling(config)
+    if config.plan.acceptance is not None:
+        return Acceptance(tuple(config.plan.acceptance), "plan.acceptance", usual)
+    found = acceptance_of(measured, usual) if measured is not None else None
+    return found or Acceptance(source="a guess" if variant.has_network else "a guess made for draft networks", sibling=usual)

@@ -14,11 +14,10 @@ from ...facts import DraftFacts, ModelFacts
 from ...plan import make_plan, resolve_shape
 from ...shapes import MAX_WINDOW, PLAIN, CycleShape
 from ..floor import FloorModel
-from ..predict.acceptance import Acceptance
 from ..predict.advice import Efficiency, candidate_shapes, rank_shapes
-from ..predict.from_results import acceptance_of, calibrate, of_rows, read_measured, timed
+from ..predict.from_results import calibrate, of_rows, read_measured, timed
 from ..predict.model_pair import ModelPair, read_model_pair
-from ..predict.plan import configured_shape, deepest, device_and_dtype, most_steps, resolve_hardware
+from ..predict.plan import configured_shape, deepest, device_and_dtype, most_steps, resolve_acceptance, resolve_hardware
 
 TRIED_FAN, TRIED_NODES = 4, 16
 """Most children and most nodes of the tree in the trial."""
@@ -135,10 +134,7 @@ def short_list(config: LaunchConfig, batches: Sequence[int], trial: Sequence[Map
         measured = read_measured(config.plan.measured, variant, config.sampling.temperature)
         here = measured.on(config.hardware.name, device)
     efficiency = (calibrate(model, here, timed(here), hardware) if here is not None else None) or Efficiency()
-    acceptance = acceptance_of(measured) if measured is not None else None
-    if config.plan.acceptance is not None:
-        acceptance = Acceptance(tuple(config.plan.acceptance), "plan.acceptance")
-    acceptance = acceptance or Acceptance(source="a guess: no measurement gives it")
+    acceptance = resolve_acceptance(config, variant, measured)
 
     shapes = list(dict.fromkeys([PLAIN, *given, *candidates.possible]))
     ratios: dict[CycleShape, dict[int, float]] = {shape: {} for shape in shapes}
