@@ -15,7 +15,7 @@ from .engine.text import Conversation, check_messages, check_text
 from .errors import ConfigError, RequestError
 from .paths import read_json, read_text
 
-DEMO_PROMPT = 'def read_lines(path):\n    """Return the lines of a text file."""\n'
+DEMO_PROMPT = 'def read_lines(path):\n    """'
 _SHOWN = 60
 
 

@@ -161,6 +161,10 @@ def run_demo(config: Config, prompt: str, console: Console | None = None, notes:
         console.print()
         del eager
         torch.set_num_threads(threads)
+        if len(tokens) < 2:
+            # The first token is the prompt's.
+            console.print("The text ended at once, so there is nothing to time. Give another prompt='...'.")
+            return
         if native is not None:
             with working("compiling the C++ kernels", notes):
                 # Where it failed, an engine that needs them fails in the same way.

@@ -70,6 +70,13 @@ def test_demo_streams_eagerly_draws_a_tree_and_ends_in_the_table(shown):
     assert "".join(output.text.split()) in "".join(shown[text:tree].split())
 
 
+def test_a_text_that_ends_at_once_is_not_timed():
+    console = Console(file=io.StringIO(), width=100)
+    demo.run_demo(load_config(*SHORT, "sampling.max_tokens=1"), DEMO_PROMPT, console, console)
+    shown = console.file.getvalue()
+    assert "nothing to time" in shown and "decoding speed" not in shown and "the cycle of" not in shown
+
+
 def test_a_draft_that_can_only_be_a_chain_is_drawn_as_one():
     sampled = ["sampling=sample", "accept=rejection"]
     assert demo.eager_engine(load_config(*SHORT, *sampled), DEMO_PROMPT, 1).plan.shape.is_chain

@@ -165,7 +165,8 @@ def test_stop_strings_of_transformers() -> None:
     tokenizer, model = AutoTokenizer.from_pretrained(DEMO), LlamaForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
     llm, prompt = LLM(runtime="eager", **CHAIN), "class A:\n    def a(self):\n        return 1\n\n    "
     token_BT = torch.tensor([tokenizer.encode(prompt)])
-    stops = [["turn 1", "zzz"], [":\n  "]]
+    [whole] = llm.generate([prompt], SamplingParams(max_tokens=30))
+    stops = [[whole.text[at : at + 6], "zzz"] for at in (3, 10, 20, 31)]
     outputs = llm.generate([prompt] * len(stops), [SamplingParams(max_tokens=40, stop=stop) for stop in stops])
     for stop, output in zip(stops, outputs, strict=True):
         how = {"max_new_tokens": 40, "do_sample": False, "stop_strings": stop, "tokenizer": tokenizer, "pad_token_id": 0}
