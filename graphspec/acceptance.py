@@ -43,6 +43,11 @@ class AcceptPlan:
         return self.rule in ("target_only", "rejection")
 
 
+def ranks_with_noise(config: AcceptConfig, variant: VariantConfig) -> bool:
+    """Whether drafts of a sampled row are ranked with the sampler's own noise."""
+    return variant.draft_noise == "coupled" and config.rule in ("match", "synthetic")
+
+
 def resolve_accept(config: AcceptConfig, variant: VariantConfig, shape: CycleShape, *, has_network: bool) -> AcceptPlan:
     """The acceptance rule, checked against what is drafted.
 
@@ -80,7 +85,7 @@ def resolve_accept(config: AcceptConfig, variant: VariantConfig, shape: CycleSha
         threshold_acc=config.threshold_acc,
         block_verification=config.block_verification and steps > 0,
         rates=(*rates, *[0.0] * (steps - len(rates))),
-        coupled=variant.draft_noise == "coupled" and (config.rule == "match" or synthetic),
+        coupled=ranks_with_noise(config, variant),
         sampled_drafts=rejection and steps > 0,
         lossy=lossy or synthetic,
         synthetic=synthetic,

@@ -17,7 +17,6 @@ import argparse
 import json
 import os
 import shutil
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
@@ -75,7 +74,7 @@ class Demo:
         """The settings of ``drafts.yaml``, if the folder has one, as words."""
         file = self.folder / "drafts.yaml"
         shared = OmegaConf.to_container(OmegaConf.load(file)) if file.exists() else {}
-        return [f"{key}={json.dumps(value)}" for key, value in flattened(cast("dict[str, Any]", shared))]
+        return [f"{key}={json.dumps(value)}" for key, value in cast("dict[str, Any]", shared).items()]
 
     def config(self, name: str) -> LaunchConfig:
         """The options of ``graphspec train`` for the target or one draft."""
@@ -170,15 +169,6 @@ class Demo:
 
 DRAFT_KEYS = ("unroll", "decay", "feature_weight", "raw_share")
 SHOWN = ("lr", "adamw_lr", "schedule", "warmup", "cooldown", "restarts", "clip", "dtype", "seed", *DRAFT_KEYS)
-
-
-def flattened(settings: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The leaves of nested settings with their dotted keys."""
-    for key, value in settings.items():
-        if isinstance(value, dict):
-            yield from flattened(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def shown(train: Any) -> dict[str, Any]:

@@ -100,8 +100,9 @@ def comparison_table(rows: dict[str, tuple[float, Any]], baseline: str) -> Table
     table = Table("variant", *numbers, "accepted by depth", title="decoding speed", title_justify="left")
     for name, (speed, metrics) in rows.items():
         positions = " ".join(f"{share:.2f}" for share in metrics.accepted_per_position) or "-"
-        ratio = speed / rows[baseline][0] if rows[baseline][0] else float("nan")
-        table.add_row(name, f"{speed:.1f}", f"{ratio:.2f}", str(metrics.cycles), f"{metrics.acceptance_length:.2f}", positions)
+        table.add_row(
+            name, f"{speed:.1f}", f"{speed / rows[baseline][0]:.2f}", str(metrics.cycles), f"{metrics.acceptance_length:.2f}", positions
+        )
     return table
 
 
@@ -162,8 +163,8 @@ def run_demo(config: Config, prompt: str, console: Console | None = None, notes:
         del eager
         torch.set_num_threads(threads)
         if len(tokens) < 2:
-            # The first token is the prompt's.
-            console.print("The text ended at once, so there is nothing to time. Give another prompt='...'.")
+            # Prompt processing gives the first token, and what is timed comes after it.
+            console.print("The text is one token, so there is nothing to time: give another prompt='...', or a larger sampling.max_tokens.")
             return
         if native is not None:
             with working("compiling the C++ kernels", notes):

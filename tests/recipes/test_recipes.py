@@ -218,8 +218,8 @@ def test_the_shipped_card_matches_its_figures_and_files():
         if "draft_vocab_size" in draft:
             assert tensors["lm_head.weight"].shape[0] == draft["draft_vocab_size"]
         lengths = {shape["topk"]: shape["tokens_per_cycle"] for shape in draft["acceptance"]["shapes"]}
-        chain, tree = (2.5, 3.0) if name in ("eagle", "eagle3", "mtp") else (1.9, 2.5)
-        assert lengths[1] > chain and lengths[4] > tree, "the demo must show that drafting pays"
+        assert lengths[1] > 2.0 and lengths[4] > 2.5, "the demo must show that drafting pays"
+        assert name != "eagle3" or (lengths[1] >= 2.5 and lengths[4] >= 3.0), "the draft of README's speeds"
     alike = {(draft["tokens"], str(draft["sequences"])) for draft in figures["drafts"].values()}
     assert len(alike) == 1, "rows of the acceptance table compare methods"
     against_loops = asdict(demo.target.train.unlikelihood)

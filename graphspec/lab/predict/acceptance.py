@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from ...acceptance import ranks_with_noise
 from ...errors import ConfigError
 from ...shapes import CycleShape
 
@@ -100,7 +101,7 @@ def conditional(rates: Sequence[float]) -> tuple[float, ...]:
 
 def usual_sibling(config: LaunchConfig) -> float:
     """The g of a draft whose trees were not measured."""
-    coupled = config.sampling.temperature > 0 and config.variant.draft_noise == "coupled" and config.accept.rule == "match"
+    coupled = config.sampling.temperature > 0 and ranks_with_noise(config.accept, config.variant)
     return COUPLED_SIBLING if coupled else SIBLING
 
 
