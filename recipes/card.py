@@ -93,7 +93,8 @@ def comparison_text(configs: dict[str, Any]) -> str:
     schedules = {name: (str(config["phases"]), str(config["restarts"])) for name, config in configs.items()}
     usual, _ = Counter(schedules.values()).most_common(1)[0]
     others = " and ".join(f"`{name}`" for name, schedule in schedules.items() if schedule != usual)
-    return f"- The drafts had the same text and{f', except for {others},' if others else ''} the same schedule; their sizes and peak learning rates differ.\n"
+    exception = f", except for {others}," if others else ""
+    return f"- The drafts had the same text and{exception} the same schedule; their sizes and peak learning rates differ.\n"
 
 
 def sampled_text(drafts: dict[str, Any]) -> str:
