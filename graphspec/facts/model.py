@@ -55,6 +55,8 @@ class ModelFacts:
     rms_norm_eps: float
     max_position_embeddings: int
     tie_word_embeddings: bool
+    """The language-model head is the embedding, as the config states it. Of a checkpoint with tensors, these decide:
+    :func:`graphspec.models.target.settle_head`."""
     attention_bias: bool
     """q, k and v projections have a bias."""
     output_bias: bool
@@ -236,7 +238,11 @@ def read_decoder(keys: Keys, path: Path, architecture: str, family: Family) -> M
         head_dim = hidden_size // num_heads
     if head_dim % 2 or head_dim > MOST_HEAD_DIM:
         raise CheckpointError(f"{keys.where}: head_dim", f"an even number (RoPE rotates pairs), at most {MOST_HEAD_DIM}", head_dim)
-    max_position_embeddings = keys.integer("max_position_embeddings", most=MOST_POSITIONS)
+    positions = "max_position_embeddings"
+    if family.max_positions is None or keys.present(positions):
+        max_position_embeddings = keys.integer(positions, most=MOST_POSITIONS)
+    else:
+        max_position_embeddings = family.max_positions
     vocab_size = keys.integer("vocab_size", most=MOST_VOCAB)
     if family.attention_gate and not keys.flag("attn_output_gate", True):
         raise keys.error("attn_output_gate", "true")
@@ -267,7 +273,7 @@ def read_decoder(keys: Keys, path: Path, architecture: str, family: Family) -> M
         head_dim=head_dim,
         rms_norm_eps=keys.number("rms_norm_eps", most=1.0),
         max_position_embeddings=max_position_embeddings,
-        tie_word_embeddings=keys.flag("tie_word_embeddings", False),
+        tie_word_embeddings=keys.flag("tie_word_embeddings", False) and family.ties,
         attention_bias=bias or family.attention_bias == "qkv",
         output_bias=bias,
         mlp_bias=family.mlp_bias and keys.flag("mlp_bias", False),

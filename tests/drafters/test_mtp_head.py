@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from graphspec.drafters.mtp.facts import read_mtp_facts
 from graphspec.drafters.mtp.loading import load_mtp
@@ -124,7 +125,9 @@ def check(
         attention.position_BT = attention.position_BT + POSITION
         found = draft(torch.tensor([TOKENS]), draft.fuse(hidden[None]), attention, step=step)
         number = min(step, len(raws) - 1)
-        embedding = target.embed_tokens.weight
+        prefix = NAMES[layout][0].format(first + number)
+        embedding = raw.get(f"{prefix}embed_tokens.weight", target.embed_tokens.weight)
+        head = raw.get(f"{prefix}shared_head.head.weight", target.lm_head.weight)
         keys["window"] = windows[number] if windows else None
         reference, exact = (
             straight_line(raw, layout, first + number, embedding, hidden, dtype, **keys) for dtype in (torch.float32, torch.float64)
@@ -133,7 +136,7 @@ def check(
         assert attention.layers == [number]
         logits = draft.logits(found, step=step)
         assert logits.dtype == torch.float32
-        assert_as_good(logits[0], reference @ target.lm_head.weight.T, exact @ target.lm_head.weight.double().T)
+        assert_as_good(logits[0], reference @ head.T, exact @ head.double().T)
         hidden = found[0]
 
 
@@ -217,11 +220,21 @@ def test_qwen_layer_equals_transformers(tmp_path: Path) -> None:
     torch.testing.assert_close(mine, theirs, rtol=0, atol=2e-6)
 
 
+COPIES = {"embed_tokens": "model.embed_tokens.weight", "lm_head": "lm_head.weight"}
+COPY_NAMES = {"embed_tokens": "embed_tokens.weight", "lm_head": "shared_head.head.weight"}
+
+
 @torch.inference_mode()
-def test_heads_share_the_targets_matrices_and_their_copies_are_not_used(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_copies_of_the_targets_matrices_are_shared(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Also where they were rounded to another dtype."""
     path = write_target(tmp_path)
-    add_heads(path, head_tensors("deepseek", LAYERS, copies=True), num_nextn_predict_layers=1)
+    stored = load_file(path / "model.safetensors")
+    copies = {f"model.layers.{LAYERS}.{COPY_NAMES[part]}": stored[name].to(dtype) for part, name in COPIES.items()}
+    add_heads(path, head_tensors("deepseek", LAYERS) | copies, num_nextn_predict_layers=1)
     draft, target = load(path, path)
+    assert draft.heads[0].embed_tokens is None
+    assert draft.heads[0].lm_head is None
     assert draft.embed_tokens is target.embed_tokens
     assert draft.lm_head is target.lm_head
     assert draft.target_token_Vd is None
@@ -229,6 +242,28 @@ def test_heads_share_the_targets_matrices_and_their_copies_are_not_used(tmp_path
     edit_tensors(path / "model.safetensors", **{f"model__layers__{LAYERS}__embed_tokens__weight": torch.zeros(VOCAB_SIZE - 1, HIDDEN)})
     with pytest.raises(CheckpointError, match=rf"{LAYERS}\.embed_tokens\.weight: expected shape \[61, 48\], found shape \[60, 48\]"):
         load(path, path)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("part", COPIES)
+def test_other_matrices_than_the_targets_are_used_and_named(part: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """In the layer of one of two heads, or of the model whose folder the heads are in."""
+    raws = [head_tensors("deepseek", LAYERS + i, copies=i == 1) for i in range(2)]
+    other = next(name for name in raws[1] if name.endswith(COPY_NAMES["lm_head" if part == "embed_tokens" else "embed_tokens"]))
+    del raws[1][other]
+    path = add_heads(write_target(tmp_path / "whole"), *raws, num_nextn_predict_layers=2)
+    draft, target, file = *load(path, path), path / "model.safetensors"
+    check(draft, target, raws, "deepseek", LAYERS, theta=10000.0)
+    assert [record.getMessage() for record in caplog.records if "differs from the target's" in record.getMessage()] == [
+        f"{file}: model.layers.{LAYERS + 1}.{COPY_NAMES[part]} differs from the target's {file}: {COPIES[part]}; the draft keeps its own"
+    ]
+    mine, theirs = (write_target(tmp_path / name) for name in ("draft", "target"))
+    add_heads(mine, head_tensors("deepseek", LAYERS), num_nextn_predict_layers=1)
+    weight = torch.randn(VOCAB_SIZE, HIDDEN, generator=torch.Generator().manual_seed(8))
+    edit_tensors(mine / "model.safetensors", **{COPIES[part]: weight})
+    draft, target = load(mine, theirs)
+    assert torch.equal(getattr(draft.heads[0], part).weight, weight)
+    assert draft.embed_tokens is target.embed_tokens
 
 
 @torch.inference_mode()
