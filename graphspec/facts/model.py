@@ -85,6 +85,8 @@ class ModelFacts:
     """Heads and widths are those of one rank; vocabulary and hidden size are the whole model's."""
     vocabulary: Sharding = UNSHARDED
     """Of embedding and language-model head."""
+    stored_vocab_size: int | None = None
+    """Rows of embedding and language-model head in the file, of which the first ``vocab_size`` are read; None: that many."""
 
     @property
     def kv_row(self) -> tuple[int, int, int]:

@@ -82,6 +82,11 @@ def load_target(
     """
     layout, checkpoint = facts.family.layout, target_checkpoint(facts)
     embedding, head = vocabulary_tensors(facts, checkpoint)
+    if facts.stored_vocab_size is not None:
+        for name in (embedding, head):
+            if name in checkpoint:
+                checkpoint.check(name, (facts.stored_vocab_size, facts.hidden_size))
+                checkpoint.trim(name, facts.vocab_size)
     settled = settle_head(facts, checkpoint)
     if settled.tie_word_embeddings != facts.tie_word_embeddings and torch.device(device).type != "meta":
         message = "%s: config.json says tie_word_embeddings = true, but %s differs from %s; the tensors decide: the head is its own"
