@@ -31,7 +31,7 @@ from .mamba import Mixer
 from .moe import ExpertFacts
 from .multipliers import NO_MULTIPLIERS, Multipliers
 from .recurrent import RecurrentFacts
-from .rope import NO_ROPE, RopeFacts, read_position_embedding, read_rope
+from .rope import NO_ROPE, RopeFacts, read_position_embedding, read_rope, rotating_kinds
 from .sharding import UNSHARDED, Sharding, sharding_of
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -107,6 +107,11 @@ class ModelFacts:
         """The layer's number among the layers of its kind: in the KV pool, or in the recurrent states."""
         kind = self.is_recurrent if self.is_recurrent(layer) else self.attends
         return sum(kind(before) for before in range(layer))
+
+    @property
+    def longest_context(self) -> int:
+        """Tokens that the model can see, with scaled RoPE."""
+        return self.rope.context(self.max_position_embeddings)
 
     @property
     def kv_layers(self) -> int:
@@ -255,9 +260,11 @@ def read_decoder(keys: Keys, path: Path, architecture: str, family: Family) -> M
     else:
         width = keys.integer("intermediate_size", most=MOST_WIDTH)
     bias = family.attention_bias == "stated" and keys.flag("attention_bias", False)
+    windows = family.window(keys, num_layers)
     rope = RopeFacts(0.0, NO_ROPE)
     if read_position_embedding(keys, family.rotates):
-        rope = read_rope(keys, max_position_embeddings, head_dim, family.rope_kinds, family.partial_rotary)
+        rotating = rotating_kinds(keys, windows)
+        rope = read_rope(keys, max_position_embeddings, head_dim, family.rope_kinds, family.partial_rotary, rotating)
     generation = path / "generation_config.json"
     eos, stated = _read_eos(keys, vocab_size), None
     if find_file(generation):
@@ -280,7 +287,7 @@ def read_decoder(keys: Keys, path: Path, architecture: str, family: Family) -> M
         output_bias=bias,
         mlp_bias=family.mlp_bias and keys.flag("mlp_bias", False),
         qk_norm=family.qk_norm != "none",
-        sliding_window=family.window(keys, num_layers),
+        sliding_window=windows,
         rope=rope,
         bos_token_id=bos,
         eos_token_ids=(eos or ()) if stated is None else stated,

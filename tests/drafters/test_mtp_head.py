@@ -8,13 +8,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from graphspec.drafters.mtp.facts import read_mtp_facts
+from graphspec.drafters.mtp.facts import counted_facts, read_mtp_facts
 from graphspec.drafters.mtp.loading import load_mtp
 from graphspec.errors import CheckpointError
 from graphspec.facts import read_model_facts
 from graphspec.models.target import load_target
 from graphspec.models.token_map import apply_token_map
-from tests.support.checkpoints import VOCAB_SIZE, DenseAttention, eagle3_tensors, edit_tensors, write_eagle3
+from tests.support.checkpoints import VOCAB_SIZE, DenseAttention, eagle3_tensors, edit_tensors, write_eagle3, write_hf
+from tests.support.hybrid_checkpoints import build_hybrid, expert_head
 from tests.support.mtp_checkpoints import (
     HEAD_DIM,
     HIDDEN,
@@ -218,6 +219,37 @@ def test_qwen_layer_equals_transformers(tmp_path: Path) -> None:
     theirs = theirs[0] if isinstance(theirs, tuple) else theirs
     mine = draft.heads[0].layer(x_BTH, draft.rotary(position_BT, position_BT + 1), DenseAttention.prompt(1, 9))
     torch.testing.assert_close(mine, theirs, rtol=0, atol=2e-6)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe"])
+def test_qwen_heads_with_experts_equal_transformers(family: str, stacked: bool, tmp_path: Path) -> None:
+    """The layer and the norm after it are a model of one layer, which transformers runs over what the projection returned."""
+    raw, model = expert_head(family, stacked=stacked)
+    path = add_heads(write_hf(build_hybrid(family), tmp_path), raw, mtp_num_hidden_layers=1)
+    draft, target = load(path, path)
+    assert draft.facts.decoder.has_experts(0)
+    assert draft.lm_head is target.lm_head
+    hidden = torch.randn(1, len(TOKENS), HIDDEN, generator=torch.Generator().manual_seed(5))
+
+    def normed(x: torch.Tensor, part: str) -> torch.Tensor:
+        weight = raw[f"mtp.pre_fc_norm_{part}.weight"] + 1
+        return weight * x / torch.sqrt((x * x).mean(-1, keepdim=True) + 1e-6)
+
+    halves = normed(target.embed_tokens.weight[torch.tensor([TOKENS])], "embedding"), normed(hidden, "hidden")
+    expected = model.model(inputs_embeds=torch.cat(halves, -1) @ raw["mtp.fc.weight"].T).last_hidden_state
+    found = draft(torch.tensor([TOKENS]), hidden, DenseAttention.prompt(1, len(TOKENS)))
+    torch.testing.assert_close(found, expected, rtol=0, atol=5e-6)
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5", "qwen3_5_moe"])
+def test_heads_that_a_config_counts_have_the_mlp_of_their_family(family: str, tmp_path: Path) -> None:
+    path = write_hf(build_hybrid(family), tmp_path, mtp_num_hidden_layers=1)
+    facts, words = counted_facts(path, read_model_facts(path))
+    assert (facts.layout, facts.num_heads, facts.decoder.recurrent) == ("qwen", 1, None)
+    assert facts.decoder.has_experts(0) == (family != "qwen3_5")
+    assert words.startswith("1 prediction head(s)")
 
 
 COPIES = {"embed_tokens": "model.embed_tokens.weight", "lm_head": "lm_head.weight"}

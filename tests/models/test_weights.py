@@ -87,6 +87,8 @@ def test_generation_config_overrides_eos(checkpoint: Path) -> None:
     ("changes", "attribute", "expected"),
     [
         ({"head_dim": REMOVED}, "head_dim", 16),
+        ({"max_position_embeddings": REMOVED}, "max_position_embeddings", 2048),
+        ({"architectures": ["Qwen3ForCausalLM"], "max_position_embeddings": None}, "max_position_embeddings", 32768),
         ({"num_key_value_heads": REMOVED}, "num_kv_heads", 3),
         ({"dtype": REMOVED, "torch_dtype": "bfloat16"}, "dtype", "bfloat16"),
         ({"dtype": REMOVED}, "dtype", "float32"),
@@ -140,7 +142,7 @@ def test_derived_facts(changes: dict[str, Any], attribute: str, expected: Any, c
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "rope_parameters: rope_type"),
         ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "rope_parameters: factor"),
-        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters"),
+        ({"rope_parameters": {"sliding_attention": {"rope_type": "default"}}}, "rope_parameters: full_attention"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"rope_parameters": None, "rope_scaling": {"type": "mrope"}}, "rope_scaling: type"),
         ({"rope_parameters": None, "rope_theta": -1}, "rope_theta"),
