@@ -259,7 +259,7 @@ def read_decoder(keys: Keys, path: Path, architecture: str, family: Family) -> M
         width = experts.intermediate_size
     else:
         width = keys.integer("intermediate_size", most=MOST_WIDTH)
-    bias = family.attention_bias == "stated" and keys.flag("attention_bias", False)
+    bias = keys.flag("attention_bias", False) and family.attention_bias == "stated"
     windows = family.window(keys, num_layers)
     rope = RopeFacts(0.0, NO_ROPE)
     if read_position_embedding(keys, family.rotates):
@@ -285,7 +285,7 @@ def read_decoder(keys: Keys, path: Path, architecture: str, family: Family) -> M
         tie_word_embeddings=keys.flag("tie_word_embeddings", False) and family.ties,
         attention_bias=bias or family.attention_bias == "qkv",
         output_bias=bias,
-        mlp_bias=family.mlp_bias and keys.flag("mlp_bias", False),
+        mlp_bias=keys.flag("mlp_bias", False) and family.mlp_bias,
         qk_norm=family.qk_norm != "none",
         sliding_window=windows,
         rope=rope,
