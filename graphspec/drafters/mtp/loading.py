@@ -75,6 +75,7 @@ def load_mtp(
     """
     checkpoint = Checkpoint(facts.path, facts.decoder.family.layout.renamed)
     vocabulary = TargetVocabulary(target.facts, device)
+    spread = replace(facts.decoder, vocabulary=target.facts.vocabulary)  # as what it stands in for
     own_modules: dict[tuple[str, str], Embedding | Linear] = {}
     with torch.device("meta"):
         draft = MTPDraft(facts, max_positions, target.embed_tokens, target.lm_head)
@@ -87,7 +88,7 @@ def load_mtp(
             if (part, name) not in own_modules:
                 own.append(f"{part}.weight")
                 with torch.device("meta"):
-                    own_modules[part, name] = (token_embedding if part == "embed_tokens" else vocabulary_head)(facts.decoder)
+                    own_modules[part, name] = (token_embedding if part == "embed_tokens" else vocabulary_head)(spread)
             setattr(head, part, own_modules[part, name])
             layout = replace(layout, rules=(*layout.rules, TensorRule(f"{part}.weight", (name,))))
         prefixes = (layer,) if facts.layout == "deepseek" else PREDICTION_HEADS
