@@ -170,7 +170,7 @@ class Checkpoint:
             length = min(step, shape[0] - begin)
             mine, their = self.part(name, 0, begin, length), other.part(theirs, 0, begin, length)
             ours_fits = ours_fits and torch.equal(mine.to(their.dtype), their)
-            theirs_fits = theirs_fits and torch.equal(their.to(mine.dtype), mine)
+            theirs_fits = ours_fits if mine.dtype == their.dtype else theirs_fits and torch.equal(their.to(mine.dtype), mine)
             if not (ours_fits or theirs_fits if rounded else ours_fits and theirs_fits):
                 return False
         return True

@@ -138,6 +138,18 @@ def test_a_vocabulary_padded_to_another_size(size: int, tied: bool, tmp_path: Pa
     assert draft.target_token_Vd.tolist() == ([3, 7, VOCAB_SIZE - 2] if size > VOCAB_SIZE else [3, 7])
 
 
+def test_another_size_is_a_warning_where_no_tokenizers_tell(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    target, path = write_target(tmp_path / "target"), write_target(tmp_path / "draft", vocab_size=VOCAB_SIZE + 7)
+    caplog.set_level("INFO")
+    for level, end in (("WARNING", "taken as padding, without two tokenizers to compare"), ("INFO", "taken as padding")):
+        caplog.clear()
+        read_standalone_facts(path, read_model_facts(target))
+        (record,) = (record for record in caplog.records if "padding" in record.getMessage())
+        assert (record.levelname, record.getMessage()) == (level, f"{path}: a vocabulary of 68, that of the target is 61: {end}")
+        for folder in (target, path):
+            (folder / "tokenizer.json").write_text("{}")
+
+
 def test_a_larger_vocabulary_is_checked_before_it_is_cut(tmp_path: Path, target_path: Path) -> None:
     path = write_target(tmp_path, vocab_size=VOCAB_SIZE + 7)
     edit_tensors(path / "model.safetensors", lm_head__weight=torch.zeros(VOCAB_SIZE, 48))

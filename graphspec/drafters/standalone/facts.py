@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from ...facts.draft import DraftFacts
+from ...facts.files import find_file
 from ...facts.keys import read_config
 from ...facts.model import ModelFacts, read_model_facts
 
@@ -47,7 +48,10 @@ def read_standalone_facts(path: str | Path, target: ModelFacts) -> StandaloneFac
             "a draft needs a state after every step of every beam",
         )
     if decoder.vocab_size != target.vocab_size:
-        _LOG.info("%s: %d tokens, the target has %d: taken as padding", path, decoder.vocab_size, target.vocab_size)
+        compared = all(find_file(folder / "tokenizer.json") for folder in (path, target.path))
+        padded = "taken as padding" if compared else "taken as padding, without two tokenizers to compare"
+        message = f"%s: a vocabulary of %d, that of the target is %d: {padded}"
+        _LOG.log(logging.INFO if compared else logging.WARNING, message, path, decoder.vocab_size, target.vocab_size)
     if decoder.vocab_size > target.vocab_size:
         decoder = replace(decoder, vocab_size=target.vocab_size, stored_vocab_size=decoder.vocab_size)
     return StandaloneFacts(
