@@ -41,8 +41,8 @@ def settle_head(facts: ModelFacts, checkpoint: Checkpoint) -> ModelFacts:
     embedding, head = vocabulary_tensors(facts, checkpoint)
     if not facts.tie_word_embeddings:
         if head not in checkpoint and embedding in checkpoint:
-            why = "as config.json says tie_word_embeddings = false" if facts.family.ties else f"as every {facts.architecture} has one"
-            raise CheckpointError(f"{checkpoint.path}: {head}", f"a head of its own, {why}", "no such tensor")
+            why = "tie_word_embeddings is not true in config.json" if facts.family.ties else f"every {facts.architecture} has one"
+            raise CheckpointError(f"{checkpoint.path}: {head}", f"a head of its own, as {why}", "no such tensor")
         return facts
     if head not in checkpoint or embedding not in checkpoint:
         return facts
